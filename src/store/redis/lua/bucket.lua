@@ -11,7 +11,7 @@
 -- Returns the functions of this kind of limit.
 local function bucket_rule()
   local MOST_MARKS = 32
-  -- The oldest statement of an upstream that is scaled to now.
+  -- The greatest age that is assumed of a statement of the upstream.
   local LONGEST_AGO = 5000000
 
   -- Divides and returns quotient and remainder, exactly, although p / by may be rounded.
@@ -77,13 +77,13 @@ local function bucket_rule()
     return r > 0 and q + 1 or q
   end
 
-  -- Returns the first moment, not before `from`, at which `cost` units may go.
+  -- Returns the first moment, not before `from`, at which `cost` units may leave.
   local function first_slot(limit, from, cost)
     local slot = room_for(limit, cost)
     return slot > from and slot or from
   end
 
-  -- Returns how many units may go at `slot`.
+  -- Returns how many units may leave at `slot`.
   local function room(limit, slot)
     local q, r = limit.full - slot, limit.full_r
     if q < 0 then return limit.capacity end
@@ -103,7 +103,8 @@ local function bucket_rule()
     return room > 0 and room or 0
   end
 
-  -- Forgets which permits wait in order: none of them can be taken back exactly any more.
+  -- Forgets the order of the permits that are booked ahead. From now on none of them is taken back
+  -- exactly.
   local function forget_queue(limit)
     limit.queued_from = NEVER
     if limit.n > 0 then
@@ -111,7 +112,7 @@ local function bucket_rule()
     end
   end
 
-  -- Takes units out of the bucket at `slot`.
+  -- Takes the units of a permit out of the bucket.
   local function insert(limit, slot, stamp, units)
     local before, before_r = limit.full, limit.full_r
     local earlier = less(stamp, 0, before, before_r)
@@ -144,9 +145,9 @@ local function bucket_rule()
     end
   end
 
-  -- Counts units that were used without a permit. They leave the bucket empty now at most, because
-  -- an upstream that let them pass had them. If that cuts them, earlier permits can no longer be
-  -- taken back.
+  -- Counts units that were used without a permit. The upstream accepted them, so its bucket had
+  -- these units. So they leave the bucket empty at most. If fewer units count for this reason,
+  -- earlier permits can no longer be taken back.
   local function charge(limit, _, stamp, units)
     local empty, empty_r = refill(limit, limit.capacity)
     empty = state.now + empty
@@ -193,8 +194,8 @@ local function bucket_rule()
     forget_queue(limit)
   end
 
-  -- Adopts that the upstream stated, `ago`, that `left` units remain. Returns whether less remains
-  -- than the bucket knew.
+  -- Takes in a statement of the upstream that was made `ago`: `left` units remain. Returns whether
+  -- the bucket held more.
   local function see(limit, ago, left)
     local back, rest = divide((ago < LONGEST_AGO and ago or LONGEST_AGO) * limit.count, limit.window)
     local gone = room(limit, state.now) - (left + back + (rest > 0 and 2 or 1))
@@ -212,7 +213,7 @@ local function bucket_rule()
 
   local function advance() end
 
-  -- Returns how many units may go now.
+  -- Returns how many units may leave now.
   local function free(limit)
     return room(limit, state.now)
   end

@@ -6,12 +6,12 @@
 --
 -- KEYS[1]  the state of the key: one packed string, which only this script reads and writes
 -- ARGV[1]  the call, packed; the reply is packed too (layout.lua, src/guide/redis_format.md)
--- ARGV[2]  if the key is held or released, or less remains: the channel of all stores
+-- ARGV[2]  for a hold, a release or an urgent statement of the upstream: the channel of all stores
 -- ARGV[3]  with ARGV[2]: the token that names the key to them
 --
--- Redis runs a script as a new function for each call, with every function in it: 50 ns for each,
--- and more for each variable that the function shares. So functions that few calls need are made
--- when they are needed (`cold`, `cold_external`), and what the others share is in one table,
+-- For each call, Redis makes the script anew, with every function in it. A function costs 50 ns,
+-- and more for each variable that it shares with others. So functions that few calls need are made
+-- when a call needs them (`cold`, `cold_external`), and what the others share is in one table,
 -- `state`.
 
 -- How much longer than necessary a key lives, so that few grants have to extend its life.

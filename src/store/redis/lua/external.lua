@@ -6,7 +6,7 @@
 -- needs: layout.lua, `state` (state.lua)
 
 -- Returns the units of a limit that are reserved for other clients at a moment, and when that
--- changes next if no response comes.
+-- changes next if no response arrives.
 local function reserved_from(limit, at)
   local external, units, quarter = limit.external, 0, math.floor(limit.count / 4)
   local is_confirmed = at < external.confirmed_until
@@ -41,13 +41,13 @@ local function forgotten_from(limit)
   return from
 end
 
--- Returns what is left of `units` beside those that are reserved at a moment.
+-- Returns how many of `units` are left besides those that are reserved at a moment.
 local function less_reserved(units, limit, at)
   if limit.external then units = units - reserved(limit, at) end
   return units > 0 and units or 0
 end
 
--- Returns the first moment at which one limit allows `cost` beside what is reserved then.
+-- Returns the first moment at which one limit allows `cost` besides what is reserved then.
 local function first_slot_beside(limit, from, cost, life)
   while true do
     local units, till = reserved_from(limit, from)
@@ -59,10 +59,10 @@ end
 
 -- Makes the functions that few calls need.
 local function cold_external()
-  -- Permits live for at most this long, or a twentieth of the window.
+  -- The longest life of a permit is this, or a twentieth of the window if that is longer.
   local LONGEST_LIFE = 50000
-  -- The oldest response that bounds what may go until the next one: this old, or a twentieth of the
-  -- window.
+  -- The greatest age of a response that bounds the units that may be sent until the next one: this,
+  -- or a twentieth of the window if that is longer.
   local OLDEST_RESPONSE = 250000
 
   local function new_external(ends, before, whole)
@@ -72,7 +72,7 @@ local function cold_external()
     }
   end
 
-  -- Begins a new count when the last one has ended.
+  -- Begins a new count. The last one has ended.
   local function roll(limit)
     local last, before = limit.external, 0
     local ends = last.ends + limit.window
@@ -85,7 +85,7 @@ local function cold_external()
     if before > 0 then
       local external = new_external(ends, before, 1)
       external.said, external.said_till = last.said, last.said_till
-      -- What remained in the end shows that they may have used it.
+      -- The units that remained at the end show what other clients may have used.
       local shown = last.least < LARGEST_I4 and last.said_till or 0
       external.confirmed_until = shown > last.confirmed_until and shown or last.confirmed_until
       limit.external = external
@@ -94,7 +94,7 @@ local function cold_external()
     end
   end
 
-  -- Adopts what the upstream states remains of one limit. Returns whether that allows less than
+  -- Takes in what the upstream states remains of one limit. Returns whether less is allowed than
   -- before.
   local function see_at(limit, units, reset_in, steady, urgent, ago, refused, valid_for)
     if limit.kind == BUCKET then return limit.rule.see(limit, ago, units) end
@@ -174,7 +174,7 @@ local function cold_external()
     end
   end
 
-  -- Adopts what the upstream states remains of a limit. Returns whether that allows less than
+  -- Takes in what the upstream states remains of a limit. Returns whether less is allowed than
   -- before, and whether other processes must be notified of it at once.
   local function see(kind, count, window, capacity, units, reset_in, flags, ago, refused, valid_for, forget)
     local steady, urgent = flags % 2, flags >= 2

@@ -7,8 +7,8 @@
 -- (state.lua)
 --
 -- Logical time ignores a step of the server's clock, but the boundaries follow that clock. `phase`
--- is how far they are ahead of the multiples of the window in logical time. A spell is the usage of
--- one window.
+-- is how far the boundaries are ahead of the multiples of the window in logical time. A *spell* is
+-- what was used of one window.
 
 -- Returns the functions of this kind of limit.
 local function fixed_rule()
@@ -25,8 +25,8 @@ local function fixed_rule()
   local function advance(limit)
     if limit.n > 0 then
       local list, current = entries(limit), number_of(limit, state.now)
-      -- The window before the current one stays: the current one may begin earlier when the clock
-      -- is set.
+      -- The window before the current one is kept, because the current one may begin earlier when
+      -- the clock is set.
       while list[1] and list[1].window + 1 < current do
         table.remove(list, 1)
         limit.n, limit.dirty = #list, true
@@ -97,9 +97,9 @@ local function fixed_rule()
     state.changed = true
   end
 
-  -- Returns the first moment, not before `from`, at which `cost` units may go beside `reserved`
-  -- units of other clients. A permit may be used for `life`, and not within the guard of a
-  -- boundary.
+  -- Returns the first slot, not before `from`, for `cost` units besides `reserved` units of other
+  -- clients. The whole life of the permit lies in one window, and outside the guard of its
+  -- boundaries.
   local function first_slot(limit, from, cost, life, reserved)
     local most = limit.count - reserved > cost and limit.count - reserved or cost
     local list, window, open = entries(limit), number_of(limit, from), limit.window - 2 * guard
@@ -121,7 +121,7 @@ local function fixed_rule()
     end
   end
 
-  -- Returns how many units may go at `slot`.
+  -- Returns how many units may leave at `slot`.
   local function room(limit, slot)
     local window = number_of(limit, slot)
     if window < limit.open_from then return 0 end
@@ -134,7 +134,8 @@ local function fixed_rule()
     add(limit, number_of(limit, slot), units)
   end
 
-  -- Counts units that were used without a permit. More units than the limit count as the limit.
+  -- Counts units that were used without a permit, unless an earlier window than the current one has
+  -- them. If they are more than the limit, as many as the limit count.
   local function charge(limit, used_at, _, units)
     if number_of(limit, used_at) >= number_of(limit, state.now) then
       add(limit, number_of(limit, used_at), units < limit.count and units or limit.count)
@@ -162,7 +163,7 @@ local function fixed_rule()
     return last > 0 and last * limit.window - limit.phase or 0
   end
 
-  -- Returns how many units may go now.
+  -- Returns how many units may leave now.
   local function free(limit)
     return room(limit, state.now)
   end

@@ -6,13 +6,13 @@
 --
 -- KEYS[1]  the state of the key: one packed string, which only this script reads and writes
 -- ARGV[1]  the claim, packed; the reply is packed too (layout.lua, src/guide/redis_format.md)
--- ARGV[2] how channels of stores begin; the number of the store follows. A holder that is granted
--- slots by the claim of
---          another holder is notified there.
+-- ARGV[2]  how the channels of stores begin; the number of a store follows. If the claim grants
+--          slots to another holder, the script notifies that holder there.
 
--- Beyond this many batches, new waiters join the last batch of their holder.
+-- The most batches. Further waiters join the last batch of their holder.
 local MOST_BATCHES = 250
--- Holders claim every third of their time to live. This much later, all of them have.
+-- A holder sends a claim every third of its time to live. This much later than a third, all holders
+-- have sent one.
 local LATE = 1000000
 
 local version, operation, random, known, known_changes, seen, since, on_way, server_seen, server_since, store, id, number,
@@ -66,8 +66,8 @@ local function usage(holders, smallest)
   return used, smallest > used and smallest - used or 0
 end
 
--- Makes the waiters of a holder `count`. New waiters are last in the queue; those that leave were
--- its last.
+-- Sets the number of waiters of a holder to `count`. New waiters are last in the queue. Waiters
+-- that leave are the last of the holder.
 local function set_waiters(queue, holder, count)
   local before = 0
   for i = 1, #queue do
@@ -138,8 +138,7 @@ if operation == PEEK then
 end
 
 -- 2. Recovery, if the caller knows of a state that is lost, or of a later one than this. Nothing is
---    granted until all holders
--- of the lost state have claimed (src/limit/recovery.rs).
+--    granted until all holders of the lost state have claimed (src/limit/recovery.rs).
 if known ~= 0 and (known ~= incarnation or known_changes > changes) then
   if known == incarnation then
     incarnation, made_at = random, now
@@ -162,9 +161,9 @@ if not claimant then
 end
 changes = changes + 1
 if claimant.number < number then
-  -- Slots that were granted after the claim was sent go to the waiters that it names, as far as it
-  -- names so many. The holder ignores messages about the others, because they are older than its
-  -- claim.
+  -- The holder did not know of these slots when it sent the claim. They go to the waiters that the
+  -- claim states. If there are more slots than waiters, the others are free again. The holder
+  -- ignores the messages about them, which are older than the claim.
   local unseen = claimant.granted - acknowledged
   if unseen < 0 then unseen = 0 end
   if unseen > claimant.slots then unseen = claimant.slots end
@@ -214,7 +213,7 @@ for i = 1, #queue do
   records[count + i] = struct.pack(BATCH, queue[i].holder.index, queue[i].count)
 end
 
--- It lives as long as any claim can; two clocks may differ by a thousandth.
+-- The state lives as long as any claim can. Two clocks may differ by a thousandth.
 if learning_until - now > life_left then life_left = learning_until - now end
 local time_to_live = math.floor((life_left + life_left / 1000) / 1000) + 1000
 local head = struct.pack(IN_FLIGHT_HEAD, IN_FLIGHT_FORMAT, count, #queue, incarnation, changes, made_at, now - server_time,

@@ -14,11 +14,11 @@
 
 -- ── versions: each once, here ────────────────────────────────────────────────────────────────────
 
--- Calls and replies about rates and about calls in flight. A script knows one version, because it
--- travels with its client.
+-- Calls and replies about rates and about calls in flight. A client sends its own script, so a
+-- script knows one version only.
 local CALL_VERSION = 2
--- States of rates. A state has the second format only if a release that knows the first alone would
--- misread it.
+-- States of rates. A state has the second format only if a release that knows only the first one
+-- would misread it.
 local STATE_FORMAT = 1
 local STATE_FORMAT_WITH_PHASE = 2
 -- States of calls in flight.
@@ -26,9 +26,11 @@ local IN_FLIGHT_FORMAT = 1
 -- Calls, replies and states of registers.
 local REGISTER_VERSION = 1
 
--- Messages have no version. Their first byte names their kind, and an unknown kind is ignored. A
--- hold or a release, to all stores; the second kind is a hold that the caller cut. B kind; I7 hold;
--- I4 releases. The token of the key follows.
+-- Messages have no version. Their first byte names their kind. A process ignores a kind that it
+-- does not know.
+--
+-- A hold or a release, to all stores. The second kind is a hold that the caller cut. B kind; I7
+-- hold; I4 releases. The token of the key follows.
 local HOLD_MESSAGE = 1
 local CUT_HOLD_MESSAGE = 4
 local HOLD_MESSAGE_FIELDS = '<BI7I4'
@@ -63,7 +65,7 @@ local LEARNING = 2
 local UNSURE = 3
 local SHARED = 4
 local CUT = 8
--- The status of a claim if PUBLISH failed: the holders that another claim concerns must poll.
+-- The status of a claim if PUBLISH failed. The holders that should have been notified must poll.
 local MUTE = 2
 
 -- Kinds of limits, and of records.
@@ -79,8 +81,8 @@ local LARGEST_I4 = 4294967295
 
 -- The most permits of one call: more would keep other clients waiting for the server.
 local MOST_PERMITS = 2000
--- How far the server's clock may be from what the caller expects, besides a thousandth of the time
--- between.
+-- How far the server's clock may be from what the caller expects, apart from a thousandth of the
+-- age of the reply that the caller remembers.
 local CLOCK_TOLERANCE = 250000
 
 -- ── a call about rates, and its reply ────────────────────────────────────────────────────────────
@@ -131,7 +133,7 @@ local HEAD_SIZE = 65
 local RECORD_SIZE = 90
 
 -- All records of limits begin so: B kind; I4 count; I7 window; I4 capacity; I7 boundary slack; I7
--- last asserted; I2 entries; I2 room for entries.
+-- when a call last stated it; I2 entries; I2 room for entries.
 --
 -- A sliding window, then: I7 units; I7 units in fine chunks; I2 coarse chunks; I2 place of the
 -- first chunk; I7 floor, 0 for none; I2 index of the search cursor; I7 units before it; I7 I4 the

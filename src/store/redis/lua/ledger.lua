@@ -8,7 +8,7 @@
 
 -- The most limits of one key.
 local MOST_LIMITS = 32
--- Limits whose open moments never meet are not searched for ever.
+-- The most rounds of the search for a slot. Some limits have no slot in common.
 local MOST_ROUNDS = 1000
 local makers, rules = { window_rule, bucket_rule, fixed_rule }, {}
 
@@ -100,7 +100,8 @@ local function cold()
     for i = 1, #state do
       local limit = state[i]
       limit.rule.more().subtract(limit, slot, stamp, units)
-      -- If they were counted as used when the newest response was read, then others used as many.
+      -- If the units were counted as used when the newest response was read, other clients used as
+      -- many.
       local usage = limit.external
       if usage and state.now < usage.short_until and stamp <= usage.counted_until then
         usage.short = usage.short + units
@@ -142,7 +143,7 @@ local function cold()
     end
   end
 
-  -- Takes returned slots that nobody can use any more out of the logs.
+  -- Removes the returned slots that no request can use any more, also from the logs.
   local function drain()
     local list = returned()
     while list[1] and list[1].slot < state.from do
@@ -152,7 +153,7 @@ local function cold()
     end
   end
 
-  -- Takes all returned slots out of the logs: they were granted when more seemed to remain.
+  -- Removes all returned slots, also from the logs. They were granted when more seemed to remain.
   local function drop_returned()
     local list = returned()
     while #list > 0 do
@@ -162,7 +163,7 @@ local function cold()
     end
   end
 
-  -- Counts units that were used without a permit, at least `age` ago, in every limit.
+  -- Counts units in every limit that were used without a permit, at least `age` ago.
   local function charge(age, units)
     if units == 0 then return end
     state.changed = true
@@ -172,8 +173,8 @@ local function cold()
     end
   end
 
-  -- Books up to `most` units of what is free now, at most a quarter of it. Returns how many, and
-  -- their span.
+  -- Books up to `most` of the units that are free now, but at most a quarter of the free units.
+  -- Returns how many, and their span.
   local function prefetch(most, life)
     local count = math.floor(free_now() / 4)
     if count > most then count = most end
@@ -214,15 +215,15 @@ local function cold()
     return limit
   end
 
-  -- Returns until when a limit is in force: two windows and a second after it was last asserted.
-  -- Half a window may be unrecorded.
+  -- Returns until when a limit applies: two windows and a second after a call last stated it. The
+  -- record may be half a window behind.
   local function in_force_until(limit)
     return limit.asserted + math.floor(limit.window * 5 / 2) + 1000000
   end
 
-  -- Forgets limits that are no longer in force. If too many are left, those that this call does not
-  -- assert are forgotten, the one that would be forgotten next before the others. A caller that
-  -- asserts it adds it again.
+  -- Forgets the limits that no longer apply. If too many are left, forgets limits that this call
+  -- does not state, beginning with the one that would end first. The next caller that states such a
+  -- limit adds it again.
   local function retain()
     local kept = 0
     for i = 1, #state do
@@ -249,10 +250,11 @@ local function cold()
   -- Recovers after a state was lost: grants nothing until the permits of the lost state are a
   -- window old.
   --
-  -- Twin: src/limit/recovery.rs. A process that holds such permits uses none unless it had a reply
-  -- from here within SHORTEST_TRUST or a quarter of the window. Limits that remember for longer
-  -- than LONGEST_LEARNING are charged what the caller was granted, and wait that long for what the
-  -- other callers were granted.
+  -- Twin: src/limit/recovery.rs. A process uses permits of the lost state only within its trust
+  -- after the last reply: a quarter of the longest window, at least SHORTEST_TRUST. If a limit
+  -- remembers permits for longer than LONGEST_LEARNING, it is charged with what the caller was
+  -- granted. The recovery then lasts LONGEST_LEARNING and the trust, for what the other callers
+  -- were granted.
   local function recover(granted)
     local LONGEST_LEARNING = 60000000
     local SHORTEST_TRUST = 1500000
@@ -276,7 +278,7 @@ local function cold()
     state.changed = true
   end
 
-  -- Writes the whole state, in one string of its exact size: what is written into it later needs no
+  -- Writes the whole state in one string of its exact size, so that later writes into it need no
   -- more memory.
   local function rewrite(incarnation, writes, offset, expires, held_until, releases, time_to_live)
     local records, regions = {}, {}

@@ -7,7 +7,7 @@
 -- needs: layout.lua, server_time (server_time.lua), all of call.lua, logical_time (time.lua),
 -- state.lua, external.lua, ledger.lua
 
--- Reads the records of the limits into `state`. `head` has so many of them as the call has limits.
+-- Reads the records of the limits into `state`. `head` has as many of them as the call has limits.
 -- Returns an error if there is a record of an unknown kind.
 local function read_records(head, record_count, limit_count)
   if record_count > limit_count then
@@ -33,8 +33,8 @@ local function read_records(head, record_count, limit_count)
   state.existed, state.returned_base = true, base
 end
 
--- Brings the limits of the state to now, and asserts those of the call, which begin at `pos`.
--- Returns where they end.
+-- Advances the limits of the state to now. Adds the limits of the call, which begin at `pos`, or
+-- records that a call stated them. Returns where they end.
 local function assert_limits(operation, call, pos, limit_count, guard)
   for i = 1, #state do
     local limit = state[i]
@@ -62,9 +62,9 @@ local function assert_limits(operation, call, pos, limit_count, guard)
   return pos
 end
 
--- Books `count` permits of `cost` units each; one segment has as many of them as its slot allows.
+-- Books `count` permits of `cost` units each. One segment has as many of them as its slot allows.
 -- Returns nothing if all are booked. Otherwise returns the first slot that is later than `last`,
--- and the limit that refused: nothing is booked for that permit and those after it.
+-- and the limit that refused. Nothing is booked for that permit and those after it.
 local function book(cost, count, life, last, segments)
   while count > 0 do
     local slot, refusing = first_slot(cost, life)
@@ -149,8 +149,8 @@ else
 
   local remembers = known == incarnation and seen > 0
   if operation == RETURN and not remembers then
-    -- A return without memory cannot tell whether the clock was set, and need not: its time is that
-    -- of the last write.
+    -- A caller that only returns permits, and remembers no reply, cannot tell whether the clock was
+    -- set. It need not: its time is that of the last write.
     state.now = last_write
   else
     local now = logical_time(server_time, server_time + offset, last_write, remembers and seen + since, since, on_way,
@@ -218,8 +218,8 @@ if operation == PEEK then
   return table.concat(parts)
 end
 
--- 4. Recovery. A caller that knows of a state that is lost, or of a later one than this, had
---    permits that are not in here.
+-- 4. Recovery. If a caller knows of a state that is lost, or of a later one than this, it was
+--    granted permits that this state does not know.
 if known ~= 0 and seen > 0 and (known ~= incarnation or known_writes > writes) then
   if known == incarnation then
     incarnation, state.made_at = random, now
@@ -227,7 +227,8 @@ if known ~= 0 and seen > 0 and (known ~= incarnation or known_writes > writes) t
   (state.cold or cold()).recover(granted_before)
 end
 
--- 5. What comes back, what was used without a permit, and what the upstream states remains.
+-- 5. Permits that come back, units that were used without a permit, and what the upstream states
+--    remains.
 local needs_pos, must_notify = pos, false
 pos = pos + need_count * CALL_NEED_SIZE
 for _ = 1, return_count do
@@ -286,8 +287,8 @@ else
 end
 local free = status == GRANTED and free_now() or 0
 
--- 7. The new state. It lives until everything in it is forgotten and a second; two clocks may
---    differ by a thousandth.
+-- 7. The new state. It lives a second longer than anything in it matters. Two clocks may differ by
+--    a thousandth.
 local remember = remembered_until() - now
 if state.changed then
   writes = writes + 1
@@ -307,7 +308,8 @@ if state.changed then
   end
 end
 
--- 8. Messages. If PUBLISH is forbidden, the other processes learn of it with their next call.
+-- 8. Messages. If PUBLISH is forbidden, the other processes learn of the change with their next
+--    call.
 if operation == HOLD or operation == RELEASE then
   local kind = cut == 1 and CUT_HOLD_MESSAGE or HOLD_MESSAGE
   redis.pcall('PUBLISH', ARGV[2], struct.pack(HOLD_MESSAGE_FIELDS, kind, state.from - now, releases) .. ARGV[3])

@@ -1,5 +1,5 @@
--- Changes a register: a small value that processes share. The change is made only if the register
--- still has the version that the caller saw. Without a change, reads it.
+-- Changes a register: a small value that processes share. The script changes it only if it still
+-- has the version that the caller saw. Without a new value, the script only reads it.
 --
 -- Twin: `Registers` in src/store/register.rs.
 -- After a change: cargo test --all-features --lib differential

@@ -5,20 +5,19 @@
 -- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, server_time (server_time.lua), all of call.lua
 --
--- Most calls need permits of sliding windows now. They are granted or refused here as main.lua
--- would do it. Whatever is unusual falls through to the end of this file before anything is
--- written, and main.lua decides it.
+-- Most calls need permits of sliding windows now. This file grants or refuses them as main.lua
+-- would. If anything is unusual, it writes nothing, and main.lua decides the call.
 --
--- The arithmetic of window.lua and time.lua is written out once more here, because a function costs
--- 50 ns in each call: this file makes none.
+-- This file repeats the arithmetic of window.lua and time.lua without functions, because a function
+-- costs 50 ns in each call.
 
 if operation == LEASE and need_count == 1 and return_count + charge_count + remaining_count == 0 and prefetch_most == 0
   and hold_left == 0 and #head == HEAD_SIZE + RECORD_SIZE * limit_count then
   local format, record_count, returned_count, returned_room, incarnation, writes, made_at, learning_until, offset, last_write,
     expires, held_until, releases = struct.unpack(HEAD, head)
   local now = server_time + offset
-  -- How far the logical time is from what the caller expects. main.lua allows a thousandth of
-  -- `since` besides.
+  -- How far the logical time is from what the caller expects. main.lua also allows a thousandth of
+  -- `since`.
   local deviation = now - seen - since
   local cost, permits = struct.unpack(CALL_NEED, call, pos + CALL_LIMIT_SIZE * limit_count)
   if format == STATE_FORMAT and record_count == limit_count and returned_count == 0 and permits <= MOST_PERMITS and cost > 0
@@ -58,8 +57,8 @@ if operation == LEASE and need_count == 1 and return_count + charge_count + rema
 
       local free = count - total
       if free < cost then
-        -- Refused until the oldest chunk has left. If that is not enough, or is soon enough,
-        -- main.lua looks for the slot.
+        -- The call is refused until the oldest chunk has left. If that is not enough, or is soon
+        -- enough, main.lua looks for the slot.
         local left = oldest + window - now
         if cost - free > oldest_count or left <= latest then
           is_unusual = true
@@ -77,7 +76,7 @@ if operation == LEASE and need_count == 1 and return_count + charge_count + rema
         if n > 0 and (newest == stamp or newest_count < math.floor((count + 99) / 100)) then
           newest_count = newest_count + units
         else
-          -- So far the newest chunk was in the record only.
+          -- Until now, the newest chunk was in the record only.
           if n > 0 then
             chunks = chunks or {}
             chunks[#chunks + 1] = region + (first + n - 1) % room * CHUNK_SIZE
@@ -116,7 +115,8 @@ if operation == LEASE and need_count == 1 and return_count + charge_count + rema
       return struct.pack(REPLY_WITH_SEGMENT, CALL_VERSION, GRANTED, incarnation, writes + 1, now, left, 0, left_over, 0, releases,
         0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, cost, permits, 0, stamp - now)
     elseif not is_asserted then
-      -- A refusal leaves no trace. If a limit was asserted, main.lua writes that.
+      -- A refusal leaves no trace. If the statement of a limit has to be recorded, main.lua does
+      -- it.
       return struct.pack(REPLY, CALL_VERSION, REFUSED, incarnation, writes, now, remember_until - now, wait, 0, 0, releases,
         refusing.kind, refusing.count, refusing.window, refusing.capacity, 0, 0, 0, 0, 0, 0, 0)
     end

@@ -4,10 +4,10 @@
 -- needs: layout.lua, `slack` (call.lua)
 
 -- state[1] ... state[#state] are the limits, with what was used of them. Each is a table with the
--- fields of its record and
+-- fields of its record, and with these:
 --   rule    the functions of its kind (window.lua, bucket.lua, fixed.lua)
 --   base    where its entries begin in the string
---   ours    whether this call asserts it
+--   ours    whether this call states it
 --   external  its external usage, if any
 local state = {
   false, false,

@@ -4,11 +4,12 @@
 -- After a change: cargo test --all-features --lib differential
 -- needs: CLOCK_TOLERANCE (layout.lua)
 --
--- Logical time never goes back. A caller that remembers a reply states the time it expects. One
--- call alone never turns the time back, because a call that is executed late, or that comes from a
--- process that was suspended, expects too early a time as well. Such a call gets the server's clock
--- in an UNSURE reply and is sent again with it. If the server's clock has advanced since as the
--- caller's has, this call is not late and the clock is steady: it was set forward before.
+-- Logical time never goes back. A caller that remembers a reply states the time that it expects.
+-- One call alone never sets the time back, because a late call expects too early a time as well. A
+-- call is late if it is executed late, or if its process was suspended. Such a call gets the
+-- server's clock in an UNSURE reply, and is sent again with it. If the server's clock has advanced
+-- since that reply as the caller's clock has, this call is not late. Then the server's clock was
+-- set forward before.
 
 -- Returns the logical time of a call, or nil if the call must be sent again with the server's
 -- clock.
@@ -24,8 +25,8 @@ local function logical_time(server_time, clock, last_write, expected, age, on_wa
     local tolerance = CLOCK_TOLERANCE + math.floor(age / 1000)
     if now < expected - tolerance then
       now = expected
-    -- A state that was written at a later time than the caller expects knows better than the
-    -- caller.
+    -- A state that was written at a later time than the caller expects is newer than what the
+    -- caller knows.
     elseif now > expected + tolerance + on_way and expected + tolerance >= last_write then
       local jump = server_expected and server_time - server_expected
       if not jump or jump > tolerance + on_way or jump < -tolerance then return nil end

@@ -167,7 +167,7 @@ local function window_rule()
       return i
     end
 
-    -- Takes units of a stamp out of the log.
+    -- Takes back units of a stamp that were not used.
     function more.subtract(limit, _, stamp, units)
       if stamp + limit.window <= state.now or (limit.floor > 0 and stamp <= limit.floor) then return end
       -- Finds the first chunk whose stamp is not earlier.
@@ -296,13 +296,13 @@ local function window_rule()
     if limit.floor <= gone then limit.floor = 0 end
   end
 
-  -- Returns the first moment, not before `from`, at which `cost` units may go beside `reserved`
+  -- Returns the first moment, not before `from`, at which `cost` units may leave besides `reserved`
   -- units of other clients.
   local function first_slot(limit, from, cost, _, reserved)
     cost = cost + reserved
     local leaving, last = limit.total - (limit.count > cost and limit.count - cost or 0), limit.floor
     if leaving >= 1 then
-      -- Finds the stamp of the unit that is number `leaving` from the oldest; the search goes on
+      -- Finds the stamp of the unit that is number `leaving` from the oldest. The search goes on
       -- from the last one.
       local index, before = limit.index, limit.before
       while before >= leaving do
@@ -323,7 +323,7 @@ local function window_rule()
     return last > from and last or from
   end
 
-  -- Returns how many units may go at `slot`, which is a first slot.
+  -- Returns how many units may leave at `slot`, which is not before the first slot of one unit.
   local function room_at(limit, slot)
     local index, before, gone = limit.index, limit.before, slot - limit.window
     while index > 0 and stamp_of(limit, index - 1) > gone do
@@ -338,7 +338,7 @@ local function window_rule()
     return room > 0 and room or 0
   end
 
-  -- Returns how many units may go now.
+  -- Returns how many units may leave now.
   local function free(limit)
     if limit.floor > 0 and limit.floor + limit.window > state.now then return 0 end
     return limit.count > limit.total and limit.count - limit.total or 0
@@ -360,7 +360,7 @@ local function window_rule()
       i = i - 1
       put(limit, i, stamp, count_of(limit, i) + units)
     elseif i == n and n < limit.room then
-      -- So far the newest chunk was in the record only.
+      -- Until now, the newest chunk was in the record only.
       if n > 0 then put(limit, n - 1, stamp_of(limit, n - 1), count_of(limit, n - 1)) end
       limit.n = n + 1
       put(limit, n, stamp, units)
@@ -381,7 +381,8 @@ local function window_rule()
     end
   end
 
-  -- Counts units that were used without a permit. More units than the limit count as the limit.
+  -- Counts units that were used without a permit. If they are more than the limit, as many as the
+  -- limit count.
   local function charge(limit, _, stamp, units)
     if stamp + limit.window > state.now then
       insert(limit, stamp, stamp, units < limit.count and units or limit.count)
