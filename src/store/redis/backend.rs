@@ -1,5 +1,5 @@
-//! The servers: one server, or the servers of a cluster, of which each call goes to the one that
-//! has the key.
+//! The servers: one server, or the servers of a cluster. In a cluster, each call goes to the server
+//! that has its key.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,8 +14,8 @@ use super::link::{Connections, Link, Links};
 use crate::clock;
 use crate::error::StoreError;
 
-/// The channel of all stores with the same prefix and database. The channel of
-/// one store has its number.
+/// The channel of all stores with the same prefix and database. The channel of one store has its
+/// number instead.
 pub(super) const TO_ALL: &str = "all";
 
 /// The connections to the servers. Clones share them.

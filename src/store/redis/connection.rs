@@ -15,7 +15,7 @@ pub(super) type Connecting = Pin<Box<dyn Future<Output = RedisResult<Connection>
 #[derive(Clone)]
 pub(super) struct Connection {
     pub(super) send: Arc<dyn Fn(Request) -> ReplyFuture + Send + Sync>,
-    /// The database that the connection uses, as it states.
+    /// The database that the connection says it uses.
     pub(super) database: i64,
 }
 

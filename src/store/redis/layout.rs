@@ -63,8 +63,8 @@ const fn byte(name: &str) -> u8 {
     value as u8
 }
 
-/// The version of calls and replies about rates and about calls in flight. A script knows one, as
-/// it travels with its client.
+/// The version of calls and replies about rates and about calls in flight. A client sends its own
+/// script, so a script knows one version only.
 pub(super) const CALL_VERSION: u8 = byte("CALL_VERSION");
 /// The version of calls and replies about registers, and of their state.
 pub(super) const REGISTER_VERSION: u8 = byte("REGISTER_VERSION");
@@ -80,9 +80,9 @@ pub(super) const REMAINING_MESSAGE: u8 = byte("REMAINING_MESSAGE");
 /// The first byte of a message to a holder of calls in flight.
 pub(super) const IN_FLIGHT_MESSAGE: u8 = byte("IN_FLIGHT_MESSAGE");
 
-/// Operations of a call about rates.
+/// The operation that requests permits.
 pub(super) const LEASE: u8 = byte("LEASE");
-/// The operation that asks how a key is, about rates or calls in flight.
+/// The operation that reads the state of a key, about rates or calls in flight.
 pub(super) const PEEK: u8 = byte("PEEK");
 /// The operation that only gives permits back.
 pub(super) const RETURN: u8 = byte("RETURN");
@@ -97,7 +97,7 @@ pub(super) const CLAIM: u8 = byte("CLAIM");
 pub(super) const GRANTED: u8 = byte("GRANTED");
 /// The status of a call whose needs are not all granted.
 pub(super) const REFUSED: u8 = byte("REFUSED");
-/// The status of a call to a state that was lost, and grants nothing yet.
+/// The status of a call to a state that recovers from a loss, and grants nothing yet.
 pub(super) const LEARNING: u8 = byte("LEARNING");
 /// The status of a call that did nothing, because the server's clock is ahead of what the caller
 /// expects.
@@ -114,5 +114,5 @@ pub(super) const BUCKET: u8 = byte("BUCKET");
 /// The kind of a fixed window.
 pub(super) const FIXED: u8 = byte("FIXED");
 
-/// Numbers of seven bytes end here: beyond, Lua's are no longer exact. As a wait it means never.
+/// The largest number. Beyond it, numbers of Lua are no longer exact. As a wait it means never.
 pub(super) const NEVER: u64 = number("NEVER");

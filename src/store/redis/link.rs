@@ -1,7 +1,7 @@
-//! The link to one server: its connection is made when it is first needed, made anew when it
-//! breaks, and known to be broken meanwhile, so that no caller waits for it.
+//! The link to one server. It makes a connection when one is first needed, and another one when the
+//! connection breaks. While a broken connection is replaced, callers get an error at once.
 //!
-//! One connection serves all keys: commands of the same moment are sent together.
+//! One connection serves all keys. Commands of the same moment are sent together.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ use crate::rng::Backoff;
 /// than a call.
 pub(super) const LONGEST_CONNECTING: Duration = Duration::from_secs(5);
 
-/// After this time without a command a PING is sent. Some networks (NAT, a load balancer) forget
+/// A PING is sent after this time without a command. Some networks (NAT, a load balancer) forget
 /// idle connections, usually after a minute or more. The PING keeps the connection in use. If the
 /// network has forgotten it, the PING finds that out before a request does.
 const QUIET: Duration = Duration::from_secs(30);
@@ -116,7 +116,7 @@ impl Link {
                     self.state
                         .send_replace(State::Up(connection.clone(), self.links.count()));
                     events::store_connected(self.server.as_deref());
-                    // In a task of its own, because a connection of the user's may panic. The
+                    // In a task of its own, because a connection that the user made may panic. The
                     // information about the server is optional, and some servers forbid `INFO`.
                     tokio::spawn(async move {
                         let info = timeout(
@@ -148,7 +148,7 @@ impl Link {
             }
             if clock::now() >= self.quiet_at() {
                 let link = self.clone();
-                // A task of its own: a connection of the user's may panic.
+                // In a task of its own, because a connection that the user made may panic.
                 let asking = tokio::spawn(async move {
                     let deadline = clock::after(clock::now(), link.links.store_timeout);
                     link.send(redis::cmd("PING").into(), deadline).await.is_ok()
@@ -169,7 +169,7 @@ impl Link {
     /// Makes a connection.
     async fn connect(self: &Arc<Self>) -> Result<Connection, StoreError> {
         let link = self.clone();
-        // A task of its own, so that a panic of a factory does not end the keeper.
+        // In a task of its own, so that a panic of a factory does not end `keep`.
         let mut connecting = JoinSet::new();
         connecting.spawn(async move {
             let connection = (link.factory)().await?;
@@ -209,7 +209,7 @@ impl Link {
     /// Completes when calls fail at once because there is no connection.
     #[cfg(feature = "redis-cluster")]
     pub(super) async fn is_down(&self) {
-        // The sender is ours.
+        // The link has the sender, so the channel is not closed.
         let _ = self
             .state
             .subscribe()
@@ -268,8 +268,8 @@ impl Link {
         }
     }
 
-    /// If `condition` holds for the state, lets calls fail at once from now on, until there is a
-    /// new connection. Returns whether it held.
+    /// If `condition` holds for the state, marks the link as down. Calls then fail at once, until
+    /// there is a new connection. Returns whether `condition` held.
     fn give_up(&self, condition: impl Fn(&State) -> bool, failure: &RedisFailure) -> bool {
         let gave_up = self.state.send_if_modified(|state| {
             let breaks = condition(state);

@@ -29,13 +29,13 @@ pub(super) enum Incoming {
     MessageToAll(Vec<u8>),
 }
 
-/// After this time without a message, the process publishes an empty message to its own channel: a
-/// connection may be lost silently, and a user of Redis may be allowed to subscribe but not to
+/// After this time without a message, the process publishes an empty message to its own channel. A
+/// connection may be lost without notice, and a Redis user may be allowed to subscribe but not to
 /// publish.
 const QUIET: Duration = Duration::from_secs(5);
 
-/// How long the empty message may take, and how often it is published before the connection counts
-/// as lost.
+/// How long an empty message may take to arrive, and how many are published before the connection
+/// counts as lost.
 const ECHO: Duration = Duration::from_millis(500);
 const MOST_ECHOES: u32 = 3;
 
@@ -76,7 +76,7 @@ pub(super) async fn listen(
                 let message_or_quiet = async {
                     tokio::select! {
                         message = timeout(quiet, next(messages.as_mut())) => message,
-                        // Treated like a closed connection.
+                        // Handled like a closed connection.
                         () = &mut away => Ok(None),
                     }
                 };

@@ -94,8 +94,8 @@ impl RedisStore {
         RedisStoreBuilder::of(endpoint::server(url))
     }
 
-    /// A builder of a store in a cluster that the servers at `urls` belong to: name several, so
-    /// that one may be down.
+    /// Returns a builder of a store in a cluster that the servers at `urls` belong to. Name several
+    /// servers, so that one may be down.
     ///
     /// Each limit of a key is one key of the cluster, so limits spread over its servers. The store
     /// has a connection to each server that it needs, so a server that hangs or is down fails its
@@ -117,8 +117,8 @@ impl RedisStore {
         RedisStoreBuilder::of(endpoint::cluster(urls))
     }
 
-    /// A builder of a store on a master that Sentinels watch. For each new connection they are
-    /// asked for the master's address, so a failover needs no restart.
+    /// Returns a builder of a store on a master that Sentinels watch. For each new connection, the
+    /// store requests the master's address from them. So a failover needs no restart.
     ///
     /// `sentinels` are the URLs of some Sentinels, with their own credentials if they need any.
     /// `master` is a URL with the name by which they know the master instead of a host; user,
@@ -140,11 +140,11 @@ impl RedisStore {
         RedisStoreBuilder::of(endpoint::sentinel(sentinels, master))
     }
 
-    /// A builder of a store over a connection of your own: a `ConnectionManager`, a
-    /// `ClusterConnection`, anything that is `ConnectionLike`.
+    /// Returns a builder of a store over a connection of your own: a `ConnectionManager`, a
+    /// `ClusterConnection`, or anything else that is `ConnectionLike`.
     ///
-    /// When it breaks it is asked again from time to time: give one that makes itself anew, or a
-    /// [factory](RedisStore::with_factory).
+    /// When the connection breaks, the store tries it again from time to time. So pass one that
+    /// reconnects by itself, or a [factory](RedisStore::with_factory).
     ///
     /// The store publishes holds and paces to the stores of the database that the connection names
     /// ([`get_db`](ConnectionLike::get_db)), and listens to none.
@@ -160,13 +160,13 @@ impl RedisStore {
         }))
     }
 
-    /// A builder of a store over connections that `factory` makes: one when it is first needed, and
-    /// another whenever that breaks. For Sentinel, for credentials that change, for settings that a
-    /// URL cannot say.
+    /// Returns a builder of a store over connections that `factory` makes: one when the store first
+    /// needs it, and another whenever that breaks. Use it for Sentinel, for credentials that
+    /// change, or for settings that a URL cannot express.
     ///
-    /// It runs on the store's own thread, in a Tokio runtime. The store publishes to the stores of
-    /// the database that the connection names ([`get_db`](ConnectionLike::get_db)), and listens to
-    /// none.
+    /// The factory runs on the store's own thread, in a Tokio runtime. The store publishes to the
+    /// stores of the database that the connection names ([`get_db`](ConnectionLike::get_db)), and
+    /// listens to none.
     ///
     /// ```
     /// use tollgate::store::RedisStore;
@@ -297,8 +297,8 @@ impl RedisStore {
         });
         Box::pin(async move {
             let reply = reply.await?;
-            // The process or the call was stopped meanwhile. The script took the call's time for
-            // recent, so its decision may be off by the same time.
+            // The process or the call was stopped meanwhile. The script assumed that the call was
+            // recent, so its decision may be wrong by the time that has passed.
             if clock::now().saturating_duration_since(packed) > store_timeout {
                 return Err(RedisFailure::silent(store_timeout).to_error());
             }
@@ -327,7 +327,7 @@ impl RedisStore {
 
 impl Store for RedisStore {
     fn lease(&self, mut request: LeaseRequest<'_>) -> StoreReply<Lease> {
-        // One call takes back a limited number of permits; the others follow in calls of their own.
+        // One call takes back a limited number of permits. The others follow in calls of their own.
         let (others, returns) = request
             .returns
             .split_at(request.returns.len().saturating_sub(MOST_RETURNS));
@@ -351,7 +351,7 @@ impl Store for RedisStore {
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
         let (key, spec, unused) = (self.name(key), spec.clone(), unused.to_vec());
-        // Without its thread the permits cannot be sent: they expire by themselves.
+        // If the thread cannot be started, the permits are not sent. Then they expire.
         let _ = self.send(Job::GiveBack { key, spec, unused });
     }
 
@@ -421,7 +421,8 @@ impl Store for RedisStore {
         }
     }
 
-    /// Returns the first eight digits of the key's name in Redis if there is a secret.
+    /// Returns the first eight digits of the key's name in Redis if there is a secret. Otherwise
+    /// returns the label that the key has in this process.
     fn label(&self, key: Key) -> Box<str> {
         self.secret
             .map_or_else(|| key.to_string().into(), |secret| key.digits(secret))

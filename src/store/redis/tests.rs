@@ -1,4 +1,4 @@
-//! The store's thread when something in it fails, and what it calls keys.
+//! Tests of the store's thread after a panic, and of the labels of keys.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,8 +14,8 @@ use crate::quota::Quota;
 use crate::store::Store;
 use crate::{Limited, OnStoreError};
 
-/// A claim is good for its life only: if the thread forgot it, another process would be given the
-/// place.
+/// A claim is valid for its time to live only. If the thread forgot the claim, another process
+/// would be granted its slot.
 #[tokio::test]
 async fn a_panic_in_the_thread_forgets_no_claims() {
     const LIFE: Duration = Duration::from_secs(1);

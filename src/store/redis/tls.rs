@@ -32,8 +32,9 @@ mod left_out {
 )]
 use left_out::{aws_lc_rs, ring};
 
-/// Returns how many providers the features of rustls name. A crate cannot ask for the features of
-/// another one, but names tell: those of an inner scope go before those of an outer one.
+/// Returns how many providers the features of rustls name. A crate cannot read the features of
+/// another one, but names show them: a name of an inner scope takes precedence over one of an outer
+/// scope.
 fn named_by_features() -> usize {
     #[allow(unused_imports, reason = "rustls may have neither")]
     use rustls::crypto::*;

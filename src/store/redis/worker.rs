@@ -1,7 +1,7 @@
 //! The thread on which a store talks to Redis. It outlives all callers and their runtimes.
 //!
 //! A call is a job with a channel for its reply, so a caller that is dropped affects no other job.
-//! Permits that are given back need no reply: they are gathered for a moment, so that many of them
+//! Permits that are given back need no reply. They are gathered for a moment, so that many of them
 //! make one call.
 
 use std::collections::HashMap;
@@ -93,7 +93,7 @@ pub(super) enum About {
 /// The handle of the thread.
 pub(super) struct Thread {
     pub(super) jobs: Jobs,
-    /// The connections. The store asks them whether a call would fail now.
+    /// The connections. The store reads from them whether a call would fail now.
     pub(super) backend: Backend,
 }
 
@@ -125,7 +125,7 @@ impl Job {
             } => {
                 notify(listener, claim.key, claim.holder, StoreEvent::Failed(error));
             }
-            // A permit that is not given back expires; a task that is dropped ends as lost.
+            // A permit that is not given back expires. A task that is dropped ends as lost.
             Job::GiveBack { .. } | Job::Run(_) => {}
             #[cfg(test)]
             Job::Panic => {}
@@ -154,8 +154,8 @@ pub(super) fn start(setup: Setup) -> Result<Thread, StoreError> {
 
 /// Runs the thread.
 fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job>) {
-    // Here and not in `start`: a runtime must not be dropped in an asynchronous caller, as it would
-    // be if the thread could not be started.
+    // The runtime is made here and not in `start`. If the thread could not be started, `start`
+    // would drop the runtime in an asynchronous caller, which is not allowed.
     let runtime = match tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -219,7 +219,7 @@ fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job
         runtime.block_on(clock::sleep(backoff.pause()));
         worker.claims.repeat_all();
     }
-    // A name resolver may still be at work, and is not waited for.
+    // A host name may still be resolved in a blocking task, for which the thread does not wait.
     runtime.shutdown_background();
 }
 
@@ -267,7 +267,7 @@ impl Worker {
     /// Runs until the last sender of jobs is dropped and all claims are settled.
     async fn run(&mut self, jobs: &mut mpsc::UnboundedReceiver<Job>) {
         let (mut calls, mut releases) = (JoinSet::new(), Releases::new());
-        // Until the last handle is dropped, and Redis has confirmed the last claims.
+        // Whether there is a sender of jobs.
         let mut open = true;
         while open || !self.claims.are_all_settled() {
             if jobs.is_empty() {

@@ -6,12 +6,13 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-/// How long one server is waited for alone with a command that any server can execute. Then the
-/// command is sent to the next server as well.
+/// How long one server is waited for before the command is sent to the next server as well. This is
+/// for commands that any server can execute.
 const STAGGER: Duration = Duration::from_millis(50);
 
 /// Runs `tries` until one succeeds. The next one begins when one has failed, or has taken longer
-/// than [`STAGGER`]. If all fail the error is that of the last, and `none` if there are none.
+/// than [`STAGGER`]. If all fail, returns the error of the last one. If there are no tries, returns
+/// `none`.
 pub(super) async fn first<T, E, F>(tries: impl IntoIterator<Item = F>, none: E) -> Result<T, E>
 where
     T: Send + 'static,

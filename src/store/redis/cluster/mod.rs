@@ -1,10 +1,11 @@
 //! The servers of a cluster. Each has a link of its own, so a server that hangs or is down affects
 //! its own keys only.
 //!
-//! A call goes to the primary of its slot, by a map that any server can send. The map is asked for
-//! again when it may be out of date: when a link breaks, while one is down, and after a server has
-//! replied `MOVED`. A call is sent a second time only if the first server has replied that it did
-//! not execute the call and which server would (`MOVED`, `ASK`). It is never sent a third time.
+//! A map, which any server can send, names the primary of each slot. A call goes to the primary of
+//! its slot. The cluster requests the map again when it may be out of date: when a link breaks,
+//! while one is down, and after a server has replied `MOVED`. A call is sent a second time only if
+//! the first server has replied that it did not execute the call and which server would (`MOVED`,
+//! `ASK`). It is never sent a third time.
 //!
 //! ```text
 //!            ┌─ slot map ─┐        ┌─> link to 10.0.0.1:6379
@@ -43,15 +44,16 @@ pub(super) use seeds::Seeds;
 pub(super) use slots::Address;
 use slots::{SlotMap, slot_of};
 
-/// At most this many servers are asked for the map at a time.
+/// At most this many servers are sent a request for the map at a time.
 const MOST_TRIED: usize = 8;
 
-/// The longest pause between two maps while all servers are well. While a cluster is resharded,
-/// many calls get the reply `MOVED`, and each of these replies corrects the map.
+/// After a map arrived and while all servers are well, no map is requested for this time; jittered.
+/// While a cluster is resharded, many calls get the reply `MOVED`, and each of these replies
+/// corrects the map.
 const SPACING: Duration = Duration::from_secs(1);
 
-/// The longest pause between two maps while a server is down. At most this long after a failover,
-/// calls go to the new primary.
+/// The longest pause between two requests for the map while a server is down. So calls go to the
+/// new primary at most this long after a failover.
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
 /// The servers of a cluster, and the map of its slots.
@@ -60,16 +62,16 @@ pub(super) struct Cluster {
     links: Links,
     state: watch::Sender<State>,
     table: RwLock<Table>,
-    /// Whether a server was silent since the other servers were last pinged.
+    /// Whether a server did not reply in time, since the other servers were last pinged.
     silent: AtomicBool,
 }
 
-/// Whether there is a map.
+/// Whether there is a map of slots.
 enum State {
-    /// The first try is under way.
+    /// The first attempt to get one is under way.
     Unknown,
     Known,
-    /// There is none, and the last try has failed.
+    /// There is none, and the last attempt to get one has failed.
     Failed(StoreError),
 }
 
@@ -181,7 +183,7 @@ impl Cluster {
         reply
     }
 
-    /// Waits until there is a map.
+    /// Waits until there is a map, until `deadline` at most.
     async fn known(&self, deadline: Instant) -> Result<(), RedisFailure> {
         let mut states = self.state.subscribe();
         loop {

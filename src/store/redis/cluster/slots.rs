@@ -7,7 +7,8 @@ use redis::Value;
 
 const SLOTS: u16 = 16384;
 
-/// Returns the slot of `key`: it is that of the text between its first braces, if there is any.
+/// Returns the slot of `key`. If there is text between the first braces of the key, the slot is
+/// that of this text.
 pub(super) fn slot_of(key: &str) -> u16 {
     let between_braces = key
         .split_once('{')
@@ -39,8 +40,8 @@ pub(in crate::store::redis) struct Address {
 }
 
 impl Address {
-    /// Reads `host:port`, as a server writes it into a redirection. Without a host it is that of
-    /// the server that wrote it.
+    /// Reads `host:port`, as a server writes it into a redirection. If the text has no host, the
+    /// host is that of the server that wrote it.
     pub(super) fn read(text: &str, written_by: &Address) -> Option<Self> {
         let (host, port) = text.rsplit_once(':')?;
         Address::new(host, port.parse().ok()?, written_by)
@@ -86,10 +87,10 @@ impl SlotMap {
         }
     }
 
-    /// Reads the reply to `CLUSTER SLOTS`. What cannot be understood of it is left out.
+    /// Reads the reply to `CLUSTER SLOTS`. Leaves out what it cannot understand.
     ///
-    /// Each entry is the first and the last slot of a range, its primary and its replicas; a server
-    /// begins with its host and its port.
+    /// Each entry has the first and the last slot of a range, its primary and its replicas. A
+    /// server begins with its host and its port.
     pub(super) fn read(reply: &Value, sent_by: &Address) -> Self {
         let mut map = SlotMap::empty();
         let Value::Array(ranges) = reply else {

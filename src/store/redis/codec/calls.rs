@@ -13,9 +13,9 @@ use crate::store::{Claim, ClientSession, Demand, HoldState, LeaseRequest};
 /// long.
 pub(in crate::store::redis) const MOST_RETURNS: usize = 256;
 
-/// Where a call states how long ago the last reply arrived.
+/// The place in a call of how long ago the last reply arrived.
 const SINCE: usize = 2 + 4 * LONG;
-/// Where a call states the server's time, and then how long ago that was read.
+/// The place in a call of the server's time, which is followed by how long ago that time was read.
 const SERVER_SEEN: usize = 2 + 6 * LONG;
 
 /// What a call about rates states besides its operation and the limits. [`LeaseRequest`] describes
@@ -35,7 +35,7 @@ struct RateCall<'a> {
 }
 
 impl RateCall<'_> {
-    /// Packs the call. `random` is the incarnation of a state that the call makes.
+    /// Packs the call. If the call makes a new state, `random` is its incarnation.
     fn pack(&self, operation: u8, spec: &LimitSpec, random: u64) -> Vec<u8> {
         let &RateCall {
             demands,
@@ -95,8 +95,8 @@ impl RateCall<'_> {
     }
 }
 
-/// Packs a request for permits. It returns at most [`MOST_RETURNS`] permits, and only those of the
-/// incarnation that it names.
+/// Packs a request for permits. The caller passes at most [`MOST_RETURNS`] permits to give back.
+/// Those of another incarnation than that of the call are left out.
 pub(in crate::store::redis) fn lease(request: &LeaseRequest<'_>, random: u64) -> Vec<u8> {
     let mut session = request.session;
     if let (0, Some(last)) = (session.incarnation, request.returns.last()) {

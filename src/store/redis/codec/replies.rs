@@ -6,7 +6,8 @@ use super::{Garbled, ReplyReader};
 use crate::store::redis::layout::{CUT, GRANTED, LEARNING, NEVER, REFUSED, SHARED, UNSURE};
 use crate::store::{Grant, Grants, HoldState, Lease, LimitUsage, Refusal, Source, Usage};
 
-/// Returns the server's time if the script did nothing and asks for the call again, with that time.
+/// Returns the server's time if the script did nothing, and the call must be sent again with that
+/// time.
 pub(in crate::store::redis) fn read_unsure(reply: &[u8]) -> Option<u64> {
     let mut reply = ReplyReader(reply);
     reply.version().ok()?;

@@ -24,7 +24,7 @@ pub(super) struct Step {
     pub(super) newest: bool,
     /// How many units of each such grant are given back, perhaps only a part.
     pub(super) part: u64,
-    /// Which of the terms are asserted.
+    /// Which of the two specs the call states.
     pub(super) other_terms: bool,
     /// The hold that the caller knows of.
     pub(super) held: HoldState,

@@ -62,7 +62,7 @@ fn literal(name: &str) -> &'static str {
         .expect("a constant of the layout")
 }
 
-/// A call that asks for `demands` now, without any memory.
+/// Returns a request for `demands` now, without a session.
 fn asks<'a>(spec: &'a Arc<LimitSpec>, demands: &'a [Demand]) -> LeaseRequest<'a> {
     LeaseRequest {
         key: Key::ALL,
@@ -213,7 +213,7 @@ fn returns_do_not_stop_the_clock() {
         clock: 0,
     };
     for _ in 0..4 {
-        // It asserts that the time is the server's.
+        // `World::lease` asserts that the time is the server's.
         let (ours, theirs) = world.lease(&spec, &step, &[]);
         assert_eq!(decided(&ours), decided(&theirs));
         world.now += 100_000;
@@ -233,7 +233,7 @@ fn returns_do_not_stop_the_clock() {
     }
 }
 
-/// Each process of a large fleet may assert another limit. Their calls go on, and each stays within
+/// Each process of a large fleet may state another limit. Their calls go on, and each stays within
 /// its own limit.
 #[test]
 fn memory_and_redis_forget_the_same_excess_limits() {

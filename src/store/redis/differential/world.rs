@@ -92,7 +92,8 @@ impl World {
         self.run(&call)
     }
 
-    /// Returns the ledger of the terms at the time of the state; makes one if there is none.
+    /// Returns the ledger at the time of the state. Makes one with the limits of `spec` if there is
+    /// none.
     pub(super) fn ledger(&mut self, spec: &LimitSpec) -> &mut Ledger {
         let ledger = self
             .ledger
@@ -193,8 +194,8 @@ impl World {
         (ours, theirs)
     }
 
-    /// Forgets the state here if Redis has none: a refusal may leave none, and then no limit is
-    /// asserted.
+    /// Forgets the state here if Redis has none. A refusal may leave no state, and then no
+    /// statement of a limit is recorded.
     pub(super) fn forget_what_redis_does_not_keep(&mut self) {
         if !redis::cmd("EXISTS")
             .arg(&self.key)

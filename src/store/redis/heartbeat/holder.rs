@@ -10,8 +10,8 @@ use crate::store::in_flight::notify;
 use crate::store::redis::codec::{ClaimReply, HolderState};
 use crate::store::{Claim, ClientSession, StoreEvent, StoreListener, StoreSession};
 
-/// The distance of two claim numbers in Redis: how often a holder may repeat its last claim, each
-/// time with a larger number.
+/// How many numbers in Redis each claim of a limiter has. Each time that the holder repeats its
+/// last claim, it uses the next of them.
 const NUMBERS_PER_CLAIM: u64 = 1 << 20;
 
 /// How often waiters poll if this process cannot be notified of slots; jittered.
@@ -43,7 +43,8 @@ pub(super) struct Holder {
     pub(super) backoff: Option<Backoff>,
     /// The number of the last claim that has a reply.
     pub(super) confirmed: u64,
-    /// A message that was received before the reply that was sent before it.
+    /// A message about a state that no reply has described yet. It may have been published after
+    /// the reply and received before it.
     early: Option<HolderState>,
     /// How many events about slots the limiter was sent.
     events: u64,

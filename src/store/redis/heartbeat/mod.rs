@@ -1,9 +1,9 @@
-//! The heartbeat of calls in flight: the claims of this process, sent when something changes, every
-//! third of their time to live, and again after Redis could not be reached. No limiter is needed
-//! for that, so the runtimes of limiters may have ended.
+//! The heartbeat of calls in flight: the claims of this process. A claim is sent when something
+//! changes, every third of its time to live, and again after Redis was unreachable. No limiter is
+//! needed for that, so the runtimes of limiters may have ended.
 //!
-//! A claim is the whole state of a holder. Only the last claim of each holder counts, and one at a
-//! time is sent.
+//! A claim is the whole state of a holder. Only the last claim of each holder counts. A holder has
+//! at most one claim without a reply at a time.
 
 mod flush;
 mod holder;
@@ -32,8 +32,8 @@ use sessions::FormerSessions;
 /// The longest pause between two attempts while Redis cannot be reached.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// The most claims without a reply while others are repeated, so that the last of many gets its
-/// reply in time.
+/// The most claims without a reply while others are repeated. With more, the last of them would get
+/// its reply too late.
 const MOST_PENDING: usize = 100;
 
 /// The claims of all holders of this process, with their timers.
@@ -181,7 +181,8 @@ impl Claims {
             self.backend.clone(),
             holder.name.clone(),
         );
-        // A task of its own: a connection of the user's may panic, and then the claim has failed.
+        // In a task of its own, because a connection that the user made may panic. Then the claim
+        // has failed.
         let running =
             tokio::spawn(async move { script.run_by_memory(&backend, &name, call, now).await });
         self.pending.spawn(async move {
@@ -274,7 +275,7 @@ impl Claims {
         self.flushes.push(Flush::new(&self.holders, done));
     }
 
-    /// Completes the flushes that are done. The caller has taken all jobs that were sent before.
+    /// Completes the flushes that are done. Must be called only when no job is left in the queue.
     pub(super) fn complete_flushes(&mut self) {
         let holders = &self.holders;
         for flush in self.flushes.extract_if(.., |flush| flush.update(holders)) {
