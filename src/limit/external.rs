@@ -12,10 +12,10 @@
 //! The units may then have been granted here, before a restart.
 //!
 //! No response reserves units for long. Until [`ExternalUsage::confirmed_until`] all of them are
-//! reserved. After that, the units that other clients were seen to use are free, and of the units
-//! that are expected at most a quarter of the limit is reserved. This lasts until another response
-//! shows use by other clients. If a newer response states that more is left, it lowers the use that
-//! an older one showed.
+//! reserved. After that, the units that other clients were seen to use are free. Of the units that
+//! they are expected to use, at most a quarter of the limit stays reserved. This lasts until
+//! another response shows use by other clients. If a newer response states that more is left, it
+//! lowers the use that an older one showed.
 //!
 //! A response also bounds the units that may be sent until the next one. If it states that less is
 //! left than the log knows of, the difference ([`ExternalUsage::short`]) is reserved. The

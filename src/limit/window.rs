@@ -165,8 +165,8 @@ impl Window {
         self.total
     }
 
-    /// Returns the units whose stamps are no later than `stamp`, and the same sum with the first
-    /// later chunk, which may hold such units as well.
+    /// Returns the units whose stamps are no later than `stamp`, at least and at most. The first
+    /// later chunk may have such units as well.
     pub(super) fn used_until(&self, stamp: Micros) -> (u64, u64) {
         let first_later = self.chunks.partition_point(|chunk| chunk.stamp <= stamp);
         let later = self

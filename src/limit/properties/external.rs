@@ -64,7 +64,7 @@ proptest! {
         let mut world = World::new(Quota::new(count, Duration::from_micros(window)));
         let mut said = None;
         for op in ops.iter().filter(|op| !matches!(op, Op::See { .. })) {
-            // Where wake-ups come late, permits live for up to a twentieth of the window.
+            // If wake-ups are late, permits live for up to a twentieth of the window.
             let mut op = op.clone();
             if let Op::Book { life, .. } | Op::Prefetch { life, .. } = &mut op {
                 *life = (*life * longer).min(window / 20);
@@ -114,7 +114,7 @@ fn external_usage_is_reserved_for_this_and_next_window() {
     see(&mut world, 0, 9_900_000, 25);
     assert_eq!(reserved(&mut world), 25, "what was refused was not ours");
 
-    // In the window after they are expected again.
+    // In the next window they are expected again.
     world.now += 10_100_000;
     let (grants, booked) = world.book(1, 60, 0, 10_000);
     assert_eq!(grants.iter().map(|grant| grant.count).sum::<u32>(), 35);

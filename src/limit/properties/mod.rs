@@ -549,7 +549,7 @@ fn saturating_demand_gets_99_percent_of_limit_less_margin() {
     }
 }
 
-/// D36: many waiters give up at once.
+/// Many waiters give up at once.
 #[test]
 fn waiters_that_give_up_leave_slots_to_the_next() {
     for quota in [
@@ -673,7 +673,7 @@ fn slots_return_one_window_and_margin_after_use() {
     );
 }
 
-/// D11: a big cost, then a small one.
+/// A big cost, then a small one.
 #[test]
 fn costs_count_whole() {
     replay(
@@ -689,7 +689,7 @@ fn costs_count_whole() {
     );
 }
 
-/// D7: unused permits are not saved up.
+/// Unused permits are not saved up.
 #[test]
 fn an_idle_bucket_holds_its_capacity_and_no_more() {
     replay(
@@ -703,7 +703,7 @@ fn an_idle_bucket_holds_its_capacity_and_no_more() {
     );
 }
 
-/// D5: N just before the boundary and N just after it.
+/// An upstream may count units near a boundary in either window, so no unit leaves there.
 #[test]
 fn a_fixed_window_keeps_clear_of_its_boundaries() {
     // START is a whole second; the guard is 20 ms.
@@ -793,7 +793,7 @@ fn the_strictest_asserted_quota_holds_until_it_is_forgotten() {
     );
 }
 
-/// D33: time never goes back.
+/// Time never goes back.
 #[test]
 fn clock_steps_back_grant_nothing_twice_and_block_nothing() {
     let mut world = World::new(Quota::per_second(2));
@@ -803,7 +803,7 @@ fn clock_steps_back_grant_nothing_twice_and_block_nothing() {
     assert_eq!(booked.map_err(|late| late.slot), Err(START + 1_020_000));
 }
 
-/// Each caller asserts another limit. The limits of earlier callers are forgotten, but their use is
+/// Each caller states another limit. The limits of earlier callers are forgotten, but their use is
 /// not.
 #[test]
 fn too_many_limits_are_bounded_and_forget_no_use() {

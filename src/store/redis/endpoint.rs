@@ -114,7 +114,7 @@ pub(super) fn sentinel<S: AsRef<str>>(
             Some(node.clone()),
             SentinelServerType::Master,
         );
-        // The Sentinels are asked each time, because a failover changes the master.
+        // Each call requests the master from the Sentinels anew, because a failover changes it.
         async move { known?.async_get_client().await }
     };
     let found = find.clone();

@@ -1,4 +1,4 @@
-//! A connection on which this process receives messages of other processes: a subscription to the
+//! The connection on which this process receives messages of other processes. It subscribes to the
 //! channel of its store, and to the channel of all stores.
 
 use std::pin::{Pin, pin};

@@ -1,12 +1,12 @@
 //! The Lua scripts, and how they are run.
 //!
-//! Each script is several files of `lua/`, one after the other: a file may use the locals of the
-//! files before it, and lists at its top which it needs. `layout.lua` has the bytes of all records
-//! and all numbers that Rust and Lua share.
+//! Each script is several files of `lua/`, one after the other. A file may use the locals of the
+//! files before it. Its heading lists those that it needs. `layout.lua` has the bytes of all
+//! records and all numbers that Rust and Lua share.
 //!
-//! There are three scripts. [`RATES`] decides about permits: `short.lua` decides what most calls
-//! need, and the files after it decide everything, with one file for each rule of `src/limit`.
-//! [`IN_FLIGHT`] decides about calls in flight, and [`REGISTER`] about registers.
+//! There are three scripts. [`RATES`] decides about permits. In it, `short.lua` decides most calls,
+//! and the files after it can decide all calls, with one file for each kind of limit. [`IN_FLIGHT`]
+//! decides about calls in flight, and [`REGISTER`] about registers.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -33,8 +33,8 @@ mod left_out {
 use left_out::{aws_lc_rs, ring};
 
 /// Returns how many providers the features of rustls name. A crate cannot read the features of
-/// another one, but names show them: a name of an inner scope takes precedence over one of an outer
-/// scope.
+/// another crate, but it can see whether a name exists there. If the glob import below has a name,
+/// that name hides the stand-in of the same name.
 fn named_by_features() -> usize {
     #[allow(unused_imports, reason = "rustls may have neither")]
     use rustls::crypto::*;

@@ -35,7 +35,7 @@ fn call_1(call: &[u8]) -> Vec<u8> {
     .concat()
 }
 
-/// Returns an answer of format 2 for an answer of format 1, with no free units.
+/// Returns a reply of format 2 for a reply of format 1, with no free units.
 fn answer_2(answer: &[u8]) -> Vec<u8> {
     const BEFORE_FREE: usize = 2 + 5 * 7;
     [
@@ -66,7 +66,7 @@ fn run_1(world: &mut World, call: &[u8]) -> Result<Vec<u8>, redis::RedisError> {
         .invoke(&mut world.redis)
 }
 
-/// Returns the answer of the script of format 1 to a call, as an answer of today.
+/// Returns the reply of the script of format 1 to a call, as a reply of today.
 pub(super) fn lease_1(world: &mut World, call: &[u8]) -> Vec<u8> {
     answer_2(&run_1(world, call).unwrap())
 }

@@ -15,7 +15,7 @@ fn count(lease: &Lease) -> u32 {
     lease.grants.iter().map(|grant| grant.count).sum()
 }
 
-/// Asks for `count` permits as a process with this memory.
+/// Requests `count` permits as a process with this session.
 fn ask(world: &mut World, spec: &Arc<LimitSpec>, count: u32, memory: ClientSession) -> Lease {
     let demands = [Demand { cost: 1, count }];
     let call = codec::lease(
@@ -67,7 +67,7 @@ fn late_calls_age_no_permit_of_others() {
         codec::read_unsure(&world.run(&late)),
         Some(START + 3_000_000)
     );
-    // Then a process without memory asks, and 40 ms later a process that knows the time.
+    // Then a process without a session calls, and 40 ms later a process that knows the time.
     world.now = START + 3_010_000;
     let newcomer = count(&ask(&mut world, &spec, 50, ClientSession::default()));
     world.now = START + 3_050_000;
@@ -120,8 +120,8 @@ fn server_clocks_set_forward_grant_nothing_twice() {
     }
 }
 
-/// A process that was suspended remembers an old time. The state was written later, so the script
-/// knows better.
+/// A process that was suspended remembers an old time. The state was written later, so its time
+/// applies.
 #[test]
 fn processes_that_slept_turn_no_time_back() {
     let server = RedisServer::start().expect("a server of our own");

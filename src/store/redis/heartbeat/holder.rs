@@ -83,7 +83,7 @@ impl Holder {
         self.claim.number.saturating_mul(NUMBERS_PER_CLAIM) + attempt
     }
 
-    /// Returns what the next claim tells the store of the session, while the session is of use.
+    /// Returns the session that the next claim states, if the session is still of use.
     pub(super) fn client_session(&self, now: Instant) -> ClientSession {
         let is_of_use = |session: &StoreSession| {
             now.saturating_duration_since(session.received()) < self.claim.ttl

@@ -61,8 +61,8 @@ end
 local function cold_external()
   -- The longest life of a permit is this, or a twentieth of the window if that is longer.
   local LONGEST_LIFE = 50000
-  -- The greatest age of a response that bounds the units that may be sent until the next one: this,
-  -- or a twentieth of the window if that is longer.
+  -- The greatest age of a response that bounds the units that may be sent until the next one. A
+  -- twentieth of the window applies if that is longer.
   local OLDEST_RESPONSE = 250000
 
   local function new_external(ends, before, whole)

@@ -14,11 +14,13 @@
 -- Returns the logical time of a call, or nil if the call must be sent again with the server's
 -- clock.
 --
--- clock: the server's clock plus the offset of the state. last_write: the time of the last write.
--- expected: what the caller expects, nil if it remembers nothing of this state. age: the age of the
--- reply that it remembers. on_way: how long that reply and this call may have been on their way.
--- server_expected: the server's clock as an UNSURE reply lets the caller expect it, nil without
--- such a reply.
+-- server_time      the server's clock
+-- clock            the server's clock plus the offset of the state
+-- last_write       the time of the last write
+-- expected         the time that the caller expects; nil if it remembers nothing of this state
+-- age              the age of the reply that it remembers
+-- on_way           how long that reply and this call may have been on their way
+-- server_expected  the server's clock that the caller expects after an UNSURE reply, or nil
 local function logical_time(server_time, clock, last_write, expected, age, on_way, server_expected)
   local now = clock
   if expected then

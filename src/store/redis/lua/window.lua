@@ -3,7 +3,7 @@
 --
 -- Twin: src/limit/window.rs
 -- After a change: cargo test --all-features --lib differential
--- The common case of first_slot, insert and advance is in short.lua once more.
+-- short.lua repeats the common case of first_slot, insert and advance.
 -- needs: layout.lua, `state` (state.lua)
 --
 -- The chunks lie in a ring of `room` places. They are read in blocks of eight when they are first
@@ -12,7 +12,7 @@
 
 -- Returns the functions of this kind of limit.
 local function window_rule()
-  -- The most coarse chunks, and the most others.
+  -- The most coarse chunks, and the most fine ones, which are the others.
   local MOST_COARSE = 48
   local MOST_FINE = 204
 
