@@ -10,6 +10,7 @@
 local MOST_LIMITS = 32
 -- The most rounds of the search for a slot. Some limits have no slot in common.
 local MOST_ROUNDS = 1000
+-- What makes the functions of each kind of limit, by its number; and those that were made.
 local makers, rules = { window_rule, bucket_rule, fixed_rule }, {}
 
 -- Returns the functions of a kind of limit.
@@ -247,8 +248,8 @@ local function cold()
     end
   end
 
-  -- Recovers after a state was lost: grants nothing until the permits of the lost state are a
-  -- window old.
+  -- Recovers after a state was lost. The state *learns* for that time: it grants nothing until the
+  -- permits of the lost state are a window old.
   --
   -- Twin: src/limit/recovery.rs. A process uses permits of the lost state only within its trust
   -- after the last reply: a quarter of the longest window, at least SHORTEST_TRUST. If a limit
