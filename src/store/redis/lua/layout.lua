@@ -68,8 +68,8 @@ local CUT = 8
 -- The status of a claim if PUBLISH failed. The holders that should have been notified must poll.
 local MUTE = 2
 
--- Kinds of limits, and of records: EXTERNAL is not a kind of limit. A new kind takes the next number
--- after the largest one. `read_records` (main.lua) refuses kinds that are larger than EXTERNAL.
+-- Kinds of limits, and EXTERNAL, which is a kind of record only. A new kind of limit needs a number
+-- that none of them has. `read_records` (main.lua) refuses kinds that are larger than EXTERNAL.
 local WINDOW = 1
 local BUCKET = 2
 local FIXED = 3
