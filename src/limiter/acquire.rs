@@ -95,8 +95,8 @@ impl Future for Acquire {
                         deadline,
                         host: None,
                     };
-                    // The common case makes its permit here: a way through `Started` copies it
-                    // twice.
+                    // The common case makes its permit here. By way of `Started`, the permit would
+                    // be copied twice.
                     let taken = core.take_at_once(&entry);
                     let Step::New(core, _) = mem::replace(&mut self.0, Step::Done) else {
                         continue;

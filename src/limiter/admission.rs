@@ -6,8 +6,9 @@
 //! 2. It gets an in-flight slot of its key, if calls in flight are limited.
 //! 3. It gets a slot, if rates are limited. Else it waits until its key is not on hold.
 //!
-//! Each function here enters one stage, and then the next stages until the request has to wait.
-//! A request that has to wait goes on to the next stage when it has what it waited for.
+//! `admit`, `admit_past_host` and `admit_with_in_flight_slot` enter a request at the first, second
+//! and third stage. Each goes on to the next stage, until the request has to wait. When the wait of
+//! a stage ends, the waiting future calls the function of the next stage.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -36,10 +37,13 @@ pub(crate) struct Entry {
 
 /// How far a request has come.
 ///
-/// It is passed through unchanged from the stage that decides to the waiting future. Two other
-/// types remain beside it. [`Settled`] is the result of one queue, which knows neither the other
-/// stages nor reasons. `Started` is what the layers get: a future and an error, which both cost an
-/// allocation that this type does not need.
+/// The stage that decides makes it, and the waiting future receives it unchanged. Two other types
+/// are similar:
+///
+/// - [`Settled`] is the result of one queue. A queue knows neither the other stages nor the reason
+///   of a refusal.
+/// - `Started` is what the layers get. Its future and its error each cost an allocation, which this
+///   type does not need.
 pub(super) enum Admission {
     /// The request may leave now.
     Granted {
@@ -191,7 +195,8 @@ impl Core {
         }
     }
 
-    /// Returns the in-flight slot that a request got, if it needs one, or what stops the request.
+    /// Returns the in-flight slot that a request got, or what stops the request. Returns `Ok(None)`
+    /// if the store failed and the limiter fails open.
     pub(super) fn in_flight_slot_settled(
         self: &Arc<Self>,
         key: Key,
@@ -243,7 +248,7 @@ impl Core {
             }),
         };
         if let Settled::Failed(StoreError::Full { max_keys }) = settled {
-            // The store is in this process, and has no room. It is not away.
+            // This process has no room for one more key. That is no failure of the store.
             return Admission::Refused(Reason::TooManyKeys(max_keys), Refusal::NEVER);
         }
         if let Settled::Failed(source) = &settled
@@ -310,8 +315,8 @@ impl Core {
         }
     }
 
-    /// Finds the reason of a refusal: a hold of the key, else the bound on the wait. If the key has
-    /// one limit, the refusal names it.
+    /// Finds the reason of a refusal: a hold of the key, else the bound on the wait. If the quota
+    /// has only one limit and the wait is known, the refusal names that limit.
     fn refused(&self, key: Key, bound: WaitBound, refusal: Refusal, now: Instant) -> Admission {
         if self.held(key, now).is_some() {
             return Admission::Refused(

@@ -125,7 +125,8 @@ impl Core {
         });
     }
 
-    /// Sends the store what the upstream states about `key` until `delay` after `now`.
+    /// Waits until `delay` after `now`. Then sends the store what the upstream has stated about
+    /// `key`.
     fn pass_on(self: &Arc<Self>, key: Key, now: Instant, delay: Duration) {
         let core = Arc::downgrade(self);
         self.spawn(async move {
@@ -139,9 +140,9 @@ impl Core {
     /// Starts the batching delay of the next call of `key`.
     fn gather(self: &Arc<Self>, key: Key, now: Instant, mut delay: Duration) {
         let batch = BatchDelay::new(self, key);
-        // The tasks that are about to ask belong to the caller's runtime, and the store has a
-        // thread of its own. The caller's runtime may not be driven any more: the task on the
-        // store's thread ends the delay in that case.
+        // The tasks that are about to ask run in the caller's runtime, not on the thread of the
+        // store. So a task in the caller's runtime ends the delay, after these tasks. If that
+        // runtime has stopped, the task on the thread of the store ends the delay.
         if delay.is_zero()
             && self.settings.store.background().is_some()
             && let Ok(runtime) = Handle::try_current()

@@ -1,9 +1,9 @@
 //! The engine of a limiter: the state of all its keys, and what they share.
 //!
 //! [`Core`] is what all parts of a limiter refer to: the waiting futures, the permits, the
-//! background tasks and the store. This file holds its data and what can be read from it. What a
-//! limiter does lies in the files above this one, each with one concern: see the list in
-//! `limiter/mod.rs`.
+//! background tasks and the store. This file has its data and what can be read from it. What a
+//! limiter does is in the files that import this one. They are the rows below `engine` in the table
+//! of `limiter/mod.rs`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -44,8 +44,8 @@ pub(super) struct Core {
 /// that share the limiter.
 ///
 /// Only few responses need the core: responses that state something about limits, and all responses
-/// while a key is on probation. They look it up in [`CORES`]. If the limiter was dropped meanwhile,
-/// the response is ignored.
+/// while a key is on probation (`key_state/probation.rs`). They look it up in [`CORES`]. If the
+/// limiter was dropped meanwhile, the response is ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct CoreId(u32);
 
@@ -128,7 +128,7 @@ impl Core {
         state.stated_spec(*learn, spec, now)
     }
 
-    /// Returns the limits of `key`: the stated limits, or the configured ones.
+    /// Returns the limits of `key`: the limits that the upstream stated, else the configured ones.
     pub(super) fn terms(&self, key: Key) -> Arc<LimitSpec> {
         let stated = self
             .states

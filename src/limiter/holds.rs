@@ -69,9 +69,9 @@ impl Core {
 
     /// Takes in that another process has held or released `key`.
     ///
-    /// A key without state has nothing to hold back, and its first request learns of the hold from
-    /// the store. State is made only if the requests of the key do not ask the store: if no rate is
-    /// limited, or if holds go by host.
+    /// If the key has no state here, no request waits, and the first request learns of the hold
+    /// from the store. So state is made only if the requests of the key do not ask the store: if no
+    /// rate is limited, or if holds go by host.
     pub(super) fn hold_heard(self: &Arc<Self>, key: Key, held: HoldState) {
         let now = clock::now();
         let hear = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
@@ -85,7 +85,8 @@ impl Core {
         }
     }
 
-    /// Takes in that an upstream told another process that less is left.
+    /// Takes in that the upstream stated to another process that less is left of a limit. `writes`
+    /// is how often the state in the store had been written then.
     pub(super) fn less_heard(self: &Arc<Self>, key: Key, writes: u64) {
         self.with_state(key, clock::now(), |state, ctx| {
             state.less_heard(ctx, writes)
@@ -108,8 +109,8 @@ impl Core {
         }
     }
 
-    /// Returns how long requests of `key` may not leave, because of a hold or a probe. A request
-    /// that may leave on probation becomes the probe.
+    /// Returns for how long requests of `key` may not leave, because of a hold or a probe. If the
+    /// key is on probation and a request may leave, that request becomes the probe.
     pub(super) fn blocked(&self, key: Key, now: Instant) -> Option<Duration> {
         let max_hold = self.settings.max_hold;
         self.states
@@ -153,7 +154,8 @@ impl Core {
         self.states.find(key, |state| state.leave_hold(number));
     }
 
-    /// Returns whether no hold is known that stops requests to `host` under `key` and no others.
+    /// Returns whether `host` is known to be neither on hold nor on probation. Always true if holds
+    /// under `key` do not go by host.
     #[inline]
     pub(super) fn is_host_clear(&self, key: Key, host: Option<Key>, now: Instant) -> bool {
         let Some((hold, host)) = host_hold(key, host).zip(host) else {
@@ -174,10 +176,10 @@ impl Core {
         self.states.find(hold, look).unwrap_or(false)
     }
 
-    /// Asks the store about a hold of `key`, of which this process has no state. If the answer
-    /// takes a trip, it comes too late for the request that asks.
+    /// Asks the store about a hold of `key`, for which this process has no state. If the store does
+    /// not answer at once, the answer comes too late for the request that asks.
     pub(super) fn inquire(self: &Arc<Self>, key: Key, now: Instant) {
-        // If there is no room for one more key, the request goes on without.
+        // If there is no room for one more key, the request goes on without an answer.
         let _ = self.with_new_state(key, now, KeyState::inquire);
     }
 }

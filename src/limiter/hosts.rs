@@ -2,7 +2,7 @@
 //!
 //! Without a key function all requests share one count, but each host has holds of its own. A hold
 //! that a host causes is kept under another key, the host's [`within_all`](Key::within_all). The
-//! state of that key holds and never counts.
+//! state of that key has holds only. It counts no requests.
 //!
 //! A request first waits until its host is not on hold. Then it queues under [`Key::ALL`], and
 //! looks at the hold again when it gets its slot. So a request to a host on hold keeps neither
@@ -21,26 +21,27 @@ pub(super) struct Hosts {
     several: AtomicBool,
 }
 
-/// The host of the first request. Most programs call one host, so its requests save the hash of the
-/// name and the look at its hold.
+/// The host of the first request. Most programs call one host. Requests to this host need neither
+/// hash its name nor look up its hold.
 #[derive(Debug)]
 pub(super) struct FirstHost {
     name: Box<str>,
     /// The key of `name`.
     host: Key,
-    /// Whether no hold is known. Written under the lock of the state that has the host's holds.
+    /// Whether the host is known to be neither on hold nor on probation. If not, its state has to
+    /// be read. Written under the lock of the state that has the host's holds.
     is_clear: AtomicBool,
 }
 
 impl FirstHost {
-    /// Returns whether no hold of the host is known.
+    /// Returns whether the host is known to be neither on hold nor on probation.
     #[inline]
     pub(super) fn is_clear(&self) -> bool {
         self.is_clear.load(Ordering::Relaxed)
     }
 
-    /// Remembers whether a hold of the host is known. The caller holds the lock of the state that
-    /// has these holds.
+    /// Sets whether the host is known to be neither on hold nor on probation. The caller holds the
+    /// lock of the state that has the host's holds.
     pub(super) fn set_clear(&self, is_clear: bool) {
         self.is_clear.store(is_clear, Ordering::Relaxed);
     }
@@ -56,7 +57,8 @@ impl Hosts {
         }
     }
 
-    /// Returns the key of a host that may not be the first. If it is, it becomes known.
+    /// Returns the key of a host that is not known as the first host. If there is no first host
+    /// yet, it becomes the first host.
     #[cold]
     fn other_key_of(&self, name: &str) -> Key {
         let host = Key::host(name);
@@ -81,8 +83,8 @@ impl Hosts {
         None
     }
 
-    /// Forgets that no hold is known, if `key` has the holds of the first host. The caller holds
-    /// the lock of its state.
+    /// Notes that the state of `key` may change. If it has the holds of the first host, the next
+    /// request reads it again. The caller holds the lock of the state.
     #[inline]
     pub(super) fn touch(&self, key: Key) {
         if let Some(first) = self
@@ -99,8 +101,8 @@ impl Hosts {
         self.first.get().is_some()
     }
 
-    /// Returns whether requests went to several hosts. Then what one host states of its quotas may
-    /// be another count than that of [`Key::ALL`].
+    /// Returns whether requests went to several hosts. Each of them may then state quotas that do
+    /// not count what [`Key::ALL`] counts.
     pub(super) fn are_several(&self) -> bool {
         self.several.load(Ordering::Relaxed)
     }

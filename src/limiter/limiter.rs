@@ -1,6 +1,7 @@
 //! The public face of the limiter.
 //!
-//! [`Limiter`] lies on top of all other files of this folder, and none of them imports it.
+//! [`Limiter`] is the last row of the table in `limiter/mod.rs`: no other file of this folder
+//! imports it.
 
 use std::fmt;
 use std::sync::Arc;
@@ -216,8 +217,8 @@ impl Limiter {
         Limiter(core)
     }
 
-    /// Returns the key of the host of `request`, which has `key`, if holds go by host or a redirect
-    /// may lead to another host.
+    /// Returns the key of the host of `request`, if holds go by host or a redirect may lead to
+    /// another host. `key` is the key of the request.
     #[inline]
     pub(crate) fn host_of(&self, key: Key, request: &impl RequestInfo) -> Option<Key> {
         if key == Key::ALL {
@@ -227,8 +228,8 @@ impl Limiter {
         }
     }
 
-    /// Sends a request if a permit is at hand. Both results are the time, which
-    /// [`start_slow`](Limiter::start_slow) wants: `Ok` if the request was sent, `Err` if not.
+    /// Sends a request if a permit is at hand. Returns the time in both cases: `Ok` if the request
+    /// was sent, `Err` if not. [`start_slow`](Limiter::start_slow) takes that time.
     #[inline]
     pub(crate) fn send_at_once(&self, entry: &Entry) -> Result<Instant, Instant> {
         self.0.send_at_once(entry)

@@ -32,8 +32,8 @@ mod hosts;
 mod in_flight;
 mod key_state;
 mod limited;
-// The type, and the folder around it: `crate::limiter::Limiter` is the path to it.
 mod in_flight_slot;
+// The folder and this file have the same name. The path of the type is `crate::limiter::Limiter`.
 #[allow(clippy::module_inception)]
 mod limiter;
 mod listener;

@@ -171,8 +171,8 @@ impl Permit {
 
 /// A request that was sent and not yet answered. Its permit is spent.
 ///
-/// Each response future holds one, so it is small. That is why it is no [`Permit`]: it holds a
-/// [`CoreId`] instead of an `Arc<Core>`, and puts what few requests need into a box.
+/// Each response future holds one, so it has to be small. Unlike a [`Permit`], it holds a
+/// [`CoreId`] instead of an `Arc<Core>`. What only few requests need is in a box.
 pub(crate) struct Sent {
     core: CoreId,
     cost: u32,
@@ -247,7 +247,7 @@ impl Sent {
         self.host
     }
 
-    /// Returns whether a response matters that states nothing about limits: it may end the
+    /// Returns whether a response matters even if it states nothing about limits: it may end the
     /// probation of a key.
     #[inline]
     pub(crate) fn is_listened_for(&self) -> bool {

@@ -1,7 +1,8 @@
 //! Permits that are fetched in advance, so that the next requests need no call to the store.
 //!
-//! How many follows from how fast they are used: twice as many if they were used up within half
-//! their validity, half as many if more than half of them are left.
+//! Each call to the store decides how many permits it fetches. If more than half of the last ones
+//! are left, it fetches half as many. Otherwise it fetches twice as many, if half of the validity
+//! of the last ones has not passed.
 
 use std::time::{Duration, Instant};
 
@@ -15,13 +16,13 @@ pub(super) struct Prefetched {
     units: u32,
     /// When they expire.
     until: Instant,
-    /// Slot, stamp and incarnation in the store's terms, for permits that go back.
+    /// Slot, stamp (both in the store's time) and incarnation, for permits that are given back.
     slot: u64,
     stamp: u64,
     incarnation: u64,
     /// How many units there were at first.
     fetched: u32,
-    /// If the store is asked again before this moment, permits are used fast.
+    /// If the store is called again before this moment, the permits were used fast.
     soon: Instant,
     /// How many units to fetch next time.
     next: u32,

@@ -47,12 +47,12 @@ impl Reservation {
     }
 }
 
-/// How long a request waits, and which bound that is.
+/// How long a request can wait for a slot, and whether its deadline or `max_wait` decides that.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WaitBound {
-    /// The latest slot that the request waits for.
+    /// The latest slot that the request can wait for.
     pub(super) latest: Instant,
-    /// Whether the request's own deadline is the bound. Else it is `max_wait`.
+    /// Whether the deadline of the request decides. Otherwise `max_wait` does.
     pub(super) by_deadline: bool,
     /// Whether `max_wait` is zero, so that no request waits for a slot.
     pub(super) is_none: bool,
@@ -86,7 +86,7 @@ impl WaitBound {
     }
 }
 
-/// How an attempt to get a `T` ended: a slot, or an in-flight slot.
+/// How an attempt to get a `T` ended. `T` is a slot, or the number of an in-flight slot.
 ///
 /// The state of a key returns it when a request enters, and keeps it for a waiter until the
 /// waiter's future is polled. It is the result of one queue: an `Admission` is the result of all

@@ -13,13 +13,13 @@ use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::signal::{ObservedQuota, Signal};
 
-/// A response that takes no longer than this states how things are when it arrives.
+/// If a response takes no longer than this, the time until a reset counts from its arrival.
 const QUICK: Duration = Duration::from_millis(250);
 
-/// The shortest time until a reset for which a used-up quota holds the key.
+/// A used-up quota holds the key only if its reset is at least this far away.
 ///
-/// Resets are often stated in whole seconds. For shorter times this error is large, and the limit
-/// here knows better.
+/// Upstreams often state resets in whole seconds. If the reset is nearer, this error is large, and
+/// the limits of the key are more exact.
 const SHORTEST_RESET: Duration = Duration::from_secs(5);
 
 /// A call that was answered.
@@ -170,8 +170,8 @@ impl Core {
             } else {
                 Arc::new(LimitSpec::none())
             };
-            // The store comes before the waiters, which ask it anew and are to find what is left.
-            // The answer is of no interest: the next call brings what holds.
+            // The store has to know what is left before `set_hold` lets the waiters call it again.
+            // Its answer is not needed: the reply to the next call states the hold in force.
             drop(store.hold(key, &spec, held, left));
         }
         self.set_hold(key, held, now);

@@ -1,5 +1,5 @@
-//! What a limiter knows of a store with a server, for one key: how the store's clock relates to its
-//! own, and what it was granted lately.
+//! What a limiter knows of a store with a server, for one key: how the clock of the store relates
+//! to the clock of this process, and what the store granted lately.
 
 use std::time::{Duration, Instant};
 
@@ -78,8 +78,8 @@ impl KeySession {
 
     /// Counts the permits of a lease. The store's time is `store_now`.
     fn count_grants(&mut self, lease: &Lease, store_now: Micros, window: Duration, now: Instant) {
-        // Units that were granted a window ago become `granted_before` once those before them are a
-        // window old.
+        // `granted` becomes `granted_before` if it began a window ago, and if the units of the
+        // present `granted_before` can no longer count.
         let is_old = |granted: &GrantedUnits| {
             granted
                 .until
@@ -157,7 +157,7 @@ impl KeySession {
         }
     }
 
-    /// Returns how often the store's state had been written, by the last reply.
+    /// Returns how often the store's state had been written, as its last reply stated.
     pub(super) fn writes(&self) -> u64 {
         self.reply.writes()
     }
@@ -167,8 +167,8 @@ impl KeySession {
         self.reply.incarnation()
     }
 
-    /// Returns whether permits may be used without a new confirmation of the store, which confirms
-    /// for `trust`.
+    /// Returns whether permits may be used without another reply of the store. A reply confirms
+    /// earlier permits for the time `trust`.
     pub(super) fn is_trusted(&self, trust: Duration, now: Instant) -> bool {
         self.incarnation() == 0
             || (!self.doubted && now.saturating_duration_since(self.reply.sent()) <= trust)

@@ -25,8 +25,8 @@ pub(crate) enum Started {
 }
 
 impl Core {
-    /// Sends a request if a permit is at hand. Both results are the time: `Ok` if the request was
-    /// sent, `Err` if not.
+    /// Sends a request if a permit is at hand. Returns the time in both cases: `Ok` if the request
+    /// was sent, `Err` if not.
     #[inline]
     pub(super) fn send_at_once(&self, entry: &Entry) -> Result<Instant, Instant> {
         let now = clock::now();
@@ -60,7 +60,8 @@ impl Core {
         taken.map(Some).ok_or(now)
     }
 
-    /// Returns whether a request needs no more than a permit of its key.
+    /// Returns whether a request may leave as soon as it has a permit of its key: calls in flight
+    /// are not limited, its host is known not to be on hold, and its deadline has not passed.
     #[inline]
     fn is_open(&self, entry: &Entry, now: Instant) -> bool {
         self.flights.is_none()

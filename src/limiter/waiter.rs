@@ -39,6 +39,8 @@ pub(crate) struct Waiter {
     label: Box<str>,
 }
 
+// Which stage can follow which:
+//
 // HostHold => InFlightSlot | Slot | Hold | Done
 // InFlightSlot => Slot | Hold | Done
 // Slot, Hold => Done, and HostHold if the host was held meanwhile
@@ -74,7 +76,7 @@ impl Waiter {
         since: Instant,
         label: Box<str>,
     ) -> Self {
-        // Under this number the waiter watches its host's hold, in all stages.
+        // In all stages, the waiter watches the hold of its host under this number.
         let number = if host_hold(key, host).is_some() {
             next_number()
         } else {
@@ -143,14 +145,15 @@ impl Waiter {
             .with_new_state(self.key, clock::now(), |state, ctx| {
                 state.return_late(ctx, ticket, slot)
             });
-        // Without room for the key's state, the next poll finds no place and ends the wait.
+        // If there is no room for the state of the key, the next poll does not find this waiter in
+        // the queue, and ends its wait.
         if opened.is_err() {
             self.core.give_back(self.key, slot);
         }
     }
 
-    /// Goes on to the next stage, or ends the wait. If it is pending, the caller polls the new
-    /// stage.
+    /// Goes on to the next stage, or ends the wait. Returns `Pending` if there is a next stage,
+    /// which the caller then polls.
     fn proceed(&mut self, admission: Admission, now: Instant) -> Poll<Result<Permit, Limited>> {
         let result = match admission {
             Admission::Waits {
@@ -219,8 +222,8 @@ impl Waiter {
         (self.ticket.number > 0).then_some(self.ticket.number)
     }
 
-    /// Polls the hold of its host. Ready if the waiter may go on: with the end of its wait, if the
-    /// wait ended.
+    /// Polls the hold of its host. Ready with `None` if the waiter may go on, and with `Some` if
+    /// its wait has ended.
     fn poll_host_hold(
         &mut self,
         now: Instant,
@@ -231,7 +234,7 @@ impl Waiter {
         };
         let Ticket { number, bound, .. } = self.ticket;
         if let Some(left) = self.core.poll_host_hold(hold, number, now, cx) {
-            // What the waiter has would keep other requests waiting.
+            // Requests to other hosts can use what the waiter has: it gives that up.
             self.leave_stage();
             let end = clock::after(now, left);
             if end > bound.latest {
@@ -247,7 +250,7 @@ impl Waiter {
                 .is_ready();
             self.stage = Stage::HostHold { until: end, timer };
             if is_over {
-                // The timer fired after the hold was looked at.
+                // The timer fired after the hold was read. The task polls again at once.
                 cx.waker().wake_by_ref();
             }
             return Poll::Pending;
@@ -265,7 +268,7 @@ impl Waiter {
         Poll::Ready(None)
     }
 
-    /// Polls what the waiter waits for, its host's hold aside.
+    /// Polls what the waiter waits for, other than the hold of its host.
     fn poll_stage(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
         if matches!(self.stage, Stage::InFlightSlot { .. })
             && let Poll::Ready(result) = self.poll_in_flight_slot(now, cx)
@@ -291,8 +294,8 @@ impl Waiter {
         self.stage = Stage::Done;
         let bound = &mut self.ticket.bound;
         if bound.is_none {
-            // It waited for the store's answer only, and asks for its slot as it asked for its
-            // in-flight slot.
+            // `max_wait` is zero, so the request waited only for the store's answer. That time does
+            // not count: the request can still ask for a slot that is due now.
             bound.latest = bound.latest.max(now);
         }
         let bound = *bound;
@@ -322,7 +325,7 @@ impl Waiter {
                 .as_ref()
                 .is_some_and(|in_flight_slot| in_flight_slot.is_lost(now))
         {
-            // The process stood still while the request waited for its slot.
+            // The claim of this process expired while the request waited for its slot.
             self.core.give_back(self.key, slot);
             return self.proceed(Admission::Failed(StoreError::InFlightSlotLost), now);
         }
@@ -369,7 +372,7 @@ impl Waiter {
             *timer = None;
         }
         ready!(timer.get_or_insert_with(|| Timer::at(end)).poll(cx));
-        // The timer fired after the hold was looked at.
+        // The timer fired after the hold was read. The task polls again at once.
         cx.waker().wake_by_ref();
         Poll::Pending
     }
