@@ -37,7 +37,7 @@ impl InFlightSlot {
         InFlightSlot(Box::new(Taken { core, key, number }))
     }
 
-    /// Returns whether the store may have given the place to another call. Always `false` with
+    /// Returns whether the store may have granted the slot to another call. Always `false` with
     /// [`OnStoreError::FailOpen`].
     pub(super) fn is_lost(&self, now: Instant) -> bool {
         let Taken { core, key, number } = &*self.0;
@@ -45,7 +45,7 @@ impl InFlightSlot {
             .unwrap_or(false)
     }
 
-    /// Ready when the store may have given the place to another call: then this call has to end.
+    /// Ready when the store may have granted the slot to another call: then this call has to end.
     /// Never ready with [`OnStoreError::FailOpen`].
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {
         let Taken { core, key, number } = &*self.0;
@@ -72,8 +72,8 @@ impl Drop for InFlightSlot {
 }
 
 impl Core {
-    /// Asks for an in-flight slot of `key`, under `number`. Returns `None` if the request
-    /// waits. An `impatient` request waits for an answer of the store only.
+    /// Asks for an in-flight slot of `key`, under `number`. Returns `None` if the request waits. An
+    /// `impatient` request cannot wait: it is refused if the answer of the store grants it no slot.
     ///
     /// # Errors
     ///
@@ -136,7 +136,8 @@ impl Core {
         });
     }
 
-    /// Returns the refusal of a request that got no place. When a call will end is unknown.
+    /// Returns the refusal of a request that got no in-flight slot. It states no time to retry,
+    /// because it is unknown when a call will end.
     pub(super) fn flight_refusal(&self) -> Refusal {
         let limit = self.flights.as_ref().map(|flights| Limit::InFlight {
             count: flights.limit(),
@@ -160,8 +161,8 @@ impl Core {
         Some(acted.done)
     }
 
-    /// Runs `act` on the calls in flight of `key`, if they have to end when the store cannot be
-    /// told of them.
+    /// Runs `act` on the calls in flight of `key`. Does nothing with [`OnStoreError::FailOpen`]:
+    /// then calls go on even if the store can no longer count them.
     fn at_guarded_flight<R>(&self, key: Key, act: impl FnOnce(&mut Flight) -> R) -> Option<R> {
         if self.settings.on_store_error == OnStoreError::FailOpen {
             return None;

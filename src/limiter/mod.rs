@@ -30,9 +30,9 @@ mod engine;
 mod holds;
 mod hosts;
 mod in_flight;
+mod in_flight_slot;
 mod key_state;
 mod limited;
-mod in_flight_slot;
 // The folder and this file have the same name. The path of the type is `crate::limiter::Limiter`.
 #[allow(clippy::module_inception)]
 mod limiter;

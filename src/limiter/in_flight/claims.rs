@@ -69,15 +69,16 @@ impl Claims {
         }
     }
 
-    /// Returns whether the store has answered the last claim, so that what it knows is what is.
+    /// Returns whether the store has answered the last claim. Then `known` is what it counts.
     pub(super) fn is_answered(&self) -> bool {
         self.exchange == Exchange::Idle
     }
 
     /// Returns whether a claim is to be sent now that the process has `counts`.
     ///
-    /// `wants_answer` says whether a request waits for the answer to a new claim. `has_left` says
-    /// whether the last request has left without having used a slot.
+    /// `wants_answer` states whether a request waits for the answer to a new claim. `has_left`
+    /// states whether the process has neither calls nor waiters left, and its last waiter got no
+    /// slot.
     pub(super) fn is_due(&self, counts: Counts, wants_answer: bool, has_left: bool) -> bool {
         match self.exchange {
             Exchange::Asking => false,

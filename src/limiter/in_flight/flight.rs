@@ -21,7 +21,7 @@ pub(in crate::limiter) struct Flight {
     free: u32,
     waiters: WaitQueue<SeatWait, Settled<Number>>,
     impatient: Impatient,
-    /// Whether a request that could have waited longer has left since the last claim.
+    /// Whether a request that was not impatient has left since the last claim.
     gave_up: bool,
     claims: Claims,
     validity: Validity,
@@ -85,10 +85,10 @@ impl Flight {
         self.waiters.waiting()
     }
 
-    /// Enters a request, which waits even if a slot is free: [`collect`](Flight::collect) returns
-    /// its result. An `impatient` request waits for the answer to one claim at most.
+    /// Enters a request. Even if its wait ends at once, only [`collect`](Flight::collect) returns
+    /// the result. An `impatient` request waits for the answer to one claim at most.
     pub(in crate::limiter) fn enter(&mut self, number: Number, impatient: bool, now: Instant) {
-        // If requests wait although the last claim was answered, no slot is free anywhere.
+        // If requests wait although the store has answered the last claim, it has no free slot.
         let none_left = self.waiting() > 0 || self.claims.known.queued > 0;
         if impatient && none_left && self.free == 0 && self.claims.is_answered() {
             self.waiters
@@ -104,7 +104,7 @@ impl Flight {
             };
             until_answer = Some(next_claim);
         }
-        // Its poll sets when its task wakes.
+        // No task waits yet: the first poll of the request sets when its task wakes.
         self.waiters.enter(number, SeatWait { until_answer }, now);
         self.slot(now, &mut Wakers::default());
     }
@@ -124,15 +124,15 @@ impl Flight {
         // The answer ends the wait of requests that cannot wait, even if it grants nothing.
         let wants_answer =
             self.impatient.count > 0 && self.impatient.until_answer > self.claims.number;
-        // A process that has left keeps its place in the store's queue until a claim says so. It
-        // does not claim for requests that cannot wait: their callers retry, and while the store
-        // counts one of them as waiting, no slot is free.
+        // A claim gives up the place of the process in the store's queue, if its last waiter has
+        // left. An impatient request leaves no such claim: its caller retries, and while the store
+        // counts the place, no slot is free.
         let has_left = self.gave_up && counts == Counts::NONE;
         if !self.claims.is_due(counts, wants_answer, has_left) {
             return None;
         }
         self.gave_up = false;
-        // The claim does not state free slots, and so gives them back.
+        // The claim states only slots in use. So the store takes the free ones back.
         self.free = 0;
         Some(self.claims.make(key, limit, ttl, counts))
     }

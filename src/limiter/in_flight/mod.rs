@@ -1,8 +1,8 @@
 //! The calls in flight of this process.
 //!
-//! A limit of `n` calls in flight has `n` in-flight slots for each key, shared by all processes.
-//! The code calls them *slots*, because a slot of a rate is another thing. The store grants them;
-//! see `limit/in_flight.rs` for its side.
+//! A limit of `n` calls in flight has `n` in-flight slots for each key, shared by all processes. In
+//! this folder, *slot* always means an in-flight slot, and never a slot of a rate. The store grants
+//! them; see `limit/in_flight.rs` for its side.
 //!
 //! # The protocol
 //!
@@ -16,8 +16,8 @@
 //!   is not notified. If other processes wait, the slot goes back with the next claim, and the
 //!   store grants it to the request that came first.
 //! - A claim counts for a time to live, and the store repeats it while slots are in use. If it
-//!   expires, the slots are lost, and their calls have to end. A process that stood still for
-//!   longer uses no slot and passes none on, even before the store notifies it.
+//!   expires, the slots are lost, and their calls have to end. If a process stood still for longer,
+//!   it uses no slot and passes none on, even before the store notifies it.
 //! - If a claim fails, the requests that wait fail with it. The store repeats the claim. The next
 //!   change in this process makes a new one.
 //!
@@ -32,8 +32,8 @@
 //!                                  └──────────────────────────────> Idle
 //! ```
 //!
-//! A request that cannot wait is queued like the others, until the answer to the claim that counts
-//! it. If no slot was granted by then, the request is refused.
+//! An *impatient* request is one that cannot wait. It is queued like the others, until the store
+//! answers the claim that counts it. If the request has no slot by then, it is refused.
 
 mod claims;
 mod flight;

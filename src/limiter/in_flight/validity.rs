@@ -48,7 +48,7 @@ impl Validity {
         self.calls.remove(&slot);
     }
 
-    /// Notes that all slots of now are lost.
+    /// Notes that all slots that the process has now are lost.
     pub(super) fn lose_all(&mut self, wakers: &mut Wakers) {
         self.lost_before = next_number();
         wakers.add(mem::take(&mut self.calls).into_values());

@@ -52,7 +52,7 @@ impl Queue {
     }
 
     /// Notes that a call for `demands` is sent. If it is `watched`, the waiters without a slot wake
-    /// when it counts as lost.
+    /// when the call counts as lost.
     pub(in crate::limiter) fn asking(
         &mut self,
         demands: &[Demand],
@@ -104,8 +104,8 @@ impl Queue {
         })
     }
 
-    /// Takes in an answer to the call: `slots`, and `end` for the waiters that got none. A slot
-    /// ahead that can be used for less than `least` is of no use.
+    /// Takes in an answer to the call: `slots`, and `end` for the waiters that got none. Gives back
+    /// a slot ahead that can be used for less than `least`.
     pub(in crate::limiter) fn answered(
         &mut self,
         slots: impl IntoIterator<Item = Reservation>,
@@ -125,7 +125,7 @@ impl Queue {
                 usable.add(slot.cost, slot.count);
                 self.add(slot);
             } else {
-                // The slot expired on its way. The store is asked again, as if it had not answered.
+                // The slot expired on its way, or nearly. The next call asks for its waiters again.
                 self.returns.push(slot.unused());
             }
         }

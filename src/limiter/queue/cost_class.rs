@@ -2,8 +2,8 @@
 //!
 //! Both are sorted, and the first waiter owns the first permit, the second waiter the second one,
 //! and so on. So the first `booked` waiters have a slot, and the waiters without a slot are always
-//! the last ones. A call under way asks for the first `asked` of these. The waiters after them
-//! arrived later.
+//! the last ones. A call under way asks for the first `asked` of the waiters without a slot. The
+//! others of them arrived later.
 
 use std::collections::VecDeque;
 use std::task::Context;
@@ -33,7 +33,8 @@ pub(super) struct CostClass {
 /// What is known of a request that waits for a slot.
 pub(super) struct SlotWait {
     pub(super) bound: WaitBound,
-    /// From this moment the time until the store answers does not count as waiting.
+    /// From this moment on the request waits for the answer of the store. That time does not count
+    /// against `max_wait`.
     pub(super) entered: Instant,
     /// Whether the store has decided on the request.
     pub(super) is_decided: bool,
@@ -187,8 +188,8 @@ impl CostClass {
         }
     }
 
-    /// Notes that a call is sent at `now`. If a hold that ended later was released, the wait of its
-    /// waiters begins now.
+    /// Notes that a call is sent at `now`: its waiters wait for the answer from now on. `entered`
+    /// may be later, if they waited for a hold that was released since.
     pub(super) fn asked_at(&mut self, now: Instant) {
         for waiter in self
             .waiters
@@ -220,8 +221,8 @@ impl CostClass {
         self.enter_from(until);
     }
 
-    /// Waits for a store that decides nothing before `until`. Refuses with `refusal` the waiters
-    /// without a slot that cannot wait until then.
+    /// Pauses calls to a store that decides nothing before `until`. Refuses with `refusal` the
+    /// waiters without a slot that cannot wait until then.
     pub(super) fn pause(&mut self, until: Instant, refusal: Refusal, wakers: &mut Wakers) {
         self.asked = 0;
         self.enter_from(until);
@@ -235,7 +236,7 @@ impl CostClass {
         self.waiters.settle_where(refuse, wakers);
     }
 
-    /// Counts the time until the store answers as waiting only from `from`.
+    /// Counts the time until `from` against `max_wait`, because the store is not called before.
     fn enter_from(&mut self, from: Instant) {
         for waiter in self.waiters.iter_mut() {
             waiter.request.entered = waiter.request.entered.max(from);
@@ -276,7 +277,7 @@ impl CostClass {
         self.count_waits_from(now);
         let mut leaving = self.assign(brought.granted, without_slot, now);
         if let Some(end) = brought.end {
-            // A waiter that leaves frees its slot for the first waiter that was left out.
+            // If a waiter leaves, the first waiter that was left out has a slot after all.
             let still_left_out = left_out.len().saturating_sub(leaving.len());
             let asked = left_out
                 .iter()
@@ -309,8 +310,8 @@ impl CostClass {
         left_out.collect()
     }
 
-    /// Counts the waits that the store decided on from `now`. The store counted them from when it
-    /// was asked. A deadline does not move.
+    /// Lets `max_wait` of the waiters that the store had not decided on begin at `now`, when the
+    /// answer arrived. The store counted from when it was asked. A deadline does not move.
     fn count_waits_from(&mut self, now: Instant) {
         for waiter in self
             .waiters
@@ -327,8 +328,8 @@ impl CostClass {
         }
     }
 
-    /// Gives the last `granted` slots in use to their waiters, and sets the waiters' timers. A
-    /// waiter that cannot wait for its slot leaves, and the next waiter has the slot.
+    /// Assigns the last `granted` of the slots that have a waiter, and sets the timers of these
+    /// waiters. If a waiter cannot wait for its slot, it leaves, and the next waiter has the slot.
     fn assign(
         &mut self,
         granted: usize,

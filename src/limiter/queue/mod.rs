@@ -1,10 +1,12 @@
 //! The waiters of one key: first come, first served, with one timer and one wake-up each.
 //!
 //! Waiters and the slots booked for them are two sorted lists, and the first waiter gets the first
-//! slot. So if a waiter leaves, the next waiter has its slot, and a waiter that was late is first
-//! again. The timer of a waiter is set to the slot that it had when the slot was booked. A waiter
-//! that wakes hands out all slots that are due, so no waiter depends on a task that is not polled.
-//! Only the timer of the first waiter is moved, to the first slot.
+//! slot. If a waiter leaves, the next waiter has its slot. A waiter that could not use its slot in
+//! time is first again.
+//!
+//! When a slot is booked, the timer of the waiter that has it is set to it. If waiters move up
+//! later, only the timer of the first waiter is moved, to the first slot. A waiter that wakes hands
+//! out all slots that are due, so no waiter depends on a task that is not polled.
 //!
 //! A slot is booked for permits of one cost, so each cost has its own two lists, in a
 //! [`CostClass`].
@@ -30,8 +32,8 @@ use crate::wakers::Wakers;
 
 use cost_class::{CostClass, SlotWait};
 
-/// The longest that a call waits for other requests to join it. A request in another process may
-/// overtake by this much.
+/// The longest time that a call waits for other requests to join it. A request of another process
+/// may overtake these requests by this much.
 const LONGEST_GATHERING: Duration = Duration::from_millis(10);
 
 /// The resolution of timers.
@@ -67,7 +69,7 @@ pub(super) struct Queue {
     pub(super) gathering: Gathering,
     /// When gathering ends.
     gathers_until: Option<Instant>,
-    /// The slot that the store was last asked to confirm ahead of time.
+    /// The slot that the store was last asked to confirm before it was due.
     pub(super) confirmed: Option<Instant>,
     /// Until when the store decides nothing, because it lost its state and does not know what it
     /// had granted.
@@ -93,7 +95,7 @@ struct Calling {
 pub(super) struct Answered {
     /// Whether permits expired on their way.
     pub(super) died: bool,
-    /// The cost of the first need that was not granted in full.
+    /// The cost of the first demand that was not granted in full.
     pub(super) refused: Option<u32>,
 }
 
@@ -106,7 +108,7 @@ pub(super) struct HandedOut {
     pub(super) died: bool,
 }
 
-/// Whether the next call waits for other requests to join it.
+/// Whether the next call waits for other requests to join it: the batching delay.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Gathering {
     #[default]
@@ -175,8 +177,8 @@ impl Queue {
         self.latest
     }
 
-    /// Adds a waiter: a new one at the end, or one that missed its slot in its old place. If the
-    /// key is on hold for `held`, the store is asked when the hold ends.
+    /// Adds a waiter. A new one is last; one that missed its slot returns to its old place. If the
+    /// key is on hold for `held`, the store is called when the hold ends.
     pub(super) fn wait(
         &mut self,
         number: Number,
@@ -199,8 +201,8 @@ impl Queue {
         let entered = self
             .paused_until
             .map_or(asked_from, |until| until.max(asked_from));
-        // The runtime in which the store is called may have stopped, so the waiter watches the
-        // call.
+        // The runtime in which the store is called may stop. So the waiter wakes when the call
+        // counts as lost.
         let wakes_at = held.map_or(gives_up_at, |_| {
             gives_up_at.min(clock::after(asked_from, ANSWER))
         });
@@ -299,9 +301,9 @@ impl Queue {
 
     /// Starts to gather, and returns how long the next call waits for other requests to join it.
     ///
-    /// The call waits until tasks that are about to ask have asked. If slots lie ahead, new
-    /// requests wait anyway, and the call waits for some milliseconds. If the store is paused, the
-    /// call waits until the pause is over.
+    /// The call waits until the tasks that are ready to run have run, because they may ask as well.
+    /// If slots lie ahead, new requests wait anyway, and the call waits for some milliseconds. If
+    /// the store is paused, the call waits until the pause is over.
     pub(super) fn gather(&mut self, now: Instant) -> Duration {
         let ahead = self
             .last_booked()
@@ -395,8 +397,8 @@ impl Queue {
         }
     }
 
-    /// Waits for a store that decides nothing for `wait`. Refuses the waiters without a slot that
-    /// cannot wait until then.
+    /// Pauses calls to a store that decides nothing for `wait`. Refuses the waiters without a slot
+    /// that cannot wait until then.
     pub(super) fn pause(&mut self, wait: Duration, now: Instant, wakers: &mut Wakers) {
         let until = clock::after(now, wait);
         self.call = None;
