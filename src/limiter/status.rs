@@ -20,7 +20,7 @@ pub struct KeyStatus {
     pub free: u64,
     /// How long until one unit is free. Zero if `free` is not 0.
     ///
-    /// Takes rates and holds into account. When a call in flight will end is unknown.
+    /// Takes rates and holds into account, but not calls in flight: it is unknown when they end.
     pub next_slot: Duration,
     /// Requests that wait in this process.
     pub waiting: usize,

@@ -19,9 +19,9 @@
 //!
 //! Each waiter has a moment at which its task wakes if its wait has not ended by then. The timer is
 //! created when the future is first polled, and follows that moment. A timer only wakes the task.
-//! Whether a wait is over depends on the time that the owner has read. If the timer fires after
-//! that and before the end of the poll, the task is woken at once, and polls again with a later
-//! time.
+//! The owner decides whether a wait is over, by the time that it has read. If the timer fires after
+//! the owner has read the time and before the poll ends, the task is woken at once. It then polls
+//! again, with a later time.
 
 #[cfg(test)]
 mod properties;
@@ -36,12 +36,12 @@ use crate::wakers::Wakers;
 /// The number of a request in its queue: a smaller number is earlier.
 pub(crate) type Number = u64;
 
-/// How long a request waits for the answer of a store, even if it can wait less for its turn. A
-/// call of the store without an answer counts as lost after this time.
+/// How long a request waits for the answer of a store, even if it can wait less for its turn. If a
+/// call to the store has no answer after this time, it counts as lost.
 pub(crate) const ANSWER: Duration = Duration::from_secs(1);
 
-/// Returns until when a request waits for the answer of a store if it can wait for its turn until
-/// `latest`.
+/// Returns until when a request waits for the answer of a store. `latest` is until when it can wait
+/// for its turn.
 pub(crate) fn answer_by(latest: Instant, now: Instant) -> Instant {
     if latest <= now {
         clock::after(now, ANSWER)
@@ -70,7 +70,7 @@ pub(crate) struct Waiter<T> {
     waker: Option<Waker>,
 }
 
-/// What a request that leaves the queue had.
+/// What a request had when it left the queue.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Left<T, O> {
     /// It waited.
@@ -183,7 +183,7 @@ impl<T, O> WaitQueue<T, O> {
         before - self.waiting.len()
     }
 
-    /// Wakes the tasks of the requests that `which` selects. They wait on.
+    /// Wakes the tasks of the requests that `which` selects. The requests go on waiting.
     pub(crate) fn wake_where(&mut self, which: impl Fn(&T) -> bool, wakers: &mut Wakers) {
         for waiter in self.iter_mut().filter(|waiter| which(&waiter.request)) {
             wakers.add(waiter.waker.take());

@@ -18,7 +18,7 @@ use crate::store::{Grant, Lease, Refusal, Source, trust};
 /// The longest validity of a permit, unless a twentieth of the shortest window is longer.
 const LONGEST_LIFE: Duration = Duration::from_millis(20);
 
-/// How late a task wakes at most, for the validity of permits.
+/// The validity of permits allows for a task that wakes this late.
 const WAKE_UP: Duration = Duration::from_millis(5);
 
 impl KeyState {
@@ -95,8 +95,8 @@ impl KeyState {
         );
     }
 
-    /// Turns an answer that took longer than any permit is valid into an error, and gives back what
-    /// it brought.
+    /// Returns an error instead of an answer that took longer than any permit is valid, and gives
+    /// back what it brought.
     pub(super) fn unless_too_slow(
         &self,
         ctx: &KeyContext<'_>,
@@ -233,9 +233,9 @@ impl KeyState {
 
     /// Returns for how long a slot ahead must be usable.
     ///
-    /// After a slow trip little is left of a permit's validity, and a waiter that wakes late would
-    /// lose its slot. The next permits are valid for longer, up to the longest validity. From then
-    /// on any slot is used.
+    /// After a slow round trip, little is left of the validity of a permit, and a waiter that wakes
+    /// late would lose its slot. So the next permits are valid for longer, up to the longest
+    /// validity. Once that is reached, any slot is used.
     fn least_use(&self, ctx: &KeyContext<'_>) -> Duration {
         if self.life < self.longest_life(ctx.spec) {
             ctx.spec.life() / 2

@@ -19,12 +19,12 @@ use crate::limit::UnusedPermits;
 use crate::limiter::queue::{CallNumber, Gathering, HandedOut, Number};
 use crate::store::{Demand, Lease, LeaseRequest, StoreReply};
 
-/// The most permits of one call to a store that takes a trip to answer, so that no call keeps its
+/// The most permits of one call to a store that does not answer at once, so that no call keeps its
 /// server busy for long.
 const MOST_ASKED: usize = 500;
 
-/// The most calls in a row to a store that answers at once: one for each need that it refuses, and
-/// one more.
+/// The most calls in a row to a store that answers at once: one for each demand that it refuses,
+/// and one more.
 const MOST_ROUNDS: usize = 64;
 
 /// Whether the store is called now.
@@ -60,8 +60,8 @@ impl KeyState {
     /// needs no waking.
     pub(super) fn step(&mut self, ctx: &mut KeyContext<'_>, me: Option<Number>) {
         let mut now = ctx.now;
-        // A store that answers at once may bring slots that are due, or refuse one need and leave
-        // those after it undecided.
+        // A store that answers at once may bring slots that are due. It may also refuse one demand
+        // and leave those after it undecided.
         for _ in 0..MOST_ROUNDS {
             let is_trusted = self.is_trusted(ctx, now);
             let Some(HandedOut { died, .. }) = self.hand_out_due(ctx, me, is_trusted, now) else {
@@ -74,7 +74,7 @@ impl KeyState {
                     break;
                 }
                 NextCall::Lease(booking) => match self.send(ctx, &booking, died) {
-                    // The store asked the time after this process did.
+                    // The store read the time after `ctx.now`.
                     Called::Answered => now = clock::now(),
                     Called::UnderWay => break,
                 },
@@ -134,8 +134,8 @@ impl KeyState {
             return NextCall::None;
         }
         if let Some(left) = blocked_for {
-            // What is booked when the hold ends, or when the probe is accepted, is booked by what
-            // is known then.
+            // The slots are booked when the hold ends or the probe is accepted, by what is known
+            // then.
             if queue.gathering == Gathering::UnderWay {
                 return NextCall::None;
             }
@@ -225,7 +225,7 @@ impl KeyState {
     }
 
     /// Returns the request for a call to the store: for `demands`, and for `prefetch` units in
-    /// advance. It waits for slots until `latest`.
+    /// advance. No slot after `latest` is of use.
     pub(super) fn request<'a>(
         &mut self,
         ctx: &'a KeyContext<'_>,
@@ -254,8 +254,9 @@ impl KeyState {
         }
     }
 
-    /// Calls the store even if no request waits. The store learns what this process knows of the
-    /// key, and replies what it knows. Does nothing while another call is under way.
+    /// Calls the store even if no request waits. The call states what this process knows of the
+    /// key, and the reply states what the store knows. Does nothing while another call is under
+    /// way.
     pub(in crate::limiter) fn inquire(&mut self, ctx: &mut KeyContext<'_>) {
         if self
             .queue
@@ -281,8 +282,8 @@ impl KeyState {
         }
     }
 
-    /// Takes in the answer to a call that was sent at `sent`. If another call has been sent since,
-    /// this one counted as lost, and what it brings is given back.
+    /// Takes in the answer to a call that was sent at `sent`. If the call is not the last one, it
+    /// counted as lost, and the permits that it brings are given back.
     pub(in crate::limiter) fn call_answered(
         &mut self,
         ctx: &mut KeyContext<'_>,

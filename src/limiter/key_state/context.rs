@@ -37,8 +37,8 @@ pub(in crate::limiter) struct KeyContext<'a> {
 }
 
 impl KeyContext<'_> {
-    /// Returns whether waiters watch the store's calls themselves, because a call may be lost with
-    /// the runtime of a caller.
+    /// Returns whether waiters wake when a call counts as lost, because a call may be lost with the
+    /// runtime of a caller.
     pub(super) fn is_watched(&self) -> bool {
         self.store.background().is_none()
     }

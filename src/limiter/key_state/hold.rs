@@ -145,8 +145,8 @@ impl Hold {
             return sent < evidence.changed_at;
         }
         let sure_until = clock::after(earliest, held.remaining);
-        // A hold that is over ended before the reply arrived: the task being served asked the time
-        // earlier.
+        // If the hold is over, it ended before `latest`: the task that is served may have read the
+        // time before then.
         let until = if held.remaining.is_zero() {
             sure_until
         } else {
@@ -178,15 +178,15 @@ impl Hold {
         false
     }
 
-    /// Returns the hold for a call to the store: its rest is zero if the store knows of it. A store
-    /// that is `new` to this hold does not.
+    /// Returns the hold for a call to the store: its rest is zero if the store knows of it. If
+    /// `is_new`, the store knows nothing of it.
     pub(super) fn for_store(&self, is_new: bool, now: Instant) -> HoldState {
         let Evidence {
             sure_until,
             stored_until,
             ..
         } = self.evidence;
-        // Without the tolerance, each call would move the end by the difference of the round trips.
+        // Round trips differ. Without the tolerance, each call would move the end a little.
         let is_news = is_new || sure_until > clock::after(stored_until, SAME);
         let remaining = if is_news {
             sure_until.saturating_duration_since(now)

@@ -31,7 +31,7 @@ pub(super) struct KeyHold {
     resends: bool,
     /// The tasks that wait only for the end of the hold.
     waiting: BTreeMap<Number, Waker>,
-    /// Set while an accepted request changes anything.
+    /// Present while an accepted request would change anything.
     uncertain: Option<Uncertain>,
 }
 
@@ -70,7 +70,8 @@ impl KeyHold {
         clock::after(self.hold.end(), self.refusals.matters_for().max(probation))
     }
 
-    /// Lets all responses be read for as long as an accepted request changes anything.
+    /// Sets whether an accepted request would change anything. As long as it would, all responses
+    /// are read.
     fn set_uncertain(&mut self, is_uncertain: bool) {
         if is_uncertain {
             self.uncertain.get_or_insert_with(Uncertain::new);
@@ -173,7 +174,7 @@ impl KeyState {
     /// Gives back permits at hand, and permits booked before the end of the hold.
     pub(super) fn obey(&mut self, now: Instant, wakers: &mut Wakers) {
         let Some(left) = self.held(now) else { return };
-        // The session takes off what goes back with the next call.
+        // The next call returns them, and the session subtracts them then.
         let unused = self.prefetched.clear();
         let queue = self.queue.get_or_insert_default();
         queue.returns.extend(unused);

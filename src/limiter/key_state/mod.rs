@@ -2,8 +2,8 @@
 //! what the upstream stated.
 //!
 //! One store call at a time books for all waiters. If no request waits, a key in heavy use
-//! prefetches a few permits, so that the next requests need no store call. Their number follows
-//! from how fast they are used.
+//! prefetches a few permits, so that the next requests need no store call. The faster they are
+//! used, the more it prefetches.
 //!
 //! | file | what it has |
 //! |---|---|
@@ -67,7 +67,7 @@ pub(super) struct KeyState {
     queue: Option<Box<Queue>>,
     /// How long the permits of the next call are valid.
     life: Duration,
-    /// Whether the store takes a trip to answer.
+    /// Whether the store answers later, after a round trip to a server, and not at once.
     later: bool,
     /// When unused prefetched permits are next given back. `None` if no task does so.
     sweep_at: Option<Instant>,
@@ -86,7 +86,7 @@ pub(super) struct KeyState {
     free: u64,
     /// Whether a call is under way that may grant more than the upstream states is left.
     tightens: bool,
-    /// The store's last refusal, if the store takes a trip to answer.
+    /// The store's last refusal, if the store answers `later`.
     refused: Option<Box<Refused>>,
 }
 
@@ -209,8 +209,8 @@ impl KeyState {
         settled
     }
 
-    /// Enters a request while no other request waits. A store that answers at once is asked for
-    /// this request alone, and for permits to prefetch.
+    /// Enters a request while no other request waits. Calls the store for this request alone, and
+    /// for permits to prefetch. As far as the key knows, its store answers at once.
     fn enter_alone(
         &mut self,
         ctx: &mut KeyContext<'_>,
@@ -270,8 +270,8 @@ impl KeyState {
         None
     }
 
-    /// Returns the refusal of a request that the store has refused lately and is not to be asked
-    /// about yet.
+    /// Returns the refusal of a request without a call, if the store has refused such a request
+    /// lately and is not to be called again yet.
     fn repeated_refusal(&self, cost: u32, bound: WaitBound, now: Instant) -> Option<Refusal> {
         self.refused.as_ref()?.of(cost, bound, now)
     }

@@ -1,9 +1,9 @@
 //! Probation: what follows a hold that was cut to `max_hold`, or whose stated wait is known to be
 //! too short.
 //!
-//! When the hold is over, the upstream may still refuse. So one request leaves as a probe, and the
-//! others once the upstream has accepted it. A refusal of the probe is a new hold. If the probe's
-//! response takes long, another probe follows.
+//! When the hold is over, the upstream may still refuse. So one request leaves first, as a probe.
+//! The others leave once the upstream has accepted it. A refusal of the probe is a new hold. If the
+//! probe's response takes long, another probe follows.
 //!
 //! ```text
 //!             the probe leaves
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use super::KeyState;
 use crate::clock;
 
-/// A probe whose response takes longer is followed by another.
+/// If the response to a probe takes longer than this, another probe leaves.
 const PROBE: Duration = Duration::from_secs(5);
 
 /// The longest probation. It is no longer than `max_hold` either.
@@ -93,8 +93,8 @@ impl Probation {
     }
 }
 
-/// Exists while a key waits for an accepted request. While there is one in the process, all
-/// responses are read.
+/// Exists while an accepted request would change what a key knows of its upstream. While there is
+/// one in the process, all responses are read.
 #[derive(Debug)]
 pub(super) struct Uncertain(());
 
@@ -148,8 +148,8 @@ impl KeyState {
         }
     }
 
-    /// Returns for how long no request may leave, because of a hold or a probe. The next request
-    /// may be the probe.
+    /// Returns for how long no request may leave, because of a hold or a probe. Unlike
+    /// [`blocked`](KeyState::blocked), makes no request the probe.
     pub(in crate::limiter) fn waits(&self, max_hold: Duration, now: Instant) -> Option<Duration> {
         self.held(now)
             .or_else(|| match self.passage(max_hold, now) {

@@ -5,10 +5,10 @@
 //! that is sent after the stated wait and is refused again proves this. Then the hold lasts for at
 //! least [`FIRST_EXTRA`], and for twice as long after each further proof.
 //!
-//! If the upstream then refuses and states a wait of zero, all its waits are too short. When a call
-//! is accepted, the time from the first stated end to the last is kept as the key's lateness, and
-//! added to each later wait. If the upstream states another wait than zero, other clients may have
-//! used the permits that became free, and nothing is kept.
+//! If such a refusal states a wait of zero, all waits of this upstream are too short. When it then
+//! accepts a call, the time from the first stated end to the last end is kept as the key's
+//! *lateness*. It is added to each later wait. If such a refusal states another wait, other clients
+//! may have used the permits that became free, and nothing is kept.
 
 use std::time::{Duration, Instant};
 
@@ -52,7 +52,7 @@ pub(super) struct Wait {
     pub(super) cut: bool,
 }
 
-/// The first hold if the upstream states no wait. Each further one is twice as long.
+/// The first hold if the upstream states no wait. Each further hold of this kind is twice as long.
 const FIRST_HOLD: Duration = Duration::from_secs(1);
 
 /// The shortest hold after the first proof that a stated wait was too short.

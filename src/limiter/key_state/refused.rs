@@ -1,5 +1,5 @@
-//! A refusal of the store, kept for a while. A request that cannot wait for the first slot either
-//! is refused without a call.
+//! A refusal of the store, kept for a while. If a later request cannot wait for the first slot
+//! either, it is refused without a call to the store.
 
 use std::time::{Duration, Instant};
 
@@ -33,8 +33,8 @@ const SHORTEST_PAUSE: Duration = Duration::from_millis(10);
 const SAME: Duration = Duration::from_millis(20);
 
 impl Refused {
-    /// Returns what is kept after an answer that refused a request of `cost` units, if it refused
-    /// one. `before` is what was kept until then.
+    /// Returns what is kept after an answer. `cost` is the cost of the request that it refused, if
+    /// it refused one. `before` is what was kept until then.
     pub(super) fn after(
         before: Option<Refused>,
         cost: Option<u32>,

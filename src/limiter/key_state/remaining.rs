@@ -15,7 +15,7 @@ use crate::store::UpstreamRemaining;
 /// What the upstream stated about the limits of one key.
 #[derive(Default)]
 pub(super) struct RemainingTracker {
-    /// By the number of the limit.
+    /// The statements about each limit, in the order of the limits in the quota.
     limits: Vec<RemainingHeaders>,
     /// When a task is to send the last statements to the store.
     sends_at: Option<Instant>,
@@ -93,8 +93,8 @@ impl KeyState {
         self.close(ctx);
     }
 
-    /// Takes in that another process stated to the store that less is left. `writes` is the number
-    /// of that state.
+    /// Takes in that another process stated to the store that less is left. `writes` is how often
+    /// the state in the store had been written then.
     pub(in crate::limiter) fn less_heard(&mut self, ctx: &mut KeyContext<'_>, writes: u64) {
         if self
             .session

@@ -33,7 +33,7 @@ pub(super) struct RemainingHeaders {
     urgent: bool,
     /// When the other processes were last notified, and of how many units.
     notified: Option<(Instant, u64)>,
-    /// Whether unnamed quotas turned out to be about another limit.
+    /// Whether unnamed quotas (without name, size and window) turned out to be about another limit.
     is_other: bool,
     /// Whether the store has to drop what followed from earlier statements, which were about
     /// another limit.
@@ -62,8 +62,8 @@ struct Anchor {
 /// different ways.
 const SAME: Duration = Duration::from_millis(1500);
 
-/// A response that took no longer bounds what may leave, even before it is known whether the reset
-/// stays at one moment.
+/// Until a statement is this old, it bounds what may leave, even if it is not yet known whether the
+/// reset stays at one moment.
 const FRESH: Duration = Duration::from_millis(250);
 
 /// The longest that units are reserved without a confirmation by another response, unless
@@ -76,8 +76,8 @@ const LONG: Duration = Duration::from_secs(3);
 /// A reset that is nearer may be over, because servers round to whole seconds.
 pub(super) const LAST: Duration = Duration::from_secs(1);
 
-/// How many times a window statements are sent to the store, at least once every [`LONGEST_PAUSE`].
-/// Refusals are sent at once.
+/// How often within a window statements are sent to the store. They are sent at least once every
+/// [`LONGEST_PAUSE`], and refusals at once.
 const SENT_PER_WINDOW: u32 = 32;
 
 /// The longest pause between two statements that are sent to the store.
@@ -87,7 +87,7 @@ impl RemainingHeaders {
     /// Takes in what `quota` states in the response to a request that was sent at `sent`. The
     /// upstream refused `refused` units.
     ///
-    /// The statement is from a moment between `sent` and now. It is taken for one from `sent`: then
+    /// The upstream made the statement between `sent` and now. It counts as made at `sent`: then
     /// the reset is earlier, and more was refilled since.
     pub(super) fn observe(
         &mut self,
@@ -258,8 +258,8 @@ pub(super) fn quota_about<'a>(
 
 /// Returns what is left of `limit`: all but what is used of the stated quota.
 ///
-/// The stated quota may be smaller than the limit, because it is stated for some of the requests or
-/// for all. The rest of the limit counts as unused, except for a bucket.
+/// The stated quota may be smaller than the limit, for example because it is about some of the
+/// requests only. What the limit has more than the quota counts as unused, except for a bucket.
 fn left_of(limit: Limit, quota: &ObservedQuota) -> Option<u64> {
     let rest = match (limit, quota.limit()) {
         (Limit::Bucket { .. }, _) | (_, None) => 0,

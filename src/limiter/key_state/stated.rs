@@ -1,7 +1,8 @@
 //! Limits that the upstream states, for the keys whose responses state them.
 //!
-//! Calls to the store assert them like configured limits. So they apply to all processes at once,
-//! and until no process has asserted them for two of their windows.
+//! Each call to the store states the limits of its key: it *asserts* them. Stated limits are
+//! asserted like configured ones. So they apply to all processes at once. They no longer apply when
+//! no process has asserted them for two of their windows.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -155,8 +156,8 @@ impl StatedLimits {
         })
     }
 
-    /// Returns whether the limits have changed too often to change now to limits of which the
-    /// `longest` has this window.
+    /// Returns whether the limits have changed too often to change again now. `longest` is the
+    /// longest window of the new limits.
     fn changes_too_often(&self, longest: Duration, now: Instant) -> bool {
         let kept = longest.saturating_mul(5) / 2 + Duration::from_secs(1);
         self.changes[0].is_some_and(|earliest| clock::after(earliest, kept) > now)
@@ -277,7 +278,7 @@ impl KeyState {
         configured: &LimitSpec,
         limits: SmallVec<[StatedLimit; 1]>,
     ) {
-        // Statements about what is left of other limits are repeated by later responses.
+        // What is left was stated about the limits before. Later responses state it anew.
         self.remaining = None;
         self.stated = if limits.is_empty() {
             None
