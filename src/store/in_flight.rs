@@ -9,14 +9,15 @@ use crate::key::Key;
 
 /// How many calls of a key a limiter has in flight, and how many more in-flight slots it wants.
 ///
-/// A claim states the whole state and not a change, so a lost claim is replaced by the next.
+/// A claim states the whole state and not a change. So if a claim is lost, the next one replaces
+/// it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Claim {
     /// The key whose calls are counted.
     pub key: Key,
-    /// The number of the holder. Each limiter of a process has another one, and a new one each time
-    /// it opens the key.
+    /// The number of the holder: of this limiter and this key. A limiter takes a new number each
+    /// time it begins to use the key.
     pub holder: u64,
     /// The number of the claim, which grows with each claim of the holder. A store ignores a claim
     /// that arrives after a later one.
@@ -82,8 +83,8 @@ pub enum StoreEvent {
     /// prefetched or booked may be too many.
     #[non_exhaustive]
     RemainingFell {
-        /// [`Lease::writes`](crate::store::Lease::writes) of the state after it. A limiter with a
-        /// reply of at least this number knows what is left.
+        /// [`Lease::writes`](crate::store::Lease::writes) of the state after this event. If a
+        /// limiter has a reply with at least this number, it knows what is left.
         writes: u64,
     },
     /// Another process has changed a register.
@@ -98,7 +99,7 @@ pub enum StoreEvent {
     /// has the store confirm its bookings, before other processes are granted the same.
     Reconnected,
     /// The store has confirmed the last claim. The holder's slots are valid until this moment,
-    /// unless a later claim is confirmed. The claims of a store that never sends this event do not
+    /// unless a later claim is confirmed. If a store never sends this event, its claims do not
     /// expire.
     ClaimValidUntil(Instant),
     /// The last claim has expired and could not be repeated. Other holders may be granted the

@@ -22,13 +22,13 @@ pub struct LeaseRequest<'a> {
     /// The permits that waiters need, in the order of the waiters. Empty if the process only
     /// exchanges state.
     pub demands: &'a [Demand],
-    /// How many units to grant in advance, besides the demands. The store grants units that are
-    /// free now, at most a quarter of them.
+    /// How many units to grant in advance, besides the demands. The store grants only units that
+    /// are free now, and at most a quarter of these.
     pub prefetch: u32,
     /// The latest slot that a waiter can use, counted from now.
     pub latest: Duration,
-    /// How long after its slot a permit must be valid. A slot that was returned is used again if
-    /// half of that is left.
+    /// How long after its slot a permit must be valid. The store uses a returned slot again if half
+    /// of that time is left.
     pub validity: Duration,
     /// How long after its slot a prefetched permit must be valid.
     pub prefetch_validity: Duration,
@@ -62,8 +62,8 @@ impl Demand {
     }
 }
 
-/// What a process knows of a store's state of a key. By it, the store finds out that it lost the
-/// state.
+/// What a process knows of a store's state of a key. The store compares it with its state, and so
+/// finds out that it lost the state.
 ///
 /// A store that cannot lose its state replies with incarnation 0. Then all fields are 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -110,8 +110,8 @@ pub struct Lease {
     /// A limit in force that the request does not state, because another process states it for the
     /// same key. `None` if there is none.
     pub foreign: Option<Limit>,
-    /// Whether clients that do not share this store use the limit too, as responses of the upstream
-    /// show. While it is set, the store needs each [`LeaseRequest::remaining`].
+    /// Whether clients that do not share this store use a limit too, as responses of the upstream
+    /// show. While this is `true`, the store needs each [`LeaseRequest::remaining`].
     pub external_usage: bool,
     /// How many more units could leave now. 0 if a demand was refused.
     pub free: u64,
@@ -210,8 +210,8 @@ impl Grant {
     }
 }
 
-/// A demand has no slot up to [`LeaseRequest::latest`]. Nothing was booked for it and for the
-/// demands after it.
+/// States that a demand has no slot up to [`LeaseRequest::latest`]. The store booked nothing for it
+/// and for the demands after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Refusal {

@@ -22,8 +22,8 @@ use crate::limit::{
 ///
 /// The store holds at most `max_keys` keys. It drops a key once the limits of the key have
 /// forgotten all use. If no key can be dropped, the store refuses a new key with
-/// [`StoreError::Full`]. A call looks at no more than 64 keys for one that can be dropped. So if
-/// very few of many keys can be dropped, the store may refuse a new key as well.
+/// [`StoreError::Full`]. To find a key to drop, a call looks at no more than 64 keys. So if very
+/// few of many keys can be dropped, the store may refuse a new key as well.
 ///
 /// Layers that share one store share the counts of equal keys.
 ///
@@ -131,8 +131,8 @@ impl std::fmt::Debug for MemoryStore {
 
 /// The ledger of a key.
 struct Counts {
-    /// When the ledger can be dropped. A copy, so that a search for such a ledger does not read the
-    /// ledgers.
+    /// When the ledger can be dropped. A copy of a value of the ledger, so that a search for a
+    /// ledger to drop reads no ledger.
     fresh_from: Micros,
     ledger: Box<Ledger>,
 }
@@ -191,7 +191,7 @@ impl Flight {
         if !self.listeners.iter().any(|(holder, _)| *holder == id) {
             self.listeners.push((id, listener.clone()));
         }
-        // Claims of the same process do not expire: a holder always states that it leaves.
+        // Claims within one process do not expire: a holder always states that it leaves.
         let claimed = HolderClaim {
             id,
             number,
@@ -349,7 +349,7 @@ pub(super) fn book(ledger: &mut Ledger, now: Micros, request: &LeaseRequest<'_>)
         .iter()
         .take(Charge::MOST)
         .for_each(|&charge| ledger.charge(charge));
-    // What is left is compared with what the log has: after the returns and the charges.
+    // The ledger compares what is left with its log. So this follows the returns and the charges.
     request
         .remaining
         .iter()

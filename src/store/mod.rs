@@ -16,8 +16,8 @@
 //!    reply states when its slot would be.
 //! 4. **In order.** Demands are served in the order given. A later call gets no earlier slot while
 //!    slots are scarce.
-//! 5. **Returned once.** A returned permit is counted back once. A slot that lies ahead goes to the
-//!    next call.
+//! 5. **Returned once.** A returned permit is counted back once. If its slot lies ahead, the next
+//!    call gets that slot.
 //! 6. **Permits expire.** A permit that is neither used nor returned expires.
 //! 7. **A limited key is kept** until its limits would have forgotten what it used.
 //! 8. **Every call gets a reply** within a second, even if it is an error.
@@ -80,8 +80,9 @@ pub(crate) use session::StoreSession;
 pub(crate) use source::Source;
 pub use usage::{LimitUsage, Usage};
 
-/// Returns for how long after a reply earlier permits may be used. Later, the store has to confirm
-/// them first. A store that lost its state grants no permits for a window and this span.
+/// Returns for how long after a reply of the store earlier permits may be used. After this time,
+/// the store has to confirm them first. If a store lost its state, it grants no permits for a
+/// window and this time.
 pub(crate) fn trust(longest_window: Duration) -> Duration {
     const SHORTEST: Duration = Duration::from_millis(1500);
     const LONGEST: Duration = Duration::from_secs(15);
@@ -111,9 +112,9 @@ pub trait Store: Send + Sync + 'static {
     /// Takes in how many calls of a key a limiter has in flight, and how many more in-flight slots
     /// it wants. Does not block.
     ///
-    /// The store notifies `listener` of the outcome and of later changes, from any thread. A store
-    /// whose claims expire repeats the last claim every third of its [`ttl`](Claim::ttl), until a
-    /// claim uses and wants no slot.
+    /// The store notifies `listener` of the outcome and of later changes, from any thread. If the
+    /// claims of the store expire, the store repeats the last claim every third of its
+    /// [`ttl`](Claim::ttl), until a claim uses and wants no slot.
     ///
     /// The default is for a store that does not count calls in flight: it notifies of
     /// [`StoreError::Unsupported`].
@@ -169,7 +170,7 @@ pub trait Store: Send + Sync + 'static {
     /// the register since it was read. Listeners are notified of a change by
     /// [`StoreEvent::Register`].
     ///
-    /// By registers, the processes of a fleet share what an
+    /// The processes of a fleet use registers to share what an
     /// [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer) learns.
     ///
     /// # Errors
@@ -264,13 +265,13 @@ pub(crate) fn label(store: &dyn Store, key: Key, request: Option<&RequestRef<'_>
 /// [`StoreError::Lost`].
 pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// The reply of a store, which is there at once or later.
+/// The reply of a store, which arrives at once or later.
 #[non_exhaustive]
 pub enum StoreReply<T> {
     /// The store has replied.
     Ready(Result<T, StoreError>),
-    /// The store replies later, by the output of this future. If the future is dropped, the outcome
-    /// is unknown.
+    /// The store replies later: the output of this future is its reply. If the future is dropped,
+    /// the outcome is unknown.
     Pending(Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>),
 }
 

@@ -10,8 +10,8 @@ use crate::limit::Micros;
 /// The last reply of a store about one key: the state that it described, and what the store's clock
 /// showed.
 ///
-/// A [`ClientSession`] of it tells the store what the process knows. By that, the store finds out
-/// that it lost the state.
+/// A [`ClientSession`] made from it tells the store what the process knows. With that, the store
+/// finds out whether it lost the state.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StoreSession {
     /// The incarnation of the store's state; 0 for a store that loses nothing.
@@ -96,7 +96,7 @@ impl StoreSession {
     }
 
     /// Returns what the next call tells the store. Returns `None` if the machine slept since the
-    /// reply, because the monotonic clock does not show for how long.
+    /// reply: the monotonic clock does not show for how long it slept.
     pub(crate) fn client_session(&self, now: Instant) -> Option<ClientSession> {
         let since = now.saturating_duration_since(self.received);
         if clock::has_slept(self.wall_ahead, since) {

@@ -6,9 +6,9 @@ use crate::limit::UnusedPermits;
 
 /// The ledger that granted the permits of a [`Lease`](super::Lease), and whether the store replied.
 ///
-/// Only the [fallback](super::FallbackStore) sets another value than `Store`. The source travels in
-/// the lease, as a private field: a reply of another type would have to pass through every
-/// decorator of a store, for one decorator.
+/// Only the [fallback](super::FallbackStore) sets another value than `Store`. The source is a
+/// private field of the lease. As a type of its own around the lease, it would have to pass through
+/// every decorator of a store, although only this one needs it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Source {
     /// The store granted the permits.
@@ -42,7 +42,7 @@ impl Source {
         !matches!(self, Source::Standalone { .. })
     }
 
-    /// Returns the incarnation of the granted permits, if that of the store's state is `of_store`.
+    /// Returns the incarnation of the granted permits. `of_store` is that of the store's state.
     pub(super) fn incarnation(self, of_store: u64) -> u64 {
         if self.is_standalone() {
             Source::STANDALONE_INCARNATION

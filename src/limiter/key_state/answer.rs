@@ -130,8 +130,8 @@ impl KeyState {
     ) -> (Instant, Instant) {
         let is_alone = lease.source.is_standalone();
         if self.alone != is_alone {
-            // The store and the process on its own count apart, so neither takes the permits of the
-            // other.
+            // The store and the process on its own count apart. Permits of the one are not known to
+            // the other.
             self.alone = is_alone;
             self.forget_permits();
         }

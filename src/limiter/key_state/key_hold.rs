@@ -156,8 +156,8 @@ impl KeyState {
         let is_held = self.held(ctx.now).is_some();
         if let Some(queue) = &mut self.queue {
             // Slots after the hold are given up as well. So all waiters book again at its end, by
-            // what is allowed then. A bucket cannot take back a single slot among those of other
-            // processes, so its slots stay.
+            // what is allowed then. But a bucket cannot take back a single slot between the slots
+            // of other processes. So these slots stay.
             let is_paced = |limit: &Limit| matches!(limit, Limit::Bucket { .. });
             if !is_held || !ctx.spec.quota().limits().iter().any(is_paced) {
                 queue.give_up_slots();

@@ -4,9 +4,9 @@
 //! store's time, so they are the same for all processes. The share of a process is the least that
 //! it was granted in one of the last windows.
 //!
-//! *Why the least.* A process cannot know how long ago other processes lost the store. The least of
-//! some windows is never more than the process was granted when the first of them lost it. So the
-//! shares of all processes never add up to more than the limit.
+//! Why the least? A process cannot know how long ago other processes lost the store. The least of
+//! the last windows is never more than the process was granted when the first of them lost the
+//! store. So the shares of all processes never add up to more than the limit.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -28,7 +28,7 @@ const DETECTION_TIME: Micros = 2_000_000;
 /// How many windows the share depends on, at least and at most.
 const WINDOWS: std::ops::RangeInclusive<u64> = 2..=8;
 
-/// The most parts that are kept. The slots of some lie ahead.
+/// The most parts that are kept, including those whose slots lie ahead.
 const MOST_PARTS: usize = 400;
 
 /// The recent grants of a key, and the process's own ledger while the store cannot be reached.
@@ -84,7 +84,8 @@ impl GrantHistory {
     /// Drops the process's own ledger, because the limit is shared again.
     pub(super) fn end_standalone(&mut self) {
         self.standalone = None;
-        // The permits of the present window do not show the share.
+        // In the present window, the process was bound to its share for a time. So it does not
+        // count.
         self.first = self.store_time(clock::micros(clock::now())) / (self.width() * PARTS) + 1;
     }
 
@@ -226,8 +227,8 @@ impl GrantHistory {
             LimitSpec::new(quota, spec.transit_slack(), spec.boundary_guard())
                 .with_life(spec.life())
         };
-        // Earlier grants fit the longest limit. The other limits begin with what that one has
-        // counted.
+        // The earlier grants are charged under the longest limit, into which they fit. The other
+        // limits begin with what that limit has counted.
         let longest = scaled(longest);
         let own = scaled(*spec.quota());
         let recently = self.store_time(now).saturating_sub(self.window) / self.width();

@@ -12,8 +12,8 @@
 //!   age. It requests no more than its share of the store. After 2.5 s all processes have done so,
 //!   and the limit is shared again.
 //!
-//! A charge is never repeated. Before the first one, a call that books nothing finds out whether
-//! the store replies.
+//! The process never repeats a charge. So before the first one, it makes a call that books nothing,
+//! to find out whether the store replies.
 //!
 //! In-flight limits have no shares: while the store cannot be reached, no in-flight slot is
 //! granted.
@@ -106,7 +106,8 @@ fn granted_demands(lease: &Lease) -> SmallVec<[Demand; 2]> {
     demands
 }
 
-/// Returns the grants of the store, none with an earlier slot than in the plan.
+/// Returns the grants of the store, none with an earlier slot than in the plan. The plan is what
+/// the process would have granted itself.
 fn no_earlier(granted: &[Grant], plan: &[Grant]) -> Grants {
     let mut planned: VecDeque<Grant> = plan.iter().copied().collect();
     let mut grants = Grants::default();
@@ -267,7 +268,8 @@ impl Inner {
         if stage == Stage::Back {
             request.prefetch = 0;
             request.demands = granted_demands(&plan);
-            // The store may have room earlier than the share.
+            // The store may grant an earlier slot than the plan. The permit then has to be valid
+            // until after the slot of the plan.
             let last = plan
                 .grants
                 .iter()
@@ -368,8 +370,8 @@ impl Inner {
             request.charges = charges;
             let reply = self.store.lease(request.request(&[])).arrives().await;
             let charged = |history: &mut GrantHistory| {
-                // If permits lie ahead, the limit is shared again when the limiter gives them up,
-                // with its next request.
+                // If slots of granted permits lie ahead, the limit is not shared yet. The limiter
+                // gives these permits up with its next request.
                 let is_shared =
                     |ledger: &mut StandaloneLedger| ledger.on_charged(reply.is_ok(), clock::now());
                 if history.standalone().is_some_and(is_shared) {
@@ -471,10 +473,10 @@ impl Drop for Keeper {
     }
 }
 
-/// How often the task calls the store for an idle key while the store fails; jittered.
+/// How long the task waits between two calls for an idle key while the store fails. Jittered.
 const PROBE_INTERVAL: Duration = Duration::from_millis(1000);
 
-/// How often the task charges the store once the store replies.
+/// How long the task waits between two charges once the store replies.
 const CHARGE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// For how long a process uses only its share after the store replies again. The other processes

@@ -16,8 +16,8 @@ use crate::store::{
     ClientSession, Demand, Grant, Lease, LeaseRequest, OwnedLeaseRequest, Refusal, Source,
 };
 
-/// The most entries of permits that the store does not know of. Beyond it, entries with close slots
-/// are merged.
+/// The most entries of permits that the store does not know of. If there are more, entries with
+/// close slots are merged.
 const MOST_UNCHARGED: usize = 400;
 
 /// Entries are merged if their slots lie in the same part of the longest window, which has this
@@ -126,8 +126,8 @@ impl StandaloneLedger {
         ))
     }
 
-    /// Books the demands of a request. The lease is a plan until [`grant`](StandaloneLedger::grant)
-    /// grants it.
+    /// Books the demands of a request. The lease is only a *plan* until
+    /// [`grant`](StandaloneLedger::grant) grants it.
     pub(super) fn book(
         &mut self,
         request: &LeaseRequest<'_>,
@@ -246,8 +246,8 @@ impl StandaloneLedger {
         self.uncharged.retain(|owed| owed.units > 0);
     }
 
-    /// Notes that the store replies. From now on it is asked for permits, and booked permits that
-    /// lie ahead are given up.
+    /// Notes that the store replies. From now on the store grants permits. Gives up the permits
+    /// that this process granted itself and whose slots lie ahead.
     pub(super) fn on_reply(&mut self, now: Instant) -> Stage {
         let now = clock::micros(now);
         while let Some(ahead) = self
@@ -319,7 +319,7 @@ impl StandaloneLedger {
         charges
     }
 
-    /// Merges entries with close slots. They count from the last of them.
+    /// Merges entries with close slots. A merged entry has the slot of its last part.
     fn merge(&mut self) {
         let near = (self.window / PARTS).max(1);
         while self.uncharged.len() > MOST_UNCHARGED {
