@@ -1,9 +1,9 @@
 //! The engine of the throttle: the waiters of all keys.
 //!
 //! [`Core`] knows nothing of permits, futures or tasks. They hold an `Arc<Core>` and reach the
-//! waiters of their key through [`Core::at`] and [`Core::open`]. Both lock the key, and run the
-//! side effects once the lock is released: they wake waiters, and start the task that writes the
-//! register. [`SharedPace::start_sync`] starts that task, so that the engine need not import it.
+//! waiters of their key through [`Core::at`] and [`Core::open`]. Both lock the key, call a closure,
+//! and release the lock. Then they wake waiters, and start the sync task if the key needs one. They
+//! start it through [`SharedPace::start_sync`], so that the engine need not import it.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -101,7 +101,7 @@ impl Core {
         Ok(core)
     }
 
-    /// Reports whether processes share the pace.
+    /// Returns whether processes share the pace.
     pub(super) fn is_shared(&self) -> bool {
         self.shared.is_some()
     }
@@ -114,8 +114,8 @@ impl Core {
         }
     }
 
-    /// Returns the reason of a request that cannot leave in time. Its deadline was earlier than
-    /// `max_wait` if `by_deadline`.
+    /// Returns the reason why a request cannot leave in time. `by_deadline` states whether its
+    /// deadline was earlier than `max_wait`.
     pub(super) fn reason(&self, late: TooLate, by_deadline: bool) -> Reason {
         match late.is_held {
             true => Reason::Held,
@@ -156,7 +156,8 @@ impl Core {
         done
     }
 
-    /// Calls `with` on the waiters of `key`, if the key is in use, and has no side effects.
+    /// Calls `with` on the waiters of `key`, if the key is in use. Neither wakes a waiter nor
+    /// starts a task.
     pub(super) fn find<R>(&self, key: Key, with: impl FnOnce(&mut Waiters) -> R) -> Option<R> {
         self.keys.find(key, with)
     }

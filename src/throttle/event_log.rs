@@ -40,7 +40,8 @@ pub(super) struct EventLog {
     outages: u64,
 }
 
-/// A point in the sequence of events, for [`EventLog::is_written`].
+/// A point in the sequence of events. [`EventLog::is_written`] returns whether the register has all
+/// events before it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Mark {
     count: u64,
@@ -48,7 +49,7 @@ pub(super) struct Mark {
 }
 
 impl Event {
-    /// Reports whether the event may begin or end a hold.
+    /// Returns whether the event may begin or end a hold.
     fn holds(&self) -> bool {
         match self {
             Event::Hold { .. } | Event::Released => true,
@@ -68,12 +69,12 @@ impl EventLog {
         self.events.len()
     }
 
-    /// Reports whether any event may begin or end a hold.
+    /// Returns whether any event may begin or end a hold.
     pub(super) fn has_hold(&self) -> bool {
         self.events.iter().any(Event::holds)
     }
 
-    /// Reports whether any event ends a hold.
+    /// Returns whether any event ends a hold.
     pub(super) fn has_release(&self) -> bool {
         self.events.iter().any(Event::is_release)
     }
@@ -110,8 +111,8 @@ impl EventLog {
         }
     }
 
-    /// Reports whether the register has all events before `mark`. Fails if the store `is_away`, or
-    /// has been since.
+    /// Returns whether the register has all events before `mark`. Fails if the store is unreachable
+    /// (`is_away`), or was at any time since.
     pub(super) fn is_written(&self, mark: Mark, is_away: bool) -> Result<bool, StoreError> {
         if is_away || self.outages != mark.outages {
             return Err(self.last_error.clone().unwrap_or(StoreError::Lost));

@@ -12,11 +12,11 @@ use crate::wait_queue::Number;
 pub(super) struct LocalQueue {
     pub(super) pace_state: PaceState,
     pub(super) dice: Dice,
-    /// The requests that wait for their turn. A refused request keeps its number, so it is first
-    /// again.
+    /// The requests that wait for their turn. A refused request keeps its number. So when it is put
+    /// back, it is before all later requests.
     pub(super) waiting: BTreeMap<Number, QueuedCall>,
-    /// The requests that sleep by themselves until a moment, as some paces demand, and then wait
-    /// for their turn.
+    /// The requests that sleep. Some paces let a single request sleep until a moment. After that,
+    /// it waits for its turn.
     asleep: BTreeMap<(Instant, Number), QueuedCall>,
     next: Number,
     /// Requests sent and not yet answered.
@@ -65,7 +65,7 @@ impl LocalQueue {
         }
     }
 
-    /// Lets the requests wait whose sleep is over.
+    /// Moves the requests whose sleep is over to those that wait for their turn.
     pub(super) fn awake(&mut self, now: Instant) {
         while let Some(first) = self.asleep.first_entry()
             && first.key().0 <= now
@@ -96,7 +96,8 @@ impl LocalQueue {
         }
     }
 
-    /// Returns how many requests wait and are in flight. Those that sleep by themselves wait.
+    /// Returns how many requests wait, and how many are in flight. Those that sleep count as
+    /// waiting.
     pub(super) fn load(&self) -> Load {
         Load {
             waiting: self.waiting.len() + self.asleep.len(),

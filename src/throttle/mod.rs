@@ -1,8 +1,17 @@
 //! The throttle: learns at which pace requests for a key may leave, and queues them.
 //!
-//! The files build on each other in this order; each imports only from those above it:
+//! Four words of this folder:
 //!
-//! | file | holds |
+//! - A *turn* is the moment at which a request may leave.
+//! - The *register* of a key is a value in a store. Through it, processes share the pace of the key
+//!   and take turns.
+//! - A *compare-and-set* is a call to the store. It writes the register if no other process has
+//!   written it meanwhile, and otherwise reads it.
+//! - The *sync task* of a key sends its compare-and-sets.
+//!
+//! A file imports only from files that stand above it in this table:
+//!
+//! | file | what it has |
 //! |---|---|
 //! | `pace_state` | the pace of one key, its last request and its hold: what processes share |
 //! | `peers` | the processes that share the pace, as the register lists them |
@@ -90,7 +99,7 @@ pub struct Throttle {
     core: Arc<Core>,
 }
 
-/// What becomes of a request that arrives.
+/// What the throttle decides on a request that arrives.
 pub(crate) enum Begun {
     /// It may be sent now.
     Leaves(ThrottlePermit),

@@ -80,7 +80,7 @@ impl PaceState {
             })
     }
 
-    /// Reports whether another request could leave at once after one that leaves now, with
+    /// Returns whether another request could leave at once after one that leaves now, with
     /// `in_flight` requests in flight.
     pub(super) fn is_open(&self, in_flight: usize, now: Instant) -> bool {
         let traffic = Traffic {
@@ -162,8 +162,8 @@ impl PaceState {
         }
     }
 
-    /// Slows down to this process's part of the pace, because the `processes` that shared it no
-    /// longer know of each other. A random offset spreads their requests over the interval.
+    /// Slows down to the part of this process in the pace, because the `processes` that shared the
+    /// pace no longer know of each other. A random offset spreads their requests over the interval.
     pub(super) fn divide(&mut self, processes: u32, dice: &mut Dice, now: Instant) {
         self.pace.divide(processes);
         let traffic = self.traffic(
@@ -216,8 +216,8 @@ impl PaceState {
         });
     }
 
-    /// Returns the kind of the register for this pace: the size of its state. Returns `None` if the
-    /// pace cannot be shared.
+    /// Returns the kind of the register for this pace: the size of its written state. Returns
+    /// `None` if the pace cannot be shared.
     pub(super) fn kind(&mut self) -> Option<u64> {
         let mut is_shared = false;
         let written = Notes::write(self.last_change, |notes| is_shared = self.share(notes));

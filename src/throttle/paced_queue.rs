@@ -79,8 +79,8 @@ impl PacedQueue {
         number
     }
 
-    /// Returns the next request that may leave now; it is in flight then. Call it until it returns
-    /// `None`.
+    /// Returns the next request that may leave now. From then on it is in flight. The caller
+    /// repeats the call until it returns `None`.
     pub(crate) fn depart(&mut self, now: Instant) -> Option<Flight> {
         self.local.awake(now);
         if self.local.waiting.is_empty() {
@@ -240,7 +240,7 @@ impl PacedQueue {
             .map_or_else(|| self.local.load(), |sharing| sharing.load(&self.local))
     }
 
-    /// Reports whether a request may leave without a compare-and-set.
+    /// Returns whether a request may leave without a compare-and-set.
     fn may_leave_alone(&self, now: Instant) -> bool {
         self.sharing
             .as_ref()
@@ -262,7 +262,7 @@ impl PacedQueue {
         }
     }
 
-    /// Reports whether the store is still to answer whether the first waiter may leave.
+    /// Returns whether the store is still to answer whether the first waiter may leave.
     pub(super) fn awaits_register(&self) -> bool {
         self.sharing
             .as_ref()
@@ -274,7 +274,7 @@ impl PacedQueue {
         self.sharing.as_ref().map(|sharing| sharing.log.mark())
     }
 
-    /// Reports whether the register has all events before `mark`. Fails if the store has been away
+    /// Returns whether the register has all events before `mark`. Fails if the store has been away
     /// since.
     pub(super) fn is_written(&self, mark: Mark) -> Result<bool, StoreError> {
         self.sharing

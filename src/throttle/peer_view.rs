@@ -20,9 +20,9 @@ pub(super) struct PeerView {
     pub(super) written_first: Option<Instant>,
     /// The other processes as the register lists them.
     pub(super) peers: Peers,
-    /// The moment from which the register counts, by the clock of this process. A process keeps the
-    /// origin that it found first: otherwise each change would move all moments by the uncertainty
-    /// of one round trip.
+    /// The moment from which the moments in the register count, by the clock of this process. A
+    /// process keeps the origin that it found first. Otherwise each change would move all moments
+    /// by the uncertainty of one round trip.
     origin: Option<Instant>,
     /// The last version of the register that this process has read or written.
     pub(super) version: Option<u64>,
@@ -32,8 +32,8 @@ pub(super) struct PeerView {
     pub(super) round_trip: Duration,
 }
 
-/// How long the process whose turn is next may leave it unused before the next one takes it. The
-/// process after that waits twice as long, up to `MOST_GRACES` times as long.
+/// How long a process may leave its turn unused before the next process takes the turn. The process
+/// after that waits twice as long, and so on, up to `MOST_GRACES` times as long.
 const GRACE: Duration = Duration::from_millis(250);
 const MOST_GRACES: u32 = 8;
 
@@ -117,8 +117,8 @@ impl PeerView {
     }
 
     /// Grants the turns of this process that are due, up to a bound, and returns their number.
-    /// `peers` become the other processes after that, and `load` is the load of all processes
-    /// before.
+    /// In `peers`, processes that were passed over no longer wait. `load` is the load of all
+    /// processes before these turns.
     pub(super) fn grant_turns(
         &self,
         peers: &mut Peers,
@@ -169,7 +169,7 @@ impl PeerView {
         value
     }
 
-    /// Takes note that the register has `cas`.
+    /// Notes that the store has written `cas`.
     pub(super) fn written(&mut self, cas: PendingCas, version: u64, now: Instant) {
         self.me = cas.me;
         self.written_first = cas.first;
@@ -178,7 +178,7 @@ impl PeerView {
         self.version_seen_at = now;
     }
 
-    /// Goes on from what another process has written. Returns false if the register is empty or
+    /// Takes over the register that another process has written. Returns false if it is empty or
     /// damaged: then `pace_state` keeps what this process knows.
     pub(super) fn adopt(
         &mut self,
@@ -223,15 +223,15 @@ impl PeerView {
         *self.origin.insert(known.unwrap_or(seen))
     }
 
-    /// Returns how long `before` waiters may leave their turn unused until it passes to the next
-    /// one.
+    /// Returns how long `before` processes may leave their turn unused until the turn passes to the
+    /// next process.
     pub(super) fn grace(&self, before: usize) -> Duration {
         let times = u32::try_from(before).unwrap_or(u32::MAX).min(MOST_GRACES);
         GRACE.max(self.round_trip * 4) * times
     }
 
-    /// Averages the length of a round trip. The first one may include the connect, and any may
-    /// include a stall, so a shorter one weighs more.
+    /// Averages the length of a round trip. The first round trip may include the time to connect,
+    /// and any may include a stall. So a shorter one weighs more.
     pub(super) fn measure(&mut self, round_trip: Duration) {
         self.round_trip = match round_trip < self.round_trip {
             true => (self.round_trip + round_trip) / 2,

@@ -24,7 +24,7 @@ pub(super) struct Peer {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Peers {
     pub(super) others: Vec<Peer>,
-    /// The process whose turn was next when the register was written, and since when it was.
+    /// The process whose turn was next when the register was written, and since when it was next.
     first: u64,
     first_since: Option<Instant>,
 }
@@ -82,7 +82,8 @@ impl Peers {
             .filter(move |other| other.is_waiting() && other.place() < (Some(since), id))
     }
 
-    /// Returns from when the first waiter of all might have left. `slot` is the slot of the queue.
+    /// Returns from when the first waiter of all processes could have left. `slot` is the slot of
+    /// the queue.
     pub(super) fn turn_from(&self, slot: Option<Instant>) -> Option<Instant> {
         slot.max(self.first_since)
     }

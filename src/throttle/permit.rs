@@ -45,7 +45,7 @@ pub(super) struct Waited {
     turns: u32,
 }
 
-/// What becomes of a request that the upstream refused.
+/// What happens to a request that the upstream refused.
 pub(crate) enum Back {
     /// It waits in its old place.
     Waits(Box<Wait>),

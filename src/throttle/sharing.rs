@@ -1,16 +1,17 @@
 //! How the processes that share the pace of a key take turns.
 //!
 //! The processes share one pace and one order of turns through a register of the store. The
-//! register holds the pace state, and for each process how many requests wait and since when. A
-//! process that has something to write (an answer, a departure, a waiter) applies it to the
-//! register as it last knew it, and compares and sets. If another process was faster, it applies it
-//! to what that process has written, and tries again. A request leaves once the register has its
-//! departure, so no slot is taken twice. The process that writes notifies the process whose turn is
-//! next.
+//! register has the pace state, and for each process how many requests wait and since when.
 //!
-//! If nothing is scarce, requests leave without asking, and the process writes their departures
-//! later, many at a time. During an outage of the store each process goes on alone with its part of
-//! the last known speed.
+//! A process writes events: an answer, a departure, a waiter. It applies them to the register as it
+//! last knew it, and sends the result as a compare-and-set. If another process has written the
+//! register meanwhile, that is a *conflict*. The process then applies its events to what the other
+//! process has written, and tries again. A request leaves once the register has its departure, so
+//! no slot is taken twice. The process that writes notifies the process whose turn is next.
+//!
+//! If the pace has much room, requests leave without asking the store. The process writes their
+//! departures later, many at a time. During an outage of the store, each process goes on alone,
+//! with its part of the last known speed.
 //!
 //! The states of one process, in [`SyncState`]:
 //!
@@ -48,19 +49,23 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::store::{Recipients, Register};
 
-/// How long a process gathers events before it writes them, if no request waits: one round trip for
-/// each process, within these bounds.
+/// How long a process gathers events before it writes them, if no request waits. It is one round
+/// trip for each process, within these bounds.
 const GATHERING: Duration = Duration::from_millis(100);
 const LONGEST_GATHERING: Duration = Duration::from_secs(1);
-/// How long a process may rely on a version of the register to let requests leave without asking.
+/// For how long after it has seen a version of the register a process lets requests leave without
+/// asking the store.
 const FRESH: Duration = Duration::from_secs(2);
-/// How many requests per request in flight the pace must have room for before requests leave
-/// without asking. Requests of other processes may have left and ended since the last notification.
+/// Requests leave without asking the store only if the pace would allow about this many times as
+/// many requests in flight. Requests of other processes may have left and ended since the last
+/// notification.
 const ROOM: usize = 4;
-/// After how many conflicts a process rests. Each further rest is up to four times as long, so that
-/// a thousand processes that begin together are soon done with it.
+/// After how many conflicts in a row a process rests. Each further rest is up to four times as
+/// long, up to the rest number `MOST_RESTS`. So a thousand processes that begin together soon have
+/// no more conflicts.
 const CONFLICTS_PER_REST: u32 = 4;
 const MOST_RESTS: u32 = 4;
+
 /// How one process takes turns with the others. The methods take the process's own queue.
 #[derive(Debug)]
 pub(super) struct Sharing {
@@ -89,7 +94,7 @@ impl Sharing {
         }
     }
 
-    /// Reports whether the queue works alone, because the store is unreachable.
+    /// Returns whether the queue works alone, because the store is unreachable.
     pub(super) fn is_alone(&self) -> bool {
         self.sync.is_away()
     }
@@ -109,8 +114,8 @@ impl Sharing {
         local.pace_state.slot(self.load(local))
     }
 
-    /// Reports whether a request may leave without a compare-and-set: this process is alone, or
-    /// nothing is scarce.
+    /// Returns whether a request may leave without a compare-and-set, because this process is alone
+    /// or the pace has much room.
     pub(super) fn may_leave_alone(&self, local: &LocalQueue, now: Instant) -> bool {
         let Load { waiting, in_flight } = self.load(local);
         self.is_alone()
@@ -121,7 +126,7 @@ impl Sharing {
                     .is_open(ROOM * (in_flight + 2) + waiting, now)
     }
 
-    /// Reports whether the store is still to answer whether the first waiter may leave.
+    /// Returns whether the store is still to answer whether the first waiter may leave.
     pub(super) fn awaits_register(&self, local: &LocalQueue) -> bool {
         match self.sync {
             SyncState::Idle { .. } => self.view.written_first != local.first_since(),
@@ -130,14 +135,14 @@ impl Sharing {
         }
     }
 
-    /// Uses a departure that the register has. Returns false if there is none.
+    /// Uses a grant: a departure that the register has. Returns false if there is none.
     pub(super) fn take_grant(&mut self) -> bool {
         let is_granted = self.granted > 0;
         self.granted -= usize::from(is_granted);
         is_granted
     }
 
-    /// Gives up the departures that the register has, because no request waits for them.
+    /// Gives up all grants, because no request waits for them.
     pub(super) fn drop_grants(&mut self, now: Instant) {
         if std::mem::take(&mut self.granted) > 0 {
             self.log.touch(now);
@@ -163,7 +168,7 @@ impl Sharing {
         self.view.version.map(|_| local.pace_state.releases)
     }
 
-    /// Reports whether the register has all events before `mark`. Fails if the store has been away
+    /// Returns whether the register has all events before `mark`. Fails if the store has been away
     /// since.
     pub(super) fn is_written(&self, mark: Mark) -> Result<bool, StoreError> {
         self.log.is_written(mark, self.is_alone())
@@ -332,10 +337,10 @@ impl Sharing {
         change
     }
 
-    /// Goes away, or stays away if this is not the first error of the `outage`.
+    /// Begins an outage, or goes on with the `outage` that there is.
     ///
-    /// The store may have written the compare-and-set. Then the other processes wait once for a
-    /// turn that is not taken.
+    /// The store may have written the compare-and-set in spite of the error. Then the other
+    /// processes wait once for a turn that this process does not take.
     fn on_error(
         &mut self,
         local: &mut LocalQueue,
@@ -371,7 +376,7 @@ impl Sharing {
         }
     }
 
-    /// Takes note that the register has `cas`, and so its grants.
+    /// Notes that the store has written `cas`, and so its grants.
     fn on_written(&mut self, local: &LocalQueue, cas: PendingCas, version: u64, now: Instant) {
         self.log.written(cas.events);
         self.granted += cas.grants;
@@ -382,8 +387,8 @@ impl Sharing {
         self.view.written(cas, version, now);
     }
 
-    /// Rests if other processes were faster too often. Otherwise the next attempt follows at once:
-    /// what was read is the latest version, so that attempt has the best chance.
+    /// Rests after every [`CONFLICTS_PER_REST`] conflicts. Otherwise the next attempt follows at
+    /// once: it has the best chance, because this process has just read the latest version.
     fn on_conflict(&mut self, local: &mut LocalQueue, now: Instant) {
         self.conflicts += 1;
         if !self.conflicts.is_multiple_of(CONFLICTS_PER_REST) {
@@ -422,8 +427,9 @@ impl Sharing {
         }
     }
 
-    /// Goes on from what another process has written, and applies the events of this process to it.
-    /// An empty or damaged register is replaced by what this process knows, its events included.
+    /// Takes over the register that another process has written, and applies the events of this
+    /// process to it. If the register is empty or damaged, keeps what this process knows, its
+    /// events included.
     fn adopt(
         &mut self,
         local: &mut LocalQueue,

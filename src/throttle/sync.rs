@@ -50,7 +50,7 @@ pub(super) enum NextSync {
 }
 
 impl SyncSupervisor {
-    /// Reports whether the task with this number serves the key.
+    /// Returns whether the task with this number serves the key.
     pub(super) fn is_served_by(&self, number: u64) -> bool {
         self.task.as_ref().is_some_and(|task| task.number == number)
     }
@@ -67,7 +67,7 @@ impl SyncSupervisor {
         }
     }
 
-    /// Reports whether the task was called, or called the store, and is late.
+    /// Returns whether the task was called, or called the store, and is late.
     fn is_late(&self, queue: &PacedQueue, now: Instant) -> bool {
         let is_called = self
             .task
@@ -77,8 +77,9 @@ impl SyncSupervisor {
             && self.late_at(queue).is_some_and(|at| at <= now)
     }
 
-    /// Waits until the register has everything that happened before `mark`. If it has not, wakes
-    /// the task once it has, and returns the moment at which to poll again at the latest.
+    /// Polls the wait until the register has everything that happened before `mark`. `Ok` is how
+    /// the wait ended. `Err` is no error: the wait goes on, and the task is woken when the register
+    /// was written. The caller has to poll again at this moment at the latest.
     pub(super) fn poll_written(
         &mut self,
         queue: &PacedQueue,
@@ -108,8 +109,8 @@ impl SyncSupervisor {
         wakers.add(self.written_wakers.drain(..));
     }
 
-    /// If the task is late, gives it up, and its compare-and-set as lost. Returns whether it was
-    /// late.
+    /// Gives up the task if it is late. Its compare-and-set counts as lost. Returns whether the
+    /// task was late.
     pub(super) fn give_up_late_task(
         &mut self,
         queue: &mut PacedQueue,
@@ -126,8 +127,8 @@ impl SyncSupervisor {
         true
     }
 
-    /// Sees to it that a task runs when the next compare-and-set is due: wakes the one that serves
-    /// the key, or returns the number of one to start.
+    /// Lets a sync task run when the next compare-and-set is due: wakes the task that serves the
+    /// key, or returns the number of a task to start.
     pub(super) fn call_task(
         &mut self,
         queue: &PacedQueue,

@@ -15,7 +15,7 @@ use crate::store::Recipients;
 const SHORTEST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_millis(3200);
 
-/// What this process is doing with the register.
+/// What this process does with the register. The module [`sharing`](super::sharing) explains it.
 #[derive(Debug)]
 pub(super) enum SyncState {
     /// The store is reachable, and nothing is under way.
@@ -86,7 +86,7 @@ impl Default for SyncState {
 }
 
 impl SyncState {
-    /// Reports whether the store does not answer.
+    /// Returns whether the store does not answer.
     pub(super) fn is_away(&self) -> bool {
         matches!(self, SyncState::Away { .. } | SyncState::Probing { .. })
     }

@@ -40,7 +40,8 @@ pub(super) struct Waiters {
 struct TurnWait {
     /// Until when the request can wait for its turn.
     latest: Instant,
-    /// Until when the request waits at least for the store to say whether it may leave at once.
+    /// While the store has still to answer whether the request may leave, it waits at least until
+    /// this moment.
     answer_by: Instant,
 }
 
@@ -52,7 +53,7 @@ pub(super) struct TooLate {
     pub(super) retry_at: Option<Instant>,
 }
 
-/// What becomes of a request that arrives.
+/// What the queue decides on a request that arrives.
 pub(super) enum Arrival {
     Leaves(Flight),
     Waits(Number),
@@ -305,8 +306,8 @@ impl Waiters {
         change
     }
 
-    /// Notes that sync task `number` was dropped with its runtime, and wakes the waiters, whose
-    /// tasks start another. `sent` is when it sent a compare-and-set that is not answered.
+    /// Notes that sync task `number` was dropped with its runtime. Wakes the waiters, whose tasks
+    /// start another sync task. `sent` is when it sent a compare-and-set that is not answered.
     pub(super) fn sync_task_lost(
         &mut self,
         number: u64,
