@@ -242,7 +242,7 @@ impl Drop for PendingCall {
 
 /// A batching delay: requests that arrive before its end join the next call of their key.
 ///
-/// Up to two tasks share a delay, and the first that ends it counts. It does not keep the core
+/// Up to two tasks share a delay, and the first of them ends it. The delay does not keep the core
 /// alive, because a store may ask for a long pause.
 #[derive(Clone)]
 struct BatchDelay {
@@ -266,7 +266,7 @@ impl BatchDelay {
         self.end(true);
     }
 
-    /// Ends the delay, if it has not ended. `joined` says whether other requests had the time to
+    /// Ends the delay, if it has not ended. `joined` states whether other requests had the time to
     /// join.
     fn end(&self, joined: bool) {
         let Some(core) = self.core.upgrade() else {

@@ -93,9 +93,9 @@ impl Core {
         });
     }
 
-    /// Takes in that events of the store may have been missed, so that it has to be asked again
-    /// about holds. If it was `reconnected`, it may also have lost its state, and is asked about
-    /// bookings as well.
+    /// Takes in that this process may have missed events of the store. So it asks the store again
+    /// about holds. If the store was `reconnected`, it may also have lost its state. Then this
+    /// process asks about bookings as well.
     pub(super) fn events_missed(self: &Arc<Self>, reconnected: bool, now: Instant) {
         let mut keys = Vec::new();
         self.states.for_each(|key, state| {

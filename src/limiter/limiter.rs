@@ -91,7 +91,7 @@ use crate::store::Refusal;
 /// # }
 /// ```
 ///
-/// Put the limiter first that usually makes requests wait longer. Two
+/// Put first the limiter that usually makes requests wait longer. Two
 /// [layers](crate::RateLimitLayer#two-layers) around each other do not do this.
 ///
 /// # Cancel safety

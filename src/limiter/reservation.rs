@@ -76,7 +76,7 @@ impl WaitBound {
         }
     }
 
-    /// Returns the reason for which a request is refused whose slot is too late.
+    /// Returns the reason of a refusal because the slot would be too late.
     pub(super) fn reason(&self, max_wait: Duration) -> Reason {
         if self.by_deadline {
             Reason::Deadline

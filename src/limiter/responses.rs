@@ -26,7 +26,7 @@ const SHORTEST_RESET: Duration = Duration::from_secs(5);
 #[derive(Clone, Copy)]
 pub(super) struct AnsweredCall {
     pub(super) key: Key,
-    /// The key that a refusal holds: that of the host's holds, or `key`.
+    /// The key that a refusal puts on hold: the key of the host's holds, or `key`.
     pub(super) hold: Key,
     pub(super) cost: u32,
     /// When the call was sent, or a little before.
@@ -79,7 +79,7 @@ impl Core {
         }
         if is_released {
             // The probe was accepted, so the other requests may leave, in all processes. The answer
-            // is of no interest.
+            // of the store is not needed.
             drop(self.settings.store.release(hold, &self.terms(hold)));
         }
         let retry_after = if limited {

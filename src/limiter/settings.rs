@@ -10,7 +10,8 @@ use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::store::Store;
 
-/// Returns the key to hold after a refusal of a key's call that names a scope. `None` to hold none.
+/// Returns the key to put on hold after a refusal that names a scope. Takes the key of the refused
+/// call and the scope. `None` puts no key on hold.
 pub(crate) type OnScope = Box<dyn Fn(Key, &str) -> Option<Key> + Send + Sync>;
 
 /// What a limiter is built from. The builder has checked it.

@@ -2,11 +2,12 @@
 //!
 //! Four words of this folder:
 //!
-//! - A *turn* is the moment at which a request may leave.
+//! - A *turn* is the right of one request to leave next. Requests take turns in the order of their
+//!   arrival, over all processes that share the pace.
 //! - The *register* of a key is a value in a store. Through it, processes share the pace of the key
 //!   and take turns.
-//! - A *compare-and-set* is a call to the store. It writes the register if no other process has
-//!   written it meanwhile, and otherwise reads it.
+//! - A *compare-and-set* is a call to the store that writes the register. If another process has
+//!   written the register meanwhile, the call only reads it.
 //! - The *sync task* of a key sends its compare-and-sets.
 //!
 //! A file imports only from files that stand above it in this table:

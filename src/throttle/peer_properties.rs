@@ -43,7 +43,7 @@ struct Network {
     lost_news: f64,
 }
 
-/// What a process does at which time, in ms.
+/// What a process does, and when, in ms.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Join(usize, u64),

@@ -61,8 +61,8 @@ const FRESH: Duration = Duration::from_secs(2);
 /// notification.
 const ROOM: usize = 4;
 /// After how many conflicts in a row a process rests. Each further rest is up to four times as
-/// long, up to the rest number `MOST_RESTS`. So a thousand processes that begin together soon have
-/// no more conflicts.
+/// long, but after `MOST_RESTS` rests they no longer grow. So a thousand processes that begin
+/// together soon have no more conflicts.
 const CONFLICTS_PER_REST: u32 = 4;
 const MOST_RESTS: u32 = 4;
 

@@ -119,8 +119,8 @@ impl KeyState {
         Ok(lease)
     }
 
-    /// Keeps what a lease states besides its slots. Returns two moments of this process's clock;
-    /// the lease was made between them.
+    /// Keeps what a lease states besides its slots. Returns two moments by the clock of this
+    /// process: the store made the lease between them.
     pub(super) fn remember(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -162,8 +162,8 @@ impl KeyState {
         bounds
     }
 
-    /// Takes in the clock and the incarnation of a store that may lose its state. Returns the two
-    /// moments between which the lease was made.
+    /// Takes in the clock and the incarnation of a store that may lose its state. Returns two
+    /// moments, between which the store made the lease.
     fn remember_session(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -244,8 +244,8 @@ impl KeyState {
         }
     }
 
-    /// Sets the validity of the next permits, from the uncertainty of the store's clock and from
-    /// whether permits expired (`died`) before they arrived.
+    /// Sets the validity of the next permits. It depends on how exactly the clock of the store is
+    /// known (`bounds`), and on whether permits expired before they arrived (`died`).
     fn adapt_life(&mut self, spec: &LimitSpec, bounds: (Instant, Instant), died: bool) {
         let uncertain = bounds.1.saturating_duration_since(bounds.0);
         let trips = uncertain.saturating_mul(2).saturating_add(WAKE_UP);

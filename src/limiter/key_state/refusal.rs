@@ -148,7 +148,7 @@ impl Refusals {
         })
     }
 
-    /// Takes in that a call was accepted that was sent at `sent`.
+    /// Takes in that the upstream accepted a call. The call was sent at `sent`.
     pub(super) fn accepted(&mut self, sent: Instant) {
         if let Some(stated) = self.stated.filter(|stated| sent >= stated.end) {
             if stated.is_zero_too_short {

@@ -167,7 +167,7 @@ impl KeyState {
     }
 }
 
-/// Returns how the wait of a waiter ends that can wait no longer.
+/// Returns the end of the wait of a waiter. It can wait no longer.
 fn waited_too_long(queue: &Queue, waiter: &Ticket, now: Instant) -> Settled {
     if !waiter.bound.by_deadline
         && let Some(waited) = queue.unanswered_for(now)

@@ -52,7 +52,8 @@ impl SlotWait {
         }
     }
 
-    /// Returns when the request's task wakes for something that happens at `at`.
+    /// Returns when the task of the request wakes for something that happens at `at`. If the store
+    /// has decided on the request, this is no later than the request can wait.
     fn wakes_for(&self, at: Instant) -> Instant {
         if self.is_decided {
             at.min(self.bound.latest)
