@@ -70,8 +70,8 @@ impl Core {
     /// Takes in that another process has held or released `key`.
     ///
     /// If the key has no state here, no request waits, and the first request learns of the hold
-    /// from the store. So state is made only if the requests of the key do not ask the store: if no
-    /// rate is limited, or if holds go by host.
+    /// from the store. State is made only if the requests of the key do not ask the store. This is
+    /// so if no rate is limited, or if holds go by host.
     pub(super) fn hold_heard(self: &Arc<Self>, key: Key, held: HoldState) {
         let now = clock::now();
         let hear = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {

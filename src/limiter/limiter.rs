@@ -108,9 +108,9 @@ impl Limiter {
     ///
     /// # Errors
     ///
-    /// [`Limited::Local`] if the next slot is later than `max_wait` or the deadline allows, if the
-    /// queue is full, or if the cost is above the limit. [`Limited::Store`] if the store could not
-    /// be asked.
+    /// [`Limited::Local`] if the next slot is later than `max_wait` or the deadline allows. Also if
+    /// the queue is full, or if the cost is above the limit. [`Limited::Store`] if the store could
+    /// not be asked.
     ///
     /// # Cancel safety
     ///

@@ -1,5 +1,5 @@
-//! What a limiter knows of a store with a server, for one key: how the clock of the store relates
-//! to the clock of this process, and what the store granted lately.
+//! What a limiter knows of a store with a server, for one key. It knows how the clock of the store
+//! relates to the clock of this process, and what the store granted lately.
 
 use std::time::{Duration, Instant};
 

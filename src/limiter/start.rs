@@ -60,8 +60,9 @@ impl Core {
         taken.map(Some).ok_or(now)
     }
 
-    /// Returns whether a request may leave as soon as it has a permit of its key: calls in flight
-    /// are not limited, its host is known not to be on hold, and its deadline has not passed.
+    /// Returns whether a request may leave as soon as it has a permit of its key. Then calls in
+    /// flight are not limited, its host is known not to be on hold, and its deadline has not
+    /// passed.
     #[inline]
     fn is_open(&self, entry: &Entry, now: Instant) -> bool {
         self.flights.is_none()

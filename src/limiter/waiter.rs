@@ -145,8 +145,8 @@ impl Waiter {
             .with_new_state(self.key, clock::now(), |state, ctx| {
                 state.return_late(ctx, ticket, slot)
             });
-        // If there is no room for the state of the key, the next poll does not find this waiter in
-        // the queue, and ends its wait.
+        // If there is no room for the state of the key, this waiter has no place in the queue. Then
+        // the next poll ends its wait.
         if opened.is_err() {
             self.core.give_back(self.key, slot);
         }

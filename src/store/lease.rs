@@ -97,7 +97,7 @@ pub struct Lease {
     /// about the demands: the process asks again after that time.
     pub recovering: Option<Duration>,
     /// The incarnation of the state: a random number that the store draws when it makes the state.
-    /// 0 for a store that cannot lose its state.
+    /// It is 0 for a store that cannot lose its state.
     pub incarnation: u64,
     /// How often the state has been written. Grows with each write of one incarnation.
     pub writes: u64,

@@ -7,8 +7,8 @@ use crate::limit::UnusedPermits;
 /// The ledger that granted the permits of a [`Lease`](super::Lease), and whether the store replied.
 ///
 /// Only the [fallback](super::FallbackStore) sets another value than `Store`. The source is a
-/// private field of the lease. As a type of its own around the lease, it would have to pass through
-/// every decorator of a store, although only this one needs it.
+/// private field of the lease. A type around the lease would have to pass through every decorator
+/// of a store, although only this decorator needs it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Source {
     /// The store granted the permits.

@@ -127,7 +127,7 @@ impl SyncSupervisor {
         true
     }
 
-    /// Lets a sync task run when the next compare-and-set is due: wakes the task that serves the
+    /// Lets a sync task run when the next compare-and-set is due. Wakes the task that serves the
     /// key, or returns the number of a task to start.
     pub(super) fn call_task(
         &mut self,

@@ -281,8 +281,8 @@ impl KeyState {
     }
 }
 
-/// Returns when this process may use a grant of a lease that was made between `earliest` and
-/// `latest`: never before its slot, and never after its deadline.
+/// Returns when this process may use a grant: never before its slot, and never after its deadline.
+/// The store made the lease between `earliest` and `latest`.
 pub(super) fn slot(
     lease: &Lease,
     grant: &Grant,

@@ -55,9 +55,9 @@ enum Called {
 }
 
 impl KeyState {
-    /// Brings the key up to date: hands out the slots that are due, gives back slots that no waiter
-    /// needs, and calls the store for waiters without a slot. The waiter `me` is being polled and
-    /// needs no waking.
+    /// Brings the key up to date. Hands out the slots that are due, and gives back slots that no
+    /// waiter needs. Calls the store for waiters without a slot. The waiter `me` is being polled
+    /// and needs no waking.
     pub(super) fn step(&mut self, ctx: &mut KeyContext<'_>, me: Option<Number>) {
         let mut now = ctx.now;
         // A store that answers at once may bring slots that are due. It may also refuse one demand

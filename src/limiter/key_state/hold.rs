@@ -1,7 +1,7 @@
 //! One hold: when it ends, and how this process knows.
 //!
-//! A process learns of holds and releases in three ways: it sees them itself, another process
-//! publishes them, and the store states them in its replies. These messages overtake each other. So
+//! A process learns of holds and releases in three ways. It sees them itself, another process
+//! publishes them, or the store states them in its replies. These messages overtake each other. So
 //! three moments describe one end:
 //!
 //! - `end`: requests wait until this moment.

@@ -163,8 +163,8 @@ impl KeyState {
 
     /// Enters a request. Returns `None` if it waits, under `number`.
     ///
-    /// The steps stand in the order of their cost: a permit at hand, a refusal that needs no call,
-    /// a call for this request alone, and a place in the queue.
+    /// The cheapest step comes first. The steps are: a permit at hand, a refusal that needs no
+    /// call, a call for this request alone, and a place in the queue.
     pub(super) fn enter(
         &mut self,
         ctx: &mut KeyContext<'_>,
@@ -270,8 +270,8 @@ impl KeyState {
         None
     }
 
-    /// Returns the refusal of a request without a call, if the store has refused such a request
-    /// lately and is not to be called again yet.
+    /// Returns the refusal of a request that needs no call: the store has refused such a request
+    /// lately, and is not to be called again yet.
     fn repeated_refusal(&self, cost: u32, bound: WaitBound, now: Instant) -> Option<Refusal> {
         self.refused.as_ref()?.of(cost, bound, now)
     }

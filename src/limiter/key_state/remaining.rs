@@ -1,5 +1,5 @@
-//! What a key does about the upstream's `Remaining` headers: they go to the store, and permits are
-//! given up if less is left than could leave.
+//! What a key does about the upstream's `Remaining` headers. It sends them to the store. If less is
+//! left than could leave, it gives up permits.
 
 use std::time::{Duration, Instant};
 
@@ -105,8 +105,8 @@ impl KeyState {
         }
     }
 
-    /// Sends the store what the upstream stated, even if no request waits: refusals at once, and
-    /// other statements soon if other clients use the limit as well.
+    /// Sends the store what the upstream stated, even if no request waits. Sends refusals at once.
+    /// If other clients use the limit as well, sends other statements soon.
     pub(in crate::limiter) fn pass_on(&mut self, ctx: &mut KeyContext<'_>) {
         let Some(tracker) = &mut self.remaining else {
             return;

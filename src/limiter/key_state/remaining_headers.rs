@@ -182,8 +182,8 @@ impl RemainingHeaders {
     }
 
     /// Notes that only `units` are left, which is less than could still leave. Returns whether the
-    /// other processes are notified at once: at most once a second, or when half is left of what
-    /// they were last notified of.
+    /// other processes are notified at once. They are, unless they were notified within the last
+    /// second and more than half is left of what they were notified of.
     pub(super) fn notify_less(&mut self, units: u64, now: Instant) -> bool {
         self.is_less = true;
         self.urgent |= self.notified.is_none_or(|(notified_at, before)| {

@@ -59,8 +59,8 @@ impl KeyState {
 
     /// Returns how the wait ended.
     ///
-    /// A waiter that may not leave waits again, in its old place: if its permit expired before it
-    /// was polled, or if the key was put on hold meanwhile.
+    /// If its permit expired before it was polled, or if the key was put on hold meanwhile, a
+    /// waiter may not leave. It waits again, in its old place.
     fn collect_alive(&mut self, ctx: &KeyContext<'_>, waiter: &mut Ticket) -> Option<Settled> {
         let settled = self.collect(waiter.number, waiter.cost)?;
         let held = self.held(ctx.now);
@@ -167,7 +167,7 @@ impl KeyState {
     }
 }
 
-/// Returns the end of the wait of a waiter. It can wait no longer.
+/// Returns the outcome for a waiter that can wait no longer.
 fn waited_too_long(queue: &Queue, waiter: &Ticket, now: Instant) -> Settled {
     if !waiter.bound.by_deadline
         && let Some(waited) = queue.unanswered_for(now)

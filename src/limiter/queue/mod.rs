@@ -45,8 +45,8 @@ pub(super) type CallNumber = u64;
 /// Permits that no waiter can use.
 type Returns = SmallVec<[UnusedPermits; 4]>;
 
-/// Returns the next number. All keys of the process share one count: the state of a key may be
-/// evicted and created again before one of its waiters returns to its place.
+/// Returns the next number. All keys of the process share one count, because a waiter keeps its
+/// number when the state of its key is evicted and made anew.
 pub(super) fn next_number() -> Number {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
