@@ -145,67 +145,6 @@ local function bucket_rule()
     end
   end
 
-  -- Counts units that were used without a permit. The upstream accepted them, so its bucket had
-  -- these units. So they leave the bucket empty at most. If fewer units count for this reason,
-  -- earlier permits can no longer be taken back.
-  local function charge(limit, _, stamp, units)
-    local empty, empty_r = refill(limit, limit.capacity)
-    empty = state.now + empty
-    if less(empty, empty_r, limit.full, limit.full_r) then empty, empty_r = limit.full, limit.full_r end
-    insert(limit, state.now, stamp, units < limit.capacity and units or limit.capacity)
-    if less(empty, empty_r, limit.full, limit.full_r) then
-      limit.full, limit.full_r = empty, empty_r
-      limit.base_at, limit.base_r = empty, empty_r
-      limit.slack, limit.slack_r = NEVER, 0
-    end
-  end
-
-  -- Takes back units that were not used.
-  local function subtract(limit, slot, stamp, units)
-    local span, span_r = refill(limit, units)
-    if slot >= limit.queued_from and room_for(limit, 0) == slot then
-      limit.full, limit.full_r = minus(limit, limit.full, limit.full_r, span, span_r)
-      return
-    end
-    if limit.n > 0 then
-      local list = entries(limit)
-      local mark = list[#list]
-      if mark.slot == slot and mark.after == limit.full and mark.after_r == limit.full_r and units <= mark.units then
-        mark.units = mark.units - units
-        mark.after, mark.after_r = minus(limit, mark.after, mark.after_r, span, span_r)
-        limit.full, limit.full_r, limit.dirty = mark.after, mark.after_r, true
-        if mark.units == 0 then
-          limit.full, limit.full_r, limit.queued_from = mark.before, mark.before_r, mark.queued_from
-          list[#list] = nil
-          limit.n = #list
-        end
-        return
-      end
-    end
-    if less(stamp, 0, limit.base_at, limit.base_r) then return end
-    local back, back_r = minus(limit, limit.full, limit.full_r, limit.base_at, limit.base_r)
-    if back < 0 then back, back_r = 0, 0 end
-    if less(span, span_r, back, back_r) then back, back_r = span, span_r end
-    if less(limit.slack, limit.slack_r, back, back_r) then back, back_r = limit.slack, limit.slack_r end
-    limit.full, limit.full_r = minus(limit, limit.full, limit.full_r, back, back_r)
-    if limit.slack < NEVER then
-      limit.slack, limit.slack_r = minus(limit, limit.slack, limit.slack_r, back, back_r)
-    end
-    forget_queue(limit)
-  end
-
-  -- Takes in a statement of the upstream that was made `ago`: `left` units remain. Returns whether
-  -- the bucket held more.
-  local function see(limit, ago, left)
-    local back, rest = divide((ago < LONGEST_AGO and ago or LONGEST_AGO) * limit.count, limit.window)
-    local gone = room(limit, state.now) - (left + back + (rest > 0 and 2 or 1))
-    if gone > 0 then
-      state.changed = true
-      insert(limit, state.now, state.now, gone)
-    end
-    return gone > 0
-  end
-
   -- Returns the first moment at which the bucket is full.
   local function fresh_from(limit)
     return limit.full_r > 0 and limit.full + 1 or limit.full
@@ -216,20 +155,6 @@ local function bucket_rule()
   -- Returns how many units may leave now.
   local function free(limit)
     return room(limit, state.now)
-  end
-
-  -- Returns how many units are missing now.
-  local function used(limit)
-    return limit.capacity - room(limit, state.now)
-  end
-
-  -- Makes a full bucket.
-  local function new(limit)
-    limit.full, limit.full_r = 0, 0
-    limit.base_at, limit.base_r = 0, 0
-    limit.slack, limit.slack_r = 0, 0
-    limit.queued_from = NEVER
-    limit.list = {}
   end
 
   -- Reads a record.
@@ -253,10 +178,91 @@ local function bucket_rule()
   local rule = {
     entry = MARK, size = MARK_SIZE,
     fields = { 'slot', 'units', 'before', 'before_r', 'after', 'after_r', 'queued_from' },
-    first_slot = first_slot, room = room, insert = insert, charge = charge, subtract = subtract, see
-    = see, fresh_from = fresh_from, advance = advance, free = free, used = used, new = new, read = read, record =
-    record, more = 0,
+    first_slot = first_slot, room = room, insert = insert, fresh_from = fresh_from, advance = advance,
+    free = free, read = read, record = record,
   }
-  function rule.more() return rule end
+
+  -- Returns the rule with the functions that few calls need.
+  function rule.more()
+    if rule.subtract then return rule end
+
+    -- Counts units that were used without a permit. The upstream accepted them, so its bucket had
+    -- these units. So they leave the bucket empty at most. If fewer units count for this reason,
+    -- earlier permits can no longer be taken back.
+    function rule.charge(limit, _, stamp, units)
+      local empty, empty_r = refill(limit, limit.capacity)
+      empty = state.now + empty
+      if less(empty, empty_r, limit.full, limit.full_r) then empty, empty_r = limit.full, limit.full_r end
+      insert(limit, state.now, stamp, units < limit.capacity and units or limit.capacity)
+      if less(empty, empty_r, limit.full, limit.full_r) then
+        limit.full, limit.full_r = empty, empty_r
+        limit.base_at, limit.base_r = empty, empty_r
+        limit.slack, limit.slack_r = NEVER, 0
+      end
+    end
+
+    -- Takes back units that were not used.
+    function rule.subtract(limit, slot, stamp, units)
+      local span, span_r = refill(limit, units)
+      if slot >= limit.queued_from and room_for(limit, 0) == slot then
+        limit.full, limit.full_r = minus(limit, limit.full, limit.full_r, span, span_r)
+        return
+      end
+      if limit.n > 0 then
+        local list = entries(limit)
+        local mark = list[#list]
+        if mark.slot == slot and mark.after == limit.full and mark.after_r == limit.full_r and units <= mark.units then
+          mark.units = mark.units - units
+          mark.after, mark.after_r = minus(limit, mark.after, mark.after_r, span, span_r)
+          limit.full, limit.full_r, limit.dirty = mark.after, mark.after_r, true
+          if mark.units == 0 then
+            limit.full, limit.full_r, limit.queued_from = mark.before, mark.before_r, mark.queued_from
+            list[#list] = nil
+            limit.n = #list
+          end
+          return
+        end
+      end
+      if less(stamp, 0, limit.base_at, limit.base_r) then return end
+      local back, back_r = minus(limit, limit.full, limit.full_r, limit.base_at, limit.base_r)
+      if back < 0 then back, back_r = 0, 0 end
+      if less(span, span_r, back, back_r) then back, back_r = span, span_r end
+      if less(limit.slack, limit.slack_r, back, back_r) then back, back_r = limit.slack, limit.slack_r end
+      limit.full, limit.full_r = minus(limit, limit.full, limit.full_r, back, back_r)
+      if limit.slack < NEVER then
+        limit.slack, limit.slack_r = minus(limit, limit.slack, limit.slack_r, back, back_r)
+      end
+      forget_queue(limit)
+    end
+
+    -- Takes in a statement of the upstream that was made `ago`: `left` units remain. Returns whether
+    -- the bucket held more.
+    function rule.see(limit, ago, left)
+      local back, rest = divide((ago < LONGEST_AGO and ago or LONGEST_AGO) * limit.count, limit.window)
+      local gone = room(limit, state.now) - (left + back + (rest > 0 and 2 or 1))
+      if gone > 0 then
+        state.changed = true
+        insert(limit, state.now, state.now, gone)
+      end
+      return gone > 0
+    end
+
+    -- Returns how many units are missing now.
+    function rule.used(limit)
+      return limit.capacity - room(limit, state.now)
+    end
+
+    -- Makes a full bucket.
+    function rule.new(limit)
+      limit.full, limit.full_r = 0, 0
+      limit.base_at, limit.base_r = 0, 0
+      limit.slack, limit.slack_r = 0, 0
+      limit.queued_from = NEVER
+      limit.list = {}
+    end
+
+    return rule
+  end
+
   return rule
 end

@@ -97,7 +97,7 @@ local function cold_external()
   -- Takes in what the upstream states remains of one limit. Returns whether less is allowed than
   -- before.
   local function see_at(limit, units, reset_in, steady, urgent, ago, refused, valid_for)
-    if limit.kind == BUCKET then return limit.rule.see(limit, ago, units) end
+    if limit.kind == BUCKET then return limit.rule.more().see(limit, ago, units) end
     local least, most
     local longest_life = math.floor(limit.window / 20)
     if longest_life < LONGEST_LIFE then longest_life = LONGEST_LIFE end

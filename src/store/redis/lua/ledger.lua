@@ -170,7 +170,7 @@ local function cold()
     state.changed = true
     local used_at = state.now > age and state.now - age or 0
     for i = 1, #state do
-      state[i].rule.charge(state[i], used_at, used_at + state.slack, units)
+      state[i].rule.more().charge(state[i], used_at, used_at + state.slack, units)
     end
   end
 
@@ -268,7 +268,7 @@ local function cold()
       end
       if limit.ours and remembers > longest then longest = remembers end
       if granted > 0 and remembers > LONGEST_LEARNING then
-        limit.rule.charge(limit, state.now, state.now + state.slack, granted)
+        limit.rule.more().charge(limit, state.now, state.now + state.slack, granted)
       end
     end
     if longest > LONGEST_LEARNING then longest = LONGEST_LEARNING end

@@ -167,6 +167,14 @@ local function window_rule()
       return i
     end
 
+    -- Counts units that were used without a permit. If they are more than the limit, as many as the
+    -- limit count.
+    function more.charge(limit, _, stamp, units)
+      if stamp + limit.window > state.now then
+        limit.rule.insert(limit, stamp, stamp, units < limit.count and units or limit.count)
+      end
+    end
+
     -- Takes back units of a stamp that were not used.
     function more.subtract(limit, _, stamp, units)
       if stamp + limit.window <= state.now or (limit.floor > 0 and stamp <= limit.floor) then return end
@@ -381,14 +389,6 @@ local function window_rule()
     end
   end
 
-  -- Counts units that were used without a permit. If they are more than the limit, as many as the
-  -- limit count.
-  local function charge(limit, _, stamp, units)
-    if stamp + limit.window > state.now then
-      insert(limit, stamp, stamp, units < limit.count and units or limit.count)
-    end
-  end
-
   -- Returns the first moment at which the log is empty.
   local function fresh_from(limit)
     local newest = limit.n > 0 and stamp_of(limit, limit.n - 1) or 0
@@ -398,6 +398,6 @@ local function window_rule()
 
   return {
     size = CHUNK_SIZE, more = cold, read = read, record = record, write = write, advance = advance, first_slot = first_slot,
-    room = room_at, insert = insert, charge = charge, free = free, fresh_from = fresh_from,
+    room = room_at, insert = insert, free = free, fresh_from = fresh_from,
   }
 end
