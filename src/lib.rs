@@ -10,7 +10,9 @@
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> Result<(), BoxError> {
 //! # let client = service_fn(|_: Request<String>| async { Ok::<_, BoxError>(Response::new("hello")) });
-//! let limit = RateLimitLayer::builder(Quota::per_second(50)).max_wait(Duration::from_secs(5)).build()?;
+//! let limit = RateLimitLayer::builder(Quota::per_second(50))
+//!     .max_wait(Duration::from_secs(5))
+//!     .build()?;
 //! let mut service = ServiceBuilder::new().layer(limit).service(client);
 //!
 //! let request = Request::get("https://api.example.com/users").body(String::new())?;
