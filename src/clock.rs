@@ -26,7 +26,28 @@ fn anchor() -> (Instant, SystemTime) {
     if let Some(start) = laboratory::START.get() {
         return (start, SystemTime::UNIX_EPOCH + laboratory::WALL);
     }
-    *ANCHOR.get_or_init(|| (Instant::now(), SystemTime::now()))
+    *ANCHOR.get_or_init(both_clocks)
+}
+
+/// Reads both clocks at the same moment, to within [`SMALLEST_STEP`].
+///
+/// A thread may stand still between two readings. So this reads the monotonic clock on both sides of
+/// the wall clock, and reads again if they lie far apart. If that goes on, the monotonic time is the
+/// later one: the wall clock then seems to be behind, never ahead.
+fn both_clocks() -> (Instant, SystemTime) {
+    const MOST_READINGS: u32 = 16;
+    let mut readings = 0;
+    let mut earlier = Instant::now();
+    loop {
+        let wall = SystemTime::now();
+        let later = Instant::now();
+        readings += 1;
+        let apart = later.duration_since(earlier);
+        if apart < Duration::from_micros(SMALLEST_STEP) || readings == MOST_READINGS {
+            return (later, wall);
+        }
+        earlier = later;
+    }
 }
 
 /// Returns the wall time at `instant`, by the present setting of the system's clock.
@@ -57,8 +78,9 @@ pub(crate) fn wall_ahead() -> i64 {
         return 0;
     }
     let (anchor, wall) = anchor();
-    let passed = i128::try_from(Instant::now().saturating_duration_since(anchor).as_micros());
-    let walked = match SystemTime::now().duration_since(wall) {
+    let (instant, present) = both_clocks();
+    let passed = i128::try_from(instant.saturating_duration_since(anchor).as_micros());
+    let walked = match present.duration_since(wall) {
         Ok(since) => i128::try_from(since.as_micros()),
         Err(before) => i128::try_from(before.duration().as_micros()).map(|micros| -micros),
     };
@@ -66,7 +88,6 @@ pub(crate) fn wall_ahead() -> i64 {
         .ok()
         .zip(passed.ok())
         .and_then(|(walked, passed)| i64::try_from(walked - passed).ok());
-    // The two are asked one after the other, and a thread may stand still in between.
     ahead
         .filter(|ahead| ahead.unsigned_abs() >= SMALLEST_STEP)
         .unwrap_or(0)
