@@ -515,6 +515,28 @@ async fn long_windows_are_usable_after_store_returns() {
     }
 }
 
+/// A process whose share is used up learns from a request that the store is back. It refuses this
+/// request until the limit is shared again, and no longer.
+#[tokio::test(start_paused = true)]
+async fn used_up_share_refuses_no_longer_than_the_switch_takes() {
+    let (quota, store) = (Quota::per_hour(120), Arc::<Shared>::default());
+    let builder = builder(quota, &store).fallback_share(0.1);
+    let limiter = builder.build().unwrap().limiter();
+    store.set_away(true);
+    for _ in 0..12 {
+        drop(limiter.acquire(Key::ALL).await.unwrap());
+    }
+    sleep(ms(1_000_000)).await;
+    let alone = limiter.acquire(Key::ALL).await.unwrap_err();
+    assert!(alone.retry_after().unwrap() > ms(1_000_000), "{alone:?}");
+
+    store.set_away(false);
+    let back = limiter.acquire(Key::ALL).await.unwrap_err();
+    assert!(back.retry_after().unwrap() <= ms(2500), "{back:?}");
+    sleep(ms(2600)).await;
+    limiter.acquire(Key::ALL).await.unwrap();
+}
+
 /// A charge whose answer is lost counts as made: it is not repeated.
 #[tokio::test(start_paused = true)]
 async fn charges_whose_answers_are_lost_are_not_repeated() {

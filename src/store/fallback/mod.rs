@@ -236,7 +236,10 @@ impl Inner {
                     events::together(&label(&*self.store, request.key, None));
                     (stage, Ok(Lease::default()))
                 }
-                stage => (stage, ledger.book(&request.request(&request.demands), now)),
+                stage => {
+                    let plan = ledger.book(&request.request(&request.demands), now);
+                    (stage, plan.map(|plan| ledger.refuse_until_shared(plan, now)))
+                }
             })
         });
         let (stage, plan) = match stage.flatten() {

@@ -267,6 +267,19 @@ impl StandaloneLedger {
         }
     }
 
+    /// Bounds the wait of a plan's refusal by the end of the switch, because the store decides from
+    /// then on. The share may be used up for much longer.
+    pub(super) fn refuse_until_shared(&self, plan: Lease, now: Instant) -> Lease {
+        let now = clock::micros(now);
+        let shared_at = self.back.unwrap_or(now) + SWITCH_TIME;
+        let longest = Duration::from_micros(shared_at.saturating_sub(now));
+        let refused = plan.refused.map(|refusal| Refusal {
+            wait: Some(refusal.wait.map_or(longest, |wait| wait.min(longest))),
+            ..refusal
+        });
+        Lease { refused, ..plan }
+    }
+
     /// Takes in the end of a charge that no request of the limiter caused. Returns whether the
     /// limit is shared again.
     ///
