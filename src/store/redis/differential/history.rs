@@ -205,8 +205,15 @@ pub(super) fn held() -> impl Strategy<Value = HoldState> {
 pub(super) fn quota(mix: Mix) -> BoxedStrategy<Quota> {
     if let Mix::Plain = mix {
         let window = select(vec![100u64, 1000, 3000]).prop_map(millis);
-        let one = (prop_oneof![3u32..40, 100u32..400], window)
-            .prop_map(|(count, window)| Quota::new(count, window));
+        let count = prop_oneof![3u32..40, 100u32..400];
+        let one = prop_oneof![
+            2 => (count.clone(), window.clone())
+                .prop_map(|(count, window)| Quota::new(count, window)),
+            1 => (3u32..40, count, window.clone())
+                .prop_map(|(capacity, count, window)| Quota::bucket(capacity).refill(count, window)),
+            1 => (3u32..1_000_000_000, 1u32..1_000_000_000, window)
+                .prop_map(|(capacity, count, window)| Quota::bucket(capacity).refill(count, window)),
+        ];
         return (one.clone(), prop::option::weighted(0.4, one))
             .prop_map(|(first, second)| second.map_or(first, |second| first.and(second)))
             .boxed();

@@ -1,15 +1,16 @@
 
--- ── the short way: permits of sliding windows, now or not at all ─────────────────────────────────
+-- ── the short way: permits of sliding windows and buckets, now or not at all ─────────────────────
 --
--- Twin: src/limit/window.rs, and window.lua with main.lua
+-- Twin: src/limit/window.rs and src/limit/bucket.rs; window.lua and bucket.lua with main.lua
 -- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, server_time (server_time.lua), all of call.lua
 --
--- Most calls need permits of sliding windows now. This file grants or refuses them as main.lua
--- would. If anything is unusual, it writes nothing, and main.lua decides the call.
+-- Most calls need permits of sliding windows and buckets now. This file grants them as main.lua
+-- would, or refuses them because of a window. If anything is unusual, it writes nothing, and
+-- main.lua decides the call.
 --
--- This file repeats the arithmetic of window.lua and time.lua without functions, because a function
--- costs 50 ns in each call.
+-- This file repeats the arithmetic of window.lua, bucket.lua and time.lua without functions,
+-- because a function costs 50 ns in each call.
 
 if operation == LEASE and need_count == 1 and return_count + charge_count + remaining_count == 0 and prefetch_most == 0
   and hold_left == 0 and #head == HEAD_SIZE + RECORD_SIZE * limit_count then
@@ -31,68 +32,109 @@ if operation == LEASE and need_count == 1 and return_count + charge_count + rema
     local fresh_from, records, chunks, left_over = now, '', nil, NEVER
 
     for i = 1, limit_count do
-      local kind, count, window, capacity, first_guard, asserted, n, room, total, fine, coarse, first, floor, index, _,
-        oldest, oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, head, HEAD_SIZE + RECORD_SIZE * (i - 1) + 1)
-      local asked_kind, asked_count, asked_window = struct.unpack(CALL_LIMIT, call, pos + CALL_LIMIT_SIZE * (i - 1))
-      if kind ~= WINDOW or asked_kind ~= WINDOW or asked_count ~= count or asked_window ~= window
-        or coarse > 0 or floor > 0 or index > 0 or cost > count or n == 0 or stamp < newest then
-        is_unusual = true
-        break
-      end
-      if newest + window > remember_until then remember_until = newest + window end
-
-      -- Chunks that are older than the window leave.
-      while n > 0 and oldest + window <= now do
-        n, total, fine, first = n - 1, total - oldest_count, fine - oldest_count, first + 1
-        if n == 1 then
-          oldest, oldest_count = newest, newest_count
-        elseif n > 1 then
-          local from = region + first % room * CHUNK_SIZE
-          oldest, oldest_count = struct.unpack(CHUNK, redis.call('GETRANGE', KEYS[1], from, from + CHUNK_SIZE - 1))
-        end
-      end
-      if now - asserted > window / 2 then
-        asserted, is_asserted = now, true
-      end
-
-      local free = count - total
-      if free < cost then
-        -- The call is refused until the oldest chunk has left. If that is not enough, or is soon
-        -- enough, main.lua looks for the slot.
-        local left = oldest + window - now
-        if cost - free > oldest_count or left <= latest then
+      local record = HEAD_SIZE + RECORD_SIZE * (i - 1) + 1
+      local asked_kind, asked_count, asked_window, asked_capacity =
+        struct.unpack(CALL_LIMIT, call, pos + CALL_LIMIT_SIZE * (i - 1))
+      if asked_kind == BUCKET then
+        local kind, count, window, capacity, first_guard, asserted, n, room, full, full_r, base_at, base_r, slack_left,
+          slack_left_r = struct.unpack(BUCKET_RECORD, head, record)
+        -- How far the bucket is from full, in microseconds / count. All products below are exact.
+        local missing = full > now and (full - now) * count + full_r or 0
+        if kind ~= BUCKET or asked_count ~= count or asked_window ~= window or asked_capacity ~= capacity or n > 0
+          or cost > capacity or (capacity + 1) * window + (life + slack) * count >= NEVER or missing >= NEVER
+          or capacity - math.ceil(missing / window) < units then
           is_unusual = true
           break
         end
-        if left > wait then
-          wait, refusing = left, { kind = kind, count = count, window = window, capacity = capacity }
+        if now - asserted > window / 2 then
+          asserted, is_asserted = now, true
         end
-      elseif wait == 0 then
-        if free < units or n == room then
-          -- A part of the permits has a later slot, or the ring has to grow.
-          is_unusual = true
-          break
-        end
-        if n > 0 and (newest == stamp or newest_count < math.floor((count + 99) / 100)) then
-          newest_count = newest_count + units
-        else
-          -- Until now, the newest chunk was in the record only.
-          if n > 0 then
-            chunks = chunks or {}
-            chunks[#chunks + 1] = region + (first + n - 1) % room * CHUNK_SIZE
-            chunks[#chunks + 1] = struct.pack(CHUNK, newest, newest_count)
+        local fresh = full_r > 0 and full + 1 or full
+        if fresh > remember_until then remember_until = fresh end
+
+        if wait == 0 then
+          if stamp > full or (stamp == full and full_r == 0) then
+            full, full_r, base_at, base_r, slack_left, slack_left_r = stamp, 0, stamp, 0, NEVER, 0
+          elseif full - stamp < slack_left or (full - stamp == slack_left and full_r < slack_left_r) then
+            slack_left, slack_left_r = full - stamp, full_r
           end
-          n, newest_count = n + 1, units
+          local whole = math.floor(units * window / count)
+          full, full_r = full + whole, full_r + units * window - whole * count
+          if full_r >= count then
+            full, full_r = full + 1, full_r - count
+          end
+          local free = capacity - math.ceil(((full - now) * count + full_r) / window)
+          if free < 0 then free = 0 end
+          if free < left_over then left_over = free end
+          fresh = full_r > 0 and full + 1 or full
+          if fresh > fresh_from then fresh_from = fresh end
+          records = records .. struct.pack(BUCKET_RECORD, BUCKET, count, window, capacity, first_guard, asserted, 0, room,
+            full, full_r, base_at, base_r, slack_left, slack_left_r, NEVER, 0, 0, 0)
         end
-        if n == 1 then
-          oldest, oldest_count = stamp, newest_count
+        region = region + room * MARK_SIZE
+      else
+        local kind, count, window, capacity, first_guard, asserted, n, room, total, fine, coarse, first, floor, index, _,
+          oldest, oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, head, record)
+        if kind ~= WINDOW or asked_kind ~= WINDOW or asked_count ~= count or asked_window ~= window
+          or coarse > 0 or floor > 0 or index > 0 or cost > count or n == 0 or stamp < newest then
+          is_unusual = true
+          break
         end
-        if free - units < left_over then left_over = free - units end
-        records = records .. struct.pack(WINDOW_RECORD, WINDOW, count, window, 0, first_guard, asserted, n, room,
-          total + units, fine + units, 0, first % room, 0, 0, 0, oldest, oldest_count, stamp, newest_count)
-        if stamp + window > fresh_from then fresh_from = stamp + window end
+        if newest + window > remember_until then remember_until = newest + window end
+
+        -- Chunks that are older than the window leave.
+        while n > 0 and oldest + window <= now do
+          n, total, fine, first = n - 1, total - oldest_count, fine - oldest_count, first + 1
+          if n == 1 then
+            oldest, oldest_count = newest, newest_count
+          elseif n > 1 then
+            local from = region + first % room * CHUNK_SIZE
+            oldest, oldest_count = struct.unpack(CHUNK, redis.call('GETRANGE', KEYS[1], from, from + CHUNK_SIZE - 1))
+          end
+        end
+        if now - asserted > window / 2 then
+          asserted, is_asserted = now, true
+        end
+
+        local free = count - total
+        if free < cost then
+          -- The call is refused until the oldest chunk has left. If that is not enough, or is soon
+          -- enough, main.lua looks for the slot.
+          local left = oldest + window - now
+          if cost - free > oldest_count or left <= latest then
+            is_unusual = true
+            break
+          end
+          if left > wait then
+            wait, refusing = left, { kind = kind, count = count, window = window, capacity = capacity }
+          end
+        elseif wait == 0 then
+          if free < units or n == room then
+            -- A part of the permits has a later slot, or the ring has to grow.
+            is_unusual = true
+            break
+          end
+          if n > 0 and (newest == stamp or newest_count < math.floor((count + 99) / 100)) then
+            newest_count = newest_count + units
+          else
+            -- Until now, the newest chunk was in the record only.
+            if n > 0 then
+              chunks = chunks or {}
+              chunks[#chunks + 1] = region + (first + n - 1) % room * CHUNK_SIZE
+              chunks[#chunks + 1] = struct.pack(CHUNK, newest, newest_count)
+            end
+            n, newest_count = n + 1, units
+          end
+          if n == 1 then
+            oldest, oldest_count = stamp, newest_count
+          end
+          if free - units < left_over then left_over = free - units end
+          records = records .. struct.pack(WINDOW_RECORD, WINDOW, count, window, 0, first_guard, asserted, n, room,
+            total + units, fine + units, 0, first % room, 0, 0, 0, oldest, oldest_count, stamp, newest_count)
+          if stamp + window > fresh_from then fresh_from = stamp + window end
+        end
+        region = region + room * CHUNK_SIZE
       end
-      region = region + room * CHUNK_SIZE
     end
 
     if is_unusual then
