@@ -12,10 +12,23 @@ use super::{combine, refusal};
 
 fn page() -> String {
     let mut page = String::from(
-        "# Headers that are understood\n\n\
+        "Headers: which response headers tollgate reads.\n\n\
          <!-- Made from the tables in src/signal by its tests: do not write here. -->\n\n\
+         ```\n\
+         use std::time::Duration;\n\
+         use tollgate::Signal;\n\n\
+         let response = http::Response::builder()\n    \
+             .status(429)\n    \
+             .header(\"retry-after\", 3)\n    \
+             .header(\"x-ratelimit-remaining\", 0)\n    \
+             .body(())?;\n\
+         let signal = Signal::read(&response);\n\
+         assert_eq!(signal.retry_after(), Some(Duration::from_secs(3)));\n\
+         assert_eq!(signal.quotas()[0].remaining(), Some(0));\n\
+         # Ok::<(), http::Error>(())\n\
+         ```\n\n\
          You need not name the server: a [`Signal`](crate::Signal) is read from the names and values of the headers.\n\
-         Names are shown in lower case. Their case does not matter.\n\n",
+         This page shows names in lower case. Their case does not matter.\n\n",
     );
     let code = |names: &[&str]| {
         names
@@ -24,7 +37,7 @@ fn page() -> String {
             .collect::<Vec<_>>()
             .join(", ")
     };
-    page += "## When to retry\n\nThe first of these that can be read counts. If it has several values, the longest counts.\n\n";
+    page += "## When to retry\n\nThe first entry of this list with a value that can be read counts. If it has several values, the longest counts.\n\n";
     let _ = writeln!(page, "1. in milliseconds: {}", code(&retry_after::MILLIS));
     let _ = writeln!(page, "2. {}", code(&[retry_after::STANDARD]));
     let _ = writeln!(
@@ -48,7 +61,8 @@ fn page() -> String {
     }
     let _ = writeln!(
         page,
-        "\nA quota without a name may be named by {}.\n",
+        "\nIf several headers state the reset of a quota, the first choice counts. If the name of a quota is in no header\n\
+         name, its name may be the value of {}.\n",
         code(&combine::NAMES)
     );
     page += "Some vendors differ a little:\n\n\
@@ -83,16 +97,17 @@ fn page() -> String {
              | others | with a code |\n\n";
     let _ = writeln!(
         page,
-        "Headers: {}. A code may stand in `{}`.\n",
+        "A header below is one of {}. A code is an error code such as `TooManyRequests`, in\n\
+         `{}` or, with the feature `body`, in the body.\n",
         code(&refusal::FLAGS),
         refusal::ERROR_TYPE
     );
     let _ = writeln!(
         page,
-        "The [scope](crate::Signal::scope) is that of `x-ratelimit-global`, else of {}.\n",
+        "The [scope](crate::Signal::scope) is that of `x-ratelimit-global`, or else the first of {}.\n",
         { code(&refusal::SCOPES) }
     );
-    page += "## Servers whose responses are tests\n\n| server | headers |\n|---|---|\n";
+    page += "## Servers whose recorded responses are tests\n\n| server | headers |\n|---|---|\n";
     for (server, headers) in recorded() {
         let headers: Vec<_> = headers.iter().map(String::as_str).collect();
         let _ = writeln!(page, "| {server} | {} |", code(&headers));

@@ -225,13 +225,13 @@ pub(in crate::signal) fn words() -> Vec<(&'static str, Vec<&'static str>)> {
         Role::Limit => "the limit",
         Role::Remaining => "what is left",
         Role::Used => "what is used",
-        Role::Reset(0) => "the reset: the best of three",
-        Role::Reset(1) => "the reset: the next best",
-        Role::Reset(_) => "the reset: the last",
+        Role::Reset(0) => "the reset (first choice)",
+        Role::Reset(1) => "the reset (second choice)",
+        Role::Reset(_) => "the reset (third choice)",
         Role::Window => "the window, in seconds or with a unit",
         Role::WindowMillis => "the window, in milliseconds",
-        Role::Utilization => "the share that is used",
-        Role::RetryAfter => "when to come back",
+        Role::Utilization => "the part that is used",
+        Role::RetryAfter => "when to retry",
     };
     let mut all = Vec::<(_, Vec<_>)>::new();
     for (word, role) in &ROLES[..WORDS] {
