@@ -5,7 +5,7 @@
 //! - [First steps](first_steps): the first program, and one for each kind of client.
 //! - [Choosing a quota](choosing_a_quota): how to describe the limit of a server.
 //! - [Keys](keys): whose limit it is; several limits with different keys.
-//! - [Handling a refusal](refusals): why a request was not sent, and when to try again.
+//! - [Handling a refusal](refusals): why a request was refused, and when to try again.
 //! - [Retry and timeout](retry_and_timeout): the order of the layers.
 //! - [Calls in flight](in_flight): limits on calls at the same time.
 //! - [Limits you do not know](pace): a layer that finds the speed by itself.
