@@ -29,28 +29,30 @@ pub enum ConfigError {
     RefillTooSlow {
         /// The limit.
         limit: Limit,
-        /// How long it takes.
+        /// How long the empty bucket takes to fill.
         full_after: Duration,
     },
-    /// The burst or spacing is so fine that the margin of each permit costs more of the rate than
-    /// [`max_rate_loss`](crate::RateLimitBuilder::max_rate_loss) allows, 10 % by default.
+    /// The burst or spacing is so fine that the
+    /// [margin](crate::guide::choosing_a_quota#the-margin) of each permit costs more of the rate
+    /// than [`max_rate_loss`](crate::RateLimitBuilder::max_rate_loss) allows, 10 % by default.
     ///
     /// Lower `transit_slack`, allow a burst, or accept the loss.
     TooFine {
         /// The limit.
         limit: Limit,
-        /// The share of the rate that is lost with permits that are valid for 2 ms, in per cent.
+        /// How much of the rate is lost with permits that are valid for 2 ms, in per cent.
         lost_percent: u32,
         /// The transit slack, which is a part of the margin.
         transit_slack: Duration,
         /// The smallest burst that loses nothing.
         smallest_burst: u32,
     },
-    /// The guards on both sides of a boundary leave too little of a fixed window.
+    /// [`boundary_guard`](crate::RateLimitBuilder::boundary_guard) on both sides of each boundary
+    /// leaves less than half of a fixed window.
     WindowTooShortForGuard {
         /// The limit.
         limit: Limit,
-        /// The guard.
+        /// How long the guard is, on each side.
         boundary_guard: Duration,
     },
     /// More than [`Quota::MOST_LIMITS`] limits on one key.
@@ -64,18 +66,18 @@ pub enum ConfigError {
         /// The text.
         text: String,
     },
-    /// The URL of Redis is invalid, or needs a feature that is off. The error never holds the URL,
-    /// which may contain a password.
+    /// The URL of Redis is invalid, or needs a feature that is off. The error never contains the
+    /// URL, because a URL may contain a password.
     RedisUrl {
         /// What is wrong with the URL.
         reason: String,
     },
-    /// The URL is `rediss://`, and rustls has no provider of cryptography: the process has
-    /// installed none, and the crate features of rustls name none or two.
+    /// The URL is `rediss://`, and rustls has no provider of cryptography. The process has
+    /// installed none, and the crate features of rustls name none or several.
     NoTlsProvider,
     /// A store is set to share the pace, and this pace cannot be shared.
     PaceNotShared,
-    /// A setting lies outside its range.
+    /// A setting is outside of its range.
     OutOfRange {
         /// The name of the setting.
         setting: &'static str,

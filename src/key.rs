@@ -1,7 +1,7 @@
-//! Which counter a request belongs to.
+//! Whose limit applies to a request.
 //!
-//! A [`Key`] identifies a limit: one count per key. It is small, copied, and keeps no text, so an
-//! API token used as a key is in no log, no error and no `Debug` output.
+//! Requests with the same [`Key`] share one count. A key is small and `Copy`, and keeps no text, so
+//! an API token used as a key is in no log, no error and no `Debug` output.
 
 use std::fmt;
 use std::time::Instant;
@@ -11,24 +11,26 @@ use siphasher::sip128::SipHasher13;
 
 use crate::rng::secret_of_process;
 
-/// Identifies a limit: requests with the same key share one count.
+/// Says whose limit applies to a request: requests with the same key share one count.
 ///
-/// A key is made from any bytes. Only a 128-bit hash is kept, the same in every process.
+/// A key is made from any bytes. It keeps only a 128-bit hash of them, the same in every process
+/// and on every machine.
 ///
 /// # What logs show of a key
 ///
 /// Errors and events show a label: `all` for [`Key::ALL`], the host if that is the key, else eight
-/// hex digits. These are a digest under a secret, so that a reader of the log cannot find out
-/// whether a guessed name, such as an e-mail address, is in it. The secret is that of the
-/// [store](crate::store::Store::label), if it has one: then a key has the same label in all
-/// processes. Otherwise each process draws one when it starts. `Debug` and `Display` always show
-/// digits under the secret of the process.
+/// hex digits. The digits are a digest under a secret. So a reader of the log cannot find out
+/// whether a guessed name, such as an e-mail address, is in it.
+///
+/// If the [store](crate::store::Store::label) has a secret, this secret is used, and a key has the
+/// same label in all processes. Otherwise each process draws a secret when it starts. `Debug` and
+/// `Display` always show digits under the secret of the process.
 ///
 /// # Names that tenants choose
 ///
-/// No two names share a key by accident. The hash has no secret, so a tenant that may choose any
-/// name could compute one that collides with another's. If that matters, name tenants by a number
-/// that you gave them, or by a keyed digest of their name.
+/// The hash is long enough that two names do not have the same key by accident. But it has no
+/// secret. So a tenant that may choose any name can compute two names with the same key. If that
+/// matters, name tenants by a number that you gave them, or by a keyed digest of their name.
 ///
 /// ```
 /// use tollgate::Key;
@@ -46,16 +48,17 @@ pub struct Key {
 }
 
 impl Key {
-    /// The single key of all requests: a layer without a key function uses it.
+    /// The key of all requests of a layer without a key function. They share one count.
     ///
-    /// All requests share one count then. [Holds](crate::RateLimitBuilder::max_hold) go by host:
-    /// see [`host_hold`](Key::host_hold).
+    /// In a [`RateLimitLayer`](crate::RateLimitLayer), a refusal of such a request
+    /// [holds](crate::RateLimitBuilder::max_hold) only the requests to its host: see
+    /// [`host_hold`](Key::host_hold).
     pub const ALL: Key = Key {
         high: 0x746f_6c6c_6761_7465,
         low: 0x0061_6c6c,
     };
 
-    /// Makes the key of `name`.
+    /// Makes the key of `name`, which may be any text or bytes.
     pub fn new(name: impl AsRef<[u8]>) -> Self {
         let hash = SipHasher13::new().hash(name.as_ref());
         Key {
@@ -66,7 +69,7 @@ impl Key {
 
     /// Makes the key of this key and `part` together, such as host *and* token.
     ///
-    /// `a.and("b")` differs from `Key::new("ab")`, and the order counts.
+    /// `Key::new("a").and("b")` differs from `Key::new("ab")`, and from `Key::new("b").and("a")`.
     #[must_use]
     pub fn and(self, part: impl AsRef<[u8]>) -> Self {
         let hash = SipHasher13::new_with_keys(self.high, self.low).hash(part.as_ref());
@@ -93,8 +96,8 @@ impl Key {
     /// holds after a refusal by `host`, for [`peek`](crate::Limiter::peek),
     /// [`hold_for`](crate::Limiter::hold_for) and [`release`](crate::Limiter::release).
     ///
-    /// It holds the requests to that host and no others. A hold of [`Key::ALL`] holds the requests
-    /// to all hosts.
+    /// A hold of this key stops the requests to that host and no others. A hold of [`Key::ALL`]
+    /// stops the requests to all hosts.
     ///
     /// ```
     /// use std::time::Duration;
@@ -104,7 +107,8 @@ impl Key {
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let limit = RateLimitLayer::new(Quota::per_second(50))?;
     /// // No request to this host for a minute.
-    /// limit.limiter().hold_for(Key::host_hold("api.example.com"), Duration::from_secs(60)).await?;
+    /// let host = Key::host_hold("api.example.com");
+    /// limit.limiter().hold_for(host, Duration::from_secs(60)).await?;
     /// # Ok(())
     /// # }
     /// ```
@@ -191,10 +195,13 @@ impl fmt::Debug for Key {
     }
 }
 
-/// How many units of the limit a request takes, put into a request's extensions. Default: 1.
+/// How many units of each limit a request takes, for the extensions of the request. Default: the
+/// result of [`RateLimitBuilder::cost`](crate::RateLimitBuilder::cost), or else 1.
 ///
-/// A cost of 0 passes without a permit. A cost above the limit is refused at once
-/// ([`Reason::CostAboveLimit`](crate::Reason::CostAboveLimit)).
+/// A request of cost 0 needs no permit: it passes at once, even if its key is on hold. A request
+/// whose cost is above the limit is refused at once
+/// ([`Reason::CostAboveLimit`](crate::Reason::CostAboveLimit)). An
+/// [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer) ignores costs.
 ///
 /// ```
 /// let mut request = http::Request::get("http://example.com/export").body(())?;
@@ -204,15 +211,18 @@ impl fmt::Debug for Key {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cost(pub u32);
 
-/// The moment by which a request must leave, put into a request's extensions.
+/// The moment by which a request must leave, for the extensions of the request. Default: the result
+/// of [`RateLimitBuilder::deadline`](crate::RateLimitBuilder::deadline), or else none.
 ///
-/// A request whose slot lies later is refused at once. The layer's `max_wait` holds besides.
+/// If its slot is later, the request is refused ([`Reason::Deadline`](crate::Reason::Deadline)).
+/// The layer's [`max_wait`](crate::RateLimitBuilder::max_wait) limits the wait as well.
 ///
 /// ```
 /// use std::time::{Duration, Instant};
 ///
 /// let mut request = http::Request::get("http://example.com/").body(())?;
-/// request.extensions_mut().insert(tollgate::Deadline(Instant::now() + Duration::from_secs(1)));
+/// let in_a_second = Instant::now() + Duration::from_secs(1);
+/// request.extensions_mut().insert(tollgate::Deadline(in_a_second));
 /// # Ok::<(), http::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -241,7 +251,7 @@ pub struct Deadline(pub Instant);
     note = "for a request of your own, write `impl tollgate::key::RequestInfo for {Self}`"
 )]
 pub trait RequestInfo {
-    /// Returns the host of the request.
+    /// Returns the host of the request, without port. Default: `None`.
     fn host(&self) -> Option<&str> {
         None
     }
@@ -256,13 +266,13 @@ pub trait RequestInfo {
         &Method::GET
     }
 
-    /// Returns the headers of the request.
+    /// Returns the headers of the request. Default: `None`.
     fn headers(&self) -> Option<&HeaderMap> {
         None
     }
 
-    /// Returns the extensions of the request, which may hold a [`Key`], a [`Cost`] and a
-    /// [`Deadline`].
+    /// Returns the extensions of the request, which may have a [`Key`], a [`Cost`] and a
+    /// [`Deadline`]. Default: `None`.
     fn extensions(&self) -> Option<&Extensions> {
         None
     }
@@ -414,13 +424,13 @@ impl fmt::Debug for RequestRef<'_> {
     }
 }
 
-/// A key function: one limit for each host. A request without a host is refused
-/// ([`Reason::NoKey`](crate::Reason::NoKey)), rather than counted under another key.
+/// Returns the key of the request's host: a key function for one limit for each host.
 ///
-/// The comparison of hosts ignores case and the port. If reqwest follows a redirect to another
-/// host, the request still counts for the host that it was sent to, and what the other host states
-/// about limits is ignored. A 429 holds the key of its host. Without any key function, too, a 429
-/// holds only the requests to its host, but there is one count for all hosts ([`Key::ALL`]).
+/// A request without a host is refused ([`Reason::NoKey`](crate::Reason::NoKey)). The comparison of
+/// hosts ignores case and the port.
+///
+/// If reqwest follows a redirect to another host, the request still counts for the host that it was
+/// sent to. What the other host states about limits is ignored.
 ///
 /// ```
 /// # fn main() -> Result<(), tollgate::ConfigError> {
@@ -434,15 +444,19 @@ pub fn by_host(request: &RequestRef<'_>) -> Option<Key> {
     request.host().map(Key::host)
 }
 
-/// A key function: one limit for each value of the header `name`. A request without that header is
-/// refused ([`Reason::NoKey`](crate::Reason::NoKey)).
+/// Makes a key function for one limit for each value of the header `name`, such as an access token.
+///
+/// If a request has several such headers, the first one is its key. A request without that header
+/// is refused ([`Reason::NoKey`](crate::Reason::NoKey)).
 ///
 /// ```
 /// # fn main() -> Result<(), tollgate::ConfigError> {
 /// use http::header::AUTHORIZATION;
 /// use tollgate::{by_header, Quota, RateLimitLayer};
 ///
-/// let limit = RateLimitLayer::builder(Quota::per_hour(5000)).key(by_header(AUTHORIZATION)).build()?;
+/// let limit = RateLimitLayer::builder(Quota::per_hour(5000))
+///     .key(by_header(AUTHORIZATION))
+///     .build()?;
 /// # Ok(())
 /// # }
 /// ```

@@ -27,7 +27,7 @@
 //! # }
 //! ```
 //!
-//! With reqwest-middleware, write `ClientBuilder::new(http).with(limit)`. Without HTTP, write
+//! With reqwest-middleware, write `ClientBuilder::new(client).with(limit)`. Without HTTP, write
 //! `limit.limiter().acquire(key).await?`. The [guide] has one page for each task, from [first
 //! steps](guide::first_steps) to the [architecture](guide::architecture).
 //!
@@ -51,11 +51,13 @@
 //!   to try again.
 //!
 //! What the response says about limits is read as a [**signal**](Signal). A 429 **holds** the key:
-//! no request of this key is sent until the time that the server named.
+//! no request of this key is sent until the time that the server named, for at most
+//! [`max_hold`](RateLimitBuilder::max_hold).
 //!
-//! The limit is kept where it is counted: at the server. If the time to the server varies by at
-//! most [`transit_slack`](RateLimitBuilder::transit_slack), no window of the server sees more than
-//! the quota. The section [pitfalls](#pitfalls) has the cases that tollgate cannot see.
+//! The limit is kept where it is counted: at the server. If the time that a request takes to the
+//! server varies by at most [`transit_slack`](RateLimitBuilder::transit_slack), the server never
+//! sees more than the quota in a window. The section [pitfalls](#pitfalls) has the cases that
+//! tollgate cannot see.
 //!
 //! # Choosing a layer
 //!
@@ -65,21 +67,20 @@
 //!   responses. See [limits you do not know](guide::pace).
 //!
 //! To use both, put [`AdaptiveThrottleLayer`] outside. Then a permit of [`RateLimitLayer`] is used
-//! as soon as it is granted. One [`RateLimitLayer`] around another [does not keep its
-//! limit](#pitfalls).
+//! when it is granted. One [`RateLimitLayer`] around another [does not keep its limit](#pitfalls).
 //!
 //! A layer fits Tower services of `http::Request`, `reqwest::Client`, reqwest-middleware, and
-//! services of your own requests ([`RequestInfo`](key::RequestInfo),
+//! services whose request type is your own ([`RequestInfo`](key::RequestInfo),
 //! [`ResponseInfo`](signal::ResponseInfo)).
 //!
 //! # Features
 //!
-//! No feature is on by default. Each one only adds: it never changes what other code does.
+//! No feature is on by default. A feature only adds items: it never changes what the others do.
 //!
 //! | feature | what it gives |
 //! |---|---|
-//! | `reqwest` | the layer around a `reqwest::Client`, as a Tower service |
-//! | `reqwest-middleware` | the layer as a `reqwest_middleware::Middleware`; turns on `reqwest` |
+//! | `reqwest` | the layers fit around a `reqwest::Client`, as a Tower service |
+//! | `reqwest-middleware` | the layers are `reqwest_middleware::Middleware`; turns on `reqwest` |
 //! | `retry` | `RetryLimited` as a `tower::retry::Policy` |
 //! | `reqwest-retry` | `RetryLimited` as a strategy of reqwest-retry; turns on `reqwest-middleware` |
 //! | `redis` | `store::RedisStore`: one limit, or one pace, for [many processes](guide::many_processes) |
@@ -104,20 +105,20 @@
 //!
 //! **One count for everything, unless there is a key.** A layer without a [key
 //! function](RateLimitBuilder::key) counts all requests together. If each host, token or tenant has
-//! a limit of its own, use [`by_host`], [`by_header`] or a closure. A 429 of one host holds only
-//! the requests to that host, unless the layer has a key function: see [keys](guide::keys).
+//! a limit of its own, use [`by_host`], [`by_header`] or a closure. If a [`RateLimitLayer`] has no
+//! key function, a 429 of one host holds only the requests to that host: see [keys](guide::keys).
 //!
 //! **Two layers, two counts.** Create the layer once and clone it. A layer that is created for each
 //! client, or for each request, counts from zero each time.
 //!
 //! **Two limits with different keys.** Do not put one [`RateLimitLayer`] around another. The permit
 //! of the outer layer is valid for 10 to 50 ms. It expires while the request waits in the inner
-//! layer, so the outer limit is exceeded. Limits of the same key go into one quota, with
-//! [`and`](Quota::and). For limits of different keys, acquire both permits [by
+//! layer, so more requests are sent than the outer limit allows. Limits of the same key go into one
+//! quota, with [`and`](Quota::and). For limits of different keys, acquire both permits [by
 //! hand](Limiter#two-limits-with-different-keys).
 //!
-//! **An outer timeout that is shorter than the wait.** If it fires first, its error has no reason
-//! and no [`retry_after`](Limited::retry_after). Make it longer than
+//! **An outer timeout that is shorter than the wait.** If it fires before the request is refused,
+//! its error has no reason and no [`retry_after`](Limited::retry_after). Make it longer than
 //! [`max_wait`](RateLimitBuilder::max_wait), which is 15 s by default. [Retry and
 //! timeout](guide::retry_and_timeout) has the order of the layers.
 //!
@@ -143,21 +144,22 @@
 //! the hour every request is refused. Add [`burst`](Quota::burst), which limits how many leave back
 //! to back and spreads the others.
 //!
-//! **Short windows lose more to the margin.** A window is 20 to 60 ms longer than the quota says.
-//! That costs 2 % of 50 per second, but a sixth of 5 per 100 ms. Prefer the former. See [the
-//! margin](guide::choosing_a_quota#the-margin).
+//! **Short windows lose more to the margin.** tollgate makes each window 20 to 60 ms longer than
+//! the quota says. That costs 2 % of 50 per second, but a sixth of 5 per 100 ms. Prefer the former.
+//! See [the margin](guide::choosing_a_quota#the-margin).
 //!
-//! **A permit that is dropped is spent.** If a [`Permit`] is dropped, or a call is cancelled after
-//! it got its permit, the request may have left. So it counts as sent. A request that is cancelled
-//! while it waits costs nothing. If you are sure that nothing was sent, call [`Permit::give_back`].
+//! **A permit that is dropped counts as used.** If a [`Permit`] is dropped, or a call is cancelled
+//! after it got its permit, the request may have left. So it counts as sent. A request that is
+//! cancelled while it waits costs nothing. If you are sure that nothing was sent, call
+//! [`Permit::give_back`].
 //!
-//! **Steps of the system's clock and [fixed](Quota::fixed) windows.** The boundaries of fixed
-//! windows follow the wall clock. With Redis they follow the clock of Redis. After this clock is
-//! set, less than the limit may be sent for one window. A sliding window needs no wall clock.
+//! **A wall clock that is set, and [fixed](Quota::fixed) windows.** The boundaries of fixed windows
+//! follow the wall clock. With Redis they follow the clock of Redis. After this clock is set, less
+//! than the limit may be sent for one window. A sliding window needs no wall clock.
 //!
-//! **A limit that seems too small.** [`Limiter::peek`] shows whether the key is on hold, and what
-//! is reserved for other clients that use the same limit. [`Limiter::release`] ends the hold and
-//! drops the reservation.
+//! **Fewer requests than the limit allows.** [`Limiter::peek`] shows whether the key is on hold,
+//! and what is [reserved for other clients](guide::learning) of the same limit.
+//! [`Limiter::release`] ends the hold and drops the reservation.
 //!
 //! **Many processes.** Each process counts, or learns, for itself, unless all processes have a
 //! [store] in the same Redis: see [many processes](guide::many_processes).

@@ -1,6 +1,8 @@
-//! The errors of a call: [`Error`], with [`Limited`] in it if a limit or the store stopped the
-//! request, and [`StoreError`]. Settings are checked when a layer is built, by
-//! [`ConfigError`](crate::ConfigError).
+//! The errors of a call.
+//!
+//! An [`Error`] is either the error of the inner service, or a [`Limited`]: this process, the
+//! upstream or the store stopped the request. [`StoreError`] says why a store granted nothing. If a
+//! setting is wrong, building the layer fails with a [`ConfigError`](crate::ConfigError).
 
 #[cfg(feature = "retry")]
 mod as_error;
@@ -21,21 +23,20 @@ pub use store::StoreError;
 /// An error of any type.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
 
-/// Why a call failed: it was limited, or the inner service failed.
+/// Why a call through a layer failed: it was limited, or the inner service failed.
 ///
-/// [`Limited::find`] finds the reason through the errors of other layers and clients. If a service
-/// has several tollgate layers, the error of the inner layer is passed on unchanged. Two
-/// [`RateLimitLayer`](crate::RateLimitLayer)s around each other do not keep the outer limit: [take
-/// both permits by hand](crate::Limiter#two-limits-with-different-keys).
+/// If other layers or clients wrap this error, [`Limited::find`] finds the reason in it. If a
+/// service has several tollgate layers, the outer layer passes on the error of the inner layer
+/// unchanged. The page [`guide::refusals`](crate::guide::refusals) says what to do with each error.
 ///
 /// ```
 /// use tollgate::{Error, Limited};
 ///
 /// fn describe(error: &Error) -> String {
 ///     match error {
-///         Error::Limited(Limited::Local { report, .. }) => format!("refused locally; {:?}", report.retry_after()),
-///         Error::Limited(Limited::Upstream { report, .. }) => format!("refused by the upstream; {:?}", report.retry_after()),
-///         Error::Limited(Limited::Store { source, .. }) => format!("the store failed: {source}"),
+///         Error::Limited(Limited::Local { reason, .. }) => format!("not sent: {reason}"),
+///         Error::Limited(Limited::Upstream { status, .. }) => format!("refused: {status}"),
+///         Error::Limited(Limited::Store { source, .. }) => format!("not sent: {source}"),
 ///         Error::Inner(inner) => format!("the call failed: {inner}"),
 ///         _ => "an error of a newer tollgate".into(),
 ///     }
@@ -93,16 +94,17 @@ pub enum Limited {
     /// This process refused the request. It was not sent.
     #[non_exhaustive]
     Local {
-        /// Why.
+        /// Why this process refused it.
         reason: Reason,
         /// The key, how long the request waited, and when to retry.
         report: LimitedInfo,
     },
     /// The upstream refused the request because of a limit. It was sent.
     ///
-    /// By default such a response is passed on as a response. It becomes an error with
-    /// `error_on_upstream_limit`, and if a request that
-    /// [`retrying`](crate::AdaptiveThrottleLayer::retrying) was to send again got no turn in time.
+    /// By default such a response is passed on as a response. It becomes this error with
+    /// [`error_on_upstream_limit`](crate::RateLimitBuilder::error_on_upstream_limit). With
+    /// [`retrying`](crate::AdaptiveThrottleLayer::retrying), it becomes this error if the request
+    /// could not be sent again in time.
     #[non_exhaustive]
     Upstream {
         /// The status of the response.
@@ -122,10 +124,11 @@ pub enum Limited {
 
 impl Limited {
     /// Finds a [`Limited`] in `error` or in its chain of sources, through wrappers of any kind.
+    /// Returns `None` if no limit and no store stopped the request.
     ///
-    /// Some wrappers, such as `io::Error`, expose the source of what they wrap but not the wrapped
-    /// error. Wrap an [`Error`] in those, whose source is the `Limited`:
-    /// `io::Error::other(tollgate::Error::from(limited))`.
+    /// The `source` of an [`Error`] is the `Limited`, so that wrappers such as `io::Error` show it.
+    /// Such a wrapper shows the source of the wrapped error, but not the wrapped error itself. So
+    /// wrap an [`Error`], not a `Limited`: `io::Error::other(tollgate::Error::from(limited))`.
     ///
     /// ```
     /// use tollgate::Limited;
@@ -165,13 +168,14 @@ impl Limited {
         }
     }
 
-    /// Returns how long to wait before the next attempt, if that is known. See
-    /// [`LimitedInfo::retry_after`].
+    /// Returns how long to wait before the next attempt, counted from the refusal. `None` if that
+    /// is not known, or if no wait helps. See [`LimitedInfo::retry_after`].
     pub fn retry_after(&self) -> Option<Duration> {
         self.report().retry_after()
     }
 
-    /// Returns the label of the key: never its text, unless that is a host.
+    /// Returns the [label](crate::Key#what-logs-show-of-a-key) of the key: the host if that is the
+    /// key, and never another text.
     pub fn key(&self) -> &str {
         self.report().key()
     }
@@ -227,27 +231,31 @@ impl StdError for Limited {
     }
 }
 
-/// Why this process refused a request.
+/// Why this process refused a request. The page [`guide::refusals`](crate::guide::refusals) has a
+/// remedy for each reason.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
-    /// Its slot is further away than `max_wait`.
+    /// The slot of the request is further away than
+    /// [`max_wait`](crate::RateLimitBuilder::max_wait), which is the value.
     MaxWait(Duration),
-    /// Its slot lies beyond the request's own deadline.
+    /// The slot of the request is later than its [`Deadline`](crate::Deadline).
     Deadline,
-    /// `max_queue` requests already wait for the key.
+    /// [`max_queue`](crate::RateLimitBuilder::max_queue) requests of the key wait in this process.
+    /// The value is `max_queue`.
     QueueFull(usize),
-    /// `max_keys` keys are in use.
+    /// [`max_keys`](crate::RateLimitBuilder::max_keys) keys are in use in this process. The value
+    /// is `max_keys`.
     TooManyKeys(usize),
     /// The request costs more than the quota ever allows at once.
     CostAboveLimit {
-        /// The cost of the request.
+        /// The cost of the request, in units.
         cost: u32,
-        /// The largest cost that the quota allows.
+        /// The largest cost that the quota allows, in units.
         largest: u32,
     },
-    /// The key is on hold, after a refusal by the upstream or by an operator, and the hold ends
-    /// later than the request can wait.
+    /// The key is on hold, and the hold ends later than the request can wait. A refusal by the
+    /// upstream or an operator put the key on hold.
     Held,
     /// The key function found no key: `by_host` without a host, `by_header` without the header.
     NoKey,

@@ -31,15 +31,16 @@ impl LimitedInfo {
         &self.0.key
     }
 
-    /// Returns the limit that refused the request, if it was one of this process's quota.
+    /// Returns the limit that refused the request. `None` if no limit of this process's quota did.
     pub fn limit(&self) -> Option<Limit> {
         self.0.limit
     }
 
-    /// Returns how long after the refusal a slot would have been free, or how long the upstream
-    /// asked to wait.
+    /// Returns how long to wait before the next attempt, counted from the refusal.
     ///
-    /// `None` if that is not known, or if no wait helps.
+    /// If this process refused the request, that is the time to its slot or to the end of the hold.
+    /// If the upstream refused it, that is the time that the upstream named. `None` if that is not
+    /// known, or if no wait helps.
     pub fn retry_after(&self) -> Option<Duration> {
         self.0.retry_after
     }
@@ -49,12 +50,12 @@ impl LimitedInfo {
         self.0.at.checked_add(self.0.retry_after?)
     }
 
-    /// Returns when the request began to wait.
+    /// Returns when the request began to wait, by the wall clock.
     pub fn since(&self) -> SystemTime {
         self.0.at.checked_sub(self.0.waited).unwrap_or(self.0.at)
     }
 
-    /// Returns how long the request waited.
+    /// Returns how long the request waited before it was limited. Zero if it was refused at once.
     pub fn waited(&self) -> Duration {
         self.0.waited
     }

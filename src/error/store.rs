@@ -12,25 +12,26 @@ use super::BoxError;
 #[non_exhaustive]
 #[derive(Clone, Debug)]
 pub enum StoreError {
-    /// The store holds `max_keys` keys, and all of them are in use.
+    /// The store has `max_keys` keys, and all of them are in use.
     Full {
-        /// The most keys that the store may hold.
+        /// The most keys that the store may have.
         max_keys: usize,
     },
     /// The store could not be reached, or did not answer in time. What it may have granted counts
-    /// as spent.
+    /// as used.
     Away(Arc<dyn StdError + Send + Sync>),
     /// The store answered with an error.
     Failed(Arc<dyn StdError + Send + Sync>),
-    /// The store answers so slowly that its permits have expired when they arrive.
+    /// The store answers so slowly that its permits have expired when they arrive. Move the store
+    /// closer, or use a longer window.
     TooSlow {
         /// How long the call took.
         took: Duration,
-        /// The longest validity of a permit of this quota.
+        /// How long a permit of this quota can be valid.
         longest: Duration,
     },
-    /// The store has not answered, and the request waited for `max_wait`, and for at least a
-    /// second.
+    /// The store has not answered, and the request has waited for `max_wait`, or for a second if
+    /// that is longer.
     ///
     /// A permit that the store grants later goes to another request, or back. A request whose
     /// [`Deadline`](crate::Deadline) ends first is refused locally instead.
@@ -38,20 +39,21 @@ pub enum StoreError {
         /// How long ago the store was asked.
         waited: Duration,
     },
-    /// The store's answer was lost. What it may have granted counts as spent.
+    /// The store's answer was lost. What it may have granted counts as used.
     Lost,
-    /// This process lost contact with the store for longer than `in_flight_ttl`, so that other
-    /// processes may have been granted the call's in-flight slot. The call was cancelled.
+    /// This process lost contact with the store for longer than
+    /// [`in_flight_ttl`](crate::RateLimitBuilder::in_flight_ttl). The store may have granted the
+    /// call's in-flight slot to another process, so the call was cancelled.
     InFlightSlotLost,
-    /// The store cannot be reached, and the request costs more than the fallback share of this
-    /// process allows at once.
+    /// The store cannot be reached, and the request costs more than the [fallback
+    /// share](crate::OnStoreError::FallbackShare) of this process allows at once.
     AboveShare {
-        /// The cost of the request.
+        /// The cost of the request, in units.
         cost: u32,
-        /// The largest cost that the fallback share allows.
+        /// The largest cost that the fallback share allows, in units.
         share: u32,
     },
-    /// The store does not support what the quota needs.
+    /// The store does not support what the quota needs, which is the value.
     Unsupported(&'static str),
 }
 

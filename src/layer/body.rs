@@ -37,7 +37,8 @@ impl RateLimitLayer {
     /// # let client = service_fn(|_: Request<String>| async { Ok::<_, BoxError>(Response::new(Full::new(Bytes::from("hello")))) });
     /// let limit = RateLimitLayer::new(Quota::in_flight(1))?;
     /// let limiter = limit.limiter();
-    /// let mut service = ServiceBuilder::new().layer(limit.in_flight_until_body_end()).service(client);
+    /// let limit = limit.in_flight_until_body_end();
+    /// let mut service = ServiceBuilder::new().layer(limit).service(client);
     ///
     /// let request = Request::get("http://example.com/").body(String::new())?;
     /// let response = service.ready().await?.call(request).await?;
@@ -54,7 +55,7 @@ impl RateLimitLayer {
 }
 
 /// A [`RateLimitLayer`] with calls that are in flight until the body of their response ends or is
-/// dropped. Made by [`RateLimitLayer::in_flight_until_body_end`].
+/// dropped. [`RateLimitLayer::in_flight_until_body_end`] returns it.
 ///
 /// It is a `tower_layer::Layer` and a `reqwest_middleware::Middleware`, as the [`RateLimitLayer`]
 /// is.
@@ -74,7 +75,7 @@ impl<S> Layer<S> for InFlightUntilBodyEnd {
     }
 }
 
-/// The Tower service of a [`InFlightUntilBodyEnd`].
+/// The Tower service of an [`InFlightUntilBodyEnd`].
 #[derive(Clone, Debug)]
 pub struct Tracking<S>(Gated<RateLimitLayer, S>);
 

@@ -40,7 +40,8 @@ use crate::signal::{ResponseInfo, Signal};
 ///     .layer(RateLimitLayer::new(Quota::per_second(50))?)
 ///     .service(client);
 ///
-/// let response = service.ready().await?.call(Request::get("http://example.com/").body(String::new())?).await?;
+/// let request = Request::get("http://example.com/").body(String::new())?;
+/// let response = service.ready().await?.call(request).await?;
 /// # assert_eq!(response.status(), 200);
 /// # Ok(())
 /// # }
@@ -48,20 +49,20 @@ use crate::signal::{ResponseInfo, Signal};
 ///
 /// # What happens to a request
 ///
-/// `poll_ready` polls the inner service and nothing else. The permit is taken in `call`, because
+/// `poll_ready` polls the inner service and nothing else. The permit is acquired in `call`, because
 /// the key is known only when the request is there. A request that waits reserves nothing in the
 /// inner service: it keeps a clone of the service, and polls the clone for readiness when the
-/// permit is there.
+/// permit is granted.
 ///
-/// The wait is bounded by [`max_wait`](RateLimitBuilder::max_wait) and by the request's own
-/// deadline. An outer timeout should be longer than both. If it fires first, the caller sees
-/// neither the reason nor the time to retry.
+/// A request waits for at most [`max_wait`](RateLimitBuilder::max_wait), and until its own
+/// [deadline](crate::Deadline). An outer timeout should be longer than both. If it fires before the
+/// request is refused, the caller sees neither the reason nor the time to retry.
 ///
 /// # Two layers
 ///
-/// One `RateLimitLayer` around another does not keep its limit: the outer permit is spent while the
+/// One `RateLimitLayer` around another does not keep its limit: the outer permit expires while the
 /// request waits in the inner layer. Put limits of the same key into one quota, with
-/// [`and`](Quota::and). For limits of different keys, take both permits [by
+/// [`and`](Quota::and). For limits of different keys, acquire both permits [by
 /// hand](Limiter#two-limits-with-different-keys).
 #[derive(Clone, Debug)]
 pub struct RateLimitLayer {
@@ -70,8 +71,9 @@ pub struct RateLimitLayer {
 }
 
 impl RateLimitLayer {
-    /// Creates a layer that keeps all its requests, together, within `quota`. Requests wait for up
-    /// to 15 s; permits are counted in memory.
+    /// Creates a layer that keeps all its requests, together, within `quota`. Requests wait for at
+    /// most 15 s. Permits are counted in memory. [`builder`](RateLimitLayer::builder) changes these
+    /// defaults.
     ///
     /// # Errors
     ///
@@ -242,18 +244,19 @@ impl<S> Layer<S> for RateLimitLayer {
 gated_service! {
     /// The Tower service of a [`RateLimitLayer`].
     ///
-    /// `poll_ready` polls the inner service and nothing else. The permit is taken in `call`,
+    /// `poll_ready` polls the inner service and nothing else. The permit is acquired in `call`,
     /// because the key is known only when the request is there.
     ///
     /// Poll the response future as soon as you have it. If the request need not wait, `call` has
     /// called the inner service, but most services send a request when their future is first
-    /// polled. A request that is sent long after its permit may exceed the limit.
+    /// polled. If a request is sent long after its permit was granted, the upstream may see more
+    /// requests than its limit allows.
     ///
     /// # Cancel safety
     ///
     /// A response future may be dropped at any time. A request that waits gives up its place in the
     /// queue, and an unused slot goes to the next request. Once the inner service was called, the
-    /// permit counts as spent.
+    /// permit counts as used.
     RateLimit {
         gate: RateLimitLayer,
         request: RequestInfo,

@@ -70,39 +70,44 @@ impl RateLimitBuilder {
     }
 
     common_setters! {
-        /// Without a key function, all requests are counted together, and a refusal
-        /// [holds](Self::max_hold) the requests to the host that refused.
+        /// Without a key function, all requests are counted together, but a refusal
+        /// [holds](Self::max_hold) only the requests to the host that refused.
         key;
-        /// If the slot of a request lies further away, the request is refused at once and uses no
-        /// permits. The error says when the request could have been sent.
+        /// If its slot is further away, the request is refused at once and takes no units. The
+        /// error says when to try again. A request waits for the next window only if `max_wait` is
+        /// longer than the window and its [margin](crate::guide::choosing_a_quota#the-margin).
         max_wait;
-        /// The default store has room for the same number of keys. Keys that are not in use cost
-        /// nothing and do not count. If there is no room, requests with a new key are refused.
-        /// Without a [key function](Self::key), each host on hold counts as a key, and a refusal
-        /// holds nothing if there is no room.
+        /// The default store has room for the same number of keys. Keys that are not in use need no
+        /// memory and do not count. Without a [key function](Self::key), each host on hold counts
+        /// as a key, and if there is no room, a refusal holds nothing.
         max_keys;
         /// Default: 60 s, so that one wrong response costs about a minute; at most a day. With
         /// `Duration::ZERO`, a refusal holds nothing.
         ///
-        /// If the upstream states a time, the key is held for that time, cut to `max_hold`. If it
-        /// states none, the key is held for about a second, and twice as long each time it is
-        /// refused again. If the upstream refuses again after the time it stated, the key is held
-        /// for at least 0.4 s, and twice as long each time.
+        /// If the upstream states a time, the key is on hold for that time, cut to `max_hold`. If
+        /// it states none, the key is on hold for about a second, and for twice as long after each
+        /// further refusal. If the upstream refuses a request shortly after the time that it
+        /// stated, the next hold lasts at least 0.4 s, and twice as long after each further such
+        /// refusal.
         ///
         /// After a hold that was cut, one request is sent as a probe. When the probe has passed,
-        /// the others follow. If the probe has no response, another one follows after 5 s. All
-        /// requests may be sent a minute after the hold, or after `max_hold` if that is shorter.
+        /// the others follow. If the probe has no response after 5 s, another request is sent as a
+        /// probe. A minute after the hold, or `max_hold` if that is shorter, all requests may be
+        /// sent. The page [refusals](crate::guide::refusals#refused-by-the-server) has all rules.
         ///
-        /// Usage by others that is [learned](Self::trust_headers) from one response is reserved for
-        /// a minute, or for `max_hold` if that is shorter.
+        /// Units that a response shows to be used by [other clients](Self::trust_headers) are
+        /// reserved for them for a minute, or for `max_hold` if that is shorter.
         ///
         /// Without a [key function](Self::key), a refusal holds the requests to its host
-        /// ([`Key::host_hold`]) and no others; the refusal of a request without a host holds all
-        /// requests. With a key function, it holds the key of the request, whatever the host.
+        /// ([`Key::host_hold`]) and no others. If the request has no host, its refusal holds all
+        /// requests. With a key function, a refusal holds the key of the request, whatever its
+        /// host.
         max_hold;
-        /// Sets the store in which permits are counted. Default: a [`MemoryStore`] of its own.
+        /// Sets the store in which permits are counted. Default: a [`MemoryStore`] of the layer's
+        /// own.
         ///
-        /// Layers with the same store share the counts of equal keys.
+        /// Layers with the same store share the counts of equal keys. For many processes, use a
+        /// `RedisStore` (feature `redis`): see [many processes](crate::guide::many_processes).
         store;
         /// ```
         /// use std::time::Duration;
@@ -112,21 +117,24 @@ impl RateLimitBuilder {
         /// // One of the servers sends `X-Pause: 3` where others send `429` and `Retry-After: 3`.
         /// let theirs = Key::host("api.example.com");
         /// let pause = move |key, headers: &HeaderMap, signal: Signal| {
-        ///     let seconds = headers.get("x-pause").and_then(|value| value.to_str().ok()?.parse().ok());
-        ///     match seconds {
+        ///     let seconds = headers.get("x-pause").and_then(|value| value.to_str().ok());
+        ///     match seconds.and_then(|seconds| seconds.parse().ok()) {
         ///         Some(seconds) if key == theirs => signal
         ///             .with_refusal(StatusCode::TOO_MANY_REQUESTS)
         ///             .with_retry_after(Duration::from_secs(seconds)),
         ///         _ => signal,
         ///     }
         /// };
-        /// let limit = RateLimitLayer::builder(Quota::per_second(50)).key(by_host).dialect(pause).build()?;
+        /// let limit = RateLimitLayer::builder(Quota::per_second(50))
+        ///     .key(by_host)
+        ///     .dialect(pause)
+        ///     .build()?;
         /// # Ok::<(), tollgate::ConfigError>(())
         /// ```
         dialect;
     }
 
-    /// Sets how the cost of a request is found: how many units of the limit it takes. Default: 1.
+    /// Sets how the cost of a request is found: how many units of each limit it takes. Default: 1.
     ///
     /// A [`Cost`](crate::Cost) in the extensions of the request takes precedence over the function.
     pub fn cost(mut self, cost: impl Fn(&RequestRef<'_>) -> u32 + Send + Sync + 'static) -> Self {
@@ -134,18 +142,20 @@ impl RateLimitBuilder {
         self
     }
 
-    /// Sets what happens to a request if the store fails. Default: [`OnStoreError::FailClosed`].
+    /// Sets what happens to a request if the store fails. Default: [`OnStoreError::FailClosed`],
+    /// because only this keeps the limit in all cases.
     pub fn on_store_error(mut self, on_store_error: OnStoreError) -> Self {
         self.on_store_error = on_store_error;
         self
     }
 
-    /// Sets the fraction of the limit that this process may use during an outage of the store, if
-    /// the store granted it nothing in the last window before. Only with
+    /// Sets the fraction of the limit that this process may use while the store is unreachable, if
+    /// the store granted it nothing in the last windows before. Only with
     /// [`OnStoreError::FallbackShare`]. Default: none, and such a process sends nothing.
     ///
-    /// The fraction is above 0 and at most 1: one divided by the number of processes. If it comes
-    /// to less than one unit, the process may use one unit in a longer time.
+    /// The fraction is above 0 and at most 1. A good value is one divided by the number of
+    /// processes. If the fraction of the limit is less than one unit, the process may use one unit
+    /// in a longer window.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -164,18 +174,16 @@ impl RateLimitBuilder {
         self
     }
 
-    /// Sets by how much the time may vary that a request takes to the upstream. Default: 10 ms; at
-    /// most 60 s.
+    /// Sets the transit slack: how much longer one request may take to the upstream than another.
+    /// Default: 10 ms; at most 60 s.
     ///
-    /// Opening a connection is part of that time. If the first request on a connection takes 150 ms
-    /// longer than the next, then with 10 ms of slack the upstream may see up to twice the limit at
-    /// the start.
+    /// Opening a connection is part of that time. Suppose that the first request on a connection
+    /// takes 150 ms longer than the next. Then with a slack of 10 ms, the upstream may see up to
+    /// twice the limit at the start.
     ///
-    /// The slack and the life of a permit are the margin by which every window is longer than the
-    /// quota says. A permit lives for a fiftieth of the window divided by the count, at least 10 ms
-    /// and at most 50 ms. The margin costs 2 % of the rate at 50 requests per second, and 3 % at
-    /// one per second. Permits that a key in heavy use fetches ahead live for up to a two-hundredth
-    /// of the window: at 100 requests per minute, they cost at most 0.5 % more.
+    /// Each window is longer than the quota says, by the
+    /// [margin](crate::guide::choosing_a_quota#the-margin): the transit slack and the time for
+    /// which a permit is valid. At 50 requests per second, the margin costs 2 % of the rate.
     pub fn transit_slack(mut self, transit_slack: Duration) -> Self {
         self.transit_slack = transit_slack;
         self
@@ -184,14 +192,15 @@ impl RateLimitBuilder {
     /// Sets how many per cent of the rate the margin of permits may cost under a fine spacing.
     /// Default: 10; at most 50.
     ///
-    /// The margin is the life of a permit and [`transit_slack`](Self::transit_slack). If the
-    /// spacing of a burst or of [`Quota::every`] is short against the margin, requests are sent
-    /// farther apart than the limit says. If that costs more than `percent`, permits live shorter,
-    /// down to 2 ms. If it still does, [`build`](Self::build) fails and says how much would be
-    /// lost. A higher `percent` accepts the loss. Sliding and fixed windows do not need it.
+    /// The [margin](crate::guide::choosing_a_quota#the-margin) is the time for which a permit is
+    /// valid, plus [`transit_slack`](Self::transit_slack). If the spacing of a burst or of
+    /// [`Quota::every`] is short against the margin, requests are sent farther apart than the limit
+    /// says. If that costs more than `percent` of the rate, permits are valid for a shorter time,
+    /// down to 2 ms. If that still costs more, [`build`](Self::build) fails and says how much would
+    /// be lost. A higher `percent` accepts the loss. Sliding and fixed windows do not need it.
     ///
-    /// On a busy machine, a permit that lives for 2 ms often expires before it is used. If the
-    /// store is remote, permits live for at least twice the round trip and 5 ms.
+    /// On a busy machine, a permit that is valid for 2 ms often expires before it is used. If the
+    /// store is remote, permits are valid for at least twice the round trip and 5 ms.
     ///
     /// # Errors
     ///
@@ -218,44 +227,46 @@ impl RateLimitBuilder {
     /// is sent. Default: 100 ms; at most a quarter of the window.
     ///
     /// It covers the time that a request takes to the upstream, and the difference between the
-    /// clocks.
+    /// clock of this process (or of Redis) and the clock of the upstream.
     pub fn boundary_guard(mut self, boundary_guard: Duration) -> Self {
         self.boundary_guard = boundary_guard;
         self
     }
 
-    /// Sets for how long the calls [in flight](Quota::in_flight) of a crashed process keep counting
+    /// Sets how long the calls [in flight](Quota::in_flight) of a crashed process keep counting
     /// against the limit. Default: 10 s; from 300 ms to an hour.
     ///
-    /// A running process renews its calls at every third of this time. If it cannot reach the store
-    /// for all of it, it cancels its calls with
+    /// A running process reports its calls to the store every third of this time. If it cannot
+    /// reach the store for all of this time, it cancels its calls with
     /// [`StoreError::InFlightSlotLost`](crate::store::StoreError::InFlightSlotLost). So calls in
-    /// flight survive a store outage of that length. With a store in memory, the setting has no
+    /// flight survive a shorter outage of the store. With a store in memory, the setting has no
     /// effect.
     pub fn in_flight_ttl(mut self, in_flight_ttl: Duration) -> Self {
         self.in_flight_ttl = in_flight_ttl;
         self
     }
 
-    /// Sets what the layer learns from what the upstream says about its quotas. Default:
-    /// [`HeaderTrust::Usage`].
+    /// Sets how much of what responses state about limits takes effect. Default:
+    /// [`HeaderTrust::Usage`]: if other clients use a part of the limit, the layer slows down.
     ///
     /// Without a [key function](Self::key), nothing is learned from requests to several hosts: each
     /// host has quotas of its own.
     ///
-    /// [`Limiter::peek`](crate::Limiter::peek) shows what was learned.
+    /// [`Limiter::peek`](crate::Limiter::peek) shows what was learned. The page
+    /// [`guide::learning`](crate::guide::learning) has the rules.
     pub fn trust_headers(mut self, learn: HeaderTrust) -> Self {
         self.learn = learn;
         self
     }
 
-    /// Sets the key that a refusal holds if the upstream names the limiter that refused
-    /// ([`Signal::scope`]). If the function returns `None`, the refusal holds nothing. Default: the
-    /// key of the call, or of its host: see [`max_hold`](Self::max_hold).
+    /// Sets the key that a refusal holds if the response names the limit that was exceeded
+    /// ([`Signal::scope`]). The function takes the key of the request and the scope. If it returns
+    /// `None`, the refusal holds nothing. Default: the key of the request, or of its host: see
+    /// [`max_hold`](Self::max_hold).
     ///
-    /// Suppose one limiter counts each route and another the whole account, on one store. Then a
-    /// refusal is about one of them. Take both permits [by
-    /// hand](crate::Limiter#two-limits-with-different-keys), and give the signal to
+    /// Suppose that one limiter counts each route, and another the whole account, on one store.
+    /// Then a refusal is about one of them. Acquire both permits [by
+    /// hand](crate::Limiter#two-limits-with-different-keys), and pass the signal to
     /// [both](crate::Permit::answered). One layer around the other would not keep its limit.
     ///
     /// ```
@@ -290,7 +301,7 @@ impl RateLimitBuilder {
     ///
     /// # Errors
     ///
-    /// [`ConfigError`] names the first setting that is out of range, and what to change.
+    /// [`ConfigError`] names the first setting or limit that is out of range, and what to change.
     pub fn build(self) -> Result<RateLimitLayer, ConfigError> {
         self.check()?;
         let slacks = Slacks {

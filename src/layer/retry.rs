@@ -8,21 +8,21 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::error::Limited;
 use crate::signal::Signal;
 
-/// Retries requests that the upstream refused (with a 429, or a 503 with `Retry-After`), within a
-/// budget.
+/// Retries requests that the upstream [refused](Signal::refusal), within a budget. For use with
+/// [`RateLimitLayer`](crate::RateLimitLayer).
 ///
-/// The policy does not sleep. The refusal holds the key, and the next attempt goes through the
+/// The policy does not sleep. The refusal puts the key on hold, and the next attempt passes the
 /// layer like any other request, so it waits there until the hold ends. A request that the layer
 /// itself refused is not retried: it has waited for the longest allowed time, or would have to wait
-/// for longer. Other failures are not retried either; they are for another policy.
+/// for longer. Other failures are not retried. Use another policy for them.
 ///
-/// The method does not matter: a POST is sent again after a 429, or after a 503 with `Retry-After`.
-/// A server may have begun to process a request that it refuses with a 503. If a request must not
-/// be processed twice, give it an idempotency key, or use a layer without retries.
+/// The policy does not check the HTTP method: it also sends a POST again. A server may have begun
+/// to process a request that it refuses with a 503. If a request must not be processed twice, give
+/// it an idempotency key, or use a layer without retries.
 ///
-/// The policy is a `tower::retry::Policy` (feature `retry`) for `http::Request` with a body that is
-/// `Clone`, and for `reqwest::Request`. It is also a `reqwest_retry::RetryableStrategy` and its
-/// `RetryPolicy` (feature `reqwest-retry`).
+/// With the feature `retry`, it is a `tower::retry::Policy` for `http::Request` with a body that is
+/// `Clone`, and for `reqwest::Request`. With the feature `reqwest-retry`, it is a
+/// `reqwest_retry::RetryableStrategy` and its `RetryPolicy`.
 ///
 /// After a redirect, a refusal by another host holds nothing, so the request is retried at once.
 ///
@@ -69,8 +69,8 @@ struct Budget {
 const ONE: u32 = 100;
 
 impl RetryLimited {
-    /// Creates a policy of three attempts a call, with a budget of 10 retries, and one more for
-    /// every five calls that were not refused.
+    /// Creates a policy of three attempts for each call, and a budget of 10 retries for all calls.
+    /// For every five calls that were not refused, the budget gains one retry.
     pub fn new() -> Self {
         RetryLimited {
             attempts: 3,
@@ -87,11 +87,12 @@ impl RetryLimited {
         self
     }
 
-    /// Sets the budget that all clones share. It starts with `most` retries, its highest value, and
-    /// each retry takes one. Each call that was not refused adds `percent` hundredths of a retry.
-    /// Default: 10 and 20.
+    /// Sets the budget of retries that all clones share. It starts with `most` retries, its largest
+    /// value, and each retry takes one. Each call that was not refused adds `percent` hundredths of
+    /// a retry. Default: 10 and 20.
     ///
-    /// If an upstream refuses all requests, only the first few are retried.
+    /// The budget bounds the load on an upstream that refuses all requests: with the defaults, only
+    /// ten of them are retried.
     #[must_use]
     pub fn budget(mut self, most: u32, percent: u32) -> Self {
         self.budget = Budget::new(most, percent);
@@ -100,8 +101,8 @@ impl RetryLimited {
 
     /// Retries requests that the layer refused, too. Default: no.
     ///
-    /// Use it only if `max_wait` is short and the deadline long: each attempt joins the end of the
-    /// queue.
+    /// Use it only if [`max_wait`](crate::RateLimitBuilder::max_wait) is short and the total
+    /// timeout long: each attempt joins the end of the queue, and has a `max_wait` of its own.
     #[must_use]
     pub fn local_refusals(mut self) -> Self {
         self.local_refusals = true;

@@ -9,18 +9,19 @@ use crate::error::Limited;
 use crate::key::RequestInfo;
 
 /// An [`AdaptiveThrottleLayer`] that sends refused requests again, each in its old place in the
-/// queue, until `max_wait` after its arrival. Made by
-/// [`retrying`](AdaptiveThrottleLayer::retrying).
+/// queue, until [`max_wait`](crate::AdaptiveThrottleBuilder::max_wait) after its arrival.
+/// [`retrying`](AdaptiveThrottleLayer::retrying) returns it.
 ///
 /// If a refusal states a longer wait, it passes as a response. Otherwise the response is dropped
 /// before the wait. So it keeps neither its connection nor, with
 /// [`in_flight_until_body_end`](crate::RateLimitLayer::in_flight_until_body_end), its in-flight
-/// slot. If the request then cannot be sent in time, it ends with [`Limited::Upstream`] and the
+/// slot. If the request then cannot be sent in time, it fails with [`Limited::Upstream`] and the
 /// status of the last refusal.
 ///
 /// The request type must be [`CloneRequest`]. A request that cannot be cloned, such as one with a
-/// streaming body, is sent once. Take care with requests that have an effect each time they arrive.
-/// A server that refuses a request has, as a rule, not acted on it.
+/// streaming body, is sent once. The layer does not check the HTTP method. As a rule, a server has
+/// not acted on a request that it refuses. If a request must not be processed twice, give it an
+/// idempotency key, or use a layer without retries.
 ///
 /// ```
 /// use http::{Request, Response};
@@ -36,7 +37,8 @@ use crate::key::RequestInfo;
 ///     async move { Response::builder().status(status).header("retry-after", 1).body("hello") }
 /// });
 /// # let client = { let client = std::sync::Arc::new(std::sync::Mutex::new(client)); service_fn(move |request: Request<String>| client.lock().unwrap().call(request)) };
-/// let mut service = ServiceBuilder::new().layer(AdaptiveThrottleLayer::new().retrying()).service(client);
+/// let throttle = AdaptiveThrottleLayer::new().retrying();
+/// let mut service = ServiceBuilder::new().layer(throttle).service(client);
 ///
 /// let request = Request::get("https://api.example.com/users").body(String::new())?;
 /// let response = service.ready().await?.call(request).await?;

@@ -33,7 +33,7 @@ pub(super) trait Gate: Send + Sync {
     /// A request that waits for its permit. Dropping it gives up its place in the queue.
     type Wait: Send;
 
-    /// The right to send one request, not used yet. Dropped, it counts as spent.
+    /// The right to send one request, not used yet. Dropped, it counts as used.
     type Permit: Send;
 
     /// A request that was sent and has no response yet. Dropping it ends the call.

@@ -120,9 +120,9 @@ macro_rules! common_setters {
         /// Sets how the deadline of a request is found: the moment by which it must be sent.
         /// Default: none.
         ///
-        /// A request whose slot lies beyond the deadline is refused. A
+        /// If its slot is later than the deadline, the request is refused. A
         /// [`Deadline`](crate::Deadline) in the extensions of the request takes precedence over the
-        /// function. [`max_wait`](Self::max_wait) applies besides.
+        /// function. [`max_wait`](Self::max_wait) limits the wait as well.
         pub fn deadline<F>(mut self, deadline: F) -> Self
         where
             F: Fn(&$crate::RequestRef<'_>) -> Option<std::time::Instant> + Send + Sync + 'static,
@@ -134,7 +134,8 @@ macro_rules! common_setters {
         /// Sets the longest time for which a request may wait for its permit. Default: 15 s; at
         /// most a day.
         ///
-        /// With `Duration::ZERO`, requests never wait.
+        /// With `Duration::ZERO`, requests never wait. An outer timeout should be longer than
+        /// `max_wait`: see [retry and timeout](crate::guide::retry_and_timeout).
         ///
         $(#[$max_wait])*
         pub fn max_wait(mut self, max_wait: std::time::Duration) -> Self {
@@ -142,8 +143,10 @@ macro_rules! common_setters {
             self
         }
 
-        /// Sets how many requests of one key may wait in this process. Further requests of the key
-        /// are refused. Default: 10,000; at least 1.
+        /// Sets how many requests of one key may wait in this process. Default: 10,000; at least 1.
+        ///
+        /// Further requests of the key are refused
+        /// ([`Reason::QueueFull`](crate::Reason::QueueFull)).
         pub fn max_queue(mut self, max_queue: usize) -> Self {
             self.common.max_queue = max_queue;
             self
@@ -151,13 +154,17 @@ macro_rules! common_setters {
 
         /// Sets how many keys may be in use at once in this process. Default: 100,000; at least 1.
         ///
+        /// If all of them are in use, requests with a new key are refused
+        /// ([`Reason::TooManyKeys`](crate::Reason::TooManyKeys)).
+        ///
         $(#[$max_keys])*
         pub fn max_keys(mut self, max_keys: usize) -> Self {
             self.common.max_keys = max_keys;
             self
         }
 
-        /// Sets the longest time for which a response of the upstream holds a key.
+        /// Sets the longest time for which a response of the upstream puts a key on hold. No
+        /// request of a key on hold is sent.
         ///
         $(#[$max_hold])*
         ///
@@ -173,19 +180,21 @@ macro_rules! common_setters {
             self
         }
 
-        /// Turns a refusal by the upstream into [`Limited::Upstream`](crate::Limited::Upstream).
-        /// The body of the response is dropped. Default: a refusal passes as a response.
+        /// Turns a response that is a refusal into an error,
+        /// [`Limited::Upstream`](crate::Limited::Upstream). The body of the response is dropped.
+        /// Default: a refusal passes as a response.
         ///
-        /// [`Signal::refusal`](crate::Signal::refusal) says which responses are refusals: a 429,
-        /// and some more, such as a 503 with `Retry-After`.
+        /// [`Signal::refusal`](crate::Signal::refusal) says which responses are refusals: a 429, a
+        /// 503 with `Retry-After`, and some others.
         pub fn error_on_upstream_limit(mut self) -> Self {
             self.common.extractors.policy.set_error_on_limit();
             self
         }
 
-        /// Sets a function that changes how responses are read. Default: none.
+        /// Sets a function that changes how responses are read, for a server with headers of its
+        /// own. Default: none.
         ///
-        /// `dialect` receives the key of the request, the headers of the response, and the
+        /// `dialect` takes the key of the request, the headers of the response, and the
         /// [`Signal`](crate::Signal) that was read from them. The signal that it returns takes
         /// effect.
         ///

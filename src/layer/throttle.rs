@@ -21,13 +21,17 @@ use crate::pace::Fair;
 use crate::signal::ResponseInfo;
 use crate::throttle::{Back, Begun, Throttle, ThrottlePermit, Wait};
 
-/// Finds the pace that a server allows if its limit is unknown or changes. It is fair to other
-/// clients without communicating with them. Clones share what they learn.
+/// Finds the speed that a server allows if its limit is unknown or changes. Clones share what they
+/// learn.
 ///
-/// The layer learns from what responses state: refusals, the remaining quota, the time to retry.
-/// Its [pace](crate::pace) decides how. The default is [`Fair`], which causes next to no refusals
-/// and gives all clients even shares. If the limit is known,
-/// [`RateLimitLayer`](super::RateLimitLayer) is exact. If you want both, put the throttle outside.
+/// The layer learns from responses: from refusals, from the units that are left, and from the times
+/// to retry. Its [pace](crate::pace) is the rule by which it learns. The default is [`Fair`]: it
+/// causes next to no refusals, and all clients that use it converge on equal shares without talking
+/// to each other.
+///
+/// If you know the limit, use [`RateLimitLayer`](super::RateLimitLayer), which keeps it exactly. If
+/// you want both, put this layer outside. The page [`guide::pace`](crate::guide::pace) says what to
+/// expect.
 ///
 /// The layer is a `tower_layer::Layer` over the same services as
 /// [`RateLimitLayer`](super::RateLimitLayer), and a `reqwest_middleware::Middleware` (feature
@@ -54,19 +58,19 @@ use crate::throttle::{Back, Begun, Throttle, ThrottlePermit, Wait};
 ///
 /// # What happens to a request
 ///
-/// It joins the queue of its key, first come, first served. Until the first response, for at most a
-/// second, one request is in flight alone. After that, the pace decides when the next request is
-/// sent. A refusal holds the queue for the time that the server states, up to
-/// [`max_hold`](AdaptiveThrottleBuilder::max_hold), or for a time that the pace chooses.
+/// The request joins the queue of its key, first come, first served. The first request of a key is
+/// sent alone: the others wait for its response, for at most a second. After that, the pace decides
+/// when the next request is sent.
 ///
-/// A refusal passes as a response. With [`retrying`](AdaptiveThrottleLayer::retrying), the request
-/// takes its old place in the queue instead, before all others, and is sent again.
+/// A refusal puts the key on hold for the time that the server states, at most
+/// [`max_hold`](AdaptiveThrottleBuilder::max_hold). If the server states none, the pace chooses a
+/// time. The refusal passes as a response. With [`retrying`](AdaptiveThrottleLayer::retrying), the
+/// request takes its old place in the queue instead, before all others, and is sent again.
 ///
 /// # What it does not do
 ///
-/// The layer counts no permits, so it may hit the server's limit once in a while, and then finds it
-/// again. Each process learns for itself, unless the processes share a
-/// [store](AdaptiveThrottleBuilder::store).
+/// The layer counts no permits, so the server refuses some requests. Each process learns for
+/// itself, unless the processes share a [store](AdaptiveThrottleBuilder::store).
 #[derive(Clone, Debug)]
 pub struct AdaptiveThrottleLayer {
     pub(super) throttle: Throttle,
@@ -74,7 +78,8 @@ pub struct AdaptiveThrottleLayer {
 }
 
 impl AdaptiveThrottleLayer {
-    /// Creates a layer that learns one pace for all its requests. Requests wait for up to 15 s.
+    /// Creates a layer that learns one pace for all its requests. Requests wait for at most 15 s.
+    /// [`builder`](AdaptiveThrottleLayer::builder) changes these defaults.
     #[expect(
         clippy::new_without_default,
         reason = "each layer learns for itself, so it is created explicitly"
@@ -90,13 +95,15 @@ impl AdaptiveThrottleLayer {
         AdaptiveThrottleBuilder::new()
     }
 
-    /// Returns the throttle of this layer, for calls that are not HTTP. It shares what the layer
-    /// learns.
+    /// Returns the throttle of this layer, for calls that are not HTTP. Throttle and layer share
+    /// what they learn.
     pub fn throttle(&self) -> Throttle {
         self.throttle.clone()
     }
 
-    /// Returns this layer with retries: it sends refused requests again.
+    /// Returns this layer with retries: it sends requests that the server refuses again, each in
+    /// its old place in the queue. All attempts together wait for at most
+    /// [`max_wait`](AdaptiveThrottleBuilder::max_wait).
     pub fn retrying(self) -> RetryingThrottleLayer {
         RetryingThrottleLayer { layer: self }
     }
@@ -219,7 +226,7 @@ impl<S> Layer<S> for AdaptiveThrottleLayer {
 gated_service! {
     /// The Tower service of an [`AdaptiveThrottleLayer`].
     ///
-    /// `poll_ready` polls the inner service and nothing else. The permit is taken in `call`,
+    /// `poll_ready` polls the inner service and nothing else. The permit is acquired in `call`,
     /// because the key is known only when the request is there.
     ///
     /// # Cancel safety

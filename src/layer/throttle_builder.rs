@@ -20,7 +20,7 @@ use crate::throttle::{Throttle, ThrottleSettings};
 /// use tollgate::pace::Fair;
 /// use tollgate::{AdaptiveThrottleLayer, by_host};
 ///
-/// // The server is known to allow about 4500 requests an hour. With this hint, the pace is found sooner.
+/// // The server allows about 4500 requests an hour. With this hint, the pace finds its speed sooner.
 /// let throttle = AdaptiveThrottleLayer::builder()
 ///     .key(by_host)
 ///     .pace(|| Fair::new().limit(4500, Duration::from_secs(3600)))
@@ -49,29 +49,29 @@ impl AdaptiveThrottleBuilder {
         /// function, it learns one pace for the requests to all hosts, and a refusal holds them
         /// all.
         key;
-        /// The limit covers all attempts of a request together. The length of a wait is not known
-        /// ahead, so a request waits for up to `max_wait` before it is refused. If the server has
-        /// stated a longer wait, the request is refused at once.
+        /// With [`retrying`](AdaptiveThrottleLayer::retrying), the limit is for all attempts of a
+        /// request together. The throttle does not know in advance how long a request has to wait.
+        /// So a request without a turn is refused only after it has waited for `max_wait`. If the
+        /// server has stated a longer wait, the request is refused at once.
         max_wait;
-        /// What was learned for a key is kept for an hour after its last call, as long as there is
-        /// room.
+        /// The layer keeps what it learned for a key for an hour after the last request of the key,
+        /// or until it needs the room for another key.
         max_keys;
         /// Default: an hour; at most a day. With `Duration::ZERO`, a response holds nothing.
         ///
         /// If the server states a longer time, the hold is cut to `max_hold`. The pace may add a
-        /// wait of its own, which is not cut.
-        ///
-        /// A hold outlives a restart if the processes share a [store](Self::store).
-        /// [`Throttle::release`] ends it.
+        /// wait of its own, which is not cut. [`Throttle::release`] ends a hold. If the processes
+        /// share a [store](Self::store), a hold continues after a process restarts.
         max_hold;
-        /// Sets the store through which the processes share a queue and what they learn of each
-        /// key. Default: none, each process learns for itself.
+        /// Sets the store through which processes share, for each key, one queue and what they
+        /// learn. Default: none, so each process learns for itself.
         ///
-        /// Fleets of more than about 30 processes need it: without it, each process has to find out
-        /// how many there are. A request then costs [two to five
-        /// calls](crate::guide::pace#a-fleet-that-shares-its-pace) of the store, more in fleets of
-        /// hundreds. If nothing is scarce, it waits for none of them. During an outage of the
-        /// store, each process goes on by itself, at its part of the speed.
+        /// Fleets of more than about 30 processes need a store: without it, each process has to
+        /// learn from refusals how many processes there are. With a store, a request costs [two to
+        /// five calls](crate::guide::pace#a-fleet-that-shares-its-pace) of the store, more in
+        /// fleets of hundreds. While no request has to wait for its turn, none waits for these
+        /// calls. While the store is unreachable, each process continues alone, at its part of the
+        /// speed.
         ///
         /// All processes need the same pace, and the pace must support [sharing](Pace::share):
         /// [`Fair`] and [`Aimd`](crate::pace::Aimd) do. Without
@@ -83,10 +83,10 @@ impl AdaptiveThrottleBuilder {
         dialect;
     }
 
-    /// Sets how the speed of a key follows signals. `pace` is called for each key. Default:
-    /// [`Fair::new`].
+    /// Sets the rule by which the speed of a key follows signals. The layer calls `pace` once for
+    /// each key. Default: [`Fair::new`], because it shares a limit evenly with next to no refusals.
     ///
-    /// The methods of a pace are called under a lock, so they should be quick.
+    /// The layer calls the methods of a pace under a lock, so they should be quick.
     pub fn pace<P: Pace + 'static>(mut self, pace: impl Fn() -> P + Send + Sync + 'static) -> Self {
         self.pace = Box::new(move || Box::new(pace()));
         self

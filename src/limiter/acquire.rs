@@ -15,9 +15,9 @@ use super::waiter::Waiter;
 use crate::error::Limited;
 use crate::key::Key;
 
-/// The future of a [`Permit`].
+/// The future of a [`Permit`], with setters for the cost and the deadline of the request.
 ///
-/// [`Limiter::acquire`](crate::Limiter::acquire) makes it, and describes its errors and cancel
+/// [`Limiter::acquire`](crate::Limiter::acquire) returns it, and describes its errors and cancel
 /// safety.
 #[must_use = "futures do nothing unless polled"]
 #[derive(Debug)]
@@ -53,7 +53,8 @@ impl Acquire {
         ))
     }
 
-    /// Sets how many units the request takes. Default: 1. A request of cost 0 passes at once.
+    /// Sets how many units of each limit the request takes. Default: 1. A request of cost 0 passes
+    /// at once, even if its key is on hold.
     ///
     /// Has no effect once the future was polled.
     pub fn cost(mut self, cost: u32) -> Self {
@@ -63,8 +64,8 @@ impl Acquire {
         self
     }
 
-    /// Sets the moment by which the request must leave. Default: none. `max_wait` limits the wait
-    /// as well.
+    /// Sets the moment by which the request must leave. Default: none.
+    /// [`max_wait`](crate::RateLimitBuilder::max_wait) limits the wait as well.
     ///
     /// Has no effect once the future was polled.
     pub fn deadline(mut self, deadline: Instant) -> Self {

@@ -21,7 +21,8 @@ use crate::store::Refusal;
 
 /// A rate limiter without HTTP: for job workers, gRPC, or anything else. Clones share one count.
 ///
-/// Made by [`RateLimitLayer::limiter`](crate::RateLimitLayer::limiter).
+/// [`RateLimitLayer::limiter`](crate::RateLimitLayer::limiter) returns it. There is no other
+/// constructor: the settings are those of the layer.
 ///
 /// ```
 /// use tollgate::{Key, Quota, RateLimitLayer};
@@ -32,7 +33,7 @@ use crate::store::Refusal;
 ///
 /// let permit = limiter.acquire(Key::new("customer 17")).await?;
 /// // ... send the request ...
-/// drop(permit);
+/// drop(permit); // counts as sent
 ///
 /// assert_eq!(limiter.peek(Key::new("customer 17")).await?.limits[0].used, 1);
 /// # Ok(())
@@ -42,33 +43,24 @@ use crate::store::Refusal;
 /// # Two limits with different keys
 ///
 /// A server may allow one message per second to each channel, and 30 per minute in all. A permit is
-/// valid for some milliseconds only, so the first permit can expire during the wait for the second.
-/// In this case, give the first permit back and acquire it again, until both are valid:
+/// valid for 10 to 50 ms, so the first permit can expire during the wait for the second. In this
+/// case, give the first permit back and acquire it again, until both are valid:
 ///
 /// ```
 /// use std::{mem::swap, time::{Duration, Instant}};
 /// use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer};
+/// type Of<'a> = (&'a Limiter, Key);
 ///
-/// async fn both(
-///     mut first: (&Limiter, Key),
-///     mut second: (&Limiter, Key),
-///     deadline: Instant,
-/// ) -> Result<[Permit; 2], Limited> {
-///     let mut held = first.0.acquire(first.1).deadline(deadline).await?;
+/// async fn both(mut a: Of<'_>, mut b: Of<'_>, by: Instant) -> Result<[Permit; 2], Limited> {
+///     let mut first = a.0.acquire(a.1).deadline(by).await?;
 ///     loop {
-///         let next = match second.0.acquire(second.1).deadline(deadline).await {
-///             Ok(next) => next,
-///             Err(limited) => {
-///                 held.give_back();
-///                 return Err(limited);
-///             }
+///         let second = match b.0.acquire(b.1).deadline(by).await {
+///             Ok(second) if first.is_valid() => return Ok([first, second]),
+///             second => second,
 ///         };
-///         if held.is_valid() {
-///             return Ok([held, next]);
-///         }
-///         held.give_back();
-///         held = next;
-///         swap(&mut first, &mut second);
+///         first.give_back(); // it expired, or there is no second permit
+///         first = second?;
+///         swap(&mut a, &mut b); // the next turn acquires the expired one again
 ///     }
 /// }
 ///
@@ -92,30 +84,33 @@ use crate::store::Refusal;
 /// ```
 ///
 /// Put first the limiter that usually makes requests wait longer. Two
-/// [layers](crate::RateLimitLayer#two-layers) around each other do not do this.
+/// [layers](crate::RateLimitLayer#two-layers) around each other do not acquire an expired permit
+/// again.
 ///
-/// # Cancel safety
-///
-/// If the future of `both` is dropped while it waits, the permit it holds counts as spent, and its
-/// place in the queue is freed.
+/// If the future of `both` is dropped while it waits, its place in the queue is freed. The permit
+/// that it already has counts as used.
 #[derive(Clone)]
 pub struct Limiter(Arc<Core>);
 
 impl Limiter {
-    /// Acquires a permit for one request of `key`, at once or after a wait of at most `max_wait`.
+    /// Acquires a permit for one request of `key`, at once or after a wait of at most
+    /// [`max_wait`](crate::RateLimitBuilder::max_wait).
     ///
-    /// The request enters the queue when the future is first polled.
+    /// [`Acquire`] has setters for the cost of the request (1 by default) and its deadline (none by
+    /// default). The request enters the queue when the future is first polled.
     ///
     /// # Errors
     ///
-    /// [`Limited::Local`] if the next slot is later than `max_wait` or the deadline allows. Also if
-    /// the queue is full, or if the cost is above the limit. [`Limited::Store`] if the store could
-    /// not be asked.
+    /// - [`Limited::Local`] if the slot, or the end of the key's hold, is later than `max_wait` or
+    ///   the deadline allows; if the queue is full; if the cost is above the limit; or if
+    ///   `max_keys` keys are in use. Its [`Reason`] says which.
+    /// - [`Limited::Store`] if the store failed, unless
+    ///   [`on_store_error`](crate::RateLimitBuilder::on_store_error) says otherwise.
     ///
     /// # Cancel safety
     ///
-    /// The future may be dropped at any time. This frees its place in the queue, and its slot goes
-    /// to the next waiter.
+    /// The future may be dropped at any time. This frees the request's place in the queue, and its
+    /// slot goes to the next waiter.
     ///
     /// # Panics
     ///
@@ -124,21 +119,27 @@ impl Limiter {
         Acquire::new(self.0.clone(), key)
     }
 
-    /// Reads the state of `key`: its limits, what is used and free, and how many requests wait.
-    /// Consumes nothing.
+    /// Reads the state of `key`: its limits, what is used and free of them, its hold, and how many
+    /// requests wait. Takes no permit and changes nothing.
     ///
     /// # Errors
     ///
     /// [`StoreError`] if the store could not be asked.
+    ///
+    /// # Cancel safety
+    ///
+    /// The future may be dropped at any time.
     pub async fn peek(&self, key: Key) -> Result<KeyStatus, StoreError> {
         self.0.status(key).await
     }
 
-    /// Holds `key` for `span`: no process that shares the store sends anything for it.
+    /// Puts `key` on hold for `span`, at most 366 days: no process that shares the store sends a
+    /// request of this key.
     ///
-    /// The limiter does the same when the upstream answers 429. Another hold can only prolong this
-    /// one, and [`release`](Limiter::release) ends it. Waiters that cannot wait until its end are
-    /// refused at once, with [`Reason::Held`].
+    /// The limiter does the same when the upstream responds with 429. A later hold can extend this
+    /// one, but not shorten it. [`release`](Limiter::release) ends it. Requests that cannot wait
+    /// until the end of the hold are refused at once, with [`Reason::Held`].
+    /// [`max_hold`](crate::RateLimitBuilder::max_hold) limits only holds that responses cause.
     ///
     /// ```
     /// use std::time::Duration;
@@ -149,7 +150,7 @@ impl Limiter {
     /// let limiter = RateLimitLayer::new(Quota::per_second(50))?.limiter();
     /// limiter.hold_for(Key::ALL, Duration::from_secs(60)).await?;
     /// let refused = limiter.acquire(Key::ALL).await.unwrap_err();
-    /// assert_eq!(refused.report().retry_after().map(|wait| wait.as_secs_f64().round()), Some(60.0));
+    /// assert!(refused.retry_after() > Some(Duration::from_secs(59)));
     ///
     /// limiter.release(Key::ALL).await?;
     /// assert!(limiter.acquire(Key::ALL).await.is_ok());
@@ -159,21 +160,17 @@ impl Limiter {
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if other processes may not know of the hold. It counts in this process.
+    /// [`StoreError`] if other processes may not know of the hold. It applies in this process.
     ///
     /// # Cancel safety
     ///
-    /// The hold counts in this process once the future was polled.
+    /// The hold applies in this process once the future was polled.
     pub async fn hold_for(&self, key: Key, span: Duration) -> Result<(), StoreError> {
         self.0.hold_for(key, span).await
     }
 
-    /// Holds `key` until a moment, like [`hold_for`](Limiter::hold_for). Does nothing if `until`
-    /// has passed.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError`] if other processes may not know of the hold. It counts in this process.
+    /// Puts `key` on hold until a moment, as [`hold_for`](Limiter::hold_for) does, with the same
+    /// errors and cancel safety. Does nothing if `until` has passed.
     pub async fn hold_until(&self, key: Key, until: Instant) -> Result<(), StoreError> {
         match until.checked_duration_since(clock::now()) {
             Some(span) if !span.is_zero() => self.0.hold_for(key, span).await,
@@ -181,21 +178,28 @@ impl Limiter {
         }
     }
 
-    /// Ends the hold of `key`, for all processes that share the store.
+    /// Ends the hold of `key`, and drops what is [reserved for other
+    /// clients](crate::guide::learning), for all processes that share the store.
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if the key may still be on hold.
+    /// [`StoreError`] if the hold may not have ended. In this process it has not.
+    ///
+    /// # Cancel safety
+    ///
+    /// The hold ends in this process when the future is ready. If the future is dropped before, the
+    /// other processes may have ended the hold.
     pub async fn release(&self, key: Key) -> Result<(), StoreError> {
         self.0.release(key).await
     }
 
-    /// Gives back the permits that this process has fetched ahead, and waits until the store has
+    /// Gives back the permits that this process has
+    /// [prefetched](crate::guide::many_processes#what-a-lease-is), and waits until the store has
     /// received all permits that were given back.
     ///
-    /// Call it at the end of a program whose other processes go on. Without it, they cannot use
-    /// these permits until the permits expire, a window later at most. The limiter can be used
-    /// again afterwards.
+    /// Call it at the end of a program if other processes share its store. Without it, the other
+    /// processes cannot use these permits until the permits expire, at most a window later. The
+    /// limiter can be used again afterwards.
     ///
     /// # Errors
     ///
@@ -203,7 +207,8 @@ impl Limiter {
     ///
     /// # Cancel safety
     ///
-    /// If the future is dropped, permits that were sent to the store stay on their way.
+    /// The future may be dropped at any time. The store still receives the permits that were sent
+    /// to it.
     pub async fn shutdown(&self) -> Result<(), StoreError> {
         self.0.shutdown().await
     }

@@ -22,13 +22,15 @@ use crate::signal::Signal;
 
 /// The right to send one request, from now until its [`deadline`](Permit::deadline).
 ///
-/// A permit ends exactly once: with [`answered`](Permit::answered), or with
-/// [`give_back`](Permit::give_back) if the request was surely not sent. A permit that is dropped
-/// counts as spent, because the request may have left.
+/// [`Limiter::acquire`](crate::Limiter::acquire) returns it. A permit ends exactly once:
+///
+/// - [`answered`](Permit::answered) takes the response, so that a 429 puts the key on hold.
+/// - [`give_back`](Permit::give_back) is for a request that was certainly not sent.
+/// - If the permit is dropped, it counts as used, because the request may have left.
 ///
 /// If calls in flight are limited ([`Quota::in_flight`](crate::Quota::in_flight)), the call is in
 /// flight until its permit ends. Keep the permit until the response has arrived.
-#[must_use = "a permit that is dropped counts as spent"]
+#[must_use = "a permit that is dropped counts as used"]
 pub struct Permit {
     core: Arc<Core>,
     key: Key,
@@ -82,26 +84,28 @@ impl Permit {
         self.key
     }
 
-    /// Returns the moment by which the request must have left. `None` if it costs nothing, or if
-    /// rates are not limited.
+    /// Returns the moment by which the request must have left, 10 to 50 ms after its slot. `None`
+    /// if the request costs nothing, or if rates are not limited.
     ///
-    /// A permit that is used later may exceed the upstream's limit. Give it back and acquire
-    /// another one.
+    /// If the permit is used later, the upstream may see more requests than its limit allows. Give
+    /// the permit back and acquire another one.
     pub fn deadline(&self) -> Option<Instant> {
         self.slot.map(|slot| slot.until)
     }
 
-    /// Returns whether the deadline has not passed.
+    /// Returns whether the request may still be sent: whether the deadline has not passed.
     pub fn is_valid(&self) -> bool {
         self.slot.is_none_or(|slot| clock::now() < slot.until)
     }
 
-    /// Waits until this call may no longer be counted as in flight, because this process has lost
-    /// contact with the store for longer than `in_flight_ttl`. The call has to end then: the store
-    /// may have allowed another call instead.
+    /// Waits until this call must be cancelled, and returns the reason.
     ///
-    /// Never ends if calls in flight are not limited, if they are counted in memory, or with
-    /// [`OnStoreError::FailOpen`](crate::OnStoreError::FailOpen).
+    /// A call must be cancelled if this process has lost contact with the store for longer than
+    /// [`in_flight_ttl`](crate::RateLimitBuilder::in_flight_ttl). The store may then have granted
+    /// the call's in-flight slot to another process.
+    ///
+    /// The future is never ready if calls in flight are not limited, if they are counted in memory,
+    /// or with [`OnStoreError::FailOpen`](crate::OnStoreError::FailOpen).
     ///
     /// # Cancel safety
     ///
@@ -121,8 +125,11 @@ impl Permit {
             .map_or(Duration::ZERO, |wait| wait.waited)
     }
 
-    /// Ends the permit of a request that was sent, with what the response states. If the response
-    /// is a refusal, returns it as an error, for callers that want one.
+    /// Ends the permit of a request that was sent, with what the response states about limits.
+    ///
+    /// A refusal puts the key on [hold](crate::RateLimitBuilder::max_hold). Returns
+    /// [`Limited::Upstream`] if the response is a refusal, for callers that want an error; else
+    /// `None`.
     #[inline]
     pub fn answered(self, signal: &Signal) -> Option<Limited> {
         self.sent().answered(signal).1
@@ -160,8 +167,8 @@ impl Permit {
         (self.slot, self.in_flight_slot)
     }
 
-    /// Ends the permit of a request that was surely not sent. Its slot goes to the next waiter,
-    /// else to the store.
+    /// Ends the permit of a request that was certainly not sent. Its slot goes to the next waiter,
+    /// or else back to the store.
     pub fn give_back(self) {
         if let Some(slot) = self.slot {
             self.core.give_back(self.key, slot);

@@ -36,7 +36,7 @@ pub(crate) struct Settings {
     pub(crate) on_store_error: OnStoreError,
 }
 
-/// What happens to a request when the store cannot be asked.
+/// What happens to a request if the store fails. Default: [`FailClosed`](OnStoreError::FailClosed).
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnStoreError {
@@ -48,16 +48,17 @@ pub enum OnStoreError {
     FailClosed,
     /// The request passes uncounted. The upstream may receive more requests than the limit allows.
     FailOpen,
-    /// The process goes on with its share of the limit.
+    /// The process counts for itself, and sends at most its share of the limit.
     ///
-    /// The share is the least that the store has granted to this process in a window lately. The
-    /// shares of all processes together do not exceed the limit. A process that was granted nothing
-    /// has the share that [`fallback_share`](crate::RateLimitBuilder::fallback_share) sets. Without
-    /// one, its requests are refused, as with `FailClosed`.
+    /// The share is the smallest number of units that the store granted to this process in one of
+    /// the last windows. So the shares of all processes together do not exceed the limit. A process
+    /// without grants has the share that
+    /// [`fallback_share`](crate::RateLimitBuilder::fallback_share) sets. Without that setting, its
+    /// requests are refused, as with `FailClosed`.
     ///
-    /// What the store granted lately counts against the share. When the store is back, it learns
-    /// what was used meanwhile before any process takes more than its share. The page
-    /// `guide::many_processes` has the bounds. Calls in flight have no shares: no call is admitted
-    /// while the store is unreachable.
+    /// Units that the store granted shortly before count against the share. When the store is
+    /// reachable again, each process reports what it used meanwhile. The page
+    /// [`guide::many_processes`](crate::guide::many_processes#shares) has the bounds. Calls in
+    /// flight have no shares: no call is admitted while the store is unreachable.
     FallbackShare,
 }

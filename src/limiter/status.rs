@@ -14,24 +14,32 @@ use crate::store::{LimitUsage, Usage};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct KeyStatus {
-    /// Each limit, with the units used of it.
+    /// Each limit that applies to the key, with the units that are used of it.
     pub limits: Vec<LimitUsage>,
-    /// Units that could be used now. Includes those that this process has fetched ahead.
+    /// Units that are free now, including the permits that this process has prefetched. Zero while
+    /// the key is on hold.
+    ///
+    /// Of a full bucket or burst, the last units may leave some milliseconds later: see
+    /// [`Quota::bucket`](crate::Quota::bucket).
     pub free: u64,
     /// How long until one unit is free. Zero if `free` is not 0.
     ///
-    /// Takes rates and holds into account, but not calls in flight: it is unknown when they end.
+    /// Rates and holds are taken into account, but not calls in flight: their end is not known.
     pub next_slot: Duration,
-    /// Requests that wait in this process.
+    /// How many requests of the key wait in this process.
     pub waiting: usize,
-    /// How long the key stays on hold, because the upstream or an operator demanded it. Nothing is
-    /// sent until then.
+    /// How long the key stays on hold. `None` if it is not on hold.
+    ///
+    /// A refusal by the upstream or an operator puts a key on hold. No request of the key is sent
+    /// until the hold ends.
     pub held: Option<Duration>,
-    /// The limits that the upstream has stated to this process, with their quotas. Empty unless the
-    /// limiter [learns](crate::HeaderTrust) them.
+    /// The limits that the upstream has stated to this process, and that apply. Empty unless
+    /// [`trust_headers`](crate::RateLimitBuilder::trust_headers) is
+    /// [`Stricter`](crate::HeaderTrust::Stricter) or [`Replace`](crate::HeaderTrust::Replace).
     pub learned: Vec<StatedLimit>,
-    /// Whether the store is unreachable. Then `limits` are the share with which this process goes
-    /// on: see [`OnStoreError::FallbackShare`](crate::OnStoreError::FallbackShare).
+    /// Whether the store is unreachable and this process uses its share of the limits, which
+    /// `limits` then has. Only with
+    /// [`OnStoreError::FallbackShare`](crate::OnStoreError::FallbackShare).
     pub degraded: bool,
 }
 

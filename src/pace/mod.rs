@@ -2,11 +2,11 @@
 //! with tollgate.
 //!
 //! A pace is pure: it reads no clock, has no random numbers of its own, and never waits. The
-//! throttle calls it for each event (a request arrives, a request leaves, an answer arrives) with
-//! the moment and with [`Dice`]. The pace returns from when the next request may leave. The
-//! throttle keeps the queue, the requests in flight and the hold. So a simulation (feature `sim`)
-//! can measure in virtual time the same code that programs run. The results are on a [page of the
-//! guide](crate::guide::pace).
+//! throttle calls it for each event (a request arrives, a request leaves, a response arrives) with
+//! the time and with random numbers ([`Dice`]). The pace returns the moment from which the next
+//! request may leave. The throttle keeps the queue, the requests in flight and the hold. So a
+//! simulation (feature `sim`) can measure in virtual time the same code that programs run. The
+//! results are on a [page of the guide](crate::guide::pace).
 //!
 //! | pace | follows | good at | bad at |
 //! |---|---|---|---|
@@ -93,13 +93,13 @@ pub trait Pace: Debug + Send {
     /// Takes note that a request leaves at `traffic.now`. `traffic` is the traffic just before.
     fn sent(&mut self, _traffic: &Traffic) {}
 
-    /// Takes an answer that is not a refusal and that arrived at `traffic.now`.
+    /// Takes note of a response that is not a refusal and that arrived at `traffic.now`.
     fn passed(&mut self, _reply: &mut Reply<'_>, _traffic: &Traffic, _dice: &mut Dice) {}
 
-    /// Takes a refusal that arrived at `traffic.now`. Returns which requests pause, and for how
-    /// long. Default: none.
+    /// Takes note of a refusal that arrived at `traffic.now`. Returns which requests pause, and for
+    /// how long. Default: none.
     ///
-    /// If the server says how long to wait, the throttle lets no request leave earlier.
+    /// If the server states how long to wait, the throttle lets no request leave earlier.
     fn refused(&mut self, _reply: &mut Reply<'_>, _traffic: &Traffic, _dice: &mut Dice) -> Pause {
         Pause::default()
     }
@@ -122,8 +122,8 @@ pub trait Pace: Debug + Send {
     /// replaced with what was shared before.
     fn divide(&mut self, _processes: u32) {}
 
-    /// Reports whether the throttle is careful: it sends one request alone, the probe, before the
-    /// first answer, and it obeys the wait that a refusal asks for. Default: yes.
+    /// Returns whether the throttle is careful: it sends one request alone until the first
+    /// response, and it obeys the wait that a refusal states. Default: yes.
     ///
     /// The published paces did neither, and tollgate runs them as they were published.
     fn is_careful(&self) -> bool {
@@ -137,12 +137,13 @@ pub trait Pace: Debug + Send {
 pub struct Traffic {
     /// The current moment.
     pub now: Instant,
-    /// Requests that wait in the queue or sleep by themselves. A request that was just refused is
-    /// one of them.
+    /// How many requests wait in the queue, or sleep before they join it. A request that was just
+    /// refused is one of them.
     pub waiting: usize,
-    /// Requests sent and not yet answered. The request of the current answer is not one of them.
+    /// How many requests are sent and not yet answered. The request of the current response is not
+    /// one of them.
     pub in_flight: usize,
-    /// When the last request left.
+    /// When the last request left. `None` if no request has left.
     pub last_sent: Option<Instant>,
 }
 
@@ -170,11 +171,11 @@ pub struct Call {
     pub note: Duration,
 }
 
-/// An answer, as a pace sees it.
+/// A response, as a pace sees it.
 #[non_exhaustive]
 #[derive(Debug)]
 pub struct Reply<'a> {
-    /// What the answer says about limits.
+    /// What the response says about limits.
     pub signal: &'a Signal,
     /// When the request left.
     pub sent: Instant,
@@ -183,7 +184,7 @@ pub struct Reply<'a> {
 }
 
 impl<'a> Reply<'a> {
-    /// Creates the answer `signal` to a request that left at `sent`, for tests of a pace.
+    /// Creates the response `signal` to a request that left at `sent`, for tests of a pace.
     pub fn new(signal: &'a Signal, sent: Instant, call: &'a mut Call) -> Self {
         Reply { signal, sent, call }
     }

@@ -18,7 +18,7 @@ pub enum Limit {
         /// The length of the interval.
         window: Duration,
     },
-    /// At most `capacity` units back to back; `count` units are refilled every `window`, evenly.
+    /// At most `capacity` units back to back. `count` units are refilled in each `window`, evenly.
     #[non_exhaustive]
     Bucket {
         /// The number of units that may be sent back to back.
@@ -28,7 +28,7 @@ pub enum Limit {
         /// The time in which `count` units are refilled.
         window: Duration,
     },
-    /// At most `count` units in each window; the windows are aligned to the Unix epoch.
+    /// At most `count` units in each window. The windows are aligned to the Unix epoch.
     #[non_exhaustive]
     Fixed {
         /// The number of units.
@@ -50,7 +50,7 @@ impl Limit {
         Limit::Sliding { count, window }
     }
 
-    /// Makes a limit of `capacity` units back to back, of which `count` are refilled every
+    /// Makes a limit of `capacity` units back to back, of which `count` are refilled in each
     /// `window`.
     pub const fn bucket(capacity: u32, count: u32, window: Duration) -> Self {
         Limit::Bucket {
@@ -70,7 +70,7 @@ impl Limit {
         Limit::InFlight { count }
     }
 
-    /// Returns the most units that one call can cost under this limit.
+    /// Returns the most units that one request can cost under this limit.
     pub fn largest_cost(&self) -> u32 {
         match *self {
             Limit::Sliding { count, .. } | Limit::Fixed { count, .. } => count,
@@ -90,7 +90,7 @@ impl Limit {
         }
     }
 
-    /// Returns the length of the window; zero for calls in flight, which have none.
+    /// Returns the length of the window. Zero for calls in flight, which have none.
     pub fn window(&self) -> Duration {
         match *self {
             Limit::Sliding { window, .. }

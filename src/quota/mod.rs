@@ -10,32 +10,40 @@ use std::time::Duration;
 use crate::config_error::ConfigError;
 pub use limit::Limit;
 
-/// What is allowed: one or more [`Limit`]s on one key. A request is counted in all of them or in
-/// none, and waits for the longest.
+/// What is allowed: one or more [`Limit`]s on one key. A request takes units of all of them or of
+/// none, and waits until all of them allow it.
 ///
 /// ```
 /// use std::time::Duration;
 /// use tollgate::Quota;
 ///
-/// Quota::per_second(50);                                          // at most 50 in any second
-/// Quota::per_second(50).burst(10);                                // and at most 10 back to back
-/// Quota::new(25, Duration::from_secs(5)).and(Quota::per_minute(300)); // both at once
-/// Quota::every(Duration::from_secs(2));                           // at least 2 s between two calls
-/// Quota::bucket(40).refill(2, Duration::from_secs(1));            // a token bucket of the upstream
-/// Quota::fixed(5000, Duration::from_secs(3600));                  // a count for each full hour
-/// Quota::in_flight(8);                                            // at most 8 at the same time
-/// Quota::per_second(50).and(Quota::in_flight(8));                 // and no more than 50 in any second
+/// Quota::per_second(50);                               // at most 50 in any second
+/// Quota::per_second(50).burst(10);                     // and at most 10 back to back
+/// Quota::every(Duration::from_secs(2));                // at least 2 s between two requests
+/// Quota::bucket(40).refill(2, Duration::from_secs(1)); // a token bucket of the upstream
+/// Quota::fixed(5000, Duration::from_secs(3600));       // a count for each full hour
+/// Quota::in_flight(8);                                 // at most 8 at the same time
+/// Quota::per_second(50).and(Quota::in_flight(8));      // and at most 50 in any second
 ///
 /// let from_config: Quota = "25/5s, 300/60s".parse()?;
 /// # assert_eq!(from_config, Quota::new(25, Duration::from_secs(5)).and(Quota::per_minute(300)));
 /// # Ok::<(), tollgate::ConfigError>(())
 /// ```
 ///
-/// A quota is checked by [`build`](crate::RateLimitBuilder::build), whose error names what to
-/// change.
+/// [`build`](crate::RateLimitBuilder::build) checks a quota. Its error names the limit, and what to
+/// change. The page [`guide::choosing_a_quota`](crate::guide::choosing_a_quota) says which quota
+/// fits which server.
 ///
-/// **A long window is used up in its first seconds** under load, and refuses for the rest: 5000 per
-/// hour may leave in five seconds. To spread the requests, add [`burst`](Quota::burst).
+/// **A long window is used up in its first seconds** under load: of 5000 per hour, all may leave in
+/// five seconds, and then requests are refused for the rest of the hour. To spread the requests,
+/// add [`burst`](Quota::burst).
+///
+/// # Text form
+///
+/// `parse` reads sliding windows as `count/window`, and calls in flight as `8 in flight`, separated
+/// by commas: `100/60s`, `5/second`, `25/5s, 300/min, 8 in flight`. The units are `ms`, `s`, `sec`,
+/// `second`, `m`, `min`, `minute`, `h`, `hour`, `d`, `day`, and their plurals. Bursts, buckets and
+/// fixed windows have no text form that `parse` reads.
 #[derive(Clone, Copy)]
 pub struct Quota {
     /// The first `len` are the rate limits. The others are unused.
@@ -54,16 +62,16 @@ enum Misuse {
 }
 
 impl Quota {
-    /// The most limits one quota may hold.
+    /// The most limits that one quota may have.
     pub const MOST_LIMITS: usize = 8;
 
-    /// The largest count a limit may have.
+    /// The largest count that a limit may have.
     pub const LARGEST_COUNT: u32 = 1_000_000_000;
 
-    /// The shortest window a limit may have.
+    /// The shortest window that a limit may have.
     pub const SHORTEST_WINDOW: Duration = Duration::from_millis(1);
 
-    /// The longest window a limit may have: 366 days.
+    /// The longest window that a limit may have: 366 days.
     pub const LONGEST_WINDOW: Duration = Duration::from_secs(366 * 86_400);
 
     const fn of(limit: Limit) -> Self {
@@ -75,8 +83,10 @@ impl Quota {
         }
     }
 
-    /// Allows at most `count` in any interval of the length `window`: a sliding window, which is
-    /// also safe for every fixed window of that length and count.
+    /// Allows at most `count` units in any interval of the length `window`: a sliding window.
+    ///
+    /// It is the safe choice if you do not know how the upstream counts: each window of the
+    /// upstream is such an interval, whenever it starts.
     pub const fn new(count: u32, window: Duration) -> Self {
         Quota::of(Limit::Sliding { count, window })
     }
@@ -101,13 +111,14 @@ impl Quota {
         Quota::new(count, Duration::from_secs(86_400))
     }
 
-    /// Requires at least `spacing` between two calls.
+    /// Leaves at least `spacing` between two requests.
     ///
-    /// The margin (validity of a permit and `transit_slack`, 20 to 60 ms by default) is lost with
-    /// every request, so `spacing` should be long against it. If more than a tenth would be lost,
-    /// permits are valid for less, down to 2 ms. If that is not enough, the error of `build` names
-    /// the burst that would work, and the loss that
-    /// [`max_rate_loss`](crate::RateLimitBuilder::max_rate_loss) would have to accept.
+    /// The [margin](crate::guide::choosing_a_quota#the-margin) of a permit, 20 to 60 ms by default,
+    /// is added to each `spacing`. So a `spacing` that is short against the margin loses much of
+    /// its rate. If the loss would be more than 10 %, permits are valid for a shorter time, down to
+    /// 2 ms. If the loss is still more than 10 %, `build` fails. Its error names the burst that
+    /// would work, and the value of [`max_rate_loss`](crate::RateLimitBuilder::max_rate_loss) that
+    /// would accept the loss.
     pub const fn every(spacing: Duration) -> Self {
         Quota::of(Limit::Bucket {
             capacity: 1,
@@ -116,21 +127,22 @@ impl Quota {
         })
     }
 
-    /// Makes a token bucket that holds `capacity`, as servers that run GCRA have it. Call
+    /// Makes a token bucket of `capacity` units, as servers that run GCRA have it. Call
     /// [`refill`](Bucket::refill) next.
     ///
-    /// A full bucket grants a little less than `capacity` at once, because the upstream may see the
-    /// first request late: it keeps at least one unit, and as many as are refilled within the
-    /// margin of a permit (20 to 60 ms by default).
+    /// A full bucket does not grant its last units at once, because the upstream may see the first
+    /// request late. It keeps back at least one unit, and as many as are refilled within the
+    /// [margin](crate::guide::choosing_a_quota#the-margin) of a permit, 20 to 60 ms by default. It
+    /// grants them one by one within about that time. A bucket of one unit grants it at once.
     pub const fn bucket(capacity: u32) -> Bucket {
         Bucket { capacity }
     }
 
-    /// Allows at most `count` in each window, aligned to the Unix epoch, as servers with a counter
-    /// per window have it.
+    /// Allows at most `count` units in each window. The windows are aligned to the Unix epoch, as
+    /// those of servers with one counter for each full second, minute or hour.
     ///
-    /// No request is sent within `boundary_guard` of a boundary. If the windows of the upstream may
-    /// be aligned in another way, use
+    /// No request is sent for [`boundary_guard`](crate::RateLimitBuilder::boundary_guard) before
+    /// and after a boundary. If the windows of the upstream may be aligned in another way, use
     /// [`Quota::new`]: it is safe for every alignment.
     pub const fn fixed(count: u32, window: Duration) -> Self {
         Quota::of(Limit::Fixed { count, window })
@@ -138,13 +150,14 @@ impl Quota {
 
     /// Allows at most `count` calls at the same time, over all processes that share the store.
     ///
-    /// A call counts from its permit to the head of its response, or until its future or
-    /// [`Permit`](crate::Permit) is dropped; to count until the end of the body, see
-    /// [`in_flight_until_body_end`](crate::RateLimitLayer::in_flight_until_body_end). Each call
-    /// counts as one, whatever its cost; one of cost 0 does not.
+    /// A call is in flight from its permit to the head of its response, or until its future or
+    /// [`Permit`](crate::Permit) is dropped. With
+    /// [`in_flight_until_body_end`](crate::RateLimitLayer::in_flight_until_body_end) it is in
+    /// flight until the end of the body. Each call counts as one, whatever its cost. A call of cost
+    /// 0 does not count.
     ///
-    /// With limits of rate besides, a request first waits for its place in flight, then for its
-    /// slot.
+    /// If the quota also limits rates, a request first waits for its in-flight slot, then for its
+    /// slot under the rates.
     ///
     /// ```
     /// use tollgate::{Key, Quota, RateLimitLayer};
@@ -167,15 +180,16 @@ impl Quota {
         quota
     }
 
-    /// In addition to the last limit: at most `burst` of its calls back to back, the others evenly
+    /// Adds a limit to the last one: at most `burst` units leave back to back, the others evenly
     /// spaced.
     ///
-    /// Like a [`bucket`](Quota::bucket), it grants a little less than `burst` at once. Use it for
-    /// large counts: a thousand requests sent at once queue on their way, and that jitter is more
-    /// than `transit_slack` covers. `per_second(1000).burst(50)` sends the same number, one every
-    /// millisecond.
+    /// Like a [`bucket`](Quota::bucket), it grants a little less than `burst` at once.
     ///
-    /// It shapes the last limit only; in `a.and(b)` that is `b`.
+    /// Use it for large counts. If a thousand requests are sent at once, some of them are delayed
+    /// on their way by more than `transit_slack`. `per_second(1000).burst(50)` sends the same
+    /// number, one every millisecond.
+    ///
+    /// It applies to the last limit only. In `a.and(b).burst(10)` that is the last limit of `b`.
     #[must_use]
     pub const fn burst(mut self, burst: u32) -> Self {
         // Where there is no limit of rate, the first is the filler: in flight.
@@ -193,8 +207,10 @@ impl Quota {
         self
     }
 
-    /// Puts both quotas on one key: a request leaves when all limits of both allow it, and is
-    /// counted in all or in none.
+    /// Returns a quota of the limits of both: a request leaves when all of them allow it, and takes
+    /// units of all of them or of none.
+    ///
+    /// A quota has one limit of calls in flight. If both quotas have one, the smaller applies.
     #[must_use]
     pub const fn and(mut self, other: Quota) -> Self {
         let mut index = 0;
@@ -222,17 +238,17 @@ impl Quota {
         }
     }
 
-    /// Returns the limits of rate, in the order in which they were given.
+    /// Returns the rate limits, in the order in which they were given.
     pub fn limits(&self) -> &[Limit] {
         &self.limits[..self.len]
     }
 
-    /// Returns how many requests may be in flight at the same time, if that is limited.
+    /// Returns how many calls may be in flight at the same time. `None` if that is not limited.
     pub fn most_in_flight(&self) -> Option<u32> {
         self.in_flight
     }
 
-    /// Returns the largest cost of a request: the smallest count, capacity or burst.
+    /// Returns the largest cost that a request may have: the smallest count, capacity or burst.
     pub fn largest_cost(&self) -> u32 {
         self.limits()
             .iter()
@@ -241,7 +257,8 @@ impl Quota {
             .unwrap_or(u32::MAX)
     }
 
-    /// Returns the shortest window of the rate limits.
+    /// Returns the shortest window of the rate limits. Without rate limits:
+    /// [`SHORTEST_WINDOW`](Quota::SHORTEST_WINDOW).
     pub fn shortest_window(&self) -> Duration {
         self.limits()
             .iter()
@@ -354,15 +371,15 @@ impl Slacks {
     pub(crate) const RATE_LOSS: u32 = 10;
 }
 
-/// A token bucket without its refill; made by [`Quota::bucket`].
-#[must_use = "say how it refills"]
+/// A token bucket without its refill. [`Quota::bucket`] makes it.
+#[must_use = "a bucket is no quota until refill is called"]
 #[derive(Clone, Copy, Debug)]
 pub struct Bucket {
     capacity: u32,
 }
 
 impl Bucket {
-    /// Refills `count` units every `window`, evenly.
+    /// Refills `count` units in each `window`, evenly.
     pub const fn refill(self, count: u32, window: Duration) -> Quota {
         Quota::of(Limit::Bucket {
             capacity: self.capacity,

@@ -6,11 +6,7 @@ use std::time::Duration;
 use super::{Quota, Slacks};
 use crate::config_error::ConfigError;
 
-/// Sliding windows as `count/window`, separated by commas: `100/60s`, `5/second`, `25/5s, 300/min`;
-/// and calls in flight: `50/s, 8 in flight`.
-///
-/// Units: `ms`, `s`, `sec`, `second`, `m`, `min`, `minute`, `h`, `hour`, `d`, `day`, and their
-/// plurals.
+/// Reads the [text form](Quota#text-form), and checks all that `build` checks without settings.
 impl FromStr for Quota {
     type Err = ConfigError;
 

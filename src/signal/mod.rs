@@ -1,14 +1,14 @@
 //! What a response says about limits.
 //!
-//! A [`Signal`] is read from status and headers, and with the feature `body` from the body too. It
-//! holds whether the request was refused because of a limit, when to retry, and which quotas the
-//! server states. The vendor need not be configured: tollgate recognises the headers of the
-//! standard, of the generic families (`X-RateLimit-…`) and of a table of vendors. [A page of the
+//! A [`Signal`] is read from status and headers, and with the feature `body` from the body, too. It
+//! states whether the request was refused because of a limit, when to retry, and which quotas the
+//! server has. The vendor need not be configured: tollgate recognises the headers of the standard,
+//! of the generic families (`X-RateLimit-…`) and of a table of vendors. [A page of the
 //! guide](crate::guide::headers) lists them.
 //!
-//! Reading never fails and never panics: unreadable values are ignored. It takes time linear in the
-//! size of the headers and at most 1 kB of memory, and about 10 ns for a response without such
-//! headers.
+//! Reading never fails and never panics: unreadable values are ignored. The time to read is linear
+//! in the size of the headers: about 10 ns for a response without such headers. Reading needs at
+//! most 1 kB of memory.
 //!
 //! # How it works
 //!
@@ -18,7 +18,8 @@
 //! bucket, `standard::retry_after` reads the hints, and `refusal` decides. The readers of values
 //! are in `parse`.
 //!
-//! A signal only states what the server sent. The limiter and the throttle wait.
+//! A signal only states what the server sent. The limiter and the throttle decide what follows from
+//! it.
 
 #[cfg(feature = "body")]
 mod body;
@@ -51,8 +52,8 @@ use crate::clock;
 /// The properties of a response that tollgate uses.
 ///
 /// Implemented for `http::Response<B>` and, with the feature `reqwest`, for `reqwest::Response`.
-/// Implement it for responses of your own; without a status and headers a response is never a
-/// refusal.
+/// Implement it for responses of your own. Every method has a default. A response without a status
+/// and headers is never a refusal.
 ///
 /// ```
 /// struct Done;
@@ -66,22 +67,22 @@ use crate::clock;
     note = "for a response of your own, write `impl tollgate::signal::ResponseInfo for {Self}`"
 )]
 pub trait ResponseInfo {
-    /// Returns the status of the response.
+    /// Returns the status of the response. Default: `None`.
     fn status(&self) -> Option<StatusCode> {
         None
     }
 
-    /// Returns the headers of the response.
+    /// Returns the headers of the response. Default: `None`.
     fn headers(&self) -> Option<&HeaderMap> {
         None
     }
 
     /// Returns the host that sent the response, if the client inside [follows
-    /// redirects](crate::key::RequestInfo::follows_redirects). Default: `None`, the host of the
-    /// request.
+    /// redirects](crate::key::RequestInfo::follows_redirects). Default: `None`, which means the
+    /// host of the request. For `reqwest::Response`: the host of its URL.
     ///
-    /// If it is not the host of the request, the signal starts no hold and is not learned, because
-    /// it describes the limits of another host. For `reqwest::Response` it is the host of its URL.
+    /// If it is not the host of the request, the signal describes the limits of another host. Then
+    /// it starts no hold, and nothing is learned from it.
     fn host(&self) -> Option<&str> {
         None
     }
@@ -99,13 +100,15 @@ impl<B> ResponseInfo for http::Response<B> {
 
 /// What a response says about limits.
 ///
-/// It is read from the headers alone; [`guide::headers`](crate::guide::headers) lists those that
-/// tollgate recognises. Unreadable values are ignored.
+/// [`read`](Signal::read) reads it from the status and the headers of the response. The page
+/// [`guide::headers`](crate::guide::headers) lists the headers that tollgate recognises. Unreadable
+/// values are ignored.
 ///
 /// # A dialect of your own
 ///
-/// If a server uses headers that tollgate does not know, build the signal yourself, or amend the
-/// one that was read:
+/// If a server uses headers that tollgate does not know, amend the signal that was read. A layer
+/// does that for each response, with the function of
+/// [`dialect`](crate::RateLimitBuilder::dialect). Without a layer, it looks like this:
 ///
 /// ```
 /// use std::time::Duration;
@@ -113,20 +116,26 @@ impl<B> ResponseInfo for http::Response<B> {
 /// use tollgate::signal::ObservedQuota;
 /// use tollgate::Signal;
 ///
-/// /// `X-Pause: 3` means: come back in three seconds, whatever the status. `X-UpstreamRemaining` is what is left.
+/// /// `X-Pause: 3`: a refusal, whatever the status; retry in three seconds.
+/// /// `X-Left: 0`: the number of pages that are left.
 /// fn our_dialect(headers: &HeaderMap, mut signal: Signal) -> Signal {
 ///     let number = |name| headers.get(name)?.to_str().ok()?.parse::<u64>().ok();
 ///     if let Some(seconds) = number("x-pause") {
 ///         let refused = StatusCode::TOO_MANY_REQUESTS;
-///         signal = signal.with_refusal(refused).with_retry_after(Duration::from_secs(seconds));
+///         let wait = Duration::from_secs(seconds);
+///         signal = signal.with_refusal(refused).with_retry_after(wait);
 ///     }
 ///     if let Some(left) = number("x-left") {
-///         signal = signal.with_quota(ObservedQuota::new().with_name("pages").with_remaining(left));
+///         let pages = ObservedQuota::new().with_name("pages").with_remaining(left);
+///         signal = signal.with_quota(pages);
 ///     }
 ///     signal
 /// }
 ///
-/// let response = http::Response::builder().header("x-pause", 3).header("x-left", 0).body(())?;
+/// let response = http::Response::builder()
+///     .header("x-pause", 3)
+///     .header("x-left", 0)
+///     .body(())?;
 /// let signal = our_dialect(response.headers(), Signal::read(&response));
 /// assert_eq!(signal.retry_after(), Some(Duration::from_secs(3)));
 /// assert_eq!(signal.quotas()[0].remaining(), Some(0));
@@ -141,10 +150,13 @@ pub struct Signal {
 }
 
 impl Signal {
-    /// The most quotas that a signal holds. Further ones of a response are ignored.
+    /// The most quotas that a signal has. If a response states more, the others are ignored.
     pub const MOST_QUOTAS: usize = 16;
 
-    /// Reads status and headers of a response that has just arrived.
+    /// Reads status and headers of a response that has just arrived. Reading never fails.
+    ///
+    /// Call it as soon as the response arrives: moments that the response states become durations
+    /// from now.
     ///
     /// ```
     /// use std::time::Duration;
@@ -207,25 +219,30 @@ impl Signal {
     }
 
     /// Returns the status with which the upstream refused the request because of a limit or too
-    /// much load, if it did.
+    /// much load. `None` if it did not refuse.
     ///
-    /// 429, 420, 430, 509 and 529 always mean that. 400, 402, 403, 418 and 503 do with some
-    /// evidence: a hint when to retry, a quota that is used up, a header or an error code. A
-    /// redirection never does.
+    /// The statuses 429, 420, 430, 509 and 529 are always refusals. 400, 402, 403, 418 and 503 are
+    /// refusals if the response has some evidence. Evidence is a time to retry, a quota that is
+    /// used up, a header or an error code. Each other status is a refusal if the response has an
+    /// error code of a limit, except redirections (300 to 399). The
+    /// [guide](crate::guide::headers#which-responses-are-refusals) has the table.
     pub fn refusal(&self) -> Option<StatusCode> {
         self.limited
     }
 
-    /// Returns how long the upstream asked to wait, at most 366 days: by a hint such as
-    /// `Retry-After`; else, for a refusal, by the reset of the quotas that are used up.
+    /// Returns how long the upstream asks the client to wait, counted from the arrival of the
+    /// response; at most 366 days.
     ///
-    /// `Duration::ZERO` means that the client may retry at once, `None` that the response does not
-    /// say. Responses other than refusals may state it as well (RFC 9110, section 10.2.3).
+    /// The wait is that of a header such as `Retry-After`. If there is none, the wait of a refusal
+    /// is the time to the reset of the quotas that are used up. `Duration::ZERO` means that the
+    /// client may retry at once, and `None` that the response does not state a wait. Responses
+    /// other than refusals may state one as well (RFC 9110, section 10.2.3).
     pub fn retry_after(&self) -> Option<Duration> {
         self.retry_after
     }
 
-    /// Returns the name of the limiter that refused, in lower case: `global`, `shared`, `service`.
+    /// Returns the scope of the limit that was exceeded, in lower case, such as `global`, `shared`
+    /// or `service`. `None` if the response does not name it.
     pub fn scope(&self) -> Option<&str> {
         self.scope.as_deref()
     }
@@ -236,7 +253,7 @@ impl Signal {
         &self.quotas
     }
 
-    /// Sets the status with which the upstream refused; `None`: it did not refuse.
+    /// Sets the status with which the upstream refused. `None` means that it did not refuse.
     pub fn with_refusal(self, status: impl Into<Option<StatusCode>>) -> Self {
         Signal {
             limited: status.into(),
@@ -244,8 +261,8 @@ impl Signal {
         }
     }
 
-    /// Sets the wait, rounded up to whole milliseconds and cut to 366 days; `None`: it is not
-    /// stated.
+    /// Sets [`retry_after`](Signal::retry_after), rounded up to whole milliseconds and cut to 366
+    /// days. `None` means that the response does not state it.
     pub fn with_retry_after(self, wait: impl Into<Option<Duration>>) -> Self {
         let retry_after = wait
             .into()
@@ -256,7 +273,7 @@ impl Signal {
         }
     }
 
-    /// Sets the name of the limiter; it is cut after 95 bytes.
+    /// Sets the [scope](Signal::scope), cut after 95 bytes.
     pub fn with_scope(self, scope: &str) -> Self {
         Signal {
             scope: Some(parse::text::Text::of(&[scope]).as_str().into()),
@@ -264,7 +281,7 @@ impl Signal {
         }
     }
 
-    /// Adds a quota, if there are not [`MOST_QUOTAS`](Self::MOST_QUOTAS) already.
+    /// Adds a quota. Has no effect if there are [`MOST_QUOTAS`](Self::MOST_QUOTAS) already.
     pub fn with_quota(mut self, quota: ObservedQuota) -> Self {
         if self.quotas.len() < Self::MOST_QUOTAS {
             self.quotas.push(quota);

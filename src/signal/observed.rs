@@ -4,16 +4,20 @@ use std::fmt;
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-/// One quota as a response states it. What is not stated is `None`.
+/// One quota as a response states it. A value that the response does not state is `None`.
 ///
-/// Counts are whole numbers up to 2^53 - 1, spans whole milliseconds up to 366 days.
+/// Counts are whole numbers up to 2^53 - 1. Durations are whole milliseconds up to 366 days.
 ///
 /// ```
 /// use std::time::Duration;
 /// use tollgate::signal::ObservedQuota;
 ///
-/// let quota = ObservedQuota::new().with_name("minute").with_limit(100).with_window(Duration::from_secs(60));
-/// assert_eq!((quota.name(), quota.limit(), quota.remaining()), (Some("minute"), Some(100), None));
+/// let quota = ObservedQuota::new()
+///     .with_name("minute")
+///     .with_limit(100)
+///     .with_window(Duration::from_secs(60));
+/// assert_eq!((quota.name(), quota.limit()), (Some("minute"), Some(100)));
+/// assert_eq!(quota.remaining(), None);
 /// ```
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct ObservedQuota {
@@ -38,7 +42,7 @@ impl ObservedQuota {
         ObservedQuota::default()
     }
 
-    /// Returns the name of the bucket, at most 95 bytes.
+    /// Returns the name of the quota, at most 95 bytes.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }
@@ -49,7 +53,7 @@ impl ObservedQuota {
         self.unit.as_deref().unwrap_or(Self::REQUESTS)
     }
 
-    /// Returns the size of the bucket.
+    /// Returns how many units the quota has in all.
     pub fn limit(&self) -> Option<u64> {
         out(self.limit)
     }
@@ -69,7 +73,7 @@ impl ObservedQuota {
         out(self.window).map(Duration::from_millis)
     }
 
-    /// Returns the time from the response until the bucket has units again.
+    /// Returns the time from the arrival of the response until the quota has units again.
     pub fn reset_after(&self) -> Option<Duration> {
         out(self.reset_after).map(Duration::from_millis)
     }
@@ -96,7 +100,7 @@ impl ObservedQuota {
         }
     }
 
-    /// Sets the size of the bucket.
+    /// Sets how many units the quota has in all.
     pub fn with_limit(self, limit: u64) -> Self {
         ObservedQuota {
             limit: count(limit),
@@ -128,7 +132,8 @@ impl ObservedQuota {
         }
     }
 
-    /// Sets the time until the bucket has units again, rounded up and cut in the same way.
+    /// Sets the time until the quota has units again, rounded up to whole milliseconds and cut to
+    /// 366 days.
     pub fn with_reset_after(self, reset_after: Duration) -> Self {
         ObservedQuota {
             reset_after: span(reset_after),

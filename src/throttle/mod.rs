@@ -76,6 +76,9 @@ pub(crate) use permit::{Back, Wait};
 /// The throttle behind an [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer), for requests
 /// that are not HTTP. Clones share what they learn.
 ///
+/// [`AdaptiveThrottleLayer::throttle`](crate::AdaptiveThrottleLayer::throttle) returns it. There is
+/// no other constructor: the settings are those of the layer.
+///
 /// ```
 /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
 /// # async fn main() -> Result<(), tollgate::Limited> {
@@ -84,7 +87,7 @@ pub(crate) use permit::{Back, Wait};
 ///
 /// let throttle = AdaptiveThrottleLayer::new().throttle();
 /// let permit = throttle.acquire(Key::new("search")).await?;
-/// // ... the call ...
+/// // ... send the request ...
 /// permit.answered(&Signal::default().with_refusal(http::StatusCode::TOO_MANY_REQUESTS));
 ///
 /// // The next request waits longer than it would have without the refusal.
@@ -117,20 +120,26 @@ impl Throttle {
         })
     }
 
-    /// Waits for up to `max_wait` until a request for `key` may leave. Requests leave in the order
-    /// of their arrival.
+    /// Waits until a request of `key` may leave, for at most
+    /// [`max_wait`](crate::AdaptiveThrottleBuilder::max_wait). Requests leave in the order of their
+    /// arrival.
     ///
-    /// The first request for a key that is not in use leaves alone. The others wait for its answer,
-    /// for one second at most.
+    /// The first request of a key that is not in use leaves alone. The others wait for its
+    /// response, for at most a second.
     ///
     /// # Errors
     ///
-    /// [`Limited::Local`] if the request cannot leave in time.
+    /// [`Limited::Local`] if the request cannot leave in time, if the queue is full, or if
+    /// `max_keys` keys are in use. Its [`Reason`] says which.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future gives up the request's place in the queue. If its turn had come, the
-    /// next request has it.
+    /// The future may be dropped at any time. The request gives up its place in the queue. If its
+    /// turn had come, the next request has it.
+    ///
+    /// # Panics
+    ///
+    /// If the request has to wait and the future is polled outside of a Tokio runtime with timers.
     pub async fn acquire(&self, key: Key) -> Result<ThrottlePermit, Limited> {
         match self.begin(key, None, || self.label(key, None)) {
             Begun::Leaves(permit) => Ok(permit),
@@ -139,25 +148,27 @@ impl Throttle {
         }
     }
 
-    /// Returns how many requests for `key` wait in this process.
+    /// Returns how many requests of `key` wait in this process.
     pub fn waiting(&self, key: Key) -> usize {
         self.core
             .find(key, |waiters| waiters.queue.waiting())
             .unwrap_or(0)
     }
 
-    /// Returns how many requests for `key` this process has in flight.
+    /// Returns how many requests of `key` this process has in flight.
     pub fn in_flight(&self, key: Key) -> usize {
         self.core
             .find(key, |waiters| waiters.queue.in_flight())
             .unwrap_or(0)
     }
 
-    /// Holds `key` for `span`, at most one day: no request leaves in any process that shares the
-    /// pace.
+    /// Puts `key` on hold for `span`, at most a day: no process that shares the pace sends a
+    /// request of this key.
     ///
-    /// A refusal by the upstream holds the key in the same way. Another hold can only extend this
-    /// one; [`release`](Throttle::release) ends it.
+    /// A refusal by the upstream does the same. A later hold can extend this one, but not shorten
+    /// it. [`release`](Throttle::release) ends it.
+    /// [`max_hold`](crate::AdaptiveThrottleBuilder::max_hold) limits only holds that responses
+    /// cause.
     ///
     /// ```
     /// use std::time::Duration;
@@ -177,13 +188,14 @@ impl Throttle {
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if other processes may not know of the hold; in this process it is in force.
-    /// [`StoreError::Full`] if `max_keys` keys are in use and `key` is not one of them; then it is
-    /// in force nowhere.
+    /// [`StoreError`] if other processes may not know of the hold. It applies in this process.
+    /// [`StoreError::Full`] if `max_keys` keys are in use and `key` is not one of them. Then the
+    /// hold applies nowhere.
     ///
     /// # Cancel safety
     ///
-    /// Once the future is polled, the hold is in force, and the other processes are notified of it.
+    /// Once the future was polled, the hold applies in this process, and the other processes are
+    /// notified of it.
     ///
     /// # Panics
     ///
@@ -197,12 +209,8 @@ impl Throttle {
         .await
     }
 
-    /// Holds `key` until a moment, as [`hold_for`](Throttle::hold_for) does. A moment in the past
-    /// has no effect.
-    ///
-    /// # Errors
-    ///
-    /// As for [`hold_for`](Throttle::hold_for).
+    /// Puts `key` on hold until a moment, as [`hold_for`](Throttle::hold_for) does, with the same
+    /// errors, cancel safety and panics. Does nothing if `until` has passed.
     pub async fn hold_until(&self, key: Key, until: Instant) -> Result<(), StoreError> {
         match until.checked_duration_since(clock::now()) {
             Some(span) if !span.is_zero() => self.hold_for(key, span).await,
@@ -215,13 +223,14 @@ impl Throttle {
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if other processes may still hold the key. They are notified once the store
-    /// is reachable again. [`StoreError::Full`] if `max_keys` keys are in use and `key` is not one
-    /// of them.
+    /// [`StoreError`] if the hold may not have ended in other processes. They are notified when the
+    /// store is reachable again. [`StoreError::Full`] if `max_keys` keys are in use and `key` is
+    /// not one of them.
     ///
     /// # Cancel safety
     ///
-    /// Once the future is polled, the hold has ended, and the other processes are notified of it.
+    /// Once the future was polled, the hold has ended in this process, and the other processes are
+    /// notified of it.
     ///
     /// # Panics
     ///

@@ -20,11 +20,14 @@ use crate::wait_queue::Number;
 
 /// The right to send one request at the pace that the throttle has learned.
 ///
-/// A permit ends exactly once. [`answered`](ThrottlePermit::answered) ends it with the response,
-/// from which the pace learns. [`give_back`](ThrottlePermit::give_back) ends it if the request was
-/// certainly not sent. If the permit is dropped, its request counts as sent without an answer.
-/// Until the permit ends, the request is in flight.
-#[must_use = "a permit that is dropped counts as spent"]
+/// [`Throttle::acquire`](crate::Throttle::acquire) returns it. A permit ends exactly once:
+///
+/// - [`answered`](ThrottlePermit::answered) takes the response, from which the pace learns.
+/// - [`give_back`](ThrottlePermit::give_back) is for a request that was certainly not sent.
+/// - If the permit is dropped, its request counts as sent, without a response.
+///
+/// Until the permit ends, the request is in flight. A permit does not expire.
+#[must_use = "a permit that is dropped counts as used"]
 pub struct ThrottlePermit {
     core: Arc<Core>,
     key: Key,

@@ -18,37 +18,42 @@ use crate::quota::{Limit, Quota, Slacks};
 use crate::signal::{ObservedQuota, Signal};
 use crate::store::label;
 
-/// How far the limiter follows what the upstream states about its quotas.
+/// How much of what responses state about limits takes effect. Default:
+/// [`Usage`](HeaderTrust::Usage). Refusals put the key on hold in all cases.
+///
+/// The page [`guide::learning`](crate::guide::learning) has the details.
 ///
 /// ```
 /// use tollgate::{HeaderTrust, Quota, RateLimitLayer};
 ///
 /// // The upstream may lower its limit: `RateLimit-Policy: "default";q=100;w=60`.
-/// let limit = RateLimitLayer::builder(Quota::per_minute(300)).trust_headers(HeaderTrust::Stricter).build()?;
+/// let limit = RateLimitLayer::builder(Quota::per_minute(300))
+///     .trust_headers(HeaderTrust::Stricter)
+///     .build()?;
 /// # Ok::<(), tollgate::ConfigError>(())
 /// ```
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HeaderTrust {
-    /// Not at all. A refusal still puts the key on hold.
+    /// Nothing but refusals takes effect.
     Ignore,
-    /// The limiter leaves other clients what they use of a configured limit, such as clients that
-    /// share the credential.
+    /// The store reserves what other clients use of a configured limit, such as clients with the
+    /// same credential.
     ///
-    /// A quota is taken for the limit if its window is the same, or if it states no window and the
-    /// count is the same. Units that are used of it and were not granted to this fleet were used by
-    /// other clients, and refused units as well. That many are reserved for them until the reset
-    /// and in the window after. [Buckets](Quota::bucket) reserve nothing; they lose the units that
-    /// are used.
+    /// A quota that a response states is about the configured limit with the same window. If the
+    /// quota states no window, it is about the limit with the same count. The units that the quota
+    /// counts as used, and that were not granted to this fleet, were used by other clients. So were
+    /// refused units. The store reserves as many units for them, until the reset and in the window
+    /// after it. A [bucket](Quota::bucket) reserves nothing: the used units leave it.
     #[default]
     Usage,
-    /// As `Usage`, and stated limits with a window apply besides the configured ones: the strictest
+    /// As `Usage`. Stated limits with a window apply besides the configured ones, so the strictest
     /// decides.
     Stricter,
-    /// As `Usage`, and stated limits with a window replace the configured ones, even if they allow
+    /// As `Usage`. Stated limits with a window replace the configured ones, even if they allow
     /// more.
     ///
-    /// Then the upstream decides how much is sent, and so does any server that can respond in its
+    /// Then the upstream decides how much is sent, and so does each server that can respond in its
     /// place.
     Replace,
 }
@@ -57,9 +62,9 @@ pub enum HeaderTrust {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StatedLimit {
-    /// The limit.
+    /// The limit, a sliding window.
     pub limit: Limit,
-    /// The name of the quota that states it, if it has one.
+    /// The name of the quota in the response that states it. `None` if the quota has no name.
     pub name: Option<Box<str>>,
     /// Until when it applies, unless it is stated again.
     until: Instant,
