@@ -169,8 +169,16 @@ impl Limiter {
         self.0.hold_for(key, span).await
     }
 
-    /// Puts `key` on hold until a moment, as [`hold_for`](Limiter::hold_for) does, with the same
-    /// errors and cancel safety. Does nothing if `until` has passed.
+    /// Puts `key` on hold until a moment, as [`hold_for`](Limiter::hold_for) does. Does nothing if
+    /// `until` has passed.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if other processes may not know of the hold. It applies in this process.
+    ///
+    /// # Cancel safety
+    ///
+    /// The hold applies in this process once the future was polled.
     pub async fn hold_until(&self, key: Key, until: Instant) -> Result<(), StoreError> {
         match until.checked_duration_since(clock::now()) {
             Some(span) if !span.is_zero() => self.0.hold_for(key, span).await,

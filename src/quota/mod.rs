@@ -62,13 +62,13 @@ enum Misuse {
 }
 
 impl Quota {
-    /// The most limits that one quota may have.
+    /// The most rate limits that one quota may have. A burst is one of them.
     pub const MOST_LIMITS: usize = 8;
 
-    /// The largest count that a limit may have.
+    /// The largest count, capacity or burst that a limit may have.
     pub const LARGEST_COUNT: u32 = 1_000_000_000;
 
-    /// The shortest window that a limit may have.
+    /// The shortest window that a limit may have: 1 ms.
     pub const SHORTEST_WINDOW: Duration = Duration::from_millis(1);
 
     /// The longest window that a limit may have: 366 days.
@@ -91,22 +91,22 @@ impl Quota {
         Quota::of(Limit::Sliding { count, window })
     }
 
-    /// Allows at most `count` in any second.
+    /// Allows at most `count` units in any second.
     pub const fn per_second(count: u32) -> Self {
         Quota::new(count, Duration::from_secs(1))
     }
 
-    /// Allows at most `count` in any minute.
+    /// Allows at most `count` units in any minute.
     pub const fn per_minute(count: u32) -> Self {
         Quota::new(count, Duration::from_secs(60))
     }
 
-    /// Allows at most `count` in any hour.
+    /// Allows at most `count` units in any hour.
     pub const fn per_hour(count: u32) -> Self {
         Quota::new(count, Duration::from_secs(3600))
     }
 
-    /// Allows at most `count` in any 24 hours.
+    /// Allows at most `count` units in any 24 hours.
     pub const fn per_day(count: u32) -> Self {
         Quota::new(count, Duration::from_secs(86_400))
     }
