@@ -87,8 +87,8 @@ impl RateLimitBuilder {
         /// If the upstream states a time, the key is on hold for that time, cut to `max_hold`. If
         /// it states none, the key is on hold for about a second, and for twice as long after each
         /// further refusal. If the upstream refuses a request shortly after the time that it
-        /// stated, the next hold lasts at least 0.4 s, and twice as long after each further such
-        /// refusal.
+        /// stated, the next hold lasts at least 0.4 s. After each further such refusal it lasts
+        /// at least twice as long.
         ///
         /// After a hold that was cut, one request is sent as a probe. When the probe has passed,
         /// the others follow. If the probe has no response after 5 s, another request is sent as a
