@@ -28,7 +28,7 @@ async fn refusal(limit: &RateLimitLayer, request: http::Request<String>) -> Limi
 fn local(limited: &Limited) -> Reason {
     match limited {
         Limited::Local { reason, .. } => *reason,
-        other => panic!("it was to be refused here: {other}"),
+        other => panic!("this process should refuse it: {other}"),
     }
 }
 

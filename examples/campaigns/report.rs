@@ -13,7 +13,7 @@ use crate::{Args, common};
 pub(crate) struct Counts {
     /// Calls that were answered.
     pub(crate) answered: u64,
-    /// How often a call was refused here and deferred.
+    /// How often a call was refused by this process and deferred.
     pub(crate) put_off: u64,
     /// How often the service refused a call, which was then deferred.
     pub(crate) refused_there: u64,

@@ -191,7 +191,7 @@ impl fmt::Display for Limited {
         let report = self.report();
         match self {
             Limited::Local { reason, .. } => {
-                write!(f, "refused here ({}): ", report.key())?;
+                write!(f, "refused locally ({}): ", report.key())?;
                 match *reason {
                     Reason::MaxWait(most) if !most.is_zero() && report.waited() >= most => {
                         write!(f, "no permit within max_wait ({most:?})")?
@@ -275,18 +275,18 @@ impl fmt::Display for Reason {
             Reason::TooManyKeys(most) => {
                 write!(
                     f,
-                    "{most} keys are in use: raise max_keys or use fewer keys"
+                    "no room for another key: max_keys is {most}; raise it or use fewer keys"
                 )
             }
             Reason::CostAboveLimit { cost, largest } => {
                 write!(
                     f,
-                    "it costs {cost}, and the quota allows at most {largest} at once: split it, or raise the limit or burst"
+                    "it costs {cost}, and the quota allows at most {largest} at once; split it, or raise the limit or burst"
                 )
             }
             Reason::Held => write!(
                 f,
-                "its key is on hold after a rate-limit response from the upstream"
+                "its key is on hold, after a refusal by the upstream or a call of hold_for"
             ),
             Reason::NoKey => {
                 write!(
@@ -328,7 +328,7 @@ mod tests {
         let limited = limited();
         assert_eq!(
             limited.to_string(),
-            "refused here (api.example.com): its slot lies beyond its deadline; the limit is 50/1s; \
+            "refused locally (api.example.com): its slot lies beyond its deadline; the limit is 50/1s; \
              try again in 320ms; waited 15s"
         );
         assert_eq!(

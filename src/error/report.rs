@@ -77,7 +77,7 @@ impl fmt::Debug for LimitedInfo {
             waited,
             turns,
         } = &*self.0;
-        f.debug_struct("Report")
+        f.debug_struct("LimitedInfo")
             .field("key", key)
             .field("limit", limit)
             .field("retry_after", retry_after)

@@ -238,7 +238,10 @@ impl Inner {
                 }
                 stage => {
                     let plan = ledger.book(&request.request(&request.demands), now);
-                    (stage, plan.map(|plan| ledger.refuse_until_shared(plan, now)))
+                    (
+                        stage,
+                        plan.map(|plan| ledger.refuse_until_shared(plan, now)),
+                    )
                 }
             })
         });
