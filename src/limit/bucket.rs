@@ -25,21 +25,21 @@ pub(super) struct Bucket {
     /// The last stamp by which the bucket was full, so that `full_at` started anew from it. Permits
     /// with earlier stamps no longer affect `full_at`.
     base: u128,
-    /// The farthest that `full_at` may move back, so that each permit since `base` still counts in
-    /// full from its stamp. `u128::MAX` if there is no bound.
-    slack: u128,
+    /// The most by which returned permits may move `full_at` back. Up to this bound, each permit
+    /// since `base` still counts in full from its stamp. `u128::MAX` if there is no bound.
+    refundable: u128,
     /// Each permit that is booked ahead with this slot or a later one got the first slot for which
     /// the bucket had units. [`Micros::MAX`] if there is no such permit.
     queued_from: Micros,
     /// The last permits that were booked ahead with a later slot than the bucket required, because
     /// another limit delayed them.
-    marks: VecDeque<Mark>,
+    delayed: VecDeque<DelayedPermit>,
 }
 
-/// A permit of `Bucket::marks`, with `full_at` before and after it. With these values it can be
+/// A permit of `Bucket::delayed`, with `full_at` before and after it. With these values it can be
 /// taken back in full.
 #[derive(Debug)]
-struct Mark {
+struct DelayedPermit {
     slot: Micros,
     units: u128,
     before: u128,
@@ -51,9 +51,9 @@ struct Mark {
 /// this old.
 const LONGEST_AGO: Micros = 5_000_000;
 
-/// The most marks that are kept. A permit whose mark was dropped can be taken back only as far as
-/// later permits allow (`Bucket::slack`).
-const MOST_MARKS: usize = 32;
+/// The most delayed permits that are kept. A permit that was dropped from them can be taken back
+/// only as far as later permits allow (`Bucket::refundable`).
+const MOST_DELAYED: usize = 32;
 
 impl Bucket {
     pub(super) fn new(capacity: u32, count: u32, window: Micros) -> Self {
@@ -63,12 +63,13 @@ impl Bucket {
             window: u128::from(window),
             full_at: 0,
             base: 0,
-            slack: 0,
+            refundable: 0,
             queued_from: Micros::MAX,
-            marks: VecDeque::new(),
+            delayed: VecDeque::new(),
         }
     }
 
+    /// Returns a moment in microseconds times `count`.
     fn scaled(&self, moment: Micros) -> u128 {
         u128::from(moment) * self.count
     }
@@ -118,9 +119,9 @@ impl Bucket {
         if stamp >= before {
             self.full_at = stamp;
             self.base = stamp;
-            self.slack = u128::MAX;
+            self.refundable = u128::MAX;
         } else {
-            self.slack = self.slack.min(before - stamp);
+            self.refundable = self.refundable.min(before - stamp);
         }
         let units = u128::from(units) * self.window;
         self.full_at += units;
@@ -130,15 +131,15 @@ impl Bucket {
             self.queued_from = self.queued_from.min(slot);
         } else {
             let queued_from = std::mem::replace(&mut self.queued_from, Micros::MAX);
-            self.marks.push_back(Mark {
+            self.delayed.push_back(DelayedPermit {
                 slot,
                 units,
                 before,
                 after: self.full_at,
                 queued_from,
             });
-            if self.marks.len() > MOST_MARKS {
-                self.marks.pop_front();
+            if self.delayed.len() > MOST_DELAYED {
+                self.delayed.pop_front();
             }
         }
     }
@@ -153,37 +154,37 @@ impl Bucket {
         let most = u64::try_from(self.capacity).unwrap_or(u64::MAX);
         self.insert(now, stamp, units.min(most), false);
         if self.full_at > empty {
-            (self.full_at, self.base, self.slack) = (empty, empty, u128::MAX);
+            (self.full_at, self.base, self.refundable) = (empty, empty, u128::MAX);
         }
     }
 
     fn forget_queue(&mut self) {
         self.queued_from = Micros::MAX;
-        self.marks.clear();
+        self.delayed.clear();
     }
 
     /// Takes back units of permits that were not used.
     ///
     /// The last permits that were booked ahead are taken back in full, because no later permit
     /// depends on them. Any other permit is taken back only as far as later permits allow
-    /// (`Bucket::slack`).
+    /// (`Bucket::refundable`).
     pub(super) fn subtract(&mut self, unused: UnusedPermits) {
         let units = u128::from(unused.units) * self.window;
         if unused.slot >= self.queued_from && self.room_for(0) == unused.slot {
             self.full_at -= units;
             return;
         }
-        if let Some(mark) = self.marks.back_mut()
-            && (mark.slot, mark.after) == (unused.slot, self.full_at)
-            && units <= mark.units
+        if let Some(permit) = self.delayed.back_mut()
+            && (permit.slot, permit.after) == (unused.slot, self.full_at)
+            && units <= permit.units
         {
-            mark.units -= units;
-            mark.after -= units;
-            self.full_at = mark.after;
-            if mark.units == 0 {
-                self.full_at = mark.before;
-                self.queued_from = mark.queued_from;
-                self.marks.pop_back();
+            permit.units -= units;
+            permit.after -= units;
+            self.full_at = permit.after;
+            if permit.units == 0 {
+                self.full_at = permit.before;
+                self.queued_from = permit.queued_from;
+                self.delayed.pop_back();
             }
             return;
         }
@@ -191,11 +192,11 @@ impl Bucket {
             return;
         }
         let back = units
-            .min(self.slack)
+            .min(self.refundable)
             .min(self.full_at.saturating_sub(self.base));
         self.full_at -= back;
-        if self.slack != u128::MAX {
-            self.slack -= back;
+        if self.refundable != u128::MAX {
+            self.refundable -= back;
         }
         self.forget_queue();
     }

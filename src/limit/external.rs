@@ -18,7 +18,7 @@
 //! lowers the use that an older one showed.
 //!
 //! A response also bounds the units that may be sent until the next one. If it states that less is
-//! left than the log knows of, the difference ([`ExternalUsage::short`]) is reserved. The
+//! left than the log knows of, the difference ([`ExternalUsage::shortfall`]) is reserved. The
 //! reservation ends with the next response, with the reset, or when the response no longer counts.
 //! The difference is reserved even if it is not yet known whether other clients used it.
 //!
@@ -37,26 +37,30 @@ pub(super) struct ExternalUsage {
     ends: Micros,
     /// The units that other clients used in this window, at least.
     seen: u32,
-    /// The units that other clients are expected to use in this window.
-    before: u32,
+    /// The units that other clients are expected to use in this window, because they used as many
+    /// in the window before.
+    expected: u32,
     /// The units that the upstream refused in this window. They were granted here, and the upstream
     /// does not count them.
     refused: u32,
-    /// The fewest units that were left in this window, and the units granted to this fleet by then.
-    least: u32,
-    ours: u32,
-    /// Whether the log knows all units that were granted here in this window.
-    whole: bool,
-    /// When the upstream made its newest response, and until when that response counts.
-    said: Micros,
-    said_until: Micros,
-    /// Until when `seen` and `before` are reserved in full.
+    /// The fewest units that were left in this window. `u32::MAX` if no response stated them.
+    fewest_left: u32,
+    /// The units that this fleet was granted in this window when `fewest_left` was stated.
+    granted_then: u32,
+    /// Whether the log has all units that were granted here in this window.
+    log_is_complete: bool,
+    /// When the upstream made its newest response.
+    stated_at: Micros,
+    /// Until when the newest response counts.
+    valid_until: Micros,
+    /// Until when `seen` and `expected` are reserved in full.
     confirmed_until: Micros,
-    /// By how many units less was left than the log knew of, by the newest response; and until when
-    /// these units are reserved. Negative if more was left, because permits were not used yet.
-    short: i64,
-    short_until: Micros,
-    /// The stamp up to which the log was counted for `short`.
+    /// The units that were gone by the newest response, minus the units that the log had then.
+    /// Negative if the log had more, because some permits were not used yet.
+    shortfall: i64,
+    /// Until when `shortfall` is reserved.
+    shortfall_until: Micros,
+    /// The last stamp whose units the log counted for `shortfall`.
     counted_until: Micros,
 }
 
@@ -67,17 +71,17 @@ pub(super) struct Size {
     pub(super) window: Micros,
 }
 
-/// The statement of a response about a limit.
+/// What a response states about a limit.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Word {
+pub(super) struct Statement {
     /// The ledger's time at which the statement is taken in.
     pub(super) now: Micros,
     /// The units that are left.
     pub(super) left: u32,
     /// When the upstream made the response.
-    pub(super) said: Micros,
+    pub(super) stated_at: Micros,
     /// When the upstream starts its count anew.
-    pub(super) resets: Option<Micros>,
+    pub(super) resets_at: Option<Micros>,
     /// Whether that moment is the same in each response. If so, the log has all units of this fleet
     /// that the upstream counts.
     pub(super) steady: bool,
@@ -96,45 +100,45 @@ pub(super) struct Ours {
 }
 
 impl ExternalUsage {
-    /// Makes the usage of a window that ends at `ends`, of which no response is known. `whole`
-    /// states whether the log knows all of the window.
-    pub(super) fn new(ends: Micros, whole: bool) -> Self {
+    /// Makes the usage of a window that ends at `ends`, of which no response is known.
+    /// `log_is_complete` states whether the log has all units that were granted here in it.
+    pub(super) fn new(ends: Micros, log_is_complete: bool) -> Self {
         ExternalUsage {
             ends,
             seen: 0,
-            before: 0,
+            expected: 0,
             refused: 0,
-            least: u32::MAX,
-            ours: 0,
-            whole,
-            said: 0,
-            said_until: 0,
+            fewest_left: u32::MAX,
+            granted_then: 0,
+            log_is_complete,
+            stated_at: 0,
+            valid_until: 0,
             confirmed_until: 0,
-            short: 0,
-            short_until: 0,
+            shortfall: 0,
+            shortfall_until: 0,
             counted_until: 0,
         }
     }
 
-    /// Sets the end of the window, if no use by other clients is known yet. `whole` states whether
-    /// the log knows all of it.
-    pub(super) fn begin(&mut self, ends: Micros, whole: bool) {
-        if (self.seen, self.before, self.refused) == (0, 0, 0) {
+    /// Sets the end of the window, if no use by other clients is known yet. `log_is_complete`
+    /// states whether the log has all units that were granted here in it.
+    pub(super) fn begin(&mut self, ends: Micros, log_is_complete: bool) {
+        if (self.seen, self.expected, self.refused) == (0, 0, 0) {
             let &mut ExternalUsage {
-                said,
-                said_until,
-                short,
-                short_until,
+                stated_at,
+                valid_until,
+                shortfall,
+                shortfall_until,
                 counted_until,
                 ..
             } = self;
             *self = ExternalUsage {
-                said,
-                said_until,
-                short,
-                short_until,
+                stated_at,
+                valid_until,
+                shortfall,
+                shortfall_until,
                 counted_until,
-                ..ExternalUsage::new(ends, whole)
+                ..ExternalUsage::new(ends, log_is_complete)
             };
         }
     }
@@ -147,63 +151,72 @@ impl ExternalUsage {
         }
         let ends = self.ends.saturating_add(window);
         // Other clients can have used only what was neither left nor granted here.
-        let most = count.saturating_sub(self.least).saturating_sub(self.ours);
-        let before = if self.whole && now < ends {
-            self.seen.max(self.before.min(most))
+        let most = count
+            .saturating_sub(self.fewest_left)
+            .saturating_sub(self.granted_then);
+        let expected = if self.log_is_complete && now < ends {
+            self.seen.max(self.expected.min(most))
         } else {
             0
         };
         let &mut ExternalUsage {
-            said, said_until, ..
+            stated_at,
+            valid_until,
+            ..
         } = self;
         // The units that were left at the end show what other clients may have used.
-        let shown_until = if self.least < u32::MAX { said_until } else { 0 };
+        let shown_until = if self.fewest_left < u32::MAX {
+            valid_until
+        } else {
+            0
+        };
         let confirmed_until = self.confirmed_until.max(shown_until);
         *self = ExternalUsage {
-            before,
-            said,
-            said_until,
+            expected,
+            stated_at,
+            valid_until,
             confirmed_until,
             ..ExternalUsage::new(ends, true)
         };
-        before > 0
+        expected > 0
     }
 
     /// Takes in a response. Returns whether more is reserved now than before.
-    pub(super) fn see(&mut self, size: Size, word: Word, ours: Ours) -> bool {
+    pub(super) fn see(&mut self, size: Size, statement: Statement, ours: Ours) -> bool {
         let Size { count, window } = size;
-        let Word {
+        let Statement {
             now,
             left,
-            said,
-            resets,
+            stated_at,
+            resets_at,
             steady,
             refused,
             valid_until,
-        } = word;
+        } = statement;
         let (reserved, _) = self.reserved_from(now, size);
         self.refused = self.refused.saturating_add(refused);
         if self.refused > 0 {
             // An eighth of the limit stays available, to find out that the other clients have
             // stopped.
             let by_refusals = self
-                .before
+                .expected
                 .saturating_add(self.refused)
                 .min(count - count / 8);
             self.seen = self.seen.max(by_refusals);
         }
-        let is_newest = said >= self.said;
+        let is_newest = stated_at >= self.stated_at;
         if is_newest {
-            (self.said, self.said_until) = (said, valid_until);
+            (self.stated_at, self.valid_until) = (stated_at, valid_until);
         }
         let gone = count.saturating_sub(left);
         let beyond =
             |ours: u64| u32::try_from(u64::from(gone).saturating_sub(ours)).unwrap_or(u32::MAX);
         let of_others = beyond(ours.most.saturating_sub(u64::from(self.refused)));
         // A response made before this window states nothing about it.
-        if said.saturating_add(window) >= self.ends {
+        if stated_at.saturating_add(window) >= self.ends {
             let granted = u32::try_from(ours.least).unwrap_or(u32::MAX);
-            (self.least, self.ours) = (self.least, self.ours).min((left, granted));
+            (self.fewest_left, self.granted_then) =
+                (self.fewest_left, self.granted_then).min((left, granted));
             if steady {
                 let most = if is_newest { gone } else { u32::MAX };
                 self.seen = self.seen.min(most).max(of_others);
@@ -214,10 +227,12 @@ impl ExternalUsage {
         }
         if is_newest {
             let most = i64::try_from(ours.most).unwrap_or(i64::MAX);
-            (self.short, self.short_until, self.counted_until) = match resets {
-                Some(resets) if resets > now => {
-                    (i64::from(gone) - most, resets.min(valid_until), ours.until)
-                }
+            (self.shortfall, self.shortfall_until, self.counted_until) = match resets_at {
+                Some(resets_at) if resets_at > now => (
+                    i64::from(gone) - most,
+                    resets_at.min(valid_until),
+                    ours.until,
+                ),
                 _ => (0, 0, 0),
             };
         }
@@ -228,9 +243,9 @@ impl ExternalUsage {
     /// `counted_until`, the newest response was compared with them as used. Then other clients used
     /// these units.
     pub(super) fn returned(&mut self, now: Micros, stamp: Micros, units: u64) {
-        if now < self.short_until && stamp <= self.counted_until {
-            self.short = self
-                .short
+        if now < self.shortfall_until && stamp <= self.counted_until {
+            self.shortfall = self
+                .shortfall
                 .saturating_add(i64::try_from(units).unwrap_or(i64::MAX));
         }
     }
@@ -247,34 +262,42 @@ impl ExternalUsage {
             }
         };
         let known = if at < self.ends {
-            kept(self.before).max(if is_confirmed { self.seen } else { 0 })
-        } else if self.whole {
-            kept(self.seen.max(self.before))
+            kept(self.expected).max(if is_confirmed { self.seen } else { 0 })
+        } else if self.log_is_complete {
+            kept(self.seen.max(self.expected))
         } else {
             0
         };
-        let short = if at < self.short_until { self.short } else { 0 };
-        let changes = [self.short_until, self.confirmed_until, self.ends];
+        let shortfall = if at < self.shortfall_until {
+            self.shortfall
+        } else {
+            0
+        };
+        let changes = [self.shortfall_until, self.confirmed_until, self.ends];
         let until = changes
             .into_iter()
             .filter(|moment| *moment > at)
             .min()
             .unwrap_or(Micros::MAX);
         (
-            known.max(u32::try_from(short.max(0)).unwrap_or(u32::MAX)),
+            known.max(u32::try_from(shortfall.max(0)).unwrap_or(u32::MAX)),
             until,
         )
     }
 
     /// Returns the moment from which nothing is reserved for other clients, if no response arrives.
     pub(super) fn forgotten_from(&self, size: Size) -> Micros {
-        let said = self.least < u32::MAX || self.seen > 0;
+        let is_stated = self.fewest_left < u32::MAX || self.seen > 0;
         let (after, _) = self.reserved_from(self.ends, size);
-        let ends = if said && after > 0 {
+        let ends = if is_stated && after > 0 {
             self.ends.saturating_add(size.window)
         } else {
             self.ends
         };
-        ends.max(if self.short > 0 { self.short_until } else { 0 })
+        ends.max(if self.shortfall > 0 {
+            self.shortfall_until
+        } else {
+            0
+        })
     }
 }

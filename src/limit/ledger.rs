@@ -35,9 +35,9 @@ const MOST_ROUNDS: usize = 1000;
 #[derive(Debug)]
 pub(crate) struct Ledger {
     /// The state of each limit. Most keys have one limit.
-    accounts: SmallVec<[LimitState; 1]>,
+    limits: SmallVec<[LimitState; 1]>,
     /// The returned slots that lie ahead.
-    pool: ReturnedSlots,
+    returned: ReturnedSlots,
     /// The transit slack of the present caller.
     transit_slack: Micros,
     /// The boundary guard of the present caller.
@@ -57,8 +57,8 @@ impl Ledger {
     /// Makes an empty ledger with the limits of `spec`.
     pub(crate) fn new(spec: &LimitSpec, now: Micros) -> Self {
         let mut ledger = Ledger {
-            accounts: SmallVec::new(),
-            pool: ReturnedSlots::default(),
+            limits: SmallVec::new(),
+            returned: ReturnedSlots::default(),
             transit_slack: 0,
             boundary_guard: 0,
             now,
@@ -75,9 +75,9 @@ impl Ledger {
     pub(crate) fn align(&mut self, ahead: i64) {
         if ahead != self.ahead {
             self.ahead = ahead;
-            self.accounts
+            self.limits
                 .iter_mut()
-                .for_each(|account| account.rule.align(ahead));
+                .for_each(|state| state.rule.align(ahead));
         }
     }
 
@@ -88,31 +88,27 @@ impl Ledger {
         let now = self.now;
         self.transit_slack = micros_up(spec.transit_slack());
         self.boundary_guard = micros_up(spec.boundary_guard());
-        for account in &mut self.accounts {
-            account.advance(now);
+        for state in &mut self.limits {
+            state.advance(now);
         }
         for limit in spec.quota().limits() {
-            match self
-                .accounts
-                .iter_mut()
-                .find(|account| account.limit == *limit)
-            {
+            match self.limits.iter_mut().find(|state| state.limit == *limit) {
                 // A statement is recorded only if the last record is older than half a window. So
                 // most refusals do not change the state.
-                Some(account) if now - account.asserted > micros_up(limit.window()) / 2 => {
-                    account.asserted = now
+                Some(state) if now - state.last_stated > micros_up(limit.window()) / 2 => {
+                    state.last_stated = now
                 }
                 Some(_) => {}
                 None => {
                     let rule = self.rule_for(*limit, now);
-                    self.accounts.push(LimitState::new(*limit, rule, now));
+                    self.limits.push(LimitState::new(*limit, rule, now));
                 }
             }
         }
-        if self.accounts.len() > spec.quota().limits().len() {
-            self.accounts.retain(|account| account.holds_until() >= now);
+        if self.limits.len() > spec.quota().limits().len() {
+            self.limits.retain(|state| state.in_force_until() >= now);
         }
-        while self.accounts.len() > MOST_LIMITS && self.forget_foreign(spec) {}
+        while self.limits.len() > MOST_LIMITS && self.forget_foreign(spec) {}
         self.drain();
         now
     }
@@ -125,18 +121,18 @@ impl Ledger {
     /// process.
     fn forget_foreign(&mut self, spec: &LimitSpec) -> bool {
         let ours = spec.quota().limits();
-        let accounts = self.accounts.iter().enumerate();
-        let foreign = accounts.filter(|(_, account)| !ours.contains(&account.limit));
+        let all = self.limits.iter().enumerate();
+        let foreign = all.filter(|(_, state)| !ours.contains(&state.limit));
         let first = foreign
-            .min_by_key(|(_, account)| account.holds_until())
+            .min_by_key(|(_, state)| state.in_force_until())
             .map(|(index, _)| index);
-        first.map(|index| self.accounts.remove(index)).is_some()
+        first.map(|index| self.limits.remove(index)).is_some()
     }
 
     /// Removes the returned slots that no request can use any more, also from the logs.
     fn drain(&mut self) {
-        let from = self.from();
-        while let Some(unused) = self.pool.pop_before(from) {
+        let earliest = self.earliest();
+        while let Some(unused) = self.returned.pop_before(earliest) {
             self.subtract(unused);
         }
     }
@@ -146,10 +142,10 @@ impl Ledger {
     fn rule_for(&self, limit: Limit, now: Micros) -> Algorithm {
         let mut rule = Algorithm::new(limit, self.ahead);
         let longest = self
-            .accounts
+            .limits
             .iter()
-            .filter(|account| matches!(account.rule, Algorithm::Window(_)));
-        match longest.max_by_key(|account| account.limit.window()) {
+            .filter(|state| matches!(state.rule, Algorithm::Window(_)));
+        match longest.max_by_key(|state| state.limit.window()) {
             Some(LimitState {
                 rule: Algorithm::Window(window),
                 ..
@@ -160,9 +156,9 @@ impl Ledger {
             }
             _ => {
                 let used = self
-                    .accounts
+                    .limits
                     .iter()
-                    .map(|account| account.rule.used(now))
+                    .map(|state| state.rule.used(now))
                     .max()
                     .unwrap_or(0);
                 if used > 0 {
@@ -198,7 +194,7 @@ impl Ledger {
     /// Ends the hold, and forgets what is reserved for other clients. Returns the hold that
     /// applies.
     pub(crate) fn release(&mut self) -> Hold {
-        self.accounts.iter_mut().for_each(LimitState::forget_others);
+        self.limits.iter_mut().for_each(LimitState::forget_others);
         self.hold = Hold {
             until: 0,
             cut: false,
@@ -211,23 +207,23 @@ impl Ledger {
     /// returned slots are removed, because they were granted under the earlier state.
     pub(crate) fn see(&mut self, left: &UpstreamRemaining) {
         let (now, born) = (self.now, self.born);
-        let Some(account) = self
-            .accounts
+        let Some(state) = self
+            .limits
             .iter_mut()
-            .find(|account| account.limit == left.limit)
+            .find(|state| state.limit == left.limit)
         else {
             return;
         };
         let sent = now + LONGEST_LIFE.max(micros_up(left.limit.window()) / 20) + self.transit_slack;
-        if account.see(left, now, sent, born) {
-            while let Some(unused) = self.pool.pop_last() {
+        if state.see(left, now, sent, born) {
+            while let Some(unused) = self.returned.pop_last() {
                 self.subtract(unused);
             }
         }
     }
 
     /// Returns the earliest moment at which a permit may be used, if no limit forbids it.
-    fn from(&self) -> Micros {
+    fn earliest(&self) -> Micros {
         self.now.max(self.hold.until)
     }
 
@@ -249,9 +245,9 @@ impl Ledger {
         mut granted: impl FnMut(Booking),
     ) -> Result<(), TooLate> {
         let largest = self
-            .accounts
+            .limits
             .iter()
-            .map(|account| account.limit.largest_cost())
+            .map(|state| state.limit.largest_cost())
             .min();
         if cost == 0 || largest.is_none_or(|largest| cost > largest) {
             return Err(TooLate {
@@ -262,8 +258,8 @@ impl Ledger {
         let cost = u64::from(cost);
         while count > 0 {
             let (slot, limit) = self.first_slot(cost, life);
-            if let Some(grant) = self.pool.take(
-                self.from()..=slot.min(latest),
+            if let Some(grant) = self.returned.take(
+                self.earliest()..=slot.min(latest),
                 cost,
                 count,
                 life,
@@ -274,24 +270,26 @@ impl Ledger {
                 continue;
             }
             if slot > latest {
-                let pooled = self.pool.first(self.from(), cost, life, self.transit_slack);
+                let returned = self
+                    .returned
+                    .first(self.earliest(), cost, life, self.transit_slack);
                 return Err(TooLate {
-                    slot: pooled.map_or(slot, |pooled| pooled.min(slot)),
+                    slot: returned.map_or(slot, |returned| returned.min(slot)),
                     limit,
                 });
             }
             let room = self
-                .accounts
+                .limits
                 .iter_mut()
-                .map(|account| account.room(slot))
+                .map(|state| state.room(slot))
                 .min()
                 .unwrap_or(0);
             let fits = u32::try_from(room / cost)
                 .unwrap_or(u32::MAX)
                 .clamp(1, count);
             let stamp = slot + life + self.transit_slack;
-            for account in &mut self.accounts {
-                account
+            for state in &mut self.limits {
+                state
                     .rule
                     .insert(self.now, slot, stamp, cost * u64::from(fits));
             }
@@ -314,8 +312,8 @@ impl Ledger {
             return None;
         }
         let stamp = self.now + life + self.transit_slack;
-        for account in &mut self.accounts {
-            account
+        for state in &mut self.limits {
+            state
                 .rule
                 .insert(self.now, self.now, stamp, u64::from(count));
         }
@@ -332,8 +330,8 @@ impl Ledger {
     pub(crate) fn charge(&mut self, charge: Charge) {
         let end = self.now.saturating_sub(micros_down(charge.age));
         if charge.units > 0 {
-            for account in &mut self.accounts {
-                account
+            for state in &mut self.limits {
+                state
                     .rule
                     .charge(self.now, end, self.transit_slack, charge.units);
             }
@@ -348,12 +346,12 @@ impl Ledger {
             return;
         }
         let shared = self
-            .accounts
+            .limits
             .iter()
-            .any(|account| account.reserved(unused.slot) > 0);
-        if unused.slot <= self.now || unused.slot < self.from() || shared {
+            .any(|state| state.reserved(unused.slot) > 0);
+        if unused.slot <= self.now || unused.slot < self.earliest() || shared {
             self.subtract(unused);
-        } else if let Some(last) = self.pool.put(unused) {
+        } else if let Some(last) = self.returned.put(unused) {
             // There was no room for another returned slot, so the last one leaves the logs. Its
             // units can be booked anew.
             self.subtract(last);
@@ -362,8 +360,8 @@ impl Ledger {
 
     /// Removes permits from the logs.
     fn subtract(&mut self, unused: UnusedPermits) {
-        for account in &mut self.accounts {
-            account.subtract(self.now, unused);
+        for state in &mut self.limits {
+            state.subtract(self.now, unused);
         }
     }
 
@@ -374,15 +372,15 @@ impl Ledger {
             life,
             guard: self.boundary_guard,
         };
-        let mut slot = self.from();
+        let mut slot = self.earliest();
         let mut limit = None;
         for _ in 0..MOST_ROUNDS {
             let before = slot;
-            for account in &mut self.accounts {
-                let first = account.first_slot(slot, cost, open);
+            for state in &mut self.limits {
+                let first = state.first_slot(slot, cost, open);
                 if first > slot {
                     slot = first;
-                    limit = Some(account.limit);
+                    limit = Some(state.limit);
                 }
             }
             // If one limit moved the slot, the other limits have to allow it too. Each limit moves
@@ -397,31 +395,31 @@ impl Ledger {
     /// Returns how many units could leave now.
     pub(crate) fn free(&mut self) -> u64 {
         let now = self.now;
-        if self.from() > now {
+        if self.earliest() > now {
             return 0;
         }
-        self.accounts
+        self.limits
             .iter_mut()
-            .map(|account| account.free(now))
+            .map(|state| state.free(now))
             .min()
             .unwrap_or(u64::MAX)
     }
 
     /// Returns whether other clients are known to use a limit too.
     pub(crate) fn is_shared(&self) -> bool {
-        self.accounts.iter().any(LimitState::is_shared)
+        self.limits.iter().any(LimitState::is_shared)
     }
 
     /// Returns each limit with its used units, its free units, and the units reserved for clients
     /// outside the fleet.
     pub(crate) fn usage(&mut self) -> impl Iterator<Item = (Limit, u64, u64, u64)> {
         let now = self.now;
-        self.accounts.iter_mut().map(move |account| {
+        self.limits.iter_mut().map(move |state| {
             (
-                account.limit,
-                account.rule.used(now),
-                account.free(now),
-                account.reserved(now),
+                state.limit,
+                state.rule.used(now),
+                state.free(now),
+                state.reserved(now),
             )
         })
     }
@@ -429,23 +427,23 @@ impl Ledger {
     /// Returns when one unit could be sent, if nothing else is booked.
     pub(crate) fn next_slot(&mut self, life: Micros) -> Micros {
         let slot = self.first_slot(1, life).0;
-        self.pool
-            .first(self.from(), 1, life, self.transit_slack)
-            .map_or(slot, |pooled| pooled.min(slot))
+        self.returned
+            .first(self.earliest(), 1, life, self.transit_slack)
+            .map_or(slot, |returned| returned.min(slot))
     }
 
     /// Returns the first moment from which a new ledger would grant the same. From then on, this
     /// ledger can be forgotten.
     pub(crate) fn fresh_from(&self) -> Micros {
-        let accounts = self
-            .accounts
+        let limits = self
+            .limits
             .iter()
-            .map(|account| account.fresh_from())
+            .map(|state| state.fresh_from())
             .max()
             .unwrap_or(0);
-        let pooled = self.pool.last_slot().map_or(0, |slot| slot + 1);
+        let returned = self.returned.last_slot().map_or(0, |slot| slot + 1);
         // The number of releases matters only while messages about an older hold may still arrive,
         // so it keeps no ledger.
-        accounts.max(pooled).max(self.hold.until)
+        limits.max(returned).max(self.hold.until)
     }
 }

@@ -4,7 +4,7 @@
 //! After a change: `cargo test --all-features --lib differential`
 
 use super::algorithm::{Algorithm, Open};
-use super::external::{ExternalUsage, Ours, Size, Word};
+use super::external::{ExternalUsage, Ours, Size, Statement};
 use super::{Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
 
@@ -16,30 +16,30 @@ pub(super) struct LimitState {
     /// The algorithm of the limit, with the permits that count against it.
     pub(super) rule: Algorithm,
     /// When a caller last stated the limit.
-    pub(super) asserted: Micros,
+    pub(super) last_stated: Micros,
     /// What other clients use of the limit, if they are known to use it. Boxed, because few limits
     /// are shared with other clients, and few upstreams state what is left.
-    strangers: Option<Box<ExternalUsage>>,
+    external: Option<Box<ExternalUsage>>,
 }
 
 /// The greatest age of a response that bounds the units that may be sent until the next one. Since
 /// an older response, units may have left the log.
-const OLDEST_WORD: Micros = 250_000;
+const OLDEST_RESPONSE: Micros = 250_000;
 
 impl LimitState {
     pub(super) fn new(limit: Limit, rule: Algorithm, now: Micros) -> Self {
         LimitState {
             limit,
             rule,
-            asserted: now,
-            strangers: None,
+            last_stated: now,
+            external: None,
         }
     }
 
     /// Returns until when the limit applies, unless a caller states it again.
-    pub(super) fn holds_until(&self) -> Micros {
+    pub(super) fn in_force_until(&self) -> Micros {
         let window = micros_up(self.limit.window());
-        self.asserted
+        self.last_stated
             .saturating_add(window.saturating_mul(5) / 2 + 1_000_000)
     }
 
@@ -53,11 +53,11 @@ impl LimitState {
     /// Returns the first moment, not before `from`, at which `cost` units may leave.
     pub(super) fn first_slot(&mut self, mut from: Micros, cost: u64, open: Open) -> Micros {
         let size = self.size();
-        let Some(strangers) = &self.strangers else {
+        let Some(external) = &self.external else {
             return self.rule.first_slot(from, cost, open, 0);
         };
         loop {
-            let (reserved, until) = strangers.reserved_from(from, size);
+            let (reserved, until) = external.reserved_from(from, size);
             let slot = self.rule.first_slot(from, cost, open, u64::from(reserved));
             if slot < until || until == Micros::MAX {
                 return slot;
@@ -79,29 +79,29 @@ impl LimitState {
 
     /// Returns whether other clients are known to use the limit too.
     pub(super) fn is_shared(&self) -> bool {
-        self.strangers.is_some()
+        self.external.is_some()
     }
 
     /// Returns the units that are reserved for other clients at a moment.
     pub(super) fn reserved(&self, at: Micros) -> u64 {
         let reserved = self
-            .strangers
+            .external
             .as_ref()
-            .map(|strangers| strangers.reserved_from(at, self.size()));
+            .map(|external| external.reserved_from(at, self.size()));
         reserved.map_or(0, |(units, _)| u64::from(units))
     }
 
     /// Takes back permits that were not used.
     pub(super) fn subtract(&mut self, now: Micros, unused: UnusedPermits) {
         self.rule.subtract(now, unused);
-        if let Some(strangers) = &mut self.strangers {
-            strangers.returned(now, unused.stamp, unused.units);
+        if let Some(external) = &mut self.external {
+            external.returned(now, unused.stamp, unused.units);
         }
     }
 
     /// Forgets what was reserved for other clients.
     pub(super) fn forget_others(&mut self) {
-        self.strangers = None;
+        self.external = None;
     }
 
     /// Takes in how much the upstream states is left, for a ledger that was made at `born`. Permits
@@ -126,43 +126,44 @@ impl LimitState {
             Algorithm::Fixed(fixed) => (fixed.used(now), fixed.used(now)),
             Algorithm::Bucket(bucket) => return bucket.see(now, ago, left.units),
         };
-        let bounds = left.steady || ago <= OLDEST_WORD.max(window / 20);
-        let resets = left
+        let is_recent = left.steady || ago <= OLDEST_RESPONSE.max(window / 20);
+        let resets_at = left
             .reset_in
-            .filter(|_| bounds)
+            .filter(|_| is_recent)
             .map(|reset_in| now.saturating_add(micros_up(reset_in)));
-        let others = resets.is_some() && u64::from(count.saturating_sub(units)) > most;
-        if self.strangers.is_none() && !others && left.refused == 0 && !left.urgent {
+        let is_used_by_others =
+            resets_at.is_some() && u64::from(count.saturating_sub(units)) > most;
+        if self.external.is_none() && !is_used_by_others && left.refused == 0 && !left.urgent {
             return false;
         }
-        let (steady, refused) = (left.steady && resets.is_some(), left.refused);
-        let ends = resets
+        let (steady, refused) = (left.steady && resets_at.is_some(), left.refused);
+        let ends = resets_at
             .filter(|_| steady)
             .unwrap_or(now.saturating_add(window));
         // If it is not known when the upstream's count began, the log has to know the window that
         // ends now. A tenth of the window may be missing.
         let known_from = if steady { ends } else { now };
-        let whole = born.saturating_add(window - window / 10) <= known_from;
-        let strangers = self
-            .strangers
-            .get_or_insert_with(|| Box::new(ExternalUsage::new(ends, whole)));
+        let log_is_complete = born.saturating_add(window - window / 10) <= known_from;
+        let external = self
+            .external
+            .get_or_insert_with(|| Box::new(ExternalUsage::new(ends, log_is_complete)));
         if steady || refused > 0 {
-            strangers.begin(ends, whole);
+            external.begin(ends, log_is_complete);
         }
         let valid_until = now.saturating_add(micros_up(left.valid_for));
-        let said = now.saturating_sub(ago);
-        let word = Word {
+        let stated_at = now.saturating_sub(ago);
+        let statement = Statement {
             now,
             left: units,
-            said,
-            resets,
+            stated_at,
+            resets_at,
             steady,
             refused,
             valid_until,
         };
-        strangers.see(
+        external.see(
             size,
-            word,
+            statement,
             Ours {
                 least,
                 most,
@@ -176,21 +177,21 @@ impl LimitState {
         self.rule.advance(now);
         let size = self.size();
         if self
-            .strangers
+            .external
             .as_mut()
-            .is_some_and(|strangers| !strangers.roll(now, size))
+            .is_some_and(|external| !external.roll(now, size))
         {
-            self.strangers = None;
+            self.external = None;
         }
     }
 
     /// Returns the first moment from which a new state of the limit would grant the same.
     pub(super) fn fresh_from(&self) -> Micros {
         let size = self.size();
-        let strangers = self
-            .strangers
+        let external = self
+            .external
             .as_ref()
-            .map_or(0, |strangers| strangers.forgotten_from(size));
-        self.rule.fresh_from().max(strangers)
+            .map_or(0, |external| external.forgotten_from(size));
+        self.rule.fresh_from().max(external)
     }
 }

@@ -17,7 +17,7 @@ use super::{Micros, micros_up};
 use crate::quota::Limit;
 
 /// The longest time for which a store grants nothing, apart from the trust.
-const LONGEST_LEARNING: Micros = 60_000_000;
+const LONGEST_RECOVERY: Micros = 60_000_000;
 
 /// The shortest trust: a process uses permits for at least this long after the last reply.
 const SHORTEST_TRUST: Micros = 1_500_000;
@@ -57,24 +57,24 @@ pub(crate) fn remembered(limit: Limit) -> Micros {
 
 /// Returns whether recovery charges a limit with the units that the caller was granted.
 pub(crate) fn is_charged(limit: Limit) -> bool {
-    remembered(limit) > LONGEST_LEARNING
+    remembered(limit) > LONGEST_RECOVERY
 }
 
 /// Returns until when a state that was made at `made_at` grants nothing, under the limits that the
 /// caller states. The moment is even, because its last bit has another meaning in the state.
-pub(crate) fn learning_until(made_at: Micros, limits: &[Limit]) -> Micros {
+pub(crate) fn recovering_until(made_at: Micros, limits: &[Limit]) -> Micros {
     let longest = limits
         .iter()
         .map(|limit| remembered(*limit))
         .max()
         .unwrap_or(0)
-        .min(LONGEST_LEARNING);
+        .min(LONGEST_RECOVERY);
     let until = made_at + longest + (longest / 4).max(SHORTEST_TRUST);
     until - until % 2
 }
 
 /// Returns the same for calls in flight, whose claims have this time to live.
-pub(crate) fn in_flight_learning_until(made_at: Micros, time_to_live: Micros) -> Micros {
+pub(crate) fn in_flight_recovering_until(made_at: Micros, time_to_live: Micros) -> Micros {
     made_at + time_to_live / 3 + LATE
 }
 
@@ -109,32 +109,32 @@ mod tests {
         /// the loss.
         #[test]
         fn lost_permits_are_a_window_old_before_the_next(limit in limit()) {
-            let window = remembered(limit).min(LONGEST_LEARNING);
+            let window = remembered(limit).min(LONGEST_RECOVERY);
             let last_use = MADE + micros_up(trust(Duration::from_micros(window)));
             // The time is rounded to an even one.
-            prop_assert!(learning_until(MADE, &[limit]) + 1 >= last_use + window);
+            prop_assert!(recovering_until(MADE, &[limit]) + 1 >= last_use + window);
         }
 
         #[test]
         fn limits_that_remember_longer_are_charged(limit in limit()) {
-            let learned = learning_until(MADE, &[limit]) - MADE;
-            prop_assert!(is_charged(limit) || learned >= remembered(limit));
+            let recovery = recovering_until(MADE, &[limit]) - MADE;
+            prop_assert!(is_charged(limit) || recovery >= remembered(limit));
         }
 
         #[test]
         fn recovery_ends_after_75_seconds(limits in prop::collection::vec(limit(), 0..4)) {
-            prop_assert!(learning_until(MADE, &limits) <= MADE + 75_000_000);
+            prop_assert!(recovering_until(MADE, &limits) <= MADE + 75_000_000);
         }
 
         #[test]
         fn another_limit_never_shortens_recovery(limits in prop::collection::vec(limit(), 1..4)) {
-            prop_assert!(learning_until(MADE, &limits) >= learning_until(MADE, &limits[1..]));
+            prop_assert!(recovering_until(MADE, &limits) >= recovering_until(MADE, &limits[1..]));
         }
 
         /// Each holder claims within a third of its time to live, so all of them are known again.
         #[test]
         fn holders_claim_before_slots_are_granted(time_to_live in 0u64..3_600_000_000) {
-            prop_assert!(in_flight_learning_until(MADE, time_to_live) > MADE + time_to_live / 3);
+            prop_assert!(in_flight_recovering_until(MADE, time_to_live) > MADE + time_to_live / 3);
         }
     }
 

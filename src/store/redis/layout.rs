@@ -98,7 +98,7 @@ pub(super) const GRANTED: u8 = byte("GRANTED");
 /// The status of a call whose needs are not all granted.
 pub(super) const REFUSED: u8 = byte("REFUSED");
 /// The status of a call to a state that recovers from a loss, and grants nothing yet.
-pub(super) const LEARNING: u8 = byte("LEARNING");
+pub(super) const RECOVERING: u8 = byte("RECOVERING");
 /// The status of a call that did nothing, because the server's clock is ahead of what the caller
 /// expects.
 pub(super) const UNSURE: u8 = byte("UNSURE");

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{Garbled, ReplyReader};
-use crate::store::redis::layout::{CUT, GRANTED, LEARNING, NEVER, REFUSED, SHARED, UNSURE};
+use crate::store::redis::layout::{CUT, GRANTED, NEVER, RECOVERING, REFUSED, SHARED, UNSURE};
 use crate::store::{Grant, Grants, HoldState, Lease, LimitUsage, Refusal, Source, Usage};
 
 /// Returns the server's time if the script did nothing, and the call must be sent again with that
@@ -59,7 +59,7 @@ pub(in crate::store::redis) fn read_lease(reply: &[u8], slack: Duration) -> Resu
     }
     let until_wait_ends = Duration::from_micros(wait);
     let refused = match status {
-        GRANTED | LEARNING => None,
+        GRANTED | RECOVERING => None,
         REFUSED => Some(Refusal {
             wait: (wait < NEVER).then_some(until_wait_ends),
             limit,
@@ -70,7 +70,7 @@ pub(in crate::store::redis) fn read_lease(reply: &[u8], slack: Duration) -> Resu
         grants,
         prefetched,
         refused,
-        recovering: (status == LEARNING).then_some(until_wait_ends),
+        recovering: (status == RECOVERING).then_some(until_wait_ends),
         incarnation,
         writes,
         now,

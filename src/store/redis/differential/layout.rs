@@ -158,7 +158,7 @@ fn calls_about_rates_are_read_field_by_field() {
     let formats = [
         &["CALL"][..],
         &["CALL_LIMIT"; 3],
-        &["CALL_NEED"; 2],
+        &["CALL_DEMAND"; 2],
         &["CALL_RETURN", "CALL_CHARGE", "CALL_REMAINING"],
     ];
     with_lua(|lua| {
@@ -428,16 +428,16 @@ fn constants_of_rules_are_those_of_their_twins() {
         "layout.lua" "CLOCK_TOLERANCE", "logical_clock.rs" "CLOCK_TOLERANCE: Micros";
         "window.lua" "MOST_COARSE", "window.rs" "MOST_COARSE: usize";
         "window.lua" "MOST_FINE", "window.rs" "MOST_FINE: usize";
-        "bucket.lua" "MOST_MARKS", "bucket.rs" "MOST_MARKS: usize";
+        "bucket.lua" "MOST_DELAYED", "bucket.rs" "MOST_DELAYED: usize";
         "bucket.lua" "LONGEST_AGO", "bucket.rs" "LONGEST_AGO: Micros";
-        "fixed.lua" "MOST_SPELLS", "fixed.rs" "MOST_WINDOWS: usize";
+        "fixed.lua" "MOST_WINDOWS", "fixed.rs" "MOST_WINDOWS: usize";
         "fixed.lua" "SMALLEST_STEP", "fixed.rs" "SMALLEST_STEP: Micros";
         "external.lua" "LONGEST_LIFE", "ledger.rs" "LONGEST_LIFE: Micros";
-        "external.lua" "OLDEST_RESPONSE", "limit_state.rs" "OLDEST_WORD: Micros";
+        "external.lua" "OLDEST_RESPONSE", "limit_state.rs" "OLDEST_RESPONSE: Micros";
         "ledger.lua" "MOST_LIMITS", "ledger.rs" "MOST_LIMITS: usize";
         "ledger.lua" "MOST_ROUNDS", "ledger.rs" "MOST_ROUNDS: usize";
         "ledger.lua" "MOST_RETURNED", "returned.rs" "MOST: usize";
-        "ledger.lua" "LONGEST_LEARNING", "recovery.rs" "LONGEST_LEARNING: Micros";
+        "ledger.lua" "LONGEST_RECOVERY", "recovery.rs" "LONGEST_RECOVERY: Micros";
         "ledger.lua" "SHORTEST_TRUST", "recovery.rs" "SHORTEST_TRUST: Micros";
         "in_flight.lua" "LATE", "recovery.rs" "LATE: Micros";
         "in_flight.lua" "MOST_BATCHES", "in_flight.rs" "MOST_BATCHES: usize";

@@ -5,7 +5,7 @@ use proptest::test_runner::TestRunner;
 
 use super::*;
 use crate::limit::recovery::{
-    Known, in_flight_learning_until, is_charged, is_lost, learning_until,
+    Known, in_flight_recovering_until, is_charged, is_lost, recovering_until,
 };
 use crate::quota::Limit;
 use crate::store::Claim;
@@ -41,7 +41,7 @@ fn quota() -> impl Strategy<Value = Quota> {
 struct Model {
     known: Known,
     made_at: Micros,
-    learning_until: Micros,
+    recovering_until: Micros,
 }
 
 /// Loses the state, or sets it back to what it was after the first call.
@@ -106,7 +106,7 @@ fn recovers_as_its_twin(
                 writes: 0,
             },
             made_at: now,
-            learning_until: 0,
+            recovering_until: 0,
         });
         let is_recovering =
             caller.is_some_and(|known| is_lost(known, state.known.incarnation, state.known.writes));
@@ -114,17 +114,17 @@ fn recovers_as_its_twin(
             if caller.is_some_and(|known| known.incarnation == state.known.incarnation) {
                 (state.known.incarnation, state.made_at) = (random, now);
             }
-            state.learning_until = state
-                .learning_until
-                .max(learning_until(state.made_at, quota.limits()));
+            state.recovering_until = state
+                .recovering_until
+                .max(recovering_until(state.made_at, quota.limits()));
         }
-        let learning = state
-            .learning_until
+        let recovering = state
+            .recovering_until
             .checked_sub(now)
             .filter(|left| *left > 0);
         prop_assert_eq!(
             theirs.recovering,
-            learning.map(Duration::from_micros),
+            recovering.map(Duration::from_micros),
             "step {}",
             number
         );
@@ -226,7 +226,7 @@ fn lost_in_flight_states_recover_as_in_the_model() {
             writes: 1,
             ..ClientSession::default()
         };
-        let until = in_flight_learning_until(START, time_to_live * 1000);
+        let until = in_flight_recovering_until(START, time_to_live * 1000);
         let first = run(START, lost, 9);
         assert_eq!(
             (first.recovering, first.state.granted),

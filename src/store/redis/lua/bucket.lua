@@ -10,7 +10,7 @@
 
 -- Returns the functions of this kind of limit.
 local function bucket_rule()
-  local MOST_MARKS = 32
+  local MOST_DELAYED = 32
   -- The greatest age that is assumed of a statement of the upstream.
   local LONGEST_AGO = 5000000
 
@@ -44,11 +44,12 @@ local function bucket_rule()
     return units * whole + q, r
   end
 
-  -- Compares two moments.
+  -- Returns whether a moment is before another one.
   local function less(q, r, other, other_r)
     return q < other or (q == other and r < other_r)
   end
 
+  -- Returns a moment or span minus another one.
   local function minus(limit, q, r, other, other_r)
     q, r = q - other, r - other_r
     if r < 0 then
@@ -57,6 +58,7 @@ local function bucket_rule()
     return q, r
   end
 
+  -- Returns a moment or span plus another one.
   local function plus(limit, q, r, other, other_r)
     q, r = q + other, r + other_r
     if r >= limit.count then
@@ -68,7 +70,7 @@ local function bucket_rule()
   -- Returns when the bucket holds `units`.
   local function room_for(limit, units)
     local missing = limit.capacity - units
-    local q, r = limit.full, limit.full_r
+    local q, r = limit.full_at, limit.full_r
     if missing > 0 then
       local ahead, ahead_r = refill(limit, missing)
       q, r = minus(limit, q, r, ahead, ahead_r)
@@ -85,7 +87,7 @@ local function bucket_rule()
 
   -- Returns how many units may leave at `slot`.
   local function room(limit, slot)
-    local q, r = limit.full - slot, limit.full_r
+    local q, r = limit.full_at - slot, limit.full_r
     if q < 0 then return limit.capacity end
     local missing = math.floor((q * limit.count + r) / limit.window)
     if missing > limit.capacity + 1 then return 0 end
@@ -114,21 +116,21 @@ local function bucket_rule()
 
   -- Takes the units of a permit out of the bucket.
   local function insert(limit, slot, stamp, units)
-    local before, before_r = limit.full, limit.full_r
+    local before, before_r = limit.full_at, limit.full_r
     local earlier = less(stamp, 0, before, before_r)
     local queued = earlier and room_for(limit, units) == slot
     if earlier then
-      local slack, slack_r = minus(limit, before, before_r, stamp, 0)
-      if less(slack, slack_r, limit.slack, limit.slack_r) then
-        limit.slack, limit.slack_r = slack, slack_r
+      local refundable, refundable_r = minus(limit, before, before_r, stamp, 0)
+      if less(refundable, refundable_r, limit.refundable, limit.refundable_r) then
+        limit.refundable, limit.refundable_r = refundable, refundable_r
       end
     else
-      limit.full, limit.full_r = stamp, 0
+      limit.full_at, limit.full_r = stamp, 0
       limit.base_at, limit.base_r = stamp, 0
-      limit.slack, limit.slack_r = NEVER, 0
+      limit.refundable, limit.refundable_r = NEVER, 0
     end
     local span, span_r = refill(limit, units)
-    limit.full, limit.full_r = plus(limit, limit.full, limit.full_r, span, span_r)
+    limit.full_at, limit.full_r = plus(limit, limit.full_at, limit.full_r, span, span_r)
     if slot <= state.now then
       forget_queue(limit)
     elseif queued then
@@ -137,17 +139,17 @@ local function bucket_rule()
       local list = entries(limit)
       list[#list + 1] = {
         slot = slot, units = units, before = before, before_r = before_r,
-        after = limit.full, after_r = limit.full_r, queued_from = limit.queued_from,
+        after = limit.full_at, after_r = limit.full_r, queued_from = limit.queued_from,
       }
-      if #list > MOST_MARKS then table.remove(list, 1) end
+      if #list > MOST_DELAYED then table.remove(list, 1) end
       limit.queued_from, limit.n, limit.dirty = NEVER, #list, true
-      if limit.n > limit.room then state.relaid = true end
+      if limit.n > limit.room then state.must_rewrite = true end
     end
   end
 
   -- Returns the first moment at which the bucket is full.
   local function fresh_from(limit)
-    return limit.full_r > 0 and limit.full + 1 or limit.full
+    return limit.full_r > 0 and limit.full_at + 1 or limit.full_at
   end
 
   local function advance() end
@@ -159,24 +161,24 @@ local function bucket_rule()
 
   -- Reads a record.
   local function read(s, from)
-    local kind, count, window, capacity, guard, asserted, n, room, full, full_r, base_at, base_r, slack, slack_r, queued_from =
-      struct.unpack(BUCKET_RECORD, s, from)
+    local kind, count, window, capacity, guard, last_stated, n, room, full_at, full_r, base_at, base_r, refundable,
+      refundable_r, queued_from = struct.unpack(BUCKET_RECORD, s, from)
     return {
-      kind = kind, count = count, window = window, capacity = capacity, guard = guard, asserted = asserted, n = n, room = room,
-      full = full, full_r = full_r, base_at = base_at, base_r = base_r, slack = slack, slack_r = slack_r,
-      queued_from = queued_from, base = 0, rule = 0, ours = false, dirty = false, list = false,
+      kind = kind, count = count, window = window, capacity = capacity, guard = guard, last_stated = last_stated, n = n,
+      room = room, full_at = full_at, full_r = full_r, base_at = base_at, base_r = base_r, refundable = refundable,
+      refundable_r = refundable_r, queued_from = queued_from, base = 0, rule = 0, ours = false, dirty = false, list = false,
     }
   end
 
   -- Packs the record.
   local function record(limit)
-    return struct.pack(BUCKET_RECORD, BUCKET, limit.count, limit.window, limit.capacity, limit.guard, limit.asserted,
-      limit.n, limit.room, limit.full, limit.full_r, limit.base_at, limit.base_r, limit.slack, limit.slack_r,
+    return struct.pack(BUCKET_RECORD, BUCKET, limit.count, limit.window, limit.capacity, limit.guard, limit.last_stated,
+      limit.n, limit.room, limit.full_at, limit.full_r, limit.base_at, limit.base_r, limit.refundable, limit.refundable_r,
       limit.queued_from, 0, 0, 0)
   end
 
   local rule = {
-    entry = MARK, size = MARK_SIZE,
+    entry = DELAYED, size = DELAYED_SIZE,
     fields = { 'slot', 'units', 'before', 'before_r', 'after', 'after_r', 'queued_from' },
     first_slot = first_slot, room = room, insert = insert, fresh_from = fresh_from, advance = advance,
     free = free, read = read, record = record,
@@ -192,12 +194,12 @@ local function bucket_rule()
     function rule.charge(limit, _, stamp, units)
       local empty, empty_r = refill(limit, limit.capacity)
       empty = state.now + empty
-      if less(empty, empty_r, limit.full, limit.full_r) then empty, empty_r = limit.full, limit.full_r end
+      if less(empty, empty_r, limit.full_at, limit.full_r) then empty, empty_r = limit.full_at, limit.full_r end
       insert(limit, state.now, stamp, units < limit.capacity and units or limit.capacity)
-      if less(empty, empty_r, limit.full, limit.full_r) then
-        limit.full, limit.full_r = empty, empty_r
+      if less(empty, empty_r, limit.full_at, limit.full_r) then
+        limit.full_at, limit.full_r = empty, empty_r
         limit.base_at, limit.base_r = empty, empty_r
-        limit.slack, limit.slack_r = NEVER, 0
+        limit.refundable, limit.refundable_r = NEVER, 0
       end
     end
 
@@ -205,18 +207,19 @@ local function bucket_rule()
     function rule.subtract(limit, slot, stamp, units)
       local span, span_r = refill(limit, units)
       if slot >= limit.queued_from and room_for(limit, 0) == slot then
-        limit.full, limit.full_r = minus(limit, limit.full, limit.full_r, span, span_r)
+        limit.full_at, limit.full_r = minus(limit, limit.full_at, limit.full_r, span, span_r)
         return
       end
       if limit.n > 0 then
         local list = entries(limit)
-        local mark = list[#list]
-        if mark.slot == slot and mark.after == limit.full and mark.after_r == limit.full_r and units <= mark.units then
-          mark.units = mark.units - units
-          mark.after, mark.after_r = minus(limit, mark.after, mark.after_r, span, span_r)
-          limit.full, limit.full_r, limit.dirty = mark.after, mark.after_r, true
-          if mark.units == 0 then
-            limit.full, limit.full_r, limit.queued_from = mark.before, mark.before_r, mark.queued_from
+        local delayed = list[#list]
+        if delayed.slot == slot and delayed.after == limit.full_at and delayed.after_r == limit.full_r
+          and units <= delayed.units then
+          delayed.units = delayed.units - units
+          delayed.after, delayed.after_r = minus(limit, delayed.after, delayed.after_r, span, span_r)
+          limit.full_at, limit.full_r, limit.dirty = delayed.after, delayed.after_r, true
+          if delayed.units == 0 then
+            limit.full_at, limit.full_r, limit.queued_from = delayed.before, delayed.before_r, delayed.queued_from
             list[#list] = nil
             limit.n = #list
           end
@@ -224,19 +227,21 @@ local function bucket_rule()
         end
       end
       if less(stamp, 0, limit.base_at, limit.base_r) then return end
-      local back, back_r = minus(limit, limit.full, limit.full_r, limit.base_at, limit.base_r)
+      local back, back_r = minus(limit, limit.full_at, limit.full_r, limit.base_at, limit.base_r)
       if back < 0 then back, back_r = 0, 0 end
       if less(span, span_r, back, back_r) then back, back_r = span, span_r end
-      if less(limit.slack, limit.slack_r, back, back_r) then back, back_r = limit.slack, limit.slack_r end
-      limit.full, limit.full_r = minus(limit, limit.full, limit.full_r, back, back_r)
-      if limit.slack < NEVER then
-        limit.slack, limit.slack_r = minus(limit, limit.slack, limit.slack_r, back, back_r)
+      if less(limit.refundable, limit.refundable_r, back, back_r) then
+        back, back_r = limit.refundable, limit.refundable_r
+      end
+      limit.full_at, limit.full_r = minus(limit, limit.full_at, limit.full_r, back, back_r)
+      if limit.refundable < NEVER then
+        limit.refundable, limit.refundable_r = minus(limit, limit.refundable, limit.refundable_r, back, back_r)
       end
       forget_queue(limit)
     end
 
-    -- Takes in a statement of the upstream that was made `ago`: `left` units remain. Returns whether
-    -- the bucket held more.
+    -- Takes in a statement of the upstream that was made `ago`: `left` units remain. Returns
+    -- whether the bucket held more.
     function rule.see(limit, ago, left)
       local back, rest = divide((ago < LONGEST_AGO and ago or LONGEST_AGO) * limit.count, limit.window)
       local gone = room(limit, state.now) - (left + back + (rest > 0 and 2 or 1))
@@ -254,9 +259,9 @@ local function bucket_rule()
 
     -- Makes a full bucket.
     function rule.new(limit)
-      limit.full, limit.full_r = 0, 0
+      limit.full_at, limit.full_r = 0, 0
       limit.base_at, limit.base_r = 0, 0
-      limit.slack, limit.slack_r = 0, 0
+      limit.refundable, limit.refundable_r = 0, 0
       limit.queued_from = NEVER
       limit.list = {}
     end

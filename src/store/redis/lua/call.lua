@@ -19,9 +19,9 @@ local SPARE_LIFE = 2000000
 local NO_LIMIT = { kind = 0, count = 0, window = 0, capacity = 0 }
 
 local call = ARGV[1]
-local version, operation, random, known, known_writes, seen, since, on_way, server_seen, server_since, granted_before, slack,
-  guard, latest, life, prefetch_most, prefetch_life, hold_left, hold_releases, hold_is_cut, limit_count, need_count, return_count,
-  charge_count, remaining_count, pos = struct.unpack(CALL, call)
+local version, operation, random, known_incarnation, known_writes, seen, since, on_way, server_seen, server_since,
+  granted_before, slack, guard, latest, life, prefetch_most, prefetch_life, hold_left, hold_releases, hold_is_cut, limit_count,
+  demand_count, return_count, charge_count, remaining_count, pos = struct.unpack(CALL, call)
 if version ~= CALL_VERSION then
   return redis.error_reply('TOLLGATE format ' .. version .. ' of calls is unknown, this script understands ' .. CALL_VERSION)
 end

@@ -11,19 +11,21 @@ local function reserved_from(limit, at)
   local external, units, quarter = limit.external, 0, math.floor(limit.count / 4)
   local is_confirmed = at < external.confirmed_until
   if at < external.ends then
-    units = external.before
+    units = external.expected
     if not is_confirmed and units > quarter then units = quarter end
     if is_confirmed and external.seen > units then units = external.seen end
-  elseif external.whole == 1 then
-    units = external.seen > external.before and external.seen or external.before
+  elseif external.log_is_complete == 1 then
+    units = external.seen > external.expected and external.seen or external.expected
     if not is_confirmed and units > quarter then units = quarter end
   end
-  if at < external.short_until and external.short > units then units = external.short end
-  local till = NEVER
-  if external.short_until > at and external.short_until < till then till = external.short_until end
-  if external.confirmed_until > at and external.confirmed_until < till then till = external.confirmed_until end
-  if external.ends > at and external.ends < till then till = external.ends end
-  return units, till
+  if at < external.shortfall_until and external.shortfall > units then units = external.shortfall end
+  local next_change = NEVER
+  if external.shortfall_until > at then next_change = external.shortfall_until end
+  if external.confirmed_until > at and external.confirmed_until < next_change then
+    next_change = external.confirmed_until
+  end
+  if external.ends > at and external.ends < next_change then next_change = external.ends end
+  return units, next_change
 end
 
 -- Returns the units of a limit that are reserved for other clients at a moment.
@@ -35,9 +37,9 @@ end
 -- Returns the moment from which nothing is reserved any more.
 local function forgotten_from(limit)
   local external = limit.external
-  local from, is_stated = external.ends, external.least < LARGEST_I4 or external.seen > 0
+  local from, is_stated = external.ends, external.fewest_left < LARGEST_I4 or external.seen > 0
   if is_stated and reserved(limit, external.ends) > 0 then from = external.ends + limit.window end
-  if external.short > 0 and external.short_until > from then from = external.short_until end
+  if external.shortfall > 0 and external.shortfall_until > from then from = external.shortfall_until end
   return from
 end
 
@@ -50,10 +52,10 @@ end
 -- Returns the first moment at which one limit allows `cost` besides what is reserved then.
 local function first_slot_beside(limit, from, cost, life)
   while true do
-    local units, till = reserved_from(limit, from)
+    local units, next_change = reserved_from(limit, from)
     local slot = limit.rule.first_slot(limit, from, cost, life, units)
-    if slot < till or till == NEVER then return slot end
-    from = till
+    if slot < next_change or next_change == NEVER then return slot end
+    from = next_change
   end
 end
 
@@ -65,32 +67,33 @@ local function cold_external()
   -- twentieth of the window applies if that is longer.
   local OLDEST_RESPONSE = 250000
 
-  local function new_external(ends, before, whole)
+  local function new_external(ends, expected, log_is_complete)
     return {
-      ends = ends, seen = 0, before = before, refused = 0, least = LARGEST_I4, ours = 0, whole = whole, said = 0,
-      said_till = 0, confirmed_until = 0, short = 0, short_until = 0, counted_until = 0,
+      ends = ends, seen = 0, expected = expected, refused = 0, fewest_left = LARGEST_I4, granted_then = 0,
+      log_is_complete = log_is_complete, stated_at = 0, valid_until = 0, confirmed_until = 0,
+      shortfall = 0, shortfall_until = 0, counted_until = 0,
     }
   end
 
   -- Begins a new count. The last one has ended.
   local function roll(limit)
-    local last, before = limit.external, 0
+    local last, expected = limit.external, 0
     local ends = last.ends + limit.window
-    if last.whole == 1 and state.now < ends then
-      before = limit.count - last.least
-      before = before > last.ours and before - last.ours or 0
-      if last.before < before then before = last.before end
-      if last.seen > before then before = last.seen end
+    if last.log_is_complete == 1 and state.now < ends then
+      expected = limit.count - last.fewest_left
+      expected = expected > last.granted_then and expected - last.granted_then or 0
+      if last.expected < expected then expected = last.expected end
+      if last.seen > expected then expected = last.seen end
     end
-    if before > 0 then
-      local external = new_external(ends, before, 1)
-      external.said, external.said_till = last.said, last.said_till
+    if expected > 0 then
+      local external = new_external(ends, expected, 1)
+      external.stated_at, external.valid_until = last.stated_at, last.valid_until
       -- The units that remained at the end show what other clients may have used.
-      local shown = last.least < LARGEST_I4 and last.said_till or 0
+      local shown = last.fewest_left < LARGEST_I4 and last.valid_until or 0
       external.confirmed_until = shown > last.confirmed_until and shown or last.confirmed_until
       limit.external = external
     else
-      limit.external, state.relaid = nil, true
+      limit.external, state.must_rewrite = nil, true
     end
   end
 
@@ -117,35 +120,38 @@ local function cold_external()
     if not external and not (resets and gone > most) and refused == 0 and not urgent then return false end
     local is_steady = steady == 1 and resets
     local ends = is_steady and resets or state.now + limit.window
-    local whole = state.made_at + limit.window - math.floor(limit.window / 10) <= (is_steady and ends or state.now)
+    -- A tenth of the window may be missing.
+    local complete_from = state.made_at + limit.window - math.floor(limit.window / 10)
+    local log_is_complete = complete_from <= (is_steady and ends or state.now)
     if not external then
-      external = new_external(ends, 0, whole and 1 or 0)
-      limit.external, state.relaid = external, true
-    elseif (is_steady or refused > 0) and external.seen == 0 and external.before == 0 and external.refused == 0 then
-      local known = new_external(ends, 0, whole and 1 or 0)
-      known.said, known.said_till = external.said, external.said_till
-      known.short, known.short_until, known.counted_until = external.short, external.short_until, external.counted_until
-      limit.external, external = known, known
+      external = new_external(ends, 0, log_is_complete and 1 or 0)
+      limit.external, state.must_rewrite = external, true
+    elseif (is_steady or refused > 0) and external.seen == 0 and external.expected == 0 and external.refused == 0 then
+      local renewed = new_external(ends, 0, log_is_complete and 1 or 0)
+      renewed.stated_at, renewed.valid_until = external.stated_at, external.valid_until
+      renewed.shortfall, renewed.shortfall_until = external.shortfall, external.shortfall_until
+      renewed.counted_until = external.counted_until
+      limit.external, external = renewed, renewed
     end
     local was_reserved = reserved(limit, state.now)
 
     external.refused = external.refused + refused
     if external.refused > LARGEST_I4 then external.refused = LARGEST_I4 end
     if external.refused > 0 then
-      local by_refusals, bound = external.before + external.refused, limit.count - math.floor(limit.count / 8)
+      local by_refusals, bound = external.expected + external.refused, limit.count - math.floor(limit.count / 8)
       if by_refusals > bound then by_refusals = bound end
       if by_refusals > external.seen then external.seen = by_refusals end
     end
 
-    local said = state.now > ago and state.now - ago or 0
-    local is_newest = said >= external.said
-    if is_newest then external.said, external.said_till = said, state.now + valid_for end
+    local stated_at = state.now > ago and state.now - ago or 0
+    local is_newest = stated_at >= external.stated_at
+    if is_newest then external.stated_at, external.valid_until = stated_at, state.now + valid_for end
     local counted = most > external.refused and most - external.refused or 0
     local of_others = gone > counted and gone - counted or 0
-    if said + limit.window >= external.ends then
+    if stated_at + limit.window >= external.ends then
       if least > LARGEST_I4 then least = LARGEST_I4 end
-      if units < external.least or (units == external.least and least < external.ours) then
-        external.least, external.ours = units, least
+      if units < external.fewest_left or (units == external.fewest_left and least < external.granted_then) then
+        external.fewest_left, external.granted_then = units, least
       end
       if is_steady then
         if is_newest and gone < external.seen then external.seen = gone end
@@ -157,10 +163,10 @@ local function cold_external()
     end
 
     if is_newest then
-      external.short, external.short_until, external.counted_until = 0, 0, 0
+      external.shortfall, external.shortfall_until, external.counted_until = 0, 0, 0
       if resets and resets > state.now then
-        external.short, external.counted_until = gone - most, sent
-        external.short_until = resets < state.now + valid_for and resets or state.now + valid_for
+        external.shortfall, external.counted_until = gone - most, sent
+        external.shortfall_until = resets < state.now + valid_for and resets or state.now + valid_for
       end
     end
     state.changed = true
@@ -170,7 +176,7 @@ local function cold_external()
   -- Forgets what is reserved for other clients.
   local function forget_others(limit)
     if limit.external then
-      limit.external, state.relaid, state.changed = nil, true, true
+      limit.external, state.must_rewrite, state.changed = nil, true, true
     end
   end
 
@@ -193,11 +199,13 @@ local function cold_external()
 
   -- Reads a record and attaches it to its limit.
   local function read(bytes, from)
-    local _, count, window, capacity, of_kind, ends, seen, before, refused, least, ours, whole, said, said_till,
-      confirmed_until, short, short_until, counted_until = struct.unpack(EXTERNAL_RECORD, bytes, from)
+    local _, count, window, capacity, of_kind, ends, seen, expected, refused, fewest_left, granted_then, log_is_complete,
+      stated_at, valid_until, confirmed_until, shortfall, shortfall_until, counted_until =
+      struct.unpack(EXTERNAL_RECORD, bytes, from)
     local external = {
-      ends = ends, seen = seen, before = before, refused = refused, least = least, ours = ours, whole = whole, said = said,
-      said_till = said_till, confirmed_until = confirmed_until, short = short, short_until = short_until,
+      ends = ends, seen = seen, expected = expected, refused = refused, fewest_left = fewest_left,
+      granted_then = granted_then, log_is_complete = log_is_complete, stated_at = stated_at, valid_until = valid_until,
+      confirmed_until = confirmed_until, shortfall = shortfall, shortfall_until = shortfall_until,
       counted_until = counted_until,
     }
     for i = 1, #state do
@@ -215,9 +223,9 @@ local function cold_external()
       local limit, external = state[i], state[i].external
       if external then
         local record = struct.pack(EXTERNAL_RECORD, EXTERNAL, limit.count, limit.window, limit.capacity, limit.kind,
-          external.ends, external.seen, external.before, external.refused, external.least, external.ours, external.whole,
-          external.said, external.said_till, external.confirmed_until, external.short, external.short_until,
-          external.counted_until)
+          external.ends, external.seen, external.expected, external.refused, external.fewest_left, external.granted_then,
+          external.log_is_complete, external.stated_at, external.valid_until, external.confirmed_until, external.shortfall,
+          external.shortfall_until, external.counted_until)
         bytes, n = bytes .. record .. string.rep('\0', RECORD_SIZE - #record), n + 1
       end
     end

@@ -7,12 +7,12 @@
 -- (state.lua)
 --
 -- Logical time ignores a step of the server's clock, but the boundaries follow that clock. `phase`
--- is how far the boundaries are ahead of the multiples of the window in logical time. A *spell* is
--- what was used of one window.
+-- is how far the boundaries are ahead of the multiples of the window in logical time. A *use* is
+-- the units that were used of one window.
 
 -- Returns the functions of this kind of limit.
 local function fixed_rule()
-  local MOST_SPELLS = 64
+  local MOST_WINDOWS = 64
   -- A smaller move of the boundaries is a drift of the clocks, not a step.
   local SMALLEST_STEP = 20000
 
@@ -34,8 +34,8 @@ local function fixed_rule()
     end
   end
 
-  -- Returns the place of the spell of `window` in the list, and the spell, or nil if there is none.
-  local function find_spell(limit, window)
+  -- Returns the place of the use of `window` in the list, and the use, or nil if there is none.
+  local function find_use(limit, window)
     local list = entries(limit)
     for i = 1, #list do
       if list[i].window >= window then
@@ -47,24 +47,24 @@ local function fixed_rule()
 
   -- Returns the units used in `window`.
   local function units_in(limit, window)
-    local _, spell = find_spell(limit, window)
-    return spell and spell.units or 0
+    local _, use = find_use(limit, window)
+    return use and use.units or 0
   end
 
   -- Adds units to a window.
   local function add(limit, window, units)
-    local list, i, spell = entries(limit), find_spell(limit, window)
-    if spell then
-      spell.units = spell.units + units
+    local list, i, use = entries(limit), find_use(limit, window)
+    if use then
+      use.units = use.units + units
     else
       table.insert(list, i, { window = window, units = units })
     end
-    while #list > MOST_SPELLS do
+    while #list > MOST_WINDOWS do
       local closed = table.remove(list, 1).window + 1
       if closed > limit.open_from then limit.open_from = closed end
     end
     limit.n, limit.dirty = #list, true
-    if limit.n > limit.room then state.relaid = true end
+    if limit.n > limit.room then state.must_rewrite = true end
   end
 
   -- Moves the boundaries to where the server's clock puts them. After a step, the units of a window
@@ -106,12 +106,12 @@ local function fixed_rule()
     if window < limit.open_from then window = limit.open_from end
     if open < 0 then open = 0 end
     open = open > life and open - life or 0
-    local i = find_spell(limit, window)
+    local i = find_use(limit, window)
     while true do
-      local start, spell = window * limit.window - limit.phase + guard, list[i]
+      local start, use = window * limit.window - limit.phase + guard, list[i]
       local slot, units = from > start and from or start, 0
-      if spell and spell.window == window then
-        units, i = spell.units, i + 1
+      if use and use.window == window then
+        units, i = use.units, i + 1
       end
       if slot <= start + open and units + cost <= most then
         return slot
@@ -144,9 +144,9 @@ local function fixed_rule()
 
   -- Takes back units that were not used.
   local function subtract(limit, slot, _, units)
-    local _, spell = find_spell(limit, number_of(limit, slot))
-    if spell then
-      spell.units = spell.units > units and spell.units - units or 0
+    local _, use = find_use(limit, number_of(limit, slot))
+    if use then
+      use.units = use.units > units and use.units - units or 0
       limit.dirty = true
     end
   end
@@ -180,22 +180,23 @@ local function fixed_rule()
 
   -- Reads a record.
   local function read(s, from)
-    local kind, count, window, capacity, record_guard, asserted, n, room, open_from, phase =
+    local kind, count, window, capacity, record_guard, last_stated, n, room, open_from, phase =
       struct.unpack(FIXED_RECORD, s, from)
     return {
-      kind = kind, count = count, window = window, capacity = capacity, guard = record_guard, asserted = asserted, n = n,
-      room = room, open_from = open_from, phase = phase, base = 0, rule = 0, ours = false, dirty = false, list = false,
+      kind = kind, count = count, window = window, capacity = capacity, guard = record_guard,
+      last_stated = last_stated, n = n, room = room, open_from = open_from, phase = phase, base = 0, rule = 0,
+      ours = false, dirty = false, list = false,
     }
   end
 
   -- Packs the record.
   local function record(limit)
-    return struct.pack(FIXED_RECORD, FIXED, limit.count, limit.window, limit.capacity, limit.guard, limit.asserted,
+    return struct.pack(FIXED_RECORD, FIXED, limit.count, limit.window, limit.capacity, limit.guard, limit.last_stated,
       limit.n, limit.room, limit.open_from, limit.phase, 0, 0, 0, 0, 0, 0)
   end
 
   local rule = {
-    entry = SPELL, size = SPELL_SIZE, fields = { 'window', 'units' },
+    entry = WINDOW_USE, size = WINDOW_USE_SIZE, fields = { 'window', 'units' },
     advance = advance, align = align, first_slot = first_slot, room = room, insert = insert, charge
     = charge, subtract = subtract, fresh_from = fresh_from, free = free, used = used, new = new, read = read, record =
     record, more = 0,

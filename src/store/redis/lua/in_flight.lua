@@ -15,8 +15,8 @@ local MOST_BATCHES = 250
 -- have sent one.
 local LATE = 1000000
 
-local version, operation, random, known, known_changes, seen, since, on_way, server_seen, server_since, store, id, number,
-  limit, in_use, waiting, acknowledged, life = struct.unpack(CLAIM_CALL, ARGV[1])
+local version, operation, random, known_incarnation, known_changes, seen, since, on_way, server_seen, server_since, store, id,
+  number, limit, in_use, wanted, granted_seen, ttl = struct.unpack(CLAIM_CALL, ARGV[1])
 if version ~= CALL_VERSION then
   return redis.error_reply('TOLLGATE format ' .. version .. ' of claims is unknown, this script understands ' .. CALL_VERSION)
 end
@@ -25,12 +25,12 @@ end
 local function read_holders(bytes, holder_count, batch_count)
   local holders, queue, pos = {}, {}, IN_FLIGHT_HEAD_SIZE + 1
   for i = 1, holder_count do
-    local its_store, its_id, its_number, its_limit, its_slots, granted, knows_others_wait, expires
-    its_store, its_id, its_number, its_limit, its_slots, granted, knows_others_wait, expires, pos =
+    local its_store, its_id, its_number, its_limit, its_taken, granted, knows_others_wait, expires
+    its_store, its_id, its_number, its_limit, its_taken, granted, knows_others_wait, expires, pos =
       struct.unpack(HOLDER, bytes, pos)
     holders[i] = {
       store = its_store, id = its_id, number = its_number, limit = its_limit,
-      slots = its_slots, -- slots in use, or granted and not acknowledged yet
+      taken = its_taken, -- slots in use, or granted and not acknowledged yet
       granted = granted, -- slots ever granted
       knows_others_wait = knows_others_wait, expires = expires,
       has_new_slots = false, waits = false, index = 0,
@@ -60,7 +60,7 @@ end
 local function usage(holders, smallest)
   local used = 0
   for i = 1, #holders do
-    used = used + holders[i].slots
+    used = used + holders[i].taken
     if holders[i].limit < smallest then smallest = holders[i].limit end
   end
   return used, smallest > used and smallest - used or 0
@@ -105,14 +105,14 @@ local function grant(holders, queue)
     local batch = queue[1]
     local holder, count = batch.holder, batch.count < free and batch.count or free
     batch.count, free = batch.count - count, free - count
-    holder.slots, holder.granted, holder.has_new_slots = holder.slots + count, holder.granted + count, true
+    holder.taken, holder.granted, holder.has_new_slots = holder.taken + count, holder.granted + count, true
     if batch.count == 0 then table.remove(queue, 1) end
   end
 end
 
 -- 1. The state, and its time.
 local bytes = redis.call('GET', KEYS[1])
-local incarnation, changes, made_at, now, learning_until = random, 0, server_time, server_time, 0
+local incarnation, changes, made_at, now, recovering_until = random, 0, server_time, server_time, 0
 local holders, queue = {}, {}
 if bytes then
   local format, holder_count, batch_count, offset, last_write = string.byte(bytes), nil, nil, nil, nil
@@ -120,9 +120,9 @@ if bytes then
     return redis.error_reply('TOLLGATE the in-flight slots of this key have format ' .. format .. ', this release understands '
       .. IN_FLIGHT_FORMAT)
   end
-  format, holder_count, batch_count, incarnation, changes, made_at, offset, last_write, learning_until =
+  format, holder_count, batch_count, incarnation, changes, made_at, offset, last_write, recovering_until =
     struct.unpack(IN_FLIGHT_HEAD, bytes)
-  local remembers = known == incarnation and seen > 0
+  local remembers = known_incarnation == incarnation and seen > 0
   now = logical_time(server_time, server_time + offset, last_write, remembers and seen + since, since, on_way,
     server_seen > 0 and server_seen + server_since)
   if not now then
@@ -134,17 +134,17 @@ end
 
 if operation == PEEK then
   local used, free = usage(holders, limit)
-  return struct.pack(CLAIM_PEEK_REPLY, CALL_VERSION, GRANTED, used, learning_until > now and 0 or free)
+  return struct.pack(CLAIM_PEEK_REPLY, CALL_VERSION, GRANTED, used, recovering_until > now and 0 or free)
 end
 
 -- 2. Recovery, if the caller knows of a state that is lost, or of a later one than this. Nothing is
 --    granted until all holders of the lost state have claimed (src/limit/recovery.rs).
-if known ~= 0 and (known ~= incarnation or known_changes > changes) then
-  if known == incarnation then
+if known_incarnation ~= 0 and (known_incarnation ~= incarnation or known_changes > changes) then
+  if known_incarnation == incarnation then
     incarnation, made_at = random, now
   end
-  local learned_at = made_at + math.floor(life / 3) + LATE
-  if learned_at > learning_until then learning_until = learned_at end
+  local recovered_at = made_at + math.floor(ttl / 3) + LATE
+  if recovered_at > recovering_until then recovering_until = recovered_at end
 end
 
 -- 3. The claim.
@@ -154,7 +154,7 @@ for i = 1, #holders do
 end
 if not claimant then
   claimant = {
-    store = store, id = id, number = 0, limit = limit, slots = 0, granted = acknowledged, knows_others_wait = 0, expires = now,
+    store = store, id = id, number = 0, limit = limit, taken = 0, granted = granted_seen, knows_others_wait = 0, expires = now,
     has_new_slots = false, waits = false, index = 0,
   }
   holders[#holders + 1] = claimant
@@ -164,15 +164,15 @@ if claimant.number < number then
   -- The holder did not know of these slots when it sent the claim. They go to the waiters that the
   -- claim states. If there are more slots than waiters, the others are free again. The holder
   -- ignores the messages about them, which are older than the claim.
-  local unseen = claimant.granted - acknowledged
+  local unseen = claimant.granted - granted_seen
   if unseen < 0 then unseen = 0 end
-  if unseen > claimant.slots then unseen = claimant.slots end
-  if unseen > waiting then unseen = waiting end
-  claimant.number, claimant.granted, claimant.limit = number, acknowledged + unseen, limit
-  claimant.slots, claimant.expires = in_use + unseen, now + life
-  set_waiters(queue, claimant, waiting - unseen)
+  if unseen > claimant.taken then unseen = claimant.taken end
+  if unseen > wanted then unseen = wanted end
+  claimant.number, claimant.granted, claimant.limit = number, granted_seen + unseen, limit
+  claimant.taken, claimant.expires = in_use + unseen, now + ttl
+  set_waiters(queue, claimant, wanted - unseen)
 end
-if now >= learning_until then
+if now >= recovering_until then
   grant(holders, queue)
 end
 
@@ -183,7 +183,7 @@ for i = 1, #queue do
   if queue[i].holder ~= first then is_mixed = true end
   queue[i].holder.waits = true
 end
-local others_wait, first_end, status, life_left = 0, 0, GRANTED, life
+local others_wait, first_end, status, longest_left = 0, 0, GRANTED, ttl
 local records, count = {}, 0
 for i = 1, #holders do
   local holder = holders[i]
@@ -191,7 +191,7 @@ for i = 1, #holders do
   if holder == claimant then
     others_wait, holder.knows_others_wait = others, others
   else
-    if holder.has_new_slots or (others == 1 and holder.knows_others_wait == 0 and holder.slots > 0) then
+    if holder.has_new_slots or (others == 1 and holder.knows_others_wait == 0 and holder.taken > 0) then
       holder.knows_others_wait = others
       local published = redis.pcall('PUBLISH', ARGV[2] .. string.format('%.0f', holder.store),
         struct.pack(IN_FLIGHT_MESSAGE_FIELDS, IN_FLIGHT_MESSAGE, incarnation, changes, holder.id, holder.number, holder.granted,
@@ -201,25 +201,25 @@ for i = 1, #holders do
     end
     if first_end == 0 or holder.expires - now < first_end then first_end = holder.expires - now end
   end
-  if holder.slots > 0 or holder.waits then
+  if holder.taken > 0 or holder.waits then
     count = count + 1
     holder.index = count
-    records[count] = struct.pack(HOLDER, holder.store, holder.id, holder.number, holder.limit, holder.slots, holder.granted,
+    records[count] = struct.pack(HOLDER, holder.store, holder.id, holder.number, holder.limit, holder.taken, holder.granted,
       holder.knows_others_wait, holder.expires)
   end
-  if holder.expires - now > life_left then life_left = holder.expires - now end
+  if holder.expires - now > longest_left then longest_left = holder.expires - now end
 end
 for i = 1, #queue do
   records[count + i] = struct.pack(BATCH, queue[i].holder.index, queue[i].count)
 end
 
 -- The state lives as long as any claim can. Two clocks may differ by a thousandth.
-if learning_until - now > life_left then life_left = learning_until - now end
-local time_to_live = math.floor((life_left + life_left / 1000) / 1000) + 1000
+if recovering_until - now > longest_left then longest_left = recovering_until - now end
+local time_to_live = math.floor((longest_left + longest_left / 1000) / 1000) + 1000
 local head = struct.pack(IN_FLIGHT_HEAD, IN_FLIGHT_FORMAT, count, #queue, incarnation, changes, made_at, now - server_time,
-  now, learning_until)
+  now, recovering_until)
 redis.call('SET', KEYS[1], head .. table.concat(records), 'PX', time_to_live)
 
 -- 5. The reply.
 return struct.pack(CLAIM_REPLY, CALL_VERSION, status, incarnation, changes, now, claimant.number, claimant.granted, others_wait,
-  first_end, learning_until > now and learning_until - now or 0)
+  first_end, recovering_until > now and recovering_until - now or 0)

@@ -61,7 +61,7 @@ local CLAIM = 1
 -- hold was cut.
 local GRANTED = 0
 local REFUSED = 1
-local LEARNING = 2
+local RECOVERING = 2
 local UNSURE = 3
 local SHARED = 4
 local CUT = 8
@@ -90,16 +90,16 @@ local CLOCK_TOLERANCE = 250000
 
 -- B version; B operation; I7 random number; I7 incarnation, writes and time of the last reply; I7
 -- its age; I7 on way; I7 server's clock in an UNSURE reply, and its age; I7 units granted before;
--- I7 transit slack; I7 boundary slack; I7 latest wait; I7 life; I4 most units to prefetch; I7 their
--- life; I7 hold; I4 releases; B hold is cut; B limits; I2 needs; I2 returns; B charges; B
+-- I7 transit slack; I7 boundary guard; I7 latest wait; I7 life; I4 most units to prefetch; I7 their
+-- life; I7 hold; I4 releases; B hold is cut; B limits; I2 demands; I2 returns; B charges; B
 -- remaining.
 local CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I7I7I4I7I7I4BBI2I2BB'
 -- B kind; I4 count; I7 window; I4 capacity, 0 unless it is a bucket.
 local CALL_LIMIT = '<BI4I7I4'
 local CALL_LIMIT_SIZE = 16
 -- I4 cost; I4 permits.
-local CALL_NEED = '<I4I4'
-local CALL_NEED_SIZE = 8
+local CALL_DEMAND = '<I4I4'
+local CALL_DEMAND_SIZE = 8
 -- I7 slot; I7 stamp; I7 units.
 local CALL_RETURN = '<I7I7I7'
 -- I7 age; I7 units.
@@ -124,7 +124,7 @@ local PEEK_LIMIT = '<BI4I7I4I7I7I7'
 -- ── the state of rates: head, records, a region of entries for each limit, returned slots ────────
 
 -- B format; B records; B returned slots; B room for returned slots; I7 incarnation; I7 writes; I7
--- made at, server's clock or logical time; I7 learning until, even, plus 1 if the hold was cut; d
+-- made at, server's clock or logical time; I7 recovering until, even, plus 1 if the hold was cut; d
 -- offset of the logical time from the server's clock; I7 time of the last write; I7 expiry,
 -- server's clock; I7 held until; I4 releases.
 local HEAD = '<BBBBI7I7I7I7dI7I7I7I4'
@@ -133,7 +133,7 @@ local HEAD_SIZE = 65
 -- A record for each limit and for each external usage. Shorter ones are filled with zeros.
 local RECORD_SIZE = 90
 
--- All records of limits begin so: B kind; I4 count; I7 window; I4 capacity; I7 boundary slack; I7
+-- All records of limits begin so: B kind; I4 count; I7 window; I4 capacity; I7 boundary guard; I7
 -- when a call last stated it; I2 entries; I2 room for entries.
 --
 -- A sliding window, then: I7 units; I7 units in fine chunks; I2 coarse chunks; I2 place of the
@@ -146,23 +146,26 @@ local CHUNK_SIZE = 11
 local CHUNK_BLOCK = '<I7I4I7I4I7I4I7I4I7I4I7I4I7I4I7I4'
 local CHUNK_BLOCK_SIZE = 88
 
--- A bucket, then: I7 I4 full (a moment is whole microseconds, and a remainder in microseconds /
--- count); I7 I4 base; I7 I4 slack, NEVER for none; I7 queued from, NEVER for none; I7 I7 I2 zeros.
+-- A bucket, then: I7 I4 full at; I7 I4 base; I7 I4 refundable, NEVER for no bound; I7 queued from,
+-- NEVER for none; I7 I7 I2 zeros. A moment of a bucket is I7, whole microseconds, and I4, a
+-- remainder in microseconds divided by the count. src/limit/bucket.rs explains the fields.
 local BUCKET_RECORD = '<BI4I7I4I7I7I2I2I7I4I7I4I7I4I7I7I7I2'
--- An entry is a mark: I7 slot; I4 units; I7 I4 full before; I7 I4 full after; I7 queued from.
-local MARK = '<I7I4I7I4I7I4I7'
-local MARK_SIZE = 40
+-- An entry is a delayed permit: it has a later slot than the bucket requires, because another limit
+-- delayed it. I7 slot; I4 units; I7 I4 full at, before the permit; I7 I4 full at, after it; I7
+-- queued from.
+local DELAYED = '<I7I4I7I4I7I4I7'
+local DELAYED_SIZE = 40
 
 -- A fixed window, then: I7 first window that is open; I7 phase; six I7 zeros.
 local FIXED_RECORD = '<BI4I7I4I7I7I2I2I7I7I7I7I7I7I7I7'
--- An entry is the usage of one window: I7 number of the window; I7 units.
-local SPELL = '<I7I7'
-local SPELL_SIZE = 14
+-- An entry is the use of one window: I7 number of the window; I7 units.
+local WINDOW_USE = '<I7I7'
+local WINDOW_USE_SIZE = 14
 
 -- External usage of a limit: B kind; I4 count; I7 window; I4 capacity; B kind of the limit; I7
--- ends; I4 seen; I4 before; I4 refused; I4 least remaining; I4 ours at that moment; B the log knows
--- the whole window; I7 newest response; I7 valid until; I7 confirmed until; d shortfall, may be
--- negative; I7 shortfall until; I7 log counted until.
+-- ends; I4 seen; I4 expected; I4 refused; I4 fewest left; I4 granted then; B log is complete; I7
+-- stated at; I7 valid until; I7 confirmed until; d shortfall, may be negative; I7 shortfall until;
+-- I7 counted until. src/limit/external.rs explains the fields.
 local EXTERNAL_RECORD = '<BI4I7I4BI7I4I4I4I4I4BI7I7I7dI7I7'
 
 -- A returned slot: I7 slot; I7 stamp; I7 units.
@@ -173,20 +176,20 @@ local RETURNED_SIZE = 21
 
 -- B version; B operation; I7 random number; I7 incarnation, changes and time of the last reply; I7
 -- its age; I7 on way; I7 server's clock in an UNSURE reply, and its age; I7 store; I7 holder; I7
--- number; I4 limit; I4 in use; I4 waiting; I7 grants acknowledged; I7 time to live.
+-- number; I4 limit; I4 in use; I4 wanted; I7 granted seen; I7 time to live.
 local CLAIM_CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I4I4I4I7I7'
 -- B version; B status; I7 incarnation; I7 changes; I7 now; I7 number; I7 granted; B others wait; I7
--- until the first other claim expires, 0 for never; I7 learning for.
+-- until the first other claim expires, 0 for never; I7 recovering for.
 local CLAIM_REPLY = '<BBI7I7I7I7I7BI7I7'
 -- B version; B status; I4 in use; I4 free.
 local CLAIM_PEEK_REPLY = '<BBI4I4'
 
 -- The state. B format; I2 holders; I2 batches; I7 incarnation; I7 changes; I7 made at; d offset of
--- the logical time; I7 time of the last write; I7 learning until.
+-- the logical time; I7 time of the last write; I7 recovering until.
 local IN_FLIGHT_HEAD = '<BI2I2I7I7I7dI7I7'
 local IN_FLIGHT_HEAD_SIZE = 48
--- I7 store; I7 holder; I7 number of its last claim; I4 limit; I4 in use; I7 granted; B it knows
--- that others wait; I7 claim expires.
+-- I7 store; I7 holder; I7 number of its last claim; I4 limit; I4 slots taken; I7 slots ever
+-- granted; B it knows that others wait; I7 claim expires.
 local HOLDER = '<I7I7I7I4I4I7BI7'
 local HOLDER_SIZE = 44
 -- I2 index of the holder, from 1; I4 waiters.

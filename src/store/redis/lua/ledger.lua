@@ -39,7 +39,7 @@ end
 -- Returns the first moment at which every limit allows `cost`, and the limit that was the last to
 -- allow it.
 local function first_slot(cost, life)
-  local slot, last_limit, count = state.from, nil, #state
+  local slot, last_limit, count = state.earliest, nil, #state
   for _ = 1, MOST_ROUNDS do
     local before = slot
     for i = 1, count do
@@ -62,25 +62,25 @@ local function find_returned(units, life)
   local list, half = returned(), math.floor(life / 2)
   for i = 1, #list do
     local entry = list[i]
-    if entry.slot >= state.from and entry.units >= units and entry.slot + half + state.slack <= entry.stamp then
+    if entry.slot >= state.earliest and entry.units >= units and entry.slot + half + state.slack <= entry.stamp then
       return entry, i
     end
   end
 end
 
--- Packs the head. The last bit of `learning until` says whether the hold was cut.
+-- Packs the head. The last bit of `recovering until` says whether the hold was cut.
 local function packed_head(record_count, incarnation, writes, offset, expires, held_until, releases)
   local format = STATE_FORMAT
   for i = 1, #state do
     if state[i].kind == FIXED and state[i].phase > 0 then format = STATE_FORMAT_WITH_PHASE end
   end
   return struct.pack(HEAD, format, record_count, state.returned_count, state.returned_room, incarnation, writes,
-    state.made_at, state.learning_until + state.hold_is_cut, offset, state.now, expires, held_until, releases)
+    state.made_at, state.recovering_until + state.hold_is_cut, offset, state.now, expires, held_until, releases)
 end
 
 -- Returns how many units could go now.
 local function free_now()
-  if state.from > state.now then return 0 end
+  if state.earliest > state.now then return 0 end
   local least = NEVER
   for i = 1, #state do
     local limit = state[i]
@@ -104,8 +104,8 @@ local function cold()
       -- If the units were counted as used when the newest response was read, other clients used as
       -- many.
       local usage = limit.external
-      if usage and state.now < usage.short_until and stamp <= usage.counted_until then
-        usage.short = usage.short + units
+      if usage and state.now < usage.shortfall_until and stamp <= usage.counted_until then
+        usage.shortfall = usage.shortfall + units
       end
     end
   end
@@ -126,7 +126,7 @@ local function cold()
       last = table.remove(list)
     end
     state.returned_count, state.changed = #list, true
-    if state.returned_count > state.returned_room then state.relaid = true end
+    if state.returned_count > state.returned_room then state.must_rewrite = true end
     if last then subtract(last.slot, last.stamp, last.units) end
   end
 
@@ -137,7 +137,7 @@ local function cold()
     for i = 1, #state do
       if state[i].external and reserved(state[i], slot) > 0 then is_shared = true end
     end
-    if slot <= state.now or slot < state.from or is_shared then
+    if slot <= state.now or slot < state.earliest or is_shared then
       subtract(slot, stamp, units)
     else
       keep(slot, stamp, units)
@@ -147,7 +147,7 @@ local function cold()
   -- Removes the returned slots that no request can use any more, also from the logs.
   local function drain()
     local list = returned()
-    while list[1] and list[1].slot < state.from do
+    while list[1] and list[1].slot < state.earliest do
       local passed = table.remove(list, 1)
       state.returned_count = #list
       subtract(passed.slot, passed.stamp, passed.units)
@@ -188,8 +188,8 @@ local function cold()
   local function add(kind, count, window, capacity, guard)
     local rule = rule_of(kind)
     local limit = {
-      kind = kind, count = count, window = window, capacity = capacity, guard = guard, asserted = state.now, n = 0, room = 0,
-      base = 0, rule = rule,
+      kind = kind, count = count, window = window, capacity = capacity, guard = guard, last_stated = state.now, n = 0,
+      room = 0, base = 0, rule = rule,
     }
     local longest, most_used = nil, 0
     for i = 1, #state do
@@ -212,14 +212,14 @@ local function cold()
     end
     rule.advance(limit)
     state[#state + 1] = limit
-    state.relaid, state.changed = true, state.changed or state.existed
+    state.must_rewrite, state.changed = true, state.changed or state.existed
     return limit
   end
 
   -- Returns until when a limit applies: two windows and a second after a call last stated it. The
   -- record may be half a window behind.
   local function in_force_until(limit)
-    return limit.asserted + math.floor(limit.window * 5 / 2) + 1000000
+    return limit.last_stated + math.floor(limit.window * 5 / 2) + 1000000
   end
 
   -- Forgets the limits that no longer apply. If too many are left, forgets limits that this call
@@ -234,7 +234,7 @@ local function cold()
         kept = kept + 1
         state[kept] = limit
       else
-        state.relaid, state.changed = true, true
+        state.must_rewrite, state.changed = true, true
       end
     end
     while #state > MOST_LIMITS do
@@ -244,20 +244,20 @@ local function cold()
       end
       if not first then return end
       table.remove(state, first)
-      state.relaid, state.changed = true, true
+      state.must_rewrite, state.changed = true, true
     end
   end
 
-  -- Recovers after a state was lost. The state *learns* for that time: it grants nothing until the
-  -- permits of the lost state are a window old.
+  -- Recovers after a state was lost. The state *recovers* for that time: it grants nothing until
+  -- the permits of the lost state are a window old.
   --
   -- Twin: src/limit/recovery.rs. A process uses permits of the lost state only within its trust
   -- after the last reply: a quarter of the longest window, at least SHORTEST_TRUST. If a limit
-  -- remembers permits for longer than LONGEST_LEARNING, it is charged with what the caller was
-  -- granted. The recovery then lasts LONGEST_LEARNING and the trust, for what the other callers
+  -- remembers permits for longer than LONGEST_RECOVERY, it is charged with what the caller was
+  -- granted. The recovery then lasts LONGEST_RECOVERY and the trust, for what the other callers
   -- were granted.
   local function recover(granted)
-    local LONGEST_LEARNING = 60000000
+    local LONGEST_RECOVERY = 60000000
     local SHORTEST_TRUST = 1500000
     local longest = 0
     for i = 1, #state do
@@ -267,15 +267,15 @@ local function cold()
         remembers = math.ceil(limit.window / limit.count * limit.capacity)
       end
       if limit.ours and remembers > longest then longest = remembers end
-      if granted > 0 and remembers > LONGEST_LEARNING then
+      if granted > 0 and remembers > LONGEST_RECOVERY then
         limit.rule.more().charge(limit, state.now, state.now + state.slack, granted)
       end
     end
-    if longest > LONGEST_LEARNING then longest = LONGEST_LEARNING end
+    if longest > LONGEST_RECOVERY then longest = LONGEST_RECOVERY end
     local trust = math.floor(longest / 4)
-    local learned_at = state.made_at + longest + (trust > SHORTEST_TRUST and trust or SHORTEST_TRUST)
-    learned_at = learned_at - learned_at % 2
-    if learned_at > state.learning_until then state.learning_until = learned_at end
+    local recovered_at = state.made_at + longest + (trust > SHORTEST_TRUST and trust or SHORTEST_TRUST)
+    recovered_at = recovered_at - recovered_at % 2
+    if recovered_at > state.recovering_until then state.recovering_until = recovered_at end
     state.changed = true
   end
 

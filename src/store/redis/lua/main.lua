@@ -35,7 +35,7 @@ end
 
 -- Advances the limits of the state to now. Adds the limits of the call, which begin at `pos`, or
 -- records that a call stated them. Returns where they end.
-local function assert_limits(operation, call, pos, limit_count, guard)
+local function update_limits(operation, call, pos, limit_count, guard)
   for i = 1, #state do
     local limit = state[i]
     if limit.kind == FIXED and operation ~= RETURN then limit.rule.align(limit) end
@@ -43,20 +43,20 @@ local function assert_limits(operation, call, pos, limit_count, guard)
     if limit.external and state.now >= limit.external.ends then state.cold_external.roll(limit) end
   end
   for _ = 1, limit_count do
-    local kind, count, window, capacity, asserted
+    local kind, count, window, capacity, stated
     kind, count, window, capacity, pos = struct.unpack(CALL_LIMIT, call, pos)
     for i = 1, #state do
       local limit = state[i]
       if limit.count == count and limit.window == window and limit.kind == kind and limit.capacity == capacity then
-        asserted = limit
+        stated = limit
       end
     end
-    if not asserted then
-      asserted = (state.cold or cold()).add(kind, count, window, capacity, guard)
-    elseif state.now - asserted.asserted > asserted.window / 2 then
-      asserted.asserted, state.changed = state.now, true
+    if not stated then
+      stated = (state.cold or cold()).add(kind, count, window, capacity, guard)
+    elseif state.now - stated.last_stated > stated.window / 2 then
+      stated.last_stated, state.changed = state.now, true
     end
-    asserted.ours = true
+    stated.ours = true
   end
   if #state > limit_count then (state.cold or cold()).retain() end
   return pos
@@ -99,7 +99,7 @@ end
 
 -- Returns the first moment at which everything is forgotten.
 local function remembered_until()
-  local until_then = state.learning_until > state.from and state.learning_until or state.from
+  local until_then = state.recovering_until > state.earliest and state.recovering_until or state.earliest
   for i = 1, #state do
     local limit = state[i]
     local from = limit.rule.fresh_from(limit)
@@ -135,19 +135,19 @@ end
 -- 1. The state, and its time.
 local incarnation, writes, offset, expires, held_until, releases = random, 0, 0, 0, 0, 0
 if head == '' then
-  state.now, state.made_at, state.returned, state.relaid = server_time, server_time, {}, true
+  state.now, state.made_at, state.returned, state.must_rewrite = server_time, server_time, {}, true
 else
   local format, record_count, last_write = string.byte(head), nil, nil
   if (format ~= STATE_FORMAT and format ~= STATE_FORMAT_WITH_PHASE) or #head < HEAD_SIZE then
     return redis.error_reply('TOLLGATE the state of this key has format ' .. format .. ', this release understands '
       .. STATE_FORMAT .. ' to ' .. STATE_FORMAT_WITH_PHASE)
   end
-  format, record_count, state.returned_count, state.returned_room, incarnation, writes, state.made_at, state.learning_until,
+  format, record_count, state.returned_count, state.returned_room, incarnation, writes, state.made_at, state.recovering_until,
     offset, last_write, expires, held_until, releases = struct.unpack(HEAD, head)
   local failure = read_records(head, record_count, limit_count)
   if failure then return failure end
 
-  local remembers = known == incarnation and seen > 0
+  local remembers = known_incarnation == incarnation and seen > 0
   if operation == RETURN and not remembers then
     -- A caller that only returns permits, and remembers no reply, cannot tell whether the clock was
     -- set. It need not: its time is that of the last write.
@@ -167,10 +167,10 @@ else
 end
 local now = state.now
 
--- 2. The hold. It only ends later, unless it is released. The last bit of `learning until` says
+-- 2. The hold. It only ends later, unless it is released. The last bit of `recovering until` says
 --    whether it was cut.
-state.hold_is_cut = state.learning_until % 2
-state.learning_until = state.learning_until - state.hold_is_cut
+state.hold_is_cut = state.recovering_until % 2
+state.recovering_until = state.recovering_until - state.hold_is_cut
 -- A hold that begins now counts, even if the caller does not know of the last releases.
 if operation == HOLD and hold_releases < releases then hold_releases = releases end
 if operation == RELEASE then
@@ -189,13 +189,13 @@ elseif hold_releases == releases and hold_left > 0 and now + hold_left > held_un
   state.hold_is_cut = hold_is_cut
   state.changed = true
 end
-state.from = held_until > now and held_until or now
+state.earliest = held_until > now and held_until or now
 local cut = held_until > now and state.hold_is_cut or 0
 
 -- 3. The limits.
-pos = assert_limits(operation, call, pos, limit_count, guard)
+pos = update_limits(operation, call, pos, limit_count, guard)
 if #state > MOST_LIMITS then
-  return redis.error_reply('TOLLGATE a call asserts at most ' .. MOST_LIMITS .. ' limits')
+  return redis.error_reply('TOLLGATE a call states at most ' .. MOST_LIMITS .. ' limits')
 end
 if state.returned_count > 0 then (state.cold or cold()).drain() end
 
@@ -203,11 +203,11 @@ if operation == PEEK then
   local next_slot, free = first_slot(1, 0), free_now()
   local entry = find_returned(1, 0)
   if entry and entry.slot < next_slot then next_slot = entry.slot end
-  if state.learning_until > now then
-    free, next_slot = 0, state.learning_until > next_slot and state.learning_until or next_slot
+  if state.recovering_until > now then
+    free, next_slot = 0, state.recovering_until > next_slot and state.recovering_until or next_slot
   end
   local parts = {
-    struct.pack(PEEK_REPLY, CALL_VERSION, GRANTED, free, next_slot - now, state.from - now, releases, cut, #state),
+    struct.pack(PEEK_REPLY, CALL_VERSION, GRANTED, free, next_slot - now, state.earliest - now, releases, cut, #state),
   }
   for i = 1, #state do
     local limit = state[i]
@@ -220,8 +220,8 @@ end
 
 -- 4. Recovery. If a caller knows of a state that is lost, or of a later one than this, it was
 --    granted permits that this state does not know.
-if known ~= 0 and seen > 0 and (known ~= incarnation or known_writes > writes) then
-  if known == incarnation then
+if known_incarnation ~= 0 and seen > 0 and (known_incarnation ~= incarnation or known_writes > writes) then
+  if known_incarnation == incarnation then
     incarnation, state.made_at = random, now
   end
   (state.cold or cold()).recover(granted_before)
@@ -229,12 +229,12 @@ end
 
 -- 5. Permits that come back, units that were used without a permit, and what the upstream states
 --    remains.
-local needs_pos, must_notify = pos, false
-pos = pos + need_count * CALL_NEED_SIZE
+local demands_pos, must_notify = pos, false
+pos = pos + demand_count * CALL_DEMAND_SIZE
 for _ = 1, return_count do
   local slot, stamp, units
   slot, stamp, units, pos = struct.unpack(CALL_RETURN, call, pos)
-  if known == incarnation then
+  if known_incarnation == incarnation then
     (state.cold or cold()).take_back(slot, stamp, units)
   end
 end
@@ -257,14 +257,14 @@ end
 -- 6. Permits.
 local status, wait, refusing, segments = GRANTED, 0, nil, {}
 local prefetched, prefetched_span = 0, 0
-if state.learning_until > now then
-  if need_count > 0 then status, wait = LEARNING, state.learning_until - now end
+if state.recovering_until > now then
+  if demand_count > 0 then status, wait = RECOVERING, state.recovering_until - now end
 else
   local permits = 0
-  pos = needs_pos
-  for _ = 1, need_count do
+  pos = demands_pos
+  for _ = 1, demand_count do
     local cost, count
-    cost, count, pos = struct.unpack(CALL_NEED, call, pos)
+    cost, count, pos = struct.unpack(CALL_DEMAND, call, pos)
     permits = permits + count
     if permits > MOST_PERMITS then
       return redis.error_reply('TOLLGATE a call asks for at most ' .. MOST_PERMITS .. ' permits')
@@ -298,7 +298,7 @@ if state.changed then
     expires = needed + SPARE_LIFE
   end
   local time_to_live = math.floor((expires - server_time) / 1000) + 1
-  if state.relaid then
+  if state.must_rewrite then
     (state.cold or cold()).rewrite(incarnation, writes, offset, expires, held_until, releases, time_to_live)
   else
     write(incarnation, writes, offset, expires, held_until, releases)
@@ -312,7 +312,7 @@ end
 --    call.
 if operation == HOLD or operation == RELEASE then
   local kind = cut == 1 and CUT_HOLD_MESSAGE or HOLD_MESSAGE
-  redis.pcall('PUBLISH', ARGV[2], struct.pack(HOLD_MESSAGE_FIELDS, kind, state.from - now, releases) .. ARGV[3])
+  redis.pcall('PUBLISH', ARGV[2], struct.pack(HOLD_MESSAGE_FIELDS, kind, state.earliest - now, releases) .. ARGV[3])
 elseif must_notify and #ARGV == 3 then
   redis.pcall('PUBLISH', ARGV[2], struct.pack(REMAINING_MESSAGE_FIELDS, REMAINING_MESSAGE, writes) .. ARGV[3])
 end
@@ -325,5 +325,5 @@ for i = #state, 1, -1 do
 end
 refusing, foreign = status == REFUSED and refusing or NO_LIMIT, foreign or NO_LIMIT
 return struct.pack(REPLY, CALL_VERSION, status + shared + cut * CUT, incarnation, writes, now, remember, wait, free,
-  state.from - now, releases, refusing.kind, refusing.count, refusing.window, refusing.capacity, foreign.kind, foreign.count,
+  state.earliest - now, releases, refusing.kind, refusing.count, refusing.window, refusing.capacity, foreign.kind, foreign.count,
   foreign.window, foreign.capacity, prefetched, prefetched_span, #segments) .. table.concat(segments)

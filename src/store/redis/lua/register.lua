@@ -11,7 +11,7 @@
 -- ARGV[3]  the channel on which the change is published; empty for none
 -- ARGV[4]  the name of the register in the message
 
-local format, is_change, seen, life = struct.unpack(REGISTER_CALL, ARGV[1])
+local format, is_change, seen_version, ttl = struct.unpack(REGISTER_CALL, ARGV[1])
 if format ~= REGISTER_VERSION then
   return redis.error_reply('TOLLGATE format ' .. format .. ' of calls is unknown, this script understands ' .. REGISTER_VERSION)
 end
@@ -33,12 +33,12 @@ if bytes then
   end
 end
 
-if is_change == 1 and seen == version then
+if is_change == 1 and seen_version == version then
   -- A register that was lost begins with a version that it did not have before.
   version = version + 1
   if version < server_time then version = server_time end
   redis.call('SET', KEYS[1], struct.pack(REGISTER_HEAD, REGISTER_VERSION, version, server_time) .. ARGV[2], 'PX',
-    math.floor(life / 1000) + 1)
+    math.floor(ttl / 1000) + 1)
   if ARGV[3] ~= '' then
     -- If PUBLISH is forbidden, the other processes see the change with their next call.
     redis.pcall('PUBLISH', ARGV[3], struct.pack(REGISTER_MESSAGE_FIELDS, REGISTER_MESSAGE, version) .. ARGV[4] .. ARGV[2])

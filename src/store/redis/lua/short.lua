@@ -12,79 +12,79 @@
 -- This file repeats the arithmetic of window.lua, bucket.lua and time.lua without functions,
 -- because a function costs 50 ns in each call.
 
-if operation == LEASE and need_count == 1 and return_count + charge_count + remaining_count == 0 and prefetch_most == 0
+if operation == LEASE and demand_count == 1 and return_count + charge_count + remaining_count == 0 and prefetch_most == 0
   and hold_left == 0 and #head == HEAD_SIZE + RECORD_SIZE * limit_count then
-  local format, record_count, returned_count, returned_room, incarnation, writes, made_at, learning_until, offset, last_write,
+  local format, record_count, returned_count, returned_room, incarnation, writes, made_at, recovering_until, offset, last_write,
     expires, held_until, releases = struct.unpack(HEAD, head)
   local now = server_time + offset
   -- How far the logical time is from what the caller expects. main.lua also allows a thousandth of
   -- `since`.
   local deviation = now - seen - since
-  local cost, permits = struct.unpack(CALL_NEED, call, pos + CALL_LIMIT_SIZE * limit_count)
+  local cost, permits = struct.unpack(CALL_DEMAND, call, pos + CALL_LIMIT_SIZE * limit_count)
   if format == STATE_FORMAT and record_count == limit_count and returned_count == 0 and permits <= MOST_PERMITS and cost > 0
-    and now >= last_write and now >= learning_until and now >= held_until and hold_releases <= releases
-    and (known == 0 or seen == 0 or (known == incarnation and known_writes <= writes
+    and now >= last_write and now >= recovering_until and now >= held_until and hold_releases <= releases
+    and (known_incarnation == 0 or seen == 0 or (known_incarnation == incarnation and known_writes <= writes
       and deviation <= CLOCK_TOLERANCE + on_way and deviation >= -CLOCK_TOLERANCE)) then
     local units, stamp, region = cost * permits, now + life + slack, #head
-    local wait, refusing, remember_until, is_asserted, is_unusual = 0, NO_LIMIT, now, false, false
-    -- If all limits grant: when all is forgotten, the new records, the chunks to write (place,
-    -- bytes, ...), and free units.
-    local fresh_from, records, chunks, left_over = now, '', nil, NEVER
+    local wait, refusing, remember_until, is_restated, is_unusual = 0, NO_LIMIT, now, false, false
+    -- If all limits grant: when the state is forgotten, the new records, the chunks to write (each a
+    -- place and its bytes), and the units that are free after the grant.
+    local fresh_from, records, chunks, free_after = now, '', nil, NEVER
 
     for i = 1, limit_count do
       local record = HEAD_SIZE + RECORD_SIZE * (i - 1) + 1
       local asked_kind, asked_count, asked_window, asked_capacity =
         struct.unpack(CALL_LIMIT, call, pos + CALL_LIMIT_SIZE * (i - 1))
       if asked_kind == BUCKET then
-        local kind, count, window, capacity, first_guard, asserted, n, room, full, full_r, base_at, base_r, slack_left,
-          slack_left_r = struct.unpack(BUCKET_RECORD, head, record)
+        local kind, count, window, capacity, first_guard, last_stated, n, room, full_at, full_r, base_at, base_r, refundable,
+          refundable_r = struct.unpack(BUCKET_RECORD, head, record)
         -- How far the bucket is from full, in microseconds / count. All products below are exact.
-        local missing = full > now and (full - now) * count + full_r or 0
+        local missing = full_at > now and (full_at - now) * count + full_r or 0
         if kind ~= BUCKET or asked_count ~= count or asked_window ~= window or asked_capacity ~= capacity or n > 0
           or cost > capacity or (capacity + 1) * window + (life + slack) * count >= NEVER or missing >= NEVER
           or capacity - math.ceil(missing / window) < units then
           is_unusual = true
           break
         end
-        if now - asserted > window / 2 then
-          asserted, is_asserted = now, true
+        if now - last_stated > window / 2 then
+          last_stated, is_restated = now, true
         end
-        local fresh = full_r > 0 and full + 1 or full
+        local fresh = full_r > 0 and full_at + 1 or full_at
         if fresh > remember_until then remember_until = fresh end
 
         if wait == 0 then
-          if stamp > full or (stamp == full and full_r == 0) then
-            full, full_r, base_at, base_r, slack_left, slack_left_r = stamp, 0, stamp, 0, NEVER, 0
-          elseif full - stamp < slack_left or (full - stamp == slack_left and full_r < slack_left_r) then
-            slack_left, slack_left_r = full - stamp, full_r
+          if stamp > full_at or (stamp == full_at and full_r == 0) then
+            full_at, full_r, base_at, base_r, refundable, refundable_r = stamp, 0, stamp, 0, NEVER, 0
+          elseif full_at - stamp < refundable or (full_at - stamp == refundable and full_r < refundable_r) then
+            refundable, refundable_r = full_at - stamp, full_r
           end
           local whole = math.floor(units * window / count)
-          full, full_r = full + whole, full_r + units * window - whole * count
+          full_at, full_r = full_at + whole, full_r + units * window - whole * count
           if full_r >= count then
-            full, full_r = full + 1, full_r - count
+            full_at, full_r = full_at + 1, full_r - count
           end
-          local free = capacity - math.ceil(((full - now) * count + full_r) / window)
+          local free = capacity - math.ceil(((full_at - now) * count + full_r) / window)
           if free < 0 then free = 0 end
-          if free < left_over then left_over = free end
-          fresh = full_r > 0 and full + 1 or full
+          if free < free_after then free_after = free end
+          fresh = full_r > 0 and full_at + 1 or full_at
           if fresh > fresh_from then fresh_from = fresh end
-          records = records .. struct.pack(BUCKET_RECORD, BUCKET, count, window, capacity, first_guard, asserted, 0, room,
-            full, full_r, base_at, base_r, slack_left, slack_left_r, NEVER, 0, 0, 0)
+          records = records .. struct.pack(BUCKET_RECORD, BUCKET, count, window, capacity, first_guard, last_stated, 0,
+            room, full_at, full_r, base_at, base_r, refundable, refundable_r, NEVER, 0, 0, 0)
         end
-        region = region + room * MARK_SIZE
+        region = region + room * DELAYED_SIZE
       else
-        local kind, count, window, capacity, first_guard, asserted, n, room, total, fine, coarse, first, floor, index, _,
-          oldest, oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, head, record)
+        local kind, count, window, capacity, first_guard, last_stated, n, room, total, fine_units, coarse_count, first,
+          floor, cursor_index, _, oldest, oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, head, record)
         if kind ~= WINDOW or asked_kind ~= WINDOW or asked_count ~= count or asked_window ~= window
-          or coarse > 0 or floor > 0 or index > 0 or cost > count or n == 0 or stamp < newest then
+          or coarse_count > 0 or floor > 0 or cursor_index > 0 or cost > count or n == 0 or stamp < newest then
           is_unusual = true
           break
         end
         if newest + window > remember_until then remember_until = newest + window end
 
-        -- Chunks that are older than the window leave.
+        -- Chunks that are older than the window leave the log.
         while n > 0 and oldest + window <= now do
-          n, total, fine, first = n - 1, total - oldest_count, fine - oldest_count, first + 1
+          n, total, fine_units, first = n - 1, total - oldest_count, fine_units - oldest_count, first + 1
           if n == 1 then
             oldest, oldest_count = newest, newest_count
           elseif n > 1 then
@@ -92,14 +92,14 @@ if operation == LEASE and need_count == 1 and return_count + charge_count + rema
             oldest, oldest_count = struct.unpack(CHUNK, redis.call('GETRANGE', KEYS[1], from, from + CHUNK_SIZE - 1))
           end
         end
-        if now - asserted > window / 2 then
-          asserted, is_asserted = now, true
+        if now - last_stated > window / 2 then
+          last_stated, is_restated = now, true
         end
 
         local free = count - total
         if free < cost then
-          -- The call is refused until the oldest chunk has left. If that is not enough, or is soon
-          -- enough, main.lua looks for the slot.
+          -- The call is refused until the oldest chunk leaves the window. If that frees too few
+          -- units, or if the caller can wait that long, main.lua looks for the slot.
           local left = oldest + window - now
           if cost - free > oldest_count or left <= latest then
             is_unusual = true
@@ -128,9 +128,9 @@ if operation == LEASE and need_count == 1 and return_count + charge_count + rema
           if n == 1 then
             oldest, oldest_count = stamp, newest_count
           end
-          if free - units < left_over then left_over = free - units end
-          records = records .. struct.pack(WINDOW_RECORD, WINDOW, count, window, 0, first_guard, asserted, n, room,
-            total + units, fine + units, 0, first % room, 0, 0, 0, oldest, oldest_count, stamp, newest_count)
+          if free - units < free_after then free_after = free - units end
+          records = records .. struct.pack(WINDOW_RECORD, WINDOW, count, window, 0, first_guard, last_stated, n, room,
+            total + units, fine_units + units, 0, first % room, 0, 0, 0, oldest, oldest_count, stamp, newest_count)
           if stamp + window > fresh_from then fresh_from = stamp + window end
         end
         region = region + room * CHUNK_SIZE
@@ -153,12 +153,12 @@ if operation == LEASE and need_count == 1 and return_count + charge_count + rema
         redis.call('PEXPIRE', KEYS[1], math.floor((expires - server_time) / 1000) + 1)
       end
       redis.call('SETRANGE', KEYS[1], 0, struct.pack(HEAD, STATE_FORMAT, limit_count, 0, returned_room, incarnation, writes + 1,
-        made_at, learning_until, offset, now, expires, held_until, releases) .. records)
-      return struct.pack(REPLY_WITH_SEGMENT, CALL_VERSION, GRANTED, incarnation, writes + 1, now, left, 0, left_over, 0, releases,
+        made_at, recovering_until, offset, now, expires, held_until, releases) .. records)
+      return struct.pack(REPLY_WITH_SEGMENT, CALL_VERSION, GRANTED, incarnation, writes + 1, now, left, 0, free_after, 0, releases,
         0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, cost, permits, 0, stamp - now)
-    elseif not is_asserted then
-      -- A refusal leaves no trace. If the statement of a limit has to be recorded, main.lua does
-      -- it.
+    elseif not is_restated then
+      -- A refusal writes nothing. If it has to record that the call stated a limit, main.lua
+      -- decides.
       return struct.pack(REPLY, CALL_VERSION, REFUSED, incarnation, writes, now, remember_until - now, wait, 0, 0, releases,
         refusing.kind, refusing.count, refusing.window, refusing.capacity, 0, 0, 0, 0, 0, 0, 0)
     end

@@ -12,12 +12,12 @@
 local state = {
   false, false,
   now = 0, -- the logical time
-  from = 0, -- the first moment at which no hold forbids a permit
+  earliest = 0, -- the first moment at which no hold forbids a permit
   slack = slack, -- the transit slack of the caller
   existed = false, -- whether there was a state
   changed = false, -- whether it must be written
-  relaid = false, -- whether all of it must be written, because a region grows or moves
-  made_at = 0, learning_until = 0, hold_is_cut = 0, -- as in the head
+  must_rewrite = false, -- whether all of it must be written, because a region grows or moves
+  made_at = 0, recovering_until = 0, hold_is_cut = 0, -- as in the head
   returned_count = 0, returned_room = 0, -- as in the head
   returned_base = 0, -- where the returned slots begin in the string
   returned = false, -- the returned slots, once they are read
@@ -26,8 +26,9 @@ local state = {
 }
 state[1], state[2] = nil, nil
 
--- Marks, spells and returned slots are in short lists, which are read and written whole. An entry
--- of a list has `size` bytes of a format, and becomes a table with fields of these names.
+-- The delayed permits of buckets, the uses of fixed windows and the returned slots are short lists.
+-- They are read and written whole. An entry of a list has `size` bytes of a format. It is read into
+-- a table with the given `fields`.
 
 -- Reads a list of n entries, which begins at `base`.
 local function read_list(base, n, format, size, fields)
@@ -58,7 +59,7 @@ local function pack_list(list, format, fields)
   return table.concat(parts)
 end
 
--- Returns the marks of a bucket, or the spells of a fixed window.
+-- Returns the delayed permits of a bucket, or the uses of a fixed window.
 local function entries(limit)
   if not limit.list then
     limit.list = read_list(limit.base, limit.n, limit.rule.entry, limit.rule.size, limit.rule.fields)

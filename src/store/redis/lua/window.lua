@@ -92,7 +92,7 @@ local function window_rule()
     function more.insert_chunk(limit, i, stamp, count)
       if limit.n + 1 > limit.room then
         load_all(limit)
-        state.relaid = true
+        state.must_rewrite = true
       end
       if limit.n - i <= i then
         for k = limit.n, i + 1, -1 do
@@ -248,11 +248,11 @@ local function window_rule()
 
   -- Reads a record.
   local function read(s, from)
-    local kind, count, window, capacity, guard, asserted, n, room, total, fine, coarse, first, floor, index, before, oldest,
-      oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, s, from)
+    local kind, count, window, capacity, guard, last_stated, n, room, total, fine, coarse, first, floor, index, before,
+      oldest, oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, s, from)
     local last = first + n - 1
     return {
-      kind = kind, count = count, window = window, capacity = capacity, guard = guard, asserted = asserted, n = n,
+      kind = kind, count = count, window = window, capacity = capacity, guard = guard, last_stated = last_stated, n = n,
       room = room, total = total, fine = fine, coarse = coarse, first = first, floor = floor, index = index,
       before = before, first0 = first, end0 = last + 1, moved = false, low = 0, high = 0, base = 0, rule = 0, ours = false,
       at = {
@@ -269,7 +269,7 @@ local function window_rule()
       oldest, oldest_count = stamp_of(limit, 0), count_of(limit, 0)
       newest, newest_count = stamp_of(limit, last), count_of(limit, last)
     end
-    return struct.pack(WINDOW_RECORD, WINDOW, limit.count, limit.window, limit.capacity, limit.guard, limit.asserted,
+    return struct.pack(WINDOW_RECORD, WINDOW, limit.count, limit.window, limit.capacity, limit.guard, limit.last_stated,
       limit.n, limit.room, limit.total, limit.fine, limit.coarse, limit.first % limit.room, limit.floor, limit.index,
       limit.before, oldest, oldest_count, newest, newest_count)
   end
