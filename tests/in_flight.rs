@@ -399,7 +399,7 @@ async fn retried_refusal_occupies_no_in_flight_slot() {
         let limit = layer(Quota::in_flight(slots)).in_flight_until_body_end();
         let throttle = tollgate::AdaptiveThrottleLayer::builder()
             // As many calls are in flight as there are slots.
-            .pace(|| tollgate::pace::Unpaced)
+            .pace(|| tollgate::pace::NoPacing)
             .max_wait(Duration::from_secs(60))
             .build()
             .unwrap();

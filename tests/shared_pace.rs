@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use http::{HeaderMap, StatusCode};
-use tollgate::pace::{Fair, Unpaced};
+use tollgate::pace::{Fair, NoPacing};
 use tollgate::signal::ResponseInfo;
 use tollgate::store::{
     Lease, LeaseRequest, LimitSpec, MemoryStore, Register, RegisterRequest, Store, StoreError,
@@ -519,7 +519,7 @@ fn stalled_runtime_delays_no_request_in_another_runtime() {
 #[test]
 fn pace_that_cannot_be_shared_is_refused_with_remedy() {
     let builder = AdaptiveThrottleLayer::builder()
-        .pace(|| Unpaced)
+        .pace(|| NoPacing)
         .store(Arc::new(MemoryStore::default()));
     let error = builder.build().unwrap_err();
     assert_eq!(error, ConfigError::PaceNotShared);

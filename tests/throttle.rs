@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
-use tollgate::pace::{Dice, Pace, Pause, Reply, Traffic, Unpaced};
+use tollgate::pace::{Dice, NoPacing, Pace, Pause, Reply, Traffic};
 use tollgate::store::StoreError;
 use tollgate::{
     AdaptiveThrottleLayer, Deadline, Error, Key, Limited, Quota, RateLimitLayer, Reason, Signal,
@@ -604,7 +604,7 @@ async fn manual_holds_beyond_max_keys_are_errors() {
 #[tokio::test(start_paused = true)]
 async fn manual_hold_applies_to_throttle_without_a_pace() {
     let layer = AdaptiveThrottleLayer::builder()
-        .pace(|| Unpaced)
+        .pace(|| NoPacing)
         .build()
         .unwrap();
     let throttle = layer.throttle();
@@ -654,7 +654,7 @@ async fn the_service_is_cloned_only_for_retries() {
     let clones = Arc::new(AtomicUsize::new(0));
     let inner = || Cloned(Upstream::new(), clones.clone());
     let layer = AdaptiveThrottleLayer::builder()
-        .pace(|| Unpaced)
+        .pace(|| NoPacing)
         .build()
         .unwrap();
     let mut service = layer.layer(inner());

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Dice, Notes, Pace, Pause, Reply, Traffic, seconds, span};
+use super::{Dice, Pace, Pause, Reply, StateCodec, Traffic, seconds, span};
 
 /// Additive increase, multiplicative decrease: speeds up slowly, and halves the speed after a
 /// refusal.
@@ -125,12 +125,12 @@ impl Pace for Aimd {
         Pause::of_all(span(dice.between(1.0, 2.0) / rate))
     }
 
-    fn share(&mut self, notes: &mut Notes<'_>) -> bool {
-        notes.maybe(&mut self.rate);
-        notes.moment(&mut self.first_sent);
-        notes.number(&mut self.sent);
-        notes.moment(&mut self.last_answer);
-        notes.moment(&mut self.last_cut);
+    fn share(&mut self, codec: &mut StateCodec<'_>) -> bool {
+        codec.optional_number(&mut self.rate);
+        codec.moment(&mut self.first_sent);
+        codec.number(&mut self.sent);
+        codec.moment(&mut self.last_answer);
+        codec.moment(&mut self.last_cut);
         self.rate = self.rate.map(|rate| rate.max(LOWEST));
         true
     }

@@ -16,7 +16,7 @@
 //! | [`Proportional`] | refusals | few refusals | emptying a full bucket: it is slow to let go |
 //! | [`Gradual`] | refusals | simple | half of its requests are refused |
 //! | [`Backoff`] | refusals | the usual first attempt | two thirds and more are refused |
-//! | [`Unpaced`] | nothing | rolling the layer out before it acts | |
+//! | [`NoPacing`] | nothing | rolling the layer out before it acts | |
 //!
 //! The processes of a fleet can [share](crate::AdaptiveThrottleBuilder::store) a [`Fair`] or an
 //! [`Aimd`].
@@ -27,7 +27,7 @@
 //!
 //! ```
 //! use std::time::{Duration, Instant};
-//! use tollgate::pace::{Dice, Notes, Pace, Pause, Reply, Traffic};
+//! use tollgate::pace::{Dice, Pace, Pause, Reply, StateCodec, Traffic};
 //!
 //! /// Two seconds between two requests after the first refusal.
 //! #[derive(Debug, Default)]
@@ -47,8 +47,8 @@
 //!     }
 //!
 //!     // Only if the processes of a fleet share it.
-//!     fn share(&mut self, notes: &mut Notes<'_>) -> bool {
-//!         notes.flag(&mut self.refused);
+//!     fn share(&mut self, codec: &mut StateCodec<'_>) -> bool {
+//!         codec.flag(&mut self.refused);
 //!         true
 //!     }
 //! }
@@ -56,10 +56,10 @@
 
 mod aimd;
 mod fair;
-mod notes;
+mod no_pacing;
 mod published;
 mod reading;
-mod unpaced;
+mod state_codec;
 
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
@@ -69,16 +69,16 @@ use crate::signal::Signal;
 
 pub use aimd::Aimd;
 pub use fair::Fair;
-pub use notes::Notes;
+pub use no_pacing::NoPacing;
 pub use published::{Backoff, Gradual, Proportional, Remaining};
 pub(crate) use reading::wait_said;
-pub use unpaced::Unpaced;
+pub use state_codec::StateCodec;
 
 /// How the speed for one key follows signals. The [module](self) has an example.
 pub trait Pace: Debug + Send {
     /// Takes note that a request arrives. Returns how long it sleeps before it joins the queue.
     /// Default: not at all.
-    fn arrived(&mut self, _call: &mut Call, _traffic: &Traffic, _dice: &mut Dice) -> Duration {
+    fn arrived(&mut self, _call: &mut CallState, _traffic: &Traffic, _dice: &mut Dice) -> Duration {
         Duration::ZERO
     }
 
@@ -104,14 +104,14 @@ pub trait Pace: Debug + Send {
         Pause::default()
     }
 
-    /// Passes everything that the pace has learned to `notes`, always the same parts in the same
+    /// Passes everything that the pace has learned to `codec`, always the same parts in the same
     /// order. The processes of a fleet share it through a
     /// [store](crate::AdaptiveThrottleBuilder::store). Returns whether the pace can be shared.
     /// Default: it cannot.
     ///
-    /// Configured values are not learned, so do not pass them. If `notes` are read, they replace
-    /// what the pace has learned. Bound what is read as you bound what you compute.
-    fn share(&mut self, _notes: &mut Notes<'_>) -> bool {
+    /// Configured values are not learned, so do not pass them. If `codec` reads, it replaces what
+    /// the pace has learned. Bound what is read as you bound what you compute.
+    fn share(&mut self, _codec: &mut StateCodec<'_>) -> bool {
         false
     }
 
@@ -159,12 +159,12 @@ impl Traffic {
     }
 }
 
-/// One request, from its arrival to the end of its last attempt.
+/// What a pace keeps of one request, from its arrival to the end of its last attempt.
 ///
-/// Tests of a pace begin with `Call::default()`, a request that was never sent.
+/// Tests of a pace begin with `CallState::default()`, a request that was never sent.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Call {
+pub struct CallState {
     /// How often the request was sent.
     pub attempts: u32,
     /// A note of the pace. The published paces keep the length of the next sleep in it.
@@ -180,12 +180,12 @@ pub struct Reply<'a> {
     /// When the request left.
     pub sent: Instant,
     /// The request.
-    pub call: &'a mut Call,
+    pub call: &'a mut CallState,
 }
 
 impl<'a> Reply<'a> {
     /// Creates the response `signal` to a request that left at `sent`, for tests of a pace.
-    pub fn new(signal: &'a Signal, sent: Instant, call: &'a mut Call) -> Self {
+    pub fn new(signal: &'a Signal, sent: Instant, call: &'a mut CallState) -> Self {
         Reply { signal, sent, call }
     }
 }

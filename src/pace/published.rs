@@ -10,7 +10,7 @@
 use std::time::Duration;
 
 use super::reading::Told;
-use super::{Call, Dice, Pace, Pause, Reply, Traffic, span};
+use super::{CallState, Dice, Pace, Pause, Reply, Traffic, span};
 
 /// The limit of the API for which the four were made: 4500 requests in an hour.
 const LIMIT: f64 = 4500.0;
@@ -28,7 +28,7 @@ fn asleep(seconds: f64, dice: &mut Dice) -> Duration {
 }
 
 /// Notes the next sleep in the request.
-fn note(call: &mut Call, seconds: f64) {
+fn note(call: &mut CallState, seconds: f64) {
     call.note = Duration::try_from_secs_f64(seconds.clamp(0.0, LONGEST_SLEEP)).unwrap_or_default();
 }
 
@@ -85,7 +85,7 @@ impl Backoff {
 }
 
 impl Pace for Backoff {
-    fn arrived(&mut self, call: &mut Call, _: &Traffic, _: &mut Dice) -> Duration {
+    fn arrived(&mut self, call: &mut CallState, _: &Traffic, _: &mut Dice) -> Duration {
         note(call, self.first);
         Duration::ZERO
     }
@@ -137,7 +137,7 @@ impl Shared {
         }
     }
 
-    fn arrived(&self, call: &mut Call, dice: &mut Dice) -> Duration {
+    fn arrived(&self, call: &mut CallState, dice: &mut Dice) -> Duration {
         note(call, self.sleep);
         asleep(self.sleep, dice)
     }
@@ -183,7 +183,7 @@ macro_rules! published {
         }
 
         impl Pace for $name {
-            fn arrived(&mut self, call: &mut Call, _: &Traffic, dice: &mut Dice) -> Duration {
+            fn arrived(&mut self, call: &mut CallState, _: &Traffic, dice: &mut Dice) -> Duration {
                 self.0.arrived(call, dice)
             }
 
@@ -248,7 +248,8 @@ mod tests {
     /// the first sleep of the next request after a success with `left` left.
     fn check(mut pace: impl Pace, left: u64, expected: &[f64]) {
         let now = crate::clock::now();
-        let (traffic, mut dice, mut call) = (Traffic::at(now), Dice::seeded(1), Call::default());
+        let (traffic, mut dice, mut call) =
+            (Traffic::at(now), Dice::seeded(1), CallState::default());
         let mut sleeps = vec![pace.arrived(&mut call, &traffic, &mut dice)];
         let signal = Signal::default().with_quota(ObservedQuota::new().with_remaining(left));
         for _ in 2..expected.len() {
@@ -264,7 +265,7 @@ mod tests {
             &traffic,
             &mut dice,
         );
-        sleeps.push(pace.arrived(&mut Call::default(), &traffic, &mut dice));
+        sleeps.push(pace.arrived(&mut CallState::default(), &traffic, &mut dice));
         let fits = |(sleep, expected): (&Duration, &f64)| {
             (expected - 1e-6..=expected * 1.1 + 1e-6).contains(&sleep.as_secs_f64())
         };

@@ -8,7 +8,7 @@ use super::gates::{Gate, GateFuture, Wire};
 use super::known_gates::{limiter, retrying, throttle};
 use crate::config_error::ConfigError;
 use crate::error::Limited;
-use crate::pace::{Aimd, Backoff, Fair, Gradual, Pace, Proportional, Remaining, Unpaced};
+use crate::pace::{Aimd, Backoff, Fair, Gradual, NoPacing, Pace, Proportional, Remaining};
 use crate::store::Store;
 
 /// A pace or a gate that a scenario is run with, under a name.
@@ -127,7 +127,7 @@ impl Strategy {
                 with_limit!(brief, Backoff::new().multiplier(2.0))
             }),
             Strategy::new("aimd", |brief| with_limit!(brief, Aimd::new())),
-            Strategy::new("none", |_| Unpaced),
+            Strategy::new("none", |_| NoPacing),
             Strategy::gate("limit", limiter),
             Strategy::gate("fair-gate", move |&brief, _| {
                 retrying(throttle(move || fair(&brief)))

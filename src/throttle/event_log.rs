@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::pace_state::{Load, PaceState};
 use crate::error::StoreError;
-use crate::pace::{Call, Dice, Reply};
+use crate::pace::{CallState, Dice, Reply};
 use crate::signal::Signal;
 
 /// An event at this process that the other processes have to know.
@@ -141,7 +141,7 @@ impl EventLog {
                     at,
                     releases,
                 } => {
-                    let mut call = Call::default();
+                    let mut call = CallState::default();
                     let held_until = pace_state.held_until;
                     let reply = Reply::new(signal, *sent, &mut call);
                     pace_state.answered(load, reply, dice, *at);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::pace_state::{Load, PaceState};
 use crate::clock;
-use crate::pace::{Call, Dice};
+use crate::pace::{CallState, Dice};
 use crate::wait_queue::Number;
 
 #[derive(Debug)]
@@ -26,7 +26,7 @@ pub(super) struct LocalQueue {
 /// A request in the queue.
 #[derive(Debug)]
 pub(super) struct QueuedCall {
-    pub(super) call: Call,
+    pub(super) call: CallState,
     /// When the request arrived.
     pub(super) since: Instant,
 }

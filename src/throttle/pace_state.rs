@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use crate::clock;
-use crate::pace::{Call, Dice, Notes, Pace, Pause, Reply, Traffic, wait_said};
+use crate::pace::{CallState, Dice, Pace, Pause, Reply, StateCodec, Traffic, wait_said};
 use crate::signal::Signal;
 
 /// How long an unanswered probe keeps the other requests waiting.
@@ -100,7 +100,7 @@ impl PaceState {
     pub(super) fn arrived(
         &mut self,
         load: Load,
-        call: &mut Call,
+        call: &mut CallState,
         dice: &mut Dice,
         now: Instant,
     ) -> Duration {
@@ -193,26 +193,26 @@ impl PaceState {
 
     /// Writes or reads all of the state that processes share. Returns whether the pace can be
     /// shared.
-    pub(super) fn share(&mut self, notes: &mut Notes<'_>) -> bool {
-        notes.near(&mut self.last_sent, Duration::ZERO);
-        notes.flag(&mut self.answered);
-        notes.flag(&mut self.refused);
-        notes.near(&mut self.held_until, LONGEST_HOLD);
-        notes.small(&mut self.releases);
-        self.pace.share(notes)
+    pub(super) fn share(&mut self, codec: &mut StateCodec<'_>) -> bool {
+        codec.near(&mut self.last_sent, Duration::ZERO);
+        codec.flag(&mut self.answered);
+        codec.flag(&mut self.refused);
+        codec.near(&mut self.held_until, LONGEST_HOLD);
+        codec.small_count(&mut self.releases);
+        self.pace.share(codec)
     }
 
     /// Returns the state as bytes, for [`restore`](Self::restore). Moments count from `now`.
     pub(super) fn save(&mut self, now: Instant) -> Vec<u8> {
-        Notes::write(now, |notes| {
-            self.share(notes);
+        StateCodec::write(now, |codec| {
+            self.share(codec);
         })
     }
 
     /// Returns to the state that [`save`](Self::save) returned at `saved_at`.
     pub(super) fn restore(&mut self, saved: &[u8], saved_at: Instant) {
-        Notes::read(saved, saved_at, |notes| {
-            self.share(notes);
+        StateCodec::read(saved, saved_at, |codec| {
+            self.share(codec);
         });
     }
 
@@ -220,8 +220,8 @@ impl PaceState {
     /// `None` if the pace cannot be shared.
     pub(super) fn kind(&mut self) -> Option<u64> {
         let mut is_shared = false;
-        let written = Notes::write(self.last_change, |notes| is_shared = self.share(notes));
-        let is_read = Notes::read(&written, self.last_change, |notes| _ = self.share(notes));
+        let written = StateCodec::write(self.last_change, |codec| is_shared = self.share(codec));
+        let is_read = StateCodec::read(&written, self.last_change, |codec| _ = self.share(codec));
         (is_shared && is_read).then_some(written.len() as u64)
     }
 

@@ -16,7 +16,7 @@ use super::pace_state::{Load, PaceState};
 use super::sharing::Sharing;
 use super::sync_state::{CasRequest, StoreChange};
 use crate::error::StoreError;
-use crate::pace::{Call, Dice, Pace, Reply};
+use crate::pace::{CallState, Dice, Pace, Reply};
 use crate::signal::Signal;
 use crate::store::Register;
 use crate::wait_queue::Number;
@@ -65,7 +65,7 @@ impl PacedQueue {
     /// Appends a request that arrives now, and returns its number.
     pub(crate) fn arrived(&mut self, now: Instant) -> Number {
         let mut call = QueuedCall {
-            call: Call::default(),
+            call: CallState::default(),
             since: now,
         };
         let mut load = self.load();

@@ -9,7 +9,7 @@ use super::paced_queue::{Flight, PacedQueue};
 use super::sync_state::CasRequest;
 use crate::clock;
 use crate::error::StoreError;
-use crate::pace::{Dice, Notes, Pace, Traffic};
+use crate::pace::{Dice, Pace, StateCodec, Traffic};
 use crate::signal::Signal;
 use crate::store::{Recipients, Register};
 use crate::wait_queue::Number;
@@ -28,7 +28,7 @@ impl Pace for EachSecond {
         Some(traffic.last_sent? + INTERVAL)
     }
 
-    fn share(&mut self, _: &mut Notes<'_>) -> bool {
+    fn share(&mut self, _: &mut StateCodec<'_>) -> bool {
         true
     }
 }
@@ -484,7 +484,7 @@ fn dead_process_at_the_head_blocks_for_250_ms() {
 struct Open;
 
 impl Pace for Open {
-    fn share(&mut self, _: &mut Notes<'_>) -> bool {
+    fn share(&mut self, _: &mut StateCodec<'_>) -> bool {
         true
     }
 }
@@ -539,11 +539,11 @@ fn dead_waiting_process_is_forgotten_when_no_request_waits() {
 struct Forgetful(bool);
 
 impl Pace for Forgetful {
-    fn share(&mut self, notes: &mut Notes<'_>) -> bool {
+    fn share(&mut self, codec: &mut StateCodec<'_>) -> bool {
         if !std::mem::replace(&mut self.0, true) {
-            notes.number(&mut 1.0);
+            codec.number(&mut 1.0);
         }
-        notes.number(&mut 2.0);
+        codec.number(&mut 2.0);
         true
     }
 }

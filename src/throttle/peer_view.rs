@@ -7,7 +7,7 @@ use super::pace_state::{Load, PaceState};
 use super::peers::{Peer, Peers};
 use super::sync_state::PendingCas;
 use crate::clock;
-use crate::pace::Notes;
+use crate::pace::StateCodec;
 use crate::store::Register;
 
 /// What one process knows of the register of a key.
@@ -160,10 +160,10 @@ impl PeerView {
     ) -> Vec<u8> {
         let mut written_at = Some(clock::after(now, self.round_trip / 2));
         let origin = *self.origin.get_or_insert(now);
-        let value = Notes::write(origin, |notes| {
-            notes.moment(&mut written_at);
-            peers.share(me, notes);
-            pace_state.share(notes);
+        let value = StateCodec::write(origin, |codec| {
+            codec.moment(&mut written_at);
+            peers.share(me, codec);
+            pace_state.share(codec);
         });
         peers.take(me.id);
         value
@@ -193,10 +193,10 @@ impl PeerView {
         let mut peers = Peers::default();
         let known = pace_state.save(now);
         let origin = self.origin_of(&register.value, written_at);
-        let is_sound = Notes::read_from(&register.value, origin, written_at, |notes| {
-            notes.moment(&mut None);
-            peers.share(&self.me, notes);
-            pace_state.share(notes);
+        let is_sound = StateCodec::read_from(&register.value, origin, written_at, |codec| {
+            codec.moment(&mut None);
+            peers.share(&self.me, codec);
+            pace_state.share(codec);
         });
         if !is_sound {
             peers = Peers::default();
@@ -244,15 +244,15 @@ impl PeerView {
 mod tests {
     use super::*;
     use crate::clock;
-    use crate::pace::Notes;
+    use crate::pace::StateCodec;
 
     #[test]
     fn origin_stays_when_round_trips_are_slow() {
         let start = clock::now() + Duration::from_secs(7200);
         let mut view = PeerView::new(1, 1, start);
         let written = |millis: u32| {
-            Notes::write(start, |notes| {
-                notes.number(&mut (f64::from(millis) / 1000.0))
+            StateCodec::write(start, |codec| {
+                codec.number(&mut (f64::from(millis) / 1000.0))
             })
         };
         let at = |millis: u64| start + Duration::from_millis(millis);

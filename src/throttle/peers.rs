@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::pace::Notes;
+use crate::pace::StateCodec;
 
 /// One process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,14 +58,14 @@ impl Peer {
         self.since = None;
     }
 
-    fn share(&mut self, notes: &mut Notes<'_>) {
-        notes.count(&mut self.id);
-        notes.count(&mut self.address);
-        notes.small(&mut self.in_flight);
-        notes.small(&mut self.waiting);
-        notes.near(&mut self.since, Duration::ZERO);
+    fn share(&mut self, codec: &mut StateCodec<'_>) {
+        codec.count(&mut self.id);
+        codec.count(&mut self.address);
+        codec.small_count(&mut self.in_flight);
+        codec.small_count(&mut self.waiting);
+        codec.near(&mut self.since, Duration::ZERO);
         let mut seen = Some(self.seen);
-        notes.near(&mut seen, Duration::ZERO);
+        codec.near(&mut seen, Duration::ZERO);
         self.seen = seen.unwrap_or(self.seen);
         if self.since.is_none() {
             self.waiting = 0;
@@ -137,14 +137,14 @@ impl Peers {
     }
 
     /// Writes or reads all entries. If they are written, `me` becomes one of them.
-    pub(super) fn share(&mut self, me: &Peer, notes: &mut Notes<'_>) {
-        notes.count(&mut self.first);
-        notes.near(&mut self.first_since, Duration::ZERO);
+    pub(super) fn share(&mut self, me: &Peer, codec: &mut StateCodec<'_>) {
+        codec.count(&mut self.first);
+        codec.near(&mut self.first_since, Duration::ZERO);
         self.others.extend(Some(*me).filter(Peer::is_active));
         let mut count = self.others.len() as u64;
-        notes.count(&mut count);
+        codec.count(&mut count);
         self.others.resize(count.min(MOST_PEERS) as usize, *me);
-        self.others.iter_mut().for_each(|peer| peer.share(notes));
+        self.others.iter_mut().for_each(|peer| peer.share(codec));
     }
 
     /// Removes and returns the entry of a process.

@@ -8,9 +8,9 @@ mod trust;
 use std::time::{Duration, Instant};
 
 use super::reading::{Told, wait_said};
-use super::{Call, Dice, LONGEST, Notes, Pace, Pause, Reply, Traffic, seconds, span};
+use super::{CallState, Dice, LONGEST, Pace, Pause, Reply, StateCodec, Traffic, seconds, span};
 use scale::Scale;
-use trust::{Trust, Word};
+use trust::{Observation, Trust};
 
 /// Estimates how many equal competitors share the limit, and takes one fair share. The recommended
 /// pace.
@@ -271,14 +271,14 @@ impl Fair {
     fn look(&mut self, told: &Told, passed: bool, sent: Instant, now: Instant) -> Option<f64> {
         let was_blind = self.trust.is_silent();
         let limit = self.scale.known_limit(told);
-        let word = Word {
+        let observation = Observation {
             remaining: told.remaining,
             limit,
             passed,
             sent,
             now,
         };
-        let believed = self.trust.believe(word, self.scale.token_time);
+        let believed = self.trust.believe(observation, self.scale.token_time);
         match (was_blind, self.trust.is_silent()) {
             (false, true) => {
                 let since = self
@@ -413,7 +413,7 @@ impl Fair {
 }
 
 impl Pace for Fair {
-    fn arrived(&mut self, _: &mut Call, traffic: &Traffic, dice: &mut Dice) -> Duration {
+    fn arrived(&mut self, _: &mut CallState, traffic: &Traffic, dice: &mut Dice) -> Duration {
         self.first_call.get_or_insert(traffic.now);
         self.place.get_or_insert_with(|| dice.roll());
         Duration::ZERO
@@ -517,22 +517,22 @@ impl Pace for Fair {
         })
     }
 
-    fn share(&mut self, notes: &mut Notes<'_>) -> bool {
-        notes.near(&mut self.first_call, Duration::ZERO);
-        notes.number(&mut self.n);
-        notes.number(&mut self.m);
-        notes.number(&mut self.drain);
-        notes.maybe(&mut self.level);
-        notes.near(&mut self.slot_before, span(LONGEST));
-        notes.small(&mut self.passed_since_refusal);
-        notes.moment(&mut self.last_answer);
-        notes.moment(&mut self.last_refusal);
-        notes.moment(&mut self.last_step);
-        notes.moment(&mut self.last_sent);
-        notes.maybe(&mut self.interval);
-        notes.maybe(&mut self.place);
-        self.scale.share(notes);
-        self.trust.share(notes);
+    fn share(&mut self, codec: &mut StateCodec<'_>) -> bool {
+        codec.near(&mut self.first_call, Duration::ZERO);
+        codec.number(&mut self.n);
+        codec.number(&mut self.m);
+        codec.number(&mut self.drain);
+        codec.optional_number(&mut self.level);
+        codec.near(&mut self.slot_before, span(LONGEST));
+        codec.small_count(&mut self.passed_since_refusal);
+        codec.moment(&mut self.last_answer);
+        codec.moment(&mut self.last_refusal);
+        codec.moment(&mut self.last_step);
+        codec.moment(&mut self.last_sent);
+        codec.optional_number(&mut self.interval);
+        codec.optional_number(&mut self.place);
+        self.scale.share(codec);
+        self.trust.share(codec);
         self.bound();
         true
     }

@@ -106,7 +106,8 @@ fn replay(
     answers: &[Answer],
     mut each: impl FnMut(&Fair, &Fair, &Answer, Option<Pause>) -> Result<(), TestCaseError>,
 ) -> Result<Fair, TestCaseError> {
-    let (mut now, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), Call::default());
+    let (mut now, mut dice, mut call) =
+        (crate::clock::now(), Dice::seeded(1), CallState::default());
     pace.arrived(&mut call, &Traffic::at(now), &mut dice);
     for answer in answers {
         now += answer.after;
@@ -138,7 +139,7 @@ fn replay(
 #[test]
 fn late_response_can_only_lower_the_level() {
     let mut pace = Fair::new().limit(100, Duration::from_secs(100));
-    let (start, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), Call::default());
+    let (start, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), CallState::default());
     let mut tell = |remaining: u64, at: u64| {
         let signal = Signal::default().with_quota(ObservedQuota::new().with_remaining(remaining));
         let traffic = Traffic::at(start + Duration::from_millis(at));
@@ -185,12 +186,12 @@ proptest! {
     ) {
         let mut pace = replay(pace, &before, |_, _, _, _| Ok(()))?;
         let now = crate::clock::now();
-        let mut written = Notes::write(now, |notes| assert!(pace.share(notes)));
+        let mut written = StateCodec::write(now, |codec| assert!(pace.share(codec)));
         for (index, number) in spoilt {
             let at = 8 * index.index(written.len() / 8);
             written[at..at + 8].copy_from_slice(&f64::to_le_bytes(number));
         }
-        Notes::read(&written, now, |notes| assert!(pace.share(notes)));
+        StateCodec::read(&written, now, |codec| assert!(pace.share(codec)));
         for divided in [false, true] {
             let mut pace = pace.clone();
             if divided {
@@ -298,7 +299,7 @@ proptest! {
         m in 0.0_f64..10.0,
     ) {
         let mut pace = Fair::new().limit(100, Duration::from_secs(100));
-        let (sent, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), Call::default());
+        let (sent, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), CallState::default());
         pace.arrived(&mut call, &Traffic::at(sent), &mut dice);
         (pace.n, pace.m, pace.level, pace.last_answer) = (n, m, Some(5.0), Some(sent));
         let mut steps = 0;
@@ -364,7 +365,7 @@ proptest! {
     #[test]
     fn one_refusal_per_round_trip_counts(count in 1_usize..20, left in 0_u64..3) {
         let mut pace = Fair::new().limit(100, Duration::from_secs(100));
-        let (sent, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), Call::default());
+        let (sent, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), CallState::default());
         pace.arrived(&mut call, &Traffic::at(sent), &mut dice);
         pace.n = 7.0;
         let signal = Signal::default()

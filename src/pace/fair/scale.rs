@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::super::reading::Told;
-use super::super::{LONGEST, Notes, seconds};
+use super::super::{LONGEST, StateCodec, seconds};
 use super::SET_POINT;
 
 /// What the pace knows of the limit.
@@ -191,24 +191,24 @@ impl Scale {
     }
 
     /// Writes or reads everything that was learned.
-    pub(super) fn share(&mut self, notes: &mut Notes<'_>) {
-        notes.number(&mut self.token_time);
-        notes.number(&mut self.paced_time);
-        notes.flag(&mut self.is_guess);
-        notes.flag(&mut self.is_below);
-        notes.flag(&mut self.is_mostly_free);
+    pub(super) fn share(&mut self, codec: &mut StateCodec<'_>) {
+        codec.number(&mut self.token_time);
+        codec.number(&mut self.paced_time);
+        codec.flag(&mut self.is_guess);
+        codec.flag(&mut self.is_below);
+        codec.flag(&mut self.is_mostly_free);
         let (mut is_bucket, mut is_window) = (self.kind == Kind::Bucket, self.kind == Kind::Window);
-        notes.flag(&mut is_bucket);
-        notes.flag(&mut is_window);
+        codec.flag(&mut is_bucket);
+        codec.flag(&mut is_window);
         self.kind = match (is_bucket, is_window) {
             (_, true) => Kind::Window,
             (true, false) => Kind::Bucket,
             (false, false) => Kind::Unknown,
         };
-        notes.maybe(&mut self.limit);
-        notes.maybe(&mut self.stated_window);
-        notes.number(&mut self.longest_reset);
-        notes.number(&mut self.most);
+        codec.optional_number(&mut self.limit);
+        codec.optional_number(&mut self.stated_window);
+        codec.number(&mut self.longest_reset);
+        codec.number(&mut self.most);
         let (mut reset_at, mut since, mut left) = match self.watch {
             Some(Watch {
                 reset_at,
@@ -217,9 +217,9 @@ impl Scale {
             }) => (Some(reset_at), Some(since), Some(remaining)),
             None => (None, None, None),
         };
-        notes.moment(&mut reset_at);
-        notes.moment(&mut since);
-        notes.maybe(&mut left);
+        codec.moment(&mut reset_at);
+        codec.moment(&mut since);
+        codec.optional_number(&mut left);
         self.watch = reset_at
             .zip(since)
             .zip(left)
@@ -229,8 +229,8 @@ impl Scale {
                 remaining,
             });
         let (mut at, mut left) = self.last.unzip();
-        notes.moment(&mut at);
-        notes.maybe(&mut left);
+        codec.moment(&mut at);
+        codec.optional_number(&mut left);
         self.last = at.zip(left);
         self.limit = self.limit.filter(|limit| *limit >= 1.0);
         self.stated_window = self.stated_window.filter(|window| *window >= SHORTEST);

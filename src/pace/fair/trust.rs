@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::super::{Notes, seconds};
+use super::super::{StateCodec, seconds};
 
 /// The Remaining values up to now.
 #[derive(Clone, Debug, Default)]
@@ -10,7 +10,7 @@ pub(super) struct Trust {
     /// How many answers in a row had no plausible value.
     missing: u32,
     /// The last value and its moment, plausible or not.
-    said: Option<(f64, Instant)>,
+    latest: Option<(f64, Instant)>,
     /// The last plausible value, how many answers in a row had it, and since when.
     last: Option<f64>,
     same: u32,
@@ -26,7 +26,7 @@ pub(super) struct Trust {
 
 /// The part of an answer that matters here.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Word {
+pub(super) struct Observation {
     pub(super) remaining: Option<f64>,
     pub(super) limit: Option<f64>,
     pub(super) passed: bool,
@@ -34,7 +34,7 @@ pub(super) struct Word {
     pub(super) now: Instant,
 }
 
-impl Word {
+impl Observation {
     /// Reports whether `remaining` tokens can be left, if refilling may have led to `by_now`. More
     /// than the limit can be left if the limit is the speed at which a larger bucket fills.
     fn can_be(&self, remaining: f64, by_now: f64) -> bool {
@@ -56,19 +56,23 @@ const STALL: f64 = 0.25;
 impl Trust {
     /// Returns the answer's Remaining if it is plausible. One token is refilled each `token_time`
     /// seconds.
-    pub(super) fn believe(&mut self, word: Word, token_time: f64) -> Option<f64> {
-        let Word {
+    pub(super) fn believe(&mut self, observation: Observation, token_time: f64) -> Option<f64> {
+        let Observation {
             remaining,
             passed,
             sent,
             now,
             ..
-        } = word;
-        let before = std::mem::replace(&mut self.said, remaining.map(|remaining| (remaining, now)));
+        } = observation;
+        let before = std::mem::replace(
+            &mut self.latest,
+            remaining.map(|remaining| (remaining, now)),
+        );
         let by_now = before.map_or(0.0, |(said, at)| {
             said + seconds(at, now) / token_time + STRANGE
         });
-        let Some(remaining) = remaining.filter(|remaining| word.can_be(*remaining, by_now)) else {
+        let Some(remaining) = remaining.filter(|remaining| observation.can_be(*remaining, by_now))
+        else {
             self.missing = self.missing.saturating_add(1);
             self.silent |= self.missing >= OFTEN;
             return None;
@@ -99,18 +103,18 @@ impl Trust {
     }
 
     /// Writes or reads all of it.
-    pub(super) fn share(&mut self, notes: &mut Notes<'_>) {
-        notes.small(&mut self.missing);
-        let (mut said, mut at) = self.said.unzip();
-        notes.maybe(&mut said);
-        notes.moment(&mut at);
-        self.said = said.zip(at);
-        notes.maybe(&mut self.last);
-        notes.small(&mut self.same);
-        notes.moment(&mut self.same_since);
-        notes.small(&mut self.taken);
-        notes.number(&mut self.blur);
-        notes.flag(&mut self.silent);
+    pub(super) fn share(&mut self, codec: &mut StateCodec<'_>) {
+        codec.small_count(&mut self.missing);
+        let (mut said, mut at) = self.latest.unzip();
+        codec.optional_number(&mut said);
+        codec.moment(&mut at);
+        self.latest = said.zip(at);
+        codec.optional_number(&mut self.last);
+        codec.small_count(&mut self.same);
+        codec.moment(&mut self.same_since);
+        codec.small_count(&mut self.taken);
+        codec.number(&mut self.blur);
+        codec.flag(&mut self.silent);
     }
 
     /// Reports whether Remaining is ignored, because it was missing or constant in too many
@@ -157,14 +161,14 @@ mod tests {
             passed: bool,
         ) -> Option<f64> {
             let now = self.now;
-            let word = Word {
+            let observation = Observation {
                 remaining: remaining.into(),
                 limit: Some(10.0),
                 passed,
                 sent: now - trip,
                 now,
             };
-            self.trust.believe(word, 1.0)
+            self.trust.believe(observation, 1.0)
         }
     }
 

@@ -290,7 +290,7 @@ fn same_grants_after_an_upgrade(
             // again.
             step.clock = 0;
         }
-        let spec = &spec[usize::from(step.other_terms)];
+        let spec = &spec[usize::from(step.uses_second_spec)];
         let returns = world.take_returns(&step);
         let (ours, theirs) = world.lease(spec, &step, &returns);
         prop_assert_eq!(

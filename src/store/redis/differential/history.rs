@@ -25,7 +25,7 @@ pub(super) struct Step {
     /// How many units of each such grant are given back, perhaps only a part.
     pub(super) part: u64,
     /// Which of the two specs the call states.
-    pub(super) other_terms: bool,
+    pub(super) uses_second_spec: bool,
     /// The hold that the caller knows of.
     pub(super) held: HoldState,
     /// How the hold changes before the call.
@@ -143,7 +143,7 @@ pub(super) fn step(mix: Mix) -> impl Strategy<Value = Step> {
                 returns,
                 newest,
                 part,
-                other_terms,
+                uses_second_spec,
                 (held, hold, left, charges, clock),
             )| Step {
                 wait,
@@ -154,7 +154,7 @@ pub(super) fn step(mix: Mix) -> impl Strategy<Value = Step> {
                 returns,
                 newest,
                 part,
-                other_terms,
+                uses_second_spec,
                 held: held.unwrap_or_default(),
                 hold,
                 left,

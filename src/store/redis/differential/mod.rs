@@ -106,7 +106,7 @@ fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<
     let spec = quotas.map(|quota| Arc::new(LimitSpec::new(quota, millis(10), millis(2))));
     for (number, step) in steps.iter().enumerate() {
         world.now += step.wait;
-        let spec = &spec[usize::from(step.other_terms)];
+        let spec = &spec[usize::from(step.uses_second_spec)];
         let returns = world.take_returns(step);
         let (ours, theirs) = world.lease(spec, step, &returns);
         prop_assert_eq!(decided(&ours), decided(&theirs), "step {}", number);
@@ -205,7 +205,7 @@ fn returns_do_not_stop_the_clock() {
         returns: 0,
         newest: false,
         part: 1,
-        other_terms: false,
+        uses_second_spec: false,
         held: HoldState::default(),
         hold: None,
         left: None,

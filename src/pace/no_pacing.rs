@@ -8,9 +8,9 @@ use super::Pace;
 /// comparison. It has no state and no constants. It does not delay a refused request that is sent
 /// again, so do not combine it with retries.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Unpaced;
+pub struct NoPacing;
 
-impl Pace for Unpaced {
+impl Pace for NoPacing {
     fn is_careful(&self) -> bool {
         false
     }

@@ -12,7 +12,7 @@ use crate::clock;
 ///
 /// ```
 /// use std::time::Instant;
-/// use tollgate::pace::Notes;
+/// use tollgate::pace::StateCodec;
 ///
 /// #[derive(Default)]
 /// struct StatedLimit {
@@ -22,23 +22,23 @@ use crate::clock;
 /// }
 ///
 /// impl StatedLimit {
-///     fn share(&mut self, notes: &mut Notes<'_>) {
-///         notes.number(&mut self.rate);
-///         notes.flag(&mut self.refused);
-///         notes.moment(&mut self.last_refusal);
+///     fn share(&mut self, codec: &mut StateCodec<'_>) {
+///         codec.number(&mut self.rate);
+///         codec.flag(&mut self.refused);
+///         codec.moment(&mut self.last_refusal);
 ///     }
 /// }
 ///
 /// let now = Instant::now();
 /// let mut mine = StatedLimit { rate: 2.5, refused: true, last_refusal: Some(now) };
-/// let written = Notes::write(now, |notes| mine.share(notes));
+/// let written = StateCodec::write(now, |codec| mine.share(codec));
 ///
 /// let mut yours = StatedLimit::default();
-/// assert!(Notes::read(&written, now, |notes| yours.share(notes)));
+/// assert!(StateCodec::read(&written, now, |codec| yours.share(codec)));
 /// assert_eq!((yours.rate, yours.refused), (2.5, true));
 /// ```
 #[derive(Debug)]
-pub struct Notes<'a> {
+pub struct StateCodec<'a> {
     /// The moment from which written moments count.
     origin: Instant,
     now: Instant,
@@ -54,16 +54,16 @@ enum Side<'a> {
 /// The size of a number, in bytes.
 const SIZE: usize = 8;
 
-impl Notes<'_> {
+impl StateCodec<'_> {
     /// Returns everything that `share` passes, as bytes. Moments count from `now`.
-    pub fn write(now: Instant, share: impl FnOnce(&mut Notes<'_>)) -> Vec<u8> {
-        let mut notes = Notes {
+    pub fn write(now: Instant, share: impl FnOnce(&mut StateCodec<'_>)) -> Vec<u8> {
+        let mut codec = StateCodec {
             origin: now,
             now,
             side: Side::Write(Vec::new()),
         };
-        share(&mut notes);
-        match notes.side {
+        share(&mut codec);
+        match codec.side {
             Side::Write(written) => written.into_iter().flat_map(f64::to_le_bytes).collect(),
             Side::Read { .. } => Vec::new(),
         }
@@ -72,8 +72,8 @@ impl Notes<'_> {
     /// Overwrites everything that `share` passes with what was written. Moments count from `now`.
     /// Returns false if the size is wrong or a number is invalid; then some parts may have been
     /// overwritten.
-    pub fn read(written: &[u8], now: Instant, share: impl FnOnce(&mut Notes<'_>)) -> bool {
-        Notes::read_from(written, now, now, share)
+    pub fn read(written: &[u8], now: Instant, share: impl FnOnce(&mut StateCodec<'_>)) -> bool {
+        StateCodec::read_from(written, now, now, share)
     }
 
     /// Reads as [`read`](Self::read) does, but moments count from `origin`.
@@ -81,9 +81,9 @@ impl Notes<'_> {
         written: &[u8],
         origin: Instant,
         now: Instant,
-        share: impl FnOnce(&mut Notes<'_>),
+        share: impl FnOnce(&mut StateCodec<'_>),
     ) -> bool {
-        let mut notes = Notes {
+        let mut codec = StateCodec {
             origin,
             now,
             side: Side::Read {
@@ -91,9 +91,9 @@ impl Notes<'_> {
                 sound: true,
             },
         };
-        share(&mut notes);
+        share(&mut codec);
         matches!(
-            notes.side,
+            codec.side,
             Side::Read {
                 left: [],
                 sound: true
@@ -112,7 +112,7 @@ impl Notes<'_> {
     }
 
     /// Passes a number that may be absent. An invalid number counts as absent.
-    pub fn maybe(&mut self, number: &mut Option<f64>) {
+    pub fn optional_number(&mut self, number: &mut Option<f64>) {
         if let Some(read) = self.pass(number.unwrap_or(f64::NAN)) {
             *number = Some(read).filter(|read| is_sane(*read));
         }
@@ -126,7 +126,7 @@ impl Notes<'_> {
     }
 
     /// Passes a count that fits 32 bits.
-    pub fn small(&mut self, count: &mut u32) {
+    pub fn small_count(&mut self, count: &mut u32) {
         let mut number = u64::from(*count);
         self.count(&mut number);
         *count = u32::try_from(number).unwrap_or(u32::MAX);
@@ -145,7 +145,7 @@ impl Notes<'_> {
             Some(ahead) => ahead.as_secs_f64(),
             None => -self.origin.duration_since(moment).as_secs_f64(),
         });
-        self.maybe(&mut ahead);
+        self.optional_number(&mut ahead);
         if let Side::Read { .. } = self.side {
             *moment = ahead.and_then(|ahead| {
                 let span = Duration::try_from_secs_f64(ahead.abs()).ok()?;
@@ -204,24 +204,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn notes_read_exactly_what_was_written() {
+    fn codec_reads_exactly_what_was_written() {
         let now = clock::now();
         let (mut number, mut none, mut count, mut flag) = (-0.5, None, 1_u64 << 53, true);
         let (mut past, mut future) = (
             now.checked_sub(Duration::from_secs(5)),
             Some(now + Duration::from_secs(7)),
         );
-        let written = Notes::write(now, |notes| {
-            notes.number(&mut number);
-            notes.maybe(&mut none);
-            notes.count(&mut count);
-            notes.flag(&mut flag);
-            notes.moment(&mut past);
-            notes.moment(&mut future);
+        let written = StateCodec::write(now, |codec| {
+            codec.number(&mut number);
+            codec.optional_number(&mut none);
+            codec.count(&mut count);
+            codec.flag(&mut flag);
+            codec.moment(&mut past);
+            codec.moment(&mut future);
         });
         let later = now + Duration::from_secs(100);
         let mut read = (0.0, Some(1.0), 0, false, None, None);
-        let share = |notes: &mut Notes<'_>,
+        let share = |codec: &mut StateCodec<'_>,
                      read: &mut (
             f64,
             Option<f64>,
@@ -230,29 +230,31 @@ mod tests {
             Option<Instant>,
             Option<Instant>,
         )| {
-            notes.number(&mut read.0);
-            notes.maybe(&mut read.1);
-            notes.count(&mut read.2);
-            notes.flag(&mut read.3);
-            notes.moment(&mut read.4);
-            notes.moment(&mut read.5);
+            codec.number(&mut read.0);
+            codec.optional_number(&mut read.1);
+            codec.count(&mut read.2);
+            codec.flag(&mut read.3);
+            codec.moment(&mut read.4);
+            codec.moment(&mut read.5);
         };
-        assert!(Notes::read(&written, later, |notes| share(
-            notes, &mut read
+        assert!(StateCodec::read(&written, later, |codec| share(
+            codec, &mut read
         )));
         let after = |seconds| Some(now + Duration::from_secs(seconds));
         assert_eq!(read, (-0.5, None, 1 << 53, true, after(95), after(107)));
 
         assert!(
-            !Notes::read(&written[1..], later, |notes| share(notes, &mut read)),
+            !StateCodec::read(&written[1..], later, |codec| share(codec, &mut read)),
             "too short"
         );
         let longer = [&written[..], &[0]].concat();
         assert!(
-            !Notes::read(&longer, later, |notes| share(notes, &mut read)),
+            !StateCodec::read(&longer, later, |codec| share(codec, &mut read)),
             "too long"
         );
-        let nan = Notes::write(now, |notes| notes.maybe(&mut none));
-        assert!(!Notes::read(&nan, later, |notes| notes.number(&mut number)) && number == -0.5);
+        let nan = StateCodec::write(now, |codec| codec.optional_number(&mut none));
+        assert!(
+            !StateCodec::read(&nan, later, |codec| codec.number(&mut number)) && number == -0.5
+        );
     }
 }
