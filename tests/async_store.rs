@@ -392,7 +392,7 @@ fn queue_survives_runtime_that_ends_before_the_store_call() {
     });
 }
 
-/// T1: the runtime that ran the call has ended.
+/// The runtime that ran the call has ended.
 #[test]
 fn store_call_lost_with_its_runtime_is_an_error() {
     let store = Remote::new(millis(15));

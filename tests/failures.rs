@@ -55,7 +55,7 @@ async fn moments(limiter: &Limiter, tasks: usize, each: usize) -> Vec<Instant> {
     moments.clone()
 }
 
-/// D1 (bucket4j#501): requests for one key in one batch are counted one by one.
+/// See bucket4j#501: requests for one key in one batch are counted one by one.
 #[tokio::test(start_paused = true)]
 async fn a_batch_takes_no_more_than_the_capacity() {
     let quota = Quota::bucket(4).refill(1, HOUR);
@@ -76,14 +76,14 @@ async fn a_batch_takes_no_more_than_the_capacity() {
     );
 }
 
-/// D4 (redisson#2072, celery#4954): the first calls after the start are counted like all others.
+/// See redisson#2072, celery#4954: the first calls after the start are counted like all others.
 #[tokio::test(start_paused = true)]
 async fn the_first_acquires_of_a_new_limiter_are_counted() {
     let moments = moments(&limiter(Quota::per_second(3)), 30, 1).await;
     assert_eq!(largest_count(&moments, Duration::from_secs(1)), 3);
 }
 
-/// D10 (cadence#6030): cancelling the last reservation brings no waiter closer to the one before.
+/// See cadence#6030: cancelling the last reservation brings no waiter closer to the one before.
 #[tokio::test(start_paused = true)]
 async fn cancelled_last_waiter_keeps_the_interval_for_the_next() {
     let limiter = limiter(Quota::every(Duration::from_secs(1)));
@@ -106,7 +106,7 @@ async fn cancelled_last_waiter_keeps_the_interval_for_the_next() {
     assert!(went.elapsed() <= millis(1035), "{:?}", went.elapsed());
 }
 
-/// D15 (redisson#7329): a unit that was returned after it expired is not counted back twice.
+/// See redisson#7329: a unit that was returned after it expired is not counted back twice.
 #[tokio::test(start_paused = true)]
 async fn returned_permits_never_raise_free_units_above_limit() {
     for quota in [
@@ -129,7 +129,7 @@ async fn returned_permits_never_raise_free_units_above_limit() {
     }
 }
 
-/// D18 (smithy-rs#4632): many requests compete for few permits. A refused request takes nothing, no
+/// See smithy-rs#4632: many requests compete for few permits. A refused request takes nothing, no
 /// wait is long, and the full rate is available after the rush.
 #[tokio::test(start_paused = true)]
 async fn a_rush_of_refused_asks_costs_nothing() {
@@ -149,7 +149,7 @@ async fn a_rush_of_refused_asks_costs_nothing() {
     assert_eq!(limiter.peek(key()).await.unwrap().free, 2);
 }
 
-/// D21 (redisson#3804): six hours of load lose nothing of the rate.
+/// See redisson#3804: six hours of load lose nothing of the rate.
 #[tokio::test(start_paused = true)]
 async fn the_rate_does_not_drift_in_six_hours() {
     let limiter = limiter(Quota::per_second(3).burst(2));
@@ -195,7 +195,7 @@ async fn the_rate_does_not_drift_in_six_hours() {
     );
 }
 
-/// D37 (limits#268): a daily limit of 70,000 costs as little as a small one.
+/// See limits#268: a daily limit of 70,000 costs as little as a small one.
 #[tokio::test(start_paused = true)]
 async fn large_daily_limit_costs_no_more_than_small_limit() {
     let limiter = limiter(Quota::per_day(70_000));
@@ -215,7 +215,7 @@ async fn large_daily_limit_costs_no_more_than_small_limit() {
     );
 }
 
-/// D50 (rolling-rate-limiter#15): many waiters for one moment do not wake all at once.
+/// See rolling-rate-limiter#15: many waiters for one moment do not wake all at once.
 #[tokio::test(start_paused = true)]
 async fn two_hundred_waiters_of_one_window_are_no_herd() {
     let limiter = limiter(Quota::per_second(20).burst(5));
@@ -229,7 +229,7 @@ async fn two_hundred_waiters_of_one_window_are_no_herd() {
     assert_eq!(largest_count(&moments, Duration::from_secs(1)), 20);
 }
 
-/// T10: 100 per window as the upstream counts, whatever the phase of its windows and however late a
+/// 100 per window as the upstream counts, whatever the phase of its windows and however late a
 /// permit is used.
 #[tokio::test(start_paused = true)]
 async fn permits_used_late_put_no_window_over_limit() {

@@ -197,7 +197,7 @@ async fn queue_loses_no_slot_when_a_tenth_cancels() {
     );
 }
 
-/// D36: abandoned waiters leave nothing behind.
+/// Abandoned waiters leave nothing behind.
 #[tokio::test(start_paused = true)]
 async fn abandoned_waiters_cost_no_slot_and_leave_nothing() {
     let limiter = RateLimitLayer::builder(Quota::per_second(10))
@@ -221,7 +221,7 @@ async fn abandoned_waiters_cost_no_slot_and_leave_nothing() {
     assert!(start.elapsed() <= millis(1030), "{:?}", start.elapsed());
 }
 
-/// D24, T9: a permit that arrives after it expired is given back, and its waiter keeps its place.
+/// A permit that arrives after it expired is given back, and its waiter keeps its place.
 #[tokio::test(start_paused = true)]
 async fn late_waking_waiter_keeps_place_and_sends_nothing_late() {
     let limiter = limiter(Quota::per_second(1));
@@ -248,7 +248,7 @@ async fn late_waking_waiter_keeps_place_and_sends_nothing_late() {
     );
 }
 
-/// D25, and a task that is not polled: no other waiter depends on it.
+/// A task that is not polled: no other waiter depends on it.
 #[tokio::test(start_paused = true)]
 async fn waiter_never_polled_again_delays_no_other_waiter() {
     let limiter = limiter(Quota::per_second(1));
@@ -348,7 +348,7 @@ async fn full_queue_refuses_with_its_own_reason() {
     assert!(refused.to_string().contains("max_queue"), "{refused}");
 }
 
-/// D35: keys are bounded, idle keys make room, and a limited key never gets a fresh allowance.
+/// Keys are bounded, idle keys make room, and a limited key never gets a fresh allowance.
 #[tokio::test(start_paused = true)]
 async fn keys_are_bounded_and_limited_keys_never_forgotten() {
     let limiter = RateLimitLayer::builder(Quota::per_minute(2))
@@ -468,7 +468,7 @@ async fn peek_consumes_nothing() {
     assert_eq!(peek.next_slot, HOUR + Duration::from_micros(24_400));
 }
 
-/// D32: a limiter outlives the runtime it was first used in.
+/// A limiter outlives the runtime it was first used in.
 #[test]
 fn a_limiter_goes_on_in_another_runtime() {
     let limiter = limiter(Quota::new(1, millis(200)));

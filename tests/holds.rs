@@ -390,7 +390,7 @@ async fn waiting_of(layer: &RateLimitLayer) -> usize {
     }
 }
 
-/// Related to D30: of two budgets, the one that is spent holds, whatever it counts.
+/// Of two budgets, the one that is spent holds, whatever it counts.
 #[tokio::test(start_paused = true)]
 async fn spent_budget_of_all_calls_holds_the_key() {
     for (name, holds) in [
