@@ -14,6 +14,7 @@ use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::ResponsePolicy;
 use super::seam::{Admission, Departure, Gate};
 use super::service::{gated_future, gated_service};
+use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::Limited;
 use crate::key::{Key, RequestInfo, RequestRef};
@@ -226,7 +227,7 @@ fn read<T>(
     response: &impl ResponseInfo,
     policy: &ResponsePolicy,
 ) -> Departure<Box<Waiter>, T> {
-    let signal = policy.signal(call.key(), call.host(), response);
+    let signal = policy.signal(call.key(), call.host(), response, clock::now());
     match call.answered(&signal) {
         (_, Some(limited)) if policy.error_on_limit() => Departure::Refuse(limited),
         (in_flight_slot, _) => Departure::Pass(InFlight(in_flight_slot)),

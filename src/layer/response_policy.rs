@@ -1,6 +1,7 @@
 //! What a layer does with a response.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use http::HeaderMap;
 
@@ -41,7 +42,7 @@ impl ResponsePolicy {
         self.0.as_ref()?.dialect.as_ref()
     }
 
-    /// Reads the signal in the `response` to a request for `key`.
+    /// Reads the signal in the `response` to a request for `key`. The response arrived at `arrived`.
     ///
     /// If `host` is given and another host has responded, after a redirect, the signal is empty.
     pub(super) fn signal(
@@ -49,13 +50,14 @@ impl ResponsePolicy {
         key: Key,
         host: Option<Key>,
         response: &impl ResponseInfo,
+        arrived: Instant,
     ) -> Signal {
         if let (Some(requested), Some(responding)) = (host, response.host())
             && Key::host(responding) != requested
         {
             return Signal::default();
         }
-        let signal = Signal::read(response);
+        let signal = Signal::read_at(response, arrived);
         match (self.dialect(), response.headers()) {
             (Some(dialect), Some(headers)) => dialect(key, headers, signal),
             _ => signal,

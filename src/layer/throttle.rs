@@ -14,6 +14,7 @@ use super::retrying::RetryingThrottleLayer;
 use super::seam::{Admission, Departure, Gate};
 use super::service::{gated_future, gated_service};
 use super::throttle_builder::AdaptiveThrottleBuilder;
+use crate::clock;
 use crate::error::Limited;
 use crate::key::{Key, RequestInfo, RequestRef, host_if_redirected};
 #[cfg(doc)]
@@ -197,16 +198,17 @@ impl Gate for AdaptiveThrottleLayer {
         repeat: Option<T>,
     ) -> Departure<ThrottleWait, T> {
         let ThrottleCall { permit, host } = call;
-        let signal = policy.signal(permit.key(), host, response);
+        let arrived = clock::now();
+        let signal = policy.signal(permit.key(), host, response, arrived);
         let limited = match repeat {
-            Some(repeat) => match permit.answered_or_back(&signal) {
+            Some(repeat) => match permit.answered_or_back(&signal, arrived) {
                 Some(Back::Waits(wait)) => {
                     return Departure::Retry(ThrottleWait { wait, host }, repeat);
                 }
                 Some(Back::Ended(limited)) => Some(limited),
                 None => None,
             },
-            None => permit.answered(&signal),
+            None => permit.answered_at(&signal, arrived),
         };
         match limited {
             Some(limited) if policy.error_on_limit() => Departure::Refuse(limited),

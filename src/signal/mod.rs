@@ -40,7 +40,7 @@ mod properties;
 #[cfg(test)]
 mod vectors;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::{HeaderMap, StatusCode};
 use smallvec::SmallVec;
@@ -175,12 +175,23 @@ impl Signal {
     /// # Ok::<(), http::Error>(())
     /// ```
     pub fn read(response: &impl ResponseInfo) -> Self {
+        Signal::read_lazily(response, clock::now)
+    }
+
+    /// Reads status and headers of a response that arrived at `arrived`.
+    pub(crate) fn read_at(response: &impl ResponseInfo, arrived: Instant) -> Self {
+        Signal::read_lazily(response, || arrived)
+    }
+
+    /// Reads a response. Calls `arrived` only if a header needs the time, because most responses
+    /// have no such header.
+    fn read_lazily(response: &impl ResponseInfo, arrived: impl FnOnce() -> Instant) -> Self {
         let status = response.status();
         match response
             .headers()
             .filter(|headers| generic::lines::any(headers))
         {
-            Some(headers) => read::signal(status, Some(headers), None, clock::wall(clock::now())),
+            Some(headers) => read::signal(status, Some(headers), None, clock::wall(arrived())),
             None => Signal {
                 limited: status.filter(|status| refusal::is_always(*status)),
                 ..Signal::default()

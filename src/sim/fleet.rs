@@ -322,10 +322,11 @@ impl<'a> Fleet<'a> {
         let process = self.callers[index].process;
         match ticket {
             Ticket::Flight(flight) => {
-                match self
-                    .queue(process)
-                    .answered(flight, &Signal::read(&response), moment)
-                {
+                match self.queue(process).answered(
+                    flight,
+                    &Signal::read_at(&response, moment),
+                    moment,
+                ) {
                     Some(refused) => self.queue(process).back(refused, moment),
                     None => self.succeeded(index),
                 }

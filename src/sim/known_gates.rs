@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::brief::Brief;
 use super::gates::{GateFuture, Wire};
+use crate::clock;
 use crate::config_error::ConfigError;
 use crate::key::Key;
 use crate::layer::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitLayer};
@@ -70,7 +71,10 @@ pub(super) fn retrying(
         Box::pin(async move {
             let mut permit = throttle.acquire(Key::ALL).await?;
             loop {
-                permit = match permit.answered_or_back(&Signal::read(&wire.send().await)) {
+                let response = wire.send().await;
+                let arrived = clock::now();
+                let signal = Signal::read_at(&response, arrived);
+                permit = match permit.answered_or_back(&signal, arrived) {
                     None => return Ok(()),
                     Some(Back::Ended(limited)) => return Err(limited),
                     Some(Back::Waits(wait)) => wait.await?,

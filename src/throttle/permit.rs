@@ -99,22 +99,27 @@ impl ThrottlePermit {
 
     /// Ends the permit with what the response says. If the upstream refused the request, returns
     /// the error for it, which the caller may ignore.
-    pub fn answered(mut self, signal: &Signal) -> Option<Limited> {
-        match self.end(signal, None) {
+    pub fn answered(self, signal: &Signal) -> Option<Limited> {
+        self.answered_at(signal, clock::now())
+    }
+
+    /// Ends the permit as [`answered`](ThrottlePermit::answered) does, with a response that arrived
+    /// at `now`.
+    pub(crate) fn answered_at(mut self, signal: &Signal, now: Instant) -> Option<Limited> {
+        match self.end(signal, None, now) {
             Some(Back::Ended(limited)) => Some(limited),
             _ => None,
         }
     }
 
-    /// Ends the permit as [`answered`](ThrottlePermit::answered) does. A refused request waits in
-    /// its old place if it can leave in time.
-    pub(crate) fn answered_or_back(mut self, signal: &Signal) -> Option<Back> {
+    /// Ends the permit as [`answered_at`](ThrottlePermit::answered_at) does. A refused request
+    /// waits in its old place if it can leave in time.
+    pub(crate) fn answered_or_back(mut self, signal: &Signal, now: Instant) -> Option<Back> {
         let latest = self.latest;
-        self.end(signal, Some(latest))
+        self.end(signal, Some(latest), now)
     }
 
-    fn end(&mut self, signal: &Signal, back_until: Option<Instant>) -> Option<Back> {
-        let now = clock::now();
+    fn end(&mut self, signal: &Signal, back_until: Option<Instant>, now: Instant) -> Option<Back> {
         let flight = self.flight.take()?;
         let number = flight.number;
         let is_back = self

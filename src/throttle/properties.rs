@@ -274,7 +274,7 @@ async fn call(
         clock::sleep_until(clock::now() + Duration::from_millis(caller.takes)).await;
         let (refused, left, wait) = caller.answers[attempt.min(caller.answers.len() - 1)];
         let signal = signal(refused && attempt < caller.answers.len(), left, wait);
-        match permit.answered_or_back(&signal) {
+        match permit.answered_or_back(&signal, clock::now()) {
             Some(Back::Waits(wait)) => {
                 waits = waiting(number);
                 permit = wait.await.expect("it can wait for long");
