@@ -25,7 +25,7 @@ pub(super) fn sort<'a>(lines: &Lines<'a>, entries: &mut Entries<'a>) -> vendor::
     let mut present = vendor::Present::default();
     for line in lines.iter() {
         let header = Header::read(line.name);
-        let is_vendors = !header.is_some_and(|header| Family::SAME.contains(&header.family));
+        let is_vendors = !header.is_some_and(|header| Family::SYNONYMS.contains(&header.family));
         if is_vendors && present.mark(line.name) {
             continue;
         }
@@ -90,7 +90,7 @@ fn same_bucket(
         return;
     }
     let mut first: Option<Group> = None;
-    for family in Family::SAME {
+    for family in Family::SYNONYMS {
         let of_family = |entry: &&Entry<'_>| entry.header.family == family && is_same_bucket(entry);
         let policies = if family == Family::Plain {
             &fields.unnamed[..]
@@ -136,7 +136,7 @@ fn is_of_quota(entry: &Entry<'_>) -> bool {
 /// Returns whether the line has no name and belongs to the families that describe the same bucket.
 fn is_same_bucket(entry: &Entry<'_>) -> bool {
     let header = &entry.header;
-    Family::SAME.contains(&header.family) && header.is_unnamed() && is_of_quota(entry)
+    Family::SYNONYMS.contains(&header.family) && header.is_unnamed() && is_of_quota(entry)
 }
 
 /// Returns whether two groups cannot describe the same bucket.

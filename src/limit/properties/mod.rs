@@ -759,7 +759,7 @@ fn costs_above_the_limit_are_refused_at_once() {
 
 /// Two layers with different quotas for one key, or a quota that changed.
 #[test]
-fn the_strictest_asserted_quota_holds_until_it_is_forgotten() {
+fn the_strictest_stated_quota_applies_until_forgotten() {
     let (loose, strict) = (terms(Quota::per_second(10)), terms(Quota::per_second(4)));
     let mut ledger = Ledger::new(&loose, START);
     let mut book = |spec: &LimitSpec, at: Micros, count: u32| {
@@ -821,7 +821,7 @@ fn too_many_limits_are_bounded_and_forget_no_use() {
         let own = usage
             .iter()
             .find(|(limit, ..)| limit.count() == 300 + number)
-            .expect("it is asserted");
+            .expect("it is stated");
         assert_eq!(own.1, u64::from(number) + 1, "the use of all callers");
     }
 }

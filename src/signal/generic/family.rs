@@ -21,7 +21,7 @@ pub(in crate::signal) enum Family<'a> {
 
 impl Family<'_> {
     /// The families that describe the same bucket if a quota has no name, best first.
-    pub(in crate::signal) const SAME: [Family<'static>; 4] =
+    pub(in crate::signal) const SYNONYMS: [Family<'static>; 4] =
         [Family::Plain, Family::X, Family::XSplit, Family::Split];
 }
 
