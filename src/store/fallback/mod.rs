@@ -19,52 +19,31 @@
 //! granted.
 
 mod history;
+mod idle_keys;
+mod plan;
+mod share;
 mod standalone;
 
-use std::collections::VecDeque;
 use std::future::Future;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use smallvec::SmallVec;
 
 use super::memory::usage;
 use super::{
-    ClientSession, Demand, Grant, Grants, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest,
-    Source, Store, StoreError, StoreReply, UnusedPermits, Usage, label, spawn,
+    ClientSession, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, Source, Store, StoreError,
+    StoreReply, UnusedPermits, Usage, label,
 };
 use crate::clock;
 use crate::events;
 use crate::key::Key;
 use crate::key_map::KeyMap;
-use crate::limit::Micros;
 use history::GrantHistory;
+use plan::{granted_demands, no_earlier};
+pub(crate) use share::Share;
 use standalone::{Stage, StandaloneLedger};
-
-/// A share of a limit: `part` of `of`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Share {
-    pub(super) part: u64,
-    pub(super) of: u64,
-}
-
-impl Share {
-    /// The denominator of a configured share.
-    const WHOLE: u64 = 1_000_000_000;
-
-    /// Makes a share of more than 0 and at most 1. Returns `None` for any other number.
-    pub(crate) fn new(share: f64) -> Option<Self> {
-        let part = (share * Share::WHOLE as f64).round();
-        // NaN is in no range.
-        (1.0..=Share::WHOLE as f64)
-            .contains(&part)
-            .then_some(Share {
-                part: part as u64,
-                of: Share::WHOLE,
-            })
-    }
-}
 
 /// A store with a fallback.
 pub(crate) struct FallbackStore(Arc<Inner>);
@@ -89,53 +68,6 @@ impl FallbackStore {
             is_charging: AtomicBool::new(false),
         }))
     }
-}
-
-/// Returns the demands that a lease grants.
-fn granted_demands(lease: &Lease) -> SmallVec<[Demand; 2]> {
-    let mut demands: SmallVec<[Demand; 2]> = SmallVec::new();
-    for grant in lease.grants.iter() {
-        match demands.last_mut() {
-            Some(demand) if demand.cost == grant.cost => demand.count += grant.count,
-            _ => demands.push(Demand {
-                cost: grant.cost,
-                count: grant.count,
-            }),
-        }
-    }
-    demands
-}
-
-/// Returns the grants of the store, none with an earlier slot than in the plan. The plan is what
-/// the process would have granted itself.
-fn no_earlier(granted: &[Grant], plan: &[Grant]) -> Grants {
-    let mut planned: VecDeque<Grant> = plan.iter().copied().collect();
-    let mut grants = Grants::default();
-    for &grant in granted {
-        let mut left = grant.count;
-        while left > 0 {
-            let (count, from) = match planned.front_mut() {
-                Some(first) if first.count > left => {
-                    first.count -= left;
-                    (left, first.wait)
-                }
-                Some(_) => planned
-                    .pop_front()
-                    .map_or((left, Duration::ZERO), |first| (first.count, first.wait)),
-                None => (left, Duration::ZERO),
-            };
-            left -= count;
-            let until = grant.wait.saturating_add(grant.validity);
-            let wait = grant.wait.max(from);
-            grants.push(Grant {
-                count,
-                wait,
-                validity: until.saturating_sub(wait),
-                ..grant
-            });
-        }
-    }
-    grants
 }
 
 /// Returns whether `error` means that the store cannot be reached, so that the process goes on
@@ -191,7 +123,7 @@ impl Inner {
                     .ok();
                 let lease = lease.flatten();
                 if lease.is_some() {
-                    self.keep_charging();
+                    idle_keys::keep_charging(self);
                 }
                 lease.unwrap_or(Err(error))
             }
@@ -327,69 +259,6 @@ impl Inner {
         self.store.lease(probe).arrives()
     }
 
-    /// Starts the task that charges the store for idle keys. Other processes rely on it: the store
-    /// is charged soon after it replies again.
-    fn keep_charging(self: &Arc<Self>) {
-        if self.is_charging.swap(true, Ordering::Relaxed) {
-            return;
-        }
-        let keeper = Keeper(Arc::downgrade(self));
-        spawn(&*self.store, async move {
-            loop {
-                clock::sleep_until(clock::after(clock::now(), CHARGE_INTERVAL)).await;
-                let Some(inner) = keeper.0.upgrade() else {
-                    return;
-                };
-                if inner.charge_idle_keys().await == 0 {
-                    return;
-                }
-            }
-        });
-    }
-
-    /// Charges the store for keys without requests. Returns how many keys have a ledger of their
-    /// own.
-    async fn charge_idle_keys(&self) -> usize {
-        let now = clock::micros(clock::now());
-        let mut alone = 0;
-        let mut idle = Vec::new();
-        self.histories.for_each(|key, history| {
-            if let Some(ledger) = history.standalone() {
-                alone += 1;
-                idle.extend(ledger.own_request(key, now));
-            }
-        });
-        for (mut request, is_back) in idle {
-            if !is_back {
-                let Ok(reply) = self.probe(&request).await else {
-                    continue;
-                };
-                if reply.recovering.is_some() {
-                    continue;
-                }
-            }
-            let charges =
-                |history: &mut GrantHistory| Some(history.standalone()?.take_charges(clock::now()));
-            let Some(charges) = self.histories.find(request.key, charges).flatten() else {
-                continue;
-            };
-            request.charges = charges;
-            let reply = self.store.lease(request.request(&[])).arrives().await;
-            let charged = |history: &mut GrantHistory| {
-                // If slots of granted permits lie ahead, the limit is not shared yet. The limiter
-                // gives these permits up with its next request.
-                let is_shared =
-                    |ledger: &mut StandaloneLedger| ledger.on_charged(reply.is_ok(), clock::now());
-                if history.standalone().is_some_and(is_shared) {
-                    history.end_standalone();
-                    events::together(&label(&*self.store, request.key, None));
-                }
-            };
-            self.histories.find(request.key, charged);
-        }
-        alone
-    }
-
     /// Takes back unused permits, each in the ledger that granted it.
     fn take_back(&self, key: Key, unused: &[UnusedPermits]) {
         let now = clock::micros(clock::now());
@@ -467,24 +336,3 @@ impl Store for FallbackStore {
         }
     }
 }
-
-/// The task that charges the store. When it ends, another may start.
-struct Keeper(Weak<Inner>);
-
-impl Drop for Keeper {
-    fn drop(&mut self) {
-        if let Some(inner) = self.0.upgrade() {
-            inner.is_charging.store(false, Ordering::Relaxed);
-        }
-    }
-}
-
-/// How long the task waits between two calls for an idle key while the store fails. Jittered.
-const PROBE_INTERVAL: Duration = Duration::from_millis(1000);
-
-/// How long the task waits between two charges once the store replies.
-const CHARGE_INTERVAL: Duration = Duration::from_millis(100);
-
-/// For how long a process uses only its share after the store replies again. The other processes
-/// call the store once a second, and so charge it within this time.
-const SWITCH_TIME: Micros = 2_500_000;

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{CHARGE_INTERVAL, PROBE_INTERVAL, SWITCH_TIME};
+use super::idle_keys::CHARGE_INTERVAL;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -23,6 +23,13 @@ const MOST_UNCHARGED: usize = 400;
 /// Entries are merged if their slots lie in the same part of the longest window, which has this
 /// many parts.
 const PARTS: u64 = 20;
+
+/// How long the task waits between two calls for an idle key while the store fails. Jittered.
+const PROBE_INTERVAL: Duration = Duration::from_millis(1000);
+
+/// For how long a process uses only its share after the store replies again. The other processes
+/// call the store once a second, and so charge it within this time.
+const SWITCH_TIME: Micros = 2_500_000;
 
 /// The state of a key while the store cannot be reached.
 pub(super) struct StandaloneLedger {

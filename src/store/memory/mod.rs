@@ -1,22 +1,23 @@
 //! Counts in this process: the default store.
 
+mod booking;
+mod in_flight;
+
 use std::sync::{Arc, Weak};
-use std::time::Duration;
 
 use super::in_flight::StoreListeners;
 use super::register::Registers;
 use super::{
-    Charge, Claim, Grant, HoldState, Lease, LeaseRequest, LimitUsage, Recipients, Refusal,
-    Register, RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply,
-    UpstreamRemaining, Usage,
+    Claim, HoldState, Lease, LeaseRequest, Recipients, Register, RegisterRequest, Store,
+    StoreError, StoreEvent, StoreListener, StoreReply, UpstreamRemaining, Usage,
 };
 use crate::clock;
 use crate::key::Key;
 use crate::key_map::{Evict, Full, KeyMap};
-use crate::limit::{
-    Booking, Hold, HolderClaim, HolderUpdate, InFlightSlots, Ledger, LimitSpec, Micros,
-    UnusedPermits, micros_down, micros_up,
-};
+use crate::limit::{Hold, Ledger, LimitSpec, Micros, UnusedPermits};
+use booking::held;
+pub(super) use booking::{book, hold, usage};
+use in_flight::InFlightState;
 
 /// Counts permits in this process.
 ///
@@ -41,18 +42,10 @@ pub struct MemoryStore {
     /// The ledgers of limits of rate.
     counts: KeyMap<Counts>,
     /// The calls in flight.
-    flights: KeyMap<Flight>,
+    in_flight: KeyMap<InFlightState>,
     registers: Registers,
     listeners: StoreListeners,
     max_keys: usize,
-}
-
-/// The in-flight slots of a key, and the listeners of their holders.
-#[derive(Default)]
-struct Flight {
-    slots: InFlightSlots,
-    /// The listener of each holder, by the number of the holder.
-    listeners: Vec<(u64, Arc<dyn StoreListener>)>,
 }
 
 impl MemoryStore {
@@ -67,7 +60,7 @@ impl MemoryStore {
     pub fn new(max_keys: usize) -> Self {
         MemoryStore {
             counts: KeyMap::new(max_keys),
-            flights: KeyMap::new(max_keys),
+            in_flight: KeyMap::new(max_keys),
             registers: Registers::new(max_keys),
             listeners: StoreListeners::default(),
             max_keys,
@@ -163,70 +156,6 @@ impl Evict for Counts {
     }
 }
 
-impl Evict for Flight {
-    type Now = Micros;
-
-    fn idle_from(&self) -> Option<Micros> {
-        self.slots.is_empty().then_some(0)
-    }
-}
-
-impl Flight {
-    /// Takes in a claim. Returns the events that follow, and the holders and listeners that they
-    /// are for.
-    fn claim(
-        &mut self,
-        claim: &Claim,
-        listener: &Arc<dyn StoreListener>,
-    ) -> Vec<(u64, Arc<dyn StoreListener>, StoreEvent)> {
-        let &Claim {
-            holder: id,
-            number,
-            limit,
-            in_use,
-            wanted,
-            granted_seen,
-            ..
-        } = claim;
-        if !self.listeners.iter().any(|(holder, _)| *holder == id) {
-            self.listeners.push((id, listener.clone()));
-        }
-        // Claims within one process do not expire: a holder always states that it leaves.
-        let claimed = HolderClaim {
-            id,
-            number,
-            limit,
-            in_use,
-            wanted,
-            granted_seen,
-            ttl: Micros::MAX,
-        };
-        let Flight { slots, listeners } = self;
-        let mut events = Vec::new();
-        slots.claim(
-            0,
-            claimed,
-            |HolderUpdate {
-                 id,
-                 number,
-                 granted,
-                 others_wait,
-                 version,
-             }| {
-                if let Some((_, listener)) = listeners.iter().find(|(holder, _)| *holder == id) {
-                    events.push((
-                        id,
-                        listener.clone(),
-                        StoreEvent::in_flight(number, granted, others_wait, version),
-                    ));
-                }
-            },
-        );
-        listeners.retain(|(holder, _)| slots.knows(*holder));
-        events
-    }
-}
-
 impl Store for MemoryStore {
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let now = clock::micros(clock::now());
@@ -246,12 +175,12 @@ impl Store for MemoryStore {
 
     fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
         let (key, now) = (claim.key, clock::micros(clock::now()));
-        match self.flights.enter(
+        match self.in_flight.enter(
             key,
             now,
-            Flight::default,
+            InFlightState::default,
             |_, _| (),
-            |flight| flight.claim(&claim, listener),
+            |state| state.claim(&claim, listener),
         ) {
             Ok(events) => {
                 for (holder, listener, event) in events {
@@ -329,133 +258,8 @@ impl Store for MemoryStore {
         let Some(most) = spec.quota().most_in_flight() else {
             return StoreReply::Ready(Ok(rates));
         };
-        let used = self.flights.find(key, |flight| flight.slots.usage(most));
+        let used = self.in_flight.find(key, |state| state.usage(most));
         let (used, free) = used.unwrap_or((0, most));
         StoreReply::Ready(Ok(rates.in_flight(most, used, free)))
-    }
-}
-
-/// Books a request in a ledger at `now`.
-///
-/// Twin: `store/redis/lua/main.lua`.
-pub(super) fn book(ledger: &mut Ledger, now: Micros, request: &LeaseRequest<'_>) -> Lease {
-    let held = held(ledger.hold(hold(request.hold, now)), now);
-    request
-        .returns
-        .iter()
-        .for_each(|&unused| ledger.take_back(unused));
-    request
-        .charges
-        .iter()
-        .take(Charge::MOST)
-        .for_each(|&charge| ledger.charge(charge));
-    // The ledger compares what is left with its log. So this follows the returns and the charges.
-    request
-        .remaining
-        .iter()
-        .for_each(|remaining| ledger.see(remaining));
-    let latest = now.saturating_add(micros_down(request.latest));
-    let life = micros_up(request.validity);
-    let mut lease = Lease {
-        now,
-        hold: held,
-        ..Lease::default()
-    };
-    for demand in request.demands {
-        let grants = &mut lease.grants;
-        let granted = |booking: Booking| grants.push(grant_of(booking, demand.cost, now));
-        if let Err(late) = ledger.book(latest, demand.cost, demand.count, life, granted) {
-            let wait = (late.slot < Micros::MAX).then(|| span(now, late.slot));
-            lease.refused = Some(Refusal {
-                wait,
-                limit: late.limit,
-            });
-            break;
-        }
-    }
-    lease.external_usage = ledger.is_shared();
-    if lease.refused.is_none() && request.prefetch > 0 {
-        let booking = ledger.prefetch(request.prefetch, micros_up(request.prefetch_validity));
-        lease.prefetched = booking.map(|booking| grant_of(booking, 1, now));
-    }
-    lease.free = if lease.refused.is_none() {
-        ledger.free()
-    } else {
-        0
-    };
-    lease
-}
-
-/// Returns the grant of what a ledger booked.
-fn grant_of(booking: Booking, cost: u32, now: Micros) -> Grant {
-    let Booking {
-        slot,
-        life,
-        stamp,
-        count,
-    } = booking;
-    Grant {
-        cost,
-        count,
-        wait: span(now, slot),
-        validity: Duration::from_micros(life),
-        slot,
-        stamp,
-    }
-}
-
-/// Returns how long after `now` a slot is.
-fn span(now: Micros, slot: Micros) -> Duration {
-    Duration::from_micros(slot.saturating_sub(now))
-}
-
-/// Returns the usage of a ledger at `now`.
-pub(super) fn usage(ledger: &mut Ledger, now: Micros) -> Usage {
-    let limits = ledger
-        .usage()
-        .map(|(limit, used, free, reserved)| LimitUsage {
-            limit,
-            used,
-            free,
-            reserved,
-        })
-        .collect();
-    let next_slot = span(now, ledger.next_slot(0));
-    let hold = held(ledger.hold(Hold::default()), now);
-    Usage {
-        limits,
-        free: ledger.free(),
-        next_slot,
-        hold,
-        degraded: false,
-    }
-}
-
-/// Returns a hold in the time of a ledger.
-pub(super) fn hold(state: HoldState, now: Micros) -> Hold {
-    let HoldState {
-        remaining,
-        releases,
-        cut,
-    } = state;
-    let until = if remaining.is_zero() {
-        0
-    } else {
-        now.saturating_add(micros_up(remaining))
-    };
-    Hold {
-        until,
-        cut,
-        releases,
-    }
-}
-
-/// Returns a hold of a ledger, counted from `now`.
-fn held(hold: Hold, now: Micros) -> HoldState {
-    let remaining = span(now, hold.until);
-    HoldState {
-        remaining,
-        releases: hold.releases,
-        cut: !remaining.is_zero() && hold.cut,
     }
 }

@@ -1,0 +1,88 @@
+//! The task that charges the store for keys without requests.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use super::Inner;
+use super::history::GrantHistory;
+use super::standalone::StandaloneLedger;
+use crate::clock;
+use crate::events;
+use crate::store::{label, spawn};
+
+/// How long the task waits between two charges once the store replies.
+pub(super) const CHARGE_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Starts the task that charges the store for idle keys, unless it runs. Other processes rely on it:
+/// the store is charged soon after it replies again.
+pub(super) fn keep_charging(inner: &Arc<Inner>) {
+    if inner.is_charging.swap(true, Ordering::Relaxed) {
+        return;
+    }
+    let task = ChargingTask(Arc::downgrade(inner));
+    spawn(&*inner.store, async move {
+        loop {
+            clock::sleep_until(clock::after(clock::now(), CHARGE_INTERVAL)).await;
+            let Some(inner) = task.0.upgrade() else {
+                return;
+            };
+            if charge_idle_keys(&inner).await == 0 {
+                return;
+            }
+        }
+    });
+}
+
+/// Charges the store for keys without requests. Returns how many keys have a ledger of their own.
+async fn charge_idle_keys(inner: &Inner) -> usize {
+    let now = clock::micros(clock::now());
+    let mut alone = 0;
+    let mut idle = Vec::new();
+    inner.histories.for_each(|key, history| {
+        if let Some(ledger) = history.standalone() {
+            alone += 1;
+            idle.extend(ledger.own_request(key, now));
+        }
+    });
+    for (mut request, is_back) in idle {
+        if !is_back {
+            let Ok(reply) = inner.probe(&request).await else {
+                continue;
+            };
+            if reply.recovering.is_some() {
+                continue;
+            }
+        }
+        let charges =
+            |history: &mut GrantHistory| Some(history.standalone()?.take_charges(clock::now()));
+        let Some(charges) = inner.histories.find(request.key, charges).flatten() else {
+            continue;
+        };
+        request.charges = charges;
+        let reply = inner.store.lease(request.request(&[])).arrives().await;
+        let charged = |history: &mut GrantHistory| {
+            // If slots of granted permits lie ahead, the limit is not shared yet. The limiter
+            // gives these permits up with its next request.
+            let is_shared =
+                |ledger: &mut StandaloneLedger| ledger.on_charged(reply.is_ok(), clock::now());
+            if history.standalone().is_some_and(is_shared) {
+                history.end_standalone();
+                events::together(&label(&*inner.store, request.key, None));
+            }
+        };
+        inner.histories.find(request.key, charged);
+    }
+    alone
+}
+
+/// Held by the task that charges the store. When the task ends, another may start.
+struct ChargingTask(Weak<Inner>);
+
+impl Drop for ChargingTask {
+    fn drop(&mut self) {
+        if let Some(inner) = self.0.upgrade() {
+            inner.is_charging.store(false, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! What a process that is back may request of the store: what it would have granted itself.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use smallvec::SmallVec;
+
+use crate::store::{Demand, Grant, Grants, Lease};
+
+/// Returns the demands that a lease grants.
+pub(super) fn granted_demands(lease: &Lease) -> SmallVec<[Demand; 2]> {
+    let mut demands: SmallVec<[Demand; 2]> = SmallVec::new();
+    for grant in lease.grants.iter() {
+        match demands.last_mut() {
+            Some(demand) if demand.cost == grant.cost => demand.count += grant.count,
+            _ => demands.push(Demand {
+                cost: grant.cost,
+                count: grant.count,
+            }),
+        }
+    }
+    demands
+}
+
+/// Returns the grants of the store, none with an earlier slot than in the plan. The plan is what
+/// the process would have granted itself.
+pub(super) fn no_earlier(granted: &[Grant], plan: &[Grant]) -> Grants {
+    let mut planned: VecDeque<Grant> = plan.iter().copied().collect();
+    let mut grants = Grants::default();
+    for &grant in granted {
+        let mut left = grant.count;
+        while left > 0 {
+            let (count, from) = match planned.front_mut() {
+                Some(first) if first.count > left => {
+                    first.count -= left;
+                    (left, first.wait)
+                }
+                Some(_) => planned
+                    .pop_front()
+                    .map_or((left, Duration::ZERO), |first| (first.count, first.wait)),
+                None => (left, Duration::ZERO),
+            };
+            left -= count;
+            let until = grant.wait.saturating_add(grant.validity);
+            let wait = grant.wait.max(from);
+            grants.push(Grant {
+                count,
+                wait,
+                validity: until.saturating_sub(wait),
+                ..grant
+            });
+        }
+    }
+    grants
+}

@@ -1,0 +1,135 @@
+//! A request of a store in the terms of a ledger, and the answer of the ledger in those of a store.
+
+use std::time::Duration;
+
+use crate::limit::{Booking, Charge, Hold, Ledger, Micros, micros_down, micros_up};
+use crate::store::{Grant, HoldState, Lease, LeaseRequest, LimitUsage, Refusal, Usage};
+
+/// Books a request in a ledger at `now`.
+///
+/// Twin: `store/redis/lua/main.lua`.
+pub(in crate::store) fn book(
+    ledger: &mut Ledger,
+    now: Micros,
+    request: &LeaseRequest<'_>,
+) -> Lease {
+    let held = held(ledger.hold(hold(request.hold, now)), now);
+    request
+        .returns
+        .iter()
+        .for_each(|&unused| ledger.take_back(unused));
+    request
+        .charges
+        .iter()
+        .take(Charge::MOST)
+        .for_each(|&charge| ledger.charge(charge));
+    // The ledger compares what is left with its log. So this follows the returns and the charges.
+    request
+        .remaining
+        .iter()
+        .for_each(|remaining| ledger.see(remaining));
+    let latest = now.saturating_add(micros_down(request.latest));
+    let life = micros_up(request.validity);
+    let mut lease = Lease {
+        now,
+        hold: held,
+        ..Lease::default()
+    };
+    for demand in request.demands {
+        let grants = &mut lease.grants;
+        let granted = |booking: Booking| grants.push(grant_of(booking, demand.cost, now));
+        if let Err(late) = ledger.book(latest, demand.cost, demand.count, life, granted) {
+            let wait = (late.slot < Micros::MAX).then(|| span(now, late.slot));
+            lease.refused = Some(Refusal {
+                wait,
+                limit: late.limit,
+            });
+            break;
+        }
+    }
+    lease.external_usage = ledger.is_shared();
+    if lease.refused.is_none() && request.prefetch > 0 {
+        let booking = ledger.prefetch(request.prefetch, micros_up(request.prefetch_validity));
+        lease.prefetched = booking.map(|booking| grant_of(booking, 1, now));
+    }
+    lease.free = if lease.refused.is_none() {
+        ledger.free()
+    } else {
+        0
+    };
+    lease
+}
+
+/// Returns the grant of what a ledger booked.
+fn grant_of(booking: Booking, cost: u32, now: Micros) -> Grant {
+    let Booking {
+        slot,
+        life,
+        stamp,
+        count,
+    } = booking;
+    Grant {
+        cost,
+        count,
+        wait: span(now, slot),
+        validity: Duration::from_micros(life),
+        slot,
+        stamp,
+    }
+}
+
+/// Returns how long after `now` a slot is.
+fn span(now: Micros, slot: Micros) -> Duration {
+    Duration::from_micros(slot.saturating_sub(now))
+}
+
+/// Returns the usage of a ledger at `now`.
+pub(in crate::store) fn usage(ledger: &mut Ledger, now: Micros) -> Usage {
+    let limits = ledger
+        .usage()
+        .map(|(limit, used, free, reserved)| LimitUsage {
+            limit,
+            used,
+            free,
+            reserved,
+        })
+        .collect();
+    let next_slot = span(now, ledger.next_slot(0));
+    let hold = held(ledger.hold(Hold::default()), now);
+    Usage {
+        limits,
+        free: ledger.free(),
+        next_slot,
+        hold,
+        degraded: false,
+    }
+}
+
+/// Returns a hold in the time of a ledger.
+pub(in crate::store) fn hold(state: HoldState, now: Micros) -> Hold {
+    let HoldState {
+        remaining,
+        releases,
+        cut,
+    } = state;
+    let until = if remaining.is_zero() {
+        0
+    } else {
+        now.saturating_add(micros_up(remaining))
+    };
+    Hold {
+        until,
+        cut,
+        releases,
+    }
+}
+
+/// Returns a hold of a ledger, counted from `now`.
+pub(super) fn held(hold: Hold, now: Micros) -> HoldState {
+    let remaining = span(now, hold.until);
+    HoldState {
+        remaining,
+        releases: hold.releases,
+        cut: !remaining.is_zero() && hold.cut,
+    }
+}
