@@ -1,10 +1,11 @@
 //! The settings of a store in Redis.
 
-use std::sync::{Arc, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::RedisStore;
 use super::endpoint::Connecting;
+use super::thread::{Setup, Thread};
 use crate::config_error::ConfigError;
 use crate::key::Key;
 use crate::rng::dice;
@@ -101,14 +102,18 @@ impl RedisStoreBuilder {
                 "from 1 ms to 60 s",
             );
         }
+        let thread = Thread::new(Setup {
+            connecting,
+            store_timeout,
+            channels: format!("{prefix}:told:"),
+            instance: dice() >> 11,
+            secret,
+            listeners: Arc::default(),
+        });
         Ok(RedisStore {
             prefix,
             secret,
-            store_timeout,
-            instance: dice() >> 11,
-            connecting,
-            thread: RwLock::default(),
-            listeners: Arc::default(),
+            thread,
         })
     }
 }

@@ -6,6 +6,9 @@
 //!  events of other processes <── worker <── pubsub (a connection with a subscription)
 //! ```
 //!
+//! `store` turns each call of a limiter into a `job`. `thread` starts the thread and sends it the
+//! jobs. `worker` is what runs on the thread.
+//!
 //! The backend is one server, or the servers of a cluster with a link to each. `codec` packs calls
 //! and reads replies. [`crate::guide::redis_format`] describes the format, and the reasons for it.
 
@@ -20,6 +23,7 @@ mod differential;
 mod endpoint;
 mod failure;
 mod heartbeat;
+mod job;
 mod layout;
 mod link;
 mod pubsub;
@@ -29,6 +33,7 @@ mod sealed_key;
 mod store;
 #[cfg(test)]
 mod tests;
+mod thread;
 #[cfg(feature = "redis-tls-rustls")]
 mod tls;
 mod worker;

@@ -1,27 +1,23 @@
 //! The store in Redis, as a limiter calls it: it turns each call into a job of the worker.
 
 use std::future::Future;
-use std::pin::Pin;
-use std::sync::{Arc, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use redis::RedisError;
 use redis::aio::ConnectionLike;
-use tokio::sync::oneshot;
 
 use super::backend::TO_ALL;
 use super::builder::RedisStoreBuilder;
-use super::codec::{self, Garbled, MOST_RETURNS};
+use super::codec::{self, MOST_RETURNS};
 use super::endpoint::{self, Connecting};
-use super::failure::RedisFailure;
+use super::job::{About, Job};
 use super::script::Argument;
-use super::worker::{About, Job, Setup, Thread};
-use super::{connection, registers, sealed_key, worker};
-use crate::clock;
+use super::thread::Thread;
+use super::{connection, registers, sealed_key};
 use crate::config_error::ConfigError;
 use crate::key::Key;
 use crate::rng::dice;
-use crate::store::in_flight::StoreListeners;
 use crate::store::{
     Background, Claim, HoldState, Lease, LeaseRequest, LimitSpec, Register, RegisterRequest, Store,
     StoreError, StoreEvent, StoreListener, StoreReply, Task, UnusedPermits, UpstreamRemaining,
@@ -54,15 +50,8 @@ use crate::store::{
 pub struct RedisStore {
     pub(super) prefix: String,
     pub(super) secret: Option<Key>,
-    pub(super) store_timeout: Duration,
-    /// The number of this store, which names its channel: other processes publish to it.
-    pub(super) instance: u64,
-    pub(super) connecting: Connecting,
-    /// The thread that talks to Redis. It starts when it is first needed, and again when it is
-    /// needed and has ended.
-    pub(super) thread: RwLock<Option<Thread>>,
-    /// The listeners for holds and registers.
-    pub(super) listeners: Arc<StoreListeners>,
+    /// The thread that talks to Redis.
+    pub(super) thread: Thread,
 }
 
 impl RedisStore {
@@ -201,7 +190,7 @@ impl RedisStore {
     ///
     /// [`StoreError`] if Redis does not reply within `store_timeout`.
     pub async fn connect(&self) -> Result<(), StoreError> {
-        self.submit(Job::Ping).await
+        self.thread.submit(Job::Ping).await
     }
 
     /// Returns the name of `key` in Redis. It is a digest, so no text of a user gets into Redis.
@@ -218,100 +207,10 @@ impl RedisStore {
         format!("{}:seats", self.name(key))
     }
 
-    /// Sends a job to the thread. Starts the thread if there is none.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError`] if the thread cannot be started.
-    pub(super) fn send(&self, mut job: Job) -> Result<(), StoreError> {
-        if let Some(thread) = &*self.thread.read().unwrap_or_else(PoisonError::into_inner) {
-            match thread.jobs.send(job) {
-                Ok(()) => return Ok(()),
-                // The thread has ended, and did not take the job.
-                Err(unsent) => job = unsent.0,
-            }
-        }
-        let mut thread = self.thread.write().unwrap_or_else(PoisonError::into_inner);
-        // Another caller may have started it meanwhile.
-        let running = match thread.take() {
-            Some(running) if !running.jobs.is_closed() => running,
-            _ => worker::start(self.setup())?,
-        };
-        thread
-            .insert(running)
-            .jobs
-            .send(job)
-            .map_err(|_| StoreError::Lost)
-    }
-
-    /// Returns the settings of a thread.
-    fn setup(&self) -> Setup {
-        Setup {
-            connecting: self.connecting.clone(),
-            store_timeout: self.store_timeout,
-            channels: format!("{}:told:", self.prefix),
-            instance: self.instance,
-            secret: self.secret,
-            listeners: self.listeners.clone(),
-        }
-    }
-
-    /// Returns why a call about `key` would fail now, if that is known without a call.
-    fn down(&self, key: &str) -> Option<StoreError> {
-        let thread = self.thread.read().unwrap_or_else(PoisonError::into_inner);
-        thread.as_ref().and_then(|thread| thread.backend.down(key))
-    }
-
-    /// Sends a job that has a reply.
-    fn submit<T: Send + 'static>(
-        &self,
-        job: impl FnOnce(oneshot::Sender<Result<T, StoreError>>) -> Job,
-    ) -> ReplyFuture<T> {
-        let (reply, replied) = oneshot::channel();
-        let sent = self.send(job(reply));
-        Box::pin(async move {
-            sent?;
-            replied.await.unwrap_or(Err(StoreError::Lost))
-        })
-    }
-
-    /// Runs a script, and reads its reply.
-    fn call<T: Send + 'static>(
-        &self,
-        about: About,
-        key: String,
-        call: Vec<Argument>,
-        read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
-    ) -> ReplyFuture<T> {
-        if let Some(away) = self.down(&key) {
-            return Box::pin(std::future::ready(Err(away)));
-        }
-        let packed = clock::now();
-        let store_timeout = self.store_timeout;
-        let reply = self.submit(|reply| Job::Call {
-            about,
-            key,
-            call,
-            packed,
-            reply,
-        });
-        Box::pin(async move {
-            let reply = reply.await?;
-            // The process or the call was stopped meanwhile. The script assumed that the call was
-            // recent, so its decision may be wrong by the time that has passed.
-            if clock::now().saturating_duration_since(packed) > store_timeout {
-                return Err(RedisFailure::silent(store_timeout).to_error());
-            }
-            read(&reply).map_err(StoreError::failed)
-        })
-    }
-}
-
-impl RedisStore {
     /// Changes the hold of `key`, and notifies all processes.
     fn set_hold(&self, key: Key, call: Vec<u8>) -> StoreReply<HoldState> {
         let (name, token) = (self.name(key), sealed_key::of(key, self.secret, dice()));
-        let reply = self.submit(|reply| Job::Hold {
+        let reply = self.thread.submit(|reply| Job::Hold {
             name,
             call,
             token,
@@ -344,7 +243,7 @@ impl Store for RedisStore {
             let token = sealed_key::of(request.key, self.secret, dice());
             call.extend([Argument::Channel(TO_ALL.into()), Argument::Is(token)]);
         }
-        StoreReply::Pending(self.call(About::Rates, key, call, move |reply| {
+        StoreReply::Pending(self.thread.call(About::Rates, key, call, move |reply| {
             codec::read_lease(reply, slack)
         }))
     }
@@ -352,17 +251,19 @@ impl Store for RedisStore {
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
         let (key, spec, unused) = (self.name(key), spec.clone(), unused.to_vec());
         // If the thread cannot be started, the permits are not sent. Then they expire.
-        let _ = self.send(Job::GiveBack { key, spec, unused });
+        let _ = self.thread.send(Job::GiveBack { key, spec, unused });
     }
 
     fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
         let call = vec![Argument::Is(codec::peek(spec, dice()))];
-        let rates = self.call(About::Rates, self.name(key), call, codec::read_peek);
+        let rates = self
+            .thread
+            .call(About::Rates, self.name(key), call, codec::read_peek);
         let Some(most) = spec.quota().most_in_flight() else {
             return StoreReply::Pending(rates);
         };
         let call = vec![Argument::Is(codec::peek_in_flight(most, dice()))];
-        let slots = self.call(
+        let slots = self.thread.call(
             About::InFlight,
             self.in_flight_name(key),
             call,
@@ -390,7 +291,7 @@ impl Store for RedisStore {
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {
-        self.listeners.add(listener);
+        self.thread.setup.listeners.add(listener);
     }
 
     fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {
@@ -399,18 +300,21 @@ impl Store for RedisStore {
             format!("{}:register:{}", self.name(change.key), change.kind),
         );
         let call = registers::call(&change, self.secret);
-        StoreReply::Pending(self.call(About::Registers, name, call, move |reply| {
-            registers::read(reply, kind)
-        }))
+        StoreReply::Pending(
+            self.thread
+                .call(About::Registers, name, call, move |reply| {
+                    registers::read(reply, kind)
+                }),
+        )
     }
 
     fn address(&self) -> u64 {
-        self.instance
+        self.thread.setup.instance
     }
 
     fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
         let name = self.in_flight_name(claim.key);
-        if let Err(error) = self.send(Job::Claim {
+        if let Err(error) = self.thread.send(Job::Claim {
             name,
             claim,
             listener: listener.clone(),
@@ -433,13 +337,13 @@ impl Store for RedisStore {
     }
 
     fn flush(&self) -> StoreReply<()> {
-        StoreReply::Pending(self.submit(Job::Flush))
+        StoreReply::Pending(self.thread.submit(Job::Flush))
     }
 }
 
 impl Background for RedisStore {
     fn spawn(&self, task: Task) {
-        let _ = self.send(Job::Run(task));
+        let _ = self.thread.send(Job::Run(task));
     }
 }
 
@@ -447,9 +351,7 @@ impl std::fmt::Debug for RedisStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("RedisStore")
             .field("prefix", &self.prefix)
-            .field("store_timeout", &self.store_timeout)
+            .field("store_timeout", &self.thread.setup.store_timeout)
             .finish_non_exhaustive()
     }
 }
-
-type ReplyFuture<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use redis_server::RedisServer;
 
 use super::RedisStore;
-use super::worker::Job;
+use super::job::Job;
 use crate::clock;
 use crate::key::Key;
 use crate::layer::RateLimitLayer;
@@ -31,7 +31,7 @@ async fn a_panic_in_the_thread_forgets_no_claims() {
     };
     let (panics, other) = (store(), store());
     let call = limiter(panics.clone()).acquire(Key::ALL).await.unwrap();
-    panics.send(Job::Panic).unwrap();
+    panics.thread.send(Job::Panic).unwrap();
     let _ = panics.connect().await;
     panics.connect().await.unwrap();
     clock::sleep(LIFE * 2).await;

@@ -1,12 +1,11 @@
-//! The thread on which a store talks to Redis. It outlives all callers and their runtimes.
+//! What the thread of a store does: it runs the jobs of callers, repeats the claims of calls in
+//! flight, and passes on the messages of other processes.
 //!
 //! A call is a job with a channel for its reply, so a caller that is dropped affects no other job.
 //! Permits that are given back need no reply. They are gathered for a moment, so that many of them
 //! make one call.
 
 use std::collections::HashMap;
-use std::future::Future;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,235 +14,32 @@ use tokio::task::JoinSet;
 
 use super::backend::{Backend, TO_ALL};
 use super::codec::{self, MOST_RETURNS};
-use super::endpoint::Connecting;
 use super::heartbeat::Claims;
+use super::job::{About, Job};
 use super::link::Connections;
-use super::pubsub::{self, Incoming};
+use super::pubsub::Incoming;
 use super::registers;
 use super::script::{Argument, RATES, REGISTER, Script};
 use super::sealed_key;
+use super::thread::Setup;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::limit::{LimitSpec, UnusedPermits};
-use crate::rng::{Backoff, dice};
-use crate::store::in_flight::{StoreListeners, notify};
-use crate::store::{Claim, StoreEvent, StoreListener, Task};
+use crate::rng::dice;
+use crate::store::StoreEvent;
+use crate::store::in_flight::StoreListeners;
 
 /// How long permits that are given back are gathered before they are sent.
 const GATHERING: Duration = Duration::from_millis(2);
-
-pub(super) type Jobs = mpsc::UnboundedSender<Job>;
-
-/// A job of the thread.
-pub(super) enum Job {
-    /// Runs a script once, if its caller still waits.
-    Call {
-        /// Which script is run.
-        about: About,
-        key: String,
-        call: Vec<Argument>,
-        /// When the call was packed.
-        packed: Instant,
-        reply: oneshot::Sender<Result<Vec<u8>, StoreError>>,
-    },
-    /// Gives back permits, together with others of the same key.
-    GiveBack {
-        key: String,
-        spec: Arc<LimitSpec>,
-        unused: Vec<UnusedPermits>,
-    },
-    /// Puts a key on hold or releases it, and notifies all processes, even if the caller does not
-    /// wait.
-    Hold {
-        name: String,
-        call: Vec<u8>,
-        /// The sealed key, for the other processes.
-        token: Vec<u8>,
-        reply: oneshot::Sender<Result<Vec<u8>, StoreError>>,
-    },
-    /// Takes in the claim of a holder, which is repeated from then on.
-    Claim {
-        name: String,
-        claim: Claim,
-        listener: Arc<dyn StoreListener>,
-    },
-    /// Runs a task for as long as the thread lives.
-    Run(Task),
-    /// Completes when all permits that were given back before have arrived.
-    Flush(oneshot::Sender<Result<(), StoreError>>),
-    /// Completes when Redis replies to a `PING`.
-    Ping(oneshot::Sender<Result<(), StoreError>>),
-    /// Panics, for tests.
-    #[cfg(test)]
-    Panic,
-}
-
-/// The subject of a script.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum About {
-    /// Permits under limits of rate.
-    Rates,
-    /// In-flight slots.
-    InFlight,
-    /// Registers.
-    Registers,
-}
-
-/// The handle of the thread.
-pub(super) struct Thread {
-    pub(super) jobs: Jobs,
-    /// The connections. The store reads from them whether a call would fail now.
-    pub(super) backend: Backend,
-}
-
-/// The settings of the thread.
-pub(super) struct Setup {
-    pub(super) connecting: Connecting,
-    pub(super) store_timeout: Duration,
-    /// The prefix of channel names.
-    pub(super) channels: String,
-    /// The number of this store, unique in the fleet.
-    pub(super) instance: u64,
-    pub(super) secret: Option<Key>,
-    /// The listeners for holds and registers. The store adds to them.
-    pub(super) listeners: Arc<StoreListeners>,
-}
-
-impl Job {
-    /// Completes the job with an error.
-    fn refuse(self, error: StoreError) {
-        match self {
-            Job::Call { reply, .. } | Job::Hold { reply, .. } => {
-                let _ = reply.send(Err(error));
-            }
-            Job::Flush(reply) | Job::Ping(reply) => {
-                let _ = reply.send(Err(error));
-            }
-            Job::Claim {
-                claim, listener, ..
-            } => {
-                notify(listener, claim.key, claim.holder, StoreEvent::Failed(error));
-            }
-            // A permit that is not given back expires. A task that is dropped ends as lost.
-            Job::GiveBack { .. } | Job::Run(_) => {}
-            #[cfg(test)]
-            Job::Panic => {}
-        }
-    }
-}
-
-/// Starts the thread. It ends when the last sender of jobs is dropped and all jobs are done.
-pub(super) fn start(setup: Setup) -> Result<Thread, StoreError> {
-    let (jobs, incoming) = mpsc::unbounded_channel();
-    let backend = Backend::new(
-        setup.connecting.clone(),
-        setup.store_timeout,
-        &setup.channels,
-    );
-    let thread = Thread {
-        jobs,
-        backend: backend.clone(),
-    };
-    std::thread::Builder::new()
-        .name("tollgate-redis".into())
-        .spawn(move || run(setup, backend, incoming))
-        .map_err(|error| StoreError::away(format!("its thread cannot be started: {error}")))?;
-    Ok(thread)
-}
-
-/// Runs the thread.
-fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job>) {
-    // The runtime is made here and not in `start`. If the thread could not be started, `start`
-    // would drop the runtime in an asynchronous caller, which is not allowed.
-    let runtime = match tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-    {
-        Ok(runtime) => runtime,
-        Err(error) => {
-            // The next job starts another thread.
-            incoming.close();
-            while let Ok(job) = incoming.try_recv() {
-                job.refuse(StoreError::away(format!(
-                    "its thread has no runtime: {error}"
-                )));
-            }
-            return;
-        }
-    };
-    let Setup {
-        store_timeout,
-        instance,
-        secret,
-        listeners,
-        ..
-    } = setup;
-    let (to_worker, subscription) = mpsc::unbounded_channel();
-    let connections = backend.connections();
-    if let Some(find_server) = backend.find_server() {
-        let backend = backend.clone();
-        runtime.spawn(again_after_panics(move || {
-            pubsub::listen(
-                find_server.clone(),
-                instance,
-                backend.clone(),
-                to_worker.clone(),
-            )
-        }));
-    }
-    let kept = backend.clone();
-    runtime.spawn(again_after_panics(move || kept.clone().keep()));
-    let mut worker = Worker {
-        claims: Claims::new(backend.clone(), instance, store_timeout),
-        backend,
-        connections,
-        script: Arc::new(Script::new(RATES)),
-        registers: Arc::new(Script::new(REGISTER)),
-        returns: Returns::new(),
-        release_at: None,
-        lost: None,
-        subscription,
-        listeners,
-        secret,
-        tasks: JoinSet::new(),
-    };
-    let mut backoff = Backoff::new();
-    // After a panic the worker keeps its state, because only the worker repeats the claims of calls
-    // in flight.
-    while catch_unwind(AssertUnwindSafe(|| {
-        runtime.block_on(worker.run(&mut incoming))
-    }))
-    .is_err()
-    {
-        runtime.block_on(clock::sleep(backoff.pause()));
-        worker.claims.repeat_all();
-    }
-    // A host name may still be resolved in a blocking task, for which the thread does not wait.
-    runtime.shutdown_background();
-}
-
-/// Runs `task`, and runs it again after a panic.
-pub(super) async fn again_after_panics<F>(task: impl Fn() -> F)
-where
-    F: Future<Output = ()> + Send + 'static,
-{
-    let (mut running, mut backoff) = (JoinSet::new(), Backoff::new());
-    loop {
-        running.spawn(task());
-        match running.join_next().await {
-            Some(Err(error)) if error.is_panic() => clock::sleep(backoff.pause()).await,
-            _ => return,
-        }
-    }
-}
 
 /// Permits that were given back, by key and by the incarnation that granted them.
 type Returns = HashMap<(String, u64), (Arc<LimitSpec>, Vec<UnusedPermits>)>;
 
 type Releases = JoinSet<Result<(), StoreError>>;
 
-struct Worker {
+/// The worker of a thread. It keeps its state after a panic.
+pub(super) struct Worker {
     backend: Backend,
     connections: Connections,
     script: Arc<Script>,
@@ -264,8 +60,35 @@ struct Worker {
 }
 
 impl Worker {
+    /// Makes a worker that sends to `backend` and receives from `subscription`.
+    pub(super) fn new(
+        setup: Setup,
+        backend: Backend,
+        subscription: mpsc::UnboundedReceiver<Incoming>,
+    ) -> Self {
+        Worker {
+            claims: Claims::new(backend.clone(), setup.instance, setup.store_timeout),
+            connections: backend.connections(),
+            backend,
+            script: Arc::new(Script::new(RATES)),
+            registers: Arc::new(Script::new(REGISTER)),
+            returns: Returns::new(),
+            release_at: None,
+            lost: None,
+            subscription,
+            listeners: setup.listeners,
+            secret: setup.secret,
+            tasks: JoinSet::new(),
+        }
+    }
+
+    /// Repeats all claims, because their replies may have been lost in a panic.
+    pub(super) fn repeat_claims(&mut self) {
+        self.claims.repeat_all();
+    }
+
     /// Runs until the last sender of jobs is dropped and all claims are settled.
-    async fn run(&mut self, jobs: &mut mpsc::UnboundedReceiver<Job>) {
+    pub(super) async fn run(&mut self, jobs: &mut mpsc::UnboundedReceiver<Job>) {
         let (mut calls, mut releases) = (JoinSet::new(), Releases::new());
         // Whether there is a sender of jobs.
         let mut open = true;
