@@ -1,6 +1,6 @@
 //! One limit of a key: what was used of it, and what is reserved for other clients.
 //!
-//! Twin: `store/redis/lua/external.lua`, and `retain` in `ledger.lua`.
+//! Twin: `see_at` in `store/redis/lua/external.lua`, and `in_force_until` in `ledger.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
 use super::algorithm::{Algorithm, Open};
@@ -104,7 +104,7 @@ impl LimitState {
         self.external = None;
     }
 
-    /// Takes in how much the upstream states is left, for a ledger that was made at `born`. Permits
+    /// Takes in how much the upstream states is left, for a ledger that was made at `made_at`. Permits
     /// with stamps up to `sent` may have reached the upstream. Returns whether less is allowed than
     /// before.
     pub(super) fn see(
@@ -112,7 +112,7 @@ impl LimitState {
         left: &UpstreamRemaining,
         now: Micros,
         sent: Micros,
-        born: Micros,
+        made_at: Micros,
     ) -> bool {
         let size @ Size { count, window } = self.size();
         if left.forget {
@@ -143,7 +143,7 @@ impl LimitState {
         // If it is not known when the upstream's count began, the log has to know the window that
         // ends now. A tenth of the window may be missing.
         let known_from = if steady { ends } else { now };
-        let log_is_complete = born.saturating_add(window - window / 10) <= known_from;
+        let log_is_complete = made_at.saturating_add(window - window / 10) <= known_from;
         let external = self
             .external
             .get_or_insert_with(|| Box::new(ExternalUsage::new(ends, log_is_complete)));

@@ -31,6 +31,7 @@ mod fixed;
 mod hold;
 mod in_flight;
 mod ledger;
+mod limit_set;
 mod limit_spec;
 mod limit_state;
 #[cfg(test)]

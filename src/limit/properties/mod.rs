@@ -7,7 +7,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use super::ledger::MOST_LIMITS;
+use super::limit_set::MOST_LIMITS;
 use super::window::Window;
 use super::*;
 use crate::quota::Limit;

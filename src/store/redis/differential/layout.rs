@@ -432,10 +432,10 @@ fn constants_of_rules_are_those_of_their_twins() {
         "bucket.lua" "LONGEST_AGO", "bucket.rs" "LONGEST_AGO: Micros";
         "fixed.lua" "MOST_WINDOWS", "fixed.rs" "MOST_WINDOWS: usize";
         "fixed.lua" "SMALLEST_STEP", "fixed.rs" "SMALLEST_STEP: Micros";
-        "external.lua" "LONGEST_LIFE", "ledger.rs" "LONGEST_LIFE: Micros";
+        "external.lua" "LONGEST_LIFE", "limit_set.rs" "LONGEST_LIFE: Micros";
         "external.lua" "OLDEST_RESPONSE", "limit_state.rs" "OLDEST_RESPONSE: Micros";
-        "ledger.lua" "MOST_LIMITS", "ledger.rs" "MOST_LIMITS: usize";
-        "ledger.lua" "MOST_ROUNDS", "ledger.rs" "MOST_ROUNDS: usize";
+        "ledger.lua" "MOST_LIMITS", "limit_set.rs" "MOST_LIMITS: usize";
+        "ledger.lua" "MOST_ROUNDS", "limit_set.rs" "MOST_ROUNDS: usize";
         "ledger.lua" "MOST_RETURNED", "returned.rs" "MOST: usize";
         "ledger.lua" "LONGEST_RECOVERY", "recovery.rs" "LONGEST_RECOVERY: Micros";
         "ledger.lua" "SHORTEST_TRUST", "recovery.rs" "SHORTEST_TRUST: Micros";

@@ -1,7 +1,7 @@
 
 -- ── all limits of the key, taken all or nothing ──────────────────────────────────────────────────
 --
--- Twin: src/limit/ledger.rs; of returned slots src/limit/returned.rs, of `recover`
+-- Twin: src/limit/limit_set.rs and ledger.rs; of returned slots src/limit/returned.rs; of `recover`
 -- src/limit/recovery.rs.
 -- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, state.lua, window_rule, bucket_rule, fixed_rule, external.lua

@@ -1,0 +1,246 @@
+//! All limits of one key. A permit counts in all of them or in none.
+//!
+//! Twin: `store/redis/lua/ledger.lua`, and `update_limits` in `main.lua`.
+//! After a change: `cargo test --all-features --lib differential`
+
+use smallvec::SmallVec;
+
+use super::algorithm::{Algorithm, Open};
+use super::limit_state::LimitState;
+use super::{LimitSpec, Micros, UnusedPermits, UpstreamRemaining, micros_up};
+use crate::quota::Limit;
+
+/// The longest life of a permit is this, or a twentieth of the window if that is longer. If a stamp
+/// is more than this and the transit slack ahead, its permit was certainly not used yet.
+const LONGEST_LIFE: Micros = 50_000;
+
+/// The most limits of one key. A limit that only other callers state is *foreign* to the present
+/// caller.
+pub(super) const MOST_LIMITS: usize = 32;
+
+/// The most rounds of the search for a slot that all limits allow. Some limits have no such slot,
+/// for example fixed windows with different guards.
+const MOST_ROUNDS: usize = 1000;
+
+/// All limits of one key.
+///
+/// If callers state different limits for one key, all of these limits apply to all callers. A limit
+/// applies until no caller has stated it for at least two windows and a second, or until there are
+/// too many limits.
+#[derive(Debug, Default)]
+pub(super) struct LimitSet {
+    /// The state of each limit. Most keys have one limit.
+    states: SmallVec<[LimitState; 1]>,
+    /// By how many microseconds the wall clock is ahead of the ledger's time. Fixed windows follow
+    /// the wall clock.
+    ahead: i64,
+}
+
+impl LimitSet {
+    /// Moves the boundaries of fixed windows to a wall clock that is `ahead` microseconds ahead of
+    /// the ledger's time.
+    pub(super) fn align(&mut self, ahead: i64) {
+        if ahead != self.ahead {
+            self.ahead = ahead;
+            self.states
+                .iter_mut()
+                .for_each(|state| state.rule.align(ahead));
+        }
+    }
+
+    /// Advances all limits to `now`. Adds the limits of `spec`, or records that a caller stated
+    /// them. Forgets the limits that no longer apply.
+    pub(super) fn update(&mut self, spec: &LimitSpec, now: Micros) {
+        for state in &mut self.states {
+            state.advance(now);
+        }
+        for limit in spec.quota().limits() {
+            match self.states.iter_mut().find(|state| state.limit == *limit) {
+                // A statement is recorded only if the last record is older than half a window. So
+                // most refusals do not change the state.
+                Some(state) if now - state.last_stated > micros_up(limit.window()) / 2 => {
+                    state.last_stated = now
+                }
+                Some(_) => {}
+                None => {
+                    let rule = self.rule_for(*limit, now, micros_up(spec.transit_slack()));
+                    self.states.push(LimitState::new(*limit, rule, now));
+                }
+            }
+        }
+        if self.states.len() > spec.quota().limits().len() {
+            self.states.retain(|state| state.in_force_until() >= now);
+        }
+        while self.states.len() > MOST_LIMITS && self.forget_foreign(spec) {}
+    }
+
+    /// Forgets one of the limits that `spec` does not have: the one that would be forgotten next.
+    /// Returns whether there was one.
+    ///
+    /// The next caller that states the limit adds it again, with the use that the other limits
+    /// remember. So a large fleet goes on even if the upstream states another limit to each
+    /// process.
+    fn forget_foreign(&mut self, spec: &LimitSpec) -> bool {
+        let ours = spec.quota().limits();
+        let all = self.states.iter().enumerate();
+        let foreign = all.filter(|(_, state)| !ours.contains(&state.limit));
+        let first = foreign
+            .min_by_key(|(_, state)| state.in_force_until())
+            .map(|(index, _)| index);
+        first.map(|index| self.states.remove(index)).is_some()
+    }
+
+    /// Makes the algorithm of a limit that is new to this key. It starts with the use that the
+    /// other limits remember.
+    fn rule_for(&self, limit: Limit, now: Micros, transit_slack: Micros) -> Algorithm {
+        let mut rule = Algorithm::new(limit, self.ahead);
+        let windows = self
+            .states
+            .iter()
+            .filter(|state| matches!(state.rule, Algorithm::Window(_)));
+        match windows.max_by_key(|state| state.limit.window()) {
+            Some(LimitState {
+                rule: Algorithm::Window(window),
+                ..
+            }) => {
+                for chunk in window.chunks() {
+                    rule.insert(chunk.stamp, chunk.stamp, chunk.stamp, chunk.count);
+                }
+            }
+            _ => {
+                let used = self.states.iter().map(|state| state.rule.used(now)).max();
+                let used = used.unwrap_or(0).min(u64::from(limit.largest_cost()));
+                if used > 0 {
+                    rule.insert(now, now, now + transit_slack, used);
+                }
+            }
+        }
+        rule.advance(now);
+        rule
+    }
+
+    /// Forgets what is reserved for other clients.
+    pub(super) fn forget_others(&mut self) {
+        self.states.iter_mut().for_each(LimitState::forget_others);
+    }
+
+    /// Takes in what the upstream states is left of a limit, in a ledger that was made at `made_at`.
+    /// Returns whether less is allowed than before.
+    pub(super) fn see(
+        &mut self,
+        left: &UpstreamRemaining,
+        now: Micros,
+        made_at: Micros,
+        transit_slack: Micros,
+    ) -> bool {
+        let longest_life = LONGEST_LIFE.max(micros_up(left.limit.window()) / 20);
+        let sent = now + longest_life + transit_slack;
+        let stated = |state: &&mut LimitState| state.limit == left.limit;
+        self.states
+            .iter_mut()
+            .find(stated)
+            .is_some_and(|state| state.see(left, now, sent, made_at))
+    }
+
+    /// Returns the largest cost that every limit allows. `None` if there is no limit.
+    pub(super) fn largest_cost(&self) -> Option<u32> {
+        let costs = self.states.iter().map(|state| state.limit.largest_cost());
+        costs.min()
+    }
+
+    /// Returns the first moment, not before `from`, at which every limit allows `cost`, and the
+    /// limit that allows it last.
+    pub(super) fn first_slot(
+        &mut self,
+        from: Micros,
+        cost: u64,
+        open: Open,
+    ) -> (Micros, Option<Limit>) {
+        let mut slot = from;
+        let mut limit = None;
+        for _ in 0..MOST_ROUNDS {
+            let before = slot;
+            for state in &mut self.states {
+                let first = state.first_slot(slot, cost, open);
+                if first > slot {
+                    slot = first;
+                    limit = Some(state.limit);
+                }
+            }
+            // If one limit moved the slot, the other limits have to allow it too. Each limit moves
+            // it only later.
+            if slot == before {
+                return (slot, limit);
+            }
+        }
+        (Micros::MAX, None)
+    }
+
+    /// Returns how many units may leave at `slot`, which is not before the first slot of one unit.
+    pub(super) fn room(&mut self, slot: Micros) -> u64 {
+        let rooms = self.states.iter_mut().map(|state| state.room(slot));
+        rooms.min().unwrap_or(0)
+    }
+
+    /// Counts units of a permit in every limit.
+    pub(super) fn insert(&mut self, now: Micros, slot: Micros, stamp: Micros, units: u64) {
+        for state in &mut self.states {
+            state.rule.insert(now, slot, stamp, units);
+        }
+    }
+
+    /// Counts units in every limit that were used at `used_at` or earlier, even beyond the limit.
+    pub(super) fn charge(
+        &mut self,
+        now: Micros,
+        used_at: Micros,
+        transit_slack: Micros,
+        units: u64,
+    ) {
+        for state in &mut self.states {
+            state.rule.charge(now, used_at, transit_slack, units);
+        }
+    }
+
+    /// Removes permits that were not used.
+    pub(super) fn subtract(&mut self, now: Micros, unused: UnusedPermits) {
+        for state in &mut self.states {
+            state.subtract(now, unused);
+        }
+    }
+
+    /// Returns whether units of a limit are reserved for other clients at a moment.
+    pub(super) fn is_reserved(&self, at: Micros) -> bool {
+        self.states.iter().any(|state| state.reserved(at) > 0)
+    }
+
+    /// Returns whether other clients are known to use a limit too.
+    pub(super) fn is_shared(&self) -> bool {
+        self.states.iter().any(LimitState::is_shared)
+    }
+
+    /// Returns how many units may leave now.
+    pub(super) fn free(&mut self, now: Micros) -> u64 {
+        let free = self.states.iter_mut().map(|state| state.free(now));
+        free.min().unwrap_or(u64::MAX)
+    }
+
+    /// Returns each limit with its used units, its free units, and the units reserved for other
+    /// clients.
+    pub(super) fn usage(&mut self, now: Micros) -> impl Iterator<Item = (Limit, u64, u64, u64)> {
+        self.states.iter_mut().map(move |state| {
+            (
+                state.limit,
+                state.rule.used(now),
+                state.free(now),
+                state.reserved(now),
+            )
+        })
+    }
+
+    /// Returns the first moment from which new limits would grant the same.
+    pub(super) fn fresh_from(&self) -> Micros {
+        let moments = self.states.iter().map(LimitState::fresh_from);
+        moments.max().unwrap_or(0)
+    }
+}
