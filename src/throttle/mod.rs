@@ -18,6 +18,7 @@
 //! | `peers` | the processes that share the pace, as the register lists them |
 //! | `sync_state` | whether a compare-and-set is under way, and whether the store answers |
 //! | `peer_view` | what this process knows of the register |
+//! | `conflicts` | how long this process rests because other processes were faster |
 //! | `event_log` | what happened at this process and is not in the register yet |
 //! | `local_queue` | the requests of this process for one key |
 //! | `sharing` | how a process takes turns with others |
@@ -31,6 +32,7 @@
 //!
 //! The throttle does not decide how fast requests leave: the [pace](crate::pace) does.
 
+mod conflicts;
 mod engine;
 mod event_log;
 mod local_queue;

@@ -39,6 +39,7 @@
 
 use std::time::{Duration, Instant};
 
+use super::conflicts::Conflicts;
 use super::event_log::{Event, EventLog, Mark};
 use super::local_queue::LocalQueue;
 use super::pace_state::Load;
@@ -60,11 +61,6 @@ const FRESH: Duration = Duration::from_secs(2);
 /// many requests in flight. Requests of other processes may have left and ended since the last
 /// notification.
 const ROOM: usize = 4;
-/// After how many conflicts in a row a process rests. Each further rest is up to four times as
-/// long, but after `MOST_RESTS` rests they no longer grow. So a thousand processes that begin
-/// together soon have no more conflicts.
-const CONFLICTS_PER_REST: u32 = 4;
-const MOST_RESTS: u32 = 4;
 
 /// How one process takes turns with the others. The methods take the process's own queue.
 #[derive(Debug)]
@@ -74,9 +70,7 @@ pub(super) struct Sharing {
     pub(super) log: EventLog,
     /// How many requests may leave because the register has their departure.
     granted: usize,
-    /// How many attempts to write have failed, one after the other, because another process was
-    /// faster.
-    conflicts: u32,
+    conflicts: Conflicts,
     /// A register that was received while a compare-and-set was under way.
     received: Option<Register>,
 }
@@ -89,7 +83,7 @@ impl Sharing {
             sync: SyncState::default(),
             log: EventLog::default(),
             granted: 0,
-            conflicts: 0,
+            conflicts: Conflicts::default(),
             received: None,
         }
     }
@@ -380,33 +374,23 @@ impl Sharing {
     fn on_written(&mut self, local: &LocalQueue, cas: PendingCas, version: u64, now: Instant) {
         self.log.written(cas.events);
         self.granted += cas.grants;
-        self.conflicts = 0;
+        self.conflicts.reset();
         let in_flight = local.in_flight + self.granted;
         let is_complete = self.log.len() == 0 && in_flight == cas.me.in_flight as usize;
         self.log.unwritten_since = (!is_complete).then_some(now);
         self.view.written(cas, version, now);
     }
 
-    /// Rests after every [`CONFLICTS_PER_REST`] conflicts. Otherwise the next attempt follows at
-    /// once: it has the best chance, because this process has just read the latest version.
+    /// Counts a conflict, and rests if there were several in a row.
     fn on_conflict(&mut self, local: &mut LocalQueue, now: Instant) {
-        self.conflicts += 1;
-        if !self.conflicts.is_multiple_of(CONFLICTS_PER_REST) {
-            return;
-        }
-        let times = 4_u32.pow((self.conflicts / CONFLICTS_PER_REST).min(MOST_RESTS));
         let round_trip = self.view.round_trip;
         // Within this time each of the known processes would have had its turn.
         let all = round_trip
             .saturating_mul(self.view.process_count())
             .max(LONGEST_GATHERING);
-        self.sync.rest(
-            now,
-            round_trip
-                .saturating_mul(times)
-                .min(all)
-                .mul_f64(local.dice.roll()),
-        );
+        if let Some(rest) = self.conflicts.add(round_trip, all, &mut local.dice) {
+            self.sync.rest(now, rest);
+        }
     }
 
     /// Takes the register that another process has written, unless it is out of date or the store
