@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use super::{LONG, key, pass};
+use super::client::{LONG, key, pass};
 use crate::key::Key;
 use crate::store::{
     Recipients, Register, RegisterRequest, Store, StoreError, StoreEvent, StoreListener,
@@ -48,15 +48,15 @@ impl Ear {
 }
 
 /// One register.
-struct Desk<'a> {
+struct Client<'a> {
     store: &'a Arc<dyn Store>,
     key: Key,
     kind: u64,
 }
 
-impl Desk<'_> {
+impl Client<'_> {
     async fn set(&self, seen: u64, value: &[u8], tell: Recipients) -> Result<Register, StoreError> {
-        let &Desk { store, key, kind } = self;
+        let &Client { store, key, kind } = self;
         let change = RegisterRequest {
             key,
             kind,
@@ -69,7 +69,7 @@ impl Desk<'_> {
     }
 
     async fn read(&self) -> Register {
-        let &Desk { store, key, kind } = self;
+        let &Client { store, key, kind } = self;
         let change = RegisterRequest {
             key,
             kind,
@@ -90,12 +90,12 @@ impl Desk<'_> {
 /// one of many concurrent changes wins. Versions never repeat. The listeners that the change names
 /// are notified. A store without registers returns [`StoreError::Unsupported`].
 pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
-    let desk = Desk {
+    let client = Client {
         store,
         key: key(store, "registers"),
         kind: 1,
     };
-    let first = match desk.set(0, b"one", Recipients::None).await {
+    let first = match client.set(0, b"one", Recipients::None).await {
         Err(StoreError::Unsupported(_)) => return,
         first => first.expect("a register can be made"),
     };
@@ -103,7 +103,7 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
         first.changed && first.version > 0,
         "there was none: {first:?}"
     );
-    let read = desk.read().await;
+    let read = client.read().await;
     assert_eq!(
         (read.version, &*read.value, read.changed),
         (first.version, &b"one"[..], false)
@@ -113,7 +113,7 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
         "it was just changed: {read:?}"
     );
 
-    let second = desk
+    let second = client
         .set(first.version, b"two", Recipients::None)
         .await
         .expect("it can be changed");
@@ -121,7 +121,7 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
         second.changed && second.version > first.version,
         "versions grow: {second:?} after {first:?}"
     );
-    let late = desk
+    let late = client
         .set(first.version, b"three", Recipients::None)
         .await
         .expect("it can be tried");
@@ -132,7 +132,7 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
         "a late change returns the present register"
     );
 
-    let other = Desk { kind: 2, ..desk };
+    let other = Client { kind: 2, ..client };
     assert_eq!(
         (other.read().await.version, other.read().await.value.len()),
         (0, 0),
@@ -167,14 +167,14 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
     let mut heard = false;
     // A store that has just begun to listen may miss the first messages.
     for _ in 0..20 {
-        let register = desk
+        let register = client
             .set(version, b"four", Recipients::All)
             .await
             .expect("it can be changed");
         assert!(register.changed, "there is no concurrent change");
         version = register.version;
         if ear
-            .told(desk.key, version)
+            .told(client.key, version)
             .await
             .is_some_and(|told| told.value == b"four")
         {
@@ -183,18 +183,18 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
         }
     }
     assert!(heard, "listeners are notified of changes");
-    let alone = desk
+    let alone = client
         .set(version, b"five", Recipients::One(store.address()))
         .await
         .expect("it can be changed");
     let told = ear
-        .told(desk.key, alone.version)
+        .told(client.key, alone.version)
         .await
         .expect("a listener at the address is notified");
-    assert_eq!((&*told.value, told.kind), (&b"five"[..], desk.kind));
+    assert_eq!((&*told.value, told.kind), (&b"five"[..], client.kind));
 
     // A register is forgotten after its life.
-    let short = Desk { kind: 3, ..desk };
+    let short = Client { kind: 3, ..client };
     let change = RegisterRequest {
         key: short.key,
         kind: 3,

@@ -1,6 +1,5 @@
 //! The layout: Lua reads each record that Rust packs, field by field with the formats of
-//! `lua/layout.lua`, and Rust reads the records of Lua. Constants of a rule and of its twin are
-//! equal.
+//! `lua/layout.lua`, and Rust reads the records of Lua.
 
 use super::super::layout::{CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, REMAINING_MESSAGE};
 use super::super::registers;
@@ -395,51 +394,4 @@ fn claim_replies_and_messages_are_read_field_by_field() {
         );
         assert_eq!((register.age, register.value), (micros(4), Vec::new()));
     });
-}
-
-/// Returns the number at the end of the line of a file that begins with a given text.
-fn number_after(text: &str, start: &str) -> u64 {
-    let line = text.lines().find_map(|line| {
-        line.trim_start()
-            .trim_start_matches("pub(super) ")
-            .strip_prefix(start)
-    });
-    let line = line.expect("a line");
-    line.trim_end_matches(';')
-        .replace('_', "")
-        .parse()
-        .expect("a number")
-}
-
-/// Asserts that the constants `lua` of a script and `rust` of its twin are the same number.
-macro_rules! same_constants {
-    ($($script:literal $lua:literal, $twin:literal $rust:literal;)*) => {
-        $({
-            let lua = number_after(include_str!(concat!("../lua/", $script)), concat!("local ", $lua, " = "));
-            let twin = include_str!(concat!("../../../limit/", $twin));
-            assert_eq!(lua, number_after(twin, concat!("const ", $rust, " = ")), $lua);
-        })*
-    };
-}
-
-#[test]
-fn constants_of_rules_are_those_of_their_twins() {
-    same_constants! {
-        "layout.lua" "CLOCK_TOLERANCE", "logical_clock.rs" "CLOCK_TOLERANCE: Micros";
-        "window.lua" "MOST_COARSE", "window.rs" "MOST_COARSE: usize";
-        "window.lua" "MOST_FINE", "window.rs" "MOST_FINE: usize";
-        "bucket.lua" "MOST_DELAYED", "bucket.rs" "MOST_DELAYED: usize";
-        "bucket.lua" "LONGEST_AGO", "bucket.rs" "LONGEST_AGO: Micros";
-        "fixed.lua" "MOST_WINDOWS", "fixed.rs" "MOST_WINDOWS: usize";
-        "fixed.lua" "SMALLEST_STEP", "fixed.rs" "SMALLEST_STEP: Micros";
-        "external.lua" "LONGEST_LIFE", "limit_set.rs" "LONGEST_LIFE: Micros";
-        "external.lua" "OLDEST_RESPONSE", "limit_state.rs" "OLDEST_RESPONSE: Micros";
-        "ledger.lua" "MOST_LIMITS", "limit_set.rs" "MOST_LIMITS: usize";
-        "ledger.lua" "MOST_ROUNDS", "limit_set.rs" "MOST_ROUNDS: usize";
-        "ledger.lua" "MOST_RETURNED", "returned.rs" "MOST: usize";
-        "ledger.lua" "LONGEST_RECOVERY", "recovery.rs" "LONGEST_RECOVERY: Micros";
-        "ledger.lua" "SHORTEST_TRUST", "recovery.rs" "SHORTEST_TRUST: Micros";
-        "in_flight.lua" "LATE", "recovery.rs" "LATE: Micros";
-        "in_flight.lua" "MOST_BATCHES", "in_flight.rs" "MOST_BATCHES: usize";
-    }
 }

@@ -10,6 +10,7 @@ mod late;
 mod layout;
 mod logical_clock;
 mod recovery;
+mod twins;
 mod world;
 
 use std::sync::Arc;

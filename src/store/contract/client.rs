@@ -1,0 +1,131 @@
+//! The requests of the suite.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::clock;
+use crate::key::Key;
+use crate::quota::Quota;
+use crate::store::{
+    ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, LimitSpec, Store, UnusedPermits,
+    Usage,
+};
+
+pub(super) const LIFE: Duration = Duration::from_millis(10);
+pub(super) const SLACK: Duration = Duration::from_millis(10);
+pub(super) const MARGIN: u64 = 20_000;
+pub(super) const LONG: Duration = Duration::from_secs(3600);
+
+/// One key and its quota.
+#[derive(Clone)]
+pub(super) struct Client {
+    pub(super) store: Arc<dyn Store>,
+    pub(super) key: Key,
+    pub(super) spec: Arc<LimitSpec>,
+}
+
+impl Client {
+    pub(super) fn new(store: &Arc<dyn Store>, law: &str, quota: Quota) -> Self {
+        Client {
+            store: store.clone(),
+            key: key(store, law),
+            spec: Arc::new(LimitSpec::new(quota, SLACK, Duration::from_millis(20))),
+        }
+    }
+
+    pub(super) async fn lease(
+        &self,
+        demands: &[Demand],
+        prefetch: u32,
+        latest: Duration,
+        returns: &[UnusedPermits],
+    ) -> Lease {
+        self.ask(LeaseRequest {
+            prefetch,
+            latest,
+            returns,
+            ..self.asks_for(demands)
+        })
+        .await
+    }
+
+    /// Makes a request for `demands` now, and for nothing else.
+    pub(super) fn asks_for<'a>(&'a self, demands: &'a [Demand]) -> LeaseRequest<'a> {
+        LeaseRequest {
+            key: self.key,
+            spec: &self.spec,
+            demands,
+            prefetch: 0,
+            latest: Duration::ZERO,
+            validity: LIFE,
+            prefetch_validity: LIFE,
+            returns: &[],
+            charges: &[],
+            session: ClientSession::default(),
+            hold: HoldState::default(),
+            remaining: None,
+        }
+    }
+
+    pub(super) async fn ask(&self, request: LeaseRequest<'_>) -> Lease {
+        self.store
+            .lease(request)
+            .arrives()
+            .await
+            .expect("the store answers")
+    }
+
+    /// Books `count` permits of `cost`.
+    pub(super) async fn book(&self, cost: u32, count: u32, latest: Duration) -> Lease {
+        self.lease(&[Demand { cost, count }], 0, latest, &[]).await
+    }
+
+    pub(super) async fn peek(&self) -> Usage {
+        self.store
+            .peek(self.key, &self.spec)
+            .arrives()
+            .await
+            .expect("the store answers")
+    }
+}
+
+/// Two stores in one process are asked about different keys, should they share their state.
+fn store_address(store: &Arc<dyn Store>) -> [u8; 8] {
+    (Arc::as_ptr(store).cast::<()>().addr() as u64).to_le_bytes()
+}
+
+/// A key that no other run of the suite has.
+pub(super) fn key(store: &Arc<dyn Store>, law: &str) -> Key {
+    Key::new(law)
+        .and(clock::micros(clock::now()).to_le_bytes())
+        .and(store_address(store))
+}
+
+pub(super) async fn pass(span: Duration) {
+    clock::sleep_until(clock::after(clock::now(), span)).await;
+}
+
+pub(super) fn granted(lease: &Lease) -> u32 {
+    lease.grants.iter().map(|grant| grant.count).sum()
+}
+
+pub(super) fn unused(lease: &Lease, grant: &Grant, count: u32) -> UnusedPermits {
+    let &Grant {
+        cost, slot, stamp, ..
+    } = grant;
+    UnusedPermits {
+        slot,
+        stamp,
+        units: u64::from(cost) * u64::from(count),
+        incarnation: lease.incarnation,
+    }
+}
+
+/// One per permit.
+pub(super) fn slots(lease: &Lease) -> Vec<u64> {
+    lease
+        .grants
+        .iter()
+        .flat_map(|grant| std::iter::repeat_n(grant.slot, grant.count as usize))
+        .collect()
+}
