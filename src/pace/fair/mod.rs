@@ -1,5 +1,6 @@
 //! The recommended pace. It estimates how many clients compete for the limit.
 
+mod estimate;
 #[cfg(test)]
 mod properties;
 mod scale;
@@ -9,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::reading::{Told, wait_said};
 use super::{CallState, Dice, LONGEST, Pace, Pause, Reply, StateCodec, Traffic, seconds, span};
+use estimate::Estimate;
 use scale::Scale;
 use trust::{Observation, Trust};
 
@@ -109,13 +111,11 @@ use trust::{Observation, Trust};
 /// - Windows of a few seconds whose reset is stated in whole seconds.
 /// - Hundreds of clients on an empty bucket: learning `n` from refusals alone takes about one
 ///   refusal per client and doubling.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Fair {
     start: f64,
     first_call: Option<Instant>,
-    n: f64,
-    m: f64,
-    drain: f64,
+    estimate: Estimate,
     level: Option<f64>,
     scale: Scale,
     trust: Trust,
@@ -133,72 +133,14 @@ pub struct Fair {
     place: Option<f64>,
 }
 
-impl Default for Fair {
-    fn default() -> Self {
-        Fair {
-            start: 0.0,
-            first_call: None,
-            n: 1.0,
-            m: 0.0,
-            drain: 1.0,
-            level: None,
-            scale: Scale::default(),
-            trust: Trust::default(),
-            slot_before: None,
-            passed_since_refusal: 0,
-            last_answer: None,
-            last_refusal: None,
-            last_step: None,
-            last_sent: None,
-            interval: None,
-            place: None,
-        }
-    }
-}
-
 /// The set point, in tokens. From twice as many on, `n` does not grow.
 const SET_POINT: f64 = 5.0;
-/// Growth of ln n for an answer at an empty bucket.
-const GROWTH: f64 = 0.22;
-/// Release of ln n for each token time.
-const RELEASE: f64 = 0.0044;
-/// Release of ln n for each second if the token time is a guess, so that clients with different
-/// guesses settle at the same interval.
-const RELEASE_A_SECOND: f64 = 0.005;
-/// The most that one answer releases.
-const MOST_RELEASE: f64 = 1.5;
 /// Token times for each token of shortage.
 const SHORTAGE: f64 = 0.75;
-/// The largest n that the first answer can set.
-const FIRST_LOOK: f64 = 20.0;
-/// The first guess of n after a refusal, divided by the number of requests that wait here.
-const FIRST_GUESS: f64 = 5.0;
-/// The first guess of m if the level is unknown. It is higher, because only refusals correct it.
-const FIRST_GUESS_BLIND: f64 = 7.5;
-/// The factor of n for a refusal if none of our requests passed since the last one.
-const REFUSED: f64 = 2.0;
-/// After this many passed requests a refusal adds half as much.
-const REFUSED_PASSED: f64 = 2.0;
-/// The factor of m for a refusal if the level is unknown. It is lower, because chance decides which
-/// client is refused.
-const REFUSED_BLIND: f64 = 1.2;
-/// The factor of m for a refusal while plenty is left.
-const REFUSED_SEEN: f64 = 1.3;
-/// Release of ln m for each token time, if the level is known and if it is not.
-const SEEN_RELEASE: f64 = 0.0004;
-const BLIND_RELEASE: f64 = 0.0001;
-/// The token times without a refusal after which m falls twice as fast, if the level is known and
-/// if it is not.
-const SEEN_CALM: f64 = 320.0;
-const BLIND_CALM: f64 = 1000.0;
 /// The pause after a refusal, in n token times.
 const PAUSE: f64 = 2.5;
 /// The largest `r`, in tokens.
 const LONGEST_TICKET: f64 = 200.0;
-/// The largest drain, in tokens.
-const MOST_DRAIN: f64 = 1e8;
-/// The weight of a new sample in an average.
-const WEIGHT: f64 = 0.2;
 /// `u` below the line of a window, when all clients together take just what they may.
 const BELOW_USE: f64 = 0.2;
 /// The weight of a new interval in the average.
@@ -235,7 +177,7 @@ impl Fair {
     /// Returns the estimated number of equal competitors, this one included: from 1 to the number
     /// that makes the interval 900 s.
     pub fn competitors(&self) -> f64 {
-        self.n
+        self.estimate.n
     }
 
     /// Returns the current interval between two requests, with `in_flight` requests in flight.
@@ -245,7 +187,7 @@ impl Fair {
 
     fn pace(&self, in_flight: usize) -> f64 {
         let share = self.share_of(in_flight).unwrap_or(0.0);
-        (self.scale.paced_time * share.max(self.m)).clamp(0.0, LONGEST)
+        (self.scale.paced_time * share.max(self.estimate.m)).clamp(0.0, LONGEST)
     }
 
     /// Returns `q` of the type's docs: the interval in token times that follows from what is left.
@@ -253,12 +195,16 @@ impl Fair {
         let (level, set_point) = (self.level?, self.set_point());
         let shortage = SHORTAGE * (set_point - (level - in_flight as f64));
         if self.scale.is_below {
-            return Some((self.n + shortage.min(0.0)).max(0.0));
+            return Some((self.estimate.n + shortage.min(0.0)).max(0.0));
         }
         let ticket = LONGEST_TICKET
             .min(self.scale.limit() / 2.0)
-            .min(set_point + self.drain);
-        Some((self.n + shortage).max(ticket.min(ticket - level)).max(0.0))
+            .min(set_point + self.estimate.drain);
+        Some(
+            (self.estimate.n + shortage)
+                .max(ticket.min(ticket - level))
+                .max(0.0),
+        )
     }
 
     /// Returns the set point. It is lower for a small bucket, because otherwise even a full one
@@ -285,14 +231,14 @@ impl Fair {
                     .last_refusal
                     .map(|last| seconds(last, now) / self.scale.token_time);
                 if self.level.is_some() && since.is_some_and(|since| since < REMEMBERED) {
-                    self.m = self.m.max(self.n);
+                    self.estimate.m = self.estimate.m.max(self.estimate.n);
                 }
             }
-            (true, false) => self.m = 0.0,
+            (true, false) => self.estimate.m = 0.0,
             (false, false) if believed.is_some() && self.level.is_none() => {
                 // Remaining appears for the first time: what m has learned before belongs to n.
-                self.n = self.n.max(self.m);
-                self.m = 0.0;
+                self.estimate.n = self.estimate.n.max(self.estimate.m);
+                self.estimate.m = 0.0;
             }
             _ => {}
         }
@@ -300,7 +246,7 @@ impl Fair {
         let level = self.scale.look(told, believed, sent, now);
         if self.scale.is_guess {
             // A better guess changes no interval, so clients with different guesses stay equal.
-            self.n *= token_time / self.scale.token_time;
+            self.estimate.n *= token_time / self.scale.token_time;
         }
         match level {
             Some(_) => level,
@@ -321,72 +267,15 @@ impl Fair {
         self.passed_since_refusal = self.passed_since_refusal.saturating_add(1);
     }
 
-    /// Lowers `m`, the faster the longer the last refusal is past. The answer before was `since`
-    /// seconds ago.
-    fn relax_m(&mut self, since: f64, now: Instant) {
-        if self.m <= 0.0 {
-            return;
-        }
-        let tokens = since / self.scale.paced_time;
-        let calm = self.last_refusal.map_or(0.0, |last| seconds(last, now)) / self.scale.token_time;
-        let (rate, calm) = match self.level {
-            Some(_) => (SEEN_RELEASE, calm / SEEN_CALM),
-            None => (BLIND_RELEASE, calm / BLIND_CALM),
-        };
-        self.m *= (-rate * tokens * (1.0 + calm * calm)).exp();
-    }
-
-    /// Averages how many tokens all clients took since the answer before, `since` seconds ago.
-    fn track_drain(&mut self, level_before: Option<f64>, since: f64) {
-        let (Some(level), Some(before)) = (self.level, level_before) else {
-            return;
-        };
-        if level > 0.0 || self.scale.is_below {
-            let drain = before - level + since / self.scale.token_time;
-            let drain = drain.clamp(1.0, 2.0 * self.drain + 5.0);
-            self.drain += WEIGHT * (drain - self.drain);
-        }
-    }
-
     /// Returns `u` of the type's docs: 1 at an empty bucket, 0 from twice the set point on or if
     /// the level is unknown.
     fn used(&self) -> f64 {
         match self.level {
-            Some(_) if self.scale.is_below => (BELOW_USE * self.drain / self.n).min(1.0),
+            Some(_) if self.scale.is_below => {
+                (BELOW_USE * self.estimate.drain / self.estimate.n).min(1.0)
+            }
             Some(level) => (1.0 - level / (2.0 * self.set_point())).clamp(0.0, 1.0),
             None => 0.0,
-        }
-    }
-
-    /// Sets `n` from the level of the very first answer: other clients that hold the bucket at a
-    /// level have this `n`.
-    fn seed_n(&mut self, used: f64) {
-        if self.last_answer.is_none() && used < 1.0 && !self.scale.is_below {
-            let n = GROWTH / RELEASE * used / (1.0 - used);
-            self.n = n.min(self.scale.limit()).clamp(1.0, FIRST_LOOK);
-        }
-    }
-
-    /// Raises `n`, once in a round trip.
-    fn grow_n(&mut self, used: f64, reply: &Reply<'_>, now: Instant) {
-        if used > 0.0 && self.is_news(reply) {
-            self.n *= (GROWTH * used).exp();
-            self.last_step = Some(now);
-        }
-    }
-
-    /// Lowers `n` for the time since the answer before, `since` seconds ago. If the level is
-    /// unknown, `n` stays as it is.
-    fn release_n(&mut self, used: f64, since: f64) {
-        if self.level.is_some() {
-            let release = match self.scale.is_guess {
-                true => RELEASE_A_SECOND * since,
-                false => RELEASE * (since / self.scale.paced_time),
-            };
-            self.n *= (-(release * (1.0 - used)).min(MOST_RELEASE)).exp();
-        }
-        if self.scale.is_mostly_free() {
-            self.n *= (-GROWTH).exp();
         }
     }
 
@@ -397,18 +286,8 @@ impl Fair {
     }
 
     fn settle(&mut self, now: Instant) {
-        self.bound();
+        self.estimate.bound(&self.scale);
         self.last_answer = Some(now);
-    }
-
-    fn bound(&mut self) {
-        self.n = self
-            .n
-            .clamp(1.0, (LONGEST / self.scale.token_time).max(1.0));
-        self.m = self
-            .m
-            .clamp(0.0, (LONGEST / self.scale.token_time).max(1.0));
-        self.drain = self.drain.clamp(1.0, MOST_DRAIN);
     }
 }
 
@@ -430,10 +309,14 @@ impl Pace for Fair {
         let Some((reset_at, share)) = self.scale.next_window() else {
             return Some(slot);
         };
-        if self.m > 0.0 {
+        if self.estimate.m > 0.0 {
             return Some(slot);
         }
-        Some(slot.min(last.max(reset_at) + span(self.place.unwrap_or(0.0) * self.n * share)))
+        Some(
+            slot.min(
+                last.max(reset_at) + span(self.place.unwrap_or(0.0) * self.estimate.n * share),
+            ),
+        )
     }
 
     fn sent(&mut self, traffic: &Traffic) {
@@ -453,12 +336,23 @@ impl Pace for Fair {
         let level_before = self.level;
         self.level = self.look(&Told::of(reply.signal), true, reply.sent, now);
         let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
-        self.relax_m(since, now);
-        self.track_drain(level_before, since);
+        let calm = self.last_refusal.map_or(0.0, |last| seconds(last, now));
+        let (scale, knows_level) = (&self.scale, self.level.is_some());
+        self.estimate.relax_m(scale, since, calm, knows_level);
+        if let (Some(level), Some(before)) = (self.level, level_before) {
+            self.estimate.track_drain(scale, level, before, since);
+        }
         let used = self.used();
-        self.seed_n(used);
-        self.grow_n(used, reply, now);
-        self.release_n(used, since);
+        if self.last_answer.is_none() {
+            self.estimate.seed_n(&self.scale, used);
+        }
+        // Once in a round trip.
+        if used > 0.0 && self.is_news(reply) {
+            self.estimate.grow_n(used);
+            self.last_step = Some(now);
+        }
+        self.estimate
+            .release_n(&self.scale, used, since, knows_level);
         self.passed_since_refusal = self.passed_since_refusal.saturating_add(1);
         self.settle(now);
     }
@@ -473,27 +367,20 @@ impl Pace for Fair {
         self.level = self.look(&told, false, reply.sent, now);
         if self.is_news(reply) {
             let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
-            let calls = traffic.waiting.max(1) as f64;
+            let waiting = traffic.waiting.max(1) as f64;
             match self.level {
-                Some(level) if level <= self.set_point() => {
-                    let release = (RELEASE * since / self.scale.token_time).min(MOST_RELEASE);
-                    let passed = f64::from(self.passed_since_refusal) / REFUSED_PASSED;
-                    let factor = 1.0 + (REFUSED - 1.0) / (1.0 + passed);
-                    self.n = (self.n * factor * (-release).exp()).max(FIRST_GUESS / calls);
-                }
-                Some(_) => {
-                    let own = self.interval.unwrap_or(0.0) / self.scale.token_time;
-                    self.m = REFUSED_SEEN * self.m.max(own);
-                }
-                None => {
-                    let first = match self.interval {
-                        // Without any other information the interval that was too short is the
-                        // measure.
-                        Some(own) if self.scale.is_guess => own / self.scale.token_time,
-                        _ => FIRST_GUESS_BLIND / calls,
-                    };
-                    self.m = (self.m * REFUSED_BLIND).max(first);
-                }
+                Some(level) if level <= self.set_point() => self.estimate.refused_at_low_level(
+                    &self.scale,
+                    self.passed_since_refusal,
+                    waiting,
+                    since,
+                ),
+                Some(_) => self
+                    .estimate
+                    .refused_at_high_level(&self.scale, self.interval),
+                None => self
+                    .estimate
+                    .refused_blind(&self.scale, waiting, self.interval),
             }
             self.last_step = Some(now);
         }
@@ -501,7 +388,7 @@ impl Pace for Fair {
         self.last_refusal = Some(now);
         self.slot_before = slot;
         self.settle(now);
-        let wait = self.scale.token_time * (PAUSE * self.n).max(self.m);
+        let wait = self.scale.token_time * (PAUSE * self.estimate.n).max(self.estimate.m);
         let said = wait_said(reply.signal).map(|wait| wait.as_secs_f64());
         Pause::of_all(match said.or_else(|| self.scale.empty_until_reset(&told)) {
             Some(said) => {
@@ -510,7 +397,7 @@ impl Pace for Fair {
                 let spread = self
                     .scale
                     .next_window()
-                    .map_or(wait, |(_, share)| wait.min(self.n * share));
+                    .map_or(wait, |(_, share)| wait.min(self.estimate.n * share));
                 span(dice.roll() * spread) + Duration::try_from_secs_f64(said).unwrap_or_default()
             }
             None => span(dice.between(0.5, 1.0) * wait),
@@ -519,9 +406,7 @@ impl Pace for Fair {
 
     fn share(&mut self, codec: &mut StateCodec<'_>) -> bool {
         codec.near(&mut self.first_call, Duration::ZERO);
-        codec.number(&mut self.n);
-        codec.number(&mut self.m);
-        codec.number(&mut self.drain);
+        self.estimate.share(codec);
         codec.optional_number(&mut self.level);
         codec.near(&mut self.slot_before, span(LONGEST));
         codec.small_count(&mut self.passed_since_refusal);
@@ -533,7 +418,7 @@ impl Pace for Fair {
         codec.optional_number(&mut self.place);
         self.scale.share(codec);
         self.trust.share(codec);
-        self.bound();
+        self.estimate.bound(&self.scale);
         true
     }
 
@@ -541,11 +426,13 @@ impl Pace for Fair {
         // Each of the other processes is now a competitor for the share that all had together.
         // Above the set point that share was less than n.
         let processes = f64::from(processes);
-        let share = self.share_of(0).unwrap_or(self.n).min(self.n).max(1.0);
-        self.n = share * processes;
-        self.m *= processes;
-        self.drain *= processes;
+        let share = self
+            .share_of(0)
+            .unwrap_or(self.estimate.n)
+            .min(self.estimate.n)
+            .max(1.0);
+        self.estimate.divide(share, processes);
         self.slot_before = None;
-        self.bound();
+        self.estimate.bound(&self.scale);
     }
 }

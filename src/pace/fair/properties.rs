@@ -5,6 +5,7 @@ use std::time::Duration;
 use http::StatusCode;
 use proptest::prelude::*;
 
+use super::estimate::{FIRST_GUESS, FIRST_LOOK, GROWTH, REFUSED};
 use super::*;
 use crate::signal::{ObservedQuota, Signal};
 
@@ -162,9 +163,9 @@ proptest! {
     fn every_number_stays_in_its_bounds(pace in pace(), answers in prop::collection::vec(answer(), 1..40)) {
         replay(pace, &answers, |_, pace, _, _| {
             let most = (LONGEST / pace.scale.token_time).max(1.0);
-            prop_assert!((1.0..=most * (1.0 + 1e-9)).contains(&pace.n), "n {} of {most}", pace.n);
-            prop_assert!((0.0..=most * (1.0 + 1e-9)).contains(&pace.m), "m {}", pace.m);
-            prop_assert!((1.0..1e9).contains(&pace.drain), "drain {}", pace.drain);
+            prop_assert!((1.0..=most * (1.0 + 1e-9)).contains(&pace.estimate.n), "n {} of {most}", pace.estimate.n);
+            prop_assert!((0.0..=most * (1.0 + 1e-9)).contains(&pace.estimate.m), "m {}", pace.estimate.m);
+            prop_assert!((1.0..1e9).contains(&pace.estimate.drain), "drain {}", pace.estimate.drain);
             prop_assert!(pace.scale.token_time > 0.0 && pace.scale.token_time <= LONGEST);
             for in_flight in [0, 1, 1000] {
                 prop_assert!((0.0..=LONGEST).contains(&pace.pace(in_flight)));
@@ -203,8 +204,8 @@ proptest! {
                 prop_assert!(pace.slot(&traffic).is_none_or(|slot| slot <= most), "{pace:?}");
             }
             replay(pace, &after, |_, pace, _, _| {
-                prop_assert!(pace.n >= 1.0 && pace.n.is_finite() && pace.m.is_finite(), "{pace:?}");
-                prop_assert!((1.0..1e9).contains(&pace.drain), "drain {}", pace.drain);
+                prop_assert!(pace.estimate.n >= 1.0 && pace.estimate.n.is_finite() && pace.estimate.m.is_finite(), "{pace:?}");
+                prop_assert!((1.0..1e9).contains(&pace.estimate.drain), "drain {}", pace.estimate.drain);
                 prop_assert!((0.0..=LONGEST).contains(&pace.pace(1)), "{pace:?}");
                 Ok(())
             })?;
@@ -219,15 +220,15 @@ proptest! {
         replay(pace, &answers, |before, after, answer, _| {
             // The first answer may show the `n` of the other clients.
             if before.last_answer.is_none() && !answer.refused {
-                prop_assert!(after.n <= FIRST_LOOK * GROWTH.exp());
+                prop_assert!(after.estimate.n <= FIRST_LOOK * GROWTH.exp());
                 return Ok(());
             }
             // If Remaining appears for the first time, `n` becomes what `m` has learned.
-            let n = if before.level.is_none() { before.n.max(before.m) } else { before.n };
+            let n = if before.level.is_none() { before.estimate.n.max(before.estimate.m) } else { before.estimate.n };
             let most = if answer.refused { (n * REFUSED).max(FIRST_GUESS) } else { n * GROWTH.exp() };
             // A better guess of the token time changes the unit, not the interval.
             let unit = if after.scale.is_guess { before.scale.token_time / after.scale.token_time } else { 1.0 };
-            prop_assert!(after.n <= most * unit * (1.0 + 1e-9), "{} -> {}", before.n, after.n);
+            prop_assert!(after.estimate.n <= most * unit * (1.0 + 1e-9), "{} -> {}", before.estimate.n, after.estimate.n);
             Ok(())
         })?;
     }
@@ -240,7 +241,7 @@ proptest! {
         replay(pace, &answers, |_, after, answer, pause| {
             let Some(pause) = pause else { return Ok(()) };
             prop_assert_eq!(pause.call, Duration::ZERO);
-            let most = (after.scale.token_time * (PAUSE * after.n).max(after.m)).min(LONGEST);
+            let most = (after.scale.token_time * (PAUSE * after.estimate.n).max(after.estimate.m)).min(LONGEST);
             let said = wait_said(&answer.signal()).map(|said| said.as_secs_f64());
             let least = said.or_else(|| after.scale.empty_until_reset(&Told::of(&answer.signal())));
             let pause = pause.all.as_secs_f64();
@@ -260,7 +261,7 @@ proptest! {
         is_below in any::<bool>(),
     ) {
         let mut pace = Fair::new().limit(limit, Duration::from_secs(3600));
-        (pace.n, pace.drain) = (n, drain);
+        (pace.estimate.n, pace.estimate.drain) = (n, drain);
         let enough = pace.set_point() + (n / SHORTAGE + in_flight as f64).max(drain);
         pace.level = Some(enough + more);
         prop_assert_eq!(pace.pace(in_flight), 0.0);
@@ -301,12 +302,12 @@ proptest! {
         let mut pace = Fair::new().limit(100, Duration::from_secs(100));
         let (sent, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), CallState::default());
         pace.arrived(&mut call, &Traffic::at(sent), &mut dice);
-        (pace.n, pace.m, pace.level, pace.last_answer) = (n, m, Some(5.0), Some(sent));
+        (pace.estimate.n, pace.estimate.m, pace.level, pace.last_answer) = (n, m, Some(5.0), Some(sent));
         let mut steps = 0;
         for (index, (refused, left)) in answers.into_iter().enumerate() {
             let now = sent + Duration::from_millis(100 + index as u64);
             let traffic = Traffic { waiting: 1, last_sent: Some(sent), ..Traffic::at(now) };
-            let before = (pace.n, pace.m);
+            let before = (pace.estimate.n, pace.estimate.m);
             // The value changes each time, or it would be ignored as constant.
             let quota = ObservedQuota::new().with_remaining(2 * left + index as u64 % 2);
             let limited = refused.then_some(StatusCode::TOO_MANY_REQUESTS);
@@ -317,7 +318,7 @@ proptest! {
             } else {
                 pace.passed(&mut reply, &traffic, &mut dice);
             }
-            steps += usize::from(pace.n > before.0 || pace.m > before.1);
+            steps += usize::from(pace.estimate.n > before.0 || pace.estimate.m > before.1);
         }
         prop_assert!(steps <= 1, "{steps} steps");
     }
@@ -358,7 +359,7 @@ proptest! {
         // More than is refilled between any two answers.
         let lied = replay(pace.clone(), &said(|most, over| Some((most + over) << 32)), |_, _, _, _| Ok(()))?;
         let silent = replay(pace, &said(|_, _| None), |_, _, _, _| Ok(()))?;
-        prop_assert_eq!((lied.n, lied.m, lied.drain, lied.level), (silent.n, silent.m, silent.drain, silent.level));
+        prop_assert_eq!((lied.estimate.n, lied.estimate.m, lied.estimate.drain, lied.level), (silent.estimate.n, silent.estimate.m, silent.estimate.drain, silent.level));
         prop_assert_eq!(lied.interval(3), silent.interval(3));
     }
 
@@ -367,7 +368,7 @@ proptest! {
         let mut pace = Fair::new().limit(100, Duration::from_secs(100));
         let (sent, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), CallState::default());
         pace.arrived(&mut call, &Traffic::at(sent), &mut dice);
-        pace.n = 7.0;
+        pace.estimate.n = 7.0;
         let signal = Signal::default()
             .with_refusal(StatusCode::TOO_MANY_REQUESTS)
             .with_quota(ObservedQuota::new().with_remaining(left));
@@ -376,6 +377,6 @@ proptest! {
             let traffic = Traffic { waiting: 1, last_sent: Some(sent), ..Traffic::at(now) };
             pace.refused(&mut Reply::new(&signal, sent, &mut call), &traffic, &mut dice);
         }
-        prop_assert!((pace.n - 14.0).abs() < 0.1, "{}", pace.n);
+        prop_assert!((pace.estimate.n - 14.0).abs() < 0.1, "{}", pace.estimate.n);
     }
 }
