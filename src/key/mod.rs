@@ -3,6 +3,10 @@
 //! Requests with the same [`Key`] share one count. A key is small and `Copy`, and keeps no text, so
 //! an API token used as a key is in no log, no error and no `Debug` output.
 
+mod plain_host;
+#[cfg(test)]
+mod tests;
+
 use std::fmt;
 use std::time::Instant;
 
@@ -10,6 +14,7 @@ use http::{Extensions, HeaderMap, HeaderName, Method};
 use siphasher::sip128::SipHasher13;
 
 use crate::rng::secret_of_process;
+use plain_host::is_plain_host;
 
 /// Says whose limit applies to a request: requests with the same key share one count.
 ///
@@ -464,152 +469,4 @@ pub fn by_header(
     name: HeaderName,
 ) -> impl Fn(&RequestRef<'_>) -> Option<Key> + Send + Sync + 'static {
     move |request| request.header(&name).map(Key::new)
-}
-
-/// Returns whether `text` is a host without port and user, and without upper case: neither of the
-/// two functions that read hosts has anything to do then.
-///
-/// It looks at eight bytes at a time.
-#[inline]
-fn is_plain_host(text: &[u8]) -> bool {
-    let (words, rest) = text.as_chunks::<8>();
-    let mut marks = 0;
-    for word in words {
-        marks |= special_bytes(u64::from_ne_bytes(*word));
-    }
-    // The last eight bytes overlap those before them. Shorter texts are few.
-    marks |= match text.last_chunk::<8>() {
-        Some(last) => special_bytes(u64::from_ne_bytes(*last)),
-        None => rest
-            .iter()
-            .fold(0, |marks, &byte| marks | special_bytes(u64::from(byte))),
-    };
-    marks == 0
-}
-
-/// Marks the bytes of `word` that are `:`, `@`, `[` or upper-case letters, each in its highest bit.
-#[inline]
-fn special_bytes(word: u64) -> u64 {
-    const EACH: u64 = 0x0101_0101_0101_0101;
-    const HIGH: u64 = 0x80 * EACH;
-    // No sum of bytes below 0x80 carries into the next byte.
-    let low = word & !HIGH;
-    // `@`, the letters and `[` are next to one another.
-    let from_at = low + (0x80 - b'@' as u64) * EACH;
-    let above_bracket = low + (0x80 - b'[' as u64 - 1) * EACH;
-    let colon = low ^ (b':' as u64 * EACH);
-    let not_colon = colon + 0x7f * EACH;
-    ((from_at & !above_bracket) | !not_colon) & !word & HIGH
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn get(uri: &str) -> http::Request<()> {
-        http::Request::get(uri).body(()).unwrap()
-    }
-
-    fn host_key(request: &http::Request<()>) -> Option<Key> {
-        by_host(&RequestRef::new(request))
-    }
-
-    #[test]
-    fn plain_hosts_have_no_port_user_or_upper_case() {
-        let is_special = |byte: u8| matches!(byte, b':' | b'@' | b'[') || byte.is_ascii_uppercase();
-        for len in 0..=20 {
-            assert!(is_plain_host(&vec![b'a'; len]), "{len} bytes");
-            for (at, byte) in (0..len).flat_map(|at| (0..=255).map(move |byte| (at, byte))) {
-                for around in [b'a', b'-', 0x7f, 0xff] {
-                    let mut text = vec![around; len];
-                    text[at] = byte;
-                    assert_eq!(
-                        is_plain_host(&text),
-                        !is_special(byte),
-                        "{byte:#x} at {at} of {len}"
-                    );
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn keys_are_equal_in_every_process_and_release() {
-        // SipHash-1-3 with 128 bits and a key of zeros: other languages can make the same keys.
-        assert_eq!(Key::new("search"), Key::new(b"search"));
-        assert_eq!(Key::new("").high, SipHasher13::new().hash(b"").h1);
-        assert_eq!(Key::new("api.example.com").high >> 32, 0x861e_d09d);
-    }
-
-    #[test]
-    fn parts_of_a_key_neither_run_together_nor_commute() {
-        assert_ne!(Key::new("ab"), Key::new("a").and("b"));
-        assert_ne!(Key::new("a").and("b"), Key::new("b").and("a"));
-        assert_ne!(Key::new("a").and("bc"), Key::new("ab").and("c"));
-    }
-
-    #[test]
-    fn host_keys_ignore_case_port_and_final_dot() {
-        let expected = host_key(&get("http://api.example.com/a"));
-        for same in [
-            "http://API.Example.com/b",
-            "http://api.example.com:8080/",
-            "http://api.example.com./",
-        ] {
-            assert_eq!(host_key(&get(same)), expected, "{same}");
-        }
-        assert_ne!(host_key(&get("http://other.example.com/")), expected);
-    }
-
-    #[test]
-    fn a_relative_request_takes_its_host_from_the_header() {
-        let mut request = get("/users");
-        assert_eq!(host_key(&request), None);
-        for (value, host) in [
-            ("api.example.com:443", "api.example.com"),
-            ("[::1]:80", "[::1]"),
-            ("a.b", "a.b"),
-        ] {
-            request.headers_mut().insert("host", value.parse().unwrap());
-            assert_eq!(host_key(&request), Some(Key::host(host)), "{value}");
-        }
-    }
-
-    #[test]
-    fn plain_label_is_the_host_only_for_host_keys() {
-        let request = get("http://api.example.com/");
-        let info = RequestRef::new(&request);
-        let secret = Key::new("Bearer s3cr3t");
-        assert_eq!(
-            by_host(&info).unwrap().plain_label(Some(&info)).as_deref(),
-            Some("api.example.com")
-        );
-        assert_eq!(secret.plain_label(Some(&info)), None);
-        assert_eq!(Key::ALL.plain_label(None).as_deref(), Some("all"));
-        assert!(!format!("{secret:?} {info:?}").contains("s3cr3t"));
-    }
-
-    #[test]
-    fn displayed_key_confirms_no_guess() {
-        let key = Key::new("ada@example.com");
-        let shown = format!("{key} {key:?}");
-        for part in [
-            key.high >> 32,
-            key.high & 0xffff_ffff,
-            key.low >> 32,
-            key.low & 0xffff_ffff,
-        ] {
-            assert!(
-                !shown.contains(&format!("{part:08x}")),
-                "{shown} is a digest without a secret"
-            );
-        }
-        assert_eq!(key.to_string().len(), 8);
-        assert_eq!(key.to_string(), Key::new("ada@example.com").to_string());
-        assert_ne!(key.to_string(), Key::new("bob@example.com").to_string());
-        assert_ne!(
-            key.digits(Key::new("one secret")),
-            key.digits(Key::new("another"))
-        );
-    }
 }

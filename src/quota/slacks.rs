@@ -1,0 +1,22 @@
+//! What a quota allows for: how long permits live, and how much of the rate that may cost.
+
+use std::time::Duration;
+
+/// How long a permit is usable after its slot, unless slots are far apart or very close.
+pub(crate) const LIFE: Duration = Duration::from_millis(10);
+
+/// The transit slack, and the loss of rate that is allowed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Slacks {
+    /// How much the transit time to the upstream may vary.
+    pub(crate) transit: Duration,
+    /// How long before and after the boundary of a fixed window no request is sent.
+    pub(crate) boundary: Duration,
+    /// The most of the rate, in per cent, that the life of permits and the transit slack may cost.
+    pub(crate) rate_loss: u32,
+}
+
+impl Slacks {
+    /// The largest loss that is allowed by default, in per cent.
+    pub(crate) const RATE_LOSS: u32 = 10;
+}
