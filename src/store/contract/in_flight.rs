@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::client::{Client, LONG, pass};
+use super::caller::{Caller, LONG, pass};
 use crate::key::Key;
 use crate::quota::Quota;
 use crate::store::{Claim, Store, StoreError, StoreEvent, StoreListener};
@@ -32,12 +32,12 @@ struct Holder {
 }
 
 impl Holder {
-    fn new(client: &Client, most: u32) -> Self {
+    fn new(caller: &Caller, most: u32) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1 << 40);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         Holder {
-            store: client.store.clone(),
-            key: client.key,
+            store: caller.store.clone(),
+            key: caller.key,
             id,
             number: 0,
             most,
@@ -126,11 +126,11 @@ impl Holder {
 /// Slots in use never exceed the smallest limit asserted, and waiters get slots in the order of
 /// their arrival, even if claims arrive late or twice.
 pub(super) async fn counts_calls_in_flight(store: &Arc<dyn Store>) {
-    let client = Client::new(store, "in flight", Quota::in_flight(3));
+    let caller = Caller::new(store, "in flight", Quota::in_flight(3));
     let (mut one, mut two, mut three) = (
-        Holder::new(&client, 3),
-        Holder::new(&client, 3),
-        Holder::new(&client, 2),
+        Holder::new(&caller, 3),
+        Holder::new(&caller, 3),
+        Holder::new(&caller, 2),
     );
     let Some(granted) = one.claim(0, 2).await else {
         return;
@@ -167,7 +167,7 @@ pub(super) async fn counts_calls_in_flight(store: &Arc<dyn Store>) {
         three.granted_when(|(granted, _)| granted > 0).await.ok(),
         Some(1)
     );
-    let usage = client.peek().await;
+    let usage = caller.peek().await;
     assert_eq!(
         (usage.limits[0].used, usage.free),
         (2, 0),
@@ -176,5 +176,5 @@ pub(super) async fn counts_calls_in_flight(store: &Arc<dyn Store>) {
     for holder in [&mut one, &mut three] {
         assert_eq!(holder.claim(0, 0).await, Some(0));
     }
-    assert_eq!(client.peek().await.free, 3, "all holders have left");
+    assert_eq!(caller.peek().await.free, 3, "all holders have left");
 }

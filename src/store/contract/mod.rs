@@ -15,7 +15,7 @@
 //! machine as on a fast one. It takes about two seconds. If the store uses Tokio's clock and that
 //! is paused, the suite takes no time.
 
-mod client;
+mod caller;
 mod in_flight;
 mod rates;
 mod registers;

@@ -3,15 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::client::{Client, LIFE, LONG, MARGIN, granted, pass, slots, unused};
+use super::caller::{Caller, LIFE, LONG, MARGIN, granted, pass, slots, unused};
 use crate::quota::{Limit, Quota};
 use crate::store::{
     Charge, Demand, LeaseRequest, Refusal, Store, UnusedPermits, UpstreamRemaining,
 };
 
 pub(super) async fn grants_at_once_what_is_free(store: &Arc<dyn Store>) {
-    let client = Client::new(store, "free", Quota::per_minute(20));
-    let lease = client.book(1, 20, Duration::ZERO).await;
+    let caller = Caller::new(store, "free", Quota::per_minute(20));
+    let lease = caller.book(1, 20, Duration::ZERO).await;
     assert_eq!(
         granted(&lease),
         20,
@@ -31,12 +31,12 @@ pub(super) async fn grants_at_once_what_is_free(store: &Arc<dyn Store>) {
 pub(super) async fn is_never_over(store: &Arc<dyn Store>) {
     const COUNT: u64 = 12;
     const WINDOW: u64 = 200_000;
-    let client = Client::new(store, "over", Quota::new(12, Duration::from_micros(WINDOW)));
+    let caller = Caller::new(store, "over", Quota::new(12, Duration::from_micros(WINDOW)));
     let mut arrivals: Vec<(u64, u64)> = Vec::new();
     for round in 0u32..60 {
         let latest = Duration::from_millis([0, 30, 150, 700][round as usize % 4]);
         let cost = 1 + round % 3;
-        let lease = client.book(cost, 1 + round % 5, latest).await;
+        let lease = caller.book(cost, 1 + round % 5, latest).await;
         for (index, grant) in lease.grants.iter().enumerate() {
             let wait = u64::try_from(grant.wait.as_micros()).unwrap_or(u64::MAX);
             assert!(
@@ -69,16 +69,16 @@ pub(super) async fn is_never_over(store: &Arc<dyn Store>) {
 }
 
 pub(super) async fn counts_a_cost_whole(store: &Arc<dyn Store>) {
-    let client = Client::new(store, "cost", Quota::per_minute(10));
-    assert_eq!(granted(&client.book(8, 1, Duration::ZERO).await), 1);
+    let caller = Caller::new(store, "cost", Quota::per_minute(10));
+    assert_eq!(granted(&caller.book(8, 1, Duration::ZERO).await), 1);
     assert_eq!(
-        granted(&client.book(3, 1, Duration::ZERO).await),
+        granted(&caller.book(3, 1, Duration::ZERO).await),
         0,
         "8 and 3 are more than 10"
     );
-    assert_eq!(granted(&client.book(2, 1, Duration::ZERO).await), 1);
+    assert_eq!(granted(&caller.book(2, 1, Duration::ZERO).await), 1);
     assert_eq!(
-        granted(&client.book(1, 1, Duration::ZERO).await),
+        granted(&caller.book(1, 1, Duration::ZERO).await),
         0,
         "a small one counts after a big one"
     );
@@ -86,15 +86,15 @@ pub(super) async fn counts_a_cost_whole(store: &Arc<dyn Store>) {
 
 pub(super) async fn takes_all_limits_or_none(store: &Arc<dyn Store>) {
     let quota = Quota::new(5, Duration::from_secs(60)).and(Quota::new(7, Duration::from_secs(600)));
-    let client = Client::new(store, "all or none", quota);
-    let lease = client.book(1, 9, Duration::ZERO).await;
+    let caller = Caller::new(store, "all or none", quota);
+    let lease = caller.book(1, 9, Duration::ZERO).await;
     assert_eq!(granted(&lease), 5, "the first limit allows five: {lease:?}");
     assert_eq!(
         lease.refused.and_then(|refusal| refusal.limit),
         Some(quota.limits()[0]),
         "{lease:?}"
     );
-    let used: Vec<u64> = client
+    let used: Vec<u64> = caller
         .peek()
         .await
         .limits
@@ -109,12 +109,12 @@ pub(super) async fn takes_all_limits_or_none(store: &Arc<dyn Store>) {
 }
 
 pub(super) async fn refuses_without_a_trace_and_says_when(store: &Arc<dyn Store>) {
-    let client = Client::new(store, "trace", Quota::new(1, Duration::from_millis(300)));
-    let first = client.book(1, 1, Duration::ZERO).await;
+    let caller = Caller::new(store, "trace", Quota::new(1, Duration::from_millis(300)));
+    let first = caller.book(1, 1, Duration::ZERO).await;
     let slot = first.grants[0].slot;
     let mut last_wait = Duration::MAX;
     for _ in 0..5 {
-        let lease = client.book(1, 1, Duration::ZERO).await;
+        let lease = caller.book(1, 1, Duration::ZERO).await;
         let Some(Refusal {
             wait: Some(wait),
             limit,
@@ -127,10 +127,10 @@ pub(super) async fn refuses_without_a_trace_and_says_when(store: &Arc<dyn Store>
             wait <= last_wait,
             "a refusal delays no later call: {wait:?} after {last_wait:?}"
         );
-        assert_eq!(limit, Some(client.spec.quota().limits()[0]));
+        assert_eq!(limit, Some(caller.spec.quota().limits()[0]));
         last_wait = wait;
     }
-    let lease = client.book(1, 1, LONG).await;
+    let lease = caller.book(1, 1, LONG).await;
     assert_eq!(
         lease.grants[0].slot,
         slot + 300_000 + MARGIN,
@@ -139,13 +139,13 @@ pub(super) async fn refuses_without_a_trace_and_says_when(store: &Arc<dyn Store>
 }
 
 pub(super) async fn serves_in_order(store: &Arc<dyn Store>) {
-    let client = Client::new(store, "order", Quota::per_second(2));
+    let caller = Caller::new(store, "order", Quota::per_second(2));
     let demands = [
         Demand { cost: 1, count: 3 },
         Demand { cost: 2, count: 1 },
         Demand { cost: 1, count: 2 },
     ];
-    let lease = client.lease(&demands, 0, LONG, &[]).await;
+    let lease = caller.lease(&demands, 0, LONG, &[]).await;
     let costs: Vec<u32> = lease
         .grants
         .iter()
@@ -156,7 +156,7 @@ pub(super) async fn serves_in_order(store: &Arc<dyn Store>) {
         [1, 1, 1, 2, 1, 1],
         "needs are served in their order: {lease:?}"
     );
-    let later = client.book(1, 1, LONG).await;
+    let later = caller.book(1, 1, LONG).await;
     assert!(
         slots(&lease).iter().max() <= slots(&later).first(),
         "a later call gets no earlier slot: {later:?}"
@@ -164,15 +164,15 @@ pub(super) async fn serves_in_order(store: &Arc<dyn Store>) {
 }
 
 pub(super) async fn hands_a_returned_slot_to_the_next(store: &Arc<dyn Store>) {
-    let client = Client::new(store, "return", Quota::new(1, Duration::from_secs(30)));
-    let line = client.book(1, 4, LONG).await;
+    let caller = Caller::new(store, "return", Quota::new(1, Duration::from_secs(30)));
+    let line = caller.book(1, 4, LONG).await;
     let second = line
         .grants
         .iter()
         .find(|grant| !grant.wait.is_zero())
         .expect("a line lies ahead");
     let returned = [unused(&line, second, 1)];
-    let next = client
+    let next = caller
         .lease(&[Demand { cost: 1, count: 1 }], 0, LONG, &returned)
         .await;
     assert_eq!(
@@ -180,9 +180,9 @@ pub(super) async fn hands_a_returned_slot_to_the_next(store: &Arc<dyn Store>) {
         [second.slot],
         "the returned slot goes to the next call"
     );
-    client.store.give_back(client.key, &client.spec, &returned);
+    caller.store.give_back(caller.key, &caller.spec, &returned);
     pass(Duration::from_millis(20)).await; // a store may take its time with a give-back
-    let after = client.book(1, 2, LONG).await;
+    let after = caller.book(1, 2, LONG).await;
     assert_eq!(
         slots(&after)[0],
         second.slot,
@@ -195,11 +195,11 @@ pub(super) async fn hands_a_returned_slot_to_the_next(store: &Arc<dyn Store>) {
 }
 
 pub(super) async fn counts_what_passed_unused_back_once(store: &Arc<dyn Store>) {
-    let client = Client::new(store, "passed", Quota::per_minute(3));
-    let lease = client.book(1, 3, Duration::ZERO).await;
+    let caller = Caller::new(store, "passed", Quota::per_minute(3));
+    let lease = caller.book(1, 3, Duration::ZERO).await;
     pass(Duration::from_millis(15)).await;
     let back = [unused(&lease, &lease.grants[0], 1)];
-    let again = client
+    let again = caller
         .lease(&[Demand { cost: 1, count: 3 }], 0, Duration::ZERO, &back)
         .await;
     assert_eq!(
@@ -213,30 +213,30 @@ pub(super) async fn counts_what_passed_unused_back_once(store: &Arc<dyn Store>) 
 /// has been answered.
 pub(super) async fn takes_back_any_number_of_permits(store: &Arc<dyn Store>) {
     const MANY: u32 = 1000;
-    let client = Client::new(store, "many returns", Quota::per_minute(MANY));
-    let lease = client.book(1, MANY, Duration::ZERO).await;
+    let caller = Caller::new(store, "many returns", Quota::per_minute(MANY));
+    let lease = caller.book(1, MANY, Duration::ZERO).await;
     let returns: Vec<UnusedPermits> = lease
         .grants
         .iter()
         .flat_map(|grant| std::iter::repeat_n(unused(&lease, grant, 1), grant.count as usize))
         .collect();
     assert_eq!(returns.len(), MANY as usize);
-    client
+    caller
         .lease(&[Demand { cost: 1, count: 1 }], 0, Duration::ZERO, &returns)
         .await;
-    client
+    caller
         .store
         .flush()
         .arrives()
         .await
         .expect("the store answers");
-    let used = client.peek().await.limits[0].used;
+    let used = caller.peek().await.limits[0].used;
     assert_eq!(used, 1, "all permits that were returned are free again");
 }
 
 pub(super) async fn fetches_ahead_only_what_is_plenty(store: &Arc<dyn Store>) {
-    let client = Client::new(store, "ahead", Quota::per_minute(100));
-    let lease = client
+    let caller = Caller::new(store, "ahead", Quota::per_minute(100));
+    let lease = caller
         .lease(&[Demand { cost: 1, count: 20 }], 1000, Duration::ZERO, &[])
         .await;
     let ahead = lease.prefetched.as_ref().map_or(0, |grant| grant.count);
@@ -250,9 +250,9 @@ pub(super) async fn fetches_ahead_only_what_is_plenty(store: &Arc<dyn Store>) {
             .as_ref()
             .is_none_or(|grant| grant.cost == 1 && grant.wait.is_zero())
     );
-    let rest = client.book(1, 100, Duration::ZERO).await;
+    let rest = caller.book(1, 100, Duration::ZERO).await;
     assert_eq!(granted(&rest), 80 - ahead, "prefetched permits are counted");
-    let scarce = client
+    let scarce = caller
         .lease(&[Demand { cost: 1, count: 1 }], 1000, LONG, &[])
         .await;
     assert!(
@@ -268,8 +268,8 @@ pub(super) async fn never_grants_what_costs_more_than_the_limit(store: &Arc<dyn 
         Quota::bucket(5).refill(9, window),
         Quota::fixed(5, window),
     ] {
-        let client = Client::new(store, "too much", quota);
-        let lease = client.book(6, 1, LONG).await;
+        let caller = Caller::new(store, "too much", quota);
+        let lease = caller.book(6, 1, LONG).await;
         assert!(lease.grants.is_empty(), "{quota}: {lease:?}");
         assert!(
             lease.refused.is_some_and(|refusal| refusal.wait.is_none()),
@@ -280,12 +280,12 @@ pub(super) async fn never_grants_what_costs_more_than_the_limit(store: &Arc<dyn 
 
 pub(super) async fn forgets_no_sooner_and_no_later_than_the_window(store: &Arc<dyn Store>) {
     let window = Duration::from_millis(250);
-    let client = Client::new(store, "forget", Quota::new(2, window));
-    let first = client.book(1, 2, Duration::ZERO).await;
-    let next = client.book(1, 1, LONG).await;
+    let caller = Caller::new(store, "forget", Quota::new(2, window));
+    let first = caller.book(1, 2, Duration::ZERO).await;
+    let next = caller.book(1, 1, LONG).await;
     assert_eq!(slots(&next)[0] - slots(&first)[0], 250_000 + MARGIN);
     pass(window * 4).await;
-    let rested = client.book(1, 3, Duration::ZERO).await;
+    let rested = caller.book(1, 3, Duration::ZERO).await;
     assert_eq!(
         granted(&rested),
         2,
@@ -296,8 +296,8 @@ pub(super) async fn forgets_no_sooner_and_no_later_than_the_window(store: &Arc<d
 pub(super) async fn keeps_keys_apart_and_peeks_without_a_trace(store: &Arc<dyn Store>) {
     let quota = Quota::per_minute(4);
     let (one, other) = (
-        Client::new(store, "one", quota),
-        Client::new(store, "other", quota),
+        Caller::new(store, "one", quota),
+        Caller::new(store, "other", quota),
     );
     assert_eq!(granted(&one.book(1, 4, Duration::ZERO).await), 4);
     for _ in 0..3 {
@@ -322,8 +322,8 @@ pub(super) async fn keeps_keys_apart_and_peeks_without_a_trace(store: &Arc<dyn S
 /// refused two of the ten.
 pub(super) async fn leaves_to_others_what_they_use(store: &Arc<dyn Store>) {
     let quota = Quota::per_minute(100);
-    let client = Client::new(store, "strangers", quota);
-    client.book(1, 10, Duration::ZERO).await;
+    let caller = Caller::new(store, "strangers", quota);
+    caller.book(1, 10, Duration::ZERO).await;
     let reset_in = Some(Duration::from_secs(30));
     let left = UpstreamRemaining {
         reset_in,
@@ -332,10 +332,10 @@ pub(super) async fn leaves_to_others_what_they_use(store: &Arc<dyn Store>) {
         ..UpstreamRemaining::new(quota.limits()[0], 18)
     };
     let demands = [Demand { cost: 1, count: 30 }];
-    let lease = client
+    let lease = caller
         .ask(LeaseRequest {
             remaining: Some(left),
-            ..client.asks_for(&demands)
+            ..caller.asks_for(&demands)
         })
         .await;
     assert!(
@@ -347,7 +347,7 @@ pub(super) async fn leaves_to_others_what_they_use(store: &Arc<dyn Store>) {
         16,
         "other clients used 74 of the 82 units: {lease:?}"
     );
-    let usage = client.peek().await;
+    let usage = caller.peek().await;
     assert_eq!((usage.limits[0].reserved, usage.free), (74, 0), "{usage:?}");
     let refusal = lease.refused.expect("the rest is refused");
     assert!(
@@ -361,40 +361,40 @@ pub(super) async fn leaves_to_others_what_they_use(store: &Arc<dyn Store>) {
 /// Units used without a permit count from the moment of their use, even beyond the limit, and leave
 /// the window accordingly.
 pub(super) async fn counts_charges_by_their_age(store: &Arc<dyn Store>) {
-    let client = Client::new(store, "charge", Quota::per_minute(100));
-    client.book(1, 90, Duration::ZERO).await;
+    let caller = Caller::new(store, "charge", Quota::per_minute(100));
+    caller.book(1, 90, Duration::ZERO).await;
     let age = |seconds| Duration::from_secs(seconds);
     let charges = [
         Charge::new(age(70), 1000),
         Charge::new(age(58), 30),
         Charge::new(age(20), 5),
     ];
-    client
+    caller
         .ask(LeaseRequest {
             charges: &charges,
-            ..client.asks_for(&[])
+            ..caller.asks_for(&[])
         })
         .await;
     assert_eq!(
-        client.peek().await.limits[0].used,
+        caller.peek().await.limits[0].used,
         125,
         "charges older than the window do not count"
     );
-    let refusal = client
+    let refusal = caller
         .book(1, 1, Duration::ZERO)
         .await
         .refused
         .expect("25 above the limit");
     let wait = refusal.wait.expect("the oldest leave in 2 s");
     assert!((age(1)..=age(3)).contains(&wait), "{wait:?}");
-    let lease = client.book(1, 10, Duration::from_secs(5)).await;
+    let lease = caller.book(1, 10, Duration::from_secs(5)).await;
     assert_eq!(
         granted(&lease),
         5,
         "100 less 90 and the 5 that stay: {lease:?}"
     );
 
-    let bucket = Client::new(
+    let bucket = Caller::new(
         store,
         "charge of a bucket",
         Quota::bucket(50).refill(50, Duration::from_secs(60)),
@@ -418,11 +418,11 @@ pub(super) async fn counts_charges_by_their_age(store: &Arc<dyn Store>) {
 }
 
 pub(super) async fn decides_in_one_step(store: &Arc<dyn Store>) {
-    let client = Client::new(store, "step", Quota::per_minute(50));
+    let caller = Caller::new(store, "step", Quota::per_minute(50));
     let tasks: Vec<_> = (0..20)
         .map(|_| {
-            let client = client.clone();
-            tokio::spawn(async move { granted(&client.book(1, 5, Duration::ZERO).await) })
+            let caller = caller.clone();
+            tokio::spawn(async move { granted(&caller.book(1, 5, Duration::ZERO).await) })
         })
         .collect();
     let mut sum = 0;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use super::client::{LONG, key, pass};
+use super::caller::{LONG, key, pass};
 use crate::key::Key;
 use crate::store::{
     Recipients, Register, RegisterRequest, Store, StoreError, StoreEvent, StoreListener,

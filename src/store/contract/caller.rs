@@ -18,15 +18,15 @@ pub(super) const LONG: Duration = Duration::from_secs(3600);
 
 /// One key and its quota.
 #[derive(Clone)]
-pub(super) struct Client {
+pub(super) struct Caller {
     pub(super) store: Arc<dyn Store>,
     pub(super) key: Key,
     pub(super) spec: Arc<LimitSpec>,
 }
 
-impl Client {
+impl Caller {
     pub(super) fn new(store: &Arc<dyn Store>, law: &str, quota: Quota) -> Self {
-        Client {
+        Caller {
             store: store.clone(),
             key: key(store, law),
             spec: Arc::new(LimitSpec::new(quota, SLACK, Duration::from_millis(20))),
