@@ -1,6 +1,6 @@
 //! One limit of a key: what was used of it, and what is reserved for other clients.
 //!
-//! Twin: `see_at` in `store/redis/lua/external.lua`, and `in_force_until` in `ledger.lua`.
+//! Twin: `see_limit` in `store/redis/lua/external.lua`, and `in_force_until` in `ledger.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
 use super::algorithm::{Algorithm, Open};

@@ -24,7 +24,7 @@ const SHORTEST_TRUST: Micros = 1_500_000;
 
 /// A holder of calls in flight sends a claim every third of its time to live. This much later than
 /// a third, all holders have sent one.
-const LATE: Micros = 1_000_000;
+const LONGEST_CLAIM_DELAY: Micros = 1_000_000;
 
 /// What a caller remembers of a state.
 #[derive(Clone, Copy, Debug)]
@@ -75,7 +75,7 @@ pub(crate) fn recovering_until(made_at: Micros, limits: &[Limit]) -> Micros {
 
 /// Returns the same for calls in flight, whose claims have this time to live.
 pub(crate) fn in_flight_recovering_until(made_at: Micros, time_to_live: Micros) -> Micros {
-    made_at + time_to_live / 3 + LATE
+    made_at + time_to_live / 3 + LONGEST_CLAIM_DELAY
 }
 
 #[cfg(test)]

@@ -23,9 +23,9 @@ pub(super) struct Window {
     chunks: VecDeque<Chunk>,
     total: u64,
     /// How many of the oldest chunks are coarse.
-    coarse: usize,
+    coarse_count: usize,
     /// The units in the other chunks, which are *fine*.
-    fine: u64,
+    fine_units: u64,
     /// The newest stamp of the chunks that left the log early.
     floor: Option<Micros>,
     /// The running sum of the last search, from which the next search goes on. The chunks before
@@ -59,8 +59,8 @@ impl Window {
             span,
             chunks: VecDeque::new(),
             total: 0,
-            coarse: 0,
-            fine: 0,
+            coarse_count: 0,
+            fine_units: 0,
             floor: None,
             cursor: Cursor::default(),
         }
@@ -89,10 +89,10 @@ impl Window {
     fn pop_oldest(&mut self) -> Option<Chunk> {
         let oldest = self.chunks.pop_front()?;
         self.total -= oldest.count;
-        if self.coarse > 0 {
-            self.coarse -= 1;
+        if self.coarse_count > 0 {
+            self.coarse_count -= 1;
         } else {
-            self.fine -= oldest.count;
+            self.fine_units -= oldest.count;
         }
         if self.cursor.index > 0 {
             self.cursor.index -= 1;
@@ -207,10 +207,10 @@ impl Window {
             );
         }
         self.total += units;
-        if index < self.coarse {
-            self.coarse += self.chunks.len() - chunks;
+        if index < self.coarse_count {
+            self.coarse_count += self.chunks.len() - chunks;
         } else {
-            self.fine += units;
+            self.fine_units += units;
         }
         if index < self.cursor.index {
             self.cursor = Cursor::default();
@@ -229,30 +229,31 @@ impl Window {
     /// Bounds the log: joins the chunks that are older than the newest units of twice the limit. If
     /// there are too many of them, the oldest leave the log.
     fn coarsen(&mut self) {
-        while let Some(&Chunk { count, .. }) = self.chunks.get(self.coarse)
-            && (self.fine - count >= 2 * self.limit || self.chunks.len() - self.coarse > MOST_FINE)
+        while let Some(&Chunk { count, .. }) = self.chunks.get(self.coarse_count)
+            && (self.fine_units - count >= 2 * self.limit
+                || self.chunks.len() - self.coarse_count > MOST_FINE)
         {
-            self.fine -= count;
+            self.fine_units -= count;
             match self
-                .coarse
+                .coarse_count
                 .checked_sub(1)
                 .map(|last| self.chunks[last].count)
             {
                 Some(last) if last + count <= self.limit => {
-                    self.chunks[self.coarse].count += last;
-                    self.chunks.remove(self.coarse - 1);
+                    self.chunks[self.coarse_count].count += last;
+                    self.chunks.remove(self.coarse_count - 1);
                     self.cursor = match self.cursor {
-                        Cursor { index, before } if index > self.coarse => Cursor {
+                        Cursor { index, before } if index > self.coarse_count => Cursor {
                             index: index - 1,
                             before,
                         },
                         _ => Cursor::default(),
                     };
                 }
-                _ => self.coarse += 1,
+                _ => self.coarse_count += 1,
             }
         }
-        while self.coarse > MOST_COARSE {
+        while self.coarse_count > MOST_COARSE {
             self.floor = self.floor.max(self.pop_oldest().map(|oldest| oldest.stamp));
         }
     }
@@ -274,8 +275,8 @@ impl Window {
             let taken = units.min(self.chunks[index].count);
             units -= taken;
             self.total -= taken;
-            if index >= self.coarse {
-                self.fine -= taken;
+            if index >= self.coarse_count {
+                self.fine_units -= taken;
             }
             self.chunks[index].count -= taken;
             self.join_next(&mut index);
@@ -287,7 +288,7 @@ impl Window {
     fn join_next(&mut self, index: &mut usize) {
         let count = self.chunks[*index].count;
         let size = self.chunk_size();
-        let same_kind = *index + 1 != self.coarse;
+        let same_kind = *index + 1 != self.coarse_count;
         match self.chunks.get_mut(*index + 1) {
             Some(next) if count > 0 && same_kind && count + next.count <= size => {
                 next.count += count
@@ -299,8 +300,8 @@ impl Window {
             _ => {}
         }
         self.chunks.remove(*index);
-        if *index < self.coarse {
-            self.coarse -= 1;
+        if *index < self.coarse_count {
+            self.coarse_count -= 1;
         }
     }
 

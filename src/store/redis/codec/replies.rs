@@ -152,8 +152,8 @@ impl HolderState {
 pub(in crate::store::redis) struct ClaimReply {
     /// The state of the holder.
     pub(in crate::store::redis) state: HolderState,
-    /// Whether other holders could not be notified, because the server forbids `PUBLISH`.
-    pub(in crate::store::redis) is_mute: bool,
+    /// Whether other holders could not be notified, because `PUBLISH` failed.
+    pub(in crate::store::redis) publish_failed: bool,
     /// The store's time.
     pub(in crate::store::redis) now: u64,
     /// How long until the first claim of another holder expires, unless it is repeated.
@@ -167,7 +167,7 @@ pub(in crate::store::redis) struct ClaimReply {
 pub(in crate::store::redis) fn read_claim_reply(reply: &[u8]) -> Result<ClaimReply, Garbled> {
     let mut reply = ReplyReader(reply);
     reply.version()?;
-    let is_mute = reply.byte()? != 0;
+    let publish_failed = reply.byte()? != 0;
     let incarnation = reply.long()?;
     let changes = reply.long()?;
     let now = reply.long()?;
@@ -175,7 +175,7 @@ pub(in crate::store::redis) fn read_claim_reply(reply: &[u8]) -> Result<ClaimRep
     let first_expiry = Some(reply.span()?).filter(|span| !span.is_zero());
     Ok(ClaimReply {
         state,
-        is_mute,
+        publish_failed,
         now,
         first_expiry,
         recovering: reply.span()?,

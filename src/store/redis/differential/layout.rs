@@ -353,7 +353,10 @@ fn claim_replies_and_messages_are_read_field_by_field() {
             granted: 7,
             others_wait: true,
         };
-        assert_eq!((reply.state, reply.is_mute, reply.now), (state, true, 5));
+        assert_eq!(
+            (reply.state, reply.publish_failed, reply.now),
+            (state, true, 5)
+        );
         assert_eq!(
             (reply.first_expiry, reply.recovering),
             (Some(micros(8)), micros(9))

@@ -42,7 +42,7 @@ fn constants_of_rules_are_those_of_their_twins() {
         "ledger.lua" "MOST_RETURNED", "returned.rs" "MOST: usize";
         "ledger.lua" "LONGEST_RECOVERY", "recovery.rs" "LONGEST_RECOVERY: Micros";
         "ledger.lua" "SHORTEST_TRUST", "recovery.rs" "SHORTEST_TRUST: Micros";
-        "in_flight.lua" "LATE", "recovery.rs" "LATE: Micros";
+        "in_flight.lua" "LONGEST_CLAIM_DELAY", "recovery.rs" "LONGEST_CLAIM_DELAY: Micros";
         "in_flight.lua" "MOST_BATCHES", "in_flight.rs" "MOST_BATCHES: usize";
     }
 }

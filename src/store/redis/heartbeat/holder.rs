@@ -152,7 +152,7 @@ impl Holder {
         }
         let first_expiry = reply.first_expiry.map(|span| span + EXPIRY_MARGIN);
         let recovered = (!reply.recovering.is_zero()).then(|| reply.recovering + EXPIRY_MARGIN);
-        let poll = (!is_subscribed || reply.is_mute).then(|| jittered(POLL_INTERVAL));
+        let poll = (!is_subscribed || reply.publish_failed).then(|| jittered(POLL_INTERVAL));
         [first_expiry, recovered, poll]
             .into_iter()
             .flatten()

@@ -206,7 +206,7 @@ impl Claims {
         };
         let pause = match reply {
             Ok(reply) => {
-                if reply.is_mute && !self.is_warned {
+                if reply.publish_failed && !self.is_warned {
                     self.is_warned = true;
                     events::store_cannot_tell();
                 }

@@ -185,7 +185,7 @@ local function bucket_rule()
   }
 
   -- Returns the rule with the functions that few calls need.
-  function rule.more()
+  function rule.cold()
     if rule.subtract then return rule end
 
     -- Counts units that were used without a permit. The upstream accepted them, so its bucket had

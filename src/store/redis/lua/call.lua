@@ -9,12 +9,13 @@
 -- ARGV[2]  for a hold, a release or an urgent statement of the upstream: the channel of all stores
 -- ARGV[3]  with ARGV[2]: the token that names the key to them
 --
--- For each call, Redis makes the script anew, with every function in it. A function costs 50 ns,
--- and more for each variable that it shares with others. So functions that few calls need are made
--- when a call needs them (`cold`, `cold_external`), and what the others share is in one table,
--- `state`.
+-- For each call, Redis makes every function of the script anew. That takes 50 ns for each function,
+-- and more for each variable that it shares with others. So functions that few calls need are
+-- *cold*: `cold` and `cold_external` make them when a call needs them. The variables that functions
+-- share are fields of one table, `state`.
 
--- How much longer than necessary a key lives, so that few grants have to extend its life.
+-- How much longer than necessary the time to live of a key is, so that few grants have to extend
+-- it.
 local SPARE_LIFE = 2000000
 local NO_LIMIT = { kind = 0, count = 0, window = 0, capacity = 0 }
 

@@ -34,7 +34,7 @@ local function reserved(limit, at)
   return units
 end
 
--- Returns the moment from which nothing is reserved any more.
+-- Returns the moment from which nothing is reserved, if no response arrives.
 local function forgotten_from(limit)
   local external = limit.external
   local from, is_stated = external.ends, external.fewest_left < LARGEST_I4 or external.seen > 0
@@ -43,14 +43,15 @@ local function forgotten_from(limit)
   return from
 end
 
--- Returns how many of `units` are left besides those that are reserved at a moment.
-local function less_reserved(units, limit, at)
+-- Returns how many of `units` are not reserved for other clients at a moment.
+local function unreserved(units, limit, at)
   if limit.external then units = units - reserved(limit, at) end
   return units > 0 and units or 0
 end
 
--- Returns the first moment at which one limit allows `cost` besides what is reserved then.
-local function first_slot_beside(limit, from, cost, life)
+-- Returns the first moment, not before `from`, at which a limit allows `cost` and the units that
+-- are reserved then.
+local function first_slot_unreserved(limit, from, cost, life)
   while true do
     local units, next_change = reserved_from(limit, from)
     local slot = limit.rule.first_slot(limit, from, cost, life, units)
@@ -67,6 +68,7 @@ local function cold_external()
   -- twentieth of the window applies if that is longer.
   local OLDEST_RESPONSE = 250000
 
+  -- Makes the external usage of a window of which no response is known.
   local function new_external(ends, expected, log_is_complete)
     return {
       ends = ends, seen = 0, expected = expected, refused = 0, fewest_left = LARGEST_I4, granted_then = 0,
@@ -75,7 +77,8 @@ local function cold_external()
     }
   end
 
-  -- Begins a new count. The last one has ended.
+  -- Begins the next window of the upstream, because the last one has ended. Forgets the external
+  -- usage if no use is expected.
   local function roll(limit)
     local last, expected = limit.external, 0
     local ends = last.ends + limit.window
@@ -97,21 +100,22 @@ local function cold_external()
     end
   end
 
-  -- Takes in what the upstream states remains of one limit. Returns whether less is allowed than
-  -- before.
-  local function see_at(limit, units, reset_in, steady, urgent, ago, refused, valid_for)
-    if limit.kind == BUCKET then return limit.rule.more().see(limit, ago, units) end
+  -- Takes in a statement of the upstream about a limit of this state. Returns whether less is
+  -- allowed than before.
+  local function see_limit(limit, units, reset_in, steady, urgent, ago, refused, valid_for)
+    if limit.kind == BUCKET then return limit.rule.cold().see(limit, ago, units) end
     local least, most
     local longest_life = math.floor(limit.window / 20)
     if longest_life < LONGEST_LIFE then longest_life = LONGEST_LIFE end
     local sent = state.now + longest_life + state.slack
     if limit.kind == WINDOW then
-      least, most = limit.rule.more().used_until(limit, sent)
+      least, most = limit.rule.cold().used_until(limit, sent)
     else
       least = limit.rule.used(limit)
       most = least
     end
-    -- Units may have left the log since an older response.
+    -- A reset that an older response states does not count, because units may have left the log
+    -- since.
     local oldest = math.floor(limit.window / 20)
     if oldest < OLDEST_RESPONSE then oldest = OLDEST_RESPONSE end
     if steady == 0 and ago > oldest then reset_in = 0 end
@@ -180,8 +184,8 @@ local function cold_external()
     end
   end
 
-  -- Takes in what the upstream states remains of a limit. Returns whether less is allowed than
-  -- before, and whether other processes must be notified of it at once.
+  -- Takes in a statement of the upstream. Returns whether less is allowed than before, and whether
+  -- the statement is urgent: then other processes are notified at once.
   local function see(kind, count, window, capacity, units, reset_in, flags, ago, refused, valid_for, forget)
     local steady, urgent = flags % 2, flags >= 2
     for i = 1, #state do
@@ -191,7 +195,7 @@ local function cold_external()
           forget_others(limit)
           return false, false
         end
-        return see_at(limit, units, reset_in, steady, urgent, ago, refused, valid_for), urgent
+        return see_limit(limit, units, reset_in, steady, urgent, ago, refused, valid_for), urgent
       end
     end
     return false, false
@@ -216,7 +220,7 @@ local function cold_external()
     end
   end
 
-  -- Packs the records of all limits that other clients use. Returns them, and how many they are.
+  -- Packs the external usage of all limits. Returns the records, and their number.
   local function records()
     local bytes, n = '', 0
     for i = 1, #state do

@@ -67,8 +67,9 @@ local function fixed_rule()
     if limit.n > limit.room then state.must_rewrite = true end
   end
 
-  -- Moves the boundaries to where the server's clock puts them. After a step, the units of a window
-  -- count in each new window that overlaps it. After a drift, they stay in their window.
+  -- Moves the boundaries to where the server's clock puts them. A small move is a drift of the
+  -- clocks: the units of a window stay in that window. A larger move is a step of the clock: the
+  -- units count in each new window that overlaps the old one.
   local function align(limit)
     local phase = (server_time - state.now) % limit.window
     if phase == limit.phase then return end
@@ -134,8 +135,8 @@ local function fixed_rule()
     add(limit, number_of(limit, slot), units)
   end
 
-  -- Counts units that were used without a permit, unless an earlier window than the current one has
-  -- them. If they are more than the limit, as many as the limit count.
+  -- Counts units that were used without a permit, but no more than the limit. Units that were used
+  -- in an earlier window than the current one do not count.
   local function charge(limit, used_at, _, units)
     if number_of(limit, used_at) >= number_of(limit, state.now) then
       add(limit, number_of(limit, used_at), units < limit.count and units or limit.count)
@@ -199,8 +200,8 @@ local function fixed_rule()
     entry = WINDOW_USE, size = WINDOW_USE_SIZE, fields = { 'window', 'units' },
     advance = advance, align = align, first_slot = first_slot, room = room, insert = insert, charge
     = charge, subtract = subtract, fresh_from = fresh_from, free = free, used = used, new = new, read = read, record =
-    record, more = 0,
+    record, cold = 0,
   }
-  function rule.more() return rule end
+  function rule.cold() return rule end
   return rule
 end

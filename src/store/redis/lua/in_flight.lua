@@ -11,9 +11,9 @@
 
 -- The most batches. Further waiters join the last batch of their holder.
 local MOST_BATCHES = 250
--- A holder sends a claim every third of its time to live. This much later than a third, all holders
--- have sent one.
-local LATE = 1000000
+-- A holder sends a claim every third of its time to live. At most this much later, the claim is
+-- here.
+local LONGEST_CLAIM_DELAY = 1000000
 
 local version, operation, random, known_incarnation, known_changes, seen, since, on_way, server_seen, server_since, store, id,
   number, limit, in_use, wanted, granted_seen, ttl = struct.unpack(CLAIM_CALL, ARGV[1])
@@ -30,7 +30,7 @@ local function read_holders(bytes, holder_count, batch_count)
       struct.unpack(HOLDER, bytes, pos)
     holders[i] = {
       store = its_store, id = its_id, number = its_number, limit = its_limit,
-      taken = its_taken, -- slots in use, or granted and not acknowledged yet
+      taken = its_taken, -- slots that it uses, or was granted since its last claim
       granted = granted, -- slots ever granted
       knows_others_wait = knows_others_wait, expires = expires,
       has_new_slots = false, waits = false, index = 0,
@@ -122,8 +122,8 @@ if bytes then
   end
   format, holder_count, batch_count, incarnation, changes, made_at, offset, last_write, recovering_until =
     struct.unpack(IN_FLIGHT_HEAD, bytes)
-  local remembers = known_incarnation == incarnation and seen > 0
-  now = logical_time(server_time, server_time + offset, last_write, remembers and seen + since, since, on_way,
+  local knows_time = known_incarnation == incarnation and seen > 0
+  now = logical_time(server_time, server_time + offset, last_write, knows_time and seen + since, since, on_way,
     server_seen > 0 and server_seen + server_since)
   if not now then
     return struct.pack(CLAIM_REPLY, CALL_VERSION, UNSURE, incarnation, changes, server_time, 0, 0, 0, 0, 0)
@@ -137,13 +137,14 @@ if operation == PEEK then
   return struct.pack(CLAIM_PEEK_REPLY, CALL_VERSION, GRANTED, used, recovering_until > now and 0 or free)
 end
 
--- 2. Recovery, if the caller knows of a state that is lost, or of a later one than this. Nothing is
---    granted until all holders of the lost state have claimed (src/limit/recovery.rs).
+-- 2. Recovery. If the caller knows another incarnation, or more changes than this state has, a
+--    state was lost. Nothing is granted until all holders of the lost state have sent a claim
+--    (src/limit/recovery.rs).
 if known_incarnation ~= 0 and (known_incarnation ~= incarnation or known_changes > changes) then
   if known_incarnation == incarnation then
     incarnation, made_at = random, now
   end
-  local recovered_at = made_at + math.floor(ttl / 3) + LATE
+  local recovered_at = made_at + math.floor(ttl / 3) + LONGEST_CLAIM_DELAY
   if recovered_at > recovering_until then recovering_until = recovered_at end
 end
 
@@ -183,7 +184,7 @@ for i = 1, #queue do
   if queue[i].holder ~= first then is_mixed = true end
   queue[i].holder.waits = true
 end
-local others_wait, first_end, status, longest_left = 0, 0, GRANTED, ttl
+local others_wait, first_expiry, status, longest_left = 0, 0, GRANTED, ttl
 local records, count = {}, 0
 for i = 1, #holders do
   local holder = holders[i]
@@ -196,10 +197,10 @@ for i = 1, #holders do
       local published = redis.pcall('PUBLISH', ARGV[2] .. string.format('%.0f', holder.store),
         struct.pack(IN_FLIGHT_MESSAGE_FIELDS, IN_FLIGHT_MESSAGE, incarnation, changes, holder.id, holder.number, holder.granted,
           others))
-      -- A table is an error. If PUBLISH is forbidden, the holders must poll.
-      if type(published) == 'table' then status = MUTE end
+      -- A table is an error. If PUBLISH fails, the holders must poll.
+      if type(published) == 'table' then status = NOT_PUBLISHED end
     end
-    if first_end == 0 or holder.expires - now < first_end then first_end = holder.expires - now end
+    if first_expiry == 0 or holder.expires - now < first_expiry then first_expiry = holder.expires - now end
   end
   if holder.taken > 0 or holder.waits then
     count = count + 1
@@ -222,4 +223,4 @@ redis.call('SET', KEYS[1], head .. table.concat(records), 'PX', time_to_live)
 
 -- 5. The reply.
 return struct.pack(CLAIM_REPLY, CALL_VERSION, status, incarnation, changes, now, claimant.number, claimant.granted, others_wait,
-  first_end, recovering_until > now and recovering_until - now or 0)
+  first_expiry, recovering_until > now and recovering_until - now or 0)

@@ -66,7 +66,7 @@ local UNSURE = 3
 local SHARED = 4
 local CUT = 8
 -- The status of a claim if PUBLISH failed. The holders that should have been notified must poll.
-local MUTE = 2
+local NOT_PUBLISHED = 2
 
 -- Kinds of limits, and EXTERNAL, which is a kind of record only. A new kind of limit needs a number
 -- that none of them has. `read_records` (main.lua) refuses kinds that are larger than EXTERNAL.

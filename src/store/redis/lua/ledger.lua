@@ -10,7 +10,7 @@
 local MOST_LIMITS = 32
 -- The most rounds of the search for a slot. Some limits have no slot in common.
 local MOST_ROUNDS = 1000
--- What makes the functions of each kind of limit, by its number; and those that were made.
+-- By the number of a kind of limit: the function that makes its rule, and its rule once it is made.
 local makers, rules = { window_rule, bucket_rule, fixed_rule }, {}
 
 -- Returns the functions of a kind of limit.
@@ -44,7 +44,7 @@ local function first_slot(cost, life)
     local before = slot
     for i = 1, count do
       local limit = state[i]
-      local first = limit.external and first_slot_beside(limit, slot, cost, life)
+      local first = limit.external and first_slot_unreserved(limit, slot, cost, life)
         or limit.rule.first_slot(limit, slot, cost, life, 0)
       if first > slot then
         slot, last_limit = first, limit
@@ -68,7 +68,7 @@ local function find_returned(units, life)
   end
 end
 
--- Packs the head. The last bit of `recovering until` says whether the hold was cut.
+-- Packs the head. The lowest bit of `recovering until` says whether the hold was cut.
 local function packed_head(record_count, incarnation, writes, offset, expires, held_until, releases)
   local format = STATE_FORMAT
   for i = 1, #state do
@@ -84,7 +84,7 @@ local function free_now()
   local least = NEVER
   for i = 1, #state do
     local limit = state[i]
-    local free = less_reserved(limit.rule.free(limit), limit, state.now)
+    local free = unreserved(limit.rule.free(limit), limit, state.now)
     if free < least then least = free end
   end
   return least
@@ -100,9 +100,9 @@ local function cold()
     state.changed = true
     for i = 1, #state do
       local limit = state[i]
-      limit.rule.more().subtract(limit, slot, stamp, units)
-      -- If the units were counted as used when the newest response was read, other clients used as
-      -- many.
+      limit.rule.cold().subtract(limit, slot, stamp, units)
+      -- The newest response was compared with these units as used. They were not used, so other
+      -- clients used as many.
       local usage = limit.external
       if usage and state.now < usage.shortfall_until and stamp <= usage.counted_until then
         usage.shortfall = usage.shortfall + units
@@ -110,7 +110,8 @@ local function cold()
     end
   end
 
-  -- Keeps a returned slot for the next caller. If there is no room, the last one leaves the logs.
+  -- Keeps a returned slot for the next caller. If there are too many, the last of them is removed,
+  -- also from the logs.
   local function keep(slot, stamp, units)
     local list, i = returned(), 1
     while list[i] and (list[i].slot < slot or (list[i].slot == slot and list[i].stamp < stamp)) do
@@ -130,7 +131,9 @@ local function cold()
     if last then subtract(last.slot, last.stamp, last.units) end
   end
 
-  -- Takes back a permit that was not used.
+  -- Takes back a permit that was not used. If its slot lies ahead and nothing is reserved for other
+  -- clients then, the slot is kept for the next caller. Otherwise the permit is removed from the
+  -- logs.
   local function take_back(slot, stamp, units)
     if units == 0 or stamp < slot then return end
     local is_shared = false
@@ -170,7 +173,7 @@ local function cold()
     state.changed = true
     local used_at = state.now > age and state.now - age or 0
     for i = 1, #state do
-      state[i].rule.more().charge(state[i], used_at, used_at + state.slack, units)
+      state[i].rule.cold().charge(state[i], used_at, used_at + state.slack, units)
     end
   end
 
@@ -184,7 +187,7 @@ local function cold()
     return count, life + state.slack
   end
 
-  -- Adds a limit that is new to this key. It starts with what the other limits remember.
+  -- Adds a limit that is new to this key. It starts with the use that the other limits remember.
   local function add(kind, count, window, capacity, guard)
     local rule = rule_of(kind)
     local limit = {
@@ -195,13 +198,13 @@ local function cold()
     for i = 1, #state do
       local other = state[i]
       if other.kind == WINDOW and (not longest or other.window >= longest.window) then longest = other end
-      local used = other.rule.more().used(other)
+      local used = other.rule.cold().used(other)
       if used > most_used then most_used = used end
     end
-    rule.more().new(limit)
+    rule.cold().new(limit)
     if longest then
       local now = state.now
-      longest.rule.more().for_each(longest, function(stamp, units)
+      longest.rule.cold().for_each(longest, function(stamp, units)
         state.now = stamp
         rule.insert(limit, stamp, stamp, units)
       end)
@@ -248,27 +251,28 @@ local function cold()
     end
   end
 
-  -- Recovers after a state was lost. The state *recovers* for that time: it grants nothing until
-  -- the permits of the lost state are a window old.
+  -- Begins the recovery of a lost state: nothing is granted until the permits of the lost state are
+  -- a window old. `granted` is what the caller was granted of the lost state.
   --
-  -- Twin: src/limit/recovery.rs. A process uses permits of the lost state only within its trust
-  -- after the last reply: a quarter of the longest window, at least SHORTEST_TRUST. If a limit
-  -- remembers permits for longer than LONGEST_RECOVERY, it is charged with what the caller was
-  -- granted. The recovery then lasts LONGEST_RECOVERY and the trust, for what the other callers
-  -- were granted.
+  -- Twin: src/limit/recovery.rs
+  --
+  -- A process uses permits of the lost state only for a time after its last reply, its *trust*: a
+  -- quarter of the longest window, at least SHORTEST_TRUST. So the recovery lasts the longest window
+  -- and the trust, but no longer than LONGEST_RECOVERY and the trust. A limit that remembers permits
+  -- for longer than that is charged with `granted`.
   local function recover(granted)
     local LONGEST_RECOVERY = 60000000
     local SHORTEST_TRUST = 1500000
     local longest = 0
     for i = 1, #state do
       local limit = state[i]
-      local remembers = limit.window
+      local memory = limit.window
       if limit.kind == BUCKET and limit.capacity > limit.count then
-        remembers = math.ceil(limit.window / limit.count * limit.capacity)
+        memory = math.ceil(limit.window / limit.count * limit.capacity)
       end
-      if limit.ours and remembers > longest then longest = remembers end
-      if granted > 0 and remembers > LONGEST_RECOVERY then
-        limit.rule.more().charge(limit, state.now, state.now + state.slack, granted)
+      if limit.ours and memory > longest then longest = memory end
+      if granted > 0 and memory > LONGEST_RECOVERY then
+        limit.rule.cold().charge(limit, state.now, state.now + state.slack, granted)
       end
     end
     if longest > LONGEST_RECOVERY then longest = LONGEST_RECOVERY end
@@ -292,7 +296,7 @@ local function cold()
     for i = 1, #state do
       local limit, bytes = state[i], nil
       if limit.kind == WINDOW then
-        bytes = limit.rule.more().region(limit)
+        bytes = limit.rule.cold().region(limit)
       else
         bytes = pack_list(entries(limit), limit.rule.entry, limit.rule.fields)
       end

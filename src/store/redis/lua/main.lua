@@ -83,7 +83,7 @@ local function book(cost, count, life, last, segments)
     else
       fits = NEVER
       for i = 1, #state do
-        local room = less_reserved(state[i].rule.room(state[i], slot), state[i], slot)
+        local room = unreserved(state[i].rule.room(state[i], slot), state[i], slot)
         if room < fits then fits = room end
       end
       fits = math.floor(fits / cost)
@@ -97,7 +97,7 @@ local function book(cost, count, life, last, segments)
   end
 end
 
--- Returns the first moment at which everything is forgotten.
+-- Returns the first moment at which a new state would grant the same.
 local function remembered_until()
   local until_then = state.recovering_until > state.earliest and state.recovering_until or state.earliest
   for i = 1, #state do
@@ -147,13 +147,13 @@ else
   local failure = read_records(head, record_count, limit_count)
   if failure then return failure end
 
-  local remembers = known_incarnation == incarnation and seen > 0
-  if operation == RETURN and not remembers then
-    -- A caller that only returns permits, and remembers no reply, cannot tell whether the clock was
-    -- set. It need not: its time is that of the last write.
+  local knows_time = known_incarnation == incarnation and seen > 0
+  if operation == RETURN and not knows_time then
+    -- The caller only returns permits, and remembers no reply. So it cannot tell whether the clock
+    -- was set. For this call, the time is that of the last write.
     state.now = last_write
   else
-    local now = logical_time(server_time, server_time + offset, last_write, remembers and seen + since, since, on_way,
+    local now = logical_time(server_time, server_time + offset, last_write, knows_time and seen + since, since, on_way,
       server_seen > 0 and server_seen + server_since)
     if not now then
       return struct.pack(REPLY, CALL_VERSION, UNSURE, incarnation, writes, server_time, 0, 0, 0, 0, releases, 0, 0, 0, 0,
@@ -167,8 +167,8 @@ else
 end
 local now = state.now
 
--- 2. The hold. It only ends later, unless it is released. The last bit of `recovering until` says
---    whether it was cut.
+-- 2. The hold. Its end moves only later, unless it is released. The lowest bit of `recovering
+--    until` says whether the hold was cut.
 state.hold_is_cut = state.recovering_until % 2
 state.recovering_until = state.recovering_until - state.hold_is_cut
 -- A hold that begins now counts, even if the caller does not know of the last releases.
@@ -190,7 +190,7 @@ elseif hold_releases == releases and hold_left > 0 and now + hold_left > held_un
   state.changed = true
 end
 state.earliest = held_until > now and held_until or now
-local cut = held_until > now and state.hold_is_cut or 0
+local is_cut = held_until > now and state.hold_is_cut or 0
 
 -- 3. The limits.
 pos = update_limits(operation, call, pos, limit_count, guard)
@@ -207,19 +207,19 @@ if operation == PEEK then
     free, next_slot = 0, state.recovering_until > next_slot and state.recovering_until or next_slot
   end
   local parts = {
-    struct.pack(PEEK_REPLY, CALL_VERSION, GRANTED, free, next_slot - now, state.earliest - now, releases, cut, #state),
+    struct.pack(PEEK_REPLY, CALL_VERSION, GRANTED, free, next_slot - now, state.earliest - now, releases, is_cut, #state),
   }
   for i = 1, #state do
     local limit = state[i]
     parts[i + 1] = struct.pack(PEEK_LIMIT, limit.kind, limit.count, limit.window, limit.capacity,
-      limit.rule.more().used(limit), less_reserved(limit.rule.free(limit), limit, now),
+      limit.rule.cold().used(limit), unreserved(limit.rule.free(limit), limit, now),
       limit.external and reserved(limit, now) or 0)
   end
   return table.concat(parts)
 end
 
--- 4. Recovery. If a caller knows of a state that is lost, or of a later one than this, it was
---    granted permits that this state does not know.
+-- 4. Recovery. If the caller knows another incarnation, or more writes than this state has, a state
+--    was lost. This state does not know all permits of the caller.
 if known_incarnation ~= 0 and seen > 0 and (known_incarnation ~= incarnation or known_writes > writes) then
   if known_incarnation == incarnation then
     incarnation, state.made_at = random, now
@@ -287,8 +287,8 @@ else
 end
 local free = status == GRANTED and free_now() or 0
 
--- 7. The new state. It lives a second longer than anything in it matters. Two clocks may differ by
---    a thousandth.
+-- 7. The new state. It expires a second after the last moment at which it matters, and a thousandth
+--    of that time later, by which two clocks may differ.
 local remember = remembered_until() - now
 if state.changed then
   writes = writes + 1
@@ -308,10 +308,9 @@ if state.changed then
   end
 end
 
--- 8. Messages. If PUBLISH is forbidden, the other processes learn of the change with their next
---    call.
+-- 8. Messages. If PUBLISH fails, the other processes learn of the change with their next call.
 if operation == HOLD or operation == RELEASE then
-  local kind = cut == 1 and CUT_HOLD_MESSAGE or HOLD_MESSAGE
+  local kind = is_cut == 1 and CUT_HOLD_MESSAGE or HOLD_MESSAGE
   redis.pcall('PUBLISH', ARGV[2], struct.pack(HOLD_MESSAGE_FIELDS, kind, state.earliest - now, releases) .. ARGV[3])
 elseif must_notify and #ARGV == 3 then
   redis.pcall('PUBLISH', ARGV[2], struct.pack(REMAINING_MESSAGE_FIELDS, REMAINING_MESSAGE, writes) .. ARGV[3])
@@ -324,6 +323,6 @@ for i = #state, 1, -1 do
   if state[i].external then shared = SHARED end
 end
 refusing, foreign = status == REFUSED and refusing or NO_LIMIT, foreign or NO_LIMIT
-return struct.pack(REPLY, CALL_VERSION, status + shared + cut * CUT, incarnation, writes, now, remember, wait, free,
+return struct.pack(REPLY, CALL_VERSION, status + shared + is_cut * CUT, incarnation, writes, now, remember, wait, free,
   state.earliest - now, releases, refusing.kind, refusing.count, refusing.window, refusing.capacity, foreign.kind, foreign.count,
   foreign.window, foreign.capacity, prefetched, prefetched_span, #segments) .. table.concat(segments)

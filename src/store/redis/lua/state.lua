@@ -20,9 +20,9 @@ local state = {
   made_at = 0, recovering_until = 0, hold_is_cut = 0, -- as in the head
   returned_count = 0, returned_room = 0, -- as in the head
   returned_base = 0, -- where the returned slots begin in the string
-  returned = false, -- the returned slots, once they are read
-  cold = false, -- the functions of `cold` (ledger.lua), once they are made
-  cold_external = false, -- the functions of `cold_external` (external.lua), once they are made
+  returned = false, -- the list of returned slots, once it is read
+  cold = false, -- the functions that `cold` (ledger.lua) has made, if a call needed them
+  cold_external = false, -- those that `cold_external` (external.lua) has made
 }
 state[1], state[2] = nil, nil
 

@@ -7,12 +7,19 @@
 -- needs: layout.lua, `state` (state.lua)
 --
 -- The chunks lie in a ring of `room` places. They are read in blocks of eight when they are first
--- needed. The stamp of chunk i (from 0) is at[2 * (first + i)], and its units are the number after
--- it. The oldest and the newest chunk are in the record besides, so most calls read no block.
+-- needed. The stamp of chunk i (from 0) is limit.ring[2 * (first + i)], and its units are the
+-- number after it. The record has a copy of the oldest and of the newest chunk, so most calls read
+-- no block.
+--
+-- The first `coarse_count` chunks are coarse. The others are fine, and have `fine_units` units. The
+-- last search for a slot ended at chunk `cursor_index`; the chunks before it have `cursor_before`
+-- units. When the state was read, the chunks were in the places from `first_read` to before
+-- `end_read`. The places from `dirty_from` to `dirty_to` may have changed since: those in `dirty`
+-- have.
 
 -- Returns the functions of this kind of limit.
 local function window_rule()
-  -- The most coarse chunks, and the most fine ones, which are the others.
+  -- The most coarse chunks, and the most chunks that are not coarse.
   local MOST_COARSE = 48
   local MOST_FINE = 204
 
@@ -23,11 +30,11 @@ local function window_rule()
     local from = limit.base + block * CHUNK_SIZE
     local s = redis.call('GETRANGE', KEYS[1], from, from + CHUNK_BLOCK_SIZE - 1)
     local values = { struct.unpack(CHUNK_BLOCK, s) }
-    local at, first = limit.at, limit.first0
+    local ring, first = limit.ring, limit.first_read
     for i = 0, 7 do
       local place = first + (block + i - first) % limit.room
-      if place < limit.end0 and not at[2 * place] then
-        at[2 * place], at[2 * place + 1] = values[2 * i + 1], values[2 * i + 2]
+      if place < limit.end_read and not ring[2 * place] then
+        ring[2 * place], ring[2 * place + 1] = values[2 * i + 1], values[2 * i + 2]
       end
     end
   end
@@ -35,10 +42,10 @@ local function window_rule()
   -- Returns the stamp of chunk i.
   local function stamp_of(limit, i)
     local place = 2 * (limit.first + i)
-    local stamp = limit.at[place]
+    local stamp = limit.ring[place]
     if not stamp then
       fetch(limit, place / 2)
-      stamp = limit.at[place]
+      stamp = limit.ring[place]
     end
     return stamp
   end
@@ -46,40 +53,40 @@ local function window_rule()
   -- Returns the units of chunk i.
   local function count_of(limit, i)
     local place = 2 * (limit.first + i)
-    if not limit.at[place] then fetch(limit, place / 2) end
-    return limit.at[place + 1]
+    if not limit.ring[place] then fetch(limit, place / 2) end
+    return limit.ring[place + 1]
   end
 
   -- Sets chunk i.
   local function put(limit, i, stamp, count)
     local place = limit.first + i
-    limit.at[2 * place], limit.at[2 * place + 1] = stamp, count
-    if not limit.moved then limit.moved, limit.low, limit.high = {}, place, place end
-    limit.moved[place] = true
-    if place < limit.low then limit.low = place end
-    if place > limit.high then limit.high = place end
+    limit.ring[2 * place], limit.ring[2 * place + 1] = stamp, count
+    if not limit.dirty then limit.dirty, limit.dirty_from, limit.dirty_to = {}, place, place end
+    limit.dirty[place] = true
+    if place < limit.dirty_from then limit.dirty_from = place end
+    if place > limit.dirty_to then limit.dirty_to = place end
   end
 
   -- Removes the oldest chunk. Returns its stamp.
   local function pop_oldest(limit)
     local stamp, count = stamp_of(limit, 0), count_of(limit, 0)
     limit.first, limit.n, limit.total = limit.first + 1, limit.n - 1, limit.total - count
-    if limit.coarse > 0 then
-      limit.coarse = limit.coarse - 1
+    if limit.coarse_count > 0 then
+      limit.coarse_count = limit.coarse_count - 1
     else
-      limit.fine = limit.fine - count
+      limit.fine_units = limit.fine_units - count
     end
-    if limit.index > 0 then
-      limit.index, limit.before = limit.index - 1, limit.before - count
+    if limit.cursor_index > 0 then
+      limit.cursor_index, limit.cursor_before = limit.cursor_index - 1, limit.cursor_before - count
     end
     return stamp
   end
 
-  -- Makes the functions that only long queues and returned permits need.
-  local more
+  -- Returns the functions that only long queues and returned permits need. Makes them first.
+  local cold_functions
   local function cold()
-    if more then return more end
-    more = {}
+    if cold_functions then return cold_functions end
+    cold_functions = {}
 
     -- Reads the whole ring.
     local function load_all(limit)
@@ -89,7 +96,7 @@ local function window_rule()
     end
 
     -- Inserts a chunk before chunk i; moves the shorter side of the ring.
-    function more.insert_chunk(limit, i, stamp, count)
+    function cold_functions.insert_chunk(limit, i, stamp, count)
       if limit.n + 1 > limit.room then
         load_all(limit)
         state.must_rewrite = true
@@ -124,27 +131,27 @@ local function window_rule()
     end
 
     -- Merges old chunks until at most MOST_COARSE and MOST_FINE are left.
-    function more.coarsen(limit)
+    function cold_functions.coarsen(limit)
       local twice = 2 * limit.count
-      while limit.coarse < limit.n do
-        local coarse = limit.coarse
+      while limit.coarse_count < limit.n do
+        local coarse = limit.coarse_count
         local count = count_of(limit, coarse)
-        if limit.fine - count < twice and limit.n - coarse <= MOST_FINE then break end
-        limit.fine = limit.fine - count
+        if limit.fine_units - count < twice and limit.n - coarse <= MOST_FINE then break end
+        limit.fine_units = limit.fine_units - count
         local last = coarse > 0 and count_of(limit, coarse - 1)
         if last and last + count <= limit.count then
           put(limit, coarse, stamp_of(limit, coarse), count + last)
           remove_chunk(limit, coarse - 1)
-          if limit.index > coarse then
-            limit.index = limit.index - 1
+          if limit.cursor_index > coarse then
+            limit.cursor_index = limit.cursor_index - 1
           else
-            limit.index, limit.before = 0, 0
+            limit.cursor_index, limit.cursor_before = 0, 0
           end
         else
-          limit.coarse = coarse + 1
+          limit.coarse_count = coarse + 1
         end
       end
-      while limit.coarse > MOST_COARSE do
+      while limit.coarse_count > MOST_COARSE do
         local oldest = pop_oldest(limit)
         if oldest > limit.floor then limit.floor = oldest end
       end
@@ -154,29 +161,28 @@ local function window_rule()
     local function join_next(limit, i)
       local count = count_of(limit, i)
       if count > 0 then
-        local is_last = i + 1 >= limit.n or i + 1 == limit.coarse
+        local is_last = i + 1 >= limit.n or i + 1 == limit.coarse_count
         if is_last or count + count_of(limit, i + 1) > math.floor((limit.count + 99) / 100) then
           return i + 1
         end
         put(limit, i + 1, stamp_of(limit, i + 1), count_of(limit, i + 1) + count)
       end
       remove_chunk(limit, i)
-      if i < limit.coarse then
-        limit.coarse = limit.coarse - 1
+      if i < limit.coarse_count then
+        limit.coarse_count = limit.coarse_count - 1
       end
       return i
     end
 
-    -- Counts units that were used without a permit. If they are more than the limit, as many as the
-    -- limit count.
-    function more.charge(limit, _, stamp, units)
+    -- Counts units that were used without a permit, but no more than the limit.
+    function cold_functions.charge(limit, _, stamp, units)
       if stamp + limit.window > state.now then
         limit.rule.insert(limit, stamp, stamp, units < limit.count and units or limit.count)
       end
     end
 
     -- Takes back units of a stamp that were not used.
-    function more.subtract(limit, _, stamp, units)
+    function cold_functions.subtract(limit, _, stamp, units)
       if stamp + limit.window <= state.now or (limit.floor > 0 and stamp <= limit.floor) then return end
       -- Finds the first chunk whose stamp is not earlier.
       local i, beyond = 0, limit.n
@@ -184,14 +190,14 @@ local function window_rule()
         local middle = math.floor((i + beyond) / 2)
         if stamp_of(limit, middle) < stamp then i = middle + 1 else beyond = middle end
       end
-      limit.index, limit.before = 0, 0
+      limit.cursor_index, limit.cursor_before = 0, 0
       while units > 0 and i < limit.n do
         local count = count_of(limit, i)
         local taken = units < count and units or count
         units = units - taken
         limit.total = limit.total - taken
-        if i >= limit.coarse then
-          limit.fine = limit.fine - taken
+        if i >= limit.coarse_count then
+          limit.fine_units = limit.fine_units - taken
         end
         put(limit, i, stamp_of(limit, i), count - taken)
         i = join_next(limit, i)
@@ -199,13 +205,13 @@ local function window_rule()
     end
 
     -- Returns the units in the log.
-    function more.used(limit)
+    function cold_functions.used(limit)
       return limit.total
     end
 
-    -- Returns the units whose stamps are not later than `stamp`: at least, and at most. The first
-    -- chunk that is later may hold some.
-    function more.used_until(limit, stamp)
+    -- Returns a lower and an upper bound of the units whose stamps are not later than `stamp`. The
+    -- first chunk with a later stamp may have some of them.
+    function cold_functions.used_until(limit, stamp)
       local least, most = limit.total, limit.total
       for i = limit.n - 1, 0, -1 do
         if stamp_of(limit, i) <= stamp then break end
@@ -216,46 +222,48 @@ local function window_rule()
     end
 
     -- Makes a log without chunks.
-    function more.new(limit)
-      limit.total, limit.fine, limit.coarse, limit.first, limit.floor, limit.index, limit.before = 0, 0, 0, 0, 0, 0, 0
-      limit.first0, limit.end0, limit.at, limit.room = 0, 0, {}, 8
+    function cold_functions.new(limit)
+      limit.total, limit.fine_units, limit.coarse_count, limit.first, limit.floor = 0, 0, 0, 0, 0
+      limit.cursor_index, limit.cursor_before = 0, 0
+      limit.first_read, limit.end_read, limit.ring, limit.room = 0, 0, {}, 8
     end
 
     -- Calls `with` with the stamp and the units of each chunk.
-    function more.for_each(limit, with)
+    function cold_functions.for_each(limit, with)
       for i = 0, limit.n - 1 do
         with(stamp_of(limit, i), count_of(limit, i))
       end
     end
 
     -- Returns all chunks as bytes, from place 0 on, and makes the ring large enough for them.
-    function more.region(limit)
+    function cold_functions.region(limit)
       load_all(limit)
-      local parts, at = {}, {}
+      local parts, ring = {}, {}
       for i = 0, limit.n - 1 do
-        at[2 * i], at[2 * i + 1] = stamp_of(limit, i), count_of(limit, i)
-        parts[i + 1] = struct.pack(CHUNK, at[2 * i], at[2 * i + 1])
+        ring[2 * i], ring[2 * i + 1] = stamp_of(limit, i), count_of(limit, i)
+        parts[i + 1] = struct.pack(CHUNK, ring[2 * i], ring[2 * i + 1])
       end
-      limit.first, limit.at = 0, at
+      limit.first, limit.ring = 0, ring
       while limit.room < limit.n do
         limit.room = limit.room * 2
       end
       return table.concat(parts)
     end
 
-    return more
+    return cold_functions
   end
 
   -- Reads a record.
   local function read(s, from)
-    local kind, count, window, capacity, guard, last_stated, n, room, total, fine, coarse, first, floor, index, before,
-      oldest, oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, s, from)
+    local kind, count, window, capacity, guard, last_stated, n, room, total, fine_units, coarse_count, first, floor,
+      cursor_index, cursor_before, oldest, oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, s, from)
     local last = first + n - 1
     return {
       kind = kind, count = count, window = window, capacity = capacity, guard = guard, last_stated = last_stated, n = n,
-      room = room, total = total, fine = fine, coarse = coarse, first = first, floor = floor, index = index,
-      before = before, first0 = first, end0 = last + 1, moved = false, low = 0, high = 0, base = 0, rule = 0, ours = false,
-      at = {
+      room = room, total = total, fine_units = fine_units, coarse_count = coarse_count, first = first, floor = floor,
+      cursor_index = cursor_index, cursor_before = cursor_before, first_read = first, end_read = last + 1, dirty = false,
+      dirty_from = 0, dirty_to = 0, base = 0, rule = 0, ours = false,
+      ring = {
         [2 * last] = newest, [2 * last + 1] = newest_count, [2 * first] = oldest, [2 * first + 1] = oldest_count,
       },
     }
@@ -270,23 +278,25 @@ local function window_rule()
       newest, newest_count = stamp_of(limit, last), count_of(limit, last)
     end
     return struct.pack(WINDOW_RECORD, WINDOW, limit.count, limit.window, limit.capacity, limit.guard, limit.last_stated,
-      limit.n, limit.room, limit.total, limit.fine, limit.coarse, limit.first % limit.room, limit.floor, limit.index,
-      limit.before, oldest, oldest_count, newest, newest_count)
+      limit.n, limit.room, limit.total, limit.fine_units, limit.coarse_count, limit.first % limit.room, limit.floor,
+      limit.cursor_index, limit.cursor_before, oldest, oldest_count, newest, newest_count)
   end
 
   -- Writes the chunks that changed, except the newest, which is in the record.
   local function write(limit)
-    if not limit.moved then return end
+    if not limit.dirty then return end
     local from, parts, next_place, room = nil, '', nil, limit.room
     local last = limit.first + limit.n - 2
-    for place = limit.low > limit.first and limit.low or limit.first, limit.high < last and limit.high or last do
-      if limit.moved[place] then
+    local dirty_from = limit.dirty_from > limit.first and limit.dirty_from or limit.first
+    local dirty_to = limit.dirty_to < last and limit.dirty_to or last
+    for place = dirty_from, dirty_to do
+      if limit.dirty[place] then
         if from and (place % room == 0 or place ~= next_place) then
           redis.call('SETRANGE', KEYS[1], limit.base + from * CHUNK_SIZE, parts)
           from, parts = nil, ''
         end
         from = from or place % room
-        parts = parts .. struct.pack(CHUNK, limit.at[2 * place], limit.at[2 * place + 1])
+        parts = parts .. struct.pack(CHUNK, limit.ring[2 * place], limit.ring[2 * place + 1])
         next_place = place + 1
       end
     end
@@ -312,7 +322,7 @@ local function window_rule()
     if leaving >= 1 then
       -- Finds the stamp of the unit that is number `leaving` from the oldest. The search goes on
       -- from the last one.
-      local index, before = limit.index, limit.before
+      local index, before = limit.cursor_index, limit.cursor_before
       while before >= leaving do
         index = index - 1
         before = before - count_of(limit, index)
@@ -322,7 +332,7 @@ local function window_rule()
         index, before = index + 1, before + count
         count = count_of(limit, index)
       end
-      limit.index, limit.before = index, before
+      limit.cursor_index, limit.cursor_before = index, before
       last = stamp_of(limit, index)
     elseif last == 0 then
       return from
@@ -333,7 +343,7 @@ local function window_rule()
 
   -- Returns how many units may leave at `slot`, which is not before the first slot of one unit.
   local function room_at(limit, slot)
-    local index, before, gone = limit.index, limit.before, slot - limit.window
+    local index, before, gone = limit.cursor_index, limit.cursor_before, slot - limit.window
     while index > 0 and stamp_of(limit, index - 1) > gone do
       index = index - 1
       before = before - count_of(limit, index)
@@ -352,9 +362,10 @@ local function window_rule()
     return limit.count > limit.total and limit.count - limit.total or 0
   end
 
-  -- Adds units of a stamp to the log.
+  -- Adds units of a stamp to the log. They join a chunk with the same stamp, or else a neighbour
+  -- that is not full, or else they become a chunk.
   local function insert(limit, _, stamp, units)
-    local size, n = math.floor((limit.count + 99) / 100), limit.n
+    local chunk_size, n = math.floor((limit.count + 99) / 100), limit.n
     local i = n
     while i > 0 and stamp_of(limit, i - 1) > stamp do
       i = i - 1
@@ -362,9 +373,9 @@ local function window_rule()
     if i > 0 and stamp_of(limit, i - 1) == stamp then
       i = i - 1
       put(limit, i, stamp, count_of(limit, i) + units)
-    elseif i < n and count_of(limit, i) < size then
+    elseif i < n and count_of(limit, i) < chunk_size then
       put(limit, i, stamp_of(limit, i), count_of(limit, i) + units)
-    elseif i > 0 and count_of(limit, i - 1) < size then
+    elseif i > 0 and count_of(limit, i - 1) < chunk_size then
       i = i - 1
       put(limit, i, stamp, count_of(limit, i) + units)
     elseif i == n and n < limit.room then
@@ -376,15 +387,15 @@ local function window_rule()
       cold().insert_chunk(limit, i, stamp, units)
     end
     limit.total = limit.total + units
-    if i < limit.coarse then
-      limit.coarse = limit.coarse + limit.n - n
+    if i < limit.coarse_count then
+      limit.coarse_count = limit.coarse_count + limit.n - n
     else
-      limit.fine = limit.fine + units
+      limit.fine_units = limit.fine_units + units
     end
-    if i < limit.index then
-      limit.index, limit.before = 0, 0
+    if i < limit.cursor_index then
+      limit.cursor_index, limit.cursor_before = 0, 0
     end
-    if limit.fine > 2 * limit.count or limit.n > MOST_FINE or limit.coarse > MOST_COARSE then
+    if limit.fine_units > 2 * limit.count or limit.n > MOST_FINE or limit.coarse_count > MOST_COARSE then
       cold().coarsen(limit)
     end
   end
@@ -397,7 +408,7 @@ local function window_rule()
   end
 
   return {
-    size = CHUNK_SIZE, more = cold, read = read, record = record, write = write, advance = advance, first_slot = first_slot,
+    size = CHUNK_SIZE, cold = cold, read = read, record = record, write = write, advance = advance, first_slot = first_slot,
     room = room_at, insert = insert, free = free, fresh_from = fresh_from,
   }
 end
