@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 
 use super::engine::Core;
-use super::key_state::{Call, Effect, KeyContext, KeyState, Work};
+use super::key_state::{Effect, KeyContext, KeyState, LeaseFuture, Work};
 use super::queue::CallNumber;
 use super::reservation::Reservation;
 use super::settings::Settings;
@@ -111,7 +111,7 @@ impl Core {
     }
 
     /// Runs a call of `key` that was sent at `since` to its end.
-    fn call(self: &Arc<Self>, key: Key, since: Instant, number: CallNumber, call: Call) {
+    fn call(self: &Arc<Self>, key: Key, since: Instant, number: CallNumber, call: LeaseFuture) {
         let mut pending = PendingCall {
             core: self.clone(),
             key,

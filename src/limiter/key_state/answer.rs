@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::KeyState;
 use super::context::KeyContext;
-use super::refused::Refused;
+use super::store_refusal::StoreRefusal;
 use crate::clock;
 use crate::error::StoreError;
 use crate::limit::LimitSpec;
@@ -67,7 +67,7 @@ impl KeyState {
         // If the limiter fails open, each request has to call the store: it may pass uncounted.
         if self.later && !lease.source.is_standalone() && !ctx.fails_open {
             let before = self.refused.as_deref().copied();
-            self.refused = Refused::after(before, refused, lease.refused, now).map(Box::new);
+            self.refused = StoreRefusal::after(before, refused, lease.refused, now).map(Box::new);
         }
         self.adapt_life(ctx.spec, bounds, died);
     }

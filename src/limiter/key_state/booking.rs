@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::KeyState;
-use super::context::{Call, Effect, KeyContext};
+use super::context::{Effect, KeyContext, LeaseFuture};
 use super::hold::ASK_AGAIN;
 use super::probation::Passage;
 use crate::clock;
@@ -202,7 +202,7 @@ impl KeyState {
         &mut self,
         ctx: &mut KeyContext<'_>,
         demands: &[Demand],
-        call: Call,
+        call: LeaseFuture,
     ) {
         self.later = true;
         let number = self

@@ -57,7 +57,7 @@ pub(in crate::limiter) struct Work {
 /// A task to start for a key after the lock is released.
 pub(in crate::limiter) enum Effect {
     /// Runs a call to the store to its end.
-    Call(CallNumber, Call),
+    Call(CallNumber, LeaseFuture),
     /// Sends the next call after this delay. Requests that arrive meanwhile join it.
     Gather(Duration),
     /// After this delay, sends the store what the upstream has stated meanwhile.
@@ -65,4 +65,5 @@ pub(in crate::limiter) enum Effect {
 }
 
 /// A reply of the store that is still to come.
-pub(in crate::limiter) type Call = Pin<Box<dyn Future<Output = Result<Lease, StoreError>> + Send>>;
+pub(in crate::limiter) type LeaseFuture =
+    Pin<Box<dyn Future<Output = Result<Lease, StoreError>> + Send>>;

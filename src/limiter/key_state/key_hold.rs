@@ -13,7 +13,7 @@ use super::KeyState;
 use super::context::KeyContext;
 use super::hold::{Hold, HoldSource};
 use super::probation::{LONGEST_PROBATION, Uncertain};
-use super::refusal::{Refusals, Wait};
+use super::upstream_refusals::{HoldSpan, UpstreamRefusals};
 use crate::clock;
 use crate::limiter::queue::Number;
 use crate::quota::Limit;
@@ -24,7 +24,7 @@ use crate::wakers::Wakers;
 pub(super) struct KeyHold {
     pub(super) hold: Hold,
     /// What was learned from the refusals of the upstream.
-    refusals: Refusals,
+    refusals: UpstreamRefusals,
     /// When this process last sent a refusal to the store.
     sent_at: Option<Instant>,
     /// Whether the store has lost the hold, so that it has to be sent again.
@@ -52,7 +52,7 @@ impl KeyHold {
     fn new(now: Instant) -> Box<Self> {
         Box::new(KeyHold {
             hold: Hold::new(now),
-            refusals: Refusals::default(),
+            refusals: UpstreamRefusals::default(),
             sent_at: None,
             resends: false,
             waiting: BTreeMap::new(),
@@ -255,9 +255,9 @@ impl KeyState {
         let hold = self.hold.get_or_insert_with(|| KeyHold::new(now));
         let before = hold.hold.left(now);
         hold.set_uncertain(true);
-        let Wait { left, cut } = hold
-            .refusals
-            .refused(retry_after, max_hold, before, sent, now)?;
+        let HoldSpan { left, cut } =
+            hold.refusals
+                .refused(retry_after, max_hold, before, sent, now)?;
         let before = before.unwrap_or_default();
         let is_recent = hold
             .sent_at

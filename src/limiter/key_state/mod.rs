@@ -9,14 +9,14 @@
 //! |---|---|
 //! | `context` | what a visit to the state works with, and the work it leaves |
 //! | `mod` | the entrance of a request, and the return of a permit |
-//! | `wait` | the wait of a request in the queue |
+//! | `ticket` | the wait of a request in the queue |
 //! | `booking` | when the store is called, and for what |
 //! | `answer` | what an answer of the store means |
-//! | `refused` | a refusal of the store, kept for the next requests |
+//! | `store_refusal` | a refusal of the store, kept for the next requests |
 //! | `leftover` | prefetched permits that are not used |
 //! | `hold` | one hold: when it ends, and how this process knows; a value |
 //! | `probation` | what follows a hold that was cut |
-//! | `refusal` | how long a refusal of the upstream holds the key; a value |
+//! | `upstream_refusals` | how long a refusal of the upstream holds the key; a value |
 //! | `key_hold` | what the key does about its hold |
 //! | `remaining_headers` | what the upstream states about the rest of one limit; a value |
 //! | `remaining`, `stated` | what the key does about that, and about stated limits |
@@ -30,12 +30,12 @@ mod leftover;
 mod probation;
 #[cfg(test)]
 mod properties;
-mod refusal;
-mod refused;
 mod remaining;
 mod remaining_headers;
 mod stated;
-mod wait;
+mod store_refusal;
+mod ticket;
+mod upstream_refusals;
 
 use std::time::{Duration, Instant};
 
@@ -48,17 +48,17 @@ use crate::key_map::Evict;
 use crate::store::{Demand, Lease, Refusal, StoreReply};
 
 use answer::slot;
-pub(super) use context::{Call, Effect, KeyContext, Work};
+pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
 pub(super) use hold::HoldSource;
 use key_hold::KeyHold;
 pub(super) use key_hold::NewHold;
 pub(super) use probation::is_any_uncertain;
-use refused::Refused;
 use remaining::RemainingTracker;
 pub(super) use remaining_headers::is_of_use;
 use stated::StatedLimits;
 pub use stated::{HeaderTrust, StatedLimit};
-pub(super) use wait::Ticket;
+use store_refusal::StoreRefusal;
+pub(super) use ticket::Ticket;
 
 /// The state of one key in this process.
 pub(super) struct KeyState {
@@ -87,7 +87,7 @@ pub(super) struct KeyState {
     /// Whether a call is under way that may grant more than the upstream states is left.
     tightens: bool,
     /// The store's last refusal, if the store answers `later`.
-    refused: Option<Box<Refused>>,
+    refused: Option<Box<StoreRefusal>>,
 }
 
 impl Evict for KeyState {

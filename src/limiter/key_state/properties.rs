@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use tokio::sync::Notify;
 
-use super::{Call, Effect, HoldSource, KeyContext, KeyState, Ticket, Work};
+use super::{Effect, HoldSource, KeyContext, KeyState, LeaseFuture, Ticket, Work};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -165,7 +165,7 @@ enum Stage {
 
 /// An effect that is still to be run.
 enum Pending {
-    Call(CallNumber, Call, Instant),
+    Call(CallNumber, LeaseFuture, Instant),
     Gather(Instant),
     PassOn(Instant),
     Sweep(Instant),

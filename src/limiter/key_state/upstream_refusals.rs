@@ -17,7 +17,7 @@ use crate::rng::jittered;
 
 /// What was learned from the refusals of one key.
 #[derive(Debug, Default)]
-pub(super) struct Refusals {
+pub(super) struct UpstreamRefusals {
     /// How many refusals in a row stated no wait.
     without_wait: u32,
     /// How much longer than its stated waits the upstream refuses.
@@ -26,7 +26,7 @@ pub(super) struct Refusals {
     stated: Option<StatedWaits>,
 }
 
-/// Refusals in a row that stated a wait.
+/// UpstreamRefusals in a row that stated a wait.
 #[derive(Clone, Copy, Debug)]
 struct StatedWaits {
     /// The end of the wait that the first refusal stated.
@@ -44,7 +44,7 @@ struct StatedWaits {
 
 /// How long a key is put on hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Wait {
+pub(super) struct HoldSpan {
     /// From now.
     pub(super) left: Duration,
     /// Whether the hold ends on probation: the upstream stated a longer wait than `max_hold`, or
@@ -70,7 +70,7 @@ const MOST_LATE: Duration = Duration::from_secs(5);
 /// different round trips.
 pub(super) const SAME: Duration = Duration::from_millis(5);
 
-impl Refusals {
+impl UpstreamRefusals {
     /// Takes in the refusal of a call that was sent at `sent`, while the key is on hold for `held`.
     /// Returns the hold that follows, if it is longer.
     pub(super) fn refused(
@@ -80,7 +80,7 @@ impl Refusals {
         held: Option<Duration>,
         sent: Instant,
         now: Instant,
-    ) -> Option<Wait> {
+    ) -> Option<HoldSpan> {
         match retry_after {
             Some(stated) => self.refused_for(stated, max_hold, held, sent, now),
             // It states nothing new: the call was sent before the hold began.
@@ -89,10 +89,10 @@ impl Refusals {
         }
     }
 
-    fn refused_without_wait(&mut self, max_hold: Duration) -> Wait {
+    fn refused_without_wait(&mut self, max_hold: Duration) -> HoldSpan {
         self.without_wait += 1;
         let longest = FIRST_HOLD.saturating_mul(1 << (self.without_wait - 1).min(10));
-        Wait {
+        HoldSpan {
             left: jittered(longest.min(max_hold)),
             cut: false,
         }
@@ -105,7 +105,7 @@ impl Refusals {
         held: Option<Duration>,
         sent: Instant,
         now: Instant,
-    ) -> Option<Wait> {
+    ) -> Option<HoldSpan> {
         let before = self.stated.filter(|before| sent <= before.proves_until);
         // A call that was sent before the stated end proves nothing.
         let proves = before.is_some_and(|before| sent >= before.end);
@@ -142,7 +142,7 @@ impl Refusals {
             extra,
             is_zero_too_short,
         });
-        follows.then_some(Wait {
+        follows.then_some(HoldSpan {
             left: wait,
             cut: stated > max_hold || is_zero_too_short,
         })
@@ -186,7 +186,12 @@ mod tests {
 
     /// Returns how many refusals there are until the server accepts calls, `late` after the stated
     /// moment.
-    fn refusals(known: &mut Refusals, at: &mut Instant, told: Duration, late: Duration) -> u32 {
+    fn refusals(
+        known: &mut UpstreamRefusals,
+        at: &mut Instant,
+        told: Duration,
+        late: Duration,
+    ) -> u32 {
         let opens = *at + told + late;
         for count in 0.. {
             if *at >= opens {
@@ -203,7 +208,7 @@ mod tests {
     #[test]
     fn waits_that_are_too_short_are_learned() {
         for late in [5, 300, 900, 1200, 4000] {
-            let (mut known, mut at) = (Refusals::default(), clock::now());
+            let (mut known, mut at) = (UpstreamRefusals::default(), clock::now());
             let first = refusals(&mut known, &mut at, ms(8000), ms(late));
             assert!(
                 first <= if late <= 1200 { 3 } else { 5 },
@@ -223,7 +228,7 @@ mod tests {
     /// Other clients take the permits that become free, and the upstream states the next moment.
     #[test]
     fn waits_that_follow_each_other_teach_nothing() {
-        let (mut known, mut at) = (Refusals::default(), clock::now());
+        let (mut known, mut at) = (UpstreamRefusals::default(), clock::now());
         for _ in 0..3 {
             at += known
                 .refused(Some(ms(1000)), HOUR, None, at, at)
@@ -236,7 +241,7 @@ mod tests {
 
     #[test]
     fn waits_of_zero_are_no_loop() {
-        let (mut known, start) = (Refusals::default(), clock::now());
+        let (mut known, start) = (UpstreamRefusals::default(), clock::now());
         let mut at = start;
         for _ in 0..8 {
             at += known
@@ -250,11 +255,11 @@ mod tests {
 
     #[test]
     fn refusals_that_come_together_prove_nothing() {
-        let (mut known, now) = (Refusals::default(), clock::now());
+        let (mut known, now) = (UpstreamRefusals::default(), clock::now());
         let first = known.refused(Some(ms(100)), HOUR, None, now, now);
         assert_eq!(
             first,
-            Some(Wait {
+            Some(HoldSpan {
                 left: ms(100),
                 cut: false
             })
@@ -280,11 +285,11 @@ mod tests {
 
     #[test]
     fn long_waits_are_cut() {
-        let (mut known, now) = (Refusals::default(), clock::now());
+        let (mut known, now) = (UpstreamRefusals::default(), clock::now());
         let wait = known.refused(Some(HOUR), ms(60_000), None, now, now);
         assert_eq!(
             wait,
-            Some(Wait {
+            Some(HoldSpan {
                 left: ms(60_000),
                 cut: true
             })

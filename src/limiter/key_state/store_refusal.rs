@@ -10,7 +10,7 @@ use crate::store::Refusal;
 
 /// A refusal of the store.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Refused {
+pub(super) struct StoreRefusal {
     /// The units of the refused request. A request with fewer units may find room.
     cost: u32,
     /// The limit that refused it.
@@ -32,24 +32,24 @@ const SHORTEST_PAUSE: Duration = Duration::from_millis(10);
 /// Two first slots that are no further apart are one slot.
 const SAME: Duration = Duration::from_millis(20);
 
-impl Refused {
+impl StoreRefusal {
     /// Returns what is kept after an answer. `cost` is the cost of the request that it refused, if
     /// it refused one. `before` is what was kept until then.
     pub(super) fn after(
-        before: Option<Refused>,
+        before: Option<StoreRefusal>,
         cost: Option<u32>,
         refusal: Option<Refusal>,
         now: Instant,
-    ) -> Option<Refused> {
+    ) -> Option<StoreRefusal> {
         let (cost, Refusal { wait, limit }) = cost.zip(refusal)?;
         let slot = clock::after(now, wait?);
-        let is_same = |before: &Refused| slot.max(before.slot) - slot.min(before.slot) <= SAME;
+        let is_same = |before: &StoreRefusal| slot.max(before.slot) - slot.min(before.slot) <= SAME;
         let pause = match before.filter(is_same) {
             Some(before) => before.pause,
             None => ((slot - now) / TIMES).max(SHORTEST_PAUSE),
         };
         let ask_at = clock::after(now, pause).min(slot);
-        Some(Refused {
+        Some(StoreRefusal {
             cost,
             limit,
             slot,
@@ -61,7 +61,7 @@ impl Refused {
     /// Returns the refusal of a request that cannot wait for the first slot, if the store is not to
     /// be called yet.
     pub(super) fn of(&self, cost: u32, bound: WaitBound, now: Instant) -> Option<Refusal> {
-        let &Refused { slot, limit, .. } = self;
+        let &StoreRefusal { slot, limit, .. } = self;
         let refuses = now < self.ask_at && cost >= self.cost && bound.latest < slot;
         refuses.then(|| Refusal {
             wait: Some(slot - now),
