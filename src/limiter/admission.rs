@@ -131,7 +131,7 @@ impl Core {
         } = self.settings;
         let look = || {
             self.states.find(hold, |state| {
-                (state.waits(max_hold, now), state.waiting_for_hold())
+                (state.hold.blocked_for(max_hold, now), state.hold.waiting())
             })
         };
         let (left, waiting) = look().or_else(|| {
@@ -143,7 +143,7 @@ impl Core {
         let until = clock::after(now, left);
         if until > bound.latest {
             self.with_state(hold, now, |state, ctx| {
-                if state.asks_for_release(now) {
+                if state.hold.take_inquiry(now) {
                     state.confirm(ctx);
                 }
             });

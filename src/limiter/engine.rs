@@ -144,7 +144,9 @@ impl Core {
 
     /// Returns how long `key` stays on hold, as far as this process knows.
     pub(super) fn held(&self, key: Key, now: Instant) -> Option<Duration> {
-        self.states.find(key, |state| state.held(now)).flatten()
+        self.states
+            .find(key, |state| state.hold.left(now))
+            .flatten()
     }
 
     /// Returns whether a request passes uncounted after `error` of the store.

@@ -29,7 +29,10 @@ impl Core {
         span: Duration,
     ) -> Result<(), StoreError> {
         let now = clock::now();
-        let releases = self.states.find(key, |state| state.releases()).unwrap_or(0);
+        let releases = self
+            .states
+            .find(key, |state| state.hold.releases())
+            .unwrap_or(0);
         let held = HoldState {
             remaining: span.min(LONGEST_HOLD),
             releases,
@@ -63,7 +66,7 @@ impl Core {
     pub(super) fn set_hold(self: &Arc<Self>, key: Key, held: HoldState, now: Instant) {
         // If there is no room for one more key, the next call learns of the hold from the store.
         let _ = self.with_new_state(key, now, |state, ctx| {
-            state.hold(ctx, held, HoldSource::Seen)
+            state.adopt_hold(ctx, held, HoldSource::Seen)
         });
     }
 
@@ -75,7 +78,7 @@ impl Core {
     pub(super) fn hold_heard(self: &Arc<Self>, key: Key, held: HoldState) {
         let now = clock::now();
         let hear = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
-            state.hold(ctx, held, HoldSource::Published)
+            state.adopt_hold(ctx, held, HoldSource::Published)
         };
         let requests_ask = !self.settings.spec.quota().limits().is_empty() && !self.hosts.are_any();
         if requests_ask || held.remaining.is_zero() {
@@ -100,7 +103,7 @@ impl Core {
         let mut keys = Vec::new();
         self.states.for_each(|key, state| {
             state.doubt();
-            if state.held(now).is_some() || (reconnected && state.is_booked()) {
+            if state.hold.left(now).is_some() || (reconnected && state.is_booked()) {
                 keys.push(key);
             }
         });
@@ -114,7 +117,7 @@ impl Core {
     pub(super) fn blocked(&self, key: Key, now: Instant) -> Option<Duration> {
         let max_hold = self.settings.max_hold;
         self.states
-            .find(key, |state| state.blocked(max_hold, now))
+            .find(key, |state| state.hold.pass(max_hold, now).err())
             .flatten()
     }
 
@@ -129,7 +132,9 @@ impl Core {
     ) -> Option<Duration> {
         let max_hold = self.settings.max_hold;
         self.states
-            .find(key, |state| state.poll_hold(number, max_hold, now, cx))
+            .find(key, |state| {
+                state.hold.poll_pass(number, max_hold, now, cx).err()
+            })
             .flatten()
     }
 
@@ -145,13 +150,13 @@ impl Core {
     ) -> Option<Duration> {
         let max_hold = self.settings.max_hold;
         self.states
-            .find(hold, |state| state.watch_hold(number, max_hold, now, cx))
+            .find(hold, |state| state.hold.watch(number, max_hold, now, cx))
             .flatten()
     }
 
     /// Forgets the waiter `number`, which no longer waits for the hold of `key`.
     pub(super) fn leave_hold(&self, key: Key, number: Number) {
-        self.states.find(key, |state| state.leave_hold(number));
+        self.states.find(key, |state| state.hold.unwatch(number));
     }
 
     /// Returns whether `host` is known to be neither on hold nor on probation. Always true if holds
@@ -167,7 +172,7 @@ impl Core {
         }
         let max_hold = self.settings.max_hold;
         let look = |state: &mut Box<KeyState>| {
-            let is_clear = state.is_clear(max_hold, now);
+            let is_clear = state.hold.is_clear(max_hold, now);
             if let Some(first) = first {
                 first.set_clear(is_clear);
             }

@@ -59,7 +59,7 @@ impl Core {
         let now = clock::now();
         let limited = signal.refusal().is_some();
         let accept = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
-            let is_released = !limited && state.accepted_upstream(sent, now);
+            let is_released = !limited && state.hold.accepted_upstream(sent, now);
             if is_released {
                 state.hold_changed(ctx);
             }
@@ -151,7 +151,9 @@ impl Core {
             return;
         };
         let entered = self.with_new_state(key, now, |state, ctx| {
-            let new = state.refused_upstream(retry_after, *max_hold, call.sent, now)?;
+            let new = state
+                .hold
+                .refused_upstream(retry_after, *max_hold, call.sent, now)?;
             let left = if new.is_sent {
                 state.take_remaining(ctx.spec, *max_hold, now)
             } else {

@@ -58,7 +58,7 @@ impl Core {
         let local = self.states.find(key, |state| Local {
             queued: state.waiting(),
             prefetched: state.at_hand(now),
-            held: state.held(now),
+            held: state.hold.left(now),
             learned: state.stated_limits(),
         });
         let Local {

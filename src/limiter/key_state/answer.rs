@@ -35,7 +35,7 @@ impl KeyState {
             Err(error) => self.failed(ctx, error, now),
         }
         if self.queue.is_some() {
-            self.obey(now, &mut ctx.work.wakers);
+            self.obey_hold(now, &mut ctx.work.wakers);
         }
     }
 
@@ -43,7 +43,7 @@ impl KeyState {
     fn granted(&mut self, ctx: &mut KeyContext<'_>, lease: &Lease, sent: Instant, now: Instant) {
         let bounds = self.remember(ctx, lease, sent, now);
         let precedes_release =
-            lease.source.has_reply() && self.hold_answered(lease.hold, sent, bounds);
+            lease.source.has_reply() && self.hold.answered(lease.hold, sent, bounds);
         let least = self.least_use(ctx);
         let Some(queue) = &mut self.queue else { return };
         if let Some(wait) = lease.recovering {
@@ -75,7 +75,7 @@ impl KeyState {
     /// Takes in that the store failed.
     fn failed(&mut self, ctx: &mut KeyContext<'_>, error: StoreError, now: Instant) {
         let is_trusted = self.is_trusted(ctx, now);
-        let held = self.held(now);
+        let held = self.hold.left(now);
         let least = self.least_use(ctx);
         let Some(queue) = &mut self.queue else { return };
         if let Some(left) = held.filter(|_| ctx.fails_open) {
@@ -182,7 +182,7 @@ impl KeyState {
         let bounds = session.bounds();
         if has_lost_state {
             self.forget_permits();
-            self.hold_forgotten(now);
+            self.hold.store_lost_state(now);
         }
         Some(bounds)
     }

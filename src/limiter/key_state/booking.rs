@@ -91,7 +91,7 @@ impl KeyState {
         is_trusted: bool,
         now: Instant,
     ) -> Option<HandedOut> {
-        let passage = self.passage(ctx.max_hold, now);
+        let passage = self.hold.passage(ctx.max_hold, now);
         let most = match passage {
             // The store has to confirm the slots first.
             _ if !is_trusted => 0,
@@ -103,15 +103,15 @@ impl KeyState {
         queue.take_from(&mut self.prefetched, now);
         let handed_out = queue.hand_out(most, now, me, &mut ctx.work.wakers);
         if passage == Passage::Probe && handed_out.count > 0 {
-            self.probe_leaves(now);
+            self.hold.probe_leaves(now);
         }
         Some(handed_out)
     }
 
     /// Decides whether the store is called.
     fn next_call(&mut self, ctx: &KeyContext<'_>, is_trusted: bool, now: Instant) -> NextCall {
-        let is_clear = self.is_clear(ctx.max_hold, now);
-        let blocked_for = self.waits(ctx.max_hold, now);
+        let is_clear = self.hold.is_clear(ctx.max_hold, now);
+        let blocked_for = self.hold.blocked_for(ctx.max_hold, now);
         let Some(queue) = &mut self.queue else {
             return NextCall::None;
         };
@@ -215,7 +215,7 @@ impl KeyState {
     /// Gives back the permits that no waiter needs, unless a call that returns them is about to be
     /// sent.
     fn return_unused(&mut self, ctx: &KeyContext<'_>, now: Instant) {
-        let is_clear = self.is_clear(ctx.max_hold, now);
+        let is_clear = self.hold.is_clear(ctx.max_hold, now);
         let Some(queue) = &mut self.queue else { return };
         let gathers = is_clear && queue.gathering == Gathering::UnderWay;
         if !queue.returns.is_empty() && !queue.is_calling(now) && !gathers {
@@ -249,7 +249,8 @@ impl KeyState {
             returns,
             charges: &[],
             session: session.unwrap_or_default(),
-            hold: self.held_for_store(ctx.now),
+            // The ledger of a process on its own knows of no hold.
+            hold: self.hold.for_store(self.alone, ctx.now),
             remaining: self.take_remaining(ctx.spec, ctx.max_hold, ctx.now),
         }
     }
@@ -307,14 +308,17 @@ impl KeyState {
         if self.tightens {
             return self.tighten(ctx);
         }
-        // If this sends a hold to the store, the step only hands out permits.
-        self.resend_hold(ctx);
+        // A store that lost its state gets the hold before a process that does not know it calls the
+        // store. Then the step only hands out permits.
+        if self.hold.take_resend() {
+            self.confirm(ctx);
+        }
         self.step(ctx, None);
         if ctx.work.effects.is_empty() {
             self.pass_on(ctx);
         }
         self.close(ctx);
-        if failed && ctx.work.effects.is_empty() && self.doubts_hold(ctx.now) {
+        if failed && ctx.work.effects.is_empty() && self.hold.is_doubted(ctx.now) {
             ctx.work.effects.push(Effect::PassOn(ASK_AGAIN));
         }
     }
@@ -322,7 +326,7 @@ impl KeyState {
     /// Ends the batching delay of the next call. `joined` says whether other requests had the time
     /// to join. If not, the task of the delay was dropped with its runtime.
     pub(in crate::limiter) fn gathered(&mut self, ctx: &mut KeyContext<'_>, joined: bool) {
-        let is_held = self.held(ctx.now).is_some();
+        let is_held = self.hold.left(ctx.now).is_some();
         let Some(queue) = &mut self.queue else { return };
         if is_held && !joined {
             // Another waiter starts the delay again, in its own runtime.

@@ -1,35 +1,38 @@
 //! The hold of a key: until when no request may leave, after a refusal by the upstream or by an
 //! operator.
 //!
-//! Permits at hand, and permits booked before its end, go back to the store. Waiters that cannot
-//! wait until its end are refused. The other waiters get new slots, which a store that knows of the
-//! hold grants for the time after it.
+//! [`KeyHold`] has what the key knows of its hold and what it learned from refusals. It also has
+//! the tasks that wait only for the end of the hold. What a change of the hold means for permits
+//! and for waiters of slots is decided by [`KeyState`](super::KeyState).
 
 use std::collections::BTreeMap;
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
-use super::KeyState;
-use super::context::KeyContext;
 use super::hold::{Hold, HoldSource};
-use super::probation::{LONGEST_PROBATION, Uncertain};
+use super::probation::{LONGEST_PROBATION, Passage, Uncertain};
 use super::upstream_refusals::{HoldSpan, UpstreamRefusals};
 use crate::clock;
 use crate::limiter::queue::Number;
-use crate::quota::Limit;
 use crate::store::HoldState;
 use crate::wakers::Wakers;
 
+/// The hold of a key. A key that was never held has no details of it.
+#[derive(Default)]
+pub(in crate::limiter) struct KeyHold {
+    details: Option<Box<HoldDetails>>,
+}
+
 /// The hold of a key, and what depends on it.
-pub(super) struct KeyHold {
-    pub(super) hold: Hold,
+struct HoldDetails {
+    hold: Hold,
     /// What was learned from the refusals of the upstream.
     refusals: UpstreamRefusals,
     /// When this process last sent a refusal to the store.
     sent_at: Option<Instant>,
     /// Whether the store has lost the hold, so that it has to be sent again.
     resends: bool,
-    /// The tasks that wait only for the end of the hold.
+    /// The tasks that wait only for the end of the hold. They have timers of their own.
     waiting: BTreeMap<Number, Waker>,
     /// Present while an accepted request would change anything.
     uncertain: Option<Uncertain>,
@@ -47,10 +50,10 @@ pub(in crate::limiter) struct NewHold {
 /// longer by a tenth.
 const SEND_AGAIN: Duration = Duration::from_secs(1);
 
-impl KeyHold {
+impl HoldDetails {
     /// Makes a hold that is over.
     fn new(now: Instant) -> Box<Self> {
-        Box::new(KeyHold {
+        Box::new(HoldDetails {
             hold: Hold::new(now),
             refusals: UpstreamRefusals::default(),
             sent_at: None,
@@ -58,16 +61,6 @@ impl KeyHold {
             waiting: BTreeMap::new(),
             uncertain: None,
         })
-    }
-
-    /// Returns until when the hold, or what was learned from it, matters.
-    fn matters_until(&self) -> Instant {
-        let probation = if self.hold.is_cut() {
-            LONGEST_PROBATION
-        } else {
-            Duration::ZERO
-        };
-        clock::after(self.hold.end(), self.refusals.matters_for().max(probation))
     }
 
     /// Sets whether an accepted request would change anything. As long as it would, all responses
@@ -81,166 +74,114 @@ impl KeyHold {
     }
 }
 
-impl KeyState {
+impl KeyHold {
+    fn details(&mut self, now: Instant) -> &mut HoldDetails {
+        self.details.get_or_insert_with(|| HoldDetails::new(now))
+    }
+
     /// Returns for how long the key is on hold.
-    pub(in crate::limiter) fn held(&self, now: Instant) -> Option<Duration> {
-        self.hold.as_ref()?.hold.left(now)
-    }
-
-    /// Returns until when the hold, or what was learned from it, matters.
-    pub(super) fn hold_matters_until(&self) -> Option<Instant> {
-        self.hold.as_ref().map(|hold| hold.matters_until())
-    }
-
-    /// Returns the hold for a call to the store. Its rest is zero if the store knows of it.
-    pub(super) fn held_for_store(&self, now: Instant) -> HoldState {
-        // The ledger of a process on its own knows of no hold.
-        self.hold
-            .as_ref()
-            .map(|hold| hold.hold.for_store(self.alone, now))
-            .unwrap_or_default()
+    pub(in crate::limiter) fn left(&self, now: Instant) -> Option<Duration> {
+        self.details.as_ref()?.hold.left(now)
     }
 
     /// Returns how often holds of the key were released.
     pub(in crate::limiter) fn releases(&self) -> u32 {
-        self.hold.as_ref().map_or(0, |hold| hold.hold.releases())
+        self.details
+            .as_ref()
+            .map_or(0, |details| details.hold.releases())
+    }
+
+    /// Returns until when the hold, or what was learned from it, matters.
+    pub(super) fn matters_until(&self) -> Option<Instant> {
+        let HoldDetails { hold, refusals, .. } = &**self.details.as_ref()?;
+        let probation = if hold.is_cut() {
+            LONGEST_PROBATION
+        } else {
+            Duration::ZERO
+        };
+        Some(clock::after(
+            hold.end(),
+            refusals.matters_for().max(probation),
+        ))
+    }
+
+    /// Takes in a hold or a release that this process saw or that another process published.
+    /// Returns whether the hold changed.
+    pub(super) fn adopt(&mut self, held: HoldState, source: HoldSource, now: Instant) -> bool {
+        let details = self.details(now);
+        let is_changed = details.hold.adopt(held, source, now);
+        if is_changed && details.hold.is_cut() {
+            details.set_uncertain(true);
+        }
+        is_changed
     }
 
     /// Takes in the hold that the store replied to a call sent at `sent`. The store's time lay
     /// within `bounds`.
     ///
     /// Returns whether the store decided before a release that this process knows of.
-    pub(super) fn hold_answered(
+    pub(super) fn answered(
         &mut self,
         held: HoldState,
         sent: Instant,
         bounds: (Instant, Instant),
     ) -> bool {
-        if self.hold.is_none() && held.is_none() {
+        if self.details.is_none() && held.is_none() {
             return false;
         }
-        let hold = self.hold.get_or_insert_with(|| KeyHold::new(sent));
-        let precedes_release = hold.hold.answered(held, sent, bounds);
-        if hold.hold.is_cut() {
-            hold.set_uncertain(true);
+        let details = self.details(sent);
+        let precedes_release = details.hold.answered(held, sent, bounds);
+        if details.hold.is_cut() {
+            details.set_uncertain(true);
         }
         precedes_release
     }
 
-    /// Puts the key on hold, or releases it.
-    pub(in crate::limiter) fn hold(
-        &mut self,
-        ctx: &mut KeyContext<'_>,
-        held: HoldState,
-        source: HoldSource,
-    ) {
-        let hold = self.hold.get_or_insert_with(|| KeyHold::new(ctx.now));
-        if hold.hold.adopt(held, source, ctx.now) {
-            if hold.hold.is_cut() {
-                hold.set_uncertain(true);
-            }
-            self.hold_changed(ctx);
-        }
-    }
-
-    /// Gives up permits that may no longer be used, after the hold has changed, and goes on with
-    /// the others.
-    pub(in crate::limiter) fn hold_changed(&mut self, ctx: &mut KeyContext<'_>) {
-        self.refused = None;
-        if let Some(hold) = &mut self.hold {
-            ctx.work
-                .wakers
-                .add(std::mem::take(&mut hold.waiting).into_values());
-        }
-        self.obey(ctx.now, &mut ctx.work.wakers);
-        let is_held = self.held(ctx.now).is_some();
-        if let Some(queue) = &mut self.queue {
-            // Slots after the hold are given up as well. So all waiters book again at its end, by
-            // what is allowed then. But a bucket cannot take back a single slot between the slots
-            // of other processes. So these slots stay.
-            let is_paced = |limit: &Limit| matches!(limit, Limit::Bucket { .. });
-            if !is_held || !ctx.spec.quota().limits().iter().any(is_paced) {
-                queue.give_up_slots();
-            }
-            // After a release, the next call does not wait for the end of the hold.
-            if !is_held {
-                queue.end_delay();
-            }
-        }
-        self.step(ctx, None);
-        self.close(ctx);
-    }
-
-    /// Gives back permits at hand, and permits booked before the end of the hold.
-    pub(super) fn obey(&mut self, now: Instant, wakers: &mut Wakers) {
-        let Some(left) = self.held(now) else { return };
-        // The next call returns them, and the session subtracts them then.
-        let unused = self.prefetched.clear();
-        let queue = self.queue.get_or_insert_default();
-        queue.returns.extend(unused);
-        queue.withdraw(clock::after(now, left), now, wakers);
-    }
-
-    /// Asks the store to confirm the hold and the bookings, even if no request waits. A store that
-    /// came back with an older state grants booked slots to other processes until it is asked.
-    pub(in crate::limiter) fn confirm(&mut self, ctx: &mut KeyContext<'_>) {
-        let is_at_stake = self.held(ctx.now).is_some() || self.is_booked();
-        if self.later && is_at_stake {
-            self.inquire(ctx);
-        }
-    }
-
-    /// Returns whether slots are booked ahead.
-    pub(in crate::limiter) fn is_booked(&self) -> bool {
-        self.queue
+    /// Returns the hold for a call to the store. Its rest is zero if the store knows of it. If
+    /// `is_new`, the store knows nothing of it.
+    pub(super) fn for_store(&self, is_new: bool, now: Instant) -> HoldState {
+        self.details
             .as_ref()
-            .is_some_and(|queue| queue.last_booked().is_some())
+            .map(|details| details.hold.for_store(is_new, now))
+            .unwrap_or_default()
     }
 
     /// Notes that the store has lost its state, and the hold with it.
-    pub(super) fn hold_forgotten(&mut self, now: Instant) {
-        if let Some(hold) = &mut self.hold {
-            hold.hold.store_lost_state(now);
-            hold.resends = true;
+    pub(super) fn store_lost_state(&mut self, now: Instant) {
+        if let Some(details) = &mut self.details {
+            details.hold.store_lost_state(now);
+            details.resends = true;
         }
     }
 
-    /// Sends the hold to a store that lost its state, before a process that does not know the hold
-    /// calls it.
-    pub(super) fn resend_hold(&mut self, ctx: &mut KeyContext<'_>) {
-        if self
-            .hold
+    /// Returns whether the store has lost the hold, so that it has to be sent again. Returns true
+    /// once.
+    pub(super) fn take_resend(&mut self) -> bool {
+        self.details
             .as_mut()
-            .is_some_and(|hold| std::mem::take(&mut hold.resends))
-        {
-            self.confirm(ctx);
-        }
+            .is_some_and(|details| std::mem::take(&mut details.resends))
     }
 
-    /// Notes that a hold, a release or a booking may have been missed.
-    pub(in crate::limiter) fn doubt(&mut self) {
-        if let Some(hold) = &mut self.hold {
-            hold.hold.doubt();
+    /// Notes that a hold or a release may have been missed.
+    pub(super) fn doubt(&mut self) {
+        if let Some(details) = &mut self.details {
+            details.hold.doubt();
         }
-        if let Some(session) = &mut self.session {
-            session.doubt();
-        }
-        self.refused = None;
     }
 
     /// Returns whether the key is on hold and a release may have been missed.
-    pub(super) fn doubts_hold(&self, now: Instant) -> bool {
-        self.hold
+    pub(super) fn is_doubted(&self, now: Instant) -> bool {
+        self.details
             .as_ref()
-            .is_some_and(|hold| hold.hold.is_doubted(now))
+            .is_some_and(|details| details.hold.is_doubted(now))
     }
 
-    /// Returns whether a request that is held asks the store for a release that may have been
-    /// missed. Notes that it does: one request asks for all.
-    pub(in crate::limiter) fn asks_for_release(&mut self, now: Instant) -> bool {
-        self.hold
+    /// Returns whether a request that is held has to ask the store for a release that may have been
+    /// missed. Returns true once each second, because one request asks for all.
+    pub(in crate::limiter) fn take_inquiry(&mut self, now: Instant) -> bool {
+        self.details
             .as_mut()
-            .is_some_and(|hold| hold.hold.asks_for_release(now))
+            .is_some_and(|details| details.hold.take_inquiry(now))
     }
 
     /// Takes in a refusal of a request that was sent at `sent`. Returns the hold that follows, if
@@ -252,23 +193,24 @@ impl KeyState {
         sent: Instant,
         now: Instant,
     ) -> Option<NewHold> {
-        let hold = self.hold.get_or_insert_with(|| KeyHold::new(now));
-        let before = hold.hold.left(now);
-        hold.set_uncertain(true);
+        let details = self.details(now);
+        let before = details.hold.left(now);
+        details.set_uncertain(true);
         let HoldSpan { left, cut } =
-            hold.refusals
+            details
+                .refusals
                 .refused(retry_after, max_hold, before, sent, now)?;
         let before = before.unwrap_or_default();
-        let is_recent = hold
+        let is_recent = details
             .sent_at
             .is_some_and(|sent_at| clock::after(sent_at, SEND_AGAIN) > now);
         let is_sent = !is_recent || left > before.saturating_add(before / 10);
         if is_sent {
-            hold.sent_at = Some(now);
+            details.sent_at = Some(now);
         }
         let held = HoldState {
             remaining: left,
-            releases: hold.hold.releases(),
+            releases: details.hold.releases(),
             cut,
         };
         Some(NewHold { held, is_sent })
@@ -277,61 +219,139 @@ impl KeyState {
     /// Takes in that the upstream accepted a request sent at `sent`. Returns whether that ends a
     /// probation. Then other requests may leave, and the store has to be notified.
     pub(in crate::limiter) fn accepted_upstream(&mut self, sent: Instant, now: Instant) -> bool {
-        let Some(hold) = self
-            .hold
+        let Some(details) = self
+            .details
             .as_mut()
-            .filter(|hold| hold.hold.left(now).is_none())
+            .filter(|details| details.hold.left(now).is_none())
         else {
             return false;
         };
-        hold.refusals.accepted(sent);
-        let is_released = hold.hold.accepted(sent);
-        if !hold.hold.is_cut() && !hold.refusals.is_waiting() {
-            hold.set_uncertain(false);
+        details.refusals.accepted(sent);
+        let is_released = details.hold.accepted(sent);
+        if !details.hold.is_cut() && !details.refusals.is_waiting() {
+            details.set_uncertain(false);
         }
         is_released
     }
 
-    /// Returns how many tasks wait only for the end of the hold.
-    pub(in crate::limiter) fn waiting_for_hold(&self) -> usize {
-        self.hold.as_ref().map_or(0, |hold| hold.waiting.len())
+    /// Returns which requests may leave, if the key is not on hold.
+    pub(super) fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
+        self.details
+            .as_ref()
+            .map_or(Passage::Open, |details| details.hold.passage(max_hold, now))
     }
 
-    /// Returns for how long no request may leave. The task is woken when that changes.
-    pub(in crate::limiter) fn poll_hold(
+    /// Returns whether all requests may leave: the key is neither on hold nor on probation.
+    pub(in crate::limiter) fn is_clear(&self, max_hold: Duration, now: Instant) -> bool {
+        self.left(now).is_none() && self.passage(max_hold, now) == Passage::Open
+    }
+
+    /// Returns for how long no request may leave, because of a hold or a probe. Unlike
+    /// [`pass`](KeyHold::pass), makes no request the probe.
+    pub(in crate::limiter) fn blocked_for(
+        &self,
+        max_hold: Duration,
+        now: Instant,
+    ) -> Option<Duration> {
+        self.left(now)
+            .or_else(|| match self.passage(max_hold, now) {
+                Passage::Open | Passage::Probe => None,
+                Passage::Probing(left) => Some(left),
+            })
+    }
+
+    /// Lets a request leave. If the key is on probation, the request becomes the probe.
+    ///
+    /// # Errors
+    ///
+    /// For how long no request may leave, because of a hold or a probe.
+    pub(in crate::limiter) fn pass(
+        &mut self,
+        max_hold: Duration,
+        now: Instant,
+    ) -> Result<(), Duration> {
+        if let Some(left) = self.blocked_for(max_hold, now) {
+            return Err(left);
+        }
+        if self.passage(max_hold, now) == Passage::Probe {
+            self.probe_leaves(now);
+        }
+        Ok(())
+    }
+
+    /// Notes that the probe leaves now.
+    pub(super) fn probe_leaves(&mut self, now: Instant) {
+        if let Some(details) = &mut self.details {
+            details.hold.probe_leaves(now);
+        }
+    }
+
+    /// Notes that a permit came back unused. It may be the probe's, so the next request may be the
+    /// probe. Returns whether it may be.
+    pub(super) fn probe_comes_back(&mut self) -> bool {
+        self.details
+            .as_mut()
+            .is_some_and(|details| details.hold.probe_comes_back())
+    }
+
+    /// Returns how many tasks wait only for the end of the hold.
+    pub(in crate::limiter) fn waiting(&self) -> usize {
+        self.details
+            .as_ref()
+            .map_or(0, |details| details.waiting.len())
+    }
+
+    /// Lets a request leave, as [`pass`](KeyHold::pass) does. If it may not leave, its task is
+    /// woken when the hold changes.
+    ///
+    /// # Errors
+    ///
+    /// For how long no request may leave.
+    pub(in crate::limiter) fn poll_pass(
         &mut self,
         number: Number,
         max_hold: Duration,
         now: Instant,
         cx: &Context<'_>,
-    ) -> Option<Duration> {
-        let left = self.blocked(max_hold, now)?;
-        self.hold
-            .as_mut()?
-            .waiting
-            .insert(number, cx.waker().clone());
-        Some(left)
+    ) -> Result<(), Duration> {
+        let passed = self.pass(max_hold, now);
+        if passed.is_err() {
+            self.wake_on_change(number, now, cx);
+        }
+        passed
     }
 
     /// Returns for how long no request may leave, for a waiter that also waits for other things and
-    /// becomes the probe only when it leaves. The task is woken when the key is put on hold or
-    /// released.
-    pub(in crate::limiter) fn watch_hold(
+    /// becomes the probe only when it leaves. The task is woken when the hold changes.
+    pub(in crate::limiter) fn watch(
         &mut self,
         number: Number,
         max_hold: Duration,
         now: Instant,
         cx: &Context<'_>,
     ) -> Option<Duration> {
-        let hold = self.hold.get_or_insert_with(|| KeyHold::new(now));
-        hold.waiting.insert(number, cx.waker().clone());
-        self.waits(max_hold, now)
+        self.wake_on_change(number, now, cx);
+        self.blocked_for(max_hold, now)
+    }
+
+    /// Registers a task that is woken when the key is put on hold or released.
+    fn wake_on_change(&mut self, number: Number, now: Instant, cx: &Context<'_>) {
+        let waker = cx.waker().clone();
+        self.details(now).waiting.insert(number, waker);
     }
 
     /// Removes a task that waits for the end of the hold.
-    pub(in crate::limiter) fn leave_hold(&mut self, number: Number) {
-        if let Some(hold) = &mut self.hold {
-            hold.waiting.remove(&number);
+    pub(in crate::limiter) fn unwatch(&mut self, number: Number) {
+        if let Some(details) = &mut self.details {
+            details.waiting.remove(&number);
+        }
+    }
+
+    /// Wakes the tasks that wait only for the end of the hold. They register again if they still
+    /// wait.
+    pub(super) fn wake_all(&mut self, wakers: &mut Wakers) {
+        if let Some(details) = &mut self.details {
+            wakers.add(std::mem::take(&mut details.waiting).into_values());
         }
     }
 }

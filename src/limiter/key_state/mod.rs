@@ -45,13 +45,14 @@ use super::reservation::{Reservation, Settled, WaitBound};
 use super::session::KeySession;
 use crate::clock;
 use crate::key_map::Evict;
-use crate::store::{Demand, Lease, Refusal, StoreReply};
+use crate::quota::Limit;
+use crate::store::{Demand, HoldState, Lease, Refusal, StoreReply};
+use crate::wakers::Wakers;
 
 use answer::slot;
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
 pub(super) use hold::HoldSource;
-use key_hold::KeyHold;
-pub(super) use key_hold::NewHold;
+pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use probation::is_any_uncertain;
 use remaining::RemainingTracker;
 pub(super) use remaining_headers::is_of_use;
@@ -75,7 +76,7 @@ pub(super) struct KeyState {
     session: Option<Box<KeySession>>,
     /// Whether this process granted the booked permits itself, because the store is unreachable.
     alone: bool,
-    hold: Option<Box<KeyHold>>,
+    pub(super) hold: KeyHold,
     /// What the upstream stated about the rest of each limit.
     remaining: Option<Box<RemainingTracker>>,
     /// The limits that the upstream has stated.
@@ -97,7 +98,8 @@ impl Evict for KeyState {
         let prefetched = self.prefetched.until();
         let is_idle = self.queue.is_none();
         is_idle.then(|| {
-            self.hold_matters_until()
+            self.hold
+                .matters_until()
                 .map_or(prefetched, |hold| hold.max(prefetched))
         })
     }
@@ -124,7 +126,7 @@ impl KeyState {
             sweep_at: None,
             session: None,
             alone: false,
-            hold: None,
+            hold: KeyHold::default(),
             remaining: None,
             stated: None,
             shared: false,
@@ -175,10 +177,10 @@ impl KeyState {
         if let Some(slot) = self.take(cost, ctx.now) {
             return Some(Settled::Granted(slot));
         }
-        let held = self.held(ctx.now);
+        let held = self.hold.left(ctx.now);
         let held_too_long = held.filter(|left| clock::after(ctx.now, *left) > bound.latest);
         // One such request asks the store for a release, and waits for the answer.
-        let inquires = held_too_long.is_some() && self.asks_for_release(ctx.now);
+        let inquires = held_too_long.is_some() && self.hold.take_inquiry(ctx.now);
         if let Some(left) = held_too_long
             && !inquires
         {
@@ -188,7 +190,7 @@ impl KeyState {
             return Some(Settled::Refused(refusal));
         }
         let asks_alone =
-            self.queue.is_none() && !self.later && self.is_clear(ctx.max_hold, ctx.now);
+            self.queue.is_none() && !self.later && self.hold.is_clear(ctx.max_hold, ctx.now);
         if asks_alone {
             return self.enter_alone(ctx, cost, bound, number);
         }
@@ -249,7 +251,7 @@ impl KeyState {
     ) -> Option<Settled> {
         let bounds = self.remember(ctx, lease, ctx.now, ctx.now);
         if lease.source.has_reply() {
-            self.hold_answered(lease.hold, ctx.now, bounds);
+            self.hold.answered(lease.hold, ctx.now, bounds);
         }
         let Some(grant) = lease.grants.first() else {
             let recovering = lease.recovering.map(|wait| Refusal {
@@ -279,7 +281,7 @@ impl KeyState {
     /// Takes back a permit that was surely not used. It goes to the next waiter, else back to the
     /// store.
     pub(super) fn give_back(&mut self, ctx: &mut KeyContext<'_>, slot: Reservation) {
-        let is_held = self.held(ctx.now).is_some();
+        let is_held = self.hold.left(ctx.now).is_some();
         self.probe_comes_back();
         self.refused = None;
         let Some(queue) = &mut self.queue else {
@@ -295,6 +297,93 @@ impl KeyState {
         }
         self.step(ctx, None);
         self.close(ctx);
+    }
+
+    /// Puts the key on hold, or releases it.
+    pub(super) fn adopt_hold(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        held: HoldState,
+        source: HoldSource,
+    ) {
+        if self.hold.adopt(held, source, ctx.now) {
+            self.hold_changed(ctx);
+        }
+    }
+
+    /// Gives up permits that may no longer be used, after the hold has changed, and goes on with
+    /// the others.
+    ///
+    /// Permits at hand, and permits booked before the end of the hold, go back to the store.
+    /// Waiters that cannot wait until then are refused. The other waiters get new slots, which a
+    /// store that knows of the hold grants for the time after it.
+    pub(super) fn hold_changed(&mut self, ctx: &mut KeyContext<'_>) {
+        self.refused = None;
+        self.hold.wake_all(&mut ctx.work.wakers);
+        self.obey_hold(ctx.now, &mut ctx.work.wakers);
+        let is_held = self.hold.left(ctx.now).is_some();
+        if let Some(queue) = &mut self.queue {
+            // Slots after the hold are given up as well. So all waiters book again at its end, by
+            // what is allowed then. But a bucket cannot take back a single slot between the slots
+            // of other processes. So these slots stay.
+            let is_paced = |limit: &Limit| matches!(limit, Limit::Bucket { .. });
+            if !is_held || !ctx.spec.quota().limits().iter().any(is_paced) {
+                queue.give_up_slots();
+            }
+            // After a release, the next call does not wait for the end of the hold.
+            if !is_held {
+                queue.end_delay();
+            }
+        }
+        self.step(ctx, None);
+        self.close(ctx);
+    }
+
+    /// Gives back permits at hand, and permits booked before the end of the hold.
+    fn obey_hold(&mut self, now: Instant, wakers: &mut Wakers) {
+        let Some(left) = self.hold.left(now) else {
+            return;
+        };
+        // The next call returns them, and the session subtracts them then.
+        let unused = self.prefetched.clear();
+        let queue = self.queue.get_or_insert_default();
+        queue.returns.extend(unused);
+        queue.withdraw(clock::after(now, left), now, wakers);
+    }
+
+    /// Notes that a permit came back unused. If it was the probe's, another request may be the
+    /// probe.
+    fn probe_comes_back(&mut self) {
+        let was_probing = self.hold.probe_comes_back();
+        // The next call to the store may have been put off until the probe is accepted.
+        if was_probing && let Some(queue) = &mut self.queue {
+            queue.end_delay();
+        }
+    }
+
+    /// Notes that a hold, a release or a booking may have been missed.
+    pub(super) fn doubt(&mut self) {
+        self.hold.doubt();
+        if let Some(session) = &mut self.session {
+            session.doubt();
+        }
+        self.refused = None;
+    }
+
+    /// Asks the store to confirm the hold and the bookings, even if no request waits. A store that
+    /// came back with an older state grants booked slots to other processes until it is asked.
+    pub(super) fn confirm(&mut self, ctx: &mut KeyContext<'_>) {
+        let is_at_stake = self.hold.left(ctx.now).is_some() || self.is_booked();
+        if self.later && is_at_stake {
+            self.inquire(ctx);
+        }
+    }
+
+    /// Returns whether slots are booked ahead.
+    pub(super) fn is_booked(&self) -> bool {
+        self.queue
+            .as_ref()
+            .is_some_and(|queue| queue.last_booked().is_some())
     }
 
     /// Drops a queue without waiters, and gives back the permits that the next call would have

@@ -18,7 +18,6 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::KeyState;
 use crate::clock;
 
 /// If the response to a probe takes longer than this, another probe leaves.
@@ -118,62 +117,4 @@ impl Drop for Uncertain {
 #[inline]
 pub(in crate::limiter) fn is_any_uncertain() -> bool {
     UNCERTAIN.load(Ordering::Relaxed) > 0
-}
-
-impl KeyState {
-    /// Returns which requests may leave, if the key is not on hold.
-    pub(super) fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
-        self.hold
-            .as_ref()
-            .map_or(Passage::Open, |hold| hold.hold.passage(max_hold, now))
-    }
-
-    /// Notes that the probe leaves now.
-    pub(super) fn probe_leaves(&mut self, now: Instant) {
-        if let Some(hold) = &mut self.hold {
-            hold.hold.probe_leaves(now);
-        }
-    }
-
-    /// Notes that a permit came back unused. If it was the probe's, another request may be the
-    /// probe.
-    pub(super) fn probe_comes_back(&mut self) {
-        let was_probing = self
-            .hold
-            .as_mut()
-            .is_some_and(|hold| hold.hold.probe_comes_back());
-        // The next call to the store may have been put off until the probe is accepted.
-        if was_probing && let Some(queue) = &mut self.queue {
-            queue.end_delay();
-        }
-    }
-
-    /// Returns for how long no request may leave, because of a hold or a probe. Unlike
-    /// [`blocked`](KeyState::blocked), makes no request the probe.
-    pub(in crate::limiter) fn waits(&self, max_hold: Duration, now: Instant) -> Option<Duration> {
-        self.held(now)
-            .or_else(|| match self.passage(max_hold, now) {
-                Passage::Open | Passage::Probe => None,
-                Passage::Probing(left) => Some(left),
-            })
-    }
-
-    /// Returns for how long no request may leave, because of a hold or a probe. If the request may
-    /// leave on probation, it becomes the probe.
-    pub(in crate::limiter) fn blocked(
-        &mut self,
-        max_hold: Duration,
-        now: Instant,
-    ) -> Option<Duration> {
-        let waits = self.waits(max_hold, now);
-        if waits.is_none() && self.passage(max_hold, now) == Passage::Probe {
-            self.probe_leaves(now);
-        }
-        waits
-    }
-
-    /// Returns whether all requests may leave, without a probe.
-    pub(in crate::limiter) fn is_clear(&self, max_hold: Duration, now: Instant) -> bool {
-        self.held(now).is_none() && self.passage(max_hold, now) == Passage::Open
-    }
 }

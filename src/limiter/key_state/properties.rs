@@ -327,7 +327,7 @@ impl World {
             "a permit is granted when it can be used"
         );
         assert!(
-            self.state.held(now).is_none(),
+            self.state.hold.left(now).is_none(),
             "no request leaves while the key is held"
         );
     }
@@ -357,7 +357,7 @@ impl World {
                 Stage::Has(slot)
             }
             Poll::Ready(Settled::Failed(_))
-                if self.fails_open && self.state.held(clock::now()).is_some() =>
+                if self.fails_open && self.state.hold.left(clock::now()).is_some() =>
             {
                 panic!("no request passes uncounted while the key is on hold");
             }
@@ -393,7 +393,7 @@ impl World {
             request.stage = Stage::Ended;
             // The upstream accepts it at once.
             let passed = self.act(|state, ctx, _| {
-                let passed = state.accepted_upstream(now, now);
+                let passed = state.hold.accepted_upstream(now, now);
                 if passed {
                     state.hold_changed(ctx);
                 }
@@ -471,7 +471,7 @@ impl World {
     }
 
     fn hold(&mut self, held: HoldState) {
-        self.act(|state, ctx, _| state.hold(ctx, held, HoldSource::Seen));
+        self.act(|state, ctx, _| state.adopt_hold(ctx, held, HoldSource::Seen));
     }
 
     fn release(&mut self) {
@@ -507,7 +507,7 @@ impl World {
             Step::Hold(span, cut) => {
                 let held = HoldState {
                     remaining: ms(span),
-                    releases: self.state.releases(),
+                    releases: self.state.hold.releases(),
                     cut,
                 };
                 self.hold(held);
@@ -634,7 +634,7 @@ async fn run(count: u32, later: bool, faults: bool, quits: bool, steps: &[Step])
             world.give_back(index);
         }
     }
-    let held = world.state.held(clock::now()).unwrap_or_default();
+    let held = world.state.hold.left(clock::now()).unwrap_or_default();
     let left = world
         .requests
         .iter()

@@ -139,7 +139,7 @@ impl KeyState {
         if let Some(tracker) = &mut self.remaining {
             tracker.sends_at = None;
         }
-        let is_doubted = self.doubts_hold(ctx.now);
+        let is_doubted = self.hold.is_doubted(ctx.now);
         self.pass_on(ctx);
         if is_doubted && ctx.work.effects.is_empty() {
             self.confirm(ctx);

@@ -63,7 +63,7 @@ impl KeyState {
     /// waiter may not leave. It waits again, in its old place.
     fn collect_alive(&mut self, ctx: &KeyContext<'_>, waiter: &mut Ticket) -> Option<Settled> {
         let settled = self.collect(waiter.number, waiter.cost)?;
-        let held = self.held(ctx.now);
+        let held = self.hold.left(ctx.now);
         match (settled, held) {
             (Settled::Granted(slot), Some(left)) => {
                 self.probe_comes_back();
@@ -122,7 +122,7 @@ impl KeyState {
         }
         self.lengthen_life(ctx);
         self.probe_comes_back();
-        let held = self.held(ctx.now);
+        let held = self.hold.left(ctx.now);
         let queue = self.queue.get_or_insert_default();
         queue.returns.push(died.unused());
         queue.wait(waiter.number, waiter.cost, waiter.bound, ctx.now, held);
@@ -152,7 +152,7 @@ impl KeyState {
 
     /// Removes a waiter from the queue. Its permit goes to the next waiter, else back to the store.
     pub(in crate::limiter) fn leave(&mut self, ctx: &mut KeyContext<'_>, waiter: &Ticket) {
-        let held = self.held(ctx.now).is_some();
+        let held = self.hold.left(ctx.now).is_some();
         let Some(queue) = &mut self.queue else { return };
         if let Some(Settled::Granted(slot)) = queue.leave(waiter.number, waiter.cost) {
             if held {

@@ -219,16 +219,16 @@ impl Hold {
         self.evidence.confirmed_at.is_none() && self.end > now
     }
 
-    /// Returns whether a request that is held asks the store for a release. Notes that it does: one
-    /// request asks for all.
-    pub(super) fn asks_for_release(&mut self, now: Instant) -> bool {
+    /// Returns whether a request that is held has to ask the store for a release that may have been
+    /// missed. Returns true once each [`ASK_AGAIN`], because one request asks for all.
+    pub(super) fn take_inquiry(&mut self, now: Instant) -> bool {
         let confirmed_at = self.evidence.confirmed_at;
-        let asks =
+        let is_due =
             confirmed_at.is_none_or(|confirmed_at| clock::after(confirmed_at, ASK_AGAIN) <= now);
-        if asks {
+        if is_due {
             self.evidence.confirmed_at = Some(now);
         }
-        asks
+        is_due
     }
 
     /// Returns whether the hold was cut, so that it ends on probation.
