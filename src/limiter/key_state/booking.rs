@@ -13,11 +13,13 @@ use super::KeyState;
 use super::context::{Effect, KeyContext, LeaseFuture};
 use super::hold::ASK_AGAIN;
 use super::probation::Passage;
+use super::store_view::{Observed, slot};
 use crate::clock;
 use crate::error::StoreError;
 use crate::limit::UnusedPermits;
-use crate::limiter::queue::{CallNumber, Gathering, HandedOut, Number};
-use crate::store::{Demand, Lease, LeaseRequest, StoreReply};
+use crate::limiter::queue::{Answered, CallNumber, Gathering, HandedOut, Number};
+use crate::limiter::reservation::Settled;
+use crate::store::{Demand, Lease, LeaseRequest, Refusal, StoreReply, trust};
 
 /// The most permits of one call to a store that does not answer at once, so that no call keeps its
 /// server busy for long.
@@ -63,7 +65,7 @@ impl KeyState {
         // A store that answers at once may bring slots that are due. It may also refuse one demand
         // and leave those after it undecided.
         for _ in 0..MOST_ROUNDS {
-            let is_trusted = self.is_trusted(ctx, now);
+            let is_trusted = self.store.is_trusted(ctx.spec, now);
             let Some(HandedOut { died, .. }) = self.hand_out_due(ctx, me, is_trusted, now) else {
                 return;
             };
@@ -125,7 +127,7 @@ impl KeyState {
         let Some(queue) = &mut self.queue else {
             return NextCall::None;
         };
-        let demands = queue.needs(match (is_clear, self.later) {
+        let demands = queue.needs(match (is_clear, self.store.answers_later) {
             (false, _) => 1,
             (true, true) => MOST_ASKED,
             (true, false) => usize::MAX,
@@ -142,7 +144,7 @@ impl KeyState {
             queue.gather_for(left, now);
             return NextCall::Gather(left);
         }
-        if self.later && !confirms {
+        if self.store.answers_later && !confirms {
             match queue.gathering {
                 Gathering::NotYet => return NextCall::Gather(queue.gather(now)),
                 Gathering::UnderWay if !queue.gathers_too_long(now) => return NextCall::None,
@@ -151,7 +153,7 @@ impl KeyState {
         }
         // Permits are scarce if slots lie ahead: none are fetched in advance.
         let is_scarce = queue.last_booked().is_some();
-        let prefetches = self.later && is_clear && !is_scarce && !demands.is_empty();
+        let prefetches = self.store.answers_later && is_clear && !is_scarce && !demands.is_empty();
         NextCall::Lease(Booking {
             demands,
             prefetches,
@@ -170,13 +172,13 @@ impl KeyState {
         let mut returns = std::mem::take(&mut queue.returns);
         let prefetch = if *prefetches {
             self.prefetched
-                .order(ctx.spec, self.prefetch_life(ctx), ctx.now)
+                .order(ctx.spec, self.store.prefetch_life(ctx.spec), ctx.now)
         } else {
             0
         };
         returns.extend(self.prefetched.clear());
         if died {
-            self.lengthen_life(ctx);
+            self.store.lengthen_life(ctx.spec);
         }
         match ctx
             .store
@@ -204,7 +206,7 @@ impl KeyState {
         demands: &[Demand],
         call: LeaseFuture,
     ) {
-        self.later = true;
+        self.store.answers_later = true;
         let number = self
             .queue
             .get_or_insert_default()
@@ -224,8 +226,8 @@ impl KeyState {
         }
     }
 
-    /// Returns the request for a call to the store: for `demands`, and for `prefetch` units in
-    /// advance. No slot after `latest` is of use.
+    /// Returns the request for a call to the store. It states the hold, and what the upstream stated
+    /// of what is left.
     pub(super) fn request<'a>(
         &mut self,
         ctx: &'a KeyContext<'_>,
@@ -234,24 +236,11 @@ impl KeyState {
         latest: Instant,
         returns: &'a [UnusedPermits],
     ) -> LeaseRequest<'a> {
-        let session = self.session.as_mut().map(|session| {
-            session.forget(returns);
-            session.client_session(ctx.now)
-        });
         LeaseRequest {
-            key: ctx.key,
-            spec: ctx.spec,
-            demands,
-            prefetch,
-            latest: latest.saturating_duration_since(ctx.now),
-            validity: self.life,
-            prefetch_validity: self.prefetch_life(ctx),
-            returns,
-            charges: &[],
-            session: session.unwrap_or_default(),
             // The ledger of a process on its own knows of no hold.
-            hold: self.hold.for_store(self.alone, ctx.now),
+            hold: self.hold.for_store(self.store.is_standalone, ctx.now),
             remaining: self.take_remaining(ctx.spec, ctx.max_hold, ctx.now),
+            ..self.store.request(ctx, demands, prefetch, latest, returns)
         }
     }
 
@@ -302,10 +291,16 @@ impl KeyState {
             }
             return;
         }
-        let answer = self.unless_too_slow(ctx, answer, sent);
+        let answer = answer.and_then(|lease| {
+            let checked = self.store.check_speed(ctx.spec, &lease, sent, ctx.now);
+            if checked.is_err() {
+                ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
+            }
+            checked.map(|()| lease)
+        });
         let failed = answer.is_err();
         self.answered(ctx, answer, sent, ctx.now);
-        if self.tightens {
+        if self.store.tightens {
             return self.tighten(ctx);
         }
         // A store that lost its state gets the hold before a process that does not know it calls the
@@ -321,6 +316,126 @@ impl KeyState {
         if failed && ctx.work.effects.is_empty() && self.hold.is_doubted(ctx.now) {
             ctx.work.effects.push(Effect::PassOn(ASK_AGAIN));
         }
+    }
+
+    /// Takes in the answer to the call that was sent at `sent`.
+    fn answered(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        answer: Result<Lease, StoreError>,
+        sent: Instant,
+        now: Instant,
+    ) {
+        match answer {
+            Ok(lease) => self.granted(ctx, &lease, sent, now),
+            Err(error) => self.failed(ctx, error, now),
+        }
+        if self.queue.is_some() {
+            self.obey_hold(now, &mut ctx.work.wakers);
+        }
+    }
+
+    /// Takes in a lease, the answer to a call that was sent at `sent`.
+    fn granted(&mut self, ctx: &mut KeyContext<'_>, lease: &Lease, sent: Instant, now: Instant) {
+        let bounds = self.remember(ctx, lease, sent, now);
+        let precedes_release =
+            lease.source.has_reply() && self.hold.answered(lease.hold, sent, bounds);
+        let Some(queue) = &mut self.queue else { return };
+        if let Some(wait) = lease.recovering {
+            return queue.pause(wait, now, &mut ctx.work.wakers);
+        }
+        let slots = lease.grants.iter().map(|grant| slot(lease, grant, bounds));
+        let refusal = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
+        let end = if precedes_release {
+            None
+        } else {
+            Some(&refusal)
+        };
+        let least = self.store.least_use(ctx.spec);
+        let Answered { died, refused } =
+            queue.answered(slots, end, least, now, &mut ctx.work.wakers);
+        if precedes_release {
+            // The store decided while the key was on hold. The next call asks for all waiters
+            // again.
+            queue.give_up_slots();
+            return;
+        }
+        self.store.note_refusal(refused, lease, ctx.fails_open, now);
+        self.store.adapt_life(ctx.spec, bounds, died);
+    }
+
+    /// Takes in that the store failed.
+    fn failed(&mut self, ctx: &mut KeyContext<'_>, error: StoreError, now: Instant) {
+        let Some(queue) = &mut self.queue else { return };
+        if let Some(left) = self.hold.left(now)
+            && ctx.fails_open
+        {
+            // No request passes uncounted while the key is on hold.
+            return queue.pause(left, now, &mut ctx.work.wakers);
+        }
+        if !self.store.is_trusted(ctx.spec, now) && queue.is_due(now) {
+            // The store may have lost the slots that it booked.
+            queue.void();
+        }
+        let end = Settled::Failed(error);
+        let least = self.store.least_use(ctx.spec);
+        queue.answered([], Some(&end), least, now, &mut ctx.work.wakers);
+    }
+
+    /// Keeps what a lease states besides its slots. Returns two moments by the clock of this
+    /// process: the store made the lease between them.
+    pub(super) fn remember(
+        &mut self,
+        ctx: &KeyContext<'_>,
+        lease: &Lease,
+        sent: Instant,
+        now: Instant,
+    ) -> (Instant, Instant) {
+        let Observed {
+            bounds,
+            has_lost_state,
+            voids_permits,
+        } = self.store.observe(ctx.spec, lease, sent, now);
+        if voids_permits {
+            self.prefetched.clear();
+            if let Some(queue) = &mut self.queue {
+                queue.void();
+            }
+        }
+        if has_lost_state {
+            self.hold.store_lost_state(now);
+        }
+        if let Some(grant) = &lease.prefetched {
+            self.prefetched
+                .fill(&slot(lease, grant, (bounds.0, bounds.0)));
+        }
+        bounds
+    }
+
+    /// Returns whether the store is called now to confirm the next slot, so that the answer arrives
+    /// before the slot is due. If it is too early for that, the waiter of the slot wakes in time.
+    fn confirms_next_slot(&mut self, ctx: &KeyContext<'_>, now: Instant) -> bool {
+        let Some(slot) = self.queue.as_ref().and_then(|queue| queue.next_slot()) else {
+            return false;
+        };
+        if self.store.is_trusted(ctx.spec, slot) {
+            return false;
+        }
+        let lead = trust(ctx.spec.quota().longest_memory()) / 4;
+        let at = slot.checked_sub(lead).unwrap_or(now);
+        let Some(queue) = self
+            .queue
+            .as_mut()
+            .filter(|queue| queue.confirmed != Some(slot))
+        else {
+            return false;
+        };
+        if at > now {
+            queue.wake_before(slot, at);
+            return false;
+        }
+        queue.confirmed = Some(slot);
+        true
     }
 
     /// Ends the batching delay of the next call. `joined` says whether other requests had the time

@@ -44,9 +44,7 @@ impl KeyState {
     /// Takes out the permits at hand, to give them back to the store.
     pub(in crate::limiter) fn clear(&mut self) -> Option<UnusedPermits> {
         let unused = self.prefetched.clear();
-        if let Some(session) = &mut self.session {
-            session.forget(unused.as_slice());
-        }
+        self.store.forget(unused.as_slice());
         unused
     }
 }

@@ -10,8 +10,8 @@
 //! | `context` | what a visit to the state works with, and the work it leaves |
 //! | `mod` | the entrance of a request, and the return of a permit |
 //! | `ticket` | the wait of a request in the queue |
-//! | `booking` | when the store is called, and for what |
-//! | `answer` | what an answer of the store means |
+//! | `booking` | when the store is called, for what, and what its answer means |
+//! | `store_view` | what the process knows of its store |
 //! | `store_refusal` | a refusal of the store, kept for the next requests |
 //! | `leftover` | prefetched permits that are not used |
 //! | `hold` | one hold: when it ends, and how this process knows; a value |
@@ -21,7 +21,6 @@
 //! | `remaining_headers` | what the upstream states about the rest of one limit; a value |
 //! | `remaining`, `stated` | what the key does about that, and about stated limits |
 
-mod answer;
 mod booking;
 mod context;
 mod hold;
@@ -34,6 +33,7 @@ mod remaining;
 mod remaining_headers;
 mod stated;
 mod store_refusal;
+mod store_view;
 mod ticket;
 mod upstream_refusals;
 
@@ -42,14 +42,12 @@ use std::time::{Duration, Instant};
 use super::prefetched::Prefetched;
 use super::queue::{Number, Queue};
 use super::reservation::{Reservation, Settled, WaitBound};
-use super::session::KeySession;
 use crate::clock;
 use crate::key_map::Evict;
 use crate::quota::Limit;
 use crate::store::{Demand, HoldState, Lease, Refusal, StoreReply};
 use crate::wakers::Wakers;
 
-use answer::slot;
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
 pub(super) use hold::HoldSource;
 pub(super) use key_hold::{KeyHold, NewHold};
@@ -58,7 +56,7 @@ use remaining::RemainingTracker;
 pub(super) use remaining_headers::is_of_use;
 use stated::StatedLimits;
 pub use stated::{HeaderTrust, StatedLimit};
-use store_refusal::StoreRefusal;
+use store_view::{StoreView, slot};
 pub(super) use ticket::Ticket;
 
 /// The state of one key in this process.
@@ -66,29 +64,14 @@ pub(super) struct KeyState {
     prefetched: Prefetched,
     /// Present only while requests wait, a call is under way or a result is to be collected.
     queue: Option<Box<Queue>>,
-    /// How long the permits of the next call are valid.
-    life: Duration,
-    /// Whether the store answers later, after a round trip to a server, and not at once.
-    later: bool,
     /// When unused prefetched permits are next given back. `None` if no task does so.
     sweep_at: Option<Instant>,
-    /// The session with a store that has a server, which may lose its state.
-    session: Option<Box<KeySession>>,
-    /// Whether this process granted the booked permits itself, because the store is unreachable.
-    alone: bool,
+    store: StoreView,
     pub(super) hold: KeyHold,
     /// What the upstream stated about the rest of each limit.
     remaining: Option<Box<RemainingTracker>>,
     /// The limits that the upstream has stated.
     stated: Option<Box<StatedLimits>>,
-    /// Whether other clients use a limit of the key as well, by the store's last answer.
-    shared: bool,
-    /// Units that could still be sent, by the store's last answer.
-    free: u64,
-    /// Whether a call is under way that may grant more than the upstream states is left.
-    tightens: bool,
-    /// The store's last refusal, if the store answers `later`.
-    refused: Option<Box<StoreRefusal>>,
 }
 
 impl Evict for KeyState {
@@ -106,10 +89,7 @@ impl Evict for KeyState {
 
     fn worthless_from(&self) -> Option<Instant> {
         let idle = self.idle_from()?.max(self.prefetched.soon());
-        let session = self
-            .session
-            .as_ref()
-            .map_or(idle, |session| session.until());
+        let session = self.store.session_until().unwrap_or(idle);
         let stated = self.stated_until().unwrap_or(idle);
         Some(idle.max(session).max(stated))
     }
@@ -121,18 +101,11 @@ impl KeyState {
         KeyState {
             prefetched: Prefetched::new(now),
             queue: None,
-            life,
-            later: false,
+            store: StoreView::new(life),
             sweep_at: None,
-            session: None,
-            alone: false,
             hold: KeyHold::default(),
             remaining: None,
             stated: None,
-            shared: false,
-            free: 0,
-            tightens: false,
-            refused: None,
         }
     }
 
@@ -186,11 +159,12 @@ impl KeyState {
         {
             return Some(refused_for(left));
         }
-        if let Some(refusal) = self.repeated_refusal(cost, bound, ctx.now) {
+        if let Some(refusal) = self.store.repeated_refusal(cost, bound, ctx.now) {
             return Some(Settled::Refused(refusal));
         }
-        let asks_alone =
-            self.queue.is_none() && !self.later && self.hold.is_clear(ctx.max_hold, ctx.now);
+        let asks_alone = self.queue.is_none()
+            && !self.store.answers_later
+            && self.hold.is_clear(ctx.max_hold, ctx.now);
         if asks_alone {
             return self.enter_alone(ctx, cost, bound, number);
         }
@@ -223,7 +197,7 @@ impl KeyState {
         let demands = [Demand { cost, count: 1 }];
         let prefetch = self
             .prefetched
-            .order(ctx.spec, self.prefetch_life(ctx), ctx.now);
+            .order(ctx.spec, self.store.prefetch_life(ctx.spec), ctx.now);
         let returns = self.prefetched.clear();
         let request = self.request(ctx, &demands, prefetch, bound.latest, returns.as_slice());
         match ctx.store.lease(request) {
@@ -272,18 +246,12 @@ impl KeyState {
         None
     }
 
-    /// Returns the refusal of a request that needs no call: the store has refused such a request
-    /// lately, and is not to be called again yet.
-    fn repeated_refusal(&self, cost: u32, bound: WaitBound, now: Instant) -> Option<Refusal> {
-        self.refused.as_ref()?.of(cost, bound, now)
-    }
-
     /// Takes back a permit that was surely not used. It goes to the next waiter, else back to the
     /// store.
     pub(super) fn give_back(&mut self, ctx: &mut KeyContext<'_>, slot: Reservation) {
         let is_held = self.hold.left(ctx.now).is_some();
         self.probe_comes_back();
-        self.refused = None;
+        self.store.forget_refusal();
         let Some(queue) = &mut self.queue else {
             if is_held || !self.prefetched.put(&slot, ctx.now) {
                 ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
@@ -318,7 +286,7 @@ impl KeyState {
     /// Waiters that cannot wait until then are refused. The other waiters get new slots, which a
     /// store that knows of the hold grants for the time after it.
     pub(super) fn hold_changed(&mut self, ctx: &mut KeyContext<'_>) {
-        self.refused = None;
+        self.store.forget_refusal();
         self.hold.wake_all(&mut ctx.work.wakers);
         self.obey_hold(ctx.now, &mut ctx.work.wakers);
         let is_held = self.hold.left(ctx.now).is_some();
@@ -364,17 +332,14 @@ impl KeyState {
     /// Notes that a hold, a release or a booking may have been missed.
     pub(super) fn doubt(&mut self) {
         self.hold.doubt();
-        if let Some(session) = &mut self.session {
-            session.doubt();
-        }
-        self.refused = None;
+        self.store.doubt();
     }
 
     /// Asks the store to confirm the hold and the bookings, even if no request waits. A store that
     /// came back with an older state grants booked slots to other processes until it is asked.
     pub(super) fn confirm(&mut self, ctx: &mut KeyContext<'_>) {
         let is_at_stake = self.hold.left(ctx.now).is_some() || self.is_booked();
-        if self.later && is_at_stake {
+        if self.store.answers_later && is_at_stake {
             self.inquire(ctx);
         }
     }

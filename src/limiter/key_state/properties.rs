@@ -841,3 +841,13 @@ async fn an_expired_probe_delays_no_call() {
     ];
     run(9, true, false, false, &steps).await;
 }
+
+/// A limiter keeps the state of each of many keys.
+#[test]
+fn states_of_keys_are_small() {
+    assert!(
+        size_of::<KeyState>() <= 168,
+        "{} bytes",
+        size_of::<KeyState>()
+    );
+}

@@ -47,7 +47,7 @@ impl KeyState {
         now: Instant,
     ) -> bool {
         let at_hand = u64::from(self.prefetched.units(now));
-        let could_leave = at_hand.saturating_add(self.free);
+        let could_leave = at_hand.saturating_add(self.store.free);
         let mut is_less = false;
         for (index, limit) in spec.quota().limits().iter().enumerate() {
             let Some(quota) = quota_about(*limit, signal, spec) else {
@@ -73,8 +73,8 @@ impl KeyState {
         queue.returns.extend(unused);
         queue.give_up_slots();
         // A call under way may bring more than is left: this is done again when it is answered.
-        self.tightens = queue.is_calling(ctx.now);
-        if self.tightens {
+        self.store.tightens = queue.is_calling(ctx.now);
+        if self.store.tightens {
             return;
         }
         let has_waiters = queue.waiting() > 0;
@@ -96,11 +96,7 @@ impl KeyState {
     /// Takes in that another process stated to the store that less is left. `writes` is how often
     /// the state in the store had been written then.
     pub(in crate::limiter) fn less_heard(&mut self, ctx: &mut KeyContext<'_>, writes: u64) {
-        if self
-            .session
-            .as_ref()
-            .is_some_and(|session| session.writes() < writes)
-        {
+        if self.store.is_behind(writes) {
             self.tighten(ctx);
         }
     }
@@ -112,8 +108,9 @@ impl KeyState {
             return;
         };
         let stated = ctx.spec.quota().limits().iter().zip(&tracker.limits);
-        let relevant = stated
-            .filter(|(_, headers)| headers.is_news() && (self.shared || headers.has_refused()));
+        let relevant = stated.filter(|(_, headers)| {
+            headers.is_news() && (self.store.has_external_usage || headers.has_refused())
+        });
         let Some(pause) = relevant
             .map(|(limit, headers)| headers.pause(*limit, ctx.now))
             .min()

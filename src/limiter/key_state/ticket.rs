@@ -78,7 +78,7 @@ impl KeyState {
                 None
             }
             (Settled::Granted(slot), None) => {
-                self.life = (self.life - self.life / 64).max(ctx.spec.life());
+                self.store.shorten_life(ctx.spec);
                 Some(Settled::Granted(slot))
             }
             // No request passes uncounted while the key is on hold.
@@ -120,7 +120,7 @@ impl KeyState {
             // more for a free permit.
             waiter.bound.latest = waiter.bound.latest.max(ctx.now);
         }
-        self.lengthen_life(ctx);
+        self.store.lengthen_life(ctx.spec);
         self.probe_comes_back();
         let held = self.hold.left(ctx.now);
         let queue = self.queue.get_or_insert_default();
@@ -138,11 +138,6 @@ impl KeyState {
     ) {
         self.wait_again(ctx, waiter, died);
         self.step(ctx, Some(waiter.number));
-    }
-
-    /// Lengthens the validity of the next permits, because a permit expired before its waiter woke.
-    pub(super) fn lengthen_life(&mut self, ctx: &KeyContext<'_>) {
-        self.life = (self.life * 2).min(self.longest_life(ctx.spec));
     }
 
     /// Takes how the wait of `number` ended, if it has.

@@ -1,0 +1,335 @@
+//! What this process knows of its store, for one key: how the store answers, its clock and its
+//! state, and how long the permits of the next call are to be valid.
+
+use std::time::{Duration, Instant};
+
+use super::context::KeyContext;
+use super::store_refusal::StoreRefusal;
+use crate::clock;
+use crate::error::StoreError;
+use crate::limit::{LimitSpec, UnusedPermits};
+use crate::limiter::reservation::{Reservation, WaitBound};
+use crate::limiter::session::KeySession;
+use crate::quota::LIFE;
+use crate::store::{Demand, Grant, HoldState, Lease, LeaseRequest, Refusal, Source, trust};
+
+/// The longest validity of a permit, unless a twentieth of the shortest window is longer.
+const LONGEST_LIFE: Duration = Duration::from_millis(20);
+
+/// The validity of permits allows for a task that wakes this late.
+const WAKE_UP: Duration = Duration::from_millis(5);
+
+/// What this process knows of its store, for one key.
+pub(super) struct StoreView {
+    /// Whether the store answers later, after a round trip to a server, and not at once.
+    pub(super) answers_later: bool,
+    /// Whether this process granted the booked permits itself, because the store is unreachable.
+    pub(super) is_standalone: bool,
+    /// Whether other clients use a limit of the key as well, by the store's last answer.
+    pub(super) has_external_usage: bool,
+    /// Whether a call is under way that may grant more than the upstream states is left.
+    pub(super) tightens: bool,
+    /// Units that could still be sent, by the store's last answer.
+    pub(super) free: u64,
+    /// How long the permits of the next call are valid.
+    life: Duration,
+    /// The session with a store that has a server, which may lose its state.
+    session: Option<Box<KeySession>>,
+    /// The store's last refusal, if the store answers later.
+    refusal: Option<Box<StoreRefusal>>,
+}
+
+/// What a lease showed of the store.
+pub(super) struct Observed {
+    /// Two moments by the clock of this process. The store made the lease between them.
+    pub(super) bounds: (Instant, Instant),
+    /// Whether the store has lost its state.
+    pub(super) has_lost_state: bool,
+    /// Whether the permits that were granted before are void, because the ledger that made this
+    /// lease does not know of them.
+    pub(super) voids_permits: bool,
+}
+
+impl StoreView {
+    /// Makes the view of a store that was not called yet. `life` is how long permits are valid at
+    /// first.
+    pub(super) fn new(life: Duration) -> Self {
+        StoreView {
+            answers_later: false,
+            is_standalone: false,
+            has_external_usage: false,
+            tightens: false,
+            free: 0,
+            life,
+            session: None,
+            refusal: None,
+        }
+    }
+
+    /// Returns the request for a call to the store: for `demands`, and for `prefetch` units in
+    /// advance. No slot after `latest` is of use. The request states no hold, and nothing of the
+    /// upstream.
+    pub(super) fn request<'a>(
+        &mut self,
+        ctx: &'a KeyContext<'_>,
+        demands: &'a [Demand],
+        prefetch: u32,
+        latest: Instant,
+        returns: &'a [UnusedPermits],
+    ) -> LeaseRequest<'a> {
+        self.forget(returns);
+        LeaseRequest {
+            key: ctx.key,
+            spec: ctx.spec,
+            demands,
+            prefetch,
+            latest: latest.saturating_duration_since(ctx.now),
+            validity: self.life,
+            prefetch_validity: self.prefetch_life(ctx.spec),
+            returns,
+            charges: &[],
+            session: self
+                .session
+                .as_ref()
+                .map(|session| session.client_session(ctx.now))
+                .unwrap_or_default(),
+            hold: HoldState::default(),
+            remaining: None,
+        }
+    }
+
+    /// Takes in what a lease states besides its slots. It is the answer to a call that was sent at
+    /// `sent`.
+    pub(super) fn observe(
+        &mut self,
+        spec: &LimitSpec,
+        lease: &Lease,
+        sent: Instant,
+        now: Instant,
+    ) -> Observed {
+        // The store and the process on its own count apart. Permits of the one are not known to the
+        // other.
+        let is_standalone = lease.source.is_standalone();
+        let has_changed_ledger = self.is_standalone != is_standalone;
+        self.is_standalone = is_standalone;
+        let mut has_lost_state = false;
+        if lease.source.has_reply() {
+            self.has_external_usage = lease.external_usage;
+            self.free = if is_standalone { 0 } else { lease.free };
+            has_lost_state = self.update_session(spec, lease, sent, now);
+        } else if let Some(session) = &mut self.session {
+            session.count(lease, spec.quota().longest_memory(), now);
+        }
+        let bounds = match lease.source {
+            Source::Store => self
+                .session
+                .as_ref()
+                .filter(|_| self.answers_later)
+                .map_or((sent, now), |session| session.bounds()),
+            Source::StandaloneWithReply { granted_at } | Source::Standalone { granted_at } => {
+                (granted_at, granted_at)
+            }
+        };
+        Observed {
+            bounds,
+            has_lost_state,
+            voids_permits: has_changed_ledger || has_lost_state,
+        }
+    }
+
+    /// Takes in the clock and the incarnation of a store that may lose its state. Returns whether
+    /// it has lost its state since the last answer.
+    fn update_session(
+        &mut self,
+        spec: &LimitSpec,
+        lease: &Lease,
+        sent: Instant,
+        now: Instant,
+    ) -> bool {
+        if !self.answers_later {
+            return false;
+        }
+        let session = self
+            .session
+            .get_or_insert_with(|| Box::new(KeySession::new(lease, sent, now)));
+        let has_lost_state = session.incarnation() != lease.incarnation;
+        session.update(lease, spec.quota().longest_memory(), sent, now);
+        has_lost_state
+    }
+
+    /// Returns until when the session with the store matters.
+    pub(super) fn session_until(&self) -> Option<Instant> {
+        self.session.as_ref().map(|session| session.until())
+    }
+
+    /// Subtracts permits that are given back from those that the session counts as granted.
+    pub(super) fn forget(&mut self, unused: &[UnusedPermits]) {
+        if let Some(session) = &mut self.session {
+            session.forget(unused);
+        }
+    }
+
+    /// Returns whether the state in the store was written more often than its last answer stated.
+    pub(super) fn is_behind(&self, writes: u64) -> bool {
+        self.session
+            .as_ref()
+            .is_some_and(|session| session.writes() < writes)
+    }
+
+    /// Notes that an event of the store may have been missed.
+    pub(super) fn doubt(&mut self) {
+        if let Some(session) = &mut self.session {
+            session.doubt();
+        }
+        self.forget_refusal();
+    }
+
+    /// Returns whether permits that were granted before may be used at `at`. If not, the store has
+    /// to confirm them first.
+    pub(super) fn is_trusted(&self, spec: &LimitSpec, at: Instant) -> bool {
+        let is_trusted =
+            |session: &KeySession| session.is_trusted(trust(spec.quota().longest_memory()), at);
+        self.is_standalone || self.session.as_deref().is_none_or(is_trusted)
+    }
+
+    /// Takes in which cost the store refused, if it refused one. If the limiter fails open, nothing
+    /// is kept: each request has to call the store, because it may pass uncounted.
+    pub(super) fn note_refusal(
+        &mut self,
+        refused: Option<u32>,
+        lease: &Lease,
+        fails_open: bool,
+        now: Instant,
+    ) {
+        if self.answers_later && !lease.source.is_standalone() && !fails_open {
+            let before = self.refusal.as_deref().copied();
+            self.refusal = StoreRefusal::after(before, refused, lease.refused, now).map(Box::new);
+        }
+    }
+
+    /// Returns the refusal of a request that needs no call: the store has refused such a request
+    /// lately, and is not to be called again yet.
+    pub(super) fn repeated_refusal(
+        &self,
+        cost: u32,
+        bound: WaitBound,
+        now: Instant,
+    ) -> Option<Refusal> {
+        self.refusal.as_ref()?.of(cost, bound, now)
+    }
+
+    /// Forgets the last refusal, because it may no longer be true.
+    pub(super) fn forget_refusal(&mut self) {
+        self.refusal = None;
+    }
+
+    /// Checks that an answer did not take longer than any permit is valid.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::TooSlow`], if permits of the lease have expired on their way.
+    pub(super) fn check_speed(
+        &self,
+        spec: &LimitSpec,
+        lease: &Lease,
+        sent: Instant,
+        now: Instant,
+    ) -> Result<(), StoreError> {
+        // The validity of a permit counts from when the call was sent.
+        let took = now.saturating_duration_since(sent);
+        let longest = self.longest_life(spec);
+        let expired = |grant: &Grant| grant.wait.saturating_add(grant.validity) <= took;
+        let is_too_slow = took >= self.life
+            && self.life >= longest
+            && !lease.source.is_standalone()
+            && lease.grants.iter().any(expired);
+        if is_too_slow {
+            Err(StoreError::TooSlow { took, longest })
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Returns for how long a slot ahead must be usable.
+    ///
+    /// After a slow round trip, little is left of the validity of a permit, and a waiter that wakes
+    /// late would lose its slot. So the next permits are valid for longer, up to the longest
+    /// validity. Once that is reached, any slot is used.
+    pub(super) fn least_use(&self, spec: &LimitSpec) -> Duration {
+        if self.life < self.longest_life(spec) {
+            spec.life() / 2
+        } else {
+            Duration::ZERO
+        }
+    }
+
+    /// Sets the validity of the next permits after an answer. It depends on how exactly the clock
+    /// of the store is known (`bounds`), and on whether permits expired before they arrived
+    /// (`died`).
+    pub(super) fn adapt_life(&mut self, spec: &LimitSpec, bounds: (Instant, Instant), died: bool) {
+        let uncertain = bounds.1.saturating_duration_since(bounds.0);
+        let trips = uncertain.saturating_mul(2).saturating_add(WAKE_UP);
+        let least = if self.answers_later {
+            spec.life().max(trips)
+        } else {
+            spec.life()
+        };
+        let adapted = if died {
+            self.life * 2
+        } else {
+            self.life - self.life / 8
+        };
+        self.life = least.max(adapted).min(self.longest_life(spec));
+    }
+
+    /// Lengthens the validity of the next permits, because a permit expired before its waiter woke.
+    pub(super) fn lengthen_life(&mut self, spec: &LimitSpec) {
+        self.life = (self.life * 2).min(self.longest_life(spec));
+    }
+
+    /// Shortens the validity of the next permits a little, because a waiter woke in time.
+    pub(super) fn shorten_life(&mut self, spec: &LimitSpec) {
+        self.life = (self.life - self.life / 64).max(spec.life());
+    }
+
+    /// Returns the longest validity of a permit. It is reached if permits expire before they are
+    /// used.
+    fn longest_life(&self, spec: &LimitSpec) -> Duration {
+        if !self.answers_later && spec.life() < LIFE {
+            // A longer validity would lose more of the rate than the quota allows.
+            return spec.life();
+        }
+        LONGEST_LIFE
+            .max(spec.quota().shortest_window() / 20)
+            .max(spec.life())
+    }
+
+    /// Returns the validity of prefetched permits: a two-hundredth of the shortest window, or that
+    /// of the other permits if it is longer.
+    pub(super) fn prefetch_life(&self, spec: &LimitSpec) -> Duration {
+        self.life.max(spec.quota().shortest_window() / 200)
+    }
+}
+
+/// Returns when this process may use a grant: never before its slot, and never after its deadline.
+/// The store made the lease between `earliest` and `latest`.
+pub(super) fn slot(
+    lease: &Lease,
+    grant: &Grant,
+    (earliest, latest): (Instant, Instant),
+) -> Reservation {
+    // The store's time is cut to whole microseconds.
+    let lasts = grant
+        .wait
+        .saturating_add(grant.validity)
+        .saturating_sub(Duration::from_micros(1));
+    Reservation {
+        at: clock::after(latest, grant.wait),
+        until: clock::after(earliest, lasts),
+        cost: grant.cost,
+        count: grant.count,
+        slot: grant.slot,
+        stamp: grant.stamp,
+        incarnation: lease.permit_incarnation(),
+    }
+}
