@@ -125,7 +125,7 @@ impl Core {
     /// Returns the limits of the key of `state`, if the upstream has stated some.
     pub(super) fn stated(&self, state: &mut KeyState, now: Instant) -> Option<Arc<LimitSpec>> {
         let Settings { spec, learn, .. } = &self.settings;
-        state.stated_spec(*learn, spec, now)
+        state.upstream.spec(*learn, spec, now)
     }
 
     /// Returns the limits of `key`: the limits that the upstream stated, else the configured ones.

@@ -111,7 +111,7 @@ impl Core {
             return;
         }
         let limited = signal.refusal().is_some();
-        state.take_in_limits(*learn, spec, signal, ctx);
+        state.upstream.take_in_limits(*learn, spec, signal, ctx);
         // What is left is left of the limits that count from now on.
         let stated = self.stated(state, ctx.now);
         let refused = if limited { call.cost } else { 0 };
@@ -155,7 +155,7 @@ impl Core {
                 .hold
                 .refused_upstream(retry_after, *max_hold, call.sent, now)?;
             let left = if new.is_sent {
-                state.take_remaining(ctx.spec, *max_hold, now)
+                state.upstream.take_remaining(ctx.spec, *max_hold, now)
             } else {
                 None
             };

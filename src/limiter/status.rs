@@ -59,7 +59,7 @@ impl Core {
             queued: state.waiting(),
             prefetched: state.at_hand(now),
             held: state.hold.left(now),
-            learned: state.stated_limits(),
+            learned: state.upstream.limits().to_vec(),
         });
         let Local {
             queued,

@@ -239,7 +239,9 @@ impl KeyState {
         LeaseRequest {
             // The ledger of a process on its own knows of no hold.
             hold: self.hold.for_store(self.store.is_standalone, ctx.now),
-            remaining: self.take_remaining(ctx.spec, ctx.max_hold, ctx.now),
+            remaining: self
+                .upstream
+                .take_remaining(ctx.spec, ctx.max_hold, ctx.now),
             ..self.store.request(ctx, demands, prefetch, latest, returns)
         }
     }

@@ -18,8 +18,10 @@
 //! | `probation` | what follows a hold that was cut |
 //! | `upstream_refusals` | how long a refusal of the upstream holds the key; a value |
 //! | `key_hold` | what the key does about its hold |
-//! | `remaining_headers` | what the upstream states about the rest of one limit; a value |
-//! | `remaining`, `stated` | what the key does about that, and about stated limits |
+//! | `upstream_view` | what the upstream stated about the key |
+//! | `stated` | the limits that it stated |
+//! | `remaining` | what it stated is left of all limits, and when the store gets that |
+//! | `remaining_headers` | what it stated is left of one limit; a value |
 
 mod booking;
 mod context;
@@ -36,15 +38,18 @@ mod store_refusal;
 mod store_view;
 mod ticket;
 mod upstream_refusals;
+mod upstream_view;
 
 use std::time::{Duration, Instant};
 
 use super::prefetched::Prefetched;
-use super::queue::{Number, Queue};
+use super::queue::{Gathering, Number, Queue};
 use super::reservation::{Reservation, Settled, WaitBound};
 use crate::clock;
 use crate::key_map::Evict;
+use crate::limit::LimitSpec;
 use crate::quota::Limit;
+use crate::signal::Signal;
 use crate::store::{Demand, HoldState, Lease, Refusal, StoreReply};
 use crate::wakers::Wakers;
 
@@ -52,12 +57,12 @@ pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
 pub(super) use hold::HoldSource;
 pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use probation::is_any_uncertain;
-use remaining::RemainingTracker;
 pub(super) use remaining_headers::is_of_use;
-use stated::StatedLimits;
 pub use stated::{HeaderTrust, StatedLimit};
 use store_view::{StoreView, slot};
 pub(super) use ticket::Ticket;
+use upstream_view::Sendable;
+pub(super) use upstream_view::UpstreamView;
 
 /// The state of one key in this process.
 pub(super) struct KeyState {
@@ -68,10 +73,7 @@ pub(super) struct KeyState {
     sweep_at: Option<Instant>,
     store: StoreView,
     pub(super) hold: KeyHold,
-    /// What the upstream stated about the rest of each limit.
-    remaining: Option<Box<RemainingTracker>>,
-    /// The limits that the upstream has stated.
-    stated: Option<Box<StatedLimits>>,
+    pub(super) upstream: UpstreamView,
 }
 
 impl Evict for KeyState {
@@ -90,7 +92,7 @@ impl Evict for KeyState {
     fn worthless_from(&self) -> Option<Instant> {
         let idle = self.idle_from()?.max(self.prefetched.soon());
         let session = self.store.session_until().unwrap_or(idle);
-        let stated = self.stated_until().unwrap_or(idle);
+        let stated = self.upstream.limits_until().unwrap_or(idle);
         Some(idle.max(session).max(stated))
     }
 }
@@ -104,8 +106,7 @@ impl KeyState {
             store: StoreView::new(life),
             sweep_at: None,
             hold: KeyHold::default(),
-            remaining: None,
-            stated: None,
+            upstream: UpstreamView::default(),
         }
     }
 
@@ -349,6 +350,87 @@ impl KeyState {
         self.queue
             .as_ref()
             .is_some_and(|queue| queue.last_booked().is_some())
+    }
+
+    /// Takes in the response to a request that was sent at `sent`. The upstream refused `refused`
+    /// units.
+    ///
+    /// Returns whether less is left than could leave before the next call, from this process or
+    /// another one.
+    pub(super) fn upstream_stated(
+        &mut self,
+        spec: &LimitSpec,
+        signal: &Signal,
+        refused: u32,
+        sent: Instant,
+        now: Instant,
+    ) -> bool {
+        let at_hand = u64::from(self.prefetched.units(now));
+        let sendable = Sendable {
+            at_hand,
+            in_all: at_hand.saturating_add(self.store.free),
+        };
+        self.upstream
+            .observe_remaining(spec, signal, refused, sent, sendable, now)
+    }
+
+    /// Gives up permits at hand and booked slots, because less is left than this process could
+    /// send. Asks for them anew.
+    pub(super) fn tighten(&mut self, ctx: &mut KeyContext<'_>) {
+        let unused = self.clear();
+        let queue = self.queue.get_or_insert_default();
+        queue.returns.extend(unused);
+        queue.give_up_slots();
+        // A call under way may bring more than is left: this is done again when it is answered.
+        self.store.tightens = queue.is_calling(ctx.now);
+        if self.store.tightens {
+            return;
+        }
+        let has_waiters = queue.waiting() > 0;
+        if has_waiters {
+            queue.gathering = Gathering::Done;
+        }
+        if self.upstream.is_less() && !has_waiters {
+            self.inquire(ctx);
+        } else {
+            self.step(ctx, None);
+        }
+        self.close(ctx);
+    }
+
+    /// Takes in that another process stated to the store that less is left. `writes` is how often
+    /// the state in the store had been written then.
+    pub(super) fn less_heard(&mut self, ctx: &mut KeyContext<'_>, writes: u64) {
+        if self.store.is_behind(writes) {
+            self.tighten(ctx);
+        }
+    }
+
+    /// Sends the store what the upstream stated, even if no request waits. Sends refusals at once.
+    /// If other clients use the limit as well, sends other statements soon.
+    pub(super) fn pass_on(&mut self, ctx: &mut KeyContext<'_>) {
+        let external_usage = self.store.has_external_usage;
+        let Some(pause) = self.upstream.due_in(ctx.spec, external_usage, ctx.now) else {
+            return;
+        };
+        if pause.is_zero() {
+            return self.inquire(ctx);
+        }
+        if self.upstream.start_task(pause, ctx.now) {
+            ctx.work.effects.push(Effect::PassOn(pause));
+        }
+    }
+
+    /// Sends the store what the upstream stated, after the delay of [`Effect::PassOn`]. If a hold
+    /// is doubted, asks the store about it again.
+    pub(super) fn pass_on_now(&mut self, ctx: &mut KeyContext<'_>) {
+        self.upstream.end_task();
+        let is_doubted = self.hold.is_doubted(ctx.now);
+        self.pass_on(ctx);
+        if is_doubted && ctx.work.effects.is_empty() {
+            self.confirm(ctx);
+        }
+        self.close(ctx);
     }
 
     /// Drops a queue without waiters, and gives back the permits that the next call would have

@@ -9,14 +9,10 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::KeyState;
-use super::context::KeyContext;
 use crate::clock;
-use crate::events;
 use crate::limit::LimitSpec;
 use crate::quota::{Limit, Quota, Slacks};
 use crate::signal::{ObservedQuota, Signal};
-use crate::store::label;
 
 /// How much of what responses state about limits takes effect. Default:
 /// [`Usage`](HeaderTrust::Usage). Refusals put the key on hold in all cases.
@@ -70,14 +66,20 @@ pub struct StatedLimit {
     until: Instant,
 }
 
+/// Stated limits, each with a name and window of its own.
+pub(super) type Limits = SmallVec<[StatedLimit; 1]>;
+
 /// The limits that the upstream stated for one key.
 pub(super) struct StatedLimits {
     /// The limits of the key: the stated limits and those of the configured ones that still apply.
     spec: Arc<LimitSpec>,
-    limits: SmallVec<[StatedLimit; 1]>,
-    /// When they last changed, the latest change at the end.
-    changes: [Option<Instant>; MOST_CHANGES],
+    limits: Limits,
+    changes: Changes,
 }
+
+/// When the stated limits of a key last changed, the latest change at the end.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Changes([Option<Instant>; MOST_CHANGES]);
 
 /// The most stated limits of one key. Further ones are ignored.
 const MOST: usize = 4;
@@ -124,12 +126,13 @@ impl StatedLimit {
 }
 
 impl StatedLimits {
-    /// Returns the limits that result from the `configured` ones and the stated `limits`.
-    fn new(
+    /// Makes the limits that result from the `configured` ones and the stated `limits`.
+    pub(super) fn new(
         trust: HeaderTrust,
         configured: &LimitSpec,
-        limits: SmallVec<[StatedLimit; 1]>,
-    ) -> Box<Self> {
+        limits: Limits,
+        changes: Changes,
+    ) -> Self {
         let quota = configured.quota();
         let base = if trust == HeaderTrust::Stricter {
             Some(*quota)
@@ -153,149 +156,94 @@ impl StatedLimits {
             configured.transit_slack(),
             configured.boundary_guard(),
         );
-        let spec = Arc::new(spec.with_life(configured.life()));
-        Box::new(StatedLimits {
-            spec,
+        StatedLimits {
+            spec: Arc::new(spec.with_life(configured.life())),
             limits,
-            changes: Default::default(),
-        })
-    }
-
-    /// Returns whether the limits have changed too often to change again now. `longest` is the
-    /// longest window of the new limits.
-    fn changes_too_often(&self, longest: Duration, now: Instant) -> bool {
-        let kept = longest.saturating_mul(5) / 2 + Duration::from_secs(1);
-        self.changes[0].is_some_and(|earliest| clock::after(earliest, kept) > now)
-    }
-}
-
-impl KeyState {
-    /// Returns the limits of the key, if the upstream has stated some lately.
-    pub(in crate::limiter) fn stated_spec(
-        &mut self,
-        trust: HeaderTrust,
-        configured: &Arc<LimitSpec>,
-        now: Instant,
-    ) -> Option<Arc<LimitSpec>> {
-        let stated = self.stated.as_ref()?;
-        if stated.limits.iter().any(|limit| limit.until <= now) {
-            let mut limits = stated.limits.clone();
-            limits.retain(|limit| limit.until > now);
-            self.set_stated(trust, configured, limits);
+            changes,
         }
-        self.stated.as_ref().map(|stated| stated.spec.clone())
+    }
+
+    /// Returns the limits of the key.
+    pub(super) fn spec(&self) -> Arc<LimitSpec> {
+        self.spec.clone()
     }
 
     /// Returns the limits that the upstream has stated.
-    pub(in crate::limiter) fn stated_limits(&self) -> Vec<StatedLimit> {
-        self.stated
-            .as_ref()
-            .map_or_else(Vec::new, |stated| stated.limits.to_vec())
+    pub(super) fn limits(&self) -> &[StatedLimit] {
+        &self.limits
+    }
+
+    /// Returns when the stated limits changed.
+    pub(super) fn changes(&self) -> Changes {
+        self.changes
     }
 
     /// Returns until when a stated limit applies.
-    pub(super) fn stated_until(&self) -> Option<Instant> {
-        self.stated
-            .as_ref()?
-            .limits
-            .iter()
-            .map(|limit| limit.until)
-            .max()
+    pub(super) fn until(&self) -> Option<Instant> {
+        self.limits.iter().map(|stated| stated.until).max()
     }
 
-    /// Takes in the limits that a response states. From now on they apply besides or instead of the
-    /// `configured` ones.
-    pub(in crate::limiter) fn take_in_limits(
-        &mut self,
-        trust: HeaderTrust,
-        configured: &Arc<LimitSpec>,
-        signal: &Signal,
-        ctx: &KeyContext<'_>,
-    ) {
-        let quota = configured.quota();
-        if !matches!(trust, HeaderTrust::Stricter | HeaderTrust::Replace)
-            || quota.limits().is_empty()
-        {
-            return;
-        }
-        let before: SmallVec<[StatedLimit; 1]> = self
-            .stated
-            .as_ref()
-            .map(|stated| stated.limits.clone())
-            .unwrap_or_default();
-        let mut limits = before.clone();
-        limits.retain(|limit| limit.until > ctx.now);
-        let stated = signal
-            .quotas()
-            .iter()
-            .filter_map(|quota| StatedLimit::of(quota, configured, ctx.now));
-        for stated in
-            stated.filter(|stated| trust == HeaderTrust::Replace || !stated.is_implied_by(quota))
-        {
+    /// Returns whether a stated limit no longer applies.
+    pub(super) fn has_expired(&self, now: Instant) -> bool {
+        self.limits.iter().any(|stated| stated.until <= now)
+    }
+
+    /// Replaces the stated limits by the same limits, stated again.
+    pub(super) fn renew(&mut self, limits: Limits) {
+        self.limits = limits;
+    }
+}
+
+impl Changes {
+    /// Returns whether the limits have changed too often to change again now. `longest` is the
+    /// longest window of the new limits.
+    pub(super) fn are_too_many(&self, longest: Duration, now: Instant) -> bool {
+        let kept = longest.saturating_mul(5) / 2 + Duration::from_secs(1);
+        self.0[0].is_some_and(|earliest| clock::after(earliest, kept) > now)
+    }
+
+    /// Returns these changes and one more, without the earliest.
+    pub(super) fn and(mut self, now: Instant) -> Self {
+        self.0.rotate_left(1);
+        self.0[MOST_CHANGES - 1] = Some(now);
+        self
+    }
+}
+
+/// Returns those of the stated limits that apply now.
+pub(super) fn valid(limits: &[StatedLimit], now: Instant) -> Limits {
+    limits
+        .iter()
+        .filter(|stated| stated.until > now)
+        .cloned()
+        .collect()
+}
+
+/// Returns the stated limits after a response, which follow those `before` it. Limits that the
+/// `configured` ones imply are left out, unless stated limits replace the configured ones.
+pub(super) fn updated(
+    before: &[StatedLimit],
+    trust: HeaderTrust,
+    configured: &LimitSpec,
+    signal: &Signal,
+    now: Instant,
+) -> Limits {
+    let mut limits = valid(before, now);
+    let stated = signal
+        .quotas()
+        .iter()
+        .filter_map(|quota| StatedLimit::of(quota, configured, now));
+    for stated in stated {
+        if trust == HeaderTrust::Replace || !stated.is_implied_by(configured.quota()) {
             add(&mut limits, stated);
         }
-        if limits
-            .iter()
-            .map(|new| new.limit)
-            .eq(before.iter().map(|old| old.limit))
-        {
-            if let Some(stated) = &mut self.stated {
-                stated.limits = limits;
-            }
-            return;
-        }
-        let longest = limits
-            .iter()
-            .map(|limit| limit.limit.window())
-            .max()
-            .unwrap_or_default();
-        if self
-            .stated
-            .as_ref()
-            .is_some_and(|stated| stated.changes_too_often(longest, ctx.now))
-        {
-            return;
-        }
-        let is_new = |stated: &&StatedLimit| !before.iter().any(|old| old.limit == stated.limit);
-        for new in limits.iter().filter(is_new) {
-            events::learned(
-                &label(&**ctx.store, ctx.key, None),
-                new.limit,
-                new.name.as_deref(),
-            );
-        }
-        let mut changes = self
-            .stated
-            .as_ref()
-            .map(|stated| stated.changes)
-            .unwrap_or_default();
-        changes.rotate_left(1);
-        changes[MOST_CHANGES - 1] = Some(ctx.now);
-        self.set_stated(trust, configured, limits);
-        if let Some(stated) = &mut self.stated {
-            stated.changes = changes;
-        }
     }
-
-    fn set_stated(
-        &mut self,
-        trust: HeaderTrust,
-        configured: &LimitSpec,
-        limits: SmallVec<[StatedLimit; 1]>,
-    ) {
-        // What is left was stated about the limits before. Later responses state it anew.
-        self.remaining = None;
-        self.stated = if limits.is_empty() {
-            None
-        } else {
-            Some(StatedLimits::new(trust, configured, limits))
-        };
-    }
+    limits
 }
 
 /// Adds a stated limit. It replaces the one of the same name and window. If there are too many, it
 /// is ignored.
-fn add(limits: &mut SmallVec<[StatedLimit; 1]>, stated: StatedLimit) {
+fn add(limits: &mut Limits, stated: StatedLimit) {
     let is_same = |other: &StatedLimit| {
         other.name == stated.name && other.limit.window() == stated.limit.window()
     };
