@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use super::engine::Core;
 use super::hosts::host_hold;
 use super::in_flight_slot::InFlightSlot;
+use super::key_state::Ticket;
 use super::queue::{Number, next_number};
 use super::reservation::{Reservation, Settled, WaitBound};
 use super::settings::Settings;
@@ -237,9 +238,8 @@ impl Core {
             return self.admit_without_rates(entry.key, in_flight_slot, bound, now);
         }
         let number = number.unwrap_or_else(next_number);
-        let entered = self.with_new_state(entry.key, now, |state, ctx| {
-            state.enter(ctx, entry.cost, bound, number)
-        });
+        let ticket = Ticket::new(number, entry.cost, bound);
+        let entered = self.with_new_state(entry.key, now, |state, ctx| ticket.enter(state, ctx));
         let settled = match entered {
             Ok(None) => return Admission::waits(WaitFor::Slot(number), in_flight_slot),
             Ok(Some(settled)) => settled,

@@ -59,7 +59,7 @@ impl Core {
         let new = || Box::new(KeyState::new(self.settings.spec.life(), now));
         let forgotten = |key, mut state: Box<KeyState>| {
             let stated = self.stated(&mut state, now);
-            state.forgotten(&self.ctx(key, now, stated.as_ref()));
+            state.give_back_prefetched(&self.ctx(key, now, stated.as_ref()));
         };
         let visit = |state: &mut Box<KeyState>| self.visit(key, state, now, act);
         let (done, work) = self.states.enter(key, now, new, forgotten, visit)?;

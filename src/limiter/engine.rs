@@ -160,7 +160,7 @@ impl Core {
         let Settings { store, spec, .. } = &self.settings;
         let now = clock::now();
         self.states.for_each(|key, state| {
-            if let Some(unused) = state.clear() {
+            if let Some(unused) = state.take_prefetched() {
                 store.give_back(
                     key,
                     self.stated(state, now).as_ref().unwrap_or(spec),

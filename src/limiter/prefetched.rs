@@ -26,7 +26,12 @@ pub(super) struct Prefetched {
     soon: Instant,
     /// How many units to fetch next time.
     next: u32,
+    /// When unused permits are next given back. `None` if no task does so.
+    sweep_at: Option<Instant>,
 }
+
+/// A sweep that is later than this was lost with its runtime.
+const LOST_SWEEP: Duration = Duration::from_secs(1);
 
 impl Prefetched {
     pub(super) fn new(now: Instant) -> Self {
@@ -39,6 +44,7 @@ impl Prefetched {
             fetched: 0,
             soon: now,
             next: 0,
+            sweep_at: None,
         }
     }
 
@@ -156,6 +162,23 @@ impl Prefetched {
         self.units = 0;
         self.fetched = 0;
         (left.units > 0).then_some(left)
+    }
+
+    /// Returns when to give back unused permits first, if there are some and no task is about to
+    /// give them back.
+    pub(super) fn start_sweep(&mut self, now: Instant) -> Option<Instant> {
+        let is_lost = self
+            .sweep_at
+            .is_none_or(|at| clock::after(at, LOST_SWEEP) < now);
+        let until = self.until;
+        (is_lost && self.units(now) > 0).then(|| *self.sweep_at.insert(until))
+    }
+
+    /// Returns when to look for unused permits again. If the permits have expired, returns `None`:
+    /// they are given back now.
+    pub(super) fn next_sweep(&mut self, now: Instant) -> Option<Instant> {
+        self.sweep_at = Some(self.until).filter(|until| *until > now);
+        self.sweep_at
     }
 
     /// Returns how many units to fetch with the next call, for permits that are valid for `life`.

@@ -82,17 +82,11 @@ impl Waiter {
         } else {
             0
         };
-        let ticket = Ticket {
-            number,
-            cost,
-            bound,
-            turns: 1,
-        };
         Waiter {
             core: core.clone(),
             key,
             host,
-            ticket,
+            ticket: Ticket::new(number, cost, bound),
             stage: Stage::Done,
             in_flight_slot: None,
             since,
@@ -143,7 +137,7 @@ impl Waiter {
         let opened = self
             .core
             .with_new_state(self.key, clock::now(), |state, ctx| {
-                state.return_late(ctx, ticket, slot)
+                ticket.return_late(state, ctx, slot)
             });
         // If there is no room for the state of the key, this waiter has no place in the queue. Then
         // the next poll ends its wait.
@@ -316,7 +310,7 @@ impl Waiter {
         let ticket = &mut self.ticket;
         let polled = self
             .core
-            .with_state(self.key, now, |state, ctx| state.poll(ctx, ticket, cx));
+            .with_state(self.key, now, |state, ctx| ticket.poll(state, ctx, cx));
         let settled = ready!(polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER))));
         self.stage = Stage::Done;
         let in_flight_slot = self.in_flight_slot.take();
@@ -402,7 +396,7 @@ impl Waiter {
             Stage::Slot => {
                 let ticket = &self.ticket;
                 self.core.with_state(self.key, clock::now(), |state, ctx| {
-                    state.leave(ctx, ticket)
+                    ticket.leave(state, ctx)
                 });
             }
             Stage::Hold { .. } => self.core.leave_hold(self.key, self.ticket.number),

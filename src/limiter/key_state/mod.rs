@@ -8,26 +8,28 @@
 //! | file | what it has |
 //! |---|---|
 //! | `context` | what a visit to the state works with, and the work it leaves |
-//! | `mod` | the entrance of a request, and the return of a permit |
-//! | `ticket` | the wait of a request in the queue |
-//! | `booking` | when the store is called, for what, and what its answer means |
+//! | `ticket` | a request: it enters, waits, and leaves |
+//! | `mod` | [`KeyState`]: permits that are taken or come back, and what follows if the hold or the upstream changes what may be sent |
+//! | `booking` | [`KeyState`]: when the store is called, for what, and what its answer means |
 //! | `store_view` | what the process knows of its store |
 //! | `store_refusal` | a refusal of the store, kept for the next requests |
-//! | `leftover` | prefetched permits that are not used |
+//! | `key_hold` | the hold of the key, and the tasks that wait only for its end |
 //! | `hold` | one hold: when it ends, and how this process knows; a value |
-//! | `probation` | what follows a hold that was cut |
+//! | `probation` | which requests may leave after a hold that was cut; a value |
 //! | `upstream_refusals` | how long a refusal of the upstream holds the key; a value |
-//! | `key_hold` | what the key does about its hold |
 //! | `upstream_view` | what the upstream stated about the key |
-//! | `stated` | the limits that it stated |
-//! | `remaining` | what it stated is left of all limits, and when the store gets that |
+//! | `stated` | the limits that it stated; a value |
+//! | `remaining` | what it stated is left of all limits, and when that is sent to the store; a value |
 //! | `remaining_headers` | what it stated is left of one limit; a value |
+//! | `context` | what a visit to the state works with, and the work that it leaves |
+//!
+//! [`KeyState`] has five parts: the prefetched permits, the queue, and the views of store, hold and
+//! upstream. Each part has its own type, whose methods touch nothing else.
 
 mod booking;
 mod context;
 mod hold;
 mod key_hold;
-mod leftover;
 mod probation;
 #[cfg(test)]
 mod properties;
@@ -43,14 +45,14 @@ mod upstream_view;
 use std::time::{Duration, Instant};
 
 use super::prefetched::Prefetched;
-use super::queue::{Gathering, Number, Queue};
-use super::reservation::{Reservation, Settled, WaitBound};
+use super::queue::{Gathering, Queue};
+use super::reservation::Reservation;
 use crate::clock;
 use crate::key_map::Evict;
-use crate::limit::LimitSpec;
+use crate::limit::{LimitSpec, UnusedPermits};
 use crate::quota::Limit;
 use crate::signal::Signal;
-use crate::store::{Demand, HoldState, Lease, Refusal, StoreReply};
+use crate::store::HoldState;
 use crate::wakers::Wakers;
 
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
@@ -59,7 +61,7 @@ pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use probation::is_any_uncertain;
 pub(super) use remaining_headers::is_of_use;
 pub use stated::{HeaderTrust, StatedLimit};
-use store_view::{StoreView, slot};
+use store_view::StoreView;
 pub(super) use ticket::Ticket;
 use upstream_view::Sendable;
 pub(super) use upstream_view::UpstreamView;
@@ -69,8 +71,6 @@ pub(super) struct KeyState {
     prefetched: Prefetched,
     /// Present only while requests wait, a call is under way or a result is to be collected.
     queue: Option<Box<Queue>>,
-    /// When unused prefetched permits are next given back. `None` if no task does so.
-    sweep_at: Option<Instant>,
     store: StoreView,
     pub(super) hold: KeyHold,
     pub(super) upstream: UpstreamView,
@@ -104,7 +104,6 @@ impl KeyState {
             prefetched: Prefetched::new(now),
             queue: None,
             store: StoreView::new(life),
-            sweep_at: None,
             hold: KeyHold::default(),
             upstream: UpstreamView::default(),
         }
@@ -135,116 +134,6 @@ impl KeyState {
     #[inline]
     pub(super) fn spend(&mut self, cost: u32, now: Instant) -> bool {
         self.waiting() == 0 && self.prefetched.spend(cost, now)
-    }
-
-    /// Enters a request. Returns `None` if it waits, under `number`.
-    ///
-    /// The cheapest step comes first. The steps are: a permit at hand, a refusal that needs no
-    /// call, a call for this request alone, and a place in the queue.
-    pub(super) fn enter(
-        &mut self,
-        ctx: &mut KeyContext<'_>,
-        cost: u32,
-        bound: WaitBound,
-        number: Number,
-    ) -> Option<Settled> {
-        if let Some(slot) = self.take(cost, ctx.now) {
-            return Some(Settled::Granted(slot));
-        }
-        let held = self.hold.left(ctx.now);
-        let held_too_long = held.filter(|left| clock::after(ctx.now, *left) > bound.latest);
-        // One such request asks the store for a release, and waits for the answer.
-        let inquires = held_too_long.is_some() && self.hold.take_inquiry(ctx.now);
-        if let Some(left) = held_too_long
-            && !inquires
-        {
-            return Some(refused_for(left));
-        }
-        if let Some(refusal) = self.store.repeated_refusal(cost, bound, ctx.now) {
-            return Some(Settled::Refused(refusal));
-        }
-        let asks_alone = self.queue.is_none()
-            && !self.store.answers_later
-            && self.hold.is_clear(ctx.max_hold, ctx.now);
-        if asks_alone {
-            return self.enter_alone(ctx, cost, bound, number);
-        }
-        if self.waiting() >= ctx.max_queue {
-            return Some(Settled::QueueFull);
-        }
-        let queue = self.queue.get_or_insert_default();
-        if let Some(pause) = queue.paused_beyond(bound, ctx.now) {
-            return Some(refused_for(pause));
-        }
-        queue.wait(number, cost, bound, ctx.now, held);
-        if inquires {
-            self.inquire(ctx);
-        }
-        self.step(ctx, Some(number));
-        let settled = self.collect(number, cost);
-        self.close(ctx);
-        settled
-    }
-
-    /// Enters a request while no other request waits. Calls the store for this request alone, and
-    /// for permits to prefetch. As far as the key knows, its store answers at once.
-    fn enter_alone(
-        &mut self,
-        ctx: &mut KeyContext<'_>,
-        cost: u32,
-        bound: WaitBound,
-        number: Number,
-    ) -> Option<Settled> {
-        let demands = [Demand { cost, count: 1 }];
-        let prefetch = self
-            .prefetched
-            .order(ctx.spec, self.store.prefetch_life(ctx.spec), ctx.now);
-        let returns = self.prefetched.clear();
-        let request = self.request(ctx, &demands, prefetch, bound.latest, returns.as_slice());
-        match ctx.store.lease(request) {
-            StoreReply::Ready(Ok(lease)) => self.leased_alone(ctx, &lease, cost, bound, number),
-            StoreReply::Ready(Err(error)) => Some(Settled::Failed(error)),
-            StoreReply::Pending(call) => {
-                self.queue
-                    .get_or_insert_default()
-                    .wait(number, cost, bound, ctx.now, None);
-                self.call_under_way(ctx, &demands, call);
-                None
-            }
-        }
-    }
-
-    /// Takes in the lease for a request that entered alone. Returns `None` if its slot lies ahead,
-    /// so that it waits.
-    fn leased_alone(
-        &mut self,
-        ctx: &mut KeyContext<'_>,
-        lease: &Lease,
-        cost: u32,
-        bound: WaitBound,
-        number: Number,
-    ) -> Option<Settled> {
-        let bounds = self.remember(ctx, lease, ctx.now, ctx.now);
-        if lease.source.has_reply() {
-            self.hold.answered(lease.hold, ctx.now, bounds);
-        }
-        let Some(grant) = lease.grants.first() else {
-            let recovering = lease.recovering.map(|wait| Refusal {
-                wait: Some(wait),
-                limit: None,
-            });
-            return Some(Settled::Refused(
-                lease.refused.or(recovering).unwrap_or(Refusal::NEVER),
-            ));
-        };
-        let slot = slot(lease, grant, (ctx.now, clock::now()));
-        if grant.wait.is_zero() {
-            return Some(Settled::Granted(slot));
-        }
-        let queue = self.queue.get_or_insert_default();
-        queue.wait(number, cost, bound, ctx.now, None);
-        queue.answered([slot], None, Duration::ZERO, ctx.now, &mut ctx.work.wakers);
-        None
     }
 
     /// Takes back a permit that was surely not used. It goes to the next waiter, else back to the
@@ -377,7 +266,7 @@ impl KeyState {
     /// Gives up permits at hand and booked slots, because less is left than this process could
     /// send. Asks for them anew.
     pub(super) fn tighten(&mut self, ctx: &mut KeyContext<'_>) {
-        let unused = self.clear();
+        let unused = self.take_prefetched();
         let queue = self.queue.get_or_insert_default();
         queue.returns.extend(unused);
         queue.give_up_slots();
@@ -433,6 +322,36 @@ impl KeyState {
         self.close(ctx);
     }
 
+    /// Returns when to [`sweep`](KeyState::sweep) first, if permits are at hand and no task is
+    /// about to sweep.
+    pub(super) fn start_sweep(&mut self, now: Instant) -> Option<Instant> {
+        self.prefetched.start_sweep(now)
+    }
+
+    /// Gives back the permits at hand if they have expired, so that an idle process takes nothing
+    /// from the others. Else returns when to sweep again.
+    pub(super) fn sweep(&mut self, ctx: &KeyContext<'_>) -> Option<Instant> {
+        let next = self.prefetched.next_sweep(ctx.now);
+        if next.is_none() {
+            self.give_back_prefetched(ctx);
+        }
+        next
+    }
+
+    /// Gives back the permits at hand.
+    pub(super) fn give_back_prefetched(&mut self, ctx: &KeyContext<'_>) {
+        if let Some(unused) = self.take_prefetched() {
+            ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
+        }
+    }
+
+    /// Takes out the permits at hand, to give them back to the store.
+    pub(super) fn take_prefetched(&mut self) -> Option<UnusedPermits> {
+        let unused = self.prefetched.clear();
+        self.store.forget(unused.as_slice());
+        unused
+    }
+
     /// Drops a queue without waiters, and gives back the permits that the next call would have
     /// returned.
     fn close(&mut self, ctx: &KeyContext<'_>) {
@@ -442,12 +361,4 @@ impl KeyState {
             ctx.store.give_back(ctx.key, ctx.spec, &queue.returns);
         }
     }
-}
-
-/// Refuses a request that would have to wait for `wait`.
-fn refused_for(wait: Duration) -> Settled {
-    Settled::Refused(Refusal {
-        wait: Some(wait),
-        limit: None,
-    })
 }

@@ -275,7 +275,7 @@ impl World {
             ms(if by_deadline { LONGEST + 1 } else { wait }),
         );
         let number = next_number();
-        let entered = self.act(|state, ctx, _| state.enter(ctx, cost, bound, number));
+        let entered = self.act(|state, ctx, _| Ticket::new(number, cost, bound).enter(state, ctx));
         let (number, stage) = match entered {
             Some(Settled::Granted(slot)) => {
                 self.assert_usable(&slot);
@@ -341,7 +341,7 @@ impl World {
         let waker = Waker::from(request.task.clone());
         let mut cx = Context::from_waker(&waker);
         let polled =
-            self.act(|state, ctx, requests| state.poll(ctx, &mut requests[index].place, &mut cx));
+            self.act(|state, ctx, requests| requests[index].place.poll(state, ctx, &mut cx));
         let stage = match polled {
             Poll::Pending => {
                 let waits = self.is_waiting(&self.requests[index]);
@@ -378,7 +378,7 @@ impl World {
     fn leave(&mut self, index: usize) {
         if matches!(self.requests[index].stage, Stage::Waiting) {
             self.requests[index].stage = Stage::Ended;
-            self.act(|state, ctx, requests| state.leave(ctx, &requests[index].place));
+            self.act(|state, ctx, requests| requests[index].place.leave(state, ctx));
         }
     }
 
@@ -411,7 +411,7 @@ impl World {
             request.overtakes = false;
             request.task.woken.store(true, Ordering::Relaxed);
             self.act(|state, ctx, requests| {
-                state.return_late(ctx, &mut requests[index].place, slot);
+                requests[index].place.return_late(state, ctx, slot);
             });
         }
     }
@@ -612,7 +612,7 @@ impl World {
     /// Asserts that each permit that was granted and not used was given back exactly once.
     fn assert_nothing_is_lost(&mut self) {
         // Permits at hand are given back when the state of the key is forgotten.
-        self.act(|state, ctx, _| state.forgotten(ctx));
+        self.act(|state, ctx, _| state.give_back_prefetched(ctx));
         let [granted, returned] =
             [&self.wire.granted, &self.wire.returned].map(|units| units.load(Ordering::Relaxed));
         let used: u64 = self.uses.iter().map(|(_, units)| u64::from(*units)).sum();

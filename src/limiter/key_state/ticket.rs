@@ -1,177 +1,293 @@
-//! The wait of a request in the queue of its key: its polls, its permit, and its leave.
+//! The place of a request in the queue of its key: it enters, waits, collects its permit, and
+//! leaves.
 
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use super::KeyState;
 use super::context::KeyContext;
-use super::{KeyState, refused_for};
+use super::store_view::slot;
 use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::queue::{Number, Queue};
 use crate::limiter::reservation::{Reservation, Settled, WaitBound};
-use crate::store::Refusal;
+use crate::store::{Demand, Lease, Refusal, StoreReply};
 
-/// The place of a waiter in the queue of its key.
+/// The place of a request in the queue of its key.
 #[derive(Debug)]
 pub(in crate::limiter) struct Ticket {
     pub(in crate::limiter) number: Number,
     pub(in crate::limiter) cost: u32,
     pub(in crate::limiter) bound: WaitBound,
-    /// How often the waiter's turn has come, this time included. It waits again if it could not
+    /// How often the request's turn has come, this time included. It waits again if it could not
     /// leave in time.
     pub(in crate::limiter) turns: u32,
 }
 
-impl KeyState {
-    /// Polls a waiter. Ready with the way in which its wait ended.
+impl Ticket {
+    /// Makes the place of a request that enters.
+    pub(in crate::limiter) fn new(number: Number, cost: u32, bound: WaitBound) -> Self {
+        Ticket {
+            number,
+            cost,
+            bound,
+            turns: 1,
+        }
+    }
+
+    /// Enters the request. Returns `None` if it waits.
+    ///
+    /// The cheapest step comes first. The steps are: a permit at hand, a refusal that needs no
+    /// call, a call for this request alone, and a place in the queue.
+    pub(in crate::limiter) fn enter(
+        &self,
+        state: &mut KeyState,
+        ctx: &mut KeyContext<'_>,
+    ) -> Option<Settled> {
+        let Ticket { cost, bound, .. } = *self;
+        if let Some(slot) = state.take(cost, ctx.now) {
+            return Some(Settled::Granted(slot));
+        }
+        let held = state.hold.left(ctx.now);
+        let held_too_long = held.filter(|left| clock::after(ctx.now, *left) > bound.latest);
+        // One such request asks the store for a release, and waits for the answer.
+        let inquires = held_too_long.is_some() && state.hold.take_inquiry(ctx.now);
+        if let Some(left) = held_too_long
+            && !inquires
+        {
+            return Some(refused_for(left));
+        }
+        if let Some(refusal) = state.store.repeated_refusal(cost, bound, ctx.now) {
+            return Some(Settled::Refused(refusal));
+        }
+        let asks_alone = state.queue.is_none()
+            && !state.store.answers_later
+            && state.hold.is_clear(ctx.max_hold, ctx.now);
+        if asks_alone {
+            return self.enter_alone(state, ctx);
+        }
+        if state.waiting() >= ctx.max_queue {
+            return Some(Settled::QueueFull);
+        }
+        let queue = state.queue.get_or_insert_default();
+        if let Some(pause) = queue.paused_beyond(bound, ctx.now) {
+            return Some(refused_for(pause));
+        }
+        self.wait(queue, ctx.now, held);
+        if inquires {
+            state.inquire(ctx);
+        }
+        state.step(ctx, Some(self.number));
+        let settled = self.collect(state);
+        state.close(ctx);
+        settled
+    }
+
+    /// Enters the request while no other request waits. Calls the store for this request alone, and
+    /// for permits to prefetch. As far as the key knows, its store answers at once.
+    fn enter_alone(&self, state: &mut KeyState, ctx: &mut KeyContext<'_>) -> Option<Settled> {
+        let demands = [Demand {
+            cost: self.cost,
+            count: 1,
+        }];
+        let prefetch_life = state.store.prefetch_life(ctx.spec);
+        let prefetch = state.prefetched.order(ctx.spec, prefetch_life, ctx.now);
+        let returns = state.prefetched.clear();
+        let latest = self.bound.latest;
+        let request = state.request(ctx, &demands, prefetch, latest, returns.as_slice());
+        match ctx.store.lease(request) {
+            StoreReply::Ready(Ok(lease)) => self.leased_alone(state, ctx, &lease),
+            StoreReply::Ready(Err(error)) => Some(Settled::Failed(error)),
+            StoreReply::Pending(call) => {
+                self.wait(state.queue.get_or_insert_default(), ctx.now, None);
+                state.call_under_way(ctx, &demands, call);
+                None
+            }
+        }
+    }
+
+    /// Takes in the lease for a request that entered alone. Returns `None` if its slot lies ahead,
+    /// so that it waits.
+    fn leased_alone(
+        &self,
+        state: &mut KeyState,
+        ctx: &mut KeyContext<'_>,
+        lease: &Lease,
+    ) -> Option<Settled> {
+        let bounds = state.remember(ctx, lease, ctx.now, ctx.now);
+        if lease.source.has_reply() {
+            state.hold.answered(lease.hold, ctx.now, bounds);
+        }
+        let Some(grant) = lease.grants.first() else {
+            let recovering = lease.recovering.map(|wait| Refusal {
+                wait: Some(wait),
+                limit: None,
+            });
+            return Some(Settled::Refused(
+                lease.refused.or(recovering).unwrap_or(Refusal::NEVER),
+            ));
+        };
+        let slot = slot(lease, grant, (ctx.now, clock::now()));
+        if grant.wait.is_zero() {
+            return Some(Settled::Granted(slot));
+        }
+        let queue = state.queue.get_or_insert_default();
+        self.wait(queue, ctx.now, None);
+        queue.answered([slot], None, Duration::ZERO, ctx.now, &mut ctx.work.wakers);
+        None
+    }
+
+    /// Polls the wait. Ready with the way in which it ended.
     pub(in crate::limiter) fn poll(
         &mut self,
+        state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
-        waiter: &mut Ticket,
         cx: &mut Context<'_>,
     ) -> Poll<Settled> {
-        if let Some(settled) = self.collect_alive(ctx, waiter) {
-            self.close(ctx);
+        if let Some(settled) = self.collect_usable(state, ctx) {
+            state.close(ctx);
             return Poll::Ready(settled);
         }
-        self.step(ctx, Some(waiter.number));
-        if let Some(settled) = self.collect_alive(ctx, waiter) {
-            self.close(ctx);
+        state.step(ctx, Some(self.number));
+        if let Some(settled) = self.collect_usable(state, ctx) {
+            state.close(ctx);
             return Poll::Ready(settled);
         }
         // The state of the key was dropped, and there was no room to make it anew for a second
         // wait.
-        let Some(queue) = self
+        let Some(queue) = state
             .queue
             .as_mut()
-            .filter(|queue| queue.is_waiting(waiter.number, waiter.cost))
+            .filter(|queue| queue.is_waiting(self.number, self.cost))
         else {
             return Poll::Ready(Settled::Refused(Refusal::NEVER));
         };
-        if queue.is_over(waiter.number, waiter.cost, ctx.now) {
-            let settled = waited_too_long(queue, waiter, ctx.now);
-            self.leave(ctx, waiter);
+        if queue.is_over(self.number, self.cost, ctx.now) {
+            let settled = self.waited_too_long(queue, ctx.now);
+            self.leave(state, ctx);
             return Poll::Ready(settled);
         }
-        queue.register(waiter.number, waiter.cost, ctx.now, cx);
+        queue.register(self.number, self.cost, ctx.now, cx);
         Poll::Pending
     }
 
-    /// Returns how the wait ended.
+    /// Takes how the wait ended, if it has.
+    fn collect(&self, state: &mut KeyState) -> Option<Settled> {
+        state.queue.as_mut()?.collect(self.number, self.cost)
+    }
+
+    /// Takes how the wait ended, if the request can go on.
     ///
     /// If its permit expired before it was polled, or if the key was put on hold meanwhile, a
-    /// waiter may not leave. It waits again, in its old place.
-    fn collect_alive(&mut self, ctx: &KeyContext<'_>, waiter: &mut Ticket) -> Option<Settled> {
-        let settled = self.collect(waiter.number, waiter.cost)?;
-        let held = self.hold.left(ctx.now);
+    /// request may not leave. It waits again, in its old place.
+    fn collect_usable(&mut self, state: &mut KeyState, ctx: &KeyContext<'_>) -> Option<Settled> {
+        let settled = self.collect(state)?;
+        let held = state.hold.left(ctx.now);
         match (settled, held) {
             (Settled::Granted(slot), Some(left)) => {
-                self.probe_comes_back();
-                self.queue
-                    .get_or_insert_default()
-                    .returns
-                    .push(slot.unused());
-                self.wait_for_hold(ctx, waiter, left)
+                state.probe_comes_back();
+                let queue = state.queue.get_or_insert_default();
+                queue.returns.push(slot.unused());
+                self.wait_for_hold(queue, ctx.now, left)
             }
             (Settled::Granted(slot), None) if slot.until <= ctx.now => {
-                self.wait_again(ctx, waiter, slot);
+                self.wait_again(state, ctx, slot);
                 None
             }
             (Settled::Granted(slot), None) => {
-                self.store.shorten_life(ctx.spec);
+                state.store.shorten_life(ctx.spec);
                 Some(Settled::Granted(slot))
             }
             // No request passes uncounted while the key is on hold.
             (Settled::Failed(_), Some(left)) if ctx.fails_open => {
-                self.wait_for_hold(ctx, waiter, left)
+                self.wait_for_hold(state.queue.get_or_insert_default(), ctx.now, left)
             }
             (settled, _) => Some(settled),
         }
     }
 
-    /// Returns a waiter to its old place until the hold ends after `left`, or refuses it if it
+    /// Puts the request in its place in the queue. If the key is on hold for `held`, the store is
+    /// called when the hold ends.
+    fn wait(&self, queue: &mut Queue, now: Instant, held: Option<Duration>) {
+        queue.wait(self.number, self.cost, self.bound, now, held);
+    }
+
+    /// Returns the request to its old place until the hold ends after `left`, or refuses it if it
     /// cannot wait that long.
-    fn wait_for_hold(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        waiter: &Ticket,
-        left: Duration,
-    ) -> Option<Settled> {
-        let Ticket {
-            number,
-            cost,
-            bound,
-            ..
-        } = *waiter;
-        if clock::after(ctx.now, left) > bound.latest {
+    fn wait_for_hold(&self, queue: &mut Queue, now: Instant, left: Duration) -> Option<Settled> {
+        if clock::after(now, left) > self.bound.latest {
             return Some(refused_for(left));
         }
-        self.queue
-            .get_or_insert_default()
-            .wait(number, cost, bound, ctx.now, Some(left));
+        self.wait(queue, now, Some(left));
         None
     }
 
-    /// Returns a waiter whose permit `died` to its old place.
-    fn wait_again(&mut self, ctx: &KeyContext<'_>, waiter: &mut Ticket, died: Reservation) {
-        waiter.turns += 1;
-        if waiter.turns == 2 && waiter.bound.is_none {
+    /// Returns the request to its old place, because its permit `died`.
+    fn wait_again(&mut self, state: &mut KeyState, ctx: &KeyContext<'_>, died: Reservation) {
+        self.turns += 1;
+        if self.turns == 2 && self.bound.is_none {
             // It cannot wait at all. It was late because its machine stood still, so it asks once
             // more for a free permit.
-            waiter.bound.latest = waiter.bound.latest.max(ctx.now);
+            self.bound.latest = self.bound.latest.max(ctx.now);
         }
-        self.store.lengthen_life(ctx.spec);
-        self.probe_comes_back();
-        let held = self.hold.left(ctx.now);
-        let queue = self.queue.get_or_insert_default();
+        state.store.lengthen_life(ctx.spec);
+        state.probe_comes_back();
+        let held = state.hold.left(ctx.now);
+        let queue = state.queue.get_or_insert_default();
         queue.returns.push(died.unused());
-        queue.wait(waiter.number, waiter.cost, waiter.bound, ctx.now, held);
+        self.wait(queue, ctx.now, held);
     }
 
-    /// Returns a waiter that could not use its permit in time to its old place. Its permit is given
-    /// back.
+    /// Returns a request that could not use its permit in time to its old place. Its permit is
+    /// given back.
     pub(in crate::limiter) fn return_late(
         &mut self,
+        state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
-        waiter: &mut Ticket,
         died: Reservation,
     ) {
-        self.wait_again(ctx, waiter, died);
-        self.step(ctx, Some(waiter.number));
+        self.wait_again(state, ctx, died);
+        state.step(ctx, Some(self.number));
     }
 
-    /// Takes how the wait of `number` ended, if it has.
-    pub(super) fn collect(&mut self, number: Number, cost: u32) -> Option<Settled> {
-        self.queue.as_mut()?.collect(number, cost)
-    }
-
-    /// Removes a waiter from the queue. Its permit goes to the next waiter, else back to the store.
-    pub(in crate::limiter) fn leave(&mut self, ctx: &mut KeyContext<'_>, waiter: &Ticket) {
-        let held = self.hold.left(ctx.now).is_some();
-        let Some(queue) = &mut self.queue else { return };
-        if let Some(Settled::Granted(slot)) = queue.leave(waiter.number, waiter.cost) {
-            if held {
+    /// Removes the request from the queue. Its permit goes to the next waiter, else back to the
+    /// store.
+    pub(in crate::limiter) fn leave(&self, state: &mut KeyState, ctx: &mut KeyContext<'_>) {
+        let is_held = state.hold.left(ctx.now).is_some();
+        let Some(queue) = &mut state.queue else {
+            return;
+        };
+        if let Some(Settled::Granted(slot)) = queue.leave(self.number, self.cost) {
+            if is_held {
                 queue.returns.push(slot.unused());
             } else {
                 queue.add(slot);
             }
-            self.probe_comes_back();
+            state.probe_comes_back();
         }
-        self.step(ctx, None);
-        self.close(ctx);
+        state.step(ctx, None);
+        state.close(ctx);
+    }
+
+    /// Returns the outcome for a request that can wait no longer.
+    fn waited_too_long(&self, queue: &Queue, now: Instant) -> Settled {
+        if !self.bound.by_deadline
+            && let Some(waited) = queue.unanswered_for(now)
+        {
+            // The store may have booked a slot without this process knowing.
+            return Settled::Failed(StoreError::NoAnswer { waited });
+        }
+        let wait = queue
+            .last_slot(self.cost)
+            .map(|slot| slot.saturating_duration_since(now));
+        Settled::Refused(Refusal { wait, limit: None })
     }
 }
 
-/// Returns the outcome for a waiter that can wait no longer.
-fn waited_too_long(queue: &Queue, waiter: &Ticket, now: Instant) -> Settled {
-    if !waiter.bound.by_deadline
-        && let Some(waited) = queue.unanswered_for(now)
-    {
-        // The store may have booked a slot without this process knowing.
-        return Settled::Failed(StoreError::NoAnswer { waited });
-    }
-    let wait = queue
-        .last_slot(waiter.cost)
-        .map(|slot| slot.saturating_duration_since(now));
-    Settled::Refused(Refusal { wait, limit: None })
+/// Refuses a request that would have to wait for `wait`.
+fn refused_for(wait: Duration) -> Settled {
+    Settled::Refused(Refusal {
+        wait: Some(wait),
+        limit: None,
+    })
 }
