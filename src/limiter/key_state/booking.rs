@@ -17,7 +17,7 @@ use super::store_view::{Observed, slot};
 use crate::clock;
 use crate::error::StoreError;
 use crate::limit::UnusedPermits;
-use crate::limiter::queue::{Answered, CallNumber, Gathering, HandedOut, Number};
+use crate::limiter::queue::{Answered, CallNumber, Delay, Gathering, HandedOut, Number};
 use crate::limiter::reservation::Settled;
 use crate::store::{Demand, Lease, LeaseRequest, Refusal, StoreReply, trust};
 
@@ -44,6 +44,8 @@ enum NextCall {
 struct Booking {
     /// The permits for waiters. If there are none, the call confirms what was booked.
     demands: SmallVec<[Demand; 2]>,
+    /// Whether the store has to confirm a slot. Then the call does not wait for other requests.
+    confirms: bool,
     /// Whether the call fetches permits in advance as well.
     prefetches: bool,
 }
@@ -112,52 +114,67 @@ impl KeyState {
 
     /// Decides whether the store is called.
     fn next_call(&mut self, ctx: &KeyContext<'_>, is_trusted: bool, now: Instant) -> NextCall {
-        let is_clear = self.hold.is_clear(ctx.max_hold, now);
-        let blocked_for = self.hold.blocked_for(ctx.max_hold, now);
-        let Some(queue) = &mut self.queue else {
+        let Some(booking) = self.needed(ctx, is_trusted, now) else {
             return NextCall::None;
         };
-        let is_doubtful = !is_trusted && queue.is_due(now);
+        match self.delay(ctx, &booking, now) {
+            Delay::Starts(delay) => NextCall::Gather(delay),
+            Delay::UnderWay => NextCall::None,
+            Delay::Over => NextCall::Lease(booking),
+        }
+    }
+
+    /// Returns what the next call asks for. Returns `None` if no call is needed, or if one is under
+    /// way.
+    fn needed(&mut self, ctx: &KeyContext<'_>, is_trusted: bool, now: Instant) -> Option<Booking> {
+        let queue = self.queue.as_mut()?;
+        let has_doubtful_slot = !is_trusted && queue.is_due(now);
         queue.trim();
         if queue.is_calling(now) {
-            return NextCall::None;
+            return None;
         }
         queue.give_up_call();
-        let confirms = is_doubtful || (is_clear && self.confirms_next_slot(ctx, now));
-        let Some(queue) = &mut self.queue else {
-            return NextCall::None;
-        };
+        let is_clear = self.hold.is_clear(ctx.max_hold, now);
+        // The next slot is confirmed early enough for the answer to arrive before the slot is due.
+        let lead = trust(ctx.spec.quota().longest_memory()) / 4;
+        let unconfirmed = queue
+            .next_slot()
+            .filter(|slot| is_clear && !self.store.is_trusted(ctx.spec, *slot));
+        let confirms = has_doubtful_slot
+            || unconfirmed.is_some_and(|slot| queue.takes_confirmation(slot, lead, now));
         let demands = queue.needs(match (is_clear, self.store.answers_later) {
             (false, _) => 1,
             (true, true) => MOST_ASKED,
             (true, false) => usize::MAX,
         });
         if demands.is_empty() && !confirms {
-            return NextCall::None;
-        }
-        if let Some(left) = blocked_for {
-            // The slots are booked when the hold ends or the probe is accepted, by what is known
-            // then.
-            if queue.gathering == Gathering::UnderWay {
-                return NextCall::None;
-            }
-            queue.gather_for(left, now);
-            return NextCall::Gather(left);
-        }
-        if self.store.answers_later && !confirms {
-            match queue.gathering {
-                Gathering::NotYet => return NextCall::Gather(queue.gather(now)),
-                Gathering::UnderWay if !queue.gathers_too_long(now) => return NextCall::None,
-                Gathering::UnderWay | Gathering::Done => {}
-            }
+            return None;
         }
         // Permits are scarce if slots lie ahead: none are fetched in advance.
         let is_scarce = queue.last_booked().is_some();
         let prefetches = self.store.answers_later && is_clear && !is_scarce && !demands.is_empty();
-        NextCall::Lease(Booking {
+        Some(Booking {
             demands,
+            confirms,
             prefetches,
         })
+    }
+
+    /// Returns whether a call that is needed waits: for the end of a hold, for the answer to a
+    /// probe, or for other requests to join it.
+    fn delay(&mut self, ctx: &KeyContext<'_>, booking: &Booking, now: Instant) -> Delay {
+        let Some(queue) = &mut self.queue else {
+            return Delay::Over;
+        };
+        if let Some(left) = self.hold.blocked_for(ctx.max_hold, now) {
+            // The slots are booked when the hold ends or the probe is accepted, by what is known
+            // then.
+            queue.gathering.put_off(left, now)
+        } else if self.store.answers_later && !booking.confirms {
+            queue.batch(now)
+        } else {
+            Delay::Over
+        }
     }
 
     /// Calls the store. If permits `died` since the last call, those of later calls are valid for
@@ -166,6 +183,7 @@ impl KeyState {
         let Booking {
             demands,
             prefetches,
+            ..
         } = booking;
         let queue = self.queue.get_or_insert_default();
         let latest = queue.latest().unwrap_or(ctx.now);
@@ -219,7 +237,7 @@ impl KeyState {
     fn return_unused(&mut self, ctx: &KeyContext<'_>, now: Instant) {
         let is_clear = self.hold.is_clear(ctx.max_hold, now);
         let Some(queue) = &mut self.queue else { return };
-        let gathers = is_clear && queue.gathering == Gathering::UnderWay;
+        let gathers = is_clear && queue.gathering.is_under_way();
         if !queue.returns.is_empty() && !queue.is_calling(now) && !gathers {
             ctx.store
                 .give_back(ctx.key, ctx.spec, &std::mem::take(&mut queue.returns));
@@ -414,32 +432,6 @@ impl KeyState {
         bounds
     }
 
-    /// Returns whether the store is called now to confirm the next slot, so that the answer arrives
-    /// before the slot is due. If it is too early for that, the waiter of the slot wakes in time.
-    fn confirms_next_slot(&mut self, ctx: &KeyContext<'_>, now: Instant) -> bool {
-        let Some(slot) = self.queue.as_ref().and_then(|queue| queue.next_slot()) else {
-            return false;
-        };
-        if self.store.is_trusted(ctx.spec, slot) {
-            return false;
-        }
-        let lead = trust(ctx.spec.quota().longest_memory()) / 4;
-        let at = slot.checked_sub(lead).unwrap_or(now);
-        let Some(queue) = self
-            .queue
-            .as_mut()
-            .filter(|queue| queue.confirmed != Some(slot))
-        else {
-            return false;
-        };
-        if at > now {
-            queue.wake_before(slot, at);
-            return false;
-        }
-        queue.confirmed = Some(slot);
-        true
-    }
-
     /// Ends the batching delay of the next call. `joined` says whether other requests had the time
     /// to join. If not, the task of the delay was dropped with its runtime.
     pub(in crate::limiter) fn gathered(&mut self, ctx: &mut KeyContext<'_>, joined: bool) {
@@ -453,11 +445,10 @@ impl KeyState {
         }
         queue.gathering = Gathering::Done;
         self.step(ctx, None);
-        if let Some(queue) = self
-            .queue
-            .as_mut()
-            .filter(|queue| queue.gathering == Gathering::Done)
+        if let Some(queue) = &mut self.queue
+            && queue.gathering == Gathering::Done
         {
+            // No call was needed.
             queue.gathering = Gathering::NotYet;
         }
         self.close(ctx);

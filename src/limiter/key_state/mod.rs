@@ -190,7 +190,7 @@ impl KeyState {
             }
             // After a release, the next call does not wait for the end of the hold.
             if !is_held {
-                queue.end_delay();
+                queue.gathering.end();
             }
         }
         self.step(ctx, None);
@@ -215,7 +215,7 @@ impl KeyState {
         let was_probing = self.hold.probe_comes_back();
         // The next call to the store may have been put off until the probe is accepted.
         if was_probing && let Some(queue) = &mut self.queue {
-            queue.end_delay();
+            queue.gathering.end();
         }
     }
 

@@ -13,6 +13,7 @@
 
 mod asked;
 mod cost_class;
+mod gathering;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,6 +32,7 @@ use crate::wait_queue::{ANSWER, Left};
 use crate::wakers::Wakers;
 
 use cost_class::{CostClass, SlotWait};
+pub(super) use gathering::{Delay, Gathering};
 
 /// The longest time that a call waits for other requests to join it. A request of another process
 /// may overtake these requests by this much.
@@ -66,11 +68,10 @@ pub(super) struct Queue {
     unanswered: Option<Instant>,
     /// What the call under way asks for.
     asked: SmallVec<[Demand; 2]>,
+    /// The batching delay of the next call.
     pub(super) gathering: Gathering,
-    /// When gathering ends.
-    gathers_until: Option<Instant>,
     /// The slot that the store was last asked to confirm before it was due.
-    pub(super) confirmed: Option<Instant>,
+    confirmed: Option<Instant>,
     /// Until when the store decides nothing, because it lost its state and does not know what it
     /// had granted.
     paused_until: Option<Instant>,
@@ -106,15 +107,6 @@ pub(super) struct HandedOut {
     pub(super) count: usize,
     /// Whether permits had expired before a waiter took them.
     pub(super) died: bool,
-}
-
-/// Whether the next call waits for other requests to join it: the batching delay.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Gathering {
-    #[default]
-    NotYet,
-    UnderWay,
-    Done,
 }
 
 impl Queue {
@@ -299,44 +291,21 @@ impl Queue {
         waiter.is_some_and(|waiter| waiter.request.ends_at() <= now)
     }
 
-    /// Starts to gather, and returns how long the next call waits for other requests to join it.
+    /// Returns whether the next call waits for other requests to join it. Starts the batching delay
+    /// if there was none.
     ///
     /// The call waits until the tasks that are ready to run have run, because they may ask as well.
     /// If slots lie ahead, new requests wait anyway, and the call waits for some milliseconds. If
     /// the store is paused, the call waits until the pause is over.
-    pub(super) fn gather(&mut self, now: Instant) -> Duration {
-        let ahead = self
-            .last_booked()
-            .map_or(Duration::ZERO, |last| last.saturating_duration_since(now));
-        let paused = self
-            .paused_until
-            .map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
+    pub(super) fn batch(&mut self, now: Instant) -> Delay {
+        let left_until = |until: Instant| until.saturating_duration_since(now);
+        let ahead = self.last_booked().map_or(Duration::ZERO, left_until);
+        let paused = self.paused_until.map_or(Duration::ZERO, left_until);
         let delay = paused.max((ahead / 8).min(LONGEST_GATHERING));
-        self.gather_for(delay, now);
-        if delay < SHORTEST_TIMER {
-            Duration::ZERO
-        } else {
-            delay
+        match self.gathering.batch(delay, now) {
+            Delay::Starts(delay) if delay < SHORTEST_TIMER => Delay::Starts(Duration::ZERO),
+            delay => delay,
         }
-    }
-
-    /// Lets the next call wait for `delay`.
-    pub(super) fn gather_for(&mut self, delay: Duration, now: Instant) {
-        self.gathering = Gathering::UnderWay;
-        self.gathers_until = Some(clock::after(now, delay));
-    }
-
-    /// Ends the delay of the next call, if there is one.
-    pub(in crate::limiter) fn end_delay(&mut self) {
-        if self.gathering == Gathering::UnderWay {
-            self.gathering = Gathering::Done;
-        }
-    }
-
-    /// Returns whether the end of gathering is overdue, because its task was lost with its runtime.
-    pub(super) fn gathers_too_long(&self, now: Instant) -> bool {
-        self.gathers_until
-            .is_some_and(|until| clock::after(until, ANSWER) <= now)
     }
 
     /// Returns for how long the store decides nothing, if that is longer than a request can wait.
@@ -357,13 +326,29 @@ impl Queue {
         self.classes.values().filter_map(CostClass::next_slot).min()
     }
 
-    /// Wakes the waiter of the slot `slot` at `at`, before its slot.
-    pub(super) fn wake_before(&mut self, slot: Instant, at: Instant) {
+    /// Returns whether the store is called now to confirm the next slot, `lead` before the slot is
+    /// due. Returns true once for each slot. If it is too early, the waiter of the slot wakes in
+    /// time.
+    pub(super) fn takes_confirmation(
+        &mut self,
+        slot: Instant,
+        lead: Duration,
+        now: Instant,
+    ) -> bool {
+        if self.confirmed == Some(slot) {
+            return false;
+        }
+        let at = slot.checked_sub(lead).unwrap_or(now);
+        if at <= now {
+            self.confirmed = Some(slot);
+            return true;
+        }
         let has_slot =
             |class: &&mut CostClass| class.slots.front().is_some_and(|first| first.at == slot);
         if let Some(class) = self.classes.values_mut().find(has_slot) {
             class.wake_first(at);
         }
+        false
     }
 
     /// Drops all slots, which are not valid any more. The waiters keep their places.
