@@ -13,7 +13,7 @@ use super::KeyState;
 use super::context::{Effect, KeyContext, LeaseFuture};
 use super::hold::ASK_AGAIN;
 use super::probation::Passage;
-use super::store_view::{Observed, slot};
+use super::store_view::slot;
 use crate::clock;
 use crate::error::StoreError;
 use crate::limit::UnusedPermits;
@@ -400,36 +400,6 @@ impl KeyState {
         let end = Settled::Failed(error);
         let least = self.store.least_use(ctx.spec);
         queue.answered([], Some(&end), least, now, &mut ctx.work.wakers);
-    }
-
-    /// Keeps what a lease states besides its slots. Returns two moments by the clock of this
-    /// process: the store made the lease between them.
-    pub(super) fn remember(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        lease: &Lease,
-        sent: Instant,
-        now: Instant,
-    ) -> (Instant, Instant) {
-        let Observed {
-            bounds,
-            has_lost_state,
-            voids_permits,
-        } = self.store.observe(ctx.spec, lease, sent, now);
-        if voids_permits {
-            self.prefetched.clear();
-            if let Some(queue) = &mut self.queue {
-                queue.void();
-            }
-        }
-        if has_lost_state {
-            self.hold.store_lost_state(now);
-        }
-        if let Some(grant) = &lease.prefetched {
-            self.prefetched
-                .fill(&slot(lease, grant, (bounds.0, bounds.0)));
-        }
-        bounds
     }
 
     /// Ends the batching delay of the next call. `joined` says whether other requests had the time

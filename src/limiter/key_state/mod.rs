@@ -52,7 +52,7 @@ use crate::key_map::Evict;
 use crate::limit::{LimitSpec, UnusedPermits};
 use crate::quota::Limit;
 use crate::signal::Signal;
-use crate::store::HoldState;
+use crate::store::{HoldState, Lease};
 use crate::wakers::Wakers;
 
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
@@ -61,7 +61,7 @@ pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use probation::is_any_uncertain;
 pub(super) use remaining_headers::is_of_use;
 pub use stated::{HeaderTrust, StatedLimit};
-use store_view::StoreView;
+use store_view::{Observed, StoreView, slot};
 pub(super) use ticket::Ticket;
 use upstream_view::Sendable;
 pub(super) use upstream_view::UpstreamView;
@@ -320,6 +320,36 @@ impl KeyState {
             self.confirm(ctx);
         }
         self.close(ctx);
+    }
+
+    /// Keeps what a lease states besides its slots. Returns two moments by the clock of this
+    /// process: the store made the lease between them.
+    fn remember(
+        &mut self,
+        ctx: &KeyContext<'_>,
+        lease: &Lease,
+        sent: Instant,
+        now: Instant,
+    ) -> (Instant, Instant) {
+        let Observed {
+            bounds,
+            has_lost_state,
+            voids_permits,
+        } = self.store.observe(ctx.spec, lease, sent, now);
+        if voids_permits {
+            self.prefetched.clear();
+            if let Some(queue) = &mut self.queue {
+                queue.void();
+            }
+        }
+        if has_lost_state {
+            self.hold.store_lost_state(now);
+        }
+        if let Some(grant) = &lease.prefetched {
+            self.prefetched
+                .fill(&slot(lease, grant, (bounds.0, bounds.0)));
+        }
+        bounds
     }
 
     /// Returns when to [`sweep`](KeyState::sweep) first, if permits are at hand and no task is

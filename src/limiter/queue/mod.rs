@@ -10,8 +10,15 @@
 //!
 //! A slot is booked for permits of one cost, so each cost has its own two lists, in a
 //! [`CostClass`].
+//!
+//! | file | what it has |
+//! |---|---|
+//! | `mod` | [`Queue`]: the waiters and slots of all costs |
+//! | `call` | [`Queue`]: what a call to the store asks for, and what its answer means for the waiters |
+//! | `cost_class` | the waiters and slots of one cost |
+//! | `gathering` | the batching delay of the next call |
 
-mod asked;
+mod call;
 mod cost_class;
 mod gathering;
 
@@ -31,6 +38,8 @@ pub(super) use crate::wait_queue::Number;
 use crate::wait_queue::{ANSWER, Left};
 use crate::wakers::Wakers;
 
+use call::Calling;
+pub(super) use call::{Answered, CallNumber};
 use cost_class::{CostClass, SlotWait};
 pub(super) use gathering::{Delay, Gathering};
 
@@ -40,9 +49,6 @@ const LONGEST_GATHERING: Duration = Duration::from_millis(10);
 
 /// The resolution of timers.
 const SHORTEST_TIMER: Duration = Duration::from_millis(1);
-
-/// The number of a call to the store. The answer to any call but the last one is late.
-pub(super) type CallNumber = u64;
 
 /// Permits that no waiter can use.
 type Returns = SmallVec<[UnusedPermits; 4]>;
@@ -79,27 +85,6 @@ pub(super) struct Queue {
     pub(super) returns: Returns,
 }
 
-/// A call to the store.
-#[derive(Clone, Copy, Debug)]
-struct Calling {
-    number: CallNumber,
-    /// When it was sent. It counts as lost [`ANSWER`] later.
-    sent: Instant,
-    /// The last waiter when it was sent.
-    last: Option<Number>,
-    /// Whether waiters wake when it counts as lost, because it runs in the runtime of a caller.
-    watched: bool,
-}
-
-/// What an answer of the store brought.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Answered {
-    /// Whether permits expired on their way.
-    pub(super) died: bool,
-    /// The cost of the first demand that was not granted in full.
-    pub(super) refused: Option<u32>,
-}
-
 /// Which permits were handed out.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HandedOut {
@@ -121,38 +106,6 @@ impl Queue {
     /// Returns whether no request waits, all outcomes were collected, and no call is under way.
     pub(super) fn is_done(&self, now: Instant) -> bool {
         self.classes.values().all(|class| class.waiters.is_empty()) && !self.is_calling(now)
-    }
-
-    /// Returns whether a call is under way.
-    pub(super) fn is_calling(&self, now: Instant) -> bool {
-        self.call
-            .is_some_and(|call| now < clock::after(call.sent, ANSWER))
-    }
-
-    /// Returns for how long the store has not answered, if it was asked.
-    pub(super) fn unanswered_for(&self, now: Instant) -> Option<Duration> {
-        self.unanswered
-            .map(|since| now.saturating_duration_since(since))
-    }
-
-    /// Returns whether this call is the one under way.
-    pub(super) fn is_call(&self, number: CallNumber) -> bool {
-        self.call.is_some_and(|call| call.number == number)
-    }
-
-    /// Gives up a call that was not answered in time. The next call asks for the same again.
-    pub(super) fn give_up_call(&mut self) {
-        if self.call.take().is_some() {
-            self.asked.clear();
-            self.classes.values_mut().for_each(|class| class.asked = 0);
-        }
-    }
-
-    /// Returns when waiters wake because the call may be lost.
-    fn watched_until(&self) -> Option<Instant> {
-        self.call
-            .filter(|call| call.watched)
-            .map(|call| clock::after(call.sent, ANSWER))
     }
 
     /// Returns the last slot that is booked.
@@ -379,24 +332,6 @@ impl Queue {
         };
         for class in self.classes.values_mut() {
             class.withdraw(until, refusal, &mut self.returns, wakers);
-        }
-    }
-
-    /// Pauses calls to a store that decides nothing for `wait`. Refuses the waiters without a slot
-    /// that cannot wait until then.
-    pub(super) fn pause(&mut self, wait: Duration, now: Instant, wakers: &mut Wakers) {
-        let until = clock::after(now, wait);
-        self.call = None;
-        self.unanswered = None;
-        self.gathering = Gathering::NotYet;
-        self.paused_until = Some(until);
-        self.asked.clear();
-        let refusal = Refusal {
-            wait: Some(wait),
-            limit: None,
-        };
-        for class in self.classes.values_mut() {
-            class.pause(until, refusal, wakers);
         }
     }
 

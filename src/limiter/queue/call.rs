@@ -1,21 +1,78 @@
-//! What a call to the store asks for the waiters, and what its answer means for them.
+//! The call to the store under way: what it asks for the waiters, and what its answer means for
+//! them.
 
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
 use super::cost_class::Brought;
-use super::{Answered, CallNumber, Calling, Gathering, Queue, next_number};
+use super::{Gathering, Queue, next_number};
 use crate::clock;
 use crate::limiter::reservation::{Reservation, Settled};
-use crate::store::Demand;
+use crate::store::{Demand, Refusal};
 use crate::wait_queue::{ANSWER, Number};
 use crate::wakers::Wakers;
 
 /// The most demands of one call. There is one for each change from one cost to another.
 const MOST_DEMANDS: usize = 64;
 
+/// The number of a call to the store. The answer to any call but the last one is late.
+pub(in crate::limiter) type CallNumber = u64;
+
+/// A call to the store.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Calling {
+    number: CallNumber,
+    /// When it was sent. It counts as lost [`ANSWER`] later.
+    sent: Instant,
+    /// The last waiter when it was sent.
+    last: Option<Number>,
+    /// Whether waiters wake when it counts as lost, because it runs in the runtime of a caller.
+    watched: bool,
+}
+
+/// What an answer of the store brought.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::limiter) struct Answered {
+    /// Whether permits expired on their way.
+    pub(in crate::limiter) died: bool,
+    /// The cost of the first demand that was not granted in full.
+    pub(in crate::limiter) refused: Option<u32>,
+}
+
 impl Queue {
+    /// Returns whether a call is under way.
+    pub(in crate::limiter) fn is_calling(&self, now: Instant) -> bool {
+        self.call
+            .is_some_and(|call| now < clock::after(call.sent, ANSWER))
+    }
+
+    /// Returns for how long the store has not answered, if it was asked.
+    pub(in crate::limiter) fn unanswered_for(&self, now: Instant) -> Option<Duration> {
+        self.unanswered
+            .map(|since| now.saturating_duration_since(since))
+    }
+
+    /// Returns whether this call is the one under way.
+    pub(in crate::limiter) fn is_call(&self, number: CallNumber) -> bool {
+        self.call.is_some_and(|call| call.number == number)
+    }
+
+    /// Gives up a call that was not answered in time. The next call asks for the same again.
+    pub(in crate::limiter) fn give_up_call(&mut self) {
+        if self.call.take().is_some() {
+            self.asked.clear();
+            self.classes.values_mut().for_each(|class| class.asked = 0);
+        }
+    }
+
+    /// Returns when waiters wake because the call may be lost.
+    pub(super) fn watched_until(&self) -> Option<Instant> {
+        self.call
+            .filter(|call| call.watched)
+            .map(|call| clock::after(call.sent, ANSWER))
+    }
+
     /// Returns what the waiters without a slot need, in their order; `most` permits in all.
     pub(in crate::limiter) fn needs(&self, most: usize) -> SmallVec<[Demand; 2]> {
         let mut waiting: SmallVec<[(Number, Demand); 2]> = SmallVec::new();
@@ -156,6 +213,24 @@ impl Queue {
         Answered {
             died,
             refused: refused.map(|demand| demand.cost),
+        }
+    }
+
+    /// Pauses calls to a store that decides nothing for `wait`. Refuses the waiters without a slot
+    /// that cannot wait until then.
+    pub(in crate::limiter) fn pause(&mut self, wait: Duration, now: Instant, wakers: &mut Wakers) {
+        let until = clock::after(now, wait);
+        self.call = None;
+        self.unanswered = None;
+        self.gathering = Gathering::NotYet;
+        self.paused_until = Some(until);
+        self.asked.clear();
+        let refusal = Refusal {
+            wait: Some(wait),
+            limit: None,
+        };
+        for class in self.classes.values_mut() {
+            class.pause(until, refusal, wakers);
         }
     }
 }
