@@ -1,9 +1,9 @@
-//! Booking: when the store is called for the waiters of a key, and for what.
+//! Booking: when the store is called for the waiters of a key, for what, and what its answer means.
 //!
 //! [`KeyState::step`] runs whenever something has changed: a request arrived or left, a slot is
 //! due, or the store answered. It hands out the slots that are due, and [`KeyState::next_call`]
 //! decides whether the store is called. One call at a time is under way. It books for all waiters
-//! without a slot.
+//! without a slot. Its answer arrives at [`KeyState::call_answered`].
 
 use std::time::{Duration, Instant};
 

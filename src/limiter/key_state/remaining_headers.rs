@@ -107,30 +107,46 @@ impl RemainingHeaders {
             self.refused = self.refused.saturating_add(refused);
         }
         let reset_after = quota.reset_after().unwrap_or_default();
-        let resets_at = clock::after(sent, reset_after);
-        self.latest = Some(Statement {
+        let statement = Statement {
             units,
-            resets_at,
+            resets_at: clock::after(sent, reset_after),
             at: sent,
-        });
-        let new_anchor = Anchor {
-            resets_at,
-            since: sent,
         };
-        let Some(anchor) = self.anchor else {
-            self.anchor = Some(new_anchor);
-            return;
-        };
-        if apart(resets_at, anchor.resets_at) <= SAME {
-            // A reset that is further away than the window is of another limit.
-            let is_near = reset_after <= limit.window().saturating_add(LAST);
-            self.stays |= is_near && sent.saturating_duration_since(anchor.since) >= LONG;
-            return;
+        self.latest = Some(statement);
+        match self.anchor {
+            None => self.anchor = Some(Anchor::new(statement)),
+            Some(anchor) if is_one_reset(statement.resets_at, anchor.resets_at) => {
+                self.reset_stayed(limit, anchor, reset_after, sent);
+            }
+            Some(anchor) => self.reset_moved(limit, anchor, statement, is_unnamed),
         }
-        let is_over = clock::after(sent, LAST) >= anchor.resets_at;
+    }
+
+    /// Notes that the upstream states the reset of the `anchor` again. If it has done so for long
+    /// enough, the reset stays at one moment.
+    fn reset_stayed(&mut self, limit: Limit, anchor: Anchor, reset_after: Duration, sent: Instant) {
+        // A reset that is further away than the window is of another limit.
+        let is_near = reset_after <= limit.window().saturating_add(LAST);
+        self.stays |= is_near && sent.saturating_duration_since(anchor.since) >= LONG;
+    }
+
+    /// Notes that the upstream states another reset than that of the `anchor`. The new reset is the
+    /// anchor from now on.
+    ///
+    /// If the old reset is over, the new one is expected a window later. If it is not, the upstream
+    /// does not count in windows of the limit, or it states another limit.
+    fn reset_moved(
+        &mut self,
+        limit: Limit,
+        anchor: Anchor,
+        statement: Statement,
+        is_unnamed: bool,
+    ) {
+        let Statement { resets_at, at, .. } = statement;
+        let is_over = clock::after(at, LAST) >= anchor.resets_at;
         let is_later = is_over && resets_at > anchor.resets_at;
-        let is_next_window =
-            is_later && apart(resets_at, clock::after(anchor.resets_at, limit.window())) <= SAME;
+        let next_reset = clock::after(anchor.resets_at, limit.window());
+        let is_next_window = is_later && is_one_reset(resets_at, next_reset);
         if is_later && is_unnamed {
             // A quota of a minute is not about a limit of an hour.
             let period = apart(resets_at, anchor.resets_at).saturating_add(SAME);
@@ -141,7 +157,7 @@ impl RemainingHeaders {
             self.latest = None;
         }
         self.stays &= is_next_window;
-        self.anchor = Some(new_anchor);
+        self.anchor = Some(Anchor::new(statement));
     }
 
     /// Returns whether a statement has not been sent to the store yet.
@@ -226,6 +242,20 @@ impl RemainingHeaders {
             ..UpstreamRemaining::new(limit, units)
         })
     }
+}
+
+impl Anchor {
+    fn new(statement: Statement) -> Self {
+        Anchor {
+            resets_at: statement.resets_at,
+            since: statement.at,
+        }
+    }
+}
+
+/// Returns whether two resets are so near that they are one.
+fn is_one_reset(one: Instant, other: Instant) -> bool {
+    apart(one, other) <= SAME
 }
 
 fn apart(one: Instant, other: Instant) -> Duration {
