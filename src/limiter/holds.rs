@@ -92,7 +92,7 @@ impl Core {
     /// is how often the state in the store had been written then.
     pub(super) fn less_heard(self: &Arc<Self>, key: Key, writes: u64) {
         self.with_state(key, clock::now(), |state, ctx| {
-            state.less_heard(ctx, writes)
+            state.remaining_fell(ctx, writes)
         });
     }
 

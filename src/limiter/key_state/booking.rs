@@ -205,7 +205,7 @@ impl KeyState {
             StoreReply::Ready(answer) => {
                 self.queue
                     .get_or_insert_default()
-                    .asking(demands, ctx.now, false);
+                    .call_sent(demands, ctx.now, false);
                 self.answered(ctx, answer, ctx.now, clock::now());
                 Called::Answered
             }
@@ -225,10 +225,10 @@ impl KeyState {
         call: LeaseFuture,
     ) {
         self.store.answers_later = true;
-        let number = self
-            .queue
-            .get_or_insert_default()
-            .asking(demands, ctx.now, ctx.is_watched());
+        let number =
+            self.queue
+                .get_or_insert_default()
+                .call_sent(demands, ctx.now, ctx.is_watched());
         ctx.work.effects.push(Effect::Call(number, call));
     }
 

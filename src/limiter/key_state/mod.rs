@@ -289,7 +289,7 @@ impl KeyState {
 
     /// Takes in that another process stated to the store that less is left. `writes` is how often
     /// the state in the store had been written then.
-    pub(super) fn less_heard(&mut self, ctx: &mut KeyContext<'_>, writes: u64) {
+    pub(super) fn remaining_fell(&mut self, ctx: &mut KeyContext<'_>, writes: u64) {
         if self.store.is_behind(writes) {
             self.tighten(ctx);
         }

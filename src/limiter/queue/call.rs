@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::cost_class::Brought;
+use super::cost_class::CallResult;
 use super::{Gathering, Queue, next_number};
 use crate::clock;
 use crate::limiter::reservation::{Reservation, Settled};
@@ -110,7 +110,7 @@ impl Queue {
 
     /// Notes that a call for `demands` is sent. If it is `watched`, the waiters without a slot wake
     /// when the call counts as lost.
-    pub(in crate::limiter) fn asking(
+    pub(in crate::limiter) fn call_sent(
         &mut self,
         demands: &[Demand],
         now: Instant,
@@ -150,7 +150,7 @@ impl Queue {
 
     /// Returns the missing permits of the first demand that was not granted in full. The store has
     /// not decided on the demands after it.
-    fn refused(&self, granted: &Granted) -> Option<Demand> {
+    fn first_missing(&self, granted: &Granted) -> Option<Demand> {
         let mut granted = granted.clone();
         self.asked.iter().find_map(|&demand| {
             let missing = demand.count - granted.take(demand.cost, demand.count);
@@ -187,7 +187,7 @@ impl Queue {
             }
         }
         let died = granted != usable;
-        let refused = self.refused(&granted);
+        let refused = self.first_missing(&granted);
         self.asked.clear();
         let is_refusal = matches!(end, Some(Settled::Refused(_)));
         let refused_at = call
@@ -202,13 +202,13 @@ impl Queue {
                 _ if is_refusal => 0,
                 _ => asked.saturating_sub(granted.of(cost) as usize),
             };
-            let brought = Brought {
+            let result = CallResult {
                 granted: usable.of(cost) as usize,
                 left_out,
                 end,
                 refused_at,
             };
-            class.settle(&brought, now, wakers);
+            class.settle(&result, now, wakers);
         }
         Answered {
             died,

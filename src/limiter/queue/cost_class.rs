@@ -271,30 +271,43 @@ impl CostClass {
         waiter.register(cx);
     }
 
-    /// Takes in what a call to the store brought. Its permits are in `slots` already.
-    pub(super) fn settle(&mut self, brought: &Brought<'_>, now: Instant, wakers: &mut Wakers) {
+    /// Takes in the result of a call to the store. The granted permits are in `slots` already.
+    ///
+    /// In the queue, three groups of waiters follow each other:
+    ///
+    /// 1. The waiters with a slot. The last `granted` of them had none before the call.
+    /// 2. The waiters that the call asked for in vain.
+    /// 3. The waiters that arrived after the call was sent. The next call asks for them.
+    ///
+    /// The new slots are assigned to the end of the first group. If a waiter cannot wait for its
+    /// slot, it leaves, and all waiters behind it move up. So the first waiter of the second group
+    /// has a slot after all. The wait of the others in that group ends with `end`, if there is one
+    /// and if the call asked for them.
+    pub(super) fn settle(&mut self, result: &CallResult<'_>, now: Instant, wakers: &mut Wakers) {
         let without_slot = self.without_slot();
-        let left_out = self.left_out(brought, without_slot);
+        let left_out = self.left_out(result, without_slot);
         self.count_waits_from(now);
-        let mut leaving = self.assign(brought.granted, without_slot, now);
-        if let Some(end) = brought.end {
-            // If a waiter leaves, the first waiter that was left out has a slot after all.
-            let still_left_out = left_out.len().saturating_sub(leaving.len());
-            let asked = left_out
+        let mut leaving = self.assign(result.granted, without_slot, now);
+        if let Some(end) = result.end {
+            let moved_up = leaving.len();
+            let still_left_out = left_out.len().saturating_sub(moved_up);
+            let asked_for = left_out
                 .iter()
                 .take(still_left_out)
-                .filter(|waiter| waiter.asked_for);
-            leaving.extend(asked.map(|waiter| (waiter.number, end.clone())));
+                .filter(|waiter| waiter.is_asked_for);
+            leaving.extend(asked_for.map(|waiter| (waiter.number, end.clone())));
         }
         for (number, settled) in leaving {
             _ = self.waiters.settle(number, settled, wakers);
         }
     }
 
-    /// Returns the waiters that the call asked for in vain, the last one first. Of the waiters
-    /// without a slot, the last ones arrived after the call was sent.
-    fn left_out(&self, brought: &Brought<'_>, without_slot: usize) -> SmallVec<[LeftOut; 4]> {
-        let newcomers = without_slot.saturating_sub(brought.left_out);
+    /// Returns the second group of [`settle`](Self::settle), the last waiter first.
+    ///
+    /// If a waiter left while the call was under way, one that arrived later is in its place. The
+    /// call did not ask for that one.
+    fn left_out(&self, result: &CallResult<'_>, without_slot: usize) -> SmallVec<[LeftOut; 4]> {
+        let newcomers = without_slot.saturating_sub(result.left_out);
         let last = self
             .waiters
             .iter()
@@ -303,10 +316,13 @@ impl CostClass {
             .take(without_slot - newcomers);
         let left_out = last.map(|(number, waiter)| {
             let entered = waiter.request.entered;
-            let asked_for = brought
+            let is_asked_for = result
                 .refused_at
                 .is_none_or(|(sent, last)| entered <= sent && number <= last);
-            LeftOut { number, asked_for }
+            LeftOut {
+                number,
+                is_asked_for,
+            }
         });
         left_out.collect()
     }
@@ -329,28 +345,33 @@ impl CostClass {
         }
     }
 
-    /// Assigns the last `granted` of the slots that have a waiter, and sets the timers of these
-    /// waiters. If a waiter cannot wait for its slot, it leaves, and the next waiter has the slot.
+    /// Assigns the last `granted` slots to the waiters in front of the last `without_slot` ones, and
+    /// sets the timers of these waiters. Slots that no waiter needs are left out.
+    ///
+    /// If a waiter cannot wait for its slot, the next waiter has the slot. Returns the waiters that
+    /// leave for this reason.
     fn assign(
         &mut self,
         granted: usize,
         without_slot: usize,
         now: Instant,
     ) -> SmallVec<[(Number, Settled); 2]> {
-        let unused = self.booked.saturating_sub(self.waiters.waiting());
-        let from_last = self.slots.iter().rev();
-        let moments = from_last.flat_map(|slot| std::iter::repeat_n(slot.at, slot.count as usize));
-        let from_last: SmallVec<[Instant; 4]> = moments.skip(unused).take(granted).collect();
         let mut leaving = SmallVec::new();
-        let Some(others) = from_last.len().checked_sub(1) else {
+        let surplus = self.booked.saturating_sub(self.waiters.waiting());
+        let each_permit = |slot: &Reservation| std::iter::repeat_n(slot.at, slot.count as usize);
+        let last_first = self.slots.iter().rev().flat_map(each_permit);
+        let new_slots: SmallVec<[Instant; 4]> = last_first.skip(surplus).take(granted).collect();
+        // Behind the first waiter with a new slot stand the others with a new slot, and the waiters
+        // without a slot.
+        let Some(others) = new_slots.len().checked_sub(1) else {
             return leaving;
         };
-        let Some(first) = self.waiters.numbers().rev().nth(without_slot + others) else {
+        let Some(first) = self.waiters.numbers().rev().nth(others + without_slot) else {
             return leaving;
         };
         // In order, because timers that fire at the same tick do so in the order in which they were
         // set.
-        let mut slots = from_last.iter().rev().peekable();
+        let mut slots = new_slots.iter().rev().peekable();
         for (number, waiter) in self.waiters.iter_mut_from(first) {
             let Some(&&slot) = slots.peek() else { break };
             if slot > waiter.request.bound.latest {
@@ -366,22 +387,22 @@ impl CostClass {
     }
 }
 
-/// The result of a store call for the waiters of one cost.
-pub(super) struct Brought<'a> {
+/// The result of a call to the store, for the waiters of one cost.
+pub(super) struct CallResult<'a> {
     /// The number of permits for waiters that had none before.
     pub(super) granted: usize,
     /// How many waiters of the call got no slot.
     pub(super) left_out: usize,
-    /// How the wait of these waiters ends.
+    /// How the wait of these waiters ends. `None` if they are asked for again.
     pub(super) end: Option<&'a Settled>,
     /// If the store refused: when the call was sent, and the last waiter then. A waiter that
     /// arrived later, in the place of one that left, is asked for again.
     pub(super) refused_at: Option<(Instant, Number)>,
 }
 
-/// A waiter that a call asked for in vain.
+/// A waiter that got no slot from a call.
 struct LeftOut {
     number: Number,
     /// Whether it waited when the call was sent.
-    asked_for: bool,
+    is_asked_for: bool,
 }
