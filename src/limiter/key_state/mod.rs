@@ -7,6 +7,7 @@
 //!
 //! | file | what it has |
 //! |---|---|
+//! | `quota_match` | which quota of a response is about a limit; functions |
 //! | `context` | what a visit to the state works with, and the work it leaves |
 //! | `ticket` | a request: it enters, waits, and leaves |
 //! | `mod` | [`KeyState`]: permits that are taken or come back, and what follows if the hold or the upstream changes what may be sent |
@@ -21,6 +22,7 @@
 //! | `stated` | the limits that it stated; a value |
 //! | `remaining` | what it stated is left of all limits, and when that is sent to the store; a value |
 //! | `remaining_headers` | what it stated is left of one limit; a value |
+//! | `quota_match` | which quota of a response is about a limit; functions |
 //! | `context` | what a visit to the state works with, and the work that it leaves |
 //!
 //! [`KeyState`] has five parts: the prefetched permits, the queue, and the views of store, hold and
@@ -33,6 +35,7 @@ mod key_hold;
 mod probation;
 #[cfg(test)]
 mod properties;
+mod quota_match;
 mod remaining;
 mod remaining_headers;
 mod stated;
@@ -59,7 +62,7 @@ pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
 pub(super) use hold::HoldSource;
 pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use probation::is_any_uncertain;
-pub(super) use remaining_headers::is_of_use;
+pub(super) use quota_match::is_of_use;
 pub use stated::{HeaderTrust, StatedLimit};
 use store_view::{Observed, StoreView, slot};
 pub(super) use ticket::Ticket;

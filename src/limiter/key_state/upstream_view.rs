@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::context::KeyContext;
+use super::quota_match::quota_about;
 use super::remaining::RemainingTracker;
-use super::remaining_headers::quota_about;
 use super::stated::{Changes, HeaderTrust, Limits, StatedLimit, StatedLimits, updated, valid};
 use crate::events;
 use crate::limit::LimitSpec;

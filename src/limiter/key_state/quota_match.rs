@@ -1,0 +1,61 @@
+//! Which quota of a response is about a limit, and how much of the limit it states is left.
+
+use crate::limit::LimitSpec;
+use crate::quota::Limit;
+use crate::signal::{ObservedQuota, Signal};
+
+/// Returns whether a response may state what is left of a limit, or the limit.
+pub(in crate::limiter) fn is_of_use(signal: &Signal) -> bool {
+    let states_limit = |quota: &ObservedQuota| quota.limit().is_some() && quota.window().is_some();
+    signal
+        .quotas()
+        .iter()
+        .any(|quota| quota.remaining().is_some() || states_limit(quota))
+}
+
+/// Returns the quota that a response states about `limit`. Of several, the one with the least left.
+pub(super) fn quota_about<'a>(
+    limit: Limit,
+    signal: &'a Signal,
+    spec: &LimitSpec,
+) -> Option<&'a ObservedQuota> {
+    let about = signal
+        .quotas()
+        .iter()
+        .filter(|quota| is_about(quota, limit, spec));
+    about
+        .filter(|quota| quota.remaining().is_some())
+        .min_by_key(|quota| left_of(limit, quota))
+}
+
+/// Returns what is left of `limit`: all but what is used of the stated quota.
+///
+/// The stated quota may be smaller than the limit, for example because it is about some of the
+/// requests only. What the limit has more than the quota counts as unused, except for a bucket.
+pub(super) fn left_of(limit: Limit, quota: &ObservedQuota) -> Option<u64> {
+    let rest = match (limit, quota.limit()) {
+        (Limit::Bucket { .. }, _) | (_, None) => 0,
+        (_, Some(stated)) => u64::from(limit.count()).saturating_sub(stated),
+    };
+    quota.remaining().map(|left| left.saturating_add(rest))
+}
+
+/// Returns whether a quota states neither name nor size nor window.
+pub(super) fn names_no_limit(quota: &ObservedQuota) -> bool {
+    quota.name().is_none() && quota.limit().is_none() && quota.window().is_none()
+}
+
+/// Returns whether a quota is about `limit`. A quota of another unit than requests, such as tokens,
+/// is so only if it is as large.
+fn is_about(quota: &ObservedQuota, limit: Limit, spec: &LimitSpec) -> bool {
+    let is_as_large = quota.limit() == Some(u64::from(limit.largest_cost()));
+    if quota.unit() == "percent" || (quota.unit() != "requests" && !is_as_large) {
+        return false;
+    }
+    match (limit, quota.window(), quota.limit()) {
+        (Limit::Bucket { .. }, ..) => is_as_large,
+        (_, Some(window), _) => window == limit.window(),
+        (_, None, Some(_)) => is_as_large,
+        (_, None, None) => names_no_limit(quota) && spec.quota().limits().len() == 1,
+    }
+}
