@@ -19,8 +19,8 @@
 //! | `probation` | which requests may leave after a hold that was cut; a value |
 //! | `upstream_refusals` | how long a refusal of the upstream holds the key; a value |
 //! | `upstream_view` | what the upstream stated about the key |
-//! | `stated` | the limits that it stated; a value |
-//! | `remaining` | what it stated is left of all limits, and when that is sent to the store; a value |
+//! | `stated_limits` | the limits that it stated; a value |
+//! | `remaining_tracker` | what it stated is left of all limits, and when that is sent to the store; a value |
 //! | `remaining_headers` | what it stated is left of one limit; a value |
 //! | `quota_match` | which quota of a response is about a limit; functions |
 //! | `context` | what a visit to the state works with, and the work that it leaves |
@@ -36,9 +36,9 @@ mod probation;
 #[cfg(test)]
 mod properties;
 mod quota_match;
-mod remaining;
 mod remaining_headers;
-mod stated;
+mod remaining_tracker;
+mod stated_limits;
 mod store_refusal;
 mod store_view;
 mod ticket;
@@ -63,7 +63,7 @@ pub(super) use hold::HoldSource;
 pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use probation::is_any_uncertain;
 pub(super) use quota_match::is_of_use;
-pub use stated::{HeaderTrust, StatedLimit};
+pub use stated_limits::{HeaderTrust, StatedLimit};
 use store_view::{Observed, StoreView, slot};
 pub(super) use ticket::Ticket;
 use upstream_view::Sendable;

@@ -5,8 +5,10 @@ use std::time::{Duration, Instant};
 
 use super::context::KeyContext;
 use super::quota_match::quota_about;
-use super::remaining::RemainingTracker;
-use super::stated::{Changes, HeaderTrust, Limits, StatedLimit, StatedLimits, updated, valid};
+use super::remaining_tracker::RemainingTracker;
+use super::stated_limits::{
+    Changes, HeaderTrust, Limits, StatedLimit, StatedLimits, updated, valid,
+};
 use crate::events;
 use crate::limit::LimitSpec;
 use crate::signal::Signal;

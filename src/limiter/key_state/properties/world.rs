@@ -1,15 +1,16 @@
-//! Property tests of the state of a key, under any order of callers, effects and time. Each wait
-//! ends, in order, because its task is woken. No limit is exceeded, and no booked permit is lost.
+//! The callers, tasks and effects around the state of a key, for the property tests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use proptest::prelude::*;
 use tokio::sync::Notify;
 
-use super::{Effect, HoldSource, KeyContext, KeyState, LeaseFuture, Ticket, Work};
+use super::super::{Effect, HoldSource, KeyContext, KeyState, Ticket, Work};
+use super::Step;
+use super::request::{Pending, Request, Stage, Task};
+use super::wire::Wire;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -17,179 +18,34 @@ use crate::limit::LimitSpec;
 use crate::limiter::queue::{CallNumber, next_number};
 use crate::limiter::reservation::{Reservation, Settled, WaitBound};
 use crate::quota::Quota;
-use crate::store::{
-    HoldState, Lease, LeaseRequest, MemoryStore, Store, StoreReply, UnusedPermits, Usage,
-};
-
-#[derive(Clone, Debug)]
-enum Step {
-    /// A request arrives that can wait for `wait` milliseconds, by a deadline or by a bound of the
-    /// limiter.
-    Enter {
-        cost: u32,
-        wait: u64,
-        by_deadline: bool,
-    },
-    /// A request is polled, whether it was woken or not.
-    Poll(usize),
-    Leave(usize),
-    /// A request uses its permit, or waits again because the permit has expired.
-    Use(usize),
-    GiveBack(usize),
-    /// An effect is run, if it is due.
-    Effect(usize),
-    /// An effect is dropped with its runtime.
-    EffectLost(usize),
-    /// The key is put on hold for this many milliseconds. The flag says whether the hold was cut.
-    Hold(u64, bool),
-    Release,
-    /// A message may have been missed.
-    Doubt,
-    /// The store becomes unreachable (`true`) or reachable again.
-    Away(bool),
-    /// So many milliseconds pass.
-    Passes(u64),
-}
-
-fn step() -> impl Strategy<Value = Step> {
-    let which = || 0usize..64;
-    let wait = prop_oneof![1 => Just(0u64), 1 => 1u64..2000, 4 => Just(LONGEST)];
-    let span = prop_oneof![6 => 0u64..5, 3 => 5u64..60, 1 => 60u64..1500];
-    prop_oneof![
-        10 => (prop_oneof![4 => Just(1u32), 1 => 2u32..4], wait, prop::bool::weighted(0.3))
-            .prop_map(|(cost, wait, by_deadline)| Step::Enter { cost, wait, by_deadline }),
-        12 => which().prop_map(Step::Poll),
-        3 => which().prop_map(Step::Leave),
-        6 => which().prop_map(Step::Use),
-        2 => which().prop_map(Step::GiveBack),
-        12 => which().prop_map(Step::Effect),
-        1 => which().prop_map(Step::EffectLost),
-        1 => (1u64..3000, prop::bool::weighted(0.3)).prop_map(|(span, cut)| Step::Hold(span, cut)),
-        1 => Just(Step::Release),
-        1 => Just(Step::Doubt),
-        1 => any::<bool>().prop_map(Step::Away),
-        6 => span.prop_map(Step::Passes),
-    ]
-}
+use crate::store::{HoldState, Lease, Store, StoreReply};
 
 /// The longest wait of a request, in milliseconds.
-const LONGEST: u64 = 60_000;
+pub(super) const LONGEST: u64 = 60_000;
 
-const fn ms(ms: u64) -> Duration {
+pub(super) const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// A store in memory that decides when it is called. With `later`, its answers arrive later. It
-/// counts the units that it granted, and the units that were given back.
-struct Wire {
-    store: Arc<MemoryStore>,
-    later: bool,
-    away: AtomicBool,
-    granted: AtomicU64,
-    returned: AtomicU64,
-}
-
-impl Wire {
-    fn count_back(&self, unused: &[UnusedPermits]) {
-        self.returned.fetch_add(
-            unused.iter().map(|unused| unused.units).sum(),
-            Ordering::Relaxed,
-        );
-    }
-}
-
-impl Store for Wire {
-    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
-        self.count_back(request.returns);
-        let answer = if self.away.load(Ordering::Relaxed) {
-            StoreReply::Ready(Err(StoreError::Away(Arc::new(std::io::Error::other(
-                "no route",
-            )))))
-        } else {
-            self.store.lease(request)
-        };
-        if let StoreReply::Ready(Ok(lease)) = &answer {
-            let grants = lease.grants.iter().chain(&lease.prefetched);
-            let units = grants
-                .map(|grant| u64::from(grant.cost) * u64::from(grant.count))
-                .sum();
-            self.granted.fetch_add(units, Ordering::Relaxed);
-        }
-        match answer {
-            StoreReply::Ready(answer) if self.later => {
-                StoreReply::Pending(Box::pin(std::future::ready(answer)))
-            }
-            answer => answer,
-        }
-    }
-
-    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-        self.count_back(unused);
-        self.store.give_back(key, spec, unused);
-    }
-
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        self.store.peek(key, spec)
-    }
-}
-
-/// The task of a request that waits.
-#[derive(Default)]
-struct Task {
-    woken: AtomicBool,
-    any_woken: Arc<Notify>,
-}
-
-impl Wake for Task {
-    fn wake(self: Arc<Self>) {
-        self.woken.store(true, Ordering::Relaxed);
-        self.any_woken.notify_one();
-    }
-}
-
-struct Request {
-    place: Ticket,
-    task: Arc<Task>,
-    stage: Stage,
-    /// Whether another request was before it in the queue when its wait ended.
-    overtakes: bool,
-}
-
-// Waiting => Has | Ended
-// Has => Ended | Waiting, if its permit expired
-enum Stage {
-    Waiting,
-    Has(Reservation),
-    Ended,
-}
-
-/// An effect that is still to be run.
-enum Pending {
-    Call(CallNumber, LeaseFuture, Instant),
-    Gather(Instant),
-    PassOn(Instant),
-    Sweep(Instant),
-}
-
-struct World {
-    state: KeyState,
+pub(super) struct World {
+    pub(super) state: KeyState,
     wire: Arc<Wire>,
     store: Arc<dyn Store>,
     spec: Arc<LimitSpec>,
     /// Whether effects may be dropped and the store may become unreachable.
     faults: bool,
     /// Whether requests pass uncounted if the store fails.
-    fails_open: bool,
+    pub(super) fails_open: bool,
     /// Whether an answer was lost that may have granted permits.
-    answer_lost: bool,
-    requests: Vec<Request>,
-    pending: Vec<Pending>,
+    pub(super) answer_lost: bool,
+    pub(super) requests: Vec<Request>,
+    pub(super) pending: Vec<Pending>,
     uses: Vec<(Instant, u32)>,
     any_woken: Arc<Notify>,
 }
 
 impl World {
-    fn new(quota: Quota, later: bool, faults: bool) -> Self {
+    pub(super) fn new(quota: Quota, later: bool, faults: bool) -> Self {
         let wire = Arc::new(Wire {
             store: Arc::default(),
             later,
@@ -213,7 +69,7 @@ impl World {
     }
 
     /// Runs `act` on the state of the key, as the limiter does.
-    fn act<R>(
+    pub(super) fn act<R>(
         &mut self,
         act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>, &mut [Request]) -> R,
     ) -> R {
@@ -266,7 +122,7 @@ impl World {
         result
     }
 
-    fn enter(&mut self, cost: u32, wait: u64, by_deadline: bool) {
+    pub(super) fn enter(&mut self, cost: u32, wait: u64, by_deadline: bool) {
         let now = clock::now();
         let deadline = by_deadline.then(|| clock::after(now, ms(wait)));
         let bound = WaitBound::new(
@@ -312,7 +168,7 @@ impl World {
         });
     }
 
-    fn is_waiting(&self, request: &Request) -> bool {
+    pub(super) fn is_waiting(&self, request: &Request) -> bool {
         let Ticket { number, cost, .. } = request.place;
         self.state
             .queue
@@ -320,7 +176,7 @@ impl World {
             .is_some_and(|queue| queue.is_waiting(number, cost))
     }
 
-    fn assert_usable(&self, slot: &Reservation) {
+    pub(super) fn assert_usable(&self, slot: &Reservation) {
         let now = clock::now();
         assert!(
             slot.at <= now && now < slot.until,
@@ -332,7 +188,7 @@ impl World {
         );
     }
 
-    fn poll(&mut self, index: usize) {
+    pub(super) fn poll(&mut self, index: usize) {
         let request = &self.requests[index];
         if !matches!(request.stage, Stage::Waiting) {
             return;
@@ -375,14 +231,14 @@ impl World {
         self.requests[index].stage = stage;
     }
 
-    fn leave(&mut self, index: usize) {
+    pub(super) fn leave(&mut self, index: usize) {
         if matches!(self.requests[index].stage, Stage::Waiting) {
             self.requests[index].stage = Stage::Ended;
             self.act(|state, ctx, requests| requests[index].place.leave(state, ctx));
         }
     }
 
-    fn use_permit(&mut self, index: usize) {
+    pub(super) fn use_permit(&mut self, index: usize) {
         let Stage::Has(slot) = self.requests[index].stage else {
             return;
         };
@@ -416,7 +272,7 @@ impl World {
         }
     }
 
-    fn give_back(&mut self, index: usize) {
+    pub(super) fn give_back(&mut self, index: usize) {
         if let Stage::Has(slot) = self.requests[index].stage {
             self.requests[index].stage = Stage::Ended;
             self.act(|state, ctx, _| state.give_back(ctx, slot));
@@ -424,7 +280,7 @@ impl World {
     }
 
     /// Runs the effect at `index` if it is due. Returns whether it was due.
-    fn run(&mut self, index: usize) -> bool {
+    pub(super) fn run(&mut self, index: usize) -> bool {
         let now = clock::now();
         if self.pending[index].due() > now {
             return false;
@@ -452,7 +308,12 @@ impl World {
         true
     }
 
-    fn answered(&mut self, number: CallNumber, answer: Result<Lease, StoreError>, since: Instant) {
+    pub(super) fn answered(
+        &mut self,
+        number: CallNumber,
+        answer: Result<Lease, StoreError>,
+        since: Instant,
+    ) {
         let sweep = self.act(|state, ctx, _| {
             state.call_answered(ctx, number, answer, since);
             state.start_sweep(ctx.now)
@@ -460,7 +321,7 @@ impl World {
         self.pending.extend(sweep.map(Pending::Sweep));
     }
 
-    fn lose(&mut self, index: usize) {
+    pub(super) fn lose(&mut self, index: usize) {
         match self.pending.swap_remove(index) {
             Pending::Call(number, _, since) => self.answered(number, Err(StoreError::Lost), since),
             Pending::Gather(_) => {
@@ -470,17 +331,17 @@ impl World {
         }
     }
 
-    fn hold(&mut self, held: HoldState) {
+    pub(super) fn hold(&mut self, held: HoldState) {
         self.act(|state, ctx, _| state.adopt_hold(ctx, held, HoldSource::Seen));
     }
 
-    fn release(&mut self) {
+    pub(super) fn release(&mut self) {
         if let StoreReply::Ready(Ok(held)) = self.wire.store.release(Key::ALL, &self.spec) {
             self.hold(held);
         }
     }
 
-    async fn step(&mut self, step: &Step) {
+    pub(super) async fn step(&mut self, step: &Step) {
         let index_of = |which: usize| which.checked_rem(self.requests.len());
         match *step {
             Step::Enter {
@@ -535,7 +396,7 @@ impl World {
     }
 
     /// Polls only woken waiters, without faults, until none is left. Returns how long that took.
-    async fn run_until_idle(&mut self) -> Duration {
+    pub(super) async fn run_until_idle(&mut self) -> Duration {
         self.wire.away.store(false, Ordering::Relaxed);
         let (start, mut last) = (clock::now(), clock::now());
         loop {
@@ -587,7 +448,7 @@ impl World {
     }
 
     /// The most units used within `window`.
-    fn most_used(&self, window: Duration) -> u32 {
+    pub(super) fn most_used(&self, window: Duration) -> u32 {
         let within = |&(from, _): &(Instant, u32)| {
             let inside = self
                 .uses
@@ -597,20 +458,9 @@ impl World {
         };
         self.uses.iter().map(within).max().unwrap_or_default()
     }
-}
 
-impl Pending {
-    fn due(&self) -> Instant {
-        match *self {
-            Pending::Call(_, _, since) => since,
-            Pending::Gather(due) | Pending::PassOn(due) | Pending::Sweep(due) => due,
-        }
-    }
-}
-
-impl World {
     /// Asserts that each permit that was granted and not used was given back exactly once.
-    fn assert_nothing_is_lost(&mut self) {
+    pub(super) fn assert_nothing_is_lost(&mut self) {
         // Permits at hand are given back when the state of the key is forgotten.
         self.act(|state, ctx, _| state.give_back_prefetched(ctx));
         let [granted, returned] =
@@ -618,236 +468,4 @@ impl World {
         let used: u64 = self.uses.iter().map(|(_, units)| u64::from(*units)).sum();
         assert_eq!(granted, used + returned, "{used} units were used");
     }
-}
-
-/// Runs the steps. Then the remaining requests go on, or leave if `quits`.
-async fn run(count: u32, later: bool, faults: bool, quits: bool, steps: &[Step]) {
-    let mut world = World::new(Quota::per_second(count), later, faults);
-    // Half of the runs with faults fail open.
-    world.fails_open = faults && count.is_multiple_of(2);
-    for step in steps {
-        world.step(step).await;
-    }
-    if quits {
-        for index in 0..world.requests.len() {
-            world.leave(index);
-            world.give_back(index);
-        }
-    }
-    let held = world.state.hold.left(clock::now()).unwrap_or_default();
-    let left = world
-        .requests
-        .iter()
-        .filter(|request| !matches!(request.stage, Stage::Ended));
-    let units: u32 = left.map(|request| request.place.cost).sum();
-    let took = world.run_until_idle().await;
-    assert_eq!(world.state.waiting(), 0);
-    assert!(world.state.queue.is_none(), "an empty queue is dropped");
-    let most = world.most_used(ms(1000));
-    assert!(
-        most <= count,
-        "{most} units within a second; at most {count} are allowed"
-    );
-    if !world.answer_lost {
-        // A cost of 3 may leave 2 units of a window.
-        let windows = units / (count - 2) + 2;
-        assert!(
-            took <= held + ms(1050) * windows + ms(1000),
-            "{took:?} for {units} units, held for {held:?}"
-        );
-        world.assert_nothing_is_lost();
-    }
-}
-
-/// All waiters leave during the batching delay of the next call, which would have returned their
-/// permits.
-#[tokio::test(start_paused = true)]
-async fn permits_of_waiters_that_leave_early_go_back() {
-    let mut world = World::new(Quota::per_second(5), true, false);
-    for _ in 0..5 {
-        world.enter(1, LONGEST, false);
-    }
-    world.run_until_idle().await;
-    world.enter(1, LONGEST, false);
-    while let Some(index) = world
-        .pending
-        .iter()
-        .position(|effect| effect.due() <= clock::now())
-    {
-        world.run(index);
-    }
-    let booked = world
-        .state
-        .queue
-        .as_ref()
-        .and_then(|queue| queue.last_booked());
-    assert!(booked.is_some(), "it has a slot");
-    world.enter(1, LONGEST, false);
-    for index in [5, 6] {
-        world.leave(index);
-    }
-    world.run_until_idle().await;
-    world.assert_nothing_is_lost();
-}
-
-/// The last waiter has its permit when the key is put on hold for longer than it can wait.
-#[tokio::test(start_paused = true)]
-async fn permits_of_waiters_held_too_long_go_back() {
-    let mut world = World::new(Quota::per_second(5), false, false);
-    for _ in 0..5 {
-        world.enter(1, LONGEST, false);
-    }
-    world.run_until_idle().await;
-    world.enter(1, 2000, false);
-    // Another request hands the permit out, and the key is held before the waiter is polled.
-    tokio::time::advance(ms(1025)).await;
-    world.act(|state, ctx, _| state.step(ctx, None));
-    assert_eq!(world.state.waiting(), 0, "the permit was handed out");
-    world.hold(HoldState {
-        remaining: ms(5000),
-        ..HoldState::default()
-    });
-    world.poll(5);
-    assert!(
-        matches!(world.requests[5].stage, Stage::Ended),
-        "it is refused"
-    );
-    world.assert_nothing_is_lost();
-}
-
-/// Short spans pass while a call is under way. Together they outlast the validity of a permit, so
-/// the answer arrives too late.
-#[tokio::test(start_paused = true)]
-async fn answers_that_come_too_late_go_back() {
-    let enter = |wait| Step::Enter {
-        cost: 1,
-        wait,
-        by_deadline: false,
-    };
-    let steps = [
-        Step::Hold(6, false),
-        enter(6),
-        enter(6),
-        enter(6),
-        Step::Release,
-        Step::Passes(20),
-        Step::Poll(28),
-        Step::Poll(3),
-        Step::Effect(0),
-        enter(0),
-        Step::Passes(15),
-        Step::Passes(1),
-        enter(0),
-        Step::Passes(16),
-        enter(0),
-        Step::Poll(56),
-        Step::Passes(18),
-        enter(0),
-    ];
-    run(5, true, false, true, &steps).await;
-}
-
-/// A permit that comes back is taken for the probe's. The probe is accepted, and the others leave
-/// then, not 5 s later.
-#[tokio::test(start_paused = true)]
-async fn a_probe_that_passes_ends_the_probation() {
-    let enter = |cost, wait| Step::Enter {
-        cost,
-        wait,
-        by_deadline: false,
-    };
-    let steps = [
-        enter(1, 60_000),
-        enter(1, 0),
-        enter(1, 0),
-        Step::Poll(0),
-        enter(1, 60_000),
-        enter(1, 60_000),
-        enter(1, 60_000),
-        Step::Release,
-        enter(1, 0),
-        Step::Leave(51),
-        Step::Effect(0),
-        Step::Effect(0),
-        Step::Effect(0),
-        Step::Hold(1, true),
-        Step::Passes(10),
-        enter(1, 0),
-        Step::Effect(0),
-        Step::Effect(0),
-        Step::Poll(23),
-        enter(1, 0),
-        Step::GiveBack(43),
-        enter(1, 60_000),
-        enter(1, 60_000),
-        Step::Leave(17),
-        enter(3, 60_000),
-    ];
-    run(8, true, false, false, &steps).await;
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
-
-    #[test]
-    fn waits_end_in_order_and_no_permit_is_lost(
-        count in prop_oneof![3 => 5u32..12, 1 => 100u32..300],
-        (later, faults, quits) in any::<(bool, bool, bool)>(),
-        steps in prop::collection::vec(step(), 0..150),
-    ) {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
-        runtime.block_on(run(count, later, faults, quits, &steps));
-    }
-}
-
-/// The permit of the probe expires before its waiter wakes. The next call to the store does not
-/// wait for a probe that never left.
-#[tokio::test(start_paused = true)]
-async fn an_expired_probe_delays_no_call() {
-    let enter = |cost, wait| Step::Enter {
-        cost,
-        wait,
-        by_deadline: false,
-    };
-    let steps = [
-        enter(1, 0),
-        enter(1, 0),
-        Step::Poll(0),
-        Step::Poll(0),
-        Step::Hold(1, true),
-        Step::Poll(0),
-        Step::Passes(1),
-        enter(1, 0),
-        enter(1, 0),
-        enter(1, 60000),
-        enter(1, 60000),
-        enter(1, 0),
-        enter(1, 60000),
-        enter(1, 60000),
-        Step::Poll(0),
-        enter(1, 0),
-        Step::Poll(0),
-        enter(1, 0),
-        enter(1, 60000),
-        Step::Leave(13),
-        Step::Leave(45),
-        enter(1, 60000),
-        enter(1, 60000),
-        enter(3, 60000),
-        Step::Leave(47),
-        Step::Use(0),
-        Step::Effect(0),
-        Step::Passes(9),
-    ];
-    run(9, true, false, false, &steps).await;
-}
-
-/// A limiter keeps the state of each of many keys.
-#[test]
-fn states_of_keys_are_small() {
-    assert!(
-        size_of::<KeyState>() <= 168,
-        "{} bytes",
-        size_of::<KeyState>()
-    );
 }

@@ -1,0 +1,59 @@
+//! A request, its task, and the effects that are still to be run.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Wake;
+use std::time::Instant;
+
+use tokio::sync::Notify;
+
+use super::super::{LeaseFuture, Ticket};
+use crate::limiter::queue::CallNumber;
+use crate::limiter::reservation::Reservation;
+
+/// The task of a request that waits.
+#[derive(Default)]
+pub(super) struct Task {
+    pub(super) woken: AtomicBool,
+    pub(super) any_woken: Arc<Notify>,
+}
+
+impl Wake for Task {
+    fn wake(self: Arc<Self>) {
+        self.woken.store(true, Ordering::Relaxed);
+        self.any_woken.notify_one();
+    }
+}
+
+pub(super) struct Request {
+    pub(super) place: Ticket,
+    pub(super) task: Arc<Task>,
+    pub(super) stage: Stage,
+    /// Whether another request was before it in the queue when its wait ended.
+    pub(super) overtakes: bool,
+}
+
+// Waiting => Has | Ended
+// Has => Ended | Waiting, if its permit expired
+pub(super) enum Stage {
+    Waiting,
+    Has(Reservation),
+    Ended,
+}
+
+/// An effect that is still to be run.
+pub(super) enum Pending {
+    Call(CallNumber, LeaseFuture, Instant),
+    Gather(Instant),
+    PassOn(Instant),
+    Sweep(Instant),
+}
+
+impl Pending {
+    pub(super) fn due(&self) -> Instant {
+        match *self {
+            Pending::Call(_, _, since) => since,
+            Pending::Gather(due) | Pending::PassOn(due) | Pending::Sweep(due) => due,
+        }
+    }
+}
