@@ -244,8 +244,8 @@ impl KeyState {
         }
     }
 
-    /// Returns the request for a call to the store. It states the hold, and what the upstream stated
-    /// of what is left.
+    /// Returns the request for a call to the store. It carries the hold, and how much is left of a
+    /// limit as the upstream stated.
     pub(super) fn request<'a>(
         &mut self,
         ctx: &'a KeyContext<'_>,
@@ -323,8 +323,8 @@ impl KeyState {
         if self.store.tightens {
             return self.tighten(ctx);
         }
-        // A store that lost its state gets the hold before a process that does not know it calls the
-        // store. Then the step only hands out permits.
+        // A store that lost its state gets the hold before a process that does not know the hold
+        // calls it. Then the step only hands out permits.
         if self.hold.take_resend() {
             self.confirm(ctx);
         }

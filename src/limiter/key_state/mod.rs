@@ -7,10 +7,8 @@
 //!
 //! | file | what it has |
 //! |---|---|
-//! | `quota_match` | which quota of a response is about a limit; functions |
-//! | `context` | what a visit to the state works with, and the work it leaves |
 //! | `ticket` | a request: it enters, waits, and leaves |
-//! | `mod` | [`KeyState`]: permits that are taken or come back, and what follows if the hold or the upstream changes what may be sent |
+//! | `mod` | [`KeyState`]: permits taken and returned, and changes of the hold or of what is left |
 //! | `booking` | [`KeyState`]: when the store is called, for what, and what its answer means |
 //! | `store_view` | what the process knows of its store |
 //! | `store_refusal` | a refusal of the store, kept for the next requests |
@@ -20,13 +18,14 @@
 //! | `upstream_refusals` | how long a refusal of the upstream holds the key; a value |
 //! | `upstream_view` | what the upstream stated about the key |
 //! | `stated_limits` | the limits that it stated; a value |
-//! | `remaining_tracker` | what it stated is left of all limits, and when that is sent to the store; a value |
+//! | `remaining_tracker` | what it stated is left of all limits; a value |
 //! | `remaining_headers` | what it stated is left of one limit; a value |
 //! | `quota_match` | which quota of a response is about a limit; functions |
 //! | `context` | what a visit to the state works with, and the work that it leaves |
 //!
-//! [`KeyState`] has five parts: the prefetched permits, the queue, and the views of store, hold and
-//! upstream. Each part has its own type, whose methods touch nothing else.
+//! [`KeyState`] has five parts: the prefetched permits, the queue, the hold, and the views of store
+//! and upstream. Each part has its own type, whose methods touch only that part. `KeyState` and
+//! [`Ticket`] do what needs several parts.
 
 mod booking;
 mod context;
@@ -71,11 +70,16 @@ pub(super) use upstream_view::UpstreamView;
 
 /// The state of one key in this process.
 pub(super) struct KeyState {
+    /// The permits at hand.
     prefetched: Prefetched,
-    /// Present only while requests wait, a call is under way or a result is to be collected.
+    /// The waiters, and the call to the store for them. Present only while requests wait, a call is
+    /// under way or a result is to be collected.
     queue: Option<Box<Queue>>,
+    /// What this process knows of its store.
     store: StoreView,
+    /// Until when no request may leave.
     pub(super) hold: KeyHold,
+    /// What the upstream stated about the key.
     pub(super) upstream: UpstreamView,
 }
 

@@ -14,7 +14,7 @@
 //! | file | what it has |
 //! |---|---|
 //! | `mod` | [`Queue`]: the waiters and slots of all costs |
-//! | `call` | [`Queue`]: what a call to the store asks for, and what its answer means for the waiters |
+//! | `call` | [`Queue`]: the call to the store, and what its answer means for the waiters |
 //! | `cost_class` | the waiters and slots of one cost |
 //! | `gathering` | the batching delay of the next call |
 
