@@ -212,7 +212,7 @@ impl Gate for RateLimitLayer {
         policy: &ResponsePolicy,
         _repeat: Option<T>,
     ) -> Departure<Box<Waiter>, T> {
-        if policy.is_default() && !call.is_listened_for() && !Signal::is_any_in(response) {
+        if policy.is_default() && !call.may_end_probation() && !Signal::is_any_in(response) {
             return Departure::Pass(InFlight(call.into_in_flight_slot()));
         }
         read(call, response, policy)

@@ -211,7 +211,7 @@ impl Core {
         } = self.settings;
         match settled {
             Settled::Granted(number) => Ok(Some(InFlightSlot::new(self.clone(), key, number))),
-            Settled::Failed(source) if self.passes(&source) => Ok(None),
+            Settled::Failed(source) if self.fails_open_on(&source) => Ok(None),
             Settled::Failed(source) => Err(Admission::Failed(source)),
             Settled::Refused(_) => Err(Admission::Refused(
                 bound.reason(max_wait),
@@ -252,7 +252,7 @@ impl Core {
             return Admission::Refused(Reason::TooManyKeys(max_keys), Refusal::NEVER);
         }
         if let Settled::Failed(source) = &settled
-            && self.passes(source)
+            && self.fails_open_on(source)
             && let Some(left) = self.held(entry.key, now)
         {
             // No request passes uncounted while its key is on hold.
@@ -307,7 +307,7 @@ impl Core {
             Settled::QueueFull => {
                 Admission::Refused(Reason::QueueFull(self.settings.max_queue), Refusal::NEVER)
             }
-            Settled::Failed(cause) if self.passes(&cause) => Admission::Uncounted {
+            Settled::Failed(cause) if self.fails_open_on(&cause) => Admission::Uncounted {
                 cause,
                 in_flight_slot,
             },

@@ -149,8 +149,8 @@ impl Core {
             .flatten()
     }
 
-    /// Returns whether a request passes uncounted after `error` of the store.
-    pub(super) fn passes(&self, error: &StoreError) -> bool {
+    /// Returns whether requests pass uncounted after `error` of the store.
+    pub(super) fn fails_open_on(&self, error: &StoreError) -> bool {
         self.settings.on_store_error == OnStoreError::FailOpen
             && !matches!(error, StoreError::Full { .. })
     }

@@ -254,10 +254,10 @@ impl Sent {
         self.host
     }
 
-    /// Returns whether a response matters even if it states nothing about limits: it may end the
-    /// probation of a key.
+    /// Returns whether a response may end the probation of a key. Then it matters even if it states
+    /// nothing about limits.
     #[inline]
-    pub(crate) fn is_listened_for(&self) -> bool {
+    pub(crate) fn may_end_probation(&self) -> bool {
         is_any_uncertain()
     }
 
