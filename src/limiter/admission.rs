@@ -182,7 +182,7 @@ impl Core {
         bound: WaitBound,
         now: Instant,
     ) -> Result<Option<InFlightSlot>, Admission> {
-        if self.flights.is_none() {
+        if self.in_flight.is_none() {
             return Ok(None);
         }
         let number = next_number();
@@ -343,9 +343,9 @@ impl Core {
         match wait {
             WaitFor::HostHold(_) | WaitFor::Hold(_) => 1,
             WaitFor::InFlightSlot(_) => self
-                .flights
+                .in_flight
                 .as_ref()
-                .map_or(0, |flights| flights.waiting(key)),
+                .map_or(0, |calls| calls.waiting(key)),
             WaitFor::Slot(_) => self.states.find(key, |state| state.waiting()).unwrap_or(1),
         }
     }

@@ -12,7 +12,7 @@ use std::sync::{Arc, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::hosts::Hosts;
-use super::in_flight::Flights;
+use super::in_flight::InFlightCalls;
 use super::key_state::{KeyContext, KeyState, Work};
 use super::settings::{OnStoreError, Settings};
 use crate::clock;
@@ -28,7 +28,7 @@ pub(super) struct Core {
     /// The rate limits: the state of each key. Boxed, so that the table stays small.
     pub(super) states: KeyMap<Box<KeyState>>,
     /// The calls in flight of each key. `None` if their number is not limited.
-    pub(super) flights: Option<Flights>,
+    pub(super) in_flight: Option<InFlightCalls>,
     pub(super) settings: Settings,
     /// Whether an event has reported that other processes assert other limits.
     pub(super) warned: AtomicBool,
@@ -82,7 +82,7 @@ impl Core {
         let core = Arc::new(Core {
             id: CoreId::next(),
             states: KeyMap::new(settings.max_keys),
-            flights: Flights::new(&settings),
+            in_flight: InFlightCalls::new(&settings),
             settings,
             warned: AtomicBool::new(false),
             hosts: Hosts::default(),

@@ -5,7 +5,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use super::engine::Core;
-use super::in_flight::Flight;
+use super::in_flight::KeyCalls;
 use super::limited::Request;
 use super::reservation::Settled;
 use super::settings::OnStoreError;
@@ -41,7 +41,7 @@ impl InFlightSlot {
     /// [`OnStoreError::FailOpen`].
     pub(super) fn is_lost(&self, now: Instant) -> bool {
         let Taken { core, key, number } = &*self.0;
-        core.at_guarded_flight(*key, |flight| flight.is_lost(*number, now))
+        core.at_guarded_flight(*key, |calls| calls.is_lost(*number, now))
             .unwrap_or(false)
     }
 
@@ -49,7 +49,7 @@ impl InFlightSlot {
     /// Never ready with [`OnStoreError::FailOpen`].
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {
         let Taken { core, key, number } = &*self.0;
-        let lost = core.at_guarded_flight(*key, |flight| flight.poll_lost(*number, cx));
+        let lost = core.at_guarded_flight(*key, |calls| calls.poll_lost(*number, cx));
         lost.unwrap_or(Poll::Pending)
             .map(|()| StoreError::InFlightSlotLost)
     }
@@ -67,7 +67,7 @@ impl Drop for InFlightSlot {
     fn drop(&mut self) {
         let now = clock::now();
         let Taken { core, key, number } = &*self.0;
-        core.at_flight(*key, |flight, wakers| flight.end(*number, now, wakers));
+        core.at_flight(*key, |calls, wakers| calls.end(*number, now, wakers));
     }
 }
 
@@ -85,23 +85,23 @@ impl Core {
         impatient: bool,
         now: Instant,
     ) -> Result<Option<Settled<Number>>, Full> {
-        let Some(flights) = &self.flights else {
+        let Some(in_flight) = &self.in_flight else {
             return Ok(None);
         };
         let max_queue = self.settings.max_queue;
-        let entered = flights.with_new(key, now, |flight| {
-            if flight.waiting() >= max_queue {
+        let entered = in_flight.with_new(key, now, |calls| {
+            if calls.waiting() >= max_queue {
                 return false;
             }
-            flight.enter(number, impatient, now);
+            calls.enter(number, impatient, now);
             true
         })?;
         if !entered.done {
             return Ok(Some(Settled::QueueFull));
         }
         self.send(entered.claim);
-        Ok(flights
-            .with(key, |flight| flight.collect(number, now))
+        Ok(in_flight
+            .with(key, |calls| calls.collect(number, now))
             .flatten())
     }
 
@@ -114,8 +114,8 @@ impl Core {
         now: Instant,
         cx: &mut Context<'_>,
     ) -> Poll<Settled<Number>> {
-        let polled = self.at_flight(key, |flight, wakers| {
-            flight.poll(number, until, now, cx, wakers)
+        let polled = self.at_flight(key, |calls, wakers| {
+            calls.poll(number, until, now, cx, wakers)
         });
         polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER)))
     }
@@ -123,15 +123,15 @@ impl Core {
     /// Ends the wait of `number` for an in-flight slot of `key`.
     pub(super) fn leave_flight(self: &Arc<Self>, key: Key, number: Number) {
         let now = clock::now();
-        self.at_flight(key, |flight, wakers| flight.leave(number, now, wakers));
+        self.at_flight(key, |calls, wakers| calls.leave(number, now, wakers));
     }
 
     /// Takes in what the store states about the claims of `holder` for `key`.
     pub(super) fn in_flight_heard(self: &Arc<Self>, key: Key, holder: u64, event: StoreEvent) {
         let now = clock::now();
-        self.at_flight(key, |flight, wakers| {
-            if flight.holder() == holder {
-                flight.on_event(event, now, wakers);
+        self.at_flight(key, |calls, wakers| {
+            if calls.holder() == holder {
+                calls.on_event(event, now, wakers);
             }
         });
     }
@@ -139,8 +139,8 @@ impl Core {
     /// Returns the refusal of a request that got no in-flight slot. It states no time to retry,
     /// because it is unknown when a call will end.
     pub(super) fn flight_refusal(&self) -> Refusal {
-        let limit = self.flights.as_ref().map(|flights| Limit::InFlight {
-            count: flights.limit(),
+        let limit = self.in_flight.as_ref().map(|calls| Limit::InFlight {
+            count: calls.limit(),
         });
         Refusal { wait: None, limit }
     }
@@ -149,13 +149,13 @@ impl Core {
     fn at_flight<R>(
         self: &Arc<Self>,
         key: Key,
-        act: impl FnOnce(&mut Flight, &mut Wakers) -> R,
+        act: impl FnOnce(&mut KeyCalls, &mut Wakers) -> R,
     ) -> Option<R> {
         let mut wakers = Wakers::default();
         let acted = self
-            .flights
+            .in_flight
             .as_ref()?
-            .act(key, |flight| act(flight, &mut wakers))?;
+            .act(key, |calls| act(calls, &mut wakers))?;
         wakers.wake();
         self.send(acted.claim);
         Some(acted.done)
@@ -163,11 +163,11 @@ impl Core {
 
     /// Runs `act` on the calls in flight of `key`. Does nothing with [`OnStoreError::FailOpen`]:
     /// then calls go on even if the store can no longer count them.
-    fn at_guarded_flight<R>(&self, key: Key, act: impl FnOnce(&mut Flight) -> R) -> Option<R> {
+    fn at_guarded_flight<R>(&self, key: Key, act: impl FnOnce(&mut KeyCalls) -> R) -> Option<R> {
         if self.settings.on_store_error == OnStoreError::FailOpen {
             return None;
         }
-        self.flights.as_ref()?.with(key, act)
+        self.in_flight.as_ref()?.with(key, act)
     }
 
     fn send(self: &Arc<Self>, claim: Option<Claim>) {

@@ -65,7 +65,7 @@ impl Core {
     /// passed.
     #[inline]
     fn is_open(&self, entry: &Entry, now: Instant) -> bool {
-        self.flights.is_none()
+        self.in_flight.is_none()
             && self.is_host_clear(entry.key, entry.host, now)
             && entry.deadline.is_none_or(|deadline| deadline >= now)
     }

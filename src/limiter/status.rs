@@ -83,9 +83,9 @@ impl Core {
             next_slot: until_free.max(held.unwrap_or_default()),
             waiting: queued
                 + self
-                    .flights
+                    .in_flight
                     .as_ref()
-                    .map_or(0, |flights| flights.waiting(key)),
+                    .map_or(0, |calls| calls.waiting(key)),
             limits,
             held,
             learned,

@@ -35,12 +35,12 @@
 //! An *impatient* request is one that cannot wait. It is queued like the others, until the store
 //! answers the claim that counts it. If the request has no slot by then, it is refused.
 
+mod calls;
 mod claims;
-mod flight;
-mod flights;
+mod key_calls;
 #[cfg(test)]
 mod properties;
 mod validity;
 
-pub(super) use flight::Flight;
-pub(super) use flights::Flights;
+pub(super) use calls::InFlightCalls;
+pub(super) use key_calls::KeyCalls;

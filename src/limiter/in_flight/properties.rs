@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::Flight;
+use super::KeyCalls;
 use crate::clock;
 use crate::key::Key;
 use crate::limit::{HolderClaim, HolderUpdate, InFlightSlots, Micros};
@@ -19,49 +19,53 @@ use crate::store::{Claim, StoreEvent};
 use crate::wait_queue::Number;
 use crate::wakers::Wakers;
 
-const LIFE: Micros = 10_000_000;
+const TTL: Micros = 10_000_000;
 
 #[derive(Clone, Debug)]
 enum Step {
     Enter(usize),
     /// A request enters that cannot wait.
-    Try(usize),
+    EnterImpatient(usize),
     End(usize, usize),
     Leave(usize, usize),
     /// One of the claims on their way arrives. It stays on its way if the flag is set, and arrives
     /// again.
-    Arrives(usize, bool),
+    ClaimArrives(usize, bool),
     ClaimLost(usize),
-    Heard(usize),
+    EventArrives(usize),
     EventLost(usize),
     /// The store client repeats the last claim.
     Repeat(usize),
     Dies(usize),
-    Passes(Micros),
+    TimePasses(Micros),
 }
 
 fn step(processes: usize) -> impl Strategy<Value = Step> {
     let process = 0..processes;
     prop_oneof![
         6 => process.clone().prop_map(Step::Enter),
-        1 => process.clone().prop_map(Step::Try),
+        1 => process.clone().prop_map(Step::EnterImpatient),
         4 => (process.clone(), 0usize..9).prop_map(|(process, which)| Step::End(process, which)),
         1 => (process.clone(), 0usize..9).prop_map(|(process, which)| Step::Leave(process, which)),
-        8 => (0usize..9, prop::bool::weighted(0.1)).prop_map(|(which, again)| Step::Arrives(which, again)),
+        8 => (0usize..9, prop::bool::weighted(0.1)).prop_map(|(which, again)| Step::ClaimArrives(which, again)),
         1 => (0usize..9).prop_map(Step::ClaimLost),
-        8 => process.clone().prop_map(Step::Heard),
+        8 => process.clone().prop_map(Step::EventArrives),
         1 => process.clone().prop_map(Step::EventLost),
         1 => process.clone().prop_map(Step::Repeat),
         1 => process.prop_map(Step::Dies),
-        1 => (0..LIFE / 4).prop_map(Step::Passes),
+        1 => (0..TTL / 4).prop_map(Step::TimePasses),
     ]
 }
 
 struct Process {
-    flight: Flight,
+    calls: KeyCalls,
+    /// The requests that wait for a slot.
     waiting: Vec<Number>,
-    sitting: Vec<Number>,
+    /// The slots that its calls use.
+    in_use: Vec<Number>,
+    /// Its last claim.
     last: Option<Claim>,
+    /// Events of the store on their way to this process.
     events: VecDeque<HolderUpdate>,
     /// When its last claim arrived.
     claimed_at: Micros,
@@ -70,18 +74,19 @@ struct Process {
 }
 
 struct World {
-    most: u32,
+    limit: u32,
     now: Micros,
     slots: InFlightSlots,
     processes: Vec<Process>,
+    /// Claims on their way to the store.
     claims: Vec<Claim>,
 }
 
 fn process() -> Process {
     Process {
-        flight: Flight::new(World::instant()),
+        calls: KeyCalls::new(World::instant()),
         waiting: Vec::new(),
-        sitting: Vec::new(),
+        in_use: Vec::new(),
         last: None,
         events: VecDeque::new(),
         claimed_at: 0,
@@ -94,11 +99,11 @@ impl World {
         crate::clock::now()
     }
 
-    fn act(&mut self, index: usize, act: impl FnOnce(&mut Flight, &mut Wakers)) {
+    fn act(&mut self, index: usize, act: impl FnOnce(&mut KeyCalls, &mut Wakers)) {
         let process = &mut self.processes[index];
-        act(&mut process.flight, &mut Wakers::default());
-        let life = Duration::from_micros(LIFE);
-        if let Some(claim) = process.flight.claim(Key::ALL, self.most, life) {
+        act(&mut process.calls, &mut Wakers::default());
+        let ttl = Duration::from_micros(TTL);
+        if let Some(claim) = process.calls.claim(Key::ALL, self.limit, ttl) {
             let claim = Claim {
                 number: claim.number << 20,
                 ..claim
@@ -108,14 +113,14 @@ impl World {
             self.claims.push(claim);
         }
         let Process {
-            flight,
+            calls,
             waiting,
-            sitting,
+            in_use,
             ..
         } = process;
-        waiting.retain(|&number| match flight.collect(number, clock::now()) {
+        waiting.retain(|&number| match calls.collect(number, clock::now()) {
             Some(Settled::Granted(slot)) => {
-                sitting.push(slot);
+                in_use.push(slot);
                 false
             }
             Some(_) => false,
@@ -140,12 +145,12 @@ impl World {
             in_use,
             wanted,
             granted_seen,
-            ttl: LIFE,
+            ttl: TTL,
         };
         if let Some(process) = self
             .processes
             .iter_mut()
-            .find(|process| process.flight.holder() == id)
+            .find(|process| process.calls.holder() == id)
         {
             process.claimed_at = self.now;
         }
@@ -154,28 +159,28 @@ impl World {
             self.slots = InFlightSlots::default();
         }
         let processes = &mut self.processes;
-        self.slots.claim(self.now, claimed, |told| {
+        self.slots.claim(self.now, claimed, |update| {
             if let Some(process) = processes
                 .iter_mut()
-                .find(|process| process.flight.holder() == told.id)
+                .find(|process| process.calls.holder() == update.id)
             {
-                process.events.push_back(told);
+                process.events.push_back(update);
             }
         });
     }
 
     fn on_event(&mut self, index: usize) {
-        if let Some(told) = self.processes[index].events.pop_front() {
+        if let Some(update) = self.processes[index].events.pop_front() {
             let HolderUpdate {
                 number,
-                granted: given,
+                granted,
                 others_wait,
                 version,
                 ..
-            } = told;
-            let event = StoreEvent::in_flight(number >> 20, given, others_wait, version);
-            self.act(index, |flight, wakers| {
-                flight.on_event(event, World::instant(), wakers)
+            } = update;
+            let event = StoreEvent::in_flight(number >> 20, granted, others_wait, version);
+            self.act(index, |calls, wakers| {
+                calls.on_event(event, World::instant(), wakers)
             });
         }
     }
@@ -197,28 +202,28 @@ impl World {
             Step::Enter(index) => {
                 let number = next_number();
                 self.processes[index].waiting.push(number);
-                self.act(index, |flight, _| flight.enter(number, false, clock::now()));
+                self.act(index, |calls, _| calls.enter(number, false, clock::now()));
             }
-            Step::Try(index) => {
+            Step::EnterImpatient(index) => {
                 let number = next_number();
                 self.processes[index].waiting.push(number);
-                self.act(index, |flight, _| flight.enter(number, true, clock::now()));
+                self.act(index, |calls, _| calls.enter(number, true, clock::now()));
             }
             Step::End(index, which) => {
-                let sitting = &mut self.processes[index].sitting;
-                if !sitting.is_empty() {
-                    let number = sitting.swap_remove(which % sitting.len());
-                    self.act(index, |flight, wakers| flight.end(number, now, wakers));
+                let in_use = &mut self.processes[index].in_use;
+                if !in_use.is_empty() {
+                    let number = in_use.swap_remove(which % in_use.len());
+                    self.act(index, |calls, wakers| calls.end(number, now, wakers));
                 }
             }
             Step::Leave(index, which) => {
                 let waiting = &mut self.processes[index].waiting;
                 if !waiting.is_empty() {
                     let number = waiting.swap_remove(which % waiting.len());
-                    self.act(index, |flight, wakers| flight.leave(number, now, wakers));
+                    self.act(index, |calls, wakers| calls.leave(number, now, wakers));
                 }
             }
-            Step::Arrives(which, again) => {
+            Step::ClaimArrives(which, again) => {
                 if !self.claims.is_empty() {
                     let which = which % self.claims.len();
                     let claim = if again {
@@ -234,18 +239,18 @@ impl World {
                     self.claims.remove(which % self.claims.len());
                 }
             }
-            Step::Heard(index) => self.on_event(index),
+            Step::EventArrives(index) => self.on_event(index),
             Step::EventLost(index) => _ = self.processes[index].events.pop_front(),
             Step::Repeat(index) => self.repeat(index),
             Step::Dies(index) => {
                 // Its claims are still on their way.
                 self.processes[index] = process();
             }
-            Step::Passes(span) => {
+            Step::TimePasses(span) => {
                 self.now += span;
                 // A live process repeats its claim every third of the time to live.
                 for index in 0..self.processes.len() {
-                    if self.processes[index].claimed_at + LIFE / 3 < self.now {
+                    if self.processes[index].claimed_at + TTL / 3 < self.now {
                         self.repeat(index);
                         if let Some(claim) = self.processes[index].last {
                             let again = self.processes[index].again;
@@ -258,15 +263,15 @@ impl World {
                 }
             }
         }
-        let sitting: usize = self
+        let in_use: usize = self
             .processes
             .iter()
-            .map(|process| process.sitting.len())
+            .map(|process| process.in_use.len())
             .sum();
         assert!(
-            sitting <= self.most as usize,
-            "{sitting} slots in use, limit {}",
-            self.most
+            in_use <= self.limit as usize,
+            "{in_use} slots in use, limit {}",
+            self.limit
         );
     }
 
@@ -293,32 +298,32 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn limit_is_kept_and_no_seat_is_lost(
-        most in 1u32..6,
+    fn limit_is_kept_and_no_slot_is_lost(
+        limit in 1u32..6,
         steps in prop::collection::vec(step(3), 0..120),
     ) {
         let processes = (0..3).map(|_| process()).collect();
-        let mut world = World { most, now: 0, slots: InFlightSlots::default(), processes, claims: Vec::new() };
+        let mut world = World { limit, now: 0, slots: InFlightSlots::default(), processes, claims: Vec::new() };
         for step in &steps {
             world.step(step);
         }
         // The claims of processes that have died expire.
         for _ in 0..8 {
             world.settle();
-            world.step(&Step::Passes(LIFE / 4));
+            world.step(&Step::TimePasses(TTL / 4));
         }
         world.settle();
-        let sitting: usize = world.processes.iter().map(|process| process.sitting.len()).sum();
+        let in_use: usize = world.processes.iter().map(|process| process.in_use.len()).sum();
         let waiting: usize = world.processes.iter().map(|process| process.waiting.len()).sum();
-        prop_assert_eq!(sitting, (sitting + waiting).min(most as usize));
+        prop_assert_eq!(in_use, (in_use + waiting).min(limit as usize));
         // When all calls have ended, no slot is in use.
-        while world.processes.iter().any(|process| !process.sitting.is_empty()) {
+        while world.processes.iter().any(|process| !process.in_use.is_empty()) {
             for index in 0..3 {
                 world.step(&Step::End(index, 0));
             }
             world.settle();
         }
         world.slots.forget(world.now);
-        prop_assert_eq!(world.slots.usage(most), (0, most));
+        prop_assert_eq!(world.slots.usage(limit), (0, limit));
     }
 }

@@ -13,13 +13,13 @@ use crate::store::{Claim, Refusal, StoreEvent};
 use crate::wait_queue::{Left, Number, WaitQueue};
 use crate::wakers::Wakers;
 
-/// The calls in flight of one key.
-pub(in crate::limiter) struct Flight {
+/// The calls in flight of one key from this process, and the requests that wait for a slot.
+pub(in crate::limiter) struct KeyCalls {
     /// Calls in flight.
     in_use: u32,
     /// Slots that were granted and are not in use.
     free: u32,
-    waiters: WaitQueue<SeatWait, Settled<Number>>,
+    waiters: WaitQueue<SlotWait, Settled<Number>>,
     impatient: Impatient,
     /// Whether a request that was not impatient has left since the last claim.
     gave_up: bool,
@@ -30,7 +30,7 @@ pub(in crate::limiter) struct Flight {
 }
 
 /// What is known of a request that waits for a slot.
-struct SeatWait {
+struct SlotWait {
     /// The claim whose answer ends the wait of a request that cannot wait.
     until_answer: Option<u64>,
 }
@@ -45,12 +45,12 @@ struct Impatient {
 }
 
 impl Impatient {
-    fn remove(&mut self, wait: &SeatWait) {
+    fn remove(&mut self, wait: &SlotWait) {
         self.count -= usize::from(wait.until_answer.is_some());
     }
 }
 
-impl Evict for Flight {
+impl Evict for KeyCalls {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
@@ -61,9 +61,9 @@ impl Evict for Flight {
     }
 }
 
-impl Flight {
+impl KeyCalls {
     pub(in crate::limiter) fn new(now: Instant) -> Self {
-        Flight {
+        KeyCalls {
             in_use: 0,
             free: 0,
             waiters: WaitQueue::default(),
@@ -85,7 +85,7 @@ impl Flight {
         self.waiters.waiting()
     }
 
-    /// Enters a request. Even if its wait ends at once, only [`collect`](Flight::collect) returns
+    /// Enters a request. Even if its wait ends at once, only [`collect`](KeyCalls::collect) returns
     /// the result. An `impatient` request waits for the answer to one claim at most.
     pub(in crate::limiter) fn enter(&mut self, number: Number, impatient: bool, now: Instant) {
         // If requests wait although the store has answered the last claim, it has no free slot.
@@ -105,7 +105,7 @@ impl Flight {
             until_answer = Some(next_claim);
         }
         // No task waits yet: the first poll of the request sets when its task wakes.
-        self.waiters.enter(number, SeatWait { until_answer }, now);
+        self.waiters.enter(number, SlotWait { until_answer }, now);
         self.slot(now, &mut Wakers::default());
     }
 
@@ -150,7 +150,7 @@ impl Flight {
         {
             self.in_use -= 1;
             self.waiters
-                .enter(number, SeatWait { until_answer: None }, now);
+                .enter(number, SlotWait { until_answer: None }, now);
             return None;
         }
         Some(settled)
@@ -222,11 +222,11 @@ impl Flight {
         match event {
             StoreEvent::InFlight {
                 number,
-                granted: given,
+                granted,
                 others_wait,
                 version,
             } => {
-                if let Some(more) = self.claims.answered(number, given, others_wait, version) {
+                if let Some(more) = self.claims.answered(number, granted, others_wait, version) {
                     self.free = self.free.saturating_add(more);
                     self.slot(now, wakers);
                     self.refuse_impatient(number, wakers);
@@ -262,7 +262,7 @@ impl Flight {
     /// Refuses the requests that waited for the answer to the claim `number`, or an earlier one.
     fn refuse_impatient(&mut self, number: u64, wakers: &mut Wakers) {
         if self.impatient.count > 0 {
-            let refuse = |_, wait: &SeatWait| {
+            let refuse = |_, wait: &SlotWait| {
                 let is_answered = wait.until_answer.is_some_and(|until| until <= number);
                 is_answered.then_some(Settled::Refused(Refusal::NEVER))
             };
@@ -281,188 +281,188 @@ mod tests {
 
     const LIFE: Duration = Duration::from_secs(10);
 
-    fn flight() -> Flight {
-        Flight::new(clock::now())
+    fn no_calls() -> KeyCalls {
+        KeyCalls::new(clock::now())
     }
 
-    fn claim(flight: &mut Flight) -> Option<(u32, u32)> {
-        flight
+    fn claim(calls: &mut KeyCalls) -> Option<(u32, u32)> {
+        calls
             .claim(Key::ALL, 8, LIFE)
             .map(|claim| (claim.in_use, claim.wanted))
     }
 
-    fn on_event(flight: &mut Flight, event: StoreEvent) {
-        flight.on_event(event, clock::now(), &mut Wakers::default());
+    fn on_event(calls: &mut KeyCalls, event: StoreEvent) {
+        calls.on_event(event, clock::now(), &mut Wakers::default());
     }
 
-    fn answer(flight: &mut Flight, given: u64) {
-        let number = flight.claims.number;
-        on_event(flight, StoreEvent::in_flight(number, given, false, 1));
+    fn answer(calls: &mut KeyCalls, granted: u64) {
+        let number = calls.claims.number;
+        on_event(calls, StoreEvent::in_flight(number, granted, false, 1));
     }
 
-    fn come(flight: &mut Flight, impatient: bool) -> Number {
+    fn enter(calls: &mut KeyCalls, impatient: bool) -> Number {
         let number = next_number();
-        flight.enter(number, impatient, clock::now());
+        calls.enter(number, impatient, clock::now());
         number
     }
 
-    fn granted(flight: &mut Flight, number: Number, now: Instant) -> Number {
-        match flight.collect(number, now) {
+    fn granted(calls: &mut KeyCalls, number: Number, now: Instant) -> Number {
+        match calls.collect(number, now) {
             Some(Settled::Granted(slot)) => slot,
             settled => panic!("no slot: {settled:?}"),
         }
     }
 
-    fn is_lost(flight: &mut Flight, slot: Number) -> bool {
-        flight
+    fn is_lost(calls: &mut KeyCalls, slot: Number) -> bool {
+        calls
             .poll_lost(slot, &Context::from_waker(Waker::noop()))
             .is_ready()
     }
 
     #[test]
-    fn seats_granted_after_a_loss_are_not_lost() {
-        let mut flight = flight();
-        let (first, second) = (come(&mut flight, false), come(&mut flight, false));
-        assert_eq!(claim(&mut flight), Some((0, 2)));
-        answer(&mut flight, 1);
-        let first = granted(&mut flight, first, clock::now());
-        assert!(!is_lost(&mut flight, first));
-        on_event(&mut flight, StoreEvent::ClaimExpired);
-        answer(&mut flight, 2);
-        let second = granted(&mut flight, second, clock::now());
-        assert!(is_lost(&mut flight, first));
-        assert!(!is_lost(&mut flight, second));
+    fn slots_granted_after_a_loss_are_not_lost() {
+        let mut calls = no_calls();
+        let (first, second) = (enter(&mut calls, false), enter(&mut calls, false));
+        assert_eq!(claim(&mut calls), Some((0, 2)));
+        answer(&mut calls, 1);
+        let first = granted(&mut calls, first, clock::now());
+        assert!(!is_lost(&mut calls, first));
+        on_event(&mut calls, StoreEvent::ClaimExpired);
+        answer(&mut calls, 2);
+        let second = granted(&mut calls, second, clock::now());
+        assert!(is_lost(&mut calls, first));
+        assert!(!is_lost(&mut calls, second));
     }
 
     #[test]
-    fn lost_seats_are_not_passed_on() {
-        let mut flight = flight();
-        let first = come(&mut flight, false);
-        assert_eq!(claim(&mut flight), Some((0, 1)));
-        answer(&mut flight, 1);
-        let first = granted(&mut flight, first, clock::now());
-        let second = come(&mut flight, false);
-        assert_eq!(claim(&mut flight), Some((1, 1)));
-        answer(&mut flight, 1);
-        on_event(&mut flight, StoreEvent::ClaimExpired);
-        flight.end(first, clock::now(), &mut Wakers::default());
-        assert!(flight.collect(second, clock::now()).is_none());
-        assert_eq!(claim(&mut flight), Some((0, 1)));
+    fn lost_slots_are_not_passed_on() {
+        let mut calls = no_calls();
+        let first = enter(&mut calls, false);
+        assert_eq!(claim(&mut calls), Some((0, 1)));
+        answer(&mut calls, 1);
+        let first = granted(&mut calls, first, clock::now());
+        let second = enter(&mut calls, false);
+        assert_eq!(claim(&mut calls), Some((1, 1)));
+        answer(&mut calls, 1);
+        on_event(&mut calls, StoreEvent::ClaimExpired);
+        calls.end(first, clock::now(), &mut Wakers::default());
+        assert!(calls.collect(second, clock::now()).is_none());
+        assert_eq!(claim(&mut calls), Some((0, 1)));
     }
 
     #[test]
     fn answers_with_an_older_version_are_ignored() {
-        let mut flight = flight();
-        let (first, second) = (come(&mut flight, false), come(&mut flight, false));
-        assert_eq!(claim(&mut flight), Some((0, 2)));
-        on_event(&mut flight, StoreEvent::in_flight(1, 1, true, 2));
-        on_event(&mut flight, StoreEvent::in_flight(1, 0, false, 1));
-        let first = granted(&mut flight, first, clock::now());
-        flight.end(first, clock::now(), &mut Wakers::default());
+        let mut calls = no_calls();
+        let (first, second) = (enter(&mut calls, false), enter(&mut calls, false));
+        assert_eq!(claim(&mut calls), Some((0, 2)));
+        on_event(&mut calls, StoreEvent::in_flight(1, 1, true, 2));
+        on_event(&mut calls, StoreEvent::in_flight(1, 0, false, 1));
+        let first = granted(&mut calls, first, clock::now());
+        calls.end(first, clock::now(), &mut Wakers::default());
         assert!(
-            flight.collect(second, clock::now()).is_none(),
+            calls.collect(second, clock::now()).is_none(),
             "other processes wait"
         );
-        assert_eq!(claim(&mut flight), Some((0, 1)));
+        assert_eq!(claim(&mut calls), Some((0, 1)));
     }
 
     #[test]
     fn impatient_requests_wait_for_the_next_answer_only() {
-        let mut flight = flight();
-        let first = come(&mut flight, true);
-        assert_eq!(claim(&mut flight), Some((0, 1)));
-        let second = come(&mut flight, true);
-        assert_eq!(claim(&mut flight), None, "one claim at a time");
-        answer(&mut flight, 0);
+        let mut calls = no_calls();
+        let first = enter(&mut calls, true);
+        assert_eq!(claim(&mut calls), Some((0, 1)));
+        let second = enter(&mut calls, true);
+        assert_eq!(claim(&mut calls), None, "one claim at a time");
+        answer(&mut calls, 0);
         assert!(matches!(
-            flight.collect(first, clock::now()),
+            calls.collect(first, clock::now()),
             Some(Settled::Refused(_))
         ));
-        assert_eq!(claim(&mut flight), Some((0, 1)));
-        answer(&mut flight, 0);
+        assert_eq!(claim(&mut calls), Some((0, 1)));
+        answer(&mut calls, 0);
         assert!(matches!(
-            flight.collect(second, clock::now()),
+            calls.collect(second, clock::now()),
             Some(Settled::Refused(_))
         ));
-        let third = come(&mut flight, true);
+        let third = enter(&mut calls, true);
         assert!(
             matches!(
-                flight.collect(third, clock::now()),
+                calls.collect(third, clock::now()),
                 Some(Settled::Refused(_))
             ),
             "no slot is free"
         );
-        assert_eq!(claim(&mut flight), None);
+        assert_eq!(claim(&mut calls), None);
     }
 
     #[test]
-    fn state_is_kept_while_the_store_may_grant_seats() {
-        let mut flight = flight();
-        let number = come(&mut flight, true);
-        assert_eq!(claim(&mut flight), Some((0, 1)));
-        answer(&mut flight, 0);
+    fn state_is_kept_while_the_store_may_grant_slots() {
+        let mut calls = no_calls();
+        let number = enter(&mut calls, true);
+        assert_eq!(claim(&mut calls), Some((0, 1)));
+        answer(&mut calls, 0);
         assert!(matches!(
-            flight.collect(number, clock::now()),
+            calls.collect(number, clock::now()),
             Some(Settled::Refused(_))
         ));
-        assert_eq!((claim(&mut flight), flight.idle_from()), (None, None));
-        answer(&mut flight, 1);
-        assert_eq!(claim(&mut flight), Some((0, 0)));
-        assert!(flight.idle_from().is_some());
+        assert_eq!((claim(&mut calls), calls.idle_from()), (None, None));
+        answer(&mut calls, 1);
+        assert_eq!(claim(&mut calls), Some((0, 0)));
+        assert!(calls.idle_from().is_some());
     }
 
     #[test]
     fn the_last_request_that_leaves_is_claimed() {
-        let mut flight = flight();
-        let (first, second) = (come(&mut flight, false), come(&mut flight, false));
-        assert_eq!(claim(&mut flight), Some((0, 2)));
-        answer(&mut flight, 0);
-        flight.leave(first, clock::now(), &mut Wakers::default());
-        assert_eq!(claim(&mut flight), None);
-        flight.leave(second, clock::now(), &mut Wakers::default());
-        assert_eq!(claim(&mut flight), Some((0, 0)));
-        assert!(flight.idle_from().is_some());
+        let mut calls = no_calls();
+        let (first, second) = (enter(&mut calls, false), enter(&mut calls, false));
+        assert_eq!(claim(&mut calls), Some((0, 2)));
+        answer(&mut calls, 0);
+        calls.leave(first, clock::now(), &mut Wakers::default());
+        assert_eq!(claim(&mut calls), None);
+        calls.leave(second, clock::now(), &mut Wakers::default());
+        assert_eq!(claim(&mut calls), Some((0, 0)));
+        assert!(calls.idle_from().is_some());
     }
 
     #[test]
     fn state_is_idle_once_a_failed_wait_is_collected() {
-        let mut flight = flight();
-        let number = come(&mut flight, false);
-        assert_eq!(claim(&mut flight), Some((0, 1)));
-        on_event(&mut flight, StoreEvent::Failed(StoreError::Lost));
-        assert_eq!(claim(&mut flight), Some((0, 0)));
-        on_event(&mut flight, StoreEvent::Failed(StoreError::Lost));
-        assert_eq!((claim(&mut flight), flight.idle_from()), (None, None));
+        let mut calls = no_calls();
+        let number = enter(&mut calls, false);
+        assert_eq!(claim(&mut calls), Some((0, 1)));
+        on_event(&mut calls, StoreEvent::Failed(StoreError::Lost));
+        assert_eq!(claim(&mut calls), Some((0, 0)));
+        on_event(&mut calls, StoreEvent::Failed(StoreError::Lost));
+        assert_eq!((claim(&mut calls), calls.idle_from()), (None, None));
         assert!(matches!(
-            flight.collect(number, clock::now()),
+            calls.collect(number, clock::now()),
             Some(Settled::Failed(_))
         ));
-        assert!(flight.idle_from().is_some());
+        assert!(calls.idle_from().is_some());
     }
 
     /// A process that stood still until its claim expired passes no slot on, and uses none.
     #[test]
-    fn seats_are_not_used_after_their_claim_expires() {
-        let (mut flight, start) = (flight(), clock::now());
-        let numbers: Vec<_> = (0..3).map(|_| come(&mut flight, false)).collect();
-        assert_eq!(claim(&mut flight), Some((0, 3)));
-        on_event(&mut flight, StoreEvent::ClaimValidUntil(start + LIFE));
-        answer(&mut flight, 2);
-        let first = granted(&mut flight, numbers[0], start);
+    fn slots_are_not_used_after_their_claim_expires() {
+        let (mut calls, start) = (no_calls(), clock::now());
+        let numbers: Vec<_> = (0..3).map(|_| enter(&mut calls, false)).collect();
+        assert_eq!(claim(&mut calls), Some((0, 3)));
+        on_event(&mut calls, StoreEvent::ClaimValidUntil(start + LIFE));
+        answer(&mut calls, 2);
+        let first = granted(&mut calls, numbers[0], start);
         let late = start + LIFE;
         assert!(
-            flight.collect(numbers[1], late).is_none(),
+            calls.collect(numbers[1], late).is_none(),
             "its slot may belong to another process"
         );
-        flight.end(first, late, &mut Wakers::default());
+        calls.end(first, late, &mut Wakers::default());
         assert!(
-            flight.collect(numbers[2], late).is_none(),
+            calls.collect(numbers[2], late).is_none(),
             "the first slot is not passed on"
         );
-        assert_eq!(claim(&mut flight), Some((0, 2)));
-        on_event(&mut flight, StoreEvent::ClaimValidUntil(late + LIFE));
-        answer(&mut flight, 3);
-        assert!(flight.collect(numbers[1], late).is_some(), "it comes first");
-        assert!(flight.collect(numbers[2], late).is_none());
+        assert_eq!(claim(&mut calls), Some((0, 2)));
+        on_event(&mut calls, StoreEvent::ClaimValidUntil(late + LIFE));
+        answer(&mut calls, 3);
+        assert!(calls.collect(numbers[1], late).is_some(), "it comes first");
+        assert!(calls.collect(numbers[2], late).is_none());
     }
 }

@@ -2,15 +2,15 @@
 
 use std::time::{Duration, Instant};
 
-use super::flight::Flight;
+use super::key_calls::KeyCalls;
 use crate::key::Key;
 use crate::key_map::{Full, KeyMap};
 use crate::limiter::settings::Settings;
 use crate::store::Claim;
 
 /// The calls in flight of all keys.
-pub(in crate::limiter) struct Flights {
-    keyed: KeyMap<Flight>,
+pub(in crate::limiter) struct InFlightCalls {
+    keyed: KeyMap<KeyCalls>,
     /// The limit: calls in flight at the same time, for each key.
     limit: u32,
     /// How long a claim counts that is not repeated.
@@ -24,11 +24,11 @@ pub(in crate::limiter) struct Acted<R> {
     pub(in crate::limiter) claim: Option<Claim>,
 }
 
-impl Flights {
+impl InFlightCalls {
     /// Returns `None` if the settings do not limit calls in flight.
     pub(in crate::limiter) fn new(settings: &Settings) -> Option<Self> {
         let limit = settings.spec.quota().most_in_flight()?;
-        Some(Flights {
+        Some(InFlightCalls {
             keyed: KeyMap::new(settings.max_keys),
             limit,
             ttl: settings.in_flight_ttl,
@@ -42,53 +42,53 @@ impl Flights {
 
     /// Returns how many requests of `key` wait in this process.
     pub(in crate::limiter) fn waiting(&self, key: Key) -> usize {
-        self.with(key, |flight| flight.waiting()).unwrap_or(0)
+        self.with(key, |calls| calls.waiting()).unwrap_or(0)
     }
 
     /// Runs `act` on the calls in flight of `key`, if there are any.
     pub(in crate::limiter) fn with<R>(
         &self,
         key: Key,
-        act: impl FnOnce(&mut Flight) -> R,
+        act: impl FnOnce(&mut KeyCalls) -> R,
     ) -> Option<R> {
         self.keyed.find(key, act)
     }
 
-    /// The same as [`with`](Flights::with), and then makes the claim that follows.
+    /// The same as [`with`](InFlightCalls::with), and then makes the claim that follows.
     pub(in crate::limiter) fn act<R>(
         &self,
         key: Key,
-        act: impl FnOnce(&mut Flight) -> R,
+        act: impl FnOnce(&mut KeyCalls) -> R,
     ) -> Option<Acted<R>> {
-        self.keyed.find(key, |flight| self.acted(key, flight, act))
+        self.keyed.find(key, |calls| self.acted(key, calls, act))
     }
 
-    /// The same as [`act`](Flights::act) for a key that may be new.
+    /// The same as [`act`](InFlightCalls::act) for a key that may be new.
     pub(in crate::limiter) fn with_new<R>(
         &self,
         key: Key,
         now: Instant,
-        act: impl FnOnce(&mut Flight) -> R,
+        act: impl FnOnce(&mut KeyCalls) -> R,
     ) -> Result<Acted<R>, Full> {
         self.keyed.enter(
             key,
             now,
-            || Flight::new(now),
+            || KeyCalls::new(now),
             |_, _| (),
-            |flight| self.acted(key, flight, act),
+            |calls| self.acted(key, calls, act),
         )
     }
 
     fn acted<R>(
         &self,
         key: Key,
-        flight: &mut Flight,
-        act: impl FnOnce(&mut Flight) -> R,
+        calls: &mut KeyCalls,
+        act: impl FnOnce(&mut KeyCalls) -> R,
     ) -> Acted<R> {
-        let done = act(flight);
+        let done = act(calls);
         Acted {
             done,
-            claim: flight.claim(key, self.limit, self.ttl),
+            claim: calls.claim(key, self.limit, self.ttl),
         }
     }
 }
