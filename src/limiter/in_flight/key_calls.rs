@@ -4,13 +4,14 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::claims::{Claims, Counts};
+use super::slot_waiters::{SlotWait, SlotWaiters};
 use super::validity::Validity;
 use crate::key::Key;
 use crate::key_map::Evict;
 use crate::limiter::queue::next_number;
 use crate::limiter::reservation::Settled;
 use crate::store::{Claim, Refusal, StoreEvent};
-use crate::wait_queue::{Left, Number, WaitQueue};
+use crate::wait_queue::{Left, Number};
 use crate::wakers::Wakers;
 
 /// The calls in flight of one key from this process, and the requests that wait for a slot.
@@ -19,35 +20,14 @@ pub(in crate::limiter) struct KeyCalls {
     in_use: u32,
     /// Slots that were granted and are not in use.
     free: u32,
-    waiters: WaitQueue<SlotWait, Settled<Number>>,
-    impatient: Impatient,
-    /// Whether a request that was not impatient has left since the last claim.
+    /// The requests that wait for a slot.
+    waiters: SlotWaiters,
+    /// Whether a patient request has left since the last claim.
     gave_up: bool,
     claims: Claims,
     validity: Validity,
     /// When this last changed.
     used_at: Instant,
-}
-
-/// What is known of a request that waits for a slot.
-struct SlotWait {
-    /// The claim whose answer ends the wait of a request that cannot wait.
-    until_answer: Option<u64>,
-}
-
-/// The requests that cannot wait. Each waits for the answer to one claim only.
-#[derive(Default)]
-struct Impatient {
-    /// How many of them wait.
-    count: usize,
-    /// The claim whose answer ends the wait of the last of them.
-    until_answer: u64,
-}
-
-impl Impatient {
-    fn remove(&mut self, wait: &SlotWait) {
-        self.count -= usize::from(wait.until_answer.is_some());
-    }
 }
 
 impl Evict for KeyCalls {
@@ -66,8 +46,7 @@ impl KeyCalls {
         KeyCalls {
             in_use: 0,
             free: 0,
-            waiters: WaitQueue::default(),
-            impatient: Impatient::default(),
+            waiters: SlotWaiters::default(),
             gave_up: false,
             claims: Claims::new(),
             validity: Validity::default(),
@@ -91,22 +70,18 @@ impl KeyCalls {
         // If requests wait although the store has answered the last claim, it has no free slot.
         let none_left = self.waiting() > 0 || self.claims.known.queued > 0;
         if impatient && none_left && self.free == 0 && self.claims.is_answered() {
-            self.waiters
-                .enter_settled(number, Settled::Refused(Refusal::NEVER));
+            self.waiters.enter_refused(number);
             return;
         }
-        let mut until_answer = None;
-        if impatient {
-            let next_claim = self.claims.number + 1;
-            self.impatient = Impatient {
-                count: self.impatient.count + 1,
-                until_answer: next_claim,
-            };
-            until_answer = Some(next_claim);
-        }
-        // No task waits yet: the first poll of the request sets when its task wakes.
-        self.waiters.enter(number, SlotWait { until_answer }, now);
-        self.slot(now, &mut Wakers::default());
+        let wait = if impatient {
+            SlotWait::Impatient {
+                until_answer: self.claims.number + 1,
+            }
+        } else {
+            SlotWait::Patient
+        };
+        self.waiters.enter(number, wait, now);
+        self.grant_free(now, &mut Wakers::default());
     }
 
     /// Returns the claim to send to the store, if one is due.
@@ -122,8 +97,7 @@ impl KeyCalls {
             queued,
         };
         // The answer ends the wait of requests that cannot wait, even if it grants nothing.
-        let wants_answer =
-            self.impatient.count > 0 && self.impatient.until_answer > self.claims.number;
+        let wants_answer = self.waiters.want_answer_after(self.claims.number);
         // A claim gives up the place of the process in the store's queue, if its last waiter has
         // left. An impatient request leaves no such claim: its caller retries, and while the store
         // counts the place, no slot is free.
@@ -149,8 +123,7 @@ impl KeyCalls {
             && self.is_lost(slot, now)
         {
             self.in_use -= 1;
-            self.waiters
-                .enter(number, SlotWait { until_answer: None }, now);
+            self.waiters.enter(number, SlotWait::Patient, now);
             return None;
         }
         Some(settled)
@@ -174,13 +147,11 @@ impl KeyCalls {
         if let Some(settled) = self.collect(number, now) {
             return Poll::Ready(settled);
         }
-        let Some(waiter) = self.waiters.get_mut(number).filter(|_| now < until) else {
-            self.leave(number, now, wakers);
-            return Poll::Ready(Settled::Refused(Refusal::NEVER));
-        };
-        waiter.wake_at(until);
-        waiter.register(cx);
-        Poll::Pending
+        if now < until && self.waiters.register(number, until, cx) {
+            return Poll::Pending;
+        }
+        self.leave(number, now, wakers);
+        Poll::Ready(Settled::Refused(Refusal::NEVER))
     }
 
     /// Ready if `slot` is lost. Else the task is woken when it is.
@@ -192,8 +163,7 @@ impl KeyCalls {
     pub(in crate::limiter) fn leave(&mut self, number: Number, now: Instant, wakers: &mut Wakers) {
         match self.waiters.leave(number) {
             Some(Left::Waiting(wait)) => {
-                self.impatient.remove(&wait);
-                self.gave_up |= wait.until_answer.is_none();
+                self.gave_up |= wait == SlotWait::Patient;
                 self.used_at = now;
             }
             Some(Left::Settled(Settled::Granted(slot))) => self.end(slot, now, wakers),
@@ -207,7 +177,7 @@ impl KeyCalls {
         self.in_use -= 1;
         if !self.is_lost(slot, now) && !self.claims.others_wait {
             self.free += 1;
-            self.slot(now, wakers);
+            self.grant_free(now, wakers);
         }
         self.used_at = now;
     }
@@ -228,15 +198,13 @@ impl KeyCalls {
             } => {
                 if let Some(more) = self.claims.answered(number, granted, others_wait, version) {
                     self.free = self.free.saturating_add(more);
-                    self.slot(now, wakers);
-                    self.refuse_impatient(number, wakers);
+                    self.grant_free(now, wakers);
+                    self.waiters.refuse_answered(number, wakers);
                 }
             }
             StoreEvent::Failed(error) => {
                 self.claims.failed();
-                self.waiters
-                    .settle_where(|_, _| Some(Settled::Failed(error.clone())), wakers);
-                self.impatient.count = 0;
+                self.waiters.fail(&error, wakers);
             }
             StoreEvent::ClaimValidUntil(until) => self.validity.until = Some(until),
             StoreEvent::ClaimExpired => self.validity.lose_all(wakers),
@@ -247,26 +215,11 @@ impl KeyCalls {
     }
 
     /// Gives the free slots to the requests that came first.
-    fn slot(&mut self, now: Instant, wakers: &mut Wakers) {
+    fn grant_free(&mut self, now: Instant, wakers: &mut Wakers) {
         while self.free > 0 && self.waiting() > 0 && self.validity.is_valid(now) {
-            let granted = Settled::Granted(next_number());
-            let Some(wait) = self.waiters.settle_first(granted, wakers) else {
-                return;
-            };
+            self.waiters.grant_first(next_number(), wakers);
             self.free -= 1;
             self.in_use += 1;
-            self.impatient.remove(&wait);
-        }
-    }
-
-    /// Refuses the requests that waited for the answer to the claim `number`, or an earlier one.
-    fn refuse_impatient(&mut self, number: u64, wakers: &mut Wakers) {
-        if self.impatient.count > 0 {
-            let refuse = |_, wait: &SlotWait| {
-                let is_answered = wait.until_answer.is_some_and(|until| until <= number);
-                is_answered.then_some(Settled::Refused(Refusal::NEVER))
-            };
-            self.impatient.count -= self.waiters.settle_where(refuse, wakers);
         }
     }
 }

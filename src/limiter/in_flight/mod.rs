@@ -40,6 +40,7 @@ mod claims;
 mod key_calls;
 #[cfg(test)]
 mod properties;
+mod slot_waiters;
 mod validity;
 
 pub(super) use calls::InFlightCalls;

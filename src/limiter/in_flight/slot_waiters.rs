@@ -1,0 +1,127 @@
+//! The requests of one key that wait for an in-flight slot.
+
+use std::task::Context;
+use std::time::Instant;
+
+use crate::error::StoreError;
+use crate::limiter::reservation::Settled;
+use crate::store::Refusal;
+use crate::wait_queue::{Left, Number, WaitQueue};
+use crate::wakers::Wakers;
+
+/// The requests that wait for a slot, in their order.
+#[derive(Default)]
+pub(super) struct SlotWaiters {
+    queue: WaitQueue<SlotWait, Settled<Number>>,
+    /// How many impatient requests wait.
+    impatient: usize,
+    /// The claim whose answer ends the wait of the last impatient request.
+    until_answer: u64,
+}
+
+/// How long a request waits for a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum SlotWait {
+    /// Until it gets a slot, or leaves.
+    Patient,
+    /// Until the store answers the claim with this number. The request cannot wait for longer.
+    Impatient { until_answer: u64 },
+}
+
+impl SlotWaiters {
+    /// Returns how many requests wait.
+    pub(super) fn waiting(&self) -> usize {
+        self.queue.waiting()
+    }
+
+    /// Returns whether no request waits, and no outcome is to be collected.
+    pub(super) fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    /// Enters a request, in the place of its `number`. No task waits yet: the first
+    /// [`register`](SlotWaiters::register) sets when its task wakes.
+    pub(super) fn enter(&mut self, number: Number, wait: SlotWait, now: Instant) {
+        if let SlotWait::Impatient { until_answer } = wait {
+            self.impatient += 1;
+            self.until_answer = until_answer;
+        }
+        self.queue.enter(number, wait, now);
+    }
+
+    /// Enters a request that is refused at once.
+    pub(super) fn enter_refused(&mut self, number: Number) {
+        self.queue
+            .enter_settled(number, Settled::Refused(Refusal::NEVER));
+    }
+
+    /// Returns whether an impatient request waits for the answer to a claim after the claim
+    /// `number`.
+    pub(super) fn want_answer_after(&self, number: u64) -> bool {
+        self.impatient > 0 && self.until_answer > number
+    }
+
+    /// Returns how the wait of `number` ended, if it did.
+    pub(super) fn collect(&mut self, number: Number) -> Option<Settled<Number>> {
+        self.queue.collect(number)
+    }
+
+    /// Wakes the task of `number` when its wait ends, or at `until`. Returns whether `number` waits.
+    pub(super) fn register(
+        &mut self,
+        number: Number,
+        until: Instant,
+        cx: &mut Context<'_>,
+    ) -> bool {
+        let Some(waiter) = self.queue.get_mut(number) else {
+            return false;
+        };
+        waiter.wake_at(until);
+        waiter.register(cx);
+        true
+    }
+
+    /// Removes `number`. Returns what it had.
+    pub(super) fn leave(&mut self, number: Number) -> Option<Left<SlotWait, Settled<Number>>> {
+        let left = self.queue.leave(number);
+        if let Some(Left::Waiting(wait)) = left {
+            self.forget(wait);
+        }
+        left
+    }
+
+    /// Grants `slot` to the request that came first, if one waits.
+    pub(super) fn grant_first(&mut self, slot: Number, wakers: &mut Wakers) {
+        if let Some(wait) = self.queue.settle_first(Settled::Granted(slot), wakers) {
+            self.forget(wait);
+        }
+    }
+
+    /// Refuses the impatient requests that waited for the answer to the claim `number`, or to an
+    /// earlier one.
+    pub(super) fn refuse_answered(&mut self, number: u64, wakers: &mut Wakers) {
+        if self.impatient == 0 {
+            return;
+        }
+        let refuse = |_, wait: &SlotWait| {
+            let is_answered = matches!(
+                *wait,
+                SlotWait::Impatient { until_answer } if until_answer <= number
+            );
+            is_answered.then_some(Settled::Refused(Refusal::NEVER))
+        };
+        self.impatient -= self.queue.settle_where(refuse, wakers);
+    }
+
+    /// Ends all waits with `error` of the store.
+    pub(super) fn fail(&mut self, error: &StoreError, wakers: &mut Wakers) {
+        self.queue
+            .settle_where(|_, _| Some(Settled::Failed(error.clone())), wakers);
+        self.impatient = 0;
+    }
+
+    /// Notes that a request with this `wait` waits no longer.
+    fn forget(&mut self, wait: SlotWait) {
+        self.impatient -= usize::from(wait != SlotWait::Patient);
+    }
+}
