@@ -10,7 +10,7 @@ use std::time::Instant;
 use super::admission::Entry;
 use super::engine::Core;
 use super::permit::Permit;
-use super::start::Started;
+use super::start::{self, Started};
 use super::waiter::Waiter;
 use crate::error::Limited;
 use crate::key::Key;
@@ -98,7 +98,7 @@ impl Future for Acquire {
                     };
                     // The common case makes its permit here. By way of `Started`, the permit would
                     // be copied twice.
-                    let taken = core.take_at_once(&entry);
+                    let taken = start::take_at_once(core, &entry);
                     let Step::New(core, _) = mem::replace(&mut self.0, Step::Done) else {
                         continue;
                     };
@@ -106,7 +106,7 @@ impl Future for Acquire {
                         Ok(slot) => return Poll::Ready(Ok(Permit::new(core, key, slot, None))),
                         Err(now) => now,
                     };
-                    match core.start_slow(&entry, now, || core.label(key, None)) {
+                    match start::slow(&core, &entry, now, || core.label(key, None)) {
                         Started::Granted(slot, in_flight_slot) => {
                             return Poll::Ready(Ok(Permit::new(core, key, slot, in_flight_slot)));
                         }

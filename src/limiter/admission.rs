@@ -6,16 +6,17 @@
 //! 2. It gets an in-flight slot of its key, if calls in flight are limited.
 //! 3. It gets a slot, if rates are limited. Else it waits until its key is not on hold.
 //!
-//! `admit`, `admit_past_host` and `admit_with_in_flight_slot` enter a request at the first, second
-//! and third stage. Each goes on to the next stage, until the request has to wait. When the wait of
-//! a stage ends, the waiting future calls the function of the next stage.
+//! [`enter`], [`enter_past_host`] and [`enter_with_in_flight_slot`] enter a request at the first,
+//! second and third stage. Each goes on to the next stage, until the request has to wait. When the
+//! wait of a stage ends, the waiting future calls the function of the next stage.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::engine::Core;
+use super::holds;
 use super::hosts::host_hold;
-use super::in_flight_slot::InFlightSlot;
+use super::in_flight_slot::{self, InFlightSlot};
 use super::key_state::Ticket;
 use super::queue::{Number, next_number};
 use super::reservation::{Reservation, Settled, WaitBound};
@@ -82,6 +83,20 @@ pub(super) enum WaitFor {
     Hold(Instant),
 }
 
+impl WaitFor {
+    /// Returns how many requests of `key` wait for the same, the request itself included.
+    pub(super) fn queued(self, core: &Core, key: Key) -> usize {
+        match self {
+            WaitFor::HostHold(_) | WaitFor::Hold(_) => 1,
+            WaitFor::InFlightSlot(_) => core
+                .in_flight
+                .as_ref()
+                .map_or(0, |calls| calls.waiting(key)),
+            WaitFor::Slot(_) => core.states.find(key, |state| state.waiting()).unwrap_or(1),
+        }
+    }
+}
+
 impl Admission {
     fn waits(wait: WaitFor, in_flight_slot: Option<InFlightSlot>) -> Self {
         Admission::Waits {
@@ -102,251 +117,232 @@ impl Admission {
     }
 }
 
-impl Core {
-    /// Enters a request at the first stage.
-    pub(super) fn admit(
-        self: &Arc<Self>,
-        entry: &Entry,
-        bound: WaitBound,
-        now: Instant,
-    ) -> Admission {
-        match self.stopped_by_host(entry, bound, now) {
-            Some(stopped) => stopped,
-            None => self.admit_past_host(entry, None, bound, now),
-        }
+/// Enters a request at the first stage.
+pub(super) fn enter(core: &Arc<Core>, entry: &Entry, bound: WaitBound, now: Instant) -> Admission {
+    match stopped_by_host(core, entry, bound, now) {
+        Some(stopped) => stopped,
+        None => enter_past_host(core, entry, None, bound, now),
     }
+}
 
-    /// Returns what stops a request because its host is on hold.
-    fn stopped_by_host(
-        self: &Arc<Self>,
-        entry: &Entry,
-        bound: WaitBound,
-        now: Instant,
-    ) -> Option<Admission> {
-        let hold = host_hold(entry.key, entry.host)?;
-        self.hosts.notice(entry.host?);
-        let Settings {
-            max_hold,
-            max_queue,
-            ..
-        } = self.settings;
-        let look = || {
-            self.states.find(hold, |state| {
-                (state.hold.blocked_for(max_hold, now), state.hold.waiting())
-            })
-        };
-        let (left, waiting) = look().or_else(|| {
-            // Another process may know of a hold.
-            self.inquire(hold, now);
-            look()
-        })?;
-        let left = left?;
-        let until = clock::after(now, left);
-        if until > bound.latest {
-            self.with_state(hold, now, |state, ctx| {
-                if state.hold.take_inquiry(now) {
-                    state.confirm(ctx);
-                }
-            });
-            return Some(Admission::held(left));
-        }
-        if waiting >= max_queue {
-            return Some(Admission::Refused(
-                Reason::QueueFull(max_queue),
-                Refusal::NEVER,
-            ));
-        }
-        Some(Admission::waits(WaitFor::HostHold(until), None))
-    }
-
-    /// Enters a request at the second stage. `number` is its number in the queue, if it has waited
-    /// before.
-    pub(super) fn admit_past_host(
-        self: &Arc<Self>,
-        entry: &Entry,
-        number: Option<Number>,
-        bound: WaitBound,
-        now: Instant,
-    ) -> Admission {
-        match self.admit_in_flight(entry.key, bound, now) {
-            Ok(in_flight_slot) => {
-                self.admit_with_in_flight_slot(entry, in_flight_slot, number, bound, now)
+/// Returns what stops a request because its host is on hold.
+fn stopped_by_host(
+    core: &Arc<Core>,
+    entry: &Entry,
+    bound: WaitBound,
+    now: Instant,
+) -> Option<Admission> {
+    let hold = host_hold(entry.key, entry.host)?;
+    core.hosts.notice(entry.host?);
+    let Settings {
+        max_hold,
+        max_queue,
+        ..
+    } = core.settings;
+    let look = || {
+        core.states.find(hold, |state| {
+            (state.hold.blocked_for(max_hold, now), state.hold.waiting())
+        })
+    };
+    let (left, waiting) = look().or_else(|| {
+        // Another process may know of a hold.
+        holds::inquire(core, hold, now);
+        look()
+    })?;
+    let left = left?;
+    let until = clock::after(now, left);
+    if until > bound.latest {
+        core.with_state(hold, now, |state, ctx| {
+            if state.hold.take_inquiry(now) {
+                state.confirm(ctx);
             }
-            Err(stopped) => stopped,
+        });
+        return Some(Admission::held(left));
+    }
+    if waiting >= max_queue {
+        return Some(Admission::Refused(
+            Reason::QueueFull(max_queue),
+            Refusal::NEVER,
+        ));
+    }
+    Some(Admission::waits(WaitFor::HostHold(until), None))
+}
+
+/// Enters a request at the second stage. `number` is its number in the queue, if it has waited
+/// before.
+pub(super) fn enter_past_host(
+    core: &Arc<Core>,
+    entry: &Entry,
+    number: Option<Number>,
+    bound: WaitBound,
+    now: Instant,
+) -> Admission {
+    match take_in_flight_slot(core, entry.key, bound, now) {
+        Ok(in_flight_slot) => {
+            enter_with_in_flight_slot(core, entry, in_flight_slot, number, bound, now)
+        }
+        Err(stopped) => stopped,
+    }
+}
+
+/// Takes an in-flight slot of `key`, if calls in flight are limited. Returns what stops the request
+/// if there is none, such as the wait for one.
+fn take_in_flight_slot(
+    core: &Arc<Core>,
+    key: Key,
+    bound: WaitBound,
+    now: Instant,
+) -> Result<Option<InFlightSlot>, Admission> {
+    if core.in_flight.is_none() {
+        return Ok(None);
+    }
+    let number = next_number();
+    match in_flight_slot::enter(core, key, number, bound.latest <= now, now) {
+        Ok(None) => Err(Admission::waits(WaitFor::InFlightSlot(number), None)),
+        Ok(Some(settled)) => in_flight_slot_settled(core, key, bound, settled),
+        Err(Full) => {
+            let reason = Reason::TooManyKeys(core.settings.max_keys);
+            Err(Admission::Refused(reason, Refusal::NEVER))
         }
     }
+}
 
-    fn admit_in_flight(
-        self: &Arc<Self>,
-        key: Key,
-        bound: WaitBound,
-        now: Instant,
-    ) -> Result<Option<InFlightSlot>, Admission> {
-        if self.in_flight.is_none() {
-            return Ok(None);
-        }
-        let number = next_number();
-        match self.enter_flight(key, number, bound.latest <= now, now) {
-            Ok(None) => Err(Admission::waits(WaitFor::InFlightSlot(number), None)),
-            Ok(Some(settled)) => self.in_flight_slot_settled(key, bound, settled),
-            Err(Full) => {
-                let reason = Reason::TooManyKeys(self.settings.max_keys);
-                Err(Admission::Refused(reason, Refusal::NEVER))
-            }
-        }
+/// Returns the in-flight slot that a request got, or what stops the request. Returns `Ok(None)` if
+/// the store failed and the limiter fails open.
+pub(super) fn in_flight_slot_settled(
+    core: &Arc<Core>,
+    key: Key,
+    bound: WaitBound,
+    settled: Settled<Number>,
+) -> Result<Option<InFlightSlot>, Admission> {
+    let Settings {
+        max_wait,
+        max_queue,
+        ..
+    } = core.settings;
+    match settled {
+        Settled::Granted(number) => Ok(Some(InFlightSlot::new(core.clone(), key, number))),
+        Settled::Failed(source) if core.fails_open_on(&source) => Ok(None),
+        Settled::Failed(source) => Err(Admission::Failed(source)),
+        Settled::Refused(_) => Err(Admission::Refused(
+            bound.reason(max_wait),
+            in_flight_slot::refusal(core),
+        )),
+        Settled::QueueFull => Err(Admission::Refused(
+            Reason::QueueFull(max_queue),
+            in_flight_slot::refusal(core),
+        )),
     }
+}
 
-    /// Returns the in-flight slot that a request got, or what stops the request. Returns `Ok(None)`
-    /// if the store failed and the limiter fails open.
-    pub(super) fn in_flight_slot_settled(
-        self: &Arc<Self>,
-        key: Key,
-        bound: WaitBound,
-        settled: Settled<Number>,
-    ) -> Result<Option<InFlightSlot>, Admission> {
-        let Settings {
-            max_wait,
-            max_queue,
-            ..
-        } = self.settings;
-        match settled {
-            Settled::Granted(number) => Ok(Some(InFlightSlot::new(self.clone(), key, number))),
-            Settled::Failed(source) if self.fails_open_on(&source) => Ok(None),
-            Settled::Failed(source) => Err(Admission::Failed(source)),
-            Settled::Refused(_) => Err(Admission::Refused(
-                bound.reason(max_wait),
-                self.flight_refusal(),
-            )),
-            Settled::QueueFull => Err(Admission::Refused(
-                Reason::QueueFull(max_queue),
-                self.flight_refusal(),
-            )),
-        }
+/// Enters a request at the third stage. `number` is its number in the queue, if it has waited
+/// before.
+pub(super) fn enter_with_in_flight_slot(
+    core: &Arc<Core>,
+    entry: &Entry,
+    in_flight_slot: Option<InFlightSlot>,
+    number: Option<Number>,
+    bound: WaitBound,
+    now: Instant,
+) -> Admission {
+    if core.settings.spec.quota().limits().is_empty() {
+        return enter_without_rates(core, entry.key, in_flight_slot, bound, now);
     }
+    let number = number.unwrap_or_else(next_number);
+    let ticket = Ticket::new(number, entry.cost, bound);
+    let entered = core.with_new_state(entry.key, now, |state, ctx| ticket.enter(state, ctx));
+    let settled = match entered {
+        Ok(None) => return Admission::waits(WaitFor::Slot(number), in_flight_slot),
+        Ok(Some(settled)) => settled,
+        Err(Full) => Settled::Failed(StoreError::Full {
+            max_keys: core.settings.max_keys,
+        }),
+    };
+    if let Settled::Failed(StoreError::Full { max_keys }) = settled {
+        // This process has no room for one more key. That is no failure of the store.
+        return Admission::Refused(Reason::TooManyKeys(max_keys), Refusal::NEVER);
+    }
+    if let Settled::Failed(source) = &settled
+        && core.fails_open_on(source)
+        && let Some(left) = core.held(entry.key, now)
+    {
+        // No request passes uncounted while its key is on hold.
+        return Admission::held(left);
+    }
+    slot_settled(core, entry.key, bound, settled, in_flight_slot, now)
+}
 
-    /// Enters a request at the third stage. `number` is its number in the queue, if it has waited
-    /// before.
-    pub(super) fn admit_with_in_flight_slot(
-        self: &Arc<Self>,
-        entry: &Entry,
-        in_flight_slot: Option<InFlightSlot>,
-        number: Option<Number>,
-        bound: WaitBound,
-        now: Instant,
-    ) -> Admission {
-        if self.settings.spec.quota().limits().is_empty() {
-            return self.admit_without_rates(entry.key, in_flight_slot, bound, now);
-        }
-        let number = number.unwrap_or_else(next_number);
-        let ticket = Ticket::new(number, entry.cost, bound);
-        let entered = self.with_new_state(entry.key, now, |state, ctx| ticket.enter(state, ctx));
-        let settled = match entered {
-            Ok(None) => return Admission::waits(WaitFor::Slot(number), in_flight_slot),
-            Ok(Some(settled)) => settled,
-            Err(Full) => Settled::Failed(StoreError::Full {
-                max_keys: self.settings.max_keys,
-            }),
+/// Enters a request whose key has no limits of rates: only a hold stops it.
+fn enter_without_rates(
+    core: &Arc<Core>,
+    key: Key,
+    in_flight_slot: Option<InFlightSlot>,
+    bound: WaitBound,
+    now: Instant,
+) -> Admission {
+    // The requests of this key do not ask the store for slots, so the first one asks for a hold.
+    if core.states.find(key, |_| ()).is_none() {
+        holds::inquire(core, key, now);
+    }
+    let Err(left) = holds::pass(core, key, now) else {
+        return Admission::Granted {
+            slot: None,
+            in_flight_slot,
         };
-        if let Settled::Failed(StoreError::Full { max_keys }) = settled {
-            // This process has no room for one more key. That is no failure of the store.
-            return Admission::Refused(Reason::TooManyKeys(max_keys), Refusal::NEVER);
-        }
-        if let Settled::Failed(source) = &settled
-            && self.fails_open_on(source)
-            && let Some(left) = self.held(entry.key, now)
-        {
-            // No request passes uncounted while its key is on hold.
-            return Admission::held(left);
-        }
-        self.slot_settled(entry.key, bound, settled, in_flight_slot, now)
+    };
+    let until = clock::after(now, left);
+    if until <= bound.latest {
+        Admission::waits(WaitFor::Hold(until), in_flight_slot)
+    } else {
+        Admission::held(until.saturating_duration_since(now))
     }
+}
 
-    /// Enters a request whose key has no limits of rates: only a hold stops it.
-    fn admit_without_rates(
-        self: &Arc<Self>,
-        key: Key,
-        in_flight_slot: Option<InFlightSlot>,
-        bound: WaitBound,
-        now: Instant,
-    ) -> Admission {
-        // The requests of this key do not ask the store for slots, so the first one asks for a
-        // hold.
-        if self.states.find(key, |_| ()).is_none() {
-            self.inquire(key, now);
+/// Returns what follows from the end of a request's wait for a slot, or from an attempt without a
+/// wait.
+pub(super) fn slot_settled(
+    core: &Core,
+    key: Key,
+    bound: WaitBound,
+    settled: Settled,
+    in_flight_slot: Option<InFlightSlot>,
+    now: Instant,
+) -> Admission {
+    match settled {
+        Settled::Granted(slot) => Admission::Granted {
+            slot: Some(slot),
+            in_flight_slot,
+        },
+        Settled::Refused(refusal) => refused(core, key, bound, refusal, now),
+        Settled::QueueFull => {
+            Admission::Refused(Reason::QueueFull(core.settings.max_queue), Refusal::NEVER)
         }
-        let Some(left) = self.blocked(key, now) else {
-            return Admission::Granted {
-                slot: None,
-                in_flight_slot,
-            };
-        };
-        let until = clock::after(now, left);
-        if until <= bound.latest {
-            Admission::waits(WaitFor::Hold(until), in_flight_slot)
-        } else {
-            Admission::held(until.saturating_duration_since(now))
-        }
+        Settled::Failed(cause) if core.fails_open_on(&cause) => Admission::Uncounted {
+            cause,
+            in_flight_slot,
+        },
+        Settled::Failed(source) => Admission::Failed(source),
     }
+}
 
-    /// Returns what follows from the end of a request's wait for a slot, or from an attempt without
-    /// a wait.
-    pub(super) fn slot_settled(
-        &self,
-        key: Key,
-        bound: WaitBound,
-        settled: Settled,
-        in_flight_slot: Option<InFlightSlot>,
-        now: Instant,
-    ) -> Admission {
-        match settled {
-            Settled::Granted(slot) => Admission::Granted {
-                slot: Some(slot),
-                in_flight_slot,
-            },
-            Settled::Refused(refusal) => self.refused(key, bound, refusal, now),
-            Settled::QueueFull => {
-                Admission::Refused(Reason::QueueFull(self.settings.max_queue), Refusal::NEVER)
-            }
-            Settled::Failed(cause) if self.fails_open_on(&cause) => Admission::Uncounted {
-                cause,
-                in_flight_slot,
-            },
-            Settled::Failed(source) => Admission::Failed(source),
-        }
-    }
-
-    /// Finds the reason of a refusal: a hold of the key, else the bound on the wait. If the quota
-    /// has only one limit and the wait is known, the refusal names that limit.
-    fn refused(&self, key: Key, bound: WaitBound, refusal: Refusal, now: Instant) -> Admission {
-        if self.held(key, now).is_some() {
-            return Admission::Refused(
-                Reason::Held,
-                Refusal {
-                    limit: None,
-                    ..refusal
-                },
-            );
-        }
-        let refusal = match self.settings.spec.quota().limits() {
-            [only] if refusal.wait.is_some() => Refusal {
-                limit: Some(*only),
+/// Finds the reason of a refusal: a hold of the key, else the bound on the wait. If the quota has
+/// only one limit and the wait is known, the refusal names that limit.
+fn refused(core: &Core, key: Key, bound: WaitBound, refusal: Refusal, now: Instant) -> Admission {
+    if core.held(key, now).is_some() {
+        return Admission::Refused(
+            Reason::Held,
+            Refusal {
+                limit: None,
                 ..refusal
             },
-            _ => refusal,
-        };
-        Admission::Refused(bound.reason(self.settings.max_wait), refusal)
+        );
     }
-
-    /// Returns how many requests of `key` wait for the same thing as a request that `wait`s, itself
-    /// included.
-    pub(super) fn queued(&self, key: Key, wait: WaitFor) -> usize {
-        match wait {
-            WaitFor::HostHold(_) | WaitFor::Hold(_) => 1,
-            WaitFor::InFlightSlot(_) => self
-                .in_flight
-                .as_ref()
-                .map_or(0, |calls| calls.waiting(key)),
-            WaitFor::Slot(_) => self.states.find(key, |state| state.waiting()).unwrap_or(1),
-        }
-    }
+    let refusal = match core.settings.spec.quota().limits() {
+        [only] if refusal.wait.is_some() => Refusal {
+            limit: Some(*only),
+            ..refusal
+        },
+        _ => refusal,
+    };
+    Admission::Refused(bound.reason(core.settings.max_wait), refusal)
 }

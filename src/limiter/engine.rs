@@ -1,9 +1,10 @@
 //! The engine of a limiter: the state of all its keys, and what they share.
 //!
 //! [`Core`] is what all parts of a limiter refer to: the waiting futures, the permits, the
-//! background tasks and the store. This file has its data and what can be read from it. What a
-//! limiter does is in the files that import this one. They are the rows below `engine` in the table
-//! of `limiter/mod.rs`.
+//! background tasks and the store. Its methods are in two files: what can be read from it is here,
+//! and access to the state of a key is in `effects.rs`. What a limiter does is in the files that
+//! import this one, the rows below `effects` in the table of `limiter/mod.rs`. Their functions take
+//! the core as their first argument, and are called with the name of their file.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,7 +21,7 @@ use crate::error::StoreError;
 use crate::key::{Key, RequestRef};
 use crate::key_map::KeyMap;
 use crate::limit::LimitSpec;
-use crate::store;
+use crate::store::{self, StoreEvent, StoreListener};
 
 /// The shared state of a limiter.
 pub(super) struct Core {
@@ -34,7 +35,12 @@ pub(super) struct Core {
     pub(super) warned: AtomicBool,
     /// The hosts of requests under [`Key::ALL`].
     pub(super) hosts: Hosts,
+    on_event: OnEvent,
 }
+
+/// Takes in an event of the store about a key. The number is the holder of the claim that the event
+/// answers, if it answers one.
+pub(super) type OnEvent = fn(&Arc<Core>, Key, u64, StoreEvent);
 
 /// Identifies a limiter's core without keeping it alive.
 ///
@@ -77,8 +83,9 @@ impl CoreId {
 }
 
 impl Core {
-    /// Makes a core that can be found by its number.
-    pub(super) fn new(settings: Settings) -> Arc<Self> {
+    /// Makes a core that can be found by its number, and subscribes it to the events of the store.
+    /// `on_event` takes them in. The subscription does not keep the core alive.
+    pub(super) fn new(settings: Settings, on_event: OnEvent) -> Arc<Self> {
         let core = Arc::new(Core {
             id: CoreId::next(),
             states: KeyMap::new(settings.max_keys),
@@ -86,11 +93,14 @@ impl Core {
             settings,
             warned: AtomicBool::new(false),
             hosts: Hosts::default(),
+            on_event,
         });
         CORES
             .write()
             .unwrap_or_else(PoisonError::into_inner)
             .insert(core.id, Arc::downgrade(&core));
+        let listener: Weak<dyn StoreListener> = Arc::downgrade(&core) as _;
+        core.settings.store.listen(listener);
         core
     }
 
@@ -169,6 +179,12 @@ impl Core {
             }
         });
         store.flush().arrives().await
+    }
+}
+
+impl StoreListener for Core {
+    fn on_event(self: Arc<Self>, key: Key, holder: u64, event: StoreEvent) {
+        (self.on_event)(&self, key, holder, event);
     }
 }
 

@@ -13,7 +13,7 @@ use crate::store::Refusal;
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 
 /// What is known about a request when it is refused.
-pub(super) struct Request {
+pub(super) struct RefusedRequest {
     /// The name of its key.
     pub(super) label: Box<str>,
     /// When it entered.
@@ -22,10 +22,10 @@ pub(super) struct Request {
     pub(super) turns: u32,
 }
 
-impl Request {
+impl RefusedRequest {
     /// A request that has not waited.
     pub(super) fn new(label: Box<str>, now: Instant) -> Self {
-        Request {
+        RefusedRequest {
             label,
             since: now,
             turns: 0,

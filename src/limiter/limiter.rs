@@ -10,10 +10,12 @@ use std::time::{Duration, Instant};
 use super::acquire::Acquire;
 use super::admission::Entry;
 use super::engine::{Core, CoreId};
-use super::limited::Request;
+use super::holds;
+use super::limited::RefusedRequest;
+use super::listener;
 use super::settings::Settings;
-use super::start::Started;
-use super::status::KeyStatus;
+use super::start::{self, Started};
+use super::status::{self, KeyStatus};
 use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
 use crate::key::{Key, RequestInfo, RequestRef, host_if_redirected};
@@ -130,7 +132,7 @@ impl Limiter {
     ///
     /// The future may be dropped at any time.
     pub async fn peek(&self, key: Key) -> Result<KeyStatus, StoreError> {
-        self.0.status(key).await
+        status::read(&self.0, key).await
     }
 
     /// Puts `key` on hold for `span`, at most 366 days: no process that shares the store sends a
@@ -166,7 +168,7 @@ impl Limiter {
     ///
     /// The hold applies in this process once the future was polled.
     pub async fn hold_for(&self, key: Key, span: Duration) -> Result<(), StoreError> {
-        self.0.hold_for(key, span).await
+        holds::hold_for(&self.0, key, span).await
     }
 
     /// Puts `key` on hold until a moment, as [`hold_for`](Limiter::hold_for) does. Does nothing if
@@ -181,7 +183,7 @@ impl Limiter {
     /// The hold applies in this process once the future was polled.
     pub async fn hold_until(&self, key: Key, until: Instant) -> Result<(), StoreError> {
         match until.checked_duration_since(clock::now()) {
-            Some(span) if !span.is_zero() => self.0.hold_for(key, span).await,
+            Some(span) if !span.is_zero() => holds::hold_for(&self.0, key, span).await,
             _ => Ok(()),
         }
     }
@@ -198,7 +200,7 @@ impl Limiter {
     /// The hold ends in this process when the future is ready. If the future is dropped before, the
     /// other processes may have ended the hold.
     pub async fn release(&self, key: Key) -> Result<(), StoreError> {
-        self.0.release(key).await
+        holds::release(&self.0, key).await
     }
 
     /// Gives back the permits that this process has
@@ -225,9 +227,7 @@ impl Limiter {
 /// What the layers use.
 impl Limiter {
     pub(crate) fn new(settings: Settings) -> Self {
-        let core = Core::new(settings);
-        core.listen();
-        Limiter(core)
+        Limiter(Core::new(settings, listener::on_event))
     }
 
     /// Returns the key of the host of `request`, if holds go by host or a redirect may lead to
@@ -245,7 +245,7 @@ impl Limiter {
     /// was sent, `Err` if not. [`start_slow`](Limiter::start_slow) takes that time.
     #[inline]
     pub(crate) fn send_at_once(&self, entry: &Entry) -> Result<Instant, Instant> {
-        self.0.send_at_once(entry)
+        start::send_at_once(&self.0, entry)
     }
 
     /// Enters a request for which no permit is at hand. `label` returns the name of its key.
@@ -256,7 +256,7 @@ impl Limiter {
         now: Instant,
         label: impl FnOnce() -> Box<str>,
     ) -> Started {
-        self.0.start_slow(entry, now, label)
+        start::slow(&self.0, entry, now, label)
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.
@@ -273,7 +273,7 @@ impl Limiter {
     #[cold]
     pub(crate) fn no_key(&self) -> Limited {
         let now = clock::now();
-        Request::new("none".into(), now).refuse(Reason::NoKey, Refusal::NEVER, now)
+        RefusedRequest::new("none".into(), now).refuse(Reason::NoKey, Refusal::NEVER, now)
     }
 }
 

@@ -1,29 +1,49 @@
 //! The events of the store: what other processes did, and how the store answers claims for calls in
 //! flight.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use super::engine::Core;
+use super::holds;
+use super::in_flight_slot;
+use super::key_state::KeyState;
 use crate::clock;
 use crate::key::Key;
-use crate::store::{StoreEvent, StoreListener};
+use crate::store::StoreEvent;
 
-impl Core {
-    /// Subscribes to the events of the store. The subscription does not keep the core alive.
-    pub(super) fn listen(self: &Arc<Self>) {
-        let listener: Weak<dyn StoreListener> = Arc::downgrade(self) as _;
-        self.settings.store.listen(listener);
+/// Takes in an event of the store about `key`. If it answers a claim, `holder` is the holder of the
+/// claim.
+pub(super) fn on_event(core: &Arc<Core>, key: Key, holder: u64, event: StoreEvent) {
+    match event {
+        StoreEvent::Hold(held) => holds::adopt_published(core, key, held),
+        StoreEvent::RemainingFell { writes } => remaining_fell(core, key, writes),
+        StoreEvent::EventsMissed => events_missed(core, false),
+        StoreEvent::Reconnected => events_missed(core, true),
+        event => in_flight_slot::on_event(core, key, holder, event),
     }
 }
 
-impl StoreListener for Core {
-    fn on_event(self: Arc<Self>, key: Key, holder: u64, event: StoreEvent) {
-        match event {
-            StoreEvent::Hold(held) => self.hold_heard(key, held),
-            StoreEvent::RemainingFell { writes } => self.less_heard(key, writes),
-            StoreEvent::EventsMissed => self.events_missed(false, clock::now()),
-            StoreEvent::Reconnected => self.events_missed(true, clock::now()),
-            event => self.in_flight_heard(key, holder, event),
+/// Takes in that the upstream stated to another process that less is left of a limit. `writes` is
+/// how often the state in the store had been written then.
+fn remaining_fell(core: &Arc<Core>, key: Key, writes: u64) {
+    core.with_state(key, clock::now(), |state, ctx| {
+        state.remaining_fell(ctx, writes)
+    });
+}
+
+/// Takes in that this process may have missed events of the store. So it asks the store again about
+/// holds. If the store was `reconnected`, it may also have lost its state. Then this process asks
+/// about bookings as well.
+fn events_missed(core: &Arc<Core>, reconnected: bool) {
+    let now = clock::now();
+    let mut keys = Vec::new();
+    core.states.for_each(|key, state| {
+        state.doubt();
+        if state.hold.left(now).is_some() || (reconnected && state.is_booked()) {
+            keys.push(key);
         }
+    });
+    for key in keys {
+        core.with_state(key, now, KeyState::confirm);
     }
 }

@@ -5,6 +5,9 @@
 // waiting future holds a number in the key's queue and can be dropped at any time. The limiter does
 // not count: the store does.
 //
+// `Core` has methods in `engine` and `effects` only. The files below them have functions that take
+// the core and are called with the name of their file, such as `holds::release(core, key)`.
+//
 // The imports point one way: a file imports only files that stand above it in this table.
 //
 // | file | what it has |
@@ -19,7 +22,7 @@
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | the way of a request to its permit |
 // | `permit` | the right to send one request |
-// | `waiter` | a request that waits |
+// | `stage`, `waiter` | what a request waits for; a request that waits |
 // | `start`, `acquire` | the entrance: fast path, slow path, and the public future |
 // | `limiter` | [`Limiter`], the public face |
 
@@ -44,6 +47,7 @@ mod reservation;
 mod responses;
 mod session;
 mod settings;
+mod stage;
 mod start;
 mod status;
 mod waiter;

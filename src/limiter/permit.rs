@@ -39,12 +39,12 @@ pub struct Permit {
     /// `None` if calls in flight are not limited, or could not be counted.
     in_flight_slot: Option<InFlightSlot>,
     /// `None` if the request did not wait.
-    wait: Option<Box<Wait>>,
+    wait: Option<Box<PastWait>>,
 }
 
 /// The wait of a request that did not get its permit at once, for errors.
 #[derive(Debug)]
-pub(super) struct Wait {
+pub(super) struct PastWait {
     /// The name of the key.
     pub(super) label: Box<str>,
     pub(super) waited: Duration,
@@ -72,7 +72,7 @@ impl Permit {
     }
 
     /// Adds how the request waited.
-    pub(super) fn after(self, wait: Wait) -> Self {
+    pub(super) fn after(self, wait: PastWait) -> Self {
         Permit {
             wait: Some(Box::new(wait)),
             ..self
@@ -194,7 +194,7 @@ pub(crate) struct Sent {
 /// What only few requests have on their way.
 struct More {
     in_flight_slot: Option<InFlightSlot>,
-    wait: Option<Box<Wait>>,
+    wait: Option<Box<PastWait>>,
 }
 
 impl More {
@@ -202,7 +202,7 @@ impl More {
     #[cold]
     fn new(in_flight_slot: Option<InFlightSlot>, label: Option<Box<str>>) -> Box<Self> {
         let wait = label.map(|label| {
-            Box::new(Wait {
+            Box::new(PastWait {
                 label,
                 waited: Duration::ZERO,
                 turns: 0,
@@ -285,7 +285,7 @@ impl Sent {
             cost,
             sent: at,
         }
-        .tell(self.core, signal);
+        .observe(self.core, signal);
         let limited = signal
             .refusal()
             .map(|status| self.upstream_limited(status, signal));
@@ -307,14 +307,14 @@ impl Sent {
 
     #[cold]
     fn upstream_limited(&mut self, status: StatusCode, signal: &Signal) -> Limited {
-        let Wait {
+        let PastWait {
             label,
             waited,
             turns,
             ..
         } = match self.more.as_mut().and_then(|more| more.wait.take()) {
             Some(wait) => *wait,
-            None => Wait {
+            None => PastWait {
                 label: self.core.label(self.key),
                 waited: Duration::ZERO,
                 turns: 0,

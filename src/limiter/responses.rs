@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::engine::{Core, CoreId};
+use super::holds;
 use super::key_state::{HeaderTrust, KeyContext, KeyState, NewHold, is_any_uncertain, is_of_use};
 use super::settings::Settings;
 use crate::clock;
@@ -37,25 +38,23 @@ impl AnsweredCall {
     /// Takes in what the response states, at the core `id`. Does nothing if it states nothing that
     /// matters, or if the limiter was dropped.
     #[inline]
-    pub(super) fn tell(&self, id: CoreId, signal: &Signal) {
+    pub(super) fn observe(&self, id: CoreId, signal: &Signal) {
         if signal.refusal().is_some() || is_of_use(signal) || is_any_uncertain() {
-            self.tell_slow(id, signal);
+            self.observe_slow(id, signal);
         }
     }
 
     #[cold]
-    fn tell_slow(&self, id: CoreId, signal: &Signal) {
+    fn observe_slow(&self, id: CoreId, signal: &Signal) {
         if let Some(core) = id.find() {
-            core.answered(self, signal);
+            self.take_in(&core, signal);
         }
     }
-}
 
-impl Core {
-    fn answered(self: &Arc<Self>, call: &AnsweredCall, signal: &Signal) {
+    fn take_in(&self, core: &Arc<Core>, signal: &Signal) {
         let &AnsweredCall {
             key, hold, sent, ..
-        } = call;
+        } = self;
         let now = clock::now();
         let limited = signal.refusal().is_some();
         let accept = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
@@ -65,22 +64,21 @@ impl Core {
             }
             is_released
         };
-        let mut is_released = false;
-        if hold == key {
-            let released = self.with_state(key, now, |state, ctx| {
+        let released = if hold == key {
+            core.with_state(key, now, |state, ctx| {
                 let is_released = accept(state, ctx);
-                self.learn(call, signal, state, ctx);
+                self.learn(core, signal, state, ctx);
                 is_released
-            });
-            is_released |= released == Some(true);
+            })
         } else {
-            is_released |= self.with_state(hold, now, accept) == Some(true);
-            self.with_state(key, now, |state, ctx| self.learn(call, signal, state, ctx));
-        }
-        if is_released {
+            let released = core.with_state(hold, now, accept);
+            core.with_state(key, now, |state, ctx| self.learn(core, signal, state, ctx));
+            released
+        };
+        if released == Some(true) {
             // The probe was accepted, so the other requests may leave, in all processes. The answer
             // of the store is not needed.
-            drop(self.settings.store.release(hold, &self.terms(hold)));
+            drop(core.settings.store.release(hold, &core.terms(hold)));
         }
         let retry_after = if limited {
             signal.retry_after()
@@ -91,35 +89,29 @@ impl Core {
             used_up_for(signal).map(|span| span.saturating_sub(slow))
         };
         if limited || retry_after.is_some() {
-            self.hold_by_signal(call, signal, retry_after, now);
+            self.hold_by_signal(core, signal, retry_after, now);
         }
-        self.with_state(key, now, KeyState::pass_on);
+        core.with_state(key, now, KeyState::pass_on);
     }
 
     /// Takes in the limits that a response states and how much of them is left.
-    fn learn(
-        &self,
-        call: &AnsweredCall,
-        signal: &Signal,
-        state: &mut KeyState,
-        ctx: &mut KeyContext<'_>,
-    ) {
-        let Settings { spec, learn, .. } = &self.settings;
-        let by_host = call.hold != call.key;
+    fn learn(&self, core: &Core, signal: &Signal, state: &mut KeyState, ctx: &mut KeyContext<'_>) {
+        let Settings { spec, learn, .. } = &core.settings;
+        let by_host = self.hold != self.key;
         // Each of several hosts under one key has quotas of its own.
-        if *learn == HeaderTrust::Ignore || (by_host && self.hosts.are_several()) {
+        if *learn == HeaderTrust::Ignore || (by_host && core.hosts.are_several()) {
             return;
         }
         let limited = signal.refusal().is_some();
         state.upstream.take_in_limits(*learn, spec, signal, ctx);
         // What is left is left of the limits that count from now on.
-        let stated = self.stated(state, ctx.now);
-        let refused = if limited { call.cost } else { 0 };
+        let stated = core.stated(state, ctx.now);
+        let refused = if limited { self.cost } else { 0 };
         let is_less = state.upstream_stated(
             stated.as_ref().unwrap_or(spec),
             signal,
             refused,
-            call.sent,
+            self.sent,
             ctx.now,
         );
         // A refusal holds the key, and the store gets what is left with the hold.
@@ -129,10 +121,10 @@ impl Core {
     }
 
     /// Sets a hold after the upstream has refused a call, or has stated that it will refuse the
-    /// next. It holds the key of the scope that the response names, else `call.hold`.
+    /// next. It holds the key of the scope that the response names, else the key `hold`.
     fn hold_by_signal(
-        self: &Arc<Self>,
-        call: &AnsweredCall,
+        &self,
+        core: &Arc<Core>,
         signal: &Signal,
         retry_after: Option<Duration>,
         now: Instant,
@@ -142,18 +134,18 @@ impl Core {
             store,
             on_scope,
             ..
-        } = &self.settings;
+        } = &core.settings;
         let scoped = match (signal.scope(), on_scope) {
-            (Some(scope), Some(on_scope)) => on_scope(call.key, scope),
-            _ => Some(call.hold),
+            (Some(scope), Some(on_scope)) => on_scope(self.key, scope),
+            _ => Some(self.hold),
         };
         let Some(key) = scoped.filter(|_| !max_hold.is_zero()) else {
             return;
         };
-        let entered = self.with_new_state(key, now, |state, ctx| {
+        let entered = core.with_new_state(key, now, |state, ctx| {
             let new = state
                 .hold
-                .refused_upstream(retry_after, *max_hold, call.sent, now)?;
+                .refused_upstream(retry_after, *max_hold, self.sent, now)?;
             let left = if new.is_sent {
                 state.upstream.take_remaining(ctx.spec, *max_hold, now)
             } else {
@@ -164,19 +156,19 @@ impl Core {
         let Ok(Some((NewHold { held, is_sent }, left))) = entered else {
             return;
         };
-        events::held(&self.label(key, None), held.remaining);
+        events::held(&core.label(key, None), held.remaining);
         if is_sent {
             // Another key may have other limits: the store keeps those it knows.
-            let spec = if key == call.key {
-                self.terms(key)
+            let spec = if key == self.key {
+                core.terms(key)
             } else {
                 Arc::new(LimitSpec::none())
             };
-            // The store has to know what is left before `set_hold` lets the waiters call it again.
-            // Its answer is not needed: the reply to the next call states the hold in force.
+            // The store has to know what is left before `holds::adopt_seen` lets the waiters call it
+            // again. Its answer is not needed: the reply to the next call states the hold in force.
             drop(store.hold(key, &spec, held, left));
         }
-        self.set_hold(key, held, now);
+        holds::adopt_seen(core, key, held, now);
     }
 }
 

@@ -43,55 +43,53 @@ pub struct KeyStatus {
     pub degraded: bool,
 }
 
-impl Core {
-    /// Reads the state of `key`, and consumes nothing.
-    pub(super) async fn status(&self, key: Key) -> Result<KeyStatus, StoreError> {
-        let answer = self.settings.store.peek(key, &self.terms(key));
-        let Usage {
-            limits,
-            free: free_in_store,
-            next_slot,
-            hold,
-            degraded,
-        } = answer.arrives().await?;
-        let now = clock::now();
-        let local = self.states.find(key, |state| Local {
-            queued: state.waiting(),
-            prefetched: state.at_hand(now),
-            held: state.hold.left(now),
-            learned: state.upstream.limits().to_vec(),
-        });
-        let Local {
-            queued,
-            prefetched,
-            held: held_here,
-            learned,
-        } = local.unwrap_or_default();
-        let held = held_here.max(Some(hold.remaining).filter(|left| !left.is_zero()));
-        let in_flight = limits
-            .iter()
-            .filter(|usage| matches!(usage.limit, Limit::InFlight { .. }));
-        let rates_allow = free_in_store.saturating_add(u64::from(prefetched));
-        let limits_allow = in_flight.fold(rates_allow, |free, usage| free.min(usage.free));
-        let until_free = if limits_allow > 0 {
-            Duration::ZERO
-        } else {
-            next_slot
-        };
-        Ok(KeyStatus {
-            free: if held.is_some() { 0 } else { limits_allow },
-            next_slot: until_free.max(held.unwrap_or_default()),
-            waiting: queued
-                + self
-                    .in_flight
-                    .as_ref()
-                    .map_or(0, |calls| calls.waiting(key)),
-            limits,
-            held,
-            learned,
-            degraded,
-        })
-    }
+/// Reads the state of `key`, and consumes nothing.
+pub(super) async fn read(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
+    let answer = core.settings.store.peek(key, &core.terms(key));
+    let Usage {
+        limits,
+        free: free_in_store,
+        next_slot,
+        hold,
+        degraded,
+    } = answer.arrives().await?;
+    let now = clock::now();
+    let local = core.states.find(key, |state| Local {
+        queued: state.waiting(),
+        prefetched: state.at_hand(now),
+        held: state.hold.left(now),
+        learned: state.upstream.limits().to_vec(),
+    });
+    let Local {
+        queued,
+        prefetched,
+        held: held_here,
+        learned,
+    } = local.unwrap_or_default();
+    let held = held_here.max(Some(hold.remaining).filter(|left| !left.is_zero()));
+    let in_flight = limits
+        .iter()
+        .filter(|usage| matches!(usage.limit, Limit::InFlight { .. }));
+    let rates_allow = free_in_store.saturating_add(u64::from(prefetched));
+    let limits_allow = in_flight.fold(rates_allow, |free, usage| free.min(usage.free));
+    let until_free = if limits_allow > 0 {
+        Duration::ZERO
+    } else {
+        next_slot
+    };
+    Ok(KeyStatus {
+        free: if held.is_some() { 0 } else { limits_allow },
+        next_slot: until_free.max(held.unwrap_or_default()),
+        waiting: queued
+            + core
+                .in_flight
+                .as_ref()
+                .map_or(0, |calls| calls.waiting(key)),
+        limits,
+        held,
+        learned,
+        degraded,
+    })
 }
 
 /// What this process alone knows of a key.

@@ -6,21 +6,22 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
-use super::admission::{Admission, Entry, WaitFor};
+use super::admission::{self, Admission, Entry, WaitFor};
 use super::engine::Core;
+use super::holds::{self, HoldWait};
 use super::hosts::host_hold;
-use super::in_flight_slot::InFlightSlot;
+use super::in_flight_slot::{self, InFlightSlot};
 use super::key_state::Ticket;
-use super::limited::Request;
-use super::permit::{Permit, Wait};
+use super::limited::RefusedRequest;
+use super::permit::{PastWait, Permit};
 use super::queue::{Number, next_number};
 use super::reservation::{Reservation, Settled, WaitBound};
-use crate::clock::{self, Timer};
+use super::stage::Stage;
+use crate::clock;
 use crate::error::{Limited, StoreError};
 use crate::events;
 use crate::key::Key;
 use crate::store::Refusal;
-use crate::wait_queue::answer_by;
 
 /// A request that waits. Dropping it frees its place in the queue.
 #[derive(Debug)]
@@ -37,32 +38,6 @@ pub(crate) struct Waiter {
     since: Instant,
     /// The name of its key in errors and events.
     label: Box<str>,
-}
-
-// Which stage can follow which:
-//
-// HostHold => InFlightSlot | Slot | Hold | Done
-// InFlightSlot => Slot | Hold | Done
-// Slot, Hold => Done, and HostHold if the host was held meanwhile
-// Done => Slot, if the permit expired before it could be used
-#[derive(Debug)]
-enum Stage {
-    /// Waits until its host is not on hold. Requests to other hosts go on.
-    HostHold {
-        until: Instant,
-        timer: Option<Timer>,
-    },
-    /// Waits for an in-flight slot, but not longer than `until`.
-    InFlightSlot { number: Number, until: Instant },
-    /// Waits for a slot.
-    Slot,
-    /// Waits until its key is not on hold. Only for keys without limits of rates.
-    Hold {
-        until: Instant,
-        timer: Option<Timer>,
-    },
-    /// Waits for nothing: the future is about to end, or has ended.
-    Done,
 }
 
 impl Waiter {
@@ -107,23 +82,7 @@ impl Waiter {
 
     fn wait(&mut self, wait: WaitFor, in_flight_slot: Option<InFlightSlot>, now: Instant) {
         self.in_flight_slot = in_flight_slot;
-        self.stage = match wait {
-            WaitFor::HostHold(until) => Stage::HostHold { until, timer: None },
-            WaitFor::InFlightSlot(number) => Stage::InFlightSlot {
-                number,
-                until: answer_by(self.ticket.bound.latest, now),
-            },
-            WaitFor::Slot(number) => {
-                self.ticket.number = number;
-                Stage::Slot
-            }
-            WaitFor::Hold(until) => {
-                if self.ticket.number == 0 {
-                    self.ticket.number = next_number();
-                }
-                Stage::Hold { until, timer: None }
-            }
-        };
+        self.stage = Stage::begin(wait, &mut self.ticket, now);
     }
 
     /// Waits again, in its old place in the queue, because `permit` expired before it could be
@@ -168,8 +127,10 @@ impl Waiter {
                 events::passed(&self.label, &cause);
                 Ok(self.permit(None, in_flight_slot, now))
             }
-            Admission::Refused(reason, refusal) => Err(self.request().refuse(reason, refusal, now)),
-            Admission::Failed(source) => Err(self.request().fail(source, now)),
+            Admission::Refused(reason, refusal) => {
+                Err(self.refused_request().refuse(reason, refusal, now))
+            }
+            Admission::Failed(source) => Err(self.refused_request().fail(source, now)),
         };
         self.stage = Stage::Done;
         Poll::Ready(result)
@@ -185,7 +146,7 @@ impl Waiter {
         let waited = now.saturating_duration_since(self.since);
         events::waited(&label, waited, turns);
         let permit = Permit::new(self.core.clone(), self.key, slot, in_flight_slot);
-        permit.after(Wait {
+        permit.after(PastWait {
             label,
             waited,
             turns,
@@ -193,8 +154,8 @@ impl Waiter {
         })
     }
 
-    fn request(&self) -> Request {
-        Request {
+    fn refused_request(&self) -> RefusedRequest {
+        RefusedRequest {
             label: self.label.clone(),
             since: self.since,
             turns: self.ticket.turns,
@@ -227,33 +188,25 @@ impl Waiter {
             return Poll::Ready(None);
         };
         let Ticket { number, bound, .. } = self.ticket;
-        if let Some(left) = self.core.poll_host_hold(hold, number, now, cx) {
+        if let Some(left) = holds::watch_host(&self.core, hold, number, now, cx) {
             // Requests to other hosts can use what the waiter has: it gives that up.
             self.leave_stage();
             let end = clock::after(now, left);
             if end > bound.latest {
                 return self.proceed(Admission::held(left), now).map(Some);
             }
-            let mut timer = match std::mem::replace(&mut self.stage, Stage::Done) {
-                Stage::HostHold { until, timer } if until == end => timer,
-                _ => None,
-            };
-            let is_over = timer
-                .get_or_insert_with(|| Timer::at(end))
-                .poll(cx)
-                .is_ready();
-            self.stage = Stage::HostHold { until: end, timer };
-            if is_over {
-                // The timer fired after the hold was read. The task polls again at once.
-                cx.waker().wake_by_ref();
+            if !matches!(self.stage, Stage::HostHold(_)) {
+                self.stage = Stage::HostHold(HoldWait::new(end));
+            }
+            if let Stage::HostHold(wait) = &mut self.stage {
+                wait.wake_at(end, cx);
             }
             return Poll::Pending;
         }
-        if matches!(self.stage, Stage::HostHold { .. }) {
+        if matches!(self.stage, Stage::HostHold(_)) {
             self.stage = Stage::Done;
-            let admission = self
-                .core
-                .admit_past_host(&self.entry(), self.number(), bound, now);
+            let admission =
+                admission::enter_past_host(&self.core, &self.entry(), self.number(), bound, now);
             return match self.proceed(admission, now) {
                 Poll::Ready(result) => Poll::Ready(Some(result)),
                 Poll::Pending => Poll::Ready(None),
@@ -271,8 +224,8 @@ impl Waiter {
         }
         match self.stage {
             Stage::Slot => self.poll_slot(now, cx),
-            Stage::Hold { .. } => self.poll_hold(now, cx),
-            Stage::HostHold { .. } | Stage::InFlightSlot { .. } | Stage::Done => Poll::Pending,
+            Stage::Hold(_) => self.poll_hold(now, cx),
+            Stage::HostHold(_) | Stage::InFlightSlot { .. } | Stage::Done => Poll::Pending,
         }
     }
 
@@ -284,7 +237,9 @@ impl Waiter {
         let Stage::InFlightSlot { number, until } = self.stage else {
             return Poll::Pending;
         };
-        let settled = ready!(self.core.poll_flight(self.key, number, until, now, cx));
+        let settled = ready!(in_flight_slot::poll(
+            &self.core, self.key, number, until, now, cx
+        ));
         self.stage = Stage::Done;
         let bound = &mut self.ticket.bound;
         if bound.is_none {
@@ -293,16 +248,18 @@ impl Waiter {
             bound.latest = bound.latest.max(now);
         }
         let bound = *bound;
-        let admission = match self.core.in_flight_slot_settled(self.key, bound, settled) {
-            Ok(in_flight_slot) => self.core.admit_with_in_flight_slot(
-                &self.entry(),
-                in_flight_slot,
-                self.number(),
-                bound,
-                now,
-            ),
-            Err(stopped) => stopped,
-        };
+        let admission =
+            match admission::in_flight_slot_settled(&self.core, self.key, bound, settled) {
+                Ok(in_flight_slot) => admission::enter_with_in_flight_slot(
+                    &self.core,
+                    &self.entry(),
+                    in_flight_slot,
+                    self.number(),
+                    bound,
+                    now,
+                ),
+                Err(stopped) => stopped,
+            };
         self.proceed(admission, now)
     }
 
@@ -323,18 +280,23 @@ impl Waiter {
             self.core.give_back(self.key, slot);
             return self.proceed(Admission::Failed(StoreError::InFlightSlotLost), now);
         }
-        let admission =
-            self.core
-                .slot_settled(self.key, self.ticket.bound, settled, in_flight_slot, now);
+        let admission = admission::slot_settled(
+            &self.core,
+            self.key,
+            self.ticket.bound,
+            settled,
+            in_flight_slot,
+            now,
+        );
         self.proceed(admission, now)
     }
 
     fn poll_hold(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
-        let Stage::Hold { until, timer } = &mut self.stage else {
+        let Stage::Hold(wait) = &mut self.stage else {
             return Poll::Pending;
         };
         let Ticket { number, bound, .. } = self.ticket;
-        let Some(left) = self.core.poll_hold(self.key, number, now, cx) else {
+        let Err(left) = holds::poll_pass(&self.core, self.key, number, now, cx) else {
             let in_flight_slot = self.in_flight_slot.take();
             return self.proceed(
                 Admission::Granted {
@@ -346,13 +308,14 @@ impl Waiter {
         };
         let end = clock::after(now, left);
         if end > bound.latest {
-            self.core.leave_hold(self.key, number);
+            holds::leave(&self.core, self.key, number);
             let refusal = Refusal {
                 wait: Some(left),
                 limit: None,
             };
             let in_flight_slot = self.in_flight_slot.take();
-            let admission = self.core.slot_settled(
+            let admission = admission::slot_settled(
+                &self.core,
                 self.key,
                 bound,
                 Settled::Refused(refusal),
@@ -361,13 +324,7 @@ impl Waiter {
             );
             return self.proceed(admission, now);
         }
-        if end != *until {
-            *until = end;
-            *timer = None;
-        }
-        ready!(timer.get_or_insert_with(|| Timer::at(end)).poll(cx));
-        // The timer fired after the hold was read. The task polls again at once.
-        cx.waker().wake_by_ref();
+        wait.wake_at(end, cx);
         Poll::Pending
     }
 
@@ -375,7 +332,7 @@ impl Waiter {
     /// and waits again.
     fn past_host(&mut self, permit: Permit, now: Instant) -> Option<Permit> {
         let hold = host_hold(self.key, self.host);
-        let Some(left) = hold.and_then(|hold| self.core.blocked(hold, now)) else {
+        let Some(left) = hold.and_then(|hold| holds::pass(&self.core, hold, now).err()) else {
             return Some(permit);
         };
         if let (Some(slot), _) = permit.into_parts() {
@@ -386,23 +343,14 @@ impl Waiter {
         None
     }
 
-    /// Gives up what the waiter waits for, and its in-flight slot. A wait for its host's hold
-    /// goes on.
+    /// Gives up what the waiter waits for, and its in-flight slot. A wait for its host's hold goes
+    /// on.
     fn leave_stage(&mut self) {
         self.in_flight_slot = None;
-        match self.stage {
-            Stage::HostHold { .. } => return,
-            Stage::InFlightSlot { number, .. } => self.core.leave_flight(self.key, number),
-            Stage::Slot => {
-                let ticket = &self.ticket;
-                self.core.with_state(self.key, clock::now(), |state, ctx| {
-                    ticket.leave(state, ctx)
-                });
-            }
-            Stage::Hold { .. } => self.core.leave_hold(self.key, self.ticket.number),
-            Stage::Done => {}
+        if !matches!(self.stage, Stage::HostHold(_)) {
+            self.stage.leave(&self.core, self.key, &self.ticket);
+            self.stage = Stage::Done;
         }
-        self.stage = Stage::Done;
     }
 }
 
@@ -431,7 +379,7 @@ impl Drop for Waiter {
     fn drop(&mut self) {
         self.leave_stage();
         if let Some(hold) = host_hold(self.key, self.host) {
-            self.core.leave_hold(hold, self.ticket.number);
+            holds::leave(&self.core, hold, self.ticket.number);
         }
     }
 }

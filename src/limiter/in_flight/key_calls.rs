@@ -232,7 +232,7 @@ mod tests {
     use crate::clock;
     use crate::error::StoreError;
 
-    const LIFE: Duration = Duration::from_secs(10);
+    const TTL: Duration = Duration::from_secs(10);
 
     fn no_calls() -> KeyCalls {
         KeyCalls::new(clock::now())
@@ -240,7 +240,7 @@ mod tests {
 
     fn claim(calls: &mut KeyCalls) -> Option<(u32, u32)> {
         calls
-            .claim(Key::ALL, 8, LIFE)
+            .claim(Key::ALL, 8, TTL)
             .map(|claim| (claim.in_use, claim.wanted))
     }
 
@@ -399,10 +399,10 @@ mod tests {
         let (mut calls, start) = (no_calls(), clock::now());
         let numbers: Vec<_> = (0..3).map(|_| enter(&mut calls, false)).collect();
         assert_eq!(claim(&mut calls), Some((0, 3)));
-        on_event(&mut calls, StoreEvent::ClaimValidUntil(start + LIFE));
+        on_event(&mut calls, StoreEvent::ClaimValidUntil(start + TTL));
         answer(&mut calls, 2);
         let first = granted(&mut calls, numbers[0], start);
-        let late = start + LIFE;
+        let late = start + TTL;
         assert!(
             calls.collect(numbers[1], late).is_none(),
             "its slot may belong to another process"
@@ -413,7 +413,7 @@ mod tests {
             "the first slot is not passed on"
         );
         assert_eq!(claim(&mut calls), Some((0, 2)));
-        on_event(&mut calls, StoreEvent::ClaimValidUntil(late + LIFE));
+        on_event(&mut calls, StoreEvent::ClaimValidUntil(late + TTL));
         answer(&mut calls, 3);
         assert!(calls.collect(numbers[1], late).is_some(), "it comes first");
         assert!(calls.collect(numbers[2], late).is_none());

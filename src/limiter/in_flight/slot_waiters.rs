@@ -66,7 +66,8 @@ impl SlotWaiters {
         self.queue.collect(number)
     }
 
-    /// Wakes the task of `number` when its wait ends, or at `until`. Returns whether `number` waits.
+    /// Wakes the task of `number` when its wait ends, or at `until`. Returns whether `number`
+    /// waits.
     pub(super) fn register(
         &mut self,
         number: Number,

@@ -6,7 +6,7 @@ use super::*;
 use crate::limit::micros_up;
 
 const RATES_1: &str = include_str!("../../../../tests/formats/1/rates.lua");
-const SEATS_1: &str = include_str!("../../../../tests/formats/1/seats.lua");
+const IN_FLIGHT_1: &str = include_str!("../../../../tests/formats/1/seats.lua");
 const REGISTER_1: &str = include_str!("../../../../tests/formats/1/register.lua");
 const STATES_1: &str = include_str!("../../../../tests/formats/1/states.txt");
 
@@ -161,7 +161,7 @@ fn states_of_format_1_are_read_as_before() {
             let request = LeaseRequest {
                 latest: millis(2000),
                 session: ClientSession { since, ..memory },
-                ..asks(&spec, &demands)
+                ..lease_request(&spec, &demands)
             };
             let call = codec::lease(&request, 7);
             world.now = now + wait;
@@ -216,7 +216,7 @@ fn format_2_states_are_clear_errors_to_format_1() {
     ));
     let demands = [Demand { cost: 1, count: 3 }];
     world.begin();
-    let first = world.run(&codec::lease(&asks(&spec, &demands), 7));
+    let first = world.run(&codec::lease(&lease_request(&spec, &demands), 7));
     let first = codec::read_lease(&first, millis(10)).unwrap();
     // The server's clock is set. Fixed windows follow it, which format 1 cannot express.
     world.clock = 7_000_000;
@@ -229,14 +229,17 @@ fn format_2_states_are_clear_errors_to_format_1() {
     let call = codec::lease(
         &LeaseRequest {
             session: memory,
-            ..asks(&spec, &demands)
+            ..lease_request(&spec, &demands)
         },
         7,
     );
     assert_eq!(
-        lease_of(&asks(&spec, &demands), &world.run_by_memory(call.clone()))
-            .0
-            .len(),
+        lease_of(
+            &lease_request(&spec, &demands),
+            &world.run_by_memory(call.clone())
+        )
+        .0
+        .len(),
         1
     );
     assert_eq!(stored(&mut world)[0], 2);
@@ -341,14 +344,14 @@ fn has_values(script: &str, line: &str, today: &[&str]) -> bool {
 #[test]
 fn in_flight_and_register_records_have_not_changed() {
     let in_flight = ["IN_FLIGHT_HEAD", "IN_FLIGHT_HEAD_SIZE"];
-    assert!(has_values(SEATS_1, "local HEAD, HEAD_SIZE", &in_flight));
+    assert!(has_values(IN_FLIGHT_1, "local HEAD, HEAD_SIZE", &in_flight));
     assert!(has_values(
-        SEATS_1,
+        IN_FLIGHT_1,
         "local HOLDER, HOLDER_SIZE",
         &["HOLDER", "HOLDER_SIZE"]
     ));
     assert!(has_values(
-        SEATS_1,
+        IN_FLIGHT_1,
         "local BATCH, BATCH_SIZE",
         &["BATCH", "BATCH_SIZE"]
     ));

@@ -17,36 +17,40 @@ const INSTANCE: u64 = 77;
 struct Step {
     wait: Micros,
     holder: u64,
-    sits: u32,
-    wants: u32,
+    /// How many slots the holder uses.
+    in_use: u32,
+    /// How many more slots it wants.
+    wanted: u32,
     /// How many slots it was granted and does not know of.
-    unheard: u64,
-    most: u32,
+    granted_unseen: u64,
+    limit: u32,
     /// Whether the claim is an old one, sent again.
     old: bool,
 }
 
 fn step() -> impl Strategy<Value = Step> {
     let waits = prop::sample::select(vec![0u64, 1, 5_000, 400_000, 900_000]);
-    let most = prop_oneof![8 => Just(6u32), 1 => 2u32..9];
+    let limit = prop_oneof![8 => Just(6u32), 1 => 2u32..9];
     (
         waits,
         1u64..5,
         0u32..4,
         0u32..6,
         0u64..3,
-        most,
+        limit,
         prop::bool::weighted(0.1),
     )
-        .prop_map(|(wait, holder, sits, wants, unheard, most, old)| Step {
-            wait,
-            holder,
-            sits,
-            wants,
-            unheard,
-            most,
-            old,
-        })
+        .prop_map(
+            |(wait, holder, in_use, wanted, granted_unseen, limit, old)| Step {
+                wait,
+                holder,
+                in_use,
+                wanted,
+                granted_unseen,
+                limit,
+                old,
+            },
+        )
 }
 
 /// Returns the script under the time of the test. It pushes its messages to a list.
@@ -54,7 +58,7 @@ fn script() -> redis::Script {
     let publishes = "redis.pcall('PUBLISH', ARGV[2] .. string.format('%.0f', holder.store),";
     let text = at_time_of_argument(IN_FLIGHT, 3);
     assert_eq!(text.matches(publishes).count(), 1);
-    let text = text.replace(publishes, "redis.pcall('RPUSH', 'told',");
+    let text = text.replace(publishes, "redis.pcall('RPUSH', 'messages',");
     redis::Script::new(&script::with_inlined_constants(&text))
 }
 
@@ -67,28 +71,28 @@ fn of(state: HolderState, holder: u64) -> Update {
 fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCaseError> {
     let () = redis::cmd("FLUSHALL").query(redis).expect("a server");
     let (script, mut slots, mut now, mut number) = (script(), InFlightSlots::default(), START, 0);
-    let mut given = [0u64; 5];
+    let mut granted = [0u64; 5];
     for step in steps {
         now += step.wait;
         number += 1;
         let number = if step.old { number / 2 } else { number };
-        let heard = given[step.holder as usize].saturating_sub(step.unheard);
+        let granted_seen = granted[step.holder as usize].saturating_sub(step.granted_unseen);
         let Step {
             holder,
-            sits,
-            wants,
-            most,
+            in_use,
+            wanted,
+            limit,
             ..
         } = *step;
-        let life = millis(1000);
+        let ttl = millis(1000);
         let claim = Claim {
             holder,
             number,
-            limit: most,
-            in_use: sits,
-            wanted: wants,
-            granted_seen: heard,
-            ttl: life,
+            limit,
+            in_use,
+            wanted,
+            granted_seen,
+            ttl,
             ..Claim::NONE
         };
 
@@ -96,10 +100,10 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
         let claimed = HolderClaim {
             id: holder,
             number,
-            limit: most,
-            in_use: sits,
-            wanted: wants,
-            granted_seen: heard,
+            limit,
+            in_use,
+            wanted,
+            granted_seen,
             ttl: 1_000_000,
         };
         slots.claim(now, claimed, |update| {
@@ -110,16 +114,19 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
         let answer: Vec<u8> = script
             .key("key")
             .arg(call)
-            .arg("told:")
+            .arg("messages:")
             .arg(now)
             .invoke(redis)
             .expect("an answer");
         let answer = codec::read_claim_reply(&answer).expect("an answer that can be read");
         let messages: Vec<Vec<u8>> = redis::cmd("LRANGE")
-            .arg(&["told", "0", "-1"])
+            .arg(&["messages", "0", "-1"])
             .query(redis)
             .expect("a list");
-        let () = redis::cmd("DEL").arg("told").query(redis).expect("a list");
+        let () = redis::cmd("DEL")
+            .arg("messages")
+            .query(redis)
+            .expect("a list");
         let mut there = vec![of(answer.state, holder)];
         for message in messages {
             let (id, state) =
@@ -130,7 +137,7 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
         there.sort_unstable();
         prop_assert_eq!(&here, &there);
         for (id, _, total, _) in here {
-            given[id as usize] = total;
+            granted[id as usize] = total;
         }
         let peek = codec::peek_in_flight(6, 1);
         let peeked: Vec<u8> = script

@@ -21,7 +21,7 @@ fn ask(world: &mut World, spec: &Arc<LimitSpec>, count: u32, memory: ClientSessi
     let call = codec::lease(
         &LeaseRequest {
             session: memory,
-            ..asks(spec, &demands)
+            ..lease_request(spec, &demands)
         },
         7,
     );
@@ -59,7 +59,7 @@ fn late_calls_age_no_permit_of_others() {
     let late = codec::lease(
         &LeaseRequest {
             session: known(&first, millis(100)),
-            ..asks(&spec, &demands)
+            ..lease_request(&spec, &demands)
         },
         7,
     );
@@ -87,7 +87,7 @@ fn late_calls_that_ask_again_age_no_permit() {
     let mut call = codec::lease(
         &LeaseRequest {
             session: known(&first, millis(100)),
-            ..asks(&spec, &demands)
+            ..lease_request(&spec, &demands)
         },
         7,
     );

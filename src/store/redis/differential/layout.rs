@@ -150,7 +150,7 @@ fn calls_about_rates_are_read_field_by_field() {
             cut: true,
         },
         remaining: Some(left),
-        ..asks(&spec, &demands)
+        ..lease_request(&spec, &demands)
     };
     let mut call = codec::lease(&request, 0);
     codec::set_server_time(&mut call, Duration::ZERO, 8);

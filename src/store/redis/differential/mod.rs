@@ -64,7 +64,7 @@ fn literal(name: &str) -> &'static str {
 }
 
 /// Returns a request for `demands` now, without a session.
-fn asks<'a>(spec: &'a Arc<LimitSpec>, demands: &'a [Demand]) -> LeaseRequest<'a> {
+fn lease_request<'a>(spec: &'a Arc<LimitSpec>, demands: &'a [Demand]) -> LeaseRequest<'a> {
     LeaseRequest {
         key: Key::ALL,
         spec,
@@ -254,7 +254,7 @@ fn memory_and_redis_forget_the_same_excess_limits() {
         let demands = [Demand { cost: 1, count: 1 }];
         let request = LeaseRequest {
             session: world.memory(),
-            ..asks(&spec, &demands)
+            ..lease_request(&spec, &demands)
         };
         let theirs =
             codec::read_lease(&world.run_by_memory(codec::lease(&request, 7)), millis(10)).unwrap();

@@ -88,7 +88,7 @@ fn recovers_as_its_twin(
                 granted,
                 ..world.memory()
             },
-            ..asks(&spec, &demands)
+            ..lease_request(&spec, &demands)
         };
         // A new state takes its incarnation from the random number of the call, which is one less.
         let random = 100 + number as u64;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use redis_server::RedisServer;
 
 use super::history::Step;
-use super::{RATES, START, asks, at_time_of_argument, codec, formats, millis, script};
+use super::{RATES, START, at_time_of_argument, codec, formats, lease_request, millis, script};
 use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits};
 use crate::store::memory::{book, hold, usage};
 use crate::store::{ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, Usage};
@@ -129,7 +129,7 @@ impl World {
             session: self.memory(),
             hold: step.held,
             remaining: step.left.map(|left| left.of(spec)),
-            ..asks(spec, &demands)
+            ..lease_request(spec, &demands)
         };
         self.set_hold(spec, step.hold);
         // The first call after the clock was set has to know the time.
