@@ -518,7 +518,7 @@ async fn long_windows_are_usable_after_store_returns() {
 /// A process whose share is used up learns from a request that the store is back. It refuses this
 /// request until the limit is shared again, and no longer.
 #[tokio::test(start_paused = true)]
-async fn used_up_share_refuses_no_longer_than_the_switch_takes() {
+async fn used_up_share_refuses_only_until_the_switch_ends() {
     let (quota, store) = (Quota::per_hour(120), Arc::<Shared>::default());
     let builder = builder(quota, &store).fallback_share(0.1);
     let limiter = builder.build().unwrap().limiter();
