@@ -60,7 +60,7 @@ struct Anchor {
 
 /// Two resets that differ by no more are one reset. Many servers state whole seconds, and round in
 /// different ways.
-const SAME: Duration = Duration::from_millis(1500);
+const SAME_RESET: Duration = Duration::from_millis(1500);
 
 /// Until a statement is this old, it bounds what may leave, even if it is not yet known whether the
 /// reset stays at one moment.
@@ -149,7 +149,7 @@ impl RemainingHeaders {
         let is_next_window = is_later && is_one_reset(resets_at, next_reset);
         if is_later && is_unnamed {
             // A quota of a minute is not about a limit of an hour.
-            let period = apart(resets_at, anchor.resets_at).saturating_add(SAME);
+            let period = apart(resets_at, anchor.resets_at).saturating_add(SAME_RESET);
             self.is_other = limit.window() > 2 * period;
         }
         if self.is_other || (self.stays && is_over && !is_next_window) {
@@ -255,7 +255,7 @@ impl Anchor {
 
 /// Returns whether two resets are so near that they are one.
 fn is_one_reset(one: Instant, other: Instant) -> bool {
-    apart(one, other) <= SAME
+    apart(one, other) <= SAME_RESET
 }
 
 fn apart(one: Instant, other: Instant) -> Duration {

@@ -30,7 +30,7 @@ const TIMES: u32 = 4;
 const SHORTEST_PAUSE: Duration = Duration::from_millis(10);
 
 /// Two first slots that are no further apart are one slot.
-const SAME: Duration = Duration::from_millis(20);
+const SAME_SLOT: Duration = Duration::from_millis(20);
 
 impl StoreRefusal {
     /// Returns what is kept after an answer. `cost` is the cost of the request that it refused, if
@@ -43,7 +43,8 @@ impl StoreRefusal {
     ) -> Option<StoreRefusal> {
         let (cost, Refusal { wait, limit }) = cost.zip(refusal)?;
         let slot = clock::after(now, wait?);
-        let is_same = |before: &StoreRefusal| slot.max(before.slot) - slot.min(before.slot) <= SAME;
+        let is_same =
+            |before: &StoreRefusal| slot.max(before.slot) - slot.min(before.slot) <= SAME_SLOT;
         let pause = match before.filter(is_same) {
             Some(before) => before.pause,
             None => ((slot - now) / TIMES).max(SHORTEST_PAUSE),

@@ -68,7 +68,7 @@ const MOST_LATE: Duration = Duration::from_secs(5);
 
 /// Two ends closer than this, or than a fiftieth of what is left, are one hold, observed after
 /// different round trips.
-pub(super) const SAME: Duration = Duration::from_millis(5);
+pub(super) const SAME_END: Duration = Duration::from_millis(5);
 
 impl UpstreamRefusals {
     /// Takes in the refusal of a call that was sent at `sent`, while the key is on hold for `held`.
@@ -110,7 +110,7 @@ impl UpstreamRefusals {
         // A call that was sent before the stated end proves nothing.
         let proves = before.is_some_and(|before| sent >= before.end);
         let is_zero_too_short =
-            before.is_some_and(|before| before.is_zero_too_short) || (proves && stated <= SAME);
+            before.is_some_and(|before| before.is_zero_too_short) || (proves && stated <= SAME_END);
         let extra_before = before.map_or(Duration::ZERO, |before| before.extra);
         let extra = if proves {
             (extra_before * 2).max(FIRST_EXTRA)
@@ -124,7 +124,7 @@ impl UpstreamRefusals {
             corrected
         }
         .min(max_hold);
-        let follows = held.is_none_or(|held| wait > held + SAME.max(held / 50));
+        let follows = held.is_none_or(|held| wait > held + SAME_END.max(held / 50));
         let end = clock::after(
             now,
             if follows {

@@ -36,7 +36,7 @@ mod tests;
 use std::time::{Duration, Instant};
 
 use super::probation::{Passage, Probation};
-use super::upstream_refusals::SAME;
+use super::upstream_refusals::SAME_END;
 use crate::clock;
 use crate::store::HoldState;
 
@@ -123,7 +123,7 @@ impl Hold {
             self.evidence.sure_until = self.evidence.sure_until.max(until);
         }
         self.evidence.confirmed_at = Some(now);
-        let is_same_end = self.end > now && until <= clock::after(self.end, SAME);
+        let is_same_end = self.end > now && until <= clock::after(self.end, SAME_END);
         let is_longer = until > now.max(self.end) && !is_same_end;
         if is_released || is_longer {
             self.evidence.changed_at = now;
@@ -165,7 +165,7 @@ impl Hold {
             return false;
         }
         evidence.sure_until = evidence.sure_until.max(sure_until);
-        let is_confirmed = evidence.sure_until <= clock::after(until, SAME);
+        let is_confirmed = evidence.sure_until <= clock::after(until, SAME_END);
         if sent < evidence.changed_at {
             self.end = self.end.max(until);
         } else if is_confirmed {
@@ -190,7 +190,7 @@ impl Hold {
             ..
         } = self.evidence;
         // Round trips differ. Without the tolerance, each call would move the end a little.
-        let is_news = is_new || sure_until > clock::after(stored_until, SAME);
+        let is_news = is_new || sure_until > clock::after(stored_until, SAME_END);
         let remaining = if is_news {
             sure_until.saturating_duration_since(now)
         } else {
