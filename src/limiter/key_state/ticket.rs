@@ -164,6 +164,11 @@ impl Ticket {
         };
         if queue.is_over(self.number, self.cost, ctx.now) {
             let settled = self.waited_too_long(queue, ctx.now);
+            let settled = match state.hold.left(ctx.now) {
+                // No request passes uncounted while the key is on hold.
+                Some(left) if ctx.fails_open => refused_for(left),
+                _ => settled,
+            };
             self.leave(state, ctx);
             return Poll::Ready(settled);
         }
