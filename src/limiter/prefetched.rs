@@ -10,22 +10,24 @@ use super::reservation::Reservation;
 use crate::clock;
 use crate::limit::{LimitSpec, UnusedPermits};
 
-/// Units of one slot that is due.
+/// Units of one slot that is due. The fields that a request needs come first, in the order of
+/// declaration: see [`KeyState`](super::key_state::KeyState).
+#[repr(C)]
 pub(super) struct Prefetched {
+    /// When the units expire.
+    until: Instant,
     /// The units left.
     units: u32,
-    /// When they expire.
-    until: Instant,
+    /// How many units there were at first.
+    fetched: u32,
+    /// How many units to fetch next time.
+    next: u32,
     /// Slot, stamp (both in the store's time) and incarnation, for permits that are given back.
     slot: u64,
     stamp: u64,
     incarnation: u64,
-    /// How many units there were at first.
-    fetched: u32,
     /// If the store is called again before this moment, the permits were used fast.
     soon: Instant,
-    /// How many units to fetch next time.
-    next: u32,
     /// When unused permits are next given back. `None` if no task does so.
     sweep_at: Option<Instant>,
 }
@@ -36,14 +38,14 @@ const LOST_SWEEP: Duration = Duration::from_secs(1);
 impl Prefetched {
     pub(super) fn new(now: Instant) -> Self {
         Prefetched {
-            units: 0,
             until: now,
+            units: 0,
+            fetched: 0,
+            next: 0,
             slot: 0,
             stamp: 0,
             incarnation: 0,
-            fetched: 0,
             soon: now,
-            next: 0,
             sweep_at: None,
         }
     }
