@@ -18,7 +18,7 @@ use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::Limited;
 use crate::key::{Key, RequestInfo, RequestRef};
-use crate::limiter::{Entry, InFlightSlot, Limiter, Permit, Sent, Started, Waiter};
+use crate::limiter::{Entry, Limiter, Permit, Sent, Started, Waiter};
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
 
@@ -128,24 +128,17 @@ impl RateLimitLayer {
         InFlightUntilBodyEnd { layer: self }
     }
 
-    /// Makes the call of a request that is sent at `now`.
+    /// Makes the call of a request that is sent now, and keeps the name of its key if a refusal may
+    /// become an error.
     ///
-    /// Later the request is gone, and with it the host. An error names the host, so the call keeps
-    /// the name if a refusal may become an error.
-    #[inline]
-    fn sent(
-        &self,
-        entry: &Entry,
-        now: Instant,
-        in_flight_slot: Option<InFlightSlot>,
-        request: &impl RequestInfo,
-    ) -> Sent {
-        let label = self
-            .extractors
-            .policy
-            .error_on_limit()
-            .then(|| self.label(entry.key, request));
-        Sent::at_once(self.limiter.id(), entry, now, in_flight_slot, label)
+    /// Later the request is gone, and with it the host. An error names the host.
+    fn sent_with_label(&self, admitted: Admitted, request: &impl RequestInfo) -> Sent {
+        let sent = self.sent(admitted);
+        if self.extractors.policy.error_on_limit() {
+            sent.named(self.label(admitted.entry.key, request))
+        } else {
+            sent
+        }
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.
@@ -155,28 +148,39 @@ impl RateLimitLayer {
     }
 }
 
-/// A request for which no permit was at hand at `now`.
-pub(super) struct Unsent {
+/// A request that was admitted at `now`.
+#[derive(Clone, Copy)]
+pub(super) struct Admitted {
     entry: Entry,
     now: Instant,
+}
+
+/// Why a request takes the slow path.
+pub(super) enum Slow {
+    /// The key function found no key.
+    NoKey,
+    /// No permit was at hand at this moment.
+    NoPermit(Entry, Instant),
+    /// The request was admitted, but the layer has a policy of its own for responses.
+    OwnPolicy(Admitted),
 }
 
 impl Gate for RateLimitLayer {
     type Wait = Box<Waiter>;
     type Permit = Permit;
     type Call = Sent;
-    /// `None` if the key function found no key.
-    type Entry = Option<Unsent>;
+    type Admitted = Admitted;
+    type Entry = Slow;
 
     #[inline]
-    fn enter_fast(&self, request: &impl RequestInfo) -> Result<Sent, Option<Unsent>> {
+    fn enter_fast(&self, request: &impl RequestInfo) -> Result<Admitted, Slow> {
         let Some(Reading {
             key,
             cost,
             deadline,
         }) = self.extractors.read(request)
         else {
-            return Err(None);
+            return Err(Slow::NoKey);
         };
         let entry = Entry {
             key,
@@ -185,25 +189,32 @@ impl Gate for RateLimitLayer {
             host: self.limiter.host_of(key, request),
         };
         match self.limiter.send_at_once(&entry) {
-            Ok(now) => Ok(self.sent(&entry, now, None, request)),
-            Err(now) => Err(Some(Unsent { entry, now })),
+            Err(now) => Err(Slow::NoPermit(entry, now)),
+            Ok(now) if self.extractors.policy.is_default() => Ok(Admitted { entry, now }),
+            Ok(now) => Err(Slow::OwnPolicy(Admitted { entry, now })),
         }
     }
 
-    fn enter_slow(
-        &self,
-        unsent: Option<Unsent>,
-        request: &impl RequestInfo,
-    ) -> Admission<Sent, Box<Waiter>> {
-        let Some(Unsent { entry, now }) = unsent else {
-            return Admission::No(self.limiter.no_key());
+    #[inline]
+    fn sent(&self, Admitted { entry, now }: Admitted) -> Sent {
+        Sent::at_once(self.limiter.id(), &entry, now)
+    }
+
+    fn enter_slow(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Box<Waiter>> {
+        let (entry, now) = match slow {
+            Slow::NoKey => return Admission::No(self.limiter.no_key()),
+            Slow::NoPermit(entry, now) => (entry, now),
+            Slow::OwnPolicy(admitted) => {
+                return Admission::Go(self.sent_with_label(admitted, request));
+            }
         };
         match self
             .limiter
             .start_slow(&entry, now, || self.label(entry.key, request))
         {
             Started::Granted(_, in_flight_slot) => {
-                Admission::Go(self.sent(&entry, now, in_flight_slot, request))
+                let sent = self.sent_with_label(Admitted { entry, now }, request);
+                Admission::Go(sent.in_flight(in_flight_slot))
             }
             Started::Waiting(waiter) => Admission::Wait(waiter),
             Started::Limited(limited) => Admission::No(limited),

@@ -170,7 +170,7 @@ mod middleware {
     /// Brings `request` to `gate`.
     fn enter<G: Gate>(gate: &G, request: &RequestRef<'_>) -> Admission<G::Call, G::Wait> {
         match gate.enter_fast(request) {
-            Ok(call) => Admission::Go(call),
+            Ok(admitted) => Admission::Go(gate.sent(admitted)),
             Err(entry) => gate.enter_slow(entry, request),
         }
     }

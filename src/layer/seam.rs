@@ -39,16 +39,25 @@ pub(super) trait Gate: Send + Sync {
     /// A request that was sent and has no response yet. Dropping it ends the call.
     type Call: Send + Sync;
 
+    /// A request that the gate has admitted at once, and that the edge sends now.
+    ///
+    /// It is `Copy`, so that an edge has nothing to drop if the inner service panics: see
+    /// `Gated::call_now`.
+    type Admitted: Copy;
+
     /// What the gate has read from a request that it did not admit at once.
     type Entry;
 
-    /// Admits `request` if that needs no more than a permit at hand. The edge sends an admitted
-    /// request at once.
+    /// Admits `request` if that needs no more than a permit at hand, and if the gate's
+    /// [`policy`](Gate::policy) is the default. The edge sends an admitted request at once.
     ///
     /// # Errors
     ///
     /// What [`enter_slow`](Gate::enter_slow) needs, if the request has to take the slow path.
-    fn enter_fast(&self, request: &impl RequestInfo) -> Result<Self::Call, Self::Entry>;
+    fn enter_fast(&self, request: &impl RequestInfo) -> Result<Self::Admitted, Self::Entry>;
+
+    /// Makes the call of a request that was admitted at once.
+    fn sent(&self, admitted: Self::Admitted) -> Self::Call;
 
     /// Admits `request`, makes it wait, or refuses it. The edge sends an admitted request at once.
     fn enter_slow(

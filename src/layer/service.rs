@@ -38,18 +38,39 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         R: RequestInfo,
         S: Service<R>,
     {
-        match self.gate.enter_fast(&request) {
-            Ok(call) => self.call_now(call, request, clone),
-            Err(entry) => self.call_slow(entry, request, clone),
+        match (self.gate.enter_fast(&request), clone) {
+            (Ok(admitted), None) => self.call_now(admitted, request),
+            (Ok(admitted), clone) => self.call_granted(self.gate.sent(admitted), request, clone),
+            (Err(entry), clone) => self.call_slow(entry, request, clone),
         }
     }
 
-    /// Makes the future of a request that is sent now.
-    // The inner service is called last, so that its future is written to its place and not copied.
-    // Always inlined: a function of its own copies the request and the call once more, which cost 4
-    // ns.
-    #[inline(always)]
-    fn call_now<R>(
+    /// Makes the future of a request that was admitted at once.
+    // The inner service writes its future to its place in the result. The compiler allows that if
+    // nothing is to be dropped when the inner service panics, and if no other function gets the
+    // place of the result. So nothing is made before the inner service is called, and this function
+    // is not inlined. Otherwise the future is copied, which cost 7 ns for a future of 112 bytes.
+    #[inline(never)]
+    fn call_now<R>(&mut self, admitted: G::Admitted, request: R) -> GatedFuture<G, S, R>
+    where
+        S: Service<R>,
+    {
+        let response = self.inner.call(request);
+        GatedFuture {
+            state: State::Calling {
+                response,
+                call: Some(self.gate.sent(admitted)),
+                repeat: None,
+            },
+            policy: ResponsePolicy::default(),
+        }
+    }
+
+    /// Makes the future of a request that was admitted on the slow path, or that may be sent again.
+    // Not inlined: `clone` may keep the address of the request. In `call`, the compiler would then
+    // copy the request once more, which cost 5 ns.
+    #[inline(never)]
+    fn call_granted<R>(
         &mut self,
         call: G::Call,
         request: R,
@@ -59,15 +80,13 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         S: Service<R>,
     {
         let repeat = clone.and_then(|clone| Repeat::new(&request, &self.inner, clone));
-        let policy = self.gate.policy();
-        let call = Some(call);
         GatedFuture {
             state: State::Calling {
                 response: self.inner.call(request),
-                call,
+                call: Some(call),
                 repeat,
             },
-            policy,
+            policy: self.gate.policy(),
         }
     }
 
@@ -85,7 +104,7 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         S: Service<R>,
     {
         match self.gate.enter_slow(entry, &request) {
-            Admission::Go(call) => self.call_now(call, request, clone),
+            Admission::Go(call) => self.call_granted(call, request, clone),
             Admission::Wait(wait) => self.call_later(Ok(wait), request, clone),
             Admission::No(limited) => self.call_later(Err(limited), request, clone),
         }

@@ -1,5 +1,6 @@
 //! The layer that finds the pace of an unknown limit, and its Tower service.
 
+use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -128,11 +129,16 @@ impl Gate for AdaptiveThrottleLayer {
     type Wait = ThrottleWait;
     type Permit = ThrottleCall;
     type Call = ThrottleCall;
+    type Admitted = Infallible;
     type Entry = ();
 
     /// Never admits at once: a throttle has one path.
-    fn enter_fast(&self, _request: &impl RequestInfo) -> Result<ThrottleCall, ()> {
+    fn enter_fast(&self, _request: &impl RequestInfo) -> Result<Infallible, ()> {
         Err(())
+    }
+
+    fn sent(&self, admitted: Infallible) -> ThrottleCall {
+        match admitted {}
     }
 
     fn enter_slow(

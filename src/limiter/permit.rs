@@ -192,57 +192,48 @@ pub(crate) struct Sent {
 }
 
 /// What only few requests have on their way.
+#[derive(Default)]
 struct More {
     in_flight_slot: Option<InFlightSlot>,
     wait: Option<Box<PastWait>>,
 }
 
-impl More {
-    /// Makes it for a request that did not wait.
-    #[cold]
-    fn new(in_flight_slot: Option<InFlightSlot>, label: Option<Box<str>>) -> Box<Self> {
-        let wait = label.map(|label| {
-            Box::new(PastWait {
-                label,
-                waited: Duration::ZERO,
-                turns: 0,
-                host: None,
-            })
-        });
-        Box::new(More {
-            in_flight_slot,
-            wait,
-        })
-    }
-}
-
 impl Sent {
-    /// Makes one for a request that got its permit at once. `label` is the name of its key, for the
-    /// error of a refusal, if the caller wants one.
+    /// Makes one for a request that got its permit at once.
     #[inline]
-    pub(crate) fn at_once(
-        core: CoreId,
-        entry: &Entry,
-        at: Instant,
-        in_flight_slot: Option<InFlightSlot>,
-        label: Option<Box<str>>,
-    ) -> Self {
+    pub(crate) fn at_once(core: CoreId, entry: &Entry, at: Instant) -> Self {
         let &Entry {
             key, cost, host, ..
         } = entry;
-        let more = if in_flight_slot.is_none() && label.is_none() {
-            None
-        } else {
-            Some(More::new(in_flight_slot, label))
-        };
         Sent {
             core,
             cost,
             key,
             host,
             at,
-            more,
+            more: None,
         }
+    }
+
+    /// Adds the name of the key, for the error of a refusal, if the caller wants one.
+    #[cold]
+    pub(crate) fn named(mut self, label: Box<str>) -> Self {
+        let wait = PastWait {
+            label,
+            waited: Duration::ZERO,
+            turns: 0,
+            host: None,
+        };
+        self.more.get_or_insert_default().wait = Some(Box::new(wait));
+        self
+    }
+
+    /// Adds the in-flight slot of the call, if calls in flight are limited.
+    pub(crate) fn in_flight(mut self, in_flight_slot: Option<InFlightSlot>) -> Self {
+        if in_flight_slot.is_some() {
+            self.more.get_or_insert_default().in_flight_slot = in_flight_slot;
+        }
+        self
     }
 
     pub(crate) fn key(&self) -> Key {
