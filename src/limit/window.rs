@@ -198,6 +198,11 @@ impl Window {
             self.chunks[index].count += units;
             self.chunks[index].stamp = stamp;
         } else {
+            if chunks == 0 {
+                // Many keys never have a second chunk. By itself, the log would begin with room for
+                // four.
+                self.chunks.reserve_exact(1);
+            }
             self.chunks.insert(
                 index,
                 Chunk {
