@@ -121,6 +121,7 @@ impl KeyState {
     }
 
     /// Returns how many requests wait.
+    #[inline]
     pub(super) fn waiting(&self) -> usize {
         self.queue.as_ref().map_or(0, |queue| queue.waiting())
     }
