@@ -3,15 +3,17 @@
 //! To use tollgate:
 //!
 //! - [First steps](first_steps): the first program, and one for each kind of client.
-//! - [Choosing a quota](choosing_a_quota): how to describe the limit of a server.
+//! - [Choosing a quota](choosing_a_quota): how to describe the limit of a server, and how long a
+//!   request may wait.
 //! - [Keys](keys): whose limit it is; several limits with different keys.
-//! - [Handling a refusal](refusals): why a request was refused, and when to try again.
+//! - [Handling a refusal](refusals): why a request was refused, when to try again, and what tollgate
+//!   reports in production.
 //! - [Retry and timeout](retry_and_timeout): the order of the layers.
 //! - [Calls in flight](in_flight): limits on calls at the same time.
 //! - [Limits you do not know](pace): a layer that finds the speed by itself.
 //! - [Learning from responses](learning): other clients of the same limit, and limits that a server
 //!   states.
-//! - [Testing](testing): tests that wait for nothing.
+//! - [Testing](testing): tests of your program that wait for nothing.
 //!
 //! To operate a fleet:
 //!
