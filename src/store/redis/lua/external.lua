@@ -102,8 +102,8 @@ local function cold_external()
 
   -- Takes in a statement of the upstream about a limit of this state. Returns whether less is
   -- allowed than before.
-  local function see_limit(limit, units, reset_in, steady, urgent, ago, refused, valid_for)
-    if limit.kind == BUCKET then return limit.rule.cold().see(limit, ago, units) end
+  local function see_limit(limit, left, reset_in, steady, urgent, ago, refused, valid_for)
+    if limit.kind == BUCKET then return limit.rule.cold().see(limit, ago, left) end
     local least, most
     local longest_life = math.floor(limit.window / 20)
     if longest_life < LONGEST_LIFE then longest_life = LONGEST_LIFE end
@@ -119,7 +119,7 @@ local function cold_external()
     local oldest = math.floor(limit.window / 20)
     if oldest < OLDEST_RESPONSE then oldest = OLDEST_RESPONSE end
     if steady == 0 and ago > oldest then reset_in = 0 end
-    local gone, external = limit.count > units and limit.count - units or 0, limit.external
+    local gone, external = limit.count > left and limit.count - left or 0, limit.external
     local resets = reset_in > 0 and state.now + reset_in or nil
     if not external and not (resets and gone > most) and refused == 0 and not urgent then return false end
     local is_steady = steady == 1 and resets
@@ -154,8 +154,8 @@ local function cold_external()
     local of_others = gone > counted and gone - counted or 0
     if stated_at + limit.window >= external.ends then
       if least > LARGEST_I4 then least = LARGEST_I4 end
-      if units < external.fewest_left or (units == external.fewest_left and least < external.granted_then) then
-        external.fewest_left, external.granted_then = units, least
+      if left < external.fewest_left or (left == external.fewest_left and least < external.granted_then) then
+        external.fewest_left, external.granted_then = left, least
       end
       if is_steady then
         if is_newest and gone < external.seen then external.seen = gone end
@@ -186,7 +186,7 @@ local function cold_external()
 
   -- Takes in a statement of the upstream. Returns whether less is allowed than before, and whether
   -- the statement is urgent: then other processes are notified at once.
-  local function see(kind, count, window, capacity, units, reset_in, flags, ago, refused, valid_for, forget)
+  local function see(kind, count, window, capacity, left, reset_in, flags, ago, refused, valid_for, forget)
     local steady, urgent = flags % 2, flags >= 2
     for i = 1, #state do
       local limit = state[i]
@@ -195,7 +195,7 @@ local function cold_external()
           forget_others(limit)
           return false, false
         end
-        return see_limit(limit, units, reset_in, steady, urgent, ago, refused, valid_for), urgent
+        return see_limit(limit, left, reset_in, steady, urgent, ago, refused, valid_for), urgent
       end
     end
     return false, false

@@ -27,40 +27,41 @@ local function fixed_rule()
       local list, current = entries(limit), number_of(limit, state.now)
       -- The window before the current one is kept, because the current one may begin earlier when
       -- the clock is set.
-      while list[1] and list[1].window + 1 < current do
+      while list[1] and list[1].number + 1 < current do
         table.remove(list, 1)
         limit.n, limit.dirty = #list, true
       end
     end
   end
 
-  -- Returns the place of the use of `window` in the list, and the use, or nil if there is none.
-  local function find_use(limit, window)
+  -- Returns the place of the use of window `number` in the list, and the use. The use is nil if the
+  -- window has none.
+  local function find_use(limit, number)
     local list = entries(limit)
     for i = 1, #list do
-      if list[i].window >= window then
-        return i, list[i].window == window and list[i] or nil
+      if list[i].number >= number then
+        return i, list[i].number == number and list[i] or nil
       end
     end
     return #list + 1, nil
   end
 
-  -- Returns the units used in `window`.
-  local function units_in(limit, window)
-    local _, use = find_use(limit, window)
+  -- Returns the units used in window `number`.
+  local function units_in(limit, number)
+    local _, use = find_use(limit, number)
     return use and use.units or 0
   end
 
   -- Adds units to a window.
-  local function add(limit, window, units)
-    local list, i, use = entries(limit), find_use(limit, window)
+  local function add(limit, number, units)
+    local list, i, use = entries(limit), find_use(limit, number)
     if use then
       use.units = use.units + units
     else
-      table.insert(list, i, { window = window, units = units })
+      table.insert(list, i, { number = number, units = units })
     end
     while #list > MOST_WINDOWS do
-      local closed = table.remove(list, 1).window + 1
+      local closed = table.remove(list, 1).number + 1
       if closed > limit.open_from then limit.open_from = closed end
     end
     limit.n, limit.dirty = #list, true
@@ -77,8 +78,8 @@ local function fixed_rule()
     if limit.window - moved < moved then moved = limit.window - moved end
     local list, open_from = entries(limit), limit.open_from
     limit.phase, limit.list, limit.n, limit.open_from, limit.dirty = phase, {}, 0, 0, true
-    local function overlapped(window)
-      local start = window * limit.window - before
+    local function overlapped(number)
+      local start = number * limit.window - before
       if moved < SMALLEST_STEP then
         local same = number_of(limit, start + math.floor(limit.window / 2))
         return same, same
@@ -90,9 +91,9 @@ local function fixed_rule()
       limit.open_from = last + 1
     end
     for i = 1, #list do
-      local first, last = overlapped(list[i].window)
-      for window = first, last do
-        add(limit, window, list[i].units)
+      local first, last = overlapped(list[i].number)
+      for number = first, last do
+        add(limit, number, list[i].units)
       end
     end
     state.changed = true
@@ -103,30 +104,30 @@ local function fixed_rule()
   -- boundaries.
   local function first_slot(limit, from, cost, life, reserved)
     local most = limit.count - reserved > cost and limit.count - reserved or cost
-    local list, window, open = entries(limit), number_of(limit, from), limit.window - 2 * guard
-    if window < limit.open_from then window = limit.open_from end
+    local list, number, open = entries(limit), number_of(limit, from), limit.window - 2 * guard
+    if number < limit.open_from then number = limit.open_from end
     if open < 0 then open = 0 end
     open = open > life and open - life or 0
-    local i = find_use(limit, window)
+    local i = find_use(limit, number)
     while true do
-      local start, use = window * limit.window - limit.phase + guard, list[i]
+      local start, use = number * limit.window - limit.phase + guard, list[i]
       local slot, units = from > start and from or start, 0
-      if use and use.window == window then
+      if use and use.number == number then
         units, i = use.units, i + 1
       end
       if slot <= start + open and units + cost <= most then
         return slot
       end
       if start >= NEVER then return NEVER end
-      window = window + 1
+      number = number + 1
     end
   end
 
   -- Returns how many units may leave at `slot`.
   local function room(limit, slot)
-    local window = number_of(limit, slot)
-    if window < limit.open_from then return 0 end
-    local room = limit.count - units_in(limit, window)
+    local number = number_of(limit, slot)
+    if number < limit.open_from then return 0 end
+    local room = limit.count - units_in(limit, number)
     return room > 0 and room or 0
   end
 
@@ -157,7 +158,7 @@ local function fixed_rule()
     local list, last = entries(limit), limit.open_from
     for i = #list, 1, -1 do
       if list[i].units > 0 then
-        if list[i].window + 1 > last then last = list[i].window + 1 end
+        if list[i].number + 1 > last then last = list[i].number + 1 end
         break
       end
     end
@@ -197,7 +198,7 @@ local function fixed_rule()
   end
 
   local rule = {
-    entry = WINDOW_USE, size = WINDOW_USE_SIZE, fields = { 'window', 'units' },
+    entry = WINDOW_USE, size = WINDOW_USE_SIZE, fields = { 'number', 'units' },
     advance = advance, align = align, first_slot = first_slot, room = room, insert = insert, charge
     = charge, subtract = subtract, fresh_from = fresh_from, free = free, used = used, new = new, read = read, record =
     record, cold = 0,

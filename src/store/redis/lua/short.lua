@@ -36,7 +36,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + re
       local asked_kind, asked_count, asked_window, asked_capacity =
         struct.unpack(CALL_LIMIT, call, pos + CALL_LIMIT_SIZE * (i - 1))
       if asked_kind == BUCKET then
-        local kind, count, window, capacity, first_guard, last_stated, n, room, full_at, full_r, base_at, base_r, refundable,
+        local kind, count, window, capacity, record_guard, last_stated, n, room, full_at, full_r, base_at, base_r, refundable,
           refundable_r = struct.unpack(BUCKET_RECORD, head, record)
         -- How far the bucket is from full, in microseconds / count. All products below are exact.
         local missing = full_at > now and (full_at - now) * count + full_r or 0
@@ -68,13 +68,13 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + re
           if free < free_after then free_after = free end
           fresh = full_r > 0 and full_at + 1 or full_at
           if fresh > fresh_from then fresh_from = fresh end
-          records = records .. struct.pack(BUCKET_RECORD, BUCKET, count, window, capacity, first_guard, last_stated, 0,
+          records = records .. struct.pack(BUCKET_RECORD, BUCKET, count, window, capacity, record_guard, last_stated, 0,
             room, full_at, full_r, base_at, base_r, refundable, refundable_r, NEVER, 0, 0, 0)
         end
         region = region + room * DELAYED_SIZE
       else
-        local kind, count, window, capacity, first_guard, last_stated, n, room, total, fine_units, coarse_count, first,
-          floor, cursor_index, _, oldest, oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, head, record)
+        local kind, count, window, capacity, record_guard, last_stated, n, room, total, fine_units, coarse_count, first,
+          floor, cursor_index, _, oldest, oldest_units, newest, newest_units = struct.unpack(WINDOW_RECORD, head, record)
         if kind ~= WINDOW or asked_kind ~= WINDOW or asked_count ~= count or asked_window ~= window
           or coarse_count > 0 or floor > 0 or cursor_index > 0 or cost > count or n == 0 or stamp < newest then
           is_unusual = true
@@ -84,12 +84,12 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + re
 
         -- Chunks that are older than the window leave the log.
         while n > 0 and oldest + window <= now do
-          n, total, fine_units, first = n - 1, total - oldest_count, fine_units - oldest_count, first + 1
+          n, total, fine_units, first = n - 1, total - oldest_units, fine_units - oldest_units, first + 1
           if n == 1 then
-            oldest, oldest_count = newest, newest_count
+            oldest, oldest_units = newest, newest_units
           elseif n > 1 then
             local from = region + first % room * CHUNK_SIZE
-            oldest, oldest_count = struct.unpack(CHUNK, redis.call('GETRANGE', KEYS[1], from, from + CHUNK_SIZE - 1))
+            oldest, oldest_units = struct.unpack(CHUNK, redis.call('GETRANGE', KEYS[1], from, from + CHUNK_SIZE - 1))
           end
         end
         if now - last_stated > window / 2 then
@@ -101,7 +101,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + re
           -- The call is refused until the oldest chunk leaves the window. If that frees too few
           -- units, or if the caller can wait that long, main.lua looks for the slot.
           local left = oldest + window - now
-          if cost - free > oldest_count or left <= latest then
+          if cost - free > oldest_units or left <= latest then
             is_unusual = true
             break
           end
@@ -114,23 +114,23 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + re
             is_unusual = true
             break
           end
-          if n > 0 and (newest == stamp or newest_count < math.floor((count + 99) / 100)) then
-            newest_count = newest_count + units
+          if n > 0 and (newest == stamp or newest_units < math.floor((count + 99) / 100)) then
+            newest_units = newest_units + units
           else
             -- Until now, the newest chunk was in the record only.
             if n > 0 then
               chunks = chunks or {}
               chunks[#chunks + 1] = region + (first + n - 1) % room * CHUNK_SIZE
-              chunks[#chunks + 1] = struct.pack(CHUNK, newest, newest_count)
+              chunks[#chunks + 1] = struct.pack(CHUNK, newest, newest_units)
             end
-            n, newest_count = n + 1, units
+            n, newest_units = n + 1, units
           end
           if n == 1 then
-            oldest, oldest_count = stamp, newest_count
+            oldest, oldest_units = stamp, newest_units
           end
           if free - units < free_after then free_after = free - units end
-          records = records .. struct.pack(WINDOW_RECORD, WINDOW, count, window, 0, first_guard, last_stated, n, room,
-            total + units, fine_units + units, 0, first % room, 0, 0, 0, oldest, oldest_count, stamp, newest_count)
+          records = records .. struct.pack(WINDOW_RECORD, WINDOW, count, window, 0, record_guard, last_stated, n, room,
+            total + units, fine_units + units, 0, first % room, 0, 0, 0, oldest, oldest_units, stamp, newest_units)
           if stamp + window > fresh_from then fresh_from = stamp + window end
         end
         region = region + room * CHUNK_SIZE

@@ -51,16 +51,16 @@ local function window_rule()
   end
 
   -- Returns the units of chunk i.
-  local function count_of(limit, i)
+  local function units_of(limit, i)
     local place = 2 * (limit.first + i)
     if not limit.ring[place] then fetch(limit, place / 2) end
     return limit.ring[place + 1]
   end
 
   -- Sets chunk i.
-  local function put(limit, i, stamp, count)
+  local function put(limit, i, stamp, units)
     local place = limit.first + i
-    limit.ring[2 * place], limit.ring[2 * place + 1] = stamp, count
+    limit.ring[2 * place], limit.ring[2 * place + 1] = stamp, units
     if not limit.dirty then limit.dirty, limit.dirty_from, limit.dirty_to = {}, place, place end
     limit.dirty[place] = true
     if place < limit.dirty_from then limit.dirty_from = place end
@@ -69,15 +69,15 @@ local function window_rule()
 
   -- Removes the oldest chunk. Returns its stamp.
   local function pop_oldest(limit)
-    local stamp, count = stamp_of(limit, 0), count_of(limit, 0)
-    limit.first, limit.n, limit.total = limit.first + 1, limit.n - 1, limit.total - count
+    local stamp, units = stamp_of(limit, 0), units_of(limit, 0)
+    limit.first, limit.n, limit.total = limit.first + 1, limit.n - 1, limit.total - units
     if limit.coarse_count > 0 then
       limit.coarse_count = limit.coarse_count - 1
     else
-      limit.fine_units = limit.fine_units - count
+      limit.fine_units = limit.fine_units - units
     end
     if limit.cursor_index > 0 then
-      limit.cursor_index, limit.cursor_before = limit.cursor_index - 1, limit.cursor_before - count
+      limit.cursor_index, limit.cursor_before = limit.cursor_index - 1, limit.cursor_before - units
     end
     return stamp
   end
@@ -96,35 +96,35 @@ local function window_rule()
     end
 
     -- Inserts a chunk before chunk i; moves the shorter side of the ring.
-    function cold_functions.insert_chunk(limit, i, stamp, count)
+    function cold_functions.insert_chunk(limit, i, stamp, units)
       if limit.n + 1 > limit.room then
         load_all(limit)
         state.must_rewrite = true
       end
       if limit.n - i <= i then
         for k = limit.n, i + 1, -1 do
-          put(limit, k, stamp_of(limit, k - 1), count_of(limit, k - 1))
+          put(limit, k, stamp_of(limit, k - 1), units_of(limit, k - 1))
         end
       else
         limit.first = limit.first - 1
         for k = 0, i - 1 do
-          put(limit, k, stamp_of(limit, k + 1), count_of(limit, k + 1))
+          put(limit, k, stamp_of(limit, k + 1), units_of(limit, k + 1))
         end
       end
       limit.n = limit.n + 1
-      put(limit, i, stamp, count)
+      put(limit, i, stamp, units)
     end
 
     -- Removes chunk i; moves the shorter side of the ring.
     local function remove_chunk(limit, i)
       if i < limit.n / 2 then
         for k = i, 1, -1 do
-          put(limit, k, stamp_of(limit, k - 1), count_of(limit, k - 1))
+          put(limit, k, stamp_of(limit, k - 1), units_of(limit, k - 1))
         end
         limit.first = limit.first + 1
       else
         for k = i, limit.n - 2 do
-          put(limit, k, stamp_of(limit, k + 1), count_of(limit, k + 1))
+          put(limit, k, stamp_of(limit, k + 1), units_of(limit, k + 1))
         end
       end
       limit.n = limit.n - 1
@@ -135,12 +135,12 @@ local function window_rule()
       local twice = 2 * limit.count
       while limit.coarse_count < limit.n do
         local coarse = limit.coarse_count
-        local count = count_of(limit, coarse)
-        if limit.fine_units - count < twice and limit.n - coarse <= MOST_FINE then break end
-        limit.fine_units = limit.fine_units - count
-        local last = coarse > 0 and count_of(limit, coarse - 1)
-        if last and last + count <= limit.count then
-          put(limit, coarse, stamp_of(limit, coarse), count + last)
+        local units = units_of(limit, coarse)
+        if limit.fine_units - units < twice and limit.n - coarse <= MOST_FINE then break end
+        limit.fine_units = limit.fine_units - units
+        local last = coarse > 0 and units_of(limit, coarse - 1)
+        if last and last + units <= limit.count then
+          put(limit, coarse, stamp_of(limit, coarse), units + last)
           remove_chunk(limit, coarse - 1)
           if limit.cursor_index > coarse then
             limit.cursor_index = limit.cursor_index - 1
@@ -159,13 +159,13 @@ local function window_rule()
 
     -- Joins a chunk that has become small with the next. Returns the index to go on from.
     local function join_next(limit, i)
-      local count = count_of(limit, i)
-      if count > 0 then
+      local units = units_of(limit, i)
+      if units > 0 then
         local is_last = i + 1 >= limit.n or i + 1 == limit.coarse_count
-        if is_last or count + count_of(limit, i + 1) > math.floor((limit.count + 99) / 100) then
+        if is_last or units + units_of(limit, i + 1) > math.floor((limit.count + 99) / 100) then
           return i + 1
         end
-        put(limit, i + 1, stamp_of(limit, i + 1), count_of(limit, i + 1) + count)
+        put(limit, i + 1, stamp_of(limit, i + 1), units_of(limit, i + 1) + units)
       end
       remove_chunk(limit, i)
       if i < limit.coarse_count then
@@ -192,14 +192,14 @@ local function window_rule()
       end
       limit.cursor_index, limit.cursor_before = 0, 0
       while units > 0 and i < limit.n do
-        local count = count_of(limit, i)
-        local taken = units < count and units or count
+        local chunk_units = units_of(limit, i)
+        local taken = units < chunk_units and units or chunk_units
         units = units - taken
         limit.total = limit.total - taken
         if i >= limit.coarse_count then
           limit.fine_units = limit.fine_units - taken
         end
-        put(limit, i, stamp_of(limit, i), count - taken)
+        put(limit, i, stamp_of(limit, i), chunk_units - taken)
         i = join_next(limit, i)
       end
     end
@@ -216,7 +216,7 @@ local function window_rule()
       for i = limit.n - 1, 0, -1 do
         if stamp_of(limit, i) <= stamp then break end
         most = least
-        least = least - count_of(limit, i)
+        least = least - units_of(limit, i)
       end
       return least, most
     end
@@ -231,7 +231,7 @@ local function window_rule()
     -- Calls `with` with the stamp and the units of each chunk.
     function cold_functions.for_each(limit, with)
       for i = 0, limit.n - 1 do
-        with(stamp_of(limit, i), count_of(limit, i))
+        with(stamp_of(limit, i), units_of(limit, i))
       end
     end
 
@@ -240,7 +240,7 @@ local function window_rule()
       load_all(limit)
       local parts, ring = {}, {}
       for i = 0, limit.n - 1 do
-        ring[2 * i], ring[2 * i + 1] = stamp_of(limit, i), count_of(limit, i)
+        ring[2 * i], ring[2 * i + 1] = stamp_of(limit, i), units_of(limit, i)
         parts[i + 1] = struct.pack(CHUNK, ring[2 * i], ring[2 * i + 1])
       end
       limit.first, limit.ring = 0, ring
@@ -256,7 +256,7 @@ local function window_rule()
   -- Reads a record.
   local function read(s, from)
     local kind, count, window, capacity, guard, last_stated, n, room, total, fine_units, coarse_count, first, floor,
-      cursor_index, cursor_before, oldest, oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, s, from)
+      cursor_index, cursor_before, oldest, oldest_units, newest, newest_units = struct.unpack(WINDOW_RECORD, s, from)
     local last = first + n - 1
     return {
       kind = kind, count = count, window = window, capacity = capacity, guard = guard, last_stated = last_stated, n = n,
@@ -264,22 +264,22 @@ local function window_rule()
       cursor_index = cursor_index, cursor_before = cursor_before, first_read = first, end_read = last + 1, dirty = false,
       dirty_from = 0, dirty_to = 0, base = 0, rule = 0, ours = false,
       ring = {
-        [2 * last] = newest, [2 * last + 1] = newest_count, [2 * first] = oldest, [2 * first + 1] = oldest_count,
+        [2 * last] = newest, [2 * last + 1] = newest_units, [2 * first] = oldest, [2 * first + 1] = oldest_units,
       },
     }
   end
 
   -- Packs the record.
   local function record(limit)
-    local oldest, oldest_count, newest, newest_count = 0, 0, 0, 0
+    local oldest, oldest_units, newest, newest_units = 0, 0, 0, 0
     local last = limit.n - 1
     if last >= 0 then
-      oldest, oldest_count = stamp_of(limit, 0), count_of(limit, 0)
-      newest, newest_count = stamp_of(limit, last), count_of(limit, last)
+      oldest, oldest_units = stamp_of(limit, 0), units_of(limit, 0)
+      newest, newest_units = stamp_of(limit, last), units_of(limit, last)
     end
     return struct.pack(WINDOW_RECORD, WINDOW, limit.count, limit.window, limit.capacity, limit.guard, limit.last_stated,
       limit.n, limit.room, limit.total, limit.fine_units, limit.coarse_count, limit.first % limit.room, limit.floor,
-      limit.cursor_index, limit.cursor_before, oldest, oldest_count, newest, newest_count)
+      limit.cursor_index, limit.cursor_before, oldest, oldest_units, newest, newest_units)
   end
 
   -- Writes the chunks that changed, except the newest, which is in the record.
@@ -325,12 +325,12 @@ local function window_rule()
       local index, before = limit.cursor_index, limit.cursor_before
       while before >= leaving do
         index = index - 1
-        before = before - count_of(limit, index)
+        before = before - units_of(limit, index)
       end
-      local count = count_of(limit, index)
-      while before + count < leaving do
-        index, before = index + 1, before + count
-        count = count_of(limit, index)
+      local units = units_of(limit, index)
+      while before + units < leaving do
+        index, before = index + 1, before + units
+        units = units_of(limit, index)
       end
       limit.cursor_index, limit.cursor_before = index, before
       last = stamp_of(limit, index)
@@ -346,10 +346,10 @@ local function window_rule()
     local index, before, gone = limit.cursor_index, limit.cursor_before, slot - limit.window
     while index > 0 and stamp_of(limit, index - 1) > gone do
       index = index - 1
-      before = before - count_of(limit, index)
+      before = before - units_of(limit, index)
     end
     while index < limit.n and stamp_of(limit, index) <= gone do
-      before = before + count_of(limit, index)
+      before = before + units_of(limit, index)
       index = index + 1
     end
     local room = limit.count - (limit.total - before)
@@ -372,15 +372,15 @@ local function window_rule()
     end
     if i > 0 and stamp_of(limit, i - 1) == stamp then
       i = i - 1
-      put(limit, i, stamp, count_of(limit, i) + units)
-    elseif i < n and count_of(limit, i) < chunk_size then
-      put(limit, i, stamp_of(limit, i), count_of(limit, i) + units)
-    elseif i > 0 and count_of(limit, i - 1) < chunk_size then
+      put(limit, i, stamp, units_of(limit, i) + units)
+    elseif i < n and units_of(limit, i) < chunk_size then
+      put(limit, i, stamp_of(limit, i), units_of(limit, i) + units)
+    elseif i > 0 and units_of(limit, i - 1) < chunk_size then
       i = i - 1
-      put(limit, i, stamp, count_of(limit, i) + units)
+      put(limit, i, stamp, units_of(limit, i) + units)
     elseif i == n and n < limit.room then
       -- Until now, the newest chunk was in the record only.
-      if n > 0 then put(limit, n - 1, stamp_of(limit, n - 1), count_of(limit, n - 1)) end
+      if n > 0 then put(limit, n - 1, stamp_of(limit, n - 1), units_of(limit, n - 1)) end
       limit.n = n + 1
       put(limit, n, stamp, units)
     else
