@@ -5,13 +5,17 @@
 -- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, `state` and `entries` (state.lua)
 --
--- A moment m with a remainder r stands for m + r / count. Rust keeps both as one wide integer,
--- microseconds times count.
+-- The bucket keeps the moment at which it will be full again, `full_at`. src/limit/bucket.rs
+-- explains this and the other fields.
+--
+-- Moments and spans are exact: two numbers m and r, with r < count, stand for m + r / count
+-- microseconds. Names such as `full_at` and `full_r`, or q and r, are such a pair. Rust keeps both
+-- as one wide integer, microseconds times count.
 
 -- Returns the functions of this kind of limit.
 local function bucket_rule()
   local MOST_DELAYED = 32
-  -- The greatest age that is assumed of a statement of the upstream.
+  -- The greatest age that is assumed of a statement of the upstream, in microseconds.
   local LONGEST_AGO = 5000000
 
   -- Divides and returns quotient and remainder, exactly, although p / by may be rounded.
@@ -67,7 +71,7 @@ local function bucket_rule()
     return q, r
   end
 
-  -- Returns when the bucket holds `units`.
+  -- Returns the first moment, in whole microseconds, at which the bucket holds `units`.
   local function room_for(limit, units)
     local missing = limit.capacity - units
     local q, r = limit.full_at, limit.full_r
@@ -85,7 +89,8 @@ local function bucket_rule()
     return slot > from and slot or from
   end
 
-  -- Returns how many units may leave at `slot`.
+  -- Returns how many units may leave at `slot`. The quotient that begins the search for `missing`
+  -- may be rounded; the two loops correct it.
   local function room(limit, slot)
     local q, r = limit.full_at - slot, limit.full_r
     if q < 0 then return limit.capacity end
@@ -114,7 +119,8 @@ local function bucket_rule()
     end
   end
 
-  -- Takes the units of a permit out of the bucket.
+  -- Takes the units of a permit out of the bucket. If its slot is later than the bucket requires,
+  -- because another limit delayed it, the permit becomes an entry.
   local function insert(limit, slot, stamp, units)
     local before, before_r = limit.full_at, limit.full_r
     local earlier = less(stamp, 0, before, before_r)
@@ -203,7 +209,9 @@ local function bucket_rule()
       end
     end
 
-    -- Takes back units that were not used.
+    -- Takes back units that were not used. In full if they are of the last permit that was booked
+    -- in order, or of the last delayed one. Any other permit is taken back as far as `refundable`
+    -- allows.
     function rule.subtract(limit, slot, stamp, units)
       local span, span_r = refill(limit, units)
       if slot >= limit.queued_from and room_for(limit, 0) == slot then
@@ -240,8 +248,9 @@ local function bucket_rule()
       forget_queue(limit)
     end
 
-    -- Takes in a statement of the upstream that was made `ago`: `left` units remain. Returns
-    -- whether the bucket held more.
+    -- Takes in a statement of the upstream that was made `ago` microseconds ago: `left` units were
+    -- left. From now on the bucket holds at most these and the units refilled since. Returns
+    -- whether it held more.
     function rule.see(limit, ago, left)
       local back, rest = divide((ago < LONGEST_AGO and ago or LONGEST_AGO) * limit.count, limit.window)
       local gone = room(limit, state.now) - (left + back + (rest > 0 and 2 or 1))

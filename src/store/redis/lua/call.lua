@@ -1,4 +1,5 @@
--- Decides about the permits of one key. This file reads the call; short.lua or main.lua decides.
+-- Decides about the permits of one key. This file reads the call. Then short.lua decides, or else
+-- main.lua does.
 --
 -- Twin: src/limit/ledger.rs
 -- After a change: cargo test --all-features --lib differential
@@ -10,15 +11,22 @@
 -- ARGV[3]  with ARGV[2]: the token that names the key to them
 --
 -- For each call, Redis makes every function of the script anew. That takes 50 ns for each function,
--- and more for each variable that it shares with others. So functions that few calls need are
--- *cold*: `cold` and `cold_external` make them when a call needs them. The variables that functions
--- share are fields of one table, `state`.
+-- and more for each variable that it shares with others. The files follow from this:
+--
+-- - short.lua, which decides most calls, has no functions.
+-- - Functions that few calls need are *cold*: `cold` and `cold_external` make them when a call
+--   needs them.
+-- - The variables that functions share are fields of one table, `state` (state.lua).
 
--- How much longer than necessary the time to live of a key is, so that few grants have to extend
--- it.
+-- How much longer than necessary the time to live of a key is, in microseconds, so that few grants
+-- have to extend it.
 local SPARE_LIFE = 2000000
 local NO_LIMIT = { kind = 0, count = 0, window = 0, capacity = 0 }
 
+-- The head of the call (layout.lua, CALL). `seen` is the time in the last reply, and `since` is how
+-- long ago that reply arrived. `server_seen` and `server_since` are the same for an UNSURE reply.
+-- `slack`, `guard`, `latest` (the longest wait for a slot), `life` and `hold_left` are spans. The
+-- limits of the call begin at `pos`.
 local call = ARGV[1]
 local version, operation, random, known_incarnation, known_writes, seen, since, on_way, server_seen, server_since,
   granted_before, slack, guard, latest, life, prefetch_most, prefetch_life, hold_left, hold_releases, hold_is_cut, limit_count,

@@ -4,6 +4,10 @@
 -- Twin: src/limit/external.rs and limit_state.rs
 -- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, `state` (state.lua)
+--
+-- If the upstream states that more units are gone than this state granted, other clients use the
+-- limit, too. The state then reserves units for them. src/limit/external.rs explains how many, and
+-- the fields of `limit.external`.
 
 -- Returns the units of a limit that are reserved for other clients at a moment, and when that
 -- changes next if no response arrives.
@@ -62,10 +66,11 @@ end
 
 -- Makes the functions that few calls need.
 local function cold_external()
-  -- The longest life of a permit is this, or a twentieth of the window if that is longer.
+  -- The longest life of a permit, in microseconds. A twentieth of the window applies if that is
+  -- longer.
   local LONGEST_LIFE = 50000
-  -- The greatest age of a response that bounds the units that may be sent until the next one. A
-  -- twentieth of the window applies if that is longer.
+  -- The greatest age of a response whose reset counts, in microseconds. A twentieth of the window
+  -- applies if that is longer.
   local OLDEST_RESPONSE = 250000
 
   -- Makes the external usage of a window of which no response is known.
@@ -91,7 +96,7 @@ local function cold_external()
     if expected > 0 then
       local external = new_external(ends, expected, 1)
       external.stated_at, external.valid_until = last.stated_at, last.valid_until
-      -- The units that remained at the end show what other clients may have used.
+      -- The units that were left at the end show what other clients may have used.
       local shown = last.fewest_left < LARGEST_I4 and last.valid_until or 0
       external.confirmed_until = shown > last.confirmed_until and shown or last.confirmed_until
       limit.external = external
@@ -100,8 +105,11 @@ local function cold_external()
     end
   end
 
-  -- Takes in a statement of the upstream about a limit of this state. Returns whether less is
-  -- allowed than before.
+  -- Takes in a statement of the upstream about a limit of this state: `left` units were left, `ago`
+  -- microseconds ago. Returns whether less is allowed than before.
+  --
+  -- This state has granted `least` to `most` of the units that the upstream may have counted. Their
+  -- stamps are not later than `sent`.
   local function see_limit(limit, left, reset_in, steady, urgent, ago, refused, valid_for)
     if limit.kind == BUCKET then return limit.rule.cold().see(limit, ago, left) end
     local least, most
@@ -124,7 +132,9 @@ local function cold_external()
     if not external and not (resets and gone > most) and refused == 0 and not urgent then return false end
     local is_steady = steady == 1 and resets
     local ends = is_steady and resets or state.now + limit.window
-    -- A tenth of the window may be missing.
+    -- The log is complete if the state was made before the upstream's window began. A tenth of the
+    -- window may be missing. If the statement is not steady, the window that ends now has to be
+    -- complete.
     local complete_from = state.made_at + limit.window - math.floor(limit.window / 10)
     local log_is_complete = complete_from <= (is_steady and ends or state.now)
     if not external then

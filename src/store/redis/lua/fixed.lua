@@ -6,14 +6,16 @@
 -- needs: layout.lua, server_time (server_time.lua), `guard` (call.lua), `state` and `entries`
 -- (state.lua)
 --
--- Logical time ignores a step of the server's clock, but the boundaries follow that clock. `phase`
--- is how far the boundaries are ahead of the multiples of the window in logical time. A *use* is
--- the units that were used of one window.
+-- Windows are numbered: number n begins at n * window - phase in logical time. Logical time ignores
+-- a step of the server's clock, but the boundaries follow that clock. So `phase` changes when the
+-- clock is set. An entry is a *use*: the number of a window, and the units used in it. Windows
+-- before `open_from` take no more units.
 
 -- Returns the functions of this kind of limit.
 local function fixed_rule()
+  -- The most uses that are kept. If more windows are booked ahead, the earliest of them closes.
   local MOST_WINDOWS = 64
-  -- A smaller move of the boundaries is a drift of the clocks, not a step.
+  -- A smaller move of the boundaries is a drift of the clocks, not a step. In microseconds.
   local SMALLEST_STEP = 20000
 
   -- Returns the number of the window of a moment.
@@ -99,9 +101,9 @@ local function fixed_rule()
     state.changed = true
   end
 
-  -- Returns the first slot, not before `from`, for `cost` units besides `reserved` units of other
-  -- clients. The whole life of the permit lies in one window, and outside the guard of its
-  -- boundaries.
+  -- Returns the first slot, not before `from`, for `cost` units. The whole life of the permit lies
+  -- in one window, and outside the guard of its boundaries. That window has room besides `reserved`
+  -- units of other clients, or has no units.
   local function first_slot(limit, from, cost, life, reserved)
     local most = limit.count - reserved > cost and limit.count - reserved or cost
     local list, number, open = entries(limit), number_of(limit, from), limit.window - 2 * guard
@@ -136,8 +138,8 @@ local function fixed_rule()
     add(limit, number_of(limit, slot), units)
   end
 
-  -- Counts units that were used without a permit, but no more than the limit. Units that were used
-  -- in an earlier window than the current one do not count.
+  -- Counts units that were used without a permit. If they are more than the limit, as many as the
+  -- limit count. Units that were used in an earlier window than the current one do not count.
   local function charge(limit, used_at, _, units)
     if number_of(limit, used_at) >= number_of(limit, state.now) then
       add(limit, number_of(limit, used_at), units < limit.count and units or limit.count)

@@ -11,10 +11,12 @@
 
 -- The most batches. Further waiters join the last batch of their holder.
 local MOST_BATCHES = 250
--- A holder sends a claim every third of its time to live. At most this much later, the claim is
--- here.
+-- A holder sends a claim every third of its time to live. The claim arrives at most this much
+-- later, in microseconds.
 local LONGEST_CLAIM_DELAY = 1000000
 
+-- The claim (layout.lua, CLAIM_CALL). `store` and `id` name the holder. `number` is the number of
+-- the claim. `seen` is the time in the last reply, and `since` is how long ago that reply arrived.
 local version, operation, random, known_incarnation, known_changes, seen, since, on_way, server_seen, server_since, store, id,
   number, limit, in_use, wanted, granted_seen, ttl = struct.unpack(CLAIM_CALL, ARGV[1])
 if version ~= CALL_VERSION then
@@ -66,8 +68,8 @@ local function usage(holders, smallest)
   return used, smallest > used and smallest - used or 0
 end
 
--- Sets the number of waiters of a holder to `count`. New waiters are last in the queue. Waiters
--- that leave are the last of the holder.
+-- Sets the number of waiters of a holder to `count`. New waiters join the end of the queue. If the
+-- holder has fewer waiters than before, its last ones leave.
 local function set_waiters(queue, holder, count)
   local before = 0
   for i = 1, #queue do
@@ -179,6 +181,7 @@ end
 
 -- 4. Messages, and the new state. A holder is notified if it has new slots, or if it has slots and
 --    others begin to wait.
+-- `first` is the holder of the first waiter. `is_mixed` is set if several holders wait.
 local first, is_mixed = queue[1] and queue[1].holder, false
 for i = 1, #queue do
   if queue[i].holder ~= first then is_mixed = true end
@@ -214,7 +217,8 @@ for i = 1, #queue do
   records[count + i] = struct.pack(BATCH, queue[i].holder.index, queue[i].count)
 end
 
--- The state lives as long as any claim can. Two clocks may differ by a thousandth.
+-- The state lives a second longer than any claim, and than its recovery. A thousandth is added,
+-- because the clocks of server and callers may run at different speeds.
 if recovering_until - now > longest_left then longest_left = recovering_until - now end
 local time_to_live = math.floor((longest_left + longest_left / 1000) / 1000) + 1000
 local head = struct.pack(IN_FLIGHT_HEAD, IN_FLIGHT_FORMAT, count, #queue, incarnation, changes, made_at, now - server_time,

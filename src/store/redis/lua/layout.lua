@@ -6,7 +6,8 @@
 -- Formats are those of struct.pack: `<` little-endian without padding, `B` one byte, `I2`, `I4` and
 -- `I7` unsigned numbers of two, four and seven bytes, `d` a double of eight bytes. The comment
 -- above each format lists its fields in order. Times and spans are whole microseconds. A time is a
--- logical time (time.lua) unless the comment says "server's clock".
+-- logical time (time.lua) unless the comment says "server's clock". The *server* is the Redis
+-- server; the *upstream* receives the requests.
 --
 -- Rust reads the numbers of this file when it is compiled (src/store/redis/layout.rs). Such a
 -- number stands on a line of its own, `local NAME = 1`. src/guide/redis_format.md has the same
@@ -27,7 +28,8 @@ local IN_FLIGHT_FORMAT = 1
 local REGISTER_VERSION = 1
 
 -- Messages have no version. Their first byte names their kind. A process ignores a kind that it
--- does not know.
+-- does not know. Kind 1 has one meaning on the channel of all stores, and another one on the
+-- channel of one store.
 --
 -- A hold or a release, to all stores. The second kind is a hold that the caller cut. B kind; I7
 -- hold; I4 releases. The token of the key follows.
@@ -75,24 +77,24 @@ local BUCKET = 2
 local FIXED = 3
 local EXTERNAL = 4
 
--- Numbers are exact up to here, 2^53. As a wait it means never.
+-- Numbers of Lua are exact up to here, 2^53. As a wait it means never.
 local NEVER = 9007199254740992
--- The largest I4. In a record of external usage: nothing has stated how many units remain.
+-- The largest I4. As the fewest units left in a record of external usage: no statement was made.
 local LARGEST_I4 = 4294967295
 
 -- The most permits of one call: more would keep other clients waiting for the server.
 local MOST_PERMITS = 2000
--- How far the server's clock may be from what the caller expects, apart from a thousandth of the
--- age of the reply that the caller remembers.
+-- How far the server's clock may be from what the caller expects, in microseconds. A thousandth of
+-- the age of the reply that the caller remembers is added.
 local CLOCK_TOLERANCE = 250000
 
 -- ── a call about rates, and its reply ────────────────────────────────────────────────────────────
 
--- B version; B operation; I7 random number; I7 incarnation, writes and time of the last reply; I7
--- its age; I7 on way; I7 server's clock in an UNSURE reply, and its age; I7 units granted before;
--- I7 transit slack; I7 boundary guard; I7 latest wait; I7 life; I4 most units to prefetch; I7 their
--- life; I7 hold; I4 releases; B hold is cut; B limits; I2 demands; I2 returns; B charges; B
--- remaining.
+-- B version; B operation; I7 random number; I7 I7 I7 incarnation, writes and time of the last
+-- reply; I7 its age; I7 on way; I7 I7 server's clock in an UNSURE reply, and the age of that reply;
+-- I7 units granted before; I7 transit slack; I7 boundary guard; I7 latest wait; I7 life; I4 most
+-- units to prefetch; I7 their life; I7 hold; I4 releases; B hold is cut; B limits; I2 demands; I2
+-- returns; B charges; B remaining.
 local CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I7I7I4I7I7I4BBI2I2BB'
 -- B kind; I4 count; I7 window; I4 capacity, 0 unless it is a bucket.
 local CALL_LIMIT = '<BI4I7I4'
@@ -133,12 +135,14 @@ local HEAD_SIZE = 65
 -- A record for each limit and for each external usage. Shorter ones are filled with zeros.
 local RECORD_SIZE = 90
 
--- All records of limits begin so: B kind; I4 count; I7 window; I4 capacity; I7 boundary guard; I7
--- when a call last stated it; I2 entries; I2 room for entries.
+-- All records of limits begin so: B kind; I4 count; I7 window; I4 capacity, 0 unless it is a
+-- bucket; I7 boundary guard of the caller that added it, which no rule reads; I7 when a call last
+-- stated it; I2 entries; I2 room for entries.
 --
 -- A sliding window, then: I7 units; I7 units in fine chunks; I2 coarse chunks; I2 place of the
--- first chunk; I7 floor, 0 for none; I2 index of the search cursor; I7 units before it; I7 I4 the
--- oldest chunk; I7 I4 the newest chunk.
+-- oldest chunk in the ring; I7 floor (the newest stamp that left the log early, 0 for none); I2
+-- index of the search cursor; I7 units before it; I7 I4 the oldest chunk; I7 I4 the newest chunk.
+-- window.lua explains the fields.
 local WINDOW_RECORD = '<BI4I7I4I7I7I2I2I7I7I2I2I7I2I7I7I4I7I4'
 -- An entry is a chunk: I7 stamp; I4 units. The ring is read in blocks of eight.
 local CHUNK = '<I7I4'
@@ -156,7 +160,8 @@ local BUCKET_RECORD = '<BI4I7I4I7I7I2I2I7I4I7I4I7I4I7I7I7I2'
 local DELAYED = '<I7I4I7I4I7I4I7'
 local DELAYED_SIZE = 40
 
--- A fixed window, then: I7 first window that is open; I7 phase; six I7 zeros.
+-- A fixed window, then: I7 number of the first window that is open; I7 phase; six I7 zeros.
+-- fixed.lua explains the fields.
 local FIXED_RECORD = '<BI4I7I4I7I7I2I2I7I7I7I7I7I7I7I7'
 -- An entry is the use of one window: I7 number of the window; I7 units.
 local WINDOW_USE = '<I7I7'
@@ -174,9 +179,10 @@ local RETURNED_SIZE = 21
 
 -- ── calls in flight ──────────────────────────────────────────────────────────────────────────────
 
--- B version; B operation; I7 random number; I7 incarnation, changes and time of the last reply; I7
--- its age; I7 on way; I7 server's clock in an UNSURE reply, and its age; I7 store; I7 holder; I7
--- number; I4 limit; I4 in use; I4 wanted; I7 granted seen; I7 time to live.
+-- B version; B operation; I7 random number; I7 I7 I7 incarnation, changes and time of the last
+-- reply; I7 its age; I7 on way; I7 I7 server's clock in an UNSURE reply, and the age of that reply;
+-- I7 store (its random number, which names its channel); I7 holder; I7 number of the claim; I4
+-- limit; I4 slots in use; I4 slots wanted in addition; I7 granted seen; I7 time to live.
 local CLAIM_CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I4I4I4I7I7'
 -- B version; B status; I7 incarnation; I7 changes; I7 now; I7 number; I7 granted; B others wait; I7
 -- until the first other claim expires, 0 for never; I7 recovering for.
@@ -185,7 +191,7 @@ local CLAIM_REPLY = '<BBI7I7I7I7I7BI7I7'
 local CLAIM_PEEK_REPLY = '<BBI4I4'
 
 -- The state. B format; I2 holders; I2 batches; I7 incarnation; I7 changes; I7 made at; d offset of
--- the logical time; I7 time of the last write; I7 recovering until.
+-- the logical time from the server's clock; I7 time of the last write; I7 recovering until.
 local IN_FLIGHT_HEAD = '<BI2I2I7I7I7dI7I7'
 local IN_FLIGHT_HEAD_SIZE = 48
 -- I7 store; I7 holder; I7 number of its last claim; I4 limit; I4 slots taken; I7 slots ever

@@ -8,9 +8,29 @@
 
 -- The most limits of one key.
 local MOST_LIMITS = 32
--- The most rounds of the search for a slot. Some limits have no slot in common.
+-- The most rounds of the search for a slot. Some limits have no slot in common, for example fixed
+-- windows with different guards.
 local MOST_ROUNDS = 1000
 -- By the number of a kind of limit: the function that makes its rule, and its rule once it is made.
+--
+-- A rule is a table of functions. `limit` is their first argument. Every rule has these:
+--   read(s, from), record        unpack and pack the record
+--   size                         the bytes of an entry
+--   advance                      forgets what is older than the window
+--   first_slot(from, cost, life, reserved), room(slot)
+--                                the first slot of a permit; how many units may leave at a slot
+--   insert(slot, stamp, units)   counts the units of a permit
+--   free, fresh_from             the units that may leave now; when all use is forgotten
+--   cold()                       returns a table with the functions that few calls need:
+--     charge, subtract             units that were used without a permit; units that were not used
+--     used, new                    the units in use; an empty limit
+--
+-- Some kinds have more, and the other files ask for the kind to call it:
+--   entry, fields                bucket, fixed window: an entry, for `entries` and `pack_list`
+--   write, region, for_each, used_until
+--                                sliding window: its ring, and its log
+--   see                          bucket: a statement of the upstream
+--   align                        fixed window: its boundaries
 local makers, rules = { window_rule, bucket_rule, fixed_rule }, {}
 
 -- Returns the functions of a kind of limit.
@@ -58,6 +78,7 @@ local function first_slot(cost, life)
 end
 
 -- Returns the first returned slot that has `units` left and at least half of `life`, and its index.
+-- src/limit/returned.rs says why half.
 local function find_returned(units, life)
   local list, half = returned(), math.floor(life / 2)
   for i = 1, #list do
@@ -78,7 +99,7 @@ local function packed_head(record_count, incarnation, writes, offset, expires, h
     state.made_at, state.recovering_until + state.hold_is_cut, offset, state.now, expires, held_until, releases)
 end
 
--- Returns how many units could go now.
+-- Returns how many units may leave now: the fewest of all limits.
 local function free_now()
   if state.earliest > state.now then return 0 end
   local least = NEVER
@@ -110,8 +131,8 @@ local function cold()
     end
   end
 
-  -- Keeps a returned slot for the next caller. If there are too many, the last of them is removed,
-  -- also from the logs.
+  -- Keeps a returned slot for the next caller. Its units stay in the limits. If there are too many
+  -- returned slots, the last of them is removed, and its units leave the limits.
   local function keep(slot, stamp, units)
     local list, i = returned(), 1
     while list[i] and (list[i].slot < slot or (list[i].slot == slot and list[i].stamp < stamp)) do
@@ -132,8 +153,7 @@ local function cold()
   end
 
   -- Takes back a permit that was not used. If its slot lies ahead and nothing is reserved for other
-  -- clients then, the slot is kept for the next caller. Otherwise the permit is removed from the
-  -- logs.
+  -- clients then, the slot is kept for the next caller. Otherwise its units leave the limits.
   local function take_back(slot, stamp, units)
     if units == 0 or stamp < slot then return end
     local is_shared = false
@@ -147,7 +167,7 @@ local function cold()
     end
   end
 
-  -- Removes the returned slots that no request can use any more, also from the logs.
+  -- Removes the returned slots that no request can use any more. Their units leave the limits.
   local function drain()
     local list = returned()
     while list[1] and list[1].slot < state.earliest do
@@ -157,7 +177,8 @@ local function cold()
     end
   end
 
-  -- Removes all returned slots, also from the logs. They were granted when more seemed to remain.
+  -- Removes all returned slots, because they were granted when more seemed to be left. Their units
+  -- leave the limits.
   local function drop_returned()
     local list = returned()
     while #list > 0 do
@@ -167,7 +188,7 @@ local function cold()
     end
   end
 
-  -- Counts units in every limit that were used without a permit, at least `age` ago.
+  -- Counts units in every limit that were used without a permit, at least `age` microseconds ago.
   local function charge(age, units)
     if units == 0 then return end
     state.changed = true
@@ -187,7 +208,8 @@ local function cold()
     return count, life + state.slack
   end
 
-  -- Adds a limit that is new to this key. It starts with the use that the other limits remember.
+  -- Adds a limit that is new to this key. It starts with the use that the other limits remember:
+  -- with the log of the longest sliding window, or else with the largest number of units in use.
   local function add(kind, count, window, capacity, guard)
     local rule = rule_of(kind)
     local limit = {
@@ -204,6 +226,7 @@ local function cold()
     rule.cold().new(limit)
     if longest then
       local now = state.now
+      -- Each chunk is inserted as if its stamp were now.
       longest.rule.cold().for_each(longest, function(stamp, units)
         state.now = stamp
         rule.insert(limit, stamp, stamp, units)
@@ -215,6 +238,7 @@ local function cold()
     end
     rule.advance(limit)
     state[#state + 1] = limit
+    -- A state that is new is written only if the call uses something of it.
     state.must_rewrite, state.changed = true, state.changed or state.existed
     return limit
   end
@@ -252,15 +276,16 @@ local function cold()
   end
 
   -- Begins the recovery of a lost state: nothing is granted until the permits of the lost state are
-  -- a window old. `granted` is what the caller was granted of the lost state.
+  -- a window old. `granted` is how many units the caller was granted of the lost state.
   --
   -- Twin: src/limit/recovery.rs
   --
   -- A process uses permits of the lost state only for a time after its last reply, its *trust*: a
-  -- quarter of the longest window, at least SHORTEST_TRUST. So the recovery lasts the longest window
-  -- and the trust, but no longer than LONGEST_RECOVERY and the trust. A limit that remembers permits
-  -- for longer than that is charged with `granted`.
+  -- quarter of the longest window, at least SHORTEST_TRUST. So the recovery lasts the longest
+  -- window and the trust, but no longer than LONGEST_RECOVERY and the trust. A limit that remembers
+  -- permits for longer than that is charged with `granted`.
   local function recover(granted)
+    -- Both in microseconds.
     local LONGEST_RECOVERY = 60000000
     local SHORTEST_TRUST = 1500000
     local longest = 0

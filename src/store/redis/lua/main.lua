@@ -97,7 +97,7 @@ local function book(cost, count, life, last, segments)
   end
 end
 
--- Returns the first moment at which a new state would grant the same.
+-- Returns the first moment at which a new state would grant the same. Until then the key must live.
 local function remembered_until()
   local until_then = state.recovering_until > state.earliest and state.recovering_until or state.earliest
   for i = 1, #state do
@@ -112,7 +112,7 @@ local function remembered_until()
   return until_then
 end
 
--- Writes what changed: the head, the records, and entries.
+-- Writes the head, the records and the entries that changed into the string, whose size stays.
 local function write(incarnation, writes, offset, expires, held_until, releases)
   local external, shared = '', 0
   if state.cold_external then external, shared = state.cold_external.records() end
@@ -167,8 +167,8 @@ else
 end
 local now = state.now
 
--- 2. The hold. Its end moves only later, unless it is released. The lowest bit of `recovering
---    until` says whether the hold was cut.
+-- 2. The hold. Its end moves only later, unless it is released. In the head, `recovering until` is
+--    even, plus 1 if the hold was cut.
 state.hold_is_cut = state.recovering_until % 2
 state.recovering_until = state.recovering_until - state.hold_is_cut
 -- A hold that begins now counts, even if the caller does not know of the last releases.
@@ -287,8 +287,8 @@ else
 end
 local free = status == GRANTED and free_now() or 0
 
--- 7. The new state. It expires a second after the last moment at which it matters, and a thousandth
---    of that time later, by which two clocks may differ.
+-- 7. The new state. It expires a second after the last moment at which it matters. A thousandth of
+--    that time is added, because the clocks of server and callers may run at different speeds.
 local remember = remembered_until() - now
 if state.changed then
   writes = writes + 1

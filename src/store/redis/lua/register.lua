@@ -1,5 +1,5 @@
 -- Changes a register: a small value that processes share. The script changes it only if it still
--- has the version that the caller saw. Without a new value, the script only reads it.
+-- has the version that the caller saw. A call may also only read the register.
 --
 -- Twin: `Registers` in src/store/register.rs.
 -- After a change: cargo test --all-features --lib differential
@@ -7,7 +7,7 @@
 --
 -- KEYS[1]  the register: a packed head, and the value
 -- ARGV[1]  the call, packed; the reply is packed too (layout.lua, src/guide/redis_format.md)
--- ARGV[2]  the new value
+-- ARGV[2]  the new value; empty if the call only reads
 -- ARGV[3]  the channel on which the change is published; empty for none
 -- ARGV[4]  the name of the register in the message
 
@@ -34,7 +34,8 @@ if bytes then
 end
 
 if is_change == 1 and seen_version == version then
-  -- A register that was lost begins with a version that it did not have before.
+  -- If the register was lost, its version begins with the server's clock, in microseconds. The lost
+  -- register never had so large a version.
   version = version + 1
   if version < server_time then version = server_time end
   redis.call('SET', KEYS[1], struct.pack(REGISTER_HEAD, REGISTER_VERSION, version, server_time) .. ARGV[2], 'PX',

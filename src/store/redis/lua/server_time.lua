@@ -1,5 +1,5 @@
--- The server's clock, in microseconds since the Unix epoch. It may be set; time.lua makes the
--- logical time from it.
+-- Reads the server's clock, in microseconds since the Unix epoch. This clock may be set, so
+-- time.lua makes the logical time from it.
 --
 -- needs: nothing
 

@@ -7,28 +7,34 @@
 --
 -- Most calls need permits of sliding windows and buckets now. This file grants them as main.lua
 -- would, or refuses them because of a window. If anything is unusual, it writes nothing, and
--- main.lua decides the call.
+-- main.lua decides the call. Unusual are, for example, returned permits, fixed windows, external
+-- usage, a hold, coarse chunks, and slots booked ahead.
 --
 -- This file repeats the arithmetic of window.lua, bucket.lua and time.lua without functions,
--- because a function costs 50 ns in each call.
+-- because a function costs 50 ns in each call. Those files explain the arithmetic.
 
 if operation == LEASE and demand_count == 1 and return_count + charge_count + remaining_count == 0 and prefetch_most == 0
   and hold_left == 0 and #head == HEAD_SIZE + RECORD_SIZE * limit_count then
   local format, record_count, returned_count, returned_room, incarnation, writes, made_at, recovering_until, offset, last_write,
     expires, held_until, releases = struct.unpack(HEAD, head)
   local now = server_time + offset
-  -- How far the logical time is from what the caller expects. main.lua also allows a thousandth of
-  -- `since`.
+  -- How far the logical time is ahead of what the caller expects. main.lua also allows a thousandth
+  -- of `since`.
   local deviation = now - seen - since
   local cost, permits = struct.unpack(CALL_DEMAND, call, pos + CALL_LIMIT_SIZE * limit_count)
   if format == STATE_FORMAT and record_count == limit_count and returned_count == 0 and permits <= MOST_PERMITS and cost > 0
     and now >= last_write and now >= recovering_until and now >= held_until and hold_releases <= releases
     and (known_incarnation == 0 or seen == 0 or (known_incarnation == incarnation and known_writes <= writes
       and deviation <= CLOCK_TOLERANCE + on_way and deviation >= -CLOCK_TOLERANCE)) then
+    -- `region` is where the entries of the limit of the loop begin.
     local units, stamp, region = cost * permits, now + life + slack, #head
+    -- If a limit refuses, `wait` is the time until it would grant. `remember_until` is the moment
+    -- from which a new state would grant the same, if this call is refused. `is_restated` is set if
+    -- a record is so old that it has to note that the call stated its limit.
     local wait, refusing, remember_until, is_restated, is_unusual = 0, NO_LIMIT, now, false, false
-    -- If all limits grant: when the state is forgotten, the new records, the chunks to write (each a
-    -- place and its bytes), and the units that are free after the grant.
+    -- If all limits grant: `fresh_from` is the moment from which a new state would grant the same.
+    -- `records` are the new records. `chunks` are those to write, each a place in the string and
+    -- its bytes. `free_after` are the units that are free after the grant.
     local fresh_from, records, chunks, free_after = now, '', nil, NEVER
 
     for i = 1, limit_count do
@@ -38,7 +44,8 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + re
       if asked_kind == BUCKET then
         local kind, count, window, capacity, record_guard, last_stated, n, room, full_at, full_r, base_at, base_r, refundable,
           refundable_r = struct.unpack(BUCKET_RECORD, head, record)
-        -- How far the bucket is from full, in microseconds / count. All products below are exact.
+        -- How far the bucket is from full, in microseconds / count. A moment is `full_at` and
+        -- `full_r` / count microseconds. The checks below make sure that all products are exact.
         local missing = full_at > now and (full_at - now) * count + full_r or 0
         if kind ~= BUCKET or asked_count ~= count or asked_window ~= window or asked_capacity ~= capacity or n > 0
           or cost > capacity or (capacity + 1) * window + (life + slack) * count >= NEVER or missing >= NEVER
@@ -49,6 +56,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + re
         if now - last_stated > window / 2 then
           last_stated, is_restated = now, true
         end
+        -- The first whole microsecond at which the bucket is full.
         local fresh = full_r > 0 and full_at + 1 or full_at
         if fresh > remember_until then remember_until = fresh end
 
@@ -145,7 +153,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + re
           redis.call('SETRANGE', KEYS[1], chunks[i], chunks[i + 1])
         end
       end
-      -- Two clocks may differ by a thousandth.
+      -- The clocks of server and callers may run at speeds that differ by a thousandth.
       local left = fresh_from - now
       local needed = server_time + left + math.floor(left / 1000) + 1000000
       if needed > expires then

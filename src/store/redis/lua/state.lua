@@ -5,19 +5,27 @@
 
 -- state[1] ... state[#state] are the limits, with what was used of them. Each is a table with the
 -- fields of its record, and with these:
---   rule    the functions of its kind (window.lua, bucket.lua, fixed.lua)
---   base    where its entries begin in the string
---   ours    whether this call states it
+--   n         how many entries it has
+--   room      for how many entries its region has space; the function `room` of a rule is another
+--             thing: how many units may leave
+--   rule      the functions of its kind (ledger.lua lists them)
+--   base      where its region begins in the string
+--   ours      whether this call states it
+--   list      its entries, once they are read (bucket, fixed window)
+--   dirty     whether its entries have changed
 --   external  its external usage, if any
+--
+-- A table grows when it gets a new field. So fields that are set later begin as 0 or false, and
+-- `state` begins with places for two limits.
 local state = {
   false, false,
   now = 0, -- the logical time
   earliest = 0, -- the first moment at which no hold forbids a permit
-  slack = slack, -- the transit slack of the caller
+  slack = slack, -- the transit slack of the caller, in microseconds
   existed = false, -- whether there was a state
   changed = false, -- whether it must be written
   must_rewrite = false, -- whether all of it must be written, because a region grows or moves
-  made_at = 0, recovering_until = 0, hold_is_cut = 0, -- as in the head
+  made_at = 0, recovering_until = 0, hold_is_cut = 0, -- as in the head; `hold_is_cut` is 0 or 1
   returned_count = 0, returned_room = 0, -- as in the head
   returned_base = 0, -- where the returned slots begin in the string
   returned = false, -- the list of returned slots, once it is read

@@ -6,24 +6,37 @@
 -- short.lua repeats the common case of first_slot, insert and advance.
 -- needs: layout.lua, `state` (state.lua)
 --
--- The chunks lie in a ring of `room` places. They are read in blocks of eight when they are first
--- needed. The stamp of chunk i (from 0) is limit.ring[2 * (first + i)], and its units are the
--- number after it. The record has a copy of the oldest and of the newest chunk, so most calls read
--- no block.
+-- The log is a list of chunks, sorted by stamp. A chunk is a stamp, and the units that count with
+-- it. src/limit/window.rs explains coarse chunks, fine chunks and the floor.
 --
--- The first `coarse_count` chunks are coarse. The others are fine, and have `fine_units` units. The
--- last search for a slot ended at chunk `cursor_index`; the chunks before it have `cursor_before`
--- units. When the state was read, the chunks were in the places from `first_read` to before
--- `end_read`. The places from `dirty_from` to `dirty_to` may have changed since: those in `dirty`
--- have.
+-- In the string, the chunks lie in a ring of `room` places. Here a *place* may be beyond the ring,
+-- or negative; place modulo `room` is the place in the ring. Chunk i (from 0, the oldest) has the
+-- place `first` + i. Its stamp is limit.ring[2 * place], and its units are limit.ring[2 * place +
+-- 1].
+--
+-- Chunks are read in blocks of eight when they are first needed. The record has a copy of the
+-- oldest and of the newest chunk, so most calls read no block.
+--
+-- Fields of a limit of this kind:
+--   total                         units in all chunks
+--   coarse_count                  how many of the oldest chunks are coarse
+--   fine_units                    units in the other chunks
+--   floor                         the newest stamp that left the log early, 0 for none
+--   cursor_index, cursor_before   the chunk at which the last search for a slot ended, and the
+--                                 units in the chunks before it
+--   first_read, end_read          the places of the chunks when the state was read: from
+--                                 `first_read` to before `end_read`
+--   dirty, dirty_from, dirty_to   the places that have changed since, as keys of a table; the first
+--                                 and the last of them
 
 -- Returns the functions of this kind of limit.
 local function window_rule()
-  -- The most coarse chunks, and the most chunks that are not coarse.
+  -- The most coarse chunks, and the most fine chunks.
   local MOST_COARSE = 48
   local MOST_FINE = 204
 
-  -- Reads the block of a place into limit.at.
+  -- Reads the block of a place into limit.ring. Chunks that are there already stay: they may have
+  -- changed.
   local function fetch(limit, place)
     local block = place % limit.room
     block = block - block % 8
@@ -130,7 +143,9 @@ local function window_rule()
       limit.n = limit.n - 1
     end
 
-    -- Merges old chunks until at most MOST_COARSE and MOST_FINE are left.
+    -- Bounds the log. Merges the oldest fine chunks into coarse ones until two conditions are met:
+    -- the fine chunks would have less than twice the count without their oldest, and are at most
+    -- MOST_FINE. If there are then more than MOST_COARSE coarse chunks, the oldest leave the log.
     function cold_functions.coarsen(limit)
       local twice = 2 * limit.count
       while limit.coarse_count < limit.n do
@@ -157,7 +172,8 @@ local function window_rule()
       end
     end
 
-    -- Joins a chunk that has become small with the next. Returns the index to go on from.
+    -- Joins a chunk that has become small with the next, or removes an empty one. Returns the index
+    -- of the next chunk.
     local function join_next(limit, i)
       local units = units_of(limit, i)
       if units > 0 then
@@ -174,14 +190,16 @@ local function window_rule()
       return i
     end
 
-    -- Counts units that were used without a permit, but no more than the limit.
+    -- Counts units that were used without a permit. If they are more than the limit, as many as the
+    -- limit count.
     function cold_functions.charge(limit, _, stamp, units)
       if stamp + limit.window > state.now then
         limit.rule.insert(limit, stamp, stamp, units < limit.count and units or limit.count)
       end
     end
 
-    -- Takes back units of a stamp that were not used.
+    -- Takes back units of a stamp that were not used. They are in chunks with that stamp or a later
+    -- one, and leave the first of these chunks.
     function cold_functions.subtract(limit, _, stamp, units)
       if stamp + limit.window <= state.now or (limit.floor > 0 and stamp <= limit.floor) then return end
       -- Finds the first chunk whose stamp is not earlier.
@@ -228,7 +246,7 @@ local function window_rule()
       limit.first_read, limit.end_read, limit.ring, limit.room = 0, 0, {}, 8
     end
 
-    -- Calls `with` with the stamp and the units of each chunk.
+    -- Calls `with` with the stamp and the units of each chunk, the oldest first.
     function cold_functions.for_each(limit, with)
       for i = 0, limit.n - 1 do
         with(stamp_of(limit, i), units_of(limit, i))
@@ -314,8 +332,9 @@ local function window_rule()
     if limit.floor <= gone then limit.floor = 0 end
   end
 
-  -- Returns the first moment, not before `from`, at which `cost` units may leave besides `reserved`
-  -- units of other clients.
+  -- Returns the first moment, not before `from`, at which `cost` units may leave, and `reserved`
+  -- units stay free for other clients. For this, `leaving` units have to leave the log. `last` is
+  -- the stamp of the last of them.
   local function first_slot(limit, from, cost, _, reserved)
     cost = cost + reserved
     local leaving, last = limit.total - (limit.count > cost and limit.count - cost or 0), limit.floor
@@ -356,7 +375,7 @@ local function window_rule()
     return room > 0 and room or 0
   end
 
-  -- Returns how many units may leave now.
+  -- Returns how many units may leave now. `advance` has removed what is older than the window.
   local function free(limit)
     if limit.floor > 0 and limit.floor + limit.window > state.now then return 0 end
     return limit.count > limit.total and limit.count - limit.total or 0
