@@ -10,11 +10,12 @@ use super::window::Window;
 use super::{Micros, UnusedPermits, micros_up};
 use crate::quota::Limit;
 
-/// How long after its slot a permit is valid (`life`), and how far its life has to stay from the
-/// boundaries of a fixed window (`guard`).
+/// The time in which a permit may be used.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Open {
+    /// How long after its slot the permit is valid.
     pub(super) life: Micros,
+    /// How far all of that time has to stay from the boundaries of a fixed window.
     pub(super) guard: Micros,
 }
 
@@ -29,7 +30,7 @@ pub(super) enum Algorithm {
 
 impl Algorithm {
     /// Makes the algorithm of `limit`, of which nothing is used yet. The wall clock is `ahead`
-    /// microseconds ahead of the ledger's time.
+    /// microseconds ahead of the ledger's time. This may be negative.
     pub(super) fn new(limit: Limit, ahead: i64) -> Self {
         let window = micros_up(limit.window());
         match limit {
@@ -77,8 +78,8 @@ impl Algorithm {
         }
     }
 
-    /// Counts units that were used without a permit, at `end` at the latest, even if there is no
-    /// room for them.
+    /// Counts units that were used without a permit, even if there is no room for them. The last of
+    /// them was used at `end` or earlier.
     pub(super) fn charge(&mut self, now: Micros, end: Micros, transit_slack: Micros, units: u64) {
         let stamp = end + transit_slack;
         match self {
@@ -97,7 +98,7 @@ impl Algorithm {
         }
     }
 
-    /// Counts units of a permit with this slot and stamp.
+    /// Counts units of a permit with this slot and stamp, even if there is no room for them.
     pub(super) fn insert(&mut self, now: Micros, slot: Micros, stamp: Micros, units: u64) {
         match self {
             Algorithm::Window(window) => window.insert(stamp, units),

@@ -10,7 +10,7 @@ pub(crate) struct Booking {
     pub(crate) slot: Micros,
     /// How long after the slot the deadline is.
     pub(crate) life: Micros,
-    /// The stamp, which the log keeps: the deadline plus the transit slack.
+    /// The moment from which the permits count: the deadline plus the transit slack.
     pub(crate) stamp: Micros,
     /// How many permits were booked.
     pub(crate) count: u32,

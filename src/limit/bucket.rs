@@ -10,23 +10,30 @@ use super::{Micros, UnusedPermits};
 /// Allows at most `capacity` units at once, and refills `count` units in each `window`.
 ///
 /// The bucket keeps the moment at which it will be full again, which is known as the *theoretical
-/// arrival time*. Each permit advances this moment from its stamp, not from its slot. So the bucket
-/// of the upstream is never empty, even if a permit arrives there at the end of its life.
+/// arrival time*. Each permit moves this moment later, by the time in which its units are refilled.
+/// If the bucket is full at the stamp of the permit, the moment starts anew from that stamp.
+///
+/// The stamp counts, not the slot. So the bucket of the upstream always has the units, even if a
+/// permit arrives there at the end of its life.
 ///
 /// Moments are in microseconds times `count`. One unit then takes exactly `window`, and no moment
 /// is rounded.
 #[derive(Debug)]
 pub(super) struct Bucket {
+    /// The units of a full bucket.
     capacity: u128,
+    /// The units that are refilled in each `window`.
     count: u128,
+    /// In microseconds. Also the time in which one unit is refilled, in microseconds times `count`.
     window: u128,
     /// When the bucket is full again.
     full_at: u128,
     /// The last stamp by which the bucket was full, so that `full_at` started anew from it. Permits
     /// with earlier stamps no longer affect `full_at`.
     base: u128,
-    /// The most by which returned permits may move `full_at` back. Up to this bound, each permit
-    /// since `base` still counts in full from its stamp. `u128::MAX` if there is no bound.
+    /// The most by which returned permits may move `full_at` back, in microseconds times `count`.
+    /// Up to this bound, each permit since `base` still counts in full from its stamp. `u128::MAX`
+    /// if there is no bound.
     refundable: u128,
     /// Each permit that is booked ahead with this slot or a later one got the first slot for which
     /// the bucket had units. [`Micros::MAX`] if there is no such permit.
@@ -36,14 +43,17 @@ pub(super) struct Bucket {
     delayed: VecDeque<DelayedPermit>,
 }
 
-/// A permit of `Bucket::delayed`, with `full_at` before and after it. With these values it can be
-/// taken back in full.
+/// A permit of `Bucket::delayed`. With these values it can be taken back in full.
 #[derive(Debug)]
 struct DelayedPermit {
     slot: Micros,
+    /// The time in which its units are refilled, in microseconds times `count`.
     units: u128,
+    /// `Bucket::full_at` before the permit was booked.
     before: u128,
+    /// `Bucket::full_at` after it was booked.
     after: u128,
+    /// `Bucket::queued_from` before it was booked.
     queued_from: Micros,
 }
 
@@ -56,6 +66,7 @@ const LONGEST_AGO: Micros = 5_000_000;
 const MOST_DELAYED: usize = 32;
 
 impl Bucket {
+    /// Makes a full bucket.
     pub(super) fn new(capacity: u32, count: u32, window: Micros) -> Self {
         Bucket {
             capacity: u128::from(capacity),
@@ -74,11 +85,12 @@ impl Bucket {
         u128::from(moment) * self.count
     }
 
+    /// Returns the first moment, not before `from`, at which `cost` units may leave.
     pub(super) fn first_slot(&self, from: Micros, cost: u64) -> Micros {
         from.max(self.room_for(u128::from(cost)))
     }
 
-    /// Returns when the bucket holds `units`.
+    /// Returns the first moment at which the bucket holds `units`.
     fn room_for(&self, units: u128) -> Micros {
         let ahead = self.capacity.saturating_sub(units) * self.window;
         u64::try_from(self.full_at.saturating_sub(ahead).div_ceil(self.count)).unwrap_or(u64::MAX)
@@ -93,15 +105,16 @@ impl Bucket {
         u64::try_from(self.capacity.saturating_sub(missing)).unwrap_or(u64::MAX)
     }
 
+    /// Returns how many units are missing at `now`.
     pub(super) fn used(&self, now: Micros) -> u64 {
         u64::try_from(self.capacity)
             .unwrap_or(u64::MAX)
             .saturating_sub(self.room(now))
     }
 
-    /// Takes in a statement of the upstream that was made `ago`: `left` units are left. From now on
-    /// the bucket holds at most these units and the units refilled since. Returns whether it held
-    /// more.
+    /// Takes in a statement of the upstream that was made `ago` microseconds ago: `left` units were
+    /// left. From now on the bucket holds at most these units and the units refilled since. Returns
+    /// whether it held more.
     pub(super) fn see(&mut self, now: Micros, ago: Micros, left: u64) -> bool {
         let back = (u128::from(ago.min(LONGEST_AGO)) * self.count).div_ceil(self.window) + 1;
         let most = left.saturating_add(u64::try_from(back).unwrap_or(u64::MAX));
@@ -112,6 +125,8 @@ impl Bucket {
         gone > 0
     }
 
+    /// Takes the units of a permit out of the bucket. `ahead` states whether its slot is later than
+    /// now.
     pub(super) fn insert(&mut self, slot: Micros, stamp: Micros, units: u64, ahead: bool) {
         let stamp = self.scaled(stamp);
         let before = self.full_at;
@@ -158,6 +173,8 @@ impl Bucket {
         }
     }
 
+    /// Forgets in which order permits were booked ahead. From now on none of them is taken back in
+    /// full for this reason.
     fn forget_queue(&mut self) {
         self.queued_from = Micros::MAX;
         self.delayed.clear();
@@ -201,6 +218,7 @@ impl Bucket {
         self.forget_queue();
     }
 
+    /// Returns the first moment at which the bucket is full.
     pub(super) fn fresh_from(&self) -> Micros {
         u64::try_from(self.full_at.div_ceil(self.count)).unwrap_or(u64::MAX)
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 /// Units that were used without a permit, for
 /// [`LeaseRequest::charges`](crate::store::LeaseRequest::charges).
 ///
-/// They count in each limit of the key as if permits for them had been used at that time. The units
+/// They count in each limit of the key as if permits for them had been used `age` ago. The units
 /// used may then exceed the limit. With [`FallbackShare`](crate::OnStoreError::FallbackShare), a
 /// process charges the store after an outage with the units that it used alone.
 ///

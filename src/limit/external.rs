@@ -30,7 +30,7 @@
 
 use super::Micros;
 
-/// The units of a limit that are reserved for other clients.
+/// What other clients use of a limit. The units reserved for them follow from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ExternalUsage {
     /// When the upstream's window ends, and a new count begins.
@@ -67,7 +67,9 @@ pub(super) struct ExternalUsage {
 /// The size of a limit.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Size {
+    /// The units that are allowed in each window.
     pub(super) count: u32,
+    /// The length of the window, in microseconds.
     pub(super) window: Micros,
 }
 
@@ -91,11 +93,16 @@ pub(super) struct Statement {
     pub(super) valid_until: Micros,
 }
 
-/// The units that this fleet was granted and may have used, at least and at most, up to a stamp.
+/// The units that this fleet was granted, and that the upstream may have counted. Chunks of a log
+/// share a stamp, so their number is known only within bounds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ours {
+    /// There are at least this many units.
     pub(super) least: u64,
+    /// There are at most this many units.
     pub(super) most: u64,
+    /// The last stamp whose units are counted. Permits with later stamps were certainly not used
+    /// yet.
     pub(super) until: Micros,
 }
 

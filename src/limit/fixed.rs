@@ -11,28 +11,31 @@ use super::Micros;
 /// because the upstream may count them on either side. The caller states the guard
 /// ([`LimitSpec::boundary_guard`](super::LimitSpec::boundary_guard)).
 ///
-/// The boundaries follow the wall clock, but the ledger's time ignores a step of that clock.
-/// `phase` is how far the boundaries are ahead of the multiples of the window in the ledger's time.
-/// When the wall clock is set, `phase` changes. Then the units of an old window count in each new
-/// window that overlaps it, because the moments of their use are not kept. So the limit is never
-/// exceeded. For at most one window, less than the limit is used.
+/// Windows are numbered: window `n` begins at `n * window - phase` in the ledger's time. The
+/// boundaries follow the wall clock, but the ledger's time ignores a step of that clock. So when
+/// the wall clock is set, `phase` changes. Then the units of an old window count in each new window
+/// that overlaps it, because the moments of their use are not kept. So the limit is never exceeded.
+/// For at most one window, less than the limit is used.
 #[derive(Debug)]
 pub(super) struct Fixed {
+    /// The units that are allowed in each window.
     limit: u64,
+    /// The length of a window.
     window: Micros,
+    /// How much earlier than the multiples of `window` the windows begin. Less than `window`.
     phase: Micros,
-    /// The units of each window that has any, sorted by window. The window before the current one
-    /// is kept, because the current one may begin earlier when the clock is set.
+    /// The number and the units of each window that has any, sorted by number. The window before
+    /// the current one is kept, because the current one may begin earlier when the clock is set.
     used: VecDeque<(u64, u64)>,
-    /// The first window that is open. Earlier windows take no more units.
+    /// The number of the first window that is open. Earlier windows take no more units.
     open_from: u64,
 }
 
-/// The most windows that are kept apart. If more are booked ahead, the earliest of them closes.
+/// The most windows whose units are kept. If more are booked ahead, the earliest of them closes.
 const MOST_WINDOWS: usize = 64;
 
-/// The smallest step of the boundaries. A smaller move is a drift of the clocks, and the units of a
-/// window stay in that window.
+/// The smallest step of the boundaries: 20 ms. A smaller move is a drift of the clocks, and the
+/// units of a window stay in that window.
 const SMALLEST_STEP: Micros = 20_000;
 
 impl Fixed {
@@ -61,6 +64,7 @@ impl Fixed {
             .saturating_sub(self.phase)
     }
 
+    /// Forgets windows that are over.
     pub(super) fn advance(&mut self, now: Micros) {
         let current = self.number(now);
         while self
@@ -112,6 +116,7 @@ impl Fixed {
         }
     }
 
+    /// Returns the units used in the window of this number.
     fn units_in(&self, window: u64) -> u64 {
         let at = self
             .used
@@ -156,22 +161,26 @@ impl Fixed {
         self.limit.saturating_sub(self.units_in(window))
     }
 
+    /// Returns the units used in the current window.
     pub(super) fn used(&self, now: Micros) -> u64 {
         self.units_in(self.number(now))
     }
 
+    /// Counts units in the window of `slot`.
     pub(super) fn insert(&mut self, slot: Micros, units: u64) {
         self.add(self.number(slot), units);
     }
 
-    /// Counts units that were used without a permit, unless an earlier window than the current one
-    /// has them. If they are more than the limit, as many as the limit count.
+    /// Counts units that were used without a permit. If they are more than the limit, as many as
+    /// the limit count. Units that were used in an earlier window than the current one do not
+    /// count.
     pub(super) fn charge(&mut self, now: Micros, used_at: Micros, units: u64) {
         if self.number(used_at) >= self.number(now) {
             self.insert(used_at, units.min(self.limit));
         }
     }
 
+    /// Adds units to the window of this number.
     fn add(&mut self, number: u64, units: u64) {
         match self
             .used
@@ -187,6 +196,7 @@ impl Fixed {
         }
     }
 
+    /// Takes back units that were not used.
     pub(super) fn subtract(&mut self, slot: Micros, units: u64) {
         if let Ok(index) = self
             .used
@@ -196,6 +206,7 @@ impl Fixed {
         }
     }
 
+    /// Returns the end of the last window that has units or is closed.
     pub(super) fn fresh_from(&self) -> Micros {
         let last = self
             .used
@@ -210,6 +221,8 @@ impl Fixed {
     }
 }
 
+/// Returns the phase of windows that follow a wall clock `ahead` microseconds ahead of the ledger's
+/// time.
 fn phase(ahead: i64, window: Micros) -> Micros {
     let window = i128::from(window);
     i128::from(ahead).rem_euclid(window) as Micros // less than the window

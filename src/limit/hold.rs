@@ -10,7 +10,7 @@ use super::Micros;
 pub(crate) struct Hold {
     /// When the hold ends. 0 if there is none.
     pub(crate) until: Micros,
-    /// Whether the upstream stated a longer hold.
+    /// Whether the upstream asked for a longer hold than the process that sent it allows.
     pub(crate) cut: bool,
     /// How often holds were released. A hold with a smaller number is over, even if a message about
     /// it arrives later.

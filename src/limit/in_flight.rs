@@ -38,6 +38,7 @@ pub(crate) struct InFlightSlots {
 /// A holder: the limiter of a process, for one key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Holder {
+    /// The number of the holder.
     id: u64,
     /// The number of its last claim.
     number: u64,
@@ -58,7 +59,9 @@ struct Holder {
 /// Waiters of one holder that stand together in the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Batch {
+    /// The number of the holder.
     holder: u64,
+    /// How many waiters there are.
     count: u32,
 }
 
@@ -207,8 +210,8 @@ impl InFlightSlots {
         self.set_waiters(claim.id, claim.wanted - kept);
     }
 
-    /// Sets the number of waiters of `holder` to `count`. New waiters are last in the queue.
-    /// Waiters that leave are the last of the holder.
+    /// Sets the number of waiters of `holder` to `count`. New waiters join the end of the queue. If
+    /// the holder has fewer waiters than before, its last ones leave.
     fn set_waiters(&mut self, holder: u64, count: u32) {
         let queue = &mut self.queue;
         let waiting = queue

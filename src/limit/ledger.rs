@@ -20,13 +20,15 @@ pub(crate) struct Ledger {
     limits: LimitSet,
     /// The returned slots that lie ahead.
     returned: ReturnedSlots,
-    /// The transit slack of the present caller.
+    /// The transit slack of the present caller: how much later than its deadline a permit may
+    /// arrive at the upstream.
     transit_slack: Micros,
-    /// The boundary guard of the present caller.
+    /// The boundary guard of the present caller: how far from a boundary of a fixed window permits
+    /// may be used.
     boundary_guard: Micros,
     /// The ledger's time, which never goes back.
     now: Micros,
-    /// When the ledger was made.
+    /// When the ledger was made. It has no permits from before.
     made_at: Micros,
     /// The hold of the key.
     hold: Hold,
@@ -66,7 +68,7 @@ impl Ledger {
         now
     }
 
-    /// Removes the returned slots that no request can use any more, also from the logs.
+    /// Removes the returned slots that no request can use any more. Their units leave the limits.
     fn drain(&mut self) {
         let earliest = self.earliest();
         while let Some(unused) = self.returned.pop_before(earliest) {
@@ -103,7 +105,7 @@ impl Ledger {
     }
 
     /// Takes in what the upstream states is left of a limit. If less is allowed than before, the
-    /// returned slots are removed, because they were granted under the earlier state.
+    /// returned slots are removed, because they were granted when more seemed to be left.
     pub(crate) fn see(&mut self, left: &UpstreamRemaining) {
         if self
             .limits
@@ -214,8 +216,7 @@ impl Ledger {
     }
 
     /// Takes back unused permits. If their slot lies ahead and nothing is reserved for other
-    /// clients then, it is kept for the next caller. Otherwise the permits are removed from the
-    /// logs.
+    /// clients then, it is kept for the next caller. Otherwise their units leave the limits.
     pub(crate) fn take_back(&mut self, unused: UnusedPermits) {
         if unused.units == 0 || unused.stamp < unused.slot {
             return;
@@ -224,13 +225,13 @@ impl Ledger {
         if unused.slot <= self.now || unused.slot < self.earliest() || is_shared {
             self.subtract(unused);
         } else if let Some(last) = self.returned.put(unused) {
-            // There was no room for another returned slot, so the last one leaves the logs. Its
-            // units can be booked anew.
+            // There was no room for another returned slot, so the units of the last one leave the
+            // limits. They can be booked anew.
             self.subtract(last);
         }
     }
 
-    /// Removes permits from the logs.
+    /// Takes the units of unused permits out of the limits.
     fn subtract(&mut self, unused: UnusedPermits) {
         self.limits.subtract(self.now, unused);
     }

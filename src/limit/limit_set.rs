@@ -10,7 +10,7 @@ use super::limit_state::LimitState;
 use super::{LimitSpec, Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
 
-/// The longest life of a permit is this, or a twentieth of the window if that is longer. If a stamp
+/// The longest life of a permit: 50 ms, or a twentieth of the window if that is longer. If a stamp
 /// is more than this and the transit slack ahead, its permit was certainly not used yet.
 const LONGEST_LIFE: Micros = 50_000;
 
@@ -91,7 +91,8 @@ impl LimitSet {
     }
 
     /// Makes the algorithm of a limit that is new to this key. It starts with the use that the
-    /// other limits remember.
+    /// other limits remember: with the log of the longest sliding window, or else with the largest
+    /// number of units in use.
     fn rule_for(&self, limit: Limit, now: Micros, transit_slack: Micros) -> Algorithm {
         let mut rule = Algorithm::new(limit, self.ahead);
         let windows = self
@@ -103,6 +104,7 @@ impl LimitSet {
                 rule: Algorithm::Window(window),
                 ..
             }) => {
+                // Each chunk is inserted as if its stamp were now.
                 for chunk in window.chunks() {
                     rule.insert(chunk.stamp, chunk.stamp, chunk.stamp, chunk.count);
                 }
@@ -124,8 +126,8 @@ impl LimitSet {
         self.states.iter_mut().for_each(LimitState::forget_others);
     }
 
-    /// Takes in what the upstream states is left of a limit, in a ledger that was made at `made_at`.
-    /// Returns whether less is allowed than before.
+    /// Takes in what the upstream states is left of a limit, in a ledger that was made at
+    /// `made_at`. Returns whether less is allowed than before.
     pub(super) fn see(
         &mut self,
         left: &UpstreamRemaining,
@@ -202,7 +204,7 @@ impl LimitSet {
         }
     }
 
-    /// Removes permits that were not used.
+    /// Takes back permits that were not used.
     pub(super) fn subtract(&mut self, now: Micros, unused: UnusedPermits) {
         for state in &mut self.states {
             state.subtract(now, unused);

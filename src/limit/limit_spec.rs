@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use crate::quota::{LIFE, Quota};
 
-/// The limits of a key, as a process states them: its quota, and the slack for the
-/// way to the upstream.
+/// The limits of a key, as a process states them: its quota, and the slack for the way to the
+/// upstream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitSpec {
     quota: Quota,

@@ -22,11 +22,13 @@ pub(super) struct LimitState {
     external: Option<Box<ExternalUsage>>,
 }
 
-/// The greatest age of a response that bounds the units that may be sent until the next one. Since
-/// an older response, units may have left the log.
+/// The greatest age of a response whose reset counts: 250 ms, or a twentieth of the window if that
+/// is longer. Since an older response, units may have left the log. A steady response has no such
+/// limit.
 const OLDEST_RESPONSE: Micros = 250_000;
 
 impl LimitState {
+    /// Makes the state of a limit that a caller states at `now`.
     pub(super) fn new(limit: Limit, rule: Algorithm, now: Micros) -> Self {
         LimitState {
             limit,
@@ -36,13 +38,15 @@ impl LimitState {
         }
     }
 
-    /// Returns until when the limit applies, unless a caller states it again.
+    /// Returns until when the limit applies, unless a caller states it again. That is two windows
+    /// and a second after a caller last stated it, and `last_stated` may be half a window behind.
     pub(super) fn in_force_until(&self) -> Micros {
         let window = micros_up(self.limit.window());
         self.last_stated
             .saturating_add(window.saturating_mul(5) / 2 + 1_000_000)
     }
 
+    /// Returns the size of the limit.
     fn size(&self) -> Size {
         Size {
             count: self.limit.count(),
@@ -50,7 +54,8 @@ impl LimitState {
         }
     }
 
-    /// Returns the first moment, not before `from`, at which `cost` units may leave.
+    /// Returns the first moment, not before `from`, at which `cost` units may leave besides those
+    /// that are reserved then.
     pub(super) fn first_slot(&mut self, mut from: Micros, cost: u64, open: Open) -> Micros {
         let size = self.size();
         let Some(external) = &self.external else {
@@ -72,6 +77,7 @@ impl LimitState {
         self.rule.room(slot).saturating_sub(reserved)
     }
 
+    /// Returns how many units may leave at `now`.
     pub(super) fn free(&mut self, now: Micros) -> u64 {
         let reserved = self.reserved(now);
         self.rule.free(now).saturating_sub(reserved)
@@ -104,9 +110,9 @@ impl LimitState {
         self.external = None;
     }
 
-    /// Takes in how much the upstream states is left, for a ledger that was made at `made_at`. Permits
-    /// with stamps up to `sent` may have reached the upstream. Returns whether less is allowed than
-    /// before.
+    /// Takes in how much the upstream states is left, for a ledger that was made at `made_at`.
+    /// Permits with stamps up to `sent` may have reached the upstream. Returns whether less is
+    /// allowed than before.
     pub(super) fn see(
         &mut self,
         left: &UpstreamRemaining,

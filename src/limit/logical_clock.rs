@@ -4,16 +4,17 @@
 //! its clock is never set.
 //!
 //! Logical time never goes back. A caller that remembers a reply states the time that it expects.
-//! One call alone never sets the time back, because a late call expects too early a time as well. A
-//! call is late if it is executed late, or if its process was suspended.
+//! If logical time is later than that, either the server's clock was set forward, or the call is
+//! late: it is executed late, or its process was suspended. One call alone cannot tell, so it never
+//! makes logical time earlier. `time.lua` has all cases.
 //!
 //! Twin: `store/redis/lua/time.lua`, and abridged in `short.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
 use super::Micros;
 
-/// How far the clock may be from what the caller expects, apart from a thousandth of the age of the
-/// reply that the caller remembers.
+/// How far the clock may be from what the caller expects: 250 ms. A thousandth of the age of the
+/// reply that the caller remembers is added.
 const CLOCK_TOLERANCE: Micros = 250_000;
 
 /// What a caller expects, because it remembers a reply.

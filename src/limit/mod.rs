@@ -4,8 +4,8 @@
 //!
 //! > A permit is usable once, at any moment from its **slot** to its **deadline**. The log keeps
 //! > the **stamp** of each permit: its deadline plus the transit slack. The slot of a new permit is
-//! > the first moment at which at most `limit - 1` earlier permits have a stamp younger than the
-//! > window.
+//! > the first moment at which at most `limit - 1` earlier permits count: their stamps are younger
+//! > than the window.
 //!
 //! *Why the limit is never exceeded.* Take any window in which permits were used, and the permit in
 //! it that was granted last. It was used at `u >= slot`. Every other permit in the window was used
@@ -19,8 +19,8 @@
 //!
 //! Nothing here waits, locks, or knows what a request is.
 //!
-//! Each rule exists twice, because Redis runs it in Lua. Each file names its *twin*, and the tests
-//! run both on the same history.
+//! Each rule exists twice, because Redis runs it in Lua. Each file names its *twin*, and `cargo
+//! test --all-features --lib differential` runs both on the same history.
 
 mod algorithm;
 mod booking;

@@ -1,4 +1,4 @@
-//! Recovery of a store that lost its state: for how long it grants nothing.
+//! Recovery of a store that lost the state of a key: for how long it grants nothing.
 //!
 //! Permits that were granted before the loss may still be used, and the new state does not know
 //! them. A process uses such a permit only within its *trust* after the last reply of the store.
@@ -16,14 +16,14 @@
 use super::{Micros, micros_up};
 use crate::quota::Limit;
 
-/// The longest time for which a store grants nothing, apart from the trust.
+/// The longest time for which a store grants nothing: 60 s. The trust is added.
 const LONGEST_RECOVERY: Micros = 60_000_000;
 
-/// The shortest trust: a process uses permits for at least this long after the last reply.
+/// The shortest trust: 1.5 s. A process uses permits for the trust after the last reply.
 const SHORTEST_TRUST: Micros = 1_500_000;
 
-/// A holder of calls in flight sends a claim every third of its time to live. This much later than
-/// a third, all holders have sent one.
+/// A holder of calls in flight sends a claim every third of its time to live. The claim arrives at
+/// most this much later: a second.
 const LONGEST_CLAIM_DELAY: Micros = 1_000_000;
 
 /// What a caller remembers of a state.

@@ -1,8 +1,8 @@
-//! Returned slots: they were booked, were given back before they were due, and are kept for the
-//! next caller.
+//! Returned slots: slots that were booked, and given back before they were due. They are kept for
+//! the next caller.
 //!
-//! They stay in the logs as they are. So the next caller gets such a slot without arithmetic, and
-//! no slot is lost if many callers cancel.
+//! Their units stay in the limits, as if the slot were still booked. So the next caller gets such a
+//! slot without arithmetic, and no slot is lost if many callers cancel.
 //!
 //! Twin: `find_returned`, `take_back` and `drain` in `store/redis/lua/ledger.lua`.
 //! After a change: `cargo test --all-features --lib differential`
@@ -18,11 +18,11 @@ pub(super) struct ReturnedSlots {
     slots: Vec<UnusedPermits>,
 }
 
-/// The most slots that are kept apart.
+/// The most returned slots that are kept for each key.
 const MOST: usize = 32;
 
 impl ReturnedSlots {
-    /// Adds a slot. If there is no room, removes the last slot and returns it.
+    /// Adds a slot. If there are then too many, removes the last slot and returns it.
     pub(super) fn put(&mut self, unused: UnusedPermits) -> Option<UnusedPermits> {
         let index = self
             .slots
@@ -41,7 +41,8 @@ impl ReturnedSlots {
         }
     }
 
-    /// Returns the index of the first slot that fits.
+    /// Returns the index of the first slot, not before `from`, that has `units` and at least half
+    /// of `life`.
     fn position(
         &self,
         from: Micros,
@@ -113,6 +114,7 @@ impl ReturnedSlots {
         self.slots.pop()
     }
 
+    /// Returns the last slot.
     pub(super) fn last_slot(&self) -> Option<Micros> {
         self.slots.last().map(|unused| unused.slot)
     }

@@ -10,17 +10,25 @@ use super::Micros;
 /// Allows at most `limit` units whose stamps are younger than `span`.
 ///
 /// The log is sorted by stamp, and its size is bounded for every limit. Units share *chunks* of a
-/// hundredth of the limit. A chunk has the latest stamp of its units. New slots depend only on the
-/// newest units, up to twice the limit. Older chunks join and become *coarse*, with up to `limit`
-/// units each. They matter again only if a long queue gives up. If there are more than
-/// [`MOST_COARSE`] coarse chunks, the oldest leave the log, and `floor` has the newest of their
-/// stamps. All of this only makes stamps later. So the limit is never exceeded, and at most a chunk
-/// less than the limit is used.
+/// hundredth of the limit. A chunk has the latest stamp of its units.
+///
+/// - New slots depend only on the newest units, up to twice the limit. These are in *fine* chunks.
+/// - Older chunks join and become *coarse*, with up to `limit` units each. They matter again only
+///   if a long queue gives up.
+/// - If there are more than [`MOST_COARSE`] coarse chunks, the oldest leave the log. `floor` has
+///   the newest of their stamps.
+///
+/// All of this only makes stamps later. So the limit is never exceeded, and at most a chunk less
+/// than the limit is used.
 #[derive(Debug)]
 pub(super) struct Window {
+    /// The units that are allowed in any span of the length `span`.
     limit: u64,
+    /// The length of the window.
     span: Micros,
+    /// The log, sorted by stamp.
     chunks: VecDeque<Chunk>,
+    /// The units in all chunks.
     total: u64,
     /// How many of the oldest chunks are coarse.
     coarse_count: usize,
@@ -33,19 +41,23 @@ pub(super) struct Window {
     cursor: Cursor,
 }
 
-/// The most coarse chunks. Slots that are booked up to this many windows ahead are kept apart.
+/// The most coarse chunks. Slots that are booked up to this many windows ahead stay in the log.
 const MOST_COARSE: usize = 48;
 
 /// The most fine chunks. Units of twice the limit fill 200. More are made only by permits that come
 /// back, and by stamps out of order.
 const MOST_FINE: usize = 204;
 
+/// Units that count from the same stamp.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chunk {
+    /// The latest stamp of the units.
     pub(super) stamp: Micros,
+    /// How many units there are.
     pub(super) count: u64,
 }
 
+/// A chunk, and the units in the chunks before it.
 #[derive(Clone, Copy, Debug, Default)]
 struct Cursor {
     index: usize,
@@ -53,6 +65,7 @@ struct Cursor {
 }
 
 impl Window {
+    /// Makes an empty log.
     pub(super) fn new(limit: u32, span: Micros) -> Self {
         Window {
             limit: u64::from(limit),
@@ -66,15 +79,17 @@ impl Window {
         }
     }
 
+    /// Returns all chunks, the oldest first.
     pub(super) fn chunks(&self) -> impl Iterator<Item = Chunk> {
         self.chunks.iter().copied()
     }
 
-    /// Returns the size of a chunk. A chunk with fewer units takes more.
+    /// Returns the size of a fine chunk in units. A chunk with fewer units takes more.
     fn chunk_size(&self) -> u64 {
         self.limit.div_ceil(100)
     }
 
+    /// Removes the chunks that are older than the window.
     pub(super) fn advance(&mut self, now: Micros) {
         while let Some(oldest) = self.chunks.front()
             && oldest.stamp.saturating_add(self.span) <= now
@@ -86,6 +101,7 @@ impl Window {
             .filter(|floor| floor.saturating_add(self.span) > now);
     }
 
+    /// Removes and returns the oldest chunk.
     fn pop_oldest(&mut self) -> Option<Chunk> {
         let oldest = self.chunks.pop_front()?;
         self.total -= oldest.count;
@@ -101,8 +117,8 @@ impl Window {
         Some(oldest)
     }
 
-    /// Returns the first moment at which at most `limit - reserved - cost` units have younger
-    /// stamps.
+    /// Returns the first moment, not before `from`, at which at most `limit - reserved - cost`
+    /// units have stamps younger than the window.
     pub(super) fn first_slot(&mut self, from: Micros, cost: u64, reserved: u64) -> Micros {
         let others = self.limit.saturating_sub(cost + reserved);
         let last_to_leave = match self.total.checked_sub(others) {
@@ -161,6 +177,7 @@ impl Window {
         }
     }
 
+    /// Returns the units in the log.
     pub(super) fn used(&self) -> u64 {
         self.total
     }
@@ -178,6 +195,8 @@ impl Window {
         (least, least + later.take(1).sum::<u64>())
     }
 
+    /// Adds units of a stamp to the log. They join a chunk with the same stamp, or else a neighbour
+    /// that is not full, or else they become a chunk.
     pub(super) fn insert(&mut self, stamp: Micros, units: u64) {
         let size = self.chunk_size();
         let chunks = self.chunks.len();
@@ -288,8 +307,9 @@ impl Window {
         }
     }
 
-    /// Joins a chunk that has become small with the next. Without this, permits that come back
-    /// would leave a log of many small chunks.
+    /// Joins a chunk that has become small with the next, or removes an empty one. Without this,
+    /// permits that come back would leave a log of many small chunks. `index` becomes the index of
+    /// the next chunk.
     fn join_next(&mut self, index: &mut usize) {
         let count = self.chunks[*index].count;
         let size = self.chunk_size();
@@ -310,6 +330,7 @@ impl Window {
         }
     }
 
+    /// Returns the first moment at which the log is empty.
     pub(super) fn fresh_from(&self) -> Micros {
         let newest = self.chunks.back().map(|chunk| chunk.stamp).max(self.floor);
         newest.map_or(0, |stamp| stamp.saturating_add(self.span))
