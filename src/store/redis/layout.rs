@@ -5,7 +5,7 @@
 
 const LAYOUT: &[u8] = include_str!("lua/layout.lua").as_bytes();
 
-/// Returns the number of the line `local NAME = number`.
+/// Returns the number of the line `local NAME = number` of `lua/layout.lua`. `name` is NAME.
 const fn number(name: &str) -> u64 {
     let mut start = 0;
     while start < LAYOUT.len() {
@@ -69,7 +69,7 @@ pub(super) const CALL_VERSION: u8 = byte("CALL_VERSION");
 /// The version of calls and replies about registers, and of their state.
 pub(super) const REGISTER_VERSION: u8 = byte("REGISTER_VERSION");
 
-/// The first byte of a message about a hold or a release.
+/// The first byte of a message about a hold or a release, to all stores.
 pub(super) const HOLD_MESSAGE: u8 = byte("HOLD_MESSAGE");
 /// The first byte of a message about a hold that was cut.
 pub(super) const CUT_HOLD_MESSAGE: u8 = byte("CUT_HOLD_MESSAGE");
@@ -77,7 +77,7 @@ pub(super) const CUT_HOLD_MESSAGE: u8 = byte("CUT_HOLD_MESSAGE");
 pub(super) const REGISTER_MESSAGE: u8 = byte("REGISTER_MESSAGE");
 /// The first byte of a message that less of a limit remains than the state knew.
 pub(super) const REMAINING_MESSAGE: u8 = byte("REMAINING_MESSAGE");
-/// The first byte of a message to a holder of calls in flight.
+/// The first byte of a message to a holder of calls in flight, to one store.
 pub(super) const IN_FLIGHT_MESSAGE: u8 = byte("IN_FLIGHT_MESSAGE");
 
 /// The operation that requests permits.
@@ -99,10 +99,10 @@ pub(super) const GRANTED: u8 = byte("GRANTED");
 pub(super) const REFUSED: u8 = byte("REFUSED");
 /// The status of a call to a state that recovers from a loss, and grants nothing yet.
 pub(super) const RECOVERING: u8 = byte("RECOVERING");
-/// The status of a call that did nothing, because the server's clock is ahead of what the caller
-/// expects.
+/// The status of a call that did nothing, because the server's clock is too far ahead of what the
+/// caller expects.
 pub(super) const UNSURE: u8 = byte("UNSURE");
-/// Added to the status if other clients use a limit too.
+/// Added to the status if clients outside of the fleet use a limit, too.
 pub(super) const SHARED: u8 = byte("SHARED");
 /// Added to the status if the hold was cut.
 pub(super) const CUT: u8 = byte("CUT");
@@ -114,5 +114,6 @@ pub(super) const BUCKET: u8 = byte("BUCKET");
 /// The kind of a fixed window.
 pub(super) const FIXED: u8 = byte("FIXED");
 
-/// The largest number. Beyond it, numbers of Lua are no longer exact. As a wait it means never.
+/// The largest number, 2^53. Beyond it, numbers of Lua are no longer exact. As a wait it means
+/// never.
 pub(super) const NEVER: u64 = number("NEVER");
