@@ -2,9 +2,9 @@
 //!
 //! A request passes up to three stages, in this order:
 //!
-//! 1. It waits until its host is not on hold, if holds go by host.
-//! 2. It gets an in-flight slot of its key, if calls in flight are limited.
-//! 3. It gets a slot, if rates are limited. Else it waits until its key is not on hold.
+//! 1. If each host has holds of its own, it waits until its host is not on hold.
+//! 2. If calls in flight are limited, it gets an in-flight slot of its key.
+//! 3. If rates are limited, it gets a slot. Else it waits until its key is not on hold.
 //!
 //! [`enter`], [`enter_past_host`] and [`enter_with_in_flight_slot`] enter a request at the first,
 //! second and third stage. Each goes on to the next stage, until the request has to wait. When the
@@ -33,19 +33,24 @@ pub(crate) struct Entry {
     pub(crate) key: Key,
     pub(crate) cost: u32,
     pub(crate) deadline: Option<Instant>,
-    /// The key of its host, if holds go by host or a redirect may lead to another host.
+    /// The key of its host. `None` if the host does not matter.
+    ///
+    /// The host matters if each host has holds of its own (`hosts.rs`). It also matters if the
+    /// client follows redirects, because the response of another host states nothing about this
+    /// key.
     pub(crate) host: Option<Key>,
 }
 
 /// How far a request has come.
 ///
-/// The stage that decides makes it, and the waiting future receives it unchanged. Two other types
+/// The stage that decides makes it, and the waiting future receives it unchanged. Three other types
 /// are similar:
 ///
 /// - [`Settled`] is the result of one queue. A queue knows neither the other stages nor the reason
 ///   of a refusal.
-/// - `Started` is what the layers get. Its future and its error each cost an allocation, which this
-///   type does not need.
+/// - `Started` is what the layers get from the limiter. Its future and its error each cost an
+///   allocation, which this type does not need.
+/// - The `Admission` in `layer/seam.rs` is what a service gets from any layer.
 pub(super) enum Admission {
     /// The request may leave now.
     Granted {

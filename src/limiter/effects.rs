@@ -140,9 +140,10 @@ impl Core {
     /// Starts the batching delay of the next call of `key`.
     fn gather(self: &Arc<Self>, key: Key, now: Instant, mut delay: Duration) {
         let batch = BatchDelay::new(self, key);
-        // The tasks that are about to ask run in the caller's runtime, not on the thread of the
-        // store. So a task in the caller's runtime ends the delay, after these tasks. If that
-        // runtime has stopped, the task on the thread of the store ends the delay.
+        // The delay lets the tasks that are ready to run join the call. They run in the caller's
+        // runtime, not on the thread of the store. So a task in the caller's runtime ends the
+        // delay, after these tasks have run. If that runtime has stopped, the task on the thread of
+        // the store ends the delay.
         if delay.is_zero()
             && self.settings.store.background().is_some()
             && let Ok(runtime) = Handle::try_current()

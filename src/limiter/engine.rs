@@ -152,7 +152,7 @@ impl Core {
         store::label(&*self.settings.store, key, request)
     }
 
-    /// Returns how long `key` stays on hold, as far as this process knows.
+    /// Returns how long `key` stays on hold, by what this process knows.
     pub(super) fn held(&self, key: Key, now: Instant) -> Option<Duration> {
         self.states
             .find(key, |state| state.hold.left(now))

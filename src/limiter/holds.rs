@@ -96,7 +96,7 @@ pub(super) fn adopt_seen(core: &Arc<Core>, key: Key, held: HoldState, now: Insta
 ///
 /// If the key has no state here, no request waits, and the first request learns of the hold from
 /// the store. State is made only if the requests of the key do not ask the store. This is so if no
-/// rate is limited, or if holds go by host.
+/// rate is limited, or if each host has holds of its own.
 pub(super) fn adopt_published(core: &Arc<Core>, key: Key, held: HoldState) {
     let now = clock::now();
     let take_in = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
@@ -158,8 +158,8 @@ pub(super) fn leave(core: &Core, key: Key, number: Number) {
     core.states.find(key, |state| state.hold.unwatch(number));
 }
 
-/// Asks the store about a hold of `key`, for which this process has no state. If the store does not
-/// answer at once, the answer comes too late for the request that asks.
+/// Asks the store about a hold of `key`, for which this process has no state. The request that asks
+/// does not wait for the answer of a store that answers later.
 pub(super) fn inquire(core: &Arc<Core>, key: Key, now: Instant) {
     // If there is no room for one more key, the request goes on without an answer.
     let _ = core.with_new_state(key, now, KeyState::inquire);

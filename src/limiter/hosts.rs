@@ -96,7 +96,8 @@ impl Hosts {
         }
     }
 
-    /// Returns whether a request with a host has entered. From then on holds go by host.
+    /// Returns whether a request with a host has entered. From then on each host has holds of its
+    /// own.
     pub(super) fn are_any(&self) -> bool {
         self.first.get().is_some()
     }

@@ -18,9 +18,9 @@ use crate::store::{Claim, Refusal, StoreEvent, StoreListener};
 use crate::wait_queue::Number;
 use crate::wakers::Wakers;
 
-/// A call in flight. Dropping it ends the call.
+/// The in-flight slot of a call. Dropping it ends the call.
 ///
-/// Boxed, so that calls without a limit in flight stay small.
+/// Boxed, so that a call stays small if calls in flight are not limited.
 #[derive(Debug)]
 pub(crate) struct InFlightSlot(Box<Taken>);
 
@@ -28,7 +28,7 @@ pub(crate) struct InFlightSlot(Box<Taken>);
 struct Taken {
     core: Arc<Core>,
     key: Key,
-    /// The number under which the key's calls in flight know it.
+    /// The number of the slot in the [`KeyCalls`] of the key.
     number: Number,
 }
 

@@ -104,8 +104,8 @@ impl Limiter {
     /// # Errors
     ///
     /// - [`Limited::Local`] if the slot, or the end of the key's hold, is later than `max_wait` or
-    ///   the deadline allows; if the queue is full; if the cost is above the limit; or if
-    ///   `max_keys` keys are in use. Its [`Reason`] says which.
+    ///   the deadline allows. Also if the queue is full, if the cost is above the limit, or if
+    ///   `max_keys` keys are in use. Its [`Reason`] states which.
     /// - [`Limited::Store`] if the store failed, unless
     ///   [`on_store_error`](crate::RateLimitBuilder::on_store_error) says otherwise.
     ///
@@ -230,8 +230,8 @@ impl Limiter {
         Limiter(Core::new(settings, listener::on_event))
     }
 
-    /// Returns the key of the host of `request`, if holds go by host or a redirect may lead to
-    /// another host. `key` is the key of the request.
+    /// Returns the key of the host of `request`, if the host matters: see [`Entry::host`]. `key` is
+    /// the key of the request.
     #[inline]
     pub(crate) fn host_of(&self, key: Key, request: &impl RequestInfo) -> Option<Key> {
         if key == Key::ALL {
@@ -241,8 +241,9 @@ impl Limiter {
         }
     }
 
-    /// Sends a request if a permit is at hand. Returns the time in both cases: `Ok` if the request
-    /// was sent, `Err` if not. [`start_slow`](Limiter::start_slow) takes that time.
+    /// Takes a permit at hand for a request that the caller sends at once. Returns the time in both
+    /// cases: `Ok` if there was a permit, `Err` if not. [`start_slow`](Limiter::start_slow) takes
+    /// that time.
     #[inline]
     pub(crate) fn send_at_once(&self, entry: &Entry) -> Result<Instant, Instant> {
         start::send_at_once(&self.0, entry)

@@ -23,8 +23,8 @@ pub(super) fn on_event(core: &Arc<Core>, key: Key, holder: u64, event: StoreEven
     }
 }
 
-/// Takes in that the upstream stated to another process that less is left of a limit. `writes` is
-/// how often the state in the store had been written then.
+/// Takes in an event: the upstream stated to another process that fewer units of a limit are left
+/// than the store knew. `writes` is how often the state in the store had been written then.
 fn remaining_fell(core: &Arc<Core>, key: Key, writes: u64) {
     core.with_state(key, clock::now(), |state, ctx| {
         state.remaining_fell(ctx, writes)

@@ -5,15 +5,19 @@
 // waiting future holds a number in the key's queue and can be dropped at any time. The limiter does
 // not count: the store does.
 //
-// `Core` has methods in `engine` and `effects` only. The files below them have functions that take
-// the core and are called with the name of their file, such as `holds::release(core, key)`.
+// A request enters in `start`. If no permit is at hand, `admission` decides what the request waits
+// for, and `waiter` is the future that waits.
+//
+// `Core` has methods in `engine` and `effects` only. The files below these two in the table have
+// functions instead. A function takes the core as its first argument, and callers name its file:
+// `holds::release(core, key)`.
 //
 // The imports point one way: a file imports only files that stand above it in this table.
 //
 // | file | what it has |
 // |---|---|
-// | `reservation`, `limited`, `hosts` | values: booked slots, errors, hosts |
-// | `session`, `prefetched`, `queue`, `key_state` | the state of one key: permits at hand, waiters, bookings, holds |
+// | `reservation`, `limited`, `hosts` | values: booked slots, bounds and outcomes of waits, errors, hosts |
+// | `session`, `prefetched`, `queue`, `key_state` | the state of one key: the store's clock, permits at hand, waiters, bookings, holds |
 // | `settings` | what a limiter is built from |
 // | `in_flight` | the calls in flight of all keys |
 // | `engine` | `Core`: the state of all keys |
@@ -23,7 +27,7 @@
 // | `admission` | the way of a request to its permit |
 // | `permit` | the right to send one request |
 // | `stage`, `waiter` | what a request waits for; a request that waits |
-// | `start`, `acquire` | the entrance: fast path, slow path, and the public future |
+// | `start`, `acquire` | the entrance: fast path and slow path, and the public future |
 // | `limiter` | [`Limiter`], the public face |
 
 mod acquire;

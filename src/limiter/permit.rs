@@ -50,7 +50,7 @@ pub(super) struct PastWait {
     pub(super) waited: Duration,
     /// How often the request got a slot.
     pub(super) turns: u32,
-    /// The key of its host, if holds go by host or a redirect may lead to another host.
+    /// The key of its host, if the host matters: see [`Entry::host`].
     pub(super) host: Option<Key>,
 }
 
@@ -176,7 +176,8 @@ impl Permit {
     }
 }
 
-/// A request that was sent and not yet answered. Its permit is spent.
+/// A request that was sent and not yet answered. Its permit is spent. The fast path of the layers
+/// makes it without a [`Permit`].
 ///
 /// Each response future holds one, so it has to be small. Unlike a [`Permit`], it holds a
 /// [`CoreId`] instead of an `Arc<Core>`. What only few requests need is in a box.
@@ -184,7 +185,7 @@ pub(crate) struct Sent {
     core: CoreId,
     cost: u32,
     key: Key,
-    /// The key of its host, if holds go by host or a redirect may lead to another host.
+    /// The key of its host, if the host matters: see [`Entry::host`].
     host: Option<Key>,
     /// When the request was sent, or a little before.
     at: Instant,
@@ -199,7 +200,7 @@ struct More {
 }
 
 impl Sent {
-    /// Makes one for a request that got its permit at once.
+    /// Makes the value for a request that got its permit at once.
     #[inline]
     pub(crate) fn at_once(core: CoreId, entry: &Entry, at: Instant) -> Self {
         let &Entry {
@@ -240,7 +241,7 @@ impl Sent {
         self.key
     }
 
-    /// Returns the key of its host, if holds go by host or a redirect may lead to another host.
+    /// Returns the key of its host, if the host matters: see [`Entry::host`].
     pub(crate) fn host(&self) -> Option<Key> {
         self.host
     }

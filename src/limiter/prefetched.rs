@@ -10,8 +10,8 @@ use super::reservation::Reservation;
 use crate::clock;
 use crate::limit::{LimitSpec, UnusedPermits};
 
-/// Units of one slot that is due. The fields that a request needs come first, in the order of
-/// declaration: see [`KeyState`](super::key_state::KeyState).
+/// The prefetched permits of a key: units of one slot, which is due. The fields that a request needs
+/// come first, in the order of declaration: see [`KeyState`](super::key_state::KeyState).
 #[repr(C)]
 pub(super) struct Prefetched {
     /// When the units expire.

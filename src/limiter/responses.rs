@@ -104,7 +104,7 @@ impl AnsweredCall {
         }
         let limited = signal.refusal().is_some();
         state.upstream.take_in_limits(*learn, spec, signal, ctx);
-        // What is left is left of the limits that count from now on.
+        // The response states what is left of the limits that apply from now on.
         let stated = core.stated(state, ctx.now);
         let refused = if limited { self.cost } else { 0 };
         let is_less = state.upstream_stated(

@@ -1,5 +1,7 @@
-//! What a limiter knows of a store with a server, for one key. It knows how the clock of the store
-//! relates to the clock of this process, and what the store granted lately.
+//! The session of one key with a store that has a server: the store's clock as this process knows
+//! it, and the recent grants.
+//!
+//! `store/session.rs` has what is known after a single reply. This file combines the replies.
 
 use std::time::{Duration, Instant};
 
@@ -9,14 +11,15 @@ use crate::store::{ClientSession, Grant, Lease, StoreSession, UnusedPermits};
 
 /// The session of one key with a store.
 ///
-/// The last reply shows the store's clock and state. All replies together bound the store's clock,
-/// so one slow round trip does not shorten the validity of permits.
+/// A reply states the store's time. The store read that time after the call was sent and before the
+/// reply arrived. Earlier replies narrow these bounds, so one slow round trip does not shorten the
+/// validity of permits.
 pub(super) struct KeySession {
     /// The last reply of the store.
     reply: StoreSession,
-    /// The earliest moment at which the store's clock may have shown the time of the last reply.
+    /// The store's clock showed the time of the last reply at this moment or later.
     earliest: Instant,
-    /// The latest such moment.
+    /// The store's clock showed that time at this moment or earlier.
     latest: Instant,
     /// The longest round trip of a call lately.
     trip: Duration,
@@ -140,8 +143,8 @@ impl KeySession {
             .saturating_sub(lately.map(|unused| unused.units).sum());
     }
 
-    /// Returns what the next call tells the store. After the session has expired, or the machine
-    /// slept, it tells nothing.
+    /// Returns what the next call states about the session. If the session has expired, or if the
+    /// machine slept, the call states nothing.
     pub(super) fn client_session(&self, now: Instant) -> ClientSession {
         if now >= self.until || self.incarnation() == 0 {
             return ClientSession::default();

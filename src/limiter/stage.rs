@@ -16,10 +16,10 @@ use crate::wait_queue::answer_by;
 /// What a waiter waits for: a [`WaitFor`], with the timer that it needs.
 // Which stage can follow which:
 //
-// HostHold => InFlightSlot | Slot | Hold | Done
-// InFlightSlot => Slot | Hold | Done
-// Slot, Hold => Done, and HostHold if the host was held meanwhile
-// Done => Slot, if the permit expired before it could be used
+// - HostHold => InFlightSlot | Slot | Hold | Done
+// - InFlightSlot => Slot | Hold | Done
+// - Slot, Hold => Done, and HostHold if the host was held meanwhile
+// - Done => Slot, if the permit expired before it could be used
 #[derive(Debug)]
 pub(super) enum Stage {
     /// Waits until its host is not on hold. Requests to other hosts go on.
@@ -35,8 +35,8 @@ pub(super) enum Stage {
 }
 
 impl Stage {
-    /// Begins a wait. The `ticket` gets the number of the wait, if it has one in the queue of its
-    /// key or among those that wait for a hold.
+    /// Begins a wait. If the request waits for a slot or for a hold of its key, `ticket` gets the
+    /// number of the wait.
     pub(super) fn begin(wait: WaitFor, ticket: &mut Ticket, now: Instant) -> Self {
         match wait {
             WaitFor::HostHold(end) => Stage::HostHold(HoldWait::new(end)),

@@ -1,4 +1,8 @@
 //! The entrance: a request gets its permit at once, or a future that waits for it, or an error.
+//!
+//! The fast path only takes a permit at hand. It is [`send_at_once`] for the layers, and
+//! [`take_at_once`] for [`Acquire`](super::acquire::Acquire). A request that it does not admit
+//! takes the slow path, [`slow`].
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -27,8 +31,11 @@ pub(crate) enum Started {
     Limited(Limited),
 }
 
-/// Sends a request if a permit is at hand. Returns the time in both cases: `Ok` if the request was
-/// sent, `Err` if not.
+/// Takes a permit at hand for a request that the caller sends at once. Returns the time in both
+/// cases: `Ok` if there was a permit, `Err` if not.
+///
+/// A request that costs nothing needs no permit. No [`Permit`](super::Permit) is made: the caller
+/// makes a [`Sent`](super::Sent) instead.
 #[inline]
 pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Result<Instant, Instant> {
     let now = clock::now();
@@ -62,7 +69,7 @@ pub(super) fn take_at_once(core: &Core, entry: &Entry) -> Result<Option<Reservat
     taken.map(Some).ok_or(now)
 }
 
-/// Returns whether a request may leave as soon as it has a permit of its key. Then calls in flight
+/// Returns whether a request needs nothing but a permit of its key. This is so if calls in flight
 /// are not limited, its host is known not to be on hold, and its deadline has not passed.
 #[inline]
 fn is_open(core: &Core, entry: &Entry, now: Instant) -> bool {
@@ -71,8 +78,8 @@ fn is_open(core: &Core, entry: &Entry, now: Instant) -> bool {
         && entry.deadline.is_none_or(|deadline| deadline >= now)
 }
 
-/// Returns whether `host` is known to be neither on hold nor on probation. Always true if holds
-/// under `key` do not go by host.
+/// Returns whether `host` is known to be neither on hold nor on probation. Always true if requests
+/// under `key` have no holds by host.
 #[inline]
 fn is_host_clear(core: &Core, key: Key, host: Option<Key>, now: Instant) -> bool {
     let Some((hold, host)) = host_hold(key, host).zip(host) else {

@@ -28,7 +28,7 @@ use crate::store::Refusal;
 pub(crate) struct Waiter {
     core: Arc<Core>,
     key: Key,
-    /// The key of its host, if holds go by host or a redirect may lead to another host.
+    /// The key of its host, if the host matters: see [`Entry::host`].
     host: Option<Key>,
     ticket: Ticket,
     stage: Stage,

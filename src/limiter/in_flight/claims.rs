@@ -1,4 +1,4 @@
-//! What a process and the store tell each other about the calls in flight of one key.
+//! The claims of a process about the calls in flight of one key, and the store's answers.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use crate::key::Key;
 use crate::limiter::queue::next_number;
 use crate::store::Claim;
 
-/// What a process has at the same moment.
+/// The calls and waiters of a process at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     /// Calls in flight.
@@ -46,7 +46,7 @@ pub(super) struct Claims {
     /// What the store counts for this process: what the last claim stated, with the slots granted
     /// since.
     pub(super) known: Counts,
-    /// Slots that the store has granted since the beginning, as far as its answers have arrived.
+    /// Slots that the store has granted since the beginning, by the answers that have arrived.
     granted: u64,
     /// The version of the last answer to the last claim. An answer with a smaller version is older,
     /// and is ignored.

@@ -98,9 +98,10 @@ impl KeyCalls {
         };
         // The answer ends the wait of requests that cannot wait, even if it grants nothing.
         let wants_answer = self.waiters.want_answer_after(self.claims.number);
-        // A claim gives up the place of the process in the store's queue, if its last waiter has
-        // left. An impatient request leaves no such claim: its caller retries, and while the store
-        // counts the place, no slot is free.
+        // If the last waiter has left, a claim gives up the place of the process in the store's
+        // queue. After an impatient request, no such claim is sent, because its caller retries.
+        // While the store counts the place, it has no free slot, and retries are refused without a
+        // claim.
         let has_left = self.gave_up && counts == Counts::NONE;
         if !self.claims.is_due(counts, wants_answer, has_left) {
             return None;
@@ -393,7 +394,7 @@ mod tests {
         assert!(calls.idle_from().is_some());
     }
 
-    /// A process that stood still until its claim expired passes no slot on, and uses none.
+    /// A process that was suspended until its claim expired passes no slot on, and uses none.
     #[test]
     fn slots_are_not_used_after_their_claim_expires() {
         let (mut calls, start) = (no_calls(), clock::now());

@@ -16,8 +16,8 @@
 //!   is not notified. If other processes wait, the slot goes back with the next claim, and the
 //!   store grants it to the request that came first.
 //! - A claim counts for a time to live, and the store repeats it while slots are in use. If it
-//!   expires, the slots are lost, and their calls have to end. If a process stood still for longer,
-//!   it uses no slot and passes none on, even before the store notifies it.
+//!   expires, the slots are lost, and their calls have to end. A process that was suspended until
+//!   its claim expired uses no slot and passes none on, even before the store notifies it.
 //! - If a claim fails, the requests that wait fail with it. The store repeats the claim. The next
 //!   change in this process makes a new one.
 //!

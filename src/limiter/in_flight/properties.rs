@@ -307,7 +307,7 @@ proptest! {
         for step in &steps {
             world.step(step);
         }
-        // The claims of processes that have died expire.
+        // The claims of crashed processes expire.
         for _ in 0..8 {
             world.settle();
             world.step(&Step::TimePasses(TTL / 4));

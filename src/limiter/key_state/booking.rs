@@ -160,8 +160,8 @@ impl KeyState {
         })
     }
 
-    /// Returns whether a call that is needed waits: for the end of a hold, for the answer to a
-    /// probe, or for other requests to join it.
+    /// Decides whether a needed call is sent now. It may have to wait for the end of a hold, for
+    /// the answer to a probe, or for other requests to join it.
     fn delay(&mut self, ctx: &KeyContext<'_>, booking: &Booking, now: Instant) -> Delay {
         let Some(queue) = &mut self.queue else {
             return Delay::Over;
@@ -177,8 +177,8 @@ impl KeyState {
         }
     }
 
-    /// Calls the store. If permits `died` since the last call, those of later calls are valid for
-    /// longer.
+    /// Calls the store. If permits expired since the last call (`died`), the permits of later calls
+    /// are valid for longer.
     fn send(&mut self, ctx: &mut KeyContext<'_>, booking: &Booking, died: bool) -> Called {
         let Booking {
             demands,
@@ -255,7 +255,8 @@ impl KeyState {
         returns: &'a [UnusedPermits],
     ) -> LeaseRequest<'a> {
         LeaseRequest {
-            // The ledger of a process on its own knows of no hold.
+            // While the store is unreachable, the process may have a ledger of its own. That ledger
+            // knows of no hold.
             hold: self.hold.for_store(self.store.is_standalone, ctx.now),
             remaining: self
                 .upstream
@@ -323,8 +324,9 @@ impl KeyState {
         if self.store.tightens {
             return self.tighten(ctx);
         }
-        // A store that lost its state gets the hold before a process that does not know the hold
-        // calls it. Then the step only hands out permits.
+        // The store has lost its state. This call restores the hold before another process calls
+        // the store without knowing of the hold. While it is under way, the step only hands out
+        // permits.
         if self.hold.take_resend() {
             self.confirm(ctx);
         }
@@ -402,8 +404,8 @@ impl KeyState {
         queue.answered([], Some(&end), least, now, &mut ctx.work.wakers);
     }
 
-    /// Ends the batching delay of the next call. `joined` says whether other requests had the time
-    /// to join. If not, the task of the delay was dropped with its runtime.
+    /// Ends the batching delay of the next call. `joined` states whether other requests had the
+    /// time to join. If not, the task of the delay was dropped with its runtime.
     pub(in crate::limiter) fn gathered(&mut self, ctx: &mut KeyContext<'_>, joined: bool) {
         let is_held = self.hold.left(ctx.now).is_some();
         let Some(queue) = &mut self.queue else { return };

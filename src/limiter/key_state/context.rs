@@ -37,8 +37,9 @@ pub(in crate::limiter) struct KeyContext<'a> {
 }
 
 impl KeyContext<'_> {
-    /// Returns whether waiters wake when a call counts as lost, because a call may be lost with the
-    /// runtime of a caller.
+    /// Returns whether waiters wake when a call to the store counts as lost. They do if the store
+    /// has no thread of its own. Then a call runs in the runtime of a caller, and is lost if that
+    /// runtime stops.
     pub(super) fn is_watched(&self) -> bool {
         self.store.background().is_none()
     }

@@ -17,7 +17,7 @@ use crate::limiter::queue::Number;
 use crate::store::HoldState;
 use crate::wakers::Wakers;
 
-/// The hold of a key. A key that was never held has no details of it.
+/// The hold of a key. `details` is `None` if the key was never on hold.
 #[derive(Default)]
 pub(in crate::limiter) struct KeyHold {
     details: Option<Box<HoldDetails>>,
@@ -137,8 +137,8 @@ impl KeyHold {
         precedes_release
     }
 
-    /// Returns the hold for a call to the store. Its rest is zero if the store knows of it. If
-    /// `is_new`, the store knows nothing of it.
+    /// Returns the hold for a call to the store. Its `remaining` is zero if the store knows of the
+    /// hold. `is_new` states that the store does not.
     pub(super) fn for_store(&self, is_new: bool, now: Instant) -> HoldState {
         self.details
             .as_ref()
@@ -286,8 +286,8 @@ impl KeyHold {
         }
     }
 
-    /// Notes that a permit came back unused. It may be the probe's, so the next request may be the
-    /// probe. Returns whether it may be.
+    /// Notes that a permit was given back unused. It may be the probe's, so the next request may be
+    /// the probe. Returns whether it may be.
     pub(super) fn probe_comes_back(&mut self) -> bool {
         self.details
             .as_mut()

@@ -109,7 +109,7 @@ impl Evict for KeyState {
 }
 
 impl KeyState {
-    /// Makes the state of a key without waiters. `life` is how long its permits live at first.
+    /// Makes the state of a key without waiters. `life` is how long its permits are valid at first.
     pub(super) fn new(life: Duration, now: Instant) -> Self {
         KeyState {
             prefetched: Prefetched::new(now),
@@ -193,9 +193,10 @@ impl KeyState {
         self.obey_hold(ctx.now, &mut ctx.work.wakers);
         let is_held = self.hold.left(ctx.now).is_some();
         if let Some(queue) = &mut self.queue {
-            // Slots after the hold are given up as well. So all waiters book again at its end, by
-            // what is allowed then. But a bucket cannot take back a single slot between the slots
-            // of other processes. So these slots stay.
+            // The waiters book again when the hold ends, by what is allowed then. So slots after
+            // the hold are given up as well. A bucket is an exception: it cannot take back a single
+            // slot between the slots of other processes. So its slots stay while the key is on
+            // hold.
             let is_paced = |limit: &Limit| matches!(limit, Limit::Bucket { .. });
             if !is_held || !ctx.spec.quota().limits().iter().any(is_paced) {
                 queue.give_up_slots();
@@ -221,7 +222,7 @@ impl KeyState {
         queue.withdraw(clock::after(now, left), now, wakers);
     }
 
-    /// Notes that a permit came back unused. If it was the probe's, another request may be the
+    /// Notes that a permit was given back unused. If it was the probe's, another request may be the
     /// probe.
     fn probe_comes_back(&mut self) {
         let was_probing = self.hold.probe_comes_back();
@@ -238,7 +239,7 @@ impl KeyState {
     }
 
     /// Asks the store to confirm the hold and the bookings, even if no request waits. A store that
-    /// came back with an older state grants booked slots to other processes until it is asked.
+    /// was restored to an older state would grant booked slots to other processes until this call.
     pub(super) fn confirm(&mut self, ctx: &mut KeyContext<'_>) {
         let is_at_stake = self.hold.left(ctx.now).is_some() || self.is_booked();
         if self.store.answers_later && is_at_stake {
@@ -256,8 +257,8 @@ impl KeyState {
     /// Takes in the response to a request that was sent at `sent`. The upstream refused `refused`
     /// units.
     ///
-    /// Returns whether less is left than could leave before the next call, from this process or
-    /// another one.
+    /// Returns whether fewer units are left than this process or another one could send before the
+    /// next call to the store.
     pub(super) fn upstream_stated(
         &mut self,
         spec: &LimitSpec,
@@ -299,8 +300,9 @@ impl KeyState {
         self.close(ctx);
     }
 
-    /// Takes in that another process stated to the store that less is left. `writes` is how often
-    /// the state in the store had been written then.
+    /// Takes in an event: another process stated to the store that fewer units of a limit are left.
+    /// `writes` is how often the state in the store had been written then. Does nothing if this
+    /// process has a later reply.
     pub(super) fn remaining_fell(&mut self, ctx: &mut KeyContext<'_>, writes: u64) {
         if self.store.is_behind(writes) {
             self.tighten(ctx);

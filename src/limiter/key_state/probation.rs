@@ -82,7 +82,7 @@ impl Probation {
         }
     }
 
-    /// Notes that a permit came back unused. Returns whether it may be the probe's.
+    /// Notes that a permit was given back unused. Returns whether it may be the probe's.
     pub(super) fn probe_comes_back(&mut self) -> bool {
         let was_probing = matches!(self, Probation::Probing(_));
         if was_probing {

@@ -1,9 +1,10 @@
 //! What the upstream's `Remaining` headers state about one limit, as a value.
 //!
-//! If the reset that an upstream states stays at one moment, the upstream counts in windows, or
-//! from its oldest request. The store has the same requests in its log. So what the upstream counts
-//! beyond them was used by other clients. If the reset moves along with the responses, the two
-//! counts cannot be compared. Then only refusals show that other clients use the limit.
+//! The store compares what the upstream counts with the requests in its own log. What the upstream
+//! counts beyond them was used by other clients. The comparison is possible only if both count the
+//! same requests. This is so if the stated reset stays at one moment: the upstream counts in
+//! windows, or from its oldest request. If the reset moves along with the responses, only refusals
+//! show that other clients use the limit.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +21,8 @@ pub(super) struct RemainingHeaders {
     latest: Option<Statement>,
     /// The reset to which later ones are compared.
     anchor: Option<Anchor>,
-    /// Whether the reset stayed at that moment for long enough.
+    /// Whether the reset stays at one moment, and moves only by whole windows. This is known after
+    /// [`LONG`].
     stays: bool,
     /// Units of refused requests that were not yet sent to the store.
     refused: u32,
@@ -271,7 +273,7 @@ mod tests {
         window: Duration::from_secs(60),
     };
 
-    /// Returns the units that are sent to the store after `answers`: for each, the second of its
+    /// Returns the units that are sent to the store after `answers`. An answer is the second of its
     /// arrival, the units left, and the seconds until the reset.
     fn sent(answers: &[(u64, u64, u64)]) -> Option<u64> {
         let (mut headers, start) = (RemainingHeaders::default(), clock::now());

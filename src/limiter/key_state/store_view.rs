@@ -1,5 +1,5 @@
-//! What this process knows of its store, for one key: how the store answers, its clock and its
-//! state, and how long the permits of the next call are to be valid.
+//! What this process knows of its store, for one key: how the store answers, and the store's clock
+//! and state. Also how long the permits of the next call are to be valid.
 
 use std::time::{Duration, Instant};
 
@@ -207,8 +207,8 @@ impl StoreView {
         }
     }
 
-    /// Returns the refusal of a request that needs no call: the store has refused such a request
-    /// lately, and is not to be called again yet.
+    /// Returns the refusal of a request for which the store is not called. The store has refused
+    /// such a request lately, and is not to be called again yet.
     pub(super) fn repeated_refusal(
         &self,
         cost: u32,
@@ -250,7 +250,8 @@ impl StoreView {
         }
     }
 
-    /// Returns for how long a slot ahead must be usable.
+    /// Returns the shortest time for which a slot ahead must be usable. A slot that is usable for
+    /// less is given back.
     ///
     /// After a slow round trip, little is left of the validity of a permit, and a waiter that wakes
     /// late would lose its slot. So the next permits are valid for longer, up to the longest

@@ -84,7 +84,7 @@ impl Ticket {
     }
 
     /// Enters the request while no other request waits. Calls the store for this request alone, and
-    /// for permits to prefetch. As far as the key knows, its store answers at once.
+    /// for permits to prefetch. The store has answered all earlier calls of this key at once.
     fn enter_alone(&self, state: &mut KeyState, ctx: &mut KeyContext<'_>) -> Option<Settled> {
         let demands = [Demand {
             cost: self.cost,
@@ -137,7 +137,7 @@ impl Ticket {
         None
     }
 
-    /// Polls the wait. Ready with the way in which it ended.
+    /// Polls the wait. Ready with its outcome.
     pub(in crate::limiter) fn poll(
         &mut self,
         state: &mut KeyState,
@@ -176,15 +176,15 @@ impl Ticket {
         Poll::Pending
     }
 
-    /// Takes how the wait ended, if it has.
+    /// Takes the outcome of the wait, if it has ended.
     fn collect(&self, state: &mut KeyState) -> Option<Settled> {
         state.queue.as_mut()?.collect(self.number, self.cost)
     }
 
-    /// Takes how the wait ended, if the request can go on.
+    /// Takes the outcome of the wait, if it has ended and the request can use it.
     ///
-    /// If its permit expired before it was polled, or if the key was put on hold meanwhile, a
-    /// request may not leave. It waits again, in its old place.
+    /// If its permit expired before the request was polled, or if the key was put on hold
+    /// meanwhile, the request may not leave. It waits again, in its old place.
     fn collect_usable(&mut self, state: &mut KeyState, ctx: &KeyContext<'_>) -> Option<Settled> {
         let settled = self.collect(state)?;
         let held = state.hold.left(ctx.now);
@@ -227,12 +227,12 @@ impl Ticket {
         None
     }
 
-    /// Returns the request to its old place, because its permit `died`.
+    /// Returns the request to its old place, because its permit has expired. `died` is that permit.
     fn wait_again(&mut self, state: &mut KeyState, ctx: &KeyContext<'_>, died: Reservation) {
         self.turns += 1;
         if self.turns == 2 && self.bound.is_none {
-            // It cannot wait at all. It was late because its machine stood still, so it asks once
-            // more for a free permit.
+            // `max_wait` is zero, so the request cannot wait. Its task ran too late, so the request
+            // asks once more for a permit that is due now.
             self.bound.latest = self.bound.latest.max(ctx.now);
         }
         state.store.lengthen_life(ctx.spec);

@@ -5,10 +5,11 @@
 //! that is sent after the stated wait and is refused again proves this. Then the hold lasts for at
 //! least [`FIRST_EXTRA`], and for twice as long after each further proof.
 //!
-//! If such a refusal states a wait of zero, all waits of this upstream are too short. When it then
-//! accepts a call, the time from the first stated end to the last end is kept as the key's
-//! *lateness*. It is added to each later wait. If such a refusal states another wait, other clients
-//! may have used the permits that became free, and nothing is kept.
+//! Such a refusal may state a wait of zero. Then the upstream refuses although its stated wait is
+//! over by its own clock, so all its waits are too short. When it accepts a call again, the key
+//! keeps the time from the first stated end to the last end. This is the key's *lateness*, which is
+//! added to each later wait. If such a refusal states another wait, other clients may have used the
+//! permits that became free. Then the key keeps nothing.
 
 use std::time::{Duration, Instant};
 
@@ -26,7 +27,7 @@ pub(super) struct UpstreamRefusals {
     stated: Option<StatedWaits>,
 }
 
-/// UpstreamRefusals in a row that stated a wait.
+/// Refusals in a row that stated a wait.
 #[derive(Clone, Copy, Debug)]
 struct StatedWaits {
     /// The end of the wait that the first refusal stated.
@@ -72,7 +73,7 @@ pub(super) const SAME_END: Duration = Duration::from_millis(5);
 
 impl UpstreamRefusals {
     /// Takes in the refusal of a call that was sent at `sent`, while the key is on hold for `held`.
-    /// Returns the hold that follows, if it is longer.
+    /// Returns the hold that follows, if it is longer than the present one.
     pub(super) fn refused(
         &mut self,
         retry_after: Option<Duration>,

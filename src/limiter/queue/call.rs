@@ -31,7 +31,7 @@ pub(super) struct Calling {
     watched: bool,
 }
 
-/// What an answer of the store brought.
+/// What the answer to a call means for the next calls.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::limiter) struct Answered {
     /// Whether permits expired on their way.

@@ -327,8 +327,9 @@ impl CostClass {
         left_out.collect()
     }
 
-    /// Lets `max_wait` of the waiters that the store had not decided on begin at `now`, when the
-    /// answer arrived. The store counted from when it was asked. A deadline does not move.
+    /// Restarts `max_wait` at `now`, when the answer arrived, for the waiters that the store had
+    /// not decided on. The time until the answer does not count against `max_wait`. A deadline does
+    /// not move.
     fn count_waits_from(&mut self, now: Instant) {
         for waiter in self
             .waiters

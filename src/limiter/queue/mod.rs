@@ -1,4 +1,4 @@
-//! The waiters of one key: first come, first served, with one timer and one wake-up each.
+//! The waiters of one key, in the order of their arrival. Each has one timer and is woken once.
 //!
 //! Waiters and the slots booked for them are two sorted lists, and the first waiter gets the first
 //! slot. If a waiter leaves, the next waiter has its slot. A waiter that could not use its slot in

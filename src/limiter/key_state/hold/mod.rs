@@ -55,7 +55,7 @@ pub(in crate::limiter) enum HoldSource {
 /// A hold of a key.
 #[derive(Debug)]
 pub(super) struct Hold {
-    /// When it ends, as far as this process knows.
+    /// When it ends, by what this process knows.
     end: Instant,
     /// How often holds of the key were released.
     releases: u32,
@@ -148,8 +148,8 @@ impl Hold {
             return sent < evidence.changed_at;
         }
         let sure_until = clock::after(earliest, held.remaining);
-        // If the hold is over, it ended before `latest`: the task that is served may have read the
-        // time before then.
+        // If the hold is over, its end is the earliest possible moment. The task that takes in the
+        // reply may have read its time before `latest`, and must not see a hold.
         let until = if held.remaining.is_zero() {
             sure_until
         } else {
@@ -181,8 +181,8 @@ impl Hold {
         false
     }
 
-    /// Returns the hold for a call to the store: its rest is zero if the store knows of it. If
-    /// `is_new`, the store knows nothing of it.
+    /// Returns the hold for a call to the store. Its `remaining` is zero if the store knows of the
+    /// hold. `is_new` states that the store does not.
     pub(super) fn for_store(&self, is_new: bool, now: Instant) -> HoldState {
         let Evidence {
             sure_until,
@@ -246,8 +246,8 @@ impl Hold {
         self.probation.probe_leaves(now);
     }
 
-    /// Notes that a permit came back unused. It may be the probe's, so the next request may be the
-    /// probe. Returns whether it may be.
+    /// Notes that a permit was given back unused. It may be the probe's, so the next request may be
+    /// the probe. Returns whether it may be.
     pub(super) fn probe_comes_back(&mut self) -> bool {
         self.probation.probe_comes_back()
     }
@@ -255,8 +255,8 @@ impl Hold {
     /// Ends the probation if the upstream accepted a request that was sent, at `sent`, after the
     /// end of the hold. Returns whether there was a probation.
     ///
-    /// That request need not be the one that counts as the probe: a permit that came back may have
-    /// been taken for the probe's.
+    /// That request need not be the one that counts as the probe: a permit that was given back may
+    /// have been taken for the probe's.
     pub(super) fn accepted(&mut self, sent: Instant) -> bool {
         let passed = self.is_cut() && sent >= self.end;
         if passed {

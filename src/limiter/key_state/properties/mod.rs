@@ -33,14 +33,14 @@ enum Step {
     Effect(usize),
     /// An effect is dropped with its runtime.
     EffectLost(usize),
-    /// The key is put on hold for this many milliseconds. The flag says whether the hold was cut.
+    /// The key is put on hold for this many milliseconds. The flag states whether the hold was cut.
     Hold(u64, bool),
     Release,
     /// A message may have been missed.
     Doubt,
     /// The store becomes unreachable (`true`) or reachable again.
     Away(bool),
-    /// So many milliseconds pass.
+    /// This number of milliseconds passes.
     Passes(u64),
 }
 
@@ -192,8 +192,8 @@ async fn answers_that_come_too_late_go_back() {
     run(5, true, false, true, &steps).await;
 }
 
-/// A permit that comes back is taken for the probe's. The probe is accepted, and the others leave
-/// then, not 5 s later.
+/// A permit that is given back is taken for the probe's. The probe is accepted, and the others
+/// leave then, not 5 s later.
 #[tokio::test(start_paused = true)]
 async fn a_probe_that_passes_ends_the_probation() {
     let enter = |cost, wait| Step::Enter {
