@@ -1,4 +1,5 @@
-//! Calls in flight: the claims that a store receives, and the events that it sends to listeners.
+//! The claims about calls in flight that a store receives, and all events that it sends to its
+//! listeners.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -28,10 +29,11 @@ pub struct Claim {
     pub in_use: u32,
     /// How many more slots the holder wants, for its waiters.
     pub wanted: u32,
-    /// How many slots the store has ever granted to the holder, as far as the holder knows.
+    /// How many slots the store has ever granted to the holder, by the events that the holder
+    /// received.
     pub granted_seen: u64,
-    /// How long the claim is valid after it was sent, unless it is repeated. The slots of a process
-    /// that died are free after that.
+    /// How long the claim is valid after it was sent, unless it is repeated. After that time, the
+    /// slots of a crashed process are free.
     pub ttl: Duration,
 }
 

@@ -80,9 +80,9 @@ pub(crate) use session::StoreSession;
 pub(crate) use source::Source;
 pub use usage::{LimitUsage, Usage};
 
-/// Returns for how long after a reply of the store earlier permits may be used. After this time,
-/// the store has to confirm them first. If a store lost its state, it grants no permits for a
-/// window and this time.
+/// Returns how long permits may be used after the last reply of the store. After this time, the
+/// store has to confirm them first. A store that lost its state grants no permits for a window and
+/// this time, because processes may still use earlier ones.
 pub(crate) fn trust(longest_window: Duration) -> Duration {
     const SHORTEST: Duration = Duration::from_millis(1500);
     const LONGEST: Duration = Duration::from_secs(15);
@@ -112,9 +112,9 @@ pub trait Store: Send + Sync + 'static {
     /// Takes in how many calls of a key a limiter has in flight, and how many more in-flight slots
     /// it wants. Does not block.
     ///
-    /// The store notifies `listener` of the outcome and of later changes, from any thread. If the
-    /// claims of the store expire, the store repeats the last claim every third of its
-    /// [`ttl`](Claim::ttl), until a claim uses and wants no slot.
+    /// The store notifies `listener` of the outcome and of later changes, from any thread. A store
+    /// whose claims expire repeats the last claim every third of its [`ttl`](Claim::ttl), until a
+    /// claim uses and wants no slot.
     ///
     /// The default is for a store that does not count calls in flight: it notifies of
     /// [`StoreError::Unsupported`].

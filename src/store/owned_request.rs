@@ -1,4 +1,5 @@
-//! A request for permits that is kept while the store replies.
+//! A request for permits that is kept while the store replies. The fallback needs the request again
+//! if the store fails.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

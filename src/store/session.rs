@@ -1,5 +1,5 @@
 //! What a process remembers of a store's last reply about one key, and how it maps the store's time
-//! to its own.
+//! to its own. `limiter/session.rs` combines the replies of a key.
 
 use std::time::{Duration, Instant};
 
@@ -10,8 +10,8 @@ use crate::limit::Micros;
 /// The last reply of a store about one key: the state that it described, and what the store's clock
 /// showed.
 ///
-/// A [`ClientSession`] made from it tells the store what the process knows. With that, the store
-/// finds out whether it lost the state.
+/// A [`ClientSession`] made from it states to the store what the process knows. With that, the
+/// store finds out whether it lost the state.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StoreSession {
     /// The incarnation of the store's state; 0 for a store that loses nothing.
@@ -95,8 +95,8 @@ impl StoreSession {
             .saturating_sub(clock::micros(self.received))
     }
 
-    /// Returns what the next call tells the store. Returns `None` if the machine slept since the
-    /// reply: the monotonic clock does not show for how long it slept.
+    /// Returns what the next call states about this reply. Returns `None` if the machine slept
+    /// since the reply: the monotonic clock does not show for how long it slept.
     pub(crate) fn client_session(&self, now: Instant) -> Option<ClientSession> {
         let since = now.saturating_duration_since(self.received);
         if clock::has_slept(self.wall_ahead, since) {

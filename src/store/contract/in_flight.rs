@@ -123,8 +123,8 @@ impl Holder {
     }
 }
 
-/// Slots in use never exceed the smallest limit asserted, and waiters get slots in the order of
-/// their arrival, even if claims arrive late or twice.
+/// Slots in use never exceed the smallest limit asserted. Waiters get slots in the order of their
+/// arrival, even if claims arrive late or twice.
 pub(super) async fn counts_calls_in_flight(store: &Arc<dyn Store>) {
     let caller = Caller::new(store, "in flight", Quota::in_flight(3));
     let (mut one, mut two, mut three) = (

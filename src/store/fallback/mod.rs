@@ -133,6 +133,13 @@ impl Inner {
 
     /// Requests permits while the process has a ledger of its own. `is_back` states whether the
     /// store replied to the last call.
+    ///
+    /// 1. If the store did not reply to the last call, this call probes it first.
+    /// 2. If the store does not reply, or recovers a lost state, the ledger of the process grants.
+    /// 3. If the store replies, this call charges it, and requests no more than the ledger of the
+    ///    process would grant. This plan is granted without the store if the store fails now.
+    /// 4. Once the limit is shared again, the ledger is dropped, and the store gets the request of
+    ///    the limiter as it is.
     async fn lease_alone(
         self: &Arc<Self>,
         mut request: OwnedLeaseRequest,

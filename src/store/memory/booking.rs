@@ -1,4 +1,5 @@
-//! A request of a store in the terms of a ledger, and the answer of the ledger in those of a store.
+//! Translates a request to a store into calls of a [`Ledger`], and the results of the ledger into a
+//! [`Lease`].
 
 use std::time::Duration;
 

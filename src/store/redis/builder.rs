@@ -36,8 +36,8 @@ impl RedisStoreBuilder {
     /// Sets the beginning of all key names. Default: `tollgate`. At most 64 bytes, without braces
     /// and spaces.
     ///
-    /// Processes share a limit if their stores use the same database of the same Redis with the
-    /// same prefix, and their layers give the same [`Key`].
+    /// Processes share a limit if their layers give the same [`Key`], and their stores use the same
+    /// prefix in the same database of one Redis.
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefix = prefix.into();
         self
@@ -49,8 +49,9 @@ impl RedisStoreBuilder {
     /// host, an e-mail address) can check whether it is there. With a secret, this check is
     /// impossible. All processes that share limits need the same secret.
     ///
-    /// With a secret, a key has the same label in the errors and events of all processes: the first
-    /// eight digits of its name in Redis. Without one, each process has labels of its own.
+    /// With a secret, a key has the same label in the errors and events of all processes. The label
+    /// is the first eight digits of its name in Redis. Without a secret, each process has labels of
+    /// its own.
     pub fn secret(mut self, secret: impl AsRef<[u8]>) -> Self {
         self.secret = Some(Key::new(secret));
         self

@@ -15,7 +15,7 @@ pub(super) type Connecting = Pin<Box<dyn Future<Output = RedisResult<Connection>
 #[derive(Clone)]
 pub(super) struct Connection {
     pub(super) send: Arc<dyn Fn(Request) -> ReplyFuture + Send + Sync>,
-    /// The database that the connection says it uses.
+    /// The database that the connection states it uses.
     pub(super) database: i64,
 }
 

@@ -6,11 +6,23 @@
 //!  events of other processes <── worker <── pubsub (a connection with a subscription)
 //! ```
 //!
-//! `store` turns each call of a limiter into a `job`. `thread` starts the thread and sends it the
-//! jobs. `worker` is what runs on the thread.
+//! The backend is one server, or the servers of a cluster with a link to each.
 //!
-//! The backend is one server, or the servers of a cluster with a link to each. `codec` packs calls
-//! and reads replies. [`crate::guide::redis_format`] describes the format, and the reasons for it.
+//! | file | what it has |
+//! |---|---|
+//! | `store`, `builder` | the store as a limiter calls it: turns each call into a job; its settings |
+//! | `job`, `thread`, `worker` | the jobs; the thread to which the store sends them; what runs on it |
+//! | `heartbeat` | the claims of this process about calls in flight, which the worker repeats |
+//! | `script` | sends a script to the server; `lua/` has the scripts |
+//! | `codec`, `registers`, `layout` | pack calls and read replies; the numbers that Rust and Lua share |
+//! | `sealed_key` | the name of a key in messages to other processes |
+//! | `backend`, `cluster` | which server a call goes to |
+//! | `link`, `connection` | the connection to one server, which is replaced when it breaks |
+//! | `endpoint`, `tls` | how to connect, by the URLs of the user |
+//! | `pubsub` | the subscription to messages of other processes |
+//! | `failure` | why a command has no result |
+//!
+//! [`crate::guide::redis_format`] describes the format of calls, and the reasons for it.
 
 mod backend;
 mod builder;

@@ -133,8 +133,8 @@ impl Script {
         }
     }
 
-    /// Runs a script whose first argument states the time that the caller expects. That argument
-    /// was packed at `packed`.
+    /// Runs a script whose first argument states the time that the caller expects, by the last
+    /// reply that it remembers. The call was packed at `packed`.
     ///
     /// If the server's clock is too far ahead of that time, the script does nothing and returns the
     /// server's clock. Then it is run again with that clock, at most [`MOST_RUNS`] times in all:

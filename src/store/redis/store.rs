@@ -110,8 +110,8 @@ impl RedisStore {
     /// store requests the master's address from them. So a failover needs no restart.
     ///
     /// `sentinels` are the URLs of some Sentinels, with their own credentials if they need any.
-    /// `master` is a URL with the name by which they know the master instead of a host; user,
-    /// password, database and `rediss://` in it are for the master.
+    /// `master` is a URL of the master. Its host is the name by which the Sentinels know the
+    /// master. Its user, password, database and `rediss://` are for the master.
     ///
     /// ```
     /// use tollgate::store::RedisStore;

@@ -1,8 +1,8 @@
 //! Whether rustls has a provider of cryptography.
 //!
 //! rustls uses the provider that the process has installed, else the only provider that its crate
-//! features name. It panics if they name none or two. The program chooses: tollgate neither
-//! installs a provider nor turns on a feature that names one, because both would change what other
+//! features name. It panics if they name none or two. The program chooses the provider. Tollgate
+//! neither installs one nor turns on a feature that names one, because both would change what other
 //! code in the program does. It only checks.
 
 use std::any::TypeId;

@@ -1,4 +1,4 @@
-//! What the thread of a store does: it runs the jobs of callers, repeats the claims of calls in
+//! The work of a store's thread. It runs the jobs of callers, repeats the claims of calls in
 //! flight, and passes on the messages of other processes.
 //!
 //! A call is a job with a channel for its reply, so a caller that is dropped affects no other job.

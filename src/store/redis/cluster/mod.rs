@@ -2,10 +2,10 @@
 //! its own keys only.
 //!
 //! A map, which any server can send, names the primary of each slot. A call goes to the primary of
-//! its slot. The cluster requests the map again when it may be out of date: when a link breaks,
-//! while one is down, and after a server has replied `MOVED`. A call is sent a second time only if
-//! the first server has replied that it did not execute the call and which server would (`MOVED`,
-//! `ASK`). It is never sent a third time.
+//! its slot. The map may be out of date when a link breaks, while a link is down, and after a
+//! server has replied `MOVED`. Then the cluster requests it again. A call is sent a second time
+//! only if the first server has replied `MOVED` or `ASK`. With this reply, the server states that
+//! it did not execute the call, and which server would. A call is never sent a third time.
 //!
 //! ```text
 //!            ┌─ slot map ─┐        ┌─> link to 10.0.0.1:6379

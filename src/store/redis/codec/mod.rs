@@ -1,8 +1,8 @@
 //! Calls, replies and messages of the scripts, packed.
 //! [`guide::redis_format`](crate::guide::redis_format) has the formats, for other languages.
 //!
-//! `calls` packs with a [`CallWriter`]; `replies` and `messages` read with a [`ReplyReader`]. The
-//! codec of registers stands beside this folder.
+//! `calls` packs with a [`CallWriter`]; `replies` and `messages` read with a [`ReplyReader`].
+//! `registers.rs`, beside this folder, has the codec of registers.
 
 mod call_writer;
 mod calls;
