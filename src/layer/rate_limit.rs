@@ -52,7 +52,7 @@ use crate::signal::{ResponseInfo, Signal};
 ///
 /// `poll_ready` polls the inner service and nothing else. The permit is acquired in `call`, because
 /// the key is known only when the request is there. A request that waits reserves nothing in the
-/// inner service: it keeps a clone of the service, and polls the clone for readiness when the
+/// inner service. It keeps a clone of the service, and polls the clone for readiness when the
 /// permit is granted.
 ///
 /// A request waits for at most [`max_wait`](RateLimitBuilder::max_wait), and until its own
@@ -78,7 +78,7 @@ impl RateLimitLayer {
     ///
     /// # Errors
     ///
-    /// [`ConfigError`] if the quota is out of range. It says what to change.
+    /// [`ConfigError`] if the quota is out of range. It states what to change.
     pub fn new(quota: Quota) -> Result<Self, ConfigError> {
         RateLimitLayer::builder(quota).build()
     }
@@ -265,7 +265,7 @@ impl Gate for RateLimitLayer {
     }
 }
 
-/// Ends `call` with a response that may say something of limits.
+/// Ends `call` with a response that may state something about limits.
 // Not inlined, so that the common path of `leave` stays small.
 #[inline(never)]
 fn read<T>(

@@ -74,8 +74,8 @@ impl RateLimitBuilder {
         /// [holds](Self::max_hold) only the requests to the host that refused.
         key;
         /// If its slot is further away, the request is refused at once and takes no units. The
-        /// error says when to try again. A request waits for the next window only if `max_wait` is
-        /// longer than the window and its [margin](crate::guide::choosing_a_quota#the-margin).
+        /// error states when to try again. A request waits for the next window only if `max_wait`
+        /// is longer than the window and its [margin](crate::guide::choosing_a_quota#the-margin).
         max_wait;
         /// The default store has room for the same number of keys. Keys that are not in use need no
         /// memory and do not count. Without a [key function](Self::key), each host on hold counts
@@ -149,8 +149,8 @@ impl RateLimitBuilder {
         self
     }
 
-    /// Sets the fraction of the limit that this process may use while the store is unreachable, if
-    /// the store granted it nothing in the last windows before. Only with
+    /// Sets the fraction of the limit that this process may use while the store is unreachable. It
+    /// applies only if the store granted the process nothing in the last windows before. Only with
     /// [`OnStoreError::FallbackShare`]. Default: none, and such a process sends nothing.
     ///
     /// The fraction is above 0 and at most 1. A good value is one divided by the number of
@@ -196,8 +196,9 @@ impl RateLimitBuilder {
     /// valid, plus [`transit_slack`](Self::transit_slack). If the spacing of a burst or of
     /// [`Quota::every`] is short against the margin, requests are sent farther apart than the limit
     /// says. If that costs more than `percent` of the rate, permits are valid for a shorter time,
-    /// down to 2 ms. If that still costs more, [`build`](Self::build) fails and says how much would
-    /// be lost. A higher `percent` accepts the loss. Sliding and fixed windows do not need it.
+    /// down to 2 ms. If that still costs more, [`build`](Self::build) fails and states how much
+    /// would be lost. A higher `percent` accepts the loss. Sliding and fixed windows do not need
+    /// it.
     ///
     /// On a busy machine, a permit that is valid for 2 ms often expires before it is used. If the
     /// store is remote, permits are valid for at least twice the round trip and 5 ms.
@@ -226,8 +227,8 @@ impl RateLimitBuilder {
     /// Sets for how long before and after the boundary of a [fixed](Quota::fixed) window no request
     /// is sent. Default: 100 ms; at most a quarter of the window.
     ///
-    /// It covers the time that a request takes to the upstream, and the difference between the
-    /// clock of this process (or of Redis) and the clock of the upstream.
+    /// It covers the time that a request takes to the upstream. It also covers how far the clock of
+    /// this process (or of Redis) and the clock of the upstream differ.
     pub fn boundary_guard(mut self, boundary_guard: Duration) -> Self {
         self.boundary_guard = boundary_guard;
         self

@@ -11,10 +11,10 @@ use crate::signal::Signal;
 /// Retries requests that the upstream [refused](Signal::refusal), within a budget. For use with
 /// [`RateLimitLayer`](crate::RateLimitLayer).
 ///
-/// The policy does not sleep. The refusal puts the key on hold, and the next attempt passes the
-/// layer like any other request, so it waits there until the hold ends. A request that the layer
-/// itself refused is not retried: it has waited for the longest allowed time, or would have to wait
-/// for longer. Other failures are not retried. Use another policy for them.
+/// The policy does not sleep. The refusal puts the key on hold. The next attempt passes the layer
+/// like any other request, so it waits there until the hold ends. A request that the layer itself
+/// refused is not retried: it has waited for the longest allowed time, or would have to wait for
+/// longer. Other failures are not retried. Use another policy for them.
 ///
 /// The policy does not check the HTTP method: it also sends a POST again. A server may have begun
 /// to process a request that it refuses with a 503. If a request must not be processed twice, give

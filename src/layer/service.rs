@@ -154,9 +154,11 @@ pin_project! {
 }
 
 pin_project! {
-    // Waiting => Calling | done(Limited) | done(Inner) the inner service gets ready only after the
-    // wait Calling => done(Response) | done(Limited) | done(Inner) Calling => Waiting the upstream
-    // refused the request, and it is sent again Refused => done(Limited)
+    // - Waiting => Calling: the permit was granted, and after it the inner service got ready
+    // - Waiting => done(Limited) | done(Inner)
+    // - Calling => done(Response) | done(Limited) | done(Inner)
+    // - Calling => Waiting: the upstream refused the request, and it is sent again
+    // - Refused => done(Limited)
     #[project = StateProj]
     enum State<G, S, R>
     where

@@ -184,8 +184,8 @@ macro_rules! common_setters {
         /// [`Limited::Upstream`](crate::Limited::Upstream). The body of the response is dropped.
         /// Default: a refusal passes as a response.
         ///
-        /// [`Signal::refusal`](crate::Signal::refusal) says which responses are refusals: a 429, a
-        /// 503 with `Retry-After`, and some others.
+        /// [`Signal::refusal`](crate::Signal::refusal) states which responses are refusals: a 429,
+        /// a 503 with `Retry-After`, and some others.
         pub fn error_on_upstream_limit(mut self) -> Self {
             self.common.extractors.policy.set_error_on_limit();
             self

@@ -54,8 +54,8 @@ impl AdaptiveThrottleBuilder {
         /// So a request without a turn is refused only after it has waited for `max_wait`. If the
         /// server has stated a longer wait, the request is refused at once.
         max_wait;
-        /// The layer keeps what it learned for a key for an hour after the last request of the key,
-        /// or until it needs the room for another key.
+        /// The layer keeps what it learned for a key for an hour after the last request of the key.
+        /// It forgets a key earlier if it needs the room for another key.
         max_keys;
         /// Default: an hour; at most a day. With `Duration::ZERO`, a response holds nothing.
         ///

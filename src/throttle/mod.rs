@@ -132,7 +132,7 @@ impl Throttle {
     /// # Errors
     ///
     /// [`Limited::Local`] if the request cannot leave in time, if the queue is full, or if
-    /// `max_keys` keys are in use. Its [`Reason`] says which.
+    /// `max_keys` keys are in use. Its [`Reason`] states which.
     ///
     /// # Cancel safety
     ///

@@ -262,7 +262,7 @@ impl PacedQueue {
         }
     }
 
-    /// Returns whether the store is still to answer whether the first waiter may leave.
+    /// Returns whether the first waiter waits for an answer of the store.
     pub(super) fn awaits_register(&self) -> bool {
         self.sharing
             .as_ref()

@@ -97,7 +97,7 @@ impl ThrottlePermit {
             .map_or(Duration::ZERO, |waited| waited.span)
     }
 
-    /// Ends the permit with what the response says. If the upstream refused the request, returns
+    /// Ends the permit with what the response states. If the upstream refused the request, returns
     /// the error for it, which the caller may ignore.
     pub fn answered(self, signal: &Signal) -> Option<Limited> {
         self.answered_at(signal, clock::now())

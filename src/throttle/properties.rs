@@ -165,7 +165,7 @@ fn sleeping_request_does_not_block_others() {
     queue.back(refused, after(100));
     let other = queue.arrived(after(200));
     assert_eq!(queue.depart(after(200)).unwrap().number, other);
-    // The published paces do not read what a refusal says: 0.8 s, and up to a tenth more.
+    // The published paces do not read what a refusal states: 0.8 s, and up to a tenth more.
     assert!(queue.depart(after(899)).is_none());
     assert_eq!(queue.depart(after(1000)).unwrap().number, unlucky);
 }

@@ -120,7 +120,7 @@ impl Sharing {
                     .is_open(ROOM * (in_flight + 2) + waiting, now)
     }
 
-    /// Returns whether the store is still to answer whether the first waiter may leave.
+    /// Returns whether the first waiter waits for an answer of the store.
     pub(super) fn awaits_register(&self, local: &LocalQueue) -> bool {
         match self.sync {
             SyncState::Idle { .. } => self.view.written_first != local.first_since(),

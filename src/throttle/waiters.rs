@@ -40,8 +40,7 @@ pub(super) struct Waiters {
 struct TurnWait {
     /// Until when the request can wait for its turn.
     latest: Instant,
-    /// While the store has still to answer whether the request may leave, it waits at least until
-    /// this moment.
+    /// While the request waits for an answer of the store, it waits at least until this moment.
     answer_by: Instant,
 }
 
