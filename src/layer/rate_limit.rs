@@ -261,14 +261,14 @@ impl Gate for RateLimitLayer {
         if policy.is_default() && !call.may_end_probation() && !Signal::is_any_in(response) {
             return Departure::Pass(InFlight(call.into_in_flight_slot()));
         }
-        read(call, response, policy)
+        leave_slow(call, response, policy)
     }
 }
 
 /// Ends `call` with a response that may state something about limits.
 // Not inlined, so that the common path of `leave` stays small.
 #[inline(never)]
-fn read<T>(
+fn leave_slow<T>(
     call: Sent,
     response: &impl ResponseInfo,
     policy: &ResponsePolicy,

@@ -171,14 +171,14 @@ pin_project! {
             call: Option<G::Call>,
             repeat: Option<Box<Repeat<S, R>>>,
         },
-        Waiting { pending: Option<Box<PendingCall<G, S, R>>> },
+        Waiting { pending: Option<Box<WaitingRequest<G, S, R>>> },
         Refused { limited: Option<Limited> },
     }
 }
 
 impl<G: Gate, S: Service<R>, R> State<G, S, R> {
     fn waiting(wait: G::Wait, inner: S, request: R, clone: Option<CloneFn<R>>) -> Self {
-        let pending = PendingCall {
+        let pending = WaitingRequest {
             wait,
             permit: GiveBackOnDrop::empty(),
             inner,
@@ -213,7 +213,7 @@ impl<S: Clone, R> Repeat<S, R> {
 /// A request that waits: first for a permit, then for the inner service.
 ///
 /// It is boxed, so that the future of a request that need not wait stays small.
-struct PendingCall<G: Gate, S, R> {
+struct WaitingRequest<G: Gate, S, R> {
     wait: G::Wait,
     permit: GiveBackOnDrop<G>,
     inner: S,
@@ -221,7 +221,7 @@ struct PendingCall<G: Gate, S, R> {
     clone: Option<CloneFn<R>>,
 }
 
-impl<G, S, R> PendingCall<G, S, R>
+impl<G, S, R> WaitingRequest<G, S, R>
 where
     G: Gate,
     S: Service<R>,
@@ -312,7 +312,7 @@ where
                     let result = ready!(waiting.poll(cx));
                     let waited = pending.take().expect("it was just polled");
                     let call = result?;
-                    let PendingCall {
+                    let WaitingRequest {
                         mut inner,
                         request,
                         clone,

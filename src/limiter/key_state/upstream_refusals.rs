@@ -190,17 +190,17 @@ mod tests {
     fn refusals(
         known: &mut UpstreamRefusals,
         at: &mut Instant,
-        told: Duration,
+        first_wait: Duration,
         late: Duration,
     ) -> u32 {
-        let opens = *at + told + late;
+        let opens = *at + first_wait + late;
         for count in 0.. {
             if *at >= opens {
                 known.accepted(*at);
                 return count;
             }
-            let said = (opens - *at).saturating_sub(late);
-            let wait = known.refused(Some(said), HOUR, None, *at, *at);
+            let stated = (opens - *at).saturating_sub(late);
+            let wait = known.refused(Some(stated), HOUR, None, *at, *at);
             *at += wait.unwrap().left;
         }
         unreachable!("the server opens");
