@@ -301,9 +301,9 @@ local function cold()
       end
     end
     if longest > LONGEST_RECOVERY then longest = LONGEST_RECOVERY end
-    local trust = math.floor(longest / 4)
+    local trust = math.ceil(longest / 4)
     local recovered_at = state.made_at + longest + (trust > SHORTEST_TRUST and trust or SHORTEST_TRUST)
-    recovered_at = recovered_at - recovered_at % 2
+    recovered_at = recovered_at + recovered_at % 2
     if recovered_at > state.recovering_until then state.recovering_until = recovered_at end
     state.changed = true
   end
