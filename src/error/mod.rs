@@ -275,7 +275,7 @@ impl fmt::Display for Reason {
             Reason::TooManyKeys(most) => {
                 write!(
                     f,
-                    "no room for another key: max_keys is {most}; raise it or use fewer keys"
+                    "no room for another key; raise max_keys ({most}) or use fewer keys"
                 )
             }
             Reason::CostAboveLimit { cost, largest } => {

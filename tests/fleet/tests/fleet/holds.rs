@@ -166,9 +166,11 @@ fn check_form(form: Form, quota: &str, processes: usize, tasks: usize) {
     let after = part(&log, end, end + ms(60_000));
     let rule = rules(&quota)[0];
     let resumed = after.first().map(|arrival| arrival.at - end);
+    // Calls of the next window may arrive early by the jitter.
+    let shortest = rule.window.saturating_sub(log.jitter());
     let herd = after
         .first()
-        .map_or(0, |first| between(&after, first.at, first.at + rule.window));
+        .map_or(0, |first| between(&after, first.at, first.at + shortest));
     println!(
         "{quota}, {processes} processes, {form:?}: {} calls refused, of {} processes; after the first, others sent {}, the last \
          {:.1?} after it; resumed {:.1?} after the end with {herd} in the first window; jitter {:.1?}",
