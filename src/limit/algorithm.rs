@@ -23,9 +23,10 @@ pub(super) struct Open {
 #[derive(Debug)]
 pub(super) enum Algorithm {
     Window(Window),
-    /// Boxed, because it is larger than the other variants.
+    /// Boxed, because it is larger than a window, which is the limit of most keys.
     Bucket(Box<Bucket>),
-    Fixed(Fixed),
+    /// Boxed, as a bucket is.
+    Fixed(Box<Fixed>),
 }
 
 impl Algorithm {
@@ -38,7 +39,9 @@ impl Algorithm {
             Limit::Bucket {
                 capacity, count, ..
             } => Algorithm::Bucket(Box::new(Bucket::new(capacity, count, window))),
-            Limit::Fixed { count, .. } => Algorithm::Fixed(Fixed::new(count, window, ahead)),
+            Limit::Fixed { count, .. } => {
+                Algorithm::Fixed(Box::new(Fixed::new(count, window, ahead)))
+            }
             Limit::InFlight { .. } => unreachable!("Quota::limits are of rate"),
         }
     }

@@ -36,6 +36,7 @@ mod limit_spec;
 mod limit_state;
 #[cfg(test)]
 pub(crate) mod logical_clock;
+mod long_log;
 mod micros;
 #[cfg(test)]
 mod properties;

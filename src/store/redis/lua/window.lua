@@ -1,7 +1,7 @@
 
 -- ── a sliding window: a log of stamps ────────────────────────────────────────────────────────────
 --
--- Twin: src/limit/window.rs
+-- Twin: src/limit/window.rs and src/limit/long_log.rs
 -- After a change: cargo test --all-features --lib differential
 -- short.lua repeats the common case of first_slot, insert and advance.
 -- needs: layout.lua, `state` (state.lua)

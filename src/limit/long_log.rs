@@ -1,0 +1,247 @@
+//! The log of a window that has many units.
+//!
+//! Twin: `store/redis/lua/window.lua`; the common case is repeated in `short.lua`.
+//! After a change: `cargo test --all-features --lib differential`
+
+use std::collections::VecDeque;
+
+use super::Micros;
+use super::window::{Chunk, chunk_size};
+
+/// Used units in chunks, sorted by stamp. Its size is bounded for every limit.
+///
+/// New slots depend only on the newest units, up to twice the limit. Older chunks join and become
+/// *coarse*, with up to `limit` units each. They matter again only if a long queue gives up. If
+/// there are more than [`MOST_COARSE`] coarse chunks, the oldest leave the log, and `floor` has the
+/// newest of their stamps. All of this only makes stamps later.
+#[derive(Debug, Default)]
+pub(super) struct LongLog {
+    chunks: VecDeque<Chunk>,
+    total: u64,
+    /// How many of the oldest chunks are coarse.
+    coarse_count: usize,
+    /// The units in the other chunks, which are *fine*.
+    fine_units: u64,
+    /// The newest stamp of the chunks that left the log early.
+    floor: Option<Micros>,
+    /// The running sum of the last search, from which the next search goes on. The chunks before
+    /// `cursor.index` have `cursor.before` units.
+    cursor: Cursor,
+}
+
+/// The most coarse chunks. Slots that are booked up to this many windows ahead are kept apart.
+const MOST_COARSE: usize = 48;
+
+/// The most fine chunks. Units of twice the limit fill 200. More are made only by permits that come
+/// back, and by stamps out of order.
+const MOST_FINE: usize = 204;
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Cursor {
+    index: usize,
+    before: u64,
+}
+
+impl LongLog {
+    pub(super) fn chunks(&self) -> impl Iterator<Item = Chunk> {
+        self.chunks.iter().copied()
+    }
+
+    pub(super) fn total(&self) -> u64 {
+        self.total
+    }
+
+    pub(super) fn floor(&self) -> Option<Micros> {
+        self.floor
+    }
+
+    /// Returns whether the log has the same as a new one.
+    pub(super) fn is_empty(&self) -> bool {
+        self.chunks.is_empty() && self.floor.is_none()
+    }
+
+    /// Returns the newest stamp.
+    pub(super) fn newest(&self) -> Option<Micros> {
+        let newest = self.chunks.back().map(|chunk| chunk.stamp);
+        newest.max(self.floor)
+    }
+
+    /// Removes the chunks that are older than the window.
+    pub(super) fn advance(&mut self, span: Micros, now: Micros) {
+        while let Some(oldest) = self.chunks.front()
+            && oldest.stamp.saturating_add(span) <= now
+        {
+            self.pop_oldest();
+        }
+        self.floor = self.floor.filter(|floor| floor.saturating_add(span) > now);
+    }
+
+    fn pop_oldest(&mut self) -> Option<Chunk> {
+        let oldest = self.chunks.pop_front()?;
+        self.total -= oldest.count;
+        if self.coarse_count > 0 {
+            self.coarse_count -= 1;
+        } else {
+            self.fine_units -= oldest.count;
+        }
+        if self.cursor.index > 0 {
+            self.cursor.index -= 1;
+            self.cursor.before -= oldest.count;
+        }
+        Some(oldest)
+    }
+
+    /// Returns the stamp of the unit at `rank`, counted from 1 at the oldest. Needs `rank <=
+    /// total`.
+    pub(super) fn seek(&mut self, rank: u64) -> Micros {
+        let Cursor {
+            mut index,
+            mut before,
+        } = self.cursor;
+        while before >= rank {
+            index -= 1;
+            before -= self.chunks[index].count;
+        }
+        while before + self.chunks[index].count < rank {
+            before += self.chunks[index].count;
+            index += 1;
+        }
+        self.cursor = Cursor { index, before };
+        self.chunks[index].stamp
+    }
+
+    /// Returns how many units count at `slot`.
+    pub(super) fn used_at(&self, span: Micros, slot: Micros) -> u64 {
+        let Cursor {
+            mut index,
+            mut before,
+        } = self.cursor;
+        let left = |chunk: &Chunk| chunk.stamp.saturating_add(span) <= slot;
+        while index > 0 && !left(&self.chunks[index - 1]) {
+            index -= 1;
+            before -= self.chunks[index].count;
+        }
+        while let Some(chunk) = self.chunks.get(index)
+            && left(chunk)
+        {
+            before += chunk.count;
+            index += 1;
+        }
+        self.total - before
+    }
+
+    /// Inserts units with this stamp.
+    pub(super) fn insert(&mut self, limit: u64, stamp: Micros, units: u64) {
+        let size = chunk_size(limit);
+        let chunks = self.chunks.len();
+        let mut index = chunks;
+        while index > 0 && self.chunks[index - 1].stamp > stamp {
+            index -= 1;
+        }
+        let joins = |chunk: Option<&Chunk>| {
+            chunk.is_some_and(|chunk| chunk.stamp == stamp || chunk.count < size)
+        };
+        if index > 0 && self.chunks[index - 1].stamp == stamp {
+            self.chunks[index - 1].count += units;
+            index -= 1;
+        } else if joins(self.chunks.get(index)) {
+            self.chunks[index].count += units;
+        } else if index > 0 && joins(self.chunks.get(index - 1)) {
+            index -= 1;
+            self.chunks[index].count += units;
+            self.chunks[index].stamp = stamp;
+        } else {
+            self.chunks.insert(
+                index,
+                Chunk {
+                    stamp,
+                    count: units,
+                },
+            );
+        }
+        self.total += units;
+        if index < self.coarse_count {
+            self.coarse_count += self.chunks.len() - chunks;
+        } else {
+            self.fine_units += units;
+        }
+        if index < self.cursor.index {
+            self.cursor = Cursor::default();
+        }
+        self.coarsen(limit);
+    }
+
+    /// Bounds the log: joins the chunks that are older than the newest units of twice the limit. If
+    /// there are too many of them, the oldest leave the log.
+    fn coarsen(&mut self, limit: u64) {
+        while let Some(&Chunk { count, .. }) = self.chunks.get(self.coarse_count)
+            && (self.fine_units - count >= 2 * limit
+                || self.chunks.len() - self.coarse_count > MOST_FINE)
+        {
+            self.fine_units -= count;
+            match self
+                .coarse_count
+                .checked_sub(1)
+                .map(|last| self.chunks[last].count)
+            {
+                Some(last) if last + count <= limit => {
+                    self.chunks[self.coarse_count].count += last;
+                    self.chunks.remove(self.coarse_count - 1);
+                    self.cursor = match self.cursor {
+                        Cursor { index, before } if index > self.coarse_count => Cursor {
+                            index: index - 1,
+                            before,
+                        },
+                        _ => Cursor::default(),
+                    };
+                }
+                _ => self.coarse_count += 1,
+            }
+        }
+        while self.coarse_count > MOST_COARSE {
+            self.floor = self.floor.max(self.pop_oldest().map(|oldest| oldest.stamp));
+        }
+    }
+
+    /// Takes back `units` that were inserted under `stamp` and were not used.
+    /// See [`Window::subtract`](super::window::Window::subtract).
+    pub(super) fn subtract(&mut self, limit: u64, stamp: Micros, mut units: u64) {
+        if self.floor.is_some_and(|floor| stamp <= floor) {
+            return;
+        }
+        let mut index = self.chunks.partition_point(|chunk| chunk.stamp < stamp);
+        self.cursor = Cursor::default();
+        while units > 0 && index < self.chunks.len() {
+            let taken = units.min(self.chunks[index].count);
+            units -= taken;
+            self.total -= taken;
+            if index >= self.coarse_count {
+                self.fine_units -= taken;
+            }
+            self.chunks[index].count -= taken;
+            self.join_next(limit, &mut index);
+        }
+    }
+
+    /// Joins a chunk that has become small with the next. Without this, permits that come back
+    /// would leave a log of many small chunks.
+    fn join_next(&mut self, limit: u64, index: &mut usize) {
+        let count = self.chunks[*index].count;
+        let size = chunk_size(limit);
+        let same_kind = *index + 1 != self.coarse_count;
+        match self.chunks.get_mut(*index + 1) {
+            Some(next) if count > 0 && same_kind && count + next.count <= size => {
+                next.count += count
+            }
+            _ if count > 0 => {
+                *index += 1;
+                return;
+            }
+            _ => {}
+        }
+        self.chunks.remove(*index);
+        if *index < self.coarse_count {
+            self.coarse_count -= 1;
+        }
+    }
+}
