@@ -38,7 +38,7 @@ impl Ledger {
     /// Makes an empty ledger with the limits of `spec`.
     pub(crate) fn new(spec: &LimitSpec, now: Micros) -> Self {
         let mut ledger = Ledger {
-            limits: LimitSet::default(),
+            limits: LimitSet::new(),
             returned: ReturnedSlots::default(),
             transit_slack: 0,
             boundary_guard: 0,

@@ -3,10 +3,9 @@
 //! Twin: `store/redis/lua/ledger.lua`, and `update_limits` in `main.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
-use smallvec::SmallVec;
-
 use super::algorithm::{Algorithm, Open};
 use super::limit_state::LimitState;
+use super::limit_states::LimitStates;
 use super::{LimitSpec, Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
 
@@ -27,16 +26,23 @@ const MOST_ROUNDS: usize = 1000;
 /// If callers state different limits for one key, all of these limits apply to all callers. A limit
 /// applies until no caller has stated it for at least two windows and a second, or until there are
 /// too many limits.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct LimitSet {
-    /// The state of each limit. Most keys have one limit.
-    states: SmallVec<[LimitState; 1]>,
+    states: LimitStates,
     /// By how many microseconds the wall clock is ahead of the ledger's time. Fixed windows follow
     /// the wall clock.
     ahead: i64,
 }
 
 impl LimitSet {
+    /// Makes a set without limits.
+    pub(super) fn new() -> Self {
+        LimitSet {
+            states: LimitStates::NONE,
+            ahead: 0,
+        }
+    }
+
     /// Moves the boundaries of fixed windows to a wall clock that is `ahead` microseconds ahead of
     /// the ledger's time.
     pub(super) fn align(&mut self, ahead: i64) {
@@ -51,7 +57,7 @@ impl LimitSet {
     /// Advances all limits to `now`. Adds the limits of `spec`, or records that a caller stated
     /// them. Forgets the limits that no longer apply.
     pub(super) fn update(&mut self, spec: &LimitSpec, now: Micros) {
-        for state in &mut self.states {
+        for state in self.states.iter_mut() {
             state.advance(now);
         }
         for limit in spec.quota().limits() {
@@ -162,7 +168,7 @@ impl LimitSet {
         let mut limit = None;
         for _ in 0..MOST_ROUNDS {
             let before = slot;
-            for state in &mut self.states {
+            for state in self.states.iter_mut() {
                 let first = state.first_slot(slot, cost, open);
                 if first > slot {
                     slot = first;
@@ -186,7 +192,7 @@ impl LimitSet {
 
     /// Counts units of a permit in every limit.
     pub(super) fn insert(&mut self, now: Micros, slot: Micros, stamp: Micros, units: u64) {
-        for state in &mut self.states {
+        for state in self.states.iter_mut() {
             state.rule.insert(now, slot, stamp, units);
         }
     }
@@ -199,14 +205,14 @@ impl LimitSet {
         transit_slack: Micros,
         units: u64,
     ) {
-        for state in &mut self.states {
+        for state in self.states.iter_mut() {
             state.rule.charge(now, used_at, transit_slack, units);
         }
     }
 
     /// Takes back permits that were not used.
     pub(super) fn subtract(&mut self, now: Micros, unused: UnusedPermits) {
-        for state in &mut self.states {
+        for state in self.states.iter_mut() {
             state.subtract(now, unused);
         }
     }

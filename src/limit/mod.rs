@@ -34,6 +34,7 @@ mod ledger;
 mod limit_set;
 mod limit_spec;
 mod limit_state;
+mod limit_states;
 #[cfg(test)]
 pub(crate) mod logical_clock;
 mod long_log;
