@@ -18,6 +18,15 @@ pub(super) struct Prefetched {
     until: Instant,
     /// The units left.
     units: u32,
+    /// If the store is called again before this moment, the permits were used fast.
+    soon: Instant,
+    /// What is known of the units. `None` if the key was never used fast. Most of many keys are not.
+    details: Option<Box<Details>>,
+}
+
+/// What is known of prefetched units, and of the units to fetch next.
+#[derive(Default)]
+struct Details {
     /// How many units there were at first.
     fetched: u32,
     /// How many units to fetch next time.
@@ -26,8 +35,6 @@ pub(super) struct Prefetched {
     slot: u64,
     stamp: u64,
     incarnation: u64,
-    /// If the store is called again before this moment, the permits were used fast.
-    soon: Instant,
     /// When unused permits are next given back. `None` if no task does so.
     sweep_at: Option<Instant>,
 }
@@ -40,13 +47,8 @@ impl Prefetched {
         Prefetched {
             until: now,
             units: 0,
-            fetched: 0,
-            next: 0,
-            slot: 0,
-            stamp: 0,
-            incarnation: 0,
             soon: now,
-            sweep_at: None,
+            details: None,
         }
     }
 
@@ -68,18 +70,23 @@ impl Prefetched {
     /// Takes a permit.
     #[inline]
     pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Reservation> {
-        let &mut Prefetched {
-            until,
+        self.spend(cost, now)
+            .then(|| self.reservation(cost, 1, now))?
+    }
+
+    /// Returns permits that were taken at `now`.
+    fn reservation(&self, cost: u32, count: u32, now: Instant) -> Option<Reservation> {
+        let &Details {
             slot,
             stamp,
             incarnation,
             ..
-        } = self;
-        self.spend(cost, now).then_some(Reservation {
+        } = self.details.as_deref()?;
+        Some(Reservation {
             at: now,
-            until,
+            until: self.until,
             cost,
-            count: 1,
+            count,
             slot,
             stamp,
             incarnation,
@@ -108,27 +115,13 @@ impl Prefetched {
         }
         let count = (self.units / cost).min(u32::try_from(most).unwrap_or(u32::MAX));
         self.units -= count * cost;
-        let &mut Prefetched {
-            until,
-            slot,
-            stamp,
-            incarnation,
-            ..
-        } = self;
-        (count > 0).then_some(Reservation {
-            at: now,
-            until,
-            cost,
-            count,
-            slot,
-            stamp,
-            incarnation,
-        })
+        (count > 0).then(|| self.reservation(cost, count, now))?
     }
 
     /// Takes back a permit. Returns false if it is not one of these, or has expired.
     pub(super) fn put(&mut self, slot: &Reservation, now: Instant) -> bool {
-        let ours = (self.slot, self.stamp) == (slot.slot, slot.stamp) && now < self.until;
+        let is_same = |details: &Details| (details.slot, details.stamp) == (slot.slot, slot.stamp);
+        let ours = self.details.as_deref().is_some_and(is_same) && now < self.until;
         if ours {
             self.units = self.units.saturating_add(slot.cost);
         }
@@ -139,61 +132,61 @@ impl Prefetched {
     pub(super) fn fill(&mut self, slot: &Reservation) {
         let units = slot.cost.saturating_mul(slot.count);
         self.units = units;
-        self.fetched = units;
         self.until = slot.until;
-        self.slot = slot.slot;
-        self.stamp = slot.stamp;
-        self.incarnation = slot.incarnation;
+        let details = self.details.get_or_insert_default();
+        details.fetched = units;
+        details.slot = slot.slot;
+        details.stamp = slot.stamp;
+        details.incarnation = slot.incarnation;
     }
 
     /// Takes out what is left, to give it back.
     pub(super) fn clear(&mut self) -> Option<UnusedPermits> {
-        let &mut Prefetched {
-            units,
-            slot,
-            stamp,
-            incarnation,
-            ..
-        } = self;
+        let details = self.details.as_deref_mut()?;
         let left = UnusedPermits {
-            slot,
-            stamp,
-            units: u64::from(units),
-            incarnation,
+            slot: details.slot,
+            stamp: details.stamp,
+            units: u64::from(self.units),
+            incarnation: details.incarnation,
         };
+        details.fetched = 0;
         self.units = 0;
-        self.fetched = 0;
         (left.units > 0).then_some(left)
     }
 
     /// Returns when to give back unused permits first, if there are some and no task is about to
     /// give them back.
     pub(super) fn start_sweep(&mut self, now: Instant) -> Option<Instant> {
-        let is_lost = self
-            .sweep_at
-            .is_none_or(|at| clock::after(at, LOST_SWEEP) < now);
-        let until = self.until;
-        (is_lost && self.units(now) > 0).then(|| *self.sweep_at.insert(until))
+        let (units, until) = (self.units(now), self.until);
+        let sweep_at = &mut self.details.as_deref_mut()?.sweep_at;
+        let is_lost = sweep_at.is_none_or(|at| clock::after(at, LOST_SWEEP) < now);
+        (is_lost && units > 0).then(|| *sweep_at.insert(until))
     }
 
     /// Returns when to look for unused permits again. If the permits have expired, returns `None`:
     /// they are given back now.
     pub(super) fn next_sweep(&mut self, now: Instant) -> Option<Instant> {
-        self.sweep_at = Some(self.until).filter(|until| *until > now);
-        self.sweep_at
+        let details = self.details.as_deref_mut()?;
+        details.sweep_at = Some(self.until).filter(|until| *until > now);
+        details.sweep_at
     }
 
     /// Returns how many units to fetch with the next call, for permits that are valid for `life`.
     pub(super) fn order(&mut self, spec: &LimitSpec, life: Duration, now: Instant) -> u32 {
         let most = most_ahead(spec);
-        if self.units > self.fetched / 2 {
-            self.next /= 2;
-        } else if now < self.soon {
-            self.next = self.next.saturating_mul(2).max(1);
-        }
-        self.next = self.next.min(most);
+        let is_fast = now < self.soon;
         self.soon = clock::after(now, life / 2);
-        self.next
+        let wanted = match self.details.as_deref() {
+            Some(details) if self.units > details.fetched / 2 => details.next / 2,
+            Some(details) if is_fast => details.next.saturating_mul(2).max(1),
+            Some(details) => details.next,
+            None => u32::from(is_fast),
+        };
+        let next = wanted.min(most);
+        if next > 0 || self.details.is_some() {
+            self.details.get_or_insert_default().next = next;
+        }
+        next
     }
 }
 
