@@ -31,11 +31,17 @@ pub(super) struct StoreView {
     pub(super) tightens: bool,
     /// Units that could still be sent, by the store's last answer.
     pub(super) free: u64,
-    /// How long the permits of the next call are valid.
-    life: Duration,
-    /// The session with a store that has a server, which may lose its state.
-    session: Option<Box<KeySession>>,
-    /// The store's last refusal, if the store answers later.
+    /// How long the permits of the next call are valid, in nanoseconds.
+    life_nanos: u64,
+    /// What is known of a store that has a server.
+    remote: Option<Box<RemoteView>>,
+}
+
+/// What this process knows of a store that has a server, for one key.
+struct RemoteView {
+    /// The session with the store, which may lose its state.
+    session: KeySession,
+    /// The store's last refusal.
     refusal: Option<Box<StoreRefusal>>,
 }
 
@@ -60,10 +66,23 @@ impl StoreView {
             has_external_usage: false,
             tightens: false,
             free: 0,
-            life,
-            session: None,
-            refusal: None,
+            life_nanos: nanos(life),
+            remote: None,
         }
+    }
+
+    /// Returns how long the permits of the next call are valid.
+    fn life(&self) -> Duration {
+        Duration::from_nanos(self.life_nanos)
+    }
+
+    /// Returns the session with a store that has a server.
+    fn session(&self) -> Option<&KeySession> {
+        self.remote.as_ref().map(|remote| &remote.session)
+    }
+
+    fn session_mut(&mut self) -> Option<&mut KeySession> {
+        self.remote.as_mut().map(|remote| &mut remote.session)
     }
 
     /// Returns the request for a call to the store: for `demands`, and for `prefetch` units in
@@ -84,13 +103,12 @@ impl StoreView {
             demands,
             prefetch,
             latest: latest.saturating_duration_since(ctx.now),
-            validity: self.life,
+            validity: self.life(),
             prefetch_validity: self.prefetch_life(ctx.spec),
             returns,
             charges: &[],
             session: self
-                .session
-                .as_ref()
+                .session()
                 .map(|session| session.client_session(ctx.now))
                 .unwrap_or_default(),
             hold: HoldState::default(),
@@ -117,13 +135,12 @@ impl StoreView {
             self.has_external_usage = lease.external_usage;
             self.free = if is_standalone { 0 } else { lease.free };
             has_lost_state = self.update_session(spec, lease, sent, now);
-        } else if let Some(session) = &mut self.session {
+        } else if let Some(session) = self.session_mut() {
             session.count(lease, spec.quota().longest_memory(), now);
         }
         let bounds = match lease.source {
             Source::Store => self
-                .session
-                .as_ref()
+                .session()
                 .filter(|_| self.answers_later)
                 .map_or((sent, now), |session| session.bounds()),
             Source::StandaloneWithReply { granted_at } | Source::Standalone { granted_at } => {
@@ -149,9 +166,13 @@ impl StoreView {
         if !self.answers_later {
             return false;
         }
-        let session = self
-            .session
-            .get_or_insert_with(|| Box::new(KeySession::new(lease, sent, now)));
+        let remote = self.remote.get_or_insert_with(|| {
+            Box::new(RemoteView {
+                session: KeySession::new(lease, sent, now),
+                refusal: None,
+            })
+        });
+        let session = &mut remote.session;
         let has_lost_state = session.incarnation() != lease.incarnation;
         session.update(lease, spec.quota().longest_memory(), sent, now);
         has_lost_state
@@ -159,26 +180,25 @@ impl StoreView {
 
     /// Returns until when the session with the store matters.
     pub(super) fn session_until(&self) -> Option<Instant> {
-        self.session.as_ref().map(|session| session.until())
+        self.session().map(KeySession::until)
     }
 
     /// Subtracts permits that are given back from those that the session counts as granted.
     pub(super) fn forget(&mut self, unused: &[UnusedPermits]) {
-        if let Some(session) = &mut self.session {
+        if let Some(session) = self.session_mut() {
             session.forget(unused);
         }
     }
 
     /// Returns whether the state in the store was written more often than its last answer stated.
     pub(super) fn is_behind(&self, writes: u64) -> bool {
-        self.session
-            .as_ref()
+        self.session()
             .is_some_and(|session| session.writes() < writes)
     }
 
     /// Notes that an event of the store may have been missed.
     pub(super) fn doubt(&mut self) {
-        if let Some(session) = &mut self.session {
+        if let Some(session) = self.session_mut() {
             session.doubt();
         }
         self.forget_refusal();
@@ -189,7 +209,7 @@ impl StoreView {
     pub(super) fn is_trusted(&self, spec: &LimitSpec, at: Instant) -> bool {
         let is_trusted =
             |session: &KeySession| session.is_trusted(trust(spec.quota().longest_memory()), at);
-        self.is_standalone || self.session.as_deref().is_none_or(is_trusted)
+        self.is_standalone || self.session().is_none_or(is_trusted)
     }
 
     /// Takes in which cost the store refused, if it refused one. If the limiter fails open, nothing
@@ -201,9 +221,12 @@ impl StoreView {
         fails_open: bool,
         now: Instant,
     ) {
-        if self.answers_later && !lease.source.is_standalone() && !fails_open {
-            let before = self.refusal.as_deref().copied();
-            self.refusal = StoreRefusal::after(before, refused, lease.refused, now).map(Box::new);
+        if lease.source.is_standalone() || fails_open {
+            return;
+        }
+        if let Some(remote) = &mut self.remote {
+            let before = remote.refusal.as_deref().copied();
+            remote.refusal = StoreRefusal::after(before, refused, lease.refused, now).map(Box::new);
         }
     }
 
@@ -215,12 +238,14 @@ impl StoreView {
         bound: WaitBound,
         now: Instant,
     ) -> Option<Refusal> {
-        self.refusal.as_ref()?.of(cost, bound, now)
+        self.remote.as_ref()?.refusal.as_ref()?.of(cost, bound, now)
     }
 
     /// Forgets the last refusal, because it may no longer be true.
     pub(super) fn forget_refusal(&mut self) {
-        self.refusal = None;
+        if let Some(remote) = &mut self.remote {
+            remote.refusal = None;
+        }
     }
 
     /// Checks that an answer did not take longer than any permit is valid.
@@ -239,8 +264,8 @@ impl StoreView {
         let took = now.saturating_duration_since(sent);
         let longest = self.longest_life(spec);
         let expired = |grant: &Grant| grant.wait.saturating_add(grant.validity) <= took;
-        let is_too_slow = took >= self.life
-            && self.life >= longest
+        let is_too_slow = took >= self.life()
+            && self.life() >= longest
             && !lease.source.is_standalone()
             && lease.grants.iter().any(expired);
         if is_too_slow {
@@ -257,7 +282,7 @@ impl StoreView {
     /// late would lose its slot. So the next permits are valid for longer, up to the longest
     /// validity. Once that is reached, any slot is used.
     pub(super) fn least_use(&self, spec: &LimitSpec) -> Duration {
-        if self.life < self.longest_life(spec) {
+        if self.life() < self.longest_life(spec) {
             spec.life() / 2
         } else {
             Duration::ZERO
@@ -276,21 +301,21 @@ impl StoreView {
             spec.life()
         };
         let adapted = if died {
-            self.life * 2
+            self.life() * 2
         } else {
-            self.life - self.life / 8
+            self.life() - self.life() / 8
         };
-        self.life = least.max(adapted).min(self.longest_life(spec));
+        self.life_nanos = nanos(least.max(adapted).min(self.longest_life(spec)));
     }
 
     /// Lengthens the validity of the next permits, because a permit expired before its waiter woke.
     pub(super) fn lengthen_life(&mut self, spec: &LimitSpec) {
-        self.life = (self.life * 2).min(self.longest_life(spec));
+        self.life_nanos = nanos((self.life() * 2).min(self.longest_life(spec)));
     }
 
     /// Shortens the validity of the next permits a little, because a waiter woke in time.
     pub(super) fn shorten_life(&mut self, spec: &LimitSpec) {
-        self.life = (self.life - self.life / 64).max(spec.life());
+        self.life_nanos = nanos((self.life() - self.life() / 64).max(spec.life()));
     }
 
     /// Returns the longest validity of a permit. It is reached if permits expire before they are
@@ -308,8 +333,13 @@ impl StoreView {
     /// Returns the validity of prefetched permits: a two-hundredth of the shortest window, or that
     /// of the other permits if it is longer.
     pub(super) fn prefetch_life(&self, spec: &LimitSpec) -> Duration {
-        self.life.max(spec.quota().shortest_window() / 200)
+        self.life().max(spec.quota().shortest_window() / 200)
     }
+}
+
+/// Returns a span in nanoseconds.
+fn nanos(span: Duration) -> u64 {
+    u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Returns when this process may use a grant: never before its slot, and never after its deadline.
