@@ -30,8 +30,8 @@ pub(crate) struct Ledger {
     now: Micros,
     /// When the ledger was made. It has no permits from before.
     made_at: Micros,
-    /// The hold of the key.
-    hold: Hold,
+    /// The hold of the key. `None` if it was never held or released.
+    hold: Option<Box<Hold>>,
 }
 
 impl Ledger {
@@ -44,7 +44,7 @@ impl Ledger {
             boundary_guard: 0,
             now,
             made_at: now,
-            hold: Hold::default(),
+            hold: None,
         };
         ledger.advance(spec, now);
         ledger
@@ -78,16 +78,28 @@ impl Ledger {
 
     /// Adds a hold. From now on no slot is before its end. Returns the hold that applies.
     pub(crate) fn hold(&mut self, hold: Hold) -> Hold {
-        self.hold = self.hold.or(hold);
+        let in_force = self.in_force().or(hold);
+        self.set_hold(in_force);
         self.drain();
-        self.hold
+        in_force
+    }
+
+    /// Returns the hold that applies.
+    fn in_force(&self) -> Hold {
+        self.hold.as_deref().copied().unwrap_or_default()
+    }
+
+    fn set_hold(&mut self, hold: Hold) {
+        if hold != self.in_force() {
+            self.hold = Some(Box::new(hold));
+        }
     }
 
     /// Adds a hold that begins now. Earlier releases do not end it, even if the process that set it
     /// did not know of them.
     pub(crate) fn hold_anew(&mut self, hold: Hold) -> Hold {
         self.hold(Hold {
-            releases: hold.releases.max(self.hold.releases),
+            releases: hold.releases.max(self.in_force().releases),
             ..hold
         })
     }
@@ -96,12 +108,13 @@ impl Ledger {
     /// applies.
     pub(crate) fn release(&mut self) -> Hold {
         self.limits.forget_others();
-        self.hold = Hold {
+        let released = Hold {
             until: 0,
             cut: false,
-            releases: self.hold.releases.saturating_add(1),
+            releases: self.in_force().releases.saturating_add(1),
         };
-        self.hold
+        self.set_hold(released);
+        released
     }
 
     /// Takes in what the upstream states is left of a limit. If less is allowed than before, the
@@ -119,7 +132,7 @@ impl Ledger {
 
     /// Returns the earliest moment at which a permit may be used, if no limit forbids it.
     fn earliest(&self) -> Micros {
-        self.now.max(self.hold.until)
+        self.now.max(self.in_force().until)
     }
 
     /// Books `count` permits of `cost` units each, in as few bookings as their slots allow. No slot
@@ -280,6 +293,9 @@ impl Ledger {
         let returned = self.returned.last_slot().map_or(0, |slot| slot + 1);
         // The number of releases matters only while messages about an older hold may still arrive,
         // so it keeps no ledger.
-        self.limits.fresh_from().max(returned).max(self.hold.until)
+        self.limits
+            .fresh_from()
+            .max(returned)
+            .max(self.in_force().until)
     }
 }

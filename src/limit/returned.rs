@@ -14,8 +14,9 @@ use super::{Booking, Micros, UnusedPermits};
 /// The returned slots of a key.
 #[derive(Debug, Default)]
 pub(super) struct ReturnedSlots {
-    /// The slots, sorted by slot and stamp.
-    slots: Vec<UnusedPermits>,
+    /// The slots, sorted by slot and stamp. `None` if no slot was returned, as for most keys.
+    #[expect(clippy::box_collection, reason = "most ledgers keep only the `None`")]
+    slots: Option<Box<Vec<UnusedPermits>>>,
 }
 
 /// The most returned slots that are kept for each key.
@@ -24,27 +25,27 @@ const MOST: usize = 32;
 impl ReturnedSlots {
     /// Adds a slot. If there are then too many, removes the last slot and returns it.
     pub(super) fn put(&mut self, unused: UnusedPermits) -> Option<UnusedPermits> {
-        let index = self
-            .slots
-            .partition_point(|other| (other.slot, other.stamp) < (unused.slot, unused.stamp));
+        let slots = self.slots.get_or_insert_default();
+        let index =
+            slots.partition_point(|other| (other.slot, other.stamp) < (unused.slot, unused.stamp));
         let same =
             |other: &&mut UnusedPermits| (other.slot, other.stamp) == (unused.slot, unused.stamp);
-        if let Some(other) = self.slots.get_mut(index).filter(same) {
+        if let Some(other) = slots.get_mut(index).filter(same) {
             other.units += unused.units;
         } else {
-            self.slots.insert(index, unused);
+            slots.insert(index, unused);
         }
-        if self.slots.len() > MOST {
-            self.slots.pop()
+        if slots.len() > MOST {
+            slots.pop()
         } else {
             None
         }
     }
 
-    /// Returns the index of the first slot, not before `from`, that has `units` and at least half
-    /// of `life`.
+    /// Returns the index of the first of `slots`, not before `from`, that has `units` and at least
+    /// half of `life`.
     fn position(
-        &self,
+        slots: &[UnusedPermits],
         from: Micros,
         units: u64,
         life: Micros,
@@ -57,7 +58,7 @@ impl ReturnedSlots {
         let fits = |unused: &UnusedPermits| {
             unused.slot >= from && unused.units >= units && long_enough(unused)
         };
-        self.slots.iter().position(fits)
+        slots.iter().position(fits)
     }
 
     /// Returns the first slot, not before `from`, that has `units` and at least half of `life`.
@@ -68,8 +69,9 @@ impl ReturnedSlots {
         life: Micros,
         transit_slack: Micros,
     ) -> Option<Micros> {
-        self.position(from, units, life, transit_slack)
-            .map(|index| self.slots[index].slot)
+        let slots = self.slots.as_ref()?;
+        ReturnedSlots::position(slots, from, units, life, transit_slack)
+            .map(|index| slots[index].slot)
     }
 
     /// Takes up to `count` permits of `cost` units from the first slot that has them, if it lies
@@ -82,8 +84,9 @@ impl ReturnedSlots {
         life: Micros,
         transit_slack: Micros,
     ) -> Option<Booking> {
-        let index = self.position(*span.start(), cost, life, transit_slack)?;
-        let unused = &mut self.slots[index];
+        let slots = self.slots.as_mut()?;
+        let index = ReturnedSlots::position(slots, *span.start(), cost, life, transit_slack)?;
+        let unused = &mut slots[index];
         if unused.slot > *span.end() {
             return None;
         }
@@ -98,24 +101,25 @@ impl ReturnedSlots {
             count: taken,
         };
         if unused.units == 0 {
-            self.slots.remove(index);
+            slots.remove(index);
         }
         Some(grant)
     }
 
     /// Removes and returns the first slot if it is before `now`.
     pub(super) fn pop_before(&mut self, now: Micros) -> Option<UnusedPermits> {
-        let passed = self.slots.first()?.slot < now;
-        passed.then(|| self.slots.remove(0))
+        let slots = self.slots.as_mut()?;
+        let passed = slots.first()?.slot < now;
+        passed.then(|| slots.remove(0))
     }
 
     /// Removes and returns the last slot.
     pub(super) fn pop_last(&mut self) -> Option<UnusedPermits> {
-        self.slots.pop()
+        self.slots.as_mut()?.pop()
     }
 
     /// Returns the last slot.
     pub(super) fn last_slot(&self) -> Option<Micros> {
-        self.slots.last().map(|unused| unused.slot)
+        self.slots.as_ref()?.last().map(|unused| unused.slot)
     }
 }
