@@ -20,12 +20,6 @@ pub(crate) struct Ledger {
     limits: LimitSet,
     /// The returned slots that lie ahead.
     returned: ReturnedSlots,
-    /// The transit slack of the present caller: how much later than its deadline a permit may
-    /// arrive at the upstream.
-    transit_slack: Micros,
-    /// The boundary guard of the present caller: how far from a boundary of a fixed window permits
-    /// may be used.
-    boundary_guard: Micros,
     /// The ledger's time, which never goes back.
     now: Micros,
     /// When the ledger was made. It has no permits from before.
@@ -40,8 +34,6 @@ impl Ledger {
         let mut ledger = Ledger {
             limits: LimitSet::new(),
             returned: ReturnedSlots::default(),
-            transit_slack: 0,
-            boundary_guard: 0,
             now,
             made_at: now,
             hold: None,
@@ -61,8 +53,6 @@ impl Ledger {
     pub(crate) fn advance(&mut self, spec: &LimitSpec, now: Micros) -> Micros {
         self.now = self.now.max(now);
         let now = self.now;
-        self.transit_slack = micros_up(spec.transit_slack());
-        self.boundary_guard = micros_up(spec.boundary_guard());
         self.limits.update(spec, now);
         self.drain();
         now
@@ -119,11 +109,9 @@ impl Ledger {
 
     /// Takes in what the upstream states is left of a limit. If less is allowed than before, the
     /// returned slots are removed, because they were granted when more seemed to be left.
-    pub(crate) fn see(&mut self, left: &UpstreamRemaining) {
-        if self
-            .limits
-            .see(left, self.now, self.made_at, self.transit_slack)
-        {
+    pub(crate) fn see(&mut self, spec: &LimitSpec, left: &UpstreamRemaining) {
+        let transit_slack = micros_up(spec.transit_slack());
+        if self.limits.see(left, self.now, self.made_at, transit_slack) {
             while let Some(unused) = self.returned.pop_last() {
                 self.subtract(unused);
             }
@@ -146,6 +134,7 @@ impl Ledger {
     /// permits after it leave no trace.
     pub(crate) fn book(
         &mut self,
+        spec: &LimitSpec,
         latest: Micros,
         cost: u32,
         mut count: u32,
@@ -160,14 +149,15 @@ impl Ledger {
             });
         }
         let cost = u64::from(cost);
+        let transit_slack = micros_up(spec.transit_slack());
         while count > 0 {
-            let (slot, limit) = self.first_slot(cost, life);
+            let (slot, limit) = self.first_slot(spec, cost, life);
             if let Some(grant) = self.returned.take(
                 self.earliest()..=slot.min(latest),
                 cost,
                 count,
                 life,
-                self.transit_slack,
+                transit_slack,
             ) {
                 count -= grant.count;
                 granted(grant);
@@ -176,7 +166,7 @@ impl Ledger {
             if slot > latest {
                 let returned = self
                     .returned
-                    .first(self.earliest(), cost, life, self.transit_slack);
+                    .first(self.earliest(), cost, life, transit_slack);
                 return Err(TooLate {
                     slot: returned.map_or(slot, |returned| returned.min(slot)),
                     limit,
@@ -186,7 +176,7 @@ impl Ledger {
             let fits = u32::try_from(room / cost)
                 .unwrap_or(u32::MAX)
                 .clamp(1, count);
-            let stamp = slot + life + self.transit_slack;
+            let stamp = slot + life + transit_slack;
             self.limits
                 .insert(self.now, slot, stamp, cost * u64::from(fits));
             count -= fits;
@@ -202,12 +192,17 @@ impl Ledger {
 
     /// Books up to `most` of the units that are free now, but at most a quarter of the free units.
     /// So one process cannot hoard a scarce limit.
-    pub(crate) fn prefetch(&mut self, most: u32, life: Micros) -> Option<Booking> {
+    pub(crate) fn prefetch(
+        &mut self,
+        spec: &LimitSpec,
+        most: u32,
+        life: Micros,
+    ) -> Option<Booking> {
         let count = u32::try_from(self.free() / 4).unwrap_or(u32::MAX).min(most);
-        if count == 0 || self.first_slot(u64::from(count), life).0 > self.now {
+        if count == 0 || self.first_slot(spec, u64::from(count), life).0 > self.now {
             return None;
         }
-        let stamp = self.now + life + self.transit_slack;
+        let stamp = self.now + life + micros_up(spec.transit_slack());
         self.limits
             .insert(self.now, self.now, stamp, u64::from(count));
         Some(Booking {
@@ -220,11 +215,12 @@ impl Ledger {
 
     /// Counts units that were used without a permit `charge.age` ago or earlier, in every limit,
     /// even beyond the limit.
-    pub(crate) fn charge(&mut self, charge: Charge) {
+    pub(crate) fn charge(&mut self, spec: &LimitSpec, charge: Charge) {
         let used_at = self.now.saturating_sub(micros_down(charge.age));
         if charge.units > 0 {
+            let transit_slack = micros_up(spec.transit_slack());
             self.limits
-                .charge(self.now, used_at, self.transit_slack, charge.units);
+                .charge(self.now, used_at, transit_slack, charge.units);
         }
     }
 
@@ -251,10 +247,10 @@ impl Ledger {
 
     /// Returns the first moment at which every limit allows `cost`, and the limit that allows it
     /// last.
-    fn first_slot(&mut self, cost: u64, life: Micros) -> (Micros, Option<Limit>) {
+    fn first_slot(&mut self, spec: &LimitSpec, cost: u64, life: Micros) -> (Micros, Option<Limit>) {
         let open = Open {
             life,
-            guard: self.boundary_guard,
+            guard: micros_up(spec.boundary_guard()),
         };
         self.limits.first_slot(self.earliest(), cost, open)
     }
@@ -280,10 +276,11 @@ impl Ledger {
     }
 
     /// Returns when one unit could be sent, if nothing else is booked.
-    pub(crate) fn next_slot(&mut self, life: Micros) -> Micros {
-        let slot = self.first_slot(1, life).0;
+    pub(crate) fn next_slot(&mut self, spec: &LimitSpec, life: Micros) -> Micros {
+        let slot = self.first_slot(spec, 1, life).0;
+        let transit_slack = micros_up(spec.transit_slack());
         self.returned
-            .first(self.earliest(), 1, life, self.transit_slack)
+            .first(self.earliest(), 1, life, transit_slack)
             .map_or(slot, |returned| returned.min(slot))
     }
 

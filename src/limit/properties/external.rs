@@ -78,7 +78,7 @@ proptest! {
             let Some(reset_in) = reset_in.checked_sub(ago + Duration::from_secs(1)) else { continue };
             world.ledger.advance(&world.spec, world.now);
             let left = UpstreamRemaining { reset_in: Some(reset_in), steady, ago, ..UpstreamRemaining::new(limit, units) };
-            world.ledger.see(&left);
+            world.ledger.see(&world.spec, &left);
             let reserved: u64 = world.ledger.usage().map(|(_, _, _, reserved)| reserved).sum();
             prop_assert_eq!(reserved, 0, "{:?}: {} left", counting, units);
         }
@@ -103,12 +103,15 @@ fn external_usage_is_reserved_for_this_and_next_window() {
     let see = |world: &mut World, units: u64, reset_in: Micros, refused: u32| {
         let limit = quota.limits()[0];
         let reset_in = Duration::from_micros(reset_in);
-        world.ledger.see(&UpstreamRemaining {
-            reset_in: Some(reset_in),
-            steady: true,
-            refused,
-            ..UpstreamRemaining::new(limit, units)
-        });
+        world.ledger.see(
+            &world.spec,
+            &UpstreamRemaining {
+                reset_in: Some(reset_in),
+                steady: true,
+                refused,
+                ..UpstreamRemaining::new(limit, units)
+            },
+        );
     };
     assert_eq!(world.book(1, 60, 0, 10_000).0[0].count, 60);
     see(&mut world, 0, 9_900_000, 25);
@@ -140,12 +143,15 @@ fn usage_before_the_log_counts_until_the_window_ends() {
     let _ = world.book(1, 1, 0, 10_000);
     let reset_in = Duration::from_secs(1200);
     let valid_for = Duration::from_secs(3600);
-    world.ledger.see(&UpstreamRemaining {
-        reset_in: Some(reset_in),
-        steady: true,
-        valid_for,
-        ..UpstreamRemaining::new(limit, 10)
-    });
+    world.ledger.see(
+        &world.spec,
+        &UpstreamRemaining {
+            reset_in: Some(reset_in),
+            steady: true,
+            valid_for,
+            ..UpstreamRemaining::new(limit, 10)
+        },
+    );
     let granted = |world: &mut World, count| {
         world
             .book(1, count, 0, 10_000)

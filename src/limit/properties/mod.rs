@@ -206,7 +206,7 @@ impl World {
         let mut grants = Vec::new();
         let booked = self
             .ledger
-            .book(now + patience, cost, count, life, |grant| {
+            .book(&self.spec, now + patience, cost, count, life, |grant| {
                 grants.push(grant)
             });
         (grants, booked)
@@ -264,7 +264,7 @@ impl World {
                 unused,
             } => {
                 self.ledger.advance(&self.spec, self.now);
-                if let Some(grant) = self.ledger.prefetch(most, life) {
+                if let Some(grant) = self.ledger.prefetch(&self.spec, most, life) {
                     assert_eq!(
                         grant.slot, self.now,
                         "only permits that are free now are prefetched"
@@ -282,17 +282,20 @@ impl World {
                 self.ledger.advance(&self.spec, self.now);
                 let limits = self.spec.quota().limits();
                 let (limit, reset_in) = (limits[which % limits.len()], reset_in.map(millis));
-                self.ledger.see(&UpstreamRemaining {
-                    reset_in,
-                    steady,
-                    refused,
-                    ..UpstreamRemaining::new(limit, units)
-                });
+                self.ledger.see(
+                    &self.spec,
+                    &UpstreamRemaining {
+                        reset_in,
+                        steady,
+                        refused,
+                        ..UpstreamRemaining::new(limit, units)
+                    },
+                );
             }
             Op::Charge { age, units } => {
                 self.ledger.advance(&self.spec, self.now);
                 self.ledger
-                    .charge(Charge::new(Duration::from_micros(age), units));
+                    .charge(&self.spec, Charge::new(Duration::from_micros(age), units));
             }
             Op::GiveBack(count) => {
                 self.ledger.advance(&self.spec, self.now);
@@ -471,12 +474,12 @@ fn a_longer_boundary_guard_counts_at_once() {
     let start = START / minute * minute;
     let mut ledger = Ledger::new(&spec(100), start + minute / 2);
     ledger
-        .book(start + minute / 2, 1, 1, 10_000, |_| ())
+        .book(&spec(100), start + minute / 2, 1, 1, 10_000, |_| ())
         .unwrap();
     // A new release knows that the clocks differ by two seconds.
     let now = start + minute - 1_500_000;
     ledger.advance(&spec(2000), now);
-    let late = ledger.book(now, 1, 1, 10_000, |grant| {
+    let late = ledger.book(&spec(2000), now, 1, 1, 10_000, |grant| {
         panic!("1.5 s before the boundary: {grant:?}")
     });
     assert_eq!(late.unwrap_err().slot, start + minute + 2_000_000);
@@ -765,7 +768,7 @@ fn the_strictest_stated_quota_applies_until_forgotten() {
     let mut book = |spec: &LimitSpec, at: Micros, count: u32| {
         let now = ledger.advance(spec, START + at);
         let mut granted = 0;
-        let _ = ledger.book(now, 1, count, 10_000, |grant| granted += grant.count);
+        let _ = ledger.book(spec, now, 1, count, 10_000, |grant| granted += grant.count);
         granted
     };
     assert_eq!(book(&loose, 0, 3), 3);
@@ -815,7 +818,9 @@ fn too_many_limits_are_bounded_and_forget_no_use() {
         );
         let ledger = ledger.get_or_insert_with(|| Ledger::new(&terms(quota), now));
         ledger.advance(&terms(quota), now);
-        ledger.book(now, 1, 1, 10_000, |_| ()).unwrap();
+        ledger
+            .book(&terms(quota), now, 1, 1, 10_000, |_| ())
+            .unwrap();
         let usage: Vec<_> = ledger.usage().collect();
         assert!(usage.len() <= MOST_LIMITS, "{} limits", usage.len());
         let own = usage

@@ -239,7 +239,7 @@ impl GrantHistory {
         let mut ledger = Ledger::new(&longest, now);
         for (at, units) in counted {
             let age = now.saturating_sub(at.saturating_add(micros_up(*validity)));
-            ledger.charge(Charge::new(Duration::from_micros(age), units));
+            ledger.charge(&longest, Charge::new(Duration::from_micros(age), units));
         }
         ledger.advance(&own, now);
         Some(

@@ -230,10 +230,10 @@ impl StandaloneLedger {
     pub(super) fn read<T>(
         &mut self,
         now: Instant,
-        read: impl FnOnce(&mut Ledger, Micros) -> T,
+        read: impl FnOnce(&mut Ledger, &LimitSpec, Micros) -> T,
     ) -> T {
         let now = self.ledger.advance(&self.spec, clock::micros(now));
-        read(&mut self.ledger, now)
+        read(&mut self.ledger, &self.spec, now)
     }
 
     /// Takes back unused permits that the process granted itself.

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::limit::{Booking, Charge, Hold, Ledger, Micros, micros_down, micros_up};
+use crate::limit::{Booking, Charge, Hold, Ledger, LimitSpec, Micros, micros_down, micros_up};
 use crate::store::{Grant, HoldState, Lease, LeaseRequest, LimitUsage, Refusal, Usage};
 
 /// Books a request in a ledger at `now`.
@@ -23,12 +23,12 @@ pub(in crate::store) fn book(
         .charges
         .iter()
         .take(Charge::MOST)
-        .for_each(|&charge| ledger.charge(charge));
+        .for_each(|&charge| ledger.charge(request.spec, charge));
     // The ledger compares what is left with its log. So this follows the returns and the charges.
     request
         .remaining
         .iter()
-        .for_each(|remaining| ledger.see(remaining));
+        .for_each(|remaining| ledger.see(request.spec, remaining));
     let latest = now.saturating_add(micros_down(request.latest));
     let life = micros_up(request.validity);
     let mut lease = Lease {
@@ -39,7 +39,14 @@ pub(in crate::store) fn book(
     for demand in request.demands {
         let grants = &mut lease.grants;
         let granted = |booking: Booking| grants.push(grant_of(booking, demand.cost, now));
-        if let Err(late) = ledger.book(latest, demand.cost, demand.count, life, granted) {
+        if let Err(late) = ledger.book(
+            request.spec,
+            latest,
+            demand.cost,
+            demand.count,
+            life,
+            granted,
+        ) {
             let wait = (late.slot < Micros::MAX).then(|| span(now, late.slot));
             lease.refused = Some(Refusal {
                 wait,
@@ -50,7 +57,11 @@ pub(in crate::store) fn book(
     }
     lease.external_usage = ledger.is_shared();
     if lease.refused.is_none() && request.prefetch > 0 {
-        let booking = ledger.prefetch(request.prefetch, micros_up(request.prefetch_validity));
+        let booking = ledger.prefetch(
+            request.spec,
+            request.prefetch,
+            micros_up(request.prefetch_validity),
+        );
         lease.prefetched = booking.map(|booking| grant_of(booking, 1, now));
     }
     lease.free = if lease.refused.is_none() {
@@ -84,8 +95,8 @@ fn span(now: Micros, slot: Micros) -> Duration {
     Duration::from_micros(slot.saturating_sub(now))
 }
 
-/// Returns the usage of a ledger at `now`.
-pub(in crate::store) fn usage(ledger: &mut Ledger, now: Micros) -> Usage {
+/// Returns the usage of a ledger at `now`, as a caller with these limits sees it.
+pub(in crate::store) fn usage(ledger: &mut Ledger, spec: &LimitSpec, now: Micros) -> Usage {
     let limits = ledger
         .usage()
         .map(|(limit, used, free, reserved)| LimitUsage {
@@ -95,7 +106,7 @@ pub(in crate::store) fn usage(ledger: &mut Ledger, now: Micros) -> Usage {
             reserved,
         })
         .collect();
-    let next_slot = span(now, ledger.next_slot(0));
+    let next_slot = span(now, ledger.next_slot(spec, 0));
     let hold = held(ledger.hold(Hold::default()), now);
     Usage {
         limits,

@@ -207,7 +207,9 @@ impl Store for MemoryStore {
     ) -> StoreReply<HoldState> {
         self.set_hold(key, spec, |ledger, now| {
             let in_force = ledger.hold_anew(hold(state, now));
-            remaining.iter().for_each(|remaining| ledger.see(remaining));
+            remaining
+                .iter()
+                .for_each(|remaining| ledger.see(spec, remaining));
             in_force
         })
     }
@@ -251,10 +253,9 @@ impl Store for MemoryStore {
 
     fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
         let now = clock::micros(clock::now());
-        let known = self
-            .counts
-            .find(key, |counts| counts.with(spec, now, usage));
-        let rates = known.unwrap_or_else(|| usage(&mut Ledger::new(spec, now), now));
+        let read = |ledger: &mut Ledger, now| usage(ledger, spec, now);
+        let known = self.counts.find(key, |counts| counts.with(spec, now, read));
+        let rates = known.unwrap_or_else(|| read(&mut Ledger::new(spec, now), now));
         let Some(most) = spec.quota().most_in_flight() else {
             return StoreReply::Ready(Ok(rates));
         };

@@ -188,8 +188,8 @@ impl World {
     pub(super) fn peek(&mut self, spec: &Arc<LimitSpec>) -> (Usage, Usage) {
         let theirs = codec::read_peek(&self.run(&codec::peek(spec, 7))).unwrap();
         let ours = match &mut self.ledger {
-            Some(ledger) => usage(ledger, self.now),
-            None => usage(&mut Ledger::new(spec, self.now), self.now),
+            Some(ledger) => usage(ledger, spec, self.now),
+            None => usage(&mut Ledger::new(spec, self.now), spec, self.now),
         };
         (ours, theirs)
     }
