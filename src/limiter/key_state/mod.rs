@@ -270,7 +270,7 @@ impl KeyState {
         let at_hand = u64::from(self.prefetched.units(now));
         let sendable = Sendable {
             at_hand,
-            in_all: at_hand.saturating_add(self.store.free),
+            in_all: at_hand.saturating_add(self.store.free()),
         };
         self.upstream
             .observe_remaining(spec, signal, refused, sent, sendable, now)

@@ -29,8 +29,8 @@ pub(super) struct StoreView {
     pub(super) has_external_usage: bool,
     /// Whether a call is under way that may grant more than the upstream states is left.
     pub(super) tightens: bool,
-    /// Units that could still be sent, by the store's last answer.
-    pub(super) free: u64,
+    /// Units that could still be sent, by the store's last answer. No limit has more than fit here.
+    free: u32,
     /// How long the permits of the next call are valid, in nanoseconds.
     life_nanos: u64,
     /// What is known of a store that has a server.
@@ -69,6 +69,11 @@ impl StoreView {
             life_nanos: nanos(life),
             remote: None,
         }
+    }
+
+    /// Returns the units that could still be sent, by the store's last answer.
+    pub(super) fn free(&self) -> u64 {
+        u64::from(self.free)
     }
 
     /// Returns how long the permits of the next call are valid.
@@ -133,7 +138,11 @@ impl StoreView {
         let mut has_lost_state = false;
         if lease.source.has_reply() {
             self.has_external_usage = lease.external_usage;
-            self.free = if is_standalone { 0 } else { lease.free };
+            self.free = if is_standalone {
+                0
+            } else {
+                u32::try_from(lease.free).unwrap_or(u32::MAX)
+            };
             has_lost_state = self.update_session(spec, lease, sent, now);
         } else if let Some(session) = self.session_mut() {
             session.count(lease, spec.quota().longest_memory(), now);
