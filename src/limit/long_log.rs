@@ -55,7 +55,7 @@ impl LongLog {
         self.floor
     }
 
-    /// Returns whether the log has the same as a new one.
+    /// Returns whether the log is as a new one.
     pub(super) fn is_empty(&self) -> bool {
         self.chunks.is_empty() && self.floor.is_none()
     }

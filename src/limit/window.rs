@@ -1,4 +1,4 @@
-//! A sliding window: at most so many units in any interval.
+//! A sliding window: a log of stamps.
 //!
 //! Twin: `store/redis/lua/window.lua`; the common case is repeated in `short.lua`.
 //! After a change: `cargo test --all-features --lib differential`

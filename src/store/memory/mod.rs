@@ -55,7 +55,7 @@ impl MemoryStore {
     /// Makes a store for at most `max_keys` keys that are limited at the same time. Default:
     /// 100,000.
     ///
-    /// A key in use takes about 300 bytes, and up to 4 kB under a limit of 100 or more that is used
+    /// A key in use takes about 160 bytes, and up to 4 kB under a limit of 100 or more that is used
     /// up.
     pub fn new(max_keys: usize) -> Self {
         MemoryStore {
