@@ -830,3 +830,9 @@ fn too_many_limits_are_bounded_and_forget_no_use() {
         assert_eq!(own.1, u64::from(number) + 1, "the use of all callers");
     }
 }
+
+/// A store in memory keeps the ledger of each of many keys.
+#[test]
+fn ledgers_of_keys_are_small() {
+    assert!(size_of::<Ledger>() <= 120, "{} bytes", size_of::<Ledger>());
+}
