@@ -10,13 +10,18 @@ use super::window::{Chunk, chunk_size};
 
 /// Used units in chunks, sorted by stamp. Its size is bounded for every limit.
 ///
-/// New slots depend only on the newest units, up to twice the limit. Older chunks join and become
-/// *coarse*, with up to `limit` units each. They matter again only if a long queue gives up. If
-/// there are more than [`MOST_COARSE`] coarse chunks, the oldest leave the log, and `floor` has the
-/// newest of their stamps. All of this only makes stamps later.
+/// - New slots depend only on the newest units, up to twice the limit. These are in *fine* chunks.
+/// - Older chunks join and become *coarse*, with up to `limit` units each. They matter again only
+///   if a long queue gives up.
+/// - If there are more than [`MOST_COARSE`] coarse chunks, the oldest leave the log. `floor` has
+///   the newest of their stamps.
+///
+/// All of this only makes stamps later.
 #[derive(Debug, Default)]
 pub(super) struct LongLog {
+    /// The chunks, sorted by stamp.
     chunks: VecDeque<Chunk>,
+    /// The units in all chunks.
     total: u64,
     /// How many of the oldest chunks are coarse.
     coarse_count: usize,
@@ -29,13 +34,14 @@ pub(super) struct LongLog {
     cursor: Cursor,
 }
 
-/// The most coarse chunks. Slots that are booked up to this many windows ahead are kept apart.
+/// The most coarse chunks. Slots that are booked up to this many windows ahead stay in the log.
 const MOST_COARSE: usize = 48;
 
 /// The most fine chunks. Units of twice the limit fill 200. More are made only by permits that come
 /// back, and by stamps out of order.
 const MOST_FINE: usize = 204;
 
+/// A chunk, and the units in the chunks before it.
 #[derive(Clone, Copy, Debug, Default)]
 struct Cursor {
     index: usize,
@@ -76,6 +82,7 @@ impl LongLog {
         self.floor = self.floor.filter(|floor| floor.saturating_add(span) > now);
     }
 
+    /// Removes and returns the oldest chunk.
     fn pop_oldest(&mut self) -> Option<Chunk> {
         let oldest = self.chunks.pop_front()?;
         self.total -= oldest.count;
@@ -130,7 +137,8 @@ impl LongLog {
         self.total - before
     }
 
-    /// Inserts units with this stamp.
+    /// Adds units with this stamp. They join a chunk with the same stamp, or else a neighbour that
+    /// is not full, or else they become a chunk.
     pub(super) fn insert(&mut self, limit: u64, stamp: Micros, units: u64) {
         let size = chunk_size(limit);
         let chunks = self.chunks.len();

@@ -13,8 +13,11 @@ use super::long_log::LongLog;
 /// chunk less than the limit is used.
 #[derive(Debug)]
 pub(super) struct Window {
+    /// The units that are allowed in any span of the length `span`.
     limit: u32,
+    /// The length of the window.
     span: Micros,
+    /// The used units.
     log: Log,
 }
 
@@ -27,10 +30,12 @@ enum Log {
     Long(Box<LongLog>),
 }
 
-/// Units that share a stamp.
+/// Units that count from the same stamp.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chunk {
+    /// The latest stamp of the units.
     pub(super) stamp: Micros,
+    /// How many units there are.
     pub(super) count: u64,
 }
 
@@ -51,6 +56,7 @@ impl Log {
 }
 
 impl Window {
+    /// Makes a window with an empty log.
     pub(super) fn new(limit: u32, span: Micros) -> Self {
         Window {
             limit,
@@ -59,6 +65,7 @@ impl Window {
         }
     }
 
+    /// Returns all chunks, the oldest first.
     pub(super) fn chunks(&self) -> impl Iterator<Item = Chunk> {
         self.log.chunks()
     }
@@ -72,6 +79,7 @@ impl Window {
         stamp.saturating_add(self.span)
     }
 
+    /// Removes the chunks that are older than the window.
     pub(super) fn advance(&mut self, now: Micros) {
         let is_empty = match &mut self.log {
             &mut Log::Short { stamp, .. } => self.end(stamp) <= now,
@@ -85,8 +93,8 @@ impl Window {
         }
     }
 
-    /// Returns the first moment at which at most `limit - reserved - cost` units have younger
-    /// stamps.
+    /// Returns the first moment, not before `from`, at which at most `limit - reserved - cost`
+    /// units have stamps younger than the window.
     pub(super) fn first_slot(&mut self, from: Micros, cost: u64, reserved: u64) -> Micros {
         let others = self.limit().saturating_sub(cost + reserved);
         let leaving = self.used().saturating_sub(others);
@@ -118,6 +126,7 @@ impl Window {
         }
     }
 
+    /// Returns the units in the log.
     pub(super) fn used(&self) -> u64 {
         match &self.log {
             &Log::Short { count, .. } => u64::from(count),
@@ -134,6 +143,7 @@ impl Window {
         (most - first_later, most)
     }
 
+    /// Adds units with this stamp to the log.
     pub(super) fn insert(&mut self, stamp: Micros, units: u64) {
         let limit = self.limit();
         match &mut self.log {
@@ -199,6 +209,7 @@ impl Window {
         }
     }
 
+    /// Returns the first moment at which the log is empty.
     pub(super) fn fresh_from(&self) -> Micros {
         match &self.log {
             Log::Short { count: 0, .. } => 0,
@@ -213,7 +224,7 @@ impl Window {
     }
 }
 
-/// Returns the size of a chunk. A chunk with fewer units takes more.
+/// Returns the size of a chunk in units. A chunk with fewer units takes more.
 pub(super) fn chunk_size(limit: u64) -> u64 {
     limit.div_ceil(100)
 }
