@@ -75,9 +75,9 @@ impl Algorithm {
 
     /// Moves the boundaries of a fixed window to a wall clock that is `ahead` microseconds ahead of
     /// the ledger's time.
-    pub(super) fn align(&mut self, ahead: i64) {
+    pub(super) fn align(&mut self, ahead: i64, now: Micros) {
         if let Algorithm::Fixed(fixed) = self {
-            fixed.align(ahead);
+            fixed.align(ahead, now);
         }
     }
 

@@ -77,12 +77,14 @@ impl Fixed {
     }
 
     /// Moves the boundaries to a wall clock that is `ahead` microseconds ahead of the ledger's
-    /// time.
-    pub(super) fn align(&mut self, ahead: i64) {
+    /// time. First forgets the windows that are over by the old boundaries: nothing that was used
+    /// in them is in a window that is open now.
+    pub(super) fn align(&mut self, ahead: i64, now: Micros) {
         let phase = phase(ahead, self.window);
         if phase == self.phase {
             return;
         }
+        self.advance(now);
         let moved = phase.abs_diff(self.phase);
         let is_drift = moved.min(self.window - moved) < SMALLEST_STEP;
         let moved = Fixed {

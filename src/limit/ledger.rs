@@ -44,8 +44,9 @@ impl Ledger {
 
     /// Moves the boundaries of fixed windows to a wall clock that is `ahead` microseconds ahead of
     /// the ledger's time.
-    pub(crate) fn align(&mut self, ahead: i64) {
-        self.limits.align(ahead);
+    pub(crate) fn align(&mut self, ahead: i64, now: Micros) {
+        self.now = self.now.max(now);
+        self.limits.align(ahead, self.now);
     }
 
     /// Advances the ledger to `now`, with the limits of `spec`. Every call starts with this.

@@ -45,12 +45,12 @@ impl LimitSet {
 
     /// Moves the boundaries of fixed windows to a wall clock that is `ahead` microseconds ahead of
     /// the ledger's time.
-    pub(super) fn align(&mut self, ahead: i64) {
+    pub(super) fn align(&mut self, ahead: i64, now: Micros) {
         if ahead != self.ahead {
             self.ahead = ahead;
             self.states
                 .iter_mut()
-                .for_each(|state| state.rule.align(ahead));
+                .for_each(|state| state.rule.align(ahead, now));
         }
     }
 

@@ -423,7 +423,7 @@ proptest! {
         };
         book(&mut world, &before, &mut used);
         let old = used.len();
-        world.ledger.align(ahead);
+        world.ledger.align(ahead, world.now);
         book(&mut world, &after, &mut used);
         let number = |at: Micros| at.checked_add_signed(ahead).unwrap() / window;
         for &(at, _) in &used[old..] {
@@ -448,7 +448,7 @@ fn fixed_windows_lose_nothing_to_a_drift() {
         // The clock drifts by a second a day.
         for quarter in 0..4 {
             world.now += 900_000_000;
-            world.ledger.align((hour * 4 + quarter) * 10_417);
+            world.ledger.align((hour * 4 + quarter) * 10_417, world.now);
             granted += world
                 .book(1, 10, 0, 10_000)
                 .0

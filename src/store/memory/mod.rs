@@ -139,7 +139,8 @@ impl Counts {
         with: impl FnOnce(&mut Ledger, Micros) -> R,
     ) -> R {
         if spec.quota().has_fixed_window() {
-            self.ledger.align(clock::wall_ahead_lately(clock::now()));
+            self.ledger
+                .align(clock::wall_ahead_lately(clock::now()), now);
         }
         let now = self.ledger.advance(spec, now);
         let done = with(&mut self.ledger, now);

@@ -273,3 +273,43 @@ fn memory_and_redis_forget_the_same_excess_limits() {
         assert!(own, "the limits of the caller hold");
     }
 }
+
+/// A window that is over stays in the state in Redis until a call writes the state. If the clock is
+/// set meanwhile, its units do not come back.
+#[test]
+fn windows_that_are_over_stay_forgotten_after_clock_steps() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    let idle = |wait, clock| Step {
+        wait,
+        demands: Vec::new(),
+        latest: millis(0),
+        life: millis(1),
+        prefetch: 0,
+        returns: 0,
+        newest: false,
+        part: 1,
+        uses_second_spec: false,
+        held: HoldState::default(),
+        hold: None,
+        left: None,
+        charges: Vec::new(),
+        clock,
+    };
+    let mut steps: Vec<_> = (0..30).map(|_| idle(0, 0)).collect();
+    steps[2].prefetch = 5;
+    steps[3].clock = -900_000;
+    steps[9].wait = 6_000_000;
+    steps[10].demands = vec![(1, 1)];
+    steps[11] = Step {
+        demands: vec![(3, 1)],
+        latest: millis(100_000),
+        uses_second_spec: true,
+        ..idle(0, -30_000_000)
+    };
+    steps[19].wait = 6_000_000;
+    steps[20].clock = 900_000;
+    steps[28].clock = 900_000;
+    let quotas = [Quota::fixed(4, millis(60_000)), Quota::new(3, millis(3000))];
+    same_grants(&mut world, quotas, &steps).unwrap();
+}

@@ -98,7 +98,7 @@ impl World {
         let ledger = self
             .ledger
             .get_or_insert_with(|| Ledger::new(spec, self.now));
-        ledger.align(self.clock);
+        ledger.align(self.clock, self.now);
         ledger.advance(spec, self.now);
         ledger
     }

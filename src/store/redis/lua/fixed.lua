@@ -76,6 +76,9 @@ local function fixed_rule()
   local function align(limit)
     local phase = (server_time - state.now) % limit.window
     if phase == limit.phase then return end
+    -- What is over by the old boundaries is forgotten first, as it may still be in the record of a
+    -- state that no call has written since.
+    advance(limit)
     local moved, before = math.abs(phase - limit.phase), limit.phase
     if limit.window - moved < moved then moved = limit.window - moved end
     local list, open_from = entries(limit), limit.open_from
