@@ -53,7 +53,10 @@ async fn main() -> ExitCode {
 
 /// Builds the limit: the same in every process that calls this API.
 fn limit(redis: &str, max_wait: Duration) -> Result<RateLimitLayer, BoxError> {
-    let store = RedisStore::builder(redis).prefix("one-a-second").build()?;
+    let store = RedisStore::builder(redis)
+        .prefix("one-a-second")
+        .store_timeout(Duration::from_secs(2)) // a job is not in a hurry
+        .build()?;
     let limit = RateLimitLayer::builder(Quota::per_second(1))
         .store(Arc::new(store))
         .max_wait(max_wait);

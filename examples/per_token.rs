@@ -60,6 +60,7 @@ fn limit(args: &Args) -> Result<RateLimitLayer, BoxError> {
     let store = RedisStore::builder(&args.places.redis)
         .prefix("per-token")
         .secret(args.secret.as_bytes())
+        .store_timeout(Duration::from_secs(2)) // a job is not in a hurry
         .build()?;
     let quota = Quota::new(args.per_hour, Duration::from_secs(3600));
     let limit = RateLimitLayer::builder(quota)

@@ -53,7 +53,10 @@ async fn main() -> ExitCode {
 
 /// Builds all limits of the service as one quota: a call takes from all of them, or from none.
 fn limit(redis: &str, limits: &str) -> Result<RateLimitLayer, BoxError> {
-    let store = RedisStore::builder(redis).prefix("two-windows").build()?;
+    let store = RedisStore::builder(redis)
+        .prefix("two-windows")
+        .store_timeout(Duration::from_secs(2)) // a job is not in a hurry
+        .build()?;
     let quota: Quota = limits.parse()?;
     let limit = RateLimitLayer::builder(quota)
         .store(Arc::new(store))

@@ -21,6 +21,7 @@ pub(crate) async fn work(args: &Args) -> Result<(), BoxError> {
     args.places.must_be_given()?;
     let store = RedisStore::builder(&args.places.redis)
         .prefix("campaigns")
+        .store_timeout(Duration::from_secs(2)) // a job is not in a hurry
         .build()?;
     let limit = RateLimitLayer::builder(Quota::per_second(args.rate))
         .store(Arc::new(store))
