@@ -187,14 +187,14 @@ async fn consecutive_calls_each_get_an_in_flight_slot() {
 #[tokio::test]
 async fn impatient_requests_are_refused_when_the_store_answers() {
     let server = RedisServer::start().unwrap();
-    let build = || {
+    let build = |max_wait| {
         builder(&server, Quota::in_flight(1))
-            .max_wait(Duration::ZERO)
+            .max_wait(max_wait)
             .build()
             .unwrap()
             .limiter()
     };
-    let (theirs, ours) = (build(), build());
+    let (theirs, ours) = (build(millis(5000)), build(Duration::ZERO));
     let held = theirs.acquire(Key::ALL).await.unwrap();
     for round in 0..5 {
         let start = Instant::now();
