@@ -39,6 +39,28 @@ pub(super) struct Step {
     pub(super) clock: i64,
 }
 
+impl Step {
+    /// Returns a call that asks for nothing, and gives back and states nothing.
+    pub(super) fn idle() -> Self {
+        Step {
+            wait: 0,
+            demands: Vec::new(),
+            latest: millis(0),
+            life: millis(1),
+            prefetch: 0,
+            returns: 0,
+            newest: false,
+            part: 1,
+            uses_second_spec: false,
+            held: HoldState::default(),
+            hold: None,
+            left: None,
+            charges: Vec::new(),
+            clock: 0,
+        }
+    }
+}
+
 /// What an upstream states is left of one of the limits.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Said {

@@ -198,20 +198,9 @@ fn returns_do_not_stop_the_clock() {
     world.begin();
     let spec = Arc::new(LimitSpec::new(Quota::per_second(10), millis(10), millis(2)));
     let step = Step {
-        wait: 0,
         demands: vec![(1, 2)],
-        latest: millis(0),
         life: millis(10),
-        prefetch: 0,
-        returns: 0,
-        newest: false,
-        part: 1,
-        uses_second_spec: false,
-        held: HoldState::default(),
-        hold: None,
-        left: None,
-        charges: Vec::new(),
-        clock: 0,
+        ..Step::idle()
     };
     for _ in 0..4 {
         // `World::lease` asserts that the time is the server's.
@@ -280,23 +269,7 @@ fn memory_and_redis_forget_the_same_excess_limits() {
 fn windows_that_are_over_stay_forgotten_after_clock_steps() {
     let server = RedisServer::start().expect("a server of our own");
     let mut world = World::new(&server);
-    let idle = |wait, clock| Step {
-        wait,
-        demands: Vec::new(),
-        latest: millis(0),
-        life: millis(1),
-        prefetch: 0,
-        returns: 0,
-        newest: false,
-        part: 1,
-        uses_second_spec: false,
-        held: HoldState::default(),
-        hold: None,
-        left: None,
-        charges: Vec::new(),
-        clock,
-    };
-    let mut steps: Vec<_> = (0..30).map(|_| idle(0, 0)).collect();
+    let mut steps: Vec<_> = (0..30).map(|_| Step::idle()).collect();
     steps[2].prefetch = 5;
     steps[3].clock = -900_000;
     steps[9].wait = 6_000_000;
@@ -305,7 +278,8 @@ fn windows_that_are_over_stay_forgotten_after_clock_steps() {
         demands: vec![(3, 1)],
         latest: millis(100_000),
         uses_second_spec: true,
-        ..idle(0, -30_000_000)
+        clock: -30_000_000,
+        ..Step::idle()
     };
     steps[19].wait = 6_000_000;
     steps[20].clock = 900_000;
