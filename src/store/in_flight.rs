@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::{HoldState, Register, StoreError};
 use crate::key::Key;
+use crate::limit::{HolderClaim, Micros};
 
 /// How many calls of a key a limiter has in flight, and how many more in-flight slots it wants.
 ///
@@ -38,6 +39,19 @@ pub struct Claim {
 }
 
 impl Claim {
+    /// Returns the claim as the limit takes it in, valid for `ttl`.
+    pub(crate) fn of_holder(&self, ttl: Micros) -> HolderClaim {
+        HolderClaim {
+            id: self.holder,
+            number: self.number,
+            limit: self.limit,
+            in_use: self.in_use,
+            wanted: self.wanted,
+            granted_seen: self.granted_seen,
+            ttl,
+        }
+    }
+
     /// A claim of no holder, which uses and wants no slot.
     #[cfg(feature = "redis")]
     pub(crate) const NONE: Claim = Claim {

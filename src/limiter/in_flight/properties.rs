@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use super::KeyCalls;
 use crate::clock;
 use crate::key::Key;
-use crate::limit::{HolderClaim, HolderUpdate, InFlightSlots, Micros};
+use crate::limit::{HolderUpdate, InFlightSlots, Micros};
 use crate::limiter::queue::next_number;
 use crate::limiter::reservation::Settled;
 use crate::store::{Claim, StoreEvent};
@@ -129,28 +129,11 @@ impl World {
     }
 
     fn arrive(&mut self, claim: Claim) {
-        let Claim {
-            holder: id,
-            number,
-            limit,
-            in_use,
-            wanted,
-            granted_seen,
-            ..
-        } = claim;
-        let claimed = HolderClaim {
-            id,
-            number,
-            limit,
-            in_use,
-            wanted,
-            granted_seen,
-            ttl: TTL,
-        };
+        let claimed = claim.of_holder(TTL);
         if let Some(process) = self
             .processes
             .iter_mut()
-            .find(|process| process.calls.holder() == id)
+            .find(|process| process.calls.holder() == claim.holder)
         {
             process.claimed_at = self.now;
         }

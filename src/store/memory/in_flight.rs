@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::key_map::Evict;
-use crate::limit::{HolderClaim, HolderUpdate, InFlightSlots, Micros};
+use crate::limit::{HolderUpdate, InFlightSlots, Micros};
 use crate::store::{Claim, StoreEvent, StoreListener};
 
 /// The in-flight slots of a key, and the listeners of their holders.
@@ -30,28 +30,15 @@ impl InFlightState {
         claim: &Claim,
         listener: &Arc<dyn StoreListener>,
     ) -> Vec<(u64, Arc<dyn StoreListener>, StoreEvent)> {
-        let &Claim {
-            holder: id,
-            number,
-            limit,
-            in_use,
-            wanted,
-            granted_seen,
-            ..
-        } = claim;
-        if !self.listeners.iter().any(|(holder, _)| *holder == id) {
-            self.listeners.push((id, listener.clone()));
+        if !self
+            .listeners
+            .iter()
+            .any(|(holder, _)| *holder == claim.holder)
+        {
+            self.listeners.push((claim.holder, listener.clone()));
         }
         // Claims within one process do not expire: a holder always states that it leaves.
-        let claimed = HolderClaim {
-            id,
-            number,
-            limit,
-            in_use,
-            wanted,
-            granted_seen,
-            ttl: Micros::MAX,
-        };
+        let claimed = claim.of_holder(Micros::MAX);
         let InFlightState { slots, listeners } = self;
         let mut events = Vec::new();
         slots.claim(

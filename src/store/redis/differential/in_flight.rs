@@ -8,7 +8,7 @@ use redis_server::RedisServer;
 use super::super::codec::{self, HolderState};
 use super::super::script::{self, IN_FLIGHT};
 use super::{START, at_time_of_argument, millis};
-use crate::limit::{HolderClaim, InFlightSlots, Micros};
+use crate::limit::{InFlightSlots, Micros};
 use crate::store::{Claim, ClientSession};
 
 const INSTANCE: u64 = 77;
@@ -97,16 +97,7 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
         };
 
         let mut here: Vec<Update> = Vec::new();
-        let claimed = HolderClaim {
-            id: holder,
-            number,
-            limit,
-            in_use,
-            wanted,
-            granted_seen,
-            ttl: 1_000_000,
-        };
-        slots.claim(now, claimed, |update| {
+        slots.claim(now, claim.of_holder(1_000_000), |update| {
             here.push((update.id, update.number, update.granted, update.others_wait));
         });
 
