@@ -292,7 +292,12 @@ impl KeyState {
         if has_waiters {
             queue.gathering = Gathering::Done;
         }
-        if self.upstream.is_less() && !has_waiters {
+        let is_less = self
+            .upstream
+            .remaining
+            .as_ref()
+            .is_some_and(|tracker| tracker.is_less());
+        if is_less && !has_waiters {
             self.inquire(ctx);
         } else {
             self.step(ctx, None);
@@ -313,13 +318,16 @@ impl KeyState {
     /// If other clients use the limit as well, sends other statements soon.
     pub(super) fn pass_on(&mut self, ctx: &mut KeyContext<'_>) {
         let external_usage = self.store.has_external_usage;
-        let Some(pause) = self.upstream.due_in(ctx.spec, external_usage, ctx.now) else {
+        let Some(tracker) = &mut self.upstream.remaining else {
+            return;
+        };
+        let Some(pause) = tracker.due_in(ctx.spec, external_usage, ctx.now) else {
             return;
         };
         if pause.is_zero() {
             return self.inquire(ctx);
         }
-        if self.upstream.start_task(pause, ctx.now) {
+        if tracker.start_task(pause, ctx.now) {
             ctx.work.effects.push(Effect::PassOn(pause));
         }
     }
@@ -327,7 +335,9 @@ impl KeyState {
     /// Sends the store what the upstream stated, after the delay of [`Effect::PassOn`]. If a hold
     /// is doubted, asks the store about it again.
     pub(super) fn pass_on_now(&mut self, ctx: &mut KeyContext<'_>) {
-        self.upstream.end_task();
+        if let Some(tracker) = &mut self.upstream.remaining {
+            tracker.end_task();
+        }
         let is_doubted = self.hold.is_doubted(ctx.now);
         self.pass_on(ctx);
         if is_doubted && ctx.work.effects.is_empty() {

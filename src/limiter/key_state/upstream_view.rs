@@ -20,7 +20,7 @@ pub(in crate::limiter) struct UpstreamView {
     /// The limits that it stated.
     limits: Option<Box<StatedLimits>>,
     /// What it stated is left of each limit of the key.
-    remaining: Option<Box<RemainingTracker>>,
+    pub(super) remaining: Option<Box<RemainingTracker>>,
 }
 
 /// Units that could be sent before the next call to the store.
@@ -147,40 +147,6 @@ impl UpstreamView {
             }
         }
         is_less
-    }
-
-    /// Returns whether less is left of a limit than could be sent, and the store does not know.
-    pub(super) fn is_less(&self) -> bool {
-        self.remaining
-            .as_ref()
-            .is_some_and(|tracker| tracker.is_less())
-    }
-
-    /// Returns how long until the store has to know what is left, even if no request waits.
-    /// Refusals are sent at once. Other statements are sent only if the limits have
-    /// `external_usage`: other clients use them as well.
-    pub(super) fn due_in(
-        &self,
-        spec: &LimitSpec,
-        external_usage: bool,
-        now: Instant,
-    ) -> Option<Duration> {
-        self.remaining.as_ref()?.due_in(spec, external_usage, now)
-    }
-
-    /// Notes that a task is to send the last statements after `pause`. Returns false if there is
-    /// such a task already.
-    pub(super) fn start_task(&mut self, pause: Duration, now: Instant) -> bool {
-        self.remaining
-            .as_mut()
-            .is_some_and(|tracker| tracker.start_task(pause, now))
-    }
-
-    /// Notes that the task sends the last statements now.
-    pub(super) fn end_task(&mut self) {
-        if let Some(tracker) = &mut self.remaining {
-            tracker.end_task();
-        }
     }
 
     /// Takes what a call to the store states is left. One call carries the statement about one
