@@ -8,13 +8,14 @@ use std::convert::Infallible;
 use std::future::{Future, Ready, ready};
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use http::{Request, Response};
-use tollgate::{Key, Limiter, Permit, Quota, RateLimitBuilder, RateLimitLayer, by_host};
+use tollgate::store::MemoryStore;
+use tollgate::{Key, Limiter, Permit, Quota, RateLimitBuilder, RateLimitLayer, Reason, by_host};
 use tower::{Layer, Service};
 
 const THREADS: usize = 4;
@@ -159,4 +160,109 @@ fn no_window_has_more_than_the_limit() {
             "{inside} uses within {WINDOW:?} of {from:?}"
         );
     }
+}
+
+/// Counts the units that the threads of [`the_limit_holds_through_holds_queues_and_evictions`] use.
+#[derive(Default)]
+struct Tally {
+    used: AtomicU32,
+    held: AtomicU32,
+    waited: AtomicU32,
+    is_over: AtomicBool,
+}
+
+impl Tally {
+    /// Asks for permits of `key` in several runtimes one after the other. Each runtime is dropped
+    /// with requests that wait. Returns when the quota is used up.
+    fn ask(&self, limiter: &Limiter, mut number: u32) {
+        while !self.is_over.load(Ordering::Relaxed) {
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_time()
+                .build()
+                .unwrap();
+            runtime.block_on(async {
+                for _ in 0..500 {
+                    number += 1;
+                    // A request of another key, so that states are evicted.
+                    let other = Key::new((number % 40).to_string());
+                    drop(limiter.acquire(other).await);
+                    self.ask_once(limiter, 1 + number % 2 * 2, number.is_multiple_of(5))
+                        .await;
+                }
+                for _ in 0..3 {
+                    let limiter = limiter.clone();
+                    // If the permit arrives, it is given back. Else it is dropped with the runtime.
+                    tokio::spawn(async move {
+                        if let Ok(permit) = limiter.acquire(Key::ALL).await {
+                            permit.give_back();
+                        }
+                    });
+                }
+                tokio::task::yield_now().await;
+            });
+        }
+    }
+
+    async fn ask_once(&self, limiter: &Limiter, cost: u32, is_unused: bool) {
+        match limiter.acquire(Key::ALL).cost(cost).await {
+            Ok(permit) => {
+                let waited = u32::from(!permit.waited().is_zero());
+                self.waited.fetch_add(waited, Ordering::Relaxed);
+                if is_unused {
+                    permit.give_back();
+                } else {
+                    self.used.fetch_add(cost, Ordering::Relaxed);
+                }
+            }
+            Err(refused) if refused.reason() == Some(Reason::Held) => {
+                self.held.fetch_add(1, Ordering::Relaxed);
+            }
+            Err(refused) => {
+                let wait = refused.retry_after().unwrap_or_default();
+                if wait > Duration::from_secs(60) {
+                    self.is_over.store(true, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_limit_holds_through_holds_queues_and_evictions() {
+    const LIMIT: u32 = 60_000;
+    let layer = RateLimitLayer::builder(Quota::per_hour(LIMIT))
+        .store(Arc::new(MemoryStore::new(1000)))
+        .max_wait(Duration::from_millis(4))
+        .max_keys(8)
+        .build()
+        .unwrap();
+    let limiter = layer.limiter();
+    let tally = Tally::default();
+    thread::scope(|scope| {
+        for thread in 0..THREADS as u32 {
+            let (limiter, tally) = (&limiter, &tally);
+            scope.spawn(move || tally.ask(limiter, thread * 1_000_000));
+        }
+        // Holds of 2 ms, for which some requests wait, and of 20 ms, for which they are refused.
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        for round in 0_u64.. {
+            if tally.is_over.load(Ordering::Relaxed) {
+                break;
+            }
+            let span = Duration::from_millis(if round % 4 == 0 { 20 } else { 2 });
+            runtime.block_on(async {
+                limiter.hold_for(Key::ALL, span).await.unwrap();
+                tokio::time::sleep(Duration::from_millis(10)).await;
+                limiter.release(Key::ALL).await.unwrap();
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            });
+        }
+    });
+    assert!(tally.held.into_inner() > 0 && tally.waited.into_inner() > 0);
+    // A thread may have left because another one was about to give a permit back.
+    let mut used = tally.used.into_inner();
+    while acquire(&limiter, 1).is_some() {
+        used += 1;
+    }
+    assert_eq!(used, LIMIT);
 }

@@ -56,12 +56,12 @@ impl Core {
         now: Instant,
         act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>) -> R,
     ) -> Result<R, Full> {
-        let new = || Box::new(KeyState::new(self.settings.spec.life(), now));
+        let new = || KeyState::new(self.settings.spec.life(), now);
         let forgotten = |key, mut state: Box<KeyState>| {
             let stated = self.stated(&mut state, now);
             state.give_back_prefetched(&self.ctx(key, now, stated.as_ref()));
         };
-        let visit = |state: &mut Box<KeyState>| self.visit(key, state, now, act);
+        let visit = |state: &mut KeyState| self.visit(key, state, now, act);
         let (done, work) = self.states.enter(key, now, new, forgotten, visit)?;
         self.run(key, now, work);
         Ok(done)

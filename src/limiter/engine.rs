@@ -15,19 +15,19 @@ use std::time::{Duration, Instant};
 use super::hosts::Hosts;
 use super::in_flight::InFlightCalls;
 use super::key_state::{KeyContext, KeyState, Work};
+use super::key_states::KeyStates;
 use super::settings::{OnStoreError, Settings};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::{Key, RequestRef};
-use crate::key_map::KeyMap;
 use crate::limit::LimitSpec;
 use crate::store::{self, StoreEvent, StoreListener};
 
 /// The shared state of a limiter.
 pub(super) struct Core {
     pub(super) id: CoreId,
-    /// The rate limits: the state of each key. Boxed, so that the table stays small.
-    pub(super) states: KeyMap<Box<KeyState>>,
+    /// The rate limits: the state of each key.
+    pub(super) states: KeyStates,
     /// The calls in flight of each key. `None` if their number is not limited.
     pub(super) in_flight: Option<InFlightCalls>,
     pub(super) settings: Settings,
@@ -88,7 +88,7 @@ impl Core {
     pub(super) fn new(settings: Settings, on_event: OnEvent) -> Arc<Self> {
         let core = Arc::new(Core {
             id: CoreId::next(),
-            states: KeyMap::new(settings.max_keys),
+            states: KeyStates::new(settings.max_keys, clock::now()),
             in_flight: InFlightCalls::new(&settings),
             settings,
             warned: AtomicBool::new(false),

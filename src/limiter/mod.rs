@@ -17,7 +17,8 @@
 // | file | what it has |
 // |---|---|
 // | `reservation`, `limited`, `hosts` | values: booked slots, bounds and outcomes of waits, errors, hosts |
-// | `session`, `prefetched`, `queue`, `key_state` | the state of one key: the store's clock, permits at hand, waiters, bookings, holds |
+// | `session`, `prefetched`, `unlocked`, `queue`, `key_state` | the state of one key: the store's clock, permits at hand, waiters, bookings, holds |
+// | `key_states` | the states of all keys, and the way to visit one |
 // | `settings` | what a limiter is built from |
 // | `in_flight` | the calls in flight of all keys |
 // | `engine` | `Core`: the state of all keys |
@@ -39,6 +40,7 @@ mod hosts;
 mod in_flight;
 mod in_flight_slot;
 mod key_state;
+mod key_states;
 mod limited;
 // The folder and this file have the same name. The path of the type is `crate::limiter::Limiter`.
 #[allow(clippy::module_inception)]
@@ -54,6 +56,7 @@ mod settings;
 mod stage;
 mod start;
 mod status;
+mod unlocked;
 mod waiter;
 
 pub use acquire::Acquire;

@@ -118,6 +118,19 @@ impl Prefetched {
         (count > 0).then(|| self.reservation(cost, count, now))?
     }
 
+    /// Takes out up to `most` units, whether or not they have expired.
+    pub(super) fn take_units(&mut self, most: u32) -> Option<Reservation> {
+        let units = self.units.min(most);
+        let permits = (units > 0).then(|| self.reservation(1, units, self.until))?;
+        self.units -= units;
+        permits
+    }
+
+    /// Puts back units that [`take_units`](Self::take_units) took out.
+    pub(super) fn put_units(&mut self, units: u32) {
+        self.units += units;
+    }
+
     /// Takes back a permit. Returns false if it is not one of these, or has expired.
     pub(super) fn put(&mut self, slot: &Reservation, now: Instant) -> bool {
         let is_same = |details: &Details| (details.slot, details.stamp) == (slot.slot, slot.stamp);

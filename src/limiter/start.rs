@@ -40,11 +40,7 @@ pub(crate) enum Started {
 pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Result<Instant, Instant> {
     let now = clock::now();
     let is_sent = entry.cost == 0
-        || is_open(core, entry, now)
-            && core
-                .states
-                .find(entry.key, |state| state.spend(entry.cost, now))
-                == Some(true);
+        || is_open(core, entry, now) && core.states.spend(entry.key, entry.cost, now);
     if is_sent { Ok(now) } else { Err(now) }
 }
 
@@ -62,10 +58,7 @@ pub(super) fn take_at_once(core: &Core, entry: &Entry) -> Result<Option<Reservat
     if !is_open(core, entry, now) {
         return Err(now);
     }
-    let taken = core
-        .states
-        .find(entry.key, |state| state.take(entry.cost, now))
-        .flatten();
+    let taken = core.states.take(entry.key, entry.cost, now);
     taken.map(Some).ok_or(now)
 }
 
@@ -90,7 +83,7 @@ fn is_host_clear(core: &Core, key: Key, host: Option<Key>, now: Instant) -> bool
         return true;
     }
     let max_hold = core.settings.max_hold;
-    let look = |state: &mut Box<KeyState>| {
+    let look = |state: &mut KeyState| {
         let is_clear = state.hold.is_clear(max_hold, now);
         if let Some(first) = first {
             first.set_clear(is_clear);

@@ -49,6 +49,7 @@ use std::time::{Duration, Instant};
 use super::prefetched::Prefetched;
 use super::queue::{Gathering, Queue};
 use super::reservation::Reservation;
+use super::unlocked::UnlockedPermits;
 use crate::clock;
 use crate::key_map::Evict;
 use crate::limit::{LimitSpec, UnusedPermits};
@@ -146,6 +147,18 @@ impl KeyState {
     #[inline]
     pub(super) fn spend(&mut self, cost: u32, now: Instant) -> bool {
         self.waiting() == 0 && self.prefetched.spend(cost, now)
+    }
+
+    /// Begins a visit: takes back the permits that threads could take without a lock.
+    pub(in crate::limiter) fn collect(&mut self, unlocked: &UnlockedPermits) {
+        unlocked.collect(&mut self.prefetched);
+    }
+
+    /// Ends a visit: lets threads take the permits at hand without a lock, unless requests wait.
+    pub(in crate::limiter) fn offer(&mut self, unlocked: &UnlockedPermits) {
+        if self.waiting() == 0 {
+            unlocked.offer(&mut self.prefetched);
+        }
     }
 
     /// Takes back a permit that was surely not used. It goes to the next waiter, else back to the

@@ -1,0 +1,103 @@
+//! The states of all keys, and the way to visit one.
+
+use std::time::Instant;
+
+use super::key_state::KeyState;
+use super::reservation::Reservation;
+use super::unlocked::UnlockedPermits;
+use crate::key::Key;
+use crate::key_map::{Full, KeyMap};
+
+/// The states of all keys of a limiter.
+///
+/// A visit has the lock of the key's shard. Permits of [`Key::ALL`] are taken without a visit if
+/// they can be: see [`UnlockedPermits`].
+pub(super) struct KeyStates {
+    /// The state of each key. Boxed, so that the table stays small.
+    map: KeyMap<Box<KeyState>>,
+    /// The permits at hand of [`Key::ALL`], while no thread visits its state.
+    unlocked: UnlockedPermits,
+}
+
+impl KeyStates {
+    /// Makes a map for the states of at most `max_keys` keys. No permit expires before `now`.
+    pub(super) fn new(max_keys: usize, now: Instant) -> Self {
+        KeyStates {
+            map: KeyMap::new(max_keys),
+            unlocked: UnlockedPermits::new(now),
+        }
+    }
+
+    /// Takes a permit at hand for a request that leaves at once, if no request waits for one.
+    /// Returns whether it did.
+    #[inline]
+    pub(super) fn spend(&self, key: Key, cost: u32, now: Instant) -> bool {
+        key == Key::ALL && self.unlocked.spend(cost, now)
+            || self.find(key, |state| state.spend(cost, now)) == Some(true)
+    }
+
+    /// Takes a permit at hand, if no request waits for one.
+    #[inline]
+    pub(super) fn take(&self, key: Key, cost: u32, now: Instant) -> Option<Reservation> {
+        if key == Key::ALL
+            && let Some(slot) = self.unlocked.take(cost, now)
+        {
+            return Some(slot);
+        }
+        self.find(key, |state| state.take(cost, now)).flatten()
+    }
+
+    /// Visits the state of `key`, if there is any.
+    #[inline]
+    pub(super) fn find<R>(&self, key: Key, visit: impl FnOnce(&mut KeyState) -> R) -> Option<R> {
+        self.map.find(key, |state| self.visit(key, state, visit))
+    }
+
+    /// Visits the state of `key`, which is made first if there is none. Evicted states go to
+    /// `forgotten`.
+    ///
+    /// # Errors
+    ///
+    /// [`Full`] if there is no room for one more state.
+    pub(super) fn enter<R>(
+        &self,
+        key: Key,
+        now: Instant,
+        make: impl FnOnce() -> KeyState,
+        mut forgotten: impl FnMut(Key, Box<KeyState>),
+        visit: impl FnOnce(&mut KeyState) -> R,
+    ) -> Result<R, Full> {
+        let forgotten = |key, mut state: Box<KeyState>| {
+            if key == Key::ALL {
+                state.collect(&self.unlocked);
+            }
+            forgotten(key, state);
+        };
+        let make = || Box::new(make());
+        let visit = |state: &mut Box<KeyState>| self.visit(key, state, visit);
+        self.map.enter(key, now, make, forgotten, visit)
+    }
+
+    /// Visits the states of all keys, a shard at a time.
+    pub(super) fn for_each(&self, mut visit: impl FnMut(Key, &mut KeyState)) {
+        self.map
+            .for_each(|key, state| self.visit(key, state, |state| visit(key, state)));
+    }
+
+    /// Visits `state`, whose lock the caller holds.
+    #[inline]
+    fn visit<R>(
+        &self,
+        key: Key,
+        state: &mut KeyState,
+        visit: impl FnOnce(&mut KeyState) -> R,
+    ) -> R {
+        if key != Key::ALL {
+            return visit(state);
+        }
+        state.collect(&self.unlocked);
+        let done = visit(state);
+        state.offer(&self.unlocked);
+        done
+    }
+}

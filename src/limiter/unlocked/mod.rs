@@ -1,0 +1,157 @@
+//! Permits at hand that threads take without a lock.
+//!
+//! Many limiters have one key only, [`Key::ALL`](crate::Key::ALL), and all threads take permits of
+//! it. So its permits at hand are in one of two places. While a thread visits the state of the key,
+//! under its lock, they are in [`Prefetched`]. Otherwise they are here, in one atomic word. A visit
+//! begins with [`collect`](UnlockedPermits::collect) and ends with
+//! [`offer`](UnlockedPermits::offer). A thread that finds too few units here visits the state.
+//!
+//! So all rules of the state hold as if each permit were taken under the lock:
+//!
+//! - While requests wait, a visit offers nothing, so no request overtakes them.
+//! - When a hold begins, the visit that notes it gives all permits up.
+//! - Each unit is taken once: a visit takes the whole word in one step.
+
+#[cfg(test)]
+mod tests;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::prefetched::Prefetched;
+use super::reservation::Reservation;
+
+/// The permits of one slot that threads take without a lock.
+pub(super) struct UnlockedPermits {
+    /// From the low bits to the high ones: the units left, the number of the offer, and when the
+    /// units expire.
+    word: AtomicU64,
+    /// Slot, stamp (both in the store's time) and incarnation of the units. They change only while
+    /// the word has no units. A thread that reads them and then takes units has read those of the
+    /// same offer, because the word has the number of the offer.
+    slot: AtomicU64,
+    stamp: AtomicU64,
+    incarnation: AtomicU64,
+    /// The moment from which the expiry is counted.
+    since: Instant,
+}
+
+const UNITS_BITS: u32 = 16;
+const OFFER_BITS: u32 = 8;
+const UNITS: u64 = (1 << UNITS_BITS) - 1;
+const OFFER: u64 = ((1 << OFFER_BITS) - 1) << UNITS_BITS;
+
+/// The expiry is counted in steps of 2^18 ns, a quarter of a millisecond, and rounded down. In a
+/// process that runs for longer than nine years, the expiry has too many bits. Then nothing is
+/// offered.
+const STEP_BITS: u32 = 18;
+const MOST_STEPS: u64 = u64::MAX >> (UNITS_BITS + OFFER_BITS);
+
+impl UnlockedPermits {
+    /// Makes a place without permits. Permits must not expire before `since`.
+    pub(super) fn new(since: Instant) -> Self {
+        UnlockedPermits {
+            word: AtomicU64::new(0),
+            slot: AtomicU64::new(0),
+            stamp: AtomicU64::new(0),
+            incarnation: AtomicU64::new(0),
+            since,
+        }
+    }
+
+    /// Takes the units of a request that leaves at once. Returns whether there were enough.
+    #[inline]
+    pub(super) fn spend(&self, cost: u32, now: Instant) -> bool {
+        let mut word = self.word.load(Ordering::Relaxed);
+        while self.has(word, cost, now) {
+            match self.take_from(word, cost) {
+                Ok(_) => return true,
+                Err(changed) => word = changed,
+            }
+        }
+        false
+    }
+
+    /// Takes a permit.
+    #[inline]
+    pub(super) fn take(&self, cost: u32, now: Instant) -> Option<Reservation> {
+        let mut word = self.word.load(Ordering::Acquire);
+        while self.has(word, cost, now) {
+            let slot = self.slot.load(Ordering::Relaxed);
+            let stamp = self.stamp.load(Ordering::Relaxed);
+            let incarnation = self.incarnation.load(Ordering::Relaxed);
+            match self.take_from(word, cost) {
+                Ok(_) => {
+                    return Some(Reservation {
+                        at: now,
+                        until: self.since + expiry(word),
+                        cost,
+                        count: 1,
+                        slot,
+                        stamp,
+                        incarnation,
+                    });
+                }
+                Err(changed) => word = changed,
+            }
+        }
+        None
+    }
+
+    #[inline]
+    fn has(&self, word: u64, cost: u32, now: Instant) -> bool {
+        u64::from(cost) <= word & UNITS && self.steps(now) < word >> (UNITS_BITS + OFFER_BITS)
+    }
+
+    /// Takes units out of a `word` that has enough of them.
+    #[inline]
+    fn take_from(&self, word: u64, cost: u32) -> Result<u64, u64> {
+        let left = word - u64::from(cost);
+        self.word
+            .compare_exchange_weak(word, left, Ordering::AcqRel, Ordering::Acquire)
+    }
+
+    /// Moves the permits of `prefetched` here. The caller has the lock of the state, and has
+    /// collected what was left of the last offer.
+    pub(super) fn offer(&self, prefetched: &mut Prefetched) {
+        let until = self.steps(prefetched.until());
+        if until > MOST_STEPS {
+            return;
+        }
+        let Some(permits) = prefetched.take_units(UNITS as u32) else {
+            return;
+        };
+        self.slot.store(permits.slot, Ordering::Relaxed);
+        self.stamp.store(permits.stamp, Ordering::Relaxed);
+        self.incarnation
+            .store(permits.incarnation, Ordering::Relaxed);
+        let last = self.word.load(Ordering::Relaxed);
+        let offer = last.wrapping_add(1 << UNITS_BITS) & OFFER;
+        let word = until << (UNITS_BITS + OFFER_BITS) | offer | u64::from(permits.count);
+        self.word.store(word, Ordering::Release);
+    }
+
+    /// Moves the permits that are left back to `prefetched`. The caller has the lock of the state.
+    pub(super) fn collect(&self, prefetched: &mut Prefetched) {
+        // The number of the offer stays.
+        let word = self.word.fetch_and(OFFER, Ordering::AcqRel);
+        prefetched.put_units((word & UNITS) as u32);
+    }
+
+    /// Returns the whole steps from the start to `at`.
+    #[inline]
+    fn steps(&self, at: Instant) -> u64 {
+        let since = at.saturating_duration_since(self.since);
+        // Wraps after 584 years.
+        let nanos = since
+            .as_secs()
+            .wrapping_mul(1_000_000_000)
+            .wrapping_add(u64::from(since.subsec_nanos()));
+        nanos >> STEP_BITS
+    }
+}
+
+/// Returns how long after the start the units of `word` expire.
+fn expiry(word: u64) -> Duration {
+    Duration::from_nanos((word >> (UNITS_BITS + OFFER_BITS)) << STEP_BITS)
+}
