@@ -53,12 +53,32 @@ pub struct Demand {
     pub cost: u32,
     /// How many permits are needed.
     pub count: u32,
+    /// How long after the store handles the call a permit is of use at the earliest. The store
+    /// grants no earlier slot. Default of [`Demand::new`]: zero.
+    ///
+    /// It is longer than zero if the request also waits for another key. [`LeaseRequest::latest`]
+    /// counts from the same moment. Both are spans, because the clocks of the stores of two keys
+    /// may differ.
+    ///
+    /// A store that does not know this field may ignore it. The permit then has an earlier slot
+    /// than the request can use, and [`Grant::wait`] shows it. The process gives the permit back.
+    pub earliest: Duration,
 }
 
 impl Demand {
     /// Makes a demand for `count` permits of `cost` units each.
     pub const fn new(cost: u32, count: u32) -> Self {
-        Demand { cost, count }
+        Demand {
+            cost,
+            count,
+            earliest: Duration::ZERO,
+        }
+    }
+
+    /// Sets how long after the store handles the call a permit is of use at the earliest.
+    #[must_use]
+    pub const fn earliest(self, earliest: Duration) -> Self {
+        Demand { earliest, ..self }
     }
 }
 

@@ -35,6 +35,9 @@
 //!     beyond the limit.
 //! 14. **Registers.** A register changes in one step, and only if it has not changed since it was
 //!     read. Versions never repeat.
+//! 15. **Later use.** The permits of a demand are of use from [`Demand::earliest`] on. A store that
+//!     ignores this may grant an earlier slot and states it, and the process gives such a permit
+//!     back. The other laws hold in either case.
 //!
 //! With the feature `contract`, the module `contract` has a test suite that any store can run.
 //!

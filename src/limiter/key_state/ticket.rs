@@ -86,10 +86,7 @@ impl Ticket {
     /// Enters the request while no other request waits. Calls the store for this request alone, and
     /// for permits to prefetch. The store has answered all earlier calls of this key at once.
     fn enter_alone(&self, state: &mut KeyState, ctx: &mut KeyContext<'_>) -> Option<Settled> {
-        let demands = [Demand {
-            cost: self.cost,
-            count: 1,
-        }];
+        let demands = [Demand::new(self.cost, 1)];
         let prefetch_life = state.store.prefetch_life(ctx.spec);
         let prefetch = state.prefetched.order(ctx.spec, prefetch_life, ctx.now);
         let returns = state.prefetched.clear();

@@ -85,11 +85,11 @@ impl Queue {
         for (&cost, class) in self.classes.iter().filter(|(_, class)| class.missing() > 0) {
             if is_one_cost {
                 let count = u32::try_from(class.missing()).unwrap_or(u32::MAX);
-                waiting.push((0, Demand { cost, count }));
+                waiting.push((0, Demand::new(cost, count)));
             } else {
                 // Waiters of different costs stand between each other.
                 let first = class.missing_numbers().take(most);
-                waiting.extend(first.map(|number| (number, Demand { cost, count: 1 })));
+                waiting.extend(first.map(|number| (number, Demand::new(cost, 1))));
             }
         }
         waiting.sort_by_key(|(number, _)| *number);
@@ -243,7 +243,7 @@ impl Granted {
     fn add(&mut self, cost: u32, count: u32) {
         match self.0.iter_mut().find(|demand| demand.cost == cost) {
             Some(demand) => demand.count += count,
-            None => self.0.push(Demand { cost, count }),
+            None => self.0.push(Demand::new(cost, count)),
         }
     }
 

@@ -77,7 +77,8 @@ impl Caller {
 
     /// Books `count` permits of `cost`.
     pub(super) async fn book(&self, cost: u32, count: u32, latest: Duration) -> Lease {
-        self.lease(&[Demand { cost, count }], 0, latest, &[]).await
+        self.lease(&[Demand::new(cost, count)], 0, latest, &[])
+            .await
     }
 
     pub(super) async fn peek(&self) -> Usage {

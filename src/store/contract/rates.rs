@@ -140,11 +140,7 @@ pub(super) async fn refuses_without_a_trace_and_says_when(store: &Arc<dyn Store>
 
 pub(super) async fn serves_in_order(store: &Arc<dyn Store>) {
     let caller = Caller::new(store, "order", Quota::per_second(2));
-    let demands = [
-        Demand { cost: 1, count: 3 },
-        Demand { cost: 2, count: 1 },
-        Demand { cost: 1, count: 2 },
-    ];
+    let demands = [Demand::new(1, 3), Demand::new(2, 1), Demand::new(1, 2)];
     let lease = caller.lease(&demands, 0, LONG, &[]).await;
     let costs: Vec<u32> = lease
         .grants
@@ -172,9 +168,7 @@ pub(super) async fn hands_a_returned_slot_to_the_next(store: &Arc<dyn Store>) {
         .find(|grant| !grant.wait.is_zero())
         .expect("a line lies ahead");
     let returned = [unused(&line, second, 1)];
-    let next = caller
-        .lease(&[Demand { cost: 1, count: 1 }], 0, LONG, &returned)
-        .await;
+    let next = caller.lease(&[Demand::new(1, 1)], 0, LONG, &returned).await;
     assert_eq!(
         slots(&next),
         [second.slot],
@@ -200,7 +194,7 @@ pub(super) async fn counts_what_passed_unused_back_once(store: &Arc<dyn Store>) 
     pass(Duration::from_millis(15)).await;
     let back = [unused(&lease, &lease.grants[0], 1)];
     let again = caller
-        .lease(&[Demand { cost: 1, count: 3 }], 0, Duration::ZERO, &back)
+        .lease(&[Demand::new(1, 3)], 0, Duration::ZERO, &back)
         .await;
     assert_eq!(
         granted(&again),
@@ -222,7 +216,7 @@ pub(super) async fn takes_back_any_number_of_permits(store: &Arc<dyn Store>) {
         .collect();
     assert_eq!(returns.len(), MANY as usize);
     caller
-        .lease(&[Demand { cost: 1, count: 1 }], 0, Duration::ZERO, &returns)
+        .lease(&[Demand::new(1, 1)], 0, Duration::ZERO, &returns)
         .await;
     caller
         .store
@@ -237,7 +231,7 @@ pub(super) async fn takes_back_any_number_of_permits(store: &Arc<dyn Store>) {
 pub(super) async fn fetches_ahead_only_what_is_plenty(store: &Arc<dyn Store>) {
     let caller = Caller::new(store, "ahead", Quota::per_minute(100));
     let lease = caller
-        .lease(&[Demand { cost: 1, count: 20 }], 1000, Duration::ZERO, &[])
+        .lease(&[Demand::new(1, 20)], 1000, Duration::ZERO, &[])
         .await;
     let ahead = lease.prefetched.as_ref().map_or(0, |grant| grant.count);
     assert!(
@@ -252,9 +246,7 @@ pub(super) async fn fetches_ahead_only_what_is_plenty(store: &Arc<dyn Store>) {
     );
     let rest = caller.book(1, 100, Duration::ZERO).await;
     assert_eq!(granted(&rest), 80 - ahead, "prefetched permits are counted");
-    let scarce = caller
-        .lease(&[Demand { cost: 1, count: 1 }], 1000, LONG, &[])
-        .await;
+    let scarce = caller.lease(&[Demand::new(1, 1)], 1000, LONG, &[]).await;
     assert!(
         scarce.prefetched.is_none(),
         "nothing is prefetched of a scarce limit: {scarce:?}"
@@ -331,7 +323,7 @@ pub(super) async fn leaves_to_others_what_they_use(store: &Arc<dyn Store>) {
         refused: 2,
         ..UpstreamRemaining::new(quota.limits()[0], 18)
     };
-    let demands = [Demand { cost: 1, count: 30 }];
+    let demands = [Demand::new(1, 30)];
     let lease = caller
         .ask(LeaseRequest {
             remaining: Some(left),

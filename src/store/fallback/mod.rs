@@ -212,7 +212,7 @@ impl Inner {
         request.sent = now;
         if stage == Stage::Back {
             request.prefetch = 0;
-            request.demands = granted_demands(&plan);
+            request.demands = granted_demands(&request.demands, &plan);
             // The store may grant an earlier slot than the plan. The permit then has to be valid
             // until after the slot of the plan.
             let last = plan

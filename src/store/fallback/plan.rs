@@ -7,19 +7,22 @@ use smallvec::SmallVec;
 
 use crate::store::{Demand, Grant, Grants, Lease};
 
-/// Returns the demands that a lease grants.
-pub(super) fn granted_demands(lease: &Lease) -> SmallVec<[Demand; 2]> {
-    let mut demands: SmallVec<[Demand; 2]> = SmallVec::new();
-    for grant in lease.grants.iter() {
-        match demands.last_mut() {
-            Some(demand) if demand.cost == grant.cost => demand.count += grant.count,
-            _ => demands.push(Demand {
-                cost: grant.cost,
-                count: grant.count,
-            }),
+/// Returns what a lease grants of `demands`, in their order.
+pub(super) fn granted_demands(demands: &[Demand], lease: &Lease) -> SmallVec<[Demand; 2]> {
+    let mut grants = lease.grants.iter().peekable();
+    let mut granted: SmallVec<[Demand; 2]> = SmallVec::new();
+    for demand in demands {
+        let mut count = 0;
+        while let Some(grant) =
+            grants.next_if(|grant| grant.cost == demand.cost && count < demand.count)
+        {
+            count += grant.count;
+        }
+        if count > 0 {
+            granted.push(Demand { count, ..*demand });
         }
     }
-    demands
+    granted
 }
 
 /// Returns the grants of the store, none with an earlier slot than in the plan. The plan is what

@@ -156,7 +156,7 @@ fn states_of_format_1_are_read_as_before() {
     for (number, (name, quota, now, memory, state)) in states().enumerate() {
         for wait in [0, 700, 40_000, 1_500_000] {
             let spec = Arc::new(LimitSpec::new(quota, millis(10), millis(2)));
-            let demands = [Demand { cost: 1, count: 3 }, Demand { cost: 2, count: 2 }];
+            let demands = [Demand::new(1, 3), Demand::new(2, 2)];
             let since = Duration::from_micros(wait);
             let request = LeaseRequest {
                 latest: millis(2000),
@@ -214,7 +214,7 @@ fn format_2_states_are_clear_errors_to_format_1() {
         millis(10),
         millis(2),
     ));
-    let demands = [Demand { cost: 1, count: 3 }];
+    let demands = [Demand::new(1, 3)];
     world.begin();
     let first = world.run(&codec::lease(&lease_request(&spec, &demands), 7));
     let first = codec::read_lease(&first, millis(10)).unwrap();

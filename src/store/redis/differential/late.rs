@@ -17,7 +17,7 @@ fn count(lease: &Lease) -> u32 {
 
 /// Requests `count` permits as a process with this session.
 fn ask(world: &mut World, spec: &Arc<LimitSpec>, count: u32, memory: ClientSession) -> Lease {
-    let demands = [Demand { cost: 1, count }];
+    let demands = [Demand::new(1, count)];
     let call = codec::lease(
         &LeaseRequest {
             session: memory,
@@ -55,7 +55,7 @@ fn late_calls_age_no_permit_of_others() {
     // The server was suspended: it executes at 3 s a call that was sent at 0.1 s. The caller has
     // given up.
     world.now = START + 3_000_000;
-    let demands = [Demand { cost: 1, count: 1 }];
+    let demands = [Demand::new(1, 1)];
     let late = codec::lease(
         &LeaseRequest {
             session: known(&first, millis(100)),
@@ -83,7 +83,7 @@ fn late_calls_that_ask_again_age_no_permit() {
     world.begin();
     let spec = terms();
     let first = ask(&mut world, &spec, 50, ClientSession::default());
-    let demands = [Demand { cost: 1, count: 1 }];
+    let demands = [Demand::new(1, 1)];
     let mut call = codec::lease(
         &LeaseRequest {
             session: known(&first, millis(100)),

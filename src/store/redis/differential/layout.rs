@@ -101,16 +101,7 @@ fn calls_about_rates_are_read_field_by_field() {
         Duration::from_micros(11),
         Duration::from_micros(12),
     ));
-    let demands = [
-        Demand {
-            cost: 31,
-            count: 32,
-        },
-        Demand {
-            cost: 33,
-            count: 34,
-        },
-    ];
+    let demands = [Demand::new(31, 32), Demand::new(33, 34)];
     let returns = [UnusedPermits {
         slot: 41,
         stamp: 42,

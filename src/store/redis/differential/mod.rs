@@ -240,7 +240,7 @@ fn memory_and_redis_forget_the_same_excess_limits() {
         };
         let spec = Arc::new(LimitSpec::new(quota, millis(10), millis(2)));
         world.now += 17_000;
-        let demands = [Demand { cost: 1, count: 1 }];
+        let demands = [Demand::new(1, 1)];
         let request = LeaseRequest {
             session: world.memory(),
             ..lease_request(&spec, &demands)

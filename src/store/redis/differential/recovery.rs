@@ -82,7 +82,7 @@ fn recovers_as_its_twin(
     for (number, &(wait, loss, granted)) in steps.iter().enumerate() {
         world.now += wait;
         lose(world, loss, &first, &mut model);
-        let demands = [Demand { cost: 1, count: 1 }];
+        let demands = [Demand::new(1, 1)];
         let request = LeaseRequest {
             session: ClientSession {
                 granted,

@@ -112,7 +112,7 @@ impl World {
         let demands: Vec<Demand> = step
             .demands
             .iter()
-            .map(|&(cost, count)| Demand { cost, count })
+            .map(|&(cost, count)| Demand::new(cost, count))
             .collect();
         let charges = step
             .charges
