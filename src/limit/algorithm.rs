@@ -4,6 +4,7 @@
 //! `window.lua`, `bucket.lua` and `fixed.lua`. After a change: `cargo test --all-features --lib
 //! differential`
 
+use super::advance::AdvanceBooking;
 use super::bucket::Bucket;
 use super::fixed::Fixed;
 use super::window::Window;
@@ -17,6 +18,22 @@ pub(super) struct Open {
     pub(super) life: Micros,
     /// How far all of that time has to stay from the boundaries of a fixed window.
     pub(super) guard: Micros,
+    /// How much later than that a used permit counts.
+    pub(super) transit_slack: Micros,
+}
+
+impl Open {
+    /// The time of a permit that is used at its slot, and arrives at once.
+    pub(super) const MOMENT: Open = Open {
+        life: 0,
+        guard: 0,
+        transit_slack: 0,
+    };
+
+    /// Returns the time from the slot of the permit to its stamp.
+    pub(super) fn length(self) -> Micros {
+        self.life + self.transit_slack
+    }
 }
 
 /// What was used of one limit.
@@ -63,13 +80,12 @@ impl Algorithm {
         cost: u64,
         open: Open,
         reserved: u64,
+        advance: &[AdvanceBooking],
     ) -> Micros {
         match self {
-            Algorithm::Window(window) => window.first_slot(from, cost, reserved),
-            Algorithm::Bucket(bucket) => bucket.first_slot(from, cost),
-            Algorithm::Fixed(fixed) => {
-                fixed.first_slot(from, cost, open.life, open.guard, reserved)
-            }
+            Algorithm::Window(window) => window.first_slot(from, cost, open, reserved, advance),
+            Algorithm::Bucket(bucket) => bucket.first_slot(from, cost, open, advance),
+            Algorithm::Fixed(fixed) => fixed.first_slot(from, cost, open, reserved, advance),
         }
     }
 
@@ -93,11 +109,11 @@ impl Algorithm {
     }
 
     /// Returns how many units may leave at `slot`, which is not before the first slot of one unit.
-    pub(super) fn room(&mut self, slot: Micros) -> u64 {
+    pub(super) fn room(&mut self, slot: Micros, open: Open, advance: &[AdvanceBooking]) -> u64 {
         match self {
-            Algorithm::Window(window) => window.room(slot),
-            Algorithm::Bucket(bucket) => bucket.room(slot),
-            Algorithm::Fixed(fixed) => fixed.room(slot),
+            Algorithm::Window(window) => window.room(slot, open, advance),
+            Algorithm::Bucket(bucket) => bucket.room(slot, open, advance),
+            Algorithm::Fixed(fixed) => fixed.room(slot, advance),
         }
     }
 
@@ -107,6 +123,22 @@ impl Algorithm {
             Algorithm::Window(window) => window.insert(stamp, units),
             Algorithm::Bucket(bucket) => bucket.insert(slot, stamp, units, slot > now),
             Algorithm::Fixed(fixed) => fixed.insert(slot, units),
+        }
+    }
+
+    /// Counts units of an advance booking whose slot has come.
+    pub(super) fn insert_due(&mut self, now: Micros, booking: AdvanceBooking) {
+        match self {
+            Algorithm::Fixed(fixed) => fixed.insert_due(booking),
+            _ => self.insert(now, booking.slot, booking.stamp, booking.units),
+        }
+    }
+
+    /// Returns how far the slots of joined advance bookings may be apart.
+    pub(super) fn longest_join(&self) -> Micros {
+        match self {
+            Algorithm::Window(_) | Algorithm::Bucket(_) => Micros::MAX,
+            Algorithm::Fixed(fixed) => fixed.longest_join(),
         }
     }
 
@@ -120,29 +152,48 @@ impl Algorithm {
     }
 
     /// Returns how many units may leave at `now`.
-    pub(super) fn free(&mut self, now: Micros) -> u64 {
+    pub(super) fn free(&mut self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
         match self {
-            Algorithm::Window(window) => window.free(now),
-            Algorithm::Bucket(bucket) => bucket.room(now),
-            Algorithm::Fixed(fixed) => fixed.room(now),
+            Algorithm::Window(window) => window.free(now, advance),
+            Algorithm::Bucket(bucket) => bucket.room(now, Open::MOMENT, advance),
+            Algorithm::Fixed(fixed) => fixed.room(now, advance),
         }
     }
 
-    /// Returns how many units count as used at `now`.
+    /// Returns how many units count as used at `now`, without the advance bookings.
     pub(super) fn used(&self, now: Micros) -> u64 {
         match self {
             Algorithm::Window(window) => window.used(),
             Algorithm::Bucket(bucket) => bucket.used(now),
-            Algorithm::Fixed(fixed) => fixed.used(now),
+            Algorithm::Fixed(fixed) => fixed.used(now, &[]),
+        }
+    }
+
+    /// Returns how many units count as used at `now`, with the advance bookings.
+    pub(super) fn used_and_booked(&self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
+        match self {
+            Algorithm::Fixed(fixed) => fixed.used(now, advance),
+            _ => {
+                let booked: u64 = advance.iter().map(|booking| booking.units).sum();
+                self.used(now) + booked
+            }
         }
     }
 
     /// Returns the first moment from which a new algorithm would grant the same.
-    pub(super) fn fresh_from(&self) -> Micros {
+    pub(super) fn fresh_from(&self, advance: &[AdvanceBooking]) -> Micros {
         match self {
-            Algorithm::Window(window) => window.fresh_from(),
-            Algorithm::Bucket(bucket) => bucket.fresh_from(),
-            Algorithm::Fixed(fixed) => fixed.fresh_from(),
+            Algorithm::Window(window) => window.fresh_from(advance),
+            Algorithm::Bucket(bucket) => bucket.fresh_from(advance),
+            Algorithm::Fixed(fixed) => fixed.fresh_from(advance),
+        }
+    }
+
+    /// Returns a moment that is not before any slot in the log.
+    pub(super) fn log_end(&self) -> Micros {
+        match self {
+            Algorithm::Window(window) => window.newest().unwrap_or(0),
+            Algorithm::Bucket(_) | Algorithm::Fixed(_) => self.fresh_from(&[]),
         }
     }
 }

@@ -5,6 +5,8 @@
 
 use std::collections::VecDeque;
 
+use super::advance::AdvanceBooking;
+use super::algorithm::Open;
 use super::{Micros, UnusedPermits};
 
 /// Allows at most `capacity` units at once, and refills `count` units in each `window`.
@@ -18,6 +20,23 @@ use super::{Micros, UnusedPermits};
 ///
 /// Moments are in microseconds times `count`. One unit then takes exactly `window`, and no moment
 /// is rounded.
+///
+/// # Advance bookings
+///
+/// Advance bookings are not part of `full_at`, because nothing could then go before them. They are
+/// *replayed* on it in their order: each moves the moment later, as a permit does. A new permit is
+/// allowed if each booking behind it still finds its units at its slot.
+///
+/// *Why the bucket never has too few units.* Take the permits that were used in a time from `t1` to
+/// `t2`, and the last of them in the order of the replay. At its check, the moment was at least
+/// `t1` plus the time in which the units of the others are refilled. It was at most the slot of the
+/// last permit plus the time for `capacity` less its own units, so at most `t2` plus that time. So
+/// all units together are at most `capacity` and the units refilled from `t1` to `t2`. This holds
+/// for any order, if a new permit keeps the check of each permit behind it.
+///
+/// A new permit has no effect behind a booking whose slot the moment does not pass: from there, the
+/// moment starts anew from a stamp. Joined bookings count as one permit. Their check may fail
+/// although that of each part holds, so then a new permit that affects them goes behind them.
 #[derive(Debug)]
 pub(super) struct Bucket {
     /// The units of a full bucket.
@@ -86,30 +105,90 @@ impl Bucket {
     }
 
     /// Returns the first moment, not before `from`, at which `cost` units may leave.
-    pub(super) fn first_slot(&self, from: Micros, cost: u64) -> Micros {
-        from.max(self.room_for(u128::from(cost)))
+    pub(super) fn first_slot(
+        &self,
+        from: Micros,
+        cost: u64,
+        open: Open,
+        advance: &[AdvanceBooking],
+    ) -> Micros {
+        let mut full_at = self.full_at;
+        let mut from = from;
+        for (index, next) in advance.iter().enumerate() {
+            // The permit would be replayed before `next`.
+            let slot = from.max(self.room_for(full_at, u128::from(cost)));
+            let after = self.after(full_at, slot.saturating_add(open.length()), cost);
+            if slot < next.slot && self.has_room_for(&advance[index..], after) {
+                return slot;
+            }
+            full_at = self.after(full_at, next.stamp, next.units);
+            from = from.max(next.slot);
+        }
+        from.max(self.room_for(full_at, u128::from(cost)))
     }
 
-    /// Returns the first moment at which the bucket holds `units`.
-    fn room_for(&self, units: u128) -> Micros {
+    /// Returns the first moment at which a bucket that is full again at `full_at` holds `units`.
+    fn room_for(&self, full_at: u128, units: u128) -> Micros {
         let ahead = self.capacity.saturating_sub(units) * self.window;
-        u64::try_from(self.full_at.saturating_sub(ahead).div_ceil(self.count)).unwrap_or(u64::MAX)
+        u64::try_from(full_at.saturating_sub(ahead).div_ceil(self.count)).unwrap_or(u64::MAX)
+    }
+
+    /// Returns when a bucket is full again after a permit. Before the permit, it is `full_at`.
+    fn after(&self, full_at: u128, stamp: Micros, units: u64) -> u128 {
+        full_at.max(self.scaled(stamp)) + u128::from(units) * self.window
+    }
+
+    /// Returns whether each of `bookings` finds its units, if the bucket is full again at `full_at`
+    /// before them. Bookings on which the present permits have no effect are not asked.
+    fn has_room_for(&self, bookings: &[AdvanceBooking], mut full_at: u128) -> bool {
+        for booking in bookings {
+            let slot = self.scaled(booking.slot);
+            if full_at <= slot {
+                return true;
+            }
+            let units = u128::from(booking.units) * self.window;
+            if full_at + units > slot + self.capacity * self.window {
+                return false;
+            }
+            full_at = self.after(full_at, booking.stamp, booking.units);
+        }
+        true
     }
 
     /// Returns how many units may be used at `slot`.
-    pub(super) fn room(&self, slot: Micros) -> u64 {
-        let missing = self
-            .full_at
+    pub(super) fn room(&self, slot: Micros, open: Open, advance: &[AdvanceBooking]) -> u64 {
+        let behind = advance.partition_point(|booking| booking.slot <= slot);
+        let (before, behind) = advance.split_at(behind);
+        let full_at = before.iter().fold(self.full_at, |full_at, booking| {
+            self.after(full_at, booking.stamp, booking.units)
+        });
+        let missing = full_at
             .saturating_sub(self.scaled(slot))
             .div_ceil(self.window);
-        u64::try_from(self.capacity.saturating_sub(missing)).unwrap_or(u64::MAX)
+        let most = u64::try_from(self.capacity.saturating_sub(missing)).unwrap_or(u64::MAX);
+        let stamp = slot.saturating_add(open.length());
+        let fits = |units: u64| self.has_room_for(behind, self.after(full_at, stamp, units));
+        if behind.is_empty() || fits(most) {
+            return most;
+        }
+        // Fewer units have room if more have. No unit has room in the bookings behind at `most`.
+        let (mut least, mut most) = (0, most);
+        while most - least > 1 {
+            let middle = least + (most - least) / 2;
+            if fits(middle) {
+                least = middle;
+            } else {
+                most = middle;
+            }
+        }
+        least
     }
 
-    /// Returns how many units are missing at `now`.
+    /// Returns how many units are missing at `now`, without the advance bookings.
     pub(super) fn used(&self, now: Micros) -> u64 {
         u64::try_from(self.capacity)
             .unwrap_or(u64::MAX)
-            .saturating_sub(self.room(now))
+            .saturating_sub(self.room(now, Open::MOMENT, &[]))
     }
 
     /// Takes in a statement of the upstream that was made `ago` microseconds ago: `left` units were
@@ -118,7 +197,7 @@ impl Bucket {
     pub(super) fn see(&mut self, now: Micros, ago: Micros, left: u64) -> bool {
         let back = (u128::from(ago.min(LONGEST_AGO)) * self.count).div_ceil(self.window) + 1;
         let most = left.saturating_add(u64::try_from(back).unwrap_or(u64::MAX));
-        let gone = self.room(now).saturating_sub(most);
+        let gone = self.room(now, Open::MOMENT, &[]).saturating_sub(most);
         if gone > 0 {
             self.insert(now, now, gone, false);
         }
@@ -130,7 +209,7 @@ impl Bucket {
     pub(super) fn insert(&mut self, slot: Micros, stamp: Micros, units: u64, ahead: bool) {
         let stamp = self.scaled(stamp);
         let before = self.full_at;
-        let queued = self.room_for(u128::from(units)) == slot && stamp < before;
+        let queued = self.room_for(self.full_at, u128::from(units)) == slot && stamp < before;
         if stamp >= before {
             self.full_at = stamp;
             self.base = stamp;
@@ -187,7 +266,7 @@ impl Bucket {
     /// (`Bucket::refundable`).
     pub(super) fn subtract(&mut self, unused: UnusedPermits) {
         let units = u128::from(unused.units) * self.window;
-        if unused.slot >= self.queued_from && self.room_for(0) == unused.slot {
+        if unused.slot >= self.queued_from && self.room_for(self.full_at, 0) == unused.slot {
             self.full_at -= units;
             return;
         }
@@ -219,7 +298,10 @@ impl Bucket {
     }
 
     /// Returns the first moment at which the bucket is full.
-    pub(super) fn fresh_from(&self) -> Micros {
-        u64::try_from(self.full_at.div_ceil(self.count)).unwrap_or(u64::MAX)
+    pub(super) fn fresh_from(&self, advance: &[AdvanceBooking]) -> Micros {
+        let full_at = advance.iter().fold(self.full_at, |full_at, booking| {
+            self.after(full_at, booking.stamp, booking.units)
+        });
+        u64::try_from(full_at.div_ceil(self.count)).unwrap_or(u64::MAX)
     }
 }

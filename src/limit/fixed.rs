@@ -4,8 +4,11 @@
 //! After a change: `cargo test --all-features --lib differential`
 
 use std::collections::VecDeque;
+use std::ops::RangeInclusive;
 
 use super::Micros;
+use super::advance::AdvanceBooking;
+use super::algorithm::Open;
 
 /// Allows at most `limit` units in each window. It allows none within a guard of a boundary,
 /// because the upstream may count them on either side. The caller states the guard
@@ -33,6 +36,9 @@ pub(super) struct Fixed {
 
 /// The most windows whose units are kept. If more are booked ahead, the earliest of them closes.
 const MOST_WINDOWS: usize = 64;
+
+/// The most windows between the slots of advance bookings that join.
+const MOST_JOINED_WINDOWS: u64 = 8;
 
 /// The smallest step of the boundaries: 20 ms. A smaller move is a drift of the clocks, and the
 /// units of a window stay in that window.
@@ -118,7 +124,24 @@ impl Fixed {
         }
     }
 
-    /// Returns the units used in the window of this number.
+    /// Returns the numbers of the windows in which the units of an advance booking count. These are
+    /// all windows between its slots, because their distance is bounded by
+    /// [`longest_join`](Fixed::longest_join). If the bookings joined before this limit was stated,
+    /// there may be more windows, and the first of them count.
+    fn windows_of(&self, booking: &AdvanceBooking) -> RangeInclusive<u64> {
+        let first = self.number(booking.slot);
+        let last = self.number(booking.last_slot);
+        first..=last.min(first + MOST_JOINED_WINDOWS)
+    }
+
+    /// Returns the units used or booked in the window of this number.
+    fn units_with(&self, advance: &[AdvanceBooking], window: u64) -> u64 {
+        let in_window = |booking: &&AdvanceBooking| self.windows_of(booking).contains(&window);
+        let booked = advance.iter().filter(in_window);
+        self.units_in(window) + booked.map(|booking| booking.units).sum::<u64>()
+    }
+
+    /// Returns the units used in the window of this number, without the advance bookings.
     fn units_in(&self, window: u64) -> u64 {
         let at = self
             .used
@@ -133,18 +156,19 @@ impl Fixed {
         &self,
         from: Micros,
         cost: u64,
-        life: Micros,
-        guard: Micros,
+        open: Open,
         reserved: u64,
+        advance: &[AdvanceBooking],
     ) -> Micros {
+        let Open { life, guard, .. } = open;
         let most = self.limit.saturating_sub(reserved).max(cost);
         let mut window = self.number(from).max(self.open_from);
-        let open = self.window.saturating_sub(2 * guard);
+        let whole = self.window.saturating_sub(2 * guard);
         loop {
             let start = self.start(window).saturating_add(guard);
             let slot = from.max(start);
-            let last = start.saturating_add(open.saturating_sub(life));
-            if slot <= last && self.units_in(window) + cost <= most {
+            let last = start.saturating_add(whole.saturating_sub(life));
+            if slot <= last && self.units_with(advance, window) + cost <= most {
                 return slot;
             }
             if window >= u64::MAX / self.window - 1 {
@@ -155,22 +179,34 @@ impl Fixed {
     }
 
     /// Returns how many units may leave at `slot`.
-    pub(super) fn room(&self, slot: Micros) -> u64 {
+    pub(super) fn room(&self, slot: Micros, advance: &[AdvanceBooking]) -> u64 {
         let window = self.number(slot);
         if window < self.open_from {
             return 0;
         }
-        self.limit.saturating_sub(self.units_in(window))
+        self.limit.saturating_sub(self.units_with(advance, window))
     }
 
     /// Returns the units used in the current window.
-    pub(super) fn used(&self, now: Micros) -> u64 {
-        self.units_in(self.number(now))
+    pub(super) fn used(&self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
+        self.units_with(advance, self.number(now))
     }
 
     /// Counts units in the window of `slot`.
     pub(super) fn insert(&mut self, slot: Micros, units: u64) {
         self.add(self.number(slot), units);
+    }
+
+    /// Counts units of an advance booking whose slot has come.
+    pub(super) fn insert_due(&mut self, booking: AdvanceBooking) {
+        self.windows_of(&booking)
+            .for_each(|number| self.add(number, booking.units));
+    }
+
+    /// Returns how far the slots of joined advance bookings may be apart. Joined units count in
+    /// each window between their slots.
+    pub(super) fn longest_join(&self) -> Micros {
+        self.window.saturating_mul(MOST_JOINED_WINDOWS)
     }
 
     /// Counts units that were used without a permit. If they are more than the limit, as many as
@@ -209,13 +245,14 @@ impl Fixed {
     }
 
     /// Returns the end of the last window that has units or is closed.
-    pub(super) fn fresh_from(&self) -> Micros {
-        let last = self
-            .used
+    pub(super) fn fresh_from(&self, advance: &[AdvanceBooking]) -> Micros {
+        let used = self.used.iter().rev().find(|&&(_, units)| units > 0);
+        let used = used.map(|&(window, _)| window);
+        let booked = advance
             .iter()
-            .rev()
-            .find(|&&(_, units)| units > 0)
-            .map_or(0, |&(window, _)| window + 1);
+            .map(|booking| *self.windows_of(booking).end())
+            .max();
+        let last = used.max(booked).map_or(0, |window| window + 1);
         match last.max(self.open_from) {
             0 => 0,
             open => self.start(open),

@@ -1,8 +1,10 @@
-//! The ledger of a key: all its limits, and the slots that were returned before they were due.
+//! The ledger of a key: all its limits, the slots that were returned before they were due, and the
+//! advance bookings.
 //!
 //! Twin: `store/redis/lua/main.lua`, and the returned slots in `ledger.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
+use super::advance::{AdvanceBooking, AdvanceBookings};
 use super::algorithm::Open;
 use super::limit_set::LimitSet;
 use super::returned::ReturnedSlots;
@@ -12,8 +14,8 @@ use super::{
 };
 use crate::quota::Limit;
 
-/// All limits of one key, and the slots that were returned before they were due. A permit is booked
-/// in all limits or in none.
+/// All limits of one key, the slots that were returned before they were due, and the advance
+/// bookings. A permit is booked in all limits or in none.
 #[derive(Debug)]
 pub(crate) struct Ledger {
     /// The limits of all callers.
@@ -24,8 +26,32 @@ pub(crate) struct Ledger {
     now: Micros,
     /// When the ledger was made. It has no permits from before.
     made_at: Micros,
-    /// The hold of the key. `None` if it was never held or released.
-    hold: Option<Box<Hold>>,
+    /// What few keys have.
+    rare: Option<Box<RareState>>,
+}
+
+/// What few keys have: most ledgers keep no block for it.
+#[derive(Debug, Default)]
+struct RareState {
+    /// The hold of the key, also after it has ended.
+    hold: Hold,
+    /// The permits that are booked in advance. Their slots lie ahead.
+    advance: AdvanceBookings,
+}
+
+/// Permits to book.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Order {
+    /// The units of each permit.
+    pub(crate) cost: u32,
+    /// How many permits are booked.
+    pub(crate) count: u32,
+    /// The first moment at which a permit is of use.
+    pub(crate) earliest: Micros,
+    /// The latest slot that is of use.
+    pub(crate) latest: Micros,
+    /// How long after its slot a permit must be valid.
+    pub(crate) life: Micros,
 }
 
 impl Ledger {
@@ -36,7 +62,7 @@ impl Ledger {
             returned: ReturnedSlots::default(),
             now,
             made_at: now,
-            hold: None,
+            rare: None,
         };
         ledger.advance(spec, now);
         ledger
@@ -55,8 +81,19 @@ impl Ledger {
         self.now = self.now.max(now);
         let now = self.now;
         self.limits.update(spec, now);
+        self.insert_due();
         self.drain();
         now
+    }
+
+    /// Moves the advance bookings whose slot has come into the limits.
+    fn insert_due(&mut self) {
+        let Some(rare) = &mut self.rare else {
+            return;
+        };
+        while let Some(booking) = rare.advance.pop_due(self.now) {
+            self.limits.insert_due(self.now, booking);
+        }
     }
 
     /// Removes the returned slots that no request can use any more. Their units leave the limits.
@@ -77,12 +114,12 @@ impl Ledger {
 
     /// Returns the hold that applies.
     fn in_force(&self) -> Hold {
-        self.hold.as_deref().copied().unwrap_or_default()
+        self.rare.as_ref().map_or(Hold::default(), |rare| rare.hold)
     }
 
     fn set_hold(&mut self, hold: Hold) {
         if hold != self.in_force() {
-            self.hold = Some(Box::new(hold));
+            self.rare.get_or_insert_default().hold = hold;
         }
     }
 
@@ -112,7 +149,9 @@ impl Ledger {
     /// returned slots are removed, because they were granted when more seemed to be left.
     pub(crate) fn see(&mut self, spec: &LimitSpec, left: &UpstreamRemaining) {
         let transit_slack = micros_up(spec.transit_slack());
-        if self.limits.see(left, self.now, self.made_at, transit_slack) {
+        let advance = advance(&self.rare);
+        let limits = &mut self.limits;
+        if limits.see(left, self.now, self.made_at, transit_slack, advance) {
             while let Some(unused) = self.returned.pop_last() {
                 self.subtract(unused);
             }
@@ -124,24 +163,28 @@ impl Ledger {
         self.now.max(self.in_force().until)
     }
 
-    /// Books `count` permits of `cost` units each, in as few bookings as their slots allow. No slot
-    /// is later than `latest`.
+    /// Books the permits of an order, in as few bookings as their slots allow.
     ///
     /// Calls `granted` with each booking.
     ///
     /// # Errors
     ///
     /// [`TooLate`] at the first permit whose slot would be later than `latest`. This permit and the
-    /// permits after it leave no trace.
+    /// permits after it leave no trace. The same if the key has too many advance bookings for one
+    /// more.
     pub(crate) fn book(
         &mut self,
         spec: &LimitSpec,
-        latest: Micros,
-        cost: u32,
-        mut count: u32,
-        life: Micros,
+        order: Order,
         mut granted: impl FnMut(Booking),
     ) -> Result<(), TooLate> {
+        let Order {
+            cost,
+            mut count,
+            earliest,
+            latest,
+            life,
+        } = order;
         let largest = self.limits.largest_cost();
         if cost == 0 || largest.is_none_or(|largest| cost > largest) {
             return Err(TooLate {
@@ -151,35 +194,42 @@ impl Ledger {
         }
         let cost = u64::from(cost);
         let transit_slack = micros_up(spec.transit_slack());
+        let open = open(spec, life);
+        let from = self.earliest().max(earliest);
         while count > 0 {
-            let (slot, limit) = self.first_slot(spec, cost, life);
-            if let Some(grant) = self.returned.take(
-                self.earliest()..=slot.min(latest),
-                cost,
-                count,
-                life,
-                transit_slack,
-            ) {
+            let (slot, limit) = self.first_slot(from, cost, open);
+            if let Some(grant) =
+                self.returned
+                    .take(from..=slot.min(latest), cost, count, life, transit_slack)
+            {
                 count -= grant.count;
                 granted(grant);
                 continue;
             }
             if slot > latest {
-                let returned = self
-                    .returned
-                    .first(self.earliest(), cost, life, transit_slack);
+                let returned = self.returned.first(from, cost, life, transit_slack);
                 return Err(TooLate {
                     slot: returned.map_or(slot, |returned| returned.min(slot)),
                     limit,
                 });
             }
-            let room = self.limits.room(slot);
+            let stamp = slot + life + transit_slack;
+            let is_in_advance = self.is_in_advance(slot, from, cost, open);
+            if is_in_advance && !self.has_room_in_advance(slot, stamp) {
+                return Err(TooLate { slot, limit });
+            }
+            let room = self.limits.room(slot, open, advance(&self.rare));
             let fits = u32::try_from(room / cost)
                 .unwrap_or(u32::MAX)
                 .clamp(1, count);
-            let stamp = slot + life + transit_slack;
-            self.limits
-                .insert(self.now, slot, stamp, cost * u64::from(fits));
+            let units = cost * u64::from(fits);
+            if is_in_advance {
+                let longest_join = self.limits.longest_join();
+                let rare = self.rare.get_or_insert_default();
+                rare.advance.add(slot, stamp, units, longest_join);
+            } else {
+                self.limits.insert(self.now, slot, stamp, units);
+            }
             count -= fits;
             granted(Booking {
                 slot,
@@ -191,6 +241,26 @@ impl Ledger {
         Ok(())
     }
 
+    /// Returns whether a permit with this slot becomes an advance booking. `from` is the first
+    /// moment at which the permit is of use.
+    fn is_in_advance(&mut self, slot: Micros, from: Micros, cost: u64, open: Open) -> bool {
+        let earliest = self.earliest();
+        let free = if from > earliest {
+            self.first_slot(earliest, cost, open).0
+        } else {
+            slot
+        };
+        self.limits.is_in_advance(slot, free, advance(&self.rare))
+    }
+
+    /// Returns whether the key can have one more advance booking.
+    fn has_room_in_advance(&self, slot: Micros, stamp: Micros) -> bool {
+        self.rare.as_ref().is_none_or(|rare| {
+            let longest_join = self.limits.longest_join();
+            rare.advance.has_room(slot, stamp, longest_join)
+        })
+    }
+
     /// Books up to `most` of the units that are free now, but at most a quarter of the free units.
     /// So one process cannot hoard a scarce limit.
     pub(crate) fn prefetch(
@@ -200,7 +270,12 @@ impl Ledger {
         life: Micros,
     ) -> Option<Booking> {
         let count = u32::try_from(self.free() / 4).unwrap_or(u32::MAX).min(most);
-        if count == 0 || self.first_slot(spec, u64::from(count), life).0 > self.now {
+        if count == 0 {
+            return None;
+        }
+        let earliest = self.earliest();
+        let slot = self.first_slot(earliest, u64::from(count), open(spec, life));
+        if slot.0 > self.now {
             return None;
         }
         let stamp = self.now + life + micros_up(spec.transit_slack());
@@ -225,10 +300,15 @@ impl Ledger {
         }
     }
 
-    /// Takes back unused permits. If their slot lies ahead and nothing is reserved for other
-    /// clients then, it is kept for the next caller. Otherwise their units leave the limits.
-    pub(crate) fn take_back(&mut self, unused: UnusedPermits) {
+    /// Takes back unused permits. An advance booking is erased. If the slot of another permit lies
+    /// ahead and nothing is reserved for other clients then, it is kept for the next caller.
+    /// Otherwise the units leave the limits.
+    pub(crate) fn take_back(&mut self, mut unused: UnusedPermits) {
         if unused.units == 0 || unused.stamp < unused.slot {
+            return;
+        }
+        unused.units -= self.erase(unused);
+        if unused.units == 0 {
             return;
         }
         let is_shared = self.limits.is_reserved(unused.slot);
@@ -241,19 +321,40 @@ impl Ledger {
         }
     }
 
-    /// Takes the units of unused permits out of the limits.
-    fn subtract(&mut self, unused: UnusedPermits) {
-        self.limits.subtract(self.now, unused);
+    /// Takes the units of unused permits out of the limits. If they may be a part of joined advance
+    /// bookings, they stay: the limits may not have them.
+    fn subtract(&mut self, mut unused: UnusedPermits) {
+        unused.units -= self.erase(unused);
+        let rare = self.rare.as_deref();
+        let may_be_joined = rare.is_some_and(|rare| rare.advance.may_contain(unused));
+        if unused.units > 0 && !may_be_joined {
+            self.limits.subtract(self.now, unused);
+        }
     }
 
-    /// Returns the first moment at which every limit allows `cost`, and the limit that allows it
-    /// last.
-    fn first_slot(&mut self, spec: &LimitSpec, cost: u64, life: Micros) -> (Micros, Option<Limit>) {
-        let open = Open {
-            life,
-            guard: micros_up(spec.boundary_guard()),
+    /// Takes the units of unused permits out of the advance bookings, if they are certainly there.
+    /// Returns how many units it took.
+    fn erase(&mut self, unused: UnusedPermits) -> u64 {
+        let Some(rare) = &mut self.rare else {
+            return 0;
         };
-        self.limits.first_slot(self.earliest(), cost, open)
+        let mut erased = rare.advance.erase(unused);
+        if erased == 0 && self.limits.log_end() <= unused.slot {
+            erased = rare.advance.erase_joined(unused);
+        }
+        if erased > 0 {
+            let units = erased;
+            self.limits
+                .returned(self.now, UnusedPermits { units, ..unused });
+        }
+        erased
+    }
+
+    /// Returns the first moment, not before `from`, at which every limit allows `cost`, and the
+    /// limit that allows it last.
+    fn first_slot(&mut self, from: Micros, cost: u64, open: Open) -> (Micros, Option<Limit>) {
+        self.limits
+            .first_slot(from, cost, open, advance(&self.rare))
     }
 
     /// Returns how many units could leave now.
@@ -261,7 +362,7 @@ impl Ledger {
         if self.earliest() > self.now {
             0
         } else {
-            self.limits.free(self.now)
+            self.limits.free(self.now, advance(&self.rare))
         }
     }
 
@@ -273,12 +374,12 @@ impl Ledger {
     /// Returns each limit with its used units, its free units, and the units reserved for clients
     /// outside the fleet.
     pub(crate) fn usage(&mut self) -> impl Iterator<Item = (Limit, u64, u64, u64)> {
-        self.limits.usage(self.now)
+        self.limits.usage(self.now, advance(&self.rare))
     }
 
     /// Returns when one unit could be sent, if nothing else is booked.
     pub(crate) fn next_slot(&mut self, spec: &LimitSpec, life: Micros) -> Micros {
-        let slot = self.first_slot(spec, 1, life).0;
+        let slot = self.first_slot(self.earliest(), 1, open(spec, life)).0;
         let transit_slack = micros_up(spec.transit_slack());
         self.returned
             .first(self.earliest(), 1, life, transit_slack)
@@ -292,8 +393,22 @@ impl Ledger {
         // The number of releases matters only while messages about an older hold may still arrive,
         // so it keeps no ledger.
         self.limits
-            .fresh_from()
+            .fresh_from(advance(&self.rare))
             .max(returned)
             .max(self.in_force().until)
     }
+}
+
+/// Returns the time in which a permit with this life may be used.
+fn open(spec: &LimitSpec, life: Micros) -> Open {
+    Open {
+        life,
+        guard: micros_up(spec.boundary_guard()),
+        transit_slack: micros_up(spec.transit_slack()),
+    }
+}
+
+/// Returns the advance bookings of a key.
+fn advance(rare: &Option<Box<RareState>>) -> &[AdvanceBooking] {
+    rare.as_ref().map_or(&[], |rare| rare.advance.as_slice())
 }

@@ -3,6 +3,7 @@
 //! Twin: `store/redis/lua/ledger.lua`, and `update_limits` in `main.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
+use super::advance::{AdvanceBooking, TOLERANCE};
 use super::algorithm::{Algorithm, Open};
 use super::limit_state::LimitState;
 use super::limit_states::LimitStates;
@@ -140,6 +141,7 @@ impl LimitSet {
         now: Micros,
         made_at: Micros,
         transit_slack: Micros,
+        advance: &[AdvanceBooking],
     ) -> bool {
         let longest_life = LONGEST_LIFE.max(micros_up(left.limit.window()) / 20);
         let sent = now + longest_life + transit_slack;
@@ -147,7 +149,7 @@ impl LimitSet {
         self.states
             .iter_mut()
             .find(stated)
-            .is_some_and(|state| state.see(left, now, sent, made_at))
+            .is_some_and(|state| state.see(left, now, sent, made_at, advance))
     }
 
     /// Returns the largest cost that every limit allows. `None` if there is no limit.
@@ -163,13 +165,14 @@ impl LimitSet {
         from: Micros,
         cost: u64,
         open: Open,
+        advance: &[AdvanceBooking],
     ) -> (Micros, Option<Limit>) {
         let mut slot = from;
         let mut limit = None;
         for _ in 0..MOST_ROUNDS {
             let before = slot;
             for state in self.states.iter_mut() {
-                let first = state.first_slot(slot, cost, open);
+                let first = state.first_slot(slot, cost, open, advance);
                 if first > slot {
                     slot = first;
                     limit = Some(state.limit);
@@ -185,15 +188,50 @@ impl LimitSet {
     }
 
     /// Returns how many units may leave at `slot`, which is not before the first slot of one unit.
-    pub(super) fn room(&mut self, slot: Micros) -> u64 {
-        let rooms = self.states.iter_mut().map(|state| state.room(slot));
+    pub(super) fn room(&mut self, slot: Micros, open: Open, advance: &[AdvanceBooking]) -> u64 {
+        let states = self.states.iter_mut();
+        let rooms = states.map(|state| state.room(slot, open, advance));
         rooms.min().unwrap_or(0)
+    }
+
+    /// Returns whether a permit with this slot becomes an advance booking, if its first free slot
+    /// is `free`.
+    pub(super) fn is_in_advance(
+        &self,
+        slot: Micros,
+        free: Micros,
+        advance: &[AdvanceBooking],
+    ) -> bool {
+        let windows = self.states.iter().map(|state| state.limit.window());
+        let tolerance = windows.min().map_or(0, |window| micros_up(window) / 50);
+        slot > free.saturating_add(tolerance.max(TOLERANCE))
+            || (advance.first().is_some_and(|first| first.slot <= slot) && self.has_bucket())
+    }
+
+    /// Returns whether one of the limits is a bucket, which counts permits in the order of their
+    /// slots.
+    fn has_bucket(&self) -> bool {
+        let mut states = self.states.iter();
+        states.any(|state| matches!(state.rule, Algorithm::Bucket(_)))
+    }
+
+    /// Returns how far the slots of joined advance bookings may be apart.
+    pub(super) fn longest_join(&self) -> Micros {
+        let spans = self.states.iter().map(|state| state.rule.longest_join());
+        spans.min().unwrap_or(Micros::MAX)
     }
 
     /// Counts units of a permit in every limit.
     pub(super) fn insert(&mut self, now: Micros, slot: Micros, stamp: Micros, units: u64) {
         for state in self.states.iter_mut() {
             state.rule.insert(now, slot, stamp, units);
+        }
+    }
+
+    /// Counts units of an advance booking, whose slot has come, in every limit.
+    pub(super) fn insert_due(&mut self, now: Micros, booking: AdvanceBooking) {
+        for state in self.states.iter_mut() {
+            state.rule.insert_due(now, booking);
         }
     }
 
@@ -217,6 +255,19 @@ impl LimitSet {
         }
     }
 
+    /// Takes in that advance bookings came back unused.
+    pub(super) fn returned(&mut self, now: Micros, unused: UnusedPermits) {
+        for state in self.states.iter_mut() {
+            state.returned(now, unused);
+        }
+    }
+
+    /// Returns a moment that is not before the slot of any permit in the logs.
+    pub(super) fn log_end(&self) -> Micros {
+        let ends = self.states.iter().map(|state| state.rule.log_end());
+        ends.max().unwrap_or(0)
+    }
+
     /// Returns whether units of a limit are reserved for other clients at a moment.
     pub(super) fn is_reserved(&self, at: Micros) -> bool {
         self.states.iter().any(|state| state.reserved(at) > 0)
@@ -228,27 +279,33 @@ impl LimitSet {
     }
 
     /// Returns how many units may leave now.
-    pub(super) fn free(&mut self, now: Micros) -> u64 {
-        let free = self.states.iter_mut().map(|state| state.free(now));
+    pub(super) fn free(&mut self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
+        let states = self.states.iter_mut();
+        let free = states.map(|state| state.free(now, advance));
         free.min().unwrap_or(u64::MAX)
     }
 
     /// Returns each limit with its used units, its free units, and the units reserved for other
     /// clients.
-    pub(super) fn usage(&mut self, now: Micros) -> impl Iterator<Item = (Limit, u64, u64, u64)> {
+    pub(super) fn usage(
+        &mut self,
+        now: Micros,
+        advance: &[AdvanceBooking],
+    ) -> impl Iterator<Item = (Limit, u64, u64, u64)> {
         self.states.iter_mut().map(move |state| {
             (
                 state.limit,
-                state.rule.used(now),
-                state.free(now),
+                state.rule.used_and_booked(now, advance),
+                state.free(now, advance),
                 state.reserved(now),
             )
         })
     }
 
     /// Returns the first moment from which new limits would grant the same.
-    pub(super) fn fresh_from(&self) -> Micros {
-        let moments = self.states.iter().map(LimitState::fresh_from);
+    pub(super) fn fresh_from(&self, advance: &[AdvanceBooking]) -> Micros {
+        let states = self.states.iter();
+        let moments = states.map(|state| state.fresh_from(advance));
         moments.max().unwrap_or(0)
     }
 }

@@ -3,6 +3,7 @@
 //! Twin: `see_limit` in `store/redis/lua/external.lua`, and `in_force_until` in `ledger.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
+use super::advance::AdvanceBooking;
 use super::algorithm::{Algorithm, Open};
 use super::external::{ExternalUsage, Ours, Size, Statement};
 use super::{Micros, UnusedPermits, UpstreamRemaining, micros_up};
@@ -56,14 +57,21 @@ impl LimitState {
 
     /// Returns the first moment, not before `from`, at which `cost` units may leave besides those
     /// that are reserved then.
-    pub(super) fn first_slot(&mut self, mut from: Micros, cost: u64, open: Open) -> Micros {
+    pub(super) fn first_slot(
+        &mut self,
+        mut from: Micros,
+        cost: u64,
+        open: Open,
+        advance: &[AdvanceBooking],
+    ) -> Micros {
         let size = self.size();
         let Some(external) = &self.external else {
-            return self.rule.first_slot(from, cost, open, 0);
+            return self.rule.first_slot(from, cost, open, 0, advance);
         };
         loop {
             let (reserved, until) = external.reserved_from(from, size);
-            let slot = self.rule.first_slot(from, cost, open, u64::from(reserved));
+            let reserved = u64::from(reserved);
+            let slot = self.rule.first_slot(from, cost, open, reserved, advance);
             if slot < until || until == Micros::MAX {
                 return slot;
             }
@@ -72,15 +80,15 @@ impl LimitState {
     }
 
     /// Returns how many units may leave at `slot`, which is not before the first slot of one unit.
-    pub(super) fn room(&mut self, slot: Micros) -> u64 {
+    pub(super) fn room(&mut self, slot: Micros, open: Open, advance: &[AdvanceBooking]) -> u64 {
         let reserved = self.reserved(slot);
-        self.rule.room(slot).saturating_sub(reserved)
+        self.rule.room(slot, open, advance).saturating_sub(reserved)
     }
 
     /// Returns how many units may leave at `now`.
-    pub(super) fn free(&mut self, now: Micros) -> u64 {
+    pub(super) fn free(&mut self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
         let reserved = self.reserved(now);
-        self.rule.free(now).saturating_sub(reserved)
+        self.rule.free(now, advance).saturating_sub(reserved)
     }
 
     /// Returns whether other clients are known to use the limit too.
@@ -100,6 +108,11 @@ impl LimitState {
     /// Takes back permits that were not used.
     pub(super) fn subtract(&mut self, now: Micros, unused: UnusedPermits) {
         self.rule.subtract(now, unused);
+        self.returned(now, unused);
+    }
+
+    /// Takes in that permits came back unused.
+    pub(super) fn returned(&mut self, now: Micros, unused: UnusedPermits) {
         if let Some(external) = &mut self.external {
             external.returned(now, unused.stamp, unused.units);
         }
@@ -119,6 +132,7 @@ impl LimitState {
         now: Micros,
         sent: Micros,
         made_at: Micros,
+        advance: &[AdvanceBooking],
     ) -> bool {
         let size @ Size { count, window } = self.size();
         if left.forget {
@@ -128,8 +142,13 @@ impl LimitState {
         let ago = micros_up(left.ago);
         let units = u32::try_from(left.units).unwrap_or(u32::MAX);
         let (least, most) = match &mut self.rule {
-            Algorithm::Window(log) => log.used_until(sent),
-            Algorithm::Fixed(fixed) => (fixed.used(now), fixed.used(now)),
+            Algorithm::Window(log) => {
+                let (least, most) = log.used_until(sent);
+                let until = advance.iter().filter(|booking| booking.stamp <= sent);
+                let booked: u64 = until.map(|booking| booking.units).sum();
+                (least + booked, most + booked)
+            }
+            Algorithm::Fixed(fixed) => (fixed.used(now, advance), fixed.used(now, advance)),
             Algorithm::Bucket(bucket) => return bucket.see(now, ago, left.units),
         };
         let is_recent = left.steady || ago <= OLDEST_RESPONSE.max(window / 20);
@@ -192,12 +211,12 @@ impl LimitState {
     }
 
     /// Returns the first moment from which a new state of the limit would grant the same.
-    pub(super) fn fresh_from(&self) -> Micros {
+    pub(super) fn fresh_from(&self, advance: &[AdvanceBooking]) -> Micros {
         let size = self.size();
         let external = self
             .external
             .as_ref()
             .map_or(0, |external| external.forgotten_from(size));
-        self.rule.fresh_from().max(external)
+        self.rule.fresh_from(advance).max(external)
     }
 }

@@ -49,7 +49,7 @@ struct Cursor {
 }
 
 impl LongLog {
-    pub(super) fn chunks(&self) -> impl Iterator<Item = Chunk> {
+    pub(super) fn chunks(&self) -> impl Iterator<Item = Chunk> + Clone {
         self.chunks.iter().copied()
     }
 

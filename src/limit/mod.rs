@@ -14,6 +14,9 @@
 //! order of use, about the holder of each permit, or whether a holder still lives. Stamps that are
 //! rounded up or merged are only later, so the proof still holds.
 //!
+//! A permit may be of use only later than its first slot. It is then booked in advance, and counts
+//! only in the windows that it may be used in: `advance.rs` has the rule and its proof.
+//!
 //! Everything here is pure: `now` is an argument, time is whole microseconds, and the same history
 //! gives the same grants wherever it runs.
 //!
@@ -22,6 +25,7 @@
 //! Each rule exists twice, because Redis runs it in Lua. Each file names its *twin*, and `cargo
 //! test --all-features --lib differential` runs both on the same history.
 
+mod advance;
 mod algorithm;
 mod booking;
 mod bucket;
@@ -47,12 +51,13 @@ mod returned;
 mod unused_permits;
 mod upstream_remaining;
 mod window;
+mod window_sweep;
 
 pub(crate) use booking::{Booking, TooLate};
 pub use charge::Charge;
 pub(crate) use hold::Hold;
 pub(crate) use in_flight::{HolderClaim, HolderUpdate, InFlightSlots};
-pub(crate) use ledger::Ledger;
+pub(crate) use ledger::{Ledger, Order};
 pub use limit_spec::LimitSpec;
 pub(crate) use micros::{Micros, micros_down, micros_up};
 pub use unused_permits::UnusedPermits;

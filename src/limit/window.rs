@@ -4,7 +4,10 @@
 //! After a change: `cargo test --all-features --lib differential`
 
 use super::Micros;
+use super::advance::AdvanceBooking;
+use super::algorithm::Open;
 use super::long_log::LongLog;
+use super::window_sweep::WindowSweep;
 
 /// Allows at most `limit` units whose stamps are younger than `span`.
 ///
@@ -42,7 +45,7 @@ pub(super) struct Chunk {
 impl Log {
     const EMPTY: Log = Log::Short { stamp: 0, count: 0 };
 
-    fn chunks(&self) -> impl Iterator<Item = Chunk> {
+    fn chunks(&self) -> impl Iterator<Item = Chunk> + Clone {
         let (short, long) = match self {
             Log::Short { count: 0, .. } => (None, None),
             &Log::Short { stamp, count } => {
@@ -66,7 +69,7 @@ impl Window {
     }
 
     /// Returns all chunks, the oldest first.
-    pub(super) fn chunks(&self) -> impl Iterator<Item = Chunk> {
+    pub(super) fn chunks(&self) -> impl Iterator<Item = Chunk> + Clone {
         self.log.chunks()
     }
 
@@ -94,8 +97,46 @@ impl Window {
     }
 
     /// Returns the first moment, not before `from`, at which at most `limit - reserved - cost`
-    /// units have stamps younger than the window.
-    pub(super) fn first_slot(&mut self, from: Micros, cost: u64, reserved: u64) -> Micros {
+    /// units have stamps younger than the window. If there are advance bookings, this holds in each
+    /// window that touches the time in which the permit may be used.
+    pub(super) fn first_slot(
+        &mut self,
+        from: Micros,
+        cost: u64,
+        open: Open,
+        reserved: u64,
+        advance: &[AdvanceBooking],
+    ) -> Micros {
+        let slot = self.first_slot_of_log(from, cost, reserved);
+        if !self.is_in_reach(slot, open, advance) {
+            return slot;
+        }
+        let others = self.limit().saturating_sub(cost + reserved);
+        let sweep = self.sweep(slot, advance);
+        sweep.first_end(others, open.length()).max(slot)
+    }
+
+    /// Returns whether an advance booking may count in a window that a permit with this slot
+    /// touches.
+    fn is_in_reach(&self, slot: Micros, open: Open, advance: &[AdvanceBooking]) -> bool {
+        let end = self.end(slot).saturating_add(open.length());
+        advance.first().is_some_and(|first| first.slot < end)
+    }
+
+    /// Returns the window that ends at `end`, with all its units.
+    fn sweep<'a>(
+        &'a self,
+        end: Micros,
+        advance: &'a [AdvanceBooking],
+    ) -> WindowSweep<'a, impl Iterator<Item = Chunk> + 'a> {
+        let begin = end.saturating_sub(self.span);
+        let log = self.chunks().skip_while(move |chunk| chunk.stamp <= begin);
+        let used = log.clone().map(|chunk| chunk.count).sum();
+        WindowSweep::new(begin, self.span, used, log, advance)
+    }
+
+    /// Returns the first moment, not before `from`, that the log allows.
+    fn first_slot_of_log(&mut self, from: Micros, cost: u64, reserved: u64) -> Micros {
         let others = self.limit().saturating_sub(cost + reserved);
         let leaving = self.used().saturating_sub(others);
         let last_to_leave = match &mut self.log {
@@ -108,7 +149,11 @@ impl Window {
 
     /// Returns how many units may be used at `slot`, which is not before the first slot of one
     /// unit.
-    pub(super) fn room(&self, slot: Micros) -> u64 {
+    pub(super) fn room(&self, slot: Micros, open: Open, advance: &[AdvanceBooking]) -> u64 {
+        if self.is_in_reach(slot, open, advance) {
+            let used = self.sweep(slot, advance).most_units(open.length());
+            return self.limit().saturating_sub(used);
+        }
         let used = match &self.log {
             &Log::Short { stamp, .. } if self.end(stamp) <= slot => 0,
             &Log::Short { count, .. } => u64::from(count),
@@ -119,11 +164,15 @@ impl Window {
 
     /// Returns how many units may be used now. `advance` has removed the chunks that are older than
     /// the window.
-    pub(super) fn free(&self, now: Micros) -> u64 {
-        match &self.log {
+    pub(super) fn free(&self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
+        let free = match &self.log {
             Log::Long(log) if log.floor().is_some_and(|floor| self.end(floor) > now) => 0,
             _ => self.limit().saturating_sub(self.used()),
+        };
+        if advance.is_empty() {
+            return free;
         }
+        free.min(self.room(now, Open::MOMENT, advance))
     }
 
     /// Returns the units in the log.
@@ -209,13 +258,20 @@ impl Window {
         }
     }
 
-    /// Returns the first moment at which the log is empty.
-    pub(super) fn fresh_from(&self) -> Micros {
+    /// Returns the newest stamp of the log.
+    pub(super) fn newest(&self) -> Option<Micros> {
         match &self.log {
-            Log::Short { count: 0, .. } => 0,
-            &Log::Short { stamp, .. } => self.end(stamp),
-            Log::Long(log) => log.newest().map_or(0, |stamp| self.end(stamp)),
+            Log::Short { count: 0, .. } => None,
+            &Log::Short { stamp, .. } => Some(stamp),
+            Log::Long(log) => log.newest(),
         }
+    }
+
+    /// Returns the first moment at which no unit counts any more.
+    pub(super) fn fresh_from(&self, advance: &[AdvanceBooking]) -> Micros {
+        let booked = advance.iter().map(|booking| booking.stamp).max();
+        let newest = self.newest().max(booked);
+        newest.map_or(0, |stamp| self.end(stamp))
     }
 
     #[cfg(test)]

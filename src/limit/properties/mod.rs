@@ -1,5 +1,6 @@
 //! The laws of the limits, compared with a brute-force count of every window.
 
+mod advance;
 mod external;
 
 use std::time::Duration;
@@ -23,6 +24,17 @@ fn terms(quota: Quota) -> LimitSpec {
         Duration::from_micros(SLACK),
         Duration::from_micros(GUARD),
     )
+}
+
+/// Returns an order of permits that are of use at once.
+fn order(cost: u32, count: u32, latest: Micros, life: Micros) -> Order {
+    Order {
+        cost,
+        count,
+        earliest: 0,
+        latest,
+        life,
+    }
 }
 
 fn millis(span: u64) -> Duration {
@@ -204,11 +216,11 @@ impl World {
     ) -> (Vec<Booking>, Result<(), TooLate>) {
         let now = self.ledger.advance(&self.spec, self.now);
         let mut grants = Vec::new();
-        let booked = self
-            .ledger
-            .book(&self.spec, now + patience, cost, count, life, |grant| {
-                grants.push(grant)
-            });
+        let booked = self.ledger.book(
+            &self.spec,
+            order(cost, count, now + patience, life),
+            |grant| grants.push(grant),
+        );
         (grants, booked)
     }
 
@@ -474,12 +486,12 @@ fn a_longer_boundary_guard_counts_at_once() {
     let start = START / minute * minute;
     let mut ledger = Ledger::new(&spec(100), start + minute / 2);
     ledger
-        .book(&spec(100), start + minute / 2, 1, 1, 10_000, |_| ())
+        .book(&spec(100), order(1, 1, start + minute / 2, 10_000), |_| ())
         .unwrap();
     // A new release knows that the clocks differ by two seconds.
     let now = start + minute - 1_500_000;
     ledger.advance(&spec(2000), now);
-    let late = ledger.book(&spec(2000), now, 1, 1, 10_000, |grant| {
+    let late = ledger.book(&spec(2000), order(1, 1, now, 10_000), |grant| {
         panic!("1.5 s before the boundary: {grant:?}")
     });
     assert_eq!(late.unwrap_err().slot, start + minute + 2_000_000);
@@ -768,7 +780,9 @@ fn the_strictest_stated_quota_applies_until_forgotten() {
     let mut book = |spec: &LimitSpec, at: Micros, count: u32| {
         let now = ledger.advance(spec, START + at);
         let mut granted = 0;
-        let _ = ledger.book(spec, now, 1, count, 10_000, |grant| granted += grant.count);
+        let _ = ledger.book(spec, order(1, count, now, 10_000), |grant| {
+            granted += grant.count
+        });
         granted
     };
     assert_eq!(book(&loose, 0, 3), 3);
@@ -819,7 +833,7 @@ fn too_many_limits_are_bounded_and_forget_no_use() {
         let ledger = ledger.get_or_insert_with(|| Ledger::new(&terms(quota), now));
         ledger.advance(&terms(quota), now);
         ledger
-            .book(&terms(quota), now, 1, 1, 10_000, |_| ())
+            .book(&terms(quota), order(1, 1, now, 10_000), |_| ())
             .unwrap();
         let usage: Vec<_> = ledger.usage().collect();
         assert!(usage.len() <= MOST_LIMITS, "{} limits", usage.len());

@@ -3,7 +3,9 @@
 
 use std::time::Duration;
 
-use crate::limit::{Booking, Charge, Hold, Ledger, LimitSpec, Micros, micros_down, micros_up};
+use crate::limit::{
+    Booking, Charge, Hold, Ledger, LimitSpec, Micros, Order, micros_down, micros_up,
+};
 use crate::store::{Grant, HoldState, Lease, LeaseRequest, LimitUsage, Refusal, Usage};
 
 /// Books a request in a ledger at `now`.
@@ -39,14 +41,14 @@ pub(in crate::store) fn book(
     for demand in request.demands {
         let grants = &mut lease.grants;
         let granted = |booking: Booking| grants.push(grant_of(booking, demand.cost, now));
-        if let Err(late) = ledger.book(
-            request.spec,
+        let order = Order {
+            cost: demand.cost,
+            count: demand.count,
+            earliest: now.saturating_add(micros_up(demand.earliest)),
             latest,
-            demand.cost,
-            demand.count,
             life,
-            granted,
-        ) {
+        };
+        if let Err(late) = ledger.book(request.spec, order, granted) {
             let wait = (late.slot < Micros::MAX).then(|| span(now, late.slot));
             lease.refused = Some(Refusal {
                 wait,
