@@ -17,6 +17,7 @@
 
 mod caller;
 mod in_flight;
+mod later_use;
 mod rates;
 mod registers;
 
@@ -46,6 +47,9 @@ pub async fn check(store: Arc<dyn Store>) {
     rates::leaves_to_others_what_they_use(&store).await;
     rates::counts_charges_by_their_age(&store).await;
     rates::decides_in_one_step(&store).await;
+    later_use::is_never_over_with_later_use(&store).await;
+    later_use::is_not_blocked_by_later_use(&store).await;
+    later_use::erases_later_use_that_is_returned(&store).await;
     in_flight::counts_calls_in_flight(&store).await;
     registers::changes_registers_in_one_step(&store).await;
 }

@@ -56,3 +56,31 @@ pub(super) fn no_earlier(granted: &[Grant], plan: &[Grant]) -> Grants {
     }
     grants
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn granted_demands_keep_their_earliest_use() {
+        let later = Duration::from_secs(5);
+        let demands = [
+            Demand::new(9, 1),
+            Demand::new(1, 3).earliest(later),
+            Demand::new(1, 2),
+            Demand::new(2, 2),
+        ];
+        let mut plan = Lease::default();
+        // The share does not allow a cost of 9. Of the last demand, one permit is granted.
+        for (cost, count) in [(1, 2), (1, 1), (1, 2), (2, 1)] {
+            let grant = Grant::new(cost, count, Duration::ZERO, Duration::ZERO);
+            plan.grants.push(grant);
+        }
+        let granted = [
+            Demand::new(1, 3).earliest(later),
+            Demand::new(1, 2),
+            Demand::new(2, 1),
+        ];
+        assert_eq!(granted_demands(&demands, &plan).to_vec(), granted);
+    }
+}
