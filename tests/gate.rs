@@ -510,6 +510,22 @@ async fn a_permit_at_hand_costs_no_allocation() {
     assert_eq!(spent.count_total, 0, "{spent:?}");
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_refusal_at_once_allocates_only_its_report() {
+    let limit = RateLimitLayer::builder(Quota::per_day(1))
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap();
+    let limiter = limit.limiter();
+    for key in [Key::ALL, key()] {
+        limiter.acquire(key).await.unwrap().spend();
+        let refused = || drop(limiter.acquire(key).now_or_never().unwrap().unwrap_err());
+        refused();
+        let spent = allocation_counter::measure(refused);
+        assert_eq!(spent.count_total, 1, "{spent:?}");
+    }
+}
+
 #[test]
 fn invalid_settings_are_errors_that_name_the_remedy() {
     let builder = || RateLimitLayer::builder(Quota::per_second(1));

@@ -5,11 +5,13 @@ mod support;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use futures::FutureExt;
 use http::StatusCode;
 use tollgate::{
-    Cost, Deadline, Error, Key, Limited, Quota, RateLimitLayer, Reason, by_header, by_host,
+    Cost, Deadline, Error, Key, Limited, Quota, RateLimitLayer, Reason, RequestRef, by_header,
+    by_host,
 };
-use tower::{Layer, ServiceExt};
+use tower::{Layer, Service, ServiceExt};
 
 use support::{
     Distant, Failing, SECOND, Upstream, far_future, get, limited, ms, now, ok, pass, peek, settle,
@@ -131,6 +133,24 @@ async fn refusal_names_its_limit_key_and_wait() {
         );
         assert_eq!((refused.waited(), refused.report().turns()), (ms(0), 0));
         pass(told).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_at_once_allocates_only_its_report() {
+    let builder = || RateLimitLayer::builder(Quota::per_day(1)).max_wait(ms(0));
+    let by_host = builder().key(by_host);
+    let by_token = builder().key(|_: &RequestRef<'_>| Some(Key::new("token")));
+    for builder in [builder(), by_host, by_token] {
+        let mut service = builder.build().unwrap().layer(Upstream::new());
+        let request = || get("http://inference.eu-west-1.api.example.com/");
+        service.call(request()).await.unwrap();
+        service.call(request()).await.unwrap_err();
+        let request = request();
+        let spent = allocation_counter::measure(|| {
+            drop(service.call(request).now_or_never().unwrap().unwrap_err());
+        });
+        assert_eq!(spent.count_total, 1, "{spent:?}");
     }
 }
 

@@ -3,6 +3,7 @@
 //! Requests with the same [`Key`] share one count. A key is small and `Copy`, and keeps no text, so
 //! an API token used as a key is in no log, no error and no `Debug` output.
 
+mod label;
 mod plain_host;
 #[cfg(test)]
 mod tests;
@@ -14,6 +15,7 @@ use http::{Extensions, HeaderMap, HeaderName, Method};
 use siphasher::sip128::SipHasher13;
 
 use crate::rng::secret_of_process;
+pub use label::Label;
 use plain_host::is_plain_host;
 
 /// Says whose limit applies to a request: requests with the same key share one count.
@@ -166,7 +168,7 @@ impl Key {
 
     /// Returns what errors and events call this key if that needs no digest: `all`, or the host of
     /// `request` if that is the key.
-    pub(crate) fn plain_label(self, request: Option<&RequestRef<'_>>) -> Option<Box<str>> {
+    pub(crate) fn plain_label(self, request: Option<&RequestRef<'_>>) -> Option<Label> {
         match request.and_then(RequestRef::host) {
             _ if self == Key::ALL => Some("all".into()),
             Some(host) if Key::host(host) == self => Some(host.into()),
@@ -175,22 +177,27 @@ impl Key {
     }
 
     /// Returns what errors and events call this key if there is no store that has a label for it.
-    pub(crate) fn own_label(self, request: Option<&RequestRef<'_>>) -> Box<str> {
+    pub(crate) fn own_label(self, request: Option<&RequestRef<'_>>) -> Label {
         self.plain_label(request)
-            .unwrap_or_else(|| self.to_string().into())
+            .unwrap_or_else(|| self.process_label())
+    }
+
+    /// Returns eight hex digits of a digest under the secret of the process.
+    pub(crate) fn process_label(self) -> Label {
+        let [high, low] = secret_of_process();
+        self.digits(Key { high, low })
     }
 
     /// Returns eight hex digits of a digest under `secret`.
-    pub(crate) fn digits(self, secret: Key) -> Box<str> {
-        format!("{:08x}", self.sealed(secret).high >> 32).into()
+    pub(crate) fn digits(self, secret: Key) -> Label {
+        Label::of_digits((self.sealed(secret).high >> 32) as u32)
     }
 }
 
 /// Formats eight hex digits of a digest, different in each process.
 impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [high, low] = secret_of_process();
-        f.write_str(&self.digits(Key { high, low }))
+        f.write_str(&self.process_label())
     }
 }
 

@@ -17,7 +17,7 @@ use super::service::{gated_future, gated_service};
 use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::Limited;
-use crate::key::{Key, RequestInfo, RequestRef};
+use crate::key::{Key, Label, RequestInfo, RequestRef};
 use crate::limiter::{Entry, Limiter, Permit, Sent, Started, Waiter};
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
@@ -143,7 +143,7 @@ impl RateLimitLayer {
 
     /// Returns the name of `key`, which came with `request`, for errors and events.
     #[cold]
-    fn label(&self, key: Key, request: &impl RequestInfo) -> Box<str> {
+    fn label(&self, key: Key, request: &impl RequestInfo) -> Label {
         self.limiter.label(key, Some(&RequestRef::new(request)))
     }
 }

@@ -19,7 +19,7 @@ use super::key_states::KeyStates;
 use super::settings::{OnStoreError, Settings};
 use crate::clock;
 use crate::error::StoreError;
-use crate::key::{Key, RequestRef};
+use crate::key::{Key, Label, RequestRef};
 use crate::limit::LimitSpec;
 use crate::store::{self, StoreEvent, StoreListener};
 
@@ -74,7 +74,7 @@ impl CoreId {
     }
 
     /// Returns the name of `key` for errors and events.
-    pub(super) fn label(self, key: Key) -> Box<str> {
+    pub(super) fn label(self, key: Key) -> Label {
         match self.find() {
             Some(core) => core.label(key, None),
             None => key.own_label(None),
@@ -148,7 +148,7 @@ impl Core {
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.
-    pub(super) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Box<str> {
+    pub(super) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Label {
         store::label(&*self.settings.store, key, request)
     }
 

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use crate::clock;
 use crate::error::{Facts, Limited, LimitedInfo, Reason, StoreError};
 use crate::events;
+use crate::key::Label;
 use crate::store::Refusal;
 
 /// The shortest time after which a refused request is advised to retry.
@@ -15,7 +16,7 @@ const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 /// What is known about a request when it is refused.
 pub(super) struct RefusedRequest {
     /// The name of its key.
-    pub(super) label: Box<str>,
+    pub(super) label: Label,
     /// When it entered.
     pub(super) since: Instant,
     /// How often it got a slot. 0 if it never waited.
@@ -24,7 +25,7 @@ pub(super) struct RefusedRequest {
 
 impl RefusedRequest {
     /// A request that has not waited.
-    pub(super) fn new(label: Box<str>, now: Instant) -> Self {
+    pub(super) fn new(label: Label, now: Instant) -> Self {
         RefusedRequest {
             label,
             since: now,

@@ -18,7 +18,7 @@ use super::start::{self, Started};
 use super::status::{self, KeyStatus};
 use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
-use crate::key::{Key, RequestInfo, RequestRef, host_if_redirected};
+use crate::key::{Key, Label, RequestInfo, RequestRef, host_if_redirected};
 use crate::store::Refusal;
 
 /// A rate limiter without HTTP: for job workers, gRPC, or anything else. Clones share one count.
@@ -255,13 +255,13 @@ impl Limiter {
         &self,
         entry: &Entry,
         now: Instant,
-        label: impl FnOnce() -> Box<str>,
+        label: impl FnOnce() -> Label,
     ) -> Started {
         start::slow(&self.0, entry, now, label)
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.
-    pub(crate) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Box<str> {
+    pub(crate) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Label {
         self.0.label(key, request)
     }
 

@@ -17,7 +17,7 @@ use super::responses::AnsweredCall;
 use crate::clock;
 use crate::error::{Facts, Limited, LimitedInfo, StoreError};
 use crate::events;
-use crate::key::Key;
+use crate::key::{Key, Label};
 use crate::signal::Signal;
 
 /// The right to send one request, from now until its [`deadline`](Permit::deadline).
@@ -46,7 +46,7 @@ pub struct Permit {
 #[derive(Debug)]
 pub(super) struct PastWait {
     /// The name of the key.
-    pub(super) label: Box<str>,
+    pub(super) label: Label,
     pub(super) waited: Duration,
     /// How often the request got a slot.
     pub(super) turns: u32,
@@ -218,7 +218,7 @@ impl Sent {
 
     /// Adds the name of the key, for the error of a refusal, if the caller wants one.
     #[cold]
-    pub(crate) fn named(mut self, label: Box<str>) -> Self {
+    pub(crate) fn named(mut self, label: Label) -> Self {
         let wait = PastWait {
             label,
             waited: Duration::ZERO,

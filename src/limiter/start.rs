@@ -19,7 +19,7 @@ use super::waiter::Waiter;
 use crate::clock;
 use crate::error::{Limited, Reason};
 use crate::events;
-use crate::key::Key;
+use crate::key::{Key, Label};
 use crate::store::Refusal;
 
 /// What a request gets when it enters.
@@ -99,7 +99,7 @@ pub(super) fn slow(
     core: &Arc<Core>,
     entry: &Entry,
     now: Instant,
-    label: impl FnOnce() -> Box<str>,
+    label: impl FnOnce() -> Label,
 ) -> Started {
     let settings = &core.settings;
     let bound = WaitBound::new(entry.deadline, now, settings.max_wait);

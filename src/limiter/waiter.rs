@@ -20,7 +20,7 @@ use super::stage::Stage;
 use crate::clock;
 use crate::error::{Limited, StoreError};
 use crate::events;
-use crate::key::Key;
+use crate::key::{Key, Label};
 use crate::store::Refusal;
 
 /// A request that waits. Dropping it frees its place in the queue.
@@ -37,7 +37,7 @@ pub(crate) struct Waiter {
     /// When the wait began.
     since: Instant,
     /// The name of its key in errors and events.
-    label: Box<str>,
+    label: Label,
 }
 
 impl Waiter {
@@ -49,7 +49,7 @@ impl Waiter {
         }: &Entry,
         bound: WaitBound,
         since: Instant,
-        label: Box<str>,
+        label: Label,
     ) -> Self {
         // In all stages, the waiter watches the hold of its host under this number.
         let number = if host_hold(key, host).is_some() {

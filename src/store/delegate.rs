@@ -101,7 +101,7 @@ macro_rules! delegate_store {
             }
         });
         $crate::delegate_store!(@unless label [$($own)+] {
-            fn label(&$this, key: $crate::Key) -> ::std::boxed::Box<str> {
+            fn label(&$this, key: $crate::Key) -> $crate::key::Label {
                 $crate::store::Store::label(&$inner, key)
             }
         });

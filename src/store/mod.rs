@@ -67,7 +67,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 pub use crate::error::StoreError;
-use crate::key::{Key, RequestRef};
+use crate::key::{Key, Label, RequestRef};
 pub use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
 pub(crate) use fallback::{FallbackStore, Share};
 pub use hold::HoldState;
@@ -212,8 +212,8 @@ pub trait Store: Send + Sync + 'static {
     /// A store with a secret makes the label with it, so that the label is the same in all
     /// processes. A reader must not be able to confirm a guessed name, so a label is never a digest
     /// without a secret.
-    fn label(&self, key: Key) -> Box<str> {
-        key.to_string().into()
+    fn label(&self, key: Key) -> Label {
+        key.process_label()
     }
 
     /// Returns the executor of the limiter's tasks, on a thread of the store's own. The tasks are
@@ -260,7 +260,7 @@ pub(crate) fn spawn(store: &dyn Store, task: impl Future<Output = ()> + Send + '
 }
 
 /// Returns the label of `key` in errors and events. The key came with `request`, if that is known.
-pub(crate) fn label(store: &dyn Store, key: Key, request: Option<&RequestRef<'_>>) -> Box<str> {
+pub(crate) fn label(store: &dyn Store, key: Key, request: Option<&RequestRef<'_>>) -> Label {
     key.plain_label(request).unwrap_or_else(|| store.label(key))
 }
 

@@ -15,7 +15,7 @@ use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::{Facts, Limited, LimitedInfo, Reason};
 use crate::events;
-use crate::key::{Key, RequestRef};
+use crate::key::{Key, Label, RequestRef};
 use crate::key_map::{Full, KeyMap};
 use crate::pace::Pace;
 use crate::rng::{Dice, dice};
@@ -107,7 +107,7 @@ impl Core {
     }
 
     /// Returns the name of `key` in errors and events. `request` is the request that has the key.
-    pub(super) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Box<str> {
+    pub(super) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Label {
         match &self.settings.store {
             Some(store) => store::label(&**store, key, request),
             None => key.own_label(request),
@@ -238,7 +238,7 @@ pub(super) struct Since {
 
 impl Since {
     /// Builds the report on a request for `key`.
-    pub(super) fn report(&self, key: Box<str>, retry_after: Option<Duration>) -> LimitedInfo {
+    pub(super) fn report(&self, key: Label, retry_after: Option<Duration>) -> LimitedInfo {
         let waited = self.now.saturating_duration_since(self.start);
         let at = clock::wall(self.now);
         LimitedInfo::new(Facts {
@@ -252,12 +252,7 @@ impl Since {
     }
 
     /// Builds the error of a request that the throttle refuses, and emits its event.
-    pub(super) fn refused(
-        self,
-        reason: Reason,
-        key: Box<str>,
-        retry_at: Option<Instant>,
-    ) -> Limited {
+    pub(super) fn refused(self, reason: Reason, key: Label, retry_at: Option<Instant>) -> Limited {
         let limited = Limited::Local {
             reason,
             report: self.report(key, self.until(retry_at)),

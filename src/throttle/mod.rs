@@ -65,7 +65,7 @@ use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::{Limited, Reason, StoreError};
 use crate::events;
-use crate::key::{Key, RequestRef};
+use crate::key::{Key, Label, RequestRef};
 use crate::key_map::Full;
 use crate::wakers::Wakers;
 
@@ -283,7 +283,7 @@ impl Throttle {
     }
 
     /// Returns the name of `key` in errors and events. `request` is the request that has the key.
-    pub(crate) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Box<str> {
+    pub(crate) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Label {
         self.core.label(key, request)
     }
 
@@ -292,7 +292,7 @@ impl Throttle {
         &self,
         key: Key,
         deadline: Option<Instant>,
-        label: impl FnOnce() -> Box<str>,
+        label: impl FnOnce() -> Label,
     ) -> Begun {
         let now = clock::now();
         let settings = &self.core.settings;

@@ -14,7 +14,7 @@ use super::paced_queue::Flight;
 use crate::clock;
 use crate::error::Limited;
 use crate::events;
-use crate::key::Key;
+use crate::key::{Key, Label};
 use crate::signal::Signal;
 use crate::wait_queue::Number;
 
@@ -42,7 +42,7 @@ pub struct ThrottlePermit {
 /// How a request has waited.
 #[derive(Debug)]
 pub(super) struct Waited {
-    label: Box<str>,
+    label: Label,
     start: Instant,
     span: Duration,
     turns: u32,
@@ -74,7 +74,7 @@ impl ThrottlePermit {
     }
 
     /// Sets the label of the permit's key, for the error that a refusal makes.
-    pub(crate) fn named(mut self, label: Box<str>) -> Self {
+    pub(crate) fn named(mut self, label: Label) -> Self {
         let start = clock::now();
         self.waited = Some(Box::new(Waited {
             label,
@@ -207,7 +207,7 @@ pub(crate) struct Wait {
     key: Key,
     /// The request's number in the queue; `None` once the wait has ended.
     number: Option<Number>,
-    label: Box<str>,
+    label: Label,
     start: Instant,
     latest: Instant,
     turns: u32,
@@ -221,7 +221,7 @@ impl Wait {
         core: Arc<Core>,
         key: Key,
         number: Number,
-        label: Box<str>,
+        label: Label,
         start: Instant,
         latest: Instant,
     ) -> Self {
@@ -254,7 +254,7 @@ impl Future for Wait {
             Poll::Ready(done) => done,
         };
         self.number = None;
-        let label = std::mem::take(&mut self.label);
+        let label = self.label.clone();
         let since = Since {
             start: self.start,
             now,

@@ -16,7 +16,7 @@ use super::script::Argument;
 use super::thread::Thread;
 use super::{connection, registers, sealed_key};
 use crate::config_error::ConfigError;
-use crate::key::Key;
+use crate::key::{Key, Label};
 use crate::rng::dice;
 use crate::store::{
     Background, Claim, HoldState, Lease, LeaseRequest, LimitSpec, Register, RegisterRequest, Store,
@@ -327,9 +327,9 @@ impl Store for RedisStore {
 
     /// Returns the first eight digits of the key's name in Redis if there is a secret. Otherwise
     /// returns the label that the key has in this process.
-    fn label(&self, key: Key) -> Box<str> {
+    fn label(&self, key: Key) -> Label {
         self.secret
-            .map_or_else(|| key.to_string().into(), |secret| key.digits(secret))
+            .map_or_else(|| key.process_label(), |secret| key.digits(secret))
     }
 
     fn background(&self) -> Option<&dyn Background> {

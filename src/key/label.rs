@@ -1,0 +1,77 @@
+//! The name of a key in errors and events.
+
+use std::fmt;
+use std::ops::Deref;
+
+use smallvec::SmallVec;
+
+/// The name of a key in errors and events: see [`Key`](crate::Key#what-logs-show-of-a-key). It
+/// dereferences to its text.
+///
+/// A label of up to 39 bytes needs no allocation. Eight digits fit, and so do most hosts of APIs.
+///
+/// ```
+/// use tollgate::key::Label;
+///
+/// let label = Label::from("api.example.com");
+/// assert_eq!(&*label, "api.example.com");
+/// ```
+#[derive(Clone, PartialEq, Eq)]
+pub struct Label(SmallVec<[u8; 39]>);
+
+impl Label {
+    /// Makes the label of eight hex digits.
+    pub(super) fn of_digits(number: u32) -> Self {
+        let digit = |place: u32| b"0123456789abcdef"[(number >> (4 * place) & 15) as usize];
+        Label((0..8).rev().map(digit).collect())
+    }
+}
+
+impl From<&str> for Label {
+    fn from(text: &str) -> Self {
+        Label(SmallVec::from_slice(text.as_bytes()))
+    }
+}
+
+impl Deref for Label {
+    type Target = str;
+
+    fn deref(&self) -> &str {
+        std::str::from_utf8(&self.0).expect("a label is made of text or of digits")
+    }
+}
+
+impl fmt::Display for Label {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&**self, f)
+    }
+}
+
+impl fmt::Debug for Label {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&**self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_keep_their_text() {
+        for length in [0, 1, 8, 39, 40, 253] {
+            let text = "ä".repeat(length / 2) + &"x".repeat(length % 2);
+            let label = Label::from(&*text);
+            assert_eq!(*label, *text);
+            assert_eq!(label.to_string(), text);
+            assert_eq!(format!("{label:?}"), format!("{text:?}"));
+        }
+    }
+
+    #[test]
+    fn digits_are_those_of_the_number() {
+        for number in [0, 1, 0x0123_4567, 0x89ab_cdef, u32::MAX] {
+            assert_eq!(*Label::of_digits(number), *format!("{number:08x}"));
+        }
+    }
+}
