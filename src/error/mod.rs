@@ -191,7 +191,7 @@ impl fmt::Display for Limited {
         let report = self.report();
         match self {
             Limited::Local { reason, .. } => {
-                write!(f, "refused locally ({}): ", report.key())?;
+                write!(f, "refused locally ({}): ", report.subject())?;
                 match *reason {
                     Reason::MaxWait(most) if !most.is_zero() && report.waited() >= most => {
                         write!(f, "no permit within max_wait ({most:?})")?
@@ -202,10 +202,14 @@ impl fmt::Display for Limited {
                     write!(f, "; the limit is {limit}")?;
                 }
             }
-            Limited::Upstream { status, .. } => {
-                write!(f, "refused by the upstream ({}): {status}", report.key())?
+            Limited::Upstream { status, .. } => write!(
+                f,
+                "refused by the upstream ({}): {status}",
+                report.subject()
+            )?,
+            Limited::Store { source, .. } => {
+                write!(f, "not sent ({}): {source}", report.subject())?
             }
-            Limited::Store { source, .. } => write!(f, "not sent ({}): {source}", report.key())?,
         }
         if let Some(retry_after) = report.retry_after() {
             write!(f, "; try again in {:?}", whole_millis(retry_after))?;
@@ -259,6 +263,9 @@ pub enum Reason {
     Held,
     /// The key function found no key: `by_host` without a host, `by_header` without the header.
     NoKey,
+    /// Two limits of the request have the same key in the same store, so each would count what the
+    /// other counts. Put limits of one key into one quota ([`Quota::and`](crate::Quota::and)).
+    SameKey,
 }
 
 impl fmt::Display for Reason {
@@ -288,6 +295,10 @@ impl fmt::Display for Reason {
                 f,
                 "its key is on hold, after a refusal by the upstream or a call of hold_for"
             ),
+            Reason::SameKey => write!(
+                f,
+                "two of its limits have the same key in one store; put limits of one key into one quota"
+            ),
             Reason::NoKey => {
                 write!(
                     f,
@@ -311,6 +322,7 @@ mod tests {
             reason: Reason::Deadline,
             report: LimitedInfo::new(Facts {
                 key: "api.example.com".into(),
+                name: None,
                 limit: Some(Limit::Sliding {
                     count: 50,
                     window: Duration::from_secs(1),

@@ -17,6 +17,7 @@ pub struct LimitedInfo(Box<Facts>);
 #[derive(Clone)]
 pub(crate) struct Facts {
     pub(crate) key: Label,
+    pub(crate) name: Option<&'static str>,
     pub(crate) limit: Option<Limit>,
     pub(crate) retry_after: Option<Duration>,
     pub(crate) at: SystemTime,
@@ -29,10 +30,22 @@ impl LimitedInfo {
         LimitedInfo(Box::new(facts))
     }
 
+    /// Returns what the text of an error calls the limit and the key.
+    pub(super) fn subject(&self) -> impl fmt::Display {
+        Subject(&self.0)
+    }
+
     /// Returns the label of the key: the host for `by_host`, `all` without a key function, else
     /// eight hex digits: see [`Key`](crate::Key#what-logs-show-of-a-key).
     pub fn key(&self) -> &str {
         &self.0.key
+    }
+
+    /// Returns the name of the limit that refused the request, if
+    /// [`and_per`](crate::RateLimitBuilder::and_per) gave it one. [`key`](Self::key) is then the
+    /// label of that limit's key.
+    pub fn name(&self) -> Option<&str> {
+        self.0.name
     }
 
     /// Returns the limit that refused the request. `None` if no limit of this process's quota did.
@@ -71,10 +84,23 @@ impl LimitedInfo {
     }
 }
 
+/// The limit and the key of an error: `channel 3fa94c01`, or the label of the key alone.
+struct Subject<'a>(&'a Facts);
+
+impl fmt::Display for Subject<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(name) = self.0.name {
+            write!(f, "{name} ")?;
+        }
+        f.write_str(&self.0.key)
+    }
+}
+
 impl fmt::Debug for LimitedInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Facts {
             key,
+            name,
             limit,
             retry_after,
             at,
@@ -83,6 +109,7 @@ impl fmt::Debug for LimitedInfo {
         } = &*self.0;
         f.debug_struct("LimitedInfo")
             .field("key", key)
+            .field("name", name)
             .field("limit", limit)
             .field("retry_after", retry_after)
             .field("at", at)

@@ -27,6 +27,9 @@ enum KeyOf {
     /// [`by_host`]. The layer reads the host itself, which saves a call through a `dyn`.
     Host,
     Function(Extractor<Option<Key>>),
+    /// The same, for a limit besides the first. The key in the extensions of a request is that of
+    /// the first limit.
+    OwnFunction(Extractor<Option<Key>>),
 }
 
 /// A closure that reads one value from a request.
@@ -48,6 +51,15 @@ impl Extractors {
         };
     }
 
+    /// Sets the key function of a limit besides the first.
+    pub(super) fn set_own_key<F, K>(&mut self, key: F)
+    where
+        F: Fn(&RequestRef<'_>) -> K + Send + Sync + 'static,
+        K: Into<Option<Key>>,
+    {
+        self.key = KeyOf::OwnFunction(Box::new(move |request| key(request).into()));
+    }
+
     /// Reads key, cost and deadline of `request`. Returns `None` if the key function finds no key.
     ///
     /// Values in the extensions of the request take precedence over the functions.
@@ -58,6 +70,7 @@ impl Extractors {
             .extensions()
             .filter(|extensions| !extensions.is_empty());
         let key = match (extensions.and_then(Extensions::get::<Key>), &self.key) {
+            (_, KeyOf::OwnFunction(key_of)) => key_of(&RequestRef::new(request))?,
             (Some(key), _) => *key,
             (None, KeyOf::All) => Key::ALL,
             (None, KeyOf::Host) => Key::host(request.host()?),

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
+use smallvec::SmallVec;
 use tower_layer::Layer;
 
 use super::body::{InFlight, InFlightUntilBodyEnd};
@@ -18,7 +19,9 @@ use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::Limited;
 use crate::key::{Key, Label, RequestInfo, RequestRef};
-use crate::limiter::{Entry, Limiter, Permit, Sent, Started, Waiter};
+use crate::limiter::{
+    Entry, JointStarted, Limiter, MOST_PARTS, Part, Permit, Sent, Started, Waiting, start_joint,
+};
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
 
@@ -67,6 +70,18 @@ use crate::signal::{ResponseInfo, Signal};
 /// hand](Limiter#two-limits-with-different-keys).
 #[derive(Clone, Debug)]
 pub struct RateLimitLayer {
+    pub(super) limiter: Limiter,
+    pub(super) extractors: Arc<Extractors>,
+    /// The limits besides the first. Empty for most layers.
+    pub(super) further: Arc<[FurtherLimit]>,
+}
+
+/// A limit of a layer besides the first, with a key of its own.
+#[derive(Clone, Debug)]
+pub(super) struct FurtherLimit {
+    /// The name of the limit, if it was added by [`RateLimitBuilder::and_per`]. Such a limit does
+    /// not see a request without a key, and takes the cost that the layer reads.
+    pub(super) name: Option<&'static str>,
     pub(super) limiter: Limiter,
     pub(super) extractors: Arc<Extractors>,
 }
@@ -128,6 +143,111 @@ impl RateLimitLayer {
         InFlightUntilBodyEnd { layer: self }
     }
 
+    /// Returns one layer with the limits of both. A request takes a permit of both limits or of
+    /// none, and waits once. While it waits for one limit, it takes nothing from the other.
+    ///
+    /// Each layer keeps its own settings: store, key, cost, deadline. A request waits for at most
+    /// the shorter [`max_wait`](RateLimitBuilder::max_wait), and until the earlier deadline. What
+    /// happens to responses is set by the first layer. Two layers whose settings differ only in
+    /// quota and key are written shorter with [`and_per`](RateLimitBuilder::and_per).
+    ///
+    /// If a response is a refusal and does not say whose limit was exceeded, it holds the key of
+    /// the last limit. So the narrowest limit should be the last.
+    ///
+    /// # Panics
+    ///
+    /// If both layers together have more than eight limits.
+    ///
+    /// ```
+    /// use tollgate::{Quota, RateLimitLayer, by_header};
+    ///
+    /// let all = RateLimitLayer::new(Quota::per_second(50))?;
+    /// let by_token = RateLimitLayer::builder(Quota::per_minute(100))
+    ///     .key(by_header("authorization"))
+    ///     .build()?;
+    /// let both = all.and(by_token);
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    #[must_use]
+    pub fn and(self, other: RateLimitLayer) -> RateLimitLayer {
+        let RateLimitLayer {
+            limiter,
+            extractors,
+            further,
+        } = other;
+        let first_of_other = FurtherLimit {
+            name: None,
+            limiter,
+            extractors,
+        };
+        let further: Arc<[FurtherLimit]> = self
+            .further
+            .iter()
+            .cloned()
+            .chain([first_of_other])
+            .chain(further.iter().cloned())
+            .collect();
+        assert!(
+            further.len() < MOST_PARTS,
+            "a layer has at most {MOST_PARTS} limits"
+        );
+        RateLimitLayer { further, ..self }
+    }
+
+    /// Enters a request that counts in several limits.
+    fn enter_joint(
+        &self,
+        reading: Reading,
+        request: &impl RequestInfo,
+    ) -> Admission<Sent, Waiting> {
+        let Reading {
+            key,
+            cost,
+            deadline,
+        } = reading;
+        let entry = |limiter: &Limiter, key, cost| Entry {
+            key,
+            cost,
+            deadline: None,
+            host: limiter.host_of(key, request),
+        };
+        let mut deadline = deadline;
+        let mut parts: SmallVec<[Part; 4]> = SmallVec::new();
+        parts.push(self.limiter.part(entry(&self.limiter, key, cost), None));
+        for limit in self.further.iter() {
+            let FurtherLimit {
+                name,
+                limiter,
+                extractors,
+            } = limit;
+            let own = match (extractors.read(request), name) {
+                (Some(own), _) => own,
+                (None, Some(_)) => continue,
+                (None, None) => return Admission::No(limiter.no_key()),
+            };
+            // The shorter of two deadlines; a limit without one allows any wait.
+            deadline = deadline.into_iter().chain(own.deadline).min();
+            let (key, cost) = match name {
+                Some(name) => (own.key.and(name), cost),
+                None => (own.key, own.cost),
+            };
+            parts.push(limiter.part(entry(limiter, key, cost), *name));
+        }
+        let label = || self.label(key, request);
+        match start_joint(&parts, deadline, label) {
+            JointStarted::Granted(permit) => {
+                let sent = permit.sent();
+                Admission::Go(if self.extractors.policy.error_on_limit() {
+                    sent.named(self.label(key, request))
+                } else {
+                    sent
+                })
+            }
+            JointStarted::Waiting(waiter) => Admission::Wait(Waiting::Joint(waiter)),
+            JointStarted::Limited(limited) => Admission::No(limited),
+        }
+    }
+
     /// Makes the call of a request that is sent now, and keeps the name of its key if a refusal may
     /// become an error.
     ///
@@ -159,6 +279,8 @@ pub(super) struct Admitted {
 pub(super) enum Slow {
     /// The key function found no key.
     NoKey,
+    /// The request counts in several limits.
+    Joint(Reading),
     /// No permit was at hand at this moment.
     NoPermit(Entry, Instant),
     /// The request was admitted, but the layer has a policy of its own for responses.
@@ -166,7 +288,7 @@ pub(super) enum Slow {
 }
 
 impl Gate for RateLimitLayer {
-    type Wait = Box<Waiter>;
+    type Wait = Waiting;
     type Permit = Permit;
     type Call = Sent;
     type Admitted = Admitted;
@@ -174,14 +296,17 @@ impl Gate for RateLimitLayer {
 
     #[inline]
     fn enter_fast(&self, request: &impl RequestInfo) -> Result<Admitted, Slow> {
-        let Some(Reading {
+        let Some(reading) = self.extractors.read(request) else {
+            return Err(Slow::NoKey);
+        };
+        if !self.further.is_empty() {
+            return Err(Slow::Joint(reading));
+        }
+        let Reading {
             key,
             cost,
             deadline,
-        }) = self.extractors.read(request)
-        else {
-            return Err(Slow::NoKey);
-        };
+        } = reading;
         let entry = Entry {
             key,
             cost,
@@ -200,9 +325,10 @@ impl Gate for RateLimitLayer {
         Sent::at_once(self.limiter.id(), &entry, now)
     }
 
-    fn enter_slow(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Box<Waiter>> {
+    fn enter_slow(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Waiting> {
         let (entry, now) = match slow {
             Slow::NoKey => return Admission::No(self.limiter.no_key()),
+            Slow::Joint(reading) => return self.enter_joint(reading, request),
             Slow::NoPermit(entry, now) => (entry, now),
             Slow::OwnPolicy(admitted) => {
                 return Admission::Go(self.sent_with_label(admitted, request));
@@ -216,7 +342,7 @@ impl Gate for RateLimitLayer {
                 let sent = self.sent_with_label(Admitted { entry, now }, request);
                 Admission::Go(sent.in_flight(in_flight_slot))
             }
-            Started::Waiting(waiter) => Admission::Wait(waiter),
+            Started::Waiting(waiter) => Admission::Wait(Waiting::One(waiter)),
             Started::Limited(limited) => Admission::No(limited),
         }
     }
@@ -226,18 +352,15 @@ impl Gate for RateLimitLayer {
         self.extractors.policy.clone()
     }
 
-    fn poll_permit(
-        waiter: &mut Box<Waiter>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Result<Permit, Limited>> {
-        Pin::new(&mut **waiter).poll(cx)
+    fn poll_permit(waiting: &mut Waiting, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+        Pin::new(waiting).poll(cx)
     }
 
-    fn send(permit: Permit, waiter: &mut Box<Waiter>) -> Option<Sent> {
+    fn send(permit: Permit, waiting: &mut Waiting) -> Option<Sent> {
         if permit.is_valid() {
             return Some(permit.sent());
         }
-        waiter.wait_again(permit);
+        waiting.wait_again(permit);
         None
     }
 
@@ -257,7 +380,7 @@ impl Gate for RateLimitLayer {
         response: &impl ResponseInfo,
         policy: &ResponsePolicy,
         _repeat: Option<T>,
-    ) -> Departure<Box<Waiter>, T> {
+    ) -> Departure<Waiting, T> {
         if policy.is_default() && !call.may_end_probation() && !Signal::is_any_in(response) {
             return Departure::Pass(InFlight(call.into_in_flight_slot()));
         }
@@ -272,7 +395,7 @@ fn leave_slow<T>(
     call: Sent,
     response: &impl ResponseInfo,
     policy: &ResponsePolicy,
-) -> Departure<Box<Waiter>, T> {
+) -> Departure<Waiting, T> {
     let signal = policy.signal(call.key(), call.host(), response, clock::now());
     match call.answered(&signal) {
         (_, Some(limited)) if policy.error_on_limit() => Departure::Refuse(limited),

@@ -4,16 +4,17 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::rate_limit::RateLimitLayer;
+use super::extractors::Extractors;
+use super::rate_limit::{FurtherLimit, RateLimitLayer};
 use super::settings::{Common, at_most, common_setters};
 use crate::config_error::ConfigError;
 use crate::key::{Key, RequestRef};
 use crate::limit::LimitSpec;
-use crate::limiter::{HeaderTrust, Limiter, OnScope, OnStoreError, Settings};
+use crate::limiter::{HeaderTrust, Limiter, MOST_PARTS, OnScope, OnStoreError, Settings};
 use crate::quota::{Quota, Slacks};
 #[cfg(doc)]
 use crate::signal::Signal;
-use crate::store::{FallbackStore, MemoryStore, Share};
+use crate::store::{FallbackStore, MemoryStore, Share, Store};
 
 /// Configures a [`RateLimitLayer`].
 ///
@@ -42,6 +43,15 @@ pub struct RateLimitBuilder {
     in_flight_ttl: Duration,
     learn: HeaderTrust,
     on_scope: Option<OnScope>,
+    /// The limits besides the first.
+    further: Vec<Further>,
+}
+
+/// A limit that [`RateLimitBuilder::and_per`] adds.
+struct Further {
+    name: &'static str,
+    quota: Quota,
+    extractors: Extractors,
 }
 
 impl RateLimitBuilder {
@@ -66,6 +76,7 @@ impl RateLimitBuilder {
             in_flight_ttl: RateLimitBuilder::DEFAULT_IN_FLIGHT_TTL,
             learn: HeaderTrust::default(),
             on_scope: None,
+            further: Vec::new(),
         }
     }
 
@@ -139,6 +150,55 @@ impl RateLimitBuilder {
     /// A [`Cost`](crate::Cost) in the extensions of the request takes precedence over the function.
     pub fn cost(mut self, cost: impl Fn(&RequestRef<'_>) -> u32 + Send + Sync + 'static) -> Self {
         self.common.extractors.cost = Some(Box::new(cost));
+        self
+    }
+
+    /// Adds a limit with a key of its own: each request also takes a permit of `quota` under the key
+    /// that `key` returns. If it returns `None`, this limit does not see the request. A layer has
+    /// up to eight limits.
+    ///
+    /// A request takes a permit of all its limits or of none, and waits once. While it waits for
+    /// one limit, it takes nothing from the others. All settings of the layer apply to this limit
+    /// too, and [`cost`](Self::cost) applies to all limits.
+    ///
+    /// `name` stands in errors ([`LimitedInfo::name`](crate::error::LimitedInfo::name)). It also keeps the
+    /// keys of two limits apart: the key in the store is `key.and(name)`
+    /// ([`Key::and`]). With [`Limiter::peek`](crate::Limiter::peek), look at it under that key.
+    ///
+    /// If a response is a refusal that names a [scope](crate::Signal::scope), it holds the key of
+    /// the limit with that name. Otherwise it holds the key whose limit the response states as used
+    /// up, or else the key of the last limit. So the narrowest limit should be the last.
+    ///
+    /// ```
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// // 30 messages per minute in all, one per second to each channel.
+    /// let limit = RateLimitLayer::builder(Quota::per_minute(30))
+    ///     .and_per("channel", Quota::per_second(1), |request| {
+    ///         let channel = request.path().strip_prefix("/channels/")?;
+    ///         channel.split('/').next().map(Key::new)
+    ///     })
+    ///     .build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`build`](Self::build) fails if the quota is out of range, if the name is empty or used
+    /// twice, and if there are more than eight limits.
+    pub fn and_per<F, K>(mut self, name: &'static str, quota: Quota, key: F) -> Self
+    where
+        F: Fn(&RequestRef<'_>) -> K + Send + Sync + 'static,
+        K: Into<Option<Key>>,
+    {
+        let mut extractors = Extractors::default();
+        // The key in the extensions of a request is that of the first limit.
+        extractors.set_own_key(key);
+        self.further.push(Further {
+            name,
+            quota,
+            extractors,
+        });
         self
     }
 
@@ -303,30 +363,64 @@ impl RateLimitBuilder {
     /// # Errors
     ///
     /// [`ConfigError`] names the first setting or limit that is out of range, and what to change.
-    pub fn build(self) -> Result<RateLimitLayer, ConfigError> {
+    pub fn build(mut self) -> Result<RateLimitLayer, ConfigError> {
         self.check()?;
+        let max_keys = self.common.max_keys;
+        let store = self.common.store.take();
+        let store = store.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
+        let further = std::mem::take(&mut self.further)
+            .into_iter()
+            .map(
+                |Further {
+                     name,
+                     quota,
+                     extractors,
+                 }| {
+                    Ok(FurtherLimit {
+                        name: Some(name),
+                        limiter: self.limiter(quota, store.clone(), None)?,
+                        extractors: Arc::new(extractors),
+                    })
+                },
+            )
+            .collect::<Result<_, ConfigError>>()?;
+        let on_scope = self.on_scope.take();
+        let limiter = self.limiter(self.quota, store, on_scope)?;
+        Ok(RateLimitLayer {
+            limiter,
+            extractors: Arc::new(self.common.extractors),
+            further,
+        })
+    }
+
+    /// Makes the limiter of one limit of the layer.
+    fn limiter(
+        &self,
+        quota: Quota,
+        store: Arc<dyn Store>,
+        on_scope: Option<OnScope>,
+    ) -> Result<Limiter, ConfigError> {
         let slacks = Slacks {
             transit: self.transit_slack,
             boundary: self.boundary_guard,
             rate_loss: self.max_rate_loss,
         };
-        let life = self.quota.check(slacks)?;
-        let share = self.share()?;
+        let life = quota.check(slacks)?;
+        let share = self.share(&quota)?;
         let Common {
-            extractors,
-            store,
             max_wait,
             max_queue,
             max_keys,
             max_hold,
+            ..
         } = self.common;
-        let mut store = store.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
-        if self.on_store_error == OnStoreError::FallbackShare {
-            store = Arc::new(FallbackStore::new(store, share, max_keys));
-        }
-        let spec =
-            LimitSpec::new(self.quota, self.transit_slack, self.boundary_guard).with_life(life);
-        let limiter = Limiter::new(Settings {
+        let store = if self.on_store_error == OnStoreError::FallbackShare {
+            Arc::new(FallbackStore::new(store, share, max_keys))
+        } else {
+            store
+        };
+        let spec = LimitSpec::new(quota, self.transit_slack, self.boundary_guard).with_life(life);
+        Ok(Limiter::new(Settings {
             spec: Arc::new(spec),
             store,
             max_wait,
@@ -335,13 +429,9 @@ impl RateLimitBuilder {
             in_flight_ttl: self.in_flight_ttl,
             max_hold,
             learn: self.learn,
-            on_scope: self.on_scope,
+            on_scope,
             on_store_error: self.on_store_error,
-        });
-        Ok(RateLimitLayer {
-            limiter,
-            extractors: Arc::new(extractors),
-        })
+        }))
     }
 
     /// Checks that each setting is in its range.
@@ -368,13 +458,32 @@ impl RateLimitBuilder {
                 allowed: "at most 50",
             });
         }
+        if self.further.len() >= MOST_PARTS {
+            return Err(ConfigError::OutOfRange {
+                setting: "and_per",
+                value: format!("{} limits besides the first", self.further.len()),
+                allowed: "at most seven",
+            });
+        }
+        for (index, Further { name, .. }) in self.further.iter().enumerate() {
+            let is_taken = self.further[..index]
+                .iter()
+                .any(|other| other.name == *name);
+            if name.is_empty() || is_taken {
+                return Err(ConfigError::OutOfRange {
+                    setting: "and_per",
+                    value: format!("{name:?}"),
+                    allowed: "a name that no other limit of the layer has, and that is not empty",
+                });
+            }
+        }
         Ok(())
     }
 
     /// Returns the share of the limit during an outage of the store, if one is set.
-    fn share(&self) -> Result<Option<Share>, ConfigError> {
+    fn share(&self, quota: &Quota) -> Result<Option<Share>, ConfigError> {
         let falls_back = self.on_store_error == OnStoreError::FallbackShare;
-        if falls_back && self.quota.limits().is_empty() {
+        if falls_back && quota.limits().is_empty() {
             return Err(ConfigError::OutOfRange {
                 setting: "on_store_error",
                 value: "FallbackShare".into(),

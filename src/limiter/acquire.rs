@@ -7,11 +7,14 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
+use smallvec::SmallVec;
+
 use super::admission::Entry;
 use super::engine::Core;
+use super::joint::{self, JointStarted, MOST_PARTS, Part};
 use super::permit::Permit;
 use super::start::{self, Started};
-use super::waiter::Waiter;
+use super::waiting::Waiting;
 use crate::error::Limited;
 use crate::key::Key;
 
@@ -23,12 +26,14 @@ use crate::key::Key;
 #[derive(Debug)]
 pub struct Acquire(Step);
 
-// New => Waiting | Done
+// New, Joint => Waiting | Done
 // Waiting => Done
 #[derive(Debug)]
 enum Step {
     New(Arc<Core>, Request),
-    Waiting(Box<Waiter>),
+    /// A request of several keys that has not entered.
+    Joint(Vec<(Arc<Core>, Request)>),
+    Waiting(Waiting),
     Done,
 }
 
@@ -54,7 +59,8 @@ impl Acquire {
     }
 
     /// Sets how many units of each limit the request takes. Default: 1. A request of cost 0 passes
-    /// at once, even if its key is on hold.
+    /// at once, even if its key is on hold. Set it before [`with`](Self::with): each key has a cost
+    /// of its own.
     ///
     /// Has no effect once the future was polled.
     pub fn cost(mut self, cost: u32) -> Self {
@@ -69,11 +75,83 @@ impl Acquire {
     ///
     /// Has no effect once the future was polled.
     pub fn deadline(mut self, deadline: Instant) -> Self {
-        if let Step::New(_, request) = &mut self.0 {
-            request.deadline = Some(deadline);
+        match &mut self.0 {
+            Step::New(_, request) => request.deadline = Some(deadline),
+            Step::Joint(requests) => {
+                requests
+                    .iter_mut()
+                    .for_each(|(_, request)| request.deadline = Some(deadline));
+            }
+            Step::Waiting(_) | Step::Done => {}
         }
         self
     }
+
+    /// Adds a key: the future acquires one permit of all keys together, or of none.
+    ///
+    /// The keys may be of one limiter or of several, also with different stores. The permit is
+    /// granted at a moment at which all limits allow the request. The request waits for at most the
+    /// shortest [`max_wait`](crate::RateLimitBuilder::max_wait) of the limiters, and until the
+    /// earliest deadline. While it waits for one key, it takes nothing from the others.
+    ///
+    /// A request has at most eight keys. Futures that were polled before cannot be added.
+    ///
+    /// ```
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let channels = RateLimitLayer::new(Quota::per_second(1))?.limiter();
+    /// let all = RateLimitLayer::new(Quota::per_minute(30))?.limiter();
+    ///
+    /// let channel = channels.acquire(Key::new("general"));
+    /// let permit = channel.with(all.acquire(Key::ALL)).await?;
+    /// // ... send the message ...
+    /// drop(permit);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Panics
+    ///
+    /// If the request has more than eight keys, or if one of the two futures was polled.
+    pub fn with(self, other: Acquire) -> Acquire {
+        let mut requests = self.into_requests();
+        requests.extend(other.into_requests());
+        assert!(
+            requests.len() <= MOST_PARTS,
+            "a request has at most {MOST_PARTS} keys"
+        );
+        Acquire(Step::Joint(requests))
+    }
+
+    fn into_requests(self) -> Vec<(Arc<Core>, Request)> {
+        match self.0 {
+            Step::New(core, request) => vec![(core, request)],
+            Step::Joint(requests) => requests,
+            Step::Waiting(_) | Step::Done => panic!("an Acquire future was polled before `with`"),
+        }
+    }
+}
+
+/// Enters a request of several keys.
+fn enter_joint(requests: &[(Arc<Core>, Request)]) -> JointStarted {
+    let deadline = requests.iter().filter_map(|(_, request)| request.deadline);
+    let deadline = deadline.min();
+    let parts: SmallVec<[Part; 4]> = requests
+        .iter()
+        .map(|(core, request)| {
+            let entry = Entry {
+                key: request.key,
+                cost: request.cost,
+                deadline,
+                host: None,
+            };
+            Part::new(core, entry, None)
+        })
+        .collect();
+    let (first, request) = &requests[0];
+    joint::start(&parts, deadline, || first.label(request.key, None))
 }
 
 impl Future for Acquire {
@@ -111,11 +189,24 @@ impl Future for Acquire {
                             return Poll::Ready(Ok(Permit::new(core, key, slot, in_flight_slot)));
                         }
                         Started::Limited(limited) => return Poll::Ready(Err(limited)),
-                        Started::Waiting(waiter) => self.0 = Step::Waiting(waiter),
+                        Started::Waiting(waiter) => {
+                            self.0 = Step::Waiting(Waiting::One(waiter));
+                        }
+                    }
+                }
+                Step::Joint(requests) => {
+                    let started = enter_joint(requests);
+                    self.0 = Step::Done;
+                    match started {
+                        JointStarted::Granted(permit) => return Poll::Ready(Ok(permit)),
+                        JointStarted::Limited(limited) => return Poll::Ready(Err(limited)),
+                        JointStarted::Waiting(waiter) => {
+                            self.0 = Step::Waiting(Waiting::Joint(waiter));
+                        }
                     }
                 }
                 Step::Waiting(waiter) => {
-                    let polled = Pin::new(&mut **waiter).poll(cx);
+                    let polled = Pin::new(waiter).poll(cx);
                     if polled.is_ready() {
                         self.0 = Step::Done;
                     }

@@ -167,7 +167,7 @@ impl Core {
 
     /// Starts a task that gives back prefetched permits of `key` before they expire, until none are
     /// left. `at` is when it looks first.
-    fn sweep(self: &Arc<Self>, key: Key, at: Instant) {
+    pub(super) fn sweep(self: &Arc<Self>, key: Key, at: Instant) {
         let core = Arc::downgrade(self);
         self.spawn(async move {
             let mut next = Some(at);

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use super::hosts::Hosts;
 use super::in_flight::InFlightCalls;
+use super::joint::JointSets;
 use super::key_state::{KeyContext, KeyState, Work};
 use super::key_states::KeyStates;
 use super::settings::{OnStoreError, Settings};
@@ -33,6 +34,8 @@ pub(super) struct Core {
     pub(super) settings: Settings,
     /// Whether an event has reported that other processes assert other limits.
     pub(super) warned: AtomicBool,
+    /// The joint requests whose first key is of this limiter.
+    pub(super) joint: JointSets,
     /// The hosts of requests under [`Key::ALL`].
     pub(super) hosts: Hosts,
     on_event: OnEvent,
@@ -92,6 +95,7 @@ impl Core {
             in_flight: InFlightCalls::new(&settings),
             settings,
             warned: AtomicBool::new(false),
+            joint: JointSets::default(),
             hosts: Hosts::default(),
             on_event,
         });

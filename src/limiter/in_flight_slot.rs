@@ -30,27 +30,56 @@ struct Taken {
     key: Key,
     /// The number of the slot in the [`KeyCalls`] of the key.
     number: Number,
+    /// The in-flight slots of the other keys of a joint request.
+    others: Vec<InFlightSlot>,
 }
 
 impl InFlightSlot {
     pub(super) fn new(core: Arc<Core>, key: Key, number: Number) -> Self {
-        InFlightSlot(Box::new(Taken { core, key, number }))
+        InFlightSlot(Box::new(Taken {
+            core,
+            key,
+            number,
+            others: Vec::new(),
+        }))
+    }
+
+    /// Adds the in-flight slot of another key of the same call.
+    pub(super) fn and(mut self, other: InFlightSlot) -> Self {
+        self.0.others.push(other);
+        self
     }
 
     /// Returns whether the store may have granted the slot to another call. Always `false` with
     /// [`OnStoreError::FailOpen`].
     pub(super) fn is_lost(&self, now: Instant) -> bool {
-        let Taken { core, key, number } = &*self.0;
+        let Taken {
+            core,
+            key,
+            number,
+            others,
+        } = &*self.0;
         with_guarded_calls(core, *key, |calls| calls.is_lost(*number, now)).unwrap_or(false)
+            || others.iter().any(|other| other.is_lost(now))
     }
 
     /// Ready when the store may have granted the slot to another call: then this call has to end.
     /// Never ready with [`OnStoreError::FailOpen`].
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {
-        let Taken { core, key, number } = &*self.0;
-        let lost = with_guarded_calls(core, *key, |calls| calls.poll_lost(*number, cx));
-        lost.unwrap_or(Poll::Pending)
-            .map(|()| StoreError::InFlightSlotLost)
+        let Taken {
+            core,
+            key,
+            number,
+            others,
+        } = &*self.0;
+        let lost = with_guarded_calls(core, *key, |calls| calls.poll_lost(*number, cx))
+            .unwrap_or(Poll::Pending)
+            .map(|()| StoreError::InFlightSlotLost);
+        let others = others.iter().map(|other| other.poll_lost(cx));
+        std::iter::once(lost)
+            .chain(others)
+            .find(Poll::is_ready)
+            .unwrap_or(Poll::Pending)
     }
 
     /// The same as [`poll_lost`](InFlightSlot::poll_lost), with the error of the call.
@@ -65,7 +94,9 @@ impl InFlightSlot {
 impl Drop for InFlightSlot {
     fn drop(&mut self) {
         let now = clock::now();
-        let Taken { core, key, number } = &*self.0;
+        let Taken {
+            core, key, number, ..
+        } = &*self.0;
         with_calls(core, *key, |calls, wakers| calls.end(*number, now, wakers));
     }
 }

@@ -17,6 +17,8 @@ const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 pub(super) struct RefusedRequest {
     /// The name of its key.
     pub(super) label: Label,
+    /// The name of its limit, if it has one.
+    pub(super) name: Option<&'static str>,
     /// When it entered.
     pub(super) since: Instant,
     /// How often it got a slot. 0 if it never waited.
@@ -28,6 +30,7 @@ impl RefusedRequest {
     pub(super) fn new(label: Label, now: Instant) -> Self {
         RefusedRequest {
             label,
+            name: None,
             since: now,
             turns: 0,
         }
@@ -52,6 +55,7 @@ impl RefusedRequest {
     fn report(self, refusal: Refusal, now: Instant) -> LimitedInfo {
         LimitedInfo::new(Facts {
             key: self.label,
+            name: self.name,
             limit: refusal.limit,
             retry_after: refusal.wait.map(|wait| wait.max(SHORTEST_WAIT)),
             at: clock::wall(now),

@@ -11,6 +11,7 @@ use super::acquire::Acquire;
 use super::admission::Entry;
 use super::engine::{Core, CoreId};
 use super::holds;
+use super::joint::Part;
 use super::limited::RefusedRequest;
 use super::listener;
 use super::settings::Settings;
@@ -263,6 +264,12 @@ impl Limiter {
     /// Returns the name of `key`, which came with `request`, for errors and events.
     pub(crate) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Label {
         self.0.label(key, request)
+    }
+
+    /// Returns the part of a joint request that this limiter counts. `name` is the name of the
+    /// limit, if it has one.
+    pub(crate) fn part(&self, entry: Entry, name: Option<&'static str>) -> Part {
+        Part::new(&self.0, entry, name)
     }
 
     #[inline]

@@ -24,11 +24,14 @@
 // | `engine` | `Core`: the state of all keys |
 // | `effects` | access to the state of a key, and the effects that it returns |
 // | `holds`, `in_flight_slot` | holds of keys, in-flight slots |
+// | `split_signal` | which key of a joint request a response is about |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | the way of a request to its permit |
 // | `permit` | the right to send one request |
 // | `stage`, `waiter` | what a request waits for; a request that waits |
-// | `start`, `acquire` | the entrance: fast path and slow path, and the public future |
+// | `start` | the entrance: fast path and slow path |
+// | `joint`, `waiting` | requests of several keys; a request that waits, with one key or several |
+// | `acquire` | the public future of a permit |
 // | `limiter` | [`Limiter`], the public face |
 
 mod acquire;
@@ -39,6 +42,7 @@ mod holds;
 mod hosts;
 mod in_flight;
 mod in_flight_slot;
+mod joint;
 mod key_state;
 mod key_states;
 mod limited;
@@ -53,15 +57,18 @@ mod reservation;
 mod responses;
 mod session;
 mod settings;
+mod split_signal;
 mod stage;
 mod start;
 mod status;
 mod unlocked;
 mod waiter;
+mod waiting;
 
 pub use acquire::Acquire;
 pub(crate) use admission::Entry;
 pub(crate) use in_flight_slot::InFlightSlot;
+pub(crate) use joint::{JointStarted, MOST_PARTS, Part, start as start_joint};
 pub use key_state::{HeaderTrust, StatedLimit};
 pub use limiter::Limiter;
 pub use permit::Permit;
@@ -70,4 +77,4 @@ pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, Settings};
 pub(crate) use start::Started;
 pub use status::KeyStatus;
-pub(crate) use waiter::Waiter;
+pub(crate) use waiting::Waiting;

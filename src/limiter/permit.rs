@@ -6,6 +6,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
+use smallvec::SmallVec;
 
 use super::admission::Entry;
 use super::engine::{Core, CoreId};
@@ -14,6 +15,7 @@ use super::in_flight_slot::InFlightSlot;
 use super::key_state::is_any_uncertain;
 use super::reservation::Reservation;
 use super::responses::AnsweredCall;
+use super::split_signal::{SignalKey, split};
 use crate::clock;
 use crate::error::{Facts, Limited, LimitedInfo, StoreError};
 use crate::events;
@@ -40,6 +42,24 @@ pub struct Permit {
     in_flight_slot: Option<InFlightSlot>,
     /// `None` if the request did not wait.
     wait: Option<Box<PastWait>>,
+    /// The permits of the other keys of a joint request.
+    joint: Option<Box<Joint>>,
+}
+
+/// What the permit of a joint request has besides that of its first key.
+struct Joint {
+    /// The key of the host, if it matters to the first key: see [`Entry::host`].
+    host: Option<Key>,
+    others: Vec<JointPermit>,
+}
+
+/// The permit of another key of a joint request.
+pub(super) struct JointPermit {
+    pub(super) permit: Permit,
+    /// The name of the limit. `None` if it has none.
+    pub(super) name: Option<&'static str>,
+    /// The key of the host, if it matters to this key.
+    pub(super) host: Option<Key>,
 }
 
 /// The wait of a request that did not get its permit at once, for errors.
@@ -68,6 +88,7 @@ impl Permit {
             slot,
             in_flight_slot,
             wait: None,
+            joint: None,
         }
     }
 
@@ -79,9 +100,30 @@ impl Permit {
         }
     }
 
-    /// Returns the key of the request.
+    /// Adds the permits of the other keys of a joint request. `host` is the key of the host, if it
+    /// matters to the first key.
+    pub(super) fn with(self, host: Option<Key>, others: Vec<JointPermit>) -> Self {
+        Permit {
+            joint: Some(Box::new(Joint { host, others })),
+            ..self
+        }
+    }
+
+    /// Returns the key of the request. If it has several, this is the first one.
     pub fn key(&self) -> Key {
         self.key
+    }
+
+    /// Returns all keys of the request, the first one first.
+    pub fn keys(&self) -> impl Iterator<Item = Key> {
+        self.all().map(|permit| permit.key)
+    }
+
+    /// Returns this permit and those of the other keys of a joint request.
+    fn all(&self) -> impl Iterator<Item = &Permit> {
+        let joint = self.joint.iter();
+        let others = joint.flat_map(|joint| joint.others.iter().map(|other| &other.permit));
+        std::iter::once(self).chain(others)
     }
 
     /// Returns the moment by which the request must have left, 10 to 50 ms after its slot. `None`
@@ -90,12 +132,15 @@ impl Permit {
     /// If the permit is used later, the upstream may see more requests than its limit allows. Give
     /// the permit back and acquire another one.
     pub fn deadline(&self) -> Option<Instant> {
-        self.slot.map(|slot| slot.until)
+        self.all()
+            .filter_map(|permit| permit.slot)
+            .map(|slot| slot.until)
+            .min()
     }
 
     /// Returns whether the request may still be sent: whether the deadline has not passed.
     pub fn is_valid(&self) -> bool {
-        self.slot.is_none_or(|slot| clock::now() < slot.until)
+        self.deadline().is_none_or(|until| clock::now() < until)
     }
 
     /// Waits until this call must be cancelled, and returns the reason.
@@ -111,9 +156,15 @@ impl Permit {
     ///
     /// The future may be dropped at any time.
     pub async fn revoked(&self) -> StoreError {
-        poll_fn(|cx| match &self.in_flight_slot {
-            Some(in_flight_slot) => in_flight_slot.poll_lost(cx),
-            None => Poll::Pending,
+        poll_fn(|cx| {
+            let mut slots = self
+                .all()
+                .filter_map(|permit| permit.in_flight_slot.as_ref());
+            let lost = slots.find_map(|slot| match slot.poll_lost(cx) {
+                Poll::Ready(lost) => Some(lost),
+                Poll::Pending => None,
+            });
+            lost.map_or(Poll::Pending, Poll::Ready)
         })
         .await
     }
@@ -143,13 +194,17 @@ impl Permit {
             slot,
             in_flight_slot,
             wait,
+            joint,
         } = self;
         let (cost, at) = slot.map_or_else(|| (0, clock::now()), |slot| (slot.cost, slot.at));
-        let host = wait.as_ref().and_then(|wait| wait.host);
-        let more = (in_flight_slot.is_some() || wait.is_some()).then(|| {
+        let past_host = wait.as_ref().and_then(|wait| wait.host);
+        let host = joint.as_ref().map_or(past_host, |joint| joint.host);
+        let joint = joint.map(|joint| joint.others).unwrap_or_default();
+        let more = (in_flight_slot.is_some() || wait.is_some() || !joint.is_empty()).then(|| {
             Box::new(More {
                 in_flight_slot,
                 wait,
+                joint: joint.into_iter().map(JointPermit::sent).collect(),
             })
         });
         Sent {
@@ -170,9 +225,24 @@ impl Permit {
     /// Ends the permit of a request that was certainly not sent. Its slot goes to the next waiter,
     /// or else back to the store.
     pub fn give_back(self) {
-        if let Some(slot) = self.slot {
-            self.core.give_back(self.key, slot);
-        }
+        self.return_slots();
+    }
+
+    /// Gives back the slots of all keys. Returns the in-flight slots, in the order of the keys.
+    pub(super) fn return_slots(self) -> SmallVec<[Option<InFlightSlot>; 4]> {
+        let others = self.joint.map(|joint| joint.others).unwrap_or_default();
+        let first = (self.core, self.key, self.slot, self.in_flight_slot);
+        let others = others.into_iter().map(|JointPermit { permit, .. }| {
+            (permit.core, permit.key, permit.slot, permit.in_flight_slot)
+        });
+        let all = std::iter::once(first).chain(others);
+        all.map(|(core, key, slot, in_flight_slot)| {
+            if let Some(slot) = slot {
+                core.give_back(key, slot);
+            }
+            in_flight_slot
+        })
+        .collect()
     }
 }
 
@@ -197,6 +267,28 @@ pub(crate) struct Sent {
 struct More {
     in_flight_slot: Option<InFlightSlot>,
     wait: Option<Box<PastWait>>,
+    /// The other keys of a joint request.
+    joint: Vec<JointSent>,
+}
+
+/// Another key of a joint request that was sent.
+struct JointSent {
+    sent: Sent,
+    name: Option<&'static str>,
+}
+
+impl JointPermit {
+    /// Marks the request as sent.
+    fn sent(self) -> JointSent {
+        let JointPermit { permit, name, host } = self;
+        JointSent {
+            sent: Sent {
+                host,
+                ..permit.sent()
+            },
+            name,
+        }
+    }
 }
 
 impl Sent {
@@ -257,30 +349,33 @@ impl Sent {
     /// until the in-flight slot is dropped.
     #[inline]
     pub(crate) fn into_in_flight_slot(self) -> Option<InFlightSlot> {
-        self.more?.in_flight_slot
+        let More {
+            in_flight_slot,
+            joint,
+            ..
+        } = *self.more?;
+        let others = joint.into_iter();
+        others.fold(in_flight_slot, |all, other| {
+            match (all, other.sent.into_in_flight_slot()) {
+                (Some(all), Some(other)) => Some(all.and(other)),
+                (all, other) => all.or(other),
+            }
+        })
     }
 
     /// Ends the request with what its response states. Returns the error of a response that is a
     /// refusal. The call is in flight until the in-flight slot is dropped.
     pub(crate) fn answered(mut self, signal: &Signal) -> (Option<InFlightSlot>, Option<Limited>) {
-        let Sent {
-            key,
-            host,
-            cost,
-            at,
-            ..
-        } = self;
-        let hold = host_hold(key, host).unwrap_or(key);
-        AnsweredCall {
-            key,
-            hold,
-            cost,
-            sent: at,
-        }
-        .observe(self.core, signal);
+        let refused = match self.more.as_ref().filter(|more| !more.joint.is_empty()) {
+            None => {
+                self.observe(signal);
+                None
+            }
+            Some(more) => self.observe_joint(&more.joint, signal),
+        };
         let limited = signal
             .refusal()
-            .map(|status| self.upstream_limited(status, signal));
+            .map(|status| self.upstream_limited(status, signal, refused));
         (self.into_in_flight_slot(), limited)
     }
 
@@ -288,17 +383,74 @@ impl Sent {
     /// flight.
     #[inline]
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<Limited> {
-        let in_flight_slot = self
-            .more
-            .as_ref()
-            .and_then(|more| more.in_flight_slot.as_ref());
-        in_flight_slot.map_or(Poll::Pending, |in_flight_slot| {
-            in_flight_slot.poll_limited(cx)
-        })
+        let Some(more) = &self.more else {
+            return Poll::Pending;
+        };
+        let slots = more.in_flight_slot.iter();
+        let lost = slots.map(|slot| slot.poll_limited(cx));
+        let others = more.joint.iter().map(|other| other.sent.poll_lost(cx));
+        lost.chain(others)
+            .find(Poll::is_ready)
+            .unwrap_or(Poll::Pending)
+    }
+
+    /// Takes in what the response states about the key.
+    fn observe(&self, signal: &Signal) {
+        let &Sent {
+            key,
+            host,
+            cost,
+            at,
+            ..
+        } = self;
+        AnsweredCall {
+            key,
+            hold: host_hold(key, host).unwrap_or(key),
+            cost,
+            sent: at,
+        }
+        .observe(self.core, signal);
+    }
+
+    /// Takes in what the response to a joint request states, each statement about the key that it
+    /// is about. If the response is a refusal of a key besides the first, returns the label of that
+    /// key and the name of its limit.
+    #[cold]
+    fn observe_joint(
+        &self,
+        others: &[JointSent],
+        signal: &Signal,
+    ) -> Option<(Label, Option<&'static str>)> {
+        let others = others.iter().map(|other| (&other.sent, other.name));
+        let all: SmallVec<[_; 4]> = std::iter::once((self, None)).chain(others).collect();
+        let keys: SmallVec<[_; 4]> = all
+            .iter()
+            .map(|(sent, name)| {
+                let core = sent.core.find();
+                SignalKey {
+                    name: *name,
+                    has_on_scope: core
+                        .as_ref()
+                        .is_some_and(|core| core.settings.on_scope.is_some()),
+                    spec: core.map(|core| core.terms(sent.key)),
+                }
+            })
+            .collect();
+        let (signals, refused) = split(signal, &keys);
+        for ((sent, _), signal) in all.iter().zip(&signals) {
+            sent.observe(signal);
+        }
+        let (sent, name) = all[refused.filter(|index| *index > 0)?];
+        Some((sent.core.label(sent.key), name))
     }
 
     #[cold]
-    fn upstream_limited(&mut self, status: StatusCode, signal: &Signal) -> Limited {
+    fn upstream_limited(
+        &mut self,
+        status: StatusCode,
+        signal: &Signal,
+        refused: Option<(Label, Option<&'static str>)>,
+    ) -> Limited {
         let PastWait {
             label,
             waited,
@@ -313,11 +465,13 @@ impl Sent {
                 host: None,
             },
         };
+        let (label, name) = refused.unwrap_or((label, None));
         let retry_after = signal.retry_after();
         events::upstream_limited(&label, status, retry_after);
         let at = clock::wall(clock::now());
         let report = LimitedInfo::new(Facts {
             key: label,
+            name,
             limit: None,
             retry_after,
             at,

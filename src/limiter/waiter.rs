@@ -157,6 +157,7 @@ impl Waiter {
     fn refused_request(&self) -> RefusedRequest {
         RefusedRequest {
             label: self.label.clone(),
+            name: None,
             since: self.since,
             turns: self.ticket.turns,
         }

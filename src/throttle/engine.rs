@@ -243,6 +243,7 @@ impl Since {
         let at = clock::wall(self.now);
         LimitedInfo::new(Facts {
             key,
+            name: None,
             limit: None,
             retry_after,
             at,

@@ -10,6 +10,7 @@
 //! | `ticket` | a request: it enters, waits, and leaves |
 //! | `mod` | [`KeyState`]: permits taken and returned, and changes of the hold or of what is left |
 //! | `booking` | [`KeyState`]: when the store is called, for what, and what its answer means |
+//! | `joint_ask` | one call for one key of a joint request |
 //! | `store_view` | what the process knows of its store |
 //! | `store_refusal` | a refusal of the store, kept for the next requests |
 //! | `key_hold` | the hold of the key, and the tasks that wait only for its end |
@@ -30,6 +31,7 @@
 mod booking;
 mod context;
 mod hold;
+mod joint_ask;
 mod key_hold;
 mod probation;
 #[cfg(test)]
@@ -60,9 +62,10 @@ use crate::wakers::Wakers;
 
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
 pub(super) use hold::HoldSource;
+pub(super) use joint_ask::{Asked, JointAsk, is_confirmed};
 pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use probation::is_any_uncertain;
-pub(super) use quota_match::is_of_use;
+pub(super) use quota_match::{is_of_use, states_limit_of};
 pub use stated_limits::{HeaderTrust, StatedLimit};
 use store_view::{Observed, StoreView, slot};
 pub(super) use ticket::Ticket;
@@ -93,7 +96,8 @@ impl Evict for KeyState {
 
     fn idle_from(&self) -> Option<Instant> {
         let prefetched = self.prefetched.until();
-        let is_idle = self.queue.is_none();
+        // A joint request has no place in the queue, but watches the hold.
+        let is_idle = self.queue.is_none() && self.hold.waiting() == 0;
         is_idle.then(|| {
             self.hold
                 .matters_until()

@@ -28,6 +28,13 @@ pub(super) fn quota_about<'a>(
         .min_by_key(|quota| left_of(limit, quota))
 }
 
+/// Returns whether a quota is about one of the limits of `spec`, and says so by name, size or
+/// window.
+pub(in crate::limiter) fn states_limit_of(quota: &ObservedQuota, spec: &LimitSpec) -> bool {
+    let mut limits = spec.quota().limits().iter();
+    !names_no_limit(quota) && limits.any(|limit| is_about(quota, *limit, spec))
+}
+
 /// Returns what is left of `limit`: all but what is used of the stated quota.
 ///
 /// The stated quota may be smaller than the limit, for example because it is about some of the

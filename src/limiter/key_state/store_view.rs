@@ -205,6 +205,15 @@ impl StoreView {
             .is_some_and(|session| session.writes() < writes)
     }
 
+    /// Returns whether the ledger that grants now has granted `slot`, by the store's last answer.
+    pub(super) fn knows(&self, slot: &Reservation) -> bool {
+        if self.is_standalone {
+            return slot.incarnation == Source::STANDALONE_INCARNATION;
+        }
+        self.session()
+            .is_none_or(|session| session.incarnation() == slot.incarnation)
+    }
+
     /// Notes that an event of the store may have been missed.
     pub(super) fn doubt(&mut self) {
         if let Some(session) = self.session_mut() {

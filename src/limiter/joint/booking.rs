@@ -1,0 +1,222 @@
+//! The search for a joint slot: see the [module](super).
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Waker};
+use std::time::{Duration, Instant};
+
+use super::set::{JointSet, Wanted};
+use super::{Cause, JointRefusal, JointSlot, Part, PerPart};
+use crate::clock;
+use crate::error::StoreError;
+use crate::limiter::key_state::{Asked, JointAsk};
+use crate::limiter::reservation::{Reservation, WaitBound};
+use crate::store::{Refusal, StoreReply, spawn};
+
+/// After so many calls, the search rests for a while. Then other processes that search too can come
+/// to an end.
+const MOST_CALLS: u32 = 32;
+const REST: Duration = Duration::from_millis(10);
+
+/// Books for the requests of `set` that have no joint slot. If its stores reply at once, this is
+/// done when the function returns. Otherwise a task goes on.
+pub(super) fn begin(set: &Arc<JointSet>) {
+    let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(book(Booking {
+        set: set.clone(),
+        is_done: false,
+    }));
+    let now = task.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+    if now.is_pending()
+        && let Some(first) = set.parts.first()
+    {
+        spawn(&*first.core.settings.store, task);
+    }
+}
+
+/// The task that books for a set. If it is dropped before its end, another one begins.
+struct Booking {
+    set: Arc<JointSet>,
+    is_done: bool,
+}
+
+impl Drop for Booking {
+    fn drop(&mut self) {
+        if !self.is_done {
+            self.set.booking_lost();
+        }
+    }
+}
+
+async fn book(mut booking: Booking) {
+    let set = &booking.set;
+    while let Some(wanted) = set.next_wanted() {
+        let outcome = Search::new(set, &wanted).run(wanted.bound).await;
+        set.booked(&wanted, outcome);
+    }
+    booking.is_done = true;
+}
+
+/// A search for a joint slot. If it is dropped, the slots found so far are given back.
+struct Search<'a> {
+    parts: &'a [Part],
+    slots: PerPart<Option<Reservation>>,
+    /// The parts that need no slot.
+    passes: PerPart<bool>,
+    uncounted: Option<(usize, StoreError)>,
+    /// When the request can leave at the earliest.
+    earliest: Option<Instant>,
+    /// The part that set `earliest`.
+    last: usize,
+}
+
+impl Drop for Search<'_> {
+    fn drop(&mut self) {
+        for (part, slot) in self.parts.iter().zip(&mut self.slots) {
+            if let Some(slot) = slot.take() {
+                part.core.give_back(part.entry.key, slot);
+            }
+        }
+    }
+}
+
+impl<'a> Search<'a> {
+    fn new(set: &'a JointSet, wanted: &Wanted) -> Self {
+        let needs_none = |part: &Part| {
+            part.entry.cost == 0 || part.core.settings.spec.quota().limits().is_empty()
+        };
+        Search {
+            parts: &set.parts,
+            slots: set.parts.iter().map(|_| None).collect(),
+            passes: set.parts.iter().map(needs_none).collect(),
+            uncounted: None,
+            earliest: wanted.held_until,
+            last: wanted.scarcest,
+        }
+    }
+
+    /// Asks the parts until their slots have a moment in common.
+    async fn run(mut self, bound: WaitBound) -> Result<JointSlot, JointRefusal> {
+        let mut calls = 0;
+        while let Some(part) = self.next() {
+            if calls == MOST_CALLS {
+                clock::sleep(REST).await;
+                calls = 0;
+            }
+            calls += 1;
+            let refused = |cause| Err(JointRefusal { part, cause });
+            match self.ask(part, bound).await {
+                Asked::Granted(slot) => {
+                    if Some(slot.at) > self.earliest && slot.at > clock::now() {
+                        self.earliest = Some(slot.at);
+                        self.last = part;
+                    }
+                    self.slots[part] = Some(slot);
+                }
+                Asked::Again => {}
+                Asked::Paused(wait) => {
+                    let until = clock::after(clock::now(), wait);
+                    if until > bound.latest {
+                        return refused(Cause::Wait(Refusal::new(Some(wait), None)));
+                    }
+                    clock::sleep_until(until).await;
+                }
+                Asked::Refused(refusal) => return refused(Cause::Wait(refusal)),
+                Asked::Held(left) => {
+                    return refused(Cause::Held(Refusal::new(Some(left), None)));
+                }
+                Asked::Failed(error) => {
+                    let Part { core, entry, .. } = &self.parts[part];
+                    if !core.fails_open_on(&error) {
+                        return refused(Cause::Failed(error));
+                    }
+                    if let Some(left) = core.held(entry.key, clock::now()) {
+                        // No request passes uncounted while its key is on hold.
+                        return refused(Cause::Held(Refusal::new(Some(left), None)));
+                    }
+                    self.passes[part] = true;
+                    self.uncounted = Some((part, error));
+                }
+            }
+        }
+        Ok(self.found())
+    }
+
+    /// Returns the part that is asked next: one without a slot, or one whose slot is too early.
+    fn next(&self) -> Option<usize> {
+        let from = self.earliest.unwrap_or_else(clock::now).max(clock::now());
+        let lacks = |part: &usize| {
+            !self.passes[*part] && self.slots[*part].is_none_or(|slot| !is_of_use(&slot, from))
+        };
+        // The part that allows the request last comes first: then the others are asked once.
+        let all = 0..self.parts.len();
+        Some(self.last)
+            .filter(lacks)
+            .or_else(|| all.clone().find(lacks))
+    }
+
+    async fn ask(&mut self, part: usize, bound: WaitBound) -> Asked {
+        let Part { core, entry, .. } = &self.parts[part];
+        let now = clock::now();
+        let ask = JointAsk {
+            cost: entry.cost,
+            earliest: self.earliest.unwrap_or(now),
+            bound,
+            replaces: self.slots[part].take(),
+        };
+        let full = || {
+            Asked::Failed(StoreError::Full {
+                max_keys: core.settings.max_keys,
+            })
+        };
+        let reply = match core.with_new_state(entry.key, now, |state, ctx| ask.send(state, ctx)) {
+            Ok(Ok(reply)) => reply,
+            Ok(Err(known)) => return known,
+            Err(_) => return full(),
+        };
+        let answer = match reply {
+            StoreReply::Ready(answer) => answer,
+            StoreReply::Pending(answer) => answer.await,
+        };
+        let mut answer = Some(answer);
+        let arrived = clock::now();
+        let asked = core.with_new_state(entry.key, arrived, |state, ctx| {
+            let answer = answer.take().unwrap_or(Err(StoreError::Lost));
+            let asked = ask.answered(state, ctx, answer, now);
+            (asked, state.start_sweep(ctx.now))
+        });
+        match asked {
+            Ok((asked, sweep_at)) => {
+                if let Some(at) = sweep_at {
+                    core.sweep(entry.key, at);
+                }
+                asked
+            }
+            Err(_) => full(),
+        }
+    }
+
+    /// Returns the joint slot.
+    fn found(mut self) -> JointSlot {
+        let slots = std::mem::take(&mut self.slots);
+        let now = clock::now();
+        let all = || slots.iter().flatten();
+        JointSlot {
+            at: all()
+                .map(|slot| slot.at)
+                .max()
+                .unwrap_or(now)
+                .max(self.earliest.unwrap_or(now)),
+            until: all().map(|slot| slot.until).min(),
+            last: self.last,
+            uncounted: self.uncounted.take(),
+            slots,
+        }
+    }
+}
+
+/// Returns whether a slot can be used from `from` on, for at least half of its life.
+fn is_of_use(slot: &Reservation, from: Instant) -> bool {
+    let life = slot.until.saturating_duration_since(slot.at);
+    clock::after(from, life / 2) <= slot.until
+}

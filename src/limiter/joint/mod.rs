@@ -1,0 +1,124 @@
+//! Joint requests: requests that take permits of several keys, all or none.
+//!
+//! A request may count under several keys, each with a quota of its own: a message to a channel
+//! counts for the channel and for all channels. It may leave when all of its keys allow it at one
+//! moment. It then has a slot of each key, and the slots have a moment in common: a *joint slot*.
+//!
+//! # How a joint slot is found
+//!
+//! No key is locked while another is asked. The request books at one key, and asks the next key for
+//! a slot not before that one ([`Demand::earliest`](crate::store::Demand::earliest)). If the next
+//! key allows the request only later, the earlier slots are given back and booked anew for the
+//! later moment. Each round moves the moment only later, so the search ends: with a common moment,
+//! or beyond the longest wait. A refusal gives all slots back, so it leaves no trace.
+//!
+//! A slot that is later than the first free one is kept as an advance booking by the store. It
+//! counts only in the windows that it touches. So a request that waits long for one key takes
+//! nothing from the other keys meanwhile.
+//!
+//! # Order
+//!
+//! The requests of this process with equal keys and costs form a [`JointSet`]. It has two sorted
+//! lists, as the queue of a key has: the first request gets the first joint slot. One task at a time
+//! books for the set.
+//!
+//! A joint slot is checked when it is due. The hold of a key, a store that lost its state or a task
+//! that wakes late may have made it useless. Then all of its slots are given back, and the request
+//! is first in its set again.
+//!
+//! | file | what it has |
+//! |---|---|
+//! | `mod` | [`Part`] and [`JointSlot`]: values |
+//! | `set` | [`JointSet`]: the waiters of equal keys, and their joint slots |
+//! | `booking` | the search for a joint slot |
+//! | `waiter` | the future of a joint request |
+
+mod booking;
+mod set;
+mod waiter;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use smallvec::SmallVec;
+
+use super::admission::Entry;
+use super::engine::Core;
+use super::hosts::host_hold;
+use super::reservation::Reservation;
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::store::Refusal;
+
+pub(super) use set::JointSets;
+pub(crate) use waiter::{JointStarted, JointWaiter, start};
+
+/// The most keys of a request.
+pub(crate) const MOST_PARTS: usize = 8;
+
+/// One key of a joint request.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    core: Arc<Core>,
+    entry: Entry,
+    /// The name of the limit in errors. `None` for the first limit of a layer.
+    name: Option<&'static str>,
+}
+
+/// One value for each part, in their order.
+pub(super) type PerPart<T> = SmallVec<[T; 4]>;
+
+impl Part {
+    pub(in crate::limiter) fn new(
+        core: &Arc<Core>,
+        entry: Entry,
+        name: Option<&'static str>,
+    ) -> Self {
+        Part {
+            core: core.clone(),
+            entry,
+            name,
+        }
+    }
+
+    /// Returns the keys whose holds stop the request: the key of the part, and that of its host if
+    /// each host has holds of its own.
+    fn hold_keys(&self) -> impl Iterator<Item = Key> {
+        let Entry { key, host, .. } = self.entry;
+        [Some(key), host_hold(key, host)].into_iter().flatten()
+    }
+}
+
+/// The slots of a joint request, which have a moment in common.
+#[derive(Debug)]
+struct JointSlot {
+    /// The slots by part. `None` for a part that needs none, or that passes uncounted because its
+    /// store failed.
+    slots: PerPart<Option<Reservation>>,
+    /// The moment from which all of them may be used.
+    at: Instant,
+    /// The moment from which one of them may no longer be used. `None` if there are none.
+    until: Option<Instant>,
+    /// The part that allows the request last.
+    last: usize,
+    /// Why a part passes uncounted.
+    uncounted: Option<(usize, StoreError)>,
+}
+
+/// Why a joint request is refused.
+#[derive(Clone, Debug)]
+struct JointRefusal {
+    /// The part that refuses it.
+    part: usize,
+    cause: Cause,
+}
+
+#[derive(Clone, Debug)]
+enum Cause {
+    /// The wait would be too long, or was.
+    Wait(Refusal),
+    /// The key of the part is on hold for too long.
+    Held(Refusal),
+    /// The store of the part failed.
+    Failed(StoreError),
+}

@@ -1,0 +1,462 @@
+//! The future of a joint request, and its entrance.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use super::set::JointSet;
+use super::{Cause, JointRefusal, JointSlot, Part, PerPart};
+use crate::clock;
+use crate::error::{Limited, Reason, StoreError};
+use crate::events;
+use crate::key::Label;
+use crate::limiter::admission::{self, Admission};
+use crate::limiter::holds;
+use crate::limiter::in_flight_slot::{self, InFlightSlot};
+use crate::limiter::key_state::is_confirmed;
+use crate::limiter::limited::RefusedRequest;
+use crate::limiter::permit::{JointPermit, PastWait, Permit};
+use crate::limiter::queue::{Number, next_number};
+use crate::limiter::reservation::{Reservation, WaitBound};
+use crate::limiter::start::take_at_once;
+use crate::store::Refusal;
+use crate::wait_queue::answer_by;
+
+/// What a joint request gets when it enters.
+pub(crate) enum JointStarted {
+    Granted(Permit),
+    Waiting(Box<JointWaiter>),
+    Limited(Limited),
+}
+
+/// A joint request that waits. Dropping it frees its place in the queue of its set.
+#[derive(Debug)]
+pub(crate) struct JointWaiter {
+    set: Arc<JointSet>,
+    /// Its number in the queue of the set. It also watches the holds of its keys under this number.
+    number: Number,
+    bound: WaitBound,
+    stage: Stage,
+    /// Its in-flight slots by part.
+    in_flight: PerPart<Option<InFlightSlot>>,
+    /// When the wait began.
+    since: Instant,
+    /// How often its turn has come.
+    turns: u32,
+    /// The name of its first key in errors and events.
+    label: Label,
+}
+
+#[derive(Debug)]
+enum Stage {
+    /// Waits for the in-flight slot of a part. `next` counts the parts in [`in_flight_order`].
+    InFlight {
+        next: usize,
+        number: Number,
+        until: Instant,
+    },
+    /// Waits for a joint slot.
+    Slot,
+    Done,
+}
+
+/// Enters a joint request. `label` is the name of its first key.
+pub(crate) fn start(
+    parts: &[Part],
+    deadline: Option<Instant>,
+    label: impl FnOnce() -> Label,
+) -> JointStarted {
+    let now = match take_all_at_once(parts) {
+        Ok(slots) => return JointStarted::Granted(permit(parts, slots, PerPart::new())),
+        Err(now) => now,
+    };
+    start_slow(parts, deadline, label(), now)
+}
+
+/// Takes permits that are at hand, of all parts or of none.
+///
+/// # Errors
+///
+/// The time, if a part has none.
+fn take_all_at_once(parts: &[Part]) -> Result<PerPart<Option<Reservation>>, Instant> {
+    let mut slots = PerPart::new();
+    for part in parts {
+        match take_at_once(&part.core, &part.entry) {
+            Ok(slot) => slots.push(slot),
+            Err(now) => {
+                for (part, slot) in parts.iter().zip(slots) {
+                    if let Some(slot) = slot {
+                        part.core.give_back(part.entry.key, slot);
+                    }
+                }
+                return Err(now);
+            }
+        }
+    }
+    Ok(slots)
+}
+
+#[cold]
+fn start_slow(
+    parts: &[Part],
+    deadline: Option<Instant>,
+    label: Label,
+    now: Instant,
+) -> JointStarted {
+    let waits = parts.iter().map(|part| part.core.settings.max_wait);
+    let bound = WaitBound::new(deadline, now, waits.min().unwrap_or_default());
+    if let Some((part, reason)) = unfit(parts, bound, now) {
+        let refused = RefusedRequest {
+            name: parts[part].name,
+            ..RefusedRequest::new(parts[part].label(part, &label), now)
+        };
+        return JointStarted::Limited(refused.refuse(reason, Refusal::NEVER, now));
+    }
+    let mut waiter = Box::new(JointWaiter {
+        set: parts[0].core.joint.find(parts),
+        number: next_number(),
+        bound,
+        stage: Stage::Done,
+        in_flight: parts.iter().map(|_| None).collect(),
+        since: now,
+        turns: 0,
+        label,
+    });
+    // A store that replies at once decides here.
+    let mut cx = Context::from_waker(std::task::Waker::noop());
+    if let Some((part, admission)) = waiter.take_in_flight_slots(0, now) {
+        return JointStarted::Limited(waiter.stopped(part, admission, now));
+    }
+    match Pin::new(&mut *waiter).poll(&mut cx) {
+        Poll::Ready(Ok(permit)) => JointStarted::Granted(permit),
+        Poll::Ready(Err(limited)) => JointStarted::Limited(limited),
+        Poll::Pending => {
+            events::waiting(&waiter.label, waiter.set.waiting());
+            JointStarted::Waiting(waiter)
+        }
+    }
+}
+
+/// Returns why a request cannot be granted whatever the store says, and the part that refuses it.
+fn unfit(parts: &[Part], bound: WaitBound, now: Instant) -> Option<(usize, Reason)> {
+    for (index, part) in parts.iter().enumerate() {
+        let (cost, largest) = (
+            part.entry.cost,
+            part.core.settings.spec.quota().largest_cost(),
+        );
+        if cost > largest {
+            return Some((index, Reason::CostAboveLimit { cost, largest }));
+        }
+        if parts[..index].iter().any(|other| other.is_same(part)) {
+            return Some((index, Reason::SameKey));
+        }
+    }
+    (bound.latest < now).then_some((0, Reason::Deadline))
+}
+
+/// Returns the numbers of the parts with limits of calls in flight. A request takes its in-flight
+/// slots in this order, the narrowest limit first, so that requests with other parts never wait for
+/// each other in a circle.
+fn in_flight_order(parts: &[Part]) -> PerPart<usize> {
+    let mut order: PerPart<usize> = (0..parts.len())
+        .filter(|part| parts[*part].core.in_flight.is_some())
+        .collect();
+    order.sort_by_key(|part| {
+        let Part { core, entry, .. } = &parts[*part];
+        let limit = core.in_flight.as_ref().map(|calls| calls.limit());
+        (limit, entry.key, core.id)
+    });
+    order
+}
+
+/// Makes the permit of a joint request.
+fn permit(
+    parts: &[Part],
+    slots: PerPart<Option<Reservation>>,
+    in_flight: PerPart<Option<InFlightSlot>>,
+) -> Permit {
+    let mut in_flight = in_flight.into_iter();
+    let mut permits = parts.iter().zip(slots).map(|(part, slot)| {
+        let in_flight = in_flight.next().flatten();
+        JointPermit {
+            permit: Permit::new(part.core.clone(), part.entry.key, slot, in_flight),
+            name: part.name,
+            host: part.entry.host,
+        }
+    });
+    let first = permits.next().expect("a joint request has parts");
+    let JointPermit { permit, host, .. } = first;
+    permit.with(host, permits.collect())
+}
+
+impl Part {
+    /// Returns whether two parts would count a request twice under one key.
+    fn is_same(&self, other: &Part) -> bool {
+        let store = |part: &Part| Arc::as_ptr(&part.core.settings.store).cast::<()>();
+        self.entry.key == other.entry.key
+            && (self.core.id == other.core.id || store(self) == store(other))
+    }
+
+    /// Returns the name of the key of part `index`. `first` is that of the first part.
+    fn label(&self, index: usize, first: &Label) -> Label {
+        if index == 0 {
+            first.clone()
+        } else {
+            self.core.label(self.entry.key, None)
+        }
+    }
+}
+
+impl JointWaiter {
+    /// Waits again, in its old place, because `permit` expired before it could be used.
+    pub(crate) fn wait_again(&mut self, permit: Permit) {
+        self.in_flight = permit.return_slots();
+        self.enter_again(clock::now());
+    }
+
+    fn enter_again(&mut self, now: Instant) {
+        self.turns += 1;
+        if self.turns == 1 && self.bound.is_none {
+            // `max_wait` is zero, so the request cannot wait. Its task ran too late, so the request
+            // asks once more for permits that are due now.
+            self.bound.latest = self.bound.latest.max(now);
+        }
+        self.stage = Stage::Slot;
+        self.set.enter(self.number, self.bound, usize::MAX);
+    }
+
+    /// Takes the in-flight slots from the `next` one on. Then enters the queue of the set.
+    ///
+    /// Returns the admission that stops the request, and the part that does.
+    fn take_in_flight_slots(&mut self, next: usize, now: Instant) -> Option<(usize, Admission)> {
+        let order = in_flight_order(&self.set.parts);
+        for (index, &part) in order.iter().enumerate().skip(next) {
+            let Part { core, entry, .. } = &self.set.parts[part];
+            let number = next_number();
+            let impatient = self.bound.latest <= now;
+            match in_flight_slot::enter(core, entry.key, number, impatient, now) {
+                Ok(None) => {
+                    self.stage = Stage::InFlight {
+                        next: index,
+                        number,
+                        until: answer_by(self.bound.latest, now),
+                    };
+                    return None;
+                }
+                Ok(Some(settled)) => {
+                    match admission::in_flight_slot_settled(core, entry.key, self.bound, settled) {
+                        Ok(slot) => self.in_flight[part] = slot,
+                        Err(stopped) => return Some((part, stopped)),
+                    }
+                }
+                Err(_) => {
+                    let reason = Reason::TooManyKeys(core.settings.max_keys);
+                    return Some((part, Admission::Refused(reason, Refusal::NEVER)));
+                }
+            }
+        }
+        let queues = self
+            .set
+            .parts
+            .iter()
+            .map(|part| part.core.settings.max_queue);
+        let max_queue = queues.min().unwrap_or(usize::MAX);
+        self.stage = Stage::Slot;
+        if self.set.enter(self.number, self.bound, max_queue) {
+            return None;
+        }
+        self.stage = Stage::Done;
+        let reason = Reason::QueueFull(max_queue);
+        Some((0, Admission::Refused(reason, Refusal::NEVER)))
+    }
+
+    /// Watches the holds of all keys. Returns the latest end, and the part whose key it holds.
+    fn watch_holds(&self, now: Instant, cx: &Context<'_>) -> Option<(Instant, usize)> {
+        let parts = self.set.parts.iter().enumerate();
+        let ends = parts.flat_map(|(index, part)| {
+            part.hold_keys().filter_map(move |key| {
+                let left = holds::watch_host(&part.core, key, self.number, now, cx)?;
+                Some((clock::after(now, left), index))
+            })
+        });
+        ends.max()
+    }
+
+    /// Returns whether the request may leave now with its slots: the stores know of them, and no
+    /// key is on hold. A key on probation takes the request as its probe.
+    fn may_leave(&self, slot: &JointSlot, now: Instant) -> bool {
+        let parts = || self.set.parts.iter().zip(&slot.slots);
+        let are_confirmed = parts().all(|(part, slot)| {
+            let Some(slot) = slot else { return true };
+            let confirmed = part.core.with_state(part.entry.key, now, |state, ctx| {
+                is_confirmed(state, ctx, slot)
+            });
+            confirmed == Some(true)
+        });
+        let is_in_time = slot.until.is_none_or(|until| now < until);
+        let is_lost = |slot: &InFlightSlot| slot.is_lost(now);
+        is_in_time
+            && are_confirmed
+            && !self.in_flight.iter().flatten().any(is_lost)
+            && parts().all(|(part, _)| {
+                let mut keys = part.hold_keys();
+                keys.all(|key| holds::pass(&part.core, key, now).is_ok())
+            })
+    }
+
+    /// Ends the wait with the permit.
+    fn granted(&mut self, slot: JointSlot, now: Instant) -> Permit {
+        self.stage = Stage::Done;
+        self.turns += 1;
+        if let Some((part, cause)) = &slot.uncounted {
+            events::passed(&self.set.parts[*part].label(*part, &self.label), cause);
+        }
+        let parts = &self.set.parts;
+        let permit = permit(parts, slot.slots, std::mem::take(&mut self.in_flight));
+        let waited = now.saturating_duration_since(self.since);
+        if waited.is_zero() {
+            return permit;
+        }
+        events::waited(&self.label, waited, self.turns);
+        permit.after(PastWait {
+            label: self.label.clone(),
+            waited,
+            turns: self.turns,
+            host: parts[0].entry.host,
+        })
+    }
+
+    /// Ends the wait with an error.
+    fn refused(&mut self, refusal: JointRefusal, now: Instant) -> Limited {
+        let JointRefusal { part, cause } = refusal;
+        let settings = &self.set.parts[part].core.settings;
+        let reason = |refusal| Admission::Refused(self.bound.reason(settings.max_wait), refusal);
+        let admission = match cause {
+            Cause::Wait(refusal) => reason(refusal),
+            Cause::Held(refusal) => Admission::Refused(Reason::Held, refusal),
+            Cause::Failed(StoreError::Full { max_keys }) => {
+                Admission::Refused(Reason::TooManyKeys(max_keys), Refusal::NEVER)
+            }
+            Cause::Failed(error) => Admission::Failed(error),
+        };
+        self.stopped(part, admission, now)
+    }
+
+    /// Ends the wait with the error of an admission that stops the request.
+    fn stopped(&mut self, part: usize, admission: Admission, now: Instant) -> Limited {
+        self.leave();
+        let request = RefusedRequest {
+            label: self.set.parts[part].label(part, &self.label),
+            name: self.set.parts[part].name,
+            since: self.since,
+            turns: self.turns,
+        };
+        match admission {
+            Admission::Refused(reason, refusal) => request.refuse(reason, refusal, now),
+            Admission::Failed(source) => request.fail(source, now),
+            Admission::Granted { .. } | Admission::Uncounted { .. } | Admission::Waits { .. } => {
+                unreachable!("no request is stopped by these")
+            }
+        }
+    }
+
+    fn poll_in_flight(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Limited>> {
+        while let Stage::InFlight {
+            next,
+            number,
+            until,
+        } = self.stage
+        {
+            let now = clock::now();
+            let part = in_flight_order(&self.set.parts)[next];
+            let Part { core, entry, .. } = &self.set.parts[part];
+            let settled = ready!(in_flight_slot::poll(
+                core, entry.key, number, until, now, cx
+            ));
+            self.stage = Stage::Done;
+            if self.bound.is_none {
+                // `max_wait` is zero, so the request waited only for the answer of the store.
+                self.bound.latest = self.bound.latest.max(now);
+            }
+            let stopped =
+                match admission::in_flight_slot_settled(core, entry.key, self.bound, settled) {
+                    Ok(slot) => {
+                        self.in_flight[part] = slot;
+                        self.take_in_flight_slots(next + 1, now)
+                    }
+                    Err(stopped) => Some((part, stopped)),
+                };
+            if let Some((part, admission)) = stopped {
+                return Poll::Ready(Err(self.stopped(part, admission, now)));
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Frees the place of the request, and gives up its in-flight slots.
+    fn leave(&mut self) {
+        match std::mem::replace(&mut self.stage, Stage::Done) {
+            Stage::InFlight { next, number, .. } => {
+                let part = in_flight_order(&self.set.parts)[next];
+                let Part { core, entry, .. } = &self.set.parts[part];
+                in_flight_slot::leave(core, entry.key, number);
+            }
+            Stage::Slot => self.set.leave(self.number),
+            Stage::Done => {}
+        }
+        self.in_flight.iter_mut().for_each(|slot| *slot = None);
+    }
+
+    fn unwatch_holds(&self) {
+        for part in &self.set.parts {
+            for key in part.hold_keys() {
+                holds::leave(&part.core, key, self.number);
+            }
+        }
+    }
+}
+
+impl Future for JointWaiter {
+    type Output = Result<Permit, Limited>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Err(limited) = ready!(self.poll_in_flight(cx)) {
+            return Poll::Ready(Err(limited));
+        }
+        loop {
+            let now = clock::now();
+            let held = self.watch_holds(now, cx);
+            if let Some((end, part)) = held
+                && end > self.bound.latest
+            {
+                let left = end.saturating_duration_since(now);
+                let refusal = Refusal::new(Some(left), None);
+                let refusal = JointRefusal {
+                    part,
+                    cause: Cause::Held(refusal),
+                };
+                return Poll::Ready(Err(self.refused(refusal, now)));
+            }
+            let held_until = held.map(|(end, _)| end);
+            let slot = match ready!(self.set.poll(self.number, held_until, cx)) {
+                Ok(slot) => slot,
+                Err(refusal) => return Poll::Ready(Err(self.refused(refusal, now))),
+            };
+            let now = clock::now();
+            if self.may_leave(&slot, now) {
+                return Poll::Ready(Ok(self.granted(slot, now)));
+            }
+            self.set.give_back([slot]);
+            self.enter_again(now);
+        }
+    }
+}
+
+impl Drop for JointWaiter {
+    fn drop(&mut self) {
+        self.leave();
+        self.unwatch_holds();
+    }
+}

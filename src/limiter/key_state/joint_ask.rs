@@ -1,0 +1,171 @@
+//! One call to the store for one key of a joint request.
+
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::KeyState;
+use super::context::KeyContext;
+use super::store_view::slot;
+use crate::clock;
+use crate::error::StoreError;
+use crate::limit::UnusedPermits;
+use crate::limiter::reservation::{Reservation, WaitBound};
+use crate::store::{Demand, Lease, Refusal, StoreReply};
+
+/// What a joint request asks of one of its keys.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::limiter) struct JointAsk {
+    pub(in crate::limiter) cost: u32,
+    /// When the request can leave at the earliest, by what its other keys allow.
+    pub(in crate::limiter) earliest: Instant,
+    pub(in crate::limiter) bound: WaitBound,
+    /// The slot that the request had so far. It is given back with the call.
+    pub(in crate::limiter) replaces: Option<Reservation>,
+}
+
+/// What became of a [`JointAsk`].
+#[derive(Debug)]
+pub(in crate::limiter) enum Asked {
+    Granted(Reservation),
+    /// The slot would be too late.
+    Refused(Refusal),
+    /// The key is on hold for this time, which is too long.
+    Held(Duration),
+    /// The store decides nothing for this time, because it lost its state.
+    Paused(Duration),
+    /// The store decided while the key was on hold, which has been released since.
+    Again,
+    Failed(StoreError),
+}
+
+impl JointAsk {
+    /// Calls the store.
+    ///
+    /// # Errors
+    ///
+    /// The outcome, if it is known without a call.
+    pub(in crate::limiter) fn send(
+        &self,
+        state: &mut KeyState,
+        ctx: &mut KeyContext<'_>,
+    ) -> Result<StoreReply<Lease>, Asked> {
+        let &JointAsk { cost, bound, .. } = self;
+        let now = ctx.now;
+        let mut returns: SmallVec<[UnusedPermits; 2]> = SmallVec::new();
+        returns.extend(self.replaces.map(|slot| slot.unused()));
+        let known = match state.hold.left(now) {
+            Some(left) if clock::after(now, left) > bound.latest => {
+                // One such request asks the store for a release.
+                (!state.hold.take_inquiry(now)).then_some(Asked::Held(left))
+            }
+            _ => state
+                .store
+                .repeated_refusal(cost, bound, now)
+                .map(Asked::Refused),
+        };
+        if let Some(known) = known {
+            if !returns.is_empty() {
+                ctx.store.give_back(ctx.key, ctx.spec, &returns);
+            }
+            return Err(known);
+        }
+        let held = state
+            .hold
+            .left(now)
+            .map_or(now, |left| clock::after(now, left));
+        let earliest = self.earliest.max(held).saturating_duration_since(now);
+        let demands = [Demand::new(cost, 1).earliest(earliest)];
+        let prefetch = if earliest.is_zero() {
+            let life = state.store.prefetch_life(ctx.spec);
+            state.prefetched.order(ctx.spec, life, now)
+        } else {
+            0
+        };
+        returns.extend(state.prefetched.clear());
+        let request = state.request(ctx, &demands, prefetch, bound.latest, &returns);
+        let reply = ctx.store.lease(request);
+        if matches!(reply, StoreReply::Pending(_)) {
+            state.store.answers_later = true;
+        }
+        Ok(reply)
+    }
+
+    /// Takes in the answer to a call that was sent at `sent`.
+    pub(in crate::limiter) fn answered(
+        &self,
+        state: &mut KeyState,
+        ctx: &mut KeyContext<'_>,
+        answer: Result<Lease, StoreError>,
+        sent: Instant,
+    ) -> Asked {
+        let outcome = match answer {
+            Ok(lease) => self.granted(state, ctx, &lease, sent),
+            Err(error) => Asked::Failed(error),
+        };
+        // The answer may bring a hold, or show that the store has lost its state. Both matter to
+        // the requests that wait for this key alone.
+        if state.queue.is_some() {
+            state.obey_hold(ctx.now, &mut ctx.work.wakers);
+        }
+        if state.hold.take_resend() {
+            state.confirm(ctx);
+        }
+        state.step(ctx, None);
+        state.close(ctx);
+        outcome
+    }
+
+    fn granted(
+        &self,
+        state: &mut KeyState,
+        ctx: &mut KeyContext<'_>,
+        lease: &Lease,
+        sent: Instant,
+    ) -> Asked {
+        if state.store.answers_later
+            && let Err(error) = state.store.check_speed(ctx.spec, lease, sent, ctx.now)
+        {
+            ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
+            return Asked::Failed(error);
+        }
+        let bounds = state.remember(ctx, lease, sent, ctx.now);
+        let precedes_release =
+            lease.source.has_reply() && state.hold.answered(lease.hold, sent, bounds);
+        if let Some(wait) = lease.recovering {
+            return Asked::Paused(wait);
+        }
+        let held = state.hold.left(ctx.now);
+        match (lease.grants.first(), held) {
+            (Some(grant), _) if precedes_release => {
+                let slot = slot(lease, grant, bounds);
+                ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
+                Asked::Again
+            }
+            (None, _) if precedes_release => Asked::Again,
+            (Some(grant), _) => {
+                state
+                    .store
+                    .note_refusal(None, lease, ctx.fails_open, ctx.now);
+                state.store.adapt_life(ctx.spec, bounds, false);
+                Asked::Granted(slot(lease, grant, bounds))
+            }
+            (None, Some(left)) => Asked::Held(left),
+            (None, None) => {
+                state
+                    .store
+                    .note_refusal(Some(self.cost), lease, ctx.fails_open, ctx.now);
+                Asked::Refused(lease.refused.unwrap_or(Refusal::NEVER))
+            }
+        }
+    }
+}
+
+/// Returns whether a slot of a joint request may be used: the store is known to have it.
+pub(in crate::limiter) fn is_confirmed(
+    state: &KeyState,
+    ctx: &KeyContext<'_>,
+    slot: &Reservation,
+) -> bool {
+    state.store.is_trusted(ctx.spec, ctx.now) && state.store.knows(slot)
+}

@@ -1,0 +1,68 @@
+//! Which of the keys of a joint request a statement of the response is about.
+
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::key_state::states_limit_of;
+use crate::limit::LimitSpec;
+use crate::signal::{ObservedQuota, Signal};
+
+/// A key of a joint request.
+pub(super) struct SignalKey {
+    /// The name of its limit. `None` if it has none.
+    pub(super) name: Option<&'static str>,
+    /// The limits of the key. `None` if the limiter was dropped.
+    pub(super) spec: Option<Arc<LimitSpec>>,
+    /// Whether a function of the caller decides what a refusal with a scope holds.
+    pub(super) has_on_scope: bool,
+}
+
+/// Splits the signal of a response into one signal for each of `keys`. If it is a refusal, also
+/// returns the key that it is about.
+///
+/// A quota goes to the first key that has such a limit, or else to the first key. A refusal goes to
+/// one key: to the key of a limit with `on_scope`, to the key whose limit has the name of the scope, else to the key for which a used-up
+/// quota is stated, else to the last one. The last limit of a layer should be the narrowest, so that
+/// a refusal without a reason holds back the fewest requests.
+pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4]>, Option<usize>) {
+    let owner = |quota: &ObservedQuota| {
+        let has_limit = |key: &SignalKey| {
+            let spec = key.spec.as_ref();
+            spec.is_some_and(|spec| states_limit_of(quota, spec))
+        };
+        keys.iter().position(has_limit)
+    };
+    let refused = signal.refusal().map(|_| {
+        let by_scope = signal.scope().and_then(|scope| {
+            if let Some(decides) = keys.iter().position(|key| key.has_on_scope) {
+                return Some(decides);
+            }
+            let is_named = |key: &SignalKey| {
+                key.name
+                    .is_some_and(|name| name.eq_ignore_ascii_case(scope))
+            };
+            keys.iter().position(is_named)
+        });
+        let used_up = || {
+            let mut quotas = signal.quotas().iter();
+            quotas.find_map(|quota| owner(quota).filter(|_| quota.remaining() == Some(0)))
+        };
+        by_scope
+            .or_else(used_up)
+            .unwrap_or(keys.len().saturating_sub(1))
+    });
+    let signal_of = |index: usize| {
+        let quotas = signal.quotas().iter();
+        let own = quotas.filter(|quota| owner(quota).unwrap_or(0) == index);
+        let stated = own.fold(signal.clone().without_quotas(), |signal, quota| {
+            signal.with_quota(quota.clone())
+        });
+        if refused == Some(index) {
+            stated
+        } else {
+            stated.with_refusal(None)
+        }
+    };
+    ((0..keys.len()).map(signal_of).collect(), refused)
+}

@@ -1,0 +1,372 @@
+//! Requests that take permits of several keys: all or none, within every limit, and no wait of one
+//! key spends a permit of another. Under a paused clock, with an upstream that logs.
+
+use std::convert::Infallible;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use http::{Request, Response};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+use tollgate::{Key, Limited, Quota, RateLimitLayer, Reason};
+use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
+
+const SECOND: Duration = Duration::from_secs(1);
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// When the upstream got which requests.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<(Instant, String)>>>);
+
+impl Log {
+    fn add(&self, path: &str) {
+        let channel = channel(path).unwrap_or_default();
+        self.0
+            .lock()
+            .unwrap()
+            .push((Instant::now(), channel.to_owned()));
+    }
+
+    fn len(&self) -> usize {
+        self.0.lock().unwrap().len()
+    }
+
+    /// Returns the most requests to a channel, or to all, in any window.
+    fn most(&self, window: Duration, which: Option<&str>) -> usize {
+        let log = self.0.lock().unwrap();
+        let times: Vec<Instant> = log
+            .iter()
+            .filter(|(_, channel)| which.is_none_or(|which| which == channel))
+            .map(|(at, _)| *at)
+            .collect();
+        let in_window = |end: &Instant| {
+            let is_in = |at: &&Instant| *at <= end && *end - **at < window;
+            times.iter().filter(is_in).count()
+        };
+        times.iter().map(in_window).max().unwrap_or(0)
+    }
+
+    fn channels(&self) -> Vec<String> {
+        let mut all: Vec<String> = self
+            .0
+            .lock()
+            .unwrap()
+            .iter()
+            .map(|(_, c)| c.clone())
+            .collect();
+        all.sort();
+        all.dedup();
+        all
+    }
+}
+
+fn channel(path: &str) -> Option<&str> {
+    path.strip_prefix("/channels/")?.split('/').next()
+}
+
+/// An upstream that logs its requests.
+fn upstream(
+    log: &Log,
+) -> impl Service<Request<String>, Response = Response<&'static str>, Error = Infallible, Future: Send>
++ Clone
++ Send
++ 'static {
+    let log = log.clone();
+    service_fn(move |request: Request<String>| {
+        log.add(request.uri().path());
+        async { Ok::<_, Infallible>(Response::new("ok")) }
+    })
+}
+
+fn bot(max_wait: Duration) -> RateLimitLayer {
+    RateLimitLayer::builder(Quota::per_minute(30))
+        .and_per("channel", Quota::per_second(1), |request| {
+            channel(request.path()).map(Key::new)
+        })
+        .max_wait(max_wait)
+        .build()
+        .unwrap()
+}
+
+/// What became of requests: the waits of those that were sent, and the errors of the others.
+#[derive(Default)]
+struct Outcome {
+    sent: Vec<Duration>,
+    refused: Vec<BoxError>,
+}
+
+/// Sends a request to each channel, each at its time.
+async fn send<S>(service: S, plan: impl IntoIterator<Item = (Duration, u32)>) -> Outcome
+where
+    S: Service<Request<String>, Error: Into<BoxError> + Send, Response: Send, Future: Send>
+        + Clone
+        + Send
+        + 'static,
+{
+    let mut tasks = JoinSet::new();
+    for (at, channel) in plan {
+        let mut service = service.clone();
+        tasks.spawn(async move {
+            sleep(at).await;
+            let start = Instant::now();
+            let uri = format!("http://bot.example/channels/{channel}/messages");
+            let request = Request::get(uri).body(String::new()).unwrap();
+            let ready = service.ready().await.map_err(Into::into)?;
+            match ready.call(request).await {
+                Ok(_) => Ok(start.elapsed()),
+                Err(error) => Err(error.into()),
+            }
+        });
+    }
+    let mut outcome = Outcome::default();
+    while let Some(done) = tasks.join_next().await {
+        match done.unwrap() {
+            Ok(waited) => outcome.sent.push(waited),
+            Err(error) => outcome.refused.push(error),
+        }
+    }
+    outcome
+}
+
+/// Asserts that the upstream saw no more than a bot may send.
+fn assert_bot_within_limits(log: &Log) {
+    assert!(log.most(MINUTE, None) <= 30, "{}", log.most(MINUTE, None));
+    for channel in log.channels() {
+        let most = log.most(SECOND, Some(&channel));
+        assert!(most <= 1, "{most} in channel {channel}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn joint_limits_grant_all_that_both_allow() {
+    let log = Log::default();
+    let service = bot(15 * SECOND).layer(upstream(&log));
+    let plan = (0..59).map(|number| (Duration::ZERO, number % 5));
+    let Outcome { sent, refused } = send(service, plan).await;
+    assert_bot_within_limits(&log);
+    // Five channels of one per second: thirty of the minute leave within six seconds.
+    assert_eq!((sent.len(), refused.len()), (30, 29));
+    let longest = sent.into_iter().max().unwrap();
+    assert!(longest <= Duration::from_millis(5500), "{longest:?}");
+    for error in refused {
+        let limited = Limited::find(&*error).unwrap();
+        assert_eq!(limited.reason(), Some(Reason::MaxWait(15 * SECOND)));
+        assert!(limited.retry_after().unwrap() > 50 * SECOND, "{limited}");
+        assert_eq!(
+            limited.report().name(),
+            None,
+            "the limit of the minute refuses"
+        );
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn waits_for_one_key_take_nothing_from_the_other() {
+    let log = Log::default();
+    let layer = RateLimitLayer::builder(Quota::per_second(10))
+        .and_per("channel", Quota::new(1, 10 * SECOND), |request| {
+            channel(request.path()).map(Key::new)
+        })
+        .max_wait(30 * SECOND)
+        .build()
+        .unwrap();
+    let service = layer.layer(upstream(&log));
+    // Three requests of one channel wait up to 20 s. Others come every 100 ms.
+    let slow = (0..3).map(|_| (Duration::ZERO, 0));
+    let light = (1..150).map(|number| (number * Duration::from_millis(110), number + 1000));
+    let Outcome { sent, refused } = send(service, slow.chain(light)).await;
+    assert!(refused.is_empty(), "{refused:?}");
+    assert!(log.most(SECOND, None) <= 10);
+    let waited = sent
+        .iter()
+        .filter(|wait| **wait > Duration::from_millis(300))
+        .count();
+    assert_eq!(
+        waited, 2,
+        "only the second and third request of the slow channel wait"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_leave_in_the_order_of_their_arrival() {
+    let layer = bot(MINUTE * 5);
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let mut tasks = JoinSet::new();
+    let limiter = layer.limiter();
+    let channels = RateLimitLayer::builder(Quota::per_second(1))
+        .max_wait(MINUTE * 5)
+        .build()
+        .unwrap()
+        .limiter();
+    for number in 0..40 {
+        let (log, limiter, channels) = (log.clone(), limiter.clone(), channels.clone());
+        tasks.spawn(async move {
+            sleep(Duration::from_millis(number)).await;
+            let both = channels
+                .acquire(Key::new("17"))
+                .with(limiter.acquire(Key::ALL));
+            if number % 7 == 3 {
+                // This request gives up.
+                assert!(tokio::time::timeout(2 * SECOND, both).await.is_err());
+            } else {
+                drop(both.await.unwrap());
+                log.lock().unwrap().push(number);
+            }
+        });
+    }
+    while let Some(done) = tasks.join_next().await {
+        done.unwrap();
+    }
+    let order = log.lock().unwrap().clone();
+    assert!(order.is_sorted(), "{order:?}");
+    assert_eq!(order.len(), 34);
+}
+
+#[tokio::test(start_paused = true)]
+async fn refused_requests_leave_no_trace() {
+    let all = RateLimitLayer::new(Quota::per_minute(30))
+        .unwrap()
+        .limiter();
+    let channels = RateLimitLayer::builder(Quota::per_minute(1))
+        .max_wait(SECOND)
+        .build()
+        .unwrap()
+        .limiter();
+    let both = || all.acquire(Key::ALL).with(channels.acquire(Key::new("17")));
+    let permit = both().await.unwrap();
+    assert_eq!(
+        permit.keys().collect::<Vec<_>>(),
+        [Key::ALL, Key::new("17")]
+    );
+    drop(permit);
+    for _ in 0..50 {
+        let refused = both().await.unwrap_err();
+        assert_eq!(refused.reason(), Some(Reason::MaxWait(SECOND)));
+    }
+    assert_eq!(all.peek(Key::ALL).await.unwrap().free, 29);
+    let permit = all
+        .acquire(Key::ALL)
+        .with(channels.acquire(Key::new("18")))
+        .await
+        .unwrap();
+    permit.give_back();
+    assert_eq!(all.peek(Key::ALL).await.unwrap().free, 29);
+    assert_eq!(channels.peek(Key::new("18")).await.unwrap().free, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn hold_of_one_key_moves_the_whole_request() {
+    let layer = bot(15 * SECOND);
+    let log = Log::default();
+    let service = layer.layer(upstream(&log));
+    let start = Instant::now();
+    let held = tokio::spawn(send(
+        service.clone(),
+        [(Duration::ZERO, 1), (Duration::ZERO, 1)],
+    ));
+    sleep(Duration::from_millis(100)).await;
+    layer
+        .limiter()
+        .hold_for(Key::ALL, 5 * SECOND)
+        .await
+        .unwrap();
+    let Outcome { sent, refused } = held.await.unwrap();
+    assert!(refused.is_empty(), "{refused:?}");
+    assert_eq!(sent.len(), 2);
+    assert!(start.elapsed() >= 5 * SECOND, "{:?}", start.elapsed());
+    layer.limiter().hold_for(Key::ALL, MINUTE).await.unwrap();
+    let outcome = send(service, [(Duration::ZERO, 2)]).await;
+    let refused = Limited::find(&*outcome.refused[0]).unwrap();
+    assert_eq!(refused.reason(), Some(Reason::Held));
+    assert_bot_within_limits(&log);
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_outside_of_a_limit_do_not_see_it() {
+    let log = Log::default();
+    let service = bot(Duration::ZERO).layer(upstream(&log));
+    for _ in 0..5 {
+        let request = Request::get("http://bot.example/me")
+            .body(String::new())
+            .unwrap();
+        service.clone().oneshot(request).await.unwrap();
+    }
+    assert_eq!(log.len(), 5);
+}
+
+#[tokio::test]
+async fn one_key_cannot_be_counted_twice() {
+    let limiter = RateLimitLayer::new(Quota::per_minute(30))
+        .unwrap()
+        .limiter();
+    let twice = limiter.acquire(Key::ALL).with(limiter.acquire(Key::ALL));
+    assert_eq!(twice.await.unwrap_err().reason(), Some(Reason::SameKey));
+    assert_eq!(limiter.peek(Key::ALL).await.unwrap().free, 30);
+}
+
+#[tokio::test(start_paused = true)]
+async fn errors_name_the_limit_that_refuses() {
+    let service = bot(Duration::ZERO).layer(upstream(&Log::default()));
+    let plan = [(Duration::ZERO, 1), (SECOND / 2, 1)];
+    let Outcome { refused, .. } = send(service, plan).await;
+    let limited = Limited::find(&*refused[0]).unwrap();
+    assert_eq!(limited.report().name(), Some("channel"));
+    let text = limited.to_string();
+    assert!(text.starts_with("refused locally (channel "), "{text}");
+}
+
+/// Sends a request that the upstream refuses, then requests to channels 1 and 2. Returns the names
+/// of the limits that refuse them.
+async fn refused_after(headers: &[(&str, &str)]) -> [Option<Option<String>>; 2] {
+    let mut response = Response::builder().status(429).header("retry-after", "20");
+    for (name, value) in headers {
+        response = response.header(*name, *value);
+    }
+    let response = response.body("").unwrap();
+    let upstream = service_fn(move |_: Request<String>| {
+        let response = response.clone();
+        async { Ok::<_, Infallible>(response) }
+    });
+    let layer = bot(SECOND);
+    let service = layer.layer(upstream);
+    send(service.clone(), [(Duration::ZERO, 1)]).await;
+    let mut names = [None, None];
+    for (name, channel) in names.iter_mut().zip([1, 2]) {
+        let Outcome { refused, .. } = send(service.clone(), [(2 * SECOND, channel)]).await;
+        *name = refused.first().map(|error| {
+            let limited = Limited::find(&**error).unwrap();
+            assert_eq!(limited.reason(), Some(Reason::Held));
+            limited.report().name().map(str::to_owned)
+        });
+    }
+    names
+}
+
+#[tokio::test(start_paused = true)]
+async fn refusals_hold_the_key_that_they_are_about() {
+    let channel = || Some(Some("channel".to_owned()));
+    // Without a reason, the last limit.
+    assert_eq!(refused_after(&[]).await, [channel(), None]);
+    // The limit that the scope names.
+    let scope = [("x-ratelimit-scope", "channel")];
+    assert_eq!(refused_after(&scope).await, [channel(), None]);
+    // The limit that is stated as used up: all requests.
+    let used_up = [
+        ("ratelimit-policy", "\"all\";q=30;w=60"),
+        ("ratelimit", "\"all\";r=0;t=20"),
+    ];
+    assert_eq!(refused_after(&used_up).await, [Some(None), Some(None)]);
+}
+
+#[test]
+fn names_of_limits_are_checked() {
+    let key = |request: &tollgate::RequestRef<'_>| channel(request.path()).map(Key::new);
+    let quota = Quota::per_second(1);
+    let twice = RateLimitLayer::builder(Quota::per_minute(30))
+        .and_per("channel", quota, key)
+        .and_per("channel", quota, key)
+        .build();
+    assert!(twice.unwrap_err().to_string().contains("channel"));
+    let empty = RateLimitLayer::builder(Quota::per_minute(30)).and_per("", quota, key);
+    assert!(empty.build().is_err());
+}
