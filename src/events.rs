@@ -6,6 +6,7 @@
     expect(unused_variables, reason = "without tracing nobody reads them")
 )]
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::error::{Limited, StoreError};
@@ -32,6 +33,17 @@ pub(crate) fn waited(key: &str, waited: Duration, turns: u32) {
 /// A request was not sent.
 pub(crate) fn limited(limited: &Limited) {
     report!(info, key = limited.key(), %limited, "request refused");
+}
+
+/// A request got its permit inside of another layer, for the first time in this process.
+pub(crate) fn inside() {
+    static IS_REPORTED: AtomicBool = AtomicBool::new(false);
+    if !IS_REPORTED.swap(true, Ordering::Relaxed) {
+        report!(
+            warn,
+            "a rate limit layer is inside of another one; join them with RateLimitLayer::and, so that requests wait once"
+        );
+    }
 }
 
 /// The store failed, and the request was sent uncounted.

@@ -20,7 +20,8 @@ use crate::config_error::ConfigError;
 use crate::error::Limited;
 use crate::key::{Key, Label, RequestInfo, RequestRef};
 use crate::limiter::{
-    Entry, JointStarted, Limiter, MOST_PARTS, Part, Permit, Sent, Started, Waiting, start_joint,
+    Entered, Entry, JointStarted, Limiter, MOST_PARTS, Part, Permit, Sent, Started, Waiting, Watch,
+    enter_joint, is_inside_a_layer,
 };
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
@@ -194,12 +195,17 @@ impl RateLimitLayer {
         RateLimitLayer { further, ..self }
     }
 
-    /// Enters a request that counts in several limits.
-    fn enter_joint(
+    /// Reads which limits a request counts in, with its key and cost for each. Also returns its
+    /// deadline.
+    ///
+    /// # Errors
+    ///
+    /// The error of the request, if a layer that was added by [`and`](Self::and) finds no key.
+    fn parts(
         &self,
         reading: Reading,
         request: &impl RequestInfo,
-    ) -> Admission<Sent, Waiting> {
+    ) -> Result<(SmallVec<[Part; 4]>, Option<Instant>), Limited> {
         let Reading {
             key,
             cost,
@@ -223,7 +229,7 @@ impl RateLimitLayer {
             let own = match (extractors.read(request), name) {
                 (Some(own), _) => own,
                 (None, Some(_)) => continue,
-                (None, None) => return Admission::No(limiter.no_key()),
+                (None, None) => return Err(limiter.no_key()),
             };
             // The shorter of two deadlines; a limit without one allows any wait.
             deadline = deadline.into_iter().chain(own.deadline).min();
@@ -233,8 +239,26 @@ impl RateLimitLayer {
             };
             parts.push(limiter.part(entry(limiter, key, cost), *name));
         }
+        Ok((parts, deadline))
+    }
+
+    /// Enters a request that counts in several limits, or that other layers are around.
+    fn enter_joint(
+        &self,
+        reading: Reading,
+        request: &impl RequestInfo,
+    ) -> Admission<Sent, Waiting> {
+        let key = reading.key;
+        let (parts, deadline) = match self.parts(reading, request) {
+            Ok(read) => read,
+            Err(limited) => return Admission::No(limited),
+        };
         let label = || self.label(key, request);
-        match start_joint(&parts, deadline, label) {
+        let started = match enter_joint(&parts, deadline, label) {
+            Entered::Started(started) => started,
+            Entered::UntilKnown(waiter) => return Admission::Wait(Waiting::Inside(waiter)),
+        };
+        match started {
             JointStarted::Granted(permit) => {
                 let sent = permit.sent();
                 Admission::Go(if self.extractors.policy.error_on_limit() {
@@ -279,7 +303,7 @@ pub(super) struct Admitted {
 pub(super) enum Slow {
     /// The key function found no key.
     NoKey,
-    /// The request counts in several limits.
+    /// The request counts in several limits, or the layer is around another one or inside of it.
     Joint(Reading),
     /// No permit was at hand at this moment.
     NoPermit(Entry, Instant),
@@ -299,7 +323,7 @@ impl Gate for RateLimitLayer {
         let Some(reading) = self.extractors.read(request) else {
             return Err(Slow::NoKey);
         };
-        if !self.further.is_empty() {
+        if !self.further.is_empty() || self.limiter.has_inner() || is_inside_a_layer() {
             return Err(Slow::Joint(reading));
         }
         let Reading {
@@ -345,6 +369,29 @@ impl Gate for RateLimitLayer {
             Started::Waiting(waiter) => Admission::Wait(Waiting::One(waiter)),
             Started::Limited(limited) => Admission::No(limited),
         }
+    }
+
+    #[inline]
+    fn watch() -> Option<Watch> {
+        Watch::begin()
+    }
+
+    fn found_inner(call: &mut Sent) {
+        call.note_inner();
+    }
+
+    #[inline]
+    fn is_outer(call: &Sent) -> bool {
+        call.has_inner()
+    }
+
+    fn note_inner(&self) {
+        self.limiter.note_inner();
+    }
+
+    #[inline]
+    fn around<R>(call: &mut Sent, inner: impl FnOnce() -> R) -> R {
+        call.around(inner)
     }
 
     #[inline]

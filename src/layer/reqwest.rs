@@ -152,7 +152,7 @@ mod middleware {
         };
         loop {
             let repeat = clone.and_then(|clone| clone(&request));
-            let response = send::<G>(&call, next.clone().run(request, extensions)).await?;
+            let response = send::<G>(&mut call, next.clone().run(request, extensions)).await?;
             match G::leave(call, &response, &policy, repeat) {
                 Departure::Pass(in_flight) => return Ok((response, in_flight)),
                 Departure::Refuse(limited) => return Err(Error::from(limited).into()),
@@ -187,11 +187,11 @@ mod middleware {
 
     /// Waits for the response of `call`, or for the loss of its in-flight slot.
     async fn send<G: Gate>(
-        call: &G::Call,
+        call: &mut G::Call,
         response: impl Future<Output = Result<Response>>,
     ) -> Result<Response> {
         let mut response = pin!(response);
-        poll_fn(|cx| match response.as_mut().poll(cx) {
+        poll_fn(|cx| match G::around(call, || response.as_mut().poll(cx)) {
             Poll::Pending => G::poll_lost(call, cx).map(|limited| Err(Error::from(limited).into())),
             ready => ready,
         })

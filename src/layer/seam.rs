@@ -26,6 +26,7 @@ use super::body::InFlight;
 use super::response_policy::ResponsePolicy;
 use crate::error::Limited;
 use crate::key::RequestInfo;
+use crate::limiter::Watch;
 use crate::signal::ResponseInfo;
 
 /// Decides when a request may be sent, and learns from its response.
@@ -65,6 +66,28 @@ pub(super) trait Gate: Send + Sync {
         entry: Self::Entry,
         request: &impl RequestInfo,
     ) -> Admission<Self::Call, Self::Wait>;
+
+    /// Begins to watch whether the inner service reaches another gate.
+    fn watch() -> Option<Watch> {
+        None
+    }
+
+    /// Notes that the gate of `call` is around another one.
+    fn found_inner(_call: &mut Self::Call) {}
+
+    /// Returns whether the gate of `call` is known to be around another one.
+    fn is_outer(_call: &Self::Call) -> bool {
+        false
+    }
+
+    /// Notes that the gate is around another one.
+    fn note_inner(&self) {}
+
+    /// Runs `inner`, which calls or polls the inner service for `call`. Layers inside of it see the
+    /// permits of the call.
+    fn around<R>(_call: &mut Self::Call, inner: impl FnOnce() -> R) -> R {
+        inner()
+    }
 
     /// Returns what the gate does with responses.
     fn policy(&self) -> ResponsePolicy;

@@ -15,6 +15,7 @@ use super::response_policy::ResponsePolicy;
 use super::seam::{Admission, Departure, Gate, GiveBackOnDrop};
 use crate::error::{BoxError, Error, Limited};
 use crate::key::RequestInfo;
+use crate::limiter::Watch;
 use crate::signal::ResponseInfo;
 
 /// A Tower service behind a gate.
@@ -39,7 +40,14 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         S: Service<R>,
     {
         match (self.gate.enter_fast(&request), clone) {
-            (Ok(admitted), None) => self.call_now(admitted, request),
+            (Ok(admitted), None) => {
+                let watch = G::watch();
+                let future = self.call_now(admitted, request);
+                if watch.is_some_and(Watch::end) {
+                    self.gate.note_inner();
+                }
+                future
+            }
             (Ok(admitted), clone) => self.call_granted(self.gate.sent(admitted), request, clone),
             (Err(entry), clone) => self.call_slow(entry, request, clone),
         }
@@ -80,9 +88,10 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         S: Service<R>,
     {
         let repeat = clone.and_then(|clone| Repeat::new(&request, &self.inner, clone));
+        let mut call = call;
         GatedFuture {
             state: State::Calling {
-                response: self.inner.call(request),
+                response: G::around(&mut call, || self.inner.call(request)),
                 call: Some(call),
                 repeat,
             },
@@ -191,6 +200,17 @@ impl<G: Gate, S: Service<R>, R> State<G, S, R> {
     }
 }
 
+/// Polls the future of the inner service. Gates inside of it see the permits of `call`.
+#[cold]
+#[inline(never)]
+fn poll_around<G: Gate, F: Future>(
+    call: &mut G::Call,
+    response: Pin<&mut F>,
+    cx: &mut Context<'_>,
+) -> Poll<F::Output> {
+    G::around(call, || response.poll(cx))
+}
+
 /// What the future needs to send a request again.
 struct Repeat<S, R> {
     inner: S,
@@ -270,7 +290,17 @@ where
                     call,
                     repeat,
                 } => {
-                    let response = match response.poll(cx) {
+                    let watch = G::watch();
+                    let polled = match call {
+                        Some(call) if G::is_outer(call) => poll_around::<G, _>(call, response, cx),
+                        _ => response.poll(cx),
+                    };
+                    if watch.is_some_and(Watch::end)
+                        && let Some(call) = call
+                    {
+                        G::found_inner(call);
+                    }
+                    let response = match polled {
                         Poll::Ready(Ok(response)) => response,
                         Poll::Ready(Err(error)) => {
                             *call = None;
@@ -311,7 +341,7 @@ where
                         .expect("a future is not polled after it was ready");
                     let result = ready!(waiting.poll(cx));
                     let waited = pending.take().expect("it was just polled");
-                    let call = result?;
+                    let mut call = result?;
                     let WaitingRequest {
                         mut inner,
                         request,
@@ -319,7 +349,7 @@ where
                         ..
                     } = *waited;
                     let repeat = clone.and_then(|clone| Repeat::new(&request, &inner, clone));
-                    let response = inner.call(request);
+                    let response = G::around(&mut call, || inner.call(request));
                     this.state.set(State::Calling {
                         response,
                         call: Some(call),

@@ -17,6 +17,7 @@ use super::in_flight::InFlightCalls;
 use super::joint::JointSets;
 use super::key_state::{KeyContext, KeyState, Work};
 use super::key_states::KeyStates;
+use super::outer;
 use super::settings::{OnStoreError, Settings};
 use crate::clock;
 use crate::error::StoreError;
@@ -36,6 +37,8 @@ pub(super) struct Core {
     pub(super) warned: AtomicBool,
     /// The joint requests whose first key is of this limiter.
     pub(super) joint: JointSets,
+    /// Whether the layer of this limiter is around another one.
+    has_inner: AtomicBool,
     /// The hosts of requests under [`Key::ALL`].
     pub(super) hosts: Hosts,
     on_event: OnEvent,
@@ -96,16 +99,30 @@ impl Core {
             settings,
             warned: AtomicBool::new(false),
             joint: JointSets::default(),
+            has_inner: AtomicBool::new(false),
             hosts: Hosts::default(),
             on_event,
         });
-        CORES
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(core.id, Arc::downgrade(&core));
+        let mut cores = CORES.write().unwrap_or_else(PoisonError::into_inner);
+        cores.insert(core.id, Arc::downgrade(&core));
+        if cores.len() > 1 {
+            outer::note_several();
+        }
+        drop(cores);
         let listener: Weak<dyn StoreListener> = Arc::downgrade(&core) as _;
         core.settings.store.listen(listener);
         core
+    }
+
+    /// Returns whether the layer of this limiter is known to be around another one.
+    #[inline]
+    pub(super) fn has_inner(&self) -> bool {
+        self.has_inner.load(Ordering::Relaxed)
+    }
+
+    /// Notes that the layer of this limiter is around another one.
+    pub(super) fn note_inner(&self) {
+        self.has_inner.store(true, Ordering::Relaxed);
     }
 
     /// Makes the context of a visit to the state of `key`, under the `stated` limits or the

@@ -27,6 +27,7 @@
 // | `split_signal` | which key of a joint request a response is about |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | the way of a request to its permit |
+// | `outer` | layers around each other: the permits of the layers around |
 // | `permit` | the right to send one request |
 // | `stage`, `waiter` | what a request waits for; a request that waits |
 // | `start` | the entrance: fast path and slow path |
@@ -50,6 +51,7 @@ mod limited;
 #[allow(clippy::module_inception)]
 mod limiter;
 mod listener;
+mod outer;
 mod permit;
 mod prefetched;
 mod queue;
@@ -68,9 +70,10 @@ mod waiting;
 pub use acquire::Acquire;
 pub(crate) use admission::Entry;
 pub(crate) use in_flight_slot::InFlightSlot;
-pub(crate) use joint::{JointStarted, MOST_PARTS, Part, start as start_joint};
+pub(crate) use joint::{Entered, JointStarted, MOST_PARTS, Part, enter as enter_joint};
 pub use key_state::{HeaderTrust, StatedLimit};
 pub use limiter::Limiter;
+pub(crate) use outer::{Watch, is_any as is_inside_a_layer};
 pub use permit::Permit;
 pub(crate) use permit::Sent;
 pub use settings::OnStoreError;

@@ -13,6 +13,7 @@ use super::engine::{Core, CoreId};
 use super::hosts::host_hold;
 use super::in_flight_slot::InFlightSlot;
 use super::key_state::is_any_uncertain;
+use super::outer::{self, CallId, OuterPermit, UseOf, Watch};
 use super::reservation::Reservation;
 use super::responses::AnsweredCall;
 use super::split_signal::{SignalKey, split};
@@ -47,10 +48,14 @@ pub struct Permit {
 }
 
 /// What the permit of a joint request has besides that of its first key.
+#[derive(Default)]
 struct Joint {
     /// The key of the host, if it matters to the first key: see [`Entry::host`].
     host: Option<Key>,
     others: Vec<JointPermit>,
+    /// If other layers are around: the call of this layer, and when the first of their permits
+    /// expires.
+    inside: Option<(CallId, Option<Instant>)>,
 }
 
 /// The permit of another key of a joint request.
@@ -103,10 +108,33 @@ impl Permit {
     /// Adds the permits of the other keys of a joint request. `host` is the key of the host, if it
     /// matters to the first key.
     pub(super) fn with(self, host: Option<Key>, others: Vec<JointPermit>) -> Self {
+        let joint = Joint {
+            host,
+            others,
+            inside: None,
+        };
         Permit {
-            joint: Some(Box::new(Joint { host, others })),
+            joint: Some(Box::new(joint)),
             ..self
         }
+    }
+
+    /// Makes this the permit of the call `call` of a layer that other layers are around. `until` is
+    /// when the first of their permits expires.
+    pub(super) fn inside(mut self, call: CallId, until: Option<Instant>) -> Self {
+        self.joint.get_or_insert_default().inside = Some((call, until));
+        self
+    }
+
+    /// Takes out the permits of the keys from number `first` on.
+    pub(super) fn split_off(&mut self, first: usize) -> Vec<JointPermit> {
+        let joint = self.joint.as_mut();
+        joint.map_or_else(Vec::new, |joint| joint.others.split_off(first - 1))
+    }
+
+    /// Returns the slot of this key alone.
+    pub(super) fn slot(&self) -> Option<Reservation> {
+        self.slot
     }
 
     /// Returns the key of the request. If it has several, this is the first one.
@@ -135,7 +163,12 @@ impl Permit {
         self.all()
             .filter_map(|permit| permit.slot)
             .map(|slot| slot.until)
+            .chain(self.inside_call().and_then(|(_, until)| until))
             .min()
+    }
+
+    fn inside_call(&self) -> Option<(CallId, Option<Instant>)> {
+        self.joint.as_ref()?.inside
     }
 
     /// Returns whether the request may still be sent: whether the deadline has not passed.
@@ -197,14 +230,30 @@ impl Permit {
             joint,
         } = self;
         let (cost, at) = slot.map_or_else(|| (0, clock::now()), |slot| (slot.cost, slot.at));
+        let use_of = UseOf {
+            call: joint
+                .as_ref()
+                .and_then(|joint| joint.inside)
+                .map(|(call, _)| call),
+            by: None,
+        };
+        let has_inner = core.has_inner();
         let past_host = wait.as_ref().and_then(|wait| wait.host);
         let host = joint.as_ref().map_or(past_host, |joint| joint.host);
         let joint = joint.map(|joint| joint.others).unwrap_or_default();
-        let more = (in_flight_slot.is_some() || wait.is_some() || !joint.is_empty()).then(|| {
+        let is_plain = in_flight_slot.is_none()
+            && wait.is_none()
+            && joint.is_empty()
+            && !has_inner
+            && use_of == UseOf::default();
+        let more = (!is_plain).then(|| {
             Box::new(More {
                 in_flight_slot,
                 wait,
                 joint: joint.into_iter().map(JointPermit::sent).collect(),
+                has_inner,
+                slot,
+                use_of,
             })
         });
         Sent {
@@ -269,6 +318,12 @@ struct More {
     wait: Option<Box<PastWait>>,
     /// The other keys of a joint request.
     joint: Vec<JointSent>,
+    /// Whether the layer is known to be around another one.
+    has_inner: bool,
+    /// The slot, if the layer is around another one.
+    slot: Option<Reservation>,
+    /// Which call has used the permit, if this layer is around another one.
+    use_of: UseOf,
 }
 
 /// Another key of a joint request that was sent.
@@ -305,6 +360,93 @@ impl Sent {
             host,
             at,
             more: None,
+        }
+    }
+
+    /// Runs `inner`, which calls or polls the inner service. Layers inside of it see the permits of
+    /// this call.
+    #[inline]
+    pub(crate) fn around<R>(&mut self, inner: impl FnOnce() -> R) -> R {
+        if self.has_inner() {
+            return self.around_with_permits(inner);
+        }
+        let watch = Watch::begin();
+        let done = inner();
+        if watch.is_some_and(Watch::end) {
+            self.note_inner();
+        }
+        done
+    }
+
+    /// Notes that the layer is around another one.
+    #[cold]
+    pub(crate) fn note_inner(&mut self) {
+        self.more.get_or_insert_default().has_inner = true;
+        if let Some(core) = self.core.find() {
+            core.note_inner();
+        }
+    }
+
+    #[cold]
+    fn around_with_permits<R>(&mut self, inner: impl FnOnce() -> R) -> R {
+        let use_of = self.use_of();
+        let more = self.more.iter();
+        let others = more.flat_map(|more| more.joint.iter().map(|other| &other.sent));
+        let permits = std::iter::once(&*self).chain(others);
+        let permits: SmallVec<[OuterPermit; 1]> =
+            permits.map(|sent| sent.outer_permit(use_of)).collect();
+        let mut changed: SmallVec<[OuterPermit; 1]> = SmallVec::new();
+        let done = outer::around(permits.into_iter(), inner, |permit| changed.push(permit));
+        if !changed.is_empty() {
+            self.take_back(&changed);
+        }
+        done
+    }
+
+    /// Returns whether the layer is known to be around another one.
+    #[inline]
+    pub(crate) fn has_inner(&self) -> bool {
+        self.more.as_ref().is_some_and(|more| more.has_inner)
+    }
+
+    fn use_of(&self) -> UseOf {
+        self.more
+            .as_ref()
+            .map_or(UseOf::default(), |more| more.use_of)
+    }
+
+    fn outer_permit(&self, use_of: UseOf) -> OuterPermit {
+        let slot = self.more.as_ref().and_then(|more| more.slot);
+        OuterPermit {
+            core: self.core,
+            key: self.key,
+            cost: self.cost,
+            host: self.host,
+            // The slot is not known if the layer was found to be around another one just now.
+            until: slot.map_or((self.cost > 0).then_some(self.at), |slot| Some(slot.until)),
+            slot,
+            use_of,
+        }
+    }
+
+    /// Takes in that a layer inside has used the permits of this call, or has acquired others.
+    #[cold]
+    fn take_back(&mut self, permits: &[OuterPermit]) {
+        let mut permits = permits.iter();
+        let Some(first) = permits.next() else { return };
+        self.take_back_one(first);
+        let Some(more) = &mut self.more else { return };
+        more.use_of = first.use_of;
+        for (other, permit) in more.joint.iter_mut().zip(permits) {
+            other.sent.take_back_one(permit);
+        }
+    }
+
+    fn take_back_one(&mut self, permit: &OuterPermit) {
+        let more = self.more.get_or_insert_default();
+        more.slot = permit.slot;
+        if let Some(slot) = permit.slot {
+            self.at = slot.at;
         }
     }
 

@@ -32,9 +32,11 @@
 //! | `set` | [`JointSet`]: the waiters of equal keys, and their joint slots |
 //! | `booking` | the search for a joint slot |
 //! | `waiter` | the future of a joint request |
+//! | `until_known` | a request that waits until the permits of the layers around are known |
 
 mod booking;
 mod set;
+mod until_known;
 mod waiter;
 
 use std::sync::Arc;
@@ -51,7 +53,8 @@ use crate::key::Key;
 use crate::store::Refusal;
 
 pub(super) use set::JointSets;
-pub(crate) use waiter::{JointStarted, JointWaiter, start};
+pub(crate) use until_known::UntilKnown;
+pub(crate) use waiter::{Entered, JointStarted, JointWaiter, enter, start};
 
 /// The most keys of a request.
 pub(crate) const MOST_PARTS: usize = 8;

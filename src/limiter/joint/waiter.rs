@@ -7,16 +7,18 @@ use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use super::set::JointSet;
+use super::until_known::UntilKnown;
 use super::{Cause, JointRefusal, JointSlot, Part, PerPart};
 use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
 use crate::events;
 use crate::key::Label;
-use crate::limiter::admission::{self, Admission};
+use crate::limiter::admission::{self, Admission, Entry};
 use crate::limiter::holds;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
 use crate::limiter::key_state::is_confirmed;
 use crate::limiter::limited::RefusedRequest;
+use crate::limiter::outer::{self, CallId, OuterPermit};
 use crate::limiter::permit::{JointPermit, PastWait, Permit};
 use crate::limiter::queue::{Number, next_number};
 use crate::limiter::reservation::{Reservation, WaitBound};
@@ -29,6 +31,25 @@ pub(crate) enum JointStarted {
     Granted(Permit),
     Waiting(Box<JointWaiter>),
     Limited(Limited),
+}
+
+/// The same, for a request that may have to wait until the permits of the layers around are known.
+pub(crate) enum Entered {
+    Started(JointStarted),
+    UntilKnown(Box<UntilKnown>),
+}
+
+/// Enters a request that may be inside of other layers. `label` is the name of its first key.
+pub(crate) fn enter(
+    parts: &[Part],
+    deadline: Option<Instant>,
+    label: impl FnOnce() -> Label,
+) -> Entered {
+    if outer::is_any() && outer::find_mark() {
+        let until_known = UntilKnown::new(parts, deadline, label());
+        return Entered::UntilKnown(Box::new(until_known));
+    }
+    Entered::Started(start(parts, deadline, label))
 }
 
 /// A joint request that waits. Dropping it frees its place in the queue of its set.
@@ -47,6 +68,10 @@ pub(crate) struct JointWaiter {
     turns: u32,
     /// The name of its first key in errors and events.
     label: Label,
+    /// The number of the request's own parts. The others are of layers around.
+    own: usize,
+    /// The call, if other layers are around.
+    inside: Option<CallId>,
 }
 
 #[derive(Debug)]
@@ -68,11 +93,59 @@ pub(crate) fn start(
     deadline: Option<Instant>,
     label: impl FnOnce() -> Label,
 ) -> JointStarted {
+    if outer::are_known() {
+        return start_inside(parts, deadline, label);
+    }
     let now = match take_all_at_once(parts) {
         Ok(slots) => return JointStarted::Granted(permit(parts, slots, PerPart::new())),
         Err(now) => now,
     };
-    start_slow(parts, deadline, label(), now)
+    start_slow(parts, parts.len(), None, deadline, label(), now)
+}
+
+/// Enters a request that other layers are around.
+#[cold]
+fn start_inside(
+    parts: &[Part],
+    deadline: Option<Instant>,
+    label: impl FnOnce() -> Label,
+) -> JointStarted {
+    events::inside();
+    let call = CallId::new();
+    let now = match take_all_at_once(parts) {
+        Ok(slots) => {
+            if outer::use_all(call, clock::now()) {
+                let until = outer::all().iter().filter_map(|permit| permit.until).min();
+                let permit = permit(parts, slots, PerPart::new());
+                return JointStarted::Granted(permit.inside(call, until));
+            }
+            give_back(parts, slots);
+            clock::now()
+        }
+        Err(now) => now,
+    };
+    let mut all: PerPart<Part> = parts.iter().cloned().collect();
+    all.extend(outer::all().iter().filter_map(Part::around));
+    give_up_outer();
+    start_slow(&all, parts.len(), Some(call), deadline, label(), now)
+}
+
+/// Gives back the unused permits of the layers around, which are about to be acquired anew.
+fn give_up_outer() {
+    for (core, key, slot) in outer::take_unused() {
+        if let Some(core) = core.find() {
+            core.give_back(key, slot);
+        }
+    }
+}
+
+/// Gives back the slots of parts.
+fn give_back(parts: &[Part], slots: PerPart<Option<Reservation>>) {
+    for (part, slot) in parts.iter().zip(slots) {
+        if let Some(slot) = slot {
+            part.core.give_back(part.entry.key, slot);
+        }
+    }
 }
 
 /// Takes permits that are at hand, of all parts or of none.
@@ -86,11 +159,7 @@ fn take_all_at_once(parts: &[Part]) -> Result<PerPart<Option<Reservation>>, Inst
         match take_at_once(&part.core, &part.entry) {
             Ok(slot) => slots.push(slot),
             Err(now) => {
-                for (part, slot) in parts.iter().zip(slots) {
-                    if let Some(slot) = slot {
-                        part.core.give_back(part.entry.key, slot);
-                    }
-                }
+                give_back(parts, slots);
                 return Err(now);
             }
         }
@@ -101,13 +170,15 @@ fn take_all_at_once(parts: &[Part]) -> Result<PerPart<Option<Reservation>>, Inst
 #[cold]
 fn start_slow(
     parts: &[Part],
+    own: usize,
+    inside: Option<CallId>,
     deadline: Option<Instant>,
     label: Label,
     now: Instant,
 ) -> JointStarted {
     let waits = parts.iter().map(|part| part.core.settings.max_wait);
     let bound = WaitBound::new(deadline, now, waits.min().unwrap_or_default());
-    if let Some((part, reason)) = unfit(parts, bound, now) {
+    if let Some((part, reason)) = unfit(parts, own, bound, now) {
         let refused = RefusedRequest {
             name: parts[part].name,
             ..RefusedRequest::new(parts[part].label(part, &label), now)
@@ -123,6 +194,8 @@ fn start_slow(
         since: now,
         turns: 0,
         label,
+        own,
+        inside,
     });
     // A store that replies at once decides here.
     let mut cx = Context::from_waker(std::task::Waker::noop());
@@ -140,7 +213,7 @@ fn start_slow(
 }
 
 /// Returns why a request cannot be granted whatever the store says, and the part that refuses it.
-fn unfit(parts: &[Part], bound: WaitBound, now: Instant) -> Option<(usize, Reason)> {
+fn unfit(parts: &[Part], own: usize, bound: WaitBound, now: Instant) -> Option<(usize, Reason)> {
     for (index, part) in parts.iter().enumerate() {
         let (cost, largest) = (
             part.entry.cost,
@@ -149,7 +222,7 @@ fn unfit(parts: &[Part], bound: WaitBound, now: Instant) -> Option<(usize, Reaso
         if cost > largest {
             return Some((index, Reason::CostAboveLimit { cost, largest }));
         }
-        if parts[..index].iter().any(|other| other.is_same(part)) {
+        if index < own && parts[..index].iter().any(|other| other.is_same(part)) {
             return Some((index, Reason::SameKey));
         }
     }
@@ -192,6 +265,24 @@ fn permit(
 }
 
 impl Part {
+    /// Returns the part of the permit of a layer around. `None` if its limiter was dropped.
+    fn around(permit: &OuterPermit) -> Option<Self> {
+        let &OuterPermit {
+            core,
+            key,
+            cost,
+            host,
+            ..
+        } = permit;
+        let entry = Entry {
+            key,
+            cost,
+            deadline: None,
+            host,
+        };
+        Some(Part::new(&core.find()?, entry, None))
+    }
+
     /// Returns whether two parts would count a request twice under one key.
     fn is_same(&self, other: &Part) -> bool {
         let store = |part: &Part| Arc::as_ptr(&part.core.settings.store).cast::<()>();
@@ -213,6 +304,9 @@ impl JointWaiter {
     /// Waits again, in its old place, because `permit` expired before it could be used.
     pub(crate) fn wait_again(&mut self, permit: Permit) {
         self.in_flight = permit.return_slots();
+        if self.inside.is_some() {
+            give_up_outer();
+        }
         self.enter_again(clock::now());
     }
 
@@ -231,7 +325,7 @@ impl JointWaiter {
     ///
     /// Returns the admission that stops the request, and the part that does.
     fn take_in_flight_slots(&mut self, next: usize, now: Instant) -> Option<(usize, Admission)> {
-        let order = in_flight_order(&self.set.parts);
+        let order = in_flight_order(&self.set.parts[..self.own]);
         for (index, &part) in order.iter().enumerate().skip(next) {
             let Part { core, entry, .. } = &self.set.parts[part];
             let number = next_number();
@@ -314,7 +408,14 @@ impl JointWaiter {
             events::passed(&self.set.parts[*part].label(*part, &self.label), cause);
         }
         let parts = &self.set.parts;
-        let permit = permit(parts, slot.slots, std::mem::take(&mut self.in_flight));
+        let mut permit = permit(parts, slot.slots, std::mem::take(&mut self.in_flight));
+        if let Some(call) = self.inside {
+            let outer = permit.split_off(self.own);
+            let slots = outer.iter().map(|outer| outer.permit.slot());
+            let until = slots.clone().flatten().map(|slot| slot.until).min();
+            outer::renew(slots, call);
+            permit = permit.inside(call, until);
+        }
         let waited = now.saturating_duration_since(self.since);
         if waited.is_zero() {
             return permit;
@@ -370,7 +471,7 @@ impl JointWaiter {
         } = self.stage
         {
             let now = clock::now();
-            let part = in_flight_order(&self.set.parts)[next];
+            let part = in_flight_order(&self.set.parts[..self.own])[next];
             let Part { core, entry, .. } = &self.set.parts[part];
             let settled = ready!(in_flight_slot::poll(
                 core, entry.key, number, until, now, cx
@@ -399,7 +500,7 @@ impl JointWaiter {
     fn leave(&mut self) {
         match std::mem::replace(&mut self.stage, Stage::Done) {
             Stage::InFlight { next, number, .. } => {
-                let part = in_flight_order(&self.set.parts)[next];
+                let part = in_flight_order(&self.set.parts[..self.own])[next];
                 let Part { core, entry, .. } = &self.set.parts[part];
                 in_flight_slot::leave(core, entry.key, number);
             }

@@ -1,0 +1,48 @@
+//! The first request of a layer that turns out to be inside of another one.
+
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use super::waiter::{JointStarted, start};
+use super::{Part, PerPart};
+use crate::key::Label;
+use crate::limiter::outer;
+use crate::limiter::permit::Permit;
+
+/// A request that waits until the permits of the layers around are known: see
+/// [`outer`](crate::limiter::outer).
+#[derive(Debug)]
+pub(crate) struct UntilKnown {
+    parts: PerPart<Part>,
+    deadline: Option<Instant>,
+    label: Label,
+    /// Whether the layer around was notified again, when this was polled first.
+    was_polled: bool,
+}
+
+impl UntilKnown {
+    pub(super) fn new(parts: &[Part], deadline: Option<Instant>, label: Label) -> Self {
+        UntilKnown {
+            parts: parts.iter().cloned().collect(),
+            deadline,
+            label,
+            was_polled: false,
+        }
+    }
+
+    /// Enters the request, once the permits of the layers around are known.
+    pub(in crate::limiter) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<JointStarted> {
+        if !self.was_polled && outer::find_mark() {
+            self.was_polled = true;
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        // A mark that is still there is of a service that has panicked.
+        Poll::Ready(start(&self.parts, self.deadline, || self.label.clone()))
+    }
+
+    /// Gives back a permit that has expired. The request enters again when it is polled.
+    pub(in crate::limiter) fn begin_again(&mut self, permit: Permit) {
+        permit.give_back();
+    }
+}

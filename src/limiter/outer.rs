@@ -1,0 +1,283 @@
+//! Layers around each other: the permits that a request already has when it reaches an inner layer.
+//!
+//! A permit is valid for 10 to 50 ms. If a layer is around another one, the request gets the outer
+//! permit first and may then wait for the inner one, so the outer permit would expire. Therefore a
+//! layer makes its permits known to the layers inside it, for as long as it calls or polls its inner
+//! service. That is synchronous, so a list in a thread-local variable has exactly the permits of the
+//! layers around.
+//!
+//! An inner layer that has a permit at hand, while all outer permits are valid and unused, sends the
+//! request. Otherwise it makes a joint request (`joint`) of its own keys and those of all layers
+//! around. The outer layers then have new permits. A permit is also used up by an attempt: if a
+//! retry between two layers sends the request again, the outer permit is acquired anew.
+//!
+//! Few layers are around another one, and the others should pay nothing. So a layer only marks the
+//! thread at first ([`Watch`]). If an inner layer finds the mark, the outer layer notes that, and
+//! makes its permits known from then on ([`around`]). The inner layer lets its first request wait
+//! until it is polled again.
+//!
+//! A layer cannot see the layers around it if the request reaches it in another task, as behind
+//! `tower::buffer`.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use smallvec::SmallVec;
+
+use super::engine::CoreId;
+use super::reservation::Reservation;
+use crate::key::Key;
+use crate::rng::dice;
+
+/// The permit of a layer around.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OuterPermit {
+    pub(super) core: CoreId,
+    pub(super) key: Key,
+    pub(super) cost: u32,
+    /// The key of its host, if the host matters.
+    pub(super) host: Option<Key>,
+    /// When the permit expires. `None` if the request costs nothing, or if rates are not limited.
+    pub(super) until: Option<Instant>,
+    /// The slot, for permits that can be given back.
+    pub(super) slot: Option<Reservation>,
+    pub(super) use_of: UseOf,
+}
+
+/// Which call has a permit, and which call of an inner layer has used it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct UseOf {
+    /// The call of the layer that has the permit. `None` for the outermost layer.
+    pub(super) call: Option<CallId>,
+    /// The call of the next layer inside that has used the permit.
+    pub(super) by: Option<CallId>,
+}
+
+/// Identifies a call of a layer inside another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CallId(u64);
+
+/// What a layer sees of the layers around it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sight {
+    /// No layer is around.
+    Nothing,
+    /// The permits of the layers around are known.
+    Permits,
+    /// A layer is around whose permits are not known.
+    Mark,
+    /// The same, and an inner layer has found the mark.
+    FoundMark,
+}
+
+/// The most permits of layers around. A layer further inside does not see those beyond.
+const MOST: usize = 16;
+
+/// The permits of the layers around, the outermost first. It has no destructor, so that it is quick
+/// to reach.
+struct Around {
+    sight: Cell<Sight>,
+    count: Cell<usize>,
+    permits: [Cell<Option<OuterPermit>>; MOST],
+}
+
+thread_local! {
+    static AROUND: Around = const {
+        Around {
+            sight: Cell::new(Sight::Nothing),
+            count: Cell::new(0),
+            permits: [const { Cell::new(None) }; MOST],
+        }
+    };
+}
+
+/// Whether this process has more than one limiter. With one, no layer is around another.
+static ARE_SEVERAL: AtomicBool = AtomicBool::new(false);
+
+/// Notes that this process has more than one limiter.
+pub(super) fn note_several() {
+    ARE_SEVERAL.store(true, Ordering::Relaxed);
+}
+
+/// Returns whether a layer may be around another one.
+#[inline]
+pub(super) fn may_be_any() -> bool {
+    ARE_SEVERAL.load(Ordering::Relaxed)
+}
+
+/// Returns whether the caller runs inside of a layer.
+#[inline]
+pub(crate) fn is_any() -> bool {
+    may_be_any() && AROUND.with(|around| around.sight.get() != Sight::Nothing)
+}
+
+/// Returns whether the caller runs inside of layers whose permits are known.
+pub(super) fn are_known() -> bool {
+    AROUND.with(|around| around.sight.get() == Sight::Permits)
+}
+
+/// Returns whether the permits of the layer around are not known yet. That layer is notified, and
+/// makes them known from then on.
+pub(super) fn find_mark() -> bool {
+    AROUND.with(|around| {
+        let is_marked = matches!(around.sight.get(), Sight::Mark | Sight::FoundMark);
+        if is_marked {
+            around.sight.set(Sight::FoundMark);
+        }
+        is_marked
+    })
+}
+
+/// The mark of a layer on its thread, while it calls or polls its inner service.
+///
+/// If the inner service panics, the mark stays. A layer that finds such a mark loses no more than
+/// the time until it is polled again.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Watch(Sight);
+
+impl Watch {
+    /// Marks the thread. Returns `None` if no layer can be around another one.
+    #[inline]
+    pub(crate) fn begin() -> Option<Self> {
+        may_be_any().then(|| AROUND.with(|around| Watch(around.sight.replace(Sight::Mark))))
+    }
+
+    /// Removes the mark. Returns whether an inner layer has found it.
+    #[inline]
+    pub(crate) fn end(self) -> bool {
+        AROUND.with(|around| around.sight.replace(self.0) == Sight::FoundMark)
+    }
+}
+
+impl CallId {
+    pub(super) fn new() -> Self {
+        CallId(dice())
+    }
+}
+
+/// Runs `inner` with `permits` around it. If an inner layer has used or renewed them, `changed` gets
+/// them as they are then, in their order.
+pub(super) fn around<R>(
+    permits: impl Iterator<Item = OuterPermit>,
+    inner: impl FnOnce() -> R,
+    changed: impl FnMut(OuterPermit),
+) -> R {
+    /// Removes the permits, also if the inner service panics.
+    struct Reset(usize, Sight);
+    impl Drop for Reset {
+        fn drop(&mut self) {
+            AROUND.with(|around| {
+                around.count.set(self.0);
+                around.sight.set(self.1);
+            });
+        }
+    }
+    let reset = AROUND.with(|around| {
+        let outer = around.count.get();
+        for permit in permits {
+            let count = around.count.get();
+            if let Some(place) = around.permits.get(count) {
+                place.set(Some(permit));
+                around.count.set(count + 1);
+            }
+        }
+        Reset(outer, around.sight.replace(Sight::Permits))
+    });
+    let done = inner();
+    AROUND.with(|around| {
+        let own = around.permits[..around.count.get()].iter().skip(reset.0);
+        own.filter_map(Cell::get)
+            .filter(|permit| permit.use_of.by.is_some())
+            .for_each(changed);
+    });
+    drop(reset);
+    done
+}
+
+/// Returns the permits of the layers around, the outermost first.
+pub(super) fn all() -> SmallVec<[OuterPermit; 2]> {
+    AROUND.with(|around| {
+        let count = around.count.get();
+        around.permits[..count]
+            .iter()
+            .filter_map(Cell::get)
+            .collect()
+    })
+}
+
+/// Replaces the permits of the layers around.
+fn set_all(permits: &[OuterPermit]) {
+    AROUND.with(|around| {
+        for (place, permit) in around.permits.iter().zip(permits) {
+            place.set(Some(*permit));
+        }
+    });
+}
+
+/// Returns whether the call `call` of an inner layer may use the outer permits now. Then they count
+/// as used by it.
+pub(super) fn use_all(call: CallId, now: Instant) -> bool {
+    let mut permits = all();
+    let is_alive = |permit: &OuterPermit| permit.until.is_none_or(|until| now < until);
+    let are_usable = permits.iter().all(is_alive) && are_unused(&permits);
+    if are_usable {
+        mark_used(&mut permits, call);
+        set_all(&permits);
+    }
+    are_usable
+}
+
+/// Takes out the slots of the outer permits that no request has used, to give them back.
+pub(super) fn take_unused() -> SmallVec<[(CoreId, Key, Reservation); 2]> {
+    let mut permits = all();
+    let are_unused = are_unused(&permits);
+    let slots = permits.iter_mut().filter_map(|permit| {
+        let slot = permit.slot.take().filter(|_| are_unused)?;
+        Some((permit.core, permit.key, slot))
+    });
+    let unused = slots.collect();
+    set_all(&permits);
+    unused
+}
+
+/// Returns whether no request was sent with these permits. Each of them may have been used by the
+/// layer inside it, down to the innermost.
+fn are_unused(permits: &[OuterPermit]) -> bool {
+    let is_unused = |(index, permit): (usize, &OuterPermit)| {
+        let used_by = permit.use_of.by;
+        used_by.is_none() || used_by == next_call(permits, index)
+    };
+    permits.iter().enumerate().all(is_unused)
+}
+
+/// Replaces the slots of the permits of the layers around, the outermost first. The call `call` of
+/// an inner layer uses them.
+pub(super) fn renew(slots: impl Iterator<Item = Option<Reservation>>, call: CallId) {
+    let mut permits = all();
+    // A limiter that was dropped has no permits any more.
+    let counted = permits
+        .iter_mut()
+        .filter(|permit| permit.core.find().is_some());
+    for (permit, slot) in counted.zip(slots) {
+        permit.until = slot.map(|slot| slot.until);
+        permit.slot = slot;
+    }
+    mark_used(&mut permits, call);
+    set_all(&permits);
+}
+
+/// Returns the call of the layer inside that of permit `index`.
+fn next_call(permits: &[OuterPermit], index: usize) -> Option<CallId> {
+    let own = permits[index].use_of.call;
+    let inside = permits[index..].iter().map(|permit| permit.use_of.call);
+    inside.into_iter().find(|call| *call != own).flatten()
+}
+
+/// Marks each permit as used by the call of the next layer inside, and those of the innermost layer
+/// as used by `call`.
+fn mark_used(permits: &mut [OuterPermit], call: CallId) {
+    for index in 0..permits.len() {
+        permits[index].use_of.by = next_call(permits, index).or(Some(call));
+    }
+}

@@ -1,0 +1,229 @@
+//! Rate limit layers around each other: no limit is exceeded, whatever stands between them, and
+//! little of the outer limit is wasted. Under a paused clock, with an upstream that logs.
+//!
+//! The first requests of a layer waste a unit of it, because the layer learns from them that it is
+//! around another one.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use http::{Request, Response};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+use tollgate::{Key, Limited, Quota, RateLimitLayer};
+use tower::util::BoxCloneService;
+use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt, service_fn};
+
+const SECOND: Duration = Duration::from_secs(1);
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// When the upstream got a request of which channel.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<(Instant, String)>>>);
+
+impl Log {
+    /// Returns the most requests of a channel, or of all, in any window.
+    fn most(&self, window: Duration, which: Option<&str>) -> usize {
+        let log = self.0.lock().unwrap();
+        let times = log
+            .iter()
+            .filter(|(_, channel)| which.is_none_or(|which| which == channel));
+        let times: Vec<Instant> = times.map(|(at, _)| *at).collect();
+        let until = |end: &Instant| {
+            let is_in = |at: &&Instant| *at <= end && *end - **at < window;
+            times.iter().filter(is_in).count()
+        };
+        times.iter().map(until).max().unwrap_or(0)
+    }
+}
+
+fn channel(path: &str) -> Option<&str> {
+    path.strip_prefix("/channels/")?.split('/').next()
+}
+
+fn per_channel() -> RateLimitLayer {
+    RateLimitLayer::builder(Quota::per_second(1))
+        .key(|request| channel(request.path()).map(Key::new))
+        .max_wait(10 * SECOND)
+        .build()
+        .unwrap()
+}
+
+fn all() -> RateLimitLayer {
+    RateLimitLayer::builder(Quota::per_minute(30))
+        .max_wait(10 * SECOND)
+        .build()
+        .unwrap()
+}
+
+type Upstream = BoxCloneService<Request<String>, Response<&'static str>, BoxError>;
+
+fn upstream(log: &Log) -> Upstream {
+    let log = log.clone();
+    BoxCloneService::new(service_fn(move |request: Request<String>| {
+        let channel = channel(request.uri().path()).unwrap().to_owned();
+        log.0.lock().unwrap().push((Instant::now(), channel));
+        async { Ok::<_, BoxError>(Response::new("ok")) }
+    }))
+}
+
+/// When which channel gets a message: bursts on one channel, then on others, then on a third while
+/// the minute ends.
+fn plan() -> impl Iterator<Item = (Duration, u32)> {
+    let first = (0..10).map(|_| (0, 1));
+    let second = (0..20).map(|number| (100, 100 + number));
+    let third = (0..9).map(|number| (51_500 + number * 1000, 2));
+    let fourth = (0..20).map(|number| (60_000, 200 + number));
+    let all = first.chain(second).chain(third).chain(fourth);
+    all.map(|(at, channel)| (Duration::from_millis(at), channel))
+}
+
+/// Sends the plan through `service`. Returns how many requests were sent.
+async fn send<S>(service: S) -> usize
+where
+    S: Service<Request<String>, Error: Into<BoxError> + Send, Response: Send, Future: Send>
+        + Clone
+        + Send
+        + 'static,
+{
+    let mut tasks = JoinSet::new();
+    for (at, channel) in plan() {
+        let mut service = service.clone();
+        tasks.spawn(async move {
+            sleep(at).await;
+            let uri = format!("http://bot.example/channels/{channel}/messages");
+            let request = Request::get(uri).body(String::new()).unwrap();
+            let ready = service.ready().await.map_err(Into::into)?;
+            ready.call(request).await.map(|_| ()).map_err(Into::into)
+        });
+    }
+    let mut sent = 0;
+    while let Some(done) = tasks.join_next().await {
+        match done.unwrap() {
+            Ok(()) => sent += 1,
+            Err(error) => assert!(
+                Limited::find(&*error).is_some() || error.to_string() == "reset",
+                "{error}"
+            ),
+        }
+    }
+    sent
+}
+
+fn assert_within_limits(log: &Log, name: &str) {
+    let most = log.most(SECOND, Some("2")).max(log.most(SECOND, Some("1")));
+    assert!(most <= 1, "{name}: {most} in a second of one channel");
+    let most = log.most(MINUTE, None);
+    assert!(most <= 30, "{name}: {most} in a minute");
+}
+
+#[tokio::test(start_paused = true)]
+async fn layers_around_each_other_keep_both_limits() {
+    let log = Log::default();
+    let service = ServiceBuilder::new()
+        .layer(per_channel())
+        .layer(all())
+        .service(upstream(&log));
+    let sent = send(service).await;
+    assert_within_limits(&log, "channel outside");
+    assert!(sent >= 50, "channel outside: {sent}");
+
+    let log = Log::default();
+    let service = ServiceBuilder::new()
+        .layer(all())
+        .layer(per_channel())
+        .service(upstream(&log));
+    let sent = send(service).await;
+    assert_within_limits(&log, "all outside");
+    assert!(sent >= 50, "all outside: {sent}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn boxes_and_timeouts_between_layers_change_nothing() {
+    let log = Log::default();
+    let inner = per_channel().layer(upstream(&log));
+    let inner = BoxCloneService::new(inner);
+    let inner = tower::timeout::Timeout::new(inner, MINUTE);
+    // A service that calls the inner one only when its own future is polled.
+    let lazy = service_fn(move |request: Request<String>| {
+        let inner = inner.clone();
+        async move {
+            tokio::task::yield_now().await;
+            inner.oneshot(request).await
+        }
+    });
+    let sent = send(all().layer(lazy)).await;
+    assert_within_limits(&log, "lazy");
+    assert!(sent >= 50, "lazy: {sent}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_attempt_of_a_retry_between_layers_counts() {
+    let log = Log::default();
+    let refused_once = {
+        let (log, failed) = (log.clone(), Arc::new(Mutex::new(0)));
+        service_fn(move |request: Request<String>| {
+            let channel = channel(request.uri().path()).unwrap().to_owned();
+            log.0.lock().unwrap().push((Instant::now(), channel));
+            let mut failed = failed.lock().unwrap();
+            *failed += 1;
+            let is_failure = *failed % 2 == 1;
+            async move {
+                if is_failure {
+                    Err::<Response<&str>, BoxError>("reset".into())
+                } else {
+                    Ok(Response::new("ok"))
+                }
+            }
+        })
+    };
+    let inner = BoxCloneService::new(per_channel().layer(refused_once).map_err(BoxError::from));
+    let retry = service_fn(move |request: Request<String>| {
+        let inner = inner.clone();
+        async move {
+            let again = request.clone();
+            match inner.clone().oneshot(request).await {
+                Ok(response) => Ok::<_, BoxError>(response),
+                Err(_) => inner.oneshot(again).await,
+            }
+        }
+    });
+    let limiter = all();
+    send(limiter.clone().layer(retry)).await;
+    assert_within_limits(&log, "retry");
+    assert!(log.0.lock().unwrap().len() > 30, "attempts were repeated");
+}
+
+#[tokio::test(start_paused = true)]
+async fn three_layers_use_one_unit_of_each_for_a_request() {
+    let [outer, middle, inner] = [(); 3].map(|()| {
+        RateLimitLayer::builder(Quota::per_minute(10))
+            .max_wait(Duration::ZERO)
+            .build()
+            .unwrap()
+    });
+    let log = Log::default();
+    let service = ServiceBuilder::new()
+        .layer(outer.clone())
+        .layer(middle.clone())
+        .layer(inner.clone())
+        .service(upstream(&log));
+    let request = || {
+        Request::get("http://h/channels/1/m")
+            .body(String::new())
+            .unwrap()
+    };
+    // The two outer layers learn from the first request that there are layers inside of them.
+    while service.clone().oneshot(request()).await.is_ok() {}
+    let sent = log.0.lock().unwrap().len();
+    assert!((7..=10).contains(&sent), "{sent}");
+    let used = async |layer: &RateLimitLayer| {
+        let status = layer.limiter().peek(Key::ALL).await.unwrap();
+        usize::try_from(status.limits[0].used).unwrap()
+    };
+    assert_eq!(used(&inner).await, sent);
+    for layer in [outer, middle] {
+        let used = used(&layer).await;
+        assert!((sent..=sent + 2).contains(&used), "{used}");
+    }
+}
