@@ -232,6 +232,8 @@ impl LimitSet {
     pub(super) fn insert_due(&mut self, now: Micros, booking: AdvanceBooking) {
         for state in self.states.iter_mut() {
             state.rule.insert_due(now, booking);
+            // The stamp may have left the window as well.
+            state.rule.advance(now);
         }
     }
 

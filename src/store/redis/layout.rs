@@ -90,6 +90,8 @@ pub(super) const RETURN: u8 = byte("RETURN");
 pub(super) const HOLD: u8 = byte("HOLD");
 /// The operation that ends a hold.
 pub(super) const RELEASE: u8 = byte("RELEASE");
+/// The operation that requests permits, some of which are of use later.
+pub(super) const LEASE_LATER: u8 = byte("LEASE_LATER");
 /// The operation of a claim about calls in flight.
 pub(super) const CLAIM: u8 = byte("CLAIM");
 

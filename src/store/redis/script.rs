@@ -50,6 +50,7 @@ pub(super) const RATES: &str = concat!(
     include_str!("lua/fixed.lua"),
     include_str!("lua/external.lua"),
     include_str!("lua/ledger.lua"),
+    include_str!("lua/advance.lua"),
     include_str!("lua/main.lua"),
 );
 

@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 
 use super::{CallWriter, LONG};
 use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining, micros_down, micros_up};
-use crate::store::redis::layout::{CLAIM, HOLD, LEASE, NEVER, PEEK, RELEASE, RETURN};
+use crate::store::redis::layout::{CLAIM, HOLD, LEASE, LEASE_LATER, NEVER, PEEK, RELEASE, RETURN};
 use crate::store::{Claim, ClientSession, Demand, HoldState, LeaseRequest};
 
 /// The most permits that one call gives back, so that the script does not keep the server busy for
@@ -47,7 +47,7 @@ impl RateCall<'_> {
         let charges = &charges[..charges.len().min(Charge::MOST)];
         let mut call = CallWriter::new(operation, self.session, random);
         call.0.reserve(
-            100 + 16 * limits + 8 * demands.len() + 21 * returns.len() + 14 * charges.len(),
+            100 + 16 * limits + 15 * demands.len() + 21 * returns.len() + 14 * charges.len(),
         );
         call.long(self.session.granted);
         call.long(micros_up(spec.transit_slack()));
@@ -71,6 +71,9 @@ impl RateCall<'_> {
         for demand in demands {
             call.int(demand.cost);
             call.int(demand.count);
+            if operation == LEASE_LATER {
+                call.long(micros_up(demand.earliest));
+            }
         }
         for unused in returns {
             call.long(unused.slot);
@@ -122,7 +125,13 @@ pub(in crate::store::redis) fn lease(request: &LeaseRequest<'_>, random: u64) ->
         charges: request.charges,
         remaining: request.remaining,
     };
-    call.pack(LEASE, request.spec, random)
+    let is_later = |demand: &Demand| !demand.earliest.is_zero();
+    let operation = if request.demands.iter().any(is_later) {
+        LEASE_LATER
+    } else {
+        LEASE
+    };
+    call.pack(operation, request.spec, random)
 }
 
 /// Packs a call that gives back `unused`, which are all of one incarnation.

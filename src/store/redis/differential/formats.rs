@@ -2,6 +2,7 @@
 //! states that this one writes, unless they contain something new. `tests/formats/1` has the
 //! scripts of format 1, and states written by them.
 
+use super::super::layout::LEASE_LATER;
 use super::*;
 use crate::limit::micros_up;
 
@@ -10,12 +11,13 @@ const IN_FLIGHT_1: &str = include_str!("../../../../tests/formats/1/seats.lua");
 const REGISTER_1: &str = include_str!("../../../../tests/formats/1/register.lua");
 const STATES_1: &str = include_str!("../../../../tests/formats/1/states.txt");
 
-/// Returns a call of format 1 for one of format 2 that has nothing new: no server's time, and no
-/// charges.
+/// Returns a call of format 1 for one of format 2 that has nothing new: no server's time, no
+/// charges, and no demand that is of use later.
 fn call_1(call: &[u8]) -> Vec<u8> {
     const BEFORE_SERVER: usize = 2 + 6 * 7;
     const BEFORE_CUT: usize = BEFORE_SERVER + 2 * 7 + 5 * 7 + 4 + 7 + 7 + 4;
     const BEFORE_CHARGES: usize = BEFORE_CUT + 1 + 1 + 2 + 2;
+    assert_ne!(call[1], LEASE_LATER, "no permits of later use");
     let is_new = [BEFORE_CUT, BEFORE_CHARGES, BEFORE_CHARGES + 1].map(|at| call[at]);
     assert_eq!(
         is_new, [0; 3],
@@ -246,7 +248,7 @@ fn format_2_states_are_clear_errors_to_format_1() {
     let error = run_1(&mut world, &call).unwrap_err().to_string();
     assert!(error.contains("format 2"), "{error}");
     // A later format is a clear error to this release.
-    let later = [&[3], &stored(&mut world)[1..]].concat();
+    let later = [&[4], &stored(&mut world)[1..]].concat();
     load(&mut world, "later", &later);
     let mut invocation = world.script.key("later");
     let invocation = invocation.arg(call).arg("told").arg("key").arg(world.now);
@@ -254,7 +256,41 @@ fn format_2_states_are_clear_errors_to_format_1() {
         .invoke::<Vec<u8>>(&mut world.redis)
         .unwrap_err()
         .to_string();
+    assert!(error.contains("format 4"), "{error}");
+}
+
+/// A state has format 3 only while it has advance bookings.
+#[test]
+fn format_3_states_are_clear_errors_to_format_1() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    world.begin();
+    let spec = Arc::new(LimitSpec::new(Quota::per_second(5), millis(10), millis(2)));
+    let lease = |world: &mut World, demand: Demand| {
+        let demands = [demand];
+        let request = LeaseRequest {
+            latest: millis(20_000),
+            session: world.memory(),
+            ..lease_request(&spec, &demands)
+        };
+        let call = codec::lease(&request, 7);
+        let reply = codec::read_lease(&world.run_by_memory(call.clone()), millis(10)).unwrap();
+        (world.incarnation, world.writes, world.seen) =
+            (reply.incarnation, reply.writes, reply.now);
+        (reply, call)
+    };
+    let (reply, _) = lease(&mut world, Demand::new(1, 3).earliest(millis(10_000)));
+    assert_eq!(reply.grants[0].wait, millis(10_000));
+    assert_eq!(stored(&mut world)[0], 3);
+    let (_, call) = lease(&mut world, Demand::new(1, 1));
+    let error = run_1(&mut world, &call).unwrap_err().to_string();
     assert!(error.contains("format 3"), "{error}");
+    // The slot has come, so the state is as an earlier release would have written it.
+    world.now += 10_000_000;
+    let (reply, call) = lease(&mut world, Demand::new(1, 5));
+    assert_eq!(reply.grants[0].count, 2, "three are booked");
+    assert_eq!(stored(&mut world)[0], 1);
+    assert!(run_1(&mut world, &call).is_ok());
 }
 
 /// The scripts of format 1 run the first steps of a history, and the scripts of today the others.
@@ -282,6 +318,7 @@ fn same_grants_after_an_upgrade(
         let mut step = step.clone();
         if number < old {
             (step.left, step.clock) = (None, 0);
+            step.earliest = Duration::ZERO;
             step.charges.clear();
             step.held.cut = false;
             step.hold = step

@@ -16,6 +16,9 @@ use crate::store::HoldState;
 pub(super) struct Step {
     pub(super) wait: Micros,
     pub(super) demands: Vec<(u32, u32)>,
+    /// How long after the call the permits are of use at the earliest. The latest slot counts from
+    /// then.
+    pub(super) earliest: Duration,
     pub(super) latest: Duration,
     pub(super) life: Duration,
     pub(super) prefetch: u32,
@@ -45,6 +48,7 @@ impl Step {
         Step {
             wait: 0,
             demands: Vec::new(),
+            earliest: millis(0),
             latest: millis(0),
             life: millis(1),
             prefetch: 0,
@@ -108,6 +112,8 @@ pub(super) enum Mix {
     Any,
     /// Long queues.
     LongLines,
+    /// Permits that are of use later.
+    LaterUse,
     /// The calls of most callers: one need, of sliding windows, mostly now.
     Plain,
 }
@@ -115,6 +121,7 @@ pub(super) enum Mix {
 pub(super) fn step(mix: Mix) -> impl Strategy<Value = Step> {
     let count = match mix {
         Mix::Any => prop_oneof![6 => 1u32..8, 1 => 20u32..200].boxed(),
+        Mix::LaterUse => prop_oneof![20 => 1u32..8, 1 => 20u32..100].boxed(),
         Mix::LongLines => prop_oneof![3 => 1u32..30, 1 => 100u32..900].boxed(),
         Mix::Plain => (1u32..4).boxed(),
     };
@@ -133,6 +140,18 @@ pub(super) fn step(mix: Mix) -> impl Strategy<Value = Step> {
             vec![0u64, 100, 2000, 20_000, 100_000],
         ),
     };
+    let later = || {
+        prop_oneof![
+            (0u64..3_000).prop_map(Duration::from_millis),
+            (0u64..90_000_000).prop_map(Duration::from_micros),
+            select(vec![1u64, 9, 15, 1000, 70_000]).prop_map(millis),
+        ]
+    };
+    let earliest = match mix {
+        Mix::LaterUse => prop_oneof![1 => Just(millis(0)), 3 => later()].boxed(),
+        Mix::Any => prop_oneof![15 => Just(millis(0)), 1 => later()].boxed(),
+        Mix::LongLines | Mix::Plain => Just(millis(0)).boxed(),
+    };
     let charge = (
         select(vec![0u64, 1, 20_000, 700_000, 2_000_000, 50_000_000]),
         prop_oneof![0u64..50, any::<u64>()],
@@ -140,7 +159,7 @@ pub(super) fn step(mix: Mix) -> impl Strategy<Value = Step> {
     (
         select(waits),
         prop::collection::vec(demand, demands),
-        select(latest).prop_map(millis),
+        (earliest, select(latest).prop_map(millis)),
         select(vec![1u64, 10, 10, 10, 40]).prop_map(millis),
         select(vec![0u32, 0, 0, 5, 50]),
         select(vec![0usize, 0, 0, 1, 3, 30]),
@@ -159,7 +178,7 @@ pub(super) fn step(mix: Mix) -> impl Strategy<Value = Step> {
             |(
                 wait,
                 demands,
-                latest,
+                (earliest, latest),
                 life,
                 prefetch,
                 returns,
@@ -170,6 +189,7 @@ pub(super) fn step(mix: Mix) -> impl Strategy<Value = Step> {
             )| Step {
                 wait,
                 demands,
+                earliest,
                 latest,
                 life,
                 prefetch,

@@ -75,12 +75,13 @@ fn sizes_are_those_of_their_formats() {
                     assert_eq!(lua.size(format_of(record)), size, "{record}");
                 }
                 assert!(lua.size(format_of("EXTERNAL_RECORD")) <= size);
+                assert!(lua.size(format_of("ADVANCE_RECORD")) <= size);
             } else {
                 assert_eq!(lua.size(format_of(name)), size, "{name}");
             }
             count += 1;
         }
-        assert_eq!(count, 13);
+        assert_eq!(count, 15);
         let reply_with_segment = [
             format_of("REPLY"),
             format_of("SEGMENT").trim_start_matches('<'),
@@ -167,6 +168,26 @@ fn calls_about_rates_are_read_field_by_field() {
             lists,
             [&limits[..], &demands, &returns_and_charges, &remaining].concat()
         );
+    });
+}
+
+#[test]
+fn calls_for_later_use_are_read_field_by_field() {
+    let spec = Arc::new(LimitSpec::new(
+        Quota::new(30, millis(5)),
+        millis(1),
+        millis(2),
+    ));
+    let demands = [
+        Demand::new(31, 32).earliest(Duration::from_micros(35)),
+        Demand::new(33, 34),
+    ];
+    let call = codec::lease(&lease_request(&spec, &demands), 9);
+    with_lua(|lua| {
+        let later = ["CALL_LATER_DEMAND"; 2];
+        let numbers = lua.unpack(&call, &[&["CALL", "CALL_LIMIT"][..], &later].concat());
+        assert_eq!(numbers[..3], [2, 6, 10]);
+        assert_eq!(numbers[29..], [31, 32, 35, 33, 34, 0]);
     });
 }
 

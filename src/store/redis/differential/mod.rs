@@ -138,7 +138,7 @@ fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<
         .query(&mut world.redis)
         .unwrap();
     prop_assert!(
-        size <= 4096 * quotas[0].and(quotas[1]).limits().len(),
+        size <= 4096 * (1 + quotas[0].and(quotas[1]).limits().len()),
         "{} bytes",
         size
     );
@@ -181,6 +181,11 @@ fn memory_and_redis_grant_the_same_to_the_microsecond() {
 #[test]
 fn memory_and_redis_grant_the_same_in_long_lines() {
     check(250, Mix::LongLines, 80);
+}
+
+#[test]
+fn memory_and_redis_grant_later_use_the_same() {
+    check(300, Mix::LaterUse, 150);
 }
 
 #[test]

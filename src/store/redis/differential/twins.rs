@@ -37,6 +37,9 @@ fn constants_of_rules_are_those_of_their_twins() {
         "fixed.lua" "SMALLEST_STEP", "fixed.rs" "SMALLEST_STEP: Micros";
         "external.lua" "LONGEST_LIFE", "limit_set.rs" "LONGEST_LIFE: Micros";
         "external.lua" "OLDEST_RESPONSE", "limit_state.rs" "OLDEST_RESPONSE: Micros";
+        "advance.lua" "TOLERANCE", "advance.rs" "TOLERANCE: Micros";
+        "advance.lua" "MOST_ADVANCE", "advance.rs" "MOST: usize";
+        "advance.lua" "MOST_JOINED_WINDOWS", "fixed.rs" "MOST_JOINED_WINDOWS: u64";
         "ledger.lua" "MOST_LIMITS", "limit_set.rs" "MOST_LIMITS: usize";
         "ledger.lua" "MOST_ROUNDS", "limit_set.rs" "MOST_ROUNDS: usize";
         "ledger.lua" "MOST_RETURNED", "returned.rs" "MOST: usize";

@@ -112,7 +112,7 @@ impl World {
         let demands: Vec<Demand> = step
             .demands
             .iter()
-            .map(|&(cost, count)| Demand::new(cost, count))
+            .map(|&(cost, count)| Demand::new(cost, count).earliest(step.earliest))
             .collect();
         let charges = step
             .charges
@@ -121,7 +121,7 @@ impl World {
         let charges: Vec<Charge> = charges.collect();
         let request = LeaseRequest {
             prefetch: step.prefetch,
-            latest: step.latest,
+            latest: step.earliest + step.latest,
             validity: step.life,
             prefetch_validity: step.life * 2,
             returns,

@@ -261,7 +261,21 @@ local function bucket_rule()
       return gone > 0
     end
 
-    -- Returns how many units are missing now.
+    -- Returns when a bucket is full again after a permit. Before the permit, it is full at q and r.
+    function rule.after(limit, q, r, stamp, units)
+      if less(q, r, stamp, 0) then q, r = stamp, 0 end
+      local span, span_r = refill(limit, units)
+      return plus(limit, q, r, span, span_r)
+    end
+
+    -- Returns whether a bucket that is full again at q and r lacks some of `units` at `slot`. They
+    -- are at most the capacity.
+    function rule.is_short(limit, slot, units, q, r)
+      local span, span_r = refill(limit, limit.capacity - units)
+      return less(slot + span, span_r, q, r)
+    end
+
+    -- Returns how many units are missing now, without the advance bookings.
     function rule.used(limit)
       return limit.capacity - room(limit, state.now)
     end

@@ -122,6 +122,10 @@ local function cold_external()
       least = limit.rule.used(limit)
       most = least
     end
+    if state.cold_advance then
+      local booked = state.cold_advance.booked_until(limit, sent)
+      least, most = least + booked, most + booked
+    end
     -- A reset that an older response states does not count, because units may have left the log
     -- since.
     local oldest = math.floor(limit.window / 20)

@@ -120,6 +120,7 @@ local function fixed_rule()
       if use and use.number == number then
         units, i = use.units, i + 1
       end
+      if limit.rule.booked_in then units = units + limit.rule.booked_in(limit, number) end
       if slot <= start + open and units + cost <= most then
         return slot
       end
@@ -205,7 +206,7 @@ local function fixed_rule()
   local rule = {
     entry = WINDOW_USE, size = WINDOW_USE_SIZE, fields = { 'number', 'units' },
     advance = advance, align = align, first_slot = first_slot, room = room, insert = insert, charge
-    = charge, subtract = subtract, fresh_from = fresh_from, free = free, used = used, new = new, read = read, record =
+    = charge, subtract = subtract, number_of = number_of, add = add, booked_in = false, fresh_from = fresh_from, free = free, used = used, new = new, read = read, record =
     record, cold = 0,
   }
   function rule.cold() return rule end

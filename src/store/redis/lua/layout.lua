@@ -18,10 +18,11 @@
 -- Calls and replies about rates and about calls in flight. A client sends its own script, so a
 -- script knows one version only.
 local CALL_VERSION = 2
--- States of rates. A state has the second format only if a release that knows only the first one
--- would misread it.
+-- States of rates. A state has the second or third format only if a release that knows only the
+-- formats before it would misread it.
 local STATE_FORMAT = 1
 local STATE_FORMAT_WITH_PHASE = 2
+local STATE_FORMAT_WITH_ADVANCE = 3
 -- States of calls in flight.
 local IN_FLIGHT_FORMAT = 1
 -- Calls, replies and states of registers.
@@ -51,12 +52,14 @@ local IN_FLIGHT_MESSAGE_FIELDS = '<BI7I7I7I7I7B'
 
 -- ── numbers in calls and replies ─────────────────────────────────────────────────────────────────
 
--- Operations of a call about rates; a call about calls in flight is a claim or a peek.
+-- Operations of a call about rates; a call about calls in flight is a claim or a peek. LEASE_LATER
+-- is a lease whose demands state from when on their permits are of use.
 local LEASE = 1
 local PEEK = 2
 local RETURN = 3
 local HOLD = 4
 local RELEASE = 5
+local LEASE_LATER = 6
 local CLAIM = 1
 
 -- Statuses. Added to the status of a lease: SHARED if other clients use a limit too, CUT if the
@@ -70,12 +73,14 @@ local CUT = 8
 -- The status of a claim if PUBLISH failed. The holders that should have been notified must poll.
 local NOT_PUBLISHED = 2
 
--- Kinds of limits, and EXTERNAL, which is a kind of record only. A new kind of limit needs a number
--- that none of them has. `read_records` (main.lua) refuses kinds that are larger than EXTERNAL.
+-- Kinds of limits, and EXTERNAL and ADVANCE, which are kinds of records only. A new kind of limit
+-- needs a number that none of them has. `read_records` (main.lua) refuses kinds that are larger than
+-- ADVANCE.
 local WINDOW = 1
 local BUCKET = 2
 local FIXED = 3
 local EXTERNAL = 4
+local ADVANCE = 5
 
 -- Numbers of Lua are exact up to here, 2^53. As a wait it means never.
 local NEVER = 9007199254740992
@@ -102,6 +107,9 @@ local CALL_LIMIT_SIZE = 16
 -- I4 cost; I4 permits.
 local CALL_DEMAND = '<I4I4'
 local CALL_DEMAND_SIZE = 8
+-- Of LEASE_LATER: I4 cost; I4 permits; I7 how long after now a permit is of use at the earliest.
+local CALL_LATER_DEMAND = '<I4I4I7'
+local CALL_LATER_DEMAND_SIZE = 15
 -- I7 slot; I7 stamp; I7 units.
 local CALL_RETURN = '<I7I7I7'
 -- I7 age; I7 units.
@@ -123,7 +131,8 @@ local PEEK_REPLY = '<BBI7I7I7I4BB'
 -- B kind; I4 count; I7 window; I4 capacity; I7 used; I7 free; I7 reserved for other clients.
 local PEEK_LIMIT = '<BI4I7I4I7I7I7'
 
--- ── the state of rates: head, records, a region of entries for each limit, returned slots ────────
+-- ── the state of rates: head, records, a region of entries for each limit, advance bookings,
+--    returned slots ──────────────────────────────────────────────────────────────────────────────
 
 -- B format; B records; B returned slots; B room for returned slots; I7 incarnation; I7 writes; I7
 -- made at, server's clock or logical time; I7 recovering until, even, plus 1 if the hold was cut; d
@@ -132,7 +141,8 @@ local PEEK_LIMIT = '<BI4I7I4I7I7I7'
 local HEAD = '<BBBBI7I7I7I7dI7I7I7I4'
 local HEAD_SIZE = 65
 
--- A record for each limit and for each external usage. Shorter ones are filled with zeros.
+-- A record for each limit, for each external usage, and for the advance bookings. Shorter ones are
+-- filled with zeros.
 local RECORD_SIZE = 90
 
 -- All records of limits begin so: B kind; I4 count; I7 window; I4 capacity, 0 unless it is a
@@ -172,6 +182,13 @@ local WINDOW_USE_SIZE = 14
 -- stated at; I7 valid until; I7 confirmed until; d shortfall, may be negative; I7 shortfall until;
 -- I7 counted until. src/limit/external.rs explains the fields.
 local EXTERNAL_RECORD = '<BI4I7I4BI7I4I4I4I4I4BI7I7I7dI7I7'
+
+-- The advance bookings, in the last record: B kind; I2 bookings.
+local ADVANCE_RECORD = '<BI2'
+-- An advance booking: I7 first slot; I7 last slot; I7 stamp; I7 units. src/limit/advance.rs explains
+-- the fields.
+local ADVANCE_BOOKING = '<I7I7I7I7'
+local ADVANCE_BOOKING_SIZE = 28
 
 -- A returned slot: I7 slot; I7 stamp; I7 units.
 local RETURNED = '<I7I7I7'

@@ -17,7 +17,7 @@ local MOST_ROUNDS = 1000
 --   read(s, from), record        unpack and pack the record
 --   size                         the bytes of an entry
 --   advance                      forgets what is older than the window
---   first_slot(from, cost, life, reserved), room(slot)
+--   first_slot(from, cost, life, reserved), room(slot, life)
 --                                the first slot of a permit; how many units may leave at a slot
 --   insert(slot, stamp, units)   counts the units of a permit
 --   free, fresh_from             the units that may leave now; when all use is forgotten
@@ -31,6 +31,9 @@ local MOST_ROUNDS = 1000
 --                                sliding window: its ring, and its log
 --   see                          bucket: a statement of the upstream
 --   align                        fixed window: its boundaries
+--   number_of, add, booked_in    fixed window: the number of a window, and its units
+--   after, is_short              bucket: permits that are replayed
+-- If there are advance bookings, `cold_advance` replaces first_slot, room, free and fresh_from.
 local makers, rules = { window_rule, bucket_rule, fixed_rule }, {}
 
 -- Returns the functions of a kind of limit.
@@ -39,6 +42,7 @@ local function rule_of(kind)
   if not rule then
     rule = makers[kind]()
     rules[kind] = rule
+    if state.cold_advance then state.cold_advance.extend(kind, rule) end
   end
   return rule
 end
@@ -56,10 +60,10 @@ local function insert(slot, stamp, units)
   end
 end
 
--- Returns the first moment at which every limit allows `cost`, and the limit that was the last to
--- allow it.
-local function first_slot(cost, life)
-  local slot, last_limit, count = state.earliest, nil, #state
+-- Returns the first moment, not before `from`, at which every limit allows `cost`, and the limit
+-- that was the last to allow it.
+local function first_slot(cost, life, from)
+  local slot, last_limit, count = from, nil, #state
   for _ = 1, MOST_ROUNDS do
     local before = slot
     for i = 1, count do
@@ -77,13 +81,13 @@ local function first_slot(cost, life)
   return NEVER, nil
 end
 
--- Returns the first returned slot that has `units` left and at least half of `life`, and its index.
--- src/limit/returned.rs says why half.
-local function find_returned(units, life)
+-- Returns the first returned slot, not before `from`, that has `units` left and at least half of
+-- `life`, and its index. src/limit/returned.rs says why half.
+local function find_returned(units, life, from)
   local list, half = returned(), math.floor(life / 2)
   for i = 1, #list do
     local entry = list[i]
-    if entry.slot >= state.earliest and entry.units >= units and entry.slot + half + state.slack <= entry.stamp then
+    if entry.slot >= from and entry.units >= units and entry.slot + half + state.slack <= entry.stamp then
       return entry, i
     end
   end
@@ -95,6 +99,7 @@ local function packed_head(record_count, incarnation, writes, offset, expires, h
   for i = 1, #state do
     if state[i].kind == FIXED and state[i].phase > 0 then format = STATE_FORMAT_WITH_PHASE end
   end
+  if state.cold_advance and state.cold_advance.list[1] then format = STATE_FORMAT_WITH_ADVANCE end
   return struct.pack(HEAD, format, record_count, state.returned_count, state.returned_room, incarnation, writes,
     state.made_at, state.recovering_until + state.hold_is_cut, offset, state.now, expires, held_until, releases)
 end
@@ -116,18 +121,27 @@ local function cold()
   -- The most returned slots that are kept apart.
   local MOST_RETURNED = 32
 
-  -- Takes the units of a permit out of every limit.
+  -- Notes that units of a limit were not used. If the newest response was compared with them as
+  -- used, other clients used as many.
+  local function note_unused(limit, stamp, units)
+    local usage = limit.external
+    if usage and state.now < usage.shortfall_until and stamp <= usage.counted_until then
+      usage.shortfall = usage.shortfall + units
+    end
+  end
+
+  -- Takes the units of a permit out of every limit, or out of the advance bookings. If joined
+  -- bookings may contain the permit, the units stay: the limits may not have them.
   local function subtract(slot, stamp, units)
+    if state.cold_advance then
+      units = units - state.cold_advance.erase(slot, stamp, units)
+      if units == 0 or state.cold_advance.may_contain(slot, stamp) then return end
+    end
     state.changed = true
     for i = 1, #state do
       local limit = state[i]
       limit.rule.cold().subtract(limit, slot, stamp, units)
-      -- The newest response was compared with these units as used. They were not used, so other
-      -- clients used as many.
-      local usage = limit.external
-      if usage and state.now < usage.shortfall_until and stamp <= usage.counted_until then
-        usage.shortfall = usage.shortfall + units
-      end
+      note_unused(limit, stamp, units)
     end
   end
 
@@ -152,10 +166,15 @@ local function cold()
     if last then subtract(last.slot, last.stamp, last.units) end
   end
 
-  -- Takes back a permit that was not used. If its slot lies ahead and nothing is reserved for other
-  -- clients then, the slot is kept for the next caller. Otherwise its units leave the limits.
+  -- Takes back a permit that was not used. An advance booking is erased. If the slot of another
+  -- permit lies ahead and nothing is reserved for other clients then, the slot is kept for the next
+  -- caller. Otherwise its units leave the limits.
   local function take_back(slot, stamp, units)
     if units == 0 or stamp < slot then return end
+    if state.cold_advance then
+      units = units - state.cold_advance.erase(slot, stamp, units)
+      if units == 0 then return end
+    end
     local is_shared = false
     for i = 1, #state do
       if state[i].external and reserved(state[i], slot) > 0 then is_shared = true end
@@ -203,7 +222,7 @@ local function cold()
   local function prefetch(most, life)
     local count = math.floor(free_now() / 4)
     if count > most then count = most end
-    if count == 0 or first_slot(count, life) > state.now then return 0, 0 end
+    if count == 0 or first_slot(count, life, state.earliest) > state.now then return 0, 0 end
     insert(state.now, state.now + life + state.slack, count)
     return count, life + state.slack
   end
@@ -330,14 +349,20 @@ local function cold()
     end
     local records_of_external, shared = '', 0
     if state.cold_external then records_of_external, shared = state.cold_external.records() end
-    records[#state + 1] = records_of_external
-    regions[#state + 1], state.returned_room = padded(pack_returned(), state.returned_count, state.returned_room, RETURNED_SIZE)
-    redis.call('SET', KEYS[1], packed_head(#state + shared, incarnation, writes, offset, expires, held_until, releases)
+    local record_of_advance, advance_count, advance = '', 0, ''
+    if state.cold_advance then
+      record_of_advance, advance_count = state.cold_advance.record()
+      advance = state.cold_advance.region()
+    end
+    records[#state + 1] = records_of_external .. record_of_advance
+    regions[#state + 1] = advance
+    regions[#state + 2], state.returned_room = padded(pack_returned(), state.returned_count, state.returned_room, RETURNED_SIZE)
+    redis.call('SET', KEYS[1], packed_head(#state + shared + advance_count, incarnation, writes, offset, expires, held_until, releases)
       .. table.concat(records) .. table.concat(regions), 'PX', time_to_live)
   end
 
   state.cold = {
-    take_back = take_back, drain = drain, drop_returned = drop_returned, charge = charge, prefetch = prefetch, add = add,
+    note_unused = note_unused, take_back = take_back, drain = drain, drop_returned = drop_returned, charge = charge, prefetch = prefetch, add = add,
     retain = retain, recover = recover, rewrite = rewrite,
   }
   return state.cold

@@ -5,7 +5,7 @@
 -- Of step 4: src/limit/recovery.rs.
 -- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, server_time (server_time.lua), all of call.lua, logical_time (time.lua),
--- state.lua, external.lua, ledger.lua
+-- state.lua, external.lua, ledger.lua, advance.lua
 
 -- Reads the records of the limits into `state`. `head` has as many of them as the call has limits.
 -- Returns an error if there is a record of an unknown kind.
@@ -19,9 +19,11 @@ local function read_records(head, record_count, limit_count)
     local kind = string.byte(head, from)
     if kind == EXTERNAL then
       (state.cold_external or cold_external()).read(head, from)
-    elseif kind > EXTERNAL then
+    elseif kind == ADVANCE then
+      base = cold_advance().read(head, from, base)
+    elseif kind > ADVANCE then
       return redis.error_reply('TOLLGATE the state of this key has a record of kind ' .. kind
-        .. ', this release understands kinds up to ' .. EXTERNAL)
+        .. ', this release understands kinds up to ' .. ADVANCE)
     else
       local rule = rule_of(kind)
       local limit = rule.read(head, from)
@@ -62,15 +64,18 @@ local function update_limits(operation, call, pos, limit_count, guard)
   return pos
 end
 
--- Books `count` permits of `cost` units each. One segment has as many of them as its slot allows.
--- Returns nothing if all are booked. Otherwise returns the first slot that is later than `last`,
--- and the limit that refused. Nothing is booked for that permit and those after it.
-local function book(cost, count, life, last, segments)
+-- Books `count` permits of `cost` units each, which are of use from `from` on. One segment has as
+-- many of them as its slot allows. Returns nothing if all are booked. Otherwise returns the first
+-- slot that is later than `last`, and the limit that refused. Nothing is booked for that permit and
+-- those after it. The same if the key has too many advance bookings for one more.
+local function book(cost, count, life, from, last, segments)
+  local advance = state.cold_advance
+  if from > state.earliest then advance = advance or cold_advance() end
   while count > 0 do
-    local slot, refusing = first_slot(cost, life)
+    local slot, refusing = first_slot(cost, life, from)
     local stamp, fits, entry, index
     if state.returned_count > 0 then
-      entry, index = find_returned(cost, life)
+      entry, index = find_returned(cost, life, from)
     end
     if entry and entry.slot <= slot and entry.slot <= last then
       slot, stamp, fits = entry.slot, entry.stamp, math.floor(entry.units / cost)
@@ -81,16 +86,22 @@ local function book(cost, count, life, last, segments)
     elseif slot > last then
       return entry and entry.slot < slot and entry.slot or slot, refusing
     else
+      stamp = slot + life + state.slack
+      local is_in_advance = advance and advance.is_in_advance(slot, from, cost, life)
+      if is_in_advance and not advance.has_room(slot, stamp) then return slot, refusing end
       fits = NEVER
       for i = 1, #state do
-        local room = unreserved(state[i].rule.room(state[i], slot), state[i], slot)
+        local room = unreserved(state[i].rule.room(state[i], slot, life), state[i], slot)
         if room < fits then fits = room end
       end
       fits = math.floor(fits / cost)
       if fits > count then fits = count end
       if fits < 1 then fits = 1 end
-      stamp = slot + life + state.slack
-      insert(slot, stamp, cost * fits)
+      if is_in_advance then
+        advance.add(slot, stamp, cost * fits)
+      else
+        insert(slot, stamp, cost * fits)
+      end
     end
     count = count - fits
     segments[#segments + 1] = struct.pack(SEGMENT, cost, fits, slot - state.now, stamp - slot)
@@ -116,7 +127,9 @@ end
 local function write(incarnation, writes, offset, expires, held_until, releases)
   local external, shared = '', 0
   if state.cold_external then external, shared = state.cold_external.records() end
-  local records = packed_head(#state + shared, incarnation, writes, offset, expires, held_until, releases)
+  local record_of_advance, advance_count = '', 0
+  if state.cold_advance then record_of_advance, advance_count = state.cold_advance.record() end
+  local records = packed_head(#state + shared + advance_count, incarnation, writes, offset, expires, held_until, releases)
   for i = 1, #state do
     local limit = state[i]
     records = records .. limit.rule.record(limit)
@@ -126,7 +139,7 @@ local function write(incarnation, writes, offset, expires, held_until, releases)
       redis.call('SETRANGE', KEYS[1], limit.base, pack_list(limit.list, limit.rule.entry, limit.rule.fields))
     end
   end
-  redis.call('SETRANGE', KEYS[1], 0, records .. external)
+  redis.call('SETRANGE', KEYS[1], 0, records .. external .. record_of_advance)
   if state.returned_count > 0 then
     redis.call('SETRANGE', KEYS[1], state.returned_base, pack_returned())
   end
@@ -138,9 +151,9 @@ if head == '' then
   state.now, state.made_at, state.returned, state.must_rewrite = server_time, server_time, {}, true
 else
   local format, record_count, last_write = string.byte(head), nil, nil
-  if (format ~= STATE_FORMAT and format ~= STATE_FORMAT_WITH_PHASE) or #head < HEAD_SIZE then
+  if format < STATE_FORMAT or format > STATE_FORMAT_WITH_ADVANCE or #head < HEAD_SIZE then
     return redis.error_reply('TOLLGATE the state of this key has format ' .. format .. ', this release understands '
-      .. STATE_FORMAT .. ' to ' .. STATE_FORMAT_WITH_PHASE)
+      .. STATE_FORMAT .. ' to ' .. STATE_FORMAT_WITH_ADVANCE)
   end
   format, record_count, state.returned_count, state.returned_room, incarnation, writes, state.made_at, state.recovering_until,
     offset, last_write, expires, held_until, releases = struct.unpack(HEAD, head)
@@ -197,11 +210,12 @@ pos = update_limits(operation, call, pos, limit_count, guard)
 if #state > MOST_LIMITS then
   return redis.error_reply('TOLLGATE a call states at most ' .. MOST_LIMITS .. ' limits')
 end
+if state.cold_advance then state.cold_advance.insert_due() end
 if state.returned_count > 0 then (state.cold or cold()).drain() end
 
 if operation == PEEK then
-  local next_slot, free = first_slot(1, 0), free_now()
-  local entry = find_returned(1, 0)
+  local next_slot, free = first_slot(1, 0, state.earliest), free_now()
+  local entry = find_returned(1, 0, state.earliest)
   if entry and entry.slot < next_slot then next_slot = entry.slot end
   if state.recovering_until > now then
     free, next_slot = 0, state.recovering_until > next_slot and state.recovering_until or next_slot
@@ -211,8 +225,10 @@ if operation == PEEK then
   }
   for i = 1, #state do
     local limit = state[i]
-    parts[i + 1] = struct.pack(PEEK_LIMIT, limit.kind, limit.count, limit.window, limit.capacity,
-      limit.rule.cold().used(limit), unreserved(limit.rule.free(limit), limit, now),
+    local used = limit.rule.cold().used(limit)
+    if state.cold_advance then used = used + state.cold_advance.booked(limit) end
+    parts[i + 1] = struct.pack(PEEK_LIMIT, limit.kind, limit.count, limit.window, limit.capacity, used,
+      unreserved(limit.rule.free(limit), limit, now),
       limit.external and reserved(limit, now) or 0)
   end
   return table.concat(parts)
@@ -230,7 +246,7 @@ end
 -- 5. Permits that come back, units that were used without a permit, and what the upstream states
 --    remains.
 local demands_pos, must_notify = pos, false
-pos = pos + demand_count * CALL_DEMAND_SIZE
+pos = pos + demand_count * (operation == LEASE_LATER and CALL_LATER_DEMAND_SIZE or CALL_DEMAND_SIZE)
 for _ = 1, return_count do
   local slot, stamp, units
   slot, stamp, units, pos = struct.unpack(CALL_RETURN, call, pos)
@@ -263,8 +279,15 @@ else
   local permits = 0
   pos = demands_pos
   for _ = 1, demand_count do
-    local cost, count
-    cost, count, pos = struct.unpack(CALL_DEMAND, call, pos)
+    local cost, count, from
+    if operation == LEASE_LATER then
+      cost, count, from, pos = struct.unpack(CALL_LATER_DEMAND, call, pos)
+      from = now + from
+      if from < state.earliest then from = state.earliest end
+    else
+      cost, count, pos = struct.unpack(CALL_DEMAND, call, pos)
+      from = state.earliest
+    end
     permits = permits + count
     if permits > MOST_PERMITS then
       return redis.error_reply('TOLLGATE a call asks for at most ' .. MOST_PERMITS .. ' permits')
@@ -274,7 +297,7 @@ else
       if cost == 0 or cost > largest_cost(state[i]) then slot = NEVER end
     end
     if not slot then
-      slot, refusing = book(cost, count, life, now + latest, segments)
+      slot, refusing = book(cost, count, life, from, now + latest, segments)
     end
     if slot then
       status, wait = REFUSED, slot < NEVER and slot - now or NEVER

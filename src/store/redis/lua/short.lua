@@ -8,7 +8,7 @@
 -- Most calls need permits of sliding windows and buckets now. This file grants them as main.lua
 -- would, or refuses them because of a window. If anything is unusual, it writes nothing, and
 -- main.lua decides the call. Unusual are, for example, returned permits, fixed windows, external
--- usage, a hold, coarse chunks, and slots booked ahead.
+-- usage, a hold, coarse chunks, slots booked ahead, and permits that are of use later.
 --
 -- This file repeats the arithmetic of window.lua, bucket.lua and time.lua without functions,
 -- because a function costs 50 ns in each call. Those files explain the arithmetic.

@@ -31,11 +31,12 @@ local state = {
   returned = false, -- the list of returned slots, once it is read
   cold = false, -- the functions that `cold` (ledger.lua) has made, if a call needed them
   cold_external = false, -- those that `cold_external` (external.lua) has made
+  cold_advance = false, -- those that `cold_advance` (advance.lua) has made
 }
 state[1], state[2] = nil, nil
 
--- The delayed permits of buckets, the uses of fixed windows and the returned slots are short lists.
--- They are read and written whole. An entry of a list has `size` bytes of a format. It is read into
+-- The delayed permits of buckets, the uses of fixed windows, the advance bookings and the returned
+-- slots are short lists. They are read and written whole. An entry of a list has `size` bytes of a format. It is read into
 -- a table with the given `fields`.
 
 -- Reads a list of n entries, which begins at `base`.

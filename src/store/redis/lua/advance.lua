@@ -1,0 +1,452 @@
+
+-- ── advance bookings: permits that are of use later ──────────────────────────────────────────────
+--
+-- Twin: src/limit/advance.rs and window_sweep.rs; of buckets and fixed windows src/limit/bucket.rs
+-- and fixed.rs.
+-- After a change: cargo test --all-features --lib differential
+-- needs: layout.lua, `state` and `read_list` (state.lua), rules (ledger.lua)
+--
+-- A permit whose slot is later than the first free slot is kept in a list beside the use of the
+-- limits. src/limit/advance.rs has the rule and its proof. Few keys have such permits, so
+-- all functions of this file are cold: `cold_advance` makes them when a call needs them. It then
+-- replaces the functions of the rules that have to count the bookings.
+
+-- Makes the functions that few calls need.
+local function cold_advance()
+  -- A slot that is at most this much later than the first free slot goes into the logs, in
+  -- microseconds. A fiftieth of the shortest window applies if that is longer.
+  local TOLERANCE = 10000
+  -- The most advance bookings of a key.
+  local MOST_ADVANCE = 128
+  -- The most fixed windows between the slots of bookings that join.
+  local MOST_JOINED_WINDOWS = 8
+  -- The bookings, sorted by slot.
+  local list = {}
+
+  -- Returns whether a booking may count in a window of a limit that a permit with this slot
+  -- touches. The stamp of the permit is `length` later.
+  local function is_in_reach(limit, slot, length)
+    return list[1] and list[1].slot < slot + limit.window + length
+  end
+
+  -- Moves the window (at, at + span] of a limit from where it ends at `slot`, as
+  -- src/limit/window_sweep.rs does. With `most`, returns the end of the first window from which on
+  -- at most so many units count, until the beginning has moved by the span and `length`. Without
+  -- it, returns the most units that count until then.
+  local function sweep(limit, slot, length, most)
+    local span, at, units = limit.window, slot - limit.window, 0
+    local chunk_count, stamps, counts = 0, {}, {}
+    limit.rule.cold().for_each(limit, function(stamp, count)
+      if stamp > at then
+        chunk_count = chunk_count + 1
+        stamps[chunk_count], counts[chunk_count] = stamp, count
+        units = units + count
+      end
+    end)
+    -- The bookings that the window has not reached begin at `ahead`. `leaving` has those that have
+    -- not left it, sorted by stamp.
+    local ahead, leaving = 1, {}
+    for i = 1, #list do
+      local booking = list[i]
+      if booking.slot <= slot then ahead = i + 1 end
+      if booking.stamp > at then
+        leaving[#leaving + 1] = booking
+        if booking.slot <= slot then units = units + booking.units end
+      end
+    end
+    table.sort(leaving, function(one, other) return one.stamp < other.stamp end)
+    local chunk, leaves, largest = 1, 1, units
+    local clear_from = most and units <= most and at or nil
+    while true do
+      local change = chunk <= chunk_count and stamps[chunk] or NEVER
+      if leaving[leaves] and leaving[leaves].stamp < change then change = leaving[leaves].stamp end
+      if list[ahead] and list[ahead].slot - span < change then change = list[ahead].slot - span end
+      if change == NEVER then break end
+      if most then
+        if clear_from and change >= clear_from + span + length then break end
+      elseif change >= slot + length then
+        break
+      end
+      while list[ahead] and list[ahead].slot - span <= change do
+        units, ahead = units + list[ahead].units, ahead + 1
+      end
+      while leaving[leaves] and leaving[leaves].stamp <= change do
+        units, leaves = units - leaving[leaves].units, leaves + 1
+      end
+      while chunk <= chunk_count and stamps[chunk] <= change do
+        units, chunk = units - counts[chunk], chunk + 1
+      end
+      if most then
+        clear_from = units <= most and (clear_from or change) or nil
+      elseif units > largest then
+        largest = units
+      end
+    end
+    if not most then return largest end
+    local first_end = (clear_from or slot - span) + span
+    return first_end > slot and first_end or slot
+  end
+
+  -- Makes the rule of sliding windows count the bookings.
+  local function extend_window(rule, plain)
+    function rule.first_slot(limit, from, cost, life, reserved)
+      local slot, length = plain.first_slot(limit, from, cost, life, reserved), life + state.slack
+      if not is_in_reach(limit, slot, length) then return slot end
+      cost = cost + reserved
+      return sweep(limit, slot, length, limit.count > cost and limit.count - cost or 0)
+    end
+
+    local function room(limit, slot, length)
+      if not is_in_reach(limit, slot, length) then return plain.room(limit, slot) end
+      local room = limit.count - sweep(limit, slot, length)
+      return room > 0 and room or 0
+    end
+
+    function rule.room(limit, slot, life)
+      return room(limit, slot, life + state.slack)
+    end
+
+    function rule.free(limit)
+      local free = plain.free(limit)
+      local least = #list > 0 and room(limit, state.now, 0) or free
+      return least < free and least or free
+    end
+
+    function rule.fresh_from(limit)
+      local from = plain.fresh_from(limit)
+      for i = 1, #list do
+        if list[i].stamp + limit.window > from then from = list[i].stamp + limit.window end
+      end
+      return from
+    end
+  end
+
+  -- Makes the rule of buckets count the bookings. To replay a booking, it changes `full_at` until
+  -- the function returns.
+  local function extend_bucket(rule, plain)
+    local cold = rule.cold()
+
+    -- Replays a booking.
+    local function replay(limit, booking)
+      limit.full_at, limit.full_r = cold.after(limit, limit.full_at, limit.full_r, booking.stamp, booking.units)
+    end
+
+    -- Returns whether each booking from number i on finds its units behind a permit with these
+    -- units. Bookings on which the permit has no effect are not asked.
+    local function has_room_for(limit, i, stamp, units)
+      local q, r = cold.after(limit, limit.full_at, limit.full_r, stamp, units)
+      for k = i, #list do
+        local booking = list[k]
+        if q < booking.slot or (q == booking.slot and r == 0) then return true end
+        if booking.units > limit.capacity or cold.is_short(limit, booking.slot, booking.units, q, r) then return false end
+        q, r = cold.after(limit, q, r, booking.stamp, booking.units)
+      end
+      return true
+    end
+
+    function rule.first_slot(limit, from, cost, life)
+      local full_at, full_r, slot = limit.full_at, limit.full_r, nil
+      for i = 1, #list do
+        slot = list[i].slot > from and plain.first_slot(limit, from, cost) or NEVER
+        if slot < list[i].slot and has_room_for(limit, i, slot + life + state.slack, cost) then
+          limit.full_at, limit.full_r = full_at, full_r
+          return slot
+        end
+        replay(limit, list[i])
+        if list[i].slot > from then from = list[i].slot end
+      end
+      slot = plain.first_slot(limit, from, cost)
+      limit.full_at, limit.full_r = full_at, full_r
+      return slot
+    end
+
+    -- Returns how many units may leave at `slot`, with stamps that are `length` later.
+    local function room(limit, slot, length)
+      local full_at, full_r, i = limit.full_at, limit.full_r, 1
+      while list[i] and list[i].slot <= slot do
+        replay(limit, list[i])
+        i = i + 1
+      end
+      local most, least = plain.room(limit, slot), 0
+      if list[i] and not has_room_for(limit, i, slot + length, most) then
+        while most - least > 1 do
+          local middle = least + math.floor((most - least) / 2)
+          if has_room_for(limit, i, slot + length, middle) then least = middle else most = middle end
+        end
+        most = least
+      end
+      limit.full_at, limit.full_r = full_at, full_r
+      return most
+    end
+
+    function rule.room(limit, slot, life)
+      return room(limit, slot, life + state.slack)
+    end
+
+    function rule.free(limit)
+      return room(limit, state.now, 0)
+    end
+
+    function rule.fresh_from(limit)
+      local full_at, full_r = limit.full_at, limit.full_r
+      for i = 1, #list do
+        replay(limit, list[i])
+      end
+      local from = plain.fresh_from(limit)
+      limit.full_at, limit.full_r = full_at, full_r
+      return from
+    end
+  end
+
+  -- Returns the numbers of the first and of the last fixed window in which a booking counts.
+  local function windows_of(limit, booking)
+    local first, last = limit.rule.number_of(limit, booking.slot), limit.rule.number_of(limit, booking.last_slot)
+    return first, last < first + MOST_JOINED_WINDOWS and last or first + MOST_JOINED_WINDOWS
+  end
+
+  -- Returns the units booked in a fixed window.
+  local function booked_in(limit, number)
+    local units = 0
+    for i = 1, #list do
+      local first, last = windows_of(limit, list[i])
+      if first <= number and number <= last then units = units + list[i].units end
+    end
+    return units
+  end
+
+  -- Makes the rule of fixed windows count the bookings.
+  local function extend_fixed(rule, plain)
+    function rule.booked_in(limit, number)
+      return booked_in(limit, number)
+    end
+
+    function rule.room(limit, slot)
+      local room = plain.room(limit, slot) - booked_in(limit, rule.number_of(limit, slot))
+      return room > 0 and room or 0
+    end
+
+    function rule.free(limit)
+      return rule.room(limit, state.now)
+    end
+
+    function rule.fresh_from(limit)
+      local from = plain.fresh_from(limit)
+      for i = 1, #list do
+        local _, last = windows_of(limit, list[i])
+        local over = (last + 1) * limit.window - limit.phase
+        if over > from then from = over end
+      end
+      return from
+    end
+  end
+
+  local extensions = { extend_window, extend_bucket, extend_fixed }
+
+  -- Makes a rule count the bookings. Its functions without them stay in `rule.plain`.
+  local function extend(kind, rule)
+    rule.plain = {
+      first_slot = rule.first_slot, room = rule.room, free = rule.free, fresh_from = rule.fresh_from,
+    }
+    extensions[kind](rule, rule.plain)
+  end
+
+  -- Returns the units booked that count as used now.
+  local function booked(limit)
+    if limit.kind == FIXED then return booked_in(limit, limit.rule.number_of(limit, state.now)) end
+    local units = 0
+    for i = 1, #list do
+      units = units + list[i].units
+    end
+    return units
+  end
+
+  -- Returns the units booked that the upstream may have counted, if stamps up to `sent` may have
+  -- reached it.
+  local function booked_until(limit, sent)
+    if limit.kind == FIXED then return booked(limit) end
+    local units = 0
+    for i = 1, #list do
+      if list[i].stamp <= sent then units = units + list[i].units end
+    end
+    return units
+  end
+
+  -- Notes that the list has changed.
+  local function changed()
+    state.changed, state.must_rewrite = true, true
+  end
+
+  -- Moves the bookings whose slot has come into the limits.
+  local function insert_due()
+    while list[1] and list[1].slot <= state.now do
+      local booking = table.remove(list, 1)
+      changed()
+      for i = 1, #state do
+        local limit = state[i]
+        if limit.kind == FIXED then
+          local first, last = windows_of(limit, booking)
+          for number = first, last do
+            limit.rule.add(limit, number, booking.units)
+          end
+        else
+          limit.rule.insert(limit, booking.slot, booking.stamp, booking.units)
+        end
+        -- The stamp may have left the window as well.
+        limit.rule.advance(limit)
+      end
+    end
+  end
+
+  -- Returns whether a permit with this slot becomes an advance booking. It is of use from `from`
+  -- on.
+  local function is_in_advance(slot, from, cost, life)
+    local free, tolerance, has_bucket = slot, NEVER, false
+    if from > state.earliest then free = first_slot(cost, life, state.earliest) end
+    for i = 1, #state do
+      local fiftieth = math.floor(state[i].window / 50)
+      if fiftieth < tolerance then tolerance = fiftieth end
+      if state[i].kind == BUCKET then has_bucket = true end
+    end
+    if tolerance < TOLERANCE then tolerance = TOLERANCE end
+    return slot > free + tolerance or (list[1] and list[1].slot <= slot and has_bucket)
+  end
+
+  -- Returns the number of the booking with exactly this slot and stamp.
+  local function exact(slot, stamp)
+    for i = 1, #list do
+      local booking = list[i]
+      if booking.slot == slot and booking.last_slot == slot and booking.stamp == stamp then return i end
+    end
+  end
+
+  -- Returns for how long the units of a booking count, times the units.
+  local function weight(slot, stamp, units)
+    return (stamp - slot) * units
+  end
+
+  -- Returns the number of the first of the two neighbours whose joint units would count the least
+  -- longer. Their slots are few fixed windows apart.
+  local function cheapest_join()
+    local longest, cheapest, least = NEVER, nil, nil
+    for i = 1, #state do
+      local limit = state[i]
+      if limit.kind == FIXED and limit.window * MOST_JOINED_WINDOWS < longest then
+        longest = limit.window * MOST_JOINED_WINDOWS
+      end
+    end
+    for i = 1, #list - 1 do
+      local one, other = list[i], list[i + 1]
+      local last_slot = one.last_slot > other.last_slot and one.last_slot or other.last_slot
+      local stamp = one.stamp > other.stamp and one.stamp or other.stamp
+      local cost = weight(one.slot, stamp, one.units + other.units) - weight(one.slot, one.stamp, one.units)
+        - weight(other.slot, other.stamp, other.units)
+      if last_slot - one.slot <= longest and (not least or cost < least) then cheapest, least = i, cost end
+    end
+    return cheapest
+  end
+
+  -- Returns whether one more booking has room in the list.
+  local function has_room(slot, stamp)
+    return #list < MOST_ADVANCE or exact(slot, stamp) or cheapest_join()
+  end
+
+  -- Adds units of permits. If there are too many bookings, two neighbours join.
+  local function add(slot, stamp, units)
+    changed()
+    local same = exact(slot, stamp)
+    if same then
+      list[same].units = list[same].units + units
+      return
+    end
+    if #list >= MOST_ADVANCE then
+      local i = cheapest_join()
+      local one, later = list[i], table.remove(list, i + 1)
+      if later.last_slot > one.last_slot then one.last_slot = later.last_slot end
+      if later.stamp > one.stamp then one.stamp = later.stamp end
+      one.units = one.units + later.units
+    end
+    local i = #list + 1
+    while i > 1 and list[i - 1].slot > slot do
+      i = i - 1
+    end
+    table.insert(list, i, { slot = slot, last_slot = slot, stamp = stamp, units = units })
+  end
+
+  -- Returns the number of the only joined booking that may contain a permit, and how many may.
+  local function joined_with(slot, stamp)
+    local first, count = nil, 0
+    for i = 1, #list do
+      local booking = list[i]
+      if booking.slot < booking.last_slot and booking.slot <= slot and slot <= booking.last_slot
+        and stamp <= booking.stamp then
+        first, count = first or i, count + 1
+      end
+    end
+    return first, count
+  end
+
+  -- Returns whether joined bookings may contain a permit.
+  local function may_contain(slot, stamp)
+    local _, count = joined_with(slot, stamp)
+    return count > 0
+  end
+
+  -- Takes units of unused permits out of the bookings, if they are certainly there. Returns how
+  -- many units it took.
+  local function erase(slot, stamp, units)
+    local found = exact(slot, stamp)
+    if not found then
+      -- The permit may also be in the logs, unless all slots there are earlier.
+      for i = 1, #state do
+        local limit = state[i]
+        local log_end = limit.rule.plain.fresh_from(limit)
+        if limit.kind == WINDOW and log_end > 0 then log_end = log_end - limit.window end
+        if log_end > slot then return 0 end
+      end
+      local joined, count = joined_with(slot, stamp)
+      if count ~= 1 then return 0 end
+      found = joined
+    end
+    local booking = list[found]
+    if booking.units < units then units = booking.units end
+    booking.units = booking.units - units
+    if booking.units == 0 then table.remove(list, found) end
+    changed()
+    for i = 1, #state do
+      (state.cold or cold()).note_unused(state[i], stamp, units)
+    end
+    return units
+  end
+
+  -- Reads the bookings of a record. Returns where they end.
+  local function read(head, from, base)
+    local _, count = struct.unpack(ADVANCE_RECORD, head, from)
+    local bookings = read_list(base, count, ADVANCE_BOOKING, ADVANCE_BOOKING_SIZE, { 'slot', 'last_slot', 'stamp', 'units' })
+    for i = 1, count do
+      list[i] = bookings[i]
+    end
+    return base + count * ADVANCE_BOOKING_SIZE
+  end
+
+  -- Packs the record of the bookings, if there are any. Returns it, and the number of records.
+  local function record()
+    if #list == 0 then return '', 0 end
+    local record = struct.pack(ADVANCE_RECORD, ADVANCE, #list)
+    return record .. string.rep('\0', RECORD_SIZE - #record), 1
+  end
+
+  -- Packs the bookings.
+  local function region()
+    return pack_list(list, ADVANCE_BOOKING, { 'slot', 'last_slot', 'stamp', 'units' })
+  end
+
+  for kind, rule in pairs(rules) do
+    extend(kind, rule)
+  end
+  state.cold_advance = {
+    list = list, extend = extend, booked = booked, booked_until = booked_until, insert_due = insert_due,
+    is_in_advance = is_in_advance, has_room = has_room, add = add, may_contain = may_contain, erase = erase, read = read,
+    record = record, region = region,
+  }
+  return state.cold_advance
+end
