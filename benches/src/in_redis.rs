@@ -99,6 +99,8 @@ const LONGEST_CALL: Duration = Duration::from_millis(10);
 /// The most permits that a gate requests in one call, and the most that the script grants.
 const MOST_ASKED: u32 = 500;
 const MOST_PERMITS: u32 = 2000;
+/// The most demands of a call of the gate.
+const MOST_DEMANDS: u32 = 64;
 
 /// A request that replaces the request of the gate.
 #[derive(Clone, Copy)]
@@ -107,6 +109,8 @@ enum Instead {
     Charges,
     /// This number of permits, each of which may leave right after the one before.
     Permits(u32),
+    /// The most demands, each for one permit that is of use later than that of the one before.
+    Later,
 }
 
 /// A store that replaces each call by a large one, and then reports that the response was lost.
@@ -125,7 +129,7 @@ impl Store for Large {
         let charges: Vec<Charge> = (0..Charge::MOST)
             .map(|part| Charge::new(age(part), 1000))
             .collect();
-        let permits;
+        let (permits, later): (_, Vec<Demand>);
         let mut ask = ask;
         (ask.demands, ask.prefetch) = (&[], 0);
         match self.instead {
@@ -133,6 +137,14 @@ impl Store for Large {
             Instead::Permits(count) => {
                 permits = [Demand::new(1, count)];
                 (ask.demands, ask.latest) = (&permits, 1000 * longest);
+            }
+            Instead::Later => {
+                // Between the demands of the calls before.
+                let earliest = |demand| longest * 2 + longest * demand / 7;
+                later = (0..MOST_DEMANDS)
+                    .map(|demand| Demand::new(1, 1).earliest(earliest(demand)))
+                    .collect();
+                (ask.demands, ask.latest) = (&later, 1000 * longest);
             }
         }
         let StoreReply::Pending(answer) = self.store.lease(ask) else {
@@ -158,7 +170,8 @@ fn largest(server: &RedisServer) {
          {LONGEST_CALL:?}):\n"
     );
     println!(
-        "| quota | {} charges | {MOST_ASKED} permits | {MOST_PERMITS} permits |\n|---|--:|--:|--:|",
+        "| quota | {} charges | {MOST_ASKED} permits | {MOST_PERMITS} permits | {MOST_DEMANDS} of later use |\n\
+         |---|--:|--:|--:|--:|",
         Charge::MOST
     );
     let (second, minute, hour) = (
@@ -181,9 +194,10 @@ fn largest(server: &RedisServer) {
             Instead::Charges,
             Instead::Permits(MOST_ASKED),
             Instead::Permits(MOST_PERMITS),
+            Instead::Later,
         ];
-        let [charges, asked, most] = calls.map(|instead| longest_of(server, quota, instead));
-        println!("| {quota} | {charges:.2} | {asked:.2} | {most:.2} |");
+        let [charges, asked, most, later] = calls.map(|instead| longest_of(server, quota, instead));
+        println!("| {quota} | {charges:.2} | {asked:.2} | {most:.2} | {later:.2} |");
     }
 }
 
@@ -205,8 +219,13 @@ fn longest_of(server: &RedisServer, quota: Quota, instead: Instead) -> f64 {
         .build()
         .expect("a runtime");
     let longest = (0..ROUNDS).map(|round| {
+        // The list of advance bookings fills up over the calls for one key.
+        let key = match instead {
+            Instead::Later => Key::new(format!("{quota} later")),
+            _ => Key::new(format!("{quota} {round}")),
+        };
         let () = server.command(&["CONFIG", "RESETSTAT"]);
-        let lost = runtime.block_on(limiter.acquire(Key::new(format!("{quota} {round}"))));
+        let lost = runtime.block_on(limiter.acquire(key));
         assert!(
             matches!(
                 lost,

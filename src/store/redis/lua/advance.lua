@@ -20,8 +20,8 @@ local function cold_advance()
   local MOST_ADVANCE = 128
   -- The most fixed windows between the slots of bookings that join.
   local MOST_JOINED_WINDOWS = 8
-  -- The bookings, sorted by slot.
-  local list = {}
+  -- The bookings, sorted by slot. The units of all of them, or nil if they are not counted yet.
+  local list, all_units = {}, nil
 
   -- Returns whether a booking may count in a window of a limit that a permit with this slot
   -- touches. The stamp of the permit is `length` later.
@@ -43,19 +43,22 @@ local function cold_advance()
         units = units + count
       end
     end)
-    -- The bookings that the window has not reached begin at `ahead`. `leaving` has those that have
-    -- not left it, sorted by stamp.
-    local ahead, leaving = 1, {}
-    for i = 1, #list do
-      local booking = list[i]
-      if booking.slot <= slot then ahead = i + 1 end
-      if booking.stamp > at then
-        leaving[#leaving + 1] = booking
-        if booking.slot <= slot then units = units + booking.units end
+    -- `leaving` has the bookings that the window has reached, sorted by stamp. The bookings from
+    -- number `ahead` on are not reached yet.
+    local ahead, leaving, leaves = 1, {}, 1
+    local function enter(booking)
+      local i = #leaving + 1
+      while i > leaves and leaving[i - 1].stamp > booking.stamp do
+        leaving[i] = leaving[i - 1]
+        i = i - 1
       end
+      leaving[i] = booking
+      units, ahead = units + booking.units, ahead + 1
     end
-    table.sort(leaving, function(one, other) return one.stamp < other.stamp end)
-    local chunk, leaves, largest = 1, 1, units
+    while list[ahead] and list[ahead].slot <= slot do
+      if list[ahead].stamp > at then enter(list[ahead]) else ahead = ahead + 1 end
+    end
+    local chunk, largest = 1, units
     local clear_from = most and units <= most and at or nil
     while true do
       local change = chunk <= chunk_count and stamps[chunk] or NEVER
@@ -68,7 +71,7 @@ local function cold_advance()
         break
       end
       while list[ahead] and list[ahead].slot - span <= change do
-        units, ahead = units + list[ahead].units, ahead + 1
+        enter(list[ahead])
       end
       while leaving[leaves] and leaving[leaves].stamp <= change do
         units, leaves = units - leaving[leaves].units, leaves + 1
@@ -87,12 +90,24 @@ local function cold_advance()
     return first_end > slot and first_end or slot
   end
 
+  -- Returns the units of all bookings.
+  local function booked_units()
+    if not all_units then
+      all_units = 0
+      for i = 1, #list do
+        all_units = all_units + list[i].units
+      end
+    end
+    return all_units
+  end
+
   -- Makes the rule of sliding windows count the bookings.
   local function extend_window(rule, plain)
     function rule.first_slot(limit, from, cost, life, reserved)
       local slot, length = plain.first_slot(limit, from, cost, life, reserved), life + state.slack
       if not is_in_reach(limit, slot, length) then return slot end
       cost = cost + reserved
+      if cost + limit.total + booked_units() <= limit.count then return slot end
       return sweep(limit, slot, length, limit.count > cost and limit.count - cost or 0)
     end
 
@@ -121,20 +136,39 @@ local function cold_advance()
     end
   end
 
-  -- Makes the rule of buckets count the bookings. To replay a booking, it changes `full_at` until
-  -- the function returns.
+  -- Makes the rule of buckets count the bookings.
   local function extend_bucket(rule, plain)
     local cold = rule.cold()
 
-    -- Replays a booking.
-    local function replay(limit, booking)
-      limit.full_at, limit.full_r = cold.after(limit, limit.full_at, limit.full_r, booking.stamp, booking.units)
+    -- Returns when the bucket is full again before booking number i. `limit.replayed` keeps these
+    -- moments: q[i] and r[i], up to i = `to`.
+    local function replayed(limit, i)
+      local moments = limit.replayed
+      if not moments or moments.q[1] ~= limit.full_at or moments.r[1] ~= limit.full_r then
+        moments = { q = { limit.full_at }, r = { limit.full_r }, to = 1 }
+        limit.replayed = moments
+      end
+      while moments.to < i do
+        local k = moments.to
+        moments.q[k + 1], moments.r[k + 1] = cold.after(limit, moments.q[k], moments.r[k], list[k].stamp, list[k].units)
+        moments.to = k + 1
+      end
+      return moments.q[i], moments.r[i]
+    end
+
+    -- Returns what a function of the plain rule returns for a bucket that is full again at q and r.
+    local function with_moment(limit, q, r, plain_function, ...)
+      local full_at, full_r = limit.full_at, limit.full_r
+      limit.full_at, limit.full_r = q, r
+      local result = plain_function(limit, ...)
+      limit.full_at, limit.full_r = full_at, full_r
+      return result
     end
 
     -- Returns whether each booking from number i on finds its units behind a permit with these
     -- units. Bookings on which the permit has no effect are not asked.
-    local function has_room_for(limit, i, stamp, units)
-      local q, r = cold.after(limit, limit.full_at, limit.full_r, stamp, units)
+    local function has_room_for(limit, i, q, r, stamp, units)
+      q, r = cold.after(limit, q, r, stamp, units)
       for k = i, #list do
         local booking = list[k]
         if q < booking.slot or (q == booking.slot and r == 0) then return true end
@@ -145,38 +179,35 @@ local function cold_advance()
     end
 
     function rule.first_slot(limit, from, cost, life)
-      local full_at, full_r, slot = limit.full_at, limit.full_r, nil
-      for i = 1, #list do
-        slot = list[i].slot > from and plain.first_slot(limit, from, cost) or NEVER
-        if slot < list[i].slot and has_room_for(limit, i, slot + life + state.slack, cost) then
-          limit.full_at, limit.full_r = full_at, full_r
-          return slot
-        end
-        replay(limit, list[i])
-        if list[i].slot > from then from = list[i].slot end
+      local i, q, r, slot = 1, nil, nil, nil
+      while list[i] and list[i].slot <= from do
+        i = i + 1
       end
-      slot = plain.first_slot(limit, from, cost)
-      limit.full_at, limit.full_r = full_at, full_r
-      return slot
+      while list[i] do
+        q, r = replayed(limit, i)
+        slot = with_moment(limit, q, r, plain.first_slot, from, cost)
+        if slot < list[i].slot and has_room_for(limit, i, q, r, slot + life + state.slack, cost) then return slot end
+        from = list[i].slot
+        i = i + 1
+      end
+      q, r = replayed(limit, i)
+      return with_moment(limit, q, r, plain.first_slot, from, cost)
     end
 
     -- Returns how many units may leave at `slot`, with stamps that are `length` later.
     local function room(limit, slot, length)
-      local full_at, full_r, i = limit.full_at, limit.full_r, 1
+      local i = 1
       while list[i] and list[i].slot <= slot do
-        replay(limit, list[i])
         i = i + 1
       end
-      local most, least = plain.room(limit, slot), 0
-      if list[i] and not has_room_for(limit, i, slot + length, most) then
-        while most - least > 1 do
-          local middle = least + math.floor((most - least) / 2)
-          if has_room_for(limit, i, slot + length, middle) then least = middle else most = middle end
-        end
-        most = least
+      local q, r = replayed(limit, i)
+      local most, least = with_moment(limit, q, r, plain.room, slot), 0
+      if not list[i] or has_room_for(limit, i, q, r, slot + length, most) then return most end
+      while most - least > 1 do
+        local middle = least + math.floor((most - least) / 2)
+        if has_room_for(limit, i, q, r, slot + length, middle) then least = middle else most = middle end
       end
-      limit.full_at, limit.full_r = full_at, full_r
-      return most
+      return least
     end
 
     function rule.room(limit, slot, life)
@@ -188,13 +219,8 @@ local function cold_advance()
     end
 
     function rule.fresh_from(limit)
-      local full_at, full_r = limit.full_at, limit.full_r
-      for i = 1, #list do
-        replay(limit, list[i])
-      end
-      local from = plain.fresh_from(limit)
-      limit.full_at, limit.full_r = full_at, full_r
-      return from
+      local q, r = replayed(limit, #list + 1)
+      return with_moment(limit, q, r, plain.fresh_from)
     end
   end
 
@@ -253,11 +279,7 @@ local function cold_advance()
   -- Returns the units booked that count as used now.
   local function booked(limit)
     if limit.kind == FIXED then return booked_in(limit, limit.rule.number_of(limit, state.now)) end
-    local units = 0
-    for i = 1, #list do
-      units = units + list[i].units
-    end
-    return units
+    return booked_units()
   end
 
   -- Returns the units booked that the upstream may have counted, if stamps up to `sent` may have
@@ -271,16 +293,20 @@ local function cold_advance()
     return units
   end
 
-  -- Notes that the list has changed.
-  local function changed()
-    state.changed, state.must_rewrite = true, true
+  -- Notes that the list has changed from booking number i on.
+  local function changed(i)
+    state.changed, state.must_rewrite, all_units = true, true, nil
+    for k = 1, #state do
+      local moments = state[k].replayed
+      if moments and moments.to > i then moments.to = i end
+    end
   end
 
   -- Moves the bookings whose slot has come into the limits.
   local function insert_due()
     while list[1] and list[1].slot <= state.now do
       local booking = table.remove(list, 1)
-      changed()
+      changed(1)
       for i = 1, #state do
         local limit = state[i]
         if limit.kind == FIXED then
@@ -315,13 +341,9 @@ local function cold_advance()
   local function exact(slot, stamp)
     for i = 1, #list do
       local booking = list[i]
+      if booking.slot > slot then return nil end
       if booking.slot == slot and booking.last_slot == slot and booking.stamp == stamp then return i end
     end
-  end
-
-  -- Returns for how long the units of a booking count, times the units.
-  local function weight(slot, stamp, units)
-    return (stamp - slot) * units
   end
 
   -- Returns the number of the first of the two neighbours whose joint units would count the least
@@ -338,29 +360,32 @@ local function cold_advance()
       local one, other = list[i], list[i + 1]
       local last_slot = one.last_slot > other.last_slot and one.last_slot or other.last_slot
       local stamp = one.stamp > other.stamp and one.stamp or other.stamp
-      local cost = weight(one.slot, stamp, one.units + other.units) - weight(one.slot, one.stamp, one.units)
-        - weight(other.slot, other.stamp, other.units)
+      -- For how long units count, times the units, of the joint booking and of both.
+      local cost = (stamp - one.slot) * (one.units + other.units) - (one.stamp - one.slot) * one.units
+        - (other.stamp - other.slot) * other.units
       if last_slot - one.slot <= longest and (not least or cost < least) then cheapest, least = i, cost end
     end
     return cheapest
   end
 
-  -- Returns whether one more booking has room in the list.
-  local function has_room(slot, stamp)
-    return #list < MOST_ADVANCE or exact(slot, stamp) or cheapest_join()
+  -- Returns how one more booking has room in the list, for `add`. Returns nil if it has none.
+  local function place_for(slot, stamp)
+    local same = exact(slot, stamp)
+    if same then return { same = same } end
+    local join = #list >= MOST_ADVANCE and cheapest_join()
+    if join or #list < MOST_ADVANCE then return { join = join } end
   end
 
   -- Adds units of permits. If there are too many bookings, two neighbours join.
-  local function add(slot, stamp, units)
-    changed()
-    local same = exact(slot, stamp)
-    if same then
-      list[same].units = list[same].units + units
+  local function add(place, slot, stamp, units)
+    if place.same then
+      list[place.same].units = list[place.same].units + units
+      changed(place.same)
       return
     end
-    if #list >= MOST_ADVANCE then
-      local i = cheapest_join()
-      local one, later = list[i], table.remove(list, i + 1)
+    if place.join then
+      local one, later = list[place.join], table.remove(list, place.join + 1)
+      changed(place.join)
       if later.last_slot > one.last_slot then one.last_slot = later.last_slot end
       if later.stamp > one.stamp then one.stamp = later.stamp end
       one.units = one.units + later.units
@@ -370,6 +395,7 @@ local function cold_advance()
       i = i - 1
     end
     table.insert(list, i, { slot = slot, last_slot = slot, stamp = stamp, units = units })
+    changed(i)
   end
 
   -- Returns the number of the only joined booking that may contain a permit, and how many may.
@@ -411,7 +437,7 @@ local function cold_advance()
     if booking.units < units then units = booking.units end
     booking.units = booking.units - units
     if booking.units == 0 then table.remove(list, found) end
-    changed()
+    changed(found)
     for i = 1, #state do
       (state.cold or cold()).note_unused(state[i], stamp, units)
     end
@@ -445,7 +471,7 @@ local function cold_advance()
   end
   state.cold_advance = {
     list = list, extend = extend, booked = booked, booked_until = booked_until, insert_due = insert_due,
-    is_in_advance = is_in_advance, has_room = has_room, add = add, may_contain = may_contain, erase = erase, read = read,
+    is_in_advance = is_in_advance, place_for = place_for, add = add, may_contain = may_contain, erase = erase, read = read,
     record = record, region = region,
   }
   return state.cold_advance

@@ -63,18 +63,20 @@ end
 -- Returns the first moment, not before `from`, at which every limit allows `cost`, and the limit
 -- that was the last to allow it.
 local function first_slot(cost, life, from)
-  local slot, last_limit, count = from, nil, #state
+  -- `agreed` is how many limits have allowed `slot` since it moved last.
+  local slot, last_limit, count, agreed = from, nil, #state, 0
   for _ = 1, MOST_ROUNDS do
-    local before = slot
     for i = 1, count do
       local limit = state[i]
       local first = limit.external and first_slot_unreserved(limit, slot, cost, life)
         or limit.rule.first_slot(limit, slot, cost, life, 0)
       if first > slot then
-        slot, last_limit = first, limit
+        slot, last_limit, agreed = first, limit, 0
       end
+      agreed = agreed + 1
+      if agreed == count then break end
     end
-    if slot == before or count == 1 then
+    if agreed >= count then
       return slot, last_limit
     end
   end

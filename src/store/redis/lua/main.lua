@@ -87,8 +87,11 @@ local function book(cost, count, life, from, last, segments)
       return entry and entry.slot < slot and entry.slot or slot, refusing
     else
       stamp = slot + life + state.slack
-      local is_in_advance = advance and advance.is_in_advance(slot, from, cost, life)
-      if is_in_advance and not advance.has_room(slot, stamp) then return slot, refusing end
+      local is_in_advance, place = advance and advance.is_in_advance(slot, from, cost, life), nil
+      if is_in_advance then
+        place = advance.place_for(slot, stamp)
+        if not place then return slot, refusing end
+      end
       fits = NEVER
       for i = 1, #state do
         local room = unreserved(state[i].rule.room(state[i], slot, life), state[i], slot)
@@ -98,7 +101,7 @@ local function book(cost, count, life, from, last, segments)
       if fits > count then fits = count end
       if fits < 1 then fits = 1 end
       if is_in_advance then
-        advance.add(slot, stamp, cost * fits)
+        advance.add(place, slot, stamp, cost * fits)
       else
         insert(slot, stamp, cost * fits)
       end
