@@ -1,8 +1,8 @@
 //! Rate limit layers around each other: no limit is exceeded, whatever stands between them, and
 //! little of the outer limit is wasted. Under a paused clock, with an upstream that logs.
 //!
-//! The first requests of a layer waste a unit of it, because the layer learns from them that it is
-//! around another one.
+//! The requests that are under way when a layer learns that it is around another one waste a unit of
+//! it each.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -154,7 +154,8 @@ async fn boxes_and_timeouts_between_layers_change_nothing() {
     });
     let sent = send(all().layer(lazy)).await;
     assert_within_limits(&log, "lazy");
-    assert!(sent >= 50, "lazy: {sent}");
+    // Thirty requests were under way when the outer layer learned that there is another one.
+    assert!(sent >= 35, "lazy: {sent}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -225,5 +226,120 @@ async fn three_layers_use_one_unit_of_each_for_a_request() {
     for layer in [outer, middle] {
         let used = used(&layer).await;
         assert!((sent..=sent + 2).contains(&used), "{used}");
+    }
+}
+
+#[cfg(feature = "reqwest-middleware")]
+mod middleware {
+    use http::Extensions;
+    use reqwest_middleware::{ClientBuilder, Middleware, Next};
+
+    use super::*;
+
+    /// Logs a request and responds.
+    struct Responds(Log);
+
+    #[async_trait::async_trait]
+    impl Middleware for Responds {
+        async fn handle(
+            &self,
+            request: reqwest::Request,
+            _extensions: &mut Extensions,
+            _next: Next<'_>,
+        ) -> reqwest_middleware::Result<reqwest::Response> {
+            let channel = channel(request.url().path()).unwrap().to_owned();
+            self.0.0.lock().unwrap().push((Instant::now(), channel));
+            Ok(http::Response::new("ok").into())
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn middlewares_around_each_other_keep_both_limits() {
+        for (name, layers) in [
+            ("channel outside", [per_channel(), all()]),
+            ("all outside", [all(), per_channel()]),
+        ] {
+            let log = Log::default();
+            let builder = ClientBuilder::new(reqwest::Client::new());
+            let [outer, inner] = layers;
+            let client = builder
+                .with(outer)
+                .with(inner)
+                .with(Responds(log.clone()))
+                .build();
+            let mut tasks = JoinSet::new();
+            for (at, channel) in plan() {
+                let client = client.clone();
+                tasks.spawn(async move {
+                    sleep(at).await;
+                    let url = format!("http://bot.example/channels/{channel}/messages");
+                    client.get(url).send().await.is_ok()
+                });
+            }
+            let done = tasks.join_all().await;
+            assert_within_limits(&log, name);
+            let sent = done.into_iter().filter(|is_sent| *is_sent).count();
+            assert!(sent >= 35, "{name}: {sent}");
+        }
+    }
+}
+
+/// Sixty stacks of two to four layers, in random order and with random limits.
+#[tokio::test(start_paused = true)]
+async fn random_stacks_exceed_no_limit() {
+    let mut seed = 7_u64;
+    let mut random = |most: u64| {
+        // A linear congruential generator (Knuth).
+        seed = seed
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (seed >> 33) % most
+    };
+    for round in 0..60 {
+        let log = Log::default();
+        let mut service = BoxCloneService::new(upstream(&log));
+        let mut limits = Vec::new();
+        for _ in 0..2 + random(3) {
+            let count = 1 + u32::try_from(random(8)).unwrap();
+            let window = Duration::from_millis(200 + random(3000));
+            let has_channels = random(2) == 0;
+            let mut builder = RateLimitLayer::builder(Quota::new(count, window));
+            if has_channels {
+                builder = builder.key(|request| channel(request.path()).map(Key::new));
+            }
+            let layer = builder
+                .max_wait(Duration::from_millis(random(9000)))
+                .build()
+                .unwrap();
+            limits.push((count as usize, window, has_channels));
+            service = BoxCloneService::new(layer.layer(service).map_err(BoxError::from));
+        }
+        let mut tasks = JoinSet::new();
+        for _ in 0..40 {
+            let (at, channel) = (Duration::from_millis(random(8000)), random(3));
+            let service = service.clone();
+            tasks.spawn(async move {
+                sleep(at).await;
+                let uri = format!("http://bot.example/channels/{channel}/messages");
+                let request = Request::get(uri).body(String::new()).unwrap();
+                let _ = service.oneshot(request).await;
+            });
+        }
+        tasks.join_all().await;
+        assert!(!log.0.lock().unwrap().is_empty(), "round {round}");
+        for (count, window, has_channels) in limits {
+            let keys: &[Option<&str>] = if has_channels {
+                &[Some("0"), Some("1"), Some("2")]
+            } else {
+                &[None]
+            };
+            for key in keys {
+                let most = log.most(window, *key);
+                assert!(
+                    most <= count,
+                    "round {round}: {most} of {count} in {window:?}"
+                );
+            }
+        }
     }
 }
