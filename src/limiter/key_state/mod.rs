@@ -166,7 +166,8 @@ impl KeyState {
     }
 
     /// Takes back a permit that was surely not used. It goes to the next waiter, else back to the
-    /// store.
+    /// store. The slot of a joint request may lie ahead, and a waiter may find an earlier one. So
+    /// it goes back to the store.
     pub(super) fn give_back(&mut self, ctx: &mut KeyContext<'_>, slot: Reservation) {
         let is_held = self.hold.left(ctx.now).is_some();
         self.probe_comes_back();
@@ -177,7 +178,7 @@ impl KeyState {
             }
             return;
         };
-        if is_held {
+        if is_held || slot.at > ctx.now {
             queue.returns.push(slot.unused());
         } else {
             queue.add(slot);
@@ -387,6 +388,10 @@ impl KeyState {
             self.hold.store_lost_state(now);
         }
         if let Some(grant) = &lease.prefetched {
+            // The calls of joint requests are under way at the same time as another call.
+            if let Some(unused) = self.prefetched.clear() {
+                ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
+            }
             self.prefetched
                 .fill(&slot(lease, grant, (bounds.0, bounds.0)));
         }
