@@ -1,14 +1,18 @@
 //! Requests that take permits of several keys: all or none, within every limit, and no wait of one
 //! key spends a permit of another. Under a paused clock, with an upstream that logs.
 
+mod support;
+
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use http::{Request, Response};
+use support::Distant;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep};
-use tollgate::{Key, Limited, Quota, RateLimitLayer, Reason};
+use tokio::time::{Instant, sleep, timeout};
+use tollgate::limiter::Acquire;
+use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -313,6 +317,75 @@ async fn errors_name_the_limit_that_refuses() {
     assert_eq!(limited.report().name(), Some("channel"));
     let text = limited.to_string();
     assert!(text.starts_with("refused locally (channel "), "{text}");
+}
+
+/// Returns a limiter of `quota` whose requests wait for up to five minutes.
+fn patient(quota: Quota) -> Limiter {
+    let builder = RateLimitLayer::builder(quota).max_wait(5 * MINUTE);
+    builder.build().unwrap().limiter()
+}
+
+#[tokio::test(start_paused = true)]
+async fn waiters_move_up_when_one_gives_up() {
+    let (all, channels) = (
+        patient(Quota::per_minute(30)),
+        patient(Quota::new(1, 10 * SECOND)),
+    );
+    let both = || channels.acquire(Key::new("17")).with(all.acquire(Key::ALL));
+    drop(both().await.unwrap());
+    let start = Instant::now();
+    let impatient = tokio::spawn(timeout(SECOND, both()));
+    tokio::task::yield_now().await;
+    let second = tokio::spawn(both());
+    tokio::task::yield_now().await;
+    let third = tokio::spawn(both());
+    assert!(impatient.await.unwrap().is_err());
+    drop(second.await.unwrap().unwrap());
+    assert!(start.elapsed() < 11 * SECOND, "{:?}", start.elapsed());
+    drop(third.await.unwrap().unwrap());
+    assert!(start.elapsed() < 21 * SECOND, "{:?}", start.elapsed());
+    sleep(MINUTE - start.elapsed()).await;
+    assert_eq!(all.peek(Key::ALL).await.unwrap().limits[0].used, 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn joint_requests_fit_into_a_store_that_replies_late() {
+    for trip in [1, 4, 10, 15] {
+        for keys in 2..=8 {
+            let builder = RateLimitLayer::builder(Quota::per_second(10))
+                .store(Arc::new(Distant::new(Duration::from_millis(trip))));
+            let limiter = builder.build().unwrap().limiter();
+            let start = Instant::now();
+            for _ in 0..5 {
+                let mut all = (0..keys).map(|key: u8| limiter.acquire(Key::new([key])));
+                let first = all.next().unwrap();
+                let permit = all.fold(first, Acquire::with).await;
+                let permit =
+                    permit.unwrap_or_else(|limited| panic!("{keys} keys, {trip} ms: {limited}"));
+                assert!(permit.is_valid());
+            }
+            let took = start.elapsed();
+            let most = Duration::from_millis(trip) * 5 * 6 * u32::from(keys) + SECOND / 10;
+            assert!(took <= most, "{keys} keys, trips of {trip} ms: {took:?}");
+            sleep(2 * SECOND).await;
+            for key in 0..keys {
+                let peek = limiter.peek(Key::new([key])).await.unwrap();
+                assert_eq!(peek.limits[0].used, 0, "{keys} keys, {trip} ms");
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_with_more_keys_than_max_keys_are_refused() {
+    let builder = RateLimitLayer::builder(Quota::per_minute(30)).max_keys(1);
+    let limiter = builder.build().unwrap().limiter();
+    let both = limiter
+        .acquire(Key::new("1"))
+        .with(limiter.acquire(Key::new("2")));
+    let refused = both.await.unwrap_err();
+    assert_eq!(refused.reason(), Some(Reason::TooManyKeys(1)));
+    assert_eq!(limiter.peek(Key::new("1")).await.unwrap().limits[0].used, 0);
 }
 
 /// Sends a request that the upstream refuses, then requests to channels 1 and 2. Returns the names

@@ -153,6 +153,23 @@ pub(super) fn watch_host(
         .flatten()
 }
 
+/// The same as [`watch_host`] for a key. Its state is made if there is none, and is kept while it
+/// is watched.
+pub(super) fn watch(
+    core: &Arc<Core>,
+    key: Key,
+    number: Number,
+    now: Instant,
+    cx: &Context<'_>,
+) -> Option<Duration> {
+    let max_hold = core.settings.max_hold;
+    let watched = core.with_new_state(key, now, |state, _| {
+        state.hold.watch(number, max_hold, now, cx)
+    });
+    // If there is no room for one more key, the next call for the request is refused.
+    watched.ok().flatten()
+}
+
 /// Forgets the waiter `number`, which no longer waits for the hold of `key`.
 pub(super) fn leave(core: &Core, key: Key, number: Number) {
     core.states.find(key, |state| state.hold.unwatch(number));

@@ -11,7 +11,9 @@ use super::{Cause, JointRefusal, JointSlot, Part, PerPart};
 use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::key_state::{Asked, JointAsk};
+use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Reservation, WaitBound};
+use crate::limiter::settings::Settings;
 use crate::store::{Refusal, StoreReply, spawn};
 
 /// After so many calls, the search rests for a while. Then other processes that search too can come
@@ -59,8 +61,16 @@ async fn book(mut booking: Booking) {
 
 /// A search for a joint slot. If it is dropped, the slots found so far are given back.
 struct Search<'a> {
+    set: &'a JointSet,
     parts: &'a [Part],
+    /// The request to book for.
+    number: Number,
+    /// When the search began. After a store has decided nothing for some time, it begins anew.
+    began: Instant,
     slots: PerPart<Option<Reservation>>,
+    /// How much later than in the time of its store the last slot of a part could be used. The next
+    /// slot is asked for that much earlier. Otherwise each part would move the joint slot.
+    uncertain: PerPart<Duration>,
     /// The parts that need no slot.
     passes: PerPart<bool>,
     uncounted: Option<(usize, StoreError)>,
@@ -86,8 +96,12 @@ impl<'a> Search<'a> {
             part.entry.cost == 0 || part.core.settings.spec.quota().limits().is_empty()
         };
         Search {
+            set,
             parts: &set.parts,
+            number: wanted.number,
+            began: clock::now(),
             slots: set.parts.iter().map(|_| None).collect(),
+            uncertain: set.parts.iter().map(|_| Duration::ZERO).collect(),
             passes: set.parts.iter().map(needs_none).collect(),
             uncounted: None,
             earliest: wanted.held_until,
@@ -99,14 +113,22 @@ impl<'a> Search<'a> {
     async fn run(mut self, bound: WaitBound) -> Result<JointSlot, JointRefusal> {
         let mut calls = 0;
         while let Some(part) = self.next() {
+            let refused = |cause| Err(JointRefusal { part, cause });
             if calls == MOST_CALLS {
                 clock::sleep(REST).await;
                 calls = 0;
             }
+            if calls > 0 && !self.set.is_waiting(self.number) {
+                // The request has left, so nobody reads this refusal.
+                return refused(Cause::Wait(Refusal::NEVER));
+            }
             calls += 1;
-            let refused = |cause| Err(JointRefusal { part, cause });
+            if self.has_expired() && !self.aims_later(bound) {
+                return refused(Cause::Wait(Refusal::NEVER));
+            }
             match self.ask(part, bound).await {
-                Asked::Granted(slot) => {
+                Asked::Granted { slot, uncertain } => {
+                    self.uncertain[part] = uncertain;
                     if Some(slot.at) > self.earliest && slot.at > clock::now() {
                         self.earliest = Some(slot.at);
                         self.last = part;
@@ -120,6 +142,7 @@ impl<'a> Search<'a> {
                         return refused(Cause::Wait(Refusal::new(Some(wait), None)));
                     }
                     clock::sleep_until(until).await;
+                    self.began = clock::now();
                 }
                 Asked::Refused(refusal) => return refused(Cause::Wait(refusal)),
                 Asked::Held(left) => {
@@ -155,12 +178,35 @@ impl<'a> Search<'a> {
             .or_else(|| all.clone().find(lacks))
     }
 
+    /// Returns whether a slot expired while other parts were asked. Slots before a moment ahead do
+    /// not matter.
+    fn has_expired(&self) -> bool {
+        let now = clock::now();
+        let aims_ahead = self.earliest.is_some_and(|earliest| earliest > now);
+        let mut slots = self.slots.iter().flatten();
+        !aims_ahead && slots.any(|slot| !is_of_use(slot, now))
+    }
+
+    /// Moves the moment that the search looks for further ahead, because a slot expired while other
+    /// parts were asked. From then on the search may take as long as it has taken so far. Returns
+    /// whether the request can wait until then.
+    fn aims_later(&mut self, bound: WaitBound) -> bool {
+        let now = clock::now();
+        let aim = clock::after(now, now.saturating_duration_since(self.began));
+        let aim = aim.min(bound.latest);
+        self.earliest = self.earliest.max(Some(aim));
+        now < bound.latest
+    }
+
     async fn ask(&mut self, part: usize, bound: WaitBound) -> Asked {
         let Part { core, entry, .. } = &self.parts[part];
         let now = clock::now();
+        let earliest = self.earliest.unwrap_or(now);
         let ask = JointAsk {
             cost: entry.cost,
-            earliest: self.earliest.unwrap_or(now),
+            earliest: earliest
+                .checked_sub(self.uncertain[part])
+                .unwrap_or(earliest),
             bound,
             replaces: self.slots[part].take(),
         };
@@ -172,7 +218,12 @@ impl<'a> Search<'a> {
         let reply = match core.with_new_state(entry.key, now, |state, ctx| ask.send(state, ctx)) {
             Ok(Ok(reply)) => reply,
             Ok(Err(known)) => return known,
-            Err(_) => return full(),
+            Err(_) => {
+                if let Some(slot) = ask.replaces {
+                    core.give_back(entry.key, slot);
+                }
+                return full();
+            }
         };
         let answer = match reply {
             StoreReply::Ready(answer) => answer,
@@ -192,7 +243,14 @@ impl<'a> Search<'a> {
                 }
                 asked
             }
-            Err(_) => full(),
+            Err(_) => {
+                // This process cannot use what was granted.
+                if let Some(Ok(lease)) = answer {
+                    let Settings { store, spec, .. } = &core.settings;
+                    store.give_back(entry.key, spec, &lease.unused());
+                }
+                full()
+            }
         }
     }
 

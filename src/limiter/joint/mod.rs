@@ -85,10 +85,13 @@ impl Part {
     }
 
     /// Returns the keys whose holds stop the request: the key of the part, and that of its host if
-    /// each host has holds of its own.
+    /// each host has holds of its own. None if the request costs nothing of this key.
     fn hold_keys(&self) -> impl Iterator<Item = Key> {
-        let Entry { key, host, .. } = self.entry;
-        [Some(key), host_hold(key, host)].into_iter().flatten()
+        let Entry {
+            key, cost, host, ..
+        } = self.entry;
+        let keys = [Some(key), host_hold(key, host)].into_iter().flatten();
+        keys.filter(move |_| cost > 0)
     }
 }
 

@@ -1,6 +1,7 @@
 //! The requests of this process with equal keys and costs, and their joint slots.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll};
 use std::time::Instant;
@@ -10,6 +11,7 @@ use super::{Cause, JointRefusal, JointSlot, Part, PerPart};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::limiter::admission::Entry;
 use crate::limiter::engine::CoreId;
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::WaitBound;
@@ -17,12 +19,16 @@ use crate::store::Refusal;
 use crate::wait_queue::{ANSWER, Left, WaitQueue};
 use crate::wakers::Wakers;
 
-/// What identifies a set: limiter, key and cost of each part.
-type SetId = PerPart<(CoreId, Key, u32)>;
+/// What identifies a set: limiter, key, cost and host of each part.
+type SetId = PerPart<(CoreId, Key, u32, Option<Key>)>;
 
 /// The sets whose first part is of one limiter.
 #[derive(Debug, Default)]
-pub(in crate::limiter) struct JointSets(Mutex<BTreeMap<SetId, Weak<JointSet>>>);
+pub(in crate::limiter) struct JointSets {
+    sets: Mutex<BTreeMap<SetId, Weak<JointSet>>>,
+    /// The number of sets. It is read without the lock.
+    count: AtomicUsize,
+}
 
 /// The requests of this process with equal keys and costs.
 #[derive(Debug)]
@@ -59,17 +65,25 @@ pub(super) struct Wanted {
     pub(super) held_until: Option<Instant>,
     pub(super) scarcest: usize,
     /// The request to book for.
-    number: Number,
+    pub(super) number: Number,
+}
+
+/// Returns what identifies the set of `parts`.
+fn id_of(parts: &[Part]) -> SetId {
+    let id = |part: &Part| {
+        let Entry {
+            key, cost, host, ..
+        } = part.entry;
+        (part.core.id, key, cost, host)
+    };
+    parts.iter().map(id).collect()
 }
 
 impl JointSets {
     /// Returns the set of `parts`.
     pub(super) fn find(&self, parts: &[Part]) -> Arc<JointSet> {
-        let id: SetId = parts
-            .iter()
-            .map(|part| (part.core.id, part.entry.key, part.entry.cost))
-            .collect();
-        let mut sets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let id = id_of(parts);
+        let mut sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(set) = sets.get(&id).and_then(Weak::upgrade) {
             return set;
         }
@@ -79,14 +93,28 @@ impl JointSets {
             state: Mutex::default(),
         });
         sets.insert(id, Arc::downgrade(&set));
+        self.count.store(sets.len(), Ordering::Relaxed);
         set
+    }
+
+    /// Returns whether requests with these parts wait. Then no other such request may overtake
+    /// them.
+    pub(super) fn is_any_waiting(&self, parts: &[Part]) -> bool {
+        if self.count.load(Ordering::Relaxed) == 0 {
+            return false;
+        }
+        let sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
+        let set = sets.get(&id_of(parts)).and_then(Weak::upgrade);
+        drop(sets);
+        set.is_some_and(|set| set.waiting() > 0)
     }
 
     /// Forgets a set that is dropped, unless there is a new one already.
     fn forget(&self, id: &SetId) {
-        let mut sets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
         if sets.get(id).is_some_and(|set| set.strong_count() == 0) {
             sets.remove(id);
+            self.count.store(sets.len(), Ordering::Relaxed);
         }
     }
 }
@@ -234,6 +262,11 @@ impl JointSet {
         });
     }
 
+    /// Returns whether a request waits.
+    pub(super) fn is_waiting(&self, number: Number) -> bool {
+        self.with(|state, _| state.waiters.get(number).is_some())
+    }
+
     /// Returns how many requests wait.
     pub(super) fn waiting(&self) -> usize {
         self.with(|state, _| state.waiters.waiting())
@@ -275,18 +308,24 @@ impl State {
         self.set_timers();
     }
 
-    /// Sets the timers of the requests to their joint slots.
+    /// Sets the timers of the requests to their joint slots. A request without one wakes when it
+    /// gives up.
     fn set_timers(&mut self) {
-        for (waiter, slot) in self.waiters.iter_mut().zip(&self.slots) {
-            waiter.wake_at(slot.at.min(waiter.request.gives_up_at));
+        let mut slots = self.slots.iter();
+        for waiter in self.waiters.iter_mut() {
+            let gives_up_at = waiter.request.gives_up_at;
+            let slot = slots.next().map(|slot| slot.at);
+            waiter.wake_at(slot.map_or(gives_up_at, |slot| slot.min(gives_up_at)));
         }
     }
 
-    /// Moves the joint slots that no request needs to `unused`, the last ones first.
+    /// Moves the joint slots that no request needs to `unused`, the last ones first. After a
+    /// request has left, the requests behind it have the slots before theirs.
     fn trim(&mut self, unused: &mut Vec<JointSlot>) {
         while self.slots.len() > self.waiters.waiting() {
             unused.extend(self.slots.pop_back());
         }
+        self.set_timers();
     }
 
     /// Gives the joint slots that are due to the first requests.
@@ -325,6 +364,7 @@ impl State {
         let (kept, given_up): (VecDeque<_>, VecDeque<_>) = slots.partition(is_kept);
         self.slots = kept;
         unused.extend(given_up);
+        self.set_timers();
     }
 
     /// Returns why a request can wait no longer, if that is so.

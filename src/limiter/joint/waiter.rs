@@ -96,6 +96,9 @@ pub(crate) fn start(
     if outer::are_known() {
         return start_inside(parts, deadline, label);
     }
+    if parts[0].core.joint.is_any_waiting(parts) {
+        return start_slow(parts, parts.len(), None, deadline, label(), clock::now());
+    }
     let now = match take_all_at_once(parts) {
         Ok(slots) => return JointStarted::Granted(permit(parts, slots, PerPart::new())),
         Err(now) => now,
@@ -234,7 +237,7 @@ fn unfit(parts: &[Part], own: usize, bound: WaitBound, now: Instant) -> Option<(
 /// each other in a circle.
 fn in_flight_order(parts: &[Part]) -> PerPart<usize> {
     let mut order: PerPart<usize> = (0..parts.len())
-        .filter(|part| parts[*part].core.in_flight.is_some())
+        .filter(|part| parts[*part].core.in_flight.is_some() && parts[*part].entry.cost > 0)
         .collect();
     order.sort_by_key(|part| {
         let Part { core, entry, .. } = &parts[*part];
@@ -367,15 +370,26 @@ impl JointWaiter {
     }
 
     /// Watches the holds of all keys. Returns the latest end, and the part whose key it holds.
+    ///
+    /// A key whose hold is watched keeps its state. Otherwise the state of one key could be evicted
+    /// for that of another one, and the slots of both would never be known at one moment.
     fn watch_holds(&self, now: Instant, cx: &Context<'_>) -> Option<(Instant, usize)> {
         let parts = self.set.parts.iter().enumerate();
         let ends = parts.flat_map(|(index, part)| {
             part.hold_keys().filter_map(move |key| {
-                let left = holds::watch_host(&part.core, key, self.number, now, cx)?;
+                let left = holds::watch(&part.core, key, self.number, now, cx)?;
                 Some((clock::after(now, left), index))
             })
         });
         ends.max()
+    }
+
+    /// Returns the part whose in-flight slot the store may have granted to another call, while the
+    /// request waited for its joint slot.
+    fn lost_in_flight_slot(&self, now: Instant) -> Option<usize> {
+        let is_lost =
+            |slot: &Option<InFlightSlot>| slot.as_ref().is_some_and(|slot| slot.is_lost(now));
+        self.in_flight.iter().position(is_lost)
     }
 
     /// Returns whether the request may leave now with its slots: the stores know of them, and no
@@ -390,10 +404,8 @@ impl JointWaiter {
             confirmed == Some(true)
         });
         let is_in_time = slot.until.is_none_or(|until| now < until);
-        let is_lost = |slot: &InFlightSlot| slot.is_lost(now);
         is_in_time
             && are_confirmed
-            && !self.in_flight.iter().flatten().any(is_lost)
             && parts().all(|(part, _)| {
                 let mut keys = part.hold_keys();
                 keys.all(|key| holds::pass(&part.core, key, now).is_ok())
@@ -546,6 +558,11 @@ impl Future for JointWaiter {
                 Err(refusal) => return Poll::Ready(Err(self.refused(refusal, now))),
             };
             let now = clock::now();
+            if let Some(part) = self.lost_in_flight_slot(now) {
+                self.set.give_back([slot]);
+                let lost = Admission::Failed(StoreError::InFlightSlotLost);
+                return Poll::Ready(Err(self.stopped(part, lost, now)));
+            }
             if self.may_leave(&slot, now) {
                 return Poll::Ready(Ok(self.granted(slot, now)));
             }

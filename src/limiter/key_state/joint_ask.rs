@@ -27,7 +27,12 @@ pub(in crate::limiter) struct JointAsk {
 /// What became of a [`JointAsk`].
 #[derive(Debug)]
 pub(in crate::limiter) enum Asked {
-    Granted(Reservation),
+    Granted {
+        slot: Reservation,
+        /// How much later than in the store's time the slot may be used, because the clock of the
+        /// store is not known exactly.
+        uncertain: Duration,
+    },
     /// The slot would be too late.
     Refused(Refusal),
     /// The key is on hold for this time, which is too long.
@@ -104,10 +109,9 @@ impl JointAsk {
             Err(error) => Asked::Failed(error),
         };
         // The answer may bring a hold, or show that the store has lost its state. Both matter to
-        // the requests that wait for this key alone.
-        if state.queue.is_some() {
-            state.obey_hold(ctx.now, &mut ctx.work.wakers);
-        }
+        // the requests that wait for this key alone. It may also bring prefetched permits after a
+        // hold has begun.
+        state.obey_hold(ctx.now, &mut ctx.work.wakers);
         if state.hold.take_resend() {
             state.confirm(ctx);
         }
@@ -147,8 +151,12 @@ impl JointAsk {
                 state
                     .store
                     .note_refusal(None, lease, ctx.fails_open, ctx.now);
-                state.store.adapt_life(ctx.spec, bounds, false);
-                Asked::Granted(slot(lease, grant, bounds))
+                let died = self.replaces.is_some_and(|slot| slot.until <= ctx.now);
+                state.store.adapt_life(ctx.spec, bounds, died);
+                Asked::Granted {
+                    slot: slot(lease, grant, bounds),
+                    uncertain: bounds.1.saturating_duration_since(bounds.0),
+                }
             }
             (None, Some(left)) => Asked::Held(left),
             (None, None) => {
