@@ -111,11 +111,11 @@
 //! **Two layers, two counts.** Create the layer once and clone it. A layer that is created for each
 //! client, or for each request, counts from zero each time.
 //!
-//! **Two limits with different keys.** Do not put one [`RateLimitLayer`] around another. The permit
-//! of the outer layer is valid for 10 to 50 ms. It expires while the request waits in the inner
-//! layer, so more requests are sent than the outer limit allows. Limits of the same key go into one
-//! quota, with [`and`](Quota::and). For limits of different keys, acquire both permits [by
-//! hand](Limiter#two-limits-with-different-keys).
+//! **Two layers around each other.** Put all limits into one layer instead: a request then waits
+//! once. Limits of the same key go into one quota, with [`and`](Quota::and). For limits of different
+//! keys, use [`and_per`](RateLimitBuilder::and_per) or [`and`](RateLimitLayer::and): see [several
+//! limits](guide::several_limits). With a task between two layers, the outer limit [is not
+//! kept](RateLimitLayer#two-layers).
 //!
 //! **An outer timeout that is shorter than the wait.** If it fires before the request is refused,
 //! its error has no reason and no [`retry_after`](Limited::retry_after). Make it longer than

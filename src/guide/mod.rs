@@ -5,7 +5,8 @@
 //! - [First steps](first_steps): the first program, and one for each kind of client.
 //! - [Choosing a quota](choosing_a_quota): how to describe the limit of a server, and how long a
 //!   request may wait.
-//! - [Keys](keys): whose limit it is; several limits with different keys.
+//! - [Keys](keys): whose limit it is.
+//! - [Several limits](several_limits): limits with different keys on one request.
 //! - [Handling a refusal](refusals): why a request was refused, when to try again, and what tollgate
 //!   reports in production.
 //! - [Retry and timeout](retry_and_timeout): the order of the layers.
@@ -75,6 +76,9 @@ pub mod refusals {}
 
 #[doc = include_str!("retry_and_timeout.md")]
 pub mod retry_and_timeout {}
+
+#[doc = include_str!("several_limits.md")]
+pub mod several_limits {}
 
 #[doc = include_str!("testing.md")]
 pub mod testing {}

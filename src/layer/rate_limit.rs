@@ -65,10 +65,15 @@ use crate::signal::{ResponseInfo, Signal};
 ///
 /// # Two layers
 ///
-/// One `RateLimitLayer` around another does not keep its limit: the outer permit expires while the
-/// request waits in the inner layer. Put limits of the same key into one quota, with
-/// [`and`](Quota::and). For limits of different keys, acquire both permits [by
-/// hand](Limiter#two-limits-with-different-keys).
+/// Prefer one layer with all limits: a request then waits once, and takes a permit of all limits or
+/// of none. [`and_per`](RateLimitBuilder::and_per) adds a limit with another key,
+/// [`and`](RateLimitLayer::and) joins two layers, and [`Quota::and`] joins limits of the same key.
+/// The page [several limits](crate::guide::several_limits) compares them.
+///
+/// Layers around each other keep their limits, too. A request then waits once more for each layer.
+/// The exception is a task between the layers, such as `tower::buffer::Buffer` or a spawned task:
+/// the permit of the outer layer may expire before the request leaves. Then more requests leave
+/// than the outer limit allows.
 #[derive(Clone, Debug)]
 pub struct RateLimitLayer {
     pub(super) limiter: Limiter,
@@ -105,6 +110,9 @@ impl RateLimitLayer {
     }
 
     /// Returns the limiter of this layer, for calls that are not HTTP. It shares the layer's count.
+    ///
+    /// If the layer has [several limits](crate::guide::several_limits), this is the limiter of the
+    /// first one.
     pub fn limiter(&self) -> Limiter {
         self.limiter.clone()
     }
@@ -148,9 +156,10 @@ impl RateLimitLayer {
     /// none, and waits once. While it waits for one limit, it takes nothing from the other.
     ///
     /// Each layer keeps its own settings: store, key, cost, deadline. A request waits for at most
-    /// the shorter [`max_wait`](RateLimitBuilder::max_wait), and until the earlier deadline. What
-    /// happens to responses is set by the first layer. Two layers whose settings differ only in
-    /// quota and key are written shorter with [`and_per`](RateLimitBuilder::and_per).
+    /// the shorter [`max_wait`](RateLimitBuilder::max_wait), and until the earlier deadline. The
+    /// first layer decides what happens to responses. If the settings differ only in quota and key,
+    /// [`and_per`](RateLimitBuilder::and_per) is shorter. The page [several
+    /// limits](crate::guide::several_limits) has more.
     ///
     /// If a response is a refusal and does not say whose limit was exceeded, it holds the key of
     /// the last limit. So the narrowest limit should be the last.
@@ -160,11 +169,12 @@ impl RateLimitLayer {
     /// If both layers together have more than eight limits.
     ///
     /// ```
+    /// use http::header::AUTHORIZATION;
     /// use tollgate::{Quota, RateLimitLayer, by_header};
     ///
     /// let all = RateLimitLayer::new(Quota::per_second(50))?;
     /// let by_token = RateLimitLayer::builder(Quota::per_minute(100))
-    ///     .key(by_header("authorization"))
+    ///     .key(by_header(AUTHORIZATION))
     ///     .build()?;
     /// let both = all.and(by_token);
     /// # Ok::<(), tollgate::ConfigError>(())

@@ -161,13 +161,16 @@ impl RateLimitBuilder {
     /// one limit, it takes nothing from the others. All settings of the layer apply to this limit
     /// too, and [`cost`](Self::cost) applies to all limits.
     ///
-    /// `name` stands in errors ([`LimitedInfo::name`](crate::error::LimitedInfo::name)). It also keeps the
-    /// keys of two limits apart: the key in the store is `key.and(name)`
-    /// ([`Key::and`]). With [`Limiter::peek`](crate::Limiter::peek), look at it under that key.
+    /// `name` stands in errors ([`LimitedInfo::name`](crate::error::LimitedInfo::name)). It also
+    /// keeps the keys of two limits apart: the key in the store is `key.and(name)` ([`Key::and`]).
+    /// To [`peek`](crate::Limiter::peek) at it, use that key, and a limiter that has this quota and
+    /// the same store.
     ///
     /// If a response is a refusal that names a [scope](crate::Signal::scope), it holds the key of
     /// the limit with that name. Otherwise it holds the key whose limit the response states as used
     /// up, or else the key of the last limit. So the narrowest limit should be the last.
+    ///
+    /// The page [several limits](crate::guide::several_limits) has more.
     ///
     /// ```
     /// use tollgate::{Key, Quota, RateLimitLayer};
@@ -325,29 +328,18 @@ impl RateLimitBuilder {
     /// `None`, the refusal holds nothing. Default: the key of the request, or of its host: see
     /// [`max_hold`](Self::max_hold).
     ///
-    /// Suppose that one limiter counts each route, and another the whole account, on one store.
-    /// Then a refusal is about one of them. Acquire both permits [by
-    /// hand](crate::Limiter#two-limits-with-different-keys), and pass the signal to
-    /// [both](crate::Permit::answered). One layer around the other would not keep its limit.
+    /// A layer with [several limits](crate::guide::several_limits) needs it only if the scope is not
+    /// the [name](Self::and_per) of a limit. The function then gets the key of the first limit, and
+    /// decides for all limits.
     ///
     /// ```
-    /// use std::sync::Arc;
-    /// use tollgate::{Key, Quota, RateLimitLayer, store::MemoryStore};
+    /// use tollgate::{Key, Quota, RateLimitLayer};
     ///
-    /// let (store, account) = (Arc::new(MemoryStore::default()), Key::new("our account"));
-    /// let global = move |key, scope: &str| Some(if scope == "global" { account } else { key });
+    /// // A refusal with `X-RateLimit-Scope: shared` is about requests of other clients.
     /// let routes = RateLimitLayer::builder(Quota::per_second(5))
     ///     .key(|request| Key::new(request.path()))
-    ///     .on_scope(global)
-    ///     .store(store.clone())
-    ///     .build()?
-    ///     .limiter();
-    /// let all = RateLimitLayer::builder(Quota::per_second(50))
-    ///     .key(move |_| account)
-    ///     .on_scope(move |key, scope| (scope == "global").then_some(key))
-    ///     .store(store)
-    ///     .build()?
-    ///     .limiter();
+    ///     .on_scope(|key, scope| (scope != "shared").then_some(key))
+    ///     .build()?;
     /// # Ok::<(), tollgate::ConfigError>(())
     /// ```
     pub fn on_scope<F>(mut self, on_scope: F) -> Self

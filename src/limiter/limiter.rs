@@ -45,53 +45,32 @@ use crate::store::Refusal;
 ///
 /// # Two limits with different keys
 ///
-/// A server may allow one message per second to each channel, and 30 per minute in all. A permit is
-/// valid for 10 to 50 ms, so the first permit can expire during the wait for the second. In this
-/// case, give the first permit back and acquire it again, until both are valid:
+/// A server may allow one message per second to each channel, and 30 per minute in all. To acquire
+/// one permit of both limits, or of none, join the futures of two limiters with
+/// [`Acquire::with`]:
 ///
 /// ```
-/// use std::{mem::swap, time::{Duration, Instant}};
-/// use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer};
-/// type Of<'a> = (&'a Limiter, Key);
-///
-/// async fn both(mut a: Of<'_>, mut b: Of<'_>, by: Instant) -> Result<[Permit; 2], Limited> {
-///     let mut first = a.0.acquire(a.1).deadline(by).await?;
-///     loop {
-///         let second = match b.0.acquire(b.1).deadline(by).await {
-///             Ok(second) if first.is_valid() => return Ok([first, second]),
-///             second => second,
-///         };
-///         first.give_back(); // it expired, or there is no second permit
-///         first = second?;
-///         swap(&mut a, &mut b); // the next turn acquires the expired one again
-///     }
-/// }
+/// use tollgate::{Key, Quota, RateLimitLayer};
 ///
 /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let channels = RateLimitLayer::new(Quota::per_second(1))?.limiter();
 /// let all = RateLimitLayer::new(Quota::per_minute(30))?.limiter();
+/// let channels = RateLimitLayer::new(Quota::per_second(1))?.limiter();
 ///
 /// # let start = tokio::time::Instant::now();
 /// # for _ in 0..2 {
-/// let deadline = Instant::now() + Duration::from_secs(10);
-/// # let deadline = tokio::time::Instant::now().into_std() + Duration::from_secs(10);
-/// let permits = both((&channels, Key::new("general")), (&all, Key::ALL), deadline).await?;
+/// let permit = all.acquire(Key::ALL).with(channels.acquire(Key::new("general"))).await?;
 /// // ... send the request ...
-/// drop(permits);
+/// drop(permit);
 /// # }
-/// # assert!(start.elapsed() > Duration::from_secs(1));
+/// # assert!(start.elapsed() > std::time::Duration::from_secs(1));
 /// # assert_eq!(all.peek(Key::ALL).await?.limits[0].used, 2);
 /// # Ok(())
 /// # }
 /// ```
 ///
-/// Put first the limiter that usually makes requests wait longer. Two
-/// [layers](crate::RateLimitLayer#two-layers) around each other do not acquire an expired permit
-/// again.
-///
-/// If the future of `both` is dropped while it waits, its place in the queue is freed. The permit
-/// that it already has counts as used.
+/// Do not acquire two permits one after the other. A permit is valid for 10 to 50 ms, so the first
+/// one can expire during the wait for the second.
 #[derive(Clone)]
 pub struct Limiter(Arc<Core>);
 
