@@ -14,7 +14,7 @@
 //! assert_eq!(upstream.log().over(Rule::per_second(10), Duration::from_millis(10)), None);
 //! ```
 //!
-//! Not supported: HTTP/2, TLS, routes.
+//! Not supported: HTTP/2, TLS.
 
 #![allow(
     clippy::disallowed_methods,
@@ -34,7 +34,7 @@ use std::time::{Duration, Instant};
 
 use http_body_util::{BodyExt, Full};
 use hyper::body::{Bytes, Incoming};
-use hyper::header::RETRY_AFTER;
+use hyper::header::{HeaderMap, RETRY_AFTER};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
@@ -144,6 +144,23 @@ impl Upstream {
         self
     }
 
+    /// Responds by `decide` in place of the rules. It gets the path and the headers of each call, and
+    /// the time since the server was started.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use upstream::{Upstream, refusal};
+    ///
+    /// let upstream = Upstream::open().deciding(|path, _, _| refusal(path.len() as u64));
+    /// ```
+    pub fn deciding(
+        self,
+        decide: impl FnMut(&str, &HeaderMap, Duration) -> Response<String> + Send + 'static,
+    ) -> Self {
+        lock(&self.desk).decide = Some(Box::new(decide));
+        self
+    }
+
     /// Returns its URL, `http://127.0.0.1:port/`.
     pub fn url(&self) -> String {
         format!("http://{}/", self.address)
@@ -185,12 +202,16 @@ pub fn refusal(retry_after: u64) -> Response<String> {
     response
 }
 
+/// Decides a call by its path, its headers and its time.
+type Decide = Box<dyn FnMut(&str, &HeaderMap, Duration) -> Response<String> + Send>;
+
 /// Decides and logs calls, one at a time.
 struct Desk {
     started: Instant,
     windows: Windows,
     tokens: Option<Tokens>,
     script: Box<dyn Fn(usize) -> Option<Response<String>> + Send>,
+    decide: Option<Decide>,
     latency: Duration,
     stating: bool,
     arrivals: Vec<Arrival>,
@@ -204,6 +225,7 @@ impl Desk {
             windows: Windows::new(rules),
             tokens: None,
             script: Box::new(|_| None),
+            decide: None,
             latency: Duration::ZERO,
             stating: false,
             arrivals: Vec::new(),
@@ -215,7 +237,10 @@ impl Desk {
         let at = Instant::now();
         let header = |name| request.headers().get(name)?.to_str().ok();
         let scripted = (self.script)(self.arrivals.len());
-        let mut response = scripted.unwrap_or_else(|| self.decide(at - self.started));
+        let mut response = scripted.unwrap_or_else(|| match &mut self.decide {
+            Some(decide) => decide(request.uri().path(), request.headers(), at - self.started),
+            None => self.decide(at - self.started),
+        });
         if let Some((left, count, reset)) = self
             .windows
             .left(at - self.started)
