@@ -1,7 +1,7 @@
-//! Code that the examples with several processes share: options, servers, child processes,
-//! progress, a table.
+//! Code that the examples share: options, servers, child processes, progress, a table, and a
+//! service with several limits.
 //!
-//! Such an example is one program. Started without `--role`, it starts a Redis, a service with a
+//! An example with several processes is one program. Started without `--role`, it starts a Redis, a service with a
 //! limit, and itself once more for each role. These processes share the limit.
 #![allow(dead_code, unused_imports, reason = "each example uses its part")]
 
@@ -9,6 +9,7 @@ mod children;
 mod options;
 mod places;
 mod progress;
+mod service;
 mod table;
 
 use std::process::ExitCode;
@@ -22,6 +23,7 @@ pub(crate) use children::{Children, Line};
 pub(crate) use options::{Options, Usage};
 pub(crate) use places::Places;
 pub(crate) use progress::ProgressLine;
+pub(crate) use service::{Counts, Outcomes, ServiceLimit, check, outcome, service};
 pub(crate) use table::{TRANSIT_SLACK, not_kept, table};
 
 /// Runs an example: prints help, does its work, or prints the error. A bad option ends it with 2, a

@@ -62,6 +62,16 @@ impl Places {
         Ok(())
     }
 
+    /// Returns how many scripts the Redis of this example has run. `None` if the Redis was given.
+    pub(crate) fn script_calls(&self) -> Option<u64> {
+        let info: String = self.server.as_ref()?.command(&["INFO", "commandstats"]);
+        let calls = |line: &str| {
+            let numbers = line.strip_prefix("cmdstat_eval")?.split_once(":calls=")?.1;
+            numbers.split(',').next()?.parse::<u64>().ok()
+        };
+        Some(info.lines().filter_map(calls).sum())
+    }
+
     /// Returns the words that pass the URLs to a child process.
     pub(crate) fn words(&self) -> Vec<String> {
         ["--redis", &self.redis, "--api", &self.api]

@@ -1,0 +1,236 @@
+//! A bot with the limits of Discord: 50 calls per second in all, a limit for each channel, and one
+//! for each route. Several processes share them through Redis.
+//!
+//!     cargo run --release --example discord
+//!
+//! The service refuses with 429, `Retry-After` and `X-RateLimit-Scope`, which says which limit was
+//! exceeded: `user` is the route, `shared` the channel, `global` all calls. The limits of the layer
+//! have these names, so a refusal holds the right key. If the limits are kept, there is none.
+//!
+//! Calls come at a fixed rate, most of them to a few channels. They wait for their channel, and take
+//! nothing from the 50 per second meanwhile.
+
+mod common;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use reqwest::{Method, Request, Response};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tollgate::error::BoxError;
+use tollgate::store::RedisStore;
+use tollgate::{Key, Quota, RateLimitLayer};
+use tower::{Service, ServiceBuilder, ServiceExt};
+use upstream::Rule;
+
+use common::{Children, Counts, Line, Options, Outcomes, Places, ServiceLimit, Usage};
+
+const HELP: &str = "\
+50 calls per second in all, 8 per 5 s for each channel, 5 per 5 s for each route.
+
+Usage: cargo run --release --example discord -- [options]
+
+  --redis <url>     where to count                              [spawn: a redis-server of its own]
+  --api <url>       whom to call                                [spawn: a service of its own]
+  --processes <n>   how many processes call                     [2]
+  --rate <n>        how many calls come per second, in all      [70]
+  --seconds <s>     for how long calls come                     [8]
+  --max-wait <s>    the longest a call may wait                 [5]
+  --role <role>     be one of the processes: caller
+  --number <n>      which of them                               [0]
+  --help            this text
+";
+
+const GLOBAL: Rule = Rule::per_second(50);
+const CHANNEL: Rule = Rule::new(8, Duration::from_secs(5));
+const ROUTE: Rule = Rule::new(5, Duration::from_secs(5));
+
+/// The ends of the routes of each channel.
+const ENDS: [&str; 3] = ["messages", "pins", "typing"];
+const CHANNELS: f64 = 60.0;
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    common::main("discord", HELP, async |mut options| {
+        let role = options.role(&["caller"])?;
+        let args = Args::read(options)?;
+        match role {
+            Some(_) => call_all(&args).await,
+            None => start_all(args).await,
+        }
+    })
+    .await
+}
+
+/// Builds all limits. The first one sees every call; the narrowest comes last.
+fn limit(args: &Args) -> Result<RateLimitLayer, BoxError> {
+    let store = RedisStore::builder(&args.places.redis)
+        .prefix("discord")
+        .build()?;
+    let quota = |rule: Rule| Quota::new(rule.count, rule.window);
+    let limit = RateLimitLayer::builder(quota(ROUTE))
+        .key(|request| Key::new(request.path()))
+        .and_per("global", quota(GLOBAL), |_| Key::new("our bot"))
+        .and_per("shared", quota(CHANNEL), |request| {
+            channel(request.path()).map(Key::new)
+        })
+        .store(Arc::new(store))
+        .max_wait(args.max_wait);
+    Ok(limit.build()?)
+}
+
+/// Returns the channel of a path such as `/channels/17/messages`.
+fn channel(path: &str) -> Option<&str> {
+    path.strip_prefix("/channels/")?.split('/').next()
+}
+
+/// Runs one of the processes: makes calls at its part of the rate, whether or not earlier ones wait.
+async fn call_all(args: &Args) -> Result<(), BoxError> {
+    args.places.must_be_given()?;
+    let limit = limit(args)?;
+    let service = ServiceBuilder::new()
+        .layer(limit.clone())
+        .map_request(common::stamp)
+        .service(common::client()?);
+
+    let rate = f64::from(args.rate) / f64::from(args.processes);
+    let mut tick = interval(Duration::from_secs(1).div_f64(rate));
+    tick.set_missed_tick_behavior(MissedTickBehavior::Burst);
+    let mut calls = JoinSet::new();
+    let end = Instant::now() + args.time;
+    let mut number = args.number;
+    while Instant::now() < end {
+        tick.tick().await;
+        let url = format!("{}{}", args.places.api, route(number));
+        calls.spawn(call(
+            service.clone(),
+            Request::new(Method::GET, url.parse()?),
+        ));
+        number += args.processes;
+    }
+    while let Some(outcome) = calls.join_next().await {
+        println!("{}", outcome??);
+    }
+    limit.limiter().shutdown().await?;
+    Ok(())
+}
+
+/// Returns the route of call `number`. Some channels are called far more often than others.
+fn route(number: u32) -> String {
+    // Two sequences that fill the interval from 0 to 1 evenly.
+    let evenly = |step: f64| (f64::from(number) * step).fract();
+    let (at, end) = (evenly(0.754_877_666), evenly(0.569_840_291));
+    let channel = (CHANNELS * at * at) as u32;
+    let end = ENDS[(end * ENDS.len() as f64) as usize];
+    format!("channels/{channel}/{end}")
+}
+
+/// Makes one call, and returns its outcome.
+async fn call<S>(service: S, request: Request) -> Result<String, BoxError>
+where
+    S: Service<Request, Response = Response, Error: Into<BoxError>>,
+{
+    let start = Instant::now();
+    let result = service.oneshot(request).await;
+    let status = result.map(|response| response.status()).map_err(Into::into);
+    common::outcome(status, start.elapsed())
+}
+
+/// Starts the Redis, the service and the processes, and prints what became of the calls.
+async fn start_all(mut args: Args) -> Result<(), BoxError> {
+    let limits = [
+        ServiceLimit {
+            name: "all calls",
+            rule: GLOBAL,
+            key: |_, _| Some("our bot".to_owned()),
+            scope: "global",
+        },
+        ServiceLimit {
+            name: "channel",
+            rule: CHANNEL,
+            key: |path, _| channel(path).map(str::to_owned),
+            scope: "shared",
+        },
+        ServiceLimit {
+            name: "route",
+            rule: ROUTE,
+            key: |path, _| Some(path.to_owned()),
+            scope: "user",
+        },
+    ];
+    let counts = Counts::default();
+    args.places
+        .start(|| common::service(limits.to_vec(), &counts))
+        .await?;
+    println!(
+        "{} processes make {} calls a second for {:?}.\n",
+        args.processes, args.rate, args.time
+    );
+    let mut children = Children::of_this_program()?;
+    for number in 0..args.processes {
+        let own = ["--role", "caller", "--number", &number.to_string()].map(str::to_owned);
+        children.start(
+            format!("process {number}"),
+            [args.words(), own.to_vec()].concat(),
+        )?;
+    }
+    let mut outcomes = Outcomes::default();
+    while let Some(Line { text, .. }) = children.line().await {
+        outcomes.add(&text)?;
+    }
+    children.end().await?;
+    let calls_of_redis = args.places.script_calls();
+    println!("{}", outcomes.table());
+    if let Some(server) = &args.places.upstream {
+        println!("{}", counts.table(&limits));
+        if let Some(calls) = calls_of_redis {
+            let sent = server.tally().all().max(1);
+            println!(
+                "Redis: {:.2} calls for each call sent.",
+                calls as f64 / sent as f64
+            );
+        }
+        common::check(server)?;
+    }
+    Ok(())
+}
+
+/// The options of the command line.
+#[derive(Debug)]
+struct Args {
+    places: Places,
+    processes: u32,
+    rate: u32,
+    time: Duration,
+    max_wait: Duration,
+    number: u32,
+}
+
+impl Args {
+    fn read(mut options: Options) -> Result<Self, Usage> {
+        let args = Args {
+            places: Places::given(&mut options)?,
+            processes: options.number("--processes", 2, 1..=32)?,
+            rate: options.number("--rate", 70, 1..=1000)?,
+            time: options.seconds("--seconds", 8.0)?,
+            max_wait: options.seconds("--max-wait", 5.0)?,
+            number: options.number("--number", 0, 0..=31)?,
+        };
+        options.finish()?;
+        Ok(args)
+    }
+
+    /// Returns the options as words for the children.
+    fn words(&self) -> Vec<String> {
+        let own = [
+            ["--processes", &self.processes.to_string()],
+            ["--rate", &self.rate.to_string()],
+            ["--seconds", &self.time.as_secs_f64().to_string()],
+            ["--max-wait", &self.max_wait.as_secs_f64().to_string()],
+        ];
+        let own = own.as_flattened().iter().map(|word| word.to_string());
+        [self.places.words(), own.collect()].concat()
+    }
+}

@@ -1,0 +1,221 @@
+//! An API like that of GitHub: a limit for each access token, and a stricter one for its searches.
+//! Several processes share both through Redis.
+//!
+//!     cargo run --release --example token_and_route
+//!
+//! GitHub allows 5000 calls per hour, and 30 searches per minute. The example ends in seconds: its
+//! hour has 150 calls and takes 6 s, its minute has 10 searches and takes 1 s. A search counts in
+//! both limits, or in none. While searches wait, other calls of the same token go on.
+
+mod common;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use reqwest::header::{AUTHORIZATION, HeaderMap};
+use reqwest::{Method, Request, Response};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tollgate::error::BoxError;
+use tollgate::store::RedisStore;
+use tollgate::{Key, Quota, RateLimitLayer, by_header};
+use tower::{Service, ServiceBuilder, ServiceExt};
+use upstream::Rule;
+
+use common::{Children, Counts, Line, Options, Outcomes, Places, ServiceLimit, Usage};
+
+const HELP: &str = "\
+A limit for each access token, and a stricter one for its searches.
+
+Usage: cargo run --release --example token_and_route -- [options]
+
+  --redis <url>     where to count                              [spawn: a redis-server of its own]
+  --api <url>       whom to call                                [spawn: a service of its own]
+  --processes <n>   how many processes call                     [2]
+  --tokens <n>      how many access tokens there are            [3]
+  --tasks <n>       how many tasks call, by process and token   [8]
+  --seconds <s>     for how long they call                      [9]
+  --max-wait <s>    the longest a call may wait                 [8]
+  --role <role>     be one of the processes: caller
+  --help            this text
+";
+
+const TOKEN: Rule = Rule::new(150, Duration::from_secs(6));
+const SEARCH: Rule = Rule::new(10, Duration::from_secs(1));
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    common::main("token_and_route", HELP, async |mut options| {
+        let role = options.role(&["caller"])?;
+        let args = Args::read(options)?;
+        match role {
+            Some(_) => call_all(&args).await,
+            None => start_all(args).await,
+        }
+    })
+    .await
+}
+
+/// Builds both limits. Other calls than searches do not see the second one.
+fn limit(args: &Args) -> Result<RateLimitLayer, BoxError> {
+    let store = RedisStore::builder(&args.places.redis)
+        .prefix("token-and-route")
+        .secret(b"a secret for show: take 32 random bytes")
+        .build()?;
+    let quota = |rule: Rule| Quota::new(rule.count, rule.window);
+    let limit = RateLimitLayer::builder(quota(TOKEN))
+        .key(by_header(AUTHORIZATION))
+        .and_per("search", quota(SEARCH), |request| {
+            let is_search = request.path().starts_with("/search");
+            request
+                .header(AUTHORIZATION)
+                .filter(|_| is_search)
+                .map(Key::new)
+        })
+        .store(Arc::new(store))
+        .max_wait(args.max_wait);
+    Ok(limit.build()?)
+}
+
+/// Runs one of the processes: a few tasks for each token.
+async fn call_all(args: &Args) -> Result<(), BoxError> {
+    args.places.must_be_given()?;
+    let limit = limit(args)?;
+    let service = ServiceBuilder::new()
+        .layer(limit.clone())
+        .map_request(common::stamp)
+        .service(common::client()?);
+    let end = Instant::now() + args.time;
+    let mut tasks = JoinSet::new();
+    for number in 0..args.tokens * args.tasks {
+        let (service, api) = (service.clone(), args.places.api.clone());
+        // Every other task searches.
+        let (token, searches) = (number % args.tokens, number / args.tokens % 2 == 0);
+        tasks.spawn(async move {
+            while Instant::now() < end {
+                let path = if searches {
+                    "search/code"
+                } else {
+                    "user/repos"
+                };
+                let mut request = Request::new(Method::GET, format!("{api}{path}").parse()?);
+                let token = format!("Bearer token-{token}").parse()?;
+                request.headers_mut().insert(AUTHORIZATION, token);
+                println!("{}", call(service.clone(), request).await?);
+            }
+            Ok::<_, BoxError>(())
+        });
+    }
+    while let Some(done) = tasks.join_next().await {
+        done??;
+    }
+    limit.limiter().shutdown().await?;
+    Ok(())
+}
+
+/// Makes one call, and returns its outcome.
+async fn call<S>(service: S, request: Request) -> Result<String, BoxError>
+where
+    S: Service<Request, Response = Response, Error: Into<BoxError>>,
+{
+    let start = Instant::now();
+    let result = service.oneshot(request).await;
+    let status = result.map(|response| response.status()).map_err(Into::into);
+    common::outcome(status, start.elapsed())
+}
+
+/// Starts the Redis, the service and the processes, and prints what became of the calls.
+async fn start_all(mut args: Args) -> Result<(), BoxError> {
+    fn token(headers: &HeaderMap) -> Option<String> {
+        Some(headers.get(AUTHORIZATION)?.to_str().ok()?.to_owned())
+    }
+    let limits = [
+        ServiceLimit {
+            name: "token",
+            rule: TOKEN,
+            key: |_, headers| token(headers),
+            scope: "token",
+        },
+        ServiceLimit {
+            name: "search",
+            rule: SEARCH,
+            key: |path, headers| token(headers).filter(|_| path.starts_with("/search")),
+            scope: "search",
+        },
+    ];
+    let counts = Counts::default();
+    args.places
+        .start(|| common::service(limits.to_vec(), &counts))
+        .await?;
+    println!(
+        "{} processes call with {} tokens for {:?}.\n",
+        args.processes, args.tokens, args.time
+    );
+    let mut children = Children::of_this_program()?;
+    for number in 0..args.processes {
+        let role = ["--role", "caller"].map(str::to_owned);
+        children.start(
+            format!("process {number}"),
+            [args.words(), role.to_vec()].concat(),
+        )?;
+    }
+    let mut outcomes = Outcomes::default();
+    while let Some(Line { text, .. }) = children.line().await {
+        outcomes.add(&text)?;
+    }
+    children.end().await?;
+    let calls_of_redis = args.places.script_calls();
+    println!("{}", outcomes.table());
+    if let Some(server) = &args.places.upstream {
+        println!("{}", counts.table(&limits));
+        if let Some(calls) = calls_of_redis {
+            let sent = server.tally().all().max(1);
+            println!(
+                "Redis: {:.2} calls for each call sent.",
+                calls as f64 / sent as f64
+            );
+        }
+        common::check(server)?;
+    }
+    Ok(())
+}
+
+/// The options of the command line.
+#[derive(Debug)]
+struct Args {
+    places: Places,
+    processes: u32,
+    tokens: u32,
+    tasks: u32,
+    time: Duration,
+    max_wait: Duration,
+}
+
+impl Args {
+    fn read(mut options: Options) -> Result<Self, Usage> {
+        let args = Args {
+            places: Places::given(&mut options)?,
+            processes: options.number("--processes", 2, 1..=32)?,
+            tokens: options.number("--tokens", 3, 1..=100)?,
+            tasks: options.number("--tasks", 8, 1..=100)?,
+            time: options.seconds("--seconds", 9.0)?,
+            max_wait: options.seconds("--max-wait", 8.0)?,
+        };
+        options.finish()?;
+        Ok(args)
+    }
+
+    /// Returns the options as words for the children.
+    fn words(&self) -> Vec<String> {
+        let own = [
+            ["--processes", &self.processes.to_string()],
+            ["--tokens", &self.tokens.to_string()],
+            ["--tasks", &self.tasks.to_string()],
+            ["--seconds", &self.time.as_secs_f64().to_string()],
+            ["--max-wait", &self.max_wait.as_secs_f64().to_string()],
+        ];
+        let own = own.as_flattened().iter().map(|word| word.to_string());
+        [self.places.words(), own.collect()].concat()
+    }
+}
