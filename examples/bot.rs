@@ -11,12 +11,11 @@ mod common;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use reqwest::{Method, Request, Response};
+use reqwest::{Method, Request};
 use tokio::task::JoinSet;
-use tokio::time::Instant;
 use tollgate::error::BoxError;
 use tollgate::{ConfigError, Key, Quota, RateLimitLayer};
-use tower::{Service, ServiceBuilder, ServiceExt};
+use tower::ServiceBuilder;
 use upstream::Rule;
 
 use common::{Counts, Options, Outcomes, ServiceLimit, Usage};
@@ -28,7 +27,7 @@ Usage: cargo run --release --example bot -- [options]
 
   --messages <n>   how many messages there are at once   [59]
   --channels <n>   to how many channels                  [5]
-  --max-wait <s>   the longest a message may wait        [120]
+  --max-wait <s>   the longest a message may wait        [180]
   --faster <n>     how much faster the clock runs        [10]
   --help           this text
 ";
@@ -88,25 +87,13 @@ async fn send_all(args: &Args) -> Result<(), BoxError> {
     for number in 0..messages {
         let url = format!("{}channels/{}/messages", server.url(), number % channels);
         let message = Request::new(Method::POST, url.parse()?);
-        calls.spawn(send(service.clone(), message));
+        calls.spawn(common::call(service.clone(), message));
     }
     let mut outcomes = Outcomes::default();
     while let Some(line) = calls.join_next().await {
         outcomes.add(&line??)?;
     }
-    println!("{}\n{}", outcomes.table(), counts.table(&limits));
-    common::check(&server)
-}
-
-/// Sends one message, and returns its outcome.
-async fn send<S>(service: S, message: Request) -> Result<String, BoxError>
-where
-    S: Service<Request, Response = Response, Error: Into<BoxError>>,
-{
-    let start = Instant::now();
-    let result = service.oneshot(message).await;
-    let status = result.map(|response| response.status()).map_err(Into::into);
-    common::outcome(status, start.elapsed())
+    common::report(outcomes, &server, &counts, &limits)
 }
 
 /// The options of the command line.
@@ -123,7 +110,7 @@ impl Args {
         let args = Args {
             messages: options.number("--messages", 59, 1..=10_000)?,
             channels: options.number("--channels", 5, 1..=10_000)?,
-            max_wait: options.seconds("--max-wait", 120.0)?,
+            max_wait: options.seconds("--max-wait", 180.0)?,
             faster: options.number("--faster", 10, 1..=20)?,
         };
         options.finish()?;

@@ -16,13 +16,13 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use reqwest::{Method, Request, Response};
+use reqwest::{Method, Request};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tollgate::error::BoxError;
 use tollgate::store::RedisStore;
 use tollgate::{Key, Quota, RateLimitLayer};
-use tower::{Service, ServiceBuilder, ServiceExt};
+use tower::ServiceBuilder;
 use upstream::Rule;
 
 use common::{Children, Counts, Line, Options, Outcomes, Places, ServiceLimit, Usage};
@@ -35,9 +35,9 @@ Usage: cargo run --release --example discord -- [options]
   --redis <url>     where to count                              [spawn: a redis-server of its own]
   --api <url>       whom to call                                [spawn: a service of its own]
   --processes <n>   how many processes call                     [2]
-  --rate <n>        how many calls come per second, in all      [70]
+  --rate <n>        how many calls come per second, in all      [60]
   --seconds <s>     for how long calls come                     [8]
-  --max-wait <s>    the longest a call may wait                 [5]
+  --max-wait <s>    the longest a call may wait                 [2]
   --role <role>     be one of the processes: caller
   --number <n>      which of them                               [0]
   --help            this text
@@ -68,6 +68,7 @@ async fn main() -> ExitCode {
 fn limit(args: &Args) -> Result<RateLimitLayer, BoxError> {
     let store = RedisStore::builder(&args.places.redis)
         .prefix("discord")
+        .store_timeout(Duration::from_secs(2)) // a job is not in a hurry
         .build()?;
     let quota = |rule: Rule| Quota::new(rule.count, rule.window);
     let limit = RateLimitLayer::builder(quota(ROUTE))
@@ -104,7 +105,7 @@ async fn call_all(args: &Args) -> Result<(), BoxError> {
     while Instant::now() < end {
         tick.tick().await;
         let url = format!("{}{}", args.places.api, route(number));
-        calls.spawn(call(
+        calls.spawn(common::call(
             service.clone(),
             Request::new(Method::GET, url.parse()?),
         ));
@@ -125,17 +126,6 @@ fn route(number: u32) -> String {
     let channel = (CHANNELS * at * at) as u32;
     let end = ENDS[(end * ENDS.len() as f64) as usize];
     format!("channels/{channel}/{end}")
-}
-
-/// Makes one call, and returns its outcome.
-async fn call<S>(service: S, request: Request) -> Result<String, BoxError>
-where
-    S: Service<Request, Response = Response, Error: Into<BoxError>>,
-{
-    let start = Instant::now();
-    let result = service.oneshot(request).await;
-    let status = result.map(|response| response.status()).map_err(Into::into);
-    common::outcome(status, start.elapsed())
 }
 
 /// Starts the Redis, the service and the processes, and prints what became of the calls.
@@ -181,18 +171,15 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
         outcomes.add(&text)?;
     }
     children.end().await?;
-    let calls_of_redis = args.places.script_calls();
-    println!("{}", outcomes.table());
-    if let Some(server) = &args.places.upstream {
-        println!("{}", counts.table(&limits));
-        if let Some(calls) = calls_of_redis {
-            let sent = server.tally().all().max(1);
-            println!(
-                "Redis: {:.2} calls for each call sent.",
-                calls as f64 / sent as f64
-            );
-        }
-        common::check(server)?;
+    let calls = args.places.script_calls();
+    let Some(server) = &args.places.upstream else {
+        println!("{}", outcomes.table());
+        return Ok(());
+    };
+    common::report(outcomes, server, &counts, &limits)?;
+    if let Some(calls) = calls {
+        let each = calls as f64 / server.tally().all().max(1) as f64;
+        println!("Redis: {each:.2} calls for each call sent.");
     }
     Ok(())
 }
@@ -213,9 +200,9 @@ impl Args {
         let args = Args {
             places: Places::given(&mut options)?,
             processes: options.number("--processes", 2, 1..=32)?,
-            rate: options.number("--rate", 70, 1..=1000)?,
+            rate: options.number("--rate", 60, 1..=1000)?,
             time: options.seconds("--seconds", 8.0)?,
-            max_wait: options.seconds("--max-wait", 5.0)?,
+            max_wait: options.seconds("--max-wait", 2.0)?,
             number: options.number("--number", 0, 0..=31)?,
         };
         options.finish()?;

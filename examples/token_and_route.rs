@@ -14,13 +14,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use reqwest::header::{AUTHORIZATION, HeaderMap};
-use reqwest::{Method, Request, Response};
+use reqwest::{Method, Request};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tollgate::error::BoxError;
 use tollgate::store::RedisStore;
 use tollgate::{Key, Quota, RateLimitLayer, by_header};
-use tower::{Service, ServiceBuilder, ServiceExt};
+use tower::ServiceBuilder;
 use upstream::Rule;
 
 use common::{Children, Counts, Line, Options, Outcomes, Places, ServiceLimit, Usage};
@@ -62,6 +62,7 @@ fn limit(args: &Args) -> Result<RateLimitLayer, BoxError> {
     let store = RedisStore::builder(&args.places.redis)
         .prefix("token-and-route")
         .secret(b"a secret for show: take 32 random bytes")
+        .store_timeout(Duration::from_secs(2)) // a job is not in a hurry
         .build()?;
     let quota = |rule: Rule| Quota::new(rule.count, rule.window);
     let limit = RateLimitLayer::builder(quota(TOKEN))
@@ -102,7 +103,7 @@ async fn call_all(args: &Args) -> Result<(), BoxError> {
                 let mut request = Request::new(Method::GET, format!("{api}{path}").parse()?);
                 let token = format!("Bearer token-{token}").parse()?;
                 request.headers_mut().insert(AUTHORIZATION, token);
-                println!("{}", call(service.clone(), request).await?);
+                println!("{}", common::call(service.clone(), request).await?);
             }
             Ok::<_, BoxError>(())
         });
@@ -112,17 +113,6 @@ async fn call_all(args: &Args) -> Result<(), BoxError> {
     }
     limit.limiter().shutdown().await?;
     Ok(())
-}
-
-/// Makes one call, and returns its outcome.
-async fn call<S>(service: S, request: Request) -> Result<String, BoxError>
-where
-    S: Service<Request, Response = Response, Error: Into<BoxError>>,
-{
-    let start = Instant::now();
-    let result = service.oneshot(request).await;
-    let status = result.map(|response| response.status()).map_err(Into::into);
-    common::outcome(status, start.elapsed())
 }
 
 /// Starts the Redis, the service and the processes, and prints what became of the calls.
@@ -165,18 +155,15 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
         outcomes.add(&text)?;
     }
     children.end().await?;
-    let calls_of_redis = args.places.script_calls();
-    println!("{}", outcomes.table());
-    if let Some(server) = &args.places.upstream {
-        println!("{}", counts.table(&limits));
-        if let Some(calls) = calls_of_redis {
-            let sent = server.tally().all().max(1);
-            println!(
-                "Redis: {:.2} calls for each call sent.",
-                calls as f64 / sent as f64
-            );
-        }
-        common::check(server)?;
+    let calls = args.places.script_calls();
+    let Some(server) = &args.places.upstream else {
+        println!("{}", outcomes.table());
+        return Ok(());
+    };
+    common::report(outcomes, server, &counts, &limits)?;
+    if let Some(calls) = calls {
+        let each = calls as f64 / server.tally().all().max(1) as f64;
+        println!("Redis: {each:.2} calls for each call sent.");
     }
     Ok(())
 }

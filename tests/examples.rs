@@ -430,6 +430,50 @@ async fn callers_distinguish_the_sources_of_refusals() {
     assert_kept(&Log::from(calls), &[rule]);
 }
 
+// ── several limits with different keys ───────────────────────────────────────────────────────────
+
+/// Runs a program with a service of its own, and asserts that the service refused nothing. Returns
+/// what the program printed.
+async fn run_within_limits(example: &str, words: &[&str]) -> String {
+    let (code, out, err) = run(example, words).await;
+    assert_eq!(code, Some(0), "{out}{err}");
+    let refused = row(&out, "refused by the service");
+    assert!(refused == 0 || out.contains("The machine paused"), "{out}");
+    out
+}
+
+/// Returns the number in the row of a table that begins with `name`.
+fn row(table: &str, name: &str) -> u32 {
+    let mut rows = table.lines().filter_map(|line| line.strip_prefix(name));
+    let cell = rows.next().map(str::trim);
+    let number = cell.and_then(|cell| cell.split(' ').next()?.parse().ok());
+    number.unwrap_or_else(|| panic!("no row {name:?} in\n{table}"))
+}
+
+#[tokio::test]
+async fn bot_sends_all_that_both_limits_allow() {
+    let out = run_within_limits("bot", &["--faster", "20"]).await;
+    assert_eq!(row(&out, "sent"), 59, "{out}");
+    let out = run_within_limits("bot", &["--max-wait", "15"]).await;
+    // A machine that pauses may miss the slots of some messages.
+    let sent = row(&out, "sent");
+    let not_sent = row(&out, "not sent, because of the first limit");
+    assert!((20..=30).contains(&sent), "{out}");
+    assert_eq!(sent + not_sent, 59, "{out}");
+}
+
+#[tokio::test]
+async fn processes_keep_limits_of_route_channel_and_all() {
+    let out = run_within_limits("discord", &["--seconds", "3"]).await;
+    assert!(row(&out, "sent") > 0, "{out}");
+}
+
+#[tokio::test]
+async fn processes_keep_limits_of_token_and_search() {
+    let out = run_within_limits("token_and_route", &["--seconds", "3"]).await;
+    assert!(row(&out, "sent") > 0, "{out}");
+}
+
 // ── the programs as a user starts them ───────────────────────────────────────────────────────────
 
 #[tokio::test]
@@ -439,6 +483,8 @@ async fn programs_print_help_and_describe_errors() {
         "two_windows",
         "campaigns",
         "per_token",
+        "discord",
+        "token_and_route",
         "who_said_no",
     ] {
         let (code, out, _) = run(example, &["--help"]).await;

@@ -23,7 +23,7 @@ pub(crate) use children::{Children, Line};
 pub(crate) use options::{Options, Usage};
 pub(crate) use places::Places;
 pub(crate) use progress::ProgressLine;
-pub(crate) use service::{Counts, Outcomes, ServiceLimit, check, outcome, service};
+pub(crate) use service::{Counts, Outcomes, ServiceLimit, call, report, service};
 pub(crate) use table::{TRANSIT_SLACK, not_kept, table};
 
 /// Runs an example: prints help, does its work, or prints the error. A bad option ends it with 2, a

@@ -7,8 +7,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use http::HeaderMap;
+use reqwest::{Request, Response};
+use tokio::time::Instant;
 use tollgate::Limited;
 use tollgate::error::BoxError;
+use tower::{Service, ServiceExt};
 use upstream::{Rule, Upstream, refusal};
 
 use super::table::{TRANSIT_SLACK, table};
@@ -127,21 +130,26 @@ fn used(times: &[Duration], rule: Rule) -> Option<f64> {
     (!took.is_zero()).then(|| rule.window.as_secs_f64() * later.len() as f64 / took.as_secs_f64())
 }
 
-/// Describes what became of a call, as a line that [`Outcomes`] reads. `waited` is the time until
-/// the response or the refusal.
-pub(crate) fn outcome(
-    result: Result<http::StatusCode, BoxError>,
-    waited: Duration,
-) -> Result<String, BoxError> {
-    match result {
-        Ok(status) => Ok(format!("{} {}", status.as_u16(), waited.as_micros())),
-        Err(error) => match Limited::find(&*error) {
-            Some(limited) => Ok(format!(
-                "refused {}",
-                limited.report().name().unwrap_or("the first limit")
-            )),
-            None => Err(error),
-        },
+/// Makes one call. Returns what became of it, as a line that [`Outcomes`] reads.
+pub(crate) async fn call<S>(service: S, request: Request) -> Result<String, BoxError>
+where
+    S: Service<Request, Response = Response, Error: Into<BoxError>>,
+{
+    let start = Instant::now();
+    let error = match service.oneshot(request).await {
+        Ok(response) => {
+            let waited = start.elapsed().as_micros();
+            return Ok(format!("{} {waited}", response.status().as_u16()));
+        }
+        Err(error) => error.into(),
+    };
+    match Limited::find(&*error) {
+        Some(Limited::Local { report, .. }) => {
+            let name = report.name().unwrap_or("the first limit");
+            Ok(format!("refused {name}"))
+        }
+        Some(_) => Ok("refused the store".to_owned()),
+        None => Err(error),
     }
 }
 
@@ -156,7 +164,7 @@ pub(crate) struct Outcomes {
 }
 
 impl Outcomes {
-    /// Reads a line of [`outcome`].
+    /// Reads a line of [`call`].
     pub(crate) fn add(&mut self, line: &str) -> Result<(), BoxError> {
         let (status, rest) = line.split_once(' ').ok_or("a line without an outcome")?;
         match status {
@@ -194,20 +202,26 @@ impl Outcomes {
     }
 }
 
-/// Checks that the service refused nothing.
+/// Prints what became of the calls, and what the service counted.
 ///
 /// # Errors
 ///
-/// If it refused a call, though the time to the service varied by no more than `transit_slack`. On a
-/// machine that pauses, the table shows the refusals.
-pub(crate) fn check(service: &Upstream) -> Result<(), BoxError> {
+/// If the service refused a call, though the time to it varied by no more than `transit_slack`. If
+/// the machine paused, the table shows the refusals.
+pub(crate) fn report(
+    outcomes: Outcomes,
+    service: &Upstream,
+    counts: &Counts,
+    limits: &[ServiceLimit],
+) -> Result<(), BoxError> {
+    println!("{}\n{}", outcomes.table(), counts.table(limits));
     let (refused, jitter) = (service.tally().refused, service.log().jitter());
+    if refused > 0 && jitter > TRANSIT_SLACK {
+        println!("The machine paused: the time to the service varied by {jitter:?}.");
+        return Ok(());
+    }
     match refused {
         0 => Ok(()),
-        _ if jitter > TRANSIT_SLACK => {
-            println!("The machine paused: the time to the service varied by {jitter:?}.");
-            Ok(())
-        }
         _ => Err(format!("the service refused {refused} calls").into()),
     }
 }
