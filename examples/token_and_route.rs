@@ -92,7 +92,7 @@ async fn call_all(args: &Args) -> Result<(), BoxError> {
     for number in 0..args.tokens * args.tasks {
         let (service, api) = (service.clone(), args.places.api.clone());
         // Every other task searches.
-        let (token, searches) = (number % args.tokens, number / args.tokens % 2 == 0);
+        let (token, searches) = (number % args.tokens, (number / args.tokens).is_multiple_of(2));
         tasks.spawn(async move {
             while Instant::now() < end {
                 let path = if searches {

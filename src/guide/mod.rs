@@ -26,7 +26,7 @@
 //!
 //! - [Headers](headers): the response headers that tollgate understands.
 //! - [The format in Redis](redis_format): for clients in other languages.
-//! - [Architecture](architecture): the modules, five walks through the code, and the glossary.
+//! - [Architecture](architecture): the modules, six walks through the code, and the glossary.
 
 // The pages are the same with and without features: a link to an item whose feature is off leads
 // nowhere.
