@@ -4,11 +4,13 @@
 //!     cargo run --release --example discord
 //!
 //! The service refuses with 429, `Retry-After` and `X-RateLimit-Scope`, which says which limit was
-//! exceeded: `user` is the route, `shared` the channel, `global` all calls. The limits of the layer
-//! have these names, so a refusal holds the right key. If the limits are kept, there is none.
+//! exceeded: `global` is that of all calls, `shared` the channel, `user` the route. Two limits of
+//! the layer are called `global` and `shared`, so such a refusal holds their key. The first limit,
+//! the route, has no name: a refusal of the scope `user` holds the key of the last limit, the
+//! channel. While the limits are kept, no call is refused.
 //!
-//! Calls come at a fixed rate, most of them to a few channels. They wait for their channel, and take
-//! nothing from the 50 per second meanwhile.
+//! Calls come at a fixed rate, most of them to a few channels. While a call waits for its channel, it
+//! takes nothing from the 50 per second.
 
 mod common;
 
@@ -64,7 +66,7 @@ async fn main() -> ExitCode {
     .await
 }
 
-/// Builds all limits. The first one sees every call; the narrowest comes last.
+/// Builds all limits. The first one sees every call. Of the others, the narrowest comes last.
 fn limit(args: &Args) -> Result<RateLimitLayer, BoxError> {
     let store = RedisStore::builder(&args.places.redis)
         .prefix("discord")

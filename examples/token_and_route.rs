@@ -91,8 +91,9 @@ async fn call_all(args: &Args) -> Result<(), BoxError> {
     let mut tasks = JoinSet::new();
     for number in 0..args.tokens * args.tasks {
         let (service, api) = (service.clone(), args.places.api.clone());
-        // Every other task searches.
-        let (token, searches) = (number % args.tokens, (number / args.tokens).is_multiple_of(2));
+        let token = number % args.tokens;
+        // Every other task of a token searches.
+        let searches = (number / args.tokens).is_multiple_of(2);
         tasks.spawn(async move {
             while Instant::now() < end {
                 let path = if searches {
