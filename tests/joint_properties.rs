@@ -255,13 +255,16 @@ impl<F: Future + Unpin> Future for Polls<F> {
     }
 }
 
+/// The keys of a request, each with its cost.
+type Need = Vec<(usize, u32)>;
+
 /// What happened.
 #[derive(Default)]
 struct Events {
     /// The units that were used of each key, in the order of time.
     uses: HashMap<usize, Vec<(Instant, u32)>>,
     /// The grants of requests with equal keys and costs: number of the request, and when.
-    grants: HashMap<Vec<(usize, u32)>, Vec<(usize, Instant)>>,
+    grants: HashMap<Need, Vec<(usize, Instant)>>,
     /// The units of permits that were not given back.
     spent: HashMap<usize, u32>,
     /// When a key was put on hold.
@@ -538,10 +541,10 @@ async fn play(history: &History) -> Vec<String> {
         let spent = u64::from(spent.unwrap_or(0));
         for usage in &peek.limits {
             match usage.limit {
-                Limit::Sliding { window, .. } if window > elapsed && !fails(key) => {
-                    if usage.used != spent {
-                        world.wrong(format!("key {key}: {} used, {spent} spent", usage.used));
-                    }
+                Limit::Sliding { window, .. }
+                    if window > elapsed && !fails(key) && usage.used != spent =>
+                {
+                    world.wrong(format!("key {key}: {} used, {spent} spent", usage.used));
                 }
                 Limit::InFlight { .. } if usage.used != 0 => {
                     world.wrong(format!("key {key}: {} calls in flight", usage.used));

@@ -86,10 +86,12 @@ pub struct RateLimitLayer {
 #[derive(Clone, Debug)]
 pub(super) struct FurtherLimit {
     /// The name of the limit, if it was added by [`RateLimitBuilder::and_per`]. Such a limit does
-    /// not see a request without a key, and takes the cost that the layer reads.
+    /// not see a request without a key, and takes the cost that its layer reads.
     pub(super) name: Option<&'static str>,
     pub(super) limiter: Limiter,
     pub(super) extractors: Arc<Extractors>,
+    /// What the first limit of its layer reads.
+    pub(super) of_layer: Arc<Extractors>,
 }
 
 impl RateLimitLayer {
@@ -115,6 +117,15 @@ impl RateLimitLayer {
     /// first one.
     pub fn limiter(&self) -> Limiter {
         self.limiter.clone()
+    }
+
+    /// Returns the limiter of the limit that [`and_per`](RateLimitBuilder::and_per) or
+    /// [`name`](RateLimitBuilder::name) gave this name. A limit of `and_per` has its keys under
+    /// `key.and(name)`: see [`Key::and`].
+    pub fn limiter_of(&self, name: &str) -> Option<Limiter> {
+        let further = self.further.iter().map(|limit| &limit.limiter);
+        let mut all = std::iter::once(&self.limiter).chain(further);
+        all.find(|limiter| limiter.name() == Some(name)).cloned()
     }
 
     /// Returns this layer with calls that are [in flight](crate::Quota::in_flight) until the body
@@ -189,6 +200,7 @@ impl RateLimitLayer {
         let first_of_other = FurtherLimit {
             name: None,
             limiter,
+            of_layer: extractors.clone(),
             extractors,
         };
         let further: Arc<[FurtherLimit]> = self
@@ -229,12 +241,13 @@ impl RateLimitLayer {
         };
         let mut deadline = deadline;
         let mut parts: SmallVec<[Part; 4]> = SmallVec::new();
-        parts.push(self.limiter.part(entry(&self.limiter, key, cost), None));
+        parts.push(self.limiter.part(entry(&self.limiter, key, cost)));
         for limit in self.further.iter() {
             let FurtherLimit {
                 name,
                 limiter,
                 extractors,
+                of_layer,
             } = limit;
             let own = match (extractors.read(request), name) {
                 (Some(own), _) => own,
@@ -244,10 +257,14 @@ impl RateLimitLayer {
             // The shorter of two deadlines; a limit without one allows any wait.
             deadline = deadline.into_iter().chain(own.deadline).min();
             let (key, cost) = match name {
-                Some(name) => (own.key.and(name), cost),
+                Some(name) if Arc::ptr_eq(of_layer, &self.extractors) => (own.key.and(name), cost),
+                Some(name) => {
+                    let cost = of_layer.read(request).map_or(1, |read| read.cost);
+                    (own.key.and(name), cost)
+                }
                 None => (own.key, own.cost),
             };
-            parts.push(limiter.part(entry(limiter, key, cost), *name));
+            parts.push(limiter.part(entry(limiter, key, cost)));
         }
         Ok((parts, deadline))
     }

@@ -43,6 +43,8 @@ pub struct RateLimitBuilder {
     in_flight_ttl: Duration,
     learn: HeaderTrust,
     on_scope: Option<OnScope>,
+    /// The name of the first limit.
+    name: Option<&'static str>,
     /// The limits besides the first.
     further: Vec<Further>,
 }
@@ -76,6 +78,7 @@ impl RateLimitBuilder {
             in_flight_ttl: RateLimitBuilder::DEFAULT_IN_FLIGHT_TTL,
             learn: HeaderTrust::default(),
             on_scope: None,
+            name: None,
             further: Vec::new(),
         }
     }
@@ -150,6 +153,14 @@ impl RateLimitBuilder {
     /// A [`Cost`](crate::Cost) in the extensions of the request takes precedence over the function.
     pub fn cost(mut self, cost: impl Fn(&RequestRef<'_>) -> u32 + Send + Sync + 'static) -> Self {
         self.common.extractors.cost = Some(Box::new(cost));
+        self
+    }
+
+    /// Names the first limit of the layer. The name stands in errors
+    /// ([`LimitedInfo::name`](crate::error::LimitedInfo::name)), and a refusal whose
+    /// [scope](crate::Signal::scope) is this name holds the key of this limit. Default: no name.
+    pub fn name(mut self, name: &'static str) -> Self {
+        self.name = Some(name);
         self
     }
 
@@ -360,6 +371,7 @@ impl RateLimitBuilder {
         let max_keys = self.common.max_keys;
         let store = self.common.store.take();
         let store = store.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
+        let of_layer = Arc::new(std::mem::take(&mut self.common.extractors));
         let further = std::mem::take(&mut self.further)
             .into_iter()
             .map(
@@ -370,17 +382,18 @@ impl RateLimitBuilder {
                  }| {
                     Ok(FurtherLimit {
                         name: Some(name),
-                        limiter: self.limiter(quota, store.clone(), None)?,
+                        limiter: self.limiter(quota, Some(name), store.clone(), None)?,
+                        of_layer: of_layer.clone(),
                         extractors: Arc::new(extractors),
                     })
                 },
             )
             .collect::<Result<_, ConfigError>>()?;
         let on_scope = self.on_scope.take();
-        let limiter = self.limiter(self.quota, store, on_scope)?;
+        let limiter = self.limiter(self.quota, self.name, store, on_scope)?;
         Ok(RateLimitLayer {
             limiter,
-            extractors: Arc::new(self.common.extractors),
+            extractors: of_layer,
             further,
         })
     }
@@ -389,7 +402,8 @@ impl RateLimitBuilder {
     fn limiter(
         &self,
         quota: Quota,
-        store: Arc<dyn Store>,
+        name: Option<&'static str>,
+        shared_store: Arc<dyn Store>,
         on_scope: Option<OnScope>,
     ) -> Result<Limiter, ConfigError> {
         let slacks = Slacks {
@@ -406,15 +420,17 @@ impl RateLimitBuilder {
             max_hold,
             ..
         } = self.common;
-        let store = if self.on_store_error == OnStoreError::FallbackShare {
-            Arc::new(FallbackStore::new(store, share, max_keys))
+        let store: Arc<dyn Store> = if self.on_store_error == OnStoreError::FallbackShare {
+            Arc::new(FallbackStore::new(shared_store.clone(), share, max_keys))
         } else {
-            store
+            shared_store.clone()
         };
         let spec = LimitSpec::new(quota, self.transit_slack, self.boundary_guard).with_life(life);
         Ok(Limiter::new(Settings {
             spec: Arc::new(spec),
+            name,
             store,
+            shared_store,
             max_wait,
             max_queue,
             max_keys,
@@ -458,9 +474,10 @@ impl RateLimitBuilder {
             });
         }
         for (index, Further { name, .. }) in self.further.iter().enumerate() {
-            let is_taken = self.further[..index]
-                .iter()
-                .any(|other| other.name == *name);
+            let is_taken = self.name == Some(*name)
+                || self.further[..index]
+                    .iter()
+                    .any(|other| other.name == *name);
             if name.is_empty() || is_taken {
                 return Err(ConfigError::OutOfRange {
                     setting: "and_per",

@@ -147,7 +147,7 @@ fn enter_joint(requests: &[(Arc<Core>, Request)]) -> JointStarted {
                 deadline,
                 host: None,
             };
-            Part::new(core, entry, None)
+            Part::new(core, entry)
         })
         .collect();
     let (first, request) = &requests[0];

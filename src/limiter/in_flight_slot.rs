@@ -86,7 +86,8 @@ impl InFlightSlot {
     pub(crate) fn poll_limited(&self, cx: &Context<'_>) -> Poll<Limited> {
         self.poll_lost(cx).map(|source| {
             let now = clock::now();
-            RefusedRequest::new(self.0.core.label(self.0.key, None), now).fail(source, now)
+            let Taken { core, key, .. } = &*self.0;
+            RefusedRequest::new(core.label(*key, None), core.settings.name, now).fail(source, now)
         })
     }
 }

@@ -26,11 +26,11 @@ pub(super) struct RefusedRequest {
 }
 
 impl RefusedRequest {
-    /// A request that has not waited.
-    pub(super) fn new(label: Label, now: Instant) -> Self {
+    /// A request that has not waited. `name` is that of its limit.
+    pub(super) fn new(label: Label, name: Option<&'static str>, now: Instant) -> Self {
         RefusedRequest {
             label,
-            name: None,
+            name,
             since: now,
             turns: 0,
         }

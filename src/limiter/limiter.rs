@@ -245,10 +245,14 @@ impl Limiter {
         self.0.label(key, request)
     }
 
-    /// Returns the part of a joint request that this limiter counts. `name` is the name of the
-    /// limit, if it has one.
-    pub(crate) fn part(&self, entry: Entry, name: Option<&'static str>) -> Part {
-        Part::new(&self.0, entry, name)
+    /// Returns the part of a joint request that this limiter counts.
+    pub(crate) fn part(&self, entry: Entry) -> Part {
+        Part::new(&self.0, entry)
+    }
+
+    /// Returns the name of the limit, if it has one.
+    pub(crate) fn name(&self) -> Option<&'static str> {
+        self.0.settings.name
     }
 
     #[inline]
@@ -272,7 +276,8 @@ impl Limiter {
     #[cold]
     pub(crate) fn no_key(&self) -> Limited {
         let now = clock::now();
-        RefusedRequest::new("none".into(), now).refuse(Reason::NoKey, Refusal::NEVER, now)
+        let name = self.0.settings.name;
+        RefusedRequest::new("none".into(), name, now).refuse(Reason::NoKey, Refusal::NEVER, now)
     }
 }
 

@@ -61,8 +61,6 @@ struct Joint {
 /// The permit of another key of a joint request.
 pub(super) struct JointPermit {
     pub(super) permit: Permit,
-    /// The name of the limit. `None` if it has none.
-    pub(super) name: Option<&'static str>,
     /// The key of the host, if it matters to this key.
     pub(super) host: Option<Key>,
 }
@@ -317,7 +315,7 @@ struct More {
     in_flight_slot: Option<InFlightSlot>,
     wait: Option<Box<PastWait>>,
     /// The other keys of a joint request.
-    joint: Vec<JointSent>,
+    joint: Vec<Sent>,
     /// Whether the layer is known to be around another one.
     has_inner: bool,
     /// The slot, if the layer is around another one.
@@ -326,22 +324,13 @@ struct More {
     use_of: UseOf,
 }
 
-/// Another key of a joint request that was sent.
-struct JointSent {
-    sent: Sent,
-    name: Option<&'static str>,
-}
-
 impl JointPermit {
     /// Marks the request as sent.
-    fn sent(self) -> JointSent {
-        let JointPermit { permit, name, host } = self;
-        JointSent {
-            sent: Sent {
-                host,
-                ..permit.sent()
-            },
-            name,
+    fn sent(self) -> Sent {
+        let JointPermit { permit, host } = self;
+        Sent {
+            host,
+            ..permit.sent()
         }
     }
 }
@@ -391,7 +380,7 @@ impl Sent {
     fn around_with_permits<R>(&mut self, inner: impl FnOnce() -> R) -> R {
         let use_of = self.use_of();
         let more = self.more.iter();
-        let others = more.flat_map(|more| more.joint.iter().map(|other| &other.sent));
+        let others = more.flat_map(|more| more.joint.iter());
         let permits = std::iter::once(&*self).chain(others);
         let permits: SmallVec<[OuterPermit; 1]> =
             permits.map(|sent| sent.outer_permit(use_of)).collect();
@@ -438,7 +427,7 @@ impl Sent {
         let Some(more) = &mut self.more else { return };
         more.use_of = first.use_of;
         for (other, permit) in more.joint.iter_mut().zip(permits) {
-            other.sent.take_back_one(permit);
+            other.take_back_one(permit);
         }
     }
 
@@ -498,7 +487,7 @@ impl Sent {
         } = *self.more?;
         let others = joint.into_iter();
         others.fold(in_flight_slot, |all, other| {
-            match (all, other.sent.into_in_flight_slot()) {
+            match (all, other.into_in_flight_slot()) {
                 (Some(all), Some(other)) => Some(all.and(other)),
                 (all, other) => all.or(other),
             }
@@ -530,7 +519,7 @@ impl Sent {
         };
         let slots = more.in_flight_slot.iter();
         let lost = slots.map(|slot| slot.poll_limited(cx));
-        let others = more.joint.iter().map(|other| other.sent.poll_lost(cx));
+        let others = more.joint.iter().map(|other| other.poll_lost(cx));
         lost.chain(others)
             .find(Poll::is_ready)
             .unwrap_or(Poll::Pending)
@@ -560,30 +549,30 @@ impl Sent {
     #[cold]
     fn observe_joint(
         &self,
-        others: &[JointSent],
+        others: &[Sent],
         signal: &Signal,
     ) -> Option<(Label, Option<&'static str>)> {
-        let others = others.iter().map(|other| (&other.sent, other.name));
-        let all: SmallVec<[_; 4]> = std::iter::once((self, None)).chain(others).collect();
-        let keys: SmallVec<[_; 4]> = all
+        let all: SmallVec<[&Sent; 4]> = std::iter::once(self).chain(others).collect();
+        let keys: SmallVec<[SignalKey; 4]> = all
             .iter()
-            .map(|(sent, name)| {
-                let core = sent.core.find();
-                SignalKey {
-                    name: *name,
-                    has_on_scope: core
-                        .as_ref()
-                        .is_some_and(|core| core.settings.on_scope.is_some()),
-                    spec: core.map(|core| core.terms(sent.key)),
-                }
+            .map(|sent| match sent.core.find() {
+                Some(core) => SignalKey {
+                    name: core.settings.name,
+                    has_on_scope: core.settings.on_scope.is_some(),
+                    spec: Some(core.terms(sent.key)),
+                },
+                None => SignalKey::default(),
             })
             .collect();
         let (signals, refused) = split(signal, &keys);
-        for ((sent, _), signal) in all.iter().zip(&signals) {
+        for (sent, signal) in all.iter().zip(&signals) {
             sent.observe(signal);
         }
-        let (sent, name) = all[refused.filter(|index| *index > 0)?];
-        Some((sent.core.label(sent.key), name))
+        let refused = refused.filter(|index| *index > 0)?;
+        Some((
+            all[refused].core.label(all[refused].key),
+            keys[refused].name,
+        ))
     }
 
     #[cold]
@@ -607,7 +596,10 @@ impl Sent {
                 host: None,
             },
         };
-        let (label, name) = refused.unwrap_or((label, None));
+        let (label, name) = refused.unwrap_or_else(|| {
+            let core = self.core.find();
+            (label, core.and_then(|core| core.settings.name))
+        });
         let retry_after = signal.retry_after();
         events::upstream_limited(&label, status, retry_after);
         let at = clock::wall(clock::now());

@@ -18,8 +18,12 @@ pub(crate) type OnScope = Box<dyn Fn(Key, &str) -> Option<Key> + Send + Sync>;
 pub(crate) struct Settings {
     /// The limits of each key.
     pub(crate) spec: Arc<LimitSpec>,
+    /// The name of the limit in errors, if it has one.
+    pub(crate) name: Option<&'static str>,
     /// Where permits are counted.
     pub(crate) store: Arc<dyn Store>,
+    /// The store that was set. `store` is the same, or goes on alone when this one is away.
+    pub(crate) shared_store: Arc<dyn Store>,
     /// The longest wait of a request.
     pub(crate) max_wait: Duration,
     /// How many requests of one key may wait in this process.

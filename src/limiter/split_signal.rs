@@ -9,6 +9,7 @@ use crate::limit::LimitSpec;
 use crate::signal::{ObservedQuota, Signal};
 
 /// A key of a joint request.
+#[derive(Default)]
 pub(super) struct SignalKey {
     /// The name of its limit. `None` if it has none.
     pub(super) name: Option<&'static str>,
@@ -21,28 +22,39 @@ pub(super) struct SignalKey {
 /// Splits the signal of a response into one signal for each of `keys`. If it is a refusal, also
 /// returns the key that it is about.
 ///
-/// A quota goes to the first key that has such a limit, or else to the first key. A refusal goes to
-/// one key: to the key of a limit with `on_scope`, to the key whose limit has the name of the scope, else to the key for which a used-up
-/// quota is stated, else to the last one. The last limit of a layer should be the narrowest, so that
-/// a refusal without a reason holds back the fewest requests.
+/// A quota goes to the key whose limit has its name, else to the first key with a limit of its size
+/// and window, else to the first key that has such a limit, else to the first key. A refusal goes to
+/// one key: to the key of a limit with `on_scope`, else to the key whose limit has the name of the
+/// scope, else to the key for which a used-up quota is stated, else to the last one. The last limit
+/// of a layer should be the narrowest, so that a refusal without a reason holds back the fewest
+/// requests.
 pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4]>, Option<usize>) {
+    let is_named =
+        |key: &SignalKey, word: &str| key.name.is_some_and(|name| name.eq_ignore_ascii_case(word));
     let owner = |quota: &ObservedQuota| {
+        let has_name = |key: &SignalKey| quota.name().is_some_and(|name| is_named(key, name));
+        let is_equal = |key: &SignalKey| {
+            let mut limits = key.spec.iter().flat_map(|spec| spec.quota().limits());
+            limits.any(|limit| {
+                quota.window() == Some(limit.window())
+                    && quota.limit() == Some(u64::from(limit.count()))
+            })
+        };
         let has_limit = |key: &SignalKey| {
             let spec = key.spec.as_ref();
             spec.is_some_and(|spec| states_limit_of(quota, spec))
         };
-        keys.iter().position(has_limit)
+        let position = |is: &dyn Fn(&SignalKey) -> bool| keys.iter().position(is);
+        position(&has_name)
+            .or_else(|| position(&is_equal))
+            .or_else(|| position(&has_limit))
     };
     let refused = signal.refusal().map(|_| {
         let by_scope = signal.scope().and_then(|scope| {
             if let Some(decides) = keys.iter().position(|key| key.has_on_scope) {
                 return Some(decides);
             }
-            let is_named = |key: &SignalKey| {
-                key.name
-                    .is_some_and(|name| name.eq_ignore_ascii_case(scope))
-            };
-            keys.iter().position(is_named)
+            keys.iter().position(|key| is_named(key, scope))
         });
         let used_up = || {
             let mut quotas = signal.quotas().iter();

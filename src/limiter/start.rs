@@ -104,7 +104,9 @@ pub(super) fn slow(
     let settings = &core.settings;
     let bound = WaitBound::new(entry.deadline, now, settings.max_wait);
     let refuse = |label, reason, refusal| {
-        Started::Limited(RefusedRequest::new(label, now).refuse(reason, refusal, now))
+        Started::Limited(
+            RefusedRequest::new(label, settings.name, now).refuse(reason, refusal, now),
+        )
     };
     let largest = settings.spec.quota().largest_cost();
     if entry.cost > largest {
@@ -155,7 +157,7 @@ pub(super) fn slow(
         }
         Admission::Refused(reason, refusal) => refuse(label(), reason, refusal),
         Admission::Failed(source) => {
-            Started::Limited(RefusedRequest::new(label(), now).fail(source, now))
+            Started::Limited(RefusedRequest::new(label(), settings.name, now).fail(source, now))
         }
     }
 }

@@ -157,7 +157,7 @@ impl Waiter {
     fn refused_request(&self) -> RefusedRequest {
         RefusedRequest {
             label: self.label.clone(),
-            name: None,
+            name: self.core.settings.name,
             since: self.since,
             turns: self.ticket.turns,
         }

@@ -64,23 +64,16 @@ pub(crate) const MOST_PARTS: usize = 8;
 pub(crate) struct Part {
     core: Arc<Core>,
     entry: Entry,
-    /// The name of the limit in errors. `None` for the first limit of a layer.
-    name: Option<&'static str>,
 }
 
 /// One value for each part, in their order.
 pub(super) type PerPart<T> = SmallVec<[T; 4]>;
 
 impl Part {
-    pub(in crate::limiter) fn new(
-        core: &Arc<Core>,
-        entry: Entry,
-        name: Option<&'static str>,
-    ) -> Self {
+    pub(in crate::limiter) fn new(core: &Arc<Core>, entry: Entry) -> Self {
         Part {
             core: core.clone(),
             entry,
-            name,
         }
     }
 

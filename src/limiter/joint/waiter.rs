@@ -182,9 +182,9 @@ fn start_slow(
     let waits = parts.iter().map(|part| part.core.settings.max_wait);
     let bound = WaitBound::new(deadline, now, waits.min().unwrap_or_default());
     if let Some((part, reason)) = unfit(parts, own, bound, now) {
-        let refused = RefusedRequest {
-            name: parts[part].name,
-            ..RefusedRequest::new(parts[part].label(part, &label), now)
+        let refused = {
+            let Part { core, .. } = &parts[part];
+            RefusedRequest::new(parts[part].label(part, &label), core.settings.name, now)
         };
         return JointStarted::Limited(refused.refuse(reason, Refusal::NEVER, now));
     }
@@ -258,7 +258,6 @@ fn permit(
         let in_flight = in_flight.next().flatten();
         JointPermit {
             permit: Permit::new(part.core.clone(), part.entry.key, slot, in_flight),
-            name: part.name,
             host: part.entry.host,
         }
     });
@@ -283,12 +282,12 @@ impl Part {
             deadline: None,
             host,
         };
-        Some(Part::new(&core.find()?, entry, None))
+        Some(Part::new(&core.find()?, entry))
     }
 
     /// Returns whether two parts would count a request twice under one key.
     fn is_same(&self, other: &Part) -> bool {
-        let store = |part: &Part| Arc::as_ptr(&part.core.settings.store).cast::<()>();
+        let store = |part: &Part| Arc::as_ptr(&part.core.settings.shared_store).cast::<()>();
         self.entry.key == other.entry.key
             && (self.core.id == other.core.id || store(self) == store(other))
     }
@@ -444,8 +443,13 @@ impl JointWaiter {
     /// Ends the wait with an error.
     fn refused(&mut self, refusal: JointRefusal, now: Instant) -> Limited {
         let JointRefusal { part, cause } = refusal;
-        let settings = &self.set.parts[part].core.settings;
-        let reason = |refusal| Admission::Refused(self.bound.reason(settings.max_wait), refusal);
+        let waits = self
+            .set
+            .parts
+            .iter()
+            .map(|part| part.core.settings.max_wait);
+        let max_wait = waits.min().unwrap_or_default();
+        let reason = |refusal| Admission::Refused(self.bound.reason(max_wait), refusal);
         let admission = match cause {
             Cause::Wait(refusal) => reason(refusal),
             Cause::Held(refusal) => Admission::Refused(Reason::Held, refusal),
@@ -462,7 +466,7 @@ impl JointWaiter {
         self.leave();
         let request = RefusedRequest {
             label: self.set.parts[part].label(part, &self.label),
-            name: self.set.parts[part].name,
+            name: self.set.parts[part].core.settings.name,
             since: self.since,
             turns: self.turns,
         };
