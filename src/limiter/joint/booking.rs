@@ -10,7 +10,9 @@ use super::set::{JointSet, Wanted};
 use super::{Cause, JointRefusal, JointSlot, Part, PerPart};
 use crate::clock;
 use crate::error::StoreError;
-use crate::limiter::key_state::{Asked, JointAsk};
+use crate::limiter::key_state::{
+    Asked, JointAsk, KeyState, ask_to_confirm, confirmed, known_refusal,
+};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Reservation, WaitBound};
 use crate::limiter::settings::Settings;
@@ -111,6 +113,9 @@ impl<'a> Search<'a> {
 
     /// Asks the parts until their slots have a moment in common.
     async fn run(mut self, bound: WaitBound) -> Result<JointSlot, JointRefusal> {
+        if let Some(refusal) = self.known_refusal(bound) {
+            return Err(refusal);
+        }
         let mut calls = 0;
         while let Some(part) = self.next() {
             let refused = |cause| Err(JointRefusal { part, cause });
@@ -163,6 +168,19 @@ impl<'a> Search<'a> {
             }
         }
         Ok(self.found())
+    }
+
+    /// Returns a refusal for which no store need be called, if there is one.
+    fn known_refusal(&self, bound: WaitBound) -> Option<JointRefusal> {
+        let now = clock::now();
+        let parts = self.parts.iter().enumerate();
+        let mut needed = parts.filter(|(part, _)| !self.passes[*part]);
+        needed.find_map(|(part, Part { core, entry })| {
+            let known = |state: &mut KeyState| known_refusal(state, entry.cost, bound, now);
+            let refusal = core.states.find(entry.key, known).flatten()?;
+            let cause = Cause::Wait(refusal);
+            Some(JointRefusal { part, cause })
+        })
     }
 
     /// Returns the part that is asked next: one without a slot, or one whose slot is too early.
@@ -270,6 +288,21 @@ impl<'a> Search<'a> {
             uncounted: self.uncounted.take(),
             slots,
         }
+    }
+}
+
+/// Asks the stores of the parts `doubtful` to confirm what they have granted.
+pub(super) async fn confirm(set: Arc<JointSet>, doubtful: PerPart<usize>) {
+    for part in doubtful {
+        let Part { core, entry } = &set.parts[part];
+        let sent = clock::now();
+        let Some(reply) = core.with_state(entry.key, sent, ask_to_confirm) else {
+            continue;
+        };
+        let answer = reply.arrives().await;
+        core.with_state(entry.key, clock::now(), |state, ctx| {
+            confirmed(state, ctx, answer, sent)
+        });
     }
 }
 

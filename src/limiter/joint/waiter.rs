@@ -1,11 +1,13 @@
 //! The future of a joint request, and its entrance.
 
+use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
+use super::booking;
 use super::set::JointSet;
 use super::until_known::UntilKnown;
 use super::{Cause, JointRefusal, JointSlot, Part, PerPart};
@@ -72,6 +74,22 @@ pub(crate) struct JointWaiter {
     own: usize,
     /// The call, if other layers are around.
     inside: Option<CallId>,
+    /// The joint slot that is due, while its stores are asked to confirm it.
+    confirmation: Option<Confirmation>,
+}
+
+/// A joint slot that is due, while its stores are asked to confirm it.
+struct Confirmation {
+    slot: JointSlot,
+    call: Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+impl fmt::Debug for Confirmation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Confirmation")
+            .field("slot", &self.slot)
+            .finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug)]
@@ -199,6 +217,7 @@ fn start_slow(
         label,
         own,
         inside,
+        confirmation: None,
     });
     // A store that replies at once decides here.
     let mut cx = Context::from_waker(std::task::Waker::noop());
@@ -391,21 +410,25 @@ impl JointWaiter {
         self.in_flight.iter().position(is_lost)
     }
 
-    /// Returns whether the request may leave now with its slots: the stores know of them, and no
-    /// key is on hold. A key on probation takes the request as its probe.
-    fn may_leave(&self, slot: &JointSlot, now: Instant) -> bool {
-        let parts = || self.set.parts.iter().zip(&slot.slots);
-        let are_confirmed = parts().all(|(part, slot)| {
-            let Some(slot) = slot else { return true };
+    /// Returns the parts whose stores have to confirm their slots first.
+    fn doubtful(&self, slot: &JointSlot, now: Instant) -> PerPart<usize> {
+        let parts = self.set.parts.iter().zip(&slot.slots).enumerate();
+        let is_doubtful = |(_, (part, slot)): &(usize, (&Part, &Option<Reservation>))| {
+            let Some(slot) = slot else { return false };
             let confirmed = part.core.with_state(part.entry.key, now, |state, ctx| {
                 is_confirmed(state, ctx, slot)
             });
-            confirmed == Some(true)
-        });
+            confirmed != Some(true)
+        };
+        parts.filter(is_doubtful).map(|(part, _)| part).collect()
+    }
+
+    /// Returns whether the request may leave now with its slots, which the stores have confirmed: no
+    /// slot has expired, and no key is on hold. A key on probation takes the request as its probe.
+    fn may_leave(&self, slot: &JointSlot, now: Instant) -> bool {
         let is_in_time = slot.until.is_none_or(|until| now < until);
         is_in_time
-            && are_confirmed
-            && parts().all(|(part, _)| {
+            && self.set.parts.iter().all(|part| {
                 let mut keys = part.hold_keys();
                 keys.all(|key| holds::pass(&part.core, key, now).is_ok())
             })
@@ -514,6 +537,9 @@ impl JointWaiter {
 
     /// Frees the place of the request, and gives up its in-flight slots.
     fn leave(&mut self) {
+        if let Some(Confirmation { slot, .. }) = self.confirmation.take() {
+            self.set.give_back([slot]);
+        }
         match std::mem::replace(&mut self.stage, Stage::Done) {
             Stage::InFlight { next, number, .. } => {
                 let part = in_flight_order(&self.set.parts[..self.own])[next];
@@ -557,9 +583,18 @@ impl Future for JointWaiter {
                 return Poll::Ready(Err(self.refused(refusal, now)));
             }
             let held_until = held.map(|(end, _)| end);
-            let slot = match ready!(self.set.poll(self.number, held_until, cx)) {
-                Ok(slot) => slot,
-                Err(refusal) => return Poll::Ready(Err(self.refused(refusal, now))),
+            let (slot, was_asked) = match &mut self.confirmation {
+                Some(Confirmation { call, .. }) => {
+                    ready!(call.as_mut().poll(cx));
+                    let Some(Confirmation { slot, .. }) = self.confirmation.take() else {
+                        continue;
+                    };
+                    (slot, true)
+                }
+                None => match ready!(self.set.poll(self.number, held_until, cx)) {
+                    Ok(slot) => (slot, false),
+                    Err(refusal) => return Poll::Ready(Err(self.refused(refusal, now))),
+                },
             };
             let now = clock::now();
             if let Some(part) = self.lost_in_flight_slot(now) {
@@ -567,7 +602,13 @@ impl Future for JointWaiter {
                 let lost = Admission::Failed(StoreError::InFlightSlotLost);
                 return Poll::Ready(Err(self.stopped(part, lost, now)));
             }
-            if self.may_leave(&slot, now) {
+            let doubtful = self.doubtful(&slot, now);
+            if !doubtful.is_empty() && !was_asked {
+                let call = Box::pin(booking::confirm(self.set.clone(), doubtful));
+                self.confirmation = Some(Confirmation { slot, call });
+                continue;
+            }
+            if doubtful.is_empty() && self.may_leave(&slot, now) {
                 return Poll::Ready(Ok(self.granted(slot, now)));
             }
             self.set.give_back([slot]);

@@ -108,15 +108,7 @@ impl JointAsk {
             Ok(lease) => self.granted(state, ctx, &lease, sent),
             Err(error) => Asked::Failed(error),
         };
-        // The answer may bring a hold, or show that the store has lost its state. Both matter to
-        // the requests that wait for this key alone. It may also bring prefetched permits after a
-        // hold has begun.
-        state.obey_hold(ctx.now, &mut ctx.work.wakers);
-        if state.hold.take_resend() {
-            state.confirm(ctx);
-        }
-        state.step(ctx, None);
-        state.close(ctx);
+        take_in_changes(state, ctx);
         outcome
     }
 
@@ -167,6 +159,52 @@ impl JointAsk {
             }
         }
     }
+}
+
+/// Returns the refusal of a request for which the store need not be called.
+pub(in crate::limiter) fn known_refusal(
+    state: &KeyState,
+    cost: u32,
+    bound: WaitBound,
+    now: Instant,
+) -> Option<Refusal> {
+    state.store.repeated_refusal(cost, bound, now)
+}
+
+/// Calls the store to confirm what it has granted.
+pub(in crate::limiter) fn ask_to_confirm(
+    state: &mut KeyState,
+    ctx: &mut KeyContext<'_>,
+) -> StoreReply<Lease> {
+    ctx.store.lease(state.request(ctx, &[], 0, ctx.now, &[]))
+}
+
+/// Takes in the answer to a call of [`ask_to_confirm`] that was sent at `sent`.
+pub(in crate::limiter) fn confirmed(
+    state: &mut KeyState,
+    ctx: &mut KeyContext<'_>,
+    answer: Result<Lease, StoreError>,
+    sent: Instant,
+) {
+    if let Ok(lease) = answer {
+        let bounds = state.remember(ctx, &lease, sent, ctx.now);
+        if lease.source.has_reply() {
+            state.hold.answered(lease.hold, sent, bounds);
+        }
+    }
+    take_in_changes(state, ctx);
+}
+
+/// Goes on after an answer. It may bring a hold, or show that the store has lost its state. Both
+/// matter to the requests that wait for this key alone. It may also bring prefetched permits after a
+/// hold has begun.
+fn take_in_changes(state: &mut KeyState, ctx: &mut KeyContext<'_>) {
+    state.obey_hold(ctx.now, &mut ctx.work.wakers);
+    if state.hold.take_resend() {
+        state.confirm(ctx);
+    }
+    state.step(ctx, None);
+    state.close(ctx);
 }
 
 /// Returns whether a slot of a joint request may be used: the store is known to have it.

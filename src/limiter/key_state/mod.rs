@@ -62,7 +62,9 @@ use crate::wakers::Wakers;
 
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
 pub(super) use hold::HoldSource;
-pub(super) use joint_ask::{Asked, JointAsk, is_confirmed};
+pub(super) use joint_ask::{
+    Asked, JointAsk, ask_to_confirm, confirmed, is_confirmed, known_refusal,
+};
 pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use probation::is_any_uncertain;
 pub(super) use quota_match::{is_of_use, states_limit_of};
