@@ -57,8 +57,7 @@ enum Step {
 
 #[derive(Clone, Debug)]
 struct Request {
-    /// Keys by number, each with a cost.
-    keys: Vec<(usize, u32)>,
+    keys: Costs,
     deadline: Option<u64>,
     patience: Patience,
     then: Then,
@@ -85,7 +84,8 @@ enum Then {
     },
     /// Uses it, and the upstream refuses the request.
     Refused {
-        retry_after: Option<u64>,
+        /// In seconds.
+        retry_after: u64,
     },
 }
 
@@ -160,7 +160,7 @@ fn request(keys: usize) -> impl Strategy<Value = Request> {
         6 => (prop_oneof![Just(0u64), 1u64..20], prop_oneof![Just(0u64), 0u64..300])
             .prop_map(|(delay, takes)| Then::Uses { delay, takes }),
         1 => Just(Then::GivesBack),
-        1 => prop::option::of(0u64..10).prop_map(|retry_after| Then::Refused { retry_after }),
+        1 => (0u64..10).prop_map(|retry_after| Then::Refused { retry_after }),
     ];
     (
         prop::sample::subsequence((0..keys).collect::<Vec<_>>(), 1..=keys.min(4)),
@@ -255,8 +255,8 @@ impl<F: Future + Unpin> Future for Polls<F> {
     }
 }
 
-/// The keys of a request, each with its cost.
-type Need = Vec<(usize, u32)>;
+/// Keys by number, each with a cost.
+type Costs = Vec<(usize, u32)>;
 
 /// What happened.
 #[derive(Default)]
@@ -264,7 +264,7 @@ struct Events {
     /// The units that were used of each key, in the order of time.
     uses: HashMap<usize, Vec<(Instant, u32)>>,
     /// The grants of requests with equal keys and costs: number of the request, and when.
-    grants: HashMap<Need, Vec<(usize, Instant)>>,
+    grants: HashMap<Costs, Vec<(usize, Instant)>>,
     /// The units of permits that were not given back.
     spent: HashMap<usize, u32>,
     /// When a key was put on hold.
@@ -458,7 +458,7 @@ impl World {
                 leave();
                 let signal = Signal::default()
                     .with_refusal(StatusCode::TOO_MANY_REQUESTS)
-                    .with_retry_after(retry_after.map(Duration::from_secs));
+                    .with_retry_after(Duration::from_secs(retry_after));
                 assert!(permit.answered(&signal).is_some());
                 self.events.lock().unwrap().holds.push(Instant::now());
             }
