@@ -3,7 +3,7 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
@@ -81,7 +81,8 @@ pub(crate) struct JointWaiter {
 /// A joint slot that is due, while its stores are asked to confirm it.
 struct Confirmation {
     slot: JointSlot,
-    call: Pin<Box<dyn Future<Output = ()> + Send>>,
+    /// In a lock that no thread ever waits for, so that the waiter can be shared between threads.
+    call: Mutex<Pin<Box<dyn Future<Output = ()> + Send>>>,
 }
 
 impl fmt::Debug for Confirmation {
@@ -585,6 +586,7 @@ impl Future for JointWaiter {
             let held_until = held.map(|(end, _)| end);
             let (slot, was_asked) = match &mut self.confirmation {
                 Some(Confirmation { call, .. }) => {
+                    let call = call.get_mut().unwrap_or_else(PoisonError::into_inner);
                     ready!(call.as_mut().poll(cx));
                     let Some(Confirmation { slot, .. }) = self.confirmation.take() else {
                         continue;
@@ -604,7 +606,9 @@ impl Future for JointWaiter {
             }
             let doubtful = self.doubtful(&slot, now);
             if !doubtful.is_empty() && !was_asked {
-                let call = Box::pin(booking::confirm(self.set.clone(), doubtful));
+                let call: Pin<Box<dyn Future<Output = ()> + Send>> =
+                    Box::pin(booking::confirm(self.set.clone(), doubtful));
+                let call = Mutex::new(call);
                 self.confirmation = Some(Confirmation { slot, call });
                 continue;
             }

@@ -104,6 +104,11 @@ impl KeyState {
             Passage::Probing(_) => 0,
         };
         let queue = self.queue.as_mut()?;
+        if matches!(passage, Passage::Probing(_)) {
+            // The probe may be a request of several keys, which has no place in this queue. The
+            // waiters book anew when it is accepted.
+            queue.give_up_slots();
+        }
         queue.take_from(&mut self.prefetched, now);
         let handed_out = queue.hand_out(most, now, me, &mut ctx.work.wakers);
         if passage == Passage::Probe && handed_out.count > 0 {
