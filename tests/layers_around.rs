@@ -1,8 +1,5 @@
 //! Rate limit layers around each other: no limit is exceeded, whatever stands between them, and
 //! little of the outer limit is wasted. Under a paused clock, with an upstream that logs.
-//!
-//! The requests that are under way when a layer learns that it is around another one waste a unit of
-//! it each.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -135,7 +132,7 @@ async fn layers_around_each_other_keep_both_limits() {
         .service(upstream(&log));
     let sent = send(service).await;
     assert_within_limits(&log, "all outside");
-    assert!(sent >= 50, "all outside: {sent}");
+    assert!(sent >= 53, "all outside: {sent}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -154,8 +151,7 @@ async fn boxes_and_timeouts_between_layers_change_nothing() {
     });
     let sent = send(all().layer(lazy)).await;
     assert_within_limits(&log, "lazy");
-    // Thirty requests were under way when the outer layer learned that there is another one.
-    assert!(sent >= 35, "lazy: {sent}");
+    assert!(sent >= 53, "lazy: {sent}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -214,18 +210,12 @@ async fn three_layers_use_one_unit_of_each_for_a_request() {
             .body(String::new())
             .unwrap()
     };
-    // The two outer layers learn from the first request that there are layers inside of them.
     while service.clone().oneshot(request()).await.is_ok() {}
     let sent = log.0.lock().unwrap().len();
-    assert!((7..=10).contains(&sent), "{sent}");
-    let used = async |layer: &RateLimitLayer| {
+    assert_eq!(sent, 10);
+    for layer in [outer, middle, inner] {
         let status = layer.limiter().peek(Key::ALL).await.unwrap();
-        usize::try_from(status.limits[0].used).unwrap()
-    };
-    assert_eq!(used(&inner).await, sent);
-    for layer in [outer, middle] {
-        let used = used(&layer).await;
-        assert!((sent..=sent + 2).contains(&used), "{used}");
+        assert_eq!(status.limits[0].used, 10);
     }
 }
 
@@ -279,7 +269,7 @@ mod middleware {
             let done = tasks.join_all().await;
             assert_within_limits(&log, name);
             let sent = done.into_iter().filter(|is_sent| *is_sent).count();
-            assert!(sent >= 35, "{name}: {sent}");
+            assert!(sent >= 50, "{name}: {sent}");
         }
     }
 }

@@ -389,9 +389,9 @@ impl Gate for RateLimitLayer {
             .limiter
             .start_slow(&entry, now, || self.label(entry.key, request))
         {
-            Started::Granted(_, in_flight_slot) => {
+            Started::Granted(slot, in_flight_slot) => {
                 let sent = self.sent_with_label(Admitted { entry, now }, request);
-                Admission::Go(sent.in_flight(in_flight_slot))
+                Admission::Go(sent.in_flight(in_flight_slot).with_slot(slot))
             }
             Started::Waiting(waiter) => Admission::Wait(Waiting::One(waiter)),
             Started::Limited(limited) => Admission::No(limited),

@@ -236,6 +236,7 @@ impl Permit {
             by: None,
         };
         let has_inner = core.has_inner();
+        let slot = slot.filter(|_| outer::may_be_any());
         let past_host = wait.as_ref().and_then(|wait| wait.host);
         let host = joint.as_ref().map_or(past_host, |joint| joint.host);
         let joint = joint.map(|joint| joint.others).unwrap_or_default();
@@ -243,6 +244,7 @@ impl Permit {
             && wait.is_none()
             && joint.is_empty()
             && !has_inner
+            && slot.is_none()
             && use_of == UseOf::default();
         let more = (!is_plain).then(|| {
             Box::new(More {
@@ -318,7 +320,8 @@ struct More {
     joint: Vec<Sent>,
     /// Whether the layer is known to be around another one.
     has_inner: bool,
-    /// The slot, if the layer is around another one.
+    /// The slot, if the layer may be around another one. `None` for a permit at hand, which is not
+    /// given back.
     slot: Option<Reservation>,
     /// Which call has used the permit, if this layer is around another one.
     use_of: UseOf,
@@ -350,6 +353,14 @@ impl Sent {
             at,
             more: None,
         }
+    }
+
+    /// Adds the slot of the permit, so that a layer inside of this one can give it back.
+    pub(crate) fn with_slot(mut self, slot: Option<Reservation>) -> Self {
+        if slot.is_some() && outer::may_be_any() {
+            self.more.get_or_insert_default().slot = slot;
+        }
+        self
     }
 
     /// Runs `inner`, which calls or polls the inner service. Layers inside of it see the permits of
