@@ -67,7 +67,7 @@
 //!   responses. See [limits you do not know](guide::pace).
 //!
 //! To use both, put [`AdaptiveThrottleLayer`] outside. Then a permit of [`RateLimitLayer`] is used
-//! when it is granted. One [`RateLimitLayer`] around another [does not keep its limit](#pitfalls).
+//! when it is granted. Instead of one [`RateLimitLayer`] around another, [join them](#pitfalls).
 //!
 //! A layer fits Tower services of `http::Request`, `reqwest::Client`, reqwest-middleware, and
 //! services whose request type is your own ([`RequestInfo`](key::RequestInfo),

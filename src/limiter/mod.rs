@@ -1,8 +1,8 @@
 //! Rate limiting with a quota: a request enters with its key, and a [`Permit`] comes out, at once
 //! or after a wait.
 
-// All state of a key in this process is behind one lock that is never held across an `await`. A
-// waiting future holds a number in the key's queue and can be dropped at any time. The limiter does
+// All state of a key in this process is behind one lock that is never held across an `await`; only
+// the permits at hand of `Key::ALL` are taken without it (`unlocked`). A waiting future holds a number in the key's queue and can be dropped at any time. The limiter does
 // not count: the store does.
 //
 // A request enters in `start`. If no permit is at hand, `admission` decides what the request waits

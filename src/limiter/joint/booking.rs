@@ -120,7 +120,7 @@ impl<'a> Search<'a> {
         while let Some(part) = self.next() {
             let refused = |cause| Err(JointRefusal { part, cause });
             if calls == MOST_CALLS {
-                clock::sleep(REST).await;
+                clock::sleep_until(clock::after(clock::now(), REST)).await;
                 calls = 0;
             }
             if calls > 0 && !self.set.is_waiting(self.number) {
