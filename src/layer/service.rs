@@ -40,14 +40,7 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         S: Service<R>,
     {
         match (self.gate.enter_fast(&request), clone) {
-            (Ok(admitted), None) => {
-                let watch = G::watch();
-                let future = self.call_now(admitted, request);
-                if watch.is_some_and(Watch::end) {
-                    self.gate.note_inner();
-                }
-                future
-            }
+            (Ok(admitted), None) => self.call_now(admitted, request),
             (Ok(admitted), clone) => self.call_granted(self.gate.sent(admitted), request, clone),
             (Err(entry), clone) => self.call_slow(entry, request, clone),
         }
@@ -63,7 +56,11 @@ impl<G: Gate, S: Clone> Gated<G, S> {
     where
         S: Service<R>,
     {
+        let watch = G::watch();
         let response = self.inner.call(request);
+        if watch.is_some_and(Watch::end) {
+            self.gate.note_inner();
+        }
         GatedFuture {
             state: State::Calling {
                 response,
