@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::limiter::Acquire;
 use tollgate::store::MemoryStore;
-use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason};
+use tollgate::{Deadline, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason};
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -543,4 +543,30 @@ async fn scopes_and_quotas_are_matched_by_the_names_of_limits() {
         ("ratelimit", "\"default\";r=0;t=5"),
     ];
     assert_eq!(hit(unnamed).await, ["channel"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn permits_at_hand_do_not_outlive_a_deadline() {
+    let layer = RateLimitLayer::builder(Quota::per_second(1000))
+        .key(|_| Key::new("bot"))
+        .and_per("channel", Quota::per_second(1000), |request| {
+            channel(request.path()).map(Key::new)
+        })
+        .build()
+        .unwrap();
+    let log = Log::default();
+    let service = layer.layer(upstream(&log));
+    // Used fast, both keys have permits at hand most of the time.
+    for sent in 1..=20 {
+        send(service.clone(), [(Duration::ZERO, 1)]).await;
+        let mut request = Request::get("http://bot.example/channels/1/m")
+            .body(String::new())
+            .unwrap();
+        let past = Instant::now().into_std() - Duration::from_millis(1);
+        request.extensions_mut().insert(Deadline(past));
+        let error: BoxError = service.clone().oneshot(request).await.unwrap_err().into();
+        let limited = Limited::find(&*error).unwrap();
+        assert_eq!(limited.reason(), Some(Reason::Deadline));
+        assert_eq!(log.len(), sent);
+    }
 }

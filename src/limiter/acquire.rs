@@ -144,7 +144,7 @@ fn enter_joint(requests: &[(Arc<Core>, Request)]) -> JointStarted {
             let entry = Entry {
                 key: request.key,
                 cost: request.cost,
-                deadline,
+                deadline: None,
                 host: None,
             };
             Part::new(core, entry)

@@ -63,6 +63,8 @@ pub(crate) const MOST_PARTS: usize = 8;
 #[derive(Clone, Debug)]
 pub(crate) struct Part {
     core: Arc<Core>,
+    /// What the request takes of this key. It has no deadline: that of the request is the same for
+    /// all parts.
     entry: Entry,
 }
 

@@ -118,7 +118,7 @@ pub(crate) fn start(
     if parts[0].core.joint.is_any_waiting(parts) {
         return start_slow(parts, parts.len(), None, deadline, label(), clock::now());
     }
-    let now = match take_all_at_once(parts) {
+    let now = match take_all_at_once(parts, deadline) {
         Ok(slots) => return JointStarted::Granted(permit(parts, slots, PerPart::new())),
         Err(now) => now,
     };
@@ -134,7 +134,7 @@ fn start_inside(
 ) -> JointStarted {
     events::inside();
     let call = CallId::new();
-    let now = match take_all_at_once(parts) {
+    let now = match take_all_at_once(parts, deadline) {
         Ok(slots) => {
             if outer::use_all(call, clock::now()) {
                 let until = outer::all().iter().filter_map(|permit| permit.until).min();
@@ -175,10 +175,17 @@ fn give_back(parts: &[Part], slots: PerPart<Option<Reservation>>) {
 /// # Errors
 ///
 /// The time, if a part has none.
-fn take_all_at_once(parts: &[Part]) -> Result<PerPart<Option<Reservation>>, Instant> {
+fn take_all_at_once(
+    parts: &[Part],
+    deadline: Option<Instant>,
+) -> Result<PerPart<Option<Reservation>>, Instant> {
     let mut slots = PerPart::new();
     for part in parts {
-        match take_at_once(&part.core, &part.entry) {
+        let entry = Entry {
+            deadline,
+            ..part.entry
+        };
+        match take_at_once(&part.core, &entry) {
             Ok(slot) => slots.push(slot),
             Err(now) => {
                 give_back(parts, slots);
