@@ -1,12 +1,18 @@
 //! Requests that take permits of several keys: all or none, within every limit, and no wait of one
 //! key spends a permit of another. Under a paused clock, with an upstream that logs.
 
+#[path = "support/channels.rs"]
+mod channels;
+#[path = "support/counted.rs"]
+#[allow(dead_code, reason = "it counts polls too")]
+mod counted;
 mod support;
 
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use channels::{Log, channel};
 use http::{Request, Response};
 use support::Distant;
 use tokio::task::JoinSet;
@@ -18,56 +24,6 @@ use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 
 const SECOND: Duration = Duration::from_secs(1);
 const MINUTE: Duration = Duration::from_secs(60);
-
-/// When the upstream got which requests.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<(Instant, String)>>>);
-
-impl Log {
-    fn add(&self, path: &str) {
-        let channel = channel(path).unwrap_or_default();
-        self.0
-            .lock()
-            .unwrap()
-            .push((Instant::now(), channel.to_owned()));
-    }
-
-    fn len(&self) -> usize {
-        self.0.lock().unwrap().len()
-    }
-
-    /// Returns the most requests to a channel, or to all, in any window.
-    fn most(&self, window: Duration, which: Option<&str>) -> usize {
-        let log = self.0.lock().unwrap();
-        let times: Vec<Instant> = log
-            .iter()
-            .filter(|(_, channel)| which.is_none_or(|which| which == channel))
-            .map(|(at, _)| *at)
-            .collect();
-        let in_window = |end: &Instant| {
-            let is_in = |at: &&Instant| *at <= end && *end - **at < window;
-            times.iter().filter(is_in).count()
-        };
-        times.iter().map(in_window).max().unwrap_or(0)
-    }
-
-    fn channels(&self) -> Vec<String> {
-        let mut all: Vec<String> = self
-            .0
-            .lock()
-            .unwrap()
-            .iter()
-            .map(|(_, c)| c.clone())
-            .collect();
-        all.sort();
-        all.dedup();
-        all
-    }
-}
-
-fn channel(path: &str) -> Option<&str> {
-    path.strip_prefix("/channels/")?.split('/').next()
-}
 
 /// An upstream that logs its requests.
 fn upstream(

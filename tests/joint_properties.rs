@@ -1,6 +1,9 @@
 //! Random histories of requests with several keys, through whole limiters, against a brute-force
 //! count of every window. Under a paused clock.
 
+#[path = "support/over.rs"]
+mod over;
+
 use std::collections::HashMap;
 use std::future::Future;
 use std::pin::Pin;
@@ -11,6 +14,7 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use http::StatusCode;
+use over::over;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
@@ -467,37 +471,6 @@ impl World {
         let plan = self.plan(key);
         plan.store.fails.is_none() || !plan.fails_open
     }
-}
-
-fn over(quota: &Quota, uses: &[(Instant, u32)]) -> Option<String> {
-    quota.limits().iter().find_map(|limit| match *limit {
-        Limit::Sliding { count, window, .. } => {
-            uses.iter().enumerate().find_map(|(index, (from, _))| {
-                let inside = uses[index..]
-                    .iter()
-                    .take_while(|(at, _)| *at - *from < window);
-                let units: u32 = inside.map(|(_, units)| units).sum();
-                (units > count).then(|| format!("{units} > {count} per {window:?}"))
-            })
-        }
-        Limit::Bucket {
-            capacity,
-            count,
-            window,
-            ..
-        } => {
-            let rate = f64::from(count) / window.as_secs_f64();
-            let mut tokens = f64::from(capacity);
-            let mut last = uses.first()?.0;
-            uses.iter().find_map(|(at, units)| {
-                tokens = (tokens + (*at - last).as_secs_f64() * rate).min(f64::from(capacity))
-                    - f64::from(*units);
-                last = *at;
-                (tokens < -1e-6).then(|| format!("bucket of {capacity} at {tokens}"))
-            })
-        }
-        _ => None,
-    })
 }
 
 async fn play(history: &History) -> Vec<String> {

@@ -1,42 +1,26 @@
 //! Rate limit layers around each other: no limit is exceeded, whatever stands between them, and
 //! little of the outer limit is wasted. Under a paused clock, with an upstream that logs.
 
+#[path = "support/channels.rs"]
+#[allow(dead_code, reason = "it lists the channels too")]
+mod channels;
+#[path = "support/counted.rs"]
+#[allow(dead_code, reason = "it counts polls too")]
+mod counted;
+
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use channels::{Log, channel};
 use http::{Request, Response};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 use tollgate::{Key, Limited, Quota, RateLimitLayer};
 use tower::util::BoxCloneService;
 use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 
 const SECOND: Duration = Duration::from_secs(1);
 const MINUTE: Duration = Duration::from_secs(60);
-
-/// When the upstream got a request of which channel.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<(Instant, String)>>>);
-
-impl Log {
-    /// Returns the most requests of a channel, or of all, in any window.
-    fn most(&self, window: Duration, which: Option<&str>) -> usize {
-        let log = self.0.lock().unwrap();
-        let times = log
-            .iter()
-            .filter(|(_, channel)| which.is_none_or(|which| which == channel));
-        let times: Vec<Instant> = times.map(|(at, _)| *at).collect();
-        let until = |end: &Instant| {
-            let is_in = |at: &&Instant| *at <= end && *end - **at < window;
-            times.iter().filter(is_in).count()
-        };
-        times.iter().map(until).max().unwrap_or(0)
-    }
-}
-
-fn channel(path: &str) -> Option<&str> {
-    path.strip_prefix("/channels/")?.split('/').next()
-}
 
 fn per_channel() -> RateLimitLayer {
     RateLimitLayer::builder(Quota::per_second(1))
@@ -58,8 +42,7 @@ type Upstream = BoxCloneService<Request<String>, Response<&'static str>, BoxErro
 fn upstream(log: &Log) -> Upstream {
     let log = log.clone();
     BoxCloneService::new(service_fn(move |request: Request<String>| {
-        let channel = channel(request.uri().path()).unwrap().to_owned();
-        log.0.lock().unwrap().push((Instant::now(), channel));
+        log.add(request.uri().path());
         async { Ok::<_, BoxError>(Response::new("ok")) }
     }))
 }
@@ -160,8 +143,7 @@ async fn each_attempt_of_a_retry_between_layers_counts() {
     let refused_once = {
         let (log, failed) = (log.clone(), Arc::new(Mutex::new(0)));
         service_fn(move |request: Request<String>| {
-            let channel = channel(request.uri().path()).unwrap().to_owned();
-            log.0.lock().unwrap().push((Instant::now(), channel));
+            log.add(request.uri().path());
             let mut failed = failed.lock().unwrap();
             *failed += 1;
             let is_failure = *failed % 2 == 1;
@@ -188,7 +170,7 @@ async fn each_attempt_of_a_retry_between_layers_counts() {
     let limiter = all();
     send(limiter.clone().layer(retry)).await;
     assert_within_limits(&log, "retry");
-    assert!(log.0.lock().unwrap().len() > 30, "attempts were repeated");
+    assert!(log.len() > 30, "attempts were repeated");
 }
 
 #[tokio::test(start_paused = true)]
@@ -211,7 +193,7 @@ async fn three_layers_use_one_unit_of_each_for_a_request() {
             .unwrap()
     };
     while service.clone().oneshot(request()).await.is_ok() {}
-    let sent = log.0.lock().unwrap().len();
+    let sent = log.len();
     assert_eq!(sent, 10);
     for layer in [outer, middle, inner] {
         let status = layer.limiter().peek(Key::ALL).await.unwrap();
@@ -237,8 +219,7 @@ mod middleware {
             _extensions: &mut Extensions,
             _next: Next<'_>,
         ) -> reqwest_middleware::Result<reqwest::Response> {
-            let channel = channel(request.url().path()).unwrap().to_owned();
-            self.0.0.lock().unwrap().push((Instant::now(), channel));
+            self.0.add(request.url().path());
             Ok(http::Response::new("ok").into())
         }
     }
@@ -316,7 +297,7 @@ async fn random_stacks_exceed_no_limit() {
             });
         }
         tasks.join_all().await;
-        assert!(!log.0.lock().unwrap().is_empty(), "round {round}");
+        assert!(log.len() > 0, "round {round}");
         for (count, window, has_channels) in limits {
             let keys: &[Option<&str>] = if has_channels {
                 &[Some("0"), Some("1"), Some("2")]
