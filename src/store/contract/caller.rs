@@ -122,6 +122,39 @@ pub(super) fn unused(lease: &Lease, grant: &Grant, count: u32) -> UnusedPermits 
     }
 }
 
+/// When each permit of a suite is used, in microseconds of the store's time, and its units.
+#[derive(Default)]
+pub(super) struct Arrivals(Vec<(u64, u64)>);
+
+impl Arrivals {
+    /// Uses the permits of the lease of a round, each at the first or last moment.
+    pub(super) fn add(&mut self, lease: &Lease, round: u32) {
+        for (index, grant) in lease.grants.iter().enumerate() {
+            let late = (round as usize + index) % 2 == 1;
+            let at = if late { grant.stamp - 1 } else { grant.slot };
+            self.0
+                .extend((0..grant.count).map(|_| (at, u64::from(grant.cost))));
+        }
+    }
+
+    /// Asserts that no window of `window` microseconds has more than `count` units. Returns how many
+    /// permits were used.
+    pub(super) fn assert_never_over(mut self, count: u64, window: u64) -> usize {
+        self.0.sort_unstable();
+        for (index, &(from, _)) in self.0.iter().enumerate() {
+            let inside = self.0[index..]
+                .iter()
+                .take_while(|&&(at, _)| at - from < window);
+            let units: u64 = inside.map(|&(_, units)| units).sum();
+            assert!(
+                units <= count,
+                "{units} units in a window that allows {count}"
+            );
+        }
+        self.0.len()
+    }
+}
+
 /// One per permit.
 pub(super) fn slots(lease: &Lease) -> Vec<u64> {
     lease

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::caller::{Caller, LONG, granted, pass, slots, unused};
+use super::caller::{Arrivals, Caller, LONG, granted, pass, slots, unused};
 use crate::quota::Quota;
 use crate::store::{Demand, Lease, Store};
 
@@ -26,31 +26,17 @@ pub(super) async fn is_never_over_with_later_use(store: &Arc<dyn Store>) {
     const COUNT: u64 = 6;
     const WINDOW: u64 = 200_000;
     let caller = Caller::new(store, "later", Quota::new(6, Duration::from_micros(WINDOW)));
-    let mut arrivals: Vec<(u64, u64)> = Vec::new();
+    let mut arrivals = Arrivals::default();
     for round in 0u32..60 {
         let earliest = Duration::from_millis([0, 300, 1900, 0, 700, 60][round as usize % 6]);
         let demands = [Demand::new(1 + round % 3, 1 + round % 4).earliest(earliest)];
         let lease = caller.lease(&demands, 0, LONG, &[]).await;
-        for (index, grant) in lease.grants.iter().enumerate() {
-            let late = (round as usize + index) % 2 == 1;
-            let at = if late { grant.stamp - 1 } else { grant.slot };
-            arrivals.extend((0..grant.count).map(|_| (at, u64::from(grant.cost))));
-        }
+        arrivals.add(&lease, round);
         if round % 7 == 0 {
             pass(Duration::from_millis(60)).await;
         }
     }
-    arrivals.sort_unstable();
-    for (index, &(from, _)) in arrivals.iter().enumerate() {
-        let inside = arrivals[index..]
-            .iter()
-            .take_while(|&&(at, _)| at - from < WINDOW);
-        let units: u64 = inside.map(|&(_, units)| units).sum();
-        assert!(
-            units <= COUNT,
-            "{units} units in a window that allows {COUNT}"
-        );
-    }
+    arrivals.assert_never_over(COUNT, WINDOW);
 }
 
 /// A request that waits long for another key takes nothing of the time before.

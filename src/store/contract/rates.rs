@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::caller::{Caller, LIFE, LONG, MARGIN, granted, pass, slots, unused};
+use super::caller::{Arrivals, Caller, LIFE, LONG, MARGIN, granted, pass, slots, unused};
 use crate::quota::{Limit, Quota};
 use crate::store::{
     Charge, Demand, LeaseRequest, Refusal, Store, UnusedPermits, UpstreamRemaining,
@@ -32,38 +32,26 @@ pub(super) async fn is_never_over(store: &Arc<dyn Store>) {
     const COUNT: u64 = 12;
     const WINDOW: u64 = 200_000;
     let caller = Caller::new(store, "over", Quota::new(12, Duration::from_micros(WINDOW)));
-    let mut arrivals: Vec<(u64, u64)> = Vec::new();
+    let mut arrivals = Arrivals::default();
     for round in 0u32..60 {
         let latest = Duration::from_millis([0, 30, 150, 700][round as usize % 4]);
         let cost = 1 + round % 3;
         let lease = caller.book(cost, 1 + round % 5, latest).await;
-        for (index, grant) in lease.grants.iter().enumerate() {
+        for grant in lease.grants.iter() {
             let wait = u64::try_from(grant.wait.as_micros()).unwrap_or(u64::MAX);
             assert!(
                 Duration::from_micros(wait) <= latest,
                 "no slot is later than asked: {lease:?}"
             );
-            let late = (round as usize + index) % 2 == 1;
-            let at = if late { grant.stamp - 1 } else { grant.slot };
-            arrivals.extend((0..grant.count).map(|_| (at, u64::from(grant.cost))));
         }
+        arrivals.add(&lease, round);
         if round % 7 == 0 {
             pass(Duration::from_millis(60)).await;
         }
     }
-    arrivals.sort_unstable();
-    for (index, &(from, _)) in arrivals.iter().enumerate() {
-        let inside = arrivals[index..]
-            .iter()
-            .take_while(|&&(at, _)| at - from < WINDOW);
-        let units: u64 = inside.map(|&(_, units)| units).sum();
-        assert!(
-            units <= COUNT,
-            "{units} units in a window that allows {COUNT}"
-        );
-    }
+    let used = arrivals.assert_never_over(COUNT, WINDOW);
     assert!(
-        arrivals.len() > 20,
+        used > 20,
         "a store that grants nothing is not over, but it is no store"
     );
 }
