@@ -7,7 +7,7 @@ use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use super::set::{JointSet, Wanted};
-use super::{Cause, JointRefusal, JointSlot, Part, PerPart};
+use super::{Cause, JointRefusal, JointSlot, Part, PerPart, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::key_state::{
@@ -84,11 +84,7 @@ struct Search<'a> {
 
 impl Drop for Search<'_> {
     fn drop(&mut self) {
-        for (part, slot) in self.parts.iter().zip(&mut self.slots) {
-            if let Some(slot) = slot.take() {
-                part.core.give_back(part.entry.key, slot);
-            }
-        }
+        give_back(self.parts, std::mem::take(&mut self.slots));
     }
 }
 

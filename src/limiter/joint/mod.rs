@@ -40,7 +40,7 @@ mod until_known;
 mod waiter;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
@@ -88,6 +88,21 @@ impl Part {
         let keys = [Some(key), host_hold(key, host)].into_iter().flatten();
         keys.filter(move |_| cost > 0)
     }
+}
+
+/// Gives back slots of `parts`.
+fn give_back(parts: &[Part], slots: PerPart<Option<Reservation>>) {
+    for (part, slot) in parts.iter().zip(slots) {
+        if let Some(slot) = slot {
+            part.core.give_back(part.entry.key, slot);
+        }
+    }
+}
+
+/// Returns the longest wait of a request: the shortest `max_wait` of its limiters.
+fn max_wait(parts: &[Part]) -> Duration {
+    let waits = parts.iter().map(|part| part.core.settings.max_wait);
+    waits.min().unwrap_or_default()
 }
 
 /// The slots of a joint request, which have a moment in common.

@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use super::booking;
-use super::{Cause, JointRefusal, JointSlot, Part, PerPart};
+use super::{Cause, JointRefusal, JointSlot, Part, PerPart, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -275,11 +275,7 @@ impl JointSet {
     /// Gives all slots of `unused` back.
     pub(super) fn give_back(&self, unused: impl IntoIterator<Item = JointSlot>) {
         for JointSlot { slots, .. } in unused {
-            for (part, slot) in self.parts.iter().zip(slots) {
-                if let Some(slot) = slot {
-                    part.core.give_back(part.entry.key, slot);
-                }
-            }
+            give_back(&self.parts, slots);
         }
     }
 }

@@ -10,7 +10,7 @@ use std::time::Instant;
 use super::booking;
 use super::set::JointSet;
 use super::until_known::UntilKnown;
-use super::{Cause, JointRefusal, JointSlot, Part, PerPart};
+use super::{Cause, JointRefusal, JointSlot, Part, PerPart, give_back, max_wait};
 use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
 use crate::events;
@@ -161,15 +161,6 @@ fn give_up_outer() {
     }
 }
 
-/// Gives back the slots of parts.
-fn give_back(parts: &[Part], slots: PerPart<Option<Reservation>>) {
-    for (part, slot) in parts.iter().zip(slots) {
-        if let Some(slot) = slot {
-            part.core.give_back(part.entry.key, slot);
-        }
-    }
-}
-
 /// Takes permits that are at hand, of all parts or of none.
 ///
 /// # Errors
@@ -205,8 +196,7 @@ fn start_slow(
     label: Label,
     now: Instant,
 ) -> JointStarted {
-    let waits = parts.iter().map(|part| part.core.settings.max_wait);
-    let bound = WaitBound::new(deadline, now, waits.min().unwrap_or_default());
+    let bound = WaitBound::new(deadline, now, max_wait(parts));
     if let Some((part, reason)) = unfit(parts, own, bound, now) {
         let refused = {
             let Part { core, .. } = &parts[part];
@@ -474,12 +464,7 @@ impl JointWaiter {
     /// Ends the wait with an error.
     fn refused(&mut self, refusal: JointRefusal, now: Instant) -> Limited {
         let JointRefusal { part, cause } = refusal;
-        let waits = self
-            .set
-            .parts
-            .iter()
-            .map(|part| part.core.settings.max_wait);
-        let max_wait = waits.min().unwrap_or_default();
+        let max_wait = max_wait(&self.set.parts);
         let reason = |refusal| Admission::Refused(self.bound.reason(max_wait), refusal);
         let admission = match cause {
             Cause::Wait(refusal) => reason(refusal),
