@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Instant;
 
 use http::Extensions;
@@ -32,8 +33,8 @@ enum KeyOf {
     OwnFunction(Extractor<Option<Key>>),
 }
 
-/// A closure that reads one value from a request.
-type Extractor<T> = Box<dyn Fn(&RequestRef<'_>) -> T + Send + Sync>;
+/// A closure that reads one value from a request. Limits of one layer share it.
+type Extractor<T> = Arc<dyn Fn(&RequestRef<'_>) -> T + Send + Sync>;
 
 impl Extractors {
     /// Sets the key function.
@@ -47,7 +48,7 @@ impl Extractors {
         self.key = if is_by_host {
             KeyOf::Host
         } else {
-            KeyOf::Function(Box::new(function))
+            KeyOf::Function(Arc::new(function))
         };
     }
 
@@ -57,7 +58,7 @@ impl Extractors {
         F: Fn(&RequestRef<'_>) -> K + Send + Sync + 'static,
         K: Into<Option<Key>>,
     {
-        self.key = KeyOf::OwnFunction(Box::new(move |request| key(request).into()));
+        self.key = KeyOf::OwnFunction(Arc::new(move |request| key(request).into()));
     }
 
     /// Reads key, cost and deadline of `request`. Returns `None` if the key function finds no key.

@@ -86,12 +86,10 @@ pub struct RateLimitLayer {
 #[derive(Clone, Debug)]
 pub(super) struct FurtherLimit {
     /// The name of the limit, if it was added by [`RateLimitBuilder::and_per`]. Such a limit does
-    /// not see a request without a key, and takes the cost that its layer reads.
+    /// not see a request without a key.
     pub(super) name: Option<&'static str>,
     pub(super) limiter: Limiter,
     pub(super) extractors: Arc<Extractors>,
-    /// What the first limit of its layer reads.
-    pub(super) of_layer: Arc<Extractors>,
 }
 
 impl RateLimitLayer {
@@ -200,7 +198,6 @@ impl RateLimitLayer {
         let first_of_other = FurtherLimit {
             name: None,
             limiter,
-            of_layer: extractors.clone(),
             extractors,
         };
         let further: Arc<[FurtherLimit]> = self
@@ -231,7 +228,7 @@ impl RateLimitLayer {
         let Reading {
             key,
             cost,
-            deadline,
+            mut deadline,
         } = reading;
         let entry = |limiter: &Limiter, key, cost| Entry {
             key,
@@ -239,7 +236,6 @@ impl RateLimitLayer {
             deadline: None,
             host: limiter.host_of(key, request),
         };
-        let mut deadline = deadline;
         let mut parts: SmallVec<[Part; 4]> = SmallVec::new();
         parts.push(self.limiter.part(entry(&self.limiter, key, cost)));
         for limit in self.further.iter() {
@@ -247,7 +243,6 @@ impl RateLimitLayer {
                 name,
                 limiter,
                 extractors,
-                of_layer,
             } = limit;
             let own = match (extractors.read(request), name) {
                 (Some(own), _) => own,
@@ -256,15 +251,8 @@ impl RateLimitLayer {
             };
             // The shorter of two deadlines; a limit without one allows any wait.
             deadline = deadline.into_iter().chain(own.deadline).min();
-            let (key, cost) = match name {
-                Some(name) if Arc::ptr_eq(of_layer, &self.extractors) => (own.key.and(name), cost),
-                Some(name) => {
-                    let cost = of_layer.read(request).map_or(1, |read| read.cost);
-                    (own.key.and(name), cost)
-                }
-                None => (own.key, own.cost),
-            };
-            parts.push(limiter.part(entry(limiter, key, cost)));
+            let key = name.map_or(own.key, |name| own.key.and(name));
+            parts.push(limiter.part(entry(limiter, key, own.cost)));
         }
         Ok((parts, deadline))
     }

@@ -152,7 +152,7 @@ impl RateLimitBuilder {
     ///
     /// A [`Cost`](crate::Cost) in the extensions of the request takes precedence over the function.
     pub fn cost(mut self, cost: impl Fn(&RequestRef<'_>) -> u32 + Send + Sync + 'static) -> Self {
-        self.common.extractors.cost = Some(Box::new(cost));
+        self.common.extractors.cost = Some(Arc::new(cost));
         self
     }
 
@@ -371,30 +371,26 @@ impl RateLimitBuilder {
         let max_keys = self.common.max_keys;
         let store = self.common.store.take();
         let store = store.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
-        let of_layer = Arc::new(std::mem::take(&mut self.common.extractors));
-        let further = std::mem::take(&mut self.further)
-            .into_iter()
-            .map(
-                |Further {
-                     name,
-                     quota,
-                     extractors,
-                 }| {
-                    Ok(FurtherLimit {
-                        name: Some(name),
-                        limiter: self.limiter(quota, Some(name), store.clone(), None)?,
-                        of_layer: of_layer.clone(),
-                        extractors: Arc::new(extractors),
-                    })
-                },
-            )
-            .collect::<Result<_, ConfigError>>()?;
+        let mut further = Vec::new();
+        for limit in std::mem::take(&mut self.further) {
+            let Further {
+                name,
+                quota,
+                mut extractors,
+            } = limit;
+            extractors.cost.clone_from(&self.common.extractors.cost);
+            further.push(FurtherLimit {
+                name: Some(name),
+                limiter: self.limiter(quota, Some(name), store.clone(), None)?,
+                extractors: Arc::new(extractors),
+            });
+        }
         let on_scope = self.on_scope.take();
         let limiter = self.limiter(self.quota, self.name, store, on_scope)?;
         Ok(RateLimitLayer {
             limiter,
-            extractors: of_layer,
-            further,
+            extractors: Arc::new(self.common.extractors),
+            further: further.into(),
         })
     }
 

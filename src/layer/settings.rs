@@ -127,7 +127,7 @@ macro_rules! common_setters {
         where
             F: Fn(&$crate::RequestRef<'_>) -> Option<std::time::Instant> + Send + Sync + 'static,
         {
-            self.common.extractors.deadline = Some(Box::new(deadline));
+            self.common.extractors.deadline = Some(std::sync::Arc::new(deadline));
             self
         }
 
