@@ -59,6 +59,8 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         let watch = G::watch();
         let response = self.inner.call(request);
         if watch.is_some_and(Watch::end) {
+            // Not `found_inner`: the call would be made in a place of its own and copied, which
+            // cost 9 ns.
             self.gate.note_inner();
         }
         GatedFuture {
@@ -198,6 +200,7 @@ impl<G: Gate, S: Service<R>, R> State<G, S, R> {
 }
 
 /// Polls the future of the inner service. Gates inside of it see the permits of `call`.
+// Apart from the common path: with the closure there, a call took 5 ns longer.
 #[cold]
 #[inline(never)]
 fn poll_around<G: Gate, F: Future>(
