@@ -88,6 +88,17 @@ async fn limited_is_found_through_transparent_wrappers_of_any_depth() {
     }
 }
 
+/// A service that acquires a permit by hand fails with a `Limited`, which a layer around it passes.
+#[tokio::test(start_paused = true)]
+async fn limited_is_found_as_the_error_of_an_inner_service() {
+    for (error, expected) in one_of_each().await {
+        let Error::Limited(limited) = error else {
+            panic!("{error}")
+        };
+        assert_eq!(who_said_no(&Error::Inner(limited.into())), expected);
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn limited_is_found_through_anyhow_with_or_without_context() {
     for (error, expected) in one_of_each().await {

@@ -143,10 +143,12 @@ impl Limited {
             if let Some(limited) = error.downcast_ref::<Limited>() {
                 return Some(limited);
             }
-            if let Some(Error::Limited(limited)) = error.downcast_ref::<Error>() {
-                return Some(limited);
-            }
-            next = error.source();
+            next = match error.downcast_ref::<Error>() {
+                Some(Error::Limited(limited)) => return Some(limited),
+                // Its source is that of the inner error, which may be a `Limited` itself.
+                Some(Error::Inner(inner)) => Some(&**inner),
+                None => error.source(),
+            };
         }
         None
     }
