@@ -35,15 +35,28 @@ pub(crate) fn limited(limited: &Limited) {
     report!(info, key = limited.key(), %limited, "request refused");
 }
 
-/// A request got its permit inside of another layer, for the first time in this process.
+/// Reports a warning, once in this process.
+macro_rules! warn_once {
+    ($text:literal) => {
+        static IS_REPORTED: AtomicBool = AtomicBool::new(false);
+        if !IS_REPORTED.swap(true, Ordering::Relaxed) {
+            report!(warn, $text);
+        }
+    };
+}
+
+/// A request got its permit inside of another layer.
 pub(crate) fn inside() {
-    static IS_REPORTED: AtomicBool = AtomicBool::new(false);
-    if !IS_REPORTED.swap(true, Ordering::Relaxed) {
-        report!(
-            warn,
-            "a rate limit layer is inside of another one; join them with RateLimitLayer::and, so that requests wait once"
-        );
-    }
+    warn_once!(
+        "a rate limit layer is inside of another one; join them with RateLimitLayer::and, so that requests wait once"
+    );
+}
+
+/// A layer was put around a buffer with another layer inside.
+pub(crate) fn behind_buffer() {
+    warn_once!(
+        "a rate limit layer is around a tower::buffer::Buffer with another layer inside; its limit may be exceeded, because the buffer delays requests after they got their permit; put the buffer outside of both layers"
+    );
 }
 
 /// The store failed, and the request was sent uncounted.

@@ -5,6 +5,7 @@
 //! [seam].
 
 pub(crate) mod body;
+mod buffered;
 mod extractors;
 mod rate_limit;
 mod rate_limit_builder;

@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 use tower_layer::Layer;
 
 use super::body::{InFlight, InFlightUntilBodyEnd};
+use super::buffered::is_layer_behind_buffer;
 use super::extractors::{Extractors, Reading};
 use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::ResponsePolicy;
@@ -18,6 +19,7 @@ use super::service::{gated_future, gated_service};
 use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::Limited;
+use crate::events;
 use crate::key::{Key, Label, RequestInfo, RequestRef};
 use crate::limiter::{
     Entered, Entry, JointStarted, Limiter, MOST_PARTS, Part, Permit, Sent, Started, Waiting, Watch,
@@ -71,6 +73,8 @@ use crate::signal::{ResponseInfo, Signal};
 /// The page [several limits](crate::guide::several_limits) compares them.
 ///
 /// Layers around each other keep their limits, too. A request then waits once more for each layer.
+/// The same holds for an [`AdaptiveThrottleLayer`](super::AdaptiveThrottleLayer) inside of this
+/// layer, and for a service inside that [acquires](crate::Limiter::acquire) permits by hand.
 /// The exception is a task between the layers, such as `tower::buffer::Buffer` or a spawned task:
 /// the permit of the outer layer may expire before the request leaves. Then more requests leave
 /// than the outer limit allows.
@@ -469,6 +473,9 @@ impl<S> Layer<S> for RateLimitLayer {
     type Service = RateLimit<S>;
 
     fn layer(&self, inner: S) -> RateLimit<S> {
+        if is_layer_behind_buffer::<S>() {
+            events::behind_buffer();
+        }
         RateLimit::new(self.clone(), inner)
     }
 }
