@@ -15,7 +15,7 @@ use channels::{Log, channel};
 use http::{Request, Response};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
-use tollgate::{Key, Limited, Quota, RateLimitLayer};
+use tollgate::{AdaptiveThrottleLayer, Key, Limited, Quota, RateLimitLayer};
 use tower::util::BoxCloneService;
 use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 
@@ -199,6 +199,81 @@ async fn three_layers_use_one_unit_of_each_for_a_request() {
         let status = layer.limiter().peek(Key::ALL).await.unwrap();
         assert_eq!(status.limits[0].used, 10);
     }
+}
+
+/// The first request of a throttle is sent alone. The others wait for its response, and the permits
+/// that they have from the layer around expire.
+#[tokio::test(start_paused = true)]
+async fn a_throttle_inside_waits_with_a_valid_permit() {
+    let limit = RateLimitLayer::new(Quota::per_second(10)).unwrap();
+    let log = Log::default();
+    let slow = {
+        let log = log.clone();
+        service_fn(move |request: Request<String>| {
+            log.add(request.uri().path());
+            async {
+                sleep(Duration::from_millis(900)).await;
+                Ok::<_, BoxError>(Response::new("ok"))
+            }
+        })
+    };
+    let service = ServiceBuilder::new()
+        .layer(limit)
+        .layer(AdaptiveThrottleLayer::new())
+        .service(slow);
+    let calls = (0..40).map(|_| {
+        let request = Request::get("http://h/").body(String::new()).unwrap();
+        service.clone().oneshot(request)
+    });
+    let done = JoinSet::from_iter(calls).join_all().await;
+    assert!(done.iter().all(Result::is_ok), "{done:?}");
+    let most = log.most(SECOND, None);
+    assert!(most <= 10, "{most} in a second");
+}
+
+/// A throttle between two rate limit layers takes nothing of either.
+#[tokio::test(start_paused = true)]
+async fn a_throttle_between_two_layers_uses_one_unit_of_each() {
+    let [outer, inner] = [(); 2].map(|()| RateLimitLayer::new(Quota::per_minute(10)).unwrap());
+    let log = Log::default();
+    let service = ServiceBuilder::new()
+        .layer(outer.clone())
+        .layer(AdaptiveThrottleLayer::new())
+        .layer(inner.clone())
+        .service(upstream(&log));
+    for _ in 0..10 {
+        let request = Request::get("http://h/").body(String::new()).unwrap();
+        service.clone().oneshot(request).await.unwrap();
+    }
+    assert_eq!(log.len(), 10);
+    for layer in [outer, inner] {
+        let status = layer.limiter().peek(Key::ALL).await.unwrap();
+        assert_eq!(status.limits[0].used, 10);
+    }
+}
+
+/// A service that acquires permits by hand, inside of a layer.
+#[tokio::test(start_paused = true)]
+async fn a_permit_by_hand_inside_a_layer_waits_with_a_valid_permit() {
+    let log = Log::default();
+    let channels = per_channel().limiter();
+    let service = {
+        let log = log.clone();
+        service_fn(move |request: Request<String>| {
+            let (log, channels) = (log.clone(), channels.clone());
+            async move {
+                let path = request.uri().path();
+                let channel = Key::new(channel(path).unwrap());
+                let permit = channels.acquire(channel).await?;
+                log.add(path);
+                drop(permit);
+                Ok::<_, BoxError>(Response::new("ok"))
+            }
+        })
+    };
+    let sent = send(all().layer(service)).await;
+    assert_within_limits(&log, "by hand");
+    assert!(sent >= 53, "by hand: {sent}");
 }
 
 #[cfg(feature = "reqwest-middleware")]

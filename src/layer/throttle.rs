@@ -4,7 +4,8 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
 
 use tower_layer::Layer;
 
@@ -12,12 +13,13 @@ use super::body::InFlight;
 use super::extractors::{Extractors, Reading};
 use super::response_policy::ResponsePolicy;
 use super::retrying::RetryingThrottleLayer;
-use super::seam::{Admission, Departure, Gate};
+use super::seam::{Admission, Departure, Gate, GiveBackOnDrop};
 use super::service::{gated_future, gated_service};
 use super::throttle_builder::AdaptiveThrottleBuilder;
 use crate::clock;
 use crate::error::Limited;
 use crate::key::{Key, RequestInfo, RequestRef, host_if_redirected};
+use crate::limiter::{Renewal, Renewed, is_inside_a_layer};
 #[cfg(doc)]
 use crate::pace::Fair;
 use crate::signal::ResponseInfo;
@@ -113,9 +115,33 @@ impl AdaptiveThrottleLayer {
 
 /// A request that waits at a throttle.
 pub(super) struct ThrottleWait {
-    wait: Box<Wait>,
+    stage: Stage,
     /// The key of its host, if another host may answer.
     host: Option<Key>,
+    deadline: Option<Instant>,
+}
+
+// Turn => Renewal | done
+// Renewal => done
+enum Stage {
+    /// Waits for its turn.
+    Turn(Box<Wait>),
+    /// Has its turn, and waits until the permits of the layers around are valid.
+    Renewal(Box<(GiveBackOnDrop<AdaptiveThrottleLayer>, Renewal)>),
+}
+
+impl ThrottleWait {
+    /// Waits until the permits of the layers around are valid.
+    fn renewal(call: ThrottleCall, deadline: Option<Instant>) -> Self {
+        let host = call.host;
+        let mut permit = GiveBackOnDrop::empty();
+        permit.put(call);
+        ThrottleWait {
+            stage: Stage::Renewal(Box::new((permit, Renewal::new(deadline)))),
+            host,
+            deadline,
+        }
+    }
 }
 
 /// A request at a throttle that may be sent, or was sent.
@@ -123,6 +149,9 @@ pub(super) struct ThrottleCall {
     permit: ThrottlePermit,
     /// The key of its host, if another host may answer.
     host: Option<Key>,
+    deadline: Option<Instant>,
+    /// The permits of the layers around, if there are any.
+    renewed: Option<Renewed>,
 }
 
 impl Gate for AdaptiveThrottleLayer {
@@ -159,11 +188,22 @@ impl Gate for AdaptiveThrottleLayer {
                 } else {
                     permit
                 };
-                Admission::Go(ThrottleCall { permit, host })
+                let call = ThrottleCall {
+                    permit,
+                    host,
+                    deadline,
+                    renewed: None,
+                };
+                if is_inside_a_layer() {
+                    Admission::Wait(ThrottleWait::renewal(call, deadline))
+                } else {
+                    Admission::Go(call)
+                }
             }
             Begun::Waits(wait) => Admission::Wait(ThrottleWait {
-                wait: Box::new(wait),
+                stage: Stage::Turn(Box::new(wait)),
                 host,
+                deadline,
             }),
             Begun::Limited(limited) => Admission::No(limited),
         }
@@ -177,15 +217,57 @@ impl Gate for AdaptiveThrottleLayer {
         waiting: &mut ThrottleWait,
         cx: &mut Context<'_>,
     ) -> Poll<Result<ThrottleCall, Limited>> {
-        let host = waiting.host;
-        Pin::new(&mut *waiting.wait)
-            .poll(cx)
-            .map_ok(|permit| ThrottleCall { permit, host })
+        loop {
+            match &mut waiting.stage {
+                Stage::Turn(wait) => {
+                    let permit = ready!(Pin::new(&mut **wait).poll(cx))?;
+                    let &mut ThrottleWait { host, deadline, .. } = waiting;
+                    let call = ThrottleCall {
+                        permit,
+                        host,
+                        deadline,
+                        renewed: None,
+                    };
+                    if !is_inside_a_layer() {
+                        return Poll::Ready(Ok(call));
+                    }
+                    *waiting = ThrottleWait::renewal(call, deadline);
+                }
+                Stage::Renewal(waits) => {
+                    let (permit, renewal) = &mut **waits;
+                    let renewed = ready!(renewal.poll(cx))?;
+                    let call = permit
+                        .take()
+                        .expect("a future is not polled after it was ready");
+                    return Poll::Ready(Ok(ThrottleCall {
+                        renewed: Some(renewed),
+                        ..call
+                    }));
+                }
+            }
+        }
     }
 
-    /// Sends the request. The permits of a throttle do not expire.
-    fn send(call: ThrottleCall, _waiting: &mut ThrottleWait) -> Option<ThrottleCall> {
-        Some(call)
+    /// Sends the request. The permits of a throttle do not expire, but those of the layers around
+    /// do.
+    fn send(call: ThrottleCall, waiting: &mut ThrottleWait) -> Option<ThrottleCall> {
+        if call.renewed.as_ref().is_none_or(Renewed::is_valid) {
+            return Some(call);
+        }
+        let deadline = call.deadline;
+        *waiting = ThrottleWait::renewal(call, deadline);
+        None
+    }
+
+    fn is_outer(call: &ThrottleCall) -> bool {
+        call.renewed.is_some()
+    }
+
+    fn around<R>(call: &mut ThrottleCall, inner: impl FnOnce() -> R) -> R {
+        match &mut call.renewed {
+            Some(renewed) => renewed.around(inner),
+            None => inner(),
+        }
     }
 
     fn give_back(call: ThrottleCall) {
@@ -203,13 +285,23 @@ impl Gate for AdaptiveThrottleLayer {
         policy: &ResponsePolicy,
         repeat: Option<T>,
     ) -> Departure<ThrottleWait, T> {
-        let ThrottleCall { permit, host } = call;
+        let ThrottleCall {
+            permit,
+            host,
+            deadline,
+            ..
+        } = call;
         let arrived = clock::now();
         let signal = policy.signal(permit.key(), host, response, arrived);
         let limited = match repeat {
             Some(repeat) => match permit.answered_or_back(&signal, arrived) {
                 Some(Back::Waits(wait)) => {
-                    return Departure::Retry(ThrottleWait { wait, host }, repeat);
+                    let wait = ThrottleWait {
+                        stage: Stage::Turn(wait),
+                        host,
+                        deadline,
+                    };
+                    return Departure::Retry(wait, repeat);
                 }
                 Some(Back::Ended(limited)) => Some(limited),
                 None => None,

@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::settings::{Common, common_setters};
 use super::throttle::AdaptiveThrottleLayer;
 use crate::config_error::ConfigError;
+use crate::limiter::note_several_gates;
 use crate::pace::{Fair, Pace};
 use crate::rng::{Dice, dice};
 #[cfg(doc)]
@@ -116,6 +117,8 @@ impl AdaptiveThrottleBuilder {
             max_hold,
             store,
         })?;
+        // The layer may be inside of a rate limit layer.
+        note_several_gates();
         Ok(AdaptiveThrottleLayer {
             throttle,
             extractors: Arc::new(extractors),

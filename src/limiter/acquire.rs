@@ -11,7 +11,8 @@ use smallvec::SmallVec;
 
 use super::admission::Entry;
 use super::engine::Core;
-use super::joint::{self, JointStarted, MOST_PARTS, Part};
+use super::joint::{self, Entered, JointStarted, MOST_PARTS, Part};
+use super::outer;
 use super::permit::Permit;
 use super::start::{self, Started};
 use super::waiting::Waiting;
@@ -135,7 +136,7 @@ impl Acquire {
 }
 
 /// Enters a request of several keys.
-fn enter_joint(requests: &[(Arc<Core>, Request)]) -> JointStarted {
+fn enter_joint(requests: &[(Arc<Core>, Request)]) -> Entered {
     let deadline = requests.iter().filter_map(|(_, request)| request.deadline);
     let deadline = deadline.min();
     let parts: SmallVec<[Part; 4]> = requests
@@ -151,7 +152,7 @@ fn enter_joint(requests: &[(Arc<Core>, Request)]) -> JointStarted {
         })
         .collect();
     let (first, request) = &requests[0];
-    joint::start(&parts, deadline, || first.label(request.key, None))
+    joint::enter(&parts, deadline, || first.label(request.key, None))
 }
 
 impl Future for Acquire {
@@ -160,6 +161,10 @@ impl Future for Acquire {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         loop {
             match &mut self.0 {
+                &mut Step::New(ref core, request) if outer::is_any() => {
+                    // The permits of the layers around are to be valid, too.
+                    self.0 = Step::Joint(vec![(core.clone(), request)]);
+                }
                 &mut Step::New(
                     ref core,
                     Request {
@@ -198,10 +203,17 @@ impl Future for Acquire {
                     let started = enter_joint(requests);
                     self.0 = Step::Done;
                     match started {
-                        JointStarted::Granted(permit) => return Poll::Ready(Ok(permit)),
-                        JointStarted::Limited(limited) => return Poll::Ready(Err(limited)),
-                        JointStarted::Waiting(waiter) => {
+                        Entered::Started(JointStarted::Granted(permit)) => {
+                            return Poll::Ready(Ok(permit));
+                        }
+                        Entered::Started(JointStarted::Limited(limited)) => {
+                            return Poll::Ready(Err(limited));
+                        }
+                        Entered::Started(JointStarted::Waiting(waiter)) => {
                             self.0 = Step::Waiting(Waiting::Joint(waiter));
+                        }
+                        Entered::UntilKnown(waiter) => {
+                            self.0 = Step::Waiting(Waiting::Inside(waiter));
                         }
                     }
                 }

@@ -65,6 +65,9 @@ pub(crate) struct CoreId(u32);
 static CORES: RwLock<BTreeMap<CoreId, Weak<Core>>> = RwLock::new(BTreeMap::new());
 
 impl CoreId {
+    /// The number of no core.
+    pub(super) const NONE: CoreId = CoreId(u32::MAX);
+
     fn next() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         CoreId(NEXT.fetch_add(1, Ordering::Relaxed))

@@ -70,10 +70,12 @@ mod waiting;
 pub use acquire::Acquire;
 pub(crate) use admission::Entry;
 pub(crate) use in_flight_slot::InFlightSlot;
-pub(crate) use joint::{Entered, JointStarted, MOST_PARTS, Part, enter as enter_joint};
+pub(crate) use joint::{
+    Entered, JointStarted, MOST_PARTS, Part, Renewal, Renewed, enter as enter_joint,
+};
 pub use key_state::{HeaderTrust, StatedLimit};
 pub use limiter::Limiter;
-pub(crate) use outer::{Watch, is_any as is_inside_a_layer};
+pub(crate) use outer::{Watch, is_any as is_inside_a_layer, note_several as note_several_gates};
 pub use permit::Permit;
 pub(crate) use permit::Sent;
 pub use settings::OnStoreError;

@@ -16,6 +16,10 @@
 //! makes its permits known from then on ([`around`]). The inner layer lets its first request wait
 //! until it is polled again.
 //!
+//! An adaptive throttle inside has no permit of a limiter. It waits for its turn, and then renews the
+//! outer permits ([`Renewal`](super::joint::Renewal)). Gates inside of it see its call as that of a
+//! layer around them.
+//!
 //! A layer cannot see the layers around it if the request reaches it in another task, as behind
 //! `tower::buffer`.
 
@@ -92,11 +96,12 @@ thread_local! {
     };
 }
 
-/// Whether this process has more than one limiter. With one, no layer is around another.
+/// Whether this process has more than one limiter, or a throttle. With one limiter, no layer is
+/// around another.
 static ARE_SEVERAL: AtomicBool = AtomicBool::new(false);
 
-/// Notes that this process has more than one limiter.
-pub(super) fn note_several() {
+/// Notes that this process has more than one limiter, or a throttle.
+pub(crate) fn note_several() {
     ARE_SEVERAL.store(true, Ordering::Relaxed);
 }
 
@@ -147,6 +152,21 @@ impl Watch {
     #[inline]
     pub(crate) fn end(self) -> bool {
         AROUND.with(|around| around.sight.replace(self.0) == Sight::FoundMark)
+    }
+}
+
+impl OuterPermit {
+    /// Makes the place of a call that has no permit itself, among the permits of the layers around.
+    pub(super) fn place_of(use_of: UseOf) -> Self {
+        OuterPermit {
+            core: CoreId::NONE,
+            key: Key::ALL,
+            cost: 0,
+            host: None,
+            until: None,
+            slot: None,
+            use_of,
+        }
     }
 }
 
@@ -204,6 +224,11 @@ pub(super) fn all() -> SmallVec<[OuterPermit; 2]> {
             .filter_map(Cell::get)
             .collect()
     })
+}
+
+/// Returns when the first of the permits of the layers around expires. `None` if none expires.
+pub(super) fn first_expiry() -> Option<Instant> {
+    all().iter().filter_map(|permit| permit.until).min()
 }
 
 /// Replaces the permits of the layers around.

@@ -124,17 +124,6 @@ impl Permit {
         self
     }
 
-    /// Takes out the permits of the keys from number `first` on.
-    pub(super) fn split_off(&mut self, first: usize) -> Vec<JointPermit> {
-        let joint = self.joint.as_mut();
-        joint.map_or_else(Vec::new, |joint| joint.others.split_off(first - 1))
-    }
-
-    /// Returns the slot of this key alone.
-    pub(super) fn slot(&self) -> Option<Reservation> {
-        self.slot
-    }
-
     /// Returns the key of the request. If it has several, this is the first one.
     pub fn key(&self) -> Key {
         self.key

@@ -32,9 +32,11 @@
 //! | `set` | [`JointSet`]: the waiters of equal keys, and their joint slots |
 //! | `booking` | the search for a joint slot |
 //! | `waiter` | the future of a joint request |
+//! | `renewal` | renews the permits of the layers around, for a call without a permit of its own |
 //! | `until_known` | a request that waits until the permits of the layers around are known |
 
 mod booking;
+mod renewal;
 mod set;
 mod until_known;
 mod waiter;
@@ -52,9 +54,10 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::Refusal;
 
+pub(crate) use renewal::{Renewal, Renewed};
 pub(super) use set::JointSets;
 pub(crate) use until_known::UntilKnown;
-pub(crate) use waiter::{Entered, JointStarted, JointWaiter, enter, start};
+pub(crate) use waiter::{Entered, JointStarted, JointWaiter, enter};
 
 /// The most keys of a request.
 pub(crate) const MOST_PARTS: usize = 8;

@@ -137,9 +137,8 @@ fn start_inside(
     let now = match take_all_at_once(parts, deadline) {
         Ok(slots) => {
             if outer::use_all(call, clock::now()) {
-                let until = outer::all().iter().filter_map(|permit| permit.until).min();
                 let permit = permit(parts, slots, PerPart::new());
-                return JointStarted::Granted(permit.inside(call, until));
+                return JointStarted::Granted(permit.inside(call, outer::first_expiry()));
             }
             give_back(parts, slots);
             clock::now()
@@ -150,6 +149,21 @@ fn start_inside(
     all.extend(outer::all().iter().filter_map(Part::around));
     give_up_outer();
     start_slow(&all, parts.len(), Some(call), deadline, label(), now)
+}
+
+/// Begins to renew the permits of the layers around, for the call `call`. Returns `None` if there
+/// are none.
+pub(super) fn renew_outer(
+    deadline: Option<Instant>,
+    call: CallId,
+) -> Result<Option<Box<JointWaiter>>, Limited> {
+    let all: PerPart<Part> = outer::all().iter().filter_map(Part::around).collect();
+    let Some(Part { core, entry }) = all.first() else {
+        return Ok(None);
+    };
+    let label = core.label(entry.key, None);
+    give_up_outer();
+    JointWaiter::enter(&all, 0, Some(call), deadline, label, clock::now()).map(Some)
 }
 
 /// Gives back the unused permits of the layers around, which are about to be acquired anew.
@@ -196,32 +210,12 @@ fn start_slow(
     label: Label,
     now: Instant,
 ) -> JointStarted {
-    let bound = WaitBound::new(deadline, now, max_wait(parts));
-    if let Some((part, reason)) = unfit(parts, own, bound, now) {
-        let refused = {
-            let Part { core, .. } = &parts[part];
-            RefusedRequest::new(parts[part].label(part, &label), core.settings.name, now)
-        };
-        return JointStarted::Limited(refused.refuse(reason, Refusal::NEVER, now));
-    }
-    let mut waiter = Box::new(JointWaiter {
-        set: parts[0].core.joint.find(parts),
-        number: next_number(),
-        bound,
-        stage: Stage::Done,
-        in_flight: parts.iter().map(|_| None).collect(),
-        since: now,
-        turns: 0,
-        label,
-        own,
-        inside,
-        confirmation: None,
-    });
+    let mut waiter = match JointWaiter::enter(parts, own, inside, deadline, label, now) {
+        Ok(waiter) => waiter,
+        Err(limited) => return JointStarted::Limited(limited),
+    };
     // A store that replies at once decides here.
     let mut cx = Context::from_waker(std::task::Waker::noop());
-    if let Some((part, admission)) = waiter.take_in_flight_slots(0, now) {
-        return JointStarted::Limited(waiter.stopped(part, admission, now));
-    }
     match Pin::new(&mut *waiter).poll(&mut cx) {
         Poll::Ready(Ok(permit)) => JointStarted::Granted(permit),
         Poll::Ready(Err(limited)) => JointStarted::Limited(limited),
@@ -320,6 +314,46 @@ impl Part {
 }
 
 impl JointWaiter {
+    /// Enters a request. The first `own` parts are its own, the others are of layers around.
+    ///
+    /// # Errors
+    ///
+    /// The error of a request that cannot wait.
+    fn enter(
+        parts: &[Part],
+        own: usize,
+        inside: Option<CallId>,
+        deadline: Option<Instant>,
+        label: Label,
+        now: Instant,
+    ) -> Result<Box<Self>, Limited> {
+        let bound = WaitBound::new(deadline, now, max_wait(parts));
+        if let Some((part, reason)) = unfit(parts, own, bound, now) {
+            let refused = {
+                let Part { core, .. } = &parts[part];
+                RefusedRequest::new(parts[part].label(part, &label), core.settings.name, now)
+            };
+            return Err(refused.refuse(reason, Refusal::NEVER, now));
+        }
+        let mut waiter = Box::new(JointWaiter {
+            set: parts[0].core.joint.find(parts),
+            number: next_number(),
+            bound,
+            stage: Stage::Done,
+            in_flight: parts.iter().map(|_| None).collect(),
+            since: now,
+            turns: 0,
+            label,
+            own,
+            inside,
+            confirmation: None,
+        });
+        match waiter.take_in_flight_slots(0, now) {
+            Some((part, admission)) => Err(waiter.stopped(part, admission, now)),
+            None => Ok(waiter),
+        }
+    }
+
     /// Waits again, in its old place, because `permit` expired before it could be used.
     pub(crate) fn wait_again(&mut self, permit: Permit) {
         self.in_flight = permit.return_slots();
@@ -440,13 +474,14 @@ impl JointWaiter {
             events::passed(&self.set.parts[*part].label(*part, &self.label), cause);
         }
         let parts = &self.set.parts;
-        let mut permit = permit(parts, slot.slots, std::mem::take(&mut self.in_flight));
+        let mut slots = slot.slots;
         if let Some(call) = self.inside {
-            let outer = permit.split_off(self.own);
-            let slots = outer.iter().map(|outer| outer.permit.slot());
-            let until = slots.clone().flatten().map(|slot| slot.until).min();
-            outer::renew(slots, call);
-            permit = permit.inside(call, until);
+            outer::renew(slots.drain(self.own..), call);
+        }
+        let in_flight = std::mem::take(&mut self.in_flight);
+        let mut permit = permit(&parts[..self.own], slots, in_flight);
+        if let Some(call) = self.inside {
+            permit = permit.inside(call, outer::first_expiry());
         }
         let waited = now.saturating_duration_since(self.since);
         if waited.is_zero() {
@@ -545,19 +580,8 @@ impl JointWaiter {
         self.in_flight.iter_mut().for_each(|slot| *slot = None);
     }
 
-    fn unwatch_holds(&self) {
-        for part in &self.set.parts {
-            for key in part.hold_keys() {
-                holds::leave(&part.core, key, self.number);
-            }
-        }
-    }
-}
-
-impl Future for JointWaiter {
-    type Output = Result<Permit, Limited>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+    /// Polls for a joint slot with which the request may leave now.
+    fn poll_slot(&mut self, cx: &mut Context<'_>) -> Poll<Result<JointSlot, Limited>> {
         if let Err(limited) = ready!(self.poll_in_flight(cx)) {
             return Poll::Ready(Err(limited));
         }
@@ -605,11 +629,37 @@ impl Future for JointWaiter {
                 continue;
             }
             if doubtful.is_empty() && self.may_leave(&slot, now) {
-                return Poll::Ready(Ok(self.granted(slot, now)));
+                return Poll::Ready(Ok(slot));
             }
             self.set.give_back([slot]);
             self.enter_again(now);
         }
+    }
+
+    /// Polls for the renewal of the permits of the layers around. Returns the call that uses them.
+    pub(super) fn poll_renewal(&mut self, cx: &mut Context<'_>) -> Poll<Result<CallId, Limited>> {
+        let slot = ready!(self.poll_slot(cx))?;
+        self.stage = Stage::Done;
+        let call = self.inside.unwrap_or_else(CallId::new);
+        outer::renew(slot.slots.into_iter(), call);
+        Poll::Ready(Ok(call))
+    }
+
+    fn unwatch_holds(&self) {
+        for part in &self.set.parts {
+            for key in part.hold_keys() {
+                holds::leave(&part.core, key, self.number);
+            }
+        }
+    }
+}
+
+impl Future for JointWaiter {
+    type Output = Result<Permit, Limited>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let slot = ready!(self.poll_slot(cx))?;
+        Poll::Ready(Ok(self.granted(slot, clock::now())))
     }
 }
 
