@@ -58,7 +58,6 @@ struct Further {
 
 impl RateLimitBuilder {
     const DEFAULT_MAX_HOLD: Duration = Duration::from_secs(60);
-    const DEFAULT_TRANSIT_SLACK: Duration = Duration::from_millis(10);
     const DEFAULT_BOUNDARY_GUARD: Duration = Duration::from_millis(100);
     const DEFAULT_IN_FLIGHT_TTL: Duration = Duration::from_secs(10);
     const LONGEST_SLACK: Duration = Duration::from_secs(60);
@@ -72,7 +71,7 @@ impl RateLimitBuilder {
             common: Common::new(RateLimitBuilder::DEFAULT_MAX_HOLD),
             on_store_error: OnStoreError::default(),
             fallback_share: None,
-            transit_slack: RateLimitBuilder::DEFAULT_TRANSIT_SLACK,
+            transit_slack: Slacks::TRANSIT,
             boundary_guard: RateLimitBuilder::DEFAULT_BOUNDARY_GUARD,
             max_rate_loss: Slacks::RATE_LOSS,
             in_flight_ttl: RateLimitBuilder::DEFAULT_IN_FLIGHT_TTL,

@@ -60,6 +60,45 @@ impl Limit {
         }
     }
 
+    /// Makes the limit of [`Quota::sliding_counter`]: a bucket whose capacity and refill add up to
+    /// `count` in each `window`.
+    ///
+    /// A bucket of b that gains r in a window W passes at most b + r t / W in any time t. Of two
+    /// windows, let the second be a share f old. Together they have at most b + r (1 + f) units, and
+    /// the second has at most b + r f. The estimate, (1 - f) x the first + the second, is largest if
+    /// the second has as many as it can: (1 - f) r + b + r f = r + b.
+    ///
+    /// A large capacity leaves less to refill. A small one loses the margin of a permit at each
+    /// slot: see `check_spacing`. The capacity with the shortest time between slots is chosen.
+    pub(super) const fn sliding_counter(count: u32, window: Duration) -> Self {
+        if count < 2 {
+            // With a count of 1, the estimate allows the next request two windows later.
+            return Limit::bucket(count, count, window.saturating_mul(2));
+        }
+        let nanos = window.as_nanos();
+        let between = nanos / count as u128;
+        let life = between / LIVES_BETWEEN_SLOTS as u128;
+        let life = clamp(life, LIFE.as_nanos(), LONGEST_LIFE.as_nanos());
+        let margin = life + Slacks::TRANSIT.as_nanos();
+        // From here on, slots are no further apart than the refill allows.
+        let enough = margin * count as u128 / (nanos + 1) + 2;
+        let (mut best, mut shortest) = (1, u128::MAX);
+        let mut capacity = 1;
+        while capacity < count as u128 && capacity <= enough {
+            let spacing = nanos / (count as u128 - capacity);
+            let spacing = max(
+                spacing,
+                (margin + 2 * spacing).saturating_sub(capacity * spacing),
+            );
+            if spacing < shortest {
+                (best, shortest) = (capacity, spacing);
+            }
+            // The best one is near the last one, if it is not the first.
+            capacity = max(capacity + 1, enough.saturating_sub(2));
+        }
+        Limit::bucket(best as u32, count - best as u32, window)
+    }
+
     /// Makes a limit of `count` units in each window that is aligned to the Unix epoch.
     pub const fn fixed(count: u32, window: Duration) -> Self {
         Limit::Fixed { count, window }
@@ -194,6 +233,17 @@ impl Limit {
             }
         }
     }
+}
+
+/// `Ord::max` of two numbers, for constants.
+const fn max(a: u128, b: u128) -> u128 {
+    if a > b { a } else { b }
+}
+
+/// `Ord::clamp`, for constants.
+const fn clamp(value: u128, least: u128, most: u128) -> u128 {
+    let value = max(value, least);
+    if value < most { value } else { most }
 }
 
 /// A permit may live for a fiftieth of the time between two slots: if slots are far apart, the loss

@@ -17,6 +17,9 @@ pub(crate) struct Slacks {
 }
 
 impl Slacks {
+    /// The transit slack by default.
+    pub(crate) const TRANSIT: Duration = Duration::from_millis(10);
+
     /// The largest loss that is allowed by default, in per cent.
     pub(crate) const RATE_LOSS: u32 = 10;
 }

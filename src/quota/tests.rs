@@ -54,6 +54,50 @@ fn lives_follow_the_time_between_slots() {
     );
 }
 
+/// The share of the count that is used: the refill, less what the margin of a permit costs.
+#[test]
+fn sliding_counters_use_most_of_the_count() {
+    let second = Duration::from_secs(1);
+    for (count, window, used) in [
+        (1, second, 48),
+        (2, second, 48),
+        (10, second, 80),
+        (25, second, 92),
+        (50, second, 96),
+        (100, second * 2, 98),
+        (1000, second, 97),
+        (25, second * 60, 93),
+        (600, second * 60, 99),
+        (1_000_000, second, 98),
+    ] {
+        let quota = Quota::sliding_counter(count, window);
+        let life = quota.check(SLACKS).unwrap();
+        let [
+            Limit::Bucket {
+                capacity,
+                count: refill,
+                window: period,
+                ..
+            },
+        ] = *quota.limits()
+        else {
+            panic!("{quota}")
+        };
+        if count > 1 {
+            assert_eq!((capacity + refill, period), (count, window), "{quota}");
+        }
+        let between = period / refill;
+        let margin = life + SLACKS.transit;
+        let delayed = (margin + 2 * between).saturating_sub(between * capacity);
+        let spacing = between.max(delayed);
+        let share = 100 * window.as_nanos() / spacing.as_nanos() / u128::from(count);
+        assert_eq!(share, used, "{quota}");
+    }
+    assert!(check(Quota::sliding_counter(0, second)).is_err());
+    assert!(check(Quota::sliding_counter(5, Duration::ZERO)).is_err());
+    assert!(check(Quota::sliding_counter(u32::MAX, Duration::MAX)).is_err());
+}
+
 #[test]
 fn zero_huge_and_overflowing_quotas_are_errors_never_panics() {
     let hour = Duration::from_secs(3600);

@@ -58,12 +58,20 @@ fn broken(quota: &Quota, arrivals: &[Arrival]) -> Option<String> {
             capacity,
             count,
             window,
-        } => over_bucket(
-            &arrivals,
-            u64::from(capacity),
-            u64::from(count),
-            micros_up(window),
-        ),
+        } => {
+            let (capacity, count) = (u64::from(capacity), u64::from(count));
+            let window = micros_up(window);
+            over_bucket(&arrivals, capacity, count, window).or_else(|| {
+                let offsets = [0, window / 3, window / 2];
+                let offsets = offsets
+                    .into_iter()
+                    .chain(arrivals.iter().map(|&(at, _)| at));
+                let mut offsets = offsets.take(20);
+                offsets.find_map(|offset| {
+                    over_sliding_counter(&arrivals, capacity + count, window, offset)
+                })
+            })
+        }
         // The clock of the upstream may differ, and the way takes time: up to the guard in both
         // directions.
         Limit::Fixed { count, window } => [0, GUARD - 1, 2 * GUARD - 2]
@@ -95,6 +103,33 @@ fn over_bucket(arrivals: &[Arrival], capacity: u64, count: u64, window: Micros) 
         let short = needed > tokens;
         tokens = tokens.saturating_sub(needed);
         short.then(|| format!("bucket of {capacity} dry at {}", at - START))
+    })
+}
+
+/// A server's sliding window counter: the share of the last window that is younger than a window
+/// counts, and all of this window. The windows begin at `offset`. A bucket that is refilled with
+/// `count` minus its capacity stays within it: see `Quota::sliding_counter`.
+fn over_sliding_counter(
+    arrivals: &[Arrival],
+    count: u64,
+    window: Micros,
+    offset: Micros,
+) -> Option<String> {
+    let (mut number, mut last, mut current) = (0, 0, 0);
+    arrivals.iter().find_map(|&(at, units)| {
+        let since = at + window - offset % window;
+        let passed = since / window - number;
+        if passed > 0 {
+            last = if passed == 1 { current } else { 0 };
+            current = 0;
+            number = since / window;
+        }
+        current += units;
+        let left = window - since % window;
+        let estimate =
+            u128::from(last) * u128::from(left) + u128::from(current) * u128::from(window);
+        let is_over = estimate > u128::from(count) * u128::from(window);
+        is_over.then(|| format!("estimate of {count} exceeded at {}", at - START))
     })
 }
 
