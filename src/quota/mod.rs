@@ -26,6 +26,7 @@ pub(crate) use slacks::{LIFE, Slacks};
 /// Quota::every(Duration::from_secs(2));                // at least 2 s between two requests
 /// Quota::bucket(40).refill(2, Duration::from_secs(1)); // a token bucket of the upstream
 /// Quota::fixed(5000, Duration::from_secs(3600));       // a count for each full hour
+/// Quota::sliding_counter(100, Duration::from_secs(60)); // an estimate, as Cloudflare makes it
 /// Quota::in_flight(8);                                 // at most 8 at the same time
 /// Quota::per_second(50).and(Quota::in_flight(8));      // and at most 50 in any second
 ///
