@@ -452,9 +452,10 @@ fn row(table: &str, name: &str) -> u32 {
 
 #[tokio::test]
 async fn bot_sends_all_that_both_limits_allow() {
-    let out = run_within_limits("bot", &["--faster", "20"]).await;
-    // Beside other tests, the machine may pause: a permit that expires then costs a unit of a limit.
-    assert!(row(&out, "sent") >= 50, "{out}");
+    // Beside other tests, some messages waited for longer than the default of 9 s. The cause is open.
+    let patient = ["--faster", "20", "--max-wait", "600"];
+    let out = run_within_limits("bot", &patient).await;
+    assert_eq!(row(&out, "sent"), 59, "{out}");
     let out = run_within_limits("bot", &["--max-wait", "15"]).await;
     // A machine that pauses may miss the slots of some messages.
     let sent = row(&out, "sent");
