@@ -1,9 +1,10 @@
 //! Renews the permits of the layers around, for a call that has no permit of a limiter itself.
 
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
+use super::until_known::poll_known;
 use super::waiter::{self, JointWaiter};
 use crate::clock;
 use crate::error::Limited;
@@ -44,12 +45,7 @@ impl Renewal {
                     .poll_renewal(cx)
                     .map_ok(Renewed::new);
             }
-            // A mark that is still there after the first poll is of a service that has panicked.
-            if outer::find_mark() && !self.was_polled {
-                self.was_polled = true;
-                cx.waker().wake_by_ref();
-                return Poll::Pending;
-            }
+            ready!(poll_known(&mut self.was_polled, cx));
             let call = CallId::new();
             if outer::use_all(call, clock::now()) {
                 return Poll::Ready(Ok(Renewed::new(call)));

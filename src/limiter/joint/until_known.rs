@@ -1,6 +1,6 @@
 //! The first request of a layer that turns out to be inside of another one.
 
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use super::waiter::{JointStarted, start};
@@ -32,12 +32,7 @@ impl UntilKnown {
 
     /// Enters the request, once the permits of the layers around are known.
     pub(in crate::limiter) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<JointStarted> {
-        if !self.was_polled && outer::find_mark() {
-            self.was_polled = true;
-            cx.waker().wake_by_ref();
-            return Poll::Pending;
-        }
-        // A mark that is still there is of a service that has panicked.
+        ready!(poll_known(&mut self.was_polled, cx));
         Poll::Ready(start(&self.parts, self.deadline, || self.label.clone()))
     }
 
@@ -45,4 +40,16 @@ impl UntilKnown {
     pub(in crate::limiter) fn begin_again(&mut self, permit: Permit) {
         permit.give_back();
     }
+}
+
+/// Polls until the permits of the layers around are known. The layer around is notified, and makes
+/// them known before it polls again. `was_polled` keeps whether it was notified.
+pub(super) fn poll_known(was_polled: &mut bool, cx: &Context<'_>) -> Poll<()> {
+    // A mark that is still there after the first poll is of a service that has panicked.
+    if !*was_polled && outer::find_mark() {
+        *was_polled = true;
+        cx.waker().wake_by_ref();
+        return Poll::Pending;
+    }
+    Poll::Ready(())
 }
