@@ -10,9 +10,7 @@ use super::set::{JointSet, Wanted};
 use super::{Cause, JointRefusal, JointSlot, Part, PerPart, give_back};
 use crate::clock;
 use crate::error::StoreError;
-use crate::limiter::key_state::{
-    Asked, JointAsk, KeyState, ask_to_confirm, confirmed, known_refusal,
-};
+use crate::limiter::key_state::{Asked, JointAsk, KeyState, known_refusal};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Reservation, WaitBound};
 use crate::limiter::settings::Settings;
@@ -284,21 +282,6 @@ impl<'a> Search<'a> {
             uncounted: self.uncounted.take(),
             slots,
         }
-    }
-}
-
-/// Asks the stores of the parts `doubtful` to confirm what they have granted.
-pub(super) async fn confirm(set: Arc<JointSet>, doubtful: PerPart<usize>) {
-    for part in doubtful {
-        let Part { core, entry } = &set.parts[part];
-        let sent = clock::now();
-        let Some(reply) = core.with_state(entry.key, sent, ask_to_confirm) else {
-            continue;
-        };
-        let answer = reply.arrives().await;
-        core.with_state(entry.key, clock::now(), |state, ctx| {
-            confirmed(state, ctx, answer, sent)
-        });
     }
 }
 

@@ -22,20 +22,26 @@
 //! lists, as the queue of a key has: the first request gets the first joint slot. One task at a time
 //! books for the set.
 //!
-//! A joint slot is checked when it is due. The hold of a key, a store that lost its state or a task
-//! that wakes late may have made it useless. Then all of its slots are given back, and the request
-//! is first in its set again.
+//! A joint slot that is due goes to the first request. If a store has not replied for some time, it
+//! has to confirm its slot before. The requests behind wait for that, too.
+//!
+//! The request leaves when its task runs. A hold, a store that lost its state or a task that runs
+//! late may have made the joint slot useless by then. Then all of its slots are given back, and the
+//! request is first in its set again. Requests that got joint slots before it came back may have
+//! left. In all other cases, no request is overtaken by a later one of its set.
 //!
 //! | file | what it has |
 //! |---|---|
 //! | `mod` | [`Part`] and [`JointSlot`]: values |
 //! | `set` | [`JointSet`]: the waiters of equal keys, and their joint slots |
 //! | `booking` | the search for a joint slot |
+//! | `confirmation` | the calls to stores that may have lost a joint slot |
 //! | `waiter` | the future of a joint request |
 //! | `renewal` | renews the permits of the layers around, for a call without a permit of its own |
 //! | `until_known` | a request that waits until the permits of the layers around are known |
 
 mod booking;
+mod confirmation;
 mod renewal;
 mod set;
 mod until_known;

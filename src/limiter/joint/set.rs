@@ -7,6 +7,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use super::booking;
+use super::confirmation::{self, doubtful};
 use super::{Cause, JointRefusal, JointSlot, Part, PerPart, give_back};
 use crate::clock;
 use crate::error::StoreError;
@@ -45,6 +46,8 @@ struct State {
     slots: VecDeque<JointSlot>,
     /// Whether a task books.
     is_booking: bool,
+    /// Whether a task asks stores to confirm the first joint slot.
+    is_confirming: bool,
     /// Until when a hold of a key lets no request leave, by what was known last.
     held_until: Option<Instant>,
     /// The part that allowed the last request last. It is asked first.
@@ -57,6 +60,15 @@ struct JointWait {
     bound: WaitBound,
     /// When the wait ends, even if the store has not replied.
     gives_up_at: Instant,
+}
+
+/// The tasks that have to begin.
+#[derive(Debug, Default, PartialEq)]
+struct Tasks {
+    /// The parts whose stores have to confirm the first joint slot, which is due.
+    confirm: PerPart<usize>,
+    /// Whether a task has to book.
+    book: bool,
 }
 
 /// What to book next.
@@ -144,7 +156,6 @@ impl JointSet {
             if has_room {
                 let wait = JointWait { bound, gives_up_at };
                 state.waiters.enter(number, wait, gives_up_at);
-                state.set_timers();
             }
             has_room
         })
@@ -161,28 +172,30 @@ impl JointSet {
         loop {
             let now = clock::now();
             let mut unused = Vec::new();
-            let (settled, must_book) = self.with(|state, wakers| {
+            let (settled, tasks) = self.with(|state, wakers| {
                 state.waiters.runs(number);
                 state.obey(held_until, now, &mut unused);
-                state.hand_out(now, &mut unused, wakers);
-                if let Some(settled) = state.waiters.collect(number) {
-                    return (Some(settled), false);
-                }
-                if let Some(refusal) = state.over(number, now) {
+                let confirm = state.hand_out(&self.parts, now, &mut unused, wakers);
+                let mut settled = state.waiters.collect(number);
+                if settled.is_none()
+                    && let Some(refusal) = state.over(number, now)
+                {
                     state.waiters.leave(number);
                     state.trim(&mut unused);
-                    return (Some(Err(refusal)), false);
+                    settled = Some(Err(refusal));
                 }
-                let must_book = state.begin_booking();
-                if !must_book && let Some(waiter) = state.waiters.get_mut(number) {
-                    waiter.register(cx);
+                let tasks = state.begin_tasks(confirm);
+                if tasks == Tasks::default() {
+                    state.register(number, now, cx);
                 }
-                (None, must_book)
+                (settled, tasks)
             });
+            let has_begun = tasks != Tasks::default();
             self.give_back(unused);
+            self.run(tasks);
             match settled {
                 Some(settled) => return Poll::Ready(settled),
-                None if must_book => booking::begin(self),
+                None if has_begun => {}
                 None => return Poll::Pending,
             }
         }
@@ -190,18 +203,34 @@ impl JointSet {
 
     /// Removes a request. A joint slot that it had goes to the next request.
     pub(super) fn leave(self: &Arc<Self>, number: Number) {
-        let now = clock::now();
-        let mut unused = Vec::new();
-        let must_book = self.with(|state, wakers| {
+        self.change(|state, _, _| {
             if let Some(Left::Settled(Ok(slot))) = state.waiters.leave(number) {
                 state.insert(slot);
             }
+        });
+    }
+
+    /// Makes a change. Then gives back the joint slots that no request needs, hands out those that
+    /// are due, and begins the tasks that are needed.
+    fn change(self: &Arc<Self>, change: impl FnOnce(&mut State, &mut Vec<JointSlot>, &mut Wakers)) {
+        let now = clock::now();
+        let mut unused = Vec::new();
+        let tasks = self.with(|state, wakers| {
+            change(state, &mut unused, wakers);
             state.trim(&mut unused);
-            state.hand_out(now, &mut unused, wakers);
-            state.begin_booking()
+            let confirm = state.hand_out(&self.parts, now, &mut unused, wakers);
+            state.begin_tasks(confirm)
         });
         self.give_back(unused);
-        if must_book {
+        self.run(tasks);
+    }
+
+    fn run(self: &Arc<Self>, tasks: Tasks) {
+        let Tasks { confirm, book } = tasks;
+        if !confirm.is_empty() {
+            confirmation::begin(self, &confirm);
+        }
+        if book {
             booking::begin(self);
         }
     }
@@ -217,47 +246,67 @@ impl JointSet {
     }
 
     /// Takes in what became of a booking.
-    pub(super) fn booked(&self, wanted: &Wanted, outcome: Result<JointSlot, JointRefusal>) {
-        let now = clock::now();
-        let mut unused = Vec::new();
-        self.with(|state, wakers| {
-            match outcome {
-                Ok(slot) => {
-                    state.scarcest = slot.last;
-                    state.insert(slot);
-                    state.trim(&mut unused);
-                }
-                Err(
-                    refusal @ JointRefusal {
-                        cause: Cause::Failed(_),
-                        ..
-                    },
-                ) => {
-                    // The store failed for all requests that have no joint slot.
-                    let mut served = state.slots.len();
-                    state.waiters.settle_where(
-                        |_, _| {
-                            let has_slot = served > 0;
-                            served = served.saturating_sub(1);
-                            (!has_slot).then(|| Err(refusal.clone()))
-                        },
-                        wakers,
-                    );
-                }
-                Err(refusal) => {
-                    // If the request has left meanwhile, nothing was booked for the others.
-                    let _ = state.waiters.settle(wanted.number, Err(refusal), wakers);
-                }
+    pub(super) fn booked(
+        self: &Arc<Self>,
+        wanted: &Wanted,
+        outcome: Result<JointSlot, JointRefusal>,
+    ) {
+        self.change(|state, _, wakers| match outcome {
+            Ok(slot) => {
+                state.scarcest = slot.last;
+                state.insert(slot);
+                state.wake_for_last_slot(wanted.number);
             }
-            state.hand_out(now, &mut unused, wakers);
+            Err(
+                refusal @ JointRefusal {
+                    cause: Cause::Failed(_),
+                    ..
+                },
+            ) => {
+                // The store failed for all requests that have no joint slot.
+                let mut served = state.slots.len();
+                state.waiters.settle_where(
+                    |_, _| {
+                        let has_slot = served > 0;
+                        served = served.saturating_sub(1);
+                        (!has_slot).then(|| Err(refusal.clone()))
+                    },
+                    wakers,
+                );
+            }
+            Err(refusal) => {
+                // If the request has left meanwhile, nothing was booked for the others.
+                let _ = state.waiters.settle(wanted.number, Err(refusal), wakers);
+            }
         });
-        self.give_back(unused);
+    }
+
+    /// Takes in that the stores of the first joint slot were asked to confirm it. If they have not,
+    /// it is given back, and its request books anew.
+    pub(super) fn confirmed(self: &Arc<Self>) {
+        let now = clock::now();
+        self.change(|state, unused, _| {
+            state.is_confirming = false;
+            let is_lost = |slot: &JointSlot| !doubtful(&self.parts, slot, now).is_empty();
+            while let Some(slot) = state.take_due(now, is_lost) {
+                unused.push(slot);
+            }
+        });
     }
 
     /// Ends a booking whose task was dropped with its runtime. Another request begins it again.
     pub(super) fn booking_lost(&self) {
+        self.task_lost(|state| state.is_booking = false);
+    }
+
+    /// Ends a confirmation whose task was dropped with its runtime. Another request begins it again.
+    pub(super) fn confirmation_lost(&self) {
+        self.task_lost(|state| state.is_confirming = false);
+    }
+
+    fn task_lost(&self, note: impl FnOnce(&mut State)) {
         self.with(|state, wakers| {
-            state.is_booking = false;
+            note(state);
             state.waiters.wake_where(|_| true, wakers);
         });
     }
@@ -301,17 +350,15 @@ impl State {
     fn insert(&mut self, slot: JointSlot) {
         let place = self.slots.partition_point(|other| other.at <= slot.at);
         self.slots.insert(place, slot);
-        self.set_timers();
     }
 
-    /// Sets the timers of the requests to their joint slots. A request without one wakes when it
-    /// gives up.
-    fn set_timers(&mut self) {
-        let mut slots = self.slots.iter();
-        for waiter in self.waiters.iter_mut() {
-            let gives_up_at = waiter.request.gives_up_at;
-            let slot = slots.next().map(|slot| slot.at);
-            waiter.wake_at(slot.map_or(gives_up_at, |slot| slot.min(gives_up_at)));
+    /// Wakes the request `number`, which the last joint slot was booked for, when that slot is due.
+    fn wake_for_last_slot(&mut self, number: Number) {
+        let Some(slot) = self.slots.back() else {
+            return;
+        };
+        if let Some(waiter) = self.waiters.get_mut(number) {
+            waiter.wake_at(slot.at.min(waiter.request.gives_up_at));
         }
     }
 
@@ -321,29 +368,66 @@ impl State {
         while self.slots.len() > self.waiters.waiting() {
             unused.extend(self.slots.pop_back());
         }
-        self.set_timers();
     }
 
-    /// Gives the joint slots that are due to the first requests.
-    fn hand_out(&mut self, now: Instant, unused: &mut Vec<JointSlot>, wakers: &mut Wakers) {
-        let mut has_changed = false;
-        while self.slots.front().is_some_and(|slot| slot.at <= now)
-            && let Some(slot) = self.slots.pop_front()
-        {
-            has_changed = true;
+    /// Gives the joint slots that are due to the first requests. Stops at a slot that stores have
+    /// to confirm first, and returns the parts of these stores.
+    ///
+    /// The first request then wakes for the first slot. The others wake for the slots that they had
+    /// when they were booked. If requests before them have left since, that is too late. It matters
+    /// only if the task of the first request does not poll its wait.
+    fn hand_out(
+        &mut self,
+        parts: &[Part],
+        now: Instant,
+        unused: &mut Vec<JointSlot>,
+        wakers: &mut Wakers,
+    ) -> PerPart<usize> {
+        while let Some(slot) = self.take_due(now, |_| true) {
             if slot.until.is_some_and(|until| until <= now) || self.waiters.waiting() == 0 {
                 unused.push(slot);
-            } else {
-                self.waiters.settle_first(Ok(slot), wakers);
+                continue;
             }
-        }
-        if has_changed {
-            self.set_timers();
-            // Requests whose slots had expired have to be polled, so that they book anew.
-            if self.slots.len() < self.waiters.waiting() && !self.is_booking {
-                self.waiters.wake_where(|_| true, wakers);
+            let confirm = doubtful(parts, &slot, now);
+            if !confirm.is_empty() {
+                self.slots.push_front(slot);
+                return confirm;
             }
+            self.waiters.settle_first(Ok(slot), wakers);
         }
+        if let Some(slot) = self.slots.front()
+            && let Some(first) = self.waiters.first_mut()
+            && first.wakes_at() > slot.at
+        {
+            first.wake_at(slot.at);
+        }
+        PerPart::new()
+    }
+
+    /// Takes the first joint slot, if it is due and `is_taken`.
+    fn take_due(
+        &mut self,
+        now: Instant,
+        is_taken: impl Fn(&JointSlot) -> bool,
+    ) -> Option<JointSlot> {
+        let first = self.slots.front()?;
+        let is_taken = first.at <= now && is_taken(first);
+        is_taken.then(|| self.slots.pop_front())?
+    }
+
+    /// Registers the task of a request that waits. If it woke too early, it wakes for the next slot.
+    fn register(&mut self, number: Number, now: Instant, cx: &mut Context<'_>) {
+        let next = self.slots.front().map(|slot| slot.at);
+        let Some(waiter) = self.waiters.get_mut(number) else {
+            return;
+        };
+        if waiter.wakes_at() <= now {
+            let gives_up_at = waiter.request.gives_up_at;
+            // A slot that is due waits for its confirmation, which wakes its request.
+            let next = next.filter(|at| *at > now).unwrap_or(gives_up_at);
+            waiter.wake_at(next.min(gives_up_at));
+        }
+        waiter.register(cx);
     }
 
     /// Takes in until when a hold lets no request leave. Joint slots before its end are useless. If
@@ -360,7 +444,6 @@ impl State {
         let (kept, given_up): (VecDeque<_>, VecDeque<_>) = slots.partition(is_kept);
         self.slots = kept;
         unused.extend(given_up);
-        self.set_timers();
     }
 
     /// Returns why a request can wait no longer, if that is so.
@@ -380,11 +463,18 @@ impl State {
         })
     }
 
-    /// Notes that a task begins to book, if one has to.
-    fn begin_booking(&mut self) -> bool {
-        let must_book = !self.is_booking && self.waiters.waiting() > self.slots.len();
-        self.is_booking |= must_book;
-        must_book
+    /// Notes which tasks begin. `confirm` are the parts whose stores have to confirm the first joint
+    /// slot.
+    fn begin_tasks(&mut self, confirm: PerPart<usize>) -> Tasks {
+        let book = !self.is_booking && self.waiters.waiting() > self.slots.len();
+        self.is_booking |= book;
+        let confirm = if self.is_confirming {
+            PerPart::new()
+        } else {
+            confirm
+        };
+        self.is_confirming |= !confirm.is_empty();
+        Tasks { confirm, book }
     }
 
     fn next_wanted(&self) -> Option<Wanted> {

@@ -1,13 +1,12 @@
 //! The future of a joint request, and its entrance.
 
-use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
-use super::booking;
+use super::confirmation::doubtful;
 use super::set::JointSet;
 use super::until_known::UntilKnown;
 use super::{Cause, JointRefusal, JointSlot, Part, PerPart, give_back, max_wait};
@@ -18,7 +17,6 @@ use crate::key::Label;
 use crate::limiter::admission::{self, Admission, Entry};
 use crate::limiter::holds;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
-use crate::limiter::key_state::is_confirmed;
 use crate::limiter::limited::RefusedRequest;
 use crate::limiter::outer::{self, CallId, OuterPermit};
 use crate::limiter::permit::{JointPermit, PastWait, Permit};
@@ -74,23 +72,6 @@ pub(crate) struct JointWaiter {
     own: usize,
     /// The call, if other layers are around.
     inside: Option<CallId>,
-    /// The joint slot that is due, while its stores are asked to confirm it.
-    confirmation: Option<Confirmation>,
-}
-
-/// A joint slot that is due, while its stores are asked to confirm it.
-struct Confirmation {
-    slot: JointSlot,
-    /// In a lock that no thread ever waits for, so that the waiter can be shared between threads.
-    call: Mutex<Pin<Box<dyn Future<Output = ()> + Send>>>,
-}
-
-impl fmt::Debug for Confirmation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Confirmation")
-            .field("slot", &self.slot)
-            .finish_non_exhaustive()
-    }
 }
 
 #[derive(Debug)]
@@ -346,7 +327,6 @@ impl JointWaiter {
             label,
             own,
             inside,
-            confirmation: None,
         });
         match waiter.take_in_flight_slots(0, now) {
             Some((part, admission)) => Err(waiter.stopped(part, admission, now)),
@@ -442,24 +422,13 @@ impl JointWaiter {
         self.in_flight.iter().position(is_lost)
     }
 
-    /// Returns the parts whose stores have to confirm their slots first.
-    fn doubtful(&self, slot: &JointSlot, now: Instant) -> PerPart<usize> {
-        let parts = self.set.parts.iter().zip(&slot.slots).enumerate();
-        let is_doubtful = |(_, (part, slot)): &(usize, (&Part, &Option<Reservation>))| {
-            let Some(slot) = slot else { return false };
-            let confirmed = part.core.with_state(part.entry.key, now, |state, ctx| {
-                is_confirmed(state, ctx, slot)
-            });
-            confirmed != Some(true)
-        };
-        parts.filter(is_doubtful).map(|(part, _)| part).collect()
-    }
-
-    /// Returns whether the request may leave now with its slots, which the stores have confirmed: no
-    /// slot has expired, and no key is on hold. A key on probation takes the request as its probe.
+    /// Returns whether the request may leave now with its slots: no slot has expired, the stores
+    /// have confirmed them, and no key is on hold. A key on probation takes the request as its
+    /// probe.
     fn may_leave(&self, slot: &JointSlot, now: Instant) -> bool {
         let is_in_time = slot.until.is_none_or(|until| now < until);
         is_in_time
+            && doubtful(&self.set.parts, slot, now).is_empty()
             && self.set.parts.iter().all(|part| {
                 let mut keys = part.hold_keys();
                 keys.all(|key| holds::pass(&part.core, key, now).is_ok())
@@ -565,9 +534,6 @@ impl JointWaiter {
 
     /// Frees the place of the request, and gives up its in-flight slots.
     fn leave(&mut self) {
-        if let Some(Confirmation { slot, .. }) = self.confirmation.take() {
-            self.set.give_back([slot]);
-        }
         match std::mem::replace(&mut self.stage, Stage::Done) {
             Stage::InFlight { next, number, .. } => {
                 let part = in_flight_order(&self.set.parts[..self.own])[next];
@@ -600,19 +566,9 @@ impl JointWaiter {
                 return Poll::Ready(Err(self.refused(refusal, now)));
             }
             let held_until = held.map(|(end, _)| end);
-            let (slot, was_asked) = match &mut self.confirmation {
-                Some(Confirmation { call, .. }) => {
-                    let call = call.get_mut().unwrap_or_else(PoisonError::into_inner);
-                    ready!(call.as_mut().poll(cx));
-                    let Some(Confirmation { slot, .. }) = self.confirmation.take() else {
-                        continue;
-                    };
-                    (slot, true)
-                }
-                None => match ready!(self.set.poll(self.number, held_until, cx)) {
-                    Ok(slot) => (slot, false),
-                    Err(refusal) => return Poll::Ready(Err(self.refused(refusal, now))),
-                },
+            let slot = match ready!(self.set.poll(self.number, held_until, cx)) {
+                Ok(slot) => slot,
+                Err(refusal) => return Poll::Ready(Err(self.refused(refusal, now))),
             };
             let now = clock::now();
             if let Some(part) = self.lost_in_flight_slot(now) {
@@ -620,15 +576,7 @@ impl JointWaiter {
                 let lost = Admission::Failed(StoreError::InFlightSlotLost);
                 return Poll::Ready(Err(self.stopped(part, lost, now)));
             }
-            let doubtful = self.doubtful(&slot, now);
-            if !doubtful.is_empty() && !was_asked {
-                let call: Pin<Box<dyn Future<Output = ()> + Send>> =
-                    Box::pin(booking::confirm(self.set.clone(), doubtful));
-                let call = Mutex::new(call);
-                self.confirmation = Some(Confirmation { slot, call });
-                continue;
-            }
-            if doubtful.is_empty() && self.may_leave(&slot, now) {
+            if self.may_leave(&slot, now) {
                 return Poll::Ready(Ok(slot));
             }
             self.set.give_back([slot]);

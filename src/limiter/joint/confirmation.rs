@@ -1,0 +1,94 @@
+//! The confirmation of a joint slot that is due.
+//!
+//! If a store has not replied for some time, it may have lost its state, and the slots with it. Then
+//! it has to confirm that it still has them. The set waits for its reply, and no request behind
+//! leaves before the first one: see [`JointSet`].
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Instant;
+
+use super::set::JointSet;
+use super::{JointSlot, Part, PerPart};
+use crate::clock;
+use crate::limiter::key_state::{ask_to_confirm, confirmed, is_confirmed};
+use crate::store::spawn;
+
+/// Returns the parts whose stores have to confirm their slots before `slot` may be used.
+pub(super) fn doubtful(parts: &[Part], slot: &JointSlot, now: Instant) -> PerPart<usize> {
+    let parts = parts.iter().zip(&slot.slots).enumerate();
+    let is_doubtful = |(_, (part, slot)): &(usize, (&Part, &Option<_>))| {
+        let Some(slot) = slot else { return false };
+        let confirmed = part.core.with_state(part.entry.key, now, |state, ctx| {
+            is_confirmed(state, ctx, slot)
+        });
+        confirmed != Some(true)
+    };
+    parts.filter(is_doubtful).map(|(part, _)| part).collect()
+}
+
+/// Asks the stores of the parts `doubtful` to confirm what they have granted.
+pub(super) fn begin(set: &Arc<JointSet>, doubtful: &[usize]) {
+    let Some(first) = doubtful.first() else {
+        return;
+    };
+    let calls = doubtful.iter().map(|part| {
+        let call: Call = Box::pin(confirm(set.parts[*part].clone()));
+        call
+    });
+    let mut task = Box::pin(confirm_all(Confirmation {
+        set: set.clone(),
+        calls: calls.collect(),
+        is_done: false,
+    }));
+    let now = task.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+    if now.is_pending() {
+        spawn(&*set.parts[*first].core.settings.store, task);
+    }
+}
+
+type Call = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// The calls to the stores. If it is dropped before its end, another one begins.
+struct Confirmation {
+    set: Arc<JointSet>,
+    calls: PerPart<Call>,
+    is_done: bool,
+}
+
+impl Drop for Confirmation {
+    fn drop(&mut self) {
+        if !self.is_done {
+            self.set.confirmation_lost();
+        }
+    }
+}
+
+async fn confirm_all(mut confirmation: Confirmation) {
+    let calls = &mut confirmation.calls;
+    std::future::poll_fn(|cx| {
+        calls.retain(|call| call.as_mut().poll(cx).is_pending());
+        if calls.is_empty() {
+            Poll::Ready(())
+        } else {
+            Poll::Pending
+        }
+    })
+    .await;
+    confirmation.is_done = true;
+    confirmation.set.confirmed();
+}
+
+async fn confirm(part: Part) {
+    let Part { core, entry } = part;
+    let sent = clock::now();
+    let Some(reply) = core.with_state(entry.key, sent, ask_to_confirm) else {
+        return;
+    };
+    let answer = reply.arrives().await;
+    core.with_state(entry.key, clock::now(), |state, ctx| {
+        confirmed(state, ctx, answer, sent)
+    });
+}
