@@ -5,6 +5,7 @@
 mod support;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures::FutureExt;
@@ -12,9 +13,9 @@ use futures::future::join_all;
 use http::StatusCode;
 use support::{Upstream, get, limited, ms, ok, peek, settle, soon};
 use tokio::time::{Instant, sleep};
-use tollgate::store::MemoryStore;
+use tollgate::store::{Lease, LeaseRequest, MemoryStore, Store, StoreReply};
 use tollgate::{Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason};
-use tower::{ServiceBuilder, ServiceExt};
+use tower::{Layer, ServiceBuilder, ServiceExt};
 
 const SECOND: Duration = Duration::from_secs(1);
 const ONE: &str = "http://one.test/";
@@ -306,4 +307,60 @@ async fn one_key_for_all_hosts_holds_all_of_them() {
     let start = Instant::now();
     service.clone().oneshot(get(TWO)).await.unwrap();
     assert_eq!(start.elapsed(), 9 * SECOND);
+}
+
+/// A layer with a limit for all requests, and one for each path.
+fn joint_builder(quota: Quota) -> RateLimitBuilder {
+    builder(quota).and_per("path", quota, |request| Key::new(request.path()))
+}
+
+#[tokio::test(start_paused = true)]
+async fn joint_requests_learn_of_holds_by_host_from_the_store() {
+    let store = Arc::new(MemoryStore::default());
+    let quota = Quota::per_hour(40);
+    let first = builder(quota).store(store.clone()).build().unwrap();
+    let service = first.layer(Upstream::answering([limited("9")]));
+    assert_eq!(service.oneshot(get(ONE)).await.unwrap().status(), 429);
+    // This layer begins after the hold.
+    let second = joint_builder(quota).store(store).build().unwrap();
+    let service = second.layer(Upstream::new());
+    let start = Instant::now();
+    service.clone().oneshot(get(TWO)).await.unwrap();
+    assert_eq!(start.elapsed(), Duration::ZERO);
+    service.clone().oneshot(get(ONE)).await.unwrap();
+    assert_eq!(start.elapsed(), 9 * SECOND);
+}
+
+/// A store that counts its calls.
+#[derive(Default)]
+struct Counting {
+    store: MemoryStore,
+    calls: AtomicUsize,
+}
+
+impl Store for Counting {
+    tollgate::delegate_store!(self => self.store; implements lease);
+
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        self.store.lease(request)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn joint_requests_with_hosts_use_permits_at_hand() {
+    let store = Arc::new(Counting::default());
+    let layer = joint_builder(Quota::per_second(10_000))
+        .store(store.clone())
+        .build()
+        .unwrap();
+    let service = layer.layer(Upstream::new());
+    for url in [ONE, TWO] {
+        let before = store.calls.load(Ordering::Relaxed);
+        for _ in 0..200 {
+            service.clone().oneshot(get(url)).await.unwrap();
+        }
+        let calls = store.calls.load(Ordering::Relaxed) - before;
+        assert!(calls < 100, "{calls} calls for 200 requests");
+    }
 }

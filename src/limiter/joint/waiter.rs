@@ -16,6 +16,7 @@ use crate::events;
 use crate::key::Label;
 use crate::limiter::admission::{self, Admission, Entry};
 use crate::limiter::holds;
+use crate::limiter::hosts::host_hold;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
 use crate::limiter::limited::RefusedRequest;
 use crate::limiter::outer::{self, CallId, OuterPermit};
@@ -207,6 +208,18 @@ fn start_slow(
     }
 }
 
+/// Asks the stores about holds of hosts for which this process has no state. Another process may
+/// know of a hold.
+fn inquire_hosts(parts: &[Part], now: Instant) {
+    for Part { core, entry } in parts {
+        if let Some(hold) = host_hold(entry.key, entry.host)
+            && core.states.find(hold, |_| ()).is_none()
+        {
+            holds::inquire(core, hold, now);
+        }
+    }
+}
+
 /// Returns why a request cannot be granted whatever the store says, and the part that refuses it.
 fn unfit(parts: &[Part], own: usize, bound: WaitBound, now: Instant) -> Option<(usize, Reason)> {
     for (index, part) in parts.iter().enumerate() {
@@ -316,6 +329,7 @@ impl JointWaiter {
             };
             return Err(refused.refuse(reason, Refusal::NEVER, now));
         }
+        inquire_hosts(parts, now);
         let mut waiter = Box::new(JointWaiter {
             set: parts[0].core.joint.find(parts),
             number: next_number(),
