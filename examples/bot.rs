@@ -16,9 +16,9 @@ use tokio::task::JoinSet;
 use tollgate::error::BoxError;
 use tollgate::{ConfigError, Key, Quota, RateLimitLayer};
 use tower::ServiceBuilder;
-use upstream::Rule;
+use upstream::{KeyedRule, Rule, Upstream};
 
-use common::{Counts, Options, Outcomes, ServiceLimit, Usage};
+use common::{Options, Outcomes, Usage};
 
 const HELP: &str = "\
 A chat bot: 30 messages per minute in all, and one per second to each channel.
@@ -61,21 +61,20 @@ fn channel(path: &str) -> Option<&str> {
 /// Sends all messages, and prints what became of them.
 async fn send_all(args: &Args) -> Result<(), BoxError> {
     let limits = [
-        ServiceLimit {
+        KeyedRule {
             name: "all",
             rule: Rule::new(30, MINUTE / args.faster),
             key: |_, _| Some("all".to_owned()),
             scope: "global",
         },
-        ServiceLimit {
+        KeyedRule {
             name: "channel",
             rule: Rule::new(1, SECOND / args.faster),
             key: |path, _| channel(path).map(str::to_owned),
             scope: "channel",
         },
     ];
-    let counts = Counts::default();
-    let server = common::service(limits.to_vec(), &counts);
+    let server = Upstream::open().keyed(limits);
     let (messages, channels) = (args.messages, args.channels);
     println!("{messages} messages to {channels} channels, all at once.\n");
 
@@ -93,7 +92,7 @@ async fn send_all(args: &Args) -> Result<(), BoxError> {
     while let Some(line) = calls.join_next().await {
         outcomes.add(&line??)?;
     }
-    common::report(outcomes, &server, &counts, &limits)
+    common::report(&outcomes, &server, &limits)
 }
 
 /// The options of the command line.

@@ -14,6 +14,7 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,9 +26,9 @@ use tollgate::error::BoxError;
 use tollgate::store::RedisStore;
 use tollgate::{Key, Quota, RateLimitLayer};
 use tower::ServiceBuilder;
-use upstream::Rule;
+use upstream::{KeyedRule, Rule};
 
-use common::{Children, Counts, Line, Options, Outcomes, Places, ServiceLimit, Usage};
+use common::{LIGHT, Options, Places, Usage};
 
 const HELP: &str = "\
 50 calls per second in all, 8 per 5 s for each channel, 5 per 5 s for each route.
@@ -38,6 +39,7 @@ Usage: cargo run --release --example discord -- [options]
   --api <url>       whom to call                                [spawn: a service of its own]
   --processes <n>   how many processes call                     [2]
   --rate <n>        how many calls come per second, in all      [60]
+  --channels <n>    how many channels there are, of 3 routes    [60]
   --seconds <s>     for how long calls come                     [8]
   --max-wait <s>    the longest a call may wait                 [2]
   --role <role>     be one of the processes: caller
@@ -51,7 +53,6 @@ const ROUTE: Rule = Rule::new(5, Duration::from_secs(5));
 
 /// The ends of the routes of each channel.
 const ENDS: [&str; 3] = ["messages", "pins", "typing"];
-const CHANNELS: f64 = 60.0;
 
 #[tokio::main]
 async fn main() -> ExitCode {
@@ -77,16 +78,16 @@ fn limit(args: &Args) -> Result<RateLimitLayer, BoxError> {
         .key(|request| Key::new(request.path()))
         .and_per("global", quota(GLOBAL), |_| Key::new("our bot"))
         .and_per("shared", quota(CHANNEL), |request| {
-            channel(request.path()).map(Key::new)
+            Key::new(channel_of(request.path()))
         })
         .store(Arc::new(store))
         .max_wait(args.max_wait);
     Ok(limit.build()?)
 }
 
-/// Returns the channel of a path such as `/channels/17/messages`.
-fn channel(path: &str) -> Option<&str> {
-    path.strip_prefix("/channels/")?.split('/').next()
+/// Returns the channel of a path such as `/channels/17/messages`: all but its end.
+fn channel_of(path: &str) -> &str {
+    path.rsplit_once('/').map_or(path, |(channel, _)| channel)
 }
 
 /// Runs one of the processes: makes calls at its part of the rate, whether or not earlier ones wait.
@@ -103,14 +104,15 @@ async fn call_all(args: &Args) -> Result<(), BoxError> {
     tick.set_missed_tick_behavior(MissedTickBehavior::Burst);
     let mut calls = JoinSet::new();
     let end = Instant::now() + args.time;
+    let load = Load::of(args);
     let mut number = args.number;
     while Instant::now() < end {
         tick.tick().await;
-        let url = format!("{}{}", args.places.api, route(number));
-        calls.spawn(common::call(
-            service.clone(),
-            Request::new(Method::GET, url.parse()?),
-        ));
+        let route = args.route(number);
+        let mark = if load.is_light(&route) { LIGHT } else { "" };
+        let url = format!("{}{route}", args.places.api);
+        let call = common::call(service.clone(), Request::new(Method::GET, url.parse()?));
+        calls.spawn(async move { Ok::<_, BoxError>(format!("{mark}{}", call.await?)) });
         number += args.processes;
     }
     while let Some(outcome) = calls.join_next().await {
@@ -120,69 +122,96 @@ async fn call_all(args: &Args) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// Returns the route of call `number`. Some channels are called far more often than others.
-fn route(number: u32) -> String {
-    // Two sequences that fill the interval from 0 to 1 evenly.
-    let evenly = |step: f64| (f64::from(number) * step).fract();
-    let (at, end) = (evenly(0.754_877_666), evenly(0.569_840_291));
-    let channel = (CHANNELS * at * at) as u32;
-    let end = ENDS[(end * ENDS.len() as f64) as usize];
-    format!("channels/{channel}/{end}")
+/// How often each route and each channel is called, and for how long.
+struct Load {
+    routes: BTreeMap<String, u32>,
+    channels: BTreeMap<String, u32>,
+    time: Duration,
+    max_wait: Duration,
+}
+
+impl Load {
+    fn of(args: &Args) -> Self {
+        let mut load = Load {
+            routes: BTreeMap::new(),
+            channels: BTreeMap::new(),
+            time: args.time,
+            max_wait: args.max_wait,
+        };
+        let calls = f64::from(args.rate) * args.time.as_secs_f64();
+        for number in 0..calls as u32 {
+            let route = args.route(number);
+            let channel = channel_of(&route).to_owned();
+            *load.channels.entry(channel).or_default() += 1;
+            *load.routes.entry(route).or_default() += 1;
+        }
+        load
+    }
+
+    /// Returns whether at most half of the limits of a route and its channel is used. Its calls then
+    /// wait for the limit of all calls only.
+    fn is_light(&self, route: &str) -> bool {
+        let is_light = |calls: Option<&u32>, rule| {
+            calls.is_none_or(|calls| 2 * calls <= allowed(rule, self.time))
+        };
+        is_light(self.routes.get(route), ROUTE)
+            && is_light(self.channels.get(channel_of(route)), CHANNEL)
+    }
+
+    /// Returns how many of the calls the limits allow at most.
+    fn possible(&self) -> u32 {
+        let span = self.time + self.max_wait;
+        let mut channels: BTreeMap<&str, u32> = BTreeMap::new();
+        for (route, calls) in &self.routes {
+            *channels.entry(channel_of(route)).or_default() += (*calls).min(allowed(ROUTE, span));
+        }
+        let all: u32 = channels
+            .values()
+            .map(|calls| (*calls).min(allowed(CHANNEL, span)))
+            .sum();
+        all.min(allowed(GLOBAL, span))
+    }
+}
+
+/// Returns how many calls a limit allows within `span`.
+fn allowed(rule: Rule, span: Duration) -> u32 {
+    let windows = span.as_secs_f64() / rule.window.as_secs_f64();
+    rule.count * windows.ceil() as u32
 }
 
 /// Starts the Redis, the service and the processes, and prints what became of the calls.
 async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let limits = [
-        ServiceLimit {
+        KeyedRule {
             name: "all calls",
             rule: GLOBAL,
             key: |_, _| Some("our bot".to_owned()),
             scope: "global",
         },
-        ServiceLimit {
+        KeyedRule {
             name: "channel",
             rule: CHANNEL,
-            key: |path, _| channel(path).map(str::to_owned),
+            key: |path, _| Some(channel_of(path).to_owned()),
             scope: "shared",
         },
-        ServiceLimit {
+        KeyedRule {
             name: "route",
             rule: ROUTE,
             key: |path, _| Some(path.to_owned()),
             scope: "user",
         },
     ];
-    let counts = Counts::default();
-    args.places
-        .start(|| common::service(limits.to_vec(), &counts))
-        .await?;
     println!(
         "{} processes make {} calls a second for {:?}.\n",
         args.processes, args.rate, args.time
     );
-    let mut children = Children::of_this_program()?;
-    for number in 0..args.processes {
-        let own = ["--role", "caller", "--number", &number.to_string()].map(str::to_owned);
-        children.start(
-            format!("process {number}"),
-            [args.words(), own.to_vec()].concat(),
-        )?;
-    }
-    let mut outcomes = Outcomes::default();
-    while let Some(Line { text, .. }) = children.line().await {
-        outcomes.add(&text)?;
-    }
-    children.end().await?;
-    let calls = args.places.script_calls();
-    let Some(server) = &args.places.upstream else {
-        println!("{}", outcomes.table());
-        return Ok(());
-    };
-    common::report(outcomes, server, &counts, &limits)?;
-    if let Some(calls) = calls {
-        let each = calls as f64 / server.tally().all().max(1) as f64;
-        println!("Redis: {each:.2} calls for each call sent.");
-    }
+    let words = args.words();
+    let words = |number: u32| [&words[..], &["--number".to_owned(), number.to_string()]].concat();
+    let outcomes =
+        common::call_from_processes(&mut args.places, &limits, args.processes, words).await?;
+    let possible = Load::of(&args).possible();
+    let share = 100.0 * outcomes.sent() as f64 / possible as f64;
+    println!("{share:.1} % of the {possible} calls that the limits allow were sent.");
     Ok(())
 }
 
@@ -192,6 +221,7 @@ struct Args {
     places: Places,
     processes: u32,
     rate: u32,
+    channels: u32,
     time: Duration,
     max_wait: Duration,
     number: u32,
@@ -203,6 +233,7 @@ impl Args {
             places: Places::given(&mut options)?,
             processes: options.number("--processes", 2, 1..=32)?,
             rate: options.number("--rate", 60, 1..=1000)?,
+            channels: options.number("--channels", 60, 1..=10_000)?,
             time: options.seconds("--seconds", 8.0)?,
             max_wait: options.seconds("--max-wait", 2.0)?,
             number: options.number("--number", 0, 0..=31)?,
@@ -211,15 +242,30 @@ impl Args {
         Ok(args)
     }
 
-    /// Returns the options as words for the children.
+    /// Returns the route of call `number`. Some channels are called far more often than others.
+    fn route(&self, number: u32) -> String {
+        // Two sequences that fill the interval from 0 to 1 evenly.
+        let evenly = |step: f64| (f64::from(number) * step).fract();
+        let (at, end) = (evenly(0.754_877_666), evenly(0.569_840_291));
+        let channel = (f64::from(self.channels) * at * at) as u32;
+        let end = ENDS[(end * ENDS.len() as f64) as usize];
+        format!("channels/{channel}/{end}")
+    }
+
+    /// Returns the options as words for the children, without the places.
     fn words(&self) -> Vec<String> {
-        let own = [
+        let words = [
+            ["--role", "caller"],
             ["--processes", &self.processes.to_string()],
             ["--rate", &self.rate.to_string()],
+            ["--channels", &self.channels.to_string()],
             ["--seconds", &self.time.as_secs_f64().to_string()],
             ["--max-wait", &self.max_wait.as_secs_f64().to_string()],
         ];
-        let own = own.as_flattened().iter().map(|word| word.to_string());
-        [self.places.words(), own.collect()].concat()
+        words
+            .as_flattened()
+            .iter()
+            .map(|word| (*word).to_owned())
+            .collect()
     }
 }

@@ -21,9 +21,9 @@ use tollgate::error::BoxError;
 use tollgate::store::RedisStore;
 use tollgate::{Key, Quota, RateLimitLayer, by_header};
 use tower::ServiceBuilder;
-use upstream::Rule;
+use upstream::{KeyedRule, Rule};
 
-use common::{Children, Counts, Line, Options, Outcomes, Places, ServiceLimit, Usage};
+use common::{Options, Places, Usage};
 
 const HELP: &str = "\
 A limit for each access token, and a stricter one for its searches.
@@ -122,50 +122,26 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
         Some(headers.get(AUTHORIZATION)?.to_str().ok()?.to_owned())
     }
     let limits = [
-        ServiceLimit {
+        KeyedRule {
             name: "token",
             rule: TOKEN,
             key: |_, headers| token(headers),
             scope: "token",
         },
-        ServiceLimit {
+        KeyedRule {
             name: "search",
             rule: SEARCH,
             key: |path, headers| token(headers).filter(|_| path.starts_with("/search")),
             scope: "search",
         },
     ];
-    let counts = Counts::default();
-    args.places
-        .start(|| common::service(limits.to_vec(), &counts))
-        .await?;
     println!(
         "{} processes call with {} tokens for {:?}.\n",
         args.processes, args.tokens, args.time
     );
-    let mut children = Children::of_this_program()?;
-    for number in 0..args.processes {
-        let role = ["--role", "caller"].map(str::to_owned);
-        children.start(
-            format!("process {number}"),
-            [args.words(), role.to_vec()].concat(),
-        )?;
-    }
-    let mut outcomes = Outcomes::default();
-    while let Some(Line { text, .. }) = children.line().await {
-        outcomes.add(&text)?;
-    }
-    children.end().await?;
-    let calls = args.places.script_calls();
-    let Some(server) = &args.places.upstream else {
-        println!("{}", outcomes.table());
-        return Ok(());
-    };
-    common::report(outcomes, server, &counts, &limits)?;
-    if let Some(calls) = calls {
-        let each = calls as f64 / server.tally().all().max(1) as f64;
-        println!("Redis: {each:.2} calls for each call sent.");
-    }
+    let words = args.words();
+    common::call_from_processes(&mut args.places, &limits, args.processes, |_| words.clone())
+        .await?;
     Ok(())
 }
 
@@ -194,16 +170,20 @@ impl Args {
         Ok(args)
     }
 
-    /// Returns the options as words for the children.
+    /// Returns the options as words for the children, without the places.
     fn words(&self) -> Vec<String> {
-        let own = [
+        let words = [
+            ["--role", "caller"],
             ["--processes", &self.processes.to_string()],
             ["--tokens", &self.tokens.to_string()],
             ["--tasks", &self.tasks.to_string()],
             ["--seconds", &self.time.as_secs_f64().to_string()],
             ["--max-wait", &self.max_wait.as_secs_f64().to_string()],
         ];
-        let own = own.as_flattened().iter().map(|word| word.to_string());
-        [self.places.words(), own.collect()].concat()
+        words
+            .as_flattened()
+            .iter()
+            .map(|word| (*word).to_owned())
+            .collect()
     }
 }

@@ -1,5 +1,5 @@
-//! Code that the examples share: options, servers, child processes, progress, a table, and a
-//! service with several limits.
+//! Code that the examples share: options, servers, child processes, progress, a table, and the
+//! outcome of calls to a service with several limits.
 //!
 //! An example with several processes is one program. Started without `--role`, it starts a Redis, a service with a
 //! limit, and itself once more for each role. These processes share the limit.
@@ -7,9 +7,9 @@
 
 mod children;
 mod options;
+mod outcomes;
 mod places;
 mod progress;
-mod service;
 mod table;
 
 use std::process::ExitCode;
@@ -21,9 +21,9 @@ use upstream::{SENT_HEADER, sent_now};
 
 pub(crate) use children::{Children, Line};
 pub(crate) use options::{Options, Usage};
+pub(crate) use outcomes::{LIGHT, Outcomes, call, call_from_processes, report};
 pub(crate) use places::Places;
 pub(crate) use progress::ProgressLine;
-pub(crate) use service::{Counts, Outcomes, ServiceLimit, call, report, service};
 pub(crate) use table::{TRANSIT_SLACK, not_kept, table};
 
 /// Runs an example: prints help, does its work, or prints the error. A bad option ends it with 2, a

@@ -146,6 +146,8 @@ pub fn log(reports: &[Report]) -> Log {
             who: None,
             accepted: true,
             ended: None,
+            keys: Vec::new(),
+            refused_by: None,
         }
     };
     Log::from(grants.iter().map(arrival).collect::<Vec<_>>())

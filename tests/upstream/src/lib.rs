@@ -21,6 +21,7 @@
     reason = "tollgate asks its clock; its oracle must not"
 )]
 
+mod keyed;
 mod load;
 mod log;
 mod rules;
@@ -34,7 +35,7 @@ use std::time::{Duration, Instant};
 
 use http_body_util::{BodyExt, Full};
 use hyper::body::{Bytes, Incoming};
-use hyper::header::{HeaderMap, RETRY_AFTER};
+use hyper::header::RETRY_AFTER;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
@@ -42,11 +43,13 @@ use hyper_util::rt::TokioIo;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 
+pub use keyed::{KeyedRule, Keys};
 pub use load::closed_loops;
 pub use log::{Arrival, Log, Tally};
 pub use rules::{Bucket, Rule};
 pub use sent::{SENT_HEADER, sent_now};
 
+use keyed::{Decided, KeyedWindows};
 use rules::{Tokens, Windows};
 
 /// The request header in which a caller names itself; any text.
@@ -144,20 +147,10 @@ impl Upstream {
         self
     }
 
-    /// Responds by `decide` in place of the rules. It gets the path and the headers of each call, and
-    /// the time since the server was started.
-    ///
-    /// ```
-    /// use std::time::Duration;
-    /// use upstream::{Upstream, refusal};
-    ///
-    /// let upstream = Upstream::open().deciding(|path, _, _| refusal(path.len() as u64));
-    /// ```
-    pub fn deciding(
-        self,
-        decide: impl FnMut(&str, &HeaderMap, Duration) -> Response<String> + Send + 'static,
-    ) -> Self {
-        lock(&self.desk).decide = Some(Box::new(decide));
+    /// Enforces `rules` in place of those that it was started with, all or nothing. The log names the
+    /// keys of each call.
+    pub fn keyed(self, rules: impl Into<Vec<KeyedRule>>) -> Self {
+        lock(&self.desk).keyed = Some(KeyedWindows::new(rules.into()));
         self
     }
 
@@ -202,16 +195,13 @@ pub fn refusal(retry_after: u64) -> Response<String> {
     response
 }
 
-/// Decides a call by its path, its headers and its time.
-type Decide = Box<dyn FnMut(&str, &HeaderMap, Duration) -> Response<String> + Send>;
-
 /// Decides and logs calls, one at a time.
 struct Desk {
     started: Instant,
     windows: Windows,
     tokens: Option<Tokens>,
     script: Box<dyn Fn(usize) -> Option<Response<String>> + Send>,
-    decide: Option<Decide>,
+    keyed: Option<KeyedWindows>,
     latency: Duration,
     stating: bool,
     arrivals: Vec<Arrival>,
@@ -225,7 +215,7 @@ impl Desk {
             windows: Windows::new(rules),
             tokens: None,
             script: Box::new(|_| None),
-            decide: None,
+            keyed: None,
             latency: Duration::ZERO,
             stating: false,
             arrivals: Vec::new(),
@@ -237,15 +227,19 @@ impl Desk {
         let at = Instant::now();
         let header = |name| request.headers().get(name)?.to_str().ok();
         let scripted = (self.script)(self.arrivals.len());
-        let mut response = scripted.unwrap_or_else(|| match &mut self.decide {
-            Some(decide) => decide(request.uri().path(), request.headers(), at - self.started),
-            None => self.decide(at - self.started),
-        });
-        if let Some((left, count, reset)) = self
-            .windows
-            .left(at - self.started)
-            .filter(|_| self.stating)
-        {
+        let now = at - self.started;
+        let decided = |response| Decided {
+            keys: Vec::new(),
+            refused_by: None,
+            response,
+        };
+        let decided = match (scripted, &mut self.keyed) {
+            (Some(response), _) => decided(response),
+            (None, Some(keyed)) => keyed.decide(request.uri().path(), request.headers(), now),
+            (None, None) => decided(self.decide(now)),
+        };
+        let mut response = decided.response;
+        if let Some((left, count, reset)) = self.windows.left(now).filter(|_| self.stating) {
             let headers = response.headers_mut();
             headers.insert("x-ratelimit-limit", count.into());
             headers.insert("x-ratelimit-remaining", left.into());
@@ -259,6 +253,8 @@ impl Desk {
             who: header(WHO_HEADER).map(str::to_owned),
             accepted,
             ended: None,
+            keys: decided.keys,
+            refused_by: decided.refused_by,
         });
         response
     }

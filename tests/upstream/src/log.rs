@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::time::{Duration, Instant};
 
+use crate::keyed::Keys;
 use crate::rules::Rule;
 
 /// One call that arrived.
@@ -19,6 +20,10 @@ pub struct Arrival {
     pub accepted: bool,
     /// When the response was ready, or the connection was closed before; `None` until then.
     pub ended: Option<Instant>,
+    /// The keys of the call, if the server has [`KeyedRule`](crate::KeyedRule)s.
+    pub keys: Keys,
+    /// The name of the keyed rule that refused the call.
+    pub refused_by: Option<&'static str>,
 }
 
 /// How many calls were accepted, and how many refused.
@@ -202,6 +207,24 @@ impl Log {
         callers
     }
 
+    /// Returns the accepted calls of each key that the keyed rule `name` counted.
+    pub fn by_key(&self, name: &str) -> BTreeMap<&str, Log> {
+        let mut keys: BTreeMap<&str, Log> = BTreeMap::new();
+        for arrival in self.iter().filter(|arrival| arrival.accepted) {
+            for (_, key) in arrival.keys.iter().filter(|(of, _)| *of == name) {
+                keys.entry(key).or_default().0.push(arrival.clone());
+            }
+        }
+        keys
+    }
+
+    /// Returns how many calls the keyed rule `name` refused.
+    pub fn refused_by(&self, name: &str) -> usize {
+        self.iter()
+            .filter(|arrival| arrival.refused_by == Some(name))
+            .count()
+    }
+
     fn arrived(&self) -> Vec<Instant> {
         self.iter().map(|arrival| arrival.at).collect()
     }
@@ -287,6 +310,8 @@ mod tests {
             who: None,
             accepted: true,
             ended: None,
+            keys: Vec::new(),
+            refused_by: None,
         };
         Log::from(calls.iter().map(arrival).collect::<Vec<_>>())
     }

@@ -55,15 +55,22 @@ impl Windows {
     /// Accepts a call at `now`, or returns how long it should have waited; a refused call leaves no
     /// trace.
     pub(crate) fn admit(&mut self, now: Duration) -> Result<(), Duration> {
-        let wait = self
-            .rules
-            .iter()
-            .map(|rule| self.wait(*rule, now))
-            .max()
-            .unwrap_or_default();
+        let wait = self.wait_of_all(now);
         if !wait.is_zero() {
             return Err(wait);
         }
+        self.count(now);
+        Ok(())
+    }
+
+    /// Returns how long a call must wait until all rules allow it.
+    pub(crate) fn wait_of_all(&self, now: Duration) -> Duration {
+        let waits = self.rules.iter().map(|rule| self.wait(*rule, now));
+        waits.max().unwrap_or_default()
+    }
+
+    /// Counts an accepted call.
+    pub(crate) fn count(&mut self, now: Duration) {
         let most = self
             .rules
             .iter()
@@ -74,7 +81,6 @@ impl Windows {
         if self.accepted.len() > most {
             self.accepted.pop_front();
         }
-        Ok(())
     }
 
     /// Returns the remaining units of the first rule, its limit, and the time until its oldest call
