@@ -1,14 +1,15 @@
 //! This release reads the states that an earlier release wrote. The earlier release reads the
 //! states that this one writes, unless they contain something new. `tests/formats/1` has the
-//! scripts of format 1, and states written by them.
+//! scripts of format 1, and states written by them. `tests/formats/2` has the script of the last
+//! release without advance bookings, and `tests/formats/3` has states with advance bookings.
 
 use super::super::layout::LEASE_LATER;
 use super::*;
 use crate::limit::micros_up;
 
 const RATES_1: &str = include_str!("../../../../tests/formats/1/rates.lua");
-const IN_FLIGHT_1: &str = include_str!("../../../../tests/formats/1/seats.lua");
-const REGISTER_1: &str = include_str!("../../../../tests/formats/1/register.lua");
+pub(super) const RATES_2: &str = include_str!("../../../../tests/formats/2/rates.lua");
+const STATES_3: &str = include_str!("../../../../tests/formats/3/states.txt");
 const STATES_1: &str = include_str!("../../../../tests/formats/1/states.txt");
 
 /// Returns a call of format 1 for one of format 2 that has nothing new: no server's time, no
@@ -68,6 +69,13 @@ fn run_1(world: &mut World, call: &[u8]) -> Result<Vec<u8>, redis::RedisError> {
         .invoke(&mut world.redis)
 }
 
+fn run_2(world: &mut World, call: &[u8]) -> redis::RedisResult<Vec<u8>> {
+    world.release = Release::Format2;
+    let reply = world.try_run(call);
+    world.release = Release::Today;
+    reply
+}
+
 /// Returns the reply of the script of format 1 to a call, as a reply of today.
 pub(super) fn lease_1(world: &mut World, call: &[u8]) -> Vec<u8> {
     answer_2(&run_1(world, call).unwrap())
@@ -97,57 +105,62 @@ fn lease_of(request: &LeaseRequest<'_>, answer: &[u8]) -> (Vec<Grant>, Option<Re
     granted(&codec::read_lease(answer, request.spec.transit_slack()).unwrap())
 }
 
-/// Fields of a line: name, quota, time, incarnation, writes, seen, state.
-fn states() -> impl Iterator<Item = (&'static str, Quota, Micros, ClientSession, Vec<u8>)> {
-    let quotas = [
-        ("empty pool, one window", Quota::per_second(10)),
-        (
-            "two windows",
-            Quota::new(25, millis(5000)).and(Quota::per_minute(300)),
-        ),
-        ("a window of an hour", Quota::per_hour(5000)),
-        ("a long line", Quota::per_second(50)),
-        ("a line with coarse chunks", Quota::new(7, millis(100))),
-        ("a bucket", Quota::bucket(40).refill(2, millis(1000))),
-        ("a bucket with marks", Quota::per_second(50).burst(10)),
-        ("fixed windows", Quota::fixed(20, millis(1000))),
-        ("a spacing", Quota::every(millis(1000))),
-        (
-            "a window, a bucket and fixed windows",
-            Quota::per_minute(60)
-                .burst(9)
-                .and(Quota::fixed(30, millis(60_000))),
-        ),
-        ("others use it", Quota::new(60, millis(10_000))),
-    ];
-    STATES_1.lines().map(move |line| {
+/// Returns the quota of a state of the fixtures.
+fn quota_of(name: &str) -> Quota {
+    match name {
+        "empty pool, one window" => Quota::per_second(10),
+        "two windows" => Quota::new(25, millis(5000)).and(Quota::per_minute(300)),
+        "a window of an hour" => Quota::per_hour(5000),
+        "a long line" => Quota::per_second(50),
+        "a line with coarse chunks" => Quota::new(7, millis(100)),
+        "a bucket" => Quota::bucket(40).refill(2, millis(1000)),
+        "a bucket with marks" => Quota::per_second(50).burst(10),
+        "fixed windows" => Quota::fixed(20, millis(1000)),
+        "a spacing" => Quota::every(millis(1000)),
+        "a window, a bucket and fixed windows" => Quota::per_minute(60)
+            .burst(9)
+            .and(Quota::fixed(30, millis(60_000))),
+        "others use it" => Quota::new(60, millis(10_000)),
+        _ => panic!("{name} has no quota"),
+    }
+}
+
+/// A state of a fixture. Fields of its line: name, quota, time, incarnation, writes, seen, state.
+struct StateLine {
+    name: &'static str,
+    quota: Quota,
+    now: Micros,
+    session: ClientSession,
+    state: Vec<u8>,
+    /// The fields after the state.
+    rest: Vec<&'static str>,
+}
+
+impl StateLine {
+    fn read(line: &'static str) -> Self {
         let mut fields = line.split('|');
         let mut field = || fields.next().expect("seven fields");
         let (name, text) = (field(), field());
+        let quota = quota_of(name);
+        assert_eq!(quota.to_string(), text);
         let mut number = || field().parse().expect("a number");
         let (now, incarnation, writes, seen) = (number(), number(), number(), number());
-        let (_, quota) = quotas
-            .iter()
-            .find(|(other, _)| *other == name)
-            .expect("a known quota");
-        assert_eq!(quota.to_string(), text);
-        let hex = line.rsplit('|').next().expect("a state");
-        let state = (0..hex.len())
-            .step_by(2)
-            .map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap());
-        (
+        let hex = field();
+        let byte = |at| u8::from_str_radix(&hex[at..at + 2], 16).expect("hexadecimal digits");
+        StateLine {
             name,
-            *quota,
+            quota,
             now,
-            ClientSession {
+            session: ClientSession {
                 incarnation,
                 writes,
                 seen,
                 ..ClientSession::default()
             },
-            state.collect(),
-        )
-    })
+            state: (0..hex.len()).step_by(2).map(byte).collect(),
+            rest: fields.collect(),
+        }
+    }
 }
 
 #[test]
@@ -155,7 +168,15 @@ fn states_of_format_1_are_read_as_before() {
     let server = RedisServer::start().expect("a server of our own");
     let mut world = World::new(&server);
     let mut count = 0;
-    for (number, (name, quota, now, memory, state)) in states().enumerate() {
+    for (number, line) in STATES_1.lines().enumerate() {
+        let StateLine {
+            name,
+            quota,
+            now,
+            session: memory,
+            state,
+            ..
+        } = StateLine::read(line);
         for wait in [0, 700, 40_000, 1_500_000] {
             let spec = Arc::new(LimitSpec::new(quota, millis(10), millis(2)));
             let demands = [Demand::new(1, 3), Demand::new(2, 2)];
@@ -250,18 +271,63 @@ fn format_2_states_are_clear_errors_to_format_1() {
     // A later format is a clear error to this release.
     let later = [&[4], &stored(&mut world)[1..]].concat();
     load(&mut world, "later", &later);
-    let mut invocation = world.script.key("later");
-    let invocation = invocation.arg(call).arg("told").arg("key").arg(world.now);
-    let error = invocation
-        .invoke::<Vec<u8>>(&mut world.redis)
-        .unwrap_err()
-        .to_string();
+    let error = world.try_run(&call).unwrap_err().to_string();
     assert!(error.contains("format 4"), "{error}");
 }
 
+/// Returns what a call gets from a state, as text: the grants, each with its cost and its wait in
+/// microseconds, or the wait until the first slot.
+fn decision(world: &mut World, spec: &Arc<LimitSpec>, session: ClientSession) -> String {
+    let demands = [
+        Demand::new(1, 2),
+        Demand::new(2, 1).earliest(millis(3000)),
+        Demand::new(1, 4),
+    ];
+    let request = LeaseRequest {
+        latest: millis(90_000),
+        session,
+        ..lease_request(spec, &demands)
+    };
+    let (grants, refused) = lease_of(&request, &world.run(&codec::lease(&request, 7)));
+    let grants = grants.iter().map(|grant| {
+        let Grant {
+            cost, count, wait, ..
+        } = grant;
+        format!("{count} of {cost} at {}", wait.as_micros())
+    });
+    let refused = refused.map(|refused| format!("refused for {:?}", refused.wait));
+    grants.chain(refused).collect::<Vec<_>>().join(", ")
+}
+
+#[test]
+fn states_with_advance_bookings_are_read_as_before() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    for (number, line) in STATES_3.lines().enumerate() {
+        let old = StateLine::read(line);
+        assert_eq!(old.state[0], 3, "{}", old.name);
+        let spec = Arc::new(LimitSpec::new(old.quota, millis(10), millis(2)));
+        assert_eq!(old.rest.len(), WAITS_3.len());
+        for (wait, expected) in WAITS_3.iter().zip(old.rest) {
+            world.now = old.now + wait;
+            load(&mut world, &format!("{number} {wait}"), &old.state);
+            let since = Duration::from_micros(*wait);
+            let session = ClientSession {
+                since,
+                ..old.session
+            };
+            let decided = decision(&mut world, &spec, session);
+            assert_eq!(decided, expected, "{}, {wait} us later", old.name);
+        }
+    }
+}
+
+/// How many microseconds after their last write the states with advance bookings are read.
+const WAITS_3: [Micros; 3] = [0, 4_000_000, 100_000_000];
+
 /// A state has format 3 only while it has advance bookings.
 #[test]
-fn format_3_states_are_clear_errors_to_format_1() {
+fn format_3_states_are_clear_errors_to_earlier_releases() {
     let server = RedisServer::start().expect("a server of our own");
     let mut world = World::new(&server);
     world.begin();
@@ -283,22 +349,29 @@ fn format_3_states_are_clear_errors_to_format_1() {
     assert_eq!(reply.grants[0].wait, millis(10_000));
     assert_eq!(stored(&mut world)[0], 3);
     let (_, call) = lease(&mut world, Demand::new(1, 1));
-    let error = run_1(&mut world, &call).unwrap_err().to_string();
-    assert!(error.contains("format 3"), "{error}");
+    let errors = [
+        run_1(&mut world, &call).unwrap_err(),
+        run_2(&mut world, &call).unwrap_err(),
+    ];
+    for error in errors.map(|error| error.to_string()) {
+        assert!(error.contains("format 3"), "{error}");
+    }
     // The slot has come, so the state is as an earlier release would have written it.
     world.now += 10_000_000;
     let (reply, call) = lease(&mut world, Demand::new(1, 5));
     assert_eq!(reply.grants[0].count, 2, "three are booked");
     assert_eq!(stored(&mut world)[0], 1);
     assert!(run_1(&mut world, &call).is_ok());
+    assert!(run_2(&mut world, &call).is_ok());
 }
 
-/// The scripts of format 1 run the first steps of a history, and the scripts of today the others.
-fn same_grants_after_an_upgrade(
+/// The script of `release_of` runs each step of a history. A step of format 1 is without what that
+/// format cannot express.
+fn same_grants_across_releases(
     world: &mut World,
     quotas: [Quota; 2],
     steps: &[Step],
-    old: usize,
+    release_of: impl Fn(usize) -> Release,
 ) -> Result<(), TestCaseError> {
     world.begin();
     let spec = quotas.map(|quota| Arc::new(LimitSpec::new(quota, millis(10), millis(2))));
@@ -307,16 +380,12 @@ fn same_grants_after_an_upgrade(
         .map(|spec| spec.quota().longest_memory())
         .max()
         .unwrap_or_default();
-    let mut upgraded = world.now;
+    let mut upgraded = 0;
     for (number, step) in steps.iter().enumerate() {
         world.now += step.wait;
-        world.release = if number < old {
-            Release::Format1
-        } else {
-            Release::Today
-        };
+        world.release = release_of(number);
         let mut step = step.clone();
-        if number < old {
+        if world.release == Release::Format1 {
             (step.left, step.clock) = (None, 0);
             step.earliest = Duration::ZERO;
             step.charges.clear();
@@ -324,8 +393,8 @@ fn same_grants_after_an_upgrade(
             step.hold = step
                 .hold
                 .map(|hold| hold.map(|held| HoldState { cut: false, ..held }));
-            upgraded = world.now;
-        } else if world.now <= upgraded + micros_up(longest) {
+            upgraded = world.now + micros_up(longest);
+        } else if world.now <= upgraded {
             // Format 1 forgot each fixed window at its end, which a clock that is set back counts
             // again.
             step.clock = 0;
@@ -336,9 +405,9 @@ fn same_grants_after_an_upgrade(
         prop_assert_eq!(
             granted(&ours),
             granted(&theirs),
-            "step {} of which {} are old",
+            "step {} of {:?}",
             number,
-            old
+            world.release
         );
         world.keep(&ours);
         world.forget_what_redis_does_not_keep();
@@ -346,8 +415,9 @@ fn same_grants_after_an_upgrade(
     Ok(())
 }
 
-#[test]
-fn histories_go_on_through_an_upgrade() {
+/// Checks random histories whose steps are those of `step`. `release_of` gets a number from 1 to
+/// 19, which is the same for all steps, and the number of a step.
+fn check_releases(step: impl Strategy<Value = Step>, release_of: impl Fn(usize, usize) -> Release) {
     let server = RedisServer::start().expect("a server of our own");
     let world = std::cell::RefCell::new(World::new(&server));
     let config = ProptestConfig {
@@ -355,108 +425,39 @@ fn histories_go_on_through_an_upgrade() {
         failure_persistence: None,
         ..ProptestConfig::default()
     };
-    let steps = prop::collection::vec(step(Mix::Any), 2..40);
+    let steps = prop::collection::vec(step, 2..40);
     TestRunner::new(config)
         .run(
             &([quota(Mix::Any), quota(Mix::Any)], steps, 1usize..20),
             |(quotas, steps, old)| {
-                same_grants_after_an_upgrade(&mut world.borrow_mut(), quotas, &steps, old)
+                let mut world = world.borrow_mut();
+                same_grants_across_releases(&mut world, quotas, &steps, |step| {
+                    release_of(old, step)
+                })
             },
         )
         .unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// Returns whether the first constants of a line of a script of format 1 have the values of
-/// constants of today.
-fn has_values(script: &str, line: &str, today: &[&str]) -> bool {
-    let values: Vec<&str> = today.iter().map(|name| literal(name)).collect();
-    let line = script
-        .lines()
-        .find(|other| other.starts_with(line))
-        .expect("a line of the script");
-    line.split_once(" = ")
-        .is_some_and(|(_, all)| all.starts_with(&values.join(", ")))
+#[test]
+fn histories_go_on_through_an_upgrade() {
+    check_releases(step(Mix::Any), |old, step| match step < old {
+        true => Release::Format1,
+        false => Release::Today,
+    });
 }
 
+/// While a fleet is upgraded, processes of both releases use a key.
 #[test]
-fn in_flight_and_register_records_have_not_changed() {
-    let in_flight = ["IN_FLIGHT_HEAD", "IN_FLIGHT_HEAD_SIZE"];
-    assert!(has_values(IN_FLIGHT_1, "local HEAD, HEAD_SIZE", &in_flight));
-    assert!(has_values(
-        IN_FLIGHT_1,
-        "local HOLDER, HOLDER_SIZE",
-        &["HOLDER", "HOLDER_SIZE"]
-    ));
-    assert!(has_values(
-        IN_FLIGHT_1,
-        "local BATCH, BATCH_SIZE",
-        &["BATCH", "BATCH_SIZE"]
-    ));
-    assert!(has_values(
-        REGISTER_1,
-        "local VERSION, REGISTER",
-        &["REGISTER_VERSION", "REGISTER_MESSAGE"]
-    ));
-    assert!(has_values(
-        REGISTER_1,
-        "local HEAD, HEAD_SIZE",
-        &["REGISTER_HEAD", "REGISTER_HEAD_SIZE"]
-    ));
-}
-
-/// The scripts of format 1 and of today, each on a register of its own: they return and write the
-/// same.
-#[test]
-fn registers_of_format_1_go_on_unchanged() {
-    let server = RedisServer::start().expect("a server of our own");
-    let mut redis = server.connect().expect("a connection");
-    let reads_clock = "local raw = redis.call('TIME')\nraw = raw[1] * 1000000 + raw[2]\n";
-    assert_eq!(
-        REGISTER_1.matches(reads_clock).count(),
-        1,
-        "the script reads the clock once"
-    );
-    let before =
-        redis::Script::new(&REGISTER_1.replace(reads_clock, "local raw = tonumber(ARGV[5])\n"));
-    let today = script::with_inlined_constants(&at_time_of_argument(script::REGISTER, 5));
-    let today = redis::Script::new(&today);
-    let mut seen = 0u64;
-    for step in 0..60u64 {
-        let (now, is_change) = (START + step * 1000, u8::from(step % 3 != 1));
-        let stated = if step % 7 == 6 { 0 } else { seen };
-        let call = [
-            &[1, is_change],
-            &stated.to_le_bytes()[..7],
-            &60_000_000u64.to_le_bytes()[..7],
-        ]
-        .concat();
-        if step % 20 == 19 {
-            let () = redis::cmd("DEL")
-                .arg(&["before", "today"])
-                .query(&mut redis)
-                .expect("an answer");
+fn releases_take_turns_without_advance_bookings() {
+    let without_later_use = step(Mix::Any).prop_map(|step| Step {
+        earliest: Duration::ZERO,
+        ..step
+    });
+    check_releases(without_later_use, |turns, step| {
+        match turns >> (step % 5) & 1 {
+            0 => Release::Today,
+            _ => Release::Format2,
         }
-        let mut run = |script: &redis::Script, key: &str| -> (Vec<u8>, Option<Vec<u8>>) {
-            let mut invocation = script.key(key);
-            invocation
-                .arg(&call)
-                .arg(format!("value {step}"))
-                .arg("channel")
-                .arg("name")
-                .arg(now);
-            let answer = invocation.invoke(&mut redis).expect("an answer");
-            (
-                answer,
-                redis::cmd("GET")
-                    .arg(key)
-                    .query(&mut redis)
-                    .expect("a value"),
-            )
-        };
-        let (before, today) = (run(&before, "before"), run(&today, "today"));
-        assert_eq!(before, today, "step {step}");
-        let mut version = [0; 8];
-        version[..7].copy_from_slice(&today.0[2..9]);
-        seen = u64::from_le_bytes(version);
-    }
+    });
 }

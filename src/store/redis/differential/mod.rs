@@ -11,6 +11,7 @@ mod layout;
 mod logical_clock;
 mod recovery;
 mod twins;
+mod unchanged_formats;
 mod world;
 
 use std::sync::Arc;

@@ -14,6 +14,8 @@ use crate::store::{ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest,
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Release {
     Format1,
+    /// The last release that knows no advance bookings.
+    Format2,
     Today,
 }
 
@@ -21,7 +23,8 @@ pub(super) enum Release {
 pub(super) struct World {
     pub(super) redis: redis::Connection,
     pub(super) script: redis::Script,
-    /// Which release's script runs the leases.
+    script_2: redis::Script,
+    /// Which release's script runs the calls. That of format 1 runs only the leases.
     pub(super) release: Release,
     pub(super) key: String,
     pub(super) ledger: Option<Ledger>,
@@ -43,6 +46,7 @@ impl World {
             script: redis::Script::new(&script::with_inlined_constants(&at_time_of_argument(
                 RATES, 4,
             ))),
+            script_2: redis::Script::new(&at_time_of_argument(formats::RATES_2, 4)),
             release: Release::Today,
             key: "key".into(),
             ledger: None,
@@ -66,20 +70,27 @@ impl World {
             self.writes,
             self.seen,
         ) = (None, START, 0, 0, START);
-        self.clock = 0;
+        (self.clock, self.release) = (0, Release::Today);
         self.unused.clear();
     }
 
     pub(super) fn run(&mut self, call: &[u8]) -> Vec<u8> {
+        self.try_run(call).unwrap()
+    }
+
+    pub(super) fn try_run(&mut self, call: &[u8]) -> redis::RedisResult<Vec<u8>> {
         let raw = self.now.saturating_add_signed(self.clock);
-        let mut invocation = self.script.key(&self.key);
+        let script = match self.release {
+            Release::Format2 => &self.script_2,
+            Release::Format1 | Release::Today => &self.script,
+        };
+        let mut invocation = script.key(&self.key);
         invocation
             .arg(call)
             .arg("told")
             .arg("key")
             .arg(raw)
             .invoke(&mut self.redis)
-            .unwrap()
     }
 
     /// Runs a call that states what it knows of the time; sends it again if the script is unsure.
@@ -139,7 +150,7 @@ impl World {
         let call = codec::lease(&request, 7);
         let theirs = match self.release {
             Release::Format1 => formats::lease_1(self, &call),
-            Release::Today => self.run_by_memory(call),
+            Release::Format2 | Release::Today => self.run_by_memory(call),
         };
         let theirs = codec::read_lease(&theirs, spec.transit_slack()).unwrap();
         assert_eq!(theirs.now, self.now);
