@@ -9,7 +9,10 @@ mod counted;
 mod support;
 
 use std::convert::Infallible;
+use std::future::IntoFuture;
+use std::pin::pin;
 use std::sync::{Arc, Mutex};
+use std::task::Poll;
 use std::time::Duration;
 
 use channels::{Log, channel};
@@ -525,4 +528,24 @@ async fn permits_at_hand_do_not_outlive_a_deadline() {
         assert_eq!(limited.reason(), Some(Reason::Deadline));
         assert_eq!(log.len(), sent);
     }
+}
+
+/// A task that always runs late finds each slot expired, until slots are valid for longer.
+#[tokio::test(start_paused = true)]
+async fn joint_requests_of_late_tasks_are_sent() {
+    let store = Distant::new(Duration::from_millis(4));
+    let builder = RateLimitLayer::builder(Quota::per_second(10)).store(Arc::new(store));
+    let limiter = builder.build().unwrap().limiter();
+    let both = limiter
+        .acquire(Key::new("1"))
+        .with(limiter.acquire(Key::new("2")));
+    let mut both = pin!(both.into_future());
+    for _ in 0..10 {
+        if let Poll::Ready(permit) = futures::poll!(&mut both) {
+            assert!(permit.unwrap().is_valid());
+            return;
+        }
+        sleep(Duration::from_millis(30)).await;
+    }
+    panic!("no permit was valid for long enough");
 }

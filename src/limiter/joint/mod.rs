@@ -55,7 +55,9 @@ use smallvec::SmallVec;
 use super::admission::Entry;
 use super::engine::Core;
 use super::hosts::host_hold;
+use super::key_state;
 use super::reservation::Reservation;
+use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::Refusal;
@@ -97,12 +99,23 @@ impl Part {
         let keys = [Some(key), host_hold(key, host)].into_iter().flatten();
         keys.filter(move |_| cost > 0)
     }
+
+    /// Notes whether a slot was used, or expired before the request left.
+    fn ended(&self, now: Instant, is_used: bool) {
+        self.core.with_state(self.entry.key, now, |state, ctx| {
+            key_state::ended(state, ctx, is_used);
+        });
+    }
 }
 
 /// Gives back slots of `parts`.
 fn give_back(parts: &[Part], slots: PerPart<Option<Reservation>>) {
+    let now = clock::now();
     for (part, slot) in parts.iter().zip(slots) {
         if let Some(slot) = slot {
+            if slot.until <= now {
+                part.ended(now, false);
+            }
             part.core.give_back(part.entry.key, slot);
         }
     }

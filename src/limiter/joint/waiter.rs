@@ -591,6 +591,10 @@ impl JointWaiter {
                 return Poll::Ready(Err(self.stopped(part, lost, now)));
             }
             if self.may_leave(&slot, now) {
+                let parts = self.set.parts.iter().zip(&slot.slots);
+                for (part, _) in parts.filter(|(_, slot)| slot.is_some()) {
+                    part.ended(now, true);
+                }
                 return Poll::Ready(Ok(slot));
             }
             self.set.give_back([slot]);

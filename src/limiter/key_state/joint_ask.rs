@@ -144,7 +144,7 @@ impl JointAsk {
                     .store
                     .note_refusal(None, lease, ctx.fails_open, ctx.now);
                 let died = self.replaces.is_some_and(|slot| slot.until <= ctx.now);
-                state.store.adapt_life(ctx.spec, bounds, died);
+                state.store.raise_life(ctx.spec, bounds, died);
                 Asked::Granted {
                     slot: slot(lease, grant, bounds),
                     uncertain: bounds.1.saturating_duration_since(bounds.0),
@@ -205,6 +205,16 @@ fn take_in_changes(state: &mut KeyState, ctx: &mut KeyContext<'_>) {
     }
     state.step(ctx, None);
     state.close(ctx);
+}
+
+/// Takes in whether a slot of a joint request was used. If it expired before the request left, the
+/// next slots are valid for longer.
+pub(in crate::limiter) fn ended(state: &mut KeyState, ctx: &KeyContext<'_>, is_used: bool) {
+    if is_used {
+        state.store.shorten_life(ctx.spec);
+    } else {
+        state.store.lengthen_life(ctx.spec);
+    }
 }
 
 /// Returns whether a slot of a joint request may be used: the store is known to have it.

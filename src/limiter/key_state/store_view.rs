@@ -311,6 +311,22 @@ impl StoreView {
     /// of the store is known (`bounds`), and on whether permits expired before they arrived
     /// (`died`).
     pub(super) fn adapt_life(&mut self, spec: &LimitSpec, bounds: (Instant, Instant), died: bool) {
+        let adapted = if died {
+            self.life() * 2
+        } else {
+            self.life() - self.life() / 8
+        };
+        self.set_life(spec, bounds, adapted);
+    }
+
+    /// Does the same after an answer for one request only. The validity does not shrink: it shrinks
+    /// if the request wakes in time.
+    pub(super) fn raise_life(&mut self, spec: &LimitSpec, bounds: (Instant, Instant), died: bool) {
+        let raised = if died { self.life() * 2 } else { self.life() };
+        self.set_life(spec, bounds, raised);
+    }
+
+    fn set_life(&mut self, spec: &LimitSpec, bounds: (Instant, Instant), life: Duration) {
         let uncertain = bounds.1.saturating_duration_since(bounds.0);
         let trips = uncertain.saturating_mul(2).saturating_add(WAKE_UP);
         let least = if self.answers_later {
@@ -318,12 +334,7 @@ impl StoreView {
         } else {
             spec.life()
         };
-        let adapted = if died {
-            self.life() * 2
-        } else {
-            self.life() - self.life() / 8
-        };
-        self.life_nanos = nanos(least.max(adapted).min(self.longest_life(spec)));
+        self.life_nanos = nanos(least.max(life).min(self.longest_life(spec)));
     }
 
     /// Lengthens the validity of the next permits, because a permit expired before its waiter woke.

@@ -32,10 +32,12 @@ impl Fleet {
     /// If a worker does not get ready.
     pub fn start(program: impl AsRef<Path>, processes: usize, options: &Options) -> Fleet {
         let start = |number: usize| {
-            let options = Options {
+            let mut options = Options {
                 who: format!("{}{number}", options.who),
                 ..options.clone()
             };
+            let first = options.paths.len() * number / processes;
+            options.paths.rotate_left(first);
             Worker::start(program.as_ref(), &options)
         };
         let mut workers: Vec<_> = (0..processes).map(start).collect();

@@ -19,7 +19,7 @@ pub use events::{
     refusal,
 };
 pub use fleet::Fleet;
-pub use options::{Arrivals, INCR, MEMORY, Options};
+pub use options::{Arrivals, INCR, MEMORY, Options, key_in};
 pub use redis::{keys_for_ever, store_calls};
 pub use stalls::Stalls;
 

@@ -16,6 +16,9 @@ pub const INCR: &str = "incr";
 pub struct Options {
     /// The quota, in the format that tollgate parses.
     pub quota: String,
+    /// Further limits of each call, each with a name and a quota. [`key_in`] finds their keys in
+    /// the path.
+    pub and_per: Vec<(String, String)>,
     /// Instead of the quota's limiter, an adaptive throttle with this pace, by its name in the
     /// simulator; empty for none. Its only known limit is `quota`. `fair-shared` shares its pace
     /// through the store.
@@ -27,6 +30,8 @@ pub struct Options {
     pub certificate: String,
     /// The URL to call behind the gate; empty for none.
     pub url: String,
+    /// The paths to call in turn; empty for the URL only. Each worker begins at another one.
+    pub paths: Vec<String>,
     /// The number of tasks that call at the same time.
     pub tasks: usize,
     /// When the tasks call.
@@ -83,10 +88,12 @@ impl Default for Options {
     fn default() -> Self {
         Options {
             quota: "10/1s".into(),
+            and_per: Vec::new(),
             pace: String::new(),
             store: MEMORY.into(),
             certificate: String::new(),
             url: String::new(),
+            paths: Vec::new(),
             tasks: 1,
             arrivals: Arrivals::Loop,
             span: Duration::from_secs(5),
@@ -116,12 +123,16 @@ impl Options {
             Arrivals::Every(gap) => us(gap),
             Arrivals::Turns { first, on, off } => format!("{},{},{}", us(first), us(on), us(off)),
         };
+        let and_per = self.and_per.iter();
+        let and_per = and_per.map(|(name, quota)| format!("{name}={quota}"));
         let pairs = [
             ("quota", self.quota.clone()),
+            ("and-per", and_per.collect::<Vec<_>>().join(";")),
             ("pace", self.pace.clone()),
             ("store", self.store.clone()),
             ("certificate", self.certificate.clone()),
             ("url", self.url.clone()),
+            ("paths", self.paths.join(" ")),
             ("tasks", self.tasks.to_string()),
             ("arrivals", arrivals),
             ("span", ms(self.span)),
@@ -158,10 +169,21 @@ impl Options {
             let mut read = || -> anyhow::Result<()> {
                 match name.as_str() {
                     "--quota" => options.quota = value.clone(),
+                    "--and-per" => {
+                        let limits = value.split_terminator(';').map(|limit| {
+                            let (name, quota) = limit.split_once('=').context("no quota")?;
+                            Ok((name.to_owned(), quota.to_owned()))
+                        });
+                        options.and_per = limits.collect::<anyhow::Result<_>>()?;
+                    }
                     "--pace" => options.pace = value.clone(),
                     "--store" => options.store = value.clone(),
                     "--certificate" => options.certificate = value.clone(),
                     "--url" => options.url = value.clone(),
+                    "--paths" => {
+                        let paths = value.split_ascii_whitespace();
+                        options.paths = paths.map(str::to_owned).collect();
+                    }
                     "--tasks" => options.tasks = value.parse()?,
                     "--arrivals" if value == "loop" => options.arrivals = Arrivals::Loop,
                     "--arrivals" if value == "once" => options.arrivals = Arrivals::Once,
@@ -196,6 +218,13 @@ impl Options {
     }
 }
 
+/// Returns the key of limit `name` in a path such as `/channel/17/route/3`: what follows the name.
+pub fn key_in<'a>(path: &'a str, name: &str) -> Option<&'a str> {
+    let mut parts = path.split('/');
+    parts.find(|part| *part == name)?;
+    parts.next()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -204,6 +233,10 @@ mod tests {
     fn options_parse_back_from_their_words() {
         let options = Options {
             quota: "25/5s, 60/12s".into(),
+            and_per: ["channel", "route"]
+                .map(|name| (name.into(), "8/5s, 9/9s".into()))
+                .into(),
+            paths: ["channel/1", "channel/2"].map(str::to_owned).into(),
             arrivals: Arrivals::Every(Duration::from_millis(7)),
             fail_open: true,
             share: 0.25,
@@ -219,7 +252,17 @@ mod tests {
             let read = Options::from_words(options.to_words()).unwrap();
             assert_eq!(format!("{read:?}"), format!("{options:?}"));
         }
+        assert!(Options::from_words(["--and-per", "channel"].map(str::to_owned)).is_err());
         assert!(Options::from_words(["--tasks".to_owned()]).is_err());
         assert!(Options::from_words(["--task", "1"].map(str::to_owned)).is_err());
+    }
+
+    #[test]
+    fn keys_of_limits_follow_their_names() {
+        let path = "/channel/17/route/3";
+        assert_eq!(key_in(path, "channel"), Some("17"));
+        assert_eq!(key_in(path, "route"), Some("3"));
+        assert_eq!(key_in("/route", "route"), None);
+        assert_eq!(key_in("/", "route"), None);
     }
 }

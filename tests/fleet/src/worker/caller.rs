@@ -2,7 +2,7 @@
 
 use std::error::Error;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use fleet::{Event, Options, Outcome, refusal};
 use reqwest::header::HeaderValue;
@@ -19,7 +19,9 @@ pub(crate) enum Caller {
     Http {
         layer: RateLimitLayer,
         client: Client,
-        url: Url,
+        /// The URLs to call in turn, and how many calls there were.
+        urls: Arc<[Url]>,
+        calls: Arc<AtomicUsize>,
         who: HeaderValue,
     },
 }
@@ -34,12 +36,20 @@ impl Caller {
             .redirect(reqwest::redirect::Policy::none())
             .retry(reqwest::retry::never())
             .build()?;
-        let (url, who) = (options.url.parse()?, options.who.parse()?);
+        let url: Url = options.url.parse()?;
+        let urls = match options.paths.is_empty() {
+            true => vec![url],
+            false => {
+                let urls = options.paths.iter().map(|path| url.join(path));
+                urls.collect::<Result<_, _>>()?
+            }
+        };
         Ok(Caller::Http {
             layer: layer.clone(),
             client,
-            url,
-            who,
+            urls: urls.into(),
+            calls: Arc::default(),
+            who: options.who.parse()?,
         })
     }
 
@@ -62,10 +72,12 @@ impl Caller {
             Caller::Http {
                 layer,
                 client,
-                url,
+                urls,
+                calls,
                 who,
             } => {
-                let request = Request::new(Method::GET, url.clone());
+                let number = calls.fetch_add(1, Ordering::Relaxed);
+                let request = Request::new(Method::GET, urls[number % urls.len()].clone());
                 let granted = Arc::new(AtomicU64::new(0));
                 let mut service = stamped(layer, client.clone(), who.clone(), Arc::clone(&granted));
                 let answer = async {

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
-use fleet::{Arrivals, Event, INCR, MEMORY, Options, Outcome};
+use fleet::{Arrivals, Event, INCR, MEMORY, Options, Outcome, key_in};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 use tollgate::store::RedisStore;
@@ -115,6 +115,13 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
             sleep(Duration::from_millis(20)).await;
         }
         builder = builder.store(Arc::new(store));
+    }
+    for (name, quota) in &options.and_per {
+        // The layer is made once, and lives as long as the process.
+        let name: &'static str = name.clone().leak();
+        builder = builder.and_per(name, quota.parse()?, move |request| {
+            key_in(request.path(), name).map(Key::new)
+        });
     }
     if options.fail_open {
         builder = builder.on_store_error(OnStoreError::FailOpen);

@@ -8,6 +8,7 @@ mod away;
 mod deploy;
 mod holds;
 mod in_flight;
+mod joint;
 mod killed;
 mod lost;
 mod never_over;

@@ -1,0 +1,241 @@
+//! Requests of several keys, by several processes, to a server that enforces the limit of each key.
+
+use anyhow::ensure;
+use fleet::{Arrivals, Options, key_in};
+use upstream::KeyedRule;
+
+use super::*;
+
+const ALL: KeyedRule = KeyedRule {
+    name: "all",
+    rule: Rule::per_second(50),
+    key: |_, _| Some("all".to_owned()),
+    scope: "global",
+};
+const CHANNEL: KeyedRule = KeyedRule {
+    name: "channel",
+    rule: Rule::new(8, ms(5000)),
+    key: |path, _| key_in(path, "channel").map(str::to_owned),
+    scope: "channel",
+};
+const ROUTE: KeyedRule = KeyedRule {
+    name: "route",
+    rule: Rule::new(5, ms(5000)),
+    key: |path, _| key_in(path, "route").map(str::to_owned),
+    scope: "route",
+};
+
+/// Returns what a layer has to state of a server's limit.
+fn quota(limit: KeyedRule) -> String {
+    let Rule { count, window } = limit.rule;
+    format!("{count}/{}ms", window.as_millis())
+}
+
+fn and_per(limit: KeyedRule) -> (String, String) {
+    (limit.name.to_owned(), quota(limit))
+}
+
+/// Paths of 60 channels with three routes each. Some channels are called far more often than others.
+fn paths() -> Vec<String> {
+    // Two sequences that fill the interval from 0 to 1 evenly.
+    let evenly = |number: u32, step: f64| (f64::from(number) * step).fract();
+    let path = |number| {
+        let channel = (60.0 * evenly(number, 0.754_877_666).powi(2)) as u32;
+        let end = (3.0 * evenly(number, 0.569_840_291)) as u32;
+        format!("channel/{channel}/route/{channel}.{end}")
+    };
+    (0..600).map(path).collect()
+}
+
+/// A server with three limits, and four processes that make 120 calls per second.
+fn chat() -> (Site, Options) {
+    let site = Site {
+        redis: RedisServer::start().unwrap(),
+        upstream: Upstream::open().keyed([ALL, CHANNEL, ROUTE]),
+    };
+    let options = Options {
+        quota: quota(ALL),
+        and_per: [CHANNEL, ROUTE].map(and_per).into(),
+        paths: paths(),
+        arrivals: Arrivals::Every(ms(33)),
+        max_wait: ms(2000),
+        ..Options::default()
+    };
+    (site, options)
+}
+
+/// Returns the share of `limit` that its busiest key used, less the margin that tollgate keeps.
+fn used(log: &Log, limit: KeyedRule) -> f64 {
+    let Rule { count, window } = limit.rule;
+    let keys = log.by_key(limit.name);
+    let busiest = keys.values().max_by_key(|accepted| accepted.len());
+    let used = busiest.and_then(|log| log.used(Rule::new(count, window + MARGIN)));
+    used.unwrap_or_default()
+}
+
+/// Checks that the server refused no call from `from` on.
+fn none_refused(log: &Log, from: Instant) -> anyhow::Result<()> {
+    let refused: Vec<_> = log
+        .iter()
+        .filter(|arrival| arrival.at >= from && !arrival.accepted)
+        .map(|arrival| (arrival.at - log[0].at, arrival.refused_by.unwrap_or("none")))
+        .collect();
+    let jitter = log.jitter();
+    ensure!(
+        refused.is_empty() || jitter > SLACK,
+        "the server refused {refused:.3?}; jitter {jitter:.1?}"
+    );
+    Ok(())
+}
+
+#[test]
+fn processes_go_on_within_all_limits_after_a_kill() {
+    let _turn = busy_turn();
+    once_in_three(one_of_four_is_killed);
+}
+
+fn one_of_four_is_killed() -> anyhow::Result<()> {
+    let (site, options) = chat();
+    let options = Options {
+        span: ms(9500),
+        ..options
+    };
+    let mut fleet = site.start(4, &options);
+    let start = Instant::now();
+    fleet.go();
+    wait_until(start, ms(3000));
+    fleet.kill(0);
+    let killed = Instant::now();
+    let reports = fleet.finish();
+    let log = site.upstream.log();
+    assert!(!reports[0].ended, "it was killed before its end");
+    assert_all_ended(&reports[1..]);
+    // Its bookings lie at most `max_wait` ahead, and count for a window.
+    let after = part(&log, killed + ms(3100), start + options.span);
+    let used = used(&after, ALL);
+    println!(
+        "4 processes with 3 limits, one killed at 3 s: {:?} calls in each second, {:.1} % of the limit of all calls later; \
+         {:.2} store calls for each, jitter {:.1?}",
+        per_second(&log),
+        100.0 * used,
+        fleet::store_calls(&site.redis) as f64 / log.len() as f64,
+        log.jitter()
+    );
+    none_refused(&log, start)?;
+    ensure!(used >= 0.95, "the others use {used:.3}");
+    Ok(())
+}
+
+#[test]
+fn processes_with_shares_keep_all_limits_while_redis_restarts() {
+    let _turn = busy_turn();
+    once_in_three(redis_restarts);
+}
+
+fn redis_restarts() -> anyhow::Result<()> {
+    let (mut site, options) = chat();
+    let options = Options {
+        span: ms(11_000),
+        share: 0.25,
+        ..options
+    };
+    let mut fleet = site.start(4, &options);
+    let start = Instant::now();
+    fleet.go();
+    wait_until(start, ms(3000));
+    site.redis.kill();
+    let away = Instant::now();
+    wait_until(start, ms(6000));
+    site.redis.restart().unwrap();
+    let back = Instant::now();
+    let reports = fleet.finish();
+    let log = site.upstream.log();
+    assert_all_ended(&reports);
+    let meanwhile = between(&log, away + ms(1100), back);
+    let last = between(&log, start + ms(9000), start + ms(11_000));
+    println!(
+        "4 processes with 3 limits and shares, Redis killed at 3 s and started at 6 s: {:?} calls in each second; {meanwhile} \
+         without Redis; jitter {:.1?}",
+        per_second(&log),
+        log.jitter()
+    );
+    none_refused(&log, start)?;
+    ensure!(meanwhile >= 30, "{meanwhile} calls without Redis");
+    ensure!(last >= 60, "{last} calls in the last two seconds");
+    Ok(())
+}
+
+#[test]
+fn advance_bookings_of_a_killed_process_block_one_window() {
+    let _turn = turn_beside_others();
+    once_in_three(killed_with_advance_bookings);
+}
+
+fn killed_with_advance_bookings() -> anyhow::Result<()> {
+    let all = KeyedRule {
+        rule: Rule::per_second(20),
+        ..ALL
+    };
+    let channel = KeyedRule {
+        rule: Rule::new(1, ms(4000)),
+        ..CHANNEL
+    };
+    let site = Site {
+        redis: RedisServer::start().unwrap(),
+        upstream: Upstream::open().keyed([all, channel]),
+    };
+    let options = Options {
+        quota: quota(all),
+        and_per: vec![and_per(channel)],
+        span: ms(8500),
+        ..Options::default()
+    };
+    // The second call to each channel waits for four seconds. It has booked a unit of all calls.
+    let doomed = Options {
+        paths: (0..15).map(|number| format!("channel/{number}")).collect(),
+        tasks: 15,
+        who: "doomed ".into(),
+        ..options.clone()
+    };
+    let heir = Options {
+        tasks: 16,
+        max_wait: ms(2000),
+        ..options
+    };
+    let (mut fleet, mut heirs) = (site.start(1, &doomed), site.start(2, &heir));
+    let start = Instant::now();
+    fleet.go();
+    wait_until(start, ms(500));
+    heirs.go();
+    wait_until(start, ms(2000));
+    fleet.kill(0);
+    let killed = Instant::now();
+    let formats: Vec<u8> = states(&site.redis);
+    let heirs = heirs.finish();
+    assert_all_ended(&heirs);
+    let log = site.upstream.log();
+    let used = |from, to| used(&part(&log, from, to), all);
+    let before = used(killed, start + ms(3900));
+    let after = used(start + ms(5300), start + ms(8300));
+    println!(
+        "a process killed with 15 advance bookings: {:?} calls in each second; the others use {:.1} % until the slots that it \
+         had booked, and {:.1} % a window later",
+        per_second(&log),
+        100.0 * before,
+        100.0 * after
+    );
+    assert!(formats.contains(&3), "a state has advance bookings");
+    none_refused(&log, start)?;
+    ensure!(before >= 0.95 && after >= 0.95, "{before:.3}, {after:.3}");
+    Ok(())
+}
+
+/// Returns the formats of all states in Redis: their first bytes.
+fn states(redis: &RedisServer) -> Vec<u8> {
+    let names: Vec<String> = redis.command(&["KEYS", "tollgate:*"]);
+    let format = |name: &String| {
+        let state: Vec<u8> = redis.command(&["GET", name]);
+        state.first().copied()
+    };
+    names.iter().filter_map(format).collect()
+}
