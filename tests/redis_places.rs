@@ -208,35 +208,16 @@ async fn a_hanging_primary_fails_its_own_keys_only() {
         .await
         .unwrap();
     let urls = cluster.urls();
-    let connect = |url: &String| {
-        redis::Client::open(url.as_str())
-            .unwrap()
-            .get_connection()
-            .unwrap()
-    };
-    let configure = |name: &str, value: &str| {
-        for url in &urls {
-            redis::cmd("CONFIG")
-                .arg(&["SET", name, value])
-                .exec(&mut connect(url))
-                .unwrap();
-        }
-    };
     // No replica replaces it.
-    configure("cluster-node-timeout", "60000");
+    cluster.configure("cluster-node-timeout", "60000");
     let in_flight = || limiter(RedisStore::cluster(&urls), Quota::in_flight(1));
     // So small a limit is never prefetched: each permit is a call.
     let limiter = limiter(RedisStore::cluster(&urls), Quota::per_hour(49));
     let (mut its_own, mut others) = (Vec::new(), Vec::new());
     for number in 0..60 {
-        let size = || {
-            redis::cmd("DBSIZE")
-                .query::<u64>(&mut connect(&urls[HANGS]))
-                .unwrap()
-        };
-        let (key, before) = (Key::new(format!("key {number}")), size());
+        let (key, before) = (Key::new(format!("key {number}")), cluster.key_count(HANGS));
         drop(limiter.acquire(key).await.unwrap());
-        if size() > before {
+        if cluster.key_count(HANGS) > before {
             its_own.push(key)
         } else {
             others.push(key)
@@ -281,8 +262,8 @@ async fn a_hanging_primary_fails_its_own_keys_only() {
 
     // Its replica takes its place. Until then Redis by default refuses all keys of the cluster,
     // once the primary is marked as failed.
-    configure("cluster-require-full-coverage", "no");
-    configure("cluster-node-timeout", "1000");
+    cluster.configure("cluster-require-full-coverage", "no");
+    cluster.configure("cluster-node-timeout", "1000");
     let slot = (0..16384)
         .find(|slot| cluster.primary_of(*slot) == Some(HANGS))
         .unwrap();

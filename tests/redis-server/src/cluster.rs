@@ -79,6 +79,26 @@ impl RedisCluster {
         &mut self.nodes[number]
     }
 
+    /// Sets an option of all its servers.
+    ///
+    /// # Panics
+    ///
+    /// If a server is unreachable or rejects the option.
+    pub fn configure(&self, name: &str, value: &str) {
+        for node in &self.nodes {
+            let () = node.command(&["CONFIG", "SET", name, value]);
+        }
+    }
+
+    /// Returns how many keys a server has.
+    ///
+    /// # Panics
+    ///
+    /// If the server is unreachable.
+    pub fn key_count(&self, number: usize) -> u64 {
+        self.nodes[number].command(&["DBSIZE"])
+    }
+
     /// Returns the slot of a key.
     pub fn slot(&self, key: &str) -> u16 {
         self.ask(&["CLUSTER", "KEYSLOT", key])

@@ -8,7 +8,7 @@ use super::*;
 
 const ALL: KeyedRule = KeyedRule {
     name: "all",
-    rule: Rule::per_second(50),
+    rule: Rule::per_second(20),
     key: |_, _| Some("all".to_owned()),
     scope: "global",
 };
@@ -35,19 +35,19 @@ fn and_per(limit: KeyedRule) -> (String, String) {
     (limit.name.to_owned(), quota(limit))
 }
 
-/// Paths of 60 channels with three routes each. Some channels are called far more often than others.
+/// Paths of 30 channels with three routes each. Some channels are called far more often than others.
 fn paths() -> Vec<String> {
     // Two sequences that fill the interval from 0 to 1 evenly.
     let evenly = |number: u32, step: f64| (f64::from(number) * step).fract();
     let path = |number| {
-        let channel = (60.0 * evenly(number, 0.754_877_666).powi(2)) as u32;
+        let channel = (30.0 * evenly(number, 0.754_877_666).powi(2)) as u32;
         let end = (3.0 * evenly(number, 0.569_840_291)) as u32;
         format!("channel/{channel}/route/{channel}.{end}")
     };
     (0..600).map(path).collect()
 }
 
-/// A server with three limits, and four processes that make 120 calls per second.
+/// A server with three limits, and the options of four processes that make 40 calls per second.
 fn chat() -> (Site, Options) {
     let site = Site {
         redis: RedisServer::start().unwrap(),
@@ -57,7 +57,7 @@ fn chat() -> (Site, Options) {
         quota: quota(ALL),
         and_per: [CHANNEL, ROUTE].map(and_per).into(),
         paths: paths(),
-        arrivals: Arrivals::Every(ms(33)),
+        arrivals: Arrivals::Every(ms(100)),
         max_wait: ms(2000),
         ..Options::default()
     };
@@ -135,7 +135,7 @@ fn processes_with_shares_keep_all_limits_while_redis_restarts() {
 fn redis_restarts() -> anyhow::Result<()> {
     let (mut site, options) = chat();
     let options = Options {
-        span: ms(11_000),
+        span: ms(14_000),
         share: 0.25,
         ..options
     };
@@ -152,7 +152,8 @@ fn redis_restarts() -> anyhow::Result<()> {
     let log = site.upstream.log();
     assert_all_ended(&reports);
     let meanwhile = between(&log, away + ms(1100), back);
-    let last = between(&log, start + ms(9000), start + ms(11_000));
+    // A window later, Redis is sure again what counts.
+    let last = between(&log, start + ms(12_000), start + ms(14_000));
     println!(
         "4 processes with 3 limits and shares, Redis killed at 3 s and started at 6 s: {:?} calls in each second; {meanwhile} \
          without Redis; jitter {:.1?}",
@@ -160,8 +161,8 @@ fn redis_restarts() -> anyhow::Result<()> {
         log.jitter()
     );
     none_refused(&log, start)?;
-    ensure!(meanwhile >= 30, "{meanwhile} calls without Redis");
-    ensure!(last >= 60, "{last} calls in the last two seconds");
+    ensure!(meanwhile >= 15, "{meanwhile} calls without Redis");
+    ensure!(last >= 25, "{last} calls in the last two seconds");
     Ok(())
 }
 
@@ -172,25 +173,21 @@ fn advance_bookings_of_a_killed_process_block_one_window() {
 }
 
 fn killed_with_advance_bookings() -> anyhow::Result<()> {
-    let all = KeyedRule {
-        rule: Rule::per_second(20),
-        ..ALL
-    };
     let channel = KeyedRule {
-        rule: Rule::new(1, ms(4000)),
+        rule: Rule::new(1, ms(5000)),
         ..CHANNEL
     };
     let site = Site {
         redis: RedisServer::start().unwrap(),
-        upstream: Upstream::open().keyed([all, channel]),
+        upstream: Upstream::open().keyed([ALL, channel]),
     };
     let options = Options {
-        quota: quota(all),
+        quota: quota(ALL),
         and_per: vec![and_per(channel)],
-        span: ms(8500),
+        span: ms(9500),
         ..Options::default()
     };
-    // The second call to each channel waits for four seconds. It has booked a unit of all calls.
+    // The second call to each channel waits for five seconds. It has booked a unit of all calls.
     let doomed = Options {
         paths: (0..15).map(|number| format!("channel/{number}")).collect(),
         tasks: 15,
@@ -205,21 +202,23 @@ fn killed_with_advance_bookings() -> anyhow::Result<()> {
     let (mut fleet, mut heirs) = (site.start(1, &doomed), site.start(2, &heir));
     let start = Instant::now();
     fleet.go();
-    wait_until(start, ms(500));
+    wait_until(start, ms(300));
     heirs.go();
-    wait_until(start, ms(2000));
+    wait_until(start, ms(1500));
     fleet.kill(0);
     let killed = Instant::now();
-    let formats: Vec<u8> = states(&site.redis);
+    let formats = formats(&site.redis);
     let heirs = heirs.finish();
     assert_all_ended(&heirs);
     let log = site.upstream.log();
-    let used = |from, to| used(&part(&log, from, to), all);
+    let used = |from, to| used(&part(&log, from, to), ALL);
+    // Any window that contains a call and the slots booked five seconds after the start counts
+    // both.
     let before = used(killed, start + ms(3900));
-    let after = used(start + ms(5300), start + ms(8300));
+    let after = used(start + ms(6400), start + ms(9400));
     println!(
-        "a process killed with 15 advance bookings: {:?} calls in each second; the others use {:.1} % until the slots that it \
-         had booked, and {:.1} % a window later",
+        "a process killed with 15 advance bookings: {:?} calls in each second; the others use {:.1} % until a window before the \
+         slots that it had booked, and {:.1} % from a window later on",
         per_second(&log),
         100.0 * before,
         100.0 * after
@@ -231,7 +230,7 @@ fn killed_with_advance_bookings() -> anyhow::Result<()> {
 }
 
 /// Returns the formats of all states in Redis: their first bytes.
-fn states(redis: &RedisServer) -> Vec<u8> {
+fn formats(redis: &RedisServer) -> Vec<u8> {
     let names: Vec<String> = redis.command(&["KEYS", "tollgate:*"]);
     let format = |name: &String| {
         let state: Vec<u8> = redis.command(&["GET", name]);
