@@ -21,7 +21,9 @@ use support::Distant;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::limiter::Acquire;
-use tollgate::store::MemoryStore;
+use tollgate::store::{
+    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreReply, UnusedPermits, Usage,
+};
 use tollgate::{Deadline, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason};
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 
@@ -548,4 +550,49 @@ async fn joint_requests_of_late_tasks_are_sent() {
         sleep(Duration::from_millis(30)).await;
     }
     panic!("no permit was valid for long enough");
+}
+
+/// A store that has lost its state: it decides nothing until a moment.
+struct Recovering {
+    store: MemoryStore,
+    until: Instant,
+}
+
+impl Store for Recovering {
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        let left = self.until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return self.store.lease(request);
+        }
+        let mut lease = Lease::default();
+        lease.recovering = Some(left);
+        StoreReply::Ready(Ok(lease))
+    }
+
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        self.store.give_back(key, spec, unused);
+    }
+
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        self.store.peek(key, spec)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_for_a_recovering_key_take_nothing_from_others() {
+    let start = Instant::now();
+    let store = Recovering {
+        store: MemoryStore::default(),
+        until: start + 5 * SECOND,
+    };
+    let builder = RateLimitLayer::builder(Quota::per_second(1)).store(Arc::new(store));
+    let channels = builder.build().unwrap().limiter();
+    let all = patient(Quota::per_second(1));
+    let both = all.acquire(Key::ALL).with(channels.acquire(Key::new("17")));
+    let both = tokio::spawn(both);
+    tokio::task::yield_now().await;
+    drop(all.acquire(Key::ALL).await.unwrap());
+    assert_eq!(start.elapsed(), Duration::ZERO);
+    drop(both.await.unwrap().unwrap());
+    assert!(start.elapsed() < 6 * SECOND, "{:?}", start.elapsed());
 }

@@ -140,6 +140,11 @@ impl<'a> Search<'a> {
                     if until > bound.latest {
                         return refused(Cause::Wait(Refusal::new(Some(wait), None)));
                     }
+                    // Meanwhile the request takes nothing of its other keys. Then this part is asked
+                    // first.
+                    give_back(self.parts, std::mem::take(&mut self.slots));
+                    self.slots = self.parts.iter().map(|_| None).collect();
+                    self.last = part;
                     clock::sleep_until(until).await;
                     self.began = clock::now();
                 }
