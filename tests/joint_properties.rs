@@ -277,8 +277,10 @@ struct Events {
     grants: HashMap<Costs, Vec<(usize, Instant)>>,
     /// The units of permits that were not given back.
     spent: HashMap<usize, u32>,
-    /// When a key was put on hold.
+    /// When keys were put on hold.
     holds: Vec<Instant>,
+    /// From when on a key may be on probation: its upstream refused a request and stated no time.
+    probations: HashMap<usize, Instant>,
     wrong: Vec<String>,
 }
 
@@ -475,7 +477,13 @@ impl World {
                     .with_refusal(StatusCode::TOO_MANY_REQUESTS)
                     .with_retry_after(retry_after.map(Duration::from_secs));
                 assert!(permit.answered(&signal).is_some());
-                self.events.lock().unwrap().holds.push(Instant::now());
+                let mut events = self.events.lock().unwrap();
+                events.holds.push(Instant::now());
+                if retry_after.is_none() {
+                    for &(key, _) in keys() {
+                        events.probations.entry(key).or_insert_with(Instant::now);
+                    }
+                }
             }
         }
     }
@@ -577,10 +585,17 @@ fn overtaken(world: &World, events: &mut Events) -> Vec<String> {
         if !keys.iter().all(|(key, _)| is_ordered(*key)) {
             continue;
         }
+        // Requests whose turns come at one moment run in any order. The first of them is the probe.
+        let probation = keys
+            .iter()
+            .filter_map(|(key, _)| events.probations.get(key));
+        let probation = probation.min().copied();
         grants.sort();
         for pair in grants.windows(2) {
             let ((early, early_at), (late, late_at)) = (pair[0], pair[1]);
-            if early_at > late_at {
+            let has_hold = events.holds.contains(&late_at)
+                || probation.is_some_and(|probation| probation <= late_at);
+            if early_at > late_at && !has_hold {
                 let (at, by) = (late_at - world.start, early_at - late_at);
                 overtaken.push(format!("{late} overtook {early} at {at:?}, by {by:?}"));
             }

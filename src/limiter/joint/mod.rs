@@ -25,10 +25,16 @@
 //! A joint slot that is due goes to the first request. If a store has not replied for some time, it
 //! has to confirm its slot before. The requests behind wait for that, too.
 //!
-//! The request leaves when its task runs. A hold, a store that lost its state or a task that runs
-//! late may have made the joint slot useless by then. Then all of its slots are given back, and the
-//! request is first in its set again. Requests that got joint slots before it came back may have
-//! left. In all other cases, no request is overtaken by a later one of its set.
+//! The request leaves when its task runs. By then, the joint slot may be useless:
+//!
+//! - A key was put on hold, or a store has lost its state.
+//! - The task runs so late that a slot has expired.
+//! - A key is on probation, and another request is its probe. If the turns of several requests come
+//!   at one moment, the first whose task runs is the probe.
+//!
+//! Then all of its slots are given back, and the request is first in its set again. A later request
+//! of the set may have left before it came back. In all other cases, no request is overtaken by a
+//! later one of its set.
 //!
 //! | file | what it has |
 //! |---|---|
