@@ -648,3 +648,44 @@ async fn charges_after_an_outage_are_few_and_made_once() {
         }
     }
 }
+
+/// Returns a limiter whose store was away, and replies again. It has used two of its share of five,
+/// and of the ten of the store.
+async fn just_back(store: &Arc<Shared>) -> Limiter {
+    let builder = builder(Quota::per_minute(10), store).fallback_share(0.5);
+    let limiter = builder.build().unwrap().limiter();
+    store.set_away(true);
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    store.set_away(false);
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    limiter
+}
+
+#[tokio::test(start_paused = true)]
+async fn permits_given_back_free_the_share_after_an_outage() {
+    let store = Arc::<Shared>::default();
+    let limiter = just_back(&store).await;
+    for number in 0..20 {
+        sleep(ms(50)).await;
+        let permit = timeout(ms(100), limiter.acquire(Key::ALL)).await;
+        let permit = permit.unwrap_or_else(|_| panic!("number {number} waits"));
+        permit.unwrap().give_back();
+    }
+    assert_eq!(limiter.peek(Key::ALL).await.unwrap().limits[0].used, 2);
+}
+
+/// The search of a joint request replaces the slots that are too early.
+#[tokio::test(start_paused = true)]
+async fn joint_requests_after_an_outage_count_once() {
+    let store = Arc::<Shared>::default();
+    let all = just_back(&store).await;
+    let channel = RateLimitLayer::builder(Quota::new(1, ms(300))).max_wait(ms(3000));
+    let channel = channel.build().unwrap().limiter();
+    let start = Instant::now();
+    for _ in 0..3 {
+        let both = all.acquire(Key::ALL).with(channel.acquire(Key::new("17")));
+        drop(both.await.unwrap());
+    }
+    assert!(start.elapsed() < ms(1500), "{:?}", start.elapsed());
+    assert_eq!(all.peek(Key::ALL).await.unwrap().limits[0].used, 5);
+}

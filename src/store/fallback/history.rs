@@ -173,13 +173,17 @@ impl GrantHistory {
         }
     }
 
-    /// Takes back unused permits, in the ledger that granted them.
+    /// Takes back unused permits, in the ledger that granted them. Permits of the store that the
+    /// process had planned come back in its own ledger too.
     pub(super) fn take_back(&mut self, unused: UnusedPermits, now: Micros) {
         if Source::granted_standalone(&unused) {
             if let Some(ledger) = self.standalone() {
                 ledger.take_back(unused, now);
             }
             return;
+        }
+        if let Some(ledger) = self.standalone() {
+            ledger.take_back_planned(&unused, now);
         }
         let number = unused.slot / self.width();
         if let Ok(index) = self

@@ -9,7 +9,8 @@
 //! - *Alone*: the process has a ledger of its own with its share of every limit. The recorded
 //!   grants count in it.
 //! - *Back*: the process charges the store with what it used alone, each unit once and with its
-//!   age. It requests no more than its share of the store. After 2.5 s all processes have done so,
+//!   age. It requests no more than its share of the store: what it plans is booked in its own ledger
+//!   and in the store, and permits that come back free both. After 2.5 s all processes have done so,
 //!   and the limit is shared again.
 //!
 //! The process never repeats a charge. So before the first one, it makes a call that books nothing,
@@ -21,6 +22,7 @@
 mod history;
 mod idle_keys;
 mod plan;
+mod planned;
 mod share;
 mod standalone;
 
@@ -33,8 +35,8 @@ use smallvec::SmallVec;
 
 use super::memory::usage;
 use super::{
-    ClientSession, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, Source, Store, StoreError,
-    StoreReply, UnusedPermits, Usage, label,
+    ClientSession, Grants, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, Source, Store,
+    StoreError, StoreReply, UnusedPermits, Usage, label,
 };
 use crate::clock;
 use crate::events;
@@ -208,7 +210,9 @@ impl Inner {
                 ..request.session
             };
         }
-        request.returns.clear();
+        if !is_back {
+            request.returns.clear();
+        }
         request.sent = now;
         if stage == Stage::Back {
             request.prefetch = 0;
@@ -242,10 +246,20 @@ impl Inner {
                 .flatten()
                 .ok_or(StoreError::Lost);
         }
-        let mut lease = self.on_reply(&request, reply)?;
+        let mut reply = self.on_reply(&request, reply);
         if stage == Stage::Back {
-            lease.grants = no_earlier(&lease.grants, &plan.grants);
+            let mut granted = Grants::default();
+            if let Ok(lease) = &mut reply {
+                lease.grants = no_earlier(&lease.grants, &plan.grants);
+                granted.clone_from(&lease.grants);
+            }
+            let note = |history: &mut GrantHistory| {
+                let ledger = history.standalone()?;
+                Some(ledger.store_granted(&plan, &granted, clock::now()))
+            };
+            self.histories.find(request.key, note);
         }
+        let lease = reply?;
         Ok(Lease {
             refused: lease.refused.or(plan.refused),
             ..lease

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::idle_keys::CHARGE_INTERVAL;
+use super::planned::{OfShare, PlannedPermits};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -39,6 +40,8 @@ pub(super) struct StandaloneLedger {
     /// Permits that the process granted itself and the store does not know of, in the order of
     /// their slots.
     uncharged: VecDeque<UnusedPermits>,
+    /// The permits of the store that count in the ledger too.
+    planned: PlannedPermits,
     /// The longest window, for which permits count.
     window: Micros,
     /// When the store began to reply again. `None` while it cannot be reached.
@@ -77,6 +80,7 @@ impl StandaloneLedger {
             spec: Arc::new(own),
             ledger,
             uncharged: VecDeque::new(),
+            planned: PlannedPermits::default(),
             window: micros_up(request.spec.quota().longest_memory()),
             back: None,
             requested_at: now,
@@ -251,6 +255,25 @@ impl StandaloneLedger {
             units -= back;
         }
         self.uncharged.retain(|owed| owed.units > 0);
+    }
+
+    /// Notes what the store granted of a plan. The rest of the plan does not count.
+    pub(super) fn store_granted(&mut self, plan: &Lease, granted: &[Grant], now: Instant) {
+        let rest = self.planned.add(&plan.grants, granted);
+        self.uncount(rest, clock::micros(now));
+    }
+
+    /// Takes back unused permits that the store granted. They count no more in the share.
+    pub(super) fn take_back_planned(&mut self, unused: &UnusedPermits, now: Micros) {
+        let planned = self.planned.take(unused);
+        self.uncount(planned, now);
+    }
+
+    fn uncount(&mut self, permits: OfShare, now: Micros) {
+        self.ledger.advance(&self.spec, now);
+        for unused in permits {
+            self.ledger.take_back(unused);
+        }
     }
 
     /// Notes that the store replies. From now on the store grants permits. Gives up the permits
