@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use reqwest::{Method, Request};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{MissedTickBehavior, interval};
 use tollgate::error::BoxError;
 use tollgate::store::RedisStore;
 use tollgate::{Key, Quota, RateLimitLayer};
@@ -103,17 +103,14 @@ async fn call_all(args: &Args) -> Result<(), BoxError> {
     let mut tick = interval(Duration::from_secs(1).div_f64(rate));
     tick.set_missed_tick_behavior(MissedTickBehavior::Burst);
     let mut calls = JoinSet::new();
-    let end = Instant::now() + args.time;
     let load = Load::of(args);
-    let mut number = args.number;
-    while Instant::now() < end {
+    for number in (args.number..args.calls()).step_by(args.processes as usize) {
         tick.tick().await;
         let route = args.route(number);
         let mark = if load.is_light(&route) { LIGHT } else { "" };
         let url = format!("{}{route}", args.places.api);
         let call = common::call(service.clone(), Request::new(Method::GET, url.parse()?));
         calls.spawn(async move { Ok::<_, BoxError>(format!("{mark}{}", call.await?)) });
-        number += args.processes;
     }
     while let Some(outcome) = calls.join_next().await {
         println!("{}", outcome??);
@@ -138,8 +135,7 @@ impl Load {
             time: args.time,
             max_wait: args.max_wait,
         };
-        let calls = f64::from(args.rate) * args.time.as_secs_f64();
-        for number in 0..calls as u32 {
+        for number in 0..args.calls() {
             let route = args.route(number);
             let channel = channel_of(&route).to_owned();
             *load.channels.entry(channel).or_default() += 1;
@@ -240,6 +236,11 @@ impl Args {
         };
         options.finish()?;
         Ok(args)
+    }
+
+    /// Returns how many calls come in all.
+    fn calls(&self) -> u32 {
+        (f64::from(self.rate) * self.time.as_secs_f64()) as u32
     }
 
     /// Returns the route of call `number`. Some channels are called far more often than others.

@@ -53,7 +53,7 @@ fn joint(limiters: &[Limiter; 3], keys: &[Key; 3], which: &[usize]) -> Acquire {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_killed_server_refuses_joint_requests_in_its_keys_name() {
+async fn joint_refusals_name_the_limit_of_a_killed_server() {
     const KILLED: usize = 1;
     let mut cluster = tokio::task::spawn_blocking(|| RedisCluster::start().unwrap())
         .await

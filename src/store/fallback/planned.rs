@@ -8,7 +8,8 @@ use smallvec::SmallVec;
 use crate::limit::{Micros, UnusedPermits};
 use crate::store::{Grant, Source};
 
-/// The most permits that are kept. Older ones that come back stay counted in the share.
+/// The most entries that are kept. Permits of older entries stay counted in the share if they come
+/// back.
 const MOST_PLANNED: usize = 400;
 
 /// The planned permits, the last ones last.
@@ -62,7 +63,7 @@ impl PlannedPermits {
         rest
     }
 
-    /// Takes out what was planned for permits of the store that come back.
+    /// Removes what the share counts for unused permits of the store, and returns it.
     pub(super) fn take(&mut self, unused: &UnusedPermits) -> OfShare {
         let (mut left, mut taken) = (unused.units, OfShare::new());
         for planned in &mut self.0 {

@@ -106,7 +106,7 @@ mod tests {
     ];
 
     #[test]
-    fn refused_calls_count_in_no_limit_and_name_the_scope() {
+    fn refused_calls_count_nowhere_and_name_the_scope() {
         let mut windows = KeyedWindows::new(RULES.to_vec());
         let mut decide = |path, ms| {
             let now = Duration::from_millis(ms);
