@@ -478,7 +478,10 @@ impl State {
     }
 
     fn next_wanted(&self) -> Option<Wanted> {
-        let (number, waiter) = self.waiters.iter().nth(self.slots.len())?;
+        // The requests without a joint slot are the last ones, and mostly few.
+        let without_slot = self.waiters.waiting().checked_sub(self.slots.len())?;
+        let before = without_slot.checked_sub(1)?;
+        let (number, waiter) = self.waiters.iter().rev().nth(before)?;
         Some(Wanted {
             bound: waiter.request.bound,
             held_until: self.held_until,
