@@ -4,6 +4,7 @@
 //! cargo run --release -p tollgate-benches              # a permit at hand, in memory
 //! cargo run --release -p tollgate-benches -- keys      # a million keys, in memory
 //! cargo run --release -p tollgate-benches -- signals   # reading a response
+//! cargo run --release -p tollgate-benches --features paused -- joint  # requests with several keys
 //! cargo run --release -p tollgate-benches -- redis     # one decision in Redis
 //! cargo run --release -p tollgate-benches -- fleet     # processes that share a limit; --rounds N, --chart FILE
 //! cargo run --release -p tollgate-benches -- growth    # tollgate with more processes and more keys; --rounds N
@@ -17,6 +18,8 @@ mod contenders;
 mod fleet;
 mod in_redis;
 mod inner;
+#[cfg(feature = "paused")]
+mod joint;
 mod machine;
 mod many_keys;
 mod measure;
@@ -44,6 +47,8 @@ fn main() -> Result<(), Failure> {
             many_keys::report();
         }
         Some((bench, _)) if bench == "signals" => signals::report(),
+        #[cfg(feature = "paused")]
+        Some((bench, _)) if bench == "joint" => joint::report(),
         Some((bench, _)) if bench == "redis" => in_redis::report(),
         Some((bench, options)) if bench == "fleet" => {
             fleet::report(&fleet::Options::from_words(options)?)?;
@@ -57,7 +62,7 @@ fn main() -> Result<(), Failure> {
             fleet::child(&task)?;
         }
         Some((other, _)) => {
-            return Err(format!("{other}: keys, signals, redis, fleet, growth, or nothing").into());
+            return Err(format!("{other}: keys, signals, joint, redis, fleet, growth, or nothing").into());
         }
     }
     Ok(())
