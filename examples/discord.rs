@@ -11,6 +11,18 @@
 //!
 //! Calls come at a fixed rate, most of them to a few channels. While a call waits for its channel, it
 //! takes nothing from the 50 per second.
+//!
+//! Measured with `--processes 4 --seconds 20`, on two cores that other programs kept busy (a load of
+//! 11 to 15). `--channels 34` are 102 routes, and `--channels 60` are 180 routes. "Sent" counts per
+//! cent of what the limits allow. Waits are those of routes and channels with little use.
+//!
+//! | options | sent | refused | wait, p50 | p99 | Redis calls for each call sent |
+//! |---|--:|--:|--:|--:|--:|
+//! | `--rate 60 --channels 34` | 96.1 | 0 | 0.013 s | 0.368 s | 5.1 |
+//! | `--rate 100 --channels 60` | 71.8 | 1 | 1.8 s | 2.0 s | 12.1 |
+//!
+//! In the second row twice as many calls come as are allowed, so each wait is about `--max-wait`,
+//! and most Redis calls are for calls that are not sent.
 
 mod common;
 
@@ -144,11 +156,11 @@ impl Load {
         load
     }
 
-    /// Returns whether at most half of the limits of a route and its channel is used. Its calls then
-    /// wait for the limit of all calls only.
+    /// Returns whether at most three quarters of the limits of a route and its channel are used. Its
+    /// calls then mostly wait for the limit of all calls.
     fn is_light(&self, route: &str) -> bool {
         let is_light = |calls: Option<&u32>, rule| {
-            calls.is_none_or(|calls| 2 * calls <= allowed(rule, self.time))
+            calls.is_none_or(|calls| 4 * calls <= 3 * allowed(rule, self.time))
         };
         is_light(self.routes.get(route), ROUTE)
             && is_light(self.channels.get(channel_of(route)), CHANNEL)

@@ -254,8 +254,9 @@ impl Inner {
                 granted.clone_from(&lease.grants);
             }
             let note = |history: &mut GrantHistory| {
-                let ledger = history.standalone()?;
-                Some(ledger.store_granted(&plan, &granted, clock::now()))
+                if let Some(ledger) = history.standalone() {
+                    ledger.store_granted(&plan, &granted, clock::now());
+                }
             };
             self.histories.find(request.key, note);
         }
