@@ -62,7 +62,9 @@ fn main() -> Result<(), Failure> {
             fleet::child(&task)?;
         }
         Some((other, _)) => {
-            return Err(format!("{other}: keys, signals, joint, redis, fleet, growth, or nothing").into());
+            return Err(
+                format!("{other}: keys, signals, joint, redis, fleet, growth, or nothing").into(),
+            );
         }
     }
     Ok(())

@@ -6,6 +6,7 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::hold::HoldState;
+use super::joint_call::JointCall;
 use super::source::Source;
 use crate::key::Key;
 use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
@@ -43,6 +44,9 @@ pub struct LeaseRequest<'a> {
     pub hold: HoldState,
     /// What the upstream last stated is left of a limit. `None` if the store knows it already.
     pub remaining: Option<UpstreamRemaining>,
+    /// The calls of the joint request that this request is a part of, if the store may send them as
+    /// one.
+    pub(crate) joint: Option<&'a JointCall>,
 }
 
 /// Permits of one cost that waiters need.
@@ -137,6 +141,9 @@ pub struct Lease {
     pub free: u64,
     /// The ledger that granted the permits.
     pub(crate) source: Source,
+    /// Whether this is the key that allows a joint request last. Set if the store decided about
+    /// several keys in one step.
+    pub(crate) is_last: bool,
 }
 
 impl Lease {

@@ -50,6 +50,7 @@ mod delegate;
 mod fallback;
 mod hold;
 mod in_flight;
+mod joint_call;
 mod lease;
 mod memory;
 mod owned_request;
@@ -72,6 +73,9 @@ pub use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
 pub(crate) use fallback::{FallbackStore, Share};
 pub use hold::HoldState;
 pub use in_flight::{Claim, StoreEvent, StoreListener};
+pub(crate) use joint_call::JointCall;
+#[cfg(feature = "redis")]
+pub(crate) use joint_call::KeyCall;
 pub use lease::{ClientSession, Demand, Grant, Grants, Lease, LeaseRequest, Refusal};
 pub use memory::MemoryStore;
 pub(crate) use owned_request::OwnedLeaseRequest;

@@ -11,7 +11,8 @@ use crate::clock;
 use crate::key::Key;
 use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
 
-/// A [`LeaseRequest`] that outlives its call. The fields are those of the request.
+/// A [`LeaseRequest`] that outlives its call. The fields are those of the request, without
+/// [`joint`](LeaseRequest): a call that is made later is made alone.
 pub(crate) struct OwnedLeaseRequest {
     pub(crate) key: Key,
     pub(crate) spec: Arc<LimitSpec>,
@@ -83,6 +84,7 @@ impl OwnedLeaseRequest {
             session: self.session,
             hold: self.hold,
             remaining: self.remaining,
+            joint: None,
         }
     }
 }

@@ -10,11 +10,12 @@ use super::set::{JointSet, Wanted};
 use super::{Cause, JointRefusal, JointSlot, Part, PerPart, give_back};
 use crate::clock;
 use crate::error::StoreError;
+use crate::limiter::engine::Core;
 use crate::limiter::key_state::{Asked, JointAsk, KeyState, known_refusal};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Reservation, WaitBound};
 use crate::limiter::settings::Settings;
-use crate::store::{Refusal, StoreReply, spawn};
+use crate::store::{JointCall, Lease, Refusal, StoreReply, spawn};
 
 /// After so many calls, the search rests for a while. Then other processes that search too can come
 /// to an end.
@@ -111,62 +112,61 @@ impl<'a> Search<'a> {
             return Err(refusal);
         }
         let mut calls = 0;
-        while let Some(part) = self.next() {
-            let refused = |cause| Err(JointRefusal { part, cause });
+        loop {
+            let parts = self.next();
+            let Some(&first) = parts.first() else {
+                return Ok(self.found());
+            };
+            let refused = |part, cause| Err(JointRefusal { part, cause });
             if calls == MOST_CALLS {
                 clock::sleep_until(clock::after(clock::now(), REST)).await;
                 calls = 0;
             }
             if calls > 0 && !self.set.is_waiting(self.number) {
                 // The request has left, so nobody reads this refusal.
-                return refused(Cause::Wait(Refusal::NEVER));
+                return refused(first, Cause::Wait(Refusal::NEVER));
             }
             calls += 1;
             if self.has_expired() && !self.aims_later(bound) {
-                return refused(Cause::Wait(Refusal::NEVER));
+                return refused(first, Cause::Wait(Refusal::NEVER));
             }
-            match self.ask(part, bound).await {
-                Asked::Granted { slot, uncertain } => {
-                    self.uncertain[part] = uncertain;
-                    if Some(slot.at) > self.earliest && slot.at > clock::now() {
-                        self.earliest = Some(slot.at);
+            for (part, asked) in self.ask(&parts, bound).await {
+                match asked {
+                    // The store did not decide about this key, because another one refused.
+                    Asked::Paused(Duration::ZERO) => {}
+                    Asked::Granted { .. } | Asked::Again => {}
+                    Asked::Paused(wait) => {
+                        let until = clock::after(clock::now(), wait);
+                        if until > bound.latest {
+                            return refused(part, Cause::Wait(Refusal::new(Some(wait), None)));
+                        }
+                        // Meanwhile the request takes nothing of its other keys. Then this part is
+                        // asked first.
+                        give_back(self.parts, std::mem::take(&mut self.slots));
+                        self.slots = self.parts.iter().map(|_| None).collect();
                         self.last = part;
+                        clock::sleep_until(until).await;
+                        self.began = clock::now();
                     }
-                    self.slots[part] = Some(slot);
-                }
-                Asked::Again => {}
-                Asked::Paused(wait) => {
-                    let until = clock::after(clock::now(), wait);
-                    if until > bound.latest {
-                        return refused(Cause::Wait(Refusal::new(Some(wait), None)));
+                    Asked::Refused(refusal) => return refused(part, Cause::Wait(refusal)),
+                    Asked::Held(left) => {
+                        return refused(part, Cause::Held(Refusal::new(Some(left), None)));
                     }
-                    // Meanwhile the request takes nothing of its other keys. Then this part is asked
-                    // first.
-                    give_back(self.parts, std::mem::take(&mut self.slots));
-                    self.slots = self.parts.iter().map(|_| None).collect();
-                    self.last = part;
-                    clock::sleep_until(until).await;
-                    self.began = clock::now();
-                }
-                Asked::Refused(refusal) => return refused(Cause::Wait(refusal)),
-                Asked::Held(left) => {
-                    return refused(Cause::Held(Refusal::new(Some(left), None)));
-                }
-                Asked::Failed(error) => {
-                    let Part { core, entry, .. } = &self.parts[part];
-                    if !core.fails_open_on(&error) {
-                        return refused(Cause::Failed(error));
+                    Asked::Failed(error) => {
+                        let Part { core, entry, .. } = &self.parts[part];
+                        if !core.fails_open_on(&error) {
+                            return refused(part, Cause::Failed(error));
+                        }
+                        if let Some(left) = core.held(entry.key, clock::now()) {
+                            // No request passes uncounted while its key is on hold.
+                            return refused(part, Cause::Held(Refusal::new(Some(left), None)));
+                        }
+                        self.passes[part] = true;
+                        self.uncounted = Some((part, error));
                     }
-                    if let Some(left) = core.held(entry.key, clock::now()) {
-                        // No request passes uncounted while its key is on hold.
-                        return refused(Cause::Held(Refusal::new(Some(left), None)));
-                    }
-                    self.passes[part] = true;
-                    self.uncounted = Some((part, error));
                 }
             }
         }
-        Ok(self.found())
     }
 
     /// Returns a refusal for which no store need be called, if there is one.
@@ -182,17 +182,25 @@ impl<'a> Search<'a> {
         })
     }
 
-    /// Returns the part that is asked next: one without a slot, or one whose slot is too early.
-    fn next(&self) -> Option<usize> {
+    /// Returns the parts that are asked next: those without a slot, or whose slot is too early. All
+    /// are of one store, which may decide about them in one step.
+    fn next(&self) -> PerPart<usize> {
         let from = self.earliest.unwrap_or_else(clock::now).max(clock::now());
         let lacks = |part: &usize| {
             !self.passes[*part] && self.slots[*part].is_none_or(|slot| !is_of_use(&slot, from))
         };
         // The part that allows the request last comes first: then the others are asked once.
         let all = 0..self.parts.len();
-        Some(self.last)
+        let first = Some(self.last)
             .filter(lacks)
-            .or_else(|| all.clone().find(lacks))
+            .or_else(|| all.clone().find(lacks));
+        let is_beside = |part: &usize| {
+            first.is_some_and(|first| {
+                *part != first && self.parts[*part].has_store_of(&self.parts[first])
+            })
+        };
+        let beside = all.filter(is_beside).filter(lacks);
+        first.into_iter().chain(beside).collect()
     }
 
     /// Returns whether a slot expired while other parts were asked. Slots before a moment ahead do
@@ -215,7 +223,58 @@ impl<'a> Search<'a> {
         now < bound.latest
     }
 
-    async fn ask(&mut self, part: usize, bound: WaitBound) -> Asked {
+    /// Asks the first of `parts`. If its store decides about several keys in one step, asks the
+    /// others with it. Takes in the granted slots, and returns what became of each part.
+    async fn ask(&mut self, parts: &[usize], bound: WaitBound) -> PerPart<(usize, Asked)> {
+        let mut outcomes = PerPart::new();
+        let mut last = None;
+        for sent in self.send(parts, bound) {
+            let (part, asked) = match sent {
+                Ok(call) => self.answered(call).await,
+                Err(known) => known,
+            };
+            if let Asked::Granted {
+                slot,
+                uncertain,
+                is_last,
+            } = asked
+            {
+                self.uncertain[part] = uncertain;
+                if Some(slot.at) > self.earliest && slot.at > clock::now() {
+                    self.earliest = Some(slot.at);
+                    self.last = part;
+                }
+                self.slots[part] = Some(slot);
+                last = last.or(is_last.then_some(part));
+            }
+            outcomes.push((part, asked));
+        }
+        self.last = last.unwrap_or(self.last);
+        outcomes
+    }
+
+    /// Calls the store of `parts`. Returns the calls, or the outcomes that are known without a call.
+    fn send(&mut self, parts: &[usize], bound: WaitBound) -> PerPart<Result<Call, (usize, Asked)>> {
+        let joint = JointCall::default();
+        let mut sent = PerPart::new();
+        for &part in parts {
+            let call = self.send_one(part, bound, &joint);
+            let goes_on = call.is_ok() && joint.is_used();
+            sent.push(call.map_err(|known| (part, known)));
+            if !goes_on {
+                break;
+            }
+        }
+        joint.send();
+        sent
+    }
+
+    fn send_one(
+        &mut self,
+        part: usize,
+        bound: WaitBound,
+        joint: &JointCall,
+    ) -> Result<Call, Asked> {
         let Part { core, entry, .. } = &self.parts[part];
         let now = clock::now();
         let earliest = self.earliest.unwrap_or(now);
@@ -227,33 +286,39 @@ impl<'a> Search<'a> {
             bound,
             replaces: self.slots[part].take(),
         };
-        let full = || {
-            Asked::Failed(StoreError::Full {
-                max_keys: core.settings.max_keys,
-            })
-        };
-        let reply = match core.with_new_state(entry.key, now, |state, ctx| ask.send(state, ctx)) {
-            Ok(Ok(reply)) => reply,
-            Ok(Err(known)) => return known,
+        match core.with_new_state(entry.key, now, |state, ctx| ask.send(state, ctx, joint)) {
+            Ok(reply) => Ok(Call {
+                part,
+                ask,
+                at: now,
+                reply: reply?,
+            }),
             Err(_) => {
                 if let Some(slot) = ask.replaces {
                     core.give_back(entry.key, slot);
                 }
-                return full();
+                Err(full(core))
             }
-        };
-        let answer = match reply {
-            StoreReply::Ready(answer) => answer,
-            StoreReply::Pending(answer) => answer.await,
-        };
-        let mut answer = Some(answer);
+        }
+    }
+
+    /// Waits for the answer to a call, and takes it in.
+    async fn answered(&self, call: Call) -> (usize, Asked) {
+        let Call {
+            part,
+            ask,
+            at,
+            reply,
+        } = call;
+        let Part { core, entry, .. } = &self.parts[part];
+        let mut answer = Some(reply.arrives().await);
         let arrived = clock::now();
         let asked = core.with_new_state(entry.key, arrived, |state, ctx| {
             let answer = answer.take().unwrap_or(Err(StoreError::Lost));
-            let asked = ask.answered(state, ctx, answer, now);
+            let asked = ask.answered(state, ctx, answer, at);
             (asked, state.start_sweep(ctx.now))
         });
-        match asked {
+        let asked = match asked {
             Ok((asked, sweep_at)) => {
                 if let Some(at) = sweep_at {
                     core.sweep(entry.key, at);
@@ -266,9 +331,10 @@ impl<'a> Search<'a> {
                     let Settings { store, spec, .. } = &core.settings;
                     store.give_back(entry.key, spec, &lease.unused());
                 }
-                full()
+                full(core)
             }
-        }
+        };
+        (part, asked)
     }
 
     /// Returns the joint slot.
@@ -288,6 +354,22 @@ impl<'a> Search<'a> {
             slots,
         }
     }
+}
+
+/// A call to the store for one part, which is sent.
+struct Call {
+    part: usize,
+    ask: JointAsk,
+    /// When it was sent.
+    at: Instant,
+    reply: StoreReply<Lease>,
+}
+
+/// Returns the outcome for a key that has no room in this process.
+fn full(core: &Core) -> Asked {
+    Asked::Failed(StoreError::Full {
+        max_keys: core.settings.max_keys,
+    })
 }
 
 /// Returns whether a slot can be used from `from` on, for at least half of its life.

@@ -96,6 +96,13 @@ impl Part {
         }
     }
 
+    /// Returns whether two parts count in one store. Stores with a fallback are decorated, so
+    /// they are compared without it.
+    fn has_store_of(&self, other: &Part) -> bool {
+        let store = |part: &Part| Arc::as_ptr(&part.core.settings.shared_store).cast::<()>();
+        store(self) == store(other)
+    }
+
     /// Returns the keys whose holds stop the request: the key of the part, and that of its host if
     /// each host has holds of its own. None if the request costs nothing of this key.
     fn hold_keys(&self) -> impl Iterator<Item = Key> {

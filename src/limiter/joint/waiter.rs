@@ -292,9 +292,8 @@ impl Part {
 
     /// Returns whether two parts would count a request twice under one key.
     fn is_same(&self, other: &Part) -> bool {
-        let store = |part: &Part| Arc::as_ptr(&part.core.settings.shared_store).cast::<()>();
         self.entry.key == other.entry.key
-            && (self.core.id == other.core.id || store(self) == store(other))
+            && (self.core.id == other.core.id || self.has_store_of(other))
     }
 
     /// Returns the name of the key of part `index`. `first` is that of the first part.

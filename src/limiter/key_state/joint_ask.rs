@@ -11,7 +11,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::limit::UnusedPermits;
 use crate::limiter::reservation::{Reservation, WaitBound};
-use crate::store::{Demand, Lease, Refusal, StoreReply};
+use crate::store::{Demand, JointCall, Lease, LeaseRequest, Refusal, StoreReply};
 
 /// What a joint request asks of one of its keys.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +32,9 @@ pub(in crate::limiter) enum Asked {
         /// How much later than in the store's time the slot may be used, because the clock of the
         /// store is not known exactly.
         uncertain: Duration,
+        /// Whether the store decided about several keys in one step, and this one allows the
+        /// request last.
+        is_last: bool,
     },
     /// The slot would be too late.
     Refused(Refusal),
@@ -45,7 +48,8 @@ pub(in crate::limiter) enum Asked {
 }
 
 impl JointAsk {
-    /// Calls the store.
+    /// Calls the store. If the store decides about several keys in one step, it puts the call to
+    /// `joint` instead of sending it.
     ///
     /// # Errors
     ///
@@ -54,6 +58,7 @@ impl JointAsk {
         &self,
         state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
+        joint: &JointCall,
     ) -> Result<StoreReply<Lease>, Asked> {
         let &JointAsk { cost, bound, .. } = self;
         let now = ctx.now;
@@ -89,7 +94,10 @@ impl JointAsk {
         };
         returns.extend(state.prefetched.clear());
         let request = state.request(ctx, &demands, prefetch, bound.latest, &returns);
-        let reply = ctx.store.lease(request);
+        let reply = ctx.store.lease(LeaseRequest {
+            joint: Some(joint),
+            ..request
+        });
         if matches!(reply, StoreReply::Pending(_)) {
             state.store.answers_later = true;
         }
@@ -148,6 +156,7 @@ impl JointAsk {
                 Asked::Granted {
                     slot: slot(lease, grant, bounds),
                     uncertain: bounds.1.saturating_duration_since(bounds.0),
+                    is_last: lease.is_last,
                 }
             }
             (None, Some(left)) => Asked::Held(left),

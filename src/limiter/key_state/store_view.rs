@@ -118,6 +118,7 @@ impl StoreView {
                 .unwrap_or_default(),
             hold: HoldState::default(),
             remaining: None,
+            joint: None,
         }
     }
 

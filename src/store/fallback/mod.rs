@@ -317,7 +317,11 @@ impl Store for FallbackStore {
                 inner.lease_alone(owned, is_back).await
             }));
         }
-        match inner.store.lease(owned.request(&owned.demands)) {
+        let now = LeaseRequest {
+            joint: request.joint,
+            ..owned.request(&owned.demands)
+        };
+        match inner.store.lease(now) {
             StoreReply::Ready(reply) => StoreReply::Ready(inner.on_reply(&owned, reply)),
             StoreReply::Pending(reply) => {
                 let inner = inner.clone();

@@ -1,6 +1,7 @@
 //! The settings of a store in Redis.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use super::RedisStore;
@@ -103,14 +104,16 @@ impl RedisStoreBuilder {
                 "from 1 ms to 60 s",
             );
         }
-        let thread = Thread::new(Setup {
+        let decides_jointly = Arc::new(AtomicBool::new(connecting.is_one_server()));
+        let thread = Arc::new(Thread::new(Setup {
             connecting,
             store_timeout,
             channels: format!("{prefix}:told:"),
             instance: dice() >> 11,
             secret,
             listeners: Arc::default(),
-        });
+            decides_jointly,
+        }));
         Ok(RedisStore {
             prefix,
             secret,

@@ -38,6 +38,13 @@ pub(super) enum Connecting {
     Cluster(Arc<Seeds>),
 }
 
+impl Connecting {
+    /// Returns whether all keys are on one server, as far as is known.
+    pub(super) fn is_one_server(&self) -> bool {
+        matches!(self, Connecting::Server { .. })
+    }
+}
+
 /// Finds the server for a subscription, each time anew.
 pub(super) type FindServer = Arc<
     dyn Fn() -> Pin<Box<dyn Future<Output = Result<PubSubServer, StoreError>> + Send>>

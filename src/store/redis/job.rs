@@ -9,7 +9,7 @@ use super::script::Argument;
 use crate::error::StoreError;
 use crate::limit::{LimitSpec, UnusedPermits};
 use crate::store::in_flight::notify;
-use crate::store::{Claim, StoreEvent, StoreListener, Task};
+use crate::store::{Claim, KeyCall, StoreEvent, StoreListener, Task};
 
 /// The sender of jobs.
 pub(super) type Jobs = mpsc::UnboundedSender<Job>;
@@ -26,6 +26,8 @@ pub(super) enum Job {
         packed: Instant,
         reply: oneshot::Sender<Result<Vec<u8>, StoreError>>,
     },
+    /// Decides about the permits of several keys in one step, if a caller still waits.
+    Joint(Vec<KeyCall>),
     /// Gives back permits, together with others of the same key.
     GiveBack {
         key: String,
@@ -69,12 +71,36 @@ pub(super) enum About {
     Registers,
 }
 
+impl From<KeyCall> for Job {
+    /// Makes the job that runs a call about permits alone.
+    fn from(call: KeyCall) -> Self {
+        let KeyCall {
+            key,
+            call,
+            packed,
+            reply,
+        } = call;
+        Job::Call {
+            about: About::Rates,
+            key,
+            call: vec![Argument::Is(call)],
+            packed,
+            reply,
+        }
+    }
+}
+
 impl Job {
     /// Completes the job with an error.
     pub(super) fn refuse(self, error: StoreError) {
         match self {
             Job::Call { reply, .. } | Job::Hold { reply, .. } => {
                 let _ = reply.send(Err(error));
+            }
+            Job::Joint(calls) => {
+                for KeyCall { reply, .. } in calls {
+                    let _ = reply.send(Err(error.clone()));
+                }
             }
             Job::Flush(reply) | Job::Ping(reply) => {
                 let _ = reply.send(Err(error));

@@ -108,6 +108,8 @@ pub(super) const UNSURE: u8 = byte("UNSURE");
 pub(super) const SHARED: u8 = byte("SHARED");
 /// Added to the status if the hold was cut.
 pub(super) const CUT: u8 = byte("CUT");
+/// Added to the status of the key that allows a joint request last.
+pub(super) const LAST: u8 = byte("LAST");
 
 /// The kind of a sliding window.
 pub(super) const WINDOW: u8 = byte("WINDOW");

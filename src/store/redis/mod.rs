@@ -36,6 +36,7 @@ mod endpoint;
 mod failure;
 mod heartbeat;
 mod job;
+mod joint;
 mod layout;
 mod link;
 mod pubsub;

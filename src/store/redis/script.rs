@@ -4,9 +4,10 @@
 //! files before it. Its heading lists those that it needs. `layout.lua` has the bytes of all
 //! records and all numbers that Rust and Lua share.
 //!
-//! There are three scripts. [`RATES`] decides about permits. In it, `short.lua` decides most calls,
-//! and the files after it can decide all calls, with one file for each kind of limit. [`IN_FLIGHT`]
-//! decides about calls in flight, and [`REGISTER`] about registers.
+//! There are four scripts. [`RATES`] decides about permits. In it, `short.lua` decides most calls,
+//! and the files after it can decide all calls, with one file for each kind of limit. [`joint`]
+//! decides about permits of several keys. [`IN_FLIGHT`] decides about calls in flight, and
+//! [`REGISTER`] about registers.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -53,6 +54,19 @@ pub(super) const RATES: &str = concat!(
     include_str!("lua/advance.lua"),
     include_str!("lua/main.lua"),
 );
+
+/// Returns the script about joint requests: the script about rates as a function, and `joint.lua`,
+/// which calls it for each key. Both parts need the layout.
+pub(super) fn joint() -> String {
+    [
+        "local function decide(KEYS, ARGV, redis)\n",
+        RATES,
+        "end\n",
+        include_str!("lua/layout.lua"),
+        include_str!("lua/joint.lua"),
+    ]
+    .concat()
+}
 
 /// Returns a script with its named constants replaced by their values.
 ///
@@ -124,7 +138,7 @@ pub(super) struct Script {
 
 impl Script {
     /// Makes a script of one of the texts above.
-    pub(super) fn new(text: &'static str) -> Self {
+    pub(super) fn new(text: &str) -> Self {
         let text = with_inlined_constants(text);
         Script {
             hash: redis::Script::new(&text).get_hash().to_owned(),
@@ -148,19 +162,22 @@ impl Script {
     pub(super) async fn run_by_memory(
         &self,
         backend: &Backend,
-        key: &str,
+        keys: &[impl AsRef<str>],
         mut call: Vec<Argument>,
         mut packed: Instant,
     ) -> Result<Vec<u8>, StoreError> {
         for _ in 0..MOST_RUNS {
-            let reply = self.run(backend, key, &call).await?;
+            let reply = self.run(backend, keys, &call).await?;
             let Some(server_seen) = codec::read_unsure(&reply) else {
                 return Ok(reply);
             };
             let now = clock::now();
-            if let Some(Argument::Is(call)) = call.first_mut() {
-                let later = now.saturating_duration_since(packed);
-                codec::set_server_time(call, later, server_seen);
+            // The first arguments are the calls, one for each key.
+            for argument in call.iter_mut().take(keys.len()) {
+                if let Argument::Is(call) = argument {
+                    let later = now.saturating_duration_since(packed);
+                    codec::set_server_time(call, later, server_seen);
+                }
             }
             packed = now;
         }
@@ -176,10 +193,12 @@ impl Script {
     pub(super) async fn run(
         &self,
         backend: &Backend,
-        key: &str,
+        keys: &[impl AsRef<str>],
         call: &[Argument],
     ) -> Result<Vec<u8>, StoreError> {
         let deadline = backend.deadline();
+        // All keys are on the server of the first.
+        let key = keys.first().map_or("", AsRef::as_ref);
         let names_channel = call
             .iter()
             .any(|argument| matches!(argument, Argument::Channel(_)));
@@ -192,7 +211,10 @@ impl Script {
         };
         let command = |name: &str, script: &str| {
             let mut command = redis::cmd(name);
-            command.arg(script).arg(1).arg(key);
+            command.arg(script).arg(keys.len());
+            for key in keys {
+                command.arg(key.as_ref());
+            }
             for argument in call {
                 match argument {
                     Argument::Is(bytes) => command.arg(bytes),

@@ -19,9 +19,9 @@ use crate::config_error::ConfigError;
 use crate::key::{Key, Label};
 use crate::rng::dice;
 use crate::store::{
-    Background, Claim, HoldState, Lease, LeaseRequest, LimitSpec, Register, RegisterRequest, Store,
-    StoreError, StoreEvent, StoreListener, StoreReply, Task, UnusedPermits, UpstreamRemaining,
-    Usage,
+    Background, Claim, Demand, HoldState, Lease, LeaseRequest, LimitSpec, Register,
+    RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply, Task, UnusedPermits,
+    UpstreamRemaining, Usage,
 };
 
 /// Counts permits in Redis, for many processes.
@@ -51,7 +51,7 @@ pub struct RedisStore {
     pub(super) prefix: String,
     pub(super) secret: Option<Key>,
     /// The thread that talks to Redis.
-    pub(super) thread: Thread,
+    pub(super) thread: Arc<Thread>,
 }
 
 impl RedisStore {
@@ -235,17 +235,19 @@ impl Store for RedisStore {
             self.give_back(request.key, request.spec, others);
         }
         let slack = request.spec.transit_slack();
-        let (key, mut call) = (
-            self.name(request.key),
-            vec![Argument::Is(codec::lease(&request, dice()))],
-        );
-        if request.remaining.is_some_and(|left| left.urgent) {
+        let read = move |reply: &[u8]| codec::read_lease(reply, slack);
+        let (key, call) = (self.name(request.key), codec::lease(&request, dice()));
+        let is_urgent = request.remaining.is_some_and(|left| left.urgent);
+        let is_of_one = matches!(request.demands, [Demand { count: 1, .. }]);
+        if let Some(joint) = request.joint.filter(|_| is_of_one && !is_urgent) {
+            return StoreReply::Pending(self.thread.call_jointly(joint, key, call, read));
+        }
+        let mut call = vec![Argument::Is(call)];
+        if is_urgent {
             let token = sealed_key::of(request.key, self.secret, dice());
             call.extend([Argument::Channel(TO_ALL.into()), Argument::Is(token)]);
         }
-        StoreReply::Pending(self.thread.call(About::Rates, key, call, move |reply| {
-            codec::read_lease(reply, slack)
-        }))
+        StoreReply::Pending(self.thread.call(About::Rates, key, call, read))
     }
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {

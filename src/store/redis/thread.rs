@@ -3,8 +3,9 @@
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
@@ -22,6 +23,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::rng::Backoff;
 use crate::store::in_flight::StoreListeners;
+use crate::store::{JointCall, KeyCall};
 
 /// The thread of a store. It starts when the first job is sent, and again when a job is sent and it
 /// has ended.
@@ -53,6 +55,9 @@ pub(super) struct Setup {
     pub(super) secret: Option<Key>,
     /// The listeners for holds and registers. The store adds to them.
     pub(super) listeners: Arc<StoreListeners>,
+    /// Whether a script may decide about several keys. Not in a cluster, where each key may be on
+    /// another server.
+    pub(super) decides_jointly: Arc<AtomicBool>,
 }
 
 impl Thread {
@@ -123,7 +128,6 @@ impl Thread {
             return Box::pin(std::future::ready(Err(away)));
         }
         let packed = clock::now();
-        let store_timeout = self.setup.store_timeout;
         let reply = self.submit(|reply| Job::Call {
             about,
             key,
@@ -131,6 +135,54 @@ impl Thread {
             packed,
             reply,
         });
+        self.read(packed, reply, read)
+    }
+
+    /// Puts a call about the permits of one key to the other calls of a joint request, and reads its
+    /// reply. If it cannot be decided together with them, runs the script for it alone.
+    pub(super) fn call_jointly<T: Send + 'static>(
+        self: &Arc<Self>,
+        joint: &JointCall,
+        key: String,
+        call: Vec<u8>,
+        read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
+    ) -> ReplyFuture<T> {
+        if let Some(away) = self.down(&key) {
+            return Box::pin(std::future::ready(Err(away)));
+        }
+        let packed = clock::now();
+        let (reply, replied) = oneshot::channel();
+        let call = KeyCall {
+            key,
+            call,
+            packed,
+            reply,
+        };
+        let put = if self.setup.decides_jointly.load(Ordering::Relaxed) {
+            let thread = self.clone();
+            joint.put(self.setup.instance, call, move |calls| {
+                // If the thread cannot be started, the calls are lost.
+                let _ = thread.send(Job::Joint(calls));
+            })
+        } else {
+            Err(call)
+        };
+        let sent = put.or_else(|alone| self.send(alone.into()));
+        let reply = async move {
+            sent?;
+            replied.await.unwrap_or(Err(StoreError::Lost))
+        };
+        self.read(packed, reply, read)
+    }
+
+    /// Reads the reply to a call that was packed at `packed`.
+    fn read<T: Send + 'static>(
+        &self,
+        packed: Instant,
+        reply: impl Future<Output = Result<Vec<u8>, StoreError>> + Send + 'static,
+        read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
+    ) -> ReplyFuture<T> {
+        let store_timeout = self.setup.store_timeout;
         Box::pin(async move {
             let reply = reply.await?;
             // The process or the call was stopped meanwhile. The script assumed that the call was

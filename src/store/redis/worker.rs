@@ -7,6 +7,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot};
@@ -16,10 +17,11 @@ use super::backend::{Backend, TO_ALL};
 use super::codec::{self, MOST_RETURNS};
 use super::heartbeat::Claims;
 use super::job::{About, Job};
+use super::joint;
 use super::link::Connections;
 use super::pubsub::Incoming;
 use super::registers;
-use super::script::{Argument, RATES, REGISTER, Script};
+use super::script::{self, Argument, RATES, REGISTER, Script};
 use super::sealed_key;
 use super::thread::Setup;
 use crate::clock;
@@ -44,6 +46,10 @@ pub(super) struct Worker {
     connections: Connections,
     script: Arc<Script>,
     registers: Arc<Script>,
+    /// The script about joint requests.
+    joint: Arc<Script>,
+    /// Whether a script may decide about several keys.
+    decides_jointly: Arc<AtomicBool>,
     returns: Returns,
     /// When permits that were given back are sent.
     release_at: Option<Instant>,
@@ -72,6 +78,8 @@ impl Worker {
             backend,
             script: Arc::new(Script::new(RATES)),
             registers: Arc::new(Script::new(REGISTER)),
+            joint: Arc::new(Script::new(&script::joint())),
+            decides_jointly: setup.decides_jointly,
             returns: Returns::new(),
             release_at: None,
             lost: None,
@@ -139,17 +147,29 @@ impl Worker {
                     About::InFlight => self.claims.script(),
                     About::Registers => self.registers.clone(),
                 };
-                let backend = self.backend.clone();
+                let (backend, keys) = (self.backend.clone(), [key]);
                 calls.spawn(async move {
                     let ran = match about {
                         About::Rates | About::InFlight => {
-                            script.run_by_memory(&backend, &key, call, packed).await
+                            script.run_by_memory(&backend, &keys, call, packed).await
                         }
-                        About::Registers => script.run(&backend, &key, &call).await,
+                        About::Registers => script.run(&backend, &keys, &call).await,
                     };
                     // The caller may have been dropped meanwhile. Then the granted permits expire.
                     let _ = reply.send(ran);
                 });
+            }
+            Job::Joint(mut gathered) => {
+                gathered.retain(|call| !call.reply.is_closed());
+                if gathered.len() < 2 || !self.decides_jointly.load(Ordering::Relaxed) {
+                    for alone in gathered {
+                        self.take(alone.into(), calls, releases);
+                    }
+                    return;
+                }
+                let scripts = (self.joint.clone(), self.script.clone());
+                let (backend, decides) = (self.backend.clone(), self.decides_jointly.clone());
+                calls.spawn(joint::run(scripts, backend, decides, gathered));
             }
             Job::GiveBack { key, spec, unused } => {
                 for unused in unused {
@@ -172,7 +192,7 @@ impl Worker {
                 calls.spawn(async move {
                     let to_all = Argument::Channel(TO_ALL.into());
                     let call = vec![Argument::Is(call), to_all, Argument::Is(token)];
-                    let held = script.run(&backend, &name, &call).await;
+                    let held = script.run(&backend, &[name], &call).await;
                     let _ = reply.send(held);
                 });
             }
@@ -255,11 +275,11 @@ impl Worker {
         for ((key, _), (spec, unused)) in self.returns.drain() {
             for unused in unused.chunks(MOST_RETURNS) {
                 let call = codec::give_back(&spec, unused, dice());
-                let (script, backend, key) =
-                    (self.script.clone(), self.backend.clone(), key.clone());
+                let (script, backend, keys) =
+                    (self.script.clone(), self.backend.clone(), [key.clone()]);
                 releases.spawn(async move {
                     script
-                        .run(&backend, &key, &[Argument::Is(call)])
+                        .run(&backend, &keys, &[Argument::Is(call)])
                         .await
                         .map(|_| ())
                 });

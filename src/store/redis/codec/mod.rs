@@ -16,8 +16,8 @@ pub(super) use calls::{
 };
 pub(super) use messages::{read_event, read_holder_message};
 pub(super) use replies::{
-    ClaimReply, HolderState, read_claim_reply, read_lease, read_peek, read_peek_in_flight,
-    read_unsure,
+    ClaimReply, HolderState, read_claim_reply, read_joint, read_lease, read_peek,
+    read_peek_in_flight, read_unsure,
 };
 pub(super) use reply_reader::{Garbled, ReplyReader};
 

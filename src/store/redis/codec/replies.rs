@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{Garbled, ReplyReader};
-use crate::store::redis::layout::{CUT, GRANTED, NEVER, RECOVERING, REFUSED, SHARED, UNSURE};
+use crate::store::redis::layout::{CUT, GRANTED, LAST, NEVER, RECOVERING, REFUSED, SHARED, UNSURE};
 use crate::store::{Grant, Grants, HoldState, Lease, LimitUsage, Refusal, Source, Usage};
 
 /// Returns the server's time if the script did nothing, and the call must be sent again with that
@@ -23,7 +23,7 @@ pub(in crate::store::redis) fn read_lease(reply: &[u8], slack: Duration) -> Resu
     let mut reply = ReplyReader(reply);
     reply.version()?;
     let flags = reply.byte()?;
-    let status = flags & !(SHARED | CUT);
+    let status = flags & !(SHARED | CUT | LAST);
     let incarnation = reply.long()?;
     let writes = reply.long()?;
     let now = reply.long()?;
@@ -80,7 +80,28 @@ pub(in crate::store::redis) fn read_lease(reply: &[u8], slack: Duration) -> Resu
         external_usage: flags & SHARED != 0,
         free,
         source: Source::Store,
+        is_last: flags & LAST != 0,
     })
+}
+
+/// Reads the reply to a joint request about `keys` keys. Returns the reply of each key. It is an
+/// error if the script failed for this key.
+pub(in crate::store::redis) fn read_joint(
+    reply: &[u8],
+    keys: usize,
+) -> Result<Vec<Result<Vec<u8>, String>>, Garbled> {
+    let mut reply = ReplyReader(reply);
+    reply.version()?;
+    reply.begins_with(GRANTED)?;
+    let read = |_| {
+        let size = reply.number(2)?;
+        let part = reply.bytes(size as usize)?;
+        Ok(match part.strip_prefix(b"-") {
+            Some(error) => Err(String::from_utf8_lossy(error).into_owned()),
+            None => Ok(part.to_vec()),
+        })
+    };
+    (0..keys).map(read).collect()
 }
 
 /// Reads the reply to [`peek`](super::peek).

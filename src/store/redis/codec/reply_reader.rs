@@ -25,11 +25,17 @@ impl std::error::Error for Garbled {}
 /// that was read.
 pub(in crate::store::redis) struct ReplyReader<'a>(pub(in crate::store::redis) &'a [u8]);
 
-impl ReplyReader<'_> {
+impl<'a> ReplyReader<'a> {
+    /// Reads bytes.
+    pub(super) fn bytes(&mut self, count: usize) -> Result<&'a [u8], Garbled> {
+        let (bytes, rest) = self.0.split_at_checked(count).ok_or(Garbled)?;
+        self.0 = rest;
+        Ok(bytes)
+    }
+
     /// Reads a number of `bytes` bytes, at most eight.
     pub(super) fn number(&mut self, bytes: usize) -> Result<u64, Garbled> {
-        let (number, rest) = self.0.split_at_checked(bytes).ok_or(Garbled)?;
-        self.0 = rest;
+        let number = self.bytes(bytes)?;
         let mut le = [0; 8];
         le[..bytes].copy_from_slice(number);
         Ok(u64::from_le_bytes(le))

@@ -81,7 +81,7 @@ fn sizes_are_those_of_their_formats() {
             }
             count += 1;
         }
-        assert_eq!(count, 15);
+        assert_eq!(count, 17);
         let reply_with_segment = [
             format_of("REPLY"),
             format_of("SEGMENT").trim_start_matches('<'),

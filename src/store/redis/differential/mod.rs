@@ -6,6 +6,7 @@
 mod formats;
 mod history;
 mod in_flight;
+mod joint;
 mod late;
 mod layout;
 mod logical_clock;
@@ -79,6 +80,7 @@ fn lease_request<'a>(spec: &'a Arc<LimitSpec>, demands: &'a [Demand]) -> LeaseRe
         session: ClientSession::default(),
         hold: HoldState::default(),
         remaining: None,
+        joint: None,
     }
 }
 

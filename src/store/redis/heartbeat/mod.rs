@@ -179,7 +179,7 @@ impl Claims {
         let (script, backend, name) = (
             self.script.clone(),
             self.backend.clone(),
-            holder.name.clone(),
+            [holder.name.clone()],
         );
         // In a task of its own, because a connection that the user made may panic. Then the claim
         // has failed.

@@ -63,13 +63,14 @@ local LEASE_LATER = 6
 local CLAIM = 1
 
 -- Statuses. Added to the status of a lease: SHARED if other clients use a limit too, CUT if the
--- hold was cut.
+-- hold was cut, LAST if the lease is one of a joint request and its key allows the request last.
 local GRANTED = 0
 local REFUSED = 1
 local RECOVERING = 2
 local UNSURE = 3
 local SHARED = 4
 local CUT = 8
+local LAST = 16
 -- The status of a claim if PUBLISH failed. The holders that should have been notified must poll.
 local NOT_PUBLISHED = 2
 
@@ -101,6 +102,13 @@ local CLOCK_TOLERANCE = 250000
 -- units to prefetch; I7 their life; I7 hold; I4 releases; B hold is cut; B limits; I2 demands; I2
 -- returns; B charges; B remaining.
 local CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I7I7I4I7I7I4BBI2I2BB'
+local CALL_SIZE = 123
+-- Where some of these fields begin, from 1: the operation, the most units to prefetch, limits and
+-- demands.
+local CALL_OPERATION_AT = 2
+local CALL_PREFETCH_AT = 94
+local CALL_LIMITS_AT = 117
+local CALL_DEMANDS_AT = 118
 -- B kind; I4 count; I7 window; I4 capacity, 0 unless it is a bucket.
 local CALL_LIMIT = '<BI4I7I4'
 local CALL_LIMIT_SIZE = 16
@@ -122,10 +130,17 @@ local CALL_REMAINING = '<BI4I7I4I7I7BI7I4I7B'
 -- I4 releases; B I4 I7 I4 the limit that refused; B I4 I7 I4 a limit that the call does not have;
 -- I4 units prefetched; I7 their span; I2 segments.
 local REPLY = '<BBI7I7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2'
+local REPLY_SIZE = 100
+-- Where the status begins, from 1.
+local REPLY_STATUS_AT = 2
 -- I4 cost; I4 permits; I7 wait until the slot; I7 span from slot to stamp.
 local SEGMENT = '<I4I4I7I7'
 -- A reply and its only segment.
 local REPLY_WITH_SEGMENT = '<BBI7I7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2I4I4I7I7'
+-- The reply to a joint request: B version; B status. Then for each key: I2 the size of its reply,
+-- and the reply.
+local JOINT_REPLY = '<BB'
+local JOINT_PART = '<I2'
 -- B version; B status; I7 free; I7 wait; I7 hold; I4 releases; B hold is cut; B limits.
 local PEEK_REPLY = '<BBI7I7I7I4BB'
 -- B kind; I4 count; I7 window; I4 capacity; I7 used; I7 free; I7 reserved for other clients.
