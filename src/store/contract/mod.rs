@@ -17,6 +17,7 @@
 
 mod caller;
 mod in_flight;
+mod joint;
 mod later_use;
 mod rates;
 mod registers;
@@ -50,6 +51,8 @@ pub async fn check(store: Arc<dyn Store>) {
     later_use::is_never_over_with_later_use(&store).await;
     later_use::is_not_blocked_by_later_use(&store).await;
     later_use::erases_later_use_that_is_returned(&store).await;
+    joint::joint_requests_are_never_over(&store).await;
+    joint::refused_joint_requests_leave_no_trace(&store).await;
     in_flight::counts_calls_in_flight(&store).await;
     registers::changes_registers_in_one_step(&store).await;
 }
