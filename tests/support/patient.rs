@@ -15,5 +15,9 @@ pub(crate) fn builder(url: &str) -> RedisStoreBuilder {
 }
 
 pub(crate) fn store(url: &str) -> Arc<RedisStore> {
-    Arc::new(builder(url).build().unwrap())
+    of(RedisStore::builder(url))
+}
+
+pub(crate) fn of(builder: RedisStoreBuilder) -> Arc<RedisStore> {
+    Arc::new(builder.store_timeout(TIMEOUT).build().unwrap())
 }
