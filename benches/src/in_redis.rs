@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use futures::future::join_all;
 use redis_server::RedisServer;
+use tollgate::limiter::Acquire;
 use tollgate::store::{
     Charge, Demand, Lease, LeaseRequest, LimitSpec, RedisStore, Store, StoreError, StoreReply,
     UnusedPermits, Usage,
@@ -109,8 +110,11 @@ enum Instead {
     Charges,
     /// This number of permits, each of which may leave right after the one before.
     Permits(u32),
-    /// The most demands, each for one permit that is of use later than that of the one before.
+    /// The most demands, each for one permit that is of use later than that of the one before. They
+    /// are between those of the calls before.
     Later,
+    /// The same, but a permit that is used now has to count with many of them.
+    Reach,
 }
 
 /// A store that replaces each call by a large one, and then reports that the response was lost.
@@ -138,9 +142,11 @@ impl Store for Large {
                 permits = [Demand::new(1, count)];
                 (ask.demands, ask.latest) = (&permits, 1000 * longest);
             }
-            Instead::Later => {
-                // Between the demands of the calls before.
-                let earliest = |demand| longest * 2 + longest * demand / 7;
+            Instead::Later | Instead::Reach => {
+                let earliest = |demand| match self.instead {
+                    Instead::Reach => longest / 2 + longest * demand / 45,
+                    _ => longest * 2 + longest * demand / 7,
+                };
                 later = (0..MOST_DEMANDS)
                     .map(|demand| Demand::new(1, 1).earliest(earliest(demand)))
                     .collect();
@@ -214,14 +220,11 @@ fn longest_of(server: &RedisServer, quota: Quota, instead: Instead) -> f64 {
         .store(Arc::new(store))
         .max_wait(Duration::ZERO);
     let limiter = layer.build().expect("a good quota").limiter();
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_time()
-        .build()
-        .expect("a runtime");
+    let runtime = runtime();
     let longest = (0..ROUNDS).map(|round| {
         // The list of advance bookings fills up over the calls for one key.
         let key = match instead {
-            Instead::Later => Key::new(format!("{quota} later")),
+            Instead::Later | Instead::Reach => Key::new(format!("{quota} later")),
             _ => Key::new(format!("{quota} {round}")),
         };
         let () = server.command(&["CONFIG", "RESETSTAT"]);
@@ -282,7 +285,44 @@ fn contenders(server: &RedisServer) -> Vec<Contender> {
             "tollgate, a bucket, grants",
             Quota::bucket(49).refill(49, second),
         ),
+        joint(server, "tollgate, two keys, grants", &[plenty, plenty]),
+        joint(
+            server,
+            "tollgate, two keys, refuses",
+            &[plenty, Quota::new(1, hour)],
+        ),
+        joint(server, "tollgate, four keys, grants", &[plenty; 4]),
+        {
+            let name = "tollgate, two keys with 64 advance bookings in reach";
+            let quota = Quota::new(50, hour);
+            let store = store(server, name);
+            for_each_key(Large {
+                store,
+                instead: Instead::Reach,
+            });
+            joint(server, name, &[quota, quota])
+        },
     ]
+}
+
+/// Returns a store whose keys no other contender has.
+fn store(server: &RedisServer, name: &str) -> RedisStore {
+    let prefix = name.replace(|other: char| !other.is_ascii_alphanumeric(), "-");
+    RedisStore::builder(&server.url())
+        .prefix(prefix)
+        .store_timeout(Duration::from_secs(5))
+        .build()
+        .expect("a good URL")
+}
+
+/// Returns a limiter that calls the store for each request. A process that fails open does; others
+/// cache a refusal for a while.
+fn limiter(store: Arc<dyn Store>, quota: Quota) -> Limiter {
+    let layer = RateLimitLayer::builder(quota)
+        .on_store_error(OnStoreError::FailOpen)
+        .store(store)
+        .max_wait(Duration::ZERO);
+    layer.build().expect("a good quota").limiter()
 }
 
 fn script(
@@ -321,29 +361,54 @@ fn script(
 }
 
 fn tollgate(server: &RedisServer, name: &'static str, quota: Quota) -> Contender {
-    let prefix = name.replace(|other: char| !other.is_ascii_alphanumeric(), "-");
-    let store = RedisStore::builder(&server.url())
-        .prefix(prefix)
-        .store_timeout(Duration::from_secs(5))
-        .build();
-    // A process that fails open asks the store for each request; other processes cache a refusal
-    // for a while.
-    let layer = RateLimitLayer::builder(quota).on_store_error(OnStoreError::FailOpen);
-    let layer = layer.store(Arc::new(store.expect("a good URL")));
-    let limiter: Limiter = layer
-        .max_wait(Duration::ZERO)
-        .build()
-        .expect("a good quota")
-        .limiter();
-    let runtime = tokio::runtime::Builder::new_current_thread()
+    let limiter = limiter(Arc::new(store(server, name)), quota);
+    decides(name, move |number| limiter.acquire(key(number, 0)))
+}
+
+/// Requests of several keys, with a quota each.
+fn joint(server: &RedisServer, name: &'static str, quotas: &[Quota]) -> Contender {
+    let store = Arc::new(store(server, name));
+    let limiters: Vec<Limiter> = quotas
+        .iter()
+        .map(|quota| limiter(store.clone(), *quota))
+        .collect();
+    decides(name, move |number| {
+        let parts = limiters.iter().enumerate();
+        let mut parts = parts.map(|(part, limiter)| limiter.acquire(key(number, part)));
+        let first = parts.next().expect("a quota");
+        parts.fold(first, Acquire::with)
+    })
+}
+
+/// Returns the key of part `part` of decision `number`.
+fn key(number: usize, part: usize) -> Key {
+    Key::new((number % KEYS).to_le_bytes()).and(part.to_le_bytes())
+}
+
+/// Calls a store for two keys of each decision, once. The outcome does not matter.
+fn for_each_key(store: Large) {
+    let limiter = limiter(Arc::new(store), Quota::new(50, Duration::from_secs(3600)));
+    let runtime = runtime();
+    for number in 0..KEYS {
+        for part in 0..2 {
+            let _ = runtime.block_on(limiter.acquire(key(number, part)));
+        }
+    }
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .build()
-        .expect("a runtime");
+        .expect("a runtime")
+}
+
+fn decides(name: &'static str, acquire: impl Fn(usize) -> Acquire + 'static) -> Contender {
+    let runtime = runtime();
     let decide = move |calls| {
         runtime.block_on(async {
             for batch in (0..calls).collect::<Vec<_>>().chunks(AT_ONCE) {
-                let key = |number: &usize| Key::new((number % KEYS).to_le_bytes());
-                join_all(batch.iter().map(|number| limiter.acquire(key(number)))).await;
+                join_all(batch.iter().map(|number| acquire(*number))).await;
             }
         });
     };
