@@ -14,7 +14,7 @@ use super::buffered::is_layer_behind_buffer;
 use super::extractors::{Extractors, Reading};
 use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::ResponsePolicy;
-use super::seam::{Admission, Departure, Gate};
+use super::seam::{Admission, Departure, Gate, take_call};
 use super::service::{gated_future, gated_service};
 use crate::clock;
 use crate::config_error::ConfigError;
@@ -22,8 +22,8 @@ use crate::error::Limited;
 use crate::events;
 use crate::key::{Key, Label, RequestInfo, RequestRef};
 use crate::limiter::{
-    Entered, Entry, JointStarted, Limiter, MOST_PARTS, Part, Permit, Sent, Started, Waiting, Watch,
-    enter_joint, is_inside_a_layer,
+    Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, Part, Permit, Sent, Started,
+    Waiting, enter_joint, is_inside_a_layer,
 };
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
@@ -391,26 +391,13 @@ impl Gate for RateLimitLayer {
     }
 
     #[inline]
-    fn watch() -> Option<Watch> {
-        Watch::begin()
-    }
-
-    fn found_inner(call: &mut Sent) {
-        call.note_inner();
+    fn begin_inner(call: &Sent) -> Option<InnerCall> {
+        call.begin_inner()
     }
 
     #[inline]
-    fn is_outer(call: &Sent) -> bool {
-        call.has_inner()
-    }
-
-    fn note_inner(&self) {
-        self.limiter.note_inner();
-    }
-
-    #[inline]
-    fn around<R>(call: &mut Sent, inner: impl FnOnce() -> R) -> R {
-        call.around(inner)
+    fn end_inner(call: &mut Sent, inner: Option<InnerCall>) {
+        call.end_inner(inner);
     }
 
     #[inline]
@@ -442,15 +429,15 @@ impl Gate for RateLimitLayer {
     /// Ends `call`. A limiter never retries: that is for a policy outside of the layer.
     #[inline]
     fn leave<T>(
-        call: Sent,
+        call: &mut Option<Sent>,
         response: &impl ResponseInfo,
         policy: &ResponsePolicy,
         _repeat: Option<T>,
     ) -> Departure<Waiting, T> {
-        if policy.is_default() && !call.may_end_probation() && !Signal::is_any_in(response) {
-            return Departure::Pass(InFlight(call.into_in_flight_slot()));
+        if policy.is_default() && !Sent::may_end_probation() && !Signal::is_any_in(response) {
+            return Departure::Pass(InFlight(take_call(call).into_in_flight_slot()));
         }
-        leave_slow(call, response, policy)
+        leave_slow(take_call(call), response, policy)
     }
 }
 

@@ -153,7 +153,7 @@ mod middleware {
         loop {
             let repeat = clone.and_then(|clone| clone(&request));
             let response = send::<G>(&mut call, next.clone().run(request, extensions)).await?;
-            match G::leave(call, &response, &policy, repeat) {
+            match G::leave(&mut Some(call), &response, &policy, repeat) {
                 Departure::Pass(in_flight) => return Ok((response, in_flight)),
                 Departure::Refuse(limited) => return Err(Error::from(limited).into()),
                 Departure::Retry(wait, repeated) => {

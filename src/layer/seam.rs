@@ -26,7 +26,7 @@ use super::body::InFlight;
 use super::response_policy::ResponsePolicy;
 use crate::error::Limited;
 use crate::key::RequestInfo;
-use crate::limiter::Watch;
+use crate::limiter::InnerCall;
 use crate::signal::ResponseInfo;
 
 /// Decides when a request may be sent, and learns from its response.
@@ -67,26 +67,20 @@ pub(super) trait Gate: Send + Sync {
         request: &impl RequestInfo,
     ) -> Admission<Self::Call, Self::Wait>;
 
-    /// Begins to watch whether the inner service reaches another gate.
-    fn watch() -> Option<Watch> {
+    /// Begins a call or poll of the inner service. Gates inside see the permits of `call`.
+    fn begin_inner(_call: &Self::Call) -> Option<InnerCall> {
         None
     }
 
-    /// Notes that the gate of `call` is around another one.
-    fn found_inner(_call: &mut Self::Call) {}
+    /// Ends a call or poll of the inner service.
+    fn end_inner(_call: &mut Self::Call, _inner: Option<InnerCall>) {}
 
-    /// Returns whether the gate of `call` is known to be around another one.
-    fn is_outer(_call: &Self::Call) -> bool {
-        false
-    }
-
-    /// Notes that the gate is around another one.
-    fn note_inner(&self) {}
-
-    /// Runs `inner`, which calls or polls the inner service for `call`. Layers inside of it see the
-    /// permits of the call.
-    fn around<R>(_call: &mut Self::Call, inner: impl FnOnce() -> R) -> R {
-        inner()
+    /// Runs `inner`, which calls or polls the inner service.
+    fn around<R>(call: &mut Self::Call, inner: impl FnOnce() -> R) -> R {
+        let begun = Self::begin_inner(call);
+        let done = inner();
+        Self::end_inner(call, begun);
+        done
     }
 
     /// Returns what the gate does with responses.
@@ -109,16 +103,23 @@ pub(super) trait Gate: Send + Sync {
     /// Polls for the loss of the call's in-flight slot. After it, the edge has to cancel the call.
     fn poll_lost(call: &Self::Call, cx: &mut Context<'_>) -> Poll<Limited>;
 
-    /// Ends `call` with its response.
+    /// Ends `call` with its response, and leaves `None` there. The call is in the place where the edge
+    /// has kept it, so that it need not be copied.
     ///
     /// `repeat` holds what the edge needs to send the request again. If it is `None`, the call is
     /// not retried.
     fn leave<T>(
-        call: Self::Call,
+        call: &mut Option<Self::Call>,
         response: &impl ResponseInfo,
         policy: &ResponsePolicy,
         repeat: Option<T>,
     ) -> Departure<Self::Wait, T>;
+}
+
+/// Takes out the call that [`Gate::leave`] ends.
+pub(super) fn take_call<C>(call: &mut Option<C>) -> C {
+    call.take()
+        .expect("a future is not polled after it was ready")
 }
 
 /// The gate's decision about a request.

@@ -13,13 +13,13 @@ use super::body::InFlight;
 use super::extractors::{Extractors, Reading};
 use super::response_policy::ResponsePolicy;
 use super::retrying::RetryingThrottleLayer;
-use super::seam::{Admission, Departure, Gate, GiveBackOnDrop};
+use super::seam::{Admission, Departure, Gate, GiveBackOnDrop, take_call};
 use super::service::{gated_future, gated_service};
 use super::throttle_builder::AdaptiveThrottleBuilder;
 use crate::clock;
 use crate::error::Limited;
 use crate::key::{Key, RequestInfo, RequestRef, host_if_redirected};
-use crate::limiter::{Renewal, Renewed, is_inside_a_layer};
+use crate::limiter::{InnerCall, Renewal, Renewed, is_inside_a_layer};
 #[cfg(doc)]
 use crate::pace::Fair;
 use crate::signal::ResponseInfo;
@@ -259,14 +259,13 @@ impl Gate for AdaptiveThrottleLayer {
         None
     }
 
-    fn is_outer(call: &ThrottleCall) -> bool {
-        call.renewed.is_some()
+    fn begin_inner(call: &ThrottleCall) -> Option<InnerCall> {
+        call.renewed.as_ref().map(Renewed::begin_inner)
     }
 
-    fn around<R>(call: &mut ThrottleCall, inner: impl FnOnce() -> R) -> R {
-        match &mut call.renewed {
-            Some(renewed) => renewed.around(inner),
-            None => inner(),
+    fn end_inner(call: &mut ThrottleCall, inner: Option<InnerCall>) {
+        if let (Some(renewed), Some(inner)) = (&mut call.renewed, inner) {
+            renewed.end_inner(&inner);
         }
     }
 
@@ -280,7 +279,7 @@ impl Gate for AdaptiveThrottleLayer {
     }
 
     fn leave<T>(
-        call: ThrottleCall,
+        call: &mut Option<ThrottleCall>,
         response: &impl ResponseInfo,
         policy: &ResponsePolicy,
         repeat: Option<T>,
@@ -290,7 +289,7 @@ impl Gate for AdaptiveThrottleLayer {
             host,
             deadline,
             ..
-        } = call;
+        } = take_call(call);
         let arrived = clock::now();
         let signal = policy.signal(permit.key(), host, response, arrived);
         let limited = match repeat {

@@ -260,12 +260,6 @@ impl Limiter {
         self.0.id
     }
 
-    /// Notes that the layer of this limiter is around another one.
-    #[cold]
-    pub(crate) fn note_inner(&self) {
-        self.0.note_inner();
-    }
-
     /// Returns whether the layer of this limiter is known to be around another one.
     #[inline]
     pub(crate) fn has_inner(&self) -> bool {

@@ -75,7 +75,9 @@ pub(crate) use joint::{
 };
 pub use key_state::{HeaderTrust, StatedLimit};
 pub use limiter::Limiter;
-pub(crate) use outer::{Watch, is_any as is_inside_a_layer, note_several as note_several_gates};
+pub(crate) use outer::{
+    InnerCall, Mark, is_any as is_inside_a_layer, note_several as note_several_gates,
+};
 pub use permit::Permit;
 pub(crate) use permit::Sent;
 pub use settings::OnStoreError;

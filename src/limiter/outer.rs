@@ -13,7 +13,7 @@
 //!
 //! Few layers are around another one, and the others should pay nothing. So a layer only marks the
 //! thread at first ([`Watch`]). If an inner layer finds the mark, the outer layer notes that, and
-//! makes its permits known from then on ([`around`]). The inner layer lets its first request wait
+//! makes its permits known from then on ([`InnerCall`]). The inner layer lets its first request wait
 //! until it is polled again.
 //!
 //! An adaptive throttle inside has no permit of a limiter. It waits for its turn, and then renews the
@@ -76,14 +76,21 @@ enum Sight {
 }
 
 /// The most permits of layers around. A layer further inside does not see those beyond.
-const MOST: usize = 16;
+const MOST: u8 = 16;
 
 /// The permits of the layers around, the outermost first. It has no destructor, so that it is quick
 /// to reach.
 struct Around {
     sight: Cell<Sight>,
-    count: Cell<usize>,
-    permits: [Cell<Option<OuterPermit>>; MOST],
+    count: Cell<u8>,
+    permits: [Cell<Option<OuterPermit>>; MOST as usize],
+}
+
+impl Around {
+    /// Returns the permits that are known.
+    fn known(&self) -> &[Cell<Option<OuterPermit>>] {
+        &self.permits[..usize::from(self.count.get())]
+    }
 }
 
 thread_local! {
@@ -91,7 +98,7 @@ thread_local! {
         Around {
             sight: Cell::new(Sight::Nothing),
             count: Cell::new(0),
-            permits: [const { Cell::new(None) }; MOST],
+            permits: [const { Cell::new(None) }; MOST as usize],
         }
     };
 }
@@ -134,24 +141,25 @@ pub(super) fn find_mark() -> bool {
     })
 }
 
-/// The mark of a layer on its thread, while it calls or polls its inner service.
+/// The mark of a layer on its thread, while it calls its inner service on the fast path.
 ///
-/// If the inner service panics, the mark stays. A layer that finds such a mark loses no more than
-/// the time until it is polled again.
+/// A layer that finds the mark finds another one when it is polled first, so this one has nothing to
+/// return. If the inner service panics, the mark stays. A layer that finds such a mark loses no more
+/// than the time until it is polled again.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Watch(Sight);
+pub(crate) struct Mark(Sight);
 
-impl Watch {
-    /// Marks the thread. Returns `None` if no layer can be around another one.
+impl Mark {
+    /// Marks the thread.
     #[inline]
-    pub(crate) fn begin() -> Option<Self> {
-        may_be_any().then(|| AROUND.with(|around| Watch(around.sight.replace(Sight::Mark))))
+    pub(crate) fn set() -> Self {
+        AROUND.with(|around| Mark(around.sight.replace(Sight::Mark)))
     }
 
-    /// Removes the mark. Returns whether an inner layer has found it.
+    /// Removes the mark.
     #[inline]
-    pub(crate) fn end(self) -> bool {
-        AROUND.with(|around| around.sight.replace(self.0) == Sight::FoundMark)
+    pub(crate) fn remove(self) {
+        AROUND.with(|around| around.sight.set(self.0));
     }
 }
 
@@ -176,54 +184,76 @@ impl CallId {
     }
 }
 
-/// Runs `inner` with `permits` around it. If an inner layer has used or renewed them, `changed` gets
-/// them as they are then, in their order.
-pub(super) fn around<R>(
-    permits: impl Iterator<Item = OuterPermit>,
-    inner: impl FnOnce() -> R,
-    changed: impl FnMut(OuterPermit),
-) -> R {
-    /// Removes the permits, also if the inner service panics.
-    struct Reset(usize, Sight);
-    impl Drop for Reset {
-        fn drop(&mut self) {
-            AROUND.with(|around| {
-                around.count.set(self.0);
-                around.sight.set(self.1);
-            });
-        }
+/// A call or poll of the inner service of a layer. Meanwhile the layer's mark is on the thread, or
+/// its permits are known. Dropping this removes both, also if the inner service panics.
+#[derive(Debug)]
+pub(crate) struct InnerCall {
+    /// What the layers around had left there.
+    sight: Sight,
+    count: u8,
+}
+
+impl InnerCall {
+    #[inline]
+    fn begin(sight: Sight) -> Self {
+        AROUND.with(|around| InnerCall {
+            sight: around.sight.replace(sight),
+            count: around.count.get(),
+        })
     }
-    let reset = AROUND.with(|around| {
-        let outer = around.count.get();
-        for permit in permits {
-            let count = around.count.get();
-            if let Some(place) = around.permits.get(count) {
-                place.set(Some(permit));
-                around.count.set(count + 1);
+
+    /// Marks the thread. Returns `None` if no layer can be around another one.
+    #[inline]
+    pub(super) fn mark() -> Option<Self> {
+        may_be_any().then(|| InnerCall::begin(Sight::Mark))
+    }
+
+    /// Makes `permits` known.
+    pub(super) fn publish(permits: impl Iterator<Item = OuterPermit>) -> Self {
+        let this = InnerCall::begin(Sight::Permits);
+        AROUND.with(|around| {
+            for permit in permits {
+                let count = around.count.get();
+                if let Some(place) = around.permits.get(usize::from(count)) {
+                    place.set(Some(permit));
+                    around.count.set(count + 1);
+                }
             }
-        }
-        Reset(outer, around.sight.replace(Sight::Permits))
-    });
-    let done = inner();
-    AROUND.with(|around| {
-        let own = around.permits[..around.count.get()].iter().skip(reset.0);
-        own.filter_map(Cell::get)
-            .filter(|permit| permit.use_of.by.is_some())
-            .for_each(changed);
-    });
-    drop(reset);
-    done
+        });
+        this
+    }
+
+    /// Returns whether the mark is still as the layer has left it. If not, an inner layer has found
+    /// it, or the layer has made its permits known instead.
+    #[inline]
+    pub(super) fn is_unseen(&self) -> bool {
+        AROUND.with(|around| around.sight.get() == Sight::Mark)
+    }
+
+    /// Returns the permits of the layer, in their order, if an inner layer has used or renewed them.
+    pub(super) fn changed(&self) -> SmallVec<[OuterPermit; 1]> {
+        AROUND.with(|around| {
+            let own = around.known().iter().skip(usize::from(self.count));
+            own.filter_map(Cell::get)
+                .filter(|permit| permit.use_of.by.is_some())
+                .collect()
+        })
+    }
+}
+
+impl Drop for InnerCall {
+    #[inline]
+    fn drop(&mut self) {
+        AROUND.with(|around| {
+            around.count.set(self.count);
+            around.sight.set(self.sight);
+        });
+    }
 }
 
 /// Returns the permits of the layers around, the outermost first.
 pub(super) fn all() -> SmallVec<[OuterPermit; 2]> {
-    AROUND.with(|around| {
-        let count = around.count.get();
-        around.permits[..count]
-            .iter()
-            .filter_map(Cell::get)
-            .collect()
-    })
+    AROUND.with(|around| around.known().iter().filter_map(Cell::get).collect())
 }
 
 /// Returns when the first of the permits of the layers around expires. `None` if none expires.

@@ -13,7 +13,7 @@ use super::engine::{Core, CoreId};
 use super::hosts::host_hold;
 use super::in_flight_slot::InFlightSlot;
 use super::key_state::is_any_uncertain;
-use super::outer::{self, CallId, OuterPermit, UseOf, Watch};
+use super::outer::{self, CallId, InnerCall, OuterPermit, UseOf};
 use super::reservation::Reservation;
 use super::responses::AnsweredCall;
 use super::split_signal::{SignalKey, split};
@@ -352,49 +352,50 @@ impl Sent {
         self
     }
 
-    /// Runs `inner`, which calls or polls the inner service. Layers inside of it see the permits of
-    /// this call.
+    /// Begins a call or poll of the inner service. Layers inside see the permits of this call. If the
+    /// layer is not known to be around another one, they see only its mark.
     #[inline]
-    pub(crate) fn around<R>(&mut self, inner: impl FnOnce() -> R) -> R {
+    pub(crate) fn begin_inner(&self) -> Option<InnerCall> {
         if self.has_inner() {
-            return self.around_with_permits(inner);
+            return Some(self.publish());
         }
-        let watch = Watch::begin();
-        let done = inner();
-        if watch.is_some_and(Watch::end) {
-            self.note_inner();
-        }
-        done
+        InnerCall::mark()
     }
 
-    /// Notes that the layer is around another one.
+    /// Ends a call or poll of the inner service, and takes in what the layers inside have done.
+    #[inline]
+    pub(crate) fn end_inner(&mut self, inner: Option<InnerCall>) {
+        if let Some(inner) = inner
+            && !inner.is_unseen()
+        {
+            self.take_in(inner);
+        }
+    }
+
     #[cold]
-    pub(crate) fn note_inner(&mut self) {
+    fn publish(&self) -> InnerCall {
+        let use_of = self.use_of();
+        let more = self.more.iter();
+        let others = more.flat_map(|more| more.joint.iter());
+        let permits = std::iter::once(self).chain(others);
+        InnerCall::publish(permits.map(|sent| sent.outer_permit(use_of)))
+    }
+
+    #[cold]
+    fn take_in(&mut self, inner: InnerCall) {
+        if self.has_inner() {
+            self.take_back(&inner.changed());
+            return;
+        }
         self.more.get_or_insert_default().has_inner = true;
         if let Some(core) = self.core.find() {
             core.note_inner();
         }
     }
 
-    #[cold]
-    fn around_with_permits<R>(&mut self, inner: impl FnOnce() -> R) -> R {
-        let use_of = self.use_of();
-        let more = self.more.iter();
-        let others = more.flat_map(|more| more.joint.iter());
-        let permits = std::iter::once(&*self).chain(others);
-        let permits: SmallVec<[OuterPermit; 1]> =
-            permits.map(|sent| sent.outer_permit(use_of)).collect();
-        let mut changed: SmallVec<[OuterPermit; 1]> = SmallVec::new();
-        let done = outer::around(permits.into_iter(), inner, |permit| changed.push(permit));
-        if !changed.is_empty() {
-            self.take_back(&changed);
-        }
-        done
-    }
-
     /// Returns whether the layer is known to be around another one.
     #[inline]
-    pub(crate) fn has_inner(&self) -> bool {
+    fn has_inner(&self) -> bool {
         self.more.as_ref().is_some_and(|more| more.has_inner)
     }
 
@@ -419,7 +420,6 @@ impl Sent {
     }
 
     /// Takes in that a layer inside has used the permits of this call, or has acquired others.
-    #[cold]
     fn take_back(&mut self, permits: &[OuterPermit]) {
         let mut permits = permits.iter();
         let Some(first) = permits.next() else { return };
@@ -472,7 +472,7 @@ impl Sent {
     /// Returns whether a response may end the probation of a key. Then it matters even if it states
     /// nothing about limits.
     #[inline]
-    pub(crate) fn may_end_probation(&self) -> bool {
+    pub(crate) fn may_end_probation() -> bool {
         is_any_uncertain()
     }
 

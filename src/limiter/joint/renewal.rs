@@ -8,7 +8,7 @@ use super::until_known::poll_known;
 use super::waiter::{self, JointWaiter};
 use crate::clock;
 use crate::error::Limited;
-use crate::limiter::outer::{self, CallId, OuterPermit, UseOf};
+use crate::limiter::outer::{self, CallId, InnerCall, OuterPermit, UseOf};
 
 /// A call that waits until the permits of the layers around are valid and unused: see
 /// [`outer`](crate::limiter::outer).
@@ -75,12 +75,17 @@ impl Renewed {
         self.until.is_none_or(|until| clock::now() < until)
     }
 
-    /// Runs `inner`, which calls or polls the inner service. Layers inside of it see that the
-    /// permits of the layers around are for them, too.
-    pub(crate) fn around<R>(&mut self, inner: impl FnOnce() -> R) -> R {
+    /// Begins a call or poll of the inner service. Layers inside of it see that the permits of the
+    /// layers around are for them, too.
+    pub(crate) fn begin_inner(&self) -> InnerCall {
         let place = OuterPermit::place_of(self.use_of);
-        outer::around([place].into_iter(), inner, |permit| {
+        InnerCall::publish(std::iter::once(place))
+    }
+
+    /// Ends a call or poll of the inner service.
+    pub(crate) fn end_inner(&mut self, inner: &InnerCall) {
+        if let Some(permit) = inner.changed().first() {
             self.use_of = permit.use_of;
-        })
+        }
     }
 }
