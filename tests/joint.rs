@@ -9,7 +9,7 @@ mod counted;
 mod support;
 
 use std::convert::Infallible;
-use std::future::IntoFuture;
+use std::future::{Future, IntoFuture};
 use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
@@ -595,4 +595,30 @@ async fn requests_for_a_recovering_key_take_nothing_from_others() {
     assert_eq!(start.elapsed(), Duration::ZERO);
     drop(both.await.unwrap().unwrap());
     assert!(start.elapsed() < 6 * SECOND, "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn joint_requests_at_hand_allocate_nothing() -> Result<(), BoxError> {
+    let limit = RateLimitLayer::builder(Quota::per_day(1_000_000_000))
+        .and_per("a", Quota::per_day(1_000_000_000), |_| Key::new("x"))
+        .and_per("b", Quota::per_day(1_000_000_000), |_| Key::new("x"))
+        .and_per("c", Quota::per_day(1_000_000_000), |_| Key::new("x"))
+        .build()?;
+    let mut service = limit.layer(service_fn(|_: Request<()>| async {
+        Ok::<_, Infallible>(Response::new(()))
+    }));
+    // The first requests prefetch enough permits.
+    for _ in 0..1000 {
+        service.ready().await?.call(Request::new(())).await?;
+    }
+    let request = Request::new(());
+    let future = service.ready().await?;
+    let mut answered = None;
+    let spent = allocation_counter::measure(|| {
+        let cx = &mut std::task::Context::from_waker(std::task::Waker::noop());
+        answered = Some(pin!(future.call(request)).poll(cx).is_ready());
+    });
+    assert_eq!(answered, Some(true));
+    assert_eq!(spent.count_total, 0);
+    Ok(())
 }

@@ -22,7 +22,7 @@ use crate::error::Limited;
 use crate::events;
 use crate::key::{Key, Label, RequestInfo, RequestRef};
 use crate::limiter::{
-    Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, Part, Permit, Sent, Started,
+    Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, Permit, Sent, Started,
     Waiting, enter_joint, is_inside_a_layer,
 };
 use crate::quota::Quota;
@@ -228,7 +228,7 @@ impl RateLimitLayer {
         &self,
         reading: Reading,
         request: &impl RequestInfo,
-    ) -> Result<(SmallVec<[Part; 4]>, Option<Instant>), Limited> {
+    ) -> Result<(SmallVec<[PartRef<'_>; 4]>, Option<Instant>), Limited> {
         let Reading {
             key,
             cost,
@@ -240,7 +240,7 @@ impl RateLimitLayer {
             deadline: None,
             host: limiter.host_of(key, request),
         };
-        let mut parts: SmallVec<[Part; 4]> = SmallVec::new();
+        let mut parts: SmallVec<[PartRef<'_>; 4]> = SmallVec::new();
         parts.push(self.limiter.part(entry(&self.limiter, key, cost)));
         for limit in self.further.iter() {
             let FurtherLimit {
@@ -273,32 +273,24 @@ impl RateLimitLayer {
             Err(limited) => return Admission::No(limited),
         };
         let label = || self.label(key, request);
-        let started = match enter_joint(&parts, deadline, label) {
-            Entered::Started(started) => started,
+        let sent = match enter_joint(&parts, deadline, label) {
+            Entered::Sent(sent) => sent,
             Entered::UntilKnown(waiter) => return Admission::Wait(Waiting::Inside(waiter)),
-        };
-        match started {
-            JointStarted::Granted(permit) => {
-                let sent = permit.sent();
-                Admission::Go(if self.extractors.policy.error_on_limit() {
-                    sent.named(self.label(key, request))
-                } else {
-                    sent
-                })
+            Entered::Started(JointStarted::Granted(permit)) => permit.sent(),
+            Entered::Started(JointStarted::Waiting(waiter)) => {
+                return Admission::Wait(Waiting::Joint(waiter));
             }
-            JointStarted::Waiting(waiter) => Admission::Wait(Waiting::Joint(waiter)),
-            JointStarted::Limited(limited) => Admission::No(limited),
-        }
+            Entered::Started(JointStarted::Limited(limited)) => return Admission::No(limited),
+        };
+        Admission::Go(self.with_label(sent, key, request))
     }
 
-    /// Makes the call of a request that is sent now, and keeps the name of its key if a refusal may
-    /// become an error.
+    /// Keeps the name of the key of a request that is sent now, if a refusal may become an error.
     ///
     /// Later the request is gone, and with it the host. An error names the host.
-    fn sent_with_label(&self, admitted: Admitted, request: &impl RequestInfo) -> Sent {
-        let sent = self.sent(admitted);
+    fn with_label(&self, sent: Sent, key: Key, request: &impl RequestInfo) -> Sent {
         if self.extractors.policy.error_on_limit() {
-            sent.named(self.label(admitted.entry.key, request))
+            sent.named(self.label(key, request))
         } else {
             sent
         }
@@ -374,7 +366,8 @@ impl Gate for RateLimitLayer {
             Slow::Joint(reading) => return self.enter_joint(reading, request),
             Slow::NoPermit(entry, now) => (entry, now),
             Slow::OwnPolicy(admitted) => {
-                return Admission::Go(self.sent_with_label(admitted, request));
+                let sent = self.sent(admitted);
+                return Admission::Go(self.with_label(sent, admitted.entry.key, request));
             }
         };
         match self
@@ -382,7 +375,8 @@ impl Gate for RateLimitLayer {
             .start_slow(&entry, now, || self.label(entry.key, request))
         {
             Started::Granted(slot, in_flight_slot) => {
-                let sent = self.sent_with_label(Admitted { entry, now }, request);
+                let sent = self.sent(Admitted { entry, now });
+                let sent = self.with_label(sent, entry.key, request);
                 Admission::Go(sent.in_flight(in_flight_slot).with_slot(slot))
             }
             Started::Waiting(waiter) => Admission::Wait(Waiting::One(waiter)),

@@ -11,11 +11,12 @@ use smallvec::SmallVec;
 
 use super::admission::Entry;
 use super::engine::Core;
-use super::joint::{self, Entered, JointStarted, MOST_PARTS, Part};
+use super::joint::{self, JointStarted, MOST_PARTS, PartRef, UntilKnown};
 use super::outer;
 use super::permit::Permit;
 use super::start::{self, Started};
 use super::waiting::Waiting;
+use crate::clock;
 use crate::error::Limited;
 use crate::key::Key;
 
@@ -135,11 +136,11 @@ impl Acquire {
     }
 }
 
-/// Enters a request of several keys.
-fn enter_joint(requests: &[(Arc<Core>, Request)]) -> Entered {
+/// Enters a request of several keys, or one that layers are around.
+fn enter_joint(requests: &[(Arc<Core>, Request)]) -> Result<JointStarted, Box<UntilKnown>> {
     let deadline = requests.iter().filter_map(|(_, request)| request.deadline);
     let deadline = deadline.min();
-    let parts: SmallVec<[Part; 4]> = requests
+    let parts: SmallVec<[PartRef<'_>; 4]> = requests
         .iter()
         .map(|(core, request)| {
             let entry = Entry {
@@ -148,11 +149,15 @@ fn enter_joint(requests: &[(Arc<Core>, Request)]) -> Entered {
                 deadline: None,
                 host: None,
             };
-            Part::new(core, entry)
+            PartRef::new(core, entry)
         })
         .collect();
     let (first, request) = &requests[0];
-    joint::enter(&parts, deadline, || first.label(request.key, None))
+    let label = || first.label(request.key, None);
+    match UntilKnown::of(&parts, deadline, label) {
+        Some(waiter) => Err(waiter),
+        None => Ok(joint::start(&parts, deadline, label)),
+    }
 }
 
 impl Future for Acquire {
@@ -181,7 +186,7 @@ impl Future for Acquire {
                     };
                     // The common case makes its permit here. By way of `Started`, the permit would
                     // be copied twice.
-                    let taken = start::take_at_once(core, &entry);
+                    let taken = start::take_at_once(core, &entry, clock::now());
                     let Step::New(core, _) = mem::replace(&mut self.0, Step::Done) else {
                         continue;
                     };
@@ -203,16 +208,12 @@ impl Future for Acquire {
                     let started = enter_joint(requests);
                     self.0 = Step::Done;
                     match started {
-                        Entered::Started(JointStarted::Granted(permit)) => {
-                            return Poll::Ready(Ok(permit));
-                        }
-                        Entered::Started(JointStarted::Limited(limited)) => {
-                            return Poll::Ready(Err(limited));
-                        }
-                        Entered::Started(JointStarted::Waiting(waiter)) => {
+                        Ok(JointStarted::Granted(permit)) => return Poll::Ready(Ok(permit)),
+                        Ok(JointStarted::Limited(limited)) => return Poll::Ready(Err(limited)),
+                        Ok(JointStarted::Waiting(waiter)) => {
                             self.0 = Step::Waiting(Waiting::Joint(waiter));
                         }
-                        Entered::UntilKnown(waiter) => {
+                        Err(waiter) => {
                             self.0 = Step::Waiting(Waiting::Inside(waiter));
                         }
                     }

@@ -11,7 +11,7 @@ use super::acquire::Acquire;
 use super::admission::Entry;
 use super::engine::{Core, CoreId};
 use super::holds;
-use super::joint::Part;
+use super::joint::PartRef;
 use super::limited::RefusedRequest;
 use super::listener;
 use super::settings::Settings;
@@ -246,8 +246,8 @@ impl Limiter {
     }
 
     /// Returns the part of a joint request that this limiter counts.
-    pub(crate) fn part(&self, entry: Entry) -> Part {
-        Part::new(&self.0, entry)
+    pub(crate) fn part(&self, entry: Entry) -> PartRef<'_> {
+        PartRef::new(&self.0, entry)
     }
 
     /// Returns the name of the limit, if it has one.

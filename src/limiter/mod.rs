@@ -71,7 +71,7 @@ pub use acquire::Acquire;
 pub(crate) use admission::Entry;
 pub(crate) use in_flight_slot::InFlightSlot;
 pub(crate) use joint::{
-    Entered, JointStarted, MOST_PARTS, Part, Renewal, Renewed, enter as enter_joint,
+    Entered, JointStarted, MOST_PARTS, PartRef, Renewal, Renewed, enter as enter_joint,
 };
 pub use key_state::{HeaderTrust, StatedLimit};
 pub use limiter::Limiter;

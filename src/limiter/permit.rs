@@ -1,6 +1,8 @@
 //! The right to send one request.
 
+use std::cell::RefCell;
 use std::future::poll_fn;
+use std::mem;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
@@ -236,14 +238,17 @@ impl Permit {
             && slot.is_none()
             && use_of == UseOf::default();
         let more = (!is_plain).then(|| {
-            Box::new(More {
+            let mut more = More::empty();
+            more.joint.extend(joint.into_iter().map(JointPermit::sent));
+            *more = More {
                 in_flight_slot,
                 wait,
-                joint: joint.into_iter().map(JointPermit::sent).collect(),
+                joint: mem::take(&mut more.joint),
                 has_inner,
                 slot,
                 use_of,
-            })
+            };
+            more
         });
         Sent {
             core: core.id,
@@ -316,6 +321,48 @@ struct More {
     use_of: UseOf,
 }
 
+/// How many empty boxes a thread keeps.
+const MOST_SPARE: usize = 32;
+
+thread_local! {
+    /// Boxes that are empty, with the capacity of their vectors. So joint requests with permits at hand
+    /// need no allocation.
+    static SPARE: RefCell<Vec<Box<More>>> = const { RefCell::new(Vec::new()) };
+}
+
+impl More {
+    /// Returns a box with the defaults.
+    fn empty() -> Box<Self> {
+        let spare = SPARE.try_with(|spare| spare.borrow_mut().pop());
+        // A thread that ends has none.
+        spare.ok().flatten().unwrap_or_default()
+    }
+
+    /// Takes out the in-flight slots of all keys. The thread keeps the empty box.
+    fn end(mut self: Box<Self>) -> Option<InFlightSlot> {
+        let first = self.in_flight_slot.take();
+        let others = self.joint.drain(..);
+        let all = others.fold(first, |all, other| {
+            match (all, other.into_in_flight_slot()) {
+                (Some(all), Some(other)) => Some(all.and(other)),
+                (all, other) => all.or(other),
+            }
+        });
+        *self = More {
+            joint: mem::take(&mut self.joint),
+            ..More::default()
+        };
+        // A thread that ends keeps none.
+        let _ = SPARE.try_with(|spare| {
+            let mut spare = spare.borrow_mut();
+            if spare.len() < MOST_SPARE {
+                spare.push(self);
+            }
+        });
+        all
+    }
+}
+
 impl JointPermit {
     /// Marks the request as sent.
     fn sent(self) -> Sent {
@@ -344,10 +391,25 @@ impl Sent {
         }
     }
 
+    /// Makes the value for a joint request that got its permits at once. `parts` has an entry for each
+    /// key.
+    pub(super) fn all_at_once(
+        mut parts: impl Iterator<Item = (CoreId, Entry)>,
+        at: Instant,
+    ) -> Self {
+        let (core, entry) = parts.next().expect("a joint request has parts");
+        let mut sent = Sent::at_once(core, &entry, at);
+        let others = parts.map(|(core, entry)| Sent::at_once(core, &entry, at));
+        let mut more = More::empty();
+        more.joint.extend(others);
+        sent.more = Some(more);
+        sent
+    }
+
     /// Adds the slot of the permit, so that a layer inside of this one can give it back.
     pub(crate) fn with_slot(mut self, slot: Option<Reservation>) -> Self {
         if slot.is_some() && outer::may_be_any() {
-            self.more.get_or_insert_default().slot = slot;
+            self.more.get_or_insert_with(More::empty).slot = slot;
         }
         self
     }
@@ -387,7 +449,7 @@ impl Sent {
             self.take_back(&inner.changed());
             return;
         }
-        self.more.get_or_insert_default().has_inner = true;
+        self.more.get_or_insert_with(More::empty).has_inner = true;
         if let Some(core) = self.core.find() {
             core.note_inner();
         }
@@ -432,7 +494,7 @@ impl Sent {
     }
 
     fn take_back_one(&mut self, permit: &OuterPermit) {
-        let more = self.more.get_or_insert_default();
+        let more = self.more.get_or_insert_with(More::empty);
         more.slot = permit.slot;
         if let Some(slot) = permit.slot {
             self.at = slot.at;
@@ -448,14 +510,14 @@ impl Sent {
             turns: 0,
             host: None,
         };
-        self.more.get_or_insert_default().wait = Some(Box::new(wait));
+        self.more.get_or_insert_with(More::empty).wait = Some(Box::new(wait));
         self
     }
 
     /// Adds the in-flight slot of the call, if calls in flight are limited.
     pub(crate) fn in_flight(mut self, in_flight_slot: Option<InFlightSlot>) -> Self {
         if in_flight_slot.is_some() {
-            self.more.get_or_insert_default().in_flight_slot = in_flight_slot;
+            self.more.get_or_insert_with(More::empty).in_flight_slot = in_flight_slot;
         }
         self
     }
@@ -480,18 +542,7 @@ impl Sent {
     /// until the in-flight slot is dropped.
     #[inline]
     pub(crate) fn into_in_flight_slot(self) -> Option<InFlightSlot> {
-        let More {
-            in_flight_slot,
-            joint,
-            ..
-        } = *self.more?;
-        let others = joint.into_iter();
-        others.fold(in_flight_slot, |all, other| {
-            match (all, other.into_in_flight_slot()) {
-                (Some(all), Some(other)) => Some(all.and(other)),
-                (all, other) => all.or(other),
-            }
-        })
+        self.more.and_then(More::end)
     }
 
     /// Ends the request with what its response states. Returns the error of a response that is a

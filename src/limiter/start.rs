@@ -48,10 +48,13 @@ pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Result<Instant, Instan
 ///
 /// # Errors
 ///
-/// The time, if the request has to take the slow path.
+/// `now`, if the request has to take the slow path.
 #[inline]
-pub(super) fn take_at_once(core: &Core, entry: &Entry) -> Result<Option<Reservation>, Instant> {
-    let now = clock::now();
+pub(super) fn take_at_once(
+    core: &Core,
+    entry: &Entry,
+    now: Instant,
+) -> Result<Option<Reservation>, Instant> {
     if entry.cost == 0 {
         return Ok(None);
     }

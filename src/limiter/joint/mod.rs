@@ -38,7 +38,7 @@
 //!
 //! | file | what it has |
 //! |---|---|
-//! | `mod` | [`Part`] and [`JointSlot`]: values |
+//! | `mod` | [`Part`], [`PartRef`] and [`JointSlot`]: values |
 //! | `set` | [`JointSet`]: the waiters of equal keys, and their joint slots |
 //! | `booking` | the search for a joint slot |
 //! | `confirmation` | the calls to stores that may have lost a joint slot |
@@ -71,7 +71,7 @@ use crate::store::Refusal;
 pub(crate) use renewal::{Renewal, Renewed};
 pub(super) use set::JointSets;
 pub(crate) use until_known::UntilKnown;
-pub(crate) use waiter::{Entered, JointStarted, JointWaiter, enter};
+pub(crate) use waiter::{Entered, JointStarted, JointWaiter, enter, start};
 
 /// The most keys of a request.
 pub(crate) const MOST_PARTS: usize = 8;
@@ -85,14 +85,43 @@ pub(crate) struct Part {
     entry: Entry,
 }
 
+/// The same, for a request whose permits may be at hand. To clone the `Arc` would cost it 10 ns.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PartRef<'a> {
+    core: &'a Arc<Core>,
+    entry: Entry,
+}
+
 /// One value for each part, in their order.
 pub(super) type PerPart<T> = SmallVec<[T; 4]>;
 
-impl Part {
-    pub(in crate::limiter) fn new(core: &Arc<Core>, entry: Entry) -> Self {
+impl<'a> PartRef<'a> {
+    pub(in crate::limiter) fn new(core: &'a Arc<Core>, entry: Entry) -> Self {
+        PartRef { core, entry }
+    }
+
+    fn to_part(self) -> Part {
+        let PartRef { core, entry } = self;
         Part {
             core: core.clone(),
             entry,
+        }
+    }
+
+    /// Notes whether a slot was used, or expired before the request left.
+    fn ended(&self, now: Instant, is_used: bool) {
+        self.core.with_state(self.entry.key, now, |state, ctx| {
+            key_state::ended(state, ctx, is_used);
+        });
+    }
+}
+
+impl Part {
+    fn as_ref(&self) -> PartRef<'_> {
+        let Part { core, entry } = self;
+        PartRef {
+            core,
+            entry: *entry,
         }
     }
 
@@ -112,19 +141,21 @@ impl Part {
         let keys = [Some(key), host_hold(key, host)].into_iter().flatten();
         keys.filter(move |_| cost > 0)
     }
+}
 
-    /// Notes whether a slot was used, or expired before the request left.
-    fn ended(&self, now: Instant, is_used: bool) {
-        self.core.with_state(self.entry.key, now, |state, ctx| {
-            key_state::ended(state, ctx, is_used);
-        });
-    }
+/// Makes parts that keep their limiters.
+fn to_parts(parts: &[PartRef<'_>]) -> PerPart<Part> {
+    parts.iter().copied().map(PartRef::to_part).collect()
 }
 
 /// Gives back slots of `parts`.
 fn give_back(parts: &[Part], slots: PerPart<Option<Reservation>>) {
+    give_back_of(parts.iter().map(Part::as_ref), slots);
+}
+
+fn give_back_of<'a>(parts: impl Iterator<Item = PartRef<'a>>, slots: PerPart<Option<Reservation>>) {
     let now = clock::now();
-    for (part, slot) in parts.iter().zip(slots) {
+    for (part, slot) in parts.zip(slots) {
         if let Some(slot) = slot {
             if slot.until <= now {
                 part.ended(now, false);

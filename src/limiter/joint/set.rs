@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use super::booking;
 use super::confirmation::{self, doubtful};
-use super::{Cause, JointRefusal, JointSlot, Part, PerPart, give_back};
+use super::{Cause, JointRefusal, JointSlot, Part, PartRef, PerPart, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -81,20 +81,20 @@ pub(super) struct Wanted {
 }
 
 /// Returns what identifies the set of `parts`.
-fn id_of(parts: &[Part]) -> SetId {
-    let id = |part: &Part| {
+fn id_of<'a>(parts: impl Iterator<Item = PartRef<'a>>) -> SetId {
+    let id = |part: PartRef<'_>| {
         let Entry {
             key, cost, host, ..
         } = part.entry;
         (part.core.id, key, cost, host)
     };
-    parts.iter().map(id).collect()
+    parts.map(id).collect()
 }
 
 impl JointSets {
     /// Returns the set of `parts`.
     pub(super) fn find(&self, parts: &[Part]) -> Arc<JointSet> {
-        let id = id_of(parts);
+        let id = id_of(parts.iter().map(Part::as_ref));
         let mut sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(set) = sets.get(&id).and_then(Weak::upgrade) {
             return set;
@@ -111,12 +111,14 @@ impl JointSets {
 
     /// Returns whether requests with these parts wait. Then no other such request may overtake
     /// them.
-    pub(super) fn is_any_waiting(&self, parts: &[Part]) -> bool {
+    pub(super) fn is_any_waiting(&self, parts: &[PartRef<'_>]) -> bool {
         if self.count.load(Ordering::Relaxed) == 0 {
             return false;
         }
         let sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
-        let set = sets.get(&id_of(parts)).and_then(Weak::upgrade);
+        let set = sets
+            .get(&id_of(parts.iter().copied()))
+            .and_then(Weak::upgrade);
         drop(sets);
         set.is_some_and(|set| set.waiting() > 0)
     }

@@ -4,7 +4,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use super::waiter::{JointStarted, start};
-use super::{Part, PerPart};
+use super::{Part, PartRef, PerPart, to_parts};
 use crate::key::Label;
 use crate::limiter::outer;
 use crate::limiter::permit::Permit;
@@ -21,19 +21,33 @@ pub(crate) struct UntilKnown {
 }
 
 impl UntilKnown {
-    pub(super) fn new(parts: &[Part], deadline: Option<Instant>, label: Label) -> Self {
-        UntilKnown {
-            parts: parts.iter().cloned().collect(),
-            deadline,
-            label,
-            was_polled: false,
-        }
+    /// Makes the wait of a request of `parts`. `label` is the name of its first key. Returns `None`
+    /// if the permits are known, or if no layer is around.
+    pub(in crate::limiter) fn of(
+        parts: &[PartRef<'_>],
+        deadline: Option<Instant>,
+        label: impl FnOnce() -> Label,
+    ) -> Option<Box<Self>> {
+        (outer::is_any() && outer::find_mark()).then(|| {
+            Box::new(UntilKnown {
+                parts: to_parts(parts),
+                deadline,
+                label: label(),
+                was_polled: false,
+            })
+        })
     }
 
     /// Enters the request, once the permits of the layers around are known.
     pub(in crate::limiter) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<JointStarted> {
-        ready!(poll_known(&mut self.was_polled, cx));
-        Poll::Ready(start(&self.parts, self.deadline, || self.label.clone()))
+        if !self.was_polled && outer::find_mark() {
+            self.was_polled = true;
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        // A mark that is still there is of a service that has panicked.
+        let parts: PerPart<PartRef<'_>> = self.parts.iter().map(Part::as_ref).collect();
+        Poll::Ready(start(&parts, self.deadline, || self.label.clone()))
     }
 
     /// Gives back a permit that has expired. The request enters again when it is polled.

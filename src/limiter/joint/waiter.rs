@@ -9,18 +9,21 @@ use std::time::Instant;
 use super::confirmation::doubtful;
 use super::set::JointSet;
 use super::until_known::UntilKnown;
-use super::{Cause, JointRefusal, JointSlot, Part, PerPart, give_back, max_wait};
+use super::{
+    Cause, JointRefusal, JointSlot, Part, PartRef, PerPart, give_back_of, max_wait, to_parts,
+};
 use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
 use crate::events;
 use crate::key::Label;
 use crate::limiter::admission::{self, Admission, Entry};
+use crate::limiter::engine::CoreId;
 use crate::limiter::holds;
 use crate::limiter::hosts::host_hold;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
 use crate::limiter::limited::RefusedRequest;
 use crate::limiter::outer::{self, CallId, OuterPermit};
-use crate::limiter::permit::{JointPermit, PastWait, Permit};
+use crate::limiter::permit::{JointPermit, PastWait, Permit, Sent};
 use crate::limiter::queue::{Number, next_number};
 use crate::limiter::reservation::{Reservation, WaitBound};
 use crate::limiter::start::take_at_once;
@@ -34,23 +37,40 @@ pub(crate) enum JointStarted {
     Limited(Limited),
 }
 
-/// The same, for a request that may have to wait until the permits of the layers around are known.
+/// The same, for the request of a layer.
 pub(crate) enum Entered {
-    Started(JointStarted),
+    /// The request is sent at once, with permits at hand.
+    Sent(Sent),
+    /// The request waits until the permits of the layers around are known.
     UntilKnown(Box<UntilKnown>),
+    Started(JointStarted),
 }
 
-/// Enters a request that may be inside of other layers. `label` is the name of its first key.
+/// Enters the request of a layer. `label` is the name of its first key.
 pub(crate) fn enter(
-    parts: &[Part],
+    parts: &[PartRef<'_>],
     deadline: Option<Instant>,
-    label: impl FnOnce() -> Label,
+    label: impl Fn() -> Label,
 ) -> Entered {
-    if outer::is_any() && outer::find_mark() {
-        let until_known = UntilKnown::new(parts, deadline, label());
-        return Entered::UntilKnown(Box::new(until_known));
+    if let Some(until_known) = UntilKnown::of(parts, deadline, &label) {
+        return Entered::UntilKnown(until_known);
     }
-    Entered::Started(start(parts, deadline, label))
+    if outer::is_any() || parts[0].core.has_inner() {
+        return Entered::Started(start(parts, deadline, label));
+    }
+    // No `Permit` is made.
+    let now = clock::now();
+    match take_all_at_once(parts, deadline, now) {
+        Some(_) => Entered::Sent(Sent::all_at_once(
+            parts.iter().map(PartRef::id_and_entry),
+            now,
+        )),
+        None => {
+            let parts = to_parts(parts);
+            let started = start_slow(&parts, parts.len(), None, deadline, label(), now);
+            Entered::Started(started)
+        }
+    }
 }
 
 /// A joint request that waits. Dropping it frees its place in the queue of its set.
@@ -90,44 +110,44 @@ enum Stage {
 
 /// Enters a joint request. `label` is the name of its first key.
 pub(crate) fn start(
-    parts: &[Part],
+    parts: &[PartRef<'_>],
     deadline: Option<Instant>,
     label: impl FnOnce() -> Label,
 ) -> JointStarted {
     if outer::are_known() {
         return start_inside(parts, deadline, label);
     }
-    if parts[0].core.joint.is_any_waiting(parts) {
-        return start_slow(parts, parts.len(), None, deadline, label(), clock::now());
+    let now = clock::now();
+    match take_all_at_once(parts, deadline, now) {
+        Some(slots) => {
+            let parts = parts.iter().copied();
+            JointStarted::Granted(permit(parts, slots, PerPart::new()))
+        }
+        None => {
+            let parts = to_parts(parts);
+            start_slow(&parts, parts.len(), None, deadline, label(), now)
+        }
     }
-    let now = match take_all_at_once(parts, deadline) {
-        Ok(slots) => return JointStarted::Granted(permit(parts, slots, PerPart::new())),
-        Err(now) => now,
-    };
-    start_slow(parts, parts.len(), None, deadline, label(), now)
 }
 
 /// Enters a request that other layers are around.
 #[cold]
 fn start_inside(
-    parts: &[Part],
+    parts: &[PartRef<'_>],
     deadline: Option<Instant>,
     label: impl FnOnce() -> Label,
 ) -> JointStarted {
     events::inside();
     let call = CallId::new();
-    let now = match take_all_at_once(parts, deadline) {
-        Ok(slots) => {
-            if outer::use_all(call, clock::now()) {
-                let permit = permit(parts, slots, PerPart::new());
-                return JointStarted::Granted(permit.inside(call, outer::first_expiry()));
-            }
-            give_back(parts, slots);
-            clock::now()
+    let now = clock::now();
+    if let Some(slots) = take_all_at_once(parts, deadline, now) {
+        if outer::use_all(call, now) {
+            let permit = permit(parts.iter().copied(), slots, PerPart::new());
+            return JointStarted::Granted(permit.inside(call, outer::first_expiry()));
         }
-        Err(now) => now,
-    };
-    let mut all: PerPart<Part> = parts.iter().cloned().collect();
+        give_back_of(parts.iter().copied(), slots);
+    }
+    let mut all = to_parts(parts);
     all.extend(outer::all().iter().filter_map(Part::around));
     give_up_outer();
     start_slow(&all, parts.len(), Some(call), deadline, label(), now)
@@ -157,30 +177,31 @@ fn give_up_outer() {
     }
 }
 
-/// Takes permits that are at hand, of all parts or of none.
-///
-/// # Errors
-///
-/// The time, if a part has none.
+/// Takes permits that are at hand, of all parts or of none. Returns `None` if a part has none, or if
+/// requests with these parts wait.
 fn take_all_at_once(
-    parts: &[Part],
+    parts: &[PartRef<'_>],
     deadline: Option<Instant>,
-) -> Result<PerPart<Option<Reservation>>, Instant> {
+    now: Instant,
+) -> Option<PerPart<Option<Reservation>>> {
+    if parts[0].core.joint.is_any_waiting(parts) {
+        return None;
+    }
     let mut slots = PerPart::new();
     for part in parts {
         let entry = Entry {
             deadline,
             ..part.entry
         };
-        match take_at_once(&part.core, &entry) {
+        match take_at_once(part.core, &entry, now) {
             Ok(slot) => slots.push(slot),
-            Err(now) => {
-                give_back(parts, slots);
-                return Err(now);
+            Err(_) => {
+                give_back_of(parts.iter().copied(), slots);
+                return None;
             }
         }
     }
-    Ok(slots)
+    Some(slots)
 }
 
 #[cold]
@@ -253,13 +274,13 @@ fn in_flight_order(parts: &[Part]) -> PerPart<usize> {
 }
 
 /// Makes the permit of a joint request.
-fn permit(
-    parts: &[Part],
+fn permit<'a>(
+    parts: impl Iterator<Item = PartRef<'a>>,
     slots: PerPart<Option<Reservation>>,
     in_flight: PerPart<Option<InFlightSlot>>,
 ) -> Permit {
     let mut in_flight = in_flight.into_iter();
-    let mut permits = parts.iter().zip(slots).map(|(part, slot)| {
+    let mut permits = parts.zip(slots).map(|(part, slot)| {
         let in_flight = in_flight.next().flatten();
         JointPermit {
             permit: Permit::new(part.core.clone(), part.entry.key, slot, in_flight),
@@ -269,6 +290,12 @@ fn permit(
     let first = permits.next().expect("a joint request has parts");
     let JointPermit { permit, host, .. } = first;
     permit.with(host, permits.collect())
+}
+
+impl PartRef<'_> {
+    fn id_and_entry(&self) -> (CoreId, Entry) {
+        (self.core.id, self.entry)
+    }
 }
 
 impl Part {
@@ -287,7 +314,10 @@ impl Part {
             deadline: None,
             host,
         };
-        Some(Part::new(&core.find()?, entry))
+        Some(Part {
+            core: core.find()?,
+            entry,
+        })
     }
 
     /// Returns whether two parts would count a request twice under one key.
@@ -461,7 +491,8 @@ impl JointWaiter {
             outer::renew(slots.drain(self.own..), call);
         }
         let in_flight = std::mem::take(&mut self.in_flight);
-        let mut permit = permit(&parts[..self.own], slots, in_flight);
+        let own = parts[..self.own].iter().map(Part::as_ref);
+        let mut permit = permit(own, slots, in_flight);
         if let Some(call) = self.inside {
             permit = permit.inside(call, outer::first_expiry());
         }
@@ -592,7 +623,7 @@ impl JointWaiter {
             if self.may_leave(&slot, now) {
                 let parts = self.set.parts.iter().zip(&slot.slots);
                 for (part, _) in parts.filter(|(_, slot)| slot.is_some()) {
-                    part.ended(now, true);
+                    part.as_ref().ended(now, true);
                 }
                 return Poll::Ready(Ok(slot));
             }
