@@ -217,12 +217,12 @@ impl<S: Clone, R> Repeat<S, R> {
 
 impl<S: Service<R>, R> Repeat<S, R> {
     /// Makes the state of the request while it waits to be sent again.
-    fn waiting<G: Gate>(self: Box<Self>, wait: G::Wait) -> State<G, S, R> {
+    fn waiting<G: Gate>(self, wait: G::Wait) -> State<G, S, R> {
         let Repeat {
             inner,
             request,
             clone,
-        } = *self;
+        } = self;
         State::waiting(wait, inner, request, Some(clone))
     }
 }
@@ -306,7 +306,7 @@ where
                                     // The body may hold a connection and an in-flight slot that the
                                     // next attempt needs.
                                     drop(response);
-                                    this.state.set(repeat.waiting(wait));
+                                    this.state.set((*repeat).waiting(wait));
                                 }
                             }
                         }

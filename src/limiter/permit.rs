@@ -1,6 +1,7 @@
 //! The right to send one request.
 
 use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::mem;
 use std::sync::Arc;
@@ -327,13 +328,13 @@ const MOST_SPARE: usize = 32;
 thread_local! {
     /// Boxes that are empty, with the capacity of their vectors. So joint requests with permits at hand
     /// need no allocation.
-    static SPARE: RefCell<Vec<Box<More>>> = const { RefCell::new(Vec::new()) };
+    static SPARE: RefCell<VecDeque<Box<More>>> = const { RefCell::new(VecDeque::new()) };
 }
 
 impl More {
     /// Returns a box with the defaults.
     fn empty() -> Box<Self> {
-        let spare = SPARE.try_with(|spare| spare.borrow_mut().pop());
+        let spare = SPARE.try_with(|spare| spare.borrow_mut().pop_back());
         // A thread that ends has none.
         spare.ok().flatten().unwrap_or_default()
     }
@@ -356,7 +357,7 @@ impl More {
         let _ = SPARE.try_with(|spare| {
             let mut spare = spare.borrow_mut();
             if spare.len() < MOST_SPARE {
-                spare.push(self);
+                spare.push_back(self);
             }
         });
         all
