@@ -49,6 +49,8 @@ pub(crate) fn report() {
         Group::of_services("one key, with a deadline", 1, tollgate::deadline()),
         hosts(1),
         Group::of_services("by a closure, 1", 1, tollgate::closure()),
+        Group::of_services("two keys", 1, tollgate::several_keys(2)),
+        Group::of_services("four keys", 1, tollgate::several_keys(4)),
         hosts(1_000),
         hosts(1_000_000),
         raw(),

@@ -48,6 +48,18 @@ pub(crate) fn deadline() -> Tollgate {
     })
 }
 
+/// Builds a limiter whose requests count in `keys` limits: one for all calls, the others by host.
+pub(crate) fn several_keys(keys: usize) -> Tollgate {
+    const NAMES: [&str; 3] = ["a", "b", "c"];
+    let limit = Quota::per_day(PLENTY);
+    layer(&format!("tollgate, {keys} keys"), 1, |builder| {
+        let further = NAMES.iter().take(keys - 1);
+        further.fold(builder, |builder, name| {
+            builder.and_per(name, limit.clone(), by_host)
+        })
+    })
+}
+
 /// Builds the gate alone, with a limit that is used up.
 pub(crate) fn refused() -> Tollgate {
     let store = Arc::new(Counted {
