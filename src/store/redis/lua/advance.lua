@@ -4,7 +4,7 @@
 -- Twin: src/limit/advance.rs and window_sweep.rs; of buckets and fixed windows src/limit/bucket.rs
 -- and fixed.rs.
 -- After a change: cargo test --all-features --lib differential
--- needs: layout.lua, `state` and `read_list` (state.lua), rules (ledger.lua)
+-- needs: layout.lua, `state` and `pack_list` (state.lua), rules (ledger.lua)
 --
 -- A permit whose slot is later than the first free slot is kept in a list beside the use of the
 -- limits. src/limit/advance.rs has the rule and its proof. Few keys have such permits, so
@@ -447,11 +447,15 @@ local function cold_advance()
   -- Reads the bookings of a record. Returns where they end.
   local function read(head, from, base)
     local _, count = struct.unpack(ADVANCE_RECORD, head, from)
-    local bookings = read_list(base, count, ADVANCE_BOOKING, ADVANCE_BOOKING_SIZE, { 'slot', 'last_slot', 'stamp', 'units' })
+    local after = base + count * ADVANCE_BOOKING_SIZE
+    local bytes = redis.call('GETRANGE', KEYS[1], base, after - 1)
+    -- There may be many bookings. A table that is made with its fields takes a quarter of the time
+    -- of one that `read_list` fills.
     for i = 1, count do
-      list[i] = bookings[i]
+      local slot, last_slot, stamp, units = struct.unpack(ADVANCE_BOOKING, bytes, (i - 1) * ADVANCE_BOOKING_SIZE + 1)
+      list[i] = { slot = slot, last_slot = last_slot, stamp = stamp, units = units }
     end
-    return base + count * ADVANCE_BOOKING_SIZE
+    return after
   end
 
   -- Packs the record of the bookings, if there are any. Returns it, and the number of records.

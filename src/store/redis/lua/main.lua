@@ -92,14 +92,17 @@ local function book(cost, count, life, from, last, segments)
         place = advance.place_for(slot, stamp)
         if not place then return slot, refusing end
       end
-      fits = NEVER
-      for i = 1, #state do
-        local room = unreserved(state[i].rule.room(state[i], slot, life), state[i], slot)
-        if room < fits then fits = room end
+      fits = 1
+      if count > 1 then
+        local least = NEVER
+        for i = 1, #state do
+          local room = unreserved(state[i].rule.room(state[i], slot, life), state[i], slot)
+          if room < least then least = room end
+        end
+        fits = math.floor(least / cost)
+        if fits > count then fits = count end
+        if fits < 1 then fits = 1 end
       end
-      fits = math.floor(fits / cost)
-      if fits > count then fits = count end
-      if fits < 1 then fits = 1 end
       if is_in_advance then
         advance.add(place, slot, stamp, cost * fits)
       else
