@@ -29,8 +29,8 @@ const HELP: &str = "\
 Simulates fleets of clients against servers with limits, in virtual time.
 
   --file FILE         scenarios to run (JSON); without it, the public set
-  --scenarios A,B     only these of them, or of the second set: known limits that are counted in a store;
-                      `limited` for all of that
+  --scenarios A,B     only these of them, or of two other sets: known limits that are counted in a store
+                      (`limited` for all of that), and servers that count as real limiters do (`real`)
   --strategies A,B    what to try: the paces fair, blog-remaining, blog-proportional, blog-gradual, blog-backoff,
                       blog-backoff-2, aimd, none, mine (see mine.rs); the gates limit, which is told the quota,
                       fair-gate, and fair-shared, whose processes share one pace; default: fair,blog-remaining
@@ -165,21 +165,27 @@ fn none_such(what: &str, name: &str, names: &[String]) -> Usage {
 }
 
 /// Returns the scenarios of `file`, or the public set without a file. With `names`: these
-/// scenarios, of the file or of both built-in sets. The name `limited` selects the whole second
-/// set.
+/// scenarios, of the file or of all built-in sets. The names `limited` and `real` select a whole
+/// built-in set.
 fn chosen(
     file: Option<Scenarios>,
     names: Option<String>,
 ) -> Result<Vec<(String, Scenario)>, Usage> {
-    let (mut all, second) = match file {
-        Some(file) => (file.0, Vec::new()),
-        None => (Scenarios::public().0, Scenarios::limited().0),
-    };
+    let built_in = file.is_none();
+    let mut all = file.unwrap_or_else(Scenarios::public).0;
     let Some(names) = names else { return Ok(all) };
-    if names == "limited" && !second.is_empty() {
-        return Ok(second);
+    if built_in {
+        match names.as_str() {
+            "limited" => return Ok(Scenarios::limited().0),
+            "real" => return Ok(Scenarios::real().0),
+            _ => all.extend(
+                Scenarios::limited()
+                    .0
+                    .into_iter()
+                    .chain(Scenarios::real().0),
+            ),
+        }
     }
-    all.extend(second);
     let find = |name: &str| {
         let found = all.iter().find(|(other, _)| other == name);
         let names = || all.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();

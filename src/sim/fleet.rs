@@ -168,7 +168,7 @@ impl<'a> Fleet<'a> {
             waits: std::mem::take(&mut self.waits),
             longest_open,
             taken: self.taken,
-            supply: self.scenario.server.supply(over),
+            supply: self.supply(over),
             clear: self.clear,
             fair_groups: self.scenario.fair_groups.as_deref(),
             foreign: &foreign,
@@ -204,6 +204,20 @@ impl<'a> Fleet<'a> {
             let until = until.saturating_duration_since(self.origin).as_secs_f64();
             caller.max_sleep = caller.max_sleep.max(until - last);
         }
+    }
+
+    /// Returns how many requests the server can accept after the warm-up.
+    fn supply(&self, over: f64) -> f64 {
+        let supply = |until| self.scenario.server.supply(until);
+        match self.scenario.warm_up > 0.0 {
+            true => supply(over) - supply(self.scenario.warm_up),
+            false => supply(over),
+        }
+    }
+
+    /// Returns whether waits and accepted requests count by now.
+    fn is_warm(&self) -> bool {
+        self.now.as_secs_f64() >= self.scenario.warm_up
     }
 
     fn plan(&mut self, at: Duration, event: Event) {
@@ -299,7 +313,7 @@ impl<'a> Fleet<'a> {
     fn judge(&mut self, index: usize) {
         let now = self.now.as_secs_f64();
         let verdict = self.server.judge(now);
-        self.taken += f64::from(u8::from(verdict.ok));
+        self.taken += f64::from(u8::from(verdict.ok && self.is_warm()));
         let response = self.headers.respond(&verdict, now, &mut self.dice);
         if let Some(trace) = &mut self.trace {
             trace.judged(now, index, &verdict);
@@ -373,7 +387,9 @@ impl<'a> Fleet<'a> {
             .call
             .take()
             .expect("the caller is in a call");
-        self.waits.push(call.wait(call.last));
+        if self.is_warm() {
+            self.waits.push(call.wait(call.last));
+        }
         let stops = self
             .scenario
             .stop_under
@@ -399,7 +415,7 @@ impl<'a> Fleet<'a> {
     fn stranger(&mut self, index: usize) {
         let now = self.now.as_secs_f64();
         let verdict = self.server.judge(now);
-        if verdict.ok && self.scenario.util_background != Some(false) {
+        if verdict.ok && self.is_warm() && self.scenario.util_background != Some(false) {
             self.taken += 1.0;
         }
         self.plan_stranger(index, now);

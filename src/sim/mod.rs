@@ -25,7 +25,8 @@
 //!
 //! `cargo run --release --features sim --example simulate` runs the [public
 //! set](Scenarios::public), or a file of your own, and prints a table.
-//! `--scenarios limited --strategies limit` runs [the second set](Scenarios::limited).
+//! `--scenarios limited --strategies limit` runs [the second set](Scenarios::limited), and
+//! `--scenarios real` servers that count as [real limiters](Scenarios::real) do.
 //!
 //! # What is simulated
 //!
@@ -65,6 +66,7 @@ mod store;
 mod strategy;
 mod sweep;
 mod trace;
+mod weighted;
 
 pub use brief::Brief;
 pub use drive::{run, trace};
@@ -73,7 +75,7 @@ pub use gates::Wire;
 pub use metrics::Metrics;
 pub use report::{picture, report};
 pub use scenario::{
-    Background, Change, Group, Headers, Latency, Lie, Scenario, Scenarios, Server, StoreModel,
+    Background, Change, Goal, Group, Headers, Latency, Lie, Scenario, Scenarios, Server, StoreModel,
 };
 pub use strategy::Strategy;
 pub use sweep::{Runs, sweep};

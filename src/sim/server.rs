@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use super::scenario::{Change, Server};
+use super::weighted::WeightedWindows;
 
 /// The server's decision about a request, and what is left after it.
 #[derive(Clone, Copy, Debug)]
@@ -16,6 +17,20 @@ pub(super) struct Verdict {
     pub(super) reset: f64,
     /// Seconds until the server would accept a request.
     pub(super) wait: f64,
+}
+
+impl Verdict {
+    /// Returns the verdict of a window that has used this much and ends in `reset`.
+    fn of_window(ok: bool, limit: f64, window: f64, used: f64, reset: f64) -> Self {
+        Verdict {
+            ok,
+            remaining: (limit - used).max(0.0),
+            limit,
+            window,
+            reset,
+            wait: reset,
+        }
+    }
 }
 
 /// The counters of a server. Times are in seconds since the start of the run.
@@ -39,6 +54,14 @@ pub(super) enum ServerState {
         window: f64,
         accepted: VecDeque<f64>,
     },
+    First {
+        limit: f64,
+        window: f64,
+        used: f64,
+        /// When the window ends. The next one begins with the first request after that.
+        end: f64,
+    },
+    Weighted(WeightedWindows),
     Dual {
         short: Box<ServerState>,
         long: Box<ServerState>,
@@ -74,6 +97,17 @@ impl ServerState {
                 window,
                 accepted: VecDeque::new(),
             },
+            Server::First { limit, window } => ServerState::First {
+                limit,
+                window,
+                used: 0.0,
+                end: f64::NEG_INFINITY,
+            },
+            Server::Weighted {
+                limit,
+                window,
+                counts_refused,
+            } => ServerState::Weighted(WeightedWindows::new(limit, window, counts_refused)),
             Server::Dual {
                 ref short,
                 ref long,
@@ -88,8 +122,9 @@ impl ServerState {
     pub(super) fn judge(&mut self, now: f64) -> Verdict {
         self.advance(now);
         let ok = self.is_free();
-        if ok {
-            self.take(now);
+        match ok {
+            true => self.take(now),
+            false => self.refuse(),
         }
         self.verdict(ok, now)
     }
@@ -122,7 +157,7 @@ impl ServerState {
                 *limit = change.limit.unwrap_or(*limit);
                 *window = change.window.unwrap_or(*window);
             }
-            ServerState::Dual { .. } => {}
+            ServerState::First { .. } | ServerState::Weighted(_) | ServerState::Dual { .. } => {}
         }
     }
 
@@ -160,6 +195,14 @@ impl ServerState {
                     accepted.pop_front();
                 }
             }
+            ServerState::First {
+                window, used, end, ..
+            } => {
+                if now >= *end {
+                    (*used, *end) = (0.0, now + *window);
+                }
+            }
+            ServerState::Weighted(windows) => windows.advance(now),
             ServerState::Dual { short, long } => {
                 short.advance(now);
                 long.advance(now);
@@ -170,10 +213,13 @@ impl ServerState {
     fn is_free(&self) -> bool {
         match self {
             ServerState::Bucket { tokens, .. } => *tokens >= 1.0,
-            ServerState::Fixed { limit, used, .. } => *used + 1.0 <= *limit,
+            ServerState::Fixed { limit, used, .. } | ServerState::First { limit, used, .. } => {
+                *used + 1.0 <= *limit
+            }
             ServerState::Sliding {
                 limit, accepted, ..
             } => accepted.len() as f64 + 1.0 <= *limit,
+            ServerState::Weighted(windows) => windows.is_free(),
             ServerState::Dual { short, long } => short.is_free() && long.is_free(),
         }
     }
@@ -181,12 +227,25 @@ impl ServerState {
     fn take(&mut self, now: f64) {
         match self {
             ServerState::Bucket { tokens, .. } => *tokens -= 1.0,
-            ServerState::Fixed { used, .. } => *used += 1.0,
+            ServerState::Fixed { used, .. } | ServerState::First { used, .. } => *used += 1.0,
             ServerState::Sliding { accepted, .. } => accepted.push_back(now),
+            ServerState::Weighted(windows) => windows.take(),
             ServerState::Dual { short, long } => {
                 short.take(now);
                 long.take(now);
             }
+        }
+    }
+
+    /// Counts a refused request, if the server counts those.
+    fn refuse(&mut self) {
+        match self {
+            ServerState::Weighted(windows) => windows.refuse(),
+            ServerState::Dual { short, long } => {
+                short.refuse();
+                long.refuse();
+            }
+            _ => {}
         }
     }
 
@@ -213,15 +272,7 @@ impl ServerState {
                 number,
             } => {
                 let reset = (number + 1.0) * window - phase - now;
-                let remaining = (limit - used).max(0.0);
-                Verdict {
-                    ok,
-                    remaining,
-                    limit: *limit,
-                    window: *window,
-                    reset,
-                    wait: reset,
-                }
+                Verdict::of_window(ok, *limit, *window, *used, reset)
             }
             ServerState::Sliding {
                 limit,
@@ -229,16 +280,15 @@ impl ServerState {
                 accepted,
             } => {
                 let reset = accepted.front().map_or(0.0, |at| at + window - now);
-                let remaining = (limit - accepted.len() as f64).max(0.0);
-                Verdict {
-                    ok,
-                    remaining,
-                    limit: *limit,
-                    window: *window,
-                    reset,
-                    wait: reset,
-                }
+                Verdict::of_window(ok, *limit, *window, accepted.len() as f64, reset)
             }
+            ServerState::First {
+                limit,
+                window,
+                used,
+                end,
+            } => Verdict::of_window(ok, *limit, *window, *used, end - now),
+            ServerState::Weighted(windows) => windows.verdict(ok),
             ServerState::Dual { short, long } => {
                 let wait = short.verdict(ok, now).wait.max(if long.is_free() {
                     0.0
@@ -281,7 +331,9 @@ impl Server {
                 phase,
                 ..
             } => limit * (((duration + phase) / window).floor() + 1.0),
-            Server::Sliding { limit, window, .. } => limit * duration / window,
+            Server::Sliding { limit, window, .. }
+            | Server::First { limit, window }
+            | Server::Weighted { limit, window, .. } => limit * duration / window,
             Server::Dual { long, .. } => long.supply(duration),
         }
     }
@@ -292,7 +344,7 @@ impl Server {
             Server::Bucket { changes, .. }
             | Server::Fixed { changes, .. }
             | Server::Sliding { changes, .. } => changes,
-            Server::Dual { .. } => &[],
+            Server::First { .. } | Server::Weighted { .. } | Server::Dual { .. } => &[],
         }
     }
 }

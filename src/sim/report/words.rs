@@ -21,6 +21,12 @@ pub(super) fn sentence(scenario: &Scenario) -> String {
         }
         Server::Fixed { limit, window, .. } => format!("{limit} in each window of {window} s"),
         Server::Sliding { limit, window, .. } => format!("{limit} in any {window} s"),
+        Server::First { limit, window } => {
+            format!("{limit} in {window} s from the first request on")
+        }
+        Server::Weighted { limit, window, .. } => {
+            format!("{limit} in {window} s, by an estimate from two windows")
+        }
         Server::Dual { .. } => "two limits at once".into(),
     };
     let lie = scenario.headers.lie.map_or(String::new(), |lie| {

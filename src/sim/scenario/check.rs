@@ -15,6 +15,8 @@ impl Scenario {
             );
         }
         above_0("duration", self.duration)?;
+        not_below_0("warm_up", self.warm_up)?;
+        above_0("duration - warm_up", self.duration - self.warm_up)?;
         for latency in self
             .fleet
             .iter()
@@ -58,7 +60,10 @@ impl Server {
                 not_below_0("refill", *refill)?;
                 not_below_0("start", *start)?;
             }
-            Server::Fixed { limit, window, .. } | Server::Sliding { limit, window, .. } => {
+            Server::Fixed { limit, window, .. }
+            | Server::Sliding { limit, window, .. }
+            | Server::First { limit, window }
+            | Server::Weighted { limit, window, .. } => {
                 above_0("limit", *limit)?;
                 above_0("window", *window)?;
             }

@@ -1,6 +1,7 @@
 //! Scenarios: a fleet, a server, and the headers of its responses.
 
 mod check;
+mod goal;
 mod limited;
 
 use std::fmt;
@@ -12,6 +13,7 @@ use super::numbers::exponential;
 use crate::limiter::OnStoreError;
 use crate::quota::Quota;
 use crate::rng::Dice;
+pub use goal::Goal;
 pub use limited::StoreModel;
 
 /// One scenario, with the fields of a scenario file. Times are in seconds.
@@ -28,6 +30,12 @@ pub struct Scenario {
     pub headers: Headers,
     /// The longest duration of a run.
     pub duration: f64,
+    /// Until then, no wait counts, and no accepted request counts as use. Default: 0.
+    #[serde(default)]
+    pub warm_up: f64,
+    /// The goals of the recommended pace.
+    #[serde(default)]
+    pub goal: Option<Goal>,
     /// The limit and window that strategies know at the start.
     #[serde(default)]
     pub hint: Option<(u32, f64)>,
@@ -166,6 +174,26 @@ pub enum Server {
         #[serde(default)]
         changes: Vec<(f64, Change)>,
     },
+    /// `limit` requests in each window. A window begins with the first request after the window
+    /// before. Express, slowapi and many counters in Redis count like this.
+    First {
+        /// Requests in a window.
+        limit: f64,
+        /// Its length.
+        window: f64,
+    },
+    /// `limit` requests in any interval of the length `window`, by an estimate from two windows:
+    /// `previous x (1 - f) + current`, where `f` is the part of the current window that is over.
+    /// HAProxy and Cloudflare count like this.
+    Weighted {
+        /// Requests in a window.
+        limit: f64,
+        /// Its length.
+        window: f64,
+        /// Whether refused requests count, as they do in HAProxy. Default: no.
+        #[serde(default)]
+        counts_refused: bool,
+    },
     /// Two limits at once. A request that one of them refuses does not count for the other. The
     /// headers describe `long`.
     Dual {
@@ -297,6 +325,13 @@ impl Scenarios {
     /// Returns the public set: the scenarios with which the paces of tollgate are measured.
     pub fn public() -> Self {
         Scenarios::read(include_str!("scenarios.json")).expect("the tests read it")
+    }
+
+    /// Returns the real set: servers that count as nginx, HAProxy, express-rate-limit and slowapi do,
+    /// with windows of seconds, each called by 1, 4 and 20 processes. The example `real_limiters`
+    /// of the repository calls the servers themselves.
+    pub fn real() -> Self {
+        Scenarios::read(include_str!("real.json")).expect("the tests read it")
     }
 
     /// Returns the second set: known limits, counted in a store that is near, is unreachable, or
