@@ -88,7 +88,7 @@ pub(crate) fn cases(options: &mut Options) -> Result<Vec<Case>, Usage> {
         ))
     })?;
     let servers = list(options, "--servers", ServerKind::named)?;
-    let servers = servers.unwrap_or_else(|| preset.servers);
+    let servers = servers.unwrap_or(preset.servers);
     let layers = list(options, "--layers", LayerName::named)?;
     let limits = match (
         options.number("--count", 0, 1..=1_000_000)?,
