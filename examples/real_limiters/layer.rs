@@ -158,7 +158,10 @@ fn known(
 }
 
 async fn store(redis: &str) -> Result<Arc<RedisStore>, BoxError> {
-    let store = RedisStore::new(redis)?;
+    // Many processes start at once.
+    let store = RedisStore::builder(redis)
+        .store_timeout(Duration::from_secs(2))
+        .build()?;
     store.connect().await?;
     Ok(Arc::new(store))
 }
