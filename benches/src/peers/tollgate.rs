@@ -55,7 +55,7 @@ pub(crate) fn several_keys(keys: usize) -> Tollgate {
     layer(&format!("tollgate, {keys} keys"), 1, |builder| {
         let further = NAMES.iter().take(keys - 1);
         further.fold(builder, |builder, name| {
-            builder.and_per(name, limit.clone(), by_host)
+            builder.and_per(name, limit, by_host)
         })
     })
 }
