@@ -108,7 +108,7 @@ impl Estimate {
         if knows_level {
             let release = match scale.is_guess {
                 true => RELEASE_A_SECOND * since,
-                false => RELEASE * (since / scale.paced_time),
+                false => RELEASE * scale.haste() * (since / scale.paced_time),
             };
             self.n *= (-(release * (1.0 - used)).min(MOST_RELEASE)).exp();
         }

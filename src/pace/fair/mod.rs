@@ -4,6 +4,7 @@ mod estimate;
 #[cfg(test)]
 mod properties;
 mod scale;
+mod short_window;
 mod trust;
 
 use std::time::{Duration, Instant};
@@ -81,6 +82,13 @@ use trust::{Observation, Trust};
 ///   rest is spread evenly over the rest of the window, and `n` grows by how much more than that
 ///   all clients take, `drain / n`. At a new window the pace starts afresh, and a client that was
 ///   refused in the old window sends within one share of the new one.
+/// - **A window of at most 10 s** is placed by its beginnings, because a reset in whole seconds is
+///   too coarse: Remaining jumps when a window begins. A length that no header states is learned
+///   from these jumps. The quota is used evenly: `v` is Remaining minus a straight line from the
+///   limit to 0 at the end, plus twice the set point. What the window before has left, up to half
+///   of the limit, may be used at once. If nothing is left, the next request leaves at the end of
+///   the window. `n` falls as fast as in a window of at least 100 requests. A limit of which
+///   Remaining rises little by little does not count as such a window.
 /// - **A Remaining that is missing, negative, suddenly larger than the limit, or constant** is
 ///   ignored, and `m` takes over at the interval that was reached. A value above the limit counts
 ///   if it was reached gradually, because a bucket may be larger than its limit. A constant value
@@ -100,7 +108,7 @@ use trust::{Observation, Trust};
 /// | first guess of `m` without Remaining | 7.5 | ten are refused more often / fewer use less at first |
 /// | factor after a refusal | 2 if no request passed since the last | below 1.3 it fails / fifty wait longer |
 /// | pause | 2.5 `n` token times | refused more often / longer waits |
-/// | kept of a window | a half | bursts against an even pace later |
+/// | kept of a window of more than 10 s | a half | bursts against an even pace later |
 ///
 /// The shortage term reacts first. Each client samples once in `n` token times, so the loop gain is
 /// 0.4 rad, far from where the level would oscillate. `n` follows in about 200 token times.
@@ -108,7 +116,9 @@ use trust::{Observation, Trust};
 /// # What it is bad at
 ///
 /// - Sliding windows that do not state their reset: a burst repeats one window later.
-/// - Windows of a few seconds whose reset is stated in whole seconds.
+/// - Sliding windows of a few seconds: twenty clients use uneven shares.
+/// - Bursts in a window of at most 10 s that the client has used up before: they are spread over the
+///   window.
 /// - Hundreds of clients on an empty bucket: learning `n` from refusals alone takes about one
 ///   refusal per client and doubling.
 #[derive(Clone, Debug, Default)]
@@ -242,8 +252,12 @@ impl Fair {
             }
             _ => {}
         }
-        let token_time = self.scale.token_time;
+        let (token_time, was_guess) = (self.scale.token_time, self.scale.is_guess);
         let level = self.scale.look(told, believed, sent, now);
+        if was_guess && self.scale.is_short() {
+            // The guess was too short, so `n` has made up for it.
+            self.estimate.n *= (token_time / self.scale.token_time).min(1.0);
+        }
         if self.scale.is_guess {
             // A better guess changes no interval, so clients with different guesses stay equal.
             self.estimate.n *= token_time / self.scale.token_time;
@@ -306,6 +320,10 @@ impl Pace for Fair {
             return self.slot_before;
         }
         let slot = last + span(self.pace(traffic.in_flight));
+        if let Some(ends) = self.scale.exhausted_until(traffic.in_flight) {
+            // Before the end the server would refuse it.
+            return Some(slot.max(ends));
+        }
         let Some((reset_at, share)) = self.scale.next_window() else {
             return Some(slot);
         };
@@ -369,12 +387,9 @@ impl Pace for Fair {
             let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
             let waiting = traffic.waiting.max(1) as f64;
             match self.level {
-                Some(level) if level <= self.set_point() => self.estimate.refused_at_low_level(
-                    &self.scale,
-                    self.passed_since_refusal,
-                    waiting,
-                    since,
-                ),
+                Some(level) if level <= self.set_point() || self.scale.is_exhausted() => self
+                    .estimate
+                    .refused_at_low_level(&self.scale, self.passed_since_refusal, waiting, since),
                 Some(_) => self
                     .estimate
                     .refused_at_high_level(&self.scale, self.interval),
@@ -390,7 +405,8 @@ impl Pace for Fair {
         self.settle(now);
         let wait = self.scale.token_time * (PAUSE * self.estimate.n).max(self.estimate.m);
         let said = wait_said(reply.signal).map(|wait| wait.as_secs_f64());
-        Pause::of_all(match said.or_else(|| self.scale.empty_until_reset(&told)) {
+        let said = said.or_else(|| self.scale.empty_until_reset(&told, now));
+        Pause::of_all(match said {
             Some(said) => {
                 // Half of a new window may be used at once, so one share of it spreads the requests
                 // enough.

@@ -243,7 +243,8 @@ proptest! {
             prop_assert_eq!(pause.call, Duration::ZERO);
             let most = (after.scale.token_time * (PAUSE * after.estimate.n).max(after.estimate.m)).min(LONGEST);
             let said = wait_said(&answer.signal()).map(|said| said.as_secs_f64());
-            let least = said.or_else(|| after.scale.empty_until_reset(&Told::of(&answer.signal())));
+            let told = Told::of(&answer.signal());
+            let least = said.or_else(|| after.scale.empty_until_reset(&told, after.last_answer?));
             let pause = pause.all.as_secs_f64();
             let bounds = least.map_or(most / 2.0..=most, |least| least..=least + most);
             prop_assert!(pause >= bounds.start() - 1e-6 && pause <= bounds.end() + 1e-6, "{pause} in {bounds:?}");

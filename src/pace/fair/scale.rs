@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use super::super::reading::Told;
 use super::super::{LONGEST, StateCodec, seconds};
 use super::SET_POINT;
+use super::short_window::{ShortWindow, WindowAnswer};
 
 /// What the pace knows of the limit.
 #[derive(Clone, Debug)]
@@ -21,6 +22,8 @@ pub(super) struct Scale {
     /// Whether less is left of the window than an even pace would leave.
     pub(super) is_below: bool,
     kind: Kind,
+    /// The limit as a window of at most ten seconds, which goes before `kind`.
+    short: ShortWindow,
     limit: Option<f64>,
     /// The length of the window that a header states, in seconds.
     stated_window: Option<f64>,
@@ -65,6 +68,8 @@ const LEAST_GAIN: f64 = 3.0;
 /// The least time to a full bucket from which the token time is computed, in seconds: headers have
 /// whole seconds.
 const LEAST_RESET: f64 = 5.0;
+/// A short window of fewer tokens releases `n` as fast as one of so many.
+const HASTE: f64 = 100.0;
 const SHORTEST: f64 = 1e-6;
 
 impl Default for Scale {
@@ -76,6 +81,7 @@ impl Default for Scale {
             is_guess: true,
             is_below: false,
             kind: Kind::Unknown,
+            short: ShortWindow::default(),
             limit: None,
             stated_window: None,
             longest_reset: 0.0,
@@ -120,21 +126,53 @@ impl Scale {
     }
 
     pub(super) fn is_window(&self) -> bool {
-        self.kind == Kind::Window
+        self.kind == Kind::Window || self.is_short()
+    }
+
+    /// Returns the factor of the release of `n`. A short window of few tokens releases `n` as fast as
+    /// one of [`HASTE`] tokens, because few answers a minute would release too little.
+    pub(super) fn haste(&self) -> f64 {
+        match self.is_short() {
+            true => (HASTE / self.limit()).max(1.0),
+            false => 1.0,
+        }
+    }
+
+    /// Reports whether the limit is a short window.
+    pub(super) fn is_short(&self) -> bool {
+        self.short.ends().is_some()
+    }
+
+    /// Reports whether nothing is left of a short window.
+    pub(super) fn is_exhausted(&self) -> bool {
+        self.short.exhausted_until(0).is_some()
+    }
+
+    /// Returns when the short window ends, if `in_flight` requests take all that is left of it.
+    pub(super) fn exhausted_until(&self, in_flight: usize) -> Option<Instant> {
+        self.short.exhausted_until(in_flight)
     }
 
     /// Returns when the next window begins, and the time that each request has in it, in seconds;
     /// `None` for a bucket.
     pub(super) fn next_window(&self) -> Option<(Instant, f64)> {
-        let reset_at = self.watch.filter(|_| self.is_window())?.reset_at;
+        if self.is_short() {
+            return None;
+        }
+        let reset_at = self.watch.filter(|_| self.kind == Kind::Window)?.reset_at;
         Some((reset_at, self.window()? / self.limit?))
     }
 
     /// Returns the time until the reset, in seconds, if an answer says that the window is
     /// exhausted.
-    pub(super) fn empty_until_reset(&self, told: &Told) -> Option<f64> {
+    pub(super) fn empty_until_reset(&self, told: &Told, now: Instant) -> Option<f64> {
+        if let Some(ends) = self.short.ends()
+            && told.remaining == Some(0.0)
+        {
+            return Some(seconds(now, ends));
+        }
         told.reset
-            .filter(|_| self.is_window() && told.remaining == Some(0.0))
+            .filter(|_| self.kind == Kind::Window && told.remaining == Some(0.0))
     }
 
     fn window(&self) -> Option<f64> {
@@ -166,7 +204,10 @@ impl Scale {
         if let Some(reset) = told.reset.filter(|_| is_later) {
             self.watch(reset, remaining, now);
         }
-        if self.is_window()
+        if let Some(level) = self.look_at_short_window(told, remaining, sent, now) {
+            return Some(level);
+        }
+        if self.kind == Kind::Window
             && let (Some(limit), Some(window), Some(reset)) =
                 (self.limit, self.window(), told.reset)
         {
@@ -175,6 +216,36 @@ impl Scale {
         self.is_below = false;
         self.measure(told, remaining, last.filter(|_| is_later), now);
         Some(remaining)
+    }
+
+    /// Learns from an answer if the limit is a short window. Returns how many tokens are left for
+    /// the pace, which aims at twice the set point on the line.
+    fn look_at_short_window(
+        &mut self,
+        told: &Told,
+        remaining: f64,
+        sent: Instant,
+        now: Instant,
+    ) -> Option<f64> {
+        let limit = self.limit?;
+        let was_short = self.is_short();
+        let answer = WindowAnswer {
+            limit,
+            remaining,
+            window: self.stated_window,
+            reset: told.reset,
+            sent,
+            now,
+        };
+        let Some((token_time, spare)) = self.short.look(&answer) else {
+            if was_short && self.stated_window.is_none() {
+                (self.token_time, self.paced_time, self.is_guess) = (GUESS, GUESS, true);
+            }
+            return None;
+        };
+        self.set(token_time);
+        self.is_below = false;
+        Some(spare + 2.0 * SET_POINT.min(limit / 4.0))
     }
 
     /// Returns what is left of a window above the straight line from the kept fraction to 0 at the
@@ -232,6 +303,7 @@ impl Scale {
         codec.moment(&mut at);
         codec.optional_number(&mut left);
         self.last = at.zip(left);
+        self.short.share(codec);
         self.limit = self.limit.filter(|limit| *limit >= 1.0);
         self.stated_window = self.stated_window.filter(|window| *window >= SHORTEST);
         self.longest_reset = if self.longest_reset >= SHORTEST {

@@ -1,0 +1,409 @@
+//! Fixed windows of at most ten seconds.
+//!
+//! Headers state the reset in whole seconds, which is too coarse for a window of two seconds. So
+//! its beginnings place it: within a fixed window Remaining only falls, and it jumps when the next
+//! window begins. The end is one window length after the beginning.
+//!
+//! A client that asks rarely sees the jump late, and would believe in a later end than the others.
+//! So the beginning is computed from how much of the new window is already used, as if all clients
+//! together used the limit evenly. All clients then follow the same line, however rarely they ask.
+//!
+//! The limit is used evenly, along a line from the limit to 0. What an idle window has left may be
+//! used at once, up to half of the limit. The tokens above the line behave like those of a bucket,
+//! so the rest of the pace needs no rule for short windows.
+//!
+//! A bucket and a sliding window look similar, but there Remaining rises little by little. If that
+//! happens too often, the limit no longer counts as a window.
+
+use std::time::{Duration, Instant};
+
+use super::super::{StateCodec, seconds, span};
+use crate::clock;
+
+/// What is known of a window of at most [`LONGEST`].
+#[derive(Clone, Debug, Default)]
+pub(super) struct ShortWindow {
+    limit: f64,
+    /// The length that was learned, in seconds. A length that a header states comes first.
+    learned: Option<f64>,
+    /// When the current window began.
+    began: Option<Instant>,
+    /// When the current window ends. `None` if the limit does not count as a short window.
+    ends: Option<Instant>,
+    /// When the last answer of the window before the current one arrived.
+    old_until: Option<Instant>,
+    /// The last answer that was compared: its moment, and what was left.
+    latest: Option<(Instant, f64)>,
+    /// The least that was left since the last rise.
+    least: Option<f64>,
+    /// What was left above the line at the last answer.
+    spare: f64,
+    /// How much of the current window may be used at once.
+    burst: f64,
+    /// The time to the reset that the first answer stated, in seconds, if nothing was used before.
+    first_reset: Option<f64>,
+    /// The longest time to a reset, in seconds.
+    longest_reset: f64,
+    /// How often Remaining rose within a window, or did not rise at its end.
+    doubts: u32,
+}
+
+/// The longest short window, in seconds.
+const LONGEST: f64 = 10.0;
+/// The most that is used at once, as a fraction of the limit.
+const BURST: f64 = 0.5;
+/// How wrong the end of a window may be, as a fraction of its length.
+const WRONG: f64 = 0.15;
+/// The factor of the learned length with each window, in case it is too short.
+const LONGER: f64 = 1.01;
+/// A learned length above a whole number of seconds by up to this factor is that number.
+const WHOLE: f64 = 1.1;
+/// The shortest length that can be learned, in seconds.
+const SHORTEST: f64 = 0.01;
+/// The number of doubts from which the limit does not count as a window.
+const OFTEN: u32 = 3;
+/// How much faster than a window's quota Remaining has to rise for a jump.
+const FASTER: f64 = 1.5;
+/// From how many used tokens on the reset of a bucket would have moved.
+const USED: f64 = 3.0;
+
+/// What the answers of one limit state.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct WindowAnswer {
+    pub(super) limit: f64,
+    pub(super) remaining: f64,
+    /// The length of the window, in seconds.
+    pub(super) window: Option<f64>,
+    /// The time to the reset, in seconds.
+    pub(super) reset: Option<f64>,
+    pub(super) sent: Instant,
+    pub(super) now: Instant,
+}
+
+impl ShortWindow {
+    /// Learns from an answer. Returns the token time in seconds, and how many tokens were left
+    /// above the line before the answer's request. Returns `None` if the limit does not count as a
+    /// short window.
+    pub(super) fn look(&mut self, answer: &WindowAnswer) -> Option<(f64, f64)> {
+        let &WindowAnswer {
+            limit,
+            remaining,
+            now,
+            ..
+        } = answer;
+        if self.limit != limit {
+            *self = ShortWindow {
+                limit,
+                ..ShortWindow::default()
+            };
+        }
+        if answer.window.is_some_and(|window| window > LONGEST) {
+            self.ends = None;
+            return None;
+        }
+        self.longest_reset = self.longest_reset.max(answer.reset.unwrap_or(0.0));
+        if self.latest.is_none_or(|(at, _)| answer.sent >= at) {
+            self.compare(answer);
+        }
+        let window = answer.window.or(self.learned)?;
+        if self.doubts >= OFTEN {
+            self.ends = None;
+            return None;
+        }
+        let ends = self.began.map(|began| clock::after(began, span(window)));
+        let ends = ends.filter(|ends| seconds(*ends, now) <= WRONG * window);
+        if ends.is_none() && self.began.take().is_some() {
+            self.doubts = self.doubts.saturating_add(1);
+        }
+        // Without a beginning only the reset is known.
+        let ends = ends
+            .unwrap_or_else(|| clock::after(now, span(answer.reset.unwrap_or(0.0).min(window))));
+        self.ends = Some(ends);
+        let line = (limit - self.burst) * (seconds(now, ends) / window).min(1.0);
+        self.spare = remaining + 1.0 - line;
+        Some((window / limit, self.spare))
+    }
+
+    /// Compares an answer with the answer before, whose request the server has judged earlier.
+    fn compare(&mut self, answer: &WindowAnswer) {
+        let &WindowAnswer {
+            limit,
+            remaining,
+            reset,
+            sent,
+            now,
+            ..
+        } = answer;
+        let is_fresh = remaining >= limit - (limit / 4.0).clamp(1.0, 2.0);
+        let before = self.latest.replace((now, remaining));
+        let (Some(least), Some((then, left))) = (self.least, before) else {
+            self.least = Some(remaining);
+            if is_fresh {
+                (self.began, self.old_until) = (Some(now), Some(now));
+                self.burst = BURST * limit;
+                self.first_reset = reset.filter(|reset| (2.0..=LONGEST).contains(reset));
+            }
+            return;
+        };
+        let window = answer.window.or(self.learned);
+        let is_over = self
+            .ends
+            .zip(window)
+            .is_some_and(|(ends, window)| seconds(now, ends) <= WRONG * window);
+        let rise = remaining - least;
+        let is_jump = rise >= limit / 2.0 || (is_fresh && rise >= limit / 4.0);
+        if is_jump || (is_fresh && (rise >= 1.0 || is_over)) || (rise >= 2.0 && is_over) {
+            if is_jump {
+                let refill = window.map_or(f64::INFINITY, |window| {
+                    FASTER * seconds(then, now) * limit / window + 2.0
+                });
+                self.doubts = self
+                    .doubts
+                    .saturating_sub(u32::from(remaining - left > refill));
+                self.learn(then, now);
+            }
+            self.begin(answer, then);
+        } else if rise >= 2.0 {
+            self.doubts = self.doubts.saturating_add(1);
+            self.least = Some(remaining);
+        } else {
+            self.least = Some(least.min(remaining));
+            if self.learned.is_none() && limit - remaining >= USED {
+                // The reset of a bucket is the time until it is full, which would have become
+                // longer.
+                let first = self.first_reset.take();
+                self.learned = first.filter(|first| reset.is_some_and(|reset| reset <= *first));
+            }
+            if let (Some(began), Some(learned)) = (self.began, self.learned)
+                && remaining < 1.0
+                && seconds(began, sent) > learned
+            {
+                self.learned = Some(usual(seconds(began, now).min(LONGEST * WHOLE)));
+            }
+        }
+    }
+
+    /// Begins a window of which the answer is the first one. The answer before arrived at `then`.
+    fn begin(&mut self, answer: &WindowAnswer, then: Instant) {
+        let &WindowAnswer {
+            limit,
+            remaining,
+            now,
+            ..
+        } = answer;
+        let window = answer.window.or(self.learned);
+        // The window of a calendar does not wait for the first request. If that comes late, the
+        // reset shows it.
+        let is_late = remaining >= limit - 1.0
+            && answer
+                .reset
+                .zip(window)
+                .is_some_and(|(reset, window)| reset <= window - 1.0);
+        let began = match (self.ends.filter(|_| is_late), window) {
+            (Some(ends), _) => ends,
+            (None, Some(window)) => {
+                let used = (limit - 1.0 - remaining).max(0.0);
+                now.checked_sub(span(used * window / limit)).unwrap_or(then)
+            }
+            (None, None) => now,
+        };
+        self.began = Some(began.max(then).min(now));
+        self.burst = self.spare.clamp(0.0, BURST * limit);
+        self.least = Some(remaining);
+    }
+
+    /// Learns the length from a window that began after `then` and until `now`.
+    fn learn(&mut self, then: Instant, now: Instant) {
+        let Some(earliest) = self.old_until.replace(then) else {
+            return;
+        };
+        let reset = Some(self.longest_reset).filter(|reset| (1.0..=LONGEST).contains(reset));
+        let longest = self.learned.map(|learned| learned * LONGER).or(reset);
+        let length = seconds(earliest, now);
+        if longest.is_none() && length > LONGEST {
+            return;
+        }
+        let length = length.min(longest.unwrap_or(LONGEST)).max(SHORTEST);
+        self.learned = Some(usual(length));
+    }
+
+    /// Returns when the window ends; `None` if the limit does not count as a short window.
+    pub(super) fn ends(&self) -> Option<Instant> {
+        self.ends
+    }
+
+    /// Returns when the window ends, if `in_flight` requests take all that is left of it.
+    pub(super) fn exhausted_until(&self, in_flight: usize) -> Option<Instant> {
+        let (_, remaining) = self.latest?;
+        self.ends.filter(|_| remaining - (in_flight as f64) < 1.0)
+    }
+
+    /// Writes or reads everything that was learned.
+    pub(super) fn share(&mut self, codec: &mut StateCodec<'_>) {
+        codec.number(&mut self.limit);
+        codec.optional_number(&mut self.learned);
+        codec.near(&mut self.began, Duration::ZERO);
+        codec.near(&mut self.ends, span(LONGEST * WHOLE));
+        codec.moment(&mut self.old_until);
+        let (mut at, mut left) = self.latest.unzip();
+        codec.moment(&mut at);
+        codec.optional_number(&mut left);
+        self.latest = at.zip(left);
+        codec.optional_number(&mut self.least);
+        codec.number(&mut self.spare);
+        codec.number(&mut self.burst);
+        codec.optional_number(&mut self.first_reset);
+        codec.number(&mut self.longest_reset);
+        codec.small_count(&mut self.doubts);
+        self.learned = self
+            .learned
+            .filter(|window| (SHORTEST..=LONGEST * WHOLE).contains(window));
+        self.burst = self.burst.clamp(0.0, BURST * self.limit.max(0.0));
+    }
+}
+
+/// Returns the length of a window that seems to have this one: a whole number of seconds if that is
+/// only a little shorter.
+fn usual(length: f64) -> f64 {
+    let whole = length.floor();
+    match whole >= 1.0 && length <= WHOLE * whole {
+        true => whole,
+        false => length,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A limit, and a client that looks at it.
+    struct Watcher {
+        window: ShortWindow,
+        start: Instant,
+        limit: f64,
+        stated: Option<f64>,
+    }
+
+    impl Watcher {
+        fn new(limit: f64, stated: Option<f64>) -> Self {
+            Watcher {
+                window: ShortWindow::default(),
+                start: clock::now(),
+                limit,
+                stated,
+            }
+        }
+
+        /// Looks at `at` seconds, at once: `remaining` are left, and the reset is `reset` away.
+        fn look(&mut self, at: f64, remaining: f64, reset: f64) -> Option<(f64, f64)> {
+            let now = self.start + span(at);
+            self.window.look(&WindowAnswer {
+                limit: self.limit,
+                remaining,
+                window: self.stated,
+                reset: Some(reset.ceil()),
+                sent: now,
+                now,
+            })
+        }
+    }
+
+    proptest! {
+        /// All clients together use the limit evenly.
+        #[test]
+        fn rare_and_frequent_looks_follow_one_line(
+            limit in 20_u32..1000,
+            window in 1_u32..=10,
+            often in 2.5_f64..50.0,
+            phase in 0.0_f64..1.0,
+            is_stated in any::<bool>(),
+        ) {
+            let (limit, window) = (f64::from(limit), f64::from(window));
+            let mut watcher = Watcher::new(limit, is_stated.then_some(window));
+            let looks = (8.0 * often) as u32;
+            for look in 1..=looks {
+                let at = window * (phase + f64::from(look) / often);
+                let left = window - at % window;
+                let remaining = (limit * left / window - 1.0).max(0.0).floor();
+                let seen = watcher.look(at, remaining, left);
+                if at < 4.0 * window {
+                    continue;
+                }
+                let (token_time, spare) = seen.expect("a window");
+                let length = token_time * limit;
+                if is_stated {
+                    prop_assert!((length - window).abs() < 1e-9, "{length}");
+                    prop_assert!((-1.5..=2.5).contains(&spare), "{spare} at {at}");
+                } else {
+                    // A client that asks rarely sees no reset of a whole window.
+                    prop_assert!((length - window).abs() <= window / often + 0.1 * window, "{length}");
+                }
+            }
+        }
+
+        #[test]
+        fn buckets_do_not_count_as_windows(
+            limit in 20_u32..1000,
+            window in 1_u32..=10,
+            rate in 0.4_f64..0.9,
+        ) {
+            let (limit, window) = (f64::from(limit), f64::from(window));
+            let mut watcher = Watcher::new(limit, Some(window));
+            let mut seen = None;
+            // Requests at a part of the rate at which the bucket is filled, after it was empty.
+            for request in 0..(2.0 * limit * rate) as u32 {
+                let at = f64::from(request) * window / (limit * rate);
+                let left = (at * limit * (1.0 - rate) / window).min(limit - 1.0).floor();
+                seen = watcher.look(at, left, (limit - left) * window / limit);
+            }
+            prop_assert_eq!(seen, None);
+        }
+    }
+
+    #[test]
+    fn two_beginnings_teach_the_length() {
+        let mut watcher = Watcher::new(100.0, None);
+        assert_eq!(watcher.look(0.0, 40.0, 1.0), None);
+        assert_eq!(watcher.look(0.3, 10.0, 1.0), None);
+        assert_eq!(watcher.look(0.5, 97.0, 2.0), None);
+        assert_eq!(watcher.look(2.4, 3.0, 1.0), None);
+        let (token_time, spare) = watcher.look(2.5, 99.0, 2.0).expect("a window");
+        assert!(
+            (token_time - 0.02).abs() < 1e-9 && (0.0..=1.0).contains(&spare),
+            "{spare}"
+        );
+        assert_eq!(watcher.window.exhausted_until(98), None);
+        let ends = watcher.start + Duration::from_millis(4500);
+        assert_eq!(watcher.window.exhausted_until(99), Some(ends));
+    }
+
+    #[test]
+    fn unmoved_reset_shows_a_window_before_its_end() {
+        let mut watcher = Watcher::new(5.0, None);
+        assert_eq!(watcher.look(0.0, 4.0, 10.0), None);
+        assert_eq!(watcher.look(0.1, 3.0, 9.9), None);
+        let (token_time, _) = watcher.look(0.2, 2.0, 9.8).expect("a window");
+        assert!((token_time - 2.0).abs() < 1e-9);
+        // The reset of a bucket becomes longer.
+        let mut watcher = Watcher::new(5.0, None);
+        let looks = [
+            (0.0, 4.0, 2.0),
+            (0.1, 3.0, 3.9),
+            (0.2, 2.0, 5.8),
+            (0.3, 1.0, 7.7),
+        ];
+        assert!(
+            looks
+                .iter()
+                .all(|(at, left, reset)| watcher.look(*at, *left, *reset).is_none())
+        );
+    }
+
+    #[test]
+    fn long_windows_are_not_short() {
+        let mut watcher = Watcher::new(5.0, Some(10.5));
+        assert_eq!(watcher.look(0.0, 4.0, 10.5), None);
+    }
+}
