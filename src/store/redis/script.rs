@@ -10,6 +10,7 @@
 //! [`REGISTER`] about registers.
 
 use std::collections::BTreeMap;
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
@@ -68,6 +69,29 @@ pub(super) fn joint() -> String {
     .concat()
 }
 
+/// A script as it is sent to the server, with inlined constants. It is made once in a process: that
+/// takes a debug build tens of milliseconds.
+pub(super) struct Inlined {
+    text: String,
+    /// The digest by which the server finds it.
+    hash: String,
+}
+
+impl Inlined {
+    fn new(text: &str) -> Self {
+        let text = with_inlined_constants(text);
+        Inlined {
+            hash: redis::Script::new(&text).get_hash().to_owned(),
+            text,
+        }
+    }
+}
+
+pub(super) static INLINED_RATES: LazyLock<Inlined> = LazyLock::new(|| Inlined::new(RATES));
+pub(super) static INLINED_JOINT: LazyLock<Inlined> = LazyLock::new(|| Inlined::new(&joint()));
+pub(super) static INLINED_IN_FLIGHT: LazyLock<Inlined> = LazyLock::new(|| Inlined::new(IN_FLIGHT));
+pub(super) static INLINED_REGISTER: LazyLock<Inlined> = LazyLock::new(|| Inlined::new(REGISTER));
+
 /// Returns a script with its named constants replaced by their values.
 ///
 /// A constant is a line `local NAME = value` whose name is in capitals. A client may also send the
@@ -125,10 +149,7 @@ const MOST_RUNS: u32 = 3;
 
 /// A script, and whether the server has it.
 pub(super) struct Script {
-    /// What is sent to the server, with inlined constants.
-    text: String,
-    /// The digest by which the server finds it.
-    hash: String,
+    sent: &'static Inlined,
     /// How often the text was sent successfully.
     loads: AtomicU64,
     /// Locked by the call that sends the text. The calls that wait for the lock then find the
@@ -137,12 +158,9 @@ pub(super) struct Script {
 }
 
 impl Script {
-    /// Makes a script of one of the texts above.
-    pub(super) fn new(text: &str) -> Self {
-        let text = with_inlined_constants(text);
+    pub(super) fn new(sent: &'static Inlined) -> Self {
         Script {
-            hash: redis::Script::new(&text).get_hash().to_owned(),
-            text,
+            sent,
             loads: AtomicU64::new(0),
             loading: Mutex::new(()),
         }
@@ -226,7 +244,7 @@ impl Script {
         let late = || StoreError::away("the script was not loaded in time");
         let loads = self.loads.load(Ordering::Relaxed);
         let mut reply = backend
-            .send(key, command("EVALSHA", &self.hash), deadline)
+            .send(key, command("EVALSHA", &self.sent.hash), deadline)
             .await;
         if reply.as_ref().is_err_and(RedisFailure::is_no_script) {
             let loading = timeout_at(deadline.into(), self.loading.lock())
@@ -234,7 +252,7 @@ impl Script {
                 .map_err(|_| late())?;
             reply = if self.loads.load(Ordering::Relaxed) == loads {
                 let reply = backend
-                    .send(key, command("EVAL", &self.text), deadline)
+                    .send(key, command("EVAL", &self.sent.text), deadline)
                     .await;
                 self.loads
                     .fetch_add(u64::from(reply.is_ok()), Ordering::Relaxed);
@@ -242,13 +260,13 @@ impl Script {
             } else {
                 drop(loading);
                 backend
-                    .send(key, command("EVALSHA", &self.hash), deadline)
+                    .send(key, command("EVALSHA", &self.sent.hash), deadline)
                     .await
             };
             // In a cluster, the other call may have sent it to another server.
             if reply.as_ref().is_err_and(RedisFailure::is_no_script) {
                 reply = backend
-                    .send(key, command("EVAL", &self.text), deadline)
+                    .send(key, command("EVAL", &self.sent.text), deadline)
                     .await;
             }
         }

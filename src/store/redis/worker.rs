@@ -21,7 +21,7 @@ use super::joint;
 use super::link::Connections;
 use super::pubsub::Incoming;
 use super::registers;
-use super::script::{self, Argument, RATES, REGISTER, Script};
+use super::script::{Argument, INLINED_JOINT, INLINED_RATES, INLINED_REGISTER, Script};
 use super::sealed_key;
 use super::thread::Setup;
 use crate::clock;
@@ -76,9 +76,9 @@ impl Worker {
             claims: Claims::new(backend.clone(), setup.instance, setup.store_timeout),
             connections: backend.connections(),
             backend,
-            script: Arc::new(Script::new(RATES)),
-            registers: Arc::new(Script::new(REGISTER)),
-            joint: Arc::new(Script::new(&script::joint())),
+            script: Arc::new(Script::new(&INLINED_RATES)),
+            registers: Arc::new(Script::new(&INLINED_REGISTER)),
+            joint: Arc::new(Script::new(&INLINED_JOINT)),
             decides_jointly: setup.decides_jointly,
             returns: Returns::new(),
             release_at: None,

@@ -18,7 +18,7 @@ use tokio::task::JoinSet;
 
 use super::backend::Backend;
 use super::codec::{self, ClaimReply};
-use super::script::{Argument, IN_FLIGHT, Script};
+use super::script::{Argument, INLINED_IN_FLIGHT, Script};
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
@@ -63,7 +63,7 @@ impl Claims {
     pub(super) fn new(backend: Backend, instance: u64, store_timeout: Duration) -> Self {
         Claims {
             backend,
-            script: Arc::new(Script::new(IN_FLIGHT)),
+            script: Arc::new(Script::new(&INLINED_IN_FLIGHT)),
             instance,
             store_timeout,
             holders: HashMap::new(),

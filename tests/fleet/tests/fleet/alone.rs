@@ -2,6 +2,7 @@
 //! what cost. `./tests/run` runs these tests after all others, one at a time.
 
 mod busy;
+mod joint;
 mod limiters;
 mod sharing;
 mod sharing_by_turns;

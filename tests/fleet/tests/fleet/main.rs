@@ -8,7 +8,6 @@ mod away;
 mod deploy;
 mod holds;
 mod in_flight;
-mod joint;
 mod killed;
 mod lost;
 mod never_over;
