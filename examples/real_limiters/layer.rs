@@ -19,8 +19,8 @@ pub(crate) enum LayerName {
     None,
     /// `RateLimitLayer` with the quota that [`quota`] has for the server.
     Limit,
-    /// `RateLimitLayer` with a small bucket: see [`small_bucket`].
-    LimitBucket,
+    /// `RateLimitLayer` with `Quota::new`, which is not the right quota for this server.
+    LimitWindow,
     /// `Limit`, counted in a store for all processes.
     LimitShared,
     /// `AdaptiveThrottleLayer` as it is by default.
@@ -43,7 +43,7 @@ impl LayerName {
     const ALL: [LayerName; 7] = [
         LayerName::None,
         LayerName::Limit,
-        LayerName::LimitBucket,
+        LayerName::LimitWindow,
         LayerName::LimitShared,
         LayerName::Fair,
         LayerName::FairLimit,
@@ -54,7 +54,7 @@ impl LayerName {
         match self {
             LayerName::None => "none",
             LayerName::Limit => "limit",
-            LayerName::LimitBucket => "limit-bucket",
+            LayerName::LimitWindow => "limit-window",
             LayerName::LimitShared => "limit-shared",
             LayerName::Fair => "fair",
             LayerName::FairLimit => "fair-limit",
@@ -76,7 +76,7 @@ impl LayerName {
             _ => LayerName::LimitShared,
         });
         if kind == ServerKind::Haproxy && processes == 1 {
-            layers.push(LayerName::LimitBucket);
+            layers.push(LayerName::LimitWindow);
         }
         layers.extend([LayerName::Fair, LayerName::FairLimit]);
         if processes > 1 {
@@ -111,7 +111,9 @@ impl LayerName {
         Ok(match self {
             LayerName::None => gated(client),
             LayerName::Limit => gated(known(kind, quota(kind, limit), None)?.layer(client)),
-            LayerName::LimitBucket => gated(known(kind, small_bucket(limit), None)?.layer(client)),
+            LayerName::LimitWindow => {
+                gated(known(kind, Quota::new(count, window), None)?.layer(client))
+            }
             LayerName::LimitShared => {
                 gated(known(kind, quota(kind, limit), Some(store(redis).await?))?.layer(client))
             }
@@ -171,16 +173,7 @@ fn quota(kind: ServerKind, Limit { count, window }: Limit) -> Quota {
     match kind {
         ServerKind::NginxBurst => Quota::bucket(ServerKind::BURST + 1).refill(count, window),
         ServerKind::NginxStrict => Quota::every(window / count),
-        ServerKind::Haproxy | ServerKind::Express(_) | ServerKind::Slowapi(_) => {
-            Quota::new(count, window)
-        }
+        ServerKind::Haproxy => Quota::sliding_counter(count, window),
+        ServerKind::Express(_) | ServerKind::Slowapi(_) => Quota::new(count, window),
     }
-}
-
-/// Returns a quota that each server with windows accepts, also one that estimates the use of a window from the window
-/// before: a bucket of a twenty-fifth of the limit, refilled with the rest in each window. No window has more than
-/// `count` requests, and no estimate `previous x (1 - f) + current` is above it.
-fn small_bucket(Limit { count, window }: Limit) -> Quota {
-    let burst = (count / 25).max(1);
-    Quota::bucket(burst).refill(count.saturating_sub(burst).max(1), window)
 }

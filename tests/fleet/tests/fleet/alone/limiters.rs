@@ -78,12 +78,11 @@ fn nginx_with_a_burst_refuses_nothing() {
     keeps(ServerKind::NginxBurst, &limit.build().unwrap(), 85.0);
 }
 
-/// HAProxy estimates the use of a window from the window before. A bucket of a few, refilled with the rest, is never
-/// above the limit by such an estimate.
+/// HAProxy estimates the use of a window from the window before.
 #[test]
-fn haproxy_refuses_nothing_behind_a_small_bucket() {
+fn haproxy_refuses_nothing_behind_a_sliding_counter() {
     let _turn = turn();
-    let quota = Quota::bucket(4).refill(LIMIT.count - 4, LIMIT.window);
+    let quota = Quota::sliding_counter(LIMIT.count, LIMIT.window);
     let limit = RateLimitLayer::builder(quota).max_wait(SPAN * 2);
     keeps(ServerKind::Haproxy, &limit.build().unwrap(), 85.0);
 }
