@@ -40,12 +40,7 @@ impl UntilKnown {
 
     /// Enters the request, once the permits of the layers around are known.
     pub(in crate::limiter) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<JointStarted> {
-        if !self.was_polled && outer::find_mark() {
-            self.was_polled = true;
-            cx.waker().wake_by_ref();
-            return Poll::Pending;
-        }
-        // A mark that is still there is of a service that has panicked.
+        ready!(poll_known(&mut self.was_polled, cx));
         let parts: PerPart<PartRef<'_>> = self.parts.iter().map(Part::as_ref).collect();
         Poll::Ready(start(&parts, self.deadline, || self.label.clone()))
     }
