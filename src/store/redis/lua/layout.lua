@@ -198,8 +198,9 @@ local WINDOW_USE_SIZE = 14
 -- I7 counted until. src/limit/external.rs explains the fields.
 local EXTERNAL_RECORD = '<BI4I7I4BI7I4I4I4I4I4BI7I7I7dI7I7'
 
--- The advance bookings, in the last record: B kind; I2 bookings.
-local ADVANCE_RECORD = '<BI2'
+-- The advance bookings, in the last record: B kind; I2 bookings; I7 the latest stamp, 0 if it is not
+-- stated; I7 the longest time from slot to stamp, or a longer one.
+local ADVANCE_RECORD = '<BI2I7I7'
 -- An advance booking: I7 first slot; I7 last slot; I7 stamp; I7 units. src/limit/advance.rs explains
 -- the fields.
 local ADVANCE_BOOKING = '<I7I7I7I7'
