@@ -32,7 +32,7 @@ use super::{Micros, UnusedPermits};
 pub(super) const TOLERANCE: Micros = 10_000;
 
 /// The most advance bookings of a key.
-const MOST: usize = 128;
+const MOST: usize = 256;
 
 /// Units of permits that are booked in advance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -17,7 +17,7 @@ local function cold_advance()
   -- microseconds. A fiftieth of the shortest window applies if that is longer.
   local TOLERANCE = 10000
   -- The most advance bookings of a key.
-  local MOST_ADVANCE = 128
+  local MOST_ADVANCE = 256
   -- The most fixed windows between the slots of bookings that join.
   local MOST_JOINED_WINDOWS = 8
   -- The bookings, sorted by slot. Most calls need few of them, so a booking is read from `bytes`
