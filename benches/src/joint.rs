@@ -3,6 +3,10 @@
 //!
 //! Under a paused clock: four processes, each a limiter of its own, share a store in memory, whose
 //! replies take a millisecond. The first 20 s of each run are not counted.
+//!
+//! The *exact order* is computed from the same arrivals: each request gets, when it arrives, the
+//! first moment that all of its keys allow, with a log of every request. No rule that serves
+//! requests in their order uses more of the limits.
 
 #![expect(
     clippy::disallowed_methods,
@@ -31,6 +35,9 @@ const LONG: Duration = Duration::from_secs(140);
 const MAX_WAIT: Duration = Duration::from_secs(15);
 /// How much longer than the quota says a window is: validity of a permit and transit slack.
 const MARGIN: Duration = Duration::from_millis(20);
+/// The waits of the requests that leave before are also printed on their own. Where more is asked
+/// than the limits allow, waits grow with the time.
+const EARLY: Duration = Duration::from_secs(30);
 
 /// Measures, and prints the tables.
 pub(crate) fn report() {
@@ -40,9 +47,11 @@ pub(crate) fn report() {
     random_keys(6, 12);
     random_keys(2, 6);
     println!(
-        "\n| routes | requests per s | give up | used | light routes wait, p50 | p99 | store calls a key |"
+        "\n| routes | requests per s | give up | used | in exact order | light routes wait, p50 | in exact order | p99 | \
+         p50 of the first {} s | in exact order | store calls a key |",
+        EARLY.as_secs()
     );
-    println!("|--:|--:|--:|--:|--:|--:|--:|");
+    println!("|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|");
     routes(20, 30.0, 0.0);
     routes(100, 60.0, 0.0);
     routes(100, 100.0, 0.0);
@@ -100,6 +109,8 @@ impl Limited {
 /// A request that has left.
 struct Left {
     keys: Vec<usize>,
+    /// When it left, after the beginning.
+    at: Duration,
     waited: Duration,
 }
 
@@ -111,17 +122,90 @@ struct Load {
     give_up: f64,
 }
 
+/// A request that arrives.
+struct Arrival {
+    keys: Vec<usize>,
+    /// When it arrives, after the beginning.
+    at: Duration,
+}
+
 struct Outcome {
+    arrivals: Vec<Arrival>,
     left: Vec<Left>,
     calls_a_key: f64,
 }
 
-impl Outcome {
-    /// Returns how many requests of `key` left per second.
-    fn rate(&self, key: usize) -> f64 {
-        let left = self.left.iter().filter(|left| left.keys.contains(&key));
-        left.count() as f64 / (LONG - WARM_UP).as_secs_f64()
+/// Returns how many requests of `key` left per second, after the warm-up.
+fn rate(left: &[Left], key: usize) -> f64 {
+    let counted = left
+        .iter()
+        .filter(|left| left.at >= WARM_UP && left.keys.contains(&key));
+    counted.count() as f64 / (LONG - WARM_UP).as_secs_f64()
+}
+
+/// The moments at which the requests of a key leave, in exact order.
+struct ExactLog {
+    count: usize,
+    window: Duration,
+    /// Sorted.
+    moments: Vec<Duration>,
+}
+
+impl ExactLog {
+    /// Returns the first moment from `from` on at which one more request may leave.
+    fn first(&self, from: Duration) -> Duration {
+        let mut first = from;
+        loop {
+            let near = self
+                .moments
+                .partition_point(|at| *at + self.window <= first);
+            let mut full = self.moments[near..]
+                .windows(self.count)
+                .take_while(|full| full[0] < first + self.window);
+            let is_one_too_many = |full: &&[Duration]| {
+                full[self.count - 1].max(first) - full[0].min(first) < self.window
+            };
+            match full.find(is_one_too_many) {
+                Some(full) => first = full[0] + self.window,
+                None => return first,
+            }
+        }
     }
+}
+
+/// Serves `arrivals` in exact order.
+fn in_exact_order(limits: &[Limited], arrivals: &[Arrival]) -> Vec<Left> {
+    let log = |limit: &Limited| ExactLog {
+        count: limit.count as usize,
+        window: limit.window + MARGIN,
+        moments: Vec::new(),
+    };
+    let mut logs: Vec<ExactLog> = limits.iter().map(log).collect();
+    let serve = |arrival: &Arrival| {
+        let Arrival { keys, at } = arrival;
+        let mut slot = *at;
+        loop {
+            let later = keys.iter().fold(slot, |slot, key| logs[*key].first(slot));
+            if later == slot {
+                break;
+            }
+            slot = later;
+        }
+        let is_in_time = slot <= *at + MAX_WAIT;
+        if is_in_time {
+            for key in keys {
+                let moments = &mut logs[*key].moments;
+                let place = moments.partition_point(|other| *other <= slot);
+                moments.insert(place, slot);
+            }
+        }
+        (is_in_time && slot < LONG).then(|| Left {
+            keys: keys.clone(),
+            at: slot,
+            waited: slot - *at,
+        })
+    };
+    arrivals.iter().filter_map(serve).collect()
 }
 
 fn paused() -> Runtime {
@@ -147,6 +231,7 @@ fn run(load: &Load, rng: &mut Rng, pick: impl Fn(&mut Rng) -> Vec<usize>) -> Out
             .map(|_| load.limits.iter().map(limiter).collect())
             .collect();
         let left = Arc::new(Mutex::new(Vec::new()));
+        let mut arrivals = Vec::new();
         let begin = Instant::now();
         let (mut at, mut calls) = (begin, 0);
         let mut tasks = JoinSet::new();
@@ -157,6 +242,10 @@ fn run(load: &Load, rng: &mut Rng, pick: impl Fn(&mut Rng) -> Vec<usize>) -> Out
                 calls = store.calls.load(Ordering::Relaxed);
             }
             let keys = pick(rng);
+            arrivals.push(Arrival {
+                keys: keys.clone(),
+                at: at - begin,
+            });
             let process = &processes[rng.usize(..PROCESSES)];
             let one = |key: &usize| process[*key].acquire(Key::new([*key as u8]));
             let mut all = keys.iter().map(one);
@@ -172,10 +261,9 @@ fn run(load: &Load, rng: &mut Rng, pick: impl Fn(&mut Rng) -> Vec<usize>) -> Out
                 let entered = Instant::now();
                 if let Ok(Ok(permit)) = timeout(patience, acquire).await {
                     drop(permit);
-                    let now = Instant::now();
-                    if now >= begin + WARM_UP && now < begin + LONG {
-                        let waited = now - entered;
-                        left.lock().await.push(Left { keys, waited });
+                    let (at, waited) = (begin.elapsed(), entered.elapsed());
+                    if at < LONG {
+                        left.lock().await.push(Left { keys, at, waited });
                     }
                 }
             });
@@ -183,8 +271,10 @@ fn run(load: &Load, rng: &mut Rng, pick: impl Fn(&mut Rng) -> Vec<usize>) -> Out
         let calls = store.calls.load(Ordering::Relaxed) - calls;
         tasks.shutdown().await;
         let left = std::mem::take(&mut *left.lock().await);
-        let keys: usize = left.iter().map(|left| left.keys.len()).sum();
+        let counted = left.iter().filter(|left| left.at >= WARM_UP);
+        let keys: usize = counted.map(|left| left.keys.len()).sum();
         Outcome {
+            arrivals,
             left,
             calls_a_key: calls as f64 / keys as f64,
         }
@@ -202,12 +292,12 @@ fn random_keys(count: usize, of: usize) {
             .map(|_| Limited::new(rng.u32(5..100), [1, 2, 5, 10][rng.usize(..4)]))
             .collect();
         let rates = limits.iter().map(Limited::rate).enumerate();
-        let (tightest, rate) = rates
+        let (tightest, allowed) = rates
             .min_by(|one, other| one.1.total_cmp(&other.1))
             .expect("there are keys");
         let load = Load {
             limits,
-            per_second: 1.5 * rate * of as f64 / count as f64,
+            per_second: 1.5 * allowed * of as f64 / count as f64,
             give_up: 0.0,
         };
         let outcome = run(&load, &mut rng, |rng| {
@@ -217,7 +307,7 @@ fn random_keys(count: usize, of: usize) {
             keys.sort_unstable();
             keys
         });
-        used.push(outcome.rate(tightest) / rate * 100.0);
+        used.push(rate(&outcome.left, tightest) / allowed * 100.0);
         calls += outcome.calls_a_key / SEEDS as f64;
     }
     used.sort_by(f64::total_cmp);
@@ -248,17 +338,38 @@ fn routes(count: usize, per_second: f64, give_up: f64) {
     let outcome = run(&load, &mut Rng::with_seed(7), pick);
     let route = |rank: usize| demand(rank).min(load.limits[rank].rate());
     let allowed: f64 = (1..=count).map(route).sum();
-    let used = outcome.rate(0) / allowed.min(load.limits[0].rate()) * 100.0;
+    let allowed = allowed.min(load.limits[0].rate());
+    let used = |left: &[Left]| rate(left, 0) / allowed * 100.0;
     let is_light = |left: &&Left| demand(left.keys[1]) < 0.7 * load.limits[1].rate();
-    let light = outcome.left.iter().filter(is_light);
-    let mut waits: Vec<Duration> = light.map(|left| left.waited).collect();
-    waits.sort_unstable();
-    let quantile = |part: f64| waits[((waits.len() - 1) as f64 * part) as usize].as_millis();
+    // Returns a quantile of the waits of the light requests that left in this time.
+    let wait = |left: &[Left], from: Duration, to: Duration, part: f64| {
+        let light = left.iter().filter(is_light);
+        let light = light.filter(|left| (from..to).contains(&left.at));
+        let mut waits: Vec<Duration> = light.map(|left| left.waited).collect();
+        waits.sort_unstable();
+        waits[((waits.len() - 1) as f64 * part) as usize].as_millis()
+    };
+    let early = |left: &[Left]| wait(left, Duration::ZERO, EARLY, 0.5);
+    let left = &outcome.left;
+    let [exactly_used, exact_wait, exact_early] = if give_up > 0.0 {
+        // The exact order does not know who gives up.
+        [""; 3].map(str::to_owned)
+    } else {
+        let exact = in_exact_order(&load.limits, &outcome.arrivals);
+        [
+            format!("{:.1} %", used(&exact)),
+            format!("{} ms", wait(&exact, WARM_UP, LONG, 0.5)),
+            format!("{} ms", early(&exact)),
+        ]
+    };
     println!(
-        "| {count} | {per_second} | {:.0} % | {used:.1} % | {} ms | {} ms | {:.2} |",
+        "| {count} | {per_second} | {:.0} % | {:.1} % | {exactly_used} | {} ms | {exact_wait} | {} ms | {} ms | {exact_early} | \
+         {:.2} |",
         give_up * 100.0,
-        quantile(0.5),
-        quantile(0.99),
+        used(left),
+        wait(left, WARM_UP, LONG, 0.5),
+        wait(left, WARM_UP, LONG, 0.99),
+        early(left),
         outcome.calls_a_key
     );
 }
