@@ -164,20 +164,25 @@ fn rules(quota: &Quota) -> Vec<Rule> {
     quota.limits().iter().map(rule).collect()
 }
 
-/// Returns how calls exceeded the quota, by when they were sent or when they arrived. The send
-/// moments need no allowance for jitter: sending follows the gate at once.
+/// Returns how calls exceeded the quota, by when they were sent or when they arrived.
 fn over(log: &Log, quota: &Quota) -> Option<String> {
-    rules(quota).into_iter().find_map(|rule| {
-        let sent = log.largest_count_sent(rule.window);
-        let said = || {
-            format!(
-                "{sent} sent within {:?}, allowed are {}",
-                rule.window, rule.count
-            )
-        };
-        log.over(rule, SLACK)
-            .or_else(|| (sent > rule.count as usize).then(said))
-    })
+    rules(quota)
+        .into_iter()
+        .find_map(|rule| over_rule(log, rule))
+}
+
+/// Returns how calls exceeded the rule, by when they were sent or when they arrived. The send
+/// moments need no allowance for jitter: sending follows the gate at once.
+fn over_rule(log: &Log, rule: Rule) -> Option<String> {
+    let sent = log.largest_count_sent(rule.window);
+    let said = || {
+        format!(
+            "{sent} sent within {:?}, allowed are {}",
+            rule.window, rule.count
+        )
+    };
+    log.over(rule, SLACK)
+        .or_else(|| (sent > rule.count as usize).then(said))
 }
 
 fn assert_never_over(log: &Log, quota: &Quota) {

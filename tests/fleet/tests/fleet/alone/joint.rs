@@ -1,5 +1,7 @@
 //! Requests of several keys, by several processes, to a server that enforces the limit of each key.
 
+use std::collections::BTreeMap;
+
 use anyhow::ensure;
 use fleet::{Arrivals, Options, key_in};
 use upstream::{Arrival, KeyedRule};
@@ -14,13 +16,13 @@ const ALL: KeyedRule = KeyedRule {
 };
 const CHANNEL: KeyedRule = KeyedRule {
     name: "channel",
-    rule: Rule::new(8, ms(5000)),
+    rule: Rule::new(4, ms(2500)),
     key: |path, _| key_in(path, "channel").map(str::to_owned),
     scope: "channel",
 };
 const ROUTE: KeyedRule = KeyedRule {
     name: "route",
-    rule: Rule::new(5, ms(5000)),
+    rule: Rule::new(3, ms(2500)),
     key: |path, _| key_in(path, "route").map(str::to_owned),
     scope: "route",
 };
@@ -58,7 +60,7 @@ fn chat() -> (Site, Options) {
         and_per: [CHANNEL, ROUTE].map(and_per).into(),
         paths: paths(),
         arrivals: Arrivals::Every(ms(100)),
-        max_wait: ms(2000),
+        max_wait: ms(1000),
         ..Options::default()
     };
     (site, options)
@@ -73,14 +75,23 @@ fn used(log: &Log, limit: KeyedRule) -> f64 {
     used.unwrap_or_default()
 }
 
-/// Checks that the server refused no call. A stall between a process and the server excuses one.
-fn none_refused(log: &[Arrival], jitter: Duration) -> anyhow::Result<()> {
-    let refused: Vec<_> = log.iter().filter(|arrival| !arrival.accepted).collect();
-    ensure!(
-        refused.is_empty() || jitter > SLACK,
-        "the server refused {refused:.3?}; jitter {jitter:.1?}"
-    );
-    Ok(())
+/// Checks that no key had more calls than its limit allows, of those that the server accepted and
+/// those that it refused. No stall excuses a call too many: it is the moment of sending that counts,
+/// and of the arrival only what was not late on the way.
+fn assert_never_over(log: &[Arrival], limits: &[KeyedRule]) {
+    for limit in limits {
+        let mut keys: BTreeMap<&str, Vec<Arrival>> = BTreeMap::new();
+        for arrival in log {
+            let of_limit = arrival.keys.iter().filter(|(name, _)| *name == limit.name);
+            for (_, key) in of_limit {
+                keys.entry(key).or_default().push(arrival.clone());
+            }
+        }
+        for (key, calls) in keys {
+            let over = over_rule(&Log::from(calls), limit.rule);
+            assert_eq!(over, None, "{} {key}", limit.name);
+        }
+    }
 }
 
 #[test]
@@ -92,13 +103,13 @@ fn processes_go_on_within_all_limits_after_a_kill() {
 fn one_of_four_is_killed() -> anyhow::Result<()> {
     let (site, options) = chat();
     let options = Options {
-        span: ms(9500),
+        span: ms(6500),
         ..options
     };
     let mut fleet = site.start(4, &options);
     let start = Instant::now();
     fleet.go();
-    wait_until(start, ms(3000));
+    wait_until(start, ms(1500));
     fleet.kill(0);
     let killed = Instant::now();
     let reports = fleet.finish();
@@ -106,17 +117,17 @@ fn one_of_four_is_killed() -> anyhow::Result<()> {
     assert!(!reports[0].ended, "it was killed before its end");
     assert_all_ended(&reports[1..]);
     // Its bookings lie at most `max_wait` ahead, and count for a window.
-    let after = part(&log, killed + ms(3100), start + options.span);
+    let after = part(&log, killed + ms(2100), start + options.span);
     let used = used(&after, ALL);
     println!(
-        "4 processes with 3 limits, one killed at 3 s: {:?} calls in each second, {:.1} % of the limit of all calls later; \
+        "4 processes with 3 limits, one killed at 1.5 s: {:?} calls in each second, {:.1} % of the limit of all calls later; \
          {:.2} store calls for each, jitter {:.1?}",
         per_second(&log),
         100.0 * used,
         fleet::store_calls(&site.redis) as f64 / log.len() as f64,
         log.jitter()
     );
-    none_refused(&log, log.jitter())?;
+    assert_never_over(&log, &[ALL, CHANNEL, ROUTE]);
     ensure!(used >= 0.95, "the others use {used:.3}");
     Ok(())
 }
@@ -130,17 +141,17 @@ fn processes_with_shares_keep_all_limits_while_redis_restarts() {
 fn redis_restarts() -> anyhow::Result<()> {
     let (mut site, options) = chat();
     let options = Options {
-        span: ms(15_500),
+        span: ms(9500),
         share: 0.25,
         ..options
     };
     let mut fleet = site.start(4, &options);
     let start = Instant::now();
     fleet.go();
-    wait_until(start, ms(3000));
+    wait_until(start, ms(1500));
     site.redis.kill();
     let away = Instant::now();
-    wait_until(start, ms(6000));
+    wait_until(start, ms(3500));
     site.redis.restart().unwrap();
     let back = Instant::now();
     let reports = fleet.finish();
@@ -149,20 +160,20 @@ fn redis_restarts() -> anyhow::Result<()> {
     let meanwhile = between(&log, away + ms(1100), back);
     // The new Redis grants nothing of a key for a window, from the first call of a process that
     // knows the lost state.
-    let last = between(&log, start + ms(13_500), start + ms(15_500));
+    let last = between(&log, start + ms(8000), start + ms(9500));
     // In the window in which Redis is lost, grants of Redis and of the shares may both count.
     let is_lost = |arrival: &Arrival| (away..away + CHANNEL.rule.window).contains(&arrival.at);
     let (lost, others): (Vec<_>, Vec<_>) = log.iter().cloned().partition(is_lost);
     println!(
-        "4 processes with 3 limits and shares, Redis killed at 3 s and started at 6 s: {:?} calls in each second; {meanwhile} \
+        "4 processes with 3 limits and shares, Redis killed at 1.5 s and started at 3.5 s: {:?} calls in each second; {meanwhile} \
          without Redis; the server refused {} in the window in which it was lost; jitter {:.1?}",
         per_second(&log),
         lost.iter().filter(|arrival| !arrival.accepted).count(),
         log.jitter()
     );
-    none_refused(&others, log.jitter())?;
-    ensure!(meanwhile >= 15, "{meanwhile} calls without Redis");
-    ensure!(last >= 25, "{last} calls in the last two seconds");
+    assert_never_over(&others, &[ALL, CHANNEL, ROUTE]);
+    ensure!(meanwhile >= 8, "{meanwhile} calls without Redis");
+    ensure!(last >= 20, "{last} calls in the last 1.5 seconds");
     Ok(())
 }
 
@@ -174,7 +185,7 @@ fn advance_bookings_of_a_killed_process_block_one_window() {
 
 fn killed_with_advance_bookings() -> anyhow::Result<()> {
     let channel = KeyedRule {
-        rule: Rule::new(1, ms(5000)),
+        rule: Rule::new(1, ms(4000)),
         ..CHANNEL
     };
     let site = Site {
@@ -184,10 +195,10 @@ fn killed_with_advance_bookings() -> anyhow::Result<()> {
     let options = Options {
         quota: quota(ALL),
         and_per: vec![and_per(channel)],
-        span: ms(9500),
+        span: ms(7500),
         ..Options::default()
     };
-    // The second call to each channel waits for five seconds. It has booked a unit of all calls.
+    // The second call to each channel waits for four seconds. It has booked a unit of all calls.
     let doomed = Options {
         paths: (0..15).map(|number| format!("channel/{number}")).collect(),
         tasks: 15,
@@ -204,7 +215,7 @@ fn killed_with_advance_bookings() -> anyhow::Result<()> {
     fleet.go();
     wait_until(start, ms(300));
     heirs.go();
-    wait_until(start, ms(1500));
+    wait_until(start, ms(900));
     fleet.kill(0);
     let killed = Instant::now();
     let formats = formats(&site.redis);
@@ -212,10 +223,10 @@ fn killed_with_advance_bookings() -> anyhow::Result<()> {
     assert_all_ended(&heirs);
     let log = site.upstream.log();
     let used = |from, to| used(&part(&log, from, to), ALL);
-    // Any window that contains a call and the slots booked five seconds after the start counts
+    // Any window that contains a call and the slots booked four seconds after the start counts
     // both.
-    let before = used(killed, start + ms(3900));
-    let after = used(start + ms(6400), start + ms(9400));
+    let before = used(killed, start + ms(2900));
+    let after = used(start + ms(5400), start + ms(7400));
     println!(
         "a process killed with 15 advance bookings: {:?} calls in each second; the others use {:.1} % until a window before the \
          slots that it had booked, and {:.1} % from a window later on",
@@ -224,7 +235,7 @@ fn killed_with_advance_bookings() -> anyhow::Result<()> {
         100.0 * after
     );
     assert!(formats.contains(&3), "a state has advance bookings");
-    none_refused(&log, log.jitter())?;
+    assert_never_over(&log, &[ALL, channel]);
     ensure!(before >= 0.95 && after >= 0.95, "{before:.3}, {after:.3}");
     Ok(())
 }
