@@ -146,8 +146,13 @@ impl JointSet {
 
     /// Enters a request. A request that comes back returns to its old place. Returns whether there
     /// was room.
-    pub(super) fn enter(&self, number: Number, bound: WaitBound, max_queue: usize) -> bool {
-        let now = clock::now();
+    pub(super) fn enter(
+        &self,
+        number: Number,
+        bound: WaitBound,
+        max_queue: usize,
+        now: Instant,
+    ) -> bool {
         let gives_up_at = if bound.by_deadline {
             bound.latest
         } else {
@@ -163,24 +168,25 @@ impl JointSet {
         })
     }
 
-    /// Polls the wait of a request. `held_until` is when the last hold of its keys ends.
+    /// Polls the wait of a request. `held_until` is when the last hold of its keys ends. `now` moves
+    /// on if a task was begun.
     pub(super) fn poll(
         self: &Arc<Self>,
         number: Number,
         held_until: Option<Instant>,
+        now: &mut Instant,
         cx: &mut Context<'_>,
     ) -> Poll<Result<JointSlot, JointRefusal>> {
         // A store that replies at once may bring a joint slot that is due.
         loop {
-            let now = clock::now();
             let mut unused = Vec::new();
             let (settled, tasks) = self.with(|state, wakers| {
                 state.waiters.runs(number);
-                state.obey(held_until, now, &mut unused);
-                let confirm = state.hand_out(&self.parts, now, &mut unused, wakers);
+                state.obey(held_until, *now, &mut unused);
+                let confirm = state.hand_out(&self.parts, *now, &mut unused, wakers);
                 let mut settled = state.waiters.collect(number);
                 if settled.is_none()
-                    && let Some(refusal) = state.over(number, now)
+                    && let Some(refusal) = state.over(number, *now)
                 {
                     state.waiters.leave(number);
                     state.trim(&mut unused);
@@ -188,7 +194,7 @@ impl JointSet {
                 }
                 let tasks = state.begin_tasks(confirm);
                 if tasks == Tasks::default() {
-                    state.register(number, now, cx);
+                    state.register(number, *now, cx);
                 }
                 (settled, tasks)
             });
@@ -197,7 +203,7 @@ impl JointSet {
             self.run(tasks);
             match settled {
                 Some(settled) => return Poll::Ready(settled),
-                None if has_begun => {}
+                None if has_begun => *now = clock::now(),
                 None => return Poll::Pending,
             }
         }

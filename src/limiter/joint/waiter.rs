@@ -394,7 +394,7 @@ impl JointWaiter {
             self.bound.latest = self.bound.latest.max(now);
         }
         self.stage = Stage::Slot;
-        self.set.enter(self.number, self.bound, usize::MAX);
+        self.set.enter(self.number, self.bound, usize::MAX, now);
     }
 
     /// Takes the in-flight slots from the `next` one on. Then enters the queue of the set.
@@ -434,7 +434,7 @@ impl JointWaiter {
             .map(|part| part.core.settings.max_queue);
         let max_queue = queues.min().unwrap_or(usize::MAX);
         self.stage = Stage::Slot;
-        if self.set.enter(self.number, self.bound, max_queue) {
+        if self.set.enter(self.number, self.bound, max_queue, now) {
             return None;
         }
         self.stage = Stage::Done;
@@ -590,13 +590,13 @@ impl JointWaiter {
         self.in_flight.iter_mut().for_each(|slot| *slot = None);
     }
 
-    /// Polls for a joint slot with which the request may leave now.
-    fn poll_slot(&mut self, cx: &mut Context<'_>) -> Poll<Result<JointSlot, Limited>> {
+    /// Polls for a joint slot with which the request may leave now. Returns it, and the moment.
+    fn poll_slot(&mut self, cx: &mut Context<'_>) -> Poll<Result<(JointSlot, Instant), Limited>> {
         if let Err(limited) = ready!(self.poll_in_flight(cx)) {
             return Poll::Ready(Err(limited));
         }
         loop {
-            let now = clock::now();
+            let mut now = clock::now();
             let held = self.watch_holds(now, cx);
             if let Some((end, part)) = held
                 && end > self.bound.latest
@@ -610,11 +610,10 @@ impl JointWaiter {
                 return Poll::Ready(Err(self.refused(refusal, now)));
             }
             let held_until = held.map(|(end, _)| end);
-            let slot = match ready!(self.set.poll(self.number, held_until, cx)) {
+            let slot = match ready!(self.set.poll(self.number, held_until, &mut now, cx)) {
                 Ok(slot) => slot,
                 Err(refusal) => return Poll::Ready(Err(self.refused(refusal, now))),
             };
-            let now = clock::now();
             if let Some(part) = self.lost_in_flight_slot(now) {
                 self.set.give_back([slot]);
                 let lost = Admission::Failed(StoreError::InFlightSlotLost);
@@ -625,7 +624,7 @@ impl JointWaiter {
                 for (part, _) in parts.filter(|(_, slot)| slot.is_some()) {
                     part.as_ref().ended(now, true);
                 }
-                return Poll::Ready(Ok(slot));
+                return Poll::Ready(Ok((slot, now)));
             }
             self.set.give_back([slot]);
             self.enter_again(now);
@@ -634,7 +633,7 @@ impl JointWaiter {
 
     /// Polls for the renewal of the permits of the layers around. Returns the call that uses them.
     pub(super) fn poll_renewal(&mut self, cx: &mut Context<'_>) -> Poll<Result<CallId, Limited>> {
-        let slot = ready!(self.poll_slot(cx))?;
+        let (slot, _) = ready!(self.poll_slot(cx))?;
         self.stage = Stage::Done;
         let call = self.inside.unwrap_or_else(CallId::new);
         outer::renew(slot.slots.into_iter(), call);
@@ -654,8 +653,8 @@ impl Future for JointWaiter {
     type Output = Result<Permit, Limited>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let slot = ready!(self.poll_slot(cx))?;
-        Poll::Ready(Ok(self.granted(slot, clock::now())))
+        let (slot, now) = ready!(self.poll_slot(cx))?;
+        Poll::Ready(Ok(self.granted(slot, now)))
     }
 }
 
