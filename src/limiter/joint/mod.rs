@@ -42,14 +42,20 @@
 //! | `set` | [`JointSet`]: the waiters of equal keys, and their joint slots |
 //! | `booking` | the search for a joint slot |
 //! | `confirmation` | the calls to stores that may have lost a joint slot |
+//! | `at_once` | permits that are at hand, and the permit that has them all |
 //! | `waiter` | the future of a joint request |
-//! | `renewal` | renews the permits of the layers around, for a call without a permit of its own |
+//! | `start` | the start: permits at once, or a wait |
 //! | `until_known` | a request that waits until the permits of the layers around are known |
+//! | `renewal` | renews the permits of the layers around, for a call without a permit of its own |
+//! | `entrance` | the entrance of the requests of a layer |
 
+mod at_once;
 mod booking;
 mod confirmation;
+mod entrance;
 mod renewal;
 mod set;
+mod start;
 mod until_known;
 mod waiter;
 
@@ -68,10 +74,12 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::Refusal;
 
+pub(crate) use entrance::{Entered, enter};
 pub(crate) use renewal::{Renewal, Renewed};
 pub(super) use set::JointSets;
+pub(crate) use start::{JointStarted, start};
 pub(crate) use until_known::UntilKnown;
-pub(crate) use waiter::{Entered, JointStarted, JointWaiter, enter, start};
+pub(crate) use waiter::JointWaiter;
 
 /// The most keys of a request.
 pub(crate) const MOST_PARTS: usize = 8;

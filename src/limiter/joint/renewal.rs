@@ -4,8 +4,9 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
+use super::start::renew_outer;
 use super::until_known::poll_known;
-use super::waiter::{self, JointWaiter};
+use super::waiter::JointWaiter;
 use crate::clock;
 use crate::error::Limited;
 use crate::limiter::outer::{self, CallId, InnerCall, OuterPermit, UseOf};
@@ -50,7 +51,7 @@ impl Renewal {
             if outer::use_all(call, clock::now()) {
                 return Poll::Ready(Ok(Renewed::new(call)));
             }
-            match waiter::renew_outer(self.deadline, call) {
+            match renew_outer(self.deadline, call) {
                 Ok(Some(waiter)) => self.waiter = Some(waiter),
                 Ok(None) => return Poll::Ready(Ok(Renewed::new(call))),
                 Err(limited) => return Poll::Ready(Err(limited)),

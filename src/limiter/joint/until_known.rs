@@ -3,7 +3,7 @@
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
-use super::waiter::{JointStarted, start};
+use super::start::{JointStarted, start};
 use super::{Part, PartRef, PerPart, to_parts};
 use crate::key::Label;
 use crate::limiter::outer;

@@ -1,4 +1,4 @@
-//! The future of a joint request, and its entrance.
+//! The future of a joint request.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -6,72 +6,25 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
+use super::at_once::{give_up_outer, permit};
 use super::confirmation::doubtful;
 use super::set::JointSet;
-use super::until_known::UntilKnown;
-use super::{
-    Cause, JointRefusal, JointSlot, Part, PartRef, PerPart, give_back_of, max_wait, to_parts,
-};
+use super::{Cause, JointRefusal, JointSlot, Part, PerPart, max_wait};
 use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
 use crate::events;
 use crate::key::Label;
-use crate::limiter::admission::{self, Admission, Entry};
-use crate::limiter::engine::CoreId;
+use crate::limiter::admission::{self, Admission};
 use crate::limiter::holds;
 use crate::limiter::hosts::host_hold;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
 use crate::limiter::limited::RefusedRequest;
-use crate::limiter::outer::{self, CallId, OuterPermit};
-use crate::limiter::permit::{JointPermit, PastWait, Permit, Sent};
+use crate::limiter::outer::{self, CallId};
+use crate::limiter::permit::{PastWait, Permit};
 use crate::limiter::queue::{Number, next_number};
-use crate::limiter::reservation::{Reservation, WaitBound};
-use crate::limiter::start::take_at_once;
+use crate::limiter::reservation::WaitBound;
 use crate::store::Refusal;
 use crate::wait_queue::answer_by;
-
-/// What a joint request gets when it enters.
-pub(crate) enum JointStarted {
-    Granted(Permit),
-    Waiting(Box<JointWaiter>),
-    Limited(Limited),
-}
-
-/// The same, for the request of a layer.
-pub(crate) enum Entered {
-    /// The request is sent at once, with permits at hand.
-    Sent(Sent),
-    /// The request waits until the permits of the layers around are known.
-    UntilKnown(Box<UntilKnown>),
-    Started(JointStarted),
-}
-
-/// Enters the request of a layer. `label` is the name of its first key.
-pub(crate) fn enter(
-    parts: &[PartRef<'_>],
-    deadline: Option<Instant>,
-    label: impl Fn() -> Label,
-) -> Entered {
-    if let Some(until_known) = UntilKnown::of(parts, deadline, &label) {
-        return Entered::UntilKnown(until_known);
-    }
-    if outer::is_any() || parts[0].core.has_inner() {
-        return Entered::Started(start(parts, deadline, label));
-    }
-    // No `Permit` is made.
-    let now = clock::now();
-    match take_all_at_once(parts, deadline, now) {
-        Some(_) => Entered::Sent(Sent::all_at_once(
-            parts.iter().map(PartRef::id_and_entry),
-            now,
-        )),
-        None => {
-            let parts = to_parts(parts);
-            let started = start_slow(&parts, parts.len(), None, deadline, label(), now);
-            Entered::Started(started)
-        }
-    }
-}
 
 /// A joint request that waits. Dropping it frees its place in the queue of its set.
 #[derive(Debug)]
@@ -106,127 +59,6 @@ enum Stage {
     /// Waits for a joint slot.
     Slot,
     Done,
-}
-
-/// Enters a joint request. `label` is the name of its first key.
-pub(crate) fn start(
-    parts: &[PartRef<'_>],
-    deadline: Option<Instant>,
-    label: impl FnOnce() -> Label,
-) -> JointStarted {
-    if outer::are_known() {
-        return start_inside(parts, deadline, label);
-    }
-    let now = clock::now();
-    match take_all_at_once(parts, deadline, now) {
-        Some(slots) => {
-            let parts = parts.iter().copied();
-            JointStarted::Granted(permit(parts, slots, PerPart::new()))
-        }
-        None => {
-            let parts = to_parts(parts);
-            start_slow(&parts, parts.len(), None, deadline, label(), now)
-        }
-    }
-}
-
-/// Enters a request that other layers are around.
-#[cold]
-fn start_inside(
-    parts: &[PartRef<'_>],
-    deadline: Option<Instant>,
-    label: impl FnOnce() -> Label,
-) -> JointStarted {
-    events::inside();
-    let call = CallId::new();
-    let now = clock::now();
-    if let Some(slots) = take_all_at_once(parts, deadline, now) {
-        if outer::use_all(call, now) {
-            let permit = permit(parts.iter().copied(), slots, PerPart::new());
-            return JointStarted::Granted(permit.inside(call, outer::first_expiry()));
-        }
-        give_back_of(parts.iter().copied(), slots);
-    }
-    let mut all = to_parts(parts);
-    all.extend(outer::all().iter().filter_map(Part::around));
-    give_up_outer();
-    start_slow(&all, parts.len(), Some(call), deadline, label(), now)
-}
-
-/// Begins to renew the permits of the layers around, for the call `call`. Returns `None` if there
-/// are none.
-pub(super) fn renew_outer(
-    deadline: Option<Instant>,
-    call: CallId,
-) -> Result<Option<Box<JointWaiter>>, Limited> {
-    let all: PerPart<Part> = outer::all().iter().filter_map(Part::around).collect();
-    let Some(Part { core, entry }) = all.first() else {
-        return Ok(None);
-    };
-    let label = core.label(entry.key, None);
-    give_up_outer();
-    JointWaiter::enter(&all, 0, Some(call), deadline, label, clock::now()).map(Some)
-}
-
-/// Gives back the unused permits of the layers around, which are about to be acquired anew.
-fn give_up_outer() {
-    for (core, key, slot) in outer::take_unused() {
-        if let Some(core) = core.find() {
-            core.give_back(key, slot);
-        }
-    }
-}
-
-/// Takes permits that are at hand, of all parts or of none. Returns `None` if a part has none, or if
-/// requests with these parts wait.
-fn take_all_at_once(
-    parts: &[PartRef<'_>],
-    deadline: Option<Instant>,
-    now: Instant,
-) -> Option<PerPart<Option<Reservation>>> {
-    if parts[0].core.joint.is_any_waiting(parts) {
-        return None;
-    }
-    let mut slots = PerPart::new();
-    for part in parts {
-        let entry = Entry {
-            deadline,
-            ..part.entry
-        };
-        match take_at_once(part.core, &entry, now) {
-            Ok(slot) => slots.push(slot),
-            Err(_) => {
-                give_back_of(parts.iter().copied(), slots);
-                return None;
-            }
-        }
-    }
-    Some(slots)
-}
-
-#[cold]
-fn start_slow(
-    parts: &[Part],
-    own: usize,
-    inside: Option<CallId>,
-    deadline: Option<Instant>,
-    label: Label,
-    now: Instant,
-) -> JointStarted {
-    let mut waiter = match JointWaiter::enter(parts, own, inside, deadline, label, now) {
-        Ok(waiter) => waiter,
-        Err(limited) => return JointStarted::Limited(limited),
-    };
-    // A store that replies at once decides here.
-    let mut cx = Context::from_waker(std::task::Waker::noop());
-    match Pin::new(&mut *waiter).poll(&mut cx) {
-        Poll::Ready(Ok(permit)) => JointStarted::Granted(permit),
-        Poll::Ready(Err(limited)) => JointStarted::Limited(limited),
-        Poll::Pending => {
-            events::waiting(&waiter.label, waiter.set.waiting());
-            JointStarted::Waiting(waiter)
-        }
-    }
 }
 
 /// Asks the stores about holds of hosts for which this process has no state. Another process may
@@ -273,53 +105,7 @@ fn in_flight_order(parts: &[Part]) -> PerPart<usize> {
     order
 }
 
-/// Makes the permit of a joint request.
-fn permit<'a>(
-    parts: impl Iterator<Item = PartRef<'a>>,
-    slots: PerPart<Option<Reservation>>,
-    in_flight: PerPart<Option<InFlightSlot>>,
-) -> Permit {
-    let mut in_flight = in_flight.into_iter();
-    let mut permits = parts.zip(slots).map(|(part, slot)| {
-        let in_flight = in_flight.next().flatten();
-        JointPermit {
-            permit: Permit::new(part.core.clone(), part.entry.key, slot, in_flight),
-            host: part.entry.host,
-        }
-    });
-    let first = permits.next().expect("a joint request has parts");
-    let JointPermit { permit, host, .. } = first;
-    permit.with(host, permits.collect())
-}
-
-impl PartRef<'_> {
-    fn id_and_entry(&self) -> (CoreId, Entry) {
-        (self.core.id, self.entry)
-    }
-}
-
 impl Part {
-    /// Returns the part of the permit of a layer around. `None` if its limiter was dropped.
-    fn around(permit: &OuterPermit) -> Option<Self> {
-        let &OuterPermit {
-            core,
-            key,
-            cost,
-            host,
-            ..
-        } = permit;
-        let entry = Entry {
-            key,
-            cost,
-            deadline: None,
-            host,
-        };
-        Some(Part {
-            core: core.find()?,
-            entry,
-        })
-    }
-
     /// Returns whether two parts would count a request twice under one key.
     fn is_same(&self, other: &Part) -> bool {
         self.entry.key == other.entry.key
@@ -342,7 +128,7 @@ impl JointWaiter {
     /// # Errors
     ///
     /// The error of a request that cannot wait.
-    fn enter(
+    pub(super) fn enter(
         parts: &[Part],
         own: usize,
         inside: Option<CallId>,
@@ -375,6 +161,11 @@ impl JointWaiter {
             Some((part, admission)) => Err(waiter.stopped(part, admission, now)),
             None => Ok(waiter),
         }
+    }
+
+    /// Reports that the request waits.
+    pub(super) fn note_wait(&self) {
+        events::waiting(&self.label, self.set.waiting());
     }
 
     /// Waits again, in its old place, because `permit` expired before it could be used.

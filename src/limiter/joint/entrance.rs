@@ -1,0 +1,56 @@
+//! The entrance of the joint requests of a layer.
+
+use std::time::Instant;
+
+use super::at_once::take_all_at_once;
+use super::start::{JointStarted, start, start_slow};
+use super::until_known::UntilKnown;
+use super::{PartRef, to_parts};
+use crate::clock;
+use crate::key::Label;
+use crate::limiter::admission::Entry;
+use crate::limiter::engine::CoreId;
+use crate::limiter::outer;
+use crate::limiter::permit::Sent;
+
+/// What a request of a layer gets when it enters.
+pub(crate) enum Entered {
+    /// The request is sent at once, with permits at hand.
+    Sent(Sent),
+    /// The request waits until the permits of the layers around are known.
+    UntilKnown(Box<UntilKnown>),
+    Started(JointStarted),
+}
+
+/// Enters the request of a layer. `label` is the name of its first key.
+pub(crate) fn enter(
+    parts: &[PartRef<'_>],
+    deadline: Option<Instant>,
+    label: impl Fn() -> Label,
+) -> Entered {
+    if let Some(until_known) = UntilKnown::of(parts, deadline, &label) {
+        return Entered::UntilKnown(until_known);
+    }
+    if outer::is_any() || parts[0].core.has_inner() {
+        return Entered::Started(start(parts, deadline, label));
+    }
+    // No `Permit` is made.
+    let now = clock::now();
+    match take_all_at_once(parts, deadline, now) {
+        Some(_) => Entered::Sent(Sent::all_at_once(
+            parts.iter().map(PartRef::id_and_entry),
+            now,
+        )),
+        None => {
+            let parts = to_parts(parts);
+            let started = start_slow(&parts, parts.len(), None, deadline, label(), now);
+            Entered::Started(started)
+        }
+    }
+}
+
+impl PartRef<'_> {
+    fn id_and_entry(&self) -> (CoreId, Entry) {
+        (self.core.id, self.entry)
+    }
+}
