@@ -28,7 +28,7 @@
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | the way of a request to its permit |
 // | `outer` | layers around each other: the permits of the layers around |
-// | `permit` | the right to send one request |
+// | `sent`, `permit` | a request that was sent and not yet answered; the right to send one request |
 // | `stage`, `waiter` | what a request waits for; a request that waits |
 // | `start` | the entrance: fast path and slow path |
 // | `joint`, `waiting` | requests of several keys; a request that waits, with one key or several |
@@ -57,6 +57,7 @@ mod prefetched;
 mod queue;
 mod reservation;
 mod responses;
+mod sent;
 mod session;
 mod settings;
 mod split_signal;
@@ -79,7 +80,7 @@ pub(crate) use outer::{
     InnerCall, Mark, is_any as is_inside_a_layer, note_several as note_several_gates,
 };
 pub use permit::Permit;
-pub(crate) use permit::Sent;
+pub(crate) use sent::Sent;
 pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, Settings};
 pub(crate) use start::Started;

@@ -1,29 +1,21 @@
 //! The right to send one request.
 
-use std::cell::RefCell;
-use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::mem;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use http::StatusCode;
 use smallvec::SmallVec;
 
-use super::admission::Entry;
-use super::engine::{Core, CoreId};
-use super::hosts::host_hold;
+use super::engine::Core;
 use super::in_flight_slot::InFlightSlot;
-use super::key_state::is_any_uncertain;
-use super::outer::{self, CallId, InnerCall, OuterPermit, UseOf};
+use super::outer::{self, CallId, UseOf};
 use super::reservation::Reservation;
-use super::responses::AnsweredCall;
-use super::split_signal::{SignalKey, split};
+use super::sent::{More, PastWait, Sent};
 use crate::clock;
-use crate::error::{Facts, Limited, LimitedInfo, StoreError};
-use crate::events;
-use crate::key::{Key, Label};
+use crate::error::{Limited, StoreError};
+use crate::key::Key;
 use crate::signal::Signal;
 
 /// The right to send one request, from now until its [`deadline`](Permit::deadline).
@@ -53,7 +45,7 @@ pub struct Permit {
 /// What the permit of a joint request has besides that of its first key.
 #[derive(Default)]
 struct Joint {
-    /// The key of the host, if it matters to the first key: see [`Entry::host`].
+    /// The key of the host, if it matters to the first key: see [`Entry::host`](super::admission::Entry::host).
     host: Option<Key>,
     others: Vec<JointPermit>,
     /// If other layers are around: the call of this layer, and when the first of their permits
@@ -65,18 +57,6 @@ struct Joint {
 pub(super) struct JointPermit {
     pub(super) permit: Permit,
     /// The key of the host, if it matters to this key.
-    pub(super) host: Option<Key>,
-}
-
-/// The wait of a request that did not get its permit at once, for errors.
-#[derive(Debug)]
-pub(super) struct PastWait {
-    /// The name of the key.
-    pub(super) label: Label,
-    pub(super) waited: Duration,
-    /// How often the request got a slot.
-    pub(super) turns: u32,
-    /// The key of its host, if the host matters: see [`Entry::host`].
     pub(super) host: Option<Key>,
 }
 
@@ -290,80 +270,6 @@ impl Permit {
     }
 }
 
-/// A request that was sent and not yet answered. Its permit is spent. The fast path of the layers
-/// makes it without a [`Permit`].
-///
-/// Each response future holds one, so it has to be small. Unlike a [`Permit`], it holds a
-/// [`CoreId`] instead of an `Arc<Core>`. What only few requests need is in a box.
-pub(crate) struct Sent {
-    core: CoreId,
-    cost: u32,
-    key: Key,
-    /// The key of its host, if the host matters: see [`Entry::host`].
-    host: Option<Key>,
-    /// When the request was sent, or a little before.
-    at: Instant,
-    more: Option<Box<More>>,
-}
-
-/// What only few requests have on their way.
-#[derive(Default)]
-struct More {
-    in_flight_slot: Option<InFlightSlot>,
-    wait: Option<Box<PastWait>>,
-    /// The other keys of a joint request.
-    joint: Vec<Sent>,
-    /// Whether the layer is known to be around another one.
-    has_inner: bool,
-    /// The slot, if the layer may be around another one. `None` for a permit at hand, which is not
-    /// given back.
-    slot: Option<Reservation>,
-    /// Which call has used the permit, if this layer is around another one.
-    use_of: UseOf,
-}
-
-/// How many empty boxes a thread keeps.
-const MOST_SPARE: usize = 32;
-
-thread_local! {
-    /// Boxes that are empty, with the capacity of their vectors. So joint requests with permits at hand
-    /// need no allocation.
-    static SPARE: RefCell<VecDeque<Box<More>>> = const { RefCell::new(VecDeque::new()) };
-}
-
-impl More {
-    /// Returns a box with the defaults.
-    fn empty() -> Box<Self> {
-        let spare = SPARE.try_with(|spare| spare.borrow_mut().pop_back());
-        // A thread that ends has none.
-        spare.ok().flatten().unwrap_or_default()
-    }
-
-    /// Takes out the in-flight slots of all keys. The thread keeps the empty box.
-    fn end(mut self: Box<Self>) -> Option<InFlightSlot> {
-        let first = self.in_flight_slot.take();
-        let others = self.joint.drain(..);
-        let all = others.fold(first, |all, other| {
-            match (all, other.into_in_flight_slot()) {
-                (Some(all), Some(other)) => Some(all.and(other)),
-                (all, other) => all.or(other),
-            }
-        });
-        *self = More {
-            joint: mem::take(&mut self.joint),
-            ..More::default()
-        };
-        // A thread that ends keeps none.
-        let _ = SPARE.try_with(|spare| {
-            let mut spare = spare.borrow_mut();
-            if spare.len() < MOST_SPARE {
-                spare.push_back(self);
-            }
-        });
-        all
-    }
-}
-
 impl JointPermit {
     /// Marks the request as sent.
     fn sent(self) -> Sent {
@@ -375,315 +281,11 @@ impl JointPermit {
     }
 }
 
-impl Sent {
-    /// Makes the value for a request that got its permit at once.
-    #[inline]
-    pub(crate) fn at_once(core: CoreId, entry: &Entry, at: Instant) -> Self {
-        let &Entry {
-            key, cost, host, ..
-        } = entry;
-        Sent {
-            core,
-            cost,
-            key,
-            host,
-            at,
-            more: None,
-        }
-    }
-
-    /// Makes the value for a joint request that got its permits at once. `parts` has an entry for each
-    /// key.
-    pub(super) fn all_at_once(
-        mut parts: impl Iterator<Item = (CoreId, Entry)>,
-        at: Instant,
-    ) -> Self {
-        let (core, entry) = parts.next().expect("a joint request has parts");
-        let mut sent = Sent::at_once(core, &entry, at);
-        let others = parts.map(|(core, entry)| Sent::at_once(core, &entry, at));
-        let mut more = More::empty();
-        more.joint.extend(others);
-        sent.more = Some(more);
-        sent
-    }
-
-    /// Adds the slot of the permit, so that a layer inside of this one can give it back.
-    pub(crate) fn with_slot(mut self, slot: Option<Reservation>) -> Self {
-        if slot.is_some() && outer::may_be_any() {
-            self.more.get_or_insert_with(More::empty).slot = slot;
-        }
-        self
-    }
-
-    /// Begins a call or poll of the inner service. Layers inside see the permits of this call. If the
-    /// layer is not known to be around another one, they see only its mark.
-    #[inline]
-    pub(crate) fn begin_inner(&self) -> Option<InnerCall> {
-        if self.has_inner() {
-            return Some(self.publish());
-        }
-        InnerCall::mark()
-    }
-
-    /// Ends a call or poll of the inner service, and takes in what the layers inside have done.
-    #[inline]
-    pub(crate) fn end_inner(&mut self, inner: Option<InnerCall>) {
-        if let Some(inner) = inner
-            && !inner.is_unseen()
-        {
-            self.take_in(inner);
-        }
-    }
-
-    #[cold]
-    fn publish(&self) -> InnerCall {
-        let use_of = self.use_of();
-        let more = self.more.iter();
-        let others = more.flat_map(|more| more.joint.iter());
-        let permits = std::iter::once(self).chain(others);
-        InnerCall::publish(permits.map(|sent| sent.outer_permit(use_of)))
-    }
-
-    #[cold]
-    fn take_in(&mut self, inner: InnerCall) {
-        if self.has_inner() {
-            self.take_back(&inner.changed());
-            return;
-        }
-        self.more.get_or_insert_with(More::empty).has_inner = true;
-        if let Some(core) = self.core.find() {
-            core.note_inner();
-        }
-    }
-
-    /// Returns whether the layer is known to be around another one.
-    #[inline]
-    fn has_inner(&self) -> bool {
-        self.more.as_ref().is_some_and(|more| more.has_inner)
-    }
-
-    fn use_of(&self) -> UseOf {
-        self.more
-            .as_ref()
-            .map_or(UseOf::default(), |more| more.use_of)
-    }
-
-    fn outer_permit(&self, use_of: UseOf) -> OuterPermit {
-        let slot = self.more.as_ref().and_then(|more| more.slot);
-        OuterPermit {
-            core: self.core,
-            key: self.key,
-            cost: self.cost,
-            host: self.host,
-            // The slot is not known if the layer was found to be around another one just now.
-            until: slot.map_or((self.cost > 0).then_some(self.at), |slot| Some(slot.until)),
-            slot,
-            use_of,
-        }
-    }
-
-    /// Takes in that a layer inside has used the permits of this call, or has acquired others.
-    fn take_back(&mut self, permits: &[OuterPermit]) {
-        let mut permits = permits.iter();
-        let Some(first) = permits.next() else { return };
-        self.take_back_one(first);
-        let Some(more) = &mut self.more else { return };
-        more.use_of = first.use_of;
-        for (other, permit) in more.joint.iter_mut().zip(permits) {
-            other.take_back_one(permit);
-        }
-    }
-
-    fn take_back_one(&mut self, permit: &OuterPermit) {
-        let more = self.more.get_or_insert_with(More::empty);
-        more.slot = permit.slot;
-        if let Some(slot) = permit.slot {
-            self.at = slot.at;
-        }
-    }
-
-    /// Adds the name of the key, for the error of a refusal, if the caller wants one.
-    #[cold]
-    pub(crate) fn named(mut self, label: Label) -> Self {
-        let wait = PastWait {
-            label,
-            waited: Duration::ZERO,
-            turns: 0,
-            host: None,
-        };
-        self.more.get_or_insert_with(More::empty).wait = Some(Box::new(wait));
-        self
-    }
-
-    /// Adds the in-flight slot of the call, if calls in flight are limited.
-    pub(crate) fn in_flight(mut self, in_flight_slot: Option<InFlightSlot>) -> Self {
-        if in_flight_slot.is_some() {
-            self.more.get_or_insert_with(More::empty).in_flight_slot = in_flight_slot;
-        }
-        self
-    }
-
-    pub(crate) fn key(&self) -> Key {
-        self.key
-    }
-
-    /// Returns the key of its host, if the host matters: see [`Entry::host`].
-    pub(crate) fn host(&self) -> Option<Key> {
-        self.host
-    }
-
-    /// Returns whether a response may end the probation of a key. Then it matters even if it states
-    /// nothing about limits.
-    #[inline]
-    pub(crate) fn may_end_probation() -> bool {
-        is_any_uncertain()
-    }
-
-    /// Ends the request after a response that states nothing about limits. Its call is in flight
-    /// until the in-flight slot is dropped.
-    #[inline]
-    pub(crate) fn into_in_flight_slot(self) -> Option<InFlightSlot> {
-        self.more.and_then(More::end)
-    }
-
-    /// Ends the request with what its response states. Returns the error of a response that is a
-    /// refusal. The call is in flight until the in-flight slot is dropped.
-    pub(crate) fn answered(mut self, signal: &Signal) -> (Option<InFlightSlot>, Option<Limited>) {
-        let refused = match self.more.as_ref().filter(|more| !more.joint.is_empty()) {
-            None => {
-                self.observe(signal);
-                None
-            }
-            Some(more) => self.observe_joint(&more.joint, signal),
-        };
-        let limited = signal
-            .refusal()
-            .map(|status| self.upstream_limited(status, signal, refused));
-        (self.into_in_flight_slot(), limited)
-    }
-
-    /// Ready with an error if the call has to end, because it may no longer be counted as in
-    /// flight.
-    #[inline]
-    pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<Limited> {
-        let Some(more) = &self.more else {
-            return Poll::Pending;
-        };
-        let slots = more.in_flight_slot.iter();
-        let lost = slots.map(|slot| slot.poll_limited(cx));
-        let others = more.joint.iter().map(|other| other.poll_lost(cx));
-        lost.chain(others)
-            .find(Poll::is_ready)
-            .unwrap_or(Poll::Pending)
-    }
-
-    /// Takes in what the response states about the key.
-    fn observe(&self, signal: &Signal) {
-        let &Sent {
-            key,
-            host,
-            cost,
-            at,
-            ..
-        } = self;
-        AnsweredCall {
-            key,
-            hold: host_hold(key, host).unwrap_or(key),
-            cost,
-            sent: at,
-        }
-        .observe(self.core, signal);
-    }
-
-    /// Takes in what the response to a joint request states, each statement about the key that it
-    /// is about. If the response is a refusal of a key besides the first, returns the label of that
-    /// key and the name of its limit.
-    #[cold]
-    fn observe_joint(
-        &self,
-        others: &[Sent],
-        signal: &Signal,
-    ) -> Option<(Label, Option<&'static str>)> {
-        let all: SmallVec<[&Sent; 4]> = std::iter::once(self).chain(others).collect();
-        let keys: SmallVec<[SignalKey; 4]> = all
-            .iter()
-            .map(|sent| match sent.core.find() {
-                Some(core) => SignalKey {
-                    name: core.settings.name,
-                    has_on_scope: core.settings.on_scope.is_some(),
-                    spec: Some(core.terms(sent.key)),
-                },
-                None => SignalKey::default(),
-            })
-            .collect();
-        let (signals, refused) = split(signal, &keys);
-        for (sent, signal) in all.iter().zip(&signals) {
-            sent.observe(signal);
-        }
-        let refused = refused.filter(|index| *index > 0)?;
-        Some((
-            all[refused].core.label(all[refused].key),
-            keys[refused].name,
-        ))
-    }
-
-    #[cold]
-    fn upstream_limited(
-        &mut self,
-        status: StatusCode,
-        signal: &Signal,
-        refused: Option<(Label, Option<&'static str>)>,
-    ) -> Limited {
-        let PastWait {
-            label,
-            waited,
-            turns,
-            ..
-        } = match self.more.as_mut().and_then(|more| more.wait.take()) {
-            Some(wait) => *wait,
-            None => PastWait {
-                label: self.core.label(self.key),
-                waited: Duration::ZERO,
-                turns: 0,
-                host: None,
-            },
-        };
-        let (label, name) = refused.unwrap_or_else(|| {
-            let core = self.core.find();
-            (label, core.and_then(|core| core.settings.name))
-        });
-        let retry_after = signal.retry_after();
-        events::upstream_limited(&label, status, retry_after);
-        let at = clock::wall(clock::now());
-        let report = LimitedInfo::new(Facts {
-            key: label,
-            name,
-            limit: None,
-            retry_after,
-            at,
-            waited,
-            turns,
-        });
-        Limited::Upstream { status, report }
-    }
-}
-
 impl std::fmt::Debug for Permit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Permit")
             .field("key", &self.key)
             .field("waited", &self.waited())
             .finish_non_exhaustive()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Each response future holds one.
-    #[test]
-    fn requests_on_their_way_are_small() {
-        assert!(size_of::<Sent>() <= 72, "{} bytes", size_of::<Sent>());
     }
 }

@@ -11,7 +11,7 @@ use crate::key::Label;
 use crate::limiter::admission::Entry;
 use crate::limiter::engine::CoreId;
 use crate::limiter::outer;
-use crate::limiter::permit::Sent;
+use crate::limiter::sent::Sent;
 
 /// What a request of a layer gets when it enters.
 pub(crate) enum Entered {

@@ -20,9 +20,10 @@ use crate::limiter::hosts::host_hold;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
 use crate::limiter::limited::RefusedRequest;
 use crate::limiter::outer::{self, CallId};
-use crate::limiter::permit::{PastWait, Permit};
+use crate::limiter::permit::Permit;
 use crate::limiter::queue::{Number, next_number};
 use crate::limiter::reservation::WaitBound;
+use crate::limiter::sent::PastWait;
 use crate::store::Refusal;
 use crate::wait_queue::answer_by;
 
