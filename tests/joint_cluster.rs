@@ -79,6 +79,8 @@ async fn joint_refusals_name_the_limit_of_a_killed_server() {
         let is_of_store = matches!(refused, Limited::Store { .. });
         assert!(is_of_store, "{number}: {refused}");
         assert_eq!(refused.report().name(), Some(NAMES[KILLED]), "{refused}");
+        let alone = limiters[KILLED].acquire(keys[KILLED]).await.unwrap_err();
+        assert_eq!(refused.report().key(), alone.report().key(), "{refused}");
     }
     for part in [0, 2] {
         until_unused(&limiters[part], keys[part]).await;
