@@ -371,3 +371,25 @@ async fn clusters_are_asked_for_one_key_at_a_time() {
         }
     }
 }
+
+/// The units of a slot that expired are free again for the request that it was for, although
+/// nothing else is left of the limits.
+#[tokio::test]
+async fn joint_requests_replace_their_expired_slots() {
+    let server = RedisServer::start().unwrap();
+    let limiters = process(&server, &[Quota::new(1, HOUR), Quota::new(1, HOUR)]);
+    for round in 0..10 {
+        let keys = [
+            Key::new(format!("one {round}")),
+            Key::new(format!("other {round}")),
+        ];
+        let mut late = Box::pin(acquire(&limiters, &keys));
+        // The store's thread books. This thread sleeps for longer than the slots are valid.
+        let is_pending = futures::poll!(&mut late).is_pending();
+        assert!(is_pending, "{round}");
+        std::thread::sleep(millis(150));
+        let permit = late.await.unwrap();
+        assert!(permit.is_valid(), "{round}");
+        permit.give_back();
+    }
+}

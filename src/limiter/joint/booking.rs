@@ -53,8 +53,8 @@ impl Drop for Booking {
 
 async fn book(mut booking: Booking) {
     let set = &booking.set;
-    while let Some(wanted) = set.next_wanted() {
-        let outcome = Search::new(set, &wanted).run(wanted.bound).await;
+    while let Some(mut wanted) = set.next_wanted() {
+        let outcome = Search::new(set, &mut wanted).run(wanted.bound).await;
         set.booked(&wanted, outcome);
     }
     booking.is_done = true;
@@ -69,6 +69,9 @@ struct Search<'a> {
     /// When the search began. After a store has decided nothing for some time, it begins anew.
     began: Instant,
     slots: PerPart<Option<Reservation>>,
+    /// Slots of no use. Each goes back with the first call of its part, so that the store has its
+    /// units again when it decides.
+    given_up: PerPart<Option<Reservation>>,
     /// How much later than in the time of its store the last slot of a part could be used. The next
     /// slot is asked for that much earlier. Otherwise each part would move the joint slot.
     uncertain: PerPart<Duration>,
@@ -84,11 +87,20 @@ struct Search<'a> {
 impl Drop for Search<'_> {
     fn drop(&mut self) {
         give_back(self.parts, std::mem::take(&mut self.slots));
+        give_back(self.parts, std::mem::take(&mut self.given_up));
     }
 }
 
 impl<'a> Search<'a> {
-    fn new(set: &'a JointSet, wanted: &Wanted) -> Self {
+    fn new(set: &'a JointSet, wanted: &mut Wanted) -> Self {
+        let none = || set.parts.iter().map(|_| None).collect();
+        let given_up = wanted.given_up.take().map_or_else(none, |slot| slot.slots);
+        let now = clock::now();
+        for (part, slot) in set.parts.iter().zip(&given_up) {
+            if let Some(slot) = slot {
+                part.as_ref().given_up(slot, now);
+            }
+        }
         let needs_none = |part: &Part| {
             part.entry.cost == 0 || part.core.settings.spec.quota().limits().is_empty()
         };
@@ -96,8 +108,9 @@ impl<'a> Search<'a> {
             set,
             parts: &set.parts,
             number: wanted.number,
-            began: clock::now(),
-            slots: set.parts.iter().map(|_| None).collect(),
+            began: now,
+            slots: none(),
+            given_up,
             uncertain: set.parts.iter().map(|_| Duration::ZERO).collect(),
             passes: set.parts.iter().map(needs_none).collect(),
             uncounted: None,
@@ -143,6 +156,8 @@ impl<'a> Search<'a> {
                         // Meanwhile the request takes nothing of its other keys. Then this part is
                         // asked first.
                         give_back(self.parts, std::mem::take(&mut self.slots));
+                        let given_up = self.given_up.iter_mut().map(Option::take).collect();
+                        give_back(self.parts, given_up);
                         self.slots = self.parts.iter().map(|_| None).collect();
                         self.last = part;
                         clock::sleep_until(until).await;
@@ -284,7 +299,9 @@ impl<'a> Search<'a> {
                 .checked_sub(self.uncertain[part])
                 .unwrap_or(earliest),
             bound,
-            replaces: self.slots[part].take(),
+            replaces: self.slots[part]
+                .take()
+                .or_else(|| self.given_up[part].take()),
         };
         match core.with_new_state(entry.key, now, |state, ctx| ask.send(state, ctx, joint)) {
             Ok(reply) => Ok(Call {

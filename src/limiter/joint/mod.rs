@@ -116,6 +116,16 @@ impl<'a> PartRef<'a> {
         }
     }
 
+    /// Takes in that a slot of no use goes back with the next call.
+    fn given_up(&self, slot: &Reservation, now: Instant) {
+        if slot.until <= now {
+            self.ended(now, false);
+        }
+        self.core.with_state(self.entry.key, now, |state, _| {
+            key_state::given_up(state);
+        });
+    }
+
     /// Notes whether a slot was used, or expired before the request left.
     fn ended(&self, now: Instant, is_used: bool) {
         self.core.with_state(self.entry.key, now, |state, ctx| {

@@ -44,6 +44,9 @@ struct State {
     waiters: WaitQueue<JointWait, Result<JointSlot, JointRefusal>>,
     /// The joint slots that are booked, the first ones first. There are never more than waiters.
     slots: VecDeque<JointSlot>,
+    /// Joint slots of no use, whose requests wait for others. Each goes back while another one is
+    /// booked. Together with `slots`, there are never more than waiters.
+    given_up: Vec<JointSlot>,
     /// Whether a task books.
     is_booking: bool,
     /// Whether a task asks stores to confirm the first joint slot.
@@ -78,6 +81,8 @@ pub(super) struct Wanted {
     pub(super) scarcest: usize,
     /// The request to book for.
     pub(super) number: Number,
+    /// A joint slot of no use, which goes back meanwhile.
+    pub(super) given_up: Option<JointSlot>,
 }
 
 /// Returns what identifies the set of `parts`.
@@ -182,7 +187,7 @@ impl JointSet {
             let mut unused = Vec::new();
             let (settled, tasks) = self.with(|state, wakers| {
                 state.waiters.runs(number);
-                state.obey(held_until, *now, &mut unused);
+                state.obey(held_until, *now);
                 let confirm = state.hand_out(&self.parts, *now, &mut unused, wakers);
                 let mut settled = state.waiters.collect(number);
                 if settled.is_none()
@@ -293,11 +298,11 @@ impl JointSet {
     /// it is given back, and its request books anew.
     pub(super) fn confirmed(self: &Arc<Self>) {
         let now = clock::now();
-        self.change(|state, unused, _| {
+        self.change(|state, _, _| {
             state.is_confirming = false;
             let is_lost = |slot: &JointSlot| !doubtful(&self.parts, slot, now).is_empty();
             while let Some(slot) = state.take_due(now, is_lost) {
-                unused.push(slot);
+                state.given_up.push(slot);
             }
         });
     }
@@ -329,6 +334,11 @@ impl JointSet {
         self.with(|state, _| state.waiters.waiting())
     }
 
+    /// Takes back the joint slot of a request that has entered again, because the slot is of no use.
+    pub(super) fn give_up(&self, slot: JointSlot) {
+        self.with(|state, _| state.given_up.push(slot));
+    }
+
     /// Gives all slots of `unused` back.
     pub(super) fn give_back(&self, unused: impl IntoIterator<Item = JointSlot>) {
         for JointSlot { slots, .. } in unused {
@@ -339,14 +349,10 @@ impl JointSet {
 
 impl Drop for JointSet {
     fn drop(&mut self) {
-        let slots = std::mem::take(
-            &mut self
-                .state
-                .get_mut()
-                .unwrap_or_else(PoisonError::into_inner)
-                .slots,
-        );
-        self.give_back(slots);
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let slots = std::mem::take(&mut state.slots);
+        let given_up = std::mem::take(&mut state.given_up);
+        self.give_back(slots.into_iter().chain(given_up));
         if let Some(first) = self.parts.first() {
             first.core.joint.forget(&self.id);
         }
@@ -376,6 +382,10 @@ impl State {
         while self.slots.len() > self.waiters.waiting() {
             unused.extend(self.slots.pop_back());
         }
+        let without_slot = self.waiters.waiting() - self.slots.len();
+        while self.given_up.len() > without_slot {
+            unused.extend(self.given_up.pop());
+        }
     }
 
     /// Gives the joint slots that are due to the first requests. Stops at a slot that stores have
@@ -392,8 +402,12 @@ impl State {
         wakers: &mut Wakers,
     ) -> PerPart<usize> {
         while let Some(slot) = self.take_due(now, |_| true) {
-            if slot.until.is_some_and(|until| until <= now) || self.waiters.waiting() == 0 {
+            if self.waiters.waiting() == 0 {
                 unused.push(slot);
+                continue;
+            }
+            if slot.until.is_some_and(|until| until <= now) {
+                self.given_up.push(slot);
                 continue;
             }
             let confirm = doubtful(parts, &slot, now);
@@ -440,7 +454,7 @@ impl State {
 
     /// Takes in until when a hold lets no request leave. Joint slots before its end are useless. If
     /// the hold ends earlier than before, earlier slots may be free.
-    fn obey(&mut self, held_until: Option<Instant>, now: Instant, unused: &mut Vec<JointSlot>) {
+    fn obey(&mut self, held_until: Option<Instant>, now: Instant) {
         let before = self.held_until.filter(|until| *until > now);
         self.held_until = held_until;
         if held_until == before {
@@ -451,7 +465,7 @@ impl State {
         let slots = std::mem::take(&mut self.slots).into_iter();
         let (kept, given_up): (VecDeque<_>, VecDeque<_>) = slots.partition(is_kept);
         self.slots = kept;
-        unused.extend(given_up);
+        self.given_up.extend(given_up);
     }
 
     /// Returns why a request can wait no longer, if that is so.
@@ -485,7 +499,7 @@ impl State {
         Tasks { confirm, book }
     }
 
-    fn next_wanted(&self) -> Option<Wanted> {
+    fn next_wanted(&mut self) -> Option<Wanted> {
         // The requests without a joint slot are the last ones, and mostly few.
         let without_slot = self.waiters.waiting().checked_sub(self.slots.len())?;
         let before = without_slot.checked_sub(1)?;
@@ -495,6 +509,7 @@ impl State {
             held_until: self.held_until,
             scarcest: self.scarcest,
             number,
+            given_up: self.given_up.pop(),
         })
     }
 }

@@ -418,8 +418,8 @@ impl JointWaiter {
                 }
                 return Poll::Ready(Ok((slot, now)));
             }
-            self.set.give_back([slot]);
             self.enter_again(now);
+            self.set.give_up(slot);
         }
     }
 

@@ -216,6 +216,13 @@ fn take_in_changes(state: &mut KeyState, ctx: &mut KeyContext<'_>) {
     state.close(ctx);
 }
 
+/// Takes in that a slot of no use goes back with the next call of a joint request. So a refusal
+/// while it was booked says nothing any more.
+pub(in crate::limiter) fn given_up(state: &mut KeyState) {
+    state.probe_comes_back();
+    state.store.forget_refusal();
+}
+
 /// Takes in whether a slot of a joint request was used. If it expired before the request left, the
 /// next slots are valid for longer.
 pub(in crate::limiter) fn ended(state: &mut KeyState, ctx: &KeyContext<'_>, is_used: bool) {

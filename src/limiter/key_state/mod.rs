@@ -63,7 +63,7 @@ use crate::wakers::Wakers;
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
 pub(super) use hold::HoldSource;
 pub(super) use joint_ask::{
-    Asked, JointAsk, ask_to_confirm, confirmed, ended, is_confirmed, known_refusal,
+    Asked, JointAsk, ask_to_confirm, confirmed, ended, given_up, is_confirmed, known_refusal,
 };
 pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use probation::is_any_uncertain;
