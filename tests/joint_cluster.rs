@@ -17,17 +17,29 @@ const COUNT: u32 = 3;
 /// How long permits may take to get back to a server.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Returns a limiter for each of the names. Their requests do not wait.
-fn limiters(cluster: &RedisCluster) -> [Limiter; 3] {
+/// The server that is killed.
+const KILLED: usize = 1;
+
+/// Starts a cluster. No replica replaces a server that is killed.
+async fn start() -> RedisCluster {
+    let cluster = tokio::task::spawn_blocking(|| RedisCluster::start().unwrap())
+        .await
+        .unwrap();
+    cluster.configure("cluster-node-timeout", "60000");
+    cluster
+}
+
+/// Returns a limiter for each of the names. `killed` is the quota of the key of [`KILLED`].
+fn limiters(cluster: &RedisCluster, killed: Quota, max_wait: Duration) -> [Limiter; 3] {
     let store = RedisStore::cluster(cluster.urls()).build().unwrap();
     // What is not given back stays counted.
     let quota = Quota::per_hour(COUNT);
     let layer = RateLimitLayer::builder(quota)
         .name(NAMES[0])
-        .and_per(NAMES[1], quota, |_| Key::ALL)
+        .and_per(NAMES[KILLED], killed, |_| Key::ALL)
         .and_per(NAMES[2], quota, |_| Key::ALL)
         .store(Arc::new(store))
-        .max_wait(Duration::ZERO)
+        .max_wait(max_wait)
         .build()
         .unwrap();
     NAMES.map(|name| layer.limiter_of(name).unwrap())
@@ -46,6 +58,15 @@ async fn key_on(cluster: &RedisCluster, number: usize, limiter: &Limiter) -> Key
     panic!("no key is on server {number}");
 }
 
+/// Returns a key on each server.
+async fn keys(cluster: &RedisCluster, limiters: &[Limiter; 3]) -> [Key; 3] {
+    let mut keys = [Key::ALL; 3];
+    for (number, key) in keys.iter_mut().enumerate() {
+        *key = key_on(cluster, number, &limiters[number]).await;
+    }
+    keys
+}
+
 /// Returns a joint request of the keys of `which` of the limiters.
 fn joint(limiters: &[Limiter; 3], keys: &[Key; 3], which: &[usize]) -> Acquire {
     let parts = which.iter().map(|&part| limiters[part].acquire(keys[part]));
@@ -54,17 +75,9 @@ fn joint(limiters: &[Limiter; 3], keys: &[Key; 3], which: &[usize]) -> Acquire {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn joint_refusals_name_the_limit_of_a_killed_server() {
-    const KILLED: usize = 1;
-    let mut cluster = tokio::task::spawn_blocking(|| RedisCluster::start().unwrap())
-        .await
-        .unwrap();
-    // No replica replaces it.
-    cluster.configure("cluster-node-timeout", "60000");
-    let limiters = limiters(&cluster);
-    let mut keys = [Key::ALL; 3];
-    for (number, key) in keys.iter_mut().enumerate() {
-        *key = key_on(&cluster, number, &limiters[number]).await;
-    }
+    let mut cluster = start().await;
+    let limiters = limiters(&cluster, Quota::per_hour(COUNT), Duration::ZERO);
+    let keys = keys(&cluster, &limiters).await;
     joint(&limiters, &keys, &[0, 1, 2])
         .await
         .unwrap()
@@ -73,7 +86,7 @@ async fn joint_refusals_name_the_limit_of_a_killed_server() {
     cluster.node(KILLED).kill();
     for number in 0..5 {
         for part in [0, 2] {
-            until_unused(&limiters[part], keys[part]).await;
+            until_used(&limiters[part], keys[part], 0).await;
         }
         let refused = joint(&limiters, &keys, &[0, 1, 2]).await.unwrap_err();
         let is_of_store = matches!(refused, Limited::Store { .. });
@@ -83,7 +96,7 @@ async fn joint_refusals_name_the_limit_of_a_killed_server() {
         assert_eq!(refused.report().key(), alone.report().key(), "{refused}");
     }
     for part in [0, 2] {
-        until_unused(&limiters[part], keys[part]).await;
+        until_used(&limiters[part], keys[part], 0).await;
     }
     for _ in 0..COUNT {
         drop(joint(&limiters, &keys, &[0, 2]).await.unwrap());
@@ -92,11 +105,53 @@ async fn joint_refusals_name_the_limit_of_a_killed_server() {
     assert!(matches!(refused, Limited::Local { .. }), "{refused}");
 }
 
-/// Waits until nothing of a key is used.
-async fn until_unused(limiter: &Limiter, key: Key) {
+/// Requests that wait for the key of a killed server have booked units of the other keys ahead.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn joint_waiters_return_bookings_when_a_server_is_killed() {
+    let mut cluster = start().await;
+    // The key of the killed server allows a request every two seconds.
+    let scarce = Quota::new(1, Duration::from_secs(2));
+    let limiters = limiters(&cluster, scarce, Duration::from_secs(20));
+    let keys = keys(&cluster, &limiters).await;
+    drop(joint(&limiters, &keys, &[0, 1, 2]).await.unwrap());
+    let waiters: Vec<_> = (1..COUNT)
+        .map(|_| tokio::spawn(joint(&limiters, &keys, &[0, 1, 2]).into_future()))
+        .collect();
+    for part in [0, 2] {
+        until_used(&limiters[part], keys[part], u64::from(COUNT)).await;
+    }
+
+    cluster.node(KILLED).kill();
+    // On a machine that stalls, a slot may have come before the server was killed.
+    let mut left = 1;
+    for waiter in waiters {
+        match waiter.await.unwrap() {
+            Ok(_) => left += 1,
+            Err(refused) => {
+                let is_of_store = matches!(refused, Limited::Store { .. });
+                assert!(is_of_store, "{refused}");
+                assert_eq!(refused.report().name(), Some(NAMES[KILLED]), "{refused}");
+            }
+        }
+    }
+    for part in [0, 2] {
+        until_used(&limiters[part], keys[part], left).await;
+    }
+}
+
+/// Waits until so many units of a key are used.
+async fn until_used(limiter: &Limiter, key: Key, used: u64) {
     let start = Instant::now();
-    while limiter.peek(key).await.unwrap().limits[0].used > 0 {
-        assert!(start.elapsed() < PATIENCE, "permits were not given back");
+    loop {
+        let status = limiter.peek(key).await.unwrap();
+        if status.limits[0].used == used {
+            return;
+        }
+        assert!(
+            start.elapsed() < PATIENCE,
+            "{} units are used, not {used}",
+            status.limits[0].used
+        );
         sleep(Duration::from_millis(2)).await;
     }
 }
