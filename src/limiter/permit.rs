@@ -248,25 +248,29 @@ impl Permit {
 
     /// Ends the permit of a request that was certainly not sent. Its slot goes to the next waiter,
     /// or else back to the store.
-    pub fn give_back(self) {
-        self.return_slots();
+    pub fn give_back(mut self) {
+        let joint = self.joint.take();
+        let others = joint.map(|joint| joint.others).unwrap_or_default();
+        let others = others.into_iter().map(|other| other.permit);
+        for permit in std::iter::once(self).chain(others) {
+            if let Some(slot) = permit.slot {
+                permit.core.give_back(permit.key, slot);
+            }
+        }
     }
 
-    /// Gives back the slots of all keys. Returns the in-flight slots, in the order of the keys.
-    pub(super) fn return_slots(self) -> SmallVec<[Option<InFlightSlot>; 4]> {
-        let others = self.joint.map(|joint| joint.others).unwrap_or_default();
-        let first = (self.core, self.key, self.slot, self.in_flight_slot);
-        let others = others.into_iter().map(|JointPermit { permit, .. }| {
-            (permit.core, permit.key, permit.slot, permit.in_flight_slot)
-        });
-        let all = std::iter::once(first).chain(others);
-        all.map(|(core, key, slot, in_flight_slot)| {
-            if let Some(slot) = slot {
-                core.give_back(key, slot);
-            }
-            in_flight_slot
-        })
-        .collect()
+    /// Takes the permit of a joint request apart: the slots of all keys, and their in-flight slots.
+    pub(super) fn into_joint_parts(
+        mut self,
+    ) -> (
+        SmallVec<[Option<Reservation>; 4]>,
+        SmallVec<[Option<InFlightSlot>; 4]>,
+    ) {
+        let joint = self.joint.take();
+        let others = joint.map(|joint| joint.others).unwrap_or_default();
+        let others = others.into_iter().map(|other| other.permit);
+        let all = std::iter::once(self).chain(others);
+        all.map(Permit::into_parts).unzip()
     }
 }
 

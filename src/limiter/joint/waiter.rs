@@ -171,11 +171,22 @@ impl JointWaiter {
 
     /// Waits again, in its old place, because `permit` expired before it could be used.
     pub(crate) fn wait_again(&mut self, permit: Permit) {
-        self.in_flight = permit.return_slots();
+        let now = clock::now();
+        let (mut slots, in_flight) = permit.into_joint_parts();
+        self.in_flight = in_flight;
         if self.inside.is_some() {
             give_up_outer();
         }
-        self.enter_again(clock::now());
+        // The parts of layers around have no slot here.
+        slots.resize(self.set.parts.len(), None);
+        self.enter_again(now);
+        self.set.give_up(JointSlot {
+            slots,
+            at: now,
+            until: None,
+            last: 0,
+            uncounted: None,
+        });
     }
 
     fn enter_again(&mut self, now: Instant) {
