@@ -113,6 +113,7 @@ impl Strategy {
         let fair = |brief: &Brief| with_limit!(brief, Fair::new().start_with(brief.start_interval));
         vec![
             Strategy::new("fair", fair),
+            Strategy::new("fair-sole", move |brief| fair(brief).sole_client()),
             Strategy::new("blog-remaining", |brief| {
                 with_limit!(brief, Remaining::new().start_with(brief.start_interval))
             }),

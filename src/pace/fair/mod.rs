@@ -1,9 +1,13 @@
 //! The recommended pace. It estimates how many clients compete for the limit.
 
+mod curve;
 mod estimate;
 #[cfg(test)]
 mod properties;
 mod scale;
+mod search;
+#[cfg(test)]
+mod search_properties;
 mod short_window;
 mod trust;
 
@@ -13,6 +17,7 @@ use super::reading::{Told, wait_said};
 use super::{CallState, Dice, LONGEST, Pace, Pause, Reply, StateCodec, Traffic, seconds, span};
 use estimate::Estimate;
 use scale::Scale;
+use search::Search;
 use trust::{Observation, Trust};
 
 /// Estimates how many equal competitors share the limit, and takes one fair share. The recommended
@@ -124,8 +129,16 @@ use trust::{Observation, Trust};
 #[derive(Clone, Debug, Default)]
 pub struct Fair {
     start: f64,
+    is_sole_client: bool,
+    /// Whether processes share this pace.
+    is_shared: bool,
     first_call: Option<Instant>,
     estimate: Estimate,
+    search: Search,
+    /// Whether any response stated a limit, or what is left.
+    is_told: bool,
+    /// Whether the last refusal stated how long to wait.
+    states_wait: bool,
     level: Option<f64>,
     scale: Scale,
     trust: Trust,
@@ -149,6 +162,8 @@ const SET_POINT: f64 = 5.0;
 const SHORTAGE: f64 = 0.75;
 /// The pause after a refusal, in n token times.
 const PAUSE: f64 = 2.5;
+/// The most by which a pause is longer than the wait that a refusal states, as a fraction of it.
+const LONGER: f64 = 0.1;
 /// The largest `r`, in tokens.
 const LONGEST_TICKET: f64 = 200.0;
 /// `u` below the line of a window, when all clients together take just what they may.
@@ -184,6 +199,20 @@ impl Fair {
         self
     }
 
+    /// States that no other client uses the limit. Default: other clients may use it.
+    ///
+    /// It matters for a server that states neither its limit nor what is left. The pace then searches
+    /// for the highest speed at which the server refuses next to nothing. Without it, the pace keeps
+    /// at a speed that is fair to other clients, and may use only a third of the limit.
+    ///
+    /// Set it only if all requests that count against the limit pass through this pace. Two processes
+    /// that each search get uneven shares, and are refused more often. If the processes of a fleet
+    /// [share](crate::AdaptiveThrottleBuilder::store) the pace, it searches without this setting.
+    pub fn sole_client(mut self) -> Self {
+        self.is_sole_client = true;
+        self
+    }
+
     /// Returns the estimated number of equal competitors, this one included: from 1 to the number
     /// that makes the interval 900 s.
     pub fn competitors(&self) -> f64 {
@@ -195,7 +224,16 @@ impl Fair {
         span(self.pace(in_flight))
     }
 
+    /// Reports whether the pace searches for the speed, because no response states what is left.
+    fn is_searching(&self) -> bool {
+        let is_alone = self.is_sole_client || self.is_shared;
+        !self.is_told && (is_alone || (self.states_wait && self.scale.is_guess))
+    }
+
     fn pace(&self, in_flight: usize) -> f64 {
+        if self.is_searching() {
+            return self.search.slot(in_flight);
+        }
         let share = self.share_of(in_flight).unwrap_or(0.0);
         (self.scale.paced_time * share.max(self.estimate.m)).clamp(0.0, LONGEST)
     }
@@ -225,6 +263,12 @@ impl Fair {
 
     /// Reads what is left from an answer. Returns `None` if it is unknown.
     fn look(&mut self, told: &Told, passed: bool, sent: Instant, now: Instant) -> Option<f64> {
+        if !self.is_told && (told.remaining.is_some() || told.limit.is_some()) {
+            if self.is_searching() {
+                self.leave_search();
+            }
+            self.is_told = true;
+        }
         let was_blind = self.trust.is_silent();
         let limit = self.scale.known_limit(told);
         let observation = Observation {
@@ -269,6 +313,11 @@ impl Fair {
         }
     }
 
+    /// Keeps the interval that the search has reached.
+    fn leave_search(&mut self) {
+        self.estimate.m = self.search.reached() / self.scale.token_time;
+    }
+
     /// Takes an answer that another process shares late: what is known is newer, but by how much is
     /// uncertain, and many requests may have left since.
     fn passed_late(&mut self, reply: &Reply<'_>) {
@@ -305,6 +354,12 @@ impl Fair {
     }
 }
 
+/// Returns the pause after a refusal that states a wait of `said` seconds: up to `more` seconds
+/// longer, and at most [`LONGER`] of what is stated.
+fn stated(said: f64, more: f64) -> Duration {
+    span(more.min(LONGER * said)) + Duration::try_from_secs_f64(said).unwrap_or_default()
+}
+
 impl Pace for Fair {
     fn arrived(&mut self, _: &mut CallState, traffic: &Traffic, dice: &mut Dice) -> Duration {
         self.first_call.get_or_insert(traffic.now);
@@ -339,6 +394,13 @@ impl Pace for Fair {
 
     fn sent(&mut self, traffic: &Traffic) {
         self.slot_before = None;
+        let Traffic {
+            now,
+            in_flight,
+            last_sent,
+            ..
+        } = *traffic;
+        self.search.sent(last_sent, in_flight, now);
         if let Some(last) = self.last_sent.replace(traffic.now) {
             let interval = seconds(last, traffic.now);
             let mean = self.interval.get_or_insert(interval);
@@ -349,10 +411,12 @@ impl Pace for Fair {
     fn passed(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, _: &mut Dice) {
         let now = traffic.now;
         if self.last_answer.is_some_and(|last| now < last) {
+            self.search.passed(reply.sent, now, self.states_wait);
             return self.passed_late(reply);
         }
         let level_before = self.level;
         self.level = self.look(&Told::of(reply.signal), true, reply.sent, now);
+        self.search.passed(reply.sent, now, self.states_wait);
         let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
         let calm = self.last_refusal.map_or(0.0, |last| seconds(last, now));
         let (scale, knows_level) = (&self.scale, self.level.is_some());
@@ -383,6 +447,24 @@ impl Pace for Fair {
             ..*traffic
         });
         self.level = self.look(&told, false, reply.sent, now);
+        let said = wait_said(reply.signal).map(|wait| wait.as_secs_f64());
+        let was_searching = self.is_searching();
+        self.states_wait = said.is_some();
+        if self.is_searching() {
+            // In an outage only the pause postpones a request.
+            let was_outage = was_searching && self.search.interval() == 0.0;
+            self.slot_before = slot.filter(|_| !was_outage);
+            let wait = self.search.refused(reply.sent, now, dice);
+            self.last_refusal = Some(now);
+            self.settle(now);
+            return Pause::of_all(match said {
+                Some(said) => stated(said, wait),
+                None => span(wait),
+            });
+        }
+        if was_searching {
+            self.leave_search();
+        }
         if self.is_news(reply) {
             let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
             let waiting = traffic.waiting.max(1) as f64;
@@ -404,7 +486,6 @@ impl Pace for Fair {
         self.slot_before = slot;
         self.settle(now);
         let wait = self.scale.token_time * (PAUSE * self.estimate.n).max(self.estimate.m);
-        let said = wait_said(reply.signal).map(|wait| wait.as_secs_f64());
         let said = said.or_else(|| self.scale.empty_until_reset(&told, now));
         Pause::of_all(match said {
             Some(said) => {
@@ -421,7 +502,12 @@ impl Pace for Fair {
     }
 
     fn share(&mut self, codec: &mut StateCodec<'_>) -> bool {
+        // Only a pace that processes share is written or read.
+        self.is_shared = true;
         codec.near(&mut self.first_call, Duration::ZERO);
+        codec.flag(&mut self.is_told);
+        codec.flag(&mut self.states_wait);
+        self.search.share(codec);
         self.estimate.share(codec);
         codec.optional_number(&mut self.level);
         codec.near(&mut self.slot_before, span(LONGEST));
@@ -448,6 +534,7 @@ impl Pace for Fair {
             .min(self.estimate.n)
             .max(1.0);
         self.estimate.divide(share, processes);
+        self.search.divide(processes);
         self.slot_before = None;
         self.estimate.bound(&self.scale);
     }

@@ -94,9 +94,15 @@ fn wild() -> impl Strategy<Value = f64> {
 
 fn pace() -> impl Strategy<Value = Fair> {
     let hint = proptest::option::of((1_u32..10_000, 1_u64..1_000_000_000));
-    hint.prop_map(|hint| match hint {
-        Some((limit, millis)) => Fair::new().limit(limit, Duration::from_millis(millis)),
-        None => Fair::new(),
+    (hint, any::<bool>()).prop_map(|(hint, is_sole_client)| {
+        let pace = match hint {
+            Some((limit, millis)) => Fair::new().limit(limit, Duration::from_millis(millis)),
+            None => Fair::new(),
+        };
+        match is_sole_client {
+            true => pace.sole_client(),
+            false => pace,
+        }
     })
 }
 
@@ -223,12 +229,13 @@ proptest! {
                 prop_assert!(after.estimate.n <= FIRST_LOOK * GROWTH.exp());
                 return Ok(());
             }
-            // If Remaining appears for the first time, `n` becomes what `m` has learned.
-            let n = if before.level.is_none() { before.estimate.n.max(before.estimate.m) } else { before.estimate.n };
+            // If Remaining appears for the first time, `n` becomes what `m` or the search has learned.
+            let searched = if before.is_searching() { before.search.reached() / before.scale.token_time } else { 0.0 };
+            let n = if before.level.is_none() { before.estimate.n.max(before.estimate.m).max(searched) } else { before.estimate.n };
             let most = if answer.refused { (n * REFUSED).max(FIRST_GUESS) } else { n * GROWTH.exp() };
             // A better guess of the token time changes the unit, not the interval.
             let unit = if after.scale.is_guess { before.scale.token_time / after.scale.token_time } else { 1.0 };
-            prop_assert!(after.estimate.n <= most * unit * (1.0 + 1e-9), "{} -> {}", before.estimate.n, after.estimate.n);
+            prop_assert!(after.estimate.n <= (most * unit).max(1.0) * (1.0 + 1e-9), "{} -> {}", before.estimate.n, after.estimate.n);
             Ok(())
         })?;
     }
@@ -241,8 +248,14 @@ proptest! {
         replay(pace, &answers, |_, after, answer, pause| {
             let Some(pause) = pause else { return Ok(()) };
             prop_assert_eq!(pause.call, Duration::ZERO);
+            let stated = wait_said(&answer.signal());
+            if after.is_searching() {
+                let least = stated.unwrap_or_default();
+                prop_assert!(pause.all >= least && pause.all <= least + Duration::from_secs(900), "{pause:?}");
+                return Ok(());
+            }
             let most = (after.scale.token_time * (PAUSE * after.estimate.n).max(after.estimate.m)).min(LONGEST);
-            let said = wait_said(&answer.signal()).map(|said| said.as_secs_f64());
+            let said = stated.map(|said| said.as_secs_f64());
             let told = Told::of(&answer.signal());
             let least = said.or_else(|| after.scale.empty_until_reset(&told, after.last_answer?));
             let pause = pause.all.as_secs_f64();
@@ -334,7 +347,9 @@ proptest! {
             let traffic = Traffic { last_sent: Some(sent), ..Traffic::at(now) };
             let mut before = before.clone();
             before.sent(&traffic);
-            let slot = before.slot(&Traffic { in_flight: 1, ..traffic });
+            // A search waits for the answer of a request in an outage. That is no slot.
+            let in_flight = usize::from(!after.is_searching());
+            let slot = before.slot(&Traffic { in_flight, ..traffic });
             let after = after.slot(&traffic).max(Some(now + pause.all));
             prop_assert!(after >= slot, "{after:?} and not {slot:?}");
             Ok(())
