@@ -99,6 +99,25 @@ async fn refusal_passes_and_its_hint_holds_the_next() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn stated_wait_is_exceeded_by_at_most_a_tenth() {
+    for _ in 0..20 {
+        let upstream = Upstream::answering([ok(), limited("5"), limited("5")]);
+        let service = AdaptiveThrottleLayer::new()
+            .retrying()
+            .layer(upstream.clone());
+        for _ in 0..2 {
+            let response = soon(service.clone().oneshot(get("/"))).await.unwrap();
+            assert_eq!(response.status(), 200);
+        }
+        let arrivals = upstream.arrivals();
+        for pair in arrivals[1..].windows(2) {
+            let wait = pair[1] - pair[0];
+            assert!((5000..=5502).contains(&wait), "{arrivals:?}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_refused_request_goes_again_before_all_others() {
     let upstream = Upstream::answering([ok(), limited("1"), limited("1")]);
     let service = every(100).retrying().layer(upstream.clone());

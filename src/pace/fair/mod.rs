@@ -486,16 +486,18 @@ impl Pace for Fair {
         self.slot_before = slot;
         self.settle(now);
         let wait = self.scale.token_time * (PAUSE * self.estimate.n).max(self.estimate.m);
-        let said = said.or_else(|| self.scale.empty_until_reset(&told, now));
-        Pause::of_all(match said {
-            Some(said) => {
+        let is_unknown = self.scale.is_guess;
+        let reset = self.scale.empty_until_reset(&told, now);
+        Pause::of_all(match said.or(reset) {
+            Some(least) if said.is_some() && is_unknown => stated(least, dice.roll() * wait),
+            Some(least) => {
                 // Half of a new window may be used at once, so one share of it spreads the requests
                 // enough.
                 let spread = self
                     .scale
                     .next_window()
                     .map_or(wait, |(_, share)| wait.min(self.estimate.n * share));
-                span(dice.roll() * spread) + Duration::try_from_secs_f64(said).unwrap_or_default()
+                span(dice.roll() * spread) + Duration::try_from_secs_f64(least).unwrap_or_default()
             }
             None => span(dice.between(0.5, 1.0) * wait),
         })

@@ -249,6 +249,12 @@ proptest! {
             let Some(pause) = pause else { return Ok(()) };
             prop_assert_eq!(pause.call, Duration::ZERO);
             let stated = wait_said(&answer.signal());
+            if let Some(least) = stated
+                && after.scale.is_guess
+            {
+                prop_assert!(pause.all >= least && pause.all <= least.mul_f64(1.1 + 1e-9), "{pause:?}");
+                return Ok(());
+            }
             if after.is_searching() {
                 let least = stated.unwrap_or_default();
                 prop_assert!(pause.all >= least && pause.all <= least + Duration::from_secs(900), "{pause:?}");
