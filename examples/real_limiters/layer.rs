@@ -25,6 +25,8 @@ pub(crate) enum LayerName {
     LimitShared,
     /// `AdaptiveThrottleLayer` as it is by default.
     Fair,
+    /// `AdaptiveThrottleLayer` with `Fair::sole_client`.
+    FairSole,
     /// `AdaptiveThrottleLayer` with `Fair::limit`.
     FairLimit,
     /// `Fair` with a store, in which all processes share one pace.
@@ -40,12 +42,13 @@ const MAX_WAIT: Duration = Duration::from_secs(3600);
 pub(crate) type Gated = BoxCloneSyncService<Request, Response, BoxError>;
 
 impl LayerName {
-    const ALL: [LayerName; 7] = [
+    const ALL: [LayerName; 8] = [
         LayerName::None,
         LayerName::Limit,
         LayerName::LimitWindow,
         LayerName::LimitShared,
         LayerName::Fair,
+        LayerName::FairSole,
         LayerName::FairLimit,
         LayerName::FairShared,
     ];
@@ -57,6 +60,7 @@ impl LayerName {
             LayerName::LimitWindow => "limit-window",
             LayerName::LimitShared => "limit-shared",
             LayerName::Fair => "fair",
+            LayerName::FairSole => "fair-sole",
             LayerName::FairLimit => "fair-limit",
             LayerName::FairShared => "fair-shared",
         }
@@ -78,10 +82,12 @@ impl LayerName {
         if kind == ServerKind::Haproxy && processes == 1 {
             layers.push(LayerName::LimitWindow);
         }
-        layers.extend([LayerName::Fair, LayerName::FairLimit]);
-        if processes > 1 {
-            layers.push(LayerName::FairShared);
-        }
+        layers.push(LayerName::Fair);
+        layers.push(match processes {
+            1 => LayerName::FairSole,
+            _ => LayerName::FairShared,
+        });
+        layers.push(LayerName::FairLimit);
         layers
     }
 
@@ -118,6 +124,10 @@ impl LayerName {
                 gated(known(kind, quota(kind, limit), Some(store(redis).await?))?.layer(client))
             }
             LayerName::Fair => gated(fair().build()?.retrying().layer(client)),
+            LayerName::FairSole => {
+                let fair = fair().pace(|| Fair::new().sole_client());
+                gated(fair.build()?.retrying().layer(client))
+            }
             LayerName::FairLimit => {
                 let fair = fair().pace(move || Fair::new().limit(count, window));
                 gated(fair.build()?.retrying().layer(client))

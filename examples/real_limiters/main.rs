@@ -32,8 +32,8 @@ Usage: cargo run --release --example real_limiters -- [options]
   --servers <a,b>    only these servers: nginx-burst, nginx-strict, haproxy, express-draft-8,
                      express-draft-7, express-draft-6, express-legacy, express-retry-after,
                      express-silent, slowapi-fixed, slowapi-moving
-  --layers <a,b>     only these layers: none, limit, limit-window, fair, fair-limit; with a store for
-                     several processes: limit-shared, fair-shared
+  --layers <a,b>     only these layers: none, limit, limit-window, fair, fair-sole, fair-limit; with a
+                     store for several processes: limit-shared, fair-shared
   --count <n>        how many requests a window allows, instead of what the case says
   --window <s>       its length, in whole seconds
   --callers <n>      how many callers, of all processes together
