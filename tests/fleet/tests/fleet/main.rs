@@ -41,6 +41,12 @@ const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
+/// Returns `usual`, or `long` in the long form of the tests (`.ci/run --long`).
+fn usual_or<T>(usual: T, long: T) -> T {
+    let is_long = std::env::var_os("TOLLGATE_LONG").is_some();
+    if is_long { long } else { usual }
+}
+
 /// The load that concurrent tests may put on the machine, in units of about a tenth of a core.
 const ROOM: u32 = 5;
 

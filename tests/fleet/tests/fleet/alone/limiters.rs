@@ -1,6 +1,8 @@
 //! Servers whose limiters others wrote: nginx and HAProxy. The example `real_limiters` has more of them, and the figures
 //! of runs that take minutes.
 
+use std::thread;
+
 use anyhow::{anyhow, ensure};
 use real_limiters::{Figures, Limit, Server, ServerKind, closed_loops};
 use reqwest::{Client, Request, Response};
@@ -46,17 +48,28 @@ where
 #[test]
 fn limiters_refuse_callers_without_a_layer() {
     let _turn = turn();
-    for kind in [
+    let kinds = [
         ServerKind::NginxBurst,
         ServerKind::NginxStrict,
         ServerKind::Haproxy,
-    ] {
+    ];
+    at_the_same_time(kinds, |kind| {
         let figures = figures(kind, |client| client).unwrap();
         assert!(
             figures.refused > 50.0 && figures.used < 105.0,
             "{kind}: {figures:?}"
         );
-    }
+    });
+}
+
+/// Calls `look` with each of `kinds` at the same time.
+fn at_the_same_time<T: Send, const N: usize>(kinds: [T; N], look: impl Fn(T) + Sync) {
+    let look = &look;
+    thread::scope(|scope| {
+        for kind in kinds {
+            scope.spawn(move || look(kind));
+        }
+    });
 }
 
 /// On a calm machine, 85 % is used. A stall delays requests on the way and lets permits of 2 ms expire.
@@ -70,21 +83,20 @@ fn nginx_with_20_ms_spacing_refuses_nothing() {
     keeps(ServerKind::NginxStrict, &limit.build().unwrap(), 60.0);
 }
 
-#[test]
-fn nginx_with_a_burst_refuses_nothing() {
-    let _turn = turn();
-    let quota = Quota::bucket(ServerKind::BURST + 1).refill(LIMIT.count, LIMIT.window);
-    let limit = RateLimitLayer::builder(quota).max_wait(SPAN * 2);
-    keeps(ServerKind::NginxBurst, &limit.build().unwrap(), 85.0);
-}
-
 /// HAProxy estimates the use of a window from the window before.
 #[test]
-fn haproxy_refuses_nothing_behind_a_sliding_counter() {
+fn nginx_with_a_burst_and_haproxy_refuse_nothing() {
     let _turn = turn();
-    let quota = Quota::sliding_counter(LIMIT.count, LIMIT.window);
-    let limit = RateLimitLayer::builder(quota).max_wait(SPAN * 2);
-    keeps(ServerKind::Haproxy, &limit.build().unwrap(), 85.0);
+    let bucket = Quota::bucket(ServerKind::BURST + 1).refill(LIMIT.count, LIMIT.window);
+    let counter = Quota::sliding_counter(LIMIT.count, LIMIT.window);
+    let quotas = [
+        (ServerKind::NginxBurst, bucket),
+        (ServerKind::Haproxy, counter),
+    ];
+    at_the_same_time(quotas, |(kind, quota)| {
+        let limit = RateLimitLayer::builder(quota).max_wait(SPAN * 2);
+        keeps(kind, &limit.build().unwrap(), 85.0);
+    });
 }
 
 /// Checks that the server refuses nothing behind `limit`, and that at least `used` per cent of its limit are used.
@@ -109,7 +121,7 @@ fn keeps(kind: ServerKind, limit: &RateLimitLayer, used: f64) {
 #[test]
 fn adaptive_layer_finds_a_speed_in_silence() {
     let _turn = turn();
-    for kind in [ServerKind::NginxBurst, ServerKind::Haproxy] {
+    at_the_same_time([ServerKind::NginxBurst, ServerKind::Haproxy], |kind| {
         once_in_three(|| {
             let throttle = AdaptiveThrottleLayer::builder()
                 .max_wait(SPAN * 2)
@@ -128,5 +140,5 @@ fn adaptive_layer_finds_a_speed_in_silence() {
             );
             Ok(())
         });
-    }
+    });
 }

@@ -164,7 +164,7 @@ fn a_hundred_callers_at_once_by_10_processes() {
     once_in_three(|| {
         let options = Options {
             arrivals: Arrivals::Once,
-            span: ms(9000),
+            span: ms(7000),
             ..Options::default()
         };
         let (reports, per_grant) = share(10, options);

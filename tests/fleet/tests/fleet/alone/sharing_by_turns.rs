@@ -14,7 +14,9 @@ const PROCESSES: u32 = 16;
 /// time, and could use all of the limit.
 fn look(quota: &str, tasks: usize) -> anyhow::Result<()> {
     let redis = RedisServer::start().unwrap();
-    let (on, off, span) = (ms(1000), ms(1000), ms(9000));
+    let (on, off) = (ms(1000), ms(1000));
+    // Two rounds of turns, or three, after those in which the processes start.
+    let span = usual_or(ms(7000), ms(9000));
     let start = |number| {
         let first = (on + off) * number / PROCESSES;
         let arrivals = Arrivals::Turns { first, on, off };
@@ -36,7 +38,7 @@ fn look(quota: &str, tasks: usize) -> anyhow::Result<()> {
     assert_all_ended(&reports);
     let (log, quota) = (fleet::log(&reports), quota.parse().unwrap());
     let rule = rules(&quota)[0];
-    let steady = part(&log, log[0].at + ms(2500), log[0].at + ms(8500));
+    let steady = part(&log, log[0].at + ms(2500), log[0].at + span - ms(500));
     let used = steady
         .used(Rule::new(rule.count, rule.window + MARGIN))
         .unwrap_or_default();

@@ -9,9 +9,6 @@ use super::*;
 /// The windows that pass until the use by others is known.
 const WARM_UP: usize = 3;
 
-/// The windows that pass in all.
-const WINDOWS: usize = 10;
-
 #[test]
 fn strangers_are_left_what_they_use() {
     // A busy machine delays requests on the way, and an upstream without slack then refuses some of
@@ -28,7 +25,9 @@ fn look() -> anyhow::Result<()> {
         upstream: Upstream::start(rule).stating(),
         ..Site::new()
     };
-    let span = WINDOWS as u32 * rule.window;
+    // The windows that pass in all.
+    let windows = usual_or(7, 10);
+    let span = windows * rule.window;
     let options = Options {
         quota: quota.into(),
         tasks: 15,
@@ -67,7 +66,7 @@ fn look() -> anyhow::Result<()> {
             .count()
     };
     let (ours, refused, theirs) = (count(true, true), count(true, false), count(false, true));
-    let allowed = rule.count as usize * (WINDOWS - WARM_UP);
+    let allowed = rule.count as usize * (windows as usize - WARM_UP);
     println!(
         "{quota} beside a stranger of {half}: of {allowed} ours {ours}, refused {refused}, theirs {theirs}; of theirs \
          refused {}",
