@@ -16,7 +16,7 @@ use anyhow::Context;
 use fleet::{Arrivals, Event, INCR, MEMORY, Options, Outcome, key_in};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
-use tollgate::store::RedisStore;
+use tollgate::store::{RedisStore, StoreError};
 use tollgate::{Key, OnStoreError, Quota, RateLimitLayer};
 
 use caller::Caller;
@@ -63,7 +63,7 @@ async fn work(options: &Options) -> anyhow::Result<Vec<Event>> {
     let caller = Caller::new(&layer, options)?;
     if !options.cold {
         // Loads the script first, so that it delays no first call of a test.
-        layer.limiter().peek(Key::ALL).await.context("the store")?;
+        soon(async || layer.limiter().peek(Key::ALL).await).await?;
     }
     let (go, stop) = ears();
     println!("ready");
@@ -106,14 +106,8 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
             _ => RedisStore::builder(&options.store),
         };
         let store = store.store_timeout(options.store_timeout).build()?;
-        // The same for connections, also on a busy machine.
-        let start = Instant::now();
-        while let Err(error) = store.connect().await {
-            if start.elapsed() > Duration::from_secs(10) {
-                return Err(error).context("the store");
-            }
-            sleep(Duration::from_millis(20)).await;
-        }
+        // The same for connections.
+        soon(async || store.connect().await).await?;
         builder = builder.store(Arc::new(store));
     }
     for (name, quota) in &options.and_per {
@@ -132,6 +126,20 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
             .fallback_share(options.share);
     }
     Ok(builder.build()?)
+}
+
+/// Calls the store until it answers: when a fleet starts, the machine is too busy for `store_timeout`.
+async fn soon<T>(call: impl AsyncFn() -> Result<T, StoreError>) -> anyhow::Result<T> {
+    let start = Instant::now();
+    loop {
+        match call().await {
+            Err(error) if start.elapsed() > Duration::from_secs(10) => {
+                return Err(error).context("the store");
+            }
+            Err(_) => sleep(Duration::from_millis(20)).await,
+            Ok(answer) => return Ok(answer),
+        }
+    }
 }
 
 /// Reads the input: sends a message at "go", and drops the sender at the end.
