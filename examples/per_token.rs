@@ -56,12 +56,13 @@ async fn main() -> ExitCode {
 }
 
 /// Builds the limit of each token: the header that identifies a token to the service is the key.
-fn limit(args: &Args) -> Result<RateLimitLayer, BoxError> {
+async fn limit(args: &Args) -> Result<RateLimitLayer, BoxError> {
     let store = RedisStore::builder(&args.places.redis)
         .prefix("per-token")
         .secret(args.secret.as_bytes())
         .store_timeout(Duration::from_secs(2)) // a job is not in a hurry
         .build()?;
+    store.connect().await?; // the first call has little time for it
     let quota = Quota::new(args.per_hour, Duration::from_secs(3600));
     let limit = RateLimitLayer::builder(quota)
         .key(by_header(AUTHORIZATION))
@@ -80,7 +81,7 @@ fn authorization(token: &str) -> Result<HeaderValue, BoxError> {
 /// then on; the others continue.
 async fn call(args: &Args) -> Result<(), BoxError> {
     args.places.must_be_given()?;
-    let limit = limit(args)?;
+    let limit = limit(args).await?;
     let mut service = ServiceBuilder::new()
         .layer(limit.clone())
         .map_request(common::stamp)
@@ -125,7 +126,7 @@ async fn call(args: &Args) -> Result<(), BoxError> {
 /// Prints how many calls remain for each token, and uses none.
 async fn tell(args: &Args) -> Result<(), BoxError> {
     args.places.must_be_given()?;
-    let limiter = limit(args)?.limiter();
+    let limiter = limit(args).await?.limiter();
     for (number, token) in args.tokens.iter().enumerate() {
         let peek = limiter.peek(Key::new(authorization(token)?)).await?;
         let used: u64 = peek.limits.iter().map(|usage| usage.used).sum();

@@ -52,11 +52,13 @@ async fn main() -> ExitCode {
 }
 
 /// Builds all limits of the service as one quota: a call takes from all of them, or from none.
-fn limit(redis: &str, limits: &str) -> Result<RateLimitLayer, BoxError> {
+async fn limit(redis: &str, limits: &str) -> Result<RateLimitLayer, BoxError> {
     let store = RedisStore::builder(redis)
         .prefix("two-windows")
         .store_timeout(Duration::from_secs(2)) // a job is not in a hurry
         .build()?;
+    // Without `max_wait`, a request waits for its store for a second: not enough to connect, too.
+    store.connect().await?;
     let quota: Quota = limits.parse()?;
     let limit = RateLimitLayer::builder(quota)
         .store(Arc::new(store))
@@ -67,7 +69,7 @@ fn limit(redis: &str, limits: &str) -> Result<RateLimitLayer, BoxError> {
 /// Runs a process that tries every 25 ms, whatever the last refusal said.
 async fn work(args: &Args) -> Result<(), BoxError> {
     args.places.must_be_given()?;
-    let limit = limit(&args.places.redis, &args.limits)?;
+    let limit = limit(&args.places.redis, &args.limits).await?;
     let mut service = ServiceBuilder::new()
         .layer(limit.clone())
         .map_request(common::stamp)
@@ -127,7 +129,7 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
             [args.words(), vec!["--role".to_owned(), "worker".to_owned()]].concat(),
         )?;
     }
-    let limiter = limit(&args.places.redis, &args.limits)?.limiter();
+    let limiter = limit(&args.places.redis, &args.limits).await?.limiter();
     let start = Instant::now();
     let mut tick = interval(Duration::from_secs(1));
     let mut said = Vec::new();
