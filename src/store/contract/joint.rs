@@ -120,8 +120,9 @@ pub(super) async fn refused_joint_requests_leave_no_trace(store: &Arc<dyn Store>
     let leases = leases.expect("it decides jointly");
     let refused = leases[1].refused.expect("the scarce key refuses");
     let after = [callers[0].peek().await, callers[2].peek().await];
+    // The use of a bucket falls with time: units count from the deadlines of their permits.
     for (before, after) in before.iter().zip(&after) {
-        assert_eq!(before.limits[0].used, after.limits[0].used, "{after:?}");
+        assert!(after.limits[0].used <= before.limits[0].used, "{after:?}");
     }
     let leases = ask_jointly(&callers, &[1; 3], Duration::ZERO, LONG).await;
     let leases = leases.expect("it decides jointly");
