@@ -154,7 +154,8 @@ async fn short_window_refusals_do_not_count_in_long_window() {
         "the first 25 and some after five seconds: {}",
         log.len()
     );
-    assert!(count(&lines, "refused by 25/5s,") > 100, "{lines:#?}");
+    // More than the limit allows: they would be seen in the count. A busy machine makes few attempts.
+    assert!(count(&lines, "refused by 25/5s,") > 25, "{lines:#?}");
     assert_eq!(count(&lines, "refused by 300/60s,"), 0);
     let peek = peek(&stage, limits).await;
     assert_eq!(
@@ -444,10 +445,12 @@ async fn run_within_limits(example: &str, words: &[&str]) -> String {
 
 /// Returns the number in the row of a table that begins with `name`.
 fn row(table: &str, name: &str) -> u32 {
+    row_if_any(table, name).unwrap_or_else(|| panic!("no row {name:?} in\n{table}"))
+}
+
+fn row_if_any(table: &str, name: &str) -> Option<u32> {
     let mut rows = table.lines().filter_map(|line| line.strip_prefix(name));
-    let cell = rows.next().map(str::trim);
-    let number = cell.and_then(|cell| cell.split(' ').next()?.parse().ok());
-    number.unwrap_or_else(|| panic!("no row {name:?} in\n{table}"))
+    rows.next()?.trim().split(' ').next()?.parse().ok()
 }
 
 #[tokio::test]
@@ -461,7 +464,9 @@ async fn bot_sends_all_that_both_limits_allow() {
     let sent = row(&out, "sent");
     let not_sent = row(&out, "not sent, because of the first limit");
     assert!((20..=30).contains(&sent), "{out}");
-    assert_eq!(sent + not_sent, 59, "{out}");
+    let missed = row_if_any(&out, "not sent, because of channel").unwrap_or_default();
+    assert!(not_sent >= 25, "{out}");
+    assert_eq!(sent + not_sent + missed, 59, "{out}");
 }
 
 #[tokio::test]

@@ -142,8 +142,9 @@ async fn custom_connection_polls_without_notifications() {
 async fn server_that_forgot_relearns_slots_granted_to_waiters() {
     let server = RedisServer::start().unwrap();
     let build = || {
+        // A process that stalls for longer than this loses its slots.
         builder(&server, Quota::in_flight(4))
-            .in_flight_ttl(millis(900))
+            .in_flight_ttl(millis(1800))
             .build()
             .unwrap()
             .limiter()
