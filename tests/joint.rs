@@ -24,7 +24,9 @@ use tollgate::limiter::Acquire;
 use tollgate::store::{
     Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreReply, UnusedPermits, Usage,
 };
-use tollgate::{Deadline, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason};
+use tollgate::{
+    Deadline, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason, by_host,
+};
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -100,6 +102,40 @@ fn assert_bot_within_limits(log: &Log) {
     for channel in log.channels() {
         let most = log.most(SECOND, Some(&channel));
         assert!(most <= 1, "{most} in channel {channel}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn further_limits_by_host_count_hosts_only() {
+    // The layer reads the host itself for `by_host`, and a closure reads it for the second limit.
+    let layer = RateLimitLayer::builder(Quota::per_minute(30))
+        .and_per("host", Quota::per_minute(2), by_host)
+        .and_per("by closure", Quota::per_minute(2), |request| {
+            by_host(request)
+        })
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap();
+    let service = layer.clone().layer(upstream(&Log::default()));
+    let sent = async |uri: &str, key: &str| {
+        let mut request = Request::get(uri).body(String::new()).unwrap();
+        // The key of the first limit alone.
+        request.extensions_mut().insert(Key::new(key));
+        service.clone().oneshot(request).await.is_ok()
+    };
+    assert!(sent("http://one.example/", "a").await && sent("http://ONE.example/", "b").await);
+    assert!(!sent("http://one.example/", "c").await);
+    assert!(sent("http://two.example/", "c").await);
+    // A request without a host counts in the first limit only.
+    for _ in 0..3 {
+        assert!(sent("/", "d").await);
+    }
+    for name in ["host", "by closure"] {
+        let limiter = layer.limiter_of(name).unwrap();
+        for (host, free) in [("one.example", 0), ("two.example", 1)] {
+            let key = Key::host(host).and(name);
+            assert_eq!(limiter.peek(key).await.unwrap().free, free, "{name} {host}");
+        }
     }
 }
 

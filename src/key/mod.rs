@@ -3,6 +3,7 @@
 //! Requests with the same [`Key`] share one count. A key is small and `Copy`, and keeps no text, so
 //! an API token used as a key is in no log, no error and no `Debug` output.
 
+mod host_key;
 mod label;
 mod plain_host;
 #[cfg(test)]
@@ -15,6 +16,7 @@ use http::{Extensions, HeaderMap, HeaderName, Method};
 use siphasher::sip128::SipHasher13;
 
 use crate::rng::secret_of_process;
+pub(crate) use host_key::HostKey;
 pub use label::Label;
 use plain_host::is_plain_host;
 
@@ -413,16 +415,6 @@ impl RequestInfo for RequestRef<'_> {
 
     fn follows_redirects(&self) -> bool {
         self.request.follows_redirects()
-    }
-}
-
-/// Returns the key of the request's host, if a response may come from another host.
-#[inline]
-pub(crate) fn host_if_redirected(request: &impl RequestInfo) -> Option<Key> {
-    if request.follows_redirects() {
-        request.host().map(Key::host)
-    } else {
-        None
     }
 }
 

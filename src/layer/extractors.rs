@@ -8,7 +8,7 @@ use std::time::Instant;
 use http::Extensions;
 
 use super::response_policy::ResponsePolicy;
-use crate::key::{Cost, Deadline, Key, RequestInfo, RequestRef, by_host};
+use crate::key::{Cost, Deadline, HostKey, Key, RequestInfo, RequestRef, by_host};
 
 /// What a layer reads from a request, and its policy for responses.
 #[derive(Default)]
@@ -25,11 +25,13 @@ enum KeyOf {
     /// All requests have one key.
     #[default]
     All,
-    /// [`by_host`]. The layer reads the host itself, which saves a call through a `dyn`.
+    /// [`by_host`]. The layer reads the host itself, which saves a call through a `dyn`, and hashes it
+    /// once for all limits.
     Host,
     Function(Extractor<Option<Key>>),
-    /// The same, for a limit besides the first. The key in the extensions of a request is that of
+    /// The same two, for a limit besides the first. The key in the extensions of a request is that of
     /// the first limit.
+    OwnHost,
     OwnFunction(Extractor<Option<Key>>),
 }
 
@@ -43,12 +45,10 @@ impl Extractors {
         F: Fn(&RequestRef<'_>) -> K + Send + Sync + 'static,
         K: Into<Option<Key>>,
     {
-        let is_by_host = key.type_id() == by_host.type_id();
-        let function = move |request: &RequestRef<'_>| key(request).into();
-        self.key = if is_by_host {
+        self.key = if is_by_host(&key) {
             KeyOf::Host
         } else {
-            KeyOf::Function(Arc::new(function))
+            KeyOf::Function(Arc::new(move |request| key(request).into()))
         };
     }
 
@@ -58,23 +58,33 @@ impl Extractors {
         F: Fn(&RequestRef<'_>) -> K + Send + Sync + 'static,
         K: Into<Option<Key>>,
     {
-        self.key = KeyOf::OwnFunction(Arc::new(move |request| key(request).into()));
+        self.key = if is_by_host(&key) {
+            KeyOf::OwnHost
+        } else {
+            KeyOf::OwnFunction(Arc::new(move |request| key(request).into()))
+        };
     }
 
     /// Reads key, cost and deadline of `request`. Returns `None` if the key function finds no key.
     ///
-    /// Values in the extensions of the request take precedence over the functions.
+    /// Values in the extensions of the request take precedence over the functions. `host` is that of
+    /// the request.
     // Inlined, and generic: a request that no function reads is never seen through a `dyn`.
     #[inline]
-    pub(super) fn read(&self, request: &impl RequestInfo) -> Option<Reading> {
+    pub(super) fn read<R: RequestInfo>(
+        &self,
+        request: &R,
+        host: &mut HostKey<'_, R>,
+    ) -> Option<Reading> {
         let extensions = request
             .extensions()
             .filter(|extensions| !extensions.is_empty());
         let key = match (extensions.and_then(Extensions::get::<Key>), &self.key) {
+            (_, KeyOf::OwnHost) => host.get()?,
             (_, KeyOf::OwnFunction(key_of)) => key_of(&RequestRef::new(request))?,
             (Some(key), _) => *key,
             (None, KeyOf::All) => Key::ALL,
-            (None, KeyOf::Host) => Key::host(request.host()?),
+            (None, KeyOf::Host) => host.get()?,
             (None, KeyOf::Function(key_of)) => key_of(&RequestRef::new(request))?,
         };
         let cost = match (extensions.and_then(Extensions::get::<Cost>), &self.cost) {
@@ -96,6 +106,11 @@ impl Extractors {
             deadline,
         })
     }
+}
+
+/// Returns whether a key function is [`by_host`].
+fn is_by_host(key: &impl Any) -> bool {
+    key.type_id() == by_host.type_id()
 }
 
 /// What a layer has read from a request.

@@ -20,7 +20,7 @@ use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::Limited;
 use crate::events;
-use crate::key::{Key, Label, RequestInfo, RequestRef};
+use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::limiter::{
     Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, Permit, Sent, Started,
     Waiting, enter_joint, is_inside_a_layer,
@@ -224,31 +224,33 @@ impl RateLimitLayer {
     /// # Errors
     ///
     /// The error of the request, if a layer that was added by [`and`](Self::and) finds no key.
-    fn parts(
+    fn parts<R: RequestInfo>(
         &self,
         reading: Reading,
-        request: &impl RequestInfo,
+        request: &R,
     ) -> Result<(SmallVec<[PartRef<'_>; 4]>, Option<Instant>), Limited> {
         let Reading {
             key,
             cost,
             mut deadline,
         } = reading;
-        let entry = |limiter: &Limiter, key, cost| Entry {
+        let entry = |limiter: &Limiter, key, cost, host: &mut HostKey<'_, R>| Entry {
             key,
             cost,
             deadline: None,
-            host: limiter.host_of(key, request),
+            host: limiter.host_of(key, host),
         };
         let mut parts: SmallVec<[PartRef<'_>; 4]> = SmallVec::new();
-        parts.push(self.limiter.part(entry(&self.limiter, key, cost)));
+        let mut host = HostKey::of(request);
+        let first = entry(&self.limiter, key, cost, &mut host);
+        parts.push(self.limiter.part(first));
         for limit in self.further.iter() {
             let FurtherLimit {
                 name,
                 limiter,
                 extractors,
             } = limit;
-            let own = match (extractors.read(request), name) {
+            let own = match (extractors.read(request, &mut host), name) {
                 (Some(own), _) => own,
                 (None, Some(_)) => continue,
                 (None, None) => return Err(limiter.no_key()),
@@ -256,7 +258,7 @@ impl RateLimitLayer {
             // The shorter of two deadlines; a limit without one allows any wait.
             deadline = deadline.into_iter().chain(own.deadline).min();
             let key = name.map_or(own.key, |name| own.key.and(name));
-            parts.push(limiter.part(entry(limiter, key, own.cost)));
+            parts.push(limiter.part(entry(limiter, key, own.cost, &mut host)));
         }
         Ok((parts, deadline))
     }
@@ -331,7 +333,8 @@ impl Gate for RateLimitLayer {
 
     #[inline]
     fn enter_fast(&self, request: &impl RequestInfo) -> Result<Admitted, Slow> {
-        let Some(reading) = self.extractors.read(request) else {
+        let mut host = HostKey::of(request);
+        let Some(reading) = self.extractors.read(request, &mut host) else {
             return Err(Slow::NoKey);
         };
         if !self.further.is_empty() || self.limiter.has_inner() || is_inside_a_layer() {
@@ -346,7 +349,7 @@ impl Gate for RateLimitLayer {
             key,
             cost,
             deadline,
-            host: self.limiter.host_of(key, request),
+            host: self.limiter.host_of(key, &mut host),
         };
         match self.limiter.send_at_once(&entry) {
             Err(now) => Err(Slow::NoPermit(entry, now)),

@@ -18,7 +18,7 @@ use super::service::{gated_future, gated_service};
 use super::throttle_builder::AdaptiveThrottleBuilder;
 use crate::clock;
 use crate::error::Limited;
-use crate::key::{Key, RequestInfo, RequestRef, host_if_redirected};
+use crate::key::{HostKey, Key, RequestInfo, RequestRef};
 use crate::limiter::{InnerCall, Renewal, Renewed, is_inside_a_layer};
 #[cfg(doc)]
 use crate::pace::Fair;
@@ -175,10 +175,12 @@ impl Gate for AdaptiveThrottleLayer {
         (): (),
         request: &impl RequestInfo,
     ) -> Admission<ThrottleCall, ThrottleWait> {
-        let Some(Reading { key, deadline, .. }) = self.extractors.read(request) else {
+        let mut host = HostKey::of(request);
+        let read = self.extractors.read(request, &mut host);
+        let Some(Reading { key, deadline, .. }) = read else {
             return Admission::No(self.throttle.no_key());
         };
-        let host = host_if_redirected(request);
+        let host = host.get_if_redirected();
         let label = || self.throttle.label(key, Some(&RequestRef::new(request)));
         match self.throttle.begin(key, deadline, label) {
             Begun::Leaves(permit) => {

@@ -19,7 +19,7 @@ use super::start::{self, Started};
 use super::status::{self, KeyStatus};
 use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
-use crate::key::{Key, Label, RequestInfo, RequestRef, host_if_redirected};
+use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::store::Refusal;
 
 /// A rate limiter without HTTP: for job workers, gRPC, or anything else. Clones share one count.
@@ -210,14 +210,18 @@ impl Limiter {
         Limiter(Core::new(settings, listener::on_event))
     }
 
-    /// Returns the key of the host of `request`, if the host matters: see [`Entry::host`]. `key` is
+    /// Returns the key of the host of a request, if the host matters: see [`Entry::host`]. `key` is
     /// the key of the request.
     #[inline]
-    pub(crate) fn host_of(&self, key: Key, request: &impl RequestInfo) -> Option<Key> {
+    pub(crate) fn host_of(
+        &self,
+        key: Key,
+        host: &mut HostKey<'_, impl RequestInfo>,
+    ) -> Option<Key> {
         if key == Key::ALL {
-            request.host().map(|host| self.0.hosts.key_of(host))
+            host.get_by(|name| self.0.hosts.key_of(name))
         } else {
-            host_if_redirected(request)
+            host.get_if_redirected()
         }
     }
 
