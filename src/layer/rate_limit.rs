@@ -218,17 +218,19 @@ impl RateLimitLayer {
         RateLimitLayer { further, ..self }
     }
 
-    /// Reads which limits a request counts in, with its key and cost for each. Also returns its
-    /// deadline.
+    /// Adds to `parts` the limits that a request counts in, with its key and cost for each. Returns
+    /// its deadline.
     ///
     /// # Errors
     ///
     /// The error of the request, if a layer that was added by [`and`](Self::and) finds no key.
-    fn parts<R: RequestInfo>(
-        &self,
+    // The list is not returned: its 300 bytes would be copied.
+    fn read_parts<'a, R: RequestInfo>(
+        &'a self,
         reading: Reading,
         request: &R,
-    ) -> Result<(SmallVec<[PartRef<'_>; 4]>, Option<Instant>), Limited> {
+        parts: &mut SmallVec<[PartRef<'a>; 4]>,
+    ) -> Result<Option<Instant>, Limited> {
         let Reading {
             key,
             cost,
@@ -240,7 +242,6 @@ impl RateLimitLayer {
             deadline: None,
             host: limiter.host_of(key, host),
         };
-        let mut parts: SmallVec<[PartRef<'_>; 4]> = SmallVec::new();
         let mut host = HostKey::of(request);
         let first = entry(&self.limiter, key, cost, &mut host);
         parts.push(self.limiter.part(first));
@@ -260,7 +261,7 @@ impl RateLimitLayer {
             let key = name.map_or(own.key, |name| own.key.and(name));
             parts.push(limiter.part(entry(limiter, key, own.cost, &mut host)));
         }
-        Ok((parts, deadline))
+        Ok(deadline)
     }
 
     /// Enters a request that counts in several limits, or that other layers are around.
@@ -270,8 +271,9 @@ impl RateLimitLayer {
         request: &impl RequestInfo,
     ) -> Admission<Sent, Waiting> {
         let key = reading.key;
-        let (parts, deadline) = match self.parts(reading, request) {
-            Ok(read) => read,
+        let mut parts = SmallVec::new();
+        let deadline = match self.read_parts(reading, request, &mut parts) {
+            Ok(deadline) => deadline,
             Err(limited) => return Admission::No(limited),
         };
         let label = || self.label(key, request);

@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::at_once::take_all_at_once;
 use super::start::{JointStarted, start, start_slow};
 use super::until_known::UntilKnown;
-use super::{PartRef, to_parts};
+use super::{PartRef, PerPart, to_parts};
 use crate::clock;
 use crate::key::Label;
 use crate::limiter::admission::Entry;
@@ -36,17 +36,13 @@ pub(crate) fn enter(
     }
     // No `Permit` is made.
     let now = clock::now();
-    match take_all_at_once(parts, deadline, now) {
-        Some(_) => Entered::Sent(Sent::all_at_once(
-            parts.iter().map(PartRef::id_and_entry),
-            now,
-        )),
-        None => {
-            let parts = to_parts(parts);
-            let started = start_slow(&parts, parts.len(), None, deadline, label(), now);
-            Entered::Started(started)
-        }
+    if take_all_at_once(parts, deadline, now, &mut PerPart::new()) {
+        let parts = parts.iter().map(PartRef::id_and_entry);
+        return Entered::Sent(Sent::all_at_once(parts, now));
     }
+    let parts = to_parts(parts);
+    let started = start_slow(&parts, parts.len(), None, deadline, label(), now);
+    Entered::Started(started)
 }
 
 impl PartRef<'_> {

@@ -32,16 +32,13 @@ pub(crate) fn start(
         return start_inside(parts, deadline, label);
     }
     let now = clock::now();
-    match take_all_at_once(parts, deadline, now) {
-        Some(slots) => {
-            let parts = parts.iter().copied();
-            JointStarted::Granted(permit(parts, slots, PerPart::new()))
-        }
-        None => {
-            let parts = to_parts(parts);
-            start_slow(&parts, parts.len(), None, deadline, label(), now)
-        }
+    let mut slots = PerPart::new();
+    if take_all_at_once(parts, deadline, now, &mut slots) {
+        let parts = parts.iter().copied();
+        return JointStarted::Granted(permit(parts, slots, PerPart::new()));
     }
+    let parts = to_parts(parts);
+    start_slow(&parts, parts.len(), None, deadline, label(), now)
 }
 
 /// Enters a request that other layers are around.
@@ -54,7 +51,8 @@ fn start_inside(
     events::inside();
     let call = CallId::new();
     let now = clock::now();
-    if let Some(slots) = take_all_at_once(parts, deadline, now) {
+    let mut slots = PerPart::new();
+    if take_all_at_once(parts, deadline, now, &mut slots) {
         if outer::use_all(call, now) {
             let permit = permit(parts.iter().copied(), slots, PerPart::new());
             return JointStarted::Granted(permit.inside(call, outer::first_expiry()));
