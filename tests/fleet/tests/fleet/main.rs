@@ -9,6 +9,7 @@ mod deploy;
 mod holds;
 mod in_flight;
 mod killed;
+mod limiters;
 mod lost;
 mod never_over;
 mod paced;

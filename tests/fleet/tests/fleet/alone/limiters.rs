@@ -1,76 +1,12 @@
-//! Servers whose limiters others wrote: nginx and HAProxy. The example `real_limiters` has more of them, and the figures
-//! of runs that take minutes.
+//! The servers of `limiters.rs` behind a layer: they refuse nothing.
 
-use std::thread;
-
-use anyhow::{anyhow, ensure};
-use real_limiters::{Figures, Limit, Server, ServerKind, closed_loops};
-use reqwest::{Client, Request, Response};
+use anyhow::ensure;
+use real_limiters::ServerKind;
 use tollgate::AdaptiveThrottleLayer;
-use tower::{BoxError, Layer, Service};
+use tower::Layer;
 
 use super::*;
-
-/// 50 a second: nginx counts it as a rate, HAProxy in windows.
-const LIMIT: Limit = Limit {
-    count: 100,
-    window: ms(2000),
-};
-
-const SPAN: Duration = ms(5000);
-
-/// Lets 20 callers call a server for `SPAN` through what `gated` makes of a client.
-fn figures<S>(kind: ServerKind, gated: impl Fn(Client) -> S) -> anyhow::Result<Figures>
-where
-    S: Service<Request, Response = Response, Error: Into<BoxError>, Future: Send>
-        + Clone
-        + Send
-        + 'static,
-{
-    let runtime = Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()?;
-    let server = Server::start(kind, LIMIT)?;
-    let service = gated(Client::builder().no_proxy().build()?);
-    let url = server.url().parse()?;
-    let calls = closed_loops(service, &url, 20, SPAN, ms(20));
-    let calls = runtime.block_on(calls).map_err(|error| anyhow!(error))?;
-    let figures = Figures::new(kind, LIMIT, SPAN, &server.stop()?, &calls);
-    println!(
-        "{kind}: {:.2} % refused, {:.1} % used, longest call {:.2?}",
-        figures.refused, figures.used, figures.longest
-    );
-    Ok(figures)
-}
-
-/// Otherwise the other tests of this file would prove nothing.
-#[test]
-fn limiters_refuse_callers_without_a_layer() {
-    let _turn = turn();
-    let kinds = [
-        ServerKind::NginxBurst,
-        ServerKind::NginxStrict,
-        ServerKind::Haproxy,
-    ];
-    at_the_same_time(kinds, |kind| {
-        let figures = figures(kind, |client| client).unwrap();
-        assert!(
-            figures.refused > 50.0 && figures.used < 105.0,
-            "{kind}: {figures:?}"
-        );
-    });
-}
-
-/// Calls `look` with each of `kinds` at the same time.
-fn at_the_same_time<T: Send, const N: usize>(kinds: [T; N], look: impl Fn(T) + Sync) {
-    let look = &look;
-    thread::scope(|scope| {
-        for kind in kinds {
-            scope.spawn(move || look(kind));
-        }
-    });
-}
+use crate::limiters::{LIMIT, SPAN, at_the_same_time, figures};
 
 /// On a calm machine, 85 % is used. A stall delays requests on the way and lets permits of 2 ms expire.
 #[test]

@@ -26,7 +26,7 @@ fn look() -> anyhow::Result<()> {
         ..Site::new()
     };
     // The windows that pass in all.
-    let windows = usual_or(7, 10);
+    let windows = usual_or(6, 10);
     let span = windows * rule.window;
     let options = Options {
         quota: quota.into(),
