@@ -202,7 +202,7 @@ pub use key::{Cost, Deadline, Key, RequestRef, by_header, by_host};
 pub use layer::retry::RetryLimited;
 pub use layer::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitBuilder, RateLimitLayer};
 #[doc(inline)]
-pub use limiter::{HeaderTrust, Limiter, OnStoreError, Permit};
+pub use limiter::{HeaderTrust, Limiter, OnStoreError, Permit, Settlement};
 #[doc(inline)]
 pub use quota::Quota;
 #[doc(inline)]

@@ -22,8 +22,8 @@ use crate::error::Limited;
 use crate::events;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::limiter::{
-    Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, Permit, Sent, Started,
-    Waiting, enter_joint, is_inside_a_layer,
+    Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, Permit, Reservation,
+    Sent, Started, Waiting, enter_joint, is_inside_a_layer,
 };
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
@@ -289,6 +289,19 @@ impl RateLimitLayer {
         Admission::Go(self.with_label(sent, key, request))
     }
 
+    /// Makes the call of a request that got its permit on the slow path without a wait.
+    fn granted(
+        &self,
+        entry: Entry,
+        slot: Option<Reservation>,
+        now: Instant,
+        request: &impl RequestInfo,
+    ) -> Sent {
+        let sent = self.sent(Admitted { entry, now });
+        let sent = self.with_label(sent, entry.key, request);
+        sent.with_slot(slot, self.limiter.settles())
+    }
+
     /// Keeps the name of the key of a request that is sent now, if a refusal may become an error.
     ///
     /// Later the request is gone, and with it the host. An error names the host.
@@ -322,8 +335,8 @@ pub(super) enum Slow {
     Joint(Reading),
     /// No permit was at hand at this moment.
     NoPermit(Entry, Instant),
-    /// The request was admitted, but the layer has a policy of its own for responses.
-    OwnPolicy(Admitted),
+    /// The layer has a policy of its own for responses.
+    OwnPolicy(Entry),
 }
 
 impl Gate for RateLimitLayer {
@@ -353,10 +366,12 @@ impl Gate for RateLimitLayer {
             deadline,
             host: self.limiter.host_of(key, &mut host),
         };
+        if !self.extractors.policy.is_default() {
+            return Err(Slow::OwnPolicy(entry));
+        }
         match self.limiter.send_at_once(&entry) {
             Err(now) => Err(Slow::NoPermit(entry, now)),
-            Ok(now) if self.extractors.policy.is_default() => Ok(Admitted { entry, now }),
-            Ok(now) => Err(Slow::OwnPolicy(Admitted { entry, now })),
+            Ok(now) => Ok(Admitted { entry, now }),
         }
     }
 
@@ -370,9 +385,12 @@ impl Gate for RateLimitLayer {
             Slow::NoKey => return Admission::No(self.limiter.no_key()),
             Slow::Joint(reading) => return self.enter_joint(reading, request),
             Slow::NoPermit(entry, now) => (entry, now),
-            Slow::OwnPolicy(admitted) => {
-                let sent = self.sent(admitted);
-                return Admission::Go(self.with_label(sent, admitted.entry.key, request));
+            Slow::OwnPolicy(entry) => {
+                let now = clock::now();
+                match self.limiter.take_at_once(&entry, now) {
+                    Err(now) => (entry, now),
+                    Ok(slot) => return Admission::Go(self.granted(entry, slot, now, request)),
+                }
             }
         };
         match self
@@ -380,9 +398,8 @@ impl Gate for RateLimitLayer {
             .start_slow(&entry, now, || self.label(entry.key, request))
         {
             Started::Granted(slot, in_flight_slot) => {
-                let sent = self.sent(Admitted { entry, now });
-                let sent = self.with_label(sent, entry.key, request);
-                Admission::Go(sent.in_flight(in_flight_slot).with_slot(slot))
+                let sent = self.granted(entry, slot, now, request);
+                Admission::Go(sent.in_flight(in_flight_slot))
             }
             Started::Waiting(waiter) => Admission::Wait(Waiting::One(waiter)),
             Started::Limited(limited) => Admission::No(limited),
@@ -429,7 +446,7 @@ impl Gate for RateLimitLayer {
     #[inline]
     fn leave<T>(
         call: &mut Option<Sent>,
-        response: &impl ResponseInfo,
+        response: &mut impl ResponseInfo,
         policy: &ResponsePolicy,
         _repeat: Option<T>,
     ) -> Departure<Waiting, T> {
@@ -445,10 +462,11 @@ impl Gate for RateLimitLayer {
 #[inline(never)]
 fn leave_slow<T>(
     call: Sent,
-    response: &impl ResponseInfo,
+    response: &mut impl ResponseInfo,
     policy: &ResponsePolicy,
 ) -> Departure<Waiting, T> {
     let signal = policy.signal(call.key(), call.host(), response, clock::now());
+    policy.settle(response, || call.settlement());
     match call.answered(&signal) {
         (_, Some(limited)) if policy.error_on_limit() => Departure::Refuse(limited),
         (in_flight_slot, _) => Departure::Pass(InFlight(in_flight_slot)),

@@ -12,9 +12,10 @@ use crate::key::{Key, RequestRef};
 use crate::limit::LimitSpec;
 use crate::limiter::{HeaderTrust, Limiter, MOST_PARTS, OnScope, OnStoreError, Settings};
 use crate::quota::{Quota, Slacks};
-#[cfg(doc)]
-use crate::signal::Signal;
+use crate::signal::ResponseRef;
 use crate::store::{FallbackStore, MemoryStore, Share, Store};
+#[cfg(doc)]
+use crate::{limiter::Settlement, signal::Signal};
 
 /// Configures a [`RateLimitLayer`].
 ///
@@ -41,6 +42,7 @@ pub struct RateLimitBuilder {
     /// Per cent of the rate.
     max_rate_loss: u32,
     in_flight_ttl: Duration,
+    counted_within: Duration,
     learn: HeaderTrust,
     on_scope: Option<OnScope>,
     /// The name of the first limit.
@@ -75,6 +77,7 @@ impl RateLimitBuilder {
             boundary_guard: RateLimitBuilder::DEFAULT_BOUNDARY_GUARD,
             max_rate_loss: Slacks::RATE_LOSS,
             in_flight_ttl: RateLimitBuilder::DEFAULT_IN_FLIGHT_TTL,
+            counted_within: Duration::ZERO,
             learn: HeaderTrust::default(),
             on_scope: None,
             name: None,
@@ -152,6 +155,57 @@ impl RateLimitBuilder {
     /// A [`Cost`](crate::Cost) in the extensions of the request takes precedence over the function.
     pub fn cost(mut self, cost: impl Fn(&RequestRef<'_>) -> u32 + Send + Sync + 'static) -> Self {
         self.common.extractors.cost = Some(Arc::new(cost));
+        self
+    }
+
+    /// Sets how the true cost of a request is read from its response. Default: a request counts with
+    /// its [`cost`](Self::cost).
+    ///
+    /// Use it if the cost is known only after the request: `cost` then states an estimate. If the
+    /// request cost less, the rest goes back to the store. If it cost more, the rest is charged, even
+    /// beyond the limit, and the next requests wait for it. [`Settlement::settle`] has the details.
+    /// If the function returns `None`, the estimate counts.
+    ///
+    /// The closer the estimate, the better the limit is used. An estimate that is never below the
+    /// true cost never exceeds the limit.
+    ///
+    /// ```
+    /// use tollgate::{Quota, RateLimitLayer};
+    ///
+    /// let limit = RateLimitLayer::builder(Quota::per_minute(80_000))
+    ///     .cost(|_| 4000)
+    ///     .settle(|response| response.number("x-tokens-used"))
+    ///     .build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    pub fn settle<F>(mut self, settle: F) -> Self
+    where
+        F: Fn(&ResponseRef<'_>) -> Option<u32> + Send + Sync + 'static,
+    {
+        self.common.extractors.policy.set_settle(Arc::new(settle));
+        self
+    }
+
+    /// Puts a [`Settlement`] into the extensions of each response, for a true cost that is known only
+    /// after the body was read. Default: off.
+    ///
+    /// Without a call of [`Settlement::settle`], the request counts with its [`cost`](Self::cost).
+    pub fn settle_by_hand(mut self) -> Self {
+        self.common.extractors.policy.set_settle_by_hand();
+        self
+    }
+
+    /// States that the upstream counts a request late: up to `span` after it was sent. Default: zero,
+    /// for an upstream that counts a request when it arrives; at most an hour.
+    ///
+    /// Use it if the upstream counts units as it produces them, such as the output tokens of a long
+    /// response. Then `span` is the time of the longest response.
+    ///
+    /// Without it, long responses followed by short ones can exceed the limit up to twice, even with
+    /// exact estimates. With it, each window is longer by `span`, so less of the limit is used: two
+    /// thirds, for 30 s and a limit per minute.
+    pub fn counted_within(mut self, span: Duration) -> Self {
+        self.counted_within = span;
         self
     }
 
@@ -420,7 +474,8 @@ impl RateLimitBuilder {
         } else {
             shared_store.clone()
         };
-        let spec = LimitSpec::new(quota, self.transit_slack, self.boundary_guard).with_life(life);
+        let transit_slack = self.transit_slack + self.counted_within;
+        let spec = LimitSpec::new(quota, transit_slack, self.boundary_guard).with_life(life);
         Ok(Limiter::new(Settings {
             spec: Arc::new(spec),
             name,
@@ -434,6 +489,7 @@ impl RateLimitBuilder {
             learn: self.learn,
             on_scope,
             on_store_error: self.on_store_error,
+            settles: self.common.extractors.policy.settles(),
         }))
     }
 
@@ -445,6 +501,12 @@ impl RateLimitBuilder {
             self.transit_slack,
             RateLimitBuilder::LONGEST_SLACK,
             "at most 60 s",
+        )?;
+        at_most(
+            "counted_within",
+            self.counted_within,
+            RateLimitBuilder::LONGEST_LIFE,
+            "at most an hour",
         )?;
         let lives = RateLimitBuilder::SHORTEST_LIFE..=RateLimitBuilder::LONGEST_LIFE;
         if !lives.contains(&self.in_flight_ttl) {

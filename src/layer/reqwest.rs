@@ -1,6 +1,6 @@
 //! The requests and responses of reqwest, and the middleware of reqwest-middleware.
 
-use http::{HeaderMap, Method, StatusCode};
+use http::{Extensions, HeaderMap, Method, StatusCode};
 use reqwest::ResponseBuilderExt;
 
 use super::body::{InFlight, InFlightBody, TrackBody};
@@ -44,6 +44,14 @@ impl ResponseInfo for reqwest::Response {
 
     fn host(&self) -> Option<&str> {
         self.url().host_str().filter(|host| *host != NO_HOST)
+    }
+
+    fn extensions(&self) -> Option<&Extensions> {
+        Some(reqwest::Response::extensions(self))
+    }
+
+    fn extensions_mut(&mut self) -> Option<&mut Extensions> {
+        Some(reqwest::Response::extensions_mut(self))
     }
 }
 
@@ -152,8 +160,8 @@ mod middleware {
         };
         loop {
             let repeat = clone.and_then(|clone| clone(&request));
-            let response = send::<G>(&mut call, next.clone().run(request, extensions)).await?;
-            match G::leave(&mut Some(call), &response, &policy, repeat) {
+            let mut response = send::<G>(&mut call, next.clone().run(request, extensions)).await?;
+            match G::leave(&mut Some(call), &mut response, &policy, repeat) {
                 Departure::Pass(in_flight) => return Ok((response, in_flight)),
                 Departure::Refuse(limited) => return Err(Error::from(limited).into()),
                 Departure::Retry(wait, repeated) => {

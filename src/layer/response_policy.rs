@@ -6,11 +6,16 @@ use std::time::Instant;
 use http::HeaderMap;
 
 use crate::key::Key;
-use crate::signal::{ResponseInfo, Signal};
+use crate::limiter::Settlement;
+use crate::signal::{ResponseInfo, ResponseRef, Signal};
 
 /// A closure that changes the signal that was read from a response; see
 /// [`RateLimitBuilder::dialect`](crate::RateLimitBuilder::dialect).
 type Dialect = Arc<dyn Fn(Key, &HeaderMap, Signal) -> Signal + Send + Sync>;
+
+/// How the true cost of a request is read from its response; see
+/// [`RateLimitBuilder::settle`](crate::RateLimitBuilder::settle).
+type CostOf = Arc<dyn Fn(&ResponseRef<'_>) -> Option<u32> + Send + Sync>;
 
 /// What a layer does with a response.
 ///
@@ -23,6 +28,9 @@ struct Policy {
     /// Whether a refusal by the upstream becomes an error. Otherwise it passes as a response.
     error_on_limit: bool,
     dialect: Option<Dialect>,
+    settle: Option<CostOf>,
+    /// Whether each response gets its [`Settlement`].
+    settles_by_hand: bool,
 }
 
 impl ResponsePolicy {
@@ -40,6 +48,33 @@ impl ResponsePolicy {
     /// Returns the closure that changes signals, if one was set.
     pub(super) fn dialect(&self) -> Option<&Dialect> {
         self.0.as_ref()?.dialect.as_ref()
+    }
+
+    /// Returns whether the true cost of a request may be stated after its response.
+    pub(super) fn settles(&self) -> bool {
+        let settles = |policy: &Arc<Policy>| policy.settle.is_some() || policy.settles_by_hand;
+        self.0.as_ref().is_some_and(settles)
+    }
+
+    /// Settles the request of `response`, or leaves that to the caller.
+    pub(super) fn settle(
+        &self,
+        response: &mut impl ResponseInfo,
+        settlement: impl FnOnce() -> Settlement,
+    ) {
+        let Some(policy) = self.0.as_ref().filter(|_| self.settles()) else {
+            return;
+        };
+        let settlement = settlement();
+        let read = policy.settle.as_ref();
+        if let Some(actual) = read.and_then(|read| read(&ResponseRef::new(response))) {
+            settlement.settle(actual);
+        }
+        if policy.settles_by_hand
+            && let Some(extensions) = response.extensions_mut()
+        {
+            extensions.insert(settlement);
+        }
     }
 
     /// Reads the signal in the `response` to a request for `key`. The response arrived at `arrived`.
@@ -67,6 +102,16 @@ impl ResponsePolicy {
     /// Makes refusals by the upstream errors.
     pub(super) fn set_error_on_limit(&mut self) {
         Arc::make_mut(self.0.get_or_insert_default()).error_on_limit = true;
+    }
+
+    /// Sets the closure that reads the true cost of a request.
+    pub(super) fn set_settle(&mut self, settle: CostOf) {
+        Arc::make_mut(self.0.get_or_insert_default()).settle = Some(settle);
+    }
+
+    /// Gives each response its [`Settlement`].
+    pub(super) fn set_settle_by_hand(&mut self) {
+        Arc::make_mut(self.0.get_or_insert_default()).settles_by_hand = true;
     }
 
     /// Sets the closure that changes signals.

@@ -103,14 +103,15 @@ pub(super) trait Gate: Send + Sync {
     /// Polls for the loss of the call's in-flight slot. After it, the edge has to cancel the call.
     fn poll_lost(call: &Self::Call, cx: &mut Context<'_>) -> Poll<Limited>;
 
-    /// Ends `call` with its response, and leaves `None` there. The call is in the place where the edge
+    /// Ends `call` with its response, and leaves `None` there. The response may get a
+    /// [`Settlement`](crate::Settlement). The call is in the place where the edge
     /// has kept it, so that it need not be copied.
     ///
     /// `repeat` holds what the edge needs to send the request again. If it is `None`, the call is
     /// not retried.
     fn leave<T>(
         call: &mut Option<Self::Call>,
-        response: &impl ResponseInfo,
+        response: &mut impl ResponseInfo,
         policy: &ResponsePolicy,
         repeat: Option<T>,
     ) -> Departure<Self::Wait, T>;

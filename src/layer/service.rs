@@ -291,11 +291,11 @@ where
                     // The arms use the response where the inner service has left it. If it came out
                     // of this `match`, it would be copied once more, which cost 10 ns.
                     match response.poll(cx) {
-                        Poll::Ready(Ok(response)) => {
+                        Poll::Ready(Ok(mut response)) => {
                             if let Some(call) = call {
                                 G::end_inner(call, begun);
                             }
-                            match G::leave(call, &response, this.policy, repeat.take()) {
+                            match G::leave(call, &mut response, this.policy, repeat.take()) {
                                 Departure::Pass(in_flight) => {
                                     return Poll::Ready(Ok(finish(response, in_flight)));
                                 }

@@ -282,7 +282,7 @@ impl Gate for AdaptiveThrottleLayer {
 
     fn leave<T>(
         call: &mut Option<ThrottleCall>,
-        response: &impl ResponseInfo,
+        response: &mut impl ResponseInfo,
         policy: &ResponsePolicy,
         repeat: Option<T>,
     ) -> Departure<ThrottleWait, T> {

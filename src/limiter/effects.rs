@@ -22,7 +22,8 @@ use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
 use crate::key_map::Full;
-use crate::store::{Lease, spawn};
+use crate::limit::{Charge, UnusedPermits};
+use crate::store::{ClientSession, Lease, LeaseRequest, OwnedLeaseRequest, spawn};
 
 /// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the
 /// runtime does not run them in this time, the next call is sent without them.
@@ -91,6 +92,32 @@ impl Core {
         {
             let Settings { store, spec, .. } = &self.settings;
             store.give_back(key, spec, &[slot.unused()]);
+        }
+    }
+
+    /// Takes back units of a permit of `key` that was used, because its request cost less.
+    pub(super) fn refund(self: &Arc<Self>, key: Key, unused: UnusedPermits) {
+        let refund = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.refund(ctx, unused);
+        if self.with_state(key, clock::now(), refund).is_none() {
+            let Settings { store, spec, .. } = &self.settings;
+            store.give_back(key, spec, &[unused]);
+        }
+    }
+
+    /// Counts units of `key` that were used now without a permit. If there is no room for the state
+    /// of the key, the store gets them in one call, which is not repeated.
+    pub(super) fn charge(self: &Arc<Self>, key: Key, units: u64) {
+        let now = clock::now();
+        let charge = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.charge(ctx, units);
+        if let Err(Full) = self.with_new_state(key, now, charge) {
+            let Settings { store, spec, .. } = &self.settings;
+            let request = OwnedLeaseRequest::without_demands(key, spec, ClientSession::default());
+            let charges = [Charge::new(Duration::ZERO, units)];
+            let reply = store.lease(LeaseRequest {
+                charges: &charges,
+                ..request.request(&[])
+            });
+            self.spawn(async move { drop(reply.arrives().await) });
         }
     }
 

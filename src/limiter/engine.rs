@@ -142,6 +142,7 @@ impl Core {
             max_queue,
             on_store_error,
             max_hold,
+            settles,
             ..
         } = &self.settings;
         KeyContext {
@@ -152,6 +153,7 @@ impl Core {
             max_queue: *max_queue,
             fails_open: *on_store_error == OnStoreError::FailOpen,
             max_hold: *max_hold,
+            settles: *settles,
             work: Work::default(),
         }
     }

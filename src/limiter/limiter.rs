@@ -14,6 +14,7 @@ use super::holds;
 use super::joint::PartRef;
 use super::limited::RefusedRequest;
 use super::listener;
+use super::reservation::Reservation;
 use super::settings::Settings;
 use super::start::{self, Started};
 use super::status::{self, KeyStatus};
@@ -231,6 +232,24 @@ impl Limiter {
     #[inline]
     pub(crate) fn send_at_once(&self, entry: &Entry) -> Result<Instant, Instant> {
         start::send_at_once(&self.0, entry)
+    }
+
+    /// Takes a permit that is at hand. Returns `None` for a request that costs nothing.
+    ///
+    /// # Errors
+    ///
+    /// `now`, if the request has to take the slow path.
+    pub(crate) fn take_at_once(
+        &self,
+        entry: &Entry,
+        now: Instant,
+    ) -> Result<Option<Reservation>, Instant> {
+        start::take_at_once(&self.0, entry, now)
+    }
+
+    /// Returns whether the true cost of a request may be stated after its response.
+    pub(crate) fn settles(&self) -> bool {
+        self.0.settings.settles
     }
 
     /// Enters a request for which no permit is at hand. `label` returns the name of its key.

@@ -28,6 +28,7 @@
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | the way of a request to its permit |
 // | `outer` | layers around each other: the permits of the layers around |
+// | `settlement` | the true cost of a request that was sent |
 // | `sent`, `permit` | a request that was sent and not yet answered; the right to send one request |
 // | `stage`, `waiter` | what a request waits for; a request that waits |
 // | `start` | the entrance: fast path and slow path |
@@ -60,6 +61,7 @@ mod responses;
 mod sent;
 mod session;
 mod settings;
+mod settlement;
 mod split_signal;
 mod stage;
 mod start;
@@ -80,9 +82,11 @@ pub(crate) use outer::{
     InnerCall, Mark, is_any as is_inside_a_layer, note_several as note_several_gates,
 };
 pub use permit::Permit;
+pub(crate) use reservation::Reservation;
 pub(crate) use sent::Sent;
 pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, Settings};
+pub use settlement::Settlement;
 pub(crate) use start::Started;
 pub use status::KeyStatus;
 pub(crate) use waiting::Waiting;

@@ -13,6 +13,7 @@ use super::in_flight_slot::InFlightSlot;
 use super::outer::{self, CallId, UseOf};
 use super::reservation::Reservation;
 use super::sent::{More, PastWait, Sent};
+use super::settlement::{Settlement, Unsettled};
 use crate::clock;
 use crate::error::{Limited, StoreError};
 use crate::key::Key;
@@ -51,6 +52,8 @@ struct Joint {
     /// If other layers are around: the call of this layer, and when the first of their permits
     /// expires.
     inside: Option<(CallId, Option<Instant>)>,
+    /// Set once the true cost of the request was stated.
+    settlement: Option<Settlement>,
 }
 
 /// The permit of another key of a joint request.
@@ -93,6 +96,7 @@ impl Permit {
             host,
             others,
             inside: None,
+            settlement: None,
         };
         Permit {
             joint: Some(Box::new(joint)),
@@ -144,6 +148,41 @@ impl Permit {
     /// Returns whether the request may still be sent: whether the deadline has not passed.
     pub fn is_valid(&self) -> bool {
         self.deadline().is_none_or(|until| clock::now() < until)
+    }
+
+    /// States that the request cost `actual` units of each of its limits, if that is not the cost of
+    /// the permit.
+    ///
+    /// The request was sent then: a permit that is settled cannot be given back.
+    /// [`Settlement::settle`] describes what happens to the difference. Build the layer with
+    /// [`settle_by_hand`](crate::RateLimitBuilder::settle_by_hand): otherwise little of what comes
+    /// back is used, because requests that wait have booked their slots already.
+    ///
+    /// ```
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let layer = RateLimitLayer::builder(Quota::per_minute(80_000)).settle_by_hand().build()?;
+    /// let limiter = layer.limiter();
+    /// let mut permit = limiter.acquire(Key::ALL).cost(4000).await?;
+    /// // ... send the request, and read from the response what it cost ...
+    /// permit.settle(300);
+    /// drop(permit);
+    /// assert_eq!(limiter.peek(Key::ALL).await?.limits[0].used, 300);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn settle(&mut self, actual: u32) {
+        let known = self.joint.as_ref();
+        let known = known.and_then(|joint| joint.settlement.clone());
+        let settlement = known.unwrap_or_else(|| {
+            let unsettled =
+                |permit: &Permit| Unsettled::new(permit.core.id, permit.key, permit.slot.as_ref());
+            Settlement::new(self.all().map(unsettled))
+        });
+        settlement.settle(actual);
+        self.joint.get_or_insert_default().settlement = Some(settlement);
     }
 
     /// Waits until this call must be cancelled, and returns the reason.
@@ -208,7 +247,7 @@ impl Permit {
             by: None,
         };
         let has_inner = core.has_inner();
-        let slot = slot.filter(|_| outer::may_be_any());
+        let slot = slot.filter(|_| outer::may_be_any() || core.settings.settles);
         let past_host = wait.as_ref().and_then(|wait| wait.host);
         let host = joint.as_ref().map_or(past_host, |joint| joint.host);
         let joint = joint.map(|joint| joint.others).unwrap_or_default();
@@ -249,9 +288,11 @@ impl Permit {
     /// Ends the permit of a request that was certainly not sent. Its slot goes to the next waiter,
     /// or else back to the store.
     pub fn give_back(mut self) {
-        let joint = self.joint.take();
-        let others = joint.map(|joint| joint.others).unwrap_or_default();
-        let others = others.into_iter().map(|other| other.permit);
+        let joint = self.joint.take().unwrap_or_default();
+        if joint.settlement.is_some() {
+            return;
+        }
+        let others = joint.others.into_iter().map(|other| other.permit);
         for permit in std::iter::once(self).chain(others) {
             if let Some(slot) = permit.slot {
                 permit.core.give_back(permit.key, slot);

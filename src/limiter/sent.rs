@@ -17,6 +17,7 @@ use super::key_state::is_any_uncertain;
 use super::outer::{self, InnerCall, OuterPermit, UseOf};
 use super::reservation::Reservation;
 use super::responses::AnsweredCall;
+use super::settlement::{Settlement, Unsettled};
 use super::split_signal::{SignalKey, split};
 use crate::clock;
 use crate::error::{Facts, Limited, LimitedInfo};
@@ -142,12 +143,24 @@ impl Sent {
         sent
     }
 
-    /// Adds the slot of the permit, so that a layer inside of this one can give it back.
-    pub(crate) fn with_slot(mut self, slot: Option<Reservation>) -> Self {
-        if slot.is_some() && outer::may_be_any() {
+    /// Adds the slot of the permit, so that a layer inside of this one can give it back. If the layer
+    /// `settles`, its true cost can be stated later.
+    pub(crate) fn with_slot(mut self, slot: Option<Reservation>, settles: bool) -> Self {
+        if slot.is_some() && (settles || outer::may_be_any()) {
             self.more.get_or_insert_with(More::empty).slot = slot;
         }
         self
+    }
+
+    /// Returns the settlement of the request, for a layer that settles.
+    #[cold]
+    pub(crate) fn settlement(&self) -> Settlement {
+        let others = self.more.iter().flat_map(|more| more.joint.iter());
+        let all = std::iter::once(self).chain(others);
+        Settlement::new(all.map(|sent| {
+            let slot = sent.more.as_ref().and_then(|more| more.slot.as_ref());
+            Unsettled::new(sent.core, sent.key, slot)
+        }))
     }
 
     /// Begins a call or poll of the inner service. Layers inside see the permits of this call. If the

@@ -110,6 +110,12 @@ impl KeySession {
         }
     }
 
+    /// Counts units that this process used at `now` without a permit.
+    pub(super) fn count_charge(&mut self, units: u64, now: Instant) {
+        self.granted.units = self.granted.units.saturating_add(units);
+        self.granted.until = self.granted.until.max(Some(now));
+    }
+
     /// Takes in that the store's time was `seen` between `sent` and `now`.
     ///
     /// Earlier replies bound it as well. The clocks may run apart by a two-thousandth. If the

@@ -38,6 +38,8 @@ pub(crate) struct Settings {
     pub(crate) learn: HeaderTrust,
     pub(crate) on_scope: Option<OnScope>,
     pub(crate) on_store_error: OnStoreError,
+    /// Whether the true cost of a request may be stated after its response.
+    pub(crate) settles: bool,
 }
 
 /// What happens to a request if the store fails. Default: [`FailClosed`](OnStoreError::FailClosed).

@@ -32,6 +32,7 @@ mod page;
 mod parse;
 mod read;
 mod refusal;
+mod response_ref;
 mod standard;
 mod vendor;
 
@@ -42,10 +43,11 @@ mod vectors;
 
 use std::time::{Duration, Instant};
 
-use http::{HeaderMap, StatusCode};
+use http::{Extensions, HeaderMap, StatusCode};
 use smallvec::SmallVec;
 
 pub use observed::ObservedQuota;
+pub use response_ref::ResponseRef;
 
 use crate::clock;
 
@@ -86,6 +88,17 @@ pub trait ResponseInfo {
     fn host(&self) -> Option<&str> {
         None
     }
+
+    /// Returns the extensions of the response. Default: `None`.
+    fn extensions(&self) -> Option<&Extensions> {
+        None
+    }
+
+    /// Returns the extensions of the response, to be changed. Default: `None`, and the response gets
+    /// no [`Settlement`](crate::Settlement).
+    fn extensions_mut(&mut self) -> Option<&mut Extensions> {
+        None
+    }
 }
 
 impl<B> ResponseInfo for http::Response<B> {
@@ -95,6 +108,14 @@ impl<B> ResponseInfo for http::Response<B> {
 
     fn headers(&self) -> Option<&HeaderMap> {
         Some(http::Response::headers(self))
+    }
+
+    fn extensions(&self) -> Option<&Extensions> {
+        Some(http::Response::extensions(self))
+    }
+
+    fn extensions_mut(&mut self) -> Option<&mut Extensions> {
+        Some(http::Response::extensions_mut(self))
     }
 }
 

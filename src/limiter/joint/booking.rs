@@ -11,7 +11,7 @@ use super::{Cause, JointRefusal, JointSlot, Part, PerPart, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::engine::Core;
-use crate::limiter::key_state::{Asked, JointAsk, KeyState, known_refusal};
+use crate::limiter::key_state::{Asked, JointAsk, KeyState, known_refusal, near_booking};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Reservation, WaitBound};
 use crate::limiter::settings::Settings;
@@ -54,10 +54,42 @@ impl Drop for Booking {
 async fn book(mut booking: Booking) {
     let set = &booking.set;
     while let Some(mut wanted) = set.next_wanted() {
-        let outcome = Search::new(set, &mut wanted).run(wanted.bound).await;
+        let outcome = match set.settles() {
+            true => book_near(set, &mut wanted).await,
+            false => Search::new(set, &mut wanted).run(wanted.bound).await,
+        };
         set.booked(&wanted, outcome);
     }
     booking.is_done = true;
+}
+
+/// Searches for a joint slot that is near, again and again: see [`near_booking`].
+async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<JointSlot, JointRefusal> {
+    let since = clock::now();
+    loop {
+        let now = clock::now();
+        let is_remote = set.parts.iter().any(Part::is_remote);
+        let spec_of = |part: &Part| part.core.settings.spec.clone();
+        let is_far_allowed = |part| near_booking::is_far_allowed(&spec_of(part), since, now);
+        let bound = match is_remote && set.parts.iter().all(is_far_allowed) {
+            true => wanted.bound,
+            false => near_booking::near(wanted.bound, now),
+        };
+        let outcome = Search::new(set, wanted).run(bound).await;
+        let Err(JointRefusal {
+            part,
+            cause: Cause::Wait(refusal),
+        }) = outcome
+        else {
+            return outcome;
+        };
+        let pause = near_booking::pause(&spec_of(&set.parts[part]), refusal);
+        let again = clock::after(clock::now(), pause);
+        if again > wanted.bound.latest || !set.is_waiting(wanted.number) {
+            return outcome;
+        }
+        clock::sleep_until(again).await;
+    }
 }
 
 /// A search for a joint slot. If it is dropped, the slots found so far are given back.

@@ -31,7 +31,8 @@ pub(crate) fn enter(
     if let Some(until_known) = UntilKnown::of(parts, deadline, &label) {
         return Entered::UntilKnown(until_known);
     }
-    if outer::is_any() || parts[0].core.has_inner() {
+    let first = parts[0].core;
+    if outer::is_any() || first.has_inner() || first.settings.settles {
         return Entered::Started(start(parts, deadline, label));
     }
     // No `Permit` is made.

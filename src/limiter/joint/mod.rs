@@ -143,6 +143,11 @@ impl Part {
         }
     }
 
+    /// Returns whether other processes may share its store.
+    fn is_remote(&self) -> bool {
+        self.core.settings.shared_store.background().is_some()
+    }
+
     /// Returns whether two parts count in one store. Stores with a fallback are decorated, so
     /// they are compared without it.
     fn has_store_of(&self, other: &Part) -> bool {

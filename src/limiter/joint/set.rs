@@ -324,6 +324,11 @@ impl JointSet {
         });
     }
 
+    /// Returns whether a request may give units back after it was sent.
+    pub(super) fn settles(&self) -> bool {
+        self.parts.iter().any(|part| part.core.settings.settles)
+    }
+
     /// Returns whether a request waits.
     pub(super) fn is_waiting(&self, number: Number) -> bool {
         self.with(|state, _| state.waiters.get(number).is_some())

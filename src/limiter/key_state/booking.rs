@@ -12,6 +12,7 @@ use smallvec::SmallVec;
 use super::KeyState;
 use super::context::{Effect, KeyContext, LeaseFuture};
 use super::hold::ASK_AGAIN;
+use super::near_booking;
 use super::probation::Passage;
 use super::store_view::slot;
 use crate::clock;
@@ -147,17 +148,26 @@ impl KeyState {
             .filter(|slot| is_clear && !self.store.is_trusted(ctx.spec, *slot));
         let confirms = has_doubtful_slot
             || unconfirmed.is_some_and(|slot| queue.takes_confirmation(slot, lead, now));
-        let demands = queue.needs(match (is_clear, self.store.answers_later) {
-            (false, _) => 1,
-            (true, true) => MOST_ASKED,
-            (true, false) => usize::MAX,
-        });
+        let is_for_first = self.store.answers_later
+            && ctx.settles
+            && near_booking::is_for_first(queue, ctx.spec, now);
+        let demands = queue.needs(
+            match (is_clear && !is_for_first, self.store.answers_later) {
+                (false, _) => 1,
+                (true, true) => MOST_ASKED,
+                (true, false) => usize::MAX,
+            },
+        );
         if demands.is_empty() && !confirms {
             return None;
         }
         // Permits are scarce if slots lie ahead: none are fetched in advance.
         let is_scarce = queue.last_booked().is_some();
-        let prefetches = self.store.answers_later && is_clear && !is_scarce && !demands.is_empty();
+        let prefetches = self.store.answers_later
+            && is_clear
+            && !is_scarce
+            && !demands.is_empty()
+            && !ctx.settles;
         Some(Booking {
             demands,
             confirms,
@@ -175,7 +185,7 @@ impl KeyState {
             // The slots are booked when the hold ends or the probe is accepted, by what is known
             // then.
             queue.gathering.put_off(left, now)
-        } else if self.store.answers_later && !booking.confirms {
+        } else if self.store.answers_later && !booking.confirms || queue.is_paused(now) {
             queue.batch(now)
         } else {
             Delay::Over
@@ -191,7 +201,12 @@ impl KeyState {
             ..
         } = booking;
         let queue = self.queue.get_or_insert_default();
-        let latest = queue.latest().unwrap_or(ctx.now);
+        let mut latest = queue.latest().unwrap_or(ctx.now);
+        let is_for_first =
+            self.store.answers_later && near_booking::is_for_first(queue, ctx.spec, ctx.now);
+        if ctx.settles && !is_for_first {
+            latest = latest.min(near_booking::latest(ctx.now));
+        }
         let mut returns = std::mem::take(&mut queue.returns);
         let prefetch = if *prefetches {
             self.prefetched
@@ -203,10 +218,11 @@ impl KeyState {
         if died {
             self.store.lengthen_life(ctx.spec);
         }
-        match ctx
-            .store
-            .lease(self.request(ctx, demands, prefetch, latest, &returns))
-        {
+        let charge = self.take_charge(ctx);
+        match ctx.store.lease(LeaseRequest {
+            charges: charge.as_slice(),
+            ..self.request(ctx, demands, prefetch, latest, &returns)
+        }) {
             StoreReply::Ready(answer) => {
                 self.queue
                     .get_or_insert_default()
@@ -286,10 +302,11 @@ impl KeyState {
             .as_mut()
             .map(|queue| std::mem::take(&mut queue.returns))
             .unwrap_or_default();
-        match ctx
-            .store
-            .lease(self.request(ctx, &[], 0, ctx.now, &returns))
-        {
+        let charge = self.take_charge(ctx);
+        match ctx.store.lease(LeaseRequest {
+            charges: charge.as_slice(),
+            ..self.request(ctx, &[], 0, ctx.now, &returns)
+        }) {
             StoreReply::Ready(answer) => self.answered(ctx, answer, ctx.now, clock::now()),
             StoreReply::Pending(call) => {
                 self.queue.get_or_insert_default().give_up_call();
@@ -315,7 +332,7 @@ impl KeyState {
             if let Ok(lease) = answer {
                 ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
             }
-            return;
+            return self.charge_again(ctx);
         }
         let answer = answer.and_then(|lease| {
             let checked = self.store.check_speed(ctx.spec, &lease, sent, ctx.now);
@@ -339,6 +356,7 @@ impl KeyState {
         if ctx.work.effects.is_empty() {
             self.pass_on(ctx);
         }
+        self.send_charges_later(ctx, failed);
         self.close(ctx);
         if failed && ctx.work.effects.is_empty() && self.hold.is_doubted(ctx.now) {
             ctx.work.effects.push(Effect::PassOn(ASK_AGAIN));
@@ -353,6 +371,9 @@ impl KeyState {
         sent: Instant,
         now: Instant,
     ) {
+        if let Some(charges) = &mut self.charges {
+            charges.answered(answer.is_ok());
+        }
         match answer {
             Ok(lease) => self.granted(ctx, &lease, sent, now),
             Err(error) => self.failed(ctx, error, now),
@@ -373,7 +394,7 @@ impl KeyState {
         }
         let slots = lease.grants.iter().map(|grant| slot(lease, grant, bounds));
         let refusal = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
-        let end = if precedes_release {
+        let end = if precedes_release || ctx.settles {
             None
         } else {
             Some(&refusal)
@@ -387,8 +408,13 @@ impl KeyState {
             queue.give_up_slots();
             return;
         }
-        self.store.note_refusal(refused, lease, ctx.fails_open, now);
         self.store.adapt_life(ctx.spec, bounds, died);
+        if ctx.settles {
+            let queue = self.queue.get_or_insert_default();
+            near_booking::answered(queue, ctx.spec, lease, now, &mut ctx.work.wakers);
+        } else {
+            self.store.note_refusal(refused, lease, ctx.fails_open, now);
+        }
     }
 
     /// Takes in that the store failed.
@@ -418,6 +444,10 @@ impl KeyState {
             // Another waiter starts the delay again, in its own runtime.
             queue.gathering = Gathering::NotYet;
             queue.wake_all(&mut ctx.work.wakers);
+            return;
+        }
+        if joined && queue.gathering.is_later_than(ctx.now) {
+            // Another delay has begun after the end of this one was not needed any more.
             return;
         }
         queue.gathering = Gathering::Done;

@@ -30,6 +30,9 @@ pub(in crate::limiter) struct KeyContext<'a> {
     pub(in crate::limiter) max_queue: usize,
     /// Whether a request that cannot be counted passes.
     pub(in crate::limiter) fails_open: bool,
+    /// Whether requests give units back after they were sent. Then slots are booked shortly before
+    /// they are due: see `near_booking`.
+    pub(in crate::limiter) settles: bool,
     /// The longest hold that a response of the upstream can set.
     pub(in crate::limiter) max_hold: Duration,
     /// What this visit leaves to do.

@@ -161,9 +161,13 @@ impl JointAsk {
             }
             (None, Some(left)) => Asked::Held(left),
             (None, None) => {
-                state
-                    .store
-                    .note_refusal(Some(self.cost), lease, ctx.fails_open, ctx.now);
+                // If units may come back, the store is asked again soon.
+                if !ctx.settles {
+                    let cost = Some(self.cost);
+                    state
+                        .store
+                        .note_refusal(cost, lease, ctx.fails_open, ctx.now);
+                }
                 Asked::Refused(lease.refused.unwrap_or(Refusal::NEVER))
             }
         }

@@ -10,6 +10,7 @@
 //! | `ticket` | a request: it enters, waits, and leaves |
 //! | `mod` | [`KeyState`]: permits taken and returned, and changes of the hold or of what is left |
 //! | `booking` | [`KeyState`]: when the store is called, for what, and what its answer means |
+//! | `near_booking` | when the slots of requests are booked that may give units back; functions |
 //! | `joint_ask` | one call for one key of a joint request |
 //! | `store_view` | what the process knows of its store |
 //! | `store_refusal` | a refusal of the store, kept for the next requests |
@@ -21,18 +22,21 @@
 //! | `stated_limits` | the limits that it stated; a value |
 //! | `remaining_tracker` | what it stated is left of all limits; a value |
 //! | `remaining_headers` | what it stated is left of one limit; a value |
+//! | `charges` | units that were used without a permit, until the store has counted them; a value |
 //! | `quota_match` | which quota of a response is about a limit; functions |
 //! | `context` | what a visit to the state works with, and the work that it leaves |
 //!
-//! [`KeyState`] has five parts: the prefetched permits, the queue, the hold, and the views of store
-//! and upstream. Each part has its own type, whose methods touch only that part. `KeyState` and
+//! [`KeyState`] has six parts: the prefetched permits, the queue, the hold, the views of store and
+//! upstream, and the pending charges. Each part has its own type, whose methods touch only that part. `KeyState` and
 //! [`Ticket`] do what needs several parts.
 
 mod booking;
+mod charges;
 mod context;
 mod hold;
 mod joint_ask;
 mod key_hold;
+pub(super) mod near_booking;
 mod probation;
 #[cfg(test)]
 mod properties;
@@ -54,12 +58,13 @@ use super::reservation::Reservation;
 use super::unlocked::UnlockedPermits;
 use crate::clock;
 use crate::key_map::Evict;
-use crate::limit::{LimitSpec, UnusedPermits};
+use crate::limit::{Charge, LimitSpec, UnusedPermits};
 use crate::quota::Limit;
 use crate::signal::Signal;
 use crate::store::{HoldState, Lease};
 use crate::wakers::Wakers;
 
+use charges::PendingCharges;
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
 pub(super) use hold::HoldSource;
 pub(super) use joint_ask::{
@@ -91,6 +96,8 @@ pub(super) struct KeyState {
     pub(super) hold: KeyHold,
     /// What the upstream stated about the key.
     pub(super) upstream: UpstreamView,
+    /// Units that were used without a permit. `None` unless a call cost more than its permit.
+    charges: Option<Box<PendingCharges>>,
 }
 
 impl Evict for KeyState {
@@ -99,7 +106,11 @@ impl Evict for KeyState {
     fn idle_from(&self) -> Option<Instant> {
         let prefetched = self.prefetched.until();
         // A joint request has no place in the queue, but watches the hold.
-        let is_idle = self.queue.is_none() && self.hold.waiting() == 0;
+        let is_settled = self
+            .charges
+            .as_ref()
+            .is_none_or(|charges| charges.is_empty());
+        let is_idle = self.queue.is_none() && self.hold.waiting() == 0 && is_settled;
         is_idle.then(|| {
             self.hold
                 .matters_until()
@@ -124,6 +135,7 @@ impl KeyState {
             store: StoreView::new(life),
             hold: KeyHold::default(),
             upstream: UpstreamView::default(),
+            charges: None,
         }
     }
 
@@ -187,6 +199,61 @@ impl KeyState {
         }
         self.step(ctx, None);
         self.close(ctx);
+    }
+
+    /// Takes back units of a permit that was used, because its request cost less. The store subtracts
+    /// them from its log.
+    pub(super) fn refund(&mut self, ctx: &mut KeyContext<'_>, unused: UnusedPermits) {
+        self.store.forget_refusal();
+        let Some(queue) = &mut self.queue else {
+            self.store.forget(&[unused]);
+            ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
+            return;
+        };
+        queue.returns.push(unused);
+        // The units may be enough for the first waiter.
+        queue.end_pause();
+        self.step(ctx, None);
+        self.close(ctx);
+    }
+
+    /// Counts units that were used now without a permit, because a request cost more than its
+    /// permit. The next call to the store carries them. If no call is sent soon, they get one of
+    /// their own.
+    pub(super) fn charge(&mut self, ctx: &mut KeyContext<'_>, units: u64) {
+        self.store.count_charge(units, ctx.now);
+        self.charges.get_or_insert_default().add(units, ctx.now);
+        if self.store.answers_later {
+            self.send_charges_later(ctx, false);
+        } else {
+            self.inquire(ctx);
+            self.close(ctx);
+        }
+    }
+
+    /// Returns the charge that a call to the store carries now.
+    fn take_charge(&mut self, ctx: &KeyContext<'_>) -> Option<Charge> {
+        let memory = ctx.spec.quota().longest_memory() + ctx.spec.transit_slack();
+        self.charges.as_mut()?.take(memory, ctx.now)
+    }
+
+    /// Starts the task that sends charges if no other call does, unless one is about to.
+    fn send_charges_later(&mut self, ctx: &mut KeyContext<'_>, failed: bool) {
+        let charges = self.charges.as_mut();
+        if let Some(delay) = charges.and_then(|charges| charges.start_task(failed)) {
+            ctx.work.effects.push(Effect::PassOn(delay));
+        }
+    }
+
+    /// Sends the charges of a lost call again, unless the call under way has them.
+    fn charge_again(&mut self, ctx: &mut KeyContext<'_>) {
+        let queue = self.queue.as_ref();
+        if queue.is_none_or(|queue| !queue.is_calling(ctx.now)) {
+            if let Some(charges) = &mut self.charges {
+                charges.answered(false);
+            }
+            self.send_charges_later(ctx, true);
+        }
     }
 
     /// Puts the key on hold, or releases it.
@@ -352,11 +419,18 @@ impl KeyState {
         }
     }
 
-    /// Sends the store what the upstream stated, after the delay of [`Effect::PassOn`]. If a hold
-    /// is doubted, asks the store about it again.
+    /// Sends the store what the upstream stated, and charges, after the delay of
+    /// [`Effect::PassOn`]. If a hold is doubted, asks the store about it again.
     pub(super) fn pass_on_now(&mut self, ctx: &mut KeyContext<'_>) {
         if let Some(tracker) = &mut self.upstream.remaining {
             tracker.end_task();
+        }
+        if self
+            .charges
+            .as_mut()
+            .is_some_and(|charges| charges.end_task())
+        {
+            self.inquire(ctx);
         }
         let is_doubted = self.hold.is_doubted(ctx.now);
         self.pass_on(ctx);

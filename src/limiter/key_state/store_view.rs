@@ -200,6 +200,13 @@ impl StoreView {
         }
     }
 
+    /// Counts units that were used at `now` without a permit.
+    pub(super) fn count_charge(&mut self, units: u64, now: Instant) {
+        if let Some(session) = self.session_mut() {
+            session.count_charge(units, now);
+        }
+    }
+
     /// Returns whether the state in the store was written more often than its last answer stated.
     pub(super) fn is_behind(&self, writes: u64) -> bool {
         self.session()

@@ -62,6 +62,7 @@ impl Ticket {
         }
         let asks_alone = state.queue.is_none()
             && !state.store.answers_later
+            && !ctx.settles
             && state.hold.is_clear(ctx.max_hold, ctx.now);
         if asks_alone {
             return self.enter_alone(state, ctx);

@@ -69,6 +69,11 @@ impl Gathering {
         matches!(self, Gathering::UnderWay { .. })
     }
 
+    /// Returns whether a delay is under way that ends after `now`.
+    pub(in crate::limiter) fn is_later_than(self, now: Instant) -> bool {
+        matches!(self, Gathering::UnderWay { until } if until > now)
+    }
+
     /// Ends the delay, if it is under way.
     pub(in crate::limiter) fn end(&mut self) {
         if self.is_under_way() {

@@ -78,9 +78,11 @@ pub(super) struct Queue {
     pub(super) gathering: Gathering,
     /// The slot that the store was last asked to confirm before it was due.
     confirmed: Option<Instant>,
-    /// Until when the store decides nothing, because it lost its state and does not know what it
-    /// had granted.
+    /// Until when the store is not called: it decides nothing, because it lost its state and does not
+    /// know what it had granted, or no slot is near.
     paused_until: Option<Instant>,
+    /// Since when the store has granted nothing, if it was asked for slots that are near.
+    pub(super) refused_since: Option<Instant>,
     /// Permits that go back to the store with the next call.
     pub(super) returns: Returns,
 }
@@ -259,6 +261,17 @@ impl Queue {
             Delay::Starts(delay) if delay < SHORTEST_TIMER => Delay::Starts(Duration::ZERO),
             delay => delay,
         }
+    }
+
+    /// Returns whether the store is not to be called yet.
+    pub(super) fn is_paused(&self, now: Instant) -> bool {
+        self.paused_until.is_some_and(|until| until > now)
+    }
+
+    /// Ends a pause: the next call need not wait for its end.
+    pub(super) fn end_pause(&mut self) {
+        self.paused_until = None;
+        self.gathering.end();
     }
 
     /// Returns for how long the store decides nothing, if that is longer than a request can wait.

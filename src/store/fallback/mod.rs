@@ -110,6 +110,7 @@ impl Inner {
                         ledger.spec.quota(),
                         &error,
                     );
+                    ledger.charge(&request.charges, now);
                     let plan = ledger.book(&request.request(&request.demands), now);
                     Some(plan.map(|plan| ledger.grant(plan, now, None)))
                 };
@@ -147,6 +148,7 @@ impl Inner {
         mut request: OwnedLeaseRequest,
         is_back: bool,
     ) -> Result<Lease, StoreError> {
+        let charges = std::mem::take(&mut request.charges);
         let probed = match is_back {
             true => None,
             false => match self.probe(&request).await {
@@ -158,6 +160,7 @@ impl Inner {
         let now = clock::now();
         let stage = self.histories.find(request.key, |history| {
             let ledger = history.standalone()?;
+            ledger.charge(&charges, now);
             if !is_back
                 && probed
                     .as_ref()
@@ -188,7 +191,10 @@ impl Inner {
         });
         let (stage, plan) = match stage.flatten() {
             Some((stage, plan)) => (stage, plan?),
-            None => (Stage::Together, Lease::default()),
+            None => {
+                request.charges = charges;
+                (Stage::Together, Lease::default())
+            }
         };
         if stage == Stage::Alone {
             return Ok(plan);

@@ -10,7 +10,7 @@ use super::planned::{OfShare, PlannedPermits};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_up};
+use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_down, micros_up};
 use crate::rng::jittered;
 use crate::store::memory::book;
 use crate::store::{
@@ -164,6 +164,8 @@ impl StandaloneLedger {
             demands: &demands,
             prefetch: 0,
             returns: &[],
+            // `charge` has counted them.
+            charges: &[],
             ..*request
         };
         let mut lease = book(&mut self.ledger, moment, &own);
@@ -171,6 +173,32 @@ impl StandaloneLedger {
             lease.refused = lease.refused.or(Some(Refusal::NEVER));
         }
         Ok(lease)
+    }
+
+    /// Counts units that the process used without a permit. They are charged to the store later.
+    pub(super) fn charge(&mut self, charges: &[Charge], now: Instant) {
+        let now = clock::micros(now);
+        self.ledger.advance(&self.spec, now);
+        let slack = micros_up(self.whole_spec.transit_slack());
+        for &charge in charges {
+            self.ledger.charge(&self.spec, charge);
+            let slot = now.saturating_sub(micros_down(charge.age));
+            self.owe(UnusedPermits {
+                slot,
+                stamp: slot + slack,
+                units: charge.units,
+                incarnation: Source::STANDALONE_INCARNATION,
+            });
+        }
+    }
+
+    /// Adds units that the store does not know of.
+    fn owe(&mut self, owed: UnusedPermits) {
+        let after = self
+            .uncharged
+            .partition_point(|other| other.slot <= owed.slot);
+        self.uncharged.insert(after, owed);
+        self.merge();
     }
 
     /// Grants a plan. The permits are charged to the store later. `reply` is the store's reply to
@@ -184,19 +212,13 @@ impl StandaloneLedger {
             ..
         } in plan.grants.iter()
         {
-            let after = self.uncharged.partition_point(|other| other.slot <= slot);
-            let units = u64::from(cost) * u64::from(count);
-            self.uncharged.insert(
-                after,
-                UnusedPermits {
-                    slot,
-                    stamp,
-                    units,
-                    incarnation: Source::STANDALONE_INCARNATION,
-                },
-            );
+            self.owe(UnusedPermits {
+                slot,
+                stamp,
+                units: u64::from(cost) * u64::from(count),
+                incarnation: Source::STANDALONE_INCARNATION,
+            });
         }
-        self.merge();
         let Lease {
             grants, refused, ..
         } = plan;

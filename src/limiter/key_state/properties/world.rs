@@ -93,6 +93,7 @@ impl World {
             now,
             max_queue: 30,
             fails_open: self.fails_open,
+            settles: false,
             max_hold: ms(60_000),
             work: Work::default(),
         };

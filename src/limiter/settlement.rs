@@ -1,0 +1,118 @@
+//! Settlement: the true cost of a request, which may be known only after its response.
+//!
+//! A permit takes the units that the request is estimated to cost. When the true cost is known, the
+//! difference is refunded or charged:
+//!
+//! - If the request cost less, the rest of the units leaves the limits, at the stamp of the permit.
+//! - If it cost more, the units above the estimate are charged. They count from now on, even beyond
+//!   the limit, so the next requests wait until they have left the window.
+//!
+//! So a window of the upstream exceeds the limit at most by what the requests in it were
+//! underestimated by, before that was known. `guarantees.md` has the proof.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::engine::CoreId;
+use super::reservation::Reservation;
+use crate::key::Key;
+use crate::limit::UnusedPermits;
+
+/// The units that a request counts with, until its true cost is known.
+///
+/// A layer with [`settle_by_hand`](crate::RateLimitBuilder::settle_by_hand) puts one into the
+/// extensions of each response. Clones settle the same request. If a settlement is dropped, the
+/// request goes on to count with its estimate.
+///
+/// ```
+/// use http::{Request, Response};
+/// use tollgate::{Key, Quota, RateLimitLayer, Settlement};
+/// use tower::{BoxError, Service, ServiceBuilder, ServiceExt, service_fn};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), BoxError> {
+/// # let client = service_fn(|_: Request<String>| async { Ok::<_, BoxError>(Response::new("used 300 tokens")) });
+/// let limit = RateLimitLayer::builder(Quota::per_minute(80_000))
+///     .cost(|_| 4000) // the most that a response may cost
+///     .settle_by_hand()
+///     .build()?;
+/// let limiter = limit.limiter();
+/// let mut service = ServiceBuilder::new().layer(limit).service(client);
+///
+/// let request = Request::get("http://example.com/").body(String::new())?;
+/// let mut response = service.ready().await?.call(request).await?;
+/// let settlement = response.extensions_mut().remove::<Settlement>();
+/// // ... read the body, which states the true cost ...
+/// if let Some(settlement) = settlement {
+///     settlement.settle(300);
+/// }
+/// assert_eq!(limiter.peek(Key::ALL).await?.limits[0].used, 300);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Settlement(Arc<[Mutex<Unsettled>]>);
+
+/// What a request counts with under one of its keys.
+#[derive(Debug)]
+pub(super) struct Unsettled {
+    core: CoreId,
+    key: Key,
+    /// The permit. `None` if the request took no units.
+    permit: Option<UnusedPermits>,
+    /// Units that were charged besides the permit.
+    charged: u64,
+}
+
+impl Settlement {
+    /// Makes the settlement of a request with these units under each of its keys.
+    pub(super) fn new(parts: impl Iterator<Item = Unsettled>) -> Self {
+        Settlement(parts.map(Mutex::new).collect())
+    }
+
+    /// States that the request cost `actual` units of each of its limits.
+    ///
+    /// It may be called again, and the last call counts. Units that an earlier call has charged stay
+    /// charged.
+    ///
+    /// A request that cost less than its permit gives the rest back to the store, for all processes.
+    /// A request that cost more counts from now on with all of its units, even beyond the limit. A
+    /// charge above the limit counts as the limit, so the next request waits for a window at most.
+    /// With a remote store, the units arrive with the next call, or within about 100 ms. A charge is
+    /// sent again until the store has confirmed it.
+    ///
+    /// Does not block. Does nothing if the layer and its limiters were dropped.
+    pub fn settle(&self, actual: u32) {
+        for part in self.0.iter() {
+            let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
+            part.settle(u64::from(actual));
+        }
+    }
+}
+
+impl Unsettled {
+    pub(super) fn new(core: CoreId, key: Key, slot: Option<&Reservation>) -> Self {
+        Unsettled {
+            core,
+            key,
+            permit: slot.map(Reservation::unused),
+            charged: 0,
+        }
+    }
+
+    fn settle(&mut self, actual: u64) {
+        let Some(core) = self.core.find() else { return };
+        let of_permit = self.permit.map_or(0, |permit| permit.units);
+        let counted = of_permit + self.charged;
+        if actual > counted {
+            self.charged += actual - counted;
+            core.charge(self.key, actual - counted);
+        } else if let Some(permit) = &mut self.permit {
+            let units = (counted - actual).min(of_permit);
+            permit.units -= units;
+            if units > 0 {
+                let unused = UnusedPermits { units, ..*permit };
+                core.refund(self.key, unused);
+            }
+        }
+    }
+}

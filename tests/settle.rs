@@ -1,0 +1,606 @@
+//! Settlement: the true cost of a request, known after it was sent. Under a paused clock.
+
+#[cfg(feature = "redis")]
+#[path = "support/patient.rs"]
+mod patient;
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures::future::join_all;
+use http::{Request, Response};
+use proptest::prelude::*;
+use tokio::time::{Instant, sleep, sleep_until};
+use tollgate::store::{
+    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits,
+    Usage,
+};
+use tollgate::{Key, Limiter, OnStoreError, Quota, RateLimitLayer, Settlement};
+use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
+
+/// A store whose replies take a trip. While it fails, no call arrives.
+#[derive(Default)]
+struct Remote {
+    shared: Arc<MemoryStore>,
+    fails: AtomicBool,
+}
+
+impl Remote {
+    const TRIP: Duration = Duration::from_millis(5);
+}
+
+impl Store for Remote {
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        let reply = if self.fails.load(Ordering::Relaxed) {
+            StoreReply::Ready(Err(StoreError::Lost))
+        } else {
+            self.shared.lease(request)
+        };
+        let StoreReply::Ready(reply) = reply else {
+            unreachable!("memory replies at once")
+        };
+        StoreReply::Pending(Box::pin(async move {
+            sleep(Remote::TRIP).await;
+            reply
+        }))
+    }
+
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        self.shared.give_back(key, spec, unused);
+    }
+
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        self.shared.peek(key, spec)
+    }
+}
+
+const DAY: Duration = Duration::from_secs(86_400);
+const MINUTE: Duration = Duration::from_secs(60);
+
+fn limiter(quota: Quota) -> Limiter {
+    limiter_over(quota, Arc::new(MemoryStore::default()))
+}
+
+fn limiter_over(quota: Quota, store: Arc<dyn Store>) -> Limiter {
+    RateLimitLayer::builder(quota)
+        .max_wait(DAY)
+        .store(store)
+        .settle_by_hand()
+        .build()
+        .unwrap()
+        .limiter()
+}
+
+async fn used(limiter: &Limiter, key: Key) -> u64 {
+    limiter.peek(key).await.unwrap().limits[0].used
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_settled_permit_counts_with_its_true_cost() {
+    let limiter = limiter(Quota::per_minute(100));
+    let mut cheap = limiter.acquire(Key::ALL).cost(40).await.unwrap();
+    cheap.settle(10);
+    assert_eq!(used(&limiter, Key::ALL).await, 10);
+    let mut dear = limiter.acquire(Key::ALL).cost(40).await.unwrap();
+    dear.settle(70);
+    assert_eq!(used(&limiter, Key::ALL).await, 80);
+    // The last call counts.
+    dear.settle(75);
+    cheap.settle(5);
+    assert_eq!(used(&limiter, Key::ALL).await, 80);
+    // What was charged stays charged, and the units of the permit can go.
+    dear.settle(60);
+    assert_eq!(used(&limiter, Key::ALL).await, 65);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_settled_permit_cannot_be_given_back() {
+    let limiter = limiter(Quota::per_minute(100));
+    let mut permit = limiter.acquire(Key::ALL).cost(40).await.unwrap();
+    permit.settle(30);
+    permit.give_back();
+    assert_eq!(used(&limiter, Key::ALL).await, 30);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_of_no_cost_can_be_charged() {
+    let limiter = limiter(Quota::per_minute(100));
+    let mut permit = limiter.acquire(Key::ALL).cost(0).await.unwrap();
+    permit.settle(7);
+    assert_eq!(used(&limiter, Key::ALL).await, 7);
+}
+
+/// A charge beyond the limit makes the next request wait until the charge has left the window.
+#[tokio::test(start_paused = true)]
+async fn charges_delay_requests_for_one_window_at_most() {
+    let limiter = limiter(Quota::per_minute(100));
+    let mut permit = limiter.acquire(Key::ALL).await.unwrap();
+    sleep(Duration::from_secs(10)).await;
+    permit.settle(100_000);
+    let start = Instant::now();
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    let waited = start.elapsed();
+    assert!(
+        waited >= MINUTE && waited < MINUTE + Duration::from_millis(50),
+        "{waited:?}"
+    );
+}
+
+/// A request that waits gets what another one did not need.
+#[tokio::test(start_paused = true)]
+async fn refunded_units_serve_the_next_request() {
+    let limiter = limiter(Quota::per_minute(100));
+    let mut permit = limiter.acquire(Key::ALL).cost(100).await.unwrap();
+    sleep(Duration::from_secs(5)).await;
+    permit.settle(40);
+    let start = Instant::now();
+    drop(limiter.acquire(Key::ALL).cost(60).await.unwrap());
+    assert_eq!(start.elapsed(), Duration::ZERO);
+}
+
+#[tokio::test(start_paused = true)]
+async fn joint_permits_are_settled_under_each_key() {
+    let all = limiter(Quota::per_minute(100));
+    let of_one = limiter(Quota::per_minute(50));
+    let request = all.acquire(Key::ALL).cost(20);
+    let request = request.with(of_one.acquire(Key::new("one")).cost(20));
+    let mut permit = request.await.unwrap();
+    permit.settle(5);
+    assert_eq!(used(&all, Key::ALL).await, 5);
+    assert_eq!(used(&of_one, Key::new("one")).await, 5);
+    permit.settle(25);
+    assert_eq!(used(&all, Key::ALL).await, 25);
+    assert_eq!(used(&of_one, Key::new("one")).await, 25);
+}
+
+/// Sends one request through `layer` to a server that states a true cost of 3.
+async fn send(layer: RateLimitLayer) -> Response<&'static str> {
+    let server = service_fn(|_: Request<()>| async {
+        let response = Response::builder().header("x-cost", "3").body("done");
+        Ok::<_, Infallible>(response.unwrap())
+    });
+    let mut service = ServiceBuilder::new().layer(layer).service(server);
+    let request = Request::get("http://example.com/a").body(()).unwrap();
+    service.ready().await.unwrap().call(request).await.unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn layers_settle_from_the_response() {
+    let builder = || {
+        RateLimitLayer::builder(Quota::per_minute(100))
+            .max_wait(DAY)
+            .cost(|_| 10)
+            .settle(|response| response.number("x-cost"))
+    };
+    let layer = builder().build().unwrap();
+    let limiter = layer.limiter();
+    // The second one waits, and the third one finds a permit at hand.
+    drop(limiter.acquire(Key::ALL).cost(95).await.unwrap());
+    let second = tokio::spawn(send(layer.clone()));
+    sleep(MINUTE * 2).await;
+    assert!(second.is_finished());
+    let before = used(&limiter, Key::ALL).await;
+    assert_eq!(before, 3);
+    sleep(MINUTE * 2).await;
+    send(layer.clone()).await;
+    assert_eq!(used(&limiter, Key::ALL).await, 3);
+    send(layer).await;
+    assert_eq!(used(&limiter, Key::ALL).await, 6);
+
+    let joint = builder()
+        .and_per("path", Quota::per_minute(50), |request| {
+            Key::new(request.path())
+        })
+        .build()
+        .unwrap();
+    let (limiter, path) = (joint.limiter(), joint.limiter_of("path").unwrap());
+    send(joint).await;
+    assert_eq!(used(&limiter, Key::ALL).await, 3);
+    assert_eq!(used(&path, Key::new("/a").and("path")).await, 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn responses_without_a_cost_count_with_the_estimate() {
+    let layer = RateLimitLayer::builder(Quota::per_minute(100))
+        .cost(|_| 10)
+        .settle(|response| response.number("x-other"))
+        .build()
+        .unwrap();
+    let limiter = layer.limiter();
+    send(layer).await;
+    assert_eq!(used(&limiter, Key::ALL).await, 10);
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_settle_by_hand() {
+    let layer = RateLimitLayer::builder(Quota::per_minute(100))
+        .cost(|_| 10)
+        .settle_by_hand()
+        .build()
+        .unwrap();
+    let limiter = layer.limiter();
+    let mut response = send(layer).await;
+    let settlement = response.extensions_mut().remove::<Settlement>().unwrap();
+    assert_eq!(used(&limiter, Key::ALL).await, 10);
+    let again = settlement.clone();
+    tokio::spawn(async move { settlement.settle(4) })
+        .await
+        .unwrap();
+    assert_eq!(used(&limiter, Key::ALL).await, 4);
+    again.settle(14);
+    assert_eq!(used(&limiter, Key::ALL).await, 14);
+}
+
+#[tokio::test(start_paused = true)]
+async fn late_stores_get_charges_within_a_moment() {
+    let store = Arc::new(Remote::default());
+    let (limiter, other) = (
+        limiter_over(Quota::per_minute(100), store.clone()),
+        limiter_over(Quota::per_minute(100), store.shared.clone()),
+    );
+    let mut permit = limiter.acquire(Key::ALL).cost(10).await.unwrap();
+    permit.settle(60);
+    sleep(Duration::from_millis(150)).await;
+    assert_eq!(used(&other, Key::ALL).await, 60);
+}
+
+#[tokio::test(start_paused = true)]
+async fn charges_are_sent_again_after_the_store_failed() {
+    let store = Arc::new(Remote::default());
+    let quota = Quota::per_minute(100);
+    let limiter = limiter_over(quota, store.clone());
+    let mut permit = limiter.acquire(Key::ALL).cost(10).await.unwrap();
+    store.fails.store(true, Ordering::Relaxed);
+    permit.settle(60);
+    sleep(Duration::from_secs(10)).await;
+    let other = limiter_over(quota, store.shared.clone());
+    assert_eq!(used(&other, Key::ALL).await, 10);
+    store.fails.store(false, Ordering::Relaxed);
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(used(&other, Key::ALL).await, 60);
+}
+
+/// A process that goes on with its share counts charges itself, and charges the store later.
+#[tokio::test(start_paused = true)]
+async fn charges_reach_the_store_after_an_outage() {
+    let store = Arc::new(Remote::default());
+    let quota = Quota::per_minute(100);
+    let limiter = RateLimitLayer::builder(quota)
+        .store(store.clone())
+        .on_store_error(OnStoreError::FallbackShare)
+        .fallback_share(1.0)
+        .settle_by_hand()
+        .build()
+        .unwrap()
+        .limiter();
+    let other = limiter_over(quota, store.shared.clone());
+    let mut permit = limiter.acquire(Key::ALL).cost(10).await.unwrap();
+    store.fails.store(true, Ordering::Relaxed);
+    permit.settle(30);
+    sleep(Duration::from_secs(5)).await;
+    assert_eq!(used(&other, Key::ALL).await, 10);
+    store.fails.store(false, Ordering::Relaxed);
+    sleep(Duration::from_secs(10)).await;
+    assert_eq!(used(&other, Key::ALL).await, 30);
+}
+
+/// A request of a random history.
+#[derive(Clone, Copy, Debug)]
+struct Call {
+    starts: u64,
+    estimate: u32,
+    actual: u32,
+    /// How long after the request was sent its true cost is stated. `None`: never.
+    settles_after: Option<u64>,
+}
+
+/// A request that was sent, as the upstream counts it.
+#[derive(Clone, Copy, Debug)]
+struct Sent {
+    at: Instant,
+    settled_at: Option<Instant>,
+    estimate: u32,
+    actual: u32,
+}
+
+impl Sent {
+    /// Returns the units that the limiter does not know of at `moment`.
+    fn unknown(&self, moment: Instant) -> u64 {
+        // Slots are booked up to 50 ms ahead.
+        let known_from = |settled_at: Instant| settled_at + Duration::from_millis(60);
+        let is_known = self.settled_at.is_some_and(|at| known_from(at) < moment);
+        match self.at <= moment && !is_known {
+            true => u64::from(self.actual.saturating_sub(self.estimate)),
+            false => 0,
+        }
+    }
+}
+
+/// Returns the first window in which the upstream counts more than `limit`, and more than the calls
+/// in it were underestimated by.
+fn over_the_promise(limit: u64, window: Duration, sent: &[Sent]) -> Option<String> {
+    sent.iter().enumerate().find_map(|(first, from)| {
+        let inside = sent[first..].iter();
+        let inside: Vec<_> = inside
+            .take_while(|other| other.at < from.at + window)
+            .collect();
+        let units: u64 = inside.iter().map(|sent| u64::from(sent.actual)).sum();
+        // It changes when a request is sent or settled.
+        let moments = inside.iter().map(|sent| sent.at);
+        let unknown = |moment| inside.iter().map(|sent| sent.unknown(moment)).sum::<u64>();
+        let underestimated = moments.map(unknown).max().unwrap_or(0);
+        (units > limit + underestimated)
+            .then(|| format!("{units} > {limit} + {underestimated} in {inside:?}"))
+    })
+}
+
+fn calls(most: u32) -> impl Strategy<Value = Vec<Call>> {
+    let settles_after = prop_oneof![3 => (0_u64..40_000).prop_map(Some), 1 => Just(None)];
+    let call = (0_u64..60_000, 1..=most, 0..=2 * most, settles_after);
+    let call = call.prop_map(|(starts, estimate, actual, settles_after)| Call {
+        starts,
+        estimate,
+        actual,
+        settles_after,
+    });
+    prop::collection::vec(call, 1..40)
+}
+
+/// Sends the calls through limiters over one store, as processes do.
+async fn run<const N: usize>(calls: &[Call], limiters: [Limiter; N]) -> Vec<Sent> {
+    let log = Mutex::new(Vec::new());
+    let start = Instant::now();
+    let requests = calls.iter().enumerate().map(|(index, call)| {
+        let (limiter, log) = (&limiters[index % N], &log);
+        async move {
+            sleep_until(start + Duration::from_millis(call.starts)).await;
+            let mut permit = limiter.acquire(Key::ALL).cost(call.estimate).await.unwrap();
+            let at = Instant::now();
+            let settled_at = call
+                .settles_after
+                .map(|after| at + Duration::from_millis(after));
+            let estimate = call.estimate;
+            let actual = call.actual;
+            log.lock().unwrap().push(Sent {
+                at,
+                settled_at,
+                estimate,
+                actual,
+            });
+            if let Some(settled_at) = settled_at {
+                sleep_until(settled_at).await;
+                permit.settle(actual);
+            }
+        }
+    });
+    join_all(requests).await;
+    log.into_inner().unwrap()
+}
+
+fn paused(test: impl Future<Output = ()>) {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build();
+    runtime.unwrap().block_on(test);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// The upstream counts each request with its true cost when it is sent.
+    #[test]
+    fn windows_exceed_the_limit_only_by_what_was_underestimated(
+        calls in calls(30),
+        window in prop_oneof![Just(10_u64), Just(60), Just(3600)],
+    ) {
+        paused(async {
+            let quota = Quota::new(100, Duration::from_secs(window));
+            let store = Arc::new(MemoryStore::default());
+            let sent = run(&calls, [limiter_over(quota, store)]).await;
+            let over = over_the_promise(100, Duration::from_secs(window), &sent);
+            assert!(over.is_none(), "{}", over.unwrap());
+        });
+    }
+
+    /// Estimates that are never below the true cost keep the limit exactly.
+    #[test]
+    fn safe_estimates_keep_the_limit(calls in calls(60), is_remote in any::<bool>()) {
+        paused(async {
+            let calls: Vec<Call> = calls
+                .iter()
+                .map(|call| Call { actual: call.actual.min(call.estimate), ..*call })
+                .collect();
+            let quota = Quota::per_minute(100).burst(60);
+            let remote = Arc::new(Remote::default());
+            let store: Arc<dyn Store> = match is_remote {
+                true => remote,
+                false => remote.shared.clone(),
+            };
+            let limiters = [(); 2].map(|()| limiter_over(quota, store.clone()));
+            let sent = run(&calls, limiters).await;
+            let over = over_the_promise(100, MINUTE, &sent);
+            assert!(over.is_none(), "{}", over.unwrap());
+        });
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// The upstream counts each request when its response ends.
+    #[test]
+    fn limits_of_late_counts_are_kept(calls in calls(60)) {
+        paused(async {
+            let late = Duration::from_secs(40);
+            let calls: Vec<Call> = calls
+                .iter()
+                .map(|call| Call {
+                    actual: call.actual.min(call.estimate),
+                    settles_after: call.settles_after.or(Some(40_000)),
+                    ..*call
+                })
+                .collect();
+            let limiter = RateLimitLayer::builder(Quota::per_minute(100))
+                .max_wait(DAY)
+                .settle_by_hand()
+                .counted_within(late)
+                .build()
+                .unwrap()
+                .limiter();
+            let mut sent = run(&calls, [limiter]).await;
+            for call in &mut sent {
+                call.at = call.settled_at.unwrap();
+            }
+            sent.sort_by_key(|call| call.at);
+            let over = over_the_promise(100, MINUTE, &sent);
+            assert!(over.is_none(), "{}", over.unwrap());
+        });
+    }
+}
+
+/// How callers learn the true cost in a run of [`use_of_limit`].
+#[derive(Clone, Copy)]
+struct Habit {
+    estimate: u32,
+    settles: bool,
+    /// Whether a request also counts under another key.
+    is_joint: bool,
+}
+
+/// Returns the part of 80,000 units a minute that callers use whose requests cost 100 to 4000 units
+/// and take 1 to 10 s, in per cent, and the most units of a minute.
+async fn use_of_limit(habit: Habit) -> (f64, u64) {
+    const LIMIT: u32 = 80_000;
+    const MINUTES: u32 = 20;
+    let (limiter, other) = (
+        limiter(Quota::per_minute(LIMIT)),
+        limiter(Quota::per_minute(LIMIT)),
+    );
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let start = Instant::now();
+    let callers = (0..60_u64).map(|caller| {
+        let (limiter, other, log) = (limiter.clone(), other.clone(), log.clone());
+        async move {
+            // Numbers without a pattern: a linear congruential generator.
+            let mut state = caller;
+            let mut below = |most: u64| {
+                state = state
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1_442_695_040_888_963_407);
+                (state >> 33) % most
+            };
+            while start.elapsed() < MINUTE * MINUTES {
+                let actual = 100 + u32::try_from(below(3901)).unwrap();
+                let took = Duration::from_millis(1000 + below(9000));
+                let acquire = match habit.is_joint {
+                    true => limiter
+                        .acquire(Key::ALL)
+                        .cost(habit.estimate)
+                        .with(other.acquire(Key::new("other")).cost(habit.estimate)),
+                    false => limiter.acquire(Key::ALL).cost(habit.estimate),
+                };
+                let mut permit = acquire.await.unwrap();
+                log.lock()
+                    .unwrap()
+                    .push((Instant::now(), u64::from(actual)));
+                sleep(took).await;
+                if habit.settles {
+                    permit.settle(actual);
+                }
+            }
+        }
+    });
+    join_all(callers).await;
+    let log = log.lock().unwrap();
+    // The first minute is full of estimates.
+    let counted = log
+        .iter()
+        .filter(|(at, _)| (MINUTE..MINUTE * MINUTES).contains(&(*at - start)));
+    let used: u64 = counted.map(|(_, units)| units).sum();
+    let most = log.iter().enumerate().map(|(first, (from, _))| {
+        let inside = log[first..]
+            .iter()
+            .take_while(|(at, _)| *at - *from < MINUTE);
+        inside.map(|(_, units)| units).sum()
+    });
+    let percent = used as f64 / f64::from(LIMIT * (MINUTES - 1)) * 100.0;
+    (percent, most.max().unwrap())
+}
+
+#[tokio::test(start_paused = true)]
+async fn settlement_uses_most_of_the_limit() {
+    let habit = Habit {
+        estimate: 4000,
+        settles: true,
+        is_joint: false,
+    };
+    let (plain, _) = use_of_limit(Habit {
+        settles: false,
+        ..habit
+    })
+    .await;
+    let (settled, most) = use_of_limit(habit).await;
+    let (joint, most_of_joint) = use_of_limit(Habit {
+        is_joint: true,
+        ..habit
+    })
+    .await;
+    let (mean, most_of_mean) = use_of_limit(Habit {
+        estimate: 2050,
+        ..habit
+    })
+    .await;
+    println!("the largest cost as the estimate: {plain:.1} %");
+    println!("settled: {settled:.1} %, at most {most} a minute");
+    println!("settled, with two keys: {joint:.1} %, at most {most_of_joint} a minute");
+    println!("the mean as the estimate, settled: {mean:.1} %, at most {most_of_mean} a minute");
+    assert!(joint >= 85.0, "{joint} %");
+    assert!(most_of_joint <= 80_000, "{most_of_joint}");
+    assert!(plain < 60.0, "{plain} %");
+    assert!(settled >= 85.0, "{settled} %");
+    assert!(most <= 80_000, "{most}");
+    assert!(mean >= 97.0, "{mean} %");
+}
+
+/// Waits until a key is used as much as this, for ten seconds at most.
+#[cfg(feature = "redis")]
+async fn until_used(limiter: &Limiter, units: u64) {
+    let mut seen = 0;
+    for _ in 0..200 {
+        seen = used(limiter, Key::ALL).await;
+        if seen == units {
+            return;
+        }
+        sleep(Duration::from_millis(50)).await;
+    }
+    panic!("{seen} units, not {units}");
+}
+
+/// The true cost reaches other processes through Redis.
+#[cfg(feature = "redis")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn processes_learn_of_settlements_through_redis() {
+    let server = redis_server::RedisServer::start().unwrap();
+    let process = || limiter_over(Quota::per_minute(100), patient::store(&server.url()));
+    let (limiter, other) = (process(), process());
+    let mut cheap = limiter.acquire(Key::ALL).cost(40).await.unwrap();
+    let mut dear = limiter.acquire(Key::ALL).cost(20).await.unwrap();
+    assert_eq!(used(&other, Key::ALL).await, 60);
+    cheap.settle(10);
+    until_used(&other, 30).await;
+    dear.settle(55);
+    until_used(&other, 65).await;
+    // A request that waits gets what another process gives back.
+    let mut all = limiter.acquire(Key::ALL).cost(35).await.unwrap();
+    let waits = tokio::spawn(async move { other.acquire(Key::ALL).cost(30).await });
+    sleep(Duration::from_millis(200)).await;
+    assert!(!waits.is_finished());
+    all.settle(5);
+    let start = Instant::now();
+    drop(waits.await.unwrap().unwrap());
+    assert!(start.elapsed() < Duration::from_secs(20));
+}
