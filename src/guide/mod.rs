@@ -7,6 +7,7 @@
 //!   request may wait.
 //! - [Keys](keys): whose limit it is.
 //! - [Several limits](several_limits): limits with different keys on one request.
+//! - [True costs](true_costs): limits on tokens or points, where the response states the cost.
 //! - [Handling a refusal](refusals): why a request was refused, when to try again, and what tollgate
 //!   reports in production.
 //! - [Retry and timeout](retry_and_timeout): the order of the layers.
@@ -82,3 +83,6 @@ pub mod several_limits {}
 
 #[doc = include_str!("testing.md")]
 pub mod testing {}
+
+#[doc = include_str!("true_costs.md")]
+pub mod true_costs {}
