@@ -446,8 +446,8 @@ impl KeyState {
             queue.wake_all(&mut ctx.work.wakers);
             return;
         }
-        if joined && queue.gathering.is_later_than(ctx.now) {
-            // Another delay has begun after the end of this one was not needed any more.
+        if joined && queue.gathering.ends_after(ctx.now) {
+            // This delay was ended early, and another one has begun since.
             return;
         }
         queue.gathering = Gathering::Done;

@@ -11,6 +11,7 @@
 use std::time::{Duration, Instant};
 
 use crate::clock;
+use super::SHORTEST_TIMER;
 use crate::wait_queue::ANSWER;
 
 /// Whether the next call waits for other requests to join it.
@@ -69,9 +70,11 @@ impl Gathering {
         matches!(self, Gathering::UnderWay { .. })
     }
 
-    /// Returns whether a delay is under way that ends after `now`.
-    pub(in crate::limiter) fn is_later_than(self, now: Instant) -> bool {
-        matches!(self, Gathering::UnderWay { until } if until > now)
+    /// Returns whether the delay under way is not the one that ends at `now`.
+    pub(in crate::limiter) fn ends_after(self, now: Instant) -> bool {
+        // A shorter delay ends at once.
+        let later = clock::after(now, SHORTEST_TIMER);
+        matches!(self, Gathering::UnderWay { until } if until >= later)
     }
 
     /// Ends the delay, if it is under way.

@@ -291,7 +291,7 @@ async fn an_expired_probe_delays_no_call() {
 #[test]
 fn states_of_keys_are_small() {
     assert!(
-        size_of::<KeyState>() <= 104,
+        size_of::<KeyState>() <= 112,
         "{} bytes",
         size_of::<KeyState>()
     );
