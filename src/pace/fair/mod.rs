@@ -139,6 +139,8 @@ pub struct Fair {
     is_told: bool,
     /// Whether the last refusal stated how long to wait.
     states_wait: bool,
+    /// Whether the limit is a short sliding window, for which Remaining is no guide.
+    slides: bool,
     level: Option<f64>,
     scale: Scale,
     trust: Trust,
@@ -227,7 +229,10 @@ impl Fair {
     /// Reports whether the pace searches for the speed, because no response states what is left.
     fn is_searching(&self) -> bool {
         let is_alone = self.is_sole_client || self.is_shared;
-        !self.is_told && (is_alone || (self.states_wait && self.scale.is_guess))
+        match self.is_told {
+            true => is_alone && self.slides,
+            false => is_alone || (self.states_wait && self.scale.is_guess),
+        }
     }
 
     fn pace(&self, in_flight: usize) -> f64 {
@@ -298,6 +303,10 @@ impl Fair {
         }
         let (token_time, was_guess) = (self.scale.token_time, self.scale.is_guess);
         let level = self.scale.look(told, believed, sent, now);
+        if !self.slides && self.scale.slides() {
+            self.slides = true;
+            self.search.go_on(now);
+        }
         if was_guess && self.scale.is_short() {
             // The guess was too short, so `n` has made up for it.
             self.estimate.n *= (token_time / self.scale.token_time).min(1.0);
@@ -375,6 +384,9 @@ impl Pace for Fair {
             return self.slot_before;
         }
         let slot = last + span(self.pace(traffic.in_flight));
+        if self.is_searching() {
+            return Some(slot);
+        }
         if let Some(ends) = self.scale.exhausted_until(traffic.in_flight) {
             // Before the end the server would refuse it.
             return Some(slot.max(ends));
@@ -509,6 +521,7 @@ impl Pace for Fair {
         codec.near(&mut self.first_call, Duration::ZERO);
         codec.flag(&mut self.is_told);
         codec.flag(&mut self.states_wait);
+        codec.flag(&mut self.slides);
         self.search.share(codec);
         self.estimate.share(codec);
         codec.optional_number(&mut self.level);

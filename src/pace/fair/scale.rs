@@ -143,6 +143,11 @@ impl Scale {
         self.short.ends().is_some()
     }
 
+    /// Reports whether the limit is a sliding window of a length that is not known.
+    pub(super) fn slides(&self) -> bool {
+        self.is_guess && self.short.slides()
+    }
+
     /// Reports whether nothing is left of a short window.
     pub(super) fn is_exhausted(&self) -> bool {
         self.short.exhausted_until(0).is_some()

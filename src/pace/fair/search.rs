@@ -89,6 +89,8 @@ const UNPACED: f64 = 2.0;
 const ENOUGH: f64 = 16.0;
 /// How much lower the rate is after a refusal.
 const STEP: f64 = 0.03;
+/// How much lower it is at most. A few requests show the rate only roughly.
+const LARGEST_STEP: f64 = 1.4;
 /// How far above the rate of a few requests a curve may lie.
 const FEW: f64 = 0.25;
 /// The distance to the upper rate if that is unknown.
@@ -152,6 +154,15 @@ impl Count {
 }
 
 impl Search {
+    /// Starts at the rate at which requests have passed up to `now`, if no request was refused.
+    pub(super) fn go_on(&mut self, now: Instant) {
+        if matches!(self.phase, Phase::Start { .. }) && self.cycle.passed >= ENOUGH {
+            let measured = bounded(self.cycle.rate(now));
+            self.curve = Curve::between(measured, UNKNOWN_GAP, 0.0, 1.0);
+            self.phase = Phase::Paced;
+        }
+    }
+
     /// Returns the interval between two requests, in seconds; 0 if there is none.
     pub(super) fn interval(&self) -> f64 {
         match self.phase {
@@ -253,14 +264,20 @@ impl Search {
         );
         let is_few = self.cycle.passed < ENOUGH;
         let stated_lower = self.lower.filter(|_| states_wait);
-        if let (Some(upper), true, None) = (self.upper, is_few, stated_lower) {
-            // The cycle goes on until enough requests have passed.
-            let most = (upper - STEP).min(lately.rate(now) + FEW);
-            return self.curve.lower_to(most);
+        // A short cycle is not measured. It goes on until enough requests have passed.
+        match (stated_lower, self.upper) {
+            (Some(lower), _) if is_few => {
+                self.lower = Some(bounded(lower - STATED_STEP));
+                return self.curve.lower_by(STATED_STEP);
+            }
+            (None, Some(upper)) if is_few => {
+                let most = (lately.rate(now) + FEW).clamp(upper - LARGEST_STEP, upper - STEP);
+                return self.curve.lower_to(most);
+            }
+            _ => {}
         }
         let measured = self.cycle.rate(now) + self.late.ln();
         let measured = match stated_lower {
-            Some(lower) if is_few => lower - STATED_STEP,
             Some(lower) => measured.max(lower - STATED_DROP),
             None => measured,
         };

@@ -232,6 +232,12 @@ impl ShortWindow {
         self.ends
     }
 
+    /// Reports whether the limit seemed to be a short window, but Remaining rises within it, as in a
+    /// sliding window.
+    pub(super) fn slides(&self) -> bool {
+        self.learned.is_some() && self.doubts >= OFTEN
+    }
+
     /// Returns when the window ends, if `in_flight` requests take all that is left of it.
     pub(super) fn exhausted_until(&self, in_flight: usize) -> Option<Instant> {
         let (_, remaining) = self.latest?;
