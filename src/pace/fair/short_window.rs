@@ -353,7 +353,7 @@ mod tests {
         fn buckets_do_not_count_as_windows(
             limit in 20_u32..1000,
             window in 1_u32..=10,
-            rate in 0.4_f64..0.9,
+            rate in 0.4_f64..0.8,
         ) {
             let (limit, window) = (f64::from(limit), f64::from(window));
             let mut watcher = Watcher::new(limit, Some(window));
