@@ -31,8 +31,8 @@ Simulates fleets of clients against servers with limits, in virtual time.
   --file FILE         scenarios to run (JSON); without it, the public set
   --scenarios A,B     only these of them, or of two other sets: known limits that are counted in a store
                       (`limited` for all of that), and servers that count as real limiters do (`real`)
-  --strategies A,B    what to try: the paces fair, blog-remaining, blog-proportional, blog-gradual, blog-backoff,
-                      blog-backoff-2, aimd, none, mine (see mine.rs); the gates limit, which is told the quota,
+  --strategies A,B    what to try: the paces fair, fair-sole (Fair::sole_client), blog-remaining, blog-proportional,
+                      blog-gradual, blog-backoff, blog-backoff-2, aimd, none, mine (see mine.rs); the gates limit, which is told the quota,
                       fair-gate, and fair-shared, whose processes share one pace; default: fair,blog-remaining
   --seeds N           how many runs of each, default 10
   --first-seed N      the seed of the first of them, default 1
