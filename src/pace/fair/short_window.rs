@@ -141,7 +141,7 @@ impl ShortWindow {
             if is_fresh {
                 (self.began, self.old_until) = (Some(now), Some(now));
                 self.burst = BURST * limit;
-                self.first_reset = reset.filter(|reset| (2.0..=LONGEST).contains(reset));
+                self.first_reset = reset.filter(|reset| (2.0..=LONGEST * WHOLE).contains(reset));
             }
             return;
         };
@@ -172,7 +172,9 @@ impl ShortWindow {
                 // The reset of a bucket is the time until it is full, which would have become
                 // longer.
                 let first = self.first_reset.take();
-                self.learned = first.filter(|first| reset.is_some_and(|reset| reset <= *first));
+                self.learned = first
+                    .filter(|first| reset.is_some_and(|reset| reset <= *first))
+                    .map(usual);
             }
             if let (Some(began), Some(learned)) = (self.began, self.learned)
                 && remaining < 1.0
@@ -217,7 +219,9 @@ impl ShortWindow {
         let Some(earliest) = self.old_until.replace(then) else {
             return;
         };
-        let reset = Some(self.longest_reset).filter(|reset| (1.0..=LONGEST).contains(reset));
+        let reset =
+            Some(self.longest_reset).filter(|reset| (1.0..=LONGEST * WHOLE).contains(reset));
+        let reset = reset.map(usual);
         let longest = self.learned.map(|learned| learned * LONGER).or(reset);
         let length = seconds(earliest, now);
         if longest.is_none() && length > LONGEST {
@@ -269,9 +273,9 @@ impl ShortWindow {
 }
 
 /// Returns the length of a window that seems to have this one: a whole number of seconds if that is
-/// only a little shorter.
+/// only a little shorter. A reset as a moment in whole seconds is up to a second late.
 fn usual(length: f64) -> f64 {
-    let whole = length.floor();
+    let whole = length.min(LONGEST).floor();
     match whole >= 1.0 && length <= WHOLE * whole {
         true => whole,
         false => length,
@@ -405,6 +409,15 @@ mod tests {
                 .iter()
                 .all(|(at, left, reset)| watcher.look(*at, *left, *reset).is_none())
         );
+    }
+
+    #[test]
+    fn late_reset_shows_a_window_of_ten_seconds() {
+        let mut watcher = Watcher::new(5.0, None);
+        assert_eq!(watcher.look(0.0, 4.0, 10.6), None);
+        assert_eq!(watcher.look(0.1, 3.0, 10.5), None);
+        let (token_time, _) = watcher.look(0.2, 2.0, 10.4).expect("a window");
+        assert!((token_time - 2.0).abs() < 1e-9);
     }
 
     #[test]
