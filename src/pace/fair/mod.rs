@@ -100,6 +100,17 @@ use trust::{Observation, Trust};
 ///   counts while we take as much as is refilled, unless it is 0. If Remaining appears only after
 ///   refusals without it, `n` becomes what `m` has learned.
 ///
+/// - **A server that states neither a limit nor what is left**, and of which this pace is the
+///   [sole client](Fair::sole_client), is searched for its speed. What passes between the ends of two
+///   outages is what the server allows, and the rate that was refused is what it does not allow. The
+///   next rates lie between the two, and the distance narrows as in a bisection. A limit that is
+///   found again is tested less often. Until the first refusal, the requests in flight grow by one in
+///   a round trip. Processes that share the pace search, too, and so does every client of an unknown
+///   limit if the last refusal stated a wait. A sole client also searches before a sliding window of
+///   at most 10 s.
+/// - **A wait that a refusal states** is exceeded by at most a tenth if the limit is unknown.
+///   Otherwise clients spread over their shares of the limit.
+///
 /// # Constants
 ///
 /// | constant | value | effect of half / of one and a half times the value |
@@ -121,7 +132,10 @@ use trust::{Observation, Trust};
 /// # What it is bad at
 ///
 /// - Sliding windows that do not state their reset: a burst repeats one window later.
-/// - Sliding windows of a few seconds: twenty clients use uneven shares.
+/// - Sliding windows of a few seconds: one client uses two thirds, and twenty use uneven shares. A
+///   [sole client](Fair::sole_client) uses 88 %.
+/// - Servers that state nothing: one client may use only a third of the limit, or less, unless it is a
+///   [sole client](Fair::sole_client).
 /// - Bursts in a window of at most 10 s that the client has used up before: they are spread over the
 ///   window.
 /// - Hundreds of clients on an empty bucket: learning `n` from refusals alone takes about one
