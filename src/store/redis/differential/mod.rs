@@ -191,6 +191,51 @@ fn memory_and_redis_grant_later_use_the_same() {
     check(300, Mix::LaterUse, 150);
 }
 
+/// A key of several hundred advance bookings joins them.
+#[test]
+fn memory_and_redis_join_the_same_bookings() {
+    let server = RedisServer::start().expect("a server of our own");
+    let world = std::cell::RefCell::new(World::new(&server));
+    let second = Duration::from_secs(1);
+    let window = Quota::new(5, second);
+    let quotas = select(vec![
+        window,
+        Quota::new(50, second),
+        Quota::bucket(4).refill(4, second),
+        Quota::fixed(5, second),
+        window.and(Quota::fixed(200, Duration::from_secs(60))),
+    ]);
+    let step = (
+        0..300_000u64,
+        0..200_000u64,
+        10..30usize,
+        1..3u32,
+        0..4usize,
+        any::<bool>(),
+    );
+    let step = step.prop_map(|(earliest, wait, demands, cost, returns, newest)| Step {
+        wait,
+        demands: vec![(cost, 1); demands],
+        earliest: millis(earliest),
+        latest: millis(1_000_000),
+        life: millis(10),
+        returns,
+        newest,
+        ..Step::idle()
+    });
+    let histories = (quotas, prop::collection::vec(step, 30..40));
+    let config = ProptestConfig {
+        cases: 10,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    };
+    TestRunner::new(config)
+        .run(&histories, |(quota, steps)| {
+            same_grants(&mut world.borrow_mut(), [quota, quota], &steps)
+        })
+        .unwrap_or_else(|error| panic!("{error}"));
+}
+
 #[test]
 fn memory_and_redis_grant_plain_calls_the_same() {
     check(400, Mix::Plain, 200);

@@ -26,6 +26,9 @@ local function cold_advance()
   local list, bytes, is_all_read = {}, '', true
   -- The latest stamp. The longest time from slot to stamp, or a longer one.
   local latest_stamp, longest = 0, 0
+  -- What neighbours would cost if they joined, by the number of the first one. Only calls that find
+  -- the list full know it.
+  local costs = nil
 
   -- Returns booking number i, or nil.
   local function booking_at(i)
@@ -359,6 +362,7 @@ local function cold_advance()
   local function remove(i)
     local booking = booking_at(i)
     table.remove(list, i)
+    costs = nil
     changed(i)
     if booking.stamp == latest_stamp then
       is_all_read = false
@@ -418,25 +422,43 @@ local function cold_advance()
     end
   end
 
+  -- Notes what booking number i and the next one would cost if they joined: for how much longer
+  -- units would count, times the units. Infinite if their slots are too many fixed windows apart.
+  local function note_cost(i)
+    local one, other = booking_at(i), booking_at(i + 1)
+    if not one or not other then return end
+    local last_slot = one.last_slot > other.last_slot and one.last_slot or other.last_slot
+    local stamp = one.stamp > other.stamp and one.stamp or other.stamp
+    costs[i] = last_slot - one.slot > costs.longest and math.huge
+      or (stamp - one.slot) * (one.units + other.units) - (one.stamp - one.slot) * one.units
+        - (other.stamp - other.slot) * other.units
+  end
+
+  -- Notes the costs of joins with booking number i, which is new or has changed.
+  local function note_costs(i)
+    if i > 1 then note_cost(i - 1) end
+    note_cost(i)
+  end
+
   -- Returns the number of the first of the two neighbours whose joint units would count the least
   -- longer. Their slots are few fixed windows apart.
   local function cheapest_join()
-    local longest, cheapest, least = NEVER, nil, nil
-    for i = 1, #state do
-      local limit = state[i]
-      if limit.kind == FIXED and limit.window * MOST_JOINED_WINDOWS < longest then
-        longest = limit.window * MOST_JOINED_WINDOWS
+    if not costs then
+      costs = { longest = NEVER }
+      for i = 1, #state do
+        local limit = state[i]
+        if limit.kind == FIXED and limit.window * MOST_JOINED_WINDOWS < costs.longest then
+          costs.longest = limit.window * MOST_JOINED_WINDOWS
+        end
+      end
+      read_all()
+      for i = 1, #list - 1 do
+        note_cost(i)
       end
     end
-    read_all()
+    local cheapest, least = nil, math.huge
     for i = 1, #list - 1 do
-      local one, other = list[i], list[i + 1]
-      local last_slot = one.last_slot > other.last_slot and one.last_slot or other.last_slot
-      local stamp = one.stamp > other.stamp and one.stamp or other.stamp
-      -- For how long units count, times the units, of the joint booking and of both.
-      local cost = (stamp - one.slot) * (one.units + other.units) - (one.stamp - one.slot) * one.units
-        - (other.stamp - other.slot) * other.units
-      if last_slot - one.slot <= longest and (not least or cost < least) then cheapest, least = i, cost end
+      if costs[i] < least then cheapest, least = i, costs[i] end
     end
     return cheapest
   end
@@ -454,22 +476,29 @@ local function cold_advance()
     if place.same then
       local booking = booking_at(place.same)
       booking.units, booking.place = booking.units + units, nil
+      if costs then note_costs(place.same) end
       changed(place.same)
       return
     end
     if place.join then
       local one, later = booking_at(place.join), booking_at(place.join + 1)
       table.remove(list, place.join + 1)
+      table.remove(costs, place.join + 1)
       if later.last_slot > one.last_slot then one.last_slot = later.last_slot end
       if later.stamp > one.stamp then one.stamp = later.stamp end
       one.units, one.place = one.units + later.units, nil
       note_stamp(one)
+      note_costs(place.join)
       changed(place.join)
     end
     local booking = { slot = slot, last_slot = slot, stamp = stamp, units = units }
     local i = first_from(slot + 1)
     table.insert(list, i, booking)
     note_stamp(booking)
+    if costs then
+      table.insert(costs, i, math.huge)
+      note_costs(i)
+    end
     changed(i)
   end
 
@@ -511,7 +540,7 @@ local function cold_advance()
     end
     local booking = booking_at(found)
     if booking.units < units then units = booking.units end
-    booking.units, booking.place = booking.units - units, nil
+    booking.units, booking.place, costs = booking.units - units, nil, nil
     if booking.units == 0 then remove(found) else changed(found) end
     for i = 1, #state do
       (state.cold or cold()).note_unused(state[i], stamp, units)
