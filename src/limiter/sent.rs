@@ -26,9 +26,9 @@ use crate::key::{Key, Label};
 use crate::signal::Signal;
 
 /// A request that was sent and not yet answered. Its permit is spent. The fast path of the layers
-/// makes it without a [`Permit`].
+/// makes it without a [`Permit`](super::permit::Permit).
 ///
-/// Each response future holds one, so it has to be small. Unlike a [`Permit`], it holds a
+/// Each response future holds one, so it has to be small. Unlike a `Permit`, it holds a
 /// [`CoreId`] instead of an `Arc<Core>`. What only few requests need is in a box.
 pub(crate) struct Sent {
     pub(super) core: CoreId,
