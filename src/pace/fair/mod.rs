@@ -9,6 +9,8 @@ mod search;
 #[cfg(test)]
 mod search_properties;
 mod short_window;
+#[cfg(test)]
+mod short_window_tests;
 mod trust;
 
 use std::time::{Duration, Instant};

@@ -1,0 +1,147 @@
+//! Tests of short windows.
+
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+
+use super::super::span;
+use super::short_window::{ShortWindow, WindowAnswer};
+use crate::clock;
+
+/// A limit, and a client that looks at it.
+struct Watcher {
+    window: ShortWindow,
+    start: Instant,
+    limit: f64,
+    stated: Option<f64>,
+}
+
+impl Watcher {
+    fn new(limit: f64, stated: Option<f64>) -> Self {
+        Watcher {
+            window: ShortWindow::default(),
+            start: clock::now(),
+            limit,
+            stated,
+        }
+    }
+
+    /// Looks at `at` seconds, at once: `remaining` are left, and the reset is `reset` away.
+    fn look(&mut self, at: f64, remaining: f64, reset: f64) -> Option<(f64, f64)> {
+        let now = self.start + span(at);
+        self.window.look(&WindowAnswer {
+            limit: self.limit,
+            remaining,
+            window: self.stated,
+            reset: Some(reset.ceil()),
+            sent: now,
+            now,
+        })
+    }
+}
+
+proptest! {
+    /// All clients together use the limit evenly.
+    #[test]
+    fn rare_and_frequent_looks_follow_one_line(
+        limit in 20_u32..1000,
+        window in 1_u32..=10,
+        often in 2.5_f64..50.0,
+        phase in 0.0_f64..1.0,
+        is_stated in any::<bool>(),
+    ) {
+        let (limit, window) = (f64::from(limit), f64::from(window));
+        let mut watcher = Watcher::new(limit, is_stated.then_some(window));
+        let looks = (8.0 * often) as u32;
+        for look in 1..=looks {
+            let at = window * (phase + f64::from(look) / often);
+            let left = window - at % window;
+            let remaining = (limit * left / window - 1.0).max(0.0).floor();
+            let seen = watcher.look(at, remaining, left);
+            if at < 4.0 * window {
+                continue;
+            }
+            let (token_time, spare) = seen.expect("a window");
+            let length = token_time * limit;
+            if is_stated {
+                prop_assert!((length - window).abs() < 1e-9, "{length}");
+                prop_assert!((-1.5..=2.5).contains(&spare), "{spare} at {at}");
+            } else {
+                // A client that asks rarely sees no reset of a whole window.
+                prop_assert!((length - window).abs() <= window / often + 0.1 * window, "{length}");
+            }
+        }
+    }
+
+    #[test]
+    fn buckets_do_not_count_as_windows(
+        limit in 20_u32..1000,
+        window in 1_u32..=10,
+        rate in 0.4_f64..0.8,
+    ) {
+        let (limit, window) = (f64::from(limit), f64::from(window));
+        let mut watcher = Watcher::new(limit, Some(window));
+        let mut seen = None;
+        // Requests at a part of the rate at which the bucket is filled, after it was empty.
+        for request in 0..(2.0 * limit * rate) as u32 {
+            let at = f64::from(request) * window / (limit * rate);
+            let left = (at * limit * (1.0 - rate) / window).min(limit - 1.0).floor();
+            seen = watcher.look(at, left, (limit - left) * window / limit);
+        }
+        prop_assert_eq!(seen, None);
+    }
+}
+
+#[test]
+fn two_beginnings_teach_the_length() {
+    let mut watcher = Watcher::new(100.0, None);
+    assert_eq!(watcher.look(0.0, 40.0, 1.0), None);
+    assert_eq!(watcher.look(0.3, 10.0, 1.0), None);
+    assert_eq!(watcher.look(0.5, 97.0, 2.0), None);
+    assert_eq!(watcher.look(2.4, 3.0, 1.0), None);
+    let (token_time, spare) = watcher.look(2.5, 99.0, 2.0).expect("a window");
+    assert!(
+        (token_time - 0.02).abs() < 1e-9 && (0.0..=1.0).contains(&spare),
+        "{spare}"
+    );
+    assert_eq!(watcher.window.exhausted_until(98), None);
+    let ends = watcher.start + Duration::from_millis(4500);
+    assert_eq!(watcher.window.exhausted_until(99), Some(ends));
+}
+
+#[test]
+fn unmoved_reset_shows_a_window_before_its_end() {
+    let mut watcher = Watcher::new(5.0, None);
+    assert_eq!(watcher.look(0.0, 4.0, 10.0), None);
+    assert_eq!(watcher.look(0.1, 3.0, 9.9), None);
+    let (token_time, _) = watcher.look(0.2, 2.0, 9.8).expect("a window");
+    assert!((token_time - 2.0).abs() < 1e-9);
+    // The reset of a bucket becomes longer.
+    let mut watcher = Watcher::new(5.0, None);
+    let looks = [
+        (0.0, 4.0, 2.0),
+        (0.1, 3.0, 3.9),
+        (0.2, 2.0, 5.8),
+        (0.3, 1.0, 7.7),
+    ];
+    assert!(
+        looks
+            .iter()
+            .all(|(at, left, reset)| watcher.look(*at, *left, *reset).is_none())
+    );
+}
+
+#[test]
+fn late_reset_shows_a_window_of_ten_seconds() {
+    let mut watcher = Watcher::new(5.0, None);
+    assert_eq!(watcher.look(0.0, 4.0, 10.6), None);
+    assert_eq!(watcher.look(0.1, 3.0, 10.5), None);
+    let (token_time, _) = watcher.look(0.2, 2.0, 10.4).expect("a window");
+    assert!((token_time - 2.0).abs() < 1e-9);
+}
+
+#[test]
+fn long_windows_are_not_short() {
+    let mut watcher = Watcher::new(5.0, Some(10.5));
+    assert_eq!(watcher.look(0.0, 4.0, 10.5), None);
+}
