@@ -53,7 +53,11 @@ impl Places {
             self.redis = server.url();
             self.server = Some(server);
         }
-        RedisStore::new(&self.redis)?.connect().await?;
+        RedisStore::builder(&self.redis)
+            .store_timeout(std::time::Duration::from_secs(2)) // a machine that starts much is busy
+            .build()?
+            .connect()
+            .await?;
         if self.api == SPAWN {
             let upstream = upstream();
             self.api = upstream.url();
