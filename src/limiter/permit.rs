@@ -43,6 +43,9 @@ pub struct Permit {
     joint: Option<Box<Joint>>,
 }
 
+/// What a joint request has of each of its keys, in their order.
+type OfKeys<T> = SmallVec<[Option<T>; 4]>;
+
 /// What the permit of a joint request has besides that of its first key.
 #[derive(Default)]
 struct Joint {
@@ -301,12 +304,7 @@ impl Permit {
     }
 
     /// Takes the permit of a joint request apart: the slots of all keys, and their in-flight slots.
-    pub(super) fn into_joint_parts(
-        mut self,
-    ) -> (
-        SmallVec<[Option<Reservation>; 4]>,
-        SmallVec<[Option<InFlightSlot>; 4]>,
-    ) {
+    pub(super) fn into_joint_parts(mut self) -> (OfKeys<Reservation>, OfKeys<InFlightSlot>) {
         let joint = self.joint.take();
         let others = joint.map(|joint| joint.others).unwrap_or_default();
         let others = others.into_iter().map(|other| other.permit);

@@ -10,8 +10,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::clock;
 use super::SHORTEST_TIMER;
+use crate::clock;
 use crate::wait_queue::ANSWER;
 
 /// Whether the next call waits for other requests to join it.
