@@ -313,7 +313,11 @@ async fn check(fault: &'static str) {
         found <= STORE_TIMEOUT + NOISE,
         "{fault}: found out after {found:?}"
     );
-    assert!(then <= ms(20), "{fault}: a call costs {then:?} meanwhile");
+    // A retry or a timeout at each call would cost `STORE_TIMEOUT`.
+    assert!(
+        then <= STORE_TIMEOUT / 2,
+        "{fault}: a call costs {then:?} meanwhile"
+    );
     assert!(back99 <= ms(5000), "{fault}: over after {back99:?}");
     let harmless = ["NOSCRIPT", "connections reset"].contains(&fault);
     assert!(harmless || *failed > 0, "{fault}: it was none");
