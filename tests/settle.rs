@@ -18,7 +18,7 @@ use tollgate::store::{
     Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits,
     Usage,
 };
-use tollgate::{Key, Limiter, OnStoreError, Quota, RateLimitLayer, Settlement};
+use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Settlement};
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 
 /// A store whose replies take a trip. While it fails, no call arrives.
@@ -285,6 +285,38 @@ async fn charges_reach_the_store_after_an_outage() {
     store.fails.store(false, Ordering::Relaxed);
     sleep(Duration::from_secs(10)).await;
     assert_eq!(used(&other, Key::ALL).await, 30);
+}
+
+/// Requests behind the first have no slot when their time is over: the limit refuses them, not the
+/// store.
+#[tokio::test(start_paused = true)]
+async fn requests_that_wait_too_long_are_refused_locally() {
+    let build = || {
+        let builder = RateLimitLayer::builder(Quota::per_minute(100));
+        let builder = builder.max_wait(Duration::from_secs(2)).settle_by_hand();
+        builder.build().unwrap().limiter()
+    };
+    for is_joint in [false, true] {
+        let (limiter, other) = (build(), build());
+        let acquire = |cost| match is_joint {
+            true => limiter
+                .acquire(Key::ALL)
+                .cost(cost)
+                .with(other.acquire(Key::ALL).cost(cost)),
+            false => limiter.acquire(Key::ALL).cost(cost),
+        };
+        drop(acquire(100).await.unwrap());
+        let start = Instant::now();
+        for outcome in join_all((0..3).map(|_| acquire(10))).await {
+            let refused = outcome.unwrap_err();
+            assert!(matches!(refused, Limited::Local { .. }), "{refused:?}");
+        }
+        assert!(
+            start.elapsed() <= Duration::from_millis(2100),
+            "{:?}",
+            start.elapsed()
+        );
+    }
 }
 
 /// A request of a random history.

@@ -191,7 +191,7 @@ impl JointSet {
                 let confirm = state.hand_out(&self.parts, *now, &mut unused, wakers);
                 let mut settled = state.waiters.collect(number);
                 if settled.is_none()
-                    && let Some(refusal) = state.over(number, *now)
+                    && let Some(refusal) = state.over(number, self.settles(), *now)
                 {
                     state.waiters.leave(number);
                     state.trim(&mut unused);
@@ -474,12 +474,14 @@ impl State {
     }
 
     /// Returns why a request can wait no longer, if that is so.
-    fn over(&self, number: Number, now: Instant) -> Option<JointRefusal> {
+    fn over(&self, number: Number, settles: bool, now: Instant) -> Option<JointRefusal> {
         let wait = self.waiters.get(number)?.request;
         if wait.gives_up_at > now {
             return None;
         }
-        let cause = if wait.bound.by_deadline || self.slots.len() >= self.waiters.waiting() {
+        // If units may come back, nothing is booked ahead for requests behind the first.
+        let has_answer = settles || self.slots.len() >= self.waiters.waiting();
+        let cause = if wait.bound.by_deadline || has_answer {
             Cause::Wait(Refusal::NEVER)
         } else {
             Cause::Failed(StoreError::NoAnswer { waited: ANSWER })
