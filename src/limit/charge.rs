@@ -6,8 +6,10 @@ use std::time::Duration;
 /// [`LeaseRequest::charges`](crate::store::LeaseRequest::charges).
 ///
 /// They count in each limit of the key as if permits for them had been used `age` ago. The units
-/// used may then exceed the limit. With [`FallbackShare`](crate::OnStoreError::FallbackShare), a
-/// process charges the store after an outage with the units that it used alone.
+/// used may then exceed the limit. A process charges what a request cost more than its permit
+/// ([`Settlement`](crate::Settlement)). With
+/// [`FallbackShare`](crate::OnStoreError::FallbackShare), it also charges the units that it used alone
+/// during an outage.
 ///
 /// A sliding window ignores units older than the window. A fixed window ignores units of earlier
 /// windows. A charge leaves a bucket empty at most. If one charge has more units than a limit
