@@ -699,7 +699,7 @@ async fn beside_an_idle_runtime(
 ) -> (Result<(), Limited>, Duration) {
     let limiter = process(store, Quota::per_second(50), max_wait);
     limiter.acquire(key()).await.unwrap().give_back();
-    limiter.hold_for(key(), ms(50)).await.unwrap();
+    limiter.hold_for(key(), ms(200)).await.unwrap();
     let start = std::time::Instant::now();
     let (first, idle) = tokio::task::spawn_blocking({
         let mut first = Box::pin(limiter.acquire(key()));
