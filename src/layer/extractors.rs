@@ -14,6 +14,9 @@ use crate::key::{Cost, Deadline, HostKey, Key, RequestInfo, RequestRef, by_host}
 #[derive(Default)]
 pub(super) struct Extractors {
     key: KeyOf,
+    /// Whether this is a limit besides the first. The key in the extensions of a request is that of the
+    /// first limit.
+    is_further: bool,
     pub(super) cost: Option<Extractor<u32>>,
     pub(super) deadline: Option<Extractor<Option<Instant>>>,
     pub(super) policy: ResponsePolicy,
@@ -29,10 +32,6 @@ enum KeyOf {
     /// once for all limits.
     Host,
     Function(Extractor<Option<Key>>),
-    /// The same two, for a limit besides the first. The key in the extensions of a request is that of
-    /// the first limit.
-    OwnHost,
-    OwnFunction(Extractor<Option<Key>>),
 }
 
 /// A closure that reads one value from a request. Limits of one layer share it.
@@ -45,7 +44,7 @@ impl Extractors {
         F: Fn(&RequestRef<'_>) -> K + Send + Sync + 'static,
         K: Into<Option<Key>>,
     {
-        self.key = if is_by_host(&key) {
+        self.key = if key.type_id() == by_host.type_id() {
             KeyOf::Host
         } else {
             KeyOf::Function(Arc::new(move |request| key(request).into()))
@@ -58,11 +57,8 @@ impl Extractors {
         F: Fn(&RequestRef<'_>) -> K + Send + Sync + 'static,
         K: Into<Option<Key>>,
     {
-        self.key = if is_by_host(&key) {
-            KeyOf::OwnHost
-        } else {
-            KeyOf::OwnFunction(Arc::new(move |request| key(request).into()))
-        };
+        self.set_key(key);
+        self.is_further = true;
     }
 
     /// Reads key, cost and deadline of `request`. Returns `None` if the key function finds no key.
@@ -79,9 +75,8 @@ impl Extractors {
         let extensions = request
             .extensions()
             .filter(|extensions| !extensions.is_empty());
-        let key = match (extensions.and_then(Extensions::get::<Key>), &self.key) {
-            (_, KeyOf::OwnHost) => host.get()?,
-            (_, KeyOf::OwnFunction(key_of)) => key_of(&RequestRef::new(request))?,
+        let own = extensions.filter(|_| !self.is_further);
+        let key = match (own.and_then(Extensions::get::<Key>), &self.key) {
             (Some(key), _) => *key,
             (None, KeyOf::All) => Key::ALL,
             (None, KeyOf::Host) => host.get()?,
@@ -106,11 +101,6 @@ impl Extractors {
             deadline,
         })
     }
-}
-
-/// Returns whether a key function is [`by_host`].
-fn is_by_host(key: &impl Any) -> bool {
-    key.type_id() == by_host.type_id()
 }
 
 /// What a layer has read from a request.
