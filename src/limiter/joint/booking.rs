@@ -69,8 +69,8 @@ async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<JointSlot, Joi
     loop {
         let now = clock::now();
         let is_remote = set.parts.iter().any(Part::is_remote);
-        let spec_of = |part: &Part| part.core.settings.spec.clone();
-        let is_far_allowed = |part| near_booking::is_far_allowed(&spec_of(part), since, now);
+        let is_far_allowed =
+            |part: &Part| near_booking::is_far_allowed(&part.core.settings.spec, since, now);
         let bound = match is_remote && set.parts.iter().all(is_far_allowed) {
             true => wanted.bound,
             false => near_booking::near(wanted.bound, now),
@@ -83,7 +83,7 @@ async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<JointSlot, Joi
         else {
             return outcome;
         };
-        let pause = near_booking::pause(&spec_of(&set.parts[part]), refusal);
+        let pause = near_booking::pause(&set.parts[part].core.settings.spec, refusal);
         let again = clock::after(clock::now(), pause);
         if again > wanted.bound.latest || !set.is_waiting(wanted.number) {
             return outcome;

@@ -49,6 +49,8 @@ struct Booking {
     confirms: bool,
     /// Whether the call fetches permits in advance as well.
     prefetches: bool,
+    /// Whether only slots that are near are of use.
+    is_near: bool,
 }
 
 /// What became of a call to the store.
@@ -172,6 +174,7 @@ impl KeyState {
             demands,
             confirms,
             prefetches,
+            is_near: ctx.settles && !is_for_first,
         })
     }
 
@@ -202,9 +205,7 @@ impl KeyState {
         } = booking;
         let queue = self.queue.get_or_insert_default();
         let mut latest = queue.latest().unwrap_or(ctx.now);
-        let is_for_first =
-            self.store.answers_later && near_booking::is_for_first(queue, ctx.spec, ctx.now);
-        if ctx.settles && !is_for_first {
+        if booking.is_near {
             latest = latest.min(near_booking::latest(ctx.now));
         }
         let mut returns = std::mem::take(&mut queue.returns);
