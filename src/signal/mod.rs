@@ -33,6 +33,8 @@ mod parse;
 mod read;
 mod refusal;
 mod response_ref;
+#[cfg(feature = "body")]
+mod spent;
 mod standard;
 mod vendor;
 
@@ -48,6 +50,9 @@ use smallvec::SmallVec;
 
 pub use observed::ObservedQuota;
 pub use response_ref::ResponseRef;
+#[cfg(feature = "body")]
+#[cfg_attr(docsrs, doc(cfg(feature = "body")))]
+pub use spent::{Spent, SpentReader};
 
 use crate::clock;
 
@@ -168,6 +173,8 @@ pub struct Signal {
     retry_after: Option<Duration>,
     scope: Option<Box<str>>,
     quotas: SmallVec<[ObservedQuota; 1]>,
+    #[cfg(feature = "body")]
+    spent: Spent,
 }
 
 impl Signal {
@@ -231,6 +238,7 @@ impl Signal {
     ///
     /// Some servers say only in the body that a limit was hit, or when to retry. Pass the whole
     /// body: a part of one is not valid JSON. Headers about waiting take precedence over the body.
+    /// The body may also state what the request has [used](Signal::spent).
     ///
     /// ```
     /// # use tollgate::Signal;
@@ -283,6 +291,24 @@ impl Signal {
     /// [`MOST_QUOTAS`](Self::MOST_QUOTAS).
     pub fn quotas(&self) -> &[ObservedQuota] {
         &self.quotas
+    }
+
+    /// Returns what the body states that the request has used: tokens or points.
+    ///
+    /// Empty if the signal was not read with [`read_with_body`](Signal::read_with_body). To read it
+    /// from a body that is streamed, use a [`SpentReader`].
+    ///
+    /// ```
+    /// # use tollgate::Signal;
+    /// let response = http::Response::new(());
+    /// let body = br#"{"data": {}, "extensions": {"cost": {"actualQueryCost": 46}}}"#;
+    /// let signal = Signal::read_with_body(&response, body);
+    /// assert_eq!(signal.spent().count("points"), Some(46));
+    /// ```
+    #[cfg(feature = "body")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "body")))]
+    pub fn spent(&self) -> Spent {
+        self.spent
     }
 
     /// Sets the status with which the upstream refused. `None` means that it did not refuse.

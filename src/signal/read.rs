@@ -69,6 +69,8 @@ pub(super) fn signal(
         retry_after: wait.map(Duration::from_millis),
         scope,
         quotas,
+        #[cfg(feature = "body")]
+        spent: body.map_or_else(super::Spent::default, super::Spent::in_body),
     }
 }
 
