@@ -61,6 +61,14 @@ pub enum ConfigError {
     BurstOfBucket,
     /// `burst` was called on a limit of calls in flight, which has no rate.
     BurstOfInFlight,
+    /// [`Quota::of`] was called on a limit of calls in flight, which counts calls.
+    UnitOfInFlight,
+    /// The name of a [unit](Quota::of) is empty, too long, or has other characters than letters,
+    /// digits, `_`, `-` and `.`.
+    UnitName {
+        /// The name.
+        unit: String,
+    },
     /// The text is not a quota.
     Unparsable {
         /// The text.
@@ -156,9 +164,18 @@ impl fmt::Display for ConfigError {
                 f,
                 "burst() is for rates, and calls in flight have none: write in_flight(n).and(per_second(50).burst(10))"
             ),
+            ConfigError::UnitOfInFlight => write!(
+                f,
+                "of() is for rates, and calls in flight are calls: write in_flight(n).and(per_minute(200_000).of(\"tokens\"))"
+            ),
+            ConfigError::UnitName { unit } => write!(
+                f,
+                "unit {unit:?}: a unit is a letter, and then letters, digits, _, - and ., at most 32, such as tokens"
+            ),
             ConfigError::Unparsable { text } => write!(
                 f,
-                "{text:?} is not a quota; write count/window, such as 100/60s, 5/second or 25/5s, 300/60s, or 8 in flight"
+                "{text:?} is not a quota; write count/window, such as 100/60s, 5/second or 25/5s, 300/60s, a unit after \
+                 its count, such as 200000 tokens/min, or 8 in flight"
             ),
             ConfigError::RedisUrl { reason } => write!(
                 f,

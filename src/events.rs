@@ -1,5 +1,5 @@
-//! The events that the crate reports to `tracing` (feature `tracing`), each one function. Keys
-//! appear by label only.
+//! The events that the crate reports, each one function: to `tracing` (feature `tracing`), and to the
+//! handler of the gate ([`on_event`](crate::RateLimitBuilder::on_event)). Keys appear by label only.
 
 #![cfg_attr(
     not(feature = "tracing"),
@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use crate::error::{Limited, StoreError};
 use crate::quota::{Limit, Quota};
+use crate::stats::{Cause, Event, Tally};
 
 /// Reports an event; without the feature, nothing.
 macro_rules! report {
@@ -30,9 +31,29 @@ pub(crate) fn waited(key: &str, waited: Duration, turns: u32) {
     report!(debug, key, ?waited, turns, "permit granted");
 }
 
-/// A request was not sent.
-pub(crate) fn limited(limited: &Limited) {
-    report!(info, key = limited.key(), %limited, "request refused");
+/// A request was not sent. Of the refusals of a key, at most one a second is reported, with the number
+/// of those that were not. Otherwise a flood of requests would become a flood of events.
+pub(crate) fn limited(tally: &Tally, limited: &Limited) {
+    if !tally.has_handler() && !is_traced() {
+        return;
+    }
+    if let Some(unreported) = tally.report_refusal(limited.key()) {
+        report!(info, key = limited.key(), %limited, unreported, "request refused");
+        tally.tell(&Event::Refused {
+            limited,
+            unreported,
+        });
+    }
+}
+
+/// Returns whether refusals are traced.
+fn is_traced() -> bool {
+    #[cfg(feature = "tracing")]
+    {
+        tracing::event_enabled!(target: "tollgate", tracing::Level::INFO)
+    }
+    #[cfg(not(feature = "tracing"))]
+    false
 }
 
 /// Reports a warning, once in this process.
@@ -43,6 +64,16 @@ macro_rules! warn_once {
             report!(warn, $text);
         }
     };
+}
+
+/// A cost does not state a unit that is limited, or states one that is not.
+pub(crate) fn units_differ(missing: Option<&str>, unknown: Option<&str>) {
+    report!(
+        warn,
+        missing,
+        unknown,
+        "the units of a cost are not those of the limits: a missing one counts as 0, an unknown one is ignored"
+    );
 }
 
 /// A request got its permit inside of another layer.
@@ -60,8 +91,9 @@ pub(crate) fn behind_buffer() {
 }
 
 /// The store failed, and the request was sent uncounted.
-pub(crate) fn passed(key: &str, error: &StoreError) {
+pub(crate) fn passed(tally: &Tally, key: &str, error: &StoreError) {
     report!(warn, key, %error, "store failed; request sent uncounted");
+    tally.tell(&Event::Uncounted { key, error });
 }
 
 /// The store cannot be reached, and this process goes on with its fallback share.
@@ -75,21 +107,24 @@ pub(crate) fn together(key: &str) {
 }
 
 /// The store cannot be reached, and this process goes on at its part of the shared pace.
-pub(crate) fn pace_alone(key: &str, error: &StoreError) {
+pub(crate) fn pace_alone(tally: &Tally, key: &str, error: &StoreError) {
     report!(warn, key, %error, "store unreachable; this process uses its part of the pace");
+    tally.tell(&Event::Alone { key, error });
 }
 
 /// The store answers again.
-pub(crate) fn pace_shared(key: &str) {
+pub(crate) fn pace_shared(tally: &Tally, key: &str) {
     report!(info, key, "store reachable again; the pace is shared");
+    tally.tell(&Event::Together { key });
 }
 
 /// Another process has another limit for the same key.
-pub(crate) fn foreign_limit(key: &str, limit: Limit, quota: &Quota) {
+pub(crate) fn foreign_limit(tally: &Tally, key: &str, limit: Limit, quota: &Quota) {
     report!(
         warn, key, %limit, %quota,
         "another process limits this key by another quota; until it stops, all limits apply"
     );
+    tally.tell(&Event::ForeignLimit { key, limit });
 }
 
 /// The upstream states a limit, which applies from now on.
@@ -119,14 +154,28 @@ pub(crate) fn store_may_evict(policy: &str) {
     );
 }
 
-/// A key is on hold, because the upstream refused a request.
-pub(crate) fn held(key: &str, left: Duration) {
-    report!(
-        warn,
-        key,
-        ?left,
-        "key on hold after a rate-limit response from the upstream"
-    );
+/// A key is on hold.
+pub(crate) fn held(tally: &Tally, key: &str, left: Duration, cause: Cause) {
+    match cause {
+        Cause::Upstream | Cause::UsedUp => {
+            report!(
+                warn,
+                key,
+                ?left,
+                "key on hold after a rate-limit response from the upstream"
+            );
+        }
+        Cause::Operator | Cause::Elsewhere => {
+            report!(info, key, ?left, cause = cause.name(), "key on hold");
+        }
+    }
+    tally.tell(&Event::Held { key, left, cause });
+}
+
+/// The hold of a key was ended by a call of `release`.
+pub(crate) fn released(tally: &Tally, key: &str) {
+    report!(info, key, "hold of the key ended");
+    tally.tell(&Event::Released { key });
 }
 
 /// Waiters in other processes cannot be notified.
@@ -139,7 +188,19 @@ pub(crate) fn store_cannot_tell() {
     );
 }
 
-/// The upstream refused a request.
-pub(crate) fn upstream_limited(key: &str, status: http::StatusCode, retry_after: Option<Duration>) {
+/// The upstream refused a request. `tally` is `None` if its gate was dropped.
+pub(crate) fn upstream_limited(
+    tally: Option<&Tally>,
+    key: &str,
+    status: http::StatusCode,
+    retry_after: Option<Duration>,
+) {
     report!(warn, key, %status, ?retry_after, "request refused by the upstream");
+    let Some(tally) = tally else { return };
+    tally.upstream_refused(status);
+    tally.tell(&Event::UpstreamLimited {
+        key,
+        status,
+        retry_after,
+    });
 }

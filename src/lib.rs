@@ -87,8 +87,8 @@
 //! | `redis-cluster` | `store::RedisStore::cluster` |
 //! | `redis-sentinel` | `store::RedisStore::sentinel` |
 //! | `redis-tls-rustls` | `rediss://` URLs, with the provider of cryptography that the program has chosen for rustls |
-//! | `body` | `Signal::read_with_body`: what the body of a response says about limits |
-//! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info), refusals by the server (warn) |
+//! | `body` | `Signal::read_with_body`: what the body of a response says about limits, and how many tokens or points the request has used; `signal::SpentReader` for bodies that are streamed |
+//! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info, at most one a second for a key), refusals by the server (warn) |
 //! | `sim` | `sim`: fleets against servers with limits, in virtual time, to try a [`pace`] before it is used |
 //! | `contract` | the contract of a [`store`] as a test suite, for a store of your own |
 //!
@@ -114,8 +114,10 @@
 //! **Two layers around each other.** Put all limits into one layer instead: a request then waits
 //! once. Limits of the same key go into one quota, with [`and`](Quota::and). For limits of different
 //! keys, use [`and_per`](RateLimitBuilder::and_per) or [`and`](RateLimitLayer::and): see [several
-//! limits](guide::several_limits). With a task between two layers, the outer limit [is not
-//! kept](RateLimitLayer#two-layers).
+//! limits](guide::several_limits). Two layers are right for a [lower limit of some
+//! requests](guide::keys#which-requests-go-first), and for limits that [settle different
+//! costs](guide::true_costs#with-several-limits). With a task between two layers, the outer limit
+//! [is not kept](RateLimitLayer#two-layers).
 //!
 //! **An outer timeout that is shorter than the wait.** If it fires before the request is refused,
 //! its error has no reason and no [`retry_after`](Limited::retry_after). Make it longer than
@@ -144,7 +146,7 @@
 //! the hour every request is refused. Add [`burst`](Quota::burst), which limits how many leave back
 //! to back and spreads the others.
 //!
-//! **Short windows lose more to the margin.** tollgate makes each window 20 to 60 ms longer than
+//! **Short windows lose more to the margin.** tollgate usually makes a window 20 to 60 ms longer than
 //! the quota says. That costs 2 % of 50 per second, but a sixth of 5 per 100 ms. Prefer the former.
 //! See [the margin](guide::choosing_a_quota#the-margin).
 //!
@@ -172,9 +174,12 @@
 
 mod clock;
 mod config_error;
+mod cost;
 pub mod error;
+mod estimates;
 mod events;
 pub mod guide;
+mod join;
 pub mod key;
 mod key_map;
 mod layer;
@@ -187,16 +192,19 @@ pub mod signal;
 #[cfg(feature = "sim")]
 #[cfg_attr(docsrs, doc(cfg(feature = "sim")))]
 pub mod sim;
+pub mod stats;
 pub mod store;
 mod throttle;
 mod wait_queue;
 mod wakers;
 
 pub use config_error::ConfigError;
+pub use cost::Cost;
 #[doc(inline)]
 pub use error::{Error, Limited, Reason};
+pub use estimates::Estimates;
 #[doc(inline)]
-pub use key::{Cost, Deadline, Key, RequestRef, by_header, by_host};
+pub use key::{Deadline, Key, RequestRef, by_header, by_host};
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 #[cfg_attr(docsrs, doc(cfg(any(feature = "retry", feature = "reqwest-retry"))))]
 pub use layer::retry::RetryLimited;
@@ -207,6 +215,7 @@ pub use limiter::{HeaderTrust, Limiter, OnStoreError, Permit, Settlement};
 pub use quota::Quota;
 #[doc(inline)]
 pub use signal::Signal;
+pub use stats::drain;
 pub use throttle::{Throttle, ThrottlePermit};
 
 /// The services that the layers make, and their futures.

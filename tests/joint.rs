@@ -224,6 +224,53 @@ async fn requests_leave_in_the_order_of_their_arrival() {
     assert_eq!(order.len(), 34);
 }
 
+/// Sends joint requests of costs from 1 to 13 to two limits, and returns the order in which they left.
+async fn order_of_mixed_costs(settles: bool) -> Vec<u32> {
+    let limiter = |quota| {
+        let builder = RateLimitLayer::builder(quota).max_wait(5 * MINUTE);
+        let builder = if settles {
+            builder.settle_by_hand()
+        } else {
+            builder
+        };
+        builder.build().unwrap().limiter()
+    };
+    let (all, channels) = (
+        limiter(Quota::per_second(20)),
+        limiter(Quota::per_second(30)),
+    );
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let mut tasks = JoinSet::new();
+    for number in 0..60 {
+        let (order, all, channels) = (order.clone(), all.clone(), channels.clone());
+        tasks.spawn(async move {
+            sleep(Duration::from_millis(number.into())).await;
+            let cost = [1, 13, 2, 7, 1][number as usize % 5];
+            let channel = channels.acquire(Key::new("17")).cost(cost);
+            drop(
+                channel
+                    .with(all.acquire(Key::ALL).cost(14 - cost))
+                    .await
+                    .unwrap(),
+            );
+            order.lock().unwrap().push(number);
+        });
+    }
+    while let Some(done) = tasks.join_next().await {
+        done.unwrap();
+    }
+    Arc::into_inner(order).unwrap().into_inner().unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn small_requests_do_not_overtake_large_ones() {
+    for settles in [false, true] {
+        let order = order_of_mixed_costs(settles).await;
+        assert!(order.is_sorted(), "{settles}: {order:?}");
+        assert_eq!(order.len(), 60);
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn refused_requests_leave_no_trace() {
     let all = RateLimitLayer::new(Quota::per_minute(30))

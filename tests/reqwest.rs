@@ -147,7 +147,7 @@ async fn request_extensions_carry_key_cost_and_deadline() {
 
     get()
         .with_extension(Key::new("batch"))
-        .with_extension(Cost(3))
+        .with_extension(Cost::new(3))
         .send()
         .await
         .unwrap();
@@ -158,14 +158,15 @@ async fn request_extensions_carry_key_cost_and_deadline() {
         ),
         (3, 0)
     );
-    get().with_extension(Cost(0)).send().await.unwrap();
+    get().with_extension(Cost::new(0)).send().await.unwrap();
     assert_eq!(units(Key::new("127.0.0.1")).await, 0);
-    let too_dear = get().with_extension(Cost(6)).send().await.unwrap_err();
+    let too_dear = get().with_extension(Cost::new(6)).send().await.unwrap_err();
     assert_eq!(
         reason(&too_dear),
         Some(Reason::CostAboveLimit {
             cost: 6,
-            largest: 5
+            largest: 5,
+            unit: Cost::REQUESTS
         })
     );
     let too_late = get()

@@ -103,7 +103,7 @@ async fn every_no() -> Vec<(Limited, &'static str)> {
             "max_keys",
         ),
         (
-            second(builder(), with(Cost(9))).await,
+            second(builder(), with(Cost::new(9))).await,
             "split it, or raise the limit",
         ),
         (
@@ -159,7 +159,8 @@ async fn errors_show_no_key_and_name_the_remedy() {
             Reason::TooManyKeys(1),
             Reason::CostAboveLimit {
                 cost: 9,
-                largest: 1
+                largest: 1,
+                unit: Cost::REQUESTS,
             },
             Reason::NoKey,
             Reason::TooManyKeys(3),

@@ -1,12 +1,16 @@
 //! Settlement: the true cost of a request, known after it was sent. Under a paused clock.
 
+#[path = "support/histories.rs"]
+mod histories;
 #[cfg(feature = "redis")]
 #[path = "support/patient.rs"]
 mod patient;
+#[path = "support/remote.rs"]
+mod remote;
 
 use std::convert::Infallible;
 use std::future::Future;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -14,48 +18,12 @@ use futures::future::join_all;
 use http::{Request, Response};
 use proptest::prelude::*;
 use tokio::time::{Instant, sleep, sleep_until};
-use tollgate::store::{
-    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits,
-    Usage,
-};
+use tollgate::store::{MemoryStore, Store};
 use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Settlement};
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 
-/// A store whose replies take a trip. While it fails, no call arrives.
-#[derive(Default)]
-struct Remote {
-    shared: Arc<MemoryStore>,
-    fails: AtomicBool,
-}
-
-impl Remote {
-    const TRIP: Duration = Duration::from_millis(5);
-}
-
-impl Store for Remote {
-    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
-        let reply = if self.fails.load(Ordering::Relaxed) {
-            StoreReply::Ready(Err(StoreError::Lost))
-        } else {
-            self.shared.lease(request)
-        };
-        let StoreReply::Ready(reply) = reply else {
-            unreachable!("memory replies at once")
-        };
-        StoreReply::Pending(Box::pin(async move {
-            sleep(Remote::TRIP).await;
-            reply
-        }))
-    }
-
-    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-        self.shared.give_back(key, spec, unused);
-    }
-
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        self.shared.peek(key, spec)
-    }
-}
+use histories::histories;
+use remote::Remote;
 
 const DAY: Duration = Duration::from_secs(86_400);
 const MINUTE: Duration = Duration::from_secs(60);
@@ -319,6 +287,35 @@ async fn requests_that_wait_too_long_are_refused_locally() {
     }
 }
 
+/// A hold that ends within `max_wait` delays requests, and refuses none.
+#[tokio::test(start_paused = true)]
+async fn short_holds_delay_requests_that_settle() {
+    for is_joint in [false, true] {
+        let store = Arc::new(Remote::default());
+        let (limiter, other) = (
+            limiter_over(Quota::per_minute(100), store.clone()),
+            limiter_over(Quota::per_minute(100), store.clone()),
+        );
+        let acquire = || match is_joint {
+            true => limiter
+                .acquire(Key::new("one"))
+                .with(other.acquire(Key::new("two"))),
+            false => limiter.acquire(Key::new("one")),
+        };
+        drop(acquire().await.unwrap());
+        // The store knows of no holds, so this one applies in this process only.
+        let held = limiter.hold_for(Key::new("one"), Duration::from_secs(3));
+        assert!(held.await.is_err());
+        let start = Instant::now();
+        for outcome in join_all((0..3).map(|_| acquire())).await {
+            drop(outcome.unwrap());
+        }
+        let waited = start.elapsed();
+        let soon = Duration::from_millis(2900)..Duration::from_millis(3600);
+        assert!(soon.contains(&waited), "joint {is_joint}: {waited:?}");
+    }
+}
+
 /// A request of a random history.
 #[derive(Clone, Copy, Debug)]
 struct Call {
@@ -421,7 +418,7 @@ fn paused(test: impl Future<Output = ()>) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: histories(40), failure_persistence: None, ..ProptestConfig::default() })]
 
     /// The upstream counts each request with its true cost when it is sent.
     #[test]
@@ -461,7 +458,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 20, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: histories(20), failure_persistence: None, ..ProptestConfig::default() })]
 
     /// The upstream counts each request when its response ends.
     #[test]

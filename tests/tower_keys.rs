@@ -184,9 +184,9 @@ async fn cost_in_extensions_overrides_the_cost_function() {
     for (request, expected) in [
         (get("/export"), 5),
         (get("/"), 6),
-        (with("/export", Cost(2)), 8),
-        (with("/", Cost(0)), 8),
-        (with("/", Cost(2)), 10),
+        (with("/export", Cost::new(2)), 8),
+        (with("/", Cost::new(0)), 8),
+        (with("/", Cost::new(2)), 10),
     ] {
         assert_eq!(sent(&limit, [request]).await, [true]);
         assert_eq!(used(&limit).await, expected);
@@ -208,12 +208,16 @@ async fn cost_above_limit_is_refused_and_consumes_nothing() {
         for cost in [largest + 1, u32::MAX] {
             let error = service
                 .clone()
-                .oneshot(with("/", Cost(cost)))
+                .oneshot(with("/", Cost::new(cost)))
                 .await
                 .unwrap_err();
             assert_eq!(
                 reason(&error),
-                Some(Reason::CostAboveLimit { cost, largest }),
+                Some(Reason::CostAboveLimit {
+                    cost,
+                    largest,
+                    unit: Cost::REQUESTS
+                }),
                 "{quota}"
             );
             assert_eq!(
@@ -231,7 +235,7 @@ async fn cost_above_limit_is_refused_and_consumes_nothing() {
 async fn zero_cost_passes_without_free_units_after_deadline() {
     let limit = one_each().build().unwrap();
     assert_eq!(sent(&limit, [get("/")]).await, [true]);
-    let mut free = with("/", Cost(0));
+    let mut free = with("/", Cost::new(0));
     free.extensions_mut().insert(Deadline(long_ago()));
     assert_eq!(sent(&limit, [free, get("/")]).await, [true, false]);
 }
@@ -243,7 +247,8 @@ async fn costly_request_is_not_overtaken_nor_over_limit() {
         RateLimitLayer::new(Quota::per_second(4)).unwrap(),
     );
     let service = limit.layer(upstream.clone());
-    let call = |path: &str, cost| tokio::spawn(service.clone().oneshot(with(path, Cost(cost))));
+    let call =
+        |path: &str, cost| tokio::spawn(service.clone().oneshot(with(path, Cost::new(cost))));
     let calls = [
         call("/a", 3),
         call("/dear", 4),
@@ -447,14 +452,15 @@ async fn custom_requests_and_responses_are_read_like_http() {
     assert_eq!(reason(&no_key), Some(Reason::NoKey));
 
     let mut keyed = job(Some("two"));
-    keyed.extensions.insert(Cost(2));
+    keyed.extensions.insert(Cost::new(2));
     let worker = limit.layer(Worker(StatusCode::TOO_MANY_REQUESTS));
     let too_dear = worker.clone().oneshot(keyed).await.map(|_| ()).unwrap_err();
     assert_eq!(
         reason(&too_dear),
         Some(Reason::CostAboveLimit {
             cost: 2,
-            largest: 1
+            largest: 1,
+            unit: Cost::REQUESTS
         })
     );
     let limited = worker

@@ -56,7 +56,7 @@ async fn refusal_wait_is_exact_to_the_millisecond() {
             let service = limit.layer(Upstream::new());
             let call = || {
                 let mut request = get("/");
-                request.extensions_mut().insert(Cost(cost));
+                request.extensions_mut().insert(Cost::new(cost));
                 service.clone().oneshot(request)
             };
             for round in 0..20 {
@@ -434,7 +434,7 @@ async fn request_and_upstream_input_never_panics_nor_hangs() {
                     .unwrap();
                 for _ in 0..3 {
                     let mut request = get("/");
-                    request.extensions_mut().insert(Cost(cost));
+                    request.extensions_mut().insert(Cost::new(cost));
                     request.extensions_mut().insert(key);
                     if let Some(deadline) = deadline {
                         request.extensions_mut().insert(Deadline(deadline));

@@ -13,6 +13,7 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::time::Duration;
 
+use crate::cost::Cost;
 #[cfg(feature = "retry")]
 #[cfg_attr(docsrs, doc(cfg(feature = "retry")))]
 pub use as_error::AsError;
@@ -200,7 +201,7 @@ impl fmt::Display for Limited {
                     }
                     reason => write!(f, "{reason}")?,
                 }
-                if let Some(limit) = report.limit() {
+                if let Some(limit) = report.shown_limit() {
                     write!(f, "; the limit is {limit}")?;
                 }
             }
@@ -259,6 +260,9 @@ pub enum Reason {
         cost: u32,
         /// The largest cost that the quota allows, in units.
         largest: u32,
+        /// The unit: [`Cost::REQUESTS`](crate::Cost::REQUESTS), or the name given to
+        /// [`Quota::of`](crate::Quota::of).
+        unit: &'static str,
     },
     /// The key is on hold, and the hold ends later than the request can wait. A refusal by the
     /// upstream or an operator put the key on hold.
@@ -268,6 +272,9 @@ pub enum Reason {
     /// Two limits of the request have the same key in the same store, so each would count what the
     /// other counts. Put limits of one key into one quota ([`Quota::and`](crate::Quota::and)).
     SameKey,
+    /// The limiter or throttle is [drained](crate::Limiter::drain), because this process is about to
+    /// end. No later attempt in this process succeeds.
+    Draining,
 }
 
 impl fmt::Display for Reason {
@@ -287,10 +294,19 @@ impl fmt::Display for Reason {
                     "no room for another key; raise max_keys ({most}) or use fewer keys"
                 )
             }
-            Reason::CostAboveLimit { cost, largest } => {
+            Reason::CostAboveLimit {
+                cost,
+                largest,
+                unit,
+            } => {
+                let (space, unit) = match *unit {
+                    Cost::REQUESTS => ("", ""),
+                    unit => (" ", unit),
+                };
                 write!(
                     f,
-                    "it costs {cost}, and the quota allows at most {largest} at once; split it, or raise the limit or burst"
+                    "it costs {cost}{space}{unit}, and the quota allows at most {largest} at once; split it, or raise the \
+                     limit or burst"
                 )
             }
             Reason::Held => write!(
@@ -300,6 +316,10 @@ impl fmt::Display for Reason {
             Reason::SameKey => write!(
                 f,
                 "two of its limits have the same key in one store; put limits of one key into one quota"
+            ),
+            Reason::Draining => write!(
+                f,
+                "the limiter was drained, because this process is about to end"
             ),
             Reason::NoKey => {
                 write!(
@@ -325,6 +345,7 @@ mod tests {
             report: LimitedInfo::new(Facts {
                 key: "api.example.com".into(),
                 name: None,
+                unit: None,
                 limit: Some(Limit::Sliding {
                     count: 50,
                     window: Duration::from_secs(1),

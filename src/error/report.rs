@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::{Duration, SystemTime};
 
+use crate::cost::Cost;
 use crate::key::Label;
 use crate::quota::Limit;
 
@@ -18,6 +19,8 @@ pub struct LimitedInfo(Box<Facts>);
 pub(crate) struct Facts {
     pub(crate) key: Label,
     pub(crate) name: Option<&'static str>,
+    /// What the limit counts. `None` for requests.
+    pub(crate) unit: Option<&'static str>,
     pub(crate) limit: Option<Limit>,
     pub(crate) retry_after: Option<Duration>,
     pub(crate) at: SystemTime,
@@ -28,6 +31,13 @@ pub(crate) struct Facts {
 impl LimitedInfo {
     pub(crate) fn new(facts: Facts) -> Self {
         LimitedInfo(Box::new(facts))
+    }
+
+    /// Removes the time to retry.
+    pub(crate) fn without_retry(mut self) -> Self {
+        self.0.retry_after = None;
+        self.0.limit = None;
+        self
     }
 
     /// Returns what the text of an error calls the limit and the key.
@@ -42,8 +52,8 @@ impl LimitedInfo {
     }
 
     /// Returns the name of the limit that refused the request, if
-    /// [`and_per`](crate::RateLimitBuilder::and_per) gave it one. [`key`](Self::key) is then the
-    /// label of that limit's key.
+    /// [`and_per`](crate::RateLimitBuilder::and_per) or [`name`](crate::RateLimitBuilder::name) gave
+    /// it one. [`key`](Self::key) is then the label of that limit's key.
     pub fn name(&self) -> Option<&str> {
         self.0.name
     }
@@ -51,6 +61,19 @@ impl LimitedInfo {
     /// Returns the limit that refused the request. `None` if no limit of this process's quota did.
     pub fn limit(&self) -> Option<Limit> {
         self.0.limit
+    }
+
+    /// Returns what the limit that refused the request counts:
+    /// [`Cost::REQUESTS`](crate::Cost::REQUESTS), or the name given to
+    /// [`Quota::of`](crate::Quota::of).
+    pub fn unit(&self) -> &'static str {
+        self.0.unit.unwrap_or(Cost::REQUESTS)
+    }
+
+    /// Returns what the text of an error calls the limit.
+    pub(super) fn shown_limit(&self) -> Option<impl fmt::Display> {
+        let limit = self.0.limit?;
+        Some(limit.counting(self.0.unit))
     }
 
     /// Returns how long to wait before the next attempt, counted from the refusal.
@@ -101,6 +124,7 @@ impl fmt::Debug for LimitedInfo {
         let Facts {
             key,
             name,
+            unit: _,
             limit,
             retry_after,
             at,
@@ -111,6 +135,7 @@ impl fmt::Debug for LimitedInfo {
             .field("key", key)
             .field("name", name)
             .field("limit", limit)
+            .field("unit", &self.unit())
             .field("retry_after", retry_after)
             .field("at", at)
             .field("waited", waited)

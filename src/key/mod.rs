@@ -88,6 +88,11 @@ impl Key {
         }
     }
 
+    /// Returns the key under which units of a kind are counted: see [`Quota::of`](crate::Quota::of).
+    pub(crate) fn of_unit(self, unit: &str) -> Self {
+        self.and("tollgate unit").and(unit)
+    }
+
     /// Returns the key that [`by_host`] gives the requests to `host`, to look at with
     /// [`peek`](crate::Limiter::peek).
     ///
@@ -209,22 +214,6 @@ impl fmt::Debug for Key {
     }
 }
 
-/// How many units of each limit a request takes, for the extensions of the request. Default: the
-/// result of [`RateLimitBuilder::cost`](crate::RateLimitBuilder::cost), or else 1.
-///
-/// A request of cost 0 needs no permit: it passes at once, even if its key is on hold. A request
-/// whose cost is above the limit is refused at once
-/// ([`Reason::CostAboveLimit`](crate::Reason::CostAboveLimit)). An
-/// [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer) ignores costs.
-///
-/// ```
-/// let mut request = http::Request::get("http://example.com/export").body(())?;
-/// request.extensions_mut().insert(tollgate::Cost(10));
-/// # Ok::<(), http::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cost(pub u32);
-
 /// The moment by which a request must leave, for the extensions of the request. Default: the result
 /// of [`RateLimitBuilder::deadline`](crate::RateLimitBuilder::deadline), or else none.
 ///
@@ -285,7 +274,7 @@ pub trait RequestInfo {
         None
     }
 
-    /// Returns the extensions of the request, which may have a [`Key`], a [`Cost`] and a
+    /// Returns the extensions of the request, which may have a [`Key`], a [`Cost`](crate::Cost) and a
     /// [`Deadline`]. Default: `None`.
     fn extensions(&self) -> Option<&Extensions> {
         None

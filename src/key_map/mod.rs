@@ -92,6 +92,12 @@ const LOOK: usize = 8;
 const LOOK_FOR_ROOM: usize = 32;
 const MOST_LOOKED_AT: usize = 64;
 
+/// The buckets that [`KeyMap::fold`] reads under one lock.
+const READ_AT_ONCE: usize = 256;
+
+/// How often the table of a shard may move while it is read.
+const MOST_MOVES: usize = 3;
+
 /// Tables smaller than this are not shrunk.
 const SMALL: usize = 64;
 
@@ -163,6 +169,51 @@ impl<T: Evict> KeyMap<T> {
                 .iter_mut()
                 .for_each(|(key, state)| with(*key, state));
         }
+    }
+
+    /// Reads all states, a few at a time under one lock. `visit` adds a state to the sum of a shard,
+    /// and `add` that sum to the sum of all.
+    ///
+    /// A key that comes or goes meanwhile may be left out. None is visited twice: if the table of a
+    /// shard is moved between two locks, its sum is begun anew.
+    pub(crate) fn fold<A: Default>(
+        &self,
+        mut visit: impl FnMut(&mut A, Key, &mut T),
+        mut add: impl FnMut(&mut A, A),
+    ) -> A {
+        let mut all = A::default();
+        for shard in &self.shards {
+            let mut sum = A::default();
+            let (mut next, mut moved) = (0, 0);
+            let mut buckets = lock(shard).table.num_buckets();
+            while next < buckets {
+                let mut shard = lock(shard);
+                if shard.table.num_buckets() != buckets {
+                    buckets = shard.table.num_buckets();
+                    (sum, next, moved) = (A::default(), 0, moved + 1);
+                }
+                // A table that moves again and again is read under one lock.
+                let most = if moved < MOST_MOVES {
+                    READ_AT_ONCE
+                } else {
+                    buckets
+                };
+                let end = buckets.min(next + most);
+                for bucket in next..end {
+                    if let Some((key, state)) = shard.table.get_bucket_mut(bucket) {
+                        visit(&mut sum, *key, state);
+                    }
+                }
+                next = end;
+            }
+            add(&mut all, sum);
+        }
+        all
+    }
+
+    /// Returns the number of keys.
+    pub(crate) fn len(&self) -> usize {
+        self.len.load(Ordering::Relaxed).min(self.max)
     }
 
     /// Calls `with` with the state of `key`, if there is any.

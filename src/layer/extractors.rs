@@ -8,7 +8,8 @@ use std::time::Instant;
 use http::Extensions;
 
 use super::response_policy::ResponsePolicy;
-use crate::key::{Cost, Deadline, HostKey, Key, RequestInfo, RequestRef, by_host};
+use crate::cost::{Cost, RequestCost};
+use crate::key::{Deadline, HostKey, Key, RequestInfo, RequestRef, by_host};
 
 /// What a layer reads from a request, and its policy for responses.
 #[derive(Default)]
@@ -17,9 +18,11 @@ pub(super) struct Extractors {
     /// Whether this is a limit besides the first. The key in the extensions of a request is that of the
     /// first limit.
     is_further: bool,
-    pub(super) cost: Option<Extractor<u32>>,
+    pub(super) cost: Option<Extractor<Cost>>,
     pub(super) deadline: Option<Extractor<Option<Instant>>>,
     pub(super) policy: ResponsePolicy,
+    /// Names the key of a request in the stats.
+    pub(super) key_name: Option<Extractor<Option<String>>>,
 }
 
 /// How the key of a request is found.
@@ -83,9 +86,9 @@ impl Extractors {
             (None, KeyOf::Function(key_of)) => key_of(&RequestRef::new(request))?,
         };
         let cost = match (extensions.and_then(Extensions::get::<Cost>), &self.cost) {
-            (Some(Cost(cost)), _) => *cost,
-            (None, Some(cost_of)) => cost_of(&RequestRef::new(request)),
-            (None, None) => 1,
+            (Some(cost), _) => RequestCost::from(*cost),
+            (None, Some(cost_of)) => RequestCost::from(cost_of(&RequestRef::new(request))),
+            (None, None) => RequestCost::Requests(1),
         };
         let deadline = match (
             extensions.and_then(Extensions::get::<Deadline>),
@@ -106,7 +109,7 @@ impl Extractors {
 /// What a layer has read from a request.
 pub(super) struct Reading {
     pub(super) key: Key,
-    pub(super) cost: u32,
+    pub(super) cost: RequestCost,
     pub(super) deadline: Option<Instant>,
 }
 
@@ -116,6 +119,7 @@ impl fmt::Debug for Extractors {
             .field("key", &!matches!(self.key, KeyOf::All))
             .field("cost", &self.cost.is_some())
             .field("deadline", &self.deadline.is_some())
+            .field("key_name", &self.key_name.is_some())
             .field("error_on_upstream_limit", &self.policy.error_on_limit())
             .field("dialect", &self.policy.dialect().is_some())
             .finish()

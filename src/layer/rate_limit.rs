@@ -18,6 +18,7 @@ use super::seam::{Admission, Departure, Gate, take_call};
 use super::service::{gated_future, gated_service};
 use crate::clock;
 use crate::config_error::ConfigError;
+use crate::cost::RequestCost;
 use crate::error::Limited;
 use crate::events;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
@@ -84,6 +85,8 @@ pub struct RateLimitLayer {
     pub(super) extractors: Arc<Extractors>,
     /// The limits besides the first. Empty for most layers.
     pub(super) further: Arc<[FurtherLimit]>,
+    /// Whether a request has several keys, or a limit of other units than requests.
+    is_joint: bool,
 }
 
 /// A limit of a layer besides the first, with a key of its own.
@@ -170,8 +173,9 @@ impl RateLimitLayer {
     ///
     /// Each layer keeps its own settings: store, key, cost, deadline. A request waits for at most
     /// the shorter [`max_wait`](RateLimitBuilder::max_wait), and until the earlier deadline. The
-    /// first layer decides what happens to responses. If the settings differ only in quota and key,
-    /// [`and_per`](RateLimitBuilder::and_per) is shorter. The page [several
+    /// first layer decides what happens to responses: its [`settle`](RateLimitBuilder::settle)
+    /// states one cost for all limits, and that of `other` is not used. If the settings differ only
+    /// in quota and key, [`and_per`](RateLimitBuilder::and_per) is shorter. The page [several
     /// limits](crate::guide::several_limits) has more.
     ///
     /// If a response is a refusal and does not say whose limit was exceeded, it holds the key of
@@ -179,7 +183,7 @@ impl RateLimitLayer {
     ///
     /// # Panics
     ///
-    /// If both layers together have more than eight limits.
+    /// If both layers together have more than eight limits. Each [unit](Quota::of) of a quota is one.
     ///
     /// ```
     /// use http::header::AUTHORIZATION;
@@ -198,6 +202,7 @@ impl RateLimitLayer {
             limiter,
             extractors,
             further,
+            is_joint: _,
         } = other;
         let first_of_other = FurtherLimit {
             name: None,
@@ -211,11 +216,34 @@ impl RateLimitLayer {
             .chain([first_of_other])
             .chain(further.iter().cloned())
             .collect();
-        assert!(
-            further.len() < MOST_PARTS,
-            "a layer has at most {MOST_PARTS} limits"
-        );
-        RateLimitLayer { further, ..self }
+        RateLimitLayer::join(self.limiter, self.extractors, further)
+            .expect("a layer has at most eight limits, where each unit of a quota is one")
+    }
+
+    /// Makes a layer of several limits. Returns `None` if they are too many.
+    pub(super) fn join(
+        limiter: Limiter,
+        extractors: Arc<Extractors>,
+        further: Arc<[FurtherLimit]>,
+    ) -> Option<Self> {
+        let units = further.iter().map(|limit| limit.limiter.units());
+        let all = units.fold(limiter.units(), |all, units| all + units);
+        let is_joint = !further.is_empty() || limiter.counts_units();
+        (all <= MOST_PARTS).then_some(RateLimitLayer {
+            limiter,
+            extractors,
+            further,
+            is_joint,
+        })
+    }
+
+    /// Warns if the units of a cost are not those of the limits.
+    fn check_units(&self, limiter: &Limiter, cost: &RequestCost) {
+        let is_unknown = |unit: &str| {
+            let mut further = self.further.iter();
+            !self.limiter.counts(unit) && !further.any(|limit| limit.limiter.counts(unit))
+        };
+        limiter.check_units(|| cost.to_cost(), is_unknown);
     }
 
     /// Adds to `parts` the limits that a request counts in, with its key and cost for each. Returns
@@ -236,15 +264,17 @@ impl RateLimitLayer {
             cost,
             mut deadline,
         } = reading;
-        let entry = |limiter: &Limiter, key, cost, host: &mut HostKey<'_, R>| Entry {
-            key,
-            cost,
-            deadline: None,
-            host: limiter.host_of(key, host),
+        let mut add = |limiter: &'a Limiter, key, cost: &RequestCost, host: &mut HostKey<'_, R>| {
+            let host = limiter.host_of(key, host);
+            if limiter.counts_units() {
+                self.check_units(limiter, cost);
+                parts.extend(limiter.parts(key, cost, host));
+            } else {
+                parts.push(limiter.part(key, cost.under(None), host));
+            }
         };
         let mut host = HostKey::of(request);
-        let first = entry(&self.limiter, key, cost, &mut host);
-        parts.push(self.limiter.part(first));
+        add(&self.limiter, key, &cost, &mut host);
         for limit in self.further.iter() {
             let FurtherLimit {
                 name,
@@ -254,12 +284,12 @@ impl RateLimitLayer {
             let own = match (extractors.read(request, &mut host), name) {
                 (Some(own), _) => own,
                 (None, Some(_)) => continue,
-                (None, None) => return Err(limiter.no_key()),
+                (None, None) => return Err(limiter.no_key(&self.limiter)),
             };
             // The shorter of two deadlines; a limit without one allows any wait.
             deadline = deadline.into_iter().chain(own.deadline).min();
             let key = name.map_or(own.key, |name| own.key.and(name));
-            parts.push(limiter.part(entry(limiter, key, own.cost, &mut host)));
+            add(limiter, key, &own.cost, &mut host);
         }
         Ok(deadline)
     }
@@ -279,14 +309,41 @@ impl RateLimitLayer {
         let label = || self.label(key, request);
         let sent = match enter_joint(&parts, deadline, label) {
             Entered::Sent(sent) => sent,
-            Entered::UntilKnown(waiter) => return Admission::Wait(Waiting::Inside(waiter)),
+            Entered::UntilKnown(waiter) => return Admission::Wait(Waiting::inside(waiter)),
             Entered::Started(JointStarted::Granted(permit)) => permit.sent(),
             Entered::Started(JointStarted::Waiting(waiter)) => {
-                return Admission::Wait(Waiting::Joint(waiter));
+                return Admission::Wait(Waiting::joint(waiter));
             }
             Entered::Started(JointStarted::Limited(limited)) => return Admission::No(limited),
         };
         Admission::Go(self.with_label(sent, key, request))
+    }
+
+    /// Admits a request on the slow path, makes it wait, or refuses it.
+    fn admit(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Waiting> {
+        let (entry, now) = match slow {
+            Slow::NoKey => return Admission::No(self.limiter.no_key(&self.limiter)),
+            Slow::Joint(reading) => return self.enter_joint(reading, request),
+            Slow::NoPermit(entry, now) => (entry, now),
+            Slow::OwnPolicy(entry) => {
+                let now = clock::now();
+                match self.limiter.take_at_once(&entry, now) {
+                    Err(now) => (entry, now),
+                    Ok(slot) => return Admission::Go(self.granted(entry, slot, now, request)),
+                }
+            }
+        };
+        match self
+            .limiter
+            .start_slow(&entry, now, || self.label(entry.key, request))
+        {
+            Started::Granted(slot, in_flight_slot) => {
+                let sent = self.granted(entry, slot, now, request);
+                Admission::Go(sent.in_flight(in_flight_slot))
+            }
+            Started::Waiting(waiter) => Admission::Wait(Waiting::one(waiter)),
+            Started::Limited(limited) => Admission::No(limited),
+        }
     }
 
     /// Makes the call of a request that got its permit on the slow path without a wait.
@@ -339,6 +396,17 @@ pub(super) enum Slow {
     OwnPolicy(Entry),
 }
 
+impl Slow {
+    /// Returns the key of the request, if it has one.
+    fn key(&self) -> Option<Key> {
+        match self {
+            Slow::NoKey => None,
+            Slow::Joint(reading) => Some(reading.key),
+            Slow::NoPermit(entry, _) | Slow::OwnPolicy(entry) => Some(entry.key),
+        }
+    }
+}
+
 impl Gate for RateLimitLayer {
     type Wait = Waiting;
     type Permit = Permit;
@@ -352,7 +420,7 @@ impl Gate for RateLimitLayer {
         let Some(reading) = self.extractors.read(request, &mut host) else {
             return Err(Slow::NoKey);
         };
-        if !self.further.is_empty() || self.limiter.has_inner() || is_inside_a_layer() {
+        if self.is_joint || self.limiter.has_inner() || is_inside_a_layer() {
             return Err(Slow::Joint(reading));
         }
         let Reading {
@@ -362,7 +430,7 @@ impl Gate for RateLimitLayer {
         } = reading;
         let entry = Entry {
             key,
-            cost,
+            cost: cost.under(None),
             deadline,
             host: self.limiter.host_of(key, &mut host),
         };
@@ -381,29 +449,16 @@ impl Gate for RateLimitLayer {
     }
 
     fn enter_slow(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Waiting> {
-        let (entry, now) = match slow {
-            Slow::NoKey => return Admission::No(self.limiter.no_key()),
-            Slow::Joint(reading) => return self.enter_joint(reading, request),
-            Slow::NoPermit(entry, now) => (entry, now),
-            Slow::OwnPolicy(entry) => {
-                let now = clock::now();
-                match self.limiter.take_at_once(&entry, now) {
-                    Err(now) => (entry, now),
-                    Ok(slot) => return Admission::Go(self.granted(entry, slot, now, request)),
-                }
-            }
-        };
-        match self
-            .limiter
-            .start_slow(&entry, now, || self.label(entry.key, request))
+        let key = slow.key();
+        let admission = self.admit(slow, request);
+        if let Some(key) = key
+            && let Some(name_of) = &self.extractors.key_name
+            && self.limiter.is_unnamed(key)
+            && let Some(name) = name_of(&RequestRef::new(request))
         {
-            Started::Granted(slot, in_flight_slot) => {
-                let sent = self.granted(entry, slot, now, request);
-                Admission::Go(sent.in_flight(in_flight_slot))
-            }
-            Started::Waiting(waiter) => Admission::Wait(Waiting::One(waiter)),
-            Started::Limited(limited) => Admission::No(limited),
+            self.limiter.name_key(key, &name);
         }
+        admission
     }
 
     #[inline]
@@ -426,7 +481,8 @@ impl Gate for RateLimitLayer {
     }
 
     fn send(permit: Permit, waiting: &mut Waiting) -> Option<Sent> {
-        if permit.is_valid() {
+        if permit.is_valid() && !waiting.is_drained() {
+            waiting.left(&permit);
             return Some(permit.sent());
         }
         waiting.wait_again(permit);

@@ -6,13 +6,15 @@ use std::time::Duration;
 
 use super::extractors::Extractors;
 use super::rate_limit::{FurtherLimit, RateLimitLayer};
-use super::settings::{Common, at_most, common_setters};
+use super::settings::{Common, at_most, check_name, common_setters};
 use crate::config_error::ConfigError;
+use crate::cost::Cost;
 use crate::key::{Key, RequestRef};
 use crate::limit::LimitSpec;
 use crate::limiter::{HeaderTrust, Limiter, MOST_PARTS, OnScope, OnStoreError, Settings};
 use crate::quota::{Quota, Slacks};
 use crate::signal::ResponseRef;
+use crate::stats::{Kind, Tally};
 use crate::store::{FallbackStore, MemoryStore, Share, Store};
 #[cfg(doc)]
 use crate::{limiter::Settlement, signal::Signal};
@@ -150,11 +152,26 @@ impl RateLimitBuilder {
         dialect;
     }
 
-    /// Sets how the cost of a request is found: how many units of each limit it takes. Default: 1.
+    /// Sets how the cost of a request is found: a number of requests, or a [`Cost`] with units of
+    /// other kinds. Default: one request.
     ///
-    /// A [`Cost`](crate::Cost) in the extensions of the request takes precedence over the function.
-    pub fn cost(mut self, cost: impl Fn(&RequestRef<'_>) -> u32 + Send + Sync + 'static) -> Self {
-        self.common.extractors.cost = Some(Arc::new(cost));
+    /// A [`Cost`] in the extensions of the request takes precedence over the function.
+    ///
+    /// ```
+    /// use tollgate::{Cost, Quota, RateLimitLayer};
+    ///
+    /// let quota: Quota = "500/min, 200000 tokens/min".parse()?;
+    /// let limit = RateLimitLayer::builder(quota)
+    ///     .cost(|request| Cost::of("tokens", if request.path() == "/long" { 4000 } else { 500 }))
+    ///     .build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    pub fn cost<F, C>(mut self, cost: F) -> Self
+    where
+        F: Fn(&RequestRef<'_>) -> C + Send + Sync + 'static,
+        C: Into<Cost>,
+    {
+        self.common.extractors.cost = Some(Arc::new(move |request| cost(request).into()));
         self
     }
 
@@ -164,7 +181,8 @@ impl RateLimitBuilder {
     /// Use it if the cost is known only after the request: `cost` then states an estimate. If the
     /// request cost less, the rest goes back to the store. If it cost more, the rest is charged, even
     /// beyond the limit, and the next requests wait for it. [`Settlement::settle`] has the details.
-    /// If the function returns `None`, the estimate counts.
+    /// If the function returns `None`, the estimate counts. A unit that its result does not state goes
+    /// on to count with the estimate, too.
     ///
     /// The closer the estimate, the better the limit is used. An estimate that is never below the
     /// true cost never exceeds the limit.
@@ -178,10 +196,12 @@ impl RateLimitBuilder {
     ///     .build()?;
     /// # Ok::<(), tollgate::ConfigError>(())
     /// ```
-    pub fn settle<F>(mut self, settle: F) -> Self
+    pub fn settle<F, C>(mut self, settle: F) -> Self
     where
-        F: Fn(&ResponseRef<'_>) -> Option<u32> + Send + Sync + 'static,
+        F: Fn(&ResponseRef<'_>) -> Option<C> + Send + Sync + 'static,
+        C: Into<Cost>,
     {
+        let settle = move |response: &ResponseRef<'_>| settle(response).map(Into::into);
         self.common.extractors.policy.set_settle(Arc::new(settle));
         self
     }
@@ -202,16 +222,25 @@ impl RateLimitBuilder {
     /// response. Then `span` is the time of the longest response.
     ///
     /// Without it, long responses followed by short ones can exceed the limit up to twice, even with
-    /// exact estimates. With it, each window is longer by `span`, so less of the limit is used: two
-    /// thirds, for 30 s and a limit per minute.
+    /// exact estimates. With it, each window of all limits of this layer is longer by `span`, so less of
+    /// them is used: two thirds, for 30 s and a limit per minute. If only some limits are counted late,
+    /// put them into a layer of their own: see [LLM APIs](crate::guide::llm_apis#what-to-use).
     pub fn counted_within(mut self, span: Duration) -> Self {
         self.counted_within = span;
         self
     }
 
-    /// Names the first limit of the layer. The name stands in errors
-    /// ([`LimitedInfo::name`](crate::error::LimitedInfo::name)), and a refusal whose
-    /// [scope](crate::Signal::scope) is this name holds the key of this limit. Default: no name.
+    /// Names the layer in its [stats](crate::stats), and the first limit of the layer. The name stands in
+    /// errors ([`LimitedInfo::name`](crate::error::LimitedInfo::name)), and a refusal whose
+    /// [scope](crate::Signal::scope) is this name holds the key of this limit. Default: no name; the
+    /// stats have `default`.
+    ///
+    /// A name has 1 to 64 of the letters a to z and A to Z, digits, spaces and `_.-/:`. A limit of
+    /// [`and_per`](Self::and_per) has a series of its own in the stats, such as `github search`.
+    ///
+    /// # Errors
+    ///
+    /// [`build`](Self::build) fails if the name has other characters or another length.
     pub fn name(mut self, name: &'static str) -> Self {
         self.name = Some(name);
         self
@@ -424,6 +453,8 @@ impl RateLimitBuilder {
         let max_keys = self.common.max_keys;
         let store = self.common.store.take();
         let store = store.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
+        let on_scope = self.on_scope.take();
+        let limiter = self.limiter(self.quota, self.name, store.clone(), on_scope)?;
         let mut further = Vec::new();
         for limit in std::mem::take(&mut self.further) {
             let Further {
@@ -438,12 +469,12 @@ impl RateLimitBuilder {
                 extractors: Arc::new(extractors),
             });
         }
-        let on_scope = self.on_scope.take();
-        let limiter = self.limiter(self.quota, self.name, store, on_scope)?;
-        Ok(RateLimitLayer {
-            limiter,
-            extractors: Arc::new(self.common.extractors),
-            further: further.into(),
+        let extractors = Arc::new(self.common.extractors);
+        let layer = RateLimitLayer::join(limiter, extractors, further.into());
+        layer.ok_or(ConfigError::OutOfRange {
+            setting: "and_per",
+            value: "more than eight limits".into(),
+            allowed: "at most eight limits, where each unit of a quota is one",
         })
     }
 
@@ -452,16 +483,47 @@ impl RateLimitBuilder {
         &self,
         quota: Quota,
         name: Option<&'static str>,
-        shared_store: Arc<dyn Store>,
+        store: Arc<dyn Store>,
         on_scope: Option<OnScope>,
     ) -> Result<Limiter, ConfigError> {
-        let slacks = Slacks {
+        quota.check(self.slacks())?;
+        let share = self.share(&quota)?;
+        let settings = |quota| self.settings(quota, name, store.clone(), share);
+        let mut units = quota.by_unit().into_iter();
+        let first = settings(units.next().unwrap_or(quota))?;
+        let others: Result<Vec<_>, _> = units.map(settings).collect();
+        let others = others?.into_iter().map(|settings| Settings {
+            is_further_unit: true,
+            ..settings
+        });
+        Ok(Limiter::new(Settings { on_scope, ..first }, others))
+    }
+
+    /// Returns the name of a limit in stats: that of the layer, that of the limit if it is a further one,
+    /// and what it counts if that is not requests.
+    fn series(&self, name: Option<&str>, unit: Option<&str>) -> String {
+        let layer = self.name.unwrap_or(Tally::DEFAULT_NAME);
+        let further = name.filter(|name| self.name != Some(name));
+        let parts: Vec<&str> = [Some(layer), further, unit].into_iter().flatten().collect();
+        parts.join(" ")
+    }
+
+    fn slacks(&self) -> Slacks {
+        Slacks {
             transit: self.transit_slack,
             boundary: self.boundary_guard,
             rate_loss: self.max_rate_loss,
-        };
-        let life = quota.check(slacks)?;
-        let share = self.share(&quota)?;
+        }
+    }
+
+    /// Makes the settings of the limits of one unit.
+    fn settings(
+        &self,
+        quota: Quota,
+        name: Option<&'static str>,
+        shared_store: Arc<dyn Store>,
+        share: Option<Share>,
+    ) -> Result<Settings, ConfigError> {
         let Common {
             max_wait,
             max_queue,
@@ -469,15 +531,18 @@ impl RateLimitBuilder {
             max_hold,
             ..
         } = self.common;
-        let store: Arc<dyn Store> = if self.on_store_error == OnStoreError::FallbackShare {
+        let falls_back = self.on_store_error == OnStoreError::FallbackShare;
+        let store: Arc<dyn Store> = if falls_back && !quota.limits().is_empty() {
             Arc::new(FallbackStore::new(shared_store.clone(), share, max_keys))
         } else {
             shared_store.clone()
         };
+        let life = quota.check(self.slacks())?;
         let transit_slack = self.transit_slack + self.counted_within;
         let spec = LimitSpec::new(quota, transit_slack, self.boundary_guard).with_life(life);
-        Ok(Limiter::new(Settings {
+        Ok(Settings {
             spec: Arc::new(spec),
+            is_further_unit: false,
             name,
             store,
             shared_store,
@@ -487,15 +552,21 @@ impl RateLimitBuilder {
             in_flight_ttl: self.in_flight_ttl,
             max_hold,
             learn: self.learn,
-            on_scope,
+            on_scope: None,
             on_store_error: self.on_store_error,
             settles: self.common.extractors.policy.settles(),
-        }))
+            tally: self
+                .common
+                .tally(&self.series(name, quota.unit()), Kind::Limiter),
+        })
     }
 
     /// Checks that each setting is in its range.
     fn check(&self) -> Result<(), ConfigError> {
         self.common.check()?;
+        if let Some(name) = self.name {
+            check_name("name", name)?;
+        }
         at_most(
             "transit_slack",
             self.transit_slack,

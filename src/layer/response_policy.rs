@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use http::HeaderMap;
 
+use crate::cost::Cost;
 use crate::key::Key;
 use crate::limiter::Settlement;
 use crate::signal::{ResponseInfo, ResponseRef, Signal};
@@ -15,7 +16,7 @@ type Dialect = Arc<dyn Fn(Key, &HeaderMap, Signal) -> Signal + Send + Sync>;
 
 /// How the true cost of a request is read from its response; see
 /// [`RateLimitBuilder::settle`](crate::RateLimitBuilder::settle).
-type CostOf = Arc<dyn Fn(&ResponseRef<'_>) -> Option<u32> + Send + Sync>;
+type CostOf = Arc<dyn Fn(&ResponseRef<'_>) -> Option<Cost> + Send + Sync>;
 
 /// What a layer does with a response.
 ///

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::error::Limited;
+use crate::error::{Limited, Reason};
 use crate::signal::Signal;
 
 /// Retries requests that the upstream [refused](Signal::refusal), within a budget. For use with
@@ -115,6 +115,11 @@ impl RetryLimited {
             Ok(signal) => signal.refusal().is_some(),
             Err(error) => match Limited::find(error) {
                 Some(Limited::Upstream { .. }) => true,
+                // No later attempt in this process succeeds.
+                Some(Limited::Local {
+                    reason: Reason::Draining,
+                    ..
+                }) => return false,
                 Some(Limited::Local { .. }) => self.local_refusals,
                 _ => return false,
             },
@@ -258,6 +263,27 @@ mod of_reqwest_retry {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::{Facts, LimitedInfo};
+
+    #[test]
+    fn refusals_of_a_drained_limiter_are_not_retried() {
+        let refused = |reason| Limited::Local {
+            reason,
+            report: LimitedInfo::new(Facts {
+                key: "all".into(),
+                name: None,
+                unit: None,
+                limit: None,
+                retry_after: None,
+                at: std::time::SystemTime::UNIX_EPOCH,
+                waited: std::time::Duration::ZERO,
+                turns: 0,
+            }),
+        };
+        let retry = RetryLimited::new().local_refusals();
+        assert!(retry.tries_again(Err(&refused(Reason::Held))));
+        assert!(!retry.tries_again(Err(&refused(Reason::Draining))));
+    }
 
     #[test]
     fn clones_share_a_budget_that_accepted_responses_refill() {

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::extractors::Extractors;
 use crate::config_error::ConfigError;
+use crate::stats::{Handler, Kind, Tally, is_series_name};
 use crate::store::{MemoryStore, Store};
 
 /// The settings that both builders have. [`common_setters!`] makes their setters.
@@ -18,6 +19,7 @@ pub(super) struct Common {
     pub(super) max_queue: usize,
     pub(super) max_keys: usize,
     pub(super) max_hold: Duration,
+    pub(super) on_event: Option<Arc<Handler>>,
 }
 
 const DEFAULT_MAX_WAIT: Duration = Duration::from_secs(15);
@@ -34,7 +36,13 @@ impl Common {
             max_queue: DEFAULT_MAX_QUEUE,
             max_keys: MemoryStore::DEFAULT_MAX_KEYS,
             max_hold,
+            on_event: None,
         }
+    }
+
+    /// Makes the counts of a gate that is called `name`.
+    pub(super) fn tally(&self, name: &str, kind: Kind) -> Tally {
+        Tally::new(name, kind, self.on_event.clone())
     }
 
     /// Checks that each setting is in its range.
@@ -68,6 +76,18 @@ pub(super) fn at_most(
         setting,
         value: format!("{value:?}"),
         allowed,
+    })
+}
+
+/// Returns an error if `name` may not be the name of a gate.
+pub(super) fn check_name(setting: &'static str, name: &str) -> Result<(), ConfigError> {
+    if is_series_name(name) {
+        return Ok(());
+    }
+    Err(ConfigError::OutOfRange {
+        setting,
+        value: format!("{name:?}"),
+        allowed: "1 to 64 of the letters a to z and A to Z, digits, spaces and `_.-/:`",
     })
 }
 
@@ -177,6 +197,63 @@ macro_rules! common_setters {
         $(#[$store])*
         pub fn store(mut self, store: std::sync::Arc<dyn $crate::store::Store>) -> Self {
             self.common.store = Some(store);
+            self
+        }
+
+        /// Sets how a key is named in [`KeyStats`](crate::stats::KeyStats), from a request of the key.
+        /// Default: the host, if that is the key, else eight hex digits.
+        ///
+        /// A key that has no name is asked for one when a request finds no permit at hand. At most 64
+        /// bytes of the name are kept, and control characters become `?`. Do not return a secret:
+        /// names are shown as they are.
+        ///
+        /// ```
+        /// use tollgate::{Key, Quota, RateLimitLayer};
+        ///
+        /// let limit = RateLimitLayer::builder(Quota::per_second(50))
+        ///     .key(|request| request.header("x-tenant").map(Key::new))
+        ///     .key_name(|request| {
+        ///         let tenant = request.header("x-tenant")?;
+        ///         Some(String::from_utf8_lossy(tenant).into_owned())
+        ///     })
+        ///     .build()?;
+        /// # Ok::<(), tollgate::ConfigError>(())
+        /// ```
+        pub fn key_name<F, N>(mut self, name: F) -> Self
+        where
+            F: Fn(&$crate::RequestRef<'_>) -> Option<N> + Send + Sync + 'static,
+            N: Into<String>,
+        {
+            let name_of = move |request: &$crate::RequestRef<'_>| name(request).map(N::into);
+            self.common.extractors.key_name = Some(std::sync::Arc::new(name_of));
+            self
+        }
+
+        /// Sets a closure that is called with each [`Event`](crate::stats::Event): holds, refusals,
+        /// failures of the store. Default: none. The feature `tracing` reports the same events, and some
+        /// more.
+        ///
+        /// The closure runs in the task that causes the event, never for a request that passes. It must
+        /// not block.
+        ///
+        /// ```
+        /// use tollgate::stats::Event;
+        /// use tollgate::{Quota, RateLimitLayer};
+        ///
+        /// let limit = RateLimitLayer::builder(Quota::per_second(50))
+        ///     .on_event(|event| {
+        ///         if let Event::Held { .. } = event {
+        ///             eprintln!("{event}");
+        ///         }
+        ///     })
+        ///     .build()?;
+        /// # Ok::<(), tollgate::ConfigError>(())
+        /// ```
+        pub fn on_event(
+            mut self,
+            handler: impl Fn(&$crate::stats::Event<'_>) + Send + Sync + 'static,
+        ) -> Self {
+            self.common.on_event = Some(std::sync::Arc::new(handler));
             self
         }
 

@@ -182,7 +182,14 @@ impl Gate for AdaptiveThrottleLayer {
         };
         let host = host.get_if_redirected();
         let label = || self.throttle.label(key, Some(&RequestRef::new(request)));
-        match self.throttle.begin(key, deadline, label) {
+        let begun = self.throttle.begin(key, deadline, label);
+        if let Some(name_of) = &self.extractors.key_name
+            && self.throttle.is_unnamed(key)
+            && let Some(name) = name_of(&RequestRef::new(request))
+        {
+            self.throttle.name_key(key, &name);
+        }
+        match begun {
             Begun::Leaves(permit) => {
                 let is_named = self.extractors.policy.error_on_limit();
                 let permit = if is_named {

@@ -4,12 +4,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::settings::{Common, common_setters};
+use super::settings::{Common, check_name, common_setters};
 use super::throttle::AdaptiveThrottleLayer;
 use crate::config_error::ConfigError;
 use crate::limiter::note_several_gates;
 use crate::pace::{Fair, Pace};
 use crate::rng::{Dice, dice};
+use crate::stats::{Kind, Tally};
 #[cfg(doc)]
 use crate::store::Store;
 use crate::throttle::{Throttle, ThrottleSettings};
@@ -32,6 +33,7 @@ use crate::throttle::{Throttle, ThrottleSettings};
 #[must_use = "a builder does nothing until build"]
 pub struct AdaptiveThrottleBuilder {
     common: Common,
+    name: &'static str,
     pace: Box<dyn Fn() -> Box<dyn Pace> + Send + Sync>,
 }
 
@@ -41,6 +43,7 @@ impl AdaptiveThrottleBuilder {
     pub(super) fn new() -> Self {
         AdaptiveThrottleBuilder {
             common: Common::new(AdaptiveThrottleBuilder::DEFAULT_MAX_HOLD),
+            name: Tally::DEFAULT_NAME,
             pace: Box::new(|| Box::new(Fair::new())),
         }
     }
@@ -84,6 +87,17 @@ impl AdaptiveThrottleBuilder {
         dialect;
     }
 
+    /// Names the layer in its [stats](crate::stats): 1 to 64 of the letters a to z and A to Z, digits,
+    /// spaces and `_.-/:`. Default: `default`.
+    ///
+    /// # Errors
+    ///
+    /// [`build`](Self::build) fails if the name has other characters or another length.
+    pub fn name(mut self, name: &'static str) -> Self {
+        self.name = name;
+        self
+    }
+
     /// Sets the rule by which the speed of a key follows signals. The layer calls `pace` once for
     /// each key. Default: [`Fair::new`], because it shares a limit evenly with next to no refusals.
     ///
@@ -100,6 +114,8 @@ impl AdaptiveThrottleBuilder {
     /// [`ConfigError`] names the first setting that is out of range, and what to change.
     pub fn build(self) -> Result<AdaptiveThrottleLayer, ConfigError> {
         self.common.check()?;
+        check_name("name", self.name)?;
+        let tally = self.common.tally(self.name, Kind::Throttle);
         let Common {
             extractors,
             store,
@@ -107,6 +123,7 @@ impl AdaptiveThrottleBuilder {
             max_queue,
             max_keys,
             max_hold,
+            on_event: _,
         } = self.common;
         let throttle = Throttle::new(ThrottleSettings {
             pace: self.pace,
@@ -116,6 +133,7 @@ impl AdaptiveThrottleBuilder {
             max_keys,
             max_hold,
             store,
+            tally,
         })?;
         // The layer may be inside of a rate limit layer.
         note_several_gates();

@@ -10,6 +10,7 @@ use std::time::Instant;
 use smallvec::SmallVec;
 
 use super::admission::Entry;
+use super::cores::Cores;
 use super::engine::Core;
 use super::joint::{self, JointStarted, MOST_PARTS, PartRef, UntilKnown};
 use super::outer;
@@ -17,6 +18,7 @@ use super::permit::Permit;
 use super::start::{self, Started};
 use super::waiting::Waiting;
 use crate::clock;
+use crate::cost::Cost;
 use crate::error::Limited;
 use crate::key::Key;
 
@@ -28,11 +30,13 @@ use crate::key::Key;
 #[derive(Debug)]
 pub struct Acquire(Step);
 
-// New, Joint => Waiting | Done
+// New, Units, Joint => Waiting | Done
 // Waiting => Done
 #[derive(Debug)]
 enum Step {
     New(Arc<Core>, Request),
+    /// A request of one key, whose limits count several units, that has not entered.
+    Units(Cores, Vec<(Arc<Core>, Request)>),
     /// A request of several keys that has not entered.
     Joint(Vec<(Arc<Core>, Request)>),
     Waiting(Waiting),
@@ -49,9 +53,13 @@ struct Request {
 
 impl Acquire {
     /// Makes the future of a request of `key` that takes one unit.
-    pub(super) fn new(core: Arc<Core>, key: Key) -> Self {
+    #[inline]
+    pub(super) fn new(cores: &Cores, key: Key) -> Self {
+        if cores.count_units() {
+            return Acquire::of_units(cores, key);
+        }
         Acquire(Step::New(
-            core,
+            cores.first.clone(),
             Request {
                 key,
                 cost: 1,
@@ -60,14 +68,32 @@ impl Acquire {
         ))
     }
 
-    /// Sets how many units of each limit the request takes. Default: 1. A request of cost 0 passes
-    /// at once, even if its key is on hold. Set it before [`with`](Self::with): each key has a cost
-    /// of its own.
+    fn of_units(cores: &Cores, key: Key) -> Self {
+        let request = |core: &Arc<Core>| Request {
+            key: core.key_of(key),
+            cost: Cost::default().under(core.unit()),
+            deadline: None,
+        };
+        let requests = cores.all().map(|core| (core.clone(), request(core)));
+        Acquire(Step::Units(cores.clone(), requests.collect()))
+    }
+
+    /// Sets what the request costs: a number of requests, or a [`Cost`] with other units. Default: one
+    /// request. A request that costs nothing passes at once, even if its key is on hold. Set it
+    /// before [`with`](Self::with): each key has a cost of its own.
     ///
     /// Has no effect once the future was polled.
-    pub fn cost(mut self, cost: u32) -> Self {
-        if let Step::New(_, request) = &mut self.0 {
-            request.cost = cost;
+    pub fn cost(mut self, cost: impl Into<Cost>) -> Self {
+        let cost = cost.into();
+        match &mut self.0 {
+            Step::New(_, request) => request.cost = cost.under(None),
+            Step::Units(cores, requests) => {
+                cores.check_units(|| cost, |unit| !cores.count(unit));
+                for (core, request) in requests {
+                    request.cost = cost.under(core.unit());
+                }
+            }
+            Step::Joint(_) | Step::Waiting(_) | Step::Done => {}
         }
         self
     }
@@ -79,7 +105,7 @@ impl Acquire {
     pub fn deadline(mut self, deadline: Instant) -> Self {
         match &mut self.0 {
             Step::New(_, request) => request.deadline = Some(deadline),
-            Step::Joint(requests) => {
+            Step::Units(_, requests) | Step::Joint(requests) => {
                 requests
                     .iter_mut()
                     .for_each(|(_, request)| request.deadline = Some(deadline));
@@ -96,7 +122,8 @@ impl Acquire {
     /// shortest [`max_wait`](crate::RateLimitBuilder::max_wait) of the limiters, and until the
     /// earliest deadline. While it waits for one key, it takes nothing from the others.
     ///
-    /// A request has at most eight keys. Futures that were polled before cannot be added.
+    /// A request has at most eight keys, and a limiter whose quota [counts](crate::Quota::of) several
+    /// units has one for each. Futures that were polled before cannot be added.
     ///
     /// ```
     /// use tollgate::{Key, Quota, RateLimitLayer};
@@ -130,7 +157,7 @@ impl Acquire {
     fn into_requests(self) -> Vec<(Arc<Core>, Request)> {
         match self.0 {
             Step::New(core, request) => vec![(core, request)],
-            Step::Joint(requests) => requests,
+            Step::Units(_, requests) | Step::Joint(requests) => requests,
             Step::Waiting(_) | Step::Done => panic!("an Acquire future was polled before `with`"),
         }
     }
@@ -200,27 +227,30 @@ impl Future for Acquire {
                         }
                         Started::Limited(limited) => return Poll::Ready(Err(limited)),
                         Started::Waiting(waiter) => {
-                            self.0 = Step::Waiting(Waiting::One(waiter));
+                            self.0 = Step::Waiting(Waiting::one(waiter));
                         }
                     }
                 }
-                Step::Joint(requests) => {
+                Step::Units(_, requests) | Step::Joint(requests) => {
                     let started = enter_joint(requests);
                     self.0 = Step::Done;
                     match started {
                         Ok(JointStarted::Granted(permit)) => return Poll::Ready(Ok(permit)),
                         Ok(JointStarted::Limited(limited)) => return Poll::Ready(Err(limited)),
                         Ok(JointStarted::Waiting(waiter)) => {
-                            self.0 = Step::Waiting(Waiting::Joint(waiter));
+                            self.0 = Step::Waiting(Waiting::joint(waiter));
                         }
                         Err(waiter) => {
-                            self.0 = Step::Waiting(Waiting::Inside(waiter));
+                            self.0 = Step::Waiting(Waiting::inside(waiter));
                         }
                     }
                 }
                 Step::Waiting(waiter) => {
-                    let polled = Pin::new(waiter).poll(cx);
-                    if polled.is_ready() {
+                    let polled = Pin::new(&mut *waiter).poll(cx);
+                    if let Poll::Ready(result) = &polled {
+                        if let Ok(permit) = result {
+                            waiter.left(permit);
+                        }
                         self.0 = Step::Done;
                     }
                     return polled;

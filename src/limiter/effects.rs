@@ -59,6 +59,7 @@ impl Core {
     ) -> Result<R, Full> {
         let new = || KeyState::new(self.settings.spec.life(), now);
         let forgotten = |key, mut state: Box<KeyState>| {
+            self.settings.tally.absorb(&state.counts);
             let stated = self.stated(&mut state, now);
             state.give_back_prefetched(&self.ctx(key, now, stated.as_ref()));
         };
@@ -241,7 +242,8 @@ impl PendingCall {
             && !self.core.warned.swap(true, Ordering::Relaxed)
         {
             let quota = self.core.settings.spec.quota();
-            events::foreign_limit(&self.core.label(self.key, None), *limit, quota);
+            let tally = &self.core.settings.tally;
+            events::foreign_limit(tally, &self.core.label(self.key, None), *limit, quota);
         }
         let mut answer = Some(answer);
         let sweep_at = self.core.with_state(self.key, clock::now(), |state, ctx| {

@@ -17,12 +17,14 @@ use super::in_flight::InFlightCalls;
 use super::joint::JointSets;
 use super::key_state::{KeyContext, KeyState, Work};
 use super::key_states::KeyStates;
+use super::limited::LimitName;
 use super::outer;
 use super::settings::{OnStoreError, Settings};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::{Key, Label, RequestRef};
 use crate::limit::LimitSpec;
+use crate::stats;
 use crate::store::{self, StoreEvent, StoreListener};
 
 /// The shared state of a limiter.
@@ -35,6 +37,8 @@ pub(super) struct Core {
     pub(super) settings: Settings,
     /// Whether an event has reported that other processes assert other limits.
     pub(super) warned: AtomicBool,
+    /// Whether an event has reported a cost whose units are not those of the limits.
+    pub(super) warned_of_units: AtomicBool,
     /// The joint requests whose first key is of this limiter.
     pub(super) joint: JointSets,
     /// Whether the layer of this limiter is around another one.
@@ -101,6 +105,7 @@ impl Core {
             in_flight: InFlightCalls::new(&settings),
             settings,
             warned: AtomicBool::new(false),
+            warned_of_units: AtomicBool::new(false),
             joint: JointSets::default(),
             has_inner: AtomicBool::new(false),
             hosts: Hosts::default(),
@@ -112,6 +117,7 @@ impl Core {
             outer::note_several();
         }
         drop(cores);
+        stats::register(Arc::downgrade(&core) as _);
         let listener: Weak<dyn StoreListener> = Arc::downgrade(&core) as _;
         core.settings.store.listen(listener);
         core
@@ -143,6 +149,7 @@ impl Core {
             on_store_error,
             max_hold,
             settles,
+            tally,
             ..
         } = &self.settings;
         KeyContext {
@@ -154,6 +161,7 @@ impl Core {
             fails_open: *on_store_error == OnStoreError::FailOpen,
             max_hold: *max_hold,
             settles: *settles,
+            is_draining: tally.is_draining(),
             work: Work::default(),
         }
     }
@@ -176,6 +184,24 @@ impl Core {
     /// Returns the name of `key`, which came with `request`, for errors and events.
     pub(super) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Label {
         store::label(&*self.settings.store, key, request)
+    }
+
+    /// Returns what the limits count. `None` for requests.
+    pub(super) fn unit(&self) -> Option<&'static str> {
+        self.settings.spec.quota().unit()
+    }
+
+    /// Returns the key under which the units of requests with `key` are counted here.
+    pub(super) fn key_of(&self, key: Key) -> Key {
+        self.unit().map_or(key, |unit| key.of_unit(unit))
+    }
+
+    /// Returns what errors call the limit.
+    pub(super) fn limit_name(&self) -> LimitName {
+        LimitName {
+            name: self.settings.name,
+            unit: self.unit(),
+        }
     }
 
     /// Returns how long `key` stays on hold, by what this process knows.

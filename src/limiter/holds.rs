@@ -14,7 +14,9 @@ use super::key_state::{HoldSource, KeyContext, KeyState};
 use super::queue::Number;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
+use crate::events;
 use crate::key::Key;
+use crate::stats::Cause;
 use crate::store::HoldState;
 
 /// The longest hold: 366 days. Longer ones are cut to this.
@@ -61,6 +63,7 @@ pub(super) async fn hold_for(core: &Arc<Core>, key: Key, span: Duration) -> Resu
         cut: false,
     };
     adopt_seen(core, key, held, now);
+    report(core, key, held.remaining, Cause::Operator);
     let held = core
         .settings
         .store
@@ -81,7 +84,15 @@ pub(super) async fn release(core: &Arc<Core>, key: Key) -> Result<(), StoreError
         .arrives()
         .await?;
     adopt_seen(core, key, held, clock::now());
+    events::released(&core.settings.tally, &core.label(key, None));
     Ok(())
+}
+
+/// Counts and reports that `key` is on hold.
+pub(super) fn report(core: &Core, key: Key, left: Duration, cause: Cause) {
+    let tally = &core.settings.tally;
+    tally.held(cause);
+    events::held(tally, &core.label(key, None), left, cause);
 }
 
 /// Takes in a hold of `key` that this process has seen itself.
@@ -99,14 +110,21 @@ pub(super) fn adopt_seen(core: &Arc<Core>, key: Key, held: HoldState, now: Insta
 /// rate is limited, or if each host has holds of its own.
 pub(super) fn adopt_published(core: &Arc<Core>, key: Key, held: HoldState) {
     let now = clock::now();
+    // Returns how long the key stays on hold, if it was not on hold before. A store in memory also
+    // notifies the limiter that sends the hold.
     let take_in = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
-        state.adopt_hold(ctx, held, HoldSource::Published)
+        let was_held = state.hold.left(now).is_some() || state.hold.was_sent_at(now);
+        state.adopt_hold(ctx, held, HoldSource::Published);
+        state.hold.left(now).filter(|_| !was_held)
     };
     let requests_ask = !core.settings.spec.quota().limits().is_empty() && !core.hosts.are_any();
-    if requests_ask || held.remaining.is_zero() {
-        core.with_state(key, now, take_in);
+    let begun = if requests_ask || held.remaining.is_zero() {
+        core.with_state(key, now, take_in)
     } else {
-        let _ = core.with_new_state(key, now, take_in);
+        core.with_new_state(key, now, take_in).ok()
+    };
+    if let Some(Some(left)) = begun {
+        report(core, key, left, Cause::Elsewhere);
     }
 }
 

@@ -11,6 +11,7 @@ use super::reservation::Settled;
 use super::settings::OnStoreError;
 use crate::clock;
 use crate::error::{Limited, StoreError};
+use crate::events;
 use crate::key::Key;
 use crate::key_map::Full;
 use crate::quota::Limit;
@@ -87,7 +88,10 @@ impl InFlightSlot {
         self.poll_lost(cx).map(|source| {
             let now = clock::now();
             let Taken { core, key, .. } = &*self.0;
-            RefusedRequest::new(core.label(*key, None), core.settings.name, now).fail(source, now)
+            let call = RefusedRequest::new(core.label(*key, None), core.limit_name(), now);
+            let limited = call.fail(source, now);
+            events::limited(&core.settings.tally, &limited);
+            limited
         })
     }
 }
@@ -99,6 +103,7 @@ impl Drop for InFlightSlot {
             core, key, number, ..
         } = &*self.0;
         with_calls(core, *key, |calls, wakers| calls.end(*number, now, wakers));
+        core.settings.tally.call_ended();
     }
 }
 

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::key_state::KeyState;
-use super::reservation::Reservation;
+use super::reservation::{Counting, Reservation};
 use super::unlocked::UnlockedPermits;
 use crate::key::Key;
 use crate::key_map::{Full, KeyMap};
@@ -28,8 +28,8 @@ impl KeyStates {
         }
     }
 
-    /// Takes a permit at hand for a request that leaves at once, if no request waits for one.
-    /// Returns whether it did.
+    /// Takes a permit at hand for a request that leaves at once, if no request waits for one, and
+    /// counts the request. Returns whether it did.
     #[inline]
     pub(super) fn spend(&self, key: Key, cost: u32, now: Instant) -> bool {
         key == Key::ALL && self.unlocked.spend(cost, now)
@@ -38,13 +38,44 @@ impl KeyStates {
 
     /// Takes a permit at hand, if no request waits for one.
     #[inline]
-    pub(super) fn take(&self, key: Key, cost: u32, now: Instant) -> Option<Reservation> {
+    pub(super) fn take(
+        &self,
+        key: Key,
+        cost: u32,
+        counting: Counting,
+        now: Instant,
+    ) -> Option<Reservation> {
         if key == Key::ALL
-            && let Some(slot) = self.unlocked.take(cost, now)
+            && let Some(slot) = self.unlocked.take(cost, counting, now)
         {
             return Some(slot);
         }
-        self.find(key, |state| state.take(cost, now)).flatten()
+        self.find(key, |state| state.take_at_once(cost, counting, now))
+            .flatten()
+    }
+
+    /// Returns the requests and units of [`Key::ALL`] that were counted without a visit.
+    pub(super) fn unlocked_counts(&self) -> (u64, u64) {
+        // A visit collects what was taken of the last offer.
+        self.find(Key::ALL, |_| ());
+        self.unlocked.counts()
+    }
+
+    /// Reads the states of all keys: see [`KeyMap::fold`].
+    pub(super) fn fold<A: Default>(
+        &self,
+        mut visit: impl FnMut(&mut A, Key, &mut KeyState),
+        add: impl FnMut(&mut A, A),
+    ) -> A {
+        let visit = |sum: &mut A, key, state: &mut Box<KeyState>| {
+            self.visit(key, state, |state| visit(sum, key, state));
+        };
+        self.map.fold(visit, add)
+    }
+
+    /// Returns the number of keys.
+    pub(super) fn len(&self) -> usize {
+        self.map.len()
     }
 
     /// Visits the state of `key`, if there is any.

@@ -1,10 +1,9 @@
-//! The errors of refused requests.
+//! The errors of refused requests. Their callers count and report them.
 
 use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::error::{Facts, Limited, LimitedInfo, Reason, StoreError};
-use crate::events;
 use crate::key::Label;
 use crate::store::Refusal;
 
@@ -13,12 +12,20 @@ use crate::store::Refusal;
 /// Without it, a caller that retries at once after each refusal would spin.
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 
+/// What the error of a request calls its limit.
+#[derive(Clone, Copy)]
+pub(super) struct LimitName {
+    /// The name of the limit, if it has one.
+    pub(super) name: Option<&'static str>,
+    /// What the limit counts. `None` for requests.
+    pub(super) unit: Option<&'static str>,
+}
+
 /// What is known about a request when it is refused.
 pub(super) struct RefusedRequest {
     /// The name of its key.
     pub(super) label: Label,
-    /// The name of its limit, if it has one.
-    pub(super) name: Option<&'static str>,
+    pub(super) limit: LimitName,
     /// When it entered.
     pub(super) since: Instant,
     /// How often it got a slot. 0 if it never waited.
@@ -26,36 +33,37 @@ pub(super) struct RefusedRequest {
 }
 
 impl RefusedRequest {
-    /// A request that has not waited. `name` is that of its limit.
-    pub(super) fn new(label: Label, name: Option<&'static str>, now: Instant) -> Self {
+    /// A request that has not waited.
+    pub(super) fn new(label: Label, limit: LimitName, now: Instant) -> Self {
         RefusedRequest {
             label,
-            name,
+            limit,
             since: now,
             turns: 0,
         }
     }
 
-    /// Builds and reports the error of a request that this process refuses.
+    /// Builds the error of a request that this process refuses.
     pub(super) fn refuse(self, reason: Reason, refusal: Refusal, now: Instant) -> Limited {
-        reported(Limited::Local {
+        Limited::Local {
             reason,
             report: self.report(refusal, now),
-        })
+        }
     }
 
-    /// Builds and reports the error of a request that failed because the store did.
+    /// Builds the error of a request that failed because the store did.
     pub(super) fn fail(self, source: StoreError, now: Instant) -> Limited {
-        reported(Limited::Store {
+        Limited::Store {
             source,
             report: self.report(Refusal::NEVER, now),
-        })
+        }
     }
 
     fn report(self, refusal: Refusal, now: Instant) -> LimitedInfo {
         LimitedInfo::new(Facts {
             key: self.label,
-            name: self.name,
+            name: self.limit.name,
+            unit: self.limit.unit,
             limit: refusal.limit,
             retry_after: refusal.wait.map(|wait| wait.max(SHORTEST_WAIT)),
             at: clock::wall(now),
@@ -63,9 +71,4 @@ impl RefusedRequest {
             turns: self.turns,
         })
     }
-}
-
-fn reported(limited: Limited) -> Limited {
-    events::limited(&limited);
-    limited
 }

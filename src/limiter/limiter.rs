@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 use super::acquire::Acquire;
 use super::admission::Entry;
+use super::cores::Cores;
+use super::counting;
 use super::engine::{Core, CoreId};
 use super::holds;
 use super::joint::PartRef;
@@ -19,8 +21,10 @@ use super::settings::Settings;
 use super::start::{self, Started};
 use super::status::{self, KeyStatus};
 use crate::clock;
+use crate::cost::{Cost, RequestCost};
 use crate::error::{Limited, Reason, StoreError};
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
+use crate::stats::{Drained, Gate, KeyStats, Stats, drain_gates};
 use crate::store::Refusal;
 
 /// A rate limiter without HTTP: for job workers, gRPC, or anything else. Clones share one count.
@@ -73,7 +77,7 @@ use crate::store::Refusal;
 /// Do not acquire two permits one after the other. A permit is valid for 10 to 50 ms, so the first
 /// one can expire during the wait for the second.
 #[derive(Clone)]
-pub struct Limiter(Arc<Core>);
+pub struct Limiter(Cores);
 
 impl Limiter {
     /// Acquires a permit for one request of `key`, at once or after a wait of at most
@@ -99,7 +103,7 @@ impl Limiter {
     ///
     /// If the request has to wait and the future is polled outside of a Tokio runtime with timers.
     pub fn acquire(&self, key: Key) -> Acquire {
-        Acquire::new(self.0.clone(), key)
+        Acquire::new(&self.0, key)
     }
 
     /// Reads the state of `key`: its limits, what is used and free of them, its hold, and how many
@@ -114,6 +118,30 @@ impl Limiter {
     /// The future may be dropped at any time.
     pub async fn peek(&self, key: Key) -> Result<KeyStatus, StoreError> {
         status::read(&self.0, key).await
+    }
+
+    /// Returns what this limiter has done, and its state now. Calls no store, and visits the state of
+    /// each key.
+    ///
+    /// The counts are those of this process. A request of [several
+    /// limits](crate::guide::several_limits) counts at the limiter of the first one. If the quota
+    /// [counts](crate::Quota::of) several units, these are the stats of the first of them, and
+    /// [`stats::all`](crate::stats::all) has those of the others.
+    pub fn stats(&self) -> Stats {
+        self.0.first.stats()
+    }
+
+    /// Returns the stats of up to `most` keys: those with the most requests that wait, then those with
+    /// the most units since their state was made. At most 1000 are returned.
+    pub fn busiest(&self, most: usize) -> Vec<KeyStats> {
+        counting::busiest(&self.0.first, most.min(1000))
+    }
+
+    /// Names `key` in [`KeyStats`], for requests that come without a layer. At most 64 bytes of `name`
+    /// are kept, and control characters become `?`. The name is forgotten with the state of the key,
+    /// when the key is idle and its place is needed.
+    pub fn name_key(&self, key: Key, name: &str) {
+        counting::name_key(&self.0.first, self.0.first.key_of(key), name);
     }
 
     /// Puts `key` on hold for `span`, at most 366 days: no process that shares the store sends a
@@ -149,7 +177,8 @@ impl Limiter {
     ///
     /// The hold applies in this process once the future was polled.
     pub async fn hold_for(&self, key: Key, span: Duration) -> Result<(), StoreError> {
-        holds::hold_for(&self.0, key, span).await
+        let hold = |core, key| holds::hold_for(core, key, span);
+        self.0.for_each(key, hold).await
     }
 
     /// Puts `key` on hold until a moment, as [`hold_for`](Limiter::hold_for) does. Does nothing if
@@ -164,7 +193,7 @@ impl Limiter {
     /// The hold applies in this process once the future was polled.
     pub async fn hold_until(&self, key: Key, until: Instant) -> Result<(), StoreError> {
         match until.checked_duration_since(clock::now()) {
-            Some(span) if !span.is_zero() => holds::hold_for(&self.0, key, span).await,
+            Some(span) if !span.is_zero() => self.hold_for(key, span).await,
             _ => Ok(()),
         }
     }
@@ -181,7 +210,7 @@ impl Limiter {
     /// The hold ends in this process when the future is ready. If the future is dropped before, the
     /// other processes may have ended the hold.
     pub async fn release(&self, key: Key) -> Result<(), StoreError> {
-        holds::release(&self.0, key).await
+        self.0.for_each(key, holds::release).await
     }
 
     /// Gives back the permits that this process has
@@ -201,14 +230,97 @@ impl Limiter {
     /// The future may be dropped at any time. The store still receives the permits that were sent
     /// to it.
     pub async fn shutdown(&self) -> Result<(), StoreError> {
-        self.0.shutdown().await
+        self.0.for_each(Key::ALL, |core, _| core.shutdown()).await
+    }
+}
+
+/// The end of the process.
+impl Limiter {
+    /// Ends the use of this limiter, for the shutdown of a process: lets the requests leave that wait
+    /// and whose slots come `within` this time, and refuses all others.
+    ///
+    /// From the first poll on:
+    ///
+    /// - A request that enters is refused with [`Reason::Draining`].
+    /// - A request that waits keeps its place. If its slot comes later than `within`, it is refused as
+    ///   soon as that is known. With `Duration::ZERO`, all are refused at once.
+    /// - The permits at hand go back to the store, and none are prefetched. Other processes can use
+    ///   them at once.
+    /// - Calls in flight are waited for, also `within` this time, if the limiter limits their number.
+    ///
+    /// This is for good, and for the layer and all clones of the limiter. To give back what is at hand
+    /// and go on, call [`shutdown`](Limiter::shutdown). If it is called twice, both calls wait, and the
+    /// earlier end counts. [`tollgate::drain`](crate::drain) drains all limiters and throttles of the
+    /// process.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tollgate::{Key, Quota, RateLimitLayer, Reason};
+    ///
+    /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = RateLimitLayer::new(Quota::per_second(50))?.limiter();
+    /// // At SIGTERM, after the server takes no more requests:
+    /// let drained = limiter.drain(Duration::from_secs(20)).await?;
+    /// println!("{drained}"); // 14 left in time, 3 refused, 120 permits given back in 2.1s
+    ///
+    /// let refused = limiter.acquire(Key::ALL).await.unwrap_err();
+    /// assert_eq!(refused.reason(), Some(Reason::Draining));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if the store may not have received what was given back. It expires by itself. The
+    /// limiter is drained all the same.
+    ///
+    /// # Cancel safety
+    ///
+    /// The future may be dropped at any time. The limiter stays drained.
+    ///
+    /// # Panics
+    ///
+    /// If requests wait and the future is polled outside of a Tokio runtime with timers.
+    pub async fn drain(&self, within: Duration) -> Result<Drained, StoreError> {
+        let gates = self.0.all().map(|core| core.clone() as Arc<dyn Gate>);
+        drain_gates(gates.collect(), within).await
     }
 }
 
 /// What the layers use.
 impl Limiter {
-    pub(crate) fn new(settings: Settings) -> Self {
-        Limiter(Core::new(settings, listener::on_event))
+    /// Makes a limiter with the settings for each unit that its quota counts, at least one.
+    pub(crate) fn new(first: Settings, others: impl IntoIterator<Item = Settings>) -> Self {
+        let core = |settings| Core::new(settings, listener::on_event);
+        let others = others.into_iter().map(core).collect();
+        Limiter(Cores::new(core(first), others))
+    }
+
+    /// Returns whether the quota counts other units than requests. Then each request is a joint one.
+    #[inline]
+    pub(crate) fn counts_units(&self) -> bool {
+        self.0.count_units()
+    }
+
+    /// Returns how many keys a request has: one for each unit.
+    pub(crate) fn units(&self) -> usize {
+        self.0.all().count()
+    }
+
+    /// Returns whether one of the limits counts `unit`.
+    pub(crate) fn counts(&self, unit: &str) -> bool {
+        self.0.count(unit)
+    }
+
+    /// Warns once if `cost` does not state a unit that is counted, or if it states one for which
+    /// `is_unknown` returns true.
+    pub(crate) fn check_units(
+        &self,
+        cost: impl FnOnce() -> Cost,
+        is_unknown: impl Fn(&str) -> bool,
+    ) {
+        self.0.check_units(cost, is_unknown);
     }
 
     /// Returns the key of the host of a request, if the host matters: see [`Entry::host`]. `key` is
@@ -220,7 +332,7 @@ impl Limiter {
         host: &mut HostKey<'_, impl RequestInfo>,
     ) -> Option<Key> {
         if key == Key::ALL {
-            host.get_by(|name| self.0.hosts.key_of(name))
+            host.get_by(|name| self.0.first.hosts.key_of(name))
         } else {
             host.get_if_redirected()
         }
@@ -231,7 +343,7 @@ impl Limiter {
     /// that time.
     #[inline]
     pub(crate) fn send_at_once(&self, entry: &Entry) -> Result<Instant, Instant> {
-        start::send_at_once(&self.0, entry)
+        start::send_at_once(&self.0.first, entry)
     }
 
     /// Takes a permit that is at hand. Returns `None` for a request that costs nothing.
@@ -244,12 +356,12 @@ impl Limiter {
         entry: &Entry,
         now: Instant,
     ) -> Result<Option<Reservation>, Instant> {
-        start::take_at_once(&self.0, entry, now)
+        start::take_at_once(&self.0.first, entry, now)
     }
 
     /// Returns whether the true cost of a request may be stated after its response.
     pub(crate) fn settles(&self) -> bool {
-        self.0.settings.settles
+        self.0.first.settings.settles
     }
 
     /// Enters a request for which no permit is at hand. `label` returns the name of its key.
@@ -260,46 +372,81 @@ impl Limiter {
         now: Instant,
         label: impl FnOnce() -> Label,
     ) -> Started {
-        start::slow(&self.0, entry, now, label)
+        start::slow(&self.0.first, entry, now, label)
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.
     pub(crate) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Label {
-        self.0.label(key, request)
+        self.0.first.label(key, request)
     }
 
-    /// Returns the part of a joint request that this limiter counts.
-    pub(crate) fn part(&self, entry: Entry) -> PartRef<'_> {
-        PartRef::new(&self.0, entry)
+    /// Returns the part of a joint request that this limiter counts, if it counts only requests. `host`
+    /// is the key of its host, if the host matters.
+    #[inline]
+    pub(crate) fn part(&self, key: Key, cost: u32, host: Option<Key>) -> PartRef<'_> {
+        let entry = Entry {
+            key,
+            cost,
+            deadline: None,
+            host,
+        };
+        PartRef::new(&self.0.first, entry)
+    }
+
+    /// Returns the parts of a joint request that this limiter counts, one for each unit.
+    pub(crate) fn parts<'a>(
+        &'a self,
+        key: Key,
+        cost: &RequestCost,
+        host: Option<Key>,
+    ) -> impl Iterator<Item = PartRef<'a>> {
+        self.0.all().map(move |core| {
+            let entry = Entry {
+                key: core.key_of(key),
+                cost: cost.under(core.unit()),
+                deadline: None,
+                host,
+            };
+            PartRef::new(core, entry)
+        })
     }
 
     /// Returns the name of the limit, if it has one.
     pub(crate) fn name(&self) -> Option<&'static str> {
-        self.0.settings.name
+        self.0.first.settings.name
     }
 
     #[inline]
     pub(crate) fn id(&self) -> CoreId {
-        self.0.id
+        self.0.first.id
     }
 
     /// Returns whether the layer of this limiter is known to be around another one.
     #[inline]
     pub(crate) fn has_inner(&self) -> bool {
-        self.0.has_inner()
+        self.0.first.has_inner()
     }
 
-    /// Returns the error of a request in which the key function found no key.
+    /// Returns the error of a request in which the key function of this limit found no key. The
+    /// request counts at the limiter `first`.
     #[cold]
-    pub(crate) fn no_key(&self) -> Limited {
+    pub(crate) fn no_key(&self, first: &Limiter) -> Limited {
         let now = clock::now();
-        let name = self.0.settings.name;
-        RefusedRequest::new("none".into(), name, now).refuse(Reason::NoKey, Refusal::NEVER, now)
+        let limit = self.0.first.limit_name();
+        let request = RefusedRequest::new("none".into(), limit, now);
+        let limited = request.refuse(Reason::NoKey, Refusal::NEVER, now);
+        first.0.first.refused_without_key(&limited);
+        limited
+    }
+
+    /// Returns whether `key` has no name that the user has given.
+    pub(crate) fn is_unnamed(&self, key: Key) -> bool {
+        counting::is_unnamed(&self.0.first, self.0.first.key_of(key))
     }
 }
 
 impl fmt::Debug for Limiter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        self.0.first.fmt(f)
     }
 }

@@ -23,6 +23,8 @@
 // | `in_flight` | the calls in flight of all keys |
 // | `engine` | `Core`: the state of all keys |
 // | `effects` | access to the state of a key, and the effects that it returns |
+// | `cores` | the cores of a limiter whose quota counts several units |
+// | `counting` | what is counted of requests, and the stats of a limiter |
 // | `holds`, `in_flight_slot` | holds of keys, in-flight slots |
 // | `split_signal` | which key of a joint request a response is about |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
@@ -38,6 +40,8 @@
 
 mod acquire;
 mod admission;
+mod cores;
+mod counting;
 mod effects;
 mod engine;
 mod holds;

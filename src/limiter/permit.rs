@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::counting;
 use super::engine::Core;
 use super::in_flight_slot::InFlightSlot;
 use super::outer::{self, CallId, UseOf};
@@ -15,6 +16,7 @@ use super::reservation::Reservation;
 use super::sent::{More, PastWait, Sent};
 use super::settlement::{Settlement, Unsettled};
 use crate::clock;
+use crate::cost::Cost;
 use crate::error::{Limited, StoreError};
 use crate::key::Key;
 use crate::signal::Signal;
@@ -82,6 +84,11 @@ impl Permit {
             wait: None,
             joint: None,
         }
+    }
+
+    /// Returns whether the request leaves uncounted, because a store failed.
+    pub(super) fn is_uncounted(&self) -> bool {
+        self.wait.as_ref().is_some_and(|wait| wait.is_uncounted)
     }
 
     /// Adds how the request waited.
@@ -153,8 +160,8 @@ impl Permit {
         self.deadline().is_none_or(|until| clock::now() < until)
     }
 
-    /// States that the request cost `actual` units of each of its limits, if that is not the cost of
-    /// the permit.
+    /// States what the request cost, if that is not the cost of the permit: a number of requests, or a
+    /// [`Cost`] with other units.
     ///
     /// The request was sent then: a permit that is settled cannot be given back.
     /// [`Settlement::settle`] describes what happens to the difference. Build the layer with
@@ -176,7 +183,7 @@ impl Permit {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn settle(&mut self, actual: u32) {
+    pub fn settle(&mut self, actual: impl Into<Cost>) {
         let known = self.joint.as_ref();
         let known = known.and_then(|joint| joint.settlement.clone());
         let settlement = known.unwrap_or_else(|| {
@@ -298,6 +305,7 @@ impl Permit {
         let others = joint.others.into_iter().map(|other| other.permit);
         for permit in std::iter::once(self).chain(others) {
             if let Some(slot) = permit.slot {
+                counting::give_back_units(&permit.core, Some(&slot));
                 permit.core.give_back(permit.key, slot);
             }
         }

@@ -47,6 +47,15 @@ impl Reservation {
     }
 }
 
+/// What is counted when a permit at hand is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Counting {
+    /// A request that passes, and its units.
+    Request,
+    /// Units only. The request counts under another of its keys, or later.
+    Units,
+}
+
 /// How long a request can wait for a slot, and whether its deadline or `max_wait` decides that.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WaitBound {

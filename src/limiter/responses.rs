@@ -9,10 +9,10 @@ use super::holds;
 use super::key_state::{HeaderTrust, KeyContext, KeyState, NewHold, is_any_uncertain, is_of_use};
 use super::settings::Settings;
 use crate::clock;
-use crate::events;
 use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::signal::{ObservedQuota, Signal};
+use crate::stats::Cause;
 
 /// If a response takes no longer than this, the time until a reset counts from its arrival.
 const QUICK: Duration = Duration::from_millis(250);
@@ -156,7 +156,11 @@ impl AnsweredCall {
         let Ok(Some((NewHold { held, is_sent }, left))) = entered else {
             return;
         };
-        events::held(&core.label(key, None), held.remaining);
+        let cause = match signal.refusal() {
+            Some(_) => Cause::Upstream,
+            None => Cause::UsedUp,
+        };
+        holds::report(core, key, held.remaining, cause);
         if is_sent {
             // Another key may have other limits: the store keeps those it knows.
             let spec = if key == self.key {

@@ -109,6 +109,8 @@ pub(super) struct PastWait {
     pub(super) turns: u32,
     /// The key of its host, if the host matters: see [`Entry::host`].
     pub(super) host: Option<Key>,
+    /// Whether the request leaves uncounted, because a store failed.
+    pub(super) is_uncounted: bool,
 }
 
 impl Sent {
@@ -258,6 +260,7 @@ impl Sent {
             waited: Duration::ZERO,
             turns: 0,
             host: None,
+            is_uncounted: false,
         };
         self.more.get_or_insert_with(More::empty).wait = Some(Box::new(wait));
         self
@@ -359,6 +362,7 @@ impl Sent {
                 Some(core) => SignalKey {
                     name: core.settings.name,
                     has_on_scope: core.settings.on_scope.is_some(),
+                    is_further_unit: core.settings.is_further_unit,
                     spec: Some(core.terms(sent.key)),
                 },
                 None => SignalKey::default(),
@@ -368,7 +372,10 @@ impl Sent {
         for (sent, signal) in all.iter().zip(&signals) {
             sent.observe(signal);
         }
-        let refused = refused.filter(|index| *index > 0)?;
+        // All units of a key have the label of the first.
+        let further = keys[..=refused?].iter().rev();
+        let further = further.take_while(|key| key.is_further_unit).count();
+        let refused = Some(refused? - further).filter(|index| *index > 0)?;
         Some((
             all[refused].core.label(all[refused].key),
             keys[refused].name,
@@ -394,18 +401,20 @@ impl Sent {
                 waited: Duration::ZERO,
                 turns: 0,
                 host: None,
+                is_uncounted: false,
             },
         };
-        let (label, name) = refused.unwrap_or_else(|| {
-            let core = self.core.find();
-            (label, core.and_then(|core| core.settings.name))
-        });
+        let core = self.core.find();
+        let own_name = core.as_ref().and_then(|core| core.settings.name);
+        let (label, name) = refused.unwrap_or((label, own_name));
         let retry_after = signal.retry_after();
-        events::upstream_limited(&label, status, retry_after);
+        let tally = core.as_ref().map(|core| &core.settings.tally);
+        events::upstream_limited(tally, &label, status, retry_after);
         let at = clock::wall(clock::now());
         let report = LimitedInfo::new(Facts {
             key: label,
             name,
+            unit: None,
             limit: None,
             retry_after,
             at,

@@ -8,6 +8,7 @@ use super::key_state::HeaderTrust;
 use crate::error::Limited;
 use crate::key::Key;
 use crate::limit::LimitSpec;
+use crate::stats::Tally;
 use crate::store::Store;
 
 /// Returns the key to put on hold after a refusal that names a scope. Takes the key of the refused
@@ -18,8 +19,12 @@ pub(crate) type OnScope = Box<dyn Fn(Key, &str) -> Option<Key> + Send + Sync>;
 pub(crate) struct Settings {
     /// The limits of each key.
     pub(crate) spec: Arc<LimitSpec>,
+    /// Whether these are the limits of a further unit: see `cores`.
+    pub(crate) is_further_unit: bool,
     /// The name of the limit in errors, if it has one.
     pub(crate) name: Option<&'static str>,
+    /// The counts of the limiter, and its name in them.
+    pub(crate) tally: Tally,
     /// Where permits are counted.
     pub(crate) store: Arc<dyn Store>,
     /// The store that was set. `store` is the same, or goes on alone when this one is away.

@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::engine::CoreId;
 use super::reservation::Reservation;
+use crate::cost::Cost;
 use crate::key::Key;
 use crate::limit::UnusedPermits;
 
@@ -57,6 +58,8 @@ pub struct Settlement(Arc<[Mutex<Unsettled>]>);
 pub(super) struct Unsettled {
     core: CoreId,
     key: Key,
+    /// What its limits count. `None` for requests.
+    unit: Option<&'static str>,
     /// The permit. `None` if the request took no units.
     permit: Option<UnusedPermits>,
     /// Units that were charged besides the permit.
@@ -69,7 +72,8 @@ impl Settlement {
         Settlement(parts.map(Mutex::new).collect())
     }
 
-    /// States that the request cost `actual` units of each of its limits.
+    /// States what the request cost: a number of requests, or a [`Cost`] with other units. What the
+    /// cost does not state goes on to count with its estimate.
     ///
     /// It may be called again, and the last call counts. Units that an earlier call has charged stay
     /// charged.
@@ -81,10 +85,13 @@ impl Settlement {
     /// sent again until the store has confirmed it.
     ///
     /// Does not block. Does nothing if the layer and its limiters were dropped.
-    pub fn settle(&self, actual: u32) {
+    pub fn settle(&self, actual: impl Into<Cost>) {
+        let actual = actual.into();
         for part in self.0.iter() {
             let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
-            part.settle(u64::from(actual));
+            if let Some(units) = actual.stated(part.unit.unwrap_or(Cost::REQUESTS)) {
+                part.settle(u64::from(units));
+            }
         }
     }
 }
@@ -94,6 +101,7 @@ impl Unsettled {
         Unsettled {
             core,
             key,
+            unit: core.find().and_then(|core| core.unit()),
             permit: slot.map(Reservation::unused),
             charged: 0,
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::key_state::states_limit_of;
+use super::key_state::{counts, names_unit, states_limit_of};
 use crate::limit::LimitSpec;
 use crate::signal::{ObservedQuota, Signal};
 
@@ -17,15 +17,19 @@ pub(super) struct SignalKey {
     pub(super) spec: Option<Arc<LimitSpec>>,
     /// Whether a function of the caller decides what a refusal with a scope holds.
     pub(super) has_on_scope: bool,
+    /// Whether the limits are those of a further unit of the key before.
+    pub(super) is_further_unit: bool,
 }
 
 /// Splits the signal of a response into one signal for each of `keys`. If it is a refusal, also
 /// returns the key that it is about.
 ///
-/// A quota goes to the key whose limit has its name, else to the first key with a limit of its size
-/// and window, else to the first key that has such a limit, else to the first key. A refusal goes to
+/// A quota goes to the key whose limit has its name, else to the first key whose unit has its name,
+/// else to the first key with a limit of its size and window, else to the first key that has such a
+/// limit, else to the first key that counts its unit, if that is not requests, else to the first key. A refusal goes to
 /// one key: to the key of a limit with `on_scope`, else to the key whose limit has the name of the
-/// scope, else to the key for which a used-up quota is stated, else to the last one. The last limit
+/// scope, else to the key for which a used-up quota is stated, else to the last one. Of several units of
+/// a key, the first one has it then. The last limit
 /// of a layer should be the narrowest, so that a refusal without a reason holds back the fewest
 /// requests.
 pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4]>, Option<usize>) {
@@ -33,12 +37,17 @@ pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4
         |key: &SignalKey, word: &str| key.name.is_some_and(|name| name.eq_ignore_ascii_case(word));
     let owner = |quota: &ObservedQuota| {
         let has_name = |key: &SignalKey| quota.name().is_some_and(|name| is_named(key, name));
+        let unit = |key: &SignalKey| key.spec.as_ref().and_then(|spec| spec.quota().unit());
+        let has_unit_name = |key: &SignalKey| unit(key).is_some_and(|unit| names_unit(quota, unit));
+        let has_unit = |key: &SignalKey| unit(key).is_some() && counts(quota, unit(key));
         let is_equal = |key: &SignalKey| {
             let mut limits = key.spec.iter().flat_map(|spec| spec.quota().limits());
-            limits.any(|limit| {
-                quota.window() == Some(limit.window())
-                    && quota.limit() == Some(u64::from(limit.count()))
-            })
+            let may_be_meant = unit(key).is_none() || has_unit(key);
+            may_be_meant
+                && limits.any(|limit| {
+                    quota.window() == Some(limit.window())
+                        && quota.limit() == Some(u64::from(limit.count()))
+                })
         };
         let has_limit = |key: &SignalKey| {
             let spec = key.spec.as_ref();
@@ -46,8 +55,10 @@ pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4
         };
         let position = |is: &dyn Fn(&SignalKey) -> bool| keys.iter().position(is);
         position(&has_name)
+            .or_else(|| position(&has_unit_name))
             .or_else(|| position(&is_equal))
             .or_else(|| position(&has_limit))
+            .or_else(|| position(&has_unit))
     };
     let refused = signal.refusal().map(|_| {
         let by_scope = signal.scope().and_then(|scope| {
@@ -62,7 +73,8 @@ pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4
         };
         by_scope
             .or_else(used_up)
-            .unwrap_or(keys.len().saturating_sub(1))
+            .or_else(|| keys.iter().rposition(|key| !key.is_further_unit))
+            .unwrap_or(0)
     });
     let signal_of = |index: usize| {
         let quotas = signal.quotas().iter();

@@ -8,18 +8,21 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::admission::{self, Admission, Entry, WaitFor};
+use super::counting;
 use super::engine::Core;
 use super::holds;
 use super::hosts::host_hold;
 use super::in_flight_slot::InFlightSlot;
 use super::key_state::KeyState;
 use super::limited::RefusedRequest;
-use super::reservation::{Reservation, WaitBound};
+use super::reservation::{Counting, Reservation, WaitBound};
 use super::waiter::Waiter;
 use crate::clock;
+use crate::cost::Cost;
 use crate::error::{Limited, Reason};
 use crate::events;
 use crate::key::{Key, Label};
+use crate::stats::{Gate, Outcome};
 use crate::store::Refusal;
 
 /// What a request gets when it enters.
@@ -39,12 +42,16 @@ pub(crate) enum Started {
 #[inline]
 pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Result<Instant, Instant> {
     let now = clock::now();
-    let is_sent = entry.cost == 0
-        || is_open(core, entry, now) && core.states.spend(entry.key, entry.cost, now);
+    if entry.cost == 0 && !core.settings.tally.is_draining() {
+        core.settings.tally.count(Outcome::Passed);
+        return Ok(now);
+    }
+    let is_sent = is_open(core, entry, now) && core.states.spend(entry.key, entry.cost, now);
     if is_sent { Ok(now) } else { Err(now) }
 }
 
-/// Takes a permit that is at hand. Returns `None` for a request that costs nothing.
+/// Takes a permit that is at hand, and counts the request. Returns `None` for a request that costs
+/// nothing.
 ///
 /// # Errors
 ///
@@ -55,13 +62,30 @@ pub(super) fn take_at_once(
     entry: &Entry,
     now: Instant,
 ) -> Result<Option<Reservation>, Instant> {
+    take_counting(core, entry, Counting::Request, now)
+}
+
+/// The same, for one key of a joint request: `counting` is what is counted.
+#[inline]
+pub(super) fn take_counting(
+    core: &Core,
+    entry: &Entry,
+    counting: Counting,
+    now: Instant,
+) -> Result<Option<Reservation>, Instant> {
     if entry.cost == 0 {
+        if core.settings.tally.is_draining() {
+            return Err(now);
+        }
+        if counting == Counting::Request {
+            core.settings.tally.count(Outcome::Passed);
+        }
         return Ok(None);
     }
     if !is_open(core, entry, now) {
         return Err(now);
     }
-    let taken = core.states.take(entry.key, entry.cost, now);
+    let taken = core.states.take(entry.key, entry.cost, counting, now);
     taken.map(Some).ok_or(now)
 }
 
@@ -106,16 +130,22 @@ pub(super) fn slow(
 ) -> Started {
     let settings = &core.settings;
     let bound = WaitBound::new(entry.deadline, now, settings.max_wait);
-    let refuse = |label, reason, refusal| {
-        Started::Limited(
-            RefusedRequest::new(label, settings.name, now).refuse(reason, refusal, now),
-        )
+    let limited = |limited: Limited| {
+        core.refused(entry.key, &limited);
+        Started::Limited(limited)
     };
+    let refuse = |label, reason, refusal| {
+        limited(RefusedRequest::new(label, core.limit_name(), now).refuse(reason, refusal, now))
+    };
+    if settings.tally.is_draining() {
+        return refuse(label(), Reason::Draining, Refusal::NEVER);
+    }
     let largest = settings.spec.quota().largest_cost();
     if entry.cost > largest {
         let reason = Reason::CostAboveLimit {
             cost: entry.cost,
             largest,
+            unit: core.unit().unwrap_or(Cost::REQUESTS),
         };
         return refuse(label(), reason, Refusal::NEVER);
     }
@@ -130,6 +160,7 @@ pub(super) fn slow(
             let Some(left) = host_hold(entry.key, entry.host)
                 .and_then(|hold| holds::pass(core, hold, now).err())
             else {
+                counting::passed(core, entry.key, slot.as_ref());
                 return Started::Granted(slot, in_flight_slot);
             };
             // Another request has become the probe of the host meanwhile.
@@ -143,7 +174,8 @@ pub(super) fn slow(
             cause,
             in_flight_slot,
         } => {
-            events::passed(&label(), &cause);
+            events::passed(&settings.tally, &label(), &cause);
+            core.count(entry.key, Outcome::Uncounted);
             Started::Granted(None, in_flight_slot)
         }
         Admission::Waits {
@@ -152,6 +184,7 @@ pub(super) fn slow(
         } => {
             let label = label();
             events::waiting(&label, wait.queued(core, entry.key));
+            counting::note_label(core, entry.key, &label);
             Started::Waiting(Waiter::new(core, entry, bound, now, label).waits(
                 wait,
                 in_flight_slot,
@@ -160,7 +193,7 @@ pub(super) fn slow(
         }
         Admission::Refused(reason, refusal) => refuse(label(), reason, refusal),
         Admission::Failed(source) => {
-            Started::Limited(RefusedRequest::new(label(), settings.name, now).fail(source, now))
+            limited(RefusedRequest::new(label(), core.limit_name(), now).fail(source, now))
         }
     }
 }

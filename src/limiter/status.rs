@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
+use super::cores::Cores;
 use super::engine::Core;
 use super::key_state::StatedLimit;
 use crate::clock;
+use crate::cost::Cost;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::quota::Limit;
@@ -14,15 +16,17 @@ use crate::store::{LimitUsage, Usage};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct KeyStatus {
-    /// Each limit that applies to the key, with the units that are used of it.
+    /// Each limit that applies to the key, with the units that are used of it, of which
+    /// [`unit`](LimitUsage::unit) is the name.
     pub limits: Vec<LimitUsage>,
     /// Units that are free now, including the permits that this process has prefetched. Zero while
-    /// the key is on hold.
+    /// the key is on hold. If the quota [counts](crate::Quota::of) several units, these are requests,
+    /// or else units of its first limit.
     ///
     /// Of a full bucket or burst, the last units may leave some milliseconds later: see
     /// [`Quota::bucket`](crate::Quota::bucket).
     pub free: u64,
-    /// How long until one unit is free. Zero if `free` is not 0.
+    /// How long until one unit is free, of each kind. Zero if that is so now.
     ///
     /// Rates and holds are taken into account, but not calls in flight: their end is not known.
     pub next_slot: Duration,
@@ -44,15 +48,44 @@ pub struct KeyStatus {
 }
 
 /// Reads the state of `key`, and consumes nothing.
-pub(super) async fn read(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
+pub(super) async fn read(cores: &Cores, key: Key) -> Result<KeyStatus, StoreError> {
+    let mut all = read_one(&cores.first, key).await?;
+    for core in cores.all().skip(1) {
+        let KeyStatus {
+            limits,
+            free: _,
+            next_slot,
+            waiting,
+            held,
+            learned,
+            degraded,
+        } = read_one(core, key).await?;
+        all.limits.extend(limits);
+        all.next_slot = all.next_slot.max(next_slot);
+        all.waiting = all.waiting.max(waiting);
+        all.held = all.held.max(held);
+        all.learned.extend(learned);
+        all.degraded |= degraded;
+    }
+    if all.held.is_some() {
+        all.free = 0;
+    }
+    Ok(all)
+}
+
+/// Reads the state of `key` under the limits of one unit.
+async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
+    let key = core.key_of(key);
     let answer = core.settings.store.peek(key, &core.terms(key));
     let Usage {
-        limits,
+        mut limits,
         free: free_in_store,
         next_slot,
         hold,
         degraded,
     } = answer.arrives().await?;
+    let unit = core.unit().unwrap_or(Cost::REQUESTS);
+    limits.iter_mut().for_each(|usage| usage.unit = unit);
     let now = clock::now();
     let local = core.states.find(key, |state| Local {
         queued: state.waiting(),

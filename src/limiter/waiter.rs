@@ -7,6 +7,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use super::admission::{self, Admission, Entry, WaitFor};
+use super::counting;
 use super::engine::Core;
 use super::holds::{self, HoldWait};
 use super::hosts::host_hold;
@@ -22,6 +23,7 @@ use crate::clock;
 use crate::error::{Limited, StoreError};
 use crate::events;
 use crate::key::{Key, Label};
+use crate::stats::OpenRequest;
 use crate::store::Refusal;
 
 /// A request that waits. Dropping it frees its place in the queue.
@@ -92,6 +94,7 @@ impl Waiter {
         let (slot, in_flight_slot) = permit.into_parts();
         self.in_flight_slot = in_flight_slot;
         let Some(slot) = slot else { return };
+        counting::give_back_units(&self.core, Some(&slot));
         self.stage = Stage::Slot;
         let ticket = &mut self.ticket;
         let opened = self
@@ -120,13 +123,13 @@ impl Waiter {
             Admission::Granted {
                 slot,
                 in_flight_slot,
-            } => Ok(self.permit(slot, in_flight_slot, now)),
+            } => Ok(self.permit(slot, in_flight_slot, false, now)),
             Admission::Uncounted {
                 cause,
                 in_flight_slot,
             } => {
-                events::passed(&self.label, &cause);
-                Ok(self.permit(None, in_flight_slot, now))
+                events::passed(&self.core.settings.tally, &self.label, &cause);
+                Ok(self.permit(None, in_flight_slot, true, now))
             }
             Admission::Refused(reason, refusal) => {
                 Err(self.refused_request().refuse(reason, refusal, now))
@@ -141,27 +144,36 @@ impl Waiter {
         &self,
         slot: Option<Reservation>,
         in_flight_slot: Option<InFlightSlot>,
+        is_uncounted: bool,
         now: Instant,
     ) -> Permit {
         let (turns, label) = (self.ticket.turns, self.label.clone());
         let waited = now.saturating_duration_since(self.since);
         events::waited(&label, waited, turns);
+        counting::add_units(&self.core, self.key, slot.as_ref());
         let permit = Permit::new(self.core.clone(), self.key, slot, in_flight_slot);
         permit.after(PastWait {
             label,
             waited,
             turns,
             host: self.host,
+            is_uncounted,
         })
     }
 
-    fn refused_request(&self) -> RefusedRequest {
+    /// Returns the request for its error.
+    pub(super) fn refused_request(&self) -> RefusedRequest {
         RefusedRequest {
             label: self.label.clone(),
-            name: self.core.settings.name,
+            limit: self.core.limit_name(),
             since: self.since,
             turns: self.ticket.turns,
         }
+    }
+
+    /// Makes the request that waits, to be counted.
+    pub(super) fn open_request(&self) -> OpenRequest<Core> {
+        OpenRequest::new(self.core.clone(), self.key, self.since)
     }
 
     fn entry(&self) -> Entry {
@@ -338,6 +350,7 @@ impl Waiter {
             return Some(permit);
         };
         if let (Some(slot), _) = permit.into_parts() {
+            counting::give_back_units(&self.core, Some(&slot));
             self.core.give_back(self.key, slot);
         }
         self.ticket.turns += 1;

@@ -4,14 +4,28 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
+use super::engine::Core;
 use super::joint::{JointStarted, JointWaiter, UntilKnown};
 use super::permit::Permit;
 use super::waiter::Waiter;
-use crate::error::Limited;
+use crate::clock;
+use crate::error::{Limited, Reason};
+use crate::stats::OpenRequest;
+use crate::store::Refusal;
 
 /// A request that waits. Dropping it frees its place in the queue.
+///
+/// The request counts as refused when this returns an error. If it returns a permit, the owner calls
+/// [`left`](Waiting::left) once the request leaves: its permit may expire before.
 #[derive(Debug)]
-pub(crate) enum Waiting {
+pub(crate) struct Waiting {
+    wait: Wait,
+    /// Boxed, because the future of a request that passes at once has the room for it, too.
+    open: Box<OpenRequest<Core>>,
+}
+
+#[derive(Debug)]
+enum Wait {
     /// A request of one key.
     One(Box<Waiter>),
     /// A joint request, which has several keys.
@@ -21,14 +35,76 @@ pub(crate) enum Waiting {
 }
 
 impl Waiting {
+    /// Makes the wait of a request of one key.
+    pub(crate) fn one(waiter: Box<Waiter>) -> Self {
+        let open = waiter.open_request();
+        Waiting {
+            wait: Wait::One(waiter),
+            open: Box::new(open),
+        }
+    }
+
+    /// Makes the wait of a joint request.
+    pub(crate) fn joint(waiter: Box<JointWaiter>) -> Self {
+        let open = waiter.open_request();
+        Waiting {
+            wait: Wait::Joint(waiter),
+            open: Box::new(open),
+        }
+    }
+
+    /// Makes the wait until the permits of the layers around are known.
+    pub(crate) fn inside(until_known: Box<UntilKnown>) -> Self {
+        let open = until_known.open_request();
+        Waiting {
+            wait: Wait::Inside(until_known),
+            open: Box::new(open),
+        }
+    }
+
+    /// Counts the request, which leaves now with its permit.
+    pub(crate) fn left(&mut self, permit: &Permit) {
+        self.open.left(permit.is_uncounted());
+    }
+
     /// Waits again, in its old place in the queue, because `permit` expired before it could be
     /// used.
     pub(crate) fn wait_again(&mut self, permit: Permit) {
-        match self {
-            Waiting::One(waiter) => waiter.wait_again(permit),
-            Waiting::Joint(waiter) => waiter.wait_again(permit),
+        match &mut self.wait {
+            Wait::One(waiter) => waiter.wait_again(permit),
+            Wait::Joint(waiter) => waiter.wait_again(permit),
             // Its permit is of a moment ago. If it has expired, the request has a new turn.
-            Waiting::Inside(waiter) => waiter.begin_again(permit),
+            Wait::Inside(waiter) => waiter.begin_again(permit),
+        }
+    }
+
+    /// Returns whether the limiter is drained, so that the request may not leave even with a permit.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.open.is_drained()
+    }
+
+    /// Returns the error of a request that cannot leave before the end of the drain.
+    #[cold]
+    fn drained(&self) -> Limited {
+        let request = match &self.wait {
+            Wait::One(waiter) => waiter.refused_request(),
+            Wait::Joint(waiter) => waiter.refused_request(),
+            Wait::Inside(waiter) => waiter.refused_request(),
+        };
+        request.refuse(Reason::Draining, Refusal::NEVER, clock::now())
+    }
+
+    fn poll_permit(&mut self, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+        loop {
+            match &mut self.wait {
+                Wait::One(waiter) => return Pin::new(&mut **waiter).poll(cx),
+                Wait::Joint(waiter) => return Pin::new(&mut **waiter).poll(cx),
+                Wait::Inside(until_known) => match ready!(until_known.poll(cx)) {
+                    JointStarted::Granted(permit) => return Poll::Ready(Ok(permit)),
+                    JointStarted::Limited(limited) => return Poll::Ready(Err(limited)),
+                    JointStarted::Waiting(waiter) => self.wait = Wait::Joint(waiter),
+                },
+            }
         }
     }
 }
@@ -37,16 +113,16 @@ impl Future for Waiting {
     type Output = Result<Permit, Limited>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        loop {
-            match &mut *self {
-                Waiting::One(waiter) => return Pin::new(&mut **waiter).poll(cx),
-                Waiting::Joint(waiter) => return Pin::new(&mut **waiter).poll(cx),
-                Waiting::Inside(until_known) => match ready!(until_known.poll(cx)) {
-                    JointStarted::Granted(permit) => return Poll::Ready(Ok(permit)),
-                    JointStarted::Limited(limited) => return Poll::Ready(Err(limited)),
-                    JointStarted::Waiting(waiter) => *self = Waiting::Joint(waiter),
-                },
-            }
+        if self.open.poll_drained(cx).is_ready() {
+            let limited = self.drained();
+            self.open.refused(&limited);
+            return Poll::Ready(Err(limited));
         }
+        let result = ready!(self.poll_permit(cx));
+        let result = result.map_err(|limited| self.open.as_drained(limited));
+        if let Err(limited) = &result {
+            self.open.refused(limited);
+        }
+        Poll::Ready(result)
     }
 }

@@ -297,21 +297,44 @@ fn check_spacing(limit: Limit, life: Duration, slacks: Slacks) -> Result<Duratio
 /// Writes a limit such as `50/1s`, `10 at once, then 50/1s`, `50 per full 1s`.
 impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Limit::Sliding { count, window } => write!(f, "{count}/{window:?}"),
+        self.counting(None).fmt(f)
+    }
+}
+
+impl Limit {
+    /// Returns what shows the limit with its unit, such as `200000 tokens/60s`.
+    pub(crate) fn counting(self, unit: Option<&'static str>) -> Counting {
+        Counting(self, unit)
+    }
+}
+
+/// A limit and what it counts. `None` for requests.
+pub(crate) struct Counting(Limit, Option<&'static str>);
+
+impl fmt::Display for Counting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let &Counting(limit, unit) = self;
+        let (space, unit) = unit.map_or(("", ""), |unit| (" ", unit));
+        match limit {
+            Limit::Sliding { count, window } => write!(f, "{count}{space}{unit}/{window:?}"),
             Limit::Bucket {
                 capacity: 1,
                 count: 1,
                 window,
-            } => write!(f, "one every {window:?}"),
+            } if unit.is_empty() => write!(f, "one every {window:?}"),
             Limit::Bucket {
                 capacity,
                 count,
                 window,
             } => {
-                write!(f, "{capacity} at once, then {count}/{window:?}")
+                write!(
+                    f,
+                    "{capacity}{space}{unit} at once, then {count}/{window:?}"
+                )
             }
-            Limit::Fixed { count, window } => write!(f, "{count} per full {window:?}"),
+            Limit::Fixed { count, window } => {
+                write!(f, "{count}{space}{unit} per full {window:?}")
+            }
             Limit::InFlight { count } => write!(f, "{count} in flight"),
         }
     }

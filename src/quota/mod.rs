@@ -5,12 +5,14 @@ mod parse;
 mod slacks;
 #[cfg(test)]
 mod tests;
+mod unit;
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::time::Duration;
 
 use crate::config_error::ConfigError;
+use crate::cost::{Cost, is_same};
 pub use limit::Limit;
 pub(crate) use slacks::{LIFE, Slacks};
 
@@ -29,6 +31,7 @@ pub(crate) use slacks::{LIFE, Slacks};
 /// Quota::sliding_counter(100, Duration::from_secs(60)); // an estimate, as Cloudflare makes it
 /// Quota::in_flight(8);                                 // at most 8 at the same time
 /// Quota::per_second(50).and(Quota::in_flight(8));      // and at most 50 in any second
+/// Quota::per_minute(500).and(Quota::per_minute(200_000).of("tokens")); // requests and tokens
 ///
 /// let from_config: Quota = "25/5s, 300/60s".parse()?;
 /// # assert_eq!(from_config, Quota::new(25, Duration::from_secs(5)).and(Quota::per_minute(300)));
@@ -46,13 +49,16 @@ pub(crate) use slacks::{LIFE, Slacks};
 /// # Text form
 ///
 /// `parse` reads sliding windows as `count/window`, and calls in flight as `8 in flight`, separated
-/// by commas: `100/60s`, `5/second`, `25/5s, 300/min, 8 in flight`. The units are `ms`, `s`, `sec`,
-/// `second`, `m`, `min`, `minute`, `h`, `hour`, `d`, `day`, and their plurals. Bursts, buckets and
+/// by commas: `100/60s`, `5/second`, `25/5s, 300/min, 8 in flight`. Times are in `ms`, `s`, `sec`,
+/// `second`, `m`, `min`, `minute`, `h`, `hour`, `d`, `day`, and their plurals. What a limit
+/// [counts](Quota::of) stands after its count: `500/min, 200000 tokens/min`. Bursts, buckets and
 /// fixed windows have no text form that `parse` reads.
 #[derive(Clone, Copy)]
 pub struct Quota {
     /// The first `len` are the rate limits. The others are unused.
     limits: [Limit; Quota::MOST_LIMITS],
+    /// What each limit counts. `None` for requests.
+    units: [Option<&'static str>; Quota::MOST_LIMITS],
     len: usize,
     in_flight: Option<u32>,
     /// The error that a constructor found and `check` reports.
@@ -64,6 +70,7 @@ enum Misuse {
     TooManyLimits,
     BurstOfBucket,
     BurstOfInFlight,
+    UnitOfInFlight,
 }
 
 impl Quota {
@@ -79,9 +86,10 @@ impl Quota {
     /// The longest window that a limit may have: 366 days.
     pub const LONGEST_WINDOW: Duration = Duration::from_secs(366 * 86_400);
 
-    const fn of(limit: Limit) -> Self {
+    const fn single(limit: Limit) -> Self {
         Quota {
             limits: [limit; Quota::MOST_LIMITS],
+            units: [None; Quota::MOST_LIMITS],
             len: 1,
             in_flight: None,
             misuse: None,
@@ -94,7 +102,7 @@ impl Quota {
     /// is such an interval, whenever it starts. Some upstreams estimate instead: see
     /// [`sliding_counter`](Quota::sliding_counter).
     pub const fn new(count: u32, window: Duration) -> Self {
-        Quota::of(Limit::Sliding { count, window })
+        Quota::single(Limit::Sliding { count, window })
     }
 
     /// Allows at most `count` units in any second.
@@ -126,7 +134,7 @@ impl Quota {
     /// would work, and the value of [`max_rate_loss`](crate::RateLimitBuilder::max_rate_loss) that
     /// would accept the loss.
     pub const fn every(spacing: Duration) -> Self {
-        Quota::of(Limit::Bucket {
+        Quota::single(Limit::Bucket {
             capacity: 1,
             count: 1,
             window: spacing,
@@ -167,7 +175,7 @@ impl Quota {
     /// requests that cost more, make the bucket yourself. For example, `bucket(10).refill(90, window)`
     /// stays within a counter of 100.
     pub const fn sliding_counter(count: u32, window: Duration) -> Self {
-        Quota::of(Limit::sliding_counter(count, window))
+        Quota::single(Limit::sliding_counter(count, window))
     }
 
     /// Allows at most `count` units in each window. The windows are aligned to the Unix epoch, as
@@ -177,7 +185,7 @@ impl Quota {
     /// and after a boundary. If the windows of the upstream may be aligned in another way, use
     /// [`Quota::new`]: it is safe for every alignment.
     pub const fn fixed(count: u32, window: Duration) -> Self {
-        Quota::of(Limit::Fixed { count, window })
+        Quota::single(Limit::Fixed { count, window })
     }
 
     /// Allows at most `count` calls at the same time, over all processes that share the store.
@@ -207,7 +215,7 @@ impl Quota {
     /// # }
     /// ```
     pub const fn in_flight(count: u32) -> Self {
-        let mut quota = Quota::of(Limit::InFlight { count });
+        let mut quota = Quota::single(Limit::InFlight { count });
         (quota.len, quota.in_flight) = (0, Some(count));
         quota
     }
@@ -225,16 +233,54 @@ impl Quota {
     #[must_use]
     pub const fn burst(mut self, burst: u32) -> Self {
         // Where there is no limit of rate, the first is the filler: in flight.
-        match self.limits[self.len.saturating_sub(1)] {
+        let last = self.len.saturating_sub(1);
+        match self.limits[last] {
             Limit::Sliding { count, window } | Limit::Fixed { count, window } => {
-                self.push(Limit::Bucket {
+                let limit = Limit::Bucket {
                     capacity: burst,
                     count,
                     window,
-                });
+                };
+                self.push(limit, self.units[last]);
             }
             Limit::Bucket { .. } => self.misuse = Some(Misuse::BurstOfBucket),
             Limit::InFlight { .. } => self.misuse = Some(Misuse::BurstOfInFlight),
+        }
+        self
+    }
+
+    /// Counts units of another kind than requests, such as tokens or points. It applies to all limits
+    /// of this quota that count requests so far.
+    ///
+    /// ```
+    /// use tollgate::{Cost, Quota, RateLimitLayer};
+    ///
+    /// // At most 500 requests and 200 000 tokens in any minute.
+    /// let quota = Quota::per_minute(500).and(Quota::per_minute(200_000).of("tokens"));
+    /// assert_eq!(quota, "500/min, 200000 tokens/min".parse()?);
+    ///
+    /// let limit = RateLimitLayer::builder(quota)
+    ///     .cost(|request| Cost::of("tokens", if request.path() == "/long" { 4000 } else { 500 }))
+    ///     .build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    ///
+    /// A request takes units of all limits or of none. How many it takes of each kind is its
+    /// [`Cost`]. A limit does not see a request that costs nothing of its unit.
+    ///
+    /// The name of a unit is a letter, and then letters, digits, `_`, `-` and `.`, up to 32 in all.
+    /// [`build`](crate::RateLimitBuilder::build) checks this.
+    #[must_use]
+    pub const fn of(mut self, unit: &'static str) -> Self {
+        if self.len == 0 {
+            self.misuse = Some(Misuse::UnitOfInFlight);
+        }
+        let mut index = 0;
+        while index < self.len {
+            if self.units[index].is_none() && !is_same(unit, Cost::REQUESTS) {
+                self.units[index] = Some(unit);
+            }
+            index += 1;
         }
         self
     }
@@ -247,7 +293,7 @@ impl Quota {
     pub const fn and(mut self, other: Quota) -> Self {
         let mut index = 0;
         while index < other.len {
-            self.push(other.limits[index]);
+            self.push(other.limits[index], other.units[index]);
             index += 1;
         }
         self.in_flight = match (self.in_flight, other.in_flight) {
@@ -261,11 +307,11 @@ impl Quota {
         self
     }
 
-    const fn push(&mut self, limit: Limit) {
+    const fn push(&mut self, limit: Limit, unit: Option<&'static str>) {
         if self.len == Quota::MOST_LIMITS {
             self.misuse = Some(Misuse::TooManyLimits);
         } else {
-            self.limits[self.len] = limit;
+            (self.limits[self.len], self.units[self.len]) = (limit, unit);
             self.len += 1;
         }
     }
@@ -275,12 +321,56 @@ impl Quota {
         &self.limits[..self.len]
     }
 
+    /// Returns the units that the limits count, each once: [`Cost::REQUESTS`], or the names given to
+    /// [`of`](Quota::of). Calls in flight have none.
+    pub fn units(&self) -> impl Iterator<Item = &'static str> {
+        let all = &self.units[..self.len];
+        let first = all.iter().enumerate();
+        let first = first.filter(|(index, unit)| !all[..*index].contains(unit));
+        first.map(|(_, unit)| unit.unwrap_or(Cost::REQUESTS))
+    }
+
+    /// Returns the quota of the limits that count `unit`, without calls in flight. `None` if there is
+    /// no such limit.
+    pub fn of_unit(&self, unit: &str) -> Option<Quota> {
+        let rates = self.limits().iter().zip(self.units);
+        let own = rates.filter(|(_, other)| other.unwrap_or(Cost::REQUESTS) == unit);
+        let own = own.map(|(limit, unit)| Quota {
+            units: [unit; Quota::MOST_LIMITS],
+            ..Quota::single(*limit)
+        });
+        own.reduce(Quota::and)
+    }
+
+    /// Returns one quota for each unit. The first one has the calls in flight. Requests come first, and
+    /// then the other units as they were given.
+    pub(crate) fn by_unit(&self) -> Vec<Quota> {
+        let mut units: Vec<_> = self.units().collect();
+        units.sort_by_key(|unit| *unit != Cost::REQUESTS);
+        let mut quotas: Vec<Quota> = units.iter().filter_map(|unit| self.of_unit(unit)).collect();
+        let Some(most) = self.in_flight else {
+            return quotas;
+        };
+        let in_flight = Quota::in_flight(most);
+        match quotas.first_mut() {
+            Some(first) if first.unit().is_none() => *first = first.and(in_flight),
+            _ => quotas.insert(0, in_flight),
+        }
+        quotas
+    }
+
+    /// Returns what the limits of a quota of one unit count. `None` for requests.
+    pub(crate) fn unit(&self) -> Option<&'static str> {
+        self.units[0]
+    }
+
     /// Returns how many calls may be in flight at the same time. `None` if that is not limited.
     pub fn most_in_flight(&self) -> Option<u32> {
         self.in_flight
     }
 
-    /// Returns the largest cost that a request may have: the smallest count, capacity or burst.
+    /// Returns the largest cost that a request may have: the smallest count, capacity or burst. If the
+    /// limits count several units, call it on [`of_unit`](Quota::of_unit).
     pub fn largest_cost(&self) -> u32 {
         self.limits()
             .iter()
@@ -345,7 +435,7 @@ impl Quota {
             .limits()
             .iter()
             .copied()
-            .map(Quota::of)
+            .map(Quota::single)
             .max_by_key(Quota::longest_memory);
         let longest = longest.unwrap_or(*self);
         let units = match longest.limits[0] {
@@ -372,7 +462,11 @@ impl Quota {
             Some(Misuse::TooManyLimits) => return Err(ConfigError::TooManyLimits),
             Some(Misuse::BurstOfBucket) => return Err(ConfigError::BurstOfBucket),
             Some(Misuse::BurstOfInFlight) => return Err(ConfigError::BurstOfInFlight),
+            Some(Misuse::UnitOfInFlight) => return Err(ConfigError::UnitOfInFlight),
             None => {}
+        }
+        if let Some(unit) = self.units().find(|unit| !unit::is_name(unit)) {
+            return Err(ConfigError::UnitName { unit: unit.into() });
         }
         if let Some(count) = self.in_flight {
             Limit::InFlight { count }.check(slacks)?;
@@ -394,7 +488,7 @@ pub struct Bucket {
 impl Bucket {
     /// Refills `count` units in each `window`, evenly.
     pub const fn refill(self, count: u32, window: Duration) -> Quota {
-        Quota::of(Limit::Bucket {
+        Quota::single(Limit::Bucket {
             capacity: self.capacity,
             count,
             window,
@@ -402,11 +496,12 @@ impl Bucket {
     }
 }
 
-/// Two quotas are equal if they have the same limits in the same order.
+/// Two quotas are equal if they have the same limits of the same units, in the same order.
 impl PartialEq for Quota {
     fn eq(&self, other: &Self) -> bool {
-        (self.limits(), self.in_flight, self.misuse)
-            == (other.limits(), other.in_flight, other.misuse)
+        let parts = |quota: &Quota| (quota.len, quota.in_flight, quota.misuse);
+        let limits = |quota: &Quota| quota.limits.into_iter().zip(quota.units).take(quota.len);
+        parts(self) == parts(other) && limits(self).eq(limits(other))
     }
 }
 
@@ -414,16 +509,19 @@ impl Eq for Quota {}
 
 impl Hash for Quota {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        (self.limits(), self.in_flight, self.misuse).hash(state);
+        let units = &self.units[..self.len];
+        (self.limits(), units, self.in_flight, self.misuse).hash(state);
     }
 }
 
 impl fmt::Display for Quota {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let in_flight = self.in_flight.map(|count| Limit::InFlight { count });
-        for (index, limit) in self.limits().iter().chain(&in_flight).enumerate() {
+        let rates = self.limits().iter().copied().zip(self.units);
+        let all = rates.chain(in_flight.map(|limit| (limit, None)));
+        for (index, (limit, unit)) in all.enumerate() {
             let separator = if index == 0 { "" } else { ", " };
-            write!(f, "{separator}{limit}")?;
+            write!(f, "{separator}{}", limit.counting(unit))?;
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 use std::str::FromStr;
 use std::time::Duration;
 
-use super::{Quota, Slacks};
+use super::{Quota, Slacks, unit};
 use crate::config_error::ConfigError;
 
 /// Reads the [text form](Quota#text-form), and checks all that `build` checks without settings.
@@ -38,17 +38,22 @@ fn parse_limit(text: &str) -> Option<Quota> {
     if let Some(count) = text.strip_suffix("in flight") {
         return count.trim().parse().ok().map(Quota::in_flight);
     }
-    let (count, window) = text.split_once('/')?;
-    let count = count.trim().parse::<u32>().ok()?;
+    let (counted, window) = text.split_once('/')?;
+    let (count, counts) = match counted.trim().split_once(char::is_whitespace) {
+        Some((count, name)) if unit::is_name(name.trim()) => (count, unit::named(name.trim())),
+        Some(_) => return None,
+        None => (counted.trim(), None),
+    };
+    let count = count.parse::<u32>().ok()?;
     let window = window.trim();
     let digits = window.bytes().take_while(u8::is_ascii_digit).count();
-    let (number, unit) = window.split_at(digits);
+    let (number, time) = window.split_at(digits);
     let number = if number.is_empty() {
         1
     } else {
         number.parse::<u64>().ok()?
     };
-    let millis: u64 = match unit.trim() {
+    let millis: u64 = match time.trim() {
         "ms" => 1,
         "s" | "sec" | "secs" | "second" | "seconds" => 1000,
         "m" | "min" | "mins" | "minute" | "minutes" => 60_000,
@@ -56,10 +61,9 @@ fn parse_limit(text: &str) -> Option<Quota> {
         "d" | "day" | "days" => 86_400_000,
         _ => return None,
     };
-    Some(Quota::new(
-        count,
-        Duration::from_millis(number.checked_mul(millis)?),
-    ))
+    let window = Duration::from_millis(number.checked_mul(millis)?);
+    let quota = Quota::new(count, window);
+    Some(counts.map_or(quota, |unit| quota.of(unit)))
 }
 
 #[cfg(test)]
@@ -83,6 +87,11 @@ mod tests {
                 Quota::per_second(5).and(Quota::in_flight(8)),
             ),
             ("7/2 days", Quota::new(7, Duration::from_secs(172_800))),
+            ("500 requests/min", Quota::per_minute(500)),
+            (
+                "500/min, 200000 tokens / min",
+                Quota::per_minute(500).and(Quota::per_minute(200_000).of("tokens")),
+            ),
         ] {
             assert_eq!(text.parse::<Quota>().unwrap(), quota, "{text}");
         }
@@ -102,6 +111,9 @@ mod tests {
             "99999999999/s",
             "x/y",
             "5/99999999999999999999s",
+            "5 6/s",
+            "5 input tokens/s",
+            "5 <b>/s",
         ] {
             let error = text.parse::<Quota>().unwrap_err().to_string();
             assert!(error.contains("100/60s"), "{text}: {error}");

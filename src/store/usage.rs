@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::hold::HoldState;
+use crate::cost::Cost;
 use crate::quota::Limit;
 
 /// The state of a key.
@@ -40,6 +41,9 @@ impl Usage {
 pub struct LimitUsage {
     /// The limit.
     pub limit: Limit,
+    /// What the limit counts: [`Cost::REQUESTS`], or the name given to
+    /// [`Quota::of`](crate::Quota::of). A store need not set it.
+    pub unit: &'static str,
     /// Units that count against the limit now. Units that are booked ahead are included.
     pub used: u64,
     /// Units that the limit would allow now.
@@ -55,6 +59,7 @@ impl LimitUsage {
     pub const fn new(limit: Limit, used: u64, free: u64) -> Self {
         LimitUsage {
             limit,
+            unit: Cost::REQUESTS,
             used,
             free,
             reserved: 0,

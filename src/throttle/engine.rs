@@ -14,11 +14,11 @@ use super::waiters::{TooLate, Waiters};
 use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::{Facts, Limited, LimitedInfo, Reason};
-use crate::events;
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::{Full, KeyMap};
 use crate::pace::Pace;
 use crate::rng::{Dice, dice};
+use crate::stats::{self, Tally};
 use crate::store::{self, Store, StoreEvent, StoreListener};
 use crate::wakers::Wakers;
 
@@ -38,6 +38,8 @@ pub(crate) struct ThrottleSettings {
     pub(crate) max_hold: Duration,
     /// The store through which processes share the pace, if they do.
     pub(crate) store: Option<Arc<dyn Store>>,
+    /// The counts of the throttle, and its name in them.
+    pub(crate) tally: Tally,
 }
 
 /// The state behind a [`Throttle`](super::Throttle) and all its clones.
@@ -94,6 +96,7 @@ impl Core {
             keys,
             shared,
         });
+        stats::register(Arc::downgrade(&core) as _);
         if let Some(SharedPace { store, .. }) = &core.shared {
             let listener: Weak<dyn StoreListener> = Arc::downgrade(&core) as _;
             store.listen(listener);
@@ -133,7 +136,7 @@ impl Core {
     ) -> Result<R, Full> {
         let mut effects = Effects::default();
         let make = || self.new_waiters(now);
-        let evict = |_, waiters| drop(waiters);
+        let evict = |_, waiters: Waiters| self.settings.tally.absorb(&waiters.counts);
         let opened = self.keys.enter(key, now, make, evict, |waiters| {
             self.change(waiters, with, &mut effects)
         });
@@ -160,6 +163,20 @@ impl Core {
     /// starts a task.
     pub(super) fn find<R>(&self, key: Key, with: impl FnOnce(&mut Waiters) -> R) -> Option<R> {
         self.keys.find(key, with)
+    }
+
+    /// Reads the waiters of all keys: see [`KeyMap::fold`].
+    pub(super) fn fold<A: Default>(
+        &self,
+        visit: impl FnMut(&mut A, Key, &mut Waiters),
+        add: impl FnMut(&mut A, A),
+    ) -> A {
+        self.keys.fold(visit, add)
+    }
+
+    /// Returns the number of keys.
+    pub(super) fn len(&self) -> usize {
+        self.keys.len()
     }
 
     fn new_waiters(&self, now: Instant) -> Waiters {
@@ -244,6 +261,7 @@ impl Since {
         LimitedInfo::new(Facts {
             key,
             name: None,
+            unit: None,
             limit: None,
             retry_after,
             at,
@@ -252,14 +270,12 @@ impl Since {
         })
     }
 
-    /// Builds the error of a request that the throttle refuses, and emits its event.
+    /// Builds the error of a request that the throttle refuses. Its caller counts and reports it.
     pub(super) fn refused(self, reason: Reason, key: Label, retry_at: Option<Instant>) -> Limited {
-        let limited = Limited::Local {
+        Limited::Local {
             reason,
             report: self.report(key, self.until(retry_at)),
-        };
-        events::limited(&limited);
-        limited
+        }
     }
 
     /// Returns the time from now until `moment`.

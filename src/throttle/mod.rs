@@ -26,6 +26,7 @@
 //! | `sync` | the supervision of the sync task of a key |
 //! | `waiters` | a paced queue with wakers and timers; only the first waiter's timer follows the next slot |
 //! | `engine` | the waiters of all keys, and the listener of store events |
+//! | `counting` | what is counted of requests, and the stats of a throttle |
 //! | `sync_task` | the task that writes the register of one key |
 //! | `permit` | the right to send one request, and the wait for it |
 //! | `written_wait` | the wait until the register has a hold |
@@ -33,6 +34,7 @@
 //! The throttle does not decide how fast requests leave: the [pace](crate::pace) does.
 
 mod conflicts;
+mod counting;
 mod engine;
 mod event_log;
 mod local_queue;
@@ -67,6 +69,7 @@ use crate::error::{Limited, Reason, StoreError};
 use crate::events;
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::Full;
+use crate::stats::{Cause, Drained, Gate, KeyStats, Stats, drain_gate};
 use crate::wakers::Wakers;
 
 pub(crate) use engine::ThrottleSettings;
@@ -164,6 +167,34 @@ impl Throttle {
             .unwrap_or(0)
     }
 
+    /// Returns what this throttle has done in this process, and its state now. Calls no store, and
+    /// visits the state of each key.
+    pub fn stats(&self) -> Stats {
+        self.core.stats()
+    }
+
+    /// Returns the stats of up to `most` keys: those with the most requests that wait, then those with
+    /// the most attempts since their state was made. At most 1000 are returned.
+    pub fn busiest(&self, most: usize) -> Vec<KeyStats> {
+        counting::busiest(&self.core, most.min(1000))
+    }
+
+    /// Names `key` in [`KeyStats`], for requests that come without a layer. At most 64 bytes of `name`
+    /// are kept, and control characters become `?`. The name is forgotten with the state of the key,
+    /// when the key is idle and its place is needed.
+    pub fn name_key(&self, key: Key, name: &str) {
+        // If there is no room for one more key, its requests are refused.
+        let _ = self.core.open(key, clock::now(), |waiters, _| {
+            waiters.counts.set_name(name);
+        });
+    }
+
+    /// Returns whether `key` has no name that the user has given.
+    pub(crate) fn is_unnamed(&self, key: Key) -> bool {
+        let is_named = self.core.find(key, |waiters| waiters.counts.is_named());
+        is_named != Some(true)
+    }
+
     /// Puts `key` on hold for `span`, at most a day: no process that shares the pace sends a
     /// request of this key.
     ///
@@ -204,7 +235,11 @@ impl Throttle {
     /// If the pace is shared through a store, outside of a Tokio runtime with timers.
     pub async fn hold_for(&self, key: Key, span: Duration) -> Result<(), StoreError> {
         let now = clock::now();
-        let until = clock::after(now, span.min(LONGEST_HOLD));
+        let span = span.min(LONGEST_HOLD);
+        let until = clock::after(now, span);
+        let tally = self.core.tally();
+        tally.held(Cause::Operator);
+        events::held(tally, &self.label(key, None), span, Cause::Operator);
         self.change(key, now, |waiters, wakers| {
             waiters.hold_until(until, now, wakers)
         })
@@ -252,6 +287,7 @@ impl Throttle {
     /// If the pace is shared through a store, outside of a Tokio runtime with timers.
     pub async fn release(&self, key: Key) -> Result<(), StoreError> {
         let now = clock::now();
+        events::released(self.core.tally(), &self.label(key, None));
         if !self.core.is_shared() {
             self.core
                 .at(key, |waiters, wakers| waiters.release(now, wakers));
@@ -259,6 +295,30 @@ impl Throttle {
         }
         self.change(key, now, |waiters, wakers| waiters.release(now, wakers))
             .await
+    }
+
+    /// Ends the use of this throttle, for the shutdown of a process: lets the requests leave that wait and
+    /// whose turns come `within` this time, and refuses all others.
+    ///
+    /// From the first poll on, a request that enters is refused with [`Reason::Draining`], and a refused
+    /// request is not sent again. A request that waits keeps its place, until `within` is over. With
+    /// `Duration::ZERO`, all are refused at once. Requests in flight are waited for, also `within` this
+    /// time. This is for good, and for the layer and all clones: see
+    /// [`Limiter::drain`](crate::Limiter::drain).
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if the store may not have received what was sent to it.
+    ///
+    /// # Cancel safety
+    ///
+    /// The future may be dropped at any time. The throttle stays drained.
+    ///
+    /// # Panics
+    ///
+    /// If requests wait and the future is polled outside of a Tokio runtime with timers.
+    pub async fn drain(&self, within: Duration) -> Result<Drained, StoreError> {
+        drain_gate(self.core.clone(), within).await
     }
 
     /// Changes the waiters of `key`. If the pace is shared, waits until the register has the
@@ -299,11 +359,15 @@ impl Throttle {
         let by_wait = clock::after(now, settings.max_wait);
         let latest = deadline.map_or(by_wait, |deadline| deadline.min(by_wait));
         let max_queue = settings.max_queue;
+        if self.core.tally().is_draining() {
+            return self.refuse(key, Reason::Draining, label(), None, now);
+        }
         let arrival = self.core.open(key, now, |waiters, wakers| {
             waiters.arrived(latest, max_queue, now, wakers)
         });
         let (reason, retry_at) = match arrival {
             Ok(Arrival::Leaves(flight)) => {
+                self.core.find(key, |waiters| waiters.counts.pass(1));
                 return Begun::Leaves(ThrottlePermit::new(
                     self.core.clone(),
                     key,
@@ -315,6 +379,8 @@ impl Throttle {
             Ok(Arrival::Waits(number)) => {
                 let label = label();
                 events::waiting(&label, self.waiting(key));
+                self.core
+                    .find(key, |waiters| waiters.counts.note_label(&label));
                 return Begun::Waits(Wait::new(
                     self.core.clone(),
                     key,
@@ -328,25 +394,39 @@ impl Throttle {
             Ok(Arrival::Full) => (Reason::QueueFull(max_queue), None),
             Err(Full) => (Reason::TooManyKeys(settings.max_keys), None),
         };
-        Begun::Limited(
-            Since {
-                start: now,
-                now,
-                turns: 0,
-            }
-            .refused(reason, label(), retry_at),
-        )
+        self.refuse(key, reason, label(), retry_at, now)
+    }
+
+    /// Refuses a request that arrives now.
+    fn refuse(
+        &self,
+        key: Key,
+        reason: Reason,
+        label: Label,
+        retry_at: Option<Instant>,
+        now: Instant,
+    ) -> Begun {
+        let since = Since {
+            start: now,
+            now,
+            turns: 0,
+        };
+        let limited = since.refused(reason, label, retry_at);
+        self.core.refused(key, &limited);
+        Begun::Limited(limited)
     }
 
     /// Returns the error of a request without a key.
     pub(crate) fn no_key(&self) -> Limited {
         let now = clock::now();
-        Since {
+        let limited = Since {
             start: now,
             now,
             turns: 0,
         }
-        .refused(Reason::NoKey, "none".into(), None)
+        .refused(Reason::NoKey, "none".into(), None);
+        self.core.refused_without_key(&limited);
+        limited
     }
 }
 

@@ -4,18 +4,21 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
 
+use super::counting;
 use super::engine::{Core, Since};
 use super::paced_queue::Flight;
+use super::waiters::TooLate;
 use crate::clock;
 use crate::error::Limited;
 use crate::events;
 use crate::key::{Key, Label};
 use crate::signal::Signal;
+use crate::stats::{Gate, OpenRequest};
 use crate::wait_queue::Number;
 
 /// The right to send one request at the pace that the throttle has learned.
@@ -121,13 +124,18 @@ impl ThrottlePermit {
 
     fn end(&mut self, signal: &Signal, back_until: Option<Instant>, now: Instant) -> Option<Back> {
         let flight = self.flight.take()?;
+        let back_until = back_until.filter(|_| !self.core.tally().is_draining());
         let number = flight.number;
-        let is_back = self
-            .core
-            .at(self.key, |waiters, wakers| {
-                waiters.answered(flight, signal, back_until, now, wakers)
-            })
-            .unwrap_or(false);
+        let answered = self.core.at(self.key, |waiters, wakers| {
+            let held_before = waiters.queue.held_until();
+            let is_back = waiters.answered(flight, signal, back_until, now, wakers);
+            let held = waiters.queue.held_until();
+            (is_back, held.filter(|_| held > held_before))
+        });
+        let (is_back, held) = answered.unwrap_or_default();
+        if let Some(left) = held.and_then(|until| until.checked_duration_since(now)) {
+            counting::held_by(&self.core, self.key, signal, left);
+        }
         let status = signal.refusal()?;
         let Waited {
             label,
@@ -146,7 +154,12 @@ impl ThrottlePermit {
                 }
             }
         };
-        events::upstream_limited(&label, status, signal.retry_after());
+        events::upstream_limited(
+            Some(self.core.tally()),
+            &label,
+            status,
+            signal.retry_after(),
+        );
         if is_back {
             let mut wait = Wait::new(
                 self.core.clone(),
@@ -158,6 +171,7 @@ impl ThrottlePermit {
             );
             wait.turns = turns + 1;
             wait.refused = Some(status);
+            wait.open.is_sent_again();
             return Some(Back::Waits(Box::new(wait)));
         }
         let since = Since {
@@ -174,6 +188,7 @@ impl ThrottlePermit {
     pub fn give_back(mut self) {
         if let Some(flight) = self.flight.take() {
             let now = clock::now();
+            self.core.tally().give_back(1);
             self.core.at(self.key, |waiters, wakers| {
                 waiters.unsent(flight, now, wakers)
             });
@@ -214,6 +229,8 @@ pub(crate) struct Wait {
     /// The status with which the upstream refused the last attempt, if there was one. A wait that
     /// ends without a turn ends with it.
     refused: Option<StatusCode>,
+    /// Counts the request, unless it was sent before.
+    open: OpenRequest<Core>,
 }
 
 impl Wait {
@@ -225,6 +242,7 @@ impl Wait {
         start: Instant,
         latest: Instant,
     ) -> Self {
+        let open = OpenRequest::new(core.clone(), key, start);
         Wait {
             core,
             key,
@@ -234,7 +252,19 @@ impl Wait {
             latest,
             turns: 1,
             refused: None,
+            open,
         }
+    }
+
+    /// Returns whether the key is on hold for longer than the throttle is drained.
+    fn is_held_beyond_drain(&self) -> bool {
+        let Some(by) = self.open.drained_by() else {
+            return false;
+        };
+        let held_until = self
+            .core
+            .find(self.key, |waiters| waiters.queue.held_until());
+        held_until.flatten().is_some_and(|until| until > by)
     }
 }
 
@@ -246,12 +276,20 @@ impl Future for Wait {
         let number = self
             .number
             .expect("a future is not polled after it was ready");
-        let polled = self.core.at(self.key, |waiters, wakers| {
-            waiters.poll(number, now, cx, wakers)
-        });
-        let done = match polled.expect("a key with a waiter stays in use") {
-            Poll::Pending => return Poll::Pending,
-            Poll::Ready(done) => done,
+        let is_drained = self.open.poll_drained(cx).is_ready();
+        let done = if is_drained || self.is_held_beyond_drain() {
+            self.core.at(self.key, |waiters, wakers| {
+                waiters.leave(number, now, wakers)
+            });
+            Err(TooLate {
+                is_held: false,
+                retry_at: None,
+            })
+        } else {
+            let polled = self.core.at(self.key, |waiters, wakers| {
+                waiters.poll(number, now, cx, wakers)
+            });
+            ready!(polled.expect("a key with a waiter stays in use"))
         };
         self.number = None;
         let label = self.label.clone();
@@ -264,6 +302,8 @@ impl Future for Wait {
             Ok(flight) => {
                 let span = now.saturating_duration_since(self.start);
                 events::waited(&label, span, self.turns);
+                counting::add_attempt(&self.core, self.key);
+                self.open.left(false);
                 let waited = Box::new(Waited {
                     label,
                     start: self.start,
@@ -279,11 +319,14 @@ impl Future for Wait {
         let Some(status) = self.refused else {
             let by_deadline = self.latest < clock::after(self.start, self.core.settings.max_wait);
             let reason = self.core.reason(late, by_deadline);
-            return Poll::Ready(Err(since.refused(reason, label, late.retry_at)));
+            let limited = since.refused(reason, label, late.retry_at);
+            let limited = self.open.as_drained(limited);
+            self.open.refused(&limited);
+            return Poll::Ready(Err(limited));
         };
         let report = since.report(label, since.until(late.retry_at));
         let limited = Limited::Upstream { status, report };
-        events::limited(&limited);
+        events::limited(self.core.tally(), &limited);
         Poll::Ready(Err(limited))
     }
 }

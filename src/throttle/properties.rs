@@ -14,6 +14,7 @@ use crate::clock;
 use crate::key::Key;
 use crate::pace::{Dice, Fair, Pace, Remaining};
 use crate::signal::{ObservedQuota, Signal};
+use crate::stats::{Kind, Tally};
 
 const MAX_HOLD: Duration = Duration::from_secs(60);
 
@@ -300,6 +301,7 @@ fn at_the_gate(callers: &[Caller], seed: u64) -> Vec<(u64, Duration, Duration, b
             max_keys: 10,
             max_hold: MAX_HOLD,
             store: None,
+            tally: Tally::new("throttle", Kind::Throttle, None),
         })
         .unwrap();
         let (start, come) = (clock::now(), Arc::new(AtomicU64::new(0)));

@@ -16,6 +16,7 @@ use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
+use crate::stats::Gate;
 use crate::store::{Register, RegisterRequest, StoreReply};
 use crate::wakers::Wakers;
 
@@ -81,9 +82,11 @@ impl SyncTask {
         });
         match change.flatten() {
             Some(StoreChange::Away(error)) => {
-                events::pace_alone(&self.core.label(self.key, None), &error)
+                events::pace_alone(self.core.tally(), &self.core.label(self.key, None), &error)
             }
-            Some(StoreChange::Back) => events::pace_shared(&self.core.label(self.key, None)),
+            Some(StoreChange::Back) => {
+                events::pace_shared(self.core.tally(), &self.core.label(self.key, None))
+            }
             None => {}
         }
     }

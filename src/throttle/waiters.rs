@@ -18,6 +18,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::key_map::Evict;
 use crate::signal::Signal;
+use crate::stats::KeyCounts;
 use crate::store::Register;
 use crate::wait_queue::{Left, Number, WaitQueue, answer_by};
 use crate::wakers::Wakers;
@@ -28,6 +29,8 @@ const WORTHLESS_AFTER: Duration = Duration::from_secs(3600);
 #[derive(Debug)]
 pub(super) struct Waiters {
     pub(super) queue: PacedQueue,
+    /// What the requests of the key have done.
+    pub(super) counts: KeyCounts,
     /// The requests whose futures wait. A wait ends with a request in flight.
     waits: WaitQueue<TurnWait, Flight>,
     /// When a request arrived or was answered last, or the key was held or released.
@@ -65,6 +68,7 @@ impl Waiters {
     pub(super) fn new(queue: PacedQueue, now: Instant) -> Self {
         Waiters {
             queue,
+            counts: KeyCounts::default(),
             waits: WaitQueue::default(),
             last_used: now,
             sync: SyncSupervisor::default(),

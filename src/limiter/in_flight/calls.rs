@@ -6,6 +6,7 @@ use super::key_calls::KeyCalls;
 use crate::key::Key;
 use crate::key_map::{Full, KeyMap};
 use crate::limiter::settings::Settings;
+use crate::stats::InFlightStats;
 use crate::store::Claim;
 
 /// The calls in flight of all keys.
@@ -43,6 +44,18 @@ impl InFlightCalls {
     /// Returns how many requests of `key` wait in this process.
     pub(in crate::limiter) fn waiting(&self, key: Key) -> usize {
         self.with(key, |calls| calls.waiting()).unwrap_or(0)
+    }
+
+    /// Returns the calls in flight of all keys.
+    pub(in crate::limiter) fn stats(&self) -> InFlightStats {
+        let visit = |sum: &mut InFlightStats, _, calls: &mut KeyCalls| {
+            sum.in_use += u64::from(calls.in_use());
+            sum.waiting += calls.waiting() as u64;
+        };
+        self.keyed.fold(visit, |all, sum| {
+            all.in_use += sum.in_use;
+            all.waiting += sum.waiting;
+        })
     }
 
     /// Runs `act` on the calls in flight of `key`, if there are any.

@@ -59,6 +59,11 @@ impl KeyCalls {
         self.claims.holder
     }
 
+    /// Returns how many calls are in flight.
+    pub(in crate::limiter) fn in_use(&self) -> u32 {
+        self.in_use
+    }
+
     /// Returns how many requests wait.
     pub(in crate::limiter) fn waiting(&self) -> usize {
         self.waiters.waiting()

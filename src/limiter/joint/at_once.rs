@@ -4,38 +4,62 @@ use std::time::Instant;
 
 use super::{PartRef, PerPart, give_back_of};
 use crate::limiter::admission::Entry;
+use crate::limiter::counting;
 use crate::limiter::in_flight_slot::InFlightSlot;
 use crate::limiter::outer;
 use crate::limiter::permit::{JointPermit, Permit};
-use crate::limiter::reservation::Reservation;
-use crate::limiter::start::take_at_once;
+use crate::limiter::reservation::{Counting, Reservation};
+use crate::limiter::start::take_counting;
 
 /// Takes permits that are at hand, of all parts or of none, and adds them to `slots`. Returns whether
 /// it took them: not if a part has none, or if requests with these parts wait.
+///
+/// The units of all parts are counted. `counting` says whether the request is counted, under its first
+/// key. That key is the last that is asked, so that no request is counted that does not leave.
 // The list is not returned: its 300 bytes would be copied.
 pub(super) fn take_all_at_once(
     parts: &[PartRef<'_>],
     deadline: Option<Instant>,
+    counting: Counting,
     now: Instant,
     slots: &mut PerPart<Option<Reservation>>,
 ) -> bool {
     if parts[0].core.joint.is_any_waiting(parts) {
         return false;
     }
-    for part in parts {
+    let take = |part: &PartRef<'_>, counting| {
         let entry = Entry {
             deadline,
             ..part.entry
         };
-        match take_at_once(part.core, &entry, now) {
+        take_counting(part.core, &entry, counting, now)
+    };
+    slots.push(None);
+    for part in &parts[1..] {
+        match take(part, Counting::Units) {
             Ok(slot) => slots.push(slot),
             Err(_) => {
-                give_back_of(parts.iter().copied(), std::mem::take(slots));
+                give_up_at_once(parts, std::mem::take(slots));
                 return false;
             }
         }
     }
+    match take(&parts[0], counting) {
+        Ok(slot) => slots[0] = slot,
+        Err(_) => {
+            give_up_at_once(parts, std::mem::take(slots));
+            return false;
+        }
+    }
     true
+}
+
+/// Gives back permits that [`take_all_at_once`] took.
+pub(super) fn give_up_at_once(parts: &[PartRef<'_>], slots: PerPart<Option<Reservation>>) {
+    for (part, slot) in parts.iter().zip(&slots) {
+        counting::give_back_units(part.core, slot.as_ref());
+    }
+    give_back_of(parts.iter().map(PartRef::core_and_key), slots);
 }
 
 /// Makes the permit of a joint request.
@@ -61,6 +85,7 @@ pub(super) fn permit<'a>(
 pub(super) fn give_up_outer() {
     for (core, key, slot) in outer::take_unused() {
         if let Some(core) = core.find() {
+            counting::give_back_units(&core, Some(&slot));
             core.give_back(key, slot);
         }
     }

@@ -7,7 +7,7 @@ use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use super::set::{JointSet, Wanted};
-use super::{Cause, JointRefusal, JointSlot, Part, PerPart, give_back};
+use super::{Cause, Costs, JointRefusal, JointSlot, Part, PerPart, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::engine::Core;
@@ -78,13 +78,15 @@ async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<JointSlot, Joi
         let outcome = Search::new(set, wanted).run(bound).await;
         let Err(JointRefusal {
             part,
-            cause: Cause::Wait(refusal),
+            cause: Cause::Wait(refusal) | Cause::Held(refusal),
         }) = outcome
         else {
             return outcome;
         };
         let pause = near_booking::pause(&set.parts[part].core.settings.spec, refusal);
-        let again = clock::after(clock::now(), pause);
+        let now = clock::now();
+        set.refused_near(part, refusal, now);
+        let again = clock::after(now, pause);
         if again > wanted.bound.latest || !set.is_waiting(wanted.number) {
             return outcome;
         }
@@ -98,6 +100,7 @@ struct Search<'a> {
     parts: &'a [Part],
     /// The request to book for.
     number: Number,
+    costs: Costs,
     /// When the search began. After a store has decided nothing for some time, it begins anew.
     began: Instant,
     slots: PerPart<Option<Reservation>>,
@@ -130,21 +133,27 @@ impl<'a> Search<'a> {
         let now = clock::now();
         for (part, slot) in set.parts.iter().zip(&given_up) {
             if let Some(slot) = slot {
-                part.as_ref().given_up(slot, now);
+                part.given_up(slot, now);
             }
         }
-        let needs_none = |part: &Part| {
-            part.entry.cost == 0 || part.core.settings.spec.quota().limits().is_empty()
+        let needs_none = |(part, cost): (&Part, &u32)| {
+            *cost == 0 || part.core.settings.spec.quota().limits().is_empty()
         };
         Search {
             set,
             parts: &set.parts,
             number: wanted.number,
+            costs: wanted.costs.clone(),
             began: now,
             slots: none(),
             given_up,
             uncertain: set.parts.iter().map(|_| Duration::ZERO).collect(),
-            passes: set.parts.iter().map(needs_none).collect(),
+            passes: set
+                .parts
+                .iter()
+                .zip(&wanted.costs)
+                .map(needs_none)
+                .collect(),
             uncounted: None,
             earliest: wanted.held_until,
             last: wanted.scarcest,
@@ -200,11 +209,11 @@ impl<'a> Search<'a> {
                         return refused(part, Cause::Held(Refusal::new(Some(left), None)));
                     }
                     Asked::Failed(error) => {
-                        let Part { core, entry, .. } = &self.parts[part];
+                        let Part { core, key, .. } = &self.parts[part];
                         if !core.fails_open_on(&error) {
                             return refused(part, Cause::Failed(error));
                         }
-                        if let Some(left) = core.held(entry.key, clock::now()) {
+                        if let Some(left) = core.held(*key, clock::now()) {
                             // No request passes uncounted while its key is on hold.
                             return refused(part, Cause::Held(Refusal::new(Some(left), None)));
                         }
@@ -221,9 +230,9 @@ impl<'a> Search<'a> {
         let now = clock::now();
         let parts = self.parts.iter().enumerate();
         let mut needed = parts.filter(|(part, _)| !self.passes[*part]);
-        needed.find_map(|(part, Part { core, entry })| {
-            let known = |state: &mut KeyState| known_refusal(state, entry.cost, bound, now);
-            let refusal = core.states.find(entry.key, known).flatten()?;
+        needed.find_map(|(part, Part { core, key, .. })| {
+            let known = |state: &mut KeyState| known_refusal(state, self.costs[part], bound, now);
+            let refusal = core.states.find(*key, known).flatten()?;
             let cause = Cause::Wait(refusal);
             Some(JointRefusal { part, cause })
         })
@@ -322,11 +331,11 @@ impl<'a> Search<'a> {
         bound: WaitBound,
         joint: &JointCall,
     ) -> Result<Call, Asked> {
-        let Part { core, entry, .. } = &self.parts[part];
+        let &Part { ref core, key, .. } = &self.parts[part];
         let now = clock::now();
         let earliest = self.earliest.unwrap_or(now);
         let ask = JointAsk {
-            cost: entry.cost,
+            cost: self.costs[part],
             earliest: earliest
                 .checked_sub(self.uncertain[part])
                 .unwrap_or(earliest),
@@ -335,7 +344,7 @@ impl<'a> Search<'a> {
                 .take()
                 .or_else(|| self.given_up[part].take()),
         };
-        match core.with_new_state(entry.key, now, |state, ctx| ask.send(state, ctx, joint)) {
+        match core.with_new_state(key, now, |state, ctx| ask.send(state, ctx, joint)) {
             Ok(reply) => Ok(Call {
                 part,
                 ask,
@@ -344,7 +353,7 @@ impl<'a> Search<'a> {
             }),
             Err(_) => {
                 if let Some(slot) = ask.replaces {
-                    core.give_back(entry.key, slot);
+                    core.give_back(key, slot);
                 }
                 Err(full(core))
             }
@@ -359,10 +368,10 @@ impl<'a> Search<'a> {
             at,
             reply,
         } = call;
-        let Part { core, entry, .. } = &self.parts[part];
+        let &Part { ref core, key, .. } = &self.parts[part];
         let mut answer = Some(reply.arrives().await);
         let arrived = clock::now();
-        let asked = core.with_new_state(entry.key, arrived, |state, ctx| {
+        let asked = core.with_new_state(key, arrived, |state, ctx| {
             let answer = answer.take().unwrap_or(Err(StoreError::Lost));
             let asked = ask.answered(state, ctx, answer, at);
             (asked, state.start_sweep(ctx.now))
@@ -370,7 +379,7 @@ impl<'a> Search<'a> {
         let asked = match asked {
             Ok((asked, sweep_at)) => {
                 if let Some(at) = sweep_at {
-                    core.sweep(entry.key, at);
+                    core.sweep(key, at);
                 }
                 asked
             }
@@ -378,7 +387,7 @@ impl<'a> Search<'a> {
                 // This process cannot use what was granted.
                 if let Some(Ok(lease)) = answer {
                     let Settings { store, spec, .. } = &core.settings;
-                    store.give_back(entry.key, spec, &lease.unused());
+                    store.give_back(key, spec, &lease.unused());
                 }
                 full(core)
             }
@@ -400,6 +409,7 @@ impl<'a> Search<'a> {
             until: all().map(|slot| slot.until).min(),
             last: self.last,
             uncounted: self.uncounted.take(),
+            costs: std::mem::take(&mut self.costs),
             slots,
         }
     }

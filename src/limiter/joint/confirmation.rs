@@ -21,9 +21,9 @@ pub(super) fn doubtful(parts: &[Part], slot: &JointSlot, now: Instant) -> PerPar
     let parts = parts.iter().zip(&slot.slots).enumerate();
     let is_doubtful = |(_, (part, slot)): &(usize, (&Part, &Option<_>))| {
         let Some(slot) = slot else { return false };
-        let confirmed = part.core.with_state(part.entry.key, now, |state, ctx| {
-            is_confirmed(state, ctx, slot)
-        });
+        let confirmed = part
+            .core
+            .with_state(part.key, now, |state, ctx| is_confirmed(state, ctx, slot));
         confirmed != Some(true)
     };
     parts.filter(is_doubtful).map(|(part, _)| part).collect()
@@ -82,13 +82,13 @@ async fn confirm_all(mut confirmation: Confirmation) {
 }
 
 async fn confirm(part: Part) {
-    let Part { core, entry } = part;
+    let Part { core, key, .. } = part;
     let sent = clock::now();
-    let Some(reply) = core.with_state(entry.key, sent, ask_to_confirm) else {
+    let Some(reply) = core.with_state(key, sent, ask_to_confirm) else {
         return;
     };
     let answer = reply.arrives().await;
-    core.with_state(entry.key, clock::now(), |state, ctx| {
+    core.with_state(key, clock::now(), |state, ctx| {
         confirmed(state, ctx, answer, sent)
     });
 }

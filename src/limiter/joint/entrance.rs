@@ -3,14 +3,15 @@
 use std::time::Instant;
 
 use super::at_once::take_all_at_once;
-use super::start::{JointStarted, start, start_slow};
+use super::start::{JointStarted, count, start, start_slow};
 use super::until_known::UntilKnown;
-use super::{PartRef, PerPart, to_parts};
+use super::{JointRequest, PartRef, PerPart};
 use crate::clock;
 use crate::key::Label;
 use crate::limiter::admission::Entry;
 use crate::limiter::engine::CoreId;
 use crate::limiter::outer;
+use crate::limiter::reservation::Counting;
 use crate::limiter::sent::Sent;
 
 /// What a request of a layer gets when it enters.
@@ -37,12 +38,13 @@ pub(crate) fn enter(
     }
     // No `Permit` is made.
     let now = clock::now();
-    if take_all_at_once(parts, deadline, now, &mut PerPart::new()) {
+    if take_all_at_once(parts, deadline, Counting::Request, now, &mut PerPart::new()) {
         let parts = parts.iter().map(PartRef::id_and_entry);
         return Entered::Sent(Sent::all_at_once(parts, now));
     }
-    let parts = to_parts(parts);
-    let started = start_slow(&parts, parts.len(), None, deadline, label(), now);
+    let request = JointRequest::new(parts);
+    let started = start_slow(&request, parts.len(), None, deadline, label(), now);
+    count(&parts[0], &started);
     Entered::Started(started)
 }
 

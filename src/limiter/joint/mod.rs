@@ -18,9 +18,10 @@
 //!
 //! # Order
 //!
-//! The requests of this process with equal keys and costs form a [`JointSet`]. It has two sorted
-//! lists, as the queue of a key has: the first request gets the first joint slot. One task at a time
-//! books for the set.
+//! The requests of this process with equal keys form a [`JointSet`]. It has two sorted lists, as the
+//! queue of a key has: the first request gets the first joint slot of its costs. One task at a time
+//! books for the set, for the first request that has no slot. So a request that costs much is
+//! overtaken by none that costs less.
 //!
 //! A joint slot that is due goes to the first request. If a store has not replied for some time, it
 //! has to confirm its slot before. The requests behind wait for that, too.
@@ -39,6 +40,7 @@
 //! | file | what it has |
 //! |---|---|
 //! | `mod` | [`Part`], [`PartRef`] and [`JointSlot`]: values |
+//! | `lanes` | which requests of a set have a joint slot |
 //! | `set` | [`JointSet`]: the waiters of equal keys, and their joint slots |
 //! | `booking` | the search for a joint slot |
 //! | `confirmation` | the calls to stores that may have lost a joint slot |
@@ -53,6 +55,7 @@ mod at_once;
 mod booking;
 mod confirmation;
 mod entrance;
+mod lanes;
 mod renewal;
 mod set;
 mod start;
@@ -65,6 +68,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::admission::Entry;
+use super::counting;
 use super::engine::Core;
 use super::hosts::host_hold;
 use super::key_state;
@@ -88,32 +92,88 @@ pub(crate) const MOST_PARTS: usize = 8;
 #[derive(Clone, Debug)]
 pub(crate) struct Part {
     core: Arc<Core>,
-    /// What the request takes of this key. It has no deadline: that of the request is the same for
-    /// all parts.
-    entry: Entry,
+    key: Key,
+    /// See [`Entry::host`].
+    host: Option<Key>,
 }
 
-/// The same, for a request whose permits may be at hand. To clone the `Arc` would cost it 10 ns.
+/// A joint request: its keys, and what it takes of each of them.
+#[derive(Clone, Debug)]
+struct JointRequest {
+    parts: PerPart<Part>,
+    costs: Costs,
+}
+
+/// One key of a request whose permits may be at hand, and what it takes of it. To clone the `Arc`
+/// would cost it 10 ns.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PartRef<'a> {
     core: &'a Arc<Core>,
+    /// It has no deadline: that of the request is the same for all parts.
     entry: Entry,
 }
 
 /// One value for each part, in their order.
 pub(super) type PerPart<T> = SmallVec<[T; 4]>;
 
+/// The cost of a request under each of its keys.
+type Costs = PerPart<u32>;
+
 impl<'a> PartRef<'a> {
     pub(in crate::limiter) fn new(core: &'a Arc<Core>, entry: Entry) -> Self {
         PartRef { core, entry }
+    }
+
+    fn core_and_key(&self) -> (&'a Arc<Core>, Key) {
+        (self.core, self.entry.key)
     }
 
     fn to_part(self) -> Part {
         let PartRef { core, entry } = self;
         Part {
             core: core.clone(),
-            entry,
+            key: entry.key,
+            host: entry.host,
         }
+    }
+}
+
+/// Notes whether a slot of `key` was used, or expired before the request left.
+fn ended(core: &Arc<Core>, key: Key, now: Instant, is_used: bool) {
+    core.with_state(key, now, |state, ctx| {
+        key_state::ended(state, ctx, is_used);
+    });
+}
+
+impl JointRequest {
+    /// Makes a request that keeps its limiters.
+    fn new(parts: &[PartRef<'_>]) -> Self {
+        JointRequest {
+            parts: parts.iter().copied().map(PartRef::to_part).collect(),
+            costs: parts.iter().map(|part| part.entry.cost).collect(),
+        }
+    }
+
+    fn refs(&self) -> impl Iterator<Item = PartRef<'_>> {
+        let parts = self.parts.iter().zip(&self.costs);
+        parts.map(|(part, cost)| part.with_cost(*cost))
+    }
+}
+
+impl Part {
+    fn with_cost(&self, cost: u32) -> PartRef<'_> {
+        let &Part {
+            ref core,
+            key,
+            host,
+        } = self;
+        let entry = Entry {
+            key,
+            cost,
+            deadline: None,
+            host,
+        };
+        PartRef { core, entry }
     }
 
     /// Takes in that a slot of no use goes back with the next call.
@@ -121,26 +181,14 @@ impl<'a> PartRef<'a> {
         if slot.until <= now {
             self.ended(now, false);
         }
-        self.core.with_state(self.entry.key, now, |state, _| {
+        self.core.with_state(self.key, now, |state, _| {
             key_state::given_up(state);
         });
     }
 
     /// Notes whether a slot was used, or expired before the request left.
     fn ended(&self, now: Instant, is_used: bool) {
-        self.core.with_state(self.entry.key, now, |state, ctx| {
-            key_state::ended(state, ctx, is_used);
-        });
-    }
-}
-
-impl Part {
-    fn as_ref(&self) -> PartRef<'_> {
-        let Part { core, entry } = self;
-        PartRef {
-            core,
-            entry: *entry,
-        }
+        ended(&self.core, self.key, now, is_used);
     }
 
     /// Returns whether other processes may share its store.
@@ -155,36 +203,45 @@ impl Part {
         store(self) == store(other)
     }
 
-    /// Returns the keys whose holds stop the request: the key of the part, and that of its host if
-    /// each host has holds of its own. None if the request costs nothing of this key.
+    /// Returns the keys whose holds stop a request: the key of the part, and that of its host if
+    /// each host has holds of its own.
     fn hold_keys(&self) -> impl Iterator<Item = Key> {
-        let Entry {
-            key, cost, host, ..
-        } = self.entry;
-        let keys = [Some(key), host_hold(key, host)].into_iter().flatten();
-        keys.filter(move |_| cost > 0)
+        let keys = [Some(self.key), host_hold(self.key, self.host)];
+        keys.into_iter().flatten()
     }
-}
-
-/// Makes parts that keep their limiters.
-fn to_parts(parts: &[PartRef<'_>]) -> PerPart<Part> {
-    parts.iter().copied().map(PartRef::to_part).collect()
 }
 
 /// Gives back slots of `parts`.
 fn give_back(parts: &[Part], slots: PerPart<Option<Reservation>>) {
-    give_back_of(parts.iter().map(Part::as_ref), slots);
+    give_back_of(parts.iter().map(|part| (&part.core, part.key)), slots);
 }
 
-fn give_back_of<'a>(parts: impl Iterator<Item = PartRef<'a>>, slots: PerPart<Option<Reservation>>) {
+fn give_back_of<'a>(
+    parts: impl Iterator<Item = (&'a Arc<Core>, Key)>,
+    slots: PerPart<Option<Reservation>>,
+) {
     let now = clock::now();
-    for (part, slot) in parts.zip(slots) {
+    for ((core, key), slot) in parts.zip(slots) {
         if let Some(slot) = slot {
             if slot.until <= now {
-                part.ended(now, false);
+                ended(core, key, now, false);
             }
-            part.core.give_back(part.entry.key, slot);
+            core.give_back(key, slot);
         }
+    }
+}
+
+/// Counts the units of a permit, each under the key that gave them.
+fn add_units(parts: &[Part], slots: &[Option<Reservation>]) {
+    for (part, slot) in parts.iter().zip(slots) {
+        counting::add_units(&part.core, part.key, slot.as_ref());
+    }
+}
+
+/// Subtracts the units of a permit that is given up unused.
+fn give_back_units(parts: &[Part], slots: &[Option<Reservation>]) {
+    for (part, slot) in parts.iter().zip(slots) {
+        counting::give_back_units(&part.core, slot.as_ref());
     }
 }
 
@@ -197,6 +254,8 @@ fn max_wait(parts: &[Part]) -> Duration {
 /// The slots of a joint request, which have a moment in common.
 #[derive(Debug)]
 struct JointSlot {
+    /// What it was booked for. Requests with these costs can use it.
+    costs: Costs,
     /// The slots by part. `None` for a part that needs none, or that passes uncounted because its
     /// store failed.
     slots: PerPart<Option<Reservation>>,

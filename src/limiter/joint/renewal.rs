@@ -42,9 +42,11 @@ impl Renewal {
     pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Renewed, Limited>> {
         loop {
             if let Some(waiter) = &mut self.waiter {
-                return Pin::new(&mut **waiter)
-                    .poll_renewal(cx)
-                    .map_ok(Renewed::new);
+                let renewed = ready!(Pin::new(&mut **waiter).poll_renewal(cx));
+                if let Err(limited) = &renewed {
+                    waiter.report(limited);
+                }
+                return Poll::Ready(renewed.map(Renewed::new));
             }
             ready!(poll_known(&mut self.was_polled, cx));
             let call = CallId::new();

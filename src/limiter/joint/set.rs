@@ -1,4 +1,4 @@
-//! The requests of this process with equal keys and costs, and their joint slots.
+//! The requests of this process with equal keys, and their joint slots.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,7 +8,10 @@ use std::time::Instant;
 
 use super::booking;
 use super::confirmation::{self, doubtful};
-use super::{Cause, JointRefusal, JointSlot, Part, PartRef, PerPart, give_back};
+use super::lanes::Lanes;
+use super::{
+    Cause, Costs, JointRefusal, JointRequest, JointSlot, Part, PartRef, PerPart, give_back,
+};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -20,8 +23,9 @@ use crate::store::Refusal;
 use crate::wait_queue::{ANSWER, Left, WaitQueue};
 use crate::wakers::Wakers;
 
-/// What identifies a set: limiter, key, cost and host of each part.
-type SetId = PerPart<(CoreId, Key, u32, Option<Key>)>;
+/// What identifies a set: limiter, key and host of each part, and whether the requests cost something
+/// of it. A request that needs nothing of a scarce key does not wait behind others that do.
+type SetId = PerPart<(CoreId, Key, bool, Option<Key>)>;
 
 /// The sets whose first part is of one limiter.
 #[derive(Debug, Default)]
@@ -31,7 +35,7 @@ pub(in crate::limiter) struct JointSets {
     count: AtomicUsize,
 }
 
-/// The requests of this process with equal keys and costs.
+/// The requests of this process with equal keys.
 #[derive(Debug)]
 pub(super) struct JointSet {
     pub(super) parts: PerPart<Part>,
@@ -42,6 +46,8 @@ pub(super) struct JointSet {
 #[derive(Debug, Default)]
 struct State {
     waiters: WaitQueue<JointWait, Result<JointSlot, JointRefusal>>,
+    /// The same requests and slots, by their costs.
+    lanes: Lanes,
     /// The joint slots that are booked, the first ones first. There are never more than waiters.
     slots: VecDeque<JointSlot>,
     /// Joint slots of no use, whose requests wait for others. Each goes back while another one is
@@ -53,13 +59,16 @@ struct State {
     is_confirming: bool,
     /// Until when a hold of a key lets no request leave, by what was known last.
     held_until: Option<Instant>,
-    /// The part that allowed the last request last. It is asked first.
+    /// The part that allowed the last request last, or that refused it last. It is asked first.
     scarcest: usize,
+    /// The last refusal of a slot that had to be near, and when it came.
+    refused_near: Option<(Refusal, Instant)>,
 }
 
 /// A request that waits.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct JointWait {
+    costs: Costs,
     bound: WaitBound,
     /// When the wait ends, even if the store has not replied.
     gives_up_at: Instant,
@@ -81,6 +90,7 @@ pub(super) struct Wanted {
     pub(super) scarcest: usize,
     /// The request to book for.
     pub(super) number: Number,
+    pub(super) costs: Costs,
     /// A joint slot of no use, which goes back meanwhile.
     pub(super) given_up: Option<JointSlot>,
 }
@@ -91,21 +101,21 @@ fn id_of<'a>(parts: impl Iterator<Item = PartRef<'a>>) -> SetId {
         let Entry {
             key, cost, host, ..
         } = part.entry;
-        (part.core.id, key, cost, host)
+        (part.core.id, key, cost > 0, host)
     };
     parts.map(id).collect()
 }
 
 impl JointSets {
-    /// Returns the set of `parts`.
-    pub(super) fn find(&self, parts: &[Part]) -> Arc<JointSet> {
-        let id = id_of(parts.iter().map(Part::as_ref));
+    /// Returns the set of `request`.
+    pub(super) fn find(&self, request: &JointRequest) -> Arc<JointSet> {
+        let id = id_of(request.refs());
         let mut sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(set) = sets.get(&id).and_then(Weak::upgrade) {
             return set;
         }
         let set = Arc::new(JointSet {
-            parts: parts.iter().cloned().collect(),
+            parts: request.parts.clone(),
             id: id.clone(),
             state: Mutex::default(),
         });
@@ -126,6 +136,15 @@ impl JointSets {
             .and_then(Weak::upgrade);
         drop(sets);
         set.is_some_and(|set| set.waiting() > 0)
+    }
+
+    /// Refuses the requests whose joint slot is later than `by`.
+    pub(in crate::limiter) fn end_by(&self, by: Instant) {
+        let sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
+        let sets: Vec<_> = sets.values().filter_map(Weak::upgrade).collect();
+        for set in sets {
+            set.end_by(by);
+        }
     }
 
     /// Forgets a set that is dropped, unless there is a new one already.
@@ -154,6 +173,7 @@ impl JointSet {
     pub(super) fn enter(
         &self,
         number: Number,
+        costs: &Costs,
         bound: WaitBound,
         max_queue: usize,
         now: Instant,
@@ -166,7 +186,12 @@ impl JointSet {
         self.with(|state, _| {
             let has_room = state.waiters.waiting() < max_queue;
             if has_room {
-                let wait = JointWait { bound, gives_up_at };
+                let wait = JointWait {
+                    costs: costs.clone(),
+                    bound,
+                    gives_up_at,
+                };
+                state.lanes.enter(costs, number);
                 state.waiters.enter(number, wait, gives_up_at);
             }
             has_room
@@ -193,7 +218,7 @@ impl JointSet {
                 if settled.is_none()
                     && let Some(refusal) = state.over(number, self.settles(), *now)
                 {
-                    state.waiters.leave(number);
+                    state.leave(number);
                     state.trim(&mut unused);
                     settled = Some(Err(refusal));
                 }
@@ -217,8 +242,23 @@ impl JointSet {
     /// Removes a request. A joint slot that it had goes to the next request.
     pub(super) fn leave(self: &Arc<Self>, number: Number) {
         self.change(|state, _, _| {
-            if let Some(Left::Settled(Ok(slot))) = state.waiters.leave(number) {
+            if let Some(Left::Settled(Ok(slot))) = state.leave(number) {
                 state.insert(slot);
+            }
+        });
+    }
+
+    /// Refuses the requests whose joint slot is later than `by`.
+    fn end_by(self: &Arc<Self>, by: Instant) {
+        self.change(|state, _, wakers| {
+            let in_time = |costs: &Costs| {
+                let slots = state.slots.iter();
+                let in_time = slots.filter(|slot| slot.costs == *costs && slot.at <= by);
+                in_time.count()
+            };
+            for number in state.lanes.with_slot_beyond(in_time) {
+                let cause = Cause::Wait(Refusal::NEVER);
+                state.settle(number, Err(JointRefusal { part: 0, cause }), wakers);
             }
         });
     }
@@ -258,6 +298,14 @@ impl JointSet {
         })
     }
 
+    /// Takes in that a part has refused a slot that had to be near.
+    pub(super) fn refused_near(&self, part: usize, refusal: Refusal, now: Instant) {
+        self.with(|state, _| {
+            state.scarcest = part;
+            state.refused_near = Some((refusal, now));
+        });
+    }
+
     /// Takes in what became of a booking.
     pub(super) fn booked(
         self: &Arc<Self>,
@@ -267,8 +315,9 @@ impl JointSet {
         self.change(|state, _, wakers| match outcome {
             Ok(slot) => {
                 state.scarcest = slot.last;
+                state.refused_near = None;
                 state.insert(slot);
-                state.wake_for_last_slot(wanted.number);
+                state.wake_for_last_slot(wanted);
             }
             Err(
                 refusal @ JointRefusal {
@@ -277,19 +326,14 @@ impl JointSet {
                 },
             ) => {
                 // The store failed for all requests that have no joint slot.
-                let mut served = state.slots.len();
-                state.waiters.settle_where(
-                    |_, _| {
-                        let has_slot = served > 0;
-                        served = served.saturating_sub(1);
-                        (!has_slot).then(|| Err(refusal.clone()))
-                    },
-                    wakers,
-                );
+                let without_slot: Vec<Number> = state.lanes.all_without_slot().collect();
+                for number in without_slot {
+                    state.settle(number, Err(refusal.clone()), wakers);
+                }
             }
             Err(refusal) => {
                 // If the request has left meanwhile, nothing was booked for the others.
-                let _ = state.waiters.settle(wanted.number, Err(refusal), wakers);
+                state.settle(wanted.number, Err(refusal), wakers);
             }
         });
     }
@@ -365,18 +409,46 @@ impl Drop for JointSet {
 }
 
 impl State {
+    /// Removes a request, whether its wait has ended or not.
+    fn leave(
+        &mut self,
+        number: Number,
+    ) -> Option<Left<JointWait, Result<JointSlot, JointRefusal>>> {
+        let left = self.waiters.leave(number);
+        if let Some(Left::Waiting(wait)) = &left {
+            self.lanes.leave(&wait.costs, number);
+        }
+        left
+    }
+
+    /// Ends the wait of a request. Does nothing if it has left.
+    fn settle(
+        &mut self,
+        number: Number,
+        outcome: Result<JointSlot, JointRefusal>,
+        wakers: &mut Wakers,
+    ) {
+        if let Some(waiter) = self.waiters.get(number) {
+            self.lanes.leave(&waiter.request.costs, number);
+            // It waits, so its wait ends.
+            let _ = self.waiters.settle(number, outcome, wakers);
+        }
+    }
+
     /// Adds a joint slot at its place.
     fn insert(&mut self, slot: JointSlot) {
+        self.lanes.add_slot(&slot.costs);
         let place = self.slots.partition_point(|other| other.at <= slot.at);
         self.slots.insert(place, slot);
     }
 
-    /// Wakes the request `number`, which the last joint slot was booked for, when that slot is due.
-    fn wake_for_last_slot(&mut self, number: Number) {
-        let Some(slot) = self.slots.back() else {
+    /// Wakes the request that a joint slot was booked for when the last slot of its lane is due.
+    fn wake_for_last_slot(&mut self, wanted: &Wanted) {
+        let mut slots = self.slots.iter().rev();
+        let Some(slot) = slots.find(|slot| slot.costs == wanted.costs) else {
             return;
         };
-        if let Some(waiter) = self.waiters.get_mut(number) {
+        if let Some(waiter) = self.waiters.get_mut(wanted.number) {
             waiter.wake_at(slot.at.min(waiter.request.gives_up_at));
         }
     }
@@ -384,8 +456,10 @@ impl State {
     /// Moves the joint slots that no request needs to `unused`, the last ones first. After a
     /// request has left, the requests behind it have the slots before theirs.
     fn trim(&mut self, unused: &mut Vec<JointSlot>) {
-        while self.slots.len() > self.waiters.waiting() {
-            unused.extend(self.slots.pop_back());
+        while let Some(costs) = self.lanes.unneeded() {
+            self.lanes.remove_slot(&costs);
+            let place = self.slots.iter().rposition(|slot| slot.costs == costs);
+            unused.extend(place.and_then(|place| self.slots.remove(place)));
         }
         let without_slot = self.waiters.waiting() - self.slots.len();
         while self.given_up.len() > without_slot {
@@ -407,23 +481,25 @@ impl State {
         wakers: &mut Wakers,
     ) -> PerPart<usize> {
         while let Some(slot) = self.take_due(now, |_| true) {
-            if self.waiters.waiting() == 0 {
+            let Some(first) = self.lanes.first(&slot.costs) else {
                 unused.push(slot);
                 continue;
-            }
+            };
             if slot.until.is_some_and(|until| until <= now) {
                 self.given_up.push(slot);
                 continue;
             }
             let confirm = doubtful(parts, &slot, now);
             if !confirm.is_empty() {
+                self.lanes.add_slot(&slot.costs);
                 self.slots.push_front(slot);
                 return confirm;
             }
-            self.waiters.settle_first(Ok(slot), wakers);
+            self.settle(first, Ok(slot), wakers);
         }
         if let Some(slot) = self.slots.front()
-            && let Some(first) = self.waiters.first_mut()
+            && let Some(first) = self.lanes.first(&slot.costs)
+            && let Some(first) = self.waiters.get_mut(first)
             && first.wakes_at() > slot.at
         {
             first.wake_at(slot.at);
@@ -439,7 +515,9 @@ impl State {
     ) -> Option<JointSlot> {
         let first = self.slots.front()?;
         let is_taken = first.at <= now && is_taken(first);
-        is_taken.then(|| self.slots.pop_front())?
+        let slot = is_taken.then(|| self.slots.pop_front())??;
+        self.lanes.remove_slot(&slot.costs);
+        Some(slot)
     }
 
     /// Registers the task of a request that waits. If it woke too early, it wakes for the next slot.
@@ -469,19 +547,26 @@ impl State {
         let is_kept = |slot: &JointSlot| is_later && Some(slot.at) >= held_until;
         let slots = std::mem::take(&mut self.slots).into_iter();
         let (kept, given_up): (VecDeque<_>, VecDeque<_>) = slots.partition(is_kept);
+        for slot in &given_up {
+            self.lanes.remove_slot(&slot.costs);
+        }
         self.slots = kept;
         self.given_up.extend(given_up);
     }
 
     /// Returns why a request can wait no longer, if that is so.
     fn over(&self, number: Number, settles: bool, now: Instant) -> Option<JointRefusal> {
-        let wait = self.waiters.get(number)?.request;
+        let wait = &self.waiters.get(number)?.request;
         if wait.gives_up_at > now {
             return None;
         }
         // If units may come back, nothing is booked ahead for requests behind the first.
         let has_answer = settles || self.slots.len() >= self.waiters.waiting();
-        let cause = if wait.bound.by_deadline || has_answer {
+        let cause = if let Some((refusal, at)) = self.refused_near {
+            let since = now.saturating_duration_since(at);
+            let wait = refusal.wait.map(|wait| wait.saturating_sub(since));
+            Cause::Wait(Refusal { wait, ..refusal })
+        } else if wait.bound.by_deadline || has_answer {
             Cause::Wait(Refusal::NEVER)
         } else {
             Cause::Failed(StoreError::NoAnswer { waited: ANSWER })
@@ -507,11 +592,10 @@ impl State {
     }
 
     fn next_wanted(&mut self) -> Option<Wanted> {
-        // The requests without a joint slot are the last ones, and mostly few.
-        let without_slot = self.waiters.waiting().checked_sub(self.slots.len())?;
-        let before = without_slot.checked_sub(1)?;
-        let (number, waiter) = self.waiters.iter().rev().nth(before)?;
+        let number = self.lanes.first_without_slot()?;
+        let waiter = self.waiters.get(number)?;
         Some(Wanted {
+            costs: waiter.request.costs.clone(),
             bound: waiter.request.bound,
             held_until: self.held_until,
             scarcest: self.scarcest,

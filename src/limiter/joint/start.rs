@@ -4,16 +4,17 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use super::at_once::{give_up_outer, permit, take_all_at_once};
+use super::at_once::{give_up_at_once, give_up_outer, permit, take_all_at_once};
 use super::waiter::JointWaiter;
-use super::{Part, PartRef, PerPart, give_back_of, to_parts};
+use super::{JointRequest, Part, PartRef, PerPart};
 use crate::clock;
 use crate::error::Limited;
 use crate::events;
 use crate::key::Label;
-use crate::limiter::admission::Entry;
 use crate::limiter::outer::{self, CallId, OuterPermit};
 use crate::limiter::permit::Permit;
+use crate::limiter::reservation::Counting;
+use crate::stats::{Gate, Outcome};
 
 /// What a joint request gets when it enters.
 pub(crate) enum JointStarted {
@@ -22,23 +23,63 @@ pub(crate) enum JointStarted {
     Limited(Limited),
 }
 
-/// Enters a joint request. `label` is the name of its first key.
+/// Enters a joint request, and counts it unless it waits. `label` is the name of its first key.
 pub(crate) fn start(
     parts: &[PartRef<'_>],
     deadline: Option<Instant>,
     label: impl FnOnce() -> Label,
 ) -> JointStarted {
+    match begin(parts, deadline, Counting::Request, label) {
+        (started, true) => started,
+        (started, false) => {
+            count(&parts[0], &started);
+            started
+        }
+    }
+}
+
+/// Enters a joint request, which the caller counts.
+pub(super) fn start_uncounted(
+    parts: &[PartRef<'_>],
+    deadline: Option<Instant>,
+    label: impl FnOnce() -> Label,
+) -> JointStarted {
+    begin(parts, deadline, Counting::Units, label).0
+}
+
+/// Enters a joint request. Returns whether `counting` was done: it is for permits at hand.
+fn begin(
+    parts: &[PartRef<'_>],
+    deadline: Option<Instant>,
+    counting: Counting,
+    label: impl FnOnce() -> Label,
+) -> (JointStarted, bool) {
     if outer::are_known() {
-        return start_inside(parts, deadline, label);
+        return (start_inside(parts, deadline, label), false);
     }
     let now = clock::now();
     let mut slots = PerPart::new();
-    if take_all_at_once(parts, deadline, now, &mut slots) {
+    if take_all_at_once(parts, deadline, counting, now, &mut slots) {
         let parts = parts.iter().copied();
-        return JointStarted::Granted(permit(parts, slots, PerPart::new()));
+        let permit = permit(parts, slots, PerPart::new());
+        return (JointStarted::Granted(permit), true);
     }
-    let parts = to_parts(parts);
-    start_slow(&parts, parts.len(), None, deadline, label(), now)
+    let request = JointRequest::new(parts);
+    let started = start_slow(&request, parts.len(), None, deadline, label(), now);
+    (started, false)
+}
+
+/// Counts a joint request that did not wait, under its first key.
+pub(super) fn count(first: &PartRef<'_>, started: &JointStarted) {
+    let PartRef { core, entry } = first;
+    match started {
+        JointStarted::Granted(permit) if permit.is_uncounted() => {
+            core.count(entry.key, Outcome::Uncounted);
+        }
+        JointStarted::Granted(_) => core.count(entry.key, Outcome::Passed),
+        JointStarted::Limited(limited) => core.refused(entry.key, limited),
+        JointStarted::Waiting(_) => {}
+    }
 }
 
 /// Enters a request that other layers are around.
@@ -52,15 +93,15 @@ fn start_inside(
     let call = CallId::new();
     let now = clock::now();
     let mut slots = PerPart::new();
-    if take_all_at_once(parts, deadline, now, &mut slots) {
+    if take_all_at_once(parts, deadline, Counting::Units, now, &mut slots) {
         if outer::use_all(call, now) {
             let permit = permit(parts.iter().copied(), slots, PerPart::new());
             return JointStarted::Granted(permit.inside(call, outer::first_expiry()));
         }
-        give_back_of(parts.iter().copied(), slots);
+        give_up_at_once(parts, slots);
     }
-    let mut all = to_parts(parts);
-    all.extend(outer::all().iter().filter_map(Part::around));
+    let mut all = JointRequest::new(parts);
+    all.add_outer();
     give_up_outer();
     start_slow(&all, parts.len(), Some(call), deadline, label(), now)
 }
@@ -71,25 +112,30 @@ pub(super) fn renew_outer(
     deadline: Option<Instant>,
     call: CallId,
 ) -> Result<Option<Box<JointWaiter>>, Limited> {
-    let all: PerPart<Part> = outer::all().iter().filter_map(Part::around).collect();
-    let Some(Part { core, entry }) = all.first() else {
+    let mut all = JointRequest::new(&[]);
+    all.add_outer();
+    let Some(Part { core, key, .. }) = all.parts.first() else {
         return Ok(None);
     };
-    let label = core.label(entry.key, None);
+    let label = core.label(*key, None);
     give_up_outer();
-    JointWaiter::enter(&all, 0, Some(call), deadline, label, clock::now()).map(Some)
+    let entered = JointWaiter::enter(&all, 0, Some(call), deadline, label, clock::now());
+    if let Err(limited) = &entered {
+        events::limited(&core.settings.tally, limited);
+    }
+    entered.map(Some)
 }
 
 #[cold]
 pub(super) fn start_slow(
-    parts: &[Part],
+    request: &JointRequest,
     own: usize,
     inside: Option<CallId>,
     deadline: Option<Instant>,
     label: Label,
     now: Instant,
 ) -> JointStarted {
-    let mut waiter = match JointWaiter::enter(parts, own, inside, deadline, label, now) {
+    let mut waiter = match JointWaiter::enter(request, own, inside, deadline, label, now) {
         Ok(waiter) => waiter,
         Err(limited) => return JointStarted::Limited(limited),
     };
@@ -105,25 +151,21 @@ pub(super) fn start_slow(
     }
 }
 
-impl Part {
-    /// Returns the part of the permit of a layer around. `None` if its limiter was dropped.
-    fn around(permit: &OuterPermit) -> Option<Self> {
-        let &OuterPermit {
-            core,
-            key,
-            cost,
-            host,
-            ..
-        } = permit;
-        let entry = Entry {
-            key,
-            cost,
-            deadline: None,
-            host,
-        };
-        Some(Part {
-            core: core.find()?,
-            entry,
-        })
+impl JointRequest {
+    /// Adds the keys of the layers around whose limiters exist.
+    fn add_outer(&mut self) {
+        for permit in outer::all() {
+            let OuterPermit {
+                core,
+                key,
+                cost,
+                host,
+                ..
+            } = permit;
+            if let Some(core) = core.find() {
+                self.parts.push(Part { core, key, host });
+                self.costs.push(cost);
+            }
+        }
     }
 }

@@ -3,17 +3,21 @@
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
-use super::start::{JointStarted, start};
-use super::{Part, PartRef, PerPart, to_parts};
+use super::start::{JointStarted, start_uncounted};
+use super::{JointRequest, Part, PartRef, PerPart};
+use crate::clock;
 use crate::key::Label;
+use crate::limiter::engine::Core;
+use crate::limiter::limited::RefusedRequest;
 use crate::limiter::outer;
 use crate::limiter::permit::Permit;
+use crate::stats::OpenRequest;
 
 /// A request that waits until the permits of the layers around are known: see
 /// [`outer`](crate::limiter::outer).
 #[derive(Debug)]
 pub(crate) struct UntilKnown {
-    parts: PerPart<Part>,
+    request: JointRequest,
     deadline: Option<Instant>,
     label: Label,
     /// Whether the layer around was notified again, when this was polled first.
@@ -30,7 +34,7 @@ impl UntilKnown {
     ) -> Option<Box<Self>> {
         (outer::is_any() && outer::find_mark()).then(|| {
             Box::new(UntilKnown {
-                parts: to_parts(parts),
+                request: JointRequest::new(parts),
                 deadline,
                 label: label(),
                 was_polled: false,
@@ -38,11 +42,25 @@ impl UntilKnown {
         })
     }
 
+    /// Returns the request for its error.
+    pub(in crate::limiter) fn refused_request(&self) -> RefusedRequest {
+        let limit = self.request.parts[0].core.limit_name();
+        RefusedRequest::new(self.label.clone(), limit, clock::now())
+    }
+
+    /// Makes the request that waits, to be counted under its first key.
+    pub(in crate::limiter) fn open_request(&self) -> OpenRequest<Core> {
+        let Part { core, key, .. } = &self.request.parts[0];
+        OpenRequest::new(core.clone(), *key, clock::now())
+    }
+
     /// Enters the request, once the permits of the layers around are known.
     pub(in crate::limiter) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<JointStarted> {
         ready!(poll_known(&mut self.was_polled, cx));
-        let parts: PerPart<PartRef<'_>> = self.parts.iter().map(Part::as_ref).collect();
-        Poll::Ready(start(&parts, self.deadline, || self.label.clone()))
+        let parts: PerPart<PartRef<'_>> = self.request.refs().collect();
+        Poll::Ready(start_uncounted(&parts, self.deadline, || {
+            self.label.clone()
+        }))
     }
 
     /// Gives back a permit that has expired. The request enters again when it is polled.

@@ -9,12 +9,18 @@ use std::time::Instant;
 use super::at_once::{give_up_outer, permit};
 use super::confirmation::doubtful;
 use super::set::JointSet;
-use super::{Cause, JointRefusal, JointSlot, Part, PerPart, max_wait};
+use super::{
+    Cause, Costs, JointRefusal, JointRequest, JointSlot, Part, PerPart, add_units, give_back_units,
+    max_wait,
+};
 use crate::clock;
+use crate::cost::Cost;
 use crate::error::{Limited, Reason, StoreError};
 use crate::events;
-use crate::key::Label;
+use crate::key::{Key, Label};
 use crate::limiter::admission::{self, Admission};
+use crate::limiter::counting;
+use crate::limiter::engine::Core;
 use crate::limiter::holds;
 use crate::limiter::hosts::host_hold;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
@@ -24,6 +30,7 @@ use crate::limiter::permit::Permit;
 use crate::limiter::queue::{Number, next_number};
 use crate::limiter::reservation::WaitBound;
 use crate::limiter::sent::PastWait;
+use crate::stats::OpenRequest;
 use crate::store::Refusal;
 use crate::wait_queue::answer_by;
 
@@ -33,6 +40,7 @@ pub(crate) struct JointWaiter {
     set: Arc<JointSet>,
     /// Its number in the queue of the set. It also watches the holds of its keys under this number.
     number: Number,
+    costs: Costs,
     bound: WaitBound,
     stage: Stage,
     /// Its in-flight slots by part.
@@ -65,8 +73,8 @@ enum Stage {
 /// Asks the stores about holds of hosts for which this process has no state. Another process may
 /// know of a hold.
 fn inquire_hosts(parts: &[Part], now: Instant) {
-    for Part { core, entry } in parts {
-        if let Some(hold) = host_hold(entry.key, entry.host)
+    for Part { core, key, host } in parts {
+        if let Some(hold) = host_hold(*key, *host)
             && core.states.find(hold, |_| ()).is_none()
         {
             holds::inquire(core, hold, now);
@@ -75,14 +83,27 @@ fn inquire_hosts(parts: &[Part], now: Instant) {
 }
 
 /// Returns why a request cannot be granted whatever the store says, and the part that refuses it.
-fn unfit(parts: &[Part], own: usize, bound: WaitBound, now: Instant) -> Option<(usize, Reason)> {
+fn unfit(
+    request: &JointRequest,
+    own: usize,
+    bound: WaitBound,
+    now: Instant,
+) -> Option<(usize, Reason)> {
+    let JointRequest { parts, costs } = request;
     for (index, part) in parts.iter().enumerate() {
-        let (cost, largest) = (
-            part.entry.cost,
-            part.core.settings.spec.quota().largest_cost(),
-        );
+        let cost = costs[index];
+        let largest = part.core.settings.spec.quota().largest_cost();
         if cost > largest {
-            return Some((index, Reason::CostAboveLimit { cost, largest }));
+            let unit = part.core.unit().unwrap_or(Cost::REQUESTS);
+            let reason = Reason::CostAboveLimit {
+                cost,
+                largest,
+                unit,
+            };
+            return Some((index, reason));
+        }
+        if index < own && part.core.settings.tally.is_draining() {
+            return Some((index, Reason::Draining));
         }
         if index < own && parts[..index].iter().any(|other| other.is_same(part)) {
             return Some((index, Reason::SameKey));
@@ -94,14 +115,14 @@ fn unfit(parts: &[Part], own: usize, bound: WaitBound, now: Instant) -> Option<(
 /// Returns the numbers of the parts with limits of calls in flight. A request takes its in-flight
 /// slots in this order, the narrowest limit first, so that requests with other parts never wait for
 /// each other in a circle.
-fn in_flight_order(parts: &[Part]) -> PerPart<usize> {
+fn in_flight_order(parts: &[Part], costs: &[u32]) -> PerPart<usize> {
     let mut order: PerPart<usize> = (0..parts.len())
-        .filter(|part| parts[*part].core.in_flight.is_some() && parts[*part].entry.cost > 0)
+        .filter(|part| parts[*part].core.in_flight.is_some() && costs[*part] > 0)
         .collect();
     order.sort_by_key(|part| {
-        let Part { core, entry, .. } = &parts[*part];
+        let Part { core, key, .. } = &parts[*part];
         let limit = core.in_flight.as_ref().map(|calls| calls.limit());
-        (limit, entry.key, core.id)
+        (limit, *key, core.id)
     });
     order
 }
@@ -109,17 +130,18 @@ fn in_flight_order(parts: &[Part]) -> PerPart<usize> {
 impl Part {
     /// Returns whether two parts would count a request twice under one key.
     fn is_same(&self, other: &Part) -> bool {
-        self.entry.key == other.entry.key
-            && (self.core.id == other.core.id || self.has_store_of(other))
+        self.key == other.key && (self.core.id == other.core.id || self.has_store_of(other))
     }
+}
 
-    /// Returns the name of the key of part `index`. `first` is that of the first part.
-    fn label(&self, index: usize, first: &Label) -> Label {
-        if index == 0 {
-            first.clone()
-        } else {
-            self.core.label(self.entry.key, None)
-        }
+/// Returns the name of the key of a part. `first` is that of the first part. Parts that count several
+/// units of one key have one name.
+fn label_of(parts: &[Part], part: usize, first: &Label) -> Label {
+    let is_further_unit = |part: &&Part| part.core.settings.is_further_unit;
+    let further = parts[..=part].iter().rev().take_while(is_further_unit);
+    match part - further.count() {
+        0 => first.clone(),
+        of_key => parts[of_key].core.label(parts[of_key].key, None),
     }
 }
 
@@ -130,24 +152,24 @@ impl JointWaiter {
     ///
     /// The error of a request that cannot wait.
     pub(super) fn enter(
-        parts: &[Part],
+        request: &JointRequest,
         own: usize,
         inside: Option<CallId>,
         deadline: Option<Instant>,
         label: Label,
         now: Instant,
     ) -> Result<Box<Self>, Limited> {
+        let parts = &request.parts;
         let bound = WaitBound::new(deadline, now, max_wait(parts));
-        if let Some((part, reason)) = unfit(parts, own, bound, now) {
-            let refused = {
-                let Part { core, .. } = &parts[part];
-                RefusedRequest::new(parts[part].label(part, &label), core.settings.name, now)
-            };
+        if let Some((part, reason)) = unfit(request, own, bound, now) {
+            let limit = parts[part].core.limit_name();
+            let refused = RefusedRequest::new(label_of(parts, part, &label), limit, now);
             return Err(refused.refuse(reason, Refusal::NEVER, now));
         }
         inquire_hosts(parts, now);
         let mut waiter = Box::new(JointWaiter {
-            set: parts[0].core.joint.find(parts),
+            set: parts[0].core.joint.find(request),
+            costs: request.costs.clone(),
             number: next_number(),
             bound,
             stage: Stage::Done,
@@ -167,6 +189,29 @@ impl JointWaiter {
     /// Reports that the request waits.
     pub(super) fn note_wait(&self) {
         events::waiting(&self.label, self.set.waiting());
+        let Part { core, key, .. } = &self.set.parts[0];
+        counting::note_label(core, *key, &self.label);
+    }
+
+    /// Returns the request for its error.
+    pub(in crate::limiter) fn refused_request(&self) -> RefusedRequest {
+        RefusedRequest {
+            label: self.label.clone(),
+            limit: self.set.parts[0].core.limit_name(),
+            since: self.since,
+            turns: self.turns,
+        }
+    }
+
+    /// Makes the request that waits, to be counted under its first key.
+    pub(in crate::limiter) fn open_request(&self) -> OpenRequest<Core> {
+        let Part { core, key, .. } = &self.set.parts[0];
+        OpenRequest::new(core.clone(), *key, self.since)
+    }
+
+    /// Reports an error that is not that of a request: the permits of layers around were not renewed.
+    pub(super) fn report(&self, limited: &Limited) {
+        events::limited(&self.set.parts[0].core.settings.tally, limited);
     }
 
     /// Waits again, in its old place, because `permit` expired before it could be used.
@@ -177,10 +222,12 @@ impl JointWaiter {
         if self.inside.is_some() {
             give_up_outer();
         }
+        give_back_units(&self.set.parts, &slots);
         // The parts of layers around have no slot here.
         slots.resize(self.set.parts.len(), None);
         self.enter_again(now);
         self.set.give_up(JointSlot {
+            costs: self.costs.clone(),
             slots,
             at: now,
             until: None,
@@ -197,19 +244,20 @@ impl JointWaiter {
             self.bound.latest = self.bound.latest.max(now);
         }
         self.stage = Stage::Slot;
-        self.set.enter(self.number, self.bound, usize::MAX, now);
+        self.set
+            .enter(self.number, &self.costs, self.bound, usize::MAX, now);
     }
 
     /// Takes the in-flight slots from the `next` one on. Then enters the queue of the set.
     ///
     /// Returns the admission that stops the request, and the part that does.
     fn take_in_flight_slots(&mut self, next: usize, now: Instant) -> Option<(usize, Admission)> {
-        let order = in_flight_order(&self.set.parts[..self.own]);
+        let order = self.in_flight_order();
         for (index, &part) in order.iter().enumerate().skip(next) {
-            let Part { core, entry, .. } = &self.set.parts[part];
+            let &Part { ref core, key, .. } = &self.set.parts[part];
             let number = next_number();
             let impatient = self.bound.latest <= now;
-            match in_flight_slot::enter(core, entry.key, number, impatient, now) {
+            match in_flight_slot::enter(core, key, number, impatient, now) {
                 Ok(None) => {
                     self.stage = Stage::InFlight {
                         next: index,
@@ -219,7 +267,7 @@ impl JointWaiter {
                     return None;
                 }
                 Ok(Some(settled)) => {
-                    match admission::in_flight_slot_settled(core, entry.key, self.bound, settled) {
+                    match admission::in_flight_slot_settled(core, key, self.bound, settled) {
                         Ok(slot) => self.in_flight[part] = slot,
                         Err(stopped) => return Some((part, stopped)),
                     }
@@ -237,7 +285,11 @@ impl JointWaiter {
             .map(|part| part.core.settings.max_queue);
         let max_queue = queues.min().unwrap_or(usize::MAX);
         self.stage = Stage::Slot;
-        if self.set.enter(self.number, self.bound, max_queue, now) {
+        let costs = &self.costs;
+        if self
+            .set
+            .enter(self.number, costs, self.bound, max_queue, now)
+        {
             return None;
         }
         self.stage = Stage::Done;
@@ -245,17 +297,28 @@ impl JointWaiter {
         Some((0, Admission::Refused(reason, Refusal::NEVER)))
     }
 
+    /// Returns the keys whose holds stop the request, each with its part: those that the request costs
+    /// something of.
+    fn hold_keys(&self) -> impl Iterator<Item = (usize, &Part, Key)> {
+        let parts = self.set.parts.iter().enumerate();
+        let parts = parts.filter(|(index, _)| self.costs[*index] > 0);
+        parts.flat_map(|(index, part)| part.hold_keys().map(move |key| (index, part, key)))
+    }
+
+    /// See [`in_flight_order`].
+    fn in_flight_order(&self) -> PerPart<usize> {
+        in_flight_order(&self.set.parts[..self.own], &self.costs)
+    }
+
     /// Watches the holds of all keys. Returns the latest end, and the part whose key it holds.
     ///
     /// A key whose hold is watched keeps its state. Otherwise the state of one key could be evicted
     /// for that of another one, and the slots of both would never be known at one moment.
     fn watch_holds(&self, now: Instant, cx: &Context<'_>) -> Option<(Instant, usize)> {
-        let parts = self.set.parts.iter().enumerate();
-        let ends = parts.flat_map(|(index, part)| {
-            part.hold_keys().filter_map(move |key| {
-                let left = holds::watch(&part.core, key, self.number, now, cx)?;
-                Some((clock::after(now, left), index))
-            })
+        let keys = self.hold_keys();
+        let ends = keys.filter_map(|(index, part, key)| {
+            let left = holds::watch(&part.core, key, self.number, now, cx)?;
+            Some((clock::after(now, left), index))
         });
         ends.max()
     }
@@ -275,10 +338,9 @@ impl JointWaiter {
         let is_in_time = slot.until.is_none_or(|until| now < until);
         is_in_time
             && doubtful(&self.set.parts, slot, now).is_empty()
-            && self.set.parts.iter().all(|part| {
-                let mut keys = part.hold_keys();
-                keys.all(|key| holds::pass(&part.core, key, now).is_ok())
-            })
+            && self
+                .hold_keys()
+                .all(|(_, part, key)| holds::pass(&part.core, key, now).is_ok())
     }
 
     /// Ends the wait with the permit.
@@ -286,29 +348,37 @@ impl JointWaiter {
         self.stage = Stage::Done;
         self.turns += 1;
         if let Some((part, cause)) = &slot.uncounted {
-            events::passed(&self.set.parts[*part].label(*part, &self.label), cause);
+            let of_part = &self.set.parts[*part];
+            let label = label_of(&self.set.parts, *part, &self.label);
+            events::passed(&of_part.core.settings.tally, &label, cause);
         }
+        let is_uncounted = slot.uncounted.is_some();
+        add_units(&self.set.parts, &slot.slots);
         let parts = &self.set.parts;
         let mut slots = slot.slots;
         if let Some(call) = self.inside {
             outer::renew(slots.drain(self.own..), call);
         }
         let in_flight = std::mem::take(&mut self.in_flight);
-        let own = parts[..self.own].iter().map(Part::as_ref);
+        let own = parts[..self.own].iter().zip(&self.costs);
+        let own = own.map(|(part, cost)| part.with_cost(*cost));
         let mut permit = permit(own, slots, in_flight);
         if let Some(call) = self.inside {
             permit = permit.inside(call, outer::first_expiry());
         }
         let waited = now.saturating_duration_since(self.since);
-        if waited.is_zero() {
+        if waited.is_zero() && !is_uncounted {
             return permit;
         }
-        events::waited(&self.label, waited, self.turns);
+        if !waited.is_zero() {
+            events::waited(&self.label, waited, self.turns);
+        }
         permit.after(PastWait {
             label: self.label.clone(),
             waited,
             turns: self.turns,
-            host: parts[0].entry.host,
+            host: parts[0].host,
+            is_uncounted,
         })
     }
 
@@ -332,8 +402,8 @@ impl JointWaiter {
     fn stopped(&mut self, part: usize, admission: Admission, now: Instant) -> Limited {
         self.leave();
         let request = RefusedRequest {
-            label: self.set.parts[part].label(part, &self.label),
-            name: self.set.parts[part].core.settings.name,
+            label: label_of(&self.set.parts, part, &self.label),
+            limit: self.set.parts[part].core.limit_name(),
             since: self.since,
             turns: self.turns,
         };
@@ -354,24 +424,21 @@ impl JointWaiter {
         } = self.stage
         {
             let now = clock::now();
-            let part = in_flight_order(&self.set.parts[..self.own])[next];
-            let Part { core, entry, .. } = &self.set.parts[part];
-            let settled = ready!(in_flight_slot::poll(
-                core, entry.key, number, until, now, cx
-            ));
+            let part = self.in_flight_order()[next];
+            let &Part { ref core, key, .. } = &self.set.parts[part];
+            let settled = ready!(in_flight_slot::poll(core, key, number, until, now, cx));
             self.stage = Stage::Done;
             if self.bound.is_none {
                 // `max_wait` is zero, so the request waited only for the answer of the store.
                 self.bound.latest = self.bound.latest.max(now);
             }
-            let stopped =
-                match admission::in_flight_slot_settled(core, entry.key, self.bound, settled) {
-                    Ok(slot) => {
-                        self.in_flight[part] = slot;
-                        self.take_in_flight_slots(next + 1, now)
-                    }
-                    Err(stopped) => Some((part, stopped)),
-                };
+            let stopped = match admission::in_flight_slot_settled(core, key, self.bound, settled) {
+                Ok(slot) => {
+                    self.in_flight[part] = slot;
+                    self.take_in_flight_slots(next + 1, now)
+                }
+                Err(stopped) => Some((part, stopped)),
+            };
             if let Some((part, admission)) = stopped {
                 return Poll::Ready(Err(self.stopped(part, admission, now)));
             }
@@ -383,9 +450,9 @@ impl JointWaiter {
     fn leave(&mut self) {
         match std::mem::replace(&mut self.stage, Stage::Done) {
             Stage::InFlight { next, number, .. } => {
-                let part = in_flight_order(&self.set.parts[..self.own])[next];
-                let Part { core, entry, .. } = &self.set.parts[part];
-                in_flight_slot::leave(core, entry.key, number);
+                let part = self.in_flight_order()[next];
+                let Part { core, key, .. } = &self.set.parts[part];
+                in_flight_slot::leave(core, *key, number);
             }
             Stage::Slot => self.set.leave(self.number),
             Stage::Done => {}
@@ -425,7 +492,7 @@ impl JointWaiter {
             if self.may_leave(&slot, now) {
                 let parts = self.set.parts.iter().zip(&slot.slots);
                 for (part, _) in parts.filter(|(_, slot)| slot.is_some()) {
-                    part.as_ref().ended(now, true);
+                    part.ended(now, true);
                 }
                 return Poll::Ready(Ok((slot, now)));
             }
@@ -439,15 +506,14 @@ impl JointWaiter {
         let (slot, _) = ready!(self.poll_slot(cx))?;
         self.stage = Stage::Done;
         let call = self.inside.unwrap_or_else(CallId::new);
+        add_units(&self.set.parts, &slot.slots);
         outer::renew(slot.slots.into_iter(), call);
         Poll::Ready(Ok(call))
     }
 
     fn unwatch_holds(&self) {
-        for part in &self.set.parts {
-            for key in part.hold_keys() {
-                holds::leave(&part.core, key, self.number);
-            }
+        for (_, part, key) in self.hold_keys() {
+            holds::leave(&part.core, key, self.number);
         }
     }
 }

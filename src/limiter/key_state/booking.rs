@@ -209,7 +209,7 @@ impl KeyState {
             latest = latest.min(near_booking::latest(ctx.now));
         }
         let mut returns = std::mem::take(&mut queue.returns);
-        let prefetch = if *prefetches {
+        let prefetch = if *prefetches && !ctx.is_draining {
             self.prefetched
                 .order(ctx.spec, self.store.prefetch_life(ctx.spec), ctx.now)
         } else {

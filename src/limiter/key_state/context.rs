@@ -35,6 +35,8 @@ pub(in crate::limiter) struct KeyContext<'a> {
     pub(in crate::limiter) settles: bool,
     /// The longest hold that a response of the upstream can set.
     pub(in crate::limiter) max_hold: Duration,
+    /// Whether the limiter is drained, so that no permit may be at hand.
+    pub(in crate::limiter) is_draining: bool,
     /// What this visit leaves to do.
     pub(in crate::limiter) work: Work,
 }

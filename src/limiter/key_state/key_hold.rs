@@ -46,6 +46,9 @@ pub(in crate::limiter) struct NewHold {
     pub(in crate::limiter) is_sent: bool,
 }
 
+/// A hold that arrives from the store within this time is the one that this process has sent.
+const JUST_SENT: Duration = Duration::from_millis(100);
+
 /// The shortest time between two refusals that this process sends to the store, unless the hold is
 /// longer by a tenth.
 const SEND_AGAIN: Duration = Duration::from_secs(1);
@@ -82,6 +85,12 @@ impl KeyHold {
     /// Returns for how long the key is on hold.
     pub(in crate::limiter) fn left(&self, now: Instant) -> Option<Duration> {
         self.details.as_ref()?.hold.left(now)
+    }
+
+    /// Returns whether this process has sent a hold of the key at `now`.
+    pub(in crate::limiter) fn was_sent_at(&self, now: Instant) -> bool {
+        let sent_at = self.details.as_ref().and_then(|details| details.sent_at);
+        sent_at.is_some_and(|sent| now.saturating_duration_since(sent) < JUST_SENT)
     }
 
     /// Returns how often holds of the key were released.

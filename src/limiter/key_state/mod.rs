@@ -54,13 +54,14 @@ use std::time::{Duration, Instant};
 
 use super::prefetched::Prefetched;
 use super::queue::{Gathering, Queue};
-use super::reservation::Reservation;
+use super::reservation::{Counting, Reservation};
 use super::unlocked::UnlockedPermits;
 use crate::clock;
 use crate::key_map::Evict;
 use crate::limit::{Charge, LimitSpec, UnusedPermits};
 use crate::quota::Limit;
 use crate::signal::Signal;
+use crate::stats::KeyCounts;
 use crate::store::{HoldState, Lease};
 use crate::wakers::Wakers;
 
@@ -72,7 +73,7 @@ pub(super) use joint_ask::{
 };
 pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use probation::is_any_uncertain;
-pub(super) use quota_match::{is_of_use, states_limit_of};
+pub(super) use quota_match::{counts, is_of_use, names_unit, states_limit_of};
 pub use stated_limits::{HeaderTrust, StatedLimit};
 use store_view::{Observed, StoreView, slot};
 pub(super) use ticket::Ticket;
@@ -88,6 +89,8 @@ pub(super) struct KeyState {
     /// The waiters, and the call to the store for them. Present only while requests wait, a call is
     /// under way or a result is to be collected.
     queue: Option<Box<Queue>>,
+    /// What the requests of the key have done.
+    pub(super) counts: KeyCounts,
     /// The permits at hand.
     prefetched: Prefetched,
     /// What this process knows of its store.
@@ -132,6 +135,7 @@ impl KeyState {
         KeyState {
             prefetched: Prefetched::new(now),
             queue: None,
+            counts: KeyCounts::default(),
             store: StoreView::new(life),
             hold: KeyHold::default(),
             upstream: UpstreamView::default(),
@@ -160,11 +164,31 @@ impl KeyState {
         }
     }
 
-    /// Takes a permit at hand for a request that leaves at once, if no request waits for one.
-    /// Returns whether it did.
+    /// Takes a permit at hand for a request that leaves at once, if no request waits for one, and
+    /// counts the request. Returns whether it did.
     #[inline]
     pub(super) fn spend(&mut self, cost: u32, now: Instant) -> bool {
-        self.waiting() == 0 && self.prefetched.spend(cost, now)
+        let is_spent = self.waiting() == 0 && self.prefetched.spend(cost, now);
+        if is_spent {
+            self.counts.pass(cost);
+        }
+        is_spent
+    }
+
+    /// Takes a permit at hand as [`take`](Self::take) does, and counts it.
+    #[inline]
+    pub(super) fn take_at_once(
+        &mut self,
+        cost: u32,
+        counting: Counting,
+        now: Instant,
+    ) -> Option<Reservation> {
+        let slot = self.take(cost, now)?;
+        match counting {
+            Counting::Request => self.counts.pass(cost),
+            Counting::Units => self.counts.add_units(u64::from(cost)),
+        }
+        Some(slot)
     }
 
     /// Begins a visit: takes back the permits that threads could take without a lock.
@@ -187,7 +211,7 @@ impl KeyState {
         self.probe_comes_back();
         self.store.forget_refusal();
         let Some(queue) = &mut self.queue else {
-            if is_held || !self.prefetched.put(&slot, ctx.now) {
+            if is_held || ctx.is_draining || !self.prefetched.put(&slot, ctx.now) {
                 ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
             }
             return;
@@ -278,7 +302,8 @@ impl KeyState {
         self.store.forget_refusal();
         self.hold.wake_all(&mut ctx.work.wakers);
         self.obey_hold(ctx.now, &mut ctx.work.wakers);
-        let is_held = self.hold.left(ctx.now).is_some();
+        let left = self.hold.left(ctx.now);
+        let is_held = left.is_some();
         if let Some(queue) = &mut self.queue {
             // The waiters book again when the hold ends, by what is allowed then. So slots after
             // the hold are given up as well. A bucket is an exception: it cannot take back a single
@@ -288,8 +313,10 @@ impl KeyState {
             if !is_held || !ctx.spec.quota().limits().iter().any(is_paced) {
                 queue.give_up_slots();
             }
-            // After a release, the next call does not wait for the end of the hold.
-            if !is_held {
+            // After a release, the next call does not wait for the end of the hold. After a new hold
+            // it waits no longer than that, although it may have been put off for a probe.
+            let held_until = clock::after(ctx.now, left.unwrap_or_default());
+            if !is_held || queue.gathering.ends_after(held_until) {
                 queue.gathering.end();
             }
         }
@@ -307,6 +334,21 @@ impl KeyState {
         let queue = self.queue.get_or_insert_default();
         queue.returns.extend(unused);
         queue.withdraw(clock::after(now, left), now, wakers);
+    }
+
+    /// Ends the use of the key in this process: gives back the permits at hand, and refuses the requests
+    /// whose slot is later than `by`. Returns the units given back.
+    pub(super) fn stop(&mut self, ctx: &mut KeyContext<'_>, by: Instant) -> u64 {
+        let unused = self.take_prefetched();
+        if let Some(unused) = unused {
+            ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
+        }
+        if let Some(queue) = &mut self.queue {
+            queue.end_by(by, &mut ctx.work.wakers);
+            self.step(ctx, None);
+            self.close(ctx);
+        }
+        unused.map_or(0, |unused| unused.units)
     }
 
     /// Notes that a permit was given back unused. If it was the probe's, another request may be the
@@ -468,8 +510,14 @@ impl KeyState {
             if let Some(unused) = self.prefetched.clear() {
                 ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
             }
-            self.prefetched
-                .fill(&slot(lease, grant, (bounds.0, bounds.0)));
+            let permits = slot(lease, grant, (bounds.0, bounds.0));
+            if ctx.is_draining {
+                // The call was sent before the drain.
+                self.store.forget(&[permits.unused()]);
+                ctx.store.give_back(ctx.key, ctx.spec, &[permits.unused()]);
+            } else {
+                self.prefetched.fill(&permits);
+            }
         }
         bounds
     }

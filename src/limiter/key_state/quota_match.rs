@@ -1,5 +1,6 @@
 //! Which quota of a response is about a limit, and how much of the limit it states is left.
 
+use crate::cost::Cost;
 use crate::limit::LimitSpec;
 use crate::quota::Limit;
 use crate::signal::{ObservedQuota, Signal};
@@ -52,11 +53,35 @@ pub(super) fn names_no_limit(quota: &ObservedQuota) -> bool {
     quota.name().is_none() && quota.limit().is_none() && quota.window().is_none()
 }
 
-/// Returns whether a quota is about `limit`. A quota of another unit than requests, such as tokens,
-/// is so only if it is as large.
+/// Returns whether a quota counts the units of limits that count `unit`. `None` stands for requests.
+pub(in crate::limiter) fn counts(quota: &ObservedQuota, unit: Option<&str>) -> bool {
+    match unit {
+        None => quota.unit() == Cost::REQUESTS,
+        Some(unit) => names_unit(quota, unit) || is_same_word(quota.unit(), unit),
+    }
+}
+
+/// Returns whether the name of a quota is `unit`, such as `input-tokens` for `input_tokens`.
+pub(in crate::limiter) fn names_unit(quota: &ObservedQuota, unit: &str) -> bool {
+    quota.name().is_some_and(|name| is_same_word(name, unit))
+}
+
+/// Returns whether two words differ at most in case, and in `-` or `_`.
+fn is_same_word(one: &str, other: &str) -> bool {
+    let plain = |byte: u8| match byte {
+        b'-' => b'_',
+        byte => byte.to_ascii_lowercase(),
+    };
+    one.bytes().map(plain).eq(other.bytes().map(plain))
+}
+
+/// Returns whether a quota is about `limit`. Limits that count requests are also meant by a quota of
+/// another unit, such as tokens, if it is as large: their unit may be one that has no name here.
 fn is_about(quota: &ObservedQuota, limit: Limit, spec: &LimitSpec) -> bool {
     let is_as_large = quota.limit() == Some(u64::from(limit.largest_cost()));
-    if quota.unit() == "percent" || (quota.unit() != "requests" && !is_as_large) {
+    let unit = spec.quota().unit();
+    let may_be_meant = counts(quota, unit) || (unit.is_none() && is_as_large);
+    if quota.unit() == "percent" || !may_be_meant {
         return false;
     }
     match (limit, quota.window(), quota.limit()) {

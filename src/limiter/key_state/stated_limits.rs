@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::quota_match::counts;
 use crate::clock;
 use crate::limit::LimitSpec;
 use crate::quota::{Limit, Quota, Slacks};
@@ -90,7 +91,8 @@ const MOST: usize = 4;
 const MOST_CHANGES: usize = 6;
 
 impl StatedLimit {
-    /// Returns the limit that a quota states, if it counts requests and is valid as a limit.
+    /// Returns the limit that a quota states, if it counts what the limits of `spec` count and is valid
+    /// as a limit.
     fn of(quota: &ObservedQuota, spec: &LimitSpec, now: Instant) -> Option<StatedLimit> {
         let (count, window) = (u32::try_from(quota.limit()?).ok()?, quota.window()?);
         let limit = Limit::Sliding { count, window };
@@ -100,7 +102,7 @@ impl StatedLimit {
             rate_loss: Slacks::RATE_LOSS,
         };
         let makes_sense =
-            quota.unit() == "requests" && Quota::new(count, window).check(slacks).is_ok();
+            counts(quota, spec.quota().unit()) && Quota::new(count, window).check(slacks).is_ok();
         // It applies for as long as the upstream states it again within this time.
         let lasts = window
             .saturating_mul(10)
@@ -141,7 +143,10 @@ impl StatedLimits {
         };
         let room = Quota::MOST_LIMITS - base.map_or(0, |base| base.limits().len());
         let stated = limits.iter().take(room).map(|stated| stated.limit);
-        let stated = stated.map(|limit| Quota::new(limit.count(), limit.window()));
+        let stated = stated.map(|limit| {
+            let stated = Quota::new(limit.count(), limit.window());
+            quota.unit().map_or(stated, |unit| stated.of(unit))
+        });
         let rates = base
             .into_iter()
             .chain(stated)

@@ -222,6 +222,23 @@ impl CostClass {
         self.enter_from(until);
     }
 
+    /// Lets no request wait for longer than `by`. Refuses those whose slot is later.
+    pub(super) fn end_by(&mut self, by: Instant, wakers: &mut Wakers) {
+        for waiter in self.waiters.iter_mut() {
+            let wait = &mut waiter.request;
+            wait.bound.latest = wait.bound.latest.min(by);
+            wait.bound.by_deadline = true;
+            wait.gives_up_at = wait.gives_up_at.min(by);
+        }
+        let each_permit = |slot: &Reservation| std::iter::repeat_n(slot.at, slot.count as usize);
+        let mut slots = self.slots.iter().flat_map(each_permit);
+        let refuse = |_, _: &SlotWait| {
+            let is_late = slots.next().is_some_and(|slot| slot > by);
+            is_late.then_some(Settled::Refused(Refusal::NEVER))
+        };
+        self.waiters.settle_where(refuse, wakers);
+    }
+
     /// Pauses calls to a store that decides nothing before `until`. Refuses with `refusal` the
     /// waiters without a slot that cannot wait until then.
     pub(super) fn pause(&mut self, until: Instant, refusal: Refusal, wakers: &mut Wakers) {

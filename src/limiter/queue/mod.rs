@@ -329,6 +329,14 @@ impl Queue {
         }
     }
 
+    /// Lets no request wait for longer than `by`. Refuses those whose slot is later.
+    pub(super) fn end_by(&mut self, by: Instant, wakers: &mut Wakers) {
+        for class in self.classes.values_mut() {
+            class.end_by(by, wakers);
+        }
+        self.latest = self.latest.map(|latest| latest.min(by));
+    }
+
     /// Returns all slots that are booked.
     pub(super) fn give_up_slots(&mut self) {
         for class in self.classes.values_mut() {

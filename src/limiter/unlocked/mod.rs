@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::prefetched::Prefetched;
-use super::reservation::Reservation;
+use super::reservation::{Counting, Reservation};
 
 /// The permits of one slot that threads take without a lock.
 pub(super) struct UnlockedPermits {
@@ -32,6 +32,13 @@ pub(super) struct UnlockedPermits {
     slot: AtomicU64,
     stamp: AtomicU64,
     incarnation: AtomicU64,
+    /// The units of the offer. Changes only under the lock of the state.
+    offered: AtomicU64,
+    /// The units that were taken, of all past offers. Changes only under the lock of the state.
+    used: AtomicU64,
+    /// How many more units were taken than requests counted. So a request of one unit is counted
+    /// without another step.
+    uncounted: AtomicU64,
     /// The moment from which the expiry is counted.
     since: Instant,
 }
@@ -55,13 +62,47 @@ impl UnlockedPermits {
             slot: AtomicU64::new(0),
             stamp: AtomicU64::new(0),
             incarnation: AtomicU64::new(0),
+            offered: AtomicU64::new(0),
+            used: AtomicU64::new(0),
+            uncounted: AtomicU64::new(0),
             since,
         }
     }
 
-    /// Takes the units of a request that leaves at once. Returns whether there were enough.
+    /// Takes the units of a request that leaves at once, and counts it. Returns whether there were
+    /// enough.
     #[inline]
     pub(super) fn spend(&self, cost: u32, now: Instant) -> bool {
+        if cost == 1 {
+            self.spend_units(cost, now)
+        } else {
+            let extra = u64::from(cost) - 1;
+            self.with_uncounted(extra, || self.spend_units(cost, now).then_some(()))
+                .is_some()
+        }
+    }
+
+    /// Runs `take`, which takes `extra` more units than the requests that it counts. They are noted
+    /// before, so that never more requests are counted than there were.
+    fn with_uncounted<T>(&self, extra: u64, take: impl FnOnce() -> Option<T>) -> Option<T> {
+        self.uncounted.fetch_add(extra, Ordering::Relaxed);
+        let taken = take();
+        if taken.is_none() {
+            self.uncounted.fetch_sub(extra, Ordering::Relaxed);
+        }
+        taken
+    }
+
+    /// Returns the requests that were counted here, and the units that were taken. The caller has
+    /// collected what was left of the last offer.
+    pub(super) fn counts(&self) -> (u64, u64) {
+        let used = self.used.load(Ordering::Relaxed);
+        let uncounted = self.uncounted.load(Ordering::Relaxed);
+        (used.saturating_sub(uncounted), used)
+    }
+
+    #[inline]
+    fn spend_units(&self, cost: u32, now: Instant) -> bool {
         let mut word = self.word.load(Ordering::Relaxed);
         while self.has(word, cost, now) {
             match self.take_from(word, cost) {
@@ -72,9 +113,22 @@ impl UnlockedPermits {
         false
     }
 
-    /// Takes a permit.
+    /// Takes a permit. Counts a request, or only its units.
     #[inline]
-    pub(super) fn take(&self, cost: u32, now: Instant) -> Option<Reservation> {
+    pub(super) fn take(&self, cost: u32, counting: Counting, now: Instant) -> Option<Reservation> {
+        let extra = match counting {
+            Counting::Request => u64::from(cost) - 1,
+            Counting::Units => u64::from(cost),
+        };
+        if extra == 0 {
+            self.take_units(cost, now)
+        } else {
+            self.with_uncounted(extra, || self.take_units(cost, now))
+        }
+    }
+
+    #[inline]
+    fn take_units(&self, cost: u32, now: Instant) -> Option<Reservation> {
         let mut word = self.word.load(Ordering::Acquire);
         while self.has(word, cost, now) {
             let slot = self.slot.load(Ordering::Relaxed);
@@ -127,6 +181,8 @@ impl UnlockedPermits {
             .store(permits.incarnation, Ordering::Relaxed);
         let last = self.word.load(Ordering::Relaxed);
         let offer = last.wrapping_add(1 << UNITS_BITS) & OFFER;
+        self.offered
+            .store(u64::from(permits.count), Ordering::Relaxed);
         let word = until << (UNITS_BITS + OFFER_BITS) | offer | u64::from(permits.count);
         self.word.store(word, Ordering::Release);
     }
@@ -135,7 +191,12 @@ impl UnlockedPermits {
     pub(super) fn collect(&self, prefetched: &mut Prefetched) {
         // The number of the offer stays.
         let word = self.word.fetch_and(OFFER, Ordering::AcqRel);
-        prefetched.put_units((word & UNITS) as u32);
+        let left = word & UNITS;
+        prefetched.put_units(left as u32);
+        let taken = self.offered.load(Ordering::Relaxed) - left;
+        self.offered.store(0, Ordering::Relaxed);
+        let used = self.used.load(Ordering::Relaxed);
+        self.used.store(used + taken, Ordering::Relaxed);
     }
 
     /// Returns the whole steps from the start to `at`.

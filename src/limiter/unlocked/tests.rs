@@ -36,7 +36,7 @@ fn units_are_either_offered_or_collected() {
     assert_eq!(prefetched.units(now), 0);
     assert!(unlocked.spend(3, now));
     assert!(!unlocked.spend(8, now), "seven are left");
-    let permit = unlocked.take(1, now).unwrap();
+    let permit = unlocked.take(1, Counting::Request, now).unwrap();
     assert_eq!(
         (permit.cost, permit.slot, permit.stamp, permit.incarnation),
         (1, 7, 7, 7)
@@ -44,7 +44,7 @@ fn units_are_either_offered_or_collected() {
     unlocked.collect(&mut prefetched);
     assert_eq!(prefetched.units(now), 6);
     assert!(!unlocked.spend(1, now));
-    assert!(unlocked.take(1, now).is_none());
+    assert!(unlocked.take(1, Counting::Request, now).is_none());
 }
 
 #[test]
@@ -53,7 +53,9 @@ fn permits_expire_at_most_one_step_early() {
     let (_, unlocked) = offered(10, now);
     let step = Duration::from_nanos(1 << STEP_BITS);
     let last = now + LIFE - step;
-    let permit = unlocked.take(1, last - Duration::from_nanos(1)).unwrap();
+    let permit = unlocked
+        .take(1, Counting::Request, last - Duration::from_nanos(1))
+        .unwrap();
     assert!(permit.until > last && permit.until <= now + LIFE);
     assert!(!unlocked.spend(1, now + LIFE));
 }
@@ -93,7 +95,7 @@ fn threads_take_each_unit_once_and_of_one_offer() {
             let mut taken = 0;
             loop {
                 let was_last = ended.load(Ordering::Acquire);
-                while let Some(permit) = unlocked.take(1, now) {
+                while let Some(permit) = unlocked.take(1, Counting::Request, now) {
                     assert_eq!(permit.slot, permit.stamp);
                     assert_eq!(permit.slot, permit.incarnation);
                     taken += 1;

@@ -102,10 +102,8 @@ pub(in crate::store) fn usage(ledger: &mut Ledger, spec: &LimitSpec, now: Micros
     let limits = ledger
         .usage()
         .map(|(limit, used, free, reserved)| LimitUsage {
-            limit,
-            used,
-            free,
             reserved,
+            ..LimitUsage::new(limit, used, free)
         })
         .collect();
     let next_slot = span(now, ledger.next_slot(spec, 0));

@@ -46,6 +46,13 @@ pub struct Options {
     pub store_timeout: Duration,
     /// The layer's `in_flight_ttl`.
     pub life: Duration,
+    /// The cost of a call, before its response.
+    pub cost: u32,
+    /// The true cost of a call, which the layer settles when the response arrives. `None`: the layer
+    /// does not settle.
+    pub actual: Option<u32>,
+    /// The layer's `counted_within`.
+    pub late: Duration,
     /// How long a task rests after a refusal.
     pub pause: Duration,
     /// Whether a call passes when the store does not answer.
@@ -101,6 +108,9 @@ impl Default for Options {
             slack: Duration::from_millis(10),
             store_timeout: Duration::from_millis(250),
             life: Duration::from_secs(10),
+            cost: 1,
+            actual: None,
+            late: Duration::ZERO,
             pause: Duration::from_millis(50),
             fail_open: false,
             share: 0.0,
@@ -140,6 +150,13 @@ impl Options {
             ("slack", ms(self.slack)),
             ("store-timeout", ms(self.store_timeout)),
             ("life", ms(self.life)),
+            ("cost", self.cost.to_string()),
+            (
+                "actual",
+                self.actual
+                    .map_or(String::new(), |actual| actual.to_string()),
+            ),
+            ("late", ms(self.late)),
             ("pause", ms(self.pause)),
             ("fail-open", self.fail_open.to_string()),
             ("share", self.share.to_string()),
@@ -202,6 +219,10 @@ impl Options {
                     "--slack" => options.slack = ms(&value)?,
                     "--store-timeout" => options.store_timeout = ms(&value)?,
                     "--life" => options.life = ms(&value)?,
+                    "--cost" => options.cost = value.parse()?,
+                    "--actual" if value.is_empty() => options.actual = None,
+                    "--actual" => options.actual = Some(value.parse()?),
+                    "--late" => options.late = ms(&value)?,
                     "--pause" => options.pause = ms(&value)?,
                     "--fail-open" => options.fail_open = value.parse()?,
                     "--share" => options.share = value.parse()?,
@@ -238,6 +259,9 @@ mod tests {
                 .into(),
             paths: ["channel/1", "channel/2"].map(str::to_owned).into(),
             arrivals: Arrivals::Every(Duration::from_millis(7)),
+            cost: 40,
+            actual: Some(4),
+            late: Duration::from_millis(1500),
             fail_open: true,
             share: 0.25,
             ..Options::default()

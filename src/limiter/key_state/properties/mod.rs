@@ -287,11 +287,35 @@ async fn an_expired_probe_delays_no_call() {
     run(9, true, false, false, &steps).await;
 }
 
+/// A call was put off until the probe is accepted, for at most 5 s. A new hold that is not cut ends
+/// the probation, so the call is sent when this hold ends.
+#[tokio::test(start_paused = true)]
+async fn a_short_hold_ends_the_wait_for_a_probe() {
+    let enter = |wait| Step::Enter {
+        cost: 1,
+        wait,
+        by_deadline: false,
+    };
+    let steps = [
+        Step::Hold(1, true),
+        Step::Passes(1),
+        enter(0),
+        enter(0),
+        Step::Effect(0),
+        Step::Poll(0),
+        enter(60_000),
+        Step::Passes(1),
+        Step::GiveBack(0),
+        Step::Hold(1, false),
+    ];
+    run(100, true, false, false, &steps).await;
+}
+
 /// A limiter keeps the state of each of many keys.
 #[test]
 fn states_of_keys_are_small() {
     assert!(
-        size_of::<KeyState>() <= 112,
+        size_of::<KeyState>() <= 136,
         "{} bytes",
         size_of::<KeyState>()
     );

@@ -87,6 +87,7 @@ impl World {
             .map(|request| is_waiting(&self.state, request))
             .collect();
         let mut ctx = KeyContext {
+            is_draining: false,
             key: Key::ALL,
             store: &self.store,
             spec: &self.spec,

@@ -119,11 +119,10 @@ pub(in crate::store::redis) fn read_peek(reply: &[u8]) -> Result<Usage, Garbled>
     let mut limits = Vec::new();
     for _ in 0..reply.byte()? {
         let limit = reply.limit()?.ok_or(Garbled)?;
+        let (used, free) = (reply.long()?, reply.long()?);
         limits.push(LimitUsage {
-            limit,
-            used: reply.long()?,
-            free: reply.long()?,
             reserved: reply.long()?,
+            ..LimitUsage::new(limit, used, free)
         });
     }
     Ok(Usage {

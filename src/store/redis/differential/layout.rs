@@ -342,10 +342,8 @@ fn replies_about_rates_are_read_field_by_field() {
         assert_eq!(
             usage.limits,
             [LimitUsage {
-                limit,
-                used: 9,
-                free: 10,
-                reserved: 11
+                reserved: 11,
+                ..LimitUsage::new(limit, 9, 10)
             }]
         );
     });

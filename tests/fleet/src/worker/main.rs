@@ -93,6 +93,11 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
         .max_wait(options.max_wait)
         .transit_slack(options.slack);
     builder = builder.in_flight_ttl(options.life);
+    let cost = options.cost;
+    builder = builder.cost(move |_| cost).counted_within(options.late);
+    if let Some(actual) = options.actual {
+        builder = builder.settle(move |_| Some(actual));
+    }
     let urls: Vec<_> = options.store.split_ascii_whitespace().collect();
     if let [INCR, url] = urls[..] {
         let redis = redis::Client::open(url)?

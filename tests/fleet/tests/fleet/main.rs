@@ -14,6 +14,7 @@ mod lost;
 mod never_over;
 mod paced;
 mod places;
+mod settle;
 mod soak;
 
 use std::sync::Arc;
@@ -27,7 +28,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use tollgate::limiter::KeyStatus;
 use tollgate::quota::Limit;
 use tollgate::store::RedisStore;
-use tollgate::{Key, Limiter, Quota, RateLimitLayer};
+use tollgate::{Key, Limiter, Quota, RateLimitBuilder, RateLimitLayer};
 use upstream::{Log, Rule, Upstream};
 
 const WORKER: &str = env!("CARGO_BIN_EXE_worker");
@@ -136,6 +137,11 @@ struct Outsider {
 
 impl Outsider {
     fn new(redis: &RedisServer, quota: Quota) -> Outsider {
+        Outsider::of(redis, RateLimitLayer::builder(quota))
+    }
+
+    /// Makes an outsider with the settings of the workers.
+    fn of(redis: &RedisServer, builder: RateLimitBuilder) -> Outsider {
         let runtime = Builder::new_current_thread().enable_time().build().unwrap();
         // The machine may stall for longer than the default timeout.
         let store = RedisStore::builder(&redis.url())
@@ -144,11 +150,7 @@ impl Outsider {
             .unwrap();
         let store = Arc::new(store);
         runtime.block_on(store.connect()).unwrap();
-        let limiter = RateLimitLayer::builder(quota)
-            .store(store)
-            .build()
-            .unwrap()
-            .limiter();
+        let limiter = builder.store(store).build().unwrap().limiter();
         Outsider { runtime, limiter }
     }
 

@@ -36,8 +36,9 @@ fn check(processes: usize, options: Options) {
         );
     }
     assert_never_over(&log, &quota);
-    // A stall of the machine loses slots: the figure is printed, and only an idle gate is an error.
-    assert!(log.len() * 2 >= allowed, "{} of {allowed}", log.len());
+    // A stall of the machine loses slots, and a process that starts late books beyond the end. The
+    // figure is printed, and only an idle gate is an error.
+    assert!(log.len() * 4 >= allowed, "{} of {allowed}", log.len());
 }
 
 fn options(quota: &str, tasks: usize, span: Duration) -> Options {

@@ -1,0 +1,89 @@
+//! The cores of a limiter: one for each unit that its quota counts.
+//!
+//! Most quotas count requests, and their limiter has one core. If a quota also counts tokens
+//! ([`Quota::of`](crate::Quota::of)), the tokens have a core of their own, with keys of their own. A
+//! request is then a joint request (`joint`) of one key for each unit.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::engine::Core;
+use crate::cost::Cost;
+use crate::error::StoreError;
+use crate::events;
+use crate::join::join_all;
+use crate::key::Key;
+
+/// The cores of a limiter.
+#[derive(Clone, Debug)]
+pub(super) struct Cores {
+    /// The core of requests, or of the first unit if requests are not counted.
+    pub(super) first: Arc<Core>,
+    /// `None` if only requests are counted. Else the cores of the other units, which may be none.
+    others: Option<Arc<[Arc<Core>]>>,
+}
+
+impl Cores {
+    /// Makes the cores of a limiter.
+    pub(super) fn new(first: Arc<Core>, others: Vec<Arc<Core>>) -> Self {
+        let counts_requests_only = others.is_empty() && first.unit().is_none();
+        Cores {
+            first,
+            others: (!counts_requests_only).then(|| others.into()),
+        }
+    }
+
+    /// Returns whether the quota counts other units than requests.
+    #[inline]
+    pub(super) fn count_units(&self) -> bool {
+        self.others.is_some()
+    }
+
+    /// Returns all cores, the first one first.
+    pub(super) fn all(&self) -> impl Iterator<Item = &Arc<Core>> {
+        let others = self.others.iter().flat_map(|others| others.iter());
+        std::iter::once(&self.first).chain(others)
+    }
+
+    /// Returns whether one of the limits counts `unit`.
+    pub(super) fn count(&self, unit: &str) -> bool {
+        self.all()
+            .any(|core| core.unit().unwrap_or(Cost::REQUESTS) == unit)
+    }
+
+    /// Warns once if `cost` does not state a unit that is counted, or if it states one for which
+    /// `is_unknown` returns true.
+    pub(super) fn check_units(
+        &self,
+        cost: impl FnOnce() -> Cost,
+        is_unknown: impl Fn(&str) -> bool,
+    ) {
+        if self.first.warned_of_units.load(Ordering::Relaxed) {
+            return;
+        }
+        let cost = cost();
+        let mut units = self.all().filter_map(|core| core.unit());
+        let missing = units.find(|unit| cost.stated(unit).is_none());
+        let mut unknown = cost.others().map(|(unit, _)| unit);
+        let unknown = unknown.find(|unit| is_unknown(unit));
+        if (missing.is_some() || unknown.is_some())
+            && !self.first.warned_of_units.swap(true, Ordering::Relaxed)
+        {
+            events::units_differ(missing, unknown);
+        }
+    }
+
+    /// Runs `act` for the key of each unit, all at once. Returns the first error.
+    pub(super) async fn for_each<'a, F>(
+        &'a self,
+        key: Key,
+        act: impl Fn(&'a Arc<Core>, Key) -> F,
+    ) -> Result<(), StoreError>
+    where
+        F: Future<Output = Result<(), StoreError>>,
+    {
+        let all = self.all().map(|core| act(core, core.key_of(key)));
+        join_all(all).await.into_iter().collect()
+    }
+}

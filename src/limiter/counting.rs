@@ -1,0 +1,192 @@
+//! What a limiter counts: requests by outcome, and the units of their permits.
+//!
+//! A request counts once. If it takes permits at hand, the state of its key counts it
+//! ([`Counting`](super::reservation::Counting)). Otherwise it is counted where its outcome is known: in
+//! `start` if it does not wait, else by the owner of [`Waiting`](super::waiting::Waiting). A joint
+//! request counts under its first key.
+//!
+//! Units count when a permit is made, for each of its keys. If the permit is given up unused, they are
+//! subtracted.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::engine::Core;
+use super::key_state::KeyState;
+use super::reservation::Reservation;
+use crate::clock;
+use crate::cost::Cost;
+use crate::key::Key;
+use crate::stats::{Counted, Gate, KeyCounts, KeyStats, Outcome, Stats, Tally};
+use crate::store::StoreReply;
+
+impl Gate for Core {
+    fn tally(&self) -> &Tally {
+        &self.settings.tally
+    }
+
+    fn visit_counts(&self, key: Key, visit: &mut dyn FnMut(&mut KeyCounts)) -> bool {
+        self.states
+            .find(key, |state| visit(&mut state.counts))
+            .is_some()
+    }
+
+    fn stats(&self) -> Stats {
+        stats(self)
+    }
+
+    fn in_flight(&self) -> u64 {
+        let calls = self.in_flight.as_ref();
+        calls.map_or(0, |calls| calls.stats().in_use)
+    }
+
+    fn stop(self: Arc<Self>, by: Instant) -> u64 {
+        let now = clock::now();
+        let mut keys = Vec::new();
+        self.states.for_each(|key, _| keys.push(key));
+        let stop = |key| self.with_state(key, now, |state, ctx| state.stop(ctx, by));
+        let given_back = keys.into_iter().filter_map(stop).sum();
+        self.joint.end_by(by);
+        given_back
+    }
+
+    fn flush(&self) -> StoreReply<()> {
+        self.settings.store.flush()
+    }
+}
+
+/// Counts the request of `key` that got `slot` at once, on the slow path.
+pub(super) fn passed(core: &Core, key: Key, slot: Option<&Reservation>) {
+    let units = slot.map_or(0, |slot| slot.cost);
+    let count = |state: &mut KeyState| state.counts.pass(units);
+    if core.states.find(key, count).is_none() {
+        core.tally().count(Outcome::Passed);
+        core.tally().add_units(units.into());
+    }
+}
+
+/// Counts the units of a permit that was made for a request.
+pub(super) fn add_units(core: &Core, key: Key, slot: Option<&Reservation>) {
+    let Some(slot) = slot else { return };
+    let units = u64::from(slot.cost);
+    let count = |state: &mut KeyState| state.counts.add_units(units);
+    if core.states.find(key, count).is_none() {
+        core.tally().add_units(units);
+    }
+}
+
+/// Subtracts the units of a permit that is given up unused.
+pub(super) fn give_back_units(core: &Core, slot: Option<&Reservation>) {
+    if let Some(slot) = slot {
+        core.tally().give_back(slot.cost.into());
+    }
+}
+
+/// Keeps the label of a key that has a request waiting.
+pub(super) fn note_label(core: &Core, key: Key, label: &str) {
+    core.states
+        .find(key, |state| state.counts.note_label(label));
+}
+
+/// Gives `key` a name, unless it has one of `name`'s kind already.
+pub(super) fn name_key(core: &Arc<Core>, key: Key, name: &str) {
+    // If there is no room for one more key, its requests are refused.
+    let _ = core.with_new_state(key, clock::now(), |state, _| state.counts.set_name(name));
+}
+
+/// Returns whether the user has to name `key`.
+pub(super) fn is_unnamed(core: &Core, key: Key) -> bool {
+    let is_named = core.states.find(key, |state| state.counts.is_named());
+    is_named != Some(true)
+}
+
+/// What is summed over the keys.
+#[derive(Default)]
+struct Sum {
+    counted: Counted,
+    at_hand: u64,
+    held: usize,
+    longest_hold: Option<Duration>,
+}
+
+impl Sum {
+    fn add(&mut self, other: Sum) {
+        self.counted.add_all(&other.counted);
+        self.at_hand += other.at_hand;
+        self.held += other.held;
+        self.longest_hold = self.longest_hold.max(other.longest_hold);
+    }
+}
+
+fn stats(core: &Core) -> Stats {
+    let now = clock::now();
+    // Before the keys: see `Tally::counted`.
+    let mut counted = core.tally().counted();
+    let visit = |sum: &mut Sum, _, state: &mut KeyState| {
+        sum.counted.add(&state.counts);
+        sum.at_hand += u64::from(state.at_hand(now));
+        let left = state.hold.left(now);
+        sum.held += usize::from(left.is_some());
+        sum.longest_hold = sum.longest_hold.max(left);
+    };
+    let sum = core.states.fold(visit, Sum::add);
+    counted.add_all(&sum.counted);
+    let (passed, units) = core.states.unlocked_counts();
+    counted.add_passed(passed, units);
+    let settings = &core.settings;
+    Stats {
+        unit: core.unit().unwrap_or(Cost::REQUESTS),
+        at_hand: sum.at_hand,
+        in_flight: core.in_flight.as_ref().map(|calls| calls.stats()),
+        keys: core.states.len(),
+        keys_held: sum.held,
+        max_keys: settings.max_keys,
+        longest_hold: sum.longest_hold,
+        limits: settings.spec.quota().limits().to_vec(),
+        ..core.tally().stats(counted, now)
+    }
+}
+
+/// Returns the stats of up to `most` keys: those with the most requests that wait, then those with the
+/// most units.
+pub(super) fn busiest(core: &Core, most: usize) -> Vec<KeyStats> {
+    let now = clock::now();
+    let (_, unlocked_units) = core.states.unlocked_counts();
+    let visit = |all: &mut Vec<_>, key, state: &mut KeyState| {
+        let unlocked = if key == Key::ALL { unlocked_units } else { 0 };
+        let units = state.counts.units() + unlocked;
+        all.push((state.waiting(), units, key));
+    };
+    let mut all = core
+        .states
+        .fold(visit, |all: &mut Vec<_>, mut more| all.append(&mut more));
+    all.sort_unstable_by(|a, b| b.cmp(a));
+    all.truncate(most);
+    let stats = all.into_iter().filter_map(|(_, _, key)| {
+        let in_flight_waiting = core.in_flight.as_ref().map(|calls| calls.waiting(key));
+        let (unlocked, unlocked_units) = match key {
+            Key::ALL => core.states.unlocked_counts(),
+            _ => (0, 0),
+        };
+        core.states.find(key, |state| {
+            let mut requests = state.counts.requests();
+            requests.passed += unlocked;
+            KeyStats {
+                name: key_name(core, key, &state.counts),
+                requests,
+                units: state.counts.units() + unlocked_units,
+                waiting: state.waiting() + in_flight_waiting.unwrap_or(0),
+                at_hand: state.at_hand(now).into(),
+                held: state.hold.left(now),
+            }
+        })
+    });
+    stats.collect()
+}
+
+fn key_name(core: &Core, key: Key, counts: &KeyCounts) -> Box<str> {
+    match counts.name() {
+        Some(name) => name.into(),
+        None => (*core.label(key, None)).into(),
+    }
+}

@@ -1,0 +1,136 @@
+//! What happens to a gate.
+
+use std::fmt;
+use std::time::Duration;
+
+use http::StatusCode;
+
+use super::drain::Drained;
+use super::values::Cause;
+use crate::error::{Limited, StoreError};
+use crate::quota::Limit;
+
+/// A closure that is called with each event.
+pub(crate) type Handler = dyn Fn(&Event<'_>) + Send + Sync;
+
+/// What happens to a limiter or throttle, for
+/// [`on_event`](crate::RateLimitBuilder::on_event). A key appears by its
+/// [label](crate::Key#what-logs-show-of-a-key).
+///
+/// Its `Display` is one line for a log.
+#[non_exhaustive]
+#[derive(Clone, Debug)]
+pub enum Event<'a> {
+    /// A key is on hold for `left`.
+    #[non_exhaustive]
+    Held {
+        /// The label of the key.
+        key: &'a str,
+        /// How long the key stays on hold.
+        left: Duration,
+        /// Why the key is on hold.
+        cause: Cause,
+    },
+    /// The hold of a key was ended by a call of `release` in this process.
+    #[non_exhaustive]
+    Released {
+        /// The label of the key.
+        key: &'a str,
+    },
+    /// A request was refused, or failed because the store did. At most one such event a second is
+    /// reported for each key.
+    #[non_exhaustive]
+    Refused {
+        /// The error of the request.
+        limited: &'a Limited,
+        /// How many refusals of this key were not reported since the last one that was.
+        unreported: u64,
+    },
+    /// The upstream refused a request.
+    #[non_exhaustive]
+    UpstreamLimited {
+        /// The label of the key.
+        key: &'a str,
+        /// The status of the response.
+        status: StatusCode,
+        /// The time that the response names.
+        retry_after: Option<Duration>,
+    },
+    /// The store failed, and a request left uncounted.
+    #[non_exhaustive]
+    Uncounted {
+        /// The label of the key.
+        key: &'a str,
+        /// The error of the store.
+        error: &'a StoreError,
+    },
+    /// The store of a shared pace cannot be reached. This process goes on at its part of the pace.
+    #[non_exhaustive]
+    Alone {
+        /// The label of the key.
+        key: &'a str,
+        /// The error of the store.
+        error: &'a StoreError,
+    },
+    /// The store of a shared pace answers again.
+    #[non_exhaustive]
+    Together {
+        /// The label of the key.
+        key: &'a str,
+    },
+    /// Another process limits the key by another quota.
+    #[non_exhaustive]
+    ForeignLimit {
+        /// The label of the key.
+        key: &'a str,
+        /// A limit that this process does not have.
+        limit: Limit,
+    },
+    /// The limiter or throttle was drained.
+    #[non_exhaustive]
+    Drained {
+        /// What became of the requests that waited.
+        drained: &'a Drained,
+    },
+}
+
+impl fmt::Display for Event<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Event::Held { key, left, cause } => {
+                write!(f, "key {key} on hold for {left:?} ({})", cause.name())
+            }
+            Event::Released { key } => write!(f, "hold of key {key} ended"),
+            Event::Refused {
+                limited,
+                unreported: 0,
+            } => limited.fmt(f),
+            Event::Refused {
+                limited,
+                unreported,
+            } => write!(f, "{limited}; {unreported} more since the last report"),
+            Event::UpstreamLimited {
+                key,
+                status,
+                retry_after,
+            } => {
+                write!(f, "request of key {key} refused by the upstream: {status}")?;
+                match retry_after {
+                    Some(wait) => write!(f, ", try again in {wait:?}"),
+                    None => Ok(()),
+                }
+            }
+            Event::Uncounted { key, error } => {
+                write!(f, "request of key {key} sent uncounted: {error}")
+            }
+            Event::Alone { key, error } => {
+                write!(f, "pace of key {key} not shared: {error}")
+            }
+            Event::Together { key } => write!(f, "pace of key {key} shared again"),
+            Event::Drained { drained } => write!(f, "drained: {drained}"),
+            Event::ForeignLimit { key, limit } => {
+                write!(f, "another process limits key {key} by {limit}")
+            }
+        }
+    }
+}

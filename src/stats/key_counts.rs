@@ -1,0 +1,123 @@
+//! The counts of one key, which are a part of its state.
+
+use super::values::{Outcome, Requests};
+
+/// What the requests of one key have done since its state was made.
+///
+/// A permit at hand changes only the first two fields, under the lock of the state. Both are in the
+/// cache line that it needs anyway.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(crate) struct KeyCounts {
+    passed: u64,
+    units: u64,
+    /// `None` until a request had another outcome, or the key got a name.
+    more: Option<Box<More>>,
+}
+
+/// What only keys have whose requests do not all pass at once.
+#[derive(Debug, Default)]
+struct More {
+    /// The other outcomes. `passed` is zero.
+    requests: Requests,
+    name: Option<Box<str>>,
+    /// Whether the user has given the name. Such a name stays.
+    is_given: bool,
+}
+
+/// The longest name of a key, in bytes.
+const LONGEST_NAME: usize = 64;
+
+impl KeyCounts {
+    /// Counts a request that got a permit of `units` at once.
+    #[inline]
+    pub(crate) fn pass(&mut self, units: u32) {
+        self.passed += 1;
+        self.units += u64::from(units);
+    }
+
+    /// Counts units of a request that counts elsewhere.
+    #[inline]
+    pub(crate) fn add_units(&mut self, units: u64) {
+        self.units += units;
+    }
+
+    pub(crate) fn count(&mut self, outcome: Outcome) {
+        match outcome {
+            Outcome::Passed => self.passed += 1,
+            outcome => *self.more.get_or_insert_default().requests.of(outcome) += 1,
+        }
+    }
+
+    pub(crate) fn requests(&self) -> Requests {
+        let requests = self.more.as_ref().map(|more| more.requests);
+        Requests {
+            passed: self.passed,
+            ..requests.unwrap_or_default()
+        }
+    }
+
+    pub(crate) fn units(&self) -> u64 {
+        self.units
+    }
+
+    /// Returns the name of the key, if it has one.
+    pub(crate) fn name(&self) -> Option<&str> {
+        self.more.as_ref()?.name.as_deref()
+    }
+
+    /// Returns whether the user has named the key.
+    pub(crate) fn is_named(&self) -> bool {
+        self.more.as_ref().is_some_and(|more| more.is_given)
+    }
+
+    /// Gives the key the name that the user wants: at most 64 bytes, without control characters.
+    pub(crate) fn set_name(&mut self, name: &str) {
+        let more = self.more.get_or_insert_default();
+        more.name = Some(shown(name));
+        more.is_given = true;
+    }
+
+    /// Keeps the label of the key as its name, if it has none.
+    pub(crate) fn note_label(&mut self, label: &str) {
+        let name = &mut self.more.get_or_insert_default().name;
+        if name.is_none() {
+            *name = Some(shown(label));
+        }
+    }
+}
+
+/// Returns a name as it may stand in a line of a log.
+fn shown(name: &str) -> Box<str> {
+    let ends = |(start, c): (usize, char)| start + c.len_utf8();
+    let fits = name.char_indices().take_while(|c| ends(*c) <= LONGEST_NAME);
+    let shown = fits.map(|(_, c)| if c.is_control() { '?' } else { c });
+    shown.collect::<String>().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_short_and_have_no_control_characters() {
+        assert_eq!(&*shown("a\nb\u{7}"), "a?b?");
+        let long = "ä".repeat(40);
+        assert_eq!(&*shown(&long), "ä".repeat(32));
+        assert_eq!(&*shown(&format!("x{long}")), format!("x{}", "ä".repeat(31)));
+    }
+
+    #[test]
+    fn a_given_name_is_kept() {
+        let mut counts = KeyCounts::default();
+        counts.note_label("3fa94c01");
+        assert!(!counts.is_named());
+        counts.set_name("tenant 17");
+        counts.note_label("3fa94c01");
+        assert_eq!(
+            (counts.name(), counts.is_named()),
+            (Some("tenant 17"), true)
+        );
+        assert_eq!(counts.requests(), Requests::default());
+    }
+}

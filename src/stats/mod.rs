@@ -1,0 +1,106 @@
+//! What the limiters and throttles of this process have done, and what happens to them.
+//!
+//! [`Limiter::stats`](crate::Limiter::stats) and [`Throttle::stats`](crate::Throttle::stats) read the
+//! counts of one gate, and [`all`] those of all gates of this process. They are plain values: how
+//! they get into a metrics system is up to the program. `on_event` of both builders takes a closure
+//! that is called with each [`Event`].
+//!
+//! ```
+//! use tollgate::{Key, Quota, RateLimitLayer, stats};
+//!
+//! # #[tokio::main(flavor = "current_thread", start_paused = true)]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let limiter = RateLimitLayer::builder(Quota::per_second(1)).name("github").build()?.limiter();
+//! for _ in 0..3 {
+//!     drop(limiter.acquire(Key::ALL).await?);
+//! }
+//! let stats = limiter.stats();
+//! assert_eq!((stats.requests.passed, stats.requests.waited), (1, 2));
+//! assert!(stats.waits.quantile(0.99) > Some(std::time::Duration::from_secs(1)));
+//! assert!(stats::all().iter().any(|stats| &*stats.name == "github"));
+//! # Ok(())
+//! # }
+//! ```
+
+// A file imports only files that stand above it in this table.
+//
+// | file | what it has |
+// |---|---|
+// | `histogram` | how long requests waited |
+// | `values` | what a gate has counted, as plain values |
+// | `event` | what happens to a gate |
+// | `key_counts` | the counts of one key, which are a part of its state |
+// | `tally` | the counts of a gate |
+// | `drain` | the end of a gate |
+// | `open_request` | a request that waits, until its outcome is known |
+// | `registry` | all gates of this process |
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::error::StoreError;
+use crate::join::join_all;
+
+mod drain;
+mod event;
+mod histogram;
+mod key_counts;
+mod open_request;
+mod registry;
+mod tally;
+mod values;
+
+pub use drain::Drained;
+pub(crate) use drain::drain as drain_gate;
+pub use event::Event;
+pub(crate) use event::Handler;
+pub use histogram::Histogram;
+pub(crate) use key_counts::KeyCounts;
+pub(crate) use open_request::OpenRequest;
+pub(crate) use registry::{Gate, register};
+pub(crate) use tally::{Counted, Tally, is_series_name};
+pub(crate) use values::Outcome;
+pub use values::{
+    Cause, Holds, InFlightStats, KeyStats, Kind, Refusals, Requests, Stats, Statuses,
+};
+
+/// Returns the stats of all limiters and throttles of this process that still exist, the oldest first.
+///
+/// Clones of a layer are one limiter. Reading them calls no store. It visits the state of each key,
+/// at most 256 places of a table under one lock.
+pub fn all() -> Vec<Stats> {
+    registry::all().iter().map(|gate| gate.stats()).collect()
+}
+
+/// Drains all limiters and throttles of this process: see [`Limiter::drain`](crate::Limiter::drain).
+/// Returns the sum of what each did.
+///
+/// All of them are drained at the same time. A request that gets its turn at one layer and then enters
+/// another one around the client is refused there.
+///
+/// # Errors
+///
+/// The first [`StoreError`], after all are drained.
+///
+/// # Cancel safety
+///
+/// As for [`Limiter::drain`](crate::Limiter::drain).
+///
+/// # Panics
+///
+/// If requests wait and the future is polled outside of a Tokio runtime with timers.
+pub async fn drain(within: Duration) -> Result<Drained, StoreError> {
+    drain_gates(registry::all(), within).await
+}
+
+/// Drains `gates` at the same time.
+pub(crate) async fn drain_gates(
+    gates: Vec<Arc<dyn Gate>>,
+    within: Duration,
+) -> Result<Drained, StoreError> {
+    let drains = gates.into_iter().map(|gate| drain_gate(gate, within));
+    let drains: Result<Vec<Drained>, _> = join_all(drains).await.into_iter().collect();
+    let mut all = Drained::default();
+    drains?.iter().for_each(|drained| all.add(drained));
+    Ok(all)
+}

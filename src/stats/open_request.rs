@@ -1,0 +1,147 @@
+//! A request that waits, until its outcome is known.
+
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use super::registry::Gate;
+use super::values::Outcome;
+use crate::clock::{self, Timer};
+use crate::error::{Limited, Reason};
+use crate::key::Key;
+
+/// A request that waits at a gate. It counts once: when it leaves, when it is refused, or as cancelled
+/// when this is dropped before.
+pub(crate) struct OpenRequest<G: Gate> {
+    gate: Arc<G>,
+    key: Key,
+    since: Instant,
+    /// The number under which it waits. `None` once its outcome is known.
+    number: Option<u64>,
+    /// Whether it counts. A request that is sent again has counted before.
+    counts: bool,
+    /// The deadline of the drain, if the gate is drained, and its timer.
+    drain: Option<(Instant, Timer)>,
+}
+
+impl<G: Gate> OpenRequest<G> {
+    /// Makes the request of `key` that waits since `since`.
+    pub(crate) fn new(gate: Arc<G>, key: Key, since: Instant) -> Self {
+        let number = Some(gate.tally().open(since));
+        OpenRequest {
+            gate,
+            key,
+            since,
+            number,
+            counts: true,
+            drain: None,
+        }
+    }
+
+    /// Notes that the request waits again, and has counted before.
+    pub(crate) fn is_sent_again(&mut self) {
+        self.counts = false;
+    }
+
+    /// Polls the drain of the gate. Ready if the request may leave no more. Otherwise its task is woken
+    /// when that changes.
+    pub(crate) fn poll_drained(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let tally = self.gate.tally();
+        // The task is registered before the drain is looked at, so that it is not missed.
+        if let Some(number) = self.number {
+            tally.register(number, cx.waker());
+        }
+        let Some(by) = tally.drain_state().by() else {
+            return Poll::Pending;
+        };
+        if by <= clock::now() {
+            return Poll::Ready(());
+        }
+        if self.drain.as_ref().is_none_or(|(at, _)| *at != by) {
+            self.drain = Some((by, Timer::at(by)));
+        }
+        match &mut self.drain {
+            Some((_, timer)) => timer.poll(cx),
+            None => Poll::Pending,
+        }
+    }
+
+    /// Returns until when the request may leave, if the gate is drained.
+    pub(crate) fn drained_by(&self) -> Option<Instant> {
+        self.gate.tally().drain_state().by()
+    }
+
+    /// Returns whether the gate is drained and its deadline has passed.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.drained_by().is_some_and(|by| by <= clock::now())
+    }
+
+    /// Returns the error of a request that waits, as the error of a gate that is drained.
+    pub(crate) fn as_drained(&self, limited: Limited) -> Limited {
+        match limited {
+            Limited::Local {
+                reason: Reason::MaxWait(_) | Reason::Deadline | Reason::Held,
+                report,
+            } if self.gate.tally().is_draining() => Limited::Local {
+                reason: Reason::Draining,
+                report: report.without_retry(),
+            },
+            limited => limited,
+        }
+    }
+
+    /// Ends the wait of a request that counts elsewhere.
+    pub(crate) fn close(&mut self) -> bool {
+        let number = self.number.take();
+        if let Some(number) = number {
+            self.gate.tally().close(number);
+        }
+        number.is_some()
+    }
+
+    /// Counts a request that leaves now, with a permit or `uncounted`.
+    pub(crate) fn left(&mut self, is_uncounted: bool) {
+        if !self.close() {
+            return;
+        }
+        if !self.counts {
+            return;
+        }
+        self.gate.tally().drain_state().count(false);
+        let outcome = if is_uncounted {
+            Outcome::Uncounted
+        } else {
+            let now = clock::now();
+            self.gate
+                .tally()
+                .waited(now.saturating_duration_since(self.since));
+            Outcome::Waited
+        };
+        self.gate.count(self.key, outcome);
+    }
+
+    /// Counts a request that is refused.
+    pub(crate) fn refused(&mut self, limited: &Limited) {
+        if self.close() && self.counts {
+            self.gate.tally().drain_state().count(true);
+            self.gate.refused(self.key, limited);
+        }
+    }
+}
+
+impl<G: Gate> Drop for OpenRequest<G> {
+    fn drop(&mut self) {
+        if self.close() && self.counts {
+            self.gate.count(self.key, Outcome::Cancelled);
+        }
+    }
+}
+
+impl<G: Gate> std::fmt::Debug for OpenRequest<G> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("OpenRequest")
+            .field("since", &self.since)
+            .field("number", &self.number)
+            .finish_non_exhaustive()
+    }
+}

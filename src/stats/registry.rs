@@ -1,0 +1,75 @@
+//! All gates of this process.
+
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Instant;
+
+use super::key_counts::KeyCounts;
+use super::tally::Tally;
+use super::values::{Outcome, Stats};
+use crate::error::Limited;
+use crate::events;
+use crate::key::Key;
+use crate::store::StoreReply;
+
+/// A gate: the engine of a limiter or of a throttle.
+pub(crate) trait Gate: Send + Sync {
+    fn tally(&self) -> &Tally;
+
+    /// Visits the counts of `key`. Returns whether the key has state.
+    fn visit_counts(&self, key: Key, visit: &mut dyn FnMut(&mut KeyCounts)) -> bool;
+
+    /// Counts a request of `key` in the state of the key, or in the tally if the key has none.
+    fn count(&self, key: Key, outcome: Outcome) {
+        if !self.visit_counts(key, &mut |counts| counts.count(outcome)) {
+            self.tally().count(outcome);
+        }
+    }
+
+    /// Counts a request of `key` that is refused, and reports it.
+    fn refused(&self, key: Key, limited: &Limited) {
+        let outcome = self.tally().refusal(limited);
+        let mut count = |counts: &mut KeyCounts| {
+            counts.count(outcome);
+            counts.note_label(limited.key());
+        };
+        if !self.visit_counts(key, &mut count) {
+            self.tally().count(outcome);
+        }
+        events::limited(self.tally(), limited);
+    }
+
+    /// Counts and reports the refusal of a request without a key.
+    fn refused_without_key(&self, limited: &Limited) {
+        let outcome = self.tally().refusal(limited);
+        self.tally().count(outcome);
+        events::limited(self.tally(), limited);
+    }
+
+    fn stats(&self) -> Stats;
+
+    /// Returns how many calls are in flight, if the gate counts them.
+    fn in_flight(&self) -> u64;
+
+    /// Gives back what is at hand, and refuses the requests whose slot is later than `by`. Returns the
+    /// units given back.
+    fn stop(self: Arc<Self>, by: Instant) -> u64;
+
+    /// Returns when the store has what was given back.
+    fn flush(&self) -> StoreReply<()>;
+}
+
+/// The gates, the oldest first.
+static GATES: Mutex<Vec<Weak<dyn Gate>>> = Mutex::new(Vec::new());
+
+/// Adds a gate. Gates that were dropped are removed.
+pub(crate) fn register(gate: Weak<dyn Gate>) {
+    let mut gates = GATES.lock().unwrap_or_else(PoisonError::into_inner);
+    gates.retain(|gate| gate.strong_count() > 0);
+    gates.push(gate);
+}
+
+/// Returns the gates that exist, the oldest first.
+pub(super) fn all() -> Vec<Arc<dyn Gate>> {
+    let gates = GATES.lock().unwrap_or_else(PoisonError::into_inner);
+    gates.iter().filter_map(Weak::upgrade).collect()
+}

@@ -1,0 +1,338 @@
+//! The counts of a gate.
+//!
+//! A permit at hand is counted in the state of its key ([`KeyCounts`](super::KeyCounts)), under the
+//! lock that it needs anyway. All else is counted here, by relaxed atomics. When the state of a key is
+//! forgotten, its counts are added to these.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use http::StatusCode;
+
+use super::drain::DrainState;
+use super::event::{Event, Handler};
+use super::histogram::WaitCounts;
+use super::key_counts::KeyCounts;
+use super::values::{Cause, Holds, Kind, Outcome, Refusals, Requests, Stats, Statuses};
+use crate::clock;
+use crate::cost::Cost;
+use crate::error::Limited;
+
+/// The counts of a gate, its name, and the handler of its events.
+pub(crate) struct Tally {
+    name: Arc<str>,
+    kind: Kind,
+    handler: Option<Arc<Handler>>,
+    /// The requests of keys without state, by outcome.
+    requests: [AtomicU64; Outcome::ALL.len()],
+    /// The units of keys without state.
+    units: AtomicU64,
+    /// The units of permits that were given back.
+    given_back: AtomicU64,
+    refusals: [AtomicU64; Refusals::COUNT],
+    waits: WaitCounts,
+    upstream_refusals: Mutex<BTreeMap<StatusCode, u64>>,
+    holds: [AtomicU64; Cause::ALL.len()],
+    waiting: Mutex<BTreeMap<u64, Open>>,
+    drain: DrainState,
+    /// The numbers of requests that wait.
+    next: AtomicU64,
+    shown: Mutex<Counted>,
+    floods: Mutex<BTreeMap<Box<str>, Flood>>,
+}
+
+/// What is counted by key.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Counted {
+    requests: Requests,
+    units: u64,
+}
+
+/// A request that waits.
+struct Open {
+    since: Instant,
+    /// Its task, which is woken when the gate is drained.
+    waker: Option<Waker>,
+}
+
+/// The refusals of one key.
+struct Flood {
+    /// When a refusal was reported last.
+    reported: Instant,
+    /// How many were not reported since.
+    unreported: u64,
+}
+
+/// The shortest time between two reports of refusals of one key.
+const REPORT_AGAIN: Duration = Duration::from_secs(1);
+
+/// The most keys whose refusals are reported within [`REPORT_AGAIN`].
+const MOST_FLOODS: usize = 256;
+
+impl Counted {
+    /// Adds the counts of a key.
+    pub(crate) fn add(&mut self, counts: &KeyCounts) {
+        self.merge(
+            &Counted {
+                requests: counts.requests(),
+                units: counts.units(),
+            },
+            u64::wrapping_add,
+        );
+    }
+
+    /// Adds requests that passed, and their units.
+    pub(crate) fn add_passed(&mut self, passed: u64, units: u64) {
+        self.requests.passed = self.requests.passed.wrapping_add(passed);
+        self.units = self.units.wrapping_add(units);
+    }
+
+    pub(crate) fn add_all(&mut self, other: &Counted) {
+        self.merge(other, u64::wrapping_add);
+    }
+
+    fn merge(&mut self, other: &Counted, merge: impl Fn(u64, u64) -> u64) {
+        self.requests.merge(&other.requests, &merge);
+        self.units = merge(self.units, other.units);
+    }
+}
+
+/// Returns whether a name may be that of a gate.
+pub(crate) fn is_series_name(name: &str) -> bool {
+    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-/: ".contains(&byte);
+    (1..=64).contains(&name.len()) && name.bytes().all(is_allowed)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn read<const N: usize>(counts: &[AtomicU64; N]) -> [u64; N] {
+    std::array::from_fn(|index| counts[index].load(Ordering::Relaxed))
+}
+
+impl Tally {
+    /// The name of a gate without one.
+    pub(crate) const DEFAULT_NAME: &str = "default";
+
+    pub(crate) fn new(name: &str, kind: Kind, handler: Option<Arc<Handler>>) -> Self {
+        Tally {
+            name: name.into(),
+            kind,
+            handler,
+            requests: Default::default(),
+            units: AtomicU64::new(0),
+            given_back: AtomicU64::new(0),
+            refusals: Default::default(),
+            waits: WaitCounts::default(),
+            upstream_refusals: Mutex::default(),
+            holds: Default::default(),
+            waiting: Mutex::default(),
+            drain: DrainState::default(),
+            next: AtomicU64::new(0),
+            shown: Mutex::default(),
+            floods: Mutex::default(),
+        }
+    }
+
+    /// Counts a request of a key without state.
+    pub(crate) fn count(&self, outcome: Outcome) {
+        self.requests[outcome as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts units of a key without state.
+    pub(crate) fn add_units(&self, units: u64) {
+        self.units.fetch_add(units, Ordering::Relaxed);
+    }
+
+    /// Subtracts units of a permit that was given back.
+    pub(crate) fn give_back(&self, units: u64) {
+        self.given_back.fetch_add(units, Ordering::Relaxed);
+    }
+
+    /// Adds the counts of a key whose state is forgotten.
+    pub(crate) fn absorb(&self, counts: &KeyCounts) {
+        for (index, (_, count)) in counts.requests().by_outcome().enumerate() {
+            self.requests[index].fetch_add(count, Ordering::Relaxed);
+        }
+        self.add_units(counts.units());
+    }
+
+    /// Counts the reason of a refusal. Returns the outcome of the request.
+    pub(crate) fn refusal(&self, limited: &Limited) -> Outcome {
+        match limited.reason() {
+            Some(reason) => {
+                self.refusals[Refusals::index(reason)].fetch_add(1, Ordering::Relaxed);
+                Outcome::Refused
+            }
+            None => Outcome::Store,
+        }
+    }
+
+    pub(crate) fn upstream_refused(&self, status: StatusCode) {
+        *lock(&self.upstream_refusals).entry(status).or_default() += 1;
+    }
+
+    pub(crate) fn held(&self, cause: Cause) {
+        self.holds[cause as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn waited(&self, wait: Duration) {
+        self.waits.add(wait);
+    }
+
+    /// Notes that a request waits since `since`. Returns its number.
+    pub(super) fn open(&self, since: Instant) -> u64 {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        lock(&self.waiting).insert(number, Open { since, waker: None });
+        number
+    }
+
+    /// Notes the task of a request that waits.
+    pub(super) fn register(&self, number: u64, waker: &Waker) {
+        if let Some(open) = lock(&self.waiting).get_mut(&number) {
+            match &mut open.waker {
+                Some(other) => other.clone_from(waker),
+                None => open.waker = Some(waker.clone()),
+            }
+        }
+    }
+
+    /// Notes that a request waits no longer.
+    pub(super) fn close(&self, number: u64) {
+        let mut waiting = lock(&self.waiting);
+        waiting.remove(&number);
+        let is_last = waiting.is_empty();
+        drop(waiting);
+        if is_last {
+            self.drain.wake();
+        }
+    }
+
+    /// Returns how many requests wait.
+    pub(super) fn waiting(&self) -> usize {
+        lock(&self.waiting).len()
+    }
+
+    /// Wakes the tasks of all requests that wait.
+    pub(super) fn wake_waiting(&self) {
+        let mut waiting = lock(&self.waiting);
+        let wakers = waiting.values_mut().filter_map(|open| open.waker.take());
+        let wakers: Vec<Waker> = wakers.collect();
+        drop(waiting);
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    pub(super) fn drain_state(&self) -> &DrainState {
+        &self.drain
+    }
+
+    /// Returns whether the gate is drained, so that no request enters.
+    #[inline]
+    pub(crate) fn is_draining(&self) -> bool {
+        self.drain.is_draining()
+    }
+
+    /// Notes that a call in flight has ended.
+    #[inline]
+    pub(crate) fn call_ended(&self) {
+        self.drain.wake();
+    }
+
+    /// Calls the handler, if there is one.
+    pub(crate) fn tell(&self, event: &Event<'_>) {
+        if let Some(handler) = &self.handler {
+            handler(event);
+        }
+    }
+
+    /// Returns whether the program takes in events.
+    pub(crate) fn has_handler(&self) -> bool {
+        self.handler.is_some()
+    }
+
+    /// Returns whether a refusal of the key with this label is reported now: at most one a second is.
+    /// If so, returns how many were not reported since the last one that was.
+    pub(crate) fn report_refusal(&self, label: &str) -> Option<u64> {
+        let now = clock::now();
+        let mut floods = lock(&self.floods);
+        let is_over = |flood: &Flood| now.saturating_duration_since(flood.reported) >= REPORT_AGAIN;
+        let is_known = floods.contains_key(label);
+        if !is_known && floods.len() >= MOST_FLOODS {
+            floods.retain(|_, flood| !is_over(flood));
+        }
+        // Beyond `MOST_FLOODS` keys, the refusals of further keys share a report.
+        let has_room = is_known || floods.len() < MOST_FLOODS;
+        let label = if has_room { label } else { "" };
+        let Some(flood) = floods.get_mut(label) else {
+            let flood = Flood {
+                reported: now,
+                unreported: 0,
+            };
+            floods.insert(label.into(), flood);
+            return Some(0);
+        };
+        if !is_over(flood) {
+            flood.unreported += 1;
+            return None;
+        }
+        flood.reported = now;
+        Some(std::mem::take(&mut flood.unreported))
+    }
+
+    /// Returns the stats of the gate. `counted` are the [counts](Self::counted) of this tally and of all
+    /// keys. The caller fills in what it reads from the states of the keys.
+    pub(crate) fn stats(&self, mut counted: Counted, now: Instant) -> Stats {
+        let given_back = self.given_back.load(Ordering::Relaxed);
+        counted.units = counted.units.saturating_sub(given_back);
+        let mut shown = lock(&self.shown);
+        // A request may end while the counts are read. It is then missing, or its permit is not given
+        // back yet. No count falls for that reason.
+        shown.merge(&counted, u64::max);
+        let Counted { requests, units } = *shown;
+        drop(shown);
+        let waiting = lock(&self.waiting);
+        let oldest = waiting.first_key_value().map(|(_, open)| open.since);
+        let count = waiting.len();
+        drop(waiting);
+        let statuses = lock(&self.upstream_refusals);
+        let statuses = statuses.iter().map(|(status, count)| (*status, *count));
+        Stats {
+            name: self.name.clone(),
+            kind: self.kind,
+            draining: self.is_draining(),
+            requests,
+            refusals: Refusals(read(&self.refusals)),
+            unit: Cost::REQUESTS,
+            units,
+            waits: self.waits.read(),
+            upstream_refusals: Statuses(statuses.collect()),
+            holds: Holds(read(&self.holds)),
+            waiting: count,
+            oldest_wait: oldest.map(|since| now.saturating_duration_since(since)),
+            at_hand: 0,
+            in_flight: None,
+            keys: 0,
+            keys_held: 0,
+            max_keys: 0,
+            longest_hold: None,
+            limits: Vec::new(),
+        }
+    }
+
+    /// Returns the counts of keys without state. Read them before the states of the keys: a key that is
+    /// forgotten meanwhile is then missing, and not counted twice.
+    pub(crate) fn counted(&self) -> Counted {
+        let mut requests = Requests::default();
+        for (outcome, count) in Outcome::ALL.into_iter().zip(read(&self.requests)) {
+            *requests.of(outcome) = count;
+        }
+        Counted {
+            requests,
+            units: self.units.load(Ordering::Relaxed),
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! What a throttle counts: requests by outcome, and the attempts that it lets leave.
+//!
+//! A request counts once, also if it is sent again after a refusal by the upstream. Each attempt is a
+//! unit.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::engine::Core;
+use super::waiters::Waiters;
+use crate::clock;
+use crate::events;
+use crate::key::Key;
+use crate::signal::Signal;
+use crate::stats::{Cause, Counted, Gate, InFlightStats, KeyCounts, KeyStats, Stats, Tally};
+use crate::store::StoreReply;
+
+impl Gate for Core {
+    fn tally(&self) -> &Tally {
+        &self.settings.tally
+    }
+
+    fn visit_counts(&self, key: Key, visit: &mut dyn FnMut(&mut KeyCounts)) -> bool {
+        self.find(key, |waiters| visit(&mut waiters.counts))
+            .is_some()
+    }
+
+    fn stats(&self) -> Stats {
+        stats(self)
+    }
+
+    fn in_flight(&self) -> u64 {
+        let visit = |sum: &mut u64, _, waiters: &mut Waiters| {
+            *sum += waiters.queue.in_flight() as u64;
+        };
+        self.fold(visit, |all, sum| *all += sum)
+    }
+
+    /// Nothing is at hand, and it is not known when turns come: the requests that wait end by themselves.
+    fn stop(self: Arc<Self>, _by: Instant) -> u64 {
+        0
+    }
+
+    fn flush(&self) -> StoreReply<()> {
+        match &self.settings.store {
+            Some(store) => store.flush(),
+            None => StoreReply::Ready(Ok(())),
+        }
+    }
+}
+
+/// Counts an attempt that leaves.
+pub(super) fn add_attempt(core: &Core, key: Key) {
+    let count = |waiters: &mut Waiters| waiters.counts.add_units(1);
+    if core.find(key, count).is_none() {
+        core.tally().add_units(1);
+    }
+}
+
+/// Counts and reports a hold of `key` that follows from a response.
+pub(super) fn held_by(core: &Core, key: Key, signal: &Signal, left: Duration) {
+    let cause = match signal.refusal() {
+        Some(_) => Cause::Upstream,
+        None => Cause::UsedUp,
+    };
+    core.tally().held(cause);
+    events::held(core.tally(), &core.label(key, None), left, cause);
+}
+
+/// What is summed over the keys.
+#[derive(Default)]
+struct Sum {
+    counted: Counted,
+    in_flight: InFlightStats,
+    held: usize,
+    longest_hold: Option<Duration>,
+}
+
+impl Sum {
+    fn add(&mut self, other: Sum) {
+        self.counted.add_all(&other.counted);
+        self.in_flight.in_use += other.in_flight.in_use;
+        self.held += other.held;
+        self.longest_hold = self.longest_hold.max(other.longest_hold);
+    }
+}
+
+fn held(waiters: &Waiters, now: Instant) -> Option<Duration> {
+    let until = waiters.queue.held_until()?;
+    until
+        .checked_duration_since(now)
+        .filter(|left| !left.is_zero())
+}
+
+fn stats(core: &Core) -> Stats {
+    let now = clock::now();
+    // Before the keys: see `Tally::counted`.
+    let mut counted = core.tally().counted();
+    let visit = |sum: &mut Sum, _, waiters: &mut Waiters| {
+        sum.counted.add(&waiters.counts);
+        sum.in_flight.in_use += waiters.queue.in_flight() as u64;
+        let left = held(waiters, now);
+        sum.held += usize::from(left.is_some());
+        sum.longest_hold = sum.longest_hold.max(left);
+    };
+    let sum = core.fold(visit, Sum::add);
+    counted.add_all(&sum.counted);
+    Stats {
+        in_flight: Some(sum.in_flight),
+        keys: core.len(),
+        keys_held: sum.held,
+        max_keys: core.settings.max_keys,
+        longest_hold: sum.longest_hold,
+        ..core.tally().stats(counted, now)
+    }
+}
+
+/// Returns the stats of up to `most` keys: those with the most requests that wait, then those with the
+/// most attempts.
+pub(super) fn busiest(core: &Core, most: usize) -> Vec<KeyStats> {
+    let now = clock::now();
+    let visit = |all: &mut Vec<_>, key, waiters: &mut Waiters| {
+        all.push((waiters.queue.waiting(), waiters.counts.units(), key));
+    };
+    let mut all = core.fold(visit, |all: &mut Vec<_>, mut more| all.append(&mut more));
+    all.sort_unstable_by(|a, b| b.cmp(a));
+    all.truncate(most);
+    let stats = all.into_iter().filter_map(|(_, _, key)| {
+        core.find(key, |waiters| KeyStats {
+            name: match waiters.counts.name() {
+                Some(name) => name.into(),
+                None => (*core.label(key, None)).into(),
+            },
+            requests: waiters.counts.requests(),
+            units: waiters.counts.units(),
+            waiting: waiters.queue.waiting(),
+            at_hand: 0,
+            held: held(waiters, now),
+        })
+    });
+    stats.collect()
+}

@@ -1,0 +1,479 @@
+//! The end of a process: what waits may leave until a deadline, and all else goes back.
+
+mod support;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::FutureExt;
+use futures::future::join_all;
+use proptest::prelude::*;
+use support::{Failing, Upstream, get, ms, peek};
+use tokio::time::{Instant, sleep};
+use tollgate::limiter::Acquire;
+use tollgate::stats::Event;
+use tollgate::store::MemoryStore;
+use tollgate::{
+    AdaptiveThrottleLayer, Key, Limited, Limiter, Quota, RateLimitBuilder, RateLimitLayer, Reason,
+    Signal,
+};
+use tower::{Service, ServiceBuilder, ServiceExt};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn builder(quota: Quota) -> RateLimitBuilder {
+    RateLimitLayer::builder(quota).max_wait(SECOND * 600)
+}
+
+fn limiter(quota: Quota) -> Limiter {
+    builder(quota).build().unwrap().limiter()
+}
+
+/// Begins requests that wait. Returns when each ends, counted from now, and how.
+fn waiters(
+    count: usize,
+    acquire: impl Fn() -> Acquire,
+) -> Vec<tokio::task::JoinHandle<(Duration, Result<(), Limited>)>> {
+    let start = Instant::now();
+    let begin = |_| {
+        let mut acquire = Box::pin(acquire());
+        assert!((&mut acquire).now_or_never().is_none(), "it waits");
+        tokio::spawn(async move {
+            let result = acquire.await;
+            (start.elapsed(), result.map(drop))
+        })
+    };
+    (0..count).map(begin).collect()
+}
+
+fn assert_draining(limited: &Limited) {
+    assert_eq!(limited.reason(), Some(Reason::Draining), "{limited}");
+    assert_eq!(limited.retry_after(), None);
+}
+
+/// Drains while 100 requests wait for slots that are an eighth of a second apart.
+async fn drain_hundred(limiter: &Limiter, acquire: impl Fn() -> Acquire) {
+    drop(acquire().await.unwrap());
+    let waits = waiters(100, &acquire);
+    let refused = limiter.clone();
+    let late = tokio::spawn(async move {
+        sleep(ms(10)).await;
+        refused.acquire(Key::new("late")).await
+    });
+    let start = Instant::now();
+    let drained = limiter.drain(SECOND * 5).await.unwrap();
+    assert!(start.elapsed() <= SECOND * 5, "{:?}", start.elapsed());
+    assert_draining(&late.await.unwrap().unwrap_err());
+    let mut left = 0;
+    for wait in waits {
+        let (at, result) = wait.await.unwrap();
+        match result {
+            Ok(_) => {
+                left += 1;
+                assert!(at <= SECOND * 5, "left after {at:?}");
+            }
+            Err(limited) => {
+                assert_draining(&limited);
+                assert!(at < ms(20), "refused only after {at:?}");
+            }
+        }
+    }
+    assert!((30..=50).contains(&left), "{left} left");
+    assert_eq!((drained.left, drained.refused), (left, 100 - left));
+    let stats = limiter.stats();
+    assert!(stats.draining);
+    assert_eq!((stats.requests.waited, stats.waiting), (left, 0));
+    assert_eq!(stats.refusals.of(Reason::Draining), 100 - left + 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn waiters_leave_at_their_slots_or_are_refused_at_once() {
+    for key in [Key::ALL, Key::new("key")] {
+        let limiter = limiter(Quota::every(ms(125)));
+        drain_hundred(&limiter, || limiter.acquire(key)).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn drain_refuses_joint_requests_without_a_slot_in_time() {
+    let limiter = limiter(Quota::every(ms(125)));
+    let other = builder(Quota::per_second(1000)).build().unwrap().limiter();
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    let acquire = || limiter.acquire(Key::ALL).with(other.acquire(Key::ALL));
+    let waits = waiters(100, acquire);
+    let start = Instant::now();
+    let drained = limiter.drain(SECOND * 5).await.unwrap();
+    assert!(start.elapsed() <= SECOND * 5);
+    assert_eq!(drained.left + drained.refused, 100);
+    assert!((30..=50).contains(&drained.left), "{drained}");
+    for wait in waits {
+        let (at, result) = wait.await.unwrap();
+        assert!(at <= SECOND * 5);
+        if let Err(limited) = result {
+            assert_draining(&limited);
+        }
+    }
+    assert_draining(&acquire().await.unwrap_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn drain_of_zero_refuses_all_waiters_at_once() {
+    let limiter = limiter(Quota::per_second(1));
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    let waits = waiters(10, || limiter.acquire(Key::ALL));
+    let start = Instant::now();
+    let drained = limiter.drain(Duration::ZERO).await.unwrap();
+    assert_eq!((drained.left, drained.refused), (0, 10));
+    for wait in waits {
+        assert_draining(&wait.await.unwrap().1.unwrap_err());
+    }
+    assert_eq!(start.elapsed(), Duration::ZERO);
+    for cost in [0, 1] {
+        assert_draining(&limiter.acquire(Key::ALL).cost(cost).await.unwrap_err());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn permits_at_hand_go_back_for_good() {
+    for key in [Key::ALL, Key::new("key")] {
+        let limit = builder(Quota::per_second(100_000)).build().unwrap();
+        let limiter = limit.limiter();
+        for _ in 0..1000 {
+            drop(limiter.acquire(key).await.unwrap());
+        }
+        let late = limiter.acquire(key).await.unwrap();
+        let at_hand = limiter.stats().at_hand;
+        assert!(at_hand > 0);
+        let drained = limiter.drain(SECOND).await.unwrap();
+        assert_eq!(drained.given_back, at_hand);
+        assert_eq!(peek(&limit, key).await.limits[0].used, 1001);
+        late.give_back();
+        assert_eq!(limiter.stats().at_hand, 0);
+        assert_eq!(peek(&limit, key).await.limits[0].used, 1000);
+        assert_draining(&limiter.acquire(key).await.unwrap_err());
+        let line = drained.to_string();
+        let expected = format!("0 left in time, 0 refused, {at_hand} permits given back in 0.0s");
+        assert_eq!(line, expected);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn drain_waits_for_calls_in_flight() {
+    let limiter = limiter(Quota::in_flight(2));
+    let mut calls = Vec::new();
+    for seconds in [1, 3] {
+        let permit = limiter.acquire(Key::ALL).await.unwrap();
+        calls.push(tokio::spawn(async move {
+            sleep(SECOND * seconds).await;
+            drop(permit);
+        }));
+    }
+    let start = Instant::now();
+    let waits = waiters(2, || limiter.acquire(Key::ALL));
+    // The first waiter gets the slot of the first call, and its own call ends at once.
+    let drained = limiter.drain(SECOND * 10).await.unwrap();
+    assert_eq!((drained.left, start.elapsed()), (2, SECOND * 3));
+    for wait in waits {
+        wait.await.unwrap().1.unwrap();
+    }
+
+    let limiter = self::limiter(Quota::in_flight(1));
+    let permit = limiter.acquire(Key::ALL).await.unwrap();
+    let start = Instant::now();
+    limiter.drain(SECOND).await.unwrap();
+    assert!(
+        start.elapsed() < ms(1010),
+        "the call goes on, the drain does not"
+    );
+    drop(permit);
+}
+
+#[tokio::test(start_paused = true)]
+async fn layers_send_nothing_after_the_end_of_a_drain() {
+    let limit = builder(Quota::every(ms(125))).build().unwrap();
+    let limiter = limit.limiter();
+    let upstream = Upstream::new();
+    let service = ServiceBuilder::new().layer(limit).service(upstream.clone());
+    let calls: Vec<_> = (0..100)
+        .map(|_| tokio::spawn(service.clone().oneshot(get("http://a/"))))
+        .collect();
+    tokio::task::yield_now().await;
+    let drained = limiter.drain(SECOND * 2).await.unwrap();
+    let sent = upstream.count() as u64;
+    assert_eq!(drained.left + 1, sent, "one was sent before");
+    sleep(SECOND * 20).await;
+    assert_eq!(upstream.count() as u64, sent);
+    let results = join_all(calls).await;
+    let passed = results
+        .iter()
+        .filter(|result| result.as_ref().unwrap().is_ok());
+    assert_eq!(passed.count() as u64, sent);
+    let mut service = service;
+    let refused = service
+        .ready()
+        .await
+        .unwrap()
+        .call(get("http://a/"))
+        .await
+        .unwrap_err();
+    assert_draining(Limited::find(&refused).unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_earlier_end_of_two_drains_counts() {
+    let limiter = limiter(Quota::every(SECOND));
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    let waits = waiters(10, || limiter.acquire(Key::ALL));
+    let start = Instant::now();
+    let first = limiter.drain(SECOND * 60);
+    let second = async {
+        sleep(ms(1500)).await;
+        limiter.drain(SECOND).await
+    };
+    let (first, second) = tokio::join!(first, second);
+    assert!(start.elapsed() <= ms(2510), "{:?}", start.elapsed());
+    let (first, second) = (first.unwrap(), second.unwrap());
+    assert_eq!((first.left, first.refused), (second.left, second.refused));
+    assert_eq!(first.left + first.refused, 10);
+    for wait in waits {
+        assert!(wait.await.unwrap().0 <= ms(2510));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn limiters_stay_drained_when_the_drain_is_dropped() {
+    let limiter = limiter(Quota::every(SECOND));
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    let waits = waiters(5, || limiter.acquire(Key::ALL));
+    let start = Instant::now();
+    assert!(
+        tokio::time::timeout(ms(500), limiter.drain(SECOND * 3))
+            .await
+            .is_err()
+    );
+    assert_draining(&limiter.acquire(Key::ALL).await.unwrap_err());
+    let mut left = 0;
+    for wait in waits {
+        left += u32::from(wait.await.unwrap().1.is_ok());
+    }
+    assert!(left >= 1 && start.elapsed() <= SECOND * 3, "{left} left");
+    drop(limiter.drain(SECOND));
+    let unpolled = self::limiter(Quota::every(SECOND));
+    drop(unpolled.drain(SECOND));
+    drop(unpolled.acquire(Key::ALL).await.unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn drain_reports_to_the_handler() {
+    let log = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let events = log.clone();
+    let limit = builder(Quota::per_second(1)).on_event(move |event| {
+        if let Event::Drained { drained, .. } = event {
+            events.lock().unwrap().push(**drained);
+        }
+    });
+    let drained = limit
+        .build()
+        .unwrap()
+        .limiter()
+        .drain(SECOND)
+        .await
+        .unwrap();
+    assert_eq!(*log.lock().unwrap(), [drained]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_end_by_themselves_without_the_store() {
+    let limit = builder(Quota::per_second(1)).store(Arc::new(Failing::away(true)));
+    let limiter = limit.build().unwrap().limiter();
+    let waits = waiters(3, || limiter.acquire(Key::ALL));
+    limiter.drain(SECOND).await.unwrap();
+    for wait in waits {
+        wait.await.unwrap().1.unwrap_err();
+    }
+    assert_eq!(limiter.stats().requests.total(), 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_other_limiter_of_a_store_has_the_whole_limit() {
+    let store = Arc::new(MemoryStore::default());
+    let quota = Quota::per_second(50);
+    let [going, staying] = [(); 2].map(|()| {
+        let builder = builder(quota).store(store.clone());
+        builder.build().unwrap().limiter()
+    });
+    let run = |limiter: Limiter, callers: usize| {
+        let tasks = (0..callers).map(move |_| {
+            let limiter = limiter.clone();
+            tokio::spawn(async move {
+                let mut sent = Vec::new();
+                let end = Instant::now() + SECOND * 12;
+                while Instant::now() < end {
+                    match limiter.acquire(Key::ALL).await {
+                        Ok(permit) => drop(permit),
+                        Err(_) => break,
+                    }
+                    sent.push(Instant::now());
+                }
+                sent
+            })
+        });
+        tasks.collect::<Vec<_>>()
+    };
+    let start = Instant::now();
+    let (going_tasks, staying_tasks) = (run(going.clone(), 20), run(staying, 60));
+    sleep(SECOND * 3).await;
+    going.drain(ms(200)).await.unwrap();
+    let drained_at = Instant::now();
+    let mut all = Vec::new();
+    for sent in join_all(going_tasks).await {
+        let sent = sent.unwrap();
+        assert!(sent.iter().all(|at| *at <= drained_at), "none leaves later");
+        all.extend(sent);
+    }
+    let mut others = Vec::new();
+    for sent in join_all(staying_tasks).await {
+        others.extend(sent.unwrap());
+    }
+    all.extend(&others);
+    all.sort_unstable();
+    for window in all.windows(51) {
+        assert!(window[50] - window[0] >= SECOND, "51 within a second");
+    }
+    let from = drained_at + ms(1500);
+    let until = start + SECOND * 12;
+    let sent = others
+        .iter()
+        .filter(|at| **at >= from && **at < until)
+        .count() as f64;
+    let rate = sent / (until - from).as_secs_f64();
+    assert!(rate > 45.0, "{rate} a second of 50");
+}
+
+#[tokio::test(start_paused = true)]
+async fn throttles_drain_what_waits() {
+    let layer = AdaptiveThrottleLayer::builder()
+        .max_wait(SECOND * 60)
+        .build()
+        .unwrap();
+    let throttle = layer.throttle();
+    let permit = throttle.acquire(Key::ALL).await.unwrap();
+    throttle
+        .hold_for(Key::new("held"), SECOND * 30)
+        .await
+        .unwrap();
+    let wait = |key| {
+        let throttle = throttle.clone();
+        tokio::spawn(async move { throttle.acquire(key).await.map(|permit| permit.give_back()) })
+    };
+    let waits = [wait(Key::ALL), wait(Key::new("held"))];
+    sleep(ms(10)).await;
+    let answer = tokio::spawn(async move {
+        sleep(ms(400)).await;
+        permit.answered(&Signal::default());
+    });
+    let start = Instant::now();
+    let drained = throttle.drain(SECOND * 5).await.unwrap();
+    assert!(start.elapsed() < ms(1000), "the hold is known to be longer");
+    assert_eq!((drained.left, drained.refused), (1, 1));
+    answer.await.unwrap();
+    let [left, held] = waits;
+    left.await.unwrap().unwrap();
+    assert_draining(&held.await.unwrap().unwrap_err());
+    assert_draining(&throttle.acquire(Key::ALL).await.unwrap_err());
+}
+
+#[derive(Clone, Debug)]
+struct History {
+    every: u64,
+    waiters: usize,
+    drain_at: u64,
+    within: u64,
+    /// How long each caller waits before it gives up, in milliseconds.
+    patience: Vec<u64>,
+    is_joint: bool,
+}
+
+fn history() -> impl Strategy<Value = History> {
+    (
+        50u64..400,
+        1usize..30,
+        0u64..2000,
+        prop_oneof![Just(0u64), 1u64..4000],
+        prop::collection::vec(0u64..5000, 0..10),
+        any::<bool>(),
+    )
+        .prop_map(
+            |(every, waiters, drain_at, within, patience, is_joint)| History {
+                every,
+                waiters,
+                drain_at,
+                within,
+                patience,
+                is_joint,
+            },
+        )
+}
+
+async fn drain_history(history: History) -> Result<(), TestCaseError> {
+    let quota = Quota::new(1, ms(history.every)).and(Quota::per_day(10_000));
+    let limit = builder(quota).build().unwrap();
+    let limiter = limit.limiter();
+    let other = builder(Quota::per_second(500)).build().unwrap().limiter();
+    let start = Instant::now();
+    let calls: Vec<_> = (0..history.waiters)
+        .map(|number| {
+            let mut acquire = limiter.acquire(Key::ALL);
+            if history.is_joint {
+                acquire = acquire.with(other.acquire(Key::ALL));
+            }
+            let patience = history.patience.get(number).copied().unwrap_or(60_000);
+            tokio::spawn(async move {
+                let result = tokio::time::timeout(ms(patience), acquire).await;
+                (start.elapsed(), result.ok())
+            })
+        })
+        .collect();
+    sleep(ms(history.drain_at)).await;
+    limiter.drain(ms(history.within)).await.unwrap();
+    let end = ms(history.drain_at + history.within);
+    // A timer fires up to a millisecond late.
+    prop_assert!(start.elapsed() <= end.max(ms(history.drain_at)) + ms(2));
+    let mut sent = 0;
+    for call in calls {
+        let (at, result) = call.await.unwrap();
+        prop_assert!(
+            at <= end + ms(2),
+            "ended after {:?}, the drain after {:?}",
+            at,
+            end
+        );
+        sent += u64::from(matches!(result, Some(Ok(_))));
+    }
+    let stats = limiter.stats();
+    prop_assert_eq!(stats.requests.total(), history.waiters as u64);
+    prop_assert_eq!((stats.units, stats.at_hand, stats.waiting), (sent, 0, 0));
+    // The store counts a booked slot that was given back until it would have been due.
+    sleep(SECOND * 60).await;
+    prop_assert_eq!(peek(&limit, Key::ALL).await.limits[1].used, sent);
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 100,
+        failure_persistence: Some(Box::new(
+            proptest::test_runner::FileFailurePersistence::Direct("proptest-regressions/drain.txt"),
+        )),
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn drains_end_in_time_and_lose_no_unit(history in history()) {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build();
+        runtime.unwrap().block_on(drain_history(history))?;
+    }
+}

@@ -1,0 +1,48 @@
+//! A store in memory that replies as late as a remote one, and that can fail.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use tokio::time::sleep;
+use tollgate::Key;
+use tollgate::store::{
+    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits,
+    Usage,
+};
+
+/// A store whose replies take a trip. While it fails, no call arrives.
+#[derive(Default)]
+pub(crate) struct Remote {
+    pub(crate) shared: Arc<MemoryStore>,
+    pub(crate) fails: AtomicBool,
+}
+
+impl Remote {
+    const TRIP: Duration = Duration::from_millis(5);
+}
+
+impl Store for Remote {
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        let reply = if self.fails.load(Ordering::Relaxed) {
+            StoreReply::Ready(Err(StoreError::Lost))
+        } else {
+            self.shared.lease(request)
+        };
+        let StoreReply::Ready(reply) = reply else {
+            unreachable!("memory replies at once")
+        };
+        StoreReply::Pending(Box::pin(async move {
+            sleep(Remote::TRIP).await;
+            reply
+        }))
+    }
+
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        self.shared.give_back(key, spec, unused);
+    }
+
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        self.shared.peek(key, spec)
+    }
+}

@@ -1,0 +1,757 @@
+//! Units: limits that count tokens or points, and requests that cost several units.
+
+#[path = "support/histories.rs"]
+mod histories;
+#[cfg(feature = "redis")]
+#[path = "support/patient.rs"]
+mod patient;
+#[path = "support/remote.rs"]
+mod remote;
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::future::Future;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures::future::join_all;
+use http::{Request, Response, StatusCode};
+use proptest::prelude::*;
+use tokio::time::{Instant, sleep, sleep_until};
+use tollgate::store::{MemoryStore, Store};
+use tollgate::{
+    ConfigError, Cost, HeaderTrust, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer,
+    Reason,
+};
+use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
+
+use histories::histories;
+use remote::Remote;
+
+const DAY: Duration = Duration::from_secs(86_400);
+const MINUTE: Duration = Duration::from_secs(60);
+
+fn both() -> Quota {
+    Quota::per_minute(10).and(Quota::per_minute(1000).of("tokens"))
+}
+
+fn limiter(quota: Quota) -> Limiter {
+    limiter_over(quota, Arc::new(MemoryStore::default()))
+}
+
+fn limiter_over(quota: Quota, store: Arc<dyn Store>) -> Limiter {
+    let builder = RateLimitLayer::builder(quota).max_wait(DAY).store(store);
+    builder.settle_by_hand().build().unwrap().limiter()
+}
+
+/// Returns what is used of each unit, without what is prefetched.
+async fn used_of(limiter: &Limiter, key: Key) -> BTreeMap<&'static str, u64> {
+    limiter.shutdown().await.unwrap();
+    let status = limiter.peek(key).await.unwrap();
+    let limits = status.limits.iter();
+    limits.map(|usage| (usage.unit, usage.used)).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_limit_counts_its_unit() {
+    let limiter = limiter(both());
+    let key = Key::new("one");
+    drop(
+        limiter
+            .acquire(key)
+            .cost(Cost::of("tokens", 300))
+            .await
+            .unwrap(),
+    );
+    drop(limiter.acquire(key).cost(2).await.unwrap());
+    let free = Cost::new(0).and("tokens", 50);
+    drop(limiter.acquire(key).cost(free).await.unwrap());
+    let expected = BTreeMap::from([("requests", 3), ("tokens", 350)]);
+    assert_eq!(used_of(&limiter, key).await, expected);
+    assert_eq!(limiter.peek(key).await.unwrap().free, 7);
+}
+
+/// A plain limiter of the same key and store counts apart from the tokens.
+#[tokio::test(start_paused = true)]
+async fn units_of_one_key_are_counted_apart() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let requests = limiter_over(Quota::per_minute(10), store.clone());
+    let tokens = limiter_over(Quota::per_minute(1000).of("tokens"), store.clone());
+    let both = limiter_over(both(), store);
+    drop(requests.acquire(Key::ALL).cost(4).await.unwrap());
+    drop(
+        tokens
+            .acquire(Key::ALL)
+            .cost(Cost::of("tokens", 600))
+            .await
+            .unwrap(),
+    );
+    let expected = BTreeMap::from([("requests", 4), ("tokens", 600)]);
+    assert_eq!(used_of(&both, Key::ALL).await, expected);
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_take_units_of_all_limits_or_of_none() {
+    let limiter = limiter(both());
+    drop(
+        limiter
+            .acquire(Key::ALL)
+            .cost(Cost::of("tokens", 900))
+            .await
+            .unwrap(),
+    );
+    let start = Instant::now();
+    let waits = tokio::spawn({
+        let limiter = limiter.clone();
+        async move {
+            drop(
+                limiter
+                    .acquire(Key::ALL)
+                    .cost(Cost::of("tokens", 200))
+                    .await,
+            )
+        }
+    });
+    sleep(Duration::from_secs(30)).await;
+    // Its request is booked for the moment at which it has its tokens.
+    for _ in 0..8 {
+        let without = Cost::new(1).and("tokens", 0);
+        drop(limiter.acquire(Key::ALL).cost(without).await.unwrap());
+    }
+    assert_eq!(start.elapsed(), Duration::from_secs(30));
+    waits.await.unwrap();
+    assert!(start.elapsed() >= MINUTE, "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn errors_name_the_unit() {
+    let layer = RateLimitLayer::builder(both()).max_wait(Duration::ZERO);
+    let limiter = layer.build().unwrap().limiter();
+    let prompt = |tokens| limiter.acquire(Key::ALL).cost(Cost::of("tokens", tokens));
+    let large = prompt(1001).await.unwrap_err();
+    let reason = Reason::CostAboveLimit {
+        cost: 1001,
+        largest: 1000,
+        unit: "tokens",
+    };
+    assert_eq!(large.reason(), Some(reason));
+    assert_eq!(
+        large.to_string(),
+        "refused locally (all): it costs 1001 tokens, and the quota allows at most 1000 at once; split it, or raise the \
+         limit or burst"
+    );
+    drop(prompt(800).await.unwrap());
+    let refused = prompt(300).await.unwrap_err();
+    assert_eq!(refused.report().unit(), "tokens");
+    assert_eq!(refused.key(), "all");
+    let text = refused.to_string();
+    assert!(text.contains("the limit is 1000 tokens/60s"), "{text}");
+    for _ in 0..9 {
+        drop(prompt(1).await.unwrap());
+    }
+    let refused = prompt(1).await.unwrap_err();
+    assert_eq!(refused.report().unit(), "requests");
+    assert!(!refused.to_string().contains("requests"), "{refused}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_unit_is_settled_with_its_true_cost() {
+    let limiter = limiter(both());
+    let acquire = |tokens| limiter.acquire(Key::ALL).cost(Cost::of("tokens", tokens));
+    let mut permit = acquire(400).await.unwrap();
+    permit.settle(Cost::of("tokens", 150));
+    let of_both = |requests, tokens| BTreeMap::from([("requests", requests), ("tokens", tokens)]);
+    assert_eq!(used_of(&limiter, Key::ALL).await, of_both(1, 150));
+    permit.settle(3);
+    assert_eq!(used_of(&limiter, Key::ALL).await, of_both(3, 150));
+    permit.settle(Cost::new(0).and("tokens", 500));
+    assert_eq!(used_of(&limiter, Key::ALL).await, of_both(2, 500));
+}
+
+/// A server that answers as `answer` says.
+async fn send(
+    layer: &RateLimitLayer,
+    path: &str,
+    answer: &[(&str, &str)],
+    status: u16,
+) -> Result<Response<()>, tollgate::Error> {
+    let server = service_fn(|_: Request<()>| async {
+        let mut response = Response::builder().status(StatusCode::from_u16(status).unwrap());
+        for (name, value) in answer {
+            response = response.header(*name, *value);
+        }
+        Ok::<_, Infallible>(response.body(()).unwrap())
+    });
+    let mut service = ServiceBuilder::new().layer(layer.clone()).service(server);
+    let request = Request::get(format!("http://example.com{path}"))
+        .body(())
+        .unwrap();
+    service.ready().await.unwrap().call(request).await
+}
+
+#[tokio::test(start_paused = true)]
+async fn layers_count_and_settle_units() {
+    let layer = RateLimitLayer::builder("10/min, 1000 tokens/min".parse::<Quota>().unwrap())
+        .key(|request| Key::new(request.path()))
+        .cost(|request| Cost::of("tokens", if request.path() == "/long" { 500 } else { 100 }))
+        .settle(|response| Some(Cost::of("tokens", response.number("x-tokens")?)))
+        .build()
+        .unwrap();
+    send(&layer, "/long", &[], 200).await.unwrap();
+    send(&layer, "/short", &[("x-tokens", "130")], 200)
+        .await
+        .unwrap();
+    let limiter = layer.limiter();
+    let long = used_of(&limiter, Key::new("/long")).await;
+    assert_eq!(long, BTreeMap::from([("requests", 1), ("tokens", 500)]));
+    let short = used_of(&limiter, Key::new("/short")).await;
+    assert_eq!(short, BTreeMap::from([("requests", 1), ("tokens", 130)]));
+}
+
+/// A model counts by model, and the organisation counts all: each requests and tokens.
+#[tokio::test(start_paused = true)]
+async fn several_keys_count_several_units() {
+    let layer = RateLimitLayer::builder(both())
+        .cost(|_| Cost::of("tokens", 100))
+        .settle(|response| Some(Cost::of("tokens", response.number("x-tokens")?)))
+        .and_per(
+            "model",
+            "5/min, 400 tokens/min".parse().unwrap(),
+            |request| Key::new(request.path()),
+        )
+        .build()
+        .unwrap();
+    let answer = [("x-tokens", "80")];
+    send(&layer, "/a", &answer, 200).await.unwrap();
+    send(&layer, "/b", &answer, 200).await.unwrap();
+    let all = used_of(&layer.limiter(), Key::ALL).await;
+    assert_eq!(all, BTreeMap::from([("requests", 2), ("tokens", 160)]));
+    let models = layer.limiter_of("model").unwrap();
+    let one = used_of(&models, Key::new("/a").and("model")).await;
+    assert_eq!(one, BTreeMap::from([("requests", 1), ("tokens", 80)]));
+    // The tokens of the model are used up first.
+    for _ in 0..3 {
+        send(&layer, "/a", &answer, 200).await.unwrap();
+    }
+    let start = Instant::now();
+    let refused = send(&layer, "/a", &answer, 200).await.unwrap_err();
+    let report = Limited::find(&refused).unwrap().report();
+    assert_eq!(report.name(), Some("model"));
+    assert_eq!(report.unit(), "tokens");
+    let wait = report.retry_after().unwrap();
+    sleep(wait - Duration::from_secs(10)).await;
+    send(&layer, "/a", &answer, 200).await.unwrap();
+    assert!(start.elapsed() >= MINUTE, "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn holds_stop_requests_of_any_unit() {
+    let layer = RateLimitLayer::builder(both()).max_wait(Duration::ZERO);
+    let limiter = layer.build().unwrap().limiter();
+    limiter.hold_for(Key::ALL, MINUTE).await.unwrap();
+    assert!(limiter.peek(Key::ALL).await.unwrap().held.is_some());
+    for cost in [Cost::new(1), Cost::new(0).and("tokens", 5)] {
+        let refused = limiter.acquire(Key::ALL).cost(cost).await.unwrap_err();
+        assert_eq!(refused.reason(), Some(Reason::Held));
+    }
+    limiter.release(Key::ALL).await.unwrap();
+    assert!(limiter.peek(Key::ALL).await.unwrap().held.is_none());
+    drop(
+        limiter
+            .acquire(Key::ALL)
+            .cost(Cost::of("tokens", 5))
+            .await
+            .unwrap(),
+    );
+}
+
+/// A refusal that states that the tokens are used up lets requests without tokens pass.
+#[tokio::test(start_paused = true)]
+async fn refusals_hold_the_unit_that_is_used_up() {
+    let layer = RateLimitLayer::builder(both())
+        .key(|_| Key::new("organisation"))
+        .cost(|request| match request.path() {
+            "/models" => Cost::new(1).and("tokens", 0),
+            _ => Cost::of("tokens", 10),
+        })
+        .max_wait(Duration::from_secs(1))
+        .build()
+        .unwrap();
+    let used_up = [
+        ("x-ratelimit-limit-requests", "10"),
+        ("x-ratelimit-remaining-requests", "9"),
+        ("x-ratelimit-limit-tokens", "1000"),
+        ("x-ratelimit-remaining-tokens", "0"),
+        ("x-ratelimit-reset-tokens", "30s"),
+        ("retry-after", "30"),
+    ];
+    send(&layer, "/chat", &used_up, 429).await.unwrap();
+    let refused = send(&layer, "/chat", &[], 200).await.unwrap_err();
+    let limited = Limited::find(&refused).unwrap();
+    assert_eq!(limited.reason(), Some(Reason::Held));
+    assert_eq!(limited.report().unit(), "tokens");
+    send(&layer, "/models", &[], 200).await.unwrap();
+}
+
+/// Another client of the same account uses tokens.
+#[tokio::test(start_paused = true)]
+async fn headers_are_about_their_unit() {
+    let quota = Quota::per_minute(100)
+        .and(Quota::per_minute(10_000).of("input_tokens"))
+        .and(Quota::per_minute(2000).of("output_tokens"));
+    let layer = RateLimitLayer::builder(quota)
+        .key(|_| Key::new("organisation"))
+        .cost(|_| Cost::of("input_tokens", 10).and("output_tokens", 10))
+        .build()
+        .unwrap();
+    let soon = std::time::SystemTime::now() + Duration::from_secs(30);
+    let soon = httpdate::fmt_http_date(soon);
+    let answer = [
+        ("anthropic-ratelimit-requests-limit", "100"),
+        ("anthropic-ratelimit-requests-remaining", "99"),
+        ("anthropic-ratelimit-input-tokens-limit", "10000"),
+        ("anthropic-ratelimit-input-tokens-remaining", "7000"),
+        ("anthropic-ratelimit-input-tokens-reset", &soon),
+        ("anthropic-ratelimit-output-tokens-limit", "2000"),
+        ("anthropic-ratelimit-output-tokens-remaining", "1000"),
+        ("anthropic-ratelimit-output-tokens-reset", &soon),
+    ];
+    send(&layer, "/", &answer, 200).await.unwrap();
+    // What the response states reaches the store with the next call.
+    sleep(Duration::from_millis(100)).await;
+    send(&layer, "/", &answer, 200).await.unwrap();
+    let status = layer
+        .limiter()
+        .peek(Key::new("organisation"))
+        .await
+        .unwrap();
+    let reserved = status
+        .limits
+        .iter()
+        .map(|usage| (usage.unit, usage.reserved));
+    let reserved: BTreeMap<_, _> = reserved.collect();
+    assert_eq!(reserved["requests"], 0, "{status:?}");
+    assert!(
+        (2900..=3000).contains(&reserved["input_tokens"]),
+        "{status:?}"
+    );
+    assert!(
+        (900..=1000).contains(&reserved["output_tokens"]),
+        "{status:?}"
+    );
+}
+
+/// The upstream states a limit of tokens that is stricter than the configured one.
+#[tokio::test(start_paused = true)]
+async fn stated_limits_apply_to_their_unit() {
+    let layer = RateLimitLayer::builder(both())
+        .key(|_| Key::new("organisation"))
+        .cost(|_| Cost::of("tokens", 300))
+        .trust_headers(HeaderTrust::Stricter)
+        .max_wait(Duration::from_secs(1))
+        .build()
+        .unwrap();
+    let stated = [("ratelimit-policy", r#""tokens";q=500;w=60;qu="tokens""#)];
+    send(&layer, "/", &stated, 200).await.unwrap();
+    let status = layer
+        .limiter()
+        .peek(Key::new("organisation"))
+        .await
+        .unwrap();
+    let learned: Vec<_> = status
+        .learned
+        .iter()
+        .map(|stated| stated.limit.count())
+        .collect();
+    assert_eq!(learned, [500]);
+    let refused = send(&layer, "/", &stated, 200).await.unwrap_err();
+    let report = Limited::find(&refused).unwrap().report();
+    assert_eq!(report.unit(), "tokens");
+}
+
+#[tokio::test(start_paused = true)]
+async fn calls_in_flight_are_limited_beside_units() {
+    let quota = Quota::in_flight(1).and(Quota::per_minute(1000).of("tokens"));
+    let layer = RateLimitLayer::builder(quota).max_wait(Duration::ZERO);
+    let limiter = layer.build().unwrap().limiter();
+    let acquire = || limiter.acquire(Key::ALL).cost(Cost::of("tokens", 10));
+    let first = acquire().await.unwrap();
+    assert!(acquire().await.is_err());
+    drop(first);
+    drop(acquire().await.unwrap());
+    assert_eq!(used_of(&limiter, Key::ALL).await["tokens"], 20);
+}
+
+#[test]
+fn units_are_checked_when_a_layer_is_built() {
+    let tokens = Quota::per_minute(1000);
+    let build = |quota| RateLimitLayer::new(quota).map(drop);
+    let name = |unit: &str| Err(ConfigError::UnitName { unit: unit.into() });
+    assert_eq!(build(tokens.of("")), name(""));
+    assert_eq!(build(tokens.of("input tokens")), name("input tokens"));
+    assert_eq!(
+        build(Quota::in_flight(3).of("tokens")),
+        Err(ConfigError::UnitOfInFlight)
+    );
+    assert_eq!(build(tokens.of("requests")), Ok(()));
+    let three = ["a", "b", "c"].map(|unit| tokens.of(unit));
+    let three = three.into_iter().fold(tokens, Quota::and);
+    let layer = RateLimitLayer::builder(three)
+        .and_per("one", three, |_| Key::ALL)
+        .and_per("two", tokens, |_| Key::ALL);
+    let error = layer.build().unwrap_err().to_string();
+    assert!(error.contains("at most eight limits"), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn shutdown_gives_back_the_permits_of_all_units() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let (limiter, other) = (
+        limiter_over(both(), store.clone()),
+        limiter_over(both(), store),
+    );
+    for _ in 0..3 {
+        drop(
+            limiter
+                .acquire(Key::ALL)
+                .cost(Cost::of("tokens", 10))
+                .await
+                .unwrap(),
+        );
+    }
+    limiter.shutdown().await.unwrap();
+    let expected = BTreeMap::from([("requests", 3), ("tokens", 30)]);
+    assert_eq!(used_of(&other, Key::ALL).await, expected);
+}
+
+/// While the store is away, a process uses its share of each unit.
+#[tokio::test(start_paused = true)]
+async fn shares_are_of_each_unit() {
+    let store = Arc::new(Remote::default());
+    let limiter =
+        RateLimitLayer::builder(Quota::per_minute(100).and(Quota::per_minute(1000).of("tokens")))
+            .store(store.clone())
+            .on_store_error(OnStoreError::FallbackShare)
+            .fallback_share(0.5)
+            .max_wait(Duration::from_secs(2))
+            .build()
+            .unwrap()
+            .limiter();
+    store.fails.store(true, Ordering::Relaxed);
+    let prompt = || limiter.acquire(Key::ALL).cost(Cost::of("tokens", 100));
+    for _ in 0..5 {
+        drop(prompt().await.unwrap());
+    }
+    let refused = prompt().await.unwrap_err();
+    assert_eq!(refused.report().unit(), "tokens");
+}
+
+/// A request of a random history.
+#[derive(Clone, Copy, Debug)]
+struct Call {
+    starts: u64,
+    /// The estimates of requests and tokens.
+    estimate: [u32; 2],
+    actual: [u32; 2],
+    /// How long after the request was sent its true cost is stated. `None`: never.
+    settles_after: Option<u64>,
+}
+
+const LIMITS: [u32; 2] = [20, 1000];
+
+fn calls() -> impl Strategy<Value = Vec<Call>> {
+    let tokens = || prop_oneof![4 => 0_u32..100, 1 => 0_u32..=1000];
+    let settles_after = prop_oneof![3 => (0_u64..40_000).prop_map(Some), 1 => Just(None)];
+    let call = (
+        0_u64..90_000,
+        0_u32..4,
+        tokens(),
+        0_u32..4,
+        tokens(),
+        settles_after,
+    );
+    let call = call.prop_map(
+        |(starts, requests, tokens, actual, spent, settles_after)| Call {
+            starts,
+            estimate: [requests, tokens],
+            actual: [actual.min(requests), spent.min(tokens)],
+            settles_after,
+        },
+    );
+    prop::collection::vec(call, 1..50)
+}
+
+/// Sends the calls through limiters over one store, as processes do. Returns when each was sent.
+async fn run(calls: &[Call], limiters: &[Limiter]) -> Vec<(Instant, Call)> {
+    let log = Mutex::new(Vec::new());
+    let start = Instant::now();
+    let requests = calls.iter().enumerate().map(|(index, call)| {
+        let (limiter, log) = (&limiters[index % limiters.len()], &log);
+        async move {
+            sleep_until(start + Duration::from_millis(call.starts)).await;
+            let [requests, tokens] = call.estimate;
+            let cost = Cost::new(requests).and("tokens", tokens);
+            let mut permit = limiter.acquire(Key::ALL).cost(cost).await.unwrap();
+            let at = Instant::now();
+            log.lock().unwrap().push((at, *call));
+            if let Some(after) = call.settles_after {
+                sleep_until(at + Duration::from_millis(after)).await;
+                let [requests, tokens] = call.actual;
+                permit.settle(Cost::new(requests).and("tokens", tokens));
+            }
+        }
+    });
+    join_all(requests).await;
+    log.into_inner().unwrap()
+}
+
+fn paused(test: impl Future<Output = ()>) {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build();
+    runtime.unwrap().block_on(test);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: histories(60), failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// The upstream counts each request with its true cost when it is sent. Estimates are never below
+    /// it.
+    #[test]
+    fn no_window_has_too_many_of_any_unit(
+        calls in calls(),
+        processes in 1_usize..4,
+        is_remote in any::<bool>(),
+        window in prop_oneof![Just(10_u64), Just(60), Just(3600)],
+    ) {
+        paused(async {
+            let remote = Arc::new(Remote::default());
+            let store: Arc<dyn Store> = match is_remote {
+                true => remote,
+                false => remote.shared.clone(),
+            };
+            let window = Duration::from_secs(window);
+            let quota = Quota::new(LIMITS[0], window).and(Quota::new(LIMITS[1], window).of("tokens"));
+            let limiters: Vec<Limiter> = (0..processes).map(|_| limiter_over(quota, store.clone())).collect();
+            let sent = run(&calls, &limiters).await;
+            for (first, (from, _)) in sent.iter().enumerate() {
+                let inside = sent[first..].iter().take_while(|(at, _)| *at < *from + window);
+                let inside: Vec<_> = inside.collect();
+                for (unit, limit) in LIMITS.into_iter().enumerate() {
+                    let units: u32 = inside.iter().map(|(_, call)| call.counted(unit)).sum();
+                    assert!(units <= limit, "{units} of unit {unit} in {inside:?}");
+                }
+            }
+        });
+    }
+}
+
+impl Call {
+    /// Returns what the upstream counts of a unit.
+    fn counted(&self, unit: usize) -> u32 {
+        match self.settles_after {
+            Some(_) => self.actual[unit],
+            None => self.estimate[unit],
+        }
+    }
+}
+
+/// How the prompts of [`use_of_tokens`] are estimated.
+#[derive(Clone, Copy, Debug)]
+enum Estimate {
+    /// Their true cost.
+    Exact,
+    /// The largest cost. The true cost is settled after the response.
+    Largest,
+}
+
+/// What the upstream saw in [`use_of_tokens`].
+struct Seen {
+    /// The part of the tokens of all minutes but the first that was used, in per cent.
+    percent: f64,
+    /// The most requests and tokens in any minute.
+    most: [u64; 2],
+    /// The longest wait of a request.
+    longest_wait: Duration,
+}
+
+/// Sends prompts of 100 to 10,000 tokens that take 1 to 10 s, by 60 callers in four processes, under
+/// 500 requests and 200,000 tokens a minute.
+async fn use_of_tokens(estimate: Estimate) -> Seen {
+    const TOKENS: u32 = 200_000;
+    const MINUTES: u32 = 20;
+    let store: Arc<dyn Store> = Arc::new(Remote::default());
+    let quota = Quota::per_minute(500).and(Quota::per_minute(TOKENS).of("tokens"));
+    let processes: Vec<Limiter> = (0..4).map(|_| limiter_over(quota, store.clone())).collect();
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let longest = Arc::new(AtomicU64::new(0));
+    let start = Instant::now();
+    let callers = (0..60_u64).map(|caller| {
+        let limiter = processes[caller as usize % 4].clone();
+        let (log, longest) = (log.clone(), longest.clone());
+        async move {
+            // Numbers without a pattern: a linear congruential generator.
+            let mut state = caller;
+            let mut below = |most: u64| {
+                state = state
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1_442_695_040_888_963_407);
+                (state >> 33) % most
+            };
+            while start.elapsed() < MINUTE * MINUTES {
+                let actual = 100 + u32::try_from(below(9901)).unwrap();
+                let took = Duration::from_millis(1000 + below(9000));
+                let tokens = match estimate {
+                    Estimate::Exact => actual,
+                    Estimate::Largest => 10_000,
+                };
+                let asked = Instant::now();
+                let acquire = limiter.acquire(Key::ALL).cost(Cost::of("tokens", tokens));
+                let mut permit = acquire.await.unwrap();
+                longest.fetch_max(asked.elapsed().as_millis() as u64, Ordering::Relaxed);
+                log.lock()
+                    .unwrap()
+                    .push((Instant::now(), u64::from(actual)));
+                sleep(took).await;
+                permit.settle(Cost::of("tokens", actual));
+            }
+        }
+    });
+    join_all(callers).await;
+    let log = log.lock().unwrap();
+    let counted = log
+        .iter()
+        .filter(|(at, _)| (MINUTE..MINUTE * MINUTES).contains(&(*at - start)));
+    let used: u64 = counted.map(|(_, units)| units).sum();
+    let mut most = [0, 0];
+    for (first, (from, _)) in log.iter().enumerate() {
+        let inside = log[first..]
+            .iter()
+            .take_while(|(at, _)| *at - *from < MINUTE);
+        let (count, units) =
+            inside.fold((0, 0), |(count, sum), (_, units)| (count + 1, sum + units));
+        most = [most[0].max(count), most[1].max(units)];
+    }
+    Seen {
+        percent: used as f64 / f64::from(TOKENS * (MINUTES - 1)) * 100.0,
+        most,
+        longest_wait: Duration::from_millis(longest.load(Ordering::Relaxed)),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn processes_use_most_of_their_tokens() {
+    for (estimate, goal) in [(Estimate::Exact, 95.0), (Estimate::Largest, 85.0)] {
+        let Seen {
+            percent,
+            most,
+            longest_wait,
+        } = use_of_tokens(estimate).await;
+        println!(
+            "{estimate:?}: {percent:.1} % of the tokens used, at most {most:?} a minute, waits up to {longest_wait:?}"
+        );
+        assert!(percent >= goal, "{estimate:?}: {percent} %");
+        assert!(
+            most[0] <= 500 && most[1] <= 200_000,
+            "{estimate:?}: {most:?}"
+        );
+    }
+}
+
+/// Two processes share their limits of requests and tokens through Redis: in bursts, with prompts of
+/// different length.
+#[cfg(feature = "redis")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn processes_share_units_through_redis() {
+    let server = redis_server::RedisServer::start().unwrap();
+    let window = Duration::from_secs(1);
+    let quota = Quota::new(20, window).and(Quota::new(1000, window).of("tokens"));
+    let processes = [(); 2].map(|()| limiter_over(quota, patient::store(&server.url())));
+    let log = Mutex::new(Vec::new());
+    let calls = (0..60_u32).map(|number| {
+        let (limiter, log) = (&processes[number as usize % 2], &log);
+        async move {
+            let tokens = [10, 400, 30, 90, 150][number as usize % 5];
+            let acquire = limiter.acquire(Key::ALL).cost(Cost::of("tokens", tokens));
+            let permit = acquire.await.unwrap();
+            log.lock().unwrap().push((Instant::now(), tokens));
+            drop(permit);
+        }
+    });
+    let start = Instant::now();
+    join_all(calls).await;
+    // 8160 tokens are nine windows of 1000, of which the first and the last take no time.
+    let least = window * 8;
+    let took = start.elapsed();
+    assert!(took >= least && took < least * 2, "{took:?}");
+    let mut log = log.into_inner().unwrap();
+    log.sort();
+    for (first, (from, _)) in log.iter().enumerate() {
+        let inside = log[first..]
+            .iter()
+            .take_while(|(at, _)| *at - *from < window);
+        let (requests, tokens) = inside.fold((0, 0), |(n, sum), (_, tokens)| (n + 1, sum + tokens));
+        assert!(
+            requests <= 20 && tokens <= 1000,
+            "{requests} with {tokens} tokens"
+        );
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_unit_has_stats_of_its_own() {
+    let layer = RateLimitLayer::builder(both()).name("units test");
+    let limiter = layer.build().unwrap().limiter();
+    for tokens in [30, 50] {
+        drop(
+            limiter
+                .acquire(Key::ALL)
+                .cost(Cost::of("tokens", tokens))
+                .await
+                .unwrap(),
+        );
+    }
+    let stats = limiter.stats();
+    assert_eq!(
+        (&*stats.name, stats.unit, stats.units),
+        ("units test", "requests", 2)
+    );
+    assert_eq!(stats.requests.total(), 2);
+    let all = tollgate::stats::all();
+    let tokens = all
+        .iter()
+        .find(|stats| &*stats.name == "units test tokens")
+        .unwrap();
+    assert_eq!((tokens.unit, tokens.units), ("tokens", 80));
+    assert_eq!(tokens.requests.total(), 0);
+}
+
+/// A drain refuses the prompts whose tokens come too late.
+#[tokio::test(start_paused = true)]
+async fn drains_end_requests_of_any_unit() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let builder = RateLimitLayer::builder(both())
+        .max_wait(DAY)
+        .store(store.clone());
+    let limiter = builder.build().unwrap().limiter();
+    let prompt = |tokens| limiter.acquire(Key::ALL).cost(Cost::of("tokens", tokens));
+    drop(prompt(600).await.unwrap());
+    sleep(Duration::from_secs(30)).await;
+    let waiters = [400, 600, 10, 400].map(|tokens| tokio::spawn(prompt(tokens)));
+    sleep(Duration::from_millis(1)).await;
+    // The first one leaves at once. The tokens of the prompt before come back in 30 s, and are for the
+    // second.
+    let drained = limiter.drain(Duration::from_secs(40)).await.unwrap();
+    assert_eq!((drained.left, drained.refused), (1, 2), "{drained}");
+    let outcomes = join_all(waiters).await;
+    let refused = outcomes
+        .last()
+        .unwrap()
+        .as_ref()
+        .unwrap()
+        .as_ref()
+        .unwrap_err();
+    assert_eq!(refused.reason(), Some(Reason::Draining));
+}
