@@ -8,6 +8,7 @@
 //! - [Keys](keys): whose limit it is.
 //! - [Several limits](several_limits): limits with different keys on one request.
 //! - [True costs](true_costs): limits on tokens or points, where the response states the cost.
+//! - [LLM APIs](llm_apis): how providers count tokens and points, and what to use for each.
 //! - [Handling a refusal](refusals): why a request was refused, when to try again, and what tollgate
 //!   reports in production.
 //! - [Retry and timeout](retry_and_timeout): the order of the layers.
@@ -20,6 +21,7 @@
 //! To operate a fleet:
 //!
 //! - [Many processes](many_processes): one limit, counted in Redis.
+//! - [Operate](operate): what a process has done, and what happens to it.
 //! - [Guarantees](guarantees): what tollgate promises, and where each promise ends.
 //! - [Costs](costs): calls, CPU and memory, and how they grow.
 //!
@@ -32,7 +34,7 @@
 // The pages are the same with and without features: a link to an item whose feature is off leads
 // nowhere.
 #![cfg_attr(
-    not(all(feature = "redis", feature = "retry")),
+    not(all(feature = "body", feature = "redis", feature = "retry")),
     allow(rustdoc::broken_intra_doc_links)
 )]
 
@@ -63,8 +65,14 @@ pub mod keys {}
 #[doc = include_str!("learning.md")]
 pub mod learning {}
 
+#[doc = include_str!("llm_apis.md")]
+pub mod llm_apis {}
+
 #[doc = include_str!("many_processes.md")]
 pub mod many_processes {}
+
+#[doc = include_str!("operate.md")]
+pub mod operate {}
 
 #[doc = include_str!("pace.md")]
 pub mod pace {}
