@@ -179,6 +179,38 @@ async fn restarted_redis_receives_known_holds_before_any_call() {
     );
 }
 
+/// A subscription that breaks before its first message is made anew at once.
+#[tokio::test]
+async fn subscription_that_breaks_at_once_is_made_anew() {
+    let server = RedisServer::start().unwrap();
+    let acl = |rights: &[&str]| {
+        let () = server.command(&[&["ACL", "SETUSER", "app"], rights].concat());
+    };
+    // Without the right to publish, a process receives no first message.
+    acl(&["on", ">secret", "~*", "&*", "+@all", "-publish"]);
+    let url = server.url().replace("redis://", "redis://app:secret@");
+    let limiter = RateLimitLayer::builder(Quota::per_second(50))
+        .store(patient::store(&url))
+        .build()
+        .unwrap()
+        .limiter();
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    let until_subscribed = async || {
+        let give_up = Instant::now() + Duration::from_secs(10);
+        while server
+            .command::<Vec<String>>(&["PUBSUB", "CHANNELS", "*"])
+            .is_empty()
+        {
+            assert!(Instant::now() < give_up, "the process does not subscribe");
+            sleep(millis(10)).await;
+        }
+    };
+    until_subscribed().await;
+    let killed: u32 = server.command(&["CLIENT", "KILL", "TYPE", "pubsub"]);
+    assert_eq!(killed, 1);
+    until_subscribed().await;
+}
+
 #[tokio::test]
 async fn forgotten_hold_is_sent_again_with_next_request() {
     let server = RedisServer::start().unwrap();

@@ -39,7 +39,8 @@ const QUIET: Duration = Duration::from_secs(5);
 const ECHO: Duration = Duration::from_millis(500);
 const MOST_ECHOES: u32 = 3;
 
-/// The pause before the next attempt, if the server allows the subscription and no message arrives.
+/// The pause before the next attempt, if the server allows the subscription, answers when a message
+/// is published, and no message arrives.
 const FORBIDDEN_PAUSE: Duration = Duration::from_secs(30);
 
 /// Subscribes and forwards messages to `incoming`, while it is polled.
@@ -66,7 +67,7 @@ pub(super) async fn listen(
             timeout(LONGEST_CONNECTING, subscribing).await
         {
             let mut messages = pin!(pubsub.into_on_message());
-            let (mut open, mut echoes) = (false, 0);
+            let (mut open, mut echoes, mut is_forbidden) = (false, 0, false);
             loop {
                 let quiet = match (open, echoes) {
                     (true, 0) => QUIET,
@@ -94,17 +95,21 @@ pub(super) async fn listen(
                         };
                     }
                     Ok(None) => break,
-                    Err(_) if echoes == MOST_ECHOES => break,
+                    Err(_) if echoes == MOST_ECHOES => {
+                        is_forbidden = !open && publish_empty(backend.clone(), &ours).await;
+                        break;
+                    }
                     Err(_) => {
                         echoes += 1;
-                        publish_empty(backend.clone(), &ours);
+                        drop(publish_empty(backend.clone(), &ours));
                     }
                 }
             }
             let _ = incoming.send(Incoming::Disconnected);
             if open {
                 backoff = Backoff::new();
-            } else {
+            }
+            if is_forbidden {
                 clock::sleep(jittered(FORBIDDEN_PAUSE)).await;
             }
         }
@@ -113,12 +118,19 @@ pub(super) async fn listen(
 }
 
 /// Publishes an empty message to `channel`. The subscription receives it if both connections work.
-fn publish_empty(backend: Backend, channel: &str) {
+/// The future returns whether the server has answered. The message is published even if the future
+/// is dropped.
+fn publish_empty(backend: Backend, channel: &str) -> impl Future<Output = bool> {
     let mut command = redis::cmd("PUBLISH");
     command.arg(channel).arg("");
-    tokio::spawn(async move {
-        let _ = backend.send_any(command, backend.deadline()).await;
+    // In a task of its own, because a connection that the user made may panic.
+    let published = tokio::spawn(async move {
+        match backend.send_any(command, backend.deadline()).await {
+            Ok(_) => true,
+            Err(failure) => matches!(failure.to_error(), StoreError::Failed(_)),
+        }
     });
+    async move { published.await.unwrap_or(false) }
 }
 
 async fn next<S: Stream>(mut stream: Pin<&mut S>) -> Option<S::Item> {
