@@ -462,7 +462,7 @@ proptest! {
 
     /// The upstream counts each request when its response ends.
     #[test]
-    fn limits_of_late_counts_are_kept(calls in calls(60)) {
+    fn limits_of_late_counts_are_kept(calls in calls(60), is_remote in any::<bool>()) {
         paused(async {
             let late = Duration::from_secs(40);
             let calls: Vec<Call> = calls
@@ -473,14 +473,17 @@ proptest! {
                     ..*call
                 })
                 .collect();
-            let limiter = RateLimitLayer::builder(Quota::per_minute(100))
-                .max_wait(DAY)
-                .settle_by_hand()
-                .counted_within(late)
-                .build()
-                .unwrap()
-                .limiter();
-            let mut sent = run(&calls, [limiter]).await;
+            let remote = Arc::new(Remote::default());
+            let store: Arc<dyn Store> = match is_remote {
+                true => remote,
+                false => remote.shared.clone(),
+            };
+            let limiter = || {
+                let builder = RateLimitLayer::builder(Quota::per_minute(100)).store(store.clone());
+                let builder = builder.max_wait(DAY).settle_by_hand().counted_within(late);
+                builder.build().unwrap().limiter()
+            };
+            let mut sent = run(&calls, [limiter(), limiter()]).await;
             for call in &mut sent {
                 call.at = call.settled_at.unwrap();
             }
@@ -498,6 +501,8 @@ struct Habit {
     settles: bool,
     /// Whether a request also counts under another key.
     is_joint: bool,
+    /// How late the upstream counts. If not zero, it counts each request when its response ends.
+    late: Duration,
 }
 
 /// Returns the part of 80,000 units a minute that callers use whose requests cost 100 to 4000 units
@@ -505,10 +510,12 @@ struct Habit {
 async fn use_of_limit(habit: Habit) -> (f64, u64) {
     const LIMIT: u32 = 80_000;
     const MINUTES: u32 = 20;
-    let (limiter, other) = (
-        limiter(Quota::per_minute(LIMIT)),
-        limiter(Quota::per_minute(LIMIT)),
-    );
+    let limiter = || {
+        let builder = RateLimitLayer::builder(Quota::per_minute(LIMIT)).max_wait(DAY);
+        let builder = builder.settle_by_hand().counted_within(habit.late);
+        builder.build().unwrap().limiter()
+    };
+    let (limiter, other) = (limiter(), limiter());
     let log = Arc::new(Mutex::new(Vec::new()));
     let start = Instant::now();
     let callers = (0..60_u64).map(|caller| {
@@ -533,10 +540,13 @@ async fn use_of_limit(habit: Habit) -> (f64, u64) {
                     false => limiter.acquire(Key::ALL).cost(habit.estimate),
                 };
                 let mut permit = acquire.await.unwrap();
-                log.lock()
-                    .unwrap()
-                    .push((Instant::now(), u64::from(actual)));
+                let sent = Instant::now();
                 sleep(took).await;
+                let at = match habit.late.is_zero() {
+                    true => sent,
+                    false => Instant::now(),
+                };
+                log.lock().unwrap().push((at, u64::from(actual)));
                 if habit.settles {
                     permit.settle(actual);
                 }
@@ -544,7 +554,8 @@ async fn use_of_limit(habit: Habit) -> (f64, u64) {
         }
     });
     join_all(callers).await;
-    let log = log.lock().unwrap();
+    let mut log = log.lock().unwrap();
+    log.sort();
     // The first minute is full of estimates.
     let counted = log
         .iter()
@@ -566,6 +577,7 @@ async fn settlement_uses_most_of_the_limit() {
         estimate: 4000,
         settles: true,
         is_joint: false,
+        late: Duration::ZERO,
     };
     let (plain, _) = use_of_limit(Habit {
         settles: false,
@@ -583,6 +595,18 @@ async fn settlement_uses_most_of_the_limit() {
         ..habit
     })
     .await;
+    for (late, is_joint) in [(10, false), (30, false), (30, true)] {
+        let late = Duration::from_secs(late);
+        let (used, most) = use_of_limit(Habit {
+            late,
+            is_joint,
+            ..habit
+        })
+        .await;
+        println!("counted within {late:?}, joint {is_joint}: {used:.1} %, at most {most} a minute");
+        assert!(used >= 75.0, "{late:?}: {used} %");
+        assert!(most <= 80_000, "{late:?}: {most}");
+    }
     println!("the largest cost as the estimate: {plain:.1} %");
     println!("settled: {settled:.1} %, at most {most} a minute");
     println!("settled, with two keys: {joint:.1} %, at most {most_of_joint} a minute");

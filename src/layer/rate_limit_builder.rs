@@ -12,7 +12,7 @@ use crate::cost::Cost;
 use crate::key::{Key, RequestRef};
 use crate::limit::LimitSpec;
 use crate::limiter::{HeaderTrust, Limiter, MOST_PARTS, OnScope, OnStoreError, Settings};
-use crate::quota::{Quota, Slacks};
+use crate::quota::{Limit, Quota, Slacks};
 use crate::signal::ResponseRef;
 use crate::stats::{Kind, Tally};
 use crate::store::{FallbackStore, MemoryStore, Share, Store};
@@ -223,8 +223,12 @@ impl RateLimitBuilder {
     ///
     /// Without it, long responses followed by short ones can exceed the limit up to twice, even with
     /// exact estimates. With it, each window of all limits of this layer is longer by `span`, so less of
-    /// them is used: two thirds, for 30 s and a limit per minute. If only some limits are counted late,
-    /// put them into a layer of their own: see [LLM APIs](crate::guide::llm_apis#what-to-use).
+    /// them is used: two thirds, for 30 s and a limit per minute.
+    ///
+    /// A settlement states that the upstream has counted the request. From then on, the request counts
+    /// for one window, so four fifths or more of a sliding window are used: settle when the response has
+    /// ended. If only some limits are counted late, put them into a layer of their own: see
+    /// [LLM APIs](crate::guide::llm_apis#what-to-use).
     pub fn counted_within(mut self, span: Duration) -> Self {
         self.counted_within = span;
         self
@@ -540,6 +544,7 @@ impl RateLimitBuilder {
         let life = quota.check(self.slacks())?;
         let transit_slack = self.transit_slack + self.counted_within;
         let spec = LimitSpec::new(quota, transit_slack, self.boundary_guard).with_life(life);
+        let is_window = |limit: &Limit| matches!(limit, Limit::Sliding { .. });
         Ok(Settings {
             spec: Arc::new(spec),
             is_further_unit: false,
@@ -555,6 +560,11 @@ impl RateLimitBuilder {
             on_scope: None,
             on_store_error: self.on_store_error,
             settles: self.common.extractors.policy.settles(),
+            counted_within: if quota.limits().iter().all(is_window) {
+                self.counted_within
+            } else {
+                Duration::ZERO
+            },
             tally: self
                 .common
                 .tally(&self.series(name, quota.unit()), Kind::Limiter),

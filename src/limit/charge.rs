@@ -6,8 +6,8 @@ use std::time::Duration;
 /// [`LeaseRequest::charges`](crate::store::LeaseRequest::charges).
 ///
 /// They count in each limit of the key as if permits for them had been used `age` ago. The units
-/// used may then exceed the limit. A process charges what a request cost more than its permit
-/// ([`Settlement`](crate::Settlement)). With
+/// used may then exceed the limit. A process charges what a request cost more than its permit, and, if
+/// the upstream counts late, its cost instead of the permit ([`Settlement`](crate::Settlement)). With
 /// [`FallbackShare`](crate::OnStoreError::FallbackShare), it also charges the units that it used alone
 /// during an outage.
 ///

@@ -105,16 +105,27 @@ impl Core {
         }
     }
 
-    /// Counts units of `key` that were used now without a permit. If there is no room for the state
-    /// of the key, the store gets them in one call, which is not repeated.
-    pub(super) fn charge(self: &Arc<Self>, key: Key, units: u64) {
+    /// Counts units of `key` that the upstream has counted by now: without a permit, or instead of
+    /// the units of a `permit`. If there is no room for the state of the key, the store gets them in
+    /// one call, which is not repeated.
+    pub(super) fn charge(self: &Arc<Self>, key: Key, units: u64, permit: Option<UnusedPermits>) {
         let now = clock::now();
-        let charge = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.charge(ctx, units);
+        let Settings {
+            store,
+            spec,
+            counted_within,
+            ..
+        } = &self.settings;
+        // The store counts units for longer if the upstream counts late. These are counted already.
+        let sent_at = now.checked_sub(*counted_within).unwrap_or(now);
+        let charge = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
+            state.charge(ctx, units, sent_at, permit)
+        };
         if let Err(Full) = self.with_new_state(key, now, charge) {
-            let Settings { store, spec, .. } = &self.settings;
             let request = OwnedLeaseRequest::without_demands(key, spec, ClientSession::default());
-            let charges = [Charge::new(Duration::ZERO, units)];
+            let charges = [Charge::new(now - sent_at, units)];
             let reply = store.lease(LeaseRequest {
+                returns: permit.as_slice(),
                 charges: &charges,
                 ..request.request(&[])
             });

@@ -45,6 +45,9 @@ pub(crate) struct Settings {
     pub(crate) on_store_error: OnStoreError,
     /// Whether the true cost of a request may be stated after its response.
     pub(crate) settles: bool,
+    /// How late the upstream counts. Zero if it counts a request when it arrives, or if a limit is not
+    /// a sliding window: then a settlement moves no units to another moment.
+    pub(crate) counted_within: Duration,
 }
 
 /// What happens to a request if the store fails. Default: [`FailClosed`](OnStoreError::FailClosed).

@@ -7,10 +7,15 @@
 //! - If it cost more, the units above the estimate are charged. They count from now on, even beyond
 //!   the limit, so the next requests wait until they have left the window.
 //!
+//! If the upstream counts late, units of a permit count for longer, until a settlement states that the
+//! upstream has counted. The true cost then replaces the units of the permit, as of that moment: see
+//! [`counted_within`](crate::RateLimitBuilder::counted_within).
+//!
 //! So a window of the upstream exceeds the limit at most by what the requests in it were
 //! underestimated by, before that was known. `guarantees.md` has the proof.
 
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use super::engine::CoreId;
 use super::reservation::Reservation;
@@ -109,11 +114,18 @@ impl Unsettled {
 
     fn settle(&mut self, actual: u64) {
         let Some(core) = self.core.find() else { return };
+        if core.settings.counted_within > Duration::ZERO
+            && let Some(permit) = self.permit.take()
+        {
+            self.charged = actual;
+            core.charge(self.key, actual, Some(permit));
+            return;
+        }
         let of_permit = self.permit.map_or(0, |permit| permit.units);
         let counted = of_permit + self.charged;
         if actual > counted {
             self.charged += actual - counted;
-            core.charge(self.key, actual - counted);
+            core.charge(self.key, actual - counted, None);
         } else if let Some(permit) = &mut self.permit {
             let units = (counted - actual).min(of_permit);
             permit.units -= units;

@@ -219,7 +219,7 @@ impl KeyState {
         if died {
             self.store.lengthen_life(ctx.spec);
         }
-        let charge = self.take_charge(ctx);
+        let charge = self.take_charge(ctx, &mut returns);
         match ctx.store.lease(LeaseRequest {
             charges: charge.as_slice(),
             ..self.request(ctx, demands, prefetch, latest, &returns)
@@ -298,12 +298,12 @@ impl KeyState {
         {
             return;
         }
-        let returns = self
+        let mut returns = self
             .queue
             .as_mut()
             .map(|queue| std::mem::take(&mut queue.returns))
             .unwrap_or_default();
-        let charge = self.take_charge(ctx);
+        let charge = self.take_charge(ctx, &mut returns);
         match ctx.store.lease(LeaseRequest {
             charges: charge.as_slice(),
             ..self.request(ctx, &[], 0, ctx.now, &returns)

@@ -53,7 +53,7 @@ mod upstream_view;
 use std::time::{Duration, Instant};
 
 use super::prefetched::Prefetched;
-use super::queue::{Gathering, Queue};
+use super::queue::{Gathering, Queue, Returns};
 use super::reservation::{Counting, Reservation};
 use super::unlocked::UnlockedPermits;
 use crate::clock;
@@ -241,12 +241,19 @@ impl KeyState {
         self.close(ctx);
     }
 
-    /// Counts units that were used now without a permit, because a request cost more than its
-    /// permit. The next call to the store carries them. If no call is sent soon, they get one of
-    /// their own.
-    pub(super) fn charge(&mut self, ctx: &mut KeyContext<'_>, units: u64) {
+    /// Counts units that were sent at `sent_at` or earlier: without a permit, because a request cost
+    /// more than its permit, or instead of the units of a `permit`. The next call to the store carries
+    /// them. If no call is sent soon, they get one of their own.
+    pub(super) fn charge(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        units: u64,
+        sent_at: Instant,
+        permit: Option<UnusedPermits>,
+    ) {
         self.store.count_charge(units, ctx.now);
-        self.charges.get_or_insert_default().add(units, ctx.now);
+        let charges = self.charges.get_or_insert_default();
+        charges.add(units, sent_at, permit);
         if self.store.answers_later {
             self.send_charges_later(ctx, false);
         } else {
@@ -255,10 +262,11 @@ impl KeyState {
         }
     }
 
-    /// Returns the charge that a call to the store carries now.
-    fn take_charge(&mut self, ctx: &KeyContext<'_>) -> Option<Charge> {
+    /// Returns the charge that a call to the store carries now. Adds the permits whose units it
+    /// replaces to `returns`.
+    fn take_charge(&mut self, ctx: &KeyContext<'_>, returns: &mut Returns) -> Option<Charge> {
         let memory = ctx.spec.quota().longest_memory() + ctx.spec.transit_slack();
-        self.charges.as_mut()?.take(memory, ctx.now)
+        self.charges.as_mut()?.take(memory, ctx.now, returns)
     }
 
     /// Starts the task that sends charges if no other call does, unless one is about to.

@@ -51,7 +51,7 @@ const LONGEST_GATHERING: Duration = Duration::from_millis(10);
 const SHORTEST_TIMER: Duration = Duration::from_millis(1);
 
 /// Permits that no waiter can use.
-type Returns = SmallVec<[UnusedPermits; 4]>;
+pub(super) type Returns = SmallVec<[UnusedPermits; 4]>;
 
 /// Returns the next number. All keys of the process share one count, because a waiter keeps its
 /// number when the state of its key is evicted and made anew.
