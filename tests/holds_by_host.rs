@@ -14,7 +14,7 @@ use http::StatusCode;
 use support::{Upstream, get, limited, ms, ok, peek, settle, soon};
 use tokio::time::{Instant, sleep};
 use tollgate::store::{Lease, LeaseRequest, MemoryStore, Store, StoreReply};
-use tollgate::{Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason};
+use tollgate::{Cost, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason, RequestRef};
 use tower::{Layer, ServiceBuilder, ServiceExt};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -25,6 +25,17 @@ fn builder(quota: Quota) -> RateLimitBuilder {
     RateLimitLayer::builder(quota).max_wait(60 * SECOND)
 }
 
+/// Returns a layer that counts `count` requests an hour, and layers of which one counts tokens only
+/// and one counts requests and tokens.
+fn layers_of_units(count: u32) -> [RateLimitLayer; 3] {
+    let requests = Quota::per_hour(count);
+    let tokens = requests.of("tokens");
+    [requests, tokens, requests.and(tokens)].map(|quota| {
+        let cost = |_: &RequestRef<'_>| Cost::new(1).and("tokens", 1);
+        builder(quota).cost(cost).build().unwrap()
+    })
+}
+
 async fn held(layer: &RateLimitLayer, host: &str) -> Option<Duration> {
     peek(layer, Key::host_hold(host)).await.held
 }
@@ -32,40 +43,41 @@ async fn held(layer: &RateLimitLayer, host: &str) -> Option<Duration> {
 #[tokio::test(start_paused = true)]
 async fn host_429_holds_only_requests_to_that_host() {
     // Few enough that no permit is prefetched.
-    let layer = builder(Quota::per_hour(40)).build().unwrap();
-    let upstream = Upstream::answering([limited("9")]);
-    let service = ServiceBuilder::new()
-        .layer(layer.clone())
-        .service(upstream.clone());
-    let start = Instant::now();
-    assert_eq!(
-        service.clone().oneshot(get(ONE)).await.unwrap().status(),
-        429
-    );
-    assert_eq!(
-        (
-            held(&layer, "one.test").await,
-            held(&layer, "two.test").await
-        ),
-        (Some(9 * SECOND), None)
-    );
-    for _ in 0..3 {
-        service.clone().oneshot(get(TWO)).await.unwrap();
+    for layer in layers_of_units(40) {
+        let upstream = Upstream::answering([limited("9")]);
+        let service = ServiceBuilder::new()
+            .layer(layer.clone())
+            .service(upstream.clone());
+        let start = Instant::now();
+        assert_eq!(
+            service.clone().oneshot(get(ONE)).await.unwrap().status(),
+            429
+        );
+        assert_eq!(
+            (
+                held(&layer, "one.test").await,
+                held(&layer, "two.test").await
+            ),
+            (Some(9 * SECOND), None)
+        );
+        for _ in 0..3 {
+            service.clone().oneshot(get(TWO)).await.unwrap();
+        }
+        assert_eq!(start.elapsed(), Duration::ZERO);
+        let waits = join_all(
+            ["http://one.test/a", "http://ONE.test:8080/b"]
+                .map(|url| service.clone().oneshot(get(url))),
+        );
+        assert!(waits.await.iter().all(Result::is_ok));
+        assert_eq!(start.elapsed(), 9 * SECOND);
+        assert_eq!(upstream.paths(), ["/", "/", "/", "/", "/a", "/b"]);
+        let all = peek(&layer, Key::ALL).await;
+        assert!(
+            all.limits.iter().all(|limit| limit.used == 6),
+            "the count is one for all: {all:?}"
+        );
+        assert_eq!(all.held, None);
     }
-    assert_eq!(start.elapsed(), Duration::ZERO);
-    let waits = join_all(
-        ["http://one.test/a", "http://ONE.test:8080/b"]
-            .map(|url| service.clone().oneshot(get(url))),
-    );
-    assert!(waits.await.iter().all(Result::is_ok));
-    assert_eq!(start.elapsed(), 9 * SECOND);
-    assert_eq!(upstream.paths(), ["/", "/", "/", "/", "/a", "/b"]);
-    assert_eq!(
-        peek(&layer, Key::ALL).await.limits[0].used,
-        6,
-        "the count is one for all"
-    );
-    assert_eq!(peek(&layer, Key::ALL).await.held, None);
 }
 
 #[tokio::test(start_paused = true)]
@@ -115,21 +127,22 @@ async fn impatient_requests_to_held_host_are_refused_at_once() {
 
 #[tokio::test(start_paused = true)]
 async fn release_ends_the_hold_of_a_host() {
-    let layer = builder(Quota::per_second(50)).build().unwrap();
-    let service = ServiceBuilder::new()
-        .layer(layer.clone())
-        .service(Upstream::answering([limited("50")]));
-    service.clone().oneshot(get(ONE)).await.unwrap();
-    let start = Instant::now();
-    let waits = tokio::spawn(service.clone().oneshot(get(ONE)));
-    sleep(SECOND).await;
-    layer
-        .limiter()
-        .release(Key::host_hold("One.test."))
-        .await
-        .unwrap();
-    assert_eq!(soon(waits).await.unwrap().unwrap().status(), StatusCode::OK);
-    assert_eq!(start.elapsed(), SECOND);
+    for layer in layers_of_units(500) {
+        let service = ServiceBuilder::new()
+            .layer(layer.clone())
+            .service(Upstream::answering([limited("50")]));
+        service.clone().oneshot(get(ONE)).await.unwrap();
+        let start = Instant::now();
+        let waits = tokio::spawn(service.clone().oneshot(get(ONE)));
+        sleep(SECOND).await;
+        layer
+            .limiter()
+            .release(Key::host_hold("One.test."))
+            .await
+            .unwrap();
+        assert_eq!(soon(waits).await.unwrap().unwrap().status(), StatusCode::OK);
+        assert_eq!(start.elapsed(), SECOND);
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -15,7 +15,6 @@ use std::time::{Duration, Instant};
 
 use super::engine::Core;
 use super::holds;
-use super::hosts::host_hold;
 use super::in_flight_slot::{self, InFlightSlot};
 use super::key_state::Ticket;
 use super::queue::{Number, next_number};
@@ -137,7 +136,7 @@ fn stopped_by_host(
     bound: WaitBound,
     now: Instant,
 ) -> Option<Admission> {
-    let hold = host_hold(entry.key, entry.host)?;
+    let hold = core.hosts.hold_of(entry.key, entry.host)?;
     core.hosts.notice(entry.host?);
     let Settings {
         max_hold,

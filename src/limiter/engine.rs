@@ -99,6 +99,9 @@ impl Core {
     /// Makes a core that can be found by its number, and subscribes it to the events of the store.
     /// `on_event` takes them in. The subscription does not keep the core alive.
     pub(super) fn new(settings: Settings, on_event: OnEvent) -> Arc<Self> {
+        // Further units of a quota leave the holds of hosts to its first one.
+        let unit = settings.spec.quota().unit();
+        let unit = unit.filter(|_| !settings.is_further_unit);
         let core = Arc::new(Core {
             id: CoreId::next(),
             states: KeyStates::new(settings.max_keys, clock::now()),
@@ -108,7 +111,7 @@ impl Core {
             warned_of_units: AtomicBool::new(false),
             joint: JointSets::default(),
             has_inner: AtomicBool::new(false),
-            hosts: Hosts::default(),
+            hosts: Hosts::new(unit),
             on_event,
         });
         let mut cores = CORES.write().unwrap_or_else(PoisonError::into_inner);

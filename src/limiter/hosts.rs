@@ -14,8 +14,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::key::Key;
 
 /// The hosts of requests under [`Key::ALL`].
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Hosts {
+    /// What the limits count, if they count no requests.
+    unit: Option<&'static str>,
+    /// The key of requests to all hosts: [`Key::ALL`], or its key for the unit.
+    all: Key,
     first: OnceLock<FirstHost>,
     /// Whether requests went to another host than the first.
     several: AtomicBool,
@@ -48,6 +52,26 @@ impl FirstHost {
 }
 
 impl Hosts {
+    /// Makes the hosts of requests whose limits count `unit`, or requests.
+    pub(super) fn new(unit: Option<&'static str>) -> Self {
+        Hosts {
+            unit,
+            all: of_unit(Key::ALL, unit),
+            first: OnceLock::new(),
+            several: AtomicBool::new(false),
+        }
+    }
+
+    /// Returns the key that has the holds of `host`, if requests under `key` have holds by host.
+    #[inline]
+    pub(super) fn hold_of(&self, key: Key, host: Option<Key>) -> Option<Key> {
+        if key == self.all {
+            host.map(|host| of_unit(host.within_all(), self.unit))
+        } else {
+            None
+        }
+    }
+
     /// Returns the key of the host `name`.
     #[inline]
     pub(super) fn key_of(&self, name: &str) -> Key {
@@ -90,7 +114,7 @@ impl Hosts {
         if let Some(first) = self
             .first
             .get()
-            .filter(|first| first.host.within_all() == key)
+            .filter(|first| of_unit(first.host.within_all(), self.unit) == key)
         {
             first.set_clear(false);
         }
@@ -109,12 +133,7 @@ impl Hosts {
     }
 }
 
-/// Returns the key that has the holds of `host`, if requests under `key` have holds by host.
-#[inline]
-pub(super) fn host_hold(key: Key, host: Option<Key>) -> Option<Key> {
-    if key == Key::ALL {
-        host.map(Key::within_all)
-    } else {
-        None
-    }
+/// Returns the key under which requests with `key` count.
+fn of_unit(key: Key, unit: Option<&str>) -> Key {
+    unit.map_or(key, |unit| key.of_unit(unit))
 }

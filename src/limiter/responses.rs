@@ -27,8 +27,8 @@ const SHORTEST_RESET: Duration = Duration::from_secs(5);
 #[derive(Clone, Copy)]
 pub(super) struct AnsweredCall {
     pub(super) key: Key,
-    /// The key that a refusal puts on hold: the key of the host's holds, or `key`.
-    pub(super) hold: Key,
+    /// The key of the host, if the host matters.
+    pub(super) host: Option<Key>,
     pub(super) cost: u32,
     /// When the call was sent, or a little before.
     pub(super) sent: Instant,
@@ -51,10 +51,15 @@ impl AnsweredCall {
         }
     }
 
+    /// Returns the key that a refusal puts on hold: the key of the host's holds, or the key of the call.
+    fn hold(&self, core: &Core) -> Key {
+        let hold = core.hosts.hold_of(self.key, self.host);
+        hold.unwrap_or(self.key)
+    }
+
     fn take_in(&self, core: &Arc<Core>, signal: &Signal) {
-        let &AnsweredCall {
-            key, hold, sent, ..
-        } = self;
+        let &AnsweredCall { key, sent, .. } = self;
+        let hold = self.hold(core);
         let now = clock::now();
         let limited = signal.refusal().is_some();
         let accept = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
@@ -97,7 +102,7 @@ impl AnsweredCall {
     /// Takes in the limits that a response states and how much of them is left.
     fn learn(&self, core: &Core, signal: &Signal, state: &mut KeyState, ctx: &mut KeyContext<'_>) {
         let Settings { spec, learn, .. } = &core.settings;
-        let by_host = self.hold != self.key;
+        let by_host = self.hold(core) != self.key;
         // Each of several hosts under one key has quotas of its own.
         if *learn == HeaderTrust::Ignore || (by_host && core.hosts.are_several()) {
             return;
@@ -121,7 +126,7 @@ impl AnsweredCall {
     }
 
     /// Sets a hold after the upstream has refused a call, or has stated that it will refuse the
-    /// next. It holds the key of the scope that the response names, else the key `hold`.
+    /// next. It holds the key of the scope that the response names, else that of [`hold`](Self::hold).
     fn hold_by_signal(
         &self,
         core: &Arc<Core>,
@@ -137,7 +142,7 @@ impl AnsweredCall {
         } = &core.settings;
         let scoped = match (signal.scope(), on_scope) {
             (Some(scope), Some(on_scope)) => on_scope(self.key, scope),
-            _ => Some(self.hold),
+            _ => Some(self.hold(core)),
         };
         let Some(key) = scoped.filter(|_| !max_hold.is_zero()) else {
             return;

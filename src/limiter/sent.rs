@@ -11,7 +11,6 @@ use smallvec::SmallVec;
 
 use super::admission::Entry;
 use super::engine::CoreId;
-use super::hosts::host_hold;
 use super::in_flight_slot::InFlightSlot;
 use super::key_state::is_any_uncertain;
 use super::outer::{self, InnerCall, OuterPermit, UseOf};
@@ -339,7 +338,7 @@ impl Sent {
         } = self;
         AnsweredCall {
             key,
-            hold: host_hold(key, host).unwrap_or(key),
+            host,
             cost,
             sent: at,
         }

@@ -11,7 +11,6 @@ use super::admission::{self, Admission, Entry, WaitFor};
 use super::counting;
 use super::engine::Core;
 use super::holds;
-use super::hosts::host_hold;
 use super::in_flight_slot::InFlightSlot;
 use super::key_state::KeyState;
 use super::limited::RefusedRequest;
@@ -102,7 +101,7 @@ fn is_open(core: &Core, entry: &Entry, now: Instant) -> bool {
 /// under `key` have no holds by host.
 #[inline]
 fn is_host_clear(core: &Core, key: Key, host: Option<Key>, now: Instant) -> bool {
-    let Some((hold, host)) = host_hold(key, host).zip(host) else {
+    let Some((hold, host)) = core.hosts.hold_of(key, host).zip(host) else {
         return true;
     };
     let first = core.hosts.notice(host);
@@ -157,7 +156,9 @@ pub(super) fn slow(
             slot,
             in_flight_slot,
         } => {
-            let Some(left) = host_hold(entry.key, entry.host)
+            let Some(left) = core
+                .hosts
+                .hold_of(entry.key, entry.host)
                 .and_then(|hold| holds::pass(core, hold, now).err())
             else {
                 counting::passed(core, entry.key, slot.as_ref());

@@ -10,7 +10,6 @@ use super::admission::{self, Admission, Entry, WaitFor};
 use super::counting;
 use super::engine::Core;
 use super::holds::{self, HoldWait};
-use super::hosts::host_hold;
 use super::in_flight_slot::{self, InFlightSlot};
 use super::key_state::Ticket;
 use super::limited::RefusedRequest;
@@ -55,7 +54,7 @@ impl Waiter {
         label: Label,
     ) -> Self {
         // In all stages, the waiter watches the hold of its host under this number.
-        let number = if host_hold(key, host).is_some() {
+        let number = if core.hosts.hold_of(key, host).is_some() {
             next_number()
         } else {
             0
@@ -198,7 +197,7 @@ impl Waiter {
         now: Instant,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Permit, Limited>>> {
-        let Some(hold) = host_hold(self.key, self.host) else {
+        let Some(hold) = self.core.hosts.hold_of(self.key, self.host) else {
             return Poll::Ready(None);
         };
         let Ticket { number, bound, .. } = self.ticket;
@@ -345,7 +344,7 @@ impl Waiter {
     /// Returns `permit`, unless its host is on hold by now. Then the waiter gives up what it has
     /// and waits again.
     fn past_host(&mut self, permit: Permit, now: Instant) -> Option<Permit> {
-        let hold = host_hold(self.key, self.host);
+        let hold = self.core.hosts.hold_of(self.key, self.host);
         let Some(left) = hold.and_then(|hold| holds::pass(&self.core, hold, now).err()) else {
             return Some(permit);
         };
@@ -393,7 +392,7 @@ impl Future for Waiter {
 impl Drop for Waiter {
     fn drop(&mut self) {
         self.leave_stage();
-        if let Some(hold) = host_hold(self.key, self.host) {
+        if let Some(hold) = self.core.hosts.hold_of(self.key, self.host) {
             holds::leave(&self.core, hold, self.ticket.number);
         }
     }

@@ -70,7 +70,6 @@ use smallvec::SmallVec;
 use super::admission::Entry;
 use super::counting;
 use super::engine::Core;
-use super::hosts::host_hold;
 use super::key_state;
 use super::reservation::Reservation;
 use crate::clock;
@@ -206,7 +205,7 @@ impl Part {
     /// Returns the keys whose holds stop a request: the key of the part, and that of its host if
     /// each host has holds of its own.
     fn hold_keys(&self) -> impl Iterator<Item = Key> {
-        let keys = [Some(self.key), host_hold(self.key, self.host)];
+        let keys = [Some(self.key), self.core.hosts.hold_of(self.key, self.host)];
         keys.into_iter().flatten()
     }
 }

@@ -22,7 +22,6 @@ use crate::limiter::admission::{self, Admission};
 use crate::limiter::counting;
 use crate::limiter::engine::Core;
 use crate::limiter::holds;
-use crate::limiter::hosts::host_hold;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
 use crate::limiter::limited::RefusedRequest;
 use crate::limiter::outer::{self, CallId};
@@ -74,7 +73,7 @@ enum Stage {
 /// know of a hold.
 fn inquire_hosts(parts: &[Part], now: Instant) {
     for Part { core, key, host } in parts {
-        if let Some(hold) = host_hold(*key, *host)
+        if let Some(hold) = core.hosts.hold_of(*key, *host)
             && core.states.find(hold, |_| ()).is_none()
         {
             holds::inquire(core, hold, now);
