@@ -9,7 +9,7 @@ use redis_server::RedisCluster;
 use tokio::time::{Instant, sleep};
 use tollgate::limiter::Acquire;
 use tollgate::store::RedisStore;
-use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer};
+use tollgate::{Cost, Key, Limited, Limiter, Quota, RateLimitLayer};
 
 const NAMES: [&str; 3] = ["first", "second", "third"];
 const COUNT: u32 = 3;
@@ -86,7 +86,7 @@ async fn joint_refusals_name_the_limit_of_a_killed_server() {
     cluster.node(KILLED).kill();
     for number in 0..5 {
         for part in [0, 2] {
-            until_used(&limiters[part], keys[part], 0).await;
+            until_used(&limiters[part], keys[part], &[0]).await;
         }
         let refused = joint(&limiters, &keys, &[0, 1, 2]).await.unwrap_err();
         let is_of_store = matches!(refused, Limited::Store { .. });
@@ -96,7 +96,7 @@ async fn joint_refusals_name_the_limit_of_a_killed_server() {
         assert_eq!(refused.report().key(), alone.report().key(), "{refused}");
     }
     for part in [0, 2] {
-        until_used(&limiters[part], keys[part], 0).await;
+        until_used(&limiters[part], keys[part], &[0]).await;
     }
     for _ in 0..COUNT {
         drop(joint(&limiters, &keys, &[0, 2]).await.unwrap());
@@ -118,7 +118,7 @@ async fn joint_waiters_return_bookings_when_a_server_is_killed() {
         .map(|_| tokio::spawn(joint(&limiters, &keys, &[0, 1, 2]).into_future()))
         .collect();
     for part in [0, 2] {
-        until_used(&limiters[part], keys[part], u64::from(COUNT)).await;
+        until_used(&limiters[part], keys[part], &[u64::from(COUNT)]).await;
     }
 
     cluster.node(KILLED).kill();
@@ -135,22 +135,57 @@ async fn joint_waiters_return_bookings_when_a_server_is_killed() {
         }
     }
     for part in [0, 2] {
-        until_used(&limiters[part], keys[part], left).await;
+        until_used(&limiters[part], keys[part], &[left]).await;
     }
 }
 
-/// Waits until so many units of a key are used.
-async fn until_used(limiter: &Limiter, key: Key, used: u64) {
+/// The units of a quota are keys of their own, mostly on different servers. Processes share them, a
+/// refused request takes none, and a settlement gives some back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn units_are_shared_whole_in_a_cluster() {
+    let cluster = start().await;
+    let process = || {
+        let store = RedisStore::cluster(cluster.urls()).build().unwrap();
+        RateLimitLayer::builder("60/hour, 300 tokens/hour".parse().unwrap())
+            .store(Arc::new(store))
+            .max_wait(Duration::ZERO)
+            .settle_by_hand()
+            .build()
+            .unwrap()
+            .limiter()
+    };
+    let processes = [process(), process()];
+    let cost = || Cost::new(1).and("tokens", 20);
+    for number in 0..6 {
+        let key = Key::new(format!("account {number}"));
+        let acquire = |process: usize| processes[process].acquire(key).cost(cost());
+        let mut permits = Vec::new();
+        for sent in 0..15 {
+            permits.push(acquire(sent % 2).await.unwrap());
+        }
+        for process in [0, 1] {
+            let refused = acquire(process).await.unwrap_err();
+            assert_eq!(refused.report().unit(), "tokens", "{refused}");
+            until_used(&processes[process], key, &[15, 300]).await;
+        }
+        permits[0].settle(Cost::of("tokens", 0));
+        until_used(&processes[1], key, &[15, 280]).await;
+        drop(acquire(1).await.unwrap());
+    }
+}
+
+/// Waits until so many units of each limit of a key are used.
+async fn until_used(limiter: &Limiter, key: Key, used: &[u64]) {
     let start = Instant::now();
     loop {
         let status = limiter.peek(key).await.unwrap();
-        if status.limits[0].used == used {
+        let now: Vec<u64> = status.limits.iter().map(|limit| limit.used).collect();
+        if now == used {
             return;
         }
         assert!(
             start.elapsed() < PATIENCE,
-            "{} units are used, not {used}",
-            status.limits[0].used
+            "{now:?} units are used, not {used:?}"
         );
         sleep(Duration::from_millis(2)).await;
     }

@@ -16,6 +16,7 @@ use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Reservation, WaitBound};
 use crate::limiter::settings::Settings;
 use crate::store::{JointCall, Lease, Refusal, StoreReply, spawn};
+use crate::wait_queue::ANSWER;
 
 /// After so many calls, the search rests for a while. Then other processes that search too can come
 /// to an end.
@@ -161,7 +162,7 @@ impl<'a> Search<'a> {
     }
 
     /// Asks the parts until their slots have a moment in common.
-    async fn run(mut self, bound: WaitBound) -> Result<JointSlot, JointRefusal> {
+    async fn run(mut self, mut bound: WaitBound) -> Result<JointSlot, JointRefusal> {
         if let Some(refusal) = self.known_refusal(bound) {
             return Err(refusal);
         }
@@ -181,7 +182,7 @@ impl<'a> Search<'a> {
                 return refused(first, Cause::Wait(Refusal::NEVER));
             }
             calls += 1;
-            if self.has_expired() && !self.aims_later(bound) {
+            if self.has_expired() && !self.aims_later(&mut bound) {
                 return refused(first, Cause::Wait(Refusal::NEVER));
             }
             for (part, asked) in self.ask(&parts, bound).await {
@@ -270,11 +271,17 @@ impl<'a> Search<'a> {
 
     /// Moves the moment that the search looks for further ahead, because a slot expired while other
     /// parts were asked. From then on the search may take as long as it has taken so far. Returns
-    /// whether the request can wait until then.
-    fn aims_later(&mut self, bound: WaitBound) -> bool {
+    /// whether the request can wait until then. Even if it waits for no slot, it waits for its stores,
+    /// up to [`ANSWER`].
+    fn aims_later(&mut self, bound: &mut WaitBound) -> bool {
         let now = clock::now();
-        let aim = clock::after(now, now.saturating_duration_since(self.began));
-        let aim = aim.min(bound.latest);
+        let took = now.saturating_duration_since(self.began);
+        if !bound.by_deadline {
+            // The slots of the parts differ a little.
+            let latest = clock::after(now, 2 * took).min(clock::after(self.began, ANSWER));
+            bound.latest = bound.latest.max(latest);
+        }
+        let aim = clock::after(now, took).min(bound.latest);
         self.earliest = self.earliest.max(Some(aim));
         now < bound.latest
     }
