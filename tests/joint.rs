@@ -283,10 +283,6 @@ async fn refused_requests_leave_no_trace() {
         .limiter();
     let both = || all.acquire(Key::ALL).with(channels.acquire(Key::new("17")));
     let permit = both().await.unwrap();
-    assert_eq!(
-        permit.keys().collect::<Vec<_>>(),
-        [Key::ALL, Key::new("17")]
-    );
     drop(permit);
     for _ in 0..50 {
         let refused = both().await.unwrap_err();

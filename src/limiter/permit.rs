@@ -121,16 +121,6 @@ impl Permit {
         self
     }
 
-    /// Returns the key of the request. If it has several, this is the first one.
-    pub fn key(&self) -> Key {
-        self.key
-    }
-
-    /// Returns all keys of the request, the first one first.
-    pub fn keys(&self) -> impl Iterator<Item = Key> {
-        self.all().map(|permit| permit.key)
-    }
-
     /// Returns this permit and those of the other keys of a joint request.
     fn all(&self) -> impl Iterator<Item = &Permit> {
         let joint = self.joint.iter();
