@@ -72,6 +72,11 @@ impl Fleet {
         self.workers[number].kill();
     }
 
+    /// Asks a worker to end (SIGTERM): it drains its layer first.
+    pub fn terminate(&self, number: usize) {
+        self.workers[number].signal("TERM");
+    }
+
     /// Stops a worker (SIGSTOP).
     pub fn pause(&self, number: usize) {
         self.workers[number].signal("STOP");
@@ -157,6 +162,8 @@ impl Worker {
                 report.ended = true;
             } else if let Some(warning) = line.strip_prefix("warned ") {
                 report.warnings.push(warning.into());
+            } else if let Some(at) = line.strip_prefix("drained ") {
+                report.drained = at.parse().ok();
             } else {
                 report.events.push(
                     line.parse()

@@ -53,6 +53,8 @@ pub struct Options {
     pub actual: Option<u32>,
     /// The layer's `counted_within`.
     pub late: Duration,
+    /// How long the worker drains after SIGTERM. It then ends.
+    pub drain: Duration,
     /// How long a task rests after a refusal.
     pub pause: Duration,
     /// Whether a call passes when the store does not answer.
@@ -111,6 +113,7 @@ impl Default for Options {
             cost: 1,
             actual: None,
             late: Duration::ZERO,
+            drain: Duration::ZERO,
             pause: Duration::from_millis(50),
             fail_open: false,
             share: 0.0,
@@ -157,6 +160,7 @@ impl Options {
                     .map_or(String::new(), |actual| actual.to_string()),
             ),
             ("late", ms(self.late)),
+            ("drain", ms(self.drain)),
             ("pause", ms(self.pause)),
             ("fail-open", self.fail_open.to_string()),
             ("share", self.share.to_string()),
@@ -223,6 +227,7 @@ impl Options {
                     "--actual" if value.is_empty() => options.actual = None,
                     "--actual" => options.actual = Some(value.parse()?),
                     "--late" => options.late = ms(&value)?,
+                    "--drain" => options.drain = ms(&value)?,
                     "--pause" => options.pause = ms(&value)?,
                     "--fail-open" => options.fail_open = value.parse()?,
                     "--share" => options.share = value.parse()?,
@@ -262,6 +267,7 @@ mod tests {
             cost: 40,
             actual: Some(4),
             late: Duration::from_millis(1500),
+            drain: Duration::from_millis(500),
             fail_open: true,
             share: 0.25,
             ..Options::default()

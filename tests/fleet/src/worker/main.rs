@@ -1,7 +1,7 @@
 //! A process that calls through tollgate.
 //!
 //! It prints `ready` and begins when it reads `go`. It ends after its span or when its input ends.
-//! It then returns its unused permits, and prints each call, each warning and `done`. The options
+//! After SIGTERM it drains, and ends. It then returns its unused permits, and prints each call, each warning and `done`. The options
 //! are those of `fleet::Options`.
 
 mod caller;
@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use fleet::{Arrivals, Event, INCR, MEMORY, Options, Outcome, key_in};
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 use tollgate::store::{RedisStore, StoreError};
@@ -72,10 +73,16 @@ async fn work(options: &Options) -> anyhow::Result<Vec<Event>> {
     }
     let end = Instant::now() + options.span;
     let events = Arc::default();
+    let mut terminated = signal(SignalKind::terminate())?;
     tokio::select! {
         () = calls(options, &caller, &events, end) => {}
         // A dropped sender means that the input has ended.
         _ = stop => {}
+        // The tasks go on to call.
+        _ = terminated.recv() => {
+            tollgate::drain(options.drain).await?;
+            println!("drained {}", fleet::now());
+        }
     }
     match timeout(FAREWELL, layer.limiter().shutdown()).await {
         Ok(Ok(())) => {}

@@ -6,6 +6,7 @@
 mod alone;
 mod away;
 mod deploy;
+mod drain;
 mod holds;
 mod in_flight;
 mod killed;
