@@ -1,15 +1,20 @@
 //! The end of a process: what waits may leave until a deadline, and all else goes back.
 
+#[path = "support/remote.rs"]
+mod remote;
 mod support;
 
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::join_all;
 use proptest::prelude::*;
+use remote::Remote;
 use support::{Failing, Upstream, get, ms, peek};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use tollgate::limiter::Acquire;
 use tollgate::stats::Event;
 use tollgate::store::MemoryStore;
@@ -246,11 +251,7 @@ async fn limiters_stay_drained_when_the_drain_is_dropped() {
     drop(limiter.acquire(Key::ALL).await.unwrap());
     let waits = waiters(5, || limiter.acquire(Key::ALL));
     let start = Instant::now();
-    assert!(
-        tokio::time::timeout(ms(500), limiter.drain(SECOND * 3))
-            .await
-            .is_err()
-    );
+    assert!(timeout(ms(500), limiter.drain(SECOND * 3)).await.is_err());
     assert_draining(&limiter.acquire(Key::ALL).await.unwrap_err());
     let mut left = 0;
     for wait in waits {
@@ -261,6 +262,62 @@ async fn limiters_stay_drained_when_the_drain_is_dropped() {
     let unpolled = self::limiter(Quota::every(SECOND));
     drop(unpolled.drain(SECOND));
     drop(unpolled.acquire(Key::ALL).await.unwrap());
+}
+
+/// A drain that is dropped after some polls goes on, and the other limiter of the store gets all that
+/// this one has not used.
+#[tokio::test(start_paused = true)]
+async fn drains_dropped_at_any_await_lose_nothing() {
+    const LIMIT: usize = 20;
+    for most_polls in 1.. {
+        let store = Arc::new(Remote::default());
+        let quota = Quota::per_minute(LIMIT as u32);
+        let [limiter, other] = [(); 2].map(|()| {
+            let builder = builder(quota).store(store.clone());
+            builder.build().unwrap().limiter()
+        });
+        for _ in 0..5 {
+            drop(limiter.acquire(Key::ALL).await.unwrap());
+        }
+        let waits = waiters(25, || limiter.acquire(Key::ALL));
+        let mut polls = 0;
+        let mut drain = Box::pin(limiter.drain(SECOND * 3));
+        let ended = poll_fn(|cx| {
+            if polls == most_polls {
+                return Poll::Ready(None);
+            }
+            polls += 1;
+            drain.as_mut().poll(cx).map(Some)
+        })
+        .await;
+        drop(drain);
+        let mut used = 5;
+        for wait in waits {
+            let (at, result) = wait.await.unwrap();
+            assert!(at <= SECOND * 3, "{most_polls} polls: ended after {at:?}");
+            match result {
+                Ok(()) => used += 1,
+                Err(limited) => assert_draining(&limited),
+            }
+        }
+        sleep(SECOND).await;
+        let all = other.peek(Key::ALL).await.unwrap().limits[0].used;
+        assert_eq!(all, used, "{most_polls} polls");
+        let free = LIMIT - usize::try_from(used).unwrap();
+        for _ in 0..free {
+            let acquired = timeout(ms(50), other.acquire(Key::ALL)).await;
+            assert!(
+                acquired.is_ok_and(|acquired| acquired.is_ok()),
+                "{most_polls} polls: one of {free} is lost"
+            );
+        }
+        if let Some(drained) = ended {
+            drained.unwrap();
+            println!("the drain ends after {polls} polls");
+            assert!(polls > 1, "it was never dropped before its end");
+            return;
+        }
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -429,7 +486,7 @@ async fn drain_history(history: History) -> Result<(), TestCaseError> {
             }
             let patience = history.patience.get(number).copied().unwrap_or(60_000);
             tokio::spawn(async move {
-                let result = tokio::time::timeout(ms(patience), acquire).await;
+                let result = timeout(ms(patience), acquire).await;
                 (start.elapsed(), result.ok())
             })
         })
