@@ -178,7 +178,7 @@ pub(crate) async fn sleep_until(instant: Instant) {
 }
 
 /// Waits for `span`.
-#[cfg(feature = "redis")]
+#[cfg(any(feature = "redis", feature = "metrics"))]
 pub(crate) async fn sleep(span: Duration) {
     sleep_until(after(now(), span)).await;
 }

@@ -263,6 +263,8 @@ impl fmt::Debug for Core {
 
 impl Drop for Core {
     fn drop(&mut self) {
+        #[cfg(feature = "metrics")]
+        stats::note_dropped(|| stats::Gate::stats(self));
         CORES
             .write()
             .unwrap_or_else(PoisonError::into_inner)

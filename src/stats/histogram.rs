@@ -24,6 +24,18 @@ const BOUNDS: [u64; 17] = [
     300_000_000,
 ];
 
+/// The upper bounds of the buckets, in seconds.
+#[cfg(feature = "metrics")]
+pub(crate) const WAIT_SECONDS: [f64; BOUNDS.len()] = {
+    let mut seconds = [0.0; BOUNDS.len()];
+    let mut index = 0;
+    while index < BOUNDS.len() {
+        seconds[index] = BOUNDS[index] as f64 / 1e6;
+        index += 1;
+    }
+    seconds
+};
+
 /// How long requests waited. Its buckets end at 1, 2.5, 5, 10, 25, 50, 100, 250 and 500 ms, at 1,
 /// 2.5, 5, 10, 15, 30 and 60 s, and at 5 min. Longer waits are in a last bucket without an end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -30,6 +30,7 @@
 // | `values` | what a gate has counted, as plain values |
 // | `event` | what happens to a gate |
 // | `key_counts` | the counts of one key, which are a part of its state |
+// | `exporter` | what an exporter of metrics gets besides the stats |
 // | `tally` | the counts of a gate |
 // | `drain` | the end of a gate |
 // | `open_request` | a request that waits, until its outcome is known |
@@ -43,6 +44,8 @@ use crate::join::join_all;
 
 mod drain;
 mod event;
+#[cfg(feature = "metrics")]
+mod exporter;
 mod histogram;
 mod key_counts;
 mod open_request;
@@ -54,7 +57,11 @@ pub use drain::Drained;
 pub(crate) use drain::drain as drain_gate;
 pub use event::Event;
 pub(crate) use event::Handler;
+#[cfg(feature = "metrics")]
+pub(crate) use exporter::{Exporter, WaitRecorder, export_to, note_dropped};
 pub use histogram::Histogram;
+#[cfg(feature = "metrics")]
+pub(crate) use histogram::WAIT_SECONDS;
 pub(crate) use key_counts::KeyCounts;
 pub(crate) use open_request::OpenRequest;
 pub(crate) use registry::{Gate, register};

@@ -14,6 +14,8 @@ use http::StatusCode;
 
 use super::drain::DrainState;
 use super::event::{Event, Handler};
+#[cfg(feature = "metrics")]
+use super::exporter::ExportedWaits;
 use super::histogram::WaitCounts;
 use super::key_counts::KeyCounts;
 use super::values::{Cause, Holds, Kind, Outcome, Refusals, Requests, Stats, Statuses};
@@ -34,6 +36,8 @@ pub(crate) struct Tally {
     given_back: AtomicU64,
     refusals: [AtomicU64; Refusals::COUNT],
     waits: WaitCounts,
+    #[cfg(feature = "metrics")]
+    exported_waits: ExportedWaits,
     upstream_refusals: Mutex<BTreeMap<StatusCode, u64>>,
     holds: [AtomicU64; Cause::ALL.len()],
     waiting: Mutex<BTreeMap<u64, Open>>,
@@ -128,6 +132,8 @@ impl Tally {
             given_back: AtomicU64::new(0),
             refusals: Default::default(),
             waits: WaitCounts::default(),
+            #[cfg(feature = "metrics")]
+            exported_waits: ExportedWaits::default(),
             upstream_refusals: Mutex::default(),
             holds: Default::default(),
             waiting: Mutex::default(),
@@ -182,6 +188,8 @@ impl Tally {
 
     pub(super) fn waited(&self, wait: Duration) {
         self.waits.add(wait);
+        #[cfg(feature = "metrics")]
+        self.exported_waits.add(&self.name, wait);
     }
 
     /// Notes that a request waits since `since`. Returns its number.

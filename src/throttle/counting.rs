@@ -49,6 +49,13 @@ impl Gate for Core {
     }
 }
 
+#[cfg(feature = "metrics")]
+impl Drop for Core {
+    fn drop(&mut self) {
+        crate::stats::note_dropped(|| stats(self));
+    }
+}
+
 /// Counts an attempt that leaves.
 pub(super) fn add_attempt(core: &Core, key: Key) {
     let count = |waiters: &mut Waiters| waiters.counts.add_units(1);

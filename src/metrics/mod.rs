@@ -1,0 +1,186 @@
+//! The counts of all layers of this process as metrics of the crate [`metrics`](https://docs.rs/metrics).
+//!
+//! Install a recorder, such as the one of `metrics-exporter-prometheus`, and then call
+//! [`publish_every`]. The page [operate](crate::guide::operate#metrics) lists the metrics, and has a
+//! dashboard and alerts.
+//!
+//! ```
+//! # #[tokio::main(flavor = "current_thread", start_paused = true)]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! use std::time::Duration;
+//! use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
+//! use tollgate::{Key, Quota, RateLimitLayer, metrics::WAIT_BUCKETS};
+//!
+//! let page = PrometheusBuilder::new()
+//!     .set_buckets_for_metric(Matcher::Full("tollgate_wait_seconds".into()), &WAIT_BUCKETS)?
+//!     .install_recorder()?;
+//! tollgate::metrics::publish_every(Duration::from_secs(5));
+//!
+//! let layer = RateLimitLayer::builder(Quota::per_second(50)).name("github").build()?;
+//! let permit = layer.limiter().acquire(Key::ALL).await?;
+//! # drop(permit);
+//! # tokio::time::sleep(Duration::from_secs(6)).await;
+//! // Five seconds later, on the page that Prometheus reads:
+//! let line = r#"tollgate_requests_total{limiter="github",outcome="passed"} 1"#;
+//! assert!(page.render().contains(line));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The program and tollgate must use the same `metrics` 0.24. With another version nothing is
+//! published, and no error says so: `cargo tree -i metrics` must list one version.
+
+// A file imports only files that stand above it in this table.
+//
+// | file | what it has |
+// |---|---|
+// | `names` | the names of the metrics |
+// | `series` | the stats of a gate as counters and gauges |
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use metrics::{Key, Label, Recorder};
+
+use self::names::METADATA;
+use self::series::Series;
+use crate::clock;
+use crate::stats::{self, Exporter, Stats, WaitRecorder};
+
+mod names;
+mod series;
+
+/// The upper bounds of buckets for `tollgate_wait_seconds`, in seconds: those of
+/// [`Stats::waits`](crate::stats::Stats::waits).
+///
+/// The recorder gets each wait, and counts it in buckets of its own. `metrics-exporter-prometheus`
+/// needs them for a histogram. Without buckets it makes a summary, and the dashboard and the alerts
+/// do not work.
+pub const WAIT_BUCKETS: [f64; 17] = stats::WAIT_SECONDS;
+
+/// What the recorder was given.
+struct Published {
+    counters: BTreeMap<Key, u64>,
+    /// The gauges that are not 0.
+    gauges: BTreeSet<Key>,
+}
+
+static PUBLISHED: Mutex<Published> = Mutex::new(Published {
+    counters: BTreeMap::new(),
+    gauges: BTreeSet::new(),
+});
+
+/// The counts of gates that were dropped since the first publish.
+static DROPPED: Mutex<BTreeMap<Key, u64>> = Mutex::new(BTreeMap::new());
+
+/// Gives the installed recorder what was counted since the last call, and the present state.
+///
+/// The first call gives it all counts since the layers were built. From then on, each wait is recorded
+/// when it ends: earlier waits are in no histogram. So call it once at the start of the program, after
+/// the recorder is installed. What is given to no recorder is lost. Call it again at the end of the
+/// program, for the last counts.
+///
+/// Series of layers with equal names are summed. A layer that was dropped keeps its counts, and its
+/// gauges become 0. A series begins when it is not 0.
+///
+/// It reads [`stats::all`], and calls no store.
+pub fn publish() {
+    stats::export_to(Exporter {
+        wait_recorder,
+        dropped,
+    });
+    let mut published = lock(&PUBLISHED);
+    let series = series();
+    metrics::with_recorder(|recorder| {
+        names::describe(recorder);
+        published.update(recorder, &series);
+    });
+}
+
+/// Calls [`publish`] now, and then each `interval` until the Tokio runtime ends. 5 s is a good
+/// interval. It should not be longer than the one at which the metrics are collected.
+///
+/// # Panics
+///
+/// If it is called outside of a Tokio runtime with timers, or if `interval` is zero.
+pub fn publish_every(interval: Duration) {
+    assert!(
+        !interval.is_zero(),
+        "the interval of publish_every must be longer than zero"
+    );
+    publish();
+    tokio::spawn(async move {
+        loop {
+            clock::sleep(interval).await;
+            publish();
+        }
+    });
+}
+
+/// Returns the values of all series now.
+fn series() -> Series {
+    // Dropped gates first. A gate that is dropped meanwhile is then missing until the next call, and
+    // not counted twice.
+    let mut series = Series {
+        counters: lock(&DROPPED).clone(),
+        gauges: BTreeMap::new(),
+    };
+    for stats in stats::all() {
+        series.add_counters(&stats);
+        series.add_gauges(&stats);
+    }
+    let version = Label::from_static_parts("version", env!("CARGO_PKG_VERSION"));
+    series.set_gauge(Key::from_parts(names::BUILD_INFO, vec![version]), 1.0);
+    series
+}
+
+impl Published {
+    /// Gives the recorder the differences to `series`.
+    ///
+    /// Only `Counter::increment`, `Gauge::set` and `Histogram::record` are used. Some recorders, such
+    /// as the one for OpenTelemetry, have no others.
+    fn update(&mut self, recorder: &dyn Recorder, series: &Series) {
+        for (key, count) in &series.counters {
+            let before = self.counters.entry(key.clone()).or_default();
+            // A count is behind if its gate was being dropped while it was read.
+            let more = count.saturating_sub(*before);
+            if more > 0 {
+                recorder.register_counter(key, &METADATA).increment(more);
+                *before = *count;
+            }
+        }
+        for key in &self.gauges {
+            if !series.gauges.contains_key(key) {
+                recorder.register_gauge(key, &METADATA).set(0.0);
+            }
+        }
+        for (key, value) in &series.gauges {
+            recorder.register_gauge(key, &METADATA).set(*value);
+        }
+        self.gauges = series.gauges.keys().cloned().collect();
+    }
+}
+
+/// Keeps the counts of a gate that is dropped.
+fn dropped(stats: &Stats) {
+    let mut kept = lock(&DROPPED);
+    let mut series = Series {
+        counters: std::mem::take(&mut *kept),
+        gauges: BTreeMap::new(),
+    };
+    series.add_counters(stats);
+    *kept = series.counters;
+}
+
+/// Makes what records the waits of the gates called `name`.
+fn wait_recorder(name: &Arc<str>) -> WaitRecorder {
+    let label = Label::new("limiter", series::limiter(name));
+    let key = Key::from_parts(names::WAIT_SECONDS, vec![label]);
+    let histogram = metrics::with_recorder(|recorder| recorder.register_histogram(&key, &METADATA));
+    Box::new(move |wait| histogram.record(wait.as_secs_f64()))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

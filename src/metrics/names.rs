@@ -1,0 +1,84 @@
+//! The names of the metrics. They are API: whoever has a dashboard depends on them.
+
+use metrics::{KeyName, Metadata, Recorder, Unit};
+
+/// What is given to the recorder about a series, besides its name and labels.
+pub(super) const METADATA: Metadata<'static> =
+    Metadata::new("tollgate", metrics::Level::INFO, Some("tollgate::metrics"));
+
+pub(super) const REQUESTS: &str = "tollgate_requests_total";
+pub(super) const REFUSALS: &str = "tollgate_refusals_total";
+pub(super) const UNITS: &str = "tollgate_units_total";
+pub(super) const UPSTREAM_REFUSALS: &str = "tollgate_upstream_refusals_total";
+pub(super) const HOLDS: &str = "tollgate_holds_total";
+
+pub(super) const WAIT_SECONDS: &str = "tollgate_wait_seconds";
+
+pub(super) const LIMIT_UNITS: &str = "tollgate_limit_units";
+pub(super) const LIMIT_WINDOW: &str = "tollgate_limit_window_seconds";
+pub(super) const HOLD_SECONDS: &str = "tollgate_hold_seconds";
+pub(super) const KEYS: &str = "tollgate_keys";
+pub(super) const KEYS_HELD: &str = "tollgate_keys_held";
+pub(super) const KEYS_LIMIT: &str = "tollgate_keys_limit";
+pub(super) const WAITING: &str = "tollgate_waiting";
+pub(super) const OLDEST_WAIT: &str = "tollgate_oldest_wait_seconds";
+pub(super) const AT_HAND: &str = "tollgate_permits_at_hand";
+pub(super) const IN_FLIGHT: &str = "tollgate_in_flight";
+pub(super) const IN_FLIGHT_WAITING: &str = "tollgate_in_flight_waiting";
+pub(super) const DRAINING: &str = "tollgate_draining";
+pub(super) const BUILD_INFO: &str = "tollgate_build_info";
+
+const COUNTERS: [(&str, &str); 5] = [
+    (REQUESTS, "Requests, each once, by outcome"),
+    (REFUSALS, "Requests refused by this process, by reason"),
+    (UNITS, "Cost of the requests that got a permit"),
+    (
+        UPSTREAM_REFUSALS,
+        "Requests refused by the upstream, by status",
+    ),
+    (HOLDS, "Times that a key was put on hold, by cause"),
+];
+
+const HISTOGRAMS: [(&str, &str); 1] = [(
+    WAIT_SECONDS,
+    "How long requests waited that got a permit after a wait",
+)];
+
+const GAUGES: [(&str, &str); 13] = [
+    (
+        LIMIT_UNITS,
+        "Units that a limit allows in its window, for each key",
+    ),
+    (LIMIT_WINDOW, "Window of a limit"),
+    (HOLD_SECONDS, "Longest time for which a key stays on hold"),
+    (KEYS, "Keys with state in this process"),
+    (KEYS_HELD, "Keys on hold"),
+    (KEYS_LIMIT, "Most keys that may have state"),
+    (WAITING, "Requests that wait"),
+    (
+        OLDEST_WAIT,
+        "How long the request waits that has waited longest",
+    ),
+    (AT_HAND, "Units prefetched and not used yet"),
+    (IN_FLIGHT, "Calls in flight"),
+    (
+        IN_FLIGHT_WAITING,
+        "Requests that wait for an in-flight slot",
+    ),
+    (DRAINING, "1 if the limiter is drained"),
+    (BUILD_INFO, "1, with the version of tollgate"),
+];
+
+/// Gives the recorder the unit and the meaning of each metric.
+pub(super) fn describe(recorder: &dyn Recorder) {
+    let unit = |name: &str| name.ends_with("_seconds").then_some(Unit::Seconds);
+    for (name, text) in COUNTERS {
+        recorder.describe_counter(KeyName::from_const_str(name), None, text.into());
+    }
+    for (name, text) in GAUGES {
+        recorder.describe_gauge(KeyName::from_const_str(name), unit(name), text.into());
+    }
+    for (name, text) in HISTOGRAMS {
+        recorder.describe_histogram(KeyName::from_const_str(name), unit(name), text.into());
+    }
+}

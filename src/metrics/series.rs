@@ -1,0 +1,125 @@
+//! The series of a gate: its stats as counters and gauges with names and labels.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+
+use metrics::{Key, Label, SharedString};
+
+use super::names;
+use crate::quota::Limit;
+use crate::stats::Stats;
+
+/// The statuses that a signal reads as a refusal, each with a series of its own. All others are
+/// `other`: a server cannot make more series.
+const STATUSES: [u16; 10] = [400, 402, 403, 418, 420, 429, 430, 503, 509, 529];
+
+/// The values of all series at one moment.
+#[derive(Default)]
+pub(super) struct Series {
+    /// What only grows.
+    pub(super) counters: BTreeMap<Key, u64>,
+    /// What is now. A gauge that is missing is 0.
+    pub(super) gauges: BTreeMap<Key, f64>,
+}
+
+impl Series {
+    /// Adds the counts of a gate to those of the other gates with its name.
+    pub(super) fn add_counters(&mut self, stats: &Stats) {
+        let mut add = |name, labels: &[(&'static str, SharedString)], count: u64| {
+            if count > 0 {
+                let sum = self.counters.entry(key(name, stats, labels)).or_default();
+                *sum += count;
+            }
+        };
+        for (outcome, count) in stats.requests.by_outcome() {
+            add(names::REQUESTS, &[("outcome", outcome.into())], count);
+        }
+        for (reason, count) in stats.refusals.by_reason() {
+            add(names::REFUSALS, &[("reason", reason.into())], count);
+        }
+        add(names::UNITS, &[("unit", stats.unit.into())], stats.units);
+        for (status, count) in stats.upstream_refusals.by_status() {
+            let is_known = STATUSES.contains(&status.as_u16());
+            let status = is_known.then(|| status.as_str().to_owned().into());
+            let status = status.unwrap_or("other".into());
+            add(names::UPSTREAM_REFUSALS, &[("status", status)], count);
+        }
+        for (cause, count) in stats.holds.by_cause() {
+            add(names::HOLDS, &[("cause", cause.name().into())], count);
+        }
+    }
+
+    /// Adds the state of a gate to those of the other gates with its name.
+    pub(super) fn add_gauges(&mut self, stats: &Stats) {
+        let mut sum =
+            |name, value: u64| self.merge(key(name, stats, &[]), value as f64, |a, b| a + b);
+        sum(names::KEYS, stats.keys as u64);
+        sum(names::KEYS_HELD, stats.keys_held as u64);
+        sum(names::KEYS_LIMIT, stats.max_keys as u64);
+        sum(names::WAITING, stats.waiting as u64);
+        sum(names::AT_HAND, stats.at_hand);
+        if let Some(calls) = stats.in_flight {
+            sum(names::IN_FLIGHT, calls.in_use);
+            sum(names::IN_FLIGHT_WAITING, calls.waiting);
+        }
+        let mut longest = |name, span: Option<std::time::Duration>| {
+            let seconds = span.unwrap_or_default().as_secs_f64();
+            self.merge(key(name, stats, &[]), seconds, f64::max);
+        };
+        longest(names::OLDEST_WAIT, stats.oldest_wait);
+        longest(names::HOLD_SECONDS, stats.longest_hold);
+        let draining = f64::from(u8::from(stats.draining));
+        self.merge(key(names::DRAINING, stats, &[]), draining, f64::max);
+        for limit in &stats.limits {
+            let (Limit::Sliding { count, window }
+            | Limit::Bucket { count, window, .. }
+            | Limit::Fixed { count, window }) = *limit
+            else {
+                continue;
+            };
+            let labels = [
+                ("limit", limit.to_string().into()),
+                ("unit", stats.unit.into()),
+            ];
+            let units = key(names::LIMIT_UNITS, stats, &labels);
+            self.merge(units, count.into(), f64::max);
+            let seconds = key(names::LIMIT_WINDOW, stats, &labels);
+            self.merge(seconds, window.as_secs_f64(), f64::max);
+        }
+    }
+
+    /// Adds a gauge that no gate has.
+    pub(super) fn set_gauge(&mut self, key: Key, value: f64) {
+        self.merge(key, value, f64::max);
+    }
+
+    fn merge(&mut self, key: Key, value: f64, merge: impl Fn(f64, f64) -> f64) {
+        if value == 0.0 {
+            return;
+        }
+        match self.gauges.entry(key) {
+            Entry::Vacant(entry) => drop(entry.insert(value)),
+            Entry::Occupied(mut entry) => {
+                let merged = merge(*entry.get(), value);
+                entry.insert(merged);
+            }
+        }
+    }
+}
+
+/// Makes the key of the series `name` of a gate.
+fn key(name: &'static str, stats: &Stats, labels: &[(&'static str, SharedString)]) -> Key {
+    let limiter = Label::new("limiter", limiter(&stats.name));
+    let others = labels
+        .iter()
+        .map(|(name, value)| Label::new(*name, value.clone()));
+    Key::from_parts(
+        name,
+        std::iter::once(limiter).chain(others).collect::<Vec<_>>(),
+    )
+}
+
+/// Returns the value of the label `limiter`.
+pub(super) fn limiter(name: &std::sync::Arc<str>) -> SharedString {
+    SharedString::from(name.clone())
+}

@@ -1,0 +1,434 @@
+//! The metrics of the crate `metrics`: what a recorder is given, against the stats.
+//!
+//! All tests share the recorder of this process, and each has names of its own.
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, LazyLock, Mutex};
+use std::time::Duration;
+
+use http::StatusCode;
+use http::header::AUTHORIZATION;
+use metrics::{
+    Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Metadata, Recorder, SharedString,
+    Unit,
+};
+use tokio::time::timeout;
+use tollgate::metrics::publish;
+use tollgate::stats::Stats;
+use tollgate::{AdaptiveThrottleLayer, Key, Limiter, Quota, RateLimitLayer, Signal, by_header};
+use tower::{Layer, ServiceExt};
+
+use support::{Upstream, get, limited, ms};
+
+/// The values of a series, as its name and labels.
+#[derive(Default)]
+struct Strict(Mutex<BTreeMap<String, Value>>);
+
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Value {
+    count: u64,
+    gauge: Option<f64>,
+    /// How often the gauge was set to 0.
+    zeros: u64,
+    waits: Vec<f64>,
+}
+
+impl Strict {
+    fn change(&self, series: &str, change: impl FnOnce(&mut Value)) {
+        change(self.0.lock().unwrap().entry(series.into()).or_default());
+    }
+}
+
+static RECORDER: LazyLock<Arc<Strict>> = LazyLock::new(|| {
+    let recorder = Arc::new(Strict::default());
+    metrics::set_global_recorder(recorder.clone()).ok().unwrap();
+    recorder
+});
+
+/// One series of the recorder. It takes only what all recorders can do.
+struct Handle(Arc<Strict>, String);
+
+/// Adapts a recorder whose handles refer to it.
+impl Recorder for Strict {
+    fn describe_counter(&self, _: metrics::KeyName, _: Option<Unit>, _: SharedString) {}
+    fn describe_gauge(&self, _: metrics::KeyName, _: Option<Unit>, _: SharedString) {}
+    fn describe_histogram(&self, _: metrics::KeyName, _: Option<Unit>, _: SharedString) {}
+    fn register_counter(&self, key: &metrics::Key, _: &Metadata<'_>) -> Counter {
+        Counter::from_arc(Arc::new(handle(key)))
+    }
+    fn register_gauge(&self, key: &metrics::Key, _: &Metadata<'_>) -> Gauge {
+        Gauge::from_arc(Arc::new(handle(key)))
+    }
+    fn register_histogram(&self, key: &metrics::Key, _: &Metadata<'_>) -> Histogram {
+        Histogram::from_arc(Arc::new(handle(key)))
+    }
+}
+
+/// Registers a series. From then on it is known, also if it has no value.
+fn handle(key: &metrics::Key) -> Handle {
+    let labels: Vec<_> = key
+        .labels()
+        .map(|l| format!("{}={}", l.key(), l.value()))
+        .collect();
+    let series = format!("{}{{{}}}", key.name(), labels.join(","));
+    RECORDER.change(&series, |_| {});
+    Handle(RECORDER.clone(), series)
+}
+
+impl CounterFn for Handle {
+    fn increment(&self, more: u64) {
+        assert!(more > 0, "{} is incremented by nothing", self.1);
+        self.0.change(&self.1, |value| value.count += more);
+    }
+    fn absolute(&self, _: u64) {
+        panic!("{} is set", self.1);
+    }
+}
+
+impl GaugeFn for Handle {
+    fn increment(&self, _: f64) {
+        panic!("{} is incremented", self.1);
+    }
+    fn decrement(&self, _: f64) {
+        panic!("{} is decremented", self.1);
+    }
+    fn set(&self, gauge: f64) {
+        self.0.change(&self.1, |value| {
+            value.gauge = Some(gauge);
+            value.zeros += u64::from(gauge == 0.0);
+        });
+    }
+}
+
+impl HistogramFn for Handle {
+    fn record(&self, wait: f64) {
+        self.0.change(&self.1, |value| value.waits.push(wait));
+    }
+    fn record_many(&self, _: f64, _: usize) {
+        panic!("{} is recorded many times", self.1);
+    }
+}
+
+/// Publishes for the first time, as a program does at its start. The tests run one after the other,
+/// because each has a paused clock of its own, and all publish all limiters.
+async fn start() -> tokio::sync::MutexGuard<'static, ()> {
+    static ONE_AT_A_TIME: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+    let alone = ONE_AT_A_TIME.lock().await;
+    LazyLock::force(&RECORDER);
+    publish();
+    alone
+}
+
+/// Returns the value of a series. `labels` begin with the name of the limiter.
+fn value(name: &str, labels: &str) -> Value {
+    let series = format!("{name}{{limiter={labels}}}");
+    RECORDER
+        .0
+        .lock()
+        .unwrap()
+        .get(&series)
+        .cloned()
+        .unwrap_or_default()
+}
+
+/// Returns the series of a limiter.
+fn series_of(limiter: &str) -> BTreeMap<String, Value> {
+    let all = RECORDER.0.lock().unwrap();
+    let is_its = |series: &str| {
+        let (_, labels) = series.split_once("{limiter=").unwrap_or_default();
+        labels.split([',', '}']).next() == Some(limiter)
+    };
+    let its = all.iter().filter(|(series, _)| is_its(series));
+    its.map(|(series, value)| (series.clone(), value.clone()))
+        .collect()
+}
+
+/// Checks that the counters of a limiter are its stats, and returns how many requests there were.
+#[track_caller]
+fn assert_counters_are(stats: &Stats) -> u64 {
+    let name = &*stats.name;
+    let mut series = series_of(name);
+    series.retain(|series, _| series.contains("_total{"));
+    let mut expected = BTreeMap::new();
+    let mut add = |metric, label, value: &str, count| {
+        let series = format!("tollgate_{metric}_total{{limiter={name},{label}={value}}}");
+        if count > 0 {
+            expected.insert(series, count);
+        }
+    };
+    for (outcome, count) in stats.requests.by_outcome() {
+        add("requests", "outcome", outcome, count);
+    }
+    for (reason, count) in stats.refusals.by_reason() {
+        add("refusals", "reason", reason, count);
+    }
+    for (status, count) in stats.upstream_refusals.by_status() {
+        add("upstream_refusals", "status", status.as_str(), count);
+    }
+    for (cause, count) in stats.holds.by_cause() {
+        add("holds", "cause", cause.name(), count);
+    }
+    add("units", "unit", stats.unit, stats.units);
+    let counted: BTreeMap<_, _> = series
+        .into_iter()
+        .map(|(s, value)| (s, value.count))
+        .collect();
+    assert_eq!(counted, expected);
+    let waits = value("tollgate_wait_seconds", name).waits;
+    assert_eq!(
+        waits.len() as u64,
+        stats.waits.count(),
+        "each wait is recorded"
+    );
+    let (sum, exact) = (waits.iter().sum::<f64>(), stats.waits.sum().as_secs_f64());
+    assert!((sum - exact).abs() < 1e-3, "{sum} {exact}");
+    stats.requests.total()
+}
+
+fn limiter(name: &'static str, per_second: u32) -> Limiter {
+    let builder = RateLimitLayer::builder(Quota::per_second(per_second)).name(name);
+    builder.max_wait(ms(1500)).build().unwrap().limiter()
+}
+
+#[tokio::test(start_paused = true)]
+async fn counters_equal_stats_at_each_publish() {
+    let _alone = start().await;
+    let name = "each publish";
+    let responses = [limited("1"), support::ok(), limited("1")];
+    let layer = RateLimitLayer::builder(Quota::per_second(3))
+        .name(name)
+        .max_wait(ms(1500));
+    let layer = layer
+        .key(by_header(http::HeaderName::from_static("x-key")))
+        .max_keys(2)
+        .build()
+        .unwrap();
+    let service = layer.layer(Upstream::answering(responses));
+    let mut total = 0;
+    for round in 0..8u32 {
+        let mut calls = tokio::task::JoinSet::new();
+        for call in 0..round * 2 {
+            let mut request = get("/");
+            let key = (call % 3).to_string().parse().unwrap();
+            request.headers_mut().insert("x-key", key);
+            let call = timeout(
+                ms(400 + u64::from(call) * 200),
+                service.clone().oneshot(request),
+            );
+            calls.spawn(async { drop(call.await) });
+        }
+        calls.join_all().await;
+        publish();
+        total = assert_counters_are(&layer.limiter().stats());
+        tokio::time::sleep(ms(100)).await;
+    }
+    assert_eq!(total, 56);
+    let seen = layer.limiter().stats();
+    let requests = seen.requests;
+    let outcomes = [
+        requests.passed,
+        requests.waited,
+        requests.refused,
+        requests.cancelled,
+    ];
+    assert!(outcomes.iter().all(|count| *count > 0), "{requests:?}");
+    assert_eq!(seen.upstream_refusals.total(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn throttles_are_published_as_limiters_are() {
+    let _alone = start().await;
+    let layer = AdaptiveThrottleLayer::builder()
+        .name("a throttle")
+        .build()
+        .unwrap();
+    let service = layer.layer(Upstream::answering([limited("1")]));
+    let call = || service.clone().oneshot(get("/"));
+    assert!(call().await.is_ok());
+    publish();
+    let held = value("tollgate_hold_seconds", "a throttle").gauge.unwrap();
+    assert!((1.0..1.5).contains(&held), "{held}");
+    assert_eq!(value("tollgate_keys_held", "a throttle").gauge, Some(1.0));
+    assert!(call().await.is_ok());
+    publish();
+    let stats = layer.throttle().stats();
+    assert_eq!(assert_counters_are(&stats), 2);
+    assert_eq!(stats.holds.total(), 1);
+    assert_eq!(
+        value("tollgate_hold_seconds", "a throttle").gauge,
+        Some(0.0)
+    );
+    drop((layer, service));
+    publish();
+    assert_counters_are(&stats);
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropped_limiters_keep_counts_and_zero_gauges_once() {
+    let _alone = start().await;
+    let first = limiter("dropped", 1);
+    drop(first.acquire(Key::ALL).await.unwrap());
+    publish();
+    assert_eq!(value("tollgate_keys", "dropped").gauge, Some(1.0));
+    // These are counted after the last publish of the first limiter.
+    drop(first.acquire(Key::ALL).await.unwrap());
+    drop(first.acquire(Key::new("another")).await.unwrap());
+    let stats = first.stats();
+    drop(first);
+    publish();
+    assert_eq!(assert_counters_are(&stats), 3);
+    publish();
+    for gauge in ["keys", "keys_limit"] {
+        let value = value(&format!("tollgate_{gauge}"), "dropped");
+        assert_eq!((value.gauge, value.zeros), (Some(0.0), 1), "{gauge}");
+    }
+    let limit = value("tollgate_limit_units", "dropped,limit=1/1s,unit=requests");
+    assert_eq!((limit.gauge, limit.zeros), (Some(0.0), 1));
+    // The next limiter of the name goes on where the first one was.
+    let second = limiter("dropped", 1);
+    drop(second.acquire(Key::ALL).await.unwrap());
+    publish();
+    assert_eq!(
+        value("tollgate_requests_total", "dropped,outcome=passed").count,
+        3
+    );
+    assert_eq!(
+        value("tollgate_requests_total", "dropped,outcome=waited").count,
+        1
+    );
+    drop(second);
+    publish();
+    assert_eq!(
+        value("tollgate_units_total", "dropped,unit=requests").count,
+        4
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn limiters_of_one_name_are_one_series() {
+    let _alone = start().await;
+    let both = [limiter("both", 5), limiter("both", 5)];
+    for limiter in &both {
+        for _ in 0..3 {
+            drop(limiter.acquire(Key::ALL).await.unwrap());
+        }
+        drop(limiter.acquire(Key::new("another")).await.unwrap());
+    }
+    publish();
+    let passed = value("tollgate_requests_total", "both,outcome=passed");
+    assert_eq!(passed.count, 8);
+    assert_eq!(value("tollgate_keys", "both").gauge, Some(4.0));
+    let limit = "both,limit=5/1s,unit=requests";
+    assert_eq!(value("tollgate_limit_units", limit).gauge, Some(5.0));
+    assert_eq!(
+        value("tollgate_limit_window_seconds", limit).gauge,
+        Some(1.0)
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn units_and_in_flight_have_series_of_their_own() {
+    let _alone = start().await;
+    let tokens = Quota::per_minute(1000).of("tokens");
+    let quota = Quota::per_second(2).and(tokens).and(Quota::in_flight(1));
+    let layer = RateLimitLayer::builder(quota).name("llm").build().unwrap();
+    let cost = tollgate::Cost::new(1).and("tokens", 300);
+    let first = layer.limiter().acquire(Key::ALL).cost(cost).await.unwrap();
+    publish();
+    assert_eq!(value("tollgate_units_total", "llm,unit=requests").count, 1);
+    assert_eq!(
+        value("tollgate_units_total", "llm tokens,unit=tokens").count,
+        300
+    );
+    let limit = "llm tokens,limit=1000/60s,unit=tokens";
+    assert_eq!(value("tollgate_limit_units", limit).gauge, Some(1000.0));
+    assert_eq!(value("tollgate_in_flight", "llm").gauge, Some(1.0));
+    drop(first);
+    publish();
+    assert_eq!(value("tollgate_in_flight", "llm").gauge, Some(0.0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_zero_has_no_series() {
+    let _alone = start().await;
+    let idle = limiter("idle", 1);
+    publish();
+    let names: Vec<_> = series_of("idle").into_keys().collect();
+    let expected = [
+        "tollgate_keys_limit{limiter=idle}",
+        "tollgate_limit_units{limiter=idle,limit=1/1s,unit=requests}",
+        "tollgate_limit_window_seconds{limiter=idle,limit=1/1s,unit=requests}",
+    ];
+    assert_eq!(names, expected);
+    drop(idle);
+}
+
+#[tokio::test(start_paused = true)]
+async fn servers_cannot_add_status_series() {
+    let _alone = start().await;
+    let seen = std::sync::atomic::AtomicU16::new(500);
+    let refuses = move |_, _: &_, signal: Signal| {
+        let status = seen.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        signal.with_refusal(StatusCode::from_u16(status).unwrap())
+    };
+    let layer = RateLimitLayer::builder(Quota::per_second(1000)).name("statuses");
+    let layer = layer
+        .dialect(refuses)
+        .max_wait(Duration::from_secs(3600))
+        .build()
+        .unwrap();
+    let service = layer.layer(Upstream::new());
+    for _ in 0..30 {
+        drop(service.clone().oneshot(get("/")).await);
+    }
+    publish();
+    let mut series = series_of("statuses");
+    series.retain(|series, _| series.contains("upstream_refusals"));
+    let counts: Vec<_> = series
+        .iter()
+        .map(|(series, value)| (&**series, value.count))
+        .collect();
+    let name =
+        |status| format!("tollgate_upstream_refusals_total{{limiter=statuses,status={status}}}");
+    let expected = [
+        (name("503"), 1),
+        (name("509"), 1),
+        (name("529"), 1),
+        (name("other"), 27),
+    ];
+    let expected: Vec<_> = expected
+        .iter()
+        .map(|(name, count)| (&**name, *count))
+        .collect();
+    assert_eq!(counts, expected);
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_label_has_text_of_a_key() {
+    let _alone = start().await;
+    const SECRET: &str = "s3cr3t-token";
+    let layer = RateLimitLayer::builder(Quota::per_second(1)).name("secretive");
+    let layer = layer
+        .key(by_header(AUTHORIZATION))
+        .max_wait(ms(100))
+        .build()
+        .unwrap();
+    let service = layer.layer(Upstream::answering([support::ok(), limited(SECRET)]));
+    for _ in 0..3 {
+        let mut request = get(&format!(
+            "http://{SECRET}:{SECRET}@{SECRET}.example.com/{SECRET}"
+        ));
+        request
+            .headers_mut()
+            .insert(AUTHORIZATION, SECRET.parse().unwrap());
+        drop(service.clone().oneshot(request).await);
+        tokio::time::sleep(ms(1100)).await;
+    }
+    publish();
+    assert_eq!(layer.limiter().stats().requests.total(), 3);
+    assert!(!series_of("secretive").is_empty());
+    let all = RECORDER.0.lock().unwrap();
+    assert_eq!(all.keys().find(|series| series.contains(SECRET)), None);
+}
