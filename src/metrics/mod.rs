@@ -35,7 +35,7 @@
 // | file | what it has |
 // |---|---|
 // | `names` | the names of the metrics |
-// | `series` | the stats of a gate as counters and gauges |
+// | `series` | the stats of gates and stores as counters and gauges |
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -47,6 +47,8 @@ use self::names::METADATA;
 use self::series::Series;
 use crate::clock;
 use crate::stats::{self, Exporter, Stats, WaitRecorder};
+#[cfg(feature = "redis")]
+use crate::store::{self, StoreStats};
 
 mod names;
 mod series;
@@ -58,6 +60,12 @@ mod series;
 /// needs them for a histogram. Without buckets it makes a summary, and the dashboard and the alerts
 /// do not work.
 pub const WAIT_BUCKETS: [f64; 17] = stats::WAIT_SECONDS;
+
+/// The upper bounds of buckets for `tollgate_store_call_seconds`, in seconds: those of
+/// [`StoreCalls::latency`](crate::store::StoreCalls::latency).
+#[cfg(feature = "redis")]
+#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+pub const STORE_CALL_BUCKETS: [f64; 17] = store::CALL_SECONDS;
 
 /// What the recorder was given.
 struct Published {
@@ -82,12 +90,14 @@ static DROPPED: Mutex<BTreeMap<Key, u64>> = Mutex::new(BTreeMap::new());
 /// program, for the last counts.
 ///
 /// Series of layers with equal names are summed. A layer that was dropped keeps its counts, and its
-/// gauges become 0. A series begins when it is not 0.
+/// gauges become 0. Outcomes of requests begin at 0, all other series when they are not 0.
 ///
 /// It reads [`stats::all`], and calls no store.
 pub fn publish() {
     stats::export_to(Exporter {
         wait_recorder,
+        #[cfg(feature = "redis")]
+        call_recorder,
         dropped,
     });
     let mut published = lock(&PUBLISHED);
@@ -120,6 +130,8 @@ pub fn publish_every(interval: Duration) {
 
 /// Returns the values of all series now.
 fn series() -> Series {
+    #[cfg(feature = "redis")]
+    let stores = stores();
     // Dropped gates first. A gate that is dropped meanwhile is then missing until the next call, and
     // not counted twice.
     let mut series = Series {
@@ -129,6 +141,11 @@ fn series() -> Series {
     for stats in stats::all() {
         series.add_counters(&stats);
         series.add_gauges(&stats);
+    }
+    #[cfg(feature = "redis")]
+    for stats in &stores {
+        series.add_store_counters(stats);
+        series.add_store_gauges(stats);
     }
     let version = Label::from_static_parts("version", env!("CARGO_PKG_VERSION"));
     series.set_gauge(Key::from_parts(names::BUILD_INFO, vec![version]), 1.0);
@@ -142,13 +159,17 @@ impl Published {
     /// as the one for OpenTelemetry, have no others.
     fn update(&mut self, recorder: &dyn Recorder, series: &Series) {
         for (key, count) in &series.counters {
-            let before = self.counters.entry(key.clone()).or_default();
+            let before = self.counters.get(key).copied();
             // A count is behind if its gate was being dropped while it was read.
-            let more = count.saturating_sub(*before);
-            if more > 0 {
-                recorder.register_counter(key, &METADATA).increment(more);
-                *before = *count;
+            let more = count.saturating_sub(before.unwrap_or(0));
+            if before.is_some() && more == 0 {
+                continue;
             }
+            let counter = recorder.register_counter(key, &METADATA);
+            if more > 0 {
+                counter.increment(more);
+            }
+            self.counters.insert(key.clone(), *count);
         }
         for key in &self.gauges {
             if !series.gauges.contains_key(key) {
@@ -164,19 +185,51 @@ impl Published {
 
 /// Keeps the counts of a gate that is dropped.
 fn dropped(stats: &Stats) {
+    keep(|series| series.add_counters(stats));
+}
+
+/// Keeps counts that `add` adds.
+fn keep(add: impl FnOnce(&mut Series)) {
     let mut kept = lock(&DROPPED);
     let mut series = Series {
         counters: std::mem::take(&mut *kept),
         gauges: BTreeMap::new(),
     };
-    series.add_counters(stats);
+    add(&mut series);
     *kept = series.counters;
+}
+
+/// Returns the stats of the stores that exist, and keeps the counts of those that were dropped.
+#[cfg(feature = "redis")]
+fn stores() -> Vec<StoreStats> {
+    let mut living = Vec::new();
+    for (stats, is_last) in store::stores::take() {
+        match is_last {
+            true => keep(|series| series.add_store_counters(&stats)),
+            false => living.push(stats),
+        }
+    }
+    living
+}
+
+/// Makes what records how long the calls of the stores with this prefix took.
+#[cfg(feature = "redis")]
+fn call_recorder(prefix: &Arc<str>, call: &'static str) -> WaitRecorder {
+    recorder(series::store_key(
+        names::STORE_CALL_SECONDS,
+        prefix,
+        &[("call", call)],
+    ))
 }
 
 /// Makes what records the waits of the gates called `name`.
 fn wait_recorder(name: &Arc<str>) -> WaitRecorder {
     let label = Label::new("limiter", series::limiter(name));
-    let key = Key::from_parts(names::WAIT_SECONDS, vec![label]);
+    recorder(Key::from_parts(names::WAIT_SECONDS, vec![label]))
+}
+
+/// Makes what records into the histogram `key`.
+fn recorder(key: Key) -> WaitRecorder {
     let histogram = metrics::with_recorder(|recorder| recorder.register_histogram(&key, &METADATA));
     Box::new(move |wait| histogram.record(wait.as_secs_f64()))
 }

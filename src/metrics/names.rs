@@ -11,8 +11,11 @@ pub(super) const REFUSALS: &str = "tollgate_refusals_total";
 pub(super) const UNITS: &str = "tollgate_units_total";
 pub(super) const UPSTREAM_REFUSALS: &str = "tollgate_upstream_refusals_total";
 pub(super) const HOLDS: &str = "tollgate_holds_total";
+pub(super) const STORE_CALLS: &str = "tollgate_store_calls_total";
+pub(super) const STORE_CONNECTS: &str = "tollgate_store_connects_total";
 
 pub(super) const WAIT_SECONDS: &str = "tollgate_wait_seconds";
+pub(super) const STORE_CALL_SECONDS: &str = "tollgate_store_call_seconds";
 
 pub(super) const LIMIT_UNITS: &str = "tollgate_limit_units";
 pub(super) const LIMIT_WINDOW: &str = "tollgate_limit_window_seconds";
@@ -26,9 +29,10 @@ pub(super) const AT_HAND: &str = "tollgate_permits_at_hand";
 pub(super) const IN_FLIGHT: &str = "tollgate_in_flight";
 pub(super) const IN_FLIGHT_WAITING: &str = "tollgate_in_flight_waiting";
 pub(super) const DRAINING: &str = "tollgate_draining";
+pub(super) const STORE_UP: &str = "tollgate_store_up";
 pub(super) const BUILD_INFO: &str = "tollgate_build_info";
 
-const COUNTERS: [(&str, &str); 5] = [
+const COUNTERS: [(&str, &str); 7] = [
     (REQUESTS, "Requests, each once, by outcome"),
     (REFUSALS, "Requests refused by this process, by reason"),
     (UNITS, "Cost of the requests that got a permit"),
@@ -37,14 +41,19 @@ const COUNTERS: [(&str, &str); 5] = [
         "Requests refused by the upstream, by status",
     ),
     (HOLDS, "Times that a key was put on hold, by cause"),
+    (STORE_CALLS, "Calls to Redis, by subject and result"),
+    (STORE_CONNECTS, "Connections made to Redis"),
 ];
 
-const HISTOGRAMS: [(&str, &str); 1] = [(
-    WAIT_SECONDS,
-    "How long requests waited that got a permit after a wait",
-)];
+const HISTOGRAMS: [(&str, &str); 2] = [
+    (
+        WAIT_SECONDS,
+        "How long requests waited that got a permit after a wait",
+    ),
+    (STORE_CALL_SECONDS, "How long calls to Redis took"),
+];
 
-const GAUGES: [(&str, &str); 13] = [
+const GAUGES: [(&str, &str); 14] = [
     (
         LIMIT_UNITS,
         "Units that a limit allows in its window, for each key",
@@ -66,6 +75,10 @@ const GAUGES: [(&str, &str); 13] = [
         "Requests that wait for an in-flight slot",
     ),
     (DRAINING, "1 if the limiter is drained"),
+    (
+        STORE_UP,
+        "1 if the store has its connections to Redis, else 0",
+    ),
     (BUILD_INFO, "1, with the version of tollgate"),
 ];
 

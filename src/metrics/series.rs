@@ -1,13 +1,17 @@
-//! The series of a gate: its stats as counters and gauges with names and labels.
+//! The series of a gate or a store: its stats as counters and gauges with names and labels.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::sync::Arc;
+use std::time::Duration;
 
 use metrics::{Key, Label, SharedString};
 
 use super::names;
 use crate::quota::Limit;
 use crate::stats::Stats;
+#[cfg(feature = "redis")]
+use crate::store::StoreStats;
 
 /// The statuses that a signal reads as a refusal, each with a series of its own. All others are
 /// `other`: a server cannot make more series.
@@ -25,15 +29,17 @@ pub(super) struct Series {
 impl Series {
     /// Adds the counts of a gate to those of the other gates with its name.
     pub(super) fn add_counters(&mut self, stats: &Stats) {
+        // Also outcomes that no request had yet: the first one is then an increase, which alerts see.
+        for (outcome, count) in stats.requests.by_outcome() {
+            let series = key(names::REQUESTS, stats, &[("outcome", outcome.into())]);
+            *self.counters.entry(series).or_default() += count;
+        }
         let mut add = |name, labels: &[(&'static str, SharedString)], count: u64| {
             if count > 0 {
                 let sum = self.counters.entry(key(name, stats, labels)).or_default();
                 *sum += count;
             }
         };
-        for (outcome, count) in stats.requests.by_outcome() {
-            add(names::REQUESTS, &[("outcome", outcome.into())], count);
-        }
         for (reason, count) in stats.refusals.by_reason() {
             add(names::REFUSALS, &[("reason", reason.into())], count);
         }
@@ -62,7 +68,7 @@ impl Series {
             sum(names::IN_FLIGHT, calls.in_use);
             sum(names::IN_FLIGHT_WAITING, calls.waiting);
         }
-        let mut longest = |name, span: Option<std::time::Duration>| {
+        let mut longest = |name, span: Option<Duration>| {
             let seconds = span.unwrap_or_default().as_secs_f64();
             self.merge(key(name, stats, &[]), seconds, f64::max);
         };
@@ -85,6 +91,36 @@ impl Series {
             self.merge(units, count.into(), f64::max);
             let seconds = key(names::LIMIT_WINDOW, stats, &labels);
             self.merge(seconds, window.as_secs_f64(), f64::max);
+        }
+    }
+
+    /// Adds the counts of a store to those of the other stores with its prefix.
+    #[cfg(feature = "redis")]
+    pub(super) fn add_store_counters(&mut self, stats: &StoreStats) {
+        let mut add = |name, labels: &[(&'static str, &'static str)], count| {
+            let key = store_key(name, &stats.prefix, labels);
+            *self.counters.entry(key).or_default() += count;
+        };
+        let by_call = stats.by_call();
+        let in_use = by_call.filter(|(_, calls)| calls.by_result().any(|(_, count)| count > 0));
+        for (call, calls) in in_use {
+            for (result, count) in calls.by_result() {
+                let labels = [("call", call), ("result", result)];
+                add(names::STORE_CALLS, &labels, count);
+            }
+        }
+        add(names::STORE_CONNECTS, &[], stats.connects);
+    }
+
+    /// Adds the state of a store: 0 if one of those with its prefix has not its connections.
+    #[cfg(feature = "redis")]
+    pub(super) fn add_store_gauges(&mut self, stats: &StoreStats) {
+        if let Some(up) = stats.up {
+            let up = f64::from(u8::from(up));
+            let gauge = self
+                .gauges
+                .entry(store_key(names::STORE_UP, &stats.prefix, &[]));
+            gauge.and_modify(|all| *all = all.min(up)).or_insert(up);
         }
     }
 
@@ -119,7 +155,24 @@ fn key(name: &'static str, stats: &Stats, labels: &[(&'static str, SharedString)
     )
 }
 
+/// Makes the key of the series `name` of a store.
+#[cfg(feature = "redis")]
+pub(super) fn store_key(
+    name: &'static str,
+    prefix: &Arc<str>,
+    labels: &[(&'static str, &'static str)],
+) -> Key {
+    let store = Label::new("store", SharedString::from(prefix.clone()));
+    let others = labels
+        .iter()
+        .map(|(name, value)| Label::from_static_parts(name, value));
+    Key::from_parts(
+        name,
+        std::iter::once(store).chain(others).collect::<Vec<_>>(),
+    )
+}
+
 /// Returns the value of the label `limiter`.
-pub(super) fn limiter(name: &std::sync::Arc<str>) -> SharedString {
+pub(super) fn limiter(name: &Arc<str>) -> SharedString {
     SharedString::from(name.clone())
 }

@@ -15,6 +15,9 @@ pub(crate) type WaitRecorder = Box<dyn Fn(Duration) + Send + Sync>;
 pub(crate) struct Exporter {
     /// Makes what records the waits of all gates with this name.
     pub(crate) wait_recorder: fn(&Arc<str>) -> WaitRecorder,
+    /// Makes what records how long the calls of this kind took, of all stores with this prefix.
+    #[cfg(feature = "redis")]
+    pub(crate) call_recorder: fn(&Arc<str>, &'static str) -> WaitRecorder,
     /// Takes in the last counts of a gate that is dropped.
     pub(crate) dropped: fn(&Stats),
 }
@@ -26,6 +29,12 @@ pub(crate) fn export_to(exporter: Exporter) {
     let _ = EXPORTER.set(exporter);
 }
 
+/// Returns whether there is an exporter.
+#[cfg(feature = "redis")]
+pub(crate) fn is_exporting() -> bool {
+    EXPORTER.get().is_some()
+}
+
 /// Notes that a gate is dropped. `stats` reads its last counts.
 pub(crate) fn note_dropped(stats: impl FnOnce() -> Stats) {
     if let Some(exporter) = EXPORTER.get() {
@@ -33,15 +42,15 @@ pub(crate) fn note_dropped(stats: impl FnOnce() -> Stats) {
     }
 }
 
-/// What records the waits of one gate. It is made at the first wait after the first publish.
+/// What records the waits of one gate, or the calls of one store. It is made at the first wait after the first publish.
 #[derive(Default)]
-pub(super) struct ExportedWaits(OnceLock<WaitRecorder>);
+pub(crate) struct ExportedWaits(OnceLock<WaitRecorder>);
 
 impl ExportedWaits {
-    /// Records a wait of the gate `name`, if there is an exporter.
-    pub(super) fn add(&self, name: &Arc<str>, wait: Duration) {
+    /// Records a wait, if there is an exporter. `make` makes the recorder.
+    pub(crate) fn add(&self, wait: Duration, make: impl FnOnce(&Exporter) -> WaitRecorder) {
         if let Some(exporter) = EXPORTER.get() {
-            let record = self.0.get_or_init(|| (exporter.wait_recorder)(name));
+            let record = self.0.get_or_init(|| make(exporter));
             record(wait);
         }
     }

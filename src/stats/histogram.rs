@@ -1,4 +1,4 @@
-//! How long requests waited, in seventeen buckets.
+//! How long requests waited or calls took, in buckets.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -24,31 +24,43 @@ const BOUNDS: [u64; 17] = [
     300_000_000,
 ];
 
-/// The upper bounds of the buckets, in seconds.
+/// The upper bounds of the buckets of [`Stats::waits`](super::Stats::waits), in seconds.
 #[cfg(feature = "metrics")]
-pub(crate) const WAIT_SECONDS: [f64; BOUNDS.len()] = {
+pub(crate) const WAIT_SECONDS: [f64; BOUNDS.len()] = seconds(&BOUNDS);
+
+/// Returns bounds in seconds.
+#[cfg(feature = "metrics")]
+pub(crate) const fn seconds(bounds: &[u64; BOUNDS.len()]) -> [f64; BOUNDS.len()] {
     let mut seconds = [0.0; BOUNDS.len()];
     let mut index = 0;
     while index < BOUNDS.len() {
-        seconds[index] = BOUNDS[index] as f64 / 1e6;
+        seconds[index] = bounds[index] as f64 / 1e6;
         index += 1;
     }
     seconds
-};
+}
 
-/// How long requests waited. Its buckets end at 1, 2.5, 5, 10, 25, 50, 100, 250 and 500 ms, at 1,
-/// 2.5, 5, 10, 15, 30 and 60 s, and at 5 min. Longer waits are in a last bucket without an end.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// How long requests waited, or calls took. The buckets of waits end at 1, 2.5, 5, 10, 25, 50, 100, 250
+/// and 500 ms, at 1, 2.5, 5, 10, 15, 30 and 60 s, and at 5 min. Longer waits are in a last bucket
+/// without an end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Histogram {
+    bounds: &'static [u64; BOUNDS.len()],
     counts: [u64; BOUNDS.len() + 1],
     sum: Duration,
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        WaitCounts::default().read()
+    }
 }
 
 impl Histogram {
     /// Returns the upper bound of each bucket with the number of waits in it. A wait is in the first
     /// bucket whose bound it does not exceed. The last bound is [`Duration::MAX`].
     pub fn counts(&self) -> impl Iterator<Item = (Duration, u64)> {
-        let bounds = BOUNDS.into_iter().map(Duration::from_micros);
+        let bounds = self.bounds.iter().copied().map(Duration::from_micros);
         bounds.chain([Duration::MAX]).zip(self.counts)
     }
 
@@ -78,26 +90,43 @@ impl Histogram {
 }
 
 /// A [`Histogram`] that several threads count in.
-#[derive(Debug, Default)]
-pub(super) struct WaitCounts {
+#[derive(Debug)]
+pub(crate) struct WaitCounts {
+    /// The upper bounds of the buckets, in microseconds.
+    bounds: &'static [u64; BOUNDS.len()],
     counts: [AtomicU64; BOUNDS.len() + 1],
     sum_micros: AtomicU64,
 }
 
+impl Default for WaitCounts {
+    fn default() -> Self {
+        WaitCounts::new(&BOUNDS)
+    }
+}
+
 impl WaitCounts {
-    pub(super) fn add(&self, wait: Duration) {
+    pub(crate) fn new(bounds: &'static [u64; BOUNDS.len()]) -> Self {
+        WaitCounts {
+            bounds,
+            counts: Default::default(),
+            sum_micros: AtomicU64::new(0),
+        }
+    }
+
+    pub(crate) fn add(&self, wait: Duration) {
         let micros = u64::try_from(wait.as_nanos().div_ceil(1000)).unwrap_or(u64::MAX);
-        let bucket = BOUNDS.partition_point(|bound| *bound < micros);
+        let bucket = self.bounds.partition_point(|bound| *bound < micros);
         self.counts[bucket].fetch_add(1, Ordering::Relaxed);
         self.sum_micros.fetch_add(micros, Ordering::Relaxed);
     }
 
-    pub(super) fn read(&self) -> Histogram {
+    pub(crate) fn read(&self) -> Histogram {
         let mut counts = [0; BOUNDS.len() + 1];
         for (count, bucket) in counts.iter_mut().zip(&self.counts) {
             *count = bucket.load(Ordering::Relaxed);
         }
         Histogram {
+            bounds: self.bounds,
             counts,
             sum: Duration::from_micros(self.sum_micros.load(Ordering::Relaxed)),
         }

@@ -57,11 +57,15 @@ pub use drain::Drained;
 pub(crate) use drain::drain as drain_gate;
 pub use event::Event;
 pub(crate) use event::Handler;
+#[cfg(all(feature = "metrics", feature = "redis"))]
+pub(crate) use exporter::{ExportedWaits, is_exporting};
 #[cfg(feature = "metrics")]
 pub(crate) use exporter::{Exporter, WaitRecorder, export_to, note_dropped};
 pub use histogram::Histogram;
+#[cfg(feature = "redis")]
+pub(crate) use histogram::WaitCounts;
 #[cfg(feature = "metrics")]
-pub(crate) use histogram::WAIT_SECONDS;
+pub(crate) use histogram::{WAIT_SECONDS, seconds};
 pub(crate) use key_counts::KeyCounts;
 pub(crate) use open_request::OpenRequest;
 pub(crate) use registry::{Gate, register};

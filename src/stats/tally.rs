@@ -189,7 +189,8 @@ impl Tally {
     pub(super) fn waited(&self, wait: Duration) {
         self.waits.add(wait);
         #[cfg(feature = "metrics")]
-        self.exported_waits.add(&self.name, wait);
+        self.exported_waits
+            .add(wait, |exporter| (exporter.wait_recorder)(&self.name));
     }
 
     /// Notes that a request waits since `since`. Returns its number.

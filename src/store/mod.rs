@@ -79,9 +79,11 @@ pub(crate) use joint_call::KeyCall;
 pub use lease::{ClientSession, Demand, Grant, Grants, Lease, LeaseRequest, Refusal};
 pub use memory::MemoryStore;
 pub(crate) use owned_request::OwnedLeaseRequest;
+#[cfg(all(feature = "redis", feature = "metrics"))]
+pub(crate) use redis::{CALL_SECONDS, stores};
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
-pub use redis::{RedisStore, RedisStoreBuilder};
+pub use redis::{RedisStore, RedisStoreBuilder, StoreCalls, StoreStats};
 pub use register::{Recipients, Register, RegisterRequest};
 pub(crate) use session::StoreSession;
 pub(crate) use source::Source;

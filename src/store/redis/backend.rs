@@ -11,6 +11,7 @@ use super::cluster::Cluster;
 use super::endpoint::{Connecting, FindServer};
 use super::failure::RedisFailure;
 use super::link::{Connections, Link, Links};
+use super::stats::StoreTally;
 use crate::clock;
 use crate::error::StoreError;
 
@@ -35,8 +36,13 @@ enum Servers {
 }
 
 impl Backend {
-    pub(super) fn new(connecting: Connecting, store_timeout: Duration, channels: &str) -> Self {
-        let links = Links::new(store_timeout);
+    pub(super) fn new(
+        connecting: Connecting,
+        store_timeout: Duration,
+        channels: &str,
+        tally: Arc<StoreTally>,
+    ) -> Self {
+        let links = Links::new(store_timeout, tally);
         let servers = match connecting {
             Connecting::Server {
                 factory,
@@ -74,6 +80,20 @@ impl Backend {
     /// Returns the deadline of an operation that begins now.
     pub(super) fn deadline(&self) -> Instant {
         clock::after(clock::now(), self.links.store_timeout)
+    }
+
+    /// Returns the counts of the store.
+    pub(super) fn tally(&self) -> &StoreTally {
+        &self.links.tally
+    }
+
+    /// Returns whether all connections are there. `None` if none was tried.
+    pub(super) fn is_up(&self) -> Option<bool> {
+        match &self.servers {
+            Servers::One(link, _) => link.is_up(),
+            #[cfg(feature = "redis-cluster")]
+            Servers::Cluster(cluster) => cluster.is_up(),
+        }
     }
 
     /// Returns why a call about `key` would fail now, if that is known without a call.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::RedisStore;
 use super::endpoint::Connecting;
+use super::stats::StoreTally;
 use super::thread::{Setup, Thread};
 use crate::config_error::ConfigError;
 use crate::key::Key;
@@ -106,6 +107,7 @@ impl RedisStoreBuilder {
         }
         let decides_jointly = Arc::new(AtomicBool::new(connecting.is_one_server()));
         let thread = Arc::new(Thread::new(Setup {
+            tally: Arc::new(StoreTally::new(&prefix)),
             connecting,
             store_timeout,
             channels: format!("{prefix}:told:"),
@@ -114,6 +116,8 @@ impl RedisStoreBuilder {
             listeners: Arc::default(),
             decides_jointly,
         }));
+        #[cfg(feature = "metrics")]
+        super::stats::stores::register(&thread);
         Ok(RedisStore {
             prefix,
             secret,

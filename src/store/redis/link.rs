@@ -13,6 +13,7 @@ use tokio::time::{timeout, timeout_at};
 
 use super::connection::{Connection, Factory, Request};
 use super::failure::{RedisFailure, Why, of_server};
+use super::stats::StoreTally;
 use crate::clock;
 use crate::error::{BoxError, StoreError};
 use crate::events;
@@ -31,6 +32,8 @@ const QUIET: Duration = Duration::from_secs(30);
 #[derive(Clone)]
 pub(super) struct Links {
     pub(super) store_timeout: Duration,
+    /// The counts of the store.
+    pub(super) tally: Arc<StoreTally>,
     /// Counts the connections that were made.
     made: watch::Sender<u64>,
     /// Notified when a link breaks.
@@ -38,9 +41,10 @@ pub(super) struct Links {
 }
 
 impl Links {
-    pub(super) fn new(store_timeout: Duration) -> Self {
+    pub(super) fn new(store_timeout: Duration, tally: Arc<StoreTally>) -> Self {
         Links {
             store_timeout,
+            tally,
             made: watch::Sender::new(0),
             broke: Arc::default(),
         }
@@ -52,6 +56,7 @@ impl Links {
     }
 
     fn count(&self) -> u64 {
+        self.tally.connected();
         self.made.send_modify(|made| *made += 1);
         *self.made.borrow()
     }
@@ -201,9 +206,13 @@ impl Link {
         }
     }
 
-    #[cfg(feature = "redis-cluster")]
-    pub(super) fn is_up(&self) -> bool {
-        matches!(*self.state.borrow(), State::Up(..))
+    /// Returns whether there is a connection. `None` if none was tried yet.
+    pub(super) fn is_up(&self) -> Option<bool> {
+        match &*self.state.borrow() {
+            State::New => None,
+            State::Up(..) => Some(true),
+            State::Down(_) => Some(false),
+        }
     }
 
     /// Completes when calls fail at once because there is no connection.
@@ -358,7 +367,11 @@ mod tests {
             let network = self.clone();
             let factory =
                 Arc::new(move || Box::pin(std::future::ready(Ok(network.connect()))) as _);
-            let link = Arc::new(Link::new(None, factory, Links::new(TIMEOUT)));
+            let link = Arc::new(Link::new(
+                None,
+                factory,
+                Links::new(TIMEOUT, Arc::new(StoreTally::new("test"))),
+            ));
             tokio::spawn(link.clone().keep());
             link
         }

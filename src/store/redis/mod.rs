@@ -20,6 +20,7 @@
 //! | `link`, `connection` | the connection to one server, which is replaced when it breaks |
 //! | `endpoint`, `tls` | how to connect, by the URLs of the user |
 //! | `pubsub` | the subscription to messages of other processes |
+//! | `stats` | the counts of a store, and the stores of this process |
 //! | `failure` | why a command has no result |
 //!
 //! [`crate::guide::redis_format`] describes the format of calls, and the reasons for it.
@@ -43,6 +44,7 @@ mod pubsub;
 mod registers;
 mod script;
 mod sealed_key;
+mod stats;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -52,4 +54,7 @@ mod tls;
 mod worker;
 
 pub use builder::RedisStoreBuilder;
+#[cfg(feature = "metrics")]
+pub(crate) use stats::{CALL_SECONDS, stores};
+pub use stats::{StoreCalls, StoreStats};
 pub use store::RedisStore;

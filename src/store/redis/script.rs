@@ -21,6 +21,7 @@ use tokio::time::timeout_at;
 use super::backend::Backend;
 use super::codec::{self, Garbled};
 use super::failure::RedisFailure;
+use super::stats::CallKind;
 use crate::clock;
 use crate::error::StoreError;
 
@@ -150,6 +151,8 @@ const MOST_RUNS: u32 = 3;
 /// A script, and whether the server has it.
 pub(super) struct Script {
     sent: &'static Inlined,
+    /// What its runs are counted as.
+    kind: CallKind,
     /// How often the text was sent successfully.
     loads: AtomicU64,
     /// Locked by the call that sends the text. The calls that wait for the lock then find the
@@ -158,9 +161,10 @@ pub(super) struct Script {
 }
 
 impl Script {
-    pub(super) fn new(sent: &'static Inlined) -> Self {
+    pub(super) fn new(sent: &'static Inlined, kind: CallKind) -> Self {
         Script {
             sent,
+            kind,
             loads: AtomicU64::new(0),
             loading: Mutex::new(()),
         }
@@ -202,13 +206,26 @@ impl Script {
         Err(StoreError::failed("its clock does not advance evenly"))
     }
 
-    /// Runs the script once: sends its hash (`EVALSHA`). If the server does not have the script, it
+    /// Runs the script once, and counts that. Sends its hash (`EVALSHA`). If the server does not have the script, it
     /// has done nothing. Then the text is sent instead (`EVAL`).
     ///
     /// # Errors
     ///
     /// Fails if the server cannot be reached, does not reply in time, or replies with an error.
     pub(super) async fn run(
+        &self,
+        backend: &Backend,
+        keys: &[impl AsRef<str>],
+        call: &[Argument],
+    ) -> Result<Vec<u8>, StoreError> {
+        let start = clock::now();
+        let ran = self.send(backend, keys, call).await;
+        let took = clock::now().saturating_duration_since(start);
+        backend.tally().count(self.kind, took, &ran);
+        ran
+    }
+
+    async fn send(
         &self,
         backend: &Backend,
         keys: &[impl AsRef<str>],

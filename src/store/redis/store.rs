@@ -13,6 +13,7 @@ use super::codec::{self, MOST_RETURNS};
 use super::endpoint::{self, Connecting};
 use super::job::{About, Job};
 use super::script::Argument;
+use super::stats::StoreStats;
 use super::thread::Thread;
 use super::{connection, registers, sealed_key};
 use crate::config_error::ConfigError;
@@ -191,6 +192,12 @@ impl RedisStore {
     /// [`StoreError`] if Redis does not reply within `store_timeout`.
     pub async fn connect(&self) -> Result<(), StoreError> {
         self.thread.submit(Job::Ping).await
+    }
+
+    /// Returns what this store has done: its calls to Redis by kind and result, how long they took, and
+    /// whether it reaches Redis now. Calls nothing.
+    pub fn stats(&self) -> StoreStats {
+        self.thread.setup.tally.stats(self.thread.is_up())
     }
 
     /// Returns the name of `key` in Redis. It is a digest, so no text of a user gets into Redis.

@@ -17,6 +17,7 @@ use super::failure::RedisFailure;
 use super::job::{About, Job, Jobs};
 use super::pubsub;
 use super::script::Argument;
+use super::stats::StoreTally;
 use super::worker::Worker;
 use crate::clock;
 use crate::error::StoreError;
@@ -58,6 +59,8 @@ pub(super) struct Setup {
     /// Whether a script may decide about several keys. Not in a cluster, where each key may be on
     /// another server.
     pub(super) decides_jointly: Arc<AtomicBool>,
+    /// The counts of the store.
+    pub(super) tally: Arc<StoreTally>,
 }
 
 impl Thread {
@@ -93,6 +96,12 @@ impl Thread {
             .jobs
             .send(job)
             .map_err(|_| StoreError::Lost)
+    }
+
+    /// Returns whether the store has its connections. `None` if it has not tried to connect.
+    pub(super) fn is_up(&self) -> Option<bool> {
+        let current = self.running.read().unwrap_or_else(PoisonError::into_inner);
+        current.as_ref()?.backend.is_up()
     }
 
     /// Returns why a call about `key` would fail now, if that is known without a call.
@@ -202,6 +211,7 @@ fn start(setup: Setup) -> Result<Running, StoreError> {
         setup.connecting.clone(),
         setup.store_timeout,
         &setup.channels,
+        setup.tally.clone(),
     );
     let running = Running {
         jobs,

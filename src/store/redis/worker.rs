@@ -23,6 +23,7 @@ use super::pubsub::Incoming;
 use super::registers;
 use super::script::{Argument, INLINED_JOINT, INLINED_RATES, INLINED_REGISTER, Script};
 use super::sealed_key;
+use super::stats::CallKind;
 use super::thread::Setup;
 use crate::clock;
 use crate::error::StoreError;
@@ -76,9 +77,9 @@ impl Worker {
             claims: Claims::new(backend.clone(), setup.instance, setup.store_timeout),
             connections: backend.connections(),
             backend,
-            script: Arc::new(Script::new(&INLINED_RATES)),
-            registers: Arc::new(Script::new(&INLINED_REGISTER)),
-            joint: Arc::new(Script::new(&INLINED_JOINT)),
+            script: Arc::new(Script::new(&INLINED_RATES, CallKind::Permits)),
+            registers: Arc::new(Script::new(&INLINED_REGISTER, CallKind::Register)),
+            joint: Arc::new(Script::new(&INLINED_JOINT, CallKind::Joint)),
             decides_jointly: setup.decides_jointly,
             returns: Returns::new(),
             release_at: None,

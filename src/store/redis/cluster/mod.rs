@@ -117,6 +117,19 @@ impl Cluster {
             .down()
     }
 
+    /// Returns whether the map and the connections to all servers in use are there. `None` if none was
+    /// tried.
+    pub(super) fn is_up(&self) -> Option<bool> {
+        match &*self.state.borrow() {
+            State::Unknown => return None,
+            State::Failed(_) => return Some(false),
+            State::Known => {}
+        }
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let mut nodes = table.nodes.values();
+        Some(nodes.all(|node| node.link.down().is_none()))
+    }
+
     /// Returns the database of all connections.
     pub(super) fn database(&self) -> i64 {
         self.seeds.settings.redis_settings().db()
@@ -242,7 +255,7 @@ impl Cluster {
                 match link.and_then(|link| link.down()) {
                     Some(error) => failure = RedisFailure::down(error),
                     None => servers.push((
-                        link.is_none_or(|link| !link.is_up()),
+                        link.is_none_or(|link| link.is_up() != Some(true)),
                         dice(),
                         server.clone(),
                     )),
@@ -313,7 +326,7 @@ impl Cluster {
             .nodes
             .values()
             .map(|node| node.link.clone())
-            .filter(|link| link.is_up())
+            .filter(|link| link.is_up() == Some(true))
         {
             let deadline = clock::after(clock::now(), self.links.store_timeout);
             tokio::spawn(
@@ -327,7 +340,11 @@ impl Cluster {
         let mut servers = Vec::new();
         {
             let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
-            for (address, node) in table.nodes.iter().filter(|(_, node)| node.link.is_up()) {
+            for (address, node) in table
+                .nodes
+                .iter()
+                .filter(|(_, node)| node.link.is_up() == Some(true))
+            {
                 servers.push((false, dice(), address.clone(), Some(node.link.clone())));
             }
             for address in table.map.servers().iter().chain(&self.seeds.servers) {

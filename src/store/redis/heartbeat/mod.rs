@@ -19,6 +19,7 @@ use tokio::task::JoinSet;
 use super::backend::Backend;
 use super::codec::{self, ClaimReply};
 use super::script::{Argument, INLINED_IN_FLIGHT, Script};
+use super::stats::CallKind;
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
@@ -63,7 +64,7 @@ impl Claims {
     pub(super) fn new(backend: Backend, instance: u64, store_timeout: Duration) -> Self {
         Claims {
             backend,
-            script: Arc::new(Script::new(&INLINED_IN_FLIGHT)),
+            script: Arc::new(Script::new(&INLINED_IN_FLIGHT, CallKind::InFlight)),
             instance,
             store_timeout,
             holders: HashMap::new(),

@@ -1,0 +1,236 @@
+//! What a store has done: the calls to Redis, their results, and how long they took.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::error::StoreError;
+use crate::stats::{Histogram, WaitCounts};
+
+/// What a [`RedisStore`](crate::store::RedisStore) has done, and whether it reaches Redis now.
+///
+/// [`RedisStore::stats`](crate::store::RedisStore::stats) returns it. Counts begin at zero when the
+/// store is built, and never fall.
+#[non_exhaustive]
+#[derive(Clone, Debug)]
+pub struct StoreStats {
+    /// The prefix of the store.
+    pub prefix: Arc<str>,
+    /// The calls about permits under limits of rate, and about holds.
+    pub permits: StoreCalls,
+    /// The calls about permits of several keys together.
+    pub joint: StoreCalls,
+    /// The calls about calls in flight.
+    pub in_flight: StoreCalls,
+    /// The calls about shared paces.
+    pub register: StoreCalls,
+    /// Whether the store has its connections. `None` until it has tried to connect. In a cluster,
+    /// `false` if a connection to one of the servers in use is broken. A store without calls notices a
+    /// broken connection within 30 s.
+    pub up: Option<bool>,
+    /// How many connections were made, without those for notifications.
+    pub connects: u64,
+}
+
+impl StoreStats {
+    /// Returns the calls with the names of their kinds.
+    pub fn by_call(&self) -> impl Iterator<Item = (&'static str, &StoreCalls)> {
+        let StoreStats {
+            permits,
+            joint,
+            in_flight,
+            register,
+            ..
+        } = self;
+        let all = [permits, joint, in_flight, register];
+        CallKind::NAMES.into_iter().zip(all)
+    }
+}
+
+/// The calls of one kind, by their result.
+#[non_exhaustive]
+#[derive(Clone, Debug)]
+pub struct StoreCalls {
+    /// Redis replied.
+    pub ok: u64,
+    /// Redis could not be reached, or did not reply in time.
+    pub away: u64,
+    /// Redis replied with an error.
+    pub failed: u64,
+    /// How long the calls took, whatever their result. Its buckets end at 0.1, 0.25, 0.5, 1, 2.5, 5,
+    /// 10, 25, 50, 100, 250 and 500 ms, and at 1, 2.5, 5, 10 and 60 s.
+    pub latency: Histogram,
+}
+
+impl StoreCalls {
+    /// Returns the counts with the names of the results.
+    pub fn by_result(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let &StoreCalls {
+            ok, away, failed, ..
+        } = self;
+        [("ok", ok), ("away", away), ("failed", failed)].into_iter()
+    }
+}
+
+/// The upper bounds of the buckets of latencies, in microseconds.
+pub(crate) const BOUNDS: [u64; 17] = [
+    100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000,
+    1_000_000, 2_500_000, 5_000_000, 10_000_000, 60_000_000,
+];
+
+/// The upper bounds of the buckets of latencies, in seconds.
+#[cfg(feature = "metrics")]
+pub(crate) const CALL_SECONDS: [f64; 17] = crate::stats::seconds(&BOUNDS);
+
+/// The subject of a call.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum CallKind {
+    Permits,
+    Joint,
+    InFlight,
+    Register,
+}
+
+impl CallKind {
+    const NAMES: [&str; 4] = ["permits", "joint", "in_flight", "register"];
+}
+
+/// The counts of a store.
+pub(super) struct StoreTally {
+    prefix: Arc<str>,
+    calls: [CallCounts; CallKind::NAMES.len()],
+    connects: AtomicU64,
+}
+
+/// The counts of one kind of calls.
+struct CallCounts {
+    ok: AtomicU64,
+    away: AtomicU64,
+    failed: AtomicU64,
+    latency: WaitCounts,
+    #[cfg(feature = "metrics")]
+    exported: crate::stats::ExportedWaits,
+}
+
+impl CallCounts {
+    fn new() -> Self {
+        CallCounts {
+            ok: AtomicU64::new(0),
+            away: AtomicU64::new(0),
+            failed: AtomicU64::new(0),
+            latency: WaitCounts::new(&BOUNDS),
+            #[cfg(feature = "metrics")]
+            exported: Default::default(),
+        }
+    }
+
+    fn read(&self) -> StoreCalls {
+        let [ok, away, failed] =
+            [&self.ok, &self.away, &self.failed].map(|count| count.load(Ordering::Relaxed));
+        StoreCalls {
+            ok,
+            away,
+            failed,
+            latency: self.latency.read(),
+        }
+    }
+}
+
+impl StoreTally {
+    pub(super) fn new(prefix: &str) -> Self {
+        StoreTally {
+            prefix: prefix.into(),
+            calls: [(); CallKind::NAMES.len()].map(|()| CallCounts::new()),
+            connects: AtomicU64::new(0),
+        }
+    }
+
+    /// Counts a call that took `took`.
+    pub(super) fn count<T>(&self, kind: CallKind, took: Duration, ran: &Result<T, StoreError>) {
+        let counts = &self.calls[kind as usize];
+        let count = match ran {
+            Ok(_) => &counts.ok,
+            Err(StoreError::Failed(_)) => &counts.failed,
+            Err(_) => &counts.away,
+        };
+        count.fetch_add(1, Ordering::Relaxed);
+        counts.latency.add(took);
+        #[cfg(feature = "metrics")]
+        counts.exported.add(took, |exporter| {
+            (exporter.call_recorder)(&self.prefix, CallKind::NAMES[kind as usize])
+        });
+    }
+
+    /// Counts a connection.
+    pub(super) fn connected(&self) {
+        self.connects.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns the stats of the store. `up` is whether it has its connections.
+    pub(super) fn stats(&self, up: Option<bool>) -> StoreStats {
+        let [permits, joint, in_flight, register] =
+            std::array::from_fn(|kind| self.calls[kind].read());
+        StoreStats {
+            prefix: self.prefix.clone(),
+            permits,
+            joint,
+            in_flight,
+            register,
+            up,
+            connects: self.connects.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// The stores of this process, for an exporter of metrics.
+#[cfg(feature = "metrics")]
+pub(crate) mod stores {
+    use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+    use super::{StoreStats, StoreTally};
+    use crate::store::redis::thread::Thread;
+
+    /// A store. Its tally stays until an exporter has read the last counts.
+    struct Entry {
+        tally: Arc<StoreTally>,
+        thread: Weak<Thread>,
+    }
+
+    impl Entry {
+        /// Returns whether nothing counts in the tally any more.
+        fn is_last(&self) -> bool {
+            self.thread.strong_count() == 0 && Arc::strong_count(&self.tally) == 1
+        }
+    }
+
+    /// The stores, the oldest first.
+    static STORES: Mutex<Vec<Entry>> = Mutex::new(Vec::new());
+
+    /// Adds a store.
+    pub(in crate::store::redis) fn register(thread: &Arc<Thread>) {
+        let mut stores = STORES.lock().unwrap_or_else(PoisonError::into_inner);
+        if !crate::stats::is_exporting() {
+            stores.retain(|store| !store.is_last());
+        }
+        stores.push(Entry {
+            tally: thread.setup.tally.clone(),
+            thread: Arc::downgrade(thread),
+        });
+    }
+
+    /// Returns the stats of all stores, and whether these are the last ones of a store that was
+    /// dropped. They are returned once.
+    pub(crate) fn take() -> Vec<(StoreStats, bool)> {
+        let mut all = Vec::new();
+        let mut stores = STORES.lock().unwrap_or_else(PoisonError::into_inner);
+        stores.retain(|store| {
+            let is_last = store.is_last();
+            let thread = store.thread.upgrade();
+            let up = thread.as_ref().and_then(|thread| thread.is_up());
+            all.push((store.tally.stats(up), is_last));
+            !is_last
+        });
+        drop(stores);
+        all
+    }
+}
