@@ -83,7 +83,7 @@ impl Stage {
 }
 
 /// Returns where cargo put an example: beside the directory of this test.
-fn program(example: &str) -> PathBuf {
+pub(crate) fn program(example: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let path = test
         .ancestors()
