@@ -9,7 +9,6 @@ mod patient;
 mod remote;
 
 use std::convert::Infallible;
-use std::future::Future;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -22,7 +21,7 @@ use tollgate::store::{MemoryStore, Store};
 use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Settlement};
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 
-use histories::histories;
+use histories::{histories, paused};
 use remote::Remote;
 
 const DAY: Duration = Duration::from_secs(86_400);
@@ -407,14 +406,6 @@ async fn run<const N: usize>(calls: &[Call], limiters: [Limiter; N]) -> Vec<Sent
     });
     join_all(requests).await;
     log.into_inner().unwrap()
-}
-
-fn paused(test: impl Future<Output = ()>) {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_time()
-        .start_paused(true)
-        .build();
-    runtime.unwrap().block_on(test);
 }
 
 proptest! {

@@ -10,7 +10,6 @@ mod remote;
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
-use std::future::Future;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -26,7 +25,7 @@ use tollgate::{
 };
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 
-use histories::histories;
+use histories::{histories, paused};
 use remote::Remote;
 
 const DAY: Duration = Duration::from_secs(86_400);
@@ -504,14 +503,6 @@ async fn run(calls: &[Call], limiters: &[Limiter]) -> Vec<(Instant, Call)> {
     });
     join_all(requests).await;
     log.into_inner().unwrap()
-}
-
-fn paused(test: impl Future<Output = ()>) {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_time()
-        .start_paused(true)
-        .build();
-    runtime.unwrap().block_on(test);
 }
 
 proptest! {

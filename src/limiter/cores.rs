@@ -48,8 +48,7 @@ impl Cores {
 
     /// Returns whether one of the limits counts `unit`.
     pub(super) fn count(&self, unit: &str) -> bool {
-        self.all()
-            .any(|core| core.unit().unwrap_or(Cost::REQUESTS) == unit)
+        self.all().any(|core| core.unit_name() == unit)
     }
 
     /// Warns once if `cost` does not state a unit that is counted, or if it states one for which

@@ -15,7 +15,6 @@ use super::engine::Core;
 use super::key_state::KeyState;
 use super::reservation::Reservation;
 use crate::clock;
-use crate::cost::Cost;
 use crate::key::Key;
 use crate::stats::{Counted, Gate, KeyCounts, KeyStats, Outcome, Stats, Tally};
 use crate::store::StoreReply;
@@ -135,7 +134,7 @@ fn stats(core: &Core) -> Stats {
     counted.add_passed(passed, units);
     let settings = &core.settings;
     Stats {
-        unit: core.unit().unwrap_or(Cost::REQUESTS),
+        unit: core.unit_name(),
         at_hand: sum.at_hand,
         in_flight: core.in_flight.as_ref().map(|calls| calls.stats()),
         keys: core.states.len(),

@@ -21,6 +21,7 @@ use super::limited::LimitName;
 use super::outer;
 use super::settings::{OnStoreError, Settings};
 use crate::clock;
+use crate::cost::Cost;
 use crate::error::StoreError;
 use crate::key::{Key, Label, RequestRef};
 use crate::limit::LimitSpec;
@@ -192,6 +193,11 @@ impl Core {
     /// Returns what the limits count. `None` for requests.
     pub(super) fn unit(&self) -> Option<&'static str> {
         self.settings.spec.quota().unit()
+    }
+
+    /// Returns the name of what the limits count.
+    pub(super) fn unit_name(&self) -> &'static str {
+        self.unit().unwrap_or(Cost::REQUESTS)
     }
 
     /// Returns the key under which the units of requests with `key` are counted here.

@@ -63,8 +63,8 @@ pub struct Settlement(Arc<[Mutex<Unsettled>]>);
 pub(super) struct Unsettled {
     core: CoreId,
     key: Key,
-    /// What its limits count. `None` for requests.
-    unit: Option<&'static str>,
+    /// What its limits count.
+    unit: &'static str,
     /// The permit. `None` if the request took no units.
     permit: Option<UnusedPermits>,
     /// Units that were charged besides the permit.
@@ -94,7 +94,7 @@ impl Settlement {
         let actual = actual.into();
         for part in self.0.iter() {
             let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(units) = actual.stated(part.unit.unwrap_or(Cost::REQUESTS)) {
+            if let Some(units) = actual.stated(part.unit) {
                 part.settle(u64::from(units));
             }
         }
@@ -106,7 +106,7 @@ impl Unsettled {
         Unsettled {
             core,
             key,
-            unit: core.find().and_then(|core| core.unit()),
+            unit: core.find().map_or(Cost::REQUESTS, |core| core.unit_name()),
             permit: slot.map(Reservation::unused),
             charged: 0,
         }

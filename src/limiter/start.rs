@@ -17,7 +17,6 @@ use super::limited::RefusedRequest;
 use super::reservation::{Counting, Reservation, WaitBound};
 use super::waiter::Waiter;
 use crate::clock;
-use crate::cost::Cost;
 use crate::error::{Limited, Reason};
 use crate::events;
 use crate::key::{Key, Label};
@@ -144,7 +143,7 @@ pub(super) fn slow(
         let reason = Reason::CostAboveLimit {
             cost: entry.cost,
             largest,
-            unit: core.unit().unwrap_or(Cost::REQUESTS),
+            unit: core.unit_name(),
         };
         return refuse(label(), reason, Refusal::NEVER);
     }

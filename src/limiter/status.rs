@@ -6,7 +6,6 @@ use super::cores::Cores;
 use super::engine::Core;
 use super::key_state::StatedLimit;
 use crate::clock;
-use crate::cost::Cost;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::quota::Limit;
@@ -84,7 +83,7 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
         hold,
         degraded,
     } = answer.arrives().await?;
-    let unit = core.unit().unwrap_or(Cost::REQUESTS);
+    let unit = core.unit_name();
     limits.iter_mut().for_each(|usage| usage.unit = unit);
     let now = clock::now();
     let local = core.states.find(key, |state| Local {

@@ -14,7 +14,6 @@ use super::{
     max_wait,
 };
 use crate::clock;
-use crate::cost::Cost;
 use crate::error::{Limited, Reason, StoreError};
 use crate::events;
 use crate::key::{Key, Label};
@@ -93,7 +92,7 @@ fn unfit(
         let cost = costs[index];
         let largest = part.core.settings.spec.quota().largest_cost();
         if cost > largest {
-            let unit = part.core.unit().unwrap_or(Cost::REQUESTS);
+            let unit = part.core.unit_name();
             let reason = Reason::CostAboveLimit {
                 cost,
                 largest,
