@@ -13,8 +13,8 @@ use futures::FutureExt;
 use futures::future::join_all;
 use tokio::time::{Instant, sleep};
 use tollgate::store::{
-    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits,
-    Usage,
+    Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreError, StoreReply,
+    UnusedPermits, Usage,
 };
 use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer};
 
@@ -71,8 +71,8 @@ impl Store for Remote {
         self.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        self.store.peek(key, spec)
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        self.store.peek(request)
     }
 }
 
@@ -443,8 +443,8 @@ impl Store for Stalling {
         self.0.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        self.0.peek(key, spec)
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        self.0.peek(request)
     }
 }
 

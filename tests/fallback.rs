@@ -17,8 +17,8 @@ use proptest::prelude::*;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::quota::Limit;
 use tollgate::store::{
-    Charge, Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply,
-    UnusedPermits, Usage,
+    Charge, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreError,
+    StoreReply, UnusedPermits, Usage,
 };
 use tollgate::{
     ConfigError, Key, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer,
@@ -90,8 +90,8 @@ impl Store for Shared {
         self.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        self.answer(|| self.store.peek(key, spec))
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        self.answer(|| self.store.peek(request))
     }
 }
 

@@ -15,8 +15,8 @@ use http::Response;
 use proptest::prelude::*;
 use tokio::time::{Instant, advance, sleep, timeout};
 use tollgate::store::{
-    HoldState, Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreEvent,
-    StoreListener, StoreReply, UnusedPermits, UpstreamRemaining, Usage,
+    HoldState, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreError,
+    StoreEvent, StoreListener, StoreReply, UnusedPermits, UpstreamRemaining, Usage,
 };
 use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason, Signal};
 
@@ -103,8 +103,8 @@ impl Store for Wire {
         self.server.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        self.server.store.peek(key, spec)
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        self.server.store.peek(request)
     }
 
     fn hold(
@@ -792,8 +792,8 @@ impl Store for WithoutLeases {
         self.0.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        self.0.peek(key, spec)
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        self.0.peek(request)
     }
 
     fn hold(

@@ -22,7 +22,8 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::limiter::Acquire;
 use tollgate::store::{
-    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreReply, UnusedPermits, Usage,
+    Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreReply, UnusedPermits,
+    Usage,
 };
 use tollgate::{
     Deadline, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason, by_host,
@@ -652,8 +653,8 @@ impl Store for Recovering {
         self.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        self.store.peek(key, spec)
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        self.store.peek(request)
     }
 }
 

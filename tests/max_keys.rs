@@ -7,8 +7,8 @@ use std::time::Duration;
 use futures::FutureExt;
 use tokio::time::{advance, sleep};
 use tollgate::store::{
-    ClientSession, Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreReply, UnusedPermits,
-    Usage,
+    ClientSession, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreReply,
+    UnusedPermits, Usage,
 };
 use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer};
 
@@ -45,8 +45,8 @@ impl Store for Server {
         self.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        self.store.peek(key, spec)
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        self.store.peek(request)
     }
 }
 

@@ -11,8 +11,8 @@ use http::{HeaderMap, StatusCode};
 use tollgate::pace::{Fair, NoPacing};
 use tollgate::signal::ResponseInfo;
 use tollgate::store::{
-    Lease, LeaseRequest, LimitSpec, MemoryStore, Register, RegisterRequest, Store, StoreError,
-    StoreListener, StoreReply, UnusedPermits, Usage,
+    Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Register, RegisterRequest, Store,
+    StoreError, StoreListener, StoreReply, UnusedPermits, Usage,
 };
 use tollgate::{AdaptiveThrottleLayer, ConfigError, Key, Signal};
 
@@ -50,8 +50,8 @@ impl Store for Client {
         self.0.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        self.0.store.peek(key, spec)
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        self.0.store.peek(request)
     }
 
     fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {

@@ -9,7 +9,7 @@ use tollgate::Key;
 use tollgate::quota::Limit;
 use tollgate::store::{
     Claim, Demand, Grant, HoldState, Lease, LeaseRequest, LimitSpec, LimitUsage, MemoryStore,
-    Refusal, Store, StoreListener, StoreReply, UnusedPermits, Usage, contract,
+    PeekRequest, Refusal, Store, StoreListener, StoreReply, UnusedPermits, Usage, contract,
 };
 
 #[tokio::test(start_paused = true)]
@@ -39,8 +39,8 @@ impl Store for Later {
         self.0.claim(claim, listener);
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        later(self.0.peek(key, spec))
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        later(self.0.peek(request))
     }
 }
 
@@ -167,8 +167,8 @@ mod broken {
             self.store.claim(claim, listener);
         }
 
-        fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-            self.store.peek(key, spec)
+        fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+            self.store.peek(request)
         }
     }
 

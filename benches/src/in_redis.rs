@@ -9,8 +9,8 @@ use futures::future::join_all;
 use redis_server::RedisServer;
 use tollgate::limiter::Acquire;
 use tollgate::store::{
-    Charge, Demand, Lease, LeaseRequest, LimitSpec, RedisStore, Store, StoreError, StoreReply,
-    UnusedPermits, Usage,
+    Charge, Demand, Lease, LeaseRequest, LimitSpec, PeekRequest, RedisStore, Store, StoreError,
+    StoreReply, UnusedPermits, Usage,
 };
 use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer};
 
@@ -164,8 +164,8 @@ impl Store for Large {
 
     fn give_back(&self, _: Key, _: &Arc<LimitSpec>, _: &[UnusedPermits]) {}
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        self.store.peek(key, spec)
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        self.store.peek(request)
     }
 }
 

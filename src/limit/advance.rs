@@ -65,7 +65,7 @@ impl AdvanceBooking {
 }
 
 /// The advance bookings of a key, sorted by slot.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct AdvanceBookings(Vec<AdvanceBooking>);
 
 impl AdvanceBookings {

@@ -37,7 +37,7 @@ impl Open {
 }
 
 /// What was used of one limit.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum Algorithm {
     Window(Window),
     /// Boxed, because it is larger than a window, which is the limit of most keys.

@@ -37,7 +37,7 @@ use super::{Micros, UnusedPermits};
 /// A new permit has no effect behind a booking whose slot the moment does not pass: from there, the
 /// moment starts anew from a stamp. Joined bookings count as one permit. Their check may fail
 /// although that of each part holds, so then a new permit that affects them goes behind them.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Bucket {
     /// The units of a full bucket.
     capacity: u128,
@@ -63,7 +63,7 @@ pub(super) struct Bucket {
 }
 
 /// A permit of `Bucket::delayed`. With these values it can be taken back in full.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct DelayedPermit {
     slot: Micros,
     /// The time in which its units are refilled, in microseconds times `count`.

@@ -19,7 +19,7 @@ use super::algorithm::Open;
 /// the wall clock is set, `phase` changes. Then the units of an old window count in each new window
 /// that overlaps it, because the moments of their use are not kept. So the limit is never exceeded.
 /// For at most one window, less than the limit is used.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Fixed {
     /// The units that are allowed in each window.
     limit: u64,

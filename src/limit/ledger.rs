@@ -16,7 +16,7 @@ use crate::quota::Limit;
 
 /// All limits of one key, the slots that were returned before they were due, and the advance
 /// bookings. A permit is booked in all limits or in none.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Ledger {
     /// The limits of all callers.
     limits: LimitSet,
@@ -31,7 +31,7 @@ pub(crate) struct Ledger {
 }
 
 /// What few keys have: most ledgers keep no block for it.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct RareState {
     /// The hold of the key, also after it has ended.
     hold: Hold,
@@ -377,13 +377,32 @@ impl Ledger {
         self.limits.usage(self.now, advance(&self.rare))
     }
 
-    /// Returns when one unit could be sent, if nothing else is booked.
-    pub(crate) fn next_slot(&mut self, spec: &LimitSpec, life: Micros) -> Micros {
-        let slot = self.first_slot(self.earliest(), 1, open(spec, life)).0;
+    /// Returns when a permit of `cost` could be used, if nothing else is booked. `Micros::MAX` if
+    /// never.
+    pub(crate) fn next_slot(&mut self, spec: &LimitSpec, cost: u32, life: Micros) -> Micros {
+        let largest = self.limits.largest_cost();
+        if largest.is_some_and(|largest| cost > largest) {
+            return Micros::MAX;
+        }
+        let (earliest, cost) = (self.earliest(), u64::from(cost));
+        let slot = self.first_slot(earliest, cost, open(spec, life)).0;
         let transit_slack = micros_up(spec.transit_slack());
         self.returned
-            .first(self.earliest(), 1, life, transit_slack)
+            .first(earliest, cost, life, transit_slack)
             .map_or(slot, |returned| returned.min(slot))
+    }
+
+    /// Returns for each limit, in the order of [`usage`](Self::usage), when it alone would allow a
+    /// permit of `cost`. A hold does not matter. `Micros::MAX` if never.
+    pub(crate) fn first_slots(
+        &mut self,
+        spec: &LimitSpec,
+        cost: u32,
+        life: Micros,
+    ) -> impl Iterator<Item = Micros> {
+        let advance = advance(&self.rare);
+        self.limits
+            .first_slots(self.now, cost, open(spec, life), advance)
     }
 
     /// Returns the first moment from which a new ledger would grant the same. From then on, this

@@ -27,7 +27,7 @@ const MOST_ROUNDS: usize = 1000;
 /// If callers state different limits for one key, all of these limits apply to all callers. A limit
 /// applies until no caller has stated it for at least two windows and a second, or until there are
 /// too many limits.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct LimitSet {
     states: LimitStates,
     /// By how many microseconds the wall clock is ahead of the ledger's time. Fixed windows follow
@@ -301,6 +301,24 @@ impl LimitSet {
                 state.free(now, advance),
                 state.reserved(now),
             )
+        })
+    }
+
+    /// Returns for each limit the first moment, not before `from`, at which it allows `cost`.
+    /// `Micros::MAX` if it never does.
+    pub(super) fn first_slots(
+        &mut self,
+        from: Micros,
+        cost: u32,
+        open: Open,
+        advance: &[AdvanceBooking],
+    ) -> impl Iterator<Item = Micros> {
+        self.states.iter_mut().map(move |state| {
+            if cost > state.limit.largest_cost() {
+                Micros::MAX
+            } else {
+                state.first_slot(from, u64::from(cost), open, advance)
+            }
         })
     }
 

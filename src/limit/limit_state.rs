@@ -10,7 +10,7 @@ use super::{Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
 
 /// The state of one limit of a key.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct LimitState {
     /// The limit.
     pub(super) limit: Limit,

@@ -5,7 +5,7 @@ use std::ops::{Deref, DerefMut};
 use super::limit_state::LimitState;
 
 /// The states of the limits of a key.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum LimitStates {
     /// Most keys have one limit.
     One(LimitState),

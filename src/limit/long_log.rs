@@ -17,7 +17,7 @@ use super::window::{Chunk, chunk_size};
 ///   the newest of their stamps.
 ///
 /// All of this only makes stamps later.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct LongLog {
     /// The chunks, sorted by stamp.
     chunks: VecDeque<Chunk>,

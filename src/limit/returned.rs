@@ -12,7 +12,7 @@ use std::ops::RangeInclusive;
 use super::{Booking, Micros, UnusedPermits};
 
 /// The returned slots of a key.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct ReturnedSlots {
     /// The slots, sorted by slot and stamp. `None` if no slot was returned, as for most keys.
     #[expect(clippy::box_collection, reason = "most ledgers keep only the `None`")]

@@ -14,7 +14,7 @@ use super::window_sweep::WindowSweep;
 /// It keeps a log of units, in *chunks* of about a hundredth of the limit. A chunk has the latest
 /// stamp of its units. This only makes stamps later. So the limit is never exceeded, and at most a
 /// chunk less than the limit is used.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Window {
     /// The units that are allowed in any span of the length `span`.
     limit: u32,
@@ -25,7 +25,7 @@ pub(super) struct Window {
 }
 
 /// The used units of a window.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 enum Log {
     /// One chunk, or none if `count` is 0. Most keys never have a second chunk.
     Short { stamp: Micros, count: u32 },

@@ -9,7 +9,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::quota::Limit;
-use crate::store::{LimitUsage, Usage};
+use crate::store::{LimitUsage, PeekRequest, Usage};
 
 /// The state of a key, as [`Limiter::peek`](crate::Limiter::peek) returns it.
 #[derive(Clone, Debug)]
@@ -75,13 +75,17 @@ pub(super) async fn read(cores: &Cores, key: Key) -> Result<KeyStatus, StoreErro
 /// Reads the state of `key` under the limits of one unit.
 async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
     let key = core.key_of(key);
-    let answer = core.settings.store.peek(key, &core.terms(key));
+    let answer = core
+        .settings
+        .store
+        .peek(PeekRequest::new(key, &core.terms(key)));
     let Usage {
         mut limits,
         free: free_in_store,
         next_slot,
         hold,
         degraded,
+        ..
     } = answer.arrives().await?;
     let unit = core.unit_name();
     limits.iter_mut().for_each(|usage| usage.unit = unit);

@@ -15,8 +15,8 @@ use crate::key::Key;
 use crate::limit::{LimitSpec, UnusedPermits, UpstreamRemaining};
 use crate::rng::{Dice, dice};
 use crate::store::{
-    Claim, HoldState, Lease, LeaseRequest, MemoryStore, OwnedLeaseRequest, Recipients, Register,
-    RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply, Usage,
+    Claim, HoldState, Lease, LeaseRequest, MemoryStore, OwnedLeaseRequest, PeekRequest, Recipients,
+    Register, RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply, Usage,
 };
 
 /// The store, its model, and its listeners.
@@ -258,9 +258,8 @@ impl Store for StoreLink {
         self.address
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        let spec = spec.clone();
-        self.go(move |memory| memory.peek(key, &spec))
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        self.go(move |memory| memory.peek(request))
     }
 
     fn flush(&self) -> StoreReply<()> {

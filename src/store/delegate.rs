@@ -94,10 +94,9 @@ macro_rules! delegate_store {
         $crate::delegate_store!(@unless peek [$($own)+] {
             fn peek(
                 &$this,
-                key: $crate::Key,
-                spec: &::std::sync::Arc<$crate::store::LimitSpec>,
+                request: $crate::store::PeekRequest,
             ) -> $crate::store::StoreReply<$crate::store::Usage> {
-                $crate::store::Store::peek(&$inner, key, spec)
+                $crate::store::Store::peek(&$inner, request)
             }
         });
         $crate::delegate_store!(@unless label [$($own)+] {

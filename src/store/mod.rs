@@ -87,7 +87,7 @@ pub use redis::{RedisStore, RedisStoreBuilder, StoreCalls, StoreStats};
 pub use register::{Recipients, Register, RegisterRequest};
 pub(crate) use session::StoreSession;
 pub(crate) use source::Source;
-pub use usage::{LimitUsage, Usage};
+pub use usage::{LimitUsage, PeekRequest, Usage};
 
 /// Returns how long permits may be used after the last reply of the store. After this time, the
 /// store has to confirm them first. A store that lost its state grants no permits for a window and
@@ -201,7 +201,10 @@ pub trait Store: Send + Sync + 'static {
         0
     }
 
-    /// Returns the state of `key`, and consumes nothing.
+    /// Returns the state of a key, and when one more request could leave. Consumes nothing.
+    ///
+    /// A store may ignore the fields of the [`PeekRequest`] besides the key and its limits. Then the
+    /// waits that it states are those of a request that costs one unit.
     ///
     /// # Errors
     ///
@@ -210,7 +213,7 @@ pub trait Store: Send + Sync + 'static {
     /// # Cancel safety
     ///
     /// The caller may drop the reply.
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage>;
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage>;
 
     /// Returns the label of `key` in errors and events, for keys other than [`Key::ALL`] and hosts.
     /// By default eight hex digits, different in each process.

@@ -1,10 +1,44 @@
 //! The state of a key, as [`Store::peek`](super::Store::peek) returns it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::hold::HoldState;
+use super::lease::Demand;
 use crate::cost::Cost;
+use crate::key::Key;
+use crate::limit::LimitSpec;
 use crate::quota::Limit;
+
+/// A question about the state of a key, and about when one more request could leave.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PeekRequest {
+    /// The key.
+    pub key: Key,
+    /// The limits of the key.
+    pub spec: Arc<LimitSpec>,
+    /// The units of the request, at least 1. Default of [`PeekRequest::new`]: 1.
+    pub cost: u32,
+    /// How long after its slot the permit of the request must be valid. Default: zero.
+    pub validity: Duration,
+    /// Permits that other requests get before this one. Only [`LimitUsage::wait`] and
+    /// [`Usage::next_slot`] depend on them. Default: none. [`Demand::earliest`] is ignored.
+    pub ahead: Vec<Demand>,
+}
+
+impl PeekRequest {
+    /// Asks about a request of `key` that costs one unit.
+    pub fn new(key: Key, spec: &Arc<LimitSpec>) -> Self {
+        PeekRequest {
+            key,
+            spec: spec.clone(),
+            cost: 1,
+            validity: Duration::ZERO,
+            ahead: Vec::new(),
+        }
+    }
+}
 
 /// The state of a key.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -14,10 +48,13 @@ pub struct Usage {
     pub limits: Vec<LimitUsage>,
     /// How many units could leave now under all limits.
     pub free: u64,
-    /// How long until one unit could leave. Zero if one could leave now.
+    /// How long until the request could leave that the [`PeekRequest`] describes. Zero if it could
+    /// leave now. [`Duration::MAX`] if the limits never allow it.
     pub next_slot: Duration,
     /// The hold of the key.
     pub hold: HoldState,
+    /// For how long the store grants nothing, because it has lost its state. Zero if it grants.
+    pub recovering: Duration,
     /// Whether the store cannot be reached. Then the limits are the [fallback
     /// share](crate::OnStoreError::FallbackShare) of this process.
     pub degraded: bool,
@@ -51,11 +88,15 @@ pub struct LimitUsage {
     /// Units that are reserved for clients that do not share this store, as responses of the
     /// upstream show.
     pub reserved: u64,
+    /// How long until this limit would allow the request that the [`PeekRequest`] describes, if only
+    /// this limit were in its way. Zero if it would now. [`Duration::MAX`] if it never does, or if it
+    /// is not known when.
+    pub wait: Duration,
 }
 
 impl LimitUsage {
     /// Makes the usage of `limit`: `used` units count against it, and `free` more could leave now.
-    /// No units are reserved.
+    /// No units are reserved. If nothing is free, it is not known how long until a unit is.
     pub const fn new(limit: Limit, used: u64, free: u64) -> Self {
         LimitUsage {
             limit,
@@ -63,6 +104,11 @@ impl LimitUsage {
             used,
             free,
             reserved: 0,
+            wait: if free > 0 {
+                Duration::ZERO
+            } else {
+                Duration::MAX
+            },
         }
     }
 }

@@ -7,8 +7,8 @@ use std::time::Duration;
 use tokio::time::sleep;
 use tollgate::Key;
 use tollgate::store::{
-    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits,
-    Usage,
+    Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreError, StoreReply,
+    UnusedPermits, Usage,
 };
 
 /// A store whose replies take a trip. While it fails, no call arrives.
@@ -42,7 +42,7 @@ impl Store for Remote {
         self.shared.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        self.shared.peek(key, spec)
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        self.shared.peek(request)
     }
 }

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use tollgate::Key;
 use tollgate::store::{
-    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits,
-    Usage,
+    Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreError, StoreReply,
+    UnusedPermits, Usage,
 };
 
 use super::clock;
@@ -44,7 +44,7 @@ impl Store for Failing {
 
     fn give_back(&self, _: Key, _: &Arc<LimitSpec>, _: &[UnusedPermits]) {}
 
-    fn peek(&self, _: Key, _: &Arc<LimitSpec>) -> StoreReply<Usage> {
+    fn peek(&self, _: PeekRequest) -> StoreReply<Usage> {
         self.answer()
     }
 }
@@ -80,7 +80,7 @@ impl Store for Distant {
         self.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        self.store.peek(key, spec)
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        self.store.peek(request)
     }
 }

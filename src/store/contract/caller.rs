@@ -7,8 +7,8 @@ use crate::clock;
 use crate::key::Key;
 use crate::quota::Quota;
 use crate::store::{
-    ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, LimitSpec, Store, UnusedPermits,
-    Usage,
+    ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, LimitSpec, PeekRequest, Store,
+    UnusedPermits, Usage,
 };
 
 pub(super) const LIFE: Duration = Duration::from_millis(10);
@@ -83,8 +83,18 @@ impl Caller {
     }
 
     pub(super) async fn peek(&self) -> Usage {
+        self.ask_about(1, &[]).await
+    }
+
+    /// Asks when a request of `cost` could leave, if others get the permits `ahead` before it.
+    pub(super) async fn ask_about(&self, cost: u32, ahead: &[Demand]) -> Usage {
+        let request = PeekRequest {
+            cost,
+            ahead: ahead.to_vec(),
+            ..PeekRequest::new(self.key, &self.spec)
+        };
         self.store
-            .peek(self.key, &self.spec)
+            .peek(request)
             .arrives()
             .await
             .expect("the store answers")

@@ -45,6 +45,7 @@ pub async fn check(store: Arc<dyn Store>) {
     rates::never_grants_what_costs_more_than_the_limit(&store).await;
     rates::forgets_no_sooner_and_no_later_than_the_window(&store).await;
     rates::keeps_keys_apart_and_peeks_without_a_trace(&store).await;
+    rates::tells_how_long_a_request_would_wait(&store).await;
     rates::leaves_to_others_what_they_use(&store).await;
     rates::counts_charges_by_their_age(&store).await;
     rates::decides_in_one_step(&store).await;

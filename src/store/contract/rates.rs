@@ -298,6 +298,31 @@ pub(super) async fn keeps_keys_apart_and_peeks_without_a_trace(store: &Arc<dyn S
     assert_eq!(granted(&other.book(1, 4, Duration::ZERO).await), 4);
 }
 
+/// Of four units, two are free. A store may ignore what a question states besides its key. Then it
+/// answers for one unit.
+pub(super) async fn tells_how_long_a_request_would_wait(store: &Arc<dyn Store>) {
+    let caller = Caller::new(store, "questions", Quota::new(4, Duration::from_secs(2)));
+    assert_eq!(granted(&caller.book(1, 2, Duration::ZERO).await), 2);
+    let two = caller.ask_about(2, &[]).await;
+    let both = (two.next_slot, two.limits[0].wait);
+    assert_eq!(both, (Duration::ZERO, Duration::ZERO), "{two:?}");
+    let behind = caller.ask_about(2, &[Demand::new(1, 1)]).await;
+    assert_eq!((behind.free, behind.limits[0].used), (2, 2), "{behind:?}");
+    let longest = Duration::from_secs(3);
+    for usage in [caller.ask_about(3, &[]).await, behind] {
+        let ignores = usage.next_slot.is_zero();
+        assert!(ignores || usage.next_slot < longest, "{usage:?}");
+        assert!(
+            usage.limits[0].wait <= usage.next_slot || ignores,
+            "{usage:?}"
+        );
+        // The first two units have left the window when the slot comes.
+        let due = usage.next_slot;
+        assert!(ignores || due > Duration::from_millis(1500), "{usage:?}");
+    }
+    assert_eq!(granted(&caller.book(2, 1, Duration::ZERO).await), 1);
+}
+
 /// Ten permits were granted, and the upstream states that 18 units of 100 are left and that it
 /// refused two of the ten.
 pub(super) async fn leaves_to_others_what_they_use(store: &Arc<dyn Store>) {

@@ -35,8 +35,8 @@ use smallvec::SmallVec;
 
 use super::memory::usage;
 use super::{
-    ClientSession, Grants, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, Source, Store,
-    StoreError, StoreReply, UnusedPermits, Usage, label,
+    ClientSession, Grants, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, PeekRequest, Source,
+    Store, StoreError, StoreReply, UnusedPermits, Usage, label,
 };
 use crate::clock;
 use crate::events;
@@ -347,20 +347,23 @@ impl Store for FallbackStore {
         }
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
         let inner = self.0.clone();
+        let asked = request.clone();
         let own = move |error| {
             let read = |ledger: &mut StandaloneLedger| Usage {
                 degraded: true,
-                ..ledger.read(clock::now(), usage)
+                ..ledger.read(clock::now(), |ledger, spec, now| {
+                    usage(ledger, spec, &asked, now)
+                })
             };
             inner
                 .histories
-                .find(key, |history| history.standalone().map(read))
+                .find(asked.key, |history| history.standalone().map(read))
                 .flatten()
                 .ok_or(error)
         };
-        match self.0.store.peek(key, spec) {
+        match self.0.store.peek(request) {
             StoreReply::Ready(usage) => StoreReply::Ready(usage.or_else(own)),
             StoreReply::Pending(usage) => {
                 StoreReply::Pending(Box::pin(async move { usage.await.or_else(own) }))

@@ -6,7 +6,9 @@ use std::time::Duration;
 use crate::limit::{
     Booking, Charge, Hold, Ledger, LimitSpec, Micros, Order, micros_down, micros_up,
 };
-use crate::store::{Grant, HoldState, Lease, LeaseRequest, LimitUsage, Refusal, Usage};
+use crate::store::{
+    Grant, HoldState, Lease, LeaseRequest, LimitUsage, PeekRequest, Refusal, Usage,
+};
 
 /// Books a request in a ledger at `now`.
 ///
@@ -97,23 +99,64 @@ fn span(now: Micros, slot: Micros) -> Duration {
     Duration::from_micros(slot.saturating_sub(now))
 }
 
-/// Returns the usage of a ledger at `now`, as a caller with these limits sees it.
-pub(in crate::store) fn usage(ledger: &mut Ledger, spec: &LimitSpec, now: Micros) -> Usage {
-    let limits = ledger
-        .usage()
+/// Returns the usage of a ledger at `now`, as a caller with the limits of `spec` sees it. Books
+/// nothing.
+///
+/// Twin: `PEEK` in `store/redis/lua/main.lua`.
+pub(in crate::store) fn usage(
+    ledger: &mut Ledger,
+    spec: &LimitSpec,
+    request: &PeekRequest,
+    now: Micros,
+) -> Usage {
+    let usage = ledger.usage();
+    let mut limits: Vec<LimitUsage> = usage
         .map(|(limit, used, free, reserved)| LimitUsage {
             reserved,
             ..LimitUsage::new(limit, used, free)
         })
         .collect();
-    let next_slot = span(now, ledger.next_slot(spec, 0));
     let hold = held(ledger.hold(Hold::default()), now);
+    let free = ledger.free();
+    let life = micros_up(request.validity);
+    let mut later;
+    let ledger = if request.ahead.is_empty() {
+        ledger
+    } else {
+        later = ledger.clone();
+        for demand in &request.ahead {
+            let order = Order {
+                cost: demand.cost,
+                count: demand.count,
+                earliest: now,
+                latest: Micros::MAX - 1,
+                life,
+            };
+            // A permit that no limit ever allows delays no other permit.
+            let _ = later.book(spec, order, |_| ());
+        }
+        &mut later
+    };
+    let slots = ledger.first_slots(spec, request.cost, life);
+    for (limit, slot) in limits.iter_mut().zip(slots) {
+        limit.wait = span_or_never(now, slot);
+    }
     Usage {
         limits,
-        free: ledger.free(),
-        next_slot,
+        free,
+        next_slot: span_or_never(now, ledger.next_slot(spec, request.cost, life)),
         hold,
+        recovering: Duration::ZERO,
         degraded: false,
+    }
+}
+
+/// Returns how long after `now` a slot is, or [`Duration::MAX`] if there is none.
+fn span_or_never(now: Micros, slot: Micros) -> Duration {
+    if slot < Micros::MAX {
+        span(now, slot)
+    } else {
+        Duration::MAX
     }
 }
 

@@ -8,8 +8,8 @@ use std::sync::{Arc, Weak};
 use super::in_flight::StoreListeners;
 use super::register::Registers;
 use super::{
-    Claim, HoldState, Lease, LeaseRequest, Recipients, Register, RegisterRequest, Store,
-    StoreError, StoreEvent, StoreListener, StoreReply, UpstreamRemaining, Usage,
+    Claim, HoldState, Lease, LeaseRequest, PeekRequest, Recipients, Register, RegisterRequest,
+    Store, StoreError, StoreEvent, StoreListener, StoreReply, UpstreamRemaining, Usage,
 };
 use crate::clock;
 use crate::key::Key;
@@ -252,9 +252,10 @@ impl Store for MemoryStore {
         StoreReply::Ready(reply)
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
         let now = clock::micros(clock::now());
-        let read = |ledger: &mut Ledger, now| usage(ledger, spec, now);
+        let (key, spec) = (request.key, &request.spec);
+        let read = |ledger: &mut Ledger, now| usage(ledger, spec, &request, now);
         let known = self.counts.find(key, |counts| counts.with(spec, now, read));
         let rates = known.unwrap_or_else(|| read(&mut Ledger::new(spec, now), now));
         let Some(most) = spec.quota().most_in_flight() else {

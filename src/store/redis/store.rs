@@ -20,7 +20,7 @@ use crate::config_error::ConfigError;
 use crate::key::{Key, Label};
 use crate::rng::dice;
 use crate::store::{
-    Background, Claim, Demand, HoldState, Lease, LeaseRequest, LimitSpec, Register,
+    Background, Claim, Demand, HoldState, Lease, LeaseRequest, LimitSpec, PeekRequest, Register,
     RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply, Task, UnusedPermits,
     UpstreamRemaining, Usage,
 };
@@ -263,8 +263,9 @@ impl Store for RedisStore {
         let _ = self.thread.send(Job::GiveBack { key, spec, unused });
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        let call = vec![Argument::Is(codec::peek(spec, dice()))];
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        let (key, spec) = (request.key, &request.spec);
+        let call = vec![Argument::Is(codec::peek(&request, dice()))];
         let rates = self
             .thread
             .call(About::Rates, self.name(key), call, codec::read_peek);

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::limit::LimitSpec;
-use crate::store::{Lease, LeaseRequest, MemoryStore, Store, StoreReply, UnusedPermits, Usage};
+use crate::store::{
+    Lease, LeaseRequest, MemoryStore, PeekRequest, Store, StoreReply, UnusedPermits, Usage,
+};
 
 /// A store in memory that decides when it is called. With `later`, its answers arrive later. It
 /// counts the units that it granted, and the units that were given back.
@@ -57,7 +59,7 @@ impl Store for Wire {
         self.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        self.store.peek(key, spec)
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        self.store.peek(request)
     }
 }

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use super::{CallWriter, LONG};
 use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining, micros_down, micros_up};
 use crate::store::redis::layout::{CLAIM, HOLD, LEASE, LEASE_LATER, NEVER, PEEK, RELEASE, RETURN};
-use crate::store::{Claim, ClientSession, Demand, HoldState, LeaseRequest};
+use crate::store::{Claim, ClientSession, Demand, HoldState, LeaseRequest, PeekRequest};
 
 /// The most permits that one call gives back, so that the script does not keep the server busy for
 /// long.
@@ -174,9 +174,16 @@ pub(in crate::store::redis) fn release(spec: &LimitSpec, random: u64) -> Vec<u8>
     RateCall::default().pack(RELEASE, spec, random)
 }
 
-/// Packs a call that reads the state of the key.
-pub(in crate::store::redis) fn peek(spec: &LimitSpec, random: u64) -> Vec<u8> {
-    RateCall::default().pack(PEEK, spec, random)
+/// Packs a call that reads the state of the key. Its last demand is the request that it asks about.
+pub(in crate::store::redis) fn peek(request: &PeekRequest, random: u64) -> Vec<u8> {
+    let mut demands = request.ahead.clone();
+    demands.push(Demand::new(request.cost, 1));
+    RateCall {
+        validity: request.validity,
+        demands: &demands,
+        ..RateCall::default()
+    }
+    .pack(PEEK, &request.spec, random)
 }
 
 /// Packs a claim of the store `instance`. In Redis it has the number `number`.

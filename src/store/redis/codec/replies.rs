@@ -110,18 +110,20 @@ pub(in crate::store::redis) fn read_peek(reply: &[u8]) -> Result<Usage, Garbled>
     reply.version()?;
     reply.begins_with(GRANTED)?;
     let free = reply.long()?;
-    let next_slot = reply.span()?;
+    let next_slot = span_or_never(&mut reply)?;
     let hold = HoldState {
         remaining: reply.span()?,
         releases: reply.int()?,
         cut: reply.byte()? != 0,
     };
+    let recovering = reply.span()?;
     let mut limits = Vec::new();
     for _ in 0..reply.byte()? {
         let limit = reply.limit()?.ok_or(Garbled)?;
         let (used, free) = (reply.long()?, reply.long()?);
         limits.push(LimitUsage {
             reserved: reply.long()?,
+            wait: span_or_never(&mut reply)?,
             ..LimitUsage::new(limit, used, free)
         });
     }
@@ -130,7 +132,18 @@ pub(in crate::store::redis) fn read_peek(reply: &[u8]) -> Result<Usage, Garbled>
         free,
         next_slot,
         hold,
+        recovering,
         degraded: false,
+    })
+}
+
+/// Reads a span that may be endless.
+fn span_or_never(reply: &mut ReplyReader<'_>) -> Result<Duration, Garbled> {
+    let span = reply.long()?;
+    Ok(if span < NEVER {
+        Duration::from_micros(span)
+    } else {
+        Duration::MAX
     })
 }
 

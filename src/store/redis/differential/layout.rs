@@ -1,7 +1,9 @@
 //! The layout: Lua reads each record that Rust packs, field by field with the formats of
 //! `lua/layout.lua`, and Rust reads the records of Lua.
 
-use super::super::layout::{CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, REMAINING_MESSAGE};
+use super::super::layout::{
+    CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, NEVER, REMAINING_MESSAGE,
+};
 use super::super::registers;
 use super::*;
 use crate::quota::Limit;
@@ -323,10 +325,12 @@ fn replies_about_rates_are_read_field_by_field() {
         let unsure = lua.pack("REPLY", &[&[2, 3], &reply[2..20], &[0]].concat());
         assert_eq!(codec::read_unsure(&unsure), Some(5));
 
-        let head = lua.pack("PEEK_REPLY", &[2, 0, 3, 4, 5, 6, 1, 1]);
-        let limit = lua.pack("PEEK_LIMIT", &[3, 7, 8, 0, 9, 10, 11]);
-        let usage = codec::read_peek(&[head, limit].concat()).unwrap();
+        let head = lua.pack("PEEK_REPLY", &[2, 0, 3, 4, 5, 6, 1, 12, 2]);
+        let limit = lua.pack("PEEK_LIMIT", &[3, 7, 8, 0, 9, 10, 11, 13]);
+        let never = lua.pack("PEEK_LIMIT", &[3, 7, 8, 0, 9, 10, 11, NEVER]);
+        let usage = codec::read_peek(&[head, limit, never].concat()).unwrap();
         assert_eq!((usage.free, usage.next_slot), (3, micros(4)));
+        assert_eq!(usage.recovering, micros(12));
         assert_eq!(
             usage.hold,
             HoldState {
@@ -339,13 +343,16 @@ fn replies_about_rates_are_read_field_by_field() {
             count: 7,
             window: micros(8),
         };
-        assert_eq!(
-            usage.limits,
-            [LimitUsage {
-                reserved: 11,
-                ..LimitUsage::new(limit, 9, 10)
-            }]
-        );
+        let known = LimitUsage {
+            reserved: 11,
+            wait: micros(13),
+            ..LimitUsage::new(limit, 9, 10)
+        };
+        let never = LimitUsage {
+            wait: Duration::MAX,
+            ..known
+        };
+        assert_eq!(usage.limits, [known, never]);
     });
 }
 

@@ -132,7 +132,7 @@ fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<
         world.keep(&ours);
         world.forget_what_redis_does_not_keep();
         if number % 5 == 4 {
-            let (ours, theirs) = world.peek(spec);
+            let (ours, theirs) = world.peek(spec, step);
             prop_assert_eq!(ours, theirs, "peek at step {}", number);
         }
     }
@@ -305,7 +305,7 @@ fn memory_and_redis_forget_the_same_excess_limits() {
         let now = world.now;
         let ours = book(world.ledger(&spec), now, &request);
         assert_eq!(decided(&ours), decided(&theirs), "call {call}");
-        let (ours, theirs) = world.peek(&spec);
+        let (ours, theirs) = world.peek(&spec, &Step::idle());
         assert_eq!(ours, theirs, "peek after call {call}");
         assert!(ours.limits.len() <= 32, "{} limits", ours.limits.len());
         let own = quota

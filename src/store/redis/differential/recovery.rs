@@ -8,7 +8,7 @@ use crate::limit::recovery::{
     Known, in_flight_recovering_until, is_charged, is_lost, recovering_until,
 };
 use crate::quota::Limit;
-use crate::store::Claim;
+use crate::store::{Claim, PeekRequest};
 
 /// What happens to the state before a call.
 #[derive(Clone, Copy, Debug)]
@@ -135,7 +135,9 @@ fn recovers_as_its_twin(
             number
         );
         if is_recovering && model.is_none() {
-            let usage = codec::read_peek(&world.run(&codec::peek(&spec, 7))).unwrap();
+            let usage =
+                codec::read_peek(&world.run(&codec::peek(&PeekRequest::new(Key::ALL, &spec), 7)))
+                    .unwrap();
             for limit in usage.limits {
                 if let Limit::Sliding { count, .. } = limit.limit {
                     let charged = if is_charged(limit.limit) {

@@ -7,9 +7,12 @@ use redis_server::RedisServer;
 
 use super::history::Step;
 use super::{RATES, START, at_time_of_argument, codec, formats, lease_request, millis, script};
+use crate::key::Key;
 use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits};
 use crate::store::memory::{book, hold, usage};
-use crate::store::{ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, Usage};
+use crate::store::{
+    ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, PeekRequest, Usage,
+};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Release {
@@ -196,11 +199,21 @@ impl World {
         }
     }
 
-    pub(super) fn peek(&mut self, spec: &Arc<LimitSpec>) -> (Usage, Usage) {
-        let theirs = codec::read_peek(&self.run(&codec::peek(spec, 7))).unwrap();
+    /// Asks about a request like those of `step`, behind all of its demands.
+    pub(super) fn peek(&mut self, spec: &Arc<LimitSpec>, step: &Step) -> (Usage, Usage) {
+        let demands = step.demands.iter();
+        let request = PeekRequest {
+            cost: step.demands.last().map_or(1, |&(cost, _)| cost),
+            validity: step.life,
+            ahead: demands
+                .map(|&(cost, count)| Demand::new(cost, count))
+                .collect(),
+            ..PeekRequest::new(Key::ALL, spec)
+        };
+        let theirs = codec::read_peek(&self.run(&codec::peek(&request, 7))).unwrap();
         let ours = match &mut self.ledger {
-            Some(ledger) => usage(ledger, spec, self.now),
-            None => usage(&mut Ledger::new(spec, self.now), spec, self.now),
+            Some(ledger) => usage(ledger, spec, &request, self.now),
+            None => usage(&mut Ledger::new(spec, self.now), spec, &request, self.now),
         };
         (ours, theirs)
     }

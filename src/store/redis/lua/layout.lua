@@ -53,7 +53,8 @@ local IN_FLIGHT_MESSAGE_FIELDS = '<BI7I7I7I7I7B'
 -- ── numbers in calls and replies ─────────────────────────────────────────────────────────────────
 
 -- Operations of a call about rates; a call about calls in flight is a claim or a peek. LEASE_LATER
--- is a lease whose demands state from when on their permits are of use.
+-- is a lease whose demands state from when on their permits are of use. The last demand of a peek is
+-- the request that it asks about; the others are booked before it, and nothing is written.
 local LEASE = 1
 local PEEK = 2
 local RETURN = 3
@@ -141,10 +142,11 @@ local REPLY_WITH_SEGMENT = '<BBI7I7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2I4I4I7I7'
 -- and the reply.
 local JOINT_REPLY = '<BB'
 local JOINT_PART = '<I2'
--- B version; B status; I7 free; I7 wait; I7 hold; I4 releases; B hold is cut; B limits.
-local PEEK_REPLY = '<BBI7I7I7I4BB'
--- B kind; I4 count; I7 window; I4 capacity; I7 used; I7 free; I7 reserved for other clients.
-local PEEK_LIMIT = '<BI4I7I4I7I7I7'
+-- B version; B status; I7 free; I7 wait; I7 hold; I4 releases; B hold is cut; I7 recovering for; B
+-- limits.
+local PEEK_REPLY = '<BBI7I7I7I4BI7B'
+-- B kind; I4 count; I7 window; I4 capacity; I7 used; I7 free; I7 reserved for other clients; I7 wait.
+local PEEK_LIMIT = '<BI4I7I4I7I7I7I7'
 
 -- ── the state of rates: head, records, a region of entries for each limit, advance bookings,
 --    returned slots ──────────────────────────────────────────────────────────────────────────────

@@ -219,23 +219,51 @@ end
 if state.cold_advance then state.cold_advance.insert_due() end
 if state.returned_count > 0 then (state.cold or cold()).drain() end
 
+-- Twin: `usage` in src/store/memory/booking.rs. Nothing is written.
 if operation == PEEK then
-  local next_slot, free = first_slot(1, 0, state.earliest), free_now()
-  local entry = find_returned(1, 0, state.earliest)
-  if entry and entry.slot < next_slot then next_slot = entry.slot end
-  if state.recovering_until > now then
-    free, next_slot = 0, state.recovering_until > next_slot and state.recovering_until or next_slot
-  end
-  local parts = {
-    struct.pack(PEEK_REPLY, CALL_VERSION, GRANTED, free, next_slot - now, state.earliest - now, releases, is_cut, #state),
-  }
+  local used, free, held_for, recovering = {}, {}, state.earliest - now, state.recovering_until - now
   for i = 1, #state do
     local limit = state[i]
-    local used = limit.rule.cold().used(limit)
-    if state.cold_advance then used = used + state.cold_advance.booked(limit) end
-    parts[i + 1] = struct.pack(PEEK_LIMIT, limit.kind, limit.count, limit.window, limit.capacity, used,
-      unreserved(limit.rule.free(limit), limit, now),
-      limit.external and reserved(limit, now) or 0)
+    used[i] = limit.rule.cold().used(limit)
+    if state.cold_advance then used[i] = used[i] + state.cold_advance.booked(limit) end
+    free[i] = unreserved(limit.rule.free(limit), limit, now)
+  end
+  local all_free = free_now()
+  if recovering > 0 then
+    all_free = 0
+    if recovering > held_for then state.earliest = state.recovering_until end
+  end
+  -- The demands before the last one are booked as if it were a lease.
+  local cost, is_allowed = 1, true
+  for n = 1, demand_count do
+    local count
+    cost, count, pos = struct.unpack(CALL_DEMAND, call, pos)
+    is_allowed = cost > 0
+    for i = 1, #state do
+      if cost > largest_cost(state[i]) then is_allowed = false end
+    end
+    if n < demand_count and is_allowed then
+      book(cost, count, life, state.earliest, NEVER - 1, {})
+    end
+  end
+  local next_slot = NEVER
+  if is_allowed then
+    local entry = find_returned(cost, life, state.earliest)
+    next_slot = first_slot(cost, life, state.earliest)
+    if entry and entry.slot < next_slot then next_slot = entry.slot end
+  end
+  local parts = {
+    struct.pack(PEEK_REPLY, CALL_VERSION, GRANTED, all_free, next_slot < NEVER and next_slot - now or NEVER, held_for, releases,
+      is_cut, recovering > 0 and recovering or 0, #state),
+  }
+  for i = 1, #state do
+    local limit, slot = state[i], NEVER
+    if cost <= largest_cost(limit) then
+      slot = limit.external and first_slot_unreserved(limit, now, cost, life)
+        or limit.rule.first_slot(limit, now, cost, life, 0)
+    end
+    parts[i + 1] = struct.pack(PEEK_LIMIT, limit.kind, limit.count, limit.window, limit.capacity, used[i], free[i],
+      limit.external and reserved(limit, now) or 0, slot < NEVER and slot - now or NEVER)
   end
   return table.concat(parts)
 end

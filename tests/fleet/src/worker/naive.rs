@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use tollgate::Key;
 use tollgate::store::{
-    Grant, Lease, LeaseRequest, LimitSpec, Refusal, Store, StoreError, StoreReply, UnusedPermits,
-    Usage,
+    Grant, Lease, LeaseRequest, LimitSpec, PeekRequest, Refusal, Store, StoreError, StoreReply,
+    UnusedPermits, Usage,
 };
 
 pub(crate) struct Incr(pub(crate) redis::aio::MultiplexedConnection);
@@ -57,7 +57,7 @@ impl Store for Incr {
 
     fn give_back(&self, _: Key, _: &Arc<LimitSpec>, _: &[UnusedPermits]) {}
 
-    fn peek(&self, _: Key, _: &Arc<LimitSpec>) -> StoreReply<Usage> {
+    fn peek(&self, _: PeekRequest) -> StoreReply<Usage> {
         StoreReply::Ready(Ok(Usage::default()))
     }
 }
