@@ -12,6 +12,8 @@ use smallvec::SmallVec;
 use super::admission::Entry;
 use super::cores::Cores;
 use super::engine::Core;
+use super::explain::{self, Asked};
+use super::explanation::Explanation;
 use super::joint::{self, JointStarted, MOST_PARTS, PartRef, UntilKnown};
 use super::outer;
 use super::permit::Permit;
@@ -19,7 +21,7 @@ use super::start::{self, Started};
 use super::waiting::Waiting;
 use crate::clock;
 use crate::cost::Cost;
-use crate::error::Limited;
+use crate::error::{Limited, StoreError};
 use crate::key::Key;
 
 /// The future of a [`Permit`], with setters for the cost and the deadline of the request.
@@ -36,9 +38,9 @@ pub struct Acquire(Step);
 enum Step {
     New(Arc<Core>, Request),
     /// A request of one key, whose limits count several units, that has not entered.
-    Units(Cores, Vec<(Arc<Core>, Request)>),
+    Units(Cores, Vec<Part>),
     /// A request of several keys that has not entered.
-    Joint(Vec<(Arc<Core>, Request)>),
+    Joint(Vec<Part>),
     Waiting(Waiting),
     Done,
 }
@@ -49,6 +51,25 @@ struct Request {
     key: Key,
     cost: u32,
     deadline: Option<Instant>,
+}
+
+/// One key of a request of several keys that has not entered.
+#[derive(Debug)]
+struct Part {
+    core: Arc<Core>,
+    request: Request,
+    /// The key that the caller gave. That of the request is another one if the limits count a unit.
+    named: Key,
+}
+
+impl Part {
+    fn new(core: Arc<Core>, request: Request) -> Self {
+        Part {
+            core,
+            request,
+            named: request.key,
+        }
+    }
 }
 
 impl Acquire {
@@ -69,13 +90,16 @@ impl Acquire {
     }
 
     fn of_units(cores: &Cores, key: Key) -> Self {
-        let request = |core: &Arc<Core>| Request {
-            key: core.key_of(key),
-            cost: Cost::default().under(core.unit()),
-            deadline: None,
+        let part = |core: &Arc<Core>| Part {
+            core: core.clone(),
+            request: Request {
+                key: core.key_of(key),
+                cost: Cost::default().under(core.unit()),
+                deadline: None,
+            },
+            named: key,
         };
-        let requests = cores.all().map(|core| (core.clone(), request(core)));
-        Acquire(Step::Units(cores.clone(), requests.collect()))
+        Acquire(Step::Units(cores.clone(), cores.all().map(part).collect()))
     }
 
     /// Sets what the request costs: a number of requests, or a [`Cost`] with other units. Default: one
@@ -87,9 +111,9 @@ impl Acquire {
         let cost = cost.into();
         match &mut self.0 {
             Step::New(_, request) => request.cost = cost.under(None),
-            Step::Units(cores, requests) => {
+            Step::Units(cores, parts) => {
                 cores.check_units(|| cost, |unit| !cores.count(unit));
-                for (core, request) in requests {
+                for Part { core, request, .. } in parts {
                     request.cost = cost.under(core.unit());
                 }
             }
@@ -105,10 +129,10 @@ impl Acquire {
     pub fn deadline(mut self, deadline: Instant) -> Self {
         match &mut self.0 {
             Step::New(_, request) => request.deadline = Some(deadline),
-            Step::Units(_, requests) | Step::Joint(requests) => {
-                requests
-                    .iter_mut()
-                    .for_each(|(_, request)| request.deadline = Some(deadline));
+            Step::Units(_, parts) | Step::Joint(parts) => {
+                for part in parts {
+                    part.request.deadline = Some(deadline);
+                }
             }
             Step::Waiting(_) | Step::Done => {}
         }
@@ -145,31 +169,80 @@ impl Acquire {
     ///
     /// If the request has more than eight keys, or if one of the two futures was polled.
     pub fn with(self, other: Acquire) -> Acquire {
-        let mut requests = self.into_requests();
-        requests.extend(other.into_requests());
+        let mut parts = self.into_parts();
+        parts.extend(other.into_parts());
         assert!(
-            requests.len() <= MOST_PARTS,
+            parts.len() <= MOST_PARTS,
             "a request has at most {MOST_PARTS} keys"
         );
-        Acquire(Step::Joint(requests))
+        Acquire(Step::Joint(parts))
     }
 
-    fn into_requests(self) -> Vec<(Arc<Core>, Request)> {
+    /// Explains what would happen to the request if it entered now: whether it would leave at once,
+    /// wait or be refused, and why. Takes no permit and changes nothing.
+    ///
+    /// [`Limiter::explain`](crate::Limiter::explain) does the same for one key and a cost of 1, and
+    /// describes errors and bounds.
+    ///
+    /// ```
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let channels = RateLimitLayer::new(Quota::per_second(1))?.limiter();
+    /// let all = RateLimitLayer::new(Quota::per_minute(30))?.limiter();
+    ///
+    /// let message = || channels.acquire(Key::new("general")).with(all.acquire(Key::ALL).cost(5));
+    /// drop(message().await?);
+    /// let explanation = message().explain().await?;
+    /// println!("{explanation}");
+    /// # assert_eq!(explanation.keys.len(), 2);
+    /// # assert_eq!(explanation.decisive, 0);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if the request would fail with it.
+    ///
+    /// # Panics
+    ///
+    /// If the future was polled.
+    ///
+    /// # Cancel safety
+    ///
+    /// The future may be dropped at any time.
+    pub async fn explain(self) -> Result<Explanation, StoreError> {
+        let parts = self.into_parts();
+        let deadline = parts.iter().filter_map(|part| part.request.deadline).min();
+        let asked = parts.into_iter().map(|part| Asked {
+            core: part.core,
+            key: part.request.key,
+            cost: part.request.cost,
+            named: part.named,
+        });
+        explain::explain(asked.collect(), deadline).await
+    }
+
+    fn into_parts(self) -> Vec<Part> {
         match self.0 {
-            Step::New(core, request) => vec![(core, request)],
-            Step::Units(_, requests) | Step::Joint(requests) => requests,
-            Step::Waiting(_) | Step::Done => panic!("an Acquire future was polled before `with`"),
+            Step::New(core, request) => vec![Part::new(core, request)],
+            Step::Units(_, parts) | Step::Joint(parts) => parts,
+            Step::Waiting(_) | Step::Done => {
+                panic!("an Acquire future was polled before `with` or `explain`")
+            }
         }
     }
 }
 
 /// Enters a request of several keys, or one that layers are around.
-fn enter_joint(requests: &[(Arc<Core>, Request)]) -> Result<JointStarted, Box<UntilKnown>> {
-    let deadline = requests.iter().filter_map(|(_, request)| request.deadline);
-    let deadline = deadline.min();
-    let parts: SmallVec<[PartRef<'_>; 4]> = requests
+fn enter_joint(parts: &[Part]) -> Result<JointStarted, Box<UntilKnown>> {
+    let deadline = parts.iter().filter_map(|part| part.request.deadline).min();
+    let first = &parts[0];
+    let parts: SmallVec<[PartRef<'_>; 4]> = parts
         .iter()
-        .map(|(core, request)| {
+        .map(|Part { core, request, .. }| {
             let entry = Entry {
                 key: request.key,
                 cost: request.cost,
@@ -179,8 +252,7 @@ fn enter_joint(requests: &[(Arc<Core>, Request)]) -> Result<JointStarted, Box<Un
             PartRef::new(core, entry)
         })
         .collect();
-    let (first, request) = &requests[0];
-    let label = || first.label(request.key, None);
+    let label = || first.core.label(first.request.key, None);
     match UntilKnown::of(&parts, deadline, label) {
         Some(waiter) => Err(waiter),
         None => Ok(joint::start(&parts, deadline, label)),
@@ -195,7 +267,7 @@ impl Future for Acquire {
             match &mut self.0 {
                 &mut Step::New(ref core, request) if outer::is_any() => {
                     // The permits of the layers around are to be valid, too.
-                    self.0 = Step::Joint(vec![(core.clone(), request)]);
+                    self.0 = Step::Joint(vec![Part::new(core.clone(), request)]);
                 }
                 &mut Step::New(
                     ref core,
@@ -231,8 +303,8 @@ impl Future for Acquire {
                         }
                     }
                 }
-                Step::Units(_, requests) | Step::Joint(requests) => {
-                    let started = enter_joint(requests);
+                Step::Units(_, parts) | Step::Joint(parts) => {
+                    let started = enter_joint(parts);
                     self.0 = Step::Done;
                     match started {
                         Ok(JointStarted::Granted(permit)) => return Poll::Ready(Ok(permit)),

@@ -88,8 +88,11 @@ pub(super) async fn release(core: &Arc<Core>, key: Key) -> Result<(), StoreError
     Ok(())
 }
 
-/// Counts and reports that `key` is on hold.
+/// Counts, notes and reports that `key` is on hold.
 pub(super) fn report(core: &Core, key: Key, left: Duration, cause: Cause) {
+    let now = clock::now();
+    core.states
+        .find(key, |state| state.hold.note_cause(cause, left, now));
     let tally = &core.settings.tally;
     tally.held(cause);
     events::held(tally, &core.label(key, None), left, cause);
@@ -113,8 +116,17 @@ pub(super) fn adopt_published(core: &Arc<Core>, key: Key, held: HoldState) {
     // Returns how long the key stays on hold, if it was not on hold before. A store in memory also
     // notifies the limiter that sends the hold.
     let take_in = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
-        let was_held = state.hold.left(now).is_some() || state.hold.was_sent_at(now);
+        let before = state.hold.left(now);
+        let was_sent = state.hold.was_sent_at(now);
+        let was_held = before.is_some() || was_sent;
         state.adopt_hold(ctx, held, HoldSource::Published);
+        if let Some(left) = state
+            .hold
+            .left(now)
+            .filter(|left| !was_sent && Some(*left) > before)
+        {
+            state.hold.note_cause(Cause::Elsewhere, left, now);
+        }
         state.hold.left(now).filter(|_| !was_held)
     };
     let requests_ask = !core.settings.spec.quota().limits().is_empty() && !core.hosts.are_any();

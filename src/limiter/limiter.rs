@@ -12,6 +12,7 @@ use super::admission::Entry;
 use super::cores::Cores;
 use super::counting;
 use super::engine::{Core, CoreId};
+use super::explanation::Explanation;
 use super::holds;
 use super::joint::PartRef;
 use super::limited::RefusedRequest;
@@ -118,6 +119,50 @@ impl Limiter {
     /// The future may be dropped at any time.
     pub async fn peek(&self, key: Key) -> Result<KeyStatus, StoreError> {
         status::read(&self.0, key).await
+    }
+
+    /// Explains what would happen to a request of `key` that enters now: whether it would leave at
+    /// once, wait or be refused, for how long, and why. Takes no permit and changes nothing.
+    ///
+    /// The request costs 1, and may wait for
+    /// [`max_wait`](crate::RateLimitBuilder::max_wait). For another cost, for a deadline, or for
+    /// several keys, build it with [`acquire`](Limiter::acquire) and call
+    /// [`Acquire::explain`](crate::limiter::Acquire::explain). The `Display` of the
+    /// [`Explanation`](crate::limiter::Explanation) is a text for a person.
+    ///
+    /// ```
+    /// use tollgate::limiter::{Because, Verdict};
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = RateLimitLayer::new(Quota::per_second(1))?.limiter();
+    /// drop(limiter.acquire(Key::ALL).await?);
+    ///
+    /// let explanation = limiter.explain(Key::ALL).await?;
+    /// println!("{explanation}");
+    /// if let Verdict::Waits { wait: Some(wait), because: Because::Limit(limit), .. } = explanation.verdict {
+    ///     println!("{limit} is used up for {wait:?}");
+    /// }
+    /// # assert!(matches!(explanation.verdict, Verdict::Waits { .. }));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// What other processes do meanwhile is not known, nor what requests will cost less than their
+    /// estimate. A request of several keys waits for a moment that all of them allow, which may be
+    /// later than stated. As with [`peek`](Limiter::peek), a hold of one host among requests without a
+    /// key is under [`Key::host_hold`].
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if the request would fail with it.
+    ///
+    /// # Cancel safety
+    ///
+    /// The future may be dropped at any time.
+    pub async fn explain(&self, key: Key) -> Result<Explanation, StoreError> {
+        self.acquire(key).explain().await
     }
 
     /// Returns what this limiter has done, and its state now. Calls no store, and visits the state of

@@ -29,6 +29,7 @@
 // | `split_signal` | which key of a joint request a response is about |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | the way of a request to its permit |
+// | `explanation`, `explain` | why a request would wait now, or be refused |
 // | `outer` | layers around each other: the permits of the layers around |
 // | `settlement` | the true cost of a request that was sent |
 // | `sent`, `permit` | a request that was sent and not yet answered; the right to send one request |
@@ -44,6 +45,8 @@ mod cores;
 mod counting;
 mod effects;
 mod engine;
+mod explain;
+mod explanation;
 mod holds;
 mod hosts;
 mod in_flight;
@@ -76,6 +79,7 @@ mod waiting;
 
 pub use acquire::Acquire;
 pub(crate) use admission::Entry;
+pub use explanation::{Because, Explanation, Held, KeyExplanation, StoreState, Verdict};
 pub(crate) use in_flight_slot::InFlightSlot;
 pub(crate) use joint::{
     Entered, JointStarted, MOST_PARTS, PartRef, Renewal, Renewed, enter as enter_joint,

@@ -67,6 +67,11 @@ impl Prefetched {
         if now < self.until { self.units } else { 0 }
     }
 
+    /// Returns the units that the next call gives back, also if they have expired.
+    pub(super) fn to_return(&self) -> u64 {
+        u64::from(self.units)
+    }
+
     /// Takes a permit.
     #[inline]
     pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Reservation> {

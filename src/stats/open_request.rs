@@ -27,7 +27,7 @@ pub(crate) struct OpenRequest<G: Gate> {
 impl<G: Gate> OpenRequest<G> {
     /// Makes the request of `key` that waits since `since`.
     pub(crate) fn new(gate: Arc<G>, key: Key, since: Instant) -> Self {
-        let number = Some(gate.tally().open(since));
+        let number = Some(gate.tally().open(key, since));
         OpenRequest {
             gate,
             key,

@@ -22,6 +22,7 @@ use super::values::{Cause, Holds, Kind, Outcome, Refusals, Requests, Stats, Stat
 use crate::clock;
 use crate::cost::Cost;
 use crate::error::Limited;
+use crate::key::Key;
 
 /// The counts of a gate, its name, and the handler of its events.
 pub(crate) struct Tally {
@@ -57,6 +58,7 @@ pub(crate) struct Counted {
 
 /// A request that waits.
 struct Open {
+    key: Key,
     since: Instant,
     /// Its task, which is woken when the gate is drained.
     waker: Option<Waker>,
@@ -144,6 +146,11 @@ impl Tally {
         }
     }
 
+    /// Returns the name of the gate.
+    pub(crate) fn name(&self) -> Arc<str> {
+        self.name.clone()
+    }
+
     /// Counts a request of a key without state.
     pub(crate) fn count(&self, outcome: Outcome) {
         self.requests[outcome as usize].fetch_add(1, Ordering::Relaxed);
@@ -193,10 +200,17 @@ impl Tally {
             .add(wait, |exporter| (exporter.wait_recorder)(&self.name));
     }
 
-    /// Notes that a request waits since `since`. Returns its number.
-    pub(super) fn open(&self, since: Instant) -> u64 {
+    /// Notes that a request of `key` waits since `since`. Returns its number.
+    pub(super) fn open(&self, key: Key, since: Instant) -> u64 {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        lock(&self.waiting).insert(number, Open { since, waker: None });
+        lock(&self.waiting).insert(
+            number,
+            Open {
+                key,
+                since,
+                waker: None,
+            },
+        );
         number
     }
 
@@ -224,6 +238,15 @@ impl Tally {
     /// Returns how many requests wait.
     pub(super) fn waiting(&self) -> usize {
         lock(&self.waiting).len()
+    }
+
+    /// Returns how many requests of `key` wait, and since when the first of them does.
+    pub(crate) fn waiting_of(&self, key: Key) -> (usize, Option<Instant>) {
+        let waiting = lock(&self.waiting);
+        let of_key = waiting.values().filter(|open| open.key == key);
+        let mut since = of_key.map(|open| open.since).peekable();
+        let first = since.peek().copied();
+        (since.count(), first)
     }
 
     /// Wakes the tasks of all requests that wait.

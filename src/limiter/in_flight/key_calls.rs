@@ -64,6 +64,11 @@ impl KeyCalls {
         self.in_use
     }
 
+    /// Returns whether a slot is free that was granted to this process.
+    pub(in crate::limiter) fn has_free(&self) -> bool {
+        self.free > 0
+    }
+
     /// Returns how many requests wait.
     pub(in crate::limiter) fn waiting(&self) -> usize {
         self.waiters.waiting()

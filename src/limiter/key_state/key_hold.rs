@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 
 use super::hold::{Hold, HoldSource};
 use super::probation::{LONGEST_PROBATION, Passage, Uncertain};
-use super::upstream_refusals::{HoldSpan, UpstreamRefusals};
+use super::upstream_refusals::{HoldSpan, SAME_END, UpstreamRefusals};
 use crate::clock;
 use crate::limiter::queue::Number;
+use crate::stats::Cause;
 use crate::store::HoldState;
 use crate::wakers::Wakers;
 
@@ -26,6 +27,8 @@ pub(in crate::limiter) struct KeyHold {
 /// The hold of a key, and what depends on it.
 struct HoldDetails {
     hold: Hold,
+    /// Who caused it, if this process knows.
+    origin: Option<HoldOrigin>,
     /// What was learned from the refusals of the upstream.
     refusals: UpstreamRefusals,
     /// When this process last sent a refusal to the store.
@@ -46,6 +49,14 @@ pub(in crate::limiter) struct NewHold {
     pub(in crate::limiter) is_sent: bool,
 }
 
+/// Who caused a hold.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::limiter) struct HoldOrigin {
+    pub(in crate::limiter) cause: Cause,
+    /// When this process put the key on hold, or learned that another process did.
+    pub(in crate::limiter) since: Instant,
+}
+
 /// A hold that arrives from the store within this time is the one that this process has sent.
 const JUST_SENT: Duration = Duration::from_millis(100);
 
@@ -58,6 +69,7 @@ impl HoldDetails {
     fn new(now: Instant) -> Box<Self> {
         Box::new(HoldDetails {
             hold: Hold::new(now),
+            origin: None,
             refusals: UpstreamRefusals::default(),
             sent_at: None,
             resends: false,
@@ -85,6 +97,19 @@ impl KeyHold {
     /// Returns for how long the key is on hold.
     pub(in crate::limiter) fn left(&self, now: Instant) -> Option<Duration> {
         self.details.as_ref()?.hold.left(now)
+    }
+
+    /// Notes why the key is on hold for `left`, unless another hold lasts longer.
+    pub(in crate::limiter) fn note_cause(&mut self, cause: Cause, left: Duration, now: Instant) {
+        let in_force = self.left(now).unwrap_or_default();
+        if in_force <= left.saturating_add(SAME_END) {
+            self.details(now).origin = Some(HoldOrigin { cause, since: now });
+        }
+    }
+
+    /// Returns who put the key on hold, if this process knows.
+    pub(in crate::limiter) fn origin(&self) -> Option<HoldOrigin> {
+        self.details.as_ref()?.origin
     }
 
     /// Returns whether this process has sent a hold of the key at `now`.

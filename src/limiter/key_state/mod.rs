@@ -12,6 +12,7 @@
 //! | `booking` | [`KeyState`]: when the store is called, for what, and what its answer means |
 //! | `near_booking` | when the slots of requests are booked that may give units back; functions |
 //! | `joint_ask` | one call for one key of a joint request |
+//! | `outlook` | [`KeyState`]: what it would do with a request that enters now |
 //! | `store_view` | what the process knows of its store |
 //! | `store_refusal` | a refusal of the store, kept for the next requests |
 //! | `key_hold` | the hold of the key, and the tasks that wait only for its end |
@@ -37,6 +38,7 @@ mod hold;
 mod joint_ask;
 mod key_hold;
 pub(super) mod near_booking;
+mod outlook;
 mod probation;
 #[cfg(test)]
 mod properties;
@@ -66,12 +68,13 @@ use crate::store::{HoldState, Lease};
 use crate::wakers::Wakers;
 
 use charges::PendingCharges;
-pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
+pub(super) use context::{Effect, KeyContext, LeaseFuture, Rules, Work};
 pub(super) use hold::HoldSource;
 pub(super) use joint_ask::{
     Asked, JointAsk, ask_to_confirm, confirmed, ended, given_up, is_confirmed, known_refusal,
 };
 pub(super) use key_hold::{KeyHold, NewHold};
+pub(super) use outlook::Outlook;
 pub(super) use probation::is_any_uncertain;
 pub(super) use quota_match::{counts, is_of_use, names_unit, states_limit_of};
 pub use stated_limits::{HeaderTrust, StatedLimit};

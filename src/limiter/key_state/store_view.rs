@@ -77,7 +77,7 @@ impl StoreView {
     }
 
     /// Returns how long the permits of the next call are valid.
-    fn life(&self) -> Duration {
+    pub(super) fn life(&self) -> Duration {
         Duration::from_nanos(self.life_nanos)
     }
 

@@ -60,11 +60,7 @@ impl Ticket {
         if let Some(refusal) = state.store.repeated_refusal(cost, bound, ctx.now) {
             return Some(Settled::Refused(refusal));
         }
-        let asks_alone = state.queue.is_none()
-            && !state.store.answers_later
-            && !ctx.settles
-            && state.hold.is_clear(ctx.max_hold, ctx.now);
-        if asks_alone {
+        if state.asks_alone(ctx.rules(), ctx.now) {
             return self.enter_alone(state, ctx);
         }
         if state.waiting() >= ctx.max_queue {

@@ -268,6 +268,12 @@ impl Queue {
         self.paused_until.is_some_and(|until| until > now)
     }
 
+    /// Returns for how long the store is not to be called yet.
+    pub(super) fn paused_for(&self, now: Instant) -> Option<Duration> {
+        let until = self.paused_until.filter(|until| *until > now)?;
+        Some(until.saturating_duration_since(now))
+    }
+
     /// Ends a pause: the next call need not wait for its end.
     pub(super) fn end_pause(&mut self) {
         self.paused_until = None;
@@ -276,10 +282,8 @@ impl Queue {
 
     /// Returns for how long the store decides nothing, if that is longer than a request can wait.
     pub(super) fn paused_beyond(&self, bound: WaitBound, now: Instant) -> Option<Duration> {
-        let until = self
-            .paused_until
-            .filter(|until| *until > bound.latest && *until > now)?;
-        Some(until.saturating_duration_since(now))
+        self.paused_for(now)
+            .filter(|left| clock::after(now, *left) > bound.latest)
     }
 
     /// Returns whether a slot is due that a waiter needs.

@@ -1,0 +1,161 @@
+//! What the store and this process know of one key: one question to the store, and a look at the state of
+//! the key.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::clock;
+use crate::cost::Cost;
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::limiter::engine::Core;
+use crate::limiter::explanation::{Held, KeyExplanation, StoreState};
+use crate::limiter::key_state::{Outlook, Rules};
+use crate::limiter::reservation::WaitBound;
+use crate::stats::Gate;
+use crate::store::{PeekRequest, StoreReply, Usage};
+
+/// One key of a request, and what the request takes of it.
+pub(in crate::limiter) struct Asked {
+    pub(in crate::limiter) core: Arc<Core>,
+    pub(in crate::limiter) key: Key,
+    pub(in crate::limiter) cost: u32,
+    /// The key that names this one. It is another one if the limits count a unit.
+    pub(in crate::limiter) named: Key,
+}
+
+impl Asked {
+    /// Returns whether two keys of a request would count it twice.
+    pub(super) fn is_same(&self, other: &Asked) -> bool {
+        let store = |asked: &Asked| Arc::as_ptr(&asked.core.settings.shared_store).cast::<()>();
+        self.key == other.key && store(self) == store(other)
+    }
+}
+
+/// What was found for one key.
+pub(super) struct Found {
+    pub(super) outlook: Outlook,
+    pub(super) usage: Result<Usage, StoreError>,
+    /// How long the store took. `None` if it answered at once.
+    took: Option<Duration>,
+    pub(super) in_flight: InFlightOutlook,
+}
+
+/// What this process knows of the calls in flight of a key.
+#[derive(Default)]
+pub(super) struct InFlightOutlook {
+    pub(super) waiting: usize,
+    /// Whether a slot is free that was granted to this process.
+    pub(super) has_free: bool,
+}
+
+impl Found {
+    /// Asks the store, and then looks at the state of the key.
+    pub(super) async fn read(asked: &Asked, bound: WaitBound) -> Found {
+        let before = outlook(asked, bound, clock::now());
+        let mut request = PeekRequest::new(asked.key, &asked.core.terms(asked.key));
+        // Units that the call for the request would give back are free for it. The units of the
+        // requests before it are not.
+        let returning = if before.ahead.is_empty() {
+            u32::try_from(before.returning).unwrap_or(u32::MAX)
+        } else {
+            0
+        };
+        request.cost = asked.cost.saturating_sub(returning).max(1);
+        request.validity = before.validity;
+        request.ahead = before.ahead;
+        let sent = clock::now();
+        let (usage, took) = match asked.core.settings.store.peek(request) {
+            StoreReply::Ready(usage) => (usage, None),
+            StoreReply::Pending(usage) => {
+                let usage = usage.await;
+                (usage, Some(clock::now().saturating_duration_since(sent)))
+            }
+        };
+        let in_flight = asked.core.in_flight.as_ref();
+        let in_flight = in_flight.and_then(|calls| {
+            calls.with(asked.key, |calls| InFlightOutlook {
+                waiting: calls.waiting(),
+                has_free: calls.has_free(),
+            })
+        });
+        Found {
+            outlook: outlook(asked, bound, clock::now()),
+            usage,
+            took,
+            in_flight: in_flight.unwrap_or_default(),
+        }
+    }
+
+    /// Returns how long the key is on hold, by what this process and the store know.
+    pub(super) fn held(&self) -> Option<Duration> {
+        let in_store = self
+            .usage
+            .as_ref()
+            .map_or(Duration::ZERO, |usage| usage.hold.remaining);
+        self.outlook
+            .held
+            .max(Some(in_store).filter(|left| !left.is_zero()))
+    }
+
+    /// Returns what was found, for the caller.
+    pub(super) fn told(self, asked: &Asked, name: Box<str>, now: Instant) -> KeyExplanation {
+        let core = &asked.core;
+        let unit = core.unit().unwrap_or(Cost::REQUESTS);
+        let hold = self.held().map(|left| {
+            let origin = self.outlook.held.and(self.outlook.origin);
+            Held {
+                left,
+                cause: origin.map(|origin| origin.cause),
+                age: origin.map(|origin| now.saturating_duration_since(origin.since)),
+            }
+        });
+        let (waiting, since) = core.tally().waiting_of(asked.key);
+        let (mut limits, store) = match self.usage {
+            Err(error) => (Vec::new(), StoreState::Failed(error)),
+            Ok(usage) if usage.degraded => (usage.limits, StoreState::Alone),
+            Ok(usage) if !usage.recovering.is_zero() => {
+                let left = usage.recovering;
+                (usage.limits, StoreState::Recovering { left })
+            }
+            Ok(usage) => match self.took {
+                None => (usage.limits, StoreState::InProcess),
+                Some(took) => (usage.limits, StoreState::Reachable { took }),
+            },
+        };
+        limits.iter_mut().for_each(|usage| usage.unit = unit);
+        KeyExplanation {
+            limiter: core.tally().name(),
+            key: name,
+            cost: asked.cost,
+            unit,
+            limits,
+            hold,
+            waiting,
+            oldest_wait: since.map(|since| now.saturating_duration_since(since)),
+            at_hand: self.outlook.at_hand.into(),
+            learned: self.outlook.learned,
+            store,
+        }
+    }
+}
+
+/// Returns what the key would do with the request before it asks the store.
+fn outlook(asked: &Asked, bound: WaitBound, now: Instant) -> Outlook {
+    let Asked {
+        core, key, cost, ..
+    } = asked;
+    let settings = &core.settings;
+    let rules = Rules {
+        max_queue: settings.max_queue,
+        max_hold: settings.max_hold,
+        settles: settings.settles,
+    };
+    let known = core
+        .states
+        .find(*key, |state| state.outlook(*cost, bound, rules, now));
+    known.unwrap_or_else(|| Outlook {
+        validity: settings.spec.life(),
+        ..Outlook::default()
+    })
+}

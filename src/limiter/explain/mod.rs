@@ -1,0 +1,84 @@
+//! Explains what would happen to a request that enters now.
+//!
+//! | file | what it has |
+//! |---|---|
+//! | `found` | what the store and this process know of one key |
+//! | `case` | what would happen to a request under one key |
+//! | `mod` | the same for a request of several keys |
+
+mod case;
+mod found;
+
+use std::time::Instant;
+
+use super::explanation::{Explanation, Verdict};
+use super::key_state::KeyState;
+use super::reservation::WaitBound;
+use crate::clock;
+use crate::error::{Reason, StoreError};
+use crate::join::join_all;
+
+use case::{Case, refused};
+pub(super) use found::Asked;
+use found::Found;
+
+/// Explains what would happen to a request of the keys `asked`, at least one, with a `deadline`.
+pub(super) async fn explain(
+    asked: Vec<Asked>,
+    deadline: Option<Instant>,
+) -> Result<Explanation, StoreError> {
+    let waits = asked.iter().map(|asked| asked.core.settings.max_wait);
+    let max_wait = waits.min().unwrap_or_default();
+    let read = asked.iter().enumerate().map(async |(index, asked)| {
+        let bound = WaitBound::new(deadline, clock::now(), max_wait);
+        (index, Found::read(asked, bound).await)
+    });
+    let mut found = join_all(read).await;
+    found.sort_by_key(|(index, _)| *index);
+    let now = clock::now();
+    let bound = WaitBound::new(deadline, now, max_wait);
+    let mut verdicts = Vec::new();
+    for (index, found) in &found {
+        let is_same = asked[..*index]
+            .iter()
+            .any(|other| other.is_same(&asked[*index]));
+        verdicts.push(if is_same {
+            refused(Reason::SameKey)
+        } else {
+            let asked = &asked[*index];
+            let case = Case {
+                core: &asked.core,
+                cost: asked.cost,
+                found,
+                max_wait,
+                bound,
+                now,
+            };
+            case.verdict()?
+        });
+    }
+    let worst = verdicts.iter().enumerate();
+    // Of equal ones, the first.
+    let worst = worst.rev().max_by_key(|(_, verdict)| verdict.severity());
+    let (decisive, verdict) =
+        worst.map_or((0, Verdict::Goes), |(index, verdict)| (index, *verdict));
+    let keys = asked.iter().zip(found).map(|(key, (_, found))| {
+        let name = name_of(key, &asked);
+        found.told(key, name, now)
+    });
+    Ok(Explanation {
+        verdict,
+        keys: keys.collect(),
+        decisive,
+    })
+}
+
+/// Returns the name of a key, also if another unit of the same key has it.
+fn name_of(key: &Asked, asked: &[Asked]) -> Box<str> {
+    let mut of_key = asked.iter().filter(|other| other.named == key.named);
+    let name = of_key.find_map(|other| {
+        let name = |state: &mut KeyState| state.counts.name().map(Box::from);
+        other.core.states.find(other.key, name).flatten()
+    });
+    name.unwrap_or_else(|| (*key.core.label(key.named, None)).into())
+}

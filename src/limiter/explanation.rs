@@ -1,0 +1,397 @@
+//! Why a request would wait now, or be refused: the answer, and its text.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::key_state::StatedLimit;
+use crate::cost::Cost;
+use crate::error::{Reason, StoreError};
+use crate::quota::Limit;
+use crate::stats::Cause;
+use crate::store::LimitUsage;
+
+/// Why a request would wait now, or be refused, as
+/// [`Limiter::explain`](crate::Limiter::explain) and [`Acquire::explain`](super::Acquire::explain)
+/// return it.
+///
+/// Its `Display` is a text of several lines for a person:
+///
+/// ```text
+/// github, key 3f9a01bc: a request now would wait 312ms, because 50/1s is used up
+///   50/1s    50 used, 0 free; free in 312ms
+///   5000/1h  1204 used, 3796 free
+///   hold     none
+///   waiting  12 here, the first for 800ms
+///   at hand  0
+/// ```
+#[non_exhaustive]
+#[derive(Clone, Debug)]
+pub struct Explanation {
+    /// What would happen to the request.
+    pub verdict: Verdict,
+    /// What was found: one for each key of the request, and for each [unit](crate::Quota::of) that the
+    /// limits of a key count.
+    pub keys: Vec<KeyExplanation>,
+    /// Which of `keys` the verdict is about.
+    pub decisive: usize,
+}
+
+/// What would happen to a request.
+#[non_exhaustive]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It would leave at once.
+    Goes,
+    /// It would wait.
+    Waits {
+        /// For how long, if nothing changes. `None` if that is not known, as for the end of calls in
+        /// flight.
+        wait: Option<Duration>,
+        /// What for.
+        because: Because,
+    },
+    /// It would be refused.
+    Refused {
+        /// The reason in its error.
+        reason: Reason,
+        /// When a new attempt may succeed. `None` if that is not known.
+        retry_after: Option<Duration>,
+        /// What it would have had to wait for. `None` if `reason` says all.
+        because: Option<Because>,
+    },
+}
+
+/// What a request waits for.
+#[non_exhaustive]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Because {
+    /// The key is on hold: [`KeyExplanation::hold`].
+    Held,
+    /// After a hold, the first request tests whether the upstream accepts requests again. The others
+    /// wait for its response.
+    Probing,
+    /// The store has lost its state, and grants nothing until the permits from before are over.
+    Recovering,
+    /// The limit of calls in flight is used up.
+    InFlight(Limit),
+    /// The limit is used up. Of several such limits, this one allows the request last.
+    Limit(Limit),
+    /// What is left of the limit is reserved for clients that do not share the store.
+    Reserved(Limit),
+    /// Other requests of this process leave before it.
+    Queue {
+        /// How many.
+        before: usize,
+    },
+}
+
+/// What was found for one key of a request.
+#[non_exhaustive]
+#[derive(Clone, Debug)]
+pub struct KeyExplanation {
+    /// The name of the limiter, as in [`Stats::name`](crate::stats::Stats::name).
+    pub limiter: Arc<str>,
+    /// The name of the key, as in [`KeyStats::name`](crate::stats::KeyStats::name).
+    pub key: Box<str>,
+    /// The units that the request takes.
+    pub cost: u32,
+    /// What the limits count, as in [`LimitUsage::unit`].
+    pub unit: &'static str,
+    /// Each limit that applies to the key. Its [`wait`](LimitUsage::wait) is that of this request.
+    /// Empty if the store is unreachable.
+    pub limits: Vec<LimitUsage>,
+    /// The hold of the key. `None` if it is not on hold.
+    pub hold: Option<Held>,
+    /// How many requests of the key wait in this process. A request of several keys counts at the
+    /// first.
+    pub waiting: usize,
+    /// How long the first of them has waited. `None` if no request waits.
+    pub oldest_wait: Option<Duration>,
+    /// The units that were prefetched and are at hand.
+    pub at_hand: u64,
+    /// The limits that the upstream has stated to this process, and that apply: see
+    /// [`KeyStatus::learned`](super::KeyStatus::learned).
+    pub learned: Vec<StatedLimit>,
+    /// How the store answered.
+    pub store: StoreState,
+}
+
+/// The hold of a key, and who said so.
+#[non_exhaustive]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// How long the key stays on hold.
+    pub left: Duration,
+    /// Why it was put on hold. `None` if this process has learned of the hold from the store.
+    pub cause: Option<Cause>,
+    /// How long ago this process put the key on hold, or learned that another process did. `None` if
+    /// `cause` is.
+    pub age: Option<Duration>,
+}
+
+/// How a store answered.
+#[non_exhaustive]
+#[derive(Clone, Debug)]
+pub enum StoreState {
+    /// At once: it is in this process.
+    InProcess,
+    /// After this time.
+    Reachable {
+        /// From the call to its answer.
+        took: Duration,
+    },
+    /// It has lost its state.
+    Recovering {
+        /// How long it grants nothing.
+        left: Duration,
+    },
+    /// It is unreachable, and this process goes on with its share of the limits, which
+    /// [`limits`](KeyExplanation::limits) then has. Only with
+    /// [`OnStoreError::FallbackShare`](crate::OnStoreError::FallbackShare).
+    Alone,
+    /// It failed, and [`limits`](KeyExplanation::limits) is empty.
+    Failed(StoreError),
+}
+
+impl Verdict {
+    /// How bad it is. A refusal is worse than any wait, and an unknown time worse than any other.
+    pub(super) fn severity(&self) -> (u8, Duration) {
+        match *self {
+            Verdict::Goes => (0, Duration::ZERO),
+            Verdict::Waits { wait, .. } => (1, wait.unwrap_or(Duration::MAX)),
+            Verdict::Refused { retry_after, .. } => (2, retry_after.unwrap_or(Duration::MAX)),
+        }
+    }
+}
+
+impl KeyExplanation {
+    /// Writes what a request waits for.
+    fn because(&self, f: &mut fmt::Formatter<'_>, because: Because) -> fmt::Result {
+        let named = |limit: Limit| limit.counting(counted(self.unit));
+        match because {
+            Because::Held => match self.hold.and_then(|hold| hold.cause) {
+                Some(Cause::Upstream | Cause::UsedUp) => {
+                    f.write_str("the upstream has put its key on hold")
+                }
+                Some(Cause::Operator) => f.write_str("hold_for has put its key on hold"),
+                Some(Cause::Elsewhere) | None => f.write_str("its key is on hold"),
+            },
+            Because::Probing => f.write_str("a probe tests whether the upstream accepts requests"),
+            Because::Recovering => f.write_str("the store has lost its state"),
+            Because::InFlight(limit) => write!(f, "the limit of {limit} is used up"),
+            Because::Limit(limit) => write!(f, "{} is used up", named(limit)),
+            Because::Reserved(limit) => {
+                write!(
+                    f,
+                    "the rest of {} is reserved for other clients",
+                    named(limit)
+                )
+            }
+            Because::Queue { before: 1 } => f.write_str("1 request leaves before it"),
+            Because::Queue { before } => write!(f, "{before} requests leave before it"),
+        }
+    }
+
+    /// Writes what was found, in a line for each topic.
+    fn topics(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let unit = counted(self.unit);
+        let named = self.limits.iter().map(|usage| match usage.limit {
+            Limit::InFlight { .. } => usage.limit.to_string(),
+            limit => limit.counting(unit).to_string(),
+        });
+        let named: Vec<String> = named.collect();
+        let width = named.iter().map(String::len).max().unwrap_or(0);
+        let width = width.max("waiting".len());
+        for (name, usage) in named.iter().zip(&self.limits) {
+            write!(
+                f,
+                "\n  {name:width$}  {} used, {} free",
+                usage.used, usage.free
+            )?;
+            if usage.reserved > 0 {
+                write!(f, ", {} reserved for other clients", usage.reserved)?;
+            }
+            if usage.wait == Duration::MAX && matches!(usage.limit, Limit::InFlight { .. }) {
+                write!(f, "; free when a call ends")?;
+            } else if usage.wait == Duration::MAX {
+                write!(f, "; allows no such request")?;
+            } else if !usage.wait.is_zero() {
+                write!(f, "; free in {}", Shown(usage.wait))?;
+            }
+        }
+        match self.hold {
+            None => write!(f, "\n  {:width$}  none", "hold")?,
+            Some(Held { left, cause, age }) => {
+                write!(f, "\n  {:width$}  {} left", "hold", Shown(left))?;
+                if let Some(age) = age {
+                    write!(f, ", since {}", Shown(age))?;
+                }
+                f.write_str(": ")?;
+                f.write_str(match cause {
+                    Some(Cause::Upstream) => "the upstream refused a request of this process",
+                    Some(Cause::UsedUp) => "the upstream stated that nothing is left of a quota",
+                    Some(Cause::Operator) => "hold_for or hold_until of this process",
+                    Some(Cause::Elsewhere) => "another process or limiter",
+                    None => "known from the store",
+                })?;
+            }
+        }
+        write!(f, "\n  {:width$}  {} here", "waiting", self.waiting)?;
+        if let Some(oldest) = self.oldest_wait {
+            write!(f, ", the first for {}", Shown(oldest))?;
+        }
+        write!(f, "\n  {:width$}  {}", "at hand", self.at_hand)?;
+        for StatedLimit { limit, name, .. } in &self.learned {
+            let limit = limit.counting(unit);
+            match name {
+                Some(name) => write!(f, "\n  {:width$}  {name:?} states {limit}", "learned")?,
+                None => write!(f, "\n  {:width$}  the upstream states {limit}", "learned")?,
+            }
+        }
+        match &self.store {
+            StoreState::InProcess => Ok(()),
+            StoreState::Reachable { took } => {
+                write!(f, "\n  {:width$}  answered in {}", "store", Shown(*took))
+            }
+            StoreState::Recovering { left } => {
+                let left = Shown(*left);
+                write!(
+                    f,
+                    "\n  {:width$}  lost its state, recovers in {left}",
+                    "store"
+                )
+            }
+            StoreState::Alone => {
+                write!(
+                    f,
+                    "\n  {:width$}  unreachable; limits are the fallback share",
+                    "store"
+                )
+            }
+            StoreState::Failed(error) => write!(f, "\n  {:width$}  {error}", "store"),
+        }
+    }
+}
+
+/// Returns the unit of a limit for its text. `None` for requests, which are not written.
+fn counted(unit: &'static str) -> Option<&'static str> {
+    Some(unit).filter(|unit| *unit != Cost::REQUESTS)
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(decisive) = self.keys.get(self.decisive) else {
+            return Ok(());
+        };
+        let KeyExplanation {
+            limiter,
+            key,
+            cost,
+            unit,
+            ..
+        } = decisive;
+        write!(f, "{limiter}, key {key}: a request ")?;
+        if *cost != 1 || counted(unit).is_some() {
+            let (space, unit) = counted(unit).map_or(("", ""), |unit| (" ", unit));
+            write!(f, "that costs {cost}{space}{unit} ")?;
+        }
+        match self.verdict {
+            Verdict::Goes if matches!(decisive.store, StoreState::Failed(_)) => {
+                f.write_str("now would leave at once, uncounted")?;
+            }
+            Verdict::Goes => f.write_str("now would leave at once")?,
+            Verdict::Waits { wait, because } => {
+                f.write_str("now would wait ")?;
+                match wait {
+                    Some(wait) => write!(f, "{}", Shown(wait))?,
+                    None => f.write_str("for an unknown time")?,
+                }
+                f.write_str(", because ")?;
+                decisive.because(f, because)?;
+            }
+            Verdict::Refused {
+                reason,
+                retry_after,
+                because,
+            } => {
+                f.write_str("now would be refused")?;
+                match (reason, because) {
+                    (Reason::Held, Some(_)) => f.write_str(", because ")?,
+                    (reason, Some(_)) => write!(f, ": {reason}; ")?,
+                    (reason, None) => write!(f, ": {reason}")?,
+                }
+                if let Some(because) = because {
+                    decisive.because(f, because)?;
+                }
+                if let Some(retry_after) = retry_after {
+                    write!(f, "; retry in {}", Shown(retry_after))?;
+                }
+            }
+        }
+        decisive.topics(f)?;
+        for (index, other) in self.keys.iter().enumerate() {
+            if index != self.decisive {
+                write!(f, "\n{}, key {}:", other.limiter, other.key)?;
+                other.topics(f)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A time for a person, rounded up, with two or three digits: `0.4ms`, `312ms`, `1.8s`, `42s`, `5min`.
+struct Shown(Duration);
+
+impl fmt::Display for Shown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let tenths = |f: &mut fmt::Formatter<'_>, tenths: u128, unit| {
+            let (whole, rest) = (tenths / 10, tenths % 10);
+            if rest == 0 {
+                write!(f, "{whole}{unit}")
+            } else {
+                write!(f, "{whole}.{rest}{unit}")
+            }
+        };
+        let micros = self.0.as_nanos().div_ceil(1000);
+        match micros {
+            0..10_000 => tenths(f, micros.div_ceil(100), "ms"),
+            10_000..999_001 => write!(f, "{}ms", micros.div_ceil(1000)),
+            999_001..9_900_001 => tenths(f, micros.div_ceil(100_000), "s"),
+            9_900_001..599_000_001 => write!(f, "{}s", micros.div_ceil(1_000_000)),
+            599_000_001..7_140_000_001 => write!(f, "{}min", micros.div_ceil(60_000_000)),
+            _ => write!(f, "{}h", micros.div_ceil(3_600_000_000)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_short_and_rounded_up() {
+        let shown = |micros| Shown(Duration::from_micros(micros)).to_string();
+        let table = [
+            (0, "0ms"),
+            (1, "0.1ms"),
+            (400, "0.4ms"),
+            (9_900, "9.9ms"),
+            (9_901, "10ms"),
+            (311_001, "312ms"),
+            (999_000, "999ms"),
+            (999_001, "1s"),
+            (1_700_001, "1.8s"),
+            (9_900_000, "9.9s"),
+            (9_900_001, "10s"),
+            (41_000_001, "42s"),
+            (599_000_000, "599s"),
+            (599_000_001, "10min"),
+            (7_140_000_000, "119min"),
+            (7_140_000_001, "2h"),
+        ];
+        for (micros, text) in table {
+            assert_eq!(shown(micros), text, "{micros} us");
+        }
+    }
+}

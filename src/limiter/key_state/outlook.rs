@@ -1,0 +1,102 @@
+//! What a key would do with a request that enters now. Looks at the state and changes nothing, so that
+//! it follows [`Ticket::enter`](super::Ticket::enter), which decides.
+
+use std::time::{Duration, Instant};
+
+use super::KeyState;
+use super::context::Rules;
+use super::key_hold::HoldOrigin;
+use super::stated_limits::StatedLimit;
+use crate::limiter::reservation::WaitBound;
+use crate::store::{Demand, Refusal};
+
+/// What a key would do with a request that enters now, before the store is asked.
+#[derive(Default)]
+pub(in crate::limiter) struct Outlook {
+    /// Whether the request would take a permit at hand.
+    pub(in crate::limiter) has_permit: bool,
+    /// The units at hand.
+    pub(in crate::limiter) at_hand: u32,
+    /// The units that a call for the request would give back.
+    pub(in crate::limiter) returning: u64,
+    /// How long the key stays on hold.
+    pub(in crate::limiter) held: Option<Duration>,
+    /// Who put the key on hold.
+    pub(in crate::limiter) origin: Option<HoldOrigin>,
+    /// For how long no request may leave, because of the hold or a probe.
+    pub(in crate::limiter) blocked: Option<Duration>,
+    /// The refusal that the request would get without a call to the store.
+    pub(in crate::limiter) refusal: Option<Refusal>,
+    /// Whether too many requests wait.
+    pub(in crate::limiter) is_queue_full: bool,
+    /// For how long the store is not called.
+    pub(in crate::limiter) pause: Option<Duration>,
+    /// How many requests wait for a slot.
+    pub(in crate::limiter) waiting: usize,
+    /// The permits that requests without a slot would get before the request.
+    pub(in crate::limiter) ahead: Vec<Demand>,
+    /// How long until the last slot of the requests of the same cost. They get the first slots, so the
+    /// request leaves no earlier.
+    pub(in crate::limiter) last_slot: Option<Duration>,
+    /// How long its permit would be valid.
+    pub(in crate::limiter) validity: Duration,
+    /// The limits that the upstream has stated.
+    pub(in crate::limiter) learned: Vec<StatedLimit>,
+}
+
+/// The most permits of other requests that are told to the store.
+const MOST_AHEAD: usize = 1000;
+
+impl KeyState {
+    /// Returns whether a request calls the store for itself alone: no other waits, and the store
+    /// answers at once.
+    pub(super) fn asks_alone(&self, rules: Rules, now: Instant) -> bool {
+        self.queue.is_none()
+            && !self.store.answers_later
+            && !rules.settles
+            && self.hold.is_clear(rules.max_hold, now)
+    }
+
+    /// Returns what the key would do with a request of `cost` units.
+    pub(in crate::limiter) fn outlook(
+        &self,
+        cost: u32,
+        bound: WaitBound,
+        rules: Rules,
+        now: Instant,
+    ) -> Outlook {
+        let waiting = self.waiting();
+        let at_hand = self.at_hand(now);
+        let queue = self.queue.as_deref();
+        let ahead = queue
+            .map(|queue| queue.needs(MOST_AHEAD))
+            .unwrap_or_default();
+        let units = |demand: &Demand| u64::from(demand.cost) * u64::from(demand.count);
+        let wanted = ahead.iter().map(units).sum::<u64>() + u64::from(cost);
+        let is_clear = self.hold.is_clear(rules.max_hold, now);
+        let is_queue_full = !self.asks_alone(rules, now) && waiting >= rules.max_queue;
+        let returns = queue.map_or(0, |queue| {
+            queue.returns.iter().map(|unused| unused.units).sum()
+        });
+        Outlook {
+            has_permit: u64::from(at_hand) >= wanted
+                && (waiting == 0 || is_clear && !is_queue_full),
+            at_hand,
+            returning: self.prefetched.to_return() + returns,
+            held: self.hold.left(now),
+            origin: self.hold.origin(),
+            blocked: self.hold.blocked_for(rules.max_hold, now),
+            refusal: self.store.repeated_refusal(cost, bound, now),
+            is_queue_full,
+            pause: queue.and_then(|queue| queue.paused_for(now)),
+            waiting,
+            ahead: ahead.to_vec(),
+            last_slot: queue
+                .filter(|_| waiting > 0)
+                .and_then(|queue| queue.last_slot(cost))
+                .map(|slot| slot.saturating_duration_since(now)),
+            validity: self.store.life(),
+            learned: self.upstream.limits().to_vec(),
+        }
+    }
+}
