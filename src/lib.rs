@@ -198,7 +198,7 @@ pub mod signal;
 pub mod sim;
 pub mod stats;
 pub mod store;
-mod throttle;
+pub mod throttle;
 mod wait_queue;
 mod wakers;
 
@@ -220,6 +220,7 @@ pub use quota::Quota;
 #[doc(inline)]
 pub use signal::Signal;
 pub use stats::drain;
+#[doc(inline)]
 pub use throttle::{Throttle, ThrottlePermit};
 
 /// The services that the layers make, and their futures.

@@ -140,7 +140,7 @@ async fn the_limit_that_allows_a_request_last_is_told() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn holds_are_told_with_who_caused_them() {
+async fn holds_are_told_with_their_cause() {
     let store = Arc::new(MemoryStore::default());
     let [layer, other] = [(); 2].map(|()| {
         let builder = builder(Quota::per_second(50)).max_wait(Duration::from_secs(60));

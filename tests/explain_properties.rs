@@ -34,7 +34,7 @@ enum Step {
     Cancel,
     /// A request takes what is free, and keeps its permit.
     Take(u32),
-    /// The last permit that was taken comes back unused.
+    /// The last permit that was taken is given back.
     GiveBack,
     Hold(u64),
     Release,

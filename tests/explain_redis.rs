@@ -21,7 +21,7 @@ enum Step {
         process: usize,
         cost: u32,
     },
-    /// The last permit comes back unused.
+    /// The last permit is given back.
     GiveBack,
     Hold {
         process: usize,
@@ -160,7 +160,7 @@ fn requests_do_what_explain_says() {
 }
 
 #[tokio::test]
-async fn a_hold_of_another_process_and_the_state_of_redis_are_told() {
+async fn holds_of_other_processes_and_the_store_are_told() {
     let server = RedisServer::start().unwrap();
     let [ours, theirs] = [(); 2].map(|()| {
         let builder =
@@ -198,7 +198,7 @@ async fn a_hold_of_another_process_and_the_state_of_redis_are_told() {
 }
 
 #[tokio::test]
-async fn the_error_of_a_store_that_is_away_is_that_of_the_request() {
+async fn errors_of_an_unreachable_store_are_returned() {
     let server = RedisServer::start().unwrap();
     let url = server.url();
     drop(server);

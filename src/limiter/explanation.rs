@@ -79,11 +79,14 @@ pub enum Because {
     Limit(Limit),
     /// What is left of the limit is reserved for clients that do not share the store.
     Reserved(Limit),
-    /// Other requests of this process leave before it.
+    /// Other requests leave before it: those of this process, or of all that share the pace of a
+    /// [`Throttle`](crate::Throttle).
     Queue {
         /// How many.
         before: usize,
     },
+    /// The pace of a [`Throttle`](crate::Throttle) lets the next request leave later.
+    Pace,
 }
 
 /// What was found for one key of a request.
@@ -117,7 +120,7 @@ pub struct KeyExplanation {
     pub store: StoreState,
 }
 
-/// The hold of a key, and who said so.
+/// The hold of a key, and its cause.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Held {
@@ -165,34 +168,101 @@ impl Verdict {
     }
 }
 
-impl KeyExplanation {
-    /// Writes what a request waits for.
-    fn because(&self, f: &mut fmt::Formatter<'_>, because: Because) -> fmt::Result {
-        let named = |limit: Limit| limit.counting(counted(self.unit));
-        match because {
-            Because::Held => match self.hold.and_then(|hold| hold.cause) {
-                Some(Cause::Upstream | Cause::UsedUp) => {
-                    f.write_str("the upstream has put its key on hold")
+impl Verdict {
+    /// Writes what would happen, after the words "a request".
+    pub(crate) fn write(
+        &self,
+        f: &mut fmt::Formatter<'_>,
+        because: impl Fn(&mut fmt::Formatter<'_>, Because) -> fmt::Result,
+    ) -> fmt::Result {
+        match *self {
+            Verdict::Goes => f.write_str("now would leave at once"),
+            Verdict::Waits {
+                wait,
+                because: cause,
+            } => {
+                f.write_str("now would wait ")?;
+                match wait {
+                    Some(wait) => write!(f, "{}", Shown(wait))?,
+                    None => f.write_str("for an unknown time")?,
                 }
-                Some(Cause::Operator) => f.write_str("hold_for has put its key on hold"),
-                Some(Cause::Elsewhere) | None => f.write_str("its key is on hold"),
-            },
+                f.write_str(", because ")?;
+                because(f, cause)
+            }
+            Verdict::Refused {
+                reason,
+                retry_after,
+                because: cause,
+            } => {
+                f.write_str("now would be refused")?;
+                match (reason, cause) {
+                    (Reason::Held, Some(_)) => f.write_str(", because ")?,
+                    (reason, Some(_)) => write!(f, ": {reason}; ")?,
+                    (reason, None) => write!(f, ": {reason}")?,
+                }
+                if let Some(cause) = cause {
+                    because(f, cause)?;
+                }
+                match retry_after {
+                    Some(retry_after) => write!(f, "; retry in {}", Shown(retry_after)),
+                    None => Ok(()),
+                }
+            }
+        }
+    }
+}
+
+impl Because {
+    /// Writes what a request waits for. Limits count `unit`, and the key has this `hold`.
+    pub(crate) fn write(
+        self,
+        f: &mut fmt::Formatter<'_>,
+        hold: Option<&Held>,
+        unit: Option<&'static str>,
+    ) -> fmt::Result {
+        match self {
+            Because::Held => f.write_str(match hold.and_then(|hold| hold.cause) {
+                Some(Cause::Upstream | Cause::UsedUp) => "the upstream has put its key on hold",
+                Some(Cause::Operator) => "hold_for has put its key on hold",
+                Some(Cause::Elsewhere) | None => "its key is on hold",
+            }),
             Because::Probing => f.write_str("a probe tests whether the upstream accepts requests"),
             Because::Recovering => f.write_str("the store has lost its state"),
             Because::InFlight(limit) => write!(f, "the limit of {limit} is used up"),
-            Because::Limit(limit) => write!(f, "{} is used up", named(limit)),
+            Because::Limit(limit) => write!(f, "{} is used up", limit.counting(unit)),
             Because::Reserved(limit) => {
-                write!(
-                    f,
-                    "the rest of {} is reserved for other clients",
-                    named(limit)
-                )
+                let limit = limit.counting(unit);
+                write!(f, "the rest of {limit} is reserved for other clients")
             }
             Because::Queue { before: 1 } => f.write_str("1 request leaves before it"),
             Because::Queue { before } => write!(f, "{before} requests leave before it"),
+            Because::Pace => f.write_str("the pace lets the next request leave later"),
         }
     }
+}
 
+impl Held {
+    /// Writes how long a hold lasts, and its cause.
+    pub(crate) fn write(hold: Option<&Held>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(&Held { left, cause, age }) = hold else {
+            return f.write_str("none");
+        };
+        write!(f, "{} left", Shown(left))?;
+        if let Some(age) = age {
+            write!(f, ", since {}", Shown(age))?;
+        }
+        f.write_str(": ")?;
+        f.write_str(match cause {
+            Some(Cause::Upstream) => "the upstream refused a request of this process",
+            Some(Cause::UsedUp) => "the upstream stated that nothing is left of a quota",
+            Some(Cause::Operator) => "hold_for or hold_until of this process",
+            Some(Cause::Elsewhere) => "another process or limiter",
+            None => "known from the store",
+        })
+    }
+}
+
+impl KeyExplanation {
     /// Writes what was found, in a line for each topic.
     fn topics(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let unit = counted(self.unit);
@@ -220,23 +290,8 @@ impl KeyExplanation {
                 write!(f, "; free in {}", Shown(usage.wait))?;
             }
         }
-        match self.hold {
-            None => write!(f, "\n  {:width$}  none", "hold")?,
-            Some(Held { left, cause, age }) => {
-                write!(f, "\n  {:width$}  {} left", "hold", Shown(left))?;
-                if let Some(age) = age {
-                    write!(f, ", since {}", Shown(age))?;
-                }
-                f.write_str(": ")?;
-                f.write_str(match cause {
-                    Some(Cause::Upstream) => "the upstream refused a request of this process",
-                    Some(Cause::UsedUp) => "the upstream stated that nothing is left of a quota",
-                    Some(Cause::Operator) => "hold_for or hold_until of this process",
-                    Some(Cause::Elsewhere) => "another process or limiter",
-                    None => "known from the store",
-                })?;
-            }
-        }
+        write!(f, "\n  {:width$}  ", "hold")?;
+        Held::write(self.hold.as_ref(), f)?;
         write!(f, "\n  {:width$}  {} here", "waiting", self.waiting)?;
         if let Some(oldest) = self.oldest_wait {
             write!(f, ", the first for {}", Shown(oldest))?;
@@ -296,38 +351,13 @@ impl fmt::Display for Explanation {
             let (space, unit) = counted(unit).map_or(("", ""), |unit| (" ", unit));
             write!(f, "that costs {cost}{space}{unit} ")?;
         }
-        match self.verdict {
-            Verdict::Goes if matches!(decisive.store, StoreState::Failed(_)) => {
-                f.write_str("now would leave at once, uncounted")?;
-            }
-            Verdict::Goes => f.write_str("now would leave at once")?,
-            Verdict::Waits { wait, because } => {
-                f.write_str("now would wait ")?;
-                match wait {
-                    Some(wait) => write!(f, "{}", Shown(wait))?,
-                    None => f.write_str("for an unknown time")?,
-                }
-                f.write_str(", because ")?;
-                decisive.because(f, because)?;
-            }
-            Verdict::Refused {
-                reason,
-                retry_after,
-                because,
-            } => {
-                f.write_str("now would be refused")?;
-                match (reason, because) {
-                    (Reason::Held, Some(_)) => f.write_str(", because ")?,
-                    (reason, Some(_)) => write!(f, ": {reason}; ")?,
-                    (reason, None) => write!(f, ": {reason}")?,
-                }
-                if let Some(because) = because {
-                    decisive.because(f, because)?;
-                }
-                if let Some(retry_after) = retry_after {
-                    write!(f, "; retry in {}", Shown(retry_after))?;
-                }
-            }
+        let unit = counted(unit);
+        self.verdict.write(f, |f, because| {
+            because.write(f, decisive.hold.as_ref(), unit)
+        })?;
+        let has_failed = matches!(decisive.store, StoreState::Failed(_));
+        if self.verdict == Verdict::Goes && has_failed {
+            f.write_str(", uncounted")?;
         }
         decisive.topics(f)?;
         for (index, other) in self.keys.iter().enumerate() {
@@ -341,7 +371,7 @@ impl fmt::Display for Explanation {
 }
 
 /// A time for a person, rounded up, with two or three digits: `0.4ms`, `312ms`, `1.8s`, `42s`, `5min`.
-struct Shown(Duration);
+pub(crate) struct Shown(pub(crate) Duration);
 
 impl fmt::Display for Shown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -79,6 +79,7 @@ mod waiting;
 
 pub use acquire::Acquire;
 pub(crate) use admission::Entry;
+pub(crate) use explanation::Shown;
 pub use explanation::{Because, Explanation, Held, KeyExplanation, StoreState, Verdict};
 pub(crate) use in_flight_slot::InFlightSlot;
 pub(crate) use joint::{

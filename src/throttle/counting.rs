@@ -70,6 +70,7 @@ pub(super) fn held_by(core: &Core, key: Key, signal: &Signal, left: Duration) {
         Some(_) => Cause::Upstream,
         None => Cause::UsedUp,
     };
+    core.find(key, |waiters| waiters.note_cause(cause, clock::now()));
     core.tally().held(cause);
     events::held(core.tally(), &core.label(key, None), left, cause);
 }
@@ -93,10 +94,7 @@ impl Sum {
 }
 
 fn held(waiters: &Waiters, now: Instant) -> Option<Duration> {
-    let until = waiters.queue.held_until()?;
-    until
-        .checked_duration_since(now)
-        .filter(|left| !left.is_zero())
+    waiters.held(now).map(|held| held.left)
 }
 
 fn stats(core: &Core) -> Stats {

@@ -1,42 +1,44 @@
 //! The throttle: learns at which pace requests for a key may leave, and queues them.
-//!
-//! Four words of this folder:
-//!
-//! - A *turn* is the right of one request to leave next. Requests take turns in the order of their
-//!   arrival, over all processes that share the pace.
-//! - The *register* of a key is a value in a store. Through it, processes share the pace of the key
-//!   and take turns.
-//! - A *compare-and-set* is a call to the store that writes the register. If another process has
-//!   written the register meanwhile, the call only reads it.
-//! - The *sync task* of a key sends its compare-and-sets.
-//!
-//! A file imports only from files that stand above it in this table:
-//!
-//! | file | what it has |
-//! |---|---|
-//! | `pace_state` | the pace of one key, its last request and its hold: what processes share |
-//! | `peers` | the processes that share the pace, as the register lists them |
-//! | `sync_state` | whether a compare-and-set is under way, and whether the store answers |
-//! | `peer_view` | what this process knows of the register |
-//! | `conflicts` | how long this process rests because other processes were faster |
-//! | `event_log` | what happened at this process and is not in the register yet |
-//! | `local_queue` | the requests of this process for one key |
-//! | `sharing` | how a process takes turns with others |
-//! | `paced_queue` | the queue of one key, without timers, tasks or a clock; the simulator runs it in virtual time |
-//! | `sync` | the supervision of the sync task of a key |
-//! | `waiters` | a paced queue with wakers and timers; only the first waiter's timer follows the next slot |
-//! | `engine` | the waiters of all keys, and the listener of store events |
-//! | `counting` | what is counted of requests, and the stats of a throttle |
-//! | `sync_task` | the task that writes the register of one key |
-//! | `permit` | the right to send one request, and the wait for it |
-//! | `written_wait` | the wait until the register has a hold |
-//!
-//! The throttle does not decide how fast requests leave: the [pace](crate::pace) does.
+
+// Four words of this folder:
+//
+// - A *turn* is the right of one request to leave next. Requests take turns in the order of their
+//   arrival, over all processes that share the pace.
+// - The *register* of a key is a value in a store. Through it, processes share the pace of the key
+//   and take turns.
+// - A *compare-and-set* is a call to the store that writes the register. If another process has
+//   written the register meanwhile, the call only reads it.
+// - The *sync task* of a key sends its compare-and-sets.
+//
+// A file imports only from files that stand above it in this table:
+//
+// | file | what it has |
+// |---|---|
+// | `pace_state` | the pace of one key, its last request and its hold: what processes share |
+// | `peers` | the processes that share the pace, as the register lists them |
+// | `sync_state` | whether a compare-and-set is under way, and whether the store answers |
+// | `peer_view` | what this process knows of the register |
+// | `conflicts` | how long this process rests because other processes were faster |
+// | `event_log` | what happened at this process and is not in the register yet |
+// | `local_queue` | the requests of this process for one key |
+// | `sharing` | how a process takes turns with others |
+// | `paced_queue` | the queue of one key, without timers, tasks or a clock; the simulator runs it in virtual time |
+// | `sync` | the supervision of the sync task of a key |
+// | `waiters` | a paced queue with wakers and timers; only the first waiter's timer follows the next slot |
+// | `engine` | the waiters of all keys, and the listener of store events |
+// | `counting` | what is counted of requests, and the stats of a throttle |
+// | `explain` | why a request would wait now |
+// | `sync_task` | the task that writes the register of one key |
+// | `permit` | the right to send one request, and the wait for it |
+// | `written_wait` | the wait until the register has a hold |
+//
+// The throttle does not decide how fast requests leave: the pace (`crate::pace`) does.
 
 mod conflicts;
 mod counting;
 mod engine;
 mod event_log;
+mod explain;
 mod local_queue;
 mod pace_state;
 mod paced_queue;
@@ -73,6 +75,7 @@ use crate::stats::{Cause, Drained, Gate, KeyStats, Stats, drain_gate};
 use crate::wakers::Wakers;
 
 pub(crate) use engine::ThrottleSettings;
+pub use explain::{Fleet, PaceExplanation};
 #[cfg(feature = "sim")]
 pub(crate) use paced_queue::{Flight, PacedQueue, Refused};
 pub use permit::ThrottlePermit;
@@ -167,6 +170,31 @@ impl Throttle {
             .unwrap_or(0)
     }
 
+    /// Explains what would happen to a request of `key` that arrives now: whether it would leave at
+    /// once, wait or be refused, and why. Shows the pace of the key, its hold and its queue. Calls no
+    /// store and changes nothing.
+    ///
+    /// If processes share the pace, a request that would leave at once may have to wait for an answer
+    /// of the store first.
+    ///
+    /// ```
+    /// use tollgate::{AdaptiveThrottleLayer, Key};
+    ///
+    /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let throttle = AdaptiveThrottleLayer::builder().name("search").build()?.throttle();
+    /// let permit = throttle.acquire(Key::ALL).await?;
+    /// // The first request of a key leaves alone. The others wait for its response.
+    /// println!("{}", throttle.explain(Key::ALL));
+    /// # assert_eq!(throttle.explain(Key::ALL).in_flight, 1);
+    /// # permit.give_back();
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn explain(&self, key: Key) -> PaceExplanation {
+        explain::explain(&self.core, key)
+    }
+
     /// Returns what this throttle has done in this process, and its state now. Calls no store, and
     /// visits the state of each key.
     pub fn stats(&self) -> Stats {
@@ -241,7 +269,8 @@ impl Throttle {
         tally.held(Cause::Operator);
         events::held(tally, &self.label(key, None), span, Cause::Operator);
         self.change(key, now, |waiters, wakers| {
-            waiters.hold_until(until, now, wakers)
+            waiters.hold_until(until, now, wakers);
+            waiters.note_cause(Cause::Operator, now);
         })
         .await
     }

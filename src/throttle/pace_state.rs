@@ -60,15 +60,22 @@ impl PaceState {
 
     /// Returns from when the first waiter may leave; `None` means at once.
     pub(super) fn slot(&self, load: Load) -> Option<Instant> {
-        let probe = match self.last_sent {
-            Some(last) if load.in_flight > 0 && !self.answered && self.pace.is_careful() => {
-                Some(clock::after(last, PROBE_TIMEOUT))
-            }
-            _ => None,
-        };
         // A pace computes its slot from what happened, not from the current time.
-        let traffic = self.traffic(load, self.last_change);
-        probe.max(self.pace.slot(&traffic)).max(self.held_until)
+        self.slot_after(load, self.last_change)
+    }
+
+    /// Returns the slot of the first waiter, if the state changes last at `last_change`.
+    pub(super) fn slot_after(&self, load: Load, last_change: Instant) -> Option<Instant> {
+        let traffic = self.traffic(load, last_change);
+        let slot = self.probe_ends_at(load).max(self.pace.slot(&traffic));
+        slot.max(self.held_until)
+    }
+
+    /// Returns until when requests wait for the response to the first one, if they do.
+    pub(super) fn probe_ends_at(&self, load: Load) -> Option<Instant> {
+        let last = self.last_sent?;
+        let is_probing = load.in_flight > 0 && !self.answered && self.pace.is_careful();
+        is_probing.then(|| clock::after(last, PROBE_TIMEOUT))
     }
 
     /// Returns the time between two requests, without holds.

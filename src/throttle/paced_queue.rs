@@ -39,6 +39,25 @@ pub(crate) struct Flight {
     sent_before: Option<Instant>,
 }
 
+/// What a request that arrives now would find.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct PaceOutlook {
+    /// From when the first waiter may leave. `None` means at once.
+    pub(super) slot: Option<Instant>,
+    /// Whether requests wait for the response to the first one.
+    pub(super) is_probing: bool,
+    /// The time between two requests.
+    pub(super) interval: Duration,
+    /// How many requests of all processes wait.
+    pub(super) waiting: usize,
+    /// How many requests of all processes are in flight.
+    pub(super) in_flight: usize,
+    /// How many processes have requests, this one included.
+    pub(super) processes: u32,
+    /// Whether the store is unreachable.
+    pub(super) is_alone: bool,
+}
+
 /// A refused request that may go back to its old place.
 #[derive(Debug)]
 pub(crate) struct Refused {
@@ -221,6 +240,27 @@ impl PacedQueue {
     #[cfg(feature = "sim")]
     pub(crate) fn asleep_until(&self, number: Number) -> Option<Instant> {
         self.local.asleep_until(number)
+    }
+
+    /// Returns what a request that arrives now would find, as far as this process knows.
+    pub(super) fn outlook(&self, now: Instant) -> PaceOutlook {
+        let Load { waiting, in_flight } = self.load();
+        let load = Load {
+            waiting: waiting + 1,
+            in_flight,
+        };
+        let pace_state = &self.local.pace_state;
+        let probe_ends_at = pace_state.probe_ends_at(load);
+        let sharing = self.sharing.as_ref();
+        PaceOutlook {
+            slot: pace_state.slot_after(load, now),
+            is_probing: probe_ends_at.is_some_and(|at| at > now),
+            interval: pace_state.interval(load),
+            waiting,
+            in_flight,
+            processes: sharing.map_or(1, |sharing| sharing.process_count()),
+            is_alone: sharing.is_some_and(|sharing| sharing.is_alone()),
+        }
     }
 
     /// Returns how many requests of this process wait, including those that sleep by themselves.

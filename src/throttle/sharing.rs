@@ -93,6 +93,11 @@ impl Sharing {
         self.sync.is_away()
     }
 
+    /// Returns how many processes have requests, this one included.
+    pub(super) fn process_count(&self) -> u32 {
+        self.view.process_count()
+    }
+
     /// Returns the load of all processes, or of this one if it is alone.
     pub(super) fn load(&self, local: &LocalQueue) -> Load {
         let own = local.load();

@@ -17,8 +17,9 @@ use super::sync_state::StoreChange;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key_map::Evict;
+use crate::limiter::Held;
 use crate::signal::Signal;
-use crate::stats::KeyCounts;
+use crate::stats::{Cause, KeyCounts};
 use crate::store::Register;
 use crate::wait_queue::{Left, Number, WaitQueue, answer_by};
 use crate::wakers::Wakers;
@@ -33,9 +34,20 @@ pub(super) struct Waiters {
     pub(super) counts: KeyCounts,
     /// The requests whose futures wait. A wait ends with a request in flight.
     waits: WaitQueue<TurnWait, Flight>,
+    /// Why the key is on hold, if this process knows.
+    hold_origin: Option<HoldOrigin>,
     /// When a request arrived or was answered last, or the key was held or released.
     last_used: Instant,
     pub(super) sync: SyncSupervisor,
+}
+
+/// Why a key is on hold.
+#[derive(Clone, Copy, Debug)]
+struct HoldOrigin {
+    cause: Cause,
+    since: Instant,
+    /// The end of the hold that this is about.
+    until: Option<Instant>,
 }
 
 /// What is known of a request that waits for its turn.
@@ -70,6 +82,7 @@ impl Waiters {
             queue,
             counts: KeyCounts::default(),
             waits: WaitQueue::default(),
+            hold_origin: None,
             last_used: now,
             sync: SyncSupervisor::default(),
         }
@@ -199,6 +212,27 @@ impl Waiters {
         self.queue.hold_until(until, now);
         self.wake_held(None, wakers);
         self.grant_due(now, wakers);
+    }
+
+    /// Notes why the key is on hold.
+    pub(super) fn note_cause(&mut self, cause: Cause, now: Instant) {
+        self.hold_origin = Some(HoldOrigin {
+            cause,
+            since: now,
+            until: self.queue.held_until(),
+        });
+    }
+
+    /// Returns the hold of the key, if it is on hold.
+    pub(super) fn held(&self, now: Instant) -> Option<Held> {
+        let until = self.queue.held_until().filter(|until| *until > now)?;
+        let origin = self.hold_origin;
+        let origin = origin.filter(|origin| origin.until == Some(until));
+        Some(Held {
+            left: until - now,
+            cause: origin.map(|origin| origin.cause),
+            age: origin.map(|origin| now.saturating_duration_since(origin.since)),
+        })
     }
 
     /// Ends the hold of the key.

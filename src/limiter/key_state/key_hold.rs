@@ -27,7 +27,7 @@ pub(in crate::limiter) struct KeyHold {
 /// The hold of a key, and what depends on it.
 struct HoldDetails {
     hold: Hold,
-    /// Who caused it, if this process knows.
+    /// Why the key is on hold, if this process knows.
     origin: Option<HoldOrigin>,
     /// What was learned from the refusals of the upstream.
     refusals: UpstreamRefusals,
@@ -49,7 +49,7 @@ pub(in crate::limiter) struct NewHold {
     pub(in crate::limiter) is_sent: bool,
 }
 
-/// Who caused a hold.
+/// Why a key is on hold.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::limiter) struct HoldOrigin {
     pub(in crate::limiter) cause: Cause,
@@ -107,7 +107,7 @@ impl KeyHold {
         }
     }
 
-    /// Returns who put the key on hold, if this process knows.
+    /// Returns why the key is on hold, if this process knows.
     pub(in crate::limiter) fn origin(&self) -> Option<HoldOrigin> {
         self.details.as_ref()?.origin
     }

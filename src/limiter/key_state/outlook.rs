@@ -21,7 +21,7 @@ pub(in crate::limiter) struct Outlook {
     pub(in crate::limiter) returning: u64,
     /// How long the key stays on hold.
     pub(in crate::limiter) held: Option<Duration>,
-    /// Who put the key on hold.
+    /// Why the key is on hold.
     pub(in crate::limiter) origin: Option<HoldOrigin>,
     /// For how long no request may leave, because of the hold or a probe.
     pub(in crate::limiter) blocked: Option<Duration>,
@@ -44,7 +44,7 @@ pub(in crate::limiter) struct Outlook {
     pub(in crate::limiter) learned: Vec<StatedLimit>,
 }
 
-/// The most permits of other requests that are told to the store.
+/// The most permits of other requests that the question to the store has.
 const MOST_AHEAD: usize = 1000;
 
 impl KeyState {

@@ -86,7 +86,7 @@ impl Caller {
         self.ask_about(1, &[]).await
     }
 
-    /// Asks when a request of `cost` could leave, if others get the permits `ahead` before it.
+    /// Asks when a request of `cost` could leave, if other requests get the permits `ahead` first.
     pub(super) async fn ask_about(&self, cost: u32, ahead: &[Demand]) -> Usage {
         let request = PeekRequest {
             cost,
