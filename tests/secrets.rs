@@ -181,6 +181,8 @@ async fn no_debug_output_shows_a_key() {
         limit.limiter().peek(Key::new(SECRET)).await.unwrap()
     )
     .unwrap();
+    let explanation = limit.limiter().explain(Key::new(SECRET)).await.unwrap();
+    write!(text, "{explanation} {explanation:?}").unwrap();
     let mut acquire = Box::pin(limit.limiter().acquire(Key::new(SECRET)));
     assert!(futures::poll!(acquire.as_mut()).is_pending());
     let call = service.ready().await.unwrap().call(secret());
