@@ -89,7 +89,7 @@
 //! | `redis-tls-rustls` | `rediss://` URLs, with the provider of cryptography that the program has chosen for rustls |
 //! | `body` | `Signal::read_with_body`: what the body of a response says about limits, and how many tokens or points the request has used; `signal::SpentReader` for bodies that are streamed |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info, at most one a second for a key), refusals by the server (warn) |
-//! | `metrics` | `metrics`: the counts of all layers as counters, gauges and histograms of the crate `metrics`, for Prometheus and others |
+//! | `metrics` | `metrics`: the counts of all layers as counters, gauges and histograms of the crate `metrics`, for Prometheus and other systems |
 //! | `sim` | `sim`: fleets against servers with limits, in virtual time, to try a [`pace`] before it is used |
 //! | `contract` | the contract of a [`store`] as a test suite, for a store of your own |
 //!

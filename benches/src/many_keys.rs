@@ -10,6 +10,7 @@
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -46,6 +47,44 @@ pub(crate) fn report() {
         Quota::new(1, Duration::from_millis(600)),
         Duration::ZERO,
     );
+    println!("\n## Stats\n");
+    println!("One thread calls each key, and another one reads the stats all the time.\n");
+    println!(
+        "| keys | stats, ms | ns a call | worst, us | above 1 ms | ns beside stats | worst, us | above 1 ms |"
+    );
+    println!("|--:|--:|--:|--:|--:|--:|--:|--:|");
+    for keys in [1000, 10_000, 100_000, 1_000_000] {
+        read_stats(keys);
+    }
+}
+
+/// Measures how long it takes to read the stats of many keys, and what that costs calls beside it.
+fn read_stats(keys: usize) {
+    const READS: u32 = 20;
+    // Each key keeps its state until the end of the measurement.
+    let limiter = limiter(Quota::per_hour(5000), 2 * keys);
+    for _ in 0..3 {
+        Laps::run(&limiter, 0..keys);
+    }
+    let start = Instant::now();
+    for _ in 0..READS {
+        let stats = limiter.stats();
+        assert_eq!(stats.keys, keys);
+    }
+    let read = start.elapsed().as_secs_f64() * 1e3 / f64::from(READS);
+    let alone = Laps::run(&limiter, 0..keys);
+    let ends = AtomicBool::new(false);
+    let beside = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ends.load(Ordering::Relaxed) {
+                std::hint::black_box(limiter.stats());
+            }
+        });
+        let laps = Laps::run(&limiter, 0..keys);
+        ends.store(true, Ordering::Relaxed);
+        laps
+    });
+    println!("| {keys} | {read:.2} | {alone} | {beside} |");
 }
 
 fn limiter(quota: Quota, keys: usize) -> Limiter {

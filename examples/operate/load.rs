@@ -16,7 +16,7 @@ use crate::common;
 /// The time between two rounds of requests.
 const ROUND: Duration = Duration::from_millis(100);
 
-/// A wave: so many orders are made in each round. A part of it is more than the limit allows.
+/// A wave: how many orders are made in each round. The first parts are more than the limit allows.
 const WAVE: [u32; 8] = [5, 5, 4, 2, 1, 1, 1, 2];
 
 /// The rounds of each part of a wave.

@@ -70,7 +70,7 @@ async fn run(mut options: Options) -> Result<(), BoxError> {
 
     asked_to_end(&mut terminate).await;
     println!("drained: {}", tollgate::drain(drain).await?);
-    // Whoever calls now is refused. In a server, this is where it stops to accept requests.
+    // New calls are refused from here on. A server stops to accept requests before it drains.
     let _ = stop.send(true);
     load.await?;
     // Prometheus reads the last counts. A second signal ends the wait.

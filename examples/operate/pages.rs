@@ -25,7 +25,7 @@ pub(crate) fn router(metrics: PrometheusHandle) -> Router {
         .route(
             "/metrics",
             get(async move || {
-                // Whoever asks gets the counts of this moment.
+                // The page has the counts of this moment.
                 tollgate::metrics::publish();
                 metrics.render()
             }),

@@ -27,8 +27,8 @@
 //! # }
 //! ```
 //!
-//! The program and tollgate must use the same `metrics` 0.24. With another version nothing is
-//! published, and no error says so: `cargo tree -i metrics` must list one version.
+//! The program and tollgate must use the same `metrics` 0.24. If `cargo tree --duplicates` lists `metrics`,
+//! nothing is published, and there is no error.
 
 // A file imports only files that stand above it in this table.
 //

@@ -1,4 +1,4 @@
-//! The names of the metrics. They are API: whoever has a dashboard depends on them.
+//! The names of the metrics. They are API: dashboards and alerts depend on them.
 
 use metrics::{KeyName, Metadata, Recorder, Unit};
 
