@@ -34,7 +34,7 @@ pub(crate) fn waited(key: &str, waited: Duration, turns: u32) {
 /// A request was not sent. Of the refusals of a key, at most one a second is reported, with the number
 /// of those that were not. Otherwise a flood of requests would become a flood of events.
 pub(crate) fn limited(tally: &Tally, limited: &Limited) {
-    if !tally.has_handler() && !is_traced() {
+    if tally.is_of_guard() || (!tally.has_handler() && !is_traced()) {
         return;
     }
     if let Some(unreported) = tally.report_refusal(limited.key()) {
@@ -156,6 +156,9 @@ pub(crate) fn store_may_evict(policy: &str) {
 
 /// A key is on hold.
 pub(crate) fn held(tally: &Tally, key: &str, left: Duration, cause: Cause) {
+    if tally.is_of_guard() {
+        return;
+    }
     match cause {
         Cause::Upstream | Cause::UsedUp => {
             report!(
@@ -165,15 +168,32 @@ pub(crate) fn held(tally: &Tally, key: &str, left: Duration, cause: Cause) {
                 "key on hold after a rate-limit response from the upstream"
             );
         }
-        Cause::Operator | Cause::Elsewhere => {
+        Cause::Operator | Cause::Guard | Cause::Elsewhere => {
             report!(info, key, ?left, cause = cause.name(), "key on hold");
         }
     }
     tally.tell(&Event::Held { key, left, cause });
 }
 
+/// A ban guard stops requests.
+pub(crate) fn guard_tripped(tally: &Tally, key: &str, quota: &Quota, stop: Duration, trip: u32) {
+    report!(
+        error, key, %quota, ?stop, trip,
+        "requests stopped: more bad answers than the guard allows"
+    );
+    tally.tell(&Event::GuardTripped {
+        key,
+        quota,
+        stop,
+        trip,
+    });
+}
+
 /// The hold of a key was ended by a call of `release`.
 pub(crate) fn released(tally: &Tally, key: &str) {
+    if tally.is_of_guard() {
+        return;
+    }
     report!(info, key, "hold of the key ended");
     tally.tell(&Event::Released { key });
 }

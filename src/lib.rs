@@ -179,6 +179,8 @@ mod cost;
 pub mod error;
 mod estimates;
 mod events;
+mod guard;
+mod guarded;
 pub mod guide;
 mod join;
 pub mod key;
@@ -207,6 +209,7 @@ pub use cost::Cost;
 #[doc(inline)]
 pub use error::{Error, Limited, Reason};
 pub use estimates::Estimates;
+pub use guard::Guard;
 #[doc(inline)]
 pub use key::{Deadline, Key, RequestRef, by_header, by_host};
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]

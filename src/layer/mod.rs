@@ -7,6 +7,7 @@
 pub(crate) mod body;
 mod buffered;
 mod extractors;
+mod guard;
 mod rate_limit;
 mod rate_limit_builder;
 #[cfg(feature = "reqwest")]

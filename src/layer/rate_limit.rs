@@ -13,7 +13,7 @@ use super::body::{InFlight, InFlightUntilBodyEnd};
 use super::buffered::is_layer_behind_buffer;
 use super::extractors::{Extractors, Reading};
 use super::rate_limit_builder::RateLimitBuilder;
-use super::response_policy::ResponsePolicy;
+use super::response_policy::{ResponsePolicy, is_of_host};
 use super::seam::{Admission, Departure, Gate, take_call};
 use super::service::{gated_future, gated_service};
 use crate::clock;
@@ -21,6 +21,7 @@ use crate::config_error::ConfigError;
 use crate::cost::RequestCost;
 use crate::error::Limited;
 use crate::events;
+use crate::guarded;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::limiter::{
     Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, Permit, Reservation,
@@ -506,7 +507,11 @@ impl Gate for RateLimitLayer {
         policy: &ResponsePolicy,
         _repeat: Option<T>,
     ) -> Departure<Waiting, T> {
-        if policy.is_default() && !Sent::may_end_probation() && !Signal::is_any_in(response) {
+        if policy.is_default()
+            && !Sent::may_end_probation()
+            && !Signal::is_any_in(response)
+            && !guarded::may_be_bad(response.status())
+        {
             return Departure::Pass(InFlight(take_call(call).into_in_flight_slot()));
         }
         leave_slow(take_call(call), response, policy)
@@ -521,9 +526,11 @@ fn leave_slow<T>(
     response: &mut impl ResponseInfo,
     policy: &ResponsePolicy,
 ) -> Departure<Waiting, T> {
-    let signal = policy.signal(call.key(), call.host(), response, clock::now());
+    let host = call.host();
+    let signal = policy.signal(call.key(), host, response, clock::now());
+    let status = response.status().filter(|_| is_of_host(host, response));
     policy.settle(response, || call.settlement());
-    match call.answered(&signal) {
+    match call.answered(&signal, status) {
         (_, Some(limited)) if policy.error_on_limit() => Departure::Refuse(limited),
         (in_flight_slot, _) => Departure::Pass(InFlight(in_flight_slot)),
     }

@@ -5,10 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::extractors::Extractors;
+use super::guard;
 use super::rate_limit::{FurtherLimit, RateLimitLayer};
 use super::settings::{Common, at_most, check_name, common_setters};
 use crate::config_error::ConfigError;
 use crate::cost::Cost;
+use crate::guarded::Watch;
 use crate::key::{Key, RequestRef};
 use crate::limit::LimitSpec;
 use crate::limiter::{HeaderTrust, Limiter, MOST_PARTS, OnScope, OnStoreError, Settings};
@@ -458,7 +460,13 @@ impl RateLimitBuilder {
         let store = self.common.store.take();
         let store = store.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
         let on_scope = self.on_scope.take();
-        let limiter = self.limiter(self.quota, self.name, store.clone(), on_scope)?;
+        let name = self.name.unwrap_or(Tally::DEFAULT_NAME);
+        let guard = guard::build(&self.common, name, &store)?;
+        let watch = guard.clone().map(|guard| guard as Arc<dyn Watch>);
+        let limiter = self.limiter(self.quota, self.name, store.clone(), (on_scope, watch))?;
+        if let Some(guard) = guard {
+            guard.guard(limiter.guarded(), &*store);
+        }
         let mut further = Vec::new();
         for limit in std::mem::take(&mut self.further) {
             let Further {
@@ -469,7 +477,7 @@ impl RateLimitBuilder {
             extractors.cost.clone_from(&self.common.extractors.cost);
             further.push(FurtherLimit {
                 name: Some(name),
-                limiter: self.limiter(quota, Some(name), store.clone(), None)?,
+                limiter: self.limiter(quota, Some(name), store.clone(), (None, None))?,
                 extractors: Arc::new(extractors),
             });
         }
@@ -488,7 +496,7 @@ impl RateLimitBuilder {
         quota: Quota,
         name: Option<&'static str>,
         store: Arc<dyn Store>,
-        on_scope: Option<OnScope>,
+        (on_scope, guard): (Option<OnScope>, Option<Arc<dyn Watch>>),
     ) -> Result<Limiter, ConfigError> {
         quota.check(self.slacks())?;
         let share = self.share(&quota)?;
@@ -500,7 +508,12 @@ impl RateLimitBuilder {
             is_further_unit: true,
             ..settings
         });
-        Ok(Limiter::new(Settings { on_scope, ..first }, others))
+        let first = Settings {
+            on_scope,
+            guard,
+            ..first
+        };
+        Ok(Limiter::new(first, others))
     }
 
     /// Returns the name of a limit in stats: that of the layer, that of the limit if it is a further one,
@@ -558,6 +571,7 @@ impl RateLimitBuilder {
             max_hold,
             learn: self.learn,
             on_scope: None,
+            guard: None,
             on_store_error: self.on_store_error,
             settles: self.common.extractors.policy.settles(),
             counted_within: if quota.limits().iter().all(is_window) {

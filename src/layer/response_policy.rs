@@ -88,9 +88,7 @@ impl ResponsePolicy {
         response: &impl ResponseInfo,
         arrived: Instant,
     ) -> Signal {
-        if let (Some(requested), Some(responding)) = (host, response.host())
-            && Key::host(responding) != requested
-        {
+        if !is_of_host(host, response) {
             return Signal::default();
         }
         let signal = Signal::read_at(response, arrived);
@@ -118,5 +116,13 @@ impl ResponsePolicy {
     /// Sets the closure that changes signals.
     pub(super) fn set_dialect(&mut self, dialect: Dialect) {
         Arc::make_mut(self.0.get_or_insert_default()).dialect = Some(dialect);
+    }
+}
+
+/// Returns whether `response` is of the `host` of its request. After a redirect it may not be.
+pub(super) fn is_of_host(host: Option<Key>, response: &impl ResponseInfo) -> bool {
+    match (host, response.host()) {
+        (Some(requested), Some(responding)) => Key::host(responding) == requested,
+        _ => true,
     }
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::extractors::Extractors;
 use crate::config_error::ConfigError;
+use crate::guard::Guard;
 use crate::stats::{Handler, Kind, Tally, is_series_name};
 use crate::store::{MemoryStore, Store};
 
@@ -20,6 +21,7 @@ pub(super) struct Common {
     pub(super) max_keys: usize,
     pub(super) max_hold: Duration,
     pub(super) on_event: Option<Arc<Handler>>,
+    pub(super) guard: Option<Guard>,
 }
 
 const DEFAULT_MAX_WAIT: Duration = Duration::from_secs(15);
@@ -37,6 +39,7 @@ impl Common {
             max_keys: MemoryStore::DEFAULT_MAX_KEYS,
             max_hold,
             on_event: None,
+            guard: None,
         }
     }
 
@@ -51,7 +54,8 @@ impl Common {
         at_most("max_hold", self.max_hold, DAY, "at most a day")?;
         let no_wait = "at least 1; to refuse at once instead of waiting, set max_wait to zero";
         at_least_one("max_queue", self.max_queue, no_wait)?;
-        at_least_one("max_keys", self.max_keys, "at least 1")
+        at_least_one("max_keys", self.max_keys, "at least 1")?;
+        self.guard.as_ref().map_or(Ok(()), Guard::check)
     }
 
     /// Adds the settings that a builder shows in its `Debug`.
@@ -254,6 +258,20 @@ macro_rules! common_setters {
             handler: impl Fn(&$crate::stats::Event<'_>) + Send + Sync + 'static,
         ) -> Self {
             self.common.on_event = Some(std::sync::Arc::new(handler));
+            self
+        }
+
+        /// Sets a guard that stops requests before the server bans the program for too many bad answers,
+        /// such as 401 or 429. Default: none.
+        ///
+        /// The bad answers of all processes that share the store count together. [`Guard`](crate::Guard)
+        /// has an example.
+        ///
+        /// # Errors
+        ///
+        /// [`build`](Self::build) fails if a setting of the guard is out of range.
+        pub fn guard(mut self, guard: $crate::Guard) -> Self {
+            self.common.guard = Some(guard);
             self
         }
 

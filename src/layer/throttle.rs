@@ -11,7 +11,7 @@ use tower_layer::Layer;
 
 use super::body::InFlight;
 use super::extractors::{Extractors, Reading};
-use super::response_policy::ResponsePolicy;
+use super::response_policy::{ResponsePolicy, is_of_host};
 use super::retrying::RetryingThrottleLayer;
 use super::seam::{Admission, Departure, Gate, GiveBackOnDrop, take_call};
 use super::service::{gated_future, gated_service};
@@ -301,8 +301,9 @@ impl Gate for AdaptiveThrottleLayer {
         } = take_call(call);
         let arrived = clock::now();
         let signal = policy.signal(permit.key(), host, response, arrived);
+        let status = response.status().filter(|_| is_of_host(host, response));
         let limited = match repeat {
-            Some(repeat) => match permit.answered_or_back(&signal, arrived) {
+            Some(repeat) => match permit.answered_or_back(&signal, status, arrived) {
                 Some(Back::Waits(wait)) => {
                     let wait = ThrottleWait {
                         stage: Stage::Turn(wait),
@@ -314,7 +315,7 @@ impl Gate for AdaptiveThrottleLayer {
                 Some(Back::Ended(limited)) => Some(limited),
                 None => None,
             },
-            None => permit.answered_at(&signal, arrived),
+            None => permit.answered_at(&signal, status, arrived),
         };
         match limited {
             Some(limited) if policy.error_on_limit() => Departure::Refuse(limited),

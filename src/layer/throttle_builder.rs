@@ -4,13 +4,16 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::guard;
 use super::settings::{Common, check_name, common_setters};
 use super::throttle::AdaptiveThrottleLayer;
 use crate::config_error::ConfigError;
+use crate::guarded::Watch;
 use crate::limiter::note_several_gates;
 use crate::pace::{Fair, Pace};
 use crate::rng::{Dice, dice};
 use crate::stats::{Kind, Tally};
+use crate::store::MemoryStore;
 #[cfg(doc)]
 use crate::store::Store;
 use crate::throttle::{Throttle, ThrottleSettings};
@@ -116,15 +119,28 @@ impl AdaptiveThrottleBuilder {
         self.common.check()?;
         check_name("name", self.name)?;
         let tally = self.common.tally(self.name, Kind::Throttle);
+        let max_keys = self.common.max_keys;
+        // Without a store, the bad answers of this process count.
+        let shared = self.common.store.clone();
+        let shared = shared.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
+        let guard = guard::build(&self.common, self.name, &shared)?;
+        let watch = guard.clone().map(|guard| guard as Arc<dyn Watch>);
         let Common {
             extractors,
             store,
             max_wait,
             max_queue,
             max_keys,
-            max_hold,
+            mut max_hold,
             on_event: _,
+            guard: _,
         } = self.common;
+        if let Some(guard) = &watch
+            && !max_hold.is_zero()
+        {
+            // Who goes on although the server named a long wait may be banned.
+            max_hold = max_hold.max(guard.longest());
+        }
         let throttle = Throttle::new(ThrottleSettings {
             pace: self.pace,
             dice: Box::new(|| Dice::seeded(dice())),
@@ -133,8 +149,12 @@ impl AdaptiveThrottleBuilder {
             max_keys,
             max_hold,
             store,
+            guard: watch,
             tally,
         })?;
+        if let Some(guard) = guard {
+            guard.guard(throttle.guarded(), &*shared);
+        }
         // The layer may be inside of a rate limit layer.
         note_several_gates();
         Ok(AdaptiveThrottleLayer {

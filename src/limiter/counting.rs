@@ -50,6 +50,9 @@ impl Gate for Core {
     }
 
     fn flush(&self) -> StoreReply<()> {
+        if let Some(guard) = &self.settings.guard {
+            guard.give_back();
+        }
         self.settings.store.flush()
     }
 }
@@ -142,6 +145,7 @@ fn stats(core: &Core) -> Stats {
         max_keys: settings.max_keys,
         longest_hold: sum.longest_hold,
         limits: settings.spec.quota().limits().to_vec(),
+        guard: settings.guard.as_ref().map(|guard| guard.stats()),
         ..core.tally().stats(counted, now)
     }
 }

@@ -57,7 +57,14 @@ impl Core {
         now: Instant,
         act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>) -> R,
     ) -> Result<R, Full> {
-        let new = || KeyState::new(self.settings.spec.life(), now);
+        let new = || {
+            let mut state = KeyState::new(self.settings.spec.life(), now);
+            let guard = self.settings.guard.as_ref();
+            if let Some(left) = guard.and_then(|guard| guard.stopped_for(key, now)) {
+                state.begin_held(left, now);
+            }
+            state
+        };
         let forgotten = |key, mut state: Box<KeyState>| {
             self.settings.tally.absorb(&state.counts);
             let stated = self.stated(&mut state, now);

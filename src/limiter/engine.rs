@@ -195,6 +195,11 @@ impl Core {
         self.settings.spec.quota().unit()
     }
 
+    /// Returns the key that a refusal of a request puts on hold: that of the host's holds, or `key`.
+    pub(super) fn hold_key(&self, key: Key, host: Option<Key>) -> Key {
+        self.hosts.hold_of(key, host).unwrap_or(key)
+    }
+
     /// Returns the name of what the limits count.
     pub(super) fn unit_name(&self) -> &'static str {
         self.unit().unwrap_or(Cost::REQUESTS)
@@ -228,6 +233,15 @@ impl Core {
 
     /// Gives all prefetched permits back to the store, and waits until the store has them.
     pub(super) async fn shutdown(&self) -> Result<(), StoreError> {
+        self.give_back_all();
+        if let Some(guard) = &self.settings.guard {
+            guard.give_back();
+        }
+        self.settings.store.flush().arrives().await
+    }
+
+    /// Gives all prefetched permits back to the store.
+    pub(super) fn give_back_all(&self) {
         let Settings { store, spec, .. } = &self.settings;
         let now = clock::now();
         self.states.for_each(|key, state| {
@@ -239,7 +253,6 @@ impl Core {
                 );
             }
         });
-        store.flush().arrives().await
     }
 }
 

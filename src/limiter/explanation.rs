@@ -224,6 +224,7 @@ impl Because {
             Because::Held => f.write_str(match hold.and_then(|hold| hold.cause) {
                 Some(Cause::Upstream | Cause::UsedUp) => "the upstream has put its key on hold",
                 Some(Cause::Operator) => "hold_for has put its key on hold",
+                Some(Cause::Guard) => "the ban guard has put its key on hold",
                 Some(Cause::Elsewhere) | None => "its key is on hold",
             }),
             Because::Probing => f.write_str("a probe tests whether the upstream accepts requests"),
@@ -256,6 +257,7 @@ impl Held {
             Some(Cause::Upstream) => "the upstream refused a request of this process",
             Some(Cause::UsedUp) => "the upstream stated that nothing is left of a quota",
             Some(Cause::Operator) => "hold_for or hold_until of this process",
+            Some(Cause::Guard) => "the ban guard of this process",
             Some(Cause::Elsewhere) => "another process or limiter",
             None => "known from the store",
         })

@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 use super::engine::Core;
 use super::key_state::{HoldSource, KeyContext, KeyState};
 use super::queue::Number;
+use super::settings::Settings;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
 use crate::stats::Cause;
-use crate::store::HoldState;
+use crate::store::{HoldState, StoreReply};
 
 /// The longest hold: 366 days. Longer ones are cut to this.
 const LONGEST_HOLD: Duration = Duration::from_secs(366 * 86_400);
@@ -50,8 +51,28 @@ impl HoldWait {
     }
 }
 
+/// Two ends of holds closer than this have one cause, which processes learned at different moments.
+pub(super) const SAME: Duration = Duration::from_millis(500);
+
 /// Holds `key` for `span`, here and in all processes that share the store.
 pub(super) async fn hold_for(core: &Arc<Core>, key: Key, span: Duration) -> Result<(), StoreError> {
+    let held = begin(core, key, span, false, Cause::Operator)
+        .arrives()
+        .await?;
+    // Another process may have released the key before, and this process did not know.
+    adopt_published(core, key, held);
+    Ok(())
+}
+
+/// Holds `key` for `span` in this process, and sends the hold to the store. It takes effect there even
+/// if the reply is dropped. If it is `cut`, one request of each process leaves first at its end.
+pub(super) fn begin(
+    core: &Arc<Core>,
+    key: Key,
+    span: Duration,
+    cut: bool,
+    cause: Cause,
+) -> StoreReply<HoldState> {
     let now = clock::now();
     let releases = core
         .states
@@ -60,19 +81,12 @@ pub(super) async fn hold_for(core: &Arc<Core>, key: Key, span: Duration) -> Resu
     let held = HoldState {
         remaining: span.min(LONGEST_HOLD),
         releases,
-        cut: false,
+        cut,
     };
     adopt_seen(core, key, held, now);
-    report(core, key, held.remaining, Cause::Operator);
-    let held = core
-        .settings
-        .store
-        .hold(key, &core.terms(key), held, None)
-        .arrives()
-        .await?;
-    // Another process may have released the key before, and this process did not know.
-    adopt_published(core, key, held);
-    Ok(())
+    report(core, key, held.remaining, cause);
+    let Settings { store, .. } = &core.settings;
+    store.hold(key, &core.terms(key), held, None)
 }
 
 /// Ends the hold of `key`, here and in all processes that share the store.
@@ -85,7 +99,10 @@ pub(super) async fn release(core: &Arc<Core>, key: Key) -> Result<(), StoreError
         .await?;
     adopt_seen(core, key, held, clock::now());
     events::released(&core.settings.tally, &core.label(key, None));
-    Ok(())
+    match &core.settings.guard {
+        Some(guard) => guard.clone().release(key).await,
+        None => Ok(()),
+    }
 }
 
 /// Counts, notes and reports that `key` is on hold.

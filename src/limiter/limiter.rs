@@ -78,7 +78,7 @@ use crate::store::Refusal;
 /// Do not acquire two permits one after the other. A permit is valid for 10 to 50 ms, so the first
 /// one can expire during the wait for the second.
 #[derive(Clone)]
-pub struct Limiter(Cores);
+pub struct Limiter(pub(super) Cores);
 
 impl Limiter {
     /// Acquires a permit for one request of `key`, at once or after a wait of at most

@@ -38,6 +38,7 @@
 // | `joint`, `waiting` | requests of several keys; a request that waits, with one key or several |
 // | `acquire` | the public future of a permit |
 // | `limiter` | [`Limiter`], the public face |
+// | `guarding` | what a ban guard needs of limiters |
 
 mod acquire;
 mod admission;
@@ -47,6 +48,7 @@ mod effects;
 mod engine;
 mod explain;
 mod explanation;
+mod guarding;
 mod holds;
 mod hosts;
 mod in_flight;
@@ -81,6 +83,7 @@ pub use acquire::Acquire;
 pub(crate) use admission::Entry;
 pub(crate) use explanation::Shown;
 pub use explanation::{Because, Explanation, Held, KeyExplanation, StoreState, Verdict};
+pub(crate) use guarding::Counted;
 pub(crate) use in_flight_slot::InFlightSlot;
 pub(crate) use joint::{
     Entered, JointStarted, MOST_PARTS, PartRef, Renewal, Renewed, enter as enter_joint,

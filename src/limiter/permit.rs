@@ -225,7 +225,7 @@ impl Permit {
     /// `None`.
     #[inline]
     pub fn answered(self, signal: &Signal) -> Option<Limited> {
-        self.sent().answered(signal).1
+        self.sent().answered(signal, None).1
     }
 
     /// Marks the request as sent.

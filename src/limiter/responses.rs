@@ -32,6 +32,8 @@ pub(super) struct AnsweredCall {
     pub(super) cost: u32,
     /// When the call was sent, or a little before.
     pub(super) sent: Instant,
+    /// Whether the response is a bad answer to the guard. Then it ends no probation.
+    pub(super) is_bad: bool,
 }
 
 impl AnsweredCall {
@@ -51,19 +53,20 @@ impl AnsweredCall {
         }
     }
 
-    /// Returns the key that a refusal puts on hold: the key of the host's holds, or the key of the call.
+    /// See [`Core::hold_key`].
     fn hold(&self, core: &Core) -> Key {
-        let hold = core.hosts.hold_of(self.key, self.host);
-        hold.unwrap_or(self.key)
+        core.hold_key(self.key, self.host)
     }
 
     fn take_in(&self, core: &Arc<Core>, signal: &Signal) {
-        let &AnsweredCall { key, sent, .. } = self;
+        let &AnsweredCall {
+            key, sent, is_bad, ..
+        } = self;
         let hold = self.hold(core);
         let now = clock::now();
         let limited = signal.refusal().is_some();
         let accept = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
-            let is_released = !limited && state.hold.accepted_upstream(sent, now);
+            let is_released = !limited && !is_bad && state.hold.accepted_upstream(sent, now);
             if is_released {
                 state.hold_changed(ctx);
             }
@@ -135,11 +138,20 @@ impl AnsweredCall {
         now: Instant,
     ) {
         let Settings {
-            max_hold,
             store,
             on_scope,
+            guard,
             ..
         } = &core.settings;
+        let mut max_hold = core.settings.max_hold;
+        if let Some(guard) = guard
+            && !max_hold.is_zero()
+            && signal.refusal().is_some()
+            && retry_after.is_some_and(|wait| wait > max_hold)
+        {
+            // Who goes on although the upstream named a long wait may be banned.
+            max_hold = guard.longest().max(max_hold);
+        }
         let scoped = match (signal.scope(), on_scope) {
             (Some(scope), Some(on_scope)) => on_scope(self.key, scope),
             _ => Some(self.hold(core)),
@@ -150,9 +162,9 @@ impl AnsweredCall {
         let entered = core.with_new_state(key, now, |state, ctx| {
             let new = state
                 .hold
-                .refused_upstream(retry_after, *max_hold, self.sent, now)?;
+                .refused_upstream(retry_after, max_hold, self.sent, now)?;
             let left = if new.is_sent {
-                state.upstream.take_remaining(ctx.spec, *max_hold, now)
+                state.upstream.take_remaining(ctx.spec, max_hold, now)
             } else {
                 None
             };

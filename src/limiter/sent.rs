@@ -21,6 +21,7 @@ use super::split_signal::{SignalKey, split};
 use crate::clock;
 use crate::error::{Facts, Limited, LimitedInfo};
 use crate::events;
+use crate::guarded;
 use crate::key::{Key, Label};
 use crate::signal::Signal;
 
@@ -298,13 +299,21 @@ impl Sent {
 
     /// Ends the request with what its response states. Returns the error of a response that is a
     /// refusal. The call is in flight until the in-flight slot is dropped.
-    pub(crate) fn answered(mut self, signal: &Signal) -> (Option<InFlightSlot>, Option<Limited>) {
+    ///
+    /// `status` is that of the response, if it has one.
+    pub(crate) fn answered(
+        mut self,
+        signal: &Signal,
+        status: Option<StatusCode>,
+    ) -> (Option<InFlightSlot>, Option<Limited>) {
+        let status = status.or(signal.refusal());
+        let is_bad = guarded::may_be_bad(status) && self.tell_guards(signal, status);
         let refused = match self.more.as_ref().filter(|more| !more.joint.is_empty()) {
             None => {
-                self.observe(signal);
+                self.observe(signal, is_bad);
                 None
             }
-            Some(more) => self.observe_joint(&more.joint, signal),
+            Some(more) => self.observe_joint(&more.joint, signal, is_bad),
         };
         let limited = signal
             .refusal()
@@ -327,8 +336,28 @@ impl Sent {
             .unwrap_or(Poll::Pending)
     }
 
+    /// Tells the guards of all keys of a response that may be a bad answer. Returns whether it is one.
+    #[cold]
+    fn tell_guards(&self, signal: &Signal, status: Option<StatusCode>) -> bool {
+        let Some(status) = status else { return false };
+        let others = self.more.iter().flat_map(|more| more.joint.iter());
+        let mut is_bad = false;
+        for sent in std::iter::once(self).chain(others) {
+            let Some(core) = sent.core.find() else {
+                continue;
+            };
+            if let Some(guard) = core.settings.guard.clone()
+                && guard.is_bad(status, signal)
+            {
+                is_bad = true;
+                guard.answered(core.hold_key(sent.key, sent.host), sent.at);
+            }
+        }
+        is_bad
+    }
+
     /// Takes in what the response states about the key.
-    fn observe(&self, signal: &Signal) {
+    fn observe(&self, signal: &Signal, is_bad: bool) {
         let &Sent {
             key,
             host,
@@ -341,6 +370,7 @@ impl Sent {
             host,
             cost,
             sent: at,
+            is_bad,
         }
         .observe(self.core, signal);
     }
@@ -353,6 +383,7 @@ impl Sent {
         &self,
         others: &[Sent],
         signal: &Signal,
+        is_bad: bool,
     ) -> Option<(Label, Option<&'static str>)> {
         let all: SmallVec<[&Sent; 4]> = std::iter::once(self).chain(others).collect();
         let keys: SmallVec<[SignalKey; 4]> = all
@@ -369,7 +400,7 @@ impl Sent {
             .collect();
         let (signals, refused) = split(signal, &keys);
         for (sent, signal) in all.iter().zip(&signals) {
-            sent.observe(signal);
+            sent.observe(signal, is_bad);
         }
         // All units of a key have the label of the first.
         let further = keys[..=refused?].iter().rev();

@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::key_state::HeaderTrust;
 #[cfg(doc)]
 use crate::error::Limited;
+use crate::guarded::Watch;
 use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::stats::Tally;
@@ -42,6 +43,8 @@ pub(crate) struct Settings {
     /// Which limits that the upstream states replace the configured ones.
     pub(crate) learn: HeaderTrust,
     pub(crate) on_scope: Option<OnScope>,
+    /// Stops keys with too many bad answers, if there is one.
+    pub(crate) guard: Option<Arc<dyn Watch>>,
     pub(crate) on_store_error: OnStoreError,
     /// Whether the true cost of a request may be stated after its response.
     pub(crate) settles: bool,

@@ -74,7 +74,7 @@ pub(super) fn retrying(
                 let response = wire.send().await;
                 let arrived = clock::now();
                 let signal = Signal::read_at(&response, arrived);
-                permit = match permit.answered_or_back(&signal, arrived) {
+                permit = match permit.answered_or_back(&signal, None, arrived) {
                     None => return Ok(()),
                     Some(Back::Ended(limited)) => return Err(limited),
                     Some(Back::Waits(wait)) => wait.await?,

@@ -8,7 +8,7 @@ use http::StatusCode;
 use super::drain::Drained;
 use super::values::Cause;
 use crate::error::{Limited, StoreError};
-use crate::quota::Limit;
+use crate::quota::{Limit, Quota};
 
 /// A closure that is called with each event.
 pub(crate) type Handler = dyn Fn(&Event<'_>) + Send + Sync;
@@ -86,6 +86,18 @@ pub enum Event<'a> {
         /// A limit that this process does not have.
         limit: Limit,
     },
+    /// A [ban guard](crate::Guard) stops requests, because too many answers were bad.
+    #[non_exhaustive]
+    GuardTripped {
+        /// The label of the key whose request had the last bad answer.
+        key: &'a str,
+        /// How many bad answers are allowed.
+        quota: &'a Quota,
+        /// How long the stop lasts.
+        stop: Duration,
+        /// How often in a row the guard has tripped: 1 for the first stop.
+        trip: u32,
+    },
     /// The limiter or throttle was drained.
     #[non_exhaustive]
     Drained {
@@ -127,6 +139,15 @@ impl fmt::Display for Event<'_> {
                 write!(f, "pace of key {key} not shared: {error}")
             }
             Event::Together { key } => write!(f, "pace of key {key} shared again"),
+            Event::GuardTripped {
+                key,
+                quota,
+                stop,
+                trip,
+            } => write!(
+                f,
+                "requests of key {key} stopped for {stop:?} (stop {trip}): more bad answers than {quota}"
+            ),
             Event::Drained { drained } => write!(f, "drained: {drained}"),
             Event::ForeignLimit { key, limit } => {
                 write!(f, "another process limits key {key} by {limit}")

@@ -72,7 +72,7 @@ pub(crate) use registry::{Gate, register};
 pub(crate) use tally::{Counted, Tally, is_series_name};
 pub(crate) use values::Outcome;
 pub use values::{
-    Cause, Holds, InFlightStats, KeyStats, Kind, Refusals, Requests, Stats, Statuses,
+    Cause, GuardStats, Holds, InFlightStats, KeyStats, Kind, Refusals, Requests, Stats, Statuses,
 };
 
 /// Returns the stats of all limiters and throttles of this process that still exist, the oldest first.
@@ -101,7 +101,10 @@ pub fn all() -> Vec<Stats> {
 ///
 /// If requests wait and the future is polled outside of a Tokio runtime with timers.
 pub async fn drain(within: Duration) -> Result<Drained, StoreError> {
-    drain_gates(registry::all(), within).await
+    // Guards go on counting: requests that are let leave may be answered.
+    let mut gates = registry::all();
+    gates.retain(|gate| !gate.tally().is_of_guard());
+    drain_gates(gates, within).await
 }
 
 /// Drains `gates` at the same time.

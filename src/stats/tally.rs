@@ -281,6 +281,12 @@ impl Tally {
         }
     }
 
+    /// Returns whether this counts bad answers for a guard. Then there are no events: the guard has its
+    /// own.
+    pub(crate) fn is_of_guard(&self) -> bool {
+        self.kind == Kind::Guard
+    }
+
     /// Returns whether the program takes in events.
     pub(crate) fn has_handler(&self) -> bool {
         self.handler.is_some()
@@ -352,6 +358,7 @@ impl Tally {
             max_keys: 0,
             longest_hold: None,
             limits: Vec::new(),
+            guard: None,
         }
     }
 

@@ -64,6 +64,19 @@ pub struct Stats {
     pub longest_hold: Option<Duration>,
     /// The configured limits of each key. Empty for a throttle.
     pub limits: Vec<Limit>,
+    /// What the [ban guard](crate::Guard) has seen. `None` without one.
+    pub guard: Option<GuardStats>,
+}
+
+/// What a [ban guard](crate::Guard) has seen in this process.
+#[non_exhaustive]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GuardStats {
+    /// The bad answers to requests of this process.
+    pub bad: u64,
+    /// How often the guard of this process has tripped. A stop that another process told it of is a hold
+    /// with the cause [`Guard`](Cause::Guard), and no trip.
+    pub trips: u64,
 }
 
 /// What kind of gate a [`Stats`] is about.
@@ -74,6 +87,9 @@ pub enum Kind {
     Limiter,
     /// A [`Throttle`](crate::Throttle), which finds a pace.
     Throttle,
+    /// What counts the bad answers of a [ban guard](crate::Guard): each is a request here. Its name is
+    /// that of the guarded layer and `guard`.
+    Guard,
 }
 
 /// Every request once, by its outcome.
@@ -250,15 +266,18 @@ pub enum Cause {
     UsedUp,
     /// `hold_for` or `hold_until` of this process.
     Operator,
+    /// A [ban guard](crate::Guard), because too many answers were bad.
+    Guard,
     /// Another process that shares the store, or another limiter of this process with the same store.
     Elsewhere,
 }
 
 impl Cause {
-    pub(super) const ALL: [Cause; 4] = [
+    pub(super) const ALL: [Cause; 5] = [
         Cause::Upstream,
         Cause::UsedUp,
         Cause::Operator,
+        Cause::Guard,
         Cause::Elsewhere,
     ];
 
@@ -268,6 +287,7 @@ impl Cause {
             Cause::Upstream => "upstream",
             Cause::UsedUp => "used_up",
             Cause::Operator => "operator",
+            Cause::Guard => "guard",
             Cause::Elsewhere => "elsewhere",
         }
     }

@@ -42,6 +42,9 @@ impl Gate for Core {
     }
 
     fn flush(&self) -> StoreReply<()> {
+        if let Some(guard) = &self.settings.guard {
+            guard.give_back();
+        }
         match &self.settings.store {
             Some(store) => store.flush(),
             None => StoreReply::Ready(Ok(())),
@@ -116,6 +119,7 @@ fn stats(core: &Core) -> Stats {
         keys_held: sum.held,
         max_keys: core.settings.max_keys,
         longest_hold: sum.longest_hold,
+        guard: core.settings.guard.as_ref().map(|guard| guard.stats()),
         ..core.tally().stats(counted, now)
     }
 }

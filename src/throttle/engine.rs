@@ -14,6 +14,7 @@ use super::waiters::{TooLate, Waiters};
 use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::{Facts, Limited, LimitedInfo, Reason};
+use crate::guarded::Watch;
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::{Full, KeyMap};
 use crate::pace::Pace;
@@ -38,6 +39,8 @@ pub(crate) struct ThrottleSettings {
     pub(crate) max_hold: Duration,
     /// The store through which processes share the pace, if they do.
     pub(crate) store: Option<Arc<dyn Store>>,
+    /// Stops keys with too many bad answers, if there is one.
+    pub(crate) guard: Option<Arc<dyn Watch>>,
     /// The counts of the throttle, and its name in them.
     pub(crate) tally: Tally,
 }
@@ -135,7 +138,7 @@ impl Core {
         with: impl FnOnce(&mut Waiters, &mut Wakers) -> R,
     ) -> Result<R, Full> {
         let mut effects = Effects::default();
-        let make = || self.new_waiters(now);
+        let make = || self.new_waiters(key, now);
         let evict = |_, waiters: Waiters| self.settings.tally.absorb(&waiters.counts);
         let opened = self.keys.enter(key, now, make, evict, |waiters| {
             self.change(waiters, with, &mut effects)
@@ -179,16 +182,21 @@ impl Core {
         self.keys.len()
     }
 
-    fn new_waiters(&self, now: Instant) -> Waiters {
+    fn new_waiters(&self, key: Key, now: Instant) -> Waiters {
         let ThrottleSettings {
             pace,
             dice,
             max_hold,
+            guard,
             ..
         } = &self.settings;
         let mut queue = PacedQueue::new(pace(), dice(), *max_hold, now);
         if let Some(SharedPace { store, id, .. }) = &self.shared {
             queue.share(*id, store.address(), now);
+        }
+        let guard = guard.as_ref();
+        if let Some(left) = guard.and_then(|guard| guard.stopped_for(key, now)) {
+            queue.hold_until(clock::after(now, left), now);
         }
         Waiters::new(queue, now)
     }

@@ -27,6 +27,7 @@
 // | `waiters` | a paced queue with wakers and timers; only the first waiter's timer follows the next slot |
 // | `engine` | the waiters of all keys, and the listener of store events |
 // | `counting` | what is counted of requests, and the stats of a throttle |
+// | `guarding` | what a ban guard does to a throttle |
 // | `explain` | why a request would wait now |
 // | `sync_task` | the task that writes the register of one key |
 // | `permit` | the right to send one request, and the wait for it |
@@ -39,6 +40,7 @@ mod counting;
 mod engine;
 mod event_log;
 mod explain;
+mod guarding;
 mod local_queue;
 mod pace_state;
 mod paced_queue;
@@ -57,7 +59,7 @@ mod waiters;
 mod written_wait;
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use self::engine::{Core, Since};
@@ -69,6 +71,7 @@ use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::{Limited, Reason, StoreError};
 use crate::events;
+use crate::guarded::Guarded;
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::Full;
 use crate::stats::{Cause, Drained, Gate, KeyStats, Stats, drain_gate};
@@ -320,10 +323,14 @@ impl Throttle {
         if !self.core.is_shared() {
             self.core
                 .at(key, |waiters, wakers| waiters.release(now, wakers));
-            return Ok(());
+        } else {
+            self.change(key, now, |waiters, wakers| waiters.release(now, wakers))
+                .await?;
         }
-        self.change(key, now, |waiters, wakers| waiters.release(now, wakers))
-            .await
+        match &self.core.settings.guard {
+            Some(guard) => guard.clone().release(key).await,
+            None => Ok(()),
+        }
     }
 
     /// Ends the use of this throttle, for the shutdown of a process: lets the requests leave that wait and
@@ -374,6 +381,12 @@ impl Throttle {
     /// Returns the name of `key` in errors and events. `request` is the request that has the key.
     pub(crate) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Label {
         self.core.label(key, request)
+    }
+
+    /// Returns what a guard stops.
+    pub(crate) fn guarded(&self) -> Weak<dyn Guarded> {
+        let core: Weak<Core> = Arc::downgrade(&self.core);
+        core
     }
 
     /// Admits a request that arrives now, or queues or refuses it.

@@ -58,6 +58,13 @@ pub(super) struct PaceOutlook {
     pub(super) is_alone: bool,
 }
 
+impl Flight {
+    /// Returns when the request left.
+    pub(super) fn sent(&self) -> Instant {
+        self.sent
+    }
+}
+
 /// A refused request that may go back to its old place.
 #[derive(Debug)]
 pub(crate) struct Refused {

@@ -16,6 +16,7 @@ use super::waiters::TooLate;
 use crate::clock;
 use crate::error::Limited;
 use crate::events;
+use crate::guarded;
 use crate::key::{Key, Label};
 use crate::signal::Signal;
 use crate::stats::{Gate, OpenRequest};
@@ -103,13 +104,18 @@ impl ThrottlePermit {
     /// Ends the permit with what the response states. If the upstream refused the request, returns
     /// the error for it, which the caller may ignore.
     pub fn answered(self, signal: &Signal) -> Option<Limited> {
-        self.answered_at(signal, clock::now())
+        self.answered_at(signal, None, clock::now())
     }
 
     /// Ends the permit as [`answered`](ThrottlePermit::answered) does, with a response that arrived
-    /// at `now`.
-    pub(crate) fn answered_at(mut self, signal: &Signal, now: Instant) -> Option<Limited> {
-        match self.end(signal, None, now) {
+    /// at `now`. `status` is that of the response, if it has one.
+    pub(crate) fn answered_at(
+        mut self,
+        signal: &Signal,
+        status: Option<StatusCode>,
+        now: Instant,
+    ) -> Option<Limited> {
+        match self.end(signal, status, None, now) {
             Some(Back::Ended(limited)) => Some(limited),
             _ => None,
         }
@@ -117,13 +123,31 @@ impl ThrottlePermit {
 
     /// Ends the permit as [`answered_at`](ThrottlePermit::answered_at) does. A refused request
     /// waits in its old place if it can leave in time.
-    pub(crate) fn answered_or_back(mut self, signal: &Signal, now: Instant) -> Option<Back> {
+    pub(crate) fn answered_or_back(
+        mut self,
+        signal: &Signal,
+        status: Option<StatusCode>,
+        now: Instant,
+    ) -> Option<Back> {
         let latest = self.latest;
-        self.end(signal, Some(latest), now)
+        self.end(signal, status, Some(latest), now)
     }
 
-    fn end(&mut self, signal: &Signal, back_until: Option<Instant>, now: Instant) -> Option<Back> {
+    fn end(
+        &mut self,
+        signal: &Signal,
+        status: Option<StatusCode>,
+        back_until: Option<Instant>,
+        now: Instant,
+    ) -> Option<Back> {
         let flight = self.flight.take()?;
+        let status = status.or(signal.refusal());
+        if guarded::may_be_bad(status)
+            && let (Some(status), Some(guard)) = (status, &self.core.settings.guard)
+            && guard.is_bad(status, signal)
+        {
+            guard.clone().answered(self.key, flight.sent());
+        }
         let back_until = back_until.filter(|_| !self.core.tally().is_draining());
         let number = flight.number;
         let answered = self.core.at(self.key, |waiters, wakers| {

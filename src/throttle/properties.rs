@@ -275,7 +275,7 @@ async fn call(
         clock::sleep_until(clock::now() + Duration::from_millis(caller.takes)).await;
         let (refused, left, wait) = caller.answers[attempt.min(caller.answers.len() - 1)];
         let signal = signal(refused && attempt < caller.answers.len(), left, wait);
-        match permit.answered_or_back(&signal, clock::now()) {
+        match permit.answered_or_back(&signal, None, clock::now()) {
             Some(Back::Waits(wait)) => {
                 waits = waiting(number);
                 permit = wait.await.expect("it can wait for long");
@@ -301,6 +301,7 @@ fn at_the_gate(callers: &[Caller], seed: u64) -> Vec<(u64, Duration, Duration, b
             max_keys: 10,
             max_hold: MAX_HOLD,
             store: None,
+            guard: None,
             tally: Tally::new("throttle", Kind::Throttle, None),
         })
         .unwrap();

@@ -146,6 +146,16 @@ impl KeyState {
         }
     }
 
+    /// Puts a key that has just got its state on hold, because the guard stops it.
+    pub(super) fn begin_held(&mut self, left: Duration, now: Instant) {
+        let held = HoldState {
+            remaining: left,
+            releases: 0,
+            cut: true,
+        };
+        self.hold.adopt(held, HoldSource::Seen, now);
+    }
+
     /// Returns how many requests wait.
     #[inline]
     pub(super) fn waiting(&self) -> usize {

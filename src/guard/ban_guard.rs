@@ -1,0 +1,246 @@
+//! Counts bad answers, and stops keys that have too many.
+//!
+//! The bad answers of all processes count in a limiter of the guard's own, over the store of the gate.
+//! Each takes a permit that is never waited for. If the limiter refuses one, the guard trips: it puts
+//! the key under which it counts on hold, and with it each key of the gate that counts under it. The
+//! store tells the other processes of the hold, whose guards do the same.
+//!
+//! A bad answer that gets no permit is charged: so all of them count. While the store is away, a limiter
+//! in memory counts for this process alone, and what it counts is charged when the store is back.
+//!
+//! The guard never calls its gate, its limiter or the store while it holds a lock.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use http::StatusCode;
+
+use super::stops::{NewStop, Stops};
+use super::{Counts, Guard, KeyOf};
+use crate::clock;
+use crate::error::{Limited, Reason, StoreError};
+use crate::guarded::{self, Guarded, Watch};
+use crate::key::Key;
+use crate::limiter::{Counted, Limiter};
+use crate::quota::Quota;
+use crate::signal::Signal;
+use crate::stats::GuardStats;
+use crate::store::{Store, StoreEvent, StoreListener};
+
+type MakeLimiter = Box<dyn FnOnce() -> Limiter + Send>;
+
+/// The guard of one gate.
+pub(crate) struct BanGuard {
+    counts: Arc<Counts>,
+    key: Arc<KeyOf>,
+    longest: Duration,
+    quota: Quota,
+    /// Counts the bad answers of all processes.
+    all: Limiter,
+    /// Counts those of this process, while the store is away.
+    alone: LazyLock<Limiter, MakeLimiter>,
+    gate: OnceLock<Weak<dyn Guarded>>,
+    stops: Stops,
+    bad: AtomicU64,
+    trips: AtomicU64,
+}
+
+/// A bad answer that is counted.
+#[derive(Clone, Copy)]
+struct BadAnswer {
+    /// The key of its request.
+    key: Key,
+    /// The key under which it counts.
+    counted: Key,
+    /// When its request was sent.
+    sent: Instant,
+}
+
+impl BanGuard {
+    /// Makes a guard that counts in `all`, and in one that `alone` makes while the store is away. It
+    /// knows the stops of
+    /// up to `max_keys` keys.
+    pub(crate) fn new(
+        guard: Guard,
+        all: Limiter,
+        alone: MakeLimiter,
+        max_keys: usize,
+    ) -> Arc<Self> {
+        let Guard {
+            quota,
+            counts,
+            key,
+            first,
+            longest,
+        } = guard;
+        guarded::note_any();
+        Arc::new(BanGuard {
+            counts,
+            key,
+            longest,
+            quota,
+            all,
+            alone: LazyLock::new(alone),
+            gate: OnceLock::new(),
+            stops: Stops::new(first, longest, max_keys),
+            bad: AtomicU64::new(0),
+            trips: AtomicU64::new(0),
+        })
+    }
+
+    /// Guards `gate` from now on, and listens to the `store` for stops of other processes.
+    pub(crate) fn guard(self: &Arc<Self>, gate: Weak<dyn Guarded>, store: &dyn Store) {
+        // A guard has one gate.
+        let _ = self.gate.set(gate);
+        let listener: Weak<dyn StoreListener> = Arc::downgrade(self) as _;
+        store.listen(listener);
+    }
+
+    fn gate(&self) -> Option<Arc<dyn Guarded>> {
+        self.gate.get().and_then(Weak::upgrade)
+    }
+
+    /// Returns the key under which the bad answers to requests of `key` count.
+    fn counted(&self, key: Key) -> Key {
+        (self.key)(key).and("tollgate guard")
+    }
+
+    fn count(self: Arc<Self>, bad: BadAnswer) {
+        match self.all.count(bad.counted) {
+            Counted::Now(outcome) => self.take_in(bad, outcome),
+            Counted::Later(outcome) => {
+                let all = self.all.clone();
+                all.spawn(async move {
+                    let outcome = outcome.await;
+                    self.take_in(bad, outcome);
+                });
+            }
+        }
+    }
+
+    /// Takes in whether the quota allowed a bad answer.
+    fn take_in(&self, bad: BadAnswer, outcome: Result<(), Limited>) {
+        let Err(limited) = outcome else { return };
+        // What got no permit counts all the same, also once the store is back.
+        self.all.charge(bad.counted);
+        let is_over = match limited {
+            Limited::Store { .. } => match self.alone.count(bad.counted) {
+                Counted::Now(outcome) => outcome.is_err(),
+                Counted::Later(_) => false,
+            },
+            Limited::Local {
+                reason: Reason::Held,
+                ..
+            } => {
+                // Another process has stopped the key, and this one has not been told yet.
+                // The time to retry is that of a permit, which may be later.
+                self.heard(bad.counted, self.all.held(bad.counted).unwrap_or_default());
+                false
+            }
+            Limited::Local {
+                reason: Reason::MaxWait(_),
+                ..
+            } => true,
+            // No room for the key, or a limiter that ends.
+            _ => false,
+        };
+        if is_over {
+            self.trip(bad);
+        }
+    }
+
+    fn trip(&self, bad: BadAnswer) {
+        let (Some(gate), now) = (self.gate(), clock::now()) else {
+            return;
+        };
+        let Some(NewStop { span, number }) = self.stops.trip(bad.counted, bad.sent, now) else {
+            return;
+        };
+        self.trips.fetch_add(1, Ordering::Relaxed);
+        gate.report(bad.key, &self.quota, span, number);
+        // The guards of the other processes hear of the stop first, then their gates.
+        self.all.hold(bad.counted, span);
+        gate.clone().hold(bad.key, span);
+        gate.hold_all(&|key| self.counted(key) == bad.counted, span);
+    }
+
+    /// Takes in that requests that count under `counted` are stopped for `span`.
+    fn heard(&self, counted: Key, span: Duration) {
+        let now = clock::now();
+        if !span.is_zero()
+            && self.stops.heard(counted, span, now)
+            && let Some(gate) = self.gate()
+        {
+            gate.hold_all(&|key| self.counted(key) == counted, span);
+        }
+    }
+
+    /// Ends the stop of the keys that count under `counted` in this process.
+    fn released(&self, counted: Key) {
+        if let Some(until) = self.stops.release(counted, clock::now())
+            && let Some(gate) = self.gate()
+        {
+            gate.release_all(&|key| self.counted(key) == counted, until);
+        }
+    }
+}
+
+impl Watch for BanGuard {
+    fn is_bad(&self, status: StatusCode, signal: &Signal) -> bool {
+        (self.counts)(status, signal)
+    }
+
+    fn answered(self: Arc<Self>, key: Key, sent: Instant) {
+        self.bad.fetch_add(1, Ordering::Relaxed);
+        let counted = self.counted(key);
+        if self.stops.left(counted, clock::now()).is_some() {
+            // It was on its way when the guard tripped.
+            self.all.charge(counted);
+            return;
+        }
+        self.count(BadAnswer { key, counted, sent });
+    }
+
+    fn stopped_for(&self, key: Key, now: Instant) -> Option<Duration> {
+        self.stops.left(self.counted(key), now)
+    }
+
+    fn longest(&self) -> Duration {
+        self.longest
+    }
+
+    fn release(
+        self: Arc<Self>,
+        key: Key,
+    ) -> Pin<Box<dyn Future<Output = Result<(), StoreError>> + Send>> {
+        let counted = self.counted(key);
+        self.released(counted);
+        Box::pin(async move { self.all.release(counted).await })
+    }
+
+    fn give_back(&self) {
+        self.all.give_back();
+    }
+
+    fn stats(&self) -> GuardStats {
+        GuardStats {
+            bad: self.bad.load(Ordering::Relaxed),
+            trips: self.trips.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl StoreListener for BanGuard {
+    fn on_event(self: Arc<Self>, key: Key, _holder: u64, event: StoreEvent) {
+        if let StoreEvent::Hold(held) = event {
+            if held.remaining.is_zero() {
+                self.released(key);
+            } else {
+                self.heard(key, held.remaining);
+            }
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! The stops of a guard: until when the requests of a key are stopped, and how long the next stop is.
+//!
+//! Each process keeps them for itself. But a process hears of each stop by the hold that tells the others
+//! of it, and its length says how often it was doubled. So the next stop is twice as long whichever
+//! process trips.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::clock;
+use crate::key::Key;
+
+/// The stops of all keys that a guard counts under.
+pub(super) struct Stops {
+    first: Duration,
+    longest: Duration,
+    /// The most keys. Holds of other keys are heard, too, and it is not known which they are.
+    most: usize,
+    stops: Mutex<BTreeMap<Key, Stop>>,
+}
+
+/// The last stop of a key.
+#[derive(Clone, Copy, Debug)]
+struct Stop {
+    until: Instant,
+    /// How often in a row its guard had tripped, including this stop. 0 after a release.
+    number: u32,
+}
+
+/// A stop that begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct NewStop {
+    pub(super) span: Duration,
+    /// How often in a row the guard has tripped.
+    pub(super) number: u32,
+}
+
+/// Two ends closer than this are one stop, told by different processes.
+const SAME_STOP: Duration = Duration::from_millis(500);
+
+impl Stops {
+    pub(super) fn new(first: Duration, longest: Duration, most: usize) -> Self {
+        Stops {
+            first,
+            longest,
+            most,
+            stops: Mutex::default(),
+        }
+    }
+
+    fn with<R>(&self, act: impl FnOnce(&mut BTreeMap<Key, Stop>) -> R) -> R {
+        act(&mut self.stops.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Returns the length of the stop with this number.
+    fn span(&self, number: u32) -> Duration {
+        let doubled = self
+            .first
+            .saturating_mul(1 << number.saturating_sub(1).min(20));
+        doubled.min(self.longest)
+    }
+
+    /// Returns the number of a stop that lasts for `span`.
+    fn number(&self, span: Duration) -> u32 {
+        let is_at_least = |number: &u32| self.span(*number) + SAME_STOP >= span;
+        (1..20).find(is_at_least).unwrap_or(20)
+    }
+
+    /// Returns for how long `key` is stopped.
+    pub(super) fn left(&self, key: Key, now: Instant) -> Option<Duration> {
+        let until = self.with(|stops| stops.get(&key).map(|stop| stop.until))?;
+        (until > now).then(|| until - now)
+    }
+
+    /// Begins a stop, because there were too many bad answers. The last one answers a request that was
+    /// sent at `sent`. Returns `None` if that was before the end of the last stop.
+    pub(super) fn trip(&self, key: Key, sent: Instant, now: Instant) -> Option<NewStop> {
+        self.with(|stops| {
+            let last = stops.get(&key);
+            if last.is_some_and(|last| sent < last.until || now < last.until) {
+                return None;
+            }
+            let last = last.filter(|last| now < clock::after(last.until, self.longest));
+            let number = last.map_or(1, |last| last.number.saturating_add(1));
+            let span = self.span(number);
+            self.insert(
+                stops,
+                key,
+                Stop {
+                    until: clock::after(now, span),
+                    number,
+                },
+                now,
+            );
+            Some(NewStop { span, number })
+        })
+    }
+
+    /// Takes in that `key` is stopped for `span`, as another process has told. Returns whether that is a
+    /// new stop.
+    pub(super) fn heard(&self, key: Key, span: Duration, now: Instant) -> bool {
+        self.with(|stops| {
+            let until = clock::after(now, span);
+            let last = stops.get(&key);
+            if last.is_some_and(|last| until <= clock::after(last.until, SAME_STOP)) {
+                return false;
+            }
+            let number = self.number(span);
+            self.insert(stops, key, Stop { until, number }, now);
+            true
+        })
+    }
+
+    /// Ends the stop of `key`. Returns when it would have ended, if it is not over.
+    pub(super) fn release(&self, key: Key, now: Instant) -> Option<Instant> {
+        self.with(|stops| {
+            let stop = stops.get_mut(&key)?;
+            let until = stop.until;
+            if until <= now {
+                return None;
+            }
+            // Answers to requests that were sent before do not trip the guard again.
+            *stop = Stop {
+                until: now,
+                number: 0,
+            };
+            Some(until)
+        })
+    }
+
+    fn insert(&self, stops: &mut BTreeMap<Key, Stop>, key: Key, stop: Stop, now: Instant) {
+        if stops.len() >= self.most && !stops.contains_key(&key) {
+            stops.retain(|_, stop| stop.until > now);
+        }
+        if stops.len() < self.most || stops.contains_key(&key) {
+            stops.insert(key, stop);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn secs(secs: u64) -> Duration {
+        Duration::from_secs(secs)
+    }
+
+    #[test]
+    fn stops_double_up_to_the_longest() {
+        let (stops, mut now) = (Stops::new(secs(60), secs(300), 10), clock::now());
+        let key = Key::new("a");
+        for (number, expected) in (1..).zip([60, 120, 240, 300, 300]) {
+            let span = secs(expected);
+            assert_eq!(stops.trip(key, now, now), Some(NewStop { span, number }));
+            assert_eq!(stops.left(key, now), Some(span));
+            now += span;
+        }
+        now += secs(300);
+        assert_eq!(
+            stops.trip(key, now, now).map(|stop| stop.span),
+            Some(secs(60))
+        );
+    }
+
+    #[test]
+    fn stop_of_another_process_counts_as_own() {
+        let (stops, now) = (Stops::new(secs(60), secs(3600), 10), clock::now());
+        let key = Key::new("a");
+        let late = Duration::from_millis(30);
+        assert!(stops.heard(key, secs(120), now));
+        assert!(!stops.heard(key, secs(120), now + late));
+        assert_eq!(stops.trip(key, now, now + late), None);
+        let end = now + secs(121);
+        let span = secs(240);
+        assert_eq!(stops.trip(key, end, end), Some(NewStop { span, number: 3 }));
+    }
+
+    #[test]
+    fn answers_to_requests_before_a_release_do_not_trip() {
+        let (stops, now) = (Stops::new(secs(60), secs(3600), 10), clock::now());
+        let key = Key::new("a");
+        stops.trip(key, now, now);
+        let later = now + secs(10);
+        assert_eq!(stops.release(key, later), Some(now + secs(60)));
+        assert_eq!(stops.release(key, later), None);
+        assert_eq!(stops.trip(key, later - secs(1), later), None);
+        let span = secs(60);
+        assert_eq!(
+            stops.trip(key, later, later),
+            Some(NewStop { span, number: 1 })
+        );
+    }
+
+    #[test]
+    fn keys_are_bounded() {
+        let (stops, now) = (Stops::new(secs(60), secs(3600), 3), clock::now());
+        for number in 0..10 {
+            stops.heard(Key::new(format!("{number}")), secs(5), now);
+        }
+        assert_eq!(stops.with(|stops| stops.len()), 3);
+        stops.heard(Key::new("later"), secs(5), now + secs(6));
+        assert_eq!(stops.with(|stops| stops.len()), 1);
+    }
+}

@@ -1,0 +1,76 @@
+//! The seam between a gate and its [ban guard](crate::Guard).
+//!
+//! A gate tells its guard of bad answers ([`Watch`]), and the guard puts keys of the gate on hold
+//! ([`Guarded`]). Neither imports the other.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use http::StatusCode;
+
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::quota::Quota;
+use crate::signal::Signal;
+use crate::stats::GuardStats;
+
+/// What a gate tells its guard, and asks it.
+pub(crate) trait Watch: Send + Sync {
+    /// Returns whether a response counts as a bad answer.
+    fn is_bad(&self, status: StatusCode, signal: &Signal) -> bool;
+
+    /// Counts a bad answer to a request of `key` that was sent at `sent`. Stops the key if there were
+    /// too many.
+    fn answered(self: Arc<Self>, key: Key, sent: Instant);
+
+    /// Returns for how long requests of `key` are stopped, by what this process knows.
+    fn stopped_for(&self, key: Key, now: Instant) -> Option<Duration>;
+
+    /// Returns the longest stop. A wait that the upstream states is obeyed up to this.
+    fn longest(&self) -> Duration;
+
+    /// Ends the stop of `key`, in all processes.
+    fn release(
+        self: Arc<Self>,
+        key: Key,
+    ) -> Pin<Box<dyn Future<Output = Result<(), StoreError>> + Send>>;
+
+    /// Gives the permits at hand of the guard back to the store.
+    fn give_back(&self);
+
+    fn stats(&self) -> GuardStats;
+}
+
+/// What a guard does to its gate.
+pub(crate) trait Guarded: Send + Sync {
+    /// Reports that the guard stops `key` for `span`, because there were more bad answers than `quota`
+    /// allows. It is the stop number `trip` in a row.
+    fn report(&self, key: Key, quota: &Quota, span: Duration, trip: u32);
+
+    /// Puts `key` on hold for `span`, here and in all processes that share the store.
+    fn hold(self: Arc<Self>, key: Key, span: Duration);
+
+    /// Puts the keys with state in this process for which `is_stopped` returns true on hold for `span`.
+    fn hold_all(self: Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, span: Duration);
+
+    /// Ends the holds of keys for which `is_stopped` returns true, if the hold ends by `until`. A later
+    /// hold has another cause.
+    fn release_all(self: Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, until: Instant);
+}
+
+/// Whether any gate of this process has a guard.
+static IS_ANY: AtomicBool = AtomicBool::new(false);
+
+/// Notes that a gate of this process has a guard.
+pub(crate) fn note_any() {
+    IS_ANY.store(true, Ordering::Relaxed);
+}
+
+/// Returns whether a response with `status` may be a bad answer. Those below 400 pay one comparison.
+#[inline]
+pub(crate) fn may_be_bad(status: Option<StatusCode>) -> bool {
+    status.is_some_and(|status| status.as_u16() >= 400) && IS_ANY.load(Ordering::Relaxed)
+}

@@ -1,0 +1,63 @@
+//! Builds the [ban guard](crate::Guard) of a layer.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::settings::Common;
+use crate::config_error::ConfigError;
+use crate::guard::BanGuard;
+use crate::limit::LimitSpec;
+use crate::limiter::{HeaderTrust, Limiter, OnStoreError, Settings};
+use crate::quota::Slacks;
+use crate::stats::{Kind, Tally};
+use crate::store::{MemoryStore, Store};
+
+/// The boundary guard of a fixed window of bad answers.
+const BOUNDARY: Duration = Duration::from_millis(100);
+
+/// Builds the guard of the layer `name`, if it has one.
+pub(super) fn build(
+    common: &Common,
+    name: &str,
+    store: &Arc<dyn Store>,
+) -> Result<Option<Arc<BanGuard>>, ConfigError> {
+    let Some(guard) = common.guard.clone() else {
+        return Ok(None);
+    };
+    let (quota, max_keys) = (guard.quota, common.max_keys);
+    let slacks = Slacks {
+        transit: Slacks::TRANSIT,
+        boundary: BOUNDARY,
+        rate_loss: Slacks::RATE_LOSS,
+    };
+    let life = quota.check(slacks)?;
+    let spec = Arc::new(LimitSpec::new(quota, Slacks::TRANSIT, BOUNDARY).with_life(life));
+    let name = format!("{name} guard");
+    let all = limiter(spec.clone(), &name, store.clone(), max_keys);
+    let alone = move || limiter(spec, &name, Arc::new(MemoryStore::new(max_keys)), max_keys);
+    Ok(Some(BanGuard::new(guard, all, Box::new(alone), max_keys)))
+}
+
+/// Makes a limiter of bad answers. No answer waits for its permit.
+fn limiter(spec: Arc<LimitSpec>, name: &str, store: Arc<dyn Store>, max_keys: usize) -> Limiter {
+    let settings = Settings {
+        spec,
+        is_further_unit: false,
+        name: None,
+        tally: Tally::new(name, Kind::Guard, None),
+        store: store.clone(),
+        shared_store: store,
+        max_wait: Duration::ZERO,
+        max_queue: usize::MAX,
+        max_keys,
+        in_flight_ttl: Duration::from_secs(10),
+        max_hold: Duration::ZERO,
+        learn: HeaderTrust::Ignore,
+        on_scope: None,
+        guard: None,
+        on_store_error: OnStoreError::FailClosed,
+        settles: false,
+        counted_within: Duration::ZERO,
+    };
+    Limiter::new(settings, [])
+}

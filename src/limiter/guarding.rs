@@ -1,0 +1,155 @@
+//! What a ban guard needs of limiters: one that counts bad answers, and one whose keys it stops.
+
+use std::future::Future;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use super::admission::Entry;
+use super::engine::Core;
+use super::holds;
+use super::key_state::HoldSource;
+use super::limiter::Limiter;
+use super::start::Started;
+use super::waiting::Waiting;
+use crate::clock;
+use crate::error::Limited;
+use crate::events;
+use crate::guarded::Guarded;
+use crate::key::Key;
+use crate::quota::Quota;
+use crate::stats::Cause;
+use crate::store::{HoldState, spawn};
+
+/// Most keys of one stop for which there is an event. All are counted.
+const MOST_EVENTS: usize = 100;
+
+/// Whether a limiter has counted a unit, now or later.
+pub(crate) enum Counted<F> {
+    Now(Result<(), Limited>),
+    Later(F),
+}
+
+/// The limiter that counts bad answers.
+impl Limiter {
+    /// Counts a unit of `key`, if the quota allows it. Nothing waits for a permit, only for the store.
+    pub(crate) fn count(
+        &self,
+        key: Key,
+    ) -> Counted<impl Future<Output = Result<(), Limited>> + Send + use<>> {
+        let entry = Entry {
+            key,
+            cost: 1,
+            deadline: None,
+            host: None,
+        };
+        let now = match self.take_at_once(&entry, clock::now()) {
+            Ok(_) => return Counted::Now(Ok(())),
+            Err(now) => now,
+        };
+        match self.start_slow(&entry, now, || self.label(key, None)) {
+            Started::Granted(..) => Counted::Now(Ok(())),
+            Started::Limited(limited) => Counted::Now(Err(limited)),
+            Started::Waiting(waiter) => Counted::Later(async move {
+                let mut waiting = Waiting::one(waiter);
+                let permit = (&mut waiting).await?;
+                waiting.left(&permit);
+                Ok(())
+            }),
+        }
+    }
+
+    /// Counts a unit of `key`, even beyond the limit.
+    pub(crate) fn charge(&self, key: Key) {
+        self.0.first.charge(key, 1, None);
+    }
+
+    /// Puts `key` on hold for `span`. The answer of the store is not waited for.
+    pub(crate) fn hold(&self, key: Key, span: Duration) {
+        drop(holds::begin(&self.0.first, key, span, false, Cause::Guard));
+    }
+
+    /// Returns for how long `key` is on hold, by what this process knows.
+    pub(crate) fn held(&self, key: Key) -> Option<Duration> {
+        self.0.first.held(key, clock::now())
+    }
+
+    /// Gives back the permits at hand.
+    pub(crate) fn give_back(&self) {
+        self.0.first.give_back_all();
+    }
+
+    /// Runs a task in the background of the store, or else in the current runtime.
+    pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        spawn(&*self.0.first.settings.store, task);
+    }
+
+    /// Returns what a guard stops.
+    pub(crate) fn guarded(&self) -> Weak<dyn Guarded> {
+        let core: Weak<Core> = Arc::downgrade(&self.0.first);
+        core
+    }
+}
+
+impl Guarded for Core {
+    fn report(&self, key: Key, quota: &Quota, span: Duration, trip: u32) {
+        let label = self.label(key, None);
+        events::guard_tripped(&self.settings.tally, &label, quota, span, trip);
+    }
+
+    fn hold(self: Arc<Self>, key: Key, span: Duration) {
+        // It is cut, because nobody knows when the answers are good again: so one request is first.
+        drop(holds::begin(&self, key, span, true, Cause::Guard));
+    }
+
+    fn hold_all(self: Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, span: Duration) {
+        let now = clock::now();
+        let mut begun = 0;
+        for key in self.keys_where(is_stopped) {
+            let is_new = self.with_state(key, now, |state, ctx| {
+                let before = state.hold.left(now);
+                let held = HoldState {
+                    remaining: span,
+                    releases: state.hold.releases(),
+                    cut: true,
+                };
+                state.adopt_hold(ctx, held, HoldSource::Seen);
+                before.is_none()
+            });
+            if is_new == Some(true) {
+                self.settings.tally.held(Cause::Guard);
+                begun += 1;
+                if begun <= MOST_EVENTS {
+                    let label = self.label(key, None);
+                    events::held(&self.settings.tally, &label, span, Cause::Guard);
+                }
+            }
+        }
+    }
+
+    fn release_all(self: Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, until: Instant) {
+        let now = clock::now();
+        for key in self.keys_where(is_stopped) {
+            self.with_state(key, now, |state, ctx| {
+                let is_of_stop = |left| clock::after(now, left) <= clock::after(until, holds::SAME);
+                if state.hold.left(now).is_some_and(is_of_stop) {
+                    // The next call tells the store.
+                    let released = HoldState {
+                        remaining: Duration::ZERO,
+                        releases: state.hold.releases().saturating_add(1),
+                        cut: false,
+                    };
+                    state.adopt_hold(ctx, released, HoldSource::Seen);
+                }
+            });
+        }
+    }
+}
+
+impl Core {
+    fn keys_where(&self, is_wanted: &dyn Fn(Key) -> bool) -> Vec<Key> {
+        let mut keys = Vec::new();
+        self.states.for_each(|key, _| keys.push(key));
+        keys.retain(|key| is_wanted(*key));
+        keys
+    }
+}
