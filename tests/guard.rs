@@ -136,7 +136,7 @@ fn near(left: Duration, expected: u64) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn stops_double_for_the_fleet_and_begin_anew_after_an_hour() {
+async fn stops_double_for_the_fleet_until_an_hour_is_over() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
     let server = Server::answering(401);
     let process = || builder(guard(10)).store(store.clone()).build().unwrap();

@@ -21,7 +21,7 @@
 //! To operate a fleet:
 //!
 //! - [Many processes](many_processes): one limit, counted in Redis.
-//! - [Operate](operate): what a process has done, and what happens to it.
+//! - [Operate](operate): what a process has done, what happens to it, and a guard against bans.
 //! - [Guarantees](guarantees): what tollgate promises, and where each promise ends.
 //! - [Costs](costs): calls, CPU and memory, and how they grow.
 //!
