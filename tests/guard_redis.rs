@@ -98,7 +98,13 @@ async fn fleet_stops_when_its_bad_answers_are_too_many() {
     let log = Arc::new(Log::default());
     let over = log.clone();
     let end = async move {
-        tokio::time::sleep(Duration::from_secs(5)).await;
+        let give_up = Instant::now() + Duration::from_secs(30);
+        let is_second = |trip: &(Instant, Duration)| trip.1 > FIRST_STOP;
+        while !over.trips.lock().unwrap().iter().any(is_second) && Instant::now() < give_up {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        // Calls of other processes may still arrive.
+        tokio::time::sleep(Duration::from_millis(500)).await;
         over.is_over.store(true, Ordering::SeqCst);
     };
     let processes = join_all((0..PROCESSES).map(|_| process(&server, &log)));
