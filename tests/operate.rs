@@ -49,10 +49,13 @@ async fn promtool(arguments: &[&str], input: &str) -> String {
     text
 }
 
+fn client() -> reqwest::Client {
+    reqwest::Client::builder().no_proxy().build().unwrap()
+}
+
 async fn get(url: &str, parameters: &[(&str, &str)]) -> String {
     let url = reqwest::Url::parse_with_params(url, parameters).unwrap();
-    let client = reqwest::Client::builder().no_proxy().build().unwrap();
-    let request = client.get(url).timeout(PATIENCE).send();
+    let request = client().get(url).timeout(PATIENCE).send();
     let response = request.await.unwrap();
     let (status, text) = (response.status(), response.text().await.unwrap());
     assert!(status.is_success(), "{status}: {text}");
@@ -151,9 +154,12 @@ impl Prometheus {
             url: format!("http://127.0.0.1:{port}"),
             directory,
         };
-        until(async || {
-            let connected = tokio::net::TcpStream::connect(("127.0.0.1", port)).await;
-            Vec::from_iter(connected.err())
+        // It answers before it can be asked.
+        let ready = format!("{}/-/ready", prometheus.url);
+        until(async || match client().get(&ready).send().await {
+            Ok(response) if response.status().is_success() => Vec::new(),
+            Ok(response) => vec![response.status().to_string()],
+            Err(error) => vec![error.to_string()],
         })
         .await;
         prometheus
