@@ -17,7 +17,9 @@ use metrics::{
 use tokio::time::timeout;
 use tollgate::metrics::publish;
 use tollgate::stats::Stats;
-use tollgate::{AdaptiveThrottleLayer, Key, Limiter, Quota, RateLimitLayer, Signal, by_header};
+use tollgate::{
+    AdaptiveThrottleLayer, Guard, Key, Limiter, Quota, RateLimitLayer, Signal, by_header,
+};
 use tower::{Layer, ServiceExt};
 
 use support::{Upstream, get, limited, ms};
@@ -171,6 +173,12 @@ fn assert_counters_are(stats: &Stats) -> u64 {
         add("holds", "cause", cause.name(), count);
     }
     add("units", "unit", stats.unit, stats.units);
+    if let Some(guard) = &stats.guard {
+        let of_guard = [("bad_answers", guard.bad), ("guard_trips", guard.trips)];
+        for (metric, count) in of_guard {
+            expected.insert(format!("tollgate_{metric}_total{{limiter={name}}}"), count);
+        }
+    }
     let counted: BTreeMap<_, _> = series
         .into_iter()
         .map(|(s, value)| (s, value.count))
@@ -436,4 +444,31 @@ async fn no_label_has_text_of_a_key() {
     assert!(!series_of("secretive").is_empty());
     let all = RECORDER.0.lock().unwrap();
     assert_eq!(all.keys().find(|series| series.contains(SECRET)), None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn trips_of_a_guard_are_counted() {
+    let _alone = start().await;
+    let guard = Guard::new(Quota::per_minute(2));
+    let layer = RateLimitLayer::builder(Quota::per_second(50)).name("guarded");
+    let layer = layer.guard(guard).max_wait(ms(0)).build().unwrap();
+    let revoked = || {
+        let mut response = support::ok().unwrap();
+        *response.status_mut() = StatusCode::UNAUTHORIZED;
+        Ok(response)
+    };
+    let service = layer.layer(Upstream::answering([(); 5].map(|()| revoked())));
+    publish();
+    assert_eq!(value("tollgate_guard_trips_total", "guarded").count, 0);
+    for _ in 0..5 {
+        // After the trip, requests are refused here.
+        let _ = service.clone().oneshot(get("/")).await;
+    }
+    publish();
+    let stats = layer.limiter().stats();
+    assert_counters_are(&stats);
+    assert_eq!(
+        stats.guard.map(|guard| (guard.bad, guard.trips)),
+        Some((3, 1))
+    );
 }

@@ -90,7 +90,8 @@ static DROPPED: Mutex<BTreeMap<Key, u64>> = Mutex::new(BTreeMap::new());
 /// program, for the last counts.
 ///
 /// Series of layers with equal names are summed. A layer that was dropped keeps its counts, and its
-/// gauges become 0. Outcomes of requests begin at 0, all other series when they are not 0.
+/// gauges become 0. Outcomes of requests, and what a ban guard counts, begin at 0, all other series when
+/// they are not 0.
 ///
 /// It reads [`stats::all`], and calls no store.
 pub fn publish() {

@@ -11,6 +11,8 @@ pub(super) const REFUSALS: &str = "tollgate_refusals_total";
 pub(super) const UNITS: &str = "tollgate_units_total";
 pub(super) const UPSTREAM_REFUSALS: &str = "tollgate_upstream_refusals_total";
 pub(super) const HOLDS: &str = "tollgate_holds_total";
+pub(super) const BAD_ANSWERS: &str = "tollgate_bad_answers_total";
+pub(super) const GUARD_TRIPS: &str = "tollgate_guard_trips_total";
 pub(super) const STORE_CALLS: &str = "tollgate_store_calls_total";
 pub(super) const STORE_CONNECTS: &str = "tollgate_store_connects_total";
 
@@ -32,7 +34,7 @@ pub(super) const DRAINING: &str = "tollgate_draining";
 pub(super) const STORE_UP: &str = "tollgate_store_up";
 pub(super) const BUILD_INFO: &str = "tollgate_build_info";
 
-const COUNTERS: [(&str, &str); 7] = [
+const COUNTERS: [(&str, &str); 9] = [
     (REQUESTS, "Requests, each once, by outcome"),
     (REFUSALS, "Requests refused by this process, by reason"),
     (UNITS, "Cost of the requests that got a permit"),
@@ -41,6 +43,8 @@ const COUNTERS: [(&str, &str); 7] = [
         "Requests refused by the upstream, by status",
     ),
     (HOLDS, "Times that a key was put on hold, by cause"),
+    (BAD_ANSWERS, "Answers that the ban guard counts"),
+    (GUARD_TRIPS, "Trips of the ban guard"),
     (STORE_CALLS, "Calls to Redis, by subject and result"),
     (STORE_CONNECTS, "Connections made to Redis"),
 ];

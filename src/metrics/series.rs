@@ -53,6 +53,16 @@ impl Series {
         for (cause, count) in stats.holds.by_cause() {
             add(names::HOLDS, &[("cause", cause.name().into())], count);
         }
+        // These begin at 0, too.
+        if let Some(guard) = &stats.guard {
+            let counts = [
+                (names::BAD_ANSWERS, guard.bad),
+                (names::GUARD_TRIPS, guard.trips),
+            ];
+            for (name, count) in counts {
+                *self.counters.entry(key(name, stats, &[])).or_default() += count;
+            }
+        }
     }
 
     /// Adds the state of a gate to those of the other gates with its name.
