@@ -230,6 +230,35 @@ async fn charges_are_sent_again_after_the_store_failed() {
     assert_eq!(used(&other, Key::ALL).await, 60);
 }
 
+/// What was settled just before a shutdown or a drain is not lost.
+#[tokio::test(start_paused = true)]
+async fn shutdown_waits_for_charges() {
+    for (late, drains) in [(0, false), (0, true), (30, false), (30, true)] {
+        let store = Arc::new(Remote::default());
+        let process = || {
+            let builder = RateLimitLayer::builder(Quota::per_minute(100)).store(store.clone());
+            let builder = builder.settle_by_hand();
+            let builder = builder.counted_within(Duration::from_secs(late));
+            builder.build().unwrap().limiter()
+        };
+        let (limiter, other) = (process(), process());
+        let mut cheap = limiter.acquire(Key::ALL).cost(10).await.unwrap();
+        let mut dear = limiter.acquire(Key::new("dear")).cost(10).await.unwrap();
+        cheap.settle(3);
+        dear.settle(30);
+        match drains {
+            true => drop(limiter.drain(Duration::from_secs(1)).await.unwrap()),
+            false => limiter.shutdown().await.unwrap(),
+        }
+        // No task of the process runs any more.
+        let used = (
+            used(&other, Key::ALL).await,
+            used(&other, Key::new("dear")).await,
+        );
+        assert_eq!(used, (3, 30), "{late} s late, drains {drains}");
+    }
+}
+
 /// A process that goes on with its share counts charges itself, and charges the store later.
 #[tokio::test(start_paused = true)]
 async fn charges_reach_the_store_after_an_outage() {

@@ -20,6 +20,7 @@ use super::settings::Settings;
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
+use crate::join::join_all;
 use crate::key::Key;
 use crate::key_map::Full;
 use crate::limit::{Charge, UnusedPermits};
@@ -138,6 +139,26 @@ impl Core {
             });
             self.spawn(async move { drop(reply.arrives().await) });
         }
+    }
+
+    /// Sends the charges that wait for a call, and waits for the answers.
+    pub(super) async fn send_charges(self: &Arc<Self>) -> Result<(), StoreError> {
+        let now = clock::now();
+        let mut keys = Vec::new();
+        self.states.for_each(|key, state| {
+            if state.has_charges() {
+                keys.push(key);
+            }
+        });
+        let send = |key| self.with_state(key, now, KeyState::send_charges).flatten();
+        let calls = keys.into_iter().filter_map(|key| Some((key, send(key)?)));
+        let answers = calls.map(|(key, call)| async move {
+            let answer = call.arrives().await;
+            let has_arrived = answer.is_ok();
+            self.with_state(key, clock::now(), |state, _| state.charged(has_arrived));
+            answer.map(drop)
+        });
+        join_all(answers).await.into_iter().collect()
     }
 
     /// Does the work that a visit to the state of `key` has left: wakes the tasks and starts the

@@ -140,7 +140,7 @@ pub(crate) async fn drain<G: Gate + ?Sized>(
         }
         tokio::task::yield_now().await;
     }
-    let flushed = gate.flush().arrives().await;
+    let flushed = gate.clone().flush().arrives().await;
     let drained = Drained {
         left: state.left.load(Ordering::Relaxed),
         // No request leaves after the deadline, whether or not its task has run since.
