@@ -289,3 +289,14 @@ proptest! {
         prop_assert!(wrong.is_none(), "{}", wrong.unwrap_or_default());
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn stats_have_the_pace_of_the_only_key() {
+    let throttle = throttle(every(250));
+    assert_eq!(throttle.stats().pace, None);
+    accepted(&throttle).await;
+    let pace = throttle.stats().pace.unwrap();
+    assert_eq!((pace.per_second, pace.processes), (Some(4.0), 1));
+    drop(throttle.acquire(Key::new("two")).await.unwrap());
+    assert_eq!(throttle.stats().pace, None);
+}

@@ -18,7 +18,8 @@ use tokio::time::timeout;
 use tollgate::metrics::publish;
 use tollgate::stats::Stats;
 use tollgate::{
-    AdaptiveThrottleLayer, Guard, Key, Limiter, Quota, RateLimitLayer, Signal, by_header,
+    AdaptiveThrottleLayer, Guard, Key, Limiter, Quota, RateLimitLayer, RequestRef, Signal,
+    by_header,
 };
 use tower::{Layer, ServiceExt};
 
@@ -470,5 +471,100 @@ async fn trips_of_a_guard_are_counted() {
     assert_eq!(
         stats.guard.map(|guard| (guard.bad, guard.trips)),
         Some((3, 1))
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn some_keys_have_series_of_their_own() {
+    let _alone = start().await;
+    let tenants = http::HeaderName::from_static("x-tenant");
+    let build = |name, max_keys| {
+        let builder = RateLimitLayer::builder(Quota::per_second(50)).name(name);
+        let builder = builder.key(by_header(tenants.clone())).max_keys(max_keys);
+        let named = |request: &RequestRef<'_>| {
+            let tenant = request.header("x-tenant")?;
+            Some(String::from_utf8_lossy(tenant).into_owned())
+        };
+        let builder = builder.key_name(named).metrics_keys(2);
+        builder.max_wait(ms(0)).build().unwrap()
+    };
+    let call = async |layer: &RateLimitLayer, tenant: &str, times: usize| {
+        let service = layer.layer(Upstream::answering([]));
+        for _ in 0..times {
+            let mut request = get("/");
+            request
+                .headers_mut()
+                .insert("x-tenant", tenant.parse().unwrap());
+            let _ = service.clone().oneshot(request).await;
+        }
+    };
+    let count = |limiter: &str, key: &str| {
+        let outcomes = ["passed", "refused"].map(|outcome| {
+            let labels = format!("{limiter},key={key},outcome={outcome}");
+            value("tollgate_requests_total", &labels).count
+        });
+        let units = value(
+            "tollgate_units_total",
+            &format!("{limiter},key={key},unit=requests"),
+        );
+        assert_eq!(units.count, outcomes[0], "{key}");
+        outcomes
+    };
+
+    let layer = build("tenants", 100);
+    call(&layer, "one", 60).await;
+    call(&layer, "two", 5).await;
+    call(&layer, "three", 3).await;
+    publish();
+    assert_eq!(count("tenants", "one"), [50, 10]);
+    assert_eq!(count("tenants", "two"), [5, 0]);
+    assert_eq!(count("tenants", "other"), [3, 0]);
+    tokio::time::sleep(Duration::from_secs(3000)).await;
+    call(&layer, "one", 2).await;
+    call(&layer, "three", 2).await;
+    publish();
+    // Key two is idle for an hour, and key three gets its place.
+    tokio::time::sleep(Duration::from_secs(700)).await;
+    publish();
+    call(&layer, "three", 4).await;
+    publish();
+    assert_eq!(count("tenants", "one"), [52, 10]);
+    assert_eq!(count("tenants", "three"), [4, 0]);
+    assert_eq!(count("tenants", "other"), [5, 0]);
+    // A key that comes back goes on where it was.
+    tokio::time::sleep(Duration::from_secs(4000)).await;
+    publish();
+    call(&layer, "two", 1).await;
+    publish();
+    call(&layer, "two", 1).await;
+    publish();
+    assert_eq!(count("tenants", "two"), [6, 0]);
+    assert_eq!(count("tenants", "other"), [6, 0]);
+    let total = series_of("tenants").into_iter();
+    let total = total.filter(|(series, _)| series.starts_with("tollgate_requests_total"));
+    let total: u64 = total.map(|(_, value)| value.count).sum();
+    assert_eq!(total, layer.limiter().stats().requests.total());
+
+    // The state of a key is forgotten, and what it counted stays.
+    let layer = build("forgotten", 1);
+    for round in 1..=5 {
+        call(&layer, "one", 1).await;
+        publish();
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        call(&layer, "two", 1).await;
+        publish();
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        let all = ["one", "two", "other"].map(|key| count("forgotten", key)[0]);
+        assert_eq!(all.iter().sum::<u64>(), 2 * round, "{all:?}");
+    }
+    drop(layer);
+    publish();
+    let all = ["one", "two", "other"].map(|key| count("forgotten", key)[0]);
+    assert_eq!(all.iter().sum::<u64>(), 10, "{all:?}");
+    assert!(
+        RateLimitLayer::builder(Quota::per_second(1))
+            .metrics_keys(1001)
+            .build()
+            .is_err()
     );
 }

@@ -114,7 +114,12 @@ async fn lost_connections_are_counted_and_published() {
     drop(limiter.acquire(Key::ALL).await.unwrap());
     assert_eq!(line("up", ""), Some(1.0));
 
+    until(&first, |stats| stats.subscribed == Some(true)).await;
+    assert_eq!(line("deaf", ""), None);
+
     redis.kill();
+    until(&first, |stats| stats.subscribed == Some(false)).await;
+    assert_eq!(line("deaf", ""), Some(1.0));
     // A call finds that the connection is broken; without calls, a PING does so within 30 s.
     let held = limiter.hold_for(Key::ALL, Duration::from_secs(1)).await;
     held.unwrap_err();
@@ -123,6 +128,8 @@ async fn lost_connections_are_counted_and_published() {
     assert!(first.stats().permits.away > 0);
     redis.restart().unwrap();
     until(&first, |stats| stats.up == Some(true)).await;
+    until(&first, |stats| stats.subscribed == Some(true)).await;
+    assert_eq!(line("deaf", ""), Some(0.0));
     limiter.shutdown().await.unwrap();
 
     // The counts of a dropped store stay, and another store of the prefix adds to them.

@@ -444,6 +444,7 @@ async fn shares_are_of_each_unit() {
     }
     let refused = prompt().await.unwrap_err();
     assert_eq!(refused.report().unit(), "tokens");
+    assert_eq!(limiter.stats().keys_alone, 1);
 }
 
 /// A request of a random history.

@@ -21,11 +21,15 @@ pub(super) struct Common {
     pub(super) max_keys: usize,
     pub(super) max_hold: Duration,
     pub(super) on_event: Option<Arc<Handler>>,
+    #[cfg(feature = "metrics")]
+    pub(super) metrics_keys: usize,
     pub(super) guard: Option<Guard>,
 }
 
 const DEFAULT_MAX_WAIT: Duration = Duration::from_secs(15);
 const DEFAULT_MAX_QUEUE: usize = 10_000;
+#[cfg(feature = "metrics")]
+const MOST_METRICS_KEYS: usize = 1000;
 const DAY: Duration = Duration::from_secs(86_400);
 
 impl Common {
@@ -39,13 +43,18 @@ impl Common {
             max_keys: MemoryStore::DEFAULT_MAX_KEYS,
             max_hold,
             on_event: None,
+            #[cfg(feature = "metrics")]
+            metrics_keys: 0,
             guard: None,
         }
     }
 
     /// Makes the counts of a gate that is called `name`.
     pub(super) fn tally(&self, name: &str, kind: Kind) -> Tally {
-        Tally::new(name, kind, self.on_event.clone())
+        let tally = Tally::new(name, kind, self.on_event.clone());
+        #[cfg(feature = "metrics")]
+        tally.label_keys(self.metrics_keys);
+        tally
     }
 
     /// Checks that each setting is in its range.
@@ -55,6 +64,14 @@ impl Common {
         let no_wait = "at least 1; to refuse at once instead of waiting, set max_wait to zero";
         at_least_one("max_queue", self.max_queue, no_wait)?;
         at_least_one("max_keys", self.max_keys, "at least 1")?;
+        #[cfg(feature = "metrics")]
+        if self.metrics_keys > MOST_METRICS_KEYS {
+            return Err(ConfigError::OutOfRange {
+                setting: "metrics_keys",
+                value: self.metrics_keys.to_string(),
+                allowed: "at most 1000",
+            });
+        }
         self.guard.as_ref().map_or(Ok(()), Guard::check)
     }
 
@@ -230,6 +247,20 @@ macro_rules! common_setters {
         {
             let name_of = move |request: &$crate::RequestRef<'_>| name(request).map(N::into);
             self.common.extractors.key_name = Some(std::sync::Arc::new(name_of));
+            self
+        }
+
+        /// Sets how many keys have [metrics](crate::metrics) of their own. Default: 0; at most 1000.
+        ///
+        /// `tollgate_requests_total` and `tollgate_units_total` then have the label `key`, with the name
+        /// that [`key_name`](Self::key_name) returns. The busiest keys of the first publish have it, and
+        /// later keys as long as there are places. A key without requests for an hour frees its place.
+        /// Keys without a place are counted under `other`, as is what a key did before it got one. The
+        /// sum over all keys is the whole.
+        #[cfg(feature = "metrics")]
+        #[cfg_attr(docsrs, doc(cfg(feature = "metrics")))]
+        pub fn metrics_keys(mut self, most: usize) -> Self {
+            self.common.metrics_keys = most;
             self
         }
 

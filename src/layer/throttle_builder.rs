@@ -132,8 +132,7 @@ impl AdaptiveThrottleBuilder {
             max_queue,
             max_keys,
             mut max_hold,
-            on_event: _,
-            guard: _,
+            ..
         } = self.common;
         if let Some(guard) = &watch
             && !max_hold.is_zero()

@@ -34,6 +34,16 @@ impl Gate for Core {
         stats(self)
     }
 
+    #[cfg(feature = "metrics")]
+    fn busiest(&self, most: usize) -> Vec<Key> {
+        busiest(self, most)
+    }
+
+    #[cfg(feature = "metrics")]
+    fn key_stats(&self, key: Key) -> Option<KeyStats> {
+        key_stats(self, key)
+    }
+
     fn in_flight(&self) -> u64 {
         let calls = self.in_flight.as_ref();
         calls.map_or(0, |calls| calls.stats().in_use)
@@ -49,11 +59,8 @@ impl Gate for Core {
         given_back
     }
 
-    fn flush(&self) -> StoreReply<()> {
-        if let Some(guard) = &self.settings.guard {
-            guard.give_back();
-        }
-        self.settings.store.flush()
+    fn flush(self: Arc<Self>) -> StoreReply<()> {
+        StoreReply::Pending(Box::pin(async move { Core::flush(&self).await }))
     }
 }
 
@@ -108,6 +115,7 @@ struct Sum {
     counted: Counted,
     at_hand: u64,
     held: usize,
+    alone: usize,
     longest_hold: Option<Duration>,
 }
 
@@ -116,6 +124,7 @@ impl Sum {
         self.counted.add_all(&other.counted);
         self.at_hand += other.at_hand;
         self.held += other.held;
+        self.alone += other.alone;
         self.longest_hold = self.longest_hold.max(other.longest_hold);
     }
 }
@@ -129,6 +138,7 @@ fn stats(core: &Core) -> Stats {
         sum.at_hand += u64::from(state.at_hand(now));
         let left = state.hold.left(now);
         sum.held += usize::from(left.is_some());
+        sum.alone += usize::from(state.is_alone());
         sum.longest_hold = sum.longest_hold.max(left);
     };
     let sum = core.states.fold(visit, Sum::add);
@@ -142,6 +152,7 @@ fn stats(core: &Core) -> Stats {
         in_flight: core.in_flight.as_ref().map(|calls| calls.stats()),
         keys: core.states.len(),
         keys_held: sum.held,
+        keys_alone: sum.alone,
         max_keys: settings.max_keys,
         longest_hold: sum.longest_hold,
         limits: settings.spec.quota().limits().to_vec(),
@@ -150,10 +161,8 @@ fn stats(core: &Core) -> Stats {
     }
 }
 
-/// Returns the stats of up to `most` keys: those with the most requests that wait, then those with the
-/// most units.
-pub(super) fn busiest(core: &Core, most: usize) -> Vec<KeyStats> {
-    let now = clock::now();
+/// Returns up to `most` keys: those with the most requests that wait, then those with the most units.
+pub(super) fn busiest(core: &Core, most: usize) -> Vec<Key> {
     let (_, unlocked_units) = core.states.unlocked_counts();
     let visit = |all: &mut Vec<_>, key, state: &mut KeyState| {
         let unlocked = if key == Key::ALL { unlocked_units } else { 0 };
@@ -165,26 +174,29 @@ pub(super) fn busiest(core: &Core, most: usize) -> Vec<KeyStats> {
         .fold(visit, |all: &mut Vec<_>, mut more| all.append(&mut more));
     all.sort_unstable_by(|a, b| b.cmp(a));
     all.truncate(most);
-    let stats = all.into_iter().filter_map(|(_, _, key)| {
-        let in_flight_waiting = core.in_flight.as_ref().map(|calls| calls.waiting(key));
-        let (unlocked, unlocked_units) = match key {
-            Key::ALL => core.states.unlocked_counts(),
-            _ => (0, 0),
-        };
-        core.states.find(key, |state| {
-            let mut requests = state.counts.requests();
-            requests.passed += unlocked;
-            KeyStats {
-                name: key_name(core, key, &state.counts),
-                requests,
-                units: state.counts.units() + unlocked_units,
-                waiting: state.waiting() + in_flight_waiting.unwrap_or(0),
-                at_hand: state.at_hand(now).into(),
-                held: state.hold.left(now),
-            }
-        })
-    });
-    stats.collect()
+    all.into_iter().map(|(_, _, key)| key).collect()
+}
+
+/// Returns the stats of a key, if it has state.
+pub(super) fn key_stats(core: &Core, key: Key) -> Option<KeyStats> {
+    let now = clock::now();
+    let in_flight_waiting = core.in_flight.as_ref().map(|calls| calls.waiting(key));
+    let (unlocked, unlocked_units) = match key {
+        Key::ALL => core.states.unlocked_counts(),
+        _ => (0, 0),
+    };
+    core.states.find(key, |state| {
+        let mut requests = state.counts.requests();
+        requests.passed += unlocked;
+        KeyStats {
+            name: key_name(core, key, &state.counts),
+            requests,
+            units: state.counts.units() + unlocked_units,
+            waiting: state.waiting() + in_flight_waiting.unwrap_or(0),
+            at_hand: state.at_hand(now).into(),
+            held: state.hold.left(now),
+        }
+    })
 }
 
 fn key_name(core: &Core, key: Key, counts: &KeyCounts) -> Box<str> {

@@ -232,12 +232,18 @@ impl Core {
     }
 
     /// Gives all prefetched permits back to the store, and waits until the store has them.
-    pub(super) async fn shutdown(&self) -> Result<(), StoreError> {
+    pub(super) async fn shutdown(self: &Arc<Self>) -> Result<(), StoreError> {
         self.give_back_all();
+        self.flush().await
+    }
+
+    /// Waits until the store has all charges, and all that was given back to it.
+    pub(super) async fn flush(self: &Arc<Self>) -> Result<(), StoreError> {
         if let Some(guard) = &self.settings.guard {
             guard.give_back();
         }
-        self.settings.store.flush().arrives().await
+        let charged = self.send_charges().await;
+        self.settings.store.flush().arrives().await.and(charged)
     }
 
     /// Gives all prefetched permits back to the store.
@@ -283,7 +289,7 @@ impl fmt::Debug for Core {
 impl Drop for Core {
     fn drop(&mut self) {
         #[cfg(feature = "metrics")]
-        stats::note_dropped(|| stats::Gate::stats(self));
+        stats::note_dropped(|| stats::Gate::with_keys(self));
         CORES
             .write()
             .unwrap_or_else(PoisonError::into_inner)

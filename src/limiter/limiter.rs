@@ -179,7 +179,10 @@ impl Limiter {
     /// Returns the stats of up to `most` keys: those with the most requests that wait, then those with
     /// the most units since their state was made. At most 1000 are returned.
     pub fn busiest(&self, most: usize) -> Vec<KeyStats> {
-        counting::busiest(&self.0.first, most.min(1000))
+        let core = &self.0.first;
+        let keys = counting::busiest(core, most.min(1000)).into_iter();
+        keys.filter_map(|key| counting::key_stats(core, key))
+            .collect()
     }
 
     /// Names `key` in [`KeyStats`], for requests that come without a layer. At most 64 bytes of `name`

@@ -46,7 +46,7 @@ use metrics::{Key, Label, Recorder};
 use self::names::METADATA;
 use self::series::Series;
 use crate::clock;
-use crate::stats::{self, Exporter, Stats, WaitRecorder};
+use crate::stats::{self, Exporter, WaitRecorder, WithKeys};
 #[cfg(feature = "redis")]
 use crate::store::{self, StoreStats};
 
@@ -139,9 +139,9 @@ fn series() -> Series {
         counters: lock(&DROPPED).clone(),
         gauges: BTreeMap::new(),
     };
-    for stats in stats::all() {
-        series.add_counters(&stats);
-        series.add_gauges(&stats);
+    for gate in stats::all_with_keys() {
+        series.add_counters(&gate);
+        series.add_gauges(&gate.0);
     }
     #[cfg(feature = "redis")]
     for stats in &stores {
@@ -185,8 +185,8 @@ impl Published {
 }
 
 /// Keeps the counts of a gate that is dropped.
-fn dropped(stats: &Stats) {
-    keep(|series| series.add_counters(stats));
+fn dropped(gate: &WithKeys) {
+    keep(|series| series.add_counters(gate));
 }
 
 /// Keeps counts that `add` adds.

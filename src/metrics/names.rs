@@ -24,14 +24,18 @@ pub(super) const LIMIT_WINDOW: &str = "tollgate_limit_window_seconds";
 pub(super) const HOLD_SECONDS: &str = "tollgate_hold_seconds";
 pub(super) const KEYS: &str = "tollgate_keys";
 pub(super) const KEYS_HELD: &str = "tollgate_keys_held";
+pub(super) const KEYS_ALONE: &str = "tollgate_keys_alone";
 pub(super) const KEYS_LIMIT: &str = "tollgate_keys_limit";
 pub(super) const WAITING: &str = "tollgate_waiting";
 pub(super) const OLDEST_WAIT: &str = "tollgate_oldest_wait_seconds";
 pub(super) const AT_HAND: &str = "tollgate_permits_at_hand";
 pub(super) const IN_FLIGHT: &str = "tollgate_in_flight";
 pub(super) const IN_FLIGHT_WAITING: &str = "tollgate_in_flight_waiting";
+pub(super) const PACE: &str = "tollgate_pace_per_second";
+pub(super) const PACE_PROCESSES: &str = "tollgate_pace_processes";
 pub(super) const DRAINING: &str = "tollgate_draining";
 pub(super) const STORE_UP: &str = "tollgate_store_up";
+pub(super) const STORE_DEAF: &str = "tollgate_store_deaf";
 pub(super) const BUILD_INFO: &str = "tollgate_build_info";
 
 const COUNTERS: [(&str, &str); 9] = [
@@ -57,7 +61,7 @@ const HISTOGRAMS: [(&str, &str); 2] = [
     (STORE_CALL_SECONDS, "How long calls to Redis took"),
 ];
 
-const GAUGES: [(&str, &str); 14] = [
+const GAUGES: [(&str, &str); 18] = [
     (
         LIMIT_UNITS,
         "Units that a limit allows in its window, for each key",
@@ -66,6 +70,10 @@ const GAUGES: [(&str, &str); 14] = [
     (HOLD_SECONDS, "Longest time for which a key stays on hold"),
     (KEYS, "Keys with state in this process"),
     (KEYS_HELD, "Keys on hold"),
+    (
+        KEYS_ALONE,
+        "Keys that go on without the store, which is unreachable",
+    ),
     (KEYS_LIMIT, "Most keys that may have state"),
     (WAITING, "Requests that wait"),
     (
@@ -78,10 +86,19 @@ const GAUGES: [(&str, &str); 14] = [
         IN_FLIGHT_WAITING,
         "Requests that wait for an in-flight slot",
     ),
+    (
+        PACE,
+        "Requests that may leave in a second, of all processes that share the pace",
+    ),
+    (PACE_PROCESSES, "Processes that share the pace"),
     (DRAINING, "1 if the limiter is drained"),
     (
         STORE_UP,
         "1 if the store has its connections to Redis, else 0",
+    ),
+    (
+        STORE_DEAF,
+        "1 if the store does not receive what other processes tell it",
     ),
     (BUILD_INFO, "1, with the version of tollgate"),
 ];

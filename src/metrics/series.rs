@@ -9,7 +9,7 @@ use metrics::{Key, Label, SharedString};
 
 use super::names;
 use crate::quota::Limit;
-use crate::stats::Stats;
+use crate::stats::{KeySeries, Requests, Stats, WithKeys};
 #[cfg(feature = "redis")]
 use crate::store::StoreStats;
 
@@ -28,11 +28,10 @@ pub(super) struct Series {
 
 impl Series {
     /// Adds the counts of a gate to those of the other gates with its name.
-    pub(super) fn add_counters(&mut self, stats: &Stats) {
-        // Also outcomes that no request had yet: the first one is then an increase, which alerts see.
-        for (outcome, count) in stats.requests.by_outcome() {
-            let series = key(names::REQUESTS, stats, &[("outcome", outcome.into())]);
-            *self.counters.entry(series).or_default() += count;
+    pub(super) fn add_counters(&mut self, (stats, keys): &WithKeys) {
+        match keys {
+            None => self.add_requests(stats, None, &stats.requests, stats.units),
+            Some(keys) => self.add_requests_of_keys(stats, keys),
         }
         let mut add = |name, labels: &[(&'static str, SharedString)], count: u64| {
             if count > 0 {
@@ -43,7 +42,6 @@ impl Series {
         for (reason, count) in stats.refusals.by_reason() {
             add(names::REFUSALS, &[("reason", reason.into())], count);
         }
-        add(names::UNITS, &[("unit", stats.unit.into())], stats.units);
         for (status, count) in stats.upstream_refusals.by_status() {
             let is_known = STATUSES.contains(&status.as_u16());
             let status = is_known.then(|| status.as_str().to_owned().into());
@@ -65,12 +63,45 @@ impl Series {
         }
     }
 
+    /// Adds what a gate has counted by key. What its keys with series have not counted is `other`.
+    fn add_requests_of_keys(&mut self, stats: &Stats, keys: &[KeySeries]) {
+        let (mut others, mut units) = (stats.requests, stats.units);
+        for key in keys {
+            self.add_requests(stats, Some(&key.name), &key.requests, key.units);
+            others.merge(&key.requests, u64::saturating_sub);
+            units = units.saturating_sub(key.units);
+        }
+        self.add_requests(stats, Some("other"), &others, units);
+    }
+
+    fn add_requests(
+        &mut self,
+        stats: &Stats,
+        of_key: Option<&str>,
+        requests: &Requests,
+        units: u64,
+    ) {
+        let mut add = |name, label: (&'static str, SharedString), count: u64| {
+            let of_key = of_key.map(|of_key| ("key", SharedString::from(of_key.to_owned())));
+            let labels: Vec<_> = of_key.into_iter().chain([label]).collect();
+            *self.counters.entry(key(name, stats, &labels)).or_default() += count;
+        };
+        // Also outcomes that no request had yet: the first one is then an increase, which alerts see.
+        for (outcome, count) in requests.by_outcome() {
+            add(names::REQUESTS, ("outcome", outcome.into()), count);
+        }
+        if units > 0 {
+            add(names::UNITS, ("unit", stats.unit.into()), units);
+        }
+    }
+
     /// Adds the state of a gate to those of the other gates with its name.
     pub(super) fn add_gauges(&mut self, stats: &Stats) {
         let mut sum =
             |name, value: u64| self.merge(key(name, stats, &[]), value as f64, |a, b| a + b);
         sum(names::KEYS, stats.keys as u64);
         sum(names::KEYS_HELD, stats.keys_held as u64);
+        sum(names::KEYS_ALONE, stats.keys_alone as u64);
         sum(names::KEYS_LIMIT, stats.max_keys as u64);
         sum(names::WAITING, stats.waiting as u64);
         sum(names::AT_HAND, stats.at_hand);
@@ -86,6 +117,12 @@ impl Series {
         longest(names::HOLD_SECONDS, stats.longest_hold);
         let draining = f64::from(u8::from(stats.draining));
         self.merge(key(names::DRAINING, stats, &[]), draining, f64::max);
+        if let Some(pace) = stats.pace {
+            let per_second = pace.per_second.unwrap_or_default();
+            self.merge(key(names::PACE, stats, &[]), per_second, f64::min);
+            let processes = key(names::PACE_PROCESSES, stats, &[]);
+            self.merge(processes, pace.processes.into(), f64::max);
+        }
         for limit in &stats.limits {
             let (Limit::Sliding { count, window }
             | Limit::Bucket { count, window, .. }
@@ -132,6 +169,9 @@ impl Series {
                 .entry(store_key(names::STORE_UP, &stats.prefix, &[]));
             gauge.and_modify(|all| *all = all.min(up)).or_insert(up);
         }
+        let deaf = f64::from(u8::from(stats.subscribed == Some(false)));
+        let key = store_key(names::STORE_DEAF, &stats.prefix, &[]);
+        self.merge(key, deaf, f64::max);
     }
 
     /// Adds a gauge that no gate has.

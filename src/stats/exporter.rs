@@ -6,7 +6,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::values::Stats;
+use super::labelled_keys::WithKeys;
 
 /// Takes in one wait of a gate.
 pub(crate) type WaitRecorder = Box<dyn Fn(Duration) + Send + Sync>;
@@ -19,7 +19,7 @@ pub(crate) struct Exporter {
     #[cfg(feature = "redis")]
     pub(crate) call_recorder: fn(&Arc<str>, &'static str) -> WaitRecorder,
     /// Takes in the last counts of a gate that is dropped.
-    pub(crate) dropped: fn(&Stats),
+    pub(crate) dropped: fn(&WithKeys),
 }
 
 static EXPORTER: OnceLock<Exporter> = OnceLock::new();
@@ -36,7 +36,7 @@ pub(crate) fn is_exporting() -> bool {
 }
 
 /// Notes that a gate is dropped. `stats` reads its last counts.
-pub(crate) fn note_dropped(stats: impl FnOnce() -> Stats) {
+pub(crate) fn note_dropped(stats: impl FnOnce() -> WithKeys) {
     if let Some(exporter) = EXPORTER.get() {
         (exporter.dropped)(&stats());
     }

@@ -30,6 +30,7 @@
 // | `values` | what a gate has counted, as plain values |
 // | `event` | what happens to a gate |
 // | `key_counts` | the counts of one key, which are a part of its state |
+// | `labelled_keys` | the keys of a gate that have metrics of their own |
 // | `exporter` | what an exporter of metrics gets besides the stats |
 // | `tally` | the counts of a gate |
 // | `drain` | the end of a gate |
@@ -48,6 +49,8 @@ mod event;
 mod exporter;
 mod histogram;
 mod key_counts;
+#[cfg(feature = "metrics")]
+mod labelled_keys;
 mod open_request;
 mod registry;
 mod tally;
@@ -62,17 +65,22 @@ pub(crate) use exporter::{ExportedWaits, is_exporting};
 #[cfg(feature = "metrics")]
 pub(crate) use exporter::{Exporter, WaitRecorder, export_to, note_dropped};
 pub use histogram::Histogram;
+#[cfg(feature = "metrics")]
+pub(crate) use histogram::WAIT_SECONDS;
 #[cfg(feature = "redis")]
 pub(crate) use histogram::WaitCounts;
-#[cfg(feature = "metrics")]
-pub(crate) use histogram::{WAIT_SECONDS, seconds};
+#[cfg(all(feature = "metrics", feature = "redis"))]
+pub(crate) use histogram::seconds;
 pub(crate) use key_counts::KeyCounts;
+#[cfg(feature = "metrics")]
+pub(crate) use labelled_keys::{KeySeries, WithKeys};
 pub(crate) use open_request::OpenRequest;
 pub(crate) use registry::{Gate, register};
 pub(crate) use tally::{Counted, Tally, is_series_name};
 pub(crate) use values::Outcome;
 pub use values::{
-    Cause, GuardStats, Holds, InFlightStats, KeyStats, Kind, Refusals, Requests, Stats, Statuses,
+    Cause, GuardStats, Holds, InFlightStats, KeyStats, Kind, PaceStats, Refusals, Requests, Stats,
+    Statuses,
 };
 
 /// Returns the stats of all limiters and throttles of this process that still exist, the oldest first.
@@ -81,6 +89,15 @@ pub use values::{
 /// at most 256 places of a table under one lock.
 pub fn all() -> Vec<Stats> {
     registry::all().iter().map(|gate| gate.stats()).collect()
+}
+
+/// Returns the stats of all gates, and the series of their keys.
+#[cfg(feature = "metrics")]
+pub(crate) fn all_with_keys() -> Vec<WithKeys> {
+    registry::all()
+        .iter()
+        .map(|gate| gate.with_keys())
+        .collect()
 }
 
 /// Drains all limiters and throttles of this process: see [`Limiter::drain`](crate::Limiter::drain).

@@ -4,7 +4,11 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Instant;
 
 use super::key_counts::KeyCounts;
+#[cfg(feature = "metrics")]
+use super::labelled_keys::WithKeys;
 use super::tally::Tally;
+#[cfg(feature = "metrics")]
+use super::values::KeyStats;
 use super::values::{Outcome, Stats};
 use crate::error::Limited;
 use crate::events;
@@ -47,6 +51,23 @@ pub(crate) trait Gate: Send + Sync {
 
     fn stats(&self) -> Stats;
 
+    /// Returns up to `most` keys: those with the most requests that wait, then those with the most units.
+    #[cfg(feature = "metrics")]
+    fn busiest(&self, most: usize) -> Vec<Key>;
+
+    /// Returns the stats of a key. `None` if it has no state.
+    #[cfg(feature = "metrics")]
+    fn key_stats(&self, key: Key) -> Option<KeyStats>;
+
+    /// Returns the stats, and the series of the keys that have metrics of their own.
+    #[cfg(feature = "metrics")]
+    fn with_keys(&self) -> WithKeys {
+        // The keys first: they have not counted more than the gate.
+        let labelled = self.tally().labelled();
+        let keys = labelled.read(|key| self.key_stats(key), |most| self.busiest(most));
+        (self.stats(), keys)
+    }
+
     /// Returns how many calls are in flight, if the gate counts them.
     fn in_flight(&self) -> u64;
 
@@ -55,7 +76,7 @@ pub(crate) trait Gate: Send + Sync {
     fn stop(self: Arc<Self>, by: Instant) -> u64;
 
     /// Returns when the store has what was given back.
-    fn flush(&self) -> StoreReply<()>;
+    fn flush(self: Arc<Self>) -> StoreReply<()>;
 }
 
 /// The gates, the oldest first.

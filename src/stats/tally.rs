@@ -18,6 +18,8 @@ use super::event::{Event, Handler};
 use super::exporter::ExportedWaits;
 use super::histogram::WaitCounts;
 use super::key_counts::KeyCounts;
+#[cfg(feature = "metrics")]
+use super::labelled_keys::LabelledKeys;
 use super::values::{Cause, Holds, Kind, Outcome, Refusals, Requests, Stats, Statuses};
 use crate::clock;
 use crate::cost::Cost;
@@ -39,6 +41,8 @@ pub(crate) struct Tally {
     waits: WaitCounts,
     #[cfg(feature = "metrics")]
     exported_waits: ExportedWaits,
+    #[cfg(feature = "metrics")]
+    labelled: LabelledKeys,
     upstream_refusals: Mutex<BTreeMap<StatusCode, u64>>,
     holds: [AtomicU64; Cause::ALL.len()],
     waiting: Mutex<BTreeMap<u64, Open>>,
@@ -136,6 +140,8 @@ impl Tally {
             waits: WaitCounts::default(),
             #[cfg(feature = "metrics")]
             exported_waits: ExportedWaits::default(),
+            #[cfg(feature = "metrics")]
+            labelled: LabelledKeys::default(),
             upstream_refusals: Mutex::default(),
             holds: Default::default(),
             waiting: Mutex::default(),
@@ -144,6 +150,18 @@ impl Tally {
             shown: Mutex::default(),
             floods: Mutex::default(),
         }
+    }
+
+    /// Sets how many keys have metrics of their own.
+    #[cfg(feature = "metrics")]
+    pub(crate) fn label_keys(&self, most: usize) {
+        self.labelled.set_most(most);
+    }
+
+    /// Returns the keys that have metrics of their own.
+    #[cfg(feature = "metrics")]
+    pub(super) fn labelled(&self) -> &LabelledKeys {
+        &self.labelled
     }
 
     /// Returns the name of the gate.
@@ -355,10 +373,12 @@ impl Tally {
             in_flight: None,
             keys: 0,
             keys_held: 0,
+            keys_alone: 0,
             max_keys: 0,
             longest_hold: None,
             limits: Vec::new(),
             guard: None,
+            pace: None,
         }
     }
 

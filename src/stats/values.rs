@@ -58,6 +58,9 @@ pub struct Stats {
     pub keys: usize,
     /// How many of these keys are on hold.
     pub keys_held: usize,
+    /// How many of these keys go on without the store, which is unreachable: a limiter with its
+    /// [fallback share](crate::OnStoreError::FallbackShare), a throttle with its part of the shared pace.
+    pub keys_alone: usize,
     /// The most keys that may have state: the setting `max_keys`.
     pub max_keys: usize,
     /// The longest time for which a key stays on hold. `None` if no key is on hold.
@@ -66,6 +69,22 @@ pub struct Stats {
     pub limits: Vec<Limit>,
     /// What the [ban guard](crate::Guard) has seen. `None` without one.
     pub guard: Option<GuardStats>,
+    /// The pace of a throttle that has one key. `None` for others: [`Throttle::explain`] has the pace of
+    /// each key.
+    ///
+    /// [`Throttle::explain`]: crate::Throttle::explain
+    pub pace: Option<PaceStats>,
+}
+
+/// The pace of a throttle.
+#[non_exhaustive]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PaceStats {
+    /// How many requests may leave in a second, over all processes that share the pace. `None` if the
+    /// pace delays no request.
+    pub per_second: Option<f64>,
+    /// How many processes share the pace and have requests, this one included.
+    pub processes: u32,
 }
 
 /// What a [ban guard](crate::Guard) has seen in this process.
@@ -152,7 +171,7 @@ impl Requests {
     }
 
     /// Adds or replaces each count by `merge` of it and that of `other`.
-    pub(super) fn merge(&mut self, other: &Requests, merge: impl Fn(u64, u64) -> u64) {
+    pub(crate) fn merge(&mut self, other: &Requests, merge: impl Fn(u64, u64) -> u64) {
         for outcome in Outcome::ALL {
             let theirs = *{ *other }.of(outcome);
             let ours = self.of(outcome);

@@ -12,7 +12,9 @@ use crate::clock;
 use crate::events;
 use crate::key::Key;
 use crate::signal::Signal;
-use crate::stats::{Cause, Counted, Gate, InFlightStats, KeyCounts, KeyStats, Stats, Tally};
+use crate::stats::{
+    Cause, Counted, Gate, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally,
+};
 use crate::store::StoreReply;
 
 impl Gate for Core {
@@ -29,6 +31,16 @@ impl Gate for Core {
         stats(self)
     }
 
+    #[cfg(feature = "metrics")]
+    fn busiest(&self, most: usize) -> Vec<Key> {
+        busiest(self, most)
+    }
+
+    #[cfg(feature = "metrics")]
+    fn key_stats(&self, key: Key) -> Option<KeyStats> {
+        key_stats(self, key)
+    }
+
     fn in_flight(&self) -> u64 {
         let visit = |sum: &mut u64, _, waiters: &mut Waiters| {
             *sum += waiters.queue.in_flight() as u64;
@@ -41,7 +53,7 @@ impl Gate for Core {
         0
     }
 
-    fn flush(&self) -> StoreReply<()> {
+    fn flush(self: Arc<Self>) -> StoreReply<()> {
         if let Some(guard) = &self.settings.guard {
             guard.give_back();
         }
@@ -55,7 +67,7 @@ impl Gate for Core {
 #[cfg(feature = "metrics")]
 impl Drop for Core {
     fn drop(&mut self) {
-        crate::stats::note_dropped(|| stats(self));
+        crate::stats::note_dropped(|| self.with_keys());
     }
 }
 
@@ -84,7 +96,10 @@ struct Sum {
     counted: Counted,
     in_flight: InFlightStats,
     held: usize,
+    alone: usize,
     longest_hold: Option<Duration>,
+    /// The pace of the last key.
+    pace: Option<PaceStats>,
 }
 
 impl Sum {
@@ -92,6 +107,8 @@ impl Sum {
         self.counted.add_all(&other.counted);
         self.in_flight.in_use += other.in_flight.in_use;
         self.held += other.held;
+        self.alone += other.alone;
+        self.pace = other.pace.or(self.pace);
         self.longest_hold = self.longest_hold.max(other.longest_hold);
     }
 }
@@ -109,14 +126,24 @@ fn stats(core: &Core) -> Stats {
         sum.in_flight.in_use += waiters.queue.in_flight() as u64;
         let left = held(waiters, now);
         sum.held += usize::from(left.is_some());
+        let outlook = waiters.queue.outlook(now);
+        sum.alone += usize::from(outlook.is_alone);
+        sum.pace = Some(PaceStats {
+            per_second: (!outlook.interval.is_zero())
+                .then(|| outlook.interval.as_secs_f64().recip()),
+            processes: outlook.processes,
+        });
         sum.longest_hold = sum.longest_hold.max(left);
     };
     let sum = core.fold(visit, Sum::add);
     counted.add_all(&sum.counted);
+    let keys = core.len();
     Stats {
         in_flight: Some(sum.in_flight),
-        keys: core.len(),
+        keys,
         keys_held: sum.held,
+        keys_alone: sum.alone,
+        pace: sum.pace.filter(|_| keys == 1),
         max_keys: core.settings.max_keys,
         longest_hold: sum.longest_hold,
         guard: core.settings.guard.as_ref().map(|guard| guard.stats()),
@@ -124,28 +151,29 @@ fn stats(core: &Core) -> Stats {
     }
 }
 
-/// Returns the stats of up to `most` keys: those with the most requests that wait, then those with the
-/// most attempts.
-pub(super) fn busiest(core: &Core, most: usize) -> Vec<KeyStats> {
-    let now = clock::now();
+/// Returns up to `most` keys: those with the most requests that wait, then those with the most attempts.
+pub(super) fn busiest(core: &Core, most: usize) -> Vec<Key> {
     let visit = |all: &mut Vec<_>, key, waiters: &mut Waiters| {
         all.push((waiters.queue.waiting(), waiters.counts.units(), key));
     };
     let mut all = core.fold(visit, |all: &mut Vec<_>, mut more| all.append(&mut more));
     all.sort_unstable_by(|a, b| b.cmp(a));
     all.truncate(most);
-    let stats = all.into_iter().filter_map(|(_, _, key)| {
-        core.find(key, |waiters| KeyStats {
-            name: match waiters.counts.name() {
-                Some(name) => name.into(),
-                None => (*core.label(key, None)).into(),
-            },
-            requests: waiters.counts.requests(),
-            units: waiters.counts.units(),
-            waiting: waiters.queue.waiting(),
-            at_hand: 0,
-            held: held(waiters, now),
-        })
-    });
-    stats.collect()
+    all.into_iter().map(|(_, _, key)| key).collect()
+}
+
+/// Returns the stats of a key, if it has state.
+pub(super) fn key_stats(core: &Core, key: Key) -> Option<KeyStats> {
+    let now = clock::now();
+    core.find(key, |waiters| KeyStats {
+        name: match waiters.counts.name() {
+            Some(name) => name.into(),
+            None => (*core.label(key, None)).into(),
+        },
+        requests: waiters.counts.requests(),
+        units: waiters.counts.units(),
+        waiting: waiters.queue.waiting(),
+        at_hand: 0,
+        held: held(waiters, now),
+    })
 }

@@ -372,9 +372,7 @@ impl KeyState {
         sent: Instant,
         now: Instant,
     ) {
-        if let Some(charges) = &mut self.charges {
-            charges.answered(answer.is_ok());
-        }
+        self.charged(answer.is_ok());
         match answer {
             Ok(lease) => self.granted(ctx, &lease, sent, now),
             Err(error) => self.failed(ctx, error, now),

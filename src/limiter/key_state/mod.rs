@@ -64,7 +64,7 @@ use crate::limit::{Charge, LimitSpec, UnusedPermits};
 use crate::quota::Limit;
 use crate::signal::Signal;
 use crate::stats::KeyCounts;
-use crate::store::{HoldState, Lease};
+use crate::store::{HoldState, Lease, LeaseRequest, StoreReply};
 use crate::wakers::Wakers;
 
 use charges::PendingCharges;
@@ -282,6 +282,32 @@ impl KeyState {
         self.charges.as_mut()?.take(memory, ctx.now, returns)
     }
 
+    /// Returns whether the store may not have counted all charges.
+    pub(super) fn has_charges(&self) -> bool {
+        let charges = self.charges.as_ref();
+        charges.is_some_and(|charges| !charges.is_empty())
+    }
+
+    /// Sends the charges now, in a call of their own. Its answer is for [`charged`](Self::charged).
+    pub(super) fn send_charges(&mut self, ctx: &mut KeyContext<'_>) -> Option<StoreReply<Lease>> {
+        let mut returns = Returns::new();
+        let charge = self.take_charge(ctx, &mut returns);
+        if charge.is_none() && returns.is_empty() {
+            return None;
+        }
+        Some(ctx.store.lease(LeaseRequest {
+            charges: charge.as_slice(),
+            ..self.request(ctx, &[], 0, ctx.now, &returns)
+        }))
+    }
+
+    /// Takes in whether a call with charges has reached the store.
+    pub(super) fn charged(&mut self, has_arrived: bool) {
+        if let Some(charges) = &mut self.charges {
+            charges.answered(has_arrived);
+        }
+    }
+
     /// Starts the task that sends charges if no other call does, unless one is about to.
     fn send_charges_later(&mut self, ctx: &mut KeyContext<'_>, failed: bool) {
         let charges = self.charges.as_mut();
@@ -380,6 +406,11 @@ impl KeyState {
         if was_probing && let Some(queue) = &mut self.queue {
             queue.gathering.end();
         }
+    }
+
+    /// Returns whether the key goes on with the fallback share of this process.
+    pub(super) fn is_alone(&self) -> bool {
+        self.store.is_standalone
     }
 
     /// Notes that a hold, a release or a booking may have been missed.

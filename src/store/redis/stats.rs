@@ -1,7 +1,7 @@
 //! What a store has done: the calls to Redis, their results, and how long they took.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::error::StoreError;
@@ -28,6 +28,9 @@ pub struct StoreStats {
     /// `false` if a connection to one of the servers in use is broken. A store without calls notices a
     /// broken connection within 30 s.
     pub up: Option<bool>,
+    /// Whether the store receives what other processes tell it, such as holds. Without that, it learns
+    /// of them when it next asks. `None` until it has subscribed, and over a connection of your own.
+    pub subscribed: Option<bool>,
     /// How many connections were made, without those for notifications.
     pub connects: u64,
 }
@@ -100,6 +103,8 @@ pub(super) struct StoreTally {
     prefix: Arc<str>,
     calls: [CallCounts; CallKind::NAMES.len()],
     connects: AtomicU64,
+    /// See [`StoreStats::subscribed`].
+    subscribed: Mutex<Option<bool>>,
 }
 
 /// The counts of one kind of calls.
@@ -142,6 +147,7 @@ impl StoreTally {
             prefix: prefix.into(),
             calls: [(); CallKind::NAMES.len()].map(|()| CallCounts::new()),
             connects: AtomicU64::new(0),
+            subscribed: Mutex::default(),
         }
     }
 
@@ -166,6 +172,15 @@ impl StoreTally {
         self.connects.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Notes whether the store receives what other processes tell it.
+    pub(super) fn subscribed(&self, is_subscribed: bool) {
+        let mut subscribed = self
+            .subscribed
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *subscribed = Some(is_subscribed);
+    }
+
     /// Returns the stats of the store. `up` is whether it has its connections.
     pub(super) fn stats(&self, up: Option<bool>) -> StoreStats {
         let [permits, joint, in_flight, register] =
@@ -177,6 +192,10 @@ impl StoreTally {
             in_flight,
             register,
             up,
+            subscribed: *self
+                .subscribed
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner),
             connects: self.connects.load(Ordering::Relaxed),
         }
     }

@@ -24,6 +24,7 @@ use super::registers;
 use super::script::{Argument, INLINED_JOINT, INLINED_RATES, INLINED_REGISTER, Script};
 use super::sealed_key;
 use super::stats::CallKind;
+use super::stats::StoreTally;
 use super::thread::Setup;
 use crate::clock;
 use crate::error::StoreError;
@@ -59,6 +60,7 @@ pub(super) struct Worker {
     claims: Claims,
     /// What arrives on the subscription.
     subscription: mpsc::UnboundedReceiver<Incoming>,
+    tally: Arc<StoreTally>,
     /// The listeners for holds and registers.
     listeners: Arc<StoreListeners>,
     secret: Option<Key>,
@@ -85,6 +87,7 @@ impl Worker {
             release_at: None,
             lost: None,
             subscription,
+            tally: setup.tally,
             listeners: setup.listeners,
             secret: setup.secret,
             tasks: JoinSet::new(),
@@ -235,11 +238,13 @@ impl Worker {
         match incoming {
             Incoming::Subscribed => {
                 self.claims.set_subscribed(true);
+                self.tally.subscribed(true);
                 self.listeners
                     .notify_all(Key::ALL, &StoreEvent::EventsMissed);
             }
             Incoming::Disconnected => {
                 self.claims.set_subscribed(false);
+                self.tally.subscribed(false);
                 self.listeners
                     .notify_all(Key::ALL, &StoreEvent::Disconnected);
             }
