@@ -60,9 +60,8 @@ struct BadAnswer {
 }
 
 impl BanGuard {
-    /// Makes a guard that counts in `all`, and in one that `alone` makes while the store is away. It
-    /// knows the stops of
-    /// up to `max_keys` keys.
+    /// Makes a guard that counts in `all`. While the store is away, it counts in the limiter that `alone`
+    /// makes. It knows the stops of up to `max_keys` keys.
     pub(crate) fn new(
         guard: Guard,
         all: Limiter,

@@ -1,8 +1,8 @@
 //! The stops of a guard: until when the requests of a key are stopped, and how long the next stop is.
 //!
-//! Each process keeps them for itself. But a process hears of each stop by the hold that tells the others
-//! of it, and its length says how often it was doubled. So the next stop is twice as long whichever
-//! process trips.
+//! Each process keeps its own list. A process that trips publishes a hold, from which the others learn of
+//! the stop. The length of the hold says how often it was doubled. So the next stop is twice as long,
+//! whichever process trips.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -36,7 +36,7 @@ pub(super) struct NewStop {
     pub(super) number: u32,
 }
 
-/// Two ends closer than this are one stop, told by different processes.
+/// Two ends closer than this are one stop, which several processes have published.
 const SAME_STOP: Duration = Duration::from_millis(500);
 
 impl Stops {
@@ -97,7 +97,7 @@ impl Stops {
         })
     }
 
-    /// Takes in that `key` is stopped for `span`, as another process has told. Returns whether that is a
+    /// Takes in that another process has stopped `key` for `span`. Returns whether that is a
     /// new stop.
     pub(super) fn heard(&self, key: Key, span: Duration, now: Instant) -> bool {
         self.with(|stops| {

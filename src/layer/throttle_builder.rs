@@ -137,7 +137,7 @@ impl AdaptiveThrottleBuilder {
         if let Some(guard) = &watch
             && !max_hold.is_zero()
         {
-            // Who goes on although the server named a long wait may be banned.
+            // A client that goes on although the server named a long wait may be banned.
             max_hold = max_hold.max(guard.longest());
         }
         let throttle = Throttle::new(ThrottleSettings {

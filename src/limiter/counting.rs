@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use super::engine::Core;
 use super::key_state::KeyState;
 use super::reservation::Reservation;
+use super::settings::OnStoreError;
 use crate::clock;
 use crate::key::Key;
 use crate::stats::{Counted, Gate, KeyCounts, KeyStats, Outcome, Stats, Tally};
@@ -133,12 +134,13 @@ fn stats(core: &Core) -> Stats {
     let now = clock::now();
     // Before the keys: see `Tally::counted`.
     let mut counted = core.tally().counted();
+    let falls_back = core.settings.on_store_error == OnStoreError::FallbackShare;
     let visit = |sum: &mut Sum, _, state: &mut KeyState| {
         sum.counted.add(&state.counts);
         sum.at_hand += u64::from(state.at_hand(now));
         let left = state.hold.left(now);
         sum.held += usize::from(left.is_some());
-        sum.alone += usize::from(state.is_alone());
+        sum.alone += usize::from(falls_back && state.is_alone());
         sum.longest_hold = sum.longest_hold.max(left);
     };
     let sum = core.states.fold(visit, Sum::add);

@@ -149,7 +149,7 @@ impl AnsweredCall {
             && signal.refusal().is_some()
             && retry_after.is_some_and(|wait| wait > max_hold)
         {
-            // Who goes on although the upstream named a long wait may be banned.
+            // A client that goes on although the upstream named a long wait may be banned.
             max_hold = guard.longest().max(max_hold);
         }
         let scoped = match (signal.scope(), on_scope) {

@@ -57,6 +57,16 @@ impl KeyCounts {
         }
     }
 
+    /// Returns how many requests passed at once.
+    pub(super) fn passed(&self) -> u64 {
+        self.passed
+    }
+
+    /// Returns the requests with other outcomes, if there may be some.
+    pub(super) fn others(&self) -> Option<&Requests> {
+        self.more.as_ref().map(|more| &more.requests)
+    }
+
     pub(crate) fn units(&self) -> u64 {
         self.units
     }

@@ -85,13 +85,11 @@ const MOST_FLOODS: usize = 256;
 impl Counted {
     /// Adds the counts of a key.
     pub(crate) fn add(&mut self, counts: &KeyCounts) {
-        self.merge(
-            &Counted {
-                requests: counts.requests(),
-                units: counts.units(),
-            },
-            u64::wrapping_add,
-        );
+        self.add_passed(counts.passed(), counts.units());
+        // Most keys of a program with many keys have none.
+        if let Some(others) = counts.others() {
+            self.requests.merge(others, u64::wrapping_add);
+        }
     }
 
     /// Adds requests that passed, and their units.

@@ -93,8 +93,8 @@ pub struct PaceStats {
 pub struct GuardStats {
     /// The bad answers to requests of this process.
     pub bad: u64,
-    /// How often the guard of this process has tripped. A stop that another process told it of is a hold
-    /// with the cause [`Guard`](Cause::Guard), and no trip.
+    /// How often the guard of this process has tripped. A stop by another process is a hold with the
+    /// cause [`Guard`](Cause::Guard), and no trip.
     pub trips: u64,
 }
 
