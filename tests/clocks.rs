@@ -423,8 +423,8 @@ async fn zero_max_wait_names_a_silent_store() {
 #[tokio::test]
 async fn deadlines_while_redis_hangs_name_a_wait_or_none() {
     let told = told_while_redis_hangs(60_000, Some(2060)).await;
-    match told {
-        Limited::Local { reason, .. } => assert_eq!(reason, Reason::Deadline, "{told}"),
+    match &told {
+        Limited::Local { reason, .. } => assert_eq!(*reason, Reason::Deadline, "{told}"),
         Limited::Store { .. } => {}
         other => panic!("{other}"),
     }

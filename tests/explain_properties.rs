@@ -245,14 +245,14 @@ impl World {
         // The slot may come between the two calls to a distant store.
         let is_near = matches!(explanation.verdict, Verdict::Refused { retry_after: Some(left), .. }
             if left <= self.trip * 4);
-        let stated = match explanation.verdict {
-            Verdict::Refused { reason, .. } => Some(reason),
+        let stated = match &explanation.verdict {
+            Verdict::Refused { reason, .. } => Some(reason.clone()),
             _ => None,
         };
         let reason = happened.as_ref().err().and_then(Limited::reason);
         // Once a second, a request that is held asks the store for a release before it is refused.
         let asks = matches!(
-            (stated, reason),
+            (&stated, &reason),
             (Some(Reason::Held), Some(Reason::QueueFull(_)))
         );
         let is_same = stated == reason || asks || !self.trip.is_zero();

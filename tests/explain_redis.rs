@@ -99,8 +99,8 @@ async fn wrong(limiters: &[Limiter; 2], steps: &[Step]) -> Option<String> {
                         happened,
                     ) => {
                         let real = happened.as_ref().err().and_then(Limited::retry_after);
-                        let is_same =
-                            happened.as_ref().err().and_then(Limited::reason) == Some(*reason);
+                        let is_same = happened.as_ref().err().and_then(Limited::reason).as_ref()
+                            == Some(reason);
                         match (*retry_after, real) {
                             // The last units of a bucket come some milliseconds later.
                             (Some(stated), _) if stated < elapsed + Duration::from_millis(200) => {
@@ -108,7 +108,7 @@ async fn wrong(limiters: &[Limiter; 2], steps: &[Step]) -> Option<String> {
                             }
                             // A hold that is known is refused without a call, which would also tell
                             // how long the limits take after it.
-                            (Some(stated), Some(real)) if *reason == Reason::Held => {
+                            (Some(stated), Some(real)) if reason.clone() == Reason::Held => {
                                 is_same && real <= stated + Duration::from_millis(20)
                             }
                             (Some(stated), Some(real)) => {

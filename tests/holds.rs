@@ -26,7 +26,7 @@ fn builder() -> RateLimitBuilder {
 
 fn reason(error: &Limited) -> Option<Reason> {
     match error {
-        Limited::Local { reason, .. } => Some(*reason),
+        Limited::Local { reason, .. } => Some(reason.clone()),
         _ => None,
     }
 }

@@ -53,7 +53,7 @@ fn request(server: &Server) -> Request {
 
 fn reason(error: &(dyn std::error::Error + 'static)) -> Option<Reason> {
     match Limited::find(error)? {
-        Limited::Local { reason, .. } => Some(*reason),
+        Limited::Local { reason, .. } => Some(reason.clone()),
         _ => None,
     }
 }

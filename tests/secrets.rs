@@ -134,7 +134,7 @@ async fn errors_show_no_key_and_name_the_remedy() {
         let key = limited.key().to_owned();
         assert!(key == "none" || key.len() == 8, "{key}");
         if let Limited::Local { reason, .. } = &limited {
-            reasons.push(*reason);
+            reasons.push(reason.clone());
         }
         let error = Error::from(limited);
         let (shown, debug) = (error.to_string(), format!("{error:?} {error:#?}"));

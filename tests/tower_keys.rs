@@ -52,7 +52,7 @@ fn with<T: Clone + Send + Sync + 'static>(uri: &str, extension: T) -> Request<St
 
 fn reason(error: &Error) -> Option<Reason> {
     match error {
-        Error::Limited(Limited::Local { reason, .. }) => Some(*reason),
+        Error::Limited(Limited::Local { reason, .. }) => Some(reason.clone()),
         _ => None,
     }
 }

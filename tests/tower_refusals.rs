@@ -29,7 +29,7 @@ async fn refusal(limit: &RateLimitLayer, request: http::Request<String>) -> Limi
 
 fn local(limited: &Limited) -> Reason {
     match limited {
-        Limited::Local { reason, .. } => *reason,
+        Limited::Local { reason, .. } => reason.clone(),
         other => panic!("this process should refuse it: {other}"),
     }
 }

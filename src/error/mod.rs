@@ -2,7 +2,7 @@
 //!
 //! An [`Error`] is either the error of the inner service, or a [`Limited`]: this process, the
 //! upstream or the store stopped the request. [`StoreError`] says why a store granted nothing. If a
-//! setting is wrong, building the layer fails with a [`ConfigError`](crate::ConfigError).
+//! setting is wrong, building the layer fails with a [`ConfigError`].
 
 #[cfg(feature = "retry")]
 mod as_error;
@@ -11,8 +11,10 @@ mod store;
 
 use std::error::Error as StdError;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
+use crate::config_error::ConfigError;
 use crate::cost::Cost;
 #[cfg(feature = "retry")]
 #[cfg_attr(docsrs, doc(cfg(feature = "retry")))]
@@ -166,7 +168,7 @@ impl Limited {
     /// Returns why this process refused the request; `None` if the upstream or the store did.
     pub fn reason(&self) -> Option<Reason> {
         match self {
-            Limited::Local { reason, .. } => Some(*reason),
+            Limited::Local { reason, .. } => Some(reason.clone()),
             Limited::Upstream { .. } | Limited::Store { .. } => None,
         }
     }
@@ -195,8 +197,8 @@ impl fmt::Display for Limited {
         match self {
             Limited::Local { reason, .. } => {
                 write!(f, "refused locally ({}): ", report.subject())?;
-                match *reason {
-                    Reason::MaxWait(most) if !most.is_zero() && report.waited() >= most => {
+                match reason {
+                    Reason::MaxWait(most) if !most.is_zero() && report.waited() >= *most => {
                         write!(f, "no permit within max_wait ({most:?})")?
                     }
                     reason => write!(f, "{reason}")?,
@@ -241,7 +243,7 @@ impl StdError for Limited {
 /// Why this process refused a request. The page [`guide::refusals`](crate::guide::refusals) has a
 /// remedy for each reason.
 #[non_exhaustive]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reason {
     /// The slot of the request is further away than
     /// [`max_wait`](crate::RateLimitBuilder::max_wait), which is the value.
@@ -264,6 +266,8 @@ pub enum Reason {
         /// [`Quota::of`](crate::Quota::of).
         unit: &'static str,
     },
+    /// The quota that the request states for its key is invalid. The value says what is wrong.
+    InvalidQuota(Arc<ConfigError>),
     /// The key is on hold, and the hold ends later than the request can wait. A refusal by the
     /// upstream or an operator put the key on hold.
     Held,
@@ -309,6 +313,7 @@ impl fmt::Display for Reason {
                      limit or burst"
                 )
             }
+            Reason::InvalidQuota(error) => write!(f, "the quota of its key is invalid: {error}"),
             Reason::Held => write!(
                 f,
                 "its key is on hold, after a refusal by the upstream or a call of hold_for"

@@ -10,6 +10,7 @@ use http::Extensions;
 use super::response_policy::ResponsePolicy;
 use crate::cost::{Cost, RequestCost};
 use crate::key::{Deadline, HostKey, Key, RequestInfo, RequestRef, by_host};
+use crate::quota::Quota;
 
 /// What a layer reads from a request, and its policy for responses.
 #[derive(Default)]
@@ -19,6 +20,8 @@ pub(super) struct Extractors {
     /// first limit.
     is_further: bool,
     pub(super) cost: Option<Extractor<Cost>>,
+    /// Returns the quota of the key of a request, or `None` for that of the builder.
+    pub(super) quota: Option<Extractor<Option<Quota>>>,
     pub(super) deadline: Option<Extractor<Option<Instant>>>,
     pub(super) policy: ResponsePolicy,
     /// Names the key of a request in the stats.
@@ -64,6 +67,22 @@ impl Extractors {
         self.is_further = true;
     }
 
+    /// Reads the quota that `request` states for its key.
+    #[inline]
+    pub(super) fn read_quota<R: RequestInfo>(&self, request: &R) -> QuotaOf {
+        let extensions = request
+            .extensions()
+            .filter(|extensions| !extensions.is_empty() && !self.is_further);
+        match (extensions.and_then(Extensions::get::<Quota>), &self.quota) {
+            (Some(quota), _) => QuotaOf::Own(*quota),
+            (None, Some(quota_of)) => match quota_of(&RequestRef::new(request)) {
+                Some(quota) => QuotaOf::Own(quota),
+                None => QuotaOf::Configured,
+            },
+            (None, None) => QuotaOf::Unstated,
+        }
+    }
+
     /// Reads key, cost and deadline of `request`. Returns `None` if the key function finds no key.
     ///
     /// Values in the extensions of the request take precedence over the functions. `host` is that of
@@ -106,6 +125,16 @@ impl Extractors {
     }
 }
 
+/// The quota that a request states for its key. It is never moved.
+#[allow(clippy::large_enum_variant)]
+pub(super) enum QuotaOf {
+    /// None: that of the key applies.
+    Unstated,
+    /// That of the builder.
+    Configured,
+    Own(Quota),
+}
+
 /// What a layer has read from a request.
 pub(super) struct Reading {
     pub(super) key: Key,
@@ -118,6 +147,7 @@ impl fmt::Debug for Extractors {
         f.debug_struct("Extractors")
             .field("key", &!matches!(self.key, KeyOf::All))
             .field("cost", &self.cost.is_some())
+            .field("quota", &self.quota.is_some())
             .field("deadline", &self.deadline.is_some())
             .field("key_name", &self.key_name.is_some())
             .field("error_on_upstream_limit", &self.policy.error_on_limit())

@@ -7,7 +7,7 @@ use super::settings::Common;
 use crate::config_error::ConfigError;
 use crate::guard::BanGuard;
 use crate::limit::LimitSpec;
-use crate::limiter::{HeaderTrust, Limiter, OnStoreError, Settings};
+use crate::limiter::{HeaderTrust, Limiter, OnStoreError, Quotas, Settings};
 use crate::quota::Slacks;
 use crate::stats::{Kind, Tally};
 use crate::store::{MemoryStore, Store};
@@ -30,18 +30,26 @@ pub(super) fn build(
         boundary: BOUNDARY,
         rate_loss: Slacks::RATE_LOSS,
     };
-    let life = quota.check(slacks)?;
-    let spec = Arc::new(LimitSpec::new(quota, Slacks::TRANSIT, BOUNDARY).with_life(life));
+    let quotas = Arc::new(Quotas::new(quota, slacks, Duration::ZERO));
+    let spec = Arc::new(quotas.limits(quota)?);
     let name = format!("{name} guard");
-    let all = limiter(spec.clone(), &name, store.clone(), max_keys);
-    let alone = move || limiter(spec, &name, Arc::new(MemoryStore::new(max_keys)), max_keys);
+    let limiter = move |store| limiter(spec.clone(), quotas.clone(), &name, store, max_keys);
+    let all = limiter(store.clone());
+    let alone = move || limiter(Arc::new(MemoryStore::new(max_keys)));
     Ok(Some(BanGuard::new(guard, all, Box::new(alone), max_keys)))
 }
 
 /// Makes a limiter of bad answers. No answer waits for its permit.
-fn limiter(spec: Arc<LimitSpec>, name: &str, store: Arc<dyn Store>, max_keys: usize) -> Limiter {
+fn limiter(
+    spec: Arc<LimitSpec>,
+    quotas: Arc<Quotas>,
+    name: &str,
+    store: Arc<dyn Store>,
+    max_keys: usize,
+) -> Limiter {
     let settings = Settings {
         spec,
+        quotas,
         is_further_unit: false,
         name: None,
         tally: Tally::new(name, Kind::Guard, None),

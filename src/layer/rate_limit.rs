@@ -11,7 +11,7 @@ use tower_layer::Layer;
 
 use super::body::{InFlight, InFlightUntilBodyEnd};
 use super::buffered::is_layer_behind_buffer;
-use super::extractors::{Extractors, Reading};
+use super::extractors::{Extractors, QuotaOf, Reading};
 use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::{ResponsePolicy, is_of_host};
 use super::seam::{Admission, Departure, Gate, take_call};
@@ -19,13 +19,13 @@ use super::service::{gated_future, gated_service};
 use crate::clock;
 use crate::config_error::ConfigError;
 use crate::cost::RequestCost;
-use crate::error::Limited;
+use crate::error::{Limited, Reason};
 use crate::events;
 use crate::guarded;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::limiter::{
-    Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, Permit, Reservation,
-    Sent, Started, Waiting, enter_joint, is_inside_a_layer,
+    Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, Permit, QuotaId,
+    Reservation, Sent, Started, Waiting, enter_joint, is_inside_a_layer,
 };
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
@@ -265,17 +265,26 @@ impl RateLimitLayer {
             cost,
             mut deadline,
         } = reading;
-        let mut add = |limiter: &'a Limiter, key, cost: &RequestCost, host: &mut HostKey<'_, R>| {
+        let mut add = |limiter: &'a Limiter,
+                       key,
+                       cost: &RequestCost,
+                       quota: QuotaId,
+                       host: &mut HostKey<'_, R>| {
             let host = limiter.host_of(key, host);
             if limiter.counts_units() {
                 self.check_units(limiter, cost);
-                parts.extend(limiter.parts(key, cost, host));
+                parts.extend(limiter.parts(key, cost, quota, host));
             } else {
-                parts.push(limiter.part(key, cost.under(None), host));
+                parts.push(limiter.part(key, cost.under(None), quota, host));
             }
         };
         let mut host = HostKey::of(request);
-        add(&self.limiter, key, &cost, &mut host);
+        let quota_of = |limiter: &Limiter, extractors: &Extractors| {
+            let quota = quota_of(limiter, extractors, request);
+            quota.map_err(|reason| limiter.unreadable(reason, &self.limiter))
+        };
+        let quota = quota_of(&self.limiter, &self.extractors)?;
+        add(&self.limiter, key, &cost, quota, &mut host);
         for limit in self.further.iter() {
             let FurtherLimit {
                 name,
@@ -285,12 +294,13 @@ impl RateLimitLayer {
             let own = match (extractors.read(request, &mut host), name) {
                 (Some(own), _) => own,
                 (None, Some(_)) => continue,
-                (None, None) => return Err(limiter.no_key(&self.limiter)),
+                (None, None) => return Err(limiter.unreadable(Reason::NoKey, &self.limiter)),
             };
+            let quota = quota_of(limiter, extractors)?;
             // The shorter of two deadlines; a limit without one allows any wait.
             deadline = deadline.into_iter().chain(own.deadline).min();
             let key = name.map_or(own.key, |name| own.key.and(name));
-            add(limiter, key, &own.cost, &mut host);
+            add(limiter, key, &own.cost, quota, &mut host);
         }
         Ok(deadline)
     }
@@ -323,7 +333,9 @@ impl RateLimitLayer {
     /// Admits a request on the slow path, makes it wait, or refuses it.
     fn admit(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Waiting> {
         let (entry, now) = match slow {
-            Slow::NoKey => return Admission::No(self.limiter.no_key(&self.limiter)),
+            Slow::Unreadable(reason) => {
+                return Admission::No(self.limiter.unreadable(reason, &self.limiter));
+            }
             Slow::Joint(reading) => return self.enter_joint(reading, request),
             Slow::NoPermit(entry, now) => (entry, now),
             Slow::OwnPolicy(entry) => {
@@ -378,6 +390,26 @@ impl RateLimitLayer {
     }
 }
 
+/// Returns the number of the quota that `request` states for its key of `limiter`.
+///
+/// # Errors
+///
+/// [`Reason::InvalidQuota`] if the key cannot have that quota.
+#[inline]
+fn quota_of(
+    limiter: &Limiter,
+    extractors: &Extractors,
+    request: &impl RequestInfo,
+) -> Result<QuotaId, Reason> {
+    let quota = match extractors.read_quota(request) {
+        QuotaOf::Unstated => return Ok(QuotaId::NONE),
+        QuotaOf::Configured => return Ok(QuotaId::CONFIGURED),
+        QuotaOf::Own(quota) => quota,
+    };
+    let id = limiter.quota_id(&quota);
+    id.map_err(|error| Reason::InvalidQuota(Arc::new(error)))
+}
+
 /// A request that was admitted at `now`.
 #[derive(Clone, Copy)]
 pub(super) struct Admitted {
@@ -387,8 +419,8 @@ pub(super) struct Admitted {
 
 /// Why a request takes the slow path.
 pub(super) enum Slow {
-    /// The key function found no key.
-    NoKey,
+    /// The request states no key, or no valid quota.
+    Unreadable(Reason),
     /// The request counts in several limits, or the layer is around another one or inside of it.
     Joint(Reading),
     /// No permit was at hand at this moment.
@@ -401,7 +433,7 @@ impl Slow {
     /// Returns the key of the request, if it has one.
     fn key(&self) -> Option<Key> {
         match self {
-            Slow::NoKey => None,
+            Slow::Unreadable(_) => None,
             Slow::Joint(reading) => Some(reading.key),
             Slow::NoPermit(entry, _) | Slow::OwnPolicy(entry) => Some(entry.key),
         }
@@ -419,7 +451,7 @@ impl Gate for RateLimitLayer {
     fn enter_fast(&self, request: &impl RequestInfo) -> Result<Admitted, Slow> {
         let mut host = HostKey::of(request);
         let Some(reading) = self.extractors.read(request, &mut host) else {
-            return Err(Slow::NoKey);
+            return Err(Slow::Unreadable(Reason::NoKey));
         };
         if self.is_joint || self.limiter.has_inner() || is_inside_a_layer() {
             return Err(Slow::Joint(reading));
@@ -429,11 +461,14 @@ impl Gate for RateLimitLayer {
             cost,
             deadline,
         } = reading;
+        let quota = quota_of(&self.limiter, &self.extractors, request);
+        let quota = quota.map_err(Slow::Unreadable)?;
         let entry = Entry {
             key,
             cost: cost.under(None),
             deadline,
             host: self.limiter.host_of(key, &mut host),
+            quota,
         };
         if !self.extractors.policy.is_default() {
             return Err(Slow::OwnPolicy(entry));

@@ -12,14 +12,13 @@ use crate::config_error::ConfigError;
 use crate::cost::Cost;
 use crate::guarded::Watch;
 use crate::key::{Key, RequestRef};
-use crate::limit::LimitSpec;
-use crate::limiter::{HeaderTrust, Limiter, MOST_PARTS, OnScope, OnStoreError, Settings};
-use crate::quota::{Limit, Quota, Slacks};
+use crate::limiter::{HeaderTrust, Limiter, MOST_PARTS, OnScope, OnStoreError, Quotas, Settings};
+use crate::quota::{Quota, Slacks};
 use crate::signal::ResponseRef;
 use crate::stats::{Kind, Tally};
 use crate::store::{FallbackStore, MemoryStore, Share, Store};
 #[cfg(doc)]
-use crate::{limiter::Settlement, signal::Signal};
+use crate::{error::Reason, limiter::Settlement, signal::Signal};
 
 /// Configures a [`RateLimitLayer`].
 ///
@@ -174,6 +173,42 @@ impl RateLimitBuilder {
         C: Into<Cost>,
     {
         self.common.extractors.cost = Some(Arc::new(move |request| cost(request).into()));
+        self
+    }
+
+    /// Sets the quota of the key of a request, for tenants with plans or tokens of several sizes. If the
+    /// function returns `None`, the quota of the builder applies. Default: that quota for all keys.
+    ///
+    /// A [`Quota`] in the extensions of the request takes precedence over the function.
+    ///
+    /// The quota belongs to the key, so all requests of a key should state the same one. If a request
+    /// states another one than the request before it, the key has the new quota from then on, and used
+    /// units stay used. The limits of the old quota apply, too, for two of their windows and up to a
+    /// second: an upgrade takes effect later than a downgrade.
+    ///
+    /// It has the same units as the quota of the builder, and limits calls in flight only if that does.
+    /// A limiter keeps up to 10 000 different quotas. If a quota is out of range, the request is refused
+    /// with [`Reason::InvalidQuota`].
+    ///
+    /// Limits of [`and_per`](Self::and_per) keep their own quota.
+    ///
+    /// ```
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// let limit = RateLimitLayer::builder(Quota::per_minute(60))
+    ///     .key(|request| request.header("x-tenant").map(Key::new))
+    ///     .quota(|request| match request.header("x-plan") {
+    ///         Some(b"gold") => Some(Quota::per_minute(600)),
+    ///         _ => None,
+    ///     })
+    ///     .build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    pub fn quota<F>(mut self, quota: F) -> Self
+    where
+        F: Fn(&RequestRef<'_>) -> Option<Quota> + Send + Sync + 'static,
+    {
+        self.common.extractors.quota = Some(Arc::new(quota));
         self
     }
 
@@ -500,7 +535,8 @@ impl RateLimitBuilder {
     ) -> Result<Limiter, ConfigError> {
         quota.check(self.slacks())?;
         let share = self.share(&quota)?;
-        let settings = |quota| self.settings(quota, name, store.clone(), share);
+        let quotas = Arc::new(Quotas::new(quota, self.slacks(), self.counted_within));
+        let settings = |quota| self.settings(quota, &quotas, name, store.clone(), share);
         let mut units = quota.by_unit().into_iter();
         let first = settings(units.next().unwrap_or(quota))?;
         let others: Result<Vec<_>, _> = units.map(settings).collect();
@@ -537,6 +573,7 @@ impl RateLimitBuilder {
     fn settings(
         &self,
         quota: Quota,
+        quotas: &Arc<Quotas>,
         name: Option<&'static str>,
         shared_store: Arc<dyn Store>,
         share: Option<Share>,
@@ -554,12 +591,9 @@ impl RateLimitBuilder {
         } else {
             shared_store.clone()
         };
-        let life = quota.check(self.slacks())?;
-        let transit_slack = self.transit_slack + self.counted_within;
-        let spec = LimitSpec::new(quota, transit_slack, self.boundary_guard).with_life(life);
-        let is_window = |limit: &Limit| matches!(limit, Limit::Sliding { .. });
         Ok(Settings {
-            spec: Arc::new(spec),
+            spec: Arc::new(quotas.limits(quota)?),
+            quotas: quotas.clone(),
             is_further_unit: false,
             name,
             store,
@@ -574,7 +608,7 @@ impl RateLimitBuilder {
             guard: None,
             on_store_error: self.on_store_error,
             settles: self.common.extractors.policy.settles(),
-            counted_within: if quota.limits().iter().all(is_window) {
+            counted_within: if quota.is_of_sliding_windows() {
                 self.counted_within
             } else {
                 Duration::ZERO

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use crate::quota::{LIFE, Quota};
+use crate::config_error::ConfigError;
+use crate::quota::{LIFE, Quota, Slacks};
 
 /// The limits of a key, as a process states them: its quota, and the slack for the way to the
 /// upstream.
@@ -24,6 +25,22 @@ impl LimitSpec {
             boundary_guard,
             life: LIFE,
         }
+    }
+
+    /// Makes the limits of `quota`, for an upstream that counts a request up to `counted_within` after it
+    /// was sent.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] if the quota is out of range.
+    pub(crate) fn checked(
+        quota: Quota,
+        slacks: Slacks,
+        counted_within: Duration,
+    ) -> Result<Self, ConfigError> {
+        let life = quota.check(slacks)?;
+        let transit_slack = slacks.transit + counted_within;
+        Ok(LimitSpec::new(quota, transit_slack, slacks.boundary).with_life(life))
     }
 
     /// Returns the same limits, with permits that are valid for `life`. They are valid for longer

@@ -13,16 +13,22 @@ use super::admission::Entry;
 use super::cores::Cores;
 use super::engine::Core;
 use super::explain::{self, Asked};
-use super::explanation::Explanation;
+use super::explanation::{Explanation, Verdict};
 use super::joint::{self, JointStarted, MOST_PARTS, PartRef, UntilKnown};
+use super::limited::RefusedRequest;
 use super::outer;
 use super::permit::Permit;
+use super::quotas::QuotaId;
 use super::start::{self, Started};
 use super::waiting::Waiting;
 use crate::clock;
+use crate::config_error::ConfigError;
 use crate::cost::Cost;
-use crate::error::{Limited, StoreError};
+use crate::error::{Limited, Reason, StoreError};
 use crate::key::Key;
+use crate::quota::Quota;
+use crate::stats::Gate;
+use crate::store::Refusal;
 
 /// The future of a [`Permit`], with setters for the cost and the deadline of the request.
 ///
@@ -33,7 +39,7 @@ use crate::key::Key;
 pub struct Acquire(Step);
 
 // New, Units, Joint => Waiting | Done
-// Waiting => Done
+// Waiting, Invalid => Done
 #[derive(Debug)]
 enum Step {
     New(Arc<Core>, Request),
@@ -41,6 +47,8 @@ enum Step {
     Units(Cores, Vec<Part>),
     /// A request of several keys that has not entered.
     Joint(Vec<Part>),
+    /// A request that states a quota its key cannot have.
+    Invalid(Vec<Part>, Arc<ConfigError>),
     Waiting(Waiting),
     Done,
 }
@@ -51,6 +59,25 @@ struct Request {
     key: Key,
     cost: u32,
     deadline: Option<Instant>,
+    quota: QuotaId,
+}
+
+impl Request {
+    fn entry(&self) -> Entry {
+        let &Request {
+            key,
+            cost,
+            deadline,
+            quota,
+        } = self;
+        Entry {
+            key,
+            cost,
+            deadline,
+            host: None,
+            quota,
+        }
+    }
 }
 
 /// One key of a request of several keys that has not entered.
@@ -85,6 +112,7 @@ impl Acquire {
                 key,
                 cost: 1,
                 deadline: None,
+                quota: QuotaId::NONE,
             },
         ))
     }
@@ -96,6 +124,7 @@ impl Acquire {
                 key: core.key_of(key),
                 cost: Cost::default().under(core.unit()),
                 deadline: None,
+                quota: QuotaId::NONE,
             },
             named: key,
         };
@@ -117,7 +146,53 @@ impl Acquire {
                     request.cost = cost.under(core.unit());
                 }
             }
-            Step::Joint(_) | Step::Waiting(_) | Step::Done => {}
+            Step::Joint(_) | Step::Invalid(..) | Step::Waiting(_) | Step::Done => {}
+        }
+        self
+    }
+
+    /// Sets the quota of the key, in place of the one of the limiter. Default: the quota that the key
+    /// has. [`RateLimitBuilder::quota`](crate::RateLimitBuilder::quota) has the rules. Set it before
+    /// [`with`](Self::with): each key has a quota of its own.
+    ///
+    /// If the key cannot have this quota, the request is refused with
+    /// [`Reason::InvalidQuota`](crate::Reason::InvalidQuota).
+    ///
+    /// Has no effect once the future was polled.
+    ///
+    /// ```
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let tenants = RateLimitLayer::new(Quota::per_minute(60))?.limiter();
+    /// let gold = Quota::per_minute(600);
+    /// let permit = tenants.acquire(Key::new("tenant 17")).quota(gold).await?;
+    /// # drop(permit);
+    /// # assert_eq!(tenants.peek(Key::new("tenant 17")).await?.free, 599);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn quota(mut self, quota: Quota) -> Self {
+        let first = match &self.0 {
+            Step::New(core, _) => core,
+            Step::Units(cores, _) => &cores.first,
+            Step::Joint(_) | Step::Invalid(..) | Step::Waiting(_) | Step::Done => return self,
+        };
+        match first.settings.quotas.id(&quota) {
+            Ok(id) => match &mut self.0 {
+                Step::New(_, request) => request.quota = id,
+                Step::Units(_, parts) => {
+                    for part in parts {
+                        part.request.quota = id;
+                    }
+                }
+                _ => {}
+            },
+            Err(error) => {
+                let (parts, _) = self.into_parts();
+                return Acquire(Step::Invalid(parts, Arc::new(error)));
+            }
         }
         self
     }
@@ -129,7 +204,7 @@ impl Acquire {
     pub fn deadline(mut self, deadline: Instant) -> Self {
         match &mut self.0 {
             Step::New(_, request) => request.deadline = Some(deadline),
-            Step::Units(_, parts) | Step::Joint(parts) => {
+            Step::Units(_, parts) | Step::Joint(parts) | Step::Invalid(parts, _) => {
                 for part in parts {
                     part.request.deadline = Some(deadline);
                 }
@@ -169,13 +244,17 @@ impl Acquire {
     ///
     /// If the request has more than eight keys, or if one of the two futures was polled.
     pub fn with(self, other: Acquire) -> Acquire {
-        let mut parts = self.into_parts();
-        parts.extend(other.into_parts());
+        let (mut parts, invalid) = self.into_parts();
+        let (others, also_invalid) = other.into_parts();
+        parts.extend(others);
         assert!(
             parts.len() <= MOST_PARTS,
             "a request has at most {MOST_PARTS} keys"
         );
-        Acquire(Step::Joint(parts))
+        Acquire(match invalid.or(also_invalid) {
+            Some(error) => Step::Invalid(parts, error),
+            None => Step::Joint(parts),
+        })
     }
 
     /// Explains what would happen to the request if it entered now: whether it would leave at once,
@@ -214,21 +293,32 @@ impl Acquire {
     ///
     /// The future may be dropped at any time.
     pub async fn explain(self) -> Result<Explanation, StoreError> {
-        let parts = self.into_parts();
+        let (parts, invalid) = self.into_parts();
         let deadline = parts.iter().filter_map(|part| part.request.deadline).min();
         let asked = parts.into_iter().map(|part| Asked {
             core: part.core,
             key: part.request.key,
             cost: part.request.cost,
+            quota: part.request.quota,
             named: part.named,
         });
-        explain::explain(asked.collect(), deadline).await
+        let mut explanation = explain::explain(asked.collect(), deadline).await?;
+        if let Some(error) = invalid {
+            explanation.verdict = Verdict::Refused {
+                reason: Reason::InvalidQuota(error),
+                retry_after: None,
+                because: None,
+            };
+        }
+        Ok(explanation)
     }
 
-    fn into_parts(self) -> Vec<Part> {
+    /// Returns the keys of the request, and why their quota is invalid, if it is.
+    fn into_parts(self) -> (Vec<Part>, Option<Arc<ConfigError>>) {
         match self.0 {
-            Step::New(core, request) => vec![Part::new(core, request)],
-            Step::Units(_, parts) | Step::Joint(parts) => parts,
+            Step::New(core, request) => (vec![Part::new(core, request)], None),
+            Step::Units(_, parts) | Step::Joint(parts) => (parts, None),
+            Step::Invalid(parts, error) => (parts, Some(error)),
             Step::Waiting(_) | Step::Done => {
                 panic!("an Acquire future was polled before `with` or `explain`")
             }
@@ -244,10 +334,8 @@ fn enter_joint(parts: &[Part]) -> Result<JointStarted, Box<UntilKnown>> {
         .iter()
         .map(|Part { core, request, .. }| {
             let entry = Entry {
-                key: request.key,
-                cost: request.cost,
                 deadline: None,
-                host: None,
+                ..request.entry()
             };
             PartRef::new(core, entry)
         })
@@ -257,6 +345,18 @@ fn enter_joint(parts: &[Part]) -> Result<JointStarted, Box<UntilKnown>> {
         Some(waiter) => Err(waiter),
         None => Ok(joint::start(&parts, deadline, label)),
     }
+}
+
+/// Refuses a request that states an invalid quota, and counts it under its first key.
+#[cold]
+fn refuse(first: &Part, error: Arc<ConfigError>) -> Limited {
+    let Part { core, request, .. } = first;
+    let now = clock::now();
+    let label = core.label(request.key, None);
+    let refused = RefusedRequest::new(label, core.limit_name(), now);
+    let limited = refused.refuse(Reason::InvalidQuota(error), Refusal::NEVER, now);
+    core.refused(request.key, &limited);
+    limited
 }
 
 impl Future for Acquire {
@@ -269,20 +369,8 @@ impl Future for Acquire {
                     // The permits of the layers around are to be valid, too.
                     self.0 = Step::Joint(vec![Part::new(core.clone(), request)]);
                 }
-                &mut Step::New(
-                    ref core,
-                    Request {
-                        key,
-                        cost,
-                        deadline,
-                    },
-                ) => {
-                    let entry = Entry {
-                        key,
-                        cost,
-                        deadline,
-                        host: None,
-                    };
+                &mut Step::New(ref core, request) => {
+                    let (key, entry) = (request.key, request.entry());
                     // The common case makes its permit here. By way of `Started`, the permit would
                     // be copied twice.
                     let taken = start::take_at_once(core, &entry, clock::now());
@@ -316,6 +404,11 @@ impl Future for Acquire {
                             self.0 = Step::Waiting(Waiting::inside(waiter));
                         }
                     }
+                }
+                Step::Invalid(parts, error) => {
+                    let limited = refuse(&parts[0], error.clone());
+                    self.0 = Step::Done;
+                    return Poll::Ready(Err(limited));
                 }
                 Step::Waiting(waiter) => {
                     let polled = Pin::new(&mut *waiter).poll(cx);

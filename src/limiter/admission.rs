@@ -18,6 +18,7 @@ use super::holds;
 use super::in_flight_slot::{self, InFlightSlot};
 use super::key_state::Ticket;
 use super::queue::{Number, next_number};
+use super::quotas::QuotaId;
 use super::reservation::{Reservation, Settled, WaitBound};
 use super::settings::Settings;
 use crate::clock;
@@ -38,6 +39,8 @@ pub(crate) struct Entry {
     /// client follows redirects, because the response of another host states nothing about this
     /// key.
     pub(crate) host: Option<Key>,
+    /// The quota that the request states for the key.
+    pub(crate) quota: QuotaId,
 }
 
 /// How far a request has come.
@@ -230,11 +233,11 @@ pub(super) fn in_flight_slot_settled(
         Settled::Failed(source) => Err(Admission::Failed(source)),
         Settled::Refused(_) => Err(Admission::Refused(
             bound.reason(max_wait),
-            in_flight_slot::refusal(core),
+            in_flight_slot::refusal(core, key),
         )),
         Settled::QueueFull => Err(Admission::Refused(
             Reason::QueueFull(max_queue),
-            in_flight_slot::refusal(core),
+            in_flight_slot::refusal(core, key),
         )),
     }
 }

@@ -68,8 +68,8 @@ impl Core {
         };
         let forgotten = |key, mut state: Box<KeyState>| {
             self.settings.tally.absorb(&state.counts);
-            let stated = self.stated(&mut state, now);
-            state.give_back_prefetched(&self.ctx(key, now, stated.as_ref()));
+            let own = self.own_spec(&mut state, now);
+            state.give_back_prefetched(&self.ctx(key, now, own.as_ref()));
         };
         let visit = |state: &mut KeyState| self.visit(key, state, now, act);
         let (done, work) = self.states.enter(key, now, new, forgotten, visit)?;
@@ -87,8 +87,8 @@ impl Core {
         act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>) -> R,
     ) -> (R, Work) {
         self.hosts.touch(key);
-        let stated = self.stated(state, now);
-        let mut ctx = self.ctx(key, now, stated.as_ref());
+        let own = self.own_spec(state, now);
+        let mut ctx = self.ctx(key, now, own.as_ref());
         let done = act(state, &mut ctx);
         (done, ctx.work)
     }
@@ -99,8 +99,8 @@ impl Core {
             .with_state(key, clock::now(), |state, ctx| state.give_back(ctx, slot))
             .is_none()
         {
-            let Settings { store, spec, .. } = &self.settings;
-            store.give_back(key, spec, &[slot.unused()]);
+            let spec = self.spec_to_give_back();
+            self.settings.store.give_back(key, &spec, &[slot.unused()]);
         }
     }
 
@@ -108,8 +108,8 @@ impl Core {
     pub(super) fn refund(self: &Arc<Self>, key: Key, unused: UnusedPermits) {
         let refund = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.refund(ctx, unused);
         if self.with_state(key, clock::now(), refund).is_none() {
-            let Settings { store, spec, .. } = &self.settings;
-            store.give_back(key, spec, &[unused]);
+            let spec = self.spec_to_give_back();
+            self.settings.store.give_back(key, &spec, &[unused]);
         }
     }
 
@@ -278,6 +278,8 @@ impl PendingCall {
             foreign: Some(limit),
             ..
         }) = &answer
+            // A key whose quota changed keeps its old limits for some time.
+            && !self.core.settings.quotas.is_any()
             && !self.core.warned.swap(true, Ordering::Relaxed)
         {
             let quota = self.core.settings.spec.quota();
@@ -295,8 +297,9 @@ impl PendingCall {
         }
         // The state of the key is gone: this process cannot use what was granted.
         if let Some(Ok(lease)) = answer {
-            let Settings { store, spec, .. } = &self.core.settings;
-            store.give_back(self.key, spec, &lease.unused());
+            let spec = self.core.spec_to_give_back();
+            let store = &self.core.settings.store;
+            store.give_back(self.key, &spec, &lease.unused());
         }
     }
 }

@@ -138,13 +138,13 @@ impl Core {
         self.has_inner.store(true, Ordering::Relaxed);
     }
 
-    /// Makes the context of a visit to the state of `key`, under the `stated` limits or the
-    /// configured ones.
+    /// Makes the context of a visit to the state of `key`, under its `own` limits or the configured
+    /// ones.
     pub(super) fn ctx<'a>(
         &'a self,
         key: Key,
         now: Instant,
-        stated: Option<&'a Arc<LimitSpec>>,
+        own: Option<&'a Arc<LimitSpec>>,
     ) -> KeyContext<'a> {
         let Settings {
             spec,
@@ -159,7 +159,7 @@ impl Core {
         KeyContext {
             key,
             store,
-            spec: stated.unwrap_or(spec),
+            spec: own.unwrap_or(spec),
             now,
             max_queue: *max_queue,
             fails_open: *on_store_error == OnStoreError::FailOpen,
@@ -170,19 +170,44 @@ impl Core {
         }
     }
 
-    /// Returns the limits of the key of `state`, if the upstream has stated some.
-    pub(super) fn stated(&self, state: &mut KeyState, now: Instant) -> Option<Arc<LimitSpec>> {
+    /// Returns the limits of the key of `state` if they are not the configured ones: those that the
+    /// upstream has stated, or else those that requests have stated.
+    pub(super) fn own_spec(&self, state: &mut KeyState, now: Instant) -> Option<Arc<LimitSpec>> {
         let Settings { spec, learn, .. } = &self.settings;
-        state.upstream.spec(*learn, spec, now)
+        state.limits.spec(*learn, spec, now)
     }
 
-    /// Returns the limits of `key`: the limits that the upstream stated, else the configured ones.
+    /// Returns the limits of `key`: its own, else the configured ones.
     pub(super) fn terms(&self, key: Key) -> Arc<LimitSpec> {
-        let stated = self
+        let own = self
             .states
-            .find(key, |state| self.stated(state, clock::now()))
+            .find(key, |state| self.own_spec(state, clock::now()))
             .flatten();
-        stated.unwrap_or_else(|| self.settings.spec.clone())
+        own.unwrap_or_else(|| self.settings.spec.clone())
+    }
+
+    /// Returns the limits of `key` that decide about a request, without those that the upstream has
+    /// stated.
+    pub(super) fn quota_of(&self, key: Key) -> Arc<LimitSpec> {
+        let Settings { spec, quotas, .. } = &self.settings;
+        let own = |state: &mut KeyState| state.limits.quota().cloned();
+        let own = if quotas.is_any() {
+            self.states.find(key, own).flatten()
+        } else {
+            None
+        };
+        own.unwrap_or_else(|| spec.clone())
+    }
+
+    /// Returns limits for a call that only gives units of a key back whose state is gone. If its limits
+    /// are not known, the store keeps those that it has.
+    pub(super) fn spec_to_give_back(&self) -> Arc<LimitSpec> {
+        let Settings { spec, quotas, .. } = &self.settings;
+        if quotas.is_any() {
+            Arc::new(LimitSpec::none())
+        } else {
+            spec.clone()
+        }
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.
@@ -254,7 +279,7 @@ impl Core {
             if let Some(unused) = state.take_prefetched() {
                 store.give_back(
                     key,
-                    self.stated(state, now).as_ref().unwrap_or(spec),
+                    self.own_spec(state, now).as_ref().unwrap_or(spec),
                     &[unused],
                 );
             }

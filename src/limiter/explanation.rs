@@ -39,7 +39,7 @@ pub struct Explanation {
 
 /// What would happen to a request.
 #[non_exhaustive]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// It would leave at once.
     Goes,
@@ -175,7 +175,7 @@ impl Verdict {
         f: &mut fmt::Formatter<'_>,
         because: impl Fn(&mut fmt::Formatter<'_>, Because) -> fmt::Result,
     ) -> fmt::Result {
-        match *self {
+        match self {
             Verdict::Goes => f.write_str("now would leave at once"),
             Verdict::Waits {
                 wait,
@@ -183,11 +183,11 @@ impl Verdict {
             } => {
                 f.write_str("now would wait ")?;
                 match wait {
-                    Some(wait) => write!(f, "{}", Shown(wait))?,
+                    Some(wait) => write!(f, "{}", Shown(*wait))?,
                     None => f.write_str("for an unknown time")?,
                 }
                 f.write_str(", because ")?;
-                because(f, cause)
+                because(f, *cause)
             }
             Verdict::Refused {
                 reason,
@@ -201,10 +201,10 @@ impl Verdict {
                     (reason, None) => write!(f, ": {reason}")?,
                 }
                 if let Some(cause) = cause {
-                    because(f, cause)?;
+                    because(f, *cause)?;
                 }
                 match retry_after {
-                    Some(retry_after) => write!(f, "; retry in {}", Shown(retry_after)),
+                    Some(retry_after) => write!(f, "; retry in {}", Shown(*retry_after)),
                     None => Ok(()),
                 }
             }

@@ -9,6 +9,7 @@ use super::engine::Core;
 use super::holds;
 use super::key_state::HoldSource;
 use super::limiter::Limiter;
+use super::quotas::QuotaId;
 use super::start::Started;
 use super::waiting::Waiting;
 use crate::clock;
@@ -41,6 +42,7 @@ impl Limiter {
             cost: 1,
             deadline: None,
             host: None,
+            quota: QuotaId::NONE,
         };
         let now = match self.take_at_once(&entry, clock::now()) {
             Ok(_) => return Counted::Now(Ok(())),

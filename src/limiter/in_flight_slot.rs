@@ -140,6 +140,13 @@ pub(super) fn enter(
         .flatten())
 }
 
+/// Gives `key` this limit, if calls in flight are limited.
+pub(super) fn set_limit(core: &Arc<Core>, key: Key, limit: Option<u32>, now: Instant) {
+    if let Some(in_flight) = &core.in_flight {
+        send(core, in_flight.set_limit(key, limit, now));
+    }
+}
+
 /// Polls the wait of `number` for an in-flight slot of `key`. It ends at `until` at the latest.
 pub(super) fn poll(
     core: &Arc<Core>,
@@ -173,9 +180,9 @@ pub(super) fn on_event(core: &Arc<Core>, key: Key, holder: u64, event: StoreEven
 
 /// Returns the refusal of a request that got no in-flight slot. It states no time to retry, because
 /// it is unknown when a call will end.
-pub(super) fn refusal(core: &Core) -> Refusal {
+pub(super) fn refusal(core: &Core, key: Key) -> Refusal {
     let limit = core.in_flight.as_ref().map(|calls| Limit::InFlight {
-        count: calls.limit(),
+        count: calls.limit(key),
     });
     Refusal { wait: None, limit }
 }

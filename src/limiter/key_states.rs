@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use super::key_state::KeyState;
+use super::quotas::QuotaId;
 use super::reservation::{Counting, Reservation};
 use super::unlocked::UnlockedPermits;
 use crate::key::Key;
@@ -31,7 +32,12 @@ impl KeyStates {
     /// Takes a permit at hand for a request that leaves at once, if no request waits for one, and
     /// counts the request. Returns whether it did.
     #[inline]
-    pub(super) fn spend(&self, key: Key, cost: u32, now: Instant) -> bool {
+    pub(super) fn spend(&self, key: Key, cost: u32, quota: QuotaId, now: Instant) -> bool {
+        if quota != QuotaId::NONE {
+            let spend =
+                |state: &mut KeyState| state.limits.has_quota(quota) && state.spend(cost, now);
+            return self.find(key, spend) == Some(true);
+        }
         key == Key::ALL && self.unlocked.spend(cost, now)
             || self.find(key, |state| state.spend(cost, now)) == Some(true)
     }
@@ -42,9 +48,17 @@ impl KeyStates {
         &self,
         key: Key,
         cost: u32,
+        quota: QuotaId,
         counting: Counting,
         now: Instant,
     ) -> Option<Reservation> {
+        if quota != QuotaId::NONE {
+            let take = |state: &mut KeyState| {
+                let has_quota = state.limits.has_quota(quota);
+                has_quota.then(|| state.take_at_once(cost, counting, now))
+            };
+            return self.find(key, take).flatten().flatten();
+        }
         if key == Key::ALL
             && let Some(slot) = self.unlocked.take(cost, counting, now)
         {

@@ -17,14 +17,17 @@ use super::holds;
 use super::joint::PartRef;
 use super::limited::RefusedRequest;
 use super::listener;
+use super::quotas::QuotaId;
 use super::reservation::Reservation;
 use super::settings::Settings;
 use super::start::{self, Started};
 use super::status::{self, KeyStatus};
 use crate::clock;
+use crate::config_error::ConfigError;
 use crate::cost::{Cost, RequestCost};
 use crate::error::{Limited, Reason, StoreError};
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
+use crate::quota::Quota;
 use crate::stats::{Drained, Gate, KeyStats, Stats, drain_gates};
 use crate::store::Refusal;
 
@@ -431,12 +434,19 @@ impl Limiter {
     /// Returns the part of a joint request that this limiter counts, if it counts only requests. `host`
     /// is the key of its host, if the host matters.
     #[inline]
-    pub(crate) fn part(&self, key: Key, cost: u32, host: Option<Key>) -> PartRef<'_> {
+    pub(crate) fn part(
+        &self,
+        key: Key,
+        cost: u32,
+        quota: QuotaId,
+        host: Option<Key>,
+    ) -> PartRef<'_> {
         let entry = Entry {
             key,
             cost,
             deadline: None,
             host,
+            quota,
         };
         PartRef::new(&self.0.first, entry)
     }
@@ -446,6 +456,7 @@ impl Limiter {
         &'a self,
         key: Key,
         cost: &RequestCost,
+        quota: QuotaId,
         host: Option<Key>,
     ) -> impl Iterator<Item = PartRef<'a>> {
         self.0.all().map(move |core| {
@@ -454,6 +465,7 @@ impl Limiter {
                 cost: cost.under(core.unit()),
                 deadline: None,
                 host,
+                quota,
             };
             PartRef::new(core, entry)
         })
@@ -475,14 +487,23 @@ impl Limiter {
         self.0.first.has_inner()
     }
 
-    /// Returns the error of a request in which the key function of this limit found no key. The
-    /// request counts at the limiter `first`.
+    /// Returns the number of a quota that a request states for its key.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] if the key cannot have this quota.
+    pub(crate) fn quota_id(&self, quota: &Quota) -> Result<QuotaId, ConfigError> {
+        self.0.first.settings.quotas.id(quota)
+    }
+
+    /// Returns the error of a request that states no key of this limit, or no valid quota. The request
+    /// counts at the limiter `first`.
     #[cold]
-    pub(crate) fn no_key(&self, first: &Limiter) -> Limited {
+    pub(crate) fn unreadable(&self, reason: Reason, first: &Limiter) -> Limited {
         let now = clock::now();
         let limit = self.0.first.limit_name();
         let request = RefusedRequest::new("none".into(), limit, now);
-        let limited = request.refuse(Reason::NoKey, Refusal::NEVER, now);
+        let limited = request.refuse(reason, Refusal::NEVER, now);
         first.0.first.refused_without_key(&limited);
         limited
     }

@@ -16,7 +16,7 @@
 //
 // | file | what it has |
 // |---|---|
-// | `reservation`, `limited`, `hosts` | values: booked slots, bounds and outcomes of waits, errors, hosts |
+// | `reservation`, `limited`, `hosts`, `quotas` | values: booked slots, bounds and outcomes of waits, errors, hosts, quotas that requests state |
 // | `session`, `prefetched`, `unlocked`, `queue`, `key_state` | the state of one key: the store's clock, permits at hand, waiters, bookings, holds |
 // | `key_states` | the states of all keys, and the way to visit one |
 // | `settings` | what a limiter is built from |
@@ -25,7 +25,7 @@
 // | `effects` | access to the state of a key, and the effects that it returns |
 // | `cores` | the cores of a limiter whose quota counts several units |
 // | `counting` | what is counted of requests, and the stats of a limiter |
-// | `holds`, `in_flight_slot` | holds of keys, in-flight slots |
+// | `holds`, `in_flight_slot`, `own_quota` | holds of keys, in-flight slots, quotas that requests state |
 // | `split_signal` | which key of a joint request a response is about |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | the way of a request to its permit |
@@ -62,9 +62,11 @@ mod limited;
 mod limiter;
 mod listener;
 mod outer;
+mod own_quota;
 mod permit;
 mod prefetched;
 mod queue;
+mod quotas;
 mod reservation;
 mod responses;
 mod sent;
@@ -94,6 +96,7 @@ pub(crate) use outer::{
     InnerCall, Mark, is_any as is_inside_a_layer, note_several as note_several_gates,
 };
 pub use permit::Permit;
+pub(crate) use quotas::{QuotaId, Quotas};
 pub(crate) use reservation::Reservation;
 pub(crate) use sent::Sent;
 pub use settings::OnStoreError;

@@ -111,12 +111,12 @@ impl AnsweredCall {
             return;
         }
         let limited = signal.refusal().is_some();
-        state.upstream.take_in_limits(*learn, spec, signal, ctx);
+        state.learn_limits(*learn, spec, signal, ctx);
         // The response states what is left of the limits that apply from now on.
-        let stated = core.stated(state, ctx.now);
+        let own = core.own_spec(state, ctx.now);
         let refused = if limited { self.cost } else { 0 };
         let is_less = state.upstream_stated(
-            stated.as_ref().unwrap_or(spec),
+            own.as_ref().unwrap_or(spec),
             signal,
             refused,
             self.sent,

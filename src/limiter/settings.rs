@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::key_state::HeaderTrust;
+use super::quotas::Quotas;
 #[cfg(doc)]
 use crate::error::Limited;
 use crate::guarded::Watch;
@@ -20,6 +21,8 @@ pub(crate) type OnScope = Box<dyn Fn(Key, &str) -> Option<Key> + Send + Sync>;
 pub(crate) struct Settings {
     /// The limits of each key.
     pub(crate) spec: Arc<LimitSpec>,
+    /// The quotas that requests state in place of the configured one. Shared by the cores of all units.
+    pub(crate) quotas: Arc<Quotas>,
     /// Whether these are the limits of a further unit: see `cores`.
     pub(crate) is_further_unit: bool,
     /// The name of the limit in errors, if it has one.

@@ -14,6 +14,7 @@ use super::holds;
 use super::in_flight_slot::InFlightSlot;
 use super::key_state::KeyState;
 use super::limited::RefusedRequest;
+use super::own_quota;
 use super::reservation::{Counting, Reservation, WaitBound};
 use super::waiter::Waiter;
 use crate::clock;
@@ -44,7 +45,8 @@ pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Result<Instant, Instan
         core.settings.tally.count(Outcome::Passed);
         return Ok(now);
     }
-    let is_sent = is_open(core, entry, now) && core.states.spend(entry.key, entry.cost, now);
+    let is_sent =
+        is_open(core, entry, now) && core.states.spend(entry.key, entry.cost, entry.quota, now);
     if is_sent { Ok(now) } else { Err(now) }
 }
 
@@ -83,7 +85,10 @@ pub(super) fn take_counting(
     if !is_open(core, entry, now) {
         return Err(now);
     }
-    let taken = core.states.take(entry.key, entry.cost, counting, now);
+    let &Entry {
+        key, cost, quota, ..
+    } = entry;
+    let taken = core.states.take(key, cost, quota, counting, now);
     taken.map(Some).ok_or(now)
 }
 
@@ -138,7 +143,8 @@ pub(super) fn slow(
     if settings.tally.is_draining() {
         return refuse(label(), Reason::Draining, Refusal::NEVER);
     }
-    let largest = settings.spec.quota().largest_cost();
+    own_quota::choose(core, entry.key, entry.quota, now);
+    let largest = core.quota_of(entry.key).quota().largest_cost();
     if entry.cost > largest {
         let reason = Reason::CostAboveLimit {
             cost: entry.cost,

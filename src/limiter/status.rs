@@ -94,7 +94,7 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
         queued: state.waiting(),
         prefetched: state.at_hand(now),
         held: state.hold.left(now),
-        learned: state.upstream.limits().to_vec(),
+        learned: state.limits.learned().to_vec(),
     });
     let Local {
         queued,

@@ -15,6 +15,7 @@ use super::key_state::Ticket;
 use super::limited::RefusedRequest;
 use super::permit::Permit;
 use super::queue::{Number, next_number};
+use super::quotas::QuotaId;
 use super::reservation::{Reservation, Settled, WaitBound};
 use super::sent::PastWait;
 use super::stage::Stage;
@@ -181,6 +182,8 @@ impl Waiter {
             cost: self.ticket.cost,
             deadline: None,
             host: self.host,
+            // The key has had its quota since the request entered.
+            quota: QuotaId::NONE,
         }
     }
 

@@ -364,6 +364,12 @@ impl Quota {
         self.units[0]
     }
 
+    /// Returns whether all rate limits are sliding windows.
+    pub(crate) fn is_of_sliding_windows(&self) -> bool {
+        let is_window = |limit: &Limit| matches!(limit, Limit::Sliding { .. });
+        self.limits().iter().all(is_window)
+    }
+
     /// Returns how many calls may be in flight at the same time. `None` if that is not limited.
     pub fn most_in_flight(&self) -> Option<u32> {
         self.in_flight

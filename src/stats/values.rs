@@ -207,7 +207,7 @@ impl Outcome {
 pub struct Refusals(pub(super) [u64; Refusals::COUNT]);
 
 impl Refusals {
-    pub(super) const COUNT: usize = 9;
+    pub(super) const COUNT: usize = 10;
 
     /// The names of all reasons.
     pub(super) const REASONS: [&str; Refusals::COUNT] = [
@@ -220,6 +220,7 @@ impl Refusals {
         "no_key",
         "same_key",
         "draining",
+        "invalid_quota",
     ];
 
     /// Returns the number of `reason` in [`REASONS`](Self::REASONS).
@@ -234,6 +235,7 @@ impl Refusals {
             Reason::NoKey => 6,
             Reason::SameKey => 7,
             Reason::Draining => 8,
+            Reason::InvalidQuota(_) => 9,
         }
     }
 

@@ -164,7 +164,7 @@ fn verdict(core: &Core, known: &Known, now: Instant) -> Verdict {
 impl fmt::Display for PaceExplanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let &PaceExplanation {
-            verdict,
+            ref verdict,
             ref throttle,
             ref key,
             interval,

@@ -18,6 +18,8 @@ use crate::store::{LimitUsage, Usage};
 pub(super) struct Case<'a> {
     pub(super) core: &'a Core,
     pub(super) cost: u32,
+    /// The largest cost that the quota allows.
+    pub(super) largest: u32,
     pub(super) found: &'a Found,
     /// The shortest `max_wait` of the limiters of the request.
     pub(super) max_wait: Duration,
@@ -86,7 +88,7 @@ impl Case<'_> {
         if self.cost == 0 {
             return Some(Verdict::Goes);
         }
-        let largest = settings.spec.quota().largest_cost();
+        let largest = self.largest;
         if self.cost > largest {
             return Some(refused(Reason::CostAboveLimit {
                 cost: self.cost,

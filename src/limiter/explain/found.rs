@@ -8,10 +8,13 @@ use crate::clock;
 use crate::cost::Cost;
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::limit::LimitSpec;
 use crate::limiter::engine::Core;
 use crate::limiter::explanation::{Held, KeyExplanation, StoreState};
 use crate::limiter::key_state::{Outlook, Rules};
+use crate::limiter::quotas::QuotaId;
 use crate::limiter::reservation::WaitBound;
+use crate::limiter::settings::Settings;
 use crate::stats::Gate;
 use crate::store::{PeekRequest, StoreReply, Usage};
 
@@ -20,11 +23,48 @@ pub(in crate::limiter) struct Asked {
     pub(in crate::limiter) core: Arc<Core>,
     pub(in crate::limiter) key: Key,
     pub(in crate::limiter) cost: u32,
+    /// The quota that the request states for the key.
+    pub(in crate::limiter) quota: QuotaId,
     /// The key that names this one. It is another one if the limits count a unit.
     pub(in crate::limiter) named: Key,
 }
 
 impl Asked {
+    /// Returns the limits under which the request would enter.
+    pub(super) fn spec(&self) -> Arc<LimitSpec> {
+        match self.other_quota() {
+            Some(spec) => spec,
+            None => self.core.terms(self.key),
+        }
+    }
+
+    /// Returns the largest cost of a request that its quota allows.
+    pub(super) fn largest_cost(&self) -> u32 {
+        let spec = self.other_quota();
+        let spec = spec.unwrap_or_else(|| self.core.quota_of(self.key));
+        spec.quota().largest_cost()
+    }
+
+    /// Returns the limits of the quota that the request states, if the key has another one.
+    fn other_quota(&self) -> Option<Arc<LimitSpec>> {
+        let Settings { quotas, spec, .. } = &self.core.settings;
+        self.changes_quota().then(|| {
+            let stated = quotas.spec(self.quota, self.core.unit());
+            stated.unwrap_or_else(|| spec.clone())
+        })
+    }
+
+    /// Returns whether the request would give the key another quota.
+    fn changes_quota(&self) -> bool {
+        let Asked {
+            core, key, quota, ..
+        } = self;
+        let known = core
+            .states
+            .find(*key, |state| state.limits.has_quota(*quota));
+        !known.unwrap_or(*quota == QuotaId::CONFIGURED || *quota == QuotaId::NONE)
+    }
+
     /// Returns whether two keys of a request would count it twice.
     pub(super) fn is_same(&self, other: &Asked) -> bool {
         let store = |asked: &Asked| Arc::as_ptr(&asked.core.settings.shared_store).cast::<()>();
@@ -53,7 +93,7 @@ impl Found {
     /// Asks the store, and then looks at the state of the key.
     pub(super) async fn read(asked: &Asked, bound: WaitBound) -> Found {
         let before = outlook(asked, bound, clock::now());
-        let mut request = PeekRequest::new(asked.key, &asked.core.terms(asked.key));
+        let mut request = PeekRequest::new(asked.key, &asked.spec());
         // Units that the call for the request would give back are free for it. The units of the
         // requests before it are not.
         let returning = if before.ahead.is_empty() {
@@ -146,6 +186,7 @@ fn outlook(asked: &Asked, bound: WaitBound, now: Instant) -> Outlook {
         core, key, cost, ..
     } = asked;
     let settings = &core.settings;
+    let changes_quota = asked.changes_quota();
     let rules = Rules {
         max_queue: settings.max_queue,
         max_hold: settings.max_hold,
@@ -154,8 +195,14 @@ fn outlook(asked: &Asked, bound: WaitBound, now: Instant) -> Outlook {
     let known = core
         .states
         .find(*key, |state| state.outlook(*cost, bound, rules, now));
-    known.unwrap_or_else(|| Outlook {
-        validity: settings.spec.life(),
+    let mut outlook = known.unwrap_or_else(|| Outlook {
+        validity: asked.spec().life(),
         ..Outlook::default()
-    })
+    });
+    if changes_quota {
+        // The permits at hand and the booked slots go back to the store.
+        outlook.has_permit = false;
+        outlook.returning += u64::from(outlook.at_hand);
+    }
+    outlook
 }

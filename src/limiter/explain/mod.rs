@@ -49,6 +49,7 @@ pub(super) async fn explain(
             let case = Case {
                 core: &asked.core,
                 cost: asked.cost,
+                largest: asked.largest_cost(),
                 found,
                 max_wait,
                 bound,
@@ -60,8 +61,9 @@ pub(super) async fn explain(
     let worst = verdicts.iter().enumerate();
     // Of equal ones, the first.
     let worst = worst.rev().max_by_key(|(_, verdict)| verdict.severity());
-    let (decisive, verdict) =
-        worst.map_or((0, Verdict::Goes), |(index, verdict)| (index, *verdict));
+    let (decisive, verdict) = worst.map_or((0, Verdict::Goes), |(index, verdict)| {
+        (index, verdict.clone())
+    });
     let keys = asked.iter().zip(found).map(|(key, (_, found))| {
         let name = name_of(key, &asked);
         found.told(key, name, now)

@@ -12,7 +12,7 @@ use crate::store::Claim;
 /// The calls in flight of all keys.
 pub(in crate::limiter) struct InFlightCalls {
     keyed: KeyMap<KeyCalls>,
-    /// The limit: calls in flight at the same time, for each key.
+    /// The configured limit: calls in flight at the same time, for each key.
     limit: u32,
     /// How long a claim counts that is not repeated.
     ttl: Duration,
@@ -36,9 +36,23 @@ impl InFlightCalls {
         })
     }
 
-    /// Returns the limit of each key.
-    pub(in crate::limiter) fn limit(&self) -> u32 {
-        self.limit
+    /// Returns the limit of `key`.
+    pub(in crate::limiter) fn limit(&self, key: Key) -> u32 {
+        let own = self.with(key, |calls| calls.own_limit()).flatten();
+        own.unwrap_or(self.limit)
+    }
+
+    /// Gives `key` this limit. Returns the claim that follows. If there is no room for the key, does
+    /// nothing: its request is refused.
+    pub(in crate::limiter) fn set_limit(
+        &self,
+        key: Key,
+        limit: Option<u32>,
+        now: Instant,
+    ) -> Option<Claim> {
+        let own = limit.filter(|limit| *limit != self.limit);
+        let set = self.with_new(key, now, |calls| calls.set_own_limit(own));
+        set.ok()?.claim
     }
 
     /// Returns how many requests of `key` wait in this process.
@@ -101,7 +115,7 @@ impl InFlightCalls {
         let done = act(calls);
         Acted {
             done,
-            claim: calls.claim(key, self.limit, self.ttl),
+            claim: calls.claim(key, calls.own_limit().unwrap_or(self.limit), self.ttl),
         }
     }
 }

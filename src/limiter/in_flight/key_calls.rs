@@ -26,6 +26,10 @@ pub(in crate::limiter) struct KeyCalls {
     gave_up: bool,
     claims: Claims,
     validity: Validity,
+    /// The limit of the key, if it is not the configured one.
+    own_limit: Option<u32>,
+    /// Whether the last claim states another limit.
+    has_new_limit: bool,
     /// When this last changed.
     used_at: Instant,
 }
@@ -50,6 +54,8 @@ impl KeyCalls {
             gave_up: false,
             claims: Claims::new(),
             validity: Validity::default(),
+            own_limit: None,
+            has_new_limit: false,
             used_at: now,
         }
     }
@@ -57,6 +63,17 @@ impl KeyCalls {
     /// Returns the number by which the store knows this process and key.
     pub(in crate::limiter) fn holder(&self) -> u64 {
         self.claims.holder
+    }
+
+    /// Returns the limit of the key, if it is not the configured one.
+    pub(in crate::limiter) fn own_limit(&self) -> Option<u32> {
+        self.own_limit
+    }
+
+    /// Sets the limit of the key.
+    pub(in crate::limiter) fn set_own_limit(&mut self, limit: Option<u32>) {
+        self.has_new_limit |= self.own_limit != limit;
+        self.own_limit = limit;
     }
 
     /// Returns how many calls are in flight.
@@ -78,7 +95,8 @@ impl KeyCalls {
     /// the result. An `impatient` request waits for the answer to one claim at most.
     pub(in crate::limiter) fn enter(&mut self, number: Number, impatient: bool, now: Instant) {
         // If requests wait although the store has answered the last claim, it has no free slot.
-        let none_left = self.waiting() > 0 || self.claims.known.queued > 0;
+        let is_wanted = self.waiting() > 0 || self.claims.known.queued > 0;
+        let none_left = is_wanted && !self.has_new_limit;
         if impatient && none_left && self.free == 0 && self.claims.is_answered() {
             self.waiters.enter_refused(number);
             return;
@@ -113,9 +131,14 @@ impl KeyCalls {
         // While the store counts the place, it has no free slot, and retries are refused without a
         // claim.
         let has_left = self.gave_up && counts == Counts::NONE;
-        if !self.claims.is_due(counts, wants_answer, has_left) {
+        let has_new_limit = self.has_new_limit && counts != Counts::NONE;
+        if !self
+            .claims
+            .is_due(counts, wants_answer || has_new_limit, has_left)
+        {
             return None;
         }
+        self.has_new_limit = false;
         self.gave_up = false;
         // The claim states only slots in use. So the store takes the free ones back.
         self.free = 0;

@@ -70,8 +70,7 @@ async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<JointSlot, Joi
     loop {
         let now = clock::now();
         let is_remote = set.parts.iter().any(Part::is_remote);
-        let is_far_allowed =
-            |part: &Part| near_booking::is_far_allowed(&part.core.settings.spec, since, now);
+        let is_far_allowed = |part: &Part| near_booking::is_far_allowed(&part.quota(), since, now);
         let bound = match is_remote && set.parts.iter().all(is_far_allowed) {
             true => wanted.bound,
             false => near_booking::near(wanted.bound, now),
@@ -84,7 +83,7 @@ async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<JointSlot, Joi
         else {
             return outcome;
         };
-        let pause = near_booking::pause(&set.parts[part].core.settings.spec, refusal);
+        let pause = near_booking::pause(&set.parts[part].quota(), refusal);
         let now = clock::now();
         set.refused_near(part, refusal, now);
         let again = clock::after(now, pause);

@@ -71,10 +71,12 @@ use super::admission::Entry;
 use super::counting;
 use super::engine::Core;
 use super::key_state;
+use super::quotas::QuotaId;
 use super::reservation::Reservation;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::limit::LimitSpec;
 use crate::store::Refusal;
 
 pub(crate) use entrance::{Entered, enter};
@@ -94,6 +96,8 @@ pub(crate) struct Part {
     key: Key,
     /// See [`Entry::host`].
     host: Option<Key>,
+    /// The quota that the request states for the key.
+    quota: QuotaId,
 }
 
 /// A joint request: its keys, and what it takes of each of them.
@@ -133,6 +137,7 @@ impl<'a> PartRef<'a> {
             core: core.clone(),
             key: entry.key,
             host: entry.host,
+            quota: entry.quota,
         }
     }
 }
@@ -165,14 +170,21 @@ impl Part {
             ref core,
             key,
             host,
+            quota,
         } = self;
         let entry = Entry {
             key,
             cost,
             deadline: None,
             host,
+            quota,
         };
         PartRef { core, entry }
+    }
+
+    /// Returns the limits of the key that decide about a request.
+    fn quota(&self) -> Arc<LimitSpec> {
+        self.core.quota_of(self.key)
     }
 
     /// Takes in that a slot of no use goes back with the next call.

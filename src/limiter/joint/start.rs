@@ -13,6 +13,7 @@ use crate::events;
 use crate::key::Label;
 use crate::limiter::outer::{self, CallId, OuterPermit};
 use crate::limiter::permit::Permit;
+use crate::limiter::quotas::QuotaId;
 use crate::limiter::reservation::Counting;
 use crate::stats::{Gate, Outcome};
 
@@ -163,7 +164,12 @@ impl JointRequest {
                 ..
             } = permit;
             if let Some(core) = core.find() {
-                self.parts.push(Part { core, key, host });
+                self.parts.push(Part {
+                    core,
+                    key,
+                    host,
+                    quota: QuotaId::NONE,
+                });
                 self.costs.push(cost);
             }
         }

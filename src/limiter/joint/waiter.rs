@@ -24,6 +24,7 @@ use crate::limiter::holds;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
 use crate::limiter::limited::RefusedRequest;
 use crate::limiter::outer::{self, CallId};
+use crate::limiter::own_quota;
 use crate::limiter::permit::Permit;
 use crate::limiter::queue::{Number, next_number};
 use crate::limiter::reservation::WaitBound;
@@ -71,7 +72,10 @@ enum Stage {
 /// Asks the stores about holds of hosts for which this process has no state. Another process may
 /// know of a hold.
 fn inquire_hosts(parts: &[Part], now: Instant) {
-    for Part { core, key, host } in parts {
+    for Part {
+        core, key, host, ..
+    } in parts
+    {
         if let Some(hold) = core.hosts.hold_of(*key, *host)
             && core.states.find(hold, |_| ()).is_none()
         {
@@ -90,7 +94,7 @@ fn unfit(
     let JointRequest { parts, costs } = request;
     for (index, part) in parts.iter().enumerate() {
         let cost = costs[index];
-        let largest = part.core.settings.spec.quota().largest_cost();
+        let largest = part.core.quota_of(part.key).quota().largest_cost();
         if cost > largest {
             let unit = part.core.unit_name();
             let reason = Reason::CostAboveLimit {
@@ -119,7 +123,7 @@ fn in_flight_order(parts: &[Part], costs: &[u32]) -> PerPart<usize> {
         .collect();
     order.sort_by_key(|part| {
         let Part { core, key, .. } = &parts[*part];
-        let limit = core.in_flight.as_ref().map(|calls| calls.limit());
+        let limit = core.in_flight.as_ref().map(|calls| calls.limit(*key));
         (limit, *key, core.id)
     });
     order
@@ -159,6 +163,9 @@ impl JointWaiter {
     ) -> Result<Box<Self>, Limited> {
         let parts = &request.parts;
         let bound = WaitBound::new(deadline, now, max_wait(parts));
+        for part in parts {
+            own_quota::choose(&part.core, part.key, part.quota, now);
+        }
         if let Some((part, reason)) = unfit(request, own, bound, now) {
             let limit = parts[part].core.limit_name();
             let refused = RefusedRequest::new(label_of(parts, part, &label), limit, now);

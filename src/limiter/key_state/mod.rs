@@ -19,16 +19,17 @@
 //! | `hold` | one hold: when it ends, and how this process knows; a value |
 //! | `probation` | which requests may leave after a hold that was cut; a value |
 //! | `upstream_refusals` | how long a refusal of the upstream holds the key; a value |
-//! | `upstream_view` | what the upstream stated about the key |
-//! | `stated_limits` | the limits that it stated; a value |
+//! | `key_limits` | the limits of the key, if they are not the configured ones |
+//! | `stated_limits` | the limits that the upstream stated; a value |
+//! | `upstream_view` | what it stated is left of the limits |
 //! | `remaining_tracker` | what it stated is left of all limits; a value |
 //! | `remaining_headers` | what it stated is left of one limit; a value |
 //! | `charges` | units that were used without a permit, until the store has counted them; a value |
 //! | `quota_match` | which quota of a response is about a limit; functions |
 //! | `context` | what a visit to the state works with, and the work that it leaves |
 //!
-//! [`KeyState`] has six parts: the prefetched permits, the queue, the hold, the views of store and
-//! upstream, and the pending charges. Each part has its own type, whose methods touch only that part. `KeyState` and
+//! [`KeyState`] has seven parts: the prefetched permits, the queue, the hold, the views of store and
+//! upstream, the pending charges, and the limits of the key. Each part has its own type, whose methods touch only that part. `KeyState` and
 //! [`Ticket`] do what needs several parts.
 
 mod booking;
@@ -37,6 +38,7 @@ mod context;
 mod hold;
 mod joint_ask;
 mod key_hold;
+mod key_limits;
 pub(super) mod near_booking;
 mod outlook;
 mod probation;
@@ -52,10 +54,12 @@ mod ticket;
 mod upstream_refusals;
 mod upstream_view;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::prefetched::Prefetched;
 use super::queue::{Gathering, Queue, Returns};
+use super::quotas::QuotaId;
 use super::reservation::{Counting, Reservation};
 use super::unlocked::UnlockedPermits;
 use crate::clock;
@@ -74,6 +78,7 @@ pub(super) use joint_ask::{
     Asked, JointAsk, ask_to_confirm, confirmed, ended, given_up, is_confirmed, known_refusal,
 };
 pub(super) use key_hold::{KeyHold, NewHold};
+pub(super) use key_limits::KeyLimits;
 pub(super) use outlook::Outlook;
 pub(super) use probation::is_any_uncertain;
 pub(super) use quota_match::{counts, is_of_use, names_unit, states_limit_of};
@@ -104,6 +109,8 @@ pub(super) struct KeyState {
     pub(super) upstream: UpstreamView,
     /// Units that were used without a permit. `None` unless a call cost more than its permit.
     charges: Option<Box<PendingCharges>>,
+    /// The limits of the key, if they are not the configured ones.
+    pub(super) limits: KeyLimits,
 }
 
 impl Evict for KeyState {
@@ -127,7 +134,7 @@ impl Evict for KeyState {
     fn worthless_from(&self) -> Option<Instant> {
         let idle = self.idle_from()?.max(self.prefetched.soon());
         let session = self.store.session_until().unwrap_or(idle);
-        let stated = self.upstream.limits_until().unwrap_or(idle);
+        let stated = self.limits.learned_until().unwrap_or(idle);
         Some(idle.max(session).max(stated))
     }
 }
@@ -143,6 +150,36 @@ impl KeyState {
             hold: KeyHold::default(),
             upstream: UpstreamView::default(),
             charges: None,
+            limits: KeyLimits::default(),
+        }
+    }
+
+    /// Changes the quota that requests have stated for the key. Its limits are `spec`, or the configured
+    /// ones. The caller [tightens](Self::tighten) the key then.
+    pub(super) fn set_quota(
+        &mut self,
+        id: QuotaId,
+        spec: Option<Arc<LimitSpec>>,
+        configured: &Arc<LimitSpec>,
+        trust: HeaderTrust,
+    ) {
+        let life = spec.as_ref().unwrap_or(configured).life();
+        self.store.quota_changed(life);
+        self.upstream.remaining = None;
+        self.limits.set_quota(id, spec, configured, trust);
+    }
+
+    /// Takes in the limits that a response states.
+    pub(super) fn learn_limits(
+        &mut self,
+        trust: HeaderTrust,
+        configured: &Arc<LimitSpec>,
+        signal: &Signal,
+        ctx: &KeyContext<'_>,
+    ) {
+        if self.limits.learn(trust, configured, signal, ctx) {
+            // What is left was stated about the limits before.
+            self.upstream.remaining = None;
         }
     }
 

@@ -96,7 +96,7 @@ impl KeyState {
                 .and_then(|queue| queue.last_slot(cost))
                 .map(|slot| slot.saturating_duration_since(now)),
             validity: self.store.life(),
-            learned: self.upstream.limits().to_vec(),
+            learned: self.limits.learned().to_vec(),
         }
     }
 }

@@ -128,13 +128,17 @@ impl StatedLimit {
 }
 
 impl StatedLimits {
-    /// Makes the limits that result from the `configured` ones and the stated `limits`.
+    /// Makes the limits that result from the `configured` ones and the stated `limits`. Returns `None` if
+    /// nothing is stated.
     pub(super) fn new(
         trust: HeaderTrust,
         configured: &LimitSpec,
         limits: Limits,
         changes: Changes,
-    ) -> Self {
+    ) -> Option<Self> {
+        if limits.is_empty() {
+            return None;
+        }
         let quota = configured.quota();
         let base = if trust == HeaderTrust::Stricter {
             Some(*quota)
@@ -161,11 +165,11 @@ impl StatedLimits {
             configured.transit_slack(),
             configured.boundary_guard(),
         );
-        StatedLimits {
+        Some(StatedLimits {
             spec: Arc::new(spec.with_life(configured.life())),
             limits,
             changes,
-        }
+        })
     }
 
     /// Returns the limits of the key.

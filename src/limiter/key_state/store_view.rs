@@ -334,6 +334,12 @@ impl StoreView {
         self.set_life(spec, bounds, raised);
     }
 
+    /// Sets the validity of the next permits, because the key has another quota from now on.
+    pub(super) fn quota_changed(&mut self, life: Duration) {
+        self.life_nanos = nanos(life);
+        self.forget_refusal();
+    }
+
     fn set_life(&mut self, spec: &LimitSpec, bounds: (Instant, Instant), life: Duration) {
         let uncertain = bounds.1.saturating_duration_since(bounds.0);
         let trips = uncertain.saturating_mul(2).saturating_add(WAKE_UP);

@@ -1,25 +1,18 @@
-//! What the upstream stated about one key: its limits, and how much of them is left.
+//! What the upstream stated is left of the limits of one key.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::context::KeyContext;
 use super::quota_match::quota_about;
 use super::remaining_tracker::RemainingTracker;
-use super::stated_limits::{
-    Changes, HeaderTrust, Limits, StatedLimit, StatedLimits, updated, valid,
-};
-use crate::events;
 use crate::limit::LimitSpec;
 use crate::signal::Signal;
-use crate::store::{UpstreamRemaining, label};
+use crate::store::UpstreamRemaining;
 
 /// What the upstream stated about one key.
 #[derive(Default)]
 pub(in crate::limiter) struct UpstreamView {
-    /// The limits that it stated.
-    limits: Option<Box<StatedLimits>>,
-    /// What it stated is left of each limit of the key.
+    /// What it stated is left of each limit of the key. `None` after the limits have changed, until
+    /// responses state it anew.
     pub(super) remaining: Option<Box<RemainingTracker>>,
 }
 
@@ -33,93 +26,6 @@ pub(super) struct Sendable {
 }
 
 impl UpstreamView {
-    /// Returns the limits of the key, if the upstream has stated some lately.
-    pub(in crate::limiter) fn spec(
-        &mut self,
-        trust: HeaderTrust,
-        configured: &Arc<LimitSpec>,
-        now: Instant,
-    ) -> Option<Arc<LimitSpec>> {
-        let stated = self.limits.as_ref()?;
-        if stated.has_expired(now) {
-            let limits = valid(stated.limits(), now);
-            self.set_limits(trust, configured, limits, Changes::default());
-        }
-        self.limits.as_ref().map(|stated| stated.spec())
-    }
-
-    /// Returns the limits that the upstream has stated.
-    pub(in crate::limiter) fn limits(&self) -> &[StatedLimit] {
-        self.limits.as_ref().map_or(&[], |stated| stated.limits())
-    }
-
-    /// Returns until when a stated limit applies.
-    pub(super) fn limits_until(&self) -> Option<Instant> {
-        self.limits.as_ref()?.until()
-    }
-
-    /// Takes in the limits that a response states. From now on they apply besides or instead of the
-    /// `configured` ones.
-    pub(in crate::limiter) fn take_in_limits(
-        &mut self,
-        trust: HeaderTrust,
-        configured: &Arc<LimitSpec>,
-        signal: &Signal,
-        ctx: &KeyContext<'_>,
-    ) {
-        if !matches!(trust, HeaderTrust::Stricter | HeaderTrust::Replace)
-            || configured.quota().limits().is_empty()
-        {
-            return;
-        }
-        let before = self.limits();
-        let limits = updated(before, trust, configured, signal, ctx.now);
-        let is_known =
-            |stated: &StatedLimit| before.iter().any(|known| known.limit == stated.limit);
-        let is_same = limits
-            .iter()
-            .map(|new| new.limit)
-            .eq(before.iter().map(|old| old.limit));
-        if is_same {
-            if let Some(stated) = &mut self.limits {
-                stated.renew(limits);
-            }
-            return;
-        }
-        let changes = self
-            .limits
-            .as_ref()
-            .map(|stated| stated.changes())
-            .unwrap_or_default();
-        let longest = limits.iter().map(|stated| stated.limit.window()).max();
-        if changes.are_too_many(longest.unwrap_or_default(), ctx.now) {
-            return;
-        }
-        for new in limits.iter().filter(|stated| !is_known(stated)) {
-            let label = label(&**ctx.store, ctx.key, None);
-            events::learned(&label, new.limit, new.name.as_deref());
-        }
-        self.set_limits(trust, configured, limits, changes.and(ctx.now));
-    }
-
-    fn set_limits(
-        &mut self,
-        trust: HeaderTrust,
-        configured: &LimitSpec,
-        limits: Limits,
-        changes: Changes,
-    ) {
-        // What is left was stated about the limits before. Later responses state it anew.
-        self.remaining = None;
-        self.limits = if limits.is_empty() {
-            None
-        } else {
-            Some(Box::new(StatedLimits::new(
-                trust, configured, limits, changes,
-            )))
-        };
-    }
-
     /// Takes in how much the response to a request that was sent at `sent` states is left. The
     /// upstream refused `refused` units. Returns whether less is left than could be sent before the
     /// next call.

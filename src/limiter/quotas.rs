@@ -1,0 +1,157 @@
+//! The quotas that requests state for their keys.
+//!
+//! A limiter has one quota for all keys, unless requests state others
+//! ([`quota`](crate::RateLimitBuilder::quota)). Each different quota is checked once and gets a number.
+//! A request carries the number, and the state of its key is compared with it.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use smallvec::SmallVec;
+
+use crate::config_error::ConfigError;
+use crate::limit::LimitSpec;
+use crate::quota::{Quota, Slacks};
+
+/// Identifies a quota of one limiter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct QuotaId(u32);
+
+impl QuotaId {
+    /// The request states no quota: that of its key applies.
+    pub(crate) const NONE: QuotaId = QuotaId(0);
+
+    /// The quota of the builder.
+    pub(crate) const CONFIGURED: QuotaId = QuotaId(1);
+
+    const FIRST: usize = 2;
+}
+
+/// The quotas of one limiter.
+#[derive(Debug)]
+pub(crate) struct Quotas {
+    configured: Quota,
+    slacks: Slacks,
+    /// How late the upstream counts.
+    counted_within: Duration,
+    known: RwLock<Known>,
+    /// Whether a request has stated a quota. It is read without the lock.
+    is_any: AtomicBool,
+}
+
+/// The quotas that requests have stated.
+#[derive(Debug, Default)]
+struct Known {
+    ids: HashMap<Quota, QuotaId>,
+    /// The limits of each quota, one for each unit, in the order of the numbers.
+    specs: Vec<Specs>,
+}
+
+/// Limits, each with the unit that they count. `None` for requests.
+type Specs = SmallVec<[(Option<&'static str>, Arc<LimitSpec>); 1]>;
+
+impl Quotas {
+    /// The most different quotas that requests may state. They are kept as long as the limiter.
+    const MOST: usize = 10_000;
+
+    pub(crate) fn new(configured: Quota, slacks: Slacks, counted_within: Duration) -> Self {
+        Quotas {
+            configured,
+            slacks,
+            counted_within,
+            known: RwLock::default(),
+            is_any: AtomicBool::new(false),
+        }
+    }
+
+    /// Returns the limits of a quota that counts one unit.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] if the quota is out of range.
+    pub(crate) fn limits(&self, quota: Quota) -> Result<LimitSpec, ConfigError> {
+        LimitSpec::checked(quota, self.slacks, self.counted_within)
+    }
+
+    /// Returns whether a request may have stated a quota.
+    pub(super) fn is_any(&self) -> bool {
+        self.is_any.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of a quota that a request states.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] if it is out of range, or counts other units than the configured quota, or if
+    /// requests have stated too many quotas.
+    pub(super) fn id(&self, quota: &Quota) -> Result<QuotaId, ConfigError> {
+        if *quota == self.configured {
+            return Ok(QuotaId::CONFIGURED);
+        }
+        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        match known.ids.get(quota) {
+            Some(id) => Ok(*id),
+            None => {
+                drop(known);
+                self.add(quota)
+            }
+        }
+    }
+
+    #[cold]
+    fn add(&self, quota: &Quota) -> Result<QuotaId, ConfigError> {
+        quota.check(self.slacks)?;
+        if self.shape(quota) != self.shape(&self.configured) {
+            return Err(out_of_range(
+                quota.to_string(),
+                "a quota of the kind of the layer's quota: with the same units, with calls in flight only if that has \
+                 them, and of sliding windows only if that is one with counted_within",
+            ));
+        }
+        let limits = |quota: Quota| Ok((quota.unit(), Arc::new(self.limits(quota)?)));
+        let specs = quota.by_unit().into_iter().map(limits);
+        let specs = specs.collect::<Result<Specs, ConfigError>>()?;
+        let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(id) = known.ids.get(quota) {
+            return Ok(*id);
+        }
+        if known.specs.len() == Quotas::MOST {
+            return Err(out_of_range(
+                format!("more than {} different quotas", Quotas::MOST),
+                "fewer quotas, such as one for each plan or route",
+            ));
+        }
+        let number = u32::try_from(known.specs.len() + QuotaId::FIRST).unwrap_or(u32::MAX);
+        known.specs.push(specs);
+        known.ids.insert(*quota, QuotaId(number));
+        self.is_any.store(true, Ordering::Relaxed);
+        Ok(QuotaId(number))
+    }
+
+    /// Returns what all quotas of one limiter have in common: the units, whether calls in flight are
+    /// limited, and whether a settlement moves units.
+    fn shape(&self, quota: &Quota) -> (Vec<&'static str>, bool, bool) {
+        let mut units: Vec<_> = quota.units().collect();
+        units.sort_unstable();
+        let moves_units = !self.counted_within.is_zero() && quota.is_of_sliding_windows();
+        (units, quota.most_in_flight().is_some(), moves_units)
+    }
+
+    /// Returns the limits of a stated quota that count `unit`. Returns `None` for the configured quota.
+    pub(super) fn spec(&self, id: QuotaId, unit: Option<&str>) -> Option<Arc<LimitSpec>> {
+        let index = (id.0 as usize).checked_sub(QuotaId::FIRST)?;
+        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        let mut specs = known.specs.get(index)?.iter();
+        specs.find_map(|(own, spec)| (*own == unit).then(|| spec.clone()))
+    }
+}
+
+fn out_of_range(value: String, allowed: &'static str) -> ConfigError {
+    ConfigError::OutOfRange {
+        setting: "quota",
+        value,
+        allowed,
+    }
+}

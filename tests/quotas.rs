@@ -1,0 +1,413 @@
+//! A quota for each key: what requests state, and what happens when they state another one.
+
+mod support;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use http::Request;
+use proptest::prelude::*;
+use support::{Upstream, pass};
+use tollgate::limiter::Verdict;
+use tollgate::quota::Limit;
+use tollgate::store::{MemoryStore, Store};
+use tollgate::{ConfigError, Cost, Error, Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
+use tower::{Layer, ServiceExt};
+
+fn tenant() -> Key {
+    Key::new("tenant 17")
+}
+
+fn limiter(quota: Quota) -> Limiter {
+    limiter_on(quota, &(Arc::new(MemoryStore::default()) as _))
+}
+
+fn limiter_on(quota: Quota, store: &Arc<dyn Store>) -> Limiter {
+    let layer = RateLimitLayer::builder(quota)
+        .max_wait(Duration::ZERO)
+        .store(store.clone())
+        .build();
+    layer.unwrap().limiter()
+}
+
+/// How many requests of the tenant get a permit now if they state `quota`.
+async fn granted(limiter: &Limiter, quota: Quota) -> usize {
+    let mut granted = 0;
+    while limiter.acquire(tenant()).quota(quota).await.is_ok() {
+        granted += 1;
+    }
+    granted
+}
+
+fn limits(limits: &[tollgate::store::LimitUsage]) -> Vec<Limit> {
+    limits.iter().map(|usage| usage.limit).collect()
+}
+
+fn reason(limited: &Limited) -> &ConfigError {
+    match limited {
+        Limited::Local {
+            reason: Reason::InvalidQuota(error),
+            ..
+        } => error,
+        other => panic!("refused for another reason: {other}"),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_key_has_the_quota_that_its_requests_state() {
+    let limit = RateLimitLayer::builder(Quota::per_minute(5))
+        .key(|request| request.header("x-tenant").map(Key::new))
+        .quota(|request| match request.header("x-plan") {
+            Some(b"gold") => Some(Quota::per_minute(50)),
+            _ => None,
+        })
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap();
+    let upstream = Upstream::new();
+    let service = limit.layer(upstream.clone());
+    let request = |tenant: &str, plan: &str| {
+        let request = Request::get("http://api.example.com/").header("x-tenant", tenant);
+        request.header("x-plan", plan).body(String::new()).unwrap()
+    };
+    for _ in 0..100 {
+        let _ = service.clone().oneshot(request("a", "gold")).await;
+        let _ = service.clone().oneshot(request("b", "free")).await;
+    }
+    assert_eq!(upstream.count(), 55);
+
+    let mut own = request("b", "free");
+    own.extensions_mut().insert(Quota::per_minute(7));
+    let old = limit.limiter().peek(Key::new("b")).await.unwrap();
+    assert_eq!(limits(&old.limits), Quota::per_minute(5).limits());
+    let refused = service.clone().oneshot(own).await.unwrap_err();
+    assert!(
+        matches!(refused, Error::Limited(_)),
+        "5 a minute apply, too"
+    );
+    pass(Duration::from_secs(180)).await;
+    let mut left = 0;
+    loop {
+        let mut own = request("b", "free");
+        own.extensions_mut().insert(Quota::per_minute(7));
+        match service.clone().oneshot(own).await {
+            Ok(_) => left += 1,
+            Err(_) => break,
+        }
+    }
+    assert_eq!(left, 7, "a quota in the extensions goes first");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stricter_quota_applies_at_once_and_a_looser_one_after_two_windows() {
+    let limiter = limiter(Quota::per_minute(10));
+    assert_eq!(granted(&limiter, Quota::per_minute(6)).await, 6);
+    assert_eq!(
+        granted(&limiter, Quota::per_minute(60)).await,
+        0,
+        "the old limit applies for two windows"
+    );
+    pass(Duration::from_secs(61)).await;
+    assert_eq!(granted(&limiter, Quota::per_minute(60)).await, 6);
+    pass(Duration::from_secs(151)).await;
+    assert_eq!(granted(&limiter, Quota::per_minute(60)).await, 60);
+    pass(Duration::from_secs(30)).await;
+    assert_eq!(
+        granted(&limiter, Quota::per_minute(20)).await,
+        0,
+        "used units stay used"
+    );
+    pass(Duration::from_secs(31)).await;
+    assert_eq!(granted(&limiter, Quota::per_minute(20)).await, 20);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_without_a_quota_leaves_that_of_the_key() {
+    let limiter = limiter(Quota::per_minute(10));
+    assert!(
+        limiter
+            .acquire(tenant())
+            .quota(Quota::per_minute(3))
+            .await
+            .is_ok()
+    );
+    let mut left = 0;
+    while limiter.acquire(tenant()).await.is_ok() {
+        left += 1;
+    }
+    assert_eq!(left, 2);
+    let other = Key::new("tenant 18");
+    assert!(limiter.acquire(other).await.is_ok());
+    assert_eq!(limiter.peek(other).await.unwrap().free, 9);
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_that_wait_get_slots_under_the_new_quota() {
+    let layer = RateLimitLayer::builder(Quota::per_second(100))
+        .max_wait(Duration::from_secs(600))
+        .build();
+    let limiter = layer.unwrap().limiter();
+    let slow = Quota::new(1, Duration::from_secs(10));
+    let start = tokio::time::Instant::now();
+    let waiting: Vec<_> = (0..5)
+        .map(|_| tokio::spawn(limiter.acquire(tenant()).quota(slow)))
+        .collect();
+    pass(Duration::from_millis(100)).await;
+    assert!(limiter.acquire(Key::new("another")).await.is_ok());
+    // The slots that are booked 10 s apart are given up. The old limit goes on to apply.
+    let faster = limiter.acquire(tenant()).quota(Quota::per_second(2));
+    drop(faster.await.unwrap());
+    for waiting in waiting {
+        assert!(waiting.await.unwrap().is_ok());
+    }
+    assert!(
+        start.elapsed() <= Duration::from_secs(61),
+        "{:?}",
+        start.elapsed()
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_invalid_quota_refuses_the_request_and_says_why() {
+    let limiter = limiter(Quota::per_minute(10));
+    let zero = limiter.acquire(tenant()).quota(Quota::per_minute(0)).await;
+    let zero = zero.unwrap_err();
+    assert!(matches!(reason(&zero), ConfigError::ZeroCount { .. }));
+    let text = zero.to_string();
+    assert!(text.contains("the quota of its key is invalid"), "{text}");
+
+    let tokens = Quota::per_minute(10).of("tokens");
+    let tokens = limiter.acquire(tenant()).quota(tokens).await.unwrap_err();
+    let text = reason(&tokens).to_string();
+    assert!(text.contains("10 tokens"), "{text}");
+
+    let calls = Quota::per_minute(10).and(Quota::in_flight(2));
+    let calls = limiter.acquire(tenant()).quota(calls).await.unwrap_err();
+    assert!(matches!(reason(&calls), ConfigError::OutOfRange { .. }));
+
+    let joint = limiter
+        .acquire(Key::new("other"))
+        .with(limiter.acquire(tenant()).quota(Quota::per_minute(0)));
+    assert!(matches!(
+        reason(&joint.await.unwrap_err()),
+        ConfigError::ZeroCount { .. }
+    ));
+    assert_eq!(limiter.peek(tenant()).await.unwrap().free, 10);
+    assert_eq!(limiter.stats().requests.refused, 4);
+
+    let explained = limiter.acquire(tenant()).quota(Quota::per_minute(0));
+    let explained = explained.explain().await.unwrap();
+    assert!(matches!(
+        explained.verdict,
+        Verdict::Refused {
+            reason: Reason::InvalidQuota(_),
+            ..
+        }
+    ));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_layer_refuses_a_request_with_an_invalid_quota() {
+    let limit = RateLimitLayer::builder(Quota::per_minute(5))
+        .quota(|_| Some(Quota::per_minute(0)))
+        .build()
+        .unwrap();
+    let upstream = Upstream::new();
+    let service = limit.layer(upstream.clone());
+    let request = Request::get("http://api.example.com/").body(String::new());
+    let error = service.oneshot(request.unwrap()).await.unwrap_err();
+    let limited = Limited::find(&error).unwrap();
+    assert!(matches!(reason(limited), ConfigError::ZeroCount { .. }));
+    assert_eq!(upstream.count(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_limiter_keeps_up_to_10_000_quotas() {
+    let limiter = limiter(Quota::per_minute(1));
+    for count in 2..10_002 {
+        drop(limiter.acquire(tenant()).quota(Quota::per_minute(count)));
+    }
+    let more = limiter
+        .acquire(tenant())
+        .quota(Quota::per_minute(20_000))
+        .await;
+    let text = reason(&more.unwrap_err()).to_string();
+    assert!(text.contains("more than 10000 different quotas"), "{text}");
+    let known = limiter.acquire(tenant()).quota(Quota::per_minute(77)).await;
+    assert!(known.is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn units_have_quotas_for_each_key_too() {
+    let quota =
+        |requests, tokens| Quota::per_minute(requests).and(Quota::per_minute(tokens).of("tokens"));
+    let limiter = limiter(quota(10, 1000));
+    let large = quota(20, 5000);
+    let request = |tokens| {
+        let request = limiter.acquire(tenant()).cost(Cost::of("tokens", tokens));
+        request.quota(large)
+    };
+    assert!(request(5000).await.is_ok());
+    let refused = request(1).await.unwrap_err();
+    assert_eq!(refused.report().unit(), "tokens");
+    assert!(request(6000).await.is_err());
+    let other = limiter
+        .acquire(Key::new("small"))
+        .cost(Cost::of("tokens", 1001));
+    assert!(matches!(
+        other.await.unwrap_err().reason(),
+        Some(Reason::CostAboveLimit { largest: 1000, .. })
+    ));
+}
+
+#[tokio::test(start_paused = true)]
+async fn calls_in_flight_have_quotas_for_each_key_too() {
+    let limiter = limiter(Quota::in_flight(2));
+    let request = |count| limiter.acquire(tenant()).quota(Quota::in_flight(count));
+    let held = [request(3).await, request(3).await, request(3).await];
+    assert!(held.iter().all(Result::is_ok));
+    let refused = request(3).await.unwrap_err();
+    assert_eq!(refused.report().limit().unwrap().count(), 3);
+    assert!(request(4).await.is_ok(), "four at the same time");
+    drop(held);
+    let one = request(1).await.unwrap();
+    assert!(request(1).await.is_err(), "one at the same time");
+    drop(one);
+    let other = Key::new("tenant 18");
+    let held = [limiter.acquire(other).await, limiter.acquire(other).await];
+    assert!(held.iter().all(Result::is_ok));
+    assert!(limiter.acquire(other).await.is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_keys_of_a_joint_request_have_quotas_of_their_own() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let [one, other] = [(); 2].map(|()| limiter_on(Quota::per_minute(10), &store));
+    let both = |small| {
+        let of_one = one.acquire(Key::new("one")).quota(Quota::per_minute(small));
+        of_one.with(other.acquire(Key::new("other")).quota(Quota::per_minute(4)))
+    };
+    assert!(both(2).await.is_ok());
+    assert!(both(2).await.is_ok());
+    assert!(both(2).await.is_err());
+    assert_eq!(other.peek(Key::new("other")).await.unwrap().free, 2);
+
+    let limit = RateLimitLayer::builder(Quota::per_minute(10))
+        .quota(|_| Some(Quota::per_minute(3)))
+        .and_per("all", Quota::per_minute(10), |_| Key::ALL)
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap();
+    let upstream = Upstream::new();
+    for _ in 0..10 {
+        let request = Request::get("http://api.example.com/").body(String::new());
+        let _ = limit
+            .layer(upstream.clone())
+            .oneshot(request.unwrap())
+            .await;
+    }
+    assert_eq!(upstream.count(), 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn explain_follows_the_quota_that_a_request_states() {
+    let limiter = limiter(Quota::per_minute(2));
+    let request = || {
+        limiter
+            .acquire(tenant())
+            .quota(Quota::per_minute(5))
+            .cost(4)
+    };
+    let explained = request().explain().await.unwrap();
+    assert_eq!(explained.verdict, Verdict::Goes);
+    assert_eq!(
+        limits(&explained.keys[0].limits),
+        Quota::per_minute(5).limits()
+    );
+    assert!(request().await.is_ok());
+    assert!(matches!(
+        request().explain().await.unwrap().verdict,
+        Verdict::Refused { .. }
+    ));
+    let before = limiter.acquire(tenant()).explain().await.unwrap();
+    assert_eq!(before.verdict, Verdict::Goes, "the fifth of five");
+}
+
+/// What happens at one moment of a history.
+#[derive(Clone, Copy, Debug)]
+struct Step {
+    /// Which of two limiters on one store.
+    limiter: usize,
+    /// Which quota the requests state.
+    quota: usize,
+    requests: usize,
+    pause: Duration,
+}
+
+const COUNTS: [u32; 4] = [2, 5, 9, 30];
+
+fn steps(window: Duration) -> impl Strategy<Value = Vec<Step>> {
+    let pauses = prop_oneof![
+        4 => 0..window.as_millis() as u64 / 4,
+        1 => 0..window.as_millis() as u64 * 4,
+    ];
+    let step = (0..2usize, 0..COUNTS.len(), 1..12usize, pauses);
+    let step = step.prop_map(|(limiter, quota, requests, pause)| Step {
+        limiter,
+        quota,
+        requests,
+        pause: Duration::from_millis(pause),
+    });
+    prop::collection::vec(step, 1..40)
+}
+
+/// Follows the law: a permit keeps the quota that its request states, over all that was used, under
+/// whatever quota. At the end, all of the last quota can be used after two and a half windows.
+async fn follow(window: Duration, steps: Vec<Step>) {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let limiters = [(); 2].map(|()| limiter_on(Quota::new(3, window), &store));
+    let mut used: Vec<Instant> = Vec::new();
+    let used_within = |used: &[Instant], now: Instant| {
+        let first = used.partition_point(|at| now - *at >= window);
+        used.len() - first
+    };
+    for step in &steps {
+        let count = COUNTS[step.quota];
+        for _ in 0..step.requests {
+            let quota = Quota::new(count, window);
+            let permit = limiters[step.limiter].acquire(tenant()).quota(quota).await;
+            if permit.is_ok() {
+                let now = tokio::time::Instant::now().into_std();
+                used.push(now);
+                let within = used_within(&used, now);
+                assert!(within <= count as usize, "{within} of {count} at {step:?}");
+            }
+        }
+        pass(step.pause).await;
+    }
+    pass(window * 5 / 2 + Duration::from_millis(1100)).await;
+    let last = Quota::new(COUNTS[3], window);
+    assert!(limiters[0].acquire(tenant()).quota(last).await.is_ok());
+    pass(window * 5 / 2 + Duration::from_millis(1100)).await;
+    assert_eq!(granted(&limiters[0], last).await, COUNTS[3] as usize);
+}
+
+fn run(window: Duration, steps: Vec<Step>) {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build();
+    runtime.unwrap().block_on(follow(window, steps));
+}
+
+proptest! {
+    #[test]
+    fn a_permit_keeps_the_quota_of_its_request(steps in steps(Duration::from_secs(1))) {
+        run(Duration::from_secs(1), steps);
+    }
+
+    #[test]
+    fn a_permit_keeps_a_quota_of_an_hour(steps in steps(Duration::from_secs(3600))) {
+        run(Duration::from_secs(3600), steps);
+    }
+}
