@@ -58,6 +58,14 @@ impl Fixed {
         }
     }
 
+    /// Returns windows with the same use and another limit.
+    pub(super) fn with_limit(&self, limit: u32) -> Self {
+        Fixed {
+            limit: u64::from(limit),
+            ..self.clone()
+        }
+    }
+
     /// Returns the number of the window of a moment.
     fn number(&self, at: Micros) -> u64 {
         at.saturating_add(self.phase) / self.window

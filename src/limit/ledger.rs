@@ -4,15 +4,18 @@
 //! Twin: `store/redis/lua/main.lua`, and the returned slots in `ledger.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
+use std::time::Duration;
+
 use super::advance::{AdvanceBooking, AdvanceBookings};
 use super::algorithm::Open;
 use super::limit_set::LimitSet;
 use super::returned::ReturnedSlots;
+use super::set_quota::{SetQuotaState, is_set, next_version};
 use super::{
     Booking, Charge, Hold, LimitSpec, Micros, TooLate, UnusedPermits, UpstreamRemaining,
     micros_down, micros_up,
 };
-use crate::quota::Limit;
+use crate::quota::{Limit, Quota};
 
 /// All limits of one key, the slots that were returned before they were due, and the advance
 /// bookings. A permit is booked in all limits or in none.
@@ -37,6 +40,32 @@ struct RareState {
     hold: Hold,
     /// The permits that are booked in advance. Their slots lie ahead.
     advance: AdvanceBookings,
+    /// The set quota, or its end.
+    quota: Option<SetQuotaState>,
+}
+
+/// A change of the set quota.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QuotaChange {
+    /// Whether the limits of the caller become the set quota. Otherwise the set quota ends.
+    pub(crate) is_set: bool,
+    /// For how long after its last use the set quota applies.
+    pub(crate) life: Duration,
+    /// The new version is larger than this.
+    pub(crate) above: u32,
+}
+
+/// The set quota of a ledger, or its end.
+#[derive(Clone, Debug)]
+pub(crate) struct QuotaInForce {
+    /// Its version.
+    pub(crate) version: u32,
+    /// How long it applies if it is not used, or how long its end is remembered.
+    pub(crate) left: Micros,
+    /// For how long after its last use it applies.
+    pub(crate) life: Micros,
+    /// Its limits. `None` if it has ended.
+    pub(crate) quota: Option<Quota>,
 }
 
 /// Permits to book.
@@ -57,15 +86,20 @@ pub(crate) struct Order {
 impl Ledger {
     /// Makes an empty ledger with the limits of `spec`.
     pub(crate) fn new(spec: &LimitSpec, now: Micros) -> Self {
-        let mut ledger = Ledger {
+        let mut ledger = Ledger::empty(now);
+        ledger.advance(spec, now);
+        ledger
+    }
+
+    /// Makes a ledger without limits.
+    pub(crate) fn empty(now: Micros) -> Self {
+        Ledger {
             limits: LimitSet::new(),
             returned: ReturnedSlots::default(),
             now,
             made_at: now,
             rare: None,
-        };
-        ledger.advance(spec, now);
-        ledger
+        }
     }
 
     /// Moves the boundaries of fixed windows to a wall clock that is `ahead` microseconds ahead of
@@ -80,10 +114,133 @@ impl Ledger {
     pub(crate) fn advance(&mut self, spec: &LimitSpec, now: Micros) -> Micros {
         self.now = self.now.max(now);
         let now = self.now;
-        self.limits.update(spec, now);
+        self.limits.advance(now);
+        if spec.quota_version() == 0 && self.set_quota().is_none() {
+            self.limits.state(spec, now, None);
+        } else {
+            self.take_in_version(spec);
+        }
         self.insert_due();
         self.drain();
         now
+    }
+
+    /// Takes in the limits of `spec` by their quota version.
+    fn take_in_version(&mut self, spec: &LimitSpec) {
+        let now = self.now;
+        self.end_set_quota();
+        if spec.quota_version() > self.quota_version() {
+            self.change_quota_version(spec);
+        }
+        let is_outdated = self.is_outdated(spec);
+        let quota = self.rare.as_mut().and_then(|rare| rare.quota.as_mut());
+        if quota.as_ref().is_some_and(|quota| quota.is_set()) {
+            self.limits.forget_paused(spec, now);
+        } else if !is_outdated {
+            self.limits.state(spec, now, quota);
+        }
+    }
+
+    /// Returns the set quota, or its end.
+    fn set_quota(&self) -> Option<&SetQuotaState> {
+        self.rare.as_ref()?.quota.as_ref()
+    }
+
+    /// Returns whether the key has a set quota, or the end of one.
+    pub(crate) fn has_set_quota(&self) -> bool {
+        self.set_quota().is_some()
+    }
+
+    /// Returns the version of the set quota or of its end. 0 if there is none.
+    fn quota_version(&self) -> u32 {
+        self.set_quota().map_or(0, |quota| quota.version)
+    }
+
+    /// Returns whether the limits of `spec` are those of a set quota that has ended. Then nothing is
+    /// decided for the caller.
+    pub(crate) fn is_outdated(&self, spec: &LimitSpec) -> bool {
+        is_set(spec.quota_version()) && !is_set(self.quota_version())
+    }
+
+    /// Changes the set quota: the limits of `spec` become the set quota, or it ends. Advances the
+    /// ledger to `now`. Returns the new version.
+    pub(crate) fn change_quota(
+        &mut self,
+        spec: &LimitSpec,
+        change: QuotaChange,
+        now: Micros,
+    ) -> u32 {
+        self.now = self.now.max(now);
+        self.limits.advance(self.now);
+        self.end_set_quota();
+        let newest = self.quota_version().max(spec.quota_version());
+        let version = next_version(newest.max(change.above), change.is_set);
+        let spec = spec.clone().with_quota_version(version, change.life);
+        self.advance(&spec, now);
+        version
+    }
+
+    /// Ends the set quota if its time is over. Forgets its end after some time.
+    fn end_set_quota(&mut self) {
+        let now = self.now;
+        let Some(quota) = self.set_quota().filter(|quota| quota.until <= now) else {
+            return;
+        };
+        if quota.is_set() {
+            let moment = quota.until;
+            self.drop_returned();
+            let booked_until = self.limits.log_end();
+            self.limits.unset(moment);
+            if let Some(quota) = self.rare.as_mut().and_then(|rare| rare.quota.as_mut()) {
+                quota.end(booked_until);
+            }
+        }
+        if let Some(rare) = &mut self.rare {
+            rare.quota = rare.quota.take().filter(|quota| quota.until > now);
+        }
+    }
+
+    /// Takes in a version of the set quota, or of its end, that is newer than the ledger's.
+    fn change_quota_version(&mut self, spec: &LimitSpec) {
+        let now = self.now;
+        self.drop_returned();
+        let booked_until = self.limits.log_end();
+        let rare = self.rare.get_or_insert_default();
+        let before = rare.quota.take();
+        if before.as_ref().is_some_and(SetQuotaState::is_set) {
+            self.limits.unset(now);
+        }
+        let mut quota = SetQuotaState::new(spec, before, now, booked_until);
+        if quota.is_set() {
+            self.limits.set(spec, now, &mut quota);
+        }
+        rare.quota = Some(quota);
+    }
+
+    /// Notes that a caller uses the key. A set quota applies for its whole life again if half of it
+    /// has passed.
+    pub(crate) fn renew_quota(&mut self) {
+        let now = self.now;
+        if let Some(quota) = self.rare.as_mut().and_then(|rare| rare.quota.as_mut()) {
+            quota.renew(now);
+        }
+    }
+
+    /// Returns the set quota, or its end, if its version is another one than `known`.
+    pub(crate) fn quota_unless(&self, known: u32) -> Option<QuotaInForce> {
+        let quota = self.set_quota().filter(|quota| quota.version != known)?;
+        let limits = self.limits.limits();
+        let in_force = quota.is_set();
+        Some(QuotaInForce {
+            version: quota.version,
+            left: quota.until.saturating_sub(self.now),
+            life: quota.life,
+            quota: if in_force {
+                Quota::of_limits(limits, quota.in_flight)
+            } else {
+                None
+            },
+        })
     }
 
     /// Moves the advance bookings whose slot has come into the limits.
@@ -152,9 +309,14 @@ impl Ledger {
         let advance = advance(&self.rare);
         let limits = &mut self.limits;
         if limits.see(left, self.now, self.made_at, transit_slack, advance) {
-            while let Some(unused) = self.returned.pop_last() {
-                self.subtract(unused);
-            }
+            self.drop_returned();
+        }
+    }
+
+    /// Removes the returned slots. Their units leave the limits.
+    fn drop_returned(&mut self) {
+        while let Some(unused) = self.returned.pop_last() {
+            self.subtract(unused);
         }
     }
 
@@ -301,8 +463,8 @@ impl Ledger {
     }
 
     /// Takes back unused permits. An advance booking is erased. If the slot of another permit lies
-    /// ahead and nothing is reserved for other clients then, it is kept for the next caller.
-    /// Otherwise the units leave the limits.
+    /// ahead, nothing is reserved for other clients then, and the set quota has not changed since,
+    /// it is kept for the next caller. Otherwise the units leave the limits.
     pub(crate) fn take_back(&mut self, mut unused: UnusedPermits) {
         if unused.units == 0 || unused.stamp < unused.slot {
             return;
@@ -312,7 +474,10 @@ impl Ledger {
             return;
         }
         let is_shared = self.limits.is_reserved(unused.slot);
-        if unused.slot <= self.now || unused.slot < self.earliest() || is_shared {
+        let quota = self.set_quota();
+        let is_earlier = quota.is_some_and(|quota| quota.may_be_earlier(unused.slot));
+        let is_past = unused.slot <= self.now || unused.slot < self.earliest();
+        if is_past || is_shared || is_earlier {
             self.subtract(unused);
         } else if let Some(last) = self.returned.put(unused) {
             // There was no room for another returned slot, so the units of the last one leave the
@@ -328,7 +493,8 @@ impl Ledger {
         let rare = self.rare.as_deref();
         let may_be_joined = rare.is_some_and(|rare| rare.advance.may_contain(unused));
         if unused.units > 0 && !may_be_joined {
-            self.limits.subtract(self.now, unused);
+            let quota = rare.and_then(|rare| rare.quota.as_ref());
+            self.limits.subtract(self.now, unused, quota);
         }
     }
 
@@ -411,10 +577,12 @@ impl Ledger {
         let returned = self.returned.last_slot().map_or(0, |slot| slot + 1);
         // The number of releases matters only while messages about an older hold may still arrive,
         // so it keeps no ledger.
+        let quota = self.set_quota().map_or(0, |quota| quota.until);
         self.limits
             .fresh_from(advance(&self.rare))
             .max(returned)
             .max(self.in_force().until)
+            .max(quota)
     }
 }
 

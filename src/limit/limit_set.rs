@@ -7,6 +7,7 @@ use super::advance::{AdvanceBooking, TOLERANCE};
 use super::algorithm::{Algorithm, Open};
 use super::limit_state::LimitState;
 use super::limit_states::LimitStates;
+use super::set_quota::{Gap, SetQuotaState};
 use super::{LimitSpec, Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
 
@@ -26,7 +27,7 @@ const MOST_ROUNDS: usize = 1000;
 ///
 /// If callers state different limits for one key, all of these limits apply to all callers. A limit
 /// applies until no caller has stated it for at least two windows and a second, or until there are
-/// too many limits.
+/// too many limits. While a set quota applies, only its limits do (`set_quota.rs`).
 #[derive(Clone, Debug)]
 pub(super) struct LimitSet {
     states: LimitStates,
@@ -50,17 +51,24 @@ impl LimitSet {
         if ahead != self.ahead {
             self.ahead = ahead;
             self.states
-                .iter_mut()
+                .all_mut()
                 .for_each(|state| state.rule.align(ahead, now));
         }
     }
 
-    /// Advances all limits to `now`. Adds the limits of `spec`, or records that a caller stated
-    /// them. Forgets the limits that no longer apply.
-    pub(super) fn update(&mut self, spec: &LimitSpec, now: Micros) {
-        for state in self.states.iter_mut() {
-            state.advance(now);
-        }
+    /// Advances all limits to `now`.
+    pub(super) fn advance(&mut self, now: Micros) {
+        self.states.all_mut().for_each(|state| state.advance(now));
+    }
+
+    /// Adds the limits of `spec`, or records that a caller stated them. Forgets the limits that no
+    /// longer apply.
+    pub(super) fn state(
+        &mut self,
+        spec: &LimitSpec,
+        now: Micros,
+        mut set_quota: Option<&mut SetQuotaState>,
+    ) {
         for limit in spec.quota().limits() {
             match self.states.iter_mut().find(|state| state.limit == *limit) {
                 // A statement is recorded only if the last record is older than half a window. So
@@ -70,26 +78,83 @@ impl LimitSet {
                 }
                 Some(_) => {}
                 None => {
-                    let rule = self.rule_for(*limit, now, micros_up(spec.transit_slack()));
-                    self.states.push(LimitState::new(*limit, rule, now));
+                    let transit_slack = micros_up(spec.transit_slack());
+                    let state = match set_quota.as_deref_mut() {
+                        Some(quota) => self.begin(*limit, now, transit_slack, quota),
+                        None => {
+                            let rule = self.rule_for(*limit, now, transit_slack);
+                            LimitState::new(*limit, rule, now)
+                        }
+                    };
+                    self.states.push(state);
                 }
             }
         }
-        if self.states.len() > spec.quota().limits().len() {
+        let ours = spec.quota().limits();
+        if self.states.len() > ours.len() {
             self.states.retain(|state| state.in_force_until() >= now);
         }
-        while self.states.len() > MOST_LIMITS && self.forget_foreign(spec) {}
+        self.forget_excess(ours);
     }
 
-    /// Forgets one of the limits that `spec` does not have: the one that would be forgotten next.
-    /// Returns whether there was one.
+    /// Makes the limits of `spec` those of a set quota. The others are paused.
+    pub(super) fn set(&mut self, spec: &LimitSpec, now: Micros, quota: &mut SetQuotaState) {
+        let transit_slack = micros_up(spec.transit_slack());
+        let limits = spec.quota().limits();
+        let mut limiting: Vec<LimitState> = Vec::with_capacity(limits.len());
+        for limit in limits {
+            if self.states.all().all(|state| state.limit != *limit) {
+                let state = self.begin(*limit, now, transit_slack, quota);
+                let (before, mut paused) = self.states.take();
+                paused.push(state);
+                self.states = LimitStates::new(before, paused);
+            }
+        }
+        let (before, paused) = self.states.take();
+        let mut others: Vec<LimitState> = before.into_iter().chain(paused).collect();
+        for limit in limits {
+            if let Some(index) = others.iter().position(|state| state.limit == *limit) {
+                let mut state = others.remove(index);
+                state.last_stated = now;
+                limiting.push(state);
+            }
+        }
+        self.states = LimitStates::new(limiting, others);
+    }
+
+    /// Ends a set quota. Its limits count as if callers stated them last at `moment`, and no limit is
+    /// paused any more.
+    pub(super) fn unset(&mut self, moment: Micros) {
+        let (mut states, paused) = self.states.take();
+        for state in &mut states {
+            state.last_stated = moment;
+        }
+        states.extend(paused);
+        self.states = LimitStates::new(states, Vec::new());
+    }
+
+    /// Forgets the paused limits that no caller has stated for long. Those of a set quota apply.
+    pub(super) fn forget_paused(&mut self, spec: &LimitSpec, now: Micros) {
+        self.states
+            .retain_paused(|state| state.in_force_until() >= now);
+        let ours: Vec<Limit> = self.states.iter().map(|state| state.limit).collect();
+        debug_assert!(!ours.is_empty(), "a set quota has a limit: {spec:?}");
+        self.forget_excess(&ours);
+    }
+
+    /// Forgets limits besides `ours` until there are not too many.
     ///
-    /// The next caller that states the limit adds it again, with the use that the other limits
+    /// The next caller that states such a limit adds it again, with the use that the other limits
     /// remember. So a large fleet goes on even if the upstream states another limit to each
     /// process.
-    fn forget_foreign(&mut self, spec: &LimitSpec) -> bool {
-        let ours = spec.quota().limits();
-        let all = self.states.iter().enumerate();
+    fn forget_excess(&mut self, ours: &[Limit]) {
+        while self.states.all().count() > MOST_LIMITS && self.forget_foreign(ours) {}
+    }
+
+    /// Forgets one of the limits besides `ours`: the one that would be forgotten next. Returns
+    /// whether there was one.
+    fn forget_foreign(&mut self, ours: &[Limit]) -> bool {
+        let all = self.states.all().enumerate();
         let foreign = all.filter(|(_, state)| !ours.contains(&state.limit));
         let first = foreign
             .min_by_key(|(_, state)| state.in_force_until())
@@ -97,16 +162,63 @@ impl LimitSet {
         first.map(|index| self.states.remove(index)).is_some()
     }
 
+    /// Makes the state of a limit that begins to apply to a key with a set quota, or with the end of
+    /// one. It starts as [`rule_for`](Self::rule_for) says, and notes its gap. A fixed window
+    /// starts with the use of another one of the same length.
+    fn begin(
+        &self,
+        limit: Limit,
+        now: Micros,
+        transit_slack: Micros,
+        quota: &mut SetQuotaState,
+    ) -> LimitState {
+        let window = limit.window();
+        let same_windows = self.states.all().find_map(|state| match &state.rule {
+            Algorithm::Fixed(fixed) if state.limit.window() == window => Some((state, fixed)),
+            _ => None,
+        });
+        let longest = self.longest_window();
+        let mut known_from = 0;
+        let mut rule = None;
+        let gap = match limit {
+            Limit::Fixed { count, .. } if let Some((state, fixed)) = same_windows => {
+                rule = Some(Algorithm::Fixed(Box::new(fixed.with_limit(count))));
+                quota.gap(state.limit)
+            }
+            _ => match longest {
+                Some(longest) if quota.gap(longest.limit).is_none() => match limit {
+                    Limit::Sliding { .. } if window > longest.limit.window() => {
+                        known_from = now.saturating_sub(micros_up(longest.limit.window()));
+                        Some(Gap::Stamps)
+                    }
+                    Limit::Fixed { .. } => Some(Gap::Slots),
+                    _ => None,
+                },
+                None if self.states.all().next().is_none() => None,
+                _ => Some(Gap::Slots),
+            },
+        };
+        match gap {
+            Some(gap) => quota.add_gap(limit, gap, self.log_end(), known_from),
+            None => quota.remove_gap(limit),
+        }
+        let rule = rule.unwrap_or_else(|| self.rule_for(limit, now, transit_slack));
+        LimitState::new(limit, rule, now)
+    }
+
+    /// Returns the sliding window that remembers for longest.
+    fn longest_window(&self) -> Option<&LimitState> {
+        let all = self.states.all();
+        let windows = all.filter(|state| matches!(state.rule, Algorithm::Window(_)));
+        windows.max_by_key(|state| state.limit.window())
+    }
+
     /// Makes the algorithm of a limit that is new to this key. It starts with the use that the
     /// other limits remember: with the log of the longest sliding window, or else with the largest
     /// number of units in use.
     fn rule_for(&self, limit: Limit, now: Micros, transit_slack: Micros) -> Algorithm {
         let mut rule = Algorithm::new(limit, self.ahead);
-        let windows = self
-            .states
-            .iter()
-            .filter(|state| matches!(state.rule, Algorithm::Window(_)));
-        match windows.max_by_key(|state| state.limit.window()) {
+        match self.longest_window() {
             Some(LimitState {
                 rule: Algorithm::Window(window),
                 ..
@@ -117,7 +229,7 @@ impl LimitSet {
                 }
             }
             _ => {
-                let used = self.states.iter().map(|state| state.rule.used(now)).max();
+                let used = self.states.all().map(|state| state.rule.used(now)).max();
                 let used = used.unwrap_or(0).min(u64::from(limit.largest_cost()));
                 if used > 0 {
                     rule.insert(now, now, now + transit_slack, used);
@@ -130,7 +242,7 @@ impl LimitSet {
 
     /// Forgets what is reserved for other clients.
     pub(super) fn forget_others(&mut self) {
-        self.states.iter_mut().for_each(LimitState::forget_others);
+        self.states.all_mut().for_each(LimitState::forget_others);
     }
 
     /// Takes in what the upstream states is left of a limit, in a ledger that was made at
@@ -150,6 +262,11 @@ impl LimitSet {
             .iter_mut()
             .find(stated)
             .is_some_and(|state| state.see(left, now, sent, made_at, advance))
+    }
+
+    /// Returns the limits that are not paused.
+    pub(super) fn limits(&self) -> impl Iterator<Item = Limit> {
+        self.states.iter().map(|state| state.limit)
     }
 
     /// Returns the largest cost that every limit allows. `None` if there is no limit.
@@ -202,7 +319,7 @@ impl LimitSet {
         free: Micros,
         advance: &[AdvanceBooking],
     ) -> bool {
-        let windows = self.states.iter().map(|state| state.limit.window());
+        let windows = self.states.all().map(|state| state.limit.window());
         let tolerance = windows.min().map_or(0, |window| micros_up(window) / 50);
         slot > free.saturating_add(tolerance.max(TOLERANCE))
             || (advance.first().is_some_and(|first| first.slot <= slot) && self.has_bucket())
@@ -211,26 +328,26 @@ impl LimitSet {
     /// Returns whether one of the limits is a bucket, which counts permits in the order of their
     /// slots.
     fn has_bucket(&self) -> bool {
-        let mut states = self.states.iter();
+        let mut states = self.states.all();
         states.any(|state| matches!(state.rule, Algorithm::Bucket(_)))
     }
 
     /// Returns how far the slots of joined advance bookings may be apart.
     pub(super) fn longest_join(&self) -> Micros {
-        let spans = self.states.iter().map(|state| state.rule.longest_join());
+        let spans = self.states.all().map(|state| state.rule.longest_join());
         spans.min().unwrap_or(Micros::MAX)
     }
 
     /// Counts units of a permit in every limit.
     pub(super) fn insert(&mut self, now: Micros, slot: Micros, stamp: Micros, units: u64) {
-        for state in self.states.iter_mut() {
+        for state in self.states.all_mut() {
             state.rule.insert(now, slot, stamp, units);
         }
     }
 
     /// Counts units of an advance booking, whose slot has come, in every limit.
     pub(super) fn insert_due(&mut self, now: Micros, booking: AdvanceBooking) {
-        for state in self.states.iter_mut() {
+        for state in self.states.all_mut() {
             state.rule.insert_due(now, booking);
             // The stamp may have left the window as well.
             state.rule.advance(now);
@@ -245,28 +362,36 @@ impl LimitSet {
         transit_slack: Micros,
         units: u64,
     ) {
-        for state in self.states.iter_mut() {
+        for state in self.states.all_mut() {
             state.rule.charge(now, used_at, transit_slack, units);
         }
     }
 
-    /// Takes back permits that were not used.
-    pub(super) fn subtract(&mut self, now: Micros, unused: UnusedPermits) {
-        for state in self.states.iter_mut() {
-            state.subtract(now, unused);
+    /// Takes back permits that were not used. A limit with a gap that they may be in keeps their
+    /// units.
+    pub(super) fn subtract(
+        &mut self,
+        now: Micros,
+        unused: UnusedPermits,
+        quota: Option<&SetQuotaState>,
+    ) {
+        for state in self.states.all_mut() {
+            if quota.is_none_or(|quota| quota.knows(state.limit, unused)) {
+                state.subtract(now, unused);
+            }
         }
     }
 
     /// Takes in that advance bookings came back unused.
     pub(super) fn returned(&mut self, now: Micros, unused: UnusedPermits) {
-        for state in self.states.iter_mut() {
+        for state in self.states.all_mut() {
             state.returned(now, unused);
         }
     }
 
     /// Returns a moment that is not before the slot of any permit in the logs.
     pub(super) fn log_end(&self) -> Micros {
-        let ends = self.states.iter().map(|state| state.rule.log_end());
+        let ends = self.states.all().map(|state| state.rule.log_end());
         ends.max().unwrap_or(0)
     }
 
@@ -324,7 +449,7 @@ impl LimitSet {
 
     /// Returns the first moment from which new limits would grant the same.
     pub(super) fn fresh_from(&self, advance: &[AdvanceBooking]) -> Micros {
-        let states = self.states.iter();
+        let states = self.states.all();
         let moments = states.map(|state| state.fresh_from(advance));
         moments.max().unwrap_or(0)
     }

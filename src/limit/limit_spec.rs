@@ -13,6 +13,8 @@ pub struct LimitSpec {
     transit_slack: Duration,
     boundary_guard: Duration,
     life: Duration,
+    quota_version: u32,
+    quota_life: Duration,
 }
 
 impl LimitSpec {
@@ -24,6 +26,8 @@ impl LimitSpec {
             transit_slack,
             boundary_guard,
             life: LIFE,
+            quota_version: 0,
+            quota_life: Duration::ZERO,
         }
     }
 
@@ -52,6 +56,29 @@ impl LimitSpec {
     /// Returns how long after its slot a permit is valid.
     pub(crate) fn life(&self) -> Duration {
         self.life
+    }
+
+    /// Returns the same limits, stated with a quota version. The set quota of that version, or its
+    /// end, has the life `life`. At most 100 years count.
+    pub(crate) fn with_quota_version(self, version: u32, life: Duration) -> Self {
+        const LONGEST: Duration = Duration::from_secs(100 * 366 * 86_400);
+        LimitSpec {
+            quota_version: version,
+            quota_life: life.min(LONGEST),
+            ..self
+        }
+    }
+
+    /// Returns the version of the set quota that these limits are of, or of its end: odd if it
+    /// applies, even if it has ended. 0 if the process knows of no set quota of the key.
+    pub fn quota_version(&self) -> u32 {
+        self.quota_version
+    }
+
+    /// Returns for how long after its last use the set quota applies. A store that has lost its state
+    /// learns it from here.
+    pub fn quota_life(&self) -> Duration {
+        self.quota_life
     }
 
     /// Returns limits that allow everything.

@@ -48,6 +48,7 @@ mod properties;
 #[cfg(test)]
 pub(crate) mod recovery;
 mod returned;
+mod set_quota;
 mod unused_permits;
 mod upstream_remaining;
 mod window;
@@ -57,8 +58,9 @@ pub(crate) use booking::{Booking, TooLate};
 pub use charge::Charge;
 pub(crate) use hold::Hold;
 pub(crate) use in_flight::{HolderClaim, HolderUpdate, InFlightSlots};
-pub(crate) use ledger::{Ledger, Order};
+pub(crate) use ledger::{Ledger, Order, QuotaChange, QuotaInForce};
 pub use limit_spec::LimitSpec;
 pub(crate) use micros::{Micros, micros_down, micros_up};
+pub(crate) use set_quota::is_set;
 pub use unused_permits::UnusedPermits;
 pub use upstream_remaining::UpstreamRemaining;

@@ -342,6 +342,18 @@ impl Quota {
         own.reduce(Quota::and)
     }
 
+    /// Returns the quota of these rate limits, and of `in_flight` calls. `None` if they are no rate
+    /// limits, or too many.
+    pub(crate) fn of_limits(
+        limits: impl IntoIterator<Item = Limit>,
+        in_flight: Option<u32>,
+    ) -> Option<Quota> {
+        let rates = limits.into_iter().map(Quota::single);
+        let rates = rates.reduce(Quota::and)?;
+        let quota = Quota { in_flight, ..rates };
+        (quota.misuse.is_none()).then_some(quota)
+    }
+
     /// Returns one quota for each unit. The first one has the calls in flight. Requests come first, and
     /// then the other units as they were given.
     pub(crate) fn by_unit(&self) -> Vec<Quota> {

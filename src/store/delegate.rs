@@ -73,6 +73,26 @@ macro_rules! delegate_store {
                 $crate::store::Store::release(&$inner, key, spec)
             }
         });
+        $crate::delegate_store!(@unless set_quota [$($own)+] {
+            fn set_quota(
+                &$this,
+                key: $crate::Key,
+                spec: &::std::sync::Arc<$crate::store::LimitSpec>,
+                life: ::std::time::Duration,
+            ) -> $crate::store::StoreReply<u32> {
+                $crate::store::Store::set_quota(&$inner, key, spec, life)
+            }
+        });
+        $crate::delegate_store!(@unless unset_quota [$($own)+] {
+            fn unset_quota(
+                &$this,
+                key: $crate::Key,
+                spec: &::std::sync::Arc<$crate::store::LimitSpec>,
+                life: ::std::time::Duration,
+            ) -> $crate::store::StoreReply<u32> {
+                $crate::store::Store::unset_quota(&$inner, key, spec, life)
+            }
+        });
         $crate::delegate_store!(@unless listen [$($own)+] {
             fn listen(&$this, listener: ::std::sync::Weak<dyn $crate::store::StoreListener>) {
                 $crate::store::Store::listen(&$inner, listener);
@@ -122,6 +142,8 @@ macro_rules! delegate_store {
     (@unless claim [claim $($more:ident)*] $method:tt) => {};
     (@unless hold [hold $($more:ident)*] $method:tt) => {};
     (@unless release [release $($more:ident)*] $method:tt) => {};
+    (@unless set_quota [set_quota $($more:ident)*] $method:tt) => {};
+    (@unless unset_quota [unset_quota $($more:ident)*] $method:tt) => {};
     (@unless listen [listen $($more:ident)*] $method:tt) => {};
     (@unless compare_and_set [compare_and_set $($more:ident)*] $method:tt) => {};
     (@unless address [address $($more:ident)*] $method:tt) => {};

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::{HoldState, Register, StoreError};
+use super::{HoldState, Register, SetQuota, StoreError};
 use crate::key::Key;
 use crate::limit::{HolderClaim, Micros};
 
@@ -103,13 +103,15 @@ pub enum StoreEvent {
         /// limiter has a reply with at least this number, it knows what is left.
         writes: u64,
     },
+    /// A quota was set for the key, or has ended.
+    SetQuota(Box<SetQuota>),
     /// Another process has changed a register.
     Register(Register),
     /// The store receives no events from other processes until
     /// [`EventsMissed`](StoreEvent::EventsMissed).
     Disconnected,
-    /// The store receives events again and may have missed some. A listener reads holds and
-    /// registers again.
+    /// The store receives events again and may have missed some. A listener reads holds, set
+    /// quotas and registers again.
     EventsMissed,
     /// The store has a new connection to its server, which may have lost its state. A listener also
     /// has the store confirm its bookings, before other processes are granted the same.

@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 
 use super::hold::HoldState;
 use super::joint_call::JointCall;
+use super::set_quota::SetQuota;
 use super::source::Source;
 use crate::key::Key;
 use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
@@ -18,7 +19,7 @@ use crate::quota::Limit;
 pub struct LeaseRequest<'a> {
     /// The key whose limits are used.
     pub key: Key,
-    /// The limits of the key.
+    /// The limits of the key, and the version of the set quota that they are of.
     pub spec: &'a Arc<LimitSpec>,
     /// The permits that waiters need, in the order of the waiters. Empty if the process only
     /// exchanges state.
@@ -118,7 +119,7 @@ pub struct Lease {
     /// Why the demands after the last grant were not granted. `None` if all demands were granted.
     pub refused: Option<Refusal>,
     /// For how long the store grants nothing because it lost its state. Set if it decided nothing
-    /// about the demands: the process asks again after that time.
+    /// about the demands: the process asks again after that time, or at once if it is zero.
     pub recovering: Option<Duration>,
     /// The incarnation of the state: a random number that the store draws when it makes the state.
     /// It is 0 for a store that cannot lose its state.
@@ -137,6 +138,12 @@ pub struct Lease {
     /// Whether clients that do not share this store use a limit too, as responses of the upstream
     /// show. While this is `true`, the store needs each [`LeaseRequest::remaining`].
     pub external_usage: bool,
+    /// The set quota of the key, or its end, if its version is not that of the request
+    /// ([`LimitSpec::quota_version`]). It decided about the demands.
+    ///
+    /// If the request stated the limits of a set quota that has ended, nothing was decided:
+    /// [`recovering`](Lease::recovering) is zero, and the process asks again with its own limits.
+    pub set_quota: Option<Box<SetQuota>>,
     /// How many more units could leave now. 0 if a demand was refused.
     pub free: u64,
     /// The ledger that granted the permits.

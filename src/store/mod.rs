@@ -38,6 +38,10 @@
 //! 15. **Later use.** The permits of a demand are of use from [`Demand::earliest`] on. A store that
 //!     ignores this may grant an earlier slot and states it, and the process gives such a permit
 //!     back. The other laws hold in either case.
+//! 16. **Set quotas.** While a quota is set for a key ([`Store::set_quota`]), it decides in place of
+//!     what callers state, from the call that sets it on. Used units stay used. Each change has a
+//!     version, which never goes back. A reply states the version unless the request does
+//!     ([`LimitSpec::quota_version`]), and every listener is notified.
 //!
 //! With the feature `contract`, the module `contract` has a test suite that any store can run.
 //!
@@ -59,6 +63,7 @@ mod owned_request;
 mod redis;
 mod register;
 mod session;
+mod set_quota;
 mod source;
 mod usage;
 
@@ -86,6 +91,7 @@ pub(crate) use redis::{CALL_SECONDS, stores};
 pub use redis::{RedisStore, RedisStoreBuilder, StoreCalls, StoreStats};
 pub use register::{Recipients, Register, RegisterRequest};
 pub(crate) use session::StoreSession;
+pub use set_quota::SetQuota;
 pub(crate) use source::Source;
 pub use usage::{LimitUsage, PeekRequest, Usage};
 
@@ -171,8 +177,45 @@ pub trait Store: Send + Sync + 'static {
         StoreReply::Ready(Err(StoreError::Unsupported("holds")))
     }
 
-    /// Notifies `listener` of holds and registers from now on, until the listener is dropped. The
-    /// default does nothing: then a process learns of them from the replies of the store only.
+    /// Makes the limits of `spec` the set quota of `key`, in place of what callers state, and notifies
+    /// every listener. The quota applies until it was not used for `life`. Returns its version.
+    ///
+    /// The version is larger than that of the store's state and that of `spec`.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if other processes may not know of the quota. The default, for a store without
+    /// set quotas, always fails with [`StoreError::Unsupported`], and so does a quota without a limit
+    /// of rate.
+    ///
+    /// # Cancel safety
+    ///
+    /// The quota is set even if the caller drops the reply.
+    fn set_quota(&self, _key: Key, _spec: &Arc<LimitSpec>, _life: Duration) -> StoreReply<u32> {
+        StoreReply::Ready(Err(StoreError::Unsupported("set quotas")))
+    }
+
+    /// Ends the set quota of `key`, and notifies every listener. From now on the limits of `spec`
+    /// apply, and those of other callers, besides those of the set quota for about two of their windows.
+    /// Returns the version of the end.
+    ///
+    /// The end is remembered for `life`, or for the life of the set quota if that is longer. A process
+    /// that has missed the end, and still states the set quota after that, sets it anew.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if other processes may not know of the end. The default always fails with
+    /// [`StoreError::Unsupported`].
+    ///
+    /// # Cancel safety
+    ///
+    /// The quota ends even if the caller drops the reply.
+    fn unset_quota(&self, _key: Key, _spec: &Arc<LimitSpec>, _life: Duration) -> StoreReply<u32> {
+        StoreReply::Ready(Err(StoreError::Unsupported("set quotas")))
+    }
+
+    /// Notifies `listener` of holds, set quotas and registers from now on, until the listener is
+    /// dropped. The default does nothing: then a process learns of them from the replies of the store only.
     fn listen(&self, _listener: Weak<dyn StoreListener>) {}
 
     /// Reads or changes a register of a key. A change is made only if no other process has changed

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::hold::HoldState;
 use super::lease::Demand;
+use super::set_quota::SetQuota;
 use crate::cost::Cost;
 use crate::key::Key;
 use crate::limit::LimitSpec;
@@ -55,6 +56,9 @@ pub struct Usage {
     pub hold: HoldState,
     /// For how long the store grants nothing, because it has lost its state. Zero if it grants.
     pub recovering: Duration,
+    /// The set quota of the key, or its end while the store remembers it. [`limits`](Usage::limits)
+    /// are then those of the set quota.
+    pub set_quota: Option<Box<SetQuota>>,
     /// Whether the store cannot be reached. Then the limits are the [fallback
     /// share](crate::OnStoreError::FallbackShare) of this process.
     pub degraded: bool,

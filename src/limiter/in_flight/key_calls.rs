@@ -243,6 +243,7 @@ impl KeyCalls {
             StoreEvent::ClaimValidUntil(until) => self.validity.until = Some(until),
             StoreEvent::ClaimExpired => self.validity.lose_all(wakers),
             StoreEvent::Hold(_) | StoreEvent::RemainingFell { .. } | StoreEvent::Register(_) => {}
+            StoreEvent::SetQuota(_) => {}
             StoreEvent::EventsMissed | StoreEvent::Reconnected | StoreEvent::Disconnected => {}
         }
         self.used_at = now;

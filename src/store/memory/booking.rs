@@ -18,6 +18,7 @@ pub(in crate::store) fn book(
     now: Micros,
     request: &LeaseRequest<'_>,
 ) -> Lease {
+    ledger.renew_quota();
     let held = held(ledger.hold(hold(request.hold, now)), now);
     request
         .returns
@@ -40,7 +41,11 @@ pub(in crate::store) fn book(
         hold: held,
         ..Lease::default()
     };
-    for demand in request.demands {
+    let is_outdated = ledger.is_outdated(request.spec);
+    if is_outdated && !request.demands.is_empty() {
+        lease.recovering = Some(Duration::ZERO);
+    }
+    for demand in request.demands.iter().filter(|_| !is_outdated) {
         let grants = &mut lease.grants;
         let granted = |booking: Booking| grants.push(grant_of(booking, demand.cost, now));
         let order = Order {
@@ -60,7 +65,8 @@ pub(in crate::store) fn book(
         }
     }
     lease.external_usage = ledger.is_shared();
-    if lease.refused.is_none() && request.prefetch > 0 {
+    let is_decided = lease.refused.is_none() && !is_outdated;
+    if is_decided && request.prefetch > 0 {
         let booking = ledger.prefetch(
             request.spec,
             request.prefetch,
@@ -68,11 +74,9 @@ pub(in crate::store) fn book(
         );
         lease.prefetched = booking.map(|booking| grant_of(booking, 1, now));
     }
-    lease.free = if lease.refused.is_none() {
-        ledger.free()
-    } else {
-        0
-    };
+    lease.free = if is_decided { ledger.free() } else { 0 };
+    let set_quota = ledger.quota_unless(request.spec.quota_version());
+    lease.set_quota = set_quota.map(|quota| Box::new(quota.into()));
     lease
 }
 
@@ -147,6 +151,7 @@ pub(in crate::store) fn usage(
         next_slot: span_or_never(now, ledger.next_slot(spec, request.cost, life)),
         hold,
         recovering: Duration::ZERO,
+        set_quota: ledger.quota_unless(0).map(|quota| Box::new(quota.into())),
         degraded: false,
     }
 }

@@ -4,6 +4,7 @@ mod booking;
 mod in_flight;
 
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use super::in_flight::StoreListeners;
 use super::register::Registers;
@@ -14,7 +15,7 @@ use super::{
 use crate::clock;
 use crate::key::Key;
 use crate::key_map::{Evict, Full, KeyMap};
-use crate::limit::{Hold, Ledger, LimitSpec, Micros, UnusedPermits};
+use crate::limit::{Hold, Ledger, LimitSpec, Micros, QuotaChange, UnusedPermits};
 use booking::held;
 pub(super) use booking::{book, hold, usage};
 use in_flight::InFlightState;
@@ -90,6 +91,50 @@ impl MemoryStore {
         })
     }
 
+    /// Changes the set quota of `key`, and notifies all listeners. Returns its version.
+    fn change_quota(
+        &self,
+        key: Key,
+        spec: &LimitSpec,
+        is_set: bool,
+        life: Duration,
+    ) -> StoreReply<u32> {
+        if is_set && spec.quota().limits().is_empty() {
+            let unsupported = StoreError::Unsupported("set quotas without a limit of rate");
+            return StoreReply::Ready(Err(unsupported));
+        }
+        let now = clock::micros(clock::now());
+        let make = || Counts {
+            fresh_from: 0,
+            ledger: Box::new(Ledger::empty(now)),
+        };
+        // The state of a key is not lost before its version is forgotten, so any version will do that
+        // is larger than the last one.
+        let change = QuotaChange {
+            is_set,
+            life,
+            above: 0,
+        };
+        let change = |counts: &mut Counts| {
+            counts.align(spec, now);
+            counts.ledger.change_quota(spec, change, now);
+            counts.fresh_from = counts.ledger.fresh_from();
+            counts.ledger.quota_unless(0)
+        };
+        match self.counts.enter(key, now, make, |_, _| (), change) {
+            Ok(Some(quota)) => {
+                let version = quota.version;
+                let event = StoreEvent::SetQuota(Box::new(quota.into()));
+                self.listeners.notify_all(key, &event);
+                StoreReply::Ready(Ok(version))
+            }
+            Ok(None) => unreachable!("a change leaves a set quota, or its end"),
+            Err(Full) => StoreReply::Ready(Err(StoreError::Full {
+                max_keys: self.max_keys,
+            })),
+        }
+    }
+
     /// Changes the hold of `key`, and notifies all listeners.
     fn set_hold(
         &self,
@@ -131,6 +176,15 @@ struct Counts {
 }
 
 impl Counts {
+    /// Moves the boundaries of fixed windows to the wall clock. A set quota may have some that `spec`
+    /// does not have.
+    fn align(&mut self, spec: &LimitSpec, now: Micros) {
+        if spec.quota().has_fixed_window() || self.ledger.has_set_quota() {
+            self.ledger
+                .align(clock::wall_ahead_lately(clock::now()), now);
+        }
+    }
+
     /// Runs `with` on the ledger at `now`, under `spec`.
     fn with<R>(
         &mut self,
@@ -138,10 +192,7 @@ impl Counts {
         now: Micros,
         with: impl FnOnce(&mut Ledger, Micros) -> R,
     ) -> R {
-        if spec.quota().has_fixed_window() {
-            self.ledger
-                .align(clock::wall_ahead_lately(clock::now()), now);
-        }
+        self.align(spec, now);
         let now = self.ledger.advance(spec, now);
         let done = with(&mut self.ledger, now);
         self.fresh_from = self.ledger.fresh_from();
@@ -217,6 +268,14 @@ impl Store for MemoryStore {
 
     fn release(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
         self.set_hold(key, spec, |ledger, _| ledger.release())
+    }
+
+    fn set_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
+        self.change_quota(key, spec, true, life)
+    }
+
+    fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
+        self.change_quota(key, spec, false, life)
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {

@@ -34,9 +34,9 @@ pub(super) enum Job {
         spec: Arc<LimitSpec>,
         unused: Vec<UnusedPermits>,
     },
-    /// Puts a key on hold or releases it, and notifies all processes, even if the caller does not
-    /// wait.
-    Hold {
+    /// Changes the hold or the set quota of a key, and notifies all processes, even if the caller does
+    /// not wait.
+    Announce {
         name: String,
         call: Vec<u8>,
         /// The sealed key, for the other processes.
@@ -94,7 +94,7 @@ impl Job {
     /// Completes the job with an error.
     pub(super) fn refuse(self, error: StoreError) {
         match self {
-            Job::Call { reply, .. } | Job::Hold { reply, .. } => {
+            Job::Call { reply, .. } | Job::Announce { reply, .. } => {
                 let _ = reply.send(Err(error));
             }
             Job::Joint(calls) => {

@@ -77,6 +77,8 @@ pub(super) const CUT_HOLD_MESSAGE: u8 = byte("CUT_HOLD_MESSAGE");
 pub(super) const REGISTER_MESSAGE: u8 = byte("REGISTER_MESSAGE");
 /// The first byte of a message that less of a limit remains than the state knew.
 pub(super) const REMAINING_MESSAGE: u8 = byte("REMAINING_MESSAGE");
+/// The first byte of a message that a quota was set, or has ended.
+pub(super) const QUOTA_MESSAGE: u8 = byte("QUOTA_MESSAGE");
 /// The first byte of a message to a holder of calls in flight, to one store.
 pub(super) const IN_FLIGHT_MESSAGE: u8 = byte("IN_FLIGHT_MESSAGE");
 
@@ -92,6 +94,10 @@ pub(super) const HOLD: u8 = byte("HOLD");
 pub(super) const RELEASE: u8 = byte("RELEASE");
 /// The operation that requests permits, some of which are of use later.
 pub(super) const LEASE_LATER: u8 = byte("LEASE_LATER");
+/// The operation that sets a quota.
+pub(super) const SET_QUOTA: u8 = byte("SET_QUOTA");
+/// The operation that ends a set quota.
+pub(super) const UNSET_QUOTA: u8 = byte("UNSET_QUOTA");
 /// The operation of a claim about calls in flight.
 pub(super) const CLAIM: u8 = byte("CLAIM");
 
@@ -110,6 +116,8 @@ pub(super) const SHARED: u8 = byte("SHARED");
 pub(super) const CUT: u8 = byte("CUT");
 /// Added to the status of the key that allows a joint request last.
 pub(super) const LAST: u8 = byte("LAST");
+/// Added to the status if a set quota follows.
+pub(super) const WITH_QUOTA: u8 = byte("WITH_QUOTA");
 
 /// The kind of a sliding window.
 pub(super) const WINDOW: u8 = byte("WINDOW");

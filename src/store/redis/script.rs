@@ -2,7 +2,8 @@
 //!
 //! Each script is several files of `lua/`, one after the other. A file may use the locals of the
 //! files before it. Its heading lists those that it needs. `layout.lua` has the bytes of all
-//! records and all numbers that Rust and Lua share.
+//! records and all numbers that Rust and Lua share; those of calls in flight are in
+//! `layout_in_flight.lua`.
 //!
 //! There are four scripts. [`RATES`] decides about permits. In it, `short.lua` decides most calls,
 //! and the files after it can decide all calls, with one file for each kind of limit. [`joint`]
@@ -28,6 +29,7 @@ use crate::error::StoreError;
 /// The script about calls in flight.
 pub(super) const IN_FLIGHT: &str = concat!(
     include_str!("lua/layout.lua"),
+    include_str!("lua/layout_in_flight.lua"),
     include_str!("lua/server_time.lua"),
     include_str!("lua/time.lua"),
     include_str!("lua/in_flight.lua"),
@@ -54,6 +56,7 @@ pub(super) const RATES: &str = concat!(
     include_str!("lua/external.lua"),
     include_str!("lua/ledger.lua"),
     include_str!("lua/advance.lua"),
+    include_str!("lua/set_quota.lua"),
     include_str!("lua/main.lua"),
 );
 

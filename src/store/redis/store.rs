@@ -9,7 +9,7 @@ use redis::aio::ConnectionLike;
 
 use super::backend::TO_ALL;
 use super::builder::RedisStoreBuilder;
-use super::codec::{self, MOST_RETURNS};
+use super::codec::{self, Garbled, MOST_RETURNS};
 use super::endpoint::{self, Connecting};
 use super::job::{About, Job};
 use super::script::Argument;
@@ -214,10 +214,16 @@ impl RedisStore {
         format!("{}:seats", self.name(key))
     }
 
-    /// Changes the hold of `key`, and notifies all processes.
-    fn set_hold(&self, key: Key, call: Vec<u8>) -> StoreReply<HoldState> {
+    /// Makes a change of the state of `key` that all processes are notified of. Returns the reply, or
+    /// what `read` takes from it.
+    fn announce<T: 'static>(
+        &self,
+        key: Key,
+        call: Vec<u8>,
+        read: impl FnOnce(Lease) -> Result<T, StoreError> + Send + 'static,
+    ) -> StoreReply<T> {
         let (name, token) = (self.name(key), sealed_key::of(key, self.secret, dice()));
-        let reply = self.thread.submit(|reply| Job::Hold {
+        let reply = self.thread.submit(|reply| Job::Announce {
             name,
             call,
             token,
@@ -226,8 +232,16 @@ impl RedisStore {
         StoreReply::Pending(Box::pin(async move {
             let lease =
                 codec::read_lease(&reply.await?, Duration::ZERO).map_err(StoreError::failed)?;
-            Ok(lease.hold)
+            read(lease)
         }))
+    }
+
+    /// Changes the set quota of `key`, and notifies all processes. Returns its version.
+    fn change_quota(&self, key: Key, call: Vec<u8>) -> StoreReply<u32> {
+        self.announce(key, call, |lease| {
+            let quota = lease.set_quota.map(|quota| quota.version);
+            quota.ok_or_else(|| StoreError::failed(Garbled))
+        })
     }
 }
 
@@ -250,7 +264,8 @@ impl Store for RedisStore {
             return StoreReply::Pending(self.thread.call_jointly(joint, key, call, read));
         }
         let mut call = vec![Argument::Is(call)];
-        if is_urgent {
+        // If the state was lost, the call may set the quota anew.
+        if is_urgent || request.spec.quota_version() > 0 {
             let token = sealed_key::of(request.key, self.secret, dice());
             call.extend([Argument::Channel(TO_ALL.into()), Argument::Is(token)]);
         }
@@ -293,11 +308,25 @@ impl Store for RedisStore {
         held: HoldState,
         left: Option<UpstreamRemaining>,
     ) -> StoreReply<HoldState> {
-        self.set_hold(key, codec::hold(spec, held, left, dice()))
+        self.announce(key, codec::hold(spec, held, left, dice()), |lease| {
+            Ok(lease.hold)
+        })
     }
 
     fn release(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
-        self.set_hold(key, codec::release(spec, dice()))
+        self.announce(key, codec::release(spec, dice()), |lease| Ok(lease.hold))
+    }
+
+    fn set_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
+        if spec.quota().limits().is_empty() {
+            let unsupported = StoreError::Unsupported("set quotas without a limit of rate");
+            return StoreReply::Ready(Err(unsupported));
+        }
+        self.change_quota(key, codec::set_quota(spec, life, dice()))
+    }
+
+    fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
+        self.change_quota(key, codec::unset_quota(spec, life, dice()))
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {

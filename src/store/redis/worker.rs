@@ -186,7 +186,7 @@ impl Worker {
                 self.release_at
                     .get_or_insert_with(|| clock::after(clock::now(), GATHERING));
             }
-            Job::Hold {
+            Job::Announce {
                 name,
                 call,
                 token,
@@ -196,8 +196,8 @@ impl Worker {
                 calls.spawn(async move {
                     let to_all = Argument::Channel(TO_ALL.into());
                     let call = vec![Argument::Is(call), to_all, Argument::Is(token)];
-                    let held = script.run(&backend, &[name], &call).await;
-                    let _ = reply.send(held);
+                    let ran = script.run(&backend, &[name], &call).await;
+                    let _ = reply.send(ran);
                 });
             }
             Job::Claim {

@@ -6,12 +6,19 @@ use smallvec::SmallVec;
 
 use super::{CallWriter, LONG};
 use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining, micros_down, micros_up};
-use crate::store::redis::layout::{CLAIM, HOLD, LEASE, LEASE_LATER, NEVER, PEEK, RELEASE, RETURN};
+use crate::store::redis::layout::{
+    CLAIM, HOLD, LEASE, LEASE_LATER, NEVER, PEEK, RELEASE, RETURN, SET_QUOTA, UNSET_QUOTA,
+};
 use crate::store::{Claim, ClientSession, Demand, HoldState, LeaseRequest, PeekRequest};
 
 /// The most permits that one call gives back, so that the script does not keep the server busy for
 /// long.
 pub(in crate::store::redis) const MOST_RETURNS: usize = 256;
+
+/// The flag of a call that has a statement of the upstream.
+const WITH_REMAINING: u8 = 1;
+/// The flag of a call that has a quota version.
+const WITH_VERSION: u8 = 2;
 
 /// The place in a call of how long ago the last reply arrived.
 const SINCE: usize = 2 + 4 * LONG;
@@ -47,7 +54,7 @@ impl RateCall<'_> {
         let charges = &charges[..charges.len().min(Charge::MOST)];
         let mut call = CallWriter::new(operation, self.session, random);
         call.0.reserve(
-            100 + 16 * limits + 15 * demands.len() + 21 * returns.len() + 14 * charges.len(),
+            115 + 16 * limits + 15 * demands.len() + 21 * returns.len() + 14 * charges.len(),
         );
         call.long(self.session.granted);
         call.long(micros_up(spec.transit_slack()));
@@ -63,7 +70,16 @@ impl RateCall<'_> {
         call.short(demands.len());
         call.short(returns.len());
         call.byte(charges.len() as u8); // at most 64
-        call.byte(u8::from(self.remaining.is_some()));
+        // The first version that an operator sets needs its life, too.
+        let has_version = spec.quota_version() > 0 || !spec.quota_life().is_zero();
+        let mut flags = 0;
+        if self.remaining.is_some() {
+            flags |= WITH_REMAINING;
+        }
+        if has_version {
+            flags |= WITH_VERSION;
+        }
+        call.byte(flags);
         spec.quota()
             .limits()
             .iter()
@@ -93,6 +109,11 @@ impl RateCall<'_> {
             call.int(remaining.refused);
             call.long(micros_up(remaining.valid_for));
             call.byte(u8::from(remaining.forget));
+        }
+        if has_version {
+            call.int(spec.quota_version());
+            call.long(micros_up(spec.quota_life()));
+            call.int(spec.quota().most_in_flight().unwrap_or(0));
         }
         call.0
     }
@@ -172,6 +193,27 @@ pub(in crate::store::redis) fn hold(
 /// Packs a call that ends the hold of the key.
 pub(in crate::store::redis) fn release(spec: &LimitSpec, random: u64) -> Vec<u8> {
     RateCall::default().pack(RELEASE, spec, random)
+}
+
+/// Packs a call that makes the limits of `spec` the set quota of the key, for `life` after each use.
+pub(in crate::store::redis) fn set_quota(spec: &LimitSpec, life: Duration, random: u64) -> Vec<u8> {
+    quota_change(SET_QUOTA, spec, life, random)
+}
+
+/// Packs a call that ends the set quota of the key. The end is remembered for `life`.
+pub(in crate::store::redis) fn unset_quota(
+    spec: &LimitSpec,
+    life: Duration,
+    random: u64,
+) -> Vec<u8> {
+    quota_change(UNSET_QUOTA, spec, life, random)
+}
+
+/// Packs a call that changes the set quota. The script makes the new version, which is larger than
+/// that of `spec`.
+fn quota_change(operation: u8, spec: &LimitSpec, life: Duration, random: u64) -> Vec<u8> {
+    let spec = spec.clone().with_quota_version(spec.quota_version(), life);
+    RateCall::default().pack(operation, &spec, random)
 }
 
 /// Packs a call that reads the state of the key. Its last demand is the request that it asks about.

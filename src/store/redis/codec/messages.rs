@@ -3,7 +3,7 @@
 
 use super::{Garbled, HolderState, ReplyReader};
 use crate::store::redis::layout::{
-    CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, REMAINING_MESSAGE,
+    CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, QUOTA_MESSAGE, REMAINING_MESSAGE,
 };
 use crate::store::{HoldState, StoreEvent};
 
@@ -37,6 +37,10 @@ pub(in crate::store::redis) fn read_event(message: &[u8]) -> Result<(StoreEvent,
                 },
                 message.0,
             ));
+        }
+        QUOTA_MESSAGE => {
+            let quota = Box::new(message.set_quota()?);
+            return Ok((StoreEvent::SetQuota(quota), message.0));
         }
         _ => return Err(Garbled),
     };

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use super::{Garbled, ReplyReader};
-use crate::store::redis::layout::{CUT, GRANTED, LAST, NEVER, RECOVERING, REFUSED, SHARED, UNSURE};
+use crate::store::redis::layout::{
+    CUT, GRANTED, LAST, NEVER, RECOVERING, REFUSED, SHARED, UNSURE, WITH_QUOTA,
+};
 use crate::store::{Grant, Grants, HoldState, Lease, LimitUsage, Refusal, Source, Usage};
 
 /// Returns the server's time if the script did nothing, and the call must be sent again with that
@@ -23,7 +25,7 @@ pub(in crate::store::redis) fn read_lease(reply: &[u8], slack: Duration) -> Resu
     let mut reply = ReplyReader(reply);
     reply.version()?;
     let flags = reply.byte()?;
-    let status = flags & !(SHARED | CUT | LAST);
+    let status = flags & !(SHARED | CUT | LAST | WITH_QUOTA);
     let incarnation = reply.long()?;
     let writes = reply.long()?;
     let now = reply.long()?;
@@ -57,6 +59,10 @@ pub(in crate::store::redis) fn read_lease(reply: &[u8], slack: Duration) -> Resu
             reply.long()?,
         ));
     }
+    let set_quota = match flags & WITH_QUOTA {
+        0 => None,
+        _ => Some(Box::new(reply.set_quota()?)),
+    };
     let until_wait_ends = Duration::from_micros(wait);
     let refused = match status {
         GRANTED | RECOVERING => None,
@@ -78,6 +84,7 @@ pub(in crate::store::redis) fn read_lease(reply: &[u8], slack: Duration) -> Resu
         hold,
         foreign,
         external_usage: flags & SHARED != 0,
+        set_quota,
         free,
         source: Source::Store,
         is_last: flags & LAST != 0,
@@ -108,7 +115,10 @@ pub(in crate::store::redis) fn read_joint(
 pub(in crate::store::redis) fn read_peek(reply: &[u8]) -> Result<Usage, Garbled> {
     let mut reply = ReplyReader(reply);
     reply.version()?;
-    reply.begins_with(GRANTED)?;
+    let flags = reply.byte()?;
+    if flags & !WITH_QUOTA != GRANTED {
+        return Err(Garbled);
+    }
     let free = reply.long()?;
     let next_slot = span_or_never(&mut reply)?;
     let hold = HoldState {
@@ -127,12 +137,17 @@ pub(in crate::store::redis) fn read_peek(reply: &[u8]) -> Result<Usage, Garbled>
             ..LimitUsage::new(limit, used, free)
         });
     }
+    let set_quota = match flags & WITH_QUOTA {
+        0 => None,
+        _ => Some(Box::new(reply.set_quota()?)),
+    };
     Ok(Usage {
         limits,
         free,
         next_slot,
         hold,
         recovering,
+        set_quota,
         degraded: false,
     })
 }

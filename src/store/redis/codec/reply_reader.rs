@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use super::LONG;
-use crate::quota::Limit;
+use crate::limit::is_set;
+use crate::quota::{Limit, Quota};
+use crate::store::SetQuota;
 use crate::store::redis::layout::{BUCKET, CALL_VERSION, FIXED, WINDOW};
 
 /// A reply that does not follow the format in `src/guide/redis_format.md`.
@@ -78,6 +80,22 @@ impl<'a> ReplyReader<'a> {
             FIXED => Ok(Some(Limit::Fixed { count, window })),
             _ => Err(Garbled),
         }
+    }
+
+    /// Reads a set quota, or the end of one.
+    pub(super) fn set_quota(&mut self) -> Result<SetQuota, Garbled> {
+        let version = self.int()?;
+        let (left, life) = (self.span()?, self.span()?);
+        let in_flight = Some(self.int()?).filter(|most| *most > 0);
+        let limits = self.byte()?;
+        let limits: Vec<Limit> = (0..limits)
+            .map(|_| self.limit()?.ok_or(Garbled))
+            .collect::<Result<_, _>>()?;
+        let quota = Quota::of_limits(limits, in_flight);
+        if quota.is_some() != is_set(version) {
+            return Err(Garbled);
+        }
+        Ok(SetQuota::new(version, quota, left, life))
     }
 
     /// Reads the version, which has to be [`CALL_VERSION`].

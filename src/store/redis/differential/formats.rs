@@ -269,10 +269,10 @@ fn format_2_states_are_clear_errors_to_format_1() {
     let error = run_1(&mut world, &call).unwrap_err().to_string();
     assert!(error.contains("format 2"), "{error}");
     // A later format is a clear error to this release.
-    let later = [&[4], &stored(&mut world)[1..]].concat();
+    let later = [&[5], &stored(&mut world)[1..]].concat();
     load(&mut world, "later", &later);
     let error = world.try_run(&call).unwrap_err().to_string();
-    assert!(error.contains("format 4"), "{error}");
+    assert!(error.contains("format 5"), "{error}");
 }
 
 /// Returns what a call gets from a state, as text: the grants, each with its cost and its wait in

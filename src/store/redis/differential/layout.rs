@@ -2,12 +2,12 @@
 //! `lua/layout.lua`, and Rust reads the records of Lua.
 
 use super::super::layout::{
-    CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, NEVER, REMAINING_MESSAGE,
+    CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, NEVER, QUOTA_MESSAGE, REMAINING_MESSAGE,
 };
 use super::super::registers;
 use super::*;
 use crate::quota::Limit;
-use crate::store::{Claim, LimitUsage, Recipients, RegisterRequest, StoreEvent};
+use crate::store::{Claim, LimitUsage, Recipients, RegisterRequest, SetQuota, StoreEvent};
 
 /// Returns a format of `lua/layout.lua`.
 fn format_of(name: &str) -> &'static str {
@@ -66,7 +66,8 @@ fn with_lua(check: impl FnOnce(&mut Lua)) {
 #[test]
 fn sizes_are_those_of_their_formats() {
     with_lua(|lua| {
-        let constants = script::REGISTER.lines().filter_map(script::constant);
+        // Without `server_time.lua` and what follows, it is the layout.
+        let constants = script::IN_FLIGHT.lines().filter_map(script::constant);
         let mut count = 0;
         for (name, size) in
             constants.filter_map(|(name, size)| Some((name.strip_suffix("_SIZE")?, size)))
@@ -78,12 +79,14 @@ fn sizes_are_those_of_their_formats() {
                 }
                 assert!(lua.size(format_of("EXTERNAL_RECORD")) <= size);
                 assert!(lua.size(format_of("ADVANCE_RECORD")) <= size);
+                // A byte for each limit follows it.
+                assert!(lua.size(format_of("QUOTA_RECORD")) + 32 <= size);
             } else {
                 assert_eq!(lua.size(format_of(name)), size, "{name}");
             }
             count += 1;
         }
-        assert_eq!(count, 17);
+        assert_eq!(count, 19);
         let reply_with_segment = [
             format_of("REPLY"),
             format_of("SEGMENT").trim_start_matches('<'),
@@ -190,6 +193,39 @@ fn calls_for_later_use_are_read_field_by_field() {
         let numbers = lua.unpack(&call, &[&["CALL", "CALL_LIMIT"][..], &later].concat());
         assert_eq!(numbers[..3], [2, 6, 10]);
         assert_eq!(numbers[29..], [31, 32, 35, 33, 34, 0]);
+    });
+}
+
+#[test]
+fn quota_versions_are_read_field_by_field() {
+    let quota = Quota::new(30, millis(5)).and(Quota::in_flight(34));
+    let spec = LimitSpec::new(quota, millis(1), millis(2));
+    let left = UpstreamRemaining::new(quota.limits()[0], 61);
+    let versioned = spec
+        .clone()
+        .with_quota_version(31, Duration::from_micros(33));
+    let versioned = Arc::new(versioned);
+    let request = LeaseRequest {
+        remaining: Some(left),
+        ..lease_request(&versioned, &[])
+    };
+    let lease = codec::lease(&request, 9);
+    let life = Duration::from_micros(35);
+    let changes = [
+        codec::set_quota(&spec, life, 9),
+        codec::unset_quota(&versioned, life, 9),
+    ];
+    with_lua(|lua| {
+        let formats = ["CALL", "CALL_LIMIT", "CALL_REMAINING", "CALL_QUOTA"];
+        let numbers = lua.unpack(&lease, &formats);
+        assert_eq!((numbers[1], numbers[24]), (1, 3));
+        assert_eq!(numbers[40..], [31, 33, 34]);
+        let formats = ["CALL", "CALL_LIMIT", "CALL_QUOTA"];
+        for (call, expected) in changes.iter().zip([[7, 0], [8, 31]]) {
+            let numbers = lua.unpack(call, &formats);
+            assert_eq!((numbers[1], numbers[24]), (expected[0], 2));
+            assert_eq!(numbers[29..], [expected[1], 35, 34]);
+        }
     });
 }
 
@@ -322,6 +358,30 @@ fn replies_about_rates_are_read_field_by_field() {
             stamp: 22,
         };
         assert_eq!(lease.prefetched, Some(ahead));
+        let told = lua.pack("QUOTA_PART", &[31, 32, 33, 34, 2]);
+        let limits = [[1, 35, 36, 0], [2, 37, 38, 39]];
+        let limits = limits.map(|limit| lua.pack("CALL_LIMIT", &limit));
+        let quota = Quota::new(35, micros(36))
+            .and(Quota::bucket(39).refill(37, micros(38)))
+            .and(Quota::in_flight(34));
+        let set = SetQuota::new(31, Some(quota), micros(32), micros(33));
+        let part = [&told[..], &limits.concat()].concat();
+        let plain = lua.pack("REPLY", &[&[2, 32], &reply[2..20], &[0]].concat());
+        let lease = codec::read_lease(&[&plain[..], &part].concat(), micros(2)).unwrap();
+        assert_eq!(lease.set_quota.as_deref(), Some(&set));
+        let message = [&[QUOTA_MESSAGE][..], &part, b"token"].concat();
+        let (event, token) = codec::read_event(&message).unwrap();
+        assert!(matches!(event, StoreEvent::SetQuota(quota) if *quota == set));
+        assert_eq!(token, b"token");
+        let peek = lua.pack("PEEK_REPLY", &[2, 32, 3, 4, 5, 6, 1, 12, 0]);
+        let over = lua.pack("QUOTA_PART", &[30, 32, 33, 0, 0]);
+        let usage = codec::read_peek(&[peek, over].concat()).unwrap();
+        let over = SetQuota::new(30, None, micros(32), micros(33));
+        assert_eq!(usage.set_quota.as_deref(), Some(&over));
+        let garbled = lua.pack("QUOTA_PART", &[30, 32, 33, 0, 2]);
+        let garbled = [&plain[..], &garbled, &limits.concat()].concat();
+        assert!(codec::read_lease(&garbled, micros(2)).is_err());
+
         let unsure = lua.pack("REPLY", &[&[2, 3], &reply[2..20], &[0]].concat());
         assert_eq!(codec::read_unsure(&unsure), Some(5));
 

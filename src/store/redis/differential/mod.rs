@@ -11,6 +11,7 @@ mod late;
 mod layout;
 mod logical_clock;
 mod recovery;
+mod set_quota;
 mod twins;
 mod unchanged_formats;
 mod world;
@@ -58,7 +59,8 @@ fn at_time_of_argument(text: &str, argument: u32) -> String {
 
 /// Returns the value of a constant of `lua/layout.lua`, as it stands there.
 fn literal(name: &str) -> &'static str {
-    let mut constants = script::REGISTER.lines().filter_map(script::constant);
+    let lines = script::RATES.lines().chain(script::IN_FLIGHT.lines());
+    let mut constants = lines.filter_map(script::constant);
     constants
         .find(|(other, _)| *other == name)
         .map(|(_, value)| value)

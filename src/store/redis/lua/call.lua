@@ -7,7 +7,8 @@
 --
 -- KEYS[1]  the state of the key: one packed string, which only this script reads and writes
 -- ARGV[1]  the call, packed; the reply is packed too (layout.lua, src/guide/redis_format.md)
--- ARGV[2]  for a hold, a release or an urgent statement of the upstream: the channel of all stores
+-- ARGV[2]  for a hold, a release, a change of the set quota, or an urgent statement of the upstream: the
+--          channel of all stores. Also for a call with a quota version, which may be new to the state
 -- ARGV[3]  with ARGV[2]: the token that names the key to them
 --
 -- For each call, Redis makes every function of the script anew. That takes 50 ns for each function,
@@ -30,7 +31,7 @@ local NO_LIMIT = { kind = 0, count = 0, window = 0, capacity = 0 }
 local call = ARGV[1]
 local version, operation, random, known_incarnation, known_writes, seen, since, on_way, server_seen, server_since,
   granted_before, slack, guard, latest, life, prefetch_most, prefetch_life, hold_left, hold_releases, hold_is_cut, limit_count,
-  demand_count, return_count, charge_count, remaining_count, pos = struct.unpack(CALL, call)
+  demand_count, return_count, charge_count, flags, pos = struct.unpack(CALL, call)
 if version ~= CALL_VERSION then
   return redis.error_reply('TOLLGATE format ' .. version .. ' of calls is unknown, this script understands ' .. CALL_VERSION)
 end

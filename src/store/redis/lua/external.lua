@@ -202,7 +202,7 @@ local function cold_external()
   -- the statement is urgent: then other processes are notified at once.
   local function see(kind, count, window, capacity, left, reset_in, flags, ago, refused, valid_for, forget)
     local steady, urgent = flags % 2, flags >= 2
-    for i = 1, #state do
+    for i = 1, state.limiting do
       local limit = state[i]
       if limit.count == count and limit.window == window and limit.kind == kind and limit.capacity == capacity then
         if forget == 1 then

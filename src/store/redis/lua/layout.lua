@@ -1,5 +1,5 @@
 -- Layout: the bytes of everything that the scripts read and write, and every number that Rust and
--- Lua share.
+-- Lua share. The records of calls in flight are in layout_in_flight.lua.
 --
 -- needs: nothing
 --
@@ -18,11 +18,12 @@
 -- Calls and replies about rates and about calls in flight. A client sends its own script, so a
 -- script knows one version only.
 local CALL_VERSION = 2
--- States of rates. A state has the second or third format only if a release that knows only the
+-- States of rates. A state has another format than the first only if a release that knows only the
 -- formats before it would misread it.
 local STATE_FORMAT = 1
 local STATE_FORMAT_WITH_PHASE = 2
 local STATE_FORMAT_WITH_ADVANCE = 3
+local STATE_FORMAT_WITH_QUOTA = 4
 -- States of calls in flight.
 local IN_FLIGHT_FORMAT = 1
 -- Calls, replies and states of registers.
@@ -41,6 +42,9 @@ local HOLD_MESSAGE_FIELDS = '<BI7I4'
 -- key follows.
 local REMAINING_MESSAGE = 5
 local REMAINING_MESSAGE_FIELDS = '<BI7'
+-- A quota was set for a key, or has ended, to all stores. B kind; QUOTA_PART and its limits; the token
+-- of the key.
+local QUOTA_MESSAGE = 6
 -- A register was changed, to one store or all. B kind; I7 version of the register. Its name and its
 -- value follow.
 local REGISTER_MESSAGE = 2
@@ -53,7 +57,8 @@ local IN_FLIGHT_MESSAGE_FIELDS = '<BI7I7I7I7I7B'
 -- ── numbers in calls and replies ─────────────────────────────────────────────────────────────────
 
 -- Operations of a call about rates; a call about calls in flight is a claim or a peek. LEASE_LATER
--- is a lease whose demands state from when on their permits are of use. The last demand of a peek is
+-- is a lease whose demands state from when on their permits are of use. SET_QUOTA makes the limits of
+-- the call those of a set quota, and UNSET_QUOTA ends it. The last demand of a peek is
 -- the request that it asks about; the others are booked before it, and nothing is written.
 local LEASE = 1
 local PEEK = 2
@@ -61,10 +66,13 @@ local RETURN = 3
 local HOLD = 4
 local RELEASE = 5
 local LEASE_LATER = 6
+local SET_QUOTA = 7
+local UNSET_QUOTA = 8
 local CLAIM = 1
 
 -- Statuses. Added to the status of a lease: SHARED if other clients use a limit too, CUT if the
--- hold was cut, LAST if the lease is one of a joint request and its key allows the request last.
+-- hold was cut, LAST if the lease is one of a joint request and its key allows the request last. Added
+-- to the status of a lease or a peek: WITH_QUOTA if a set quota follows at the end of the reply.
 local GRANTED = 0
 local REFUSED = 1
 local RECOVERING = 2
@@ -72,17 +80,19 @@ local UNSURE = 3
 local SHARED = 4
 local CUT = 8
 local LAST = 16
+local WITH_QUOTA = 32
 -- The status of a claim if PUBLISH failed. The holders that should have been notified must poll.
 local NOT_PUBLISHED = 2
 
--- Kinds of limits, and EXTERNAL and ADVANCE, which are kinds of records only. A new kind of limit
+-- Kinds of limits, and EXTERNAL, ADVANCE and QUOTA, which are kinds of records only. A new kind of limit
 -- needs a number that none of them has. `read_records` (main.lua) refuses kinds that are larger than
--- ADVANCE.
+-- QUOTA.
 local WINDOW = 1
 local BUCKET = 2
 local FIXED = 3
 local EXTERNAL = 4
 local ADVANCE = 5
+local QUOTA = 6
 
 -- Numbers of Lua are exact up to here, 2^53. As a wait it means never.
 local NEVER = 9007199254740992
@@ -101,7 +111,7 @@ local CLOCK_TOLERANCE = 250000
 -- reply; I7 its age; I7 on way; I7 I7 server's clock in an UNSURE reply, and the age of that reply;
 -- I7 units granted before; I7 transit slack; I7 boundary guard; I7 latest wait; I7 life; I4 most
 -- units to prefetch; I7 their life; I7 hold; I4 releases; B hold is cut; B limits; I2 demands; I2
--- returns; B charges; B remaining.
+-- returns; B charges; B flags (1 CALL_REMAINING follows, 2 CALL_QUOTA follows).
 local CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I7I7I4I7I7I4BBI2I2BB'
 local CALL_SIZE = 123
 -- Where some of these fields begin, from 1: the operation, the most units to prefetch, limits and
@@ -126,6 +136,10 @@ local CALL_CHARGE = '<I7I7'
 -- B I4 I7 I4 the limit; I7 units; I7 until the reset; B flags (1 steady, 2 urgent); I7 age; I4
 -- refused; I7 valid for; B forget.
 local CALL_REMAINING = '<BI4I7I4I7I7BI7I4I7B'
+-- The end of a call: I4 quota version of the limits; I7 life; I4 most calls in flight, 0 for any
+-- number.
+local CALL_QUOTA = '<I4I7I4'
+local CALL_QUOTA_SIZE = 15
 
 -- B version; B status; I7 incarnation; I7 writes; I7 now; I7 remember; I7 wait; I7 free; I7 hold;
 -- I4 releases; B I4 I7 I4 the limit that refused; B I4 I7 I4 a limit that the call does not have;
@@ -147,6 +161,10 @@ local JOINT_PART = '<I2'
 local PEEK_REPLY = '<BBI7I7I7I4BI7B'
 -- B kind; I4 count; I7 window; I4 capacity; I7 used; I7 free; I7 reserved for other clients; I7 wait.
 local PEEK_LIMIT = '<BI4I7I4I7I7I7I7'
+-- The set quota, in a reply or a message: I4 quota version; I7 for how long it applies without use, or
+-- its end is remembered; I7 life; I4 most calls in flight, 0 for any number; B limits, 0 if it has
+-- ended. The limits follow, each as CALL_LIMIT.
+local QUOTA_PART = '<I4I7I7I4B'
 
 -- ── the state of rates: head, records, a region of entries for each limit, advance bookings,
 --    returned slots ──────────────────────────────────────────────────────────────────────────────
@@ -203,6 +221,12 @@ local EXTERNAL_RECORD = '<BI4I7I4BI7I4I4I4I4I4BI7I7I7dI7I7'
 -- The advance bookings, in the last record: B kind; I2 bookings; I7 the latest stamp, 0 if it is not
 -- stated; I7 the longest time from slot to stamp, or a longer one.
 local ADVANCE_RECORD = '<BI2I7I7'
+-- The set quota or its end: B kind; I4 quota version; I7 until when it applies without use, or its end
+-- is remembered; I7 life; I4 most calls in flight, 0 for any number; B limits that are not paused, the
+-- first ones; I7 booked until; I7 known from. Then a byte for each limit, its gap (0 none, 1 stamps, 2
+-- slots). src/limit/set_quota.rs explains the fields.
+local QUOTA_RECORD = '<BI4I7I7I4BI7I7'
+local QUOTA_RECORD_SIZE = 38
 -- An advance booking: I7 first slot; I7 last slot; I7 stamp; I7 units. src/limit/advance.rs explains
 -- the fields.
 local ADVANCE_BOOKING = '<I7I7I7I7'
@@ -211,31 +235,6 @@ local ADVANCE_BOOKING_SIZE = 28
 -- A returned slot: I7 slot; I7 stamp; I7 units.
 local RETURNED = '<I7I7I7'
 local RETURNED_SIZE = 21
-
--- ── calls in flight ──────────────────────────────────────────────────────────────────────────────
-
--- B version; B operation; I7 random number; I7 I7 I7 incarnation, changes and time of the last
--- reply; I7 its age; I7 on way; I7 I7 server's clock in an UNSURE reply, and the age of that reply;
--- I7 store (its random number, which names its channel); I7 holder; I7 number of the claim; I4
--- limit; I4 slots in use; I4 slots wanted in addition; I7 granted seen; I7 time to live.
-local CLAIM_CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I4I4I4I7I7'
--- B version; B status; I7 incarnation; I7 changes; I7 now; I7 number; I7 granted; B others wait; I7
--- until the first other claim expires, 0 for never; I7 recovering for.
-local CLAIM_REPLY = '<BBI7I7I7I7I7BI7I7'
--- B version; B status; I4 in use; I4 free.
-local CLAIM_PEEK_REPLY = '<BBI4I4'
-
--- The state. B format; I2 holders; I2 batches; I7 incarnation; I7 changes; I7 made at; d offset of
--- the logical time from the server's clock; I7 time of the last write; I7 recovering until.
-local IN_FLIGHT_HEAD = '<BI2I2I7I7I7dI7I7'
-local IN_FLIGHT_HEAD_SIZE = 48
--- I7 store; I7 holder; I7 number of its last claim; I4 limit; I4 slots taken; I7 slots ever
--- granted; B it knows that others wait; I7 claim expires.
-local HOLDER = '<I7I7I7I4I4I7BI7'
-local HOLDER_SIZE = 44
--- I2 index of the holder, from 1; I4 waiters.
-local BATCH = '<I2I4'
-local BATCH_SIZE = 6
 
 -- ── registers ────────────────────────────────────────────────────────────────────────────────────
 

@@ -64,7 +64,7 @@ end
 -- that was the last to allow it.
 local function first_slot(cost, life, from)
   -- `agreed` is how many limits have allowed `slot` since it moved last.
-  local slot, last_limit, count, agreed = from, nil, #state, 0
+  local slot, last_limit, count, agreed = from, nil, state.limiting, 0
   for _ = 1, MOST_ROUNDS do
     for i = 1, count do
       local limit = state[i]
@@ -102,15 +102,25 @@ local function packed_head(record_count, incarnation, writes, offset, expires, h
     if state[i].kind == FIXED and state[i].phase > 0 then format = STATE_FORMAT_WITH_PHASE end
   end
   if state.cold_advance and state.cold_advance.list[1] then format = STATE_FORMAT_WITH_ADVANCE end
+  if state.quota then format = STATE_FORMAT_WITH_QUOTA end
   return struct.pack(HEAD, format, record_count, state.returned_count, state.returned_room, incarnation, writes,
     state.made_at, state.recovering_until + state.hold_is_cut, offset, state.now, expires, held_until, releases)
+end
+
+-- Packs the records besides those of the limits. Returns them, and their number.
+local function other_records()
+  local external, shared, quota, quota_count, advance, advance_count = '', 0, '', 0, '', 0
+  if state.cold_external then external, shared = state.cold_external.records() end
+  if state.quota then quota, quota_count = state.cold_set_quota.record(), 1 end
+  if state.cold_advance then advance, advance_count = state.cold_advance.record() end
+  return external .. quota .. advance, shared + quota_count + advance_count
 end
 
 -- Returns how many units may leave now: the fewest of all limits.
 local function free_now()
   if state.earliest > state.now then return 0 end
   local least = NEVER
-  for i = 1, #state do
+  for i = 1, state.limiting do
     local limit = state[i]
     local free = unreserved(limit.rule.free(limit), limit, state.now)
     if free < least then least = free end
@@ -132,8 +142,16 @@ local function cold()
     end
   end
 
+  -- Returns whether a limit certainly counts a permit that comes back. src/limit/set_quota.rs explains
+  -- the gaps.
+  local function knows(limit, slot, stamp)
+    local quota, gap = state.quota, limit.gap
+    return not quota or gap == 0 or (gap == 1 and stamp > quota.known_from) or (gap == 2 and slot > quota.booked_until)
+  end
+
   -- Takes the units of a permit out of every limit, or out of the advance bookings. If joined
-  -- bookings may contain the permit, the units stay: the limits may not have them.
+  -- bookings may contain the permit, the units stay: the limits may not have them. They also stay in a
+  -- limit with a gap that the permit may be in.
   local function subtract(slot, stamp, units)
     if state.cold_advance then
       units = units - state.cold_advance.erase(slot, stamp, units)
@@ -142,8 +160,10 @@ local function cold()
     state.changed = true
     for i = 1, #state do
       local limit = state[i]
-      limit.rule.cold().subtract(limit, slot, stamp, units)
-      note_unused(limit, stamp, units)
+      if knows(limit, slot, stamp) then
+        limit.rule.cold().subtract(limit, slot, stamp, units)
+        note_unused(limit, stamp, units)
+      end
     end
   end
 
@@ -169,8 +189,8 @@ local function cold()
   end
 
   -- Takes back a permit that was not used. An advance booking is erased. If the slot of another
-  -- permit lies ahead and nothing is reserved for other clients then, the slot is kept for the next
-  -- caller. Otherwise its units leave the limits.
+  -- permit lies ahead, nothing is reserved for other clients then, and the set quota has not changed
+  -- since, the slot is kept for the next caller. Otherwise its units leave the limits.
   local function take_back(slot, stamp, units)
     if units == 0 or stamp < slot then return end
     if state.cold_advance then
@@ -178,10 +198,11 @@ local function cold()
       if units == 0 then return end
     end
     local is_shared = false
-    for i = 1, #state do
+    for i = 1, state.limiting do
       if state[i].external and reserved(state[i], slot) > 0 then is_shared = true end
     end
-    if slot <= state.now or slot < state.earliest or is_shared then
+    local is_earlier = state.quota and slot <= state.quota.booked_until
+    if slot <= state.now or slot < state.earliest or is_shared or is_earlier then
       subtract(slot, stamp, units)
     else
       keep(slot, stamp, units)
@@ -270,12 +291,12 @@ local function cold()
     return limit.last_stated + math.floor(limit.window * 5 / 2) + 1000000
   end
 
-  -- Forgets the limits that no longer apply. If too many are left, forgets limits that this call
-  -- does not state, beginning with the one that would end first. The next caller that states such a
-  -- limit adds it again.
-  local function retain()
-    local kept = 0
-    for i = 1, #state do
+  -- Forgets the limits that no longer apply, from number `from` on. If too many are left, forgets
+  -- limits that this call does not state, beginning with the one that would end first. The next caller
+  -- that states such a limit adds it again.
+  local function retain(from)
+    local kept = from - 1
+    for i = from, #state do
       local limit = state[i]
       state[i] = nil
       if in_force_until(limit) >= state.now then
@@ -349,17 +370,11 @@ local function cold()
       regions[i], limit.room = padded(bytes, limit.n, limit.room, limit.rule.size)
       records[i] = limit.rule.record(limit)
     end
-    local records_of_external, shared = '', 0
-    if state.cold_external then records_of_external, shared = state.cold_external.records() end
-    local record_of_advance, advance_count, advance = '', 0, ''
-    if state.cold_advance then
-      record_of_advance, advance_count = state.cold_advance.record()
-      advance = state.cold_advance.region()
-    end
-    records[#state + 1] = records_of_external .. record_of_advance
-    regions[#state + 1] = advance
+    local others, other_count = other_records()
+    records[#state + 1] = others
+    regions[#state + 1] = state.cold_advance and state.cold_advance.region() or ''
     regions[#state + 2], state.returned_room = padded(pack_returned(), state.returned_count, state.returned_room, RETURNED_SIZE)
-    redis.call('SET', KEYS[1], packed_head(#state + shared + advance_count, incarnation, writes, offset, expires, held_until, releases)
+    redis.call('SET', KEYS[1], packed_head(#state + other_count, incarnation, writes, offset, expires, held_until, releases)
       .. table.concat(records) .. table.concat(regions), 'PX', time_to_live)
   end
 

@@ -5,7 +5,7 @@
 -- Of step 4: src/limit/recovery.rs.
 -- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, server_time (server_time.lua), all of call.lua, logical_time (time.lua),
--- state.lua, external.lua, ledger.lua, advance.lua
+-- state.lua, external.lua, ledger.lua, advance.lua, set_quota.lua
 
 -- Reads the records of the limits into `state`. `head` has as many of them as the call has limits.
 -- Returns an error if there is a record of an unknown kind.
@@ -21,9 +21,11 @@ local function read_records(head, record_count, limit_count)
       (state.cold_external or cold_external()).read(head, from)
     elseif kind == ADVANCE then
       base = cold_advance().read(head, from, base)
-    elseif kind > ADVANCE then
+    elseif kind == QUOTA then
+      cold_set_quota().read(head, from)
+    elseif kind > QUOTA then
       return redis.error_reply('TOLLGATE the state of this key has a record of kind ' .. kind
-        .. ', this release understands kinds up to ' .. ADVANCE)
+        .. ', this release understands kinds up to ' .. QUOTA)
     else
       local rule = rule_of(kind)
       local limit = rule.read(head, from)
@@ -36,13 +38,19 @@ local function read_records(head, record_count, limit_count)
 end
 
 -- Advances the limits of the state to now. Adds the limits of the call, which begin at `pos`, or
--- records that a call stated them. Returns where they end.
+-- records that a call stated them, unless a set quota applies. Returns where they end. Returns nil if
+-- they are those of a set quota, and too many or none.
 local function update_limits(operation, call, pos, limit_count, guard)
   for i = 1, #state do
     local limit = state[i]
     if limit.kind == FIXED and operation ~= RETURN then limit.rule.align(limit) end
     limit.rule.advance(limit)
     if limit.external and state.now >= limit.external.ends then state.cold_external.roll(limit) end
+  end
+  if state.quota or flags >= 2 or operation >= SET_QUOTA then
+    local counts, is_valid = (state.cold_set_quota or cold_set_quota()).take_in(operation, call, pos, limit_count, guard)
+    if not is_valid then return nil end
+    if not counts then return pos + limit_count * CALL_LIMIT_SIZE end
   end
   for _ = 1, limit_count do
     local kind, count, window, capacity, stated
@@ -54,13 +62,15 @@ local function update_limits(operation, call, pos, limit_count, guard)
       end
     end
     if not stated then
-      stated = (state.cold or cold()).add(kind, count, window, capacity, guard)
+      local add = state.quota and state.cold_set_quota.begin or (state.cold or cold()).add
+      stated = add(kind, count, window, capacity, guard)
     elseif state.now - stated.last_stated > stated.window / 2 then
       stated.last_stated, state.changed = state.now, true
     end
     stated.ours = true
   end
-  if #state > limit_count then (state.cold or cold()).retain() end
+  if #state > limit_count then (state.cold or cold()).retain(1) end
+  state.limiting = #state
   return pos
 end
 
@@ -95,7 +105,7 @@ local function book(cost, count, life, from, last, segments)
       fits = 1
       if count > 1 then
         local least = NEVER
-        for i = 1, #state do
+        for i = 1, state.limiting do
           local room = unreserved(state[i].rule.room(state[i], slot, life), state[i], slot)
           if room < least then least = room end
         end
@@ -131,11 +141,8 @@ end
 
 -- Writes the head, the records and the entries that changed into the string, whose size stays.
 local function write(incarnation, writes, offset, expires, held_until, releases)
-  local external, shared = '', 0
-  if state.cold_external then external, shared = state.cold_external.records() end
-  local record_of_advance, advance_count = '', 0
-  if state.cold_advance then record_of_advance, advance_count = state.cold_advance.record() end
-  local records = packed_head(#state + shared + advance_count, incarnation, writes, offset, expires, held_until, releases)
+  local others, other_count = other_records()
+  local records = packed_head(#state + other_count, incarnation, writes, offset, expires, held_until, releases)
   for i = 1, #state do
     local limit = state[i]
     records = records .. limit.rule.record(limit)
@@ -145,7 +152,7 @@ local function write(incarnation, writes, offset, expires, held_until, releases)
       redis.call('SETRANGE', KEYS[1], limit.base, pack_list(limit.list, limit.rule.entry, limit.rule.fields))
     end
   end
-  redis.call('SETRANGE', KEYS[1], 0, records .. external .. record_of_advance)
+  redis.call('SETRANGE', KEYS[1], 0, records .. others)
   if state.returned_count > 0 then
     redis.call('SETRANGE', KEYS[1], state.returned_base, pack_returned())
   end
@@ -157,9 +164,9 @@ if head == '' then
   state.now, state.made_at, state.returned, state.must_rewrite = server_time, server_time, {}, true
 else
   local format, record_count, last_write = string.byte(head), nil, nil
-  if format < STATE_FORMAT or format > STATE_FORMAT_WITH_ADVANCE or #head < HEAD_SIZE then
+  if format < STATE_FORMAT or format > STATE_FORMAT_WITH_QUOTA or #head < HEAD_SIZE then
     return redis.error_reply('TOLLGATE the state of this key has format ' .. format .. ', this release understands '
-      .. STATE_FORMAT .. ' to ' .. STATE_FORMAT_WITH_ADVANCE)
+      .. STATE_FORMAT .. ' to ' .. STATE_FORMAT_WITH_QUOTA)
   end
   format, record_count, state.returned_count, state.returned_room, incarnation, writes, state.made_at, state.recovering_until,
     offset, last_write, expires, held_until, releases = struct.unpack(HEAD, head)
@@ -211,8 +218,10 @@ end
 state.earliest = held_until > now and held_until or now
 local is_cut = held_until > now and state.hold_is_cut or 0
 
--- 3. The limits.
+-- 3. The limits, and the set quota.
 pos = update_limits(operation, call, pos, limit_count, guard)
+if not pos then return redis.error_reply('TOLLGATE a set quota has 1 to ' .. MOST_SET_LIMITS .. ' limits') end
+if state.quota and (operation == LEASE or operation == LEASE_LATER) then state.cold_set_quota.renew() end
 if #state > MOST_LIMITS then
   return redis.error_reply('TOLLGATE a call states at most ' .. MOST_LIMITS .. ' limits')
 end
@@ -222,7 +231,7 @@ if state.returned_count > 0 then (state.cold or cold()).drain() end
 -- Twin: `usage` in src/store/memory/booking.rs. Nothing is written.
 if operation == PEEK then
   local used, free, held_for, recovering = {}, {}, state.earliest - now, state.recovering_until - now
-  for i = 1, #state do
+  for i = 1, state.limiting do
     local limit = state[i]
     used[i] = limit.rule.cold().used(limit)
     if state.cold_advance then used[i] = used[i] + state.cold_advance.booked(limit) end
@@ -239,7 +248,7 @@ if operation == PEEK then
     local count
     cost, count, pos = struct.unpack(CALL_DEMAND, call, pos)
     is_allowed = cost > 0
-    for i = 1, #state do
+    for i = 1, state.limiting do
       if cost > largest_cost(state[i]) then is_allowed = false end
     end
     if n < demand_count and is_allowed then
@@ -253,10 +262,10 @@ if operation == PEEK then
     if entry and entry.slot < next_slot then next_slot = entry.slot end
   end
   local parts = {
-    struct.pack(PEEK_REPLY, CALL_VERSION, GRANTED, all_free, next_slot < NEVER and next_slot - now or NEVER, held_for, releases,
-      is_cut, recovering > 0 and recovering or 0, #state),
+    struct.pack(PEEK_REPLY, CALL_VERSION, state.quota and GRANTED + WITH_QUOTA or GRANTED, all_free, next_slot < NEVER and next_slot - now or NEVER, held_for, releases,
+      is_cut, recovering > 0 and recovering or 0, state.limiting),
   }
-  for i = 1, #state do
+  for i = 1, state.limiting do
     local limit, slot = state[i], NEVER
     if cost <= largest_cost(limit) then
       slot = limit.external and first_slot_unreserved(limit, now, cost, life)
@@ -265,6 +274,7 @@ if operation == PEEK then
     parts[i + 1] = struct.pack(PEEK_LIMIT, limit.kind, limit.count, limit.window, limit.capacity, used[i], free[i],
       limit.external and reserved(limit, now) or 0, slot < NEVER and slot - now or NEVER)
   end
+  if state.quota then parts[#parts + 1] = state.cold_set_quota.part() end
   return table.concat(parts)
 end
 
@@ -293,7 +303,7 @@ for _ = 1, charge_count do
   age, units, pos = struct.unpack(CALL_CHARGE, call, pos);
   (state.cold or cold()).charge(age, units)
 end
-if remaining_count > 0 then
+if flags % 2 == 1 then
   local is_less, is_urgent = (state.cold_external or cold_external()).see(struct.unpack(CALL_REMAINING, call, pos))
   if is_less and state.returned_count > 0 then (state.cold or cold()).drop_returned() end
   must_notify = is_less and is_urgent
@@ -309,6 +319,9 @@ local status, wait, refusing, segments = GRANTED, 0, nil, {}
 local prefetched, prefetched_span = 0, 0
 if state.recovering_until > now then
   if demand_count > 0 then status, wait = RECOVERING, state.recovering_until - now end
+elseif state.is_outdated then
+  -- The caller asks again at once with its own limits.
+  if demand_count > 0 then status = RECOVERING end
 else
   local permits = 0
   pos = demands_pos
@@ -327,7 +340,7 @@ else
       return redis.error_reply('TOLLGATE a call asks for at most ' .. MOST_PERMITS .. ' permits')
     end
     local slot
-    for i = 1, #state do
+    for i = 1, state.limiting do
       if cost == 0 or cost > largest_cost(state[i]) then slot = NEVER end
     end
     if not slot then
@@ -342,14 +355,15 @@ else
     prefetched, prefetched_span = (state.cold or cold()).prefetch(prefetch_most, prefetch_life)
   end
 end
-local free = status == GRANTED and free_now() or 0
+local free = status == GRANTED and not state.is_outdated and free_now() or 0
 
 -- 7. The new state. It expires a second after the last moment at which it matters. A thousandth of
 --    that time is added, because the clocks of server and callers may run at different speeds.
 local remember = remembered_until() - now
 if state.changed then
   writes = writes + 1
-  local needed = server_time + remember + math.floor(remember / 1000) + 1000000
+  local kept = state.quota and state.quota.ends - now > remember and state.quota.ends - now or remember
+  local needed = server_time + kept + math.floor(kept / 1000) + 1000000
   local is_extended = needed > expires
   if is_extended then
     expires = needed + SPARE_LIFE
@@ -373,13 +387,20 @@ elseif must_notify and #ARGV == 3 then
   redis.pcall('PUBLISH', ARGV[2], struct.pack(REMAINING_MESSAGE_FIELDS, REMAINING_MESSAGE, writes) .. ARGV[3])
 end
 
+if state.has_new_version and #ARGV == 3 then
+  redis.pcall('PUBLISH', ARGV[2], string.char(QUOTA_MESSAGE) .. state.cold_set_quota.part() .. ARGV[3])
+end
+
 -- 9. The reply.
-local foreign, shared = nil, 0
-for i = #state, 1, -1 do
-  if #state > limit_count and not state[i].ours then foreign = state[i] end
+local foreign, shared, quota_part = nil, 0, ''
+if state.quota and state.quota.version ~= state.call_version then
+  quota_part, status = state.cold_set_quota.part(), status + WITH_QUOTA
+end
+for i = state.limiting, 1, -1 do
+  if state.limiting > limit_count and not state[i].ours then foreign = state[i] end
   if state[i].external then shared = SHARED end
 end
-refusing, foreign = status == REFUSED and refusing or NO_LIMIT, foreign or NO_LIMIT
+refusing, foreign = status % SHARED == REFUSED and refusing or NO_LIMIT, foreign or NO_LIMIT
 return struct.pack(REPLY, CALL_VERSION, status + shared + is_cut * CUT, incarnation, writes, now, remember, wait, free,
   state.earliest - now, releases, refusing.kind, refusing.count, refusing.window, refusing.capacity, foreign.kind, foreign.count,
-  foreign.window, foreign.capacity, prefetched, prefetched_span, #segments) .. table.concat(segments)
+  foreign.window, foreign.capacity, prefetched, prefetched_span, #segments) .. table.concat(segments) .. quota_part

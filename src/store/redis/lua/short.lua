@@ -8,12 +8,12 @@
 -- Most calls need permits of sliding windows and buckets now. This file grants them as main.lua
 -- would, or refuses them because of a window. If anything is unusual, it writes nothing, and
 -- main.lua decides the call. Unusual are, for example, returned permits, fixed windows, external
--- usage, a hold, coarse chunks, slots booked ahead, and permits that are of use later.
+-- usage, a set quota, a hold, coarse chunks, slots booked ahead, and permits that are of use later.
 --
 -- This file repeats the arithmetic of window.lua, bucket.lua and time.lua without functions,
 -- because a function costs 50 ns in each call. Those files explain the arithmetic.
 
-if operation == LEASE and demand_count == 1 and return_count + charge_count + remaining_count == 0 and prefetch_most == 0
+if operation == LEASE and demand_count == 1 and return_count + charge_count + flags == 0 and prefetch_most == 0
   and hold_left == 0 and #head == HEAD_SIZE + RECORD_SIZE * limit_count then
   local format, record_count, returned_count, returned_room, incarnation, writes, made_at, recovering_until, offset, last_write,
     expires, held_until, releases = struct.unpack(HEAD, head)

@@ -3,8 +3,9 @@
 --
 -- needs: layout.lua, `slack` (call.lua)
 
--- state[1] ... state[#state] are the limits, with what was used of them. Each is a table with the
--- fields of its record, and with these:
+-- state[1] ... state[#state] are the limits, with what was used of them. The last of them may be
+-- paused (set_quota.lua): they count and refuse nothing. Each is a table with the fields of its record,
+-- and with these:
 --   n         how many entries it has
 --   room      for how many entries its region has space; the function `room` of a rule is another
 --             thing: how many units may leave
@@ -14,11 +15,13 @@
 --   list      its entries, once they are read (bucket, fixed window)
 --   dirty     whether its entries have changed
 --   external  its external usage, if any
+--   gap       which earlier permits it may not know (set_quota.lua), if there is a set quota
 --
 -- A table grows when it gets a new field. So fields that are set later begin as 0 or false, and
 -- `state` begins with places for two limits.
 local state = {
   false, false,
+  limiting = 0, -- how many limits are not paused
   now = 0, -- the logical time
   earliest = 0, -- the first moment at which no hold forbids a permit
   slack = slack, -- the transit slack of the caller, in microseconds
@@ -29,8 +32,13 @@ local state = {
   returned_count = 0, returned_room = 0, -- as in the head
   returned_base = 0, -- where the returned slots begin in the string
   returned = false, -- the list of returned slots, once it is read
+  quota = false, -- the set quota, or its end
+  call_version = 0, -- the quota version of the call
+  is_outdated = false, -- whether the limits of the call are those of a set quota that has ended
+  has_new_version = false, -- whether this call changes the quota version of the state
   cold = false, -- the functions that `cold` (ledger.lua) has made, if a call needed them
   cold_external = false, -- those that `cold_external` (external.lua) has made
+  cold_set_quota = false, -- those that `cold_set_quota` (set_quota.lua) has made
   cold_advance = false, -- those that `cold_advance` (advance.lua) has made
 }
 state[1], state[2] = nil, nil

@@ -1,0 +1,177 @@
+//! The set quota of a key: a quota that an operator set for it, in place of what callers state.
+//!
+//! Each change of it has a number, the *quota version*. An odd version is of a set quota, an even one
+//! of its end. A caller states the version of its limits, 0 if it knows of none. The ledger keeps
+//! the largest version that it has seen:
+//!
+//! | the caller's version | what decides | |
+//! |---|---|---|
+//! | the ledger's, odd | the set quota | |
+//! | the ledger's, even, or both none | what callers state, with the limits of this call | |
+//! | smaller | the set quota, or if it has ended what callers state | the reply states the ledger's version |
+//! | smaller and odd, and the ledger's is even | nothing: the limits of the call are those of a set quota that has ended | the same |
+//! | larger | this call: the ledger was lost, or is new | the version is the ledger's from now on |
+//!
+//! While a set quota applies, the other limits of the key are *paused*: they count, refuse nothing,
+//! and are forgotten when no caller has stated them for two windows and a second. When it ends, its
+//! limits count as if callers stated them at that moment, and those of callers apply at once.
+//!
+//! A limit that begins to apply may not know all earlier permits: it has a *gap*. If such a permit
+//! comes back unused, its units stay in the limit: taking them out would take out units of others.
+//!
+//! Twin: `store/redis/lua/set_quota.lua`
+//! After a change: `cargo test --all-features --lib differential`
+
+use super::{LimitSpec, Micros, UnusedPermits, micros_up};
+use crate::quota::Limit;
+
+/// How much longer than its life the end of a set quota is remembered: a minute. A process may hear of
+/// the set quota as late as that after the store's last reply about it.
+const END_MARGIN: Micros = 60_000_000;
+
+/// The state of a set quota, or of its end.
+#[derive(Clone, Debug)]
+pub(super) struct SetQuotaState {
+    /// The version. Odd if the quota applies, even if it has ended.
+    pub(super) version: u32,
+    /// Until when the quota applies if it is not used, or its end is remembered.
+    pub(super) until: Micros,
+    /// For how long after its last use the quota applies.
+    pub(super) life: Micros,
+    /// How many calls the quota allows in flight. `None` if it does not limit them.
+    pub(super) in_flight: Option<u32>,
+    /// The limits with a gap.
+    gaps: Vec<(Limit, Gap)>,
+    /// No permit that a limit with [`Gap::Slots`] does not know has a later slot.
+    booked_until: Micros,
+    /// No permit that a limit with [`Gap::Stamps`] does not know has a later stamp.
+    known_from: Micros,
+}
+
+/// Which earlier permits a limit may not know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Gap {
+    /// Permits whose stamp is not later than `known_from`.
+    Stamps,
+    /// Permits whose slot is not later than `booked_until`.
+    Slots,
+}
+
+impl SetQuotaState {
+    /// Makes the state that a call with a new version leaves. The slots of all permits in the logs are
+    /// at or before `booked_until`.
+    pub(super) fn new(
+        spec: &LimitSpec,
+        before: Option<SetQuotaState>,
+        now: Micros,
+        booked_until: Micros,
+    ) -> Self {
+        let version = spec.quota_version();
+        let mut life = micros_up(spec.quota_life());
+        let mut until = now + life;
+        let mut gaps = Vec::new();
+        let (mut booked_before, mut known_from) = (0, 0);
+        if let Some(before) = before {
+            (booked_before, known_from) = (before.booked_until, before.known_from);
+            gaps = before.gaps;
+            if !is_set(version) {
+                life = life.max(before.life);
+            }
+        }
+        if !is_set(version) {
+            until = now + life + END_MARGIN;
+        }
+        SetQuotaState {
+            version,
+            until,
+            life,
+            in_flight: spec.quota().most_in_flight().filter(|_| is_set(version)),
+            gaps,
+            booked_until: booked_before.max(booked_until).max(now),
+            known_from,
+        }
+    }
+
+    /// Returns whether the quota applies.
+    pub(super) fn is_set(&self) -> bool {
+        is_set(self.version)
+    }
+
+    /// Takes in that the quota has ended by itself.
+    pub(super) fn end(&mut self, booked_until: Micros) {
+        self.version += 1;
+        self.booked_until = self.booked_until.max(booked_until).max(self.until);
+        self.until += END_MARGIN;
+        self.in_flight = None;
+    }
+
+    /// Notes a use. The quota applies for its whole life again if half of it has passed. Returns
+    /// whether that changed anything.
+    pub(super) fn renew(&mut self, now: Micros) -> bool {
+        let is_due = self.is_set() && 2 * self.until.saturating_sub(now) < self.life;
+        if is_due {
+            self.until = now + self.life;
+        }
+        is_due
+    }
+
+    /// Returns whether a permit with this slot may be from before the last change. If it comes back,
+    /// its slot is not kept for the next caller: other limits allowed it.
+    pub(super) fn may_be_earlier(&self, slot: Micros) -> bool {
+        slot <= self.booked_until
+    }
+
+    /// Returns the gap of a limit.
+    pub(super) fn gap(&self, limit: Limit) -> Option<Gap> {
+        let mut gaps = self.gaps.iter();
+        gaps.find(|(other, _)| *other == limit).map(|&(_, gap)| gap)
+    }
+
+    /// Notes the gap of a limit that begins to apply at `now`.
+    ///
+    /// All slots in the logs are at or before `booked_until`. A limit without stamps before now minus
+    /// `remembered` has [`Gap::Stamps`].
+    pub(super) fn add_gap(
+        &mut self,
+        limit: Limit,
+        gap: Gap,
+        booked_until: Micros,
+        known_from: Micros,
+    ) {
+        self.gaps.retain(|(other, _)| *other != limit);
+        self.gaps.push((limit, gap));
+        match gap {
+            Gap::Stamps => self.known_from = self.known_from.max(known_from),
+            Gap::Slots => self.booked_until = self.booked_until.max(booked_until),
+        }
+    }
+
+    /// Forgets the gap of a limit that knows all permits.
+    pub(super) fn remove_gap(&mut self, limit: Limit) {
+        self.gaps.retain(|(other, _)| *other != limit);
+    }
+
+    /// Returns whether a limit certainly counts permits that come back.
+    pub(super) fn knows(&self, limit: Limit, unused: UnusedPermits) -> bool {
+        match self.gap(limit) {
+            None => true,
+            Some(Gap::Stamps) => unused.stamp > self.known_from,
+            Some(Gap::Slots) => unused.slot > self.booked_until,
+        }
+    }
+}
+
+/// Returns whether a version is of a quota that is set, and not of its end.
+pub(crate) fn is_set(version: u32) -> bool {
+    version % 2 == 1
+}
+
+/// Returns the next version above `newest`: of a set quota, or of its end.
+pub(super) fn next_version(newest: u32, of_set: bool) -> u32 {
+    let next = newest + 1;
+    if is_set(next) == of_set {
+        next
+    } else {
+        next + 1
+    }
+}

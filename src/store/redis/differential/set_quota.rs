@@ -1,0 +1,249 @@
+//! Set quotas: the ledger of this process and the scripts decide the same while operators set and
+//! unset quotas, processes hear of it late, and states are lost.
+
+use proptest::test_runner::TestRunner;
+
+use super::history::{Mix, Step, quota, step};
+use super::world::World;
+use super::*;
+use crate::limit::{Ledger, QuotaChange, is_set};
+use crate::store::SetQuota;
+
+/// How many processes have a memory of their own.
+const PROCESSES: usize = 3;
+
+/// What an operator does before a call.
+#[derive(Clone, Copy, Debug)]
+enum Operator {
+    Sets { which: usize, life: Duration },
+    Unsets { life: Duration },
+}
+
+#[derive(Clone, Debug)]
+struct QuotaStep {
+    step: Step,
+    /// Which process makes the call.
+    process: usize,
+    /// What an operator in this process does before the call.
+    operator: Option<Operator>,
+    /// Whether the process receives the reply to what the operator does, and that of the call.
+    receives: (bool, bool),
+    /// Whether the state is lost before the call.
+    is_lost: bool,
+}
+
+fn operator() -> impl Strategy<Value = Operator> {
+    let life = select(vec![1_000u64, 5_000, 60_000, 3_600_000]).prop_map(millis);
+    prop_oneof![
+        3 => (0usize..4, life.clone()).prop_map(|(which, life)| Operator::Sets { which, life }),
+        2 => life.prop_map(|life| Operator::Unsets { life }),
+    ]
+}
+
+fn quota_step(mix: Mix) -> impl Strategy<Value = QuotaStep> {
+    let parts = (
+        step(mix),
+        0..PROCESSES,
+        prop::option::weighted(0.15, operator()),
+        (prop::bool::weighted(0.9), prop::bool::weighted(0.8)),
+        prop::bool::weighted(0.02),
+    );
+    parts.prop_map(|(step, process, operator, receives, is_lost)| QuotaStep {
+        step,
+        process,
+        operator,
+        receives,
+        is_lost,
+    })
+}
+
+fn spec_of(quota: Quota) -> LimitSpec {
+    LimitSpec::new(quota, millis(10), millis(2))
+}
+
+/// Returns the limits that a process states: those of the set quota that it knows of, or its own with
+/// the version of the end.
+fn stated(own: Quota, known: Option<&SetQuota>) -> Arc<LimitSpec> {
+    let Some(known) = known else {
+        return Arc::new(spec_of(own));
+    };
+    let spec = spec_of(known.quota.unwrap_or(own));
+    Arc::new(spec.with_quota_version(known.version, known.life))
+}
+
+/// What changed versions so far.
+#[derive(Default)]
+struct Seen {
+    changes: usize,
+    /// Leases that a set quota decided, although the caller did not know it.
+    unknown: usize,
+    /// Leases of a caller with the limits of a set quota that has ended.
+    outdated: usize,
+    /// Calls that set a quota anew after the state was lost.
+    retold: usize,
+    ended: usize,
+}
+
+/// Makes a change of an operator in both. Returns the new set quota.
+fn change(world: &mut World, spec: &LimitSpec, of_set: bool, life: Duration) -> SetQuota {
+    let call = if of_set {
+        codec::set_quota(spec, life, 7)
+    } else {
+        codec::unset_quota(spec, life, 7)
+    };
+    let theirs = codec::read_lease(&world.run(&call), millis(10)).unwrap();
+    if theirs.incarnation != world.incarnation {
+        (world.incarnation, world.seen) = (theirs.incarnation, theirs.now);
+    }
+    let raw = world.now.saturating_add_signed(world.clock);
+    let steps = raw.saturating_sub(1_700_000_000_000_000) / 8_000_000;
+    let change = QuotaChange {
+        is_set: of_set,
+        life,
+        above: u32::try_from(2 * steps).unwrap(),
+    };
+    let (now, clock) = (world.now, world.clock);
+    let ledger = world.ledger.get_or_insert_with(|| Ledger::empty(now));
+    ledger.align(clock, now);
+    let version = ledger.change_quota(spec, change, now);
+    assert_eq!(is_set(version), of_set);
+    let ours = SetQuota::from(ledger.quota_unless(0).unwrap());
+    let theirs = *theirs.set_quota.expect("a change is always stated");
+    assert_eq!(ours, theirs);
+    theirs
+}
+
+fn same_with_set_quotas(
+    world: &mut World,
+    own: [Quota; 2],
+    others: [Quota; 3],
+    steps: &[QuotaStep],
+    seen: &mut Seen,
+) -> Result<(), TestCaseError> {
+    world.begin();
+    let mut known: [Option<SetQuota>; PROCESSES] = Default::default();
+    let mut newest = 0;
+    for (number, quota_step) in steps.iter().enumerate() {
+        let QuotaStep { step, process, .. } = quota_step;
+        world.now += step.wait;
+        if quota_step.is_lost {
+            redis::cmd("DEL")
+                .arg(&world.key)
+                .exec(&mut world.redis)
+                .unwrap();
+            (world.ledger, world.incarnation, world.writes) = (None, 0, 0);
+            world.unused.clear();
+            // The next state begins with the server's time.
+            let clock = std::mem::take(&mut world.clock);
+            world.now = world.now.saturating_add_signed(clock);
+            (world.seen, newest) = (world.now, 0);
+        }
+        let own = own[usize::from(step.uses_second_spec)];
+        if let Some(operator) = quota_step.operator {
+            let told = match operator {
+                Operator::Sets { which, life } => {
+                    let version = known[*process].as_ref().map_or(0, |known| known.version);
+                    let quota = *others.get(which).unwrap_or(&own);
+                    let spec = spec_of(quota).with_quota_version(version, Duration::ZERO);
+                    change(world, &spec, true, life)
+                }
+                Operator::Unsets { life } => {
+                    let spec = stated(own, known[*process].as_ref());
+                    let quota = spec_of(own).with_quota_version(spec.quota_version(), life);
+                    change(world, &quota, false, life)
+                }
+            };
+            seen.changes += 1;
+            prop_assert!(told.version > newest, "step {}", number);
+            newest = told.version;
+            if quota_step.receives.0 {
+                known[*process] = Some(told);
+            }
+        }
+        let spec = stated(own, known[*process].as_ref());
+        let returns = world.take_returns(step);
+        let (ours, theirs) = world.lease(&spec, step, &returns);
+        prop_assert_eq!(decided(&ours), decided(&theirs), "step {}", number);
+        prop_assert_eq!(&ours.set_quota, &theirs.set_quota, "step {}", number);
+        prop_assert_eq!(ours.recovering, theirs.recovering, "step {}", number);
+        if spec.quota_version() > newest {
+            seen.retold += 1;
+            newest = spec.quota_version();
+        }
+        world.keep(&ours);
+        let is_outdated = theirs.recovering.is_some();
+        if let Some(told) = theirs.set_quota {
+            prop_assert!(told.version > spec.quota_version(), "step {}", number);
+            prop_assert!(told.version >= newest, "step {}", number);
+            seen.ended += usize::from(told.version > newest && !is_set(told.version));
+            newest = told.version;
+            let is_unknown = is_set(told.version) && !theirs.grants.is_empty();
+            seen.unknown += usize::from(is_unknown);
+            if quota_step.receives.1 {
+                known[*process] = Some(*told);
+            }
+        }
+        seen.outdated += usize::from(is_outdated);
+        world.forget_what_redis_does_not_keep();
+        if number % 3 == 2 && !is_outdated {
+            let (ours, theirs) = world.peek(&spec, step);
+            let ttl: i64 = redis::cmd("PTTL")
+                .arg(&world.key)
+                .query(&mut world.redis)
+                .unwrap();
+            // Times to live follow the real clock of the server, which this test does not set.
+            let is_set = steps[..=number].iter().any(|step| step.step.clock != 0);
+            let left = ours.set_quota.as_ref().map(|quota| quota.left.as_millis());
+            prop_assert!(is_set || left.is_none_or(|left| u128::try_from(ttl).unwrap() >= left));
+            prop_assert_eq!(ours, theirs, "peek at step {}", number);
+        }
+    }
+    Ok(())
+}
+
+fn check_set_quotas(cases: u32, mix: Mix, length: usize) {
+    let server = RedisServer::start().expect("a server of our own");
+    let world = std::cell::RefCell::new((World::new(&server), Seen::default()));
+    let config = ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    };
+    let histories = (
+        [quota(mix), quota(mix)],
+        [quota(mix), quota(mix), quota(mix)],
+        prop::collection::vec(quota_step(mix), 1..length),
+    );
+    TestRunner::new(config)
+        .run(&histories, |(own, others, steps)| {
+            let (world, seen) = &mut *world.borrow_mut();
+            same_with_set_quotas(world, own, others, &steps, seen)
+        })
+        .unwrap_or_else(|error| panic!("{error}"));
+    let Seen {
+        changes,
+        unknown,
+        outdated,
+        retold,
+        ended,
+    } = world.into_inner().1;
+    let counts = [changes, unknown, outdated, retold];
+    assert!(counts.iter().all(|count| *count > 10), "{counts:?}");
+    // Plain calls follow each other at once, so they renew each set quota.
+    assert_eq!(ended > 10, !matches!(mix, Mix::Plain), "{ended}");
+}
+
+#[test]
+fn memory_and_redis_set_quotas_the_same() {
+    check_set_quotas(1500, Mix::Any, 60);
+}
+
+#[test]
+fn memory_and_redis_set_quotas_the_same_with_later_use() {
+    check_set_quotas(300, Mix::LaterUse, 80);
+}
+
+#[test]
+fn memory_and_redis_set_quotas_the_same_in_plain_calls() {
+    check_set_quotas(400, Mix::Plain, 120);
+}

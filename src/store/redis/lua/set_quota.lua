@@ -1,0 +1,238 @@
+
+-- ── set quotas: what an operator set, in place of what callers state ─────────────────────────────
+--
+-- Twin: src/limit/set_quota.rs, and `set`, `begin` and `unset` in limit_set.rs
+-- After a change: cargo test --all-features --lib differential
+-- needs: layout.lua, server_time (server_time.lua), all of call.lua, `state` and `entries` (state.lua),
+-- `cold` (ledger.lua)
+--
+-- src/limit/set_quota.rs has the rules, and explains quota versions, paused limits and gaps. Few keys
+-- have a set quota, so all functions of this file are cold.
+
+-- The most limits of a set quota.
+local MOST_SET_LIMITS = 8
+
+-- Makes the functions that few calls need.
+local function cold_set_quota()
+  -- How much longer than its life the end of a set quota is remembered, in microseconds.
+  local END_MARGIN = 60000000
+  -- A new version is larger than twice the number of steps since the epoch, in microseconds of the
+  -- server's clock. So it is larger than the versions of a state that was lost.
+  local EPOCH = 1700000000000000
+  local STEP = 8000000
+
+  -- Returns whether a version is of a quota that is set, and not of its end.
+  local function is_set(version)
+    return version % 2 == 1
+  end
+
+  -- Returns a moment that is not before the slot of any permit in the logs.
+  local function log_end()
+    local last = 0
+    for i = 1, #state do
+      local limit = state[i]
+      local ends = (limit.rule.plain or limit.rule).fresh_from(limit)
+      if limit.kind == WINDOW and ends > 0 then ends = ends - limit.window end
+      if ends > last then last = ends end
+    end
+    return last
+  end
+
+  -- Adds a limit that begins to apply to this key, and notes its gap. It starts as another new limit
+  -- does. A fixed window starts with the use of another one of the same length.
+  local function begin(kind, count, window, capacity, guard)
+    local known, quota, same, longest = #state, state.quota, nil, nil
+    for i = 1, known do
+      local other = state[i]
+      if kind == FIXED and other.kind == FIXED and other.window == window then same = same or other end
+      if other.kind == WINDOW and (not longest or other.window >= longest.window) then longest = other end
+    end
+    local gap = 2
+    if same then
+      gap = same.gap
+    elseif longest and longest.gap == 0 then
+      if kind ~= FIXED then gap = 0 end
+      if kind == WINDOW and window > longest.window then
+        gap = 1
+        local known_from = state.now - longest.window
+        if known_from > quota.known_from then quota.known_from = known_from end
+      end
+    elseif known == 0 then
+      gap = 0
+    end
+    if gap == 2 then
+      local booked_until = log_end()
+      if booked_until > quota.booked_until then quota.booked_until = booked_until end
+    end
+    local limit = (state.cold or cold()).add(kind, count, window, capacity, guard)
+    limit.gap = gap
+    if same then
+      limit.phase, limit.open_from, limit.list = same.phase, same.open_from, {}
+      for i, use in ipairs(entries(same)) do
+        limit.list[i] = { number = use.number, units = use.units }
+      end
+      limit.n = #limit.list
+    end
+    return limit
+  end
+
+  -- Makes the limits of the call, which begin at `pos`, those of the set quota. The others are paused.
+  local function set(call, pos, limit_count, guard)
+    local limits, others, is_chosen, known = {}, {}, {}, nil
+    for _ = 1, limit_count do
+      local kind, count, window, capacity, limit
+      kind, count, window, capacity, pos = struct.unpack(CALL_LIMIT, call, pos)
+      for i = 1, #state do
+        local other = state[i]
+        if other.count == count and other.window == window and other.kind == kind and other.capacity == capacity then
+          limit = other
+        end
+      end
+      limit = limit or begin(kind, count, window, capacity, guard)
+      limit.last_stated = state.now
+      if not is_chosen[limit] then limits[#limits + 1], is_chosen[limit] = limit, true end
+    end
+    known = #state
+    for i = 1, known do
+      if not is_chosen[state[i]] then others[#others + 1] = state[i] end
+      state[i] = nil
+    end
+    for i = 1, known do
+      state[i] = limits[i] or others[i - #limits]
+    end
+    state.limiting = #limits
+  end
+
+  -- Ends the set quota. Its limits count as if callers stated them last at `moment`, and no limit is
+  -- paused any more.
+  local function unset(moment)
+    for i = 1, state.limiting do
+      state[i].last_stated = moment
+    end
+    state.limiting = #state
+  end
+
+  -- Ends the set quota if its time is over. Forgets its end after some time.
+  local function finish()
+    local quota = state.quota
+    if not quota or state.now < quota.ends then return end
+    if is_set(quota.version) then
+      local moment = quota.ends
+      if state.returned_count > 0 then (state.cold or cold()).drop_returned() end
+      local booked_until = log_end()
+      if moment > booked_until then booked_until = moment end
+      if booked_until > quota.booked_until then quota.booked_until = booked_until end
+      unset(moment)
+      quota.version, quota.ends, quota.in_flight = quota.version + 1, moment + END_MARGIN, 0
+    end
+    state.changed, state.must_rewrite = true, true
+    if state.now >= quota.ends then state.quota = false end
+  end
+
+  -- Takes in a version that is newer than the state's.
+  local function change(version, life, in_flight)
+    local before, now = state.quota, state.now
+    if state.returned_count > 0 then (state.cold or cold()).drop_returned() end
+    local booked_until = log_end()
+    if now > booked_until then booked_until = now end
+    if not before then
+      before = { version = 0, life = 0, booked_until = 0, known_from = 0 }
+      state.limiting = #state
+      for i = 1, #state do
+        state[i].gap = 0
+      end
+    end
+    if is_set(before.version) then unset(now) end
+    if before.booked_until > booked_until then booked_until = before.booked_until end
+    local ends = now + life
+    if not is_set(version) then
+      if before.life > life then life = before.life end
+      ends, in_flight = now + life + END_MARGIN, 0
+    end
+    state.quota = {
+      version = version, ends = ends, life = life, in_flight = in_flight, booked_until = booked_until,
+      known_from = before.known_from,
+    }
+    state.changed, state.must_rewrite, state.has_new_version = true, true, true
+  end
+
+  -- Takes in the quota version of a call. Returns whether the limits of the call count as stated, and
+  -- whether they may be those of a set quota if they are.
+  local function take_in(operation, call, pos, limit_count, guard)
+    finish()
+    local known, version, life, in_flight = state.quota and state.quota.version or 0, 0, 0, 0
+    if flags >= 2 then
+      version, life, in_flight = struct.unpack(CALL_QUOTA, call, #call - CALL_QUOTA_SIZE + 1)
+    end
+    state.call_version = version
+    if operation >= SET_QUOTA then
+      local newest = math.floor((server_time - EPOCH) / STEP) * 2
+      if known > newest then newest = known end
+      if version > newest then newest = version end
+      version = newest + 1
+      if is_set(version) ~= (operation == SET_QUOTA) then version = version + 1 end
+    end
+    if is_set(version) and (limit_count == 0 or limit_count > MOST_SET_LIMITS) then return false, false end
+    if version > known then
+      change(version, life, in_flight)
+      if is_set(version) then set(call, pos, limit_count, guard) end
+    end
+    if not state.quota then return true, true end
+    if not is_set(state.quota.version) then
+      state.limiting, state.is_outdated = #state, is_set(version)
+      return not state.is_outdated, true
+    end
+    for i = 1, state.limiting do
+      state[i].ours = true
+    end
+    if #state > state.limiting then (state.cold or cold()).retain(state.limiting + 1) end
+    return false, true
+  end
+
+  -- Notes a use. The set quota applies for its whole life again if half of it has passed.
+  local function renew()
+    local quota = state.quota
+    if is_set(quota.version) and 2 * (quota.ends - state.now) < quota.life then
+      quota.ends, state.changed = state.now + quota.life, true
+    end
+  end
+
+  -- Packs the set quota for a reply or a message.
+  local function part()
+    local quota, count = state.quota, 0
+    if is_set(quota.version) then count = state.limiting end
+    local parts = { struct.pack(QUOTA_PART, quota.version, quota.ends - state.now, quota.life, quota.in_flight, count) }
+    for i = 1, count do
+      parts[i + 1] = struct.pack(CALL_LIMIT, state[i].kind, state[i].count, state[i].window, state[i].capacity)
+    end
+    return table.concat(parts)
+  end
+
+  -- Reads the record.
+  local function read(head, from)
+    local _, version, ends, life, in_flight, limiting, booked_until, known_from = struct.unpack(QUOTA_RECORD, head, from)
+    state.quota = {
+      version = version, ends = ends, life = life, in_flight = in_flight, booked_until = booked_until, known_from = known_from,
+    }
+    state.limiting = limiting
+    for i = 1, #state do
+      state[i].gap = string.byte(head, from + QUOTA_RECORD_SIZE + i - 1)
+    end
+  end
+
+  -- Packs the record.
+  local function record()
+    local quota, gaps = state.quota, {}
+    for i = 1, #state do
+      gaps[i] = string.char(state[i].gap)
+    end
+    local record = struct.pack(QUOTA_RECORD, QUOTA, quota.version, quota.ends, quota.life, quota.in_flight, state.limiting,
+      quota.booked_until, quota.known_from) .. table.concat(gaps)
+    return record .. string.rep('\0', RECORD_SIZE - #record)
+  end
+
+  state.cold_set_quota = {
+    begin = begin, take_in = take_in, renew = renew, part = part, read = read, record = record,
+  }
+  return state.cold_set_quota
+end
