@@ -151,6 +151,18 @@ impl Ledger {
         self.set_quota().is_some()
     }
 
+    /// Returns all limits, also those that are paused.
+    #[cfg(test)]
+    pub(crate) fn all_limits(&self) -> Vec<Limit> {
+        self.limits.all_limits().collect()
+    }
+
+    /// Returns the units of all returned slots that are kept for the next callers.
+    #[cfg(test)]
+    pub(crate) fn returned_units(&self) -> u64 {
+        self.returned.units()
+    }
+
     /// Returns the version of the set quota or of its end. 0 if there is none.
     fn quota_version(&self) -> u32 {
         self.set_quota().map_or(0, |quota| quota.version)

@@ -269,6 +269,12 @@ impl LimitSet {
         self.states.iter().map(|state| state.limit)
     }
 
+    /// Returns all limits, also those that are paused.
+    #[cfg(test)]
+    pub(super) fn all_limits(&self) -> impl Iterator<Item = Limit> {
+        self.states.all().map(|state| state.limit)
+    }
+
     /// Returns the largest cost that every limit allows. `None` if there is no limit.
     pub(super) fn largest_cost(&self) -> Option<u32> {
         let costs = self.states.iter().map(|state| state.limit.largest_cost());

@@ -118,6 +118,13 @@ impl ReturnedSlots {
         self.slots.as_mut()?.pop()
     }
 
+    /// Returns the units of all slots.
+    #[cfg(test)]
+    pub(super) fn units(&self) -> u64 {
+        let slots = self.slots.iter().flat_map(|slots| slots.iter());
+        slots.map(|unused| unused.units).sum()
+    }
+
     /// Returns the last slot.
     pub(super) fn last_slot(&self) -> Option<Micros> {
         self.slots.as_ref()?.last().map(|unused| unused.slot)

@@ -2,6 +2,8 @@
 
 mod booking;
 mod in_flight;
+#[cfg(test)]
+mod set_quota_properties;
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
