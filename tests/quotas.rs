@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use http::Request;
 use proptest::prelude::*;
 use support::{Upstream, pass};
-use tollgate::limiter::Verdict;
+use tollgate::limiter::{QuotaError, QuotaSource, Verdict};
 use tollgate::quota::Limit;
 use tollgate::store::{MemoryStore, Store};
 use tollgate::{ConfigError, Cost, Error, Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
@@ -410,4 +410,168 @@ proptest! {
     fn a_permit_keeps_a_quota_of_an_hour(steps in steps(Duration::from_secs(3600))) {
         run(Duration::from_secs(3600), steps);
     }
+}
+
+/// Two limiters on one store, as two processes.
+fn fleet(quota: Quota) -> [Limiter; 2] {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    [(); 2].map(|()| limiter_on(quota, &store))
+}
+
+async fn granted_as_is(limiter: &Limiter) -> usize {
+    let mut granted = 0;
+    while limiter.acquire(tenant()).await.is_ok() {
+        granted += 1;
+    }
+    granted
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_set_quota_applies_at_once_in_the_whole_fleet() {
+    let [one, other] = fleet(Quota::per_minute(10));
+    assert_eq!(granted_as_is(&one).await, 10);
+    other
+        .set_quota(tenant(), Quota::per_minute(30))
+        .await
+        .unwrap();
+    assert_eq!(granted_as_is(&one).await, 20, "used units stay used");
+    let status = one.peek(tenant()).await.unwrap();
+    assert_eq!(limits(&status.limits), Quota::per_minute(30).limits());
+    assert!(matches!(status.quota_source, QuotaSource::Set { .. }));
+    pass(Duration::from_secs(61)).await;
+    assert_eq!(granted_as_is(&other).await, 30);
+    one.set_quota(tenant(), Quota::per_minute(5)).await.unwrap();
+    pass(Duration::from_secs(61)).await;
+    assert_eq!(granted_as_is(&other).await, 5, "stricter at once");
+    one.unset_quota(tenant()).await.unwrap();
+    assert_eq!(
+        granted_as_is(&one).await,
+        0,
+        "the set limit applies for two windows"
+    );
+    pass(Duration::from_secs(155)).await;
+    assert_eq!(granted_as_is(&other).await, 10);
+    assert_eq!(
+        other.peek(tenant()).await.unwrap().quota_source,
+        QuotaSource::Builder
+    );
+    assert!(one.acquire(Key::new("tenant 18")).await.is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_set_quota_goes_before_that_of_a_request() {
+    let [one, other] = fleet(Quota::per_minute(10));
+    one.set_quota(tenant(), Quota::per_minute(3)).await.unwrap();
+    assert_eq!(granted(&other, Quota::per_minute(100)).await, 3);
+    let explained = other.acquire(tenant()).explain().await.unwrap();
+    assert!(matches!(explained.verdict, Verdict::Refused { .. }));
+    one.unset_quota(tenant()).await.unwrap();
+    pass(Duration::from_secs(155)).await;
+    assert_eq!(granted(&other, Quota::per_minute(100)).await, 100);
+    let status = other.peek(tenant()).await.unwrap();
+    assert_eq!(status.quota_source, QuotaSource::Request);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_set_quota_ends_when_it_was_not_used_for_its_life() {
+    let [one, other] = fleet(Quota::per_minute(10));
+    let life = Duration::from_secs(600);
+    one.set_quota_for(tenant(), Quota::per_minute(20), life)
+        .await
+        .unwrap();
+    for _ in 0..5 {
+        pass(Duration::from_secs(400)).await;
+        assert_eq!(granted_as_is(&other).await, 20);
+    }
+    pass(Duration::from_secs(601)).await;
+    assert_eq!(granted_as_is(&other).await, 10);
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_that_wait_get_slots_under_a_set_quota() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let waiting = RateLimitLayer::builder(Quota::new(1, Duration::from_secs(600)))
+        .max_wait(Duration::from_secs(6000))
+        .store(store.clone())
+        .build()
+        .unwrap()
+        .limiter();
+    let operator = limiter_on(Quota::per_minute(1), &store);
+    let start = tokio::time::Instant::now();
+    let tasks: Vec<_> = (0..10)
+        .map(|_| tokio::spawn(waiting.acquire(tenant())))
+        .collect();
+    pass(Duration::from_secs(1)).await;
+    operator
+        .set_quota(tenant(), Quota::per_minute(60))
+        .await
+        .unwrap();
+    for task in tasks {
+        assert!(task.await.unwrap().is_ok());
+    }
+    assert!(
+        start.elapsed() < Duration::from_secs(2),
+        "{:?}",
+        start.elapsed()
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_quota_that_cannot_be_set_says_why() {
+    let [one, _] = fleet(Quota::per_minute(10));
+    let zero = one.set_quota(tenant(), Quota::per_minute(0)).await;
+    assert!(matches!(
+        zero.unwrap_err(),
+        QuotaError::Config(ConfigError::ZeroCount { .. })
+    ));
+    let tokens = one
+        .set_quota(tenant(), Quota::per_minute(9).of("tokens"))
+        .await;
+    assert!(matches!(tokens.unwrap_err(), QuotaError::Config(_)));
+    assert_eq!(one.peek(tenant()).await.unwrap().free, 10);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_set_quota_has_units_and_calls_in_flight() {
+    let quota = |requests, tokens, calls| {
+        let rates = Quota::per_minute(requests).and(Quota::per_minute(tokens).of("tokens"));
+        rates.and(Quota::in_flight(calls))
+    };
+    let [one, other] = fleet(quota(10, 1000, 1));
+    let request = || other.acquire(tenant()).cost(Cost::of("tokens", 3000));
+    assert!(matches!(
+        request().await.unwrap_err().reason(),
+        Some(Reason::CostAboveLimit { .. })
+    ));
+    one.set_quota(tenant(), quota(20, 9000, 3)).await.unwrap();
+    let permits = [request().await, request().await, request().await];
+    assert!(permits.iter().all(Result::is_ok), "{permits:?}");
+    let refused = request().await.unwrap_err();
+    assert_eq!(refused.report().limit().unwrap().count(), 3, "{refused}");
+    drop(permits);
+    assert_eq!(request().await.unwrap_err().report().unit(), "tokens");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_joint_request_follows_the_set_quota_of_each_key() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let [one, other] = [(); 2].map(|()| limiter_on(Quota::per_minute(4), &store));
+    let (a, b) = (Key::new("a"), Key::new("b"));
+    let both = || one.acquire(a).with(other.acquire(b));
+    let all = async || {
+        let mut granted = 0;
+        while both().await.is_ok() {
+            granted += 1;
+        }
+        granted
+    };
+    assert_eq!(all().await, 4);
+    other.set_quota(a, Quota::per_minute(9)).await.unwrap();
+    assert_eq!(all().await, 0);
+    other.set_quota(b, Quota::per_minute(7)).await.unwrap();
+    assert_eq!(all().await, 3);
+    one.unset_quota(a).await.unwrap();
+    one.unset_quota(b).await.unwrap();
+    pass(Duration::from_secs(155)).await;
+    assert_eq!(all().await, 4);
 }

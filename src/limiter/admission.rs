@@ -276,7 +276,7 @@ pub(super) fn enter_with_in_flight_slot(
         // No request passes uncounted while its key is on hold.
         return Admission::held(left);
     }
-    slot_settled(core, entry.key, bound, settled, in_flight_slot, now)
+    slot_settled(core, entry, bound, settled, in_flight_slot, now)
 }
 
 /// Enters a request whose key has no limits of rates: only a hold stops it.
@@ -309,7 +309,7 @@ fn enter_without_rates(
 /// wait.
 pub(super) fn slot_settled(
     core: &Core,
-    key: Key,
+    entry: &Entry,
     bound: WaitBound,
     settled: Settled,
     in_flight_slot: Option<InFlightSlot>,
@@ -320,7 +320,7 @@ pub(super) fn slot_settled(
             slot: Some(slot),
             in_flight_slot,
         },
-        Settled::Refused(refusal) => refused(core, key, bound, refusal, now),
+        Settled::Refused(refusal) => refused(core, entry, bound, refusal, now),
         Settled::QueueFull => {
             Admission::Refused(Reason::QueueFull(core.settings.max_queue), Refusal::NEVER)
         }
@@ -332,10 +332,16 @@ pub(super) fn slot_settled(
     }
 }
 
-/// Finds the reason of a refusal: a hold of the key, else the bound on the wait. If the quota has
-/// only one limit and the wait is known, the refusal names that limit.
-fn refused(core: &Core, key: Key, bound: WaitBound, refusal: Refusal, now: Instant) -> Admission {
-    if core.held(key, now).is_some() {
+/// Finds the reason of a refusal: a hold of the key, a cost that the quota never allows, else the bound
+/// on the wait. If the key has only one limit and the wait is known, the refusal names that limit.
+fn refused(
+    core: &Core,
+    entry: &Entry,
+    bound: WaitBound,
+    refusal: Refusal,
+    now: Instant,
+) -> Admission {
+    if core.held(entry.key, now).is_some() {
         return Admission::Refused(
             Reason::Held,
             Refusal {
@@ -344,12 +350,35 @@ fn refused(core: &Core, key: Key, bound: WaitBound, refusal: Refusal, now: Insta
             },
         );
     }
-    let refusal = match core.settings.spec.quota().limits() {
-        [only] if refusal.wait.is_some() => Refusal {
+    if refusal.wait.is_none()
+        && let Some(reason) = cost_above_limit(core, entry.key, entry.cost)
+    {
+        return Admission::Refused(reason, refusal);
+    }
+    let Settings { spec, quotas, .. } = &core.settings;
+    let refusal = match spec.quota().limits() {
+        [only] if refusal.wait.is_some() && !quotas.is_any() => Refusal {
             limit: Some(*only),
             ..refusal
         },
         _ => refusal,
     };
     Admission::Refused(bound.reason(core.settings.max_wait), refusal)
+}
+
+/// Returns why the quota of `key` never allows a request of `cost`, if this process knows that before
+/// it asks the store. Of a key without a state, only the store knows whether a quota was set for it.
+pub(super) fn known_above_limit(core: &Core, key: Key, cost: u32) -> Option<Reason> {
+    let above = cost_above_limit(core, key, cost)?;
+    core.states.find(key, |_| above)
+}
+
+/// Returns why the quota of `key` never allows a request of `cost`, if that is so.
+pub(super) fn cost_above_limit(core: &Core, key: Key, cost: u32) -> Option<Reason> {
+    let largest = core.quota_of(key).quota().largest_cost();
+    (cost > largest).then(|| Reason::CostAboveLimit {
+        cost,
+        largest,
+        unit: core.unit_name(),
+    })
 }

@@ -24,7 +24,9 @@ use crate::join::join_all;
 use crate::key::Key;
 use crate::key_map::Full;
 use crate::limit::{Charge, UnusedPermits};
-use crate::store::{ClientSession, Lease, LeaseRequest, OwnedLeaseRequest, spawn};
+use crate::store::{
+    Claim, ClientSession, Lease, LeaseRequest, OwnedLeaseRequest, StoreListener, spawn,
+};
 
 /// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the
 /// runtime does not run them in this time, the next call is sent without them.
@@ -90,6 +92,14 @@ impl Core {
         let own = self.own_spec(state, now);
         let mut ctx = self.ctx(key, now, own.as_ref());
         let done = act(state, &mut ctx);
+        if !state.limits.take_change() {
+            return (done, ctx.work);
+        }
+        let work = std::mem::take(&mut ctx.work);
+        let own = self.own_spec(state, now);
+        let mut ctx = self.ctx(key, now, own.as_ref());
+        ctx.work = work;
+        state.quota_changed(&mut ctx);
         (done, ctx.work)
     }
 
@@ -173,6 +183,7 @@ impl Core {
                 Effect::Call(number, call) => self.call(key, now, number, call),
                 Effect::Gather(delay) => self.gather(key, now, delay),
                 Effect::PassOn(delay) => self.pass_on(key, now, delay),
+                Effect::LimitInFlight(limit) => self.limit_in_flight(key, now, limit),
             }
         }
     }
@@ -190,6 +201,21 @@ impl Core {
             let answer = call.await;
             pending.answered(answer);
         });
+    }
+
+    /// Limits the calls in flight of `key`, if they are limited.
+    fn limit_in_flight(self: &Arc<Self>, key: Key, now: Instant, limit: Option<u32>) {
+        if let Some(in_flight) = &self.in_flight {
+            self.claim(in_flight.set_limit(key, limit, now));
+        }
+    }
+
+    /// Sends a claim about calls in flight to the store.
+    pub(super) fn claim(self: &Arc<Self>, claim: Option<Claim>) {
+        if let Some(claim) = claim {
+            let listener: Arc<dyn StoreListener> = self.clone();
+            self.settings.store.claim(claim, &listener);
+        }
     }
 
     /// Waits until `delay` after `now`. Then sends the store what the upstream has stated about

@@ -15,7 +15,7 @@ use crate::events;
 use crate::key::Key;
 use crate::key_map::Full;
 use crate::quota::Limit;
-use crate::store::{Claim, Refusal, StoreEvent, StoreListener};
+use crate::store::{Refusal, StoreEvent};
 use crate::wait_queue::Number;
 use crate::wakers::Wakers;
 
@@ -134,17 +134,10 @@ pub(super) fn enter(
     if !entered.done {
         return Ok(Some(Settled::QueueFull));
     }
-    send(core, entered.claim);
+    core.claim(entered.claim);
     Ok(in_flight
         .with(key, |calls| calls.collect(number, now))
         .flatten())
-}
-
-/// Gives `key` this limit, if calls in flight are limited.
-pub(super) fn set_limit(core: &Arc<Core>, key: Key, limit: Option<u32>, now: Instant) {
-    if let Some(in_flight) = &core.in_flight {
-        send(core, in_flight.set_limit(key, limit, now));
-    }
 }
 
 /// Polls the wait of `number` for an in-flight slot of `key`. It ends at `until` at the latest.
@@ -199,7 +192,7 @@ fn with_calls<R>(
         .as_ref()?
         .act(key, |calls| act(calls, &mut wakers))?;
     wakers.wake();
-    send(core, acted.claim);
+    core.claim(acted.claim);
     Some(acted.done)
 }
 
@@ -210,11 +203,4 @@ fn with_guarded_calls<R>(core: &Core, key: Key, act: impl FnOnce(&mut KeyCalls) 
         return None;
     }
     core.in_flight.as_ref()?.with(key, act)
-}
-
-fn send(core: &Arc<Core>, claim: Option<Claim>) {
-    if let Some(claim) = claim {
-        let listener: Arc<dyn StoreListener> = core.clone();
-        core.settings.store.claim(claim, &listener);
-    }
 }

@@ -17,6 +17,7 @@ use super::holds;
 use super::joint::PartRef;
 use super::limited::RefusedRequest;
 use super::listener;
+use super::own_quota::{self, QuotaError};
 use super::quotas::QuotaId;
 use super::reservation::Reservation;
 use super::settings::Settings;
@@ -263,6 +264,85 @@ impl Limiter {
     pub async fn release(&self, key: Key) -> Result<(), StoreError> {
         self.0.for_each(key, holds::release).await
     }
+
+    /// Sets the quota of `key`, for all processes that share the store, as an upgrade of a tenant needs
+    /// it. It applies in place of the quotas of layers and requests, and of limits that the upstream has
+    /// stated. It is kept for 30 days after its last use: [`set_quota_for`](Limiter::set_quota_for) sets
+    /// another time.
+    ///
+    /// Units that were used stay used. The other processes hear of it at once. One that misses the
+    /// message hears of it with its next call to the store, and uses slots that it has booked until then
+    /// for at most 15 s. A restart of the store or of processes changes nothing. If the store loses its
+    /// state, the processes that use the key tell it anew.
+    ///
+    /// The quota has the same units as that of the builder, and limits calls in flight only if that does.
+    ///
+    /// ```
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let tenants = RateLimitLayer::new(Quota::per_minute(60))?.limiter();
+    /// let tenant = Key::new("tenant 17");
+    /// tenants.set_quota(tenant, Quota::per_minute(600)).await?;
+    /// assert_eq!(tenants.peek(tenant).await?.free, 600);
+    ///
+    /// tenants.unset_quota(tenant).await?;
+    /// # assert_eq!(tenants.peek(tenant).await?.free, 60);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`QuotaError::Config`] if the quota is out of range or of another kind.
+    /// [`QuotaError::Store`] if other processes may not know of it. This process has the old quota then.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, the quota may have been set or not.
+    pub async fn set_quota(&self, key: Key, quota: Quota) -> Result<(), QuotaError> {
+        self.set_quota_for(key, quota, Limiter::QUOTA_LIFE).await
+    }
+
+    /// Sets the quota of `key`, as [`set_quota`](Limiter::set_quota) does. It is kept for `life` after its
+    /// last use, at most 366 days.
+    ///
+    /// A key with a set quota stays in the store for that time, in about 500 bytes.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`set_quota`](Limiter::set_quota).
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, the quota may have been set or not.
+    pub async fn set_quota_for(
+        &self,
+        key: Key,
+        quota: Quota,
+        life: Duration,
+    ) -> Result<(), QuotaError> {
+        own_quota::set(&self.0, key, quota, life).await
+    }
+
+    /// Ends the quota that was set for `key`, for all processes that share the store. The quotas of layers
+    /// and requests apply again at once, and the limits of the set quota besides them for two of their
+    /// windows and up to a second.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if other processes may not know of it. In this process the quota has not ended then.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, the quota may have ended or not.
+    pub async fn unset_quota(&self, key: Key) -> Result<(), StoreError> {
+        own_quota::unset(&self.0, key, Limiter::QUOTA_LIFE).await
+    }
+
+    /// For how long after its last use a set quota is kept by default.
+    const QUOTA_LIFE: Duration = Duration::from_secs(30 * 86_400);
 
     /// Gives back the permits that this process has
     /// [prefetched](crate::guide::many_processes#what-a-lease-is), and waits until the store has

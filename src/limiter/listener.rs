@@ -7,6 +7,7 @@ use super::engine::Core;
 use super::holds;
 use super::in_flight_slot;
 use super::key_state::KeyState;
+use super::own_quota;
 use crate::clock;
 use crate::key::Key;
 use crate::store::StoreEvent;
@@ -19,6 +20,7 @@ pub(super) fn on_event(core: &Arc<Core>, key: Key, holder: u64, event: StoreEven
         StoreEvent::RemainingFell { writes } => remaining_fell(core, key, writes),
         StoreEvent::EventsMissed => events_missed(core, false),
         StoreEvent::Reconnected => events_missed(core, true),
+        StoreEvent::SetQuota(heard) => own_quota::heard(core, key, &heard),
         event => in_flight_slot::on_event(core, key, holder, event),
     }
 }

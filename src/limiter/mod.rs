@@ -25,7 +25,7 @@
 // | `effects` | access to the state of a key, and the effects that it returns |
 // | `cores` | the cores of a limiter whose quota counts several units |
 // | `counting` | what is counted of requests, and the stats of a limiter |
-// | `holds`, `in_flight_slot`, `own_quota` | holds of keys, in-flight slots, quotas that requests state |
+// | `holds`, `in_flight_slot`, `own_quota` | holds of keys, in-flight slots, quotas that requests state or an operator sets |
 // | `split_signal` | which key of a joint request a response is about |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | the way of a request to its permit |
@@ -95,6 +95,7 @@ pub use limiter::Limiter;
 pub(crate) use outer::{
     InnerCall, Mark, is_any as is_inside_a_layer, note_several as note_several_gates,
 };
+pub use own_quota::QuotaError;
 pub use permit::Permit;
 pub(crate) use quotas::{QuotaId, Quotas};
 pub(crate) use reservation::Reservation;
@@ -103,5 +104,5 @@ pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, Settings};
 pub use settlement::Settlement;
 pub(crate) use start::Started;
-pub use status::KeyStatus;
+pub use status::{KeyStatus, QuotaSource};
 pub(crate) use waiting::Waiting;

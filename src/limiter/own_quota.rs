@@ -1,14 +1,56 @@
-//! The quota of a key, if a request states one.
+//! The quota of a key: a request states one, or an operator sets one for the whole fleet.
 
+use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use super::cores::Cores;
 use super::engine::Core;
-use super::in_flight_slot;
 use super::key_state::{KeyContext, KeyState};
 use super::quotas::QuotaId;
 use super::settings::Settings;
+use crate::clock;
+use crate::config_error::ConfigError;
+use crate::error::StoreError;
+use crate::events;
+use crate::join::join_all;
 use crate::key::Key;
+use crate::limit::LimitSpec;
+use crate::quota::Quota;
+use crate::store::SetQuota;
+
+/// The longest life of a set quota: 366 days. Longer ones are cut to this.
+const LONGEST_LIFE: Duration = Duration::from_secs(366 * 86_400);
+
+/// Why a quota was not set.
+#[non_exhaustive]
+#[derive(Clone, Debug)]
+pub enum QuotaError {
+    /// The quota is out of range, or it is of another kind than that of the limiter.
+    Config(ConfigError),
+    /// The store failed. Other processes may not know of the change.
+    Store(StoreError),
+}
+
+impl fmt::Display for QuotaError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            QuotaError::Config(_) => f.write_str("the quota cannot be set"),
+            QuotaError::Store(_) => {
+                f.write_str("the quota may not be set, because the store failed")
+            }
+        }
+    }
+}
+
+impl std::error::Error for QuotaError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            QuotaError::Config(error) => Some(error),
+            QuotaError::Store(error) => Some(error),
+        }
+    }
+}
 
 /// Gives `key` the quota that a request states, from the next call to the store on.
 pub(super) fn choose(core: &Arc<Core>, key: Key, quota: QuotaId, now: Instant) {
@@ -26,13 +68,75 @@ pub(super) fn choose(core: &Arc<Core>, key: Key, quota: QuotaId, now: Instant) {
         ..
     } = &core.settings;
     let spec = quotas.spec(quota, core.unit());
-    let limits = spec.as_ref().unwrap_or(configured).quota();
-    in_flight_slot::set_limit(core, key, limits.most_in_flight(), now);
-    let set = |state: &mut KeyState, _: &mut KeyContext<'_>| {
-        state.set_quota(quota, spec, configured, *learn);
+    let choose = |state: &mut KeyState, _: &mut KeyContext<'_>| {
+        state.limits.choose(quota, spec, configured, *learn);
     };
     // If there is no room for the key, its request is refused.
-    if core.with_new_state(key, now, set).is_ok() && known.is_some() {
-        core.with_state(key, now, KeyState::tighten);
+    let _ = core.with_new_state(key, now, choose);
+}
+
+/// Takes in that a quota was set for `key`, or has ended.
+pub(super) fn heard(core: &Arc<Core>, key: Key, heard: &SetQuota) {
+    core.settings.quotas.note_any();
+    let change = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
+        let is_new = state.limits.set_quota_version() < heard.version;
+        state.hear_set_quota(ctx, heard);
+        is_new
+    };
+    if core.with_state(key, clock::now(), change) == Some(true) {
+        events::quota_set(&core.label(key, None), heard.quota.as_ref());
     }
+}
+
+/// Sets the quota of `key` for all processes that share the store.
+pub(super) async fn set(
+    cores: &Cores,
+    key: Key,
+    quota: Quota,
+    life: Duration,
+) -> Result<(), QuotaError> {
+    let life = life.min(LONGEST_LIFE);
+    let quotas = &cores.first.settings.quotas;
+    let specs = quotas.specs(&quota).map_err(QuotaError::Config)?;
+    let set = cores.all().filter_map(|core| {
+        let (_, spec) = specs.iter().find(|(unit, _)| *unit == core.unit())?;
+        Some(change(core, core.key_of(key), Some(spec.clone()), life))
+    });
+    let done: Result<(), StoreError> = join_all(set).await.into_iter().collect();
+    done.map_err(QuotaError::Store)
+}
+
+/// Ends the set quota of `key`.
+pub(super) async fn unset(cores: &Cores, key: Key, life: Duration) -> Result<(), StoreError> {
+    let all = cores.all();
+    let unset = all.map(|core| change(core, core.key_of(key), None, life));
+    join_all(unset).await.into_iter().collect()
+}
+
+/// Sets the quota of `key` to that of `spec`, or ends the set quota.
+async fn change(
+    core: &Arc<Core>,
+    key: Key,
+    spec: Option<Arc<LimitSpec>>,
+    life: Duration,
+) -> Result<(), StoreError> {
+    let store = &core.settings.store;
+    let known = core.states.find(key, |state| {
+        (
+            state.limits.set_quota_version(),
+            state.limits.stated_quota().cloned(),
+        )
+    });
+    let (version, stated) = known.unwrap_or_default();
+    let stated = stated.unwrap_or_else(|| core.settings.spec.clone());
+    let limits = spec.as_ref().unwrap_or(&stated);
+    let limits = Arc::new((**limits).clone().with_quota_version(version, life));
+    let reply = match spec {
+        Some(_) => store.set_quota(key, &limits, life),
+        None => store.unset_quota(key, &limits, life),
+    };
+    let version = reply.arrives().await?;
+    let quota = spec.map(|spec| *spec.quota());
+    heard(core, key, &SetQuota::new(version, quota, life, life));
+    Ok(())
 }

@@ -37,7 +37,7 @@ pub(crate) struct Quotas {
     /// How late the upstream counts.
     counted_within: Duration,
     known: RwLock<Known>,
-    /// Whether a request has stated a quota. It is read without the lock.
+    /// Whether a key may have a quota of its own. It is read without the lock.
     is_any: AtomicBool,
 }
 
@@ -50,7 +50,7 @@ struct Known {
 }
 
 /// Limits, each with the unit that they count. `None` for requests.
-type Specs = SmallVec<[(Option<&'static str>, Arc<LimitSpec>); 1]>;
+pub(super) type Specs = SmallVec<[(Option<&'static str>, Arc<LimitSpec>); 1]>;
 
 impl Quotas {
     /// The most different quotas that requests may state. They are kept as long as the limiter.
@@ -75,7 +75,12 @@ impl Quotas {
         LimitSpec::checked(quota, self.slacks, self.counted_within)
     }
 
-    /// Returns whether a request may have stated a quota.
+    /// Notes that a key may have a quota of its own.
+    pub(super) fn note_any(&self) {
+        self.is_any.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns whether a key may have a quota of its own.
     pub(super) fn is_any(&self) -> bool {
         self.is_any.load(Ordering::Relaxed)
     }
@@ -100,8 +105,12 @@ impl Quotas {
         }
     }
 
-    #[cold]
-    fn add(&self, quota: &Quota) -> Result<QuotaId, ConfigError> {
+    /// Returns the limits of a quota that a key may have, by their units.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] if it is out of range, or counts other units than the configured quota.
+    pub(super) fn specs(&self, quota: &Quota) -> Result<Specs, ConfigError> {
         quota.check(self.slacks)?;
         if self.shape(quota) != self.shape(&self.configured) {
             return Err(out_of_range(
@@ -111,8 +120,12 @@ impl Quotas {
             ));
         }
         let limits = |quota: Quota| Ok((quota.unit(), Arc::new(self.limits(quota)?)));
-        let specs = quota.by_unit().into_iter().map(limits);
-        let specs = specs.collect::<Result<Specs, ConfigError>>()?;
+        quota.by_unit().into_iter().map(limits).collect()
+    }
+
+    #[cold]
+    fn add(&self, quota: &Quota) -> Result<QuotaId, ConfigError> {
+        let specs = self.specs(quota)?;
         let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(id) = known.ids.get(quota) {
             return Ok(*id);
@@ -126,7 +139,7 @@ impl Quotas {
         let number = u32::try_from(known.specs.len() + QuotaId::FIRST).unwrap_or(u32::MAX);
         known.specs.push(specs);
         known.ids.insert(*quota, QuotaId(number));
-        self.is_any.store(true, Ordering::Relaxed);
+        self.note_any();
         Ok(QuotaId(number))
     }
 

@@ -144,13 +144,7 @@ pub(super) fn slow(
         return refuse(label(), Reason::Draining, Refusal::NEVER);
     }
     own_quota::choose(core, entry.key, entry.quota, now);
-    let largest = core.quota_of(entry.key).quota().largest_cost();
-    if entry.cost > largest {
-        let reason = Reason::CostAboveLimit {
-            cost: entry.cost,
-            largest,
-            unit: core.unit_name(),
-        };
+    if let Some(reason) = admission::known_above_limit(core, entry.key, entry.cost) {
         return refuse(label(), reason, Refusal::NEVER);
     }
     if bound.latest < now {

@@ -15,6 +15,8 @@ use crate::store::{LimitUsage, PeekRequest, Usage};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct KeyStatus {
+    /// Where the quota of the key comes from.
+    pub quota_source: QuotaSource,
     /// Each limit that applies to the key, with the units that are used of it, of which
     /// [`unit`](LimitUsage::unit) is the name.
     pub limits: Vec<LimitUsage>,
@@ -46,6 +48,23 @@ pub struct KeyStatus {
     pub degraded: bool,
 }
 
+/// Where the quota of a key comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum QuotaSource {
+    /// From the builder.
+    Builder,
+    /// From the requests of the key: [`quota`](crate::RateLimitBuilder::quota).
+    Request,
+    /// The upstream has stated limits: [`trust_headers`](crate::RateLimitBuilder::trust_headers).
+    Upstream,
+    /// An operator has [set](crate::Limiter::set_quota) it.
+    Set {
+        /// How long it applies if the key is not used.
+        left: Duration,
+    },
+}
+
 /// Reads the state of `key`, and consumes nothing.
 pub(super) async fn read(cores: &Cores, key: Key) -> Result<KeyStatus, StoreError> {
     let mut all = read_one(&cores.first, key).await?;
@@ -58,6 +77,7 @@ pub(super) async fn read(cores: &Cores, key: Key) -> Result<KeyStatus, StoreErro
             held,
             learned,
             degraded,
+            quota_source: _,
         } = read_one(core, key).await?;
         all.limits.extend(limits);
         all.next_slot = all.next_slot.max(next_slot);
@@ -85,6 +105,7 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
         next_slot,
         hold,
         degraded,
+        set_quota,
         ..
     } = answer.arrives().await?;
     let unit = core.unit_name();
@@ -95,12 +116,14 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
         prefetched: state.at_hand(now),
         held: state.hold.left(now),
         learned: state.limits.learned().to_vec(),
+        has_stated_quota: state.limits.stated_quota().is_some(),
     });
     let Local {
         queued,
         prefetched,
         held: held_here,
         learned,
+        has_stated_quota,
     } = local.unwrap_or_default();
     let held = held_here.max(Some(hold.remaining).filter(|left| !left.is_zero()));
     let in_flight = limits
@@ -113,7 +136,14 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
     } else {
         next_slot
     };
+    let quota_source = match set_quota {
+        Some(set) if set.quota.is_some() => QuotaSource::Set { left: set.left },
+        _ if !learned.is_empty() => QuotaSource::Upstream,
+        _ if has_stated_quota => QuotaSource::Request,
+        _ => QuotaSource::Builder,
+    };
     Ok(KeyStatus {
+        quota_source,
         free: if held.is_some() { 0 } else { limits_allow },
         next_slot: until_free.max(held.unwrap_or_default()),
         waiting: queued
@@ -137,4 +167,6 @@ struct Local {
     prefetched: u32,
     held: Option<Duration>,
     learned: Vec<StatedLimit>,
+    /// Whether requests have stated a quota.
+    has_stated_quota: bool,
 }

@@ -298,7 +298,7 @@ impl Waiter {
         }
         let admission = admission::slot_settled(
             &self.core,
-            self.key,
+            &self.entry(),
             self.ticket.bound,
             settled,
             in_flight_slot,
@@ -332,7 +332,7 @@ impl Waiter {
             let in_flight_slot = self.in_flight_slot.take();
             let admission = admission::slot_settled(
                 &self.core,
-                self.key,
+                &self.entry(),
                 bound,
                 Settled::Refused(refusal),
                 in_flight_slot,

@@ -127,6 +127,12 @@ impl Found {
         }
     }
 
+    /// Returns the largest cost of a request that the set quota allows, if there is one.
+    pub(super) fn largest_cost(&self) -> Option<u32> {
+        let set = self.usage.as_ref().ok()?.set_quota.as_ref()?;
+        Some(set.quota?.largest_cost())
+    }
+
     /// Returns how long the key is on hold, by what this process and the store know.
     pub(super) fn held(&self) -> Option<Duration> {
         let in_store = self

@@ -49,7 +49,7 @@ pub(super) async fn explain(
             let case = Case {
                 core: &asked.core,
                 cost: asked.cost,
-                largest: asked.largest_cost(),
+                largest: found.largest_cost().unwrap_or_else(|| asked.largest_cost()),
                 found,
                 max_wait,
                 bound,

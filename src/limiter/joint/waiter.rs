@@ -94,14 +94,7 @@ fn unfit(
     let JointRequest { parts, costs } = request;
     for (index, part) in parts.iter().enumerate() {
         let cost = costs[index];
-        let largest = part.core.quota_of(part.key).quota().largest_cost();
-        if cost > largest {
-            let unit = part.core.unit_name();
-            let reason = Reason::CostAboveLimit {
-                cost,
-                largest,
-                unit,
-            };
+        if let Some(reason) = admission::known_above_limit(&part.core, part.key, cost) {
             return Some((index, reason));
         }
         if index < own && part.core.settings.tally.is_draining() {
@@ -393,7 +386,14 @@ impl JointWaiter {
         let max_wait = max_wait(&self.set.parts);
         let reason = |refusal| Admission::Refused(self.bound.reason(max_wait), refusal);
         let admission = match cause {
-            Cause::Wait(refusal) => reason(refusal),
+            Cause::Wait(refusal) => {
+                let Part { core, key, .. } = &self.set.parts[part];
+                let above = admission::cost_above_limit(core, *key, self.costs[part]);
+                match above.filter(|_| refusal.wait.is_none()) {
+                    Some(above) => Admission::Refused(above, refusal),
+                    None => reason(refusal),
+                }
+            }
             Cause::Held(refusal) => Admission::Refused(Reason::Held, refusal),
             Cause::Failed(StoreError::Full { max_keys }) => {
                 Admission::Refused(Reason::TooManyKeys(max_keys), Refusal::NEVER)

@@ -89,6 +89,8 @@ pub(in crate::limiter) enum Effect {
     Call(CallNumber, LeaseFuture),
     /// Sends the next call after this delay. Requests that arrive meanwhile join it.
     Gather(Duration),
+    /// Limits the calls in flight of the key to this number, if they are limited.
+    LimitInFlight(Option<u32>),
     /// After this delay, sends the store what the upstream has stated meanwhile.
     PassOn(Duration),
 }

@@ -1,17 +1,19 @@
 //! The limits of a key, if they are not the configured ones.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::context::KeyContext;
 use super::stated_limits::{
     Changes, HeaderTrust, Limits, StatedLimit, StatedLimits, updated, valid,
 };
+use crate::clock;
 use crate::events;
 use crate::limit::LimitSpec;
 use crate::limiter::quotas::QuotaId;
+use crate::quota::{Quota, Slacks};
 use crate::signal::Signal;
-use crate::store::label;
+use crate::store::{SetQuota, label};
 
 /// The limits of a key, if they are not the configured ones. Most keys have none.
 #[derive(Default)]
@@ -23,6 +25,22 @@ struct OwnLimits {
     quota: Option<(QuotaId, Arc<LimitSpec>)>,
     /// The limits that the upstream has stated.
     learned: Option<StatedLimits>,
+    /// The quota that was set for the key, or its end.
+    set: Option<KnownSetQuota>,
+    /// Whether the limits have changed since the last visit.
+    has_changed: bool,
+}
+
+/// A quota that was set for a key, or its end, as this process knows it.
+struct KnownSetQuota {
+    version: u32,
+    /// The limits. `None` if the quota has ended.
+    spec: Option<Arc<LimitSpec>>,
+    life: Duration,
+    /// Until when this process knows it. After that, it asks the store as if it knew of none.
+    until: Instant,
+    /// The limits that apply after the end, as the store is told them, and what they were made from.
+    after_end: Option<(Arc<LimitSpec>, Arc<LimitSpec>)>,
 }
 
 impl KeyLimits {
@@ -34,6 +52,11 @@ impl KeyLimits {
         now: Instant,
     ) -> Option<Arc<LimitSpec>> {
         let own = self.0.as_mut()?;
+        own.set.take_if(|set| set.until <= now);
+        let set = own.set.as_ref().and_then(|set| set.spec.clone());
+        if set.is_some() {
+            return set;
+        }
         if let Some(learned) = own
             .learned
             .as_ref()
@@ -43,10 +66,55 @@ impl KeyLimits {
             let quota = own.quota_or(configured).clone();
             own.learned = StatedLimits::new(trust, &quota, limits, Changes::default());
         }
-        match &own.learned {
-            Some(learned) => Some(learned.spec()),
-            None => self.quota().cloned(),
+        let applies = match (&own.learned, &own.quota) {
+            (Some(learned), _) => Some(learned.spec()),
+            (None, quota) => quota.as_ref().map(|(_, spec)| spec.clone()),
+        };
+        match &mut own.set {
+            Some(ended) => Some(ended.after_end(applies.unwrap_or_else(|| configured.clone()))),
+            None => applies,
         }
+    }
+
+    /// Takes in a set quota, or its end. `like` are other limits of the key.
+    pub(super) fn hear(&mut self, heard: &SetQuota, like: &LimitSpec, now: Instant) {
+        let own = self.0.get_or_insert_default();
+        let until = clock::after(now, heard.left);
+        match &mut own.set {
+            Some(known) if known.version > heard.version => return,
+            Some(known) if known.version == heard.version => {
+                known.until = known.until.max(until);
+                return;
+            }
+            _ => {}
+        }
+        own.has_changed = true;
+        own.set = Some(KnownSetQuota {
+            version: heard.version,
+            spec: heard
+                .quota
+                .map(|quota| Arc::new(set_spec(quota, heard, like))),
+            life: heard.life,
+            until,
+            after_end: None,
+        });
+    }
+
+    /// Returns the set quota of the key that this process knows of, or its end.
+    pub(in crate::limiter) fn set_quota_version(&self) -> u32 {
+        let set = self.0.as_ref().and_then(|own| own.set.as_ref());
+        set.map_or(0, |set| set.version)
+    }
+
+    /// Returns the limits of the set quota, if one applies.
+    pub(in crate::limiter) fn set_spec(&self) -> Option<&Arc<LimitSpec>> {
+        self.0.as_ref()?.set.as_ref()?.spec.as_ref()
+    }
+
+    /// Returns whether the limits have changed since this was last called.
+    pub(in crate::limiter) fn take_change(&mut self) -> bool {
+        let own = self.0.as_mut();
+        own.is_some_and(|own| std::mem::take(&mut own.has_changed))
     }
 
     /// Returns whether a request that states this quota need not change that of the key.
@@ -56,14 +124,19 @@ impl KeyLimits {
         id == QuotaId::NONE || id == own.map_or(QuotaId::CONFIGURED, |(own, _)| *own)
     }
 
-    /// Returns the limits of the quota that requests have stated.
+    /// Returns the limits of the set quota, or else of the quota that requests have stated.
     pub(in crate::limiter) fn quota(&self) -> Option<&Arc<LimitSpec>> {
+        self.set_spec().or_else(|| self.stated_quota())
+    }
+
+    /// Returns the limits of the quota that requests have stated.
+    pub(in crate::limiter) fn stated_quota(&self) -> Option<&Arc<LimitSpec>> {
         let own = self.0.as_ref()?.quota.as_ref();
         own.map(|(_, spec)| spec)
     }
 
-    /// Sets the quota that requests have stated. Its limits are `spec`, or the `configured` ones.
-    pub(super) fn set_quota(
+    /// Takes in the quota that a request states. Its limits are `spec`, or the `configured` ones.
+    pub(in crate::limiter) fn choose(
         &mut self,
         id: QuotaId,
         spec: Option<Arc<LimitSpec>>,
@@ -71,13 +144,13 @@ impl KeyLimits {
         trust: HeaderTrust,
     ) {
         let own = self.0.get_or_insert_default();
+        own.has_changed = true;
         own.quota = spec.map(|spec| (id, spec));
         if let Some(learned) = own.learned.take() {
             let limits = learned.limits().iter().cloned().collect();
             let quota = own.quota_or(configured).clone();
             own.learned = StatedLimits::new(trust, &quota, limits, learned.changes());
         }
-        self.tidy();
     }
 
     /// Returns the limits that the upstream has stated.
@@ -100,7 +173,7 @@ impl KeyLimits {
         signal: &Signal,
         ctx: &KeyContext<'_>,
     ) -> bool {
-        let quota = self.quota().unwrap_or(configured).clone();
+        let quota = self.stated_quota().unwrap_or(configured).clone();
         if !matches!(trust, HeaderTrust::Stricter | HeaderTrust::Replace)
             || quota.quota().limits().is_empty()
         {
@@ -130,7 +203,6 @@ impl KeyLimits {
         }
         let own = self.0.get_or_insert_default();
         own.learned = StatedLimits::new(trust, &quota, limits, changes.and(ctx.now));
-        self.tidy();
         true
     }
 
@@ -141,11 +213,38 @@ impl KeyLimits {
             learned.renew(limits);
         }
     }
+}
 
-    fn tidy(&mut self) {
-        let is_empty = |own: &mut Box<OwnLimits>| own.quota.is_none() && own.learned.is_none();
-        self.0.take_if(is_empty);
+impl KnownSetQuota {
+    /// Returns the limits `applies` as the store is told them, which knows the end of the set quota.
+    fn after_end(&mut self, applies: Arc<LimitSpec>) -> Arc<LimitSpec> {
+        if let Some((of, made)) = &self.after_end
+            && Arc::ptr_eq(of, &applies)
+        {
+            return made.clone();
+        }
+        let made = (*applies)
+            .clone()
+            .with_quota_version(self.version, self.life);
+        let made = Arc::new(made);
+        self.after_end = Some((applies, made.clone()));
+        made
     }
+}
+
+/// Makes the limits of a quota that was set, with the slacks and the unit of other limits of the key.
+fn set_spec(quota: Quota, set: &SetQuota, like: &LimitSpec) -> LimitSpec {
+    let quota = like.quota().unit().map_or(quota, |unit| quota.of(unit));
+    let slacks = Slacks {
+        transit: like.transit_slack(),
+        boundary: like.boundary_guard(),
+        rate_loss: Slacks::RATE_LOSS,
+    };
+    let spec = LimitSpec::new(quota, slacks.transit, slacks.boundary);
+    // Another process has set it, which may allow for other slacks.
+    let life = quota.check(slacks).unwrap_or(spec.life());
+    spec.with_life(life)
+        .with_quota_version(set.version, set.life)
 }
 
 impl OwnLimits {

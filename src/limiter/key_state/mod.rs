@@ -59,7 +59,6 @@ use std::time::{Duration, Instant};
 
 use super::prefetched::Prefetched;
 use super::queue::{Gathering, Queue, Returns};
-use super::quotas::QuotaId;
 use super::reservation::{Counting, Reservation};
 use super::unlocked::UnlockedPermits;
 use crate::clock;
@@ -68,7 +67,7 @@ use crate::limit::{Charge, LimitSpec, UnusedPermits};
 use crate::quota::Limit;
 use crate::signal::Signal;
 use crate::stats::KeyCounts;
-use crate::store::{HoldState, Lease, LeaseRequest, StoreReply};
+use crate::store::{HoldState, Lease, LeaseRequest, SetQuota, StoreReply};
 use crate::wakers::Wakers;
 
 use charges::PendingCharges;
@@ -154,19 +153,19 @@ impl KeyState {
         }
     }
 
-    /// Changes the quota that requests have stated for the key. Its limits are `spec`, or the configured
-    /// ones. The caller [tightens](Self::tighten) the key then.
-    pub(super) fn set_quota(
-        &mut self,
-        id: QuotaId,
-        spec: Option<Arc<LimitSpec>>,
-        configured: &Arc<LimitSpec>,
-        trust: HeaderTrust,
-    ) {
-        let life = spec.as_ref().unwrap_or(configured).life();
-        self.store.quota_changed(life);
+    /// Takes in a quota that was set for the key, or its end.
+    pub(super) fn hear_set_quota(&mut self, ctx: &KeyContext<'_>, heard: &SetQuota) {
+        self.limits.hear(heard, ctx.spec, ctx.now);
+    }
+
+    /// Goes on under a changed quota. Gives up permits at hand and booked slots, and asks for them
+    /// anew.
+    pub(super) fn quota_changed(&mut self, ctx: &mut KeyContext<'_>) {
+        self.store.quota_changed(ctx.spec.life());
         self.upstream.remaining = None;
-        self.limits.set_quota(id, spec, configured, trust);
+        let in_flight = ctx.spec.quota().most_in_flight();
+        ctx.work.effects.push(Effect::LimitInFlight(in_flight));
+        self.tighten(ctx);
     }
 
     /// Takes in the limits that a response states.
@@ -580,6 +579,9 @@ impl KeyState {
         sent: Instant,
         now: Instant,
     ) -> (Instant, Instant) {
+        if let Some(heard) = &lease.set_quota {
+            self.hear_set_quota(ctx, heard);
+        }
         let Observed {
             bounds,
             has_lost_state,

@@ -102,10 +102,11 @@ impl World {
         let Work { wakers, effects } = ctx.work;
         wakers.wake();
         self.pending
-            .extend(effects.into_iter().map(|effect| match effect {
-                Effect::Call(number, call) => Pending::Call(number, call, now),
-                Effect::Gather(delay) => Pending::Gather(clock::after(now, delay)),
-                Effect::PassOn(delay) => Pending::PassOn(clock::after(now, delay)),
+            .extend(effects.into_iter().filter_map(|effect| match effect {
+                Effect::Call(number, call) => Some(Pending::Call(number, call, now)),
+                Effect::Gather(delay) => Some(Pending::Gather(clock::after(now, delay))),
+                Effect::PassOn(delay) => Some(Pending::PassOn(clock::after(now, delay))),
+                Effect::LimitInFlight(_) => None,
             }));
         let after: Vec<bool> = self
             .requests
