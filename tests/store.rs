@@ -9,7 +9,8 @@ use tollgate::Key;
 use tollgate::quota::Limit;
 use tollgate::store::{
     Claim, Demand, Grant, HoldState, Lease, LeaseRequest, LimitSpec, LimitUsage, MemoryStore,
-    PeekRequest, Refusal, Store, StoreListener, StoreReply, UnusedPermits, Usage, contract,
+    PeekRequest, Refusal, SetQuota, Store, StoreListener, StoreReply, UnusedPermits, Usage,
+    contract,
 };
 
 #[tokio::test(start_paused = true)]
@@ -90,6 +91,7 @@ fn stores_outside_the_crate_can_build_every_answer() {
             .sum::<u32>(),
         27
     );
+    lease.set_quota = Some(Box::new(SetQuota::new(2, None, second, second)));
     assert_eq!(Demand::new(1, 2), Demand::new(1, 2));
     assert_eq!(UnusedPermits::new(7, 8, 6, 1).units, 6);
 }
@@ -118,6 +120,8 @@ mod broken {
         SeatsOneTooMany,
         TakesInWhatIsLate,
         PassesSeatsOver,
+        HidesVersions,
+        EndsNoSetQuota,
     }
 
     impl Store for Broken {
@@ -145,6 +149,7 @@ mod broken {
                         grant.count = prefetch;
                     }
                 }
+                Fault::HidesVersions => lease.set_quota = None,
                 _ => {}
             }
             StoreReply::Ready(Ok(lease))
@@ -167,6 +172,17 @@ mod broken {
             self.store.claim(claim, listener);
         }
 
+        fn set_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
+            self.store.set_quota(key, spec, life)
+        }
+
+        fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
+            match self.fault {
+                Fault::EndsNoSetQuota => StoreReply::Ready(Ok(1000)),
+                _ => self.store.unset_quota(key, spec, life),
+            }
+        }
+
         fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
             self.store.peek(request)
         }
@@ -185,6 +201,8 @@ mod broken {
             Fault::SeatsOneTooMany,
             Fault::TakesInWhatIsLate,
             Fault::PassesSeatsOver,
+            Fault::HidesVersions,
+            Fault::EndsNoSetQuota,
         ] {
             let store = Arc::new(Broken {
                 store: MemoryStore::default(),

@@ -212,6 +212,16 @@ impl Store for StoreLink {
         self.go(move |memory| memory.release(key, &spec))
     }
 
+    fn set_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
+        let spec = spec.clone();
+        self.go(move |memory| memory.set_quota(key, &spec, life))
+    }
+
+    fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
+        let spec = spec.clone();
+        self.go(move |memory| memory.unset_quota(key, &spec, life))
+    }
+
     fn listen(&self, listener: Weak<dyn StoreListener>) {
         let listener = DelayedListener::new(&self.store, move || listener.upgrade());
         self.store.memory.listen(Arc::downgrade(&listener));
@@ -297,6 +307,7 @@ impl<F: Fn() -> Option<Arc<dyn StoreListener>> + Send + Sync + 'static> StoreLis
             clock::sleep_until(missed.map_or(at, |until| until + delay)).await;
             let event = match event {
                 StoreEvent::Hold(_)
+                | StoreEvent::SetQuota(_)
                 | StoreEvent::RemainingFell { .. }
                 | StoreEvent::Register(_)
                     if missed.is_some() =>

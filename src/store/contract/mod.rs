@@ -21,6 +21,7 @@ mod joint;
 mod later_use;
 mod rates;
 mod registers;
+mod set_quota;
 
 use std::sync::Arc;
 
@@ -52,6 +53,8 @@ pub async fn check(store: Arc<dyn Store>) {
     later_use::is_never_over_with_later_use(&store).await;
     later_use::is_not_blocked_by_later_use(&store).await;
     later_use::erases_later_use_that_is_returned(&store).await;
+    set_quota::set_quotas_decide_for_all_callers(&store).await;
+    set_quota::callers_retell_set_quotas(&store).await;
     joint::joint_requests_are_never_over(&store).await;
     joint::refused_joint_requests_leave_no_trace(&store).await;
     in_flight::counts_calls_in_flight(&store).await;

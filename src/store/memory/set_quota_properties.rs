@@ -169,6 +169,8 @@ struct Use {
 #[derive(Clone, Debug)]
 struct Unused {
     permits: UnusedPermits,
+    /// The quota version of the ledger when they were booked.
+    version: u32,
     number: usize,
     limits: Vec<(Limit, Knows)>,
 }
@@ -253,6 +255,11 @@ impl World {
             };
             self.limits.push((limit, knows));
         }
+    }
+
+    /// Returns the quota version of the ledger.
+    fn version(&self) -> u32 {
+        self.ledger.quota_unless(0).map_or(0, |told| told.version)
     }
 
     /// Takes in what a process was told.
@@ -483,6 +490,7 @@ impl World {
                 };
                 self.unused.push(Unused {
                     permits,
+                    version: self.version(),
                     number,
                     limits,
                 });
@@ -499,9 +507,11 @@ impl World {
     ) -> Vec<(u64, usize, Vec<(Limit, Knows)>)> {
         let mut units = u64::from(grant.cost) * u64::from(grant.count);
         let mut parts = Vec::new();
+        let version = self.version();
         for earlier in &mut self.returned {
             let permits = &mut earlier.permits;
-            if (permits.slot, permits.stamp) == (grant.slot, grant.stamp) {
+            let is_same = (permits.slot, permits.stamp) == (grant.slot, grant.stamp);
+            if is_same && earlier.version == version {
                 let again = permits.units.min(units);
                 (permits.units, units) = (permits.units - again, units - again);
                 parts.push((again, earlier.number, earlier.limits.clone()));

@@ -44,6 +44,8 @@ mod pubsub;
 mod registers;
 mod script;
 mod sealed_key;
+#[cfg(test)]
+mod set_quota_tests;
 mod stats;
 mod store;
 #[cfg(test)]

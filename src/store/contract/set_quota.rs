@@ -1,0 +1,114 @@
+//! Set quotas.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::caller::{Caller, LONG, granted};
+use crate::quota::Quota;
+use crate::store::{Demand, Lease, LeaseRequest, Store, StoreError};
+
+/// Sets the quota of a caller's key. Returns its version, or `None` if the store has no set quotas.
+async fn set(caller: &Caller, quota: Quota) -> Option<u32> {
+    let of_operator = Caller::new(&caller.store, "", quota).spec;
+    let reply = caller.store.set_quota(caller.key, &of_operator, LONG);
+    match reply.arrives().await {
+        Ok(version) => {
+            assert_eq!(version % 2, 1, "the version of a set quota is odd");
+            Some(version)
+        }
+        Err(StoreError::Unsupported(_)) => None,
+        Err(error) => panic!("the store answers: {error}"),
+    }
+}
+
+/// Returns the caller with another quota, of the quota version `version`.
+fn informed(caller: &Caller, quota: Quota, version: u32) -> Caller {
+    let spec = Caller::new(&caller.store, "", quota).spec;
+    let spec = (*spec).clone().with_quota_version(version, LONG);
+    Caller {
+        spec: Arc::new(spec),
+        ..caller.clone()
+    }
+}
+
+/// Books `count` permits now, and asserts which quota the reply states.
+async fn book(caller: &Caller, count: u32, told: Option<(u32, Option<Quota>)>) -> Lease {
+    let lease = caller.book(1, count, Duration::ZERO).await;
+    let states = lease.set_quota.as_ref();
+    let states = states.map(|quota| (quota.version, quota.quota));
+    assert_eq!(states, told, "the reply states another version: {lease:?}");
+    lease
+}
+
+/// From the call that sets a quota on, it decides for all callers, with the units that were used. When it
+/// ends, the quotas of callers decide.
+pub(super) async fn set_quotas_decide_for_all_callers(store: &Arc<dyn Store>) {
+    let own = Quota::per_minute(10);
+    let caller = Caller::new(store, "set quota", own);
+    assert_eq!(granted(&book(&caller, 4, None).await), 4);
+    let stricter = Quota::per_minute(6);
+    let Some(first) = set(&caller, stricter).await else {
+        return;
+    };
+    let lease = book(&caller, 4, Some((first, Some(stricter)))).await;
+    assert_eq!(granted(&lease), 2, "4 of 6 were used: {lease:?}");
+    let usage = caller.peek().await;
+    let limits: Vec<_> = usage.limits.iter().map(|usage| usage.limit).collect();
+    assert_eq!(limits, stricter.limits(), "{usage:?}");
+    let quota = usage.set_quota.expect("a peek states the set quota");
+    assert_eq!((quota.version, quota.quota), (first, Some(stricter)));
+    assert!(quota.left <= LONG && quota.left > LONG / 2, "{quota:?}");
+    assert_eq!(quota.life, LONG);
+    let knows_first = informed(&caller, stricter, first);
+    assert_eq!(granted(&book(&knows_first, 1, None).await), 0);
+
+    let looser = Quota::per_minute(50).and(Quota::in_flight(3));
+    let second = set(&caller, looser).await.expect("it was set before");
+    assert!(second > first, "{second} after {first}");
+    let lease = book(&knows_first, 60, Some((second, Some(looser)))).await;
+    assert_eq!(granted(&lease), 44, "6 of 50 were used: {lease:?}");
+
+    let end = caller.store.unset_quota(caller.key, &caller.spec, LONG);
+    let end = end.arrives().await.expect("the store answers");
+    assert!(end % 2 == 0 && end > second, "{end} after {second}");
+    let knows_second = informed(&caller, looser, second);
+    let lease = book(&knows_second, 1, Some((end, None))).await;
+    let nothing = (granted(&lease), lease.recovering, lease.refused);
+    assert_eq!(nothing, (0, Some(Duration::ZERO), None), "{lease:?}");
+    let knows_end = informed(&caller, own, end);
+    let lease = book(&knows_end, 1, None).await;
+    assert_eq!(granted(&lease), 0, "50 of 10 were used: {lease:?}");
+    assert!(lease.refused.is_some(), "{lease:?}");
+}
+
+/// A store that has lost its state learns the set quota from the callers that know it.
+pub(super) async fn callers_retell_set_quotas(store: &Arc<dyn Store>) {
+    let caller = Caller::new(store, "retold quota", Quota::per_minute(10));
+    if set(
+        &Caller::new(store, "other key", Quota::per_minute(1)),
+        Quota::per_minute(2),
+    )
+    .await
+    .is_none()
+    {
+        return;
+    }
+    let quota = Quota::per_minute(3);
+    let knows = informed(&caller, quota, 7);
+    assert_eq!(granted(&book(&knows, 1, None).await), 1);
+    let lease = book(&caller, 5, Some((7, Some(quota)))).await;
+    assert_eq!(granted(&lease), 2, "{lease:?}");
+    // A caller that knows the end brings the set quota to an end.
+    let knows_end = informed(&caller, Quota::per_minute(10), 8);
+    let demands = [Demand::new(1, 1)];
+    let lease = knows_end
+        .ask(LeaseRequest {
+            latest: Duration::ZERO,
+            ..knows_end.asks_for(&demands)
+        })
+        .await;
+    assert_eq!((granted(&lease), lease.set_quota), (0, None));
+    let refused = lease.refused.and_then(|refusal| refusal.limit);
+    assert_eq!(refused, Some(quota.limits()[0]), "its limits fade");
+    book(&knows, 1, Some((8, None))).await;
+}
