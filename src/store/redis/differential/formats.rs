@@ -1,7 +1,8 @@
 //! This release reads the states that an earlier release wrote. The earlier release reads the
 //! states that this one writes, unless they contain something new. `tests/formats/1` has the
 //! scripts of format 1, and states written by them. `tests/formats/2` has the script of the last
-//! release without advance bookings, and `tests/formats/3` has states with advance bookings.
+//! release without advance bookings. `tests/formats/3` has states with advance bookings, and the script
+//! of the last release without set quotas. `tests/formats/4` has states with set quotas.
 
 use super::super::layout::LEASE_LATER;
 use super::*;
@@ -9,6 +10,8 @@ use crate::limit::micros_up;
 
 const RATES_1: &str = include_str!("../../../../tests/formats/1/rates.lua");
 pub(super) const RATES_2: &str = include_str!("../../../../tests/formats/2/rates.lua");
+pub(super) const RATES_3: &str = include_str!("../../../../tests/formats/3/rates.lua");
+const STATES_4: &str = include_str!("../../../../tests/formats/4/states.txt");
 const STATES_3: &str = include_str!("../../../../tests/formats/3/states.txt");
 const STATES_1: &str = include_str!("../../../../tests/formats/1/states.txt");
 
@@ -69,8 +72,8 @@ fn run_1(world: &mut World, call: &[u8]) -> Result<Vec<u8>, redis::RedisError> {
         .invoke(&mut world.redis)
 }
 
-fn run_2(world: &mut World, call: &[u8]) -> redis::RedisResult<Vec<u8>> {
-    world.release = Release::Format2;
+fn run_of(world: &mut World, release: Release, call: &[u8]) -> redis::RedisResult<Vec<u8>> {
+    world.release = release;
     let reply = world.try_run(call);
     world.release = Release::Today;
     reply
@@ -351,7 +354,7 @@ fn format_3_states_are_clear_errors_to_earlier_releases() {
     let (_, call) = lease(&mut world, Demand::new(1, 1));
     let errors = [
         run_1(&mut world, &call).unwrap_err(),
-        run_2(&mut world, &call).unwrap_err(),
+        run_of(&mut world, Release::Format2, &call).unwrap_err(),
     ];
     for error in errors.map(|error| error.to_string()) {
         assert!(error.contains("format 3"), "{error}");
@@ -362,7 +365,7 @@ fn format_3_states_are_clear_errors_to_earlier_releases() {
     assert_eq!(reply.grants[0].count, 2, "three are booked");
     assert_eq!(stored(&mut world)[0], 1);
     assert!(run_1(&mut world, &call).is_ok());
-    assert!(run_2(&mut world, &call).is_ok());
+    assert!(run_of(&mut world, Release::Format2, &call).is_ok());
 }
 
 /// The script of `release_of` runs each step of a history. A step of format 1 is without what that
@@ -460,4 +463,145 @@ fn releases_take_turns_without_advance_bookings() {
             _ => Release::Format2,
         }
     });
+}
+
+/// Without a set quota, the last release that knows none writes and replies the same, byte for byte.
+#[test]
+fn plain_keys_are_as_before_byte_for_byte() {
+    let server = RedisServer::start().expect("a server of our own");
+    let world = std::cell::RefCell::new(World::new(&server));
+    let config = ProptestConfig {
+        cases: 300,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    };
+    let mix = prop_oneof![Just(Mix::Any), Just(Mix::LaterUse), Just(Mix::Plain)];
+    let histories = mix.prop_flat_map(|mix| {
+        let steps = prop::collection::vec(step(mix), 1..40);
+        ([quota(mix), quota(mix)], steps)
+    });
+    TestRunner::new(config)
+        .run(&histories, |(quotas, steps)| {
+            let mut world = world.borrow_mut();
+            world.begin();
+            let spec = quotas.map(|quota| Arc::new(LimitSpec::new(quota, millis(10), millis(2))));
+            for (number, step) in steps.iter().enumerate() {
+                world.now += step.wait;
+                let spec = &spec[usize::from(step.uses_second_spec)];
+                let demands = step.demands.iter();
+                let demands: Vec<Demand> = demands
+                    .map(|&(cost, count)| Demand::new(cost, count).earliest(step.earliest))
+                    .collect();
+                let returns = world.take_returns(step);
+                let request = LeaseRequest {
+                    prefetch: step.prefetch,
+                    latest: step.earliest + step.latest,
+                    validity: step.life,
+                    returns: &returns,
+                    hold: step.held,
+                    remaining: step.left.map(|left| left.of(spec)),
+                    session: world.memory(),
+                    ..lease_request(spec, &demands)
+                };
+                let call = match step.hold {
+                    Some(Some(held)) => codec::hold(spec, held, None, 7),
+                    Some(None) => codec::release(spec, 7),
+                    None => codec::lease(&request, 7),
+                };
+                let key = world.key.clone();
+                let mut run = |release: Release, key: String| {
+                    world.key = key;
+                    let reply = run_of(&mut world, release, &call).unwrap();
+                    let state: Option<Vec<u8>> = redis::cmd("GET")
+                        .arg(&world.key)
+                        .query(&mut world.redis)
+                        .unwrap();
+                    (reply, state)
+                };
+                let before = run(Release::Format3, format!("{key} before"));
+                let (reply, state) = run(Release::Today, key);
+                prop_assert_eq!(before, (reply.clone(), state), "step {}", number);
+                let lease = codec::read_lease(&reply, millis(10)).unwrap();
+                (world.incarnation, world.writes, world.seen) =
+                    (lease.incarnation, lease.writes, lease.now);
+                world.keep(&lease);
+            }
+            Ok(())
+        })
+        .unwrap_or_else(|error| panic!("{error}"));
+}
+
+/// Sets a quota for the key of a world. Returns its version.
+fn set_quota(world: &mut World, quota: Quota, life: Duration) -> u32 {
+    let spec = LimitSpec::new(quota, millis(10), millis(2));
+    let reply = world.run(&codec::set_quota(&spec, life, 7));
+    let lease = codec::read_lease(&reply, millis(10)).unwrap();
+    lease.set_quota.expect("it is set").version
+}
+
+/// A state has format 4 only while it has a set quota, or the end of one.
+#[test]
+fn format_4_states_are_clear_errors_to_earlier_releases() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    world.begin();
+    let spec = Arc::new(LimitSpec::new(Quota::per_second(5), millis(10), millis(2)));
+    let demands = [Demand::new(1, 1)];
+    let call = codec::lease(&lease_request(&spec, &demands), 7);
+    world.run(&call);
+    assert_eq!(stored(&mut world)[0], 1);
+    set_quota(&mut world, Quota::per_second(9), millis(1000));
+    assert_eq!(stored(&mut world)[0], 4);
+    let errors = [
+        run_1(&mut world, &call).unwrap_err(),
+        run_of(&mut world, Release::Format2, &call).unwrap_err(),
+        run_of(&mut world, Release::Format3, &call).unwrap_err(),
+    ];
+    for error in errors.map(|error| error.to_string()) {
+        assert!(error.contains("format 4"), "{error}");
+    }
+    // The set quota has ended, and that was forgotten.
+    world.now += 62_000_000;
+    world.run(&call);
+    assert_eq!(stored(&mut world)[0], 1);
+    for release in [Release::Format2, Release::Format3] {
+        assert!(run_of(&mut world, release, &call).is_ok());
+    }
+}
+
+/// How many microseconds after their last write the states with set quotas are read.
+const WAITS_4: [Micros; 3] = [0, 4_000_000, 4_000_000_000];
+
+/// Returns what a process that knows of no set quota gets from a state, and what it is told.
+fn decision_4(world: &mut World, spec: &Arc<LimitSpec>, session: ClientSession) -> String {
+    let peek = codec::peek(&crate::store::PeekRequest::new(Key::ALL, spec), 7);
+    let usage = codec::read_peek(&world.run(&peek)).unwrap();
+    let told = usage.set_quota.map(|told| {
+        let quota = told.quota.map(|quota| quota.to_string());
+        format!("{} {:?} for {:?}", told.version, quota, told.left)
+    });
+    format!("{told:?}; {}", decision(world, spec, session))
+}
+
+#[test]
+fn states_with_set_quotas_are_read_as_before() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    for (number, line) in STATES_4.lines().enumerate() {
+        let old = StateLine::read(line);
+        assert_eq!(old.state[0], 4, "{}", old.name);
+        let spec = Arc::new(LimitSpec::new(old.quota, millis(10), millis(2)));
+        assert_eq!(old.rest.len(), WAITS_4.len());
+        for (wait, expected) in WAITS_4.iter().zip(old.rest) {
+            world.now = old.now + wait;
+            load(&mut world, &format!("{number} {wait}"), &old.state);
+            let since = Duration::from_micros(*wait);
+            let session = ClientSession {
+                since,
+                ..old.session
+            };
+            let decided = decision_4(&mut world, &spec, session);
+            assert_eq!(decided, expected, "{}, {wait} us later", old.name);
+        }
+    }
 }

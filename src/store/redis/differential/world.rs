@@ -19,6 +19,8 @@ pub(super) enum Release {
     Format1,
     /// The last release that knows no advance bookings.
     Format2,
+    /// The last release that knows no set quotas.
+    Format3,
     Today,
 }
 
@@ -27,6 +29,7 @@ pub(super) struct World {
     pub(super) redis: redis::Connection,
     pub(super) script: redis::Script,
     script_2: redis::Script,
+    script_3: redis::Script,
     /// Which release's script runs the calls. That of format 1 runs only the leases.
     pub(super) release: Release,
     pub(super) key: String,
@@ -50,6 +53,7 @@ impl World {
                 RATES, 4,
             ))),
             script_2: redis::Script::new(&at_time_of_argument(formats::RATES_2, 4)),
+            script_3: redis::Script::new(&at_time_of_argument(formats::RATES_3, 4)),
             release: Release::Today,
             key: "key".into(),
             ledger: None,
@@ -85,6 +89,7 @@ impl World {
         let raw = self.now.saturating_add_signed(self.clock);
         let script = match self.release {
             Release::Format2 => &self.script_2,
+            Release::Format3 => &self.script_3,
             Release::Format1 | Release::Today => &self.script,
         };
         let mut invocation = script.key(&self.key);
@@ -153,7 +158,7 @@ impl World {
         let call = codec::lease(&request, 7);
         let theirs = match self.release {
             Release::Format1 => formats::lease_1(self, &call),
-            Release::Format2 | Release::Today => self.run_by_memory(call),
+            Release::Format2 | Release::Format3 | Release::Today => self.run_by_memory(call),
         };
         let theirs = codec::read_lease(&theirs, spec.transit_slack()).unwrap();
         assert_eq!(theirs.now, self.now);
