@@ -225,6 +225,35 @@ fn step_alone(world: &mut World, keys: &mut Keys, key: usize, step: &Step) {
     }
 }
 
+/// What an operator does with the set quota of a key, and whether the process receives the reply.
+#[derive(Clone, Copy, Debug)]
+struct Change {
+    key: usize,
+    /// Sets the quota of another key, or else ends the set quota.
+    sets: Option<usize>,
+    receives: bool,
+}
+
+/// Changes the set quota of a key.
+fn change(world: &mut World, keys: &mut Keys, quotas: &[Quota], change: Change) {
+    let key = change.key % quotas.len();
+    let life = millis(60_000);
+    let spec = |quota: Quota| LimitSpec::new(quota, millis(10), millis(2));
+    let call = match change.sets {
+        Some(which) => codec::set_quota(&spec(quotas[which % quotas.len()]), life, 7),
+        None => codec::unset_quota(&spec(quotas[key]), life, 7),
+    };
+    for name in [keys.joint[key].clone(), keys.alone[key].clone()] {
+        let reply = keys.run(world, &name, &call);
+        let lease = codec::read_lease(&reply, millis(10)).unwrap();
+        let told = lease.set_quota.expect("a change is always stated");
+        if change.receives {
+            let spec = spec(told.quota.unwrap_or(quotas[key]));
+            keys.specs[key] = Arc::new(spec.with_quota_version(told.version, told.life));
+        }
+    }
+}
+
 /// Runs one step as a joint request. `costs` has the cost for each key, 0 for a key that takes no
 /// part. Returns whether it was granted later than its other demands ask.
 fn step_jointly(
@@ -274,6 +303,7 @@ fn step_jointly(
         let alone = codec::read_lease(&alone, slack).unwrap();
         let joint = codec::read_lease(&reply.unwrap(), slack).unwrap();
         prop_assert_eq!(decided(&joint), decided(&alone), "part {}", index);
+        prop_assert_eq!(&joint.set_quota, &alone.set_quota, "part {}", index);
         let is_last = matches!(found, Found::Common(_, Some(last)) if last == index);
         prop_assert_eq!(joint.is_last, is_last, "part {}", index);
         if is_undecided {
@@ -297,9 +327,16 @@ fn joint_requests_are_calls_at_the_first_common_moment() {
         ..ProptestConfig::default()
     };
     let cost = prop_oneof![1 => Just(0u32), 4 => 1u32..3, 1 => 3u32..40];
+    let sets = prop::option::weighted(0.6, 0usize..4);
+    let change_of = (0usize..4, sets, any::<bool>()).prop_map(|(key, sets, receives)| Change {
+        key,
+        sets,
+        receives,
+    });
     let steps = (
         step(Mix::LaterUse),
         0usize..4,
+        prop::option::weighted(0.1, change_of),
         prop::option::weighted(0.6, prop::collection::vec(cost, 4)),
     );
     let histories = (
@@ -311,8 +348,11 @@ fn joint_requests_are_calls_at_the_first_common_moment() {
         .run(&histories, |(quotas, steps)| {
             let world = &mut *world.borrow_mut();
             let mut keys = Keys::new(world, &quotas);
-            for (step, key, costs) in &steps {
+            for (step, key, operator, costs) in &steps {
                 world.now += step.wait;
+                if let Some(operator) = operator {
+                    change(world, &mut keys, &quotas, *operator);
+                }
                 match costs {
                     Some(costs) => {
                         let is_later = step_jointly(world, &mut keys, costs, step)?;
