@@ -74,6 +74,13 @@ pub enum ConfigError {
         /// The text.
         text: String,
     },
+    /// The pattern of a route cannot be used.
+    Route {
+        /// The pattern.
+        pattern: String,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// The URL of Redis is invalid, or needs a feature that is off. The error never contains the
     /// URL, because a URL may contain a password.
     RedisUrl {
@@ -177,6 +184,7 @@ impl fmt::Display for ConfigError {
                 "{text:?} is not a quota; write count/window, such as 100/60s, 5/second or 25/5s, 300/60s, a unit after \
                  its count, such as 200000 tokens/min, or 8 in flight"
             ),
+            ConfigError::Route { pattern, problem } => write!(f, "route {pattern:?}: {problem}"),
             ConfigError::RedisUrl { reason } => write!(
                 f,
                 "the URL of Redis: {reason}; write redis://[user:password@]host[:port]/[database], such as \

@@ -16,6 +16,8 @@ mod response_policy;
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 pub(crate) mod retry;
 mod retrying;
+#[cfg(feature = "routes")]
+pub(crate) mod routes;
 mod seam;
 mod service;
 mod settings;

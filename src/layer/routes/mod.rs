@@ -1,0 +1,189 @@
+//! A table of routes with a quota for each, and which of them a request takes.
+//!
+//! | file | what it has |
+//! |---|---|
+//! | `pattern` | [`Pattern`]: a method and a path, as the user wrote them |
+//! | `router` | [`Router`]: which pattern a method and a path match |
+//! | `mod` | [`Routes`]: the table, and the keys of its routes |
+
+mod pattern;
+#[cfg(test)]
+mod properties;
+mod router;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::Arc;
+
+use http::Method;
+
+use crate::config_error::ConfigError;
+use crate::key::Key;
+use crate::quota::Quota;
+use pattern::Pattern;
+use router::{Found, Router};
+
+/// A table of routes, each with a quota of its own.
+///
+/// ```
+/// use tollgate::{Quota, Routes};
+///
+/// // 30 searches per minute, and five messages per 5 s to each channel.
+/// let routes = Routes::new([
+///     ("GET /search/*", Quota::per_minute(30)),
+///     ("POST /channels/{channel}/messages", "5/5s".parse()?),
+/// ])?;
+/// # Ok::<(), tollgate::ConfigError>(())
+/// ```
+///
+/// # Patterns
+///
+/// A pattern is a path that begins with `/`, and before it, if only some methods are meant, a method
+/// or several with `|` between them: `/users`, `GET /users`, `PUT|PATCH /users/{user}`. Each segment
+/// of the path is one of these:
+///
+/// | segment | matches |
+/// |---|---|
+/// | text | the same text |
+/// | `{name}` | any one segment. Each value has a count of its own |
+/// | `*` | any one segment. All values share one count |
+/// | `*` at the end | one segment or more: the rest of the path |
+///
+/// Paths are compared as they are sent: letters in their case, percent-encoding as written, `/users/`
+/// is not `/users`. No segment but text matches an empty one. Host and query do not matter. To tell
+/// hosts apart, use [`key(by_host)`](crate::by_host): the key of a route is made from the
+/// [key](crate::RateLimitBuilder::key) of the request.
+///
+/// # Which route a request takes
+///
+/// A request takes one route, or none. If several patterns match, the segments decide, from left to
+/// right: text goes before `{name}` and `*`, and these go before the rest. Of two patterns with the
+/// same path, the one that names the method goes before the one without a method. A `*` at the end
+/// cannot stand where another pattern has `{name}` or `*`: this is an error.
+///
+/// [`find`](Routes::find) returns the route of a method and path, for your tests.
+#[derive(Clone)]
+pub struct Routes {
+    table: Arc<Table>,
+}
+
+/// The routes, and what finds them.
+struct Table {
+    routes: Vec<Route>,
+    router: Router,
+}
+
+/// One row of the table.
+struct Route {
+    pattern: Pattern,
+    quota: Quota,
+}
+
+impl Routes {
+    /// The most routes that a table may have.
+    pub const MOST: usize = 1000;
+
+    /// Makes a table of `routes`, pairs of a [pattern](Routes#patterns) and its quota. Their order
+    /// does not matter.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Route`] names the first pattern that is wrong, or that matches the same requests
+    /// as another one, and what to change. [`ConfigError::OutOfRange`] if there are more than 1000.
+    /// [`build`](crate::RateLimitBuilder::build) checks the quotas.
+    pub fn new<P: AsRef<str>>(
+        routes: impl IntoIterator<Item = (P, Quota)>,
+    ) -> Result<Self, ConfigError> {
+        let routes = routes.into_iter().map(|(pattern, quota)| {
+            let pattern = Pattern::parse(pattern.as_ref())?;
+            Ok(Route { pattern, quota })
+        });
+        let routes: Vec<Route> = routes.collect::<Result<_, ConfigError>>()?;
+        if routes.len() > Routes::MOST {
+            return Err(ConfigError::OutOfRange {
+                setting: "routes",
+                value: format!("{} routes", routes.len()),
+                allowed: "at most 1000 routes; with * or {name}, one pattern is enough for many paths",
+            });
+        }
+        let patterns: Vec<&Pattern> = routes.iter().map(|route| &route.pattern).collect();
+        let router = Router::new(&patterns)?;
+        Ok(Routes {
+            table: Arc::new(Table { routes, router }),
+        })
+    }
+
+    /// Returns the route that a request with this method and path takes.
+    ///
+    /// ```
+    /// use http::Method;
+    /// use tollgate::{Quota, Routes};
+    ///
+    /// let routes = Routes::new([
+    ///     ("GET /search/*", Quota::per_minute(30)),
+    ///     ("GET /search/code", Quota::per_minute(10)),
+    /// ])?;
+    /// let pattern = |path| Some(routes.find(&Method::GET, path)?.pattern().to_owned());
+    /// assert_eq!(pattern("/search/code").as_deref(), Some("GET /search/code"));
+    /// assert_eq!(pattern("/search/issues").as_deref(), Some("GET /search/*"));
+    /// assert_eq!(pattern("/users"), None);
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    pub fn find<'a>(&'a self, method: &Method, path: &'a str) -> Option<RouteMatch<'a>> {
+        let found = self.table.router.find(method, path)?;
+        Some(RouteMatch {
+            routes: self,
+            found,
+        })
+    }
+}
+
+impl fmt::Debug for Routes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rows = self.table.routes.iter();
+        f.debug_map()
+            .entries(rows.map(|route| (route.pattern.text(), route.quota)))
+            .finish()
+    }
+}
+
+/// The route that a request takes: what [`Routes::find`] returns.
+pub struct RouteMatch<'a> {
+    routes: &'a Routes,
+    found: Found<'a>,
+}
+
+impl<'a> RouteMatch<'a> {
+    /// Returns the pattern, as it was given to [`Routes::new`].
+    pub fn pattern(&self) -> &'a str {
+        self.route().pattern.text()
+    }
+
+    /// Returns the quota of the route.
+    pub fn quota(&self) -> Quota {
+        self.route().quota
+    }
+
+    /// Returns the key under which the request counts: `key`, which is that of the request without
+    /// routes, [`and`](Key::and) the pattern, and the value of each `{name}`.
+    pub fn key(&self, key: Key) -> Key {
+        self.found
+            .counted()
+            .fold(key.and(self.pattern()), |key, value| key.and(value))
+    }
+
+    fn route(&self) -> &'a Route {
+        &self.routes.table.routes[self.found.route()]
+    }
+}
+
+impl fmt::Debug for RouteMatch<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The values may be secrets.
+        f.debug_struct("RouteMatch")
+            .field("pattern", &self.pattern())
+            .field("quota", &self.quota())
+            .finish_non_exhaustive()
+    }
+}
