@@ -22,7 +22,7 @@ use crate::config_error::ConfigError;
 use crate::key::Key;
 use crate::quota::Quota;
 use pattern::Pattern;
-use router::{Found, Router};
+use router::Router;
 
 /// A table of routes, each with a quota of its own.
 ///
@@ -59,8 +59,7 @@ use router::{Found, Router};
 ///
 /// A request takes one route, or none. If several patterns match, the segments decide, from left to
 /// right: text goes before `{name}` and `*`, and these go before the rest. Of two patterns with the
-/// same path, the one that names the method goes before the one without a method. A `*` at the end
-/// cannot stand where another pattern has `{name}` or `*`: this is an error.
+/// same path, the one that names the method goes before the one without a method.
 ///
 /// [`find`](Routes::find) returns the route of a method and path, for your tests.
 #[derive(Clone)]
@@ -131,10 +130,10 @@ impl Routes {
     /// # Ok::<(), tollgate::ConfigError>(())
     /// ```
     pub fn find<'a>(&'a self, method: &Method, path: &'a str) -> Option<RouteMatch<'a>> {
-        let found = self.table.router.find(method, path)?;
+        let index = self.table.router.find(method, path)?;
         Some(RouteMatch {
-            routes: self,
-            found,
+            route: &self.table.routes[index],
+            path,
         })
     }
 }
@@ -149,38 +148,35 @@ impl fmt::Debug for Routes {
 }
 
 /// The route that a request takes: what [`Routes::find`] returns.
+#[derive(Clone, Copy)]
 pub struct RouteMatch<'a> {
-    routes: &'a Routes,
-    found: Found<'a>,
+    route: &'a Route,
+    /// The path of the request, which matches the pattern.
+    path: &'a str,
 }
 
 impl<'a> RouteMatch<'a> {
     /// Returns the pattern, as it was given to [`Routes::new`].
     pub fn pattern(&self) -> &'a str {
-        self.route().pattern.text()
+        self.route.pattern.text()
     }
 
     /// Returns the quota of the route.
     pub fn quota(&self) -> Quota {
-        self.route().quota
+        self.route.quota
     }
 
     /// Returns the key under which the request counts: `key`, which is that of the request without
     /// routes, [`and`](Key::and) the pattern, and the value of each `{name}`.
     pub fn key(&self, key: Key) -> Key {
-        self.found
-            .counted()
-            .fold(key.and(self.pattern()), |key, value| key.and(value))
-    }
-
-    fn route(&self) -> &'a Route {
-        &self.routes.table.routes[self.found.route()]
+        let values = self.route.pattern.values(self.path);
+        values.fold(key.and(self.pattern()), |key, value| key.and(value))
     }
 }
 
 impl fmt::Debug for RouteMatch<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The values may be secrets.
+        // The path may hold secrets.
         f.debug_struct("RouteMatch")
             .field("pattern", &self.pattern())
             .field("quota", &self.quota())

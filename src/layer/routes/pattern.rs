@@ -4,6 +4,9 @@ use http::Method;
 
 use crate::config_error::ConfigError;
 
+/// The most segments that a path may have. A lookup goes one call deeper for each.
+const MOST_SEGMENTS: usize = 64;
+
 /// The pattern of a route.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Pattern {
@@ -56,6 +59,13 @@ impl Pattern {
     pub(super) fn segments(&self) -> &[Segment] {
         &self.segments
     }
+
+    /// Returns the values of `{name}` in `path`, which matches the pattern, from left to right.
+    pub(super) fn values<'a>(&'a self, path: &'a str) -> impl Iterator<Item = &'a str> {
+        let found = path.split('/').skip(1).zip(&self.segments);
+        let values = found.filter(|(_, segment)| matches!(segment, Segment::Value));
+        values.map(|(value, _)| value)
+    }
 }
 
 /// Makes the error of a pattern.
@@ -89,6 +99,9 @@ fn parse_path(path: &str) -> Result<Vec<Segment>, &'static str> {
         return Err("a path begins with /; to tell hosts apart, use .key(by_host)");
     };
     let count = segments.split('/').count();
+    if count > MOST_SEGMENTS {
+        return Err("a path has at most 64 segments");
+    }
     let parsed = segments.split('/').enumerate().map(|(index, segment)| {
         let name = segment
             .strip_prefix('{')

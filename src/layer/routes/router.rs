@@ -1,10 +1,10 @@
 //! Which pattern a method and a path match.
 //!
-//! There is one [`matchit::Router`] for each method that a pattern names, and one for all other
-//! methods. A pattern without a method is in each of them, unless it has the same path there as a
-//! pattern with the method.
-
-use std::collections::HashMap;
+//! The patterns are a tree: a level for each segment of a path. At each node, a lookup tries the
+//! text of the segment first, then any one segment, then the rest of the path. If the way it took
+//! leads to no pattern of the method, it goes back and tries the next. So the first pattern that it
+//! finds is the most specific one. It visits no node twice, and allocates nothing: the values of
+//! `{name}` are read from the path when the pattern is known.
 
 use http::Method;
 
@@ -12,110 +12,122 @@ use super::pattern::{Pattern, Segment, error};
 use crate::config_error::ConfigError;
 
 /// Finds the pattern that a method and a path match.
+#[derive(Default)]
 pub(super) struct Router {
-    by_method: Vec<(Method, Paths)>,
-    /// For the methods that no pattern names.
-    others: Paths,
-    /// For each pattern: for each of its `{name}` and `*`, whether its value counts.
-    counted: Vec<Box<[bool]>>,
+    root: Node,
 }
 
-/// The paths of one method, with the index of their pattern.
-type Paths = matchit::Router<usize>;
+/// What may follow the segments on the way from the root to this node.
+#[derive(Default)]
+struct Node {
+    /// The next segment is this text. Sorted by text.
+    texts: Vec<(Box<str>, Node)>,
+    /// The next segment is any one that is not empty.
+    one: Option<Box<Node>>,
+    /// The patterns of which the rest of the path follows, if it is not empty.
+    rest: Ends,
+    /// The patterns that end here.
+    end: Ends,
+}
 
-/// What a method and a path match.
-pub(super) struct Found<'a> {
-    route: usize,
-    values: matchit::Params<'a, 'a>,
-    counted: &'a [bool],
+/// The patterns with one path: at most one for each method, by their index.
+#[derive(Default)]
+struct Ends {
+    by_method: Vec<(Method, usize)>,
+    /// The pattern for the methods that are not in `by_method`.
+    others: Option<usize>,
 }
 
 impl Router {
     /// Makes a router. It finds a pattern by its index in `patterns`.
     pub(super) fn new(patterns: &[&Pattern]) -> Result<Self, ConfigError> {
-        let mut methods: Vec<&Method> = patterns.iter().flat_map(|p| p.methods()).collect();
-        methods.sort_by_key(|method| method.as_str());
-        methods.dedup();
-        let by_method = methods.into_iter().map(|method| {
-            let paths = paths(patterns, Some(method))?;
-            Ok((method.clone(), paths))
-        });
-        Ok(Router {
-            by_method: by_method.collect::<Result<_, _>>()?,
-            others: paths(patterns, None)?,
-            counted: patterns.iter().map(|pattern| counted(pattern)).collect(),
-        })
+        let mut router = Router::default();
+        for (index, pattern) in patterns.iter().enumerate() {
+            let ends = router.root.ends_of(pattern.segments());
+            ends.insert(pattern.methods(), index).map_err(|same| {
+                let other = patterns[same].text();
+                let problem = format!("it matches the same requests as {other:?}");
+                error(pattern.text(), problem)
+            })?;
+        }
+        Ok(router)
     }
 
-    /// Returns the pattern that `method` and `path` match.
-    pub(super) fn find<'a>(&'a self, method: &Method, path: &'a str) -> Option<Found<'a>> {
-        let own = self.by_method.iter().find(|(own, _)| own == method);
-        let paths = own.map_or(&self.others, |(_, paths)| paths);
-        let matched = paths.at(path).ok()?;
-        Some(Found {
-            route: *matched.value,
-            values: matched.params,
-            counted: &self.counted[*matched.value],
-        })
+    /// Returns the index of the pattern that `method` and `path` match.
+    pub(super) fn find(&self, method: &Method, path: &str) -> Option<usize> {
+        self.root.find(method, Some(path.strip_prefix('/')?))
     }
 }
 
-impl Found<'_> {
-    /// Returns the index of the pattern.
-    pub(super) fn route(&self) -> usize {
-        self.route
-    }
-
-    /// Returns the values of `{name}` in the path, from left to right.
-    pub(super) fn counted(&self) -> impl Iterator<Item = &str> {
-        let values = self.values.iter().map(|(_, value)| value);
-        let counted = values.zip(self.counted);
-        counted.filter_map(|(value, counts)| counts.then_some(value))
-    }
-}
-
-/// Makes the paths of `method`, or of the methods that no pattern names.
-fn paths(patterns: &[&Pattern], method: Option<&Method>) -> Result<Paths, ConfigError> {
-    let mut paths = Paths::new();
-    let mut taken = HashMap::new();
-    let names = |pattern: &Pattern| method.is_some_and(|method| pattern.methods().contains(method));
-    let named = patterns.iter().enumerate().filter(|(_, p)| names(p));
-    let without = patterns.iter().enumerate();
-    let without = without.filter(|(_, p)| p.methods().is_empty());
-    for (index, pattern) in named.chain(without) {
-        let path = path(pattern);
-        if let Some(&other) = taken.get(&path) {
-            let other: &Pattern = patterns[other];
-            if other.methods().is_empty() == pattern.methods().is_empty() {
-                let problem = format!("it matches the same requests as {:?}", other.text());
-                return Err(error(pattern.text(), problem));
+impl Node {
+    /// Returns where patterns with these segments end, below this node.
+    fn ends_of(&mut self, segments: &[Segment]) -> &mut Ends {
+        let Some((first, after)) = segments.split_first() else {
+            return &mut self.end;
+        };
+        match first {
+            Segment::Text(text) => {
+                let texts = &mut self.texts;
+                let place = texts.binary_search_by(|(other, _)| other.cmp(text));
+                let index = place.unwrap_or_else(|free| {
+                    texts.insert(free, (text.clone(), Node::default()));
+                    free
+                });
+                texts[index].1.ends_of(after)
             }
-            continue;
+            Segment::Value | Segment::Any => self.one.get_or_insert_default().ends_of(after),
+            Segment::Rest => &mut self.rest,
         }
-        if paths.insert(path.clone(), index).is_err() {
-            let problem = "a * at the end stands where another pattern has {name} or *: write one of them as text";
-            return Err(error(pattern.text(), problem));
-        }
-        taken.insert(path, index);
     }
-    Ok(paths)
+
+    /// Returns the most specific pattern below this node that matches `left`, which is what is left
+    /// of the path: `None` after its last segment.
+    fn find(&self, method: &Method, left: Option<&str>) -> Option<usize> {
+        let Some(left) = left else {
+            return self.end.of(method);
+        };
+        let (segment, after) = match left.bytes().position(|byte| byte == b'/') {
+            Some(slash) => (&left[..slash], Some(&left[slash + 1..])),
+            None => (left, None),
+        };
+        let text = self
+            .texts
+            .binary_search_by(|(text, _)| (**text).cmp(segment))
+            .ok()
+            .and_then(|index| self.texts[index].1.find(method, after));
+        text.or_else(|| {
+            let one = self.one.as_ref().filter(|_| !segment.is_empty())?;
+            one.find(method, after)
+        })
+        .or_else(|| self.rest.of(method).filter(|_| !left.is_empty()))
+    }
 }
 
-/// Returns the path of `pattern` as matchit has it. Two patterns with the same path match the same.
-fn path(pattern: &Pattern) -> String {
-    let segments = pattern.segments().iter().map(|segment| match segment {
-        Segment::Text(text) => format!("/{text}"),
-        Segment::Value | Segment::Any => "/{value}".to_owned(),
-        Segment::Rest => "/{*rest}".to_owned(),
-    });
-    segments.collect()
-}
+impl Ends {
+    /// Adds a pattern with these methods, or with none.
+    ///
+    /// # Errors
+    ///
+    /// The index of another pattern that has one of the methods, or has none either.
+    fn insert(&mut self, methods: &[Method], index: usize) -> Result<(), usize> {
+        if methods.is_empty() {
+            return match self.others.replace(index) {
+                Some(same) => Err(same),
+                None => Ok(()),
+            };
+        }
+        for method in methods {
+            if let Some(&(_, same)) = self.by_method.iter().find(|(own, _)| own == method) {
+                return Err(same);
+            }
+            self.by_method.push((method.clone(), index));
+        }
+        Ok(())
+    }
 
-/// Returns for each value of a match of `pattern` whether it counts.
-fn counted(pattern: &Pattern) -> Box<[bool]> {
-    let segments = pattern.segments().iter();
-    let values = segments.filter(|segment| !matches!(segment, Segment::Text(_)));
-    values
-        .map(|segment| matches!(segment, Segment::Value))
-        .collect()
+    /// Returns the pattern of `method`.
+    fn of(&self, method: &Method) -> Option<usize> {
+        let own = self.by_method.iter().find(|(own, _)| own == method);
+        own.map(|(_, index)| *index).or(self.others)
+    }
 }
