@@ -88,7 +88,6 @@
 //! | `redis-sentinel` | `store::RedisStore::sentinel` |
 //! | `redis-tls-rustls` | `rediss://` URLs, with the provider of cryptography that the program has chosen for rustls |
 //! | `body` | `Signal::read_with_body`: what the body of a response says about limits, and how many tokens or points the request has used; `signal::SpentReader` for bodies that are streamed |
-//! | `routes` | `Routes`: a table of methods and paths, each with a quota of its own |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info, at most one a second for a key), refusals by the server (warn) |
 //! | `metrics` | `metrics`: the counts of all layers as counters, gauges and histograms of the crate `metrics`, for Prometheus and other systems |
 //! | `sim` | `sim`: fleets against servers with limits, in virtual time, to try a [`pace`] before it is used |
@@ -216,8 +215,6 @@ pub use key::{Deadline, Key, RequestRef, by_header, by_host};
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 #[cfg_attr(docsrs, doc(cfg(any(feature = "retry", feature = "reqwest-retry"))))]
 pub use layer::retry::RetryLimited;
-#[cfg(feature = "routes")]
-#[cfg_attr(docsrs, doc(cfg(feature = "routes")))]
 pub use layer::routes::{RouteMatch, Routes};
 pub use layer::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitBuilder, RateLimitLayer};
 #[doc(inline)]

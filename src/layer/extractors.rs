@@ -8,8 +8,10 @@ use std::time::Instant;
 use http::Extensions;
 
 use super::response_policy::ResponsePolicy;
+use super::routes::RouteTable;
 use crate::cost::{Cost, RequestCost};
 use crate::key::{Deadline, HostKey, Key, RequestInfo, RequestRef, by_host};
+use crate::limiter::QuotaId;
 use crate::quota::Quota;
 
 /// What a layer reads from a request, and its policy for responses.
@@ -23,6 +25,9 @@ pub(super) struct Extractors {
     /// Returns the quota of the key of a request, or `None` for that of the builder.
     pub(super) quota: Option<Extractor<Option<Quota>>>,
     pub(super) deadline: Option<Extractor<Option<Instant>>>,
+    /// The routes that have a key and a quota of their own. Requests without a route count under the
+    /// first limit of the layer as usual, and not at all under a further limit.
+    pub(super) routes: Option<RouteTable>,
     pub(super) policy: ResponsePolicy,
     /// Names the key of a request in the stats.
     pub(super) key_name: Option<Extractor<Option<String>>>,
@@ -38,6 +43,8 @@ enum KeyOf {
     /// once for all limits.
     Host,
     Function(Extractor<Option<Key>>),
+    /// That of the first limit of the layer, without its routes.
+    OfLayer,
 }
 
 /// A closure that reads one value from a request. Limits of one layer share it.
@@ -67,6 +74,13 @@ impl Extractors {
         self.is_further = true;
     }
 
+    /// Makes this the limit of `routes`, besides the first limit of the layer.
+    pub(super) fn set_own_routes(&mut self, routes: RouteTable) {
+        self.key = KeyOf::OfLayer;
+        self.is_further = true;
+        self.routes = Some(routes);
+    }
+
     /// Reads the quota that `request` states for its key.
     #[inline]
     pub(super) fn read_quota<R: RequestInfo>(&self, request: &R) -> QuotaOf {
@@ -86,13 +100,14 @@ impl Extractors {
     /// Reads key, cost and deadline of `request`. Returns `None` if the key function finds no key.
     ///
     /// Values in the extensions of the request take precedence over the functions. `host` is that of
-    /// the request.
+    /// the request, and `of_layer` the key that the first limit of the layer has for it.
     // Inlined, and generic: a request that no function reads is never seen through a `dyn`.
     #[inline]
     pub(super) fn read<R: RequestInfo>(
         &self,
         request: &R,
         host: &mut HostKey<'_, R>,
+        of_layer: Option<Key>,
     ) -> Option<Reading> {
         let extensions = request
             .extensions()
@@ -103,6 +118,17 @@ impl Extractors {
             (None, KeyOf::All) => Key::ALL,
             (None, KeyOf::Host) => host.get()?,
             (None, KeyOf::Function(key_of)) => key_of(&RequestRef::new(request))?,
+            (None, KeyOf::OfLayer) => of_layer?,
+        };
+        let without_routes = key;
+        let route = match &self.routes {
+            Some(routes) => routes.find(request, key),
+            None => None,
+        };
+        let (key, quota) = match route {
+            Some((key, quota)) => (key, Some(quota)),
+            None if matches!(self.key, KeyOf::OfLayer) => return None,
+            None => (key, None),
         };
         let cost = match (extensions.and_then(Extensions::get::<Cost>), &self.cost) {
             (Some(cost), _) => RequestCost::from(*cost),
@@ -119,6 +145,8 @@ impl Extractors {
         };
         Some(Reading {
             key,
+            without_routes,
+            quota,
             cost,
             deadline,
         })
@@ -138,6 +166,10 @@ pub(super) enum QuotaOf {
 /// What a layer has read from a request.
 pub(super) struct Reading {
     pub(super) key: Key,
+    /// The key that the request would have without routes.
+    pub(super) without_routes: Key,
+    /// The quota of the route, if the request takes one.
+    pub(super) quota: Option<QuotaId>,
     pub(super) cost: RequestCost,
     pub(super) deadline: Option<Instant>,
 }
@@ -149,6 +181,7 @@ impl fmt::Debug for Extractors {
             .field("cost", &self.cost.is_some())
             .field("quota", &self.quota.is_some())
             .field("deadline", &self.deadline.is_some())
+            .field("routes", &self.routes.is_some())
             .field("key_name", &self.key_name.is_some())
             .field("error_on_upstream_limit", &self.policy.error_on_limit())
             .field("dialect", &self.policy.dialect().is_some())

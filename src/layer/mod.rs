@@ -16,7 +16,6 @@ mod response_policy;
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 pub(crate) mod retry;
 mod retrying;
-#[cfg(feature = "routes")]
 pub(crate) mod routes;
 mod seam;
 mod service;

@@ -93,8 +93,8 @@ pub struct RateLimitLayer {
 /// A limit of a layer besides the first, with a key of its own.
 #[derive(Clone, Debug)]
 pub(super) struct FurtherLimit {
-    /// The name of the limit, if it was added by [`RateLimitBuilder::and_per`]. Such a limit does
-    /// not see a request without a key.
+    /// The name of the limit, if it was added by [`RateLimitBuilder::and_per`] or
+    /// [`RateLimitBuilder::routes`]. Such a limit does not see a request without a key.
     pub(super) name: Option<&'static str>,
     pub(super) limiter: Limiter,
     pub(super) extractors: Arc<Extractors>,
@@ -262,6 +262,8 @@ impl RateLimitLayer {
     ) -> Result<Option<Instant>, Limited> {
         let Reading {
             key,
+            mut without_routes,
+            quota,
             cost,
             mut deadline,
         } = reading;
@@ -279,11 +281,11 @@ impl RateLimitLayer {
             }
         };
         let mut host = HostKey::of(request);
-        let quota_of = |limiter: &Limiter, extractors: &Extractors| {
-            let quota = quota_of(limiter, extractors, request);
+        let quota_of = |limiter: &Limiter, extractors: &Extractors, route| {
+            let quota = quota_of(limiter, extractors, route, request);
             quota.map_err(|reason| limiter.unreadable(reason, &self.limiter))
         };
-        let quota = quota_of(&self.limiter, &self.extractors)?;
+        let quota = quota_of(&self.limiter, &self.extractors, quota)?;
         add(&self.limiter, key, &cost, quota, &mut host);
         for limit in self.further.iter() {
             let FurtherLimit {
@@ -291,12 +293,16 @@ impl RateLimitLayer {
                 limiter,
                 extractors,
             } = limit;
-            let own = match (extractors.read(request, &mut host), name) {
+            let own = extractors.read(request, &mut host, Some(without_routes));
+            let own = match (own, name) {
                 (Some(own), _) => own,
                 (None, Some(_)) => continue,
                 (None, None) => return Err(limiter.unreadable(Reason::NoKey, &self.limiter)),
             };
-            let quota = quota_of(limiter, extractors)?;
+            if name.is_none() {
+                without_routes = own.without_routes;
+            }
+            let quota = quota_of(limiter, extractors, own.quota)?;
             // The shorter of two deadlines; a limit without one allows any wait.
             deadline = deadline.into_iter().chain(own.deadline).min();
             let key = name.map_or(own.key, |name| own.key.and(name));
@@ -390,7 +396,8 @@ impl RateLimitLayer {
     }
 }
 
-/// Returns the number of the quota that `request` states for its key of `limiter`.
+/// Returns the number of the quota that `request` states for its key of `limiter`, or that of the
+/// route that it takes.
 ///
 /// # Errors
 ///
@@ -399,8 +406,12 @@ impl RateLimitLayer {
 fn quota_of(
     limiter: &Limiter,
     extractors: &Extractors,
+    route: Option<QuotaId>,
     request: &impl RequestInfo,
 ) -> Result<QuotaId, Reason> {
+    if let Some(route) = route {
+        return Ok(route);
+    }
     let quota = match extractors.read_quota(request) {
         QuotaOf::Unstated => return Ok(QuotaId::NONE),
         QuotaOf::Configured => return Ok(QuotaId::CONFIGURED),
@@ -450,7 +461,7 @@ impl Gate for RateLimitLayer {
     #[inline]
     fn enter_fast(&self, request: &impl RequestInfo) -> Result<Admitted, Slow> {
         let mut host = HostKey::of(request);
-        let Some(reading) = self.extractors.read(request, &mut host) else {
+        let Some(reading) = self.extractors.read(request, &mut host, None) else {
             return Err(Slow::Unreadable(Reason::NoKey));
         };
         if self.is_joint || self.limiter.has_inner() || is_inside_a_layer() {
@@ -458,10 +469,12 @@ impl Gate for RateLimitLayer {
         }
         let Reading {
             key,
+            quota,
             cost,
             deadline,
+            ..
         } = reading;
-        let quota = quota_of(&self.limiter, &self.extractors, request);
+        let quota = quota_of(&self.limiter, &self.extractors, quota, request);
         let quota = quota.map_err(Slow::Unreadable)?;
         let entry = Entry {
             key,

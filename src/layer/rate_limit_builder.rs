@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::extractors::Extractors;
 use super::guard;
 use super::rate_limit::{FurtherLimit, RateLimitLayer};
+use super::routes::{RouteTable, Routes};
 use super::settings::{Common, at_most, check_name, common_setters};
 use crate::config_error::ConfigError;
 use crate::cost::Cost;
@@ -52,13 +53,17 @@ pub struct RateLimitBuilder {
     name: Option<&'static str>,
     /// The limits besides the first.
     further: Vec<Further>,
+    /// Routes whose quotas apply in place of the first limit.
+    instead: Vec<Routes>,
 }
 
-/// A limit that [`RateLimitBuilder::and_per`] adds.
+/// A limit that [`RateLimitBuilder::and_per`] or [`RateLimitBuilder::routes`] adds.
 struct Further {
     name: &'static str,
     quota: Quota,
     extractors: Extractors,
+    /// The routes that this limit is for, if it is for some.
+    routes: Option<Routes>,
 }
 
 impl RateLimitBuilder {
@@ -85,6 +90,7 @@ impl RateLimitBuilder {
             on_scope: None,
             name: None,
             further: Vec::new(),
+            instead: Vec::new(),
         }
     }
 
@@ -335,7 +341,53 @@ impl RateLimitBuilder {
             name,
             quota,
             extractors,
+            routes: None,
         });
+        self
+    }
+
+    /// Adds quotas of routes: methods and path patterns. Each request that takes a route also takes a
+    /// permit of the quota of this route. Other requests are not affected. [`Routes`] describes the
+    /// patterns, and which of them a request takes.
+    ///
+    /// The routes are a limit of the layer, as [`and_per`](Self::and_per) adds them, with the
+    /// [name](Routes::name) `route`. The key of a request is the key of the layer's first limit, then
+    /// the pattern, then the values of `{name}`. So each token or host has routes of its own if the
+    /// layer has a [key function](Self::key) for it. If a response is a refusal that names no limit, it
+    /// holds the key of the last limit, so call this after `and_per`.
+    ///
+    /// With [`Routes::instead`], the quota of a route applies in place of the quota of the builder. A
+    /// layer may have both: one table that applies instead, and others.
+    ///
+    /// All quotas of a table have the same units, and limit calls in flight or do not. With `instead`,
+    /// the quota of the builder is one of them.
+    ///
+    /// ```
+    /// use tollgate::{Quota, RateLimitLayer, Routes};
+    ///
+    /// let routes = Routes::new([
+    ///     ("GET /search/*", Quota::per_minute(30)),
+    ///     ("POST /channels/{channel}/messages", "5/5s".parse()?),
+    /// ])?;
+    /// let limit = RateLimitLayer::builder(Quota::per_hour(5000)).routes(routes).build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`build`](Self::build) fails with [`ConfigError::Route`] if a quota is out of range, or differs in
+    /// its kind from the others. Also if two tables apply instead, and in the cases of `and_per`.
+    pub fn routes(mut self, routes: Routes) -> Self {
+        if routes.is_instead() {
+            self.instead.push(routes);
+        } else if let Some(quota) = routes.first_quota() {
+            self.further.push(Further {
+                name: routes.limit_name(),
+                quota,
+                extractors: Extractors::default(),
+                routes: Some(routes),
+            });
+        }
         self
     }
 
@@ -508,13 +560,21 @@ impl RateLimitBuilder {
                 name,
                 quota,
                 mut extractors,
+                routes,
             } = limit;
             extractors.cost.clone_from(&self.common.extractors.cost);
+            let limiter = self.limiter(quota, Some(name), store.clone(), (None, None))?;
+            if let Some(routes) = routes {
+                extractors.set_own_routes(RouteTable::new(routes, &limiter)?);
+            }
             further.push(FurtherLimit {
                 name: Some(name),
-                limiter: self.limiter(quota, Some(name), store.clone(), (None, None))?,
+                limiter,
                 extractors: Arc::new(extractors),
             });
+        }
+        if let Some(routes) = self.instead.pop() {
+            self.common.extractors.routes = Some(RouteTable::new(routes, &limiter)?);
         }
         let extractors = Arc::new(self.common.extractors);
         let layer = RateLimitLayer::join(limiter, extractors, further.into());
@@ -659,14 +719,26 @@ impl RateLimitBuilder {
                 allowed: "at most seven",
             });
         }
-        for (index, Further { name, .. }) in self.further.iter().enumerate() {
+        if self.instead.len() > 1 {
+            return Err(ConfigError::OutOfRange {
+                setting: "routes",
+                value: "two tables of Routes::instead".into(),
+                allowed: "at most one of them; put all these routes into one table",
+            });
+        }
+        for (index, Further { name, routes, .. }) in self.further.iter().enumerate() {
             let is_taken = self.name == Some(*name)
                 || self.further[..index]
                     .iter()
                     .any(|other| other.name == *name);
             if name.is_empty() || is_taken {
+                let setting = if routes.is_some() {
+                    "routes"
+                } else {
+                    "and_per"
+                };
                 return Err(ConfigError::OutOfRange {
-                    setting: "and_per",
+                    setting,
                     value: format!("{name:?}"),
                     allowed: "a name that no other limit of the layer has, and that is not empty",
                 });

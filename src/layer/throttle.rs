@@ -176,7 +176,7 @@ impl Gate for AdaptiveThrottleLayer {
         request: &impl RequestInfo,
     ) -> Admission<ThrottleCall, ThrottleWait> {
         let mut host = HostKey::of(request);
-        let read = self.extractors.read(request, &mut host);
+        let read = self.extractors.read(request, &mut host, None);
         let Some(Reading { key, deadline, .. }) = read else {
             return Admission::No(self.throttle.no_key());
         };

@@ -4,12 +4,14 @@
 //! |---|---|
 //! | `pattern` | [`Pattern`]: a method and a path, as the user wrote them |
 //! | `router` | [`Router`]: which pattern a method and a path match |
-//! | `mod` | [`Routes`]: the table, and the keys of its routes |
+//! | `mod` | [`Routes`]: the table, as the user makes it |
+//! | `table` | [`RouteTable`]: the table as a limit of a layer has it |
 
 mod pattern;
 #[cfg(test)]
 mod properties;
 mod router;
+mod table;
 #[cfg(test)]
 mod tests;
 
@@ -23,17 +25,21 @@ use crate::key::Key;
 use crate::quota::Quota;
 use pattern::Pattern;
 use router::Router;
+pub(super) use table::RouteTable;
 
-/// A table of routes, each with a quota of its own.
+/// A table of routes, each with a quota of its own, for
+/// [`RateLimitBuilder::routes`](crate::RateLimitBuilder::routes).
 ///
 /// ```
-/// use tollgate::{Quota, Routes};
+/// use tollgate::{Quota, RateLimitLayer, Routes};
 ///
-/// // 30 searches per minute, and five messages per 5 s to each channel.
+/// // 5000 requests per hour in all. Of these, at most 30 per minute search, and each channel gets at
+/// // most five messages per 5 s.
 /// let routes = Routes::new([
 ///     ("GET /search/*", Quota::per_minute(30)),
 ///     ("POST /channels/{channel}/messages", "5/5s".parse()?),
 /// ])?;
+/// let limit = RateLimitLayer::builder(Quota::per_hour(5000)).routes(routes).build()?;
 /// # Ok::<(), tollgate::ConfigError>(())
 /// ```
 ///
@@ -65,16 +71,18 @@ use router::Router;
 #[derive(Clone)]
 pub struct Routes {
     table: Arc<Table>,
+    name: &'static str,
+    is_instead: bool,
 }
 
 /// The routes, and what finds them.
 struct Table {
-    routes: Vec<Route>,
+    rows: Vec<Row>,
     router: Router,
 }
 
 /// One row of the table.
-struct Route {
+struct Row {
     pattern: Pattern,
     quota: Quota,
 }
@@ -82,6 +90,9 @@ struct Route {
 impl Routes {
     /// The most routes that a table may have.
     pub const MOST: usize = 1000;
+
+    /// The name of a table that has no other.
+    const DEFAULT_NAME: &'static str = "route";
 
     /// Makes a table of `routes`, pairs of a [pattern](Routes#patterns) and its quota. Their order
     /// does not matter.
@@ -96,21 +107,55 @@ impl Routes {
     ) -> Result<Self, ConfigError> {
         let routes = routes.into_iter().map(|(pattern, quota)| {
             let pattern = Pattern::parse(pattern.as_ref())?;
-            Ok(Route { pattern, quota })
+            Ok(Row { pattern, quota })
         });
-        let routes: Vec<Route> = routes.collect::<Result<_, ConfigError>>()?;
-        if routes.len() > Routes::MOST {
+        let rows: Vec<Row> = routes.collect::<Result<_, ConfigError>>()?;
+        if rows.len() > Routes::MOST {
             return Err(ConfigError::OutOfRange {
                 setting: "routes",
-                value: format!("{} routes", routes.len()),
+                value: format!("{} routes", rows.len()),
                 allowed: "at most 1000 routes; with * or {name}, one pattern is enough for many paths",
             });
         }
-        let patterns: Vec<&Pattern> = routes.iter().map(|route| &route.pattern).collect();
+        let patterns: Vec<&Pattern> = rows.iter().map(|row| &row.pattern).collect();
         let router = Router::new(&patterns)?;
         Ok(Routes {
-            table: Arc::new(Table { routes, router }),
+            table: Arc::new(Table { rows, router }),
+            name: Routes::DEFAULT_NAME,
+            is_instead: false,
         })
+    }
+
+    /// Sets the name of the limit that the routes are. Default: `route`. Each limit of a layer has
+    /// another name.
+    ///
+    /// The name stands in errors, and a refusal with this [scope](crate::Signal::scope) holds the key
+    /// of the route: see [`and_per`](crate::RateLimitBuilder::and_per). Routes that apply
+    /// [`instead`](Routes::instead) do not use it: they are a part of the layer's first limit.
+    #[must_use]
+    pub fn name(mut self, name: &'static str) -> Self {
+        self.name = name;
+        self
+    }
+
+    /// Lets the quota of a route apply in place of the layer's own quota. Default: a request takes a
+    /// permit of both.
+    ///
+    /// The request then counts under the key and the quota of its route, and not under those of the
+    /// layer's first limit. Limits of [`and_per`](crate::RateLimitBuilder::and_per) still apply.
+    ///
+    /// ```
+    /// use tollgate::{Quota, RateLimitLayer, Routes};
+    ///
+    /// // The server counts searches apart: 30 per minute, and 5000 other requests per hour.
+    /// let routes = Routes::new([("GET /search/*", Quota::per_minute(30))])?.instead();
+    /// let limit = RateLimitLayer::builder(Quota::per_hour(5000)).routes(routes).build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    #[must_use]
+    pub fn instead(mut self) -> Self {
+        self.is_instead = true;
+        self
     }
 
     /// Returns the route that a request with this method and path takes.
@@ -132,17 +177,33 @@ impl Routes {
     pub fn find<'a>(&'a self, method: &Method, path: &'a str) -> Option<RouteMatch<'a>> {
         let index = self.table.router.find(method, path)?;
         Some(RouteMatch {
-            route: &self.table.routes[index],
+            row: &self.table.rows[index],
             path,
         })
     }
 }
 
+/// What the builder of a layer reads.
+impl Routes {
+    pub(super) fn limit_name(&self) -> &'static str {
+        self.name
+    }
+
+    pub(super) fn is_instead(&self) -> bool {
+        self.is_instead
+    }
+
+    /// Returns the quota of the first route.
+    pub(super) fn first_quota(&self) -> Option<Quota> {
+        self.table.rows.first().map(|row| row.quota)
+    }
+}
+
 impl fmt::Debug for Routes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let rows = self.table.routes.iter();
+        let rows = self.table.rows.iter();
         f.debug_map()
-            .entries(rows.map(|route| (route.pattern.text(), route.quota)))
+            .entries(rows.map(|row| (row.pattern.text(), row.quota)))
             .finish()
     }
 }
@@ -150,7 +211,7 @@ impl fmt::Debug for Routes {
 /// The route that a request takes: what [`Routes::find`] returns.
 #[derive(Clone, Copy)]
 pub struct RouteMatch<'a> {
-    route: &'a Route,
+    row: &'a Row,
     /// The path of the request, which matches the pattern.
     path: &'a str,
 }
@@ -158,19 +219,22 @@ pub struct RouteMatch<'a> {
 impl<'a> RouteMatch<'a> {
     /// Returns the pattern, as it was given to [`Routes::new`].
     pub fn pattern(&self) -> &'a str {
-        self.route.pattern.text()
+        self.row.pattern.text()
     }
 
     /// Returns the quota of the route.
     pub fn quota(&self) -> Quota {
-        self.route.quota
+        self.row.quota
     }
 
-    /// Returns the key under which the request counts: `key`, which is that of the request without
-    /// routes, [`and`](Key::and) the pattern, and the value of each `{name}`.
+    /// Returns the key of the route: `key`, which is that of the request without routes,
+    /// [`and`](Key::and) the pattern, and the value of each `{name}`.
+    ///
+    /// If the table applies [`instead`](Routes::instead), the request counts under this key. Otherwise
+    /// it counts under this key `.and(name)`, as for each limit of
+    /// [`and_per`](crate::RateLimitBuilder::and_per).
     pub fn key(&self, key: Key) -> Key {
-        let values = self.route.pattern.values(self.path);
-        values.fold(key.and(self.pattern()), |key, value| key.and(value))
+        self.row.pattern.key(key, self.path)
     }
 }
 

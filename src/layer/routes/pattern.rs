@@ -3,6 +3,7 @@
 use http::Method;
 
 use crate::config_error::ConfigError;
+use crate::key::Key;
 
 /// The most segments that a path may have. A lookup goes one call deeper for each.
 const MOST_SEGMENTS: usize = 64;
@@ -60,11 +61,12 @@ impl Pattern {
         &self.segments
     }
 
-    /// Returns the values of `{name}` in `path`, which matches the pattern, from left to right.
-    pub(super) fn values<'a>(&'a self, path: &'a str) -> impl Iterator<Item = &'a str> {
+    /// Returns the key of a request with the key `key` and `path`, which matches the pattern: `key`
+    /// and the pattern, and the values of `{name}` from left to right.
+    pub(super) fn key(&self, key: Key, path: &str) -> Key {
         let found = path.split('/').skip(1).zip(&self.segments);
         let values = found.filter(|(_, segment)| matches!(segment, Segment::Value));
-        values.map(|(value, _)| value)
+        values.fold(key.and(&*self.text), |key, (value, _)| key.and(value))
     }
 }
 

@@ -1,0 +1,331 @@
+//! A table of routes: which limits a request takes a permit of, under which key, and what happens if
+//! one of them refuses.
+
+mod support;
+
+use std::sync::Arc;
+
+use http::header::AUTHORIZATION;
+use http::{Method, Request, StatusCode};
+use tollgate::store::MemoryStore;
+use tollgate::{
+    ConfigError, Cost, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Routes, by_header,
+};
+use tower::{Layer, ServiceExt};
+
+use support::{Upstream, get, limited, ms, ok, pass, used};
+
+/// Ten per minute in all, and no waiting.
+fn ten() -> RateLimitBuilder {
+    RateLimitLayer::builder(Quota::per_minute(10)).max_wait(ms(0))
+}
+
+fn table<const N: usize>(routes: [(&str, u32); N]) -> Routes {
+    let routes = routes.map(|(pattern, count)| (pattern, Quota::per_minute(count)));
+    Routes::new(routes).unwrap()
+}
+
+/// Sends a request such as `GET /users`, and returns the name of the limit that refused it.
+async fn send(limit: &RateLimitLayer, request: &str) -> Result<(), String> {
+    let (method, path) = request.split_once(' ').unwrap();
+    let request = Request::builder()
+        .method(method)
+        .uri(format!("http://a{path}"));
+    let request = request.body(String::new()).unwrap();
+    match limit.layer(Upstream::new()).oneshot(request).await {
+        Ok(_) => Ok(()),
+        Err(error) => {
+            let limited = Limited::find(&error).unwrap();
+            Err(limited.report().name().unwrap_or("first").to_owned())
+        }
+    }
+}
+
+/// How many requests are sent until one is refused, and which limit refuses it.
+async fn until_refused(limit: &RateLimitLayer, request: &str) -> (usize, String) {
+    for sent in 0..100 {
+        if let Err(name) = send(limit, request).await {
+            return (sent, name);
+        }
+    }
+    panic!("{request} is never refused");
+}
+
+fn by(name: &str, count: usize) -> (usize, String) {
+    (count, name.to_owned())
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_route_has_its_quota_besides_that_of_the_layer() {
+    let routes = table([("GET /search/*", 3), ("/big", 100)]);
+    let limit = ten().routes(routes).build().unwrap();
+    assert_eq!(until_refused(&limit, "GET /search/a").await, by("route", 3));
+    assert_eq!(until_refused(&limit, "GET /search/b").await, by("route", 0));
+    assert_eq!(used(&limit).await, 3, "what a route refuses counts nowhere");
+    assert_eq!(until_refused(&limit, "GET /big").await, by("first", 7));
+    assert_eq!(
+        until_refused(&limit, "POST /search/a").await,
+        by("first", 0)
+    );
+
+    pass(ms(61_000)).await;
+    assert_eq!(
+        until_refused(&limit, "POST /search/a").await,
+        by("first", 10)
+    );
+    let routes = limit.limiter_of("route").unwrap();
+    let search = Key::ALL.and("GET /search/*").and("route");
+    assert_eq!(routes.peek(search).await.unwrap().limits[0].used, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_route_has_its_quota_in_place_of_that_of_the_layer() {
+    let routes = table([("GET /search/*", 3), ("/big", 100)]).instead();
+    let limit = ten().routes(routes.clone()).build().unwrap();
+    assert_eq!(until_refused(&limit, "GET /search/a").await, by("first", 3));
+    assert_eq!(used(&limit).await, 0);
+    assert_eq!(until_refused(&limit, "GET /other").await, by("first", 10));
+    assert_eq!(until_refused(&limit, "GET /search/a").await, by("first", 0));
+    for _ in 0..100 {
+        send(&limit, "GET /big").await.unwrap();
+    }
+    assert_eq!(until_refused(&limit, "PUT /big").await, by("first", 0));
+
+    let search = routes
+        .find(&Method::GET, "/search/a")
+        .unwrap()
+        .key(Key::ALL);
+    let status = limit.limiter().peek(search).await.unwrap();
+    assert_eq!((status.limits[0].used, status.free), (3, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn tables_beside_and_instead_apply_together() {
+    let limit = ten()
+        .routes(table([("/search/*", 4), ("GET /search/code", 2)]).instead())
+        .routes(table([("/search/code", 3), ("POST /*", 5)]).name("writes"))
+        .build()
+        .unwrap();
+    assert_eq!(
+        until_refused(&limit, "GET /search/code").await,
+        by("first", 2)
+    );
+    assert_eq!(
+        until_refused(&limit, "PUT /search/code").await,
+        by("writes", 1)
+    );
+    assert_eq!(
+        until_refused(&limit, "POST /search/a").await,
+        by("first", 3)
+    );
+    assert_eq!(until_refused(&limit, "POST /x").await, by("writes", 2));
+    assert_eq!(used(&limit).await, 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_value_and_each_key_of_the_layer_has_a_count() {
+    let routes = table([("/channels/{channel}/messages/*", 2)]);
+    let limit = ten()
+        .key(by_header(AUTHORIZATION))
+        .routes(routes.clone())
+        .build()
+        .unwrap();
+    let send = async |token: &str, path: &str| {
+        let request = Request::post(format!("http://a{path}"));
+        let request = request.header(AUTHORIZATION, token).body(String::new());
+        limit
+            .layer(Upstream::new())
+            .oneshot(request.unwrap())
+            .await
+            .is_ok()
+    };
+    for token in ["one", "two"] {
+        for channel in ["a", "b", "%2F"] {
+            let path = |message| format!("/channels/{channel}/messages/{message}");
+            assert!(send(token, &path(1)).await && send(token, &path(2)).await);
+            assert!(!send(token, &path(3)).await, "{token} {channel}");
+        }
+    }
+    let key = routes
+        .find(&Method::POST, "/channels/a/messages/7")
+        .unwrap()
+        .key(Key::new("one"));
+    let routes = limit.limiter_of("route").unwrap();
+    assert_eq!(routes.peek(key.and("route")).await.unwrap().free, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn values_in_the_extensions_apply_to_routes_too() {
+    for is_instead in [false, true] {
+        let routes = table([("/a", 4)]);
+        let routes = if is_instead { routes.instead() } else { routes };
+        let limit = ten().routes(routes).build().unwrap();
+        let send = async |key: &str, cost: u32| {
+            let mut request = get("http://a/a");
+            request.extensions_mut().insert(Key::new(key));
+            request.extensions_mut().insert(Cost::new(cost));
+            limit.layer(Upstream::new()).oneshot(request).await.is_ok()
+        };
+        assert!(send("one", 3).await);
+        assert!(!send("one", 2).await);
+        assert!(send("two", 4).await);
+        assert!(!send("two", 1).await);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_joined_layer_has_routes_of_its_own() {
+    let by_token = || ten().key(by_header(AUTHORIZATION));
+    let tokens = by_token().routes(table([("/a", 2)])).build().unwrap();
+    for limit in [
+        RateLimitLayer::builder(Quota::per_minute(100))
+            .max_wait(ms(0))
+            .build()
+            .unwrap()
+            .and(tokens.clone()),
+        tokens.and(RateLimitLayer::new(Quota::per_minute(100)).unwrap()),
+    ] {
+        let send = async |token: &str| {
+            let request = Request::get("http://a/a").header(AUTHORIZATION, token);
+            let request = request.body(String::new()).unwrap();
+            limit.layer(Upstream::new()).oneshot(request).await.is_ok()
+        };
+        let who = format!("{:p}", &limit);
+        assert!(send(&who).await && send(&who).await && !send(&who).await);
+        assert!(send("another").await, "each token has a count of its own");
+        pass(ms(61_000)).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_waits_for_its_route_takes_nothing_else() {
+    let limit = RateLimitLayer::builder(Quota::per_minute(10))
+        .routes(table([("/slow", 1)]))
+        .max_wait(ms(100_000))
+        .build()
+        .unwrap();
+    send(&limit, "GET /slow").await.unwrap();
+    let second = tokio::spawn({
+        let limit = limit.clone();
+        async move { send(&limit, "GET /slow").await }
+    });
+    pass(ms(1000)).await;
+    for _ in 0..9 {
+        let sent = send(&limit, "GET /other");
+        tokio::time::timeout(ms(1), sent).await.unwrap().unwrap();
+    }
+    pass(ms(60_000)).await;
+    second.await.unwrap().unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_holds_the_route_or_the_limit_that_it_names() {
+    for (scope, is_instead, route_is_held, layer_is_held) in [
+        (None, false, true, false),
+        (Some("route"), false, true, false),
+        (Some("global"), false, false, true),
+        (None, true, true, false),
+    ] {
+        let routes = table([("/a", 5), ("/b", 5)]);
+        let routes = if is_instead { routes.instead() } else { routes };
+        let limit = ten()
+            .name("global")
+            .key(|_| Key::new("us"))
+            .routes(routes)
+            .build()
+            .unwrap();
+        let mut response = limited("20").unwrap();
+        if let Some(scope) = scope {
+            let headers = response.headers_mut();
+            headers.insert("x-ratelimit-scope", scope.parse().unwrap());
+        }
+        let upstream = Upstream::answering([Ok(response), ok()]);
+        let request = get("http://a/a");
+        let response = limit.layer(upstream).oneshot(request).await.unwrap();
+        assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
+
+        let is_held = async |request| send(&limit, request).await.is_err();
+        let context = format!("{scope:?} {is_instead}");
+        assert_eq!(
+            is_held("GET /a").await,
+            route_is_held || layer_is_held,
+            "{context}"
+        );
+        assert_eq!(is_held("GET /b").await, layer_is_held, "{context}");
+        assert_eq!(is_held("GET /c").await, layer_is_held, "{context}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn layers_with_one_store_share_the_counts_of_routes() {
+    let store = Arc::new(MemoryStore::default());
+    let limit = || {
+        let routes = table([("/a/{b}", 2)]);
+        ten().routes(routes).store(store.clone()).build().unwrap()
+    };
+    let (one, other) = (limit(), limit());
+    send(&one, "GET /a/1").await.unwrap();
+    send(&other, "GET /a/1").await.unwrap();
+    assert_eq!(send(&one, "GET /a/1").await, Err("route".to_owned()));
+    assert_eq!(send(&other, "GET /a/1").await, Err("route".to_owned()));
+    send(&other, "GET /a/2").await.unwrap();
+}
+
+#[test]
+fn build_names_the_route_whose_quota_is_wrong() {
+    let in_flight = Quota::per_minute(1).and(Quota::in_flight(1));
+    for (quota, problem) in [
+        (Quota::per_minute(0), "a count of 0 allows nothing"),
+        (Quota::per_minute(1).of("tokens"), "a quota of the kind"),
+        (in_flight, "a quota of the kind"),
+    ] {
+        for is_instead in [false, true] {
+            let routes = [("/fine", Quota::per_minute(1)), ("GET /bad", quota)];
+            let routes = Routes::new(routes).unwrap();
+            let routes = if is_instead { routes.instead() } else { routes };
+            let error = ten().routes(routes).build().unwrap_err();
+            assert!(
+                matches!(&error, ConfigError::Route { pattern, problem: found }
+                    if pattern == "GET /bad" && found.contains(problem)),
+                "{error}"
+            );
+        }
+    }
+}
+
+#[test]
+fn build_rejects_tables_that_do_not_fit_together() {
+    let routes = || table([("/a", 1)]);
+    for (builder, problem) in [
+        (
+            ten().routes(routes()).routes(routes()),
+            "routes is \"route\"",
+        ),
+        (
+            ten().name("route").routes(routes()),
+            "a name that no other limit of the layer has",
+        ),
+        (
+            ten().routes(routes().name("")),
+            "a name that no other limit of the layer has",
+        ),
+        (
+            ten().routes(routes().instead()).routes(routes().instead()),
+            "at most one of them",
+        ),
+    ] {
+        let error = builder.build().unwrap_err().to_string();
+        assert!(error.contains(problem), "{error}");
+    }
+    let names = ["a", "b", "c", "d", "e", "f", "g"];
+    let seven = names
+        .into_iter()
+        .fold(ten(), |builder, name| builder.routes(routes().name(name)));
+    seven.build().unwrap();
+    let none = Routes::new::<&str>([]).unwrap();
+    ten()
+        .routes(none.clone())
+        .routes(none.instead())
+        .build()
+        .unwrap();
+}
