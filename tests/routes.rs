@@ -25,7 +25,8 @@ fn table<const N: usize>(routes: [(&str, u32); N]) -> Routes {
     Routes::new(routes).unwrap()
 }
 
-/// Sends a request such as `GET /users`, and returns the name of the limit that refused it.
+/// Sends a request such as `GET /users`. If it is refused, returns the name of the limit and the
+/// pattern of the route.
 async fn send(limit: &RateLimitLayer, request: &str) -> Result<(), String> {
     let (method, path) = request.split_once(' ').unwrap();
     let request = Request::builder()
@@ -36,7 +37,11 @@ async fn send(limit: &RateLimitLayer, request: &str) -> Result<(), String> {
         Ok(_) => Ok(()),
         Err(error) => {
             let limited = Limited::find(&error).unwrap();
-            Err(limited.report().name().unwrap_or("first").to_owned())
+            let report = limited.report();
+            let name = report.name().unwrap_or("first").to_owned();
+            Err(report
+                .route()
+                .map_or(name.clone(), |route| format!("{name}: {route}")))
         }
     }
 }
@@ -59,8 +64,14 @@ fn by(name: &str, count: usize) -> (usize, String) {
 async fn a_route_has_its_quota_besides_that_of_the_layer() {
     let routes = table([("GET /search/*", 3), ("/big", 100)]);
     let limit = ten().routes(routes).build().unwrap();
-    assert_eq!(until_refused(&limit, "GET /search/a").await, by("route", 3));
-    assert_eq!(until_refused(&limit, "GET /search/b").await, by("route", 0));
+    assert_eq!(
+        until_refused(&limit, "GET /search/a").await,
+        by("route: GET /search/*", 3)
+    );
+    assert_eq!(
+        until_refused(&limit, "GET /search/b").await,
+        by("route: GET /search/*", 0)
+    );
     assert_eq!(used(&limit).await, 3, "what a route refuses counts nowhere");
     assert_eq!(until_refused(&limit, "GET /big").await, by("first", 7));
     assert_eq!(
@@ -82,14 +93,23 @@ async fn a_route_has_its_quota_besides_that_of_the_layer() {
 async fn a_route_has_its_quota_in_place_of_that_of_the_layer() {
     let routes = table([("GET /search/*", 3), ("/big", 100)]).instead();
     let limit = ten().routes(routes.clone()).build().unwrap();
-    assert_eq!(until_refused(&limit, "GET /search/a").await, by("first", 3));
+    assert_eq!(
+        until_refused(&limit, "GET /search/a").await,
+        by("first: GET /search/*", 3)
+    );
     assert_eq!(used(&limit).await, 0);
     assert_eq!(until_refused(&limit, "GET /other").await, by("first", 10));
-    assert_eq!(until_refused(&limit, "GET /search/a").await, by("first", 0));
+    assert_eq!(
+        until_refused(&limit, "GET /search/a").await,
+        by("first: GET /search/*", 0)
+    );
     for _ in 0..100 {
         send(&limit, "GET /big").await.unwrap();
     }
-    assert_eq!(until_refused(&limit, "PUT /big").await, by("first", 0));
+    assert_eq!(
+        until_refused(&limit, "PUT /big").await,
+        by("first: /big", 0)
+    );
 
     let search = routes
         .find(&Method::GET, "/search/a")
@@ -108,17 +128,20 @@ async fn tables_beside_and_instead_apply_together() {
         .unwrap();
     assert_eq!(
         until_refused(&limit, "GET /search/code").await,
-        by("first", 2)
+        by("first: GET /search/code", 2)
     );
     assert_eq!(
         until_refused(&limit, "PUT /search/code").await,
-        by("writes", 1)
+        by("writes: /search/code", 1)
     );
     assert_eq!(
         until_refused(&limit, "POST /search/a").await,
-        by("first", 3)
+        by("first: /search/*", 3)
     );
-    assert_eq!(until_refused(&limit, "POST /x").await, by("writes", 2));
+    assert_eq!(
+        until_refused(&limit, "POST /x").await,
+        by("writes: POST /*", 2)
+    );
     assert_eq!(used(&limit).await, 2);
 }
 
@@ -257,6 +280,46 @@ async fn a_refusal_holds_the_route_or_the_limit_that_it_names() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn errors_name_the_route_and_no_value() {
+    for is_instead in [false, true] {
+        let routes = table([("/a/{secret}", 1), ("/b/{secret}", 1)]);
+        let routes = if is_instead { routes.instead() } else { routes };
+        let limit = RateLimitLayer::builder(Quota::per_minute(10))
+            .routes(routes)
+            .max_wait(ms(70_000))
+            .error_on_upstream_limit()
+            .build()
+            .unwrap();
+        let error = async |answer| {
+            let service = limit.layer(Upstream::answering([answer]));
+            let error = service.oneshot(get("http://host/a/s3cret")).await;
+            let error = error.unwrap_err();
+            let limited = Limited::find(&error).unwrap();
+            assert_eq!(limited.report().route(), Some("/a/{secret}"), "{error}");
+            let name = if is_instead { None } else { Some("route") };
+            assert_eq!(limited.report().name(), name);
+            let text = format!("{error} {error:?}");
+            assert!(!text.contains("s3cret"), "{text}");
+            error.to_string()
+        };
+        let refused = error(limited("0")).await;
+        assert!(refused.contains("429"), "{refused}");
+        // The next one waits, and the one behind it would wait for too long.
+        let waits = tokio::spawn({
+            let limit = limit.clone();
+            async move { send(&limit, "GET /a/s3cret").await }
+        });
+        pass(ms(1)).await;
+        let refused = error(ok()).await;
+        let subject = if is_instead { "(" } else { "(route " };
+        let subject = format!("refused locally {subject}/a/{{secret}} ");
+        assert!(refused.starts_with(&subject), "{refused}");
+        pass(ms(61_000)).await;
+        waits.await.unwrap().unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn layers_with_one_store_share_the_counts_of_routes() {
     let store = Arc::new(MemoryStore::default());
     let limit = || {
@@ -266,8 +329,14 @@ async fn layers_with_one_store_share_the_counts_of_routes() {
     let (one, other) = (limit(), limit());
     send(&one, "GET /a/1").await.unwrap();
     send(&other, "GET /a/1").await.unwrap();
-    assert_eq!(send(&one, "GET /a/1").await, Err("route".to_owned()));
-    assert_eq!(send(&other, "GET /a/1").await, Err("route".to_owned()));
+    assert_eq!(
+        send(&one, "GET /a/1").await,
+        Err("route: /a/{b}".to_owned())
+    );
+    assert_eq!(
+        send(&other, "GET /a/1").await,
+        Err("route: /a/{b}".to_owned())
+    );
     send(&other, "GET /a/2").await.unwrap();
 }
 

@@ -350,6 +350,7 @@ mod tests {
             report: LimitedInfo::new(Facts {
                 key: "api.example.com".into(),
                 name: None,
+                route: None,
                 unit: None,
                 limit: Some(Limit::Sliding {
                     count: 50,

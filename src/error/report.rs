@@ -1,6 +1,7 @@
 //! The details of a request that was limited.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use crate::cost::Cost;
@@ -19,6 +20,8 @@ pub struct LimitedInfo(Box<Facts>);
 pub(crate) struct Facts {
     pub(crate) key: Label,
     pub(crate) name: Option<&'static str>,
+    /// The pattern of the route whose quota it is, if it is that of a route.
+    pub(crate) route: Option<Arc<str>>,
     /// What the limit counts. `None` for requests.
     pub(crate) unit: Option<&'static str>,
     pub(crate) limit: Option<Limit>,
@@ -56,6 +59,12 @@ impl LimitedInfo {
     /// it one. [`key`](Self::key) is then the label of that limit's key.
     pub fn name(&self) -> Option<&str> {
         self.0.name
+    }
+
+    /// Returns the pattern of the [route](crate::Routes) whose quota refused the request, as the table
+    /// has it. `None` if it was not the quota of a route.
+    pub fn route(&self) -> Option<&str> {
+        self.0.route.as_deref()
     }
 
     /// Returns the limit that refused the request. `None` if no limit of this process's quota did.
@@ -107,13 +116,17 @@ impl LimitedInfo {
     }
 }
 
-/// The limit and the key of an error: `channel 3fa94c01`, or the label of the key alone.
+/// The limit and the key of an error: `channel 3fa94c01`, `route GET /search/* 3fa94c01`, or the label of
+/// the key alone.
 struct Subject<'a>(&'a Facts);
 
 impl fmt::Display for Subject<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(name) = self.0.name {
             write!(f, "{name} ")?;
+        }
+        if let Some(route) = &self.0.route {
+            write!(f, "{route} ")?;
         }
         f.write_str(&self.0.key)
     }
@@ -124,6 +137,7 @@ impl fmt::Debug for LimitedInfo {
         let Facts {
             key,
             name,
+            route,
             unit: _,
             limit,
             retry_after,
@@ -134,6 +148,7 @@ impl fmt::Debug for LimitedInfo {
         f.debug_struct("LimitedInfo")
             .field("key", key)
             .field("name", name)
+            .field("route", route)
             .field("limit", limit)
             .field("unit", &self.unit())
             .field("retry_after", retry_after)

@@ -272,6 +272,7 @@ mod tests {
             report: LimitedInfo::new(Facts {
                 key: "all".into(),
                 name: None,
+                route: None,
                 unit: None,
                 limit: None,
                 retry_after: None,

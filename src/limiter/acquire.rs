@@ -353,7 +353,7 @@ fn refuse(first: &Part, error: Arc<ConfigError>) -> Limited {
     let Part { core, request, .. } = first;
     let now = clock::now();
     let label = core.label(request.key, None);
-    let refused = RefusedRequest::new(label, core.limit_name(), now);
+    let refused = RefusedRequest::new(label, core.limit_name(request.key), now);
     let limited = refused.refuse(Reason::InvalidQuota(error), Refusal::NEVER, now);
     core.refused(request.key, &limited);
     limited

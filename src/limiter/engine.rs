@@ -235,10 +235,19 @@ impl Core {
         self.unit().map_or(key, |unit| key.of_unit(unit))
     }
 
-    /// Returns what errors call the limit.
-    pub(super) fn limit_name(&self) -> LimitName {
+    /// Returns what errors call the limit of `key`.
+    pub(super) fn limit_name(&self, key: Key) -> LimitName {
+        let Settings { name, quotas, .. } = &self.settings;
+        let quota = if quotas.is_any() {
+            self.states
+                .find(key, |state| state.limits.quota_id())
+                .flatten()
+        } else {
+            None
+        };
         LimitName {
-            name: self.settings.name,
+            name: *name,
+            route: quota.and_then(|quota| quotas.route(quota)),
             unit: self.unit(),
         }
     }

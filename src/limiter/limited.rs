@@ -1,5 +1,6 @@
 //! The errors of refused requests. Their callers count and report them.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::clock;
@@ -13,10 +14,12 @@ use crate::store::Refusal;
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 
 /// What the error of a request calls its limit.
-#[derive(Clone, Copy)]
+#[derive(Default)]
 pub(super) struct LimitName {
     /// The name of the limit, if it has one.
     pub(super) name: Option<&'static str>,
+    /// The pattern of the route whose quota it is, if it is that of a route.
+    pub(super) route: Option<Arc<str>>,
     /// What the limit counts. `None` for requests.
     pub(super) unit: Option<&'static str>,
 }
@@ -63,6 +66,7 @@ impl RefusedRequest {
         LimitedInfo::new(Facts {
             key: self.label,
             name: self.limit.name,
+            route: self.limit.route,
             unit: self.limit.unit,
             limit: refusal.limit,
             retry_after: refusal.wait.map(|wait| wait.max(SHORTEST_WAIT)),

@@ -15,7 +15,7 @@ use super::engine::{Core, CoreId};
 use super::explanation::Explanation;
 use super::holds;
 use super::joint::PartRef;
-use super::limited::RefusedRequest;
+use super::limited::{LimitName, RefusedRequest};
 use super::listener;
 use super::own_quota::{self, QuotaError};
 use super::quotas::QuotaId;
@@ -576,12 +576,29 @@ impl Limiter {
         self.0.first.settings.quotas.id(quota)
     }
 
+    /// Returns a number for the quota of a route, whose `pattern` stands in errors.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] if the keys of this limiter cannot have this quota.
+    pub(crate) fn quota_id_of_route(
+        &self,
+        quota: &Quota,
+        pattern: &str,
+    ) -> Result<QuotaId, ConfigError> {
+        self.0.first.settings.quotas.id_of_route(quota, pattern)
+    }
+
     /// Returns the error of a request that states no key of this limit, or no valid quota. The request
     /// counts at the limiter `first`.
     #[cold]
     pub(crate) fn unreadable(&self, reason: Reason, first: &Limiter) -> Limited {
         let now = clock::now();
-        let limit = self.0.first.limit_name();
+        let limit = LimitName {
+            name: self.name(),
+            route: None,
+            unit: self.0.first.unit(),
+        };
         let request = RefusedRequest::new("none".into(), limit, now);
         let limited = request.refuse(reason, Refusal::NEVER, now);
         first.0.first.refused_without_key(&limited);

@@ -45,8 +45,17 @@ pub(crate) struct Quotas {
 #[derive(Debug, Default)]
 struct Known {
     ids: HashMap<Quota, QuotaId>,
-    /// The limits of each quota, one for each unit, in the order of the numbers.
-    specs: Vec<Specs>,
+    /// In the order of the numbers.
+    stated: Vec<Stated>,
+}
+
+/// A quota that requests have stated, or that of a route.
+#[derive(Debug)]
+struct Stated {
+    /// The limits, one for each unit.
+    specs: Specs,
+    /// The pattern of the route.
+    route: Option<Arc<str>>,
 }
 
 /// Limits, each with the unit that they count. `None` for requests.
@@ -100,9 +109,19 @@ impl Quotas {
             Some(id) => Ok(*id),
             None => {
                 drop(known);
-                self.add(quota)
+                self.add(quota, None)
             }
         }
+    }
+
+    /// Returns the number of the quota of a route. Each route has a number of its own, so that errors
+    /// name the `pattern`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`id`](Self::id).
+    pub(super) fn id_of_route(&self, quota: &Quota, pattern: &str) -> Result<QuotaId, ConfigError> {
+        self.add(quota, Some(pattern))
     }
 
     /// Returns the limits of a quota that a key may have, by their units.
@@ -124,21 +143,28 @@ impl Quotas {
     }
 
     #[cold]
-    fn add(&self, quota: &Quota) -> Result<QuotaId, ConfigError> {
+    fn add(&self, quota: &Quota, route: Option<&str>) -> Result<QuotaId, ConfigError> {
         let specs = self.specs(quota)?;
         let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(id) = known.ids.get(quota) {
+        if route.is_none()
+            && let Some(id) = known.ids.get(quota)
+        {
             return Ok(*id);
         }
-        if known.specs.len() == Quotas::MOST {
+        if known.stated.len() == Quotas::MOST {
             return Err(out_of_range(
                 format!("more than {} different quotas", Quotas::MOST),
                 "fewer quotas, such as one for each plan or route",
             ));
         }
-        let number = u32::try_from(known.specs.len() + QuotaId::FIRST).unwrap_or(u32::MAX);
-        known.specs.push(specs);
-        known.ids.insert(*quota, QuotaId(number));
+        let number = u32::try_from(known.stated.len() + QuotaId::FIRST).unwrap_or(u32::MAX);
+        known.stated.push(Stated {
+            specs,
+            route: route.map(Arc::from),
+        });
+        if route.is_none() {
+            known.ids.insert(*quota, QuotaId(number));
+        }
         self.note_any();
         Ok(QuotaId(number))
     }
@@ -156,8 +182,15 @@ impl Quotas {
     pub(super) fn spec(&self, id: QuotaId, unit: Option<&str>) -> Option<Arc<LimitSpec>> {
         let index = (id.0 as usize).checked_sub(QuotaId::FIRST)?;
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
-        let mut specs = known.specs.get(index)?.iter();
+        let mut specs = known.stated.get(index)?.specs.iter();
         specs.find_map(|(own, spec)| (*own == unit).then(|| spec.clone()))
+    }
+
+    /// Returns the pattern of the route that has this quota, if it is that of a route.
+    pub(super) fn route(&self, id: QuotaId) -> Option<Arc<str>> {
+        let index = (id.0 as usize).checked_sub(QuotaId::FIRST)?;
+        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        known.stated.get(index)?.route.clone()
     }
 }
 

@@ -13,6 +13,7 @@ use super::admission::Entry;
 use super::engine::CoreId;
 use super::in_flight_slot::InFlightSlot;
 use super::key_state::is_any_uncertain;
+use super::limited::LimitName;
 use super::outer::{self, InnerCall, OuterPermit, UseOf};
 use super::reservation::Reservation;
 use super::responses::AnsweredCall;
@@ -384,7 +385,7 @@ impl Sent {
         others: &[Sent],
         signal: &Signal,
         is_bad: bool,
-    ) -> Option<(Label, Option<&'static str>)> {
+    ) -> Option<(Label, LimitName)> {
         let all: SmallVec<[&Sent; 4]> = std::iter::once(self).chain(others).collect();
         let keys: SmallVec<[SignalKey; 4]> = all
             .iter()
@@ -406,10 +407,12 @@ impl Sent {
         let further = keys[..=refused?].iter().rev();
         let further = further.take_while(|key| key.is_further_unit).count();
         let refused = Some(refused? - further).filter(|index| *index > 0)?;
-        Some((
-            all[refused].core.label(all[refused].key),
-            keys[refused].name,
-        ))
+        let Sent { core, key, .. } = all[refused];
+        let limit = match core.find() {
+            Some(core) => core.limit_name(*key),
+            None => LimitName::default(),
+        };
+        Some((core.label(*key), limit))
     }
 
     #[cold]
@@ -417,7 +420,7 @@ impl Sent {
         &mut self,
         status: StatusCode,
         signal: &Signal,
-        refused: Option<(Label, Option<&'static str>)>,
+        refused: Option<(Label, LimitName)>,
     ) -> Limited {
         let PastWait {
             label,
@@ -435,15 +438,16 @@ impl Sent {
             },
         };
         let core = self.core.find();
-        let own_name = core.as_ref().and_then(|core| core.settings.name);
-        let (label, name) = refused.unwrap_or((label, own_name));
+        let own_name = || core.as_ref().map(|core| core.limit_name(self.key));
+        let (label, limit) = refused.unwrap_or_else(|| (label, own_name().unwrap_or_default()));
         let retry_after = signal.retry_after();
         let tally = core.as_ref().map(|core| &core.settings.tally);
         events::upstream_limited(tally, &label, status, retry_after);
         let at = clock::wall(clock::now());
         let report = LimitedInfo::new(Facts {
             key: label,
-            name,
+            name: limit.name,
+            route: limit.route,
             unit: None,
             limit: None,
             retry_after,

@@ -138,7 +138,10 @@ pub(super) fn slow(
         Started::Limited(limited)
     };
     let refuse = |label, reason, refusal| {
-        limited(RefusedRequest::new(label, core.limit_name(), now).refuse(reason, refusal, now))
+        limited(
+            RefusedRequest::new(label, core.limit_name(entry.key), now)
+                .refuse(reason, refusal, now),
+        )
     };
     if settings.tally.is_draining() {
         return refuse(label(), Reason::Draining, Refusal::NEVER);
@@ -193,7 +196,7 @@ pub(super) fn slow(
         }
         Admission::Refused(reason, refusal) => refuse(label(), reason, refusal),
         Admission::Failed(source) => {
-            limited(RefusedRequest::new(label(), core.limit_name(), now).fail(source, now))
+            limited(RefusedRequest::new(label(), core.limit_name(entry.key), now).fail(source, now))
         }
     }
 }

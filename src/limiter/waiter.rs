@@ -165,7 +165,7 @@ impl Waiter {
     pub(super) fn refused_request(&self) -> RefusedRequest {
         RefusedRequest {
             label: self.label.clone(),
-            limit: self.core.limit_name(),
+            limit: self.core.limit_name(self.key),
             since: self.since,
             turns: self.ticket.turns,
         }

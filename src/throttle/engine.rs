@@ -269,6 +269,7 @@ impl Since {
         LimitedInfo::new(Facts {
             key,
             name: None,
+            route: None,
             unit: None,
             limit: None,
             retry_after,

@@ -22,7 +22,7 @@ impl RouteTable {
     pub(in crate::layer) fn new(routes: Routes, limiter: &Limiter) -> Result<Self, ConfigError> {
         let rows = routes.table.rows.iter();
         let quotas = rows.map(|row| {
-            let id = limiter.quota_id(&row.quota);
+            let id = limiter.quota_id_of_route(&row.quota, row.pattern.text());
             id.map_err(|problem| error(row.pattern.text(), problem.to_string()))
         });
         let quotas = quotas.collect::<Result<_, _>>()?;

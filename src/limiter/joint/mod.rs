@@ -71,6 +71,7 @@ use super::admission::Entry;
 use super::counting;
 use super::engine::Core;
 use super::key_state;
+use super::limited::LimitName;
 use super::quotas::QuotaId;
 use super::reservation::Reservation;
 use crate::clock;
@@ -180,6 +181,11 @@ impl Part {
             quota,
         };
         PartRef { core, entry }
+    }
+
+    /// Returns what errors call the limit of the part.
+    fn limit_name(&self) -> LimitName {
+        self.core.limit_name(self.key)
     }
 
     /// Returns the limits of the key that decide about a request.

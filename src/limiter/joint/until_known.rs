@@ -44,7 +44,7 @@ impl UntilKnown {
 
     /// Returns the request for its error.
     pub(in crate::limiter) fn refused_request(&self) -> RefusedRequest {
-        let limit = self.request.parts[0].core.limit_name();
+        let limit = self.request.parts[0].limit_name();
         RefusedRequest::new(self.label.clone(), limit, clock::now())
     }
 

@@ -160,7 +160,7 @@ impl JointWaiter {
             own_quota::choose(&part.core, part.key, part.quota, now);
         }
         if let Some((part, reason)) = unfit(request, own, bound, now) {
-            let limit = parts[part].core.limit_name();
+            let limit = parts[part].limit_name();
             let refused = RefusedRequest::new(label_of(parts, part, &label), limit, now);
             return Err(refused.refuse(reason, Refusal::NEVER, now));
         }
@@ -195,7 +195,7 @@ impl JointWaiter {
     pub(in crate::limiter) fn refused_request(&self) -> RefusedRequest {
         RefusedRequest {
             label: self.label.clone(),
-            limit: self.set.parts[0].core.limit_name(),
+            limit: self.set.parts[0].limit_name(),
             since: self.since,
             turns: self.turns,
         }
@@ -408,7 +408,7 @@ impl JointWaiter {
         self.leave();
         let request = RefusedRequest {
             label: label_of(&self.set.parts, part, &self.label),
-            limit: self.set.parts[part].core.limit_name(),
+            limit: self.set.parts[part].limit_name(),
             since: self.since,
             turns: self.turns,
         };

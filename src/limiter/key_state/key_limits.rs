@@ -124,6 +124,12 @@ impl KeyLimits {
         id == QuotaId::NONE || id == own.map_or(QuotaId::CONFIGURED, |(own, _)| *own)
     }
 
+    /// Returns the quota that requests have stated.
+    pub(in crate::limiter) fn quota_id(&self) -> Option<QuotaId> {
+        let own = self.0.as_ref()?.quota.as_ref();
+        own.map(|(id, _)| *id)
+    }
+
     /// Returns the limits of the set quota, or else of the quota that requests have stated.
     pub(in crate::limiter) fn quota(&self) -> Option<&Arc<LimitSpec>> {
         self.set_spec().or_else(|| self.stated_quota())
