@@ -3,6 +3,7 @@
 //! ```sh
 //! cargo run --release -p tollgate-benches              # a permit at hand, in memory
 //! cargo run --release -p tollgate-benches -- keys      # a million keys, in memory
+//! cargo run --release -p tollgate-benches -- routes    # a table of routes
 //! cargo run --release -p tollgate-benches -- signals   # reading a response
 //! cargo run --release -p tollgate-benches --features paused -- joint  # requests with several keys
 //! cargo run --release -p tollgate-benches -- redis     # one decision in Redis
@@ -24,6 +25,7 @@ mod machine;
 mod many_keys;
 mod measure;
 mod peers;
+mod routes;
 mod signals;
 
 use contenders::Failure;
@@ -46,6 +48,13 @@ fn main() -> Result<(), Failure> {
             let _guard = runtime.enter();
             many_keys::report();
         }
+        Some((bench, _)) if bench == "routes" => {
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_time()
+                .build()?;
+            let _guard = runtime.enter();
+            routes::report();
+        }
         Some((bench, _)) if bench == "signals" => signals::report(),
         #[cfg(feature = "paused")]
         Some((bench, _)) if bench == "joint" => joint::report(),
@@ -62,9 +71,10 @@ fn main() -> Result<(), Failure> {
             fleet::child(&task)?;
         }
         Some((other, _)) => {
-            return Err(
-                format!("{other}: keys, signals, joint, redis, fleet, growth, or nothing").into(),
-            );
+            return Err(format!(
+                "{other}: keys, routes, signals, joint, redis, fleet, growth, or nothing"
+            )
+            .into());
         }
     }
     Ok(())

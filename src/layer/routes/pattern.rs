@@ -17,6 +17,8 @@ pub(super) struct Pattern {
     methods: Vec<Method>,
     /// At least one.
     segments: Vec<Segment>,
+    /// The index of the last segment that is a `{name}`.
+    last_value: Option<usize>,
 }
 
 /// What one segment of a path is to be.
@@ -40,10 +42,12 @@ impl Pattern {
             None => (Ok(Vec::new()), text),
         };
         let pattern = methods.and_then(|methods| {
+            let segments = parse_path(path)?;
             Ok(Pattern {
                 text: text.into(),
                 methods,
-                segments: parse_path(path)?,
+                last_value: segments.iter().rposition(|one| *one == Segment::Value),
+                segments,
             })
         });
         pattern.map_err(|problem| error(text, problem))
@@ -64,9 +68,13 @@ impl Pattern {
     /// Returns the key of a request with the key `key` and `path`, which matches the pattern: `key`
     /// and the pattern, and the values of `{name}` from left to right.
     pub(super) fn key(&self, key: Key, path: &str) -> Key {
-        let found = path.split('/').skip(1).zip(&self.segments);
+        let key = key.and(&*self.text);
+        let Some(last) = self.last_value else {
+            return key;
+        };
+        let found = path.split('/').skip(1).zip(&self.segments[..=last]);
         let values = found.filter(|(_, segment)| matches!(segment, Segment::Value));
-        values.fold(key.and(&*self.text), |key, (value, _)| key.and(value))
+        values.fold(key, |key, (value, _)| key.and(value))
     }
 }
 

@@ -6,6 +6,8 @@
 //! finds is the most specific one. It visits no node twice, and allocates nothing: the values of
 //! `{name}` are read from the path when the pattern is known.
 
+use std::cmp::Ordering;
+
 use http::Method;
 
 use super::pattern::{Pattern, Segment, error};
@@ -20,7 +22,7 @@ pub(super) struct Router {
 /// What may follow the segments on the way from the root to this node.
 #[derive(Default)]
 struct Node {
-    /// The next segment is this text. Sorted by text.
+    /// The next segment is this text. Sorted by length, then by text.
     texts: Vec<(Box<str>, Node)>,
     /// The next segment is any one that is not empty.
     one: Option<Box<Node>>,
@@ -68,7 +70,7 @@ impl Node {
         match first {
             Segment::Text(text) => {
                 let texts = &mut self.texts;
-                let place = texts.binary_search_by(|(other, _)| other.cmp(text));
+                let place = texts.binary_search_by(|(other, _)| compare(other, text));
                 let index = place.unwrap_or_else(|free| {
                     texts.insert(free, (text.clone(), Node::default()));
                     free
@@ -92,7 +94,7 @@ impl Node {
         };
         let text = self
             .texts
-            .binary_search_by(|(text, _)| (**text).cmp(segment))
+            .binary_search_by(|(text, _)| compare(text, segment))
             .ok()
             .and_then(|index| self.texts[index].1.find(method, after));
         text.or_else(|| {
@@ -101,6 +103,12 @@ impl Node {
         })
         .or_else(|| self.rest.of(method).filter(|_| !left.is_empty()))
     }
+}
+
+/// Compares two texts by their length first, because that is cheap.
+fn compare(one: &str, other: &str) -> Ordering {
+    let by_length = one.len().cmp(&other.len());
+    by_length.then_with(|| one.cmp(other))
 }
 
 impl Ends {
