@@ -4,10 +4,9 @@
 //!     cargo run --release --example discord
 //!
 //! The service refuses with 429, `Retry-After` and `X-RateLimit-Scope`, which says which limit was
-//! exceeded: `global` is that of all calls, `shared` the channel, `user` the route. Two limits of
-//! the layer are called `global` and `shared`, so such a refusal holds their key. The first limit,
-//! the route, has no name: a refusal of the scope `user` holds the key of the last limit, the
-//! channel. While the limits are kept, no call is refused.
+//! exceeded: `global` is that of all calls, `shared` the channel, `user` the route. The limits of the
+//! layer have these names, so such a refusal holds the key that it is about. While the limits are
+//! kept, no call is refused.
 //!
 //! Calls come at a fixed rate, most of them to a few channels. While a call waits for its channel, it
 //! takes nothing from the 50 per second.
@@ -36,7 +35,7 @@ use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval};
 use tollgate::error::BoxError;
 use tollgate::store::RedisStore;
-use tollgate::{Key, Quota, RateLimitLayer};
+use tollgate::{Key, Quota, RateLimitLayer, Routes};
 use tower::ServiceBuilder;
 use upstream::{KeyedRule, Rule};
 
@@ -63,8 +62,12 @@ const GLOBAL: Rule = Rule::per_second(50);
 const CHANNEL: Rule = Rule::new(8, Duration::from_secs(5));
 const ROUTE: Rule = Rule::new(5, Duration::from_secs(5));
 
-/// The ends of the routes of each channel.
-const ENDS: [&str; 3] = ["messages", "pins", "typing"];
+/// The routes of each channel: the method, and the end of the path.
+const ROUTES: [(Method, &str); 3] = [
+    (Method::POST, "messages"),
+    (Method::GET, "pins"),
+    (Method::POST, "typing"),
+];
 
 #[tokio::main]
 async fn main() -> ExitCode {
@@ -79,19 +82,25 @@ async fn main() -> ExitCode {
     .await
 }
 
-/// Builds all limits. The first one sees every call. Of the others, the narrowest comes last.
+/// Builds all limits. The first one sees every call. Each channel has a count of its own, and so has
+/// each route of each channel.
 fn limit(args: &Args) -> Result<RateLimitLayer, BoxError> {
     let store = RedisStore::builder(&args.places.redis)
         .prefix("discord")
         .store_timeout(Duration::from_secs(2)) // a job is not in a hurry
         .build()?;
     let quota = |rule: Rule| Quota::new(rule.count, rule.window);
-    let limit = RateLimitLayer::builder(quota(ROUTE))
-        .key(|request| Key::new(request.path()))
-        .and_per("global", quota(GLOBAL), |_| Key::new("our bot"))
-        .and_per("shared", quota(CHANNEL), |request| {
-            Key::new(channel_of(request.path()))
-        })
+    let channels = Routes::new([("/channels/{channel}/*", quota(CHANNEL))])?;
+    let routes = Routes::new([
+        ("POST /channels/{channel}/messages", quota(ROUTE)),
+        ("GET /channels/{channel}/pins", quota(ROUTE)),
+        ("POST /channels/{channel}/typing", quota(ROUTE)),
+    ])?;
+    let limit = RateLimitLayer::builder(quota(GLOBAL))
+        .name("global")
+        .key(|_| Key::new("our bot"))
+        .routes(channels.name("shared"))
+        .routes(routes.name("user"))
         .store(Arc::new(store))
         .max_wait(args.max_wait);
     Ok(limit.build()?)
@@ -121,7 +130,10 @@ async fn call_all(args: &Args) -> Result<(), BoxError> {
         let route = args.route(number);
         let mark = if load.is_light(&route) { LIGHT } else { "" };
         let url = format!("{}{route}", args.places.api);
-        let call = common::call(service.clone(), Request::new(Method::GET, url.parse()?));
+        let (_, end) = route.rsplit_once('/').unwrap_or_default();
+        let method = ROUTES.iter().find(|(_, other)| *other == end);
+        let method = method.map_or(Method::GET, |(method, _)| method.clone());
+        let call = common::call(service.clone(), Request::new(method, url.parse()?));
         calls.spawn(async move { Ok::<_, BoxError>(format!("{mark}{}", call.await?)) });
     }
     while let Some(outcome) = calls.join_next().await {
@@ -261,7 +273,7 @@ impl Args {
         let evenly = |step: f64| (f64::from(number) * step).fract();
         let (at, end) = (evenly(0.754_877_666), evenly(0.569_840_291));
         let channel = (f64::from(self.channels) * at * at) as u32;
-        let end = ENDS[(end * ENDS.len() as f64) as usize];
+        let (_, end) = &ROUTES[(end * ROUTES.len() as f64) as usize];
         format!("channels/{channel}/{end}")
     }
 

@@ -476,8 +476,8 @@ async fn processes_keep_limits_of_route_channel_and_all() {
 }
 
 #[tokio::test]
-async fn processes_keep_limits_of_token_and_search() {
-    let out = run_within_limits("token_and_route", &["--seconds", "3"]).await;
+async fn processes_keep_limits_of_token_and_routes() {
+    let out = run_within_limits("github", &["--seconds", "3"]).await;
     assert!(row(&out, "sent") > 0, "{out}");
 }
 
@@ -491,7 +491,7 @@ async fn programs_print_help_and_describe_errors() {
         "campaigns",
         "per_token",
         "discord",
-        "token_and_route",
+        "github",
         "who_said_no",
     ] {
         let (code, out, _) = run(example, &["--help"]).await;

@@ -6,6 +6,7 @@
 //! - [Choosing a quota](choosing_a_quota): how to describe the limit of a server, and how long a
 //!   request may wait.
 //! - [Keys](keys): whose limit it is.
+//! - [Keys, plans and routes](keys_plans_routes): quotas of customers and of routes.
 //! - [Several limits](several_limits): limits with different keys on one request.
 //! - [True costs](true_costs): limits on tokens or points, where the response states the cost.
 //! - [LLM APIs](llm_apis): how providers count tokens and points, and what to use for each.
@@ -61,6 +62,9 @@ pub mod in_flight {}
 
 #[doc = include_str!("keys.md")]
 pub mod keys {}
+
+#[doc = include_str!("keys_plans_routes.md")]
+pub mod keys_plans_routes {}
 
 #[doc = include_str!("learning.md")]
 pub mod learning {}

@@ -1,11 +1,16 @@
-//! An API like that of GitHub: a limit for each access token, and a stricter one for its searches.
-//! Several processes share both through Redis.
+//! An API with the limits of GitHub: one for each access token, and others for its searches, for
+//! GraphQL and for what it creates. Several processes share them through Redis.
 //!
-//!     cargo run --release --example token_and_route
+//!     cargo run --release --example github
 //!
-//! GitHub allows 5000 calls per hour, and 30 searches per minute. The example ends in seconds: its
-//! hour has 150 calls and takes 6 s, its minute has 10 searches and takes 1 s. A search counts in
-//! both limits, or in none. While searches wait, other calls of the same token go on.
+//! GitHub allows 5000 requests per hour. It counts 30 searches per minute and 5000 points of GraphQL per
+//! hour apart from these. What creates content counts in both: in the 5000, and in 80 per minute.
+//! Besides, at most 100 requests may be in flight. The example ends in seconds: its hour takes 6 s and
+//! has 150 requests, its minute takes 2 s.
+//!
+//! One table of routes applies in place of the 5000 per hour, and another one besides. The limit of
+//! requests in flight is a layer inside, so that no request that waits for its route takes one of these
+//! places.
 
 mod common;
 
@@ -19,16 +24,16 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tollgate::error::BoxError;
 use tollgate::store::RedisStore;
-use tollgate::{Key, Quota, RateLimitLayer, by_header};
+use tollgate::{Key, Quota, RateLimitLayer, Routes, by_header};
 use tower::ServiceBuilder;
 use upstream::{KeyedRule, Rule};
 
 use common::{Options, Places, Usage};
 
 const HELP: &str = "\
-A limit for each access token, and a stricter one for its searches.
+Limits of each access token, of its searches, of GraphQL and of what it creates.
 
-Usage: cargo run --release --example token_and_route -- [options]
+Usage: cargo run --release --example github -- [options]
 
   --redis <url>     where to count                              [spawn: a redis-server of its own]
   --api <url>       whom to call                                [spawn: a service of its own]
@@ -41,12 +46,23 @@ Usage: cargo run --release --example token_and_route -- [options]
   --help            this text
 ";
 
-const TOKEN: Rule = Rule::new(150, Duration::from_secs(6));
-const SEARCH: Rule = Rule::new(10, Duration::from_secs(1));
+const CORE: Rule = Rule::new(150, Duration::from_secs(6));
+const SEARCH: Rule = Rule::new(30, Duration::from_secs(2));
+const GRAPHQL: Rule = Rule::new(100, Duration::from_secs(6));
+const CONTENT: Rule = Rule::new(15, Duration::from_secs(2));
+const IN_FLIGHT: u32 = 20;
+
+/// What each task of a token calls, in turn.
+const CALLS: [(Method, &str); 4] = [
+    (Method::GET, "user/repos"),
+    (Method::GET, "search/code"),
+    (Method::POST, "graphql"),
+    (Method::POST, "repos/us/ours/issues"),
+];
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    common::main("token_and_route", HELP, async |mut options| {
+    common::main("github", HELP, async |mut options| {
         let role = options.role(&["caller"])?;
         let args = Args::read(options)?;
         match role {
@@ -57,34 +73,43 @@ async fn main() -> ExitCode {
     .await
 }
 
-/// Builds both limits. Other calls than searches do not see the second one.
-fn limit(args: &Args) -> Result<RateLimitLayer, BoxError> {
+/// Builds the limits of rates, and that of requests in flight.
+fn limits(args: &Args) -> Result<(RateLimitLayer, RateLimitLayer), BoxError> {
     let store = RedisStore::builder(&args.places.redis)
-        .prefix("token-and-route")
+        .prefix("github")
         .secret(b"a secret for show: take 32 random bytes")
         .store_timeout(Duration::from_secs(2)) // a job is not in a hurry
         .build()?;
+    let store = Arc::new(store);
     let quota = |rule: Rule| Quota::new(rule.count, rule.window);
-    let limit = RateLimitLayer::builder(quota(TOKEN))
+    let apart = Routes::new([
+        ("GET /search/*", quota(SEARCH)),
+        ("POST /graphql", quota(GRAPHQL)),
+    ])?;
+    let content = Routes::new([("POST /repos/*", quota(CONTENT))])?;
+    let rates = RateLimitLayer::builder(quota(CORE))
+        .name("core")
         .key(by_header(AUTHORIZATION))
-        .and_per("search", quota(SEARCH), |request| {
-            let is_search = request.path().starts_with("/search");
-            request
-                .header(AUTHORIZATION)
-                .filter(|_| is_search)
-                .map(Key::new)
-        })
-        .store(Arc::new(store))
-        .max_wait(args.max_wait);
-    Ok(limit.build()?)
+        .routes(apart.instead())
+        .routes(content.name("content"))
+        .store(store.clone())
+        .max_wait(args.max_wait)
+        .build()?;
+    let in_flight = RateLimitLayer::builder(Quota::in_flight(IN_FLIGHT))
+        .key(|_| Key::new("in flight"))
+        .store(store)
+        .max_wait(args.max_wait)
+        .build()?;
+    Ok((rates, in_flight))
 }
 
 /// Runs one of the processes: a few tasks for each token.
 async fn call_all(args: &Args) -> Result<(), BoxError> {
     args.places.must_be_given()?;
-    let limit = limit(args)?;
+    let (rates, in_flight) = limits(args)?;
     let service = ServiceBuilder::new()
-        .layer(limit.clone())
+        .layer(rates.clone())
+        .layer(in_flight)
         .map_request(common::stamp)
         .service(common::client()?);
     let end = Instant::now() + args.time;
@@ -92,16 +117,10 @@ async fn call_all(args: &Args) -> Result<(), BoxError> {
     for number in 0..args.tokens * args.tasks {
         let (service, api) = (service.clone(), args.places.api.clone());
         let token = number % args.tokens;
-        // Every other task of a token searches.
-        let searches = (number / args.tokens).is_multiple_of(2);
+        let (method, path) = CALLS[(number / args.tokens) as usize % CALLS.len()].clone();
         tasks.spawn(async move {
             while Instant::now() < end {
-                let path = if searches {
-                    "search/code"
-                } else {
-                    "user/repos"
-                };
-                let mut request = Request::new(Method::GET, format!("{api}{path}").parse()?);
+                let mut request = Request::new(method.clone(), format!("{api}{path}").parse()?);
                 let token = format!("Bearer token-{token}").parse()?;
                 request.headers_mut().insert(AUTHORIZATION, token);
                 println!("{}", common::call(service.clone(), request).await?);
@@ -112,7 +131,7 @@ async fn call_all(args: &Args) -> Result<(), BoxError> {
     while let Some(done) = tasks.join_next().await {
         done??;
     }
-    limit.limiter().shutdown().await?;
+    rates.limiter().shutdown().await?;
     Ok(())
 }
 
@@ -123,16 +142,31 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
     }
     let limits = [
         KeyedRule {
-            name: "token",
-            rule: TOKEN,
-            key: |_, headers| token(headers),
-            scope: "token",
+            name: "core",
+            rule: CORE,
+            key: |path, headers| {
+                let is_apart = path.starts_with("/search") || path == "/graphql";
+                token(headers).filter(|_| !is_apart)
+            },
+            scope: "core",
         },
         KeyedRule {
             name: "search",
             rule: SEARCH,
             key: |path, headers| token(headers).filter(|_| path.starts_with("/search")),
             scope: "search",
+        },
+        KeyedRule {
+            name: "graphql",
+            rule: GRAPHQL,
+            key: |path, headers| token(headers).filter(|_| path == "/graphql"),
+            scope: "graphql",
+        },
+        KeyedRule {
+            name: "content",
+            rule: CONTENT,
+            key: |path, headers| token(headers).filter(|_| path.starts_with("/repos/")),
+            scope: "content",
         },
     ];
     println!(
@@ -142,6 +176,10 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let words = args.words();
     common::call_from_processes(&mut args.places, &limits, args.processes, |_| words.clone())
         .await?;
+    if let Some(service) = &args.places.upstream {
+        let most = service.log().most_at_once();
+        println!("At most {most} calls were in flight; {IN_FLIGHT} may be.");
+    }
     Ok(())
 }
 
