@@ -10,7 +10,8 @@
 //!
 //! One table of routes applies in place of the 5000 per hour, and another one besides. The limit of
 //! requests in flight is a layer inside, so that no request that waits for its route takes one of these
-//! places.
+//! places. It is divided among the processes: counted in Redis, it would be a call to Redis for each
+//! request, and the permits of the rates would expire meanwhile.
 
 mod common;
 
@@ -24,7 +25,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tollgate::error::BoxError;
 use tollgate::store::RedisStore;
-use tollgate::{Key, Quota, RateLimitLayer, Routes, by_header};
+use tollgate::{Quota, RateLimitLayer, Routes, by_header};
 use tower::ServiceBuilder;
 use upstream::{KeyedRule, Rule};
 
@@ -50,7 +51,7 @@ const CORE: Rule = Rule::new(150, Duration::from_secs(6));
 const SEARCH: Rule = Rule::new(30, Duration::from_secs(2));
 const GRAPHQL: Rule = Rule::new(100, Duration::from_secs(6));
 const CONTENT: Rule = Rule::new(15, Duration::from_secs(2));
-const IN_FLIGHT: u32 = 20;
+const IN_FLIGHT: u32 = 100;
 
 /// What each task of a token calls, in turn.
 const CALLS: [(Method, &str); 4] = [
@@ -80,7 +81,6 @@ fn limits(args: &Args) -> Result<(RateLimitLayer, RateLimitLayer), BoxError> {
         .secret(b"a secret for show: take 32 random bytes")
         .store_timeout(Duration::from_secs(2)) // a job is not in a hurry
         .build()?;
-    let store = Arc::new(store);
     let quota = |rule: Rule| Quota::new(rule.count, rule.window);
     let apart = Routes::new([
         ("GET /search/*", quota(SEARCH)),
@@ -92,12 +92,11 @@ fn limits(args: &Args) -> Result<(RateLimitLayer, RateLimitLayer), BoxError> {
         .key(by_header(AUTHORIZATION))
         .routes(apart.instead())
         .routes(content.name("content"))
-        .store(store.clone())
+        .store(Arc::new(store))
         .max_wait(args.max_wait)
         .build()?;
-    let in_flight = RateLimitLayer::builder(Quota::in_flight(IN_FLIGHT))
-        .key(|_| Key::new("in flight"))
-        .store(store)
+    // Each process has its part, without Redis.
+    let in_flight = RateLimitLayer::builder(Quota::in_flight(IN_FLIGHT / args.processes))
         .max_wait(args.max_wait)
         .build()?;
     Ok((rates, in_flight))
