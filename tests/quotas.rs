@@ -575,3 +575,50 @@ async fn a_joint_request_follows_the_set_quota_of_each_key() {
     pass(Duration::from_secs(155)).await;
     assert_eq!(all().await, 4);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_fleet_with_long_queues_uses_all_of_a_stricter_quota() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let fleet = [(); 4].map(|()| {
+        let layer = RateLimitLayer::builder(Quota::per_second(100))
+            .max_wait(Duration::from_secs(5))
+            .store(store.clone())
+            .build();
+        layer.unwrap().limiter()
+    });
+    let start = tokio::time::Instant::now();
+    let used = Arc::new(std::sync::Mutex::new(Vec::new()));
+    for limiter in &fleet {
+        for _ in 0..60 {
+            let (limiter, used) = (limiter.clone(), used.clone());
+            tokio::spawn(async move {
+                while start.elapsed() < Duration::from_secs(12) {
+                    match limiter.acquire(tenant()).await {
+                        Ok(permit) => {
+                            drop(permit);
+                            used.lock().unwrap().push(start.elapsed());
+                        }
+                        Err(limited) => {
+                            let wait = limited.retry_after().unwrap_or_default();
+                            tokio::time::sleep(wait.max(Duration::from_millis(1))).await;
+                        }
+                    }
+                }
+            });
+        }
+    }
+    tokio::time::sleep(Duration::from_millis(3300)).await;
+    fleet[0]
+        .set_quota(tenant(), Quota::per_second(20))
+        .await
+        .unwrap();
+    tokio::time::sleep(Duration::from_millis(8700)).await;
+    let mut per_second = vec![0; 13];
+    for at in used.lock().unwrap().iter() {
+        per_second[at.as_secs() as usize] += 1;
+    }
+    assert!(
+        per_second[5..11].iter().all(|used| *used >= 18),
+        "{per_second:?}"
+    );
+}

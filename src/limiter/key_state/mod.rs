@@ -58,7 +58,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::prefetched::Prefetched;
-use super::queue::{Gathering, Queue, Returns};
+use super::queue::{Delay, Gathering, Queue, Returns};
 use super::reservation::{Counting, Reservation};
 use super::unlocked::UnlockedPermits;
 use crate::clock;
@@ -86,6 +86,9 @@ use store_view::{Observed, StoreView, slot};
 pub(super) use ticket::Ticket;
 use upstream_view::Sendable;
 pub(super) use upstream_view::UpstreamView;
+
+/// How long all processes take to give back their slots after a change of the quota.
+const CHANGE_TAKES: Duration = Duration::from_millis(20);
 
 /// The state of one key in this process.
 ///
@@ -158,14 +161,31 @@ impl KeyState {
         self.limits.hear(heard, ctx.spec, ctx.now);
     }
 
-    /// Goes on under a changed quota. Gives up permits at hand and booked slots, and asks for them
-    /// anew.
+    /// Goes on under a changed quota. Gives back permits at hand and booked slots, and asks for them
+    /// anew when the other processes have given back theirs. Else the first that asks would get slots
+    /// behind those of all others.
     pub(super) fn quota_changed(&mut self, ctx: &mut KeyContext<'_>) {
         self.store.quota_changed(ctx.spec.life());
         self.upstream.remaining = None;
         let in_flight = ctx.spec.quota().most_in_flight();
         ctx.work.effects.push(Effect::LimitInFlight(in_flight));
-        self.tighten(ctx);
+        self.give_back_prefetched(ctx);
+        let Some(queue) = &mut self.queue else {
+            return;
+        };
+        queue.give_up_slots();
+        let unused = std::mem::take(&mut queue.returns);
+        self.store.forget(&unused);
+        ctx.store.give_back(ctx.key, ctx.spec, &unused);
+        // A call under way may bring slots of the old quota: they are given up when it is answered.
+        self.store.tightens = queue.is_calling(ctx.now);
+        if queue.waiting() > 0
+            && !self.store.tightens
+            && let Delay::Starts(delay) = queue.gathering.put_off(CHANGE_TAKES, ctx.now)
+        {
+            ctx.work.effects.push(Effect::Gather(delay));
+        }
+        self.close(ctx);
     }
 
     /// Takes in the limits that a response states.

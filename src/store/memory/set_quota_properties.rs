@@ -175,6 +175,9 @@ struct Unused {
     limits: Vec<(Limit, Knows)>,
 }
 
+/// Units of a grant, when they were booked first, and the limits that allowed them then.
+type Part = (u64, usize, Vec<(Limit, Knows)>);
+
 struct World {
     own: [Quota; 2],
     others: [Quota; 3],
@@ -500,11 +503,7 @@ impl World {
 
     /// Returns the units of a grant, each part with when it was booked first, and which limits allowed it
     /// then: a slot that came back may be granted again.
-    fn parts(
-        &mut self,
-        grant: &Grant,
-        limits: &[(Limit, Knows)],
-    ) -> Vec<(u64, usize, Vec<(Limit, Knows)>)> {
+    fn parts(&mut self, grant: &Grant, limits: &[(Limit, Knows)]) -> Vec<Part> {
         let mut units = u64::from(grant.cost) * u64::from(grant.count);
         let mut parts = Vec::new();
         let version = self.version();

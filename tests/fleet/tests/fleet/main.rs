@@ -15,6 +15,7 @@ mod lost;
 mod never_over;
 mod paced;
 mod places;
+mod set_quota;
 mod settle;
 mod soak;
 

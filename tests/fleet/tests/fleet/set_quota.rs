@@ -1,0 +1,203 @@
+//! An operator changes the quota of the fleet while it runs.
+
+use anyhow::ensure;
+use fleet::Options;
+
+use super::*;
+
+const WINDOW: Duration = ms(1000);
+
+/// How long a message may take to all processes on a calm machine, and what their calls on the way take.
+const PUSH: Duration = ms(30);
+
+impl Outsider {
+    /// Sets the quota of the fleet. Returns when the store had it.
+    fn set_quota(&self, quota: &str) -> Instant {
+        let set = self.limiter.set_quota(Key::ALL, quota.parse().unwrap());
+        self.runtime.block_on(set).unwrap();
+        Instant::now()
+    }
+}
+
+fn options(span: Duration) -> Options {
+    Options {
+        quota: "100/1s".into(),
+        tasks: 60,
+        span,
+        max_wait: ms(5000),
+        ..Options::default()
+    }
+}
+
+/// Returns the calls that were sent after `since` and made more than `count` within the window before
+/// them: how long after `since` each was sent.
+fn above(log: &Log, count: usize, since: Instant, until: Instant) -> Vec<Duration> {
+    let mut sent: Vec<Instant> = log.iter().map(|arrival| arrival.sent.unwrap()).collect();
+    sent.sort_unstable();
+    let within = |at: Instant| {
+        let before = sent.partition_point(|other| *other <= at);
+        before - sent.partition_point(|other| *other + WINDOW <= at)
+    };
+    let late = sent.iter().filter(|at| **at > since && **at < until);
+    let late = late.filter(|at| within(**at) > count);
+    late.map(|at| *at - since).collect()
+}
+
+/// Returns how much of `count` a window was used in the two windows from `from` on.
+fn used(log: &Log, count: usize, from: Instant) -> f64 {
+    let calls = between(log, from, from + (WINDOW + MARGIN) * 2);
+    calls as f64 / (2 * count) as f64
+}
+
+#[test]
+fn a_set_quota_is_in_force_everywhere_at_once() {
+    let _turn = turn_beside_others();
+    once_in_three(changes_of_the_rate);
+}
+
+fn changes_of_the_rate() -> anyhow::Result<()> {
+    let site = Site::new();
+    let options = options(ms(12_500));
+    let operator = Outsider::new(&site.redis, options.quota.parse()?);
+    let mut fleet = site.start(4, &options);
+    let start = Instant::now();
+    fleet.go();
+    wait_until(start, ms(3300));
+    let slower = operator.set_quota("20/1s");
+    wait_until(start, ms(7800));
+    let faster = operator.set_quota("200/1s");
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    assert_never_over(&log, &"200/1s".parse()?);
+
+    let late = above(&log, 20, slower, faster);
+    let last = late.last().copied().unwrap_or_default();
+    let rates = [
+        used(&log, 100, start + ms(1200)),
+        used(&log, 20, slower + WINDOW * 2),
+        used(&log, 200, faster + WINDOW * 2),
+    ];
+    println!(
+        "{} calls above the new rate, the last {last:.1?} after the change; used of 100, 20 and 200 a second: {:.1?} %; \
+         in each second {:?}",
+        late.len(),
+        rates.map(|used| 100.0 * used),
+        per_second(&log)
+    );
+    assert!(last < ms(200), "a call under the old rate after {last:?}");
+    ensure!(last <= PUSH, "a call under the old rate after {last:?}");
+    ensure!(rates.iter().all(|used| *used >= 0.95), "used {rates:?}");
+    Ok(())
+}
+
+/// The moments from which all processes follow, for many changes.
+#[test]
+fn all_processes_follow_each_of_many_changes() {
+    let _turn = turn_beside_others();
+    once_in_three(many_changes);
+}
+
+fn many_changes() -> anyhow::Result<()> {
+    const CHANGES: u32 = 8;
+    let site = Site::new();
+    let options = options(ms(3500) * CHANGES + ms(500));
+    let operator = Outsider::new(&site.redis, options.quota.parse()?);
+    let mut fleet = site.start(4, &options);
+    let start = Instant::now();
+    fleet.go();
+    let mut changes = Vec::new();
+    for change in 0..CHANGES {
+        // The slower rate begins in the middle of a window of the faster one.
+        wait_until(start, ms(3500) * change + ms(1550));
+        let slower = operator.set_quota("20/1s");
+        wait_until(start, ms(3500) * (change + 1));
+        changes.push((slower, operator.set_quota("100/1s")));
+    }
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    assert_never_over(&log, &"100/1s".parse()?);
+    let last = |(slower, faster): &(Instant, Instant)| {
+        let late = above(&log, 20, *slower, *faster);
+        late.last().copied().unwrap_or_default()
+    };
+    let mut lasts: Vec<Duration> = changes.iter().map(last).collect();
+    lasts.sort_unstable();
+    println!("the last call under the old rate, after each change: {lasts:.1?}");
+    let worst = lasts[lasts.len() - 1];
+    assert!(worst < ms(200), "a call under the old rate after {worst:?}");
+    ensure!(worst <= PUSH, "a call under the old rate after {worst:?}");
+    Ok(())
+}
+
+#[test]
+fn a_set_quota_outlives_all_processes() {
+    let _turn = turn_beside_others();
+    let site = Site::new();
+    let options = Options {
+        // What killed processes have booked is lost.
+        max_wait: ms(1000),
+        ..options(ms(3000))
+    };
+    let operator = Outsider::new(&site.redis, options.quota.parse().unwrap());
+    let mut fleet = site.start(2, &options);
+    fleet.go();
+    sleep(ms(1200));
+    let set = operator.set_quota("20/1s");
+    sleep(ms(300));
+    fleet.kill(0);
+    fleet.kill(1);
+    drop(fleet);
+    drop(operator);
+    sleep(ms(3000));
+    let mut fleet = site.start(2, &options);
+    fleet.go();
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    let late = above(&log, 20, set + PUSH, Instant::now());
+    let calls = between(&log, set + ms(3000), Instant::now());
+    println!(
+        "{calls} calls of new processes; in each second {:?}",
+        per_second(&log)
+    );
+    assert!(late.is_empty(), "calls above the set quota: {late:?}");
+    assert!(calls >= 30, "{calls} calls of new processes");
+}
+
+#[test]
+fn one_survivor_tells_a_redis_that_lost_its_data() {
+    let _turn = turn_beside_others();
+    let site = Site::new();
+    let operator = Outsider::new(&site.redis, "100/1s".parse().unwrap());
+    let mut survivor = site.start(1, &options(ms(9000)));
+    let mut others = site.start(3, &options(ms(9000)));
+    survivor.go();
+    others.go();
+    sleep(ms(1200));
+    let set = operator.set_quota("20/1s");
+    drop(operator);
+    sleep(ms(1200));
+    (0..3).for_each(|number| others.kill(number));
+    drop(others);
+    let () = site.redis.command(&["FLUSHALL"]);
+    let lost = Instant::now();
+    let mut new = site.start(3, &options(ms(4500)));
+    new.go();
+    let mut reports = new.finish();
+    reports.extend(survivor.finish());
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    let until_lost = above(&log, 20, set + PUSH, lost);
+    assert!(until_lost.is_empty(), "calls above: {until_lost:?}");
+    // New processes know of no quota, until the survivor calls: within a window.
+    let late = above(&log, 20, lost + WINDOW * 2, Instant::now());
+    let calls = between(&log, lost + ms(3000), Instant::now());
+    println!(
+        "{calls} calls from 3 s after the loss on; in each second {:?}",
+        per_second(&log)
+    );
+    assert!(late.is_empty(), "calls above the set quota: {late:?}");
+    assert!(calls >= 20, "{calls} calls after the loss");
+}
