@@ -4,13 +4,12 @@
 //! of its end. A caller states the version of its limits, 0 if it knows of none. The ledger keeps
 //! the largest version that it has seen:
 //!
-//! | the caller's version | what decides | |
-//! |---|---|---|
-//! | the ledger's, odd | the set quota | |
-//! | the ledger's, even, or both none | what callers state, with the limits of this call | |
-//! | smaller | the set quota, or if it has ended what callers state | the reply states the ledger's version |
-//! | smaller and odd, and the ledger's is even | nothing: the limits of the call are those of a set quota that has ended | the same |
-//! | larger | this call: the ledger was lost, or is new | the version is the ledger's from now on |
+//! | the caller's version | what decides |
+//! |---|---|
+//! | the ledger's | the set quota. If it has ended, what callers state, with the limits of this call |
+//! | smaller | the same, and the reply states the ledger's version |
+//! | smaller and odd, and the ledger's is even | nothing: the limits of the call are those of a set quota that has ended |
+//! | larger | the same as above, after the ledger has taken over the version. It is new, or was lost |
 //!
 //! While a set quota applies, the other limits of the key are *paused*: they count, refuse nothing,
 //! and are forgotten when no caller has stated them for two windows and a second. When it ends, its
@@ -127,10 +126,9 @@ impl SetQuotaState {
         gaps.find(|(other, _)| *other == limit).map(|&(_, gap)| gap)
     }
 
-    /// Notes the gap of a limit that begins to apply at `now`.
-    ///
-    /// All slots in the logs are at or before `booked_until`. A limit without stamps before now minus
-    /// `remembered` has [`Gap::Stamps`].
+    /// Notes the gap of a limit that begins to apply. All slots in the logs are at or before
+    /// `booked_until`. A limit with [`Gap::Stamps`] knows all permits with a stamp later than
+    /// `known_from`.
     pub(super) fn add_gap(
         &mut self,
         limit: Limit,

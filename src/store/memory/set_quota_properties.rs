@@ -175,9 +175,6 @@ struct Unused {
     limits: Vec<(Limit, Knows)>,
 }
 
-/// Units of a grant, when they were booked first, and the limits that allowed them then.
-type Part = (u64, usize, Vec<(Limit, Knows)>);
-
 struct World {
     own: [Quota; 2],
     others: [Quota; 3],
@@ -471,53 +468,60 @@ impl World {
         let at = grant.slot + late + way * u64::from(jitter) / 255;
         let cost = u64::from(grant.cost);
         let mut used = cost * u64::from(grant.count - unused);
-        for (units, number, limits) in self.parts(grant, limits) {
-            let used_of_part = units.min(used);
-            used -= used_of_part;
-            if used_of_part > 0 {
+        for mut part in self.parts(grant, limits) {
+            let units = part.permits.units.min(used);
+            used -= units;
+            part.permits.units -= units;
+            if units > 0 {
                 self.uses.push(Use {
                     slot: grant.slot,
                     at,
-                    units: used_of_part,
-                    number,
+                    units,
+                    number: part.number,
                     is_charge: false,
-                    limits: limits.clone(),
+                    limits: part.limits.clone(),
                 });
             }
-            if units > used_of_part {
-                let permits = UnusedPermits {
-                    slot: grant.slot,
-                    stamp: grant.stamp,
-                    units: units - used_of_part,
-                    incarnation: 0,
-                };
-                self.unused.push(Unused {
-                    permits,
-                    version: self.version(),
-                    number,
-                    limits,
-                });
+            if part.permits.units > 0 {
+                self.unused.push(part);
             }
         }
     }
 
-    /// Returns the units of a grant, each part with when it was booked first, and which limits allowed it
-    /// then: a slot that came back may be granted again.
-    fn parts(&mut self, grant: &Grant, limits: &[(Limit, Knows)]) -> Vec<Part> {
-        let mut units = u64::from(grant.cost) * u64::from(grant.count);
-        let mut parts = Vec::new();
+    /// Returns the permits of a grant. Each part has the number with which it was booked first, and the
+    /// limits that allowed it then: a slot that came back may be granted again.
+    fn parts(&mut self, grant: &Grant, limits: &[(Limit, Knows)]) -> Vec<Unused> {
         let version = self.version();
+        let mut new = Unused {
+            permits: UnusedPermits {
+                slot: grant.slot,
+                stamp: grant.stamp,
+                units: u64::from(grant.cost) * u64::from(grant.count),
+                incarnation: 0,
+            },
+            version,
+            number: self.number,
+            limits: limits.to_vec(),
+        };
+        self.number += 1;
+        let mut parts = Vec::new();
         for earlier in &mut self.returned {
             let permits = &mut earlier.permits;
             let is_same = (permits.slot, permits.stamp) == (grant.slot, grant.stamp);
             if is_same && earlier.version == version {
-                let again = permits.units.min(units);
-                (permits.units, units) = (permits.units - again, units - again);
-                parts.push((again, earlier.number, earlier.limits.clone()));
+                let units = permits.units.min(new.permits.units);
+                permits.units -= units;
+                new.permits.units -= units;
+                parts.push(Unused {
+                    permits: UnusedPermits {
+                        units,
+                        ..earlier.permits
+                    },
+                    ..earlier.clone()
+                });
             }
         }
-        parts.push((units, self.number, limits.to_vec()));
-        self.number += 1;
+        parts.push(new);
         parts
     }
 

@@ -234,16 +234,50 @@ fn check_set_quotas(cases: u32, mix: Mix, length: usize) {
 }
 
 #[test]
-fn memory_and_redis_set_quotas_the_same() {
+fn memory_and_redis_set_quotas_alike() {
     check_set_quotas(1500, Mix::Any, 60);
 }
 
 #[test]
-fn memory_and_redis_set_quotas_the_same_with_later_use() {
+fn memory_and_redis_set_quotas_of_later_use_alike() {
     check_set_quotas(300, Mix::LaterUse, 80);
 }
 
 #[test]
-fn memory_and_redis_set_quotas_the_same_in_plain_calls() {
+fn memory_and_redis_set_quotas_of_plain_calls_alike() {
     check_set_quotas(400, Mix::Plain, 120);
+}
+
+#[test]
+fn set_quotas_without_limits_are_errors() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    world.begin();
+    let spec = spec_of(Quota::in_flight(3));
+    let error = world
+        .try_run(&codec::set_quota(&spec, millis(1000), 7))
+        .unwrap_err();
+    assert!(error.to_string().contains("1 to 8 limits"), "{error}");
+    let exists: bool = redis::cmd("EXISTS")
+        .arg(&world.key)
+        .query(&mut world.redis)
+        .unwrap();
+    assert!(!exists);
+    // The end of a set quota may leave a key to limits of calls in flight.
+    let end = world.run(&codec::unset_quota(&spec, millis(1000), 7));
+    let end = codec::read_lease(&end, millis(10)).unwrap().set_quota;
+    assert!(end.is_some_and(|end| end.quota.is_none()));
+}
+
+/// A client in another language may send the text of the script as it is in the files. A function of
+/// Lua has at most 200 local variables.
+#[test]
+fn scripts_with_named_constants_compile() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut redis = server.connect().unwrap();
+    for text in [RATES, &script::joint(), script::IN_FLIGHT, script::REGISTER] {
+        let loaded: redis::RedisResult<String> =
+            redis::cmd("SCRIPT").arg("LOAD").arg(text).query(&mut redis);
+        assert!(loaded.is_ok(), "{loaded:?}");
+    }
 }
