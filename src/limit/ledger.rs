@@ -41,7 +41,7 @@ struct RareState {
     /// The permits that are booked in advance. Their slots lie ahead.
     advance: AdvanceBookings,
     /// The set quota, or its end.
-    quota: Option<SetQuotaState>,
+    quota: Option<Box<SetQuotaState>>,
 }
 
 /// A change of the set quota.
@@ -133,7 +133,10 @@ impl Ledger {
             self.change_quota_version(spec);
         }
         let is_outdated = self.is_outdated(spec);
-        let quota = self.rare.as_mut().and_then(|rare| rare.quota.as_mut());
+        let quota = self
+            .rare
+            .as_mut()
+            .and_then(|rare| rare.quota.as_deref_mut());
         if quota.as_ref().is_some_and(|quota| quota.is_set()) {
             self.limits.forget_paused(spec, now);
         } else if !is_outdated {
@@ -143,7 +146,7 @@ impl Ledger {
 
     /// Returns the set quota, or its end.
     fn set_quota(&self) -> Option<&SetQuotaState> {
-        self.rare.as_ref()?.quota.as_ref()
+        self.rare.as_ref()?.quota.as_deref()
     }
 
     /// Returns whether the key has a set quota, or the end of one.
@@ -203,7 +206,11 @@ impl Ledger {
             self.drop_returned();
             let booked_until = self.limits.log_end();
             self.limits.unset(moment);
-            if let Some(quota) = self.rare.as_mut().and_then(|rare| rare.quota.as_mut()) {
+            if let Some(quota) = self
+                .rare
+                .as_mut()
+                .and_then(|rare| rare.quota.as_deref_mut())
+            {
                 quota.end(booked_until);
             }
         }
@@ -218,7 +225,7 @@ impl Ledger {
         self.drop_returned();
         let booked_until = self.limits.log_end();
         let rare = self.rare.get_or_insert_default();
-        let before = rare.quota.take();
+        let before = rare.quota.take().map(|before| *before);
         if before.as_ref().is_some_and(SetQuotaState::is_set) {
             self.limits.unset(now);
         }
@@ -226,14 +233,18 @@ impl Ledger {
         if quota.is_set() {
             self.limits.set(spec, now, &mut quota);
         }
-        rare.quota = Some(quota);
+        rare.quota = Some(Box::new(quota));
     }
 
     /// Notes that a caller uses the key. A set quota applies for its whole life again if half of it
     /// has passed.
     pub(crate) fn renew_quota(&mut self) {
         let now = self.now;
-        if let Some(quota) = self.rare.as_mut().and_then(|rare| rare.quota.as_mut()) {
+        if let Some(quota) = self
+            .rare
+            .as_mut()
+            .and_then(|rare| rare.quota.as_deref_mut())
+        {
             quota.renew(now);
         }
     }
@@ -505,7 +516,7 @@ impl Ledger {
         let rare = self.rare.as_deref();
         let may_be_joined = rare.is_some_and(|rare| rare.advance.may_contain(unused));
         if unused.units > 0 && !may_be_joined {
-            let quota = rare.and_then(|rare| rare.quota.as_ref());
+            let quota = rare.and_then(|rare| rare.quota.as_deref());
             self.limits.subtract(self.now, unused, quota);
         }
     }

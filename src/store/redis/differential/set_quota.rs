@@ -6,6 +6,7 @@ use proptest::test_runner::TestRunner;
 use super::history::{Mix, Step, quota, step};
 use super::world::World;
 use super::*;
+use crate::limit::recovery::recovering_until;
 use crate::limit::{Ledger, QuotaChange, is_set};
 use crate::store::SetQuota;
 
@@ -235,17 +236,17 @@ fn check_set_quotas(cases: u32, mix: Mix, length: usize) {
 
 #[test]
 fn memory_and_redis_set_quotas_alike() {
-    check_set_quotas(1500, Mix::Any, 60);
+    check_set_quotas(800, Mix::Any, 60);
 }
 
 #[test]
 fn memory_and_redis_set_quotas_of_later_use_alike() {
-    check_set_quotas(300, Mix::LaterUse, 80);
+    check_set_quotas(200, Mix::LaterUse, 80);
 }
 
 #[test]
 fn memory_and_redis_set_quotas_of_plain_calls_alike() {
-    check_set_quotas(400, Mix::Plain, 120);
+    check_set_quotas(250, Mix::Plain, 120);
 }
 
 #[test]
@@ -279,5 +280,58 @@ fn scripts_with_named_constants_compile() {
         let loaded: redis::RedisResult<String> =
             redis::cmd("SCRIPT").arg("LOAD").arg(text).query(&mut redis);
         assert!(loaded.is_ok(), "{loaded:?}");
+    }
+}
+
+/// After a loss, the state recovers for as long as permits of the set quota count, as soon as a process
+/// states it.
+#[test]
+fn lost_states_recover_under_the_set_quota() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    let (own, set) = (Quota::per_second(10), Quota::new(700, millis(40_000)));
+    for is_first in [true, false] {
+        world.begin();
+        let demands = [Demand::new(1, 1)];
+        let first = world.run(&codec::lease(
+            &lease_request(&Arc::new(spec_of(own)), &demands),
+            7,
+        ));
+        let first = codec::read_lease(&first, millis(10)).unwrap();
+        (world.incarnation, world.seen) = (first.incarnation, first.now);
+        let session = world.memory();
+        let told = change(&mut world, &spec_of(set), true, millis(60_000));
+        redis::cmd("DEL")
+            .arg(&world.key)
+            .exec(&mut world.redis)
+            .unwrap();
+        let knows = stated(own, Some(&told));
+        let lease = |world: &mut World, spec: &Arc<LimitSpec>, random: u64| {
+            let request = LeaseRequest {
+                session: ClientSession {
+                    since: Duration::from_micros(world.now - session.seen),
+                    ..session
+                },
+                ..lease_request(spec, &demands)
+            };
+            let reply = world.run_by_memory(codec::lease(&request, random));
+            codec::read_lease(&reply, millis(10)).unwrap()
+        };
+        world.now += 300_000;
+        let (made_at, mut random) = (world.now, 100);
+        if !is_first {
+            let reply = lease(&mut world, &Arc::new(spec_of(own)), 50);
+            let until = recovering_until(made_at, own.limits());
+            let left = Duration::from_micros(until - made_at);
+            assert_eq!((reply.recovering, reply.set_quota), (Some(left), None));
+            world.now += 1_000_000;
+            random = 200;
+        }
+        let reply = lease(&mut world, &knows, random);
+        let until = recovering_until(made_at, set.limits());
+        let left = Duration::from_micros(until - world.now);
+        assert_eq!((reply.recovering, reply.set_quota), (Some(left), None));
+        let told_again = lease(&mut world, &Arc::new(spec_of(own)), random).set_quota;
+        assert_eq!(told_again.map(|quota| quota.quota), Some(Some(set)));
     }
 }

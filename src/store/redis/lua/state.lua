@@ -18,7 +18,14 @@
 --   gap       which earlier permits it may not know (set_quota.lua), if there is a set quota
 --
 -- A table grows when it gets a new field. So fields that are set later begin as 0 or false, and
--- `state` begins with places for two limits.
+-- `state` begins with places for two limits. With more than 16 fields it would be twice as large. So
+-- these begin as nil, and few calls set them:
+--   cold_advance     the functions that `cold_advance` (advance.lua) has made
+--   cold_set_quota   those that `cold_set_quota` (set_quota.lua) has made
+--   quota            the set quota, or its end (set_quota.lua)
+--   call_version     the quota version of the call
+--   is_outdated      whether the limits of the call are those of a set quota that has ended
+--   has_new_version  whether this call changes the quota version of the state
 local state = {
   false, false,
   limiting = 0, -- how many limits are not paused
@@ -32,14 +39,8 @@ local state = {
   returned_count = 0, returned_room = 0, -- as in the head
   returned_base = 0, -- where the returned slots begin in the string
   returned = false, -- the list of returned slots, once it is read
-  quota = false, -- the set quota, or its end
-  call_version = 0, -- the quota version of the call
-  is_outdated = false, -- whether the limits of the call are those of a set quota that has ended
-  has_new_version = false, -- whether this call changes the quota version of the state
   cold = false, -- the functions that `cold` (ledger.lua) has made, if a call needed them
   cold_external = false, -- those that `cold_external` (external.lua) has made
-  cold_set_quota = false, -- those that `cold_set_quota` (set_quota.lua) has made
-  cold_advance = false, -- those that `cold_advance` (advance.lua) has made
 }
 state[1], state[2] = nil, nil
 
