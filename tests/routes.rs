@@ -280,6 +280,25 @@ async fn a_refusal_holds_the_route_or_the_limit_that_it_names() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_hold_of_the_layer_spares_routes_in_its_place() {
+    for is_instead in [false, true] {
+        let routes = table([("/a", 5)]);
+        let routes = if is_instead { routes.instead() } else { routes };
+        let limit = ten().routes(routes.clone()).build().unwrap();
+        let limiter = limit.limiter();
+        limiter.hold_for(Key::ALL, ms(20_000)).await.unwrap();
+        assert_eq!(send(&limit, "GET /a").await.is_ok(), is_instead);
+        assert!(send(&limit, "GET /b").await.is_err());
+
+        limiter.release(Key::ALL).await.unwrap();
+        let route = routes.find(&Method::GET, "/a").unwrap().key(Key::ALL);
+        limiter.hold_for(route, ms(20_000)).await.unwrap();
+        assert_eq!(send(&limit, "GET /a").await.is_ok(), !is_instead);
+        send(&limit, "GET /b").await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn errors_name_the_route_and_no_value() {
     for is_instead in [false, true] {
         let routes = table([("/a/{secret}", 1), ("/b/{secret}", 1)]);

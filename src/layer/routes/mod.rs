@@ -144,6 +144,10 @@ impl Routes {
     /// The request then counts under the key and the quota of its route, and not under those of the
     /// layer's first limit. Limits of [`and_per`](crate::RateLimitBuilder::and_per) still apply.
     ///
+    /// Holds and [guards](crate::Guard) are about keys, too: a hold of the key without routes does not stop
+    /// such a request. A guard counts its bad answers under the key of the route, unless
+    /// [`Guard::key`](crate::Guard::key) returns one key for all.
+    ///
     /// ```
     /// use tollgate::{Quota, RateLimitLayer, Routes};
     ///
