@@ -622,3 +622,124 @@ async fn a_fleet_with_long_queues_uses_all_of_a_stricter_quota() {
         "{per_second:?}"
     );
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_charge_counts_under_a_quota_that_was_set_meanwhile() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let limiter = RateLimitLayer::builder(Quota::per_minute(100))
+        .settle_by_hand()
+        .max_wait(Duration::ZERO)
+        .store(store.clone())
+        .build()
+        .unwrap()
+        .limiter();
+    let mut permit = limiter.acquire(tenant()).cost(10).await.unwrap();
+    let mut large = limiter.acquire(tenant()).cost(50).await.unwrap();
+    let operator = limiter_on(Quota::per_minute(1), &store);
+    operator
+        .set_quota(tenant(), Quota::per_minute(40))
+        .await
+        .unwrap();
+    assert!(
+        limiter.acquire(tenant()).await.is_err(),
+        "60 of 40 are used"
+    );
+    permit.settle(30);
+    large.settle(5);
+    drop((permit, large));
+    let status = limiter.peek(tenant()).await.unwrap();
+    assert_eq!((status.limits[0].used, status.free), (35, 5));
+    assert!(limiter.acquire(tenant()).cost(5).await.is_ok());
+    assert!(limiter.acquire(tenant()).await.is_err());
+    pass(Duration::from_secs(61)).await;
+    assert!(limiter.acquire(tenant()).cost(40).await.is_ok());
+}
+
+/// What happens at one moment of a history with set quotas.
+#[derive(Clone, Copy, Debug)]
+enum Change {
+    /// Requests that state one of the quotas, or none.
+    Requests(usize, Option<usize>, usize),
+    Set(usize, usize),
+    Unset(usize),
+    Pass(Duration),
+}
+
+fn changes(window: Duration) -> impl Strategy<Value = Vec<Change>> {
+    let window = window.as_millis() as u64;
+    let pause = prop_oneof![4 => 0..window / 4, 1 => 0..window * 3];
+    let quota = prop::option::of(0..COUNTS.len());
+    let change = prop_oneof![
+        5 => (0..2usize, quota, 1..12usize).prop_map(|(who, quota, count)| Change::Requests(who, quota, count)),
+        2 => (0..2usize, 0..COUNTS.len()).prop_map(|(who, quota)| Change::Set(who, quota)),
+        1 => (0..2usize).prop_map(Change::Unset),
+        4 => pause.prop_map(|pause| Change::Pass(Duration::from_millis(pause))),
+    ];
+    prop::collection::vec(change, 1..60)
+}
+
+/// Follows the law: while a quota is set, each permit keeps it, over all that was used. Else a permit
+/// keeps what its request states. At the end, all of the set quota can be used.
+async fn follow_changes(window: Duration, changes: Vec<Change>) {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let limiters = [(); 2].map(|()| limiter_on(Quota::new(3, window), &store));
+    let mut used: Vec<Instant> = Vec::new();
+    let mut set = None;
+    for change in &changes {
+        match *change {
+            Change::Pass(pause) => pass(pause).await,
+            Change::Set(who, quota) => {
+                let quota = Quota::new(COUNTS[quota], window);
+                limiters[who].set_quota(tenant(), quota).await.unwrap();
+                set = Some(quota);
+            }
+            Change::Unset(who) => {
+                limiters[who].unset_quota(tenant()).await.unwrap();
+                set = None;
+            }
+            Change::Requests(who, quota, count) => {
+                let quota = quota.map(|quota| Quota::new(COUNTS[quota], window));
+                for _ in 0..count {
+                    let request = limiters[who].acquire(tenant());
+                    let request = match quota {
+                        Some(quota) => request.quota(quota),
+                        None => request,
+                    };
+                    if request.await.is_err() {
+                        continue;
+                    }
+                    let now = tokio::time::Instant::now().into_std();
+                    used.push(now);
+                    let within = used.iter().filter(|at| now - **at < window).count();
+                    if let Some(most) = set.or(quota).map(|quota| quota.largest_cost()) {
+                        assert!(within <= most as usize, "{within} of {most} at {change:?}");
+                    }
+                }
+            }
+        }
+    }
+    let last = Quota::new(COUNTS[3], window);
+    limiters[1].set_quota(tenant(), last).await.unwrap();
+    pass(window + Duration::from_millis(100)).await;
+    assert_eq!(granted_as_is(&limiters[0]).await, COUNTS[3] as usize);
+}
+
+fn run_changes(window: Duration, changes: Vec<Change>) {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build();
+    runtime.unwrap().block_on(follow_changes(window, changes));
+}
+
+proptest! {
+    #[test]
+    fn a_permit_keeps_the_quota_that_is_set(changes in changes(Duration::from_secs(1))) {
+        run_changes(Duration::from_secs(1), changes);
+    }
+
+    #[test]
+    fn a_permit_keeps_a_quota_of_an_hour_that_is_set(changes in changes(Duration::from_secs(3600))) {
+        run_changes(Duration::from_secs(3600), changes);
+    }
+}
