@@ -465,6 +465,9 @@ async fn a_set_quota_goes_before_that_of_a_request() {
     assert_eq!(granted(&other, Quota::per_minute(100)).await, 3);
     let explained = other.acquire(tenant()).explain().await.unwrap();
     assert!(matches!(explained.verdict, Verdict::Refused { .. }));
+    let text = explained.to_string();
+    assert!(text.contains("set by an operator, kept for 720h"), "{text}");
+    assert_eq!(other.stats().keys_with_set_quota, 1);
     one.unset_quota(tenant()).await.unwrap();
     pass(Duration::from_secs(155)).await;
     assert_eq!(granted(&other, Quota::per_minute(100)).await, 100);

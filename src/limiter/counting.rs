@@ -117,6 +117,7 @@ struct Sum {
     at_hand: u64,
     held: usize,
     alone: usize,
+    with_set_quota: usize,
     longest_hold: Option<Duration>,
 }
 
@@ -126,6 +127,7 @@ impl Sum {
         self.at_hand += other.at_hand;
         self.held += other.held;
         self.alone += other.alone;
+        self.with_set_quota += other.with_set_quota;
         self.longest_hold = self.longest_hold.max(other.longest_hold);
     }
 }
@@ -135,12 +137,15 @@ fn stats(core: &Core) -> Stats {
     // Before the keys: see `Tally::counted`.
     let mut counted = core.tally().counted();
     let falls_back = core.settings.on_store_error == OnStoreError::FallbackShare;
+    let has_quotas = core.settings.quotas.is_any();
     let visit = |sum: &mut Sum, _, state: &mut KeyState| {
         sum.counted.add(&state.counts);
         sum.at_hand += u64::from(state.at_hand(now));
         let left = state.hold.left(now);
         sum.held += usize::from(left.is_some());
         sum.alone += usize::from(falls_back && state.is_alone());
+        let has_set_quota = has_quotas && state.limits.set_spec().is_some();
+        sum.with_set_quota += usize::from(has_set_quota);
         sum.longest_hold = sum.longest_hold.max(left);
     };
     let sum = core.states.fold(visit, Sum::add);
@@ -155,6 +160,7 @@ fn stats(core: &Core) -> Stats {
         keys: core.states.len(),
         keys_held: sum.held,
         keys_alone: sum.alone,
+        keys_with_set_quota: sum.with_set_quota,
         max_keys: settings.max_keys,
         longest_hold: sum.longest_hold,
         limits: settings.spec.quota().limits().to_vec(),

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::key_state::StatedLimit;
+use super::status::QuotaSource;
 use crate::cost::Cost;
 use crate::error::{Reason, StoreError};
 use crate::quota::Limit;
@@ -101,6 +102,8 @@ pub struct KeyExplanation {
     pub cost: u32,
     /// What the limits count, as in [`LimitUsage::unit`].
     pub unit: &'static str,
+    /// Where the quota of the key comes from.
+    pub quota_source: QuotaSource,
     /// Each limit that applies to the key. Its [`wait`](LimitUsage::wait) is that of this request.
     /// Empty if the store is unreachable.
     pub limits: Vec<LimitUsage>,
@@ -290,6 +293,23 @@ impl KeyExplanation {
                 write!(f, "; allows no such request")?;
             } else if !usage.wait.is_zero() {
                 write!(f, "; free in {}", Shown(usage.wait))?;
+            }
+        }
+        let quota = |f: &mut fmt::Formatter<'_>| write!(f, "\n  {:width$}  ", "quota");
+        match self.quota_source {
+            // The limits that it has stated follow.
+            QuotaSource::Builder | QuotaSource::Upstream => {}
+            QuotaSource::Request => {
+                quota(f)?;
+                f.write_str("stated by requests")?;
+            }
+            QuotaSource::Set { left } => {
+                quota(f)?;
+                write!(
+                    f,
+                    "set by an operator, kept for {} if it is not used",
+                    Shown(left)
+                )?;
             }
         }
         write!(f, "\n  {:width$}  ", "hold")?;

@@ -9,7 +9,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::quota::Limit;
-use crate::store::{LimitUsage, PeekRequest, Usage};
+use crate::store::{LimitUsage, PeekRequest, SetQuota, Usage};
 
 /// The state of a key, as [`Limiter::peek`](crate::Limiter::peek) returns it.
 #[derive(Clone, Debug)]
@@ -63,6 +63,19 @@ pub enum QuotaSource {
         /// How long it applies if the key is not used.
         left: Duration,
     },
+}
+
+impl QuotaSource {
+    /// Returns where the quota of a key comes from, for which a quota may be `set`, the upstream may have
+    /// stated limits, and requests a quota.
+    pub(super) fn of(set: Option<&SetQuota>, learned: &[StatedLimit], is_stated: bool) -> Self {
+        match set {
+            Some(set) if set.quota.is_some() => QuotaSource::Set { left: set.left },
+            _ if !learned.is_empty() => QuotaSource::Upstream,
+            _ if is_stated => QuotaSource::Request,
+            _ => QuotaSource::Builder,
+        }
+    }
 }
 
 /// Reads the state of `key`, and consumes nothing.
@@ -136,12 +149,7 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
     } else {
         next_slot
     };
-    let quota_source = match set_quota {
-        Some(set) if set.quota.is_some() => QuotaSource::Set { left: set.left },
-        _ if !learned.is_empty() => QuotaSource::Upstream,
-        _ if has_stated_quota => QuotaSource::Request,
-        _ => QuotaSource::Builder,
-    };
+    let quota_source = QuotaSource::of(set_quota.as_deref(), &learned, has_stated_quota);
     Ok(KeyStatus {
         quota_source,
         free: if held.is_some() { 0 } else { limits_allow },

@@ -25,6 +25,7 @@ pub(super) const HOLD_SECONDS: &str = "tollgate_hold_seconds";
 pub(super) const KEYS: &str = "tollgate_keys";
 pub(super) const KEYS_HELD: &str = "tollgate_keys_held";
 pub(super) const KEYS_ALONE: &str = "tollgate_keys_alone";
+pub(super) const KEYS_WITH_SET_QUOTA: &str = "tollgate_keys_with_set_quota";
 pub(super) const KEYS_LIMIT: &str = "tollgate_keys_limit";
 pub(super) const WAITING: &str = "tollgate_waiting";
 pub(super) const OLDEST_WAIT: &str = "tollgate_oldest_wait_seconds";
@@ -61,7 +62,7 @@ const HISTOGRAMS: [(&str, &str); 2] = [
     (STORE_CALL_SECONDS, "How long calls to Redis took"),
 ];
 
-const GAUGES: [(&str, &str); 18] = [
+const GAUGES: [(&str, &str); 19] = [
     (
         LIMIT_UNITS,
         "Units that a limit allows in its window, for each key",
@@ -73,6 +74,10 @@ const GAUGES: [(&str, &str); 18] = [
     (
         KEYS_ALONE,
         "Keys that go on without the store, which is unreachable",
+    ),
+    (
+        KEYS_WITH_SET_QUOTA,
+        "Keys with a quota that an operator has set",
     ),
     (KEYS_LIMIT, "Most keys that may have state"),
     (WAITING, "Requests that wait"),

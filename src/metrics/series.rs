@@ -102,6 +102,7 @@ impl Series {
         sum(names::KEYS, stats.keys as u64);
         sum(names::KEYS_HELD, stats.keys_held as u64);
         sum(names::KEYS_ALONE, stats.keys_alone as u64);
+        sum(names::KEYS_WITH_SET_QUOTA, stats.keys_with_set_quota as u64);
         sum(names::KEYS_LIMIT, stats.max_keys as u64);
         sum(names::WAITING, stats.waiting as u64);
         sum(names::AT_HAND, stats.at_hand);

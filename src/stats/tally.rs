@@ -372,6 +372,7 @@ impl Tally {
             keys: 0,
             keys_held: 0,
             keys_alone: 0,
+            keys_with_set_quota: 0,
             max_keys: 0,
             longest_hold: None,
             limits: Vec::new(),

@@ -61,6 +61,8 @@ pub struct Stats {
     /// How many of these keys go on without the store, which is unreachable: a limiter with its
     /// [fallback share](crate::OnStoreError::FallbackShare), a throttle with its part of the shared pace.
     pub keys_alone: usize,
+    /// How many of these keys have a quota that an operator has [set](crate::Limiter::set_quota).
+    pub keys_with_set_quota: usize,
     /// The most keys that may have state: the setting `max_keys`.
     pub max_keys: usize,
     /// The longest time for which a key stays on hold. `None` if no key is on hold.

@@ -15,6 +15,7 @@ use crate::limiter::key_state::{Outlook, Rules};
 use crate::limiter::quotas::QuotaId;
 use crate::limiter::reservation::WaitBound;
 use crate::limiter::settings::Settings;
+use crate::limiter::status::QuotaSource;
 use crate::stats::Gate;
 use crate::store::{PeekRequest, StoreReply, Usage};
 
@@ -157,6 +158,10 @@ impl Found {
             }
         });
         let (waiting, since) = core.tally().waiting_of(asked.key);
+        let set = self.usage.as_ref().ok();
+        let set = set.and_then(|usage| usage.set_quota.as_deref());
+        let learned = &self.outlook.learned;
+        let quota_source = QuotaSource::of(set, learned, self.outlook.has_stated_quota);
         let (mut limits, store) = match self.usage {
             Err(error) => (Vec::new(), StoreState::Failed(error)),
             Ok(usage) if usage.degraded => (usage.limits, StoreState::Alone),
@@ -175,6 +180,7 @@ impl Found {
             key: name,
             cost: asked.cost,
             unit,
+            quota_source,
             limits,
             hold,
             waiting,
@@ -209,6 +215,7 @@ fn outlook(asked: &Asked, bound: WaitBound, now: Instant) -> Outlook {
         // The permits at hand and the booked slots go back to the store.
         outlook.has_permit = false;
         outlook.returning += u64::from(outlook.at_hand);
+        outlook.has_stated_quota = asked.quota != QuotaId::CONFIGURED;
     }
     outlook
 }

@@ -42,6 +42,8 @@ pub(in crate::limiter) struct Outlook {
     pub(in crate::limiter) validity: Duration,
     /// The limits that the upstream has stated.
     pub(in crate::limiter) learned: Vec<StatedLimit>,
+    /// Whether requests have stated a quota.
+    pub(in crate::limiter) has_stated_quota: bool,
 }
 
 /// The most permits of other requests that the question to the store has.
@@ -97,6 +99,7 @@ impl KeyState {
                 .map(|slot| slot.saturating_duration_since(now)),
             validity: self.store.life(),
             learned: self.limits.learned().to_vec(),
+            has_stated_quota: self.limits.stated_quota().is_some(),
         }
     }
 }
