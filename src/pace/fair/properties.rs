@@ -232,10 +232,12 @@ proptest! {
             // If Remaining appears for the first time, `n` becomes what `m` or the search has learned.
             let searched = if before.is_searching() { before.search.reached() / before.scale.token_time } else { 0.0 };
             let n = if before.level.is_none() { before.estimate.n.max(before.estimate.m).max(searched) } else { before.estimate.n };
-            let most = if answer.refused { (n * REFUSED).max(FIRST_GUESS) } else { n * GROWTH.exp() };
-            // A better guess of the token time changes the unit, not the interval.
+            // A better guess of the token time changes the unit, not the interval. The guess after a refusal
+            // is in the new unit.
             let unit = if after.scale.is_guess { before.scale.token_time / after.scale.token_time } else { 1.0 };
-            prop_assert!(after.estimate.n <= (most * unit).max(1.0) * (1.0 + 1e-9), "{} -> {}", before.estimate.n, after.estimate.n);
+            let n = n * unit;
+            let most = if answer.refused { (n * REFUSED).max(FIRST_GUESS) } else { n * GROWTH.exp() };
+            prop_assert!(after.estimate.n <= most.max(1.0) * (1.0 + 1e-9), "{} -> {}", before.estimate.n, after.estimate.n);
             Ok(())
         })?;
     }
