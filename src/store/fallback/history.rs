@@ -42,6 +42,9 @@ pub(super) struct GrantHistory {
     /// The length of a window: how long used units count, plus the validity of a permit and the
     /// slack.
     window: Micros,
+    /// The quota version under which the store granted. Grants of another quota say nothing of the
+    /// share.
+    version: u32,
     /// The first window that was observed in full.
     first: u64,
     /// The process's own ledger. Set from the first failed call until the limit is shared again.
@@ -116,9 +119,11 @@ impl GrantHistory {
     /// Records the lease that the store granted to a call that was sent at `sent`.
     pub(super) fn record(&mut self, lease: &Lease, spec: &LimitSpec, sent: Instant, now: Instant) {
         let window = micros_up(spec.quota().longest_memory() + spec.life() + spec.transit_slack());
-        if self.window != window {
+        let told = lease.set_quota.as_ref();
+        let version = told.map_or(spec.quota_version(), |quota| quota.version);
+        if self.window != window || self.version != version {
             self.granted.clear();
-            self.window = window;
+            (self.window, self.version) = (window, version);
             self.first = lease.now / (self.width() * PARTS) + 1;
         }
         self.session = Some(StoreSession::new(
@@ -271,5 +276,48 @@ impl GrantHistory {
             .filter(|part| part.number / PARTS == window)
             .map(|part| part.units)
             .sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::key::Key;
+    use crate::quota::Quota;
+    use crate::store::{ClientSession, SetQuota};
+
+    /// Fifty of a hundred units, and then five of twenty.
+    #[test]
+    fn grants_before_a_set_quota_are_no_share_of_it() {
+        let slack = Duration::from_millis(10);
+        let spec = |quota: Quota| LimitSpec::new(quota, slack, slack);
+        let (own, set) = (Quota::per_second(100), Quota::per_second(20));
+        let window = micros_up(own.longest_memory() + spec(own).life() + slack);
+        // The test ends long before the window does.
+        let at = 1000 * window + window / 10;
+        let lease = |units: u32, quota: Option<SetQuota>| {
+            let mut lease = Lease {
+                now: at,
+                set_quota: quota.map(Box::new),
+                ..Lease::default()
+            };
+            let mut grant = Grant::new(units, 1, Duration::ZERO, slack);
+            (grant.slot, grant.stamp) = (at, at + 20_000);
+            lease.grants.push(grant);
+            lease
+        };
+        let (mut history, now) = (GrantHistory::default(), clock::now());
+        history.record(&lease(50, None), &spec(own), now, now);
+        let told = SetQuota::new(1, Some(set), slack, slack);
+        history.record(&lease(5, Some(told)), &spec(own), now, now);
+        let informed = Arc::new(spec(set).with_quota_version(1, slack));
+        history.record(&lease(0, None), &informed, now, now);
+        let session = ClientSession::default();
+        let request = OwnedLeaseRequest::without_demands(Key::ALL, &informed, session);
+        let ledger = history.start_standalone(&request, now, None);
+        let share = *ledger.expect("it was granted units").spec.quota();
+        assert_eq!(share, set.part(5, 20));
     }
 }
