@@ -527,6 +527,13 @@ impl Ledger {
         let Some(rare) = &mut self.rare else {
             return 0;
         };
+        // A limit with a gap does not count the permit if it is in the logs. Then the booking is another
+        // permit, so the units of both stay.
+        let quota = rare.quota.as_deref();
+        let is_unsure = quota.is_some_and(|quota| quota.has_gap_at(unused.slot, &self.limits));
+        if is_unsure && rare.advance.has_exactly(unused) {
+            return unused.units;
+        }
         let mut erased = rare.advance.erase(unused);
         if erased == 0 && self.limits.log_end() <= unused.slot {
             erased = rare.advance.erase_joined(unused);

@@ -264,6 +264,11 @@ impl LimitSet {
             .is_some_and(|state| state.see(left, now, sent, made_at, advance))
     }
 
+    /// Returns whether the key has a limit, paused or not.
+    pub(super) fn has(&self, limit: Limit) -> bool {
+        self.states.all().any(|state| state.limit == limit)
+    }
+
     /// Returns the limits that are not paused.
     pub(super) fn limits(&self) -> impl Iterator<Item = Limit> {
         self.states.iter().map(|state| state.limit)

@@ -21,6 +21,7 @@
 //! Twin: `store/redis/lua/set_quota.lua`
 //! After a change: `cargo test --all-features --lib differential`
 
+use super::limit_set::LimitSet;
 use super::{LimitSpec, Micros, UnusedPermits, micros_up};
 use crate::quota::Limit;
 
@@ -124,6 +125,13 @@ impl SetQuotaState {
     pub(super) fn gap(&self, limit: Limit) -> Option<Gap> {
         let mut gaps = self.gaps.iter();
         gaps.find(|(other, _)| *other == limit).map(|&(_, gap)| gap)
+    }
+
+    /// Returns whether a limit may not know a permit with this slot.
+    pub(super) fn has_gap_at(&self, slot: Micros, limits: &LimitSet) -> bool {
+        let mut gaps = self.gaps.iter();
+        self.may_be_earlier(slot)
+            && gaps.any(|(limit, gap)| *gap == Gap::Slots && limits.has(*limit))
     }
 
     /// Notes the gap of a limit that begins to apply. All slots in the logs are at or before
