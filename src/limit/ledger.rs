@@ -530,7 +530,8 @@ impl Ledger {
         // A limit with a gap does not count the permit if it is in the logs. Then the booking is another
         // permit, so the units of both stay.
         let quota = rare.quota.as_deref();
-        let is_unsure = quota.is_some_and(|quota| quota.has_gap_at(unused.slot, &self.limits));
+        let mut unaware = quota.iter().flat_map(|quota| quota.unaware_of(unused.slot));
+        let is_unsure = unaware.any(|limit| self.limits.has(limit));
         if is_unsure && rare.advance.has_exactly(unused) {
             return unused.units;
         }

@@ -21,7 +21,6 @@
 //! Twin: `store/redis/lua/set_quota.lua`
 //! After a change: `cargo test --all-features --lib differential`
 
-use super::limit_set::LimitSet;
 use super::{LimitSpec, Micros, UnusedPermits, micros_up};
 use crate::quota::Limit;
 
@@ -127,11 +126,12 @@ impl SetQuotaState {
         gaps.find(|(other, _)| *other == limit).map(|&(_, gap)| gap)
     }
 
-    /// Returns whether a limit may not know a permit with this slot.
-    pub(super) fn has_gap_at(&self, slot: Micros, limits: &LimitSet) -> bool {
-        let mut gaps = self.gaps.iter();
-        self.may_be_earlier(slot)
-            && gaps.any(|(limit, gap)| *gap == Gap::Slots && limits.has(*limit))
+    /// Returns the limits that may not know a permit with this slot.
+    pub(super) fn unaware_of(&self, slot: Micros) -> impl Iterator<Item = Limit> {
+        let may_be_earlier = self.may_be_earlier(slot);
+        let gaps = self.gaps.iter();
+        let gaps = gaps.filter(move |(_, gap)| may_be_earlier && *gap == Gap::Slots);
+        gaps.map(|(limit, _)| *limit)
     }
 
     /// Notes the gap of a limit that begins to apply. All slots in the logs are at or before
