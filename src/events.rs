@@ -132,16 +132,14 @@ pub(crate) fn learned(key: &str, limit: Limit, quota: Option<&str>) {
     report!(info, key, %limit, quota, "limit learned from the upstream's headers");
 }
 
-/// A quota was set for a key, in this process or in another one, or has ended.
-pub(crate) fn quota_set(key: &str, quota: Option<&Quota>) {
-    match quota {
-        Some(quota) => {
-            report!(info, key, %quota, "quota set");
-        }
-        None => {
-            report!(info, key, "set quota ended");
-        }
-    }
+/// A quota was set for a key, in this process or in another one.
+pub(crate) fn quota_set(key: &str, quota: &Quota) {
+    report!(info, key, %quota, "quota set");
+}
+
+/// The quota that was set for a key has ended.
+pub(crate) fn set_quota_ended(key: &str) {
+    report!(info, key, "set quota ended");
 }
 
 /// There is a connection to the store, or to one of its servers.

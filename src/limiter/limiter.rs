@@ -270,10 +270,10 @@ impl Limiter {
     /// stated. It is kept for 30 days after its last use: [`set_quota_for`](Limiter::set_quota_for) sets
     /// another time.
     ///
-    /// Units that were used stay used. The other processes hear of it at once. One that misses the
-    /// message hears of it with its next call to the store, and uses slots that it has booked until then
-    /// for at most 15 s. A restart of the store or of processes changes nothing. If the store loses its
-    /// state, the processes that use the key tell it anew.
+    /// Units that were used stay used. All other processes get a message. One that misses it learns of the
+    /// quota with its next call to the store, and uses slots that it has booked before for at most 15 s. A
+    /// restart of the store or of processes changes nothing. If the store loses its state, the next process
+    /// that uses the key restores the quota.
     ///
     /// The quota has the same units as that of the builder, and limits calls in flight only if that does.
     ///

@@ -20,7 +20,7 @@ pub(super) fn on_event(core: &Arc<Core>, key: Key, holder: u64, event: StoreEven
         StoreEvent::RemainingFell { writes } => remaining_fell(core, key, writes),
         StoreEvent::EventsMissed => events_missed(core, false),
         StoreEvent::Reconnected => events_missed(core, true),
-        StoreEvent::SetQuota(heard) => own_quota::heard(core, key, &heard),
+        StoreEvent::SetQuota(set) => own_quota::take_in(core, key, &set),
         event => in_flight_slot::on_event(core, key, holder, event),
     }
 }

@@ -76,15 +76,19 @@ pub(super) fn choose(core: &Arc<Core>, key: Key, quota: QuotaId, now: Instant) {
 }
 
 /// Takes in that a quota was set for `key`, or has ended.
-pub(super) fn heard(core: &Arc<Core>, key: Key, heard: &SetQuota) {
+pub(super) fn take_in(core: &Arc<Core>, key: Key, set: &SetQuota) {
     core.settings.quotas.note_any();
     let change = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
-        let is_new = state.limits.set_quota_version() < heard.version;
-        state.hear_set_quota(ctx, heard);
+        let is_new = state.limits.set_quota_version() < set.version;
+        state.take_in_set_quota(ctx, set);
         is_new
     };
     if core.with_state(key, clock::now(), change) == Some(true) {
-        events::quota_set(&core.label(key, None), heard.quota.as_ref());
+        let label = core.label(key, None);
+        match &set.quota {
+            Some(quota) => events::quota_set(&label, quota),
+            None => events::set_quota_ended(&label),
+        }
     }
 }
 
@@ -137,6 +141,6 @@ async fn change(
     };
     let version = reply.arrives().await?;
     let quota = spec.map(|spec| *spec.quota());
-    heard(core, key, &SetQuota::new(version, quota, life, life));
+    take_in(core, key, &SetQuota::new(version, quota, life, life));
     Ok(())
 }

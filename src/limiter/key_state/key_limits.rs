@@ -39,7 +39,7 @@ struct KnownSetQuota {
     life: Duration,
     /// Until when this process knows it. After that, it asks the store as if it knew of none.
     until: Instant,
-    /// The limits that apply after the end, as the store is told them, and what they were made from.
+    /// After the end: the limits that apply, and the same limits stated with the version of the end.
     after_end: Option<(Arc<LimitSpec>, Arc<LimitSpec>)>,
 }
 
@@ -77,12 +77,12 @@ impl KeyLimits {
     }
 
     /// Takes in a set quota, or its end. `like` are other limits of the key.
-    pub(super) fn hear(&mut self, heard: &SetQuota, like: &LimitSpec, now: Instant) {
+    pub(super) fn take_in_set_quota(&mut self, new: &SetQuota, like: &LimitSpec, now: Instant) {
         let own = self.0.get_or_insert_default();
-        let until = clock::after(now, heard.left);
+        let until = clock::after(now, new.left);
         match &mut own.set {
-            Some(known) if known.version > heard.version => return,
-            Some(known) if known.version == heard.version => {
+            Some(known) if known.version > new.version => return,
+            Some(known) if known.version == new.version => {
                 known.until = known.until.max(until);
                 return;
             }
@@ -90,11 +90,9 @@ impl KeyLimits {
         }
         own.has_changed = true;
         own.set = Some(KnownSetQuota {
-            version: heard.version,
-            spec: heard
-                .quota
-                .map(|quota| Arc::new(set_spec(quota, heard, like))),
-            life: heard.life,
+            version: new.version,
+            spec: new.quota.map(|quota| Arc::new(set_spec(quota, new, like))),
+            life: new.life,
             until,
             after_end: None,
         });
@@ -222,7 +220,7 @@ impl KeyLimits {
 }
 
 impl KnownSetQuota {
-    /// Returns the limits `applies` as the store is told them, which knows the end of the set quota.
+    /// Returns the limits `applies`, stated with the version of the end.
     fn after_end(&mut self, applies: Arc<LimitSpec>) -> Arc<LimitSpec> {
         if let Some((of, made)) = &self.after_end
             && Arc::ptr_eq(of, &applies)

@@ -157,8 +157,8 @@ impl KeyState {
     }
 
     /// Takes in a quota that was set for the key, or its end.
-    pub(super) fn hear_set_quota(&mut self, ctx: &KeyContext<'_>, heard: &SetQuota) {
-        self.limits.hear(heard, ctx.spec, ctx.now);
+    pub(super) fn take_in_set_quota(&mut self, ctx: &KeyContext<'_>, set: &SetQuota) {
+        self.limits.take_in_set_quota(set, ctx.spec, ctx.now);
     }
 
     /// Goes on under a changed quota. Gives back permits at hand and booked slots, and asks for them
@@ -599,8 +599,8 @@ impl KeyState {
         sent: Instant,
         now: Instant,
     ) -> (Instant, Instant) {
-        if let Some(heard) = &lease.set_quota {
-            self.hear_set_quota(ctx, heard);
+        if let Some(set) = &lease.set_quota {
+            self.take_in_set_quota(ctx, set);
         }
         let Observed {
             bounds,

@@ -509,7 +509,9 @@ impl World {
             let permits = &mut earlier.permits;
             let is_same = (permits.slot, permits.stamp) == (grant.slot, grant.stamp);
             if is_same && earlier.version == version {
-                let units = permits.units.min(new.permits.units);
+                // A permit is not made of units of two bookings.
+                let whole = permits.units - permits.units % u64::from(grant.cost);
+                let units = whole.min(new.permits.units);
                 permits.units -= units;
                 new.permits.units -= units;
                 parts.push(Unused {
