@@ -180,8 +180,8 @@ impl LimitSet {
         let longest = self.longest_window();
         let mut known_from = 0;
         let mut rule = None;
-        let gap = match limit {
-            Limit::Fixed { count, .. } if let Some((state, fixed)) = same_windows => {
+        let gap = match (limit, same_windows) {
+            (Limit::Fixed { count, .. }, Some((state, fixed))) => {
                 rule = Some(Algorithm::Fixed(Box::new(fixed.with_limit(count))));
                 quota.gap(state.limit)
             }
