@@ -165,7 +165,7 @@ impl KeyState {
     /// anew when the other processes have given back theirs. Else the first that asks would get slots
     /// behind those of all others.
     pub(super) fn quota_changed(&mut self, ctx: &mut KeyContext<'_>) {
-        self.store.quota_changed(ctx.spec.life());
+        self.store.quota_changed(ctx.spec);
         self.upstream.remaining = None;
         let in_flight = ctx.spec.quota().most_in_flight();
         ctx.work.effects.push(Effect::LimitInFlight(in_flight));

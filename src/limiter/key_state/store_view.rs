@@ -334,9 +334,14 @@ impl StoreView {
         self.set_life(spec, bounds, raised);
     }
 
-    /// Sets the validity of the next permits, because the key has another quota from now on.
-    pub(super) fn quota_changed(&mut self, life: Duration) {
-        self.life_nanos = nanos(life);
+    /// Goes on under another quota. The validity of permits depends more on how late tasks wake than on
+    /// the quota, so it stays if the quota allows it.
+    pub(super) fn quota_changed(&mut self, spec: &LimitSpec) {
+        let life = match self.session_until() {
+            Some(_) => self.life().min(self.longest_life(spec)),
+            None => Duration::ZERO,
+        };
+        self.life_nanos = nanos(life.max(spec.life()));
         self.forget_refusal();
     }
 

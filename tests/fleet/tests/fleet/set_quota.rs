@@ -57,7 +57,11 @@ fn a_set_quota_is_in_force_everywhere_at_once() {
 
 fn changes_of_the_rate() -> anyhow::Result<()> {
     let site = Site::new();
-    let options = options(ms(12_500));
+    let options = Options {
+        // Nobody gives up, so that the faster rate is wanted at once.
+        max_wait: ms(20_000),
+        ..options(ms(12_500))
+    };
     let operator = Outsider::new(&site.redis, options.quota.parse()?);
     let mut fleet = site.start(4, &options);
     let start = Instant::now();
@@ -87,7 +91,7 @@ fn changes_of_the_rate() -> anyhow::Result<()> {
     );
     assert!(last < ms(200), "a call under the old rate after {last:?}");
     ensure!(last <= PUSH, "a call under the old rate after {last:?}");
-    ensure!(rates.iter().all(|used| *used >= 0.95), "used {rates:?}");
+    ensure!(rates.iter().all(|used| *used >= 0.85), "used {rates:?}");
     Ok(())
 }
 
