@@ -459,6 +459,21 @@ async fn a_set_quota_applies_at_once_in_the_whole_fleet() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_cost_above_the_limit_is_refused_as_such_during_a_hold() {
+    let [one, other] = fleet(Quota::per_minute(10));
+    other
+        .hold_for(tenant(), Duration::from_secs(60))
+        .await
+        .unwrap();
+    let limited = one.acquire(tenant()).cost(20).await.unwrap_err();
+    assert!(
+        matches!(limited.reason(), Some(Reason::CostAboveLimit { .. })),
+        "{limited}"
+    );
+    assert_eq!(limited.retry_after(), None);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_set_quota_goes_before_that_of_a_request() {
     let [one, other] = fleet(Quota::per_minute(10));
     one.set_quota(tenant(), Quota::per_minute(3)).await.unwrap();

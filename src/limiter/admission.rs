@@ -332,7 +332,7 @@ pub(super) fn slot_settled(
     }
 }
 
-/// Finds the reason of a refusal: a hold of the key, a cost that the quota never allows, else the bound
+/// Finds the reason of a refusal: a cost that the quota never allows, a hold of the key, else the bound
 /// on the wait. If the key has only one limit and the wait is known, the refusal names that limit.
 fn refused(
     core: &Core,
@@ -341,7 +341,14 @@ fn refused(
     refusal: Refusal,
     now: Instant,
 ) -> Admission {
-    if core.held(entry.key, now).is_some() {
+    let is_held = core.held(entry.key, now).is_some();
+    // A hold may refuse the request before the store knows that its cost is never allowed.
+    if (is_held || refusal.wait.is_none())
+        && let Some(reason) = cost_above_limit(core, entry.key, entry.cost)
+    {
+        return Admission::Refused(reason, Refusal::NEVER);
+    }
+    if is_held {
         return Admission::Refused(
             Reason::Held,
             Refusal {
@@ -349,11 +356,6 @@ fn refused(
                 ..refusal
             },
         );
-    }
-    if refusal.wait.is_none()
-        && let Some(reason) = cost_above_limit(core, entry.key, entry.cost)
-    {
-        return Admission::Refused(reason, refusal);
     }
     let Settings { spec, quotas, .. } = &core.settings;
     let refusal = match spec.quota().limits() {
