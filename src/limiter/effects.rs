@@ -32,6 +32,9 @@ use crate::store::{
 /// runtime does not run them in this time, the next call is sent without them.
 const LONGEST_TURN: Duration = Duration::from_millis(5);
 
+/// How often a flush looks whether a call under way has carried its charges to the store.
+const CHARGES_UNDER_WAY: Duration = Duration::from_millis(2);
+
 impl Core {
     /// Runs `act` on the state of `key`, then does the work it leaves. Returns `None` if the key
     /// has no state.
@@ -151,24 +154,45 @@ impl Core {
         }
     }
 
-    /// Sends the charges that wait for a call, and waits for the answers.
+    /// Sends the charges that wait for a call, and waits until the store has all charges.
     pub(super) async fn send_charges(self: &Arc<Self>) -> Result<(), StoreError> {
-        let now = clock::now();
-        let mut keys = Vec::new();
-        self.states.for_each(|key, state| {
-            if state.has_charges() {
-                keys.push(key);
+        loop {
+            let now = clock::now();
+            let mut keys = Vec::new();
+            self.states.for_each(|key, state| {
+                if state.has_charges() {
+                    keys.push(key);
+                }
+            });
+            if keys.is_empty() {
+                return Ok(());
             }
-        });
-        let send = |key| self.with_state(key, now, KeyState::send_charges).flatten();
-        let calls = keys.into_iter().filter_map(|key| Some((key, send(key)?)));
-        let answers = calls.map(|(key, call)| async move {
-            let answer = call.arrives().await;
-            let has_arrived = answer.is_ok();
-            self.with_state(key, clock::now(), |state, _| state.charged(has_arrived));
-            answer.map(drop)
-        });
-        join_all(answers).await.into_iter().collect()
+            let flush = |key| self.with_state(key, now, KeyState::flush_charges).flatten();
+            let calls = keys.into_iter().filter_map(|key| {
+                let (units, call) = flush(key)?;
+                let core = self.clone();
+                Some((
+                    FlushCall {
+                        core,
+                        key,
+                        units,
+                        has_arrived: false,
+                    },
+                    call,
+                ))
+            });
+            let answers = calls.map(|(mut sent, call)| async move {
+                let answer = call.arrives().await;
+                sent.answered(answer.is_ok());
+                answer.map(drop)
+            });
+            let answers = join_all(answers).await;
+            if answers.is_empty() {
+                // Other calls carry the charges. They are answered or lost soon.
+                wait_for(clock::now(), CHARGES_UNDER_WAY).await;
+            }
+            answers.into_iter().collect::<Result<(), _>>()?;
+        }
     }
 
     /// Does the work that a visit to the state of `key` has left: wakes the tasks and starts the
@@ -272,6 +296,28 @@ impl Core {
                     .flatten();
             }
         });
+    }
+}
+
+/// A call with charges that a flush has sent. If it is dropped before its answer, the charges wait for
+/// another call.
+struct FlushCall {
+    core: Arc<Core>,
+    key: Key,
+    units: u64,
+    has_arrived: bool,
+}
+
+impl FlushCall {
+    fn answered(&mut self, has_arrived: bool) {
+        self.has_arrived = has_arrived;
+    }
+}
+
+impl Drop for FlushCall {
+    fn drop(&mut self) {
+        let flushed = |state: &mut KeyState| state.flushed(self.units, self.has_arrived);
+        self.core.states.find(self.key, flushed);
     }
 }
 

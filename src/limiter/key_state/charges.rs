@@ -23,6 +23,8 @@ pub(super) struct PendingCharges {
     waiting: u64,
     /// Units that the last call has carried, until its answer.
     sent: u64,
+    /// Units in calls that a flush has sent, until their answers.
+    flushing: u64,
     /// When the last of the units was sent.
     sent_at: Option<Instant>,
     /// The permits whose units are replaced by units that wait.
@@ -54,6 +56,31 @@ impl PendingCharges {
         (self.sent > 0).then(|| Charge::new(age, self.sent))
     }
 
+    /// Returns the charge of a call that a flush sends now, and its units. Adds the permits that it gives
+    /// back to `returns`. Units in another call are left to that call, if it `is_under_way`.
+    pub(super) fn flush(
+        &mut self,
+        is_under_way: bool,
+        memory: Duration,
+        now: Instant,
+        returns: &mut Returns,
+    ) -> (Option<Charge>, u64) {
+        let elsewhere = if is_under_way { self.sent } else { 0 };
+        self.sent -= elsewhere;
+        let charge = self.take(memory, now, returns);
+        let units = std::mem::replace(&mut self.sent, elsewhere);
+        self.flushing += units;
+        (charge, units)
+    }
+
+    /// Takes in whether a call of a flush with `units` has reached the store.
+    pub(super) fn flushed(&mut self, units: u64, has_arrived: bool) {
+        self.flushing -= units;
+        if !has_arrived {
+            self.waiting = self.waiting.saturating_add(units);
+        }
+    }
+
     /// Takes in whether the last call has reached the store.
     pub(super) fn answered(&mut self, has_arrived: bool) {
         if !has_arrived {
@@ -80,7 +107,7 @@ impl PendingCharges {
 
     /// Returns whether the store has counted all units.
     pub(super) fn is_empty(&self) -> bool {
-        self.waiting == 0 && self.sent == 0 && self.permits.is_empty()
+        self.waiting == 0 && self.sent == 0 && self.flushing == 0 && self.permits.is_empty()
     }
 }
 
@@ -121,6 +148,31 @@ mod tests {
         charges.answered(true);
         assert!(charges.is_empty());
         assert_eq!(take(&mut charges, later), (None, 0));
+    }
+
+    #[test]
+    fn a_flush_leaves_units_to_the_call_under_way() {
+        let now = clock::now();
+        let mut charges = PendingCharges::default();
+        charges.add(5, now, None);
+        assert_eq!(take(&mut charges, now), (charge(0, 5), 0));
+        charges.add(2, now, None);
+        let flush = |charges: &mut PendingCharges, is_under_way| {
+            charges.flush(is_under_way, MEMORY, now, &mut Returns::new())
+        };
+        assert_eq!(flush(&mut charges, true), (charge(0, 2), 2));
+        charges.answered(true);
+        assert!(!charges.is_empty());
+        charges.flushed(2, true);
+        assert!(charges.is_empty());
+        // Units of lost calls are sent again.
+        charges.add(4, now, None);
+        take(&mut charges, now);
+        assert_eq!(flush(&mut charges, false), (charge(0, 4), 4));
+        charges.flushed(4, false);
+        assert_eq!(flush(&mut charges, false), (charge(0, 4), 4));
+        charges.flushed(4, true);
+        assert!(charges.is_empty());
     }
 
     #[test]

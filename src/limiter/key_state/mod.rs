@@ -334,8 +334,13 @@ impl KeyState {
     /// Returns the charge that a call to the store carries now. Adds the permits whose units it
     /// replaces to `returns`.
     fn take_charge(&mut self, ctx: &KeyContext<'_>, returns: &mut Returns) -> Option<Charge> {
-        let memory = ctx.spec.quota().longest_memory() + ctx.spec.transit_slack();
+        let memory = self.charge_memory(ctx);
         self.charges.as_mut()?.take(memory, ctx.now, returns)
+    }
+
+    /// Returns for how long the store counts a charge.
+    fn charge_memory(&self, ctx: &KeyContext<'_>) -> Duration {
+        ctx.spec.quota().longest_memory() + ctx.spec.transit_slack()
     }
 
     /// Returns whether the store may not have counted all charges.
@@ -344,21 +349,36 @@ impl KeyState {
         charges.is_some_and(|charges| !charges.is_empty())
     }
 
-    /// Sends the charges now, in a call of their own. Its answer is for [`charged`](Self::charged).
-    pub(super) fn send_charges(&mut self, ctx: &mut KeyContext<'_>) -> Option<StoreReply<Lease>> {
+    /// Sends the charges now that no call has carried, in a call of their own. Returns their units and
+    /// the call. Its answer is for [`flushed`](Self::flushed).
+    pub(super) fn flush_charges(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+    ) -> Option<(u64, StoreReply<Lease>)> {
+        let is_under_way = (self.queue.as_ref()).is_some_and(|queue| queue.is_calling(ctx.now));
+        let memory = self.charge_memory(ctx);
         let mut returns = Returns::new();
-        let charge = self.take_charge(ctx, &mut returns);
+        let charges = self.charges.as_mut()?;
+        let (charge, units) = charges.flush(is_under_way, memory, ctx.now, &mut returns);
         if charge.is_none() && returns.is_empty() {
             return None;
         }
-        Some(ctx.store.lease(LeaseRequest {
+        let call = ctx.store.lease(LeaseRequest {
             charges: charge.as_slice(),
             ..self.request(ctx, &[], 0, ctx.now, &returns)
-        }))
+        });
+        Some((units, call))
+    }
+
+    /// Takes in whether a call of [`flush_charges`](Self::flush_charges) has reached the store.
+    pub(super) fn flushed(&mut self, units: u64, has_arrived: bool) {
+        if let Some(charges) = &mut self.charges {
+            charges.flushed(units, has_arrived);
+        }
     }
 
     /// Takes in whether a call with charges has reached the store.
-    pub(super) fn charged(&mut self, has_arrived: bool) {
+    fn charged(&mut self, has_arrived: bool) {
         if let Some(charges) = &mut self.charges {
             charges.answered(has_arrived);
         }
