@@ -10,7 +10,7 @@ use super::advance::{AdvanceBooking, AdvanceBookings};
 use super::algorithm::Open;
 use super::limit_set::LimitSet;
 use super::returned::ReturnedSlots;
-use super::set_quota::{SetQuotaState, is_set, next_version};
+use super::set_quota::{ChangeKind, SetQuotaState, is_set, next_version};
 use super::{
     Booking, Charge, Hold, LimitSpec, Micros, TooLate, UnusedPermits, UpstreamRemaining,
     micros_down, micros_up,
@@ -47,9 +47,8 @@ struct RareState {
 /// A change of the set quota.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QuotaChange {
-    /// Whether the limits of the caller become the set quota. Otherwise the set quota ends.
-    pub(crate) is_set: bool,
-    /// For how long after its last use the set quota applies.
+    pub(crate) kind: ChangeKind,
+    /// For how long after its last use, or after it was learned last, the set quota applies.
     pub(crate) life: Duration,
     /// The new version is larger than this.
     pub(crate) above: u32,
@@ -62,7 +61,7 @@ pub(crate) struct QuotaInForce {
     pub(crate) version: u32,
     /// How long it applies if it is not used, or how long its end is remembered.
     pub(crate) left: Micros,
-    /// For how long after its last use it applies.
+    /// For how long after its last use, or after it was learned last, it applies.
     pub(crate) life: Micros,
     /// Its limits. `None` if it has ended.
     pub(crate) quota: Option<Quota>,
@@ -178,7 +177,8 @@ impl Ledger {
     }
 
     /// Changes the set quota: the limits of `spec` become the set quota, or it ends. Advances the
-    /// ledger to `now`. Returns the new version.
+    /// ledger to `now`. Returns the version from then on, which is a new one unless a quota is learned
+    /// again, or while one of an operator applies.
     pub(crate) fn change_quota(
         &mut self,
         spec: &LimitSpec,
@@ -188,11 +188,42 @@ impl Ledger {
         self.now = self.now.max(now);
         self.limits.advance(self.now);
         self.end_set_quota();
-        let newest = self.quota_version().max(spec.quota_version());
-        let version = next_version(newest.max(change.above), change.is_set);
+        let version = match change.kind {
+            ChangeKind::Learn if self.learns_nothing_new(spec, change.life) => self.quota_version(),
+            kind => {
+                let newest = self.quota_version().max(spec.quota_version());
+                next_version(newest.max(change.above), kind)
+            }
+        };
         let spec = spec.clone().with_quota_version(version, change.life);
         self.advance(&spec, now);
         version
+    }
+
+    /// Returns whether the set quota stays as it is if the limits of `spec` are learned. The same quota
+    /// applies for its `life` again.
+    fn learns_nothing_new(&mut self, spec: &LimitSpec, life: Duration) -> bool {
+        let (limits, now) = (&self.limits, self.now);
+        let quota = self
+            .rare
+            .as_mut()
+            .and_then(|rare| rare.quota.as_deref_mut());
+        let Some(quota) = quota.filter(|quota| quota.is_set()) else {
+            return false;
+        };
+        if !quota.is_learned() {
+            return true;
+        }
+        let learned = spec.quota().limits();
+        let is_same = quota.in_flight == spec.quota().most_in_flight()
+            && limits.limits().all(|limit| learned.contains(&limit))
+            && learned
+                .iter()
+                .all(|limit| limits.limits().any(|other| other == *limit));
+        if is_same {
+            quota.learn_again(micros_up(life), now);
+        }
+        is_same
     }
 
     /// Ends the set quota if its time is over. Forgets its end after some time.

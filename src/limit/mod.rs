@@ -61,6 +61,6 @@ pub(crate) use in_flight::{HolderClaim, HolderUpdate, InFlightSlots};
 pub(crate) use ledger::{Ledger, Order, QuotaChange, QuotaInForce};
 pub use limit_spec::LimitSpec;
 pub(crate) use micros::{Micros, micros_down, micros_up};
-pub(crate) use set_quota::is_set;
+pub(crate) use set_quota::{ChangeKind, is_learned, is_set};
 pub use unused_permits::UnusedPermits;
 pub use upstream_remaining::UpstreamRemaining;

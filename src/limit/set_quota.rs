@@ -1,8 +1,9 @@
-//! The set quota of a key: a quota that an operator set for it, in place of what callers state.
+//! The set quota of a key: a quota that applies in place of what callers state. An operator has set it,
+//! or it was *learned*: the upstream has stated it.
 //!
 //! Each change of it has a number, the *quota version*. An odd version is of a set quota, an even one
-//! of its end. A caller states the version of its limits, 0 if it knows of none. The ledger keeps
-//! the largest version that it has seen:
+//! of its end. Of the odd ones, each second is of a learned quota. A caller states the version of its
+//! limits, 0 if it knows of none. The ledger keeps the largest version that it has seen:
 //!
 //! | the caller's version | what decides |
 //! |---|---|
@@ -14,6 +15,10 @@
 //! While a set quota applies, the other limits of the key are *paused*: they count, refuse nothing,
 //! and are forgotten when no caller has stated them for two windows and a second. When it ends, its
 //! limits count as if callers stated them at that moment, and those of callers apply at once.
+//!
+//! What an operator sets goes before what is learned. So a quota is not learned while one of an
+//! operator applies. An operator's quota ends when it was not used for its life, and a learned one when
+//! it was not learned again for its life: the upstream may have ceased to state it.
 //!
 //! A limit that begins to apply may not know all earlier permits: it has a *gap*. If such a permit
 //! comes back unused, its units stay in the limit: taking them out would take out units of others.
@@ -27,6 +32,17 @@ use crate::quota::Limit;
 /// How much longer than its life the end of a set quota is remembered: a minute. A process may hear of
 /// the set quota as late as that after the store's last reply about it.
 const END_MARGIN: Micros = 60_000_000;
+
+/// A change of the set quota.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ChangeKind {
+    /// An operator sets it.
+    Set,
+    /// The upstream has stated it.
+    Learn,
+    /// It ends.
+    End,
+}
 
 /// The state of a set quota, or of its end.
 #[derive(Clone, Debug)]
@@ -104,14 +120,22 @@ impl SetQuotaState {
         self.in_flight = None;
     }
 
-    /// Notes a use. The quota applies for its whole life again if half of it has passed. Returns
-    /// whether that changed anything.
-    pub(super) fn renew(&mut self, now: Micros) -> bool {
-        let is_due = self.is_set() && 2 * self.until.saturating_sub(now) < self.life;
-        if is_due {
+    /// Returns whether the quota was learned, and applies.
+    pub(super) fn is_learned(&self) -> bool {
+        is_learned(self.version)
+    }
+
+    /// Notes a use. A quota of an operator applies for its whole life again if half of it has passed.
+    pub(super) fn renew(&mut self, now: Micros) {
+        let is_of_operator = self.is_set() && !self.is_learned();
+        if is_of_operator && 2 * self.until.saturating_sub(now) < self.life {
             self.until = now + self.life;
         }
-        is_due
+    }
+
+    /// Takes in that the same quota was learned again.
+    pub(super) fn learn_again(&mut self, life: Micros, now: Micros) {
+        (self.until, self.life) = (now + life, life);
     }
 
     /// Returns whether a permit with this slot may be from before the last change. If it comes back,
@@ -172,12 +196,18 @@ pub(crate) fn is_set(version: u32) -> bool {
     version % 2 == 1
 }
 
-/// Returns the next version above `newest`: of a set quota, or of its end.
-pub(super) fn next_version(newest: u32, of_set: bool) -> u32 {
+/// Returns whether a version is of a learned quota.
+pub(crate) fn is_learned(version: u32) -> bool {
+    version % 4 == 3
+}
+
+/// Returns the next version above `newest` after a change.
+pub(super) fn next_version(newest: u32, kind: ChangeKind) -> u32 {
     let next = newest + 1;
-    if is_set(next) == of_set {
-        next
-    } else {
-        next + 1
-    }
+    let further = match kind {
+        ChangeKind::Set => (5 - next % 4) % 4,
+        ChangeKind::Learn => 3 - next % 4,
+        ChangeKind::End => next % 2,
+    };
+    next + further
 }

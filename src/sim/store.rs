@@ -16,7 +16,8 @@ use crate::limit::{LimitSpec, UnusedPermits, UpstreamRemaining};
 use crate::rng::{Dice, dice};
 use crate::store::{
     Claim, HoldState, Lease, LeaseRequest, MemoryStore, OwnedLeaseRequest, PeekRequest, Recipients,
-    Register, RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply, Usage,
+    Register, RegisterRequest, SetQuota, Store, StoreError, StoreEvent, StoreListener, StoreReply,
+    Usage,
 };
 
 /// The store, its model, and its listeners.
@@ -220,6 +221,11 @@ impl Store for StoreLink {
     fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
         let spec = spec.clone();
         self.go(move |memory| memory.unset_quota(key, &spec, life))
+    }
+
+    fn learn_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<SetQuota> {
+        let spec = spec.clone();
+        self.go(move |memory| memory.learn_quota(key, &spec, life))
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {

@@ -93,6 +93,16 @@ macro_rules! delegate_store {
                 $crate::store::Store::unset_quota(&$inner, key, spec, life)
             }
         });
+        $crate::delegate_store!(@unless learn_quota [$($own)+] {
+            fn learn_quota(
+                &$this,
+                key: $crate::Key,
+                spec: &::std::sync::Arc<$crate::store::LimitSpec>,
+                life: ::std::time::Duration,
+            ) -> $crate::store::StoreReply<$crate::store::SetQuota> {
+                $crate::store::Store::learn_quota(&$inner, key, spec, life)
+            }
+        });
         $crate::delegate_store!(@unless listen [$($own)+] {
             fn listen(&$this, listener: ::std::sync::Weak<dyn $crate::store::StoreListener>) {
                 $crate::store::Store::listen(&$inner, listener);
@@ -144,6 +154,7 @@ macro_rules! delegate_store {
     (@unless release [release $($more:ident)*] $method:tt) => {};
     (@unless set_quota [set_quota $($more:ident)*] $method:tt) => {};
     (@unless unset_quota [unset_quota $($more:ident)*] $method:tt) => {};
+    (@unless learn_quota [learn_quota $($more:ident)*] $method:tt) => {};
     (@unless listen [listen $($more:ident)*] $method:tt) => {};
     (@unless compare_and_set [compare_and_set $($more:ident)*] $method:tt) => {};
     (@unless address [address $($more:ident)*] $method:tt) => {};

@@ -41,7 +41,8 @@
 //! 16. **Set quotas.** While a quota is set for a key ([`Store::set_quota`]), it decides in place of
 //!     what callers state, from the call that sets it on. Used units stay used. Each change has a
 //!     version, which never goes back. A reply states the version unless the request does
-//!     ([`LimitSpec::quota_version`]), and every listener is notified.
+//!     ([`LimitSpec::quota_version`]), and every listener is notified. A quota that the upstream
+//!     states ([`Store::learn_quota`]) is a set quota that gives way to those of operators.
 //!
 //! With the feature `contract`, the module `contract` has a test suite that any store can run.
 //!
@@ -214,6 +215,30 @@ pub trait Store: Send + Sync + 'static {
         StoreReply::Ready(Err(StoreError::Unsupported("set quotas")))
     }
 
+    /// Makes the limits of `spec` the set quota of `key`, because the upstream has stated them, and
+    /// notifies every listener. The quota applies for `life`, and longer if it is learned again.
+    /// Returns the quota that applies then.
+    ///
+    /// Changes nothing while a quota applies that an operator has set. If the same quota was learned
+    /// before, it keeps its version, and no listener is notified.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if other processes may not know of the quota. The default always fails with
+    /// [`StoreError::Unsupported`]: then limits that an upstream states do not apply.
+    ///
+    /// # Cancel safety
+    ///
+    /// The quota is learned even if the caller drops the reply.
+    fn learn_quota(
+        &self,
+        _key: Key,
+        _spec: &Arc<LimitSpec>,
+        _life: Duration,
+    ) -> StoreReply<SetQuota> {
+        StoreReply::Ready(Err(StoreError::Unsupported("set quotas")))
+    }
+
     /// Notifies `listener` of holds, set quotas and registers from now on, until the listener is
     /// dropped. The default does nothing: then a process learns of them from the replies of the store only.
     fn listen(&self, _listener: Weak<dyn StoreListener>) {}
@@ -336,6 +361,19 @@ impl<T> StoreReply<T> {
         match self {
             StoreReply::Ready(reply) => reply,
             StoreReply::Pending(reply) => reply.await,
+        }
+    }
+
+    /// Changes the reply with `change`.
+    fn map<R>(self, change: impl FnOnce(T) -> R + Send + 'static) -> StoreReply<R>
+    where
+        T: 'static,
+    {
+        match self {
+            StoreReply::Ready(reply) => StoreReply::Ready(reply.map(change)),
+            StoreReply::Pending(reply) => {
+                StoreReply::Pending(Box::pin(async move { reply.await.map(change) }))
+            }
         }
     }
 }

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use crate::limit::{QuotaInForce, is_set};
+use crate::limit::{QuotaInForce, is_learned, is_set};
 use crate::quota::Quota;
 
-/// A quota that an operator set for a key, or the end of one.
+/// A quota that an operator set for a key, or that the upstream stated, or the end of one.
 ///
 /// It applies to all processes, in place of the quotas that they have for the key. Units that were
 /// used stay used.
@@ -17,9 +17,11 @@ pub struct SetQuota {
     pub version: u32,
     /// The quota. `None` if it has ended. Its limits count what the key counts, and name no unit.
     pub quota: Option<Quota>,
-    /// How long the quota applies if it is not used. If it has ended, how long that is remembered.
+    /// How long the quota applies if it is not used, or not learned again. If it has ended, how long that
+    /// is remembered.
     pub left: Duration,
-    /// For how long after its last use the quota applies.
+    /// For how long after its last use the quota applies. If it is [learned](Self::is_learned), for how
+    /// long after it was learned last.
     pub life: Duration,
 }
 
@@ -42,6 +44,13 @@ impl SetQuota {
             left,
             life,
         }
+    }
+}
+
+impl SetQuota {
+    /// Returns whether the upstream has stated the quota, and no operator has set it.
+    pub fn is_learned(&self) -> bool {
+        is_learned(self.version)
     }
 }
 

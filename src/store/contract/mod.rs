@@ -55,6 +55,7 @@ pub async fn check(store: Arc<dyn Store>) {
     later_use::erases_later_use_that_is_returned(&store).await;
     set_quota::set_quotas_decide_for_all_callers(&store).await;
     set_quota::callers_retell_set_quotas(&store).await;
+    set_quota::learned_quotas_give_way_to_those_of_operators(&store).await;
     joint::joint_requests_are_never_over(&store).await;
     joint::refused_joint_requests_leave_no_trace(&store).await;
     in_flight::counts_calls_in_flight(&store).await;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::caller::{Caller, LONG, granted};
 use crate::quota::Quota;
-use crate::store::{Demand, Lease, LeaseRequest, Store, StoreError};
+use crate::store::{Demand, Lease, LeaseRequest, SetQuota, Store, StoreError};
 
 /// Sets the quota of a caller's key. Returns its version, or `None` if the store has no set quotas.
 async fn set(caller: &Caller, quota: Quota) -> Option<u32> {
@@ -79,6 +79,52 @@ pub(super) async fn set_quotas_decide_for_all_callers(store: &Arc<dyn Store>) {
     let lease = book(&knows_end, 1, None).await;
     assert_eq!(granted(&lease), 0, "50 of 10 were used: {lease:?}");
     assert!(lease.refused.is_some(), "{lease:?}");
+}
+
+/// Learns the quota of a caller's key. Returns the set quota, or `None` if the store has no set quotas.
+async fn learn(caller: &Caller, quota: Quota) -> Option<SetQuota> {
+    let stated = Caller::new(&caller.store, "", quota).spec;
+    let reply = caller.store.learn_quota(caller.key, &stated, LONG);
+    match reply.arrives().await {
+        Ok(learned) => Some(learned),
+        Err(StoreError::Unsupported(_)) => None,
+        Err(error) => panic!("the store answers: {error}"),
+    }
+}
+
+/// A quota that the upstream states is a set quota, but it does not replace that of an operator.
+pub(super) async fn learned_quotas_give_way_to_those_of_operators(store: &Arc<dyn Store>) {
+    let caller = Caller::new(store, "learned quota", Quota::per_minute(10));
+    assert_eq!(granted(&book(&caller, 4, None).await), 4);
+    let stated = Quota::per_minute(6);
+    let Some(first) = learn(&caller, stated).await else {
+        return;
+    };
+    assert!(
+        first.is_learned() && first.quota == Some(stated),
+        "{first:?}"
+    );
+    let lease = book(&caller, 4, Some((first.version, Some(stated)))).await;
+    assert_eq!(granted(&lease), 2, "4 of 6 were used: {lease:?}");
+    let again = learn(&caller, stated).await.expect("it was learned before");
+    assert_eq!(
+        again.version, first.version,
+        "the same quota, learned again"
+    );
+    let second = learn(&caller, Quota::per_minute(8)).await;
+    let second = second.expect("it was learned before");
+    assert!(second.is_learned() && second.version > first.version);
+
+    let of_operator = Quota::per_minute(9);
+    let third = set(&caller, of_operator).await.expect("quotas can be set");
+    assert!(third > second.version, "{third} after {second:?}");
+    let kept = learn(&caller, stated).await.expect("quotas can be set");
+    assert_eq!((kept.version, kept.quota), (third, Some(of_operator)));
+    assert!(!kept.is_learned(), "{kept:?}");
+    let end = caller.store.unset_quota(caller.key, &caller.spec, LONG);
+    end.arrives().await.expect("the store answers");
+    let last = learn(&caller, stated).await.expect("quotas can be set");
+    assert!(last.is_learned() && last.version > third, "{last:?}");
 }
 
 /// A store that has lost its state learns the set quota from the callers that know it.

@@ -12,12 +12,12 @@ use super::in_flight::StoreListeners;
 use super::register::Registers;
 use super::{
     Claim, HoldState, Lease, LeaseRequest, PeekRequest, Recipients, Register, RegisterRequest,
-    Store, StoreError, StoreEvent, StoreListener, StoreReply, UpstreamRemaining, Usage,
+    SetQuota, Store, StoreError, StoreEvent, StoreListener, StoreReply, UpstreamRemaining, Usage,
 };
 use crate::clock;
 use crate::key::Key;
 use crate::key_map::{Evict, Full, KeyMap};
-use crate::limit::{Hold, Ledger, LimitSpec, Micros, QuotaChange, UnusedPermits};
+use crate::limit::{ChangeKind, Hold, Ledger, LimitSpec, Micros, QuotaChange, UnusedPermits};
 use booking::held;
 pub(super) use booking::{book, hold, usage};
 use in_flight::InFlightState;
@@ -93,15 +93,16 @@ impl MemoryStore {
         })
     }
 
-    /// Changes the set quota of `key`, and notifies all listeners. Returns its version.
+    /// Changes the set quota of `key`, and notifies all listeners if it is another one then. Returns the
+    /// set quota.
     fn change_quota(
         &self,
         key: Key,
         spec: &LimitSpec,
-        is_set: bool,
+        kind: ChangeKind,
         life: Duration,
-    ) -> StoreReply<u32> {
-        if is_set && spec.quota().limits().is_empty() {
+    ) -> StoreReply<SetQuota> {
+        if kind != ChangeKind::End && spec.quota().limits().is_empty() {
             let unsupported = StoreError::Unsupported("set quotas without a limit of rate");
             return StoreReply::Ready(Err(unsupported));
         }
@@ -113,22 +114,25 @@ impl MemoryStore {
         // The state of a key is not lost before its version is forgotten, so any version will do that
         // is larger than the last one.
         let change = QuotaChange {
-            is_set,
+            kind,
             life,
             above: 0,
         };
         let change = |counts: &mut Counts| {
             counts.align(spec, now);
+            let before = counts.ledger.quota_unless(0).map(|quota| quota.version);
             counts.ledger.change_quota(spec, change, now);
             counts.fresh_from = counts.ledger.fresh_from();
-            counts.ledger.quota_unless(0)
+            let quota = counts.ledger.quota_unless(0)?;
+            Some((before != Some(quota.version), SetQuota::from(quota)))
         };
         match self.counts.enter(key, now, make, |_, _| (), change) {
-            Ok(Some(quota)) => {
-                let version = quota.version;
-                let event = StoreEvent::SetQuota(Box::new(quota.into()));
-                self.listeners.notify_all(key, &event);
-                StoreReply::Ready(Ok(version))
+            Ok(Some((is_new, quota))) => {
+                if is_new {
+                    let event = StoreEvent::SetQuota(Box::new(quota.clone()));
+                    self.listeners.notify_all(key, &event);
+                }
+                StoreReply::Ready(Ok(quota))
             }
             Ok(None) => unreachable!("a change leaves a set quota, or its end"),
             Err(Full) => StoreReply::Ready(Err(StoreError::Full {
@@ -273,11 +277,17 @@ impl Store for MemoryStore {
     }
 
     fn set_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-        self.change_quota(key, spec, true, life)
+        let set = self.change_quota(key, spec, ChangeKind::Set, life);
+        set.map(|quota| quota.version)
     }
 
     fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-        self.change_quota(key, spec, false, life)
+        let unset = self.change_quota(key, spec, ChangeKind::End, life);
+        unset.map(|quota| quota.version)
+    }
+
+    fn learn_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<SetQuota> {
+        self.change_quota(key, spec, ChangeKind::Learn, life)
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {

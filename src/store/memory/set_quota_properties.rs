@@ -10,8 +10,8 @@ use proptest::sample::select;
 use super::booking::book;
 use crate::key::Key;
 use crate::limit::{
-    Charge, Ledger, LimitSpec, Micros, QuotaChange, UnusedPermits, UpstreamRemaining, is_set,
-    micros_up,
+    ChangeKind, Charge, Ledger, LimitSpec, Micros, QuotaChange, UnusedPermits, UpstreamRemaining,
+    is_learned, is_set, micros_up,
 };
 use crate::quota::{Limit, Quota};
 use crate::store::{ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, SetQuota};
@@ -63,6 +63,13 @@ enum Op {
         own: usize,
         receives: bool,
     },
+    /// The upstream states a quota.
+    Learn {
+        process: usize,
+        which: usize,
+        life: Duration,
+        receives: bool,
+    },
     Charge {
         age: Micros,
         units: u64,
@@ -105,6 +112,11 @@ fn op() -> impl Strategy<Value = Op> {
         ),
         2 => (0..PROCESSES, 0usize..2, any::<bool>())
             .prop_map(|(process, own, receives)| Op::Unset { process, own, receives }),
+        3 => (0..PROCESSES, 0usize..3, select(vec![1u64, 4, 3600]), any::<bool>()).prop_map(
+            |(process, which, life, receives)| Op::Learn {
+                process, which, life: Duration::from_secs(life), receives,
+            }
+        ),
         1 => (select(vec![0u64, 50_000, 900_000, 4_000_000]), 1u64..4)
             .prop_map(|(age, units)| Op::Charge { age, units }),
         1 => (0usize..3, 0u64..40).prop_map(|(which, units)| Op::See { which, units }),
@@ -276,21 +288,50 @@ impl World {
         }
     }
 
-    fn change(&mut self, process: usize, quota: Quota, life: Duration, of_set: bool, hears: bool) {
+    fn change(
+        &mut self,
+        process: usize,
+        quota: Quota,
+        life: Duration,
+        kind: ChangeKind,
+        hears: bool,
+    ) {
+        // As a call finds it that changes nothing.
+        let mut advanced = self.ledger.clone();
+        advanced.advance(&self.last_spec(), self.now);
+        let before = advanced.quota_unless(0);
         let known = self.known[process].as_ref();
         let spec =
             spec(quota).with_quota_version(known.map_or(0, |known| known.version), Duration::ZERO);
         let change = QuotaChange {
-            is_set: of_set,
+            kind,
             life,
             above: 0,
         };
         let version = self.ledger.change_quota(&spec, change, self.now);
-        assert!(version > self.newest && is_set(version) == of_set);
+        let before = before.filter(|before| before.quota.is_some());
+        let of_operator = before
+            .as_ref()
+            .is_some_and(|before| !is_learned(before.version));
+        let is_same = before
+            .as_ref()
+            .is_some_and(|before| before.quota == Some(quota));
+        let after = self
+            .ledger
+            .quota_unless(0)
+            .expect("a change leaves a version");
+        assert_eq!(after.version, version);
+        if kind == ChangeKind::Learn && (of_operator || is_same) {
+            assert_eq!(before.map(|before| before.version), Some(version));
+            assert!(of_operator || after.left == after.life, "{after:?}");
+        } else {
+            assert!(version > self.newest && is_set(version) == (kind != ChangeKind::End));
+            assert_eq!(is_learned(version), kind == ChangeKind::Learn);
+        }
         let told = self.ledger.quota_unless(0).map(SetQuota::from);
         self.note_limits();
         self.hear(process, told, hears);
-        if of_set {
+        if kind != ChangeKind::End && !(kind == ChangeKind::Learn && of_operator) {
             let limits: Vec<Limit> = self.ledger.usage().map(|(limit, ..)| limit).collect();
             assert!(quota.limits().iter().all(|limit| limits.contains(limit)));
             assert!(limits.iter().all(|limit| quota.limits().contains(limit)));
@@ -395,7 +436,19 @@ impl World {
                 which,
                 life,
                 receives,
-            } => self.change(process, self.others[which], life, true, receives),
+            } => self.change(process, self.others[which], life, ChangeKind::Set, receives),
+            Op::Learn {
+                process,
+                which,
+                life,
+                receives,
+            } => self.change(
+                process,
+                self.others[which],
+                life,
+                ChangeKind::Learn,
+                receives,
+            ),
             Op::Unset {
                 process,
                 own,
@@ -404,7 +457,7 @@ impl World {
                 process,
                 self.own[own],
                 Duration::from_secs(1),
-                false,
+                ChangeKind::End,
                 receives,
             ),
             Op::Charge { age, units } => {

@@ -98,6 +98,8 @@ pub(super) const LEASE_LATER: u8 = byte("LEASE_LATER");
 pub(super) const SET_QUOTA: u8 = byte("SET_QUOTA");
 /// The operation that ends a set quota.
 pub(super) const UNSET_QUOTA: u8 = byte("UNSET_QUOTA");
+/// The operation that makes the limits of the call those of a learned quota.
+pub(super) const LEARN_QUOTA: u8 = byte("LEARN_QUOTA");
 /// The operation of a claim about calls in flight.
 pub(super) const CLAIM: u8 = byte("CLAIM");
 

@@ -18,11 +18,12 @@ use super::thread::Thread;
 use super::{connection, registers, sealed_key};
 use crate::config_error::ConfigError;
 use crate::key::{Key, Label};
+use crate::limit::ChangeKind;
 use crate::rng::dice;
 use crate::store::{
     Background, Claim, Demand, HoldState, Lease, LeaseRequest, LimitSpec, PeekRequest, Register,
-    RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply, Task, UnusedPermits,
-    UpstreamRemaining, Usage,
+    RegisterRequest, SetQuota, Store, StoreError, StoreEvent, StoreListener, StoreReply, Task,
+    UnusedPermits, UpstreamRemaining, Usage,
 };
 
 /// Counts permits in Redis, for many processes.
@@ -236,10 +237,21 @@ impl RedisStore {
         }))
     }
 
-    /// Changes the set quota of `key`, and notifies all processes. Returns its version.
-    fn change_quota(&self, key: Key, call: Vec<u8>) -> StoreReply<u32> {
+    /// Changes the set quota of `key`, and notifies all processes. Returns the set quota.
+    fn change_quota(
+        &self,
+        key: Key,
+        kind: ChangeKind,
+        spec: &LimitSpec,
+        life: Duration,
+    ) -> StoreReply<SetQuota> {
+        if kind != ChangeKind::End && spec.quota().limits().is_empty() {
+            let unsupported = StoreError::Unsupported("set quotas without a limit of rate");
+            return StoreReply::Ready(Err(unsupported));
+        }
+        let call = codec::change_quota(kind, spec, life, dice());
         self.announce(key, call, |lease| {
-            let quota = lease.set_quota.map(|quota| quota.version);
+            let quota = lease.set_quota.map(|quota| *quota);
             quota.ok_or_else(|| StoreError::failed(Garbled))
         })
     }
@@ -318,15 +330,17 @@ impl Store for RedisStore {
     }
 
     fn set_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-        if spec.quota().limits().is_empty() {
-            let unsupported = StoreError::Unsupported("set quotas without a limit of rate");
-            return StoreReply::Ready(Err(unsupported));
-        }
-        self.change_quota(key, codec::set_quota(spec, life, dice()))
+        let set = self.change_quota(key, ChangeKind::Set, spec, life);
+        set.map(|quota| quota.version)
     }
 
     fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-        self.change_quota(key, codec::unset_quota(spec, life, dice()))
+        let unset = self.change_quota(key, ChangeKind::End, spec, life);
+        unset.map(|quota| quota.version)
+    }
+
+    fn learn_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<SetQuota> {
+        self.change_quota(key, ChangeKind::Learn, spec, life)
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {

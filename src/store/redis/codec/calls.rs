@@ -5,9 +5,12 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::{CallWriter, LONG};
-use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining, micros_down, micros_up};
+use crate::limit::{
+    ChangeKind, Charge, LimitSpec, UnusedPermits, UpstreamRemaining, micros_down, micros_up,
+};
 use crate::store::redis::layout::{
-    CLAIM, HOLD, LEASE, LEASE_LATER, NEVER, PEEK, RELEASE, RETURN, SET_QUOTA, UNSET_QUOTA,
+    CLAIM, HOLD, LEARN_QUOTA, LEASE, LEASE_LATER, NEVER, PEEK, RELEASE, RETURN, SET_QUOTA,
+    UNSET_QUOTA,
 };
 use crate::store::{Claim, ClientSession, Demand, HoldState, LeaseRequest, PeekRequest};
 
@@ -195,23 +198,19 @@ pub(in crate::store::redis) fn release(spec: &LimitSpec, random: u64) -> Vec<u8>
     RateCall::default().pack(RELEASE, spec, random)
 }
 
-/// Packs a call that makes the limits of `spec` the set quota of the key, for `life` after each use.
-pub(in crate::store::redis) fn set_quota(spec: &LimitSpec, life: Duration, random: u64) -> Vec<u8> {
-    quota_change(SET_QUOTA, spec, life, random)
-}
-
-/// Packs a call that ends the set quota of the key. The end is remembered for `life`.
-pub(in crate::store::redis) fn unset_quota(
+/// Packs a call that changes the set quota, to the limits of `spec` unless it ends. It applies, or its
+/// end is remembered, for `life`. The script makes the new version, which is larger than that of `spec`.
+pub(in crate::store::redis) fn change_quota(
+    kind: ChangeKind,
     spec: &LimitSpec,
     life: Duration,
     random: u64,
 ) -> Vec<u8> {
-    quota_change(UNSET_QUOTA, spec, life, random)
-}
-
-/// Packs a call that changes the set quota. The script makes the new version, which is larger than
-/// that of `spec`.
-fn quota_change(operation: u8, spec: &LimitSpec, life: Duration, random: u64) -> Vec<u8> {
+    let operation = match kind {
+        ChangeKind::Set => SET_QUOTA,
+        ChangeKind::Learn => LEARN_QUOTA,
+        ChangeKind::End => UNSET_QUOTA,
+    };
     let spec = spec.clone().with_quota_version(spec.quota_version(), life);
     RateCall::default().pack(operation, &spec, random)
 }

@@ -534,7 +534,7 @@ fn plain_keys_are_as_before_byte_for_byte() {
 /// Sets a quota for the key of a world. Returns its version.
 fn set_quota(world: &mut World, quota: Quota, life: Duration) -> u32 {
     let spec = LimitSpec::new(quota, millis(10), millis(2));
-    let reply = world.run(&codec::set_quota(&spec, life, 7));
+    let reply = world.run(&codec::change_quota(ChangeKind::Set, &spec, life, 7));
     let lease = codec::read_lease(&reply, millis(10)).unwrap();
     lease.set_quota.expect("it is set").version
 }

@@ -231,6 +231,7 @@ struct Change {
     key: usize,
     /// Sets the quota of another key, or else ends the set quota.
     sets: Option<usize>,
+    is_learned: bool,
     receives: bool,
 }
 
@@ -239,10 +240,12 @@ fn change(world: &mut World, keys: &mut Keys, quotas: &[Quota], change: Change) 
     let key = change.key % quotas.len();
     let life = millis(60_000);
     let spec = |quota: Quota| LimitSpec::new(quota, millis(10), millis(2));
-    let call = match change.sets {
-        Some(which) => codec::set_quota(&spec(quotas[which % quotas.len()]), life, 7),
-        None => codec::unset_quota(&spec(quotas[key]), life, 7),
+    let (kind, quota) = match change.sets {
+        Some(which) if change.is_learned => (ChangeKind::Learn, quotas[which % quotas.len()]),
+        Some(which) => (ChangeKind::Set, quotas[which % quotas.len()]),
+        None => (ChangeKind::End, quotas[key]),
     };
+    let call = codec::change_quota(kind, &spec(quota), life, 7);
     for name in [keys.joint[key].clone(), keys.alone[key].clone()] {
         let reply = keys.run(world, &name, &call);
         let lease = codec::read_lease(&reply, millis(10)).unwrap();
@@ -328,9 +331,11 @@ fn joint_requests_are_calls_at_the_first_common_moment() {
     };
     let cost = prop_oneof![1 => Just(0u32), 4 => 1u32..3, 1 => 3u32..40];
     let sets = prop::option::weighted(0.6, 0usize..4);
-    let change_of = (0usize..4, sets, any::<bool>()).prop_map(|(key, sets, receives)| Change {
+    let change_of = (0usize..4, sets, any::<bool>(), any::<bool>());
+    let change_of = change_of.prop_map(|(key, sets, is_learned, receives)| Change {
         key,
         sets,
+        is_learned,
         receives,
     });
     let steps = (

@@ -212,8 +212,9 @@ fn quota_versions_are_read_field_by_field() {
     let lease = codec::lease(&request, 9);
     let life = Duration::from_micros(35);
     let changes = [
-        codec::set_quota(&spec, life, 9),
-        codec::unset_quota(&versioned, life, 9),
+        codec::change_quota(ChangeKind::Set, &spec, life, 9),
+        codec::change_quota(ChangeKind::End, &versioned, life, 9),
+        codec::change_quota(ChangeKind::Learn, &versioned, life, 9),
     ];
     with_lua(|lua| {
         let formats = ["CALL", "CALL_LIMIT", "CALL_REMAINING", "CALL_QUOTA"];
@@ -221,7 +222,7 @@ fn quota_versions_are_read_field_by_field() {
         assert_eq!((numbers[1], numbers[24]), (1, 3));
         assert_eq!(numbers[40..], [31, 33, 34]);
         let formats = ["CALL", "CALL_LIMIT", "CALL_QUOTA"];
-        for (call, expected) in changes.iter().zip([[7, 0], [8, 31]]) {
+        for (call, expected) in changes.iter().zip([[7, 0], [8, 31], [9, 31]]) {
             let numbers = lua.unpack(call, &formats);
             assert_eq!((numbers[1], numbers[24]), (expected[0], 2));
             assert_eq!(numbers[29..], [expected[1], 35, 34]);

@@ -27,7 +27,7 @@ use redis_server::RedisServer;
 use super::codec;
 use super::script::{self, RATES};
 use crate::key::Key;
-use crate::limit::{Charge, LimitSpec, Micros, UnusedPermits, UpstreamRemaining};
+use crate::limit::{ChangeKind, Charge, LimitSpec, Micros, UnusedPermits, UpstreamRemaining};
 use crate::quota::Quota;
 use crate::store::memory::book;
 use crate::store::{ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, Refusal};

@@ -1,5 +1,5 @@
 //! Set quotas: the ledger of this process and the scripts decide the same while operators set and
-//! unset quotas, processes hear of it late, and states are lost.
+//! unset quotas, the upstream states some, processes hear of it late, and states are lost.
 
 use proptest::test_runner::TestRunner;
 
@@ -13,11 +13,12 @@ use crate::store::SetQuota;
 /// How many processes have a memory of their own.
 const PROCESSES: usize = 3;
 
-/// What an operator does before a call.
+/// A change before a call.
 #[derive(Clone, Copy, Debug)]
-enum Operator {
-    Sets { which: usize, life: Duration },
-    Unsets { life: Duration },
+struct Change {
+    kind: ChangeKind,
+    which: usize,
+    life: Duration,
 }
 
 #[derive(Clone, Debug)]
@@ -25,34 +26,33 @@ struct QuotaStep {
     step: Step,
     /// Which process makes the call.
     process: usize,
-    /// What an operator in this process does before the call.
-    operator: Option<Operator>,
-    /// Whether the process receives the reply to what the operator does, and that of the call.
+    /// What this process changes before the call.
+    change: Option<Change>,
+    /// Whether the process receives the reply to the change, and that of the call.
     receives: (bool, bool),
     /// Whether the state is lost before the call.
     is_lost: bool,
 }
 
-fn operator() -> impl Strategy<Value = Operator> {
+fn a_change() -> impl Strategy<Value = Change> {
+    use ChangeKind::{End, Learn, Set};
+    let kind = select(vec![Set, Set, Learn, Learn, Learn, End, End]);
     let life = select(vec![1_000u64, 5_000, 60_000, 3_600_000]).prop_map(millis);
-    prop_oneof![
-        3 => (0usize..4, life.clone()).prop_map(|(which, life)| Operator::Sets { which, life }),
-        2 => life.prop_map(|life| Operator::Unsets { life }),
-    ]
+    (kind, 0usize..4, life).prop_map(|(kind, which, life)| Change { kind, which, life })
 }
 
 fn quota_step(mix: Mix) -> impl Strategy<Value = QuotaStep> {
     let parts = (
         step(mix),
         0..PROCESSES,
-        prop::option::weighted(0.15, operator()),
+        prop::option::weighted(0.18, a_change()),
         (prop::bool::weighted(0.9), prop::bool::weighted(0.8)),
         prop::bool::weighted(0.02),
     );
-    parts.prop_map(|(step, process, operator, receives, is_lost)| QuotaStep {
+    parts.prop_map(|(step, process, change, receives, is_lost)| QuotaStep {
         step,
         process,
-        operator,
+        change,
         receives,
         is_lost,
     })
@@ -76,6 +76,8 @@ fn stated(own: Quota, known: Option<&SetQuota>) -> Arc<LimitSpec> {
 #[derive(Default)]
 struct Seen {
     changes: usize,
+    /// Quotas that were learned again, or not because of one of an operator.
+    nothing_new: usize,
     /// Leases that a set quota decided, although the caller did not know it.
     unknown: usize,
     /// Leases of a caller with the limits of a set quota that has ended.
@@ -85,13 +87,9 @@ struct Seen {
     ended: usize,
 }
 
-/// Makes a change of an operator in both. Returns the new set quota.
-fn change(world: &mut World, spec: &LimitSpec, of_set: bool, life: Duration) -> SetQuota {
-    let call = if of_set {
-        codec::set_quota(spec, life, 7)
-    } else {
-        codec::unset_quota(spec, life, 7)
-    };
+/// Makes a change in both. Returns the set quota.
+fn change(world: &mut World, spec: &LimitSpec, kind: ChangeKind, life: Duration) -> SetQuota {
+    let call = codec::change_quota(kind, spec, life, 7);
     let theirs = codec::read_lease(&world.run(&call), millis(10)).unwrap();
     if theirs.incarnation != world.incarnation {
         (world.incarnation, world.seen) = (theirs.incarnation, theirs.now);
@@ -99,16 +97,18 @@ fn change(world: &mut World, spec: &LimitSpec, of_set: bool, life: Duration) -> 
     let raw = world.now.saturating_add_signed(world.clock);
     let steps = raw.saturating_sub(1_700_000_000_000_000) / 8_000_000;
     let change = QuotaChange {
-        is_set: of_set,
+        kind,
         life,
-        above: u32::try_from(2 * steps).unwrap(),
+        above: u32::try_from(4 * steps).unwrap(),
     };
     let (now, clock) = (world.now, world.clock);
     let ledger = world.ledger.get_or_insert_with(|| Ledger::empty(now));
     ledger.align(clock, now);
     let version = ledger.change_quota(spec, change, now);
-    assert_eq!(is_set(version), of_set);
+    assert_eq!(is_set(version), kind != ChangeKind::End);
     let ours = SetQuota::from(ledger.quota_unless(0).unwrap());
+    assert_eq!(ours.version, version);
+    assert!(!ours.is_learned() || kind == ChangeKind::Learn);
     let theirs = *theirs.set_quota.expect("a change is always stated");
     assert_eq!(ours, theirs);
     theirs
@@ -140,22 +140,18 @@ fn same_with_set_quotas(
             (world.seen, newest) = (world.now, 0);
         }
         let own = own[usize::from(step.uses_second_spec)];
-        if let Some(operator) = quota_step.operator {
-            let told = match operator {
-                Operator::Sets { which, life } => {
-                    let version = known[*process].as_ref().map_or(0, |known| known.version);
-                    let quota = *others.get(which).unwrap_or(&own);
-                    let spec = spec_of(quota).with_quota_version(version, Duration::ZERO);
-                    change(world, &spec, true, life)
-                }
-                Operator::Unsets { life } => {
-                    let spec = stated(own, known[*process].as_ref());
-                    let quota = spec_of(own).with_quota_version(spec.quota_version(), life);
-                    change(world, &quota, false, life)
-                }
+        if let Some(Change { kind, which, life }) = quota_step.change {
+            let version = known[*process].as_ref().map_or(0, |known| known.version);
+            let quota = match kind {
+                ChangeKind::End => own,
+                _ => *others.get(which).unwrap_or(&own),
             };
+            let spec = spec_of(quota).with_quota_version(version, life);
+            let told = change(world, &spec, kind, life);
             seen.changes += 1;
-            prop_assert!(told.version > newest, "step {}", number);
+            let is_old = kind == ChangeKind::Learn && told.version == newest;
+            seen.nothing_new += usize::from(is_old);
+            prop_assert!(is_old || told.version > newest, "step {}", number);
             newest = told.version;
             if quota_step.receives.0 {
                 known[*process] = Some(told);
@@ -223,12 +219,13 @@ fn check_set_quotas(cases: u32, mix: Mix, length: usize) {
         .unwrap_or_else(|error| panic!("{error}"));
     let Seen {
         changes,
+        nothing_new,
         unknown,
         outdated,
         retold,
         ended,
     } = world.into_inner().1;
-    let counts = [changes, unknown, outdated, retold];
+    let counts = [changes, nothing_new, unknown, outdated, retold];
     assert!(counts.iter().all(|count| *count > 10), "{counts:?}");
     // Plain calls follow each other at once, so they renew each set quota.
     assert_eq!(ended > 10, !matches!(mix, Mix::Plain), "{ended}");
@@ -256,7 +253,12 @@ fn set_quotas_without_limits_are_errors() {
     world.begin();
     let spec = spec_of(Quota::in_flight(3));
     let error = world
-        .try_run(&codec::set_quota(&spec, millis(1000), 7))
+        .try_run(&codec::change_quota(
+            ChangeKind::Set,
+            &spec,
+            millis(1000),
+            7,
+        ))
         .unwrap_err();
     assert!(error.to_string().contains("1 to 8 limits"), "{error}");
     let exists: bool = redis::cmd("EXISTS")
@@ -265,7 +267,12 @@ fn set_quotas_without_limits_are_errors() {
         .unwrap();
     assert!(!exists);
     // The end of a set quota may leave a key to limits of calls in flight.
-    let end = world.run(&codec::unset_quota(&spec, millis(1000), 7));
+    let end = world.run(&codec::change_quota(
+        ChangeKind::End,
+        &spec,
+        millis(1000),
+        7,
+    ));
     let end = codec::read_lease(&end, millis(10)).unwrap().set_quota;
     assert!(end.is_some_and(|end| end.quota.is_none()));
 }
@@ -300,7 +307,7 @@ fn lost_states_recover_under_the_set_quota() {
         let first = codec::read_lease(&first, millis(10)).unwrap();
         (world.incarnation, world.seen) = (first.incarnation, first.now);
         let session = world.memory();
-        let told = change(&mut world, &spec_of(set), true, millis(60_000));
+        let told = change(&mut world, &spec_of(set), ChangeKind::Set, millis(60_000));
         redis::cmd("DEL")
             .arg(&world.key)
             .exec(&mut world.redis)

@@ -58,7 +58,7 @@ local IN_FLIGHT_MESSAGE_FIELDS = '<BI7I7I7I7I7B'
 
 -- Operations of a call about rates; a call about calls in flight is a claim or a peek. LEASE_LATER
 -- is a lease whose demands state from when on their permits are of use. SET_QUOTA makes the limits of
--- the call those of a set quota, and UNSET_QUOTA ends it. The last demand of a peek is
+-- the call those of a set quota, LEARN_QUOTA those of a learned one, and UNSET_QUOTA ends it. The last demand of a peek is
 -- the request that it asks about; the others are booked before it, and nothing is written.
 local LEASE = 1
 local PEEK = 2
@@ -68,6 +68,7 @@ local RELEASE = 5
 local LEASE_LATER = 6
 local SET_QUOTA = 7
 local UNSET_QUOTA = 8
+local LEARN_QUOTA = 9
 local CLAIM = 1
 
 -- Statuses. Added to the status of a lease: SHARED if other clients use a limit too, CUT if the

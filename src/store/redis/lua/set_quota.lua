@@ -1,5 +1,5 @@
 
--- ── set quotas: what an operator set, in place of what callers state ─────────────────────────────
+-- ── set quotas: what an operator set, or the upstream stated, in place of what callers state ─────────────────────────────
 --
 -- Twin: src/limit/set_quota.rs, and `set`, `begin` and `unset` in limit_set.rs
 -- After a change: cargo test --all-features --lib differential
@@ -16,7 +16,7 @@ local MOST_SET_LIMITS = 8
 local function cold_set_quota()
   -- How much longer than its life the end of a set quota is remembered, in microseconds.
   local END_MARGIN = 60000000
-  -- A new version is larger than twice the number of steps since the epoch, in microseconds of the
+  -- A new version is larger than four times the number of steps since the epoch, in microseconds of the
   -- server's clock. So it is larger than the versions of a state that was lost.
   local EPOCH = 1700000000000000
   local STEP = 8000000
@@ -24,6 +24,11 @@ local function cold_set_quota()
   -- Returns whether a version is of a quota that is set, and not of its end.
   local function is_set(version)
     return version % 2 == 1
+  end
+
+  -- Returns whether a version is of a quota that the upstream has stated.
+  local function is_learned(version)
+    return version % 4 == 3
   end
 
   -- Returns a moment that is not before the slot of any permit in the logs.
@@ -156,6 +161,31 @@ local function cold_set_quota()
     state.changed, state.must_rewrite, state.has_new_version = true, true, true
   end
 
+  -- Returns whether the set quota stays as it is if the limits of the call, which begin at `pos`, are
+  -- learned. The same quota applies for its `life` again.
+  local function learns_nothing_new(call, pos, limit_count, life, in_flight)
+    local quota, is_known = state.quota, {}
+    if not quota or not is_set(quota.version) then return false end
+    if not is_learned(quota.version) then return true end
+    for _ = 1, limit_count do
+      local kind, count, window, capacity, known
+      kind, count, window, capacity, pos = struct.unpack(CALL_LIMIT, call, pos)
+      for i = 1, state.limiting do
+        local limit = state[i]
+        if limit.count == count and limit.window == window and limit.kind == kind and limit.capacity == capacity then
+          known, is_known[i] = true, true
+        end
+      end
+      if not known then return false end
+    end
+    for i = 1, state.limiting do
+      if not is_known[i] then return false end
+    end
+    if quota.in_flight ~= in_flight then return false end
+    quota.ends, quota.life, state.changed = state.now + life, life, true
+    return true
+  end
+
   -- Takes in the quota version of a call. Returns whether the limits of the call count as stated, and
   -- whether they may be those of a set quota if they are.
   local function take_in(operation, call, pos, limit_count, guard)
@@ -166,11 +196,23 @@ local function cold_set_quota()
     end
     state.call_version = version
     if operation >= SET_QUOTA then
-      local newest = math.floor((server_time - EPOCH) / STEP) * 2
-      if known > newest then newest = known end
-      if version > newest then newest = version end
-      version = newest + 1
-      if is_set(version) ~= (operation == SET_QUOTA) then version = version + 1 end
+      -- The reply states the quota in any case.
+      state.call_version = 0
+      if operation == LEARN_QUOTA and learns_nothing_new(call, pos, limit_count, life, in_flight) then
+        version = known
+      else
+        local newest = math.floor((server_time - EPOCH) / STEP) * 4
+        if known > newest then newest = known end
+        if version > newest then newest = version end
+        version = newest + 1
+        if operation == SET_QUOTA then
+          version = version + (1 - version) % 4
+        elseif operation == LEARN_QUOTA then
+          version = version + (3 - version) % 4
+        elseif is_set(version) then
+          version = version + 1
+        end
+      end
     end
     if is_set(version) and (limit_count == 0 or limit_count > MOST_SET_LIMITS) then return false, false end
     if version > known then
@@ -189,10 +231,10 @@ local function cold_set_quota()
     return false, true
   end
 
-  -- Notes a use. The set quota applies for its whole life again if half of it has passed.
+  -- Notes a use. A quota of an operator applies for its whole life again if half of it has passed.
   local function renew()
     local quota = state.quota
-    if is_set(quota.version) and 2 * (quota.ends - state.now) < quota.life then
+    if is_set(quota.version) and not is_learned(quota.version) and 2 * (quota.ends - state.now) < quota.life then
       quota.ends, state.changed = state.now + quota.life, true
     end
   end
