@@ -435,7 +435,8 @@ async fn stated_limits_are_told() {
         github, key all: a request now would leave at once
           300/60s  1 used, 299 free
           30/10s   1 used, 29 free
-          hold     none
+          quota    learned from the upstream, ends in 100s
+  hold     none
           waiting  0 here
           at hand  0
           learned  "core" states 30/10s

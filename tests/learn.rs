@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use http::Response;
 use support::{Upstream, get, pass};
+use tollgate::limiter::QuotaSource;
 use tollgate::quota::Limit;
 use tollgate::store::{MemoryStore, Store};
 use tollgate::{HeaderTrust, Key, Quota, RateLimitLayer};
@@ -76,8 +77,8 @@ async fn a_stricter_policy_holds_for_the_fleet() {
     );
     pass(Duration::from_secs(10) + Duration::from_millis(100)).await;
     assert_eq!(granted(&other).await, 30);
-    // No process asserts it any more.
-    pass(Duration::from_secs(90)).await;
+    // No response states it for ten of its windows, and then it fades.
+    pass(Duration::from_secs(120)).await;
     assert_eq!(granted(&other).await, 300);
 }
 
@@ -90,15 +91,114 @@ async fn a_looser_policy_counts_where_that_is_asked_for() {
         (HeaderTrust::Stricter, 9),
         (HeaderTrust::Replace, 99),
     ] {
-        let [taught, _] = taught(Quota::new(10, Duration::from_secs(10)), learn, &policy).await;
-        // The stricter limit applies until no process has asserted it for two of its windows.
-        for _ in 0..4 {
-            pass(Duration::from_secs(9)).await;
-            let _ = taught.limiter().peek(Key::ALL).await;
-        }
-        drop(taught.limiter().acquire(Key::ALL).await.unwrap());
-        assert_eq!(granted(&taught).await, allowed, "{learn:?}");
+        let [_, other] = taught(Quota::new(10, Duration::from_secs(10)), learn, &policy).await;
+        assert_eq!(granted(&other).await, allowed, "{learn:?}, at once");
     }
+}
+
+/// Sends a request of which the response states a policy.
+async fn state(layer: &RateLimitLayer, count: u32, window: u32) {
+    let policy = format!(r#""default";q={count};w={window}"#);
+    let response = stating(&[("RateLimit-Policy", &policy)]);
+    let upstream = Upstream::answering([Ok(response)]);
+    layer.layer(upstream).oneshot(get("/")).await.unwrap();
+}
+
+async fn source(layer: &RateLimitLayer) -> QuotaSource {
+    let status = layer.limiter().peek(Key::ALL).await.unwrap();
+    status.quota_source
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_policy_outlives_the_process_that_received_it() {
+    let policy = [("RateLimit-Policy", r#""default";q=30;w=600"#)];
+    let [taught, other] = taught(Quota::per_minute(300), HeaderTrust::Stricter, &policy).await;
+    drop(taught);
+    let left = Duration::from_secs(3600);
+    assert_eq!(source(&other).await, QuotaSource::Upstream { left });
+    assert_eq!(learned(&other).await, [], "it has received no response");
+    assert_eq!(granted(&other).await, 29);
+    assert_eq!(other.limiter().stats().keys_with_set_quota, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_policy_stays_for_as_long_as_responses_state_it() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let layers = [(); 2].map(|()| layer(Quota::per_minute(300), HeaderTrust::Stricter, &store));
+    for round in 0..200 {
+        state(&layers[round % 2], 20, 60).await;
+        let source = source(&layers[(round + 1) % 2]).await;
+        let QuotaSource::Upstream { left } = source else {
+            panic!("{source:?} in round {round}");
+        };
+        assert!(left >= Duration::from_secs(290), "{left:?}");
+        pass(Duration::from_secs(20)).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_policy_that_the_quota_implies_ends_the_stricter_one() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let layer = layer(
+        Quota::new(50, Duration::from_secs(10)),
+        HeaderTrust::Stricter,
+        &store,
+    );
+    state(&layer, 10, 10).await;
+    assert_eq!(granted(&layer).await, 9);
+    pass(Duration::from_secs(11)).await;
+    state(&layer, 80, 10).await;
+    assert_eq!(granted(&layer).await, 49);
+    assert_eq!(learned(&layer).await, []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_an_operator_sets_goes_before_a_policy() {
+    let policy = [("RateLimit-Policy", r#""default";q=30;w=60"#)];
+    let [taught, other] = taught(Quota::per_minute(300), HeaderTrust::Stricter, &policy).await;
+    let operator = other.limiter();
+    operator
+        .set_quota(Key::ALL, Quota::per_minute(100))
+        .await
+        .unwrap();
+    state(&taught, 40, 60).await;
+    assert!(matches!(source(&taught).await, QuotaSource::Set { .. }));
+    assert_eq!(learned(&taught).await, [], "it does not apply");
+    assert_eq!(granted(&taught).await, 98);
+    pass(Duration::from_secs(61)).await;
+    operator.unset_quota(Key::ALL).await.unwrap();
+    state(&taught, 40, 60).await;
+    assert!(matches!(source(&other).await, QuotaSource::Upstream { .. }));
+    assert_eq!(granted(&other).await, 39);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_policy_follows_the_quota_that_requests_state() {
+    let policy = [("RateLimit-Policy", r#""default";q=30;w=10"#)];
+    let [taught, other] = taught(Quota::per_minute(300), HeaderTrust::Stricter, &policy).await;
+    let plan = Quota::per_minute(12);
+    let acquired = taught.limiter().acquire(Key::ALL).quota(plan).await;
+    drop(acquired.unwrap());
+    let status = other.limiter().peek(Key::ALL).await.unwrap();
+    let limits: Vec<Limit> = status.limits.iter().map(|usage| usage.limit).collect();
+    assert_eq!(limits, [sliding(12, 60), sliding(30, 10)]);
+}
+
+/// An upstream that states another limit in each response changes the quota up to six times within the
+/// memory of the store. The last statement takes effect later.
+#[tokio::test(start_paused = true)]
+async fn a_policy_that_changes_often_is_learned_later() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let layer = layer(Quota::per_second(1000), HeaderTrust::Stricter, &store);
+    for count in 100..120 {
+        state(&layer, count, 2).await;
+    }
+    let stated = |count| [(sliding(count, 2), Some("default".into()))];
+    let status = layer.limiter().peek(Key::ALL).await.unwrap();
+    assert_eq!(status.limits[1].limit, sliding(105, 2));
+    pass(Duration::from_secs(7)).await;
+    state(&layer, 119, 2).await;
+    assert_eq!(learned(&layer).await, stated(119));
 }
 
 #[tokio::test(start_paused = true)]

@@ -144,7 +144,7 @@ fn stats(core: &Core) -> Stats {
         let left = state.hold.left(now);
         sum.held += usize::from(left.is_some());
         sum.alone += usize::from(falls_back && state.is_alone());
-        let has_set_quota = has_quotas && state.limits.set_spec().is_some();
+        let has_set_quota = has_quotas && state.limits.is_set_by_operator();
         sum.with_set_quota += usize::from(has_set_quota);
         sum.longest_hold = sum.longest_hold.max(left);
     };

@@ -278,7 +278,7 @@ impl Core {
         });
     }
 
-    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+    pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         spawn(&*self.settings.store, task);
     }
 

@@ -170,11 +170,10 @@ impl Core {
         }
     }
 
-    /// Returns the limits of the key of `state` if they are not the configured ones: those that the
-    /// upstream has stated, or else those that requests have stated.
+    /// Returns the limits of the key of `state` if they are not the configured ones: those of its set
+    /// quota, or else those that requests have stated.
     pub(super) fn own_spec(&self, state: &mut KeyState, now: Instant) -> Option<Arc<LimitSpec>> {
-        let Settings { spec, learn, .. } = &self.settings;
-        state.limits.spec(*learn, spec, now)
+        state.limits.spec(&self.settings.spec, now)
     }
 
     /// Returns the limits of `key`: its own, else the configured ones.
@@ -186,8 +185,7 @@ impl Core {
         own.unwrap_or_else(|| self.settings.spec.clone())
     }
 
-    /// Returns the limits of `key` that decide about a request, without those that the upstream has
-    /// stated.
+    /// Returns the limits of `key` that decide about a request.
     pub(super) fn quota_of(&self, key: Key) -> Arc<LimitSpec> {
         let Settings { spec, quotas, .. } = &self.settings;
         let own = |state: &mut KeyState| state.limits.quota().cloned();

@@ -297,8 +297,11 @@ impl KeyExplanation {
         }
         let quota = |f: &mut fmt::Formatter<'_>| write!(f, "\n  {:width$}  ", "quota");
         match self.quota_source {
-            // The limits that it has stated follow.
-            QuotaSource::Builder | QuotaSource::Upstream => {}
+            QuotaSource::Builder => {}
+            QuotaSource::Upstream { left } => {
+                quota(f)?;
+                write!(f, "learned from the upstream, ends in {}", Shown(left))?;
+            }
             QuotaSource::Request => {
                 quota(f)?;
                 f.write_str("stated by requests")?;

@@ -25,7 +25,7 @@
 // | `effects` | access to the state of a key, and the effects that it returns |
 // | `cores` | the cores of a limiter whose quota counts several units |
 // | `counting` | what is counted of requests, and the stats of a limiter |
-// | `holds`, `in_flight_slot`, `own_quota` | holds of keys, in-flight slots, quotas that requests state or an operator sets |
+// | `holds`, `in_flight_slot`, `own_quota` | holds of keys, in-flight slots, quotas that requests or responses state, or an operator sets |
 // | `split_signal` | which key of a joint request a response is about |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | the way of a request to its permit |

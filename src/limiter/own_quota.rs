@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::cores::Cores;
 use super::engine::Core;
-use super::key_state::{KeyContext, KeyState};
+use super::key_state::{HeaderTrust, KeyContext, KeyState};
 use super::quotas::QuotaId;
 use super::settings::Settings;
 use crate::clock;
@@ -17,7 +17,8 @@ use crate::join::join_all;
 use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::quota::Quota;
-use crate::store::SetQuota;
+use crate::signal::Signal;
+use crate::store::{SetQuota, StoreReply};
 
 /// The longest life of a set quota: 366 days. Longer ones are cut to this.
 const LONGEST_LIFE: Duration = Duration::from_secs(366 * 86_400);
@@ -61,18 +62,42 @@ pub(super) fn choose(core: &Arc<Core>, key: Key, quota: QuotaId, now: Instant) {
     if known.unwrap_or(quota == QuotaId::CONFIGURED) {
         return;
     }
-    let Settings {
-        quotas,
-        spec: configured,
-        learn,
-        ..
-    } = &core.settings;
-    let spec = quotas.spec(quota, core.unit());
-    let choose = |state: &mut KeyState, _: &mut KeyContext<'_>| {
-        state.limits.choose(quota, spec, configured, *learn);
-    };
+    let spec = core.settings.quotas.spec(quota, core.unit());
+    let choose = |state: &mut KeyState, _: &mut KeyContext<'_>| state.limits.choose(quota, spec);
     // If there is no room for the key, its request is refused.
     let _ = core.with_new_state(key, now, choose);
+    // Limits that the upstream states apply besides the quota of the key.
+    learn(core, key, None, now);
+}
+
+/// Takes in the limits of `key` that a response states, if there is one. The store learns them, so
+/// that they apply to all processes.
+pub(super) fn learn(core: &Arc<Core>, key: Key, signal: Option<&Signal>, now: Instant) {
+    let Settings {
+        learn, spec, store, ..
+    } = &core.settings;
+    if !matches!(learn, HeaderTrust::Stricter | HeaderTrust::Replace) {
+        return;
+    }
+    let to_learn = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
+        state.learn_limits(*learn, spec, signal, ctx)
+    };
+    let Some(learned) = core.with_state(key, now, to_learn).flatten() else {
+        return;
+    };
+    match store.learn_quota(key, &Arc::new(learned.spec), learned.life) {
+        StoreReply::Ready(Ok(set)) => take_in(core, key, &set),
+        // The next response that states the limits is another attempt.
+        StoreReply::Ready(Err(_)) => {}
+        StoreReply::Pending(reply) => {
+            let learning = core.clone();
+            core.spawn(async move {
+                if let Ok(set) = reply.await {
+                    take_in(&learning, key, &set);
+                }
+            });
+        }
+    }
 }
 
 /// Takes in that a quota was set for `key`, or has ended.
@@ -86,6 +111,8 @@ pub(super) fn take_in(core: &Arc<Core>, key: Key, set: &SetQuota) {
     if core.with_state(key, clock::now(), change) == Some(true) {
         let label = core.label(key, None);
         match &set.quota {
+            // The process that has received the response has reported its limits.
+            Some(_) if set.is_learned() => {}
             Some(quota) => events::quota_set(&label, quota),
             None => events::set_quota_ended(&label),
         }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::engine::{Core, CoreId};
 use super::holds;
 use super::key_state::{HeaderTrust, KeyContext, KeyState, NewHold, is_any_uncertain, is_of_use};
+use super::own_quota;
 use super::settings::Settings;
 use crate::clock;
 use crate::key::Key;
@@ -72,17 +73,8 @@ impl AnsweredCall {
             }
             is_released
         };
-        let released = if hold == key {
-            core.with_state(key, now, |state, ctx| {
-                let is_released = accept(state, ctx);
-                self.learn(core, signal, state, ctx);
-                is_released
-            })
-        } else {
-            let released = core.with_state(hold, now, accept);
-            core.with_state(key, now, |state, ctx| self.learn(core, signal, state, ctx));
-            released
-        };
+        let released = core.with_state(hold, now, accept);
+        self.learn(core, signal, now);
         if released == Some(true) {
             // The probe was accepted, so the other requests may leave, in all processes. The answer
             // of the store is not needed.
@@ -103,25 +95,30 @@ impl AnsweredCall {
     }
 
     /// Takes in the limits that a response states and how much of them is left.
-    fn learn(&self, core: &Core, signal: &Signal, state: &mut KeyState, ctx: &mut KeyContext<'_>) {
-        let Settings { spec, learn, .. } = &core.settings;
+    fn learn(&self, core: &Arc<Core>, signal: &Signal, now: Instant) {
+        let learn = core.settings.learn;
         let by_host = self.hold(core) != self.key;
         // Each of several hosts under one key has quotas of its own.
-        if *learn == HeaderTrust::Ignore || (by_host && core.hosts.are_several()) {
+        if learn == HeaderTrust::Ignore || (by_host && core.hosts.are_several()) {
             return;
         }
+        own_quota::learn(core, self.key, Some(signal), now);
+        core.with_state(self.key, now, |state, ctx| {
+            self.learn_remaining(signal, by_host, state, ctx);
+        });
+    }
+
+    /// Takes in how much a response states is left of the limits of the key.
+    fn learn_remaining(
+        &self,
+        signal: &Signal,
+        by_host: bool,
+        state: &mut KeyState,
+        ctx: &mut KeyContext<'_>,
+    ) {
         let limited = signal.refusal().is_some();
-        state.learn_limits(*learn, spec, signal, ctx);
-        // The response states what is left of the limits that apply from now on.
-        let own = core.own_spec(state, ctx.now);
         let refused = if limited { self.cost } else { 0 };
-        let is_less = state.upstream_stated(
-            own.as_ref().unwrap_or(spec),
-            signal,
-            refused,
-            self.sent,
-            ctx.now,
-        );
+        let is_less = state.upstream_stated(ctx.spec, signal, refused, self.sent, ctx.now);
         // A refusal holds the key, and the store gets what is left with the hold.
         if ctx.work.effects.is_empty() && is_less && (!limited || by_host) {
             state.tighten(ctx);

@@ -57,7 +57,10 @@ pub enum QuotaSource {
     /// From the requests of the key: [`quota`](crate::RateLimitBuilder::quota).
     Request,
     /// The upstream has stated limits: [`trust_headers`](crate::RateLimitBuilder::trust_headers).
-    Upstream,
+    Upstream {
+        /// How long they apply if no response states them again.
+        left: Duration,
+    },
     /// An operator has [set](crate::Limiter::set_quota) it.
     Set {
         /// How long it applies if the key is not used.
@@ -66,12 +69,12 @@ pub enum QuotaSource {
 }
 
 impl QuotaSource {
-    /// Returns where the quota of a key comes from, for which a quota may be `set`, the upstream may have
-    /// stated limits, and requests a quota.
-    pub(super) fn of(set: Option<&SetQuota>, learned: &[StatedLimit], is_stated: bool) -> Self {
-        match set {
-            Some(set) if set.quota.is_some() => QuotaSource::Set { left: set.left },
-            _ if !learned.is_empty() => QuotaSource::Upstream,
+    /// Returns where the quota of a key comes from, for which a quota may be `set`, and requests may have
+    /// stated one.
+    pub(super) fn of(set: Option<&SetQuota>, is_stated: bool) -> Self {
+        match set.filter(|set| set.quota.is_some()) {
+            Some(set) if set.is_learned() => QuotaSource::Upstream { left: set.left },
+            Some(set) => QuotaSource::Set { left: set.left },
             _ if is_stated => QuotaSource::Request,
             _ => QuotaSource::Builder,
         }
@@ -128,7 +131,7 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
         queued: state.waiting(),
         prefetched: state.at_hand(now),
         held: state.hold.left(now),
-        learned: state.limits.learned().to_vec(),
+        learned: state.limits.learned(now),
         has_stated_quota: state.limits.stated_quota().is_some(),
     });
     let Local {
@@ -149,7 +152,7 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
     } else {
         next_slot
     };
-    let quota_source = QuotaSource::of(set_quota.as_deref(), &learned, has_stated_quota);
+    let quota_source = QuotaSource::of(set_quota.as_deref(), has_stated_quota);
     Ok(KeyStatus {
         quota_source,
         free: if held.is_some() { 0 } else { limits_allow },

@@ -160,8 +160,7 @@ impl Found {
         let (waiting, since) = core.tally().waiting_of(asked.key);
         let set = self.usage.as_ref().ok();
         let set = set.and_then(|usage| usage.set_quota.as_deref());
-        let learned = &self.outlook.learned;
-        let quota_source = QuotaSource::of(set, learned, self.outlook.has_stated_quota);
+        let quota_source = QuotaSource::of(set, self.outlook.has_stated_quota);
         let (mut limits, store) = match self.usage {
             Err(error) => (Vec::new(), StoreState::Failed(error)),
             Ok(usage) if usage.degraded => (usage.limits, StoreState::Alone),

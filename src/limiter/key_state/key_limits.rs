@@ -4,12 +4,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::context::KeyContext;
-use super::stated_limits::{
-    Changes, HeaderTrust, Limits, StatedLimit, StatedLimits, updated, valid,
-};
+use super::stated_limits::{HeaderTrust, LearnedQuota, StatedLimit, StatedLimits};
 use crate::clock;
 use crate::events;
-use crate::limit::LimitSpec;
+use crate::limit::{LimitSpec, is_learned};
 use crate::limiter::quotas::QuotaId;
 use crate::quota::{Quota, Slacks};
 use crate::signal::Signal;
@@ -23,8 +21,8 @@ pub(in crate::limiter) struct KeyLimits(Option<Box<OwnLimits>>);
 struct OwnLimits {
     /// The quota that requests have stated. `None` for the configured one.
     quota: Option<(QuotaId, Arc<LimitSpec>)>,
-    /// The limits that the upstream has stated.
-    learned: Option<StatedLimits>,
+    /// The limits that the upstream has stated to this process.
+    stated: Option<Box<StatedLimits>>,
     /// The quota that was set for the key, or its end.
     set: Option<KnownSetQuota>,
     /// Whether the limits have changed since the last visit.
@@ -47,7 +45,6 @@ impl KeyLimits {
     /// Returns the limits of the key. `None` if they are the `configured` ones.
     pub(in crate::limiter) fn spec(
         &mut self,
-        trust: HeaderTrust,
         configured: &Arc<LimitSpec>,
         now: Instant,
     ) -> Option<Arc<LimitSpec>> {
@@ -57,19 +54,7 @@ impl KeyLimits {
         if set.is_some() {
             return set;
         }
-        if let Some(learned) = own
-            .learned
-            .as_ref()
-            .filter(|learned| learned.has_expired(now))
-        {
-            let limits = valid(learned.limits(), now);
-            let quota = own.quota_or(configured).clone();
-            own.learned = StatedLimits::new(trust, &quota, limits, Changes::default());
-        }
-        let applies = match (&own.learned, &own.quota) {
-            (Some(learned), _) => Some(learned.spec()),
-            (None, quota) => quota.as_ref().map(|(_, spec)| spec.clone()),
-        };
+        let applies = own.quota.as_ref().map(|(_, spec)| spec.clone());
         match &mut own.set {
             Some(ended) => Some(ended.after_end(applies.unwrap_or_else(|| configured.clone()))),
             None => applies,
@@ -102,6 +87,11 @@ impl KeyLimits {
     pub(in crate::limiter) fn set_quota_version(&self) -> u32 {
         let set = self.0.as_ref().and_then(|own| own.set.as_ref());
         set.map_or(0, |set| set.version)
+    }
+
+    /// Returns whether a quota applies that an operator has set.
+    pub(in crate::limiter) fn is_set_by_operator(&self) -> bool {
+        self.set_spec().is_some() && !is_learned(self.set_quota_version())
     }
 
     /// Returns the limits of the set quota, if one applies.
@@ -139,83 +129,76 @@ impl KeyLimits {
         own.map(|(_, spec)| spec)
     }
 
-    /// Takes in the quota that a request states. Its limits are `spec`, or the `configured` ones.
-    pub(in crate::limiter) fn choose(
-        &mut self,
-        id: QuotaId,
-        spec: Option<Arc<LimitSpec>>,
-        configured: &Arc<LimitSpec>,
-        trust: HeaderTrust,
-    ) {
+    /// Takes in the quota that a request states. `spec` are its limits, or `None` if they are the
+    /// configured ones.
+    pub(in crate::limiter) fn choose(&mut self, id: QuotaId, spec: Option<Arc<LimitSpec>>) {
         let own = self.0.get_or_insert_default();
         own.has_changed = true;
         own.quota = spec.map(|spec| (id, spec));
-        if let Some(learned) = own.learned.take() {
-            let limits = learned.limits().iter().cloned().collect();
-            let quota = own.quota_or(configured).clone();
-            own.learned = StatedLimits::new(trust, &quota, limits, learned.changes());
-        }
     }
 
-    /// Returns the limits that the upstream has stated.
-    pub(in crate::limiter) fn learned(&self) -> &[StatedLimit] {
-        let learned = self.0.as_ref().and_then(|own| own.learned.as_ref());
-        learned.map_or(&[], |learned| learned.limits())
+    /// Returns the limits that the upstream has stated to this process, and that apply.
+    pub(in crate::limiter) fn learned(&self, now: Instant) -> Vec<StatedLimit> {
+        let own = self.0.as_ref().filter(|_| !self.is_set_by_operator());
+        let stated = own.and_then(|own| own.stated.as_ref());
+        let (Some(stated), Some(spec)) = (stated, self.set_spec()) else {
+            return Vec::new();
+        };
+        let limits = stated.limits(now);
+        let applies = |stated: &&StatedLimit| spec.quota().limits().contains(&stated.limit);
+        limits.filter(applies).cloned().collect()
     }
 
-    /// Returns until when a learned limit applies.
-    pub(super) fn learned_until(&self) -> Option<Instant> {
-        self.0.as_ref()?.learned.as_ref()?.until()
+    /// Returns until when a limit applies that the upstream has stated to this process.
+    pub(super) fn stated_until(&self) -> Option<Instant> {
+        self.0.as_ref()?.stated.as_ref()?.until()
     }
 
-    /// Takes in the limits that a response states. From now on they apply besides or instead of the
-    /// quota of the key. Returns whether the limits of the key have changed.
-    pub(super) fn learn(
+    /// Takes in the limits that a response states.
+    pub(super) fn state(
         &mut self,
         trust: HeaderTrust,
         configured: &Arc<LimitSpec>,
         signal: &Signal,
         ctx: &KeyContext<'_>,
-    ) -> bool {
+    ) {
         let quota = self.stated_quota().unwrap_or(configured).clone();
-        if !matches!(trust, HeaderTrust::Stricter | HeaderTrust::Replace)
-            || quota.quota().limits().is_empty()
-        {
-            return false;
+        if quota.quota().limits().is_empty() || !StatedLimits::are_any(signal, &quota, ctx.now) {
+            return;
         }
-        let before = self.learned();
-        let limits = updated(before, trust, &quota, signal, ctx.now);
-        let is_known =
-            |stated: &StatedLimit| before.iter().any(|known| known.limit == stated.limit);
-        let is_same = limits
-            .iter()
-            .map(|new| new.limit)
-            .eq(before.iter().map(|old| old.limit));
-        if is_same {
-            self.renew(limits);
-            return false;
-        }
-        let learned = self.0.as_ref().and_then(|own| own.learned.as_ref());
-        let changes = learned.map_or_else(Changes::default, StatedLimits::changes);
-        let longest = limits.iter().map(|stated| stated.limit.window()).max();
-        if changes.are_too_many(longest.unwrap_or_default(), ctx.now) {
-            return false;
-        }
-        for new in limits.iter().filter(|stated| !is_known(stated)) {
+        let stated = self
+            .0
+            .get_or_insert_default()
+            .stated
+            .get_or_insert_default();
+        stated.state(trust, &quota, signal, ctx.now, |new| {
             let label = label(&**ctx.store, ctx.key, None);
             events::learned(&label, new.limit, new.name.as_deref());
-        }
-        let own = self.0.get_or_insert_default();
-        own.learned = StatedLimits::new(trust, &quota, limits, changes.and(ctx.now));
-        true
+        });
     }
 
-    /// Keeps the same limits, stated again.
-    fn renew(&mut self, limits: Limits) {
-        let own = self.0.as_mut();
-        if let Some(learned) = own.and_then(|own| own.learned.as_mut()) {
-            learned.renew(limits);
+    /// Returns the quota that the store has to learn now, so that the stated limits apply besides or
+    /// instead of the quota of the key. `None` if there is nothing to learn.
+    pub(super) fn to_learn(
+        &mut self,
+        trust: HeaderTrust,
+        configured: &Arc<LimitSpec>,
+        now: Instant,
+    ) -> Option<LearnedQuota> {
+        if self.is_set_by_operator() {
+            return None;
         }
+        let version = self.set_quota_version();
+        let own = self.0.as_mut()?;
+        let stated = own.stated.as_mut()?;
+        let quota = own.quota.as_ref().map_or(configured, |(_, spec)| spec);
+        let learned = own.set.as_ref().and_then(|set| {
+            let left = set.until.saturating_duration_since(now);
+            Some((set.spec.as_ref()?.quota(), left))
+        });
+        let LearnedQuota { spec, life } = stated.to_learn(trust, quota, learned, now)?;
+        let spec = spec.with_quota_version(version, life);
+        Some(LearnedQuota { spec, life })
     }
 }
 
@@ -249,10 +232,4 @@ fn set_spec(quota: Quota, set: &SetQuota, like: &LimitSpec) -> LimitSpec {
     let life = quota.check(slacks).unwrap_or(spec.life());
     spec.with_life(life)
         .with_quota_version(set.version, set.life)
-}
-
-impl OwnLimits {
-    fn quota_or<'a>(&'a self, configured: &'a Arc<LimitSpec>) -> &'a Arc<LimitSpec> {
-        self.quota.as_ref().map_or(configured, |(_, spec)| spec)
-    }
 }

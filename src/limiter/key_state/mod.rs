@@ -20,7 +20,7 @@
 //! | `probation` | which requests may leave after a hold that was cut; a value |
 //! | `upstream_refusals` | how long a refusal of the upstream holds the key; a value |
 //! | `key_limits` | the limits of the key, if they are not the configured ones |
-//! | `stated_limits` | the limits that the upstream stated; a value |
+//! | `stated_limits` | the limits that the upstream stated, and the quota to learn from them; a value |
 //! | `upstream_view` | what it stated is left of the limits |
 //! | `remaining_tracker` | what it stated is left of all limits; a value |
 //! | `remaining_headers` | what it stated is left of one limit; a value |
@@ -81,6 +81,7 @@ pub(super) use key_limits::KeyLimits;
 pub(super) use outlook::Outlook;
 pub(super) use probation::is_any_uncertain;
 pub(super) use quota_match::{counts, is_of_use, names_unit, states_limit_of};
+pub(super) use stated_limits::LearnedQuota;
 pub use stated_limits::{HeaderTrust, StatedLimit};
 use store_view::{Observed, StoreView, slot};
 pub(super) use ticket::Ticket;
@@ -136,7 +137,7 @@ impl Evict for KeyState {
     fn worthless_from(&self) -> Option<Instant> {
         let idle = self.idle_from()?.max(self.prefetched.soon());
         let session = self.store.session_until().unwrap_or(idle);
-        let stated = self.limits.learned_until().unwrap_or(idle);
+        let stated = self.limits.stated_until().unwrap_or(idle);
         Some(idle.max(session).max(stated))
     }
 }
@@ -188,18 +189,19 @@ impl KeyState {
         self.close(ctx);
     }
 
-    /// Takes in the limits that a response states.
+    /// Takes in the limits that a response states, if there is one. Returns the quota that the store has
+    /// to learn now, so that they apply.
     pub(super) fn learn_limits(
         &mut self,
         trust: HeaderTrust,
         configured: &Arc<LimitSpec>,
-        signal: &Signal,
+        signal: Option<&Signal>,
         ctx: &KeyContext<'_>,
-    ) {
-        if self.limits.learn(trust, configured, signal, ctx) {
-            // What is left was stated about the limits before.
-            self.upstream.remaining = None;
+    ) -> Option<LearnedQuota> {
+        if let Some(signal) = signal {
+            self.limits.state(trust, configured, signal, ctx);
         }
+        self.limits.to_learn(trust, configured, ctx.now)
     }
 
     /// Puts a key that has just got its state on hold, because the guard stops it.

@@ -98,7 +98,7 @@ impl KeyState {
                 .and_then(|queue| queue.last_slot(cost))
                 .map(|slot| slot.saturating_duration_since(now)),
             validity: self.store.life(),
-            learned: self.limits.learned().to_vec(),
+            learned: self.limits.learned(now),
             has_stated_quota: self.limits.stated_quota().is_some(),
         }
     }

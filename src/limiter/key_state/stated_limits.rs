@@ -1,10 +1,9 @@
 //! Limits that the upstream states, for the keys whose responses state them.
 //!
-//! Each call to the store states the limits of its key: it *asserts* them. Stated limits are
-//! asserted like configured ones. So they apply to all processes at once. They no longer apply when
-//! no process has asserted them for two of their windows.
+//! The key gets them as a *learned quota*: a set quota, in place of the quota that it has otherwise. So
+//! they apply to all processes at once, until no response has stated them for some time. This file
+//! decides which quota is learned, and when it has to be learned again.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -71,24 +70,32 @@ pub struct StatedLimit {
 pub(super) type Limits = SmallVec<[StatedLimit; 1]>;
 
 /// The limits that the upstream stated for one key.
+#[derive(Default)]
 pub(super) struct StatedLimits {
-    /// The limits of the key: the stated limits and those of the configured ones that still apply.
-    spec: Arc<LimitSpec>,
     limits: Limits,
-    changes: Changes,
+    /// When this process last learned other limits for the key, the latest moment at the end.
+    changes: [Option<Instant>; MOST_CHANGES],
+    /// The quota that this process is learning, and since when.
+    learning: Option<(Quota, Instant)>,
 }
 
-/// When the stated limits of a key last changed, the latest change at the end.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Changes([Option<Instant>; MOST_CHANGES]);
+/// A quota that the store has to learn.
+pub(in crate::limiter) struct LearnedQuota {
+    pub(in crate::limiter) spec: LimitSpec,
+    /// For how long it applies, unless it is learned again.
+    pub(in crate::limiter) life: Duration,
+}
 
 /// The most stated limits of one key. Further ones are ignored.
 const MOST: usize = 4;
 
-/// How often the stated limits may change within the time for which the store keeps a limit that is
-/// no longer asserted. Without this bound, an upstream that states other limits in each response
-/// would leave hundreds of limits in the store.
+/// How often the learned quota may change within the time for which the store keeps a limit that no
+/// longer applies. Without this bound, an upstream that states other limits in each response would
+/// leave hundreds of limits in the store.
 const MOST_CHANGES: usize = 6;
+
+/// How long the store may take to learn a quota. After that it is asked again.
+const ANSWER: Duration = Duration::from_secs(1);
 
 impl StatedLimit {
     /// Returns the limit that a quota states, if it counts what the limits of `spec` count and is valid
@@ -103,16 +110,17 @@ impl StatedLimit {
         };
         let makes_sense =
             counts(quota, spec.quota().unit()) && Quota::new(count, window).check(slacks).is_ok();
-        // It applies for as long as the upstream states it again within this time.
-        let lasts = window
-            .saturating_mul(10)
-            .clamp(Duration::from_secs(60), Duration::from_secs(3600));
-        let until = clock::after(now, lasts);
+        let until = clock::after(now, life(window));
         makes_sense.then(|| StatedLimit {
             limit,
             name: quota.name().map(Box::from),
             until,
         })
+    }
+
+    /// Returns whether this limit is stated in place of an `earlier` one: it has its name and its window.
+    fn replaces(&self, earlier: &StatedLimit) -> bool {
+        earlier.name == self.name && earlier.limit.window() == self.limit.window()
     }
 
     /// Returns whether the configured `quota` allows no more than this limit.
@@ -128,63 +136,9 @@ impl StatedLimit {
 }
 
 impl StatedLimits {
-    /// Makes the limits that result from the `configured` ones and the stated `limits`. Returns `None` if
-    /// nothing is stated.
-    pub(super) fn new(
-        trust: HeaderTrust,
-        configured: &LimitSpec,
-        limits: Limits,
-        changes: Changes,
-    ) -> Option<Self> {
-        if limits.is_empty() {
-            return None;
-        }
-        let quota = configured.quota();
-        let base = if trust == HeaderTrust::Stricter {
-            Some(*quota)
-        } else {
-            None
-        };
-        let room = Quota::MOST_LIMITS - base.map_or(0, |base| base.limits().len());
-        let stated = limits.iter().take(room).map(|stated| stated.limit);
-        let stated = stated.map(|limit| {
-            let stated = Quota::new(limit.count(), limit.window());
-            quota.unit().map_or(stated, |unit| stated.of(unit))
-        });
-        let rates = base
-            .into_iter()
-            .chain(stated)
-            .reduce(Quota::and)
-            .unwrap_or(*quota);
-        let allowed = match quota.most_in_flight() {
-            Some(most) => rates.and(Quota::in_flight(most)),
-            None => rates,
-        };
-        let spec = LimitSpec::new(
-            allowed,
-            configured.transit_slack(),
-            configured.boundary_guard(),
-        );
-        Some(StatedLimits {
-            spec: Arc::new(spec.with_life(configured.life())),
-            limits,
-            changes,
-        })
-    }
-
-    /// Returns the limits of the key.
-    pub(super) fn spec(&self) -> Arc<LimitSpec> {
-        self.spec.clone()
-    }
-
-    /// Returns the limits that the upstream has stated.
-    pub(super) fn limits(&self) -> &[StatedLimit] {
-        &self.limits
-    }
-
-    /// Returns when the stated limits changed.
-    pub(super) fn changes(&self) -> Changes {
-        self.changes
+    /// Returns the stated limits that have not expired.
+    pub(super) fn limits(&self, now: Instant) -> impl Iterator<Item = &StatedLimit> {
+        self.limits.iter().filter(move |stated| stated.until > now)
     }
 
     /// Returns until when a stated limit applies.
@@ -192,73 +146,118 @@ impl StatedLimits {
         self.limits.iter().map(|stated| stated.until).max()
     }
 
-    /// Returns whether a stated limit no longer applies.
-    pub(super) fn has_expired(&self, now: Instant) -> bool {
-        self.limits.iter().any(|stated| stated.until <= now)
+    /// Returns whether a response states limits of a key with the quota `own`.
+    pub(super) fn are_any(signal: &Signal, own: &LimitSpec, now: Instant) -> bool {
+        let mut quotas = signal.quotas().iter();
+        quotas.any(|quota| StatedLimit::of(quota, own, now).is_some())
     }
 
-    /// Replaces the stated limits by the same limits, stated again.
-    pub(super) fn renew(&mut self, limits: Limits) {
-        self.limits = limits;
-    }
-}
-
-impl Changes {
-    /// Returns whether the limits have changed too often to change again now. `longest` is the
-    /// longest window of the new limits.
-    pub(super) fn are_too_many(&self, longest: Duration, now: Instant) -> bool {
-        let kept = longest.saturating_mul(5) / 2 + Duration::from_secs(1);
-        self.0[0].is_some_and(|earliest| clock::after(earliest, kept) > now)
-    }
-
-    /// Returns these changes and one more, without the earliest.
-    pub(super) fn and(mut self, now: Instant) -> Self {
-        self.0.rotate_left(1);
-        self.0[MOST_CHANGES - 1] = Some(now);
-        self
-    }
-}
-
-/// Returns those of the stated limits that apply now.
-pub(super) fn valid(limits: &[StatedLimit], now: Instant) -> Limits {
-    limits
-        .iter()
-        .filter(|stated| stated.until > now)
-        .cloned()
-        .collect()
-}
-
-/// Returns the stated limits after a response, which follow those `before` it. Limits that the
-/// `configured` ones imply are left out, unless stated limits replace the configured ones.
-pub(super) fn updated(
-    before: &[StatedLimit],
-    trust: HeaderTrust,
-    configured: &LimitSpec,
-    signal: &Signal,
-    now: Instant,
-) -> Limits {
-    let mut limits = valid(before, now);
-    let stated = signal
-        .quotas()
-        .iter()
-        .filter_map(|quota| StatedLimit::of(quota, configured, now));
-    for stated in stated {
-        if trust == HeaderTrust::Replace || !stated.is_implied_by(configured.quota()) {
-            add(&mut limits, stated);
+    /// Takes in what a response states. Calls `report` with each limit that was not stated before.
+    ///
+    /// Limits that the quota `own` implies are left out, unless stated limits replace those of `own`.
+    pub(super) fn state(
+        &mut self,
+        trust: HeaderTrust,
+        own: &LimitSpec,
+        signal: &Signal,
+        now: Instant,
+        report: impl Fn(&StatedLimit),
+    ) {
+        self.limits.retain(|stated| stated.until > now);
+        let quotas = signal.quotas().iter();
+        for stated in quotas.filter_map(|quota| StatedLimit::of(quota, own, now)) {
+            let known = self.limits.iter().position(|other| stated.replaces(other));
+            if trust != HeaderTrust::Replace && stated.is_implied_by(own.quota()) {
+                // The upstream allows more than before, so that this limit matters no more.
+                known.map(|known| self.limits.remove(known));
+                continue;
+            }
+            if known.is_none_or(|known| self.limits[known].limit != stated.limit) {
+                report(&stated);
+            }
+            match known {
+                Some(known) => self.limits[known] = stated,
+                None if self.limits.len() < MOST => self.limits.push(stated),
+                None => {}
+            }
         }
     }
-    limits
+
+    /// Returns the quota that the store has to learn now, so that the stated limits apply besides or
+    /// instead of those of the quota `own`. `None` if there is nothing to learn. `learned` is the
+    /// learned quota that applies, and for how long it still does.
+    pub(super) fn to_learn(
+        &mut self,
+        trust: HeaderTrust,
+        own: &LimitSpec,
+        learned: Option<(&Quota, Duration)>,
+        now: Instant,
+    ) -> Option<LearnedQuota> {
+        if self.limits.is_empty() && learned.is_none() {
+            return None;
+        }
+        let quota = self.quota(trust, own.quota());
+        let windows = self.limits.iter().map(|stated| stated.limit.window());
+        let longest = windows.max().unwrap_or_default();
+        let life = life(longest);
+        let is_known = learned.is_some_and(|(known, _)| is_same(known, &quota));
+        let is_due = learned.is_none_or(|(_, left)| left < life / 2) && !self.limits.is_empty();
+        let is_under_way = self.learning.as_ref().is_some_and(|(learning, since)| {
+            is_same(learning, &quota) && now.saturating_duration_since(*since) < ANSWER
+        });
+        if (is_known && !is_due) || is_under_way {
+            return None;
+        }
+        if !is_known {
+            let kept = longest.saturating_mul(5) / 2 + Duration::from_secs(1);
+            if self.changes[0].is_some_and(|earliest| clock::after(earliest, kept) > now) {
+                return None;
+            }
+            self.changes.rotate_left(1);
+            self.changes[MOST_CHANGES - 1] = Some(now);
+        }
+        self.learning = Some((quota, now));
+        let spec = LimitSpec::new(quota, own.transit_slack(), own.boundary_guard());
+        Some(LearnedQuota {
+            spec: spec.with_life(own.life()),
+            life,
+        })
+    }
+
+    /// Returns the quota that results from the stated limits and the quota `own` of the key.
+    fn quota(&self, trust: HeaderTrust, own: &Quota) -> Quota {
+        let base = Some(*own).filter(|_| trust == HeaderTrust::Stricter || self.limits.is_empty());
+        let room = Quota::MOST_LIMITS - base.map_or(0, |base| base.limits().len());
+        let mut limits: SmallVec<[Limit; MOST]> = SmallVec::new();
+        for stated in &self.limits {
+            if !limits.contains(&stated.limit) {
+                limits.push(stated.limit);
+            }
+        }
+        let stated = limits.iter().take(room).map(|limit| {
+            let stated = Quota::new(limit.count(), limit.window());
+            own.unit().map_or(stated, |unit| stated.of(unit))
+        });
+        let rates = base.into_iter().chain(stated).reduce(Quota::and);
+        match (rates, own.most_in_flight()) {
+            (Some(rates), Some(most)) if base.is_none() => rates.and(Quota::in_flight(most)),
+            (rates, _) => rates.unwrap_or(*own),
+        }
+    }
 }
 
-/// Adds a stated limit. It replaces the one of the same name and window. If there are too many, it
-/// is ignored.
-fn add(limits: &mut Limits, stated: StatedLimit) {
-    let is_same = |other: &StatedLimit| {
-        other.name == stated.name && other.limit.window() == stated.limit.window()
-    };
-    match limits.iter().position(is_same) {
-        Some(known) => limits[known] = stated,
-        None if limits.len() < MOST => limits.push(stated),
-        None => {}
-    }
+/// Returns for how long limits apply after a response has stated them, the longest of which has this
+/// window.
+fn life(window: Duration) -> Duration {
+    let shortest = Duration::from_secs(60);
+    let longest = Duration::from_secs(3600);
+    window.saturating_mul(10).clamp(shortest, longest)
+}
+
+/// Returns whether two quotas have the same limits.
+fn is_same(one: &Quota, other: &Quota) -> bool {
+    let (ones, others) = (one.limits(), other.limits());
+    ones.iter().all(|limit| others.contains(limit))
+        && others.iter().all(|limit| ones.contains(limit))
+        && one.most_in_flight() == other.most_in_flight()
 }
