@@ -87,6 +87,9 @@ async fn a_route_has_its_quota_besides_that_of_the_layer() {
     let routes = limit.limiter_of("route").unwrap();
     let search = Key::ALL.and("GET /search/*").and("route");
     assert_eq!(routes.peek(search).await.unwrap().limits[0].used, 0);
+    let keys = routes.busiest(9);
+    let is_named = |pattern: &str| keys.iter().any(|key| key.name.ends_with(pattern));
+    assert!(is_named(" GET /search/*") && is_named(" /big"), "{keys:?}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -285,6 +285,12 @@ fn contenders(server: &RedisServer) -> Vec<Contender> {
             "tollgate, a bucket, grants",
             Quota::bucket(49).refill(49, second),
         ),
+        with_set_quota(
+            server,
+            "tollgate, a set quota, grants",
+            plenty,
+            Quota::new(49, 2 * hour),
+        ),
         joint(server, "tollgate, two keys, grants", &[plenty, plenty]),
         joint(
             server,
@@ -362,6 +368,18 @@ fn script(
 
 fn tollgate(server: &RedisServer, name: &'static str, quota: Quota) -> Contender {
     let limiter = limiter(Arc::new(store(server, name)), quota);
+    decides(name, move |number| limiter.acquire(key(number, 0)))
+}
+
+/// The same, after a quota was set for each key.
+fn with_set_quota(server: &RedisServer, name: &'static str, own: Quota, set: Quota) -> Contender {
+    let limiter = limiter(Arc::new(store(server, name)), own);
+    runtime().block_on(async {
+        for number in 0..KEYS {
+            let set = limiter.set_quota(key(number, 0), set);
+            set.await.expect("the server answers");
+        }
+    });
     decides(name, move |number| limiter.acquire(key(number, 0)))
 }
 

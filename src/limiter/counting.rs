@@ -197,7 +197,7 @@ pub(super) fn key_stats(core: &Core, key: Key) -> Option<KeyStats> {
         let mut requests = state.counts.requests();
         requests.passed += unlocked;
         KeyStats {
-            name: key_name(core, key, &state.counts),
+            name: key_name(core, key, state),
             requests,
             units: state.counts.units() + unlocked_units,
             waiting: state.waiting() + in_flight_waiting.unwrap_or(0),
@@ -207,9 +207,15 @@ pub(super) fn key_stats(core: &Core, key: Key) -> Option<KeyStats> {
     })
 }
 
-fn key_name(core: &Core, key: Key, counts: &KeyCounts) -> Box<str> {
-    match counts.name() {
-        Some(name) => name.into(),
-        None => (*core.label(key, None)).into(),
+/// Returns the name that the user gave to a key, else its label, and the route whose quota it has.
+fn key_name(core: &Core, key: Key, state: &KeyState) -> Box<str> {
+    if let Some(name) = state.counts.name() {
+        return name.into();
+    }
+    let label = core.label(key, None);
+    let quota = state.limits.quota_id();
+    match quota.and_then(|quota| core.settings.quotas.route(quota)) {
+        Some(route) => format!("{label} {route}").into(),
+        None => (*label).into(),
     }
 }

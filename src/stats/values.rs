@@ -357,7 +357,8 @@ pub struct InFlightStats {
 pub struct KeyStats {
     /// The name that [`key_name`](crate::RateLimitBuilder::key_name) or
     /// [`name_key`](crate::Limiter::name_key) gave. Otherwise the host, if that is the key and a
-    /// request of it has waited or was refused, else eight hex digits.
+    /// request of it has waited or was refused, else eight hex digits. If the key has the quota of a
+    /// [route](crate::RateLimitBuilder::routes), the pattern of the route follows: `all GET /search/*`.
     pub name: Box<str>,
     /// The requests of the key by their outcome.
     pub requests: Requests,

@@ -35,5 +35,7 @@ local version, operation, random, known_incarnation, known_writes, seen, since, 
 if version ~= CALL_VERSION then
   return redis.error_reply('TOLLGATE format ' .. version .. ' of calls is unknown, this script understands ' .. CALL_VERSION)
 end
--- The head of the state and a record for each limit of the call; empty if there is no state.
-local head = redis.call('GETRANGE', KEYS[1], 0, HEAD_SIZE + RECORD_SIZE * limit_count - 1)
+-- The head of the state and a record for each limit of the call, and one more if it has a quota version;
+-- empty if there is no state.
+local head_size = HEAD_SIZE + RECORD_SIZE * (flags < 2 and limit_count or limit_count + 1)
+local head = redis.call('GETRANGE', KEYS[1], 0, head_size - 1)

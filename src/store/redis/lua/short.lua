@@ -8,13 +8,13 @@
 -- Most calls need permits of sliding windows and buckets now. This file grants them as main.lua
 -- would, or refuses them because of a window. If anything is unusual, it writes nothing, and
 -- main.lua decides the call. Unusual are, for example, returned permits, fixed windows, external
--- usage, a set quota, a hold, coarse chunks, slots booked ahead, and permits that are of use later.
+-- usage, a set quota that the caller does not know, a hold, coarse chunks, slots booked ahead, and permits that are of use later.
 --
 -- This file repeats the arithmetic of window.lua, bucket.lua and time.lua without functions,
 -- because a function costs 50 ns in each call. Those files explain the arithmetic.
 
-if operation == LEASE and demand_count == 1 and return_count + charge_count + flags == 0 and prefetch_most == 0
-  and hold_left == 0 and #head == HEAD_SIZE + RECORD_SIZE * limit_count then
+if operation == LEASE and demand_count == 1 and return_count + charge_count + flags % 2 == 0 and prefetch_most == 0
+  and hold_left == 0 and #head == head_size then
   local format, record_count, returned_count, returned_room, incarnation, writes, made_at, recovering_until, offset, last_write,
     expires, held_until, releases = struct.unpack(HEAD, head)
   local now = server_time + offset
@@ -22,7 +22,17 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
   -- of `since`.
   local deviation = now - seen - since
   local cost, permits = struct.unpack(CALL_DEMAND, call, pos + CALL_LIMIT_SIZE * limit_count)
-  if format == STATE_FORMAT and record_count == limit_count and returned_count == 0 and permits <= MOST_PERMITS and cost > 0
+  -- Whether the limits of the call count as stated. Those of a set quota need not: they apply anyway.
+  local states_limits, is_known = true, format == STATE_FORMAT and record_count == limit_count
+  if flags == 2 then
+    local kind, quota_version, ends, quota_life, _, limiting = struct.unpack(QUOTA_RECORD, head, head_size - RECORD_SIZE + 1)
+    is_known = format == STATE_FORMAT_WITH_QUOTA and record_count == limit_count + 1 and kind == QUOTA and now < ends
+      and quota_version == struct.unpack(CALL_QUOTA, call, #call - CALL_QUOTA_SIZE + 1) and limiting == limit_count
+    -- main.lua renews the quota of an operator.
+    if quota_version % 4 == 1 and 2 * (ends - now) < quota_life then is_known = false end
+    states_limits = quota_version % 2 == 0
+  end
+  if is_known and returned_count == 0 and permits <= MOST_PERMITS and cost > 0
     and now >= last_write and now >= recovering_until and now >= held_until and hold_releases <= releases
     and (known_incarnation == 0 or seen == 0 or (known_incarnation == incarnation and known_writes <= writes
       and deviation <= CLOCK_TOLERANCE + on_way and deviation >= -CLOCK_TOLERANCE)) then
@@ -53,7 +63,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
           is_unusual = true
           break
         end
-        if now - last_stated > window / 2 then
+        if states_limits and now - last_stated > window / 2 then
           last_stated, is_restated = now, true
         end
         -- The first whole microsecond at which the bucket is full.
@@ -100,7 +110,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
             oldest, oldest_units = struct.unpack(CHUNK, redis.call('GETRANGE', KEYS[1], from, from + CHUNK_SIZE - 1))
           end
         end
-        if now - last_stated > window / 2 then
+        if states_limits and now - last_stated > window / 2 then
           last_stated, is_restated = now, true
         end
 
@@ -160,7 +170,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
         expires = needed + SPARE_LIFE
         redis.call('PEXPIRE', KEYS[1], math.floor((expires - server_time) / 1000) + 1)
       end
-      redis.call('SETRANGE', KEYS[1], 0, struct.pack(HEAD, STATE_FORMAT, limit_count, 0, returned_room, incarnation, writes + 1,
+      redis.call('SETRANGE', KEYS[1], 0, struct.pack(HEAD, format, record_count, 0, returned_room, incarnation, writes + 1,
         made_at, recovering_until, offset, now, expires, held_until, releases) .. records)
       return struct.pack(REPLY_WITH_SEGMENT, CALL_VERSION, GRANTED, incarnation, writes + 1, now, left, 0, free_after, 0, releases,
         0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, cost, permits, 0, stamp - now)
