@@ -2,13 +2,17 @@
 
 #![cfg(feature = "redis")]
 
+use std::convert::Infallible;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use http::{Request, Response};
 use redis_server::RedisServer;
 use tokio::time::{Instant, sleep};
+use tollgate::limiter::QuotaSource;
 use tollgate::store::RedisStore;
-use tollgate::{Key, Limiter, Quota, RateLimitLayer};
+use tollgate::{HeaderTrust, Key, Limiter, Quota, RateLimitLayer};
+use tower::{Layer, ServiceExt, service_fn};
 
 /// A process of its own, as far as Redis knows.
 async fn process(server: &RedisServer) -> Limiter {
@@ -64,4 +68,58 @@ async fn new_processes_use_all_of_a_quota_that_was_set_before() {
         per_second[..3].iter().sum::<usize>() >= 50,
         "{per_second:?}"
     );
+}
+
+/// The first response that states a limit applies it to all processes, and to those that start later.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_limit_that_one_process_learns_applies_to_all() {
+    let server = RedisServer::start().unwrap();
+    let (first, second) = (learner(&server).await, learner(&server).await);
+    assert!(second.limiter().acquire(Key::ALL).await.is_ok());
+    let response = || {
+        let response = Response::builder().header("RateLimit-Policy", r#""default";q=30;w=600"#);
+        Ok::<_, Infallible>(response.body(String::new()).unwrap())
+    };
+    let upstream = service_fn(move |_: Request<String>| std::future::ready(response()));
+    let request = Request::get("http://127.0.0.1/").body(String::new());
+    let call = first.layer(upstream).oneshot(request.unwrap());
+    call.await.unwrap();
+
+    let third = learner(&server).await;
+    let start = Instant::now();
+    for layer in [&first, &second, &third] {
+        let limits = loop {
+            let status = layer.limiter().peek(Key::ALL).await.unwrap();
+            if matches!(status.quota_source, QuotaSource::Upstream { .. }) {
+                break status.limits;
+            }
+            // The reply to the process that learns it arrives meanwhile.
+            assert!(start.elapsed() < Duration::from_secs(10), "{status:?}");
+        };
+        assert_eq!(limits.len(), 2, "{limits:?}");
+        assert_eq!((limits[1].limit.count(), limits[1].used), (30, 2));
+    }
+    let (mut granted, mut asked) = (0, 0);
+    while asked < 90 {
+        for layer in [&first, &second, &third] {
+            granted += usize::from(layer.limiter().acquire(Key::ALL).await.is_ok());
+            asked += 1;
+        }
+    }
+    assert_eq!(granted, 28);
+}
+
+/// A process of its own that takes over stricter limits.
+async fn learner(server: &RedisServer) -> RateLimitLayer {
+    let store = RedisStore::builder(&server.url())
+        .store_timeout(Duration::from_secs(5))
+        .build()
+        .unwrap();
+    store.connect().await.unwrap();
+    RateLimitLayer::builder(Quota::per_second(1000))
+        .trust_headers(HeaderTrust::Stricter)
+        .max_wait(Duration::ZERO)
+        .store(Arc::new(store))
+        .build()
+        .unwrap()
 }

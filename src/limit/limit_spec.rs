@@ -75,8 +75,8 @@ impl LimitSpec {
         self.quota_version
     }
 
-    /// Returns for how long after its last use the set quota applies. A store that has lost its state
-    /// learns it from here.
+    /// Returns for how long after its last use the set quota applies, or after it was learned last. A store
+    /// that has lost its state takes it from here.
     pub fn quota_life(&self) -> Duration {
         self.quota_life
     }

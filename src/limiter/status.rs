@@ -38,7 +38,8 @@ pub struct KeyStatus {
     /// A refusal by the upstream or an operator puts a key on hold. No request of the key is sent
     /// until the hold ends.
     pub held: Option<Duration>,
-    /// The limits that the upstream has stated to this process, and that apply. Empty unless
+    /// The limits that the upstream has stated to this process, and that apply. Other processes may have
+    /// learned more: [`quota_source`](Self::quota_source). Empty unless
     /// [`trust_headers`](crate::RateLimitBuilder::trust_headers) is
     /// [`Stricter`](crate::HeaderTrust::Stricter) or [`Replace`](crate::HeaderTrust::Replace).
     pub learned: Vec<StatedLimit>,

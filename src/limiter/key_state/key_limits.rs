@@ -179,7 +179,7 @@ impl KeyLimits {
 
     /// Returns the quota that the store has to learn now, so that the stated limits apply besides or
     /// instead of the quota of the key. `None` if there is nothing to learn.
-    pub(super) fn to_learn(
+    pub(super) fn start_learning(
         &mut self,
         trust: HeaderTrust,
         configured: &Arc<LimitSpec>,
@@ -196,7 +196,7 @@ impl KeyLimits {
             let left = set.until.saturating_duration_since(now);
             Some((set.spec.as_ref()?.quota(), left))
         });
-        let LearnedQuota { spec, life } = stated.to_learn(trust, quota, learned, now)?;
+        let LearnedQuota { spec, life } = stated.start_learning(trust, quota, learned, now)?;
         let spec = spec.with_quota_version(version, life);
         Some(LearnedQuota { spec, life })
     }

@@ -201,7 +201,7 @@ impl KeyState {
         if let Some(signal) = signal {
             self.limits.state(trust, configured, signal, ctx);
         }
-        self.limits.to_learn(trust, configured, ctx.now)
+        self.limits.start_learning(trust, configured, ctx.now)
     }
 
     /// Puts a key that has just got its state on hold, because the guard stops it.

@@ -186,7 +186,7 @@ impl StatedLimits {
     /// Returns the quota that the store has to learn now, so that the stated limits apply besides or
     /// instead of those of the quota `own`. `None` if there is nothing to learn. `learned` is the
     /// learned quota that applies, and for how long it still does.
-    pub(super) fn to_learn(
+    pub(super) fn start_learning(
         &mut self,
         trust: HeaderTrust,
         own: &LimitSpec,
