@@ -313,9 +313,13 @@ impl World {
         let of_operator = before
             .as_ref()
             .is_some_and(|before| !is_learned(before.version));
-        let is_same = before
-            .as_ref()
-            .is_some_and(|before| before.quota == Some(quota));
+        let has_same = |other: Quota| {
+            let (limits, others) = (quota.limits(), other.limits());
+            limits.iter().all(|limit| others.contains(limit))
+                && others.iter().all(|limit| limits.contains(limit))
+        };
+        let is_same = before.as_ref().and_then(|before| before.quota);
+        let is_same = is_same.is_some_and(has_same);
         let after = self
             .ledger
             .quota_unless(0)
