@@ -52,7 +52,7 @@ fn usual_or<T>(usual: T, long: T) -> T {
 }
 
 /// The load that concurrent tests may put on the machine, in units of about a tenth of a core.
-const ROOM: u32 = 5;
+const ROOM: u32 = 8;
 
 static MACHINE: Semaphore = Semaphore::const_new(ROOM as usize);
 
@@ -73,7 +73,7 @@ fn turn() -> SemaphorePermit<'static> {
 /// Waits for the turn of tests that run beside one or two others: they use much of the machine, and
 /// check limits, not speed.
 fn busy_turn() -> SemaphorePermit<'static> {
-    turn_of(3)
+    turn_of(4)
 }
 
 /// Waits for the turn of tests that run beside others, because they wait most of the time.
