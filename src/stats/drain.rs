@@ -65,6 +65,15 @@ pub(super) struct DrainState {
     refused: AtomicU64,
 }
 
+/// How a request that waited counts in a drain.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum DrainedAs {
+    /// It left in time.
+    Left,
+    /// It was refused.
+    Refused,
+}
+
 #[derive(Default)]
 struct Progress {
     /// Until when requests that wait may leave.
@@ -99,15 +108,21 @@ impl DrainState {
     }
 
     /// Counts a request that waited.
-    pub(super) fn count(&self, is_refused: bool) {
+    pub(super) fn count(&self, drained: DrainedAs) {
         if self.is_draining() {
-            let count = if is_refused {
-                &self.refused
-            } else {
-                &self.left
+            let count = match drained {
+                DrainedAs::Left => &self.left,
+                DrainedAs::Refused => &self.refused,
             };
             count.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// Returns how many requests that waited have left, and how many were refused.
+    pub(super) fn counts(&self) -> (u64, u64) {
+        let [left, refused] =
+            [&self.left, &self.refused].map(|count| count.load(Ordering::Relaxed));
+        (left, refused)
     }
 
     /// Wakes the tasks that drain the gate, because it may be idle.
@@ -141,10 +156,11 @@ pub(crate) async fn drain<G: Gate + ?Sized>(
         tokio::task::yield_now().await;
     }
     let flushed = gate.clone().flush().arrives().await;
+    // No request leaves after the deadline, whether or not its task has run since.
+    let (left, refused) = gate.tally().drained();
     let drained = Drained {
-        left: state.left.load(Ordering::Relaxed),
-        // No request leaves after the deadline, whether or not its task has run since.
-        refused: state.refused.load(Ordering::Relaxed) + gate.tally().waiting() as u64,
+        left,
+        refused,
         given_back,
         took: clock::now().saturating_duration_since(start),
     };

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
+use super::drain::DrainedAs;
 use super::registry::Gate;
 use super::values::Outcome;
 use crate::clock::{self, Timer};
@@ -92,22 +93,24 @@ impl<G: Gate> OpenRequest<G> {
 
     /// Ends the wait of a request that counts elsewhere.
     pub(crate) fn close(&mut self) -> bool {
+        self.close_as(None)
+    }
+
+    /// Ends the wait. `drained` is how a drain counts it.
+    fn close_as(&mut self, drained: Option<DrainedAs>) -> bool {
         let number = self.number.take();
         if let Some(number) = number {
-            self.gate.tally().close(number);
+            let drained = drained.filter(|_| self.counts);
+            self.gate.tally().close(number, drained);
         }
         number.is_some()
     }
 
     /// Counts a request that leaves now, with a permit or `uncounted`.
     pub(crate) fn left(&mut self, is_uncounted: bool) {
-        if !self.close() {
+        if !self.close_as(Some(DrainedAs::Left)) || !self.counts {
             return;
         }
-        if !self.counts {
-            return;
-        }
-        self.gate.tally().drain_state().count(false);
         let outcome = if is_uncounted {
             Outcome::Uncounted
         } else {
@@ -122,8 +125,7 @@ impl<G: Gate> OpenRequest<G> {
 
     /// Counts a request that is refused.
     pub(crate) fn refused(&mut self, limited: &Limited) {
-        if self.close() && self.counts {
-            self.gate.tally().drain_state().count(true);
+        if self.close_as(Some(DrainedAs::Refused)) && self.counts {
             self.gate.refused(self.key, limited);
         }
     }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 
-use super::drain::DrainState;
+use super::drain::{DrainState, DrainedAs};
 use super::event::{Event, Handler};
 #[cfg(feature = "metrics")]
 use super::exporter::ExportedWaits;
@@ -240,10 +240,14 @@ impl Tally {
         }
     }
 
-    /// Notes that a request waits no longer.
-    pub(super) fn close(&self, number: u64) {
+    /// Notes that a request waits no longer. `drained` is how a drain counts it, if it does.
+    pub(super) fn close(&self, number: u64, drained: Option<DrainedAs>) {
         let mut waiting = lock(&self.waiting);
         waiting.remove(&number);
+        // Under the lock: a drain that ends now counts each request once.
+        if let Some(drained) = drained {
+            self.drain.count(drained);
+        }
         let is_last = waiting.is_empty();
         drop(waiting);
         if is_last {
@@ -254,6 +258,14 @@ impl Tally {
     /// Returns how many requests wait.
     pub(super) fn waiting(&self) -> usize {
         lock(&self.waiting).len()
+    }
+
+    /// Returns how many requests have left since the drain began, and how many were refused or still
+    /// wait.
+    pub(super) fn drained(&self) -> (u64, u64) {
+        let waiting = lock(&self.waiting);
+        let (left, refused) = self.drain.counts();
+        (left, refused + waiting.len() as u64)
     }
 
     /// Returns how many requests of `key` wait, and since when the first of them does.
