@@ -100,7 +100,8 @@
 //! `wasm32-unknown-unknown` has no `Instant`: the first request panics there.
 //!
 //! tollgate needs Rust 1.88 or later. The changelog names each release that needs a later one.
-//! Waiting needs a Tokio runtime with timers. In tests, [pause its clock](guide::testing).
+//! Waiting needs a Tokio runtime with timers, or a thread that may block: see [blocking
+//! code](guide::blocking). In tests, [pause its clock](guide::testing).
 //!
 //! # Pitfalls
 //!
@@ -173,6 +174,7 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(clippy::disallowed_methods, clippy::unwrap_used)]
 
+pub mod blocking;
 mod clock;
 mod config_error;
 mod cost;

@@ -14,6 +14,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::blocking::CannotBlock;
 use crate::config_error::ConfigError;
 use crate::cost::Cost;
 #[cfg(feature = "retry")]
@@ -279,6 +280,9 @@ pub enum Reason {
     /// The limiter or throttle is [drained](crate::Limiter::drain), because this process is about to
     /// end. No later attempt in this process succeeds.
     Draining,
+    /// [`Acquire::blocking`](crate::limiter::Acquire::blocking) was called where the thread may not
+    /// block. The value says why.
+    CannotBlock(CannotBlock),
 }
 
 impl fmt::Display for Reason {
@@ -326,6 +330,7 @@ impl fmt::Display for Reason {
                 f,
                 "the limiter was drained, because this process is about to end"
             ),
+            Reason::CannotBlock(why) => write!(f, "{why}"),
             Reason::NoKey => {
                 write!(
                     f,

@@ -14,6 +14,7 @@
 //!   reports in production.
 //! - [Retry and timeout](retry_and_timeout): the order of the layers.
 //! - [Calls in flight](in_flight): limits on calls at the same time.
+//! - [Blocking code](blocking): threads without a Tokio runtime, `ureq` and `reqwest::blocking`.
 //! - [Limits you do not know](pace): a layer that finds the speed by itself.
 //! - [Learning from responses](learning): other clients of the same limit, and limits that a server
 //!   states.
@@ -41,6 +42,9 @@
 
 #[doc = include_str!("architecture.md")]
 pub mod architecture {}
+
+#[doc = include_str!("blocking.md")]
+pub mod blocking {}
 
 #[doc = include_str!("choosing_a_quota.md")]
 pub mod choosing_a_quota {}

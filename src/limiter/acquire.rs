@@ -21,6 +21,7 @@ use super::permit::Permit;
 use super::quotas::QuotaId;
 use super::start::{self, Started};
 use super::waiting::Waiting;
+use crate::blocking;
 use crate::clock;
 use crate::config_error::ConfigError;
 use crate::cost::Cost;
@@ -313,6 +314,93 @@ impl Acquire {
         Ok(explanation)
     }
 
+    /// Waits for the permit in the calling thread, for code without a Tokio runtime: plain threads,
+    /// `ureq`, `reqwest::blocking`.
+    ///
+    /// Threads and tasks wait in one queue, in the order in which they arrived. A thread waits as long
+    /// as a task would, has the same errors, and takes no permit if it is refused. If a permit is at
+    /// hand, the thread takes it at once. The page [`guide::blocking`](crate::guide::blocking) has
+    /// recipes, and [`blocking`](crate::blocking) says how it works.
+    ///
+    /// ```
+    /// use tollgate::{Key, Quota, RateLimitLayer, Signal};
+    ///
+    /// # fn send() -> http::Response<String> { http::Response::new("hello".into()) }
+    /// fn main() -> Result<(), Box<dyn std::error::Error>> {
+    ///     let limiter = RateLimitLayer::new(Quota::per_second(50))?.limiter();
+    ///     let permit = limiter.acquire(Key::ALL).blocking()?;
+    ///     let response = send();
+    ///     permit.answered(&Signal::read(&response));
+    ///     Ok(())
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Limiter::acquire`](crate::Limiter::acquire), and [`Reason::CannotBlock`] if the
+    /// calling thread runs tasks of a Tokio runtime. Then call `.await` instead, or block inside of
+    /// `tokio::task::spawn_blocking`. [`block_on`](crate::blocking::block_on) lists where a thread may
+    /// block.
+    ///
+    /// # Panics
+    ///
+    /// If the future was polled until it was ready.
+    pub fn blocking(mut self) -> Result<Permit, Limited> {
+        if let Err(why) = blocking::check() {
+            return Err(self.refuse(Reason::CannotBlock(why)));
+        }
+        // A permit at hand needs no timers, so it does not start the runtime of blocking code.
+        if matches!(self.0, Step::New(..))
+            && !outer::is_any()
+            && let Poll::Ready(result) = self.enter_one()
+        {
+            return result;
+        }
+        match blocking::block_on(&mut self) {
+            Ok(result) => result,
+            Err(why) => Err(self.refuse(Reason::CannotBlock(why))),
+        }
+    }
+
+    /// Enters a request of one key. Ready if it got its permit at once or was refused. If it is
+    /// pending, it waits, and is to be polled.
+    #[inline(always)]
+    fn enter_one(&mut self) -> Poll<Result<Permit, Limited>> {
+        let &Step::New(ref core, request) = &self.0 else {
+            return Poll::Pending;
+        };
+        let (key, entry) = (request.key, request.entry());
+        // The common case makes its permit here. By way of `Started`, the permit would be copied
+        // twice.
+        let taken = start::take_at_once(core, &entry, clock::now());
+        let Step::New(core, _) = mem::replace(&mut self.0, Step::Done) else {
+            return Poll::Pending;
+        };
+        let now = match taken {
+            Ok(slot) => return Poll::Ready(Ok(Permit::new(core, key, slot, None))),
+            Err(now) => now,
+        };
+        match start::slow(&core, &entry, now, || core.label(key, None)) {
+            Started::Granted(slot, in_flight_slot) => {
+                Poll::Ready(Ok(Permit::new(core, key, slot, in_flight_slot)))
+            }
+            Started::Limited(limited) => Poll::Ready(Err(limited)),
+            Started::Waiting(waiter) => {
+                self.0 = Step::Waiting(Waiting::one(waiter));
+                Poll::Pending
+            }
+        }
+    }
+
+    /// Refuses the request, and counts it under its first key.
+    #[cold]
+    fn refuse(self, reason: Reason) -> Limited {
+        match self.0 {
+            Step::Waiting(mut waiting) => waiting.refuse(reason),
+            step => refuse(&Acquire(step).into_parts().0[0], reason),
+        }
+    }
+
     /// Returns the keys of the request, and why their quota is invalid, if it is.
     fn into_parts(self) -> (Vec<Part>, Option<Arc<ConfigError>>) {
         match self.0 {
@@ -347,14 +435,14 @@ fn enter_joint(parts: &[Part]) -> Result<JointStarted, Box<UntilKnown>> {
     }
 }
 
-/// Refuses a request that states an invalid quota, and counts it under its first key.
+/// Refuses a request that has not entered, and counts it under its first key.
 #[cold]
-fn refuse(first: &Part, error: Arc<ConfigError>) -> Limited {
+fn refuse(first: &Part, reason: Reason) -> Limited {
     let Part { core, request, .. } = first;
     let now = clock::now();
     let label = core.label(request.key, None);
     let refused = RefusedRequest::new(label, core.limit_name(request.key), now);
-    let limited = refused.refuse(Reason::InvalidQuota(error), Refusal::NEVER, now);
+    let limited = refused.refuse(reason, Refusal::NEVER, now);
     core.refused(request.key, &limited);
     limited
 }
@@ -369,26 +457,9 @@ impl Future for Acquire {
                     // The permits of the layers around are to be valid, too.
                     self.0 = Step::Joint(vec![Part::new(core.clone(), request)]);
                 }
-                &mut Step::New(ref core, request) => {
-                    let (key, entry) = (request.key, request.entry());
-                    // The common case makes its permit here. By way of `Started`, the permit would
-                    // be copied twice.
-                    let taken = start::take_at_once(core, &entry, clock::now());
-                    let Step::New(core, _) = mem::replace(&mut self.0, Step::Done) else {
-                        continue;
-                    };
-                    let now = match taken {
-                        Ok(slot) => return Poll::Ready(Ok(Permit::new(core, key, slot, None))),
-                        Err(now) => now,
-                    };
-                    match start::slow(&core, &entry, now, || core.label(key, None)) {
-                        Started::Granted(slot, in_flight_slot) => {
-                            return Poll::Ready(Ok(Permit::new(core, key, slot, in_flight_slot)));
-                        }
-                        Started::Limited(limited) => return Poll::Ready(Err(limited)),
-                        Started::Waiting(waiter) => {
-                            self.0 = Step::Waiting(Waiting::one(waiter));
-                        }
+                Step::New(..) => {
+                    if let Poll::Ready(result) = self.enter_one() {
+                        return Poll::Ready(result);
                     }
                 }
                 Step::Units(_, parts) | Step::Joint(parts) => {
@@ -406,7 +477,7 @@ impl Future for Acquire {
                     }
                 }
                 Step::Invalid(parts, error) => {
-                    let limited = refuse(&parts[0], error.clone());
+                    let limited = refuse(&parts[0], Reason::InvalidQuota(error.clone()));
                     self.0 = Step::Done;
                     return Poll::Ready(Err(limited));
                 }

@@ -83,15 +83,23 @@ impl Waiting {
         self.open.is_drained()
     }
 
-    /// Returns the error of a request that cannot leave before the end of the drain.
+    /// Refuses the request, which waits no longer, and counts it.
     #[cold]
-    fn drained(&self) -> Limited {
+    pub(crate) fn refuse(&mut self, reason: Reason) -> Limited {
+        let limited = self.refused_for(reason);
+        self.open.refused(&limited);
+        limited
+    }
+
+    /// Returns the error of a request that is refused.
+    #[cold]
+    fn refused_for(&self, reason: Reason) -> Limited {
         let request = match &self.wait {
             Wait::One(waiter) => waiter.refused_request(),
             Wait::Joint(waiter) => waiter.refused_request(),
             Wait::Inside(waiter) => waiter.refused_request(),
         };
-        request.refuse(Reason::Draining, Refusal::NEVER, clock::now())
+        request.refuse(reason, Refusal::NEVER, clock::now())
     }
 
     fn poll_permit(&mut self, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
@@ -114,9 +122,7 @@ impl Future for Waiting {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         if self.open.poll_drained(cx).is_ready() {
-            let limited = self.drained();
-            self.open.refused(&limited);
-            return Poll::Ready(Err(limited));
+            return Poll::Ready(Err(self.refuse(Reason::Draining)));
         }
         let result = ready!(self.poll_permit(cx));
         let result = result.map_err(|limited| self.open.as_drained(limited));

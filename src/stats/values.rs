@@ -209,7 +209,7 @@ impl Outcome {
 pub struct Refusals(pub(super) [u64; Refusals::COUNT]);
 
 impl Refusals {
-    pub(super) const COUNT: usize = 10;
+    pub(super) const COUNT: usize = 11;
 
     /// The names of all reasons.
     pub(super) const REASONS: [&str; Refusals::COUNT] = [
@@ -223,6 +223,7 @@ impl Refusals {
         "same_key",
         "draining",
         "invalid_quota",
+        "cannot_block",
     ];
 
     /// Returns the number of `reason` in [`REASONS`](Self::REASONS).
@@ -238,6 +239,7 @@ impl Refusals {
             Reason::SameKey => 7,
             Reason::Draining => 8,
             Reason::InvalidQuota(_) => 9,
+            Reason::CannotBlock(_) => 10,
         }
     }
 

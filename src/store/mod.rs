@@ -73,6 +73,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use crate::blocking;
 pub use crate::error::StoreError;
 use crate::key::{Key, Label, RequestRef};
 pub use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
@@ -326,12 +327,12 @@ pub trait Background: Send + Sync {
     fn spawn(&self, task: Task);
 }
 
-/// Runs a task in the background of a store, or else in the current runtime; without either it is
-/// dropped.
+/// Runs a task in the background of a store, else in the current runtime, else in that of
+/// [blocking code](crate::blocking). If there is none of them, the task is dropped.
 pub(crate) fn spawn(store: &dyn Store, task: impl Future<Output = ()> + Send + 'static) {
     if let Some(background) = store.background() {
         background.spawn(Box::pin(task));
-    } else if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+    } else if let Some(runtime) = blocking::runtime_for_tasks() {
         drop(runtime.spawn(task));
     }
 }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use super::engine::{Core, SharedPace};
 use super::sync::NextSync;
 use super::sync_state::{CasRequest, StoreChange};
+use crate::blocking;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::events;
@@ -41,8 +42,8 @@ type CasReply = Pin<Box<dyn Future<Output = Result<Register, StoreError>> + Send
 impl SyncTask {
     /// Starts the task with this number.
     ///
-    /// Outside of a Tokio runtime the task is dropped at once, and the next change of the key
-    /// starts another.
+    /// Outside of a Tokio runtime the task runs in that of [blocking code](crate::blocking). If there
+    /// is none, it is dropped at once, and the next change of the key starts another.
     pub(super) fn start(core: &Arc<Core>, key: Key, number: u64) {
         let Some(shared) = core.shared.clone() else {
             return;
@@ -57,7 +58,7 @@ impl SyncTask {
             timer: None,
             done: false,
         };
-        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+        if let Some(runtime) = blocking::runtime_for_tasks() {
             drop(runtime.spawn(sync_task));
         }
     }
