@@ -26,6 +26,8 @@ mod body;
 mod combine;
 mod draft;
 mod generic;
+#[cfg(feature = "grpc")]
+pub(crate) mod grpc;
 mod observed;
 #[cfg(test)]
 mod page;
@@ -81,6 +83,13 @@ pub trait ResponseInfo {
 
     /// Returns the headers of the response. Default: `None`.
     fn headers(&self) -> Option<&HeaderMap> {
+        None
+    }
+
+    /// Returns what the response says about limits, if its protocol states that in another way than
+    /// HTTP. Default: `None`, and the signal is read from [`status`](Self::status) and
+    /// [`headers`](Self::headers).
+    fn signal(&self) -> Option<Signal> {
         None
     }
 
@@ -214,6 +223,9 @@ impl Signal {
     /// Reads a response. Calls `arrived` only if a header needs the time, because most responses
     /// have no such header.
     fn read_lazily(response: &impl ResponseInfo, arrived: impl FnOnce() -> Instant) -> Self {
+        if let Some(signal) = response.signal() {
+            return signal;
+        }
         let status = response.status();
         match response
             .headers()
@@ -230,7 +242,8 @@ impl Signal {
     /// Returns whether a response may say anything about limits. Most do not, and are not read.
     #[inline]
     pub(crate) fn is_any_in(response: &impl ResponseInfo) -> bool {
-        response.status().is_some_and(refusal::is_always)
+        response.signal().is_some()
+            || response.status().is_some_and(refusal::is_always)
             || response.headers().is_some_and(generic::lines::any)
     }
 
@@ -256,6 +269,42 @@ impl Signal {
             Some(body),
             clock::wall(clock::now()),
         )
+    }
+
+    /// Reads the headers or the trailers of a gRPC response that have just arrived. Reading never
+    /// fails.
+    ///
+    /// The status of a call is in the headers if the response has no message, else in the trailers.
+    /// [`RateLimitLayer::grpc`](crate::RateLimitLayer::grpc) reads both.
+    ///
+    /// | status | signal |
+    /// |---|---|
+    /// | `RESOURCE_EXHAUSTED` (8) | a refusal, with the status 429 |
+    /// | `UNAVAILABLE` (14) with a time to retry | a refusal, with the status 503 |
+    /// | others | no refusal |
+    ///
+    /// The time to retry is `grpc-retry-pushback-ms`, or that of a `google.rpc.RetryInfo` in
+    /// `grpc-status-details-bin`, of which 16 kB are read at most. A pushback that is negative or
+    /// unreadable means "do not retry", which is no time. Quotas and `retry-after` in the metadata are
+    /// read as in HTTP.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use http::{HeaderMap, StatusCode};
+    /// use tollgate::Signal;
+    ///
+    /// let mut trailers = HeaderMap::new();
+    /// trailers.insert("grpc-status", "8".parse()?);
+    /// trailers.insert("grpc-retry-pushback-ms", "1500".parse()?);
+    /// let signal = Signal::read_grpc(&trailers);
+    /// assert_eq!(signal.refusal(), Some(StatusCode::TOO_MANY_REQUESTS));
+    /// assert_eq!(signal.retry_after(), Some(Duration::from_millis(1500)));
+    /// # Ok::<(), http::header::InvalidHeaderValue>(())
+    /// ```
+    #[cfg(feature = "grpc")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "grpc")))]
+    pub fn read_grpc(headers: &HeaderMap) -> Self {
+        grpc::signal(headers, clock::wall(clock::now()))
     }
 
     /// Returns the status with which the upstream refused the request because of a limit or too
