@@ -88,6 +88,7 @@
 //! | `redis-sentinel` | `store::RedisStore::sentinel` |
 //! | `redis-tls-rustls` | `rediss://` URLs, with the provider of cryptography that the program has chosen for rustls |
 //! | `body` | `Signal::read_with_body`: what the body of a response says about limits, and how many tokens or points the request has used; `signal::SpentReader` for bodies that are streamed |
+//! | `grpc` | `RateLimitLayer::grpc` and `AdaptiveThrottleLayer::grpc`: layers for clients of [gRPC](guide::grpc), such as tonic |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info, at most one a second for a key), refusals by the server (warn) |
 //! | `metrics` | `metrics`: the counts of all layers as counters, gauges and histograms of the crate `metrics`, for Prometheus and other systems |
 //! | `sim` | `sim`: fleets against servers with limits, in virtual time, to try a [`pace`] before it is used |
@@ -214,6 +215,9 @@ pub use estimates::Estimates;
 pub use guard::Guard;
 #[doc(inline)]
 pub use key::{Deadline, Key, RequestRef, by_header, by_host};
+#[cfg(feature = "grpc")]
+#[doc(inline)]
+pub use key::{by_grpc_method, by_grpc_service};
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 #[cfg_attr(docsrs, doc(cfg(any(feature = "retry", feature = "reqwest-retry"))))]
 pub use layer::retry::RetryLimited;
@@ -241,6 +245,17 @@ pub mod service {
 pub mod body {
     pub use crate::layer::body::{
         InFlight, InFlightBody, InFlightUntilBodyEnd, TrackBody, Tracking, TrackingFuture,
+    };
+}
+
+/// Layers for clients of gRPC, such as tonic: [`RateLimitLayer::grpc`] and
+/// [`AdaptiveThrottleLayer::grpc`].
+#[cfg(feature = "grpc")]
+#[cfg_attr(docsrs, doc(cfg(feature = "grpc")))]
+pub mod grpc {
+    pub use crate::layer::grpc::{
+        GrpcBody, GrpcRateLimit, GrpcRateLimitLayer, GrpcResponseFuture, GrpcThrottle,
+        GrpcThrottleLayer, GrpcThrottledFuture, LocalRefusal,
     };
 }
 

@@ -15,6 +15,7 @@
 //! - [Retry and timeout](retry_and_timeout): the order of the layers.
 //! - [Calls in flight](in_flight): limits on calls at the same time.
 //! - [Blocking code](blocking): threads without a Tokio runtime, `ureq` and `reqwest::blocking`.
+//! - [gRPC](grpc): tonic and other clients, statuses in trailers, and what a refused call looks like.
 //! - [Limits you do not know](pace): a layer that finds the speed by itself.
 //! - [Learning from responses](learning): other clients of the same limit, and limits that a server
 //!   states.
@@ -36,7 +37,12 @@
 // The pages are the same with and without features: a link to an item whose feature is off leads
 // nowhere.
 #![cfg_attr(
-    not(all(feature = "body", feature = "redis", feature = "retry")),
+    not(all(
+        feature = "body",
+        feature = "grpc",
+        feature = "redis",
+        feature = "retry"
+    )),
     allow(rustdoc::broken_intra_doc_links)
 )]
 
@@ -54,6 +60,9 @@ pub mod costs {}
 
 #[doc = include_str!("first_steps.md")]
 pub mod first_steps {}
+
+#[doc = include_str!("grpc.md")]
+pub mod grpc {}
 
 #[doc = include_str!("guarantees.md")]
 pub mod guarantees {}

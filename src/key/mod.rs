@@ -3,6 +3,8 @@
 //! Requests with the same [`Key`] share one count. A key is small and `Copy`, and keeps no text, so
 //! an API token used as a key is in no log, no error and no `Debug` output.
 
+#[cfg(feature = "grpc")]
+mod grpc;
 mod host_key;
 mod label;
 mod plain_host;
@@ -16,6 +18,8 @@ use http::{Extensions, HeaderMap, HeaderName, Method};
 use siphasher::sip128::SipHasher13;
 
 use crate::rng::secret_of_process;
+#[cfg(feature = "grpc")]
+pub use grpc::{by_grpc_method, by_grpc_service};
 pub(crate) use host_key::HostKey;
 pub use label::Label;
 use plain_host::is_plain_host;

@@ -7,6 +7,8 @@
 pub(crate) mod body;
 mod buffered;
 mod extractors;
+#[cfg(feature = "grpc")]
+pub(crate) mod grpc;
 mod guard;
 mod rate_limit;
 mod rate_limit_builder;

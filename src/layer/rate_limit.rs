@@ -13,7 +13,7 @@ use super::body::{InFlight, InFlightUntilBodyEnd};
 use super::buffered::is_layer_behind_buffer;
 use super::extractors::{Extractors, QuotaOf, Reading};
 use super::rate_limit_builder::RateLimitBuilder;
-use super::response_policy::{ResponsePolicy, is_of_host};
+use super::response_policy::{ResponsePolicy, is_local_refusal, is_of_host};
 use super::seam::{Admission, Departure, Gate, take_call};
 use super::service::{gated_future, gated_service};
 use crate::clock;
@@ -547,6 +547,11 @@ impl Gate for RateLimitLayer {
         call.poll_lost(cx)
     }
 
+    #[cfg(feature = "grpc")]
+    fn settle(call: &Sent, response: &mut impl ResponseInfo, policy: &ResponsePolicy) {
+        policy.settle(response, || call.settlement());
+    }
+
     /// Ends `call`. A limiter never retries: that is for a policy outside of the layer.
     #[inline]
     fn leave<T>(
@@ -574,6 +579,9 @@ fn leave_slow<T>(
     response: &mut impl ResponseInfo,
     policy: &ResponsePolicy,
 ) -> Departure<Waiting, T> {
+    if is_local_refusal(response) {
+        return Departure::Pass(InFlight(None));
+    }
     let host = call.host();
     let signal = policy.signal(call.key(), host, response, clock::now());
     let status = response.status().filter(|_| is_of_host(host, response));

@@ -78,6 +78,20 @@ impl ResponsePolicy {
         }
     }
 
+    /// Returns this policy for a response whose request was settled.
+    #[cfg(feature = "grpc")]
+    pub(super) fn without_settle(&self) -> Self {
+        let mut policy = self.clone();
+        if self.settles()
+            && let Some(policy) = &mut policy.0
+        {
+            let policy = Arc::make_mut(policy);
+            policy.settle = None;
+            policy.settles_by_hand = false;
+        }
+        policy
+    }
+
     /// Reads the signal in the `response` to a request for `key`. The response arrived at `arrived`.
     ///
     /// If `host` is given and another host has responded, after a redirect, the signal is empty.
@@ -116,6 +130,19 @@ impl ResponsePolicy {
     /// Sets the closure that changes signals.
     pub(super) fn set_dialect(&mut self, dialect: Dialect) {
         Arc::make_mut(self.0.get_or_insert_default()).dialect = Some(dialect);
+    }
+}
+
+/// Returns whether a layer inside has refused the request, so that the upstream has not seen it.
+pub(super) fn is_local_refusal(response: &impl ResponseInfo) -> bool {
+    #[cfg(feature = "grpc")]
+    {
+        super::grpc::LocalRefusal::is_in(response.extensions())
+    }
+    #[cfg(not(feature = "grpc"))]
+    {
+        let _ = response;
+        false
     }
 }
 

@@ -103,6 +103,10 @@ pub(super) trait Gate: Send + Sync {
     /// Polls for the loss of the call's in-flight slot. After it, the edge has to cancel the call.
     fn poll_lost(call: &Self::Call, cx: &mut Context<'_>) -> Poll<Limited>;
 
+    /// Settles a call whose response has begun and that ends later: see [`ResponsePolicy::settle`].
+    #[cfg(feature = "grpc")]
+    fn settle(_call: &Self::Call, _response: &mut impl ResponseInfo, _policy: &ResponsePolicy) {}
+
     /// Ends `call` with its response, and leaves `None` there. The response may get a
     /// [`Settlement`](crate::Settlement). The call is in the place where the edge
     /// has kept it, so that it need not be copied.
@@ -134,9 +138,9 @@ pub(super) enum Admission<C, W> {
 }
 
 /// The gate's decision about a response.
-pub(super) enum Departure<W, T> {
+pub(super) enum Departure<W, T, P = InFlight> {
     /// The caller gets the response. The call is in flight until the [`InFlight`] is dropped.
-    Pass(InFlight),
+    Pass(P),
     /// The upstream refused the request, which waits to be sent again. The edge drops the response.
     Retry(W, T),
     /// The upstream refused the request, and the caller gets an error.

@@ -197,7 +197,7 @@ impl<G: Gate, S: Service<R>, R> State<G, S, R> {
 }
 
 /// What the future needs to send a request again.
-struct Repeat<S, R> {
+pub(super) struct Repeat<S, R> {
     inner: S,
     request: R,
     clone: CloneFn<R>,
@@ -279,6 +279,23 @@ where
         cx: &mut Context<'_>,
         finish: impl FnOnce(S::Response, InFlight) -> T,
     ) -> Poll<Result<T, Error>> {
+        self.poll_leaving(cx, G::leave, finish)
+    }
+
+    /// Polls for the response. `leave` does what [`Gate::leave`] does, and `finish` gets what it
+    /// leaves of the call.
+    #[inline]
+    pub(super) fn poll_leaving<P, T>(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        leave: impl Fn(
+            &mut Option<G::Call>,
+            &mut S::Response,
+            &ResponsePolicy,
+            Option<Box<Repeat<S, R>>>,
+        ) -> Departure<G::Wait, Box<Repeat<S, R>>, P>,
+        finish: impl FnOnce(S::Response, P) -> T,
+    ) -> Poll<Result<T, Error>> {
         let mut this = self.project();
         loop {
             match this.state.as_mut().project() {
@@ -295,9 +312,9 @@ where
                             if let Some(call) = call {
                                 G::end_inner(call, begun);
                             }
-                            match G::leave(call, &mut response, this.policy, repeat.take()) {
-                                Departure::Pass(in_flight) => {
-                                    return Poll::Ready(Ok(finish(response, in_flight)));
+                            match leave(call, &mut response, this.policy, repeat.take()) {
+                                Departure::Pass(call) => {
+                                    return Poll::Ready(Ok(finish(response, call)));
                                 }
                                 Departure::Refuse(limited) => {
                                     return Poll::Ready(Err(limited.into()));

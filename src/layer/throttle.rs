@@ -11,7 +11,7 @@ use tower_layer::Layer;
 
 use super::body::InFlight;
 use super::extractors::{Extractors, Reading};
-use super::response_policy::{ResponsePolicy, is_of_host};
+use super::response_policy::{ResponsePolicy, is_local_refusal, is_of_host};
 use super::retrying::RetryingThrottleLayer;
 use super::seam::{Admission, Departure, Gate, GiveBackOnDrop, take_call};
 use super::service::{gated_future, gated_service};
@@ -299,6 +299,9 @@ impl Gate for AdaptiveThrottleLayer {
             deadline,
             ..
         } = take_call(call);
+        if is_local_refusal(response) {
+            return Departure::Pass(InFlight(None));
+        }
         let arrived = clock::now();
         let signal = policy.signal(permit.key(), host, response, arrived);
         let status = response.status().filter(|_| is_of_host(host, response));

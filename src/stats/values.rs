@@ -243,6 +243,12 @@ impl Refusals {
         }
     }
 
+    /// Returns the name of `reason`, as in [`by_reason`](Self::by_reason).
+    #[cfg(feature = "grpc")]
+    pub(crate) fn name_of(reason: Reason) -> &'static str {
+        Refusals::REASONS[Refusals::index(reason)]
+    }
+
     /// Returns the refusals for `reason`. Its value, such as that of `max_wait`, does not matter.
     pub fn of(&self, reason: Reason) -> u64 {
         self.0[Refusals::index(reason)]

@@ -1,0 +1,542 @@
+//! Layers for clients of gRPC, such as tonic.
+//!
+//! They are the layers for HTTP but for two things. The status of a call may only come with the
+//! trailers, so the call ends there: [`GrpcBody`] keeps it, and ends it with the signal in the
+//! trailers. And a client of gRPC takes an error of its service for a broken connection, so a local
+//! refusal becomes a response with the status `RESOURCE_EXHAUSTED`.
+//!
+//! ```text
+//!                 ┌─ grpc-status in the headers ──> Gate::leave ──> the response passes
+//! response head ──┤
+//!                 └─ no grpc-status ──> GrpcBody ── trailers ──> Gate::leave
+//! ```
+
+use std::fmt::{self, Write};
+use std::future::Future;
+use std::mem;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use http::header::CONTENT_TYPE;
+use http::{Extensions, HeaderMap, HeaderName, HeaderValue, StatusCode, Version};
+use http_body::{Body, Frame, SizeHint};
+use pin_project_lite::pin_project;
+use tower_layer::Layer;
+use tower_service::Service;
+
+use super::response_policy::ResponsePolicy;
+use super::seam::{Departure, Gate, take_call};
+use super::service::{Gated, GatedFuture};
+use super::{AdaptiveThrottleLayer, RateLimitLayer};
+use crate::error::{BoxError, Error, Limited};
+use crate::key::RequestInfo;
+use crate::signal::grpc::{Code, MESSAGE, PUSHBACK, STATUS};
+use crate::signal::{ResponseInfo, Signal};
+use crate::stats::Refusals;
+
+/// The header of a local refusal: why the request was not sent, by the names of
+/// [`Refusals::by_reason`](crate::stats::Refusals::by_reason), or `store`.
+const REASON: HeaderName = HeaderName::from_static("tollgate-refused");
+
+/// Says in the extensions of a response that this process refused the request: the server has not
+/// seen it.
+///
+/// The layers of this module put it there, and no layer of this crate takes such a response for the
+/// word of the server. A generated client of tonic drops the extensions: see
+/// [`guide::grpc`](crate::guide::grpc#what-the-caller-sees).
+///
+/// ```
+/// use tollgate::grpc::LocalRefusal;
+///
+/// fn limited<B>(response: &http::Response<B>) -> Option<&tollgate::Limited> {
+///     response.extensions().get().map(LocalRefusal::limited)
+/// }
+/// # assert!(limited(&http::Response::new(())).is_none());
+/// ```
+#[derive(Clone, Debug)]
+pub struct LocalRefusal(Limited);
+
+impl LocalRefusal {
+    /// Returns why the request was not sent.
+    pub fn limited(&self) -> &Limited {
+        &self.0
+    }
+
+    /// Returns whether `extensions` are those of a local refusal.
+    pub(super) fn is_in(extensions: Option<&Extensions>) -> bool {
+        extensions.is_some_and(|extensions| extensions.get::<LocalRefusal>().is_some())
+    }
+
+    /// Makes the response that the caller gets: only trailers, in the headers.
+    fn into_response<B>(self) -> http::Response<GrpcBody<B>> {
+        let LocalRefusal(limited) = &self;
+        let (code, reason) = match limited {
+            Limited::Local { reason, .. } => {
+                (Code::RESOURCE_EXHAUSTED, Refusals::name_of(reason.clone()))
+            }
+            Limited::Upstream { .. } => (Code::RESOURCE_EXHAUSTED, "upstream"),
+            Limited::Store { .. } => (Code::UNAVAILABLE, "store"),
+        };
+        let mut response = http::Response::new(GrpcBody::empty());
+        *response.version_mut() = Version::HTTP_2;
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        headers.insert(STATUS, HeaderValue::from(code.number()));
+        if let Ok(message) = HeaderValue::try_from(percent_encoded(&limited.to_string())) {
+            headers.insert(MESSAGE, message);
+        }
+        if let Some(wait) = limited.retry_after() {
+            let millis = wait.as_nanos().div_ceil(1_000_000);
+            // The type of the header is a signed integer of 32 bits.
+            let millis = i32::try_from(millis).unwrap_or(i32::MAX);
+            headers.insert(PUSHBACK, HeaderValue::from(millis));
+        }
+        headers.insert(REASON, HeaderValue::from_static(reason));
+        response.extensions_mut().insert(self);
+        response
+    }
+}
+
+/// Encodes a text for `grpc-message`: bytes beside printable ASCII, and `%`, as `%` and two digits.
+fn percent_encoded(text: &str) -> String {
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b' '..=b'~' if byte != b'%' => encoded.push(char::from(byte)),
+            // Writing to a string never fails.
+            _ => drop(write!(encoded, "%{byte:02X}")),
+        }
+    }
+    encoded
+}
+
+/// The headers or trailers of a response, with their signal.
+struct Answer<'a> {
+    status: Option<StatusCode>,
+    signal: Signal,
+    headers: Option<&'a HeaderMap>,
+    extensions: Extensions,
+}
+
+impl ResponseInfo for Answer<'_> {
+    fn status(&self) -> Option<StatusCode> {
+        self.status
+    }
+
+    fn headers(&self) -> Option<&HeaderMap> {
+        self.headers
+    }
+
+    fn signal(&self) -> Option<Signal> {
+        Some(self.signal.clone())
+    }
+
+    fn extensions(&self) -> Option<&Extensions> {
+        Some(&self.extensions)
+    }
+
+    fn extensions_mut(&mut self) -> Option<&mut Extensions> {
+        Some(&mut self.extensions)
+    }
+}
+
+/// What becomes of a call when the head of its response has arrived.
+enum AfterHead {
+    /// The call has ended, or the request was not sent.
+    Ended,
+    /// The call ends with its trailers.
+    Open(Box<dyn OpenCall>),
+}
+
+/// Ends `call` with the head of `response`, or leaves that to the trailers.
+fn leave_at_head<G, B, T>(
+    call: &mut Option<G::Call>,
+    response: &mut http::Response<B>,
+    policy: &ResponsePolicy,
+    repeat: Option<T>,
+) -> Departure<G::Wait, T, AfterHead>
+where
+    G: Gate + 'static,
+    B: Body,
+{
+    if LocalRefusal::is_in(Some(response.extensions())) {
+        // A layer inside refused the request. So it has no response, as if that layer had failed.
+        drop(call.take());
+        return Departure::Pass(AfterHead::Ended);
+    }
+    let is_http = response.status() != StatusCode::OK;
+    let code = Code::read(response.headers()).filter(|_| !is_http);
+    let extensions = mem::take(response.extensions_mut());
+    // Without gRPC, a proxy has answered.
+    let (status, signal) = if is_http {
+        (Some(response.status()), Signal::read(response))
+    } else {
+        (
+            code.map(Code::http_status),
+            Signal::read_grpc(response.headers()),
+        )
+    };
+    let mut answer = Answer {
+        status,
+        signal,
+        headers: Some(response.headers()),
+        extensions,
+    };
+    if is_http || code.is_some() || response.body().is_end_stream() {
+        let departure = G::leave(call, &mut answer, policy, repeat);
+        *response.extensions_mut() = answer.extensions;
+        return match departure {
+            // The response is the error, in the words of gRPC.
+            Departure::Pass(_) | Departure::Refuse(_) => Departure::Pass(AfterHead::Ended),
+            Departure::Retry(wait, repeat) => Departure::Retry(wait, repeat),
+        };
+    }
+    let call = take_call(call);
+    G::settle(&call, &mut answer, policy);
+    let open = Open::<G> {
+        call,
+        policy: policy.without_settle(),
+        head: answer.signal,
+    };
+    *response.extensions_mut() = answer.extensions;
+    Departure::Pass(AfterHead::Open(Box::new(open)))
+}
+
+/// A call whose trailers have not arrived.
+trait OpenCall: Send + Sync {
+    /// Polls for the loss of the call's in-flight slot.
+    fn poll_lost(&self, cx: &mut Context<'_>) -> Poll<Limited>;
+
+    /// Ends the call, with its trailers if there are any.
+    fn end(self: Box<Self>, trailers: Option<&HeaderMap>);
+}
+
+/// The call of a gate.
+struct Open<G: Gate> {
+    call: G::Call,
+    policy: ResponsePolicy,
+    /// What the headers have stated.
+    head: Signal,
+}
+
+impl<G: Gate> OpenCall for Open<G> {
+    fn poll_lost(&self, cx: &mut Context<'_>) -> Poll<Limited> {
+        G::poll_lost(&self.call, cx)
+    }
+
+    fn end(self: Box<Self>, trailers: Option<&HeaderMap>) {
+        let Open { call, policy, head } = *self;
+        let of_trailers = trailers.map(Signal::read_grpc).unwrap_or_default();
+        let signal = head
+            .quotas()
+            .iter()
+            .filter(|_| of_trailers.quotas().is_empty())
+            .fold(of_trailers.clone(), |signal, quota| {
+                signal.with_quota(quota.clone())
+            });
+        let mut answer = Answer {
+            status: trailers.and_then(Code::read).map(Code::http_status),
+            signal,
+            headers: trailers,
+            extensions: Extensions::new(),
+        };
+        drop(G::leave(&mut Some(call), &mut answer, &policy, None::<()>));
+    }
+}
+
+pin_project! {
+    /// The body of a response of gRPC. It reads the status of the call in the trailers.
+    ///
+    /// The call is in flight until the trailers have arrived, or the body has failed or is dropped. If
+    /// the body is dropped after its first message, the call counts as one that the server accepted.
+    pub struct GrpcBody<B> {
+        // `None` for a local refusal.
+        #[pin]
+        body: Option<B>,
+        call: CallInBody,
+    }
+}
+
+/// The call of a body, while it is open.
+struct CallInBody {
+    call: Option<Box<dyn OpenCall>>,
+    /// Whether the server has sent a message.
+    has_message: bool,
+}
+
+impl CallInBody {
+    /// Ends the call with the trailers, or without a statement about limits.
+    fn end(&mut self, trailers: Option<&HeaderMap>) {
+        if let Some(call) = self.call.take() {
+            call.end(trailers);
+        }
+    }
+}
+
+impl Drop for CallInBody {
+    fn drop(&mut self) {
+        if self.has_message {
+            self.end(None);
+        }
+    }
+}
+
+impl<B> GrpcBody<B> {
+    fn new(body: B, after: AfterHead) -> Self {
+        let call = match after {
+            AfterHead::Ended => None,
+            AfterHead::Open(call) => Some(call),
+        };
+        GrpcBody {
+            body: Some(body),
+            call: CallInBody {
+                call,
+                has_message: false,
+            },
+        }
+    }
+
+    fn empty() -> Self {
+        GrpcBody {
+            body: None,
+            call: CallInBody {
+                call: None,
+                has_message: false,
+            },
+        }
+    }
+}
+
+impl<B> Body for GrpcBody<B>
+where
+    B: Body,
+    B::Error: Into<BoxError>,
+{
+    type Data = B::Data;
+    type Error = BoxError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<B::Data>, BoxError>>> {
+        let mut this = self.project();
+        let Some(body) = this.body.as_mut().as_pin_mut() else {
+            return Poll::Ready(None);
+        };
+        let open = this.call.call.as_ref();
+        if let Some(Poll::Ready(lost)) = open.map(|call| call.poll_lost(cx)) {
+            this.call.call = None;
+            return Poll::Ready(Some(Err(Error::from(lost).into())));
+        }
+        let frame = match ready!(body.poll_frame(cx)) {
+            Some(Ok(frame)) => frame,
+            Some(Err(error)) => {
+                this.call.call = None;
+                return Poll::Ready(Some(Err(error.into())));
+            }
+            None => {
+                this.call.end(None);
+                return Poll::Ready(None);
+            }
+        };
+        match frame.trailers_ref() {
+            Some(trailers) => this.call.end(Some(trailers)),
+            None => this.call.has_message = true,
+        }
+        Poll::Ready(Some(Ok(frame)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.as_ref().is_none_or(Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let body = self.body.as_ref().map(Body::size_hint);
+        body.unwrap_or_else(|| SizeHint::with_exact(0))
+    }
+}
+
+impl<B> fmt::Debug for GrpcBody<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GrpcBody").finish_non_exhaustive()
+    }
+}
+
+/// Makes a local refusal a response.
+fn as_response<B>(
+    result: Result<http::Response<GrpcBody<B>>, Error>,
+) -> Result<http::Response<GrpcBody<B>>, Error> {
+    match result {
+        Err(Error::Limited(limited)) => Ok(LocalRefusal(limited).into_response()),
+        result => result,
+    }
+}
+
+/// Defines the layer of a gate for gRPC, its service and its future.
+macro_rules! grpc_layer {
+    (
+        gate: $gate:ty,
+        $(#[$layer_doc:meta])* layer: $layer:ident,
+        $(#[$service_doc:meta])* service: $service:ident,
+        $(#[$future_doc:meta])* future: $future:ident,
+    ) => {
+        $(#[$layer_doc])*
+        #[derive(Clone, Debug)]
+        pub struct $layer($gate);
+
+        impl<S> Layer<S> for $layer {
+            type Service = $service<S>;
+
+            fn layer(&self, inner: S) -> $service<S> {
+                $service(Gated {
+                    gate: self.0.clone(),
+                    inner,
+                })
+            }
+        }
+
+        impl $gate {
+            /// Returns this layer for a client of gRPC, such as tonic.
+            ///
+            /// It reads the status and the pushback of calls, in headers and in trailers
+            /// ([`Signal::read_grpc`]). A request that is refused locally gets a response with the
+            /// status `RESOURCE_EXHAUSTED`, instead of an error. A call is in flight until its
+            /// trailers have arrived. The page [`guide::grpc`](crate::guide::grpc) has more.
+            #[cfg_attr(docsrs, doc(cfg(feature = "grpc")))]
+            pub fn grpc(self) -> $layer {
+                $layer(self)
+            }
+        }
+
+        $(#[$service_doc])*
+        #[derive(Clone, Debug)]
+        pub struct $service<S>(Gated<$gate, S>);
+
+        impl<S> $service<S> {
+            /// Returns the inner service.
+            pub fn get_ref(&self) -> &S {
+                &self.0.inner
+            }
+
+            /// Returns the inner service, to be changed.
+            pub fn get_mut(&mut self) -> &mut S {
+                &mut self.0.inner
+            }
+
+            /// Returns the inner service without the layer.
+            pub fn into_inner(self) -> S {
+                self.0.inner
+            }
+        }
+
+        impl<S, R, B> Service<R> for $service<S>
+        where
+            R: RequestInfo,
+            S: Service<R, Response = http::Response<B>> + Clone,
+            S::Error: Into<BoxError>,
+            B: Body,
+        {
+            type Response = http::Response<GrpcBody<B>>;
+            type Error = Error;
+            type Future = $future<S, R>;
+
+            fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+                self.0.inner.poll_ready(cx).map_err(Error::inner)
+            }
+
+            fn call(&mut self, request: R) -> $future<S, R> {
+                $future {
+                    inner: self.0.call(request, None),
+                }
+            }
+        }
+
+        pin_project! {
+            $(#[$future_doc])*
+            pub struct $future<S, R>
+            where
+                S: Service<R>,
+            {
+                #[pin]
+                inner: GatedFuture<$gate, S, R>,
+            }
+        }
+
+        impl<S, R, B> Future for $future<S, R>
+        where
+            S: Service<R, Response = http::Response<B>> + Clone,
+            S::Error: Into<BoxError>,
+            B: Body,
+        {
+            type Output = Result<http::Response<GrpcBody<B>>, Error>;
+
+            fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+                let finish = |response: http::Response<B>, after| {
+                    response.map(|body| GrpcBody::new(body, after))
+                };
+                let inner = self.project().inner;
+                let leave = |call: &mut _, response: &mut _, policy: &_, repeat| {
+                    leave_at_head::<$gate, B, _>(call, response, policy, repeat)
+                };
+                inner.poll_leaving(cx, leave, finish).map(as_response)
+            }
+        }
+
+        impl<S, R> fmt::Debug for $future<S, R>
+        where
+            S: Service<R>,
+        {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.debug_struct(stringify!($future)).finish_non_exhaustive()
+            }
+        }
+    };
+}
+
+grpc_layer! {
+    gate: RateLimitLayer,
+    /// A [`RateLimitLayer`] for clients of gRPC. [`RateLimitLayer::grpc`] returns it.
+    layer: GrpcRateLimitLayer,
+    /// The Tower service of a [`GrpcRateLimitLayer`].
+    ///
+    /// # Cancel safety
+    ///
+    /// A response future may be dropped at any time. A request that waits gives up its place in the
+    /// queue. Once the inner service was called, the permit counts as used.
+    service: GrpcRateLimit,
+    /// The response future of a [`GrpcRateLimit`] service.
+    future: GrpcResponseFuture,
+}
+
+grpc_layer! {
+    gate: AdaptiveThrottleLayer,
+    /// An [`AdaptiveThrottleLayer`] for clients of gRPC. [`AdaptiveThrottleLayer::grpc`] returns it.
+    layer: GrpcThrottleLayer,
+    /// The Tower service of a [`GrpcThrottleLayer`].
+    ///
+    /// # Cancel safety
+    ///
+    /// A response future may be dropped at any time. A request that waits gives up its place in the
+    /// queue. A request that was sent counts as one without a response.
+    service: GrpcThrottle,
+    /// The response future of a [`GrpcThrottle`] service.
+    future: GrpcThrottledFuture,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::percent_encoded;
+
+    #[test]
+    fn messages_are_percent_encoded() {
+        for (text, encoded) in [
+            ("", ""),
+            ("refused locally (all)", "refused locally (all)"),
+            ("100 %", "100 %25"),
+            ("größer\n", "gr%C3%B6%C3%9Fer%0A"),
+            ("~\u{7f}", "~%7F"),
+        ] {
+            assert_eq!(percent_encoded(text), encoded);
+        }
+    }
+}
