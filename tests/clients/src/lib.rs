@@ -1,9 +1,8 @@
-//! The clients of the README's table that no other test uses: each line of the table, with the
-//! types of the real crate.
+//! The lines of the guide's page on clients, one module a client, and what their tests share.
 //!
-//! `cargo check --package clients` is the test. The functions have no callers: what they prove is
-//! that they compile.
+//! What stands between two marks `// [recipe]` is on the page word by word. `tests/page.rs` compares
+//! them.
 
-pub mod kubernetes;
-pub mod octocrab;
-pub mod tonic;
+pub mod hyper_util;
+pub mod server;
+pub mod suite;
