@@ -400,7 +400,8 @@ fn calls_of_a_runtime_that_ended_keep_no_thread() {
             let waiting = limiter.clone();
             thread::spawn(move || waiting.acquire(Key::ALL).blocking().map(drop))
         });
-        runtime.shutdown_background();
+        // Returns when its tasks were dropped, and with them their calls.
+        drop(runtime);
         for waiter in waiters {
             match waiter.join().unwrap() {
                 Ok(()) => {}
