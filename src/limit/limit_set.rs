@@ -199,7 +199,8 @@ impl LimitSet {
             },
         };
         match gap {
-            Some(gap) => quota.add_gap(limit, gap, self.log_end(), known_from),
+            // Permits with earlier slots may have left the logs.
+            Some(gap) => quota.add_gap(limit, gap, self.log_end().max(now), known_from),
             None => quota.remove_gap(limit),
         }
         let rule = rule.unwrap_or_else(|| self.rule_for(limit, now, transit_slack));

@@ -158,7 +158,7 @@ impl SetQuotaState {
         gaps.map(|(limit, _)| *limit)
     }
 
-    /// Notes the gap of a limit that begins to apply. All slots in the logs are at or before
+    /// Notes the gap of a limit that begins to apply. The slots of all permits until now are at or before
     /// `booked_until`. A limit with [`Gap::Stamps`] knows all permits with a stamp later than
     /// `known_from`.
     pub(super) fn add_gap(

@@ -67,6 +67,8 @@ local function cold_set_quota()
     end
     if gap == 2 then
       local booked_until = log_end()
+      -- Permits with earlier slots may have left the logs.
+      if state.now > booked_until then booked_until = state.now end
       if booked_until > quota.booked_until then quota.booked_until = booked_until end
     end
     local limit = (state.cold or cold()).add(kind, count, window, capacity, guard)
