@@ -16,6 +16,8 @@
 //! - [Calls in flight](in_flight): limits on calls at the same time.
 //! - [Blocking code](blocking): threads without a Tokio runtime, `ureq` and `reqwest::blocking`.
 //! - [gRPC](grpc): tonic and other clients, statuses in trailers, and what a refused call looks like.
+//! - [Clients](clients): recipes for hyper-util, reqwest-middleware, octocrab, kube, async-openai, the
+//!   AWS SDK and graphql_client.
 //! - [Limits you do not know](pace): a layer that finds the speed by itself.
 //! - [Learning from responses](learning): other clients of the same limit, and limits that a server
 //!   states.
@@ -54,6 +56,9 @@ pub mod blocking {}
 
 #[doc = include_str!("choosing_a_quota.md")]
 pub mod choosing_a_quota {}
+
+#[doc = include_str!("clients.md")]
+pub mod clients {}
 
 #[doc = include_str!("costs.md")]
 pub mod costs {}

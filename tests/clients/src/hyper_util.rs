@@ -1,18 +1,25 @@
-//! hyper-util's client.
+//! hyper-util: the layer around the legacy client.
 
 // [recipe]
-use http_body_util::Empty;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::Full;
 use hyper_util::client::legacy::{Client, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
-use tollgate::RateLimitLayer;
-use tollgate::service::RateLimit;
-use tower::Layer;
+use tollgate::{RateLimitLayer, RetryLimited, service::RateLimit};
+use tower::{ServiceBuilder, retry::Retry, timeout::Timeout};
 
-/// The body of a request.
-pub type Body = Empty<bytes::Bytes>;
+/// The service of [`client`]: each of its layers is a type.
+pub type Limited = Retry<RetryLimited, RateLimit<Timeout<Client<HttpConnector, Full<Bytes>>>>>;
 
-/// Returns a client behind the layer.
-pub fn limited(limit: &RateLimitLayer) -> RateLimit<Client<HttpConnector, Body>> {
-    limit.layer(Client::builder(TokioExecutor::new()).build_http())
+/// Returns a client that keeps `limit`. An attempt may take `timeout`, its wait for a permit not
+/// included.
+pub fn client(limit: RateLimitLayer, retry: RetryLimited, timeout: Duration) -> Limited {
+    ServiceBuilder::new()
+        .retry(retry)
+        .layer(limit)
+        .timeout(timeout)
+        .service(Client::builder(TokioExecutor::new()).build_http())
 }
-// [recipe]
+// [end]

@@ -1,8 +1,13 @@
-//! The lines of the guide's page on clients, one module a client, and what their tests share.
+//! The recipes of the page `guide::clients`, one file for each client.
 //!
-//! What stands between two marks `// [recipe]` is on the page word by word. `tests/page.rs` compares
-//! them.
+//! The lines between the marks `[recipe]` and `[end]` stand on the page, word for word: the test
+//! `page` compares them. The other tests run each recipe against a server that limits and logs.
 
+pub mod aws;
+#[allow(missing_docs, reason = "graphql_client derives items without docs")]
+pub mod graphql;
 pub mod hyper_util;
-pub mod server;
-pub mod suite;
+pub mod kubernetes;
+pub mod octocrab;
+pub mod openai;
+pub mod reqwest_middleware;

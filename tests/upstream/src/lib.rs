@@ -111,6 +111,13 @@ impl Upstream {
         self
     }
 
+    /// Sets the body of the responses to accepted calls, for clients that parse it. Default: a line
+    /// of text.
+    pub fn body(self, body: impl Into<String>) -> Self {
+        lock(&self.desk).body = body.into();
+        self
+    }
+
     /// States the remaining units of the first rule in each response: `X-RateLimit-Limit`,
     /// `-Remaining`, and `-Reset` in seconds.
     pub fn stating(self) -> Self {
@@ -203,6 +210,7 @@ struct Desk {
     script: Box<dyn Fn(usize) -> Option<Response<String>> + Send>,
     keyed: Option<KeyedWindows>,
     latency: Duration,
+    body: String,
     stating: bool,
     arrivals: Vec<Arrival>,
     tally: Tally,
@@ -217,6 +225,7 @@ impl Desk {
             script: Box::new(|_| None),
             keyed: None,
             latency: Duration::ZERO,
+            body: "welcome\n".to_owned(),
             stating: false,
             arrivals: Vec::new(),
             tally: Tally::default(),
@@ -253,6 +262,7 @@ impl Desk {
             who: header(WHO_HEADER).map(str::to_owned),
             accepted,
             ended: None,
+            body: 0,
             keys: decided.keys,
             refused_by: decided.refused_by,
         });
@@ -273,7 +283,7 @@ impl Desk {
             return response;
         }
         match self.windows.admit(now) {
-            Ok(()) => Response::new("welcome\n".to_owned()),
+            Ok(()) => Response::new(self.body.clone()),
             Err(wait) => refusal(rules::whole_seconds(wait)),
         }
     }
@@ -334,7 +344,7 @@ async fn answer(
     desk: Arc<Mutex<Desk>>,
     request: Request<Incoming>,
 ) -> Result<Response<Full<Bytes>>, hyper::Error> {
-    let (response, latency, _call) = {
+    let (response, latency, call) = {
         let mut at_desk = lock(&desk);
         let call = Call {
             desk: Arc::clone(&desk),
@@ -342,7 +352,9 @@ async fn answer(
         };
         (at_desk.arrive(&request), at_desk.latency, call)
     };
-    request.into_body().collect().await?; // an unread body would end the connection
+    // An unread body would end the connection.
+    let body = request.into_body().collect().await?.to_bytes();
+    lock(&desk).arrivals[call.number].body = body.len();
     if !latency.is_zero() {
         tokio::time::sleep(latency).await;
     }
@@ -468,6 +480,27 @@ mod tests {
             "{scripted}"
         );
         assert_eq!(statuses(&upstream, 1), ["429"]);
+    }
+
+    #[test]
+    fn the_body_is_that_of_accepted_calls() {
+        let upstream = Upstream::start(Rule::new(1, Duration::from_secs(3600))).body("{}");
+        let post = [("content-length", "0")];
+        assert!(call(&upstream, &post).ends_with("\r\n\r\n{}"));
+        assert!(call(&upstream, &post).ends_with("\r\n\r\ntoo many\n"));
+    }
+
+    #[test]
+    fn upstream_logs_how_many_bytes_a_call_brought() {
+        let upstream = Upstream::open();
+        let mut stream = TcpStream::connect(upstream.address()).unwrap();
+        stream
+            .write_all(b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 5\r\n\r\nhello")
+            .unwrap();
+        stream.read_to_string(&mut String::new()).unwrap();
+        call(&upstream, &[]);
+        let lengths: Vec<_> = upstream.log().iter().map(|arrival| arrival.body).collect();
+        assert_eq!(lengths, [5, 0]);
     }
 
     #[test]

@@ -20,6 +20,8 @@ pub struct Arrival {
     pub accepted: bool,
     /// When the response was ready, or the connection was closed before; `None` until then.
     pub ended: Option<Instant>,
+    /// How many bytes of its body were read; 0 until all of it was.
+    pub body: usize,
     /// The keys of the call, if the server has [`KeyedRule`](crate::KeyedRule)s.
     pub keys: Keys,
     /// The name of the keyed rule that refused the call.
@@ -310,6 +312,7 @@ mod tests {
             who: None,
             accepted: true,
             ended: None,
+            body: 0,
             keys: Vec::new(),
             refused_by: None,
         };
