@@ -236,7 +236,7 @@ pub use throttle::{Throttle, ThrottlePermit};
 /// The services that the layers make, and their futures.
 pub mod service {
     pub use crate::layer::{
-        AdaptiveThrottle, CloneRequest, RateLimit, ResponseFuture, RetryingThrottle,
+        AdaptiveThrottle, CloneRequest, CloneService, RateLimit, ResponseFuture, RetryingThrottle,
         RetryingThrottleLayer, ThrottledFuture,
     };
 }

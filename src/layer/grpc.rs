@@ -26,7 +26,7 @@ use tower_service::Service;
 
 use super::response_policy::ResponsePolicy;
 use super::seam::{Departure, Gate, take_call};
-use super::service::{Gated, GatedFuture};
+use super::service::{CloneService, Gated, GatedFuture};
 use super::{AdaptiveThrottleLayer, RateLimitLayer};
 use crate::error::{BoxError, Error, Limited};
 use crate::key::RequestInfo;
@@ -432,7 +432,7 @@ macro_rules! grpc_layer {
         impl<S, R, B> Service<R> for $service<S>
         where
             R: RequestInfo,
-            S: Service<R, Response = http::Response<B>> + Clone,
+            S: Service<R, Response = http::Response<B>> + CloneService,
             S::Error: Into<BoxError>,
             B: Body,
         {
@@ -464,7 +464,7 @@ macro_rules! grpc_layer {
 
         impl<S, R, B> Future for $future<S, R>
         where
-            S: Service<R, Response = http::Response<B>> + Clone,
+            S: Service<R, Response = http::Response<B>> + CloneService,
             S::Error: Into<BoxError>,
             B: Body,
         {

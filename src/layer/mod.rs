@@ -28,5 +28,6 @@ mod throttle_builder;
 pub use rate_limit::{RateLimit, RateLimitLayer, ResponseFuture};
 pub use rate_limit_builder::RateLimitBuilder;
 pub use retrying::{CloneRequest, RetryingThrottle, RetryingThrottleLayer};
+pub use service::CloneService;
 pub use throttle::{AdaptiveThrottle, AdaptiveThrottleLayer, ThrottledFuture};
 pub use throttle_builder::AdaptiveThrottleBuilder;

@@ -25,6 +25,36 @@ pub(super) struct Gated<G, S> {
     pub(super) inner: S,
 }
 
+/// A service that a layer of this crate can be put around, because it is `Clone`. Implemented for each
+/// type that is.
+///
+/// A request that waits takes a clone of the service inside, which makes the call when the permit is
+/// there. If a service is not `Clone`, put a `tower::buffer::Buffer` around it: its handle is.
+///
+/// ```compile_fail,E0277
+/// use http::{Request, Response};
+/// use tollgate::{Quota, RateLimitLayer, service::RateLimit};
+/// use tower::util::BoxService;
+/// use tower::{BoxError, Service};
+///
+/// fn is_service<S: Service<Request<String>>>(_: &S) {}
+///
+/// fn limited(client: BoxService<Request<String>, Response<String>, BoxError>, limit: RateLimitLayer) {
+///     let service = tower::ServiceBuilder::new().layer(limit).service(client);
+///     is_service(&service); // the compiler says what to write
+/// }
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "a layer of tollgate cannot be put around `{Self}`, because it is not `Clone`",
+    label = "this service is not `Clone`",
+    note = "put a buffer inside, whose handle is: `.layer(limit).layer(BufferLayer::new(1024))` with `tower::buffer::BufferLayer`",
+    note = "or use `tower::util::BoxCloneService` in place of `BoxService`"
+)]
+pub trait CloneService: Clone {}
+
+#[diagnostic::do_not_recommend]
+impl<S: Clone> CloneService for S {}
+
 /// Copies a request, so that it can be sent again. Returns `None` for a request that can be sent
 /// only once.
 pub(super) type CloneFn<R> = fn(&R) -> Option<R>;
@@ -416,7 +446,7 @@ macro_rules! gated_service {
         impl<S, R> tower_service::Service<R> for $name<S>
         where
             R: $($bound +)+,
-            S: tower_service::Service<R> + Clone,
+            S: tower_service::Service<R> + $crate::layer::service::CloneService,
             S::Response: $crate::signal::ResponseInfo,
             S::Error: Into<$crate::error::BoxError>,
         {
@@ -455,7 +485,7 @@ macro_rules! gated_future {
 
         impl<S, R> std::future::Future for $name<S, R>
         where
-            S: tower_service::Service<R> + Clone,
+            S: tower_service::Service<R> + $crate::layer::service::CloneService,
             S::Response: $crate::signal::ResponseInfo,
             S::Error: Into<$crate::error::BoxError>,
         {

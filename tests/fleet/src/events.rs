@@ -148,6 +148,7 @@ pub fn log(reports: &[Report]) -> Log {
             who: None,
             accepted: true,
             ended: None,
+            body: 0,
             keys: Vec::new(),
             refused_by: None,
         }
