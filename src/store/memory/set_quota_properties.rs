@@ -254,10 +254,11 @@ impl World {
                 (None, Limit::Fixed { .. }, Some((_, knows)), _) if self.ledger.has_set_quota() => {
                     *knows
                 }
+                // A bucket starts with what the longest window knows.
                 _ => Knows {
                     arrived_after: 0,
                     booked_from: self.number,
-                    is_certain: true,
+                    is_certain: longest.is_none_or(|(_, knows)| knows.is_certain),
                 },
             };
             let is_plain = old.is_none() && !before.is_empty() && !self.ledger.has_set_quota();
@@ -561,24 +562,27 @@ impl World {
             limits: limits.to_vec(),
         };
         self.number += 1;
+        let is_same = |earlier: &Unused| {
+            let permits = earlier.permits;
+            (permits.slot, permits.stamp) == (grant.slot, grant.stamp) && earlier.version == version
+        };
+        let returned = self.returned.iter().filter(|earlier| is_same(earlier));
+        let returned: u64 = returned.map(|earlier| earlier.permits.units).sum();
+        // Units of several bookings may make one permit, but none is made of these and of new units.
+        let mut left = returned - returned % u64::from(grant.cost);
         let mut parts = Vec::new();
-        for earlier in &mut self.returned {
-            let permits = &mut earlier.permits;
-            let is_same = (permits.slot, permits.stamp) == (grant.slot, grant.stamp);
-            if is_same && earlier.version == version {
-                // A permit is not made of units of two bookings.
-                let whole = permits.units - permits.units % u64::from(grant.cost);
-                let units = whole.min(new.permits.units);
-                permits.units -= units;
-                new.permits.units -= units;
-                parts.push(Unused {
-                    permits: UnusedPermits {
-                        units,
-                        ..earlier.permits
-                    },
-                    ..earlier.clone()
-                });
-            }
+        for earlier in self.returned.iter_mut().filter(|earlier| is_same(earlier)) {
+            let units = earlier.permits.units.min(new.permits.units).min(left);
+            left -= units;
+            earlier.permits.units -= units;
+            new.permits.units -= units;
+            parts.push(Unused {
+                permits: UnusedPermits {
+                    units,
+                    ..earlier.permits
+                },
+                ..earlier.clone()
+            });
         }
         parts.push(new);
         parts
