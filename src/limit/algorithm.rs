@@ -20,6 +20,8 @@ pub(super) struct Open {
     pub(super) guard: Micros,
     /// How much later than that a used permit counts.
     pub(super) transit_slack: Micros,
+    /// The percentage of each limit that a borrower may use. `None` for an owner.
+    pub(super) borrows: Option<u8>,
 }
 
 impl Open {
@@ -28,6 +30,7 @@ impl Open {
         life: 0,
         guard: 0,
         transit_slack: 0,
+        borrows: None,
     };
 
     /// Returns the time from the slot of the permit to its stamp.

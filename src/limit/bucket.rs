@@ -39,6 +39,8 @@ use super::{Micros, UnusedPermits};
 /// although that of each part holds, so then a new permit that affects them goes behind them.
 #[derive(Clone, Debug)]
 pub(super) struct Bucket {
+    /// Whether the limit is the pace of a part (`lending.rs`), as the present caller states it.
+    pub(super) is_pace: bool,
     /// The units of a full bucket.
     capacity: u128,
     /// The units that are refilled in each `window`.
@@ -88,6 +90,7 @@ impl Bucket {
     /// Makes a full bucket.
     pub(super) fn new(capacity: u32, count: u32, window: Micros) -> Self {
         Bucket {
+            is_pace: false,
             capacity: u128::from(capacity),
             count: u128::from(count),
             window: u128::from(window),

@@ -12,7 +12,7 @@ use super::limit_set::LimitSet;
 use super::returned::ReturnedSlots;
 use super::set_quota::{ChangeKind, SetQuotaState, is_set, next_version};
 use super::{
-    Booking, Charge, Hold, LimitSpec, Micros, TooLate, UnusedPermits, UpstreamRemaining,
+    Booking, Charge, Hold, Lending, LimitSpec, Micros, TooLate, UnusedPermits, UpstreamRemaining,
     micros_down, micros_up,
 };
 use crate::quota::{Limit, Quota};
@@ -80,6 +80,8 @@ pub(crate) struct Order {
     pub(crate) latest: Micros,
     /// How long after its slot a permit must be valid.
     pub(crate) life: Micros,
+    /// Whether the permits are borrowed from the part of another class.
+    pub(crate) borrows: bool,
 }
 
 impl Ledger {
@@ -119,6 +121,7 @@ impl Ledger {
         } else {
             self.take_in_version(spec);
         }
+        self.limits.set_pace(spec.pace());
         self.insert_due();
         self.drain();
         now
@@ -214,7 +217,7 @@ impl Ledger {
         if !quota.is_learned() {
             return true;
         }
-        let learned = spec.quota().limits();
+        let learned = spec.limits();
         let is_same = quota.in_flight == spec.quota().most_in_flight()
             && limits.limits().all(|limit| learned.contains(&limit))
             && learned
@@ -400,6 +403,7 @@ impl Ledger {
             earliest,
             latest,
             life,
+            borrows,
         } = order;
         let largest = self.limits.largest_cost();
         if cost == 0 || largest.is_none_or(|largest| cost > largest) {
@@ -410,7 +414,7 @@ impl Ledger {
         }
         let cost = u64::from(cost);
         let transit_slack = micros_up(spec.transit_slack());
-        let open = open(spec, life);
+        let open = open(spec, life, borrows);
         let from = self.earliest().max(earliest);
         while count > 0 {
             let (slot, limit) = self.first_slot(from, cost, open);
@@ -434,10 +438,14 @@ impl Ledger {
             if is_in_advance && !self.has_room_in_advance(slot, stamp) {
                 return Err(TooLate { slot, limit });
             }
-            let room = self.limits.room(slot, open, advance(&self.rare));
-            let fits = u32::try_from(room / cost)
-                .unwrap_or(u32::MAX)
-                .clamp(1, count);
+            let fits = if open.borrows.is_some() {
+                1
+            } else {
+                let room = self.limits.room(slot, open, advance(&self.rare));
+                u32::try_from(room / cost)
+                    .unwrap_or(u32::MAX)
+                    .clamp(1, count)
+            };
             let units = cost * u64::from(fits);
             if is_in_advance {
                 let longest_join = self.limits.longest_join();
@@ -490,7 +498,7 @@ impl Ledger {
             return None;
         }
         let earliest = self.earliest();
-        let slot = self.first_slot(earliest, u64::from(count), open(spec, life));
+        let slot = self.first_slot(earliest, u64::from(count), open(spec, life, false));
         if slot.0 > self.now {
             return None;
         }
@@ -613,7 +621,7 @@ impl Ledger {
             return Micros::MAX;
         }
         let (earliest, cost) = (self.earliest(), u64::from(cost));
-        let slot = self.first_slot(earliest, cost, open(spec, life)).0;
+        let slot = self.first_slot(earliest, cost, open(spec, life, false)).0;
         let transit_slack = micros_up(spec.transit_slack());
         self.returned
             .first(earliest, cost, life, transit_slack)
@@ -630,7 +638,7 @@ impl Ledger {
     ) -> impl Iterator<Item = Micros> {
         let advance = advance(&self.rare);
         self.limits
-            .first_slots(self.now, cost, open(spec, life), advance)
+            .first_slots(self.now, cost, open(spec, life, false), advance)
     }
 
     /// Returns the first moment from which a new ledger would grant the same. From then on, this
@@ -648,12 +656,13 @@ impl Ledger {
     }
 }
 
-/// Returns the time in which a permit with this life may be used.
-fn open(spec: &LimitSpec, life: Micros) -> Open {
+/// Returns the time in which a permit with this life may be used, and who asks for it.
+fn open(spec: &LimitSpec, life: Micros, borrows: bool) -> Open {
     Open {
         life,
         guard: micros_up(spec.boundary_guard()),
         transit_slack: micros_up(spec.transit_slack()),
+        borrows: spec.lending().filter(|_| borrows).map(Lending::percent),
     }
 }
 

@@ -56,6 +56,18 @@ impl LimitSet {
         }
     }
 
+    /// Takes in which limit is the pace of the part, as the present caller states it.
+    pub(super) fn set_pace(&mut self, pace: Option<Limit>) {
+        for state in self.states.iter_mut() {
+            state.set_pace(pace == Some(state.limit));
+        }
+    }
+
+    /// Returns the limits that apply to an owner: those that are not paused, without the pace.
+    fn owned(&mut self) -> impl Iterator<Item = &mut LimitState> {
+        self.states.iter_mut().filter(|state| !state.is_pace())
+    }
+
     /// Advances all limits to `now`.
     pub(super) fn advance(&mut self, now: Micros) {
         self.states.all_mut().for_each(|state| state.advance(now));
@@ -69,7 +81,7 @@ impl LimitSet {
         now: Micros,
         mut set_quota: Option<&mut SetQuotaState>,
     ) {
-        for limit in spec.quota().limits() {
+        for limit in spec.limits() {
             match self.states.iter_mut().find(|state| state.limit == *limit) {
                 // A statement is recorded only if the last record is older than half a window. So
                 // most refusals do not change the state.
@@ -90,7 +102,7 @@ impl LimitSet {
                 }
             }
         }
-        let ours = spec.quota().limits();
+        let ours = spec.limits();
         if self.states.len() > ours.len() {
             self.states.retain(|state| state.in_force_until() >= now);
         }
@@ -100,7 +112,7 @@ impl LimitSet {
     /// Makes the limits of `spec` those of a set quota. The others are paused.
     pub(super) fn set(&mut self, spec: &LimitSpec, now: Micros, quota: &mut SetQuotaState) {
         let transit_slack = micros_up(spec.transit_slack());
-        let limits = spec.quota().limits();
+        let limits = spec.limits();
         let mut limiting: Vec<LimitState> = Vec::with_capacity(limits.len());
         for limit in limits {
             if self.states.all().all(|state| state.limit != *limit) {
@@ -282,8 +294,8 @@ impl LimitSet {
     }
 
     /// Returns the largest cost that every limit allows. `None` if there is no limit.
-    pub(super) fn largest_cost(&self) -> Option<u32> {
-        let costs = self.states.iter().map(|state| state.limit.largest_cost());
+    pub(super) fn largest_cost(&mut self) -> Option<u32> {
+        let costs = self.owned().map(|state| state.limit.largest_cost());
         costs.min()
     }
 
@@ -301,10 +313,19 @@ impl LimitSet {
         for _ in 0..MOST_ROUNDS {
             let before = slot;
             for state in self.states.iter_mut() {
-                let first = state.first_slot(slot, cost, open, advance);
+                let first = match open.borrows {
+                    None if state.is_pace() => slot,
+                    None => state.first_slot(slot, cost, open, advance),
+                    // Of the pace, a permit of any cost needs one unit.
+                    Some(_) if state.is_pace() => state.first_slot(slot, 1, open, advance),
+                    Some(percent) => state.first_slot_lent(slot, cost, percent, open, advance),
+                };
+                if first == Micros::MAX {
+                    return (first, Some(state.limit));
+                }
                 if first > slot {
                     slot = first;
-                    limit = Some(state.limit);
+                    limit = (!state.is_pace()).then_some(state.limit);
                 }
             }
             // If one limit moved the slot, the other limits have to allow it too. Each limit moves
@@ -318,8 +339,7 @@ impl LimitSet {
 
     /// Returns how many units may leave at `slot`, which is not before the first slot of one unit.
     pub(super) fn room(&mut self, slot: Micros, open: Open, advance: &[AdvanceBooking]) -> u64 {
-        let states = self.states.iter_mut();
-        let rooms = states.map(|state| state.room(slot, open, advance));
+        let rooms = self.owned().map(|state| state.room(slot, open, advance));
         rooms.min().unwrap_or(0)
     }
 
@@ -419,8 +439,7 @@ impl LimitSet {
 
     /// Returns how many units may leave now.
     pub(super) fn free(&mut self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
-        let states = self.states.iter_mut();
-        let free = states.map(|state| state.free(now, advance));
+        let free = self.owned().map(|state| state.free(now, advance));
         free.min().unwrap_or(u64::MAX)
     }
 
@@ -431,7 +450,7 @@ impl LimitSet {
         now: Micros,
         advance: &[AdvanceBooking],
     ) -> impl Iterator<Item = (Limit, u64, u64, u64)> {
-        self.states.iter_mut().map(move |state| {
+        self.owned().map(move |state| {
             (
                 state.limit,
                 state.rule.used_and_booked(now, advance),
@@ -450,7 +469,7 @@ impl LimitSet {
         open: Open,
         advance: &[AdvanceBooking],
     ) -> impl Iterator<Item = Micros> {
-        self.states.iter_mut().map(move |state| {
+        self.owned().map(move |state| {
             if cost > state.limit.largest_cost() {
                 Micros::MAX
             } else {

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use super::lending::Lending;
 use crate::config_error::ConfigError;
-use crate::quota::{LIFE, Quota, Slacks};
+use crate::quota::{LIFE, Limit, Quota, Slacks};
 
 /// The limits of a key, as a process states them: its quota, and the slack for the way to the
 /// upstream.
@@ -15,6 +16,7 @@ pub struct LimitSpec {
     life: Duration,
     quota_version: u32,
     quota_life: Duration,
+    lending: Option<Lending>,
 }
 
 impl LimitSpec {
@@ -28,6 +30,7 @@ impl LimitSpec {
             life: LIFE,
             quota_version: 0,
             quota_life: Duration::ZERO,
+            lending: None,
         }
     }
 
@@ -67,6 +70,30 @@ impl LimitSpec {
             quota_life: life.min(LONGEST),
             ..self
         }
+    }
+
+    /// Returns the same limits, as those of a part that lends `percent` of each of them. Its permits are
+    /// valid for [`life`](Self::life) when they are borrowed at the pace that follows from that.
+    pub(crate) fn with_lending(self, percent: u8) -> Self {
+        let lending = Lending::new(&self.quota, percent, self.life + self.transit_slack);
+        LimitSpec { lending, ..self }
+    }
+
+    /// Returns how the key lends to other classes, if it is the part of a class.
+    pub fn lending(&self) -> Option<&Lending> {
+        self.lending.as_ref()
+    }
+
+    /// Returns the limits of rate, and then the pace of the part if there is one.
+    pub(crate) fn limits(&self) -> &[Limit] {
+        self.lending
+            .as_ref()
+            .map_or(self.quota.limits(), Lending::limits)
+    }
+
+    /// Returns the pace of the part, if the key is the part of a class.
+    pub(crate) fn pace(&self) -> Option<Limit> {
+        self.lending.as_ref().map(Lending::pace)
     }
 
     /// Returns the version of the set quota that these limits are of, or of its end: odd if it

@@ -39,6 +39,18 @@ impl LimitState {
         }
     }
 
+    /// Takes in whether the limit is the pace of a part, as the present caller states it.
+    pub(super) fn set_pace(&mut self, is_pace: bool) {
+        if let Algorithm::Bucket(bucket) = &mut self.rule {
+            bucket.is_pace = is_pace;
+        }
+    }
+
+    /// Returns whether the limit is the pace of a part, which limits only borrowers.
+    pub(super) fn is_pace(&self) -> bool {
+        matches!(&self.rule, Algorithm::Bucket(bucket) if bucket.is_pace)
+    }
+
     /// Returns until when the limit applies, unless a caller states it again. That is two windows
     /// and a second after a caller last stated it, and `last_stated` may be half a window behind.
     pub(super) fn in_force_until(&self) -> Micros {
@@ -77,6 +89,24 @@ impl LimitState {
             }
             from = until;
         }
+    }
+
+    /// Returns the same for a borrower, of whose permits `percent` of the limit may be. `Micros::MAX` if
+    /// the part never lends `cost` units.
+    pub(super) fn first_slot_lent(
+        &mut self,
+        from: Micros,
+        cost: u64,
+        percent: u8,
+        open: Open,
+        advance: &[AdvanceBooking],
+    ) -> Micros {
+        let most = u64::from(self.limit.largest_cost());
+        let cost = cost + most - most * u64::from(percent) / 100;
+        if cost > most {
+            return Micros::MAX;
+        }
+        self.first_slot(from, cost, open, advance)
     }
 
     /// Returns how many units may leave at `slot`, which is not before the first slot of one unit.

@@ -45,6 +45,9 @@ pub struct LeaseRequest<'a> {
     pub hold: HoldState,
     /// What the upstream last stated is left of a limit. `None` if the store knows it already.
     pub remaining: Option<UpstreamRemaining>,
+    /// Whether the permits are borrowed: the key is the part of another class, and the store grants only
+    /// what that part [lends](LimitSpec::lending).
+    pub borrows: bool,
     /// The calls of the joint request that this request is a part of, if the store may send them as
     /// one.
     pub(crate) joint: Option<&'a JointCall>,

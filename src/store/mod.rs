@@ -76,7 +76,7 @@ use std::time::Duration;
 use crate::blocking;
 pub use crate::error::StoreError;
 use crate::key::{Key, Label, RequestRef};
-pub use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
+pub use crate::limit::{Charge, Lending, LimitSpec, UnusedPermits, UpstreamRemaining};
 pub(crate) use fallback::{FallbackStore, Share};
 pub use hold::HoldState;
 pub use in_flight::{Claim, StoreEvent, StoreListener};

@@ -26,6 +26,7 @@ pub(crate) struct OwnedLeaseRequest {
     pub(crate) session: ClientSession,
     pub(crate) hold: HoldState,
     pub(crate) remaining: Option<UpstreamRemaining>,
+    pub(crate) borrows: bool,
     /// When the call was made.
     pub(crate) sent: Instant,
 }
@@ -46,6 +47,7 @@ impl OwnedLeaseRequest {
             session: request.session,
             hold: request.hold,
             remaining: request.remaining,
+            borrows: request.borrows,
             sent: clock::now(),
         }
     }
@@ -65,6 +67,7 @@ impl OwnedLeaseRequest {
             session,
             hold: HoldState::default(),
             remaining: None,
+            borrows: false,
             sent: clock::now(),
         }
     }
@@ -84,6 +87,7 @@ impl OwnedLeaseRequest {
             session: self.session,
             hold: self.hold,
             remaining: self.remaining,
+            borrows: self.borrows,
             joint: None,
         }
     }

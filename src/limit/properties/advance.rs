@@ -173,6 +173,7 @@ impl History {
                     earliest: self.now + earliest * self.unit,
                     latest: self.now + (earliest + patience) * self.unit,
                     life,
+                    borrows: false,
                 };
                 for booking in self.book(order).0 {
                     assert!(booking.slot >= order.earliest && booking.slot <= order.latest);
@@ -309,6 +310,7 @@ proptest! {
             earliest: history.now + earliest * history.unit,
             latest: 0,
             life: 10_000,
+            borrows: false,
         };
         let (grants, refused) = history.book(order);
         prop_assert!(grants.is_empty());
@@ -333,7 +335,7 @@ proptest! {
         for &earliest in &earliest {
             // Later than the first free slot and what is near to it.
             let earliest = with.now + earliest * with.unit + 10 * TOLERANCE;
-            let order = Order { cost: 1, count: 1, earliest, latest: Micros::MAX, life: 10_000 };
+            let order = Order { cost: 1, count: 1, earliest, latest: Micros::MAX, life: 10_000, borrows: false };
             for booking in with.book(order).0 {
                 let back = UnusedPermits {
                     slot: booking.slot,
@@ -351,6 +353,7 @@ proptest! {
                 earliest: with.now + earliest * with.unit,
                 latest: Micros::MAX,
                 life: 10_000,
+                borrows: false,
             };
             prop_assert_eq!(with.book(order), without.book(order));
         }
@@ -372,14 +375,14 @@ proptest! {
         let mut touched: Vec<(Micros, Micros)> = Vec::new();
         for earliest in far {
             let earliest = with.now + earliest * with.unit;
-            let order = Order { cost: 1, count: 1, earliest, latest: Micros::MAX, life };
+            let order = Order { cost: 1, count: 1, earliest, latest: Micros::MAX, life, borrows: false };
             for booking in with.book(order).0 {
                 touched.push((booking.slot - window - life - SLACK, booking.stamp + window));
             }
         }
         touched.sort_unstable();
         for (cost, wait) in lights {
-            let order = Order { cost, count: 1, earliest: 0, latest: Micros::MAX, life };
+            let order = Order { cost, count: 1, earliest: 0, latest: Micros::MAX, life, borrows: false };
             for history in [&mut with, &mut without] {
                 history.now += wait * history.unit;
             }
@@ -423,7 +426,7 @@ proptest! {
             if let &Step::Book { cost, count, patience, life, .. } = step {
                 // The permits are of use from their first free slot on.
                 let latest = other.now + patience * other.unit;
-                let asked = Order { cost, count, earliest: 0, latest: 0, life };
+                let asked = Order { cost, count, earliest: 0, latest: 0, life, borrows: false };
                 let earliest = other.book(asked).1.unwrap_err().slot;
                 let order = Order { earliest, latest, ..asked };
                 for booking in other.book(order).0 {

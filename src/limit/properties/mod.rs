@@ -34,6 +34,7 @@ fn order(cost: u32, count: u32, latest: Micros, life: Micros) -> Order {
         earliest: 0,
         latest,
         life,
+        borrows: false,
     }
 }
 

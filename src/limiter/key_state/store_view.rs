@@ -118,6 +118,7 @@ impl StoreView {
                 .unwrap_or_default(),
             hold: HoldState::default(),
             remaining: None,
+            borrows: false,
             joint: None,
         }
     }
@@ -410,5 +411,6 @@ pub(super) fn slot(
         slot: grant.slot,
         stamp: grant.stamp,
         incarnation: lease.permit_incarnation(),
+        lender: None,
     }
 }

@@ -64,6 +64,7 @@ impl Caller {
             session: ClientSession::default(),
             hold: HoldState::default(),
             remaining: None,
+            borrows: false,
             joint: None,
         }
     }

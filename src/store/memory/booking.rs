@@ -54,6 +54,7 @@ pub(in crate::store) fn book(
             earliest: now.saturating_add(micros_up(demand.earliest)),
             latest,
             life,
+            borrows: request.borrows,
         };
         if let Err(late) = ledger.book(request.spec, order, granted) {
             let wait = (late.slot < Micros::MAX).then(|| span(now, late.slot));
@@ -135,6 +136,7 @@ pub(in crate::store) fn usage(
                 earliest: now,
                 latest: Micros::MAX - 1,
                 life,
+                borrows: false,
             };
             // A permit that no limit ever allows delays no other permit.
             let _ = later.book(spec, order, |_| ());

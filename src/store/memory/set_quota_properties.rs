@@ -374,6 +374,7 @@ impl World {
             session: ClientSession::default(),
             hold: HoldState::default(),
             remaining: None,
+            borrows: false,
             joint: None,
         };
         match *op {

@@ -82,6 +82,7 @@ impl Process {
             session: ClientSession::default(),
             hold: HoldState::default(),
             remaining: None,
+            borrows: false,
             joint: None,
         };
         self.store.lease(request).arrives().await.unwrap()

@@ -9,7 +9,7 @@ use crate::limit::{
     ChangeKind, Charge, LimitSpec, UnusedPermits, UpstreamRemaining, micros_down, micros_up,
 };
 use crate::store::redis::layout::{
-    CLAIM, HOLD, LEARN_QUOTA, LEASE, LEASE_LATER, NEVER, PEEK, RELEASE, RETURN, SET_QUOTA,
+    CLAIM, HOLD, LEARN_QUOTA, LEASE, LEASE_LATER, NEVER, OWNS, PEEK, RELEASE, RETURN, SET_QUOTA,
     UNSET_QUOTA,
 };
 use crate::store::{Claim, ClientSession, Demand, HoldState, LeaseRequest, PeekRequest};
@@ -22,6 +22,8 @@ pub(in crate::store::redis) const MOST_RETURNS: usize = 256;
 const WITH_REMAINING: u8 = 1;
 /// The flag of a call that has a quota version.
 const WITH_VERSION: u8 = 2;
+/// The flag of a call about the part of a class.
+const WITH_LENDING: u8 = 4;
 
 /// The place in a call of how long ago the last reply arrived.
 const SINCE: usize = 2 + 4 * LONG;
@@ -42,6 +44,7 @@ struct RateCall<'a> {
     returns: &'a [UnusedPermits],
     charges: &'a [Charge],
     remaining: Option<UpstreamRemaining>,
+    borrows: bool,
 }
 
 impl RateCall<'_> {
@@ -53,11 +56,11 @@ impl RateCall<'_> {
             charges,
             ..
         } = self;
-        let limits = spec.quota().limits().len();
+        let limits = spec.limits().len();
         let charges = &charges[..charges.len().min(Charge::MOST)];
         let mut call = CallWriter::new(operation, self.session, random);
         call.0.reserve(
-            115 + 16 * limits + 15 * demands.len() + 21 * returns.len() + 14 * charges.len(),
+            116 + 16 * limits + 15 * demands.len() + 21 * returns.len() + 14 * charges.len(),
         );
         call.long(self.session.granted);
         call.long(micros_up(spec.transit_slack()));
@@ -69,7 +72,7 @@ impl RateCall<'_> {
         call.long(micros_up(self.hold.remaining));
         call.int(self.hold.releases);
         call.byte(u8::from(self.hold.cut));
-        call.byte(limits as u8); // at most eight
+        call.byte(limits as u8); // at most nine
         call.short(demands.len());
         call.short(returns.len());
         call.byte(charges.len() as u8); // at most 64
@@ -82,11 +85,11 @@ impl RateCall<'_> {
         if has_version {
             flags |= WITH_VERSION;
         }
+        if spec.lending().is_some() {
+            flags |= WITH_LENDING;
+        }
         call.byte(flags);
-        spec.quota()
-            .limits()
-            .iter()
-            .for_each(|limit| call.limit(*limit));
+        spec.limits().iter().for_each(|limit| call.limit(*limit));
         for demand in demands {
             call.int(demand.cost);
             call.int(demand.count);
@@ -112,6 +115,13 @@ impl RateCall<'_> {
             call.int(remaining.refused);
             call.long(micros_up(remaining.valid_for));
             call.byte(u8::from(remaining.forget));
+        }
+        if let Some(lending) = spec.lending() {
+            call.byte(if self.borrows {
+                lending.percent()
+            } else {
+                OWNS
+            });
         }
         if has_version {
             call.int(spec.quota_version());
@@ -148,6 +158,7 @@ pub(in crate::store::redis) fn lease(request: &LeaseRequest<'_>, random: u64) ->
         returns: &returns,
         charges: request.charges,
         remaining: request.remaining,
+        borrows: request.borrows,
     };
     let is_later = |demand: &Demand| !demand.earliest.is_zero();
     let operation = if request.demands.iter().any(is_later) {

@@ -29,6 +29,8 @@ pub(super) struct Step {
     pub(super) part: u64,
     /// Which of the two specs the call states.
     pub(super) uses_second_spec: bool,
+    /// Whether the call borrows from the part of another class.
+    pub(super) borrows: bool,
     /// The hold that the caller knows of.
     pub(super) held: HoldState,
     /// How the hold changes before the call.
@@ -56,6 +58,7 @@ impl Step {
             newest: false,
             part: 1,
             uses_second_spec: false,
+            borrows: false,
             held: HoldState::default(),
             hold: None,
             left: None,
@@ -197,6 +200,7 @@ pub(super) fn step(mix: Mix) -> impl Strategy<Value = Step> {
                 newest,
                 part,
                 uses_second_spec,
+                borrows: false,
                 held: held.unwrap_or_default(),
                 hold,
                 left,

@@ -82,6 +82,7 @@ fn lease_request<'a>(spec: &'a Arc<LimitSpec>, demands: &'a [Demand]) -> LeaseRe
         session: ClientSession::default(),
         hold: HoldState::default(),
         remaining: None,
+        borrows: false,
         joint: None,
     }
 }
@@ -108,8 +109,17 @@ fn decided(lease: &Lease) -> Decided {
 }
 
 fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<(), TestCaseError> {
-    world.begin();
     let spec = quotas.map(|quota| Arc::new(LimitSpec::new(quota, millis(10), millis(2))));
+    same_grants_of(world, spec, steps)
+}
+
+fn same_grants_of(
+    world: &mut World,
+    spec: [Arc<LimitSpec>; 2],
+    steps: &[Step],
+) -> Result<(), TestCaseError> {
+    world.begin();
+    let limits: usize = spec.iter().map(|spec| spec.limits().len()).sum();
     for (number, step) in steps.iter().enumerate() {
         world.now += step.wait;
         let spec = &spec[usize::from(step.uses_second_spec)];
@@ -142,11 +152,7 @@ fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<
         .arg(&world.key)
         .query(&mut world.redis)
         .unwrap();
-    prop_assert!(
-        size <= 4096 * (1 + quotas[0].and(quotas[1]).limits().len()),
-        "{} bytes",
-        size
-    );
+    prop_assert!(size <= 4096 * (1 + limits), "{} bytes", size);
     let ttl: i64 = redis::cmd("PTTL")
         .arg(&world.key)
         .query(&mut world.redis)
@@ -191,6 +197,46 @@ fn memory_and_redis_grant_the_same_in_long_lines() {
 #[test]
 fn memory_and_redis_grant_later_use_the_same() {
     check(300, Mix::LaterUse, 150);
+}
+
+/// The part of a class: owners and borrowers call, and callers that know of no classes.
+fn check_parts(cases: u32, mix: Mix, length: usize) {
+    let server = RedisServer::start().expect("a server of our own");
+    let world = std::cell::RefCell::new(World::new(&server));
+    let config = ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    };
+    let roles = (prop::bool::weighted(0.4), prop::bool::weighted(0.05));
+    let steps = (step(mix), roles).prop_map(|(step, (borrows, uses_second_spec))| Step {
+        borrows,
+        uses_second_spec,
+        prefetch: if borrows { 0 } else { step.prefetch },
+        ..step
+    });
+    let percent = select(vec![100u8, 97, 97, 75, 50, 0]);
+    let histories = (quota(mix), percent, prop::collection::vec(steps, 1..length));
+    TestRunner::new(config)
+        .run(&histories, |(quota, percent, steps)| {
+            let plain = LimitSpec::new(quota, millis(10), millis(2));
+            let part = plain.clone().with_lending(percent);
+            let specs = [Arc::new(part), Arc::new(plain)];
+            same_grants_of(&mut world.borrow_mut(), specs, &steps)
+        })
+        .unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[test]
+fn memory_and_redis_lend_the_same() {
+    check_parts(400, Mix::Any, 40);
+    check_parts(60, Mix::LongLines, 60);
+    check_parts(100, Mix::LaterUse, 100);
+}
+
+#[test]
+fn memory_and_redis_lend_the_same_in_plain_calls() {
+    check_parts(200, Mix::Plain, 150);
 }
 
 /// A key of several hundred advance bookings joins them.

@@ -260,7 +260,7 @@ fn set_quotas_without_limits_are_errors() {
             7,
         ))
         .unwrap_err();
-    assert!(error.to_string().contains("1 to 8 limits"), "{error}");
+    assert!(error.to_string().contains("1 to 9 limits"), "{error}");
     let exists: bool = redis::cmd("EXISTS")
         .arg(&world.key)
         .query(&mut world.redis)

@@ -148,6 +148,7 @@ impl World {
             session: self.memory(),
             hold: step.held,
             remaining: step.left.map(|left| left.of(spec)),
+            borrows: step.borrows,
             ..lease_request(spec, &demands)
         };
         self.set_hold(spec, step.hold);

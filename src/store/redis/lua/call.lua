@@ -35,6 +35,12 @@ local version, operation, random, known_incarnation, known_writes, seen, since, 
 if version ~= CALL_VERSION then
   return redis.error_reply('TOLLGATE format ' .. version .. ' of calls is unknown, this script understands ' .. CALL_VERSION)
 end
+-- Of the part of a class: the percentage of each limit that the caller may borrow, or OWNS. Else nil.
+local lends = nil
+if flags >= 4 then
+  flags = flags - 4
+  lends = string.byte(call, flags >= 2 and #call - CALL_QUOTA_SIZE or #call)
+end
 -- The head of the state and a record for each limit of the call, and one more if it has a quota version;
 -- empty if there is no state.
 local head_size = HEAD_SIZE + RECORD_SIZE * (flags < 2 and limit_count or limit_count + 1)

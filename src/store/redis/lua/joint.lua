@@ -20,6 +20,13 @@
 -- written at the end. So no slot is booked and given back, and a key that refuses leaves no trace
 -- with the others.
 
+-- Where some fields of a call begin (layout.lua, CALL), from 1: the operation, the most units to prefetch,
+-- limits and demands.
+local CALL_OPERATION_AT = 2
+local CALL_PREFETCH_AT = 94
+local CALL_LIMITS_AT = 117
+local CALL_DEMANDS_AT = 118
+
 -- After so many decisions, the slots stay as they are. The caller goes on from there.
 local MOST_DECISIONS = 32
 

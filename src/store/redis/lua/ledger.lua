@@ -61,17 +61,28 @@ local function insert(slot, stamp, units)
 end
 
 -- Returns the first moment, not before `from`, at which every limit allows `cost`, and the limit
--- that was the last to allow it.
+-- that was the last to allow it. The pace of a part limits only borrowers, by one unit. Of the other
+-- limits, some units stay free for the owner.
 local function first_slot(cost, life, from)
+  local pace, borrows = state.pace, state.borrows
   -- `agreed` is how many limits have allowed `slot` since it moved last.
   local slot, last_limit, count, agreed = from, nil, state.limiting, 0
   for _ = 1, MOST_ROUNDS do
     for i = 1, count do
-      local limit = state[i]
-      local first = limit.external and first_slot_unreserved(limit, slot, cost, life)
-        or limit.rule.first_slot(limit, slot, cost, life, 0)
+      local limit, units, first = state[i], cost, nil
+      if limit == pace then
+        first = borrows and limit.rule.first_slot(limit, slot, 1, life, 0) or slot
+      else
+        if borrows then
+          local most = largest_cost(limit)
+          units = cost + most - math.floor(most * borrows / 100)
+          if units > most then return NEVER, limit end
+        end
+        first = limit.external and first_slot_unreserved(limit, slot, units, life)
+          or limit.rule.first_slot(limit, slot, units, life, 0)
+      end
       if first > slot then
-        slot, last_limit, agreed = first, limit, 0
+        slot, last_limit, agreed = first, limit ~= pace and limit or nil, 0
       end
       agreed = agreed + 1
       if agreed == count then break end
@@ -122,8 +133,10 @@ local function free_now()
   local least = NEVER
   for i = 1, state.limiting do
     local limit = state[i]
-    local free = unreserved(limit.rule.free(limit), limit, state.now)
-    if free < least then least = free end
+    if limit ~= state.pace then
+      local free = unreserved(limit.rule.free(limit), limit, state.now)
+      if free < least then least = free end
+    end
   end
   return least
 end

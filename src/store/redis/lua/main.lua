@@ -103,11 +103,13 @@ local function book(cost, count, life, from, last, segments)
         if not place then return slot, refusing end
       end
       fits = 1
-      if count > 1 then
+      if count > 1 and not state.borrows then
         local least = NEVER
         for i = 1, state.limiting do
-          local room = unreserved(state[i].rule.room(state[i], slot, life), state[i], slot)
-          if room < least then least = room end
+          if state[i] ~= state.pace then
+            local room = unreserved(state[i].rule.room(state[i], slot, life), state[i], slot)
+            if room < least then least = room end
+          end
         end
         fits = math.floor(least / cost)
         if fits > count then fits = count end
@@ -225,14 +227,28 @@ if state.quota and (operation == LEASE or operation == LEASE_LATER) then state.c
 if #state > MOST_LIMITS then
   return redis.error_reply('TOLLGATE a call states at most ' .. MOST_LIMITS .. ' limits')
 end
+if lends then
+  local kind, count, window, capacity = struct.unpack(CALL_LIMIT, call, pos - CALL_LIMIT_SIZE)
+  for i = 1, state.limiting do
+    local limit = state[i]
+    if limit.count == count and limit.window == window and limit.kind == kind and limit.capacity == capacity then
+      state.pace = limit
+    end
+  end
+  if lends ~= OWNS then state.borrows = lends end
+end
 if state.cold_advance then state.cold_advance.insert_due() end
 if state.returned_count > 0 then (state.cold or cold()).drain() end
 
 -- Twin: `usage` in src/store/memory/booking.rs. Nothing is written.
 if operation == PEEK then
   local used, free, held_for, recovering = {}, {}, state.earliest - now, state.recovering_until - now
+  local limits = {}
   for i = 1, state.limiting do
-    local limit = state[i]
+    if state[i] ~= state.pace then limits[#limits + 1] = state[i] end
+  end
+  for i = 1, #limits do
+    local limit = limits[i]
     used[i] = limit.rule.cold().used(limit)
     if state.cold_advance then used[i] = used[i] + state.cold_advance.booked(limit) end
     free[i] = unreserved(limit.rule.free(limit), limit, now)
@@ -248,8 +264,8 @@ if operation == PEEK then
     local count
     cost, count, pos = struct.unpack(CALL_DEMAND, call, pos)
     is_allowed = cost > 0
-    for i = 1, state.limiting do
-      if cost > largest_cost(state[i]) then is_allowed = false end
+    for i = 1, #limits do
+      if cost > largest_cost(limits[i]) then is_allowed = false end
     end
     if n < demand_count and is_allowed then
       book(cost, count, life, state.earliest, NEVER - 1, {})
@@ -263,10 +279,10 @@ if operation == PEEK then
   end
   local parts = {
     struct.pack(PEEK_REPLY, CALL_VERSION, state.quota and GRANTED + WITH_QUOTA or GRANTED, all_free, next_slot < NEVER and next_slot - now or NEVER, held_for, releases,
-      is_cut, recovering > 0 and recovering or 0, state.limiting),
+      is_cut, recovering > 0 and recovering or 0, #limits),
   }
-  for i = 1, state.limiting do
-    local limit, slot = state[i], NEVER
+  for i = 1, #limits do
+    local limit, slot = limits[i], NEVER
     if cost <= largest_cost(limit) then
       slot = limit.external and first_slot_unreserved(limit, now, cost, life)
         or limit.rule.first_slot(limit, now, cost, life, 0)
@@ -341,7 +357,7 @@ else
     end
     local slot
     for i = 1, state.limiting do
-      if cost == 0 or cost > largest_cost(state[i]) then slot = NEVER end
+      if cost == 0 or (state[i] ~= state.pace and cost > largest_cost(state[i])) then slot = NEVER end
     end
     if not slot then
       slot, refusing = book(cost, count, life, from, now + latest, segments)

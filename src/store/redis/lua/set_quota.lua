@@ -10,7 +10,7 @@
 -- have a set quota, so all functions of this file are cold.
 
 -- The most limits of a set quota.
-local MOST_SET_LIMITS = 8
+local MOST_SET_LIMITS = 9
 
 -- Makes the functions that few calls need.
 local function cold_set_quota()

@@ -14,7 +14,7 @@
 -- because a function costs 50 ns in each call. Those files explain the arithmetic.
 
 if operation == LEASE and demand_count == 1 and return_count + charge_count + flags % 2 == 0 and prefetch_most == 0
-  and hold_left == 0 and #head == head_size then
+  and hold_left == 0 and #head == head_size and (not lends or lends == OWNS) then
   local format, record_count, returned_count, returned_room, incarnation, writes, made_at, recovering_until, offset, last_write,
     expires, held_until, releases = struct.unpack(HEAD, head)
   local now = server_time + offset
@@ -52,14 +52,16 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
       local asked_kind, asked_count, asked_window, asked_capacity =
         struct.unpack(CALL_LIMIT, call, pos + CALL_LIMIT_SIZE * (i - 1))
       if asked_kind == BUCKET then
+        -- The pace of a part counts permits of its owner, and does not limit them.
+        local is_pace = lends and i == limit_count
         local kind, count, window, capacity, record_guard, last_stated, n, room, full_at, full_r, base_at, base_r, refundable,
           refundable_r = struct.unpack(BUCKET_RECORD, head, record)
         -- How far the bucket is from full, in microseconds / count. A moment is `full_at` and
         -- `full_r` / count microseconds. The checks below make sure that all products are exact.
         local missing = full_at > now and (full_at - now) * count + full_r or 0
         if kind ~= BUCKET or asked_count ~= count or asked_window ~= window or asked_capacity ~= capacity or n > 0
-          or cost > capacity or (capacity + 1) * window + (life + slack) * count >= NEVER or missing >= NEVER
-          or capacity - math.ceil(missing / window) < units then
+          or (capacity + 1) * window + (life + slack) * count >= NEVER or missing >= NEVER
+          or not is_pace and (cost > capacity or capacity - math.ceil(missing / window) < units) then
           is_unusual = true
           break
         end
@@ -83,7 +85,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
           end
           local free = capacity - math.ceil(((full_at - now) * count + full_r) / window)
           if free < 0 then free = 0 end
-          if free < free_after then free_after = free end
+          if free < free_after and not is_pace then free_after = free end
           fresh = full_r > 0 and full_at + 1 or full_at
           if fresh > fresh_from then fresh_from = fresh end
           records = records .. struct.pack(BUCKET_RECORD, BUCKET, count, window, capacity, record_guard, last_stated, 0,

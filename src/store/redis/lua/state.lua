@@ -25,6 +25,8 @@
 --   quota            the set quota, or its end (set_quota.lua)
 --   call_version     the quota version of the call
 --   is_outdated      whether the limits of the call are those of a set quota that has ended
+--   pace             the pace of the part (src/limit/lending.rs), if the key is the part of a class
+--   borrows          the percentage of each limit that the caller may borrow, if it borrows
 --   has_new_version  whether this call changes the quota version of the state
 local state = {
   false, false,
