@@ -55,7 +55,17 @@ pub enum ConfigError {
         /// How long the guard is, on each side.
         boundary_guard: Duration,
     },
-    /// More than [`Quota::MOST_LIMITS`] limits on one key.
+    /// A [share](crate::RateLimitBuilder::share) of a limit is less than one unit.
+    ///
+    /// Use larger shares, a longer window, or a burst.
+    Undividable {
+        /// The limit.
+        limit: Limit,
+        /// The class whose share is too small.
+        class: &'static str,
+    },
+    /// More than [`Quota::MOST_LIMITS`] limits on one key. With [shares](crate::RateLimitBuilder::share)
+    /// one limit less.
     TooManyLimits,
     /// `burst` was called on a bucket or on `every`, whose burst is the capacity.
     BurstOfBucket,
@@ -154,6 +164,12 @@ impl fmt::Display for ConfigError {
                 f,
                 "quota {limit}: a boundary_guard of {boundary_guard:?} on both sides leaves less than half of the \
                  window; lower boundary_guard, or use a sliding window, which needs none"
+            ),
+            ConfigError::Undividable { limit, class } => write!(
+                f,
+                "quota {limit}: the share of {class:?} is less than one unit: give the class a larger share, or write the \
+                 quota with a longer window or a burst, such as Quota::bucket(10).refill(1, d) instead of \
+                 Quota::every(d); all classes without a share have the rest together"
             ),
             ConfigError::TooManyLimits => {
                 write!(

@@ -118,7 +118,7 @@
 //! once. Limits of the same key go into one quota, with [`and`](Quota::and). For limits of different
 //! keys, use [`and_per`](RateLimitBuilder::and_per) or [`and`](RateLimitLayer::and): see [several
 //! limits](guide::several_limits). Two layers are right for a [lower limit of some
-//! requests](guide::keys#which-requests-go-first), and for limits that [settle different
+//! requests](guide::classes#without-shares), and for limits that [settle different
 //! costs](guide::true_costs#with-several-limits). With a task between two layers, the outer limit
 //! [is not kept](RateLimitLayer#two-layers).
 //!
@@ -214,7 +214,7 @@ pub use error::{Error, Limited, Reason};
 pub use estimates::Estimates;
 pub use guard::Guard;
 #[doc(inline)]
-pub use key::{Deadline, Key, RequestRef, by_header, by_host};
+pub use key::{Class, Deadline, Key, RequestRef, by_header, by_host};
 #[cfg(feature = "grpc")]
 #[doc(inline)]
 pub use key::{by_grpc_method, by_grpc_service};

@@ -357,6 +357,7 @@ mod tests {
                 name: None,
                 route: None,
                 unit: None,
+                class: None,
                 limit: Some(Limit::Sliding {
                     count: 50,
                     window: Duration::from_secs(1),

@@ -24,6 +24,8 @@ pub(crate) struct Facts {
     pub(crate) route: Option<Arc<str>>,
     /// What the limit counts. `None` for requests.
     pub(crate) unit: Option<&'static str>,
+    /// The class whose share it is, if the quota is divided.
+    pub(crate) class: Option<&'static str>,
     pub(crate) limit: Option<Limit>,
     pub(crate) retry_after: Option<Duration>,
     pub(crate) at: SystemTime,
@@ -59,6 +61,12 @@ impl LimitedInfo {
     /// it one. [`key`](Self::key) is then the label of that limit's key.
     pub fn name(&self) -> Option<&str> {
         self.0.name
+    }
+
+    /// Returns the class whose [share](crate::RateLimitBuilder::share) refused the request. `None` if the
+    /// quota is not divided, or if the request has no class with a share.
+    pub fn class(&self) -> Option<&'static str> {
+        self.0.class
     }
 
     /// Returns the pattern of the [route](crate::Routes) whose quota refused the request, as the table
@@ -128,6 +136,9 @@ impl fmt::Display for Subject<'_> {
         if let Some(route) = &self.0.route {
             write!(f, "{route} ")?;
         }
+        if let Some(class) = self.0.class {
+            write!(f, "{class} ")?;
+        }
         f.write_str(&self.0.key)
     }
 }
@@ -139,6 +150,7 @@ impl fmt::Debug for LimitedInfo {
             name,
             route,
             unit: _,
+            class,
             limit,
             retry_after,
             at,
@@ -149,6 +161,7 @@ impl fmt::Debug for LimitedInfo {
             .field("key", key)
             .field("name", name)
             .field("route", route)
+            .field("class", class)
             .field("limit", limit)
             .field("unit", &self.unit())
             .field("retry_after", retry_after)

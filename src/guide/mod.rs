@@ -7,6 +7,7 @@
 //!   request may wait.
 //! - [Keys](keys): whose limit it is.
 //! - [Keys, plans and routes](keys_plans_routes): quotas of customers and of routes.
+//! - [Who goes first](classes): shares of a quota for classes of requests.
 //! - [Several limits](several_limits): limits with different keys on one request.
 //! - [True costs](true_costs): limits on tokens or points, where the response states the cost.
 //! - [LLM APIs](llm_apis): how providers count tokens and points, and what to use for each.
@@ -80,6 +81,9 @@ pub mod in_flight {}
 
 #[doc = include_str!("keys.md")]
 pub mod keys {}
+
+#[doc = include_str!("classes.md")]
+pub mod classes {}
 
 #[doc = include_str!("keys_plans_routes.md")]
 pub mod keys_plans_routes {}

@@ -97,6 +97,15 @@ impl Key {
         self.and("tollgate unit").and(unit)
     }
 
+    /// Returns the key under which the requests of a class are counted. Of that key, it returns this one.
+    pub(crate) fn of_class(self, class: &str) -> Self {
+        let class = Key::new("tollgate class").and(class);
+        Key {
+            high: self.high ^ class.high,
+            low: self.low ^ class.low,
+        }
+    }
+
     /// Returns the key that [`by_host`] gives the requests to `host`, to look at with
     /// [`peek`](crate::Limiter::peek).
     ///
@@ -234,6 +243,20 @@ impl fmt::Debug for Key {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Deadline(pub Instant);
+
+/// The class of one request, in its extensions, for a layer whose quota is divided by
+/// [`share`](crate::RateLimitBuilder::share). It takes precedence over
+/// [`class`](crate::RateLimitBuilder::class).
+///
+/// ```
+/// use tollgate::Class;
+///
+/// let mut request = http::Request::get("http://example.com/").body(())?;
+/// request.extensions_mut().insert(Class("web"));
+/// # Ok::<(), http::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Class(pub &'static str);
 
 /// The properties of a request that tollgate uses.
 ///

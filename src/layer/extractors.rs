@@ -10,7 +10,7 @@ use http::Extensions;
 use super::response_policy::ResponsePolicy;
 use super::routes::RouteTable;
 use crate::cost::{Cost, RequestCost};
-use crate::key::{Deadline, HostKey, Key, RequestInfo, RequestRef, by_host};
+use crate::key::{Class, Deadline, HostKey, Key, RequestInfo, RequestRef, by_host};
 use crate::limiter::QuotaId;
 use crate::quota::Quota;
 
@@ -25,6 +25,8 @@ pub(super) struct Extractors {
     /// Returns the quota of the key of a request, or `None` for that of the builder.
     pub(super) quota: Option<Extractor<Option<Quota>>>,
     pub(super) deadline: Option<Extractor<Option<Instant>>>,
+    /// Returns the class of a request, for a quota that is divided among classes.
+    pub(super) class: Option<Extractor<Option<&'static str>>>,
     /// The routes that have a key and a quota of their own. Requests without a route count under the
     /// first limit of the layer as usual, and not at all under a further limit.
     pub(super) routes: Option<RouteTable>,
@@ -94,6 +96,16 @@ impl Extractors {
                 None => QuotaOf::Configured,
             },
             (None, None) => QuotaOf::Unstated,
+        }
+    }
+
+    /// Reads the class of `request`.
+    pub(super) fn read_class<R: RequestInfo>(&self, request: &R) -> Option<&'static str> {
+        let extensions = request.extensions();
+        match (extensions.and_then(Extensions::get::<Class>), &self.class) {
+            (Some(Class(class)), _) => Some(class),
+            (None, Some(class_of)) => class_of(&RequestRef::new(request)),
+            (None, None) => None,
         }
     }
 
@@ -181,6 +193,7 @@ impl fmt::Debug for Extractors {
             .field("cost", &self.cost.is_some())
             .field("quota", &self.quota.is_some())
             .field("deadline", &self.deadline.is_some())
+            .field("class", &self.class.is_some())
             .field("routes", &self.routes.is_some())
             .field("key_name", &self.key_name.is_some())
             .field("error_on_upstream_limit", &self.policy.error_on_limit())

@@ -30,8 +30,8 @@ pub(super) fn build(
         boundary: BOUNDARY,
         rate_loss: Slacks::RATE_LOSS,
     };
-    let quotas = Arc::new(Quotas::new(quota, slacks, Duration::ZERO));
-    let spec = Arc::new(quotas.limits(quota)?);
+    let quotas = Arc::new(Quotas::new(quota, None, slacks, Duration::ZERO));
+    let spec = Arc::new(quotas.limits(quota, 0)?);
     let name = format!("{name} guard");
     let limiter = move |store| limiter(spec.clone(), quotas.clone(), &name, store, max_keys);
     let all = limiter(store.clone());
@@ -48,6 +48,7 @@ fn limiter(
     max_keys: usize,
 ) -> Limiter {
     let settings = Settings {
+        part: None,
         spec,
         quotas,
         is_further_unit: false,

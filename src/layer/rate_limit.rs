@@ -24,7 +24,7 @@ use crate::events;
 use crate::guarded;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::limiter::{
-    Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, Permit, QuotaId,
+    CoreId, Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, Permit, QuotaId,
     Reservation, Sent, Started, Waiting, enter_joint, is_inside_a_layer,
 };
 use crate::quota::Quota;
@@ -286,7 +286,7 @@ impl RateLimitLayer {
             quota.map_err(|reason| limiter.unreadable(reason, &self.limiter))
         };
         let quota = quota_of(&self.limiter, &self.extractors, quota)?;
-        add(&self.limiter, key, &cost, quota, &mut host);
+        add(self.counting(request), key, &cost, quota, &mut host);
         for limit in self.further.iter() {
             let FurtherLimit {
                 name,
@@ -309,6 +309,17 @@ impl RateLimitLayer {
             add(limiter, key, &own.cost, quota, &mut host);
         }
         Ok(deadline)
+    }
+
+    /// Returns the limiter of the first limit that counts `request`: that of its class, if the quota is
+    /// divided.
+    #[inline]
+    fn counting(&self, request: &impl RequestInfo) -> &Limiter {
+        if self.limiter.is_divided() {
+            self.limiter.of_class(self.extractors.read_class(request))
+        } else {
+            &self.limiter
+        }
     }
 
     /// Enters a request that counts in several limits, or that other layers are around.
@@ -338,6 +349,7 @@ impl RateLimitLayer {
 
     /// Admits a request on the slow path, makes it wait, or refuses it.
     fn admit(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Waiting> {
+        let limiter = self.counting(request);
         let (entry, now) = match slow {
             Slow::Unreadable(reason) => {
                 return Admission::No(self.limiter.unreadable(reason, &self.limiter));
@@ -346,18 +358,18 @@ impl RateLimitLayer {
             Slow::NoPermit(entry, now) => (entry, now),
             Slow::OwnPolicy(entry) => {
                 let now = clock::now();
-                match self.limiter.take_at_once(&entry, now) {
+                match limiter.take_at_once(&entry, now) {
                     Err(now) => (entry, now),
-                    Ok(slot) => return Admission::Go(self.granted(entry, slot, now, request)),
+                    Ok(slot) => {
+                        return Admission::Go(self.granted(limiter, entry, slot, now, request));
+                    }
                 }
             }
         };
-        match self
-            .limiter
-            .start_slow(&entry, now, || self.label(entry.key, request))
-        {
+        let label = || self.label(limiter.whole(entry.key), request);
+        match limiter.start_slow(&entry, now, label) {
             Started::Granted(slot, in_flight_slot) => {
-                let sent = self.granted(entry, slot, now, request);
+                let sent = self.granted(limiter, entry, slot, now, request);
                 Admission::Go(sent.in_flight(in_flight_slot))
             }
             Started::Waiting(waiter) => Admission::Wait(Waiting::one(waiter)),
@@ -368,13 +380,15 @@ impl RateLimitLayer {
     /// Makes the call of a request that got its permit on the slow path without a wait.
     fn granted(
         &self,
+        limiter: &Limiter,
         entry: Entry,
         slot: Option<Reservation>,
         now: Instant,
         request: &impl RequestInfo,
     ) -> Sent {
-        let sent = self.sent(Admitted { entry, now });
-        let sent = self.with_label(sent, entry.key, request);
+        let core = limiter.id();
+        let sent = self.sent(Admitted { entry, core, now });
+        let sent = self.with_label(sent, limiter.whole(entry.key), request);
         sent.with_slot(slot, self.limiter.settles())
     }
 
@@ -425,6 +439,8 @@ fn quota_of(
 #[derive(Clone, Copy)]
 pub(super) struct Admitted {
     entry: Entry,
+    /// The limiter that counts it.
+    core: CoreId,
     now: Instant,
 }
 
@@ -441,12 +457,12 @@ pub(super) enum Slow {
 }
 
 impl Slow {
-    /// Returns the key of the request, if it has one.
-    fn key(&self) -> Option<Key> {
+    /// Returns the key of the request, which `limiter` counts, if it has one.
+    fn key(&self, limiter: &Limiter) -> Option<Key> {
         match self {
             Slow::Unreadable(_) => None,
             Slow::Joint(reading) => Some(reading.key),
-            Slow::NoPermit(entry, _) | Slow::OwnPolicy(entry) => Some(entry.key),
+            Slow::NoPermit(entry, _) | Slow::OwnPolicy(entry) => Some(limiter.whole(entry.key)),
         }
     }
 }
@@ -476,36 +492,42 @@ impl Gate for RateLimitLayer {
         } = reading;
         let quota = quota_of(&self.limiter, &self.extractors, quota, request);
         let quota = quota.map_err(Slow::Unreadable)?;
+        let limiter = self.counting(request);
         let entry = Entry {
-            key,
+            key: limiter.key_of(key),
             cost: cost.under(None),
             deadline,
-            host: self.limiter.host_of(key, &mut host),
+            host: limiter.host_of(key, &mut host),
             quota,
         };
         if !self.extractors.policy.is_default() {
             return Err(Slow::OwnPolicy(entry));
         }
-        match self.limiter.send_at_once(&entry) {
+        match limiter.send_at_once(&entry) {
             Err(now) => Err(Slow::NoPermit(entry, now)),
-            Ok(now) => Ok(Admitted { entry, now }),
+            Ok(now) => Ok(Admitted {
+                entry,
+                core: limiter.id(),
+                now,
+            }),
         }
     }
 
     #[inline]
-    fn sent(&self, Admitted { entry, now }: Admitted) -> Sent {
-        Sent::at_once(self.limiter.id(), &entry, now)
+    fn sent(&self, Admitted { entry, core, now }: Admitted) -> Sent {
+        Sent::at_once(core, &entry, now)
     }
 
     fn enter_slow(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Waiting> {
-        let key = slow.key();
+        let limiter = self.counting(request);
+        let key = slow.key(limiter);
         let admission = self.admit(slow, request);
         if let Some(key) = key
             && let Some(name_of) = &self.extractors.key_name
-            && self.limiter.is_unnamed(key)
+            && limiter.is_unnamed(key)
             && let Some(name) = name_of(&RequestRef::new(request))
         {
-            self.limiter.name_key(key, &name);
+            limiter.name_key(key, &name);
         }
         admission
     }

@@ -13,8 +13,10 @@ use crate::config_error::ConfigError;
 use crate::cost::Cost;
 use crate::guarded::Watch;
 use crate::key::{Key, RequestRef};
-use crate::limiter::{HeaderTrust, Limiter, MOST_PARTS, OnScope, OnStoreError, Quotas, Settings};
-use crate::quota::{Quota, Slacks};
+use crate::limiter::{
+    HeaderTrust, Limiter, MOST_PARTS, OnScope, OnStoreError, PartOfQuota, Quotas, Settings,
+};
+use crate::quota::{ClassShare, Division, Quota, Slacks};
 use crate::signal::ResponseRef;
 use crate::stats::{Kind, Tally};
 use crate::store::{FallbackStore, MemoryStore, Share, Store};
@@ -51,6 +53,10 @@ pub struct RateLimitBuilder {
     on_scope: Option<OnScope>,
     /// The name of the first limit.
     name: Option<&'static str>,
+    /// The classes among which the quota of the first limit is divided.
+    shares: Vec<ClassShare>,
+    /// A class without a share for which `lends` was called.
+    lends_unknown: Option<&'static str>,
     /// The limits besides the first.
     further: Vec<Further>,
     /// Routes whose quotas apply in place of the first limit.
@@ -89,6 +95,8 @@ impl RateLimitBuilder {
             learn: HeaderTrust::default(),
             on_scope: None,
             name: None,
+            shares: Vec::new(),
+            lends_unknown: None,
             further: Vec::new(),
             instead: Vec::new(),
         }
@@ -215,6 +223,70 @@ impl RateLimitBuilder {
         F: Fn(&RequestRef<'_>) -> Option<Quota> + Send + Sync + 'static,
     {
         self.common.extractors.quota = Some(Arc::new(quota));
+        self
+    }
+
+    /// Guarantees a class of requests a share of the quota, in per cent, whatever other requests do.
+    /// Default: no shares, and all requests wait in one line.
+    ///
+    /// What a class leaves unused is [lent](Self::lends) to the others as it arises. Requests without a
+    /// class, and those of classes without a share, have together what the shares leave.
+    /// [`class`](Self::class) says which class a request has. Each class waits in a line of its own, of up
+    /// to [`max_queue`](Self::max_queue) requests.
+    ///
+    /// With `share("web", 100)`, web goes first: all others live on what web does not use. To keep a line
+    /// moving, they have one per cent of the quota, and at least one unit.
+    ///
+    /// A share is a part of each limit of a rate, rounded down to whole units. Calls in flight are not
+    /// divided, and neither are the limits of [`and_per`](Self::and_per). The page
+    /// [`guide::classes`](crate::guide::classes) has what is guaranteed, and what to do when shares change.
+    ///
+    /// [`build`](Self::build) fails if a share is not from 1 to 100, if the shares are more than 100 per
+    /// cent together, if there are more than seven, or if a share of a limit is less than one unit
+    /// ([`ConfigError::Undividable`]).
+    ///
+    /// ```
+    /// use tollgate::{Quota, RateLimitLayer};
+    ///
+    /// let limit = RateLimitLayer::builder(Quota::per_second(50))
+    ///     .share("web", 50)
+    ///     .share("jobs", 30) // 20 % are for all others
+    ///     .class(|request| request.path().starts_with("/batch").then_some("jobs").or(Some("web")))
+    ///     .build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    pub fn share(mut self, class: &'static str, percent: u8) -> Self {
+        self.shares.push(ClassShare {
+            class,
+            percent,
+            lends: ClassShare::LENDS,
+        });
+        self
+    }
+
+    /// Sets how much of the share of a class others may borrow while the class does not use it, in per cent,
+    /// from 0 to 100. Default: 97. Set it after [`share`](Self::share).
+    ///
+    /// What is not lent is free at once when requests of the class arrive together: a lower value shortens
+    /// the waits after an idle time, and leaves more of the quota unused. [`build`](Self::build) fails if
+    /// the class has no share, or if `percent` is above 100.
+    pub fn lends(mut self, class: &'static str, percent: u8) -> Self {
+        match self.shares.iter_mut().find(|share| share.class == class) {
+            Some(share) => share.lends = percent,
+            None => self.lends_unknown = Some(class),
+        }
+        self
+    }
+
+    /// Sets how the class of a request is found. Default: no request has a class.
+    ///
+    /// A [`Class`](crate::Class) in the extensions of the request takes precedence over the function. A
+    /// request whose class has no [share](Self::share) counts among the others.
+    pub fn class<F>(mut self, class: F) -> Self
+    where
+        F: Fn(&RequestRef<'_>) -> Option<&'static str> + Send + Sync + 'static,
+    {
+        self.common.extractors.class = Some(Arc::new(class));
         self
     }
 
@@ -532,7 +604,7 @@ impl RateLimitBuilder {
     where
         F: Fn(Key, &str) -> Option<Key> + Send + Sync + 'static,
     {
-        self.on_scope = Some(Box::new(on_scope));
+        self.on_scope = Some(Arc::new(on_scope));
         self
     }
 
@@ -594,31 +666,70 @@ impl RateLimitBuilder {
         (on_scope, guard): (Option<OnScope>, Option<Arc<dyn Watch>>),
     ) -> Result<Limiter, ConfigError> {
         quota.check(self.slacks())?;
-        let share = self.share(&quota)?;
-        let quotas = Arc::new(Quotas::new(quota, self.slacks(), self.counted_within));
-        let settings = |quota| self.settings(quota, &quotas, name, store.clone(), share);
-        let mut units = quota.by_unit().into_iter();
-        let first = settings(units.next().unwrap_or(quota))?;
-        let others: Result<Vec<_>, _> = units.map(settings).collect();
-        let others = others?.into_iter().map(|settings| Settings {
-            is_further_unit: true,
-            ..settings
-        });
-        let first = Settings {
-            on_scope,
-            guard,
-            ..first
+        let share = self.checked_fallback_share(&quota)?;
+        // Only the first limit of the layer is divided.
+        let division = if self.divides(name) {
+            Some(Division::new(&self.shares)?)
+        } else {
+            None
         };
-        Ok(Limiter::new(first, others))
+        let classes = division.clone().unwrap_or_default();
+        let quotas = Arc::new(Quotas::new(
+            quota,
+            division,
+            self.slacks(),
+            self.counted_within,
+        ));
+        let classes = classes.shares().iter().map(|share| Some(share.class));
+        let classes = std::iter::once(None).chain(classes);
+        let mut limiters = Vec::new();
+        for (index, (part, class)) in quotas.parts(&quota)?.into_iter().zip(classes).enumerate() {
+            let settings = |quota| {
+                let part = self.divides(name).then_some(PartOfQuota { index, class });
+                self.settings(quota, &quotas, part, name, store.clone(), share)
+            };
+            let mut units = part.by_unit().into_iter();
+            let first = settings(units.next().unwrap_or(part))?;
+            let others: Result<Vec<_>, _> = units.map(settings).collect();
+            let others = others?.into_iter().map(|settings| Settings {
+                is_further_unit: true,
+                ..settings
+            });
+            let first = Settings {
+                on_scope: on_scope.clone(),
+                guard: guard.clone(),
+                ..first
+            };
+            limiters.push((class, Limiter::new(first, others)));
+        }
+        let mut limiters = limiters.into_iter();
+        let Some((_, rest)) = limiters.next() else {
+            unreachable!("a quota has at least one part")
+        };
+        let classes: Vec<_> = limiters
+            .filter_map(|(class, limiter)| Some((class?, limiter)))
+            .collect();
+        Ok(if classes.is_empty() {
+            rest
+        } else {
+            Limiter::divided(rest, classes)
+        })
+    }
+
+    /// Returns whether the limit with this name is divided among classes: the first one, if there are
+    /// shares.
+    fn divides(&self, name: Option<&str>) -> bool {
+        name == self.name && !self.shares.is_empty()
     }
 
     /// Returns the name of a limit in stats: that of the layer, that of the limit if it is a further one,
-    /// and what it counts if that is not requests.
-    fn series(&self, name: Option<&str>, unit: Option<&str>) -> String {
+    /// what it counts if that is not requests, and the class if it has a share.
+    fn series(&self, name: Option<&str>, unit: Option<&str>, part: Option<PartOfQuota>) -> String {
         let layer = self.name.unwrap_or(Tally::DEFAULT_NAME);
         let further = name.filter(|name| self.name != Some(name));
-        let parts: Vec<&str> = [Some(layer), further, unit].into_iter().flatten().collect();
-        parts.join(" ")
+        let class = part.and_then(|part| part.class);
+        let parts = [Some(layer), further, unit, class].into_iter().flatten();
+        parts.collect::<Vec<&str>>().join(" ")
     }
 
     fn slacks(&self) -> Slacks {
@@ -634,6 +745,7 @@ impl RateLimitBuilder {
         &self,
         quota: Quota,
         quotas: &Arc<Quotas>,
+        part: Option<PartOfQuota>,
         name: Option<&'static str>,
         shared_store: Arc<dyn Store>,
         share: Option<Share>,
@@ -652,9 +764,10 @@ impl RateLimitBuilder {
             shared_store.clone()
         };
         Ok(Settings {
-            spec: Arc::new(quotas.limits(quota)?),
+            spec: Arc::new(quotas.limits(quota, part.map_or(0, |part| part.index))?),
             quotas: quotas.clone(),
             is_further_unit: false,
+            part,
             name,
             store,
             shared_store,
@@ -675,7 +788,7 @@ impl RateLimitBuilder {
             },
             tally: self
                 .common
-                .tally(&self.series(name, quota.unit()), Kind::Limiter),
+                .tally(&self.series(name, quota.unit(), part), Kind::Limiter),
         })
     }
 
@@ -711,6 +824,22 @@ impl RateLimitBuilder {
                 value: self.max_rate_loss.to_string(),
                 allowed: "at most 50",
             });
+        }
+        let out_of_range = |value: String, allowed| ConfigError::OutOfRange {
+            setting: "lends",
+            value,
+            allowed,
+        };
+        if let Some(class) = self.lends_unknown {
+            let value = format!("{class:?}");
+            return Err(out_of_range(
+                value,
+                "a class with a share: call share first",
+            ));
+        }
+        if let Some(share) = self.shares.iter().find(|share| share.lends > 100) {
+            let value = format!("{} % for {:?}", share.lends, share.class);
+            return Err(out_of_range(value, "at most 100 per cent"));
         }
         if self.further.len() >= MOST_PARTS {
             return Err(ConfigError::OutOfRange {
@@ -748,7 +877,7 @@ impl RateLimitBuilder {
     }
 
     /// Returns the share of the limit during an outage of the store, if one is set.
-    fn share(&self, quota: &Quota) -> Result<Option<Share>, ConfigError> {
+    fn checked_fallback_share(&self, quota: &Quota) -> Result<Option<Share>, ConfigError> {
         let falls_back = self.on_store_error == OnStoreError::FallbackShare;
         if falls_back && quota.limits().is_empty() {
             return Err(ConfigError::OutOfRange {

@@ -274,6 +274,7 @@ mod tests {
                 name: None,
                 route: None,
                 unit: None,
+                class: None,
                 limit: None,
                 retry_after: None,
                 at: std::time::SystemTime::UNIX_EPOCH,

@@ -92,10 +92,11 @@ struct Part {
 
 impl Part {
     fn new(core: Arc<Core>, request: Request) -> Self {
+        let named = core.whole(request.key);
         Part {
             core,
             request,
-            named: request.key,
+            named,
         }
     }
 }
@@ -110,7 +111,7 @@ impl Acquire {
         Acquire(Step::New(
             cores.first.clone(),
             Request {
-                key,
+                key: cores.first.part_of(key),
                 cost: 1,
                 deadline: None,
                 quota: QuotaId::NONE,
@@ -145,6 +146,41 @@ impl Acquire {
                 cores.check_units(|| cost, |unit| !cores.count(unit));
                 for Part { core, request, .. } in parts {
                     request.cost = cost.under(core.unit());
+                }
+            }
+            Step::Joint(_) | Step::Invalid(..) | Step::Waiting(_) | Step::Done => {}
+        }
+        self
+    }
+
+    /// Sets the class of the request, for a quota that is divided by
+    /// [`share`](crate::RateLimitBuilder::share). Default: none. A request whose class has no share counts
+    /// among the others. Set it before [`with`](Self::with): each key has a class of its own.
+    ///
+    /// Has no effect once the future was polled.
+    ///
+    /// ```
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = RateLimitLayer::builder(Quota::per_second(50)).share("web", 50).build()?.limiter();
+    /// let permit = limiter.acquire(Key::ALL).class("web").await?;
+    /// # drop(permit);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn class(mut self, class: &str) -> Self {
+        let change = |core: &mut Arc<Core>, request: &mut Request| {
+            if let Some((part, key)) = core.part_of_class(request.key, class) {
+                (*core, request.key) = (part, key);
+            }
+        };
+        match &mut self.0 {
+            Step::New(core, request) => change(core, request),
+            Step::Units(_, parts) => {
+                for Part { core, request, .. } in parts {
+                    change(core, request);
                 }
             }
             Step::Joint(_) | Step::Invalid(..) | Step::Waiting(_) | Step::Done => {}

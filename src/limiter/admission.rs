@@ -98,7 +98,7 @@ impl WaitFor {
             WaitFor::InFlightSlot(_) => core
                 .in_flight
                 .as_ref()
-                .map_or(0, |calls| calls.waiting(key)),
+                .map_or(0, |calls| calls.waiting(core.whole(key))),
             WaitFor::Slot(_) => core.states.find(key, |state| state.waiting()).unwrap_or(1),
         }
     }

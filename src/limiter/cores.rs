@@ -73,16 +73,22 @@ impl Cores {
         }
     }
 
-    /// Runs `act` for the key of each unit, all at once. Returns the first error.
-    pub(super) async fn for_each<'a, F>(
-        &'a self,
+    /// Returns the cores of all units and all parts, each with its key for the quota of `key`.
+    pub(super) fn everywhere(&self, key: Key) -> impl Iterator<Item = (Arc<Core>, Key)> {
+        self.all()
+            .flat_map(move |core| core.all_parts(core.key_of(key)))
+    }
+
+    /// Runs `act` for the key of each unit and each part, all at once. Returns the first error.
+    pub(super) async fn for_each<F>(
+        &self,
         key: Key,
-        act: impl Fn(&'a Arc<Core>, Key) -> F,
+        act: impl Fn(Arc<Core>, Key) -> F,
     ) -> Result<(), StoreError>
     where
         F: Future<Output = Result<(), StoreError>>,
     {
-        let all = self.all().map(|core| act(core, core.key_of(key)));
+        let all = self.everywhere(key).map(|(core, key)| act(core, key));
         join_all(all).await.into_iter().collect()
     }
 }

@@ -188,7 +188,10 @@ pub(super) fn busiest(core: &Core, most: usize) -> Vec<Key> {
 /// Returns the stats of a key, if it has state.
 pub(super) fn key_stats(core: &Core, key: Key) -> Option<KeyStats> {
     let now = clock::now();
-    let in_flight_waiting = core.in_flight.as_ref().map(|calls| calls.waiting(key));
+    let in_flight_waiting = core
+        .in_flight
+        .as_ref()
+        .map(|calls| calls.waiting(core.whole(key)));
     let (unlocked, unlocked_units) = match key {
         Key::ALL => core.states.unlocked_counts(),
         _ => (0, 0),

@@ -8,8 +8,10 @@
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
+use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
+use smallvec::SmallVec;
 use tokio::runtime::Handle;
 
 use super::engine::Core;
@@ -66,7 +68,7 @@ impl Core {
         let new = || {
             let mut state = KeyState::new(self.settings.spec.life(), now);
             let guard = self.settings.guard.as_ref();
-            if let Some(left) = guard.and_then(|guard| guard.stopped_for(key, now)) {
+            if let Some(left) = guard.and_then(|guard| guard.stopped_for(self.whole(key), now)) {
                 state.begin_held(left, now);
             }
             state
@@ -95,6 +97,7 @@ impl Core {
         let own = self.own_spec(state, now);
         let mut ctx = self.ctx(key, now, own.as_ref());
         let done = act(state, &mut ctx);
+        state.take_lent_back(&mut ctx);
         if !state.limits.take_change() {
             return (done, ctx.work);
         }
@@ -103,11 +106,25 @@ impl Core {
         let mut ctx = self.ctx(key, now, own.as_ref());
         ctx.work = work;
         state.quota_changed(&mut ctx);
+        state.take_lent_back(&mut ctx);
         (done, ctx.work)
     }
 
-    /// Gives back permits that were not used: to the next waiter of `key`, else to the store.
+    /// Gives back permits that were not used: to the part that has lent them, else to the next waiter of
+    /// `key`, else to the store.
     pub(super) fn give_back(self: &Arc<Self>, key: Key, slot: Reservation) {
+        if let Some(lender) = slot.lender {
+            if let Some((core, key)) = self.part_at(lender, key) {
+                core.give_back(
+                    key,
+                    Reservation {
+                        lender: None,
+                        ..slot
+                    },
+                );
+            }
+            return;
+        }
         if self
             .with_state(key, clock::now(), |state, ctx| state.give_back(ctx, slot))
             .is_none()
@@ -210,6 +227,32 @@ impl Core {
                 Effect::LimitInFlight(limit) => self.limit_in_flight(key, now, limit),
             }
         }
+        for slot in work.lent_back {
+            self.give_back(key, slot);
+        }
+        if let Some(delay) = work.borrow {
+            self.borrow(key, now, delay);
+        }
+    }
+
+    /// Waits until `delay` after `now`. Then asks the other parts for slots for the waiters of `key`.
+    fn borrow(self: &Arc<Self>, key: Key, now: Instant, delay: Duration) {
+        if delay.is_zero() {
+            let mut round = Box::pin(borrow_for(self.clone(), key));
+            // A store in memory answers at once.
+            let first = round.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+            if first.is_pending() {
+                self.spawn(round);
+            }
+            return;
+        }
+        let core = Arc::downgrade(self);
+        self.spawn(async move {
+            wait_for(now, delay).await;
+            if let Some(core) = core.upgrade() {
+                borrow_for(core, key).await;
+            }
+        });
     }
 
     /// Runs a call of `key` that was sent at `since` to its end.
@@ -230,7 +273,7 @@ impl Core {
     /// Limits the calls in flight of `key`, if they are limited.
     fn limit_in_flight(self: &Arc<Self>, key: Key, now: Instant, limit: Option<u32>) {
         if let Some(in_flight) = &self.in_flight {
-            self.claim(in_flight.set_limit(key, limit, now));
+            self.claim(in_flight.set_limit(self.whole(key), limit, now));
         }
     }
 
@@ -296,6 +339,58 @@ impl Core {
                     .flatten();
             }
         });
+    }
+}
+
+/// Asks the other parts for slots for the waiters of `key`, one part after the other.
+async fn borrow_for(core: Arc<Core>, key: Key) {
+    let wanted = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.wanted_loans(ctx);
+    let Some(mut wanted) = core.with_state(key, clock::now(), wanted).flatten() else {
+        return;
+    };
+    let (mut slots, mut again) = (Vec::new(), None::<Duration>);
+    let own = core.part_index();
+    let parts: SmallVec<[_; 8]> = core.all_parts(key).enumerate().collect();
+    let (before, after) = parts.split_at(own.min(parts.len()));
+    // Each class begins with the part behind its own.
+    for (index, (lender, lender_key)) in after.iter().skip(1).chain(before) {
+        if wanted.demands.is_empty() {
+            break;
+        }
+        let sent = clock::now();
+        let lend = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.lend(ctx, &wanted);
+        let Ok(Some(reply)) = lender.with_new_state(*lender_key, sent, lend) else {
+            continue;
+        };
+        let answer = reply.arrives().await;
+        let mut answer = Some(answer);
+        let take_in = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
+            let answer = answer.take().unwrap_or(Err(StoreError::Lost));
+            state.lent(ctx, answer, sent)
+        };
+        let lent = lender.with_state(*lender_key, clock::now(), take_in);
+        let Some(lent) = lent else {
+            // The state of the key is gone: this process cannot use what was granted.
+            if let Some(Ok(lease)) = answer {
+                let spec = lender.spec_to_give_back();
+                let store = &lender.settings.store;
+                store.give_back(*lender_key, &spec, &lease.unused());
+            }
+            continue;
+        };
+        wanted.take(&lent.slots);
+        let lender = u8::try_from(*index).ok();
+        let lent_slots = lent.slots.into_iter();
+        slots.extend(lent_slots.map(|slot| Reservation { lender, ..slot }));
+        again = [again, lent.again].into_iter().flatten().min();
+    }
+    let mut brought = Some(slots);
+    let end = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
+        state.loans_ended(ctx, brought.take().unwrap_or_default(), again);
+    };
+    core.with_state(key, clock::now(), end);
+    for slot in brought.into_iter().flatten() {
+        core.give_back(key, slot);
     }
 }
 

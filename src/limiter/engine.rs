@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, Weak};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::hosts::Hosts;
@@ -20,6 +20,8 @@ use super::key_states::KeyStates;
 use super::limited::LimitName;
 use super::outer;
 use super::settings::{OnStoreError, Settings};
+use smallvec::SmallVec;
+
 use crate::clock;
 use crate::cost::Cost;
 use crate::error::StoreError;
@@ -44,6 +46,8 @@ pub(super) struct Core {
     pub(super) joint: JointSets,
     /// Whether the layer of this limiter is around another one.
     has_inner: AtomicBool,
+    /// The cores of all parts of a divided quota, this one included.
+    parts: OnceLock<Box<[Weak<Core>]>>,
     /// The hosts of requests under [`Key::ALL`].
     pub(super) hosts: Hosts,
     on_event: OnEvent,
@@ -103,6 +107,7 @@ impl Core {
         // Further units of a quota leave the holds of hosts to its first one.
         let unit = settings.spec.quota().unit();
         let unit = unit.filter(|_| !settings.is_further_unit);
+        let class = settings.part.and_then(|part| part.class);
         let core = Arc::new(Core {
             id: CoreId::next(),
             states: KeyStates::new(settings.max_keys, clock::now()),
@@ -112,7 +117,8 @@ impl Core {
             warned_of_units: AtomicBool::new(false),
             joint: JointSets::default(),
             has_inner: AtomicBool::new(false),
-            hosts: Hosts::new(unit),
+            parts: OnceLock::new(),
+            hosts: Hosts::new(unit, class),
             on_event,
         });
         let mut cores = CORES.write().unwrap_or_else(PoisonError::into_inner);
@@ -210,7 +216,7 @@ impl Core {
 
     /// Returns the name of `key`, which came with `request`, for errors and events.
     pub(super) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Label {
-        store::label(&*self.settings.store, key, request)
+        store::label(&*self.settings.store, self.whole(key), request)
     }
 
     /// Returns what the limits count. `None` for requests.
@@ -229,8 +235,75 @@ impl Core {
     }
 
     /// Returns the key under which the units of requests with `key` are counted here.
+    #[inline]
     pub(super) fn key_of(&self, key: Key) -> Key {
-        self.unit().map_or(key, |unit| key.of_unit(unit))
+        self.part_of(self.unit().map_or(key, |unit| key.of_unit(unit)))
+    }
+
+    /// Returns the class that this core counts, if it has a share.
+    #[inline]
+    pub(super) fn class(&self) -> Option<&'static str> {
+        self.settings.part?.class
+    }
+
+    /// Returns the key for this part of the quota of `key`.
+    #[inline]
+    pub(super) fn part_of(&self, key: Key) -> Key {
+        self.class().map_or(key, |class| key.of_class(class))
+    }
+
+    /// Returns the key whose quota is divided, of which `key` is a part.
+    pub(super) fn whole(&self, key: Key) -> Key {
+        self.part_of(key)
+    }
+
+    /// Notes the cores of all parts of the quota.
+    pub(super) fn note_parts(&self, parts: &[Arc<Core>]) {
+        let parts = parts.iter().map(Arc::downgrade).collect();
+        // They are noted once, when they are made.
+        let _ = self.parts.set(parts);
+    }
+
+    /// Returns the number of the part that this core counts.
+    pub(super) fn part_index(&self) -> usize {
+        self.settings.part.map_or(0, |part| part.index)
+    }
+
+    /// Returns whether the quota is divided among classes.
+    pub(super) fn is_divided(&self) -> bool {
+        self.settings.part.is_some()
+    }
+
+    /// Returns the cores of all parts of the quota, each with its key for the part of which `key` is one.
+    pub(super) fn all_parts(self: &Arc<Self>, key: Key) -> impl Iterator<Item = (Arc<Core>, Key)> {
+        let whole = self.whole(key);
+        let parts = self.parts.get().into_iter().flatten();
+        let mut parts: SmallVec<[Arc<Core>; 1]> = parts.filter_map(Weak::upgrade).collect();
+        if parts.is_empty() {
+            parts.push(self.clone());
+        }
+        parts.into_iter().map(move |core| {
+            let key = core.part_of(whole);
+            (core, key)
+        })
+    }
+
+    /// Returns the core of a class, or of the rest if it has no share, and its key for the part of which
+    /// `key` is one. `None` if the quota is not divided.
+    pub(super) fn part_of_class(&self, key: Key, class: &str) -> Option<(Arc<Core>, Key)> {
+        let parts = self.parts.get()?;
+        let cores = || parts.iter().filter_map(Weak::upgrade);
+        let of_class = cores().find(|core| core.class() == Some(class));
+        let core = of_class.or_else(|| cores().next())?;
+        let key = core.part_of(self.whole(key));
+        Some((core, key))
+    }
+
+    /// Returns the core of the part with this number, and its key for the part of which `key` is one.
+    pub(super) fn part_at(&self, number: u8, key: Key) -> Option<(Arc<Core>, Key)> {
+        let core = self.parts.get()?.get(usize::from(number))?.upgrade()?;
+        let key = core.part_of(self.whole(key));
+        Some((core, key))
     }
 
     /// Returns what errors call the limit of `key`.
@@ -247,6 +320,7 @@ impl Core {
             name: *name,
             route: quota.and_then(|quota| quotas.route(quota)),
             unit: self.unit(),
+            class: self.class(),
         }
     }
 

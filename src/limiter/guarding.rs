@@ -100,10 +100,27 @@ impl Guarded for Core {
 
     fn hold(self: Arc<Self>, key: Key, span: Duration) {
         // It is cut, because nobody knows when the answers are good again: so one request is first.
-        drop(holds::begin(&self, key, span, true, Cause::Guard));
+        for (core, key) in self.all_parts(self.part_of(key)) {
+            drop(holds::begin(&core, key, span, true, Cause::Guard));
+        }
     }
 
     fn hold_all(self: Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, span: Duration) {
+        for (core, _) in self.all_parts(Key::ALL) {
+            core.hold_stopped(is_stopped, span);
+        }
+    }
+
+    fn release_all(self: Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, until: Instant) {
+        for (core, _) in self.all_parts(Key::ALL) {
+            core.release_stopped(is_stopped, until);
+        }
+    }
+}
+
+impl Core {
+    /// Holds the keys that a guard stops.
+    fn hold_stopped(self: &Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, span: Duration) {
         let now = clock::now();
         let mut begun = 0;
         for key in self.keys_where(is_stopped) {
@@ -128,7 +145,8 @@ impl Guarded for Core {
         }
     }
 
-    fn release_all(self: Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, until: Instant) {
+    /// Releases the keys that a guard has stopped until then.
+    fn release_stopped(self: &Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, until: Instant) {
         let now = clock::now();
         for key in self.keys_where(is_stopped) {
             self.with_state(key, now, |state, ctx| {
@@ -151,7 +169,7 @@ impl Core {
     fn keys_where(&self, is_wanted: &dyn Fn(Key) -> bool) -> Vec<Key> {
         let mut keys = Vec::new();
         self.states.for_each(|key, _| keys.push(key));
-        keys.retain(|key| is_wanted(*key));
+        keys.retain(|key| is_wanted(self.whole(*key)));
         keys
     }
 }

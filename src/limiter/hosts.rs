@@ -18,7 +18,7 @@ use crate::key::Key;
 pub(super) struct Hosts {
     /// What the limits count, if they count no requests.
     unit: Option<&'static str>,
-    /// The key of requests to all hosts: [`Key::ALL`], or its key for the unit.
+    /// The key of requests to all hosts: [`Key::ALL`], or its key for the unit and the class.
     all: Key,
     first: OnceLock<FirstHost>,
     /// Whether requests went to another host than the first.
@@ -52,11 +52,12 @@ impl FirstHost {
 }
 
 impl Hosts {
-    /// Makes the hosts of requests whose limits count `unit`, or requests.
-    pub(super) fn new(unit: Option<&'static str>) -> Self {
+    /// Makes the hosts of requests of a `class`, if it has a share, whose limits count `unit`, or requests.
+    pub(super) fn new(unit: Option<&'static str>, class: Option<&str>) -> Self {
+        let all = of_unit(Key::ALL, unit);
         Hosts {
             unit,
-            all: of_unit(Key::ALL, unit),
+            all: class.map_or(all, |class| all.of_class(class)),
             first: OnceLock::new(),
             several: AtomicBool::new(false),
         }

@@ -60,7 +60,8 @@ impl InFlightSlot {
             number,
             others,
         } = &*self.0;
-        with_guarded_calls(core, *key, |calls| calls.is_lost(*number, now)).unwrap_or(false)
+        let key = core.whole(*key);
+        with_guarded_calls(core, key, |calls| calls.is_lost(*number, now)).unwrap_or(false)
             || others.iter().any(|other| other.is_lost(now))
     }
 
@@ -73,7 +74,8 @@ impl InFlightSlot {
             number,
             others,
         } = &*self.0;
-        let lost = with_guarded_calls(core, *key, |calls| calls.poll_lost(*number, cx))
+        let key = core.whole(*key);
+        let lost = with_guarded_calls(core, key, |calls| calls.poll_lost(*number, cx))
             .unwrap_or(Poll::Pending)
             .map(|()| StoreError::InFlightSlotLost);
         let others = others.iter().map(|other| other.poll_lost(cx));
@@ -102,7 +104,8 @@ impl Drop for InFlightSlot {
         let Taken {
             core, key, number, ..
         } = &*self.0;
-        with_calls(core, *key, |calls, wakers| calls.end(*number, now, wakers));
+        let key = core.whole(*key);
+        with_calls(core, key, |calls, wakers| calls.end(*number, now, wakers));
         core.settings.tally.call_ended();
     }
 }
@@ -123,6 +126,7 @@ pub(super) fn enter(
     let Some(in_flight) = &core.in_flight else {
         return Ok(None);
     };
+    let key = core.whole(key);
     let max_queue = core.settings.max_queue;
     let entered = in_flight.with_new(key, now, |calls| {
         if calls.waiting() >= max_queue {
@@ -149,7 +153,7 @@ pub(super) fn poll(
     now: Instant,
     cx: &mut Context<'_>,
 ) -> Poll<Settled<Number>> {
-    let polled = with_calls(core, key, |calls, wakers| {
+    let polled = with_calls(core, core.whole(key), |calls, wakers| {
         calls.poll(number, until, now, cx, wakers)
     });
     polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER)))
@@ -158,6 +162,7 @@ pub(super) fn poll(
 /// Ends the wait of `number` for an in-flight slot of `key`.
 pub(super) fn leave(core: &Arc<Core>, key: Key, number: Number) {
     let now = clock::now();
+    let key = core.whole(key);
     with_calls(core, key, |calls, wakers| calls.leave(number, now, wakers));
 }
 
@@ -175,7 +180,7 @@ pub(super) fn on_event(core: &Arc<Core>, key: Key, holder: u64, event: StoreEven
 /// it is unknown when a call will end.
 pub(super) fn refusal(core: &Core, key: Key) -> Refusal {
     let limit = core.in_flight.as_ref().map(|calls| Limit::InFlight {
-        count: calls.limit(key),
+        count: calls.limit(core.whole(key)),
     });
     Refusal { wait: None, limit }
 }

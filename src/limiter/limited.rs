@@ -22,6 +22,8 @@ pub(super) struct LimitName {
     pub(super) route: Option<Arc<str>>,
     /// What the limit counts. `None` for requests.
     pub(super) unit: Option<&'static str>,
+    /// The class whose share it is, if the quota is divided.
+    pub(super) class: Option<&'static str>,
 }
 
 /// What is known about a request when it is refused.
@@ -68,6 +70,7 @@ impl RefusedRequest {
             name: self.limit.name,
             route: self.limit.route,
             unit: self.limit.unit,
+            class: self.limit.class,
             limit: refusal.limit,
             retry_after: refusal.wait.map(|wait| wait.max(SHORTEST_WAIT)),
             at: clock::wall(now),

@@ -82,7 +82,10 @@ use crate::store::Refusal;
 /// Do not acquire two permits one after the other. A permit is valid for 10 to 50 ms, so the first
 /// one can expire during the wait for the second.
 #[derive(Clone)]
-pub struct Limiter(pub(super) Cores);
+pub struct Limiter(pub(super) Cores, Option<Classes>);
+
+/// The limiters of the classes that have a share of the quota.
+type Classes = Arc<[(&'static str, Limiter)]>;
 
 impl Limiter {
     /// Acquires a permit for one request of `key`, at once or after a wait of at most
@@ -183,10 +186,20 @@ impl Limiter {
     /// Returns the stats of up to `most` keys: those with the most requests that wait, then those with
     /// the most units since their state was made. At most 1000 are returned.
     pub fn busiest(&self, most: usize) -> Vec<KeyStats> {
-        let core = &self.0.first;
-        let keys = counting::busiest(core, most.min(1000)).into_iter();
-        keys.filter_map(|key| counting::key_stats(core, key))
-            .collect()
+        let most = most.min(1000);
+        let parts = self.0.first.all_parts(Key::ALL);
+        let mut all: Vec<KeyStats> = parts
+            .flat_map(|(core, _)| {
+                let keys = counting::busiest(&core, most).into_iter();
+                let stats = keys.filter_map(|key| counting::key_stats(&core, key));
+                stats.collect::<Vec<_>>()
+            })
+            .collect();
+        if self.is_divided() {
+            all.sort_by_key(|stats| std::cmp::Reverse((stats.waiting, stats.units)));
+            all.truncate(most);
+        }
+        all
     }
 
     /// Names `key` in [`KeyStats`], for requests that come without a layer. At most 64 bytes of `name`
@@ -229,7 +242,7 @@ impl Limiter {
     ///
     /// The hold applies in this process once the future was polled.
     pub async fn hold_for(&self, key: Key, span: Duration) -> Result<(), StoreError> {
-        let hold = |core, key| holds::hold_for(core, key, span);
+        let hold = async |core: Arc<Core>, key| holds::hold_for(&core, key, span).await;
         self.0.for_each(key, hold).await
     }
 
@@ -262,7 +275,8 @@ impl Limiter {
     /// The hold ends in this process when the future is ready. If the future is dropped before, the
     /// other processes may have ended the hold.
     pub async fn release(&self, key: Key) -> Result<(), StoreError> {
-        self.0.for_each(key, holds::release).await
+        let release = async |core: Arc<Core>, key| holds::release(&core, key).await;
+        self.0.for_each(key, release).await
     }
 
     /// Sets the quota of `key`, for all processes that share the store, as an upgrade of a tenant needs
@@ -361,7 +375,8 @@ impl Limiter {
     /// The future may be dropped at any time. The store still receives the permits that were sent
     /// to it.
     pub async fn shutdown(&self) -> Result<(), StoreError> {
-        self.0.for_each(Key::ALL, |core, _| core.shutdown()).await
+        let shutdown = async |core: Arc<Core>, _| core.shutdown().await;
+        self.0.for_each(Key::ALL, shutdown).await
     }
 }
 
@@ -414,7 +429,8 @@ impl Limiter {
     ///
     /// If requests wait and the future is polled outside of a Tokio runtime with timers.
     pub async fn drain(&self, within: Duration) -> Result<Drained, StoreError> {
-        let gates = self.0.all().map(|core| core.clone() as Arc<dyn Gate>);
+        let all = self.0.everywhere(Key::ALL);
+        let gates = all.map(|(core, _)| core as Arc<dyn Gate>);
         drain_gates(gates.collect(), within).await
     }
 }
@@ -425,7 +441,49 @@ impl Limiter {
     pub(crate) fn new(first: Settings, others: impl IntoIterator<Item = Settings>) -> Self {
         let core = |settings| Core::new(settings, listener::on_event);
         let others = others.into_iter().map(core).collect();
-        Limiter(Cores::new(core(first), others))
+        Limiter(Cores::new(core(first), others), None)
+    }
+
+    /// Makes a limiter whose quota is divided: `rest` is that of the requests of no class.
+    pub(crate) fn divided(rest: Limiter, classes: Vec<(&'static str, Limiter)>) -> Self {
+        for (unit, core) in rest.0.all().enumerate() {
+            let of_class = |(_, limiter): &(_, Limiter)| limiter.0.all().nth(unit).cloned();
+            let classes = classes.iter().filter_map(of_class);
+            let parts: Vec<Arc<Core>> = std::iter::once(core.clone()).chain(classes).collect();
+            for part in &parts {
+                part.note_parts(&parts);
+            }
+        }
+        Limiter(rest.0, Some(classes.into()))
+    }
+
+    /// Returns whether the quota is divided among classes.
+    #[inline]
+    pub(crate) fn is_divided(&self) -> bool {
+        self.1.is_some()
+    }
+
+    /// Returns the limiter of a class, or of the rest if the class has no share.
+    #[inline]
+    pub(crate) fn of_class(&self, class: Option<&str>) -> &Limiter {
+        match (&self.1, class) {
+            (Some(classes), Some(class)) => classes
+                .iter()
+                .find(|(name, _)| *name == class)
+                .map_or(self, |(_, limiter)| limiter),
+            _ => self,
+        }
+    }
+
+    /// Returns the key under which requests with `key` are counted here, if only requests are counted.
+    #[inline]
+    pub(crate) fn key_of(&self, key: Key) -> Key {
+        self.0.first.part_of(key)
+    }
+
+    /// Returns the key of requests that are counted here under `key`.
+    pub(crate) fn whole(&self, key: Key) -> Key {
+        self.0.first.whole(key)
     }
 
     /// Returns whether the quota counts other units than requests. Then each request is a joint one.
@@ -522,7 +580,7 @@ impl Limiter {
         host: Option<Key>,
     ) -> PartRef<'_> {
         let entry = Entry {
-            key,
+            key: self.key_of(key),
             cost,
             deadline: None,
             host,
@@ -598,6 +656,7 @@ impl Limiter {
             name: self.name(),
             route: None,
             unit: self.0.first.unit(),
+            class: None,
         };
         let request = RefusedRequest::new("none".into(), limit, now);
         let limited = request.refuse(reason, Refusal::NEVER, now);

@@ -83,6 +83,7 @@ mod waiting;
 
 pub use acquire::Acquire;
 pub(crate) use admission::Entry;
+pub(crate) use engine::CoreId;
 pub(crate) use explanation::Shown;
 pub use explanation::{Because, Explanation, Held, KeyExplanation, StoreState, Verdict};
 pub(crate) use guarding::Counted;
@@ -101,7 +102,7 @@ pub(crate) use quotas::{QuotaId, Quotas};
 pub(crate) use reservation::Reservation;
 pub(crate) use sent::Sent;
 pub use settings::OnStoreError;
-pub(crate) use settings::{OnScope, Settings};
+pub(crate) use settings::{OnScope, PartOfQuota, Settings};
 pub use settlement::Settlement;
 pub(crate) use start::Started;
 pub use status::{KeyStatus, QuotaSource};

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::cores::Cores;
 use super::engine::Core;
 use super::key_state::{HeaderTrust, KeyContext, KeyState};
-use super::quotas::QuotaId;
+use super::quotas::{QuotaId, spec_of};
 use super::settings::Settings;
 use crate::clock;
 use crate::config_error::ConfigError;
@@ -62,7 +62,10 @@ pub(super) fn choose(core: &Arc<Core>, key: Key, quota: QuotaId, now: Instant) {
     if known.unwrap_or(quota == QuotaId::CONFIGURED) {
         return;
     }
-    let spec = core.settings.quotas.spec(quota, core.unit());
+    let spec = core
+        .settings
+        .quotas
+        .spec(quota, core.part_index(), core.unit());
     let choose = |state: &mut KeyState, _: &mut KeyContext<'_>| state.limits.choose(quota, spec);
     // If there is no room for the key, its request is refused.
     let _ = core.with_new_state(key, now, choose);
@@ -129,9 +132,9 @@ pub(super) async fn set(
     let life = life.min(LONGEST_LIFE);
     let quotas = &cores.first.settings.quotas;
     let specs = quotas.specs(&quota).map_err(QuotaError::Config)?;
-    let set = cores.all().filter_map(|core| {
-        let (_, spec) = specs.iter().find(|(unit, _)| *unit == core.unit())?;
-        Some(change(core, core.key_of(key), Some(spec.clone()), life))
+    let set = cores.everywhere(key).filter_map(|(core, key)| {
+        let spec = spec_of(specs.get(core.part_index())?, core.unit())?;
+        Some(async move { change(&core, key, Some(spec), life).await })
     });
     let done: Result<(), StoreError> = join_all(set).await.into_iter().collect();
     done.map_err(QuotaError::Store)
@@ -139,9 +142,8 @@ pub(super) async fn set(
 
 /// Ends the set quota of `key`.
 pub(super) async fn unset(cores: &Cores, key: Key, life: Duration) -> Result<(), StoreError> {
-    let all = cores.all();
-    let unset = all.map(|core| change(core, core.key_of(key), None, life));
-    join_all(unset).await.into_iter().collect()
+    let unset = async |core: Arc<Core>, key| change(&core, key, None, life).await;
+    cores.for_each(key, unset).await
 }
 
 /// Sets the quota of `key` to that of `spec`, or ends the set quota.

@@ -95,6 +95,7 @@ impl Prefetched {
             slot,
             stamp,
             incarnation,
+            lender: None,
         })
     }
 

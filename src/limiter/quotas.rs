@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 
 use crate::config_error::ConfigError;
 use crate::limit::LimitSpec;
-use crate::quota::{Quota, Slacks};
+use crate::quota::{Division, Quota, Slacks};
 
 /// Identifies a quota of one limiter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,6 +33,8 @@ impl QuotaId {
 #[derive(Debug)]
 pub(crate) struct Quotas {
     configured: Quota,
+    /// How each quota is divided among classes, if it is.
+    division: Option<Division>,
     slacks: Slacks,
     /// How late the upstream counts.
     counted_within: Duration,
@@ -52,22 +54,28 @@ struct Known {
 /// A quota that requests have stated, or that of a route.
 #[derive(Debug)]
 struct Stated {
-    /// The limits, one for each unit.
-    specs: Specs,
+    /// The limits of each part. If quotas are not divided, there is one.
+    parts: Vec<Specs>,
     /// The pattern of the route.
     route: Option<Arc<str>>,
 }
 
-/// Limits, each with the unit that they count. `None` for requests.
+/// The limits of a part, each with the unit that they count. `None` for requests.
 pub(super) type Specs = SmallVec<[(Option<&'static str>, Arc<LimitSpec>); 1]>;
 
 impl Quotas {
     /// The most different quotas that requests may state. They are kept as long as the limiter.
     const MOST: usize = 10_000;
 
-    pub(crate) fn new(configured: Quota, slacks: Slacks, counted_within: Duration) -> Self {
+    pub(crate) fn new(
+        configured: Quota,
+        division: Option<Division>,
+        slacks: Slacks,
+        counted_within: Duration,
+    ) -> Self {
         Quotas {
             configured,
+            division,
             slacks,
             counted_within,
             known: RwLock::default(),
@@ -75,13 +83,30 @@ impl Quotas {
         }
     }
 
-    /// Returns the limits of a quota that counts one unit.
+    /// Returns the limits of the part number `part` of a quota, which counts one unit.
     ///
     /// # Errors
     ///
     /// [`ConfigError`] if the quota is out of range.
-    pub(crate) fn limits(&self, quota: Quota) -> Result<LimitSpec, ConfigError> {
-        LimitSpec::checked(quota, self.slacks, self.counted_within)
+    pub(crate) fn limits(&self, quota: Quota, part: usize) -> Result<LimitSpec, ConfigError> {
+        let spec = LimitSpec::checked(quota, self.slacks, self.counted_within)?;
+        Ok(match &self.division {
+            Some(division) => spec.with_lending(division.lends(part)),
+            None => spec,
+        })
+    }
+
+    /// Returns the parts of a quota: that of the rest, and then those of the classes with a share. If
+    /// quotas are not divided, the only part is the quota.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] if the quota cannot be divided.
+    pub(crate) fn parts(&self, quota: &Quota) -> Result<Vec<Quota>, ConfigError> {
+        match &self.division {
+            Some(division) => division.parts(quota),
+            None => Ok(vec![*quota]),
+        }
     }
 
     /// Notes that a key may have a quota of its own.
@@ -124,12 +149,12 @@ impl Quotas {
         self.add(quota, Some(pattern))
     }
 
-    /// Returns the limits of a quota that a key may have, by their units.
+    /// Returns the limits of the parts of a quota that a key may have, by their units.
     ///
     /// # Errors
     ///
     /// [`ConfigError`] if it is out of range, or counts other units than the configured quota.
-    pub(super) fn specs(&self, quota: &Quota) -> Result<Specs, ConfigError> {
+    pub(super) fn specs(&self, quota: &Quota) -> Result<Vec<Specs>, ConfigError> {
         quota.check(self.slacks)?;
         if self.shape(quota) != self.shape(&self.configured) {
             return Err(out_of_range(
@@ -138,13 +163,17 @@ impl Quotas {
                  them, and of sliding windows only if that is one with counted_within",
             ));
         }
-        let limits = |quota: Quota| Ok((quota.unit(), Arc::new(self.limits(quota)?)));
-        quota.by_unit().into_iter().map(limits).collect()
+        let parts = self.parts(quota)?.into_iter().enumerate();
+        let specs = parts.map(|(part, quota)| {
+            let limits = |quota: Quota| Ok((quota.unit(), Arc::new(self.limits(quota, part)?)));
+            quota.by_unit().into_iter().map(limits).collect()
+        });
+        specs.collect()
     }
 
     #[cold]
     fn add(&self, quota: &Quota, route: Option<&str>) -> Result<QuotaId, ConfigError> {
-        let specs = self.specs(quota)?;
+        let parts = self.specs(quota)?;
         let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
         if route.is_none()
             && let Some(id) = known.ids.get(quota)
@@ -159,7 +188,7 @@ impl Quotas {
         }
         let number = u32::try_from(known.stated.len() + QuotaId::FIRST).unwrap_or(u32::MAX);
         known.stated.push(Stated {
-            specs,
+            parts,
             route: route.map(Arc::from),
         });
         if route.is_none() {
@@ -178,12 +207,17 @@ impl Quotas {
         (units, quota.most_in_flight().is_some(), moves_units)
     }
 
-    /// Returns the limits of a stated quota that count `unit`. Returns `None` for the configured quota.
-    pub(super) fn spec(&self, id: QuotaId, unit: Option<&str>) -> Option<Arc<LimitSpec>> {
+    /// Returns the limits of the part number `part` of a stated quota that count `unit`. Returns `None` for
+    /// the configured quota.
+    pub(super) fn spec(
+        &self,
+        id: QuotaId,
+        part: usize,
+        unit: Option<&str>,
+    ) -> Option<Arc<LimitSpec>> {
         let index = (id.0 as usize).checked_sub(QuotaId::FIRST)?;
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
-        let mut specs = known.stated.get(index)?.specs.iter();
-        specs.find_map(|(own, spec)| (*own == unit).then(|| spec.clone()))
+        spec_of(known.stated.get(index)?.parts.get(part)?, unit)
     }
 
     /// Returns the pattern of the route that has this quota, if it is that of a route.
@@ -192,6 +226,12 @@ impl Quotas {
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
         known.stated.get(index)?.route.clone()
     }
+}
+
+/// Returns the limits of a part that count `unit`.
+pub(super) fn spec_of(specs: &Specs, unit: Option<&str>) -> Option<Arc<LimitSpec>> {
+    let mut specs = specs.iter();
+    specs.find_map(|(own, spec)| (*own == unit).then(|| spec.clone()))
 }
 
 fn out_of_range(value: String, allowed: &'static str) -> ConfigError {

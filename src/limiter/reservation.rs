@@ -25,6 +25,8 @@ pub(crate) struct Reservation {
     /// The incarnation of the store's state that granted them. A store that has lost its state
     /// begins a new one.
     pub(super) incarnation: u64,
+    /// The number of the part that has lent them. `None` for permits of the own part.
+    pub(super) lender: Option<u8>,
 }
 
 impl Reservation {

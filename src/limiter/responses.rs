@@ -89,7 +89,10 @@ impl AnsweredCall {
             used_up_for(signal).map(|span| span.saturating_sub(slow))
         };
         if limited || retry_after.is_some() {
-            self.hold_by_signal(core, signal, retry_after, now);
+            for (core, key) in core.all_parts(key) {
+                let call = AnsweredCall { key, ..*self };
+                call.hold_by_signal(&core, signal, retry_after, now);
+            }
         }
         core.with_state(key, now, KeyState::pass_on);
     }
@@ -99,7 +102,11 @@ impl AnsweredCall {
         let learn = core.settings.learn;
         let by_host = self.hold(core) != self.key;
         // Each of several hosts under one key has quotas of its own.
-        if learn == HeaderTrust::Ignore || (by_host && core.hosts.are_several()) {
+        // They are about the whole quota, and not about a part.
+        if core.is_divided()
+            || learn == HeaderTrust::Ignore
+            || (by_host && core.hosts.are_several())
+        {
             return;
         }
         own_quota::learn(core, self.key, Some(signal), now);
@@ -150,7 +157,9 @@ impl AnsweredCall {
             max_hold = guard.longest().max(max_hold);
         }
         let scoped = match (signal.scope(), on_scope) {
-            (Some(scope), Some(on_scope)) => on_scope(self.key, scope),
+            (Some(scope), Some(on_scope)) => {
+                on_scope(core.whole(self.key), scope).map(|key| core.part_of(key))
+            }
             _ => Some(self.hold(core)),
         };
         let Some(key) = scoped.filter(|_| !max_hold.is_zero()) else {

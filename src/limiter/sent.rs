@@ -351,7 +351,7 @@ impl Sent {
                 && guard.is_bad(status, signal)
             {
                 is_bad = true;
-                guard.answered(core.hold_key(sent.key, sent.host), sent.at);
+                guard.answered(core.whole(core.hold_key(sent.key, sent.host)), sent.at);
             }
         }
         is_bad
@@ -449,6 +449,7 @@ impl Sent {
             name: limit.name,
             route: limit.route,
             unit: None,
+            class: limit.class,
             limit: None,
             retry_after,
             at,

@@ -15,7 +15,7 @@ use crate::store::Store;
 
 /// Returns the key to put on hold after a refusal that names a scope. Takes the key of the refused
 /// call and the scope. `None` puts no key on hold.
-pub(crate) type OnScope = Box<dyn Fn(Key, &str) -> Option<Key> + Send + Sync>;
+pub(crate) type OnScope = Arc<dyn Fn(Key, &str) -> Option<Key> + Send + Sync>;
 
 /// What a limiter is built from. The builder has checked it.
 pub(crate) struct Settings {
@@ -25,6 +25,8 @@ pub(crate) struct Settings {
     pub(crate) quotas: Arc<Quotas>,
     /// Whether these are the limits of a further unit: see `cores`.
     pub(crate) is_further_unit: bool,
+    /// The part of the quota that these are the limits of, if it is divided among classes.
+    pub(crate) part: Option<PartOfQuota>,
     /// The name of the limit in errors, if it has one.
     pub(crate) name: Option<&'static str>,
     /// The counts of the limiter, and its name in them.
@@ -54,6 +56,15 @@ pub(crate) struct Settings {
     /// How late the upstream counts. Zero if it counts a request when it arrives, or if a limit is not
     /// a sliding window: then a settlement moves no units to another moment.
     pub(crate) counted_within: Duration,
+}
+
+/// Which part of a quota a class of requests has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PartOfQuota {
+    /// Its place among the parts. The rest is the first.
+    pub(crate) index: usize,
+    /// The class. `None` for the rest, which all classes without a share have together.
+    pub(crate) class: Option<&'static str>,
 }
 
 /// What happens to a request if the store fails. Default: [`FailClosed`](OnStoreError::FailClosed).

@@ -103,6 +103,8 @@ impl Settlement {
 
 impl Unsettled {
     pub(super) fn new(core: CoreId, key: Key, slot: Option<&Reservation>) -> Self {
+        let lender = slot.and_then(|slot| core.find()?.part_at(slot.lender?, key));
+        let (core, key) = lender.map_or((core, key), |(core, key)| (core.id, key));
         Unsettled {
             core,
             key,

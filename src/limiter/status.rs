@@ -1,5 +1,6 @@
 //! The state of a key, as operators and tests see it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::cores::Cores;
@@ -17,7 +18,7 @@ use crate::store::{LimitUsage, PeekRequest, SetQuota, Usage};
 pub struct KeyStatus {
     /// Where the quota of the key comes from.
     pub quota_source: QuotaSource,
-    /// Each limit that applies to the key, with the units that are used of it, of which
+    /// Each limit that applies to the key, summed over the parts of a [divided](crate::guide::classes) quota, with the units that are used of it, of which
     /// [`unit`](LimitUsage::unit) is the name.
     pub limits: Vec<LimitUsage>,
     /// Units that are free now, including the permits that this process has prefetched. Zero while
@@ -84,7 +85,7 @@ impl QuotaSource {
 
 /// Reads the state of `key`, and consumes nothing.
 pub(super) async fn read(cores: &Cores, key: Key) -> Result<KeyStatus, StoreError> {
-    let mut all = read_one(&cores.first, key).await?;
+    let mut all = read_parts(&cores.first, key).await?;
     for core in cores.all().skip(1) {
         let KeyStatus {
             limits,
@@ -95,7 +96,7 @@ pub(super) async fn read(cores: &Cores, key: Key) -> Result<KeyStatus, StoreErro
             learned,
             degraded,
             quota_source: _,
-        } = read_one(core, key).await?;
+        } = read_parts(core, key).await?;
         all.limits.extend(limits);
         all.next_slot = all.next_slot.max(next_slot);
         all.waiting = all.waiting.max(waiting);
@@ -109,9 +110,37 @@ pub(super) async fn read(cores: &Cores, key: Key) -> Result<KeyStatus, StoreErro
     Ok(all)
 }
 
-/// Reads the state of `key` under the limits of one unit.
-async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
+/// Reads the state of `key` under the limits of one unit. If its quota is divided, adds up the parts.
+async fn read_parts(core: &Arc<Core>, key: Key) -> Result<KeyStatus, StoreError> {
     let key = core.key_of(key);
+    let mut all = read_one(core, key).await?;
+    for (part, key) in core.all_parts(key).skip(1) {
+        let KeyStatus {
+            limits,
+            free,
+            next_slot,
+            waiting,
+            held,
+            ..
+        } = read_one(&part, key).await?;
+        for (sum, usage) in all.limits.iter_mut().zip(limits) {
+            if let Some(limit) = sum.limit.plus(usage.limit) {
+                sum.limit = limit;
+                sum.used += usage.used;
+                sum.free += usage.free;
+                sum.wait = sum.wait.min(usage.wait);
+            }
+        }
+        all.free += free;
+        all.next_slot = all.next_slot.min(next_slot);
+        all.waiting += waiting;
+        all.held = all.held.max(held);
+    }
+    Ok(all)
+}
+
+/// Reads the state of `key` under the limits of one unit, or of a part of them.
+async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
     let answer = core
         .settings
         .store
@@ -162,7 +191,7 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
             + core
                 .in_flight
                 .as_ref()
-                .map_or(0, |calls| calls.waiting(key)),
+                .map_or(0, |calls| calls.waiting(core.whole(key))),
         limits,
         held,
         learned,

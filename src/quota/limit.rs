@@ -139,6 +139,48 @@ impl Limit {
         }
     }
 
+    /// Returns the limit of which this one and `other` are parts. `None` for calls in flight, which have no
+    /// parts, and for limits of two kinds.
+    pub(crate) fn plus(self, other: Limit) -> Option<Limit> {
+        match (self, other) {
+            (Limit::Sliding { count, window }, Limit::Sliding { count: more, .. }) => {
+                Some(Limit::Sliding {
+                    count: count.saturating_add(more),
+                    window,
+                })
+            }
+            (Limit::Fixed { count, window }, Limit::Fixed { count: more, .. }) => {
+                Some(Limit::Fixed {
+                    count: count.saturating_add(more),
+                    window,
+                })
+            }
+            (
+                Limit::Bucket {
+                    capacity,
+                    count,
+                    window,
+                },
+                Limit::Bucket {
+                    capacity: larger,
+                    count: more,
+                    window: other,
+                },
+            ) => {
+                let nanos = |window: Duration| u64::try_from(window.as_nanos()).unwrap_or(u64::MAX);
+                let of_both =
+                    u128::from(count) * other.as_nanos() + u128::from(more) * window.as_nanos();
+                let units = of_both / u128::from(nanos(other).max(1));
+                Some(Limit::Bucket {
+                    capacity: capacity.saturating_add(larger),
+                    count: u32::try_from(units).unwrap_or(u32::MAX),
+                    window,
+                })
+            }
+            _ => None,
+        }
+    }
+
     /// Returns `part` of `of` parts of the limit. A result below one unit becomes one unit in a
     /// longer time.
     pub(super) fn part(self, part: u64, of: u64) -> Limit {

@@ -1,5 +1,6 @@
 //! How much is allowed: a [`Quota`] is one or more [`Limit`]s on one key.
 
+mod division;
 mod limit;
 mod parse;
 mod slacks;
@@ -13,6 +14,7 @@ use std::time::Duration;
 
 use crate::config_error::ConfigError;
 use crate::cost::{Cost, is_same};
+pub(crate) use division::{ClassShare, Division};
 pub use limit::Limit;
 pub(crate) use slacks::{LIFE, Slacks};
 

@@ -271,6 +271,7 @@ impl Since {
             name: None,
             route: None,
             unit: None,
+            class: None,
             limit: None,
             retry_after,
             at,

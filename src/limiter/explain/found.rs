@@ -50,7 +50,7 @@ impl Asked {
     fn other_quota(&self) -> Option<Arc<LimitSpec>> {
         let Settings { quotas, spec, .. } = &self.core.settings;
         self.changes_quota().then(|| {
-            let stated = quotas.spec(self.quota, self.core.unit());
+            let stated = quotas.spec(self.quota, self.core.part_index(), self.core.unit());
             stated.unwrap_or_else(|| spec.clone())
         })
     }

@@ -88,6 +88,7 @@ impl KeyState {
             }
         }
         self.return_unused(ctx, now);
+        self.borrow_later(ctx, now);
     }
 
     /// Hands out the slots that are due, if they are trusted. Returns `None` if there is no queue.
@@ -208,7 +209,7 @@ impl KeyState {
         if booking.is_near {
             latest = latest.min(near_booking::latest(ctx.now));
         }
-        let mut returns = std::mem::take(&mut queue.returns);
+        let mut returns = std::mem::take(&mut queue.returns.own);
         let prefetch = if *prefetches && !ctx.is_draining {
             self.prefetched
                 .order(ctx.spec, self.store.prefetch_life(ctx.spec), ctx.now)
@@ -260,9 +261,9 @@ impl KeyState {
         let is_clear = self.hold.is_clear(ctx.max_hold, now);
         let Some(queue) = &mut self.queue else { return };
         let gathers = is_clear && queue.gathering.is_under_way();
-        if !queue.returns.is_empty() && !queue.is_calling(now) && !gathers {
+        if !queue.returns.own.is_empty() && !queue.is_calling(now) && !gathers {
             ctx.store
-                .give_back(ctx.key, ctx.spec, &std::mem::take(&mut queue.returns));
+                .give_back(ctx.key, ctx.spec, &std::mem::take(&mut queue.returns.own));
         }
     }
 
@@ -301,7 +302,7 @@ impl KeyState {
         let mut returns = self
             .queue
             .as_mut()
-            .map(|queue| std::mem::take(&mut queue.returns))
+            .map(|queue| std::mem::take(&mut queue.returns.own))
             .unwrap_or_default();
         let charge = self.take_charge(ctx, &mut returns);
         match ctx.store.lease(LeaseRequest {
@@ -387,12 +388,16 @@ impl KeyState {
         let bounds = self.remember(ctx, lease, sent, now);
         let precedes_release =
             lease.source.has_reply() && self.hold.answered(lease.hold, sent, bounds);
+        let keeps = lease.refused.is_some() && !precedes_release && self.may_borrow(ctx, now);
         let Some(queue) = &mut self.queue else { return };
         if let Some(wait) = lease.recovering {
             return queue.pause(wait, now, &mut ctx.work.wakers);
         }
         let slots = lease.grants.iter().map(|grant| slot(lease, grant, bounds));
         let refusal = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
+        if keeps && queue.waiting() > 0 {
+            return self.keep_answer(ctx, slots.collect(), refusal, now);
+        }
         let end = if precedes_release || ctx.settles {
             None
         } else {

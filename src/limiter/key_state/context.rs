@@ -12,6 +12,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::limiter::queue::CallNumber;
+use crate::limiter::reservation::Reservation;
 use crate::store::{Lease, Store};
 use crate::wakers::Wakers;
 
@@ -81,6 +82,10 @@ pub(in crate::limiter) struct Work {
     /// The effects to start, in their order. A visit seldom leaves two, because one call at a time
     /// is under way.
     pub(in crate::limiter) effects: SmallVec<[Effect; 1]>,
+    /// After what time other parts are to be asked for slots, if they are.
+    pub(in crate::limiter) borrow: Option<Duration>,
+    /// Permits that other parts have lent and get back.
+    pub(in crate::limiter) lent_back: Vec<Reservation>,
 }
 
 /// A task to start for a key after the lock is released.

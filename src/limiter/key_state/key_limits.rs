@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::context::KeyContext;
+use super::loans::Loans;
 use super::stated_limits::{HeaderTrust, LearnedQuota, StatedLimit, StatedLimits};
 use crate::clock;
 use crate::events;
-use crate::limit::{LimitSpec, is_learned};
+use crate::limit::{Lending, LimitSpec, is_learned};
 use crate::limiter::quotas::QuotaId;
 use crate::quota::{Quota, Slacks};
 use crate::signal::Signal;
@@ -25,6 +26,8 @@ struct OwnLimits {
     stated: Option<Box<StatedLimits>>,
     /// The quota that was set for the key, or its end.
     set: Option<KnownSetQuota>,
+    /// What is known of slots that other parts lend, if the quota is divided.
+    loans: Loans,
     /// Whether the limits have changed since the last visit.
     has_changed: bool,
 }
@@ -92,6 +95,16 @@ impl KeyLimits {
     /// Returns whether a quota applies that an operator has set.
     pub(in crate::limiter) fn is_set_by_operator(&self) -> bool {
         self.set_spec().is_some() && !is_learned(self.set_quota_version())
+    }
+
+    /// Returns what is known of slots that other parts lend, if anything is.
+    pub(super) fn loans(&self) -> Option<&Loans> {
+        self.0.as_ref().map(|own| &own.loans)
+    }
+
+    /// Returns what is known of slots that other parts lend, to change it.
+    pub(super) fn loans_mut(&mut self) -> &mut Loans {
+        &mut self.0.get_or_insert_default().loans
     }
 
     /// Returns the limits of the set quota, if one applies.
@@ -221,6 +234,10 @@ impl KnownSetQuota {
 
 /// Makes the limits of a quota that was set, with the slacks and the unit of other limits of the key.
 fn set_spec(quota: Quota, set: &SetQuota, like: &LimitSpec) -> LimitSpec {
+    let quota = match like.lending() {
+        Some(_) => Lending::without_pace(quota),
+        None => quota,
+    };
     let quota = like.quota().unit().map_or(quota, |unit| quota.of(unit));
     let slacks = Slacks {
         transit: like.transit_slack(),
@@ -230,6 +247,11 @@ fn set_spec(quota: Quota, set: &SetQuota, like: &LimitSpec) -> LimitSpec {
     let spec = LimitSpec::new(quota, slacks.transit, slacks.boundary);
     // Another process has set it, which may allow for other slacks.
     let life = quota.check(slacks).unwrap_or(spec.life());
-    spec.with_life(life)
-        .with_quota_version(set.version, set.life)
+    let spec = spec
+        .with_life(life)
+        .with_quota_version(set.version, set.life);
+    match like.lending() {
+        Some(lending) => spec.with_lending(lending.percent()),
+        None => spec,
+    }
 }

@@ -13,6 +13,7 @@
 //! | `near_booking` | when the slots of requests are booked that may give units back; functions |
 //! | `joint_ask` | one call for one key of a joint request |
 //! | `outlook` | [`KeyState`]: what it would do with a request that enters now |
+//! | `loans` | [`KeyState`]: slots that the parts of other classes lend |
 //! | `store_view` | what the process knows of its store |
 //! | `store_refusal` | a refusal of the store, kept for the next requests |
 //! | `key_hold` | the hold of the key, and the tasks that wait only for its end |
@@ -39,6 +40,7 @@ mod hold;
 mod joint_ask;
 mod key_hold;
 mod key_limits;
+mod loans;
 pub(super) mod near_booking;
 mod outlook;
 mod probation;
@@ -71,6 +73,7 @@ use crate::store::{HoldState, Lease, LeaseRequest, SetQuota, StoreReply};
 use crate::wakers::Wakers;
 
 use charges::PendingCharges;
+
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Rules, Work};
 pub(super) use hold::HoldSource;
 pub(super) use joint_ask::{
@@ -175,7 +178,7 @@ impl KeyState {
             return;
         };
         queue.give_up_slots();
-        let unused = std::mem::take(&mut queue.returns);
+        let unused = std::mem::take(&mut queue.returns.own);
         self.store.forget(&unused);
         ctx.store.give_back(ctx.key, ctx.spec, &unused);
         // A call under way may bring slots of the old quota: they are given up when it is answered.
@@ -288,7 +291,7 @@ impl KeyState {
             return;
         };
         if is_held || slot.at > ctx.now {
-            queue.returns.push(slot.unused());
+            queue.returns.add(&slot);
         } else {
             queue.add(slot);
         }
@@ -305,7 +308,7 @@ impl KeyState {
             ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
             return;
         };
-        queue.returns.push(unused);
+        queue.returns.own.push(unused);
         // The units may be enough for the first waiter.
         queue.end_pause();
         self.step(ctx, None);
@@ -457,7 +460,7 @@ impl KeyState {
         // The next call returns them, and the session subtracts them then.
         let unused = self.prefetched.clear();
         let queue = self.queue.get_or_insert_default();
-        queue.returns.extend(unused);
+        queue.returns.own.extend(unused);
         queue.withdraw(clock::after(now, left), now, wakers);
     }
 
@@ -540,7 +543,7 @@ impl KeyState {
     pub(super) fn tighten(&mut self, ctx: &mut KeyContext<'_>) {
         let unused = self.take_prefetched();
         let queue = self.queue.get_or_insert_default();
-        queue.returns.extend(unused);
+        queue.returns.own.extend(unused);
         queue.give_up_slots();
         // A call under way may bring more than is left: this is done again when it is answered.
         self.store.tightens = queue.is_calling(ctx.now);
@@ -688,10 +691,23 @@ impl KeyState {
     /// Drops a queue without waiters, and gives back the permits that the next call would have
     /// returned.
     fn close(&mut self, ctx: &KeyContext<'_>) {
-        if let Some(queue) = self.queue.take_if(|queue| queue.is_done(ctx.now))
-            && !queue.returns.is_empty()
+        // Lent permits are left to `take_lent_back`, which closes the queue.
+        let is_done =
+            |queue: &mut Box<Queue>| queue.returns.lent.is_empty() && queue.is_done(ctx.now);
+        if let Some(queue) = self.queue.take_if(is_done)
+            && !queue.returns.own.is_empty()
         {
-            ctx.store.give_back(ctx.key, ctx.spec, &queue.returns);
+            ctx.store.give_back(ctx.key, ctx.spec, &queue.returns.own);
+        }
+    }
+
+    /// Ends a visit: leaves the lent permits that no waiter needs to be given back.
+    pub(super) fn take_lent_back(&mut self, ctx: &mut KeyContext<'_>) {
+        if let Some(queue) = &mut self.queue
+            && !queue.returns.lent.is_empty()
+        {
+            ctx.work.lent_back.append(&mut queue.returns.lent);
+            self.close(ctx);
         }
     }
 }

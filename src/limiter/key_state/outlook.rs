@@ -78,7 +78,7 @@ impl KeyState {
         let is_clear = self.hold.is_clear(rules.max_hold, now);
         let is_queue_full = !self.asks_alone(rules, now) && waiting >= rules.max_queue;
         let returns = queue.map_or(0, |queue| {
-            queue.returns.iter().map(|unused| unused.units).sum()
+            queue.returns.own.iter().map(|unused| unused.units).sum()
         });
         Outlook {
             has_permit: u64::from(at_hand) >= wanted

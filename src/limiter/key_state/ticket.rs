@@ -57,11 +57,15 @@ impl Ticket {
         {
             return Some(refused_for(left));
         }
-        if let Some(refusal) = state.store.repeated_refusal(cost, bound, ctx.now) {
+        if let Some(refusal) = state.store.repeated_refusal(cost, bound, ctx.now)
+            && !state.may_borrow(ctx, ctx.now)
+        {
             return Some(Settled::Refused(refusal));
         }
-        if state.asks_alone(ctx.rules(), ctx.now) {
-            return self.enter_alone(state, ctx);
+        if state.asks_alone(ctx.rules(), ctx.now)
+            && let Some(entered) = self.enter_alone(state, ctx)
+        {
+            return entered;
         }
         if state.waiting() >= ctx.max_queue {
             return Some(Settled::QueueFull);
@@ -82,7 +86,13 @@ impl Ticket {
 
     /// Enters the request while no other request waits. Calls the store for this request alone, and
     /// for permits to prefetch. The store has answered all earlier calls of this key at once.
-    fn enter_alone(&self, state: &mut KeyState, ctx: &mut KeyContext<'_>) -> Option<Settled> {
+    ///
+    /// Returns `None` if the own part refuses the request and the other parts are to be asked.
+    fn enter_alone(
+        &self,
+        state: &mut KeyState,
+        ctx: &mut KeyContext<'_>,
+    ) -> Option<Option<Settled>> {
         let demands = [Demand::new(self.cost, 1)];
         let prefetch_life = state.store.prefetch_life(ctx.spec);
         let prefetch = state.prefetched.order(ctx.spec, prefetch_life, ctx.now);
@@ -91,23 +101,22 @@ impl Ticket {
         let request = state.request(ctx, &demands, prefetch, latest, returns.as_slice());
         match ctx.store.lease(request) {
             StoreReply::Ready(Ok(lease)) => self.leased_alone(state, ctx, &lease),
-            StoreReply::Ready(Err(error)) => Some(Settled::Failed(error)),
+            StoreReply::Ready(Err(error)) => Some(Some(Settled::Failed(error))),
             StoreReply::Pending(call) => {
                 self.wait(state.queue.get_or_insert_default(), ctx.now, None);
                 state.call_under_way(ctx, &demands, call);
-                None
+                Some(None)
             }
         }
     }
 
-    /// Takes in the lease for a request that entered alone. Returns `None` if its slot lies ahead,
-    /// so that it waits.
+    /// Takes in the lease for a request that entered alone. It waits if its slot lies ahead.
     fn leased_alone(
         &self,
         state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
         lease: &Lease,
-    ) -> Option<Settled> {
+    ) -> Option<Option<Settled>> {
         let bounds = state.remember(ctx, lease, ctx.now, ctx.now);
         if lease.source.has_reply() {
             state.hold.answered(lease.hold, ctx.now, bounds);
@@ -117,18 +126,21 @@ impl Ticket {
                 wait: Some(wait),
                 limit: None,
             });
-            return Some(Settled::Refused(
-                lease.refused.or(recovering).unwrap_or(Refusal::NEVER),
-            ));
+            if lease.refused.is_some() && state.may_borrow(ctx, ctx.now) {
+                return None;
+            }
+            let refusal = lease.refused.or(recovering).unwrap_or(Refusal::NEVER);
+            return Some(Some(Settled::Refused(refusal)));
         };
         let slot = slot(lease, grant, (ctx.now, clock::now()));
         if grant.wait.is_zero() {
-            return Some(Settled::Granted(slot));
+            return Some(Some(Settled::Granted(slot)));
         }
         let queue = state.queue.get_or_insert_default();
         self.wait(queue, ctx.now, None);
         queue.answered([slot], None, Duration::ZERO, ctx.now, &mut ctx.work.wakers);
-        None
+        state.borrow_later(ctx, ctx.now);
+        Some(None)
     }
 
     /// Polls the wait. Ready with its outcome.
@@ -186,7 +198,7 @@ impl Ticket {
             (Settled::Granted(slot), Some(left)) => {
                 state.probe_comes_back();
                 let queue = state.queue.get_or_insert_default();
-                queue.returns.push(slot.unused());
+                queue.returns.add(&slot);
                 self.wait_for_hold(queue, ctx.now, left)
             }
             (Settled::Granted(slot), None) if slot.until <= ctx.now => {
@@ -233,7 +245,7 @@ impl Ticket {
         state.probe_comes_back();
         let held = state.hold.left(ctx.now);
         let queue = state.queue.get_or_insert_default();
-        queue.returns.push(died.unused());
+        queue.returns.add(&died);
         self.wait(queue, ctx.now, held);
     }
 
@@ -258,7 +270,7 @@ impl Ticket {
         };
         if let Some(Settled::Granted(slot)) = queue.leave(self.number, self.cost) {
             if is_held {
-                queue.returns.push(slot.unused());
+                queue.returns.add(&slot);
             } else {
                 queue.add(slot);
             }

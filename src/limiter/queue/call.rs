@@ -183,7 +183,7 @@ impl Queue {
                 self.add(slot);
             } else {
                 // The slot expired on its way, or nearly. The next call asks for its waiters again.
-                self.returns.push(slot.unused());
+                self.returns.add(&slot);
             }
         }
         let died = granted != usable;

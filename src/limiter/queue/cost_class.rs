@@ -7,16 +7,19 @@
 
 use std::collections::VecDeque;
 use std::task::Context;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::{HandedOut, Returns};
+use super::{GivenUp, HandedOut};
 use crate::clock;
 use crate::limiter::reservation::{Reservation, Settled, WaitBound};
 use crate::store::Refusal;
 use crate::wait_queue::{ANSWER, Number, WaitQueue};
 use crate::wakers::Wakers;
+
+/// A slot is of use instead of another one if it is this much earlier.
+const SHORTEST_GAIN: Duration = Duration::from_millis(1);
 
 /// The waiters and slots of one cost.
 #[derive(Default)]
@@ -93,6 +96,28 @@ impl CostClass {
             .map(|slot| slot.at)
     }
 
+    /// Returns whether a request waits for a slot later than `moment`, or without a slot.
+    pub(super) fn waits_beyond(&self, moment: Instant) -> bool {
+        let waiting = self.waiters.waiting();
+        let is_late = |slot: &Reservation| slot.at > moment;
+        waiting > 0 && (waiting > self.booked || self.slots.back().is_some_and(is_late))
+    }
+
+    /// Returns the first waiter, how many wait, and the latest slot that is of use to one of them.
+    pub(super) fn sooner(&self) -> Option<(Number, usize, Instant)> {
+        let first = self.waiters.numbers().next()?;
+        let waiting = self.waiters.waiting();
+        let latest = if waiting > self.booked {
+            self.waiters
+                .iter()
+                .map(|(_, waiter)| waiter.request.bound.latest)
+                .max()?
+        } else {
+            self.slots.back()?.at.checked_sub(SHORTEST_GAIN)?
+        };
+        Some((first, waiting, latest))
+    }
+
     /// Adds a slot for the waiters.
     pub(super) fn add(&mut self, slot: Reservation) {
         let index = self.slots.partition_point(|other| other.at <= slot.at);
@@ -107,25 +132,22 @@ impl CostClass {
     }
 
     /// Returns all slots.
-    pub(super) fn give_up_slots(&mut self, returns: &mut Returns) {
-        returns.extend(self.slots.iter().map(Reservation::unused));
+    pub(super) fn give_up_slots(&mut self, returns: &mut GivenUp) {
+        self.slots.iter().for_each(|slot| returns.add(slot));
         self.void();
     }
 
     /// Returns the slots that no request waits for, the last ones first.
-    pub(super) fn trim(&mut self, returns: &mut Returns) {
+    pub(super) fn trim(&mut self, returns: &mut GivenUp) {
         while self.booked > self.waiters.waiting()
             && let Some(last) = self.slots.back_mut()
         {
             let surplus = self.booked - self.waiters.waiting();
             let surplus = u32::try_from(surplus).unwrap_or(u32::MAX).min(last.count);
-            returns.push(
-                Reservation {
-                    count: surplus,
-                    ..*last
-                }
-                .unused(),
-            );
+            returns.add(&Reservation {
+                count: surplus,
+                ..*last
+            });
             self.booked -= surplus as usize;
             last.count -= surplus;
             if last.count == 0 {
@@ -139,7 +161,7 @@ impl CostClass {
         &mut self,
         most: usize,
         now: Instant,
-        returns: &mut Returns,
+        returns: &mut GivenUp,
         wakers: &mut Wakers,
     ) -> HandedOut {
         let mut handed_out = HandedOut::default();
@@ -149,7 +171,7 @@ impl CostClass {
             if slot.until <= now {
                 handed_out.died = true;
                 self.booked -= slot.count as usize;
-                returns.push(slot.unused());
+                returns.add(slot);
                 self.slots.pop_front();
                 continue;
             }
@@ -208,11 +230,11 @@ impl CostClass {
         &mut self,
         until: Instant,
         refusal: Refusal,
-        returns: &mut Returns,
+        returns: &mut GivenUp,
         wakers: &mut Wakers,
     ) {
         while let Some(slot) = self.slots.front().filter(|slot| slot.at < until) {
-            returns.push(slot.unused());
+            returns.add(slot);
             self.booked -= slot.count as usize;
             self.slots.pop_front();
         }

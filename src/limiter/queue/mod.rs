@@ -50,8 +50,27 @@ const LONGEST_GATHERING: Duration = Duration::from_millis(10);
 /// The resolution of timers.
 const SHORTEST_TIMER: Duration = Duration::from_millis(1);
 
-/// Permits that no waiter can use.
+/// Permits of the own part that go back to the store.
 pub(super) type Returns = SmallVec<[UnusedPermits; 4]>;
+
+/// Permits that no waiter can use.
+#[derive(Default)]
+pub(super) struct GivenUp {
+    /// Those of the own part.
+    pub(super) own: Returns,
+    /// Those that other parts have lent.
+    pub(super) lent: Vec<Reservation>,
+}
+
+impl GivenUp {
+    /// Adds permits.
+    pub(super) fn add(&mut self, slot: &Reservation) {
+        match slot.lender {
+            None => self.own.push(slot.unused()),
+            Some(_) => self.lent.push(*slot),
+        }
+    }
+}
 
 /// Returns the next number. All keys of the process share one count, because a waiter keeps its
 /// number when the state of its key is evicted and made anew.
@@ -83,8 +102,8 @@ pub(super) struct Queue {
     paused_until: Option<Instant>,
     /// Since when the store has granted nothing, if it was asked for slots that are near.
     pub(super) refused_since: Option<Instant>,
-    /// Permits that go back to the store with the next call.
-    pub(super) returns: Returns,
+    /// Permits that no waiter can use. Those of the own part go back to the store with the next call.
+    pub(super) returns: GivenUp,
 }
 
 /// Which permits were handed out.
@@ -244,6 +263,36 @@ impl Queue {
             .get(&cost)
             .and_then(|class| class.waiters.get(number));
         waiter.is_some_and(|waiter| waiter.request.ends_at() <= now)
+    }
+
+    /// Returns whether a request waits for a slot later than `moment`, or without a slot.
+    pub(super) fn waits_beyond(&self, moment: Instant) -> bool {
+        self.classes
+            .values()
+            .any(|class| class.waits_beyond(moment))
+    }
+
+    /// Returns what the waiters could use sooner than their slots, `most` permits in all, and the latest
+    /// slot that is of use.
+    pub(super) fn sooner(&self, most: usize) -> Option<(SmallVec<[Demand; 2]>, Instant)> {
+        let mut classes: SmallVec<[(Number, u32, usize, Instant); 2]> = SmallVec::new();
+        for (cost, class) in &self.classes {
+            if let Some((first, count, latest)) = class.sooner() {
+                classes.push((first, *cost, count, latest));
+            }
+        }
+        classes.sort_unstable_by_key(|(first, ..)| *first);
+        let latest = classes.iter().map(|(.., latest)| *latest).max()?;
+        let mut left = most;
+        let mut demands = SmallVec::new();
+        for (_, cost, count, _) in classes {
+            let count = count.min(left);
+            left -= count;
+            if count > 0 {
+                demands.push(Demand::new(cost, u32::try_from(count).unwrap_or(u32::MAX)));
+            }
+        }
+        Some((demands, latest))
     }
 
     /// Returns whether the next call waits for other requests to join it. Starts the batching delay

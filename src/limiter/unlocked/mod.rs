@@ -144,6 +144,7 @@ impl UnlockedPermits {
                         slot,
                         stamp,
                         incarnation,
+                        lender: None,
                     });
                 }
                 Err(changed) => word = changed,

@@ -17,6 +17,7 @@ fn permits(name: u64, count: u32, until: Instant) -> Reservation {
         slot: name,
         stamp: name,
         incarnation: name,
+        lender: None,
     }
 }
 

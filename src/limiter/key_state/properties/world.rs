@@ -99,7 +99,9 @@ impl World {
             work: Work::default(),
         };
         let result = act(&mut self.state, &mut ctx, &mut self.requests);
-        let Work { wakers, effects } = ctx.work;
+        let Work {
+            wakers, effects, ..
+        } = ctx.work;
         wakers.wake();
         self.pending
             .extend(effects.into_iter().filter_map(|effect| match effect {

@@ -1,0 +1,245 @@
+//! Slots that the parts of other classes lend, if the quota is divided among classes.
+//!
+//! A class books in its own part, as far ahead as its requests can wait. While they wait, it asks the
+//! other parts for slots that are near (`limit/lending.rs`). The first waiters get these, and the last of
+//! the line give back slots of their own part.
+//!
+//! If the own part refuses requests, the other parts are asked first: the answer is kept until they
+//! have answered. The class asks again after the time that they name, and less often if they lend nothing.
+
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::KeyState;
+use super::context::KeyContext;
+use super::store_view::slot;
+use crate::clock;
+use crate::error::StoreError;
+use crate::limiter::reservation::{Reservation, Settled};
+use crate::rng::dice;
+use crate::store::{Demand, Lease, LeaseRequest, StoreReply};
+use crate::wait_queue::ANSWER;
+
+/// The most permits that a class asks for at once.
+const MOST: usize = 64;
+
+/// The shortest and the longest time between two rounds of asking.
+const SHORTEST: Duration = Duration::from_millis(10);
+const LONGEST: Duration = Duration::from_secs(1);
+
+/// How many times as long as the parts said a class waits at most.
+const LONGEST_BACKOFF: u32 = 16;
+
+/// What a class knows of the slots that other parts lend.
+#[derive(Default)]
+pub(super) struct Loans {
+    /// Until when a round of asking is under way. After that, it counts as lost.
+    under_way_until: Option<Instant>,
+    /// When the next round may begin.
+    next: Option<Instant>,
+    /// How many times as long as the parts said the class waits, minus one.
+    backoff: u32,
+    /// The answer of the own part, kept until the other parts have answered.
+    kept: Option<Answer>,
+}
+
+/// An answer that refuses waiters.
+struct Answer {
+    slots: Vec<Reservation>,
+    refusal: Settled,
+}
+
+/// What a class asks the other parts for.
+pub(in crate::limiter) struct Wanted {
+    pub(in crate::limiter) demands: SmallVec<[Demand; 2]>,
+    /// The latest slot that is of use.
+    latest: Instant,
+}
+
+/// What a part has lent.
+#[derive(Default)]
+pub(in crate::limiter) struct Lent {
+    pub(in crate::limiter) slots: Vec<Reservation>,
+    /// After what time it may lend more, if it has refused.
+    pub(in crate::limiter) again: Option<Duration>,
+}
+
+impl Wanted {
+    /// Takes out the permits that a part has lent.
+    pub(in crate::limiter) fn take(&mut self, lent: &[Reservation]) {
+        for slot in lent {
+            let same = |demand: &&mut Demand| demand.cost == slot.cost;
+            if let Some(demand) = self.demands.iter_mut().find(same) {
+                demand.count = demand.count.saturating_sub(slot.count);
+            }
+        }
+        self.demands.retain(|demand| demand.count > 0);
+    }
+}
+
+impl KeyState {
+    /// Returns whether the other parts may be asked for slots now.
+    pub(super) fn may_borrow(&self, ctx: &KeyContext<'_>, now: Instant) -> bool {
+        ctx.spec.lending().is_some()
+            && !self.store.is_standalone
+            && self.hold.is_clear(ctx.max_hold, now)
+            && self.limits.loans().is_none_or(|loans| {
+                let is_free = loans.under_way_until.is_none_or(|until| until <= now);
+                is_free && loans.next.is_none_or(|next| next <= now)
+            })
+    }
+
+    /// Leaves a round of asking to be started, if requests wait that other parts may serve sooner.
+    pub(super) fn borrow_later(&mut self, ctx: &mut KeyContext<'_>, now: Instant) {
+        let Some(queue) = &self.queue else { return };
+        if ctx.spec.lending().is_none()
+            || self.store.is_standalone
+            || queue.is_calling(now)
+            || !self.hold.is_clear(ctx.max_hold, now)
+            || !queue.waits_beyond(clock::after(now, SHORTEST))
+        {
+            return;
+        }
+        let loans = self.limits.loans_mut();
+        if loans.under_way_until.is_some_and(|until| until > now) {
+            return;
+        }
+        let delay = loans
+            .next
+            .map_or(Duration::ZERO, |next| next.saturating_duration_since(now));
+        loans.under_way_until = Some(clock::after(now, delay + ANSWER));
+        ctx.work.borrow = Some(delay);
+    }
+
+    /// Keeps an answer of the own part that refuses waiters, and leaves a round of asking to be started.
+    /// The call stays under way.
+    pub(super) fn keep_answer(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        slots: Vec<Reservation>,
+        refusal: Settled,
+        now: Instant,
+    ) {
+        let loans = self.limits.loans_mut();
+        loans.under_way_until = Some(clock::after(now, ANSWER));
+        loans.kept = Some(Answer { slots, refusal });
+        ctx.work.borrow = Some(Duration::ZERO);
+    }
+
+    /// Returns what the class asks the other parts for.
+    pub(in crate::limiter) fn wanted_loans(&mut self, ctx: &mut KeyContext<'_>) -> Option<Wanted> {
+        let queue = self
+            .queue
+            .as_ref()
+            .filter(|_| ctx.spec.lending().is_some() && self.hold.is_clear(ctx.max_hold, ctx.now));
+        let wanted = queue.and_then(|queue| queue.sooner(MOST));
+        match wanted {
+            Some((demands, latest)) => Some(Wanted { demands, latest }),
+            None => {
+                self.loans_ended(ctx, Vec::new(), None);
+                None
+            }
+        }
+    }
+
+    /// Asks this part, which is that of another class, for what is `wanted`. Returns `None` if it lends
+    /// nothing now.
+    pub(in crate::limiter) fn lend(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        wanted: &Wanted,
+    ) -> Option<StoreReply<Lease>> {
+        let lending = ctx.spec.lending().filter(|lending| lending.percent() > 0)?;
+        if self.store.is_standalone || !self.hold.is_clear(ctx.max_hold, ctx.now) {
+            return None;
+        }
+        let latest = wanted.latest.min(clock::after(ctx.now, lending.horizon()));
+        let request = self.request(ctx, &wanted.demands, 0, latest, &[]);
+        Some(ctx.store.lease(LeaseRequest {
+            borrows: true,
+            ..request
+        }))
+    }
+
+    /// Takes in the answer of this part, which was asked at `sent`. Returns what it has lent.
+    pub(in crate::limiter) fn lent(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        answer: Result<Lease, StoreError>,
+        sent: Instant,
+    ) -> Lent {
+        let Ok(lease) = answer else {
+            return Lent::default();
+        };
+        let now = ctx.now;
+        self.store.answers_later |= now > sent;
+        let bounds = self.remember(ctx, &lease, sent, now);
+        let precedes_release =
+            lease.source.has_reply() && self.hold.answered(lease.hold, sent, bounds);
+        let is_usable = !precedes_release
+            && !lease.source.is_standalone()
+            && self.hold.is_clear(ctx.max_hold, now);
+        let slots = lease.grants.iter().map(|grant| slot(&lease, grant, bounds));
+        let (usable, others): (Vec<_>, Vec<_>) =
+            slots.partition(|slot| is_usable && slot.until > now.max(slot.at));
+        for slot in others {
+            self.store.forget(&[slot.unused()]);
+            ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
+        }
+        let horizon = ctx.spec.lending().map(|lending| lending.horizon());
+        let wait = lease.refused.and_then(|refusal| refusal.wait);
+        Lent {
+            slots: usable,
+            again: wait.map(|wait| wait.saturating_sub(horizon.unwrap_or_default())),
+        }
+    }
+
+    /// Ends a round of asking, which has brought `slots`. The parts may lend more after `again`.
+    pub(in crate::limiter) fn loans_ended(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        slots: Vec<Reservation>,
+        again: Option<Duration>,
+    ) {
+        let now = ctx.now;
+        let loans = self.limits.loans_mut();
+        let gained: u32 = slots.iter().map(|slot| slot.count).sum();
+        loans.backoff = match gained {
+            0 => (loans.backoff * 2 + 1).min(LONGEST_BACKOFF - 1),
+            1 => loans.backoff,
+            _ => loans.backoff / 2,
+        };
+        let wait = again.unwrap_or_default().max(SHORTEST) * (loans.backoff + 1);
+        // Processes do not ask at the same moment.
+        let jitter = u32::try_from(dice() % 64).unwrap_or_default();
+        let wait = wait.min(LONGEST) * (96 + jitter) / 128;
+        loans.next = Some(clock::after(now, wait));
+        loans.under_way_until = None;
+        let kept = loans.kept.take();
+        let Some(queue) = &mut self.queue else {
+            ctx.work.lent_back.extend(slots);
+            if let Some(Answer { slots, .. }) = kept {
+                let unused: SmallVec<[_; 4]> = slots.iter().map(Reservation::unused).collect();
+                ctx.store.give_back(ctx.key, ctx.spec, &unused);
+            }
+            return;
+        };
+        match kept {
+            Some(Answer {
+                slots: own,
+                refusal,
+            }) => {
+                let all = own.into_iter().chain(slots);
+                let least = self.store.least_use(ctx.spec);
+                queue.answered(all, Some(&refusal), least, now, &mut ctx.work.wakers);
+            }
+            None => slots.into_iter().for_each(|slot| queue.add(slot)),
+        }
+        if self.hold.left(now).is_some() {
+            queue.give_up_slots();
+        }
+        self.step(ctx, None);
+        self.close(ctx);
+    }
+}

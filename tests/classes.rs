@@ -1,0 +1,387 @@
+//! A quota that is divided among classes of requests.
+
+#[path = "support/over.rs"]
+mod over;
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use http::Request;
+use over::over;
+use proptest::prelude::*;
+use tokio::time::{Instant, sleep};
+
+use tollgate::{Class, ConfigError, Key, Limited, Limiter, Quota, RateLimitLayer, Reason, Signal};
+use tower::{Layer, ServiceExt, service_fn};
+
+const K: Key = Key::ALL;
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// The class that used a permit, when, and its units.
+type Use = (&'static str, Instant, u32);
+
+#[derive(Clone, Default)]
+struct Uses(Arc<Mutex<Vec<Use>>>);
+
+impl Uses {
+    fn add(&self, class: &'static str, cost: u32) {
+        self.0.lock().unwrap().push((class, Instant::now(), cost));
+    }
+
+    fn all(&self) -> Vec<(Instant, u32)> {
+        let uses = self.0.lock().unwrap();
+        uses.iter().map(|(_, at, cost)| (*at, *cost)).collect()
+    }
+
+    fn count(&self, class: &str, from: Instant, to: Instant) -> usize {
+        let uses = self.0.lock().unwrap();
+        let of_class = uses
+            .iter()
+            .filter(|(name, at, _)| *name == class && (from..to).contains(at));
+        of_class.count()
+    }
+}
+
+/// Starts `tasks` tasks that always ask for a permit of `class`.
+fn ask_always(limiter: &Limiter, uses: &Uses, class: &'static str, tasks: usize) {
+    for _ in 0..tasks {
+        let (limiter, uses) = (limiter.clone(), uses.clone());
+        tokio::spawn(async move {
+            loop {
+                match limiter.acquire(K).class(class).await {
+                    Ok(permit) => {
+                        uses.add(class, 1);
+                        drop(permit);
+                    }
+                    Err(limited) => {
+                        sleep(limited.retry_after().unwrap_or(ms(100)).min(ms(1000))).await;
+                    }
+                }
+            }
+        });
+    }
+}
+
+fn fleet(quota: Quota, max_wait: Duration) -> Limiter {
+    let layer = RateLimitLayer::builder(quota)
+        .share("web", 50)
+        .max_wait(max_wait);
+    layer.build().unwrap().limiter()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_class_waits_for_nobody_else() {
+    let quota = Quota::per_second(50);
+    let limiter = fleet(quota, Duration::from_secs(60));
+    let uses = Uses::default();
+    ask_always(&limiter, &uses, "jobs", 1000);
+    sleep(Duration::from_secs(5)).await;
+
+    let from = Instant::now();
+    let mut waits = Vec::new();
+    for _ in 0..200 {
+        sleep(ms(100)).await;
+        let begin = Instant::now();
+        let permit = limiter.acquire(K).class("web").await.unwrap();
+        waits.push(begin.elapsed());
+        uses.add("web", 1);
+        drop(permit);
+    }
+    let to = Instant::now();
+    waits.sort();
+    let (jobs, web) = (uses.count("jobs", from, to), uses.count("web", from, to));
+    let seconds = (to - from).as_secs_f64();
+    let used = (jobs + web) as f64 / seconds / (50.0 / 1.02);
+    println!(
+        "jobs {jobs}, web {web} in {seconds:.1} s, {used:.3} used; waits of web {:?} {:?}",
+        waits[100], waits[198]
+    );
+    assert!(waits[198] <= ms(300), "{:?}", waits[198]);
+    assert!(used >= 0.96, "{used}");
+    assert_eq!(over(&quota, &uses.all()), None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_class_leaves_is_lent() {
+    let quota = Quota::per_second(50);
+    let limiter = fleet(quota, Duration::from_secs(15));
+    let uses = Uses::default();
+    let from = Instant::now();
+    ask_always(&limiter, &uses, "jobs", 100);
+    sleep(Duration::from_secs(30)).await;
+    let to = Instant::now();
+    let used = uses.count("jobs", from + ms(2000), to) as f64 / 28.0 / (50.0 / 1.02);
+    println!("{used:.3} used by jobs alone");
+    assert!(used >= 0.94, "{used}");
+    assert_eq!(over(&quota, &uses.all()), None);
+}
+
+fn built(shares: &[(&'static str, u8)], quota: Quota) -> Result<RateLimitLayer, ConfigError> {
+    let builder = RateLimitLayer::builder(quota);
+    let divided = shares.iter().fold(builder, |builder, (class, percent)| {
+        builder.share(class, *percent)
+    });
+    divided.build()
+}
+
+#[test]
+fn shares_that_cannot_be_are_errors() {
+    let quota = Quota::per_second(50);
+    let text = |shares: &[(&'static str, u8)], quota| built(shares, quota).unwrap_err().to_string();
+    assert_eq!(
+        text(&[("web", 0)], quota),
+        "share is 0 % for \"web\", but must be from 1 to 100 per cent"
+    );
+    assert_eq!(
+        text(&[("web", 60), ("jobs", 50)], quota),
+        "share is 110 % in all, but must be at most 100 per cent in all"
+    );
+    assert!(text(&[("web", 10), ("web", 20)], quota).contains("once for each class"));
+    let every = text(&[("web", 50)], Quota::every(Duration::from_secs(2)));
+    assert!(
+        every.contains("the share of \"web\" is less than one unit"),
+        "{every}"
+    );
+    assert!(built(&[("web", 100)], quota).is_ok());
+
+    let lends = RateLimitLayer::builder(quota)
+        .lends("web", 50)
+        .build()
+        .unwrap_err();
+    assert!(lends.to_string().contains("call share first"), "{lends}");
+    let lends = RateLimitLayer::builder(quota)
+        .share("web", 50)
+        .lends("web", 101);
+    assert!(lends.build().is_err());
+}
+
+/// Takes permits of `class` until one is refused. Returns how many there were, and the error.
+async fn take_all(limiter: &Limiter, class: &str) -> (u32, Limited) {
+    let mut taken = 0;
+    loop {
+        match limiter.acquire(K).class(class).await {
+            Ok(permit) => {
+                taken += 1;
+                drop(permit);
+            }
+            Err(limited) => return (taken, limited),
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn parts_are_apart_and_errors_name_the_class() {
+    let layer = RateLimitLayer::builder(Quota::per_second(50))
+        .share("web", 50)
+        .share("jobs", 30)
+        .lends("web", 0)
+        .lends("jobs", 0)
+        .max_wait(Duration::ZERO);
+    let limiter = layer.build().unwrap().limiter();
+    let (jobs, limited) = take_all(&limiter, "jobs").await;
+    // What the rest lends near is borrowed: 97 % of 10, at its pace.
+    assert!((15..=18).contains(&jobs), "{jobs}");
+    let info = limited.report();
+    assert_eq!(info.class(), Some("jobs"));
+    assert!(limited.to_string().contains("jobs"), "{limited}");
+    let (web, limited) = take_all(&limiter, "web").await;
+    assert!((25..=28).contains(&web), "{web}");
+    assert_eq!(limited.report().class(), Some("web"));
+    let (others, limited) = take_all(&limiter, "unknown").await;
+    assert_eq!(limited.report().class(), None);
+    assert_eq!(jobs + web + others, 50, "{jobs} {web} {others}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn layers_find_the_class_of_a_request() {
+    let layer = RateLimitLayer::builder(Quota::per_second(10))
+        .share("web", 50)
+        .share("jobs", 50)
+        .lends("web", 0)
+        .lends("jobs", 0)
+        .class(|request| request.path().starts_with("/jobs").then_some("jobs"))
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap();
+    let service = layer.layer(service_fn(|_: Request<()>| async {
+        Ok::<_, std::convert::Infallible>(http::Response::new(()))
+    }));
+    let send = async |path: &str, class: Option<&'static str>| {
+        let mut request = Request::get(path).body(()).unwrap();
+        if let Some(class) = class {
+            request.extensions_mut().insert(Class(class));
+        }
+        match service.clone().oneshot(request).await {
+            Ok(_) => Ok(()),
+            Err(error) => Err(Limited::find(&error).unwrap().report().class()),
+        }
+    };
+    for _ in 0..5 {
+        assert_eq!(send("http://a/jobs/1", None).await, Ok(()));
+    }
+    assert_eq!(send("http://a/jobs/1", None).await, Err(Some("jobs")));
+    for _ in 0..4 {
+        assert_eq!(send("http://a/jobs/1", Some("web")).await, Ok(()));
+    }
+    assert_eq!(send("http://a/jobs/1", Some("web")).await, Err(Some("web")));
+    assert_eq!(send("http://a/", None).await, Ok(()));
+    assert_eq!(send("http://a/", None).await, Err(None));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_holds_all_classes_of_a_key() {
+    let limiter = fleet(Quota::per_second(50), Duration::ZERO);
+    let permit = limiter.acquire(K).class("web").await.unwrap();
+    let response = http::Response::builder()
+        .status(429)
+        .header("retry-after", "7");
+    permit.answered(&Signal::read(&response.body(()).unwrap()));
+    for class in ["web", "others"] {
+        let limited = limiter.acquire(K).class(class).await.unwrap_err();
+        assert_eq!(limited.reason(), Some(Reason::Held), "{class}");
+        assert!(
+            limited.retry_after() > Some(Duration::from_secs(6)),
+            "{class}"
+        );
+    }
+    limiter.release(K).await.unwrap();
+    for class in ["web", "others"] {
+        drop(limiter.acquire(K).class(class).await.unwrap());
+    }
+    limiter.hold_for(K, Duration::from_secs(3)).await.unwrap();
+    for class in ["web", "others"] {
+        let limited = limiter.acquire(K).class(class).await.unwrap_err();
+        assert_eq!(limited.reason(), Some(Reason::Held), "{class}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_quota_that_is_set_is_divided_too() {
+    let limiter = RateLimitLayer::builder(Quota::per_second(10))
+        .share("web", 50)
+        .lends("web", 0)
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap()
+        .limiter();
+    limiter.set_quota(K, Quota::per_second(100)).await.unwrap();
+    let (web, _) = take_all(&limiter, "web").await;
+    let (others, _) = take_all(&limiter, "others").await;
+    assert!((50..=56).contains(&web), "{web}");
+    assert_eq!(web + others, 100);
+
+    sleep(Duration::from_secs(2)).await;
+    let own = Quota::per_second(20);
+    limiter.unset_quota(K).await.unwrap();
+    sleep(Duration::from_secs(5)).await;
+    let permit = limiter.acquire(K).quota(own).class("web").await.unwrap();
+    drop(permit);
+    sleep(Duration::from_secs(5)).await;
+    let (web, _) = take_all(&limiter, "web").await;
+    assert!((10..=12).contains(&web), "{web}");
+}
+
+/// What a request gives back of permits that another part has lent goes back to that part.
+#[tokio::test(start_paused = true)]
+async fn lent_units_go_back_to_their_part() {
+    let limiter = RateLimitLayer::builder(Quota::per_minute(1000))
+        .share("web", 50)
+        .lends("web", 100)
+        .max_wait(Duration::from_secs(30))
+        .settle_by_hand()
+        .build()
+        .unwrap()
+        .limiter();
+    let used = async || {
+        let limits = limiter.peek(K).await.unwrap().limits;
+        limits.iter().map(|usage| usage.used).sum::<u64>()
+    };
+    let mut permits = Vec::new();
+    for _ in 0..60 {
+        permits.push(limiter.acquire(K).class("jobs").cost(10).await.unwrap());
+    }
+    // The part of the others has room for 50 of them.
+    assert_eq!(used().await, 600);
+    for permit in &mut permits {
+        permit.settle(4);
+    }
+    drop(permits);
+    assert_eq!(used().await, 240);
+}
+
+#[tokio::test(start_paused = true)]
+async fn calls_in_flight_are_not_divided() {
+    let quota = Quota::per_second(50).and(Quota::in_flight(2));
+    let limiter = fleet(quota, Duration::ZERO);
+    let web = limiter.acquire(K).class("web").await.unwrap();
+    let others = limiter.acquire(K).await.unwrap();
+    for class in ["web", "others"] {
+        assert!(limiter.acquire(K).class(class).await.is_err(), "{class}");
+    }
+    drop(others);
+    let again = limiter.acquire(K).class("web").await.unwrap();
+    assert!(limiter.acquire(K).await.is_err());
+    drop((web, again));
+    drop(limiter.acquire(K).await.unwrap());
+}
+
+/// Random quotas, shares and callers: never over, and nobody waits for good.
+#[test]
+fn no_mix_of_classes_exceeds_the_quota() {
+    let case = (
+        prop_oneof![
+            (4u32..200).prop_map(Quota::per_second),
+            (20u32..600).prop_map(Quota::per_minute),
+            (4u32..60, 20u32..600).prop_map(|(short, long)| {
+                Quota::per_second(short).and(Quota::per_minute(long))
+            }),
+            (4u32..60, 2u32..40).prop_map(|(capacity, count)| {
+                Quota::bucket(capacity).refill(count, Duration::from_secs(1))
+            }),
+        ],
+        (10u8..60, 10u8..40),
+        (0u8..=100, 1usize..40, 1usize..40),
+        prop::collection::vec((0u64..400, 0usize..3, 1u32..4), 1..200),
+    );
+    let config = ProptestConfig {
+        cases: 120,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    };
+    proptest!(config, |((quota, (a, b), (lends, web, jobs), requests) in case)| {
+        let layer = RateLimitLayer::builder(quota)
+            .share("a", a)
+            .share("b", b)
+            .lends("a", lends)
+            .max_wait(Duration::from_secs(20))
+            .build();
+        let Ok(layer) = layer else { return Ok(()) };
+        let limiter = layer.limiter();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .unwrap();
+        let uses = Uses::default();
+        runtime.block_on(async {
+            ask_always(&limiter, &uses, "a", web.min(10));
+            ask_always(&limiter, &uses, "c", jobs.min(10));
+            for (wait, class, cost) in requests {
+                sleep(ms(wait)).await;
+                let class = ["a", "b", "c"][class];
+                let (limiter, uses) = (limiter.clone(), uses.clone());
+                tokio::spawn(async move {
+                    if let Ok(permit) = limiter.acquire(K).class(class).cost(cost).await {
+                        uses.add(class, cost);
+                        drop(permit);
+                    }
+                });
+            }
+            sleep(Duration::from_secs(70)).await;
+        });
+        prop_assert_eq!(over(&quota, &uses.all()), None);
+    });
+}
