@@ -19,6 +19,10 @@ pub struct Options {
     /// Further limits of each call, each with a name and a quota. [`key_in`] finds their keys in
     /// the path.
     pub and_per: Vec<(String, String)>,
+    /// The classes that have a share of the quota, each with its percentage.
+    pub shares: Vec<(String, u8)>,
+    /// The class of all calls; empty for none.
+    pub class: String,
     /// Instead of the quota's limiter, an adaptive throttle with this pace, by its name in the
     /// simulator; empty for none. Its only known limit is `quota`. `fair-shared` shares its pace
     /// through the store.
@@ -98,6 +102,8 @@ impl Default for Options {
         Options {
             quota: "10/1s".into(),
             and_per: Vec::new(),
+            shares: Vec::new(),
+            class: String::new(),
             pace: String::new(),
             store: MEMORY.into(),
             certificate: String::new(),
@@ -138,9 +144,13 @@ impl Options {
         };
         let and_per = self.and_per.iter();
         let and_per = and_per.map(|(name, quota)| format!("{name}={quota}"));
+        let shares = self.shares.iter();
+        let shares = shares.map(|(class, percent)| format!("{class}={percent}"));
         let pairs = [
             ("quota", self.quota.clone()),
             ("and-per", and_per.collect::<Vec<_>>().join(";")),
+            ("shares", shares.collect::<Vec<_>>().join(";")),
+            ("class", self.class.clone()),
             ("pace", self.pace.clone()),
             ("store", self.store.clone()),
             ("certificate", self.certificate.clone()),
@@ -197,6 +207,14 @@ impl Options {
                         });
                         options.and_per = limits.collect::<anyhow::Result<_>>()?;
                     }
+                    "--shares" => {
+                        let shares = value.split_terminator(';').map(|share| {
+                            let (class, percent) = share.split_once('=').context("no share")?;
+                            Ok((class.to_owned(), percent.parse()?))
+                        });
+                        options.shares = shares.collect::<anyhow::Result<_>>()?;
+                    }
+                    "--class" => options.class = value.clone(),
                     "--pace" => options.pace = value.clone(),
                     "--store" => options.store = value.clone(),
                     "--certificate" => options.certificate = value.clone(),
@@ -259,6 +277,8 @@ mod tests {
     fn options_parse_back_from_their_words() {
         let options = Options {
             quota: "25/5s, 60/12s".into(),
+            shares: vec![("web".into(), 50), ("jobs".into(), 30)],
+            class: "web".into(),
             and_per: ["channel", "route"]
                 .map(|name| (name.into(), "8/5s, 9/9s".into()))
                 .into(),

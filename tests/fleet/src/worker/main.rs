@@ -122,6 +122,13 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
         soon(async || store.connect().await).await?;
         builder = builder.store(Arc::new(store));
     }
+    for (class, percent) in &options.shares {
+        builder = builder.share(class.clone().leak(), *percent);
+    }
+    if !options.class.is_empty() {
+        let class: &'static str = options.class.clone().leak();
+        builder = builder.class(move |_| Some(class));
+    }
     for (name, quota) in &options.and_per {
         // The layer is made once, and lives as long as the process.
         let name: &'static str = name.clone().leak();

@@ -5,6 +5,7 @@
 
 mod alone;
 mod away;
+mod classes;
 mod deploy;
 mod drain;
 mod holds;
@@ -52,7 +53,7 @@ fn usual_or<T>(usual: T, long: T) -> T {
 }
 
 /// The load that concurrent tests may put on the machine, in units of about a tenth of a core.
-const ROOM: u32 = 8;
+const ROOM: u32 = 7;
 
 static MACHINE: Semaphore = Semaphore::const_new(ROOM as usize);
 
