@@ -593,6 +593,11 @@ impl Ledger {
             .first_slot(from, cost, open, advance(&self.rare))
     }
 
+    /// Returns a limit that applies and that the caller with the limits of `spec` does not state.
+    pub(crate) fn foreign(&self, spec: &LimitSpec) -> Option<Limit> {
+        self.limits.foreign(spec.limits())
+    }
+
     /// Returns how many units could leave now.
     pub(crate) fn free(&mut self) -> u64 {
         if self.earliest() > self.now {

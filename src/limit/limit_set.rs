@@ -282,6 +282,13 @@ impl LimitSet {
         self.states.all().any(|state| state.limit == limit)
     }
 
+    /// Returns the first limit that applies besides `ours`.
+    pub(super) fn foreign(&self, ours: &[Limit]) -> Option<Limit> {
+        let has_others = self.states.len() > ours.len();
+        let mut limits = self.limits().filter(|limit| !ours.contains(limit));
+        has_others.then(|| limits.next()).flatten()
+    }
+
     /// Returns the limits that are not paused.
     pub(super) fn limits(&self) -> impl Iterator<Item = Limit> {
         self.states.iter().map(|state| state.limit)
@@ -478,10 +485,18 @@ impl LimitSet {
         })
     }
 
-    /// Returns the first moment from which new limits would grant the same.
+    /// Returns the first moment from which new limits would grant the same. The limits of a part are
+    /// kept as long as they apply, because callers that use only other parts state them, too.
     pub(super) fn fresh_from(&self, advance: &[AdvanceBooking]) -> Micros {
-        let states = self.states.all();
-        let moments = states.map(|state| state.fresh_from(advance));
+        let is_part = self.states.iter().any(LimitState::is_pace);
+        let moments = self.states.all().map(|state| {
+            let from = state.fresh_from(advance);
+            if is_part {
+                from.max(state.in_force_until())
+            } else {
+                from
+            }
+        });
         moments.max().unwrap_or(0)
     }
 }

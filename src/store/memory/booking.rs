@@ -66,6 +66,7 @@ pub(in crate::store) fn book(
         }
     }
     lease.external_usage = ledger.is_shared();
+    lease.foreign = ledger.foreign(request.spec);
     let is_decided = lease.refused.is_none() && !is_outdated;
     if is_decided && request.prefetch > 0 {
         let booking = ledger.prefetch(

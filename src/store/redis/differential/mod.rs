@@ -324,6 +324,42 @@ fn returns_do_not_stop_the_clock() {
     }
 }
 
+/// A process states the limits of parts that it does not use. Both keep such a part as long as its limits
+/// apply.
+#[test]
+fn limits_of_unused_parts_are_kept() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    world.begin();
+    let part = |count| {
+        let spec = LimitSpec::new(Quota::per_second(count), millis(10), millis(2));
+        Arc::new(spec.with_lending(97))
+    };
+    let (_, theirs) = world.lease(&part(3), &Step::idle(), &[]);
+    assert!(theirs.session_ttl >= millis(3000), "{theirs:?}");
+    let ttl: i64 = redis::cmd("PTTL")
+        .arg(&world.key)
+        .query(&mut world.redis)
+        .unwrap();
+    assert!(ttl >= 3000, "{ttl}");
+    let now = world.now;
+    assert!(world.ledger(&part(3)).fresh_from() >= now + 3_000_000);
+
+    world.now += 2_900_000;
+    let five = Step {
+        demands: vec![(1, 5)],
+        life: millis(10),
+        ..Step::idle()
+    };
+    let (ours, theirs) = world.lease(&part(30), &five, &[]);
+    assert_eq!(decided(&ours), decided(&theirs));
+    assert_eq!(
+        theirs.grants.iter().map(|grant| grant.count).sum::<u32>(),
+        3
+    );
+    assert!(ours.foreign.is_some() && theirs.foreign.is_some());
+}
+
 /// Each process of a large fleet may state another limit. Their calls go on, and each stays within
 /// its own limit.
 #[test]

@@ -293,13 +293,13 @@ local function cold()
     end
     rule.advance(limit)
     state[#state + 1] = limit
-    -- A state that is new is written only if the call uses something of it.
-    state.must_rewrite, state.changed = true, state.changed or state.existed
+    -- A state that is new is written only if the call uses something of it, or if it is that of a part.
+    state.must_rewrite, state.changed = true, state.changed or state.existed or lends ~= nil
     return limit
   end
 
   -- Returns until when a limit applies: two windows and a second after a call last stated it. The
-  -- record may be half a window behind.
+  -- record may be half a window behind. The same is in short.lua and main.lua, for parts.
   local function in_force_until(limit)
     return limit.last_stated + math.floor(limit.window * 5 / 2) + 1000000
   end

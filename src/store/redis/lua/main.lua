@@ -126,12 +126,15 @@ local function book(cost, count, life, from, last, segments)
   end
 end
 
--- Returns the first moment at which a new state would grant the same. Until then the key must live.
+-- Returns the first moment at which a new state would grant the same. Until then the key must live. The
+-- state of a part must live as long as its limits apply, because callers that use only other parts
+-- state them, too.
 local function remembered_until()
   local until_then = state.recovering_until > state.earliest and state.recovering_until or state.earliest
   for i = 1, #state do
     local limit = state[i]
     local from = limit.rule.fresh_from(limit)
+    if state.pace then from = math.max(from, limit.last_stated + math.floor(limit.window * 5 / 2) + 1000000) end
     if limit.external and forgotten_from(limit) > from then from = forgotten_from(limit) end
     if from > until_then then until_then = from end
   end

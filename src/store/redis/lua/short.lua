@@ -46,6 +46,8 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
     -- `records` are the new records. `chunks` are those to write, each a place in the string and
     -- its bytes. `free_after` are the units that are free after the grant.
     local fresh_from, records, chunks, free_after = now, '', nil, NEVER
+    -- Of a part: until when its limits apply.
+    local in_force_until = now
 
     for i = 1, limit_count do
       local record = HEAD_SIZE + RECORD_SIZE * (i - 1) + 1
@@ -68,6 +70,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
         if states_limits and now - last_stated > window / 2 then
           last_stated, is_restated = now, true
         end
+        if lends then in_force_until = math.max(in_force_until, last_stated + math.floor(window * 5 / 2) + 1000000) end
         -- The first whole microsecond at which the bucket is full.
         local fresh = full_r > 0 and full_at + 1 or full_at
         if fresh > remember_until then remember_until = fresh end
@@ -115,6 +118,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
         if states_limits and now - last_stated > window / 2 then
           last_stated, is_restated = now, true
         end
+        if lends then in_force_until = math.max(in_force_until, last_stated + math.floor(window * 5 / 2) + 1000000) end
 
         local free = count - total
         if free < cost then
@@ -157,6 +161,8 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
       end
     end
 
+    if in_force_until > fresh_from then fresh_from = in_force_until end
+    if in_force_until > remember_until then remember_until = in_force_until end
     if is_unusual then
       -- main.lua decides.
     elseif wait == 0 then
