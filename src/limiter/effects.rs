@@ -15,8 +15,11 @@ use smallvec::SmallVec;
 use tokio::runtime::Handle;
 
 use super::engine::Core;
-use super::key_state::{Effect, KeyContext, KeyState, LeaseFuture, Work};
+use super::key_state::{
+    Effect, KeyContext, KeyState, LeaseFuture, OWN_PART, WholeLimits, Work, fresh_for,
+};
 use super::queue::CallNumber;
+use super::quotas::QuotaId;
 use super::reservation::Reservation;
 use super::settings::Settings;
 use crate::clock;
@@ -25,9 +28,9 @@ use crate::events;
 use crate::join::join_all;
 use crate::key::Key;
 use crate::key_map::Full;
-use crate::limit::{Charge, UnusedPermits};
+use crate::limit::{Charge, LimitSpec, UnusedPermits};
 use crate::store::{
-    Claim, ClientSession, Lease, LeaseRequest, OwnedLeaseRequest, StoreListener, spawn,
+    Claim, ClientSession, Lease, LeaseRequest, OwnedLeaseRequest, PeekRequest, StoreListener, spawn,
 };
 
 /// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the
@@ -108,6 +111,24 @@ impl Core {
         state.quota_changed(&mut ctx);
         state.take_lent_back(&mut ctx);
         (done, ctx.work)
+    }
+
+    /// Gives `key` the quota that a request states. Returns whether it had another one.
+    pub(super) fn choose_quota(self: &Arc<Self>, key: Key, quota: QuotaId, now: Instant) -> bool {
+        let known = self
+            .states
+            .find(key, |state| state.limits.has_quota(quota))
+            .unwrap_or(quota == QuotaId::CONFIGURED);
+        if known || quota == QuotaId::NONE {
+            return false;
+        }
+        let Settings { quotas, .. } = &self.settings;
+        let spec = quotas.spec(quota, self.part_index(), self.unit());
+        let choose =
+            |state: &mut KeyState, _: &mut KeyContext<'_>| state.limits.choose(quota, spec);
+        // If there is no room for the key, its request is refused.
+        let _ = self.with_new_state(key, now, choose);
+        true
     }
 
     /// Gives back permits that were not used: to the part that has lent them, else to the next waiter of
@@ -230,21 +251,40 @@ impl Core {
         for slot in work.lent_back {
             self.give_back(key, slot);
         }
+        if work.states_parts {
+            self.start(state_parts(self.clone(), key));
+        }
         if let Some(delay) = work.borrow {
             self.borrow(key, now, delay);
+        }
+    }
+
+    /// Waits until the limits of the other parts are stated, if `key` is one of several parts.
+    pub(super) async fn parts_stated(self: &Arc<Self>, key: Key) {
+        if !self.is_divided() {
+            return;
+        }
+        let now = clock::now();
+        let is_stated =
+            |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.are_parts_stated(ctx, now);
+        if let Ok(false) = self.with_new_state(key, now, is_stated) {
+            state_parts(self.clone(), key).await;
+        }
+    }
+
+    /// Starts a task. What a store in memory answers at once is done when this returns.
+    fn start(&self, task: impl Future<Output = ()> + Send + 'static) {
+        let mut task = Box::pin(task);
+        let first = task.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        if first.is_pending() {
+            self.spawn(task);
         }
     }
 
     /// Waits until `delay` after `now`. Then asks the other parts for slots for the waiters of `key`.
     fn borrow(self: &Arc<Self>, key: Key, now: Instant, delay: Duration) {
         if delay.is_zero() {
-            let mut round = Box::pin(borrow_for(self.clone(), key));
-            // A store in memory answers at once.
-            let first = round.as_mut().poll(&mut Context::from_waker(Waker::noop()));
-            if first.is_pending() {
-                self.spawn(round);
-            }
-            return;
+            return self.start(borrow_for(self.clone(), key));
         }
         let core = Arc::downgrade(self);
         self.spawn(async move {
@@ -350,6 +390,8 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
     };
     let (mut slots, mut again) = (Vec::new(), None::<Duration>);
     let own = core.part_index();
+    let quota = core.states.find(key, |state| state.limits.quota_id());
+    let quota = quota.flatten();
     let parts: SmallVec<[_; 8]> = core.all_parts(key).enumerate().collect();
     let (before, after) = parts.split_at(own.min(parts.len()));
     // Each class begins with the part behind its own.
@@ -358,11 +400,19 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
             break;
         }
         let sent = clock::now();
+        lender.choose_quota(*lender_key, quota.unwrap_or(QuotaId::CONFIGURED), sent);
         let lend = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.lend(ctx, &wanted);
         let Ok(Some(reply)) = lender.with_new_state(*lender_key, sent, lend) else {
             continue;
         };
         let answer = reply.arrives().await;
+        if answer.is_ok()
+            && let Ok(number) = u8::try_from(*index)
+        {
+            let spec = lender.spec_of_part(*lender_key, quota);
+            let note = |state: &mut KeyState| state.note_stated(&spec, number, sent, false);
+            core.states.find(key, note);
+        }
         let mut answer = Some(answer);
         let take_in = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
             let answer = answer.take().unwrap_or(Err(StoreError::Lost));
@@ -392,6 +442,115 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
     for slot in brought.into_iter().flatten() {
         core.give_back(key, slot);
     }
+}
+
+/// Keeps the number of the statements about parts that are under way for a key. When it is dropped, the
+/// waiters of the key go on.
+struct Stating {
+    core: Weak<Core>,
+    key: Key,
+}
+
+impl Drop for Stating {
+    fn drop(&mut self) {
+        if let Some(core) = self.core.upgrade() {
+            core.with_state(self.key, clock::now(), KeyState::parts_stated);
+        }
+    }
+}
+
+/// States the limits of the other parts for `key`, as `stated_parts` of `key_state` says. Waits until
+/// nothing is booked any more that callers without a division have booked beyond their part.
+async fn state_parts(core: Arc<Core>, key: Key) {
+    let stating = Stating {
+        core: Arc::downgrade(&core),
+        key,
+    };
+    let (mut core, mut undivided_until) = (core, None);
+    loop {
+        let (until, again) = state_stale_parts(&core, key).await;
+        undivided_until = undivided_until.max(until);
+        let now = clock::now();
+        let Some(until) = undivided_until.filter(|until| *until > now) else {
+            return;
+        };
+        let wait =
+            |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.wait_for_undivided(ctx, until);
+        core.with_state(key, now, wait);
+        // The wait does not keep the core alive.
+        drop(core);
+        clock::sleep_until(until.min(clock::after(now, again))).await;
+        match stating.core.upgrade() {
+            Some(upgraded) => core = upgraded,
+            None => return,
+        }
+    }
+}
+
+/// States the limits of the parts about which `key` has no fresh statement. Returns until when callers
+/// without a division may use more than their part, and after what time to state them again.
+async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Duration) {
+    let now = clock::now();
+    let known = core
+        .states
+        .find(key, |state| (state.stated_parts(), state.limits.quota_id()));
+    let (stated, quota) = known.unwrap_or_default();
+    let parts: SmallVec<[_; 8]> = core.all_parts(key).enumerate().collect();
+    let specs = parts
+        .iter()
+        .map(|(_, (part, part_key))| part.spec_of_part(*part_key, quota));
+    let specs: SmallVec<[Arc<LimitSpec>; 8]> = specs.collect();
+    let again = specs.iter().map(|spec| fresh_for(spec)).min();
+    let again = again.unwrap_or(LONGEST_TURN) / 2;
+    let fresh_at = clock::after(now, again);
+    let whole = WholeLimits::new(&specs);
+    let calls = parts
+        .iter()
+        .zip(&specs)
+        .filter_map(|((index, (part, part_key)), spec)| {
+            let number = match u8::try_from(*index).ok()? {
+                own if usize::from(own) == core.part_index() => OWN_PART,
+                other => other,
+            };
+            // Callers without a division use the part of the rest.
+            let looks_for_undivided = *index == 0 && !stated.apply(now);
+            if stated.is_fresh(number, fresh_at) && !looks_for_undivided {
+                return None;
+            }
+            let whole = looks_for_undivided.then_some(&whole);
+            Some(async move {
+                let sent = clock::now();
+                let undivided = state_part(part, *part_key, spec, whole).await;
+                (number, spec, sent, undivided)
+            })
+        });
+    let mut undivided_until = None;
+    for (number, spec, sent, undivided) in join_all(calls).await {
+        let has_failed = undivided.is_err();
+        let note = |state: &mut KeyState| state.note_stated(spec, number, sent, has_failed);
+        core.states.find(key, note);
+        undivided_until = undivided_until.max(undivided.ok().flatten());
+    }
+    (undivided_until, again)
+}
+
+/// States the limits of one part. If it is given the `whole` limits, looks for callers without a division,
+/// and returns until when they may use more than the part.
+async fn state_part(
+    part: &Core,
+    key: Key,
+    spec: &Arc<LimitSpec>,
+    whole: Option<&WholeLimits>,
+) -> Result<Option<Instant>, StoreError> {
+    let store = &part.settings.store;
+    let request = OwnedLeaseRequest::without_demands(key, spec, ClientSession::default());
+    let lease = store.lease(request.request(&[])).arrives().await?;
+    let Some(whole) = whole.filter(|_| lease.foreign.is_some()) else {
+        return Ok(None);
+    };
+    let usage = store.peek(PeekRequest::new(key, spec)).arrives().await?;
+    let wait = whole.undivided_for(&usage);
+    Ok(wait.map(|wait| clock::after(clock::now(), wait)))
 }
 
 /// A call with charges that a flush has sent. If it is dropped before its answer, the charges wait for

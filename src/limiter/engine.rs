@@ -19,6 +19,7 @@ use super::key_state::{KeyContext, KeyState, Work};
 use super::key_states::KeyStates;
 use super::limited::LimitName;
 use super::outer;
+use super::quotas::QuotaId;
 use super::settings::{OnStoreError, Settings};
 use smallvec::SmallVec;
 
@@ -304,6 +305,16 @@ impl Core {
         let core = self.parts.get()?.get(usize::from(number))?.upgrade()?;
         let key = core.part_of(self.whole(key));
         Some((core, key))
+    }
+
+    /// Returns the limits of this part of the quota of `key`, of which requests have stated that it has
+    /// the quota number `quota`.
+    pub(super) fn spec_of_part(&self, key: Key, quota: Option<QuotaId>) -> Arc<LimitSpec> {
+        let set = |state: &mut KeyState| state.limits.set_spec().cloned();
+        let Settings { spec, quotas, .. } = &self.settings;
+        let set = self.states.find(key, set).flatten();
+        let stated = || quotas.spec(quota?, self.part_index(), self.unit());
+        set.or_else(stated).unwrap_or_else(|| spec.clone())
     }
 
     /// Returns what errors call the limit of `key`.

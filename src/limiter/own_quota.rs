@@ -55,22 +55,10 @@ impl std::error::Error for QuotaError {
 
 /// Gives `key` the quota that a request states, from the next call to the store on.
 pub(super) fn choose(core: &Arc<Core>, key: Key, quota: QuotaId, now: Instant) {
-    if quota == QuotaId::NONE {
-        return;
+    if core.choose_quota(key, quota, now) {
+        // Limits that the upstream states apply besides the quota of the key.
+        learn(core, key, None, now);
     }
-    let known = core.states.find(key, |state| state.limits.has_quota(quota));
-    if known.unwrap_or(quota == QuotaId::CONFIGURED) {
-        return;
-    }
-    let spec = core
-        .settings
-        .quotas
-        .spec(quota, core.part_index(), core.unit());
-    let choose = |state: &mut KeyState, _: &mut KeyContext<'_>| state.limits.choose(quota, spec);
-    // If there is no room for the key, its request is refused.
-    let _ = core.with_new_state(key, now, choose);
-    // Limits that the upstream states apply besides the quota of the key.
-    learn(core, key, None, now);
 }
 
 /// Takes in the limits of `key` that a response states, if there is one. The store learns them, so

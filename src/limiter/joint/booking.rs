@@ -165,6 +165,9 @@ impl<'a> Search<'a> {
         if let Some(refusal) = self.known_refusal(bound) {
             return Err(refusal);
         }
+        for Part { core, key, .. } in self.parts {
+            core.parts_stated(*key).await;
+        }
         let mut calls = 0;
         loop {
             let parts = self.next();

@@ -84,6 +84,8 @@ pub(in crate::limiter) struct Work {
     pub(in crate::limiter) effects: SmallVec<[Effect; 1]>,
     /// After what time other parts are to be asked for slots, if they are.
     pub(in crate::limiter) borrow: Option<Duration>,
+    /// Whether the limits of other parts are to be stated.
+    pub(in crate::limiter) states_parts: bool,
     /// Permits that other parts have lent and get back.
     pub(in crate::limiter) lent_back: Vec<Reservation>,
 }

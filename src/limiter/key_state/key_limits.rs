@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::context::KeyContext;
 use super::loans::Loans;
 use super::stated_limits::{HeaderTrust, LearnedQuota, StatedLimit, StatedLimits};
+use super::stated_parts::StatedParts;
 use crate::clock;
 use crate::events;
 use crate::limit::{Lending, LimitSpec, is_learned};
@@ -28,6 +29,8 @@ struct OwnLimits {
     set: Option<KnownSetQuota>,
     /// What is known of slots that other parts lend, if the quota is divided.
     loans: Loans,
+    /// What was stated of the other parts, if the quota is divided.
+    stated_parts: StatedParts,
     /// Whether the limits have changed since the last visit.
     has_changed: bool,
 }
@@ -105,6 +108,16 @@ impl KeyLimits {
     /// Returns what is known of slots that other parts lend, to change it.
     pub(super) fn loans_mut(&mut self) -> &mut Loans {
         &mut self.0.get_or_insert_default().loans
+    }
+
+    /// Returns what was stated of the other parts, if anything was.
+    pub(super) fn stated_parts(&self) -> Option<&StatedParts> {
+        self.0.as_ref().map(|own| &own.stated_parts)
+    }
+
+    /// Returns what was stated of the other parts, to change it.
+    pub(super) fn stated_parts_mut(&mut self) -> &mut StatedParts {
+        &mut self.0.get_or_insert_default().stated_parts
     }
 
     /// Returns the limits of the set quota, if one applies.

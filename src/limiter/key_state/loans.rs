@@ -240,6 +240,7 @@ impl KeyState {
             queue.give_up_slots();
         }
         self.step(ctx, None);
+        self.state_parts_before(ctx, clock::after(now, LONGEST * 2));
         self.close(ctx);
     }
 }

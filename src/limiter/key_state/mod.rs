@@ -14,6 +14,7 @@
 //! | `joint_ask` | one call for one key of a joint request |
 //! | `outlook` | [`KeyState`]: what it would do with a request that enters now |
 //! | `loans` | [`KeyState`]: slots that the parts of other classes lend |
+//! | `stated_parts` | [`KeyState`]: when the limits of the other parts were stated |
 //! | `store_view` | what the process knows of its store |
 //! | `store_refusal` | a refusal of the store, kept for the next requests |
 //! | `key_hold` | the hold of the key, and the tasks that wait only for its end |
@@ -50,6 +51,7 @@ mod quota_match;
 mod remaining_headers;
 mod remaining_tracker;
 mod stated_limits;
+mod stated_parts;
 mod store_refusal;
 mod store_view;
 mod ticket;
@@ -86,6 +88,7 @@ pub(super) use probation::is_any_uncertain;
 pub(super) use quota_match::{counts, is_of_use, names_unit, states_limit_of};
 pub(super) use stated_limits::LearnedQuota;
 pub use stated_limits::{HeaderTrust, StatedLimit};
+pub(super) use stated_parts::{OWN_PART, WholeLimits, fresh_for};
 use store_view::{Observed, StoreView, slot};
 pub(super) use ticket::Ticket;
 use upstream_view::Sendable;
@@ -640,6 +643,9 @@ impl KeyState {
         }
         if has_lost_state {
             self.hold.store_lost_state(now);
+        }
+        if ctx.spec.lending().is_some() && !lease.source.is_standalone() {
+            self.note_own_part(ctx.spec, sent, has_lost_state);
         }
         if let Some(grant) = &lease.prefetched {
             // The calls of joint requests are under way at the same time as another call.

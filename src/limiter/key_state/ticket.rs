@@ -63,6 +63,7 @@ impl Ticket {
             return Some(Settled::Refused(refusal));
         }
         if state.asks_alone(ctx.rules(), ctx.now)
+            && state.are_parts_stated(ctx, ctx.now)
             && let Some(entered) = self.enter_alone(state, ctx)
         {
             return entered;

@@ -1,0 +1,242 @@
+//! When the limits of the other parts were stated, if the quota is divided among classes.
+//!
+//! The parts of a quota are keys of their own, so what a process states of one part says nothing about
+//! the others. If releases with different shares run side by side, a class could have its new and larger
+//! share while another class still has its old one. So a process states its limits of all parts before it
+//! uses one of them, and again while it goes on. Each part then has the smallest limit that one of these
+//! processes states.
+//!
+//! **No window has more than the quota**, if all processes have the same classes. Of each part, take the
+//! permit that is used last in the window. Of these permits, take the one that was booked first, by a
+//! process P. From then until a window after its use, the limits of P apply to all parts. All others of
+//! these permits were booked in that time. So no part has more units in the window than P states, and these
+//! limits add up to the quota of P.
+//!
+//! A process without shares uses the part of the rest, up to the whole quota. The proof holds from when the
+//! rest has its smaller limit, and what was booked before is through. A process that begins to state the
+//! parts waits for that.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::KeyState;
+use super::context::KeyContext;
+use crate::clock;
+use crate::limit::LimitSpec;
+use crate::quota::Limit;
+use crate::store::Usage;
+use crate::wait_queue::ANSWER;
+
+/// The number of the part that the key is, whichever it is.
+pub(in crate::limiter) const OWN_PART: u8 = u8::MAX;
+
+/// What a process has stated of the parts of a quota.
+#[derive(Clone, Default)]
+pub(in crate::limiter) struct StatedParts {
+    parts: SmallVec<[Statement; 2]>,
+    /// Whether there was a round of statements.
+    has_begun: bool,
+    /// Whether a round of statements is under way.
+    is_under_way: bool,
+    /// Until when callers that do not divide the quota may use more than the part of the rest.
+    undivided_until: Option<Instant>,
+}
+
+/// When the limits of one part were stated last.
+#[derive(Clone, Copy)]
+struct Statement {
+    part: u8,
+    /// Until when permits may be used without another statement.
+    fresh_until: Instant,
+    /// Until when the limits certainly apply.
+    applies_until: Instant,
+}
+
+impl StatedParts {
+    /// Returns whether permits may be used at `at` without a new statement about any part.
+    fn are_fresh(&self, at: Instant) -> bool {
+        let are_fresh = || self.parts.iter().all(|stated| stated.fresh_until > at);
+        self.has_begun && self.undivided_until.is_none_or(|until| until <= at) && are_fresh()
+    }
+
+    /// Returns whether permits may be used at `at` without a new statement about this part.
+    pub(in crate::limiter) fn is_fresh(&self, part: u8, at: Instant) -> bool {
+        let mut parts = self.parts.iter();
+        parts.any(|stated| stated.part == part && stated.fresh_until > at)
+    }
+
+    /// Returns whether the limits of some part still apply at `at`: the key was used shortly before.
+    pub(in crate::limiter) fn apply(&self, at: Instant) -> bool {
+        self.parts.iter().any(|stated| stated.applies_until > at)
+    }
+
+    fn note(&mut self, new: Statement) {
+        match self.parts.iter_mut().find(|known| known.part == new.part) {
+            Some(known) => *known = new,
+            None => self.parts.push(new),
+        }
+    }
+}
+
+/// The limits of a quota as a whole: what its parts add up to.
+pub(in crate::limiter) struct WholeLimits(SmallVec<[Limit; 2]>, SmallVec<[u64; 2]>);
+
+impl WholeLimits {
+    /// Adds up the limits of all parts.
+    pub(in crate::limiter) fn new(parts: &[Arc<LimitSpec>]) -> Self {
+        let first = parts.first().map(|spec| spec.quota().limits());
+        let first: SmallVec<[Limit; 2]> = first.unwrap_or_default().iter().copied().collect();
+        let sum = |index: usize| {
+            let of_parts = parts
+                .iter()
+                .filter_map(|spec| spec.quota().limits().get(index));
+            of_parts.map(|limit| u64::from(limit.largest_cost())).sum()
+        };
+        let sums = (0..first.len()).map(sum).collect();
+        WholeLimits(first, sums)
+    }
+
+    /// Returns for how long callers that do not divide the quota may use more than this part of it, whose
+    /// limits were just stated for the first time. `None` if there are no such callers.
+    pub(in crate::limiter) fn undivided_for(&self, part: &Usage) -> Option<Duration> {
+        // Slots that came back may be earlier, so `next_slot` does not tell when the last one is through.
+        let booked = part.limits.iter().map(|usage| usage.wait).max()?;
+        let undivided = part
+            .limits
+            .iter()
+            .filter(|usage| self.is_undivided(usage.limit));
+        let waits = undivided.map(|usage| match usage.limit {
+            // The other parts begin with full buckets, so the whole bucket must be full, too.
+            Limit::Bucket { count, window, .. } => {
+                let units = u32::try_from(usage.used).unwrap_or(u32::MAX);
+                let refill = window.saturating_mul(units) / count.max(1);
+                booked.saturating_add(refill)
+            }
+            // After what is booked already, the part has no more units than its limit.
+            _ => booked,
+        });
+        waits.max()
+    }
+
+    /// Returns whether callers that state `limit` do not divide the quota: it is not smaller than the
+    /// whole.
+    fn is_undivided(&self, limit: Limit) -> bool {
+        let mut wholes = self.0.iter().zip(&self.1);
+        wholes.any(|(part, sum)| {
+            let is_alike = match (limit, part) {
+                (Limit::Bucket { .. }, Limit::Bucket { .. }) => true,
+                (Limit::Sliding { window, .. }, Limit::Sliding { window: other, .. })
+                | (Limit::Fixed { window, .. }, Limit::Fixed { window: other, .. }) => {
+                    window == *other
+                }
+                _ => false,
+            };
+            is_alike && u64::from(limit.largest_cost()) >= *sum
+        })
+    }
+}
+
+/// Returns for how long after a statement about a part permits of other parts may be used. The limits
+/// apply for two windows and a second, and a used permit counts for a window.
+pub(in crate::limiter) fn fresh_for(spec: &LimitSpec) -> Duration {
+    spec.quota().shortest_window() + Duration::from_millis(500)
+}
+
+/// Returns for how long after a statement the limits of a part certainly apply.
+fn applies_for(spec: &LimitSpec) -> Duration {
+    spec.quota().shortest_window() * 2 + Duration::from_secs(1)
+}
+
+impl KeyState {
+    /// Returns whether the key may be used: the limits of the other parts are stated, if there are any.
+    pub(in crate::limiter) fn are_parts_stated(&self, ctx: &KeyContext<'_>, now: Instant) -> bool {
+        ctx.spec.lending().is_none()
+            || self.store.is_standalone
+            || (self.limits.stated_parts()).is_some_and(|stated| stated.are_fresh(now))
+    }
+
+    /// Leaves the limits of other parts to be stated, unless that is under way.
+    pub(super) fn state_parts(&mut self, ctx: &mut KeyContext<'_>) {
+        let stated = self.limits.stated_parts_mut();
+        if !stated.is_under_way {
+            stated.is_under_way = true;
+            ctx.work.states_parts = true;
+        }
+    }
+
+    /// Leaves the limits of other parts to be stated again, if that is due before `until` and requests
+    /// wait. Until then, their slots stay booked.
+    pub(super) fn state_parts_before(&mut self, ctx: &mut KeyContext<'_>, until: Instant) {
+        if self.waiting() > 0 && !self.are_parts_stated(ctx, until) {
+            self.state_parts(ctx);
+        }
+    }
+
+    /// Returns what was stated of the other parts.
+    pub(in crate::limiter) fn stated_parts(&self) -> StatedParts {
+        self.limits.stated_parts().cloned().unwrap_or_default()
+    }
+
+    /// Notes that the limits of a part were stated at `at`. If its store failed, the key is used all the
+    /// same, and the part is stated again soon.
+    pub(in crate::limiter) fn note_stated(
+        &mut self,
+        spec: &LimitSpec,
+        part: u8,
+        at: Instant,
+        has_failed: bool,
+    ) {
+        let fresh = if has_failed { ANSWER } else { fresh_for(spec) };
+        let applies = if has_failed {
+            Duration::ZERO
+        } else {
+            applies_for(spec)
+        };
+        self.limits.stated_parts_mut().note(Statement {
+            part,
+            fresh_until: clock::after(at, fresh),
+            applies_until: clock::after(at, applies),
+        });
+    }
+
+    /// Notes that a call at `sent` has stated the limits of the own part. If the store has lost its state,
+    /// the other parts have to be stated again.
+    pub(super) fn note_own_part(&mut self, spec: &LimitSpec, sent: Instant, has_lost_state: bool) {
+        if has_lost_state {
+            let stated = self.limits.stated_parts_mut();
+            (stated.has_begun, stated.parts) = (false, SmallVec::new());
+        }
+        self.note_stated(spec, OWN_PART, sent, false);
+    }
+
+    /// Lets no request leave before `until`, because callers that do not divide the quota may use all of
+    /// it until then. Refuses the waiters that cannot wait for that long.
+    pub(in crate::limiter) fn wait_for_undivided(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        until: Instant,
+    ) {
+        self.limits.stated_parts_mut().undivided_until = Some(until);
+        if let Some(queue) = &mut self.queue {
+            let wait = until.saturating_duration_since(ctx.now);
+            queue.pause(wait, ctx.now, &mut ctx.work.wakers);
+        }
+        self.close(ctx);
+    }
+
+    /// Goes on after a round of statements.
+    pub(in crate::limiter) fn parts_stated(&mut self, ctx: &mut KeyContext<'_>) {
+        let stated = self.limits.stated_parts_mut();
+        stated.is_under_way = false;
+        stated.has_begun = true;
+        // The other parts could not be stated, because their limiters are gone.
+        stated.parts.retain(|stated| stated.fresh_until > ctx.now);
+        if let Some(queue) = &mut self.queue {
+            queue.end_pause();
+        }
+        self.step(ctx, None);
+        self.close(ctx);
+    }
+}
