@@ -29,7 +29,7 @@ use crate::error::StoreError;
 use crate::key::{Key, Label, RequestRef};
 use crate::limit::LimitSpec;
 use crate::stats;
-use crate::store::{self, StoreEvent, StoreListener};
+use crate::store::{self, PeekRequest, StoreEvent, StoreListener};
 
 /// The shared state of a limiter.
 pub(super) struct Core {
@@ -256,6 +256,14 @@ impl Core {
     /// Returns the key whose quota is divided, of which `key` is a part.
     pub(super) fn whole(&self, key: Key) -> Key {
         self.part_of(key)
+    }
+
+    /// Asks about one request of `key` under the limits `spec`.
+    pub(super) fn peek_request(&self, key: Key, spec: &Arc<LimitSpec>) -> PeekRequest {
+        PeekRequest {
+            in_flight_key: self.whole(key),
+            ..PeekRequest::new(key, spec)
+        }
     }
 
     /// Notes the cores of all parts of the quota.

@@ -10,7 +10,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::quota::Limit;
-use crate::store::{LimitUsage, PeekRequest, SetQuota, Usage};
+use crate::store::{LimitUsage, SetQuota, Usage};
 
 /// The state of a key, as [`Limiter::peek`](crate::Limiter::peek) returns it.
 #[derive(Clone, Debug)]
@@ -136,15 +136,22 @@ async fn read_parts(core: &Arc<Core>, key: Key) -> Result<KeyStatus, StoreError>
         all.waiting += waiting;
         all.held = all.held.max(held);
     }
+    // The parts have the calls in flight in common.
+    all.free = all.free.min(free_in_flight(&all.limits));
     Ok(all)
+}
+
+/// Returns how many calls more may be in flight.
+fn free_in_flight(limits: &[LimitUsage]) -> u64 {
+    let is_in_flight = |usage: &&LimitUsage| matches!(usage.limit, Limit::InFlight { .. });
+    let in_flight = limits.iter().find(is_in_flight);
+    in_flight.map_or(u64::MAX, |usage| usage.free)
 }
 
 /// Reads the state of `key` under the limits of one unit, or of a part of them.
 async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
-    let answer = core
-        .settings
-        .store
-        .peek(PeekRequest::new(key, &core.terms(key)));
+    let request = core.peek_request(key, &core.terms(key));
+    let answer = core.settings.store.peek(request);
     let Usage {
         mut limits,
         free: free_in_store,
@@ -172,11 +179,8 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
         has_stated_quota,
     } = local.unwrap_or_default();
     let held = held_here.max(Some(hold.remaining).filter(|left| !left.is_zero()));
-    let in_flight = limits
-        .iter()
-        .filter(|usage| matches!(usage.limit, Limit::InFlight { .. }));
     let rates_allow = free_in_store.saturating_add(u64::from(prefetched));
-    let limits_allow = in_flight.fold(rates_allow, |free, usage| free.min(usage.free));
+    let limits_allow = rates_allow.min(free_in_flight(&limits));
     let until_free = if limits_allow > 0 {
         Duration::ZERO
     } else {

@@ -19,6 +19,9 @@ pub struct PeekRequest {
     pub key: Key,
     /// The limits of the key.
     pub spec: Arc<LimitSpec>,
+    /// The key whose calls in flight are counted. It is another one if `key` is the part of a class.
+    /// Default of [`PeekRequest::new`]: `key`.
+    pub in_flight_key: Key,
     /// The units of the request, at least 1. Default of [`PeekRequest::new`]: 1.
     pub cost: u32,
     /// How long after its slot the permit of the request must be valid. Default: zero.
@@ -34,6 +37,7 @@ impl PeekRequest {
         PeekRequest {
             key,
             spec: spec.clone(),
+            in_flight_key: key,
             cost: 1,
             validity: Duration::ZERO,
             ahead: Vec::new(),

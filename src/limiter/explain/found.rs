@@ -17,7 +17,7 @@ use crate::limiter::reservation::WaitBound;
 use crate::limiter::settings::Settings;
 use crate::limiter::status::QuotaSource;
 use crate::stats::Gate;
-use crate::store::{PeekRequest, StoreReply, Usage};
+use crate::store::{StoreReply, Usage};
 
 /// One key of a request, and what the request takes of it.
 pub(in crate::limiter) struct Asked {
@@ -94,7 +94,7 @@ impl Found {
     /// Asks the store, and then looks at the state of the key.
     pub(super) async fn read(asked: &Asked, bound: WaitBound) -> Found {
         let before = outlook(asked, bound, clock::now());
-        let mut request = PeekRequest::new(asked.key, &asked.spec());
+        let mut request = asked.core.peek_request(asked.key, &asked.spec());
         // Units that the call for the request would give back are free for it. The units of the
         // requests before it are not.
         let returning = if before.ahead.is_empty() {
@@ -115,7 +115,7 @@ impl Found {
         };
         let in_flight = asked.core.in_flight.as_ref();
         let in_flight = in_flight.and_then(|calls| {
-            calls.with(asked.key, |calls| InFlightOutlook {
+            calls.with(asked.core.whole(asked.key), |calls| InFlightOutlook {
                 waiting: calls.waiting(),
                 has_free: calls.has_free(),
             })

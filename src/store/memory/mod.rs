@@ -332,8 +332,10 @@ impl Store for MemoryStore {
         let Some(most) = spec.quota().most_in_flight() else {
             return StoreReply::Ready(Ok(rates));
         };
-        let used = self.in_flight.find(key, |state| state.usage(most));
-        let (used, free) = used.unwrap_or((0, most));
+        let in_flight = self
+            .in_flight
+            .find(request.in_flight_key, |state| state.usage(most));
+        let (used, free) = in_flight.unwrap_or((0, most));
         StoreReply::Ready(Ok(rates.in_flight(most, used, free)))
     }
 }

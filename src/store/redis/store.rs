@@ -302,7 +302,7 @@ impl Store for RedisStore {
         let call = vec![Argument::Is(codec::peek_in_flight(most, dice()))];
         let slots = self.thread.call(
             About::InFlight,
-            self.in_flight_name(key),
+            self.in_flight_name(request.in_flight_key),
             call,
             codec::read_peek_in_flight,
         );
