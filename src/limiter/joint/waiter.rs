@@ -116,8 +116,10 @@ fn in_flight_order(parts: &[Part], costs: &[u32]) -> PerPart<usize> {
         .collect();
     order.sort_by_key(|part| {
         let Part { core, key, .. } = &parts[*part];
-        let limit = core.in_flight.as_ref().map(|calls| calls.limit(*key));
-        (limit, *key, core.id)
+        // All classes of a divided quota have the key in common.
+        let key = core.whole(*key);
+        let limit = core.in_flight.as_ref().map(|calls| calls.limit(key));
+        (limit, key, core.id)
     });
     order
 }
