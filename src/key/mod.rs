@@ -106,6 +106,12 @@ impl Key {
         }
     }
 
+    /// Returns the number of a class of requests: the same in all processes, and not 0.
+    pub(crate) fn number_of_class(class: &str) -> u32 {
+        let hash = Key::new("tollgate class").and(class).low;
+        (hash as u32).max(1)
+    }
+
     /// Returns the key that [`by_host`] gives the requests to `host`, to look at with
     /// [`peek`](crate::Limiter::peek).
     ///

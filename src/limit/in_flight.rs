@@ -17,6 +17,12 @@
 //! If holders state different limits, the smallest applies for as long as the claim that states it
 //! is valid.
 //!
+//! Holders may be of classes of requests, each with a share of the limit. A free slot then goes to
+//! the first waiter whose class has fewer slots taken than its share, or to the first of all if
+//! there is no such waiter. So a class never waits for others while it is below its share, and no
+//! slot stays free while a request waits. Holders that state no share come first come, first
+//! served.
+//!
 //! Twin: `store/redis/lua/in_flight.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
@@ -46,6 +52,10 @@ struct Holder {
     limit: u32,
     /// Slots that it uses, or was granted since its last claim.
     taken: u32,
+    /// The class of its requests. 0 for those of no class with a share.
+    class: u32,
+    /// The percentage of the limit that its class has. 0 if the limit is not divided.
+    share: u8,
     /// Slots that it was ever granted and could use.
     granted: u64,
     /// Whether it was notified that other holders wait.
@@ -78,6 +88,10 @@ pub(crate) struct HolderClaim {
     pub(crate) number: u64,
     /// The limit that the holder states.
     pub(crate) limit: u32,
+    /// The class of the holder's requests. 0 for those of no class with a share.
+    pub(crate) class: u32,
+    /// The percentage of the limit that the class has. 0 if the limit is not divided.
+    pub(crate) share: u8,
     /// Slots that the holder uses.
     pub(crate) in_use: u32,
     /// How many more slots the holder wants.
@@ -167,18 +181,14 @@ impl InFlightSlots {
 
     /// Returns how many slots are taken, and how many are free under a limit of `most`.
     pub(crate) fn usage(&self, most: u32) -> (u32, u32) {
-        let taken = self
-            .holders
-            .iter()
-            .fold(0u32, |taken, holder| taken.saturating_add(holder.taken));
-        let most = self
-            .holders
-            .iter()
-            .map(|holder| holder.limit)
-            .min()
-            .unwrap_or(most)
-            .min(most);
+        let taken = taken(self.holders.iter());
+        let most = self.smallest_limit().unwrap_or(most).min(most);
         (taken, most.saturating_sub(taken))
+    }
+
+    /// Returns the smallest limit that a holder states.
+    fn smallest_limit(&self) -> Option<u32> {
+        self.holders.iter().map(|holder| holder.limit).min()
     }
 
     /// Returns whether `holder` uses slots or waits.
@@ -205,6 +215,8 @@ impl InFlightSlots {
         holder.number = claim.number;
         holder.granted = claim.granted_seen + u64::from(kept);
         holder.limit = claim.limit;
+        holder.class = claim.class;
+        holder.share = claim.share;
         holder.taken = claim.in_use.saturating_add(kept);
         holder.until = now.saturating_add(claim.ttl);
         self.set_waiters(claim.id, claim.wanted - kept);
@@ -248,17 +260,22 @@ impl InFlightSlots {
         }
     }
 
-    /// Grants the free slots to the waiters that came first.
+    /// Grants the free slots: to the waiters that came first of those whose class is below its share,
+    /// and then to those that came first of all.
     fn grant(&mut self) {
         let (_, mut free) = self.usage(u32::MAX);
-        while free > 0
-            && let Some(batch) = self.queue.front_mut()
-        {
-            let (id, count) = (batch.holder, batch.count.min(free));
+        let is_divided = self.holders.iter().any(|holder| holder.share > 0);
+        while free > 0 {
+            let below_share = is_divided.then(|| self.first_below_share()).flatten();
+            let (index, most) = below_share.unwrap_or((0, free));
+            let Some(batch) = self.queue.get_mut(index) else {
+                return;
+            };
+            let (id, count) = (batch.holder, batch.count.min(most).min(free));
             batch.count -= count;
             free -= count;
             if batch.count == 0 {
-                self.queue.pop_front();
+                self.queue.remove(index);
             }
             if let Some(holder) = self.holders.iter_mut().find(|holder| holder.id == id) {
                 holder.taken += count;
@@ -266,5 +283,203 @@ impl InFlightSlots {
                 holder.has_new_slots = true;
             }
         }
+    }
+
+    /// Returns the place of the first batch whose class has fewer slots taken than its share, and how
+    /// many are missing.
+    fn first_below_share(&self) -> Option<(usize, u32)> {
+        let limit = self.smallest_limit()?;
+        let missing = |batch: &Batch| {
+            let holder = self
+                .holders
+                .iter()
+                .find(|holder| holder.id == batch.holder)?;
+            let of_class = self
+                .holders
+                .iter()
+                .filter(|other| other.class == holder.class);
+            holder.slots_of_class(limit).checked_sub(taken(of_class))
+        };
+        let mut batches = self.queue.iter().enumerate();
+        batches.find_map(|(index, batch)| Some((index, missing(batch).filter(|slots| *slots > 0)?)))
+    }
+}
+
+impl Holder {
+    /// Returns how many slots of `limit` its class has: its share, rounded down, and at least one. 0 if
+    /// the limit is not divided.
+    fn slots_of_class(&self, limit: u32) -> u32 {
+        let slots = u64::from(limit) * u64::from(self.share) / 100;
+        let slots = u32::try_from(slots).unwrap_or(u32::MAX);
+        slots.max(u32::from(self.share > 0))
+    }
+}
+
+/// Returns how many slots `holders` have taken.
+fn taken<'a>(holders: impl Iterator<Item = &'a Holder>) -> u32 {
+    holders.fold(0, |taken, holder| taken.saturating_add(holder.taken))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Holders whose claims arrive at once and are never lost, and each waiter for itself.
+    struct World {
+        limit: u32,
+        /// The class and the share of each holder.
+        classes: Vec<(u32, u8)>,
+        slots: InFlightSlots,
+        number: u64,
+        in_use: Vec<u32>,
+        granted: Vec<u64>,
+        /// The holders of all waiters, in the order of their arrival.
+        waiting: Vec<usize>,
+    }
+
+    impl World {
+        fn new(limit: u32, classes: Vec<(u32, u8)>) -> Self {
+            World {
+                limit,
+                slots: InFlightSlots::default(),
+                number: 0,
+                in_use: vec![0; classes.len()],
+                granted: vec![0; classes.len()],
+                waiting: Vec::new(),
+                classes,
+            }
+        }
+
+        fn wanted(&self, holder: usize) -> u32 {
+            let of_holder = self.waiting.iter().filter(|other| **other == holder);
+            of_holder.count() as u32
+        }
+
+        fn used_by(&self, class: u32) -> u32 {
+            let holders = self.classes.iter().zip(&self.in_use);
+            let of_class = holders.filter(|((other, _), _)| *other == class);
+            of_class.map(|(_, in_use)| in_use).sum()
+        }
+
+        /// Returns how many slots the class of a holder has.
+        fn share_of(&self, holder: usize) -> u32 {
+            let share = u32::from(self.classes[holder].1);
+            match self.limit * share / 100 {
+                0 if share > 0 => 1,
+                slots => slots,
+            }
+        }
+
+        /// Returns whether the class of a holder has fewer slots than its share.
+        fn is_below_share(&self, holder: usize) -> bool {
+            self.used_by(self.classes[holder].0) < self.share_of(holder)
+        }
+
+        /// Gives free slots to the waiters, one after the other, as the rule says.
+        fn serve(&mut self) -> BTreeMap<usize, u32> {
+            let mut served = BTreeMap::new();
+            while self.in_use.iter().sum::<u32>() < self.limit && !self.waiting.is_empty() {
+                let below = self
+                    .waiting
+                    .iter()
+                    .position(|holder| self.is_below_share(*holder));
+                let holder = self.waiting.remove(below.unwrap_or(0));
+                self.in_use[holder] += 1;
+                *served.entry(holder).or_default() += 1;
+            }
+            served
+        }
+
+        /// Sends the claim of a holder. Its updates are those that the rule asks for.
+        fn claim(&mut self, holder: usize) -> Result<(), TestCaseError> {
+            self.number += 1;
+            let (class, share) = self.classes[holder];
+            let claim = HolderClaim {
+                id: holder as u64,
+                number: self.number,
+                limit: self.limit,
+                class,
+                share,
+                in_use: self.in_use[holder],
+                wanted: self.wanted(holder),
+                granted_seen: self.granted[holder],
+                ttl: 1000,
+            };
+            let mut updates = Vec::new();
+            self.slots.claim(0, claim, |update| updates.push(update));
+            let mut got = BTreeMap::new();
+            for update in updates {
+                let holder = update.id as usize;
+                let more = update.granted - self.granted[holder];
+                self.granted[holder] = update.granted;
+                if more > 0 {
+                    got.insert(holder, more as u32);
+                }
+            }
+            prop_assert_eq!(&got, &self.serve());
+            // The laws, without the rule. The limit is kept, and no slot is free while a request waits.
+            let used: u32 = self.in_use.iter().sum();
+            prop_assert!(used <= self.limit);
+            prop_assert_eq!(self.slots.usage(self.limit), (used, self.limit - used));
+            prop_assert!(used == self.limit || self.waiting.is_empty());
+            // While a class waits below its share, no class gets slots beyond its own.
+            let is_passed_over = (0..self.classes.len())
+                .any(|other| self.wanted(other) > 0 && self.is_below_share(other));
+            for (holder, _) in got {
+                let used = self.used_by(self.classes[holder].0);
+                prop_assert!(!is_passed_over || used <= self.share_of(holder));
+            }
+            Ok(())
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(1000))]
+
+        #[test]
+        fn free_slots_go_to_classes_below_their_share(
+            limit in 1u32..12,
+            classes in prop::collection::vec(0u32..4, 1..7),
+            percents in prop::sample::select(vec![[50, 30, 10, 10], [1, 99, 0, 0], [34, 33, 33, 0], [0; 4]]),
+            steps in prop::collection::vec((0usize..7, 0u32..5, 0u32..4), 0..100),
+        ) {
+            let classes = classes.into_iter().map(|class| (class, percents[class as usize]));
+            let classes: Vec<_> = classes.collect();
+            let mut world = World::new(limit, classes);
+            for (number, (holder, enter, end)) in steps.into_iter().enumerate() {
+                let holder = holder % world.classes.len();
+                world.in_use[holder] -= end.min(world.in_use[holder]);
+                world.waiting.extend((0..enter).map(|_| holder));
+                // Now and then the last waiter leaves.
+                if enter == 0
+                    && number % 5 == 0
+                    && let Some(last) = world.waiting.iter().rposition(|other| *other == holder)
+                {
+                    world.waiting.remove(last);
+                }
+                world.claim(holder)?;
+            }
+        }
+    }
+
+    #[test]
+    fn a_class_below_its_share_goes_first() {
+        // The first holder is of all others, the second of a class with half of the limit.
+        let mut world = World::new(10, vec![(0, 50), (1, 50)]);
+        world.waiting = vec![0; 100];
+        world.claim(0).unwrap();
+        assert_eq!(world.in_use, [10, 0], "all slots while the class is idle");
+        world.waiting.extend([1; 7]);
+        world.claim(1).unwrap();
+        for _ in 0..7 {
+            world.in_use[0] -= 1;
+            world.claim(0).unwrap();
+        }
+        assert_eq!(world.in_use, [5, 5], "its share, and then the first of all");
+        assert_eq!(world.wanted(1), 2);
     }
 }

@@ -109,6 +109,12 @@ impl Quotas {
         }
     }
 
+    /// Returns the percentage of each limit that the part number `part` has. 0 if quotas are not divided.
+    pub(super) fn percent(&self, part: usize) -> u8 {
+        let division = self.division.as_ref();
+        division.map_or(0, |division| division.percent(part))
+    }
+
     /// Notes that a key may have a quota of its own.
     pub(super) fn note_any(&self) {
         self.is_any.store(true, Ordering::Relaxed);

@@ -82,6 +82,15 @@ impl Division {
         share.map_or(ClassShare::LENDS, |share| share.lends)
     }
 
+    /// Returns the percentage of each limit that the part number `part` has. The rest is the first.
+    pub(crate) fn percent(&self, part: usize) -> u8 {
+        let percents = self.percents();
+        match part.checked_sub(1) {
+            Some(index) => percents.get(index).copied().unwrap_or(0),
+            None => 100 - percents.iter().sum::<u8>(),
+        }
+    }
+
     /// Returns the percentage of each limit that each class has. Something is left for the rest: if the
     /// shares are the whole limit, the largest of them gives up one per cent.
     fn percents(&self) -> Vec<u8> {
@@ -96,7 +105,8 @@ impl Division {
     }
 
     /// Divides the limits of rates of `quota`. Returns the part of the rest, and then that of each
-    /// class. Calls in flight are not divided: each part has the whole limit of them.
+    /// class. Each part has the whole limit of calls in flight, because the store divides that
+    /// among the claims.
     ///
     /// # Errors
     ///
@@ -104,13 +114,6 @@ impl Division {
     pub(crate) fn parts(&self, quota: &Quota) -> Result<Vec<Quota>, ConfigError> {
         let percents = self.percents();
         let mut parts = vec![*quota; 1 + percents.len()];
-        if quota.limits().is_empty() {
-            return Err(ConfigError::OutOfRange {
-                setting: "share",
-                value: format!("{quota}"),
-                allowed: "a quota that limits rates: calls in flight are not divided",
-            });
-        }
         if quota.limits().len() == Quota::MOST_LIMITS {
             return Err(ConfigError::TooManyLimits);
         }
@@ -124,8 +127,7 @@ impl Division {
                 rest = without(rest, *limit, part);
                 parts[1 + class].limits[index] = part;
             }
-            let left = 100 - percents.iter().sum::<u8>();
-            parts[0].limits[index] = with_refill(rest, *limit, left);
+            parts[0].limits[index] = with_refill(rest, *limit, self.percent(0));
         }
         Ok(parts)
     }
@@ -267,6 +269,13 @@ mod tests {
     }
 
     #[test]
+    fn each_part_has_the_whole_limit_of_calls_in_flight() {
+        let (quota, division) = (Quota::in_flight(8), division(&[50, 50]));
+        assert_eq!(division.parts(&quota).unwrap(), [quota; 3]);
+        assert_eq!([0, 1, 2].map(|part| division.percent(part)), [1, 49, 50]);
+    }
+
+    #[test]
     fn refills_are_divided_exactly() {
         let second = Duration::from_secs(1);
         let quota = Quota::bucket(40).refill(2, second);
@@ -288,7 +297,6 @@ mod tests {
         );
         let few = division(&[10, 10]).parts(&Quota::per_second(5));
         assert!(few.is_err());
-        assert!(division(&[50]).parts(&Quota::in_flight(8)).is_err());
     }
 
     proptest! {

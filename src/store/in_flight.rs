@@ -26,6 +26,14 @@ pub struct Claim {
     pub number: u64,
     /// How many calls may be in flight at the same time, over all holders.
     pub limit: u32,
+    /// The class of the holder's requests, as a number that is the same in all processes. 0 for
+    /// requests of no class with a share, and if the limit is not divided.
+    pub class: u32,
+    /// The percentage of the limit that the class has, from 0 to 100; 0 if the limit is not
+    /// [divided](crate::guide::classes). A free slot goes to the first waiter whose class, over all
+    /// holders, has fewer slots than its share, else to the first of all. The share in slots is
+    /// rounded down, and at least one.
+    pub share: u8,
     /// How many in-flight slots the holder uses: one for each of its calls in flight.
     pub in_use: u32,
     /// How many more slots the holder wants, for its waiters.
@@ -45,6 +53,8 @@ impl Claim {
             id: self.holder,
             number: self.number,
             limit: self.limit,
+            class: self.class,
+            share: self.share,
             in_use: self.in_use,
             wanted: self.wanted,
             granted_seen: self.granted_seen,
@@ -59,6 +69,8 @@ impl Claim {
         holder: 0,
         number: 0,
         limit: 0,
+        class: 0,
+        share: 0,
         in_use: 0,
         wanted: 0,
         granted_seen: 0,

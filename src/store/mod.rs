@@ -27,7 +27,7 @@
 //!     listener is notified.
 //! 11. **In-flight limits are kept.** In-flight slots in use, over all holders with a live claim,
 //!     never exceed the smallest limit that any of them states. Waiters are served in the order of
-//!     their arrival.
+//!     their arrival, but for those of classes below their share, who go first ([`Claim::share`]).
 //! 12. **External usage.** The upstream may state that other clients used units of a limit
 //!     ([`LeaseRequest::remaining`]). The store reserves these units until the window of the limit
 //!     ends.

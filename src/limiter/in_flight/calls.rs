@@ -1,7 +1,8 @@
 //! The calls in flight of all keys.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use super::claims::Terms;
 use super::key_calls::KeyCalls;
 use crate::key::Key;
 use crate::key_map::{Full, KeyMap};
@@ -12,10 +13,8 @@ use crate::store::Claim;
 /// The calls in flight of all keys.
 pub(in crate::limiter) struct InFlightCalls {
     keyed: KeyMap<KeyCalls>,
-    /// The configured limit: calls in flight at the same time, for each key.
-    limit: u32,
-    /// How long a claim counts that is not repeated.
-    ttl: Duration,
+    /// What claims state. A key may have another limit than the configured one.
+    terms: Terms,
 }
 
 /// The result of a change to the calls in flight of a key.
@@ -29,17 +28,23 @@ impl InFlightCalls {
     /// Returns `None` if the settings do not limit calls in flight.
     pub(in crate::limiter) fn new(settings: &Settings) -> Option<Self> {
         let limit = settings.spec.quota().most_in_flight()?;
+        let part = settings.part;
+        let class = part.and_then(|part| part.class);
         Some(InFlightCalls {
             keyed: KeyMap::new(settings.max_keys),
-            limit,
-            ttl: settings.in_flight_ttl,
+            terms: Terms {
+                limit,
+                class: class.map_or(0, Key::number_of_class),
+                share: part.map_or(0, |part| settings.quotas.percent(part.index)),
+                ttl: settings.in_flight_ttl,
+            },
         })
     }
 
     /// Returns the limit of `key`.
     pub(in crate::limiter) fn limit(&self, key: Key) -> u32 {
         let own = self.with(key, |calls| calls.own_limit()).flatten();
-        own.unwrap_or(self.limit)
+        own.unwrap_or(self.terms.limit)
     }
 
     /// Gives `key` this limit. Returns the claim that follows. If there is no room for the key, does
@@ -50,7 +55,7 @@ impl InFlightCalls {
         limit: Option<u32>,
         now: Instant,
     ) -> Option<Claim> {
-        let own = limit.filter(|limit| *limit != self.limit);
+        let own = limit.filter(|limit| *limit != self.terms.limit);
         let set = self.with_new(key, now, |calls| calls.set_own_limit(own));
         set.ok()?.claim
     }
@@ -115,7 +120,7 @@ impl InFlightCalls {
         let done = act(calls);
         Acted {
             done,
-            claim: calls.claim(key, calls.own_limit().unwrap_or(self.limit), self.ttl),
+            claim: calls.claim(key, self.terms),
         }
     }
 }

@@ -6,6 +6,18 @@ use crate::key::Key;
 use crate::limiter::queue::next_number;
 use crate::store::Claim;
 
+/// What each claim of a limiter states besides its counts.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::limiter) struct Terms {
+    /// The limit: calls in flight at the same time, for each key.
+    pub(super) limit: u32,
+    /// The class of the requests, and its share of the limit: see [`Claim::share`].
+    pub(super) class: u32,
+    pub(super) share: u8,
+    /// How long a claim counts that is not repeated.
+    pub(super) ttl: Duration,
+}
+
 /// The calls and waiters of a process at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
@@ -95,8 +107,8 @@ impl Claims {
         }
     }
 
-    /// Makes the next claim, which states `counts`.
-    pub(super) fn make(&mut self, key: Key, limit: u32, ttl: Duration, counts: Counts) -> Claim {
+    /// Makes the next claim, which states `counts` under `terms`.
+    pub(super) fn make(&mut self, key: Key, terms: Terms, counts: Counts) -> Claim {
         self.number += 1;
         // The store may have forgotten this process, and begin a new sequence of versions.
         self.version = 0;
@@ -107,11 +119,13 @@ impl Claims {
             key,
             holder: self.holder,
             number: self.number,
-            limit,
+            limit: terms.limit,
+            class: terms.class,
+            share: terms.share,
             in_use: counts.in_use,
             wanted: counts.queued,
             granted_seen: self.granted,
-            ttl,
+            ttl: terms.ttl,
         }
     }
 

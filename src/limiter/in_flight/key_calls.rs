@@ -1,9 +1,9 @@
 //! The calls in flight of one key from this process, and the requests that wait for a slot.
 
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::claims::{Claims, Counts};
+use super::claims::{Claims, Counts, Terms};
 use super::slot_waiters::{SlotWait, SlotWaiters};
 use super::validity::Validity;
 use crate::key::Key;
@@ -113,12 +113,7 @@ impl KeyCalls {
     }
 
     /// Returns the claim to send to the store, if one is due.
-    pub(in crate::limiter) fn claim(
-        &mut self,
-        key: Key,
-        limit: u32,
-        ttl: Duration,
-    ) -> Option<Claim> {
+    pub(in crate::limiter) fn claim(&mut self, key: Key, terms: Terms) -> Option<Claim> {
         let queued = u32::try_from(self.waiting()).unwrap_or(u32::MAX);
         let counts = Counts {
             in_use: self.in_use,
@@ -142,7 +137,8 @@ impl KeyCalls {
         self.gave_up = false;
         // The claim states only slots in use. So the store takes the free ones back.
         self.free = 0;
-        Some(self.claims.make(key, limit, ttl, counts))
+        let limit = self.own_limit.unwrap_or(terms.limit);
+        Some(self.claims.make(key, Terms { limit, ..terms }, counts))
     }
 
     /// Returns how the wait of `number` ended, if it did. If the slot it got may belong to another
@@ -263,6 +259,8 @@ impl KeyCalls {
 mod tests {
     use std::task::Waker;
 
+    use std::time::Duration;
+
     use super::*;
     use crate::clock;
     use crate::error::StoreError;
@@ -274,8 +272,14 @@ mod tests {
     }
 
     fn claim(calls: &mut KeyCalls) -> Option<(u32, u32)> {
+        let terms = Terms {
+            limit: 8,
+            class: 0,
+            share: 0,
+            ttl: TTL,
+        };
         calls
-            .claim(Key::ALL, 8, TTL)
+            .claim(Key::ALL, terms)
             .map(|claim| (claim.in_use, claim.wanted))
     }
 

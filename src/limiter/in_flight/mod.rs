@@ -32,6 +32,10 @@
 //!                                  └──────────────────────────────> Idle
 //! ```
 //!
+//! If the quota is divided among classes, each class has its own claims, which state its share of the
+//! limit. The store decides which class gets a free slot. So a slot whose call has ended goes back
+//! to the store if requests of another class wait, also in this process.
+//!
 //! An *impatient* request is one that cannot wait. It is queued like the others, until the store
 //! answers the claim that counts it. If the request has no slot by then, it is refused.
 

@@ -1,6 +1,6 @@
 //! Properties of the in-flight limit under a bad network.
 //!
-//! Three processes claim slots from the store's rule. Claims are lost, late, repeated and overtake
+//! Three processes claim slots from the store's rule, with or without shares of the limit. Claims are lost, late, repeated and overtake
 //! each other, and answers are lost. The slots in use never exceed the limit. Once the network is
 //! good again, all slots are in use or free.
 
@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::KeyCalls;
+use super::claims::Terms;
 use crate::clock;
 use crate::key::Key;
 use crate::limit::{HolderUpdate, InFlightSlots, Micros};
@@ -75,6 +76,8 @@ struct Process {
 
 struct World {
     limit: u32,
+    /// The share of each process, which is a class of its own.
+    shares: [u8; 3],
     now: Micros,
     slots: InFlightSlots,
     processes: Vec<Process>,
@@ -102,8 +105,13 @@ impl World {
     fn act(&mut self, index: usize, act: impl FnOnce(&mut KeyCalls, &mut Wakers)) {
         let process = &mut self.processes[index];
         act(&mut process.calls, &mut Wakers::default());
-        let ttl = Duration::from_micros(TTL);
-        if let Some(claim) = process.calls.claim(Key::ALL, self.limit, ttl) {
+        let terms = Terms {
+            limit: self.limit,
+            class: index as u32,
+            share: self.shares[index],
+            ttl: Duration::from_micros(TTL),
+        };
+        if let Some(claim) = process.calls.claim(Key::ALL, terms) {
             let claim = Claim {
                 number: claim.number << 20,
                 ..claim
@@ -283,10 +291,11 @@ proptest! {
     #[test]
     fn limit_is_kept_and_no_slot_is_lost(
         limit in 1u32..6,
+        shares in prop::sample::select(vec![[0, 0, 0], [50, 50, 0], [20, 60, 20], [1, 99, 0]]),
         steps in prop::collection::vec(step(3), 0..120),
     ) {
         let processes = (0..3).map(|_| process()).collect();
-        let mut world = World { limit, now: 0, slots: InFlightSlots::default(), processes, claims: Vec::new() };
+        let mut world = World { limit, shares, now: 0, slots: InFlightSlots::default(), processes, claims: Vec::new() };
         for step in &steps {
             world.step(step);
         }

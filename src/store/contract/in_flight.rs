@@ -27,6 +27,8 @@ struct Holder {
     id: u64,
     number: u64,
     most: u32,
+    class: u32,
+    share: u8,
     granted: u64,
     recorder: Arc<Recorder>,
 }
@@ -41,6 +43,8 @@ impl Holder {
             id,
             number: 0,
             most,
+            class: 0,
+            share: 0,
             granted: 0,
             recorder: Arc::default(),
         }
@@ -51,6 +55,8 @@ impl Holder {
             key,
             id: holder,
             most,
+            class,
+            share,
             granted,
             ..
         } = self;
@@ -59,6 +65,8 @@ impl Holder {
             holder,
             number,
             limit: most,
+            class,
+            share,
             in_use,
             wanted,
             granted_seen: granted,
@@ -121,6 +129,48 @@ impl Holder {
             self.id, self.recorder.0
         );
     }
+}
+
+/// A free slot goes to the first waiter whose class is below its share, else to the first of all.
+pub(super) async fn serves_classes_below_their_share_first(store: &Arc<dyn Store>) {
+    let caller = Caller::new(store, "in flight by class", Quota::in_flight(4));
+    let of_class = |class| Holder {
+        class,
+        share: 50,
+        ..Holder::new(&caller, 4)
+    };
+    let (mut web, mut jobs, mut other_jobs) = (of_class(1), of_class(2), of_class(2));
+    let Some(granted) = jobs.claim(0, 9).await else {
+        return;
+    };
+    assert_eq!(granted, 4, "a class has all slots while it is alone");
+    assert_eq!(other_jobs.claim(0, 1).await, Some(0));
+    assert_eq!(web.claim(0, 3).await, Some(0));
+    for number in 1..=2 {
+        assert_eq!(jobs.claim(4 - number, 5).await, Some(0));
+        let granted = web.granted_when(|(granted, _)| granted >= u64::from(number));
+        assert_eq!(granted.await.ok(), Some(1), "the class below its share");
+    }
+    // Both classes have their share now, and the web uses one slot less.
+    assert_eq!(
+        web.claim(1, 1).await,
+        Some(1),
+        "it is below its share again"
+    );
+    assert_eq!(jobs.claim(1, 5).await, Some(1), "jobs, too");
+    assert_eq!(jobs.claim(2, 0).await, Some(0));
+    assert_eq!(jobs.claim(0, 0).await, Some(0));
+    assert_eq!(
+        other_jobs
+            .granted_when(|(granted, _)| granted > 0)
+            .await
+            .ok(),
+        Some(1)
+    );
+    for holder in [&mut web, &mut other_jobs] {
+        assert_eq!(holder.claim(0, 0).await, Some(0));
+    }
+    assert_eq!(caller.peek().await.free, 4, "all holders have left");
 }
 
 /// Slots in use never exceed the smallest limit asserted. Waiters get slots in the order of their

@@ -59,5 +59,6 @@ pub async fn check(store: Arc<dyn Store>) {
     joint::joint_requests_are_never_over(&store).await;
     joint::refused_joint_requests_leave_no_trace(&store).await;
     in_flight::counts_calls_in_flight(&store).await;
+    in_flight::serves_classes_below_their_share_first(&store).await;
     registers::changes_registers_in_one_step(&store).await;
 }

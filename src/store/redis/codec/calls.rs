@@ -268,7 +268,7 @@ fn in_flight_call(
     random: u64,
 ) -> Vec<u8> {
     let mut call = CallWriter::new(operation, session, random);
-    call.0.reserve(47);
+    call.0.reserve(52);
     call.long(instance);
     call.long(claim.holder);
     call.long(number);
@@ -277,6 +277,10 @@ fn in_flight_call(
     call.int(claim.wanted);
     call.long(claim.granted_seen);
     call.long(micros_up(claim.ttl));
+    if claim.share > 0 {
+        call.int(claim.class);
+        call.byte(claim.share);
+    }
     call.0
 }
 

@@ -24,11 +24,19 @@ struct Step {
     /// How many slots it was granted and does not know of.
     granted_unseen: u64,
     limit: u32,
+    /// The percentage of the limit that the class of the holder has. 0 if the limit is not divided.
+    share: u8,
     /// Whether the claim is an old one, sent again.
     old: bool,
 }
 
-fn step() -> impl Strategy<Value = Step> {
+/// Returns the class of a holder: two holders have the same one.
+fn class_of(holder: u64, share: u8) -> u32 {
+    if share > 0 { holder as u32 / 2 } else { 0 }
+}
+
+/// Generates claims. With `shares`, most of them state one.
+fn step(shares: Vec<u8>) -> impl Strategy<Value = Step> {
     let waits = prop::sample::select(vec![0u64, 1, 5_000, 400_000, 900_000]);
     let limit = prop_oneof![8 => Just(6u32), 1 => 2u32..9];
     (
@@ -38,16 +46,18 @@ fn step() -> impl Strategy<Value = Step> {
         0u32..6,
         0u64..3,
         limit,
+        prop::sample::select(shares),
         prop::bool::weighted(0.1),
     )
         .prop_map(
-            |(wait, holder, in_use, wanted, granted_unseen, limit, old)| Step {
+            |(wait, holder, in_use, wanted, granted_unseen, limit, share, old)| Step {
                 wait,
                 holder,
                 in_use,
                 wanted,
                 granted_unseen,
                 limit,
+                share,
                 old,
             },
         )
@@ -82,6 +92,7 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
             in_use,
             wanted,
             limit,
+            share,
             ..
         } = *step;
         let ttl = millis(1000);
@@ -89,6 +100,8 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
             holder,
             number,
             limit,
+            class: class_of(holder, share),
+            share,
             in_use,
             wanted,
             granted_seen,
@@ -148,6 +161,16 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
 
 #[test]
 fn slots_are_granted_in_redis_as_in_memory() {
+    compare(vec![0]);
+}
+
+#[test]
+fn slots_of_classes_are_granted_in_redis_as_in_memory() {
+    compare(vec![1, 20, 20, 50, 50, 100, 0]);
+}
+
+/// Compares histories whose claims state these shares.
+fn compare(shares: Vec<u8>) {
     let server = RedisServer::start().expect("redis-server");
     let redis = std::cell::RefCell::new(server.connect().expect("a connection"));
     let config = ProptestConfig {
@@ -156,7 +179,7 @@ fn slots_are_granted_in_redis_as_in_memory() {
         ..ProptestConfig::default()
     };
     let mut runner = TestRunner::new(config);
-    let steps = prop::collection::vec(step(), 1..60);
+    let steps = prop::collection::vec(step(shares), 1..60);
     let run = runner.run(&steps, |steps| history(&mut redis.borrow_mut(), &steps));
     run.unwrap_or_else(|error| panic!("{error}"));
 }

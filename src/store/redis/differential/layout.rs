@@ -86,7 +86,7 @@ fn sizes_are_those_of_their_formats() {
             }
             count += 1;
         }
-        assert_eq!(count, 19);
+        assert_eq!(count, 20);
         let reply_with_segment = [
             format_of("REPLY"),
             format_of("SEGMENT").trim_start_matches('<'),
@@ -263,6 +263,14 @@ fn claims_and_register_calls_are_read_field_by_field() {
             numbers,
             [2, 1, 1, 2, 3, 4, 0, 0, 0, 0, 10, 11, 12, 13, 14, 15, 16, 17]
         );
+        let of_class = Claim {
+            class: 18,
+            share: 19,
+            ..claim
+        };
+        let call = codec::claim(&of_class, 12, 10, memory, 0);
+        let numbers = lua.unpack(&call, &["CLAIM_CALL", "CLASS"]);
+        assert_eq!(numbers[17..], [17, 18, 19]);
         let call = registers::call(&change, None);
         let Some(script::Argument::Is(call)) = call.first() else {
             panic!("the call is first")

@@ -18,10 +18,16 @@ local LONGEST_CLAIM_DELAY = 1000000
 -- The claim (layout.lua, CLAIM_CALL). `store` and `id` name the holder. `number` is the number of
 -- the claim. `seen` is the time in the last reply, and `since` is how long ago that reply arrived.
 local version, operation, random, known_incarnation, known_changes, seen, since, on_way, server_seen, server_since, store, id,
-  number, limit, in_use, wanted, granted_seen, ttl = struct.unpack(CLAIM_CALL, ARGV[1])
+  number, limit, in_use, wanted, granted_seen, ttl, class_pos = struct.unpack(CLAIM_CALL, ARGV[1])
 if version ~= CALL_VERSION then
   return redis.error_reply('TOLLGATE format ' .. version .. ' of claims is unknown, this script understands ' .. CALL_VERSION)
 end
+
+-- The class of the claim, and its share. Both are 0 if the limit is not divided. `is_divided` is set
+-- if a claim has stated a share.
+local class, share = 0, 0
+if class_pos <= #ARGV[1] then class, share = struct.unpack(CLASS, ARGV[1], class_pos) end
+local is_divided = share > 0
 
 -- Reads the holders, and the queue: batches of waiters, in order.
 local function read_holders(bytes, holder_count, batch_count)
@@ -34,7 +40,7 @@ local function read_holders(bytes, holder_count, batch_count)
       store = its_store, id = its_id, number = its_number, limit = its_limit,
       taken = its_taken, -- slots that it uses, or was granted since its last claim
       granted = granted, -- slots ever granted
-      knows_others_wait = knows_others_wait, expires = expires,
+      class = 0, share = 0, knows_others_wait = knows_others_wait, expires = expires,
       has_new_slots = false, waits = false, index = 0,
     }
   end
@@ -42,6 +48,12 @@ local function read_holders(bytes, holder_count, batch_count)
     local index, count
     index, count, pos = struct.unpack(BATCH, bytes, pos)
     queue[i] = { holder = holders[index], count = count }
+  end
+  if pos <= #bytes then
+    is_divided = true
+    for i = 1, holder_count do
+      holders[i].class, holders[i].share, pos = struct.unpack(CLASS, bytes, pos)
+    end
   end
   return holders, queue
 end
@@ -58,14 +70,15 @@ local function without_expired(holders, queue, now)
   return kept_holders, kept_queue
 end
 
--- Returns the slots in use, and those that are free under `smallest` and the limits of all holders.
+-- Returns the slots in use, those that are free under `smallest` and the limits of all holders, and the
+-- smallest of these limits.
 local function usage(holders, smallest)
   local used = 0
   for i = 1, #holders do
     used = used + holders[i].taken
     if holders[i].limit < smallest then smallest = holders[i].limit end
   end
-  return used, smallest > used and smallest - used or 0
+  return used, smallest > used and smallest - used or 0, smallest
 end
 
 -- Sets the number of waiters of a holder to `count`. New waiters join the end of the queue. If the
@@ -100,15 +113,41 @@ local function set_waiters(queue, holder, count)
   end
 end
 
--- Grants free slots to the first waiters.
+-- Returns the place of the first batch whose class has fewer slots taken than its share of `limit`, and
+-- how many are missing. `taken` has the slots of each class. Returns the first batch, and no number, if
+-- there is no such batch.
+local function next_batch(queue, limit, taken)
+  for i = 1, #queue do
+    local holder = queue[i].holder
+    if holder.share > 0 then
+      local slots = math.floor(limit * holder.share / 100)
+      local missing = (slots > 1 and slots or 1) - taken[holder.class]
+      if missing > 0 then return i, missing end
+    end
+  end
+  return 1
+end
+
+-- Grants free slots: to the first waiters of those whose class is below its share, and then to the
+-- first of all.
 local function grant(holders, queue)
-  local _, free = usage(holders, LARGEST_I4)
+  local _, free, limit = usage(holders, LARGEST_I4)
+  local taken = {}
+  for i = 1, is_divided and #holders or 0 do
+    local of_class = holders[i].class
+    taken[of_class] = (taken[of_class] or 0) + holders[i].taken
+  end
   while free > 0 and queue[1] do
-    local batch = queue[1]
-    local holder, count = batch.holder, batch.count < free and batch.count or free
+    local index, count = 1, nil
+    if is_divided then index, count = next_batch(queue, limit, taken) end
+    local batch = queue[index]
+    local holder = batch.holder
+    if not count or count > free then count = free end
+    if count > batch.count then count = batch.count end
     batch.count, free = batch.count - count, free - count
     holder.taken, holder.granted, holder.has_new_slots = holder.taken + count, holder.granted + count, true
-    if batch.count == 0 then table.remove(queue, 1) end
+    if is_divided then taken[holder.class] = taken[holder.class] + count end
+    if batch.count == 0 then table.remove(queue, index) end
   end
 end
 
@@ -157,8 +196,8 @@ for i = 1, #holders do
 end
 if not claimant then
   claimant = {
-    store = store, id = id, number = 0, limit = limit, taken = 0, granted = granted_seen, knows_others_wait = 0, expires = now,
-    has_new_slots = false, waits = false, index = 0,
+    store = store, id = id, number = 0, limit = limit, taken = 0, granted = granted_seen, class = 0, share = 0,
+    knows_others_wait = 0, expires = now, has_new_slots = false, waits = false, index = 0,
   }
   holders[#holders + 1] = claimant
 end
@@ -173,6 +212,7 @@ if claimant.number < number then
   if unseen > wanted then unseen = wanted end
   claimant.number, claimant.granted, claimant.limit = number, granted_seen + unseen, limit
   claimant.taken, claimant.expires = in_use + unseen, now + ttl
+  claimant.class, claimant.share = class, share
   set_waiters(queue, claimant, wanted - unseen)
 end
 if now >= recovering_until then
@@ -188,7 +228,7 @@ for i = 1, #queue do
   queue[i].holder.waits = true
 end
 local others_wait, first_expiry, status, longest_left = 0, 0, GRANTED, ttl
-local records, count = {}, 0
+local records, count, classes, has_shares = {}, 0, {}, false
 for i = 1, #holders do
   local holder = holders[i]
   local others = (is_mixed or (first and first ~= holder)) and 1 or 0
@@ -210,12 +250,17 @@ for i = 1, #holders do
     holder.index = count
     records[count] = struct.pack(HOLDER, holder.store, holder.id, holder.number, holder.limit, holder.taken, holder.granted,
       holder.knows_others_wait, holder.expires)
+    if is_divided then
+      classes[count] = struct.pack(CLASS, holder.class, holder.share)
+      has_shares = has_shares or holder.share > 0
+    end
   end
   if holder.expires - now > longest_left then longest_left = holder.expires - now end
 end
 for i = 1, #queue do
   records[count + i] = struct.pack(BATCH, queue[i].holder.index, queue[i].count)
 end
+if has_shares then records[#records + 1] = table.concat(classes) end
 
 -- The state lives a second longer than any claim, and than its recovery. A thousandth is added,
 -- because the clocks of server and callers may run at different speeds.
