@@ -3,6 +3,7 @@
 #[path = "support/over.rs"]
 mod over;
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use over::over;
 use proptest::prelude::*;
 use tokio::time::{Instant, sleep};
 
+use tollgate::limiter::{Because, Verdict};
 use tollgate::{Class, ConfigError, Key, Limited, Limiter, Quota, RateLimitLayer, Reason, Signal};
 use tower::{Layer, ServiceExt, service_fn};
 
@@ -107,16 +109,18 @@ async fn a_class_waits_for_nobody_else() {
 #[tokio::test(start_paused = true)]
 async fn what_a_class_leaves_is_lent() {
     let quota = Quota::per_second(50);
-    let limiter = fleet(quota, Duration::from_secs(15));
-    let uses = Uses::default();
-    let from = Instant::now();
-    ask_always(&limiter, &uses, "jobs", 100);
-    sleep(Duration::from_secs(30)).await;
-    let to = Instant::now();
-    let used = uses.count("jobs", from + ms(2000), to) as f64 / 28.0 / (50.0 / 1.02);
-    println!("{used:.3} used by jobs alone");
-    assert!(used >= 0.94, "{used}");
-    assert_eq!(over(&quota, &uses.all()), None);
+    for all in [quota, quota.and(Quota::in_flight(100))] {
+        let limiter = fleet(all, Duration::from_secs(15));
+        let uses = Uses::default();
+        let from = Instant::now();
+        ask_always(&limiter, &uses, "jobs", 100);
+        sleep(Duration::from_secs(30)).await;
+        let to = Instant::now();
+        let used = uses.count("jobs", from + ms(2000), to) as f64 / 28.0 / (50.0 / 1.02);
+        println!("{all}: {used:.3} used by jobs alone");
+        assert!(used >= 0.94, "{used}");
+        assert_eq!(over(&quota, &uses.all()), None);
+    }
 }
 
 fn built(shares: &[(&'static str, u8)], quota: Quota) -> Result<RateLimitLayer, ConfigError> {
@@ -312,20 +316,172 @@ async fn lent_units_go_back_to_their_part() {
     assert_eq!(used().await, 240);
 }
 
+/// Calls in flight of each class, and of those that wait.
+#[derive(Clone, Default)]
+struct Calls(Arc<Mutex<Counts>>);
+
+#[derive(Default)]
+struct Counts {
+    in_flight: BTreeMap<&'static str, usize>,
+    waiting: BTreeMap<&'static str, usize>,
+}
+
+impl Calls {
+    fn in_flight(&self, class: &'static str) -> usize {
+        let counts = self.0.lock().unwrap();
+        counts.in_flight.get(class).copied().unwrap_or(0)
+    }
+
+    /// Returns how many calls are in flight, and how many wait, of all classes.
+    fn all(&self) -> (usize, usize) {
+        let counts = self.0.lock().unwrap();
+        let sum = |counts: &BTreeMap<_, usize>| counts.values().sum();
+        (sum(&counts.in_flight), sum(&counts.waiting))
+    }
+
+    /// Makes a call of `class` that takes `time`. Returns how long it waited.
+    async fn call(&self, limiter: &Limiter, class: &'static str, time: Duration) -> Duration {
+        let begin = Instant::now();
+        *self.0.lock().unwrap().waiting.entry(class).or_default() += 1;
+        let permit = limiter.acquire(K).class(class).await.unwrap();
+        {
+            let mut counts = self.0.lock().unwrap();
+            *counts.waiting.entry(class).or_default() -= 1;
+            *counts.in_flight.entry(class).or_default() += 1;
+        }
+        let waited = begin.elapsed();
+        sleep(time).await;
+        *self.0.lock().unwrap().in_flight.entry(class).or_default() -= 1;
+        drop(permit);
+        waited
+    }
+
+    /// Starts tasks that make calls of `class` for ever, the first of them `apart`.
+    fn loops(&self, limiter: &Limiter, class: &'static str, tasks: u32, apart: Duration) {
+        for number in 0..tasks {
+            let (limiter, calls) = (limiter.clone(), self.clone());
+            tokio::spawn(async move {
+                sleep(apart * number).await;
+                loop {
+                    calls.call(&limiter, class, ms(1000)).await;
+                }
+            });
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
-async fn calls_in_flight_are_not_divided() {
+async fn free_in_flight_slots_go_to_a_class_below_its_share() {
+    let limiter = fleet(Quota::in_flight(10), Duration::from_secs(60));
+    let calls = Calls::default();
+    calls.loops(&limiter, "jobs", 50, ms(100));
+    sleep(Duration::from_secs(10)).await;
+    assert_eq!(calls.in_flight("jobs"), 10, "the web is idle");
+
+    // One job ends every 100 ms.
+    let waited = calls.call(&limiter, "web", ms(10)).await;
+    assert!(waited <= ms(101), "{waited:?}");
+    assert_eq!(limiter.peek(K).await.unwrap().free, 0);
+    let web = (0..8).map(|_| calls.call(&limiter, "web", ms(5000)));
+    let mut waits = futures::future::join_all(web).await;
+    waits.sort();
+    assert!(waits[4] <= ms(505), "{waits:?}");
+    assert!(
+        waits[5] > ms(2000),
+        "five have the share, the others queue up: {waits:?}"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_class_keeps_its_share_of_the_in_flight_limit() {
+    let layer = RateLimitLayer::builder(Quota::in_flight(10))
+        .share("web", 50)
+        .share("cron", 30)
+        .max_wait(Duration::from_secs(600));
+    let limiter = layer.build().unwrap().limiter();
+    let calls = Calls::default();
+    for class in ["jobs", "cron", "web"] {
+        calls.loops(&limiter, class, 100, ms(7));
+        sleep(Duration::from_secs(3)).await;
+    }
+    for _ in 0..100 {
+        sleep(ms(97)).await;
+        let counts = ["jobs", "cron", "web"].map(|class| calls.in_flight(class));
+        assert_eq!(counts, [2, 3, 5]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn calls_in_flight_have_one_limit_for_all_classes() {
     let quota = Quota::per_second(50).and(Quota::in_flight(2));
     let limiter = fleet(quota, Duration::ZERO);
     let web = limiter.acquire(K).class("web").await.unwrap();
+    assert_eq!(limiter.peek(K).await.unwrap().free, 1);
     let others = limiter.acquire(K).await.unwrap();
     for class in ["web", "others"] {
         assert!(limiter.acquire(K).class(class).await.is_err(), "{class}");
+        let explained = limiter.acquire(K).class(class).explain().await.unwrap();
+        let Verdict::Refused { because, .. } = explained.verdict else {
+            panic!("{explained}");
+        };
+        assert!(
+            matches!(because, Some(Because::InFlight(_))),
+            "{class}: {because:?}"
+        );
     }
+    let usage = limiter.peek(K).await.unwrap();
+    assert_eq!((usage.limits[1].used, usage.free), (2, 0));
     drop(others);
     let again = limiter.acquire(K).class("web").await.unwrap();
     assert!(limiter.acquire(K).await.is_err());
     drop((web, again));
     drop(limiter.acquire(K).await.unwrap());
+}
+
+/// Random limits, shares and calls: never over, no slot is free while a request waits, and nobody waits
+/// for good.
+#[test]
+fn no_mix_of_classes_exceeds_the_in_flight_limit() {
+    let call = (0u64..300, 0usize..3, 1u64..2000);
+    let case = (
+        1u32..12,
+        (1u8..60, 1u8..40),
+        prop::collection::vec(call, 1..100),
+    );
+    let config = ProptestConfig {
+        cases: 200,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    };
+    proptest!(config, |((limit, (a, b), requests) in case)| {
+        let layer = RateLimitLayer::builder(Quota::in_flight(limit))
+            .share("a", a)
+            .share("b", b)
+            .max_wait(Duration::from_secs(600));
+        let limiter = layer.build().unwrap().limiter();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .unwrap();
+        let calls = Calls::default();
+        runtime.block_on(async {
+            for (wait, class, time) in requests {
+                sleep(ms(wait)).await;
+                let class = ["a", "b", "c"][class];
+                let (limiter, its_calls) = (limiter.clone(), calls.clone());
+                tokio::spawn(async move { its_calls.call(&limiter, class, ms(time)).await });
+                // All tasks that can run do so before a timer fires.
+                sleep(Duration::from_nanos(1)).await;
+                let (in_flight, waiting) = calls.all();
+                prop_assert_eq!(in_flight, (in_flight + waiting).min(limit as usize));
+            }
+            sleep(Duration::from_secs(300)).await;
+            prop_assert_eq!(calls.all(), (0, 0));
+            prop_assert_eq!(limiter.peek(K).await.unwrap().free, u64::from(limit));
+            Ok(())
+        })?;
+    });
 }
 
 /// Random quotas, shares and callers: never over, and nobody waits for good.

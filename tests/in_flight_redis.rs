@@ -100,6 +100,64 @@ async fn waiters_go_in_order_across_processes() {
     assert_eq!(*order.lock().unwrap(), (0..12).collect::<Vec<_>>());
 }
 
+/// Two processes make jobs, which always ask. A third one is the web, which has half of the slots.
+#[tokio::test]
+async fn a_class_below_its_share_gets_the_next_free_slot() {
+    let server = RedisServer::start().unwrap();
+    let upstream = Arc::new(Upstream::default());
+    let [jobs, more_jobs, web] = [(); 3].map(|()| {
+        let builder = builder(&server, Quota::in_flight(10)).share("web", 50);
+        builder.max_wait(millis(60_000)).build().unwrap().limiter()
+    });
+    for limiter in [jobs, more_jobs].iter().flat_map(|jobs| vec![jobs; 30]) {
+        let (limiter, upstream) = (limiter.clone(), upstream.clone());
+        tokio::spawn(async move {
+            loop {
+                let permit = limiter.acquire(Key::ALL).class("jobs").await.unwrap();
+                upstream.call(millis(150)).await;
+                drop(permit);
+            }
+        });
+    }
+    while upstream.begun() < 100 {
+        sleep(millis(10)).await;
+    }
+    assert_eq!(
+        upstream.most(),
+        10,
+        "jobs have all slots while the web is idle"
+    );
+
+    // About 50 jobs wait in front of each request. It does not wait for them to begin.
+    let mut permits = Vec::new();
+    let mut begun = Vec::new();
+    for _ in 0..5 {
+        let before = upstream.begun();
+        permits.push(web.acquire(Key::ALL).class("web").await.unwrap());
+        begun.push(upstream.begun() - before);
+    }
+    println!("jobs that began while the web waited: {begun:?}");
+    assert!(begun.iter().all(|jobs| *jobs < 25), "{begun:?}");
+    assert!(upstream.now() <= 5, "{}", upstream.now());
+
+    // The web has its share, and the jobs have theirs.
+    let next = tokio::spawn(async move { web.acquire(Key::ALL).class("web").await.unwrap() });
+    let before = upstream.begun();
+    while upstream.begun() < before + 100 {
+        sleep(millis(10)).await;
+    }
+    assert!(!next.is_finished());
+    permits.pop();
+    permits.push(next.await.unwrap());
+
+    let before = upstream.begun();
+    drop(permits);
+    while upstream.begun() < before + 50 {
+        sleep(millis(10)).await;
+    }
+    assert_eq!(upstream.now(), 10, "jobs have all slots again");
+}
+
 #[tokio::test]
 async fn an_upstream_slower_than_the_life_never_sees_more() {
     let server = RedisServer::start().unwrap();

@@ -237,12 +237,13 @@ impl RateLimitBuilder {
     /// With `share("web", 100)`, web goes first: all others live on what web does not use. To keep a line
     /// moving, they have one per cent of the quota, and at least one unit.
     ///
-    /// A share is a part of each limit of a rate, rounded down to whole units. Calls in flight are not
-    /// divided, and neither are the limits of [`and_per`](Self::and_per). The page
-    /// [`guide::classes`](crate::guide::classes) has what is guaranteed, and what to do when shares change.
+    /// A share is a part of each limit of a rate, rounded down to whole units. Of a limit of [calls in
+    /// flight](Quota::in_flight), a class below its share gets the next free slot. The limits of
+    /// [`and_per`](Self::and_per) are not divided. The page [`guide::classes`](crate::guide::classes) has
+    /// what is guaranteed, and what to do when shares change.
     ///
     /// [`build`](Self::build) fails if a share is not from 1 to 100, if the shares are more than 100 per
-    /// cent together, if there are more than seven, or if a share of a limit is less than one unit
+    /// cent together, if there are more than seven, or if a share of a rate is less than one unit
     /// ([`ConfigError::Undividable`]).
     ///
     /// ```

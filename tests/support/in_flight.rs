@@ -39,6 +39,15 @@ impl Upstream {
         self.calls.fetch_add(1, Ordering::Relaxed);
     }
 
+    pub(crate) fn now(&self) -> usize {
+        self.now.load(Ordering::Relaxed)
+    }
+
+    /// Returns how many calls have begun.
+    pub(crate) fn begun(&self) -> usize {
+        self.now() + self.calls()
+    }
+
     pub(crate) fn most(&self) -> usize {
         self.most.load(Ordering::Relaxed)
     }

@@ -1,5 +1,5 @@
-//! Classes of requests with shares of one quota: a fleet of jobs that always ask, and a web that asks
-//! now and then.
+//! Classes of requests with shares of one quota, or of a limit of calls in flight: a fleet of jobs that
+//! always ask, and a web that asks now and then.
 
 use std::thread;
 
@@ -137,6 +137,81 @@ fn a_class_with_a_share_waits_for_nobody_else() {
         ensure!(all.web.refused == 0, "{} refused", all.web.refused);
         ensure!(all.web.p99() <= ms(300), "{:?}", all.web.p99());
         ensure!(all.used >= 0.9, "{}", all.used);
+        Ok(())
+    });
+}
+
+/// Runs 4 processes with 20 jobs each behind 10 calls in flight, and 2 processes of the web with 4 requests
+/// per second in all, each of which waits for up to a second. A call takes 300 ms.
+fn in_flight_together(shares: &[(&str, u8)]) -> (Seen, Log, f64) {
+    let shares = shares
+        .iter()
+        .map(|(class, percent)| ((*class).into(), *percent));
+    let jobs = Options {
+        quota: "10 in flight".into(),
+        shares: shares.collect(),
+        class: "jobs".into(),
+        tasks: 20,
+        span: LEAD + SPAN + ms(500),
+        max_wait: ms(60_000),
+        store_timeout: ms(1000),
+        who: "jobs ".into(),
+        ..Options::default()
+    };
+    let web = Options {
+        class: "web".into(),
+        tasks: 1,
+        arrivals: Arrivals::Every(ms(500)),
+        span: SPAN,
+        max_wait: ms(1000),
+        who: "web ".into(),
+        ..jobs.clone()
+    };
+    let site = Site {
+        redis: RedisServer::start().unwrap(),
+        upstream: Upstream::open().latency(ms(300)),
+    };
+    let (mut jobs, mut webs) = (site.start(4, &jobs), site.start(2, &web));
+    jobs.go();
+    thread::sleep(LEAD);
+    let alone = site.upstream.log();
+    assert_eq!(
+        alone.most_at_once(),
+        10,
+        "jobs use all slots while the web is idle"
+    );
+    let calls = store_calls(&site.redis);
+    webs.go();
+    let web = Seen::of(&webs.finish());
+    let (calls, log) = (store_calls(&site.redis) - calls, site.upstream.log());
+    drop(jobs.stop());
+    let calls_per_grant = calls as f64 / (log.len() - alone.len()) as f64;
+    (web, log, calls_per_grant)
+}
+
+#[test]
+fn a_class_with_a_share_gets_the_next_in_flight_slot() {
+    let _turn = busy_turn();
+    once_in_three(|| {
+        let run = |shares: &[(&str, u8)]| {
+            let (web, log, calls) = in_flight_together(shares);
+            println!(
+                "10 in flight, shares {shares:?}: web {} sent, {} refused, wait p50 {:.1?} p99 {:.1?}, at most {} at once, \
+                 {calls:.2} calls a grant",
+                web.granted,
+                web.refused,
+                percentile(&web.waits, 0.5),
+                web.p99(),
+                log.most_at_once(),
+            );
+            assert!(log.most_at_once() <= 10, "{}", log.most_at_once());
+            web
+        };
+        let first_come = run(&[]);
+        ensure!(first_come.refused > first_come.granted);
+        let half = run(&[("web", 50)]);
+        ensure!(half.refused == 0, "{} refused", half.refused);
+        ensure!(half.p99() <= ms(600), "{:?}", half.p99());
         Ok(())
     });
 }
