@@ -133,13 +133,15 @@ pub(crate) fn learned(key: &str, limit: Limit, quota: Option<&str>) {
 }
 
 /// A quota was set for a key, in this process or in another one.
-pub(crate) fn quota_set(key: &str, quota: &Quota) {
+pub(crate) fn quota_set(tally: &Tally, key: &str, quota: &Quota) {
     report!(info, key, %quota, "quota set");
+    tally.tell(&Event::QuotaSet { key, quota });
 }
 
 /// The quota that was set for a key has ended.
-pub(crate) fn set_quota_ended(key: &str) {
+pub(crate) fn set_quota_ended(tally: &Tally, key: &str) {
     report!(info, key, "set quota ended");
+    tally.tell(&Event::QuotaUnset { key });
 }
 
 /// There is a connection to the store, or to one of its servers.

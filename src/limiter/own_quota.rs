@@ -18,6 +18,7 @@ use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::quota::Quota;
 use crate::signal::Signal;
+use crate::stats::Gate;
 use crate::store::{SetQuota, StoreReply};
 
 /// The longest life of a set quota: 366 days. Longer ones are cut to this.
@@ -104,8 +105,8 @@ pub(super) fn take_in(core: &Arc<Core>, key: Key, set: &SetQuota) {
         match &set.quota {
             // The process that has received the response has reported its limits.
             Some(_) if set.is_learned() => {}
-            Some(quota) => events::quota_set(&label, quota),
-            None => events::set_quota_ended(&label),
+            Some(quota) => events::quota_set(core.tally(), &label, quota),
+            None => events::set_quota_ended(core.tally(), &label),
         }
     }
 }

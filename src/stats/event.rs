@@ -86,6 +86,22 @@ pub enum Event<'a> {
         /// A limit that this process does not have.
         limit: Limit,
     },
+    /// A quota was [set](crate::Limiter::set_quota) for a key, in this process or in another one. It
+    /// applies from now on.
+    #[non_exhaustive]
+    QuotaSet {
+        /// The label of the key.
+        key: &'a str,
+        /// The quota.
+        quota: &'a Quota,
+    },
+    /// The quota that was set for a key was [unset](crate::Limiter::unset_quota), in this process or in
+    /// another one.
+    #[non_exhaustive]
+    QuotaUnset {
+        /// The label of the key.
+        key: &'a str,
+    },
     /// A [ban guard](crate::Guard) stops requests, because too many answers were bad.
     #[non_exhaustive]
     GuardTripped {
@@ -139,6 +155,8 @@ impl fmt::Display for Event<'_> {
                 write!(f, "pace of key {key} not shared: {error}")
             }
             Event::Together { key } => write!(f, "pace of key {key} shared again"),
+            Event::QuotaSet { key, quota } => write!(f, "quota of key {key} set to {quota}"),
+            Event::QuotaUnset { key } => write!(f, "set quota of key {key} ended"),
             Event::GuardTripped {
                 key,
                 quota,

@@ -110,6 +110,8 @@ pub struct Report {
     pub events: Vec<Event>,
     /// The warnings that tollgate logged.
     pub warnings: Vec<String>,
+    /// When the worker learned of each quota that was set, as [`now`](crate::now) has it.
+    pub quotas: Vec<u64>,
     /// When the worker was drained, as [`now`](crate::now) has it.
     pub drained: Option<u64>,
     /// Whether the worker ran to its end. A killed worker did not, and reports nothing.

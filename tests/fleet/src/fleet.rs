@@ -162,6 +162,8 @@ impl Worker {
                 report.ended = true;
             } else if let Some(warning) = line.strip_prefix("warned ") {
                 report.warnings.push(warning.into());
+            } else if let Some(at) = line.strip_prefix("quota set ") {
+                report.quotas.push(at.parse().expect("a moment"));
             } else if let Some(at) = line.strip_prefix("drained ") {
                 report.drained = at.parse().ok();
             } else {

@@ -99,7 +99,11 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
     let mut builder = RateLimitLayer::builder(quota)
         .max_wait(options.max_wait)
         .transit_slack(options.slack);
-    builder = builder.in_flight_ttl(options.life);
+    builder = builder.in_flight_ttl(options.life).on_event(|event| {
+        if let tollgate::stats::Event::QuotaSet { .. } = event {
+            println!("quota set {}", fleet::now());
+        }
+    });
     let cost = options.cost;
     builder = builder.cost(move |_| cost).counted_within(options.late);
     if let Some(actual) = options.actual {

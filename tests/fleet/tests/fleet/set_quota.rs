@@ -1,7 +1,7 @@
 //! An operator changes the quota of the fleet while it runs.
 
 use anyhow::ensure;
-use fleet::Options;
+use fleet::{Options, percentile};
 
 use super::*;
 
@@ -95,7 +95,7 @@ fn changes_of_the_rate() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The moments from which all processes follow, for many changes.
+/// How soon each of many changes applies in all processes, while calls leave all the time.
 #[test]
 fn all_processes_follow_each_of_many_changes() {
     let _turn = turn_beside_others();
@@ -103,34 +103,66 @@ fn all_processes_follow_each_of_many_changes() {
 }
 
 fn many_changes() -> anyhow::Result<()> {
-    const CHANGES: u32 = 8;
+    const CHANGES: u32 = 50;
+    const PHASE: Duration = ms(100);
+    // Calls leave all the time, not once in a second.
+    const FASTER: &str = "5/20ms, 500/1s";
+    const SLOWER: &str = "5/20ms, 20/1s";
     let site = Site::new();
-    let options = options(ms(3500) * CHANGES + ms(500));
+    let options = Options {
+        quota: FASTER.into(),
+        ..options(ms(1000) + PHASE * 2 * CHANGES)
+    };
     let operator = Outsider::new(&site.redis, options.quota.parse()?);
     let mut fleet = site.start(4, &options);
     let start = Instant::now();
     fleet.go();
-    let mut changes = Vec::new();
+    let mut asked = Vec::new();
+    let mut slow = Vec::new();
     for change in 0..CHANGES {
-        // The slower rate begins in the middle of a window of the faster one.
-        wait_until(start, ms(3500) * change + ms(1550));
-        let slower = operator.set_quota("20/1s");
-        wait_until(start, ms(3500) * (change + 1));
-        changes.push((slower, operator.set_quota("100/1s")));
+        let begins = ms(600) + PHASE * 2 * change;
+        wait_until(start, begins);
+        asked.push(fleet::now());
+        let slower = operator.set_quota(SLOWER);
+        wait_until(start, begins + PHASE);
+        asked.push(fleet::now());
+        slow.push((slower, Instant::now()));
+        operator.set_quota(FASTER);
     }
     let reports = fleet.finish();
     assert_all_ended(&reports);
     let log = site.upstream.log();
-    assert_never_over(&log, &"100/1s".parse()?);
+    assert_never_over(&log, &FASTER.parse()?);
+    // More than 20 leave in the faster phases of a second, so each call of a slower phase is above it.
     let last = |(slower, faster): &(Instant, Instant)| {
         let late = above(&log, 20, *slower, *faster);
         late.last().copied().unwrap_or_default()
     };
-    let mut lasts: Vec<Duration> = changes.iter().map(last).collect();
+    let mut lasts: Vec<Duration> = slow.iter().map(last).collect();
+    let mut pushes = Vec::new();
+    for report in &reports {
+        let learned = report.quotas.len();
+        ensure!(learned == asked.len(), "learned of {learned} changes");
+        let of = |(learned, asked): (&u64, &u64)| Duration::from_nanos(learned - asked);
+        pushes.extend(report.quotas.iter().zip(&asked).map(of));
+    }
     lasts.sort_unstable();
-    println!("the last call under the old rate, after each change: {lasts:.1?}");
+    pushes.sort_unstable();
+    let [half, most] = [0.5, 0.99].map(|share| percentile(&pushes, share));
     let worst = lasts[lasts.len() - 1];
+    println!(
+        "{} processes learned of a change within {half:.1?} (p50), {most:.1?} (p99), {:.1?} (worst); the last \
+         call under the old rate {:.1?} (p50), {worst:.1?} (worst) after a change; {} calls",
+        pushes.len(),
+        pushes[pushes.len() - 1],
+        percentile(&lasts, 0.5),
+        log.len(),
+    );
     assert!(worst < ms(200), "a call under the old rate after {worst:?}");
+    ensure!(
+        most <= ms(20),
+        "a process learned of a change after {most:?}"
+    );
     ensure!(worst <= PUSH, "a call under the old rate after {worst:?}");
     Ok(())
 }
