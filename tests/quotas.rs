@@ -2,17 +2,20 @@
 
 mod support;
 
-use std::sync::Arc;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use http::Request;
 use proptest::prelude::*;
 use support::{Upstream, pass};
-use tollgate::limiter::{QuotaError, QuotaSource, Verdict};
+use tollgate::limiter::{Permit, QuotaError, QuotaSource, Verdict};
 use tollgate::quota::Limit;
 use tollgate::store::{MemoryStore, Store};
 use tollgate::{ConfigError, Cost, Error, Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
 use tower::{Layer, ServiceExt};
+
+const SECOND: Duration = Duration::from_secs(1);
 
 fn tenant() -> Key {
     Key::new("tenant 17")
@@ -392,23 +395,24 @@ async fn follow(window: Duration, steps: Vec<Step>) {
     assert_eq!(granted(&limiters[0], last).await, COUNTS[3] as usize);
 }
 
-fn run(window: Duration, steps: Vec<Step>) {
+/// Runs a history with a paused clock.
+fn run(history: impl Future<Output = ()>) {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .start_paused(true)
         .build();
-    runtime.unwrap().block_on(follow(window, steps));
+    runtime.unwrap().block_on(history);
 }
 
 proptest! {
     #[test]
     fn a_permit_keeps_the_quota_of_its_request(steps in steps(Duration::from_secs(1))) {
-        run(Duration::from_secs(1), steps);
+        run(follow(SECOND, steps));
     }
 
     #[test]
     fn a_permit_keeps_a_quota_of_an_hour(steps in steps(Duration::from_secs(3600))) {
-        run(Duration::from_secs(3600), steps);
+        run(follow(Duration::from_secs(3600), steps));
     }
 }
 
@@ -488,6 +492,38 @@ async fn a_set_quota_goes_before_that_of_a_request() {
     assert_eq!(granted(&other, Quota::per_minute(100)).await, 100);
     let status = other.peek(tenant()).await.unwrap();
     assert_eq!(status.quota_source, QuotaSource::Request);
+}
+
+#[tokio::test(start_paused = true)]
+async fn processes_report_that_a_quota_was_set() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let events = Arc::new(Mutex::new(Vec::new()));
+    let limiter = {
+        let events = events.clone();
+        RateLimitLayer::builder(Quota::per_minute(10))
+            .on_event(move |event| events.lock().unwrap().push(event.to_string()))
+            .store(store.clone())
+            .build()
+            .unwrap()
+            .limiter()
+    };
+    assert!(limiter.acquire(tenant()).await.is_ok());
+    let operator = limiter_on(Quota::per_minute(10), &store);
+    let set = operator.set_quota(tenant(), Quota::per_minute(3));
+    set.await.unwrap();
+    operator.unset_quota(tenant()).await.unwrap();
+    let events = events.lock().unwrap();
+    let [set, ended] = &events[..] else {
+        panic!("{events:?}")
+    };
+    assert!(
+        set.starts_with("quota of key ") && set.ends_with(" set to 3/60s"),
+        "{set}"
+    );
+    assert!(
+        ended.starts_with("set quota of key ") && ended.ends_with(" ended"),
+        "{ended}"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -605,7 +641,7 @@ async fn a_fleet_with_long_queues_uses_all_of_a_stricter_quota() {
         layer.unwrap().limiter()
     });
     let start = tokio::time::Instant::now();
-    let used = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let used = Arc::new(Mutex::new(Vec::new()));
     for limiter in &fleet {
         for _ in 0..60 {
             let (limiter, used) = (limiter.clone(), used.clone());
@@ -742,22 +778,217 @@ async fn follow_changes(window: Duration, changes: Vec<Change>) {
     assert_eq!(granted_as_is(&limiters[0]).await, COUNTS[3] as usize);
 }
 
-fn run_changes(window: Duration, changes: Vec<Change>) {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_time()
-        .start_paused(true)
-        .build();
-    runtime.unwrap().block_on(follow_changes(window, changes));
-}
-
 proptest! {
     #[test]
     fn a_permit_keeps_the_quota_that_is_set(changes in changes(Duration::from_secs(1))) {
-        run_changes(Duration::from_secs(1), changes);
+        run(follow_changes(SECOND, changes));
     }
 
     #[test]
     fn a_permit_keeps_a_quota_of_an_hour_that_is_set(changes in changes(Duration::from_secs(3600))) {
-        run_changes(Duration::from_secs(3600), changes);
+        run(follow_changes(Duration::from_secs(3600), changes));
+    }
+}
+
+/// What the requests of a history have besides a quota that is set.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum With {
+    /// Two keys: a request takes a permit of one of them, or of both.
+    Keys,
+    /// Tokens: three times as many as requests.
+    Tokens,
+    /// Costs that are settled later. The quotas are larger, because a charge above the limit counts as
+    /// the limit.
+    Settlement,
+}
+
+/// What happens at one moment of such a history.
+#[derive(Clone, Copy, Debug)]
+enum Moment {
+    Requests {
+        who: usize,
+        keys: [bool; 2],
+        cost: u32,
+        actual: u32,
+        count: usize,
+    },
+    /// The oldest requests end.
+    End(usize),
+    Set {
+        who: usize,
+        key: usize,
+        quota: usize,
+    },
+    Unset {
+        who: usize,
+        key: usize,
+    },
+    Pass(Duration),
+}
+
+fn moments(window: Duration) -> impl Strategy<Value = Vec<Moment>> {
+    let window = window.as_millis() as u64;
+    let pause = prop_oneof![4 => 0..window / 4, 1 => 0..window * 3];
+    let keys = prop::sample::select(vec![[true, false], [false, true], [true, true]]);
+    let requests = (0..2usize, keys, 1..7u32, 0..9u32, 1..9usize);
+    let moment = prop_oneof![
+        5 => requests.prop_map(|(who, keys, cost, actual, count)| Moment::Requests {
+            who, keys, cost, actual, count,
+        }),
+        3 => (1..9usize).prop_map(Moment::End),
+        2 => (0..2usize, 0..2usize, 0..COUNTS.len())
+            .prop_map(|(who, key, quota)| Moment::Set { who, key, quota }),
+        1 => (0..2usize, 0..2usize).prop_map(|(who, key)| Moment::Unset { who, key }),
+        4 => pause.prop_map(|pause| Moment::Pass(Duration::from_millis(pause))),
+    ];
+    prop::collection::vec(moment, 1..60)
+}
+
+/// The units of a request: what it counts for its keys.
+struct Used {
+    at: Instant,
+    keys: [bool; 2],
+    requests: u32,
+    tokens: u32,
+}
+
+/// Follows the law: while a quota is set for a key, each permit of the key keeps all its limits, over
+/// all units that are known when it is granted. At the end, all of the set quotas can be used.
+async fn follow_moments(with: With, window: Duration, moments: Vec<Moment>) {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let quota = |count: u32| match with {
+        With::Tokens => Quota::new(count, window).and(Quota::new(count * 3, window).of("tokens")),
+        With::Keys => Quota::new(count, window),
+        With::Settlement => Quota::new(count * 4, window),
+    };
+    let limiters = [(); 2].map(|()| {
+        let builder = RateLimitLayer::builder(quota(3))
+            .max_wait(Duration::ZERO)
+            .store(store.clone());
+        let builder = match with {
+            With::Settlement => builder.settle_by_hand(),
+            With::Keys | With::Tokens => builder,
+        };
+        builder.build().unwrap().limiter()
+    });
+    let names = [Key::new("one"), Key::new("other")];
+    let mut used: Vec<Used> = Vec::new();
+    let mut open = VecDeque::new();
+    let mut set = [None; 2];
+    for moment in &moments {
+        match *moment {
+            Moment::Pass(pause) => pass(pause).await,
+            Moment::Set {
+                who,
+                key,
+                quota: at,
+            } => {
+                let set_quota = limiters[who].set_quota(names[key], quota(COUNTS[at]));
+                set_quota.await.unwrap();
+                set[key] = Some(COUNTS[at]);
+            }
+            Moment::Unset { who, key } => {
+                limiters[who].unset_quota(names[key]).await.unwrap();
+                set[key] = None;
+            }
+            Moment::End(count) => {
+                for _ in 0..count.min(open.len()) {
+                    let (mut permit, number, actual): (Permit, usize, u32) =
+                        open.pop_front().unwrap();
+                    if with == With::Settlement {
+                        permit.settle(actual);
+                        used[number].requests = actual;
+                    }
+                }
+            }
+            Moment::Requests {
+                who,
+                keys,
+                cost,
+                actual,
+                count,
+            } => {
+                // A request of one limiter joins one of the other, as two limits of a layer.
+                let request = |key: usize| {
+                    let request = limiters[(who + key) % 2].acquire(names[key]);
+                    match with {
+                        With::Keys => request.cost(cost),
+                        With::Tokens => request.cost(Cost::of("tokens", cost)),
+                        With::Settlement => request.cost(cost),
+                    }
+                };
+                let keys = if with == With::Keys {
+                    keys
+                } else {
+                    [true, false]
+                };
+                for _ in 0..count {
+                    let permit = match keys {
+                        [true, true] => request(0).with(request(1)).await,
+                        [true, false] => request(0).await,
+                        _ => request(1).await,
+                    };
+                    let Ok(permit) = permit else { continue };
+                    let now = tokio::time::Instant::now().into_std();
+                    let (requests, tokens) = match with {
+                        With::Tokens => (1, cost),
+                        With::Keys | With::Settlement => (cost, 0),
+                    };
+                    open.push_back((permit, used.len(), actual));
+                    used.push(Used {
+                        at: now,
+                        keys,
+                        requests,
+                        tokens,
+                    });
+                    for key in (0..2).filter(|key| keys[*key]) {
+                        let within = used
+                            .iter()
+                            .filter(|used| used.keys[key] && now - used.at < window);
+                        let (requests, tokens) = within.fold((0, 0), |(requests, tokens), used| {
+                            (requests + used.requests, tokens + used.tokens)
+                        });
+                        let Some(set) = set[key] else { continue };
+                        let most = quota(set).largest_cost();
+                        assert!(
+                            requests <= most && tokens <= set * 3,
+                            "{requests} requests and {tokens} tokens of {set} at {moment:?}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+    drop(open);
+    for key in names {
+        limiters[1].set_quota(key, quota(30)).await.unwrap();
+    }
+    pass(window + Duration::from_millis(100)).await;
+    let mut granted = 0;
+    let both = || {
+        limiters[0]
+            .acquire(names[0])
+            .with(limiters[1].acquire(names[1]))
+    };
+    while both().await.is_ok() {
+        granted += 1;
+    }
+    assert_eq!(granted, quota(30).largest_cost());
+}
+
+proptest! {
+    #[test]
+    fn joint_permits_keep_the_quotas_that_are_set(moments in moments(SECOND)) {
+        run(follow_moments(With::Keys, SECOND, moments));
+    }
+
+    #[test]
+    fn permits_keep_the_quotas_of_units_that_are_set(moments in moments(SECOND)) {
+        run(follow_moments(With::Tokens, SECOND, moments));
+    }
+
+    #[test]
+    fn settled_permits_keep_the_quota_that_is_set(moments in moments(SECOND)) {
+        run(follow_moments(With::Settlement, SECOND, moments));
     }
 }
