@@ -2,7 +2,8 @@
 //! states that this one writes, unless they contain something new. `tests/formats/1` has the
 //! scripts of format 1, and states written by them. `tests/formats/2` has the script of the last
 //! release without advance bookings. `tests/formats/3` has states with advance bookings, and the script
-//! of the last release without set quotas. `tests/formats/4` has states with set quotas.
+//! of the last release without set quotas. `tests/formats/4` has states with set and learned
+//! quotas.
 
 use super::super::layout::LEASE_LATER;
 use super::*;
