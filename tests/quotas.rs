@@ -494,6 +494,18 @@ async fn a_set_quota_goes_before_that_of_a_request() {
     assert_eq!(status.quota_source, QuotaSource::Request);
 }
 
+/// The process of an operator need not know what requests state.
+#[tokio::test(start_paused = true)]
+async fn unset_leaves_a_key_to_the_quota_of_its_requests() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let caller = limiter_on(Quota::per_minute(10), &store);
+    let operator = limiter_on(Quota::per_minute(1), &store);
+    let set = operator.set_quota(tenant(), Quota::per_minute(100));
+    set.await.unwrap();
+    operator.unset_quota(tenant()).await.unwrap();
+    assert_eq!(granted(&caller, Quota::per_minute(50)).await, 50);
+}
+
 #[tokio::test(start_paused = true)]
 async fn processes_report_that_a_quota_was_set() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());

@@ -341,8 +341,8 @@ impl Limiter {
     }
 
     /// Ends the quota that was set for `key`, or that was [learned](crate::guide::learning), for all
-    /// processes that share the store. The quotas of layers and requests apply again at once, and the limits of the set quota besides them for two of their
-    /// windows and up to a second.
+    /// processes that share the store. The quotas of layers and requests apply again at once, and the
+    /// limits of the set quota besides them for two of their windows and up to a second.
     ///
     /// # Errors
     ///

@@ -143,16 +143,12 @@ async fn change(
     life: Duration,
 ) -> Result<(), StoreError> {
     let store = &core.settings.store;
-    let known = core.states.find(key, |state| {
-        (
-            state.limits.set_quota_version(),
-            state.limits.stated_quota().cloned(),
-        )
-    });
-    let (version, stated) = known.unwrap_or_default();
-    let stated = stated.unwrap_or_else(|| core.settings.spec.clone());
-    let limits = spec.as_ref().unwrap_or(&stated);
-    let limits = Arc::new((**limits).clone().with_quota_version(version, life));
+    let known = core
+        .states
+        .find(key, |state| state.limits.set_quota_version());
+    // An operator need not know what the requests of the key state, so the end states no limits.
+    let limits = spec.as_deref().cloned().unwrap_or_else(LimitSpec::none);
+    let limits = Arc::new(limits.with_quota_version(known.unwrap_or_default(), life));
     let reply = match spec {
         Some(_) => store.set_quota(key, &limits, life),
         None => store.unset_quota(key, &limits, life),
