@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use http::header::AUTHORIZATION;
 use http::{Method, Request, StatusCode};
+use tollgate::limiter::QuotaSource;
 use tollgate::store::MemoryStore;
 use tollgate::{
     ConfigError, Cost, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Routes, by_header,
@@ -90,6 +91,39 @@ async fn a_route_has_its_quota_besides_that_of_the_layer() {
     let keys = routes.busiest(9);
     let is_named = |pattern: &str| keys.iter().any(|key| key.name.ends_with(pattern));
     assert!(is_named(" GET /search/*") && is_named(" /big"), "{keys:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn peek_and_explain_know_the_route_of_a_key() {
+    let routes = table([("GET /first", 1), ("GET /search/*", 3)]);
+    let limit = ten().routes(routes.clone()).build().unwrap();
+    send(&limit, "GET /search/a").await.unwrap();
+    let limiter = limit.limiter_of("route").unwrap();
+    let route = routes.find(&Method::GET, "/search/b").unwrap();
+    let key = route.key(Key::ALL).and("route");
+    let status = limiter.peek(key).await.unwrap();
+    assert_eq!(status.quota_source, QuotaSource::Route);
+    assert_eq!((status.free, status.limits[0].used), (2, 1));
+    let explained = limiter.explain(key).await.unwrap();
+    assert_eq!(explained.keys[0].quota_source, QuotaSource::Route);
+    assert!(
+        explained.keys[0].key.ends_with(" GET /search/*"),
+        "{explained}"
+    );
+    assert!(
+        explained.to_string().contains("that of its route"),
+        "{explained}"
+    );
+
+    let set = limiter.set_quota(key, Quota::per_minute(9));
+    set.await.unwrap();
+    let status = limiter.peek(key).await.unwrap();
+    assert!(matches!(status.quota_source, QuotaSource::Set { .. }));
+    assert_eq!(
+        until_refused(&limit, "GET /search/a").await,
+        by("route: GET /search/*", 8)
+    );
+    assert_eq!(limiter.stats().keys_with_set_quota, 1);
 }
 
 #[tokio::test(start_paused = true)]

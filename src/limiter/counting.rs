@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::engine::Core;
 use super::key_state::KeyState;
+use super::quotas::QuotaId;
 use super::reservation::Reservation;
 use super::settings::OnStoreError;
 use crate::clock;
@@ -215,8 +216,12 @@ fn key_name(core: &Core, key: Key, state: &KeyState) -> Box<str> {
     if let Some(name) = state.counts.name() {
         return name.into();
     }
+    label_with_route(core, key, state.limits.quota_id())
+}
+
+/// Returns the label of a key, and the route that has the `quota` of the key, if one has it.
+pub(super) fn label_with_route(core: &Core, key: Key, quota: Option<QuotaId>) -> Box<str> {
     let label = core.label(key, None);
-    let quota = state.limits.quota_id();
     match quota.and_then(|quota| core.settings.quotas.route(quota)) {
         Some(route) => format!("{label} {route}").into(),
         None => (*label).into(),

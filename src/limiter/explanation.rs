@@ -302,6 +302,10 @@ impl KeyExplanation {
                 quota(f)?;
                 write!(f, "learned from the upstream, ends in {}", Shown(left))?;
             }
+            QuotaSource::Route => {
+                quota(f)?;
+                f.write_str("that of its route")?;
+            }
             QuotaSource::Request => {
                 quota(f)?;
                 f.write_str("stated by requests")?;

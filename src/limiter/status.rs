@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::cores::Cores;
 use super::engine::Core;
 use super::key_state::StatedLimit;
+use super::quotas::{QuotaId, Quotas};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -58,6 +59,8 @@ pub enum QuotaSource {
     Builder,
     /// From the requests of the key: [`quota`](crate::RateLimitBuilder::quota).
     Request,
+    /// From the [route](crate::RateLimitBuilder::routes) that the requests of the key take.
+    Route,
     /// The upstream has stated limits: [`trust_headers`](crate::RateLimitBuilder::trust_headers).
     Upstream {
         /// How long they apply if no response states them again.
@@ -72,13 +75,16 @@ pub enum QuotaSource {
 
 impl QuotaSource {
     /// Returns where the quota of a key comes from, for which a quota may be `set`, and requests may have
-    /// stated one.
-    pub(super) fn of(set: Option<&SetQuota>, is_stated: bool) -> Self {
+    /// `stated` one of `quotas`.
+    pub(super) fn of(set: Option<&SetQuota>, stated: Option<QuotaId>, quotas: &Quotas) -> Self {
         match set.filter(|set| set.quota.is_some()) {
             Some(set) if set.is_learned() => QuotaSource::Upstream { left: set.left },
             Some(set) => QuotaSource::Set { left: set.left },
-            _ if is_stated => QuotaSource::Request,
-            _ => QuotaSource::Builder,
+            _ => match stated {
+                Some(id) if quotas.route(id).is_some() => QuotaSource::Route,
+                Some(_) => QuotaSource::Request,
+                None => QuotaSource::Builder,
+            },
         }
     }
 }
@@ -169,14 +175,14 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
         prefetched: state.at_hand(now),
         held: state.hold.left(now),
         learned: state.limits.learned(now),
-        has_stated_quota: state.limits.stated_quota().is_some(),
+        stated: state.limits.quota_id(),
     });
     let Local {
         queued,
         prefetched,
         held: held_here,
         learned,
-        has_stated_quota,
+        stated,
     } = local.unwrap_or_default();
     let held = held_here.max(Some(hold.remaining).filter(|left| !left.is_zero()));
     let rates_allow = free_in_store.saturating_add(u64::from(prefetched));
@@ -186,7 +192,7 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
     } else {
         next_slot
     };
-    let quota_source = QuotaSource::of(set_quota.as_deref(), has_stated_quota);
+    let quota_source = QuotaSource::of(set_quota.as_deref(), stated, &core.settings.quotas);
     Ok(KeyStatus {
         quota_source,
         free: if held.is_some() { 0 } else { limits_allow },
@@ -212,6 +218,6 @@ struct Local {
     prefetched: u32,
     held: Option<Duration>,
     learned: Vec<StatedLimit>,
-    /// Whether requests have stated a quota.
-    has_stated_quota: bool,
+    /// The quota that requests have stated.
+    stated: Option<QuotaId>,
 }

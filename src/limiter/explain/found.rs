@@ -160,7 +160,7 @@ impl Found {
         let (waiting, since) = core.tally().waiting_of(asked.key);
         let set = self.usage.as_ref().ok();
         let set = set.and_then(|usage| usage.set_quota.as_deref());
-        let quota_source = QuotaSource::of(set, self.outlook.has_stated_quota);
+        let quota_source = QuotaSource::of(set, self.outlook.stated, &core.settings.quotas);
         let (mut limits, store) = match self.usage {
             Err(error) => (Vec::new(), StoreState::Failed(error)),
             Ok(usage) if usage.degraded => (usage.limits, StoreState::Alone),
@@ -214,7 +214,7 @@ fn outlook(asked: &Asked, bound: WaitBound, now: Instant) -> Outlook {
         // The permits at hand and the booked slots go back to the store.
         outlook.has_permit = false;
         outlook.returning += u64::from(outlook.at_hand);
-        outlook.has_stated_quota = asked.quota != QuotaId::CONFIGURED;
+        outlook.stated = Some(asked.quota).filter(|id| *id != QuotaId::CONFIGURED);
     }
     outlook
 }

@@ -11,6 +11,7 @@ mod found;
 
 use std::time::Instant;
 
+use super::counting;
 use super::explanation::{Explanation, Verdict};
 use super::key_state::KeyState;
 use super::reservation::WaitBound;
@@ -82,5 +83,9 @@ fn name_of(key: &Asked, asked: &[Asked]) -> Box<str> {
         let name = |state: &mut KeyState| state.counts.name().map(Box::from);
         other.core.states.find(other.key, name).flatten()
     });
-    name.unwrap_or_else(|| (*key.core.label(key.named, None)).into())
+    name.unwrap_or_else(|| {
+        let quota = |state: &mut KeyState| state.limits.quota_id();
+        let quota = key.core.states.find(key.key, quota).flatten();
+        counting::label_with_route(&key.core, key.named, quota)
+    })
 }

@@ -7,6 +7,7 @@ use super::KeyState;
 use super::context::Rules;
 use super::key_hold::HoldOrigin;
 use super::stated_limits::StatedLimit;
+use crate::limiter::quotas::QuotaId;
 use crate::limiter::reservation::WaitBound;
 use crate::store::{Demand, Refusal};
 
@@ -42,8 +43,8 @@ pub(in crate::limiter) struct Outlook {
     pub(in crate::limiter) validity: Duration,
     /// The limits that the upstream has stated.
     pub(in crate::limiter) learned: Vec<StatedLimit>,
-    /// Whether requests have stated a quota.
-    pub(in crate::limiter) has_stated_quota: bool,
+    /// The quota that requests have stated.
+    pub(in crate::limiter) stated: Option<QuotaId>,
 }
 
 /// The most permits of other requests that the question to the store has.
@@ -99,7 +100,7 @@ impl KeyState {
                 .map(|slot| slot.saturating_duration_since(now)),
             validity: self.store.life(),
             learned: self.limits.learned(now),
-            has_stated_quota: self.limits.stated_quota().is_some(),
+            stated: self.limits.quota_id(),
         }
     }
 }
