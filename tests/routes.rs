@@ -401,11 +401,18 @@ fn build_names_the_route_whose_quota_is_wrong() {
     let in_flight = Quota::per_minute(1).and(Quota::in_flight(1));
     for (quota, problem) in [
         (Quota::per_minute(0), "a count of 0 allows nothing"),
-        (Quota::per_minute(1).of("tokens"), "a quota of the kind"),
-        (in_flight, "a quota of the kind"),
+        (
+            Quota::per_minute(1).of("tokens"),
+            "a quota of the same kind",
+        ),
+        (in_flight, "a quota of the same kind"),
     ] {
         for is_instead in [false, true] {
-            let routes = [("/fine", Quota::per_minute(1)), ("GET /bad", quota)];
+            let mut routes = vec![("/fine", Quota::per_minute(1)), ("GET /bad", quota)];
+            // The first route of a table says of which kind the others are.
+            if quota == Quota::per_minute(0) {
+                routes.reverse();
+            }
             let routes = Routes::new(routes).unwrap();
             let routes = if is_instead { routes.instead() } else { routes };
             let error = ten().routes(routes).build().unwrap_err();

@@ -636,6 +636,9 @@ impl RateLimitBuilder {
                 routes,
             } = limit;
             extractors.cost.clone_from(&self.common.extractors.cost);
+            if let Some(routes) = &routes {
+                routes.check(self.slacks())?;
+            }
             let limiter = self.limiter(quota, Some(name), store.clone(), (None, None))?;
             if let Some(routes) = routes {
                 extractors.set_own_routes(RouteTable::new(routes, &limiter)?);

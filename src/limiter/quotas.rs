@@ -164,9 +164,9 @@ impl Quotas {
         quota.check(self.slacks)?;
         if self.shape(quota) != self.shape(&self.configured) {
             return Err(out_of_range(
-                quota.to_string(),
-                "a quota of the kind of the layer's quota: with the same units, with calls in flight only if that has \
-                 them, and of sliding windows only if that is one with counted_within",
+                format!("{quota} beside {}", self.configured),
+                "a quota of the same kind: with the same units, with calls in flight only if the other has them, \
+                 and of sliding windows only if the other is one with counted_within",
             ));
         }
         let parts = self.parts(quota)?.into_iter().enumerate();

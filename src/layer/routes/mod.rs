@@ -22,8 +22,8 @@ use http::Method;
 
 use crate::config_error::ConfigError;
 use crate::key::Key;
-use crate::quota::Quota;
-use pattern::Pattern;
+use crate::quota::{Quota, Slacks};
+use pattern::{Pattern, error};
 use router::Router;
 pub(super) use table::RouteTable;
 
@@ -195,6 +195,20 @@ impl Routes {
 
     pub(super) fn is_instead(&self) -> bool {
         self.is_instead
+    }
+
+    /// Checks that each quota is in range.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Route`] names the first route whose quota is not.
+    pub(super) fn check(&self, slacks: Slacks) -> Result<(), ConfigError> {
+        self.table.rows.iter().try_for_each(|row| {
+            let checked = row.quota.check(slacks);
+            checked
+                .map(drop)
+                .map_err(|problem| error(row.pattern.text(), problem.to_string()))
+        })
     }
 
     /// Returns the quota of the first route.
