@@ -20,7 +20,7 @@ use tollgate::stats::Event;
 use tollgate::store::MemoryStore;
 use tollgate::{
     AdaptiveThrottleLayer, Key, Limited, Limiter, Quota, RateLimitBuilder, RateLimitLayer, Reason,
-    Signal,
+    Routes, Signal,
 };
 use tower::{Service, ServiceBuilder, ServiceExt};
 
@@ -160,6 +160,54 @@ async fn permits_at_hand_go_back_for_good() {
         let expected = format!("0 left in time, 0 refused, {at_hand} permits given back in 0.0s");
         assert_eq!(line, expected);
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn permits_of_a_set_quota_go_back_too() {
+    let limit = builder(Quota::per_second(10)).build().unwrap();
+    let (limiter, key) = (limit.limiter(), Key::new("key"));
+    let set = limiter.set_quota(key, Quota::per_second(100_000));
+    set.await.unwrap();
+    for _ in 0..1000 {
+        drop(limiter.acquire(key).await.unwrap());
+    }
+    let at_hand = limiter.stats().at_hand;
+    assert!(at_hand > 0);
+    let drained = limiter.drain(SECOND).await.unwrap();
+    assert_eq!(drained.given_back, at_hand);
+    let status = peek(&limit, key).await;
+    assert_eq!((status.limits[0].used, status.free), (1000, 99_000));
+}
+
+#[tokio::test(start_paused = true)]
+async fn drained_layers_refuse_requests_of_routes() {
+    let routes = |path| Routes::new([(path, Quota::per_second(100_000))]).unwrap();
+    let limit = builder(Quota::per_second(100_000))
+        .routes(routes("/beside"))
+        .routes(routes("/instead").instead())
+        .build()
+        .unwrap();
+    let upstream = Upstream::new();
+    let service = ServiceBuilder::new()
+        .layer(limit.clone())
+        .service(upstream.clone());
+    let paths = ["/beside", "/instead"];
+    for path in paths {
+        for _ in 0..1000 {
+            service.clone().oneshot(get(path)).await.unwrap();
+        }
+    }
+    let limiters = [limit.limiter(), limit.limiter_of("route").unwrap()];
+    for limiter in &limiters {
+        assert!(limiter.stats().at_hand > 0);
+        limiter.drain(SECOND).await.unwrap();
+        assert_eq!(limiter.stats().at_hand, 0);
+    }
+    for path in paths {
+        let error = service.clone().oneshot(get(path)).await.unwrap_err();
+        assert_draining(Limited::find(&error).unwrap());
+    }
+    assert_eq!(upstream.count(), 2000);
 }
 
 #[tokio::test(start_paused = true)]

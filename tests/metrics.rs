@@ -18,7 +18,7 @@ use tokio::time::timeout;
 use tollgate::metrics::publish;
 use tollgate::stats::Stats;
 use tollgate::{
-    AdaptiveThrottleLayer, Guard, Key, Limiter, Quota, RateLimitLayer, RequestRef, Signal,
+    AdaptiveThrottleLayer, Guard, Key, Limiter, Quota, RateLimitLayer, RequestRef, Routes, Signal,
     by_header,
 };
 use tower::{Layer, ServiceExt};
@@ -472,6 +472,42 @@ async fn trips_of_a_guard_are_counted() {
         stats.guard.map(|guard| (guard.bad, guard.trips)),
         Some((3, 1))
     );
+}
+
+#[tokio::test(start_paused = true)]
+async fn routes_and_set_quotas_have_series() {
+    let _alone = start().await;
+    let routes = ["/search", "/users"].map(|path| (path, Quota::per_second(2)));
+    let layer = RateLimitLayer::builder(Quota::per_second(50))
+        .name("shop")
+        .routes(Routes::new(routes).unwrap())
+        .metrics_keys(9)
+        .max_wait(ms(0))
+        .build()
+        .unwrap();
+    let limiter = layer.limiter();
+    let set = limiter.set_quota(Key::ALL, Quota::per_second(9));
+    set.await.unwrap();
+    for (path, times) in [("/search", 3), ("/users", 1), ("/", 1)] {
+        for _ in 0..times {
+            let _ = layer
+                .layer(Upstream::answering([]))
+                .oneshot(get(path))
+                .await;
+        }
+    }
+    publish();
+    let gauge = value("tollgate_keys_with_set_quota", "shop").gauge;
+    assert_eq!(gauge, Some(1.0));
+    let series = series_of("shop route");
+    let units = |route: &str| {
+        let ends = format!(" {route},unit=requests}}");
+        let is_its =
+            |series: &str| series.starts_with("tollgate_units_total") && series.ends_with(&ends);
+        let mut its = series.iter().filter(|(series, _)| is_its(series));
+        its.next().map(|(_, value)| value.count)
+    };
+    assert_eq!([units("/search"), units("/users")], [Some(2), Some(1)]);
 }
 
 #[tokio::test(start_paused = true)]
