@@ -123,6 +123,26 @@ async fn what_a_class_leaves_is_lent() {
     }
 }
 
+/// Slots that are left over because others were lent are kept for the next requests, but only for those
+/// that can wait for them.
+#[tokio::test(start_paused = true)]
+async fn requests_that_cannot_wait_take_no_kept_slot() {
+    let limiter = fleet(Quota::per_second(10), Duration::from_secs(60));
+    for _ in 0..200 {
+        tokio::spawn(limiter.acquire(K).class("jobs").into_future());
+    }
+    for _ in 0..200 {
+        sleep(ms(17)).await;
+        let begin = Instant::now();
+        let soon = limiter
+            .acquire(K)
+            .class("jobs")
+            .deadline(begin.into_std() + ms(50));
+        let refused = soon.await.is_err();
+        assert!(!refused || begin.elapsed() < ms(2), "{:?}", begin.elapsed());
+    }
+}
+
 fn built(shares: &[(&'static str, u8)], quota: Quota) -> Result<RateLimitLayer, ConfigError> {
     let builder = RateLimitLayer::builder(quota);
     let divided = shares.iter().fold(builder, |builder, (class, percent)| {

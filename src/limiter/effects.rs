@@ -16,7 +16,7 @@ use tokio::runtime::Handle;
 
 use super::engine::Core;
 use super::key_state::{
-    Effect, KeyContext, KeyState, LeaseFuture, OWN_PART, WholeLimits, Work, fresh_for,
+    Effect, KeyContext, KeyState, LeaseFuture, Lent, OWN_PART, Round, WholeLimits, Work, fresh_for,
 };
 use super::queue::CallNumber;
 use super::quotas::QuotaId;
@@ -388,7 +388,7 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
     let Some(mut wanted) = core.with_state(key, clock::now(), wanted).flatten() else {
         return;
     };
-    let (mut slots, mut again) = (Vec::new(), None::<Duration>);
+    let mut round = Round::default();
     let own = core.part_index();
     let quota = core.states.find(key, |state| state.limits.quota_id());
     let quota = quota.flatten();
@@ -396,13 +396,14 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
     let (before, after) = parts.split_at(own.min(parts.len()));
     // Each class begins with the part behind its own.
     for (index, (lender, lender_key)) in after.iter().skip(1).chain(before) {
-        if wanted.demands.is_empty() {
-            break;
-        }
         let sent = clock::now();
+        if !wanted.asks(*index, sent) {
+            continue;
+        }
         lender.choose_quota(*lender_key, quota.unwrap_or(QuotaId::CONFIGURED), sent);
         let lend = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.lend(ctx, &wanted);
         let Ok(Some(reply)) = lender.with_new_state(*lender_key, sent, lend) else {
+            round.add(*index, Lent::default());
             continue;
         };
         let answer = reply.arrives().await;
@@ -429,17 +430,14 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
             continue;
         };
         wanted.take(&lent.slots);
-        let lender = u8::try_from(*index).ok();
-        let lent_slots = lent.slots.into_iter();
-        slots.extend(lent_slots.map(|slot| Reservation { lender, ..slot }));
-        again = [again, lent.again].into_iter().flatten().min();
+        round.add(*index, lent);
     }
-    let mut brought = Some(slots);
+    let mut ended = Some(round);
     let end = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
-        state.loans_ended(ctx, brought.take().unwrap_or_default(), again);
+        state.loans_ended(ctx, ended.take().unwrap_or_default());
     };
     core.with_state(key, clock::now(), end);
-    for slot in brought.into_iter().flatten() {
+    for slot in ended.into_iter().flat_map(|round| round.slots) {
         core.give_back(key, slot);
     }
 }

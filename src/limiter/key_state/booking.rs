@@ -142,7 +142,7 @@ impl KeyState {
     fn needed(&mut self, ctx: &KeyContext<'_>, is_trusted: bool, now: Instant) -> Option<Booking> {
         let queue = self.queue.as_mut()?;
         let has_doubtful_slot = !is_trusted && queue.is_due(now);
-        queue.trim();
+        queue.trim(now);
         if queue.is_calling(now) {
             return None;
         }

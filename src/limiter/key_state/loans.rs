@@ -1,11 +1,13 @@
 //! Slots that the parts of other classes lend, if the quota is divided among classes.
 //!
 //! A class books in its own part, as far ahead as its requests can wait. While they wait, it asks the
-//! other parts for slots that are near (`limit/lending.rs`). The first waiters get these, and the last of
-//! the line give back slots of their own part.
+//! other parts for slots that are near (`limit/lending.rs`). The first waiters get these. The last slots of
+//! the own part are then left over. They are kept for the next requests for half a second, and then given
+//! back.
 //!
 //! If the own part refuses requests, the other parts are asked first: the answer is kept until they
-//! have answered. The class asks again after the time that they name, and less often if they lend nothing.
+//! have answered. The class asks each part again after the time that the part names, and less often if it
+//! lends nothing.
 
 use std::time::{Duration, Instant};
 
@@ -28,6 +30,10 @@ const MOST: usize = 64;
 const SHORTEST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(1);
 
+/// How long a class keeps slots of its own part, far ahead, that its waiters no longer need because other
+/// parts have lent them sooner ones. Its next requests take them without a call.
+const SPARED: Duration = Duration::from_millis(500);
+
 /// How many times as long as the parts said a class waits at most.
 const LONGEST_BACKOFF: u32 = 16;
 
@@ -38,10 +44,19 @@ pub(super) struct Loans {
     under_way_until: Option<Instant>,
     /// When the next round may begin.
     next: Option<Instant>,
-    /// How many times as long as the parts said the class waits, minus one.
-    backoff: u32,
+    /// What the class knows of each part, by the number of the part.
+    lenders: SmallVec<[Lender; 2]>,
     /// The answer of the own part, kept until the other parts have answered.
     kept: Option<Answer>,
+}
+
+/// What a class knows of a part that lends.
+#[derive(Clone, Copy, Default)]
+struct Lender {
+    /// When the class may ask it next. `None` if it was not asked yet.
+    next: Option<Instant>,
+    /// How many times as long as the part said the class waits, minus one.
+    backoff: u32,
 }
 
 /// An answer that refuses waiters.
@@ -55,6 +70,8 @@ pub(in crate::limiter) struct Wanted {
     pub(in crate::limiter) demands: SmallVec<[Demand; 2]>,
     /// The latest slot that is of use.
     latest: Instant,
+    /// What is known of the parts.
+    lenders: SmallVec<[Lender; 2]>,
 }
 
 /// What a part has lent.
@@ -65,7 +82,35 @@ pub(in crate::limiter) struct Lent {
     pub(in crate::limiter) again: Option<Duration>,
 }
 
+/// What became of asking the parts.
+#[derive(Default)]
+pub(in crate::limiter) struct Round {
+    /// The slots that they have lent.
+    pub(in crate::limiter) slots: Vec<Reservation>,
+    /// The numbers of the parts that were asked, how many permits each has lent, and after what time it
+    /// may lend more.
+    asked: SmallVec<[(usize, u32, Option<Duration>); 4]>,
+}
+
+impl Round {
+    /// Adds what the part number `part` has lent.
+    pub(in crate::limiter) fn add(&mut self, part: usize, lent: Lent) {
+        let gained = lent.slots.iter().map(|slot| slot.count).sum();
+        self.asked.push((part, gained, lent.again));
+        let lender = u8::try_from(part).ok();
+        let slots = lent.slots.into_iter();
+        self.slots
+            .extend(slots.map(|slot| Reservation { lender, ..slot }));
+    }
+}
+
 impl Wanted {
+    /// Returns whether the part number `part` is asked at `now`.
+    pub(in crate::limiter) fn asks(&self, part: usize, now: Instant) -> bool {
+        let next = self.lenders.get(part).and_then(|lender| lender.next);
+        !self.demands.is_empty() && next.is_none_or(|next| next <= now)
+    }
+
     /// Takes out the permits that a part has lent.
     pub(in crate::limiter) fn take(&mut self, lent: &[Reservation]) {
         for slot in lent {
@@ -88,6 +133,12 @@ impl KeyState {
                 let is_free = loans.under_way_until.is_none_or(|until| until <= now);
                 is_free && loans.next.is_none_or(|next| next <= now)
             })
+    }
+
+    /// Returns whether a slot of this cost is kept for the next waiter.
+    pub(super) fn has_spare(&self, cost: u32) -> bool {
+        let queue = self.queue.as_ref();
+        queue.is_some_and(|queue| queue.has_spare(cost))
     }
 
     /// Leaves a round of asking to be started, if requests wait that other parts may serve sooner.
@@ -135,9 +186,16 @@ impl KeyState {
             .filter(|_| ctx.spec.lending().is_some() && self.hold.is_clear(ctx.max_hold, ctx.now));
         let wanted = queue.and_then(|queue| queue.sooner(MOST));
         match wanted {
-            Some((demands, latest)) => Some(Wanted { demands, latest }),
+            Some((demands, latest)) => {
+                let lenders = self.limits.loans_mut().lenders.clone();
+                Some(Wanted {
+                    demands,
+                    latest,
+                    lenders,
+                })
+            }
             None => {
-                self.loans_ended(ctx, Vec::new(), None);
+                self.loans_ended(ctx, Round::default());
                 None
             }
         }
@@ -195,26 +253,30 @@ impl KeyState {
         }
     }
 
-    /// Ends a round of asking, which has brought `slots`. The parts may lend more after `again`.
-    pub(in crate::limiter) fn loans_ended(
-        &mut self,
-        ctx: &mut KeyContext<'_>,
-        slots: Vec<Reservation>,
-        again: Option<Duration>,
-    ) {
+    /// Ends a round of asking.
+    pub(in crate::limiter) fn loans_ended(&mut self, ctx: &mut KeyContext<'_>, round: Round) {
         let now = ctx.now;
+        let Round { slots, asked } = round;
+        let gained = !slots.is_empty();
         let loans = self.limits.loans_mut();
-        let gained: u32 = slots.iter().map(|slot| slot.count).sum();
-        loans.backoff = match gained {
-            0 => (loans.backoff * 2 + 1).min(LONGEST_BACKOFF - 1),
-            1 => loans.backoff,
-            _ => loans.backoff / 2,
-        };
-        let wait = again.unwrap_or_default().max(SHORTEST) * (loans.backoff + 1);
-        // Processes do not ask at the same moment.
-        let jitter = u32::try_from(dice() % 64).unwrap_or_default();
-        let wait = wait.min(LONGEST) * (96 + jitter) / 128;
-        loans.next = Some(clock::after(now, wait));
+        for (part, lent, again) in asked {
+            if loans.lenders.len() <= part {
+                loans.lenders.resize(part + 1, Lender::default());
+            }
+            let lender = &mut loans.lenders[part];
+            lender.backoff = match lent {
+                0 => (lender.backoff * 2 + 1).min(LONGEST_BACKOFF - 1),
+                1 => lender.backoff,
+                _ => lender.backoff / 2,
+            };
+            let wait = again.unwrap_or_default().max(SHORTEST) * (lender.backoff + 1);
+            // Processes do not ask at the same moment.
+            let jitter = u32::try_from(dice() % 64).unwrap_or_default();
+            let wait = wait.min(LONGEST) * (96 + jitter) / 128;
+            lender.next = Some(clock::after(now, wait));
+        }
+        let first = loans.lenders.iter().filter_map(|lender| lender.next).min();
+        loans.next = first.max(Some(clock::after(now, SHORTEST)));
         loans.under_way_until = None;
         let kept = loans.kept.take();
         let Some(queue) = &mut self.queue else {
@@ -235,6 +297,9 @@ impl KeyState {
                 queue.answered(all, Some(&refusal), least, now, &mut ctx.work.wakers);
             }
             None => slots.into_iter().for_each(|slot| queue.add(slot)),
+        }
+        if gained {
+            queue.spares_until = Some(clock::after(now, SPARED));
         }
         if self.hold.left(now).is_some() {
             queue.give_up_slots();

@@ -83,6 +83,7 @@ pub(super) use joint_ask::{
 };
 pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use key_limits::KeyLimits;
+pub(super) use loans::{Lent, Round};
 pub(super) use outlook::Outlook;
 pub(super) use probation::is_any_uncertain;
 pub(super) use quota_match::{counts, is_of_use, names_unit, states_limit_of};

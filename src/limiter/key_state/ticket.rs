@@ -59,6 +59,7 @@ impl Ticket {
         }
         if let Some(refusal) = state.store.repeated_refusal(cost, bound, ctx.now)
             && !state.may_borrow(ctx, ctx.now)
+            && !state.has_spare(cost)
         {
             return Some(Settled::Refused(refusal));
         }

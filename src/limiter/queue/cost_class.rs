@@ -96,11 +96,26 @@ impl CostClass {
             .map(|slot| slot.at)
     }
 
+    /// Returns how many permits no request waits for.
+    fn surplus(&self) -> usize {
+        self.booked.saturating_sub(self.waiters.waiting())
+    }
+
+    /// Returns the last slot that a request waits for.
+    fn last_needed(&self) -> Option<&Reservation> {
+        let mut surplus = self.surplus();
+        self.slots.iter().rev().find(|slot| {
+            let is_needed = slot.count as usize > surplus;
+            surplus = surplus.saturating_sub(slot.count as usize);
+            is_needed
+        })
+    }
+
     /// Returns whether a request waits for a slot later than `moment`, or without a slot.
     pub(super) fn waits_beyond(&self, moment: Instant) -> bool {
         let waiting = self.waiters.waiting();
         let is_late = |slot: &Reservation| slot.at > moment;
-        waiting > 0 && (waiting > self.booked || self.slots.back().is_some_and(is_late))
+        waiting > 0 && (waiting > self.booked || self.last_needed().is_some_and(is_late))
     }
 
     /// Returns the first waiter, how many wait, and the latest slot that is of use to one of them.
@@ -113,9 +128,37 @@ impl CostClass {
                 .map(|(_, waiter)| waiter.request.bound.latest)
                 .max()?
         } else {
-            self.slots.back()?.at.checked_sub(SHORTEST_GAIN)?
+            self.last_needed()?.at.checked_sub(SHORTEST_GAIN)?
         };
         Some((first, waiting, latest))
+    }
+
+    /// Adds a waiter. If it is the last one and can wait for a slot that is kept, it has this slot.
+    /// Otherwise the slots that are kept are returned.
+    pub(super) fn enter(
+        &mut self,
+        number: Number,
+        wait: SlotWait,
+        wakes_at: Instant,
+        now: Instant,
+        returns: &mut GivenUp,
+    ) {
+        let is_last = self.waiters.numbers().next_back() < Some(number);
+        let of_use = |spare: &Reservation| is_last && spare.at <= wait.bound.latest;
+        let has_slot = self.spare().is_some_and(of_use);
+        if !has_slot {
+            self.trim(None, returns);
+        }
+        self.waiters.enter(number, wait, wakes_at);
+        if has_slot {
+            let leaving = self.assign(1, 0, now);
+            debug_assert!(leaving.is_empty(), "it can wait for its slot");
+        }
+    }
+
+    /// Returns the last slot, if no request waits for it.
+    pub(super) fn spare(&self) -> Option<&Reservation> {
+        self.slots.back().filter(|_| self.surplus() > 0)
     }
 
     /// Adds a slot for the waiters.
@@ -137,12 +180,18 @@ impl CostClass {
         self.void();
     }
 
-    /// Returns the slots that no request waits for, the last ones first.
-    pub(super) fn trim(&mut self, returns: &mut GivenUp) {
-        while self.booked > self.waiters.waiting()
+    /// Returns the slots that no request waits for, the last ones first. While requests wait, as many
+    /// stay as have slots later than `spared_from`.
+    pub(super) fn trim(&mut self, spared_from: Option<Instant>, returns: &mut GivenUp) {
+        let spared = spared_from.filter(|_| self.waiters.waiting() > 0);
+        let spared = spared.map_or(0, |from| {
+            let late = self.slots.iter().rev().take_while(|slot| slot.at > from);
+            late.map(|slot| slot.count as usize).sum()
+        });
+        while self.surplus() > spared
             && let Some(last) = self.slots.back_mut()
         {
-            let surplus = self.booked - self.waiters.waiting();
+            let surplus = self.booked - self.waiters.waiting() - spared;
             let surplus = u32::try_from(surplus).unwrap_or(u32::MAX).min(last.count);
             returns.add(&Reservation {
                 count: surplus,

@@ -50,6 +50,9 @@ const LONGEST_GATHERING: Duration = Duration::from_millis(10);
 /// The resolution of timers.
 const SHORTEST_TIMER: Duration = Duration::from_millis(1);
 
+/// How far ahead a slot is at least that is kept for the next waiters.
+const SPARED_AHEAD: Duration = Duration::from_secs(1);
+
 /// Permits of the own part that go back to the store.
 pub(super) type Returns = SmallVec<[UnusedPermits; 4]>;
 
@@ -102,6 +105,9 @@ pub(super) struct Queue {
     paused_until: Option<Instant>,
     /// Since when the store has granted nothing, if it was asked for slots that are near.
     pub(super) refused_since: Option<Instant>,
+    /// Until when slots far ahead are kept for the next waiters, because other parts have lent sooner
+    /// ones to those that had them.
+    pub(super) spares_until: Option<Instant>,
     /// Permits that no waiter can use. Those of the own part go back to the store with the next call.
     pub(super) returns: GivenUp,
 }
@@ -181,12 +187,15 @@ impl Queue {
             is_decided: false,
             gives_up_at,
         };
-        self.classes
-            .entry(cost)
-            .or_default()
-            .waiters
-            .enter(number, wait, wakes_at);
+        let class = self.classes.entry(cost).or_default();
+        class.enter(number, wait, wakes_at, now, &mut self.returns);
         self.latest = self.latest.max(Some(latest));
+    }
+
+    /// Returns whether a slot of this cost is kept for the next waiter.
+    pub(super) fn has_spare(&self, cost: u32) -> bool {
+        let class = self.classes.get(&cost);
+        class.is_some_and(|class| class.spare().is_some())
     }
 
     /// Removes a waiter. Returns its outcome if its wait had ended.
@@ -238,9 +247,11 @@ impl Queue {
     }
 
     /// Returns the slots that no waiter needs, the last ones first.
-    pub(super) fn trim(&mut self) {
+    pub(super) fn trim(&mut self, now: Instant) {
+        self.spares_until = self.spares_until.filter(|until| *until > now);
+        let spared_from = self.spares_until.map(|_| clock::after(now, SPARED_AHEAD));
         for class in self.classes.values_mut() {
-            class.trim(&mut self.returns);
+            class.trim(spared_from, &mut self.returns);
         }
         self.classes.retain(|_, class| !class.is_unused());
         if self.waiting() == 0 {
