@@ -11,6 +11,7 @@ use proptest::prelude::*;
 use support::{Upstream, pass};
 use tollgate::limiter::{Permit, QuotaError, QuotaSource, Verdict};
 use tollgate::quota::Limit;
+use tollgate::stats::Event;
 use tollgate::store::{MemoryStore, Store};
 use tollgate::{ConfigError, Cost, Error, Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
 use tower::{Layer, ServiceExt};
@@ -492,6 +493,28 @@ async fn a_set_quota_goes_before_that_of_a_request() {
     assert_eq!(granted(&other, Quota::per_minute(100)).await, 100);
     let status = other.peek(tenant()).await.unwrap();
     assert_eq!(status.quota_source, QuotaSource::Request);
+}
+
+/// The process has missed the message, and learns of the quota with the reply to its first call.
+#[tokio::test(start_paused = true)]
+async fn a_process_that_starts_later_knows_a_set_quota() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let operator = limiter_on(Quota::per_minute(10), &store);
+    let set = operator.set_quota(tenant(), Quota::per_minute(100));
+    set.await.unwrap();
+    let events = Arc::new(Mutex::new(0));
+    let count = events.clone();
+    let layer = RateLimitLayer::builder(Quota::per_minute(10))
+        .on_event(move |event| {
+            *count.lock().unwrap() += u32::from(matches!(event, Event::QuotaSet { .. }));
+        })
+        .store(store)
+        .build();
+    let limiter = layer.unwrap().limiter();
+    assert!(limiter.acquire(tenant()).await.is_ok());
+    assert!(limiter.acquire(tenant()).cost(50).await.is_ok());
+    assert_eq!(limiter.stats().keys_with_set_quota, 1);
+    assert_eq!(*events.lock().unwrap(), 1);
 }
 
 /// The process of an operator need not know what requests state.

@@ -30,7 +30,8 @@ use crate::key::Key;
 use crate::key_map::Full;
 use crate::limit::{Charge, LimitSpec, UnusedPermits};
 use crate::store::{
-    Claim, ClientSession, Lease, LeaseRequest, OwnedLeaseRequest, PeekRequest, StoreListener, spawn,
+    Claim, ClientSession, Lease, LeaseRequest, OwnedLeaseRequest, PeekRequest, SetQuota,
+    StoreListener, spawn,
 };
 
 /// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the
@@ -104,6 +105,7 @@ impl Core {
         if !state.limits.take_change() {
             return (done, ctx.work);
         }
+        self.settings.quotas.note_any();
         let work = std::mem::take(&mut ctx.work);
         let own = self.own_spec(state, now);
         let mut ctx = self.ctx(key, now, own.as_ref());
@@ -248,6 +250,9 @@ impl Core {
                 Effect::LimitInFlight(limit) => self.limit_in_flight(key, now, limit),
             }
         }
+        if let Some(set) = work.set_quota {
+            self.report_set_quota(key, &set);
+        }
         for slot in work.lent_back {
             self.give_back(key, slot);
         }
@@ -256,6 +261,17 @@ impl Core {
         }
         if let Some(delay) = work.borrow {
             self.borrow(key, now, delay);
+        }
+    }
+
+    /// Reports that a quota was set for `key`, or has ended. The state of the key has just taken it in.
+    fn report_set_quota(&self, key: Key, set: &SetQuota) {
+        let (tally, label) = (&self.settings.tally, self.label(key, None));
+        match &set.quota {
+            // The process that has received the response has reported its limits.
+            Some(_) if set.is_learned() => {}
+            Some(quota) => events::quota_set(tally, &label, quota),
+            None => events::set_quota_ended(tally, &label),
         }
     }
 

@@ -12,13 +12,11 @@ use super::settings::Settings;
 use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::StoreError;
-use crate::events;
 use crate::join::join_all;
 use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::quota::Quota;
 use crate::signal::Signal;
-use crate::stats::Gate;
 use crate::store::{SetQuota, StoreReply};
 
 /// The longest life of a set quota: 366 days. Longer ones are cut to this.
@@ -94,21 +92,8 @@ pub(super) fn learn(core: &Arc<Core>, key: Key, signal: Option<&Signal>, now: In
 
 /// Takes in that a quota was set for `key`, or has ended.
 pub(super) fn take_in(core: &Arc<Core>, key: Key, set: &SetQuota) {
-    core.settings.quotas.note_any();
-    let change = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
-        let is_new = state.limits.set_quota_version() < set.version;
-        state.take_in_set_quota(ctx, set);
-        is_new
-    };
-    if core.with_state(key, clock::now(), change) == Some(true) {
-        let label = core.label(key, None);
-        match &set.quota {
-            // The process that has received the response has reported its limits.
-            Some(_) if set.is_learned() => {}
-            Some(quota) => events::quota_set(core.tally(), &label, quota),
-            None => events::set_quota_ended(core.tally(), &label),
-        }
-    }
+    let change = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.take_in_set_quota(ctx, set);
+    core.with_state(key, clock::now(), change);
 }
 
 /// Sets the quota of `key` for all processes that share the store.

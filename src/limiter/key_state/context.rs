@@ -13,7 +13,7 @@ use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::limiter::queue::CallNumber;
 use crate::limiter::reservation::Reservation;
-use crate::store::{Lease, Store};
+use crate::store::{Lease, SetQuota, Store};
 use crate::wakers::Wakers;
 
 /// The context of one visit to the state of a key.
@@ -82,6 +82,8 @@ pub(in crate::limiter) struct Work {
     /// The effects to start, in their order. A visit seldom leaves two, because one call at a time
     /// is under way.
     pub(in crate::limiter) effects: SmallVec<[Effect; 1]>,
+    /// The quota that was set for the key, or its end, if the visit has learned of it.
+    pub(in crate::limiter) set_quota: Option<Box<SetQuota>>,
     /// After what time other parts are to be asked for slots, if they are.
     pub(in crate::limiter) borrow: Option<Duration>,
     /// Whether the limits of other parts are to be stated.

@@ -67,15 +67,21 @@ impl KeyLimits {
         }
     }
 
-    /// Takes in a set quota, or its end. `like` are other limits of the key.
-    pub(super) fn take_in_set_quota(&mut self, new: &SetQuota, like: &LimitSpec, now: Instant) {
+    /// Takes in a set quota, or its end. `like` are other limits of the key. Returns whether it is new to
+    /// this process.
+    pub(super) fn take_in_set_quota(
+        &mut self,
+        new: &SetQuota,
+        like: &LimitSpec,
+        now: Instant,
+    ) -> bool {
         let own = self.0.get_or_insert_default();
         let until = clock::after(now, new.left);
         match &mut own.set {
-            Some(known) if known.version > new.version => return,
+            Some(known) if known.version > new.version => return false,
             Some(known) if known.version == new.version => {
                 known.until = known.until.max(until);
-                return;
+                return false;
             }
             _ => {}
         }
@@ -87,6 +93,7 @@ impl KeyLimits {
             until,
             after_end: None,
         });
+        true
     }
 
     /// Returns the set quota of the key that this process knows of, or its end.

@@ -165,8 +165,10 @@ impl KeyState {
     }
 
     /// Takes in a quota that was set for the key, or its end.
-    pub(super) fn take_in_set_quota(&mut self, ctx: &KeyContext<'_>, set: &SetQuota) {
-        self.limits.take_in_set_quota(set, ctx.spec, ctx.now);
+    pub(super) fn take_in_set_quota(&mut self, ctx: &mut KeyContext<'_>, set: &SetQuota) {
+        if self.limits.take_in_set_quota(set, ctx.spec, ctx.now) {
+            ctx.work.set_quota = Some(Box::new(set.clone()));
+        }
     }
 
     /// Goes on under a changed quota. Gives back permits at hand and booked slots, and asks for them
@@ -623,7 +625,7 @@ impl KeyState {
     /// process: the store made the lease between them.
     fn remember(
         &mut self,
-        ctx: &KeyContext<'_>,
+        ctx: &mut KeyContext<'_>,
         lease: &Lease,
         sent: Instant,
         now: Instant,
