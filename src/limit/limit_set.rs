@@ -15,6 +15,11 @@ use crate::quota::Limit;
 /// is more than this and the transit slack ahead, its permit was certainly not used yet.
 const LONGEST_LIFE: Micros = 50_000;
 
+/// How much longer the limits of a part apply than those of other keys: 4 s.
+///
+/// Twin: `STATED_AHEAD` in `store/redis/lua/layout.lua`.
+pub(crate) const STATED_AHEAD: Micros = 4_000_000;
+
 /// The most limits of one key. A limit that only other callers state is *foreign* to the present
 /// caller.
 pub(super) const MOST_LIMITS: usize = 32;
@@ -81,12 +86,15 @@ impl LimitSet {
         now: Micros,
         mut set_quota: Option<&mut SetQuotaState>,
     ) {
+        let stated_at = stated_at(spec, now);
         for limit in spec.limits() {
             match self.states.iter_mut().find(|state| state.limit == *limit) {
                 // A statement is recorded only if the last record is older than half a window. So
                 // most refusals do not change the state.
-                Some(state) if now - state.last_stated > micros_up(limit.window()) / 2 => {
-                    state.last_stated = now
+                Some(state)
+                    if now.saturating_sub(state.last_stated) > micros_up(limit.window()) / 2 =>
+                {
+                    state.last_stated = stated_at
                 }
                 Some(_) => {}
                 None => {
@@ -95,7 +103,7 @@ impl LimitSet {
                         Some(quota) => self.begin(*limit, now, transit_slack, quota),
                         None => {
                             let rule = self.rule_for(*limit, now, transit_slack);
-                            LimitState::new(*limit, rule, now)
+                            LimitState::new(*limit, rule, stated_at)
                         }
                     };
                     self.states.push(state);
@@ -498,5 +506,14 @@ impl LimitSet {
             }
         });
         moments.max().unwrap_or(0)
+    }
+}
+
+/// Returns when limits that are stated at `now` count as stated. Those of a part count as stated later, so
+/// that a process that uses other parts need not state them often.
+fn stated_at(spec: &LimitSpec, now: Micros) -> Micros {
+    match spec.lending() {
+        Some(_) => now + STATED_AHEAD,
+        None => now,
     }
 }

@@ -61,6 +61,7 @@ pub(crate) use hold::Hold;
 pub(crate) use in_flight::{HolderClaim, HolderUpdate, InFlightSlots};
 pub(crate) use ledger::{Ledger, Order, QuotaChange, QuotaInForce};
 pub use lending::Lending;
+pub(crate) use limit_set::STATED_AHEAD;
 pub use limit_spec::LimitSpec;
 pub(crate) use micros::{Micros, micros_down, micros_up};
 pub(crate) use set_quota::{ChangeKind, is_learned, is_set};

@@ -516,7 +516,7 @@ async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Dura
     let specs: SmallVec<[Arc<LimitSpec>; 8]> = specs.collect();
     let again = specs.iter().map(|spec| fresh_for(spec)).min();
     let again = again.unwrap_or(LONGEST_TURN) / 2;
-    let fresh_at = clock::after(now, again);
+    let fresh_at = clock::after(now, again / 2);
     let whole = WholeLimits::new(&specs);
     let calls = parts
         .iter()

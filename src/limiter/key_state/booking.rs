@@ -268,6 +268,9 @@ impl KeyState {
         if !queue.returns.own.is_empty() && !queue.is_calling(now) && !gathers {
             ctx.store
                 .give_back(ctx.key, ctx.spec, &std::mem::take(&mut queue.returns.own));
+            if ctx.spec.lending().is_some() {
+                self.note_own_part(ctx.spec, now, false);
+            }
         }
     }
 

@@ -305,7 +305,8 @@ impl KeyState {
             queue.give_up_slots();
         }
         self.step(ctx, None);
-        self.state_parts_before(ctx, clock::after(now, LONGEST * 2));
+        let next = self.limits.loans().and_then(|loans| loans.next);
+        self.state_parts_before(ctx, next.unwrap_or(now));
         self.close(ctx);
     }
 }

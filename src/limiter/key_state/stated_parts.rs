@@ -24,7 +24,7 @@ use smallvec::SmallVec;
 use super::KeyState;
 use super::context::KeyContext;
 use crate::clock;
-use crate::limit::LimitSpec;
+use crate::limit::{LimitSpec, STATED_AHEAD};
 use crate::quota::Limit;
 use crate::store::Usage;
 use crate::wait_queue::ANSWER;
@@ -138,15 +138,20 @@ impl WholeLimits {
     }
 }
 
-/// Returns for how long after a statement about a part permits of other parts may be used. The limits
-/// apply for two windows and a second, and a used permit counts for a window.
+/// Returns for how long after a statement about a part permits of other parts may be used. A used permit
+/// counts for a window, and the limits still apply then.
 pub(in crate::limiter) fn fresh_for(spec: &LimitSpec) -> Duration {
-    spec.quota().shortest_window() + Duration::from_millis(500)
+    const MARGIN: Duration = Duration::from_millis(200);
+    let window = spec.quota().shortest_window();
+    let counts = window + spec.transit_slack() + MARGIN;
+    applies_for(spec).saturating_sub(counts).max(window / 2)
 }
 
-/// Returns for how long after a statement the limits of a part certainly apply.
+/// Returns for how long after a statement the limits of a part certainly apply: two windows and a second,
+/// and longer because it is a part.
 fn applies_for(spec: &LimitSpec) -> Duration {
-    spec.quota().shortest_window() * 2 + Duration::from_secs(1)
+    let longer = Duration::from_micros(STATED_AHEAD);
+    spec.quota().shortest_window() * 2 + Duration::from_secs(1) + longer
 }
 
 impl KeyState {

@@ -5,6 +5,7 @@ fn number_after(text: &str, start: &str) -> u64 {
     let line = text.lines().find_map(|line| {
         line.trim_start()
             .trim_start_matches("pub(super) ")
+            .trim_start_matches("pub(crate) ")
             .strip_prefix(start)
     });
     let line = line.expect("a line");
@@ -29,6 +30,7 @@ macro_rules! same_constants {
 fn constants_of_rules_are_those_of_their_twins() {
     same_constants! {
         "layout.lua" "CLOCK_TOLERANCE", "logical_clock.rs" "CLOCK_TOLERANCE: Micros";
+        "layout.lua" "STATED_AHEAD", "limit_set.rs" "STATED_AHEAD: Micros";
         "window.lua" "MOST_COARSE", "long_log.rs" "MOST_COARSE: usize";
         "window.lua" "MOST_FINE", "long_log.rs" "MOST_FINE: usize";
         "bucket.lua" "MOST_DELAYED", "bucket.rs" "MOST_DELAYED: usize";

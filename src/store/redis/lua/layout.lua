@@ -105,6 +105,8 @@ local MOST_PERMITS = 2000
 -- How far the server's clock may be from what the caller expects, in microseconds. A thousandth of
 -- the age of the reply that the caller remembers is added.
 local CLOCK_TOLERANCE = 250000
+-- How much longer the limits of a part of a quota apply than those of other keys, in microseconds.
+local STATED_AHEAD = 4000000
 
 -- ── a call about rates, and its reply ────────────────────────────────────────────────────────────
 

@@ -268,8 +268,8 @@ local function cold()
   local function add(kind, count, window, capacity, guard)
     local rule = rule_of(kind)
     local limit = {
-      kind = kind, count = count, window = window, capacity = capacity, guard = guard, last_stated = state.now, n = 0,
-      room = 0, base = 0, rule = rule,
+      kind = kind, count = count, window = window, capacity = capacity, guard = guard, n = 0, room = 0,
+      last_stated = lends and state.now + STATED_AHEAD or state.now, base = 0, rule = rule,
     }
     local longest, most_used = nil, 0
     for i = 1, #state do

@@ -65,7 +65,7 @@ local function update_limits(operation, call, pos, limit_count, guard)
       local add = state.quota and state.cold_set_quota.begin or (state.cold or cold()).add
       stated = add(kind, count, window, capacity, guard)
     elseif state.now - stated.last_stated > stated.window / 2 then
-      stated.last_stated, state.changed = state.now, true
+      stated.last_stated, state.changed = lends and state.now + STATED_AHEAD or state.now, true
     end
     stated.ours = true
   end

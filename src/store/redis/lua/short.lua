@@ -68,7 +68,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
           break
         end
         if states_limits and now - last_stated > window / 2 then
-          last_stated, is_restated = now, true
+          last_stated, is_restated = lends and now + STATED_AHEAD or now, true
         end
         if lends then in_force_until = math.max(in_force_until, last_stated + math.floor(window * 5 / 2) + 1000000) end
         -- The first whole microsecond at which the bucket is full.
@@ -116,7 +116,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
           end
         end
         if states_limits and now - last_stated > window / 2 then
-          last_stated, is_restated = now, true
+          last_stated, is_restated = lends and now + STATED_AHEAD or now, true
         end
         if lends then in_force_until = math.max(in_force_until, last_stated + math.floor(window * 5 / 2) + 1000000) end
 
