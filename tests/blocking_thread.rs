@@ -1,4 +1,5 @@
-//! Which threads blocking code starts. A file of its own, because its process has no other tests.
+//! Which threads blocking code starts, and what memory those take that wait. A file of its own, because
+//! its process has no other tests.
 
 #![cfg(target_os = "linux")]
 
@@ -18,9 +19,22 @@ fn threads() -> usize {
         .count()
 }
 
+/// Returns the memory of this process, in KiB.
+fn resident() -> usize {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let mut lines = status.lines();
+    let value = lines.find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    value.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
 #[test]
 fn one_thread_starts_with_the_first_wait() {
-    let layer = RateLimitLayer::builder(Quota::in_flight(2)).max_wait(Duration::from_secs(60));
+    const WAITERS: usize = 2000;
+    /// KiB for each: the pages of its stack that are in use, and its place in the queue.
+    const MEMORY: usize = 48;
+    let layer = RateLimitLayer::builder(Quota::in_flight(2))
+        .max_wait(Duration::from_secs(600))
+        .max_queue(WAITERS);
     let limiter = layer.build().unwrap().limiter();
     let permits = [(); 2].map(|()| limiter.acquire(Key::ALL).blocking().unwrap());
     let free = RateLimitLayer::new(Quota::per_second(50))
@@ -31,14 +45,22 @@ fn one_thread_starts_with_the_first_wait() {
     }
     assert_eq!(threads(), 0, "permits at hand need no thread");
 
-    let waiters = [(); 50].map(|()| {
-        let limiter = limiter.clone();
-        thread::spawn(move || drop(limiter.acquire(Key::ALL).blocking().unwrap()))
-    });
-    while limiter.stats().waiting < 50 {
+    let before = resident();
+    let waiters: Vec<_> = (0..WAITERS)
+        .map(|_| {
+            let limiter = limiter.clone();
+            let small = thread::Builder::new().stack_size(128 * 1024);
+            let wait = move || drop(limiter.acquire(Key::ALL).blocking().unwrap());
+            small.spawn(wait).unwrap()
+        })
+        .collect();
+    while limiter.stats().waiting < WAITERS {
         thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(threads(), 1);
+    let each = (resident() - before) / WAITERS;
+    println!("{each} KiB for each thread that waits");
+    assert!(each <= MEMORY, "{each} KiB for each thread that waits");
     drop(permits);
     for waiter in waiters {
         waiter.join().unwrap();
