@@ -9,6 +9,7 @@ use aws_smithy_runtime_api::client::http::{
 };
 use aws_smithy_runtime_api::client::orchestrator::{HttpRequest, HttpResponse};
 use aws_smithy_runtime_api::client::result::ConnectorError;
+use aws_smithy_runtime_api::client::stalled_stream_protection::StalledStreamProtectionConfig;
 use aws_smithy_types::body::SdkBody;
 use hyper_util::client::legacy::{Client, connect::HttpConnector as TcpConnector};
 use hyper_util::rt::TokioExecutor;
@@ -26,6 +27,14 @@ pub fn http_client(limit: RateLimitLayer, timeout: Duration) -> SharedHttpClient
         .service(http);
     let connector = SharedHttpConnector::new(Connector(service));
     http_client_fn(move |_, _| connector.clone())
+}
+
+/// Returns the `stalled_stream_protection` of such a configuration. The SDK takes a request that waits
+/// for a permit for an upload that has stalled, and would end it after 20 s.
+pub fn stalled_stream_protection() -> StalledStreamProtectionConfig {
+    StalledStreamProtectionConfig::enabled()
+        .upload_enabled(false)
+        .build()
 }
 
 struct Connector(RateLimit<Timeout<Client<TcpConnector, SdkBody>>>);

@@ -1,7 +1,8 @@
-//! The recipes of the page `guide::clients`, one file for each client.
+//! The recipes of the pages `guide::clients`, `guide::grpc` and `guide::blocking`, one file for each
+//! client.
 //!
-//! The lines between the marks `[recipe]` and `[end]` stand on the page, word for word: the test
-//! `page` compares them. The other tests run each recipe against a server that limits and logs.
+//! The lines between the marks `[recipe]` and `[end]` stand on a page, word for word: the test `page`
+//! compares them. The other tests run each recipe against a server that limits and logs.
 
 pub mod aws;
 #[allow(missing_docs, reason = "graphql_client derives items without docs")]
@@ -10,4 +11,7 @@ pub mod hyper_util;
 pub mod kubernetes;
 pub mod octocrab;
 pub mod openai;
+pub mod reqwest_blocking;
 pub mod reqwest_middleware;
+pub mod tonic;
+pub mod ureq;

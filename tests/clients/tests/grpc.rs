@@ -1,29 +1,39 @@
-//! The layers for gRPC with a client and a server of tonic, on loopback and by the real clock.
+//! The layers for gRPC with a client and a server of tonic, on loopback and by the real clock; a fleet
+//! over pipes and by a paused clock, because its server counts to the microsecond.
 //!
 //! The server's log says what arrived, and when. A message is any bytes, so no code is generated.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::{Ready, ready};
+use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use clients::tonic::{channel, retry};
+use http::Uri;
 use http::uri::PathAndQuery;
+use hyper_util::rt::TokioIo;
+use tokio::io::DuplexStream;
 use tokio::net::TcpListener;
+use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
+use tokio_stream::wrappers::UnboundedReceiverStream;
 use tollgate::grpc::{GrpcRateLimit, GrpcRateLimitLayer, GrpcThrottle};
 use tollgate::store::MemoryStore;
-use tollgate::{AdaptiveThrottleLayer, Key, Limiter, Quota, RateLimitLayer, by_grpc_method};
+use tollgate::{
+    AdaptiveThrottleLayer, Key, Limited, Limiter, Quota, RateLimitLayer, Reason, by_grpc_method,
+};
 use tonic::body::Body;
 use tonic::client::{Grpc, GrpcService};
 use tonic::codec::{BufferSettings, Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::metadata::MetadataMap;
 use tonic::transport::server::TcpIncoming;
-use tonic::transport::{Channel, Server};
+use tonic::transport::{Channel, Endpoint, Server};
 use tonic::{Code, Request, Response, Status};
 use tower::{Layer, Service, service_fn};
 
@@ -185,19 +195,15 @@ fn exhausted(wait: Duration) -> Status {
     status
 }
 
-/// Starts a server. Returns it with a function that makes a connection of its own.
-async fn start() -> (Echo, impl AsyncFn() -> Channel) {
+/// Starts a server. Returns it with its address.
+async fn start() -> (Echo, Endpoint) {
     let echo = Echo::default();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-    let server = Server::builder().serve_with_incoming(echo.clone(), incoming);
-    tokio::spawn(server);
-    let connect = async move || {
-        let channel = Channel::from_shared(format!("http://{address}")).unwrap();
-        channel.connect().await.unwrap()
-    };
-    (echo, connect)
+    tokio::spawn(Server::builder().serve_with_incoming(echo.clone(), incoming));
+    let address = Endpoint::from_shared(format!("http://{address}"));
+    (echo, address.unwrap())
 }
 
 /// Makes a unary call, as a generated client does.
@@ -286,14 +292,16 @@ fn in_flight(limiter: &Limiter) -> u64 {
 
 #[tokio::test]
 async fn calls_and_streams_pass() {
-    let (echo, connect) = start().await;
-    let layer = RateLimitLayer::new(Quota::per_second(50)).unwrap().grpc();
-    let service = layer.layer(connect().await);
+    let (echo, server) = start().await;
+    let layer = RateLimitLayer::new(Quota::per_second(50)).unwrap();
+    let service = channel(layer, &server);
     assert_eq!(unary(service.clone(), hello()).await.unwrap(), b"hello");
     let (count, ended) = stream(service).await;
     assert_eq!(count, MESSAGES);
     ended.unwrap();
-    let throttle = AdaptiveThrottleLayer::new().grpc().layer(connect().await);
+    let throttle = AdaptiveThrottleLayer::new()
+        .grpc()
+        .layer(server.connect().await.unwrap());
     assert_eq!(unary(throttle.clone(), hello()).await.unwrap(), b"hello");
     let (count, ended) = stream(throttle).await;
     assert_eq!(count, MESSAGES);
@@ -303,9 +311,13 @@ async fn calls_and_streams_pass() {
 
 #[tokio::test]
 async fn a_local_refusal_is_a_status() {
-    let (echo, connect) = start().await;
+    let (echo, server) = start().await;
     let layer = RateLimitLayer::builder(Quota::per_minute(1)).max_wait(millis(1500));
-    let service = layer.build().unwrap().grpc().layer(connect().await);
+    let service = layer
+        .build()
+        .unwrap()
+        .grpc()
+        .layer(server.connect().await.unwrap());
     unary(service.clone(), hello()).await.unwrap();
     let (count, of_stream) = stream(service.clone()).await;
     assert_eq!(count, 0);
@@ -324,12 +336,12 @@ async fn a_local_refusal_is_a_status() {
 }
 
 /// Asserts that a refusal of the server holds the key for three seconds.
-async fn assert_held(connect: &impl AsyncFn() -> Channel, echo: &Echo, status: Status) {
+async fn assert_held(server: &Endpoint, echo: &Echo, status: Status) {
     for is_stream in [false, true] {
         let layer = RateLimitLayer::builder(Quota::per_second(50)).max_wait(Duration::ZERO);
         let layer = layer.build().unwrap();
         let limiter = layer.limiter();
-        let service = layer.grpc().layer(connect().await);
+        let service = layer.grpc().layer(server.connect().await.unwrap());
         echo.then(Act::Refuse(status.clone()));
         let of_server = if is_stream {
             let (count, ended) = stream(service.clone()).await;
@@ -352,28 +364,28 @@ async fn assert_held(connect: &impl AsyncFn() -> Channel, echo: &Echo, status: S
 
 #[tokio::test]
 async fn refusals_of_the_server_hold_the_key() {
-    let (echo, connect) = start().await;
-    assert_held(&connect, &echo, exhausted(millis(3000))).await;
+    let (echo, server) = start().await;
+    assert_held(&server, &echo, exhausted(millis(3000))).await;
     let mut unavailable = Status::unavailable("restarting");
     let pushback = "3000".parse().unwrap();
     unavailable
         .metadata_mut()
         .insert("grpc-retry-pushback-ms", pushback);
-    assert_held(&connect, &echo, unavailable).await;
+    assert_held(&server, &echo, unavailable).await;
     // google.rpc.Status with the code 14 and a RetryInfo of three seconds.
     let mut retry_info = vec![0x08, 14, 0x1a, 48, 0x0a, 40];
     retry_info.extend(b"type.googleapis.com/google.rpc.RetryInfo");
     retry_info.extend([0x12, 4, 0x0a, 2, 0x08, 3]);
     let details = Status::with_details(Code::Unavailable, "restarting", retry_info.into());
-    assert_held(&connect, &echo, details).await;
+    assert_held(&server, &echo, details).await;
 }
 
 #[tokio::test]
 async fn other_statuses_hold_no_key() {
-    let (echo, connect) = start().await;
+    let (echo, server) = start().await;
     let layer = RateLimitLayer::new(Quota::per_second(50)).unwrap();
     let limiter = layer.limiter();
-    let service = layer.grpc().layer(connect().await);
+    let service = layer.grpc().layer(server.connect().await.unwrap());
     for code in [Code::Unavailable, Code::NotFound, Code::Internal] {
         echo.then(Act::Refuse(Status::new(code, "no")));
         let status = unary(service.clone(), hello()).await.unwrap_err();
@@ -383,7 +395,7 @@ async fn other_statuses_hold_no_key() {
 }
 
 /// Four clients, each with a layer and a connection of its own, over one store.
-async fn fleet(connect: &impl AsyncFn() -> Channel, quota: Quota) -> Vec<GrpcRateLimit<Channel>> {
+async fn fleet(server: &impl AsyncFn() -> Channel, quota: Quota) -> Vec<GrpcRateLimit<Channel>> {
     let store = Arc::new(MemoryStore::default());
     let mut fleet = Vec::new();
     for _ in 0..4 {
@@ -391,23 +403,40 @@ async fn fleet(connect: &impl AsyncFn() -> Channel, quota: Quota) -> Vec<GrpcRat
             .store(store.clone())
             .max_wait(Duration::from_secs(120));
         let layer: GrpcRateLimitLayer = layer.build().unwrap().grpc();
-        fleet.push(layer.layer(connect().await));
+        fleet.push(layer.layer(server().await));
     }
     fleet
 }
 
-/// The fleet always has another request. The server enforces the same limit.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+/// Starts a server. Returns it with a function that makes a connection of its own, over a pipe.
+fn start_over_pipes() -> (Echo, impl AsyncFn() -> Channel) {
+    let echo = Echo::default();
+    let (pipes, accepted) = mpsc::unbounded_channel::<io::Result<DuplexStream>>();
+    let incoming = UnboundedReceiverStream::new(accepted);
+    tokio::spawn(Server::builder().serve_with_incoming(echo.clone(), incoming));
+    let connect = async move || {
+        let pipes = pipes.clone();
+        let pipe = service_fn(move |_: Uri| {
+            let (client, server) = tokio::io::duplex(64 * 1024);
+            let accepted = pipes.send(Ok(server)).map(|()| TokioIo::new(client));
+            ready(accepted.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe)))
+        });
+        let server = Endpoint::from_static("http://server.test");
+        server.connect_with_connector(pipe).await.unwrap()
+    };
+    (echo, connect)
+}
+
+/// The fleet always has another request, unary or a stream. The server enforces the same limit.
+#[tokio::test(start_paused = true)]
 async fn a_fleet_keeps_the_limit_of_its_server() {
     const LIMIT: u32 = 100;
     const CALLS: usize = 1000;
-    /// How many calls a client makes at the same time: more than it gets permits for.
+    /// How many calls a client makes at the same time.
     const WORKERS: usize = 15;
-    let (echo, connect) = start().await;
+    let (echo, connect) = start_over_pipes();
     echo.0.lock().unwrap().limit = Some(LIMIT as usize);
-    // Spread over the second: a burst of all calls would be a test of the machine.
-    let quota = Quota::per_second(LIMIT).burst(10);
-    let fleet = fleet(&connect, quota).await;
+    let fleet = fleet(&connect, Quota::per_second(LIMIT)).await;
     let begun = Arc::new(AtomicUsize::new(0));
     let mut workers = JoinSet::new();
     for worker in 0..4 * WORKERS {
@@ -435,14 +464,16 @@ async fn a_fleet_keeps_the_limit_of_its_server() {
     let log = echo.log();
     assert_eq!(log.len(), CALLS);
     let took = log[CALLS - 1].0 - log[0].0;
-    let used = (CALLS - 1) as f64 / (f64::from(LIMIT) * took.as_secs_f64());
+    // The first window begins with all of its calls.
+    let used = (CALLS - LIMIT as usize) as f64 / (f64::from(LIMIT) * took.as_secs_f64());
     println!("{:.1} % of the limit used in {took:?}", used * 100.0);
     assert!(used >= 0.97, "{used}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_pushback_holds_the_fleet() {
-    let (echo, connect) = start().await;
+    let (echo, server) = start().await;
+    let connect = async || server.connect().await.unwrap();
     let fleet = fleet(&connect, Quota::per_second(50)).await;
     echo.then(Act::Refuse(exhausted(millis(1500))));
     let status = unary(fleet[0].clone(), hello()).await.unwrap_err();
@@ -462,49 +493,50 @@ async fn one_pushback_holds_the_fleet() {
     assert_eq!(log.len(), 21);
 }
 
-/// Calls again when the status says, until the call succeeds.
-async fn retrying<T>(service: T) -> (u32, Result<Message, Status>)
-where
-    T: GrpcService<Body> + Clone,
-    T::ResponseBody: Send + 'static,
-    <T::ResponseBody as tonic::transport::Body>::Error: Into<BoxError>,
-{
-    for attempt in 1..10 {
-        match unary(service.clone(), hello()).await {
-            Err(status) if status.code() == Code::ResourceExhausted => {
-                sleep(pushback(status.metadata()).unwrap()).await;
-            }
-            result => return (attempt, result),
-        }
-    }
-    panic!("never served");
-}
-
 #[tokio::test]
 async fn a_retry_follows_the_pushback() {
-    let (echo, connect) = start().await;
+    let (echo, server) = start().await;
     // A refusal of the server.
     let layer = RateLimitLayer::new(Quota::per_second(50)).unwrap().grpc();
-    echo.then(Act::Refuse(exhausted(millis(200))));
-    let (attempts, result) = retrying(layer.layer(connect().await)).await;
-    assert_eq!((attempts, result.unwrap()), (2, b"hello".to_vec()));
+    let service = layer.layer(server.connect().await.unwrap());
+    let mut refused = exhausted(millis(200));
+    echo.then(Act::Refuse(refused.clone()));
+    let answer = retry(2, || unary(service.clone(), hello())).await;
+    assert_eq!(answer.unwrap(), b"hello");
+    let log = echo.log();
+    assert_eq!(log.len(), 2);
+    assert!(log[1].0 - log[0].0 >= millis(200));
+    // One that states no time is held by the layer.
+    refused.metadata_mut().remove("grpc-retry-pushback-ms");
+    echo.then(Act::Refuse(refused));
+    let answer = retry(2, || unary(service.clone(), hello())).await;
+    assert_eq!(answer.unwrap(), b"hello");
+    let log = echo.log();
+    assert!(log[3].0 - log[2].0 >= millis(400));
     // Local refusals.
     let layer = RateLimitLayer::builder(Quota::per_second(1)).max_wait(Duration::ZERO);
-    let service = layer.build().unwrap().grpc().layer(connect().await);
-    retrying(service.clone()).await.1.unwrap();
-    let (attempts, result) = retrying(service).await;
-    assert!(attempts >= 2);
-    assert_eq!(result.unwrap(), b"hello");
-    assert_eq!(echo.log().len(), 4);
+    let service = layer
+        .build()
+        .unwrap()
+        .grpc()
+        .layer(server.connect().await.unwrap());
+    for _ in 0..2 {
+        let answer = retry(10, || unary(service.clone(), hello())).await;
+        assert_eq!(answer.unwrap(), b"hello");
+    }
+    // The last refusal, and each other status, passes.
+    let status = retry(1, || unary(service.clone(), hello())).await;
+    assert_eq!(self::refused(&status.unwrap_err()), Some("max_wait"));
+    assert_eq!(echo.log().len(), 6);
 }
 
 /// The timeout of a request counts from when it has its permit: the channel enforces it.
 #[tokio::test]
 async fn a_timeout_does_not_include_the_wait() {
-    let (echo, connect) = start().await;
+    let (echo, server) = start().await;
     let layer = RateLimitLayer::new(Quota::per_second(1).and(Quota::in_flight(1))).unwrap();
     let limiter = layer.limiter();
-    let service = layer.grpc().layer(connect().await);
+    let service = layer.grpc().layer(server.connect().await.unwrap());
     unary(service.clone(), hello()).await.unwrap();
     let mut request = hello();
     request.set_timeout(millis(500));
@@ -525,11 +557,11 @@ async fn a_timeout_does_not_include_the_wait() {
 
 #[tokio::test]
 async fn cancelled_calls_free_their_places() {
-    let (echo, connect) = start().await;
+    let (echo, server) = start().await;
     let layer = RateLimitLayer::builder(Quota::in_flight(1)).max_wait(Duration::from_secs(60));
     let layer = layer.build().unwrap();
     let limiter = layer.limiter();
-    let service = layer.grpc().layer(connect().await);
+    let service = layer.grpc().layer(server.connect().await.unwrap());
 
     // A stream is in flight until it has ended or is dropped.
     let mut messages = begin_stream(service.clone()).await.unwrap();
@@ -554,13 +586,33 @@ async fn cancelled_calls_free_their_places() {
     assert_eq!(in_flight(&limiter), 0);
 }
 
+/// What the guide says of a layer that is not for gRPC.
+#[tokio::test]
+async fn without_grpc_a_local_refusal_is_found_in_the_status() {
+    let (_, server) = start().await;
+    let layer = RateLimitLayer::builder(Quota::per_minute(1)).max_wait(Duration::ZERO);
+    let service = layer
+        .build()
+        .unwrap()
+        .layer(server.connect().await.unwrap());
+    unary(service.clone(), hello()).await.unwrap();
+    let status = unary(service, hello()).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unknown);
+    let limited = Limited::find(&status).unwrap();
+    assert_eq!(limited.reason(), Some(Reason::MaxWait(Duration::ZERO)));
+}
+
 #[tokio::test]
 async fn methods_have_limits_of_their_own() {
-    let (echo, connect) = start().await;
+    let (echo, server) = start().await;
     let layer = RateLimitLayer::builder(Quota::per_hour(1))
         .key(by_grpc_method)
         .max_wait(Duration::ZERO);
-    let service = layer.build().unwrap().grpc().layer(connect().await);
+    let service = layer
+        .build()
+        .unwrap()
+        .grpc()
+        .layer(server.connect().await.unwrap());
     unary(service.clone(), hello()).await.unwrap();
     stream(service.clone()).await.1.unwrap();
     let status = unary(service, hello()).await.unwrap_err();
@@ -570,10 +622,10 @@ async fn methods_have_limits_of_their_own() {
 
 #[tokio::test]
 async fn the_throttle_follows_the_server() {
-    let (echo, connect) = start().await;
+    let (echo, server) = start().await;
     let layer = AdaptiveThrottleLayer::new();
     let throttle = layer.throttle();
-    let service: GrpcThrottle<Channel> = layer.grpc().layer(connect().await);
+    let service: GrpcThrottle<Channel> = layer.grpc().layer(server.connect().await.unwrap());
     echo.then(Act::Refuse(exhausted(millis(1000))));
     let (_, ended) = stream(service.clone()).await;
     assert_eq!(ended.unwrap_err().code(), Code::ResourceExhausted);

@@ -45,6 +45,9 @@ pub trait Subject {
     const BODY: &str;
     /// Whether its call has a body.
     const SENDS_BODY: bool;
+    /// Whether a refusal by the server is found in the error of a call in any case, and not only with
+    /// `error_on_upstream_limit`.
+    const REFUSAL_IS_LIMITED: bool = false;
 
     /// Builds the client.
     fn client(setup: Setup) -> Call;
@@ -190,7 +193,7 @@ pub async fn a_429_holds_the_next_calls<S: Subject>() {
     let upstream = Upstream::open().script(|call| (call == 0).then(|| S::refusal(1)));
     let stage = Stage::new::<S>(upstream, RateLimitLayer::builder(Quota::per_minute(100)));
     let error = stage.call().await.unwrap_err();
-    assert!(!is_limited(&error), "it passes as a response: {error:?}");
+    assert_eq!(is_limited(&error), S::REFUSAL_IS_LIMITED, "{error:?}");
     for result in stage.calls(5).await {
         result.unwrap();
     }
@@ -287,34 +290,47 @@ pub async fn a_lost_connection_is_no_refusal<S: Subject>() {
     }
 }
 
-/// Defines the tests of a [`Subject`], in a module of its own.
+/// Defines the tests of a [`Subject`], in a module of its own. The call of a client that is `blocking`
+/// cannot be dropped.
 macro_rules! proofs {
     ($name:ident, $subject:ty) => {
+        $crate::harness::proofs! {
+            $name, $subject;
+            never_over
+            a_refusal_is_found_in_the_error
+            a_refusal_by_the_server_is_found_in_the_error
+            a_429_holds_the_next_calls
+            a_retry_waits_for_the_hold
+            the_timeout_of_an_attempt_begins_after_the_wait
+            a_total_timeout_ends_the_wait
+            a_dropped_wait_takes_no_permit
+            a_dropped_call_frees_its_in_flight_slot
+            a_lost_connection_is_no_refusal
+        }
+    };
+    ($name:ident, $subject:ty, blocking) => {
+        $crate::harness::proofs! {
+            $name, $subject;
+            never_over
+            a_refusal_is_found_in_the_error
+            a_refusal_by_the_server_is_found_in_the_error
+            a_429_holds_the_next_calls
+            a_retry_waits_for_the_hold
+            the_timeout_of_an_attempt_begins_after_the_wait
+            a_lost_connection_is_no_refusal
+        }
+    };
+    ($name:ident, $subject:ty; $($test:ident)+) => {
         mod $name {
             use super::*;
 
-            $crate::harness::proofs! {
-                $subject;
-                never_over
-                a_refusal_is_found_in_the_error
-                a_refusal_by_the_server_is_found_in_the_error
-                a_429_holds_the_next_calls
-                a_retry_waits_for_the_hold
-                the_timeout_of_an_attempt_begins_after_the_wait
-                a_total_timeout_ends_the_wait
-                a_dropped_wait_takes_no_permit
-                a_dropped_call_frees_its_in_flight_slot
-                a_lost_connection_is_no_refusal
-            }
+            $(
+                #[tokio::test]
+                async fn $test() {
+                    $crate::harness::$test::<$subject>().await;
+                }
+            )+
         }
-    };
-    ($subject:ty; $($test:ident)+) => {
-        $(
-            #[tokio::test]
-            async fn $test() {
-                $crate::harness::$test::<$subject>().await;
-            }
-        )+
     };
 }
 

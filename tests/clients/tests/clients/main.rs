@@ -1,7 +1,8 @@
-//! Runs each recipe of the page `guide::clients` against a server that limits and logs.
+//! Runs the recipes of the pages `guide::clients` and `guide::blocking` against a server that limits and logs.
 //!
 //! Each client has the same tests, which [`proofs`] defines. The server's log is the judge.
 
+mod aws_waits;
 mod harness;
 mod subjects;
 
@@ -14,3 +15,5 @@ proofs!(openai, subjects::OpenAi);
 proofs!(aws, subjects::Aws);
 proofs!(reqwest_middleware, subjects::ReqwestMiddleware);
 proofs!(graphql, subjects::GraphQl);
+proofs!(ureq, subjects::Ureq, blocking);
+proofs!(reqwest_blocking, subjects::ReqwestBlocking, blocking);

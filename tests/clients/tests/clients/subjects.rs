@@ -8,17 +8,23 @@ use async_openai::types::chat::{
 };
 use aws_sdk_sqs::config::retry::RetryConfig;
 use aws_sdk_sqs::config::{Credentials, Region};
+use aws_smithy_runtime_api::client::http::SharedHttpClient;
 use bytes::Bytes;
-use clients::{aws, graphql, hyper_util, kubernetes, octocrab, openai, reqwest_middleware};
+use clients::{
+    aws, graphql, hyper_util, kubernetes, octocrab, openai, reqwest_blocking, reqwest_middleware,
+    ureq,
+};
 use http::{Request, Response, StatusCode};
 use http_body_util::Full;
 use k8s_openapi::api::core::v1::Namespace;
 use kube_client::Api;
 use kube_client::api::ListParams;
 use kube_client::client::retry::RetryPolicy;
+use reqwest::{Method, Url};
 use serde_json::{Value, json};
+use tokio::sync::oneshot;
 use tollgate::{Key, RateLimitBuilder, RetryLimited};
-use tower::{Service, ServiceExt};
+use tower::{BoxError, Service, ServiceExt};
 
 use crate::harness::{Call, Setup, Subject, call};
 
@@ -27,7 +33,7 @@ fn retry(attempts: u32) -> RetryLimited {
 }
 
 /// Fails unless `status` is a success.
-fn success(status: StatusCode) -> Result<(), tower::BoxError> {
+fn success(status: StatusCode) -> Result<(), BoxError> {
     match status.is_success() {
         true => Ok(()),
         false => Err(format!("the server responds with {status}").into()),
@@ -145,23 +151,31 @@ impl Subject for OpenAi {
 
 pub struct Aws;
 
+impl Aws {
+    /// Returns a configuration of the SDK without retries.
+    pub fn config(url: &str, http: SharedHttpClient) -> aws_sdk_sqs::config::Builder {
+        aws_sdk_sqs::Config::builder()
+            .behavior_version_latest()
+            .region(Region::new("us-east-1"))
+            .credentials_provider(Credentials::new("id", "secret", None, None, "test"))
+            .endpoint_url(url)
+            .http_client(http)
+            .stalled_stream_protection(aws::stalled_stream_protection())
+            .retry_config(RetryConfig::disabled())
+    }
+}
+
 impl Subject for Aws {
     const BODY: &str = "{}";
     const SENDS_BODY: bool = true;
 
     fn client(setup: Setup) -> Call {
-        let retry = match setup.attempts {
-            1 => RetryConfig::disabled(),
-            attempts => RetryConfig::standard().with_max_attempts(attempts),
-        };
-        let config = aws_sdk_sqs::Config::builder()
-            .behavior_version_latest()
-            .region(Region::new("us-east-1"))
-            .credentials_provider(Credentials::new("id", "secret", None, None, "test"))
-            .endpoint_url(&setup.url)
-            .http_client(aws::http_client(setup.limit, setup.timeout))
-            .retry_config(retry)
-            .build();
+        let http = aws::http_client(setup.limit, setup.timeout);
+        let mut config = Aws::config(&setup.url, http);
+        if setup.attempts > 1 {
+            config = config.retry_config(RetryConfig::standard().with_max_attempts(setup.attempts));
+        }
+        let config = config.build();
         let client = aws_sdk_sqs::Client::from_conf(config);
         call(move || {
             let call = client.list_queues().send();
@@ -212,5 +226,73 @@ impl Subject for GraphQl {
                 Ok(())
             }
         })
+    }
+}
+
+/// The key of all calls of blocking code, which states it by hand.
+fn blocking_key() -> Key {
+    Key::host("127.0.0.1")
+}
+
+/// Converts a function that blocks: each call has a thread of its own, which has no runtime.
+fn blocking_call(
+    make: impl Fn() -> Result<StatusCode, BoxError> + Clone + Send + Sync + 'static,
+) -> Call {
+    call(move || {
+        let make = make.clone();
+        async move {
+            let (result, received) = oneshot::channel();
+            std::thread::spawn(move || result.send(make()));
+            success(received.await??)
+        }
+    })
+}
+
+pub struct Ureq;
+
+impl Subject for Ureq {
+    const BODY: &str = "hello";
+    const SENDS_BODY: bool = true;
+    const REFUSAL_IS_LIMITED: bool = true;
+
+    fn client(setup: Setup) -> Call {
+        let (agent, limiter) = (ureq::agent(setup.timeout), setup.limit.limiter());
+        blocking_call(move || {
+            let request = Request::post(&setup.url).body("hello")?;
+            let key = blocking_key();
+            let response = ureq::send(&agent, &limiter, &key, setup.attempts, &request)?;
+            Ok(response.status())
+        })
+    }
+
+    fn key_text() -> String {
+        blocking_key().to_string()
+    }
+}
+
+pub struct ReqwestBlocking;
+
+impl Subject for ReqwestBlocking {
+    const BODY: &str = "hello";
+    const SENDS_BODY: bool = true;
+    const REFUSAL_IS_LIMITED: bool = true;
+
+    fn client(setup: Setup) -> Call {
+        // A client of its own for each call: it must not be made or dropped in a runtime.
+        let limiter = setup.limit.limiter();
+        blocking_call(move || {
+            let client = reqwest_blocking::client(setup.timeout)?;
+            let url = Url::parse(&setup.url)?;
+            let mut request = reqwest::blocking::Request::new(Method::POST, url);
+            *request.body_mut() = Some("hello".into());
+            let key = blocking_key();
+            let response =
+                reqwest_blocking::send(&client, &limiter, &key, setup.attempts, &request)?;
+            Ok(response.status())
+        })
+    }
+
+    fn key_text() -> String {
+        blocking_key().to_string()
     }
 }
