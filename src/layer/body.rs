@@ -10,7 +10,7 @@ use pin_project_lite::pin_project;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use super::service::{Gated, GatedFuture};
+use super::service::{CloneService, Gated, GatedFuture};
 use crate::error::{BoxError, Error};
 use crate::key::RequestInfo;
 use crate::layer::RateLimitLayer;
@@ -27,7 +27,7 @@ pub struct InFlightUntilBodyEnd {
     pub(super) layer: RateLimitLayer,
 }
 
-impl<S> Layer<S> for InFlightUntilBodyEnd {
+impl<S: CloneService> Layer<S> for InFlightUntilBodyEnd {
     type Service = Tracking<S>;
 
     fn layer(&self, inner: S) -> Tracking<S> {
@@ -45,7 +45,7 @@ pub struct Tracking<S>(Gated<RateLimitLayer, S>);
 impl<S, R> Service<R> for Tracking<S>
 where
     R: RequestInfo,
-    S: Service<R> + Clone,
+    S: Service<R> + CloneService,
     S::Response: ResponseInfo + TrackBody,
     S::Error: Into<BoxError>,
 {
@@ -77,7 +77,7 @@ pin_project! {
 
 impl<S, R> Future for TrackingFuture<S, R>
 where
-    S: Service<R> + Clone,
+    S: Service<R> + CloneService,
     S::Response: ResponseInfo + TrackBody,
     S::Error: Into<BoxError>,
 {

@@ -384,7 +384,7 @@ macro_rules! grpc_layer {
         #[derive(Clone, Debug)]
         pub struct $layer($gate);
 
-        impl<S> Layer<S> for $layer {
+        impl<S: CloneService> Layer<S> for $layer {
             type Service = $service<S>;
 
             fn layer(&self, inner: S) -> $service<S> {

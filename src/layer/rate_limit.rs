@@ -15,7 +15,7 @@ use super::extractors::{Extractors, QuotaOf, Reading};
 use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::{ResponsePolicy, is_local_refusal, is_of_host};
 use super::seam::{Admission, Departure, Gate, take_call};
-use super::service::{gated_future, gated_service};
+use super::service::{CloneService, gated_future, gated_service};
 use crate::clock;
 use crate::config_error::ConfigError;
 use crate::cost::RequestCost;
@@ -614,7 +614,7 @@ fn leave_slow<T>(
     }
 }
 
-impl<S> Layer<S> for RateLimitLayer {
+impl<S: CloneService> Layer<S> for RateLimitLayer {
     type Service = RateLimit<S>;
 
     fn layer(&self, inner: S) -> RateLimit<S> {

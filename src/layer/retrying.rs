@@ -2,7 +2,7 @@
 
 use tower_layer::Layer;
 
-use super::service::gated_service;
+use super::service::{CloneService, gated_service};
 use super::throttle::{AdaptiveThrottleLayer, ThrottledFuture};
 #[cfg(doc)]
 use crate::error::Limited;
@@ -51,7 +51,7 @@ pub struct RetryingThrottleLayer {
     pub(crate) layer: AdaptiveThrottleLayer,
 }
 
-impl<S> Layer<S> for RetryingThrottleLayer {
+impl<S: CloneService> Layer<S> for RetryingThrottleLayer {
     type Service = RetryingThrottle<S>;
 
     fn layer(&self, inner: S) -> RetryingThrottle<S> {

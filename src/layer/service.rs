@@ -29,25 +29,24 @@ pub(super) struct Gated<G, S> {
 /// type that is.
 ///
 /// A request that waits takes a clone of the service inside, which makes the call when the permit is
-/// there. If a service is not `Clone`, put a `tower::buffer::Buffer` around it: its handle is.
+/// there. If a service is not `Clone`, put a `tower::buffer::Buffer` around it: its handle is. The layers ask
+/// for it, too, so that the compiler says so where the layer is put around the service.
 ///
 /// ```compile_fail,E0277
 /// use http::{Request, Response};
-/// use tollgate::{Quota, RateLimitLayer, service::RateLimit};
+/// use tollgate::RateLimitLayer;
 /// use tower::util::BoxService;
-/// use tower::{BoxError, Service};
-///
-/// fn is_service<S: Service<Request<String>>>(_: &S) {}
+/// use tower::{BoxError, ServiceBuilder};
 ///
 /// fn limited(client: BoxService<Request<String>, Response<String>, BoxError>, limit: RateLimitLayer) {
-///     let service = tower::ServiceBuilder::new().layer(limit).service(client);
-///     is_service(&service); // the compiler says what to write
+///     ServiceBuilder::new().layer(limit).service(client); // the compiler says what to write
 /// }
 /// ```
 #[diagnostic::on_unimplemented(
     message = "a layer of tollgate cannot be put around `{Self}`, because it is not `Clone`",
     label = "this service is not `Clone`",
     note = "put a buffer inside, whose handle is: `.layer(limit).layer(BufferLayer::new(1024))` with `tower::buffer::BufferLayer`",
+    note = "on a builder that begins inside, as that of kube: `.with_layer(&BufferLayer::new(1024)).with_layer(&limit)`",
     note = "or use `tower::util::BoxCloneService` in place of `BoxService`"
 )]
 pub trait CloneService: Clone {}

@@ -14,7 +14,7 @@ use super::extractors::{Extractors, Reading};
 use super::response_policy::{ResponsePolicy, is_local_refusal, is_of_host};
 use super::retrying::RetryingThrottleLayer;
 use super::seam::{Admission, Departure, Gate, GiveBackOnDrop, take_call};
-use super::service::{gated_future, gated_service};
+use super::service::{CloneService, gated_future, gated_service};
 use super::throttle_builder::AdaptiveThrottleBuilder;
 use crate::clock;
 use crate::error::Limited;
@@ -327,7 +327,7 @@ impl Gate for AdaptiveThrottleLayer {
     }
 }
 
-impl<S> Layer<S> for AdaptiveThrottleLayer {
+impl<S: CloneService> Layer<S> for AdaptiveThrottleLayer {
     type Service = AdaptiveThrottle<S>;
 
     fn layer(&self, inner: S) -> AdaptiveThrottle<S> {
