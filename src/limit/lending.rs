@@ -11,6 +11,44 @@
 //! - Some units of each limit stay free ([`Lending::kept`]).
 //!
 //! The pace never delays an owner: it only tells whether there is something to lend.
+//!
+//! # What an owner waits at most
+//!
+//! A part has `G` units in a span `S`: its window, the life of a permit and the transit slack. `tau` is
+//! `S / G`, and `H` the horizon. Of the owner's requests, each with a cost `c` of at most `c_own`, number
+//! `k` would end at `F(k) = max(arrival(k), F(k - 1)) + c tau'` in a server of its own, with
+//! `tau' = S / (G + 1 - c_own)`. The largest cost of a borrower is `c_lent`.
+//!
+//! > *Latency-rate law.* Request `k` of the owner has a slot by `F(k) + 2 H + c_lent tau`, whatever others
+//! > have borrowed.
+//!
+//! *Why, for a sliding window.* Let `T` be the moment at which the pace is full again, less the life and the
+//! slack. A booking at `slot` moves it to `max(T, slot) + c tau`. So before each booking, all units with slots
+//! later than any `x` are at most `(T - x) / tau` (1). The last borrower before `k` was admitted at a time `b`,
+//! so its slot was at most `b + H`, and `T` at most `H` later than that. It left `T` at most at
+//! `b + 2 H + c_lent tau` (2). All later bookings are the owner's.
+//!
+//! If request `k` does not leave when it arrives, its slot is `s + S`, where `s` is a slot whose units it waits
+//! for. The units with slots from `s` on, and its own, are more than `G`. Take the first of these that was
+//! booked.
+//!
+//! - If the owner booked it after `b`, as request `i`: the units booked after it, up to `k`, are at least
+//!   `G + 1 - c_own`. So `F(k) >= F(i) + S`, and the law for `i` gives that for `k`.
+//! - Otherwise let `Q` be the owner's units booked after `b`, up to `k`. By (1), the others are at most
+//!   `(T - s) / tau` with the `T` of (2). Together they are at least `G + 1`, so the slot `s + S` is before
+//!   `T + Q tau`. These requests have arrived after `b`, so `F(k) >= b + Q tau`, and with (2) the law holds.
+//!
+//! Of several limits, `tau` is the longest, and so is `tau'`. Three things add to the bound:
+//!
+//! - A sliding window keeps units in chunks of a hundredth of the limit (`window.rs`), and each chunk leaves
+//!   at once. For a chunk of `n` units, `tau'` is `S / (G + 2 - c_own - n)` and the bound is `(n - 1) tau` later. That
+//!   is a hundredth of the window at most: 36 s of an hour. A counterexample without it: 1483 units per
+//!   minute, and bursts of 151 at half of the rate.
+//! - No request leaves around the boundary of a fixed window, so the bound is as much later.
+//! - A bucket whose capacity is hardly more than a cost gives the units of the margin as well before each such
+//!   request: `tau'` is so much longer.
+//!
+//! `limit/properties/lending.rs` checks the law, with `c_own tau` besides for mixed limits.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -2,6 +2,7 @@
 
 mod advance;
 mod external;
+mod lending;
 
 use std::time::Duration;
 
