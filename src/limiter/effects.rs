@@ -410,20 +410,24 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
     let quota = quota.flatten();
     let parts: SmallVec<[_; 8]> = core.all_parts(key).enumerate().collect();
     let (before, after) = parts.split_at(own.min(parts.len()));
-    // Each class begins with the part behind its own.
-    for (index, (lender, lender_key)) in after.iter().skip(1).chain(before) {
+    // Each class begins with the part behind its own. Its own part is the last.
+    let others = after.iter().skip(1).chain(before);
+    for (index, (lender, lender_key)) in others.chain(after.first()) {
+        let is_own = *index == own;
         let sent = clock::now();
-        if !wanted.asks(*index, sent) {
+        if !wanted.asks(*index, is_own, sent) {
             continue;
         }
         lender.choose_quota(*lender_key, quota.unwrap_or(QuotaId::CONFIGURED), sent);
-        let lend = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.lend(ctx, &wanted);
+        let lend =
+            |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.lend(ctx, &wanted, is_own);
         let Ok(Some(reply)) = lender.with_new_state(*lender_key, sent, lend) else {
-            round.add(*index, Lent::default());
+            round.add(*index, is_own, Lent::default());
             continue;
         };
         let answer = reply.arrives().await;
-        if answer.is_ok()
+        if !is_own
+            && answer.is_ok()
             && let Ok(number) = u8::try_from(*index)
         {
             let spec = lender.spec_of_part(*lender_key, quota);
@@ -446,7 +450,7 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
             continue;
         };
         wanted.take(&lent.slots);
-        round.add(*index, lent);
+        round.add(*index, is_own, lent);
     }
     let mut ended = Some(round);
     let end = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {

@@ -3,7 +3,7 @@
 //! A class books in its own part, as far ahead as its requests can wait. While they wait, it asks the
 //! other parts for slots that are near (`limit/lending.rs`). The first waiters get these. The last slots of
 //! the own part are then left over. They are kept for the next requests for half a second, and then given
-//! back.
+//! back. So a class also asks its own part now and then for slots that other lines gave back.
 //!
 //! If the own part refuses requests, the other parts are asked first: the answer is kept until they
 //! have answered. The class asks each part again after the time that the part names, and less often if it
@@ -29,6 +29,11 @@ const MOST: usize = 64;
 /// The shortest and the longest time between two rounds of asking.
 const SHORTEST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(1);
+
+/// The shortest and the longest time between two questions for sooner slots of the own part. It has some
+/// if other lines of the class gave slots back.
+const SHORTEST_OWN: Duration = Duration::from_millis(500);
+const LONGEST_OWN: Duration = Duration::from_secs(8);
 
 /// How long a class keeps slots of its own part, far ahead, that its waiters no longer need because other
 /// parts have lent them sooner ones. Its next requests take them without a call.
@@ -70,6 +75,8 @@ pub(in crate::limiter) struct Wanted {
     pub(in crate::limiter) demands: SmallVec<[Demand; 2]>,
     /// The latest slot that is of use.
     latest: Instant,
+    /// Whether the own part is asked, too: all waiters have slots, the last of them far ahead.
+    asks_own: bool,
     /// What is known of the parts.
     lenders: SmallVec<[Lender; 2]>,
 }
@@ -87,17 +94,32 @@ pub(in crate::limiter) struct Lent {
 pub(in crate::limiter) struct Round {
     /// The slots that they have lent.
     pub(in crate::limiter) slots: Vec<Reservation>,
-    /// The numbers of the parts that were asked, how many permits each has lent, and after what time it
-    /// may lend more.
-    asked: SmallVec<[(usize, u32, Option<Duration>); 4]>,
+    asked: SmallVec<[Asked; 4]>,
+}
+
+/// What became of asking a part.
+struct Asked {
+    /// The number of the part.
+    part: usize,
+    /// Whether it is the own part.
+    is_own: bool,
+    /// How many permits it has lent.
+    gained: u32,
+    /// After what time it may lend more.
+    again: Option<Duration>,
 }
 
 impl Round {
-    /// Adds what the part number `part` has lent.
-    pub(in crate::limiter) fn add(&mut self, part: usize, lent: Lent) {
+    /// Adds what the part number `part` has lent, which may be the own one.
+    pub(in crate::limiter) fn add(&mut self, part: usize, is_own: bool, lent: Lent) {
         let gained = lent.slots.iter().map(|slot| slot.count).sum();
-        self.asked.push((part, gained, lent.again));
-        let lender = u8::try_from(part).ok();
+        self.asked.push(Asked {
+            part,
+            is_own,
+            gained,
+            again: lent.again,
+        });
+        let lender = u8::try_from(part).ok().filter(|_| !is_own);
         let slots = lent.slots.into_iter();
         self.slots
             .extend(slots.map(|slot| Reservation { lender, ..slot }));
@@ -106,9 +128,10 @@ impl Round {
 
 impl Wanted {
     /// Returns whether the part number `part` is asked at `now`.
-    pub(in crate::limiter) fn asks(&self, part: usize, now: Instant) -> bool {
+    pub(in crate::limiter) fn asks(&self, part: usize, is_own: bool, now: Instant) -> bool {
         let next = self.lenders.get(part).and_then(|lender| lender.next);
-        !self.demands.is_empty() && next.is_none_or(|next| next <= now)
+        let is_of_use = !self.demands.is_empty() && (self.asks_own || !is_own);
+        is_of_use && next.is_none_or(|next| next <= now)
     }
 
     /// Takes out the permits that a part has lent.
@@ -184,13 +207,16 @@ impl KeyState {
             .queue
             .as_ref()
             .filter(|_| ctx.spec.lending().is_some() && self.hold.is_clear(ctx.max_hold, ctx.now));
+        let is_booked = queue.is_some_and(|queue| queue.all_have_slots());
         let wanted = queue.and_then(|queue| queue.sooner(MOST));
         match wanted {
             Some((demands, latest)) => {
+                let is_far = latest > clock::after(ctx.now, LONGEST);
                 let lenders = self.limits.loans_mut().lenders.clone();
                 Some(Wanted {
                     demands,
                     latest,
+                    asks_own: is_booked && is_far && !ctx.settles,
                     lenders,
                 })
             }
@@ -201,21 +227,30 @@ impl KeyState {
         }
     }
 
-    /// Asks this part, which is that of another class, for what is `wanted`. Returns `None` if it lends
-    /// nothing now.
+    /// Asks this part for what is `wanted`: that of another class, or the own one, which has no horizon.
+    /// Returns `None` if it lends nothing now.
     pub(in crate::limiter) fn lend(
         &mut self,
         ctx: &mut KeyContext<'_>,
         wanted: &Wanted,
+        is_own: bool,
     ) -> Option<StoreReply<Lease>> {
-        let lending = ctx.spec.lending().filter(|lending| lending.percent() > 0)?;
+        let lending = ctx.spec.lending()?;
+        if !is_own && lending.percent() == 0 {
+            return None;
+        }
         if self.store.is_standalone || !self.hold.is_clear(ctx.max_hold, ctx.now) {
             return None;
         }
-        let latest = wanted.latest.min(clock::after(ctx.now, lending.horizon()));
+        let horizon = clock::after(ctx.now, lending.horizon());
+        let latest = if is_own {
+            wanted.latest
+        } else {
+            wanted.latest.min(horizon)
+        };
         let request = self.request(ctx, &wanted.demands, 0, latest, &[]);
         Some(ctx.store.lease(LeaseRequest {
-            borrows: true,
+            borrows: !is_own,
             ..request
         }))
     }
@@ -259,21 +294,27 @@ impl KeyState {
         let Round { slots, asked } = round;
         let gained = !slots.is_empty();
         let loans = self.limits.loans_mut();
-        for (part, lent, again) in asked {
+        for asked in asked {
+            let Asked { part, is_own, .. } = asked;
             if loans.lenders.len() <= part {
                 loans.lenders.resize(part + 1, Lender::default());
             }
             let lender = &mut loans.lenders[part];
-            lender.backoff = match lent {
+            lender.backoff = match asked.gained {
                 0 => (lender.backoff * 2 + 1).min(LONGEST_BACKOFF - 1),
                 1 => lender.backoff,
                 _ => lender.backoff / 2,
             };
-            let wait = again.unwrap_or_default().max(SHORTEST) * (lender.backoff + 1);
+            let again = asked.again.unwrap_or_default().max(SHORTEST);
+            let (again, longest) = if is_own {
+                (SHORTEST_OWN, LONGEST_OWN)
+            } else {
+                (again, LONGEST)
+            };
+            let wait = (again * (lender.backoff + 1)).min(longest);
             // Processes do not ask at the same moment.
             let jitter = u32::try_from(dice() % 64).unwrap_or_default();
-            let wait = wait.min(LONGEST) * (96 + jitter) / 128;
-            lender.next = Some(clock::after(now, wait));
+            lender.next = Some(clock::after(now, wait * (96 + jitter) / 128));
         }
         let first = loans.lenders.iter().filter_map(|lender| lender.next).min();
         loans.next = first.max(Some(clock::after(now, SHORTEST)));

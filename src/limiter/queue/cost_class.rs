@@ -68,7 +68,7 @@ impl SlotWait {
 
 impl CostClass {
     /// Returns how many waiters have no slot.
-    fn without_slot(&self) -> usize {
+    pub(super) fn without_slot(&self) -> usize {
         self.waiters.waiting().saturating_sub(self.booked)
     }
 

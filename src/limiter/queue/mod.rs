@@ -283,6 +283,11 @@ impl Queue {
             .any(|class| class.waits_beyond(moment))
     }
 
+    /// Returns whether each waiter has a slot.
+    pub(super) fn all_have_slots(&self) -> bool {
+        self.classes.values().all(|class| class.without_slot() == 0)
+    }
+
     /// Returns what the waiters could use sooner than their slots, `most` permits in all, and the latest
     /// slot that is of use.
     pub(super) fn sooner(&self, most: usize) -> Option<(SmallVec<[Demand; 2]>, Instant)> {
