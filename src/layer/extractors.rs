@@ -109,6 +109,33 @@ impl Extractors {
         }
     }
 
+    /// Returns whether the keys of requests are all that is read of those without extensions, and the
+    /// policy for responses is the default.
+    pub(super) fn read_only_keys(&self) -> bool {
+        self.cost.is_none()
+            && self.quota.is_none()
+            && self.deadline.is_none()
+            && self.class.is_none()
+            && self.routes.is_none()
+            && self.policy.is_default()
+    }
+
+    /// Reads the key of a `request` whose extensions have none, as [`read`](Self::read) does.
+    #[inline]
+    pub(super) fn read_key<R: RequestInfo>(
+        &self,
+        request: &R,
+        host: &mut HostKey<'_, R>,
+        of_layer: Option<Key>,
+    ) -> Option<Key> {
+        match &self.key {
+            KeyOf::All => Some(Key::ALL),
+            KeyOf::Host => host.get(),
+            KeyOf::Function(key_of) => key_of(&RequestRef::new(request)),
+            KeyOf::OfLayer => of_layer,
+        }
+    }
+
     /// Reads key, cost and deadline of `request`. Returns `None` if the key function finds no key.
     ///
     /// Values in the extensions of the request take precedence over the functions. `host` is that of
@@ -125,12 +152,9 @@ impl Extractors {
             .extensions()
             .filter(|extensions| !extensions.is_empty());
         let own = extensions.filter(|_| !self.is_further);
-        let key = match (own.and_then(Extensions::get::<Key>), &self.key) {
-            (Some(key), _) => *key,
-            (None, KeyOf::All) => Key::ALL,
-            (None, KeyOf::Host) => host.get()?,
-            (None, KeyOf::Function(key_of)) => key_of(&RequestRef::new(request))?,
-            (None, KeyOf::OfLayer) => of_layer?,
+        let key = match own.and_then(Extensions::get::<Key>) {
+            Some(key) => *key,
+            None => self.read_key(request, host, of_layer)?,
         };
         let without_routes = key;
         let route = match &self.routes {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
+use http::Extensions;
 use smallvec::SmallVec;
 use tower_layer::Layer;
 
@@ -24,8 +25,8 @@ use crate::events;
 use crate::guarded;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::limiter::{
-    CoreId, Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, Permit, QuotaId,
-    Reservation, Sent, Started, Waiting, enter_joint, is_inside_a_layer,
+    Admitted, Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, Permit,
+    QuotaId, Reservation, Sent, Started, Waiting, enter_joint, is_inside_a_layer,
 };
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
@@ -88,6 +89,10 @@ pub struct RateLimitLayer {
     pub(super) further: Arc<[FurtherLimit]>,
     /// Whether a request has several keys, or a limit of other units than requests.
     is_joint: bool,
+    /// Whether the key is all that is read of a request without extensions: it costs 1, has no deadline
+    /// and no quota of its own, and no part of the quota is for its class. The policy for responses is
+    /// the default.
+    is_plain: bool,
 }
 
 /// A limit of a layer besides the first, with a key of its own.
@@ -203,7 +208,7 @@ impl RateLimitLayer {
             limiter,
             extractors,
             further,
-            is_joint: _,
+            ..
         } = other;
         let first_of_other = FurtherLimit {
             name: None,
@@ -230,11 +235,13 @@ impl RateLimitLayer {
         let units = further.iter().map(|limit| limit.limiter.units());
         let all = units.fold(limiter.units(), |all, units| all + units);
         let is_joint = !further.is_empty() || limiter.counts_units();
+        let is_plain = !is_joint && !limiter.is_divided() && extractors.read_only_keys();
         (all <= MOST_PARTS).then_some(RateLimitLayer {
             limiter,
             extractors,
             further,
             is_joint,
+            is_plain,
         })
     }
 
@@ -322,6 +329,40 @@ impl RateLimitLayer {
         }
     }
 
+    /// Admits a request of which more than its key may matter, as [`Gate::enter_fast`] does.
+    // Not inlined, so that a plain request has all its values in registers.
+    #[inline(never)]
+    fn enter_any(&self, request: &impl RequestInfo) -> Result<Admitted, Slow> {
+        let mut host = HostKey::of(request);
+        let Some(reading) = self.extractors.read(request, &mut host, None) else {
+            return Err(Slow::Unreadable(Reason::NoKey));
+        };
+        if self.is_joint || self.limiter.has_inner() || is_inside_a_layer() {
+            return Err(Slow::Joint(reading));
+        }
+        let Reading {
+            key,
+            quota,
+            cost,
+            deadline,
+            ..
+        } = reading;
+        let quota = quota_of(&self.limiter, &self.extractors, quota, request);
+        let quota = quota.map_err(Slow::Unreadable)?;
+        let limiter = self.counting(request);
+        let entry = Entry {
+            key: limiter.key_of(key),
+            cost: cost.under(None),
+            deadline,
+            host: limiter.host_of(key, &mut host),
+            quota,
+        };
+        if !self.extractors.policy.is_default() {
+            return Err(Slow::OwnPolicy(entry));
+        }
+        send_at_once(limiter, entry)
+    }
+
     /// Enters a request that counts in several limits, or that other layers are around.
     fn enter_joint(
         &self,
@@ -386,8 +427,7 @@ impl RateLimitLayer {
         now: Instant,
         request: &impl RequestInfo,
     ) -> Sent {
-        let core = limiter.id();
-        let sent = self.sent(Admitted { entry, core, now });
+        let sent = self.sent(limiter.admitted(&entry, now));
         let sent = self.with_label(sent, limiter.whole(entry.key), request);
         sent.with_slot(slot, self.limiter.settles())
     }
@@ -435,13 +475,13 @@ fn quota_of(
     id.map_err(|error| Reason::InvalidQuota(Arc::new(error)))
 }
 
-/// A request that was admitted at `now`.
-#[derive(Clone, Copy)]
-pub(super) struct Admitted {
-    entry: Entry,
-    /// The limiter that counts it.
-    core: CoreId,
-    now: Instant,
+/// Admits the request of `entry`, which `limiter` counts, if a permit is at hand.
+#[inline]
+fn send_at_once(limiter: &Limiter, entry: Entry) -> Result<Admitted, Slow> {
+    match limiter.send_at_once(&entry) {
+        Ok(now) => Ok(limiter.admitted(&entry, now)),
+        Err(now) => Err(Slow::NoPermit(entry, now)),
+    }
 }
 
 /// Why a request takes the slow path.
@@ -476,46 +516,30 @@ impl Gate for RateLimitLayer {
 
     #[inline]
     fn enter_fast(&self, request: &impl RequestInfo) -> Result<Admitted, Slow> {
+        let is_plain = self.is_plain
+            && request.extensions().is_none_or(Extensions::is_empty)
+            && !self.limiter.has_inner()
+            && !is_inside_a_layer();
+        if !is_plain {
+            return self.enter_any(request);
+        }
         let mut host = HostKey::of(request);
-        let Some(reading) = self.extractors.read(request, &mut host, None) else {
+        let Some(key) = self.extractors.read_key(request, &mut host, None) else {
             return Err(Slow::Unreadable(Reason::NoKey));
         };
-        if self.is_joint || self.limiter.has_inner() || is_inside_a_layer() {
-            return Err(Slow::Joint(reading));
-        }
-        let Reading {
-            key,
-            quota,
-            cost,
-            deadline,
-            ..
-        } = reading;
-        let quota = quota_of(&self.limiter, &self.extractors, quota, request);
-        let quota = quota.map_err(Slow::Unreadable)?;
-        let limiter = self.counting(request);
         let entry = Entry {
-            key: limiter.key_of(key),
-            cost: cost.under(None),
-            deadline,
-            host: limiter.host_of(key, &mut host),
-            quota,
+            key,
+            cost: 1,
+            deadline: None,
+            host: self.limiter.host_of(key, &mut host),
+            quota: QuotaId::NONE,
         };
-        if !self.extractors.policy.is_default() {
-            return Err(Slow::OwnPolicy(entry));
-        }
-        match limiter.send_at_once(&entry) {
-            Err(now) => Err(Slow::NoPermit(entry, now)),
-            Ok(now) => Ok(Admitted {
-                entry,
-                core: limiter.id(),
-                now,
-            }),
-        }
+        send_at_once(&self.limiter, entry)
     }
 
     #[inline]
-    fn sent(&self, Admitted { entry, core, now }: Admitted) -> Sent {
-        Sent::at_once(core, &entry, now)
+    fn sent(&self, admitted: Admitted) -> Sent {
+        Sent::at_once(admitted)
     }
 
     fn enter_slow(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Waiting> {

@@ -68,11 +68,14 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         R: RequestInfo,
         S: Service<R>,
     {
-        match (self.gate.enter_fast(&request), clone) {
-            (Ok(admitted), None) => self.call_now(admitted, request),
-            (Ok(admitted), clone) => self.call_granted(self.gate.sent(admitted), request, clone),
-            (Err(entry), clone) => self.call_slow(entry, request, clone),
+        let admitted = match self.gate.enter_fast(&request) {
+            Ok(admitted) => admitted,
+            Err(entry) => return self.call_slow(entry, request, clone),
+        };
+        if clone.is_some() {
+            return self.call_granted(self.gate.sent(admitted), request, clone);
         }
+        self.call_now(admitted, request)
     }
 
     /// Makes the future of a request that was admitted at once.

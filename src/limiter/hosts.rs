@@ -64,13 +64,21 @@ impl Hosts {
     }
 
     /// Returns the key that has the holds of `host`, if requests under `key` have holds by host.
-    #[inline]
     pub(super) fn hold_of(&self, key: Key, host: Option<Key>) -> Option<Key> {
-        if key == self.all {
-            host.map(|host| of_unit(host.within_all(), self.unit))
-        } else {
-            None
-        }
+        host.filter(|_| self.are_of(key))
+            .map(|host| self.hold_within_all(host))
+    }
+
+    /// Returns whether requests under `key` have holds by host.
+    #[inline]
+    pub(super) fn are_of(&self, key: Key) -> bool {
+        key == self.all
+    }
+
+    /// Returns the key that has the holds of `host`.
+    #[inline]
+    pub(super) fn hold_within_all(&self, host: Key) -> Key {
+        of_unit(host.within_all(), self.unit)
     }
 
     /// Returns the key of the host `name`.
@@ -115,7 +123,7 @@ impl Hosts {
         if let Some(first) = self
             .first
             .get()
-            .filter(|first| of_unit(first.host.within_all(), self.unit) == key)
+            .filter(|first| self.hold_within_all(first.host) == key)
         {
             first.set_clear(false);
         }

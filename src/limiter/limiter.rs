@@ -11,7 +11,7 @@ use super::acquire::Acquire;
 use super::admission::Entry;
 use super::cores::Cores;
 use super::counting;
-use super::engine::{Core, CoreId};
+use super::engine::Core;
 use super::explanation::Explanation;
 use super::holds;
 use super::joint::PartRef;
@@ -20,6 +20,7 @@ use super::listener;
 use super::own_quota::{self, QuotaError};
 use super::quotas::QuotaId;
 use super::reservation::Reservation;
+use super::sent::Admitted;
 use super::settings::Settings;
 use super::start::{self, Started};
 use super::status::{self, KeyStatus};
@@ -614,9 +615,10 @@ impl Limiter {
         self.0.first.settings.name
     }
 
+    /// Makes the value for the request of `entry`, which got its permit `at` this moment.
     #[inline]
-    pub(crate) fn id(&self) -> CoreId {
-        self.0.first.id
+    pub(crate) fn admitted(&self, entry: &Entry, at: Instant) -> Admitted {
+        Admitted::new(self.0.first.id, entry, at)
     }
 
     /// Returns whether the layer of this limiter is known to be around another one.

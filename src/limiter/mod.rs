@@ -83,7 +83,6 @@ mod waiting;
 
 pub use acquire::Acquire;
 pub(crate) use admission::Entry;
-pub(crate) use engine::CoreId;
 pub(crate) use explanation::Shown;
 pub use explanation::{Because, Explanation, Held, KeyExplanation, StoreState, Verdict};
 pub(crate) use guarding::Counted;
@@ -100,7 +99,7 @@ pub use own_quota::QuotaError;
 pub use permit::Permit;
 pub(crate) use quotas::{QuotaId, Quotas};
 pub(crate) use reservation::Reservation;
-pub(crate) use sent::Sent;
+pub(crate) use sent::{Admitted, Sent};
 pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, PartOfQuota, Settings};
 pub use settlement::Settlement;

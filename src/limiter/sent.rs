@@ -42,6 +42,34 @@ pub(crate) struct Sent {
     pub(super) more: Option<Box<More>>,
 }
 
+/// A request that got its permit at once, and is sent now.
+#[derive(Clone, Copy)]
+pub(crate) struct Admitted {
+    pub(super) core: CoreId,
+    pub(super) cost: u32,
+    pub(super) key: Key,
+    /// The key of its host, if the host matters: see [`Entry::host`].
+    pub(super) host: Option<Key>,
+    pub(super) at: Instant,
+}
+
+impl Admitted {
+    /// Makes the value for the request of `entry`, which the limiter of `core` counts.
+    #[inline]
+    pub(super) fn new(core: CoreId, entry: &Entry, at: Instant) -> Self {
+        let &Entry {
+            key, cost, host, ..
+        } = entry;
+        Admitted {
+            core,
+            cost,
+            key,
+            host,
+            at,
+        }
+    }
+}
+
 /// What only few requests have on their way.
 #[derive(Default)]
 pub(super) struct More {
@@ -117,10 +145,14 @@ pub(super) struct PastWait {
 impl Sent {
     /// Makes the value for a request that got its permit at once.
     #[inline]
-    pub(crate) fn at_once(core: CoreId, entry: &Entry, at: Instant) -> Self {
-        let &Entry {
-            key, cost, host, ..
-        } = entry;
+    pub(crate) fn at_once(admitted: Admitted) -> Self {
+        let Admitted {
+            core,
+            cost,
+            key,
+            host,
+            at,
+        } = admitted;
         Sent {
             core,
             cost,
@@ -138,8 +170,9 @@ impl Sent {
         at: Instant,
     ) -> Self {
         let (core, entry) = parts.next().expect("a joint request has parts");
-        let mut sent = Sent::at_once(core, &entry, at);
-        let others = parts.map(|(core, entry)| Sent::at_once(core, &entry, at));
+        let sent_at_once = |(core, entry)| Sent::at_once(Admitted::new(core, &entry, at));
+        let mut sent = sent_at_once((core, entry));
+        let others = parts.map(sent_at_once);
         let mut more = More::empty();
         more.joint.extend(others);
         sent.more = Some(more);

@@ -105,13 +105,14 @@ fn is_open(core: &Core, entry: &Entry, now: Instant) -> bool {
 /// under `key` have no holds by host.
 #[inline]
 fn is_host_clear(core: &Core, key: Key, host: Option<Key>, now: Instant) -> bool {
-    let Some((hold, host)) = core.hosts.hold_of(key, host).zip(host) else {
+    let Some(host) = host.filter(|_| core.hosts.are_of(key)) else {
         return true;
     };
     let first = core.hosts.notice(host);
     if first.is_some_and(|first| first.is_clear()) {
         return true;
     }
+    let hold = core.hosts.hold_within_all(host);
     let max_hold = core.settings.max_hold;
     let look = |state: &mut KeyState| {
         let is_clear = state.hold.is_clear(max_hold, now);
