@@ -111,6 +111,7 @@ impl Limiter {
     /// # Panics
     ///
     /// If the request has to wait and the future is polled outside of a Tokio runtime with timers.
+    #[inline]
     pub fn acquire(&self, key: Key) -> Acquire {
         Acquire::new(&self.0, key)
     }
