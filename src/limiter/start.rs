@@ -57,8 +57,8 @@ pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Result<Instant, Instan
 /// # Errors
 ///
 /// `now`, if the request has to take the slow path.
-// Always inlined, as `take_counting` is: the caller moves the slot to its permit. As a result, it would
-// be copied.
+// Always inlined, as `take_counting` is, so that the slot is written to its place in the permit of the
+// caller. Otherwise it is copied.
 #[inline(always)]
 pub(super) fn take_at_once(
     core: &Core,
