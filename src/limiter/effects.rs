@@ -462,7 +462,7 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
     }
 }
 
-/// Keeps the number of the statements about parts that are under way for a key. When it is dropped, the
+/// A round of statements about the parts of the quota of a key. When it ends, or is dropped before, the
 /// waiters of the key go on.
 struct Stating {
     core: Weak<Core>,
@@ -477,8 +477,8 @@ impl Drop for Stating {
     }
 }
 
-/// States the limits of the other parts for `key`, as `stated_parts` of `key_state` says. Waits until
-/// nothing is booked any more that callers without a division have booked beyond their part.
+/// States the limits of all parts for `key`, which is one of them: see `key_state/stated_parts.rs`. If
+/// callers without a division have booked more than their part, waits until that is through.
 async fn state_parts(core: Arc<Core>, key: Key) {
     let stating = Stating {
         core: Arc::downgrade(&core),
@@ -520,6 +520,7 @@ async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Dura
     let specs: SmallVec<[Arc<LimitSpec>; 8]> = specs.collect();
     let again = specs.iter().map(|spec| fresh_for(spec)).min();
     let again = again.unwrap_or(LONGEST_TURN) / 2;
+    // Parts that are about to need a statement get it in this round, too.
     let fresh_at = clock::after(now, again / 2);
     let whole = WholeLimits::new(&specs);
     let calls = parts
