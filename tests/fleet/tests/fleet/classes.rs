@@ -4,139 +4,309 @@
 use std::thread;
 
 use anyhow::ensure;
-use fleet::{Arrivals, Options, Outcome, Report, percentile, store_calls};
+use fleet::{Arrivals, Event, Options, Outcome, Report, percentile, store_calls};
 
 use super::*;
 
-const QUOTA: &str = "50/1s";
-
-/// How long the jobs run before the web begins, and the web.
-const LEAD: Duration = ms(3000);
-const SPAN: Duration = ms(12_000);
-
-/// What a class has seen.
-struct Seen {
-    granted: usize,
-    refused: usize,
-    waits: Vec<Duration>,
+/// A fleet of jobs, and a web of four processes whose requests wait for up to `patience`.
+#[derive(Clone)]
+struct Setup {
+    quota: &'static str,
+    shares: &'static [(&'static str, u8)],
+    cost: u32,
+    /// How many processes the jobs have, and how many tasks each of them.
+    jobs: usize,
+    tasks: usize,
+    /// The time between two requests of a process of the web.
+    every: Duration,
+    patience: Duration,
+    /// How long the jobs run before the web begins, and the web.
+    lead: Duration,
+    span: Duration,
+    /// How many processes of the jobs are killed, one after the other, while the web runs.
+    kills: usize,
 }
 
-impl Seen {
-    fn of(reports: &[Report]) -> Seen {
-        let count = |outcome| reports.iter().flat_map(|report| report.of(outcome)).count();
-        let granted = reports
-            .iter()
-            .flat_map(|report| report.of(Outcome::Granted));
-        let mut waits: Vec<_> = granted.map(|event| event.waited()).collect();
-        waits.sort_unstable();
-        Seen {
-            granted: waits.len(),
-            refused: count(Outcome::Refused),
-            waits,
+impl Default for Setup {
+    fn default() -> Self {
+        Setup {
+            quota: "50/1s",
+            shares: &[],
+            cost: 1,
+            jobs: 10,
+            tasks: 100,
+            every: ms(400),
+            patience: ms(1000),
+            lead: ms(3000),
+            span: ms(12_000),
+            kills: 0,
         }
-    }
-
-    fn p99(&self) -> Duration {
-        percentile(&self.waits, 0.99)
     }
 }
 
 /// How a fleet of jobs and the web fared together.
 struct Outcomes {
-    web: Seen,
+    /// The calls of the web, in the order in which they asked.
+    web: Vec<Event>,
     log: Log,
-    /// The part of the quota that was used while both ran.
-    used: f64,
+    /// How many calls were sent while both ran, and how long that was.
+    sent: usize,
+    span: Duration,
     calls_per_grant: f64,
 }
 
-/// Runs 10 processes with 100 jobs each, and 4 processes of the web with 10 requests per second in all,
-/// each of which waits for up to a second.
-fn together(shares: &[(&str, u8)]) -> Outcomes {
-    let shares = shares
-        .iter()
-        .map(|(class, percent)| ((*class).into(), *percent));
-    let jobs = Options {
-        quota: QUOTA.into(),
-        shares: shares.collect(),
-        class: "jobs".into(),
-        tasks: 100,
-        span: LEAD + SPAN + ms(500),
-        max_wait: ms(60_000),
-        who: "jobs ".into(),
-        ..Options::default()
-    };
-    let web = Options {
-        class: "web".into(),
-        tasks: 1,
-        arrivals: Arrivals::Every(ms(400)),
-        span: SPAN,
-        max_wait: ms(1000),
-        who: "web ".into(),
-        ..jobs.clone()
-    };
-    let site = Site::new();
-    let mut jobs = site.start(10, &jobs);
-    let mut webs = site.start(4, &web);
-    jobs.go();
-    thread::sleep(LEAD);
-    let (calls, sent) = (store_calls(&site.redis), site.upstream.log().len());
-    let from = Instant::now();
-    webs.go();
-    thread::sleep(SPAN - ms(500));
-    let (to, calls) = (Instant::now(), store_calls(&site.redis) - calls);
-    let log = site.upstream.log();
-    let (grants, span) = (log.len() - sent, to - from);
-    let web = Seen::of(&webs.finish());
-    drop(jobs.stop());
-    let full = 50.0 * span.as_secs_f64() / 1.02;
-    Outcomes {
-        web,
-        log: site.upstream.log(),
-        used: grants as f64 / full,
-        calls_per_grant: calls as f64 / grants as f64,
+impl Setup {
+    fn run(&self) -> Outcomes {
+        let shares = self.shares.iter();
+        let jobs = Options {
+            quota: self.quota.into(),
+            shares: shares
+                .map(|(class, percent)| ((*class).into(), *percent))
+                .collect(),
+            class: "jobs".into(),
+            cost: self.cost,
+            tasks: self.tasks,
+            span: self.lead + self.span + ms(500),
+            max_wait: ms(60_000),
+            who: "jobs ".into(),
+            ..Options::default()
+        };
+        let web = Options {
+            class: "web".into(),
+            tasks: 1,
+            arrivals: Arrivals::Every(self.every),
+            span: self.span,
+            max_wait: self.patience,
+            who: "web ".into(),
+            ..jobs.clone()
+        };
+        let site = Site::new();
+        let mut jobs = site.start(self.jobs, &jobs);
+        let mut webs = site.start(4, &web);
+        jobs.go();
+        thread::sleep(self.lead);
+        let (calls, sent) = (store_calls(&site.redis), site.upstream.log().len());
+        let from = Instant::now();
+        webs.go();
+        let parts = u32::try_from(self.kills + 1).unwrap();
+        for number in 0..self.kills {
+            thread::sleep((self.span - ms(500)) / parts);
+            jobs.kill(number);
+        }
+        wait_until(from, self.span - ms(500));
+        let (span, calls) = (from.elapsed(), store_calls(&site.redis) - calls);
+        let sent = site.upstream.log().len() - sent;
+        let reports = webs.finish();
+        drop(jobs.stop());
+        let events = reports.iter().flat_map(|report: &Report| &report.events);
+        let mut web: Vec<Event> = events.cloned().collect();
+        web.sort_by_key(|event| event.asked);
+        Outcomes {
+            web,
+            log: site.upstream.log(),
+            sent,
+            span,
+            calls_per_grant: calls as f64 / sent as f64,
+        }
     }
 }
 
-fn print(name: &str, outcomes: &Outcomes) {
-    let Outcomes {
-        web,
-        used,
-        calls_per_grant,
-        ..
-    } = outcomes;
-    println!(
-        "{name:<26} used {:5.1} %, web {:3} sent, {:3} refused, wait p50 {:6.1?} p99 {:6.1?}, {calls_per_grant:.2} calls a grant",
-        used * 100.0,
-        web.granted,
-        web.refused,
-        percentile(&web.waits, 0.5),
-        web.p99(),
-    );
+impl Outcomes {
+    fn waits(&self) -> Vec<Duration> {
+        let granted = self.web.iter();
+        let granted = granted.filter(|event| event.outcome == Outcome::Granted);
+        let mut waits: Vec<_> = granted.map(Event::waited).collect();
+        waits.sort_unstable();
+        waits
+    }
+
+    fn p99(&self) -> Duration {
+        percentile(&self.waits(), 0.99)
+    }
+
+    fn refused(&self) -> usize {
+        let refused = self.web.iter();
+        refused
+            .filter(|event| event.outcome == Outcome::Refused)
+            .count()
+    }
+
+    /// Returns how much was used of `per_second` calls per second.
+    fn used(&self, per_second: f64) -> f64 {
+        self.sent as f64 / (per_second * self.span.as_secs_f64() / 1.02)
+    }
+
+    fn print(&self, name: &str) {
+        let waits = self.waits();
+        println!(
+            "{name:<32} {:5.2} calls/s, web {:3} sent, {:3} refused, wait p50 {:6.1?} p99 {:6.1?}, {:.2} calls a grant",
+            self.sent as f64 / self.span.as_secs_f64(),
+            waits.len(),
+            self.refused(),
+            percentile(&waits, 0.5),
+            self.p99(),
+            self.calls_per_grant,
+        );
+    }
+
+    /// Returns by how much the latest request of the web was later than F: when it would have ended in a
+    /// server of its own that takes `time` for each request.
+    fn latest_after(&self, time: Duration) -> Duration {
+        let time = time.as_nanos() as u64;
+        let mut finish = 0;
+        let late = self.web.iter().map(|event| {
+            finish = event.asked.max(finish) + time;
+            event.ended.saturating_sub(finish)
+        });
+        Duration::from_nanos(late.max().unwrap_or_default())
+    }
 }
 
 #[test]
 fn a_class_with_a_share_waits_for_nobody_else() {
     let _turn = busy_turn();
     once_in_three(|| {
-        let first_come = together(&[]);
-        print("first come, first served", &first_come);
-        assert_never_over(&first_come.log, &QUOTA.parse()?);
-        ensure!(first_come.web.refused > first_come.web.granted);
+        let setup = Setup::default();
+        let first_come = setup.run();
+        first_come.print("first come, first served");
+        assert_never_over(&first_come.log, &setup.quota.parse()?);
+        ensure!(first_come.refused() > first_come.waits().len());
 
-        let half = together(&[("web", 50)]);
-        print(".share(\"web\", 50)", &half);
-        assert_never_over(&half.log, &QUOTA.parse()?);
-        ensure!(half.web.refused == 0, "{} refused", half.web.refused);
-        ensure!(half.web.p99() <= ms(300), "{:?}", half.web.p99());
-        ensure!(half.used >= 0.95, "{}", half.used);
+        let half = Setup {
+            shares: &[("web", 50)],
+            ..setup.clone()
+        };
+        let half = half.run();
+        half.print(".share(\"web\", 50)");
+        assert_never_over(&half.log, &setup.quota.parse()?);
+        ensure!(half.refused() == 0, "{} refused", half.refused());
+        ensure!(half.p99() <= ms(300), "{:?}", half.p99());
+        ensure!(half.used(50.0) >= 0.95, "{}", half.used(50.0));
+        ensure!(half.calls_per_grant <= 1.0, "{}", half.calls_per_grant);
 
-        let all = together(&[("web", 100)]);
-        print(".share(\"web\", 100)", &all);
-        assert_never_over(&all.log, &QUOTA.parse()?);
-        ensure!(all.web.refused == 0, "{} refused", all.web.refused);
-        ensure!(all.web.p99() <= ms(300), "{:?}", all.web.p99());
-        ensure!(all.used >= 0.9, "{}", all.used);
+        let all = Setup {
+            shares: &[("web", 100)],
+            ..setup.clone()
+        };
+        let all = all.run();
+        all.print(".share(\"web\", 100)");
+        assert_never_over(&all.log, &setup.quota.parse()?);
+        ensure!(all.refused() == 0, "{} refused", all.refused());
+        ensure!(all.p99() <= ms(150), "{:?}", all.p99());
+        ensure!(all.used(50.0) >= 0.85, "{}", all.used(50.0));
+        Ok(())
+    });
+}
+
+#[test]
+fn killed_processes_cost_no_more_than_without_shares() {
+    let _turn = busy_turn();
+    once_in_three(|| {
+        let setup = Setup {
+            kills: usual_or(1, 5),
+            span: usual_or(ms(8000), ms(20_000)),
+            ..Setup::default()
+        };
+        let first_come = setup.run();
+        first_come.print("first come, processes killed");
+        let half = Setup {
+            shares: &[("web", 50)],
+            ..setup.clone()
+        };
+        let half = half.run();
+        half.print(".share(\"web\", 50), the same");
+        assert_never_over(&half.log, &setup.quota.parse()?);
+        ensure!(half.refused() == 0, "{} refused", half.refused());
+        ensure!(half.p99() <= ms(300), "{:?}", half.p99());
+        let (half, first_come) = (half.used(50.0), first_come.used(50.0));
+        ensure!(half >= first_come - 0.01, "{half} of {first_come}");
+        Ok(())
+    });
+}
+
+/// Two limits, and a limit of tokens: the web is within the latency-rate law (`limit/lending.rs`).
+#[test]
+fn a_class_of_several_limits_has_its_rate() {
+    let _turn = busy_turn();
+    once_in_three(|| {
+        // The time of one unit of the part that takes longest, for each limit, and of one chunk.
+        let of = |window: u64, units: u64| Duration::from_micros((window + 20) * 1000 / units);
+        let two = Setup {
+            quota: usual_or("50/1s, 150/6s", "50/1s, 1500/60s"),
+            shares: &[("web", 50)],
+            tasks: 20,
+            patience: ms(3000),
+            lead: ms(500),
+            span: usual_or(ms(13_000), ms(100_000)),
+            ..Setup::default()
+        };
+        let tokens = Setup {
+            quota: usual_or("20000/6s", "200000/60s"),
+            shares: &[("web", 40)],
+            cost: 400,
+            every: ms(1700),
+            patience: ms(5000),
+            ..two.clone()
+        };
+        let (window, chunk) = usual_or((6000, 1), (60_000, 8));
+        let tau = of(window, usual_or(75, 750));
+        let of_two = (tau, tau * 4 + tau * 2 + tau * (chunk - 1));
+        let (token, chunk) = usual_or((of(6000, 8000), 80), (of(60_000, 80_000), 800));
+        let of_tokens = (token * 400, ms(100) + token * 800 + token * chunk);
+        let (seen_two, seen_tokens) = thread::scope(|scope| {
+            let other = scope.spawn(|| tokens.run());
+            (two.run(), other.join().unwrap())
+        });
+        for (setup, seen, (time, bound)) in
+            [(&two, seen_two, of_two), (&tokens, seen_tokens, of_tokens)]
+        {
+            seen.print(setup.quota);
+            let late = seen.latest_after(time);
+            println!("{:<32} F + {late:.1?}, of at most F + {bound:.1?}", "");
+            ensure!(seen.refused() == 0, "{} refused", seen.refused());
+            ensure!(late <= bound + ms(50), "F + {late:?}");
+        }
+        Ok(())
+    });
+}
+
+/// A line that only one class waits in.
+#[test]
+fn a_line_of_one_class_drains_as_fast_as_without_shares() {
+    let _turn = busy_turn();
+    once_in_three(|| {
+        let (processes, tasks) = usual_or((20, 15), (40, 25));
+        let drain = |shares: &[(&str, u8)]| {
+            let shares = shares.iter();
+            let options = Options {
+                quota: "50/1s".into(),
+                shares: shares
+                    .map(|(class, percent)| ((*class).into(), *percent))
+                    .collect(),
+                class: "jobs".into(),
+                tasks,
+                arrivals: Arrivals::Once,
+                span: ms(60_000),
+                max_wait: ms(60_000),
+                ..Options::default()
+            };
+            let site = Site::new();
+            let mut fleet = site.start(processes, &options);
+            fleet.go();
+            let from = Instant::now();
+            let reports = fleet.finish();
+            assert_all_ended(&reports);
+            let log = site.upstream.log();
+            assert_never_over(&log, &options.quota.parse().unwrap());
+            assert_eq!(log.len(), processes * tasks);
+            let last = log.iter().map(|arrival| arrival.at).max().unwrap();
+            (last - from, store_calls(&site.redis))
+        };
+        let (first_come, calls) = drain(&[]);
+        println!("{processes} processes drain a line in {first_come:.1?}, {calls} calls");
+        let (half, calls) = drain(&[("web", 50)]);
+        println!("{:<32} with shares in {half:.1?}, {calls} calls", "");
+        ensure!(half <= first_come.mul_f64(1.25), "{half:?}");
         Ok(())
     });
 }
