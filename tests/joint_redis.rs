@@ -448,3 +448,34 @@ async fn joint_requests_replace_their_expired_permits() {
     is_open.store(true, Ordering::Relaxed);
     call.await.unwrap().unwrap();
 }
+
+/// A cap around a common layer, each with a key of its own in Redis. A request that has waited for the cap
+/// keeps that permit while the common limit is asked.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cap_around_a_common_layer_is_used_up() {
+    let server = RedisServer::start().unwrap();
+    let store = Arc::new(RedisStore::new(&server.url()).unwrap());
+    let layer = |name, per_second| {
+        let builder = RateLimitLayer::builder(Quota::per_second(per_second));
+        let builder = builder.key(move |_| Some(Key::new(name))).max_wait(LONG);
+        builder.store(store.clone()).build().unwrap()
+    };
+    let sent = Arc::new(Mutex::new(0));
+    let upstream = tower::service_fn({
+        let sent = sent.clone();
+        move |_: Request<()>| {
+            *sent.lock().unwrap() += 1;
+            ready(Ok::<_, BoxError>(Response::new(())))
+        }
+    });
+    let batch = layer("cap", 15).layer(layer("common", 20).layer(upstream));
+    let mut jobs = JoinSet::new();
+    for _ in 0..100 {
+        let batch = tower::util::BoxCloneService::new(batch.clone());
+        jobs.spawn(async move { while batch.clone().oneshot(Request::new(())).await.is_ok() {} });
+    }
+    sleep(millis(5000)).await;
+    let sent = *sent.lock().unwrap();
+    // 75 in five seconds. If the machine stalls, permits expire.
+    assert!(sent >= 45, "{sent}");
+}

@@ -118,6 +118,57 @@ async fn layers_around_each_other_keep_both_limits() {
     assert!(sent >= 53, "all outside: {sent}");
 }
 
+/// Returns how many of `jobs`, which always ask for a minute, were sent through a cap of 15 per second
+/// around a common layer of 20 per second, and of requests of the web, four per second, through the
+/// common layer alone.
+async fn sent_through_a_cap(jobs: usize) -> (usize, usize, Log) {
+    let layer = |per_second, max_wait| {
+        let builder = RateLimitLayer::builder(Quota::per_second(per_second));
+        builder.max_wait(max_wait).build().unwrap()
+    };
+    let (log, common) = (Log::default(), layer(20, 15 * SECOND));
+    let web = common.layer(upstream(&log));
+    let batch = layer(15, MINUTE).layer(common.layer(upstream(&log)));
+    let batch = BoxCloneService::new(batch);
+    let end = tokio::time::Instant::now() + MINUTE;
+    let mut tasks = JoinSet::new();
+    for _ in 0..jobs {
+        let batch = batch.clone();
+        tasks.spawn(async move {
+            let mut sent = 0;
+            while tokio::time::Instant::now() < end {
+                let request = Request::get("/jobs").body(String::new()).unwrap();
+                match batch.clone().oneshot(request).await {
+                    Ok(_) => sent += usize::from(tokio::time::Instant::now() < end),
+                    Err(_) => sleep(SECOND).await,
+                }
+            }
+            sent
+        });
+    }
+    let mut web_sent = 0;
+    for _ in 0..4 * 60 {
+        sleep(SECOND / 4).await;
+        let request = Request::get("/web").body(String::new()).unwrap();
+        web_sent += usize::from(web.clone().oneshot(request).await.is_ok());
+    }
+    let mut sent = 0;
+    while let Some(done) = tasks.join_next().await {
+        sent += done.unwrap();
+    }
+    (sent, web_sent, log)
+}
+
+/// A request that has waited for the outer permit keeps it if the inner store has a permit now, although
+/// none is at hand. Else each request would wait in the outer queue again.
+#[tokio::test(start_paused = true)]
+async fn a_cap_around_a_common_layer_is_used_up() {
+    let (jobs, web, log) = sent_through_a_cap(300).await;
+    assert!(log.most(SECOND, None) <= 20);
+    assert!(jobs >= 15 * 60 * 95 / 100, "{jobs}");
+    assert_eq!(web, 4 * 60);
+}
+
 #[tokio::test(start_paused = true)]
 async fn boxes_and_timeouts_between_layers_change_nothing() {
     let log = Log::default();

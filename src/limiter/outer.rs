@@ -8,7 +8,8 @@
 //!
 //! An inner layer that has a permit at hand, while all outer permits are valid and unused, sends the
 //! request. Otherwise it makes a joint request (`joint`) of its own keys and those of all layers
-//! around. The outer layers then have new permits. A permit is also used up by an attempt: if a
+//! around, and brings the outer permits along. If the stores of its own keys grant a slot before these
+//! expire, they are used. Else the outer layers have new permits. A permit is also used up by an attempt: if a
 //! retry between two layers sends the request again, the outer permit is acquired anew.
 //!
 //! Few layers are around another one, and the others should pay nothing. So a layer only marks the

@@ -8,7 +8,7 @@ use crate::limit::UnusedPermits;
 use crate::store::Refusal;
 
 /// Permits of one slot, as this process may use them.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Reservation {
     /// The moment from which they may be used.
     pub(super) at: Instant,

@@ -2,9 +2,12 @@
 
 use std::time::Instant;
 
-use super::{PartRef, PerPart, give_back_of};
+use super::{JointRequest, JointSlot, PartRef, PerPart, give_back_of};
+use crate::clock;
+use crate::key::Key;
 use crate::limiter::admission::Entry;
 use crate::limiter::counting;
+use crate::limiter::engine::CoreId;
 use crate::limiter::in_flight_slot::InFlightSlot;
 use crate::limiter::outer;
 use crate::limiter::permit::{JointPermit, Permit};
@@ -81,12 +84,43 @@ pub(super) fn permit<'a>(
     permit.with(host, permits.collect())
 }
 
+/// Takes the unused permits of the layers around, for a request whose first `own` parts are its own.
+/// Returns one slot for each part. `None` if there are none.
+pub(super) fn take_outer(request: &JointRequest, own: usize) -> Option<JointSlot> {
+    let mut slots: PerPart<Option<Reservation>> = request.parts.iter().map(|_| None).collect();
+    for (id, key, slot) in outer::take_unused() {
+        let mut parts = request.parts.iter().zip(&mut slots).skip(own);
+        let place = parts.find(|(part, place)| {
+            place.is_none() && part.core.id == id && part.key == key && slot.cost > 0
+        });
+        match place {
+            Some((part, place)) => {
+                counting::give_back_units(&part.core, Some(&slot));
+                *place = Some(slot);
+            }
+            None => give_up(id, key, slot),
+        }
+    }
+    slots.iter().any(Option::is_some).then(|| JointSlot {
+        costs: request.costs.clone(),
+        slots,
+        at: clock::now(),
+        until: None,
+        last: 0,
+        uncounted: None,
+    })
+}
+
 /// Gives back the unused permits of the layers around, which are about to be acquired anew.
 pub(super) fn give_up_outer() {
-    for (core, key, slot) in outer::take_unused() {
-        if let Some(core) = core.find() {
-            counting::give_back_units(&core, Some(&slot));
-            core.give_back(key, slot);
-        }
+    for (id, key, slot) in outer::take_unused() {
+        give_up(id, key, slot);
+    }
+}
+
+fn give_up(id: CoreId, key: Key, slot: Reservation) {
+    if let Some(core) = id.find() {
+        counting::give_back_units(&core, Some(&slot));
+        core.give_back(key, slot);
     }
 }

@@ -4,9 +4,9 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use super::at_once::{give_up_at_once, give_up_outer, permit, take_all_at_once};
+use super::at_once::{give_up_at_once, give_up_outer, permit, take_all_at_once, take_outer};
 use super::waiter::JointWaiter;
-use super::{JointRequest, Part, PartRef, PerPart};
+use super::{JointRequest, JointSlot, Part, PartRef, PerPart, give_back};
 use crate::clock;
 use crate::error::Limited;
 use crate::events;
@@ -22,6 +22,13 @@ pub(crate) enum JointStarted {
     Granted(Permit),
     Waiting(Box<JointWaiter>),
     Limited(Limited),
+}
+
+/// What a request has from the layers around it.
+pub(super) struct Inside {
+    call: CallId,
+    /// Their permits, one slot for each part.
+    brought: Option<JointSlot>,
 }
 
 /// Enters a joint request, and counts it unless it waits. `label` is the name of its first key.
@@ -103,8 +110,9 @@ fn start_inside(
     }
     let mut all = JointRequest::new(parts);
     all.add_outer();
-    give_up_outer();
-    start_slow(&all, parts.len(), Some(call), deadline, label(), now)
+    let brought = take_outer(&all, parts.len());
+    let inside = Some(Inside { call, brought });
+    start_slow(&all, parts.len(), inside, deadline, label(), now)
 }
 
 /// Begins to renew the permits of the layers around, for the call `call`. Returns `None` if there
@@ -131,15 +139,27 @@ pub(super) fn renew_outer(
 pub(super) fn start_slow(
     request: &JointRequest,
     own: usize,
-    inside: Option<CallId>,
+    inside: Option<Inside>,
     deadline: Option<Instant>,
     label: Label,
     now: Instant,
 ) -> JointStarted {
-    let mut waiter = match JointWaiter::enter(request, own, inside, deadline, label, now) {
-        Ok(waiter) => waiter,
-        Err(limited) => return JointStarted::Limited(limited),
+    let (call, brought) = match inside {
+        Some(Inside { call, brought }) => (Some(call), brought),
+        None => (None, None),
     };
+    let mut waiter = match JointWaiter::enter(request, own, call, deadline, label, now) {
+        Ok(waiter) => waiter,
+        Err(limited) => {
+            if let Some(brought) = brought {
+                give_back(&request.parts, brought.slots);
+            }
+            return JointStarted::Limited(limited);
+        }
+    };
+    if let Some(brought) = brought {
+        waiter.bring(brought);
+    }
     // A store that replies at once decides here.
     let mut cx = Context::from_waker(std::task::Waker::noop());
     match Pin::new(&mut *waiter).poll(&mut cx) {

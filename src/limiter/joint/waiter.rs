@@ -186,6 +186,15 @@ impl JointWaiter {
         }
     }
 
+    /// Takes in the permits of the layers around, one slot for each part. The request keeps them if it
+    /// is the first of its set.
+    pub(super) fn bring(&mut self, slot: JointSlot) {
+        match self.stage {
+            Stage::Slot => self.set.bring(self.number, slot),
+            Stage::InFlight { .. } | Stage::Done => self.set.give_back([slot]),
+        }
+    }
+
     /// Reports that the request waits.
     pub(super) fn note_wait(&self) {
         events::waiting(&self.label, self.set.waiting());
