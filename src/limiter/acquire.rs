@@ -402,31 +402,21 @@ impl Acquire {
     /// pending, it waits, and is to be polled.
     #[inline(always)]
     fn enter_one(&mut self) -> Poll<Result<Permit, Limited>> {
-        if !matches!(self.0, Step::New(..)) {
+        let &Step::New(ref core, request) = &self.0 else {
             return Poll::Pending;
-        }
-        let Step::New(core, request) = mem::replace(&mut self.0, Step::Done) else {
-            unreachable!("it was just looked at");
         };
-        let entry = request.entry();
+        let (key, entry) = (request.key, request.entry());
         // The common case makes its permit here. By way of `Started`, the permit would be copied
         // twice.
-        match start::take_at_once(&core, &entry, clock::now()) {
-            Ok(slot) => Poll::Ready(Ok(Permit::new(core, entry.key, slot, None))),
-            Err(now) => self.enter_slow(core, &entry, now),
-        }
-    }
-
-    /// Enters a request for which no permit is at hand.
-    #[cold]
-    fn enter_slow(
-        &mut self,
-        core: Arc<Core>,
-        entry: &Entry,
-        now: Instant,
-    ) -> Poll<Result<Permit, Limited>> {
-        let key = entry.key;
-        match start::slow(&core, entry, now, || core.label(key, None)) {
+        let taken = start::take_at_once(core, &entry, clock::now());
+        let Step::New(core, _) = mem::replace(&mut self.0, Step::Done) else {
+            return Poll::Pending;
+        };
+        let now = match taken {
+            Ok(slot) => return Poll::Ready(Ok(Permit::new(core, key, slot, None))),
+            Err(now) => now,
+        };
+        match start::slow(&core, &entry, now, || core.label(key, None)) {
             Started::Granted(slot, in_flight_slot) => {
                 Poll::Ready(Ok(Permit::new(core, key, slot, in_flight_slot)))
             }
@@ -496,28 +486,17 @@ fn refuse(first: &Part, reason: Reason) -> Limited {
 impl Future for Acquire {
     type Output = Result<Permit, Limited>;
 
-    #[inline]
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        if !outer::is_any()
-            && let Poll::Ready(result) = self.enter_one()
-        {
-            return Poll::Ready(result);
-        }
-        self.poll_others(cx)
-    }
-}
-
-impl Acquire {
-    /// Polls a request that did not get its permit at once, or that has several keys, or that layers are
-    /// around.
-    // Not inlined, so that the common case needs few registers.
-    #[inline(never)]
-    fn poll_others(&mut self, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
         loop {
             match &mut self.0 {
-                &mut Step::New(ref core, request) => {
+                &mut Step::New(ref core, request) if outer::is_any() => {
                     // The permits of the layers around are to be valid, too.
                     self.0 = Step::Joint(vec![Part::new(core.clone(), request)]);
+                }
+                Step::New(..) => {
+                    if let Poll::Ready(result) = self.enter_one() {
+                        return Poll::Ready(result);
+                    }
                 }
                 Step::Units(_, parts) | Step::Joint(parts) => {
                     let started = enter_joint(parts);

@@ -52,31 +52,20 @@ impl KeyStates {
         counting: Counting,
         now: Instant,
     ) -> Option<Reservation> {
-        if quota == QuotaId::NONE
-            && key == Key::ALL
+        if quota != QuotaId::NONE {
+            let take = |state: &mut KeyState| {
+                let has_quota = state.limits.has_quota(quota);
+                has_quota.then(|| state.take_at_once(cost, counting, now))
+            };
+            return self.find(key, take).flatten().flatten();
+        }
+        if key == Key::ALL
             && let Some(slot) = self.unlocked.take(cost, counting, now)
         {
             return Some(slot);
         }
-        self.take_locked(key, cost, quota, counting, now)
-    }
-
-    /// Takes a permit at hand under the lock of the state, if no request waits for one.
-    // Not inlined, so that `take` is.
-    #[inline(never)]
-    fn take_locked(
-        &self,
-        key: Key,
-        cost: u32,
-        quota: QuotaId,
-        counting: Counting,
-        now: Instant,
-    ) -> Option<Reservation> {
-        let take = |state: &mut KeyState| {
-            let has_quota = quota == QuotaId::NONE || state.limits.has_quota(quota);
-            has_quota.then(|| state.take_at_once(cost, counting, now))
-        };
-        self.find(key, take).flatten().flatten()
+        self.find(key, |state| state.take_at_once(cost, counting, now))
+            .flatten()
     }
 
     /// Returns the requests and units of [`Key::ALL`] that were counted without a visit.

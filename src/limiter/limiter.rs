@@ -111,7 +111,6 @@ impl Limiter {
     /// # Panics
     ///
     /// If the request has to wait and the future is polled outside of a Tokio runtime with timers.
-    #[inline]
     pub fn acquire(&self, key: Key) -> Acquire {
         Acquire::new(&self.0, key)
     }

@@ -11,7 +11,6 @@ use super::admission::{self, Admission, Entry, WaitFor};
 use super::counting;
 use super::engine::Core;
 use super::holds;
-use super::hosts::FirstHost;
 use super::in_flight_slot::InFlightSlot;
 use super::key_state::KeyState;
 use super::limited::RefusedRequest;
@@ -57,9 +56,7 @@ pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Result<Instant, Instan
 /// # Errors
 ///
 /// `now`, if the request has to take the slow path.
-// Always inlined, as `take_counting` is, so that the slot is written to its place in the permit of the
-// caller. Otherwise it is copied.
-#[inline(always)]
+#[inline]
 pub(super) fn take_at_once(
     core: &Core,
     entry: &Entry,
@@ -69,7 +66,7 @@ pub(super) fn take_at_once(
 }
 
 /// The same, for one key of a joint request: `counting` is what is counted.
-#[inline(always)]
+#[inline]
 pub(super) fn take_counting(
     core: &Core,
     entry: &Entry,
@@ -115,14 +112,6 @@ fn is_host_clear(core: &Core, key: Key, host: Option<Key>, now: Instant) -> bool
     if first.is_some_and(|first| first.is_clear()) {
         return true;
     }
-    is_hold_clear(core, host, first, now)
-}
-
-/// Returns whether the state of the holds of `host` says that it is neither on hold nor on probation.
-/// Notes that at the `first` host, if this is it.
-// Not inlined, so that those that look at the first host alone are.
-#[inline(never)]
-fn is_hold_clear(core: &Core, host: Key, first: Option<&FirstHost>, now: Instant) -> bool {
     let hold = core.hosts.hold_within_all(host);
     let max_hold = core.settings.max_hold;
     let look = |state: &mut KeyState| {
