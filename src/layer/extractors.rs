@@ -109,12 +109,11 @@ impl Extractors {
         }
     }
 
-    /// Returns whether the keys of requests are all that is read of those without extensions, and the
+    /// Returns whether key and deadline are all that is read of requests without extensions, and the
     /// policy for responses is the default.
-    pub(super) fn read_only_keys(&self) -> bool {
+    pub(super) fn are_plain(&self) -> bool {
         self.cost.is_none()
             && self.quota.is_none()
-            && self.deadline.is_none()
             && self.class.is_none()
             && self.routes.is_none()
             && self.policy.is_default()
@@ -133,6 +132,15 @@ impl Extractors {
             KeyOf::Host => host.get(),
             KeyOf::Function(key_of) => key_of(&RequestRef::new(request)),
             KeyOf::OfLayer => of_layer,
+        }
+    }
+
+    /// Reads the deadline of a `request` whose extensions have none.
+    #[inline]
+    pub(super) fn read_deadline<R: RequestInfo>(&self, request: &R) -> Option<Instant> {
+        match &self.deadline {
+            Some(deadline_of) => deadline_of(&RequestRef::new(request)),
+            None => None,
         }
     }
 
@@ -171,13 +179,9 @@ impl Extractors {
             (None, Some(cost_of)) => RequestCost::from(cost_of(&RequestRef::new(request))),
             (None, None) => RequestCost::Requests(1),
         };
-        let deadline = match (
-            extensions.and_then(Extensions::get::<Deadline>),
-            &self.deadline,
-        ) {
-            (Some(Deadline(deadline)), _) => Some(*deadline),
-            (None, Some(deadline_of)) => deadline_of(&RequestRef::new(request)),
-            (None, None) => None,
+        let deadline = match extensions.and_then(Extensions::get::<Deadline>) {
+            Some(Deadline(deadline)) => Some(*deadline),
+            None => self.read_deadline(request),
         };
         Some(Reading {
             key,

@@ -89,9 +89,9 @@ pub struct RateLimitLayer {
     pub(super) further: Arc<[FurtherLimit]>,
     /// Whether a request has several keys, or a limit of other units than requests.
     is_joint: bool,
-    /// Whether the key is all that is read of a request without extensions: it costs 1, has no deadline
-    /// and no quota of its own, and no part of the quota is for its class. The policy for responses is
-    /// the default.
+    /// Whether key and deadline are all that is read of a request without extensions: it costs 1, has no
+    /// quota of its own, and no part of the quota is for its class. The policy for responses is the
+    /// default.
     is_plain: bool,
 }
 
@@ -235,7 +235,7 @@ impl RateLimitLayer {
         let units = further.iter().map(|limit| limit.limiter.units());
         let all = units.fold(limiter.units(), |all, units| all + units);
         let is_joint = !further.is_empty() || limiter.counts_units();
-        let is_plain = !is_joint && !limiter.is_divided() && extractors.read_only_keys();
+        let is_plain = !is_joint && !limiter.is_divided() && extractors.are_plain();
         (all <= MOST_PARTS).then_some(RateLimitLayer {
             limiter,
             extractors,
@@ -329,7 +329,7 @@ impl RateLimitLayer {
         }
     }
 
-    /// Admits a request of which more than its key may matter, as [`Gate::enter_fast`] does.
+    /// Admits a request of which more than key and deadline may matter, as [`Gate::enter_fast`] does.
     // Not inlined, so that a plain request has all its values in registers.
     #[inline(never)]
     fn enter_any(&self, request: &impl RequestInfo) -> Result<Admitted, Slow> {
@@ -530,7 +530,7 @@ impl Gate for RateLimitLayer {
         let entry = Entry {
             key,
             cost: 1,
-            deadline: None,
+            deadline: self.extractors.read_deadline(request),
             host: self.limiter.host_of(key, &mut host),
             quota: QuotaId::NONE,
         };
