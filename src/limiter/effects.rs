@@ -256,8 +256,8 @@ impl Core {
         for slot in work.lent_back {
             self.give_back(key, slot);
         }
-        if work.states_parts {
-            self.start(state_parts(self.clone(), key));
+        if work.wants_statements {
+            self.start(run_statements(self.clone(), key));
         }
         if let Some(delay) = work.borrow {
             self.borrow(key, now, delay);
@@ -276,7 +276,7 @@ impl Core {
     }
 
     /// Waits until the limits of the other parts are stated, if `key` is one of several parts.
-    pub(super) async fn parts_stated(self: &Arc<Self>, key: Key) {
+    pub(super) async fn wait_for_statements(self: &Arc<Self>, key: Key) {
         if !self.is_divided() {
             return;
         }
@@ -284,7 +284,7 @@ impl Core {
         let is_stated =
             |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.are_parts_stated(ctx, now);
         if let Ok(false) = self.with_new_state(key, now, is_stated) {
-            state_parts(self.clone(), key).await;
+            run_statements(self.clone(), key).await;
         }
     }
 
@@ -398,7 +398,8 @@ impl Core {
     }
 }
 
-/// Asks the other parts for slots for the waiters of `key`, one part after the other.
+/// Asks the other parts for slots for the waiters of `key`, one part after the other, and the own part
+/// last. Each answer counts as a statement of the limits. A part whose store fails lends nothing.
 async fn borrow_for(core: Arc<Core>, key: Key) {
     let wanted = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.wanted_loans(ctx);
     let Some(mut wanted) = core.with_state(key, clock::now(), wanted).flatten() else {
@@ -464,23 +465,23 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
 
 /// A round of statements about the parts of the quota of a key. When it ends, or is dropped before, the
 /// waiters of the key go on.
-struct Stating {
+struct Statements {
     core: Weak<Core>,
     key: Key,
 }
 
-impl Drop for Stating {
+impl Drop for Statements {
     fn drop(&mut self) {
         if let Some(core) = self.core.upgrade() {
-            core.with_state(self.key, clock::now(), KeyState::parts_stated);
+            core.with_state(self.key, clock::now(), KeyState::statements_ended);
         }
     }
 }
 
 /// States the limits of all parts for `key`, which is one of them: see `key_state/stated_parts.rs`. If
 /// callers without a division have booked more than their part, waits until that is through.
-async fn state_parts(core: Arc<Core>, key: Key) {
-    let stating = Stating {
+async fn run_statements(core: Arc<Core>, key: Key) {
+    let statements = Statements {
         core: Arc::downgrade(&core),
         key,
     };
@@ -498,7 +499,7 @@ async fn state_parts(core: Arc<Core>, key: Key) {
         // The wait does not keep the core alive.
         drop(core);
         clock::sleep_until(until.min(clock::after(now, again))).await;
-        match stating.core.upgrade() {
+        match statements.core.upgrade() {
             Some(upgraded) => core = upgraded,
             None => return,
         }
@@ -506,7 +507,8 @@ async fn state_parts(core: Arc<Core>, key: Key) {
 }
 
 /// States the limits of the parts about which `key` has no fresh statement. Returns until when callers
-/// without a division may use more than their part, and after what time to state them again.
+/// without a division may use more than their part, and after what time to call this again at the latest.
+/// A part whose store fails is stated again later.
 async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Duration) {
     let now = clock::now();
     let known = core
@@ -532,7 +534,7 @@ async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Dura
                 other => other,
             };
             // Callers without a division use the part of the rest.
-            let looks_for_undivided = *index == 0 && !stated.apply(now);
+            let looks_for_undivided = *index == 0 && stated.needs_search(now);
             if stated.is_fresh(number, fresh_at) && !looks_for_undivided {
                 return None;
             }
@@ -540,14 +542,18 @@ async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Dura
             Some(async move {
                 let sent = clock::now();
                 let undivided = state_part(part, *part_key, spec, whole).await;
-                (number, spec, sent, undivided)
+                (number, spec, sent, whole.is_some(), undivided)
             })
         });
     let mut undivided_until = None;
-    for (number, spec, sent, undivided) in join_all(calls).await {
+    for (number, spec, sent, was_search, undivided) in join_all(calls).await {
         let has_failed = undivided.is_err();
-        let note = |state: &mut KeyState| state.note_stated(spec, number, sent, has_failed);
-        core.states.find(key, note);
+        core.states.find(key, |state| {
+            state.note_stated(spec, number, sent, has_failed);
+            if was_search {
+                state.note_search(!has_failed);
+            }
+        });
         undivided_until = undivided_until.max(undivided.ok().flatten());
     }
     (undivided_until, again)

@@ -170,7 +170,7 @@ impl<'a> Search<'a> {
             return Err(refusal);
         }
         for Part { core, key, .. } in self.parts {
-            core.parts_stated(*key).await;
+            core.wait_for_statements(*key).await;
         }
         let mut calls = 0;
         loop {

@@ -68,7 +68,7 @@ impl KeyState {
     pub(super) fn step(&mut self, ctx: &mut KeyContext<'_>, me: Option<Number>) {
         let mut now = ctx.now;
         if !self.are_parts_stated(ctx, now) && self.waiting() > 0 {
-            self.state_parts(ctx);
+            self.want_statements(ctx);
             return self.return_unused(ctx, now);
         }
         // A store that answers at once may bring slots that are due. It may also refuse one demand

@@ -87,7 +87,7 @@ pub(in crate::limiter) struct Work {
     /// After what time other parts are to be asked for slots, if they are.
     pub(in crate::limiter) borrow: Option<Duration>,
     /// Whether the limits of other parts are to be stated.
-    pub(in crate::limiter) states_parts: bool,
+    pub(in crate::limiter) wants_statements: bool,
     /// Permits that other parts have lent and get back.
     pub(in crate::limiter) lent_back: Vec<Reservation>,
 }

@@ -347,7 +347,7 @@ impl KeyState {
         }
         self.step(ctx, None);
         let next = self.limits.loans().and_then(|loans| loans.next);
-        self.state_parts_before(ctx, next.unwrap_or(now));
+        self.want_statements_before(ctx, next.unwrap_or(now));
         self.close(ctx);
     }
 }

@@ -1,4 +1,4 @@
-//! When the limits of the other parts were stated, if the quota is divided among classes.
+//! When the limits of the parts were stated, if the quota is divided among classes.
 //!
 //! The parts of a quota are keys of their own, so what a process states of one part says nothing about
 //! the others. If releases with different shares run side by side, a class could have its new and larger
@@ -6,15 +6,17 @@
 //! uses one of them, and again while it goes on. Each part then has the smallest limit that one of these
 //! processes states.
 //!
-//! **No window has more than the quota**, if all processes have the same classes. Of each part, take the
-//! permit that is used last in the window. Of these permits, take the one that was booked first, by a
-//! process P. From then until a window after its use, the limits of P apply to all parts. All others of
-//! these permits were booked in that time. So no part has more units in the window than P states, and these
-//! limits add up to the quota of P.
+//! **No window has more than the quota**, if all processes have the same classes. For each part, let L be
+//! the permit of it that is used last in the window. Let process P have booked the earliest of the L. From
+//! then until a window after its use, the limits of P apply to all parts. All other L were booked in that
+//! time. So no part has more units in the window than P states, and these limits add up to the quota of P.
 //!
-//! A process without shares uses the part of the rest, up to the whole quota. The proof holds from when the
-//! rest has its smaller limit, and what was booked before is through. A process that begins to state the
-//! parts waits for that.
+//! A process without shares uses the part of all other requests, the rest, up to the whole quota. The proof
+//! holds from when the rest has its smaller limit, and what was booked before is through. A process that
+//! begins to state the parts waits for that.
+//!
+//! If the store does not answer for a part, the process uses its own part all the same, and states that part
+//! again after a second. For that time the proof does not hold.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -40,7 +42,9 @@ pub(in crate::limiter) struct StatedParts {
     has_begun: bool,
     /// Whether a round of statements is under way.
     is_under_way: bool,
-    /// Until when callers that do not divide the quota may use more than the part of the rest.
+    /// Whether callers that do not divide the quota were looked for since the limits began to apply.
+    is_searched: bool,
+    /// Until when such callers may use more than the part of the rest.
     undivided_until: Option<Instant>,
 }
 
@@ -67,14 +71,19 @@ impl StatedParts {
         parts.any(|stated| stated.part == part && stated.fresh_until > at)
     }
 
-    /// Returns whether the limits of some part still apply at `at`: the key was used shortly before.
-    pub(in crate::limiter) fn apply(&self, at: Instant) -> bool {
-        self.parts.iter().any(|stated| stated.applies_until > at)
+    /// Returns whether callers that do not divide the quota have to be looked for at `at`. They may have
+    /// come while the limits of no part applied.
+    pub(in crate::limiter) fn needs_search(&self, at: Instant) -> bool {
+        let apply = self.parts.iter().any(|stated| stated.applies_until > at);
+        !apply || !self.is_searched
     }
 
     fn note(&mut self, new: Statement) {
         match self.parts.iter_mut().find(|known| known.part == new.part) {
-            Some(known) => *known = new,
+            Some(known) => {
+                known.fresh_until = known.fresh_until.max(new.fresh_until);
+                known.applies_until = known.applies_until.max(new.applies_until);
+            }
             None => self.parts.push(new),
         }
     }
@@ -163,19 +172,19 @@ impl KeyState {
     }
 
     /// Leaves the limits of other parts to be stated, unless that is under way.
-    pub(super) fn state_parts(&mut self, ctx: &mut KeyContext<'_>) {
+    pub(super) fn want_statements(&mut self, ctx: &mut KeyContext<'_>) {
         let stated = self.limits.stated_parts_mut();
         if !stated.is_under_way {
             stated.is_under_way = true;
-            ctx.work.states_parts = true;
+            ctx.work.wants_statements = true;
         }
     }
 
     /// Leaves the limits of other parts to be stated again, if that is due before `until` and requests
     /// wait. Until then, their slots stay booked.
-    pub(super) fn state_parts_before(&mut self, ctx: &mut KeyContext<'_>, until: Instant) {
+    pub(super) fn want_statements_before(&mut self, ctx: &mut KeyContext<'_>, until: Instant) {
         if self.waiting() > 0 && !self.are_parts_stated(ctx, until) {
-            self.state_parts(ctx);
+            self.want_statements(ctx);
         }
     }
 
@@ -184,26 +193,31 @@ impl KeyState {
         self.limits.stated_parts().cloned().unwrap_or_default()
     }
 
-    /// Notes that the limits of a part were stated at `at`. If its store failed, the key is used all the
-    /// same, and the part is stated again soon.
+    /// Notes that the limits of a part were stated at `sent`. If its store failed, the key is used all the
+    /// same, and the part is stated again after a second.
     pub(in crate::limiter) fn note_stated(
         &mut self,
         spec: &LimitSpec,
         part: u8,
-        at: Instant,
+        sent: Instant,
         has_failed: bool,
     ) {
-        let fresh = if has_failed { ANSWER } else { fresh_for(spec) };
-        let applies = if has_failed {
-            Duration::ZERO
+        let (fresh_until, applies_until) = if has_failed {
+            (clock::after(clock::now(), ANSWER), sent)
         } else {
-            applies_for(spec)
+            let until = |span| clock::after(sent, span);
+            (until(fresh_for(spec)), until(applies_for(spec)))
         };
         self.limits.stated_parts_mut().note(Statement {
             part,
-            fresh_until: clock::after(at, fresh),
-            applies_until: clock::after(at, applies),
+            fresh_until,
+            applies_until,
         });
+    }
+
+    /// Notes whether callers that do not divide the quota were looked for.
+    pub(in crate::limiter) fn note_search(&mut self, is_done: bool) {
+        self.limits.stated_parts_mut().is_searched = is_done;
     }
 
     /// Notes that a call at `sent` has stated the limits of the own part. If the store has lost its state,
@@ -232,7 +246,7 @@ impl KeyState {
     }
 
     /// Goes on after a round of statements.
-    pub(in crate::limiter) fn parts_stated(&mut self, ctx: &mut KeyContext<'_>) {
+    pub(in crate::limiter) fn statements_ended(&mut self, ctx: &mut KeyContext<'_>) {
         let stated = self.limits.stated_parts_mut();
         stated.is_under_way = false;
         stated.has_begun = true;
