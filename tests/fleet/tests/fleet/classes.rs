@@ -8,7 +8,7 @@ use fleet::{Arrivals, Event, Options, Outcome, Report, percentile, store_calls};
 
 use super::*;
 
-/// A fleet of jobs, and a web of four processes whose requests wait for up to `patience`.
+/// A fleet of jobs, and a web whose requests wait for up to `patience`.
 #[derive(Clone)]
 struct Setup {
     quota: &'static str,
@@ -17,6 +17,8 @@ struct Setup {
     /// How many processes the jobs have, and how many tasks each of them.
     jobs: usize,
     tasks: usize,
+    /// How many processes the web has.
+    web: usize,
     /// The time between two requests of a process of the web.
     every: Duration,
     patience: Duration,
@@ -25,6 +27,8 @@ struct Setup {
     span: Duration,
     /// How many processes of the jobs are killed, one after the other, while the web runs.
     kills: usize,
+    /// How long a call takes at the server.
+    latency: Duration,
 }
 
 impl Default for Setup {
@@ -35,11 +39,13 @@ impl Default for Setup {
             cost: 1,
             jobs: 10,
             tasks: 100,
+            web: 4,
             every: ms(400),
             patience: ms(1000),
             lead: ms(3000),
             span: ms(12_000),
             kills: 0,
+            latency: Duration::ZERO,
         }
     }
 }
@@ -49,6 +55,8 @@ struct Outcomes {
     /// The calls of the web, in the order in which they asked.
     web: Vec<Event>,
     log: Log,
+    /// The most calls at once while the jobs ran alone.
+    most_alone: usize,
     /// How many calls were sent while both ran, and how long that was.
     sent: usize,
     span: Duration,
@@ -80,12 +88,16 @@ impl Setup {
             who: "web ".into(),
             ..jobs.clone()
         };
-        let site = Site::new();
+        let site = Site {
+            redis: RedisServer::start().unwrap(),
+            upstream: Upstream::open().latency(self.latency),
+        };
         let mut jobs = site.start(self.jobs, &jobs);
-        let mut webs = site.start(4, &web);
+        let mut webs = site.start(self.web, &web);
         jobs.go();
         thread::sleep(self.lead);
-        let (calls, sent) = (store_calls(&site.redis), site.upstream.log().len());
+        let alone = site.upstream.log();
+        let (calls, sent) = (store_calls(&site.redis), alone.len());
         let from = Instant::now();
         webs.go();
         let parts = u32::try_from(self.kills + 1).unwrap();
@@ -104,6 +116,7 @@ impl Setup {
         Outcomes {
             web,
             log: site.upstream.log(),
+            most_alone: alone.most_at_once(),
             sent,
             span,
             calls_per_grant: calls as f64 / sent as f64,
@@ -311,76 +324,35 @@ fn a_line_of_one_class_drains_as_fast_as_without_shares() {
     });
 }
 
-/// Runs 4 processes with 20 jobs each behind 10 calls in flight, and 2 processes of the web with 4 requests
-/// per second in all, each of which waits for up to a second. A call takes 300 ms.
-fn in_flight_together(shares: &[(&str, u8)]) -> (Seen, Log, f64) {
-    let shares = shares
-        .iter()
-        .map(|(class, percent)| ((*class).into(), *percent));
-    let jobs = Options {
-        quota: "10 in flight".into(),
-        shares: shares.collect(),
-        class: "jobs".into(),
-        tasks: 20,
-        span: LEAD + SPAN + ms(500),
-        max_wait: ms(60_000),
-        store_timeout: ms(1000),
-        who: "jobs ".into(),
-        ..Options::default()
-    };
-    let web = Options {
-        class: "web".into(),
-        tasks: 1,
-        arrivals: Arrivals::Every(ms(500)),
-        span: SPAN,
-        max_wait: ms(1000),
-        who: "web ".into(),
-        ..jobs.clone()
-    };
-    let site = Site {
-        redis: RedisServer::start().unwrap(),
-        upstream: Upstream::open().latency(ms(300)),
-    };
-    let (mut jobs, mut webs) = (site.start(4, &jobs), site.start(2, &web));
-    jobs.go();
-    thread::sleep(LEAD);
-    let alone = site.upstream.log();
-    assert_eq!(
-        alone.most_at_once(),
-        10,
-        "jobs use all slots while the web is idle"
-    );
-    let calls = store_calls(&site.redis);
-    webs.go();
-    let web = Seen::of(&webs.finish());
-    let (calls, log) = (store_calls(&site.redis) - calls, site.upstream.log());
-    drop(jobs.stop());
-    let calls_per_grant = calls as f64 / (log.len() - alone.len()) as f64;
-    (web, log, calls_per_grant)
-}
-
 #[test]
-fn a_class_with_a_share_gets_the_next_in_flight_slot() {
+fn a_class_gets_in_flight_slots_up_to_its_share() {
     let _turn = busy_turn();
     once_in_three(|| {
-        let run = |shares: &[(&str, u8)]| {
-            let (web, log, calls) = in_flight_together(shares);
-            println!(
-                "10 in flight, shares {shares:?}: web {} sent, {} refused, wait p50 {:.1?} p99 {:.1?}, at most {} at once, \
-                 {calls:.2} calls a grant",
-                web.granted,
-                web.refused,
-                percentile(&web.waits, 0.5),
-                web.p99(),
-                log.most_at_once(),
-            );
-            assert!(log.most_at_once() <= 10, "{}", log.most_at_once());
-            web
+        let first_come = Setup {
+            quota: "10 in flight",
+            jobs: 4,
+            tasks: 20,
+            web: 2,
+            every: ms(500),
+            latency: ms(300),
+            ..Setup::default()
         };
-        let first_come = run(&[]);
-        ensure!(first_come.refused > first_come.granted);
-        let half = run(&[("web", 50)]);
-        ensure!(half.refused == 0, "{} refused", half.refused);
+        let half = Setup {
+            shares: &[("web", 50)],
+            ..first_come.clone()
+        };
+        let (first_come, half) = (first_come.run(), half.run());
+        first_come.print("10 in flight, first come");
+        half.print("10 in flight, .share(\"web\", 50)");
+        for outcomes in [&first_come, &half] {
+            assert!(outcomes.log.most_at_once() <= 10);
+            ensure!(
+                outcomes.most_alone == 10,
+                "jobs use all while the web is idle"
+            );
+        }
+        ensure!(first_come.refused() > first_come.waits().len());
+        ensure!(half.refused() == 0, "{} refused", half.refused());
         ensure!(half.p99() <= ms(600), "{:?}", half.p99());
         Ok(())
     });
