@@ -288,7 +288,7 @@ fn a_class_of_several_limits_has_its_rate() {
 fn a_line_of_one_class_drains_as_fast_as_without_shares() {
     let _turn = busy_turn();
     once_in_three(|| {
-        let (processes, tasks) = usual_or((20, 15), (40, 25));
+        let (processes, tasks) = usual_or((20, 30), (40, 25));
         let drain = |shares: &[(&str, u8)]| {
             let shares = shares.iter();
             let options = Options {
