@@ -135,7 +135,7 @@ use trust::{Observation, Trust};
 ///
 /// - Sliding windows that do not state their reset: a burst repeats one window later.
 /// - Sliding windows of a few seconds: one client uses two thirds, and twenty use uneven shares. A
-///   [sole client](Fair::sole_client) uses 88 %.
+///   [sole client](Fair::sole_client) uses 99 %.
 /// - Servers that state nothing: one client may use only a third of the limit, or less, unless it is a
 ///   [sole client](Fair::sole_client).
 /// - Bursts in a window of at most 10 s that the client has used up before: they are spread over the
@@ -244,11 +244,15 @@ impl Fair {
 
     /// Reports whether the pace searches for the speed, because no response states what is left.
     fn is_searching(&self) -> bool {
-        let is_alone = self.is_sole_client || self.is_shared;
         match self.is_told {
-            true => is_alone && self.slides,
-            false => is_alone || (self.states_wait && self.scale.is_guess),
+            true => self.is_alone() && self.slides,
+            false => self.is_alone() || (self.states_wait && self.scale.is_guess),
         }
+    }
+
+    /// Reports whether all requests that count against the limit pass through this pace.
+    fn is_alone(&self) -> bool {
+        self.is_sole_client || self.is_shared
     }
 
     fn pace(&self, in_flight: usize) -> f64 {
@@ -318,10 +322,11 @@ impl Fair {
             _ => {}
         }
         let (token_time, was_guess) = (self.scale.token_time, self.scale.is_guess);
-        let level = self.scale.look(told, believed, sent, now);
+        let is_counted = passed && self.is_alone();
+        let level = self.scale.look(told, believed, is_counted, sent, now);
         if !self.slides && self.scale.slides() {
             self.slides = true;
-            self.search.go_on(now);
+            self.search.go_on(now, self.scale.sliding_rate());
         }
         if was_guess && self.scale.is_short() {
             // The guess was too short, so `n` has made up for it.

@@ -148,6 +148,13 @@ impl Scale {
         self.is_guess && self.short.slides()
     }
 
+    /// Returns the requests per second that a sliding window allows if it is as long as it seems.
+    pub(super) fn sliding_rate(&self) -> f64 {
+        self.short
+            .learned()
+            .map_or(f64::INFINITY, |window| self.limit() / window)
+    }
+
     /// Reports whether nothing is left of a short window.
     pub(super) fn is_exhausted(&self) -> bool {
         self.short.exhausted_until(0).is_some()
@@ -186,12 +193,14 @@ impl Scale {
         self.stated_window.or(configured).or(seen)
     }
 
-    /// Learns from an answer. Returns how many tokens are left above those that are kept for an
-    /// even pace.
+    /// Learns from an answer. `is_counted` states that its request took a token, and that no
+    /// other client takes any. Returns how many tokens are left above those that are kept for an even
+    /// pace.
     pub(super) fn look(
         &mut self,
         told: &Told,
         remaining: Option<f64>,
+        is_counted: bool,
         sent: Instant,
         now: Instant,
     ) -> Option<f64> {
@@ -209,7 +218,7 @@ impl Scale {
         if let Some(reset) = told.reset.filter(|_| is_later) {
             self.watch(reset, remaining, now);
         }
-        if let Some(level) = self.look_at_short_window(told, remaining, sent, now) {
+        if let Some(level) = self.look_at_short_window(told, remaining, is_counted, sent, now) {
             return Some(level);
         }
         if self.kind == Kind::Window
@@ -229,6 +238,7 @@ impl Scale {
         &mut self,
         told: &Told,
         remaining: f64,
+        is_counted: bool,
         sent: Instant,
         now: Instant,
     ) -> Option<f64> {
@@ -239,6 +249,7 @@ impl Scale {
             remaining,
             window: self.stated_window,
             reset: told.reset,
+            is_counted,
             sent,
             now,
         };

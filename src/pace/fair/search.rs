@@ -154,11 +154,12 @@ impl Count {
 }
 
 impl Search {
-    /// Starts at the rate at which requests have passed up to `now`, if no request was refused.
-    pub(super) fn go_on(&mut self, now: Instant) {
+    /// Starts at the rate at which requests have passed up to `now`, if no request was refused, and at
+    /// most at `most` requests per second.
+    pub(super) fn go_on(&mut self, now: Instant, most: f64) {
         if matches!(self.phase, Phase::Start { .. }) && self.cycle.passed >= ENOUGH {
-            let measured = bounded(self.cycle.rate(now));
-            self.curve = Curve::between(measured, UNKNOWN_GAP, 0.0, 1.0);
+            let measured = bounded(self.cycle.rate(now).min(most.ln()));
+            self.curve = Curve::between(measured, SAME, 0.0, 1.0);
             self.phase = Phase::Paced;
         }
     }

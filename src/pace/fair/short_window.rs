@@ -13,7 +13,8 @@
 //! so the rest of the pace needs no rule for short windows.
 //!
 //! A bucket and a sliding window look similar, but there Remaining rises little by little. If that
-//! happens too often, the limit no longer counts as a window.
+//! happens too often, the limit no longer counts as a window. A sole client knows more: in a window
+//! each of its requests takes a token, so a Remaining that stays has risen, too.
 
 use std::time::{Duration, Instant};
 
@@ -34,7 +35,7 @@ pub(super) struct ShortWindow {
     old_until: Option<Instant>,
     /// The last answer that was compared: its moment, and what was left.
     latest: Option<(Instant, f64)>,
-    /// The least that was left since the last rise.
+    /// The least that was left since the last rise. For a sole client, the most that can be left.
     least: Option<f64>,
     /// What was left above the line at the last answer.
     spare: f64,
@@ -76,6 +77,8 @@ pub(super) struct WindowAnswer {
     pub(super) window: Option<f64>,
     /// The time to the reset, in seconds.
     pub(super) reset: Option<f64>,
+    /// Whether the request took a token, and no other client takes any.
+    pub(super) is_counted: bool,
     pub(super) sent: Instant,
     pub(super) now: Instant,
 }
@@ -130,6 +133,7 @@ impl ShortWindow {
             limit,
             remaining,
             reset,
+            is_counted,
             sent,
             now,
             ..
@@ -150,6 +154,11 @@ impl ShortWindow {
             .ends
             .zip(window)
             .is_some_and(|(ends, window)| seconds(now, ends) <= WRONG * window);
+        // Each request of a sole client takes a token. If Remaining does not fall by it, it has risen.
+        let least = match is_counted {
+            true => (least - 1.0).max(0.0),
+            false => least,
+        };
         let rise = remaining - least;
         let is_jump = rise >= limit / 2.0 || (is_fresh && rise >= limit / 4.0);
         if is_jump || (is_fresh && (rise >= 1.0 || is_over)) || (rise >= 2.0 && is_over) {
@@ -229,6 +238,11 @@ impl ShortWindow {
         }
         let length = length.min(longest.unwrap_or(LONGEST)).max(SHORTEST);
         self.learned = Some(usual(length));
+    }
+
+    /// Returns the length that was learned, in seconds.
+    pub(super) fn learned(&self) -> Option<f64> {
+        self.learned
     }
 
     /// Returns when the window ends; `None` if the limit does not count as a short window.

@@ -1,5 +1,6 @@
 //! Tests of short windows.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
@@ -14,6 +15,7 @@ struct Watcher {
     start: Instant,
     limit: f64,
     stated: Option<f64>,
+    is_counted: bool,
 }
 
 impl Watcher {
@@ -23,6 +25,7 @@ impl Watcher {
             start: clock::now(),
             limit,
             stated,
+            is_counted: false,
         }
     }
 
@@ -34,6 +37,7 @@ impl Watcher {
             remaining,
             window: self.stated,
             reset: Some(reset.ceil()),
+            is_counted: self.is_counted,
             sent: now,
             now,
         })
@@ -107,6 +111,27 @@ fn two_beginnings_teach_the_length() {
     assert_eq!(watcher.window.exhausted_until(98), None);
     let ends = watcher.start + Duration::from_millis(4500);
     assert_eq!(watcher.window.exhausted_until(99), Some(ends));
+}
+
+/// Requests at nine tenths of the limit: Remaining falls for a window, and then stays.
+#[test]
+fn steady_remaining_shows_a_sole_client_that_a_window_slides() {
+    let (limit, length) = (100.0, 2.0);
+    for is_counted in [false, true] {
+        let mut watcher = Watcher::new(limit, None);
+        watcher.is_counted = is_counted;
+        let mut accepted = VecDeque::new();
+        for run in [0.0, 6.0] {
+            for request in 0..135 {
+                let at = run + f64::from(request) / 45.0;
+                accepted.push_back(at);
+                accepted.retain(|then| then + length > at);
+                let reset = accepted[0] + length - at;
+                watcher.look(at, limit - accepted.len() as f64, reset);
+            }
+        }
+        assert_eq!(watcher.window.slides(), is_counted);
+    }
 }
 
 #[test]
