@@ -74,6 +74,15 @@ impl Curve {
         }
     }
 
+    /// Goes on as the narrowest curve if the rate is above `rate`. A steep curve would leave it far
+    /// behind before the answers show that it was the limit.
+    pub(super) fn slow_down_above(&mut self, rate: f64) {
+        let is_steep = self.reach < REACH / NARROWEST || self.width > 2.0 * NARROWEST;
+        if is_steep && self.rate() > rate {
+            *self = Curve::between(self.rate(), 0.0, 0.0, 1.0);
+        }
+    }
+
     /// Restarts as a wider curve whose rate is at most `most`, and lower than now.
     pub(super) fn lower_to(&mut self, most: f64) {
         let drop = self.rate() - most;

@@ -105,11 +105,11 @@ use trust::{Observation, Trust};
 /// - **A server that states neither a limit nor what is left**, and of which this pace is the
 ///   [sole client](Fair::sole_client), is searched for its speed. What passes between the ends of two
 ///   outages is what the server allows, and the rate that was refused is what it does not allow. The
-///   next rates lie between the two, and the distance narrows as in a bisection. A limit that is
-///   found again is tested less often. Until the first refusal, the requests in flight grow by one in
-///   a round trip. Processes that share the pace search, too, and so does every client of an unknown
-///   limit if the last refusal stated a wait. A sole client also searches before a sliding window of
-///   at most 10 s.
+///   next rates lie between the two, and the distance narrows as in a bisection. Above the rate
+///   that was refused last the speed rises slowly. A limit that is found again is tested less
+///   often. Until the first refusal, the requests in flight grow by one in a round trip. Processes
+///   that share the pace search, too, and so does every client of an unknown limit if the last
+///   refusal stated a wait. A sole client also searches before a sliding window of at most 10 s.
 /// - **A wait that a refusal states** is exceeded by at most a tenth if the limit is unknown.
 ///   Otherwise clients spread over their shares of the limit.
 ///

@@ -13,7 +13,8 @@
 //! - **Outage**: the last request was refused. One request at a time leaves, after a pause that grows
 //!   with each refusal.
 //! - **Paced**: requests leave at a rate that rises along a cubic curve, first slowly and later ever
-//!   faster. The curve is flat near the rate that is believed to be the limit.
+//!   faster. The curve is flat near the rate that is believed to be the limit. Above the rate that
+//!   was refused last it rises slowly.
 //!
 //! A cycle lasts from the end of one outage to the end of the next. What passed in a cycle, divided
 //! by its length, is what the server allows, or a little less. The rate that was refused is what it
@@ -100,7 +101,8 @@ const LARGEST_GAP: f64 = 0.7;
 /// Two measurements that differ by no more than this are of one limit, and it is the largest
 /// distance to the upper rate then.
 const SAME: f64 = 0.12;
-/// The distance up to which the limit counts as found again.
+/// The distance up to which the limit counts as found again, and how far above the refused rate a
+/// wide curve may lie.
 const FOUND: f64 = 0.06;
 /// The largest number of doublings of the reach for a limit that is found again.
 const CALMEST: f64 = 3.0;
@@ -204,6 +206,9 @@ impl Search {
                 if part < UNPACED {
                     self.late += LATE_WEIGHT * (part.max(1.0) - self.late);
                     self.curve.advance();
+                    if let Some(upper) = self.upper {
+                        self.curve.slow_down_above(upper + FOUND);
+                    }
                 } else {
                     // Requests leave as they come, so what passes does not show the limit.
                     self.cycle = Count::from(now);

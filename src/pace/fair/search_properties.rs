@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::super::{Dice, seconds, span};
+use super::curve::Curve;
 use super::search::Search;
 use crate::clock;
 
@@ -158,9 +159,8 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let outcome = run(Server::window(limit, length), 24.0 * length, seed);
-        // Nearly all use 97 % or more, and have 3 % refused or less. One of some 4000 swings and uses 75
-        // to 83 %.
-        prop_assert!(outcome.used >= 0.6 && outcome.refused <= 0.1, "{outcome:?}");
+        // All of 6000 used 97 % or more, and had 7 % refused or less.
+        prop_assert!(outcome.used >= 0.9 && outcome.refused <= 0.1, "{outcome:?}");
     }
 
     #[test]
@@ -179,6 +179,17 @@ proptest! {
             prop_assert!(pair[2] > pair[0], "{pauses:?}");
         }
     }
+}
+
+#[test]
+fn steep_curve_ends_at_the_refused_rate() {
+    let (mut curve, refused) = (Curve::between(0.0, 0.7, 0.0, 1.0), 0.4);
+    for _ in 0..200 {
+        curve.advance();
+        curve.slow_down_above(refused);
+    }
+    let rate = curve.rate();
+    assert!((refused..refused + 0.1).contains(&rate), "{rate}");
 }
 
 #[test]
