@@ -304,6 +304,24 @@ fn one_process_misses_only_the_listed_goals_of_the_real_set() {
     assert_eq!(missed, MISSED);
 }
 
+/// A sole client recognises that a window slides. Clients that are told only how long to wait start at rates that
+/// together do not exceed the limit.
+#[test]
+fn sliding_windows_and_stated_waits_reach_their_goals() {
+    let all = Scenarios::real().0;
+    for (name, strategy) in [
+        ("moving-1", "fair-sole"),
+        ("retry-after-alone-4", "fair"),
+        ("retry-after-alone-20", "fair"),
+    ] {
+        let scenario = all.iter().find(|(other, _)| other == name).unwrap();
+        let strategy = Strategy::named(strategy).unwrap();
+        let runs = sweep(std::slice::from_ref(scenario), &[strategy], 1..=3, || {}).unwrap();
+        let missed = scenario.1.goal.unwrap().missed(&runs[0].mean());
+        assert!(missed.is_empty(), "{name}: {missed:?}");
+    }
+}
+
 /// A stated limit is the rate at which a bucket fills; the bucket may hold twenty times as much.
 #[test]
 fn bucket_larger_than_limit_is_used_completely() {

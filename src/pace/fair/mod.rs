@@ -442,14 +442,16 @@ impl Pace for Fair {
     }
 
     fn passed(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, _: &mut Dice) {
-        let now = traffic.now;
+        let (now, is_alone) = (traffic.now, self.is_alone());
         if self.last_answer.is_some_and(|last| now < last) {
-            self.search.passed(reply.sent, now, self.states_wait);
+            self.search
+                .passed(reply.sent, now, self.states_wait, is_alone);
             return self.passed_late(reply);
         }
         let level_before = self.level;
         self.level = self.look(&Told::of(reply.signal), true, reply.sent, now);
-        self.search.passed(reply.sent, now, self.states_wait);
+        self.search
+            .passed(reply.sent, now, self.states_wait, is_alone);
         let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
         let calm = self.last_refusal.map_or(0.0, |last| seconds(last, now));
         let (scale, knows_level) = (&self.scale, self.level.is_some());

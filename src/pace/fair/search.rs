@@ -218,8 +218,15 @@ impl Search {
     }
 
     /// Takes note of an answer at `now` to a request that left at `sent` and passed. `states_wait`
-    /// tells whether the last refusal stated how long to wait.
-    pub(super) fn passed(&mut self, sent: Instant, now: Instant, states_wait: bool) {
+    /// tells whether the last refusal stated how long to wait, and `is_alone` whether no other client
+    /// uses the limit.
+    pub(super) fn passed(
+        &mut self,
+        sent: Instant,
+        now: Instant,
+        states_wait: bool,
+        is_alone: bool,
+    ) {
         self.cycle.passed += 1.0;
         self.lately.passed += 1.0;
         match &mut self.phase {
@@ -227,7 +234,7 @@ impl Search {
             // The server judged this request before it refused another one.
             Phase::Outage { latest, .. } if sent < *latest => {}
             &mut Phase::Outage { began, .. } => {
-                self.end_cycle(seconds(began, now), now, states_wait);
+                self.end_cycle(seconds(began, now), now, states_wait, is_alone);
                 self.phase = Phase::Paced;
             }
             Phase::Paced => {}
@@ -260,7 +267,7 @@ impl Search {
     }
 
     /// Ends a cycle after an outage of this length, and plans the next curve.
-    fn end_cycle(&mut self, outage: f64, now: Instant, states_wait: bool) {
+    fn end_cycle(&mut self, outage: f64, now: Instant, states_wait: bool, is_alone: bool) {
         let lately = std::mem::replace(
             &mut self.lately,
             Count {
@@ -282,6 +289,13 @@ impl Search {
             }
             _ => {}
         }
+        // Other clients may have met the limit at the same time, and their first rates together may not
+        // exceed it. So the request that ends the first cycle does not count, and the first curve lies
+        // at the measured rate.
+        let is_first_part = !is_alone && self.lower.is_none();
+        if is_first_part {
+            self.cycle.passed = (self.cycle.passed - 1.0).max(1.0);
+        }
         let measured = self.cycle.rate(now) + self.late.ln();
         let measured = match stated_lower {
             Some(lower) => measured.max(lower - STATED_DROP),
@@ -292,9 +306,11 @@ impl Search {
             .lower
             .map_or(f64::INFINITY, |lower| (measured - lower).abs());
         let most = if moved < SAME { SAME } else { LARGEST_GAP };
-        let gap = self
-            .upper
-            .map_or(UNKNOWN_GAP, |upper| (upper - measured).clamp(0.0, most));
+        let gap = match self.upper {
+            Some(upper) => (upper - measured).clamp(0.0, most),
+            None if is_first_part => 0.0,
+            None => UNKNOWN_GAP,
+        };
         self.calm = match gap.max(moved) <= FOUND && self.cycle.passed >= self.curve.reach() / 2.0 {
             true => (self.calm + 1.0).min(CALMEST),
             false => 0.0,

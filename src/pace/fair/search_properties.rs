@@ -130,7 +130,7 @@ fn run(mut server: Server, end: f64, seed: u64) -> Outcome {
         let counts = f64::from(u8::from(at > end / 2.0));
         if server.accepts(at) {
             passed += counts;
-            search.passed(sent, now, false);
+            search.passed(sent, now, false, true);
         } else {
             refused += counts;
             held = held.max(now + span(search.refused(sent, now, &mut dice)));
