@@ -324,9 +324,11 @@ impl Fair {
         let (token_time, was_guess) = (self.scale.token_time, self.scale.is_guess);
         let is_counted = passed && self.is_alone();
         let level = self.scale.look(told, believed, is_counted, sent, now);
-        if !self.slides && self.scale.slides() {
+        if !self.slides
+            && let Some(rate) = self.scale.sliding_rate()
+        {
             self.slides = true;
-            self.search.go_on(now, self.scale.sliding_rate());
+            self.search.start_at(rate);
         }
         if was_guess && self.scale.is_short() {
             // The guess was too short, so `n` has made up for it.

@@ -143,16 +143,11 @@ impl Scale {
         self.short.ends().is_some()
     }
 
-    /// Reports whether the limit is a sliding window of a length that is not known.
-    pub(super) fn slides(&self) -> bool {
-        self.is_guess && self.short.slides()
-    }
-
-    /// Returns the requests per second that a sliding window allows if it is as long as it seems.
-    pub(super) fn sliding_rate(&self) -> f64 {
-        self.short
-            .learned()
-            .map_or(f64::INFINITY, |window| self.limit() / window)
+    /// Returns the requests per second of a sliding window whose length no header states; `None` if
+    /// the limit is none.
+    pub(super) fn sliding_rate(&self) -> Option<f64> {
+        let window = self.short.sliding_window().filter(|_| self.is_guess)?;
+        Some(self.limit() / window)
     }
 
     /// Reports whether nothing is left of a short window.

@@ -156,12 +156,12 @@ impl Count {
 }
 
 impl Search {
-    /// Starts at the rate at which requests have passed up to `now`, if no request was refused, and at
-    /// most at `most` requests per second.
-    pub(super) fn go_on(&mut self, now: Instant, most: f64) {
-        if matches!(self.phase, Phase::Start { .. }) && self.cycle.passed >= ENOUGH {
-            let measured = bounded(self.cycle.rate(now).min(most.ln()));
-            self.curve = Curve::between(measured, SAME, 0.0, 1.0);
+    /// Starts at `rate` requests per second, if no request was refused.
+    pub(super) fn start_at(&mut self, rate: f64) {
+        if matches!(self.phase, Phase::Start { .. }) {
+            let rate = bounded(rate.ln());
+            self.curve = Curve::between(rate, FOUND, 0.0, 1.0);
+            self.lower = Some(rate);
             self.phase = Phase::Paced;
         }
     }

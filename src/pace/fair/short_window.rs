@@ -240,20 +240,15 @@ impl ShortWindow {
         self.learned = Some(usual(length));
     }
 
-    /// Returns the length that was learned, in seconds.
-    pub(super) fn learned(&self) -> Option<f64> {
-        self.learned
-    }
-
     /// Returns when the window ends; `None` if the limit does not count as a short window.
     pub(super) fn ends(&self) -> Option<Instant> {
         self.ends
     }
 
-    /// Reports whether the limit seemed to be a short window, but Remaining rises within it, as in a
-    /// sliding window.
-    pub(super) fn slides(&self) -> bool {
-        self.learned.is_some() && self.doubts >= OFTEN
+    /// Returns the length that was learned, in seconds, if the limit seemed to be a short window, but
+    /// Remaining rises within it, as in a sliding window.
+    pub(super) fn sliding_window(&self) -> Option<f64> {
+        self.learned.filter(|_| self.doubts >= OFTEN)
     }
 
     /// Returns when the window ends, if `in_flight` requests take all that is left of it.
