@@ -184,10 +184,7 @@ fn same_with_set_quotas(
         world.forget_what_redis_does_not_keep();
         if number % 3 == 2 && !is_outdated {
             let (ours, theirs) = world.peek(&spec, step);
-            let ttl: i64 = redis::cmd("PTTL")
-                .arg(&world.key)
-                .query(&mut world.redis)
-                .unwrap();
+            let ttl = world.ttl;
             // Times to live follow the real clock of the server, which this test does not set.
             let is_set = steps[..=number].iter().any(|step| step.step.clock != 0);
             let left = ours.set_quota.as_ref().map(|quota| quota.left.as_millis());

@@ -42,6 +42,9 @@ pub(super) struct World {
     pub(super) writes: u64,
     pub(super) seen: Micros,
     pub(super) calls: u64,
+    /// The time to live that a call has given the state last, in milliseconds. The state itself does not
+    /// expire: it would do so by the clock of the machine, which may stall.
+    pub(super) ttl: i64,
 }
 
 impl World {
@@ -64,6 +67,7 @@ impl World {
             writes: 0,
             seen: START,
             calls: 0,
+            ttl: 0,
         }
     }
 
@@ -77,7 +81,7 @@ impl World {
             self.writes,
             self.seen,
         ) = (None, START, 0, 0, START);
-        (self.clock, self.release) = (0, Release::Today);
+        (self.clock, self.release, self.ttl) = (0, Release::Today, 0);
         self.unused.clear();
     }
 
@@ -93,12 +97,20 @@ impl World {
             Release::Format1 | Release::Today => &self.script,
         };
         let mut invocation = script.key(&self.key);
-        invocation
+        let answer = invocation
             .arg(call)
             .arg("told")
             .arg("key")
             .arg(raw)
-            .invoke(&mut self.redis)
+            .invoke(&mut self.redis);
+        let (ttl, _): (i64, bool) = redis::pipe()
+            .pttl(&self.key)
+            .persist(&self.key)
+            .query(&mut self.redis)?;
+        if ttl > 0 {
+            self.ttl = ttl;
+        }
+        answer
     }
 
     /// Runs a call that states what it knows of the time; sends it again if the script is unsure.
