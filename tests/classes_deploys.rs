@@ -1,6 +1,8 @@
 //! Shares that change while requests are sent: releases with different shares, and releases without, side by
 //! side.
 
+#[path = "support/histories.rs"]
+mod histories;
 #[path = "support/over.rs"]
 mod over;
 #[path = "support/remote.rs"]
@@ -9,6 +11,7 @@ mod remote;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use histories::{histories, paused};
 use over::over;
 use proptest::prelude::*;
 use remote::Remote;
@@ -66,13 +69,8 @@ async fn ask_until(limiter: Limiter, class: &'static str, end: Instant, uses: Us
 
 /// Runs the processes beside each other. Returns what was used.
 fn run(quota: Quota, processes: &[Process], is_remote: bool) -> Vec<(Instant, u32)> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_time()
-        .start_paused(true)
-        .build()
-        .unwrap();
     let uses = Uses::default();
-    runtime.block_on(async {
+    paused(async {
         let begin = Instant::now();
         let store: Arc<dyn Store> = if is_remote {
             Arc::new(Remote::default())
@@ -122,19 +120,16 @@ fn processes(window: u64) -> impl Strategy<Value = Vec<Process>> {
     prop::collection::vec(process, 2..7)
 }
 
-fn cases(default: u32) -> ProptestConfig {
-    let cases = std::env::var("TOLLGATE_CLASS_HISTORIES").ok();
+fn config() -> ProptestConfig {
     ProptestConfig {
-        cases: cases
-            .and_then(|cases| cases.parse().ok())
-            .unwrap_or(default),
+        cases: histories(60),
         failure_persistence: None,
         ..ProptestConfig::default()
     }
 }
 
 proptest! {
-    #![proptest_config(cases(60))]
+    #![proptest_config(config())]
 
     #[test]
     fn no_mix_of_releases_exceeds_the_quota(
