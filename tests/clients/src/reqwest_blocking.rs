@@ -33,7 +33,7 @@ pub fn send(
         let request = request
             .try_clone()
             .ok_or("its body can be sent only once")?;
-        let permit = limiter.acquire(key.clone()).blocking();
+        let permit = limiter.acquire(*key).blocking();
         let permit = permit.map_err(Error::from)?;
         let response = client.execute(request)?;
         match permit.answered(&Signal::read(&Head(&response))) {

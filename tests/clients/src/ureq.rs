@@ -29,7 +29,7 @@ pub fn send<B: AsSendBody + Clone>(
 ) -> Result<Response<Body>, BoxError> {
     let mut attempt = 1;
     loop {
-        let permit = limiter.acquire(key.clone()).blocking();
+        let permit = limiter.acquire(*key).blocking();
         let permit = permit.map_err(Error::from)?;
         let response = agent.run(request.clone())?;
         match permit.answered(&Signal::read(&response)) {
