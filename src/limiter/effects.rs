@@ -289,7 +289,7 @@ impl Core {
     }
 
     /// Starts a task. What a store in memory answers at once is done when this returns.
-    fn start(&self, task: impl Future<Output = ()> + Send + 'static) {
+    pub(super) fn start(&self, task: impl Future<Output = ()> + Send + 'static) {
         let mut task = Box::pin(task);
         let first = task.as_mut().poll(&mut Context::from_waker(Waker::noop()));
         if first.is_pending() {
@@ -480,12 +480,12 @@ impl Drop for Statements {
 
 /// States the limits of all parts for `key`, which is one of them: see `key_state/stated_parts.rs`. If
 /// callers without a division have booked more than their part, waits until that is through.
-async fn run_statements(core: Arc<Core>, key: Key) {
+async fn run_statements(mut core: Arc<Core>, key: Key) {
     let statements = Statements {
         core: Arc::downgrade(&core),
         key,
     };
-    let (mut core, mut undivided_until) = (core, None);
+    let mut undivided_until = None;
     loop {
         let (until, again) = state_stale_parts(&core, key).await;
         undivided_until = undivided_until.max(until);

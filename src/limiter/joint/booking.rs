@@ -1,9 +1,6 @@
 //! The search for a joint slot: see the [module](super).
 
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use super::set::{JointSet, Wanted};
@@ -15,7 +12,7 @@ use crate::limiter::key_state::{Asked, JointAsk, KeyState, known_refusal, near_b
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Reservation, WaitBound};
 use crate::limiter::settings::Settings;
-use crate::store::{JointCall, Lease, Refusal, StoreReply, spawn};
+use crate::store::{JointCall, Lease, Refusal, StoreReply};
 use crate::wait_queue::ANSWER;
 
 /// After so many calls, the search rests for a while. Then other processes that search too can come
@@ -26,15 +23,11 @@ const REST: Duration = Duration::from_millis(10);
 /// Books for the requests of `set` that have no joint slot. If its stores reply at once, this is
 /// done when the function returns. Otherwise a task goes on.
 pub(super) fn begin(set: &Arc<JointSet>) {
-    let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(book(Booking {
-        set: set.clone(),
-        is_done: false,
-    }));
-    let now = task.as_mut().poll(&mut Context::from_waker(Waker::noop()));
-    if now.is_pending()
-        && let Some(first) = set.parts.first()
-    {
-        spawn(&*first.core.settings.store, task);
+    if let Some(first) = set.parts.first() {
+        first.core.start(book(Booking {
+            set: set.clone(),
+            is_done: false,
+        }));
     }
 }
 
@@ -249,7 +242,7 @@ impl<'a> Search<'a> {
     /// are of one store, which may decide about them in one step.
     fn next(&self) -> PerPart<usize> {
         let from = self.earliest.unwrap_or_else(clock::now).max(clock::now());
-        let is_of_use = |part: usize, slot: &Reservation| {
+        let is_usable = |part: usize, slot: &Reservation| {
             let is_brought = self.brought[part].is_some_and(|brought| brought == *slot);
             if is_brought {
                 from < slot.until
@@ -258,7 +251,7 @@ impl<'a> Search<'a> {
             }
         };
         let lacks = |part: &usize| {
-            !self.passes[*part] && self.slots[*part].is_none_or(|slot| !is_of_use(*part, &slot))
+            !self.passes[*part] && self.slots[*part].is_none_or(|slot| !is_usable(*part, &slot))
         };
         // The part that allows the request last comes first: then the others are asked once.
         let all = 0..self.parts.len();

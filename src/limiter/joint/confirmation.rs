@@ -7,14 +7,13 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 use std::time::Instant;
 
 use super::set::JointSet;
 use super::{JointSlot, Part, PerPart};
 use crate::clock;
 use crate::limiter::key_state::{ask_to_confirm, confirmed, is_confirmed};
-use crate::store::spawn;
 
 /// Returns the parts whose stores have to confirm their slots before `slot` may be used.
 pub(super) fn doubtful(parts: &[Part], slot: &JointSlot, now: Instant) -> PerPart<usize> {
@@ -38,15 +37,11 @@ pub(super) fn begin(set: &Arc<JointSet>, doubtful: &[usize]) {
         let call: Call = Box::pin(confirm(set.parts[*part].clone()));
         call
     });
-    let mut task = Box::pin(confirm_all(Confirmation {
+    set.parts[*first].core.start(confirm_all(Confirmation {
         set: set.clone(),
         calls: calls.collect(),
         is_done: false,
     }));
-    let now = task.as_mut().poll(&mut Context::from_waker(Waker::noop()));
-    if now.is_pending() {
-        spawn(&*set.parts[*first].core.settings.store, task);
-    }
 }
 
 type Call = Pin<Box<dyn Future<Output = ()> + Send>>;

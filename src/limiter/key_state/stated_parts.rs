@@ -89,22 +89,23 @@ impl StatedParts {
     }
 }
 
-/// The limits of a quota as a whole: what its parts add up to.
-pub(in crate::limiter) struct WholeLimits(SmallVec<[Limit; 2]>, SmallVec<[u64; 2]>);
+/// The limits of a quota as a whole: each limit of its first part, and the largest cost of all parts
+/// together.
+pub(in crate::limiter) struct WholeLimits(SmallVec<[(Limit, u64); 2]>);
 
 impl WholeLimits {
     /// Adds up the limits of all parts.
     pub(in crate::limiter) fn new(parts: &[Arc<LimitSpec>]) -> Self {
         let first = parts.first().map(|spec| spec.quota().limits());
-        let first: SmallVec<[Limit; 2]> = first.unwrap_or_default().iter().copied().collect();
-        let sum = |index: usize| {
+        let limits = first.unwrap_or_default().iter().enumerate();
+        let limits = limits.map(|(index, limit)| {
             let of_parts = parts
                 .iter()
                 .filter_map(|spec| spec.quota().limits().get(index));
-            of_parts.map(|limit| u64::from(limit.largest_cost())).sum()
-        };
-        let sums = (0..first.len()).map(sum).collect();
-        WholeLimits(first, sums)
+            let sum = of_parts.map(|limit| u64::from(limit.largest_cost())).sum();
+            (*limit, sum)
+        });
+        WholeLimits(limits.collect())
     }
 
     /// Returns for how long callers that do not divide the quota may use more than this part of it, whose
@@ -132,8 +133,7 @@ impl WholeLimits {
     /// Returns whether callers that state `limit` do not divide the quota: it is not smaller than the
     /// whole.
     fn is_undivided(&self, limit: Limit) -> bool {
-        let mut wholes = self.0.iter().zip(&self.1);
-        wholes.any(|(part, sum)| {
+        self.0.iter().any(|(part, sum)| {
             let is_alike = match (limit, part) {
                 (Limit::Bucket { .. }, Limit::Bucket { .. }) => true,
                 (Limit::Sliding { window, .. }, Limit::Sliding { window: other, .. })
@@ -225,7 +225,8 @@ impl KeyState {
     pub(super) fn note_own_part(&mut self, spec: &LimitSpec, sent: Instant, has_lost_state: bool) {
         if has_lost_state {
             let stated = self.limits.stated_parts_mut();
-            (stated.has_begun, stated.parts) = (false, SmallVec::new());
+            stated.has_begun = false;
+            stated.parts.clear();
         }
         self.note_stated(spec, OWN_PART, sent, false);
     }
