@@ -55,14 +55,10 @@ impl SlotWait {
         }
     }
 
-    /// Returns when the task of the request wakes for something that happens at `at`. If the store
-    /// has decided on the request, this is no later than the request can wait.
+    /// Returns when the task of the request wakes for something that happens at `at`: no later than
+    /// the request can wait.
     fn wakes_for(&self, at: Instant) -> Instant {
-        if self.is_decided {
-            at.min(self.bound.latest)
-        } else {
-            at
-        }
+        at.min(self.ends_at())
     }
 }
 
@@ -494,4 +490,42 @@ struct LeftOut {
     number: Number,
     /// Whether it waited when the call was sent.
     is_asked_for: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The call that was to decide on the request failed, so it has no slot, and the first slot is that of
+    /// a waiter that has left.
+    #[tokio::test(start_paused = true)]
+    async fn a_request_that_the_store_has_not_decided_on_wakes_when_its_wait_ends() {
+        let now = clock::now();
+        let at = |seconds| clock::after(now, Duration::from_secs(seconds));
+        let mut class = CostClass::default();
+        class.add(Reservation {
+            at: at(10),
+            until: at(11),
+            cost: 1,
+            count: 1,
+            slot: 0,
+            stamp: 0,
+            incarnation: 0,
+            lender: None,
+        });
+        let wait = SlotWait {
+            bound: WaitBound::new(Some(at(3)), now, Duration::from_secs(60)),
+            entered: now,
+            is_decided: false,
+            gives_up_at: at(3),
+        };
+        class.waiters.enter(1, wait, now);
+        class.register(
+            1,
+            None,
+            now,
+            &mut Context::from_waker(std::task::Waker::noop()),
+        );
+        assert_eq!(class.waiters.get(1).unwrap().wakes_at(), at(3));
+    }
 }
