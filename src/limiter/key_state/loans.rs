@@ -33,7 +33,7 @@ const LONGEST: Duration = Duration::from_secs(1);
 /// The shortest and the longest time between two questions for sooner slots of the own part. It has some
 /// if other lines of the class gave slots back.
 const SHORTEST_OWN: Duration = Duration::from_millis(500);
-const LONGEST_OWN: Duration = Duration::from_secs(8);
+const LONGEST_OWN: Duration = Duration::from_secs(2);
 
 /// How long a class keeps slots of its own part, far ahead, that its waiters no longer need because other
 /// parts have lent them sooner ones. Its next requests take them without a call.
@@ -316,7 +316,9 @@ impl KeyState {
             let jitter = u32::try_from(dice() % 64).unwrap_or_default();
             lender.next = Some(clock::after(now, wait * (96 + jitter) / 128));
         }
-        let first = loans.lenders.iter().filter_map(|lender| lender.next).min();
+        // The own part may be due for long: it is not asked while all slots are near.
+        let next = loans.lenders.iter().filter_map(|lender| lender.next);
+        let first = next.filter(|next| *next > now).min();
         loans.next = first.max(Some(clock::after(now, SHORTEST)));
         loans.under_way_until = None;
         let kept = loans.kept.take();
