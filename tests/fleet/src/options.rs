@@ -84,6 +84,9 @@ pub enum Arrivals {
     Once,
     /// A new call begins after each such span, whether or not the others have ended.
     Every(Duration),
+    /// New calls begin at random moments, whether or not the others have ended, one for each such span
+    /// in the mean (a Poisson process).
+    Random(Duration),
     /// Each task calls again when its call has ended, in turns: the first turn begins after `first`
     /// and lasts for `on`; the next begins `off` after its end. A call that is not served by the
     /// end of its turn gives up.
@@ -140,6 +143,7 @@ impl Options {
             Arrivals::Loop => "loop".into(),
             Arrivals::Once => "once".into(),
             Arrivals::Every(gap) => us(gap),
+            Arrivals::Random(mean) => format!("random,{}", us(mean)),
             Arrivals::Turns { first, on, off } => format!("{},{},{}", us(first), us(on), us(off)),
         };
         let and_per = self.and_per.iter();
@@ -226,6 +230,10 @@ impl Options {
                     "--tasks" => options.tasks = value.parse()?,
                     "--arrivals" if value == "loop" => options.arrivals = Arrivals::Loop,
                     "--arrivals" if value == "once" => options.arrivals = Arrivals::Once,
+                    "--arrivals" if value.starts_with("random,") => {
+                        let mean = value["random,".len()..].parse()?;
+                        options.arrivals = Arrivals::Random(Duration::from_micros(mean));
+                    }
                     "--arrivals" => {
                         let spans = value
                             .split(',')
@@ -298,7 +306,11 @@ mod tests {
             live: true,
             ..options.clone()
         };
-        for options in [options, turns] {
+        let random = Options {
+            arrivals: Arrivals::Random(Duration::from_micros(1700)),
+            ..turns.clone()
+        };
+        for options in [options, turns, random] {
             let read = Options::from_words(options.to_words()).unwrap();
             assert_eq!(format!("{read:?}"), format!("{options:?}"));
         }

@@ -229,6 +229,13 @@ async fn calls(options: &Options, caller: &Caller, events: &Arc<Mutex<Vec<Event>
                 tasks.push(task(end));
             }
         }
+        Arrivals::Random(mean) => loop {
+            sleep(mean.mul_f64(-(1.0 - fastrand::f64()).ln())).await;
+            if Instant::now() >= end {
+                break;
+            }
+            tasks.push(task(end));
+        },
         Arrivals::Turns { first, on, off } => {
             let turns = (0..).map(|number| start + first + (on + off) * number);
             for turn in turns.take_while(|turn| *turn < end) {
