@@ -46,6 +46,7 @@ pub(super) const REGISTER: &str = concat!(
 pub(super) const RATES: &str = concat!(
     include_str!("lua/layout.lua"),
     include_str!("lua/server_time.lua"),
+    include_str!("lua/one_key.lua"),
     include_str!("lua/call.lua"),
     include_str!("lua/short.lua"),
     include_str!("lua/time.lua"),
@@ -61,13 +62,22 @@ pub(super) const RATES: &str = concat!(
 );
 
 /// Returns the script about joint requests: the script about rates as a function, and `joint.lua`,
-/// which calls it for each key. Both parts need the layout.
+/// which calls it for each key. Both parts need the layout. The parameters of the function replace
+/// the files that read the clock and the arguments of the script.
 pub(super) fn joint() -> String {
+    let server_time = include_str!("lua/server_time.lua");
+    let one_key = concat!(
+        include_str!("lua/server_time.lua"),
+        include_str!("lua/one_key.lua"),
+    );
+    let (layout, decides) = RATES.split_once(one_key).expect("RATES has these files");
     [
-        "local function decide(KEYS, ARGV, redis)\n",
-        RATES,
+        "local function decide(key, call, server_time, redis_write, channel, token)\n",
+        layout,
+        decides,
         "end\n",
-        include_str!("lua/layout.lua"),
+        layout,
+        server_time,
         include_str!("lua/joint.lua"),
     ]
     .concat()

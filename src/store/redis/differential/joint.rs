@@ -35,15 +35,8 @@ enum Found {
 }
 
 fn joint_script() -> redis::Script {
-    let clock = "local time, writes = redis.call('TIME'), nil";
-    let text = script::joint();
-    assert_eq!(
-        text.matches(clock).count(),
-        1,
-        "the script reads the clock once"
-    );
-    let at_time = text.replace(clock, "local time, writes = { 0, ARGV[#KEYS + 1] }, nil");
-    redis::Script::new(&script::with_inlined_constants(&at_time))
+    let text = at_time_of_argument(&script::joint(), "#KEYS + 1");
+    redis::Script::new(&script::with_inlined_constants(&text))
 }
 
 impl Keys {

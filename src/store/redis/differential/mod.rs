@@ -16,6 +16,7 @@ mod twins;
 mod unchanged_formats;
 mod world;
 
+use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -45,7 +46,7 @@ const READS_CLOCK: &str = "local server_time = redis.call('TIME')\nserver_time =
 
 /// Returns a script that takes the server's clock from argument `argument`. Nothing else of it
 /// changes.
-fn at_time_of_argument(text: &str, argument: u32) -> String {
+fn at_time_of_argument(text: &str, argument: impl Display) -> String {
     assert_eq!(
         text.matches(READS_CLOCK).count(),
         1,

@@ -559,7 +559,7 @@ local function cold_advance()
   local function read(head, from, base)
     local _, count, latest, longest_span = struct.unpack(ADVANCE_RECORD, head, from)
     local after = base + count * ADVANCE_BOOKING_SIZE
-    bytes = redis.call('GETRANGE', KEYS[1], base, after - 1)
+    bytes = redis.call('GETRANGE', key, base, after - 1)
     for i = 1, count do
       list[i] = (i - 1) * ADVANCE_BOOKING_SIZE + 1
     end

@@ -387,7 +387,7 @@ local function cold()
     records[#state + 1] = others
     regions[#state + 1] = state.cold_advance and state.cold_advance.region() or ''
     regions[#state + 2], state.returned_room = padded(pack_returned(), state.returned_count, state.returned_room, RETURNED_SIZE)
-    redis.call('SET', KEYS[1], packed_head(#state + other_count, incarnation, writes, offset, expires, held_until, releases)
+    redis_write('SET', key, packed_head(#state + other_count, incarnation, writes, offset, expires, held_until, releases)
       .. table.concat(records) .. table.concat(regions), 'PX', time_to_live)
   end
 

@@ -11,7 +11,7 @@
 -- Returns an error if there is a record of an unknown kind.
 local function read_records(head, record_count, limit_count)
   if record_count > limit_count then
-    head = redis.call('GETRANGE', KEYS[1], 0, HEAD_SIZE + RECORD_SIZE * record_count - 1)
+    head = redis.call('GETRANGE', key, '0', HEAD_SIZE + RECORD_SIZE * record_count - 1)
   end
   local base = HEAD_SIZE + RECORD_SIZE * record_count
   for i = 1, record_count do
@@ -122,7 +122,8 @@ local function book(cost, count, life, from, last, segments)
       end
     end
     count = count - fits
-    segments[#segments + 1] = struct.pack(SEGMENT, cost, fits, slot - state.now, stamp - slot)
+    segments.wait = slot - state.now
+    segments[#segments + 1] = struct.pack(SEGMENT, cost, fits, segments.wait, stamp - slot)
   end
 end
 
@@ -154,12 +155,12 @@ local function write(incarnation, writes, offset, expires, held_until, releases)
     if limit.kind == WINDOW then
       limit.rule.write(limit)
     elseif limit.dirty and limit.n > 0 then
-      redis.call('SETRANGE', KEYS[1], limit.base, pack_list(limit.list, limit.rule.entry, limit.rule.fields))
+      redis_write('SETRANGE', key, limit.base, pack_list(limit.list, limit.rule.entry, limit.rule.fields))
     end
   end
-  redis.call('SETRANGE', KEYS[1], 0, records .. others)
+  redis_write('SETRANGE', key, '0', records .. others)
   if state.returned_count > 0 then
-    redis.call('SETRANGE', KEYS[1], state.returned_base, pack_returned())
+    redis_write('SETRANGE', key, state.returned_base, pack_returned())
   end
 end
 
@@ -188,7 +189,7 @@ else
       server_seen > 0 and server_seen + server_since)
     if not now then
       return struct.pack(REPLY, CALL_VERSION, UNSURE, incarnation, writes, server_time, 0, 0, 0, 0, releases, 0, 0, 0, 0,
-        0, 0, 0, 0, 0, 0, 0)
+        0, 0, 0, 0, 0, 0, 0), UNSURE
     end
     state.now = now
   end
@@ -393,7 +394,7 @@ if state.changed then
   else
     write(incarnation, writes, offset, expires, held_until, releases)
     if is_extended then
-      redis.call('PEXPIRE', KEYS[1], time_to_live)
+      redis_write('PEXPIRE', key, time_to_live)
     end
   end
 end
@@ -401,13 +402,13 @@ end
 -- 8. Messages. If PUBLISH fails, the other processes learn of the change with their next call.
 if operation == HOLD or operation == RELEASE then
   local kind = is_cut == 1 and CUT_HOLD_MESSAGE or HOLD_MESSAGE
-  redis.pcall('PUBLISH', ARGV[2], struct.pack(HOLD_MESSAGE_FIELDS, kind, state.earliest - now, releases) .. ARGV[3])
-elseif must_notify and #ARGV == 3 then
-  redis.pcall('PUBLISH', ARGV[2], struct.pack(REMAINING_MESSAGE_FIELDS, REMAINING_MESSAGE, writes) .. ARGV[3])
+  redis.pcall('PUBLISH', channel, struct.pack(HOLD_MESSAGE_FIELDS, kind, state.earliest - now, releases) .. token)
+elseif must_notify and token then
+  redis.pcall('PUBLISH', channel, struct.pack(REMAINING_MESSAGE_FIELDS, REMAINING_MESSAGE, writes) .. token)
 end
 
-if state.has_new_version and #ARGV == 3 then
-  redis.pcall('PUBLISH', ARGV[2], string.char(QUOTA_MESSAGE) .. state.cold_set_quota.part() .. ARGV[3])
+if state.has_new_version and token then
+  redis.pcall('PUBLISH', channel, string.char(QUOTA_MESSAGE) .. state.cold_set_quota.part() .. token)
 end
 
 -- 9. The reply.
@@ -422,4 +423,5 @@ end
 refusing, foreign = status % SHARED == REFUSED and refusing or NO_LIMIT, foreign or NO_LIMIT
 return struct.pack(REPLY, CALL_VERSION, status + shared + is_cut * CUT, incarnation, writes, now, remember, wait, free,
   state.earliest - now, releases, refusing.kind, refusing.count, refusing.window, refusing.capacity, foreign.kind, foreign.count,
-  foreign.window, foreign.capacity, prefetched, prefetched_span, #segments) .. table.concat(segments) .. quota_part
+  foreign.window, foreign.capacity, prefetched, prefetched_span, #segments) .. table.concat(segments) .. quota_part,
+  status % SHARED, segments.wait

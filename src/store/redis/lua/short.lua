@@ -43,8 +43,8 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
     -- a record is so old that it has to note that the call stated its limit.
     local wait, refusing, remember_until, is_restated, is_unusual = 0, NO_LIMIT, now, false, false
     -- If all limits grant: `fresh_from` is the moment from which a new state would grant the same.
-    -- `records` are the new records. `chunks` are those to write, each a place in the string and
-    -- its bytes. `free_after` are the units that are free after the grant.
+    -- `records` are the new records. `chunks` is a linked list of those to write, each with a place
+    -- in the string and its bytes. `free_after` are the units that are free after the grant.
     local fresh_from, records, chunks, free_after = now, '', nil, NEVER
     -- Of a part: until when its limits apply.
     local in_force_until = now
@@ -112,7 +112,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
             oldest, oldest_units = newest, newest_units
           elseif n > 1 then
             local from = region + first % room * CHUNK_SIZE
-            oldest, oldest_units = struct.unpack(CHUNK, redis.call('GETRANGE', KEYS[1], from, from + CHUNK_SIZE - 1))
+            oldest, oldest_units = struct.unpack(CHUNK, redis.call('GETRANGE', key, from, from + CHUNK_SIZE - 1))
           end
         end
         if states_limits and now - last_stated > window / 2 then
@@ -143,9 +143,9 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
           else
             -- Until now, the newest chunk was in the record only.
             if n > 0 then
-              chunks = chunks or {}
-              chunks[#chunks + 1] = region + (first + n - 1) % room * CHUNK_SIZE
-              chunks[#chunks + 1] = struct.pack(CHUNK, newest, newest_units)
+              chunks = {
+                at = region + (first + n - 1) % room * CHUNK_SIZE, bytes = struct.pack(CHUNK, newest, newest_units), next = chunks,
+              }
             end
             n, newest_units = n + 1, units
           end
@@ -166,27 +166,26 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
     if is_unusual then
       -- main.lua decides.
     elseif wait == 0 then
-      if chunks then
-        for i = 1, #chunks, 2 do
-          redis.call('SETRANGE', KEYS[1], chunks[i], chunks[i + 1])
-        end
+      while chunks do
+        redis_write('SETRANGE', key, chunks.at, chunks.bytes)
+        chunks = chunks.next
       end
       -- The clocks of server and callers may run at speeds that differ by a thousandth.
       local left = fresh_from - now
       local needed = server_time + left + math.floor(left / 1000) + 1000000
       if needed > expires then
         expires = needed + SPARE_LIFE
-        redis.call('PEXPIRE', KEYS[1], math.floor((expires - server_time) / 1000) + 1)
+        redis_write('PEXPIRE', key, math.floor((expires - server_time) / 1000) + 1)
       end
-      redis.call('SETRANGE', KEYS[1], 0, struct.pack(HEAD, format, record_count, 0, returned_room, incarnation, writes + 1,
+      redis_write('SETRANGE', key, '0', struct.pack(HEAD, format, record_count, 0, returned_room, incarnation, writes + 1,
         made_at, recovering_until, offset, now, expires, held_until, releases) .. records)
       return struct.pack(REPLY_WITH_SEGMENT, CALL_VERSION, GRANTED, incarnation, writes + 1, now, left, 0, free_after, 0, releases,
-        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, cost, permits, 0, stamp - now)
+        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, cost, permits, 0, stamp - now), GRANTED, 0
     elseif not is_restated then
       -- A refusal writes nothing. If it has to record that the call stated a limit, main.lua
       -- decides.
       return struct.pack(REPLY, CALL_VERSION, REFUSED, incarnation, writes, now, remember_until - now, wait, 0, 0, releases,
-        refusing.kind, refusing.count, refusing.window, refusing.capacity, 0, 0, 0, 0, 0, 0, 0)
+        refusing.kind, refusing.count, refusing.window, refusing.capacity, 0, 0, 0, 0, 0, 0, 0), REFUSED
     end
   end
 end

@@ -54,7 +54,7 @@ state[1], state[2] = nil, nil
 local function read_list(base, n, format, size, fields)
   local list = {}
   if n > 0 then
-    local bytes = redis.call('GETRANGE', KEYS[1], base, base + n * size - 1)
+    local bytes = redis.call('GETRANGE', key, base, base + n * size - 1)
     for i = 1, n do
       local values, entry = { struct.unpack(format, bytes, (i - 1) * size + 1) }, {}
       for k = 1, #fields do

@@ -41,7 +41,7 @@ local function window_rule()
     local block = place % limit.room
     block = block - block % 8
     local from = limit.base + block * CHUNK_SIZE
-    local s = redis.call('GETRANGE', KEYS[1], from, from + CHUNK_BLOCK_SIZE - 1)
+    local s = redis.call('GETRANGE', key, from, from + CHUNK_BLOCK_SIZE - 1)
     local values = { struct.unpack(CHUNK_BLOCK, s) }
     local ring, first = limit.ring, limit.first_read
     for i = 0, 7 do
@@ -99,7 +99,6 @@ local function window_rule()
   local cold_functions
   local function cold()
     if cold_functions then return cold_functions end
-    cold_functions = {}
 
     -- Reads the whole ring.
     local function load_all(limit)
@@ -109,7 +108,7 @@ local function window_rule()
     end
 
     -- Inserts a chunk before chunk i; moves the shorter side of the ring.
-    function cold_functions.insert_chunk(limit, i, stamp, units)
+    local function insert_chunk(limit, i, stamp, units)
       if limit.n + 1 > limit.room then
         load_all(limit)
         state.must_rewrite = true
@@ -146,7 +145,7 @@ local function window_rule()
     -- Bounds the log. Merges the oldest fine chunks into coarse ones until two conditions are met:
     -- the fine chunks would have less than twice the count without their oldest, and are at most
     -- MOST_FINE. If there are then more than MOST_COARSE coarse chunks, the oldest leave the log.
-    function cold_functions.coarsen(limit)
+    local function coarsen(limit)
       local twice = 2 * limit.count
       while limit.coarse_count < limit.n do
         local coarse = limit.coarse_count
@@ -192,7 +191,7 @@ local function window_rule()
 
     -- Counts units that were used without a permit. If they are more than the limit, as many as the
     -- limit count.
-    function cold_functions.charge(limit, _, stamp, units)
+    local function charge(limit, _, stamp, units)
       if stamp + limit.window > state.now then
         limit.rule.insert(limit, stamp, stamp, units < limit.count and units or limit.count)
       end
@@ -200,7 +199,7 @@ local function window_rule()
 
     -- Takes back units of a stamp that were not used. They are in chunks with that stamp or a later
     -- one, and leave the first of these chunks.
-    function cold_functions.subtract(limit, _, stamp, units)
+    local function subtract(limit, _, stamp, units)
       if stamp + limit.window <= state.now or (limit.floor > 0 and stamp <= limit.floor) then return end
       -- Finds the first chunk whose stamp is not earlier.
       local i, beyond = 0, limit.n
@@ -223,13 +222,13 @@ local function window_rule()
     end
 
     -- Returns the units in the log.
-    function cold_functions.used(limit)
+    local function used(limit)
       return limit.total
     end
 
     -- Returns a lower and an upper bound of the units whose stamps are not later than `stamp`. The
     -- first chunk with a later stamp may have some of them.
-    function cold_functions.used_until(limit, stamp)
+    local function used_until(limit, stamp)
       local least, most = limit.total, limit.total
       for i = limit.n - 1, 0, -1 do
         if stamp_of(limit, i) <= stamp then break end
@@ -240,21 +239,21 @@ local function window_rule()
     end
 
     -- Makes a log without chunks.
-    function cold_functions.new(limit)
+    local function new(limit)
       limit.total, limit.fine_units, limit.coarse_count, limit.first, limit.floor = 0, 0, 0, 0, 0
       limit.cursor_index, limit.cursor_before = 0, 0
       limit.first_read, limit.end_read, limit.ring, limit.room = 0, 0, {}, 8
     end
 
     -- Calls `with` with the stamp and the units of each chunk, the oldest first.
-    function cold_functions.for_each(limit, with)
+    local function for_each(limit, with)
       for i = 0, limit.n - 1 do
         with(stamp_of(limit, i), units_of(limit, i))
       end
     end
 
     -- Returns all chunks as bytes, from place 0 on, and makes the ring large enough for them.
-    function cold_functions.region(limit)
+    local function region(limit)
       load_all(limit)
       local parts, ring = {}, {}
       for i = 0, limit.n - 1 do
@@ -268,6 +267,10 @@ local function window_rule()
       return table.concat(parts)
     end
 
+    cold_functions = {
+      insert_chunk = insert_chunk, coarsen = coarsen, charge = charge, subtract = subtract, used = used, used_until = used_until,
+      new = new, for_each = for_each, region = region,
+    }
     return cold_functions
   end
 
@@ -310,7 +313,7 @@ local function window_rule()
     for place = dirty_from, dirty_to do
       if limit.dirty[place] then
         if from and (place % room == 0 or place ~= next_place) then
-          redis.call('SETRANGE', KEYS[1], limit.base + from * CHUNK_SIZE, parts)
+          redis_write('SETRANGE', key, limit.base + from * CHUNK_SIZE, parts)
           from, parts = nil, ''
         end
         from = from or place % room
@@ -319,7 +322,7 @@ local function window_rule()
       end
     end
     if from then
-      redis.call('SETRANGE', KEYS[1], limit.base + from * CHUNK_SIZE, parts)
+      redis_write('SETRANGE', key, limit.base + from * CHUNK_SIZE, parts)
     end
   end
 
