@@ -38,7 +38,9 @@ if flags >= 4 then
   flags = flags - 4
   lends = string.byte(call, flags >= 2 and #call - CALL_QUOTA_SIZE or #call)
 end
--- The head of the state and a record for each limit of the call, and one more if it has a quota version;
--- empty if there is no state.
+-- How many bytes the head of the state has, with a record for each limit of the call, and one more if the
+-- call has a quota version.
 local head_size = HEAD_SIZE + RECORD_SIZE * (flags < 2 and limit_count or limit_count + 1)
-local head = redis.call('GETRANGE', key, '0', head_size - 1)
+-- The head of the state, with two records or more; empty if there is no state. Few states have more. What
+-- follows the records is not used.
+local head = redis.call('GETRANGE', key, '0', head_size > 245 and head_size - 1 or '244')

@@ -7,13 +7,11 @@
 -- needs: layout.lua, server_time (server_time.lua), all of call.lua, logical_time (time.lua),
 -- state.lua, external.lua, ledger.lua, advance.lua, set_quota.lua
 
--- Reads the records of the limits into `state`. `head` has as many of them as the call has limits.
--- Returns an error if there is a record of an unknown kind.
-local function read_records(head, record_count, limit_count)
-  if record_count > limit_count then
-    head = redis.call('GETRANGE', key, '0', HEAD_SIZE + RECORD_SIZE * record_count - 1)
-  end
+-- Reads the records of the limits into `state`. `head` may have too few of them. Returns an error if
+-- there is a record of an unknown kind.
+local function read_records(head, record_count)
   local base = HEAD_SIZE + RECORD_SIZE * record_count
+  if #head < base then head = redis.call('GETRANGE', key, '0', base - 1) end
   for i = 1, record_count do
     local from = HEAD_SIZE + RECORD_SIZE * (i - 1) + 1
     local kind = string.byte(head, from)
@@ -176,7 +174,7 @@ else
   end
   format, record_count, state.returned_count, state.returned_room, incarnation, writes, state.made_at, state.recovering_until,
     offset, last_write, expires, held_until, releases = struct.unpack(HEAD, head)
-  local failure = read_records(head, record_count, limit_count)
+  local failure = read_records(head, record_count)
   if failure then return failure end
 
   local knows_time = known_incarnation == incarnation and seen > 0

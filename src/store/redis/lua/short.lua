@@ -14,7 +14,7 @@
 -- because a function costs 50 ns in each call. Those files explain the arithmetic.
 
 if operation == LEASE and demand_count == 1 and return_count + charge_count + flags % 2 == 0 and prefetch_most == 0
-  and hold_left == 0 and #head == head_size and (not lends or lends == OWNS) then
+  and hold_left == 0 and #head >= head_size and (not lends or lends == OWNS) then
   local format, record_count, returned_count, returned_room, incarnation, writes, made_at, recovering_until, offset, last_write,
     expires, held_until, releases = struct.unpack(HEAD, head)
   local now = server_time + offset
@@ -37,7 +37,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
     and (known_incarnation == 0 or seen == 0 or (known_incarnation == incarnation and known_writes <= writes
       and deviation <= CLOCK_TOLERANCE + on_way and deviation >= -CLOCK_TOLERANCE)) then
     -- `region` is where the entries of the limit of the loop begin.
-    local units, stamp, region = cost * permits, now + life + slack, #head
+    local units, stamp, region = cost * permits, now + life + slack, head_size
     -- If a limit refuses, `wait` is the time until it would grant. `remember_until` is the moment
     -- from which a new state would grant the same, if this call is refused. `is_restated` is set if
     -- a record is so old that it has to note that the call stated its limit.
