@@ -172,7 +172,29 @@ impl Window {
         if advance.is_empty() {
             return free;
         }
-        free.min(self.room(now, Open::MOMENT, advance))
+        free.min(self.limit().saturating_sub(self.most_now(now, advance)))
+    }
+
+    /// Returns the most units that count in a window that ends from now on and begins before now.
+    /// The bookings lie ahead, so they only enter such a window, and only chunks leave it.
+    fn most_now(&self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
+        let in_reach = |booking: &&AdvanceBooking| booking.slot < self.end(now);
+        let mut bookings = advance.iter().take_while(in_reach).peekable();
+        let (mut units, mut most) = (self.used(), self.used());
+        let chunks = self.chunks().map(|chunk| (chunk.stamp, chunk.count));
+        for (stamp, count) in chunks.chain([(now, 0)]) {
+            if bookings.peek().is_none() {
+                break;
+            }
+            // The chunk leaves at its stamp. Until then, the bookings enter that are earlier than this end.
+            let end = self.end(stamp.min(now));
+            while let Some(booking) = bookings.next_if(|booking| booking.slot < end) {
+                units += booking.units;
+            }
+            most = most.max(units);
+            units -= count;
+        }
+        most
     }
 
     /// Returns the units in the log.

@@ -20,10 +20,17 @@ local function cold_advance()
   local MOST_ADVANCE = 256
   -- The most fixed windows between the slots of bookings that join.
   local MOST_JOINED_WINDOWS = 8
-  -- The bookings, sorted by slot. Most calls need few of them, so a booking is read from `bytes`
-  -- when it is needed: until then, `list` has its place there. A booking that has changed has no
-  -- place.
-  local list, bytes, is_all_read = {}, '', true
+  -- The fields of a booking: a list, as ADVANCE_BOOKING is unpacked. Tables with names would take longer.
+  local SLOT = 1
+  local LAST_SLOT = 2
+  local STAMP = 3
+  local UNITS = 4
+  -- The bookings, sorted by slot. Most calls need few of them, so a booking is read from `bytes` when
+  -- it is needed: until then, it is nil or false in `list`.
+  local list, booking_count, bytes, is_all_read = {}, 0, '', true
+  -- Where each booking begins in `bytes`. False for a booking that has changed or is new. Nil until one
+  -- has: then they lie there one behind the other.
+  local places = nil
   -- The latest stamp. The longest time from slot to stamp, or a longer one.
   local latest_stamp, longest = 0, 0
   -- What neighbours would cost if they joined, by the number of the first one. Only calls that find
@@ -33,32 +40,42 @@ local function cold_advance()
   -- Returns booking number i, or nil.
   local function booking_at(i)
     local booking = list[i]
-    if type(booking) == 'number' then
-      local place = booking
-      local slot, last_slot, stamp, units = struct.unpack(ADVANCE_BOOKING, bytes, place)
-      booking = { slot = slot, last_slot = last_slot, stamp = stamp, units = units, place = place }
+    if not booking and i <= booking_count then
+      local place = places and places[i] or (i - 1) * ADVANCE_BOOKING_SIZE + 1
+      booking = { struct.unpack(ADVANCE_BOOKING, bytes, place) }
       list[i] = booking
     end
     return booking
+  end
+
+  -- Makes `places`, before a booking changes. `list` gets all its places, too.
+  local function note_places()
+    if places then return end
+    local all = {}
+    for i = 1, booking_count do
+      all[i], list[i] = (i - 1) * ADVANCE_BOOKING_SIZE + 1, list[i] or false
+    end
+    places = all
   end
 
   -- Reads all bookings.
   local function read_all()
     if is_all_read then return end
     latest_stamp, longest, is_all_read = 0, 0, true
-    for i = 1, #list do
+    for i = 1, booking_count do
       local booking = booking_at(i)
-      if booking.stamp > latest_stamp then latest_stamp = booking.stamp end
-      if booking.stamp - booking.slot > longest then longest = booking.stamp - booking.slot end
+      if booking[STAMP] > latest_stamp then latest_stamp = booking[STAMP] end
+      if booking[STAMP] - booking[SLOT] > longest then longest = booking[STAMP] - booking[SLOT] end
     end
   end
 
   -- Returns the number of the first booking whose slot is not before `slot`.
   local function first_from(slot)
-    local i, beyond = 1, #list + 1
+    local i, beyond = 1, booking_count + 1
+    if beyond == 1 or booking_at(1)[SLOT] >= slot then return 1 end
     while i < beyond do
       local middle = math.floor((i + beyond) / 2)
-      if booking_at(middle).slot < slot then i = middle + 1 else beyond = middle end
+      if booking_at(middle)[SLOT] < slot then i = middle + 1 else beyond = middle end
     end
     return i
   end
@@ -67,7 +84,7 @@ local function cold_advance()
   -- touches. The stamp of the permit is `length` later.
   local function is_in_reach(limit, slot, length)
     local first = booking_at(1)
-    return first and first.slot < slot + limit.window + length
+    return first and first[SLOT] < slot + limit.window + length
   end
 
   -- Moves the window (at, at + span] of a limit from where it ends at `slot`, as
@@ -77,28 +94,29 @@ local function cold_advance()
   local function sweep(limit, slot, length, most)
     local span, at, units = limit.window, slot - limit.window, 0
     local chunk_count, stamps, counts = 0, {}, {}
-    limit.rule.cold().for_each(limit, function(stamp, count)
+    for i = 0, limit.n - 1 do
+      local stamp, count = limit.rule.chunk(limit, i)
       if stamp > at then
         chunk_count = chunk_count + 1
         stamps[chunk_count], counts[chunk_count] = stamp, count
         units = units + count
       end
-    end)
+    end
     -- `leaving` has the bookings that the window has reached, sorted by stamp. The booking `coming`,
     -- number `ahead`, and those behind it are not reached yet.
     local ahead, leaving, leaves = first_from(at - longest), {}, 1
     local coming = booking_at(ahead)
     local function enter()
       local i = #leaving + 1
-      while i > leaves and leaving[i - 1].stamp > coming.stamp do
+      while i > leaves and leaving[i - 1][STAMP] > coming[STAMP] do
         leaving[i] = leaving[i - 1]
         i = i - 1
       end
       leaving[i] = coming
-      units = units + coming.units
+      units = units + coming[UNITS]
     end
-    while coming and coming.slot <= slot do
-      if coming.stamp > at then enter() end
+    while coming and coming[SLOT] <= slot do
+      if coming[STAMP] > at then enter() end
       ahead = ahead + 1
       coming = booking_at(ahead)
     end
@@ -106,21 +124,21 @@ local function cold_advance()
     local clear_from = most and units <= most and at or nil
     while true do
       local change = chunk <= chunk_count and stamps[chunk] or NEVER
-      if leaving[leaves] and leaving[leaves].stamp < change then change = leaving[leaves].stamp end
-      if coming and coming.slot - span < change then change = coming.slot - span end
+      if leaving[leaves] and leaving[leaves][STAMP] < change then change = leaving[leaves][STAMP] end
+      if coming and coming[SLOT] - span < change then change = coming[SLOT] - span end
       if change == NEVER then break end
       if most then
         if clear_from and change >= clear_from + span + length then break end
       elseif change >= slot + length then
         break
       end
-      while coming and coming.slot - span <= change do
+      while coming and coming[SLOT] - span <= change do
         enter()
         ahead = ahead + 1
         coming = booking_at(ahead)
       end
-      while leaving[leaves] and leaving[leaves].stamp <= change do
-        units, leaves = units - leaving[leaves].units, leaves + 1
+      while leaving[leaves] and leaving[leaves][STAMP] <= change do
+        units, leaves = units - leaving[leaves][UNITS], leaves + 1
       end
       while chunk <= chunk_count and stamps[chunk] <= change do
         units, chunk = units - counts[chunk], chunk + 1
@@ -136,13 +154,35 @@ local function cold_advance()
     return first_end > slot and first_end or slot
   end
 
+  -- Returns the most units that count in a window of a limit that ends from now on and begins before
+  -- now, as `most_now` in src/limit/window.rs does. Bookings lie ahead, so they only enter such a
+  -- window, and only chunks leave it.
+  local function most_now(limit)
+    local now, span, units, most = state.now, limit.window, limit.total, limit.total
+    local i, booking = 1, booking_at(1)
+    for k = 0, limit.n do
+      if not booking or booking[SLOT] >= now + span then break end
+      -- Chunk k leaves at its stamp. Until then, the bookings enter that are earlier than this end.
+      local stamp, count = now, 0
+      if k < limit.n then stamp, count = limit.rule.chunk(limit, k) end
+      local to = (stamp < now and stamp or now) + span
+      while booking and booking[SLOT] < to do
+        i, units = i + 1, units + booking[UNITS]
+        booking = list[i] or booking_at(i)
+      end
+      if units > most then most = units end
+      units = units - count
+    end
+    return most
+  end
+
   -- Returns whether at most `most` units are booked of which a part may count in a window from
   -- (from, ...] on that ends before `to`.
   local function are_few(from, to, most)
     local i = first_from(from - longest)
     local booking = booking_at(i)
-    while booking and booking.slot < to and most >= 0 do
-      most, i = most - booking.units, i + 1
+    while booking and booking[SLOT] < to and most >= 0 do
+      most, i = most - booking[UNITS], i + 1
       booking = booking_at(i)
     end
     return most >= 0
@@ -158,25 +198,22 @@ local function cold_advance()
       return sweep(limit, slot, length, limit.count > cost and limit.count - cost or 0)
     end
 
-    local function room(limit, slot, length)
+    function rule.room(limit, slot, life)
+      local length = life + state.slack
       if not is_in_reach(limit, slot, length) then return plain.room(limit, slot) end
       local room = limit.count - sweep(limit, slot, length)
       return room > 0 and room or 0
     end
 
-    function rule.room(limit, slot, life)
-      return room(limit, slot, life + state.slack)
-    end
-
     function rule.free(limit)
-      local free = plain.free(limit)
-      local least = #list > 0 and room(limit, state.now, 0) or free
-      return least < free and least or free
+      local free, least = plain.free(limit), limit.count - most_now(limit)
+      if least < free then free = least end
+      return free > 0 and free or 0
     end
 
     function rule.fresh_from(limit)
       local from = plain.fresh_from(limit)
-      if list[1] and latest_stamp + limit.window > from then from = latest_stamp + limit.window end
+      if booking_count > 0 and latest_stamp + limit.window > from then from = latest_stamp + limit.window end
       return from
     end
   end
@@ -195,7 +232,7 @@ local function cold_advance()
       end
       while moments.to < i do
         local k = moments.to
-        moments.q[k + 1], moments.r[k + 1] = cold.after(limit, moments.q[k], moments.r[k], list[k].stamp, list[k].units)
+        moments.q[k + 1], moments.r[k + 1] = cold.after(limit, moments.q[k], moments.r[k], list[k][STAMP], list[k][UNITS])
         moments.to = k + 1
       end
       return moments.q[i], moments.r[i]
@@ -214,11 +251,11 @@ local function cold_advance()
     -- units. Bookings on which the permit has no effect are not asked.
     local function has_room_for(limit, i, q, r, stamp, units)
       q, r = cold.after(limit, q, r, stamp, units)
-      for k = i, #list do
+      for k = i, booking_count do
         local booking = list[k]
-        if q < booking.slot or (q == booking.slot and r == 0) then return true end
-        if booking.units > limit.capacity or cold.is_short(limit, booking.slot, booking.units, q, r) then return false end
-        q, r = cold.after(limit, q, r, booking.stamp, booking.units)
+        if q < booking[SLOT] or (q == booking[SLOT] and r == 0) then return true end
+        if booking[UNITS] > limit.capacity or cold.is_short(limit, booking[SLOT], booking[UNITS], q, r) then return false end
+        q, r = cold.after(limit, q, r, booking[STAMP], booking[UNITS])
       end
       return true
     end
@@ -226,14 +263,14 @@ local function cold_advance()
     function rule.first_slot(limit, from, cost, life)
       read_all()
       local i, q, r, slot = 1, nil, nil, nil
-      while list[i] and list[i].slot <= from do
+      while list[i] and list[i][SLOT] <= from do
         i = i + 1
       end
       while list[i] do
         q, r = replayed(limit, i)
         slot = with_moment(limit, q, r, plain.first_slot, from, cost)
-        if slot < list[i].slot and has_room_for(limit, i, q, r, slot + life + state.slack, cost) then return slot end
-        from = list[i].slot
+        if slot < list[i][SLOT] and has_room_for(limit, i, q, r, slot + life + state.slack, cost) then return slot end
+        from = list[i][SLOT]
         i = i + 1
       end
       q, r = replayed(limit, i)
@@ -244,7 +281,7 @@ local function cold_advance()
     local function room(limit, slot, length)
       read_all()
       local i = 1
-      while list[i] and list[i].slot <= slot do
+      while list[i] and list[i][SLOT] <= slot do
         i = i + 1
       end
       local q, r = replayed(limit, i)
@@ -267,14 +304,14 @@ local function cold_advance()
 
     function rule.fresh_from(limit)
       read_all()
-      local q, r = replayed(limit, #list + 1)
+      local q, r = replayed(limit, booking_count + 1)
       return with_moment(limit, q, r, plain.fresh_from)
     end
   end
 
   -- Returns the numbers of the first and of the last fixed window in which a booking counts.
   local function windows_of(limit, booking)
-    local first, last = limit.rule.number_of(limit, booking.slot), limit.rule.number_of(limit, booking.last_slot)
+    local first, last = limit.rule.number_of(limit, booking[SLOT]), limit.rule.number_of(limit, booking[LAST_SLOT])
     return first, last < first + MOST_JOINED_WINDOWS and last or first + MOST_JOINED_WINDOWS
   end
 
@@ -282,9 +319,9 @@ local function cold_advance()
   local function booked_in(limit, number)
     local units = 0
     read_all()
-    for i = 1, #list do
+    for i = 1, booking_count do
       local first, last = windows_of(limit, list[i])
-      if first <= number and number <= last then units = units + list[i].units end
+      if first <= number and number <= last then units = units + list[i][UNITS] end
     end
     return units
   end
@@ -307,7 +344,7 @@ local function cold_advance()
     function rule.fresh_from(limit)
       local from = plain.fresh_from(limit)
       read_all()
-      for i = 1, #list do
+      for i = 1, booking_count do
         local _, last = windows_of(limit, list[i])
         local over = (last + 1) * limit.window - limit.phase
         if over > from then from = over end
@@ -331,8 +368,8 @@ local function cold_advance()
     if limit.kind == FIXED then return booked_in(limit, limit.rule.number_of(limit, state.now)) end
     local units = 0
     read_all()
-    for i = 1, #list do
-      units = units + list[i].units
+    for i = 1, booking_count do
+      units = units + list[i][UNITS]
     end
     return units
   end
@@ -343,8 +380,8 @@ local function cold_advance()
     if limit.kind == FIXED then return booked(limit) end
     local units = 0
     read_all()
-    for i = 1, #list do
-      if list[i].stamp <= sent then units = units + list[i].units end
+    for i = 1, booking_count do
+      if list[i][STAMP] <= sent then units = units + list[i][UNITS] end
     end
     return units
   end
@@ -361,10 +398,12 @@ local function cold_advance()
   -- Removes booking number i.
   local function remove(i)
     local booking = booking_at(i)
+    note_places()
     table.remove(list, i)
-    costs = nil
+    table.remove(places, i)
+    booking_count, costs = booking_count - 1, nil
     changed(i)
-    if booking.stamp == latest_stamp then
+    if booking[STAMP] == latest_stamp then
       is_all_read = false
       read_all()
     end
@@ -373,23 +412,23 @@ local function cold_advance()
 
   -- Notes the stamp of a booking that is new or has a later stamp.
   local function note_stamp(booking)
-    if booking.stamp > latest_stamp then latest_stamp = booking.stamp end
-    if booking.stamp - booking.slot > longest then longest = booking.stamp - booking.slot end
+    if booking[STAMP] > latest_stamp then latest_stamp = booking[STAMP] end
+    if booking[STAMP] - booking[SLOT] > longest then longest = booking[STAMP] - booking[SLOT] end
   end
 
   -- Moves the bookings whose slot has come into the limits.
   local function insert_due()
-    while list[1] and booking_at(1).slot <= state.now do
+    while booking_count > 0 and booking_at(1)[SLOT] <= state.now do
       local booking = remove(1)
       for i = 1, #state do
         local limit = state[i]
         if limit.kind == FIXED then
           local first, last = windows_of(limit, booking)
           for number = first, last do
-            limit.rule.add(limit, number, booking.units)
+            limit.rule.add(limit, number, booking[UNITS])
           end
         else
-          limit.rule.insert(limit, booking.slot, booking.stamp, booking.units)
+          limit.rule.insert(limit, booking[SLOT], booking[STAMP], booking[UNITS])
         end
         -- The stamp may have left the window as well.
         limit.rule.advance(limit)
@@ -408,15 +447,15 @@ local function cold_advance()
       if state[i].kind == BUCKET then has_bucket = true end
     end
     if tolerance < TOLERANCE then tolerance = TOLERANCE end
-    return slot > free + tolerance or (has_bucket and list[1] and booking_at(1).slot <= slot)
+    return slot > free + tolerance or (has_bucket and booking_count > 0 and booking_at(1)[SLOT] <= slot)
   end
 
   -- Returns the number of the booking with exactly this slot and stamp.
   local function exact(slot, stamp)
     local i = first_from(slot)
     local booking = booking_at(i)
-    while booking and booking.slot == slot do
-      if booking.last_slot == slot and booking.stamp == stamp then return i end
+    while booking and booking[SLOT] == slot do
+      if booking[LAST_SLOT] == slot and booking[STAMP] == stamp then return i end
       i = i + 1
       booking = booking_at(i)
     end
@@ -427,11 +466,11 @@ local function cold_advance()
   local function note_cost(i)
     local one, other = booking_at(i), booking_at(i + 1)
     if not one or not other then return end
-    local last_slot = one.last_slot > other.last_slot and one.last_slot or other.last_slot
-    local stamp = one.stamp > other.stamp and one.stamp or other.stamp
-    costs[i] = last_slot - one.slot > costs.longest and math.huge
-      or (stamp - one.slot) * (one.units + other.units) - (one.stamp - one.slot) * one.units
-        - (other.stamp - other.slot) * other.units
+    local last_slot = one[LAST_SLOT] > other[LAST_SLOT] and one[LAST_SLOT] or other[LAST_SLOT]
+    local stamp = one[STAMP] > other[STAMP] and one[STAMP] or other[STAMP]
+    costs[i] = last_slot - one[SLOT] > costs.longest and math.huge
+      or (stamp - one[SLOT]) * (one[UNITS] + other[UNITS]) - (one[STAMP] - one[SLOT]) * one[UNITS]
+        - (other[STAMP] - other[SLOT]) * other[UNITS]
   end
 
   -- Notes the costs of joins with booking number i, which is new or has changed.
@@ -452,12 +491,12 @@ local function cold_advance()
         end
       end
       read_all()
-      for i = 1, #list - 1 do
+      for i = 1, booking_count - 1 do
         note_cost(i)
       end
     end
     local cheapest, least = nil, math.huge
-    for i = 1, #list - 1 do
+    for i = 1, booking_count - 1 do
       if costs[i] < least then cheapest, least = i, costs[i] end
     end
     return cheapest
@@ -467,15 +506,16 @@ local function cold_advance()
   local function place_for(slot, stamp)
     local same = exact(slot, stamp)
     if same then return { same = same } end
-    local join = #list >= MOST_ADVANCE and cheapest_join()
-    if join or #list < MOST_ADVANCE then return { join = join } end
+    local join = booking_count >= MOST_ADVANCE and cheapest_join()
+    if join or booking_count < MOST_ADVANCE then return { join = join } end
   end
 
   -- Adds units of permits. If there are too many bookings, two neighbours join.
   local function add(place, slot, stamp, units)
+    note_places()
     if place.same then
       local booking = booking_at(place.same)
-      booking.units, booking.place = booking.units + units, nil
+      booking[UNITS], places[place.same] = booking[UNITS] + units, false
       if costs then note_costs(place.same) end
       changed(place.same)
       return
@@ -483,17 +523,21 @@ local function cold_advance()
     if place.join then
       local one, later = booking_at(place.join), booking_at(place.join + 1)
       table.remove(list, place.join + 1)
+      table.remove(places, place.join + 1)
+      booking_count = booking_count - 1
       table.remove(costs, place.join + 1)
-      if later.last_slot > one.last_slot then one.last_slot = later.last_slot end
-      if later.stamp > one.stamp then one.stamp = later.stamp end
-      one.units, one.place = one.units + later.units, nil
+      if later[LAST_SLOT] > one[LAST_SLOT] then one[LAST_SLOT] = later[LAST_SLOT] end
+      if later[STAMP] > one[STAMP] then one[STAMP] = later[STAMP] end
+      one[UNITS], places[place.join] = one[UNITS] + later[UNITS], false
       note_stamp(one)
       note_costs(place.join)
       changed(place.join)
     end
-    local booking = { slot = slot, last_slot = slot, stamp = stamp, units = units }
+    local booking = { slot, slot, stamp, units }
     local i = first_from(slot + 1)
     table.insert(list, i, booking)
+    table.insert(places, i, false)
+    booking_count = booking_count + 1
     note_stamp(booking)
     if costs then
       table.insert(costs, i, math.huge)
@@ -506,10 +550,10 @@ local function cold_advance()
   local function joined_with(slot, stamp)
     local first, count = nil, 0
     read_all()
-    for i = 1, #list do
+    for i = 1, booking_count do
       local booking = list[i]
-      if booking.slot < booking.last_slot and booking.slot <= slot and slot <= booking.last_slot
-        and stamp <= booking.stamp then
+      if booking[SLOT] < booking[LAST_SLOT] and booking[SLOT] <= slot and slot <= booking[LAST_SLOT]
+        and stamp <= booking[STAMP] then
         first, count = first or i, count + 1
       end
     end
@@ -545,10 +589,11 @@ local function cold_advance()
       if count ~= 1 then return 0 end
       found = joined
     end
+    note_places()
     local booking = booking_at(found)
-    if booking.units < units then units = booking.units end
-    booking.units, booking.place, costs = booking.units - units, nil, nil
-    if booking.units == 0 then remove(found) else changed(found) end
+    if booking[UNITS] < units then units = booking[UNITS] end
+    booking[UNITS], places[found], costs = booking[UNITS] - units, false, nil
+    if booking[UNITS] == 0 then remove(found) else changed(found) end
     for i = 1, #state do
       (state.cold or cold()).note_unused(state[i], stamp, units)
     end
@@ -557,12 +602,10 @@ local function cold_advance()
 
   -- Reads the record of the bookings. Returns where they end.
   local function read(head, from, base)
-    local _, count, latest, longest_span = struct.unpack(ADVANCE_RECORD, head, from)
-    local after = base + count * ADVANCE_BOOKING_SIZE
+    local _, latest, longest_span
+    _, booking_count, latest, longest_span = struct.unpack(ADVANCE_RECORD, head, from)
+    local after = base + booking_count * ADVANCE_BOOKING_SIZE
     bytes = redis.call('GETRANGE', key, base, after - 1)
-    for i = 1, count do
-      list[i] = (i - 1) * ADVANCE_BOOKING_SIZE + 1
-    end
     latest_stamp, longest, is_all_read = latest, longest_span, false
     if latest == 0 then read_all() end
     return after
@@ -570,17 +613,17 @@ local function cold_advance()
 
   -- Packs the record of the bookings, if there are any. Returns it, and the number of records.
   local function record()
-    if #list == 0 then return '', 0 end
-    local record = struct.pack(ADVANCE_RECORD, ADVANCE, #list, latest_stamp, longest)
+    if booking_count == 0 then return '', 0 end
+    local record = struct.pack(ADVANCE_RECORD, ADVANCE, booking_count, latest_stamp, longest)
     return record .. string.rep('\0', RECORD_SIZE - #record), 1
   end
 
   -- Packs the bookings. Those that follow each other in `bytes` are copied at once.
   local function region()
+    if not places then return bytes end
     local parts, from, to = {}, 1, 1
-    for i = 1, #list do
-      local booking = list[i]
-      local place = type(booking) == 'number' and booking or booking.place
+    for i = 1, booking_count do
+      local booking, place = list[i], places[i]
       if place ~= to then
         if to > from then parts[#parts + 1] = string.sub(bytes, from, to - 1) end
         from, to = place or 1, place or 1
@@ -588,18 +631,22 @@ local function cold_advance()
       if place then
         to = to + ADVANCE_BOOKING_SIZE
       else
-        parts[#parts + 1] = struct.pack(ADVANCE_BOOKING, booking.slot, booking.last_slot, booking.stamp, booking.units)
+        parts[#parts + 1] = struct.pack(ADVANCE_BOOKING, booking[SLOT], booking[LAST_SLOT], booking[STAMP], booking[UNITS])
       end
     end
     if to > from then parts[#parts + 1] = string.sub(bytes, from, to - 1) end
     return table.concat(parts)
   end
 
+  local function is_empty()
+    return booking_count == 0
+  end
+
   for kind, rule in pairs(rules) do
     extend(kind, rule)
   end
   state.cold_advance = {
-    list = list, extend = extend, booked = booked, booked_until = booked_until, insert_due = insert_due,
+    is_empty = is_empty, extend = extend, booked = booked, booked_until = booked_until, insert_due = insert_due,
     is_in_advance = is_in_advance, place_for = place_for, add = add, may_contain = may_contain, erase = erase, read = read,
     record = record, region = region,
   }

@@ -27,7 +27,7 @@ local MOST_ROUNDS = 1000
 --
 -- Some kinds have more, and the other files ask for the kind to call it:
 --   entry, fields                bucket, fixed window: an entry, for `entries` and `pack_list`
---   write, region, for_each, used_until
+--   write, region, chunk, used_until
 --                                sliding window: its ring, and its log
 --   see                          bucket: a statement of the upstream
 --   align                        fixed window: its boundaries
@@ -112,7 +112,7 @@ local function packed_head(record_count, incarnation, writes, offset, expires, h
   for i = 1, #state do
     if state[i].kind == FIXED and state[i].phase > 0 then format = STATE_FORMAT_WITH_PHASE end
   end
-  if state.cold_advance and state.cold_advance.list[1] then format = STATE_FORMAT_WITH_ADVANCE end
+  if state.cold_advance and not state.cold_advance.is_empty() then format = STATE_FORMAT_WITH_ADVANCE end
   if state.quota then format = STATE_FORMAT_WITH_QUOTA end
   return struct.pack(HEAD, format, record_count, state.returned_count, state.returned_room, incarnation, writes,
     state.made_at, state.recovering_until + state.hold_is_cut, offset, state.now, expires, held_until, releases)
@@ -282,10 +282,11 @@ local function cold()
     if longest then
       local now = state.now
       -- Each chunk is inserted as if its stamp were now.
-      longest.rule.cold().for_each(longest, function(stamp, units)
+      for i = 0, longest.n - 1 do
+        local stamp, units = longest.rule.chunk(longest, i)
         state.now = stamp
         rule.insert(limit, stamp, stamp, units)
-      end)
+      end
       state.now = now
     elseif most_used > 0 then
       local largest = largest_cost(limit)

@@ -70,6 +70,11 @@ local function window_rule()
     return limit.ring[place + 1]
   end
 
+  -- Returns the stamp and the units of chunk i.
+  local function chunk(limit, i)
+    return stamp_of(limit, i), units_of(limit, i)
+  end
+
   -- Sets chunk i.
   local function put(limit, i, stamp, units)
     local place = limit.first + i
@@ -245,13 +250,6 @@ local function window_rule()
       limit.first_read, limit.end_read, limit.ring, limit.room = 0, 0, {}, 8
     end
 
-    -- Calls `with` with the stamp and the units of each chunk, the oldest first.
-    local function for_each(limit, with)
-      for i = 0, limit.n - 1 do
-        with(stamp_of(limit, i), units_of(limit, i))
-      end
-    end
-
     -- Returns all chunks as bytes, from place 0 on, and makes the ring large enough for them.
     local function region(limit)
       load_all(limit)
@@ -269,7 +267,7 @@ local function window_rule()
 
     cold_functions = {
       insert_chunk = insert_chunk, coarsen = coarsen, charge = charge, subtract = subtract, used = used, used_until = used_until,
-      new = new, for_each = for_each, region = region,
+      new = new, region = region,
     }
     return cold_functions
   end
@@ -430,7 +428,7 @@ local function window_rule()
   end
 
   return {
-    size = CHUNK_SIZE, cold = cold, read = read, record = record, write = write, advance = advance, first_slot = first_slot,
-    room = room_at, insert = insert, free = free, fresh_from = fresh_from,
+    size = CHUNK_SIZE, cold = cold, chunk = chunk, read = read, record = record, write = write, advance = advance,
+    first_slot = first_slot, room = room_at, insert = insert, free = free, fresh_from = fresh_from,
   }
 end
