@@ -29,10 +29,20 @@ const fn ms(ms: u64) -> Duration {
 }
 
 /// A store whose replies take a trip, and that counts its calls.
-#[derive(Default)]
 struct Remote {
     shared: MemoryStore,
+    trip: Duration,
     calls: AtomicU64,
+}
+
+impl Remote {
+    fn new(trip: Duration) -> Arc<Self> {
+        Arc::new(Remote {
+            shared: MemoryStore::default(),
+            trip,
+            calls: AtomicU64::new(0),
+        })
+    }
 }
 
 impl Store for Remote {
@@ -41,8 +51,9 @@ impl Store for Remote {
         let StoreReply::Ready(reply) = self.shared.lease(request) else {
             unreachable!("memory replies at once")
         };
+        let trip = self.trip;
         StoreReply::Pending(Box::pin(async move {
-            sleep(ms(1)).await;
+            sleep(trip).await;
             reply
         }))
     }
@@ -111,7 +122,7 @@ impl Fleet {
     }
 
     async fn run(&self) -> Seen {
-        let (store, uses) = (Arc::new(Remote::default()), Uses::default());
+        let (store, uses) = (Remote::new(ms(1)), Uses::default());
         for _ in 0..self.processes {
             let limiter = self.process(&store, 60_000);
             for _ in 0..self.tasks {
@@ -225,15 +236,15 @@ async fn a_class_with_the_whole_limit_goes_first() {
     assert!(seen.used >= 0.94, "{}", seen.used);
 }
 
-/// Returns when the last of 1000 jobs of 40 processes is sent.
-async fn drained(shares: &'static [(&'static str, u8)]) -> Duration {
+/// Returns when the last of 1000 jobs of 40 processes is sent, over a store whose replies take `trip`.
+async fn drained(shares: &'static [(&'static str, u8)], trip: Duration) -> Duration {
     let fleet = Fleet {
         shares,
         processes: 40,
         tasks: 25,
         call: 0,
     };
-    let (store, from) = (Arc::new(Remote::default()), Instant::now());
+    let (store, from) = (Remote::new(trip), Instant::now());
     let mut jobs = tokio::task::JoinSet::new();
     for _ in 0..fleet.processes {
         let limiter = fleet.process(&store, 60_000);
@@ -248,13 +259,18 @@ async fn drained(shares: &'static [(&'static str, u8)]) -> Duration {
 
 #[tokio::test(start_paused = true)]
 async fn a_line_of_one_class_drains_as_fast_as_without_shares() {
-    let (first_come, half) = (drained(&[]).await, drained(&[("web", 50)]).await);
-    println!("1000 jobs are sent in {half:?}, without shares in {first_come:?}");
-    // Processes ask at random moments: 1.07 to 1.12 in seven runs.
-    assert!(
-        half <= first_come.mul_f64(1.2),
-        "{half:?} of {first_come:?}"
-    );
+    for trip in [1, 8, 20].map(ms) {
+        let first_come = drained(&[], trip).await;
+        let half = drained(&[("web", 50)], trip).await;
+        println!(
+            "trips of {trip:?}: 1000 jobs are sent in {half:?}, without shares in {first_come:?}"
+        );
+        // Processes ask at random moments.
+        assert!(
+            half <= first_come.mul_f64(1.2),
+            "{half:?} of {first_come:?}"
+        );
+    }
 }
 
 /// A request of a random class: after how many milliseconds, its class, cost, and true cost.
@@ -288,7 +304,7 @@ fn two(
     (a, b, lends): (u8, u8, u8),
     with: impl Fn(RateLimitBuilder) -> RateLimitBuilder,
 ) -> [RateLimitLayer; 2] {
-    let store = Arc::new(Remote::default());
+    let store = Remote::new(ms(1));
     [0, 1].map(|_| {
         let builder = RateLimitLayer::builder(quota).store(store.clone());
         let builder = builder.share("a", a).share("b", b).lends("a", lends);

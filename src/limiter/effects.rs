@@ -541,41 +541,58 @@ async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Dura
             let whole = looks_for_undivided.then_some(&whole);
             Some(async move {
                 let sent = clock::now();
-                let undivided = state_part(part, *part_key, spec, whole).await;
-                (number, spec, sent, whole.is_some(), undivided)
+                let stated = state_part(part, *part_key, spec, whole).await;
+                (number, spec, sent, whole.is_some(), stated)
             })
         });
     let mut undivided_until = None;
-    for (number, spec, sent, was_search, undivided) in join_all(calls).await {
-        let has_failed = undivided.is_err();
+    for (number, spec, sent, was_search, stated) in join_all(calls).await {
         core.states.find(key, |state| {
-            state.note_stated(spec, number, sent, has_failed);
+            state.note_stated(spec, number, sent, stated.is_err());
             if was_search {
-                state.note_search(!has_failed);
+                state.note_search(stated.is_ok());
+            }
+            if let Ok(Stated { answered, .. }) = stated
+                && number == OWN_PART
+            {
+                state.note_trip(spec, (sent, answered));
             }
         });
-        undivided_until = undivided_until.max(undivided.ok().flatten());
+        let until = stated.ok().and_then(|stated| stated.undivided_until);
+        undivided_until = undivided_until.max(until);
     }
     (undivided_until, again)
 }
 
-/// States the limits of one part. If it is given the `whole` limits, looks for callers without a division,
-/// and returns until when they may use more than the part.
+/// What became of a statement.
+struct Stated {
+    /// When the store answered.
+    answered: Instant,
+    /// Until when callers without a division may use more than the part, if they were looked for.
+    undivided_until: Option<Instant>,
+}
+
+/// States the limits of one part. If it is given the `whole` limits, looks for callers without a division.
 async fn state_part(
     part: &Core,
     key: Key,
     spec: &Arc<LimitSpec>,
     whole: Option<&WholeLimits>,
-) -> Result<Option<Instant>, StoreError> {
+) -> Result<Stated, StoreError> {
     let store = &part.settings.store;
     let request = OwnedLeaseRequest::without_demands(key, spec, ClientSession::default());
     let lease = store.lease(request.request(&[])).arrives().await?;
-    let Some(whole) = whole.filter(|_| lease.foreign.is_some()) else {
-        return Ok(None);
-    };
-    let usage = store.peek(PeekRequest::new(key, spec)).arrives().await?;
-    let wait = whole.undivided_for(&usage);
-    Ok(wait.map(|wait| clock::after(clock::now(), wait)))
+    let answered = clock::now();
+    let mut undivided_until = None;
+    if let Some(whole) = whole.filter(|_| lease.foreign.is_some()) {
+        let usage = store.peek(PeekRequest::new(key, spec)).arrives().await?;
+        let wait = whole.undivided_for(&usage);
+        undivided_until = wait.map(|wait| clock::after(clock::now(), wait));
+    }
+    Ok(Stated {
+        answered,
+        undivided_until,
+    })
 }
 
 /// A call with charges that a flush has sent. If it is dropped before its answer, the charges wait for

@@ -276,6 +276,8 @@ impl KeyState {
         let slots = lease.grants.iter().map(|grant| slot(&lease, grant, bounds));
         let (usable, others): (Vec<_>, Vec<_>) =
             slots.partition(|slot| is_usable && slot.until > now.max(slot.at));
+        let died = is_usable && !others.is_empty();
+        self.store.adapt_life(ctx.spec, bounds, died);
         for slot in others {
             self.store.forget(&[slot.unused()]);
             ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);

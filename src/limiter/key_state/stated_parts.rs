@@ -215,6 +215,13 @@ impl KeyState {
         });
     }
 
+    /// Notes between which moments the store answered a statement about the own part. The first call for
+    /// permits may be for many requests, so it has to ask for permits that are valid for long enough.
+    pub(in crate::limiter) fn note_trip(&mut self, spec: &LimitSpec, bounds: (Instant, Instant)) {
+        self.store.answers_later |= bounds.1 > bounds.0;
+        self.store.raise_life(spec, bounds, false);
+    }
+
     /// Notes whether callers that do not divide the quota were looked for.
     pub(in crate::limiter) fn note_search(&mut self, is_done: bool) {
         self.limits.stated_parts_mut().is_searched = is_done;
