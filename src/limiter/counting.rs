@@ -18,8 +18,7 @@ use super::reservation::Reservation;
 use super::settings::OnStoreError;
 use crate::clock;
 use crate::key::Key;
-use crate::stats::{Counted, Gate, KeyCounts, KeyStats, Outcome, Stats, Tally};
-use crate::store::StoreReply;
+use crate::stats::{Counted, Flush, Gate, KeyCounts, KeyStats, Outcome, Stats, Tally};
 
 impl Gate for Core {
     fn tally(&self) -> &Tally {
@@ -61,8 +60,8 @@ impl Gate for Core {
         given_back
     }
 
-    fn flush(self: Arc<Self>) -> StoreReply<()> {
-        StoreReply::Pending(Box::pin(async move { Core::flush(&self).await }))
+    fn flush(self: Arc<Self>) -> Flush {
+        Box::pin(async move { Core::flush(&self).await })
     }
 }
 

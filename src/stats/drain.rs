@@ -155,7 +155,7 @@ pub(crate) async fn drain<G: Gate + ?Sized>(
         }
         tokio::task::yield_now().await;
     }
-    let flushed = gate.clone().flush().arrives().await;
+    let flushed = gate.clone().flush().await;
     // No request leaves after the deadline, whether or not its task has run since.
     let (left, refused) = gate.tally().drained();
     let drained = Drained {

@@ -4,8 +4,8 @@ use super::values::{Outcome, Requests};
 
 /// What the requests of one key have done since its state was made.
 ///
-/// A permit at hand changes only the first two fields, under the lock of the state. Both are in the
-/// cache line that it needs anyway.
+/// A permit at hand that is taken under the lock of the state changes only the first two fields. Both are
+/// in the cache line that it needs anyway.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(crate) struct KeyCounts {

@@ -75,7 +75,7 @@ pub(crate) use key_counts::KeyCounts;
 #[cfg(feature = "metrics")]
 pub(crate) use labelled_keys::{KeySeries, WithKeys};
 pub(crate) use open_request::OpenRequest;
-pub(crate) use registry::{Gate, register};
+pub(crate) use registry::{Flush, Gate, register};
 pub(crate) use tally::{Counted, Tally, is_series_name};
 pub(crate) use values::Outcome;
 pub use values::{

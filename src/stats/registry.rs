@@ -1,5 +1,6 @@
 //! All gates of this process.
 
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Instant;
 
@@ -10,10 +11,12 @@ use super::tally::Tally;
 #[cfg(feature = "metrics")]
 use super::values::KeyStats;
 use super::values::{Outcome, Stats};
-use crate::error::Limited;
+use crate::error::{Limited, StoreError};
 use crate::events;
 use crate::key::Key;
-use crate::store::StoreReply;
+
+/// Completes when the store of a gate has what was given back.
+pub(crate) type Flush = Pin<Box<dyn Future<Output = Result<(), StoreError>> + Send>>;
 
 /// A gate: the engine of a limiter or of a throttle.
 pub(crate) trait Gate: Send + Sync {
@@ -76,7 +79,7 @@ pub(crate) trait Gate: Send + Sync {
     fn stop(self: Arc<Self>, by: Instant) -> u64;
 
     /// Returns when the store has what was given back.
-    fn flush(self: Arc<Self>) -> StoreReply<()>;
+    fn flush(self: Arc<Self>) -> Flush;
 }
 
 /// The gates, the oldest first.

@@ -13,9 +13,8 @@ use crate::events;
 use crate::key::Key;
 use crate::signal::Signal;
 use crate::stats::{
-    Cause, Counted, Gate, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally,
+    Cause, Counted, Flush, Gate, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally,
 };
-use crate::store::StoreReply;
 
 impl Gate for Core {
     fn tally(&self) -> &Tally {
@@ -53,14 +52,16 @@ impl Gate for Core {
         0
     }
 
-    fn flush(self: Arc<Self>) -> StoreReply<()> {
-        if let Some(guard) = &self.settings.guard {
-            guard.give_back();
-        }
-        match &self.settings.store {
-            Some(store) => store.flush(),
-            None => StoreReply::Ready(Ok(())),
-        }
+    fn flush(self: Arc<Self>) -> Flush {
+        Box::pin(async move {
+            if let Some(guard) = &self.settings.guard {
+                guard.give_back();
+            }
+            match &self.settings.store {
+                Some(store) => store.flush().arrives().await,
+                None => Ok(()),
+            }
+        })
     }
 }
 
