@@ -31,6 +31,8 @@ pub(super) struct ShortWindow {
     began: Option<Instant>,
     /// When the current window ends. `None` if the limit does not count as a short window.
     ends: Option<Instant>,
+    /// When the first answer arrived, until Remaining rose. It is `None` if something was used before.
+    first: Option<Instant>,
     /// When the last answer of the window before the current one arrived.
     old_until: Option<Instant>,
     /// The last answer that was compared: its moment, and what was left.
@@ -143,7 +145,7 @@ impl ShortWindow {
         let (Some(least), Some((then, left))) = (self.least, before) else {
             self.least = Some(remaining);
             if is_fresh {
-                (self.began, self.old_until) = (Some(now), Some(now));
+                (self.first, self.began, self.old_until) = (Some(now), Some(now), Some(now));
                 self.burst = BURST * limit;
                 self.first_reset = reset.filter(|reset| (2.0..=LONGEST * WHOLE).contains(reset));
             }
@@ -175,6 +177,12 @@ impl ShortWindow {
         } else if rise >= 2.0 {
             self.doubts = self.doubts.saturating_add(1);
             self.least = Some(remaining);
+            // In a sliding window Remaining rises when the first request has left it. A reset that is
+            // stated too late would make the window seem longer.
+            let first = self.first.take().filter(|_| is_counted);
+            if let (Some(first), Some(learned)) = (first, self.learned) {
+                self.learned = Some(learned.min(usual(seconds(first, now))));
+            }
         } else {
             self.least = Some(least.min(remaining));
             if self.learned.is_none() && limit - remaining >= USED {
@@ -219,6 +227,7 @@ impl ShortWindow {
             (None, None) => now,
         };
         self.began = Some(began.max(then).min(now));
+        self.first = None;
         self.burst = self.spare.clamp(0.0, BURST * limit);
         self.least = Some(remaining);
     }
@@ -261,6 +270,7 @@ impl ShortWindow {
     pub(super) fn share(&mut self, codec: &mut StateCodec<'_>) {
         codec.number(&mut self.limit);
         codec.optional_number(&mut self.learned);
+        codec.moment(&mut self.first);
         codec.near(&mut self.began, Duration::ZERO);
         codec.near(&mut self.ends, span(LONGEST * WHOLE));
         codec.moment(&mut self.old_until);

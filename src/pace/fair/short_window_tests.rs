@@ -113,25 +113,32 @@ fn two_beginnings_teach_the_length() {
     assert_eq!(watcher.window.exhausted_until(99), Some(ends));
 }
 
-/// Requests at nine tenths of the limit: Remaining falls for a window, and then stays.
+/// Requests at nine tenths of the limit: Remaining falls for a window, and then stays. The reset is
+/// stated as up to two seconds too late.
 #[test]
 fn steady_remaining_shows_a_sole_client_that_a_window_slides() {
     let (limit, length) = (100.0, 2.0);
-    for is_counted in [false, true] {
+    for (is_counted, late, runs) in [
+        (false, 0.0, 2),
+        (true, 0.0, 2),
+        (true, 0.0, 1),
+        (true, 1.0, 1),
+        (true, 1.9, 1),
+    ] {
         let mut watcher = Watcher::new(limit, None);
         watcher.is_counted = is_counted;
         let mut accepted = VecDeque::new();
-        for run in [0.0, 6.0] {
+        for run in 0..runs {
             for request in 0..135 {
-                let at = run + f64::from(request) / 45.0;
+                let at = f64::from(6 * run) + f64::from(request) / 45.0;
                 accepted.push_back(at);
                 accepted.retain(|then| then + length > at);
-                let reset = accepted[0] + length - at;
+                let reset = accepted[0] + length - at + late;
                 watcher.look(at, limit - accepted.len() as f64, reset);
             }
         }
         let slides = is_counted.then_some(length);
-        assert_eq!(watcher.window.sliding_window(), slides);
+        assert_eq!(watcher.window.sliding_window(), slides, "{late}");
     }
 }
 
