@@ -61,6 +61,9 @@ const WRONG: f64 = 0.15;
 const LONGER: f64 = 1.01;
 /// A learned length above a whole number of seconds by up to this factor is that number.
 const WHOLE: f64 = 1.1;
+/// The longest time to the reset of a short window, in seconds. A reset as a moment is too late by up
+/// to a second for each time that is rounded to whole seconds: the reset, and the time of the answer.
+const LONGEST_RESET: f64 = 13.0;
 /// The shortest length that can be learned, in seconds.
 const SHORTEST: f64 = 0.01;
 /// The number of doubts from which the limit does not count as a window.
@@ -147,7 +150,7 @@ impl ShortWindow {
             if is_fresh {
                 (self.first, self.began, self.old_until) = (Some(now), Some(now), Some(now));
                 self.burst = BURST * limit;
-                self.first_reset = reset.filter(|reset| (2.0..=LONGEST * WHOLE).contains(reset));
+                self.first_reset = reset.filter(|reset| (2.0..=LONGEST_RESET).contains(reset));
             }
             return;
         };
@@ -197,7 +200,7 @@ impl ShortWindow {
                 && remaining < 1.0
                 && seconds(began, sent) > learned
             {
-                self.learned = Some(usual(seconds(began, now).min(LONGEST * WHOLE)));
+                self.learned = Some(usual(seconds(began, now)));
             }
         }
     }
@@ -237,8 +240,7 @@ impl ShortWindow {
         let Some(earliest) = self.old_until.replace(then) else {
             return;
         };
-        let reset =
-            Some(self.longest_reset).filter(|reset| (1.0..=LONGEST * WHOLE).contains(reset));
+        let reset = Some(self.longest_reset).filter(|reset| (1.0..=LONGEST_RESET).contains(reset));
         let reset = reset.map(usual);
         let longest = self.learned.map(|learned| learned * LONGER).or(reset);
         let length = seconds(earliest, now);
@@ -272,7 +274,7 @@ impl ShortWindow {
         codec.optional_number(&mut self.learned);
         codec.moment(&mut self.first);
         codec.near(&mut self.began, Duration::ZERO);
-        codec.near(&mut self.ends, span(LONGEST * WHOLE));
+        codec.near(&mut self.ends, span(LONGEST));
         codec.moment(&mut self.old_until);
         let (mut at, mut left) = self.latest.unzip();
         codec.moment(&mut at);
@@ -286,17 +288,17 @@ impl ShortWindow {
         codec.small_count(&mut self.doubts);
         self.learned = self
             .learned
-            .filter(|window| (SHORTEST..=LONGEST * WHOLE).contains(window));
+            .filter(|window| (SHORTEST..=LONGEST).contains(window));
         self.burst = self.burst.clamp(0.0, BURST * self.limit.max(0.0));
     }
 }
 
-/// Returns the length of a window that seems to have this one: a whole number of seconds if that is
-/// only a little shorter. A reset as a moment in whole seconds is up to a second late.
+/// Returns the length of a short window that seems to have this one: a whole number of seconds if
+/// that is only a little shorter.
 fn usual(length: f64) -> f64 {
-    let whole = length.min(LONGEST).floor();
-    match whole >= 1.0 && length <= WHOLE * whole {
-        true => whole,
-        false => length,
+    let length = length.min(LONGEST);
+    match length.floor() {
+        whole if whole >= 1.0 && length <= WHOLE * whole => whole,
+        _ => length,
     }
 }
