@@ -156,11 +156,12 @@ impl Count {
 }
 
 impl Search {
-    /// Starts at `rate` requests per second, if no request was refused.
+    /// Starts at `rate` requests per second, if no request was refused. The rate may be too low, so the
+    /// curve is wide.
     pub(super) fn start_at(&mut self, rate: f64) {
         if matches!(self.phase, Phase::Start { .. }) {
             let rate = bounded(rate.ln());
-            self.curve = Curve::between(rate, FOUND, 0.0, 1.0);
+            self.curve = Curve::between(rate - UNKNOWN_GAP / 2.0, UNKNOWN_GAP, 0.0, 1.0);
             self.lower = Some(rate);
             self.phase = Phase::Paced;
         }
