@@ -63,7 +63,7 @@ impl Preset {
                 ],
                 limits: vec![per(5, 10), per(50, 10), per(600, 10), per(100, 1)],
                 callers: 8,
-                seconds: 120.0,
+                seconds: 600.0,
             },
             "short" => Preset {
                 servers: vec![

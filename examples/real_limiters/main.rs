@@ -27,7 +27,7 @@ Usage: cargo run --release --example real_limiters -- [options]
                        second   100 per 2 s, 40 callers, one minute
                        long     20 per 2 s, 20 callers, four minutes
                        minute   600 per minute, 20 callers, four minutes
-                       windows  5, 50 and 600 per 10 s and 100 per second in fixed windows, 8 callers
+                       windows  5, 50 and 600 per 10 s and 100 per second in fixed windows, 8 callers, ten minutes
                        short    100 per 2 s, 40 callers, nginx and HAProxy, some seconds
   --servers <a,b>    only these servers: nginx-burst, nginx-strict, haproxy, express-draft-8,
                      express-draft-7, express-draft-6, express-legacy, express-retry-after,
