@@ -3,12 +3,17 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use smallvec::smallvec;
+
 use super::set::{JointSet, Wanted};
 use super::{Cause, Costs, JointRefusal, JointSlot, Part, PerPart, give_back};
 use crate::clock;
 use crate::error::StoreError;
+use crate::join::join_all;
 use crate::limiter::engine::Core;
-use crate::limiter::key_state::{Asked, JointAsk, KeyState, known_refusal, near_booking};
+use crate::limiter::key_state::{
+    Asked, JointAsk, KeyState, known_refusal, last_joint, near_booking,
+};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Reservation, WaitBound};
 use crate::limiter::settings::Settings;
@@ -239,7 +244,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the parts that are asked next: those without a slot, or whose slot is too early. All
-    /// are of one store, which may decide about them in one step.
+    /// are of one store.
     fn next(&self) -> PerPart<usize> {
         let from = self.earliest.unwrap_or_else(clock::now).max(clock::now());
         let is_usable = |part: usize, slot: &Reservation| {
@@ -253,11 +258,10 @@ impl<'a> Search<'a> {
         let lacks = |part: &usize| {
             !self.passes[*part] && self.slots[*part].is_none_or(|slot| !is_usable(*part, &slot))
         };
-        // The part that allows the request last comes first: then the others are asked once.
+        // The part that is expected to allow the request last comes first: then the others are asked once.
         let all = 0..self.parts.len();
-        let first = Some(self.last)
-            .filter(lacks)
-            .or_else(|| all.clone().find(lacks));
+        let expected = |part: &usize| (self.expected_after(*part, from), *part == self.last);
+        let first = all.clone().rev().filter(lacks).max_by_key(expected);
         let is_beside = |part: &usize| {
             first.is_some_and(|first| {
                 *part != first && self.parts[*part].has_store_of(&self.parts[first])
@@ -265,6 +269,13 @@ impl<'a> Search<'a> {
         };
         let beside = all.filter(is_beside).filter(lacks);
         first.into_iter().chain(beside).collect()
+    }
+
+    /// Returns the slot that a part is expected to have, if it is later than `from`.
+    fn expected_after(&self, part: usize, from: Instant) -> Option<Instant> {
+        let Part { core, key, .. } = &self.parts[part];
+        let slot = core.states.find(*key, |state| last_joint(state)).flatten();
+        slot.filter(|slot| *slot > from)
     }
 
     /// Returns whether a slot expired while other parts were asked. Slots before a moment ahead do
@@ -293,16 +304,20 @@ impl<'a> Search<'a> {
         now < bound.latest
     }
 
-    /// Asks the first of `parts`. If its store decides about several keys in one step, asks the
-    /// others with it. Takes in the granted slots, and returns what became of each part.
+    /// Asks the first of `parts`, and the others with it, unless they had better wait for its answer.
+    /// Takes in the granted slots, and returns what became of each part.
     async fn ask(&mut self, parts: &[usize], bound: WaitBound) -> PerPart<(usize, Asked)> {
         let mut outcomes = PerPart::new();
         let mut last = None;
-        for sent in self.send(parts, bound) {
-            let (part, asked) = match sent {
-                Ok(call) => self.answered(call).await,
-                Err(known) => known,
-            };
+        let mut sent = self.send(parts, bound);
+        let only = if sent.len() == 1 { sent.pop() } else { None };
+        let answers: PerPart<(usize, Asked)> = match only {
+            Some(only) => smallvec![self.answer(only).await],
+            None => join_all(sent.into_iter().map(|sent| self.answer(sent)))
+                .await
+                .into(),
+        };
+        for (part, asked) in answers {
             if let Asked::Granted {
                 slot,
                 uncertain,
@@ -324,12 +339,24 @@ impl<'a> Search<'a> {
     }
 
     /// Calls the store of `parts`. Returns the calls, or the outcomes that are known without a call.
+    ///
+    /// If the store decides about several keys in one step, all parts are in one call. Otherwise they
+    /// are asked at the same time: one after the other takes so long that the first slots expire. But
+    /// if the first part is expected to move the moment, the others are asked for that moment later.
+    /// So are those of a store that replies at once.
     fn send(&mut self, parts: &[usize], bound: WaitBound) -> PerPart<Result<Call, (usize, Asked)>> {
         let joint = JointCall::default();
+        let from = self.earliest.unwrap_or_else(clock::now);
+        let waits_for_first = parts
+            .first()
+            .is_some_and(|first| self.expected_after(*first, from).is_some());
         let mut sent = PerPart::new();
         for &part in parts {
             let call = self.send_one(part, bound, &joint);
-            let goes_on = call.is_ok() && joint.is_used();
+            let goes_on = call.as_ref().is_ok_and(|call| {
+                let is_pending = matches!(call.reply, StoreReply::Pending(_));
+                joint.is_used() || is_pending && !waits_for_first
+            });
             sent.push(call.map_err(|known| (part, known)));
             if !goes_on {
                 break;
@@ -371,6 +398,14 @@ impl<'a> Search<'a> {
                 }
                 Err(full(core))
             }
+        }
+    }
+
+    /// Returns the answer to a call, or the outcome that was known without it.
+    async fn answer(&self, sent: Result<Call, (usize, Asked)>) -> (usize, Asked) {
+        match sent {
+            Ok(call) => self.answered(call).await,
+            Err(known) => known,
         }
     }
 

@@ -12,6 +12,10 @@
 //! later moment. Each round moves the moment only later, so the search ends: with a common moment,
 //! or beyond the longest wait. A refusal gives all slots back, so it leaves no trace.
 //!
+//! Each key remembers the last slot to which it moved a request. The key whose slot is the furthest
+//! ahead is asked first, alone. If no key has one ahead, the keys of a store that answers later are
+//! asked at the same time.
+//!
 //! A slot that is later than the first free one is kept as an advance booking by the store. It
 //! counts only in the windows that it touches. So a request that waits long for one key takes
 //! nothing from the other keys meanwhile.

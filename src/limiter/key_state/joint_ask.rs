@@ -153,8 +153,12 @@ impl JointAsk {
                     .note_refusal(None, lease, ctx.fails_open, ctx.now);
                 let died = self.replaces.is_some_and(|slot| slot.until <= ctx.now);
                 state.store.raise_life(ctx.spec, bounds, died);
+                let slot = slot(lease, grant, bounds);
+                if slot.at > self.earliest.max(ctx.now) {
+                    state.store.note_joint(slot.at);
+                }
                 Asked::Granted {
-                    slot: slot(lease, grant, bounds),
+                    slot,
                     uncertain: bounds.1.saturating_duration_since(bounds.0),
                     is_last: lease.is_last,
                 }
@@ -172,6 +176,11 @@ impl JointAsk {
             }
         }
     }
+}
+
+/// Returns the last slot of a joint request that this key moved. It may have passed.
+pub(in crate::limiter) fn last_joint(state: &KeyState) -> Option<Instant> {
+    state.store.last_joint()
 }
 
 /// Returns the refusal of a request for which the store need not be called.

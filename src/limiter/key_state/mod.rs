@@ -80,6 +80,7 @@ pub(super) use context::{Effect, KeyContext, LeaseFuture, Rules, Work};
 pub(super) use hold::HoldSource;
 pub(super) use joint_ask::{
     Asked, JointAsk, ask_to_confirm, confirmed, ended, given_up, is_confirmed, known_refusal,
+    last_joint,
 };
 pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use key_limits::KeyLimits;

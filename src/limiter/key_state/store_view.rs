@@ -43,6 +43,9 @@ struct RemoteView {
     session: KeySession,
     /// The store's last refusal.
     refusal: Option<Box<StoreRefusal>>,
+    /// The last slot of a joint request that this key moved: it was later than the other keys allowed.
+    /// The next slot is hardly earlier.
+    last_joint: Option<Instant>,
 }
 
 /// What a lease showed of the store.
@@ -181,12 +184,25 @@ impl StoreView {
             Box::new(RemoteView {
                 session: KeySession::new(lease, sent, now),
                 refusal: None,
+                last_joint: None,
             })
         });
         let session = &mut remote.session;
         let has_lost_state = session.incarnation() != lease.incarnation;
         session.update(lease, spec.quota().longest_memory(), sent, now);
         has_lost_state
+    }
+
+    /// Returns the last slot of a joint request that this key moved. It may have passed.
+    pub(super) fn last_joint(&self) -> Option<Instant> {
+        self.remote.as_ref()?.last_joint
+    }
+
+    /// Takes in the slot of a joint request that this key moved.
+    pub(super) fn note_joint(&mut self, slot: Instant) {
+        if let Some(remote) = &mut self.remote {
+            remote.last_joint = Some(slot);
+        }
     }
 
     /// Returns until when the session with the store matters.
