@@ -303,8 +303,10 @@ impl Search {
             None => measured,
         };
         let measured = bounded(measured);
+        // Before the first outage ends, no lower rate was measured.
         let moved = self
             .lower
+            .filter(|_| lately.since.is_some())
             .map_or(f64::INFINITY, |lower| (measured - lower).abs());
         let most = if moved < SAME { SAME } else { LARGEST_GAP };
         let gap = match self.upper {
