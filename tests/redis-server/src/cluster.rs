@@ -185,8 +185,11 @@ impl RedisCluster {
             }
         }
         sleep(pause);
-        for server in [target, source] {
-            let () = server.command(&["CLUSTER", "SETSLOT", &slot, "NODE", &to_id]);
+        // The other primaries would learn of it later, and may be asked for the owner of the slot.
+        let others = primaries.iter().map(|primary| primary.number);
+        let others = others.filter(|number| ![from, to].contains(number));
+        for server in [to, from].into_iter().chain(others) {
+            let () = self.nodes[server].command(&["CLUSTER", "SETSLOT", &slot, "NODE", &to_id]);
         }
         to
     }
