@@ -20,9 +20,9 @@ use crate::limiter::settings::Settings;
 use crate::store::{JointCall, Lease, Refusal, StoreReply};
 use crate::wait_queue::ANSWER;
 
-/// After so many calls, the search rests for a while. Then other processes that search too can come
+/// After so many rounds, the search rests for a while. Then other processes that search too can come
 /// to an end.
-const MOST_CALLS: u32 = 32;
+const MOST_ROUNDS: u32 = 32;
 const REST: Duration = Duration::from_millis(10);
 
 /// Books for the requests of `set` that have no joint slot. If its stores reply at once, this is
@@ -170,22 +170,22 @@ impl<'a> Search<'a> {
         for Part { core, key, .. } in self.parts {
             core.wait_for_statements(*key).await;
         }
-        let mut calls = 0;
+        let mut rounds = 0;
         loop {
             let parts = self.next();
             let Some(&first) = parts.first() else {
                 return Ok(self.found());
             };
             let refused = |part, cause| Err(JointRefusal { part, cause });
-            if calls == MOST_CALLS {
+            if rounds == MOST_ROUNDS {
                 clock::sleep_until(clock::after(clock::now(), REST)).await;
-                calls = 0;
+                rounds = 0;
             }
-            if calls > 0 && !self.set.is_waiting(self.number) {
+            if rounds > 0 && !self.set.is_waiting(self.number) {
                 // The request has left, so nobody reads this refusal.
                 return refused(first, Cause::Wait(Refusal::NEVER));
             }
-            calls += 1;
+            rounds += 1;
             if self.has_expired() && !self.aims_later(&mut bound) {
                 return refused(first, Cause::Wait(Refusal::NEVER));
             }
