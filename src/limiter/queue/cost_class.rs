@@ -499,7 +499,7 @@ mod tests {
     /// The call that was to decide on the request failed, so it has no slot, and the first slot is that of
     /// a waiter that has left.
     #[tokio::test(start_paused = true)]
-    async fn a_request_that_the_store_has_not_decided_on_wakes_when_its_wait_ends() {
+    async fn an_undecided_request_wakes_when_its_wait_ends() {
         let now = clock::now();
         let at = |seconds| clock::after(now, Duration::from_secs(seconds));
         let mut class = CostClass::default();
