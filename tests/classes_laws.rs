@@ -267,7 +267,7 @@ async fn a_line_of_one_class_drains_as_fast_as_without_shares() {
         );
         // Processes ask at random moments.
         assert!(
-            half <= first_come.mul_f64(1.2),
+            half <= first_come.mul_f64(1.15),
             "{half:?} of {first_come:?}"
         );
     }
