@@ -6,13 +6,23 @@ use std::task::Poll;
 
 /// Runs all futures at the same time, and returns their results in the order in which they came.
 pub(crate) async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
-    let mut running: Vec<Pin<Box<F>>> = futures.into_iter().map(Box::pin).collect();
     let mut results = Vec::new();
+    join_each(futures, |result| results.push(result)).await;
+    results
+}
+
+/// Runs all futures at the same time, and gives each result to `take` when it comes. If this future is
+/// dropped, no result that has come is lost.
+pub(crate) async fn join_each<F: Future>(
+    futures: impl IntoIterator<Item = F>,
+    mut take: impl FnMut(F::Output),
+) {
+    let mut running: Vec<Pin<Box<F>>> = futures.into_iter().map(Box::pin).collect();
     poll_fn(|cx| {
         running.retain_mut(|future| match future.as_mut().poll(cx) {
             Poll::Pending => true,
             Poll::Ready(result) => {
-                results.push(result);
+                take(result);
                 false
             }
         });
@@ -23,5 +33,4 @@ pub(crate) async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) ->
         }
     })
     .await;
-    results
 }

@@ -677,6 +677,63 @@ async fn requests_for_a_recovering_key_take_nothing_from_others() {
     assert!(start.elapsed() < 6 * SECOND, "{:?}", start.elapsed());
 }
 
+/// A store that replies later about one key than about the others.
+#[derive(Default)]
+struct Uneven {
+    memory: MemoryStore,
+    late: Option<Key>,
+}
+
+impl Store for Uneven {
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        let trip = match Some(request.key) == self.late {
+            true => SECOND,
+            false => Duration::from_millis(5),
+        };
+        let StoreReply::Ready(reply) = self.memory.lease(request) else {
+            unreachable!("memory replies at once")
+        };
+        StoreReply::Pending(Box::pin(async move {
+            sleep(trip).await;
+            reply
+        }))
+    }
+
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        self.memory.give_back(key, spec, unused);
+    }
+
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        self.memory.peek(request)
+    }
+}
+
+/// The runtime ends when one of two keys has its slot and the other has no answer.
+#[test]
+fn lost_search_gives_slots_back_that_have_arrived() {
+    let runtime = || {
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        builder.enable_time().start_paused(true).build().unwrap()
+    };
+    let (early, late) = (Key::new("early"), Key::new("late"));
+    let store = Uneven {
+        late: Some(late),
+        ..Uneven::default()
+    };
+    let builder = RateLimitLayer::builder(Quota::per_minute(10)).store(Arc::new(store));
+    let limiter = builder.build().unwrap().limiter();
+    runtime().block_on(async {
+        let both = limiter.acquire(late).with(limiter.acquire(early));
+        let mut both = pin!(both.into_future());
+        assert!(futures::poll!(&mut both).is_pending());
+        sleep(SECOND / 2).await;
+        let peek = limiter.peek(early).await.unwrap();
+        assert_eq!(peek.limits[0].used, 1);
+    });
+    let peek = runtime().block_on(limiter.peek(early).into_future());
+    assert_eq!(peek.unwrap().limits[0].used, 0);
+}
+
 #[tokio::test(start_paused = true)]
 async fn joint_requests_at_hand_allocate_nothing() -> Result<(), BoxError> {
     let limit = RateLimitLayer::builder(Quota::per_day(1_000_000_000))

@@ -3,13 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use smallvec::smallvec;
-
 use super::set::{JointSet, Wanted};
 use super::{Cause, Costs, JointRefusal, JointSlot, Part, PerPart, give_back};
 use crate::clock;
 use crate::error::StoreError;
-use crate::join::join_all;
+use crate::join::join_each;
 use crate::limiter::engine::Core;
 use crate::limiter::key_state::{
     Asked, JointAsk, KeyState, known_refusal, last_joint, near_booking,
@@ -309,33 +307,41 @@ impl<'a> Search<'a> {
     async fn ask(&mut self, parts: &[usize], bound: WaitBound) -> PerPart<(usize, Asked)> {
         let mut outcomes = PerPart::new();
         let mut last = None;
+        let all = self.parts;
         let mut sent = self.send(parts, bound);
-        let only = if sent.len() == 1 { sent.pop() } else { None };
-        let answers: PerPart<(usize, Asked)> = match only {
-            Some(only) => smallvec![self.answer(only).await],
-            None => join_all(sent.into_iter().map(|sent| self.answer(sent)))
-                .await
-                .into(),
-        };
-        for (part, asked) in answers {
-            if let Asked::Granted {
-                slot,
-                uncertain,
-                is_last,
-            } = asked
-            {
-                self.uncertain[part] = uncertain;
-                if Some(slot.at) > self.earliest && slot.at > clock::now() {
-                    self.earliest = Some(slot.at);
-                    self.last = part;
-                }
-                self.slots[part] = Some(slot);
-                last = last.or(is_last.then_some(part));
+        let mut take_in = |(part, asked): (usize, Asked)| {
+            if self.take_in(part, &asked) {
+                last.get_or_insert(part);
             }
             outcomes.push((part, asked));
+        };
+        // Each answer is taken in when it comes: if this future is dropped before the others have come,
+        // the search still gives its slot back.
+        match sent.len() {
+            1 => take_in(answer(all, sent.remove(0)).await),
+            _ => join_each(sent.into_iter().map(|sent| answer(all, sent)), take_in).await,
         }
         self.last = last.unwrap_or(self.last);
         outcomes
+    }
+
+    /// Takes in what became of `part`. Returns whether its store has said that this part is the last one.
+    fn take_in(&mut self, part: usize, asked: &Asked) -> bool {
+        let &Asked::Granted {
+            slot,
+            uncertain,
+            is_last,
+        } = asked
+        else {
+            return false;
+        };
+        self.uncertain[part] = uncertain;
+        if Some(slot.at) > self.earliest && slot.at > clock::now() {
+            self.earliest = Some(slot.at);
+            self.last = part;
+        }
+        self.slots[part] = Some(slot);
+        is_last
     }
 
     /// Calls the store of `parts`. Returns the calls, or the outcomes that are known without a call.
@@ -401,49 +407,6 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Returns the answer to a call, or the outcome that was known without it.
-    async fn answer(&self, sent: Result<Call, (usize, Asked)>) -> (usize, Asked) {
-        match sent {
-            Ok(call) => self.answered(call).await,
-            Err(known) => known,
-        }
-    }
-
-    /// Waits for the answer to a call, and takes it in.
-    async fn answered(&self, call: Call) -> (usize, Asked) {
-        let Call {
-            part,
-            ask,
-            at,
-            reply,
-        } = call;
-        let &Part { ref core, key, .. } = &self.parts[part];
-        let mut answer = Some(reply.arrives().await);
-        let arrived = clock::now();
-        let asked = core.with_new_state(key, arrived, |state, ctx| {
-            let answer = answer.take().unwrap_or(Err(StoreError::Lost));
-            let asked = ask.answered(state, ctx, answer, at);
-            (asked, state.start_sweep(ctx.now))
-        });
-        let asked = match asked {
-            Ok((asked, sweep_at)) => {
-                if let Some(at) = sweep_at {
-                    core.sweep(key, at);
-                }
-                asked
-            }
-            Err(_) => {
-                // This process cannot use what was granted.
-                if let Some(Ok(lease)) = answer {
-                    let Settings { store, spec, .. } = &core.settings;
-                    store.give_back(key, spec, &lease.unused());
-                }
-                full(core)
-            }
-        };
-        (part, asked)
-    }
-
     /// Returns the joint slot.
     fn found(mut self) -> JointSlot {
         let slots = std::mem::take(&mut self.slots);
@@ -471,6 +434,49 @@ struct Call {
     /// When it was sent.
     at: Instant,
     reply: StoreReply<Lease>,
+}
+
+/// Returns the answer to a call, or the outcome that was known without it.
+async fn answer(parts: &[Part], sent: Result<Call, (usize, Asked)>) -> (usize, Asked) {
+    match sent {
+        Ok(call) => answered(parts, call).await,
+        Err(known) => known,
+    }
+}
+
+/// Waits for the answer to a call, and takes it in.
+async fn answered(parts: &[Part], call: Call) -> (usize, Asked) {
+    let Call {
+        part,
+        ask,
+        at,
+        reply,
+    } = call;
+    let &Part { ref core, key, .. } = &parts[part];
+    let mut answer = Some(reply.arrives().await);
+    let arrived = clock::now();
+    let asked = core.with_new_state(key, arrived, |state, ctx| {
+        let answer = answer.take().unwrap_or(Err(StoreError::Lost));
+        let asked = ask.answered(state, ctx, answer, at);
+        (asked, state.start_sweep(ctx.now))
+    });
+    let asked = match asked {
+        Ok((asked, sweep_at)) => {
+            if let Some(at) = sweep_at {
+                core.sweep(key, at);
+            }
+            asked
+        }
+        Err(_) => {
+            // This process cannot use what was granted.
+            if let Some(Ok(lease)) = answer {
+                let Settings { store, spec, .. } = &core.settings;
+                store.give_back(key, spec, &lease.unused());
+            }
+            full(core)
+        }
+    };
+    (part, asked)
 }
 
 /// Returns the outcome for a key that has no room in this process.
