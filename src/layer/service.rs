@@ -314,6 +314,28 @@ where
         self.poll_leaving(cx, G::leave, finish)
     }
 
+    /// Polls for the response. The call ends with its head.
+    #[inline]
+    pub(super) fn poll_head(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<S::Response, Error>> {
+        // The call ends before the response is moved, because the response would be copied once more
+        // otherwise.
+        self.poll_leaving(
+            cx,
+            |call, response, policy, repeat| match G::leave(call, response, policy, repeat) {
+                Departure::Pass(call) => {
+                    drop(call);
+                    Departure::Pass(())
+                }
+                Departure::Retry(wait, repeat) => Departure::Retry(wait, repeat),
+                Departure::Refuse(limited) => Departure::Refuse(limited),
+            },
+            |response, ()| response,
+        )
+    }
+
     /// Polls for the response. `leave` does what [`Gate::leave`] does, and `finish` gets what it
     /// leaves of the call.
     #[inline]
@@ -497,7 +519,7 @@ macro_rules! gated_future {
                 self: std::pin::Pin<&mut Self>,
                 cx: &mut std::task::Context<'_>,
             ) -> std::task::Poll<Self::Output> {
-                self.project().inner.poll_with(cx, |response, _| response)
+                self.project().inner.poll_head(cx)
             }
         }
 
