@@ -1,6 +1,6 @@
 //! The key of the host of a request, which a request with several limits needs more than once.
 
-use super::{Key, RequestInfo};
+use super::{Key, RequestInfo, last_host};
 
 /// The key of the host of one request. It is computed when it is first needed, and only once.
 pub(crate) struct HostKey<'a, R> {
@@ -18,7 +18,7 @@ impl<'a, R: RequestInfo> HostKey<'a, R> {
     #[inline]
     pub(crate) fn get(&mut self) -> Option<Key> {
         if self.key.is_none() {
-            self.key = self.request.host().map(Key::host);
+            self.key = self.request.host().map(last_host::key_of);
         }
         self.key
     }

@@ -7,6 +7,7 @@
 mod grpc;
 mod host_key;
 mod label;
+mod last_host;
 mod plain_host;
 #[cfg(test)]
 mod tests;
@@ -467,7 +468,7 @@ impl fmt::Debug for RequestRef<'_> {
 /// # }
 /// ```
 pub fn by_host(request: &RequestRef<'_>) -> Option<Key> {
-    request.host().map(Key::host)
+    request.host().map(last_host::key_of)
 }
 
 /// Makes a key function for one limit for each value of the header `name`, such as an access token.
