@@ -391,26 +391,21 @@ impl RateLimitLayer {
     /// Admits a request on the slow path, makes it wait, or refuses it.
     fn admit(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Waiting> {
         let limiter = self.counting(request);
-        let (entry, now) = match slow {
+        let entry = match slow {
             Slow::Unreadable(reason) => {
                 return Admission::No(self.limiter.unreadable(reason, &self.limiter));
             }
             Slow::Joint(reading) => return self.enter_joint(reading, request),
-            Slow::NoPermit(entry, now) => (entry, now),
-            Slow::OwnPolicy(entry) => {
-                let now = clock::now();
-                match limiter.take_at_once(&entry, now) {
-                    Err(now) => (entry, now),
-                    Ok(slot) => {
-                        return Admission::Go(self.granted(limiter, entry, slot, now, request));
-                    }
-                }
-            }
+            Slow::NoPermit(entry) => entry,
+            Slow::OwnPolicy(entry) => match limiter.take_at_once(&entry) {
+                Some(slot) => return Admission::Go(self.granted(limiter, entry, slot, request)),
+                None => entry,
+            },
         };
         let label = || self.label(limiter.whole(entry.key), request);
-        match limiter.start_slow(&entry, now, label) {
+        match limiter.start_slow(&entry, label) {
             Started::Granted(slot, in_flight_slot) => {
-                let sent = self.granted(limiter, entry, slot, now, request);
+                let sent = self.granted(limiter, entry, slot, request);
                 Admission::Go(sent.in_flight(in_flight_slot))
             }
             Started::Waiting(waiter) => Admission::Wait(Waiting::one(waiter)),
@@ -424,10 +419,9 @@ impl RateLimitLayer {
         limiter: &Limiter,
         entry: Entry,
         slot: Option<Reservation>,
-        now: Instant,
         request: &impl RequestInfo,
     ) -> Sent {
-        let sent = self.sent(limiter.admitted(&entry, now));
+        let sent = self.sent(limiter.admitted(&entry, clock::now()));
         let sent = self.with_label(sent, limiter.whole(entry.key), request);
         sent.with_slot(slot, self.limiter.settles())
     }
@@ -479,8 +473,8 @@ fn quota_of(
 #[inline]
 fn send_at_once(limiter: &Limiter, entry: Entry) -> Result<Admitted, Slow> {
     match limiter.send_at_once(&entry) {
-        Ok(now) => Ok(limiter.admitted(&entry, now)),
-        Err(now) => Err(Slow::NoPermit(entry, now)),
+        Some(now) => Ok(limiter.admitted(&entry, now)),
+        None => Err(Slow::NoPermit(entry)),
     }
 }
 
@@ -490,8 +484,8 @@ pub(super) enum Slow {
     Unreadable(Reason),
     /// The request counts in several limits, or the layer is around another one or inside of it.
     Joint(Reading),
-    /// No permit was at hand at this moment.
-    NoPermit(Entry, Instant),
+    /// No permit was at hand.
+    NoPermit(Entry),
     /// The layer has a policy of its own for responses.
     OwnPolicy(Entry),
 }
@@ -502,7 +496,7 @@ impl Slow {
         match self {
             Slow::Unreadable(_) => None,
             Slow::Joint(reading) => Some(reading.key),
-            Slow::NoPermit(entry, _) | Slow::OwnPolicy(entry) => Some(limiter.whole(entry.key)),
+            Slow::NoPermit(entry) | Slow::OwnPolicy(entry) => Some(limiter.whole(entry.key)),
         }
     }
 }

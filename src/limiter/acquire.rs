@@ -402,21 +402,22 @@ impl Acquire {
     /// pending, it waits, and is to be polled.
     #[inline(always)]
     fn enter_one(&mut self) -> Poll<Result<Permit, Limited>> {
-        let &Step::New(ref core, request) = &self.0 else {
+        if !matches!(self.0, Step::New(..)) {
+            return Poll::Pending;
+        }
+        let Step::New(core, request) = mem::replace(&mut self.0, Step::Done) else {
             return Poll::Pending;
         };
         let (key, entry) = (request.key, request.entry());
-        // The common case makes its permit here. By way of `Started`, the permit would be copied
-        // twice.
-        let taken = start::take_at_once(core, &entry, clock::now());
-        let Step::New(core, _) = mem::replace(&mut self.0, Step::Done) else {
-            return Poll::Pending;
-        };
-        let now = match taken {
-            Ok(slot) => return Poll::Ready(Ok(Permit::new(core, key, slot, None))),
-            Err(now) => now,
-        };
-        match start::slow(&core, &entry, now, || core.label(key, None)) {
+        let now = clock::now_by_counter();
+        // The common case has a return of its own, so that the permit is not copied.
+        if let Some(slot) = start::take_one_unlocked(&core, &entry, now) {
+            return Poll::Ready(Ok(Permit::new(core, key, Some(slot), None)));
+        }
+        if let Some(slot) = start::take_at_once(&core, &entry, now) {
+            return Poll::Ready(Ok(Permit::new(core, key, slot, None)));
+        }
+        match start::slow(&core, &entry, || core.label(key, None)) {
             Started::Granted(slot, in_flight_slot) => {
                 Poll::Ready(Ok(Permit::new(core, key, slot, in_flight_slot)))
             }

@@ -105,6 +105,7 @@ impl Core {
     /// Makes a core that can be found by its number, and subscribes it to the events of the store.
     /// `on_event` takes them in. The subscription does not keep the core alive.
     pub(super) fn new(settings: Settings, on_event: OnEvent) -> Arc<Self> {
+        clock::prepare();
         // Further units of a quota leave the holds of hosts to its first one.
         let unit = settings.spec.quota().unit();
         let unit = unit.filter(|_| !settings.is_further_unit);

@@ -44,11 +44,10 @@ impl Limiter {
             host: None,
             quota: QuotaId::NONE,
         };
-        let now = match self.take_at_once(&entry, clock::now()) {
-            Ok(_) => return Counted::Now(Ok(())),
-            Err(now) => now,
-        };
-        match self.start_slow(&entry, now, || self.label(key, None)) {
+        if self.take_at_once(&entry).is_some() {
+            return Counted::Now(Ok(()));
+        }
+        match self.start_slow(&entry, || self.label(key, None)) {
             Started::Granted(..) => Counted::Now(Ok(())),
             Started::Limited(limited) => Counted::Now(Err(limited)),
             Started::Waiting(waiter) => Counted::Later(async move {

@@ -68,6 +68,22 @@ impl KeyStates {
             .flatten()
     }
 
+    /// Takes a permit of one unit that is at hand without a visit, and counts the request.
+    // Inlined, so that the permit is written to its final place at once.
+    #[inline(always)]
+    pub(super) fn take_one_unlocked(
+        &self,
+        key: Key,
+        quota: QuotaId,
+        now: Instant,
+    ) -> Option<Reservation> {
+        if key == Key::ALL && quota == QuotaId::NONE {
+            self.unlocked.take_one(now)
+        } else {
+            None
+        }
+    }
+
     /// Returns the requests and units of [`Key::ALL`] that were counted without a visit.
     pub(super) fn unlocked_counts(&self) -> (u64, u64) {
         // A visit collects what was taken of the last offer.

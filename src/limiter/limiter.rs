@@ -528,25 +528,17 @@ impl Limiter {
         }
     }
 
-    /// Takes a permit at hand for a request that the caller sends at once. Returns the time in both
-    /// cases: `Ok` if there was a permit, `Err` if not. [`start_slow`](Limiter::start_slow) takes
-    /// that time.
+    /// Takes a permit at hand for a request that the caller sends at once. Returns the time, or `None` if
+    /// there is no permit at hand.
     #[inline]
-    pub(crate) fn send_at_once(&self, entry: &Entry) -> Result<Instant, Instant> {
+    pub(crate) fn send_at_once(&self, entry: &Entry) -> Option<Instant> {
         start::send_at_once(&self.0.first, entry)
     }
 
-    /// Takes a permit that is at hand. Returns `None` for a request that costs nothing.
-    ///
-    /// # Errors
-    ///
-    /// `now`, if the request has to take the slow path.
-    pub(crate) fn take_at_once(
-        &self,
-        entry: &Entry,
-        now: Instant,
-    ) -> Result<Option<Reservation>, Instant> {
-        start::take_at_once(&self.0.first, entry, now)
+    /// Takes a permit that is at hand. Returns `Some(None)` for a request that costs nothing, and `None`
+    /// if the request has to take the slow path.
+    pub(crate) fn take_at_once(&self, entry: &Entry) -> Option<Option<Reservation>> {
+        start::take_at_once(&self.0.first, entry, clock::now_by_counter())
     }
 
     /// Returns whether the true cost of a request may be stated after its response.
@@ -556,13 +548,8 @@ impl Limiter {
 
     /// Enters a request for which no permit is at hand. `label` returns the name of its key.
     #[cold]
-    pub(crate) fn start_slow(
-        &self,
-        entry: &Entry,
-        now: Instant,
-        label: impl FnOnce() -> Label,
-    ) -> Started {
-        start::slow(&self.0.first, entry, now, label)
+    pub(crate) fn start_slow(&self, entry: &Entry, label: impl FnOnce() -> Label) -> Started {
+        start::slow(&self.0.first, entry, label)
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.

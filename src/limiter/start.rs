@@ -33,36 +33,42 @@ pub(crate) enum Started {
     Limited(Limited),
 }
 
-/// Takes a permit at hand for a request that the caller sends at once. Returns the time in both
-/// cases: `Ok` if there was a permit, `Err` if not.
+/// Takes a permit at hand for a request that the caller sends at once. Returns the time, or `None` if
+/// the request has to take the slow path.
 ///
 /// A request that costs nothing needs no permit. No [`Permit`](super::Permit) is made: the caller
 /// makes a [`Sent`](super::Sent) instead.
 #[inline]
-pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Result<Instant, Instant> {
-    let now = clock::now();
+pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Option<Instant> {
+    let now = clock::now_by_counter();
     if entry.cost == 0 && !core.settings.tally.is_draining() {
         core.settings.tally.count(Outcome::Passed);
-        return Ok(now);
+        return Some(now);
     }
     let is_sent =
         is_open(core, entry, now) && core.states.spend(entry.key, entry.cost, entry.quota, now);
-    if is_sent { Ok(now) } else { Err(now) }
+    is_sent.then_some(now)
 }
 
-/// Takes a permit that is at hand, and counts the request. Returns `None` for a request that costs
-/// nothing.
-///
-/// # Errors
-///
-/// `now`, if the request has to take the slow path.
-#[inline]
+/// Takes a permit that is at hand, and counts the request. Returns `Some(None)` for a request that costs
+/// nothing, and `None` if the request has to take the slow path.
 pub(super) fn take_at_once(
     core: &Core,
     entry: &Entry,
     now: Instant,
-) -> Result<Option<Reservation>, Instant> {
+) -> Option<Option<Reservation>> {
     take_counting(core, entry, Counting::Request, now)
+}
+
+/// The same, for a request that costs 1, if its key is [`Key::ALL`] and the permit can be taken without a
+/// lock.
+#[inline(always)]
+pub(super) fn take_one_unlocked(core: &Core, entry: &Entry, now: Instant) -> Option<Reservation> {
+    if entry.cost == 1 && is_open(core, entry, now) {
+        core.states.take_one_unlocked(entry.key, entry.quota, now)
+    } else {
+        None
+    }
 }
 
 /// The same, for one key of a joint request: `counting` is what is counted.
@@ -72,24 +78,23 @@ pub(super) fn take_counting(
     entry: &Entry,
     counting: Counting,
     now: Instant,
-) -> Result<Option<Reservation>, Instant> {
+) -> Option<Option<Reservation>> {
     if entry.cost == 0 {
         if core.settings.tally.is_draining() {
-            return Err(now);
+            return None;
         }
         if counting == Counting::Request {
             core.settings.tally.count(Outcome::Passed);
         }
-        return Ok(None);
+        return Some(None);
     }
     if !is_open(core, entry, now) {
-        return Err(now);
+        return None;
     }
     let &Entry {
         key, cost, quota, ..
     } = entry;
-    let taken = core.states.take(key, cost, quota, counting, now);
-    taken.map(Some).ok_or(now)
+    core.states.take(key, cost, quota, counting, now).map(Some)
 }
 
 /// Returns whether a request needs nothing but a permit of its key. This is so if calls in flight
@@ -126,12 +131,8 @@ fn is_host_clear(core: &Core, key: Key, host: Option<Key>, now: Instant) -> bool
 
 /// Enters a request for which no permit is at hand. `label` returns the name of its key.
 #[cold]
-pub(super) fn slow(
-    core: &Arc<Core>,
-    entry: &Entry,
-    now: Instant,
-    label: impl FnOnce() -> Label,
-) -> Started {
+pub(super) fn slow(core: &Arc<Core>, entry: &Entry, label: impl FnOnce() -> Label) -> Started {
+    let now = clock::now();
     let settings = &core.settings;
     let bound = WaitBound::new(entry.deadline, now, settings.max_wait);
     let limited = |limited: Limited| {

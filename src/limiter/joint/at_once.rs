@@ -40,16 +40,16 @@ pub(super) fn take_all_at_once(
     slots.push(None);
     for part in &parts[1..] {
         match take(part, Counting::Units) {
-            Ok(slot) => slots.push(slot),
-            Err(_) => {
+            Some(slot) => slots.push(slot),
+            None => {
                 give_up_at_once(parts, std::mem::take(slots));
                 return false;
             }
         }
     }
     match take(&parts[0], counting) {
-        Ok(slot) => slots[0] = slot,
-        Err(_) => {
+        Some(slot) => slots[0] = slot,
+        None => {
             give_up_at_once(parts, std::mem::take(slots));
             return false;
         }

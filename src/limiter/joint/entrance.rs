@@ -37,13 +37,13 @@ pub(crate) fn enter(
         return Entered::Started(start(parts, deadline, label));
     }
     // No `Permit` is made.
-    let now = clock::now();
+    let now = clock::now_by_counter();
     if take_all_at_once(parts, deadline, Counting::Request, now, &mut PerPart::new()) {
         let parts = parts.iter().map(PartRef::id_and_entry);
         return Entered::Sent(Sent::all_at_once(parts, now));
     }
     let request = JointRequest::new(parts);
-    let started = start_slow(&request, parts.len(), None, deadline, label(), now);
+    let started = start_slow(&request, parts.len(), None, deadline, label());
     count(&parts[0], &started);
     Entered::Started(started)
 }

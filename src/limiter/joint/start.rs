@@ -65,7 +65,7 @@ fn begin(
     if outer::are_known() {
         return (start_inside(parts, deadline, label), false);
     }
-    let now = clock::now();
+    let now = clock::now_by_counter();
     let mut slots = PerPart::new();
     if take_all_at_once(parts, deadline, counting, now, &mut slots) {
         let parts = parts.iter().copied();
@@ -73,7 +73,7 @@ fn begin(
         return (JointStarted::Granted(permit), true);
     }
     let request = JointRequest::new(parts);
-    let started = start_slow(&request, parts.len(), None, deadline, label(), now);
+    let started = start_slow(&request, parts.len(), None, deadline, label());
     (started, false)
 }
 
@@ -99,7 +99,7 @@ fn start_inside(
 ) -> JointStarted {
     events::inside();
     let call = CallId::new();
-    let now = clock::now();
+    let now = clock::now_by_counter();
     let mut slots = PerPart::new();
     if take_all_at_once(parts, deadline, Counting::Units, now, &mut slots) {
         if outer::use_all(call, now) {
@@ -112,7 +112,7 @@ fn start_inside(
     all.add_outer();
     let brought = take_outer(&all, parts.len());
     let inside = Some(Inside { call, brought });
-    start_slow(&all, parts.len(), inside, deadline, label(), now)
+    start_slow(&all, parts.len(), inside, deadline, label())
 }
 
 /// Begins to renew the permits of the layers around, for the call `call`. Returns `None` if there
@@ -142,13 +142,12 @@ pub(super) fn start_slow(
     inside: Option<Inside>,
     deadline: Option<Instant>,
     label: Label,
-    now: Instant,
 ) -> JointStarted {
     let (call, brought) = match inside {
         Some(Inside { call, brought }) => (Some(call), brought),
         None => (None, None),
     };
-    let mut waiter = match JointWaiter::enter(request, own, call, deadline, label, now) {
+    let mut waiter = match JointWaiter::enter(request, own, call, deadline, label, clock::now()) {
         Ok(waiter) => waiter,
         Err(limited) => {
             if let Some(brought) = brought {

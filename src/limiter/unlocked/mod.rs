@@ -127,7 +127,13 @@ impl UnlockedPermits {
         }
     }
 
-    #[inline]
+    /// Takes a permit of one unit, and counts a request.
+    #[inline(always)]
+    pub(super) fn take_one(&self, now: Instant) -> Option<Reservation> {
+        self.take_units(1, now)
+    }
+
+    #[inline(always)]
     fn take_units(&self, cost: u32, now: Instant) -> Option<Reservation> {
         let mut word = self.word.load(Ordering::Acquire);
         while let Some(until) = self.find(word, cost, now) {

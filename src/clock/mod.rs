@@ -7,11 +7,15 @@
 
 #![expect(clippy::disallowed_methods, reason = "this is the file that asks")]
 
+mod counter;
+
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
+
+pub(crate) use counter::{now_by_counter, prepare};
 
 /// The monotonic time.
 #[inline]

@@ -1,0 +1,163 @@
+//! The time by the counter of the processor, for requests whose permit is at hand.
+//!
+//! To read the system's clock takes a third of the time that such a request spends in a layer. The counter
+//! of the processor takes a third of that, but is no clock: it may restart when the machine resumes, may
+//! have another speed after a virtual machine has moved, and may differ between processors. So each
+//! thread reads the clock again after a quarter of a millisecond ([`Anchor`]), and adds to it what the
+//! counter has counted since. If the counter fails, the time of a thread is late or early by that much,
+//! until the thread reads the clock again.
+//!
+//! The clock of Tokio can be paused if a crate of the program enables the feature `test-util` of Tokio.
+//! In such a program, as in most tests, this is the clock of Tokio.
+
+use std::cell::Cell;
+use std::sync::{Once, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::now;
+
+/// How long a thread counts from one reading of the clock, in nanoseconds.
+const SPAN_NANOS: u64 = 250_000;
+
+/// Whether the clock of Tokio can be paused: whether `tokio::time` has a function `pause`.
+const CAN_PAUSE: bool = {
+    // A block finds what it imports itself before what the block around it imports. A function takes no
+    // memory.
+    #[allow(unused_imports, reason = "Tokio may have a `pause` of its own")]
+    use without_pause::*;
+    {
+        #[allow(unused_imports, reason = "Tokio may have no `pause`")]
+        use tokio::time::*;
+        size_of_val(&pause) == 0
+    }
+};
+
+mod without_pause {
+    #[allow(non_upper_case_globals, reason = "named as the function of Tokio")]
+    #[allow(dead_code, reason = "Tokio may have a `pause` of its own")]
+    pub(super) const pause: u8 = 0;
+}
+
+/// The counter, once its speed is known.
+static COUNTER: OnceLock<quanta::Clock> = OnceLock::new();
+
+thread_local! {
+    static ANCHOR: Cell<Option<Anchor>> = const { Cell::new(None) };
+}
+
+/// A moment by the clock, and the counter at that moment.
+#[derive(Clone, Copy)]
+struct Anchor {
+    at: Instant,
+    ticks: u64,
+}
+
+impl Anchor {
+    /// Returns the time at which the counter is `ticks`. `nanos` says how long the counter takes from one
+    /// value to another. Returns `None` if the clock is to be read again.
+    #[inline]
+    fn time_at(self, ticks: u64, nanos: impl FnOnce(u64, u64) -> u64) -> Option<Instant> {
+        if ticks < self.ticks {
+            return None;
+        }
+        // Less than a second, so that no division is needed.
+        let since = nanos(self.ticks, ticks);
+        (since < SPAN_NANOS).then(|| self.at + Duration::new(0, since as u32))
+    }
+}
+
+/// Measures the speed of the counter, in a thread of its own: that takes from half a millisecond to 200 ms.
+/// Until then [`now_by_counter`] reads the clock.
+pub(crate) fn prepare() {
+    static PREPARED: Once = Once::new();
+    if CAN_PAUSE {
+        return;
+    }
+    PREPARED.call_once(|| {
+        let measure = || _ = COUNTER.set(quanta::Clock::new());
+        // Without the thread, the clock is read each time.
+        let _ = thread::Builder::new()
+            .name("tollgate-clock".into())
+            .spawn(measure);
+    });
+}
+
+/// Returns the monotonic time, by the counter if that can be read. It is within a microsecond of
+/// [`now`], and within a quarter of a millisecond if the counter fails.
+#[inline]
+pub(crate) fn now_by_counter() -> Instant {
+    match COUNTER.get() {
+        Some(counter) if !CAN_PAUSE => by(counter),
+        _ => now(),
+    }
+}
+
+/// Returns the time by `counter`.
+#[inline]
+fn by(counter: &quanta::Clock) -> Instant {
+    let ticks = counter.raw();
+    let nanos = |from, to| counter.delta_as_nanos(from, to);
+    let time = ANCHOR.get().and_then(|anchor| anchor.time_at(ticks, nanos));
+    time.unwrap_or_else(|| anchor(counter))
+}
+
+/// Reads the clock, and lets this thread count from there.
+#[cold]
+#[inline(never)]
+fn anchor(counter: &quanta::Clock) -> Instant {
+    let ticks = counter.raw();
+    let at = now();
+    // A thread may stand still between the two readings. Then the time would be early by that.
+    if counter.delta_as_nanos(ticks, counter.raw()) < SPAN_NANOS {
+        ANCHOR.set(Some(Anchor { at, ticks }));
+    }
+    at
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A counter that needs a quarter of a nanosecond for a tick.
+    fn nanos(from: u64, to: u64) -> u64 {
+        (to - from) / 4
+    }
+
+    #[test]
+    fn tokio_of_the_tests_can_pause() {
+        const { assert!(CAN_PAUSE) };
+    }
+
+    #[test]
+    fn counter_shows_the_time_of_the_clock() {
+        let counter = quanta::Clock::new();
+        let look = || {
+            for _ in 0..100_000 {
+                let before = now();
+                let time = by(&counter);
+                let span = Duration::from_nanos(SPAN_NANOS);
+                assert!(before <= time + span, "late by {:?}", before - time);
+                let after = now();
+                assert!(time <= after + span, "early by {:?}", time - after);
+            }
+        };
+        thread::scope(|scope| (0..4).for_each(|_| _ = scope.spawn(look)));
+    }
+
+    #[test]
+    fn anchor_counts_for_a_quarter_of_a_millisecond() {
+        let at = now();
+        let anchor = Anchor { at, ticks: 4_000 };
+        let micros = |micros| Duration::from_micros(micros);
+        assert_eq!(anchor.time_at(4_000, nanos), Some(at));
+        assert_eq!(anchor.time_at(404_000, nanos), Some(at + micros(100)));
+        assert_eq!(
+            anchor.time_at(1_003_996, nanos),
+            Some(at + micros(250) - Duration::from_nanos(1))
+        );
+        assert_eq!(anchor.time_at(1_004_000, nanos), None, "the span is over");
+        assert_eq!(anchor.time_at(u64::MAX, nanos), None, "the counter jumped");
+        assert_eq!(anchor.time_at(3_999, nanos), None, "the counter restarted");
+    }
+}
