@@ -3,21 +3,64 @@
 use std::time::Instant;
 
 use super::key_state::KeyState;
+use super::prefetched::Offer;
 use super::quotas::QuotaId;
 use super::reservation::{Counting, Reservation};
 use super::unlocked::UnlockedPermits;
 use crate::key::Key;
-use crate::key_map::{Full, KeyMap};
+use crate::key_map::{Evict, Full, KeyMap};
 
 /// The states of all keys of a limiter.
 ///
-/// A visit has the lock of the key's shard. Permits of [`Key::ALL`] are taken without a visit if
-/// they can be: see [`UnlockedPermits`].
+/// A visit has the lock of the key's shard. Permits at hand are taken without a visit if they can be:
+/// those of [`Key::ALL`] without a lock ([`UnlockedPermits`]), those of other keys from the table.
 pub(super) struct KeyStates {
-    /// The state of each key. Boxed, so that the table stays small.
-    map: KeyMap<Box<KeyState>>,
+    map: KeyMap<Row>,
     /// The permits at hand of [`Key::ALL`], while no thread visits its state.
     unlocked: UnlockedPermits,
+}
+
+/// What the table has of a key.
+struct Row {
+    /// The permits at hand, while no thread visits the state. Not used for [`Key::ALL`].
+    offer: Offer,
+    /// Boxed, so that the table stays small.
+    state: Box<KeyState>,
+}
+
+impl Evict for Row {
+    type Now = Instant;
+
+    fn idle_from(&self) -> Option<Instant> {
+        self.state.idle_from()
+    }
+
+    fn worthless_from(&self) -> Option<Instant> {
+        self.state.worthless_from()
+    }
+}
+
+impl Row {
+    /// Visits the state.
+    #[inline]
+    fn visit<R>(&mut self, visit: impl FnOnce(&mut KeyState) -> R) -> R {
+        self.state.collect(&mut self.offer);
+        let done = visit(&mut self.state);
+        self.offer = self.state.offer();
+        done
+    }
+
+    /// Returns whether a request with this quota may take the permits at hand.
+    #[inline]
+    fn has_quota(&self, quota: QuotaId) -> bool {
+        has_quota(&self.state, quota)
+    }
+}
+
+/// Returns whether a request with this quota may take the permits at hand of a key.
+#[inline]
+fn has_quota(state: &KeyState, quota: QuotaId) -> bool {
+    quota == QuotaId::NONE || state.limits.has_quota(quota)
 }
 
 impl KeyStates {
@@ -33,13 +76,15 @@ impl KeyStates {
     /// counts the request. Returns whether it did.
     #[inline]
     pub(super) fn spend(&self, key: Key, cost: u32, quota: QuotaId, now: Instant) -> bool {
-        if quota != QuotaId::NONE {
-            let spend =
-                |state: &mut KeyState| state.limits.has_quota(quota) && state.spend(cost, now);
-            return self.find(key, spend) == Some(true);
+        if key != Key::ALL {
+            let spend = |row: &mut Row| {
+                row.has_quota(quota) && row.offer.take(cost, Counting::Request, now)
+            };
+            return self.map.find(key, spend) == Some(true);
         }
-        key == Key::ALL && self.unlocked.spend(cost, now)
-            || self.find(key, |state| state.spend(cost, now)) == Some(true)
+        let spend = |state: &mut KeyState| has_quota(state, quota) && state.spend(cost, now);
+        quota == QuotaId::NONE && self.unlocked.spend(cost, now)
+            || self.find(key, spend) == Some(true)
     }
 
     /// Takes a permit at hand, if no request waits for one.
@@ -52,20 +97,22 @@ impl KeyStates {
         counting: Counting,
         now: Instant,
     ) -> Option<Reservation> {
-        if quota != QuotaId::NONE {
-            let take = |state: &mut KeyState| {
-                let has_quota = state.limits.has_quota(quota);
-                has_quota.then(|| state.take_at_once(cost, counting, now))
+        if key != Key::ALL {
+            let take = |row: &mut Row| {
+                let taken = row.has_quota(quota) && row.offer.take(cost, counting, now);
+                taken.then(|| row.state.offered(cost, now))
             };
-            return self.find(key, take).flatten().flatten();
+            return self.map.find(key, take).flatten().flatten();
         }
-        if key == Key::ALL
+        if quota == QuotaId::NONE
             && let Some(slot) = self.unlocked.take(cost, counting, now)
         {
             return Some(slot);
         }
-        self.find(key, |state| state.take_at_once(cost, counting, now))
-            .flatten()
+        let take = |state: &mut KeyState| {
+            has_quota(state, quota).then(|| state.take_at_once(cost, counting, now))
+        };
+        self.find(key, take).flatten().flatten()
     }
 
     /// Takes a permit of one unit that is at hand without a visit, and counts the request.
@@ -97,8 +144,8 @@ impl KeyStates {
         mut visit: impl FnMut(&mut A, Key, &mut KeyState),
         add: impl FnMut(&mut A, A),
     ) -> A {
-        let visit = |sum: &mut A, key, state: &mut Box<KeyState>| {
-            self.visit(key, state, |state| visit(sum, key, state));
+        let visit = |sum: &mut A, key, row: &mut Row| {
+            self.visit(key, row, |state| visit(sum, key, state));
         };
         self.map.fold(visit, add)
     }
@@ -111,7 +158,7 @@ impl KeyStates {
     /// Visits the state of `key`, if there is any.
     #[inline]
     pub(super) fn find<R>(&self, key: Key, visit: impl FnOnce(&mut KeyState) -> R) -> Option<R> {
-        self.map.find(key, |state| self.visit(key, state, visit))
+        self.map.find(key, |row| self.visit(key, row, visit))
     }
 
     /// Visits the state of `key`, which is made first if there is none. Evicted states go to
@@ -128,37 +175,41 @@ impl KeyStates {
         mut forgotten: impl FnMut(Key, Box<KeyState>),
         visit: impl FnOnce(&mut KeyState) -> R,
     ) -> Result<R, Full> {
-        let forgotten = |key, mut state: Box<KeyState>| {
+        let forgotten = |key, row: Row| {
+            let Row {
+                mut offer,
+                mut state,
+            } = row;
             if key == Key::ALL {
-                state.collect(&self.unlocked);
+                state.collect_unlocked(&self.unlocked);
+            } else {
+                state.collect(&mut offer);
             }
             forgotten(key, state);
         };
-        let make = || Box::new(make());
-        let visit = |state: &mut Box<KeyState>| self.visit(key, state, visit);
+        let make = || Row {
+            offer: Offer::none(now),
+            state: Box::new(make()),
+        };
+        let visit = |row: &mut Row| self.visit(key, row, visit);
         self.map.enter(key, now, make, forgotten, visit)
     }
 
     /// Visits the states of all keys, a shard at a time.
     pub(super) fn for_each(&self, mut visit: impl FnMut(Key, &mut KeyState)) {
         self.map
-            .for_each(|key, state| self.visit(key, state, |state| visit(key, state)));
+            .for_each(|key, row| self.visit(key, row, |state| visit(key, state)));
     }
 
-    /// Visits `state`, whose lock the caller holds.
+    /// Visits the state of `row`, whose lock the caller holds.
     #[inline]
-    fn visit<R>(
-        &self,
-        key: Key,
-        state: &mut KeyState,
-        visit: impl FnOnce(&mut KeyState) -> R,
-    ) -> R {
+    fn visit<R>(&self, key: Key, row: &mut Row, visit: impl FnOnce(&mut KeyState) -> R) -> R {
         if key != Key::ALL {
-            return visit(state);
+            return row.visit(visit);
         }
-        state.collect(&self.unlocked);
-        let done = visit(state);
-        state.offer(&self.unlocked);
+        row.state.collect_unlocked(&self.unlocked);
+        let done = visit(&mut row.state);
+        row.state.offer_unlocked(&self.unlocked);
         done
     }
 }

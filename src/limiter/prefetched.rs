@@ -4,20 +4,21 @@
 //! are left, it fetches half as many. Otherwise it fetches twice as many, if half of the validity
 //! of the last ones has not passed.
 
+use std::mem;
 use std::time::{Duration, Instant};
 
-use super::reservation::Reservation;
+use super::reservation::{Counting, Reservation};
 use crate::clock;
 use crate::limit::{LimitSpec, UnusedPermits};
 
-/// The prefetched permits of a key: units of one slot, which is due. The fields that a request needs
-/// come first, in the order of declaration: see [`KeyState`](super::key_state::KeyState).
-#[repr(C)]
+/// The prefetched permits of a key: units of one slot, which is due.
 pub(super) struct Prefetched {
     /// When the units expire.
     until: Instant,
-    /// The units left.
+    /// The units left. While they are [offered](Self::offer), none.
     units: u32,
+    /// The units of the last offer.
+    offered: u32,
     /// If the store is called again before this moment, the permits were used fast.
     soon: Instant,
     /// What is known of the units. `None` if the key was never used fast. Most of many keys are not.
@@ -42,11 +43,69 @@ struct Details {
 /// A sweep that is later than this was lost with its runtime.
 const LOST_SWEEP: Duration = Duration::from_secs(1);
 
+/// Permits at hand that requests take without a visit of the state of their key, but under its lock.
+///
+/// They stand beside the key in the table, and that is all that such a request reads of a key: a process
+/// with many keys waits for memory most of the time.
+pub(super) struct Offer {
+    /// When the units expire.
+    until: Instant,
+    /// The units left.
+    units: u32,
+    /// The requests that have taken some.
+    requests: u32,
+}
+
+impl Offer {
+    /// Makes an offer of nothing.
+    pub(super) fn none(now: Instant) -> Self {
+        Offer {
+            until: now,
+            units: 0,
+            requests: 0,
+        }
+    }
+
+    /// Takes the units of a request. Counts the request, if it is to be counted. Returns whether there
+    /// were enough.
+    #[inline]
+    pub(super) fn take(&mut self, cost: u32, counting: Counting, now: Instant) -> bool {
+        let enough = cost <= self.units && now < self.until;
+        if enough {
+            self.units -= cost;
+            self.requests += u32::from(counting == Counting::Request);
+        }
+        enough
+    }
+}
+
 impl Prefetched {
+    /// Offers the permits, if requests `may` take them.
+    #[inline]
+    pub(super) fn offer(&mut self, may: bool) -> Offer {
+        let units = if may { mem::take(&mut self.units) } else { 0 };
+        self.offered = units;
+        Offer {
+            until: self.until,
+            units,
+            requests: 0,
+        }
+    }
+
+    /// Takes an offer back. Returns the requests and units that were taken.
+    #[inline]
+    pub(super) fn collect(&mut self, offer: &mut Offer) -> (u32, u32) {
+        let left = mem::take(&mut offer.units);
+        let taken = mem::take(&mut self.offered) - left;
+        self.units += left;
+        (mem::take(&mut offer.requests), taken)
+    }
+
     pub(super) fn new(now: Instant) -> Self {
         Prefetched {
             until: now,
             units: 0,
+            offered: 0,
             soon: now,
             details: None,
         }
@@ -80,7 +139,8 @@ impl Prefetched {
     }
 
     /// Returns permits that were taken at `now`.
-    fn reservation(&self, cost: u32, count: u32, now: Instant) -> Option<Reservation> {
+    #[inline]
+    pub(super) fn reservation(&self, cost: u32, count: u32, now: Instant) -> Option<Reservation> {
         let &Details {
             slot,
             stamp,

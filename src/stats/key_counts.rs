@@ -3,11 +3,7 @@
 use super::values::{Outcome, Requests};
 
 /// What the requests of one key have done since its state was made.
-///
-/// A permit at hand that is taken under the lock of the state changes only the first two fields. Both are
-/// in the cache line that it needs anyway.
 #[derive(Debug, Default)]
-#[repr(C)]
 pub(crate) struct KeyCounts {
     passed: u64,
     units: u64,
@@ -29,6 +25,13 @@ struct More {
 const LONGEST_NAME: usize = 64;
 
 impl KeyCounts {
+    /// Counts requests that got permits of `units` in all, at once.
+    #[inline]
+    pub(crate) fn pass_all(&mut self, requests: u32, units: u32) {
+        self.passed += u64::from(requests);
+        self.units += u64::from(units);
+    }
+
     /// Counts a request that got a permit of `units` at once.
     #[inline]
     pub(crate) fn pass(&mut self, units: u32) {

@@ -61,7 +61,7 @@ mod upstream_view;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::prefetched::Prefetched;
+use super::prefetched::{Offer, Prefetched};
 use super::queue::{Delay, Gathering, Queue, Returns};
 use super::reservation::{Counting, Reservation};
 use super::unlocked::UnlockedPermits;
@@ -100,10 +100,6 @@ pub(super) use upstream_view::UpstreamView;
 const CHANGE_TAKES: Duration = Duration::from_millis(20);
 
 /// The state of one key in this process.
-///
-/// In the order of declaration, the fields that a permit at hand needs are side by side. Then they
-/// are mostly in one cache line, also for a key that is used rarely.
-#[repr(C)]
 pub(super) struct KeyState {
     /// The waiters, and the call to the store for them. Present only while requests wait, a call is
     /// under way or a result is to be collected.
@@ -272,13 +268,33 @@ impl KeyState {
         Some(slot)
     }
 
-    /// Begins a visit: takes back the permits that threads could take without a lock.
-    pub(in crate::limiter) fn collect(&mut self, unlocked: &UnlockedPermits) {
+    /// Begins a visit: takes back the permits that requests could take without one, and counts those that
+    /// were taken.
+    #[inline]
+    pub(in crate::limiter) fn collect(&mut self, offer: &mut Offer) {
+        let (requests, units) = self.prefetched.collect(offer);
+        self.counts.pass_all(requests, units);
+    }
+
+    /// Ends a visit: lets requests take the permits at hand without one, unless requests wait.
+    #[inline]
+    pub(in crate::limiter) fn offer(&mut self) -> Offer {
+        self.prefetched.offer(self.waiting() == 0)
+    }
+
+    /// Returns the permit that a request has taken of the offer.
+    #[inline]
+    pub(in crate::limiter) fn offered(&self, cost: u32, now: Instant) -> Option<Reservation> {
+        self.prefetched.reservation(cost, 1, now)
+    }
+
+    /// The same as [`collect`](Self::collect), for the permits that threads take without a lock.
+    pub(in crate::limiter) fn collect_unlocked(&mut self, unlocked: &UnlockedPermits) {
         unlocked.collect(&mut self.prefetched);
     }
 
-    /// Ends a visit: lets threads take the permits at hand without a lock, unless requests wait.
-    pub(in crate::limiter) fn offer(&mut self, unlocked: &UnlockedPermits) {
+    /// The same as [`offer`](Self::offer), for permits that threads take without a lock.
+    pub(in crate::limiter) fn offer_unlocked(&mut self, unlocked: &UnlockedPermits) {
         if self.waiting() == 0 {
             unlocked.offer(&mut self.prefetched);
         }
