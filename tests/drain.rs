@@ -15,14 +15,15 @@ use proptest::prelude::*;
 use remote::Remote;
 use support::{Failing, Upstream, get, ms, peek};
 use tokio::time::{Instant, sleep, timeout};
+use tollgate::key::RequestRef;
 use tollgate::limiter::Acquire;
 use tollgate::stats::Event;
 use tollgate::store::MemoryStore;
 use tollgate::{
-    AdaptiveThrottleLayer, Key, Limited, Limiter, Quota, RateLimitBuilder, RateLimitLayer, Reason,
-    Routes, Signal,
+    AdaptiveThrottleLayer, Cost, Key, Limited, Limiter, Quota, RateLimitBuilder, RateLimitLayer,
+    Reason, Routes, Signal,
 };
-use tower::{Service, ServiceBuilder, ServiceExt};
+use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -159,6 +160,30 @@ async fn permits_at_hand_go_back_for_good() {
         let line = drained.to_string();
         let expected = format!("0 left in time, 0 refused, {at_hand} permits given back in 0.0s");
         assert_eq!(line, expected);
+    }
+}
+
+/// The keys had permits at hand before.
+#[tokio::test(start_paused = true)]
+async fn drained_layers_refuse_requests_that_cost_nothing() {
+    let by_path = |request: &RequestRef<'_>| Some(Key::new(request.path()));
+    for builder in [
+        builder(Quota::per_second(100_000)),
+        builder(Quota::per_second(100_000)).key(by_path),
+    ] {
+        let limit = builder.build().unwrap();
+        let upstream = Upstream::answering([]);
+        let mut service = limit.layer(upstream.clone());
+        for _ in 0..1000 {
+            service.call(get("http://a.example/b")).await.unwrap();
+        }
+        assert!(limit.limiter().stats().at_hand > 0);
+        limit.limiter().drain(SECOND).await.unwrap();
+        let mut request = get("http://a.example/b");
+        request.extensions_mut().insert(Cost::new(0));
+        let error: BoxError = service.call(request).await.unwrap_err().into();
+        assert_draining(Limited::find(&*error).unwrap());
+        assert_eq!(upstream.count(), 1000);
     }
 }
 
