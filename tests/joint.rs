@@ -26,7 +26,7 @@ use tollgate::store::{
     Usage,
 };
 use tollgate::{
-    Deadline, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason, by_host,
+    Deadline, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason, Signal, by_host,
 };
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 
@@ -675,6 +675,31 @@ async fn requests_for_a_recovering_key_take_nothing_from_others() {
     assert_eq!(start.elapsed(), Duration::ZERO);
     drop(both.await.unwrap().unwrap());
     assert!(start.elapsed() < 6 * SECOND, "{:?}", start.elapsed());
+}
+
+/// A hold that was cut ends with one request, the probe. It has several keys.
+#[tokio::test(start_paused = true)]
+async fn joint_probes_fetch_no_permits_for_others() {
+    let builder = RateLimitLayer::builder(Quota::per_second(100_000)).max_hold(5 * SECOND);
+    let limiter = builder.build().unwrap().limiter();
+    let (held, other) = (Key::new("held"), Key::new("other"));
+    let both = || limiter.acquire(held).with(limiter.acquire(other));
+    for _ in 0..1000 {
+        drop(both().await.unwrap());
+    }
+    assert!(limiter.stats().at_hand > 0);
+    let refusal = Response::builder()
+        .status(429)
+        .header("retry-after", "7000");
+    let signal = Signal::read(&refusal.body(()).unwrap());
+    let _ = limiter.acquire(held).await.unwrap().answered(&signal);
+    sleep(6 * SECOND).await;
+    let probe = both().await.unwrap();
+    let mut next = pin!(limiter.acquire(held).into_future());
+    assert!(futures::poll!(&mut next).is_pending());
+    let accepted = Signal::read(&Response::new(()));
+    let _ = probe.answered(&accepted);
+    drop(next.await.unwrap());
 }
 
 /// A store that replies later about one key than about the others.

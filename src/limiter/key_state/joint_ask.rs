@@ -86,7 +86,8 @@ impl JointAsk {
             .map_or(now, |left| clock::after(now, left));
         let earliest = self.earliest.max(held).saturating_duration_since(now);
         let demands = [Demand::new(cost, 1).earliest(earliest)];
-        let prefetch = if earliest.is_zero() && !ctx.is_draining && !ctx.settles {
+        let is_clear = state.hold.is_clear(ctx.max_hold, now);
+        let prefetch = if earliest.is_zero() && is_clear && !ctx.is_draining && !ctx.settles {
             let life = state.store.prefetch_life(ctx.spec);
             state.prefetched.order(ctx.spec, life, now)
         } else {
