@@ -11,8 +11,8 @@ pub(crate) async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) ->
     results
 }
 
-/// Runs all futures at the same time, and gives each result to `take` when it comes. If this future is
-/// dropped, no result that has come is lost.
+/// Runs all futures at the same time, and gives each result to `take` when it comes. So if this future is
+/// dropped, `take` has had all results that there are.
 pub(crate) async fn join_each<F: Future>(
     futures: impl IntoIterator<Item = F>,
     mut take: impl FnMut(F::Output),

@@ -3,9 +3,11 @@
 //! To read the system's clock takes a third of the time that such a request spends in a layer. The counter
 //! of the processor takes a third of that, but is no clock: it may restart when the machine resumes, may
 //! have another speed after a virtual machine has moved, and may differ between processors. So each
-//! thread reads the clock again after a quarter of a millisecond ([`Anchor`]), and adds to it what the
-//! counter has counted since. If the counter fails, the time of a thread is late or early by that much,
-//! until the thread reads the clock again.
+//! thread reads the clock again when the counter has gone on for a quarter of a millisecond, or has gone
+//! back ([`Anchor`]). In between it adds to that reading what the counter has counted since. A jump of the
+//! counter puts the time of a thread behind or ahead by at most a quarter of a millisecond, and a counter
+//! of half the measured speed puts it behind by as much. Requests that wait, and calls to stores, use the
+//! clock.
 //!
 //! The clock of Tokio can be paused if a crate of the program enables the feature `test-util` of Tokio.
 //! In such a program, as in most tests, this is the clock of Tokio.
@@ -20,10 +22,13 @@ use super::now;
 /// How long a thread counts from one reading of the clock, in nanoseconds.
 const SPAN_NANOS: u64 = 250_000;
 
+/// The longest time between two readings of the counter that counts as one moment, in nanoseconds.
+const MOMENT_NANOS: u64 = 1_000;
+
 /// Whether the clock of Tokio can be paused: whether `tokio::time` has a function `pause`.
 const CAN_PAUSE: bool = {
-    // A block finds what it imports itself before what the block around it imports. A function takes no
-    // memory.
+    // The inner import hides the outer one: `pause` is the function of Tokio, of size 0, if there is one,
+    // and else our `u8`.
     #[allow(unused_imports, reason = "Tokio may have a `pause` of its own")]
     use without_pause::*;
     {
@@ -83,8 +88,8 @@ pub(crate) fn prepare() {
     });
 }
 
-/// Returns the monotonic time, by the counter if that can be read. It is within a microsecond of
-/// [`now`], and within a quarter of a millisecond if the counter fails.
+/// Returns the time by the counter, if its speed is known. It is at most a microsecond ahead of [`now`],
+/// and a reading may be that much before an earlier one.
 #[inline]
 pub(crate) fn now_by_counter() -> Instant {
     match COUNTER.get() {
@@ -108,8 +113,8 @@ fn by(counter: &quanta::Clock) -> Instant {
 fn anchor(counter: &quanta::Clock) -> Instant {
     let ticks = counter.raw();
     let at = now();
-    // A thread may stand still between the two readings. Then the time would be early by that.
-    if counter.delta_as_nanos(ticks, counter.raw()) < SPAN_NANOS {
+    // If this thread stood still between the two readings, its time would be ahead by that.
+    if counter.delta_as_nanos(ticks, counter.raw()) < MOMENT_NANOS {
         ANCHOR.set(Some(Anchor { at, ticks }));
     }
     at
@@ -137,9 +142,10 @@ mod tests {
                 let before = now();
                 let time = by(&counter);
                 let span = Duration::from_nanos(SPAN_NANOS);
-                assert!(before <= time + span, "late by {:?}", before - time);
+                assert!(before <= time + span, "behind by {:?}", before - time);
                 let after = now();
-                assert!(time <= after + span, "early by {:?}", time - after);
+                let moment = Duration::from_nanos(2 * MOMENT_NANOS);
+                assert!(time <= after + moment, "ahead by {:?}", time - after);
             }
         };
         thread::scope(|scope| (0..4).for_each(|_| _ = scope.spawn(look)));

@@ -115,20 +115,11 @@ impl KeyStates {
         self.find(key, take).flatten().flatten()
     }
 
-    /// Takes a permit of one unit that is at hand without a visit, and counts the request.
+    /// Takes a permit of one unit of [`Key::ALL`] that is at hand without a visit, and counts the request.
     // Inlined, so that the permit is written to its final place at once.
     #[inline(always)]
-    pub(super) fn take_one_unlocked(
-        &self,
-        key: Key,
-        quota: QuotaId,
-        now: Instant,
-    ) -> Option<Reservation> {
-        if key == Key::ALL && quota == QuotaId::NONE {
-            self.unlocked.take_one(now)
-        } else {
-            None
-        }
+    pub(super) fn take_one_unlocked(&self, now: Instant) -> Option<Reservation> {
+        self.unlocked.take_one(now)
     }
 
     /// Returns the requests and units of [`Key::ALL`] that were counted without a visit.

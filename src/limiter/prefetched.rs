@@ -15,9 +15,9 @@ use crate::limit::{LimitSpec, UnusedPermits};
 pub(super) struct Prefetched {
     /// When the units expire.
     until: Instant,
-    /// The units left. While they are [offered](Self::offer), none.
+    /// The units left that are not [offered](Self::offer).
     units: u32,
-    /// The units of the last offer.
+    /// The units of the offer beside the key in the table. Zero during a visit.
     offered: u32,
     /// If the store is called again before this moment, the permits were used fast.
     soon: Instant,
@@ -45,8 +45,8 @@ const LOST_SWEEP: Duration = Duration::from_secs(1);
 
 /// Permits at hand that requests take without a visit of the state of their key, but under its lock.
 ///
-/// They stand beside the key in the table, and that is all that such a request reads of a key: a process
-/// with many keys waits for memory most of the time.
+/// They stand beside the key in the table. A request of a layer reads no more of its key, unless it has a
+/// quota of its own: a process with many keys waits for memory most of the time.
 pub(super) struct Offer {
     /// When the units expire.
     until: Instant,

@@ -15,6 +15,7 @@ use super::in_flight_slot::InFlightSlot;
 use super::key_state::KeyState;
 use super::limited::RefusedRequest;
 use super::own_quota;
+use super::quotas::QuotaId;
 use super::reservation::{Counting, Reservation, WaitBound};
 use super::waiter::Waiter;
 use crate::clock;
@@ -63,12 +64,12 @@ pub(super) fn take_at_once(
     take_counting(core, entry, Counting::Request, now)
 }
 
-/// The same, for a request that costs 1, if its key is [`Key::ALL`] and the permit can be taken without a
-/// lock.
+/// The same, without a lock. Only for a request under [`Key::ALL`] that costs 1 and has no quota of its own.
 #[inline(always)]
 pub(super) fn take_one_unlocked(core: &Core, entry: &Entry, now: Instant) -> Option<Reservation> {
-    if entry.cost == 1 && is_open(core, entry, now) {
-        core.states.take_one_unlocked(entry.key, entry.quota, now)
+    let is_plain = entry.cost == 1 && entry.key == Key::ALL && entry.quota == QuotaId::NONE;
+    if is_plain && is_open(core, entry, now) {
+        core.states.take_one_unlocked(now)
     } else {
         None
     }

@@ -315,8 +315,8 @@ impl<'a> Search<'a> {
             }
             outcomes.push((part, asked));
         };
-        // Each answer is taken in when it comes: if this future is dropped before the others have come,
-        // the search still gives its slot back.
+        // Each answer is taken in when it comes. If the search is dropped before the others have come, it
+        // gives back the slots that it has taken in.
         match sent.len() {
             1 => take_in(answer(all, sent.remove(0)).await),
             _ => join_each(sent.into_iter().map(|sent| answer(all, sent)), take_in).await,
@@ -325,7 +325,7 @@ impl<'a> Search<'a> {
         outcomes
     }
 
-    /// Takes in what became of `part`. Returns whether its store has said that this part is the last one.
+    /// Takes in what became of `part`. Returns whether its store has said that it allows the request last.
     fn take_in(&mut self, part: usize, asked: &Asked) -> bool {
         let &Asked::Granted {
             slot,

@@ -28,7 +28,8 @@ pub(super) struct UnlockedPermits {
     word: AtomicU64,
     /// Slot, stamp (both in the store's time) and incarnation of the units. They change only while
     /// the word has no units. A thread that reads them and then takes units has read those of the
-    /// same offer, because the word has the number of the offer.
+    /// same offer, because the word has the number of the offer, unless it stood still for 256 offers
+    /// that expire in the same step.
     slot: AtomicU64,
     stamp: AtomicU64,
     incarnation: AtomicU64,
@@ -36,8 +37,8 @@ pub(super) struct UnlockedPermits {
     offered: AtomicU64,
     /// The units that were taken, of all past offers. Changes only under the lock of the state.
     used: AtomicU64,
-    /// How many more units were taken than requests counted. So a request of one unit is counted
-    /// without another step.
+    /// How many more units were taken than requests counted. The requests are `used` less this, so a
+    /// request of one unit changes only the word.
     uncounted: AtomicU64,
     /// The moment from which the expiry is counted.
     since: Instant,
