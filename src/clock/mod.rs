@@ -134,6 +134,18 @@ pub(crate) fn micros(instant: Instant) -> u64 {
     }
 }
 
+/// The moment at which the steady time is `micros`: see [`micros`]. If that is beyond all use, a moment that is near
+/// enough.
+pub(crate) fn instant(micros: u64) -> Instant {
+    let (epoch, since) = epoch();
+    match micros.checked_sub(since) {
+        Some(later) => after(epoch, Duration::from_micros(later)),
+        None => epoch
+            .checked_sub(Duration::from_micros(since - micros))
+            .unwrap_or(epoch),
+    }
+}
+
 /// The same pair, with the wall time in microseconds since the Unix epoch.
 fn epoch() -> (Instant, u64) {
     static EPOCH: OnceLock<(Instant, u64)> = OnceLock::new();

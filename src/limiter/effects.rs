@@ -70,7 +70,7 @@ impl Core {
         act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>) -> R,
     ) -> Result<R, Full> {
         let new = || {
-            let mut state = KeyState::new(self.settings.spec.life(), now);
+            let mut state = KeyState::new(self.settings.spec.life());
             let guard = self.settings.guard.as_ref();
             if let Some(left) = guard.and_then(|guard| guard.stopped_for(self.whole(key), now)) {
                 state.begin_held(left, now);

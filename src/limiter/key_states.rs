@@ -32,11 +32,11 @@ impl Evict for Row {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
-        self.state.idle_from()
+        self.state.idle_from(self.permits_until())
     }
 
     fn worthless_from(&self) -> Option<Instant> {
-        self.state.worthless_from()
+        self.state.worthless_from(self.permits_until())
     }
 }
 
@@ -46,8 +46,14 @@ impl Row {
     fn visit<R>(&mut self, visit: impl FnOnce(&mut KeyState) -> R) -> R {
         self.state.collect(&mut self.offer);
         let done = visit(&mut self.state);
-        self.offer = self.state.offer();
+        self.state.offer(&mut self.offer);
         done
+    }
+
+    /// Returns when the permits at hand expire, or did.
+    fn permits_until(&self) -> Instant {
+        let until = self.state.permits_until();
+        until.unwrap_or(self.offer.until())
     }
 
     /// Returns whether a request with this quota may take the permits at hand.

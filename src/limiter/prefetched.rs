@@ -12,22 +12,24 @@ use crate::clock;
 use crate::limit::{LimitSpec, UnusedPermits};
 
 /// The prefetched permits of a key: units of one slot, which is due.
+#[derive(Default)]
 pub(super) struct Prefetched {
-    /// When the units expire.
-    until: Instant,
-    /// The units left that are not [offered](Self::offer).
-    units: u32,
-    /// The units of the offer beside the key in the table. Zero during a visit.
-    offered: u32,
-    /// If the store is called again before this moment, the permits were used fast.
-    soon: Instant,
-    /// What is known of the units. `None` if the key was never used fast. Most of many keys are not.
+    /// If the store is called again before this moment, in microseconds of [`clock::micros`], the permits
+    /// were used fast.
+    soon: u64,
+    /// The units, and how many to fetch next. `None` if the key was never used fast. Most of many keys are
+    /// not.
     details: Option<Box<Details>>,
 }
 
-/// What is known of prefetched units, and of the units to fetch next.
-#[derive(Default)]
+/// Prefetched units, and how many to fetch next.
 struct Details {
+    /// When the units expire.
+    until: Instant,
+    /// The units left that are not [offered](Prefetched::offer).
+    units: u32,
+    /// The units of the offer beside the key in the table. Zero during a visit.
+    offered: u32,
     /// How many units there were at first.
     fetched: u32,
     /// How many units to fetch next time.
@@ -40,6 +42,37 @@ struct Details {
     sweep_at: Option<Instant>,
 }
 
+impl Details {
+    /// Makes the details of no units.
+    fn new(now: Instant) -> Box<Self> {
+        Box::new(Details {
+            until: now,
+            units: 0,
+            offered: 0,
+            fetched: 0,
+            next: 0,
+            slot: 0,
+            stamp: 0,
+            incarnation: 0,
+            sweep_at: None,
+        })
+    }
+
+    /// Returns `units` of these, as permits that were taken at `now`.
+    fn reservation(&self, cost: u32, count: u32, now: Instant) -> Reservation {
+        Reservation {
+            at: now,
+            until: self.until,
+            cost,
+            count,
+            slot: self.slot,
+            stamp: self.stamp,
+            incarnation: self.incarnation,
+            lender: None,
+        }
+    }
+}
+
 /// A sweep that is later than this was lost with its runtime.
 const LOST_SWEEP: Duration = Duration::from_secs(1);
 
@@ -48,7 +81,7 @@ const LOST_SWEEP: Duration = Duration::from_secs(1);
 /// They stand beside the key in the table. A request of a layer reads no more of its key, unless it has a
 /// quota of its own: a process with many keys waits for memory most of the time.
 pub(super) struct Offer {
-    /// When the units expire.
+    /// When the units expire, or did. If there never were any, when the key came.
     until: Instant,
     /// The units left.
     units: u32,
@@ -64,6 +97,11 @@ impl Offer {
             units: 0,
             requests: 0,
         }
+    }
+
+    /// Returns when the units expire, or did.
+    pub(super) fn until(&self) -> Instant {
+        self.until
     }
 
     /// Takes the units of a request. Counts the request, if it is to be counted. Returns whether there
@@ -82,89 +120,77 @@ impl Offer {
 impl Prefetched {
     /// Offers the permits, if requests `may` take them.
     #[inline]
-    pub(super) fn offer(&mut self, may: bool) -> Offer {
-        let units = if may { mem::take(&mut self.units) } else { 0 };
-        self.offered = units;
-        Offer {
-            until: self.until,
-            units,
-            requests: 0,
+    pub(super) fn offer(&mut self, offer: &mut Offer, may: bool) {
+        if let Some(details) = &mut self.details {
+            offer.until = details.until;
+            if may {
+                offer.units = mem::take(&mut details.units);
+                details.offered = offer.units;
+            }
         }
     }
 
     /// Takes an offer back. Returns the requests and units that were taken.
     #[inline]
     pub(super) fn collect(&mut self, offer: &mut Offer) -> (u32, u32) {
+        let Some(details) = &mut self.details else {
+            return (0, 0);
+        };
         let left = mem::take(&mut offer.units);
-        let taken = mem::take(&mut self.offered) - left;
-        self.units += left;
+        let taken = mem::take(&mut details.offered) - left;
+        details.units += left;
         (mem::take(&mut offer.requests), taken)
     }
 
-    pub(super) fn new(now: Instant) -> Self {
-        Prefetched {
-            until: now,
-            units: 0,
-            offered: 0,
-            soon: now,
-            details: None,
-        }
-    }
-
-    /// Returns when the permits expire.
-    pub(super) fn until(&self) -> Instant {
-        self.until
+    /// Returns when the permits expire, or did. `None` if there never were any.
+    pub(super) fn until(&self) -> Option<Instant> {
+        self.details.as_ref().map(|details| details.until)
     }
 
     /// Returns until when it matters how fast permits are used.
     pub(super) fn soon(&self) -> Instant {
-        self.soon
+        clock::instant(self.soon)
     }
 
     /// Returns the units left.
     pub(super) fn units(&self, now: Instant) -> u32 {
-        if now < self.until { self.units } else { 0 }
+        let details = self.details.as_ref();
+        details
+            .filter(|details| now < details.until)
+            .map_or(0, |details| details.units)
     }
 
     /// Returns the units that the next call gives back, also if they have expired.
     pub(super) fn to_return(&self) -> u64 {
-        u64::from(self.units)
+        let details = self.details.as_ref();
+        details.map_or(0, |details| u64::from(details.units))
     }
 
     /// Takes a permit.
     #[inline]
     pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Reservation> {
-        self.spend(cost, now)
-            .then(|| self.reservation(cost, 1, now))?
+        if !self.spend(cost, now) {
+            return None;
+        }
+        self.reservation(cost, now)
     }
 
-    /// Returns permits that were taken at `now`.
+    /// Returns a permit that was taken at `now`.
     #[inline]
-    pub(super) fn reservation(&self, cost: u32, count: u32, now: Instant) -> Option<Reservation> {
-        let &Details {
-            slot,
-            stamp,
-            incarnation,
-            ..
-        } = self.details.as_deref()?;
-        Some(Reservation {
-            at: now,
-            until: self.until,
-            cost,
-            count,
-            slot,
-            stamp,
-            incarnation,
-            lender: None,
-        })
+    pub(super) fn reservation(&self, cost: u32, now: Instant) -> Option<Reservation> {
+        let details = self.details.as_ref()?;
+        Some(details.reservation(cost, 1, now))
     }
 
     /// Takes the units of a request that leaves at once. Returns whether there were enough.
     #[inline]
     pub(super) fn spend(&mut self, cost: u32, now: Instant) -> bool {
-        let enough = cost <= self.units && now < self.until;
+        let Some(details) = &mut self.details else {
+            return false;
+        };
+        let enough = cost <= details.units && now < details.until;
         if enough {
-            self.units -= cost;
+            details.units -= cost;
         }
         enough
     }
@@ -176,43 +202,47 @@ impl Prefetched {
         most: usize,
         now: Instant,
     ) -> Option<Reservation> {
-        if now >= self.until || cost == 0 {
+        let details = self.details.as_mut()?;
+        if now >= details.until || cost == 0 {
             return None;
         }
-        let count = (self.units / cost).min(u32::try_from(most).unwrap_or(u32::MAX));
-        self.units -= count * cost;
-        (count > 0).then(|| self.reservation(cost, count, now))?
+        let count = (details.units / cost).min(u32::try_from(most).unwrap_or(u32::MAX));
+        details.units -= count * cost;
+        (count > 0).then(|| details.reservation(cost, count, now))
     }
 
     /// Takes out up to `most` units, whether or not they have expired.
     pub(super) fn take_units(&mut self, most: u32) -> Option<Reservation> {
-        let units = self.units.min(most);
-        let permits = (units > 0).then(|| self.reservation(1, units, self.until))?;
-        self.units -= units;
-        permits
+        let details = self.details.as_mut()?;
+        let units = details.units.min(most);
+        details.units -= units;
+        (units > 0).then(|| details.reservation(1, units, details.until))
     }
 
     /// Puts back units that [`take_units`](Self::take_units) took out.
     pub(super) fn put_units(&mut self, units: u32) {
-        self.units += units;
+        if let Some(details) = &mut self.details {
+            details.units += units;
+        }
     }
 
     /// Takes back a permit. Returns false if it is not one of these, or has expired.
     pub(super) fn put(&mut self, slot: &Reservation, now: Instant) -> bool {
-        let is_same = |details: &Details| (details.slot, details.stamp) == (slot.slot, slot.stamp);
-        let ours = self.details.as_deref().is_some_and(is_same) && now < self.until;
-        if ours {
-            self.units = self.units.saturating_add(slot.cost);
-        }
-        ours
+        let details = self.details.as_mut();
+        let same = details.filter(|details| {
+            (details.slot, details.stamp) == (slot.slot, slot.stamp) && now < details.until
+        });
+        let Some(details) = same else { return false };
+        details.units = details.units.saturating_add(slot.cost);
+        true
     }
 
     /// Replaces the permits by those of `slot`.
     pub(super) fn fill(&mut self, slot: &Reservation) {
         let units = slot.cost.saturating_mul(slot.count);
-        self.units = units;
-        self.until = slot.until;
-        let details = self.details.get_or_insert_default();
+        let details = self.details.get_or_insert_with(|| Details::new(slot.until));
+        details.until = slot.until;
+        details.units = units;
         details.fetched = units;
         details.slot = slot.slot;
         details.stamp = slot.stamp;
@@ -225,19 +255,19 @@ impl Prefetched {
         let left = UnusedPermits {
             slot: details.slot,
             stamp: details.stamp,
-            units: u64::from(self.units),
+            units: u64::from(mem::take(&mut details.units)),
             incarnation: details.incarnation,
         };
         details.fetched = 0;
-        self.units = 0;
         (left.units > 0).then_some(left)
     }
 
     /// Returns when to give back unused permits first, if there are some and no task is about to
     /// give them back.
     pub(super) fn start_sweep(&mut self, now: Instant) -> Option<Instant> {
-        let (units, until) = (self.units(now), self.until);
-        let sweep_at = &mut self.details.as_deref_mut()?.sweep_at;
+        let units = self.units(now);
+        let details = self.details.as_deref_mut()?;
+        let (until, sweep_at) = (details.until, &mut details.sweep_at);
         let is_lost = sweep_at.is_none_or(|at| clock::after(at, LOST_SWEEP) < now);
         (is_lost && units > 0).then(|| *sweep_at.insert(until))
     }
@@ -246,24 +276,24 @@ impl Prefetched {
     /// they are given back now.
     pub(super) fn next_sweep(&mut self, now: Instant) -> Option<Instant> {
         let details = self.details.as_deref_mut()?;
-        details.sweep_at = Some(self.until).filter(|until| *until > now);
+        details.sweep_at = Some(details.until).filter(|until| *until > now);
         details.sweep_at
     }
 
     /// Returns how many units to fetch with the next call, for permits that are valid for `life`.
     pub(super) fn order(&mut self, spec: &LimitSpec, life: Duration, now: Instant) -> u32 {
         let most = most_ahead(spec);
-        let is_fast = now < self.soon;
-        self.soon = clock::after(now, life / 2);
+        let is_fast = clock::micros(now) < self.soon;
+        self.soon = clock::micros(clock::after(now, life / 2));
         let wanted = match self.details.as_deref() {
-            Some(details) if self.units > details.fetched / 2 => details.next / 2,
+            Some(details) if details.units > details.fetched / 2 => details.next / 2,
             Some(details) if is_fast => details.next.saturating_mul(2).max(1),
             Some(details) => details.next,
             None => u32::from(is_fast),
         };
         let next = wanted.min(most);
         if next > 0 || self.details.is_some() {
-            self.details.get_or_insert_default().next = next;
+            self.details.get_or_insert_with(|| Details::new(now)).next = next;
         }
         next
     }

@@ -66,7 +66,6 @@ use super::queue::{Delay, Gathering, Queue, Returns};
 use super::reservation::{Counting, Reservation};
 use super::unlocked::UnlockedPermits;
 use crate::clock;
-use crate::key_map::Evict;
 use crate::limit::{Charge, LimitSpec, UnusedPermits};
 use crate::quota::Limit;
 use crate::signal::Signal;
@@ -120,37 +119,36 @@ pub(super) struct KeyState {
     pub(super) limits: KeyLimits,
 }
 
-impl Evict for KeyState {
-    type Now = Instant;
-
-    fn idle_from(&self) -> Option<Instant> {
-        let prefetched = self.prefetched.until();
+impl KeyState {
+    /// Returns the moment from which the state may be evicted if room is needed; `None` while it is in use.
+    /// Its permits expire at `until`.
+    pub(in crate::limiter) fn idle_from(&self, until: Instant) -> Option<Instant> {
         // A joint request has no place in the queue, but watches the hold.
         let is_settled = self
             .charges
             .as_ref()
             .is_none_or(|charges| charges.is_empty());
         let is_idle = self.queue.is_none() && self.hold.waiting() == 0 && is_settled;
-        is_idle.then(|| {
-            self.hold
-                .matters_until()
-                .map_or(prefetched, |hold| hold.max(prefetched))
-        })
+        is_idle.then(|| self.hold.matters_until().unwrap_or(until).max(until))
     }
 
-    fn worthless_from(&self) -> Option<Instant> {
-        let idle = self.idle_from()?.max(self.prefetched.soon());
+    /// Returns the moment from which the state is useless: then it is evicted in any case.
+    pub(in crate::limiter) fn worthless_from(&self, until: Instant) -> Option<Instant> {
+        let idle = self.idle_from(until)?.max(self.prefetched.soon());
         let session = self.store.session_until().unwrap_or(idle);
         let stated = self.limits.stated_until().unwrap_or(idle);
         Some(idle.max(session).max(stated))
     }
-}
 
-impl KeyState {
+    /// Returns when the permits at hand expire, or did. `None` if there never were any.
+    pub(in crate::limiter) fn permits_until(&self) -> Option<Instant> {
+        self.prefetched.until()
+    }
+
     /// Makes the state of a key without waiters. `life` is how long its permits are valid at first.
-    pub(super) fn new(life: Duration, now: Instant) -> Self {
+    pub(super) fn new(life: Duration) -> Self {
         KeyState {
-            prefetched: Prefetched::new(now),
+            prefetched: Prefetched::default(),
             queue: None,
             counts: KeyCounts::default(),
             store: StoreView::new(life),
@@ -278,14 +276,15 @@ impl KeyState {
 
     /// Ends a visit: lets requests take the permits at hand without one, unless requests wait.
     #[inline]
-    pub(in crate::limiter) fn offer(&mut self) -> Offer {
-        self.prefetched.offer(self.waiting() == 0)
+    pub(in crate::limiter) fn offer(&mut self, offer: &mut Offer) {
+        let may = self.waiting() == 0;
+        self.prefetched.offer(offer, may);
     }
 
     /// Returns the permit that a request has taken of the offer.
     #[inline]
     pub(in crate::limiter) fn offered(&self, cost: u32, now: Instant) -> Option<Reservation> {
-        self.prefetched.reservation(cost, 1, now)
+        self.prefetched.reservation(cost, now)
     }
 
     /// The same as [`collect`](Self::collect), for the permits that threads take without a lock.

@@ -183,7 +183,9 @@ impl UnlockedPermits {
     /// Moves the permits of `prefetched` here. The caller has the lock of the state, and has
     /// collected what was left of the last offer.
     pub(super) fn offer(&self, prefetched: &mut Prefetched) {
-        let until = self.steps(prefetched.until());
+        let Some(until) = prefetched.until().map(|until| self.steps(until)) else {
+            return;
+        };
         if until > MOST_STEPS {
             return;
         }

@@ -23,7 +23,7 @@ fn permits(name: u64, count: u32, until: Instant) -> Reservation {
 
 /// Returns permits of `count` units, and a place to which they were offered.
 fn offered(count: u32, now: Instant) -> (Prefetched, UnlockedPermits) {
-    let mut prefetched = Prefetched::new(now);
+    let mut prefetched = Prefetched::default();
     prefetched.fill(&permits(7, count, now + LIFE));
     let unlocked = UnlockedPermits::new(now);
     unlocked.offer(&mut prefetched);
@@ -74,7 +74,7 @@ fn more_units_than_the_word_holds_stay_behind() {
 fn nothing_is_offered_after_nine_years() {
     let now = clock::now();
     let later = now + Duration::from_secs(10 * 365 * 86_400);
-    let mut prefetched = Prefetched::new(now);
+    let mut prefetched = Prefetched::default();
     prefetched.fill(&permits(7, 5, later + LIFE));
     let unlocked = UnlockedPermits::new(now);
     unlocked.offer(&mut prefetched);
@@ -88,7 +88,7 @@ fn threads_take_each_unit_once_and_of_one_offer() {
     const UNITS_EACH: u32 = 7;
     let now = clock::now();
     let unlocked = UnlockedPermits::new(now);
-    let state = Mutex::new(Prefetched::new(now));
+    let state = Mutex::new(Prefetched::default());
     let ended = AtomicBool::new(false);
     let (unlocked, ended) = (&unlocked, &ended);
     let taken: u64 = thread::scope(|scope| {

@@ -54,7 +54,7 @@ impl World {
             returned: AtomicU64::new(0),
         });
         World {
-            state: KeyState::new(ms(10), clock::now()),
+            state: KeyState::new(ms(10)),
             store: wire.clone(),
             wire,
             spec: Arc::new(LimitSpec::new(quota, ms(10), ms(10))),
