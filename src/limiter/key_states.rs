@@ -32,11 +32,11 @@ impl Evict for Row {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
-        self.state.idle_from(self.permits_until())
+        self.state.idle_from(self.offer.until())
     }
 
     fn worthless_from(&self) -> Option<Instant> {
-        self.state.worthless_from(self.permits_until())
+        self.state.worthless_from(self.offer.until())
     }
 }
 
@@ -48,12 +48,6 @@ impl Row {
         let done = visit(&mut self.state);
         self.state.offer(&mut self.offer);
         done
-    }
-
-    /// Returns when the permits at hand expire, or did.
-    fn permits_until(&self) -> Instant {
-        let until = self.state.permits_until();
-        until.unwrap_or(self.offer.until())
     }
 
     /// Returns whether a request with this quota may take the permits at hand.
@@ -88,9 +82,10 @@ impl KeyStates {
             };
             return self.map.find(key, spend) == Some(true);
         }
-        let spend = |state: &mut KeyState| has_quota(state, quota) && state.spend(cost, now);
         quota == QuotaId::NONE && self.unlocked.spend(cost, now)
-            || self.find(key, spend) == Some(true)
+            || self
+                .take_visiting(cost, quota, Counting::Request, now)
+                .is_some()
     }
 
     /// Takes a permit at hand, if no request waits for one.
@@ -115,10 +110,21 @@ impl KeyStates {
         {
             return Some(slot);
         }
+        self.take_visiting(cost, quota, counting, now)
+    }
+
+    /// Takes a permit at hand of [`Key::ALL`] in a visit.
+    fn take_visiting(
+        &self,
+        cost: u32,
+        quota: QuotaId,
+        counting: Counting,
+        now: Instant,
+    ) -> Option<Reservation> {
         let take = |state: &mut KeyState| {
             has_quota(state, quota).then(|| state.take_at_once(cost, counting, now))
         };
-        self.find(key, take).flatten().flatten()
+        self.find(Key::ALL, take).flatten().flatten()
     }
 
     /// Takes a permit of one unit of [`Key::ALL`] that is at hand without a visit, and counts the request.

@@ -43,11 +43,7 @@ pub(crate) enum Started {
 pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Option<Instant> {
     let now = clock::now_by_counter();
     if entry.cost == 0 {
-        if core.settings.tally.is_draining() {
-            return None;
-        }
-        core.settings.tally.count(Outcome::Passed);
-        return Some(now);
+        return pass_for_nothing(core, Counting::Request).then_some(now);
     }
     let is_sent =
         is_open(core, entry, now) && core.states.spend(entry.key, entry.cost, entry.quota, now);
@@ -84,13 +80,7 @@ pub(super) fn take_counting(
     now: Instant,
 ) -> Option<Option<Reservation>> {
     if entry.cost == 0 {
-        if core.settings.tally.is_draining() {
-            return None;
-        }
-        if counting == Counting::Request {
-            core.settings.tally.count(Outcome::Passed);
-        }
-        return Some(None);
+        return pass_for_nothing(core, counting).then_some(None);
     }
     if !is_open(core, entry, now) {
         return None;
@@ -99,6 +89,16 @@ pub(super) fn take_counting(
         key, cost, quota, ..
     } = entry;
     core.states.take(key, cost, quota, counting, now).map(Some)
+}
+
+/// Lets a request that costs nothing pass, and counts it. Returns whether it passes: not while the limiter
+/// drains.
+fn pass_for_nothing(core: &Core, counting: Counting) -> bool {
+    let passes = !core.settings.tally.is_draining();
+    if passes && counting == Counting::Request {
+        core.settings.tally.count(Outcome::Passed);
+    }
+    passes
 }
 
 /// Returns whether a request needs nothing but a permit of its key. This is so if calls in flight

@@ -121,8 +121,9 @@ pub(super) struct KeyState {
 
 impl KeyState {
     /// Returns the moment from which the state may be evicted if room is needed; `None` while it is in use.
-    /// Its permits expire at `until`.
-    pub(in crate::limiter) fn idle_from(&self, until: Instant) -> Option<Instant> {
+    /// A key that never had permits at hand may be evicted from `created` on.
+    pub(in crate::limiter) fn idle_from(&self, created: Instant) -> Option<Instant> {
+        let until = self.prefetched.until().unwrap_or(created);
         // A joint request has no place in the queue, but watches the hold.
         let is_settled = self
             .charges
@@ -133,16 +134,11 @@ impl KeyState {
     }
 
     /// Returns the moment from which the state is useless: then it is evicted in any case.
-    pub(in crate::limiter) fn worthless_from(&self, until: Instant) -> Option<Instant> {
-        let idle = self.idle_from(until)?.max(self.prefetched.soon());
+    pub(in crate::limiter) fn worthless_from(&self, created: Instant) -> Option<Instant> {
+        let idle = self.idle_from(created)?.max(self.prefetched.soon());
         let session = self.store.session_until().unwrap_or(idle);
         let stated = self.limits.stated_until().unwrap_or(idle);
         Some(idle.max(session).max(stated))
-    }
-
-    /// Returns when the permits at hand expire, or did. `None` if there never were any.
-    pub(in crate::limiter) fn permits_until(&self) -> Option<Instant> {
-        self.prefetched.until()
     }
 
     /// Makes the state of a key without waiters. `life` is how long its permits are valid at first.
@@ -237,17 +233,6 @@ impl KeyState {
         } else {
             self.prefetched.take(cost, now)
         }
-    }
-
-    /// Takes a permit at hand for a request that leaves at once, if no request waits for one, and
-    /// counts the request. Returns whether it did.
-    #[inline]
-    pub(super) fn spend(&mut self, cost: u32, now: Instant) -> bool {
-        let is_spent = self.waiting() == 0 && self.prefetched.spend(cost, now);
-        if is_spent {
-            self.counts.pass(cost);
-        }
-        is_spent
     }
 
     /// Takes a permit at hand as [`take`](Self::take) does, and counts it.
