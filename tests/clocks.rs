@@ -16,7 +16,7 @@ use std::time::{Duration, SystemTime};
 
 use counted::largest_count;
 use futures::future::{Either, join_all, select};
-use redis_server::{RedisServer, SteppingClock};
+use redis_server::{Proxy, RedisServer, SteppingClock};
 use tokio::time::{Instant, sleep, sleep_until};
 use tollgate::store::{RedisStore, StoreError};
 use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer, Reason, Signal};
@@ -68,6 +68,31 @@ async fn granted(limiter: &Limiter, key: Key) -> Permit {
 }
 
 // ── calls that Redis executes late ───────────────────────────────────────────────────────────────
+
+/// A call that is late each time it is sent is sent again while the `store_timeout` lasts. That it is late is not
+/// the fault of the server's clock.
+#[tokio::test]
+async fn call_that_is_late_again_and_again_succeeds() {
+    const DELAY: Duration = Duration::from_millis(500);
+    let server = RedisServer::start().unwrap();
+    let proxy = Proxy::start(server.port()).unwrap();
+    let limiter = layer(Quota::per_minute(100), ms(20_000))
+        .store(patient::store(&proxy.url()))
+        .build()
+        .unwrap()
+        .limiter();
+    drop(granted(&limiter, Key::ALL).await);
+    proxy.delay(DELAY);
+    let start = Instant::now();
+    // More than the permits at hand.
+    drop(limiter.acquire(Key::ALL).cost(50).await.unwrap());
+    let took = start.elapsed();
+    assert!(
+        took > 3 * DELAY,
+        "sent {:?} times",
+        took.div_duration_f64(DELAY)
+    );
+}
 
 /// One process has a permit; its next call reaches a stopped server. After `stopped`, the server
 /// executes that call late, and a process that has never used the key calls. Returns when requests

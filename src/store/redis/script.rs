@@ -13,7 +13,7 @@
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use redis::Value;
 use tokio::sync::Mutex;
@@ -158,8 +158,14 @@ pub(super) enum Argument {
     Channel(String),
 }
 
-/// The most runs of one call. A run that is late by more than the script tolerates is repeated.
-const MOST_RUNS: u32 = 3;
+/// The most runs of one call that were not [`LATE`].
+const MOST_PROMPT_RUNS: u32 = 3;
+
+/// A run that was on its way for longer than this may just have been executed late.
+const LATE: Duration = Duration::from_micros(CLOCK_TOLERANCE);
+
+/// By how many microseconds, at least, a script lets a call be late: that of `lua/layout.lua`.
+const CLOCK_TOLERANCE: u64 = 250_000;
 
 /// A script, and whether the server has it.
 pub(super) struct Script {
@@ -187,13 +193,13 @@ impl Script {
     /// reply that it remembers. The call was packed at `packed`.
     ///
     /// If the server's clock is too far ahead of that time, the script does nothing and returns the
-    /// server's clock. Then it is run again with that clock, at most [`MOST_RUNS`] times in all:
-    /// each run may be late.
+    /// server's clock. Then it is run again with that clock. Runs may be late, so this goes on for the
+    /// `store_timeout`, but for no more than [`MOST_PROMPT_RUNS`].
     ///
     /// # Errors
     ///
-    /// Fails if the script still does nothing, because the server's clock does not advance evenly.
-    /// Fails also as [`run`](Script::run) does.
+    /// Fails if the script still does nothing, because the server's clock does not advance evenly, or because
+    /// each run is late. Fails also as [`run`](Script::run) does.
     pub(super) async fn run_by_memory(
         &self,
         backend: &Backend,
@@ -201,22 +207,30 @@ impl Script {
         mut call: Vec<Argument>,
         mut packed: Instant,
     ) -> Result<Vec<u8>, StoreError> {
-        for _ in 0..MOST_RUNS {
+        let deadline = backend.deadline();
+        let mut prompt_runs = 0;
+        loop {
             let reply = self.run(backend, keys, &call).await?;
             let Some(server_seen) = codec::read_unsure(&reply) else {
                 return Ok(reply);
             };
             let now = clock::now();
+            let later = now.saturating_duration_since(packed);
+            prompt_runs += u32::from(later <= LATE);
+            if prompt_runs == MOST_PROMPT_RUNS {
+                return Err(StoreError::failed("its clock does not advance evenly"));
+            }
+            if now >= deadline {
+                return Err(StoreError::failed("each run of the call was late"));
+            }
             // The first arguments are the calls, one for each key.
             for argument in call.iter_mut().take(keys.len()) {
                 if let Argument::Is(call) = argument {
-                    let later = now.saturating_duration_since(packed);
                     codec::set_server_time(call, later, server_seen);
                 }
             }
             packed = now;
         }
-        Err(StoreError::failed("its clock does not advance evenly"))
     }
 
     /// Runs the script once, and counts that. Sends its hash (`EVALSHA`). If the server does not have the script, it

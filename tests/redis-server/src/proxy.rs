@@ -1,12 +1,12 @@
-//! A proxy in front of a server that injects faults: it drops data, breaks connections, or breaks
-//! them right after a script ran.
+//! A proxy in front of a server that injects faults: it delays or drops data, breaks connections, or
+//! breaks them right after a script ran.
 
 use std::io::{Error, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Forwards data between its clients and a server. Dropping it breaks its connections.
 #[derive(Debug)]
@@ -19,6 +19,8 @@ pub struct Proxy {
 struct Way {
     /// Whether all data is dropped, with connections left open.
     swallows: AtomicBool,
+    /// By how many milliseconds what clients send is delayed.
+    delay: AtomicU64,
     /// Whether all connections are broken.
     refuses: AtomicBool,
     /// How many more scripts run without their answer being forwarded.
@@ -71,6 +73,12 @@ impl Proxy {
         if !swallows {
             self.way.break_all();
         }
+    }
+
+    /// From now on delays what clients send by `delay`, in whole milliseconds.
+    pub fn delay(&self, delay: Duration) {
+        let millis = u64::try_from(delay.as_millis()).unwrap_or(u64::MAX);
+        self.way.delay.store(millis, Ordering::Relaxed);
     }
 
     /// From now on breaks every connection, or forwards again.
@@ -132,6 +140,7 @@ impl Way {
         let way = self.clone();
         thread::spawn(move || {
             way.pass(there.0, there.1, |bytes| {
+                thread::sleep(Duration::from_millis(way.delay.load(Ordering::Relaxed)));
                 let script = bytes.windows(7).any(|word| word == b"EVALSHA");
                 if script && way.breaks.load(Ordering::Relaxed) > 0 {
                     asked.store(true, Ordering::Relaxed);

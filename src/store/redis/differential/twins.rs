@@ -30,6 +30,7 @@ macro_rules! same_constants {
 fn constants_of_rules_are_those_of_their_twins() {
     same_constants! {
         "layout.lua" "CLOCK_TOLERANCE", "logical_clock.rs" "CLOCK_TOLERANCE: Micros";
+        "layout.lua" "CLOCK_TOLERANCE", "../store/redis/script.rs" "CLOCK_TOLERANCE: u64";
         "layout.lua" "STATED_AHEAD", "limit_set.rs" "STATED_AHEAD: Micros";
         "window.lua" "MOST_COARSE", "long_log.rs" "MOST_COARSE: usize";
         "window.lua" "MOST_FINE", "long_log.rs" "MOST_FINE: usize";
