@@ -270,6 +270,9 @@ async fn keys_that_count_under_one_are_stopped_together() {
             assert!(near(stopped(service, path).await, 60), "{path}");
         }
     }
+    for layer in [&first, &second] {
+        assert_eq!(layer.limiter().stats().holds.of(Cause::Guard), 4);
+    }
     // A release of one key ends the stop of all, in both.
     server.answers(200);
     second.limiter().release(Key::new("/1")).await.unwrap();
@@ -414,6 +417,7 @@ async fn throttle_has_a_guard_too() {
         stats.guard.map(|guard| (guard.bad, guard.trips)),
         Some((6, 1))
     );
+    assert_eq!(stats.holds.of(Cause::Guard), 2);
     server.answers(200);
     layer.throttle().release(Key::new("/2")).await.unwrap();
     for path in ["http://a/1", "http://a/2"] {

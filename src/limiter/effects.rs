@@ -29,6 +29,7 @@ use crate::join::join_all;
 use crate::key::Key;
 use crate::key_map::Full;
 use crate::limit::{Charge, LimitSpec, UnusedPermits};
+use crate::stats::Cause;
 use crate::store::{
     Claim, ClientSession, Lease, LeaseRequest, OwnedLeaseRequest, PeekRequest, SetQuota,
     StoreListener, spawn,
@@ -74,6 +75,7 @@ impl Core {
             let guard = self.settings.guard.as_ref();
             if let Some(left) = guard.and_then(|guard| guard.stopped_for(self.whole(key), now)) {
                 state.begin_held(left, now);
+                self.settings.tally.held(Cause::Guard);
             }
             state
         };

@@ -19,7 +19,7 @@ use crate::key::{Key, Label, RequestRef};
 use crate::key_map::{Full, KeyMap};
 use crate::pace::Pace;
 use crate::rng::{Dice, dice};
-use crate::stats::{self, Tally};
+use crate::stats::{self, Cause, Tally};
 use crate::store::{self, Store, StoreEvent, StoreListener};
 use crate::wakers::Wakers;
 
@@ -197,6 +197,7 @@ impl Core {
         let guard = guard.as_ref();
         if let Some(left) = guard.and_then(|guard| guard.stopped_for(key, now)) {
             queue.hold_until(clock::after(now, left), now);
+            self.settings.tally.held(Cause::Guard);
         }
         Waiters::new(queue, now)
     }
