@@ -150,12 +150,14 @@ async fn a_class_below_its_share_gets_the_next_free_slot() {
     permits.pop();
     permits.push(next.await.unwrap());
 
-    let before = upstream.begun();
+    let start = Instant::now();
     drop(permits);
-    while upstream.begun() < before + 50 {
-        sleep(millis(10)).await;
+    // On a busy machine, some of the slots are on their way from one job to the next.
+    while upstream.now() < 10 {
+        let is_soon = start.elapsed() < Duration::from_secs(10);
+        assert!(is_soon, "jobs have all slots again");
+        sleep(millis(1)).await;
     }
-    assert_eq!(upstream.now(), 10, "jobs have all slots again");
 }
 
 #[tokio::test]

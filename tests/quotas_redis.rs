@@ -44,7 +44,7 @@ async fn new_processes_use_all_of_a_quota_that_was_set_before() {
         for _ in 0..60 {
             let (limiter, used) = (limiter.clone(), used.clone());
             tokio::spawn(async move {
-                while start.elapsed() < Duration::from_secs(5) {
+                loop {
                     match limiter.acquire(Key::ALL).await {
                         Ok(permit) => {
                             drop(permit);
@@ -59,15 +59,17 @@ async fn new_processes_use_all_of_a_quota_that_was_set_before() {
             });
         }
     }
-    sleep(Duration::from_millis(4000)).await;
-    let mut per_second = vec![0; 6];
-    for at in used.lock().unwrap().iter() {
-        per_second[at.as_secs() as usize] += 1;
+    // In some three seconds; a machine that stalls uses less at first, because permits expire.
+    loop {
+        sleep(Duration::from_millis(100)).await;
+        let used = used.lock().unwrap();
+        let since = start.elapsed().saturating_sub(Duration::from_secs(3));
+        let lately = used.iter().filter(|at| **at >= since).count();
+        if lately >= 50 {
+            break;
+        }
+        assert!(since < Duration::from_secs(10), "{used:?}");
     }
-    assert!(
-        per_second[..3].iter().sum::<usize>() >= 50,
-        "{per_second:?}"
-    );
 }
 
 /// The first response that states a limit applies it to all processes, and to those that start later.

@@ -27,13 +27,15 @@ fn limiter(builder: RedisStoreBuilder, quota: Quota) -> Limiter {
 
 const FEW: u32 = 5;
 
+/// The `store_timeout` of tests that judge what is answered, not how soon.
+const PATIENT: Duration = Duration::from_secs(5);
+
 /// The longest wait for a failover.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Two processes share counts, over keys on any server, and notify each other.
 async fn share(store: impl Fn() -> RedisStoreBuilder) {
-    // The test judges what is answered, not how soon.
-    let store = || store().store_timeout(Duration::from_secs(5));
+    let store = || store().store_timeout(PATIENT);
     let [one, other] = [(); 2].map(|()| limiter(store(), Quota::per_hour(FEW)));
     for number in 0..30 {
         let key = Key::new(format!("key {number}"));
@@ -479,7 +481,8 @@ async fn an_acl_for_a_cluster_suffices() {
                  +time +get +getrange +setrange +set +pexpire +publish +subscribe +cluster|slots +asking";
     let () = server.command(&rules.split_whitespace().collect::<Vec<_>>());
     let url = format!("redis://tollgate:password@127.0.0.1:{}/", server.port());
-    let [one, other] = [(); 2].map(|()| limiter(RedisStore::cluster([&url]), Quota::in_flight(1)));
+    let store = || RedisStore::cluster([&url]).store_timeout(PATIENT);
+    let [one, other] = [(); 2].map(|()| limiter(store(), Quota::in_flight(1)));
     until_told(&one, &other, Key::ALL).await;
     let store = RedisStore::cluster([url.replace("password", "geheim")])
         .build()

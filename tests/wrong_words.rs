@@ -238,7 +238,8 @@ async fn remaining_units_count_at_once() {
                     let limit = RateLimitLayer::builder(quota)
                         .trust_headers(learn)
                         .boundary_guard(Duration::ZERO)
-                        .max_wait(Duration::ZERO)
+                        // At the end of a fixed window, a request waits for the next one.
+                        .max_wait(ms(100))
                         .build()
                         .unwrap();
                     let says = |units, reset| Ok(left(way, quota, units, reset));
@@ -325,7 +326,6 @@ mod shared {
     /// window.
     #[tokio::test]
     async fn booked_slots_are_booked_anew() {
-        const TOOK: Duration = Duration::from_millis(200);
         let server = RedisServer::start().unwrap();
         // The first limit books them a second apart; by the second, no unit remains.
         let quota = Quota::per_second(2).and(Quota::per_minute(100));
@@ -338,16 +338,22 @@ mod shared {
             );
         let answers = Upstream::answering([Ok(says.body(String::new()).unwrap())]);
         let asked = answers.clone();
+        let upstream = Upstream::new();
+        let others = upstream.clone();
+        // Answers when the other process has sent its first request.
         let slowly = tower::service_fn(move |request| {
-            let answer = answers.clone().oneshot(request);
+            let (answer, others) = (answers.clone().oneshot(request), others.clone());
             async move {
                 let answer = answer.await;
-                pass(TOOK).await;
+                while others.count() == 0 {
+                    pass(ms(5)).await;
+                }
+                // Long enough for the others to book.
+                pass(ms(200)).await;
                 answer
             }
         });
         let hears = process(&server, quota, Duration::ZERO).layer(slowly);
-        let upstream = Upstream::new();
         let other = process(&server, quota, ms(10_000));
         // It is connected by the time it books.
         other.limiter().peek(tollgate::Key::ALL).await.unwrap();
