@@ -13,8 +13,22 @@ fn per_half_second(log: &Log) -> Vec<u64> {
 }
 
 /// Runs four processes behind 100 a second, calls `act` on Redis after two seconds, and checks that
-/// calls flow four seconds later.
-fn after(what: &str, mut site: Site, act: impl FnOnce(&mut RedisServer)) -> Vec<Report> {
+/// calls flow four seconds later. Gives the reports to `check`.
+fn after(
+    what: &str,
+    site: impl Fn() -> Site,
+    act: impl Fn(&mut RedisServer),
+    check: impl Fn(&[Report]),
+) {
+    once_in_three(|| look_after(what, site(), &act, &check));
+}
+
+fn look_after(
+    what: &str,
+    mut site: Site,
+    act: impl Fn(&mut RedisServer),
+    check: impl Fn(&[Report]),
+) -> anyhow::Result<()> {
     let options = Options {
         quota: "100/1s".into(),
         tasks: 60,
@@ -46,27 +60,30 @@ fn after(what: &str, mut site: Site, act: impl FnOnce(&mut RedisServer)) -> Vec<
     assert_never_over(&log, &options.quota.parse().unwrap());
     let before = between(&log, start, start + ms(2000));
     let again = between(&log, done + ms(4000), done + ms(6000));
-    assert!(before >= 25, "{before} calls in the two seconds before");
-    assert!(
+    check(&reports);
+    ensure!(before >= 25, "{before} calls in the two seconds before");
+    ensure!(
         again >= 50,
         "{again} calls in two seconds, four seconds later"
     );
-    reports
+    Ok(())
 }
 
 #[test]
 fn redis_is_killed_and_started_again() {
     let _turn = turn_beside_others();
-    let reports = after("killed and started", Site::new(), |redis| {
+    let restart = |redis: &mut RedisServer| {
         redis.kill();
         // Longer than a window, so that processes call the store meanwhile.
         sleep(ms(1100));
         redis.restart().unwrap();
+    };
+    after("killed and started", Site::new, restart, |reports| {
+        let failed = reports
+            .iter()
+            .any(|report| report.of(Outcome::StoreFailed).count() > 0);
+        assert!(failed, "calls fail while Redis is unreachable");
     });
-    let failed = reports
-        .iter()
-        .any(|report| report.of(Outcome::StoreFailed).count() > 0);
-    assert!(failed, "calls fail while Redis is unreachable");
 }
 
 /// Two or more processes behind one limit. The first takes each slot as soon as it is free. Each of
@@ -170,16 +187,18 @@ fn redis_restarts_with_an_older_state() {
 #[test]
 fn redis_forgets_everything() {
     let _turn = turn_beside_others();
-    after("flushed", Site::new(), |redis| redis.command(&["FLUSHALL"]));
+    let flush = |redis: &mut RedisServer| redis.command(&["FLUSHALL"]);
+    after("flushed", Site::new, flush, |_| ());
 }
 
 #[test]
 fn redis_forgets_everything_and_its_scripts() {
     let _turn = turn_beside_others();
-    after("flushed with its scripts", Site::new(), |redis| {
+    let flush = |redis: &mut RedisServer| {
         let () = redis.command(&["SCRIPT", "FLUSH"]);
         redis.command(&["FLUSHALL"])
-    });
+    };
+    after("flushed with its scripts", Site::new, flush, |_| ());
 }
 
 /// A process whose slots lie further ahead than the recovery of the store reports them in time,
@@ -205,23 +224,20 @@ fn redis_forgets_slots_that_lie_far_ahead() {
 #[test]
 fn redis_clock_steps_forwards() {
     let _turn = turn_beside_others();
-    after("+30 s", Site::with_stepping_clock(), |redis| {
-        redis.step_clock(30).unwrap()
-    });
+    let step = |redis: &mut RedisServer| redis.step_clock(30).unwrap();
+    after("+30 s", Site::with_stepping_clock, step, |_| ());
 }
 
 #[test]
 fn redis_clock_steps_backwards() {
     let _turn = turn_beside_others();
-    after("-30 s", Site::with_stepping_clock(), |redis| {
-        redis.step_clock(-30).unwrap()
-    });
+    let step = |redis: &mut RedisServer| redis.step_clock(-30).unwrap();
+    after("-30 s", Site::with_stepping_clock, step, |_| ());
 }
 
 #[test]
 fn redis_clock_is_corrected_by_one_second() {
     let _turn = turn_beside_others();
-    after("+1 s", Site::with_stepping_clock(), |redis| {
-        redis.step_clock(1).unwrap()
-    });
+    let step = |redis: &mut RedisServer| redis.step_clock(1).unwrap();
+    after("+1 s", Site::with_stepping_clock, step, |_| ());
 }

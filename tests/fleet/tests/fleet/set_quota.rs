@@ -89,7 +89,6 @@ fn changes_of_the_rate() -> anyhow::Result<()> {
         rates.map(|used| 100.0 * used),
         per_second(&log)
     );
-    assert!(last < ms(200), "a call under the old rate after {last:?}");
     ensure!(last <= PUSH, "a call under the old rate after {last:?}");
     ensure!(rates.iter().all(|used| *used >= 0.85), "used {rates:?}");
     Ok(())
@@ -158,7 +157,6 @@ fn many_changes() -> anyhow::Result<()> {
         percentile(&lasts, 0.5),
         log.len(),
     );
-    assert!(worst < ms(200), "a call under the old rate after {worst:?}");
     ensure!(
         most <= ms(20),
         "a process learned of a change after {most:?}"

@@ -7,6 +7,7 @@
 use std::process;
 use std::time::SystemTime;
 
+use anyhow::Context;
 use fleet::{Fleet, INCR, MEMORY, Options, Outcome, keys_for_ever, longest_wait};
 
 use super::*;
@@ -139,19 +140,25 @@ fn random_redis_faults_never_exceed_the_limit() {
 #[test]
 fn counter_in_each_process_exceeds_the_limit() {
     let _turn = turn_beside_others();
-    let over = soak("a counter in each process", Some(MEMORY), ms(2000), true);
-    println!("{}", over.expect("it is over"));
+    exceeds("a counter in each process", MEMORY, ms(2000));
 }
 
 /// One counter in Redis for each second, as many programs write it.
 #[test]
 fn counter_for_each_second_exceeds_the_limit() {
     let _turn = turn_beside_others();
-    let over = soak(
+    exceeds(
         "a counter for each second",
-        Some(&format!("{INCR} URL")),
+        &format!("{INCR} URL"),
         ms(4000),
-        true,
     );
-    println!("{}", over.expect("it is over"));
+}
+
+/// Checks that calls exceed the limit. They may be too slow for that while the machine stalls.
+fn exceeds(what: &str, store: &str, span: Duration) {
+    once_in_three(|| {
+        let over = soak(what, Some(store), span, true);
+        println!("{}", over.context("it is never over")?);
+        Ok(())
+    });
 }
