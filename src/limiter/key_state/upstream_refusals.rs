@@ -34,7 +34,9 @@ struct StatedWaits {
     first_end: Instant,
     /// The end of the hold after the last refusal.
     end: Instant,
-    /// A call that is sent from `end` to this moment and is refused proves that the wait was too
+    /// When the wait that was stated last ends. That is after `end` if it is longer than `max_hold`.
+    stated_end: Instant,
+    /// A call that is sent from `stated_end` to this moment and is refused proves that the wait was too
     /// short.
     proves_until: Instant,
     /// The shortest hold after the last proof. Zero without a proof.
@@ -109,12 +111,15 @@ impl UpstreamRefusals {
     ) -> Option<HoldSpan> {
         let before = self.stated.filter(|before| sent <= before.proves_until);
         // A call that was sent before the stated end proves nothing.
-        let proves = before.is_some_and(|before| sent >= before.end);
+        let proves = before.is_some_and(|before| sent >= before.stated_end);
         let is_zero_too_short =
             before.is_some_and(|before| before.is_zero_too_short) || (proves && stated <= SAME_END);
         let extra_before = before.map_or(Duration::ZERO, |before| before.extra);
         let extra = if proves {
-            (extra_before * 2).max(FIRST_EXTRA)
+            extra_before
+                .saturating_mul(2)
+                .max(FIRST_EXTRA)
+                .min(max_hold)
         } else {
             extra_before
         };
@@ -135,10 +140,12 @@ impl UpstreamRefusals {
             },
         );
         let first_end = before.map_or(end, |before| before.first_end);
-        let proves_until = clock::after(end, PROOF + extra);
+        let stated_end = end.max(clock::after(now, corrected));
+        let proves_until = clock::after(stated_end, PROOF + extra);
         self.stated = Some(StatedWaits {
             first_end,
             end,
+            stated_end,
             proves_until,
             extra,
             is_zero_too_short,
@@ -282,6 +289,32 @@ mod tests {
         known.accepted(now + ms(101));
         let again = known.refused(Some(ms(100)), HOUR, None, now + ms(900), now + ms(901));
         assert_eq!(again.unwrap().left, ms(100));
+    }
+
+    /// A day is used up: each probe after a cut hold is refused. When the server states a short wait at last, it lasts
+    /// as long as that.
+    #[test]
+    fn refusals_after_cut_waits_prove_nothing() {
+        let (mut known, mut at) = (UpstreamRefusals::default(), clock::now());
+        for left in (0..1440).rev() {
+            let stated = ms(60_000) * left + ms(5000);
+            let wait = known.refused(Some(stated), ms(60_000), None, at, at);
+            let left = wait.unwrap().left;
+            assert_eq!(left, stated.min(ms(60_000)));
+            at += left;
+        }
+    }
+
+    /// The same server, with a clock that is ahead of ours by more than `max_hold`: the holds stay that long.
+    #[test]
+    fn proofs_without_end_hold_for_max_hold() {
+        let (mut known, mut at) = (UpstreamRefusals::default(), clock::now());
+        for count in 0..200 {
+            let wait = known.refused(Some(Duration::ZERO), ms(60_000), None, at, at);
+            let left = wait.map_or(ms(1), |wait| wait.left);
+            assert!(count < 10 || left == ms(60_000), "{count}: {left:?}");
+            at += left;
+        }
     }
 
     #[test]
