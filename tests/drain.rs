@@ -4,7 +4,7 @@
 mod remote;
 mod support;
 
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -120,6 +120,43 @@ async fn drain_refuses_joint_requests_without_a_slot_in_time() {
         }
     }
     assert_draining(&acquire().await.unwrap_err());
+}
+
+/// A waker that drops the request that it wakes, as another thread may do at that moment.
+#[derive(Default)]
+struct DropsWhatItWakes(std::sync::Mutex<Option<std::pin::Pin<Box<Acquire>>>>);
+
+impl std::task::Wake for DropsWhatItWakes {
+    fn wake(self: Arc<Self>) {
+        let acquire = self.0.lock().unwrap().take();
+        drop(acquire);
+    }
+}
+
+#[test]
+fn joint_request_that_ends_during_a_drain_blocks_nobody() {
+    let (done, ended) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        runtime.enable_time().build().unwrap().block_on(async {
+            let [one, other] = [(); 2].map(|()| limiter(Quota::per_minute(1)));
+            let acquire = || one.acquire(Key::ALL).with(other.acquire(Key::ALL));
+            drop(acquire().await.unwrap());
+            let waker = Arc::new(DropsWhatItWakes::default());
+            let mut waits = Box::pin(acquire());
+            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+            assert!(waits.as_mut().poll(&mut cx).is_pending());
+            let task = std::task::Waker::from(waker.clone());
+            let mut cx = std::task::Context::from_waker(&task);
+            assert!(waits.as_mut().poll(&mut cx).is_pending());
+            *waker.0.lock().unwrap() = Some(waits);
+            one.drain(Duration::ZERO).await.unwrap();
+            assert!(waker.0.lock().unwrap().is_none(), "it was woken");
+        });
+        done.send(()).unwrap();
+    });
+    let ended = ended.recv_timeout(SECOND * 10);
+    ended.expect("the drain ends");
 }
 
 #[tokio::test(start_paused = true)]

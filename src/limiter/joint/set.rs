@@ -146,8 +146,10 @@ impl JointSets {
     /// Refuses the requests whose joint slot is later than `by`.
     pub(in crate::limiter) fn end_by(&self, by: Instant) {
         let sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
-        let sets: Vec<_> = sets.values().filter_map(Weak::upgrade).collect();
-        for set in sets {
+        let all: Vec<_> = sets.values().filter_map(Weak::upgrade).collect();
+        // A set of which this is the last use locks the map when it is dropped.
+        drop(sets);
+        for set in all {
             set.end_by(by);
         }
     }
