@@ -26,8 +26,13 @@ pub(crate) trait Watch: Send + Sync {
     /// too many.
     fn answered(self: Arc<Self>, key: Key, sent: Instant);
 
-    /// Returns for how long requests of `key` are stopped, by what this process knows.
-    fn stopped_for(&self, key: Key, now: Instant) -> Option<Duration>;
+    /// Returns the key under which the bad answers to requests of `key` count. Calls a function of the user,
+    /// so the caller has no lock.
+    fn counted(&self, key: Key) -> Key;
+
+    /// Returns for how long requests whose bad answers count under `counted` are stopped, by what this
+    /// process knows.
+    fn stopped_for(&self, counted: Key, now: Instant) -> Option<Duration>;
 
     /// Returns the longest stop. A wait that the upstream states is obeyed up to this.
     fn longest(&self) -> Duration;

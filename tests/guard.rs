@@ -289,6 +289,26 @@ async fn keys_that_count_under_one_are_stopped_together() {
     }
 }
 
+/// The function that says under which key answers count may use the limiter.
+#[tokio::test(start_paused = true)]
+async fn the_key_of_a_guard_may_read_the_stats() {
+    let limiter = Arc::new(std::sync::OnceLock::<tollgate::Limiter>::new());
+    let guard = guard(3).key({
+        let limiter = limiter.clone();
+        move |key| {
+            limiter.get().map(|limiter| limiter.stats());
+            key
+        }
+    });
+    let layer = builder(guard).key(|request| Key::new(request.path()));
+    let layer = layer.build().unwrap();
+    limiter.set(layer.limiter()).unwrap();
+    let mut service = layer.layer(Server::answering(401));
+    for path in ["http://a/1", "http://a/2", "http://a/1"] {
+        assert_eq!(call(&mut service, path).await.unwrap(), 401);
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn release_ends_a_stop_and_next_is_the_first_again() {
     let server = Server::answering(401);

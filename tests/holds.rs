@@ -14,7 +14,7 @@ use support::{Failing, Upstream, get, limited, ms, ok, peek, waiting, who_said_n
 use tokio::time::{Instant, advance, sleep};
 use tollgate::store::MemoryStore;
 use tollgate::{
-    Key, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer, Reason,
+    Key, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer, Reason, Signal,
 };
 use tower::{ServiceBuilder, ServiceExt};
 
@@ -550,4 +550,36 @@ async fn a_dropped_limiter_is_freed_before_its_hold_ends() {
         freed.upgrade().is_none(),
         "the end of the hold is waited for"
     );
+}
+
+/// The runtime of a waiter ends while a request is the probe of the key. Its batching delay goes on in the runtime of
+/// the next waiter.
+#[test]
+fn runtime_that_ends_behind_a_probe_leaves_the_waiters_of_others() {
+    let runtime = || tokio::runtime::Runtime::new().unwrap();
+    let (ends, stays) = (runtime(), runtime());
+    let layer = builder().max_hold(ms(50)).build().unwrap();
+    let limiter = layer.limiter();
+    let key = Key::new("key");
+    let acquire = || Box::pin(limiter.acquire(key));
+    let probe = stays.block_on(async {
+        let refused = Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS);
+        let refused = refused.with_retry_after(Duration::from_secs(3600));
+        acquire().await.unwrap().answered(&refused);
+        acquire().await.unwrap()
+    });
+    ends.block_on(async {
+        let mut waits = acquire();
+        assert!((&mut waits).now_or_never().is_none());
+        tokio::spawn(waits);
+        tokio::task::yield_now().await;
+    });
+    stays.block_on(async move {
+        let mut waits = acquire();
+        assert!((&mut waits).now_or_never().is_none());
+        tokio::task::spawn_blocking(|| drop(ends)).await.unwrap();
+        probe.give_back();
+        let next = tokio::time::timeout(Duration::from_secs(4), waits).await;
+        drop(next.expect("it is the next probe").unwrap());
+    });
 }

@@ -1,6 +1,8 @@
 //! Holds without a key function: all requests share one count, and each host has its own hold.
 //! Under a paused clock.
 
+#[path = "support/busy.rs"]
+mod busy;
 #[path = "support/mod.rs"]
 mod support;
 
@@ -8,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use busy::Busy;
 use futures::FutureExt;
 use futures::future::join_all;
 use http::StatusCode;
@@ -232,6 +235,34 @@ async fn truncated_host_hold_ends_with_one_probe() {
     let arrivals = upstream.arrivals();
     assert_eq!((arrivals[0], arrivals[1] / 1000), (0, 5), "{arrivals:?}");
     assert!(arrivals[2..].iter().all(|at| *at >= 10_000), "{arrivals:?}");
+}
+
+/// The permit of the probe expires before the service inside is ready, so the probe was not sent: the request becomes
+/// the probe again.
+#[tokio::test(start_paused = true)]
+async fn a_probe_whose_permit_expires_does_not_wait_for_itself() {
+    let start = Instant::now();
+    for joint in [false, true] {
+        let start_of_round = Instant::now();
+        let builder = builder(Quota::per_second(50)).max_hold(SECOND);
+        let builder = if joint {
+            builder.and_per("all", Quota::per_second(50), |_| Key::ALL)
+        } else {
+            builder
+        };
+        let upstream = Upstream::answering([limited("7000")]);
+        let service = builder.build().unwrap().layer(Busy {
+            inner: upstream.clone(),
+            from: start_of_round + ms(600),
+            until: start_of_round + ms(1300),
+        });
+        service.clone().oneshot(get(ONE)).await.unwrap();
+        sleep(ms(500)).await;
+        service.clone().oneshot(get(ONE)).await.unwrap();
+        let waited = start_of_round.elapsed();
+        assert!(waited < ms(1500), "joint: {joint}, {waited:?}");
+    }
+    assert!(start.elapsed() >= ms(2600));
 }
 
 #[tokio::test(start_paused = true)]

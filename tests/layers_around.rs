@@ -1,6 +1,8 @@
 //! Rate limit layers around each other: no limit is exceeded, whatever stands between them, and
 //! little of the outer limit is wasted. Under a paused clock, with an upstream that logs.
 
+#[path = "support/busy.rs"]
+mod busy;
 #[path = "support/channels.rs"]
 #[allow(dead_code, reason = "it lists the channels too")]
 mod channels;
@@ -11,6 +13,7 @@ mod counted;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use busy::Busy;
 use channels::{Log, channel};
 use http::{Request, Response};
 use tokio::task::JoinSet;
@@ -222,6 +225,74 @@ async fn each_attempt_of_a_retry_between_layers_counts() {
     send(limiter.clone().layer(retry)).await;
     assert_within_limits(&log, "retry");
     assert!(log.len() > 30, "attempts were repeated");
+}
+
+/// The inner layer refuses a request, and its retry is sent a little later. Meanwhile the outer permit has gone to
+/// another request.
+#[tokio::test(start_paused = true)]
+async fn a_retry_after_a_refusal_inside_needs_another_outer_permit() {
+    let layer = |quota| {
+        let builder = RateLimitLayer::builder(quota).max_wait(Duration::ZERO);
+        builder.build().unwrap()
+    };
+    let outer = layer(Quota::per_hour(2));
+    let inner = layer(Quota::new(1, Duration::from_millis(30)));
+    let log = Log::default();
+    let inner = inner.layer(upstream(&log));
+    let retry = {
+        let outer = outer.limiter();
+        service_fn(move |request: Request<String>| {
+            let (inner, outer) = (inner.clone(), outer.clone());
+            async move {
+                let again = request.clone();
+                match inner.clone().oneshot(request).await {
+                    Ok(response) => Ok::<_, BoxError>(response),
+                    Err(_) => {
+                        // In a task of its own, it is not inside of the layer.
+                        let other = tokio::spawn(async move { outer.acquire(Key::ALL).await });
+                        drop(other.await?);
+                        sleep(Duration::from_millis(40)).await;
+                        Ok(inner.oneshot(again).await?)
+                    }
+                }
+            }
+        })
+    };
+    let service = outer.layer(retry);
+    let request = || Request::get("/").body(String::new()).unwrap();
+    service.clone().oneshot(request()).await.unwrap();
+    service.oneshot(request()).await.unwrap_err();
+    // The other one is the permit by hand.
+    assert_eq!(log.len(), 1);
+    let status = outer.limiter().peek(Key::ALL).await.unwrap();
+    assert_eq!(status.limits[0].used, 2);
+}
+
+/// The permits of both layers expire before the service inside is ready, and are acquired anew: what expired goes
+/// back.
+#[tokio::test(start_paused = true)]
+async fn permits_that_expire_inside_go_back_to_both_layers() {
+    let layer = |quota| {
+        let builder = RateLimitLayer::builder(quota).max_wait(10 * SECOND);
+        builder.build().unwrap()
+    };
+    let (outer, inner) = (layer(Quota::per_hour(10)), layer(Quota::per_hour(10)));
+    let start = tokio::time::Instant::now();
+    let log = Log::default();
+    let mut service = outer.layer(inner.layer(Busy {
+        inner: upstream(&log),
+        from: start + Duration::from_millis(50),
+        until: start + SECOND,
+    }));
+    let limiter = inner.limiter();
+    limiter.hold_for(Key::ALL, SECOND / 10).await.unwrap();
+    let request = Request::get("/").body(String::new()).unwrap();
+    service.ready().await.unwrap().call(request).await.unwrap();
+    assert!(start.elapsed() >= SECOND);
+    for layer in [outer, inner] {
+        let status = layer.limiter().peek(Key::ALL).await.unwrap();
+        assert_eq!(status.limits[0].used, 1);
+    }
 }
 
 #[tokio::test(start_paused = true)]

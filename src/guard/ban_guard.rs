@@ -102,11 +102,6 @@ impl BanGuard {
         self.gate.get().and_then(Weak::upgrade)
     }
 
-    /// Returns the key under which the bad answers to requests of `key` count.
-    fn counted(&self, key: Key) -> Key {
-        (self.key)(key).and("tollgate guard")
-    }
-
     fn count(self: Arc<Self>, bad: BadAnswer) {
         match self.all.count(bad.counted) {
             Counted::Now(outcome) => self.take_in(bad, outcome),
@@ -203,8 +198,12 @@ impl Watch for BanGuard {
         self.count(BadAnswer { key, counted, sent });
     }
 
-    fn stopped_for(&self, key: Key, now: Instant) -> Option<Duration> {
-        self.stops.left(self.counted(key), now)
+    fn counted(&self, key: Key) -> Key {
+        (self.key)(key).and("tollgate guard")
+    }
+
+    fn stopped_for(&self, counted: Key, now: Instant) -> Option<Duration> {
+        self.stops.left(counted, now)
     }
 
     fn longest(&self) -> Duration {

@@ -70,16 +70,20 @@ impl Core {
         now: Instant,
         act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>) -> R,
     ) -> Result<R, Full> {
+        // The function of the user is called without a lock.
+        let guard = self.settings.guard.as_ref();
+        let guarded = guard.map(|guard| (guard, guard.counted(self.whole(key))));
         let new = || {
             let mut state = KeyState::new(self.settings.spec.life());
-            let guard = self.settings.guard.as_ref();
-            if let Some(left) = guard.and_then(|guard| guard.stopped_for(self.whole(key), now)) {
+            let stop = guarded.and_then(|(guard, counted)| guard.stopped_for(counted, now));
+            if let Some(left) = stop {
                 state.begin_held(left, now);
                 self.settings.tally.held(Cause::Guard);
             }
             state
         };
         let forgotten = |key, mut state: Box<KeyState>| {
+            self.hosts.touch(key);
             self.settings.tally.absorb(&state.counts);
             let own = self.own_spec(&mut state, now);
             state.give_back_prefetched(&self.ctx(key, now, own.as_ref()));
@@ -470,12 +474,15 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
 struct Statements {
     core: Weak<Core>,
     key: Key,
+    is_complete: bool,
 }
 
 impl Drop for Statements {
     fn drop(&mut self) {
         if let Some(core) = self.core.upgrade() {
-            core.with_state(self.key, clock::now(), KeyState::statements_ended);
+            core.with_state(self.key, clock::now(), |state, ctx| {
+                state.statements_ended(ctx, self.is_complete);
+            });
         }
     }
 }
@@ -483,9 +490,10 @@ impl Drop for Statements {
 /// States the limits of all parts for `key`, which is one of them: see `key_state/stated_parts.rs`. If
 /// callers without a division have booked more than their part, waits until that is through.
 async fn run_statements(mut core: Arc<Core>, key: Key) {
-    let statements = Statements {
+    let mut statements = Statements {
         core: Arc::downgrade(&core),
         key,
+        is_complete: false,
     };
     let mut undivided_until = None;
     loop {
@@ -493,6 +501,7 @@ async fn run_statements(mut core: Arc<Core>, key: Key) {
         undivided_until = undivided_until.max(until);
         let now = clock::now();
         let Some(until) = undivided_until.filter(|until| *until > now) else {
+            statements.is_complete = true;
             return;
         };
         let wait =

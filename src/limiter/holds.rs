@@ -74,17 +74,19 @@ pub(super) fn begin(
     cause: Cause,
 ) -> StoreReply<HoldState> {
     let now = clock::now();
-    let releases = core
-        .states
-        .find(key, |state| state.hold.releases())
-        .unwrap_or(0);
+    let releases = core.states.find(key, |state| state.hold.releases());
     let held = HoldState {
         remaining: span.min(LONGEST_HOLD),
-        releases,
+        releases: releases.unwrap_or(0),
         cut,
     };
     adopt_seen(core, key, held, now);
-    report(core, key, held.remaining, cause);
+    if releases.is_none() && cause == Cause::Guard {
+        // The hold was counted when the key got its state.
+        tell(core, key, held.remaining, cause);
+    } else {
+        report(core, key, held.remaining, cause);
+    }
     let Settings { store, .. } = &core.settings;
     store.hold(key, &core.terms(key), held, None)
 }
@@ -107,11 +109,16 @@ pub(super) async fn release(core: &Arc<Core>, key: Key) -> Result<(), StoreError
 
 /// Counts, notes and reports that `key` is on hold.
 pub(super) fn report(core: &Core, key: Key, left: Duration, cause: Cause) {
+    core.settings.tally.held(cause);
+    tell(core, key, left, cause);
+}
+
+/// Notes and reports that `key` is on hold.
+fn tell(core: &Core, key: Key, left: Duration, cause: Cause) {
     let now = clock::now();
     core.states
         .find(key, |state| state.hold.note_cause(cause, left, now));
     let tally = &core.settings.tally;
-    tally.held(cause);
     events::held(tally, &core.label(key, None), left, cause);
 }
 
@@ -168,6 +175,18 @@ pub(super) fn pass(core: &Core, key: Key, now: Instant) -> Result<(), Duration> 
     core.states
         .find(key, |state| state.hold.pass(max_hold, now))
         .unwrap_or(Ok(()))
+}
+
+/// Notes that a request was not sent that may have been the probe of `key`. So another one may be.
+pub(super) fn probe_not_sent(core: &Arc<Core>, key: Key) {
+    core.with_state(key, clock::now(), KeyState::probe_not_sent);
+}
+
+/// The same for the probe of `host`, to which a request of `key` was not sent.
+pub(super) fn host_probe_not_sent(core: &Arc<Core>, key: Key, host: Option<Key>) {
+    if let Some(hold) = core.hosts.hold_of(key, host) {
+        probe_not_sent(core, hold);
+    }
 }
 
 /// The same as [`pass`] for the waiter `number`, whose task is woken when the answer changes.

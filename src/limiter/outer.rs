@@ -276,7 +276,7 @@ fn set_all(permits: &[OuterPermit]) {
 pub(super) fn use_all(call: CallId, now: Instant) -> bool {
     let mut permits = all();
     let is_alive = |permit: &OuterPermit| permit.until.is_none_or(|until| now < until);
-    let are_usable = permits.iter().all(is_alive) && are_unused(&permits);
+    let are_usable = permits.iter().all(is_alive) && are_unused_but_by(&permits, None);
     if are_usable {
         mark_used(&mut permits, call);
         set_all(&permits);
@@ -284,25 +284,30 @@ pub(super) fn use_all(call: CallId, now: Instant) -> bool {
     are_usable
 }
 
-/// Takes out the slots of the outer permits that no request has used, to give them back.
-pub(super) fn take_unused() -> SmallVec<[(CoreId, Key, Reservation); 2]> {
+/// Takes out the slots of the outer permits with which no request was sent, to give them back or to bring
+/// them along. The call `call` of an inner layer does so, and may have renewed them before. From then on these
+/// permits count as used by it, so that no later call takes them again.
+pub(super) fn take_unused(call: CallId) -> SmallVec<[(CoreId, Key, Reservation); 2]> {
     let mut permits = all();
-    let are_unused = are_unused(&permits);
+    let are_unused = are_unused_but_by(&permits, Some(call));
     let slots = permits.iter_mut().filter_map(|permit| {
         let slot = permit.slot.take().filter(|_| are_unused)?;
         Some((permit.core, permit.key, slot))
     });
-    let unused = slots.collect();
+    let unused: SmallVec<_> = slots.collect();
+    if !unused.is_empty() {
+        mark_used(&mut permits, call);
+    }
     set_all(&permits);
     unused
 }
 
 /// Returns whether no request was sent with these permits. Each of them may have been used by the
-/// layer inside it, down to the innermost.
-fn are_unused(permits: &[OuterPermit]) -> bool {
+/// layer inside it, down to the innermost, which may be the call `last`.
+fn are_unused_but_by(permits: &[OuterPermit], last: Option<CallId>) -> bool {
     let is_unused = |(index, permit): (usize, &OuterPermit)| {
         let used_by = permit.use_of.by;
-        used_by.is_none() || used_by == next_call(permits, index)
+        used_by.is_none() || used_by == next_call(permits, index).or(last)
     };
     permits.iter().enumerate().all(is_unused)
 }

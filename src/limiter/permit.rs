@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 
 use super::counting;
 use super::engine::Core;
+use super::holds;
 use super::in_flight_slot::InFlightSlot;
 use super::outer::{self, CallId, UseOf};
 use super::reservation::Reservation;
@@ -292,8 +293,12 @@ impl Permit {
         if joint.settlement.is_some() {
             return;
         }
-        let others = joint.others.into_iter().map(|other| other.permit);
-        for permit in std::iter::once(self).chain(others) {
+        let host = joint
+            .host
+            .or_else(|| self.wait.as_ref().and_then(|wait| wait.host));
+        let first = JointPermit { permit: self, host };
+        for JointPermit { permit, host } in std::iter::once(first).chain(joint.others) {
+            holds::host_probe_not_sent(&permit.core, permit.key, host);
             if let Some(slot) = permit.slot {
                 counting::give_back_units(&permit.core, Some(&slot));
                 permit.core.give_back(permit.key, slot);

@@ -95,6 +95,7 @@ impl Waiter {
         self.in_flight_slot = in_flight_slot;
         let Some(slot) = slot else { return };
         counting::give_back_units(&self.core, Some(&slot));
+        holds::host_probe_not_sent(&self.core, self.key, self.host);
         self.stage = Stage::Slot;
         let ticket = &mut self.ticket;
         let opened = self

@@ -138,7 +138,13 @@ impl Core {
         with: impl FnOnce(&mut Waiters, &mut Wakers) -> R,
     ) -> Result<R, Full> {
         let mut effects = Effects::default();
-        let make = || self.new_waiters(key, now);
+        // The function of the user is called without a lock.
+        let guard = self.settings.guard.as_ref();
+        let guarded = guard.map(|guard| (guard, guard.counted(key)));
+        let make = || {
+            let stop = guarded.and_then(|(guard, counted)| guard.stopped_for(counted, now));
+            self.new_waiters(stop, now)
+        };
         let evict = |_, waiters: Waiters| self.settings.tally.absorb(&waiters.counts);
         let opened = self.keys.enter(key, now, make, evict, |waiters| {
             self.change(waiters, with, &mut effects)
@@ -182,20 +188,19 @@ impl Core {
         self.keys.len()
     }
 
-    fn new_waiters(&self, key: Key, now: Instant) -> Waiters {
+    /// Makes the waiters of a key that a guard stops for `stop`.
+    fn new_waiters(&self, stop: Option<Duration>, now: Instant) -> Waiters {
         let ThrottleSettings {
             pace,
             dice,
             max_hold,
-            guard,
             ..
         } = &self.settings;
         let mut queue = PacedQueue::new(pace(), dice(), *max_hold, now);
         if let Some(SharedPace { store, id, .. }) = &self.shared {
             queue.share(*id, store.address(), now);
         }
-        let guard = guard.as_ref();
-        if let Some(left) = guard.and_then(|guard| guard.stopped_for(key, now)) {
+        if let Some(left) = stop {
             queue.hold_until(clock::after(now, left), now);
             self.settings.tally.held(Cause::Guard);
         }

@@ -24,11 +24,17 @@ impl Guarded for Core {
     fn hold(self: Arc<Self>, key: Key, span: Duration) {
         let now = clock::now();
         let until = clock::after(now, span);
+        let is_known = self.find(key, |_| ()).is_some();
         // If there is no room for one more key, the key is held when it gets its waiters.
         let _ = self.open(key, now, |waiters, wakers| {
             waiters.hold_until(until, now, wakers)
         });
-        report(&self, key, span);
+        if is_known {
+            report(&self, key, span);
+        } else {
+            // The hold was counted when the key got its waiters.
+            tell(&self, key, span);
+        }
     }
 
     fn hold_all(self: Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, span: Duration) {
@@ -65,8 +71,13 @@ impl Guarded for Core {
 
 /// Counts and reports that the guard holds `key`.
 fn report(core: &Core, key: Key, span: Duration) {
+    core.settings.tally.held(Cause::Guard);
+    tell(core, key, span);
+}
+
+/// Reports that the guard holds `key`.
+fn tell(core: &Core, key: Key, span: Duration) {
     let tally = &core.settings.tally;
-    tally.held(Cause::Guard);
     events::held(tally, &core.label(key, None), span, Cause::Guard);
 }
 

@@ -9,7 +9,7 @@ use crate::limiter::admission::Entry;
 use crate::limiter::counting;
 use crate::limiter::engine::CoreId;
 use crate::limiter::in_flight_slot::InFlightSlot;
-use crate::limiter::outer;
+use crate::limiter::outer::{self, CallId};
 use crate::limiter::permit::{JointPermit, Permit};
 use crate::limiter::reservation::{Counting, Reservation};
 use crate::limiter::start::take_counting;
@@ -84,11 +84,11 @@ pub(super) fn permit<'a>(
     permit.with(host, permits.collect())
 }
 
-/// Takes the unused permits of the layers around, for a request whose first `own` parts are its own.
-/// Returns one slot for each part. `None` if there are none.
-pub(super) fn take_outer(request: &JointRequest, own: usize) -> Option<JointSlot> {
+/// Takes the unused permits of the layers around, for the call `call` of a request whose first `own` parts are
+/// its own. Returns one slot for each part. `None` if there are none.
+pub(super) fn take_outer(request: &JointRequest, own: usize, call: CallId) -> Option<JointSlot> {
     let mut slots: PerPart<Option<Reservation>> = request.parts.iter().map(|_| None).collect();
-    for (id, key, slot) in outer::take_unused() {
+    for (id, key, slot) in outer::take_unused(call) {
         let mut parts = request.parts.iter().zip(&mut slots).skip(own);
         let place = parts.find(|(part, place)| {
             place.is_none() && part.core.id == id && part.key == key && slot.cost > 0
@@ -111,9 +111,9 @@ pub(super) fn take_outer(request: &JointRequest, own: usize) -> Option<JointSlot
     })
 }
 
-/// Gives back the unused permits of the layers around, which are about to be acquired anew.
-pub(super) fn give_up_outer() {
-    for (id, key, slot) in outer::take_unused() {
+/// Gives back the unused permits of the layers around, which the call `call` is about to acquire anew.
+pub(super) fn give_up_outer(call: CallId) {
+    for (id, key, slot) in outer::take_unused(call) {
         give_up(id, key, slot);
     }
 }

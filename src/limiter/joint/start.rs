@@ -110,7 +110,7 @@ fn start_inside(
     }
     let mut all = JointRequest::new(parts);
     all.add_outer();
-    let brought = take_outer(&all, parts.len());
+    let brought = take_outer(&all, parts.len(), call);
     let inside = Some(Inside { call, brought });
     start_slow(&all, parts.len(), inside, deadline, label())
 }
@@ -127,7 +127,7 @@ pub(super) fn renew_outer(
         return Ok(None);
     };
     let label = core.label(*key, None);
-    give_up_outer();
+    give_up_outer(call);
     let entered = JointWaiter::enter(&all, 0, Some(call), deadline, label, clock::now());
     if let Err(limited) = &entered {
         events::limited(&core.settings.tally, limited);

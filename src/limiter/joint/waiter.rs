@@ -228,8 +228,11 @@ impl JointWaiter {
         let now = clock::now();
         let (mut slots, in_flight) = permit.into_joint_parts();
         self.in_flight = in_flight;
-        if self.inside.is_some() {
-            give_up_outer();
+        if let Some(call) = self.inside {
+            give_up_outer(call);
+        }
+        for (_, part, key) in self.hold_keys() {
+            holds::probe_not_sent(&part.core, key);
         }
         give_back_units(&self.set.parts, &slots);
         // The parts of layers around have no slot here.
@@ -345,11 +348,17 @@ impl JointWaiter {
     /// probe.
     fn may_leave(&self, slot: &JointSlot, now: Instant) -> bool {
         let is_in_time = slot.until.is_none_or(|until| now < until);
-        is_in_time
-            && doubtful(&self.set.parts, slot, now).is_empty()
-            && self
-                .hold_keys()
-                .all(|(_, part, key)| holds::pass(&part.core, key, now).is_ok())
+        if !is_in_time || !doubtful(&self.set.parts, slot, now).is_empty() {
+            return false;
+        }
+        let mut keys = self.hold_keys();
+        let held = keys.position(|(_, part, key)| holds::pass(&part.core, key, now).is_err());
+        let Some(passed) = held else { return true };
+        // The request is not the probe of the keys before.
+        for (_, part, key) in self.hold_keys().take(passed) {
+            holds::probe_not_sent(&part.core, key);
+        }
+        false
     }
 
     /// Ends the wait with the permit.

@@ -487,12 +487,23 @@ impl KeyState {
     }
 
     /// Notes that a permit was given back unused. If it was the probe's, another request may be the
-    /// probe.
-    fn probe_comes_back(&mut self) {
+    /// probe. Returns whether it may have been.
+    fn probe_comes_back(&mut self) -> bool {
         let was_probing = self.hold.probe_comes_back();
         // The next call to the store may have been put off until the probe is accepted.
         if was_probing && let Some(queue) = &mut self.queue {
             queue.gathering.end();
+        }
+        was_probing
+    }
+
+    /// Notes that a request was not sent that may have been the probe of this key, or of the host whose holds
+    /// this key has. The others go on.
+    pub(super) fn probe_not_sent(&mut self, ctx: &mut KeyContext<'_>) {
+        if self.probe_comes_back() {
+            self.hold.wake_all(&mut ctx.work.wakers);
+            self.step(ctx, None);
+            self.close(ctx);
         }
     }
 

@@ -253,8 +253,12 @@ impl KeyState {
         self.close(ctx);
     }
 
-    /// Goes on after a round of statements.
-    pub(in crate::limiter) fn statements_ended(&mut self, ctx: &mut KeyContext<'_>) {
+    /// Goes on after a round of statements. If it is not complete, its task was dropped with its runtime.
+    pub(in crate::limiter) fn statements_ended(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        is_complete: bool,
+    ) {
         let stated = self.limits.stated_parts_mut();
         stated.is_under_way = false;
         stated.has_begun = true;
@@ -262,8 +266,14 @@ impl KeyState {
         stated.parts.retain(|stated| stated.fresh_until > ctx.now);
         if let Some(queue) = &mut self.queue {
             queue.end_pause();
+            if !is_complete {
+                // Another waiter starts the round again, in its own runtime.
+                queue.wake_all(&mut ctx.work.wakers);
+            }
         }
-        self.step(ctx, None);
+        if is_complete {
+            self.step(ctx, None);
+        }
         self.close(ctx);
     }
 }
