@@ -381,15 +381,20 @@ impl<'a> Search<'a> {
         let &Part { ref core, key, .. } = &self.parts[part];
         let now = clock::now();
         let earliest = self.earliest.unwrap_or(now);
+        let mut replaces = self.slots[part]
+            .take()
+            .or_else(|| self.given_up[part].take());
+        if let Some(lent) = replaces.take_if(|slot| slot.lender.is_some()) {
+            // It goes back to the part that has lent it.
+            core.give_back(key, lent);
+        }
         let ask = JointAsk {
             cost: self.costs[part],
             earliest: earliest
                 .checked_sub(self.uncertain[part])
                 .unwrap_or(earliest),
             bound,
-            replaces: self.slots[part]
-                .take()
-                .or_else(|| self.given_up[part].take()),
+            replaces,
         };
         match core.with_new_state(key, now, |state, ctx| ask.send(state, ctx, joint)) {
             Ok(reply) => Ok(Call {

@@ -221,7 +221,7 @@ pub(in crate::limiter) fn confirmed(
 /// Goes on after an answer. It may bring a hold, or show that the store has lost its state. Both
 /// matter to the requests that wait for this key alone. It may also bring prefetched permits after a
 /// hold has begun.
-fn take_in_changes(state: &mut KeyState, ctx: &mut KeyContext<'_>) {
+pub(super) fn take_in_changes(state: &mut KeyState, ctx: &mut KeyContext<'_>) {
     state.obey_hold(ctx.now, &mut ctx.work.wakers);
     if state.hold.take_resend() {
         state.confirm(ctx);

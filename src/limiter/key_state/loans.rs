@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::KeyState;
 use super::context::KeyContext;
 use super::store_view::slot;
+use super::{KeyState, joint_ask};
 use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::reservation::{Reservation, Settled};
@@ -270,9 +270,11 @@ impl KeyState {
         let bounds = self.remember(ctx, &lease, sent, now);
         let precedes_release =
             lease.source.has_reply() && self.hold.answered(lease.hold, sent, bounds);
-        let is_usable = !precedes_release
-            && !lease.source.is_standalone()
-            && self.hold.is_clear(ctx.max_hold, now);
+        let is_clear = self.hold.is_clear(ctx.max_hold, now);
+        if !is_clear {
+            joint_ask::take_in_changes(self, ctx);
+        }
+        let is_usable = !precedes_release && !lease.source.is_standalone() && is_clear;
         let slots = lease.grants.iter().map(|grant| slot(&lease, grant, bounds));
         let (usable, others): (Vec<_>, Vec<_>) =
             slots.partition(|slot| is_usable && slot.until > now.max(slot.at));
