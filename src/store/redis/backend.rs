@@ -79,7 +79,12 @@ impl Backend {
 
     /// Returns the deadline of an operation that begins now.
     pub(super) fn deadline(&self) -> Instant {
-        clock::after(clock::now(), self.links.store_timeout)
+        self.deadline_of(clock::now())
+    }
+
+    /// Returns the deadline of an operation that began at `start`.
+    pub(super) fn deadline_of(&self, start: Instant) -> Instant {
+        clock::after(start, self.links.store_timeout)
     }
 
     /// Returns the counts of the store.

@@ -193,8 +193,8 @@ impl Script {
     /// reply that it remembers. The call was packed at `packed`.
     ///
     /// If the server's clock is too far ahead of that time, the script does nothing and returns the
-    /// server's clock. Then it is run again with that clock. Runs may be late, so this goes on for the
-    /// `store_timeout`, but for no more than [`MOST_PROMPT_RUNS`].
+    /// server's clock. Then it is run again with that clock. Runs may be late, so this goes on until the
+    /// `store_timeout` is over, but for no more than [`MOST_PROMPT_RUNS`].
     ///
     /// # Errors
     ///
@@ -207,7 +207,7 @@ impl Script {
         mut call: Vec<Argument>,
         mut packed: Instant,
     ) -> Result<Vec<u8>, StoreError> {
-        let deadline = backend.deadline();
+        let deadline = backend.deadline_of(packed);
         let mut prompt_runs = 0;
         loop {
             let reply = self.run(backend, keys, &call).await?;
@@ -220,7 +220,7 @@ impl Script {
             if prompt_runs == MOST_PROMPT_RUNS {
                 return Err(StoreError::failed("its clock does not advance evenly"));
             }
-            if now >= deadline {
+            if now + later > deadline {
                 return Err(StoreError::failed("each run of the call was late"));
             }
             // The first arguments are the calls, one for each key.

@@ -11,6 +11,11 @@ use crate::store::redis::layout::{BUCKET, CALL_VERSION, FIXED, NEVER, WINDOW};
 /// The longest time that a call and its reply are assumed to take.
 const LONGEST_ON_WAY: Duration = Duration::from_millis(250);
 
+/// Returns how many microseconds a call and its reply may take, after a round trip of `trip`.
+pub(super) fn on_way(trip: Duration) -> u64 {
+    micros_up(trip.saturating_mul(4).min(LONGEST_ON_WAY))
+}
+
 /// Writes a packed call, field by field. Numbers are little-endian.
 pub(in crate::store::redis) struct CallWriter(pub(in crate::store::redis) Vec<u8>);
 
@@ -25,9 +30,7 @@ impl CallWriter {
         call.long(session.writes);
         call.long(session.seen);
         call.long(micros_down(session.since));
-        call.long(micros_up(
-            session.trip.saturating_mul(4).min(LONGEST_ON_WAY),
-        ));
+        call.long(on_way(session.trip));
         // The server's time and its age, which `set_server_time` sets.
         call.long(0);
         call.long(0);

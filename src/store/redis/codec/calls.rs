@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
+use super::call_writer::on_way;
 use super::{CallWriter, LONG};
 use crate::limit::{
     ChangeKind, Charge, LimitSpec, UnusedPermits, UpstreamRemaining, micros_down, micros_up,
@@ -27,6 +28,8 @@ const WITH_LENDING: u8 = 4;
 
 /// The place in a call of how long ago the last reply arrived.
 const SINCE: usize = 2 + 4 * LONG;
+/// How long that reply and this call may be on their way.
+const ON_WAY: usize = 2 + 5 * LONG;
 /// The place in a call of the server's time, which is followed by how long ago that time was read.
 const SERVER_SEEN: usize = 2 + 6 * LONG;
 
@@ -285,13 +288,20 @@ fn in_flight_call(
 }
 
 /// Changes a packed call for another attempt, `later` than it was packed, to a server whose clock
-/// has just shown `server_seen`.
+/// has just shown `server_seen`. The next attempt may be on its way for as long as the last one was.
 pub(in crate::store::redis) fn set_server_time(call: &mut [u8], later: Duration, server_seen: u64) {
-    let mut since = [0; 8];
-    since[..LONG].copy_from_slice(&call[SINCE..SINCE + LONG]);
-    let since = u64::from_le_bytes(since).saturating_add(micros_down(later));
+    let since = read_long(call, SINCE).saturating_add(micros_down(later));
+    let on_way = read_long(call, ON_WAY).max(on_way(later));
     write_long(call, SINCE, since);
+    write_long(call, ON_WAY, on_way);
     write_long(call, SERVER_SEEN, server_seen);
+}
+
+/// Returns the large number at `at`.
+fn read_long(call: &[u8], at: usize) -> u64 {
+    let mut value = [0; 8];
+    value[..LONG].copy_from_slice(&call[at..at + LONG]);
+    u64::from_le_bytes(value)
 }
 
 /// Overwrites the large number at `at`.

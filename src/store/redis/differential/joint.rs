@@ -111,7 +111,11 @@ impl Keys {
             invocation.arg(self.call(world, part, Some(part.step.earliest)));
         }
         invocation.arg(world.now.saturating_add_signed(world.clock));
-        invocation.invoke(&mut world.redis).unwrap()
+        let replies = invocation.invoke(&mut world.redis).unwrap();
+        parts
+            .iter()
+            .for_each(|part| world.persist(&self.joint[part.key]));
+        replies
     }
 
     /// Looks for the first common moment of the parts in this order, by calls on copies.

@@ -113,6 +113,14 @@ impl World {
         answer
     }
 
+    /// Keeps a state that would expire by the clock of the machine, which may stall.
+    pub(super) fn persist(&mut self, key: &str) {
+        let () = redis::cmd("PERSIST")
+            .arg(key)
+            .query(&mut self.redis)
+            .unwrap();
+    }
+
     /// Runs a call that states what it knows of the time; sends it again if the script is unsure.
     pub(super) fn run_by_memory(&mut self, mut call: Vec<u8>) -> Vec<u8> {
         let answer = self.run(&call);
