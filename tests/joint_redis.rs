@@ -221,7 +221,8 @@ async fn joint_and_single_calls_are_never_over() {
         prop::collection::vec(plan, 3),
     );
     let mut runner = TestRunner::default();
-    for number in 0..2 {
+    let mut full_rounds = 0;
+    for number in 0..8 {
         let (quotas, plans) = round.new_tree(&mut runner).unwrap().current();
         let keys: Vec<Key> = (0..quotas.len())
             .map(|key| Key::new([number, key as u8]))
@@ -240,15 +241,21 @@ async fn joint_and_single_calls_are_never_over() {
             processes.spawn(make_requests(process, keys.clone(), plan, uses.clone()));
         }
         processes.join_all().await;
-        for (quota, uses) in quotas.iter().zip(&*uses.lock().unwrap()) {
-            assert!(uses.len() > 10, "{} of {quotas:?}", uses.len());
+        let uses = uses.lock().unwrap();
+        for (quota, uses) in quotas.iter().zip(&*uses) {
             let over = over(quota, uses);
             assert!(
                 over.is_none(),
                 "{over:?} of {quota} in {quotas:?}: {uses:?}"
             );
         }
+        // On a busy machine most permits expire on their way, and there is little to judge.
+        full_rounds += u32::from(uses.iter().all(|uses| uses.len() > 10));
+        if full_rounds == 2 {
+            return;
+        }
     }
+    panic!("{full_rounds} rounds with more than ten uses of each key");
 }
 
 #[tokio::test]
