@@ -289,6 +289,35 @@ async fn keys_that_count_under_one_are_stopped_together() {
     }
 }
 
+/// Bad answers count by host, whatever class their requests have, and a stop stops all classes.
+#[tokio::test(start_paused = true)]
+async fn classes_count_together_and_are_stopped_together() {
+    let server = Server::answering(401);
+    let layer = RateLimitLayer::builder(Quota::per_second(1000)).share("web", 50);
+    let layer = layer.guard(guard(3)).max_wait(secs(5)).build().unwrap();
+    let service = layer.layer(server.clone());
+    let answer = async |class: &'static str| {
+        let mut request = get("http://a/");
+        request.extensions_mut().insert(tollgate::Class(class));
+        service.clone().oneshot(request).await
+    };
+    for class in ["web", "jobs", "web", "jobs"] {
+        assert_eq!(answer(class).await.unwrap().status(), 401);
+    }
+    for class in ["web", "jobs"] {
+        let error = answer(class).await.unwrap_err();
+        let limited = Limited::find(&error).unwrap();
+        assert_eq!(limited.reason(), Some(Reason::Held), "{class}");
+    }
+    // A release of the host lets both go on.
+    server.answers(200);
+    let host = Key::host_hold("a");
+    layer.limiter().release(host).await.unwrap();
+    for class in ["web", "jobs"] {
+        assert_eq!(answer(class).await.unwrap().status(), 200);
+    }
+}
+
 /// The function that says under which key answers count may use the limiter.
 #[tokio::test(start_paused = true)]
 async fn the_key_of_a_guard_may_read_the_stats() {

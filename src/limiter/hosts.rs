@@ -18,6 +18,8 @@ use crate::key::Key;
 pub(super) struct Hosts {
     /// What the limits count, if they count no requests.
     unit: Option<&'static str>,
+    /// The class of the requests, if it has a share.
+    class: Option<&'static str>,
     /// The key of requests to all hosts: [`Key::ALL`], or its key for the unit and the class.
     all: Key,
     first: OnceLock<FirstHost>,
@@ -53,11 +55,11 @@ impl FirstHost {
 
 impl Hosts {
     /// Makes the hosts of requests of a `class`, if it has a share, whose limits count `unit`, or requests.
-    pub(super) fn new(unit: Option<&'static str>, class: Option<&str>) -> Self {
-        let all = of_unit(Key::ALL, unit);
+    pub(super) fn new(unit: Option<&'static str>, class: Option<&'static str>) -> Self {
         Hosts {
             unit,
-            all: class.map_or(all, |class| all.of_class(class)),
+            class,
+            all: of_class(of_unit(Key::ALL, unit), class),
             first: OnceLock::new(),
             several: AtomicBool::new(false),
         }
@@ -78,7 +80,7 @@ impl Hosts {
     /// Returns the key that has the holds of `host`.
     #[inline]
     pub(super) fn hold_within_all(&self, host: Key) -> Key {
-        of_unit(host.within_all(), self.unit)
+        of_class(of_unit(host.within_all(), self.unit), self.class)
     }
 
     /// Returns the key of the host `name`.
@@ -145,4 +147,9 @@ impl Hosts {
 /// Returns the key under which requests with `key` count.
 fn of_unit(key: Key, unit: Option<&str>) -> Key {
     unit.map_or(key, |unit| key.of_unit(unit))
+}
+
+/// Returns the key of the requests of a class, if it has a share.
+fn of_class(key: Key, class: Option<&str>) -> Key {
+    class.map_or(key, |class| key.of_class(class))
 }
