@@ -18,7 +18,6 @@ use super::joint::JointSets;
 use super::key_state::{KeyContext, KeyState, Work};
 use super::key_states::KeyStates;
 use super::limited::LimitName;
-use super::outer;
 use super::quotas::QuotaId;
 use super::settings::{OnStoreError, Settings};
 use smallvec::SmallVec;
@@ -30,6 +29,21 @@ use crate::key::{Key, Label, RequestRef};
 use crate::limit::LimitSpec;
 use crate::stats;
 use crate::store::{self, PeekRequest, StoreEvent, StoreListener};
+
+/// Whether this process has more than one limiter, or a throttle. With one limiter, no layer is
+/// around another.
+static ARE_SEVERAL: AtomicBool = AtomicBool::new(false);
+
+/// Notes that this process has more than one limiter, or a throttle.
+pub(crate) fn note_several() {
+    ARE_SEVERAL.store(true, Ordering::Relaxed);
+}
+
+/// Returns whether a layer may be around another one.
+#[inline]
+pub(super) fn are_several() -> bool {
+    ARE_SEVERAL.load(Ordering::Relaxed)
+}
 
 /// The shared state of a limiter.
 pub(super) struct Core {
@@ -126,7 +140,7 @@ impl Core {
         let mut cores = CORES.write().unwrap_or_else(PoisonError::into_inner);
         cores.insert(core.id, Arc::downgrade(&core));
         if cores.len() > 1 {
-            outer::note_several();
+            note_several();
         }
         drop(cores);
         stats::register(Arc::downgrade(&core) as _);

@@ -1,6 +1,6 @@
 //! The public face of the limiter.
 //!
-//! [`Limiter`] is the last row of the table in `limiter/mod.rs`: no other file of this folder
+//! [`Limiter`] stands near the end of the table in `limiter/mod.rs`: of this folder, only `guarding`
 //! imports it.
 
 use std::fmt;

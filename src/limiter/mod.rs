@@ -2,8 +2,8 @@
 //! or after a wait.
 
 // All state of a key in this process is behind one lock that is never held across an `await`; only
-// the permits at hand of `Key::ALL` are taken without it (`unlocked`). A waiting future holds a number in the key's queue and can be dropped at any time. The limiter does
-// not count: the store does.
+// the permits at hand of `Key::ALL` are taken without it (`unlocked`). A waiting future holds a number in
+// the key's queue and can be dropped at any time. The limiter does not count: the store does.
 //
 // A request enters in `start`. If no permit is at hand, `admission` decides what the request waits
 // for, and `waiter` is the future that waits.
@@ -12,7 +12,8 @@
 // functions instead. A function takes the core as its first argument, and callers name its file:
 // `holds::release(core, key)`.
 //
-// The imports point one way: a file imports only files that stand above it in this table.
+// The imports point one way: a file imports only files that stand above it in this table. But a core owns
+// the joint requests that wait, so `engine` imports their type from `joint`.
 //
 // | file | what it has |
 // |---|---|
@@ -83,6 +84,7 @@ mod waiting;
 
 pub use acquire::Acquire;
 pub(crate) use admission::Entry;
+pub(crate) use engine::note_several as note_several_gates;
 pub(crate) use explanation::Shown;
 pub use explanation::{Because, Explanation, Held, KeyExplanation, StoreState, Verdict};
 pub(crate) use guarding::Counted;
@@ -92,9 +94,7 @@ pub(crate) use joint::{
 };
 pub use key_state::{HeaderTrust, StatedLimit};
 pub use limiter::Limiter;
-pub(crate) use outer::{
-    InnerCall, Mark, is_any as is_inside_a_layer, note_several as note_several_gates,
-};
+pub(crate) use outer::{InnerCall, Mark, is_any as is_inside_a_layer};
 pub use own_quota::QuotaError;
 pub use permit::Permit;
 pub(crate) use quotas::{QuotaId, Quotas};

@@ -25,12 +25,11 @@
 //! `tower::buffer`.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use smallvec::SmallVec;
 
-use super::engine::CoreId;
+use super::engine::{self, CoreId};
 use super::reservation::Reservation;
 use crate::key::Key;
 use crate::rng::dice;
@@ -104,25 +103,10 @@ thread_local! {
     };
 }
 
-/// Whether this process has more than one limiter, or a throttle. With one limiter, no layer is
-/// around another.
-static ARE_SEVERAL: AtomicBool = AtomicBool::new(false);
-
-/// Notes that this process has more than one limiter, or a throttle.
-pub(crate) fn note_several() {
-    ARE_SEVERAL.store(true, Ordering::Relaxed);
-}
-
-/// Returns whether a layer may be around another one.
-#[inline]
-pub(super) fn may_be_any() -> bool {
-    ARE_SEVERAL.load(Ordering::Relaxed)
-}
-
 /// Returns whether the caller runs inside of a layer.
 #[inline]
 pub(crate) fn is_any() -> bool {
-    may_be_any() && AROUND.with(|around| around.sight.get() != Sight::Nothing)
+    engine::are_several() && AROUND.with(|around| around.sight.get() != Sight::Nothing)
 }
 
 /// Returns whether the caller runs inside of layers whose permits are known.
@@ -206,7 +190,7 @@ impl InnerCall {
     /// Marks the thread. Returns `None` if no layer can be around another one.
     #[inline]
     pub(super) fn mark() -> Option<Self> {
-        may_be_any().then(|| InnerCall::begin(Sight::Mark))
+        engine::are_several().then(|| InnerCall::begin(Sight::Mark))
     }
 
     /// Makes `permits` known.

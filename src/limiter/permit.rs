@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::counting;
-use super::engine::Core;
+use super::engine::{self, Core};
 use super::holds;
 use super::in_flight_slot::InFlightSlot;
-use super::outer::{self, CallId, UseOf};
+use super::outer::{CallId, UseOf};
 use super::reservation::Reservation;
 use super::sent::{More, PastWait, Sent};
 use super::settlement::{Settlement, Unsettled};
@@ -248,7 +248,7 @@ impl Permit {
             by: None,
         };
         let has_inner = core.has_inner();
-        let slot = slot.filter(|_| outer::may_be_any() || core.settings.settles);
+        let slot = slot.filter(|_| engine::are_several() || core.settings.settles);
         let past_host = wait.as_ref().and_then(|wait| wait.host);
         let host = joint.as_ref().map_or(past_host, |joint| joint.host);
         let joint = joint.map(|joint| joint.others).unwrap_or_default();

@@ -10,11 +10,11 @@ use http::StatusCode;
 use smallvec::SmallVec;
 
 use super::admission::Entry;
-use super::engine::CoreId;
+use super::engine::{self, CoreId};
 use super::in_flight_slot::InFlightSlot;
 use super::key_state::is_any_uncertain;
 use super::limited::LimitName;
-use super::outer::{self, InnerCall, OuterPermit, UseOf};
+use super::outer::{InnerCall, OuterPermit, UseOf};
 use super::reservation::Reservation;
 use super::responses::AnsweredCall;
 use super::settlement::{Settlement, Unsettled};
@@ -182,7 +182,7 @@ impl Sent {
     /// Adds the slot of the permit, so that a layer inside of this one can give it back. If the layer
     /// `settles`, its true cost can be stated later.
     pub(crate) fn with_slot(mut self, slot: Option<Reservation>, settles: bool) -> Self {
-        if slot.is_some() && (settles || outer::may_be_any()) {
+        if slot.is_some() && (settles || engine::are_several()) {
             self.more.get_or_insert_with(More::empty).slot = slot;
         }
         self

@@ -124,11 +124,11 @@ impl KeyState {
     /// A key that never had permits at hand may be evicted from `created` on.
     pub(in crate::limiter) fn idle_from(&self, created: Instant) -> Option<Instant> {
         let until = self.prefetched.until().unwrap_or(created);
-        // A joint request has no place in the queue, but watches the hold.
         let is_settled = self
             .charges
             .as_ref()
             .is_none_or(|charges| charges.is_empty());
+        // A joint request has no place in the queue, but watches the hold.
         let is_idle = self.queue.is_none() && self.hold.waiting() == 0 && is_settled;
         is_idle.then(|| self.hold.matters_until().unwrap_or(until).max(until))
     }
