@@ -214,7 +214,9 @@ impl InFlightSlots {
         let kept = unseen.min(claim.wanted);
         holder.number = claim.number;
         holder.granted = claim.granted_seen + u64::from(kept);
-        holder.limit = claim.limit;
+        // A holder that leaves, because it neither uses a slot nor waits, keeps no slot from others.
+        let leaves = claim.in_use == 0 && claim.wanted == 0;
+        holder.limit = if leaves { u32::MAX } else { claim.limit };
         holder.class = claim.class;
         holder.share = claim.share;
         holder.taken = claim.in_use.saturating_add(kept);
@@ -464,6 +466,32 @@ mod tests {
                 world.claim(holder)?;
             }
         }
+    }
+
+    #[test]
+    fn the_limit_of_a_holder_that_leaves_is_forgotten() {
+        let mut slots = InFlightSlots::default();
+        let mut claim = |id, number, limit, in_use, wanted| {
+            let claim = HolderClaim {
+                id,
+                number,
+                limit,
+                class: 0,
+                share: 0,
+                in_use,
+                wanted,
+                granted_seen: 0,
+                ttl: 1000,
+            };
+            let mut granted = BTreeMap::new();
+            slots.claim(0, claim, |update| {
+                _ = granted.insert(update.id, update.granted)
+            });
+            granted
+        };
+        claim(1, 1, 1, 1, 0);
+        assert_eq!(claim(2, 1, 10, 0, 5).get(&2), Some(&0));
+        assert_eq!(claim(1, 2, 1, 0, 0).get(&2), Some(&5));
     }
 
     #[test]

@@ -210,7 +210,9 @@ if claimant.number < number then
   if unseen < 0 then unseen = 0 end
   if unseen > claimant.taken then unseen = claimant.taken end
   if unseen > wanted then unseen = wanted end
-  claimant.number, claimant.granted, claimant.limit = number, granted_seen + unseen, limit
+  -- A holder that leaves, because it neither uses a slot nor waits, keeps no slot from others.
+  claimant.limit = in_use + wanted > 0 and limit or LARGEST_I4
+  claimant.number, claimant.granted = number, granted_seen + unseen
   claimant.taken, claimant.expires = in_use + unseen, now + ttl
   claimant.class, claimant.share = class, share
   set_waiters(queue, claimant, wanted - unseen)
