@@ -689,3 +689,22 @@ async fn joint_requests_after_an_outage_count_once() {
     assert!(start.elapsed() < ms(1500), "{:?}", start.elapsed());
     assert_eq!(all.peek(Key::ALL).await.unwrap().limits[0].used, 5);
 }
+
+/// Many requests of several keys ask for the same key at the same time, and all their calls fail. Together they get the
+/// share of the process.
+#[tokio::test(start_paused = true)]
+async fn calls_that_fail_together_share_one_share() {
+    let store = Arc::<Shared>::default();
+    store.set_away(true);
+    let half = builder(Quota::per_hour(20), &store).fallback_share(0.5);
+    let all = half.build().unwrap().limiter();
+    let client = RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(3000));
+    let client = client.build().unwrap().limiter();
+    let requests = (0..40u8).map(|number| {
+        let key = Key::new([number]);
+        all.acquire(Key::ALL).with(client.acquire(key))
+    });
+    let permits = futures::future::join_all(requests).await;
+    let granted = permits.iter().filter(|permit| permit.is_ok()).count();
+    assert_eq!(granted, 10);
+}

@@ -66,12 +66,15 @@ async fn charge_idle_keys(inner: &Inner) -> usize {
             // gives these permits up with its next request.
             let is_shared =
                 |ledger: &mut StandaloneLedger| ledger.on_charged(reply.is_ok(), clock::now());
-            if history.standalone().is_some_and(is_shared) {
+            let ends = history.standalone().is_some_and(is_shared);
+            if ends {
                 history.end_standalone();
-                events::together(&label(&*inner.store, request.key, None));
             }
+            ends
         };
-        inner.histories.find(request.key, charged);
+        if inner.histories.find(request.key, charged) == Some(true) {
+            events::together(&label(&*inner.store, request.key, None));
+        }
     }
     alone
 }

@@ -103,13 +103,16 @@ impl Inner {
                 Ok(lease)
             }
             Err(error) if is_unreachable(&error) => {
+                // Other calls of the key may have failed before, and have begun the ledger.
+                let mut begun = None;
                 let go_alone = |history: &mut GrantHistory| {
-                    let ledger = history.start_standalone(request, now, self.share)?;
-                    events::alone(
-                        &label(&*self.store, request.key, None),
-                        ledger.spec.quota(),
-                        &error,
-                    );
+                    if let Some(ledger) = history.standalone() {
+                        ledger.store_failed();
+                    } else {
+                        let ledger = history.start_standalone(request, now, self.share)?;
+                        begun = Some(*ledger.spec.quota());
+                    }
+                    let ledger = history.standalone()?;
                     ledger.charge(&request.charges, now);
                     let plan = ledger.book(&request.request(&request.demands), now);
                     Some(plan.map(|plan| ledger.grant(plan, now, None)))
@@ -125,6 +128,9 @@ impl Inner {
                     )
                     .ok();
                 let lease = lease.flatten();
+                if let Some(share) = begun {
+                    events::alone(&label(&*self.store, request.key, None), &share, &error);
+                }
                 if lease.is_some() {
                     idle_keys::keep_charging(self);
                 }
@@ -158,6 +164,7 @@ impl Inner {
             },
         };
         let now = clock::now();
+        let mut is_shared = false;
         let stage = self.histories.find(request.key, |history| {
             let ledger = history.standalone()?;
             ledger.charge(&charges, now);
@@ -177,7 +184,7 @@ impl Inner {
             Some(match stage {
                 Stage::Together => {
                     history.end_standalone();
-                    events::together(&label(&*self.store, request.key, None));
+                    is_shared = true;
                     (stage, Ok(Lease::default()))
                 }
                 stage => {
@@ -189,6 +196,9 @@ impl Inner {
                 }
             })
         });
+        if is_shared {
+            events::together(&label(&*self.store, request.key, None));
+        }
         let (stage, plan) = match stage.flatten() {
             Some((stage, plan)) => (stage, plan?),
             None => {

@@ -99,6 +99,11 @@ impl StandaloneLedger {
         )
     }
 
+    /// Notes that the store failed to reply to another call.
+    pub(super) fn store_failed(&mut self) {
+        self.back = None;
+    }
+
     /// Notes that the limiter requests permits, and knows `session` of the store. Returns whether
     /// the store replied to the last call.
     pub(super) fn on_request(&mut self, session: ClientSession, now: Micros) -> bool {
