@@ -126,9 +126,11 @@ pub(super) fn enter(
     let Some(in_flight) = &core.in_flight else {
         return Ok(None);
     };
+    // The calls of the key may have been evicted, unlike its state, which knows the limit.
+    let limit = core.quota_of(key).quota().most_in_flight();
     let key = core.whole(key);
     let max_queue = core.settings.max_queue;
-    let entered = in_flight.with_new(key, now, |calls| {
+    let entered = in_flight.with_new(key, limit, now, |calls| {
         if calls.waiting() >= max_queue {
             return false;
         }

@@ -55,9 +55,14 @@ impl InFlightCalls {
         limit: Option<u32>,
         now: Instant,
     ) -> Option<Claim> {
-        let own = limit.filter(|limit| *limit != self.terms.limit);
-        let set = self.with_new(key, now, |calls| calls.set_own_limit(own));
+        let own = self.own_limit(limit);
+        let set = self.with_new(key, limit, now, |calls| calls.set_own_limit(own));
         set.ok()?.claim
+    }
+
+    /// Returns a limit, if it is not the configured one.
+    fn own_limit(&self, limit: Option<u32>) -> Option<u32> {
+        limit.filter(|limit| *limit != self.terms.limit)
     }
 
     /// Returns how many requests of `key` wait in this process.
@@ -95,17 +100,18 @@ impl InFlightCalls {
         self.keyed.find(key, |calls| self.acted(key, calls, act))
     }
 
-    /// The same as [`act`](InFlightCalls::act) for a key that may be new.
+    /// The same as [`act`](InFlightCalls::act) for a key that may be new, which has the limit `limit`.
     pub(in crate::limiter) fn with_new<R>(
         &self,
         key: Key,
+        limit: Option<u32>,
         now: Instant,
         act: impl FnOnce(&mut KeyCalls) -> R,
     ) -> Result<Acted<R>, Full> {
         self.keyed.enter(
             key,
             now,
-            || KeyCalls::new(now),
+            || KeyCalls::new(self.own_limit(limit), now),
             |_, _| (),
             |calls| self.acted(key, calls, act),
         )

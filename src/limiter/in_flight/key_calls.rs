@@ -46,7 +46,7 @@ impl Evict for KeyCalls {
 }
 
 impl KeyCalls {
-    pub(in crate::limiter) fn new(now: Instant) -> Self {
+    pub(in crate::limiter) fn new(own_limit: Option<u32>, now: Instant) -> Self {
         KeyCalls {
             in_use: 0,
             free: 0,
@@ -54,7 +54,7 @@ impl KeyCalls {
             gave_up: false,
             claims: Claims::new(),
             validity: Validity::default(),
-            own_limit: None,
+            own_limit,
             has_new_limit: false,
             used_at: now,
         }
@@ -268,7 +268,7 @@ mod tests {
     const TTL: Duration = Duration::from_secs(10);
 
     fn no_calls() -> KeyCalls {
-        KeyCalls::new(clock::now())
+        KeyCalls::new(None, clock::now())
     }
 
     fn claim(calls: &mut KeyCalls) -> Option<(u32, u32)> {

@@ -87,7 +87,7 @@ struct World {
 
 fn process() -> Process {
     Process {
-        calls: KeyCalls::new(World::instant()),
+        calls: KeyCalls::new(None, World::instant()),
         waiting: Vec::new(),
         in_use: Vec::new(),
         last: None,
