@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use futures::FutureExt;
 use http::StatusCode;
 use tollgate::pace::{Dice, NoPacing, Pace, Pause, Reply, Traffic};
 use tollgate::store::StoreError;
@@ -115,6 +116,62 @@ async fn stated_wait_is_exceeded_by_at_most_a_tenth() {
             assert!((5000..=5502).contains(&wait), "{arrivals:?}");
         }
     }
+}
+
+/// The quota of a day is used up, and the server states its reset instead of a wait.
+#[tokio::test(start_paused = true)]
+async fn reset_of_a_used_up_quota_holds_for_no_longer_than_max_hold() {
+    const DAY: u64 = 72_000;
+    let states = |status: u16, remaining: u64, past: u64| {
+        let response = http::Response::builder().status(status);
+        let response = response.header("X-RateLimit-Limit", "100");
+        let response = response.header("X-RateLimit-Remaining", remaining);
+        let response = response.header("X-RateLimit-Reset", DAY - past);
+        Ok(response.body(String::new()).unwrap())
+    };
+    let answers = (0..6).map(|number| states(200, 60 - 10 * number, 5 * number));
+    let upstream = Upstream::answering(answers.chain([states(429, 0, 30)]));
+    let layer = AdaptiveThrottleLayer::builder().max_hold(ms(60_000));
+    let layer = layer.max_wait(ms(1_000_000)).build().unwrap();
+    let service = layer.layer(upstream.clone());
+    for _ in 0..6 {
+        service.clone().oneshot(get("/")).await.unwrap();
+        pass(ms(5000)).await;
+    }
+    let refused = service.clone().oneshot(get("/")).await.unwrap();
+    assert_eq!(refused.status(), 429);
+    let start = now();
+    service.oneshot(get("/")).await.unwrap();
+    let waited = now() - start;
+    // The pace spreads the requests after a reset.
+    assert!(waited >= ms(60_000) && waited < ms(900_000), "{waited:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_after_its_deadline_is_not_sent() {
+    let upstream = Upstream::new();
+    let service = every(100).layer(upstream.clone());
+    let mut late = get("/");
+    let deadline = now() - ms(1);
+    late.extensions_mut().insert(Deadline(deadline));
+    let error = service.oneshot(late).await.unwrap_err();
+    assert_eq!(reason(&error), Some(Reason::Deadline));
+    assert_eq!(upstream.count(), 0);
+}
+
+/// A task that is not polled: no other waiter depends on it.
+#[tokio::test(start_paused = true)]
+async fn waiter_never_polled_again_delays_no_other_waiter() {
+    let upstream = Upstream::new();
+    let service = every(1000).layer(upstream.clone());
+    service.clone().oneshot(get("/")).await.unwrap();
+    let mut stuck = Box::pin(service.clone().oneshot(get("/")));
+    assert!((&mut stuck).now_or_never().is_none());
+    let start = now();
+    service.oneshot(get("/")).await.unwrap();
+    // The first waiter has had its turn.
+    assert!(now() - start <= ms(2100), "{:?}", now() - start);
+    drop(stuck);
 }
 
 #[tokio::test(start_paused = true)]

@@ -158,7 +158,17 @@ impl Budget {
 
     /// Adds what a call brings that was not refused.
     fn deposit(&self) {
-        let add = |balance: u32| Some(balance.saturating_add(self.deposit).min(self.most));
+        self.add(self.deposit);
+    }
+
+    /// Puts back a retry that was taken and is not made.
+    #[cfg(feature = "reqwest-retry")]
+    fn put_back(&self) {
+        self.add(ONE);
+    }
+
+    fn add(&self, value: u32) {
+        let add = |balance: u32| Some(balance.saturating_add(value).min(self.most));
         let _ = self
             .balance
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
@@ -254,7 +264,11 @@ mod of_reqwest_retry {
                 true => RetryDecision::Retry {
                     execute_after: started,
                 },
-                false => RetryDecision::DoNotRetry,
+                false => {
+                    // `handle` has taken a retry for the last attempt.
+                    self.budget.put_back();
+                    RetryDecision::DoNotRetry
+                }
             }
         }
     }

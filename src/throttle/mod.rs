@@ -408,6 +408,9 @@ impl Throttle {
         if self.core.tally().is_draining() {
             return self.refuse(key, Reason::Draining, label(), None, now);
         }
+        if latest < now {
+            return self.refuse(key, Reason::Deadline, label(), None, now);
+        }
         let arrival = self.core.open(key, now, |waiters, wakers| {
             waiters.arrived(latest, max_queue, now, wakers)
         });

@@ -156,16 +156,18 @@ impl PaceState {
     }
 
     /// Returns how long a refusal holds the key: the `pause` that the pace wants, and no less than
-    /// the refusal asks for, up to `max_hold`.
+    /// the refusal asks for, up to `max_hold`. The pause may be the time to the reset of a used-up quota,
+    /// which is cut in the same way.
     fn hold_after_refusal(&self, pause: Duration, signal: &Signal) -> Duration {
         if !self.pace.is_careful() {
             return pause;
         }
-        let asked = wait_said(signal).unwrap_or_default();
-        match asked > self.max_hold {
-            // The pace may have added to what was asked for. Only that part exceeds `max_hold`.
-            true => pause.saturating_sub(asked) + self.max_hold,
-            false => pause.max(asked),
+        let pause = pause.max(wait_said(signal).unwrap_or_default());
+        let stated = signal.retry_after().unwrap_or_default();
+        match stated > self.max_hold {
+            // The pace may have added to what was stated. Only that part exceeds `max_hold`.
+            true => pause.min(pause.saturating_sub(stated) + self.max_hold),
+            false => pause,
         }
     }
 

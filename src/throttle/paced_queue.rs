@@ -115,6 +115,13 @@ impl PacedQueue {
             }
             return None;
         }
+        if self.held_until().is_some_and(|until| until > now) {
+            // What the store granted before it knew of the hold.
+            if let Some(sharing) = &mut self.sharing {
+                sharing.drop_grants(now);
+            }
+            return None;
+        }
         let sent_before = self.local.pace_state.last_sent;
         if !self
             .sharing

@@ -76,6 +76,19 @@ pub(super) enum Arrival {
     Full,
 }
 
+/// How much later than the first waiter the second one looks whether a turn is due. The task of the first may
+/// be one that is not polled.
+const FALLBACK: Duration = Duration::from_millis(20);
+
+/// Returns when the waiter at `place` looks whether a turn is due, if the first one does so at `first`.
+fn looks_at(place: usize, first: Instant) -> Option<Instant> {
+    match place {
+        0 => Some(first),
+        1 => Some(clock::after(first, FALLBACK)),
+        _ => None,
+    }
+}
+
 impl Waiters {
     pub(super) fn new(queue: PacedQueue, now: Instant) -> Self {
         Waiters {
@@ -148,9 +161,10 @@ impl Waiters {
             self.leave(number, now, wakers);
             return Poll::Ready(Err(late));
         }
-        let is_first = self.waits.numbers().next() == Some(number);
-        let look_at = self.look_at().filter(|_| is_first);
+        let place = self.waits.numbers().take(2).position(|of| of == number);
+        let look_at = self.look_at();
         if let Some(waiter) = self.waits.get_mut(number) {
+            let look_at = look_at.and_then(|at| looks_at(place?, at));
             waiter.wake_at(look_at.map_or(latest, |at| at.min(latest)));
             waiter.register(cx);
         }
@@ -242,18 +256,20 @@ impl Waiters {
         self.grant_due(now, wakers);
     }
 
-    /// Grants every turn that is due, and sets the timer of the first waiter.
+    /// Grants every turn that is due, and sets the timers of the first two waiters.
     fn grant_due(&mut self, now: Instant, wakers: &mut Wakers) {
         while let Some(flight) = self.queue.depart(now) {
             if let Err(flight) = self.waits.settle(flight.number, flight, wakers) {
                 self.queue.unsent(flight, now);
             }
         }
-        let look_at = self.look_at();
-        if let Some(first) = self.waits.first_mut()
-            && let Some(at) = look_at
-        {
-            first.wake_at(at.min(first.request.latest));
+        let Some(look_at) = self.look_at() else {
+            return;
+        };
+        for (place, waiter) in self.waits.iter_mut().take(2).enumerate() {
+            if let Some(at) = looks_at(place, look_at) {
+                waiter.wake_at(at.min(waiter.request.latest));
+            }
         }
     }
 
