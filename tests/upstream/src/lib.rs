@@ -536,9 +536,13 @@ mod tests {
 
     #[test]
     fn dropping_it_closes_its_port() {
-        let upstream = Upstream::open();
-        let address = upstream.address();
-        drop(upstream);
-        assert!(TcpStream::connect(address).is_err());
+        let is_closed = || {
+            let upstream = Upstream::open();
+            let address = upstream.address();
+            drop(upstream);
+            TcpStream::connect(address).is_err()
+        };
+        // Another program may get the port at once.
+        assert!((0..5).any(|_| is_closed()));
     }
 }
