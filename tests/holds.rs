@@ -555,7 +555,7 @@ async fn a_dropped_limiter_is_freed_before_its_hold_ends() {
 /// The runtime of a waiter ends while a request is the probe of the key. Its batching delay goes on in the runtime of
 /// the next waiter.
 #[test]
-fn runtime_that_ends_behind_a_probe_leaves_the_waiters_of_others() {
+fn runtime_that_ends_behind_a_probe_leaves_other_waiters() {
     let runtime = || tokio::runtime::Runtime::new().unwrap();
     let (ends, stays) = (runtime(), runtime());
     let layer = builder().max_hold(ms(50)).build().unwrap();

@@ -240,7 +240,7 @@ async fn truncated_host_hold_ends_with_one_probe() {
 /// The permit of the probe expires before the service inside is ready, so the probe was not sent: the request becomes
 /// the probe again.
 #[tokio::test(start_paused = true)]
-async fn a_probe_whose_permit_expires_does_not_wait_for_itself() {
+async fn a_probe_with_an_expired_permit_probes_again() {
     let start = Instant::now();
     for joint in [false, true] {
         let start_of_round = Instant::now();

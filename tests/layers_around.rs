@@ -230,7 +230,7 @@ async fn each_attempt_of_a_retry_between_layers_counts() {
 /// The inner layer refuses a request, and its retry is sent a little later. Meanwhile the outer permit has gone to
 /// another request.
 #[tokio::test(start_paused = true)]
-async fn a_retry_after_a_refusal_inside_needs_another_outer_permit() {
+async fn retry_after_a_refusal_inside_acquires_another_outer_permit() {
     let layer = |quota| {
         let builder = RateLimitLayer::builder(quota).max_wait(Duration::ZERO);
         builder.build().unwrap()

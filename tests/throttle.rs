@@ -120,7 +120,7 @@ async fn stated_wait_is_exceeded_by_at_most_a_tenth() {
 
 /// The quota of a day is used up, and the server states its reset instead of a wait.
 #[tokio::test(start_paused = true)]
-async fn reset_of_a_used_up_quota_holds_for_no_longer_than_max_hold() {
+async fn max_hold_cuts_the_reset_of_a_used_up_quota() {
     const DAY: u64 = 72_000;
     let states = |status: u16, remaining: u64, past: u64| {
         let response = http::Response::builder().status(status);
