@@ -34,6 +34,8 @@ pub(super) struct FirstHost {
     name: Box<str>,
     /// The key of `name`.
     host: Key,
+    /// The key that has its holds. Each visit of a state compares it, so it is not computed there.
+    hold: Key,
     /// Whether the host is known to be neither on hold nor on probation. If not, its state has to
     /// be read. Written under the lock of the state that has the host's holds.
     is_clear: AtomicBool,
@@ -100,6 +102,7 @@ impl Hosts {
         self.first.get_or_init(|| FirstHost {
             name: name.into(),
             host,
+            hold: self.hold_within_all(host),
             is_clear: AtomicBool::new(false),
         });
         host
@@ -122,11 +125,7 @@ impl Hosts {
     /// request reads it again. The caller holds the lock of the state.
     #[inline]
     pub(super) fn touch(&self, key: Key) {
-        if let Some(first) = self
-            .first
-            .get()
-            .filter(|first| self.hold_within_all(first.host) == key)
-        {
+        if let Some(first) = self.first.get().filter(|first| first.hold == key) {
             first.set_clear(false);
         }
     }

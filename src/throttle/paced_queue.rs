@@ -109,14 +109,9 @@ impl PacedQueue {
     /// repeats the call until it returns `None`.
     pub(crate) fn depart(&mut self, now: Instant) -> Option<Flight> {
         self.local.awake(now);
-        if self.local.waiting.is_empty() {
-            if let Some(sharing) = &mut self.sharing {
-                sharing.drop_grants(now);
-            }
-            return None;
-        }
-        if self.held_until().is_some_and(|until| until > now) {
-            // What the store granted before it knew of the hold.
+        let is_held = self.held_until().is_some_and(|until| until > now);
+        if is_held || self.local.waiting.is_empty() {
+            // The store may have granted turns before it knew of the hold.
             if let Some(sharing) = &mut self.sharing {
                 sharing.drop_grants(now);
             }

@@ -449,10 +449,9 @@ impl KeyState {
     /// Ends the batching delay of the next call. `joined` states whether other requests had the
     /// time to join. If not, the task of the delay was dropped with its runtime.
     pub(in crate::limiter) fn gathered(&mut self, ctx: &mut KeyContext<'_>, joined: bool) {
-        let is_held = self.hold.left(ctx.now).is_some()
-            || self.hold.blocked_for(ctx.max_hold, ctx.now).is_some();
+        let is_blocked = self.hold.blocked_for(ctx.max_hold, ctx.now).is_some();
         let Some(queue) = &mut self.queue else { return };
-        if !joined && (is_held || queue.is_paused(ctx.now)) {
+        if !joined && (is_blocked || queue.is_paused(ctx.now)) {
             // Another waiter starts the delay again, in its own runtime. In this one, the new delay would be
             // dropped at once, and then the next, without end.
             queue.gathering = Gathering::NotYet;

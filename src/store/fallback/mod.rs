@@ -164,7 +164,6 @@ impl Inner {
             },
         };
         let now = clock::now();
-        let mut is_shared = false;
         let stage = self.histories.find(request.key, |history| {
             let ledger = history.standalone()?;
             ledger.charge(&charges, now);
@@ -184,7 +183,6 @@ impl Inner {
             Some(match stage {
                 Stage::Together => {
                     history.end_standalone();
-                    is_shared = true;
                     (stage, Ok(Lease::default()))
                 }
                 stage => {
@@ -196,11 +194,13 @@ impl Inner {
                 }
             })
         });
-        if is_shared {
-            events::together(&label(&*self.store, request.key, None));
-        }
         let (stage, plan) = match stage.flatten() {
-            Some((stage, plan)) => (stage, plan?),
+            Some((stage, plan)) => {
+                if stage == Stage::Together {
+                    events::together(&label(&*self.store, request.key, None));
+                }
+                (stage, plan?)
+            }
             None => {
                 request.charges = charges;
                 (Stage::Together, Lease::default())

@@ -99,7 +99,7 @@ impl StandaloneLedger {
         )
     }
 
-    /// Notes that the store failed to reply to another call.
+    /// Notes that the store failed to reply.
     pub(super) fn store_failed(&mut self) {
         self.back = None;
     }
@@ -253,7 +253,7 @@ impl StandaloneLedger {
 
     /// Grants a plan after the store has failed again, although it replied to the call before.
     pub(super) fn grant_after_failure(&mut self, plan: Lease, now: Instant) -> Lease {
-        self.back = None;
+        self.store_failed();
         self.grant(plan, now, None)
     }
 
