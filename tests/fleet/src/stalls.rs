@@ -36,12 +36,19 @@ impl Stalls {
     }
 
     /// Returns the longest delay of a wake-up since [`watch`](Stalls::watch).
-    pub fn worst(self) -> Duration {
+    pub fn worst(mut self) -> Duration {
         self.done.store(true, Ordering::Relaxed);
         self.watchers
-            .into_iter()
+            .drain(..)
             .filter_map(|watcher| watcher.join().ok())
             .max()
             .unwrap_or_default()
+    }
+}
+
+impl Drop for Stalls {
+    /// Ends the threads of a look that failed before its end.
+    fn drop(&mut self) {
+        self.done.store(true, Ordering::Relaxed);
     }
 }
