@@ -11,8 +11,8 @@ use crate::measure::{Contender, Measured, Plan, quantile, run};
 use crate::peers::tollgate::{Counted, Tollgate};
 use crate::peers::{governor, leaky_bucket, ratelimit, throttle_net, tollgate, tower};
 
-/// Measures, and prints the table.
-pub(crate) fn report() {
+/// Measures, and prints the table. If `only` is given, only the groups of that title.
+pub(crate) fn report(only: Option<&str>) {
     println!("# A permit at hand\n");
     println!(
         "Nanoseconds a call spends in the limiter: `poll_ready`, `call` and one poll of the future, less the same \
@@ -44,7 +44,7 @@ pub(crate) fn report() {
     };
 
     println!("## One thread\n");
-    let groups = [
+    let groups = vec![
         constant().with(tower::constant()),
         Group::of_services("one key, with a deadline", 1, tollgate::deadline()),
         hosts(1),
@@ -57,7 +57,8 @@ pub(crate) fn report() {
         Group::raw("refused, without Tower", tollgate::refused()).with(governor::refused()),
     ];
     compare(
-        &groups,
+        only,
+        groups,
         Plan {
             threads: 1,
             rounds: 2_000,
@@ -67,7 +68,8 @@ pub(crate) fn report() {
 
     println!("## Two threads that share the limiter\n");
     compare(
-        &[constant(), hosts(1_000), raw()],
+        only,
+        vec![constant(), hosts(1_000), raw()],
         Plan {
             threads: 2,
             rounds: 60,
@@ -111,7 +113,8 @@ impl Group {
     }
 }
 
-fn compare(groups: &[Group], plan: Plan) {
+fn compare(only: Option<&str>, mut groups: Vec<Group>, plan: Plan) {
+    groups.retain(|group| only.is_none_or(|only| group.title == only));
     let contenders: Vec<_> = groups
         .iter()
         .flat_map(|group| group.bare.iter().chain(&group.contenders))
@@ -122,7 +125,7 @@ fn compare(groups: &[Group], plan: Plan) {
     println!("| keys | limiter | ns | 10 % to 90 % | to tollgate | allocations |");
     println!("|---|---|--:|--:|--:|--:|");
     let mut measured = measured.iter();
-    for group in groups {
+    for group in &groups {
         rows(group, &mut measured);
     }
     println!();
@@ -131,7 +134,7 @@ fn compare(groups: &[Group], plan: Plan) {
     println!("|---|--:|");
     // Before each batch, a tenth of it runs unmeasured to warm up.
     let calls = plan.threads * plan.rounds * (plan.calls + plan.calls / 10);
-    for group in groups {
+    for group in &groups {
         println!(
             "| {} | {:.6} |",
             group.title,

@@ -2,6 +2,7 @@
 //!
 //! ```sh
 //! cargo run --release -p tollgate-benches              # a permit at hand, in memory
+//! cargo run --release -p tollgate-benches -- hand "one key"   # only the groups of that title
 //! cargo run --release -p tollgate-benches -- keys      # a million keys, in memory
 //! cargo run --release -p tollgate-benches -- routes    # a table of routes
 //! cargo run --release -p tollgate-benches -- signals   # reading a response
@@ -33,28 +34,12 @@ use contenders::Failure;
 fn main() -> Result<(), Failure> {
     let words: Vec<String> = std::env::args().skip(1).collect();
     match words.split_first() {
-        None => {
-            // Some peers create their timers early, but no call ever waits for one.
-            let runtime = tokio::runtime::Builder::new_current_thread()
-                .enable_time()
-                .build()?;
-            let _guard = runtime.enter();
-            at_hand::report();
+        None => with_timers(|| at_hand::report(None))?,
+        Some((bench, only)) if bench == "hand" => {
+            with_timers(|| at_hand::report(only.first().map(String::as_str)))?;
         }
-        Some((bench, _)) if bench == "keys" => {
-            let runtime = tokio::runtime::Builder::new_current_thread()
-                .enable_time()
-                .build()?;
-            let _guard = runtime.enter();
-            many_keys::report();
-        }
-        Some((bench, _)) if bench == "routes" => {
-            let runtime = tokio::runtime::Builder::new_current_thread()
-                .enable_time()
-                .build()?;
-            let _guard = runtime.enter();
-            routes::report();
-        }
+        Some((bench, _)) if bench == "keys" => with_timers(many_keys::report)?,
+        Some((bench, _)) if bench == "routes" => with_timers(routes::report)?,
         Some((bench, _)) if bench == "signals" => signals::report(),
         #[cfg(feature = "paused")]
         Some((bench, _)) if bench == "joint" => joint::report(),
@@ -72,10 +57,20 @@ fn main() -> Result<(), Failure> {
         }
         Some((other, _)) => {
             return Err(format!(
-                "{other}: keys, routes, signals, joint, redis, fleet, growth, or nothing"
+                "{other}: hand, keys, routes, signals, joint, redis, fleet, growth, or nothing"
             )
             .into());
         }
     }
+    Ok(())
+}
+
+/// Runs a benchmark whose limiters create timers early, although no call ever waits for one.
+fn with_timers(bench: impl FnOnce()) -> Result<(), Failure> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build()?;
+    let _guard = runtime.enter();
+    bench();
     Ok(())
 }
