@@ -18,7 +18,7 @@ impl<'a, R: RequestInfo> HostKey<'a, R> {
     #[inline]
     pub(crate) fn get(&mut self) -> Option<Key> {
         if self.key.is_none() {
-            self.key = self.request.host().map(last_host::key_of);
+            self.key = last_host::key_of(self.request);
         }
         self.key
     }
@@ -26,8 +26,8 @@ impl<'a, R: RequestInfo> HostKey<'a, R> {
     /// The same, by a function that knows the keys of some hosts. It is called in any case, because
     /// it may note the host.
     #[inline]
-    pub(crate) fn get_by(&mut self, key_of: impl FnOnce(&str) -> Key) -> Option<Key> {
-        self.key = self.request.host().map(key_of);
+    pub(crate) fn get_by(&mut self, key_of: impl FnOnce(&R) -> Option<Key>) -> Option<Key> {
+        self.key = key_of(self.request);
         self.key
     }
 

@@ -5,55 +5,50 @@
 
 use std::cell::RefCell;
 
-use super::Key;
+use super::{Key, RequestInfo};
 
 /// The longest name that is kept.
-const MOST_BYTES: usize = 63;
+const MOST_BYTES: usize = 253;
 
 /// A host, and its key.
 struct LastHost {
-    name: [u8; MOST_BYTES],
-    len: u8,
+    /// Empty if no host was looked up.
+    name: String,
     key: Key,
 }
 
 thread_local! {
     static LAST: RefCell<LastHost> = const {
         RefCell::new(LastHost {
-            name: [0; MOST_BYTES],
-            len: 0,
+            name: String::new(),
             key: Key::ALL,
         })
     };
 }
 
-/// Returns [`Key::host`] of `name`.
+/// Returns [`Key::host`] of the host of `request`.
 #[inline]
-pub(crate) fn key_of(name: &str) -> Key {
-    LAST.with_borrow_mut(|last| {
-        if last.is(name) {
-            last.key
-        } else {
-            last.replace(name)
+pub(super) fn key_of(request: &impl RequestInfo) -> Option<Key> {
+    let find = |last: &RefCell<LastHost>| {
+        let mut last = last.borrow_mut();
+        if !last.name.is_empty() && request.is_to(&last.name) {
+            return Some(last.key);
         }
-    })
+        request.host().map(|name| last.replace(name))
+    };
+    // A thread that ends keeps none.
+    LAST.try_with(find)
+        .unwrap_or_else(|_| request.host().map(Key::host))
 }
 
 impl LastHost {
-    /// Returns whether this is the host `name`.
-    #[inline]
-    fn is(&self, name: &str) -> bool {
-        let kept = self.name.get(..usize::from(self.len));
-        self.len > 0 && kept == Some(name.as_bytes())
-    }
-
     /// Returns the key of `name`, and keeps both if the name is short enough.
     #[inline(never)]
     fn replace(&mut self, name: &str) -> Key {
         let key = Key::host(name);
-        if let Some(kept) = self.name.get_mut(..name.len()) {
-            kept.copy_from_slice(name.as_bytes());
-            self.len = name.len() as u8;
+        if name.len() <= MOST_BYTES {
+            self.name.clear();
+            self.name.push_str(name);
             self.key = key;
         }
         key
@@ -63,6 +58,15 @@ impl LastHost {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A request to this host.
+    struct To<'a>(&'a str);
+
+    impl RequestInfo for To<'_> {
+        fn host(&self) -> Option<&str> {
+            Some(self.0)
+        }
+    }
 
     #[test]
     fn keys_are_those_of_the_names() {
@@ -80,7 +84,7 @@ mod tests {
         for name in names {
             for other in names {
                 for name in [name, other, other, name] {
-                    assert_eq!(key_of(name), Key::host(name), "{name}");
+                    assert_eq!(key_of(&To(name)), Some(Key::host(name)), "{name}");
                 }
             }
         }

@@ -293,6 +293,13 @@ pub trait RequestInfo {
         None
     }
 
+    /// Returns whether this is the [host](Self::host) of the request. Default: compares them. A layer asks this
+    /// of the host that it knows best.
+    #[inline]
+    fn is_to(&self, host: &str) -> bool {
+        self.host() == Some(host)
+    }
+
     /// Returns the path of the request's URL. Default: empty.
     fn path(&self) -> &str {
         ""
@@ -342,6 +349,15 @@ impl<B> RequestInfo for http::Request<B> {
             _ => Some(authority),
         }
         .filter(|host| !host.is_empty())
+    }
+
+    #[inline]
+    fn is_to(&self, host: &str) -> bool {
+        match self.uri().authority() {
+            // A URI whose authority is a host has that host.
+            Some(authority) => authority.as_str() == host,
+            None => self.host() == Some(host),
+        }
     }
 
     fn path(&self) -> &str {
@@ -420,6 +436,10 @@ impl RequestInfo for RequestRef<'_> {
         self.request.host()
     }
 
+    fn is_to(&self, host: &str) -> bool {
+        self.request.is_to(host)
+    }
+
     fn path(&self) -> &str {
         self.request.path()
     }
@@ -468,7 +488,7 @@ impl fmt::Debug for RequestRef<'_> {
 /// # }
 /// ```
 pub fn by_host(request: &RequestRef<'_>) -> Option<Key> {
-    request.host().map(last_host::key_of)
+    last_host::key_of(request)
 }
 
 /// Makes a key function for one limit for each value of the header `name`, such as an access token.

@@ -11,7 +11,7 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::key::Key;
+use crate::key::{Key, RequestInfo};
 
 /// The hosts of requests under [`Key::ALL`].
 #[derive(Debug)]
@@ -85,19 +85,21 @@ impl Hosts {
         of_class(of_unit(host.within_all(), self.unit), self.class)
     }
 
-    /// Returns the key of the host `name`.
+    /// Returns the key of the host of `request`, if it has one.
     #[inline]
-    pub(super) fn key_of(&self, name: &str) -> Key {
+    pub(super) fn key_of(&self, request: &impl RequestInfo) -> Option<Key> {
         match self.first.get() {
-            Some(first) if *first.name == *name => first.host,
-            _ => self.other_key_of(name),
+            Some(first) if request.is_to(&first.name) => Some(first.host),
+            _ => self.other_key_of(request),
         }
     }
 
     /// Returns the key of a host that is not known as the first host. If there is no first host
     /// yet, it becomes the first host.
     #[cold]
-    fn other_key_of(&self, name: &str) -> Key {
+    #[inline(never)]
+    fn other_key_of(&self, request: &impl RequestInfo) -> Option<Key> {
+        let name = request.host()?;
         let host = Key::host(name);
         self.first.get_or_init(|| FirstHost {
             name: name.into(),
@@ -105,7 +107,7 @@ impl Hosts {
             hold: self.hold_within_all(host),
             is_clear: AtomicBool::new(false),
         });
-        host
+        Some(host)
     }
 
     /// Notes a request to `host`. Returns the first host, if it is `host`.

@@ -522,7 +522,7 @@ impl Limiter {
         host: &mut HostKey<'_, impl RequestInfo>,
     ) -> Option<Key> {
         if key == Key::ALL {
-            host.get_by(|name| self.0.first.hosts.key_of(name))
+            host.get_by(|request| self.0.first.hosts.key_of(request))
         } else {
             host.get_if_redirected()
         }
