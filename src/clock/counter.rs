@@ -15,9 +15,8 @@
 use std::cell::Cell;
 use std::sync::{Once, OnceLock};
 use std::thread;
-use std::time::{Duration, Instant};
 
-use super::now;
+use super::{Moment, now};
 
 /// How long a thread counts from one reading of the clock, in nanoseconds.
 const SPAN_NANOS: u64 = 250_000;
@@ -54,7 +53,7 @@ thread_local! {
 /// A moment by the clock, and the counter at that moment.
 #[derive(Clone, Copy)]
 struct Anchor {
-    at: Instant,
+    at: Moment,
     ticks: u64,
 }
 
@@ -62,13 +61,12 @@ impl Anchor {
     /// Returns the time at which the counter is `ticks`. `nanos` says how long the counter takes from one
     /// value to another. Returns `None` if the clock is to be read again.
     #[inline]
-    fn time_at(self, ticks: u64, nanos: impl FnOnce(u64, u64) -> u64) -> Option<Instant> {
+    fn time_at(self, ticks: u64, nanos: impl FnOnce(u64, u64) -> u64) -> Option<Moment> {
         if ticks < self.ticks {
             return None;
         }
-        // Less than a second, so that no division is needed.
         let since = nanos(self.ticks, ticks);
-        (since < SPAN_NANOS).then(|| self.at + Duration::new(0, since as u32))
+        (since < SPAN_NANOS).then(|| Moment::from_nanos(self.at.nanos() + since))
     }
 }
 
@@ -91,16 +89,16 @@ pub(crate) fn prepare() {
 /// Returns the time by the counter, if its speed is known. It is at most a microsecond ahead of [`now`],
 /// and a reading may be that much before an earlier one.
 #[inline]
-pub(crate) fn now_by_counter() -> Instant {
+pub(crate) fn now_by_counter() -> Moment {
     match COUNTER.get() {
         Some(counter) if !CAN_PAUSE => by(counter),
-        _ => now(),
+        _ => Moment::of(now()),
     }
 }
 
 /// Returns the time by `counter`.
 #[inline]
-fn by(counter: &quanta::Clock) -> Instant {
+fn by(counter: &quanta::Clock) -> Moment {
     let ticks = counter.raw();
     let nanos = |from, to| counter.delta_as_nanos(from, to);
     let time = ANCHOR.get().and_then(|anchor| anchor.time_at(ticks, nanos));
@@ -110,9 +108,9 @@ fn by(counter: &quanta::Clock) -> Instant {
 /// Reads the clock, and lets this thread count from there.
 #[cold]
 #[inline(never)]
-fn anchor(counter: &quanta::Clock) -> Instant {
+fn anchor(counter: &quanta::Clock) -> Moment {
     let ticks = counter.raw();
-    let at = now();
+    let at = Moment::of(now());
     // If this thread stood still between the two readings, its time would be ahead by that.
     if counter.delta_as_nanos(ticks, counter.raw()) < MOMENT_NANOS {
         ANCHOR.set(Some(Anchor { at, ticks }));
@@ -122,6 +120,8 @@ fn anchor(counter: &quanta::Clock) -> Instant {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     /// A counter that needs a quarter of a nanosecond for a tick.
@@ -140,7 +140,7 @@ mod tests {
         let look = || {
             for _ in 0..100_000 {
                 let before = now();
-                let time = by(&counter);
+                let time = by(&counter).instant();
                 let span = Duration::from_nanos(SPAN_NANOS);
                 assert!(before <= time + span, "behind by {:?}", before - time);
                 let after = now();
@@ -153,15 +153,12 @@ mod tests {
 
     #[test]
     fn anchor_counts_for_a_quarter_of_a_millisecond() {
-        let at = now();
+        let at = Moment::of(now());
         let anchor = Anchor { at, ticks: 4_000 };
-        let micros = |micros| Duration::from_micros(micros);
-        assert_eq!(anchor.time_at(4_000, nanos), Some(at));
-        assert_eq!(anchor.time_at(404_000, nanos), Some(at + micros(100)));
-        assert_eq!(
-            anchor.time_at(1_003_996, nanos),
-            Some(at + micros(250) - Duration::from_nanos(1))
-        );
+        let later = |nanos| Some(Moment::from_nanos(at.nanos() + nanos));
+        assert_eq!(anchor.time_at(4_000, nanos), later(0));
+        assert_eq!(anchor.time_at(404_000, nanos), later(100_000));
+        assert_eq!(anchor.time_at(1_003_996, nanos), later(249_999));
         assert_eq!(anchor.time_at(1_004_000, nanos), None, "the span is over");
         assert_eq!(anchor.time_at(u64::MAX, nanos), None, "the counter jumped");
         assert_eq!(anchor.time_at(3_999, nanos), None, "the counter restarted");

@@ -8,6 +8,7 @@
 #![expect(clippy::disallowed_methods, reason = "this is the file that asks")]
 
 mod counter;
+mod moment;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -16,6 +17,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 pub(crate) use counter::{now_by_counter, prepare};
+pub(crate) use moment::Moment;
 
 /// The monotonic time.
 #[inline]
@@ -24,6 +26,7 @@ pub(crate) fn now() -> Instant {
 }
 
 /// A pair of moments that were one: when both clocks were first asked.
+#[inline]
 fn anchor() -> (Instant, SystemTime) {
     static ANCHOR: OnceLock<(Instant, SystemTime)> = OnceLock::new();
     #[cfg(feature = "sim")]

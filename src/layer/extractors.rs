@@ -119,6 +119,12 @@ impl Extractors {
             && self.policy.is_default()
     }
 
+    /// Returns whether all requests without extensions have the key [`Key::ALL`].
+    #[inline]
+    pub(super) fn have_one_key(&self) -> bool {
+        matches!(self.key, KeyOf::All)
+    }
+
     /// Reads the key of a `request` whose extensions have none, as [`read`](Self::read) does.
     #[inline]
     pub(super) fn read_key<R: RequestInfo>(

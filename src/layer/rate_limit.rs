@@ -17,7 +17,7 @@ use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::{ResponsePolicy, is_local_refusal, is_of_host};
 use super::seam::{Admission, Departure, Gate, take_call};
 use super::service::{CloneService, gated_future, gated_service};
-use crate::clock;
+use crate::clock::{self, Moment};
 use crate::config_error::ConfigError;
 use crate::cost::RequestCost;
 use crate::error::{Limited, Reason};
@@ -363,6 +363,23 @@ impl RateLimitLayer {
         send_at_once(limiter, entry)
     }
 
+    /// Admits a request of which only key and deadline matter.
+    #[inline(never)]
+    fn enter_keyed(&self, request: &impl RequestInfo) -> Result<Admitted, Slow> {
+        let mut host = HostKey::of(request);
+        let Some(key) = self.extractors.read_key(request, &mut host, None) else {
+            return Err(Slow::Unreadable(Reason::NoKey));
+        };
+        let entry = Entry {
+            key,
+            cost: 1,
+            deadline: self.extractors.read_deadline(request),
+            host: self.limiter.host_of(key, &mut host),
+            quota: QuotaId::NONE,
+        };
+        send_at_once(&self.limiter, entry)
+    }
+
     /// Enters a request that counts in several limits, or that other layers are around.
     fn enter_joint(
         &self,
@@ -421,7 +438,7 @@ impl RateLimitLayer {
         slot: Option<Reservation>,
         request: &impl RequestInfo,
     ) -> Sent {
-        let sent = self.sent(limiter.admitted(&entry, clock::now()));
+        let sent = self.sent(limiter.admitted(&entry, Moment::of(clock::now())));
         let sent = self.with_label(sent, limiter.whole(entry.key), request);
         sent.with_slot(slot, self.limiter.settles())
     }
@@ -470,7 +487,7 @@ fn quota_of(
 }
 
 /// Admits the request of `entry`, which `limiter` counts, if a permit is at hand.
-#[inline]
+#[inline(never)]
 fn send_at_once(limiter: &Limiter, entry: Entry) -> Result<Admitted, Slow> {
     match limiter.send_at_once(&entry) {
         Some(now) => Ok(limiter.admitted(&entry, now)),
@@ -517,18 +534,20 @@ impl Gate for RateLimitLayer {
         if !is_plain {
             return self.enter_any(request);
         }
-        let mut host = HostKey::of(request);
-        let Some(key) = self.extractors.read_key(request, &mut host, None) else {
-            return Err(Slow::Unreadable(Reason::NoKey));
-        };
+        if !self.extractors.have_one_key() {
+            return self.enter_keyed(request);
+        }
         let entry = Entry {
-            key,
+            key: Key::ALL,
             cost: 1,
             deadline: self.extractors.read_deadline(request),
-            host: self.limiter.host_of(key, &mut host),
+            host: self.limiter.host_of(Key::ALL, &mut HostKey::of(request)),
             quota: QuotaId::NONE,
         };
-        send_at_once(&self.limiter, entry)
+        match self.limiter.send_one_unlocked(&entry) {
+            Some(now) => Ok(self.limiter.admitted(&entry, now)),
+            None => send_at_once(&self.limiter, entry),
+        }
     }
 
     #[inline]

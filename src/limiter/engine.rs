@@ -126,7 +126,7 @@ impl Core {
         let class = settings.part.and_then(|part| part.class);
         let core = Arc::new(Core {
             id: CoreId::next(),
-            states: KeyStates::new(settings.max_keys, clock::now()),
+            states: KeyStates::new(settings.max_keys),
             in_flight: InFlightCalls::new(&settings),
             settings,
             warned: AtomicBool::new(false),

@@ -7,6 +7,7 @@ use super::prefetched::Offer;
 use super::quotas::QuotaId;
 use super::reservation::{Counting, Reservation};
 use super::unlocked::UnlockedPermits;
+use crate::clock::Moment;
 use crate::key::Key;
 use crate::key_map::{Evict, Full, KeyMap};
 
@@ -32,11 +33,11 @@ impl Evict for Row {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
-        self.state.idle_from(self.offer.until())
+        self.state.idle_from(self.offer.until().instant())
     }
 
     fn worthless_from(&self) -> Option<Instant> {
-        self.state.worthless_from(self.offer.until())
+        self.state.worthless_from(self.offer.until().instant())
     }
 }
 
@@ -64,18 +65,18 @@ fn has_quota(state: &KeyState, quota: QuotaId) -> bool {
 }
 
 impl KeyStates {
-    /// Makes a map for the states of at most `max_keys` keys. No permit expires before `now`.
-    pub(super) fn new(max_keys: usize, now: Instant) -> Self {
+    /// Makes a map for the states of at most `max_keys` keys.
+    pub(super) fn new(max_keys: usize) -> Self {
         KeyStates {
             map: KeyMap::new(max_keys),
-            unlocked: UnlockedPermits::new(now),
+            unlocked: UnlockedPermits::new(),
         }
     }
 
     /// Takes a permit at hand for a request that leaves at once, if no request waits for one, and
     /// counts the request. Returns whether it did.
     #[inline]
-    pub(super) fn spend(&self, key: Key, cost: u32, quota: QuotaId, now: Instant) -> bool {
+    pub(super) fn spend(&self, key: Key, cost: u32, quota: QuotaId, now: Moment) -> bool {
         if key != Key::ALL {
             let spend = |row: &mut Row| {
                 row.has_quota(quota) && row.offer.take(cost, Counting::Request, now)
@@ -96,12 +97,12 @@ impl KeyStates {
         cost: u32,
         quota: QuotaId,
         counting: Counting,
-        now: Instant,
+        now: Moment,
     ) -> Option<Reservation> {
         if key != Key::ALL {
             let take = |row: &mut Row| {
                 let taken = row.has_quota(quota) && row.offer.take(cost, counting, now);
-                taken.then(|| row.state.offered(cost, now))
+                taken.then(|| row.state.offered(cost, now.instant()))
             };
             return self.map.find(key, take).flatten().flatten();
         }
@@ -119,18 +120,25 @@ impl KeyStates {
         cost: u32,
         quota: QuotaId,
         counting: Counting,
-        now: Instant,
+        now: Moment,
     ) -> Option<Reservation> {
         let take = |state: &mut KeyState| {
-            has_quota(state, quota).then(|| state.take_at_once(cost, counting, now))
+            has_quota(state, quota).then(|| state.take_at_once(cost, counting, now.instant()))
         };
         self.find(Key::ALL, take).flatten().flatten()
+    }
+
+    /// Takes a permit of one unit of [`Key::ALL`] for a request that leaves at once, if one is at hand without a
+    /// visit. Counts the request.
+    #[inline]
+    pub(super) fn spend_one_unlocked(&self, now: Moment) -> bool {
+        self.unlocked.spend(1, now)
     }
 
     /// Takes a permit of one unit of [`Key::ALL`] that is at hand without a visit, and counts the request.
     // Inlined, so that the permit is written to its final place at once.
     #[inline(always)]
-    pub(super) fn take_one_unlocked(&self, now: Instant) -> Option<Reservation> {
+    pub(super) fn take_one_unlocked(&self, now: Moment) -> Option<Reservation> {
         self.unlocked.take_one(now)
     }
 
@@ -191,7 +199,7 @@ impl KeyStates {
             forgotten(key, state);
         };
         let make = || Row {
-            offer: Offer::none(now),
+            offer: Offer::none(Moment::of(now)),
             state: Box::new(make()),
         };
         let visit = |row: &mut Row| self.visit(key, row, visit);

@@ -24,7 +24,7 @@ use super::sent::Admitted;
 use super::settings::Settings;
 use super::start::{self, Started};
 use super::status::{self, KeyStatus};
-use crate::clock;
+use crate::clock::{self, Moment};
 use crate::config_error::ConfigError;
 use crate::cost::{Cost, RequestCost};
 use crate::error::{Limited, Reason, StoreError};
@@ -531,8 +531,15 @@ impl Limiter {
     /// Takes a permit at hand for a request that the caller sends at once. Returns the time, or `None` if
     /// there is no permit at hand.
     #[inline]
-    pub(crate) fn send_at_once(&self, entry: &Entry) -> Option<Instant> {
+    pub(crate) fn send_at_once(&self, entry: &Entry) -> Option<Moment> {
         start::send_at_once(&self.0.first, entry)
+    }
+
+    /// Takes a permit at hand without a lock. Only for a request under [`Key::ALL`] that costs 1 and has no
+    /// quota of its own.
+    #[inline]
+    pub(crate) fn send_one_unlocked(&self, entry: &Entry) -> Option<Moment> {
+        start::send_one_unlocked(&self.0.first, entry)
     }
 
     /// Takes a permit that is at hand. Returns `Some(None)` for a request that costs nothing, and `None`
@@ -604,7 +611,7 @@ impl Limiter {
 
     /// Makes the value for the request of `entry`, which got its permit `at` this moment.
     #[inline]
-    pub(crate) fn admitted(&self, entry: &Entry, at: Instant) -> Admitted {
+    pub(crate) fn admitted(&self, entry: &Entry, at: Moment) -> Admitted {
         Admitted::new(self.0.first.id, entry, at)
     }
 

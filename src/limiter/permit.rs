@@ -16,7 +16,7 @@ use super::outer::{CallId, UseOf};
 use super::reservation::Reservation;
 use super::sent::{More, PastWait, Sent};
 use super::settlement::{Settlement, Unsettled};
-use crate::clock;
+use crate::clock::{self, Moment};
 use crate::cost::Cost;
 use crate::error::{Limited, StoreError};
 use crate::key::Key;
@@ -240,6 +240,7 @@ impl Permit {
             joint,
         } = self;
         let (cost, at) = slot.map_or_else(|| (0, clock::now()), |slot| (slot.cost, slot.at));
+        let at = Moment::of(at);
         let use_of = UseOf {
             call: joint
                 .as_ref()

@@ -8,7 +8,7 @@ use std::mem;
 use std::time::{Duration, Instant};
 
 use super::reservation::{Counting, Reservation};
-use crate::clock;
+use crate::clock::{self, Moment};
 use crate::limit::{LimitSpec, UnusedPermits};
 
 /// The prefetched permits of a key: units of one slot, which is due.
@@ -82,7 +82,7 @@ const LOST_SWEEP: Duration = Duration::from_secs(1);
 /// quota of its own: a process with many keys waits for memory most of the time.
 pub(super) struct Offer {
     /// When the units expire, or did. If there never were any, when the key came.
-    until: Instant,
+    until: Moment,
     /// The units left.
     units: u32,
     /// The requests that have taken some.
@@ -91,7 +91,7 @@ pub(super) struct Offer {
 
 impl Offer {
     /// Makes an offer of nothing.
-    pub(super) fn none(now: Instant) -> Self {
+    pub(super) fn none(now: Moment) -> Self {
         Offer {
             until: now,
             units: 0,
@@ -100,14 +100,14 @@ impl Offer {
     }
 
     /// Returns when the units expire, or did.
-    pub(super) fn until(&self) -> Instant {
+    pub(super) fn until(&self) -> Moment {
         self.until
     }
 
     /// Takes the units of a request. Counts the request, if it is to be counted. Returns whether there
     /// were enough.
     #[inline]
-    pub(super) fn take(&mut self, cost: u32, counting: Counting, now: Instant) -> bool {
+    pub(super) fn take(&mut self, cost: u32, counting: Counting, now: Moment) -> bool {
         let enough = cost <= self.units && now < self.until;
         if enough {
             self.units -= cost;
@@ -122,7 +122,7 @@ impl Prefetched {
     #[inline]
     pub(super) fn offer(&mut self, offer: &mut Offer, may: bool) {
         if let Some(details) = &mut self.details {
-            offer.until = details.until;
+            offer.until = Moment::of(details.until);
             if may {
                 offer.units = mem::take(&mut details.units);
                 details.offered = offer.units;

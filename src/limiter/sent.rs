@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::mem;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use http::StatusCode;
 use smallvec::SmallVec;
@@ -19,7 +19,7 @@ use super::reservation::Reservation;
 use super::responses::AnsweredCall;
 use super::settlement::{Settlement, Unsettled};
 use super::split_signal::{SignalKey, split};
-use crate::clock;
+use crate::clock::{self, Moment};
 use crate::error::{Facts, Limited, LimitedInfo};
 use crate::events;
 use crate::guarded;
@@ -38,7 +38,7 @@ pub(crate) struct Sent {
     /// The key of its host, if the host matters: see [`Entry::host`].
     pub(super) host: Option<Key>,
     /// When the request was sent, or a little before.
-    pub(super) at: Instant,
+    pub(super) at: Moment,
     pub(super) more: Option<Box<More>>,
 }
 
@@ -50,13 +50,13 @@ pub(crate) struct Admitted {
     pub(super) key: Key,
     /// The key of its host, if the host matters: see [`Entry::host`].
     pub(super) host: Option<Key>,
-    pub(super) at: Instant,
+    pub(super) at: Moment,
 }
 
 impl Admitted {
     /// Makes the value for the request of `entry`, which the limiter of `core` counts.
     #[inline]
-    pub(super) fn new(core: CoreId, entry: &Entry, at: Instant) -> Self {
+    pub(super) fn new(core: CoreId, entry: &Entry, at: Moment) -> Self {
         let &Entry {
             key, cost, host, ..
         } = entry;
@@ -167,7 +167,7 @@ impl Sent {
     /// key.
     pub(super) fn all_at_once(
         mut parts: impl Iterator<Item = (CoreId, Entry)>,
-        at: Instant,
+        at: Moment,
     ) -> Self {
         let (core, entry) = parts.next().expect("a joint request has parts");
         let sent_at_once = |(core, entry)| Sent::at_once(Admitted::new(core, &entry, at));
@@ -260,7 +260,9 @@ impl Sent {
             cost: self.cost,
             host: self.host,
             // The slot is not known if the layer was found to be around another one just now.
-            until: slot.map_or((self.cost > 0).then_some(self.at), |slot| Some(slot.until)),
+            until: slot.map_or((self.cost > 0).then(|| self.at.instant()), |slot| {
+                Some(slot.until)
+            }),
             slot,
             use_of,
         }
@@ -282,7 +284,7 @@ impl Sent {
         let more = self.more.get_or_insert_with(More::empty);
         more.slot = permit.slot;
         if let Some(slot) = permit.slot {
-            self.at = slot.at;
+            self.at = Moment::of(slot.at);
         }
     }
 
@@ -384,7 +386,10 @@ impl Sent {
                 && guard.is_bad(status, signal)
             {
                 is_bad = true;
-                guard.answered(core.whole(core.hold_key(sent.key, sent.host)), sent.at);
+                guard.answered(
+                    core.whole(core.hold_key(sent.key, sent.host)),
+                    sent.at.instant(),
+                );
             }
         }
         is_bad
@@ -403,7 +408,7 @@ impl Sent {
             key,
             host,
             cost,
-            sent: at,
+            sent: at.instant(),
             is_bad,
         }
         .observe(self.core, signal);
@@ -500,6 +505,6 @@ mod tests {
     /// Each response future holds one.
     #[test]
     fn requests_on_their_way_are_small() {
-        assert!(size_of::<Sent>() <= 72, "{} bytes", size_of::<Sent>());
+        assert!(size_of::<Sent>() <= 64, "{} bytes", size_of::<Sent>());
     }
 }

@@ -5,7 +5,6 @@
 //! takes the slow path, [`slow`].
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use super::admission::{self, Admission, Entry, WaitFor};
 use super::counting;
@@ -18,7 +17,7 @@ use super::own_quota;
 use super::quotas::QuotaId;
 use super::reservation::{Counting, Reservation, WaitBound};
 use super::waiter::Waiter;
-use crate::clock;
+use crate::clock::{self, Moment};
 use crate::error::{Limited, Reason};
 use crate::events;
 use crate::key::{Key, Label};
@@ -40,7 +39,7 @@ pub(crate) enum Started {
 /// A request that costs nothing needs no permit. No [`Permit`](super::Permit) is made: the caller
 /// makes a [`Sent`](super::Sent) instead.
 #[inline]
-pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Option<Instant> {
+pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Option<Moment> {
     let now = clock::now_by_counter();
     if entry.cost == 0 {
         return pass_for_nothing(core, Counting::Request).then_some(now);
@@ -50,19 +49,22 @@ pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Option<Instant> {
     is_sent.then_some(now)
 }
 
+/// The same, without a lock. Only for a request under [`Key::ALL`] that costs 1 and has no quota of its own.
+#[inline]
+pub(super) fn send_one_unlocked(core: &Core, entry: &Entry) -> Option<Moment> {
+    let now = clock::now_by_counter();
+    (is_open(core, entry, now) && core.states.spend_one_unlocked(now)).then_some(now)
+}
+
 /// Takes a permit that is at hand, and counts the request. Returns `Some(None)` for a request that costs
 /// nothing, and `None` if the request has to take the slow path.
-pub(super) fn take_at_once(
-    core: &Core,
-    entry: &Entry,
-    now: Instant,
-) -> Option<Option<Reservation>> {
+pub(super) fn take_at_once(core: &Core, entry: &Entry, now: Moment) -> Option<Option<Reservation>> {
     take_counting(core, entry, Counting::Request, now)
 }
 
 /// The same, without a lock. Only for a request under [`Key::ALL`] that costs 1 and has no quota of its own.
 #[inline(always)]
-pub(super) fn take_one_unlocked(core: &Core, entry: &Entry, now: Instant) -> Option<Reservation> {
+pub(super) fn take_one_unlocked(core: &Core, entry: &Entry, now: Moment) -> Option<Reservation> {
     let is_plain = entry.cost == 1 && entry.key == Key::ALL && entry.quota == QuotaId::NONE;
     if is_plain && is_open(core, entry, now) {
         core.states.take_one_unlocked(now)
@@ -77,7 +79,7 @@ pub(super) fn take_counting(
     core: &Core,
     entry: &Entry,
     counting: Counting,
-    now: Instant,
+    now: Moment,
 ) -> Option<Option<Reservation>> {
     if entry.cost == 0 {
         return pass_for_nothing(core, counting).then_some(None);
@@ -104,16 +106,16 @@ fn pass_for_nothing(core: &Core, counting: Counting) -> bool {
 /// Returns whether a request needs nothing but a permit of its key. This is so if calls in flight
 /// are not limited, its host is known not to be on hold, and its deadline has not passed.
 #[inline]
-fn is_open(core: &Core, entry: &Entry, now: Instant) -> bool {
+fn is_open(core: &Core, entry: &Entry, now: Moment) -> bool {
     core.in_flight.is_none()
         && is_host_clear(core, entry.key, entry.host, now)
-        && entry.deadline.is_none_or(|deadline| deadline >= now)
+        && (entry.deadline).is_none_or(|deadline| Moment::of(deadline) >= now)
 }
 
 /// Returns whether `host` is known to be neither on hold nor on probation. Always true if requests
 /// under `key` have no holds by host.
 #[inline]
-fn is_host_clear(core: &Core, key: Key, host: Option<Key>, now: Instant) -> bool {
+fn is_host_clear(core: &Core, key: Key, host: Option<Key>, now: Moment) -> bool {
     let Some(host) = host.filter(|_| core.hosts.are_of(key)) else {
         return true;
     };
@@ -124,7 +126,7 @@ fn is_host_clear(core: &Core, key: Key, host: Option<Key>, now: Instant) -> bool
     let hold = core.hosts.hold_within_all(host);
     let max_hold = core.settings.max_hold;
     let look = |state: &mut KeyState| {
-        let is_clear = state.hold.is_clear(max_hold, now);
+        let is_clear = state.hold.is_clear(max_hold, now.instant());
         if let Some(first) = first {
             first.set_clear(is_clear);
         }

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::{JointRequest, JointSlot, PartRef, PerPart, give_back_of};
-use crate::clock;
+use crate::clock::{self, Moment};
 use crate::key::Key;
 use crate::limiter::admission::Entry;
 use crate::limiter::counting;
@@ -24,7 +24,7 @@ pub(super) fn take_all_at_once(
     parts: &[PartRef<'_>],
     deadline: Option<Instant>,
     counting: Counting,
-    now: Instant,
+    now: Moment,
     slots: &mut PerPart<Option<Reservation>>,
 ) -> bool {
     if parts[0].core.joint.is_any_waiting(parts) {

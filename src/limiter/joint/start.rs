@@ -102,7 +102,7 @@ fn start_inside(
     let now = clock::now_by_counter();
     let mut slots = PerPart::new();
     if take_all_at_once(parts, deadline, Counting::Units, now, &mut slots) {
-        if outer::use_all(call, now) {
+        if outer::use_all(call, now.instant()) {
             let permit = permit(parts.iter().copied(), slots, PerPart::new());
             return JointStarted::Granted(permit.inside(call, outer::first_expiry()));
         }

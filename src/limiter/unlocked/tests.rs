@@ -1,6 +1,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 use std::thread;
+use std::time::Duration;
 
 use super::*;
 use crate::clock;
@@ -25,7 +26,7 @@ fn permits(name: u64, count: u32, until: Instant) -> Reservation {
 fn offered(count: u32, now: Instant) -> (Prefetched, UnlockedPermits) {
     let mut prefetched = Prefetched::default();
     prefetched.fill(&permits(7, count, now + LIFE));
-    let unlocked = UnlockedPermits::new(now);
+    let unlocked = UnlockedPermits::new();
     unlocked.offer(&mut prefetched);
     (prefetched, unlocked)
 }
@@ -35,17 +36,23 @@ fn units_are_either_offered_or_collected() {
     let now = clock::now();
     let (mut prefetched, unlocked) = offered(10, now);
     assert_eq!(prefetched.units(now), 0);
-    assert!(unlocked.spend(3, now));
-    assert!(!unlocked.spend(8, now), "seven are left");
-    let permit = unlocked.take(1, Counting::Request, now).unwrap();
+    assert!(unlocked.spend(3, Moment::of(now)));
+    assert!(!unlocked.spend(8, Moment::of(now)), "seven are left");
+    let permit = unlocked
+        .take(1, Counting::Request, Moment::of(now))
+        .unwrap();
     assert_eq!(
         (permit.cost, permit.slot, permit.stamp, permit.incarnation),
         (1, 7, 7, 7)
     );
     unlocked.collect(&mut prefetched);
     assert_eq!(prefetched.units(now), 6);
-    assert!(!unlocked.spend(1, now));
-    assert!(unlocked.take(1, Counting::Request, now).is_none());
+    assert!(!unlocked.spend(1, Moment::of(now)));
+    assert!(
+        unlocked
+            .take(1, Counting::Request, Moment::of(now))
+            .is_none()
+    );
 }
 
 #[test]
@@ -54,11 +61,10 @@ fn permits_expire_at_most_one_step_early() {
     let (_, unlocked) = offered(10, now);
     let step = Duration::from_nanos(1 << STEP_BITS);
     let last = now + LIFE - step;
-    let permit = unlocked
-        .take(1, Counting::Request, last - Duration::from_nanos(1))
-        .unwrap();
+    let in_time = Moment::of(last - Duration::from_nanos(1));
+    let permit = unlocked.take(1, Counting::Request, in_time).unwrap();
     assert!(permit.until > last && permit.until <= now + LIFE);
-    assert!(!unlocked.spend(1, now + LIFE));
+    assert!(!unlocked.spend(1, Moment::of(now + LIFE)));
 }
 
 #[test]
@@ -76,10 +82,10 @@ fn nothing_is_offered_after_nine_years() {
     let later = now + Duration::from_secs(10 * 365 * 86_400);
     let mut prefetched = Prefetched::default();
     prefetched.fill(&permits(7, 5, later + LIFE));
-    let unlocked = UnlockedPermits::new(now);
+    let unlocked = UnlockedPermits::new();
     unlocked.offer(&mut prefetched);
     assert_eq!(prefetched.units(later), 5);
-    assert!(!unlocked.spend(1, later));
+    assert!(!unlocked.spend(1, Moment::of(later)));
 }
 
 #[test]
@@ -87,7 +93,7 @@ fn threads_take_each_unit_once_and_of_one_offer() {
     const OFFERS: u64 = 20_000;
     const UNITS_EACH: u32 = 7;
     let now = clock::now();
-    let unlocked = UnlockedPermits::new(now);
+    let unlocked = UnlockedPermits::new();
     let state = Mutex::new(Prefetched::default());
     let ended = AtomicBool::new(false);
     let (unlocked, ended) = (&unlocked, &ended);
@@ -96,7 +102,7 @@ fn threads_take_each_unit_once_and_of_one_offer() {
             let mut taken = 0;
             loop {
                 let was_last = ended.load(Ordering::Acquire);
-                while let Some(permit) = unlocked.take(1, Counting::Request, now) {
+                while let Some(permit) = unlocked.take(1, Counting::Request, Moment::of(now)) {
                     assert_eq!(permit.slot, permit.stamp);
                     assert_eq!(permit.slot, permit.incarnation);
                     taken += 1;
