@@ -296,6 +296,51 @@ where
     }
 }
 
+impl<G, S, R> State<G, S, R>
+where
+    G: Gate,
+    S: Service<R> + Clone,
+    S::Error: Into<BoxError>,
+{
+    /// Polls until the request was sent. Ready with an error if it is refused.
+    // Not inlined, so that polling the inner service needs little room on the stack.
+    #[cold]
+    #[inline(never)]
+    fn poll_admission(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        match self.as_mut().project() {
+            StateProj::Calling { .. } => Poll::Ready(Ok(())),
+            StateProj::Waiting { pending } => {
+                let waiting = pending
+                    .as_mut()
+                    .expect("a future is not polled after it was ready");
+                let result = ready!(waiting.poll(cx));
+                let waited = pending.take().expect("it was just polled");
+                let mut call = result?;
+                let WaitingRequest {
+                    mut inner,
+                    request,
+                    clone,
+                    ..
+                } = *waited;
+                let repeat = clone.and_then(|clone| Repeat::new(&request, &inner, clone));
+                let response = G::around(&mut call, || inner.call(request));
+                self.set(State::Calling {
+                    response,
+                    call: Some(call),
+                    repeat,
+                });
+                Poll::Ready(Ok(()))
+            }
+            StateProj::Refused { limited } => {
+                let limited = limited
+                    .take()
+                    .expect("a future is not polled after it was ready");
+                Poll::Ready(Err(limited.into()))
+            }
+        }
+    }
+}
+
 impl<G, S, R> GatedFuture<G, S, R>
 where
     G: Gate,
@@ -397,32 +442,8 @@ where
                         }
                     }
                 }
-                StateProj::Waiting { pending } => {
-                    let waiting = pending
-                        .as_mut()
-                        .expect("a future is not polled after it was ready");
-                    let result = ready!(waiting.poll(cx));
-                    let waited = pending.take().expect("it was just polled");
-                    let mut call = result?;
-                    let WaitingRequest {
-                        mut inner,
-                        request,
-                        clone,
-                        ..
-                    } = *waited;
-                    let repeat = clone.and_then(|clone| Repeat::new(&request, &inner, clone));
-                    let response = G::around(&mut call, || inner.call(request));
-                    this.state.set(State::Calling {
-                        response,
-                        call: Some(call),
-                        repeat,
-                    });
-                }
-                StateProj::Refused { limited } => {
-                    let limited = limited
-                        .take()
-                        .expect("a future is not polled after it was ready");
-                    return Poll::Ready(Err(limited.into()));
+                StateProj::Waiting { .. } | StateProj::Refused { .. } => {
+                    ready!(this.state.as_mut().poll_admission(cx))?;
                 }
             }
         }
