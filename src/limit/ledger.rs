@@ -17,14 +17,11 @@ use super::{
 };
 use crate::quota::{Limit, Quota};
 
-/// All limits of one key, the slots that were returned before they were due, and the advance
-/// bookings. A permit is booked in all limits or in none.
+/// All limits of one key, with the permits that count against them, and what few keys have. A permit is booked in all limits or in none.
 #[derive(Clone, Debug)]
 pub(crate) struct Ledger {
     /// The limits of all callers.
     limits: LimitSet,
-    /// The returned slots that lie ahead.
-    returned: ReturnedSlots,
     /// The ledger's time, which never goes back.
     now: Micros,
     /// When the ledger was made. It has no permits from before.
@@ -38,10 +35,15 @@ pub(crate) struct Ledger {
 struct RareState {
     /// The hold of the key, also after it has ended.
     hold: Hold,
+    /// The returned slots that lie ahead.
+    returned: ReturnedSlots,
     /// The permits that are booked in advance. Their slots lie ahead.
     advance: AdvanceBookings,
     /// The set quota, or its end.
     quota: Option<Box<SetQuotaState>>,
+    /// By how many microseconds the wall clock is ahead of the ledger's time. Fixed windows follow
+    /// the wall clock.
+    ahead: i64,
 }
 
 /// A change of the set quota.
@@ -96,7 +98,6 @@ impl Ledger {
     pub(crate) fn empty(now: Micros) -> Self {
         Ledger {
             limits: LimitSet::new(),
-            returned: ReturnedSlots::default(),
             now,
             made_at: now,
             rare: None,
@@ -107,7 +108,15 @@ impl Ledger {
     /// the ledger's time.
     pub(crate) fn align(&mut self, ahead: i64, now: Micros) {
         self.now = self.now.max(now);
-        self.limits.align(ahead, self.now);
+        if ahead != self.ahead() {
+            self.rare.get_or_insert_default().ahead = ahead;
+            self.limits.align(ahead, self.now);
+        }
+    }
+
+    /// Returns by how many microseconds the wall clock is ahead of the ledger's time.
+    fn ahead(&self) -> i64 {
+        self.rare.as_ref().map_or(0, |rare| rare.ahead)
     }
 
     /// Advances the ledger to `now`, with the limits of `spec`. Every call starts with this.
@@ -117,7 +126,7 @@ impl Ledger {
         let now = self.now;
         self.limits.advance(now);
         if spec.quota_version() == 0 && self.set_quota().is_none() {
-            self.limits.state(spec, now, None);
+            self.limits.state(spec, now, self.ahead(), None);
         } else {
             self.take_in_version(spec);
         }
@@ -134,7 +143,7 @@ impl Ledger {
         if spec.quota_version() > self.quota_version() {
             self.change_quota_version(spec);
         }
-        let is_outdated = self.is_outdated(spec);
+        let (is_outdated, ahead) = (self.is_outdated(spec), self.ahead());
         let quota = self
             .rare
             .as_mut()
@@ -142,7 +151,7 @@ impl Ledger {
         if quota.as_ref().is_some_and(|quota| quota.is_set()) {
             self.limits.forget_paused(spec, now);
         } else if !is_outdated {
-            self.limits.state(spec, now, quota);
+            self.limits.state(spec, now, ahead, quota);
         }
     }
 
@@ -165,7 +174,8 @@ impl Ledger {
     /// Returns the units of all returned slots that are kept for the next callers.
     #[cfg(test)]
     pub(crate) fn returned_units(&self) -> u64 {
-        self.returned.units()
+        let rare = self.rare.as_ref();
+        rare.map_or(0, |rare| rare.returned.units())
     }
 
     /// Returns the version of the set quota or of its end. 0 if there is none.
@@ -265,7 +275,7 @@ impl Ledger {
         }
         let mut quota = SetQuotaState::new(spec, before, now, booked_until);
         if quota.is_set() {
-            self.limits.set(spec, now, &mut quota);
+            self.limits.set(spec, now, rare.ahead, &mut quota);
         }
         rare.quota = Some(Box::new(quota));
     }
@@ -313,7 +323,8 @@ impl Ledger {
     /// Removes the returned slots that no request can use any more. Their units leave the limits.
     fn drain(&mut self) {
         let earliest = self.earliest();
-        while let Some(unused) = self.returned.pop_before(earliest) {
+        let pop = |rare: &mut RareState| rare.returned.pop_before(earliest);
+        while let Some(unused) = self.rare.as_deref_mut().and_then(pop) {
             self.subtract(unused);
         }
     }
@@ -372,7 +383,8 @@ impl Ledger {
 
     /// Removes the returned slots. Their units leave the limits.
     fn drop_returned(&mut self) {
-        while let Some(unused) = self.returned.pop_last() {
+        let pop = |rare: &mut RareState| rare.returned.pop_last();
+        while let Some(unused) = self.rare.as_deref_mut().and_then(pop) {
             self.subtract(unused);
         }
     }
@@ -418,16 +430,17 @@ impl Ledger {
         let from = self.earliest().max(earliest);
         while count > 0 {
             let (slot, limit) = self.first_slot(from, cost, open);
-            if let Some(grant) =
-                self.returned
-                    .take(from..=slot.min(latest), cost, count, life, transit_slack)
-            {
+            let take = |rare: &mut RareState| {
+                let span = from..=slot.min(latest);
+                rare.returned.take(span, cost, count, life, transit_slack)
+            };
+            if let Some(grant) = self.rare.as_deref_mut().and_then(take) {
                 count -= grant.count;
                 granted(grant);
                 continue;
             }
             if slot > latest {
-                let returned = self.returned.first(from, cost, life, transit_slack);
+                let returned = self.first_returned(from, cost, life, transit_slack);
                 return Err(TooLate {
                     slot: returned.map_or(slot, |returned| returned.min(slot)),
                     limit,
@@ -541,7 +554,7 @@ impl Ledger {
         let is_past = unused.slot <= self.now || unused.slot < self.earliest();
         if is_past || is_shared || is_earlier {
             self.subtract(unused);
-        } else if let Some(last) = self.returned.put(unused) {
+        } else if let Some(last) = self.rare.get_or_insert_default().returned.put(unused) {
             // There was no room for another returned slot, so the units of the last one leave the
             // limits. They can be booked anew.
             self.subtract(last);
@@ -628,9 +641,20 @@ impl Ledger {
         let (earliest, cost) = (self.earliest(), u64::from(cost));
         let slot = self.first_slot(earliest, cost, open(spec, life, false)).0;
         let transit_slack = micros_up(spec.transit_slack());
-        self.returned
-            .first(earliest, cost, life, transit_slack)
+        self.first_returned(earliest, cost, life, transit_slack)
             .map_or(slot, |returned| returned.min(slot))
+    }
+
+    /// Returns the first returned slot that a permit can have: see [`ReturnedSlots::first`].
+    fn first_returned(
+        &self,
+        from: Micros,
+        units: u64,
+        life: Micros,
+        transit_slack: Micros,
+    ) -> Option<Micros> {
+        let returned = &self.rare.as_ref()?.returned;
+        returned.first(from, units, life, transit_slack)
     }
 
     /// Returns for each limit, in the order of [`usage`](Self::usage), when it alone would allow a
@@ -649,7 +673,9 @@ impl Ledger {
     /// Returns the first moment from which a new ledger would grant the same. From then on, this
     /// ledger can be forgotten.
     pub(crate) fn fresh_from(&self) -> Micros {
-        let returned = self.returned.last_slot().map_or(0, |slot| slot + 1);
+        let last_slot = |rare: &RareState| rare.returned.last_slot();
+        let returned = self.rare.as_deref().and_then(last_slot);
+        let returned = returned.map_or(0, |slot| slot + 1);
         // The number of releases matters only while messages about an older hold may still arrive,
         // so it keeps no ledger.
         let quota = self.set_quota().map_or(0, |quota| quota.until);

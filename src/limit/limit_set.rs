@@ -36,9 +36,6 @@ const MOST_ROUNDS: usize = 1000;
 #[derive(Clone, Debug)]
 pub(super) struct LimitSet {
     states: LimitStates,
-    /// By how many microseconds the wall clock is ahead of the ledger's time. Fixed windows follow
-    /// the wall clock.
-    ahead: i64,
 }
 
 impl LimitSet {
@@ -46,19 +43,15 @@ impl LimitSet {
     pub(super) fn new() -> Self {
         LimitSet {
             states: LimitStates::NONE,
-            ahead: 0,
         }
     }
 
     /// Moves the boundaries of fixed windows to a wall clock that is `ahead` microseconds ahead of
     /// the ledger's time.
     pub(super) fn align(&mut self, ahead: i64, now: Micros) {
-        if ahead != self.ahead {
-            self.ahead = ahead;
-            self.states
-                .all_mut()
-                .for_each(|state| state.rule.align(ahead, now));
-        }
+        self.states
+            .all_mut()
+            .for_each(|state| state.rule.align(ahead, now));
     }
 
     /// Takes in which limit is the pace of the part, as the present caller states it.
@@ -79,11 +72,12 @@ impl LimitSet {
     }
 
     /// Adds the limits of `spec`, or records that a caller stated them. Forgets the limits that no
-    /// longer apply.
+    /// longer apply. The wall clock is `ahead` microseconds ahead of the ledger's time.
     pub(super) fn state(
         &mut self,
         spec: &LimitSpec,
         now: Micros,
+        ahead: i64,
         mut set_quota: Option<&mut SetQuotaState>,
     ) {
         let stated_at = stated_at(spec, now);
@@ -100,9 +94,9 @@ impl LimitSet {
                 None => {
                     let transit_slack = micros_up(spec.transit_slack());
                     let state = match set_quota.as_deref_mut() {
-                        Some(quota) => self.begin(*limit, now, transit_slack, quota),
+                        Some(quota) => self.begin(*limit, now, ahead, transit_slack, quota),
                         None => {
-                            let rule = self.rule_for(*limit, now, transit_slack);
+                            let rule = self.rule_for(*limit, now, ahead, transit_slack);
                             LimitState::new(*limit, rule, stated_at)
                         }
                     };
@@ -118,13 +112,19 @@ impl LimitSet {
     }
 
     /// Makes the limits of `spec` those of a set quota. The others are paused.
-    pub(super) fn set(&mut self, spec: &LimitSpec, now: Micros, quota: &mut SetQuotaState) {
+    pub(super) fn set(
+        &mut self,
+        spec: &LimitSpec,
+        now: Micros,
+        ahead: i64,
+        quota: &mut SetQuotaState,
+    ) {
         let transit_slack = micros_up(spec.transit_slack());
         let limits = spec.limits();
         let mut limiting: Vec<LimitState> = Vec::with_capacity(limits.len());
         for limit in limits {
             if self.states.all().all(|state| state.limit != *limit) {
-                let state = self.begin(*limit, now, transit_slack, quota);
+                let state = self.begin(*limit, now, ahead, transit_slack, quota);
                 let (before, mut paused) = self.states.take();
                 paused.push(state);
                 self.states = LimitStates::new(before, paused);
@@ -189,6 +189,7 @@ impl LimitSet {
         &self,
         limit: Limit,
         now: Micros,
+        ahead: i64,
         transit_slack: Micros,
         quota: &mut SetQuotaState,
     ) -> LimitState {
@@ -223,7 +224,7 @@ impl LimitSet {
             Some(gap) => quota.add_gap(limit, gap, self.log_end().max(now), known_from),
             None => quota.remove_gap(limit),
         }
-        let rule = rule.unwrap_or_else(|| self.rule_for(limit, now, transit_slack));
+        let rule = rule.unwrap_or_else(|| self.rule_for(limit, now, ahead, transit_slack));
         LimitState::new(limit, rule, now)
     }
 
@@ -237,8 +238,8 @@ impl LimitSet {
     /// Makes the algorithm of a limit that is new to this key. It starts with the use that the
     /// other limits remember: with the log of the longest sliding window, or else with the largest
     /// number of units in use.
-    fn rule_for(&self, limit: Limit, now: Micros, transit_slack: Micros) -> Algorithm {
-        let mut rule = Algorithm::new(limit, self.ahead);
+    fn rule_for(&self, limit: Limit, now: Micros, ahead: i64, transit_slack: Micros) -> Algorithm {
+        let mut rule = Algorithm::new(limit, ahead);
         match self.longest_window() {
             Some(LimitState {
                 rule: Algorithm::Window(window),

@@ -14,9 +14,8 @@ use super::{Booking, Micros, UnusedPermits};
 /// The returned slots of a key.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ReturnedSlots {
-    /// The slots, sorted by slot and stamp. `None` if no slot was returned, as for most keys.
-    #[expect(clippy::box_collection, reason = "most ledgers keep only the `None`")]
-    slots: Option<Box<Vec<UnusedPermits>>>,
+    /// The slots, sorted by slot and stamp.
+    slots: Vec<UnusedPermits>,
 }
 
 /// The most returned slots that are kept for each key.
@@ -25,7 +24,7 @@ const MOST: usize = 32;
 impl ReturnedSlots {
     /// Adds a slot. If there are then too many, removes the last slot and returns it.
     pub(super) fn put(&mut self, unused: UnusedPermits) -> Option<UnusedPermits> {
-        let slots = self.slots.get_or_insert_default();
+        let slots = &mut self.slots;
         let index =
             slots.partition_point(|other| (other.slot, other.stamp) < (unused.slot, unused.stamp));
         let same =
@@ -69,7 +68,7 @@ impl ReturnedSlots {
         life: Micros,
         transit_slack: Micros,
     ) -> Option<Micros> {
-        let slots = self.slots.as_ref()?;
+        let slots = &self.slots;
         ReturnedSlots::position(slots, from, units, life, transit_slack)
             .map(|index| slots[index].slot)
     }
@@ -84,7 +83,7 @@ impl ReturnedSlots {
         life: Micros,
         transit_slack: Micros,
     ) -> Option<Booking> {
-        let slots = self.slots.as_mut()?;
+        let slots = &mut self.slots;
         let index = ReturnedSlots::position(slots, *span.start(), cost, life, transit_slack)?;
         let unused = &mut slots[index];
         if unused.slot > *span.end() {
@@ -108,25 +107,24 @@ impl ReturnedSlots {
 
     /// Removes and returns the first slot if it is before `now`.
     pub(super) fn pop_before(&mut self, now: Micros) -> Option<UnusedPermits> {
-        let slots = self.slots.as_mut()?;
+        let slots = &mut self.slots;
         let passed = slots.first()?.slot < now;
         passed.then(|| slots.remove(0))
     }
 
     /// Removes and returns the last slot.
     pub(super) fn pop_last(&mut self) -> Option<UnusedPermits> {
-        self.slots.as_mut()?.pop()
+        self.slots.pop()
     }
 
     /// Returns the units of all slots.
     #[cfg(test)]
     pub(super) fn units(&self) -> u64 {
-        let slots = self.slots.iter().flat_map(|slots| slots.iter());
-        slots.map(|unused| unused.units).sum()
+        self.slots.iter().map(|unused| unused.units).sum()
     }
 
     /// Returns the last slot.
     pub(super) fn last_slot(&self) -> Option<Micros> {
-        self.slots.as_ref()?.last().map(|unused| unused.slot)
+        self.slots.last().map(|unused| unused.slot)
     }
 }

@@ -885,5 +885,5 @@ fn too_many_limits_are_bounded_and_forget_no_use() {
 /// A store in memory keeps the ledger of each of many keys.
 #[test]
 fn ledgers_of_keys_are_small() {
-    assert!(size_of::<Ledger>() <= 120, "{} bytes", size_of::<Ledger>());
+    assert!(size_of::<Ledger>() <= 104, "{} bytes", size_of::<Ledger>());
 }
