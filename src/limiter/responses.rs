@@ -170,7 +170,7 @@ impl AnsweredCall {
                 .hold
                 .refused_upstream(retry_after, max_hold, self.sent, now)?;
             let left = if new.is_sent {
-                state.upstream.take_remaining(ctx.spec, max_hold, now)
+                state.take_remaining(ctx)
             } else {
                 None
             };

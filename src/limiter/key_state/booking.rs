@@ -288,9 +288,7 @@ impl KeyState {
             // While the store is unreachable, the process may have a ledger of its own. That ledger
             // knows of no hold.
             hold: self.hold.for_store(self.store.is_standalone, ctx.now),
-            remaining: self
-                .upstream
-                .take_remaining(ctx.spec, ctx.max_hold, ctx.now),
+            remaining: self.take_remaining(ctx),
             ..self.store.request(ctx, demands, prefetch, latest, returns)
         }
     }

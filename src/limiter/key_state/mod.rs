@@ -70,7 +70,7 @@ use crate::limit::{Charge, LimitSpec, UnusedPermits};
 use crate::quota::Limit;
 use crate::signal::Signal;
 use crate::stats::KeyCounts;
-use crate::store::{HoldState, Lease, LeaseRequest, SetQuota, StoreReply};
+use crate::store::{HoldState, Lease, LeaseRequest, SetQuota, StoreReply, UpstreamRemaining};
 use crate::wakers::Wakers;
 
 use charges::PendingCharges;
@@ -87,13 +87,13 @@ pub(super) use loans::{Lent, Round};
 pub(super) use outlook::Outlook;
 pub(super) use probation::is_any_uncertain;
 pub(super) use quota_match::{counts, is_of_use, names_unit, states_limit_of};
+use remaining_tracker::RemainingTracker;
 pub(super) use stated_limits::LearnedQuota;
 pub use stated_limits::{HeaderTrust, StatedLimit};
 pub(super) use stated_parts::{OWN_PART, WholeLimits, fresh_for};
 use store_view::{Observed, StoreView, slot};
 pub(super) use ticket::Ticket;
-use upstream_view::Sendable;
-pub(super) use upstream_view::UpstreamView;
+use upstream_view::{Sendable, UpstreamView};
 
 /// How long all processes take to give back their slots after a change of the quota.
 const CHANGE_TAKES: Duration = Duration::from_millis(20);
@@ -111,12 +111,19 @@ pub(super) struct KeyState {
     store: StoreView,
     /// Until when no request may leave.
     pub(super) hold: KeyHold,
-    /// What the upstream stated about the key.
-    pub(super) upstream: UpstreamView,
-    /// Units that were used without a permit. `None` unless a call cost more than its permit.
-    charges: Option<Box<PendingCharges>>,
+    /// What the store may not know. `None` for most keys.
+    news: Option<Box<News>>,
     /// The limits of the key, if they are not the configured ones.
     pub(super) limits: KeyLimits,
+}
+
+/// What this process knows of a key, and its store may not.
+#[derive(Default)]
+struct News {
+    /// What the upstream stated.
+    upstream: UpstreamView,
+    /// Units that were used without a permit. `None` unless a call cost more than its permit.
+    charges: Option<Box<PendingCharges>>,
 }
 
 impl KeyState {
@@ -124,10 +131,7 @@ impl KeyState {
     /// A key that never had permits at hand may be evicted from `created` on.
     pub(in crate::limiter) fn idle_from(&self, created: Instant) -> Option<Instant> {
         let until = self.prefetched.until().unwrap_or(created);
-        let is_settled = self
-            .charges
-            .as_ref()
-            .is_none_or(|charges| charges.is_empty());
+        let is_settled = !self.has_charges();
         // A joint request has no place in the queue, but watches the hold.
         let is_idle = self.queue.is_none() && self.hold.waiting() == 0 && is_settled;
         is_idle.then(|| self.hold.matters_until().unwrap_or(until).max(until))
@@ -149,8 +153,7 @@ impl KeyState {
             counts: KeyCounts::default(),
             store: StoreView::new(life),
             hold: KeyHold::default(),
-            upstream: UpstreamView::default(),
-            charges: None,
+            news: None,
             limits: KeyLimits::default(),
         }
     }
@@ -167,7 +170,9 @@ impl KeyState {
     /// behind those of all others.
     pub(super) fn quota_changed(&mut self, ctx: &mut KeyContext<'_>) {
         self.store.quota_changed(ctx.spec);
-        self.upstream.remaining = None;
+        if let Some(news) = &mut self.news {
+            news.upstream.remaining = None;
+        }
         let in_flight = ctx.spec.quota().most_in_flight();
         ctx.work.effects.push(Effect::LimitInFlight(in_flight));
         self.give_back_prefetched(ctx);
@@ -333,7 +338,8 @@ impl KeyState {
         permit: Option<UnusedPermits>,
     ) {
         self.store.count_charge(units, ctx.now);
-        let charges = self.charges.get_or_insert_default();
+        let news = self.news.get_or_insert_default();
+        let charges = news.charges.get_or_insert_default();
         charges.add(units, sent_at, permit);
         if self.store.answers_later {
             self.send_charges_later(ctx, false);
@@ -347,7 +353,17 @@ impl KeyState {
     /// replaces to `returns`.
     fn take_charge(&mut self, ctx: &KeyContext<'_>, returns: &mut Returns) -> Option<Charge> {
         let memory = self.charge_memory(ctx);
-        self.charges.as_mut()?.take(memory, ctx.now, returns)
+        self.charges()?.take(memory, ctx.now, returns)
+    }
+
+    /// Returns the units that were used without a permit.
+    fn charges(&mut self) -> Option<&mut PendingCharges> {
+        self.news.as_mut()?.charges.as_deref_mut()
+    }
+
+    /// Returns what the upstream stated is left of each limit.
+    fn remaining(&mut self) -> Option<&mut RemainingTracker> {
+        self.news.as_mut()?.upstream.remaining.as_deref_mut()
     }
 
     /// Returns for how long the store counts a charge.
@@ -357,7 +373,7 @@ impl KeyState {
 
     /// Returns whether the store may not have counted all charges.
     pub(super) fn has_charges(&self) -> bool {
-        let charges = self.charges.as_ref();
+        let charges = self.news.as_ref().and_then(|news| news.charges.as_ref());
         charges.is_some_and(|charges| !charges.is_empty())
     }
 
@@ -370,7 +386,7 @@ impl KeyState {
         let is_under_way = (self.queue.as_ref()).is_some_and(|queue| queue.is_calling(ctx.now));
         let memory = self.charge_memory(ctx);
         let mut returns = Returns::new();
-        let charges = self.charges.as_mut()?;
+        let charges = self.charges()?;
         let (charge, units) = charges.flush(is_under_way, memory, ctx.now, &mut returns);
         if charge.is_none() && returns.is_empty() {
             return None;
@@ -384,21 +400,21 @@ impl KeyState {
 
     /// Takes in whether a call of [`flush_charges`](Self::flush_charges) has reached the store.
     pub(super) fn flushed(&mut self, units: u64, has_arrived: bool) {
-        if let Some(charges) = &mut self.charges {
+        if let Some(charges) = self.charges() {
             charges.flushed(units, has_arrived);
         }
     }
 
     /// Takes in whether a call with charges has reached the store.
     fn charged(&mut self, has_arrived: bool) {
-        if let Some(charges) = &mut self.charges {
+        if let Some(charges) = self.charges() {
             charges.answered(has_arrived);
         }
     }
 
     /// Starts the task that sends charges if no other call does, unless one is about to.
     fn send_charges_later(&mut self, ctx: &mut KeyContext<'_>, failed: bool) {
-        let charges = self.charges.as_mut();
+        let charges = self.charges();
         if let Some(delay) = charges.and_then(|charges| charges.start_task(failed)) {
             ctx.work.effects.push(Effect::PassOn(delay));
         }
@@ -408,11 +424,17 @@ impl KeyState {
     fn charge_again(&mut self, ctx: &mut KeyContext<'_>) {
         let queue = self.queue.as_ref();
         if queue.is_none_or(|queue| !queue.is_calling(ctx.now)) {
-            if let Some(charges) = &mut self.charges {
+            if let Some(charges) = self.charges() {
                 charges.answered(false);
             }
             self.send_charges_later(ctx, true);
         }
+    }
+
+    /// Takes what a call to the store states is left: see [`UpstreamView::take_remaining`].
+    pub(super) fn take_remaining(&mut self, ctx: &KeyContext<'_>) -> Option<UpstreamRemaining> {
+        let upstream = &mut self.news.as_mut()?.upstream;
+        upstream.take_remaining(ctx.spec, ctx.max_hold, ctx.now)
     }
 
     /// Puts the key on hold, or releases it.
@@ -552,8 +574,8 @@ impl KeyState {
             at_hand,
             in_all: at_hand.saturating_add(self.store.free()),
         };
-        self.upstream
-            .observe_remaining(spec, signal, refused, sent, sendable, now)
+        let upstream = &mut self.news.get_or_insert_default().upstream;
+        upstream.observe_remaining(spec, signal, refused, sent, sendable, now)
     }
 
     /// Gives up permits at hand and booked slots, because less is left than this process could
@@ -572,11 +594,7 @@ impl KeyState {
         if has_waiters {
             queue.gathering = Gathering::Done;
         }
-        let is_less = self
-            .upstream
-            .remaining
-            .as_ref()
-            .is_some_and(|tracker| tracker.is_less());
+        let is_less = self.remaining().is_some_and(|tracker| tracker.is_less());
         if is_less && !has_waiters {
             self.inquire(ctx);
         } else {
@@ -598,7 +616,7 @@ impl KeyState {
     /// If other clients use the limit as well, sends other statements soon.
     pub(super) fn pass_on(&mut self, ctx: &mut KeyContext<'_>) {
         let external_usage = self.store.has_external_usage;
-        let Some(tracker) = &mut self.upstream.remaining else {
+        let Some(tracker) = self.remaining() else {
             return;
         };
         let Some(pause) = tracker.due_in(ctx.spec, external_usage, ctx.now) else {
@@ -615,14 +633,10 @@ impl KeyState {
     /// Sends the store what the upstream stated, and charges, after the delay of
     /// [`Effect::PassOn`]. If a hold is doubted, asks the store about it again.
     pub(super) fn pass_on_now(&mut self, ctx: &mut KeyContext<'_>) {
-        if let Some(tracker) = &mut self.upstream.remaining {
+        if let Some(tracker) = self.remaining() {
             tracker.end_task();
         }
-        if self
-            .charges
-            .as_mut()
-            .is_some_and(|charges| charges.end_task())
-        {
+        if self.charges().is_some_and(|charges| charges.end_task()) {
             self.inquire(ctx);
         }
         let is_doubted = self.hold.is_doubted(ctx.now);

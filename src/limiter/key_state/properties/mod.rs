@@ -315,7 +315,7 @@ async fn a_short_hold_ends_the_wait_for_a_probe() {
 #[test]
 fn states_of_keys_are_small() {
     assert!(
-        size_of::<KeyState>() <= 136,
+        size_of::<KeyState>() <= 96,
         "{} bytes",
         size_of::<KeyState>()
     );
