@@ -742,3 +742,78 @@ async fn the_service_is_cloned_only_for_retries() {
     service.ready().await.unwrap().call(get("/")).await.unwrap();
     assert_eq!(clones.load(Ordering::Relaxed), 1, "for the next attempt");
 }
+
+/// A service that gets ready at a moment.
+#[derive(Clone)]
+struct ReadyAt(Upstream, Instant);
+
+impl Service<http::Request<String>> for ReadyAt {
+    type Response = <Upstream as Service<http::Request<String>>>::Response;
+    type Error = <Upstream as Service<http::Request<String>>>::Error;
+    type Future = <Upstream as Service<http::Request<String>>>::Future;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        let left = self.1.saturating_duration_since(now());
+        if left.is_zero() {
+            return Poll::Ready(Ok(()));
+        }
+        let waker = cx.waker().clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(left).await;
+            waker.wake();
+        });
+        Poll::Pending
+    }
+
+    fn call(&mut self, request: http::Request<String>) -> Self::Future {
+        self.0.call(request)
+    }
+}
+
+/// Sends a request that waits until 100 ms for its turn, through a service that gets ready at 500 ms.
+fn late_request(
+    layer: &AdaptiveThrottleLayer,
+    upstream: &Upstream,
+    request: http::Request<String>,
+) -> tokio::task::JoinHandle<Result<http::Response<String>, Error>> {
+    let mut service = layer.layer(ReadyAt(upstream.clone(), now() + ms(500)));
+    let call = service.call(request);
+    tokio::spawn(call)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hold_that_begins_before_the_inner_service_is_ready_is_obeyed() {
+    let upstream = Upstream::new();
+    let layer = every(100);
+    let throttle = layer.throttle();
+    let hold = |until| throttle.hold_until(Key::ALL, now() + ms(until));
+    hold(100).await.unwrap();
+    let first = late_request(&layer, &upstream, get("/first"));
+    let second = late_request(&layer, &upstream, get("/second"));
+    tokio::time::sleep(ms(300)).await;
+    hold(700).await.unwrap();
+    for call in [first, second] {
+        assert_eq!(soon(call).await.unwrap().unwrap().status(), 200);
+    }
+    assert_eq!(upstream.arrivals(), [1000, 1100]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deadline_that_passes_before_the_inner_service_is_ready_is_kept() {
+    let upstream = Upstream::new();
+    let layer = every(100);
+    let throttle = layer.throttle();
+    throttle
+        .hold_until(Key::ALL, now() + ms(100))
+        .await
+        .unwrap();
+    let mut request = get("/");
+    request.extensions_mut().insert(Deadline(now() + ms(300)));
+    let call = late_request(&layer, &upstream, request);
+    let error = soon(call).await.unwrap().unwrap_err();
+    assert_eq!(reason(&error), Some(Reason::Deadline));
+    assert_eq!(upstream.arrivals(), []);
+    let next = throttle.acquire(Key::ALL).await.unwrap();
+    assert_eq!(throttle.stats().waiting, 0);
+    next.give_back();
+}

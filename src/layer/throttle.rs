@@ -257,13 +257,35 @@ impl Gate for AdaptiveThrottleLayer {
         }
     }
 
-    /// Sends the request. The permits of a throttle do not expire, but those of the layers around
-    /// do.
+    /// Sends the request. The permits of a throttle do not expire, but those of the layers around do, and a
+    /// hold may have begun while the inner service got ready.
     fn send(call: ThrottleCall, waiting: &mut ThrottleWait) -> Option<ThrottleCall> {
+        let ThrottleCall {
+            permit,
+            host,
+            deadline,
+            renewed,
+        } = call;
+        let permit = match permit.leave_or_wait(deadline) {
+            Ok(permit) => permit,
+            Err(wait) => {
+                *waiting = ThrottleWait {
+                    stage: Stage::Turn(wait),
+                    host,
+                    deadline,
+                };
+                return None;
+            }
+        };
+        let call = ThrottleCall {
+            permit,
+            host,
+            deadline,
+            renewed,
+        };
         if call.renewed.as_ref().is_none_or(Renewed::is_valid) {
             return Some(call);
         }
-        let deadline = call.deadline;
         *waiting = ThrottleWait::renewal(call, deadline);
         None
     }

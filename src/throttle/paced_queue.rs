@@ -211,12 +211,30 @@ impl PacedQueue {
     /// Ends a request that was not sent although its turn had come. The next request may leave in
     /// its place.
     pub(crate) fn unsent(&mut self, flight: Flight, now: Instant) {
+        self.give_turn_up(flight.sent, flight.sent_before, now);
+    }
+
+    /// Gives the turn up that a request had at `sent`.
+    fn give_turn_up(&mut self, sent: Instant, sent_before: Option<Instant>, now: Instant) {
         self.local.in_flight -= 1;
         let last_sent = &mut self.local.pace_state.last_sent;
-        if *last_sent == Some(flight.sent) {
-            *last_sent = flight.sent_before;
+        if *last_sent == Some(sent) {
+            *last_sent = sent_before;
         }
         self.touch(now);
+    }
+
+    /// Puts a request that was not sent although its turn had come back to its old place.
+    pub(crate) fn wait_again(&mut self, flight: Flight, now: Instant) {
+        let Flight {
+            number,
+            mut call,
+            sent,
+            sent_before,
+        } = flight;
+        call.call.attempts = call.call.attempts.saturating_sub(1);
+        self.give_turn_up(sent, sent_before, now);
+        self.local.insert(number, call, Duration::ZERO, now);
     }
 
     /// Removes a request that waits. Returns false if it does not wait.

@@ -207,6 +207,31 @@ impl ThrottlePermit {
         Some(Back::Ended(Limited::Upstream { status, report }))
     }
 
+    /// Looks whether the request may still leave, some time after its turn. If it may not, because of a hold
+    /// or of its `deadline`, or because the throttle drains, it gives up its turn and returns to its old place.
+    pub(crate) fn leave_or_wait(mut self, deadline: Option<Instant>) -> Result<Self, Box<Wait>> {
+        let now = clock::now();
+        let is_held = self.core.find(self.key, |waiters| waiters.is_held(now));
+        let may_leave = is_held != Some(true)
+            && deadline.is_none_or(|deadline| deadline >= now)
+            && !self.core.tally().is_draining();
+        let Some(flight) = self.flight.take_if(|_| !may_leave) else {
+            return Ok(self);
+        };
+        let (number, latest) = (flight.number, self.latest);
+        self.core.at(self.key, |waiters, wakers| {
+            waiters.wait_again(flight, latest, now, wakers)
+        });
+        let (label, start, turns) = match self.waited.take() {
+            Some(waited) => (waited.label, waited.start, waited.turns),
+            None => (self.core.label(self.key, None), now, 0),
+        };
+        let mut wait = Wait::new(self.core.clone(), self.key, number, label, start, latest);
+        wait.turns = turns + 1;
+        wait.open.is_sent_again();
+        Err(Box::new(wait))
+    }
+
     /// Ends the permit of a request that was certainly not sent. The next request may leave in its
     /// place.
     pub fn give_back(mut self) {

@@ -152,12 +152,14 @@ impl Waiters {
         wakers: &mut Wakers,
     ) -> Poll<Result<Flight, TooLate>> {
         self.waits.runs(number);
-        self.grant_due(now, wakers);
-        if let Some(flight) = self.waits.collect(number) {
-            return Poll::Ready(Ok(flight));
-        }
         let latest = self.waits_until(number, now);
-        if let Some(late) = self.too_late(latest, now) {
+        if latest >= now {
+            self.grant_due(now, wakers);
+            if let Some(flight) = self.waits.collect(number) {
+                return Poll::Ready(Ok(flight));
+            }
+        }
+        if let Some(late) = self.too_late(self.waits_until(number, now), now) {
             self.leave(number, now, wakers);
             return Poll::Ready(Err(late));
         }
@@ -218,6 +220,29 @@ impl Waiters {
     pub(super) fn unsent(&mut self, flight: Flight, now: Instant, wakers: &mut Wakers) {
         self.queue.unsent(flight, now);
         self.grant_due(now, wakers);
+    }
+
+    /// Returns whether a request whose turn has come may not leave any more, because the key is on hold.
+    pub(super) fn is_held(&self, now: Instant) -> bool {
+        self.queue.held_until().is_some_and(|until| until > now)
+    }
+
+    /// Puts a request that was not sent although its turn had come back to its old place, where it waits
+    /// until `latest`.
+    pub(super) fn wait_again(
+        &mut self,
+        flight: Flight,
+        latest: Instant,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) {
+        let number = flight.number;
+        self.queue.wait_again(flight, now);
+        self.wait(number, latest, now);
+        // Without another turn, a request whose time is over is refused when it is polled.
+        if latest >= now {
+            self.grant_due(now, wakers);
+        }
     }
 
     /// Holds the key until `until`.
