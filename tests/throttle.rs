@@ -143,8 +143,8 @@ async fn max_hold_cuts_the_reset_of_a_used_up_quota() {
     let start = now();
     service.oneshot(get("/")).await.unwrap();
     let waited = now() - start;
-    // The pace spreads the requests after a reset.
-    assert!(waited >= ms(60_000) && waited < ms(900_000), "{waited:?}");
+    // The pace spreads the requests: up to 720 s, and a part of that by chance. The reset is in 72,000 s.
+    assert!(waited >= ms(60_000) && waited < ms(1_000_000), "{waited:?}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -812,7 +812,7 @@ async fn a_deadline_that_passes_before_the_inner_service_is_ready_is_kept() {
     let call = late_request(&layer, &upstream, request);
     let error = soon(call).await.unwrap().unwrap_err();
     assert_eq!(reason(&error), Some(Reason::Deadline));
-    assert_eq!(upstream.arrivals(), []);
+    assert!(upstream.arrivals().is_empty());
     let next = throttle.acquire(Key::ALL).await.unwrap();
     assert_eq!(throttle.stats().waiting, 0);
     next.give_back();

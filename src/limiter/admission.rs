@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use super::engine::Core;
 use super::holds;
 use super::in_flight_slot::{self, InFlightSlot};
-use super::key_state::Ticket;
+use super::key_state::{KeyState, Ticket};
 use super::queue::{Number, next_number};
 use super::quotas::QuotaId;
 use super::reservation::{Reservation, Settled, WaitBound};
@@ -369,10 +369,12 @@ fn refused(
 }
 
 /// Returns why the quota of `key` never allows a request of `cost`, if this process knows that before
-/// it asks the store. Of a key without a state, only the store knows whether a quota was set for it.
+/// it asks the store. Of a key without a state, only the store knows whether a quota was set for it. A quota
+/// that was set may have been raised since, in a message that this process has missed.
 pub(super) fn known_above_limit(core: &Core, key: Key, cost: u32) -> Option<Reason> {
     let above = cost_above_limit(core, key, cost)?;
-    core.states.find(key, |_| above)
+    let is_own = |state: &mut KeyState| state.limits.set_spec().is_none();
+    (core.states.find(key, is_own) == Some(true)).then_some(above)
 }
 
 /// Returns why the quota of `key` never allows a request of `cost`, if that is so.
