@@ -514,3 +514,59 @@ async fn windows_after_others_are_not_lost() {
         "granted in each ten minutes of the two windows after: {tens:?}"
     );
 }
+
+/// A subscriber of events that calls the limiter, as one that sends its log through a rate limit does.
+#[cfg(feature = "tracing")]
+struct Calls(tollgate::Limiter);
+
+#[cfg(feature = "tracing")]
+impl tracing::Subscriber for Calls {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, _: &tracing::Event<'_>) {
+        let call = self.0.acquire(Key::ALL);
+        drop(futures::FutureExt::now_or_never(call));
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[cfg(feature = "tracing")]
+#[test]
+fn a_subscriber_may_call_the_limiter_that_has_learned() {
+    let (done, is_done) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .unwrap();
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+        let layer = layer(Quota::per_minute(100), HeaderTrust::Stricter, &store);
+        let _guard = tracing::subscriber::set_default(Calls(layer.limiter()));
+        let learned = runtime.block_on(async {
+            let upstream = Upstream::answering([Ok(stating(&[
+                ("ratelimit-policy", "\"a\";q=10;w=60"),
+                ("ratelimit", "\"a\";r=9;t=60"),
+            ]))]);
+            layer.layer(upstream).oneshot(get("/")).await.unwrap();
+            learned(&layer).await
+        });
+        done.send(learned).unwrap();
+    });
+    let learned = is_done.recv_timeout(Duration::from_secs(30));
+    let learned = learned.expect("the event is reported without a lock");
+    assert_eq!(learned, [(sliding(10, 60), Some("a".into()))]);
+}

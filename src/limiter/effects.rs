@@ -16,7 +16,8 @@ use tokio::runtime::Handle;
 
 use super::engine::Core;
 use super::key_state::{
-    Effect, KeyContext, KeyState, LeaseFuture, Lent, OWN_PART, Round, WholeLimits, Work, fresh_for,
+    Effect, KeyContext, KeyState, LeaseFuture, Lent, OWN_PART, Round, StatedLimit, WholeLimits,
+    Work, fresh_for,
 };
 use super::queue::CallNumber;
 use super::quotas::QuotaId;
@@ -258,6 +259,9 @@ impl Core {
         }
         if let Some(set) = work.set_quota {
             self.report_set_quota(key, &set);
+        }
+        for StatedLimit { limit, name, .. } in work.learned {
+            events::learned(&self.label(key, None), limit, name.as_deref());
         }
         for slot in work.lent_back {
             self.give_back(key, slot);

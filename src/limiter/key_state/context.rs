@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::stated_limits::StatedLimit;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::limit::LimitSpec;
@@ -84,6 +85,8 @@ pub(in crate::limiter) struct Work {
     pub(in crate::limiter) effects: SmallVec<[Effect; 1]>,
     /// The quota that was set for the key, or its end, if the visit has learned of it.
     pub(in crate::limiter) set_quota: Option<Box<SetQuota>>,
+    /// The limits that the visit has learned from the upstream.
+    pub(in crate::limiter) learned: Vec<StatedLimit>,
     /// After what time other parts are to be asked for slots, if they are.
     pub(in crate::limiter) borrow: Option<Duration>,
     /// Whether the limits of other parts are to be stated.

@@ -8,12 +8,11 @@ use super::loans::Loans;
 use super::stated_limits::{HeaderTrust, LearnedQuota, StatedLimit, StatedLimits};
 use super::stated_parts::StatedParts;
 use crate::clock;
-use crate::events;
 use crate::limit::{Lending, LimitSpec, is_learned};
 use crate::limiter::quotas::QuotaId;
 use crate::quota::{Quota, Slacks};
 use crate::signal::Signal;
-use crate::store::{SetQuota, label};
+use crate::store::SetQuota;
 
 /// The limits of a key, if they are not the configured ones. Most keys have none.
 #[derive(Default)]
@@ -193,7 +192,7 @@ impl KeyLimits {
         trust: HeaderTrust,
         configured: &Arc<LimitSpec>,
         signal: &Signal,
-        ctx: &KeyContext<'_>,
+        ctx: &mut KeyContext<'_>,
     ) {
         let quota = self.stated_quota().unwrap_or(configured).clone();
         if quota.quota().limits().is_empty() || !StatedLimits::are_any(signal, &quota, ctx.now) {
@@ -204,10 +203,7 @@ impl KeyLimits {
             .get_or_insert_default()
             .stated
             .get_or_insert_default();
-        stated.state(trust, &quota, signal, ctx.now, |new| {
-            let label = label(&**ctx.store, ctx.key, None);
-            events::learned(&label, new.limit, new.name.as_deref());
-        });
+        stated.state(trust, &quota, signal, ctx.now, &mut ctx.work.learned);
     }
 
     /// Returns the quota that the store has to learn now, so that the stated limits apply besides or

@@ -201,7 +201,7 @@ impl KeyState {
         trust: HeaderTrust,
         configured: &Arc<LimitSpec>,
         signal: Option<&Signal>,
-        ctx: &KeyContext<'_>,
+        ctx: &mut KeyContext<'_>,
     ) -> Option<LearnedQuota> {
         if let Some(signal) = signal {
             self.limits.state(trust, configured, signal, ctx);

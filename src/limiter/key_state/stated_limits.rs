@@ -152,7 +152,7 @@ impl StatedLimits {
         quotas.any(|quota| StatedLimit::of(quota, own, now).is_some())
     }
 
-    /// Takes in what a response states. Calls `report` with each limit that was not stated before.
+    /// Takes in what a response states. Adds each limit that was not stated before to `learned`.
     ///
     /// Limits that the quota `own` implies are left out, unless stated limits replace those of `own`.
     pub(super) fn state(
@@ -161,7 +161,7 @@ impl StatedLimits {
         own: &LimitSpec,
         signal: &Signal,
         now: Instant,
-        report: impl Fn(&StatedLimit),
+        learned: &mut Vec<StatedLimit>,
     ) {
         self.limits.retain(|stated| stated.until > now);
         let quotas = signal.quotas().iter();
@@ -173,7 +173,7 @@ impl StatedLimits {
                 continue;
             }
             if known.is_none_or(|known| self.limits[known].limit != stated.limit) {
-                report(&stated);
+                learned.push(stated.clone());
             }
             match known {
                 Some(known) => self.limits[known] = stated,
