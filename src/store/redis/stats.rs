@@ -241,15 +241,19 @@ pub(crate) mod stores {
     /// dropped. They are returned once.
     pub(crate) fn take() -> Vec<(StoreStats, bool)> {
         let mut all = Vec::new();
+        // The last handle of a thread drops functions of the user, which may make stores: not under the lock.
+        let mut threads = Vec::new();
         let mut stores = STORES.lock().unwrap_or_else(PoisonError::into_inner);
         stores.retain(|store| {
             let is_last = store.is_last();
             let thread = store.thread.upgrade();
             let up = thread.as_ref().and_then(|thread| thread.is_up());
             all.push((store.tally.stats(up), is_last));
+            threads.push(thread);
             !is_last
         });
         drop(stores);
+        drop(threads);
         all
     }
 }
