@@ -817,3 +817,41 @@ async fn a_deadline_that_passes_before_the_inner_service_is_ready_is_kept() {
     assert_eq!(throttle.stats().waiting, 0);
     next.give_back();
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_lets_requests_leave_whose_turn_comes_in_time() {
+    let upstream = Upstream::new();
+    let layer = every(100);
+    let throttle = layer.throttle();
+    throttle
+        .hold_until(Key::ALL, now() + ms(100))
+        .await
+        .unwrap();
+    // The inner service is ready at 500 ms.
+    let call = late_request(&layer, &upstream, get("/"));
+    settle().await;
+    let drained = throttle.drain(ms(1000)).await.unwrap();
+    assert_eq!((drained.left, drained.refused), (1, 0));
+    assert_eq!(soon(call).await.unwrap().unwrap().status(), 200);
+    assert_eq!(upstream.arrivals(), [500]);
+    assert_eq!(throttle.stats().requests.waited, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_is_ready_after_the_drain_is_refused() {
+    let upstream = Upstream::new();
+    let layer = every(100);
+    let throttle = layer.throttle();
+    throttle
+        .hold_until(Key::ALL, now() + ms(100))
+        .await
+        .unwrap();
+    let call = late_request(&layer, &upstream, get("/"));
+    settle().await;
+    throttle.drain(ms(300)).await.unwrap();
+    let error = soon(call).await.unwrap().unwrap_err();
+    assert_eq!(reason(&error), Some(Reason::Draining));
+    assert!(upstream.arrivals().is_empty());
+    let requests = throttle.stats().requests;
+    assert_eq!((requests.waited, requests.refused), (0, 1));
+}

@@ -4,19 +4,23 @@ use std::time::{Duration, Instant};
 
 use super::anchor;
 
-/// A moment of the monotonic time, in nanoseconds since the clock was first asked. It takes half the room of
-/// an [`Instant`], and is compared in one step.
+/// A moment of the monotonic time, in nanoseconds since an hour before the clock was first asked. It takes half
+/// the room of an [`Instant`], and is compared in one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Moment(u64);
 
+/// An hour, in nanoseconds. A clock that stands still, as in tests, may show earlier moments than when the clock was
+/// first asked.
+const BEFORE: u64 = 3600 * 1_000_000_000;
+
 impl Moment {
-    /// Returns the moment of `instant`. If that was before the clock was first asked, returns the first moment.
+    /// Returns the moment of `instant`, or the first moment if that is later.
     pub(crate) fn of(instant: Instant) -> Self {
-        let (first, _) = anchor();
-        let since = instant.saturating_duration_since(first);
-        // Overflows after 584 years.
-        let nanos = since.as_secs().saturating_mul(1_000_000_000);
-        Moment(nanos.saturating_add(u64::from(since.subsec_nanos())))
+        let (asked, _) = anchor();
+        Moment(match instant.checked_duration_since(asked) {
+            Some(since) => BEFORE.saturating_add(nanos(since)),
+            None => BEFORE.saturating_sub(nanos(asked - instant)),
+        })
     }
 
     /// Makes the moment that is `nanos` after the first one.
@@ -34,9 +38,18 @@ impl Moment {
     /// Returns the moment as an [`Instant`].
     #[inline]
     pub(crate) fn instant(self) -> Instant {
-        let (first, _) = anchor();
-        first + Duration::from_nanos(self.0)
+        let (asked, _) = anchor();
+        match self.0.checked_sub(BEFORE) {
+            Some(since) => asked + Duration::from_nanos(since),
+            None => asked - Duration::from_nanos(BEFORE - self.0),
+        }
     }
+}
+
+/// Returns the nanoseconds of `span`, at most 584 years.
+fn nanos(span: Duration) -> u64 {
+    let seconds = span.as_secs().saturating_mul(1_000_000_000);
+    seconds.saturating_add(u64::from(span.subsec_nanos()))
 }
 
 #[cfg(test)]
@@ -54,6 +67,6 @@ mod tests {
             assert_eq!(moment.nanos(), Moment::of(now).nanos() + later);
         }
         let before = anchor().0 - Duration::from_secs(1);
-        assert_eq!(Moment::of(before), Moment::from_nanos(0));
+        assert_eq!(Moment::of(before).instant(), before);
     }
 }

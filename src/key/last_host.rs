@@ -5,14 +5,15 @@
 
 use std::cell::RefCell;
 
-use super::{Key, RequestInfo};
+use super::{Key, RequestInfo, is_plain_host};
 
 /// The longest name that is kept.
 const MOST_BYTES: usize = 253;
 
 /// A host, and its key.
 struct LastHost {
-    /// Empty if no host was looked up.
+    /// Empty if no host was looked up, or if the last one cannot be used as it is written: see
+    /// [`RequestInfo::is_to`].
     name: String,
     key: Key,
 }
@@ -29,30 +30,32 @@ thread_local! {
 /// Returns [`Key::host`] of the host of `request`.
 #[inline]
 pub(super) fn key_of(request: &impl RequestInfo) -> Option<Key> {
-    let find = |last: &RefCell<LastHost>| {
-        let mut last = last.borrow_mut();
-        if !last.name.is_empty() && request.is_to(&last.name) {
-            return Some(last.key);
-        }
-        request.host().map(|name| last.replace(name))
+    let known = |last: &RefCell<LastHost>| {
+        // A request of the user's own may call this function again.
+        let last = last.try_borrow().ok()?;
+        (!last.name.is_empty() && request.is_to(&last.name)).then_some(last.key)
     };
-    // A thread that ends keeps none.
-    LAST.try_with(find)
-        .unwrap_or_else(|_| request.host().map(Key::host))
+    // A thread that ends keeps no host.
+    let known = LAST.try_with(known).ok().flatten();
+    known.or_else(|| request.host().map(keep))
 }
 
-impl LastHost {
-    /// Returns the key of `name`, and keeps both if the name is short enough.
-    #[inline(never)]
-    fn replace(&mut self, name: &str) -> Key {
-        let key = Key::host(name);
-        if name.len() <= MOST_BYTES {
-            self.name.clear();
-            self.name.push_str(name);
-            self.key = key;
-        }
-        key
+/// Returns the key of `name`, and keeps both if the name is short and plain.
+#[inline(never)]
+fn keep(name: &str) -> Key {
+    let key = Key::host(name);
+    if name.len() <= MOST_BYTES && is_plain_host(name.as_bytes()) {
+        let keep = |last: &RefCell<LastHost>| {
+            if let Ok(mut last) = last.try_borrow_mut() {
+                last.name.clear();
+                last.name.push_str(name);
+                last.key = key;
+            }
+        };
+        // A thread that ends keeps no host.
+        let _ = LAST.try_with(keep);
     }
+    key
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ use crate::rng::secret_of_process;
 pub use grpc::{by_grpc_method, by_grpc_service};
 pub(crate) use host_key::HostKey;
 pub use label::Label;
-use plain_host::is_plain_host;
+pub(crate) use plain_host::is_plain_host;
 
 /// Says whose limit applies to a request: requests with the same key share one count.
 ///
@@ -294,7 +294,7 @@ pub trait RequestInfo {
     }
 
     /// Returns whether this is the [host](Self::host) of the request. Default: compares them. A layer asks this
-    /// of the host that it knows best.
+    /// of the host that it knows best, if that has neither port nor user.
     #[inline]
     fn is_to(&self, host: &str) -> bool {
         self.host() == Some(host)
@@ -354,9 +354,9 @@ impl<B> RequestInfo for http::Request<B> {
     #[inline]
     fn is_to(&self, host: &str) -> bool {
         match self.uri().authority() {
-            // A URI whose authority is a host has that host.
-            Some(authority) => authority.as_str() == host,
-            None => self.host() == Some(host),
+            // It may have a port or a user only if it is longer than the host.
+            Some(authority) if authority.as_str().len() <= host.len() => authority == host,
+            _ => self.host() == Some(host),
         }
     }
 

@@ -5,7 +5,7 @@
 ///
 /// It looks at eight bytes at a time.
 #[inline]
-pub(super) fn is_plain_host(text: &[u8]) -> bool {
+pub(crate) fn is_plain_host(text: &[u8]) -> bool {
     let (words, rest) = text.as_chunks::<8>();
     let mut marks = 0;
     for word in words {

@@ -123,11 +123,14 @@ pub(super) struct ThrottleWait {
 
 // Turn => Renewal | done
 // Renewal => done
+// done => Turn | Renewal | Ended, if the inner service was not ready at once
 enum Stage {
     /// Waits for its turn.
     Turn(Box<Wait>),
     /// Has its turn, and waits until the permits of the layers around are valid.
     Renewal(Box<(GiveBackOnDrop<AdaptiveThrottleLayer>, Renewal)>),
+    /// May not be sent any more.
+    Ended(Option<Limited>),
 }
 
 impl ThrottleWait {
@@ -242,6 +245,10 @@ impl Gate for AdaptiveThrottleLayer {
                     }
                     *waiting = ThrottleWait::renewal(call, deadline);
                 }
+                Stage::Ended(limited) => {
+                    let limited = limited.take();
+                    return Poll::Ready(Err(limited.expect("an error is returned once")));
+                }
                 Stage::Renewal(waits) => {
                     let (permit, renewal) = &mut **waits;
                     let renewed = ready!(renewal.poll(cx))?;
@@ -266,24 +273,27 @@ impl Gate for AdaptiveThrottleLayer {
             deadline,
             renewed,
         } = call;
-        let permit = match permit.leave_or_wait(deadline) {
+        let mut permit = match permit.leave_or_wait(deadline) {
             Ok(permit) => permit,
-            Err(wait) => {
-                *waiting = ThrottleWait {
-                    stage: Stage::Turn(wait),
-                    host,
-                    deadline,
+            Err(back) => {
+                waiting.stage = match back {
+                    Back::Waits(wait) => Stage::Turn(wait),
+                    Back::Ended(limited) => Stage::Ended(Some(limited)),
                 };
                 return None;
             }
         };
+        let is_valid = renewed.as_ref().is_none_or(Renewed::is_valid);
+        if is_valid {
+            permit.left();
+        }
         let call = ThrottleCall {
             permit,
             host,
             deadline,
             renewed,
         };
-        if call.renewed.as_ref().is_none_or(Renewed::is_valid) {
+        if is_valid {
             return Some(call);
         }
         *waiting = ThrottleWait::renewal(call, deadline);

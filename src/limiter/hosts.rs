@@ -11,7 +11,7 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::key::{Key, RequestInfo};
+use crate::key::{Key, RequestInfo, is_plain_host};
 
 /// The hosts of requests under [`Key::ALL`].
 #[derive(Debug)]
@@ -32,6 +32,8 @@ pub(super) struct Hosts {
 #[derive(Debug)]
 pub(super) struct FirstHost {
     name: Box<str>,
+    /// Whether the name can be used as it is written: see [`RequestInfo::is_to`].
+    is_plain: bool,
     /// The key of `name`.
     host: Key,
     /// The key that has its holds. Each visit of a state compares it, so it is not computed there.
@@ -42,6 +44,16 @@ pub(super) struct FirstHost {
 }
 
 impl FirstHost {
+    /// Returns whether this is the host of `request`.
+    #[inline]
+    fn is_of(&self, request: &impl RequestInfo) -> bool {
+        if self.is_plain {
+            request.is_to(&self.name)
+        } else {
+            request.host() == Some(&self.name)
+        }
+    }
+
     /// Returns whether the host is known to be neither on hold nor on probation.
     #[inline]
     pub(super) fn is_clear(&self) -> bool {
@@ -89,7 +101,7 @@ impl Hosts {
     #[inline]
     pub(super) fn key_of(&self, request: &impl RequestInfo) -> Option<Key> {
         match self.first.get() {
-            Some(first) if request.is_to(&first.name) => Some(first.host),
+            Some(first) if first.is_of(request) => Some(first.host),
             _ => self.other_key_of(request),
         }
     }
@@ -103,6 +115,7 @@ impl Hosts {
         let host = Key::host(name);
         self.first.get_or_init(|| FirstHost {
             name: name.into(),
+            is_plain: is_plain_host(name.as_bytes()),
             host,
             hold: self.hold_within_all(host),
             is_clear: AtomicBool::new(false),

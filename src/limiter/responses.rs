@@ -170,7 +170,7 @@ impl AnsweredCall {
                 .hold
                 .refused_upstream(retry_after, max_hold, self.sent, now)?;
             let left = if new.is_sent {
-                state.take_remaining(ctx)
+                state.take_remaining(ctx, max_hold)
             } else {
                 None
             };

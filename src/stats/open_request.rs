@@ -52,7 +52,7 @@ impl<G: Gate> OpenRequest<G> {
         if let Some(number) = self.number {
             tally.register(number, cx.waker());
         }
-        let Some(by) = tally.drain_state().by() else {
+        let Some(by) = tally.drained_by() else {
             return Poll::Pending;
         };
         if by <= clock::now() {
@@ -67,14 +67,10 @@ impl<G: Gate> OpenRequest<G> {
         }
     }
 
-    /// Returns until when the request may leave, if the gate is drained.
-    pub(crate) fn drained_by(&self) -> Option<Instant> {
-        self.gate.tally().drain_state().by()
-    }
-
     /// Returns whether the gate is drained and its deadline has passed.
     pub(crate) fn is_drained(&self) -> bool {
-        self.drained_by().is_some_and(|by| by <= clock::now())
+        let by = self.gate.tally().drained_by();
+        by.is_some_and(|by| by <= clock::now())
     }
 
     /// Returns the error of a request that waits, as the error of a gate that is drained.

@@ -296,6 +296,11 @@ impl Tally {
         self.drain.is_draining()
     }
 
+    /// Returns until when requests that wait may leave, if the gate is drained.
+    pub(crate) fn drained_by(&self) -> Option<Instant> {
+        self.drain.by()
+    }
+
     /// Notes that a call in flight has ended.
     #[inline]
     pub(crate) fn call_ended(&self) {

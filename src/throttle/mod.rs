@@ -154,7 +154,11 @@ impl Throttle {
     pub async fn acquire(&self, key: Key) -> Result<ThrottlePermit, Limited> {
         match self.begin(key, None, || self.label(key, None)) {
             Begun::Leaves(permit) => Ok(permit),
-            Begun::Waits(wait) => wait.await,
+            Begun::Waits(wait) => {
+                let mut permit = wait.await?;
+                permit.left();
+                Ok(permit)
+            }
             Begun::Limited(limited) => Err(limited),
         }
     }

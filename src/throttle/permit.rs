@@ -14,7 +14,7 @@ use super::engine::{Core, Since};
 use super::paced_queue::Flight;
 use super::waiters::TooLate;
 use crate::clock;
-use crate::error::Limited;
+use crate::error::{Limited, Reason};
 use crate::events;
 use crate::guarded;
 use crate::key::{Key, Label};
@@ -50,6 +50,24 @@ pub(super) struct Waited {
     start: Instant,
     span: Duration,
     turns: u32,
+    /// The status with which the upstream refused the last attempt, if there was one.
+    refused: Option<StatusCode>,
+    /// Counts the request when it leaves. `None` if it has counted.
+    open: Option<OpenRequest<Core>>,
+}
+
+impl Waited {
+    /// Makes the value for a request that left `at` this moment without a wait.
+    fn at_once(label: Label, at: Instant) -> Self {
+        Waited {
+            label,
+            start: at,
+            span: Duration::ZERO,
+            turns: 0,
+            refused: None,
+            open: None,
+        }
+    }
 }
 
 /// What happens to a request that the upstream refused.
@@ -79,13 +97,7 @@ impl ThrottlePermit {
 
     /// Sets the label of the permit's key, for the error that a refusal makes.
     pub(crate) fn named(mut self, label: Label) -> Self {
-        let start = clock::now();
-        self.waited = Some(Box::new(Waited {
-            label,
-            start,
-            span: Duration::ZERO,
-            turns: 0,
-        }));
+        self.waited = Some(Box::new(Waited::at_once(label, clock::now())));
         self
     }
 
@@ -166,17 +178,10 @@ impl ThrottlePermit {
             start,
             span,
             turns,
+            ..
         } = match self.waited.take() {
             Some(waited) => *waited,
-            None => {
-                let label = self.core.label(self.key, None);
-                Waited {
-                    label,
-                    start: now,
-                    span: Duration::ZERO,
-                    turns: 0,
-                }
-            }
+            None => Waited::at_once(self.core.label(self.key, None), now),
         };
         events::upstream_limited(
             Some(self.core.tally()),
@@ -195,7 +200,7 @@ impl ThrottlePermit {
             );
             wait.turns = turns + 1;
             wait.refused = Some(status);
-            wait.open.is_sent_again();
+            wait.open_request().is_sent_again();
             return Some(Back::Waits(Box::new(wait)));
         }
         let since = Since {
@@ -207,29 +212,71 @@ impl ThrottlePermit {
         Some(Back::Ended(Limited::Upstream { status, report }))
     }
 
-    /// Looks whether the request may still leave, some time after its turn. If it may not, because of a hold
-    /// or of its `deadline`, or because the throttle drains, it gives up its turn and returns to its old place.
-    pub(crate) fn leave_or_wait(mut self, deadline: Option<Instant>) -> Result<Self, Box<Wait>> {
+    /// Counts the request, which leaves now.
+    pub(crate) fn left(&mut self) {
+        if let Some(waited) = &mut self.waited
+            && let Some(mut open) = waited.open.take()
+        {
+            open.left(false);
+        }
+    }
+
+    /// Looks whether the request may still leave, some time after its turn. During a hold it gives up its turn
+    /// and returns to its old place. It ends if its `deadline` or that of a drain has passed.
+    pub(crate) fn leave_or_wait(mut self, deadline: Option<Instant>) -> Result<Self, Back> {
         let now = clock::now();
-        let is_held = self.core.find(self.key, |waiters| waiters.is_held(now));
-        let may_leave = is_held != Some(true)
-            && deadline.is_none_or(|deadline| deadline >= now)
-            && !self.core.tally().is_draining();
-        let Some(flight) = self.flight.take_if(|_| !may_leave) else {
+        let has_passed = |by: Option<Instant>| by.is_some_and(|by| by < now);
+        let reason = if has_passed(deadline) {
+            Some(Reason::Deadline)
+        } else if has_passed(self.core.tally().drained_by()) {
+            Some(Reason::Draining)
+        } else {
+            None
+        };
+        let is_held = self.core.find(self.key, |waiters| waiters.is_held(now)) == Some(true);
+        let Some(flight) = self.flight.take_if(|_| is_held || reason.is_some()) else {
             return Ok(self);
         };
+        self.core.tally().give_back(1);
         let (number, latest) = (flight.number, self.latest);
-        self.core.at(self.key, |waiters, wakers| {
-            waiters.wait_again(flight, latest, now, wakers)
+        let arrived = flight.sent();
+        self.core.at(self.key, |waiters, wakers| match reason {
+            Some(_) => waiters.unsent(flight, now, wakers),
+            None => waiters.wait_again(flight, latest, now, wakers),
         });
-        let (label, start, turns) = match self.waited.take() {
-            Some(waited) => (waited.label, waited.start, waited.turns),
-            None => (self.core.label(self.key, None), now, 0),
+        let Waited {
+            label,
+            start,
+            turns,
+            refused,
+            mut open,
+            ..
+        } = match self.waited.take() {
+            Some(waited) => *waited,
+            None => Waited::at_once(self.core.label(self.key, None), arrived),
         };
-        let mut wait = Wait::new(self.core.clone(), self.key, number, label, start, latest);
-        wait.turns = turns + 1;
-        wait.open.is_sent_again();
-        Err(Box::new(wait))
+        let Some(reason) = reason else {
+            let mut wait = Wait::new(self.core.clone(), self.key, number, label, start, latest);
+            wait.turns = turns + 1;
+            wait.refused = refused;
+            match open {
+                Some(open) => wait.open = Some(open),
+                None => wait.open_request().is_sent_again(),
+            }
+            return Err(Back::Waits(Box::new(wait)));
+        };
+        let since = Since { start, now, turns };
+        let limited = match refused {
+            Some(status) => Limited::Upstream {
+                status,
+                report: since.report(label, None),
+            },
+            None => since.refused(reason, label, None),
+        };
+        if let Some(open) = &mut open {
+            open.refused(&limited);
+        }
+        Err(Back::Ended(limited))
     }
 
     /// Ends the permit of a request that was certainly not sent. The next request may leave in its
@@ -278,8 +325,8 @@ pub(crate) struct Wait {
     /// The status with which the upstream refused the last attempt, if there was one. A wait that
     /// ends without a turn ends with it.
     refused: Option<StatusCode>,
-    /// Counts the request, unless it was sent before.
-    open: OpenRequest<Core>,
+    /// Counts the request, unless it was sent before. `None` once it has its turn.
+    open: Option<OpenRequest<Core>>,
 }
 
 impl Wait {
@@ -301,13 +348,17 @@ impl Wait {
             latest,
             turns: 1,
             refused: None,
-            open,
+            open: Some(open),
         }
+    }
+
+    fn open_request(&mut self) -> &mut OpenRequest<Core> {
+        self.open.as_mut().expect("the request has no turn yet")
     }
 
     /// Returns whether the key is on hold for longer than the throttle is drained.
     fn is_held_beyond_drain(&self) -> bool {
-        let Some(by) = self.open.drained_by() else {
+        let Some(by) = self.core.tally().drained_by() else {
             return false;
         };
         let held_until = self
@@ -325,7 +376,7 @@ impl Future for Wait {
         let number = self
             .number
             .expect("a future is not polled after it was ready");
-        let is_drained = self.open.poll_drained(cx).is_ready();
+        let is_drained = self.open_request().poll_drained(cx).is_ready();
         let done = if is_drained || self.is_held_beyond_drain() {
             self.core.at(self.key, |waiters, wakers| {
                 waiters.leave(number, now, wakers)
@@ -352,12 +403,13 @@ impl Future for Wait {
                 let span = now.saturating_duration_since(self.start);
                 events::waited(&label, span, self.turns);
                 counting::add_attempt(&self.core, self.key);
-                self.open.left(false);
                 let waited = Box::new(Waited {
                     label,
                     start: self.start,
                     span,
                     turns: self.turns,
+                    refused: self.refused,
+                    open: self.open.take(),
                 });
                 let core = self.core.clone();
                 let permit = ThrottlePermit::new(core, self.key, flight, Some(waited), self.latest);
@@ -369,8 +421,8 @@ impl Future for Wait {
             let by_deadline = self.latest < clock::after(self.start, self.core.settings.max_wait);
             let reason = self.core.reason(late, by_deadline);
             let limited = since.refused(reason, label, late.retry_at);
-            let limited = self.open.as_drained(limited);
-            self.open.refused(&limited);
+            let limited = self.open_request().as_drained(limited);
+            self.open_request().refused(&limited);
             return Poll::Ready(Err(limited));
         };
         let report = since.report(label, since.until(late.retry_at));

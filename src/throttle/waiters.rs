@@ -238,11 +238,10 @@ impl Waiters {
     ) {
         let number = flight.number;
         self.queue.wait_again(flight, now);
-        self.wait(number, latest, now);
-        // Without another turn, a request whose time is over is refused when it is polled.
-        if latest >= now {
-            self.grant_due(now, wakers);
-        }
+        let answer_by = latest;
+        self.waits
+            .enter(number, TurnWait { latest, answer_by }, latest);
+        self.grant_due(now, wakers);
     }
 
     /// Holds the key until `until`.

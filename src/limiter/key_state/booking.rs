@@ -288,7 +288,7 @@ impl KeyState {
             // While the store is unreachable, the process may have a ledger of its own. That ledger
             // knows of no hold.
             hold: self.hold.for_store(self.store.is_standalone, ctx.now),
-            remaining: self.take_remaining(ctx),
+            remaining: self.take_remaining(ctx, ctx.max_hold),
             ..self.store.request(ctx, demands, prefetch, latest, returns)
         }
     }

@@ -432,9 +432,13 @@ impl KeyState {
     }
 
     /// Takes what a call to the store states is left: see [`UpstreamView::take_remaining`].
-    pub(super) fn take_remaining(&mut self, ctx: &KeyContext<'_>) -> Option<UpstreamRemaining> {
+    pub(super) fn take_remaining(
+        &mut self,
+        ctx: &KeyContext<'_>,
+        max_hold: Duration,
+    ) -> Option<UpstreamRemaining> {
         let upstream = &mut self.news.as_mut()?.upstream;
-        upstream.take_remaining(ctx.spec, ctx.max_hold, ctx.now)
+        upstream.take_remaining(ctx.spec, max_hold, ctx.now)
     }
 
     /// Puts the key on hold, or releases it.
