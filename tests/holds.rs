@@ -583,3 +583,31 @@ fn runtime_that_ends_behind_a_probe_leaves_other_waiters() {
         drop(next.expect("it is the next probe").unwrap());
     });
 }
+
+/// Permits of before a hold that was cut come back when it is over. The requests that then ask for one wait for the
+/// probe, as if they had not come back.
+#[tokio::test(start_paused = true)]
+async fn permits_that_come_back_after_a_cut_hold_wait_for_the_probe() {
+    let limiter = RateLimitLayer::builder(Quota::per_hour(10_000))
+        .max_hold(ms(1000))
+        .build()
+        .unwrap()
+        .limiter();
+    let key = Key::new("tenant");
+    // Fast use brings permits at hand.
+    for _ in 0..50 {
+        drop(limiter.acquire(key).await.unwrap());
+    }
+    let mut permits = Vec::new();
+    for _ in 0..6 {
+        permits.push(limiter.acquire(key).await.unwrap());
+    }
+    let refused = limited("3600").unwrap();
+    let first = permits.pop().unwrap();
+    first.answered(&tollgate::Signal::read(&refused));
+    sleep(ms(1500)).await;
+    permits.into_iter().for_each(tollgate::Permit::give_back);
+    let acquires = (0..5).map(|_| limiter.acquire(key).now_or_never());
+    let left: Vec<_> = acquires.flatten().collect();
+    assert_eq!(left.len(), 1, "only the probe leaves");
+}

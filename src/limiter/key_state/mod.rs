@@ -297,7 +297,9 @@ impl KeyState {
         self.probe_comes_back();
         self.store.forget_refusal();
         let Some(queue) = &mut self.queue else {
-            if is_held || ctx.is_draining || !self.prefetched.put(&slot, ctx.now) {
+            // Requests that take a permit at hand ask neither for a hold nor for a probe.
+            let may_be_at_hand = !ctx.is_draining && self.hold.is_clear(ctx.max_hold, ctx.now);
+            if !may_be_at_hand || !self.prefetched.put(&slot, ctx.now) {
                 ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
             }
             return;
@@ -686,8 +688,8 @@ impl KeyState {
                 ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
             }
             let permits = slot(lease, grant, (bounds.0, bounds.0));
-            if ctx.is_draining {
-                // The call was sent before the drain.
+            if ctx.is_draining || !self.hold.is_clear(ctx.max_hold, ctx.now) {
+                // The call was sent before the drain, or before the hold.
                 self.store.forget(&[permits.unused()]);
                 ctx.store.give_back(ctx.key, ctx.spec, &[permits.unused()]);
             } else {
