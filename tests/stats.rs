@@ -332,6 +332,26 @@ async fn counts_survive_the_state_of_their_key() {
     assert_eq!((stats.units, stats.keys, stats.max_keys), (20, 1, 1));
 }
 
+/// The counts of a key begin anew with its state, also those of `Key::ALL`, whose permits at hand are taken without
+/// its lock.
+#[tokio::test(start_paused = true)]
+async fn counts_of_a_key_begin_anew_with_its_state() {
+    let limit = RateLimitLayer::builder(Quota::per_second(10_000)).max_keys(1);
+    let limiter = limit.build().unwrap().limiter();
+    for _ in 0..3 {
+        for _ in 0..100 {
+            drop(limiter.acquire(Key::ALL).await.unwrap());
+        }
+        let of_all = &limiter.busiest(1)[0];
+        assert_eq!((of_all.requests.passed, of_all.units), (100, 100));
+        sleep(Duration::from_secs(3)).await;
+        drop(limiter.acquire(Key::new("another")).await.unwrap());
+        sleep(Duration::from_secs(3)).await;
+    }
+    let stats = limiter.stats();
+    assert_eq!((stats.requests.passed, stats.units), (303, 303));
+}
+
 #[tokio::test(start_paused = true)]
 async fn stats_show_reasons_waits_and_holds() {
     let limit = RateLimitLayer::builder(Quota::per_second(1))

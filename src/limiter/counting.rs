@@ -171,7 +171,7 @@ fn stats(core: &Core) -> Stats {
 
 /// Returns up to `most` keys: those with the most requests that wait, then those with the most units.
 pub(super) fn busiest(core: &Core, most: usize) -> Vec<Key> {
-    let (_, unlocked_units) = core.states.unlocked_counts();
+    let (_, unlocked_units) = core.states.unlocked_counts_of_state();
     let visit = |all: &mut Vec<_>, key, state: &mut KeyState| {
         let unlocked = if key == Key::ALL { unlocked_units } else { 0 };
         let units = state.counts.units() + unlocked;
@@ -193,7 +193,7 @@ pub(super) fn key_stats(core: &Core, key: Key) -> Option<KeyStats> {
         .as_ref()
         .map(|calls| calls.waiting(core.whole(key)));
     let (unlocked, unlocked_units) = match key {
-        Key::ALL => core.states.unlocked_counts(),
+        Key::ALL => core.states.unlocked_counts_of_state(),
         _ => (0, 0),
     };
     core.states.find(key, |state| {

@@ -142,6 +142,13 @@ impl KeyStates {
         self.unlocked.take_one(now)
     }
 
+    /// Returns the requests and units of [`Key::ALL`] that were counted without a visit since its state was
+    /// made. The counts of former states are those of the gate alone.
+    pub(super) fn unlocked_counts_of_state(&self) -> (u64, u64) {
+        self.find(Key::ALL, |_| ());
+        self.unlocked.counts_of_state()
+    }
+
     /// Returns the requests and units of [`Key::ALL`] that were counted without a visit.
     pub(super) fn unlocked_counts(&self) -> (u64, u64) {
         // A visit collects what was taken of the last offer.
@@ -193,6 +200,7 @@ impl KeyStates {
             } = row;
             if key == Key::ALL {
                 state.collect_unlocked(&self.unlocked);
+                self.unlocked.forget_state();
             } else {
                 state.collect(&mut offer);
             }

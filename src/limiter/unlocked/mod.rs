@@ -41,6 +41,8 @@ pub(super) struct UnlockedPermits {
     /// How many more units were taken than requests counted. The requests are `used` less this, so a
     /// request of one unit changes only the word.
     uncounted: AtomicU64,
+    /// The requests and units of the states that were forgotten.
+    former: [AtomicU64; 2],
 }
 
 const UNITS_BITS: u32 = 16;
@@ -65,6 +67,7 @@ impl UnlockedPermits {
             offered: AtomicU64::new(0),
             used: AtomicU64::new(0),
             uncounted: AtomicU64::new(0),
+            former: [const { AtomicU64::new(0) }; 2],
         }
     }
 
@@ -98,6 +101,24 @@ impl UnlockedPermits {
         let used = self.used.load(Ordering::Relaxed);
         let uncounted = self.uncounted.load(Ordering::Relaxed);
         (used.saturating_sub(uncounted), used)
+    }
+
+    /// Returns the requests and units that were counted here since the state of the key was made.
+    pub(super) fn counts_of_state(&self) -> (u64, u64) {
+        let (requests, units) = self.counts();
+        let [former_requests, former_units] = &self.former;
+        (
+            requests.saturating_sub(former_requests.load(Ordering::Relaxed)),
+            units.saturating_sub(former_units.load(Ordering::Relaxed)),
+        )
+    }
+
+    /// Notes that the state of the key is forgotten. The caller has collected what was left of the last offer.
+    pub(super) fn forget_state(&self) {
+        let (requests, units) = self.counts();
+        let [former_requests, former_units] = &self.former;
+        former_requests.store(requests, Ordering::Relaxed);
+        former_units.store(units, Ordering::Relaxed);
     }
 
     #[inline]
