@@ -89,9 +89,9 @@ pub struct RateLimitLayer {
     pub(super) further: Arc<[FurtherLimit]>,
     /// Whether a request has several keys, or a limit of other units than requests.
     is_joint: bool,
-    /// Whether key and deadline are all that is read of a request without extensions: it costs 1, has no
-    /// quota of its own, and no part of the quota is for its class. The policy for responses is the
-    /// default.
+    /// Whether key and deadline are all that is read of a request without extensions: it counts in one limit,
+    /// costs 1, has no quota of its own, and no part of the quota is for its class. The policy for responses is
+    /// the default.
     is_plain: bool,
 }
 
@@ -501,7 +501,8 @@ pub(super) enum Slow {
     Unreadable(Reason),
     /// The request counts in several limits, or the layer is around another one or inside of it.
     Joint(Reading),
-    /// No permit was at hand.
+    /// No permit was at hand, or more than a permit matters: calls in flight, a hold of the host, or a deadline that
+    /// has passed.
     NoPermit(Entry),
     /// The layer has a policy of its own for responses.
     OwnPolicy(Entry),

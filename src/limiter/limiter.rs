@@ -535,8 +535,8 @@ impl Limiter {
         start::send_at_once(&self.0.first, entry)
     }
 
-    /// Takes a permit at hand without a lock. Only for a request under [`Key::ALL`] that costs 1 and has no
-    /// quota of its own.
+    /// The same for a request under [`Key::ALL`] that costs 1 and has no quota of its own, without a visit of the
+    /// state of the key.
     #[inline]
     pub(crate) fn send_one_unlocked(&self, entry: &Entry) -> Option<Moment> {
         start::send_one_unlocked(&self.0.first, entry)

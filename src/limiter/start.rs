@@ -1,7 +1,7 @@
 //! The entrance: a request gets its permit at once, or a future that waits for it, or an error.
 //!
-//! The fast path only takes a permit at hand. It is [`send_at_once`] for the layers, and
-//! [`take_at_once`] for [`Acquire`](super::acquire::Acquire). A request that it does not admit
+//! The fast path only takes a permit at hand. It is [`send_one_unlocked`] and [`send_at_once`] for the layers, and
+//! [`take_one_unlocked`] and [`take_at_once`] for [`Acquire`](super::acquire::Acquire). A request that it does not admit
 //! takes the slow path, [`slow`].
 
 use std::sync::Arc;
@@ -49,7 +49,8 @@ pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Option<Moment> {
     is_sent.then_some(now)
 }
 
-/// The same, without a lock. Only for a request under [`Key::ALL`] that costs 1 and has no quota of its own.
+/// The same for a request under [`Key::ALL`] that costs 1 and has no quota of its own, without a visit of the state of
+/// the key.
 #[inline]
 pub(super) fn send_one_unlocked(core: &Core, entry: &Entry) -> Option<Moment> {
     let now = clock::now_by_counter();
@@ -62,7 +63,8 @@ pub(super) fn take_at_once(core: &Core, entry: &Entry, now: Moment) -> Option<Op
     take_counting(core, entry, Counting::Request, now)
 }
 
-/// The same, without a lock. Only for a request under [`Key::ALL`] that costs 1 and has no quota of its own.
+/// The same without a visit of the state of the key. Returns `None` for all requests but those under [`Key::ALL`]
+/// that cost 1 and have no quota of their own.
 #[inline(always)]
 pub(super) fn take_one_unlocked(core: &Core, entry: &Entry, now: Moment) -> Option<Reservation> {
     let is_plain = entry.cost == 1 && entry.key == Key::ALL && entry.quota == QuotaId::NONE;
@@ -73,7 +75,7 @@ pub(super) fn take_one_unlocked(core: &Core, entry: &Entry, now: Moment) -> Opti
     }
 }
 
-/// The same, for one key of a joint request: `counting` is what is counted.
+/// Does what [`take_at_once`] does, for one key of a joint request: `counting` is what is counted.
 #[inline]
 pub(super) fn take_counting(
     core: &Core,
