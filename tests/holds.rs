@@ -584,10 +584,10 @@ fn runtime_that_ends_behind_a_probe_leaves_other_waiters() {
     });
 }
 
-/// Permits of before a hold that was cut come back when it is over. The requests that then ask for one wait for the
-/// probe, as if they had not come back.
+/// Permits from before a hold that was cut come back after it. The next requests wait for the probe, as if no permit
+/// had come back.
 #[tokio::test(start_paused = true)]
-async fn permits_that_come_back_after_a_cut_hold_wait_for_the_probe() {
+async fn permits_returned_after_a_cut_hold_await_the_probe() {
     let limiter = RateLimitLayer::builder(Quota::per_hour(10_000))
         .max_hold(ms(1000))
         .build()

@@ -515,7 +515,7 @@ async fn windows_after_others_are_not_lost() {
     );
 }
 
-/// A subscriber of events that calls the limiter, as one that sends its log through a rate limit does.
+/// A subscriber of events that calls the limiter, as a log does that has a rate limit itself.
 #[cfg(feature = "tracing")]
 struct Calls(tollgate::Limiter);
 

@@ -782,7 +782,7 @@ fn late_request(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hold_that_begins_before_the_inner_service_is_ready_is_obeyed() {
+async fn a_hold_is_obeyed_while_the_inner_service_gets_ready() {
     let upstream = Upstream::new();
     let layer = every(100);
     let throttle = layer.throttle();
@@ -799,7 +799,7 @@ async fn a_hold_that_begins_before_the_inner_service_is_ready_is_obeyed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_deadline_that_passes_before_the_inner_service_is_ready_is_kept() {
+async fn a_deadline_is_kept_while_the_inner_service_gets_ready() {
     let upstream = Upstream::new();
     let layer = every(100);
     let throttle = layer.throttle();
@@ -819,7 +819,7 @@ async fn a_deadline_that_passes_before_the_inner_service_is_ready_is_kept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_drain_lets_requests_leave_whose_turn_comes_in_time() {
+async fn turns_that_come_during_a_drain_leave() {
     let upstream = Upstream::new();
     let layer = every(100);
     let throttle = layer.throttle();
@@ -838,7 +838,7 @@ async fn a_drain_lets_requests_leave_whose_turn_comes_in_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_is_ready_after_the_drain_is_refused() {
+async fn requests_ready_after_the_drain_are_refused() {
     let upstream = Upstream::new();
     let layer = every(100);
     let throttle = layer.throttle();

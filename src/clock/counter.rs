@@ -4,11 +4,12 @@
 //! of the processor takes a third of that, but is no clock: it may restart when the machine resumes, may
 //! have another speed after a virtual machine has moved, and may differ between processors. So each
 //! thread reads the clock again when the counter has gone on for a quarter of a millisecond, or has gone
-//! back ([`Anchor`]). In between it adds to that reading what the counter has counted since. A jump of the
-//! counter puts the time of a busy thread behind or ahead by at most a quarter of a millisecond, and a counter
-//! of half the measured speed puts it behind by as much. The time of a thread that was idle is behind by as long,
-//! for at most a quarter of a millisecond, if the counter jumps back to what it was at the last reading of the
-//! clock. Requests that wait, and calls to stores, use the clock.
+//! back ([`Anchor`]). In between it adds to that reading what the counter has counted since.
+//!
+//! A jump of the counter puts the time of a busy thread behind or ahead by at most a quarter of a millisecond. A
+//! counter of half the measured speed puts it behind by as much. If the counter jumps back to what it was when a
+//! thread last read the clock, the time of that thread is behind by as long as it was idle, for a quarter of a
+//! millisecond. Requests that wait, and calls to stores, use the clock.
 //!
 //! The clock of Tokio can be paused if a crate of the program enables the feature `test-util` of Tokio.
 //! In such a program, as in most tests, this is the clock of Tokio.

@@ -89,9 +89,8 @@ pub struct RateLimitLayer {
     pub(super) further: Arc<[FurtherLimit]>,
     /// Whether a request has several keys, or a limit of other units than requests.
     is_joint: bool,
-    /// Whether key and deadline are all that is read of a request without extensions: it counts in one limit,
-    /// costs 1, has no quota of its own, and no part of the quota is for its class. The policy for responses is
-    /// the default.
+    /// Whether key and deadline are all that is read of a request without extensions. So it counts in one limit,
+    /// costs 1, and has no quota and no class of its own. The policy for responses is the default.
     is_plain: bool,
 }
 

@@ -224,7 +224,7 @@ impl PacedQueue {
         self.touch(now);
     }
 
-    /// Puts a request that was not sent although its turn had come back to its old place.
+    /// Lets a request whose turn had come, but which was not sent, wait in its old place.
     pub(crate) fn wait_again(&mut self, flight: Flight, now: Instant) {
         let Flight {
             number,

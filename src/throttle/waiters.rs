@@ -227,8 +227,7 @@ impl Waiters {
         self.queue.held_until().is_some_and(|until| until > now)
     }
 
-    /// Puts a request that was not sent although its turn had come back to its old place, where it waits
-    /// until `latest`.
+    /// Lets a request whose turn had come, but which was not sent, wait in its old place until `latest`.
     pub(super) fn wait_again(
         &mut self,
         flight: Flight,
