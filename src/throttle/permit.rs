@@ -267,15 +267,11 @@ impl ThrottlePermit {
         };
         let since = Since { start, now, turns };
         let limited = match refused {
-            Some(status) => Limited::Upstream {
-                status,
-                report: since.report(label, None),
-            },
-            None => since.refused(reason, label, None),
+            Some(status) => self.core.refused_before(status, since, label, None),
+            None => self
+                .core
+                .refused_now(reason, since, label, None, open.as_mut()),
         };
-        if let Some(open) = &mut open {
-            open.refused(&limited);
-        }
         Err(Back::Ended(limited))
     }
 
@@ -417,18 +413,52 @@ impl Future for Wait {
             }
             Err(late) => late,
         };
-        let Some(status) = self.refused else {
-            let by_deadline = self.latest < clock::after(self.start, self.core.settings.max_wait);
-            let reason = self.core.reason(late, by_deadline);
-            let limited = since.refused(reason, label, late.retry_at);
-            let limited = self.open_request().as_drained(limited);
-            self.open_request().refused(&limited);
-            return Poll::Ready(Err(limited));
-        };
-        let report = since.report(label, since.until(late.retry_at));
+        let by_deadline = self.latest < clock::after(self.start, self.core.settings.max_wait);
+        let core = self.core.clone();
+        Poll::Ready(Err(match self.refused {
+            Some(status) => core.refused_before(status, since, label, late.retry_at),
+            None => {
+                let reason = core.reason(late, by_deadline);
+                core.refused_now(reason, since, label, late.retry_at, self.open.as_mut())
+            }
+        }))
+    }
+}
+
+/// How a request ends that waits no longer.
+impl Core {
+    /// Returns the error of a request that the upstream has refused with this `status`, and reports it.
+    fn refused_before(
+        &self,
+        status: StatusCode,
+        since: Since,
+        label: Label,
+        retry_at: Option<Instant>,
+    ) -> Limited {
+        let report = since.report(label, since.until(retry_at));
         let limited = Limited::Upstream { status, report };
-        events::limited(self.core.tally(), &limited);
-        Poll::Ready(Err(limited))
+        events::limited(self.tally(), &limited);
+        limited
+    }
+
+    /// Returns the error of a request that was not sent, and counts it.
+    fn refused_now(
+        &self,
+        reason: Reason,
+        since: Since,
+        label: Label,
+        retry_at: Option<Instant>,
+        open: Option<&mut OpenRequest<Core>>,
+    ) -> Limited {
+        let limited = since.refused(reason, label, retry_at);
+        match open {
+            Some(open) => {
+                let limited = open.as_drained(limited);
+                open.refused(&limited);
+                limited
+            }
+            None => limited,
+        }
     }
 }
 
