@@ -835,3 +835,32 @@ async fn waiters_that_may_pass_uncounted_obey_holds() {
     assert!(start.elapsed() >= 3 * SECOND, "{:?}", start.elapsed());
     assert!(start.elapsed() < 4 * SECOND, "{:?}", start.elapsed());
 }
+
+/// The message of a release is lost. The reply to the inquiry of a request that cannot wait lets all others go on.
+#[tokio::test(start_paused = true)]
+async fn release_learned_by_an_inquiry_ends_all_waits() {
+    let server = Server::new();
+    let [holder, other] = [(); 2].map(|()| {
+        let store = Wire::new(&server, &[ms(1)]);
+        process(store, Quota::new(100, SECOND), HOUR)
+    });
+    holder.hold_for(key(), 600 * SECOND).await.unwrap();
+    sleep(2 * SECOND).await;
+    let waits: Vec<_> = (0..3)
+        .map(|_| {
+            let other = other.clone();
+            tokio::spawn(async move { other.acquire(key()).await.map(drop) })
+        })
+        .collect();
+    sleep(ms(10)).await;
+    server.mute.store(true, Ordering::Relaxed);
+    holder.release(key()).await.unwrap();
+    sleep(2 * SECOND).await;
+    let start = Instant::now();
+    let soon = (start + SECOND).into_std();
+    let _ = other.acquire(key()).deadline(soon).await;
+    for wait in waits {
+        wait.await.unwrap().unwrap();
+    }
+    assert!(start.elapsed() < 2 * SECOND, "{:?}", start.elapsed());
+}

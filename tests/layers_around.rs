@@ -18,7 +18,7 @@ use channels::{Log, channel};
 use http::{Request, Response};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
-use tollgate::{AdaptiveThrottleLayer, Key, Limited, Quota, RateLimitLayer};
+use tollgate::{AdaptiveThrottleLayer, Key, Limited, Quota, RateLimitLayer, Signal};
 use tower::util::BoxCloneService;
 use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 
@@ -510,4 +510,41 @@ async fn random_stacks_exceed_no_limit() {
             }
         }
     }
+}
+
+/// The outer permit is that of the probe after a cut hold. A layer inside has no permit at hand: the request waits for
+/// that one only, not for itself.
+#[tokio::test(start_paused = true)]
+async fn a_probe_does_not_wait_for_itself_inside() {
+    let log = Log::default();
+    let outer = RateLimitLayer::builder(Quota::per_second(10))
+        .key(|_| Key::new("all"))
+        .max_hold(SECOND)
+        .max_wait(MINUTE)
+        .build()
+        .unwrap();
+    let inner = RateLimitLayer::builder(Quota::per_second(1))
+        .max_wait(MINUTE)
+        .build()
+        .unwrap();
+    let service = ServiceBuilder::new()
+        .layer(outer.clone())
+        .layer(inner.clone())
+        .service(upstream(&log));
+    let send = || {
+        let request = Request::get("http://bot.example/").body(String::new());
+        service.clone().oneshot(request.unwrap())
+    };
+    send().await.unwrap();
+    let refused = Response::builder()
+        .status(429)
+        .header("retry-after", "3600");
+    let signal = Signal::read(&refused.body("").unwrap());
+    let permit = outer.limiter().acquire(Key::new("all")).await.unwrap();
+    permit.answered(&signal);
+    sleep(2 * SECOND).await;
+    drop(inner.limiter().acquire(Key::ALL).await.unwrap());
+    let start = tokio::time::Instant::now();
+    send().await.unwrap();
+    assert!(start.elapsed() < 2 * SECOND, "{:?}", start.elapsed());
 }

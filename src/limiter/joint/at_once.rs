@@ -8,6 +8,7 @@ use crate::key::Key;
 use crate::limiter::admission::Entry;
 use crate::limiter::counting;
 use crate::limiter::engine::CoreId;
+use crate::limiter::holds;
 use crate::limiter::in_flight_slot::InFlightSlot;
 use crate::limiter::outer::{self, CallId};
 use crate::limiter::permit::{JointPermit, Permit};
@@ -96,6 +97,8 @@ pub(super) fn take_outer(request: &JointRequest, own: usize, call: CallId) -> Op
         match place {
             Some((part, place)) => {
                 counting::give_back_units(&part.core, Some(&slot));
+                holds::probe_not_sent(&part.core, key);
+                holds::host_probe_not_sent(&part.core, key, part.host);
                 *place = Some(slot);
             }
             None => give_up(id, key, slot),

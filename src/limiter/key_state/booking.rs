@@ -383,16 +383,14 @@ impl KeyState {
             Ok(lease) => self.granted(ctx, &lease, sent, now),
             Err(error) => self.failed(ctx, error, now),
         }
-        if self.queue.is_some() {
-            self.obey_hold(now, &mut ctx.work.wakers);
-        }
+        self.obey_hold(now, &mut ctx.work.wakers);
     }
 
     /// Takes in a lease, the answer to a call that was sent at `sent`.
     fn granted(&mut self, ctx: &mut KeyContext<'_>, lease: &Lease, sent: Instant, now: Instant) {
         let bounds = self.remember(ctx, lease, sent, now);
         let precedes_release =
-            lease.source.has_reply() && self.hold.answered(lease.hold, sent, bounds);
+            lease.source.has_reply() && self.hold_answered(ctx, lease.hold, sent, bounds);
         let keeps = lease.refused.is_some() && !precedes_release && self.may_borrow(ctx, now);
         let Some(queue) = &mut self.queue else { return };
         if let Some(wait) = lease.recovering {

@@ -136,7 +136,7 @@ impl JointAsk {
         }
         let bounds = state.remember(ctx, lease, sent, ctx.now);
         let precedes_release =
-            lease.source.has_reply() && state.hold.answered(lease.hold, sent, bounds);
+            lease.source.has_reply() && state.hold_answered(ctx, lease.hold, sent, bounds);
         if let Some(wait) = lease.recovering {
             return Asked::Paused(wait);
         }
@@ -212,7 +212,7 @@ pub(in crate::limiter) fn confirmed(
     if let Ok(lease) = answer {
         let bounds = state.remember(ctx, &lease, sent, ctx.now);
         if lease.source.has_reply() {
-            state.hold.answered(lease.hold, sent, bounds);
+            state.hold_answered(ctx, lease.hold, sent, bounds);
         }
     }
     take_in_changes(state, ctx);
@@ -233,7 +233,6 @@ pub(super) fn take_in_changes(state: &mut KeyState, ctx: &mut KeyContext<'_>) {
 /// Takes in that a slot of no use goes back with the next call of a joint request. So a refusal
 /// while it was booked says nothing any more.
 pub(in crate::limiter) fn given_up(state: &mut KeyState) {
-    state.probe_comes_back();
     state.store.forget_refusal();
 }
 

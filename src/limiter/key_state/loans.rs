@@ -269,7 +269,7 @@ impl KeyState {
         self.store.answers_later |= now > sent;
         let bounds = self.remember(ctx, &lease, sent, now);
         let precedes_release =
-            lease.source.has_reply() && self.hold.answered(lease.hold, sent, bounds);
+            lease.source.has_reply() && self.hold_answered(ctx, lease.hold, sent, bounds);
         let is_clear = self.hold.is_clear(ctx.max_hold, now);
         if !is_clear {
             joint_ask::take_in_changes(self, ctx);

@@ -93,6 +93,7 @@ pub use stated_limits::{HeaderTrust, StatedLimit};
 pub(super) use stated_parts::{OWN_PART, WholeLimits, fresh_for};
 use store_view::{Observed, StoreView, slot};
 pub(super) use ticket::Ticket;
+use upstream_refusals::SAME_END;
 use upstream_view::{Sendable, UpstreamView};
 
 /// How long all processes take to give back their slots after a change of the quota.
@@ -453,6 +454,28 @@ impl KeyState {
         if self.hold.adopt(held, source, ctx.now) {
             self.hold_changed(ctx);
         }
+    }
+
+    /// Takes in the hold that the store states in its answer to a call: see [`KeyHold::answered`]. If the hold
+    /// ends earlier than this process knew, because it has missed a release, the requests that wait for its
+    /// end go on.
+    fn hold_answered(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        held: HoldState,
+        sent: Instant,
+        bounds: (Instant, Instant),
+    ) -> bool {
+        let before = self.hold.left(ctx.now);
+        let precedes_release = self.hold.answered(held, sent, bounds);
+        let left = self.hold.left(ctx.now).unwrap_or_default();
+        if before.is_some_and(|before| left + SAME_END < before) {
+            self.hold.wake_all(&mut ctx.work.wakers);
+            if let Some(queue) = &mut self.queue {
+                queue.gathering.end();
+            }
+        }
+        precedes_release
     }
 
     /// Gives up permits that may no longer be used, after the hold has changed, and goes on with

@@ -121,7 +121,7 @@ impl Ticket {
     ) -> Option<Option<Settled>> {
         let bounds = state.remember(ctx, lease, ctx.now, ctx.now);
         if lease.source.has_reply() {
-            state.hold.answered(lease.hold, ctx.now, bounds);
+            state.hold_answered(ctx, lease.hold, ctx.now, bounds);
         }
         let Some(grant) = lease.grants.first() else {
             let recovering = lease.recovering.map(|wait| Refusal {
