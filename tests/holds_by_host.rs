@@ -17,7 +17,9 @@ use http::StatusCode;
 use support::{Upstream, get, limited, ms, ok, peek, settle, soon};
 use tokio::time::{Instant, sleep};
 use tollgate::store::{Lease, LeaseRequest, MemoryStore, Store, StoreReply};
-use tollgate::{Cost, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason, RequestRef};
+use tollgate::{
+    Cost, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason, RequestRef, Signal,
+};
 use tower::{Layer, ServiceBuilder, ServiceExt};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -407,4 +409,22 @@ async fn joint_requests_with_hosts_use_permits_at_hand() {
         let calls = store.calls.load(Ordering::Relaxed) - before;
         assert!(calls < 100, "{calls} calls for 200 requests");
     }
+}
+
+/// A permit by hand has no host, so its refusal holds all of them. The probe of a layer ends that hold.
+#[tokio::test(start_paused = true)]
+async fn a_probe_to_a_host_ends_the_hold_of_all_hosts() {
+    let layer = builder(Quota::per_second(50))
+        .max_hold(SECOND)
+        .build()
+        .unwrap();
+    let permit = layer.limiter().acquire(Key::ALL).await.unwrap();
+    permit.answered(&Signal::read(&limited("7000").unwrap()));
+    sleep(2 * SECOND).await;
+    let service = ServiceBuilder::new().layer(layer).service(Upstream::new());
+    let start = Instant::now();
+    for _ in 0..5 {
+        service.clone().oneshot(get(ONE)).await.unwrap();
+    }
+    assert!(start.elapsed() < SECOND, "{:?}", start.elapsed());
 }

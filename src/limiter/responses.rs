@@ -64,6 +64,8 @@ impl AnsweredCall {
             key, sent, is_bad, ..
         } = self;
         let hold = self.hold(core);
+        // Requests to a host obey the holds of the key of all hosts, too.
+        let of_all = Some(key).filter(|key| *key != hold);
         let now = clock::now();
         let limited = signal.refusal().is_some();
         let accept = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
@@ -73,13 +75,14 @@ impl AnsweredCall {
             }
             is_released
         };
-        let released = core.with_state(hold, now, accept);
-        self.learn(core, signal, now);
-        if released == Some(true) {
-            // The probe was accepted, so the other requests may leave, in all processes. The answer
-            // of the store is not needed.
-            drop(core.settings.store.release(hold, &core.terms(hold)));
+        for held in std::iter::once(hold).chain(of_all) {
+            if core.with_state(held, now, accept) == Some(true) {
+                // The probe was accepted, so the other requests may leave, in all processes. The answer
+                // of the store is not needed.
+                drop(core.settings.store.release(held, &core.terms(held)));
+            }
         }
+        self.learn(core, signal, now);
         let retry_after = if limited {
             signal.retry_after()
         } else {
