@@ -611,3 +611,21 @@ async fn permits_returned_after_a_cut_hold_await_the_probe() {
     let left: Vec<_> = acquires.flatten().collect();
     assert_eq!(left.len(), 1, "only the probe leaves");
 }
+
+/// The probe of a key without a limit of rate has no slot. If it is given back, the next request is the probe at once.
+#[tokio::test(start_paused = true)]
+async fn a_probe_without_a_slot_comes_back() {
+    let limit = RateLimitLayer::builder(Quota::in_flight(5)).max_hold(ms(1000));
+    let limiter = limit.build().unwrap().limiter();
+    let key = Key::new("tenant");
+    let refused = tollgate::Signal::read(&limited("3600").unwrap());
+    limiter.acquire(key).await.unwrap().answered(&refused);
+    sleep(ms(1500)).await;
+    let probe = limiter.acquire(key).await.unwrap();
+    let mut next = Box::pin(limiter.acquire(key));
+    assert!(next.as_mut().now_or_never().is_none());
+    let start = Instant::now();
+    probe.give_back();
+    drop(next.await.unwrap());
+    assert!(start.elapsed() < ms(100), "{:?}", start.elapsed());
+}

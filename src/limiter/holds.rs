@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use super::engine::Core;
 use super::key_state::{HoldSource, KeyContext, KeyState};
 use super::queue::Number;
+use super::reservation::Reservation;
 use super::settings::Settings;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
@@ -182,7 +183,18 @@ pub(super) fn probe_not_sent(core: &Arc<Core>, key: Key) {
     core.with_state(key, clock::now(), KeyState::probe_not_sent);
 }
 
-/// The same for the probe of `host`, to which a request of `key` was not sent.
+/// Takes back what a request of `key` had that was not sent: its slot, and that it may have been the probe of the key.
+pub(super) fn not_sent(core: &Arc<Core>, key: Key, slot: Option<Reservation>) {
+    // A slot of the key's own part takes the probe back.
+    if slot.is_none_or(|slot| slot.lender.is_some()) {
+        probe_not_sent(core, key);
+    }
+    if let Some(slot) = slot {
+        core.give_back(key, slot);
+    }
+}
+
+/// Does what [`probe_not_sent`] does, for the probe of `host`, to which a request of `key` was not sent.
 pub(super) fn host_probe_not_sent(core: &Arc<Core>, key: Key, host: Option<Key>) {
     if let Some(hold) = core.hosts.hold_of(key, host) {
         probe_not_sent(core, hold);

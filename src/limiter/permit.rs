@@ -300,10 +300,8 @@ impl Permit {
         let first = JointPermit { permit: self, host };
         for JointPermit { permit, host } in std::iter::once(first).chain(joint.others) {
             holds::host_probe_not_sent(&permit.core, permit.key, host);
-            if let Some(slot) = permit.slot {
-                counting::give_back_units(&permit.core, Some(&slot));
-                permit.core.give_back(permit.key, slot);
-            }
+            counting::give_back_units(&permit.core, permit.slot.as_ref());
+            holds::not_sent(&permit.core, permit.key, permit.slot);
         }
     }
 

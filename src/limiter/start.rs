@@ -177,9 +177,7 @@ pub(super) fn slow(core: &Arc<Core>, entry: &Entry, label: impl FnOnce() -> Labe
                 return Started::Granted(slot, in_flight_slot);
             };
             // Another request has become the probe of the host meanwhile.
-            if let Some(slot) = slot {
-                core.give_back(entry.key, slot);
-            }
+            holds::not_sent(core, entry.key, slot);
             let wait = WaitFor::HostHold(clock::after(now, left));
             Started::Waiting(Waiter::new(core, entry, bound, now, label()).waits(wait, None, now))
         }

@@ -352,10 +352,9 @@ impl Waiter {
         let Some(left) = hold.and_then(|hold| holds::pass(&self.core, hold, now).err()) else {
             return Some(permit);
         };
-        if let (Some(slot), _) = permit.into_parts() {
-            counting::give_back_units(&self.core, Some(&slot));
-            self.core.give_back(self.key, slot);
-        }
+        let (slot, _) = permit.into_parts();
+        counting::give_back_units(&self.core, slot.as_ref());
+        holds::not_sent(&self.core, self.key, slot);
         self.ticket.turns += 1;
         self.wait(WaitFor::HostHold(clock::after(now, left)), None, now);
         None

@@ -295,7 +295,7 @@ impl KeyState {
     /// it goes back to the store.
     pub(super) fn give_back(&mut self, ctx: &mut KeyContext<'_>, slot: Reservation) {
         let is_held = self.hold.left(ctx.now).is_some();
-        self.probe_comes_back();
+        self.probe_comes_back(ctx);
         self.store.forget_refusal();
         let Some(queue) = &mut self.queue else {
             // Requests that take a permit at hand ask neither for a hold nor for a probe.
@@ -539,11 +539,14 @@ impl KeyState {
 
     /// Notes that a permit was given back unused. If it was the probe's, another request may be the
     /// probe. Returns whether it may have been.
-    fn probe_comes_back(&mut self) -> bool {
+    fn probe_comes_back(&mut self, ctx: &mut KeyContext<'_>) -> bool {
         let was_probing = self.hold.probe_comes_back();
-        // The next call to the store may have been put off until the probe is accepted.
-        if was_probing && let Some(queue) = &mut self.queue {
-            queue.gathering.end();
+        if was_probing {
+            self.hold.wake_all(&mut ctx.work.wakers);
+            // The next call to the store may have been put off until the probe is accepted.
+            if let Some(queue) = &mut self.queue {
+                queue.gathering.end();
+            }
         }
         was_probing
     }
@@ -551,8 +554,7 @@ impl KeyState {
     /// Notes that a request was not sent that may have been the probe of this key, or of the host whose holds
     /// this key has. The others go on.
     pub(super) fn probe_not_sent(&mut self, ctx: &mut KeyContext<'_>) {
-        if self.probe_comes_back() {
-            self.hold.wake_all(&mut ctx.work.wakers);
+        if self.probe_comes_back(ctx) {
             self.step(ctx, None);
             self.close(ctx);
         }

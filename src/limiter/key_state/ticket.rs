@@ -193,12 +193,16 @@ impl Ticket {
     ///
     /// If its permit expired before the request was polled, or if the key was put on hold
     /// meanwhile, the request may not leave. It waits again, in its old place.
-    fn collect_usable(&mut self, state: &mut KeyState, ctx: &KeyContext<'_>) -> Option<Settled> {
+    fn collect_usable(
+        &mut self,
+        state: &mut KeyState,
+        ctx: &mut KeyContext<'_>,
+    ) -> Option<Settled> {
         let settled = self.collect(state)?;
         let held = state.hold.left(ctx.now);
         match (settled, held) {
             (Settled::Granted(slot), Some(left)) => {
-                state.probe_comes_back();
+                state.probe_comes_back(ctx);
                 let queue = state.queue.get_or_insert_default();
                 queue.returns.add(&slot);
                 self.wait_for_hold(queue, ctx.now, left)
@@ -236,7 +240,7 @@ impl Ticket {
     }
 
     /// Returns the request to its old place, because its permit has expired. `died` is that permit.
-    fn wait_again(&mut self, state: &mut KeyState, ctx: &KeyContext<'_>, died: Reservation) {
+    fn wait_again(&mut self, state: &mut KeyState, ctx: &mut KeyContext<'_>, died: Reservation) {
         self.turns += 1;
         if self.turns == 2 && self.bound.is_none {
             // `max_wait` is zero, so the request cannot wait. Its task ran too late, so the request
@@ -244,7 +248,7 @@ impl Ticket {
             self.bound.latest = self.bound.latest.max(ctx.now);
         }
         state.store.lengthen_life(ctx.spec);
-        state.probe_comes_back();
+        state.probe_comes_back(ctx);
         let held = state.hold.left(ctx.now);
         let queue = state.queue.get_or_insert_default();
         queue.returns.add(&died);
@@ -276,7 +280,7 @@ impl Ticket {
             } else {
                 queue.add(slot);
             }
-            state.probe_comes_back();
+            state.probe_comes_back(ctx);
         }
         state.step(ctx, None);
         state.close(ctx);
