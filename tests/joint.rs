@@ -784,3 +784,24 @@ async fn joint_requests_at_hand_allocate_nothing() -> Result<(), BoxError> {
     assert_eq!(spent.count_total, 0);
     Ok(())
 }
+
+/// The quota that is set while a request waits for its first in-flight slot makes the second limit the narrower one.
+#[tokio::test(start_paused = true)]
+async fn a_set_quota_leaves_no_in_flight_slot_behind() {
+    let quota = |calls| Quota::per_minute(1000).and(Quota::in_flight(calls));
+    let limiter = |calls| {
+        let limit = RateLimitLayer::builder(quota(calls)).max_wait(Duration::from_secs(60));
+        limit.build().unwrap().limiter()
+    };
+    let (narrow, wide) = (limiter(1), limiter(3));
+    let key = Key::new("tenant");
+    let first = narrow.acquire(key).await.unwrap();
+    let mut both = Box::pin(narrow.acquire(key).with(wide.acquire(key)));
+    assert!(futures::FutureExt::now_or_never(&mut both).is_none());
+    narrow.set_quota(key, quota(10)).await.unwrap();
+    let start = tokio::time::Instant::now();
+    let both = both.await.unwrap();
+    assert!(start.elapsed() < Duration::from_secs(1));
+    drop((first, both));
+    assert_eq!(narrow.peek(key).await.unwrap().free, 10);
+}

@@ -137,10 +137,10 @@ pub(super) fn enter(
         calls.enter(number, impatient, now);
         true
     })?;
+    core.claim(entered.claim);
     if !entered.done {
         return Ok(Some(Settled::QueueFull));
     }
-    core.claim(entered.claim);
     Ok(in_flight
         .with(key, |calls| calls.collect(number, now))
         .flatten())

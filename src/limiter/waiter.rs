@@ -289,11 +289,8 @@ impl Waiter {
         self.stage = Stage::Done;
         let in_flight_slot = self.in_flight_slot.take();
         if let Settled::Granted(slot) = settled
-            && in_flight_slot
-                .as_ref()
-                .is_some_and(|in_flight_slot| in_flight_slot.is_lost(now))
+            && is_lost(in_flight_slot.as_ref(), now)
         {
-            // The claim of this process expired while the request waited for its slot.
             self.core.give_back(self.key, slot);
             return self.proceed(Admission::Failed(StoreError::InFlightSlotLost), now);
         }
@@ -315,6 +312,10 @@ impl Waiter {
         let Ticket { number, bound, .. } = self.ticket;
         let Err(left) = holds::poll_pass(&self.core, self.key, number, now, cx) else {
             let in_flight_slot = self.in_flight_slot.take();
+            if is_lost(in_flight_slot.as_ref(), now) {
+                holds::probe_not_sent(&self.core, self.key);
+                return self.proceed(Admission::Failed(StoreError::InFlightSlotLost), now);
+            }
             return self.proceed(
                 Admission::Granted {
                     slot: None,
@@ -369,6 +370,11 @@ impl Waiter {
             self.stage = Stage::Done;
         }
     }
+}
+
+/// Returns whether the claim of this process expired while the request with this in-flight slot waited.
+fn is_lost(in_flight_slot: Option<&InFlightSlot>, now: Instant) -> bool {
+    in_flight_slot.is_some_and(|slot| slot.is_lost(now))
 }
 
 impl Future for Waiter {

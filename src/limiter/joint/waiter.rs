@@ -109,7 +109,8 @@ fn unfit(
 
 /// Returns the numbers of the parts with limits of calls in flight. A request takes its in-flight
 /// slots in this order, the narrowest limit first, so that requests with other parts never wait for
-/// each other in a circle.
+/// each other in a circle. A limit that is set while a request waits does not change the order: the request would leave
+/// the line of another part than the one that it waits in.
 fn in_flight_order(parts: &[Part], costs: &[u32]) -> PerPart<usize> {
     let mut order: PerPart<usize> = (0..parts.len())
         .filter(|part| parts[*part].core.in_flight.is_some() && costs[*part] > 0)
@@ -118,8 +119,7 @@ fn in_flight_order(parts: &[Part], costs: &[u32]) -> PerPart<usize> {
         let Part { core, key, .. } = &parts[*part];
         // All classes of a divided quota have the key in common.
         let key = core.whole(*key);
-        let limit = core.in_flight.as_ref().map(|calls| calls.limit(key));
-        (limit, key, core.id)
+        (core.settings.spec.quota().most_in_flight(), key, core.id)
     });
     order
 }
