@@ -106,7 +106,9 @@ impl Stops {
             if last.is_some_and(|last| until <= clock::after(last.until, SAME_STOP)) {
                 return false;
             }
-            let number = self.number(span);
+            // A process that does not know of earlier stops stops the key for a shorter time.
+            let last = last.filter(|last| now < clock::after(last.until, self.longest));
+            let number = self.number(span).max(last.map_or(0, |last| last.number));
             self.insert(stops, key, Stop { until, number }, now);
             true
         })
@@ -175,6 +177,20 @@ mod tests {
         let end = now + secs(121);
         let span = secs(240);
         assert_eq!(stops.trip(key, end, end), Some(NewStop { span, number: 3 }));
+    }
+
+    /// A process that has just started does not know of earlier stops, and stops the key for the shortest time.
+    #[test]
+    fn a_short_stop_of_another_process_does_not_undo_the_doubling() {
+        let (stops, mut now) = (Stops::new(secs(60), secs(3600), 10), clock::now());
+        let key = Key::new("a");
+        for _ in 0..3 {
+            now += stops.trip(key, now, now).unwrap().span;
+        }
+        assert!(stops.heard(key, secs(60), now));
+        now += secs(61);
+        let stop = stops.trip(key, now, now).unwrap();
+        assert_eq!((stop.span, stop.number), (secs(480), 4));
     }
 
     #[test]

@@ -627,8 +627,10 @@ impl FlushCall {
 
 impl Drop for FlushCall {
     fn drop(&mut self) {
-        let flushed = |state: &mut KeyState| state.flushed(self.units, self.has_arrived);
-        self.core.states.find(self.key, flushed);
+        let flushed = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
+            state.flushed(ctx, self.units, self.has_arrived);
+        };
+        self.core.with_state(self.key, clock::now(), flushed);
     }
 }
 

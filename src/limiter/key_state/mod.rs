@@ -401,10 +401,14 @@ impl KeyState {
         Some((units, call))
     }
 
-    /// Takes in whether a call of [`flush_charges`](Self::flush_charges) has reached the store.
-    pub(super) fn flushed(&mut self, units: u64, has_arrived: bool) {
+    /// Takes in whether a call of [`flush_charges`](Self::flush_charges) has reached the store. If not, the
+    /// charges get a call of their own.
+    pub(super) fn flushed(&mut self, ctx: &mut KeyContext<'_>, units: u64, has_arrived: bool) {
         if let Some(charges) = self.charges() {
             charges.flushed(units, has_arrived);
+            if !has_arrived {
+                self.send_charges_later(ctx, true);
+            }
         }
     }
 

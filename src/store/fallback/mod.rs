@@ -179,20 +179,18 @@ impl Inner {
                 ));
             }
             let stage = ledger.on_reply(now);
-            request.charges = ledger.take_charges(now);
-            Some(match stage {
-                Stage::Together => {
-                    history.end_standalone();
-                    (stage, Ok(Lease::default()))
-                }
-                stage => {
-                    let plan = ledger.book(&request.request(&request.demands), now);
-                    (
-                        stage,
-                        plan.map(|plan| ledger.refuse_until_shared(plan, now)),
-                    )
-                }
-            })
+            if stage == Stage::Together {
+                request.charges = ledger.take_charges(now);
+                history.end_standalone();
+                return Some((stage, Ok(Lease::default())));
+            }
+            let plan = ledger.book(&request.request(&request.demands), now);
+            let plan = plan.map(|plan| ledger.refuse_until_shared(plan, now));
+            // A request above the share of this process makes no call that could carry them.
+            if plan.is_ok() {
+                request.charges = ledger.take_charges(now);
+            }
+            Some((stage, plan))
         });
         let (stage, plan) = match stage.flatten() {
             Some((stage, plan)) => {
