@@ -12,8 +12,7 @@ const MOST_BYTES: usize = 253;
 
 /// A host, and its key.
 struct LastHost {
-    /// Empty if no host was looked up, or if the last one cannot be used as it is written: see
-    /// [`RequestInfo::is_to`].
+    /// A plain host: see [`is_plain_host`]. Empty if none was looked up.
     name: String,
     key: Key,
 }

@@ -174,8 +174,7 @@ impl Ledger {
     /// Returns the units of all returned slots that are kept for the next callers.
     #[cfg(test)]
     pub(crate) fn returned_units(&self) -> u64 {
-        let rare = self.rare.as_ref();
-        rare.map_or(0, |rare| rare.returned.units())
+        self.returned().map_or(0, ReturnedSlots::units)
     }
 
     /// Returns the version of the set quota or of its end. 0 if there is none.
@@ -323,8 +322,8 @@ impl Ledger {
     /// Removes the returned slots that no request can use any more. Their units leave the limits.
     fn drain(&mut self) {
         let earliest = self.earliest();
-        let pop = |rare: &mut RareState| rare.returned.pop_before(earliest);
-        while let Some(unused) = self.rare.as_deref_mut().and_then(pop) {
+        let pop = |returned: &mut ReturnedSlots| returned.pop_before(earliest);
+        while let Some(unused) = self.returned_mut().and_then(pop) {
             self.subtract(unused);
         }
     }
@@ -383,8 +382,7 @@ impl Ledger {
 
     /// Removes the returned slots. Their units leave the limits.
     fn drop_returned(&mut self) {
-        let pop = |rare: &mut RareState| rare.returned.pop_last();
-        while let Some(unused) = self.rare.as_deref_mut().and_then(pop) {
+        while let Some(unused) = self.returned_mut().and_then(ReturnedSlots::pop_last) {
             self.subtract(unused);
         }
     }
@@ -430,17 +428,19 @@ impl Ledger {
         let from = self.earliest().max(earliest);
         while count > 0 {
             let (slot, limit) = self.first_slot(from, cost, open);
-            let take = |rare: &mut RareState| {
+            let take = |returned: &mut ReturnedSlots| {
                 let span = from..=slot.min(latest);
-                rare.returned.take(span, cost, count, life, transit_slack)
+                returned.take(span, cost, count, life, transit_slack)
             };
-            if let Some(grant) = self.rare.as_deref_mut().and_then(take) {
+            if let Some(grant) = self.returned_mut().and_then(take) {
                 count -= grant.count;
                 granted(grant);
                 continue;
             }
             if slot > latest {
-                let returned = self.first_returned(from, cost, life, transit_slack);
+                let returned = self
+                    .returned()
+                    .and_then(|returned| returned.first(from, cost, life, transit_slack));
                 return Err(TooLate {
                     slot: returned.map_or(slot, |returned| returned.min(slot)),
                     limit,
@@ -641,20 +641,19 @@ impl Ledger {
         let (earliest, cost) = (self.earliest(), u64::from(cost));
         let slot = self.first_slot(earliest, cost, open(spec, life, false)).0;
         let transit_slack = micros_up(spec.transit_slack());
-        self.first_returned(earliest, cost, life, transit_slack)
+        self.returned()
+            .and_then(|returned| returned.first(earliest, cost, life, transit_slack))
             .map_or(slot, |returned| returned.min(slot))
     }
 
-    /// Returns the first returned slot that a permit can have: see [`ReturnedSlots::first`].
-    fn first_returned(
-        &self,
-        from: Micros,
-        units: u64,
-        life: Micros,
-        transit_slack: Micros,
-    ) -> Option<Micros> {
-        let returned = &self.rare.as_ref()?.returned;
-        returned.first(from, units, life, transit_slack)
+    /// Returns the returned slots, if there may be some.
+    fn returned(&self) -> Option<&ReturnedSlots> {
+        self.rare.as_deref().map(|rare| &rare.returned)
+    }
+
+    /// Returns the returned slots, if there may be some, to take some out.
+    fn returned_mut(&mut self) -> Option<&mut ReturnedSlots> {
+        self.rare.as_deref_mut().map(|rare| &mut rare.returned)
     }
 
     /// Returns for each limit, in the order of [`usage`](Self::usage), when it alone would allow a
@@ -673,8 +672,7 @@ impl Ledger {
     /// Returns the first moment from which a new ledger would grant the same. From then on, this
     /// ledger can be forgotten.
     pub(crate) fn fresh_from(&self) -> Micros {
-        let last_slot = |rare: &RareState| rare.returned.last_slot();
-        let returned = self.rare.as_deref().and_then(last_slot);
+        let returned = self.returned().and_then(ReturnedSlots::last_slot);
         let returned = returned.map_or(0, |slot| slot + 1);
         // The number of releases matters only while messages about an older hold may still arrive,
         // so it keeps no ledger.

@@ -68,9 +68,8 @@ impl ReturnedSlots {
         life: Micros,
         transit_slack: Micros,
     ) -> Option<Micros> {
-        let slots = &self.slots;
-        ReturnedSlots::position(slots, from, units, life, transit_slack)
-            .map(|index| slots[index].slot)
+        ReturnedSlots::position(&self.slots, from, units, life, transit_slack)
+            .map(|index| self.slots[index].slot)
     }
 
     /// Takes up to `count` permits of `cost` units from the first slot that has them, if it lies

@@ -32,7 +32,7 @@ pub(super) struct Hosts {
 #[derive(Debug)]
 pub(super) struct FirstHost {
     name: Box<str>,
-    /// Whether the name can be used as it is written: see [`RequestInfo::is_to`].
+    /// Whether a request can be asked for the name by [`RequestInfo::is_to`]: see [`is_plain_host`].
     is_plain: bool,
     /// The key of `name`.
     host: Key,

@@ -233,7 +233,8 @@ impl ThrottlePermit {
         } else {
             None
         };
-        let is_held = self.core.find(self.key, |waiters| waiters.is_held(now)) == Some(true);
+        let held = self.core.find(self.key, |waiters| waiters.held(now));
+        let is_held = held.flatten().is_some();
         let Some(flight) = self.flight.take_if(|_| is_held || reason.is_some()) else {
             return Ok(self);
         };

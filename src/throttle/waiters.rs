@@ -222,11 +222,6 @@ impl Waiters {
         self.grant_due(now, wakers);
     }
 
-    /// Returns whether a request whose turn has come may not leave any more, because the key is on hold.
-    pub(super) fn is_held(&self, now: Instant) -> bool {
-        self.queue.held_until().is_some_and(|until| until > now)
-    }
-
     /// Lets a request whose turn had come, but which was not sent, wait in its old place until `latest`.
     pub(super) fn wait_again(
         &mut self,

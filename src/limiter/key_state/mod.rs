@@ -474,12 +474,17 @@ impl KeyState {
         let precedes_release = self.hold.answered(held, sent, bounds);
         let left = self.hold.left(ctx.now).unwrap_or_default();
         if before.is_some_and(|before| left + SAME_END < before) {
-            self.hold.wake_all(&mut ctx.work.wakers);
-            if let Some(queue) = &mut self.queue {
-                queue.gathering.end();
-            }
+            self.wait_no_longer(ctx);
         }
         precedes_release
+    }
+
+    /// Ends what has been put off until the end of a hold, or until the probe is accepted.
+    fn wait_no_longer(&mut self, ctx: &mut KeyContext<'_>) {
+        self.hold.wake_all(&mut ctx.work.wakers);
+        if let Some(queue) = &mut self.queue {
+            queue.gathering.end();
+        }
     }
 
     /// Gives up permits that may no longer be used, after the hold has changed, and goes on with
@@ -546,11 +551,7 @@ impl KeyState {
     fn probe_comes_back(&mut self, ctx: &mut KeyContext<'_>) -> bool {
         let was_probing = self.hold.probe_comes_back();
         if was_probing {
-            self.hold.wake_all(&mut ctx.work.wakers);
-            // The next call to the store may have been put off until the probe is accepted.
-            if let Some(queue) = &mut self.queue {
-                queue.gathering.end();
-            }
+            self.wait_no_longer(ctx);
         }
         was_probing
     }
