@@ -22,6 +22,8 @@ fn is_quantile(estimate: u32, costs: &[u32], quantile: f64) -> bool {
 }
 
 proptest! {
+    #![proptest_config(histories::config(64))]
+
     #[test]
     fn estimates_are_quantiles_of_the_last_costs(
         quantile in 0.0..=1.0_f64,

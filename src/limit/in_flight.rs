@@ -440,7 +440,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(1000))]
+        #![proptest_config(histories::config(250))]
 
         #[test]
         fn free_slots_go_to_classes_below_their_share(

@@ -102,6 +102,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(histories::config(64))]
+
         #[test]
         fn time_never_goes_back(clock in near(NOW), last in near(NOW), expected in prop::option::of(expected())) {
             if let Some(now) = logical_time(NOW, clock, last, expected) {

@@ -105,6 +105,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(histories::config(64))]
+
         /// The process that got the last permit of the lost state uses it within its trust after
         /// the loss.
         #[test]

@@ -300,6 +300,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(histories::config(64))]
+
         /// The parts of a limit add up to the limit, and no part is empty.
         #[test]
         fn parts_add_up(

@@ -159,6 +159,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(histories::config(64))]
+
         #[test]
         fn a_quantile_is_the_bucket_of_its_wait(
             mut micros in prop::collection::vec(0..400_000_000u64, 1..50),

@@ -338,6 +338,8 @@ impl World {
 }
 
 proptest! {
+    #![proptest_config(histories::config(64))]
+
     #[test]
     fn shared_queue_is_fifo_at_one_pace(seed in any::<u64>(), steps in steps(2, 0)) {
         let world = World::play(seed, Network { trip: 0, lost: 0.0, lost_news: 0.0 }, steps);

@@ -139,6 +139,8 @@ fn replay(
 }
 
 proptest! {
+    #![proptest_config(histories::config(64))]
+
     #[test]
     fn queue_is_fifo_and_loses_no_request(steps in prop::collection::vec(step(), 1..80)) {
         replay(Box::new(Fair::new()), 1, &steps)?;
@@ -347,7 +349,7 @@ fn at_the_gate(callers: &[Caller], seed: u64) -> Vec<(u64, Duration, Duration, b
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(128))]
+    #![proptest_config(histories::config(32))]
 
     #[test]
     fn throttle_is_fifo_when_requests_are_cancelled_anywhere(

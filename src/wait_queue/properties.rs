@@ -296,6 +296,8 @@ impl World {
 }
 
 proptest! {
+    #![proptest_config(histories::config(64))]
+
     #[test]
     fn queue_behaves_as_a_list_of_requests(steps in prop::collection::vec(step(), 1..60)) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();

@@ -1,17 +1,8 @@
 //! Threads without a runtime that wait for permits, alone and beside tasks, under the real clock.
 
-#[path = "support/counted.rs"]
-#[allow(dead_code, reason = "each file of tests uses its part")]
-mod counted;
+use crate::support::{counted, patient, remote};
 
 #[cfg(feature = "redis")]
-#[path = "support/patient.rs"]
-mod patient;
-
-#[path = "support/remote.rs"]
-#[allow(dead_code, reason = "each file of tests uses its part")]
-mod remote;
-
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};

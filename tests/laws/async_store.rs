@@ -1,8 +1,7 @@
 //! The limiter over a store that answers asynchronously: one call at a time books slots for all
 //! waiters.
 
-#[path = "support/counted.rs"]
-mod counted;
+use crate::support::counted;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};

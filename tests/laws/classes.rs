@@ -1,7 +1,6 @@
 //! A quota that is divided among classes of requests.
 
-#[path = "support/over.rs"]
-mod over;
+use crate::support::over;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -469,9 +468,8 @@ fn no_mix_of_classes_exceeds_the_in_flight_limit() {
         prop::collection::vec(call, 1..100),
     );
     let config = ProptestConfig {
-        cases: 200,
         failure_persistence: None,
-        ..ProptestConfig::default()
+        ..histories::config(50)
     };
     proptest!(config, |((limit, (a, b), requests) in case)| {
         let layer = RateLimitLayer::builder(Quota::in_flight(limit))
@@ -523,9 +521,8 @@ fn no_mix_of_classes_exceeds_the_quota() {
         prop::collection::vec((0u64..400, 0usize..3, 1u32..4), 1..200),
     );
     let config = ProptestConfig {
-        cases: 120,
         failure_persistence: None,
-        ..ProptestConfig::default()
+        ..histories::config(30)
     };
     proptest!(config, |((quota, (a, b), (lends, web, jobs), requests) in case)| {
         let layer = RateLimitLayer::builder(quota)

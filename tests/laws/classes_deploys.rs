@@ -1,20 +1,15 @@
 //! Shares that change while requests are sent: releases with different shares, and releases without, side by
 //! side.
 
-#[path = "support/histories.rs"]
-mod histories;
-#[path = "support/over.rs"]
-mod over;
-#[path = "support/remote.rs"]
-mod remote;
+use crate::support::{self, over, remote};
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use histories::{histories, paused};
 use over::over;
 use proptest::prelude::*;
 use remote::Remote;
+use support::paused;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use tollgate::store::{MemoryStore, Store};
@@ -122,9 +117,8 @@ fn processes(window: u64) -> impl Strategy<Value = Vec<Process>> {
 
 fn config() -> ProptestConfig {
     ProptestConfig {
-        cases: histories(60),
         failure_persistence: None,
-        ..ProptestConfig::default()
+        ..histories::config(15)
     }
 }
 

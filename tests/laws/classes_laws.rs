@@ -1,19 +1,16 @@
 //! What classes of requests are promised: fleets over a remote store, in virtual time, and random
 //! requests of several keys, units and set quotas.
 
-#[path = "support/histories.rs"]
-mod histories;
-#[path = "support/over.rs"]
-mod over;
+use crate::support::{self, over};
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use histories::{histories, paused};
 use http::Request;
 use over::over;
 use proptest::prelude::*;
+use support::paused;
 use tokio::time::{Instant, sleep};
 use tollgate::store::{
     Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreListener, StoreReply,
@@ -292,9 +289,8 @@ fn shares() -> impl Strategy<Value = (u8, u8, u8)> {
 
 fn config() -> ProptestConfig {
     ProptestConfig {
-        cases: histories(40),
         failure_persistence: None,
-        ..ProptestConfig::default()
+        ..histories::config(10)
     }
 }
 

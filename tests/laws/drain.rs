@@ -1,8 +1,6 @@
 //! The end of a process: what waits may leave until a deadline, and all else goes back.
 
-#[path = "support/remote.rs"]
-mod remote;
-mod support;
+use crate::support::{self, remote};
 
 use std::future::{Future, poll_fn};
 use std::sync::Arc;
@@ -628,11 +626,10 @@ async fn drain_history(history: History) -> Result<(), TestCaseError> {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: 100,
         failure_persistence: Some(Box::new(
             proptest::test_runner::FileFailurePersistence::Direct("proptest-regressions/drain.txt"),
         )),
-        ..ProptestConfig::default()
+        ..histories::config(25)
     })]
 
     #[test]

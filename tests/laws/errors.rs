@@ -1,6 +1,6 @@
 //! `Limited::find` looks through every wrapper, and every public type may cross threads.
 
-mod support;
+use crate::support;
 
 use std::error::Error as StdError;
 use std::fmt;

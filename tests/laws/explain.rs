@@ -1,6 +1,6 @@
 //! Why a request would wait now: situations, each with its exact text.
 
-mod support;
+use crate::support;
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,8 +1,7 @@
 //! What `explain` says about a request is what happens to it: random histories, under a paused clock,
 //! in memory and behind a network.
 
-#[path = "support/mod.rs"]
-mod support;
+use crate::support;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -402,7 +401,7 @@ proptest! {
     #![proptest_config(ProptestConfig {
         failure_persistence: None,
         max_shrink_time: 15_000,
-        ..ProptestConfig::default()
+        ..histories::config(64)
     })]
 
     #[test]

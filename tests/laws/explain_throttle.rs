@@ -1,6 +1,6 @@
 //! Why a request of a throttle would wait now: situations with their exact text, and random histories.
 
-mod support;
+use crate::support;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -276,7 +276,7 @@ proptest! {
     #![proptest_config(ProptestConfig {
         failure_persistence: None,
         max_shrink_time: 15_000,
-        ..ProptestConfig::default()
+        ..histories::config(64)
     })]
 
     #[test]

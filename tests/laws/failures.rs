@@ -2,8 +2,7 @@
 //!
 //! Bugs of a single component are tested beside it; these tests need the whole limiter.
 
-#[path = "support/counted.rs"]
-mod counted;
+use crate::support::counted;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};

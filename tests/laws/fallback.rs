@@ -4,9 +4,7 @@
 //! Under a paused clock; each limiter is a process, and requests are counted as an upstream would
 //! count them.
 
-#[path = "support/counted.rs"]
-#[allow(dead_code, reason = "it counts polls too")]
-mod counted;
+use crate::support::counted;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -417,7 +415,7 @@ fn histories() -> impl Strategy<Value = History> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..histories::config(25) })]
 
     /// Whether shares are what processes were granted in recent windows, and all lose and find the
     /// store together.

@@ -1,7 +1,6 @@
 //! The limiter without HTTP: order, wake-ups, cancellation, bounds. Under a paused clock.
 
-#[path = "support/counted.rs"]
-mod counted;
+use crate::support::counted;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};

@@ -2,7 +2,7 @@
 
 #![cfg(feature = "grpc")]
 
-mod support;
+use crate::support;
 
 use std::collections::VecDeque;
 use std::convert::Infallible;

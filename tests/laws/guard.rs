@@ -1,6 +1,6 @@
 //! The ban guard: it stops requests before the server has seen too many of them fail.
 
-mod support;
+use crate::support;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -655,9 +655,8 @@ async fn is_never_over(calls: Vec<Call>, budget: u32) -> TestCaseResult {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: 64,
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("regressions"))),
-        ..ProptestConfig::default()
+        ..histories::config(16)
     })]
 
     #[test]

@@ -1,8 +1,7 @@
 //! Holds: one refusal by the upstream stops other requests before they are refused too. Under a
 //! paused clock.
 
-#[path = "support/mod.rs"]
-mod support;
+use crate::support;
 
 use std::sync::Arc;
 use std::time::Duration;

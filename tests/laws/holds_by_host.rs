@@ -1,10 +1,7 @@
 //! Holds without a key function: all requests share one count, and each host has its own hold.
 //! Under a paused clock.
 
-#[path = "support/busy.rs"]
-mod busy;
-#[path = "support/mod.rs"]
-mod support;
+use crate::support::{self, busy};
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,8 +1,6 @@
 //! Holds over stores that answer late, notify late, or never notify. Under a paused clock.
 
-#[path = "support/counted.rs"]
-#[allow(dead_code, reason = "each file of tests uses its part")]
-mod counted;
+use crate::support::counted;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -484,7 +482,7 @@ async fn replay(quota: Quota, trips: &[Vec<u64>], steps: &[Step]) -> (Past, Dura
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 100, max_shrink_iters: 300, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 300, ..histories::config(25) })]
 
     #[test]
     fn waits_end_in_order_and_never_during_hold(

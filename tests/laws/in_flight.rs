@@ -1,7 +1,6 @@
 //! In-flight limits: the limiter and the layers, alone and with rates. Under a paused clock.
 
-#[path = "support/mod.rs"]
-mod support;
+use crate::support;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};

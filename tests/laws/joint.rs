@@ -1,12 +1,7 @@
 //! Requests that take permits of several keys: all or none, within every limit, and no wait of one
 //! key spends a permit of another. Under a paused clock, with an upstream that logs.
 
-#[path = "support/channels.rs"]
-mod channels;
-#[path = "support/counted.rs"]
-#[allow(dead_code, reason = "it counts polls too")]
-mod counted;
-mod support;
+use crate::support::{self, channels};
 
 use std::convert::Infallible;
 use std::future::{Future, IntoFuture};

@@ -1,8 +1,7 @@
 //! Random histories of requests with several keys, through whole limiters, against a brute-force
 //! count of every window. Under a paused clock.
 
-#[path = "support/over.rs"]
-mod over;
+use crate::support::over;
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -612,7 +611,7 @@ fn config() -> ProptestConfig {
     ProptestConfig {
         failure_persistence: Some(Box::new(failed_before)),
         max_shrink_time: 15_000,
-        ..ProptestConfig::default()
+        ..histories::config(64)
     }
 }
 

@@ -1,14 +1,7 @@
 //! Rate limit layers around each other: no limit is exceeded, whatever stands between them, and
 //! little of the outer limit is wasted. Under a paused clock, with an upstream that logs.
 
-#[path = "support/busy.rs"]
-mod busy;
-#[path = "support/channels.rs"]
-#[allow(dead_code, reason = "it lists the channels too")]
-mod channels;
-#[path = "support/counted.rs"]
-#[allow(dead_code, reason = "it counts polls too")]
-mod counted;
+use crate::support::{busy, channels};
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

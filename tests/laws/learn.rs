@@ -1,6 +1,6 @@
 //! Limits that the upstream states: one response applies them to all processes.
 
-mod support;
+use crate::support;
 
 use std::sync::Arc;
 use std::time::Duration;

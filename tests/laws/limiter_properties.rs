@@ -1,7 +1,6 @@
 //! Random histories through the whole limiter, against a brute-force count of every window.
 
-#[path = "support/over.rs"]
-mod over;
+use crate::support::over;
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -77,7 +76,7 @@ async fn call(limiter: Limiter, caller: Caller, uses: Uses) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..histories::config(75) })]
 
     #[test]
     fn histories_keep_limits_end_waits_and_leave_nothing(

@@ -1,6 +1,6 @@
 //! A quota for each key: what requests state, and what happens when they state another one.
 
-mod support;
+use crate::support;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -406,6 +406,8 @@ fn run(history: impl Future<Output = ()>) {
 }
 
 proptest! {
+    #![proptest_config(histories::config(64))]
+
     #[test]
     fn a_permit_keeps_the_quota_of_its_request(steps in steps(Duration::from_secs(1))) {
         run(follow(SECOND, steps));
@@ -814,6 +816,8 @@ async fn follow_changes(window: Duration, changes: Vec<Change>) {
 }
 
 proptest! {
+    #![proptest_config(histories::config(64))]
+
     #[test]
     fn a_permit_keeps_the_quota_that_is_set(changes in changes(Duration::from_secs(1))) {
         run(follow_changes(SECOND, changes));
@@ -1012,6 +1016,8 @@ async fn follow_moments(with: With, window: Duration, moments: Vec<Moment>) {
 }
 
 proptest! {
+    #![proptest_config(histories::config(64))]
+
     #[test]
     fn joint_permits_keep_the_quotas_that_are_set(moments in moments(SECOND)) {
         run(follow_moments(With::Keys, SECOND, moments));

@@ -1,7 +1,7 @@
 //! A table of routes: which limits a request takes a permit of, under which key, and what happens if
 //! one of them refuses.
 
-mod support;
+use crate::support;
 
 use std::sync::Arc;
 

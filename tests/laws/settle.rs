@@ -1,13 +1,8 @@
 //! Settlement: the true cost of a request, known after it was sent. Under a paused clock.
 
-#[path = "support/histories.rs"]
-mod histories;
-#[cfg(feature = "redis")]
-#[path = "support/patient.rs"]
-mod patient;
-#[path = "support/remote.rs"]
-mod remote;
+use crate::support::{self, patient, remote};
 
+#[cfg(feature = "redis")]
 use std::convert::Infallible;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -21,8 +16,8 @@ use tollgate::store::{MemoryStore, Store};
 use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Settlement};
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 
-use histories::{histories, paused};
 use remote::Remote;
+use support::paused;
 
 const DAY: Duration = Duration::from_secs(86_400);
 const MINUTE: Duration = Duration::from_secs(60);
@@ -438,7 +433,7 @@ async fn run<const N: usize>(calls: &[Call], limiters: [Limiter; N]) -> Vec<Sent
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: histories(40), failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..histories::config(10) })]
 
     /// The upstream counts each request with its true cost when it is sent.
     #[test]
@@ -478,7 +473,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: histories(20), failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..histories::config(5) })]
 
     /// The upstream counts each request when its response ends.
     #[test]

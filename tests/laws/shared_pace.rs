@@ -1,7 +1,7 @@
 //! One pace and one queue for many processes: each a layer of its own over the same store, with a
 //! clock that moves when the test waits.
 
-mod support;
+use crate::support;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};

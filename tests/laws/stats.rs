@@ -1,6 +1,6 @@
 //! What limiters and throttles count: every request once, and the units that the store counts.
 
-mod support;
+use crate::support;
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -243,13 +243,11 @@ async fn history(calls: Vec<Call>, max_keys: usize, quota: Quota) -> TestCaseRes
 }
 
 fn config() -> ProptestConfig {
-    let is_long = std::env::var_os("TOLLGATE_LONG").is_some();
     ProptestConfig {
-        cases: if is_long { 5000 } else { 60 },
         failure_persistence: Some(Box::new(FileFailurePersistence::Direct(
             "proptest-regressions/stats.txt",
         ))),
-        ..ProptestConfig::default()
+        ..histories::config(60)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The layer that learns its pace, around an upstream without sockets, with a clock that moves when
 //! the test waits.
 
-mod support;
+use crate::support;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -2,7 +2,7 @@
 //! `timeout(total) -> retry -> tollgate -> timeout(attempt) -> client`, and in every other order
 //! that compiles.
 
-mod support;
+use crate::support;
 
 use std::future::Future;
 use std::pin::Pin;

@@ -1,7 +1,7 @@
 //! The inner service is polled only for a request that has its permit, and no waiter occupies it.
 //! In every case no permit is lost and none is used after it expired.
 
-mod support;
+use crate::support;
 
 use std::future::Future;
 use std::pin::Pin;

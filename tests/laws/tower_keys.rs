@@ -1,6 +1,6 @@
 //! The key, cost and deadline of a request.
 
-mod support;
+use crate::support;
 
 use std::future::{Ready, ready};
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! Refusals by the limiter, the upstream and the store, and what a caller can rely on.
 
-mod support;
+use crate::support;
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};

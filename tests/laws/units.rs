@@ -1,13 +1,8 @@
 //! Units: limits that count tokens or points, and requests that cost several units.
 
-#[path = "support/histories.rs"]
-mod histories;
-#[cfg(feature = "redis")]
-#[path = "support/patient.rs"]
-mod patient;
-#[path = "support/remote.rs"]
-mod remote;
+use crate::support::{self, patient, remote};
 
+#[cfg(feature = "redis")]
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,8 +20,8 @@ use tollgate::{
 };
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 
-use histories::{histories, paused};
 use remote::Remote;
+use support::paused;
 
 const DAY: Duration = Duration::from_secs(86_400);
 const MINUTE: Duration = Duration::from_secs(60);
@@ -507,7 +502,7 @@ async fn run(calls: &[Call], limiters: &[Limiter]) -> Vec<(Instant, Call)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: histories(60), failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..histories::config(15) })]
 
     /// The upstream counts each request with its true cost when it is sent. Estimates are never below
     /// it.

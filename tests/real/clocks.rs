@@ -3,11 +3,7 @@
 
 #![cfg(feature = "redis")]
 
-#[path = "support/counted.rs"]
-#[allow(dead_code, reason = "it counts polls too")]
-mod counted;
-#[path = "support/patient.rs"]
-mod patient;
+use crate::support::{counted, patient};
 
 use std::future::Future;
 use std::process::Command;

@@ -8,11 +8,7 @@
     reason = "a user of tollgate has its own clock"
 )]
 
-#[path = "../examples/common/children.rs"]
-#[allow(dead_code, reason = "the examples use the rest")]
-mod children;
-#[path = "examples/stage.rs"]
-mod stage;
+use crate::{children, stage};
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

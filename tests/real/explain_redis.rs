@@ -3,8 +3,7 @@
 
 #![cfg(feature = "redis")]
 
-#[path = "support/patient.rs"]
-mod patient;
+use crate::support::patient;
 
 use std::time::Duration;
 
@@ -138,9 +137,8 @@ fn requests_do_what_explain_says() {
         .build()
         .unwrap();
     let config = ProptestConfig {
-        cases: 48,
         failure_persistence: None,
-        ..ProptestConfig::default()
+        ..histories::config(12)
     };
     let histories = (quota(), prop::collection::vec(step(), 1..30));
     let stores = [(); 2].map(|()| patient::store(&server.url()));

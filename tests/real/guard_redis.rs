@@ -2,8 +2,7 @@
 
 #![cfg(feature = "redis")]
 
-#[path = "support/patient.rs"]
-mod patient;
+use crate::support::patient;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};

@@ -2,9 +2,7 @@
 
 #![cfg(feature = "redis")]
 
-#[path = "support/patient.rs"]
-mod patient;
-mod support;
+use crate::support::{self, patient};
 
 use std::convert::Infallible;
 use std::future::Future;

@@ -3,10 +3,7 @@
 
 #![cfg(feature = "redis")]
 
-#[path = "support/in_flight.rs"]
-mod in_flight;
-#[path = "support/patient.rs"]
-mod patient;
+use crate::support::{in_flight, patient};
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};

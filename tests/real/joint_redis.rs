@@ -2,12 +2,7 @@
 
 #![cfg(all(feature = "redis", feature = "redis-cluster"))]
 
-#[path = "support/in_flight.rs"]
-mod in_flight;
-#[path = "support/over.rs"]
-mod over;
-#[path = "support/patient.rs"]
-mod patient;
+use crate::support::{in_flight, over, patient};
 
 use std::future::{Future, Ready, ready};
 use std::sync::atomic::{AtomicBool, Ordering};

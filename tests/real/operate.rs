@@ -4,12 +4,7 @@
 //! binary.
 #![cfg(unix)] // SIGTERM
 
-#[path = "../examples/common/children.rs"]
-#[allow(dead_code, reason = "the stage of the other examples uses it")]
-mod children;
-#[path = "examples/stage.rs"]
-#[allow(dead_code, reason = "the other examples use the rest")]
-mod stage;
+use crate::stage;
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;

@@ -2,8 +2,7 @@
 
 #![cfg(all(feature = "redis", feature = "contract"))]
 
-#[path = "support/patient.rs"]
-mod patient;
+use crate::support::patient;
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -3,8 +3,7 @@
 
 #![cfg(feature = "redis")]
 
-#[path = "support/patient.rs"]
-mod patient;
+use crate::support::patient;
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
@@ -567,7 +566,7 @@ fn a_thread_that_cannot_be_started_is_started_later() {
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args([
         "--exact",
-        "a_thread_that_cannot_be_started_is_started_later",
+        "redis_away::a_thread_that_cannot_be_started_is_started_later",
         "--nocapture",
     ]);
     let output = child.env(CHILD, server.url()).output().unwrap();

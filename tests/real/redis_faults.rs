@@ -1,16 +1,13 @@
 //! Each fault on a real server: the time to detection, the cost of a call meanwhile, and the time
 //! to recovery. Each test also checks that no limit was exceeded and no call was made twice.
 //!
-//! `cargo test --test redis_faults -- --nocapture --test-threads 1` prints the figures.
-//! `TOLLGATE_FAULT_ROUNDS` sets the rounds of each fault (default 2; published figures need 20).
-//! `TOLLGATE_FAULT_CLIENTS` sets how many clients lose a server together (default 150; 1000 need
-//! 6000 file descriptors).
+//! `cargo test --all-features --test real redis_faults -- --nocapture --test-threads 1` prints the
+//! figures. `TOLLGATE_CASES` multiplies the rounds of each fault (2; published figures need 20) and
+//! the clients that lose a server together (150; 1000 need 6000 file descriptors).
 
 #![cfg(feature = "redis")]
 
-#[path = "support/counted.rs"]
-#[allow(dead_code, reason = "it counts polls too")]
-mod counted;
+use crate::support::counted;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -61,14 +58,6 @@ fn over(store: RedisStore, quota: Quota) -> Limiter {
         .build()
         .unwrap()
         .limiter()
-}
-
-/// A number from the environment.
-fn setting(name: &str, otherwise: usize) -> usize {
-    std::env::var(name).map_or(otherwise, |text| {
-        text.parse()
-            .unwrap_or_else(|_| panic!("{name}={text} is no number"))
-    })
 }
 
 /// A call with a key of its own.
@@ -292,7 +281,7 @@ async fn measure(fault: &'static str, rounds: usize) -> Measured {
 
 /// Every fault is detected, costs little meanwhile, and ends without help.
 async fn check(fault: &'static str) {
-    let mut measured = measure(fault, setting("TOLLGATE_FAULT_ROUNDS", 2)).await;
+    let mut measured = measure(fault, histories::cases(2) as usize).await;
     let Measured {
         found_out,
         meanwhile,
@@ -454,7 +443,7 @@ async fn unanswered_cluster_calls_are_never_made_twice() {
 /// Clients that lost a server together do not reconnect together.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn many_clients_do_not_reconnect_at_once() {
-    let clients = setting("TOLLGATE_FAULT_CLIENTS", 150);
+    let clients = histories::cases(150) as usize;
     let server = RedisServer::start().unwrap();
     let proxy = Proxy::start(server.port()).unwrap();
     let stores: Vec<_> = (0..clients)

@@ -2,7 +2,7 @@
 //! reqwest-middleware.
 #![cfg(all(feature = "reqwest", feature = "reqwest-middleware"))]
 
-mod support;
+use crate::support;
 
 use std::future::{Ready, ready};
 use std::sync::Arc;

@@ -3,7 +3,7 @@
 
 #![cfg(all(feature = "retry", feature = "reqwest-retry"))]
 
-mod support;
+use crate::support;
 
 use std::time::{Duration, Instant};
 

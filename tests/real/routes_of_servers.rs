@@ -1,7 +1,7 @@
 //! Tables of routes against servers with the limits of GitHub and Discord, in virtual time. The server
 //! counts every request, and refuses those above a limit.
 
-mod support;
+use crate::support;
 
 use std::collections::{HashMap, VecDeque};
 use std::future::Future;

@@ -3,8 +3,7 @@
 
 #![cfg(feature = "redis")]
 
-#[path = "support/patient.rs"]
-mod patient;
+use crate::support::patient;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};

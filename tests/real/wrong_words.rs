@@ -1,10 +1,8 @@
 //! Upstreams whose headers are incomplete or unexpected: few requests are refused while the limiter
 //! learns that.
 
-#[path = "support/patient.rs"]
 #[cfg(feature = "redis")]
-mod patient;
-mod support;
+use crate::support::{self, patient};
 
 use std::future::Future;
 use std::sync::{Arc, Mutex};

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::counted::largest_count;
+use super::counted::largest_count;
 
 /// When the upstream got a request of which channel. Clones are the same log.
 #[derive(Clone, Default)]

@@ -46,3 +46,12 @@ pub(crate) fn long_ago() -> Instant {
         .checked_sub(Duration::from_secs(1))
         .unwrap_or(started)
 }
+
+/// Runs `test` under a paused clock.
+pub(crate) fn paused(test: impl Future<Output = ()>) {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build();
+    runtime.unwrap().block_on(test);
+}

@@ -1,6 +1,5 @@
 //! Shared by the tests of calls in flight over Redis: processes, and an upstream that counts its
 //! calls in flight.
-#![allow(dead_code, reason = "each file of tests uses its part")]
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -14,7 +13,7 @@ pub(crate) fn millis(span: u64) -> Duration {
 }
 
 pub(crate) fn builder(server: &RedisServer, quota: Quota) -> RateLimitBuilder {
-    RateLimitLayer::builder(quota).store(crate::patient::store(&server.url()))
+    RateLimitLayer::builder(quota).store(super::patient::store(&server.url()))
 }
 
 /// A process: a limiter with its own store.

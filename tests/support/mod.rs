@@ -1,9 +1,17 @@
-//! Shared by the tests of the layers: a clock, an upstream without sockets, stores that fail or are
-//! distant.
-#![allow(dead_code, reason = "each file of tests uses its part")]
-#![allow(unused_imports, reason = "each file of tests uses its part")]
+//! Shared by the tests: clocks, counts, upstreams without sockets, stores that fail or are distant.
+#![allow(dead_code, reason = "each binary of tests uses its part")]
+#![allow(unused_imports, reason = "each binary of tests uses its part")]
 
+pub(crate) mod busy;
+pub(crate) mod channels;
 mod clock;
+pub(crate) mod counted;
+#[cfg(feature = "redis")]
+pub(crate) mod in_flight;
+pub(crate) mod over;
+#[cfg(feature = "redis")]
+pub(crate) mod patient;
+pub(crate) mod remote;
 mod service;
 mod store;
 
@@ -12,7 +20,7 @@ use std::time::Duration;
 use tollgate::limiter::KeyStatus;
 use tollgate::{Key, Limited, RateLimitLayer};
 
-pub(crate) use clock::{far_future, long_ago, now, pass, settle, soon};
+pub(crate) use clock::{far_future, long_ago, now, pass, paused, settle, soon};
 pub(crate) use service::{Upstream, get, limited, ok, other_error};
 pub(crate) use store::{Distant, Failing};
 

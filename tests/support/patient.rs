@@ -1,6 +1,5 @@
 //! Stores in Redis with a generous timeout, for tests that judge what Redis replies and not how
 //! soon: a machine under test may stall for longer than the default `store_timeout`.
-#![allow(dead_code, reason = "each file of tests uses its part")]
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -109,6 +109,8 @@ fn table(patterns: &[String]) -> Result<Routes, crate::ConfigError> {
 }
 
 proptest! {
+    #![proptest_config(histories::config(64))]
+
     #[test]
     fn router_finds_what_a_naive_matcher_finds(
         patterns in vec(pattern(), 0..12),

@@ -252,17 +252,8 @@ impl History {
     }
 }
 
-/// Makes few histories in the suite, and more if `PROPTEST_CASES` asks for them.
-fn histories(few: u32) -> ProptestConfig {
-    let config = ProptestConfig::default();
-    ProptestConfig {
-        cases: config.cases.max(few),
-        ..config
-    }
-}
-
 proptest! {
-    #![proptest_config(histories(500))]
+    #![proptest_config(histories::config(125))]
 
     /// Whenever each permit is used between its slot and its deadline.
     #[test]

@@ -46,7 +46,7 @@ fn counting() -> impl Strategy<Value = Counting> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+    #![proptest_config(histories::config(500))]
 
     /// For each way to count, with any requests on their way, and whether the response arrives at
     /// once or later.

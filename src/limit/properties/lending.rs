@@ -28,22 +28,6 @@ impl Numbers {
     }
 }
 
-/// Returns how many histories a law is checked with: `usual`, or the number in
-/// `TOLLGATE_SETTLE_HISTORIES`.
-fn histories(usual: u32) -> u32 {
-    let stated = std::env::var("TOLLGATE_SETTLE_HISTORIES").ok();
-    let stated = stated.and_then(|stated| stated.parse().ok());
-    stated.unwrap_or(usual)
-}
-
-fn config(usual: u32) -> ProptestConfig {
-    ProptestConfig {
-        cases: histories(usual),
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    }
-}
-
 /// When an owner asks.
 #[derive(Clone, Copy, Debug)]
 enum Pattern {
@@ -326,7 +310,7 @@ fn run(case: &Case, own: &mut Part, others: &mut Part, lent: bool) -> Seen {
 }
 
 proptest! {
-    #![proptest_config(config(20))]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..histories::config(20) })]
 
     /// The latency-rate law of `lending.rs`. No part is exceeded, and their sum is not.
     #[test]

@@ -359,7 +359,7 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
+    #![proptest_config(histories::config(1000))]
 
     /// No limit is exceeded, with costs, several limits, bookings ahead, prefetched permits,
     /// cancelled slots and late use.
@@ -373,7 +373,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
+    #![proptest_config(histories::config(250))]
 
     #[test]
     fn slots_work_when_promised_and_no_microsecond_earlier(
@@ -448,7 +448,7 @@ proptest! {
 // ── the wall clock is set ───────────────────────────────────────────────────────────────────────
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
+    #![proptest_config(histories::config(250))]
 
     /// After the wall clock was set, no window of the new alignment gets more than the limit, for
     /// any grants under the old alignment. A window later, the whole limit is available.

@@ -286,7 +286,7 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #![proptest_config(histories::config(500))]
 
     #[test]
     fn limit_is_kept_and_no_slot_is_lost(

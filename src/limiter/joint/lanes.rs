@@ -128,6 +128,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(histories::config(64))]
+
         /// The model is a list of all requests in order, and a list of the costs of all slots.
         #[test]
         fn lanes_know_who_has_a_slot(steps in prop::collection::vec(step(), 0..60)) {

@@ -165,6 +165,8 @@ fn late_response_can_only_lower_the_level() {
 }
 
 proptest! {
+    #![proptest_config(histories::config(64))]
+
     #[test]
     fn every_number_stays_in_its_bounds(pace in pace(), answers in prop::collection::vec(answer(), 1..40)) {
         replay(pace, &answers, |_, pace, _, _| {

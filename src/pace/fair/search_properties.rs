@@ -139,7 +139,7 @@ fn run(mut server: Server, end: f64, seed: u64) -> Outcome {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(histories::config(16))]
 
     #[test]
     fn search_uses_what_a_bucket_allows(

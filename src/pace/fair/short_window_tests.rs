@@ -45,6 +45,8 @@ impl Watcher {
 }
 
 proptest! {
+    #![proptest_config(histories::config(64))]
+
     /// All clients together use the limit evenly.
     #[test]
     fn rare_and_frequent_looks_follow_one_line(

@@ -208,6 +208,8 @@ fn delays_and_other_details_are_told_apart() {
 }
 
 proptest! {
+    #![proptest_config(histories::config(64))]
+
     #[test]
     fn any_headers_are_read(
         status in proptest::option::of("[0-9]{1,3}|[ -~]{0,12}"),

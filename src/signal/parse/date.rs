@@ -308,6 +308,8 @@ mod tests {
     }
 
     proptest::proptest! {
+        #![proptest_config(histories::config(64))]
+
         #[test]
         fn http_dates_are_read_as_httpdate_reads_them(seconds in 0u64..253_402_300_800) {
             let time = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);

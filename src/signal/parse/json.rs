@@ -272,7 +272,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(4000))]
+        #![proptest_config(histories::config(1000))]
 
         #[test]
         fn json_parser_agrees_with_serde_json(

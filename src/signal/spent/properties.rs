@@ -139,7 +139,7 @@ fn cuts() -> impl Strategy<Value = Vec<usize>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
+    #![proptest_config(histories::config(125))]
 
     #[test]
     fn documents_are_read_as_a_parser_reads_them(

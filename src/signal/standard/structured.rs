@@ -346,7 +346,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(4000))]
+        #![proptest_config(histories::config(1000))]
 
         #[test]
         fn list_and_dictionary_parsers_agree_with_sfv(field in field()) {

@@ -232,7 +232,7 @@ async fn a_probe_that_passes_ends_the_probation() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
+    #![proptest_config(histories::config(125))]
 
     #[test]
     fn waits_end_in_order_and_no_permit_is_lost(

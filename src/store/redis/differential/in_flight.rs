@@ -179,9 +179,8 @@ fn compare(shares: Vec<u8>) {
     let server = RedisServer::start().expect("redis-server");
     let redis = std::cell::RefCell::new(server.connect().expect("a connection"));
     let config = ProptestConfig {
-        cases: 300,
         failure_persistence: None,
-        ..ProptestConfig::default()
+        ..histories::config(75)
     };
     let mut runner = TestRunner::new(config);
     let steps = prop::collection::vec(step(shares), 1..60);

@@ -43,9 +43,8 @@ fn logical_time_is_the_same_in_rust_and_lua() {
     let redis = std::cell::RefCell::new(server.connect().expect("a connection"));
     let function = function();
     let config = ProptestConfig {
-        cases: 3000,
         failure_persistence: None,
-        ..ProptestConfig::default()
+        ..histories::config(750)
     };
     let cases = (
         near(START),

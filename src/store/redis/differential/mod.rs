@@ -163,9 +163,8 @@ fn check(cases: u32, mix: Mix, length: usize) {
     let server = RedisServer::start().expect("a server of our own");
     let world = std::cell::RefCell::new(World::new(&server));
     let config = ProptestConfig {
-        cases,
         failure_persistence: None,
-        ..ProptestConfig::default()
+        ..histories::config(cases)
     };
     let histories = (
         [quota(mix), quota(mix)],
@@ -180,17 +179,17 @@ fn check(cases: u32, mix: Mix, length: usize) {
 
 #[test]
 fn memory_and_redis_grant_the_same_to_the_microsecond() {
-    check(1200, Mix::Any, 40);
+    check(300, Mix::Any, 40);
 }
 
 #[test]
 fn memory_and_redis_grant_the_same_in_long_lines() {
-    check(250, Mix::LongLines, 80);
+    check(63, Mix::LongLines, 80);
 }
 
 #[test]
 fn memory_and_redis_grant_later_use_the_same() {
-    check(300, Mix::LaterUse, 150);
+    check(75, Mix::LaterUse, 150);
 }
 
 /// The part of a class: owners and borrowers call, and callers that know of no classes.
@@ -198,9 +197,8 @@ fn check_parts(cases: u32, mix: Mix, length: usize) {
     let server = RedisServer::start().expect("a server of our own");
     let world = std::cell::RefCell::new(World::new(&server));
     let config = ProptestConfig {
-        cases,
         failure_persistence: None,
-        ..ProptestConfig::default()
+        ..histories::config(cases)
     };
     let roles = (prop::bool::weighted(0.4), prop::bool::weighted(0.05));
     let steps = (step(mix), roles).prop_map(|(step, (borrows, uses_second_spec))| Step {
@@ -223,14 +221,14 @@ fn check_parts(cases: u32, mix: Mix, length: usize) {
 
 #[test]
 fn memory_and_redis_lend_the_same() {
-    check_parts(400, Mix::Any, 40);
-    check_parts(60, Mix::LongLines, 60);
-    check_parts(100, Mix::LaterUse, 100);
+    check_parts(100, Mix::Any, 40);
+    check_parts(15, Mix::LongLines, 60);
+    check_parts(25, Mix::LaterUse, 100);
 }
 
 #[test]
 fn memory_and_redis_lend_the_same_in_plain_calls() {
-    check_parts(200, Mix::Plain, 150);
+    check_parts(50, Mix::Plain, 150);
 }
 
 /// A key of several hundred advance bookings joins them.
@@ -267,9 +265,8 @@ fn memory_and_redis_join_the_same_bookings() {
     });
     let histories = (quotas, prop::collection::vec(step, 30..40));
     let config = ProptestConfig {
-        cases: 10,
         failure_persistence: None,
-        ..ProptestConfig::default()
+        ..histories::config(3)
     };
     TestRunner::new(config)
         .run(&histories, |(quota, steps)| {
@@ -280,7 +277,7 @@ fn memory_and_redis_join_the_same_bookings() {
 
 #[test]
 fn memory_and_redis_grant_plain_calls_the_same() {
-    check(400, Mix::Plain, 200);
+    check(100, Mix::Plain, 200);
 }
 
 /// A call that only returns permits does not know the time, so it does not change the clock.

@@ -176,9 +176,8 @@ fn lost_states_recover_as_the_model_says() {
     let server = RedisServer::start().expect("a server of our own");
     let world = std::cell::RefCell::new(World::new(&server));
     let config = ProptestConfig {
-        cases: 300,
         failure_persistence: None,
-        ..ProptestConfig::default()
+        ..histories::config(75)
     };
     let step = (
         select(vec![0u64, 1000, 700_000, 1_600_000, 20_000_000]),

@@ -199,9 +199,8 @@ fn check_set_quotas(cases: u32, mix: Mix, length: usize) {
     let server = RedisServer::start().expect("a server of our own");
     let world = std::cell::RefCell::new((World::new(&server), Seen::default()));
     let config = ProptestConfig {
-        cases,
         failure_persistence: None,
-        ..ProptestConfig::default()
+        ..histories::config(cases)
     };
     let histories = (
         [quota(mix), quota(mix)],
@@ -230,17 +229,17 @@ fn check_set_quotas(cases: u32, mix: Mix, length: usize) {
 
 #[test]
 fn memory_and_redis_set_quotas_alike() {
-    check_set_quotas(800, Mix::Any, 60);
+    check_set_quotas(200, Mix::Any, 60);
 }
 
 #[test]
 fn memory_and_redis_set_quotas_of_later_use_alike() {
-    check_set_quotas(200, Mix::LaterUse, 80);
+    check_set_quotas(50, Mix::LaterUse, 80);
 }
 
 #[test]
 fn memory_and_redis_set_quotas_of_plain_calls_alike() {
-    check_set_quotas(250, Mix::Plain, 120);
+    check_set_quotas(63, Mix::Plain, 120);
 }
 
 #[test]

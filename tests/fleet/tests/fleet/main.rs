@@ -1,7 +1,8 @@
 //! Many processes behind one limit, judged by the upstream's own log.
 //!
 //! That calls never exceed the limit is checked strictly. Figures that a stall of the machine can
-//! spoil are printed, and checked against a generous floor.
+//! spoil are printed, and judged on a calm machine only: if `TOLLGATE_CALM` is set, as `./.ci/run`
+//! does for the modules named `calm` and `alone`.
 
 mod alone;
 mod away;
@@ -46,14 +47,13 @@ const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// Returns `usual`, or `long` in the long form of the tests (`.ci/run --long`).
+/// Returns `usual`, or `long` if `TOLLGATE_CASES` asks for more than the usual cases.
 fn usual_or<T>(usual: T, long: T) -> T {
-    let is_long = std::env::var_os("TOLLGATE_LONG").is_some();
-    if is_long { long } else { usual }
+    if histories::cases(1) > 1 { long } else { usual }
 }
 
 /// The load that concurrent tests may put on the machine, in units of about a tenth of a core.
-const ROOM: u32 = 7;
+const ROOM: u32 = 14;
 
 static MACHINE: Semaphore = Semaphore::const_new(ROOM as usize);
 
@@ -82,10 +82,16 @@ fn turn_beside_others() -> SemaphorePermit<'static> {
     turn_of(1)
 }
 
-/// Calls `look` up to three times until it succeeds. A failure while a core stalls proves nothing:
-/// the test fails if a look on a calm machine failed and none succeeded. `look` panics for errors
-/// that no stall excuses.
+/// Calls `look`, which panics for faults that no stall excuses and returns figures that a stall can
+/// spoil as an error. On a calm machine, `look` may try three times: a failure while a core stalls
+/// proves nothing, so the test fails if a look without a stall failed and none succeeded.
 fn once_in_three(look: impl Fn() -> anyhow::Result<()>) {
+    if std::env::var_os("TOLLGATE_CALM").is_none() {
+        if let Err(error) = look() {
+            println!("not judged without TOLLGATE_CALM: {error}");
+        }
+        return;
+    }
     let mut calm = 0;
     for _ in 0..3 {
         let stalls = Stalls::watch();

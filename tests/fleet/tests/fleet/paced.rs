@@ -136,92 +136,97 @@ fn laboratory(scenario: &(String, Scenario), pace: &str) -> Runs {
         .expect("one scenario and one strategy")
 }
 
-/// Runs the recommended pace and the best published one at the same time, each against its own
-/// server.
-#[test]
-fn real_processes_do_as_the_laboratory_says() {
-    let _turn = busy_turn();
-    let scenario = &Scenarios::read(SCENARIO).unwrap().0[0];
-    let mut fellows =
-        ["fair", "blog-remaining"].map(|pace| Fellows::start(pace, [2, 5], MEMORY.into()));
-    fellows.iter_mut().for_each(|fellows| fellows.fleet.go());
-    let [fair, published] = fellows.map(|fellows| {
-        let pace = fellows.pace;
-        let (simulated, real) = (laboratory(scenario, pace), fellows.finish());
-        row(
-            pace,
-            "laboratory",
-            &simulated.mean(),
-            &simulated.deviation(),
-        );
-        row(pace, "over HTTP", &real, &Metrics::default());
-        let simulated = simulated.mean();
-        // A stall of the machine adds to waits, and makes bursts.
-        assert!(
-            real.retry_pct < 2.0 * simulated.retry_pct + 1.5,
-            "{pace} is refused as often"
-        );
-        assert!(
-            real.max_wait < 2.0 * simulated.max_wait + 0.5,
-            "{pace} waits as long"
-        );
-        assert!(
-            real.util_pct > simulated.util_pct - 5.0,
-            "{pace} uses as much"
-        );
-        real
-    });
-    assert!(fair.jain > 0.99, "shares are equal");
-    assert!(
-        fair.retry_pct < published.retry_pct,
-        "it is refused less often than the published winner"
-    );
-}
+/// On a calm machine only: `./.ci/run`.
+mod calm {
+    use super::*;
 
-/// Compares one fleet that shares its pace and its queue with one whose processes share nothing.
-#[test]
-fn processes_that_share_a_pace_are_hardly_refused() {
-    let _turn = turn();
-    let scenario = &Scenarios::read(MANY).unwrap().0[0];
-    let redis = RedisServer::start().unwrap();
-    let mut fellows =
-        ["fair", "fair-shared"].map(|pace| Fellows::start(pace, [32, 1], redis.url()));
-    fellows.iter_mut().for_each(|fellows| fellows.fleet.go());
-    let [alone, shared] = fellows.map(|fellows| {
-        let pace = fellows.pace;
-        let (simulated, real) = (laboratory(scenario, pace), fellows.finish());
-        row(
-            pace,
-            "laboratory",
-            &simulated.mean(),
-            &simulated.deviation(),
+    /// Runs the recommended pace and the best published one at the same time, each against its own
+    /// server.
+    #[test]
+    fn real_processes_do_as_the_laboratory_says() {
+        let _turn = busy_turn();
+        let scenario = &Scenarios::read(SCENARIO).unwrap().0[0];
+        let mut fellows =
+            ["fair", "blog-remaining"].map(|pace| Fellows::start(pace, [2, 5], MEMORY.into()));
+        fellows.iter_mut().for_each(|fellows| fellows.fleet.go());
+        let [fair, published] = fellows.map(|fellows| {
+            let pace = fellows.pace;
+            let (simulated, real) = (laboratory(scenario, pace), fellows.finish());
+            row(
+                pace,
+                "laboratory",
+                &simulated.mean(),
+                &simulated.deviation(),
+            );
+            row(pace, "over HTTP", &real, &Metrics::default());
+            let simulated = simulated.mean();
+            // A stall of the machine adds to waits, and makes bursts.
+            assert!(
+                real.retry_pct < 2.0 * simulated.retry_pct + 1.5,
+                "{pace} is refused as often"
+            );
+            assert!(
+                real.max_wait < 2.0 * simulated.max_wait + 0.5,
+                "{pace} waits as long"
+            );
+            assert!(
+                real.util_pct > simulated.util_pct - 5.0,
+                "{pace} uses as much"
+            );
+            real
+        });
+        assert!(fair.jain > 0.99, "shares are equal");
+        assert!(
+            fair.retry_pct < published.retry_pct,
+            "it is refused less often than the published winner"
         );
-        row(pace, "over HTTP", &real, &Metrics::default());
-        real
-    });
-    let calls: u64 = redis
-        .command::<String>(&["INFO", "commandstats"])
-        .lines()
-        .filter_map(|line| {
-            line.strip_prefix("cmdstat_evalsha:calls=")?
-                .split(',')
-                .next()?
-                .parse::<u64>()
-                .ok()
-        })
-        .sum();
-    println!(
-        "{calls} calls of Redis for {:.0} requests",
-        shared.util_pct / 100.0 * BUCKET.refill * SPAN.as_secs_f64()
-    );
-    // A stall of the machine adds one or two refusals.
-    assert!(
-        shared.retry_pct < 1.5 && shared.retry_pct < alone.retry_pct / 2.0,
-        "it is refused next to never"
-    );
-    assert!(
-        shared.jain > 0.99 && shared.max_wait < alone.max_wait,
-        "all get the same, and soon"
-    );
-    assert!(shared.util_pct > 85.0, "it uses what there is");
+    }
+
+    /// Compares one fleet that shares its pace and its queue with one whose processes share nothing.
+    #[test]
+    fn processes_that_share_a_pace_are_hardly_refused() {
+        let _turn = turn();
+        let scenario = &Scenarios::read(MANY).unwrap().0[0];
+        let redis = RedisServer::start().unwrap();
+        let mut fellows =
+            ["fair", "fair-shared"].map(|pace| Fellows::start(pace, [32, 1], redis.url()));
+        fellows.iter_mut().for_each(|fellows| fellows.fleet.go());
+        let [alone, shared] = fellows.map(|fellows| {
+            let pace = fellows.pace;
+            let (simulated, real) = (laboratory(scenario, pace), fellows.finish());
+            row(
+                pace,
+                "laboratory",
+                &simulated.mean(),
+                &simulated.deviation(),
+            );
+            row(pace, "over HTTP", &real, &Metrics::default());
+            real
+        });
+        let calls: u64 = redis
+            .command::<String>(&["INFO", "commandstats"])
+            .lines()
+            .filter_map(|line| {
+                line.strip_prefix("cmdstat_evalsha:calls=")?
+                    .split(',')
+                    .next()?
+                    .parse::<u64>()
+                    .ok()
+            })
+            .sum();
+        println!(
+            "{calls} calls of Redis for {:.0} requests",
+            shared.util_pct / 100.0 * BUCKET.refill * SPAN.as_secs_f64()
+        );
+        // A stall of the machine adds one or two refusals.
+        assert!(
+            shared.retry_pct < 1.5 && shared.retry_pct < alone.retry_pct / 2.0,
+            "it is refused next to never"
+        );
+        assert!(
+            shared.jain > 0.99 && shared.max_wait < alone.max_wait,
+            "all get the same, and soon"
+        );
+        assert!(shared.util_pct > 85.0, "it uses what there is");
+    }
 }

@@ -9,14 +9,6 @@ use super::*;
 /// The windows that pass until the use by others is known.
 const WARM_UP: usize = 3;
 
-#[test]
-fn strangers_are_left_what_they_use() {
-    // A busy machine delays requests on the way, and an upstream without slack then refuses some of
-    // them.
-    let _turn = turn();
-    once_in_three(look);
-}
-
 fn look() -> anyhow::Result<()> {
     let (quota, half) = ("40/2s", "20/2s");
     let rule = rules(&quota.parse::<Quota>().unwrap())[0];
@@ -78,4 +70,17 @@ fn look() -> anyhow::Result<()> {
     );
     ensure!(refused * 10 <= ours, "{refused} refused beside {ours}");
     Ok(())
+}
+
+/// On a calm machine only: `./.ci/run`.
+mod calm {
+    use super::*;
+
+    #[test]
+    fn strangers_are_left_what_they_use() {
+        // A busy machine delays requests on the way, and an upstream without slack then refuses some of
+        // them.
+        let _turn = turn();
+        once_in_three(look);
+    }
 }

@@ -1,0 +1,8 @@
+//! What judges each arrival at a server or counts by many threads: nothing else runs beside it.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod blocking;
+mod http;
+mod threads;

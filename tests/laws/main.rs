@@ -1,0 +1,47 @@
+//! What computes: the layers, the limiter and the throttle under a paused clock, and random
+//! histories against simple models. Nothing here starts a server of its own but the few tests that
+//! repeat a history over Redis.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod async_store;
+mod classes;
+mod classes_deploys;
+mod classes_laws;
+mod drain;
+mod errors;
+mod explain;
+mod explain_properties;
+mod explain_throttle;
+mod failures;
+mod fallback;
+mod gate;
+mod grpc;
+mod guard;
+mod holds;
+mod holds_by_host;
+mod holds_later;
+mod in_flight;
+mod joint;
+mod joint_properties;
+mod layers_around;
+mod learn;
+mod limiter_properties;
+mod max_keys;
+mod quotas;
+mod routes;
+mod settle;
+mod shared_pace;
+mod signal;
+#[cfg(feature = "sim")]
+mod simulation;
+mod stats;
+mod store;
+mod strangers;
+mod throttle;
+mod tower;
+mod tower_inner;
+mod tower_keys;
+mod tower_refusals;
+mod units;
