@@ -205,13 +205,13 @@ async fn abandoned_waiters_cost_no_slot_and_leave_nothing() {
         .build()
         .unwrap()
         .limiter();
-    let mut futures: Vec<_> = (0..100_000)
+    let mut futures: Vec<_> = (0..20_000)
         .map(|_| Box::pin(limiter.acquire(key())))
         .collect();
     for future in &mut futures {
         let _ = future.as_mut().now_or_never();
     }
-    assert_eq!(limiter.peek(key()).await.unwrap().waiting, 99_990);
+    assert_eq!(limiter.peek(key()).await.unwrap().waiting, 19_990);
     drop(futures);
     let peek = limiter.peek(key()).await.unwrap();
     assert_eq!(peek.waiting, 0);

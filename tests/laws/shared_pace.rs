@@ -165,7 +165,7 @@ async fn call_until(
     waits
 }
 
-/// The outcome of a fleet, over half an hour in which the bucket fills as fast as it is emptied.
+/// The outcome of a fleet that calls a bucket which fills as fast as it is emptied.
 struct Outcome {
     accepted: usize,
     refused: u64,
@@ -175,8 +175,13 @@ struct Outcome {
     exchanges: u64,
 }
 
-async fn run(processes: usize, remote: Arc<Remote>, bucket: Arc<Mutex<Bucket>>) -> Outcome {
-    let end = now() + Duration::from_secs(1800);
+async fn run(
+    processes: usize,
+    seconds: u64,
+    remote: Arc<Remote>,
+    bucket: Arc<Mutex<Bucket>>,
+) -> Outcome {
+    let end = now() + Duration::from_secs(seconds);
     let calling: Vec<_> = (0..processes)
         .map(|_| tokio::spawn(call_until(end, layer(&remote), bucket.clone())))
         .collect();
@@ -203,9 +208,9 @@ async fn fifty_processes_at_an_empty_bucket_are_refused_once() {
         longest,
         calls: (fewest, most),
         exchanges,
-    } = run(50, Remote::new(ms(1)), Bucket::new(4500.0, 1.25, 0.0)).await;
+    } = run(50, 600, Remote::new(ms(1)), Bucket::new(4500.0, 1.25, 0.0)).await;
     assert_eq!(refused, 1, "the probe");
-    assert!(accepted >= 2240, "{accepted} of 2250");
+    assert!(accepted >= 740, "{accepted} of 750");
     // A fair round robin takes 40 s.
     assert!(longest < Duration::from_secs(50), "{longest:?}");
     assert!(most - fewest <= 1, "{fewest} to {most}");
@@ -225,14 +230,14 @@ async fn requests_skip_the_store_while_units_are_plentiful() {
         exchanges,
         longest,
         ..
-    } = run(10, remote, bucket).await;
+    } = run(10, 180, remote, bucket).await;
     assert_eq!(refused, 0);
     // The first request of each process asks at the same time. A process that reports late must not
     // wait for the next exchange.
     assert!(longest < Duration::from_secs(2), "{longest:?}");
     assert!(
-        accepted >= 111_000,
-        "{accepted} of 112,500: some request waits"
+        accepted >= 11_100,
+        "{accepted} of 11,250: some request waits"
     );
     assert!(exchanges < accepted as u64 * 2, "{exchanges}");
 }
@@ -262,7 +267,7 @@ async fn processes_keep_their_pace_share_without_the_store() {
             remote.away.store(false, Ordering::Relaxed);
         }
     };
-    let (outcome, ()) = tokio::join!(run(20, remote, bucket), away);
+    let (outcome, ()) = tokio::join!(run(20, 1800, remote, bucket), away);
     assert!(outcome.accepted >= 2200, "{} of 2250", outcome.accepted);
     assert!(
         outcome.longest < Duration::from_secs(80),
