@@ -284,7 +284,7 @@ fn is_sound(sent: &Sent) -> Result<(), TestCaseError> {
 async fn whatever_is_sent_is_read_within_bounds() {
     let config = Config {
         failure_persistence: None,
-        ..histories::config(20_000)
+        ..histories::config(1000)
     };
     TestRunner::new(config)
         .run(&sent(), |sent| is_sound(&sent))
