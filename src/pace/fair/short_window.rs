@@ -59,6 +59,8 @@ const BURST: f64 = 0.5;
 const WRONG: f64 = 0.15;
 /// The factor of the learned length with each window, in case it is too short.
 const LONGER: f64 = 1.01;
+/// The largest factor of the learned length after a window that did not end when it should.
+const MUCH_LONGER: f64 = 1.5;
 /// A learned length above a whole number of seconds by up to this factor is that number.
 const WHOLE: f64 = 1.1;
 /// The longest time to the reset of a short window, in seconds. A reset as a moment is too late by up
@@ -120,8 +122,16 @@ impl ShortWindow {
         }
         let ends = self.began.map(|began| clock::after(began, span(window)));
         let ends = ends.filter(|ends| seconds(*ends, now) <= WRONG * window);
-        if ends.is_none() && self.began.take().is_some() {
+        if ends.is_none()
+            && let Some(began) = self.began.take()
+        {
             self.doubts = self.doubts.saturating_add(1);
+            if answer.window.is_none() {
+                // Remaining has not risen at the end. If this is a window, it is longer: a client whose
+                // looks are in the same places of each window never sees a reset of the whole length.
+                let length = seconds(began, now).min(MUCH_LONGER * window);
+                self.learned = Some(usual(length).max(window));
+            }
         }
         // Without a beginning only the reset is known.
         let ends = ends
