@@ -214,7 +214,7 @@ impl fmt::Display for ConfigError {
             ),
             ConfigError::PaceNotShared => write!(
                 f,
-                "this pace cannot be shared through a store: leave the store out, take pace::Fair or pace::Aimd, or \
+                "this pace cannot be shared through a store: leave the store out, take pace::Fair, or \
                  implement Pace::share"
             ),
             ConfigError::OutOfRange {

@@ -91,7 +91,6 @@
 //! | `grpc` | `RateLimitLayer::grpc` and `AdaptiveThrottleLayer::grpc`: layers for clients of [gRPC](guide::grpc), such as tonic |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info, at most one a second for a key), refusals by the server (warn) |
 //! | `metrics` | `metrics`: the counts of all layers as counters, gauges and histograms of the crate `metrics`, for Prometheus and other systems |
-//! | `sim` | `sim`: fleets against servers with limits, in virtual time, to try a [`pace`] before it is used |
 //! | `contract` | the contract of a [`store`] as a test suite, for a store of your own |
 //!
 //! # Where it runs
@@ -175,6 +174,10 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(clippy::disallowed_methods, clippy::unwrap_used)]
 
+#[cfg(feature = "__lab")]
+#[doc(hidden)]
+#[path = "lab.rs"]
+pub mod __lab;
 pub mod blocking;
 mod clock;
 mod config_error;
@@ -198,9 +201,6 @@ pub mod pace;
 pub mod quota;
 mod rng;
 pub mod signal;
-#[cfg(feature = "sim")]
-#[cfg_attr(docsrs, doc(cfg(feature = "sim")))]
-pub mod sim;
 pub mod stats;
 pub mod store;
 pub mod throttle;

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Returns an unpredictable number, from a seed of the operating system for each process.
-pub(crate) fn dice() -> u64 {
+pub fn dice() -> u64 {
     static ROLLS: AtomicU64 = AtomicU64::new(0);
-    #[cfg(feature = "sim")]
+    #[cfg(feature = "__lab")]
     if let Some(roll) = laboratory::roll() {
         return roll;
     }
@@ -23,7 +23,7 @@ pub(crate) fn secret_of_process() -> [u64; 2] {
 }
 
 /// In the laboratory the same seed is the same run, whatever rolls dice in it.
-#[cfg(feature = "sim")]
+#[cfg(feature = "__lab")]
 pub(crate) mod laboratory {
     use std::cell::RefCell;
 
@@ -34,7 +34,7 @@ pub(crate) mod laboratory {
     }
 
     /// From now on this thread rolls `dice`.
-    pub(crate) fn begin(dice: Dice) {
+    pub fn begin(dice: Dice) {
         DICE.set(Some(dice));
     }
 

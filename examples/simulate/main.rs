@@ -2,11 +2,11 @@
 //! and refusals.
 //!
 //! ```text
-//! cargo run --release --features sim --example simulate
-//! cargo run --release --features sim --example simulate -- --scenarios seed-run,n10 --strategies fair,mine --seeds 20
-//! cargo run --release --features sim --example simulate -- --file my-scenarios.json --report report.html
-//! cargo run --release --features sim --example simulate -- --scenarios seed-run --chart examples/simulate/fair.svg
-//! cargo run --release --features sim --example simulate -- --scenarios limited --strategies limit,fair-gate --chart limited.png
+//! cargo run --release -p tollgate-simulate --example simulate
+//! cargo run --release -p tollgate-simulate --example simulate -- --scenarios seed-run,n10 --strategies fair,mine --seeds 20
+//! cargo run --release -p tollgate-simulate --example simulate -- --file my-scenarios.json --report report.html
+//! cargo run --release -p tollgate-simulate --example simulate -- --scenarios seed-run --chart examples/simulate/fair.svg
+//! cargo run --release -p tollgate-simulate --example simulate -- --scenarios limited --strategies limit,fair-gate --chart limited.png
 //! ```
 
 mod mine;
@@ -23,7 +23,7 @@ use std::process::ExitCode;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use options::{Options, Usage};
-use tollgate::sim::{Runs, Scenario, Scenarios, Strategy, picture, report, sweep};
+use tollgate_simulate::{Runs, Scenario, Scenarios, Strategy, picture, report, sweep};
 
 const HELP: &str = "\
 Simulates fleets of clients against servers with limits, in virtual time.

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use tollgate::pace::{Dice, Pace, Pause, Reply, Traffic};
-use tollgate::sim::Strategy;
+use tollgate_simulate::Strategy;
 
 /// One interval for all requests: half as long again after a refusal, one hundredth shorter after
 /// each success.

@@ -49,7 +49,7 @@ fn tree(svg: &str) -> Result<Tree, Box<dyn Error>> {
 #[cfg(test)]
 mod tests {
     use resvg::usvg::{Group, Node};
-    use tollgate::sim::{Scenarios, Strategy, picture, sweep};
+    use tollgate_simulate::{Scenarios, Strategy, picture, sweep};
 
     use super::*;
 

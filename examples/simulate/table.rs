@@ -1,6 +1,6 @@
 //! The table that is printed at the end.
 
-use tollgate::sim::Runs;
+use tollgate_simulate::Runs;
 
 const HEAD: [&str; 12] = [
     "scenario",

@@ -29,7 +29,7 @@ pub(crate) fn now() -> Instant {
 #[inline]
 fn anchor() -> (Instant, SystemTime) {
     static ANCHOR: OnceLock<(Instant, SystemTime)> = OnceLock::new();
-    #[cfg(feature = "sim")]
+    #[cfg(feature = "__lab")]
     if let Some(start) = laboratory::START.get() {
         return (start, SystemTime::UNIX_EPOCH + laboratory::WALL);
     }
@@ -80,7 +80,7 @@ pub(crate) fn wall(instant: Instant) -> SystemTime {
 /// when both were first asked. It is ahead if the wall clock was set, or if the machine slept,
 /// during which the monotonic clock stands still.
 pub(crate) fn wall_ahead() -> i64 {
-    #[cfg(feature = "sim")]
+    #[cfg(feature = "__lab")]
     if laboratory::START.get().is_some() {
         return 0;
     }
@@ -158,7 +158,7 @@ fn epoch() -> (Instant, u64) {
             .unwrap_or_default();
         (anchor, u64::try_from(since_epoch.as_micros()).unwrap_or(0))
     };
-    #[cfg(feature = "sim")]
+    #[cfg(feature = "__lab")]
     if laboratory::START.get().is_some() {
         return of(anchor());
     }
@@ -167,7 +167,7 @@ fn epoch() -> (Instant, u64) {
 
 /// In the laboratory every run begins at the same wall time: windows of the clock and whole
 /// microseconds fall alike.
-#[cfg(feature = "sim")]
+#[cfg(feature = "__lab")]
 pub(crate) mod laboratory {
     use std::cell::Cell;
     use std::time::{Duration, Instant};
@@ -180,7 +180,7 @@ pub(crate) mod laboratory {
     pub(super) const WALL: Duration = Duration::from_secs(20_454 * 86_400);
 
     /// From now on `start` was that moment, on this thread.
-    pub(crate) fn begin(start: Instant) {
+    pub fn begin(start: Instant) {
         START.set(Some(start));
     }
 }

@@ -81,10 +81,9 @@ impl AdaptiveThrottleBuilder {
         /// speed.
         ///
         /// All processes need the same pace, and the pace must support [sharing](Pace::share):
-        /// [`Fair`] and [`Aimd`](crate::pace::Aimd) do. Without
-        /// [registers](Store::compare_and_set), the pace is not shared. A store that cannot push
-        /// [notifications](Store::listen), such as a `RedisStore` over a connection of your own,
-        /// leaves much of a scarce limit unused.
+        /// [`Fair`] does. Without [registers](Store::compare_and_set), the pace is not shared. A
+        /// store that cannot push [notifications](Store::listen), such as a `RedisStore` over a
+        /// connection of your own, leaves much of a scarce limit unused.
         store;
         /// [`RateLimitBuilder::dialect`](super::RateLimitBuilder::dialect) has an example.
         dialect;

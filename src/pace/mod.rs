@@ -5,21 +5,15 @@
 //! throttle calls it for each event (a request arrives, a request leaves, a response arrives) with
 //! the time and with random numbers ([`Dice`]). The pace returns the moment from which the next
 //! request may leave. The throttle keeps the queue, the requests in flight and the hold. So a
-//! simulation (feature `sim`) can measure in virtual time the same code that programs run. The
+//! simulation (`examples/simulate`) can measure in virtual time the same code that programs run. The
 //! results are on a [page of the guide](crate::guide::pace).
 //!
 //! | pace | follows | good at | bad at |
 //! |---|---|---|---|
 //! | [`Fair`] | what is left, refusals, hints | fair shares without coordination, next to no refusals | hundreds of clients on an empty bucket |
-//! | [`Aimd`] | refusals | even shares if servers state nothing | needs refusals to stay put; finds capacity slowly |
-//! | [`Remaining`] | what is left, refusals | the best of the published four | needs refusals to stay put; chance decides who waits |
-//! | [`Proportional`] | refusals | few refusals | emptying a full bucket: it is slow to let go |
-//! | [`Gradual`] | refusals | simple | half of its requests are refused |
-//! | [`Backoff`] | refusals | the usual first attempt | two thirds and more are refused |
 //! | [`NoPacing`] | nothing | rolling the layer out before it acts | |
 //!
-//! The processes of a fleet can [share](crate::AdaptiveThrottleBuilder::store) a [`Fair`] or an
-//! [`Aimd`].
+//! The processes of a fleet can [share](crate::AdaptiveThrottleBuilder::store) a [`Fair`].
 //!
 //! # A pace of your own
 //!
@@ -54,10 +48,8 @@
 //! }
 //! ```
 
-mod aimd;
 mod fair;
 mod no_pacing;
-mod published;
 mod reading;
 mod state_codec;
 
@@ -67,10 +59,8 @@ use std::time::{Duration, Instant};
 pub use crate::rng::Dice;
 use crate::signal::Signal;
 
-pub use aimd::Aimd;
 pub use fair::Fair;
 pub use no_pacing::NoPacing;
-pub use published::{Backoff, Gradual, Proportional, Remaining};
 pub(crate) use reading::wait_said;
 pub use state_codec::StateCodec;
 

@@ -358,7 +358,11 @@ pub enum StoreReply<T> {
 
 impl<T> StoreReply<T> {
     /// Waits for the reply.
-    pub(crate) async fn arrives(self) -> Result<T, StoreError> {
+    ///
+    /// # Errors
+    ///
+    /// That of the store.
+    pub async fn arrives(self) -> Result<T, StoreError> {
         match self {
             StoreReply::Ready(reply) => reply,
             StoreReply::Pending(reply) => reply.await,

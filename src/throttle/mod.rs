@@ -79,7 +79,7 @@ use crate::wakers::Wakers;
 
 pub(crate) use engine::ThrottleSettings;
 pub use explain::{Fleet, PaceExplanation};
-#[cfg(feature = "sim")]
+#[cfg(feature = "__lab")]
 pub(crate) use paced_queue::{Flight, PacedQueue, Refused};
 pub use permit::ThrottlePermit;
 pub(crate) use permit::{Back, Wait};

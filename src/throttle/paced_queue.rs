@@ -264,7 +264,7 @@ impl PacedQueue {
     }
 
     /// Returns until when a request sleeps by itself, if it does.
-    #[cfg(feature = "sim")]
+    #[cfg(feature = "__lab")]
     pub(crate) fn asleep_until(&self, number: Number) -> Option<Instant> {
         self.local.asleep_until(number)
     }

@@ -34,8 +34,6 @@ mod routes;
 mod settle;
 mod shared_pace;
 mod signal;
-#[cfg(feature = "sim")]
-mod simulation;
 mod stats;
 mod store;
 mod strangers;

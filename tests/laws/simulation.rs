@@ -1,6 +1,6 @@
 //! The simulator: it agrees with published results, and the recommended pace reaches its promises.
 
-use tollgate::sim::{
+use tollgate_simulate::{
     Group, Metrics, Scenario, Scenarios, Strategy, picture, report, run, sweep, trace,
 };
 

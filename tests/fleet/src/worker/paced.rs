@@ -9,11 +9,12 @@ use fleet::{Event, Options, Outcome};
 use reqwest::header::HeaderValue;
 use reqwest::{Client, Method, Request, Url};
 use tokio::time::{Instant, timeout_at};
-use tollgate::pace::{Fair, Remaining};
+use tollgate::pace::Fair;
 use tollgate::quota::Limit;
 use tollgate::service::RetryingThrottleLayer;
 use tollgate::store::RedisStore;
 use tollgate::{AdaptiveThrottleLayer, Quota};
+use tollgate_simulate::pace::Remaining;
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use upstream::WHO_HEADER;
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use fleet::MEMORY;
 use redis_server::RedisServer;
-use tollgate::sim::{Metrics, Runs, Scenario, Scenarios, Strategy, sweep};
+use tollgate_simulate::{Metrics, Runs, Scenario, Scenarios, Strategy, sweep};
 use upstream::Bucket;
 
 use super::*;

@@ -4,9 +4,9 @@
 use std::fmt::Write;
 
 use super::words::escaped;
-use crate::sim::metrics::Metrics;
-use crate::sim::strategy::Strategy;
-use crate::sim::sweep::Runs;
+use crate::metrics::Metrics;
+use crate::strategy::Strategy;
+use crate::sweep::Runs;
 
 /// A column of the table.
 struct Column {

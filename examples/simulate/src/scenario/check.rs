@@ -107,7 +107,7 @@ fn not_below_0(name: &str, value: f64) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
-    use crate::sim::Scenarios;
+    use crate::Scenarios;
 
     #[test]
     fn invalid_scenario_is_rejected_before_it_runs() {

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::strategy::Strategy;
-use crate::config_error::ConfigError;
+use tollgate::ConfigError;
 
 /// A scenario that cannot be run with a strategy.
 #[non_exhaustive]

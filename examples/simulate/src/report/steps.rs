@@ -1,6 +1,6 @@
 //! The events of one run, counted for each step of time: the data of its charts.
 
-use crate::sim::trace::Trace;
+use crate::trace::Trace;
 
 /// How many steps of time a chart has.
 pub(super) const STEPS: usize = 200;

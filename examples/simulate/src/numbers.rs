@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::rng::Dice;
+use tollgate::pace::Dice;
 
 /// Returns an exponentially distributed number with this mean.
 pub(super) fn exponential(dice: &mut Dice, mean: f64) -> f64 {

@@ -9,6 +9,7 @@ use http::Response;
 
 use super::brief::Brief;
 use super::caller::{Caller, OnWay, OpenCall};
+use super::clock;
 use super::error::RunError;
 use super::gates::{Reply, RunContext, Ticket};
 use super::headers::HeaderModel;
@@ -21,9 +22,9 @@ use super::schedule::{Event, Schedule};
 use super::server::ServerState;
 use super::strategy::Strategy;
 use super::trace::Trace;
-use crate::error::Limited;
-use crate::rng::Dice;
-use crate::signal::Signal;
+use tollgate::__lab::read_signal;
+use tollgate::Limited;
+use tollgate::pace::Dice;
 
 /// The pause before the next try after a gate's error that does not say when to retry.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -61,7 +62,7 @@ impl<'a> Fleet<'a> {
         seed: u64,
         context: Option<RunContext>,
     ) -> Result<Self, RunError> {
-        let origin = crate::clock::now();
+        let origin = clock::now();
         let brief = Brief::new(scenario);
         let mut dice = Dice::seeded(seed);
         let mut processes = Vec::new();
@@ -336,11 +337,10 @@ impl<'a> Fleet<'a> {
         let process = self.callers[index].process;
         match ticket {
             Ticket::Flight(flight) => {
-                match self.queue(process).answered(
-                    flight,
-                    &Signal::read_at(&response, moment),
-                    moment,
-                ) {
+                match self
+                    .queue(process)
+                    .answered(flight, &read_signal(&response, moment), moment)
+                {
                     Some(refused) => self.queue(process).back(refused, moment),
                     None => self.succeeded(index),
                 }

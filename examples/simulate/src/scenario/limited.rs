@@ -4,8 +4,8 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _};
 
 use super::Latency;
-use crate::limiter::OnStoreError;
-use crate::quota::Quota;
+use tollgate::OnStoreError;
+use tollgate::Quota;
 
 /// The store that all processes of a run share: a memory store behind a link that takes time and
 /// fails.
@@ -59,7 +59,7 @@ impl StoreModel {
     }
 
     /// Returns the end of the outage, if the store is unreachable at `at`.
-    pub(in crate::sim) fn away_until(&self, at: f64) -> Option<f64> {
+    pub(crate) fn away_until(&self, at: f64) -> Option<f64> {
         let into = self.away_every.map_or(at, |every| at.rem_euclid(every));
         let (_, to) = self
             .away

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use super::numbers::span;
 use super::scenario::Scenario;
-use crate::limiter::OnStoreError;
-use crate::quota::Quota;
+use tollgate::OnStoreError;
+use tollgate::Quota;
 
 /// What a pace or a gate knows of the scenario at the start.
 #[non_exhaustive]

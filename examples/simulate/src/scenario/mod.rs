@@ -10,11 +10,11 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
 use super::numbers::exponential;
-use crate::limiter::OnStoreError;
-use crate::quota::Quota;
-use crate::rng::Dice;
 pub use goal::Goal;
 pub use limited::StoreModel;
+use tollgate::OnStoreError;
+use tollgate::Quota;
+use tollgate::pace::Dice;
 
 /// One scenario, with the fields of a scenario file. Times are in seconds.
 #[derive(Clone, Debug, Deserialize)]
@@ -62,7 +62,7 @@ pub struct Scenario {
     #[serde(default, deserialize_with = "limited::quota")]
     pub quota: Option<Quota>,
     /// By how much the transit time to the server may vary, for gates with a quota. Default: as
-    /// [`RateLimitBuilder::transit_slack`](crate::RateLimitBuilder::transit_slack), 0.01.
+    /// [`RateLimitBuilder::transit_slack`](tollgate::RateLimitBuilder::transit_slack), 0.01.
     #[serde(default)]
     pub transit_slack: Option<f64>,
     /// What becomes of a request when the store does not answer: `fail_closed`, `fail_open` or

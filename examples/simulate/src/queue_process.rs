@@ -3,16 +3,15 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use crate::pace::Pace;
-use crate::rng::Dice;
-use crate::signal::Signal;
-use crate::throttle::{Flight, PacedQueue, Refused};
-use crate::wait_queue::Number;
+use tollgate::__lab::{Flight, PacedQueue, Refused};
+use tollgate::Signal;
+use tollgate::pace::Dice;
+use tollgate::pace::Pace;
 
 /// A queue, and the caller of each request in it.
 pub(super) struct QueueProcess {
     queue: PacedQueue,
-    calls: BTreeMap<Number, usize>,
+    calls: BTreeMap<u64, usize>,
     /// When the next look at the queue is planned for.
     look: Option<Instant>,
 }
@@ -35,7 +34,7 @@ impl QueueProcess {
     /// Returns the next caller whose request may leave now. Call it until it returns `None`.
     pub(super) fn depart(&mut self, now: Instant) -> Option<(usize, Flight)> {
         let flight = self.queue.depart(now)?;
-        Some((self.calls[&flight.number], flight))
+        Some((self.calls[&flight.number()], flight))
     }
 
     /// Reports whether the look that was planned for `at` has not been replaced.
@@ -63,7 +62,7 @@ impl QueueProcess {
         signal: &Signal,
         now: Instant,
     ) -> Option<Refused> {
-        let number = flight.number;
+        let number = flight.number();
         let refused = self.queue.answered(flight, signal, now);
         if refused.is_none() {
             self.calls.remove(&number);

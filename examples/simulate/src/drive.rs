@@ -8,6 +8,7 @@ use std::thread;
 
 use tokio::sync::mpsc;
 
+use super::clock::{self, Timer};
 use super::error::RunError;
 use super::fleet::Fleet;
 use super::gates::{GateEvent, RunContext, Ticket};
@@ -16,8 +17,8 @@ use super::scenario::{Group, Scenario};
 use super::store::SharedStore;
 use super::strategy::{Make, Strategy};
 use super::trace::Trace;
-use crate::clock::{self, Timer};
-use crate::rng::{self, Dice};
+use tollgate::__lab;
+use tollgate::pace::Dice;
 
 /// Runs `scenario`. Groups without a strategy of their own use `strategy`.
 ///
@@ -85,7 +86,7 @@ fn run_gates(
 ) -> Result<(Metrics, Option<Trace>), RunError> {
     let run = || {
         // The fleet has random numbers of its own, so that gates do not change them.
-        rng::laboratory::begin(Dice::seeded(!seed));
+        __lab::begin_dice(Dice::seeded(!seed));
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()
             .start_paused(true)
@@ -93,7 +94,7 @@ fn run_gates(
         runtime
             .expect("a paused runtime needs no system resource")
             .block_on(async {
-                clock::laboratory::begin(clock::now());
+                __lab::begin_clock(clock::now());
                 let (sender, events) = mpsc::unbounded_channel();
                 let context = RunContext {
                     events: sender,

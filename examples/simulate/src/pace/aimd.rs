@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Dice, Pace, Pause, Reply, StateCodec, Traffic, seconds, span};
+use tollgate::pace::{Dice, Pace, Pause, Reply, StateCodec, Traffic};
+
+use super::{seconds, span};
 
 /// Additive increase, multiplicative decrease: speeds up slowly, and halves the speed after a
 /// refusal.
@@ -31,7 +33,7 @@ use super::{Dice, Pace, Pause, Reply, StateCodec, Traffic, seconds, span};
 ///
 /// It needs refusals to find the limit: 6 % of all requests with ten clients, a third with fifty.
 /// It takes an hour to find capacity that came back, and it does not read what is left. Its shares
-/// are even, because a faster client is refused more often. [`Fair`](super::Fair) needs next to no
+/// are even, because a faster client is refused more often. [`Fair`](tollgate::pace::Fair) needs next to no
 /// refusals.
 #[derive(Clone, Debug)]
 pub struct Aimd {

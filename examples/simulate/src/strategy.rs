@@ -6,10 +6,11 @@ use std::sync::Arc;
 use super::brief::Brief;
 use super::gates::{Gate, GateFuture, Wire};
 use super::known_gates::{limiter, retrying, throttle};
-use crate::config_error::ConfigError;
-use crate::error::Limited;
-use crate::pace::{Aimd, Backoff, Fair, Gradual, NoPacing, Pace, Proportional, Remaining};
-use crate::store::Store;
+use super::pace::{Aimd, Backoff, Gradual, Proportional, Remaining};
+use tollgate::ConfigError;
+use tollgate::Limited;
+use tollgate::pace::{Fair, NoPacing, Pace};
+use tollgate::store::Store;
 
 /// A pace or a gate that a scenario is run with, under a name.
 #[derive(Clone)]
@@ -52,7 +53,7 @@ impl Strategy {
     ///
     /// ```
     /// use std::time::Duration;
-    /// use tollgate::sim::{Scenarios, Strategy, Wire, run};
+    /// use tollgate_simulate::{Scenarios, Strategy, Wire, run};
     /// use tollgate::{Key, Quota, RateLimitLayer, Signal};
     ///
     /// let all_at_once = Strategy::gate("half", |_, store| {
@@ -98,7 +99,7 @@ impl Strategy {
         }
     }
 
-    /// Returns the strategies that come with tollgate: the paces, with the recommended one first,
+    /// Returns the known strategies: the paces, with the recommended one first,
     /// and the gates.
     pub fn all() -> Vec<Strategy> {
         /// Configures the limit of `$pace`, if the brief has one.

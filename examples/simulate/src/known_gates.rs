@@ -4,16 +4,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::brief::Brief;
+use super::clock;
 use super::gates::{GateFuture, Wire};
-use crate::clock;
-use crate::config_error::ConfigError;
-use crate::key::Key;
-use crate::layer::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitLayer};
-use crate::limiter::OnStoreError;
-use crate::pace::Pace;
-use crate::signal::Signal;
-use crate::store::Store;
-use crate::throttle::Back;
+use tollgate::__lab::{answered_or_back, read_signal};
+use tollgate::ConfigError;
+use tollgate::Key;
+use tollgate::OnStoreError;
+use tollgate::Signal;
+use tollgate::pace::Pace;
+use tollgate::store::Store;
+use tollgate::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitLayer};
 
 /// Builds the gate of a limiter with the quota of `brief`.
 pub(super) fn limiter(
@@ -73,11 +73,10 @@ pub(super) fn retrying(
             loop {
                 let response = wire.send().await;
                 let arrived = clock::now();
-                let signal = Signal::read_at(&response, arrived);
-                permit = match permit.answered_or_back(&signal, None, arrived) {
+                let signal = read_signal(&response, arrived);
+                permit = match answered_or_back(permit, &signal, arrived) {
                     None => return Ok(()),
-                    Some(Back::Ended(limited)) => return Err(limited),
-                    Some(Back::Waits(wait)) => wait.await?,
+                    Some(back) => back.await?,
                 };
             }
         }) as GateFuture

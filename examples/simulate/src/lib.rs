@@ -1,11 +1,11 @@
 //! A simulation of fleets of clients against servers with limits, in virtual time.
 //!
-//! The simulation runs the queues, the [paces](crate::pace) and the gates that programs run, not
+//! The simulation runs the queues, the [paces](tollgate::pace) and the gates that programs run, not
 //! copies of them. The servers' responses carry real headers, which the same code reads. Hours take
 //! a fraction of a second, and the same seed gives the same run.
 //!
 //! ```
-//! use tollgate::sim::{Scenarios, Strategy, run};
+//! use tollgate_simulate::{Scenarios, Strategy, run};
 //!
 //! let scenarios = Scenarios::read(r#"{
 //!     "two workers, one bucket": {
@@ -23,7 +23,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! `cargo run --release --features sim --example simulate` runs the [public
+//! `cargo run --release -p tollgate-simulate --example simulate` runs the [public
 //! set](Scenarios::public), or a file of your own, and prints a table.
 //! `--scenarios limited --strategies limit` runs [the second set](Scenarios::limited), and
 //! `--scenarios real` servers that count as [real limiters](Scenarios::real) do.
@@ -42,12 +42,13 @@
 //!   fail](StoreModel);
 //! - `fair-gate` is the throttle around the queue of `fair`, with the same results;
 //! - `fair-shared` is the same throttle, whose processes
-//!   [share](crate::AdaptiveThrottleBuilder::store) one pace through the store.
+//!   [share](tollgate::AdaptiveThrottleBuilder::store) one pace through the store.
 //!
 //! The simulation has no sockets and no threads, which are tested separately.
 
 mod brief;
 mod caller;
+mod clock;
 mod drive;
 mod error;
 mod fleet;
@@ -56,6 +57,7 @@ mod headers;
 mod known_gates;
 mod metrics;
 mod numbers;
+pub mod pace;
 mod process;
 mod queue_process;
 mod report;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::sim::scenario::{Scenario, Server, StoreModel};
+use crate::scenario::{Scenario, Server, StoreModel};
 
 /// Returns a one-line description of a scenario.
 pub(super) fn sentence(scenario: &Scenario) -> String {

@@ -11,8 +11,8 @@ use http::Response;
 use tokio::sync::{mpsc, oneshot};
 
 use super::store::SharedStore;
-use crate::error::Limited;
-use crate::throttle::Flight;
+use tollgate::__lab::Flight;
+use tollgate::Limited;
 
 /// Makes one call through a gate. The call sends its requests through the [`Wire`].
 pub(super) type Gate = Box<dyn Fn(Wire) -> GateFuture>;

@@ -8,17 +8,17 @@ use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 
+use super::clock;
 use super::numbers::span;
 use super::scenario::StoreModel;
-use crate::clock;
-use crate::key::Key;
-use crate::limit::{LimitSpec, UnusedPermits, UpstreamRemaining};
-use crate::rng::{Dice, dice};
-use crate::store::{
-    Claim, HoldState, Lease, LeaseRequest, MemoryStore, OwnedLeaseRequest, PeekRequest, Recipients,
-    Register, RegisterRequest, SetQuota, Store, StoreError, StoreEvent, StoreListener, StoreReply,
-    Usage,
+use tollgate::__lab::{dice, lease_later};
+use tollgate::Key;
+use tollgate::pace::Dice;
+use tollgate::store::{
+    Claim, HoldState, Lease, LeaseRequest, MemoryStore, PeekRequest, Recipients, Register,
+    RegisterRequest, SetQuota, Store, StoreError, StoreEvent, StoreListener, StoreReply, Usage,
 };
+use tollgate::store::{LimitSpec, UnusedPermits, UpstreamRemaining};
 
 /// The store, its model, and its listeners.
 pub(super) struct SharedStore {
@@ -91,9 +91,9 @@ impl SharedStore {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         let is_told = |address: u64| match tell {
-            Recipients::None => false,
-            Recipients::One(one) => one == address,
             Recipients::All => true,
+            Recipients::One(one) => one == address,
+            _ => false,
         };
         let chosen: Vec<_> = listeners
             .iter()
@@ -159,8 +159,7 @@ impl StoreLink {
 
 impl Store for StoreLink {
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
-        let asked = OwnedLeaseRequest::new(&request);
-        self.go(move |memory| memory.lease(asked.request(&asked.demands)))
+        self.go(lease_later(&request))
     }
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
@@ -258,12 +257,8 @@ impl Store for StoreLink {
                 Some(value),
             ) = (&answer, value)
             {
-                let told = Register {
-                    kind: *kind,
-                    version: *version,
-                    value,
-                    ..Register::default()
-                };
+                let mut told = Register::default();
+                (told.kind, told.version, told.value) = (*kind, *version, value);
                 store.tell(tell, key, &StoreEvent::Register(told));
             }
             StoreReply::Ready(answer)

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use crate::sim::metrics::Metrics;
+use crate::metrics::Metrics;
 
 /// What the recommended pace should reach in a scenario, as means over ten seeds. A goal that is not given counts as
 /// reached.

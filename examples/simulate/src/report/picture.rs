@@ -5,11 +5,11 @@ use std::fmt::Write;
 use super::chart::{self, Axis, Chart};
 use super::steps::{STEPS, Steps};
 use super::words::{counted, escaped, sentence};
-use crate::sim::drive::trace;
-use crate::sim::error::RunError;
-use crate::sim::scenario::Scenario;
-use crate::sim::strategy::Strategy;
-use crate::sim::sweep::Runs;
+use crate::drive::trace;
+use crate::error::RunError;
+use crate::scenario::Scenario;
+use crate::strategy::Strategy;
+use crate::sweep::Runs;
 
 /// Returns the charts of a scenario, as HTML.
 pub(super) fn charts(
@@ -43,12 +43,12 @@ pub(super) fn charts(
 /// Draws one scenario as SVG, with one column for each strategy.
 ///
 /// A column shows how long requests waited, what was left on the server, and the requests of each
-/// client, in the run of `seed`. `runs` are those that [`sweep`](crate::sim::sweep) returned for
+/// client, in the run of `seed`. `runs` are those that [`sweep`](crate::sweep) returned for
 /// this scenario.
 ///
 /// # Errors
 ///
-/// As [`run`](crate::sim::run).
+/// As [`run`](crate::run).
 pub fn picture(
     name: &str,
     scenario: &Scenario,

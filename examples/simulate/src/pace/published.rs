@@ -9,8 +9,11 @@
 
 use std::time::Duration;
 
-use super::reading::Told;
-use super::{CallState, Dice, Pace, Pause, Reply, Traffic, span};
+use tollgate::Signal;
+use tollgate::pace::{CallState, Dice, Pace, Pause, Reply, Traffic};
+use tollgate::signal::ObservedQuota;
+
+use super::span;
 
 /// The limit of the API for which the four were made: 4500 requests in an hour.
 const LIMIT: f64 = 4500.0;
@@ -154,6 +157,21 @@ impl Shared {
     }
 }
 
+/// Returns how many requests are left of the stated quota of which the smallest share is left.
+fn least_remaining(signal: &Signal) -> Option<f64> {
+    let share = |quota: &&ObservedQuota| match (quota.remaining(), quota.limit()) {
+        (Some(remaining), Some(limit)) => remaining as f64 / limit.max(1) as f64,
+        (Some(_), None) => 1.0,
+        (None, _) => f64::INFINITY,
+    };
+    let quotas = signal.quotas().iter();
+    quotas
+        .filter(|quota| quota.unit() == "requests")
+        .min_by(|one, other| share(one).total_cmp(&share(other)))
+        .and_then(|quota| quota.remaining())
+        .map(|count| count as f64)
+}
+
 fn token_time(limit: u32, window: Duration) -> f64 {
     span(window.as_secs_f64() / f64::from(limit.max(1))).as_secs_f64()
 }
@@ -234,7 +252,7 @@ published! {
     /// What it is bad at: only refusals slow it down, so 3 to 4 % of all requests are refused.
     /// Chance decides which requests sleep long. Without the header it only becomes slower.
     Remaining, |shared, sleep, reply| {
-        let remaining = Told::of(reply.signal).remaining.unwrap_or(0.0);
+        let remaining = least_remaining(reply.signal).unwrap_or(0.0);
         sleep * remaining / shared.limit
     }
 }
@@ -242,12 +260,12 @@ published! {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::signal::{ObservedQuota, Signal};
+    use tollgate::signal::{ObservedQuota, Signal};
 
     /// Checks the sleeps of a request without their jitter: the first, one after each refusal, and
     /// the first sleep of the next request after a success with `left` left.
     fn check(mut pace: impl Pace, left: u64, expected: &[f64]) {
-        let now = crate::clock::now();
+        let now = std::time::Instant::now();
         let (traffic, mut dice, mut call) =
             (Traffic::at(now), Dice::seeded(1), CallState::default());
         let mut sleeps = vec![pace.arrived(&mut call, &traffic, &mut dice)];
