@@ -1,11 +1,12 @@
-//! What the laboratory (`examples/simulate`) needs of the crate. This is no part of the API: any version may change it.
+//! What the laboratory (`examples/simulate`) and the contract of stores (`tests/contract`) need of the crate. This is no part of the API: any version may change it.
 
 use std::time::{Duration, Instant};
 
 use crate::error::Limited;
 use crate::pace::{Dice, Pace};
+use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
-use crate::store::{Lease, LeaseRequest, OwnedLeaseRequest, Store, StoreReply};
+use crate::store::{self, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, Store, StoreReply};
 use crate::throttle::{self, Back, ThrottlePermit};
 use crate::wait_queue::Number;
 
@@ -97,4 +98,37 @@ pub fn lease_later<S: Store>(
 ) -> impl FnOnce(&S) -> StoreReply<Lease> + Send + 'static + use<S> {
     let owned = OwnedLeaseRequest::new(request);
     move |store| store.lease(owned.request(&owned.demands))
+}
+
+/// Returns the limits of a caller with this quota, which knows of the set quota of version `version`, 0 for none.
+pub fn limit_spec(
+    quota: Quota,
+    transit_slack: Duration,
+    boundary_guard: Duration,
+    version: u32,
+    life: Duration,
+) -> LimitSpec {
+    LimitSpec::new(quota, transit_slack, boundary_guard).with_quota_version(version, life)
+}
+
+/// The calls of a joint request to one store, which a store may decide about as one.
+#[derive(Debug, Default)]
+pub struct JointCall(store::JointCall);
+
+impl JointCall {
+    /// Makes `request` a part of the joint request.
+    pub fn part<'a>(&'a self, request: LeaseRequest<'a>) -> LeaseRequest<'a> {
+        let joint = Some(&self.0);
+        LeaseRequest { joint, ..request }
+    }
+
+    /// Returns whether the store decides about the keys together.
+    pub fn is_used(&self) -> bool {
+        self.0.is_used()
+    }
+
+    /// Sends the calls.
+    pub fn send(&self) {
+        self.0.send();
+    }
 }

@@ -91,7 +91,6 @@
 //! | `grpc` | `RateLimitLayer::grpc` and `AdaptiveThrottleLayer::grpc`: layers for clients of [gRPC](guide::grpc), such as tonic |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info, at most one a second for a key), refusals by the server (warn) |
 //! | `metrics` | `metrics`: the counts of all layers as counters, gauges and histograms of the crate `metrics`, for Prometheus and other systems |
-//! | `contract` | the contract of a [`store`] as a test suite, for a store of your own |
 //!
 //! # Where it runs
 //!

@@ -47,6 +47,22 @@ pub struct Claim {
 }
 
 impl Claim {
+    /// Returns a claim of holder `holder` of `key` that uses and wants no slot. All other fields are 0.
+    pub const fn new(key: Key, holder: u64, number: u64) -> Self {
+        Claim {
+            key,
+            holder,
+            number,
+            limit: 0,
+            class: 0,
+            share: 0,
+            in_use: 0,
+            wanted: 0,
+            granted_seen: 0,
+            ttl: Duration::ZERO,
+        }
+    }
+
     /// Returns the claim as the limit takes it in, valid for `ttl`.
     pub(crate) fn of_holder(&self, ttl: Micros) -> HolderClaim {
         HolderClaim {
@@ -64,18 +80,7 @@ impl Claim {
 
     /// A claim of no holder, which uses and wants no slot.
     #[cfg(feature = "redis")]
-    pub(crate) const NONE: Claim = Claim {
-        key: Key::ALL,
-        holder: 0,
-        number: 0,
-        limit: 0,
-        class: 0,
-        share: 0,
-        in_use: 0,
-        wanted: 0,
-        granted_seen: 0,
-        ttl: Duration::ZERO,
-    };
+    pub(crate) const NONE: Claim = Claim::new(Key::ALL, 0, 0);
 
     /// Returns whether the holder leaves: it uses no slot and wants none.
     #[cfg(feature = "redis")]

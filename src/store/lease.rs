@@ -53,6 +53,29 @@ pub struct LeaseRequest<'a> {
     pub(crate) joint: Option<&'a JointCall>,
 }
 
+impl<'a> LeaseRequest<'a> {
+    /// Returns a request for permits that are valid for no time, of a process that knows nothing of the state of the
+    /// key. Set the other fields before you make it.
+    pub fn new(key: Key, spec: &'a Arc<LimitSpec>, demands: &'a [Demand]) -> Self {
+        LeaseRequest {
+            key,
+            spec,
+            demands,
+            prefetch: 0,
+            latest: Duration::ZERO,
+            validity: Duration::ZERO,
+            prefetch_validity: Duration::ZERO,
+            returns: &[],
+            charges: &[],
+            session: ClientSession::default(),
+            hold: HoldState::default(),
+            remaining: None,
+            borrows: false,
+            joint: None,
+        }
+    }
+}
+
 /// Permits of one cost that waiters need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]

@@ -44,13 +44,10 @@
 //!     ([`LimitSpec::quota_version`]), and every listener is notified. A quota that the upstream
 //!     states ([`Store::learn_quota`]) is a set quota that gives way to those of operators.
 //!
-//! With the feature `contract`, the module `contract` has a test suite that any store can run.
+//! `tests/contract` of the repository has a test suite that any store can run.
 //!
 //! A store never waits. It states the slot of a permit, and the limiter waits for it.
 
-#[cfg(feature = "contract")]
-#[cfg_attr(docsrs, doc(cfg(feature = "contract")))]
-pub mod contract;
 mod delegate;
 mod fallback;
 mod hold;

@@ -27,6 +27,20 @@ pub struct RegisterRequest {
     pub notify: Recipients,
 }
 
+impl RegisterRequest {
+    /// Returns a request that reads register `kind` of `key`.
+    pub const fn new(key: Key, kind: u64) -> Self {
+        RegisterRequest {
+            key,
+            kind,
+            version: 0,
+            value: None,
+            ttl: Duration::ZERO,
+            notify: Recipients::None,
+        }
+    }
+}
+
 /// The listeners that are notified of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]

@@ -1,7 +1,5 @@
 //! One contract, every store.
 
-#![cfg(feature = "contract")]
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,18 +8,17 @@ use tollgate::quota::Limit;
 use tollgate::store::{
     Claim, Demand, Grant, HoldState, Lease, LeaseRequest, LimitSpec, LimitUsage, MemoryStore,
     PeekRequest, Refusal, SetQuota, Store, StoreListener, StoreReply, UnusedPermits, Usage,
-    contract,
 };
 
 #[tokio::test(start_paused = true)]
 async fn the_memory_store_keeps_the_contract() {
-    contract::check(Arc::new(MemoryStore::default())).await;
+    store_contract::check(Arc::new(MemoryStore::default())).await;
 }
 
 /// On the machine's clock, with several threads.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_memory_store_keeps_the_contract_in_real_time() {
-    contract::check(Arc::new(MemoryStore::default())).await;
+    store_contract::check(Arc::new(MemoryStore::default())).await;
 }
 
 /// The same store, answering asynchronously.
@@ -57,7 +54,7 @@ fn later<T: Send + 'static>(answer: StoreReply<T>) -> StoreReply<T> {
 
 #[tokio::test(start_paused = true)]
 async fn a_store_that_answers_later_keeps_the_contract() {
-    contract::check(Arc::new(Later(Arc::new(MemoryStore::default())))).await;
+    store_contract::check(Arc::new(Later(Arc::new(MemoryStore::default())))).await;
 }
 
 /// The answers of a custom store are built by constructors, since the types may get more fields.
@@ -209,7 +206,7 @@ mod broken {
                 fault,
                 calls: AtomicUsize::new(0),
             });
-            let checked = tokio::spawn(contract::check(store)).await;
+            let checked = tokio::spawn(store_contract::check(store)).await;
             assert!(checked.is_err(), "{fault:?} was not noticed");
         }
     }

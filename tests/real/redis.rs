@@ -1,6 +1,6 @@
 //! The store in Redis, against a real server: what it keeps there, and what processes share.
 
-#![cfg(all(feature = "redis", feature = "contract"))]
+#![cfg(feature = "redis")]
 
 use crate::support::patient;
 
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use redis_server::RedisServer;
 use tokio::time::{Instant, sleep};
-use tollgate::store::{RedisStore, contract};
+use tollgate::store::RedisStore;
 use tollgate::{ConfigError, Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
 
 fn store(server: &RedisServer) -> Arc<RedisStore> {
@@ -42,14 +42,14 @@ async fn granted(limiter: &Limiter, key: Key, tries: usize) -> usize {
 #[tokio::test]
 async fn redis_keeps_the_contract() {
     let server = RedisServer::start().unwrap();
-    contract::check(store(&server)).await;
+    store_contract::check(store(&server)).await;
 }
 
 /// With several threads. The one-command-at-a-time protocol of an older Redis is not involved.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn redis_keeps_the_contract_under_threads() {
     let server = RedisServer::start().unwrap();
-    contract::check(store(&server)).await;
+    store_contract::check(store(&server)).await;
 }
 
 #[tokio::test]

@@ -71,20 +71,9 @@ fn literal(name: &str) -> &'static str {
 /// Returns a request for `demands` now, without a session.
 fn lease_request<'a>(spec: &'a Arc<LimitSpec>, demands: &'a [Demand]) -> LeaseRequest<'a> {
     LeaseRequest {
-        key: Key::ALL,
-        spec,
-        demands,
-        prefetch: 0,
-        latest: Duration::ZERO,
         validity: millis(10),
         prefetch_validity: millis(10),
-        returns: &[],
-        charges: &[],
-        session: ClientSession::default(),
-        hold: HoldState::default(),
-        remaining: None,
-        borrows: false,
-        joint: None,
+        ..LeaseRequest::new(Key::ALL, spec, demands)
     }
 }
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::caller::{Caller, LONG, granted};
-use crate::quota::Quota;
-use crate::store::{Demand, Lease, LeaseRequest, SetQuota, Store, StoreError};
+use tollgate::Quota;
+use tollgate::store::{Demand, Lease, SetQuota, Store, StoreError};
 
 /// Sets the quota of a caller's key. Returns its version, or `None` if the store has no set quotas.
 async fn set(caller: &Caller, quota: Quota) -> Option<u32> {
@@ -18,16 +18,6 @@ async fn set(caller: &Caller, quota: Quota) -> Option<u32> {
         }
         Err(StoreError::Unsupported(_)) => None,
         Err(error) => panic!("the store answers: {error}"),
-    }
-}
-
-/// Returns the caller with another quota, of the quota version `version`.
-fn informed(caller: &Caller, quota: Quota, version: u32) -> Caller {
-    let spec = Caller::new(&caller.store, "", quota).spec;
-    let spec = (*spec).clone().with_quota_version(version, LONG);
-    Caller {
-        spec: Arc::new(spec),
-        ..caller.clone()
     }
 }
 
@@ -59,7 +49,7 @@ pub(super) async fn set_quotas_decide_for_all_callers(store: &Arc<dyn Store>) {
     assert_eq!((quota.version, quota.quota), (first, Some(stricter)));
     assert!(quota.left <= LONG && quota.left > LONG / 2, "{quota:?}");
     assert_eq!(quota.life, LONG);
-    let knows_first = informed(&caller, stricter, first);
+    let knows_first = caller.informed(stricter, first);
     assert_eq!(granted(&book(&knows_first, 1, None).await), 0);
 
     let looser = Quota::per_minute(50).and(Quota::in_flight(3));
@@ -71,11 +61,11 @@ pub(super) async fn set_quotas_decide_for_all_callers(store: &Arc<dyn Store>) {
     let end = caller.store.unset_quota(caller.key, &caller.spec, LONG);
     let end = end.arrives().await.expect("the store answers");
     assert!(end % 2 == 0 && end > second, "{end} after {second}");
-    let knows_second = informed(&caller, looser, second);
+    let knows_second = caller.informed(looser, second);
     let lease = book(&knows_second, 1, Some((end, None))).await;
     let nothing = (granted(&lease), lease.recovering, lease.refused);
     assert_eq!(nothing, (0, Some(Duration::ZERO), None), "{lease:?}");
-    let knows_end = informed(&caller, own, end);
+    let knows_end = caller.informed(own, end);
     let lease = book(&knows_end, 1, None).await;
     assert_eq!(granted(&lease), 0, "50 of 10 were used: {lease:?}");
     assert!(lease.refused.is_some(), "{lease:?}");
@@ -140,19 +130,14 @@ pub(super) async fn callers_retell_set_quotas(store: &Arc<dyn Store>) {
         return;
     }
     let quota = Quota::per_minute(3);
-    let knows = informed(&caller, quota, 7);
+    let knows = caller.informed(quota, 7);
     assert_eq!(granted(&book(&knows, 1, None).await), 1);
     let lease = book(&caller, 5, Some((7, Some(quota)))).await;
     assert_eq!(granted(&lease), 2, "{lease:?}");
     // A caller that knows the end brings the set quota to an end.
-    let knows_end = informed(&caller, Quota::per_minute(10), 8);
+    let knows_end = caller.informed(Quota::per_minute(10), 8);
     let demands = [Demand::new(1, 1)];
-    let lease = knows_end
-        .ask(LeaseRequest {
-            latest: Duration::ZERO,
-            ..knows_end.asks_for(&demands)
-        })
-        .await;
+    let lease = knows_end.ask(knows_end.asks_for(&demands)).await;
     assert_eq!((granted(&lease), lease.set_quota), (0, None));
     let refused = lease.refused.and_then(|refusal| refusal.limit);
     assert_eq!(refused, Some(quota.limits()[0]), "its limits fade");

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::caller::{Arrivals, Caller, LONG, pass};
-use crate::quota::Quota;
-use crate::store::{Demand, JointCall, Lease, LeaseRequest, Store};
+use tollgate::__lab::JointCall;
+use tollgate::Quota;
+use tollgate::store::{Demand, Lease, Store};
 
 /// Asks for one permit of each key at one moment. Returns `None` if the store decides about the keys
 /// one by one.
@@ -22,11 +23,9 @@ async fn ask_jointly(
     let mut replies = Vec::new();
     for (caller, cost) in callers.iter().zip(costs) {
         let demands = [Demand::new(*cost, 1).earliest(earliest)];
-        replies.push(caller.store.lease(LeaseRequest {
-            latest,
-            joint: Some(&joint),
-            ..caller.asks_for(&demands)
-        }));
+        let mut request = caller.asks_for(&demands);
+        request.latest = latest;
+        replies.push(caller.store.lease(joint.part(request)));
         if !joint.is_used() {
             return None;
         }

@@ -1,14 +1,13 @@
 //! The requests of the suite.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use crate::clock;
-use crate::key::Key;
-use crate::quota::Quota;
-use crate::store::{
-    ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, LimitSpec, PeekRequest, Store,
-    UnusedPermits, Usage,
+use tollgate::__lab::limit_spec;
+use tollgate::Key;
+use tollgate::Quota;
+use tollgate::store::{
+    Demand, Grant, Lease, LeaseRequest, LimitSpec, PeekRequest, Store, UnusedPermits, Usage,
 };
 
 pub(super) const LIFE: Duration = Duration::from_millis(10);
@@ -29,7 +28,15 @@ impl Caller {
         Caller {
             store: store.clone(),
             key: key(store, law),
-            spec: Arc::new(LimitSpec::new(quota, SLACK, Duration::from_millis(20))),
+            spec: spec(quota, 0),
+        }
+    }
+
+    /// Returns the caller with another quota, of the quota version `version`.
+    pub(super) fn informed(&self, quota: Quota, version: u32) -> Self {
+        Caller {
+            spec: spec(quota, version),
+            ..self.clone()
         }
     }
 
@@ -40,33 +47,16 @@ impl Caller {
         latest: Duration,
         returns: &[UnusedPermits],
     ) -> Lease {
-        self.ask(LeaseRequest {
-            prefetch,
-            latest,
-            returns,
-            ..self.asks_for(demands)
-        })
-        .await
+        let mut request = self.asks_for(demands);
+        (request.prefetch, request.latest, request.returns) = (prefetch, latest, returns);
+        self.ask(request).await
     }
 
     /// Makes a request for `demands` now, and for nothing else.
     pub(super) fn asks_for<'a>(&'a self, demands: &'a [Demand]) -> LeaseRequest<'a> {
-        LeaseRequest {
-            key: self.key,
-            spec: &self.spec,
-            demands,
-            prefetch: 0,
-            latest: Duration::ZERO,
-            validity: LIFE,
-            prefetch_validity: LIFE,
-            returns: &[],
-            charges: &[],
-            session: ClientSession::default(),
-            hold: HoldState::default(),
-            remaining: None,
-            borrows: false,
-            joint: None,
-        }
+        let mut request = LeaseRequest::new(self.key, &self.spec, demands);
+        (request.validity, request.prefetch_validity) = (LIFE, LIFE);
+        request
     }
 
     pub(super) async fn ask(&self, request: LeaseRequest<'_>) -> Lease {
@@ -89,17 +79,26 @@ impl Caller {
 
     /// Asks when a request of `cost` could leave, if other requests get the permits `ahead` first.
     pub(super) async fn ask_about(&self, cost: u32, ahead: &[Demand]) -> Usage {
-        let request = PeekRequest {
-            cost,
-            ahead: ahead.to_vec(),
-            ..PeekRequest::new(self.key, &self.spec)
-        };
+        let mut request = PeekRequest::new(self.key, &self.spec);
+        (request.cost, request.ahead) = (cost, ahead.to_vec());
         self.store
             .peek(request)
             .arrives()
             .await
             .expect("the store answers")
     }
+}
+
+/// The limits of a caller that knows of the set quota of version `version`, 0 for none.
+fn spec(quota: Quota, version: u32) -> Arc<LimitSpec> {
+    let life = if version > 0 { LONG } else { Duration::ZERO };
+    Arc::new(limit_spec(
+        quota,
+        SLACK,
+        Duration::from_millis(20),
+        version,
+        life,
+    ))
 }
 
 /// Two stores in one process are asked about different keys, should they share their state.
@@ -109,13 +108,15 @@ fn store_address(store: &Arc<dyn Store>) -> [u8; 8] {
 
 /// A key that no other run of the suite has.
 pub(super) fn key(store: &Arc<dyn Store>, law: &str) -> Key {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    let nanos = now.unwrap_or_default().as_nanos();
     Key::new(law)
-        .and(clock::micros(clock::now()).to_le_bytes())
+        .and(nanos.to_le_bytes())
         .and(store_address(store))
 }
 
 pub(super) async fn pass(span: Duration) {
-    clock::sleep_until(clock::after(clock::now(), span)).await;
+    tokio::time::sleep(span).await;
 }
 
 pub(super) fn granted(lease: &Lease) -> u32 {
@@ -123,15 +124,8 @@ pub(super) fn granted(lease: &Lease) -> u32 {
 }
 
 pub(super) fn unused(lease: &Lease, grant: &Grant, count: u32) -> UnusedPermits {
-    let &Grant {
-        cost, slot, stamp, ..
-    } = grant;
-    UnusedPermits {
-        slot,
-        stamp,
-        units: u64::from(cost) * u64::from(count),
-        incarnation: lease.incarnation,
-    }
+    let units = u64::from(grant.cost) * u64::from(count);
+    UnusedPermits::new(grant.slot, grant.stamp, units, lease.incarnation)
 }
 
 /// When each permit of a suite is used, in microseconds of the store's time, and its units.

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::caller::{Arrivals, Caller, LONG, granted, pass, slots, unused};
-use crate::quota::Quota;
-use crate::store::{Demand, Lease, Store};
+use tollgate::Quota;
+use tollgate::store::{Demand, Lease, Store};
 
 /// Books `count` permits that are of use after `earliest`. Returns `None` if the store granted an
 /// earlier slot.

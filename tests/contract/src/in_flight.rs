@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::caller::{Caller, LONG, pass};
-use crate::key::Key;
-use crate::quota::Quota;
-use crate::store::{Claim, Store, StoreError, StoreEvent, StoreListener};
+use tollgate::Key;
+use tollgate::Quota;
+use tollgate::store::{Claim, Store, StoreError, StoreEvent, StoreListener};
 
 /// Records the events of each holder.
 #[derive(Default)]
@@ -60,18 +60,10 @@ impl Holder {
             granted,
             ..
         } = self;
-        let claim = Claim {
-            key,
-            holder,
-            number,
-            limit: most,
-            class,
-            share,
-            in_use,
-            wanted,
-            granted_seen: granted,
-            ttl: LONG,
-        };
+        let mut claim = Claim::new(key, holder, number);
+        (claim.limit, claim.class, claim.share) = (most, class, share);
+        (claim.in_use, claim.wanted, claim.granted_seen) = (in_use, wanted, granted);
+        claim.ttl = LONG;
         let listener: Arc<dyn StoreListener> = self.recorder.clone();
         self.store.claim(claim, &listener);
     }

@@ -4,10 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::caller::{Arrivals, Caller, LIFE, LONG, MARGIN, granted, pass, slots, unused};
-use crate::quota::{Limit, Quota};
-use crate::store::{
-    Charge, Demand, LeaseRequest, Refusal, Store, UnusedPermits, UpstreamRemaining,
-};
+use tollgate::quota::{Limit, Quota};
+use tollgate::store::{Charge, Demand, Refusal, Store, UnusedPermits, UpstreamRemaining};
 
 pub(super) async fn grants_at_once_what_is_free(store: &Arc<dyn Store>) {
     let caller = Caller::new(store, "free", Quota::per_minute(20));
@@ -106,6 +104,7 @@ pub(super) async fn refuses_without_a_trace_and_says_when(store: &Arc<dyn Store>
         let Some(Refusal {
             wait: Some(wait),
             limit,
+            ..
         }) = lease.refused
         else {
             panic!("a refusal states the wait until the first slot: {lease:?}")
@@ -330,19 +329,12 @@ pub(super) async fn leaves_to_others_what_they_use(store: &Arc<dyn Store>) {
     let caller = Caller::new(store, "strangers", quota);
     caller.book(1, 10, Duration::ZERO).await;
     let reset_in = Some(Duration::from_secs(30));
-    let left = UpstreamRemaining {
-        reset_in,
-        steady: true,
-        refused: 2,
-        ..UpstreamRemaining::new(quota.limits()[0], 18)
-    };
+    let mut left = UpstreamRemaining::new(quota.limits()[0], 18);
+    (left.reset_in, left.steady, left.refused) = (reset_in, true, 2);
     let demands = [Demand::new(1, 30)];
-    let lease = caller
-        .ask(LeaseRequest {
-            remaining: Some(left),
-            ..caller.asks_for(&demands)
-        })
-        .await;
+    let mut request = caller.asks_for(&demands);
+    request.remaining = Some(left);
+    let lease = caller.ask(request).await;
     assert!(
         lease.external_usage,
         "the lease states that other clients use the limit: {lease:?}"
@@ -374,12 +366,9 @@ pub(super) async fn counts_charges_by_their_age(store: &Arc<dyn Store>) {
         Charge::new(age(58), 30),
         Charge::new(age(20), 5),
     ];
-    caller
-        .ask(LeaseRequest {
-            charges: &charges,
-            ..caller.asks_for(&[])
-        })
-        .await;
+    let mut request = caller.asks_for(&[]);
+    request.charges = &charges;
+    caller.ask(request).await;
     assert_eq!(
         caller.peek().await.limits[0].used,
         125,
@@ -405,12 +394,9 @@ pub(super) async fn counts_charges_by_their_age(store: &Arc<dyn Store>) {
         Quota::bucket(50).refill(50, Duration::from_secs(60)),
     );
     let charges = [Charge::new(age(600), 400), Charge::new(age(0), 10_000)];
-    bucket
-        .ask(LeaseRequest {
-            charges: &charges,
-            ..bucket.asks_for(&[])
-        })
-        .await;
+    let mut request = bucket.asks_for(&[]);
+    request.charges = &charges;
+    bucket.ask(request).await;
     let refusal = bucket
         .book(1, 1, Duration::ZERO)
         .await

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use super::caller::{LONG, key, pass};
-use crate::key::Key;
-use crate::store::{
+use tollgate::Key;
+use tollgate::store::{
     Recipients, Register, RegisterRequest, Store, StoreError, StoreEvent, StoreListener,
 };
 
@@ -57,29 +57,16 @@ struct Client<'a> {
 impl Client<'_> {
     async fn set(&self, seen: u64, value: &[u8], tell: Recipients) -> Result<Register, StoreError> {
         let &Client { store, key, kind } = self;
-        let change = RegisterRequest {
-            key,
-            kind,
-            version: seen,
-            value: Some(value.to_vec()),
-            ttl: LONG,
-            notify: tell,
-        };
+        let mut change = RegisterRequest::new(key, kind);
+        (change.version, change.value) = (seen, Some(value.to_vec()));
+        (change.ttl, change.notify) = (LONG, tell);
         store.compare_and_set(change).arrives().await
     }
 
     async fn read(&self) -> Register {
         let &Client { store, key, kind } = self;
-        let change = RegisterRequest {
-            key,
-            kind,
-            version: 0,
-            value: None,
-            ttl: LONG,
-            notify: Recipients::None,
-        };
         store
-            .compare_and_set(change)
+            .compare_and_set(RegisterRequest::new(key, kind))
             .arrives()
             .await
             .expect("a register can be read")
@@ -142,14 +129,9 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
     // Many at once.
     let mut won = BTreeSet::new();
     let tries = (0..20_u8).map(|value| {
-        store.compare_and_set(RegisterRequest {
-            key: other.key,
-            kind: other.kind,
-            version: 0,
-            value: Some(vec![value]),
-            ttl: LONG,
-            notify: Recipients::None,
-        })
+        let mut change = RegisterRequest::new(other.key, other.kind);
+        (change.value, change.ttl) = (Some(vec![value]), LONG);
+        store.compare_and_set(change)
     });
     for answer in tries.collect::<Vec<_>>() {
         let register = answer.arrives().await.expect("it can be tried");
@@ -195,14 +177,8 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
 
     // A register is forgotten after its life.
     let short = Client { kind: 3, ..client };
-    let change = RegisterRequest {
-        key: short.key,
-        kind: 3,
-        version: 0,
-        value: Some(vec![1]),
-        ttl: Duration::from_millis(50),
-        notify: Recipients::None,
-    };
+    let mut change = RegisterRequest::new(short.key, short.kind);
+    (change.value, change.ttl) = (Some(vec![1]), Duration::from_millis(50));
     store
         .compare_and_set(change)
         .arrives()

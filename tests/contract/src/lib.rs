@@ -4,9 +4,9 @@
 //! # #[tokio::main(flavor = "current_thread", start_paused = true)]
 //! # async fn main() {
 //! use std::sync::Arc;
-//! use tollgate::store::{contract, MemoryStore};
+//! use tollgate::store::MemoryStore;
 //!
-//! contract::check(Arc::new(MemoryStore::default())).await;
+//! store_contract::check(Arc::new(MemoryStore::default())).await;
 //! # }
 //! ```
 //!
@@ -25,7 +25,7 @@ mod set_quota;
 
 use std::sync::Arc;
 
-use super::Store;
+use tollgate::store::Store;
 
 /// Runs every law of the contract against `store`, each on keys of its own.
 ///
