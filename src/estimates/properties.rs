@@ -22,7 +22,7 @@ fn is_quantile(estimate: u32, costs: &[u32], quantile: f64) -> bool {
 }
 
 proptest! {
-    #![proptest_config(histories::config(64))]
+    #![proptest_config(histories::config(16))]
 
     #[test]
     fn estimates_are_quantiles_of_the_last_costs(

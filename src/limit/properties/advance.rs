@@ -253,7 +253,7 @@ impl History {
 }
 
 proptest! {
-    #![proptest_config(histories::config(125))]
+    #![proptest_config(histories::config(60))]
 
     /// Whenever each permit is used between its slot and its deadline.
     #[test]

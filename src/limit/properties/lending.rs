@@ -310,7 +310,7 @@ fn run(case: &Case, own: &mut Part, others: &mut Part, lent: bool) -> Seen {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..histories::config(20) })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..histories::config(10) })]
 
     /// The latency-rate law of `lending.rs`. No part is exceeded, and their sum is not.
     #[test]

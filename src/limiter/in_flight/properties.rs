@@ -286,7 +286,7 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(histories::config(500))]
+    #![proptest_config(histories::config(200))]
 
     #[test]
     fn limit_is_kept_and_no_slot_is_lost(

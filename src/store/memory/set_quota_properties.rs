@@ -658,7 +658,7 @@ fn history(has_fixed: bool) -> impl Strategy<Value = ([Quota; 2], [Quota; 3], Ve
 }
 
 proptest! {
-    #![proptest_config(histories::config(750))]
+    #![proptest_config(histories::config(250))]
 
     #[test]
     fn no_window_is_over_from_any_change_on((own, others, ops) in history(false)) {
