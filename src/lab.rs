@@ -5,14 +5,19 @@ use std::time::{Duration, Instant};
 use crate::error::Limited;
 use crate::pace::{Dice, Pace};
 use crate::quota::Quota;
+use crate::rng;
 use crate::signal::{ResponseInfo, Signal};
 use crate::store::{self, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, Store, StoreReply};
 use crate::throttle::{self, Back, ThrottlePermit};
 use crate::wait_queue::Number;
 
 pub use crate::clock::laboratory::begin as begin_clock;
-pub use crate::rng::dice;
 pub use crate::rng::laboratory::begin as begin_dice;
+
+/// Returns an unpredictable number, or the next one of the dice of this thread.
+pub fn dice() -> u64 {
+    rng::dice()
+}
 
 /// The queue of one key of a [`Throttle`](crate::Throttle), without tasks. Each method takes the moment.
 #[derive(Debug)]

@@ -84,10 +84,8 @@
 //! | `retry` | `RetryLimited` as a `tower::retry::Policy` |
 //! | `reqwest-retry` | `RetryLimited` as a strategy of reqwest-retry; turns on `reqwest-middleware` |
 //! | `redis` | `store::RedisStore`: one limit, or one pace, for [many processes](guide::many_processes) |
-//! | `redis-cluster` | `store::RedisStore::cluster` |
 //! | `redis-sentinel` | `store::RedisStore::sentinel` |
 //! | `redis-tls-rustls` | `rediss://` URLs, with the provider of cryptography that the program has chosen for rustls |
-//! | `body` | `Signal::read_with_body`: what the body of a response says about limits, and how many tokens or points the request has used; `signal::SpentReader` for bodies that are streamed |
 //! | `grpc` | `RateLimitLayer::grpc` and `AdaptiveThrottleLayer::grpc`: layers for clients of [gRPC](guide::grpc), such as tonic |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info, at most one a second for a key), refusals by the server (warn) |
 //! | `metrics` | `metrics`: the counts of all layers as counters, gauges and histograms of the crate `metrics`, for Prometheus and other systems |

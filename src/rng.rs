@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Returns an unpredictable number, from a seed of the operating system for each process.
-pub fn dice() -> u64 {
+pub(crate) fn dice() -> u64 {
     static ROLLS: AtomicU64 = AtomicU64::new(0);
     #[cfg(feature = "__lab")]
     if let Some(roll) = laboratory::roll() {

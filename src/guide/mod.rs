@@ -40,12 +40,7 @@
 // The pages are the same with and without features: a link to an item whose feature is off leads
 // nowhere.
 #![cfg_attr(
-    not(all(
-        feature = "body",
-        feature = "grpc",
-        feature = "redis",
-        feature = "retry"
-    )),
+    not(all(feature = "grpc", feature = "redis", feature = "retry")),
     allow(rustdoc::broken_intra_doc_links)
 )]
 

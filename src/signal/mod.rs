@@ -1,8 +1,8 @@
 //! What a response says about limits.
 //!
-//! A [`Signal`] is read from status and headers, and with the feature `body` from the body, too. It
-//! states whether the request was refused because of a limit, when to retry, and which quotas the
-//! server has. The vendor need not be configured: tollgate recognises the headers of the standard,
+//! A [`Signal`] is read from status and headers, and by [`Signal::read_with_body`] from the body,
+//! too. It states whether the request was refused because of a limit, when to retry, and which
+//! quotas the server has. The vendor need not be configured: tollgate recognises the headers of the standard,
 //! of the generic families (`X-RateLimit-…`) and of a table of vendors. [A page of the
 //! guide](crate::guide::headers) lists them.
 //!
@@ -21,7 +21,6 @@
 //! A signal only states what the server sent. The limiter and the throttle decide what follows from
 //! it.
 
-#[cfg(feature = "body")]
 mod body;
 mod combine;
 mod draft;
@@ -35,7 +34,6 @@ mod parse;
 mod read;
 mod refusal;
 mod response_ref;
-#[cfg(feature = "body")]
 mod spent;
 mod standard;
 mod vendor;
@@ -52,8 +50,6 @@ use smallvec::SmallVec;
 
 pub use observed::ObservedQuota;
 pub use response_ref::ResponseRef;
-#[cfg(feature = "body")]
-#[cfg_attr(docsrs, doc(cfg(feature = "body")))]
 pub use spent::{Spent, SpentReader};
 
 use crate::clock;
@@ -182,7 +178,6 @@ pub struct Signal {
     retry_after: Option<Duration>,
     scope: Option<Box<str>>,
     quotas: SmallVec<[ObservedQuota; 1]>,
-    #[cfg(feature = "body")]
     spent: Spent,
 }
 
@@ -260,8 +255,6 @@ impl Signal {
     /// assert_eq!(Signal::read(&response).refusal(), None);
     /// assert_eq!(Signal::read_with_body(&response, body).refusal(), Some(http::StatusCode::OK));
     /// ```
-    #[cfg(feature = "body")]
-    #[cfg_attr(docsrs, doc(cfg(feature = "body")))]
     pub fn read_with_body(response: &impl ResponseInfo, body: &[u8]) -> Self {
         read::signal(
             response.status(),
@@ -354,8 +347,6 @@ impl Signal {
     /// let signal = Signal::read_with_body(&response, body);
     /// assert_eq!(signal.spent().count("points"), Some(46));
     /// ```
-    #[cfg(feature = "body")]
-    #[cfg_attr(docsrs, doc(cfg(feature = "body")))]
     pub fn spent(&self) -> Spent {
         self.spent
     }

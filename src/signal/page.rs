@@ -45,7 +45,7 @@ fn page() -> String {
         "3. {}, and `…-ratelimit-retry-after`",
         code(&[retry_after::OTHER])
     );
-    page += "4. for a refusal, with the feature `body`: `retry_after` and similar names in the body\n\
+    page += "4. for a refusal, if the body is read: `retry_after` and similar names in the body\n\
              5. for a refusal: the reset of the quotas that are used up\n\n\
              Values may be seconds, moments of the Unix clock in seconds to nanoseconds, spans such as `6m0s`, or dates as\n\
              in HTTP, ISO 8601 and JavaScript. Moments are compared with the server's own clock, in its header `date`.\n\n";
@@ -98,7 +98,7 @@ fn page() -> String {
     let _ = writeln!(
         page,
         "A header below is one of {}. A code is an error code such as `TooManyRequests`, in\n\
-         `{}` or, with the feature `body`, in the body.\n",
+         `{}` or in the body.\n",
         code(&refusal::FLAGS),
         refusal::ERROR_TYPE
     );

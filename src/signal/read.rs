@@ -69,21 +69,14 @@ pub(super) fn signal(
         retry_after: wait.map(Duration::from_millis),
         scope,
         quotas,
-        #[cfg(feature = "body")]
         spent: body.map_or_else(super::Spent::default, super::Spent::in_body),
     }
 }
 
-#[cfg(feature = "body")]
 fn said(body: Option<&[u8]>, status: Option<StatusCode>, lines: &Lines<'_>, base: &Base) -> Said {
     body.map_or_else(Said::default, |body| {
         super::body::read(body, status, lines, base)
     })
-}
-
-#[cfg(not(feature = "body"))]
-fn said(_: Option<&[u8]>, _: Option<StatusCode>, _: &Lines<'_>, _: &Base) -> Said {
-    Said::default()
 }
 
 /// Returns whether the response comes from a cache, so that its quotas are old.

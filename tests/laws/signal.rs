@@ -198,10 +198,6 @@ fn value() -> impl Strategy<Value = Vec<u8>> {
 struct Sent {
     status: u16,
     lines: Vec<(String, Vec<u8>)>,
-    #[cfg_attr(
-        not(feature = "body"),
-        expect(dead_code, reason = "then nobody reads it")
-    )]
     body: Vec<u8>,
 }
 
@@ -243,7 +239,6 @@ fn read(sent: &Sent, capitals: bool) -> (Signal, u64) {
     let response = response(sent, capitals);
     let mut signal = Signal::default();
     let spent = allocation_counter::measure(|| {
-        #[cfg(feature = "body")]
         if !sent.body.is_empty() {
             signal = Signal::read_with_body(&response, &sent.body);
             return;

@@ -1,6 +1,6 @@
 //! Joint requests over a real Redis cluster, with each key on another server.
 
-#![cfg(feature = "redis-cluster")]
+#![cfg(feature = "redis")]
 
 use std::sync::Arc;
 use std::time::Duration;

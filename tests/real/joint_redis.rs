@@ -1,6 +1,6 @@
 //! Joint requests over Redis: one script decides about all of their keys.
 
-#![cfg(all(feature = "redis", feature = "redis-cluster"))]
+#![cfg(feature = "redis")]
 
 use crate::support::{in_flight, over, patient};
 

@@ -418,7 +418,6 @@ async fn unanswered_calls_are_never_made_twice() {
 }
 
 /// The client of a cluster would repeat the call by itself.
-#[cfg(feature = "redis-cluster")]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unanswered_cluster_calls_are_never_made_twice() {
     let server = RedisServer::start_cluster_of_one().unwrap();

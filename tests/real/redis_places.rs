@@ -1,7 +1,7 @@
 //! Deployments of Redis: a cluster, Sentinels, TLS, credentials that change. Real servers, real
 //! failovers.
 
-#![cfg(all(feature = "redis-cluster", feature = "redis-sentinel"))]
+#![cfg(feature = "redis-sentinel")]
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};

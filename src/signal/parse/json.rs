@@ -27,13 +27,7 @@ pub(in crate::signal) enum Value<'a> {
     Text(Str<'a>),
     /// As it was written.
     Number(&'a str),
-    Bool(
-        #[cfg_attr(
-            not(feature = "body"),
-            expect(dead_code, reason = "no header has one that counts")
-        )]
-        bool,
-    ),
+    Bool(bool),
     Null,
 }
 

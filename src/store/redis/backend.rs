@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use redis::{Cmd, Value};
 
-#[cfg(feature = "redis-cluster")]
 use super::cluster::Cluster;
 use super::endpoint::{Connecting, FindServer};
 use super::failure::RedisFailure;
@@ -31,7 +30,6 @@ pub(super) struct Backend {
 #[derive(Clone)]
 enum Servers {
     One(Arc<Link>, Option<FindServer>),
-    #[cfg(feature = "redis-cluster")]
     Cluster(Arc<Cluster>),
 }
 
@@ -51,7 +49,6 @@ impl Backend {
                 Arc::new(Link::new(None, factory, links.clone())),
                 find_server,
             ),
-            #[cfg(feature = "redis-cluster")]
             Connecting::Cluster(seeds) => {
                 Servers::Cluster(Arc::new(Cluster::new(seeds, links.clone())))
             }
@@ -67,7 +64,6 @@ impl Backend {
     pub(super) async fn keep(self) {
         match self.servers {
             Servers::One(link, _) => link.keep().await,
-            #[cfg(feature = "redis-cluster")]
             Servers::Cluster(cluster) => cluster.keep().await,
         }
     }
@@ -96,18 +92,14 @@ impl Backend {
     pub(super) fn is_up(&self) -> Option<bool> {
         match &self.servers {
             Servers::One(link, _) => link.is_up(),
-            #[cfg(feature = "redis-cluster")]
             Servers::Cluster(cluster) => cluster.is_up(),
         }
     }
 
     /// Returns why a call about `key` would fail now, if that is known without a call.
     pub(super) fn down(&self, key: &str) -> Option<StoreError> {
-        #[cfg(not(feature = "redis-cluster"))]
-        let _ = key;
         match &self.servers {
             Servers::One(link, _) => link.down(),
-            #[cfg(feature = "redis-cluster")]
             Servers::Cluster(cluster) => cluster.down(key),
         }
     }
@@ -123,7 +115,6 @@ impl Backend {
     pub(super) async fn database(&self, deadline: Instant) -> Result<i64, RedisFailure> {
         match &self.servers {
             Servers::One(link, _) => link.database(deadline).await,
-            #[cfg(feature = "redis-cluster")]
             Servers::Cluster(cluster) => Ok(cluster.database()),
         }
     }
@@ -136,11 +127,8 @@ impl Backend {
         command: Cmd,
         deadline: Instant,
     ) -> Result<Value, RedisFailure> {
-        #[cfg(not(feature = "redis-cluster"))]
-        let _ = key;
         match &self.servers {
             Servers::One(link, _) => link.send(command.into(), deadline).await,
-            #[cfg(feature = "redis-cluster")]
             Servers::Cluster(cluster) => cluster.send(key, command.into(), deadline).await,
         }
     }
@@ -153,7 +141,6 @@ impl Backend {
     ) -> Result<Value, RedisFailure> {
         match &self.servers {
             Servers::One(link, _) => link.send(command.into(), deadline).await,
-            #[cfg(feature = "redis-cluster")]
             Servers::Cluster(cluster) => cluster.send_any(command.into(), deadline).await,
         }
     }
@@ -162,7 +149,6 @@ impl Backend {
     pub(super) fn find_server(&self) -> Option<FindServer> {
         match &self.servers {
             Servers::One(_, find_server) => find_server.clone(),
-            #[cfg(feature = "redis-cluster")]
             Servers::Cluster(cluster) => Some(cluster.clone().find_server()),
         }
     }

@@ -4,7 +4,6 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
-#[cfg(any(feature = "redis-cluster", feature = "redis-sentinel"))]
 use redis::ConnectionAddr;
 use redis::io::tcp::TcpSettings;
 use redis::{Client, ConnectionInfo, IntoConnectionInfo, RedisError};
@@ -14,7 +13,6 @@ use redis::{
     sentinel::{SentinelClient, SentinelNodeConnectionInfo, SentinelServerType},
 };
 
-#[cfg(feature = "redis-cluster")]
 use super::cluster::{Address, Seeds};
 use super::connection::{self, Factory};
 #[cfg(feature = "redis-tls-rustls")]
@@ -34,7 +32,6 @@ pub(super) enum Connecting {
         find_server: Option<FindServer>,
     },
     /// A cluster.
-    #[cfg(feature = "redis-cluster")]
     Cluster(Arc<Seeds>),
 }
 
@@ -140,7 +137,6 @@ pub(super) fn sentinel<S: AsRef<str>>(
 }
 
 /// Returns how to connect to the cluster of the servers at `nodes`.
-#[cfg(feature = "redis-cluster")]
 pub(super) fn cluster<S: AsRef<str>>(
     nodes: impl IntoIterator<Item = S>,
 ) -> Result<Connecting, ConfigError> {
@@ -176,7 +172,6 @@ pub(super) fn cluster<S: AsRef<str>>(
 }
 
 /// Returns whether two servers need the same settings, apart from their addresses.
-#[cfg(feature = "redis-cluster")]
 fn is_alike(one: &ConnectionInfo, other: &ConnectionInfo) -> bool {
     let tls = |info: &ConnectionInfo| match info.addr() {
         ConnectionAddr::TcpTls { insecure, .. } => Some(*insecure),

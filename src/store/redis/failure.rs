@@ -27,7 +27,6 @@ pub(super) enum Why {
 
 impl RedisFailure {
     /// Makes the failure of a command for which there is no server.
-    #[cfg(feature = "redis-cluster")]
     pub(super) fn down(error: StoreError) -> Self {
         RedisFailure {
             why: Why::Down(error),
@@ -49,13 +48,11 @@ impl RedisFailure {
     }
 
     /// Returns whether the server did not reply in time.
-    #[cfg(feature = "redis-cluster")]
     pub(super) fn is_silent(&self) -> bool {
         matches!(self.why, Why::Silent(_))
     }
 
     /// Returns the error of the server or the connection, if there was one.
-    #[cfg(feature = "redis-cluster")]
     pub(super) fn error(&self) -> Option<&RedisError> {
         match &self.why {
             Why::Error(error) => Some(error),

@@ -216,7 +216,6 @@ impl Link {
     }
 
     /// Completes when calls fail at once because there is no connection.
-    #[cfg(feature = "redis-cluster")]
     pub(super) async fn is_down(&self) {
         // The link has the sender, so the channel is not closed.
         let _ = self

@@ -27,7 +27,6 @@
 
 mod backend;
 mod builder;
-#[cfg(feature = "redis-cluster")]
 mod cluster;
 mod codec;
 mod connection;

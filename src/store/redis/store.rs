@@ -102,8 +102,6 @@ impl RedisStore {
     /// let store = RedisStore::cluster(nodes).build()?;
     /// # Ok::<(), tollgate::ConfigError>(())
     /// ```
-    #[cfg(feature = "redis-cluster")]
-    #[cfg_attr(docsrs, doc(cfg(feature = "redis-cluster")))]
     pub fn cluster<S: AsRef<str>>(urls: impl IntoIterator<Item = S>) -> RedisStoreBuilder {
         RedisStoreBuilder::of(endpoint::cluster(urls))
     }
