@@ -16,6 +16,7 @@ mod explain_properties;
 mod explain_throttle;
 mod failures;
 mod fallback;
+mod features;
 mod gate;
 mod grpc;
 mod guard;
