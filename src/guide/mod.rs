@@ -1,41 +1,47 @@
 //! The guide: one page for each task. Each page begins with code that works.
 //!
-//! To use tollgate:
+//! To begin:
 //!
+//! - [Choosing a limiter](choosing_a_limiter): tollgate beside other crates, when not to use it, and how
+//!   to come from governor and from Tower's `RateLimit`.
 //! - [First steps](first_steps): the first program, and one for each kind of client.
-//! - [Choosing a quota](choosing_a_quota): how to describe the limit of a server, and how long a
-//!   request may wait.
+//! - [Choosing a quota](choosing_a_quota): how to describe the limit of a server, such as requests per
+//!   minute, and how long a request may wait.
 //! - [Keys](keys): whose limit it is.
+//! - [Handling a refusal](refusals): why a request was refused, and when to try again (`Retry-After`, 429).
+//! - [Retry and timeout](retry_and_timeout): the order of the layers.
+//!
+//! For a client or a kind of API:
+//!
+//! - [Clients](clients): recipes for hyper-util, reqwest-middleware, octocrab, kube, async-openai, the
+//!   AWS SDK and graphql_client.
+//! - [gRPC](grpc): tonic and other clients.
+//! - [Blocking code](blocking): threads without a Tokio runtime, `ureq` and `reqwest::blocking`.
+//! - [LLM APIs](llm_apis): tokens per minute, how providers count them, and what to use for each.
+//! - [True costs](true_costs): limits on tokens or points, where the response states the cost.
+//!
+//! For more than one limit:
+//!
 //! - [Keys, plans and routes](keys_plans_routes): quotas of customers and of routes.
 //! - [Who goes first](classes): shares of a quota for classes of requests.
 //! - [Several limits](several_limits): limits with different keys on one request.
-//! - [True costs](true_costs): limits on tokens or points, where the response states the cost.
-//! - [LLM APIs](llm_apis): how providers count tokens and points, and what to use for each.
-//! - [Handling a refusal](refusals): why a request was refused, when to try again, and what tollgate
-//!   reports in production.
-//! - [Retry and timeout](retry_and_timeout): the order of the layers.
-//! - [Calls in flight](in_flight): limits on calls at the same time.
-//! - [Blocking code](blocking): threads without a Tokio runtime, `ureq` and `reqwest::blocking`.
-//! - [gRPC](grpc): tonic and other clients, statuses in trailers, and what a refused call looks like.
-//! - [Clients](clients): recipes for hyper-util, reqwest-middleware, octocrab, kube, async-openai, the
-//!   AWS SDK and graphql_client.
-//! - [Limits you do not know](pace): a layer that finds the speed by itself.
+//! - [Calls in flight](in_flight): a concurrency limit, on calls at the same time.
+//! - [Limits you do not know](pace): a throttle that finds the speed by itself.
 //! - [Learning from responses](learning): other clients of the same limit, and limits that a server
 //!   states.
-//! - [Testing](testing): tests of your program that wait for nothing.
+//! - [Headers](headers): the response headers that tollgate understands.
 //!
 //! To operate a fleet:
 //!
 //! - [Many processes](many_processes): one limit, counted in Redis.
-//! - [Operate](operate): what a process has done, what happens to it, and a guard against bans.
+//! - [In Redis](redis_format): which keys exist, what a Redis user may do, how to inspect.
+//! - [Operate](operate): metrics, why a request waits, a guard against bans, shutdown.
 //! - [Guarantees](guarantees): what tollgate promises, and where each promise ends.
 //! - [Costs](costs): calls, CPU and memory, and how they grow.
+//! - [Testing](testing): tests of your program that wait for nothing.
 //!
-//! To look things up, or to change tollgate:
-//!
-//! - [Headers](headers): the response headers that tollgate understands.
-//! - [The format in Redis](redis_format): for clients in other languages.
-//! - [Architecture](architecture): the modules, six walks through the code, and the glossary.
+//! To change tollgate: [architecture](architecture), with the picture, five walks through the code, and
+//! the glossary.
 
 // The pages are the same with and without features: a link to an item whose feature is off leads
 // nowhere.
@@ -49,6 +55,9 @@ pub mod architecture {}
 
 #[doc = include_str!("blocking.md")]
 pub mod blocking {}
+
+#[doc = include_str!("choosing_a_limiter.md")]
+pub mod choosing_a_limiter {}
 
 #[doc = include_str!("choosing_a_quota.md")]
 pub mod choosing_a_quota {}
