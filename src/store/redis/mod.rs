@@ -23,7 +23,7 @@
 //! | `stats` | the counts of a store, and the stores of this process |
 //! | `failure` | why a command has no result |
 //!
-//! [`crate::guide::redis_format`] describes the format of calls, and the reasons for it.
+//! `lua/layout.lua` has the formats, and `benches/README.md` why the state is one string.
 
 mod backend;
 mod builder;

@@ -1,5 +1,5 @@
 //! Calls and replies of the script for registers, packed.
-//! [`guide::redis_format`](crate::guide::redis_format) has the formats, for other languages.
+//! `lua/layout.lua` has the formats.
 
 use super::backend::TO_ALL;
 use super::codec::{CallWriter, Garbled, ReplyReader};

@@ -1,5 +1,5 @@
 //! Calls, replies and messages of the scripts, packed.
-//! [`guide::redis_format`](crate::guide::redis_format) has the formats, for other languages.
+//! `lua/layout.lua` has the formats. They are private to this crate.
 //!
 //! `calls` packs with a [`CallWriter`]; `replies` and `messages` read with a [`ReplyReader`].
 //! `registers.rs`, beside this folder, has the codec of registers.

@@ -8,7 +8,7 @@ use crate::quota::{Limit, Quota};
 use crate::store::SetQuota;
 use crate::store::redis::layout::{BUCKET, CALL_VERSION, FIXED, WINDOW};
 
-/// A reply that does not follow the format in `src/guide/redis_format.md`.
+/// A reply that does not follow the format in `lua/layout.lua`.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::store::redis) struct Garbled;
 

@@ -5,7 +5,7 @@
 -- needs: layout.lua, server_time (server_time.lua), logical_time (time.lua)
 --
 -- KEYS[1]  the state of the key: one packed string, which only this script reads and writes
--- ARGV[1]  the claim, packed; the reply is packed too (layout.lua, src/guide/redis_format.md)
+-- ARGV[1]  the claim, packed; the reply is packed too (layout_in_flight.lua)
 -- ARGV[2]  how the channels of stores begin; the number of a store follows. If the claim grants
 --          slots to another holder, the script notifies that holder there.
 

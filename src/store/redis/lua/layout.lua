@@ -10,8 +10,7 @@
 -- server; the *upstream* receives the requests.
 --
 -- Rust reads the numbers of this file when it is compiled (src/store/redis/layout.rs). Such a
--- number stands on a line of its own, `local NAME = 1`. src/guide/redis_format.md has the same
--- tables for clients in other languages; change both.
+-- number stands on a line of its own, `local NAME = 1`.
 
 -- ── versions: each once, here ────────────────────────────────────────────────────────────────────
 

@@ -5,7 +5,7 @@
 -- needs: nothing
 --
 -- KEYS[1]  the state of the key: one packed string, which only this script reads and writes
--- ARGV[1]  the call, packed; the reply is packed too (layout.lua, src/guide/redis_format.md)
+-- ARGV[1]  the call, packed; the reply is packed too (layout.lua)
 -- ARGV[2]  for a hold, a release, a change of the set quota, or an urgent statement of the upstream: the
 --          channel of all stores. Also for a call with a quota version, which may be new to the state
 -- ARGV[3]  with ARGV[2]: the token that names the key to them

@@ -6,7 +6,7 @@
 -- needs: layout.lua, server_time (server_time.lua)
 --
 -- KEYS[1]  the register: a packed head, and the value
--- ARGV[1]  the call, packed; the reply is packed too (layout.lua, src/guide/redis_format.md)
+-- ARGV[1]  the call, packed; the reply is packed too (layout.lua)
 -- ARGV[2]  the new value; empty if the call only reads
 -- ARGV[3]  the channel on which the change is published; empty for none
 -- ARGV[4]  the name of the register in the message
