@@ -28,17 +28,11 @@
 //! ```
 //!
 //! With reqwest-middleware, write `ClientBuilder::new(client).with(limit)`. Without HTTP, write
-//! `limit.limiter().acquire(key).await?`. The [guide] has one page for each task, from [first
-//! steps](guide::first_steps) to the [architecture](guide::architecture).
+//! `limit.limiter().acquire(key).await?`. The [guide] has one page for each task. If you compare
+//! crates, begin with [choosing a limiter](guide::choosing_a_limiter), else with [first
+//! steps](guide::first_steps).
 //!
 //! # What happens to a request
-//!
-//! ```text
-//!  request ── key ──> ┌─────────┐ ── permit ──> the service inside ──> server
-//!                     │ limiter │                                        │
-//!  Limited, at once <─└─────────┘ <── signal ── response <───────────────┘
-//!                       a request whose slot is near waits here, in a queue
-//! ```
 //!
 //! Each request has a [**key**](Key), which says whose limit applies to it. The [**quota**](Quota)
 //! is what the server allows for each key. From it the limiter computes the request's **slot**: the
@@ -75,7 +69,7 @@
 //!
 //! # Features
 //!
-//! No feature is on by default. A feature only adds items: it never changes what the others do.
+//! No feature is on by default, and a feature only adds items.
 //!
 //! | feature | what it gives |
 //! |---|---|
@@ -114,9 +108,8 @@
 //! once. Limits of the same key go into one quota, with [`and`](Quota::and). For limits of different
 //! keys, use [`and_per`](RateLimitBuilder::and_per) or [`and`](RateLimitLayer::and): see [several
 //! limits](guide::several_limits). Two layers are right for a [lower limit of some
-//! requests](guide::classes#without-shares), and for limits that [settle different
-//! costs](guide::true_costs#with-several-limits). With a task between two layers, the outer limit
-//! [is not kept](RateLimitLayer#two-layers).
+//! requests](guide::classes#without-shares). With a task between two layers, the outer limit [is not
+//! kept](RateLimitLayer#two-layers).
 //!
 //! **An outer timeout that is shorter than the wait.** If it fires before the request is refused,
 //! its error has no reason and no [`retry_after`](Limited::retry_after). Make it longer than

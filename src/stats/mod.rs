@@ -22,8 +22,6 @@
 //! # }
 //! ```
 
-// A file imports only files that stand above it in this table.
-//
 // | file | what it has |
 // |---|---|
 // | `histogram` | how long requests waited |
