@@ -94,6 +94,8 @@ impl StdError for Error {
 /// Who stopped a request, and why.
 #[non_exhaustive]
 #[derive(Clone, Debug)]
+#[doc(alias = "429")]
+#[doc(alias = "rate limited")]
 pub enum Limited {
     /// This process refused the request. It was not sent.
     #[non_exhaustive]
@@ -176,6 +178,7 @@ impl Limited {
 
     /// Returns how long to wait before the next attempt, counted from the refusal. `None` if that
     /// is not known, or if no wait helps. See [`LimitedInfo::retry_after`].
+    #[doc(alias = "retry-after")]
     pub fn retry_after(&self) -> Option<Duration> {
         self.report().retry_after()
     }

@@ -98,6 +98,7 @@ impl LimitedInfo {
     /// If this process refused the request, that is the time to its slot or to the end of the hold.
     /// If the upstream refused it, that is the time that the upstream named. `None` if that is not
     /// known, or if no wait helps.
+    #[doc(alias = "retry-after")]
     pub fn retry_after(&self) -> Option<Duration> {
         self.0.retry_after
     }

@@ -113,7 +113,7 @@ impl Key {
         (hash as u32).max(1)
     }
 
-    /// Returns the key that [`by_host`] gives the requests to `host`, to look at with
+    /// Returns the key that [`by_host`] gives the requests to `host`, without a port, to look at with
     /// [`peek`](crate::Limiter::peek).
     ///
     /// The comparison of hosts ignores case and a final dot.
@@ -471,7 +471,8 @@ impl fmt::Debug for RequestRef<'_> {
     }
 }
 
-/// Returns the key of the request's host: a key function for one limit for each host.
+/// Returns the key of the request's host: a key function for one limit for each host, whatever the
+/// port.
 ///
 /// A request without a host is refused ([`Reason::NoKey`](crate::Reason::NoKey)). The comparison of
 /// hosts ignores case and the port.

@@ -82,6 +82,7 @@ use crate::signal::{ResponseInfo, Signal};
 /// the permit of the outer layer may expire before the request leaves. Then more requests leave
 /// than the outer limit allows.
 #[derive(Clone, Debug)]
+#[doc(alias = "throttle")]
 pub struct RateLimitLayer {
     pub(super) limiter: Limiter,
     pub(super) extractors: Arc<Extractors>,

@@ -376,8 +376,8 @@ impl RateLimitBuilder {
     ///
     /// `name` stands in errors ([`LimitedInfo::name`](crate::error::LimitedInfo::name)). It also
     /// keeps the keys of two limits apart: the key in the store is `key.and(name)` ([`Key::and`]).
-    /// To [`peek`](crate::Limiter::peek) at it, use that key, and a limiter that has this quota and
-    /// the same store.
+    /// To [`peek`](crate::Limiter::peek) at it, use that key, and the limiter that
+    /// [`limiter_of`](RateLimitLayer::limiter_of) returns.
     ///
     /// If a response is a refusal that names a [scope](crate::Signal::scope), it holds the key of
     /// the limit with that name. Otherwise it holds the key whose limit the response states as used

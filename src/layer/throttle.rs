@@ -76,6 +76,8 @@ use crate::throttle::{Back, Begun, Throttle, ThrottlePermit, Wait};
 /// The layer counts no permits, so the server refuses some requests. Each process learns for
 /// itself, unless the processes share a [store](AdaptiveThrottleBuilder::store).
 #[derive(Clone, Debug)]
+#[doc(alias = "429")]
+#[doc(alias = "unknown limit")]
 pub struct AdaptiveThrottleLayer {
     pub(super) throttle: Throttle,
     pub(super) extractors: Arc<Extractors>,

@@ -83,6 +83,7 @@ use crate::store::Refusal;
 /// Do not acquire two permits one after the other. A permit is valid for 10 to 50 ms, so the first
 /// one can expire during the wait for the second.
 #[derive(Clone)]
+#[doc(alias = "throttle")]
 pub struct Limiter(pub(super) Cores, Option<Classes>);
 
 /// The limiters of the classes that have a share of the quota.
@@ -407,7 +408,7 @@ impl Limiter {
     /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let limiter = RateLimitLayer::new(Quota::per_second(50))?.limiter();
-    /// // At SIGTERM, after the server takes no more requests:
+    /// // At SIGTERM, after the server accepts no more connections, and before it is awaited:
     /// let drained = limiter.drain(Duration::from_secs(20)).await?;
     /// println!("{drained}"); // 14 left in time, 3 refused, 120 permits given back in 2.1s
     ///

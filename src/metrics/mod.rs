@@ -12,8 +12,13 @@
 //! use tollgate::{Key, Quota, RateLimitLayer, metrics::WAIT_BUCKETS};
 //!
 //! let page = PrometheusBuilder::new()
-//!     .set_buckets_for_metric(Matcher::Full("tollgate_wait_seconds".into()), &WAIT_BUCKETS)?
-//!     .install_recorder()?;
+//!     .set_buckets_for_metric(Matcher::Full("tollgate_wait_seconds".into()), &WAIT_BUCKETS)?;
+//! # #[cfg(feature = "redis")]
+//! let page = page.set_buckets_for_metric(
+//!     Matcher::Full("tollgate_store_call_seconds".into()),
+//!     &tollgate::metrics::STORE_CALL_BUCKETS, // of a store in Redis
+//! )?;
+//! let page = page.install_recorder()?;
 //! tollgate::metrics::publish_every(Duration::from_secs(5));
 //!
 //! let layer = RateLimitLayer::builder(Quota::per_second(50)).name("github").build()?;

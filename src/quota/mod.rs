@@ -113,6 +113,8 @@ impl Quota {
     }
 
     /// Allows at most `count` units in any minute.
+    #[doc(alias = "requests per minute")]
+    #[doc(alias = "rpm")]
     pub const fn per_minute(count: u32) -> Self {
         Quota::new(count, Duration::from_secs(60))
     }
@@ -216,6 +218,8 @@ impl Quota {
     /// # Ok(())
     /// # }
     /// ```
+    #[doc(alias = "concurrency limit")]
+    #[doc(alias = "semaphore")]
     pub const fn in_flight(count: u32) -> Self {
         let mut quota = Quota::single(Limit::InFlight { count });
         (quota.len, quota.in_flight) = (0, Some(count));
@@ -273,6 +277,8 @@ impl Quota {
     /// The name of a unit is a letter, and then letters, digits, `_`, `-` and `.`, up to 32 in all.
     /// [`build`](crate::RateLimitBuilder::build) checks this.
     #[must_use]
+    #[doc(alias = "tokens per minute")]
+    #[doc(alias = "tpm")]
     pub const fn of(mut self, unit: &'static str) -> Self {
         if self.len == 0 {
             self.misuse = Some(Misuse::UnitOfInFlight);

@@ -308,6 +308,8 @@ impl Signal {
     /// used up, a header or an error code. Each other status is a refusal if the response has an
     /// error code of a limit, except redirections (300 to 399). The
     /// [guide](crate::guide::headers#which-responses-are-refusals) has the table.
+    #[doc(alias = "429")]
+    #[doc(alias = "too many requests")]
     pub fn refusal(&self) -> Option<StatusCode> {
         self.limited
     }
@@ -319,6 +321,7 @@ impl Signal {
     /// is the time to the reset of the quotas that are used up. `Duration::ZERO` means that the
     /// client may retry at once, and `None` that the response does not state a wait. Responses
     /// other than refusals may state one as well (RFC 9110, section 10.2.3).
+    #[doc(alias = "retry-after")]
     pub fn retry_after(&self) -> Option<Duration> {
         self.retry_after
     }

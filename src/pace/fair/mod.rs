@@ -28,7 +28,7 @@ use trust::{Observation, Trust};
 /// It needs no coordination: independent clients settle at the same interval, with next to no
 /// refusals. Each waits no longer than in a fair round robin. It works best if the answers state
 /// what is left, and tolerates answers that do not, or that are wrong. Nothing has to be
-/// configured; with [`limit`](Fair::limit) it settles faster.
+/// configured; if responses state what is left, it settles faster with [`limit`](Fair::limit).
 ///
 /// # How it works
 ///
