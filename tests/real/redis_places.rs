@@ -218,7 +218,7 @@ async fn a_hanging_primary_fails_its_own_keys_only() {
     let (mut its_own, mut others) = (Vec::new(), Vec::new());
     for number in 0..60 {
         let (key, before) = (Key::new(format!("key {number}")), cluster.key_count(HANGS));
-        drop(limiter.acquire(key).await.unwrap());
+        until_granted(&limiter, &[key]).await;
         if cluster.key_count(HANGS) > before {
             its_own.push(key)
         } else {
@@ -252,15 +252,14 @@ async fn a_hanging_primary_fails_its_own_keys_only() {
         "one of three primaries hangs for 8 s: keys of the others {of_others:?}, its own {of_its_own:?}; processes that listen \
          are told within {told:.1?}; back {resumed:.1?} after it went on"
     );
-    assert!(
-        of_others.granted > 50 && of_others.failed * 20 < of_others.granted,
-        "{of_others:?}"
-    );
+    assert!(of_others.granted > 50 && of_its_own.failed > 0);
     assert_eq!(of_its_own.granted, 0);
-    assert!(
-        of_its_own.failed > 50 && of_its_own.slow * 20 < of_its_own.failed,
-        "{of_its_own:?}"
-    );
+    // A stall of the machine refuses and slows others, too.
+    if histories::is_calm() {
+        assert!(of_others.failed * 20 < of_others.granted, "{of_others:?}");
+        assert!(of_its_own.failed > 50, "{of_its_own:?}");
+        assert!(of_its_own.slow * 20 < of_its_own.failed, "{of_its_own:?}");
+    }
 
     // Its replica takes its place. Until then Redis by default refuses all keys of the cluster,
     // once the primary is marked as failed.
@@ -283,12 +282,18 @@ async fn a_hanging_primary_fails_its_own_keys_only() {
     println!(
         "it hangs and is replaced: keys of the others {of_others:?}; back {back:.1?} after that"
     );
-    assert!(of_others.failed * 20 <= of_others.granted, "{of_others:?}");
+    assert!(
+        !histories::is_calm() || of_others.failed * 20 <= of_others.granted,
+        "{of_others:?}"
+    );
     cluster.node(HANGS).resume();
     let all = [others, its_own].concat();
     let of_all = Fared::of(&limiter, &all, sleep(Duration::from_secs(2))).await;
     println!("it goes on as a replica: all keys {of_all:?}");
-    assert!(of_all.failed * 20 < of_all.granted, "{of_all:?}");
+    assert!(
+        !histories::is_calm() || of_all.failed * 20 < of_all.granted,
+        "{of_all:?}"
+    );
 
     (0..urls.len()).for_each(|node| cluster.node(node).pause());
     let of_all = Fared::of(&limiter, &all, sleep(Duration::from_secs(4))).await;
@@ -296,7 +301,7 @@ async fn a_hanging_primary_fails_its_own_keys_only() {
     let back = until_granted(&limiter, &all).await;
     println!("all hang: all keys {of_all:?}; back {back:.1?} after they went on");
     assert!(
-        of_all.granted == 0 && of_all.slow * 10 < of_all.failed,
+        of_all.granted == 0 && (!histories::is_calm() || of_all.slow * 10 < of_all.failed),
         "{of_all:?}"
     );
 }

@@ -86,7 +86,7 @@ fn turn_beside_others() -> SemaphorePermit<'static> {
 /// spoil as an error. On a calm machine, `look` may try three times: a failure while a core stalls
 /// proves nothing, so the test fails if a look without a stall failed and none succeeded.
 fn once_in_three(look: impl Fn() -> anyhow::Result<()>) {
-    if std::env::var_os("TOLLGATE_CALM").is_none() {
+    if !histories::is_calm() {
         if let Err(error) = look() {
             println!("not judged without TOLLGATE_CALM: {error}");
         }
