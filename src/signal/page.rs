@@ -2,7 +2,7 @@
 //!
 //! `TOLLGATE_WRITE_PAGES=1 cargo test --all-features --lib page` writes it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use super::generic::lines;
@@ -28,7 +28,7 @@ fn page() -> String {
          # Ok::<(), http::Error>(())\n\
          ```\n\n\
          You need not name the server: a [`Signal`](crate::Signal) is read from the names and values of the headers.\n\
-         This page shows names in lower case. Their case does not matter.\n\n",
+         The case of names does not matter.\n\n",
     );
     let code = |names: &[&str]| {
         names
@@ -45,7 +45,7 @@ fn page() -> String {
         "3. {}, and `…-ratelimit-retry-after`",
         code(&[retry_after::OTHER])
     );
-    page += "4. for a refusal, if the body is read: `retry_after` and similar names in the body\n\
+    page += "4. for a refusal, by [`Signal::read_with_body`](crate::Signal::read_with_body): `retry_after` and similar names in the body\n\
              5. for a refusal: the reset of the quotas that are used up\n\n\
              Values may be seconds, moments of the Unix clock in seconds to nanoseconds, spans such as `6m0s`, or dates as\n\
              in HTTP, ISO 8601 and JavaScript. Moments are compared with the server's own clock, in its header `date`.\n\n";
@@ -65,11 +65,6 @@ fn page() -> String {
          name, its name may be the value of {}.\n",
         code(&combine::NAMES)
     );
-    page += "Some vendors differ a little:\n\n\
-             - `ratelimit-dailylimit` (Yelp) is the limit of the quota without a name, and names it.\n\
-             - `gw-ratelimit-reset` (KuCoin) is in milliseconds.\n\
-             - The two limits of Strava are those of 15 minutes and of a day, also in its `x-readratelimit-limit` and\n\
-             \x20 `-usage`.\n\n";
     page += "## Formats of one vendor\n\n| sender | headers | form |\n|---|---|---|\n";
     for Row {
         sender,
@@ -107,11 +102,11 @@ fn page() -> String {
         "The [scope](crate::Signal::scope) is that of `x-ratelimit-global`, or else the first of {}.\n",
         { code(&refusal::SCOPES) }
     );
-    page += "## Servers whose recorded responses are tests\n\n| server | headers |\n|---|---|\n";
-    for (server, headers) in recorded() {
-        let headers: Vec<_> = headers.iter().map(String::as_str).collect();
-        let _ = writeln!(page, "| {server} | {} |", code(&headers));
-    }
+    let _ = writeln!(
+        page,
+        "Recorded responses of {} servers are tests: `src/signal/vectors.json` of the repository.",
+        recorded()
+    );
     page
 }
 
@@ -129,23 +124,20 @@ const NOBODY: [&str; 10] = [
     "rfc",
 ];
 
-/// Returns the servers of the recorded responses, each with its headers that matter.
-fn recorded() -> BTreeMap<String, BTreeSet<String>> {
+/// Returns the number of servers whose recorded responses have headers that matter.
+fn recorded() -> usize {
     let file: serde_json::Value = serde_json::from_str(include_str!("vectors.json")).unwrap();
-    let mut servers = BTreeMap::<_, BTreeSet<_>>::new();
+    let mut servers = BTreeSet::new();
     for vector in file["vectors"].as_array().unwrap() {
         let server = vector["vendor"].as_str().unwrap();
-        if NOBODY.contains(&server) {
-            continue;
-        }
-        let names = vector["headers"].as_array().unwrap().iter();
-        let names = names.map(|line| line[0].as_str().unwrap().to_lowercase());
-        let matter: Vec<_> = names.filter(|name| lines::may_matter(name)).collect();
-        if !matter.is_empty() {
-            servers.entry(server.to_owned()).or_default().extend(matter);
+        let mut headers = vector["headers"].as_array().unwrap().iter();
+        let has_one =
+            headers.any(|line| lines::may_matter(&line[0].as_str().unwrap().to_lowercase()));
+        if has_one && !NOBODY.contains(&server) {
+            servers.insert(server.to_owned());
         }
     }
-    servers
+    servers.len()
 }
 
 #[test]
