@@ -40,7 +40,7 @@
 //! - [Costs](costs): calls, CPU and memory, and how they grow.
 //! - [Testing](testing): tests of your program that wait for nothing.
 //!
-//! To change tollgate: [architecture](architecture), with the picture, five walks through the code, and
+//! To change tollgate: [architecture], with the picture, five walks through the code, and
 //! the glossary.
 
 // The pages are the same with and without features: a link to an item whose feature is off leads
