@@ -8,7 +8,6 @@
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
-use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -16,13 +15,14 @@ use tokio::runtime::Handle;
 
 use super::engine::Core;
 use super::key_state::{
-    Effect, KeyContext, KeyState, LeaseFuture, Lent, OWN_PART, Round, StatedLimit, WholeLimits,
-    Work, fresh_for,
+    Effect, JoinedRound, KeyContext, KeyState, LeaseFuture, Lent, OWN_PART, Round, StatedLimit,
+    WholeLimits, Work, fresh_for,
 };
 use super::queue::CallNumber;
 use super::quotas::QuotaId;
 use super::reservation::Reservation;
 use super::settings::Settings;
+use super::tasks;
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
@@ -285,26 +285,29 @@ impl Core {
         }
     }
 
-    /// Waits until the limits of the other parts are stated, if `key` is one of several parts.
+    /// Waits until the limits of the other parts are stated, if `key` is one of several parts. Only one
+    /// round of statements is under way for a key: if there is one, waits for its end.
     pub(super) async fn wait_for_statements(self: &Arc<Self>, key: Key) {
         if !self.is_divided() {
             return;
         }
-        let now = clock::now();
-        let is_stated =
-            |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.are_parts_stated(ctx, now);
-        if let Ok(false) = self.with_new_state(key, now, is_stated) {
-            run_statements(self.clone(), key).await;
+        loop {
+            let now = clock::now();
+            match self.with_new_state(key, now, KeyState::join_round) {
+                Ok(JoinedRound::IsStated) | Err(Full) => return,
+                Ok(JoinedRound::Begins) => return run_statements(self.clone(), key).await,
+                Ok(JoinedRound::IsUnderWay { until }) => {
+                    let until = until.max(Some(clock::after(now, LONGEST_TURN)));
+                    clock::sleep_until(until.unwrap_or(now)).await;
+                }
+            }
         }
     }
 
-    /// Starts a task. What a store in memory answers at once is done when this returns.
+    /// Starts a task. What a store in memory answers at once is done when this returns, unless another
+    /// task of this thread is just being polled: see [`tasks`].
     pub(super) fn start(&self, task: impl Future<Output = ()> + Send + 'static) {
-        let mut task = Box::pin(task);
-        let first = task.as_mut().poll(&mut Context::from_waker(Waker::noop()));
-        if first.is_pending() {
-            self.spawn(task);
-        }
+        tasks::start(&self.settings.store, task);
     }
 
     /// Waits until `delay` after `now`. Then asks the other parts for slots for the waiters of `key`.
@@ -492,14 +495,22 @@ impl Drop for Statements {
 }
 
 /// States the limits of all parts for `key`, which is one of them: see `key_state/stated_parts.rs`. If
-/// callers without a division have booked more than their part, waits until that is through.
-async fn run_statements(mut core: Arc<Core>, key: Key) {
-    let mut statements = Statements {
+/// callers without a division have booked more than their part, waits until that is through. Also a round
+/// that is dropped before its first poll has to end.
+fn run_statements(core: Arc<Core>, key: Key) -> impl Future<Output = ()> + Send + 'static {
+    let statements = Statements {
         core: Arc::downgrade(&core),
         key,
         is_complete: false,
     };
-    let mut undivided_until = None;
+    state_all_parts(core, key, statements)
+}
+
+async fn state_all_parts(mut core: Arc<Core>, key: Key, mut statements: Statements) {
+    let mut undivided_until = core
+        .states
+        .find(key, |state| state.stated_parts().undivided_until())
+        .flatten();
     loop {
         let (until, again) = state_stale_parts(&core, key).await;
         undivided_until = undivided_until.max(until);

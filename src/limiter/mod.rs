@@ -22,6 +22,7 @@
 // | `key_states` | the states of all keys, and the way to visit one |
 // | `settings` | what a limiter is built from |
 // | `in_flight` | the calls in flight of all keys |
+// | `tasks` | tasks that run at once, as far as they can |
 // | `engine` | `Core`: the state of all keys |
 // | `effects` | access to the state of a key, and the effects that it returns |
 // | `cores` | the cores of a limiter whose quota counts several units |
@@ -78,6 +79,7 @@ mod split_signal;
 mod stage;
 mod start;
 mod status;
+mod tasks;
 mod unlocked;
 mod waiter;
 mod waiting;

@@ -90,7 +90,7 @@ pub(super) use quota_match::{counts, is_of_use, names_unit, states_limit_of};
 use remaining_tracker::RemainingTracker;
 pub(super) use stated_limits::LearnedQuota;
 pub use stated_limits::{HeaderTrust, StatedLimit};
-pub(super) use stated_parts::{OWN_PART, WholeLimits, fresh_for};
+pub(super) use stated_parts::{JoinedRound, OWN_PART, WholeLimits, fresh_for};
 use store_view::{Observed, StoreView, slot};
 pub(super) use ticket::Ticket;
 use upstream_refusals::SAME_END;

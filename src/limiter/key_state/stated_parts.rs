@@ -48,6 +48,16 @@ pub(in crate::limiter) struct StatedParts {
     undivided_until: Option<Instant>,
 }
 
+/// What a request of several keys has to do before it uses a part.
+pub(in crate::limiter) enum JoinedRound {
+    /// Nothing: the limits of all parts are stated.
+    IsStated,
+    /// It has to run a round of statements. No other one runs meanwhile.
+    Begins,
+    /// It has to wait for the end of the round that is under way, which waits for `until`.
+    IsUnderWay { until: Option<Instant> },
+}
+
 /// When the limits of one part were stated last.
 #[derive(Clone, Copy)]
 struct Statement {
@@ -76,6 +86,11 @@ impl StatedParts {
     pub(in crate::limiter) fn needs_search(&self, at: Instant) -> bool {
         let apply = self.parts.iter().any(|stated| stated.applies_until > at);
         !apply || !self.is_searched
+    }
+
+    /// Returns until when callers that do not divide the quota may use more than the part of the rest.
+    pub(in crate::limiter) fn undivided_until(&self) -> Option<Instant> {
+        self.undivided_until
     }
 
     fn note(&mut self, new: Statement) {
@@ -169,6 +184,20 @@ impl KeyState {
         ctx.spec.lending().is_none()
             || self.store.is_standalone
             || (self.limits.stated_parts()).is_some_and(|stated| stated.are_fresh(now))
+    }
+
+    /// Begins a round of statements for a request of several keys, unless one is under way.
+    pub(in crate::limiter) fn join_round(&mut self, ctx: &mut KeyContext<'_>) -> JoinedRound {
+        if self.are_parts_stated(ctx, ctx.now) {
+            return JoinedRound::IsStated;
+        }
+        let stated = self.limits.stated_parts_mut();
+        if stated.is_under_way {
+            let until = stated.undivided_until;
+            return JoinedRound::IsUnderWay { until };
+        }
+        stated.is_under_way = true;
+        JoinedRound::Begins
     }
 
     /// Leaves the limits of other parts to be stated, unless that is under way.
