@@ -22,9 +22,9 @@ pub(crate) trait Watch: Send + Sync {
     /// Returns whether a response counts as a bad answer.
     fn is_bad(&self, status: StatusCode, signal: &Signal) -> bool;
 
-    /// Counts a bad answer to a request of `key` that was sent at `sent`. Stops the key if there were
-    /// too many.
-    fn answered(self: Arc<Self>, key: Key, sent: Instant);
+    /// Counts a bad answer to a request of `key` that was sent at `sent` through `gate`. Stops the key if
+    /// there were too many.
+    fn answered(self: Arc<Self>, gate: Arc<dyn Guarded>, key: Key, sent: Instant);
 
     /// Returns the key under which the bad answers to requests of `key` count. Calls a function of the user,
     /// so the caller has no lock.

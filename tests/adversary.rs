@@ -3,12 +3,30 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use tollgate::store::{MemoryStore, Store};
-use tollgate::{Key, Quota, RateLimitLayer};
+use tollgate::{
+    Guard, HeaderTrust, Key, Limiter, Quota, RateLimitBuilder, RateLimitLayer, Signal, by_host,
+};
+use tower::{Layer, ServiceExt};
 
 fn millis(span: u64) -> Duration {
     Duration::from_millis(span)
+}
+
+/// A response with `headers`.
+fn response(status: u16, headers: &[(&'static str, &'static str)]) -> http::Response<()> {
+    let mut response = http::Response::builder().status(status);
+    for (name, value) in headers {
+        response = response.header(*name, *value);
+    }
+    response.body(()).unwrap()
+}
+
+/// Takes a permit of `key`, whose request is answered with `headers`.
+async fn answered(limiter: &Limiter, key: Key, headers: &[(&'static str, &'static str)]) {
+    let permit = limiter.acquire(key).await.unwrap();
+    permit.answered(&Signal::read(&response(200, headers)));
 }
 
 /// A release without shares runs beside one with a share. Some requests of the latter have two keys.
@@ -47,4 +65,173 @@ async fn shares_are_rolled_out_beside_several_limits() {
         sent += u32::from(request.await.unwrap().is_ok());
     }
     assert!(sent >= 190, "{sent} of 200 sent");
+}
+
+/// Sends 2 requests a second to other hosts for ten minutes, and one each ten seconds to a host that
+/// answers with `status` and `headers`. Returns how many of the former were refused.
+async fn refused_beside(
+    builder: RateLimitBuilder,
+    status: u16,
+    headers: &'static [(&'static str, &'static str)],
+) -> u32 {
+    let layer = builder.build().unwrap();
+    let service = layer.layer(tower::service_fn(
+        move |request: http::Request<()>| async move {
+            let is_odd = request.uri().host() == Some("odd.example");
+            Ok::<_, tower::BoxError>(match is_odd {
+                true => response(status, headers),
+                false => response(200, &[]),
+            })
+        },
+    ));
+    let get = |host: String| {
+        http::Request::get(format!("http://{host}/"))
+            .body(())
+            .unwrap()
+    };
+    let start = Instant::now();
+    let mut refused = 0;
+    for request in 0..1200 {
+        if request % 20 == 0 {
+            let _ = service.clone().oneshot(get("odd.example".to_owned())).await;
+        }
+        let host = format!("c{}.example", request % 50);
+        refused += u32::from(service.clone().oneshot(get(host)).await.is_err());
+        tokio::time::sleep_until(start + millis(500) * (request + 1)).await;
+    }
+    refused
+}
+
+/// One host's responses stop the requests to that host only, if a limit of the layer is keyed by host.
+#[tokio::test(start_paused = true)]
+async fn response_of_a_host_reaches_limits_of_that_host_only() {
+    const WAIT: (&str, &str) = ("retry-after", "3600");
+    let answers: [(u16, &[_]); 6] = [
+        (429, &[WAIT]),
+        (429, &[WAIT, ("x-ratelimit-scope", "global")]),
+        (
+            429,
+            &[
+                WAIT,
+                ("ratelimit-policy", "\"x\";q=6000;w=60"),
+                ("ratelimit", "\"x\";r=0;t=3600"),
+            ],
+        ),
+        (
+            200,
+            &[
+                ("x-ratelimit-limit", "6000"),
+                ("x-ratelimit-remaining", "0"),
+                ("x-ratelimit-reset", "3600"),
+            ],
+        ),
+        (
+            200,
+            &[
+                ("x-ratelimit-limit", "77777"),
+                ("x-ratelimit-remaining", "0"),
+                ("x-ratelimit-reset", "3600"),
+            ],
+        ),
+        (
+            200,
+            &[
+                ("x-ratelimit-limit", "6000"),
+                ("x-ratelimit-remaining", "50"),
+                ("x-ratelimit-reset", "3600"),
+            ],
+        ),
+    ];
+    for (status, headers) in answers {
+        for trust in [HeaderTrust::Usage, HeaderTrust::Ignore] {
+            let layer = RateLimitLayer::builder(Quota::per_minute(6000))
+                .name("global")
+                .key(|_| Key::new("all webhooks"))
+                .max_wait(millis(500))
+                .trust_headers(trust)
+                .and_per("host", Quota::per_minute(600), by_host);
+            let refused = refused_beside(layer, status, headers).await;
+            assert_eq!(refused, 0, "{status} {headers:?} {trust:?}");
+        }
+    }
+}
+
+/// The order of the limits does not matter, nor whether the first one has a key function.
+#[tokio::test(start_paused = true)]
+async fn order_of_limits_does_not_matter_to_hosts() {
+    let headers = &[("retry-after", "3600"), ("x-ratelimit-scope", "global")];
+    let by_host_first = RateLimitLayer::builder(Quota::per_minute(600))
+        .key(by_host)
+        .max_wait(millis(500))
+        .and_per("global", Quota::per_minute(6000), |_| Key::new("all"));
+    assert_eq!(refused_beside(by_host_first, 429, headers).await, 0);
+    let without_key = RateLimitLayer::builder(Quota::per_minute(6000))
+        .name("global")
+        .max_wait(millis(500))
+        .and_per("host", Quota::per_minute(600), by_host);
+    assert_eq!(refused_beside(without_key, 429, headers).await, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn guard_beside_and_per_counts_the_narrowest_key() {
+    let layer = RateLimitLayer::builder(Quota::per_minute(6000))
+        .name("global")
+        .key(|_| Key::new("all webhooks"))
+        .max_wait(millis(500))
+        .guard(Guard::new(Quota::per_minute(5)))
+        .and_per("host", Quota::per_minute(600), by_host);
+    assert_eq!(refused_beside(layer, 403, &[]).await, 0);
+}
+
+/// A bot has one server: `global` holds the limit of the account.
+#[tokio::test(start_paused = true)]
+async fn scope_of_the_only_host_holds_the_limit_that_it_names() {
+    let layer = RateLimitLayer::builder(Quota::per_second(50))
+        .name("global")
+        .key(|_| Key::new("account"))
+        .max_wait(Duration::ZERO)
+        .and_per("channel", Quota::per_second(5), |request| {
+            Key::new(request.path())
+        })
+        .build()
+        .unwrap();
+    let service = layer.layer(tower::service_fn(|request: http::Request<()>| async move {
+        let is_refused = request.uri().path() == "/1";
+        let headers = &[("retry-after", "30"), ("x-ratelimit-scope", "global")];
+        Ok::<_, tower::BoxError>(match is_refused {
+            true => response(429, headers),
+            false => response(200, &[]),
+        })
+    }));
+    let get = |path: &str| {
+        let uri = format!("http://discord.example{path}");
+        service
+            .clone()
+            .oneshot(http::Request::get(uri).body(()).unwrap())
+    };
+    get("/2").await.unwrap();
+    let _ = get("/1").await;
+    let refused = get("/2").await.expect_err("the account is on hold");
+    assert!(refused.to_string().contains("hold"), "{refused}");
+}
+
+/// `Ignore`: "Nothing but refusals takes effect."
+#[tokio::test(start_paused = true)]
+async fn ignored_headers_of_a_200_hold_no_key() {
+    let used_up = &[
+        ("x-ratelimit-limit", "100"),
+        ("x-ratelimit-remaining", "0"),
+        ("x-ratelimit-reset", "3600"),
+    ];
+    for (trust, is_held) in [(HeaderTrust::Ignore, false), (HeaderTrust::Usage, true)] {
+        let limiter = RateLimitLayer::builder(Quota::per_minute(6000))
+            .trust_headers(trust)
+            .max_wait(Duration::ZERO)
+            .build()
+            .unwrap()
+            .limiter();
+        answered(&limiter, Key::ALL, used_up).await;
+        let held = limiter.peek(Key::ALL).await.unwrap().held;
+        assert_eq!(held.is_some(), is_held, "{trust:?}");
+    }
 }

@@ -32,7 +32,7 @@ use crate::store::{Store, StoreEvent, StoreListener};
 
 type MakeLimiter = Box<dyn FnOnce() -> Limiter + Send>;
 
-/// The guard of one gate.
+/// The guard of one layer.
 pub(crate) struct BanGuard {
     counts: Arc<Counts>,
     key: Arc<KeyOf>,
@@ -42,15 +42,16 @@ pub(crate) struct BanGuard {
     all: Limiter,
     /// Counts those of this process, while the store is away.
     alone: LazyLock<Limiter, MakeLimiter>,
-    gate: OnceLock<Weak<dyn Guarded>>,
+    /// The gates that it stops: one, or one for each limit of a layer.
+    gates: OnceLock<Vec<Weak<dyn Guarded>>>,
     stops: Stops,
     bad: AtomicU64,
     trips: AtomicU64,
 }
 
 /// A bad answer that is counted.
-#[derive(Clone, Copy)]
 struct BadAnswer {
+    gate: Weak<dyn Guarded>,
     /// The key of its request.
     key: Key,
     /// The key under which it counts.
@@ -83,40 +84,44 @@ impl BanGuard {
             quota,
             all,
             alone: LazyLock::new(alone),
-            gate: OnceLock::new(),
+            gates: OnceLock::new(),
             stops: Stops::new(first, longest, max_keys),
             bad: AtomicU64::new(0),
             trips: AtomicU64::new(0),
         })
     }
 
-    /// Guards `gate` from now on, and listens to the `store` for stops of other processes.
-    pub(crate) fn guard(self: &Arc<Self>, gate: Weak<dyn Guarded>, store: &dyn Store) {
-        // A guard has one gate.
-        let _ = self.gate.set(gate);
+    /// Guards `gates` from now on, and listens to the `store` for stops of other processes.
+    pub(crate) fn guard(self: &Arc<Self>, gates: Vec<Weak<dyn Guarded>>, store: &dyn Store) {
+        // A guard is built with its gates.
+        let _ = self.gates.set(gates);
         let listener: Weak<dyn StoreListener> = Arc::downgrade(self) as _;
         store.listen(listener);
     }
 
-    fn gate(&self) -> Option<Arc<dyn Guarded>> {
-        self.gate.get().and_then(Weak::upgrade)
+    fn gates(&self) -> impl Iterator<Item = Arc<dyn Guarded>> {
+        self.gates
+            .get()
+            .into_iter()
+            .flatten()
+            .filter_map(Weak::upgrade)
     }
 
     fn count(self: Arc<Self>, bad: BadAnswer) {
         match self.all.count(bad.counted) {
-            Counted::Now(outcome) => self.take_in(bad, outcome),
+            Counted::Now(outcome) => self.take_in(&bad, outcome),
             Counted::Later(outcome) => {
                 let all = self.all.clone();
                 all.spawn(async move {
                     let outcome = outcome.await;
-                    self.take_in(bad, outcome);
+                    self.take_in(&bad, outcome);
                 });
             }
         }
     }
 
     /// Takes in whether the quota allowed a bad answer.
-    fn take_in(&self, bad: BadAnswer, outcome: Result<(), Limited>) {
+    fn take_in(&self, bad: &BadAnswer, outcome: Result<(), Limited>) {
         let Err(limited) = outcome else { return };
         // What got no permit counts all the same, also once the store is back.
         self.all.charge(bad.counted);
@@ -146,8 +151,8 @@ impl BanGuard {
         }
     }
 
-    fn trip(&self, bad: BadAnswer) {
-        let (Some(gate), now) = (self.gate(), clock::now()) else {
+    fn trip(&self, bad: &BadAnswer) {
+        let (Some(gate), now) = (bad.gate.upgrade(), clock::now()) else {
             return;
         };
         let Some(NewStop { span, number }) = self.stops.trip(bad.counted, bad.sent, now) else {
@@ -158,26 +163,27 @@ impl BanGuard {
         // The guards of the other processes hear of the stop first, then their gates.
         self.all.hold(bad.counted, span);
         gate.clone().hold(bad.key, span);
-        gate.hold_all(&|key| self.counted(key) == bad.counted, span);
+        for gate in self.gates() {
+            gate.hold_all(&|key| self.counted(key) == bad.counted, span);
+        }
     }
 
     /// Takes in that requests that count under `counted` are stopped for `span`.
     fn heard(&self, counted: Key, span: Duration) {
         let now = clock::now();
-        if !span.is_zero()
-            && self.stops.heard(counted, span, now)
-            && let Some(gate) = self.gate()
-        {
-            gate.hold_all(&|key| self.counted(key) == counted, span);
+        if !span.is_zero() && self.stops.heard(counted, span, now) {
+            for gate in self.gates() {
+                gate.hold_all(&|key| self.counted(key) == counted, span);
+            }
         }
     }
 
     /// Ends the stop of the keys that count under `counted` in this process.
     fn released(&self, counted: Key) {
-        if let Some(until) = self.stops.release(counted, clock::now())
-            && let Some(gate) = self.gate()
-        {
-            gate.release_all(&|key| self.counted(key) == counted, until);
+        if let Some(until) = self.stops.release(counted, clock::now()) {
+            for gate in self.gates() {
+                gate.release_all(&|key| self.counted(key) == counted, until);
+            }
         }
     }
 }
@@ -187,7 +193,7 @@ impl Watch for BanGuard {
         (self.counts)(status, signal)
     }
 
-    fn answered(self: Arc<Self>, key: Key, sent: Instant) {
+    fn answered(self: Arc<Self>, gate: Arc<dyn Guarded>, key: Key, sent: Instant) {
         self.bad.fetch_add(1, Ordering::Relaxed);
         let counted = self.counted(key);
         if self.stops.left(counted, clock::now()).is_some() {
@@ -195,7 +201,13 @@ impl Watch for BanGuard {
             self.all.charge(counted);
             return;
         }
-        self.count(BadAnswer { key, counted, sent });
+        let gate = Arc::downgrade(&gate);
+        self.count(BadAnswer {
+            gate,
+            key,
+            counted,
+            sent,
+        });
     }
 
     fn counted(&self, key: Key) -> Key {

@@ -125,6 +125,11 @@ impl Extractors {
         matches!(self.key, KeyOf::All)
     }
 
+    /// Returns whether each host has a key of its own.
+    pub(super) fn are_by_host(&self) -> bool {
+        matches!(self.key, KeyOf::Host)
+    }
+
     /// Reads the key of a `request` whose extensions have none, as [`read`](Self::read) does.
     #[inline]
     pub(super) fn read_key<R: RequestInfo>(

@@ -64,6 +64,7 @@ fn limiter(
         learn: HeaderTrust::Ignore,
         on_scope: None,
         guard: None,
+        reports_guard: false,
         on_store_error: OnStoreError::FailClosed,
         settles: false,
         counted_within: Duration::ZERO,

@@ -90,6 +90,8 @@ pub struct RateLimitLayer {
     pub(super) further: Arc<[FurtherLimit]>,
     /// Whether a request has several keys, or a limit of other units than requests.
     is_joint: bool,
+    /// Whether it has several limits, one of which has a key for each host.
+    is_by_host: bool,
     /// Whether key and deadline are all that is read of a request without extensions. So it counts in one limit,
     /// costs 1, and has no quota and no class of its own. The policy for responses is the default.
     is_plain: bool,
@@ -235,12 +237,16 @@ impl RateLimitLayer {
         let units = further.iter().map(|limit| limit.limiter.units());
         let all = units.fold(limiter.units(), |all, units| all + units);
         let is_joint = !further.is_empty() || limiter.counts_units();
+        let mut all_extractors = further.iter().map(|limit| &limit.extractors);
+        let is_by_host = is_joint
+            && (extractors.are_by_host() || all_extractors.any(|other| other.are_by_host()));
         let is_plain = !is_joint && !limiter.is_divided() && extractors.are_plain();
         (all <= MOST_PARTS).then_some(RateLimitLayer {
             limiter,
             extractors,
             further,
             is_joint,
+            is_by_host,
             is_plain,
         })
     }
@@ -279,7 +285,9 @@ impl RateLimitLayer {
                        cost: &RequestCost,
                        quota: QuotaId,
                        host: &mut HostKey<'_, R>| {
-            let host = limiter.host_of(key, host);
+            // Which limits a response may reach depends on its host, if one of them is keyed by host.
+            let of_limit = limiter.host_of(key, host);
+            let host = of_limit.or_else(|| if self.is_by_host { host.get() } else { None });
             if limiter.counts_units() {
                 self.check_units(limiter, cost);
                 parts.extend(limiter.parts(key, cost, quota, host));

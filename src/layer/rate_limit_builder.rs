@@ -623,10 +623,13 @@ impl RateLimitBuilder {
         let name = self.name.unwrap_or(Tally::DEFAULT_NAME);
         let guard = guard::build(&self.common, name, &store)?;
         let watch = guard.clone().map(|guard| guard as Arc<dyn Watch>);
-        let limiter = self.limiter(self.quota, self.name, store.clone(), (on_scope, watch))?;
-        if let Some(guard) = guard {
-            guard.guard(limiter.guarded(), &*store);
-        }
+        let limiter = self.limiter(
+            self.quota,
+            self.name,
+            store.clone(),
+            (on_scope, watch.clone()),
+        )?;
+        let mut gates = vec![limiter.guarded()];
         let mut further = Vec::new();
         for limit in std::mem::take(&mut self.further) {
             let Further {
@@ -639,7 +642,8 @@ impl RateLimitBuilder {
             if let Some(routes) = &routes {
                 routes.check(self.slacks())?;
             }
-            let limiter = self.limiter(quota, Some(name), store.clone(), (None, None))?;
+            let limiter = self.limiter(quota, Some(name), store.clone(), (None, watch.clone()))?;
+            gates.push(limiter.guarded());
             if let Some(routes) = routes {
                 extractors.set_own_routes(RouteTable::new(routes, &limiter)?);
             }
@@ -648,6 +652,9 @@ impl RateLimitBuilder {
                 limiter,
                 extractors: Arc::new(extractors),
             });
+        }
+        if let Some(guard) = guard {
+            guard.guard(gates, &*store);
         }
         if let Some(routes) = self.instead.pop() {
             self.common.extractors.routes = Some(RouteTable::new(routes, &limiter)?);
@@ -702,6 +709,7 @@ impl RateLimitBuilder {
             let first = Settings {
                 on_scope: on_scope.clone(),
                 guard: guard.clone(),
+                reports_guard: name == self.name && index == 0,
                 ..first
             };
             limiters.push((class, Limiter::new(first, others)));
@@ -783,6 +791,7 @@ impl RateLimitBuilder {
             learn: self.learn,
             on_scope: None,
             guard: None,
+            reports_guard: false,
             on_store_error: self.on_store_error,
             settles: self.common.extractors.policy.settles(),
             counted_within: if quota.is_of_sliding_windows() {

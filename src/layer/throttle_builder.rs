@@ -151,7 +151,7 @@ impl AdaptiveThrottleBuilder {
             tally,
         })?;
         if let Some(guard) = guard {
-            guard.guard(throttle.guarded(), &*shared);
+            guard.guard(vec![throttle.guarded()], &*shared);
         }
         // The layer may be inside of a rate limit layer.
         note_several_gates();

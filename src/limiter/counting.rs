@@ -164,7 +164,9 @@ fn stats(core: &Core) -> Stats {
         max_keys: settings.max_keys,
         longest_hold: sum.longest_hold,
         limits: settings.spec.quota().limits().to_vec(),
-        guard: settings.guard.as_ref().map(|guard| guard.stats()),
+        guard: (settings.guard.as_ref())
+            .filter(|_| settings.reports_guard)
+            .map(|guard| guard.stats()),
         ..core.tally().stats(counted, now)
     }
 }

@@ -85,6 +85,8 @@ impl AnsweredCall {
         self.learn(core, signal, now);
         let retry_after = if limited {
             signal.retry_after()
+        } else if core.settings.learn == HeaderTrust::Ignore {
+            None
         } else {
             // The time until the reset was stated after the call was sent. If the response took
             // long, it is not known how long after.

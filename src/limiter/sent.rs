@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::mem;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use http::StatusCode;
 use smallvec::SmallVec;
 
 use super::admission::Entry;
-use super::engine::{self, CoreId};
+use super::engine::{self, Core, CoreId};
 use super::in_flight_slot::InFlightSlot;
 use super::key_state::is_any_uncertain;
 use super::limited::LimitName;
@@ -22,7 +23,7 @@ use super::split_signal::{SignalKey, split};
 use crate::clock::{self, Moment};
 use crate::error::{Facts, Limited, LimitedInfo};
 use crate::events;
-use crate::guarded;
+use crate::guarded::{self, Watch};
 use crate::key::{Key, Label};
 use crate::signal::Signal;
 
@@ -377,22 +378,37 @@ impl Sent {
     fn tell_guards(&self, signal: &Signal, status: Option<StatusCode>) -> bool {
         let Some(status) = status else { return false };
         let others = self.more.iter().flat_map(|more| more.joint.iter());
+        let mut counted: SmallVec<[Arc<dyn Watch>; 1]> = SmallVec::new();
         let mut is_bad = false;
-        for sent in std::iter::once(self).chain(others) {
+        // Of several keys with one guard, the last counts: it is the narrowest.
+        let all: SmallVec<[&Sent; 4]> = std::iter::once(self).chain(others).collect();
+        for sent in all.into_iter().rev() {
             let Some(core) = sent.core.find() else {
                 continue;
             };
-            if let Some(guard) = core.settings.guard.clone()
-                && guard.is_bad(status, signal)
-            {
+            let Some(guard) = core.settings.guard.clone() else {
+                continue;
+            };
+            if counted.iter().any(|other| Arc::ptr_eq(other, &guard)) {
+                continue;
+            }
+            counted.push(guard.clone());
+            if guard.is_bad(status, signal) {
                 is_bad = true;
-                guard.answered(
-                    core.whole(core.hold_key(sent.key, sent.host)),
-                    sent.at.instant(),
-                );
+                let key = core.whole(core.hold_key(sent.key, sent.host));
+                guard.answered(core, key, sent.at.instant());
             }
         }
         is_bad
+    }
+
+    /// Returns whether the key is that of the request's host alone.
+    fn is_of_host(&self, core: &Core) -> bool {
+        self.host.is_some_and(|host| {
+            let named = core.settings.name.map(|name| host.and(name));
+            let is_own = |host| core.key_of(host) == self.key;
+            is_own(host) || named.is_some_and(is_own)
+        })
     }
 
     /// Takes in what the response states about the key.
@@ -432,6 +448,7 @@ impl Sent {
                     name: core.settings.name,
                     has_on_scope: core.settings.on_scope.is_some(),
                     is_further_unit: core.settings.is_further_unit,
+                    is_of_host: sent.is_of_host(&core),
                     spec: Some(core.terms(sent.key)),
                 },
                 None => SignalKey::default(),

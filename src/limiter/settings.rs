@@ -50,6 +50,8 @@ pub(crate) struct Settings {
     pub(crate) on_scope: Option<OnScope>,
     /// Stops keys with too many bad answers, if there is one.
     pub(crate) guard: Option<Arc<dyn Watch>>,
+    /// Whether its stats have the counts of the guard. Of several limits with one guard, the first has them.
+    pub(crate) reports_guard: bool,
     pub(crate) on_store_error: OnStoreError,
     /// Whether the true cost of a request may be stated after its response.
     pub(crate) settles: bool,

@@ -19,10 +19,17 @@ pub(super) struct SignalKey {
     pub(super) has_on_scope: bool,
     /// Whether the limits are those of a further unit of the key before.
     pub(super) is_further_unit: bool,
+    /// Whether the key is that of the host which has responded, and no requests to other hosts have it.
+    pub(super) is_of_host: bool,
 }
 
 /// Splits the signal of a response into one signal for each of `keys`. If it is a refusal, also
 /// returns the key that it is about.
+///
+/// **Which keys a response may reach.** If one of the keys is that of its host, the response is about this
+/// host only: it neither holds nor teaches the other keys, because requests to other hosts have them, too,
+/// and one server would stop the requests to all others. Else it may reach all keys. The rules below
+/// choose among the keys that it may reach.
 ///
 /// A quota goes to the key whose limit has its name, else to the first key whose unit has its name,
 /// else to the first key with a limit of its size and window, else to the first key that has such a
@@ -33,6 +40,11 @@ pub(super) struct SignalKey {
 /// of a layer should be the narrowest, so that a refusal without a reason holds back the fewest
 /// requests.
 pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4]>, Option<usize>) {
+    let is_by_host = keys.iter().any(|key| key.is_of_host);
+    let is_reached = |key: &SignalKey| key.is_of_host || !is_by_host;
+    let position =
+        |is: &dyn Fn(&SignalKey) -> bool| keys.iter().position(|key| is_reached(key) && is(key));
+    let first = position(&|_| true).unwrap_or(0);
     let is_named =
         |key: &SignalKey, word: &str| key.name.is_some_and(|name| name.eq_ignore_ascii_case(word));
     let owner = |quota: &ObservedQuota| {
@@ -53,7 +65,6 @@ pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4
             let spec = key.spec.as_ref();
             spec.is_some_and(|spec| states_limit_of(quota, spec))
         };
-        let position = |is: &dyn Fn(&SignalKey) -> bool| keys.iter().position(is);
         position(&has_name)
             .or_else(|| position(&has_unit_name))
             .or_else(|| position(&is_equal))
@@ -62,10 +73,7 @@ pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4
     };
     let refused = signal.refusal().map(|_| {
         let by_scope = signal.scope().and_then(|scope| {
-            if let Some(decides) = keys.iter().position(|key| key.has_on_scope) {
-                return Some(decides);
-            }
-            keys.iter().position(|key| is_named(key, scope))
+            position(&|key| key.has_on_scope).or_else(|| position(&|key| is_named(key, scope)))
         });
         let used_up = || {
             let mut quotas = signal.quotas().iter();
@@ -73,12 +81,15 @@ pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4
         };
         by_scope
             .or_else(used_up)
-            .or_else(|| keys.iter().rposition(|key| !key.is_further_unit))
+            .or_else(|| {
+                let is_last = |key: &SignalKey| is_reached(key) && !key.is_further_unit;
+                keys.iter().rposition(is_last)
+            })
             .unwrap_or(0)
     });
     let signal_of = |index: usize| {
         let quotas = signal.quotas().iter();
-        let own = quotas.filter(|quota| owner(quota).unwrap_or(0) == index);
+        let own = quotas.filter(|quota| owner(quota).unwrap_or(first) == index);
         let stated = own.fold(signal.clone().without_quotas(), |signal, quota| {
             signal.with_quota(quota.clone())
         });

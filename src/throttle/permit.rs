@@ -158,7 +158,8 @@ impl ThrottlePermit {
             && let (Some(status), Some(guard)) = (status, &self.core.settings.guard)
             && guard.is_bad(status, signal)
         {
-            guard.clone().answered(self.key, flight.sent());
+            let gate = self.core.clone();
+            guard.clone().answered(gate, self.key, flight.sent());
         }
         let back_until = back_until.filter(|_| !self.core.tally().is_draining());
         let number = flight.number;
