@@ -235,3 +235,17 @@ async fn ignored_headers_of_a_200_hold_no_key() {
         assert_eq!(held.is_some(), is_held, "{trust:?}");
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn computed_quotas_never_run_out() {
+    let limiter = RateLimitLayer::builder(Quota::per_minute(60))
+        .build()
+        .unwrap()
+        .limiter();
+    for number in 0..12_000_u32 {
+        let key = Key::new(format!("tenant {}", number % 10));
+        let quota = Quota::per_hour(100_000 + number);
+        let permit = limiter.acquire(key).quota(quota).await;
+        assert!(permit.is_ok(), "{number}: {permit:?}");
+    }
+}

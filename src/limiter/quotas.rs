@@ -26,7 +26,7 @@ impl QuotaId {
     /// The quota of the builder.
     pub(crate) const CONFIGURED: QuotaId = QuotaId(1);
 
-    const FIRST: usize = 2;
+    const FIRST: u32 = 2;
 }
 
 /// The quotas of one limiter.
@@ -47,8 +47,10 @@ pub(crate) struct Quotas {
 #[derive(Debug, Default)]
 struct Known {
     ids: HashMap<Quota, QuotaId>,
-    /// In the order of the numbers.
-    stated: Vec<Stated>,
+    /// By their numbers.
+    stated: HashMap<u32, Stated>,
+    /// How many numbers were given out. A number is of one quota only.
+    numbers: u32,
 }
 
 /// A quota that requests have stated, or that of a route.
@@ -58,14 +60,35 @@ struct Stated {
     parts: Vec<Specs>,
     /// The pattern of the route.
     route: Option<Arc<str>>,
+    /// Whether a request has stated it again since quotas were last forgotten.
+    is_used: AtomicBool,
+}
+
+impl Known {
+    /// Forgets the quotas that no key has, so that a program may compute its quotas. Those that requests have
+    /// stated lately stay: a key may be about to get one.
+    fn forget_unused(&mut self) {
+        let newest = self.numbers.saturating_sub(Quotas::NEWEST);
+        self.stated.retain(|number, stated| {
+            let is_used = std::mem::take(stated.is_used.get_mut());
+            let mut specs = stated.parts.iter().flatten();
+            let has_key = specs.any(|(_, spec)| Arc::strong_count(spec) > 1);
+            is_used || has_key || stated.route.is_some() || *number >= newest
+        });
+        let stated = &self.stated;
+        self.ids.retain(|_, id| stated.contains_key(&id.0));
+    }
 }
 
 /// The limits of a part, each with the unit that they count. `None` for requests.
 pub(super) type Specs = SmallVec<[(Option<&'static str>, Arc<LimitSpec>); 1]>;
 
 impl Quotas {
-    /// The most different quotas that requests may state. They are kept as long as the limiter.
+    /// The most different quotas that keys may have at the same time.
     const MOST: usize = 10_000;
+
+    /// How many of the last quotas are never forgotten.
+    const NEWEST: u32 = 1_000;
 
     pub(crate) fn new(
         configured: Quota,
@@ -137,7 +160,12 @@ impl Quotas {
         }
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
         match known.ids.get(quota) {
-            Some(id) => Ok(*id),
+            Some(id) => {
+                if let Some(stated) = known.stated.get(&id.0) {
+                    stated.is_used.store(true, Ordering::Relaxed);
+                }
+                Ok(*id)
+            }
             None => {
                 drop(known);
                 self.add(quota, None)
@@ -186,17 +214,23 @@ impl Quotas {
         {
             return Ok(*id);
         }
-        if known.stated.len() == Quotas::MOST {
+        if known.stated.len() >= Quotas::MOST {
+            known.forget_unused();
+        }
+        if known.stated.len() >= Quotas::MOST {
             return Err(out_of_range(
                 format!("more than {} different quotas", Quotas::MOST),
                 "fewer quotas, such as one for each plan or route",
             ));
         }
-        let number = u32::try_from(known.stated.len() + QuotaId::FIRST).unwrap_or(u32::MAX);
-        known.stated.push(Stated {
+        let number = known.numbers.max(QuotaId::FIRST);
+        known.numbers = number.saturating_add(1);
+        let stated = Stated {
             parts,
             route: route.map(Arc::from),
-        });
+            is_used: AtomicBool::new(false),
+        };
+        known.stated.insert(number, stated);
         if route.is_none() {
             known.ids.insert(*quota, QuotaId(number));
         }
@@ -221,16 +255,14 @@ impl Quotas {
         part: usize,
         unit: Option<&str>,
     ) -> Option<Arc<LimitSpec>> {
-        let index = (id.0 as usize).checked_sub(QuotaId::FIRST)?;
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
-        spec_of(known.stated.get(index)?.parts.get(part)?, unit)
+        spec_of(known.stated.get(&id.0)?.parts.get(part)?, unit)
     }
 
     /// Returns the pattern of the route that has this quota, if it is that of a route.
     pub(super) fn route(&self, id: QuotaId) -> Option<Arc<str>> {
-        let index = (id.0 as usize).checked_sub(QuotaId::FIRST)?;
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
-        known.stated.get(index)?.route.clone()
+        known.stated.get(&id.0)?.route.clone()
     }
 }
 
