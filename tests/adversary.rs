@@ -14,6 +14,10 @@ fn millis(span: u64) -> Duration {
     Duration::from_millis(span)
 }
 
+fn secs(span: u64) -> Duration {
+    Duration::from_secs(span)
+}
+
 /// A response with `headers`.
 fn response(status: u16, headers: &[(&'static str, &'static str)]) -> http::Response<()> {
     let mut response = http::Response::builder().status(status);
@@ -247,5 +251,48 @@ async fn computed_quotas_never_run_out() {
         let quota = Quota::per_hour(100_000 + number);
         let permit = limiter.acquire(key).quota(quota).await;
         assert!(permit.is_ok(), "{number}: {permit:?}");
+    }
+}
+
+/// More seconds than a number can hold are a long wait, not none.
+#[test]
+fn huge_retry_after_is_long() {
+    for text in [
+        "9".repeat(9),
+        "9".repeat(20),
+        "9".repeat(30),
+        "9".repeat(60),
+    ] {
+        let response = http::Response::builder()
+            .status(429)
+            .header("retry-after", &text);
+        let signal = Signal::read(&response.body(()).unwrap());
+        let wait = signal.retry_after();
+        assert!(wait >= Some(secs(86_400)), "{text}: {wait:?}");
+    }
+}
+
+/// A name of a host in errors has no spaces, quotes or control characters, and is short.
+#[tokio::test(start_paused = true)]
+async fn hosts_in_errors_are_escaped_and_cut() {
+    let layer = RateLimitLayer::builder(Quota::per_minute(1))
+        .key(by_host)
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap();
+    let service = layer.layer(tower::service_fn(|_: http::Request<()>| async {
+        Ok::<_, tower::BoxError>(response(200, &[]))
+    }));
+    let long = "x".repeat(8000);
+    for host in ["a b \"c\" level=ERROR msg=fake", &long] {
+        let get = || {
+            let request = http::Request::get("/").header("host", host);
+            service.clone().oneshot(request.body(()).unwrap())
+        };
+        let Ok(_) = get().await else { continue };
+        let error = get().await.expect_err("one a minute").to_string();
+        assert!(!error.contains("level=ERROR"), "{error}");
+        assert!(!error.contains('"'), "{error}");
+        assert!(error.len() < 500, "{} bytes", error.len());
     }
 }

@@ -19,11 +19,27 @@ use smallvec::SmallVec;
 #[derive(Clone, PartialEq, Eq)]
 pub struct Label(SmallVec<[u8; 39]>);
 
+/// The longest name of a host, in bytes.
+const MOST_HOST: usize = 253;
+
 impl Label {
     /// Makes the label of eight hex digits.
     pub(super) fn of_digits(number: u32) -> Self {
         let digit = |place: u32| b"0123456789abcdef"[(number >> (4 * place) & 15) as usize];
         Label((0..8).rev().map(digit).collect())
+    }
+}
+
+impl Label {
+    /// Makes the label of a host. A header may be of any length and have any characters, so a log line
+    /// could be forged with it: others than those of hosts become `_`, and what is too long is cut.
+    pub(super) fn of_host(host: &str) -> Self {
+        let shown = |byte: u8| match byte {
+            b'-' | b'.' | b'_' | b':' | b'[' | b']' | b'%' => byte,
+            _ if byte.is_ascii_alphanumeric() => byte,
+            _ => b'_',
+        };
+        Label(host.bytes().take(MOST_HOST).map(shown).collect())
     }
 }
 

@@ -198,7 +198,7 @@ impl Key {
     pub(crate) fn plain_label(self, request: Option<&RequestRef<'_>>) -> Option<Label> {
         match request.and_then(RequestRef::host) {
             _ if self == Key::ALL => Some("all".into()),
-            Some(host) if Key::host(host) == self => Some(host.into()),
+            Some(host) if Key::host(host) == self => Some(Label::of_host(host)),
             _ => None,
         }
     }

@@ -57,7 +57,8 @@ impl Base {
             100_000_000_000..100_000_000_000_000 => MILLI,
             100_000_000_000_000..100_000_000_000_000_000 => MILLI / 1000,
             100_000_000_000_000_000..100_000_000_000_000_000_000 => MILLI / 1_000_000,
-            _ => return None,
+            // Later than any moment that can be written.
+            _ => return Some(LONGEST),
         };
         let moment = millis_up(number.times(unit));
         Some(self.until(i64::try_from(moment).unwrap_or(i64::MAX)))
