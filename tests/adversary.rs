@@ -1,8 +1,9 @@
 //! Histories that an adversary has found: hostile servers, rollouts, handlers. Under a paused clock.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use futures::FutureExt;
 use tokio::time::{Instant, sleep};
 use tollgate::store::{MemoryStore, Store};
 use tollgate::{
@@ -295,4 +296,30 @@ async fn hosts_in_errors_are_escaped_and_cut() {
         assert!(!error.contains('"'), "{error}");
         assert!(error.len() < 500, "{} bytes", error.len());
     }
+}
+
+/// A handler that puts a key on hold for each event that it gets.
+#[tokio::test(start_paused = true)]
+async fn event_handler_that_holds_does_not_call_itself() {
+    let slot: Arc<Mutex<Option<Limiter>>> = Arc::default();
+    let calls = Arc::new(Mutex::new(0_u32));
+    let (handler, count) = (slot.clone(), calls.clone());
+    let limiter = RateLimitLayer::builder(Quota::per_minute(60))
+        .on_event(move |_| {
+            *count.lock().unwrap() += 1;
+            let limiter = handler.lock().unwrap().clone();
+            if let Some(limiter) = limiter {
+                let number = *count.lock().unwrap();
+                let held = limiter.hold_for(Key::new(number.to_be_bytes()), secs(10));
+                let _ = held.now_or_never();
+            }
+        })
+        .build()
+        .unwrap()
+        .limiter();
+    *slot.lock().unwrap() = Some(limiter.clone());
+    limiter.hold_for(Key::new("a"), secs(10)).await.unwrap();
+    let calls = *calls.lock().unwrap();
+    assert!((1..=2).contains(&calls), "{calls}");
+    *slot.lock().unwrap() = None;
 }

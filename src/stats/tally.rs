@@ -4,6 +4,7 @@
 //! lock that it needs anyway. All else is counted here, by relaxed atomics. When the state of a key is
 //! forgotten, its counts are added to these.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,6 +26,29 @@ use crate::clock;
 use crate::cost::Cost;
 use crate::error::Limited;
 use crate::key::Key;
+
+thread_local! {
+    /// Whether a handler of events runs on this thread.
+    static IS_TELLING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A call of a handler.
+struct Telling;
+
+impl Telling {
+    /// Returns `None` if a handler runs on this thread already.
+    fn begin() -> Option<Self> {
+        // A thread that ends tells nothing.
+        let was_telling = IS_TELLING.try_with(|is_telling| is_telling.replace(true));
+        matches!(was_telling, Ok(false)).then_some(Telling)
+    }
+}
+
+impl Drop for Telling {
+    fn drop(&mut self) {
+        let _ = IS_TELLING.try_with(|is_telling| is_telling.set(false));
+    }
+}
 
 /// The counts of a gate, its name, and the handler of its events.
 pub(crate) struct Tally {
@@ -307,9 +331,12 @@ impl Tally {
         self.drain.wake();
     }
 
-    /// Calls the handler, if there is one.
+    /// Calls the handler, if there is one. What a handler itself causes is not told to handlers: a handler that
+    /// puts a key on hold for each event would never end.
     pub(crate) fn tell(&self, event: &Event<'_>) {
-        if let Some(handler) = &self.handler {
+        if let Some(handler) = &self.handler
+            && let Some(_telling) = Telling::begin()
+        {
             handler(event);
         }
     }
