@@ -5,6 +5,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod adversary;
 mod async_store;
 mod classes;
 mod classes_deploys;
