@@ -104,6 +104,14 @@ fn once_in_three(look: impl Fn() -> anyhow::Result<()>) {
     assert_eq!(calm, 0, "failed in {calm} looks on a calm machine");
 }
 
+/// Judges a figure that a stall of the machine can spoil: on a calm machine only.
+fn figure(is_right: bool, what: &str) {
+    assert!(is_right || !histories::is_calm(), "{what}");
+    if !is_right {
+        println!("not judged without TOLLGATE_CALM: {what}");
+    }
+}
+
 /// A thread that wakes this late missed its slot.
 const STALL: Duration = ms(10);
 
