@@ -90,7 +90,8 @@ pub enum OnStoreError {
     /// requests are refused, as with `FailClosed`.
     ///
     /// Units that the store granted shortly before count against the share. When the store is
-    /// reachable again, each process reports what it used meanwhile. The page
+    /// reachable again, each process reports what it used meanwhile. While the store is lost, or
+    /// comes back, a window may have the limit and the shares. The page
     /// [`guide::many_processes`](crate::guide::many_processes#shares) has the bounds. Calls in
     /// flight have no shares: no call is admitted while the store is unreachable.
     FallbackShare,

@@ -152,21 +152,22 @@ async fn shares_keep_fleet_within_limit_until_store_is_back() {
     let seconds: Vec<_> = (0..22).map(|number| second(number * 1000)).collect();
     let sent = sent.lock().unwrap().clone();
     let lost = start + ms(5000)..start + ms(6500);
-    let away_from_losing: Vec<_> = sent
+    let found = start + ms(12_000)..start + ms(13_500);
+    let away_from_both: Vec<_> = sent
         .iter()
-        .filter(|at| !lost.contains(at))
+        .filter(|at| !lost.contains(at) && !found.contains(at))
         .copied()
         .collect();
-    let [all, others] = [&sent, &away_from_losing].map(|sent| largest_count(sent, ms(1000)));
-    println!("{all} at most in a second, {others} away from the switch; {seconds:?}");
+    let [all, others] = [&sent, &away_from_both].map(|sent| largest_count(sent, ms(1000)));
+    println!("{all} at most in a second, {others} away from the switches; {seconds:?}");
     assert!(
         all <= 80 && others <= 44,
-        "{all} in a second, {others} away from the switch: {seconds:?}"
+        "{all} in a second, {others} away from the switches: {seconds:?}"
     );
     let alone: usize = seconds[6..12].iter().sum();
     assert!(alone >= 6 * 34, "most of the limit is used: {seconds:?}");
-    let back: usize = seconds[19..].iter().sum();
-    assert!(back >= 3 * 37, "all of it is back: {seconds:?}");
+    let back: usize = seconds[13..].iter().sum();
+    assert!(back >= 9 * 37, "all of it is back: {seconds:?}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -459,8 +460,8 @@ proptest! {
             let away_from_losing: Vec<_> = sent.iter().filter(|at| !near(&lost, 3100, at)).copied().collect();
             let away_from_both: Vec<_> =
                 away_from_losing.iter().filter(|at| !near(&found, 4000, at)).copied().collect();
-            // What was used in the 100 ms before a process charges, and one unit of each process.
-            let uncharged = count * 200 / window.as_millis() as usize + history.processes.len();
+            // The shares of processes that have not charged theirs yet, and one unit of each process.
+            let uncharged = count + history.processes.len();
             for (what, sent, most) in [
                 ("where the store is lost", &sent, 2 * count),
                 ("where it is found", &away_from_losing, count + uncharged),
@@ -513,10 +514,10 @@ async fn long_windows_are_usable_after_store_returns() {
     }
 }
 
-/// A process whose share is used up learns from a request that the store is back. It refuses this
-/// request until the limit is shared again, and no longer.
+/// A process whose share is used up learns from a request that the store is back, and the store decides about this
+/// request.
 #[tokio::test(start_paused = true)]
-async fn used_up_share_refuses_only_until_the_switch_ends() {
+async fn used_up_share_refuses_only_until_the_store_is_back() {
     let (quota, store) = (Quota::per_hour(120), Arc::<Shared>::default());
     let builder = builder(quota, &store).fallback_share(0.1);
     let limiter = builder.build().unwrap().limiter();
@@ -529,9 +530,6 @@ async fn used_up_share_refuses_only_until_the_switch_ends() {
     assert!(alone.retry_after().unwrap() > ms(1_000_000), "{alone:?}");
 
     store.set_away(false);
-    let back = limiter.acquire(Key::ALL).await.unwrap_err();
-    assert!(back.retry_after().unwrap() <= ms(2500), "{back:?}");
-    sleep(ms(2600)).await;
     drop(limiter.acquire(Key::ALL).await.unwrap());
 }
 
@@ -647,8 +645,7 @@ async fn charges_after_an_outage_are_few_and_made_once() {
     }
 }
 
-/// Returns a limiter whose store was away, and replies again. It has used two of its share of five,
-/// and of the ten of the store.
+/// Returns a limiter whose store was away, and replies again. It has used one alone, and one of the store.
 async fn just_back(store: &Arc<Shared>) -> Limiter {
     let builder = builder(Quota::per_minute(10), store).fallback_share(0.5);
     let limiter = builder.build().unwrap().limiter();
@@ -657,19 +654,6 @@ async fn just_back(store: &Arc<Shared>) -> Limiter {
     store.set_away(false);
     drop(limiter.acquire(Key::ALL).await.unwrap());
     limiter
-}
-
-#[tokio::test(start_paused = true)]
-async fn permits_given_back_free_the_share_after_an_outage() {
-    let store = Arc::<Shared>::default();
-    let limiter = just_back(&store).await;
-    for number in 0..20 {
-        sleep(ms(50)).await;
-        let permit = timeout(ms(100), limiter.acquire(Key::ALL)).await;
-        let permit = permit.unwrap_or_else(|_| panic!("number {number} waits"));
-        permit.unwrap().give_back();
-    }
-    assert_eq!(limiter.peek(Key::ALL).await.unwrap().limits[0].used, 2);
 }
 
 /// The search of a joint request replaces the slots that are too early.

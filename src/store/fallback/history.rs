@@ -84,6 +84,22 @@ impl GrantHistory {
         self.standalone.as_deref_mut()
     }
 
+    /// Returns what the store is charged with: the permits of the process's own ledger whose slots
+    /// have come. They count as charged whatever the outcome of the call is. If the store fails again,
+    /// they count in the share.
+    pub(super) fn take_charges(&mut self, now: Instant) -> Vec<Charge> {
+        let now = clock::micros(now);
+        let Some(ledger) = &mut self.standalone else {
+            return Vec::new();
+        };
+        let owed = ledger.take_due(now);
+        let charges = ledger.charges(&owed, now);
+        for owed in owed {
+            self.add(self.store_time(owed.slot), owed.units);
+        }
+        charges
+    }
+
     /// Drops the process's own ledger, because the limit is shared again.
     pub(super) fn end_standalone(&mut self) {
         self.standalone = None;
@@ -178,17 +194,13 @@ impl GrantHistory {
         }
     }
 
-    /// Takes back unused permits, in the ledger that granted them. Permits of the store that the
-    /// process had planned come back in its own ledger too.
+    /// Takes back unused permits, in the ledger that granted them.
     pub(super) fn take_back(&mut self, unused: UnusedPermits, now: Micros) {
         if Source::granted_standalone(&unused) {
             if let Some(ledger) = self.standalone() {
                 ledger.take_back(unused, now);
             }
             return;
-        }
-        if let Some(ledger) = self.standalone() {
-            ledger.take_back_planned(&unused, now);
         }
         let number = unused.slot / self.width();
         if let Ok(index) = self

@@ -11,8 +11,8 @@ use crate::clock;
 use crate::events;
 use crate::store::{label, spawn};
 
-/// How long the task waits between two charges once the store replies.
-pub(super) const CHARGE_INTERVAL: Duration = Duration::from_millis(100);
+/// How often the task looks for keys that have not called the store lately.
+const CHARGE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Starts the task that charges the store for idle keys, unless it runs. Other processes rely on it:
 /// the store is charged soon after it replies again.
@@ -45,28 +45,22 @@ async fn charge_idle_keys(inner: &Inner) -> usize {
             idle.extend(ledger.own_request(key, now));
         }
     });
-    for (mut request, is_back) in idle {
-        if !is_back {
-            let Ok(reply) = inner.probe(&request).await else {
-                continue;
-            };
-            if reply.recovering.is_some() {
-                continue;
-            }
+    for mut request in idle {
+        match inner.probe(&request).await {
+            Ok(reply) if reply.recovering.is_none() => (),
+            _ => continue,
         }
-        let charges =
-            |history: &mut GrantHistory| Some(history.standalone()?.take_charges(clock::now()));
-        let Some(charges) = inner.histories.find(request.key, charges).flatten() else {
+        let charges = |history: &mut GrantHistory| history.take_charges(clock::now());
+        let Some(charges) = inner.histories.find(request.key, charges) else {
             continue;
         };
         request.charges = charges;
         let reply = inner.store.lease(request.request(&[])).arrives().await;
         let charged = |history: &mut GrantHistory| {
-            // If slots of granted permits lie ahead, the limit is not shared yet. The limiter
-            // gives these permits up with its next request.
-            let is_shared =
-                |ledger: &mut StandaloneLedger| ledger.on_charged(reply.is_ok(), clock::now());
-            let ends = history.standalone().is_some_and(is_shared);
+            // While slots of granted permits lie ahead, the process stays alone. The limiter gives
+            // these permits up with its next request.
+            let is_charged = |ledger: &mut StandaloneLedger| !ledger.has_permits_ahead();
+            let ends = reply.is_ok() && history.standalone().is_some_and(is_charged);
             if ends {
                 history.end_standalone();
             }

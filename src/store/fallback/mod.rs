@@ -2,27 +2,27 @@
 //! of the limit.
 //!
 //! ```text
-//!  together ──> the store fails: alone ──> it replies again: back ──> 2.5 s later: together
+//!  together ──> the store fails: alone ──> it replies again: together
 //! ```
 //!
 //! - *Together*: the process records what the store grants.
 //! - *Alone*: the process has a ledger of its own with its share of every limit. The recorded
 //!   grants count in it.
-//! - *Back*: the process charges the store with what it used alone, each unit once and with its
-//!   age. It requests no more than its share of the store: what it plans is booked in its own ledger
-//!   and in the store, and permits that come back free both. After 2.5 s all processes have done so,
-//!   and the limit is shared again.
 //!
-//! The process never repeats a charge. So before the first one, it makes a call that books nothing,
-//! to find out whether the store replies.
+//! When the store replies again, the process charges it with what it used alone, each unit once and
+//! with its age. From then on the store decides. It may grant what other processes have used alone and
+//! not charged yet: they do so within 1.5 s of the store's return. So a window in which the store comes
+//! back may have the limit and the shares.
+//!
+//! The process never repeats a charge. So before it charges, it makes a call that books nothing, to
+//! find out whether the store replies. What was charged stays in the record of grants: if the store
+//! fails again, it counts in the share.
 //!
 //! In-flight limits have no shares: while the store cannot be reached, no in-flight slot is
 //! granted.
 
 mod history;
 mod idle_keys;
-mod plan;
-mod planned;
 mod share;
 mod standalone;
 
@@ -35,17 +35,17 @@ use smallvec::SmallVec;
 
 use super::memory::usage;
 use super::{
-    ClientSession, Grants, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, PeekRequest, Source,
-    Store, StoreError, StoreReply, UnusedPermits, Usage, label,
+    ClientSession, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, PeekRequest, Source, Store,
+    StoreError, StoreReply, UnusedPermits, Usage, label,
 };
 use crate::clock;
 use crate::events;
 use crate::key::Key;
 use crate::key_map::KeyMap;
+use crate::limit::Charge;
 use history::GrantHistory;
-use plan::{granted_demands, no_earlier};
 pub(crate) use share::Share;
-use standalone::{Stage, StandaloneLedger};
+use standalone::StandaloneLedger;
 
 /// A store with a fallback.
 pub(crate) struct FallbackStore(Arc<Inner>);
@@ -70,6 +70,14 @@ impl FallbackStore {
             is_charging: AtomicBool::new(false),
         }))
     }
+}
+
+/// Who decides about a request of a process that has been alone.
+enum Decision {
+    /// The process has decided.
+    Alone(Result<Lease, StoreError>),
+    /// The store, which is charged with this.
+    Together(Vec<Charge>),
 }
 
 /// Returns whether `error` means that the store cannot be reached, so that the process goes on
@@ -106,16 +114,13 @@ impl Inner {
                 // Other calls of the key may have failed before, and have begun the ledger.
                 let mut begun = None;
                 let go_alone = |history: &mut GrantHistory| {
-                    if let Some(ledger) = history.standalone() {
-                        ledger.store_failed();
-                    } else {
+                    if history.standalone().is_none() {
                         let ledger = history.start_standalone(request, now, self.share)?;
                         begun = Some(*ledger.spec.quota());
                     }
                     let ledger = history.standalone()?;
                     ledger.charge(&request.charges, now);
-                    let plan = ledger.book(&request.request(&request.demands), now);
-                    Some(plan.map(|plan| ledger.grant(plan, now, None)))
+                    Some(ledger.lease(&request.request(&request.demands), now, None))
                 };
                 let lease = self
                     .histories
@@ -140,145 +145,77 @@ impl Inner {
         }
     }
 
-    /// Requests permits while the process has a ledger of its own. `is_back` states whether the
-    /// store replied to the last call.
+    /// Requests permits while the process has a ledger of its own.
     ///
-    /// 1. If the store did not reply to the last call, this call probes it first.
-    /// 2. If the store does not reply, or recovers a lost state, the ledger of the process grants.
-    /// 3. If the store replies, this call charges it, and requests no more than the ledger of the
-    ///    process would grant. This plan is granted without the store if the store fails now.
-    /// 4. Once the limit is shared again, the ledger is dropped, and the store gets the request of
-    ///    the limiter as it is.
+    /// 1. A call without demands finds out whether the store replies and has its state.
+    /// 2. If not, the ledger of the process grants.
+    /// 3. Otherwise the ledger is dropped. The store gets the request of the limiter, and is charged
+    ///    with what the process used alone.
     async fn lease_alone(
         self: &Arc<Self>,
         mut request: OwnedLeaseRequest,
-        is_back: bool,
     ) -> Result<Lease, StoreError> {
         let charges = std::mem::take(&mut request.charges);
-        let probed = match is_back {
-            true => None,
-            false => match self.probe(&request).await {
-                Ok(reply) => Some(reply),
-                Err(error) if is_unreachable(&error) => None,
-                Err(error) => return Err(error),
-            },
+        let probed = match self.probe(&request).await {
+            Ok(reply) => Some(reply),
+            Err(error) if is_unreachable(&error) => None,
+            Err(error) => return Err(error),
         };
+        let is_back = probed
+            .as_ref()
+            .is_some_and(|reply| reply.recovering.is_none());
         let now = clock::now();
-        let stage = self.histories.find(request.key, |history| {
+        let decide = |history: &mut GrantHistory| {
             let ledger = history.standalone()?;
             ledger.charge(&charges, now);
-            if !is_back
-                && probed
-                    .as_ref()
-                    .is_none_or(|reply| reply.recovering.is_some())
-            {
-                let plan = ledger.book(&request.request(&request.demands), now);
-                return Some((
-                    Stage::Alone,
-                    plan.map(|plan| ledger.grant(plan, now, probed.as_ref())),
-                ));
+            if !is_back {
+                let request = request.request(&request.demands);
+                return Some(Decision::Alone(ledger.lease(
+                    &request,
+                    now,
+                    probed.as_ref(),
+                )));
             }
-            let stage = ledger.on_reply(now);
-            if stage == Stage::Together {
-                request.charges = ledger.take_charges(now);
-                history.end_standalone();
-                return Some((stage, Ok(Lease::default())));
+            ledger.give_up_ahead(now);
+            let owed = history.take_charges(now);
+            history.end_standalone();
+            Some(Decision::Together(owed))
+        };
+        let was_alone = match self.histories.find(request.key, decide).flatten() {
+            Some(Decision::Alone(lease)) => return lease,
+            Some(Decision::Together(owed)) => {
+                events::together(&label(&*self.store, request.key, None));
+                request.charges = owed;
+                true
             }
-            let plan = ledger.book(&request.request(&request.demands), now);
-            let plan = plan.map(|plan| ledger.refuse_until_shared(plan, now));
-            // A request above the share of this process makes no call that could carry them.
-            if plan.is_ok() {
-                request.charges = ledger.take_charges(now);
-            }
-            Some((stage, plan))
-        });
-        let (stage, plan) = match stage.flatten() {
-            Some((stage, plan)) => {
-                if stage == Stage::Together {
-                    events::together(&label(&*self.store, request.key, None));
-                }
-                (stage, plan?)
-            }
+            // Another call has ended it meanwhile.
             None => {
                 request.charges = charges;
-                (Stage::Together, Lease::default())
+                false
             }
         };
-        if stage == Stage::Alone {
-            return Ok(plan);
-        }
-        if let Some(Lease {
-            incarnation,
-            writes,
-            now: seen,
-            ..
-        }) = probed
-        {
-            let trip = now.saturating_duration_since(request.sent);
+        if let Some(reply) = probed {
             request.session = ClientSession {
-                incarnation,
-                writes,
-                seen,
+                incarnation: reply.incarnation,
+                writes: reply.writes,
+                seen: reply.now,
                 since: Duration::ZERO,
-                trip,
+                trip: now.saturating_duration_since(request.sent),
                 ..request.session
             };
         }
-        if !is_back {
-            request.returns.clear();
-        }
+        request.returns.clear();
         request.sent = now;
-        if stage == Stage::Back {
-            request.prefetch = 0;
-            request.demands = granted_demands(&request.demands, &plan);
-            // The store may grant an earlier slot than the plan. The permit then has to be valid
-            // until after the slot of the plan.
-            let last = plan
-                .grants
-                .iter()
-                .map(|grant| grant.wait)
-                .max()
-                .unwrap_or_default();
-            request.validity = request.validity.saturating_add(last);
-        }
         let reply = self
             .store
             .lease(request.request(&request.demands))
             .arrives()
             .await;
-        if stage == Stage::Back
-            && let Err(error) = &reply
-            && is_unreachable(error)
-        {
-            let now = clock::now();
-            let grant = |history: &mut GrantHistory| {
-                Some(history.standalone()?.grant_after_failure(plan, now))
-            };
-            return self
-                .histories
-                .find(request.key, grant)
-                .flatten()
-                .ok_or(StoreError::Lost);
+        if was_alone {
+            // They are in the record of grants, and are not repeated.
+            request.charges.clear();
         }
-        let mut reply = self.on_reply(&request, reply);
-        if stage == Stage::Back {
-            let mut granted = Grants::default();
-            if let Ok(lease) = &mut reply {
-                lease.grants = no_earlier(&lease.grants, &plan.grants);
-                granted.clone_from(&lease.grants);
-            }
-            let note = |history: &mut GrantHistory| {
-                if let Some(ledger) = history.standalone() {
-                    ledger.store_granted(&plan, &granted, clock::now());
-                }
-            };
-            self.histories.find(request.key, note);
-        }
-        let lease = reply?;
-        Ok(Lease {
-            refused: lease.refused.or(plan.refused),
-            ..lease
-        })
+        self.on_reply(&request, reply)
     }
 
     /// Calls the store without demands, to find out whether it replies and has its state.
@@ -319,17 +256,14 @@ impl Store for FallbackStore {
             inner.take_back(request.key, request.returns);
         }
         let on_request = |history: &mut GrantHistory| {
-            Some(
-                history
-                    .standalone()?
-                    .on_request(owned.session, clock::micros(owned.sent)),
-            )
+            let ledger = history.standalone()?;
+            ledger.on_request(owned.session, clock::micros(owned.sent));
+            Some(())
         };
-        if let Some(is_back) = inner.histories.find(owned.key, on_request).flatten() {
+        let is_alone = inner.histories.find(owned.key, on_request).flatten();
+        if is_alone.is_some() {
             let inner = inner.clone();
-            return StoreReply::Pending(Box::pin(async move {
-                inner.lease_alone(owned, is_back).await
-            }));
+            return StoreReply::Pending(Box::pin(async move { inner.lease_alone(owned).await }));
         }
         let now = LeaseRequest {
             joint: request.joint,

@@ -5,8 +5,6 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::idle_keys::CHARGE_INTERVAL;
-use super::planned::{OfShare, PlannedPermits};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -28,10 +26,6 @@ const PARTS: u64 = 20;
 /// How long the task waits between two calls for an idle key while the store fails. Jittered.
 const PROBE_INTERVAL: Duration = Duration::from_millis(1000);
 
-/// For how long a process uses only its share after the store replies again. The other processes
-/// call the store once a second, and so charge it within this time.
-const SWITCH_TIME: Micros = 2_500_000;
-
 /// The state of a key while the store cannot be reached.
 pub(super) struct StandaloneLedger {
     /// The limits of the share.
@@ -40,12 +34,8 @@ pub(super) struct StandaloneLedger {
     /// Permits that the process granted itself and the store does not know of, in the order of
     /// their slots.
     uncharged: VecDeque<UnusedPermits>,
-    /// The permits of the store that count in the ledger too.
-    planned: PlannedPermits,
     /// The longest window, for which permits count.
     window: Micros,
-    /// When the store began to reply again. `None` while it cannot be reached.
-    back: Option<Micros>,
     /// When the limiter last requested permits.
     requested_at: Micros,
     /// What the limiter knew of the store then.
@@ -54,17 +44,6 @@ pub(super) struct StandaloneLedger {
     called_at: Micros,
     /// The limits of the whole fleet, under which the store is charged.
     whole_spec: Arc<LimitSpec>,
-}
-
-/// The stage of a process that goes on with its share.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stage {
-    /// The store cannot be reached.
-    Alone,
-    /// The store replies again. Other processes may not have charged it yet.
-    Back,
-    /// All processes have charged the store, and the limit is shared again.
-    Together,
 }
 
 impl StandaloneLedger {
@@ -80,9 +59,7 @@ impl StandaloneLedger {
             spec: Arc::new(own),
             ledger,
             uncharged: VecDeque::new(),
-            planned: PlannedPermits::default(),
             window: micros_up(request.spec.quota().longest_memory()),
-            back: None,
             requested_at: now,
             session: request.session,
             called_at: now,
@@ -99,36 +76,17 @@ impl StandaloneLedger {
         )
     }
 
-    /// Notes that the store failed to reply.
-    pub(super) fn store_failed(&mut self) {
-        self.back = None;
-    }
-
-    /// Notes that the limiter requests permits, and knows `session` of the store. Returns whether
-    /// the store replied to the last call.
-    pub(super) fn on_request(&mut self, session: ClientSession, now: Micros) -> bool {
+    /// Notes that the limiter requests permits, and knows `session` of the store.
+    pub(super) fn on_request(&mut self, session: ClientSession, now: Micros) {
         self.requested_at = now;
         self.session = session;
         self.called_at = now;
-        self.back.is_some()
     }
 
-    /// Returns a request without demands if the store was not called lately, and whether the store
-    /// replied to the last call.
-    pub(super) fn own_request(
-        &mut self,
-        key: Key,
-        now: Micros,
-    ) -> Option<(OwnedLeaseRequest, bool)> {
+    /// Returns a request without demands if the store was not called lately.
+    pub(super) fn own_request(&mut self, key: Key, now: Micros) -> Option<OwnedLeaseRequest> {
         let since = |moment: Micros| Duration::from_micros(now.saturating_sub(moment));
-        // Once the store replies, other processes rely on what this process charges, so it charges
-        // at once.
-        let interval = if self.back.is_some() {
-            CHARGE_INTERVAL
-        } else {
-            jittered(PROBE_INTERVAL)
-        };
-        if since(self.called_at) < interval {
+        if since(self.called_at) < jittered(PROBE_INTERVAL) {
             return None;
         }
         self.called_at = now;
@@ -136,18 +94,20 @@ impl StandaloneLedger {
             since: self.session.since.saturating_add(since(self.requested_at)),
             ..self.session
         };
-        Some((
-            OwnedLeaseRequest::without_demands(key, &self.whole_spec, session),
-            self.back.is_some(),
+        Some(OwnedLeaseRequest::without_demands(
+            key,
+            &self.whole_spec,
+            session,
         ))
     }
 
-    /// Books the demands of a request. The lease is only a *plan* until
-    /// [`grant`](StandaloneLedger::grant) grants it.
-    pub(super) fn book(
+    /// Decides about the demands of a request. What is granted is charged to the store later. `reply`
+    /// is the store's reply to the same call, if there is one.
+    pub(super) fn lease(
         &mut self,
         request: &LeaseRequest<'_>,
         now: Instant,
+        reply: Option<&Lease>,
     ) -> Result<Lease, StoreError> {
         let at = clock::micros(now);
         let moment = self.ledger.advance(&self.spec, at);
@@ -177,7 +137,7 @@ impl StandaloneLedger {
         if demands.len() < request.demands.len() {
             lease.refused = lease.refused.or(Some(Refusal::NEVER));
         }
-        Ok(lease)
+        Ok(self.grant(lease, now, reply))
     }
 
     /// Counts units that the process used without a permit. They are charged to the store later.
@@ -206,16 +166,15 @@ impl StandaloneLedger {
         self.merge();
     }
 
-    /// Grants a plan. The permits are charged to the store later. `reply` is the store's reply to
-    /// the same call, if there is one.
-    pub(super) fn grant(&mut self, plan: Lease, now: Instant, reply: Option<&Lease>) -> Lease {
+    /// Notes the permits of a lease, and states who has granted them.
+    fn grant(&mut self, lease: Lease, now: Instant, reply: Option<&Lease>) -> Lease {
         for &Grant {
             cost,
             count,
             slot,
             stamp,
             ..
-        } in plan.grants.iter()
+        } in lease.grants.iter()
         {
             self.owe(UnusedPermits {
                 slot,
@@ -226,7 +185,7 @@ impl StandaloneLedger {
         }
         let Lease {
             grants, refused, ..
-        } = plan;
+        } = lease;
         match reply {
             Some(reply) => {
                 let source = Source::StandaloneWithReply { granted_at: now };
@@ -249,12 +208,6 @@ impl StandaloneLedger {
                 }
             }
         }
-    }
-
-    /// Grants a plan after the store has failed again, although it replied to the call before.
-    pub(super) fn grant_after_failure(&mut self, plan: Lease, now: Instant) -> Lease {
-        self.store_failed();
-        self.grant(plan, now, None)
     }
 
     /// Returns what `read` returns of the ledger.
@@ -284,108 +237,55 @@ impl StandaloneLedger {
         self.uncharged.retain(|owed| owed.units > 0);
     }
 
-    /// Notes what the store granted of a plan. The rest of the plan does not count.
-    pub(super) fn store_granted(&mut self, plan: &Lease, granted: &[Grant], now: Instant) {
-        let rest = self.planned.add(&plan.grants, granted);
-        self.uncount(rest, clock::micros(now));
-    }
-
-    /// Takes back unused permits that the store granted. They count no more in the share.
-    pub(super) fn take_back_planned(&mut self, unused: &UnusedPermits, now: Micros) {
-        let planned = self.planned.take(unused);
-        self.uncount(planned, now);
-    }
-
-    fn uncount(&mut self, permits: OfShare, now: Micros) {
-        self.ledger.advance(&self.spec, now);
-        for unused in permits {
-            self.ledger.take_back(unused);
-        }
-    }
-
-    /// Notes that the store replies. From now on the store grants permits. Gives up the permits
-    /// that this process granted itself and whose slots lie ahead.
-    pub(super) fn on_reply(&mut self, now: Instant) -> Stage {
+    /// Gives up the permits whose slots lie ahead.
+    pub(super) fn give_up_ahead(&mut self, now: Instant) {
         let now = clock::micros(now);
-        while let Some(ahead) = self
-            .uncharged
-            .back()
-            .copied()
-            .filter(|owed| owed.slot > now)
-        {
-            self.uncharged.pop_back();
+        let due = self.uncharged.partition_point(|owed| owed.slot <= now);
+        for ahead in self.uncharged.drain(due..) {
             self.ledger.take_back(ahead);
         }
-        let since = *self.back.get_or_insert(now);
-        if now >= since + SWITCH_TIME {
-            Stage::Together
-        } else {
-            Stage::Back
-        }
     }
 
-    /// Bounds the wait of a plan's refusal by the end of the switch, because the store decides from
-    /// then on. The share may be used up for much longer.
-    pub(super) fn refuse_until_shared(&self, plan: Lease, now: Instant) -> Lease {
-        let now = clock::micros(now);
-        let shared_at = self.back.unwrap_or(now) + SWITCH_TIME;
-        let longest = Duration::from_micros(shared_at.saturating_sub(now));
-        let refused = plan.refused.map(|refusal| Refusal {
-            wait: Some(refusal.wait.map_or(longest, |wait| wait.min(longest))),
-            ..refusal
-        });
-        Lease { refused, ..plan }
+    /// Returns whether permits lie ahead that the store does not know of.
+    pub(super) fn has_permits_ahead(&self) -> bool {
+        !self.uncharged.is_empty()
     }
 
-    /// Takes in the end of a charge that no request of the limiter caused. Returns whether the
-    /// limit is shared again.
-    ///
-    /// The limit is not shared while permits lie ahead. The limiter gives them back with its next
-    /// call.
-    pub(super) fn on_charged(&mut self, has_reply: bool, now: Instant) -> bool {
-        if !has_reply {
-            self.back = None;
-            return false;
-        }
-        let now = clock::micros(now);
-        let since = *self.back.get_or_insert(now);
-        now >= since + SWITCH_TIME && self.uncharged.is_empty()
+    /// Takes out the permits whose slots have come, the oldest first.
+    pub(super) fn take_due(&mut self, now: Micros) -> Vec<UnusedPermits> {
+        let due = self.uncharged.partition_point(|owed| owed.slot <= now);
+        self.uncharged.drain(..due).collect()
     }
 
-    /// Takes out the permits whose deadline has passed, as charges in a few parts, the oldest
-    /// first. They count as charged whatever the outcome of the call is.
-    pub(super) fn take_charges(&mut self, now: Instant) -> Vec<Charge> {
-        let now = clock::micros(now);
+    /// Returns permits as charges in a few parts. Permits that are older than the longest window
+    /// count no more.
+    pub(super) fn charges(&self, owed: &[UnusedPermits], now: Micros) -> Vec<Charge> {
         let slack = micros_up(self.whole_spec.transit_slack());
         let width = self.window / Charge::MOST as u64 + 1;
         let mut charges: Vec<Charge> = Vec::new();
         let mut part = None;
-        let mut later = VecDeque::new();
-        for owed in std::mem::take(&mut self.uncharged) {
-            let end = owed.stamp.saturating_sub(slack);
-            let age = now.saturating_sub(end);
-            if end > now {
-                later.push_back(owed);
-            } else if age < self.window {
-                let age_of_part = age / width;
-                // A permit that was valid for longer than those after it goes with them: counting
-                // it later is safe.
-                match charges
-                    .last_mut()
-                    .filter(|_| part.is_some_and(|part| age_of_part >= part))
-                {
-                    Some(last) => {
-                        last.units = last.units.saturating_add(owed.units);
-                        last.age = last.age.min(Duration::from_micros(age));
-                    }
-                    None => {
-                        charges.push(Charge::new(Duration::from_micros(age), owed.units));
-                        part = Some(age_of_part);
-                    }
+        for owed in owed {
+            let age = now.saturating_sub(owed.stamp.saturating_sub(slack));
+            if age >= self.window {
+                continue;
+            }
+            let age_of_part = age / width;
+            // A permit that was valid for longer than those after it goes with them: counting it
+            // later is safe.
+            match charges
+                .last_mut()
+                .filter(|_| part.is_some_and(|part| age_of_part >= part))
+            {
+                Some(last) => {
+                    last.units = last.units.saturating_add(owed.units);
+                    last.age = last.age.min(Duration::from_micros(age));
+                }
+                None => {
+                    charges.push(Charge::new(Duration::from_micros(age), owed.units));
+                    part = Some(age_of_part);
                 }
             }
         }
-        self.uncharged = later;
         charges
     }
 
