@@ -8,7 +8,7 @@ pub(crate) const HELP: &str = "\
 A fleet of tasks calls a service with a limit: once without tollgate, once with it.
 With --redis, a fleet of processes does: once each counts for itself, once they share a count in Redis.
 
-Usage: cargo run --release --example fleet -- [options]
+Usage: cargo run -p tollgate-fleet --example fleet -- [options]
 
   --limit <limits>   what the service allows, as in \"50/s\" or \"25/5s, 300/60s\"   [50/s]
   --burst <n>        tollgate only: at most n calls back to back, then evenly spaced

@@ -1,13 +1,13 @@
 //! A fleet of tasks calls a service with a limit: once without tollgate, once with it.
 //!
-//!     cargo run --release --example fleet
-//!     cargo run --release --example fleet -- --limit "25/5s, 300/60s" --tasks 100 --seconds 15
+//!     cargo run -p tollgate-fleet --example fleet
+//!     cargo run -p tollgate-fleet --example fleet -- --limit "25/5s, 300/60s" --tasks 100 --seconds 15
 //!
 //! A fleet of processes runs twice: first each process counts for itself, which is the usual
 //! mistake; then they share a count in Redis.
 //!
-//!     cargo run --release --example fleet -- --processes 4 --redis spawn
-//!     cargo run --release --example fleet -- --processes 4 --redis redis://localhost:6379/
+//!     cargo run -p tollgate-fleet --example fleet -- --processes 4 --redis spawn
+//!     cargo run -p tollgate-fleet --example fleet -- --processes 4 --redis redis://localhost:6379/
 //!
 //! The service is a real HTTP server in this process (`tests/upstream`), and all counts come from
 //! its own log. All runs are the same loop around the same `reqwest::Client` (`callers.rs`). With

@@ -26,7 +26,7 @@ fn fleet(arguments: &[&str]) -> Command {
     ]);
     assert!(
         path.exists(),
-        "{path:?} is missing: cargo build --example fleet"
+        "{path:?} is missing: cargo build -p tollgate-fleet --examples"
     );
     let mut command = Command::new(path);
     command
