@@ -245,10 +245,10 @@ impl Ledger {
             return;
         };
         if quota.is_set() {
-            let moment = quota.until;
+            let (moment, was_learned) = (quota.until, quota.is_learned());
             self.drop_returned();
             let booked_until = self.limits.log_end();
-            self.limits.unset(moment);
+            self.limits.unset(moment, was_learned);
             if let Some(quota) = self
                 .rare
                 .as_mut()
@@ -269,8 +269,8 @@ impl Ledger {
         let booked_until = self.limits.log_end();
         let rare = self.rare.get_or_insert_default();
         let before = rare.quota.take().map(|before| *before);
-        if before.as_ref().is_some_and(SetQuotaState::is_set) {
-            self.limits.unset(now);
+        if let Some(before) = before.as_ref().filter(|before| before.is_set()) {
+            self.limits.unset(now, before.is_learned());
         }
         let mut quota = SetQuotaState::new(spec, before, now, booked_until);
         if quota.is_set() {

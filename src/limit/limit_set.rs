@@ -143,11 +143,15 @@ impl LimitSet {
     }
 
     /// Ends a set quota. Its limits count as if callers stated them last at `moment`, and no limit is
-    /// paused any more.
-    pub(super) fn unset(&mut self, moment: Micros) {
+    /// paused any more. If the quota was learned, its limits apply no longer, unless callers state them:
+    /// one response may have stated a window of a year.
+    pub(super) fn unset(&mut self, moment: Micros, was_learned: bool) {
         let (mut states, paused) = self.states.take();
         for state in &mut states {
             state.last_stated = moment;
+            if was_learned {
+                state.last_stated = (2 * moment).saturating_sub(state.in_force_until() + 1);
+            }
         }
         states.extend(paused);
         self.states = LimitStates::new(states, Vec::new());

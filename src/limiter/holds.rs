@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::engine::Core;
 use super::key_state::{HoldSource, KeyContext, KeyState};
+use super::own_quota;
 use super::queue::Number;
 use super::reservation::Reservation;
 use super::settings::Settings;
@@ -101,6 +102,7 @@ pub(super) async fn release(core: &Arc<Core>, key: Key) -> Result<(), StoreError
         .arrives()
         .await?;
     adopt_seen(core, key, held, clock::now());
+    own_quota::forget_learned(core, key).await?;
     events::released(&core.settings.tally, &core.label(key, None));
     match &core.settings.guard {
         Some(guard) => guard.clone().release(key).await,

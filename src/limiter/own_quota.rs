@@ -120,6 +120,16 @@ pub(super) async fn unset(cores: &Cores, key: Key, life: Duration) -> Result<(),
     cores.for_each(key, unset).await
 }
 
+/// Ends the limits that the upstream has stated for `key`, in all processes. A quota that an operator has set
+/// stays.
+pub(super) async fn forget_learned(core: &Arc<Core>, key: Key) -> Result<(), StoreError> {
+    let learned = |state: &mut KeyState| state.limits.learned_life(clock::now());
+    match core.states.find(key, learned).flatten() {
+        Some(life) => change(core, key, None, life).await,
+        None => Ok(()),
+    }
+}
+
 /// Sets the quota of `key` to that of `spec`, or ends the set quota.
 async fn change(
     core: &Arc<Core>,

@@ -241,6 +241,73 @@ async fn ignored_headers_of_a_200_hold_no_key() {
     }
 }
 
+fn learning(store: &Arc<dyn Store>, trust: HeaderTrust) -> Limiter {
+    RateLimitLayer::builder(Quota::per_minute(60))
+        .trust_headers(trust)
+        .max_wait(Duration::ZERO)
+        .store(store.clone())
+        .build()
+        .unwrap()
+        .limiter()
+}
+
+/// Returns how long after now the limiter allows three requests within a minute, within `most`.
+async fn free_after(limiter: &Limiter, most: Duration) -> Option<Duration> {
+    let start = Instant::now();
+    let mut passed = Vec::new();
+    while start.elapsed() < most {
+        if limiter.acquire(Key::ALL).await.is_ok() {
+            passed.push(start.elapsed());
+            if let [.., first, _, last] = passed[..]
+                && last - first < secs(60)
+            {
+                return Some(first);
+            }
+        }
+        sleep(secs(10)).await;
+    }
+    None
+}
+
+/// A stated limit ends two hours after the last response that has stated it, whatever its window.
+#[tokio::test(start_paused = true)]
+async fn learned_limits_end_within_two_hours() {
+    for policy in [
+        "\"a\";q=1;w=60",
+        "\"a\";q=1;w=600",
+        "\"a\";q=1;w=3600",
+        "\"a\";q=1;w=86400",
+        "\"a\";q=1;w=31622400",
+    ] {
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+        let limiter = learning(&store, HeaderTrust::Stricter);
+        answered(&limiter, Key::ALL, &[("ratelimit-policy", policy)]).await;
+        let free = free_after(&limiter, secs(20_000)).await;
+        assert!(
+            free.is_some_and(|after| after <= secs(7300)),
+            "{policy}: {free:?}"
+        );
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn release_ends_learned_limits() {
+    for trust in [HeaderTrust::Stricter, HeaderTrust::Replace] {
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+        let limiter = learning(&store, trust);
+        answered(
+            &limiter,
+            Key::ALL,
+            &[("ratelimit-policy", "\"a\";q=1;w=60")],
+        )
+        .await;
+        assert!(limiter.acquire(Key::ALL).await.is_err(), "{trust:?}");
+        limiter.release(Key::ALL).await.unwrap();
+        let free = free_after(&limiter, secs(60)).await;
+        assert_eq!(free, Some(Duration::ZERO), "{trust:?}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn computed_quotas_never_run_out() {
     let limiter = RateLimitLayer::builder(Quota::per_minute(60))

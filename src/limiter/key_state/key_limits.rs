@@ -85,6 +85,10 @@ impl KeyLimits {
             _ => {}
         }
         own.has_changed = true;
+        if new.quota.is_none() {
+            // What the upstream has stated until then has ended, too.
+            own.stated = None;
+        }
         own.set = Some(KnownSetQuota {
             version: new.version,
             spec: new.quota.map(|quota| Arc::new(set_spec(quota, new, like))),
@@ -99,6 +103,13 @@ impl KeyLimits {
     pub(in crate::limiter) fn set_quota_version(&self) -> u32 {
         let set = self.0.as_ref().and_then(|own| own.set.as_ref());
         set.map_or(0, |set| set.version)
+    }
+
+    /// Returns for how long a learned quota applies after it was learned, if one applies.
+    pub(in crate::limiter) fn learned_life(&self, now: Instant) -> Option<Duration> {
+        let set = self.0.as_ref()?.set.as_ref()?;
+        let applies = set.spec.is_some() && set.until > now && is_learned(set.version);
+        applies.then_some(set.life)
     }
 
     /// Returns whether a quota applies that an operator has set.

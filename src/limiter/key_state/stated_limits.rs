@@ -89,6 +89,11 @@ pub(in crate::limiter) struct LearnedQuota {
 /// The most stated limits of one key. Further ones are ignored.
 const MOST: usize = 4;
 
+/// The longest window of a stated limit that is taken in, and how many times as long as the longest window
+/// of the key's quota it may be. A longer one would be a mistake, or meant to stop the client.
+const LONGEST_WINDOW: Duration = Duration::from_secs(86_400);
+const LONGER: u32 = 10;
+
 /// How often the learned quota may change within the time for which the store keeps a limit that no
 /// longer applies. Without this bound, an upstream that states other limits in each response would
 /// leave hundreds of limits in the store.
@@ -108,8 +113,11 @@ impl StatedLimit {
             boundary: spec.boundary_guard(),
             rate_loss: Slacks::RATE_LOSS,
         };
-        let makes_sense =
-            counts(quota, spec.quota().unit()) && Quota::new(count, window).check(slacks).is_ok();
+        let longest = spec.quota().limits().iter().map(Limit::window).max();
+        let longest = longest.unwrap_or_default().saturating_mul(LONGER);
+        let makes_sense = window <= longest.max(LONGEST_WINDOW)
+            && counts(quota, spec.quota().unit())
+            && Quota::new(count, window).check(slacks).is_ok();
         let until = clock::after(now, life(window));
         makes_sense.then(|| StatedLimit {
             limit,

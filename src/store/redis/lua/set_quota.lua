@@ -111,10 +111,13 @@ local function cold_set_quota()
   end
 
   -- Ends the set quota. Its limits count as if callers stated them last at `moment`, and no limit is
-  -- paused any more.
-  local function unset(moment)
+  -- paused any more. If the quota was learned, its limits apply no longer, unless callers state them.
+  local function unset(moment, was_learned)
     for i = 1, state.limiting do
       state[i].last_stated = moment
+      if was_learned then
+        state[i].last_stated = moment - math.floor(state[i].window * 5 / 2) - 1000001
+      end
     end
     state.limiting = #state
   end
@@ -129,7 +132,7 @@ local function cold_set_quota()
       local booked_until = log_end()
       if moment > booked_until then booked_until = moment end
       if booked_until > quota.booked_until then quota.booked_until = booked_until end
-      unset(moment)
+      unset(moment, is_learned(quota.version))
       quota.version, quota.ends, quota.in_flight = quota.version + 1, moment + END_MARGIN, 0
     end
     state.changed, state.must_rewrite = true, true
@@ -149,7 +152,7 @@ local function cold_set_quota()
         state[i].gap = 0
       end
     end
-    if is_set(before.version) then unset(now) end
+    if is_set(before.version) then unset(now, is_learned(before.version)) end
     if before.booked_until > booked_until then booked_until = before.booked_until end
     local ends = now + life
     if not is_set(version) then
