@@ -30,6 +30,14 @@ pub(crate) trait Watch: Send + Sync {
     /// so the caller has no lock.
     fn counted(&self, key: Key) -> Key;
 
+    /// Notes that the gate has state of `key`, whose bad answers count under `counted`. A stop of `counted`
+    /// then stops the key.
+    fn note_key(&self, counted: Key, key: Key);
+
+    /// Notes that the gate has forgotten its state of `key`. Calls a function of the user, so the caller has
+    /// no lock.
+    fn forget_key(&self, key: Key);
+
     /// Returns for how long requests whose bad answers count under `counted` are stopped, by what this
     /// process knows.
     fn stopped_for(&self, counted: Key, now: Instant) -> Option<Duration>;
@@ -58,12 +66,11 @@ pub(crate) trait Guarded: Send + Sync {
     /// Puts `key` on hold for `span`, here and in all processes that share the store.
     fn hold(self: Arc<Self>, key: Key, span: Duration);
 
-    /// Puts the keys with state in this process for which `is_stopped` returns true on hold for `span`.
-    fn hold_all(self: Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, span: Duration);
+    /// Puts those of `keys` that have state in this process on hold for `span`.
+    fn hold_all(self: Arc<Self>, keys: &[Key], span: Duration);
 
-    /// Ends the holds of keys for which `is_stopped` returns true, if the hold ends by `until`. A later
-    /// hold has another cause.
-    fn release_all(self: Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, until: Instant);
+    /// Ends the holds of `keys`, if the hold ends by `until`. A later hold has another cause.
+    fn release_all(self: Arc<Self>, keys: &[Key], until: Instant);
 }
 
 /// Whether any gate of this process has a guard.

@@ -5,8 +5,9 @@
 //! the key under which it counts on hold, and with it each key of the gate that counts under it. The
 //! store tells the other processes of the hold, whose guards do the same.
 //!
-//! A bad answer that gets no permit is charged: so all of them count. While the store is away, a limiter
-//! in memory counts for this process alone, and what it counts is charged when the store is back.
+//! A bad answer that gets no permit is charged: so all of them count. A limiter in memory counts the answers of
+//! this process, too. While the store is away, it decides, and what it counts is charged when the store is
+//! back.
 //!
 //! The guard never calls its gate, its limiter or the store while it holds a lock.
 
@@ -18,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 
+use super::counted_keys::CountedKeys;
 use super::stops::{NewStop, Stops};
 use super::{Counts, Guard, KeyOf};
 use crate::clock;
@@ -40,11 +42,13 @@ pub(crate) struct BanGuard {
     quota: Quota,
     /// Counts the bad answers of all processes.
     all: Limiter,
-    /// Counts those of this process, while the store is away.
+    /// Counts those of this process, which decide while the store is away.
     alone: LazyLock<Limiter, MakeLimiter>,
     /// The gates that it stops: one, or one for each limit of a layer.
     gates: OnceLock<Vec<Weak<dyn Guarded>>>,
     stops: Stops,
+    /// The keys of the gates, by the keys under which they count.
+    keys: CountedKeys,
     bad: AtomicU64,
     trips: AtomicU64,
 }
@@ -86,6 +90,7 @@ impl BanGuard {
             alone: LazyLock::new(alone),
             gates: OnceLock::new(),
             stops: Stops::new(first, longest, max_keys),
+            keys: CountedKeys::default(),
             bad: AtomicU64::new(0),
             trips: AtomicU64::new(0),
         })
@@ -122,11 +127,14 @@ impl BanGuard {
 
     /// Takes in whether the quota allowed a bad answer.
     fn take_in(&self, bad: &BadAnswer, outcome: Result<(), Limited>) {
+        // What this process has counted with the store counts while the store is away, too: otherwise an outage
+        // would begin with a whole quota for each process.
+        let alone = self.alone.count(bad.counted);
         let Err(limited) = outcome else { return };
         // What got no permit counts all the same, also once the store is back.
         self.all.charge(bad.counted);
         let is_over = match limited {
-            Limited::Store { .. } => match self.alone.count(bad.counted) {
+            Limited::Store { .. } => match alone {
                 Counted::Now(outcome) => outcome.is_err(),
                 Counted::Later(_) => false,
             },
@@ -163,8 +171,14 @@ impl BanGuard {
         // The guards of the other processes hear of the stop first, then their gates.
         self.all.hold(bad.counted, span);
         gate.clone().hold(bad.key, span);
-        for gate in self.gates() {
-            gate.hold_all(&|key| self.counted(key) == bad.counted, span);
+        self.hold_all(bad.counted, span);
+    }
+
+    /// Holds the keys of all gates that count under `counted`.
+    fn hold_all(&self, counted: Key, span: Duration) {
+        let keys = self.keys.under(counted);
+        for gate in self.gates().filter(|_| !keys.is_empty()) {
+            gate.hold_all(&keys, span);
         }
     }
 
@@ -172,17 +186,16 @@ impl BanGuard {
     fn heard(&self, counted: Key, span: Duration) {
         let now = clock::now();
         if !span.is_zero() && self.stops.heard(counted, span, now) {
-            for gate in self.gates() {
-                gate.hold_all(&|key| self.counted(key) == counted, span);
-            }
+            self.hold_all(counted, span);
         }
     }
 
     /// Ends the stop of the keys that count under `counted` in this process.
     fn released(&self, counted: Key) {
         if let Some(until) = self.stops.release(counted, clock::now()) {
-            for gate in self.gates() {
-                gate.release_all(&|key| self.counted(key) == counted, until);
+            let keys = self.keys.under(counted);
+            for gate in self.gates().filter(|_| !keys.is_empty()) {
+                gate.release_all(&keys, until);
             }
         }
     }
@@ -212,6 +225,14 @@ impl Watch for BanGuard {
 
     fn counted(&self, key: Key) -> Key {
         (self.key)(key).and("tollgate guard")
+    }
+
+    fn note_key(&self, counted: Key, key: Key) {
+        self.keys.add(counted, key);
+    }
+
+    fn forget_key(&self, key: Key) {
+        self.keys.remove(self.counted(key), key);
     }
 
     fn stopped_for(&self, counted: Key, now: Instant) -> Option<Duration> {

@@ -4,6 +4,7 @@
 //! `guarded.rs`.
 
 mod ban_guard;
+mod counted_keys;
 mod stops;
 
 use std::fmt;

@@ -18,7 +18,12 @@ pub(super) struct Stops {
     /// The most keys. Holds of other keys are heard, too, and it is not known which they are.
     most: usize,
     stops: Mutex<BTreeMap<Key, Stop>>,
+    /// When the stops that are over were last removed.
+    cleaned: Mutex<Option<Instant>>,
 }
+
+/// How often the stops that are over are removed at most. To look at all of them takes long.
+const CLEANING: Duration = Duration::from_secs(1);
 
 /// The last stop of a key.
 #[derive(Clone, Copy, Debug)]
@@ -46,6 +51,7 @@ impl Stops {
             longest,
             most,
             stops: Mutex::default(),
+            cleaned: Mutex::default(),
         }
     }
 
@@ -131,8 +137,17 @@ impl Stops {
         })
     }
 
+    fn is_cleaning_due(&self, now: Instant) -> bool {
+        let mut cleaned = self.cleaned.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_due = cleaned.is_none_or(|at| clock::after(at, CLEANING) <= now);
+        if is_due {
+            *cleaned = Some(now);
+        }
+        is_due
+    }
+
     fn insert(&self, stops: &mut BTreeMap<Key, Stop>, key: Key, stop: Stop, now: Instant) {
-        if stops.len() >= self.most && !stops.contains_key(&key) {
+        if stops.len() >= self.most && !stops.contains_key(&key) && self.is_cleaning_due(now) {
             stops.retain(|_, stop| stop.until > now);
         }
         if stops.len() < self.most || stops.contains_key(&key) {

@@ -81,16 +81,28 @@ impl Core {
                 state.begin_held(left, now);
                 self.settings.tally.held(Cause::Guard);
             }
+            if let Some((guard, counted)) = guarded {
+                guard.note_key(counted, self.whole(key));
+            }
             state
         };
+        let mut gone: SmallVec<[Key; 4]> = SmallVec::new();
         let forgotten = |key, mut state: Box<KeyState>| {
             self.hosts.touch(key);
+            if guard.is_some() {
+                gone.push(key);
+            }
             self.settings.tally.absorb(&state.counts);
             let own = self.own_spec(&mut state, now);
             state.give_back_prefetched(&self.ctx(key, now, own.as_ref()));
         };
         let visit = |state: &mut KeyState| self.visit(key, state, now, act);
-        let (done, work) = self.states.enter(key, now, new, forgotten, visit)?;
+        let entered = self.states.enter(key, now, new, forgotten, visit);
+        if let Some(guard) = guard {
+            gone.iter()
+                .for_each(|key| guard.forget_key(self.whole(*key)));
+        }
+        let (done, work) = entered?;
         self.run(key, now, work);
         Ok(done)
     }

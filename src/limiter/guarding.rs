@@ -104,25 +104,25 @@ impl Guarded for Core {
         }
     }
 
-    fn hold_all(self: Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, span: Duration) {
+    fn hold_all(self: Arc<Self>, keys: &[Key], span: Duration) {
         for (core, _) in self.all_parts(Key::ALL) {
-            core.hold_stopped(is_stopped, span);
+            core.hold_stopped(keys, span);
         }
     }
 
-    fn release_all(self: Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, until: Instant) {
+    fn release_all(self: Arc<Self>, keys: &[Key], until: Instant) {
         for (core, _) in self.all_parts(Key::ALL) {
-            core.release_stopped(is_stopped, until);
+            core.release_stopped(keys, until);
         }
     }
 }
 
 impl Core {
     /// Holds the keys that a guard stops.
-    fn hold_stopped(self: &Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, span: Duration) {
+    fn hold_stopped(self: &Arc<Self>, keys: &[Key], span: Duration) {
         let now = clock::now();
         let mut begun = 0;
-        for key in self.keys_where(is_stopped) {
+        for key in keys.iter().map(|key| self.part_of(*key)) {
             let is_new = self.with_state(key, now, |state, ctx| {
                 let before = state.hold.left(now);
                 let held = HoldState {
@@ -145,9 +145,9 @@ impl Core {
     }
 
     /// Releases the keys that a guard has stopped until then.
-    fn release_stopped(self: &Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, until: Instant) {
+    fn release_stopped(self: &Arc<Self>, keys: &[Key], until: Instant) {
         let now = clock::now();
-        for key in self.keys_where(is_stopped) {
+        for key in keys.iter().map(|key| self.part_of(*key)) {
             self.with_state(key, now, |state, ctx| {
                 let is_of_stop = |left| clock::after(now, left) <= clock::after(until, holds::SAME);
                 if state.hold.left(now).is_some_and(is_of_stop) {
@@ -161,14 +161,5 @@ impl Core {
                 }
             });
         }
-    }
-}
-
-impl Core {
-    fn keys_where(&self, is_wanted: &dyn Fn(Key) -> bool) -> Vec<Key> {
-        let mut keys = Vec::new();
-        self.states.for_each(|key, _| keys.push(key));
-        keys.retain(|key| is_wanted(self.whole(*key)));
-        keys
     }
 }

@@ -143,12 +143,24 @@ impl Core {
         let guarded = guard.map(|guard| (guard, guard.counted(key)));
         let make = || {
             let stop = guarded.and_then(|(guard, counted)| guard.stopped_for(counted, now));
+            if let Some((guard, counted)) = guarded {
+                guard.note_key(counted, key);
+            }
             self.new_waiters(stop, now)
         };
-        let evict = |_, waiters: Waiters| self.settings.tally.absorb(&waiters.counts);
+        let mut gone = Vec::new();
+        let evict = |key, waiters: Waiters| {
+            self.settings.tally.absorb(&waiters.counts);
+            if guard.is_some() {
+                gone.push(key);
+            }
+        };
         let opened = self.keys.enter(key, now, make, evict, |waiters| {
             self.change(waiters, with, &mut effects)
         });
+        if let Some(guard) = guard {
+            gone.into_iter().for_each(|key| guard.forget_key(key));
+        }
         self.run(key, effects);
         opened
     }

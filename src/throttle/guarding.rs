@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::engine::Core;
-use super::waiters::Waiters;
 use crate::clock;
 use crate::events;
 use crate::guarded::Guarded;
@@ -37,10 +36,10 @@ impl Guarded for Core {
         }
     }
 
-    fn hold_all(self: Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, span: Duration) {
+    fn hold_all(self: Arc<Self>, keys: &[Key], span: Duration) {
         let now = clock::now();
         let until = clock::after(now, span);
-        for key in self.keys_where(is_stopped) {
+        for key in keys.iter().copied() {
             let is_new = self.at(key, |waiters, wakers| {
                 let before = waiters.queue.held_until();
                 if before.is_none_or(|before| clock::after(before, SAME) < until) {
@@ -55,9 +54,9 @@ impl Guarded for Core {
         }
     }
 
-    fn release_all(self: Arc<Self>, is_stopped: &dyn Fn(Key) -> bool, until: Instant) {
+    fn release_all(self: Arc<Self>, keys: &[Key], until: Instant) {
         let now = clock::now();
-        for key in self.keys_where(is_stopped) {
+        for key in keys.iter().copied() {
             self.at(key, |waiters, wakers| {
                 let held_until = waiters.queue.held_until();
                 let is_of_stop = |end| end > now && end <= clock::after(until, SAME);
@@ -79,13 +78,4 @@ fn report(core: &Core, key: Key, span: Duration) {
 fn tell(core: &Core, key: Key, span: Duration) {
     let tally = &core.settings.tally;
     events::held(tally, &core.label(key, None), span, Cause::Guard);
-}
-
-impl Core {
-    fn keys_where(&self, is_wanted: &dyn Fn(Key) -> bool) -> Vec<Key> {
-        let visit = |keys: &mut Vec<Key>, key, _: &mut Waiters| keys.push(key);
-        let mut keys = self.fold(visit, |all, mut keys| all.append(&mut keys));
-        keys.retain(|key| is_wanted(*key));
-        keys
-    }
 }

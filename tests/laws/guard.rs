@@ -4,7 +4,7 @@ use crate::support;
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -16,7 +16,7 @@ use support::{Failing, get, ms};
 use tokio::time::{Instant, sleep};
 use tollgate::service::RateLimit;
 use tollgate::stats::{Cause, Event, Kind};
-use tollgate::store::{MemoryStore, Store};
+use tollgate::store::{Lease, LeaseRequest, MemoryStore, Store, StoreError, StoreReply};
 use tollgate::{
     AdaptiveThrottleLayer, ConfigError, Guard, Key, Limited, OnStoreError, Quota, RateLimitBuilder,
     RateLimitLayer, Reason, Signal,
@@ -407,6 +407,68 @@ async fn guard_counts_alone_while_the_store_is_away() {
         }
         let left = stopped(&mut service, "http://a/").await;
         assert!(near(left, 60), "{left:?}");
+    }
+}
+
+/// The guard hears the holds of all keys of its store, also of those that it does not count.
+#[tokio::test(start_paused = true)]
+async fn holds_of_other_keys_cost_no_look_at_all_keys() {
+    let store = Arc::new(MemoryStore::default());
+    let looks = Arc::new(AtomicUsize::new(0));
+    let count = looks.clone();
+    let guard = guard(5).key(move |key| {
+        count.fetch_add(1, Ordering::SeqCst);
+        key
+    });
+    let layer = builder(guard).store(store.clone());
+    let guarded = layer.build().unwrap().limiter();
+    for tenant in 0..200_u32 {
+        let key = Key::new(tenant.to_be_bytes());
+        drop(guarded.acquire(key).await.unwrap());
+    }
+    let layer = RateLimitLayer::builder(Quota::per_second(1)).store(store);
+    let other = layer.build().unwrap().limiter();
+    let before = looks.load(Ordering::SeqCst);
+    for key in 0..100 {
+        let key = Key::new(format!("other {key}"));
+        other.hold_for(key, secs(30)).await.unwrap();
+    }
+    let looks = looks.load(Ordering::SeqCst) - before;
+    assert!(looks <= 100, "{looks} for 100 holds");
+}
+
+/// A store in memory that can be away.
+#[derive(Default)]
+struct Switched {
+    store: MemoryStore,
+    is_away: AtomicBool,
+}
+
+impl Store for Switched {
+    tollgate::delegate_store!(self => self.store; implements lease);
+
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        if self.is_away.load(Ordering::SeqCst) {
+            let away = std::io::Error::other("no route");
+            return StoreReply::Ready(Err(StoreError::Away(Arc::new(away))));
+        }
+        self.store.lease(request)
+    }
+}
+
+/// An outage does not begin with a whole quota.
+#[tokio::test(start_paused = true)]
+async fn answers_before_an_outage_count_in_it() {
+    let store = Arc::new(Switched::default());
+    let layer = builder(guard(20)).store(store.clone());
+    let layer = layer.on_store_error(OnStoreError::FailOpen).build();
+    let mut service = layer.unwrap().layer(Server::answering(401));
+    fails(&mut service, 8).await;
+    store.is_away.store(true, Ordering::SeqCst);
+    let mut more = 0;
+    while call(&mut service, "http://a/").await.is_ok() {
+        more += 1;
+        assert!(more <= 13, "{more} bad answers after 8 of 20");
     }
 }
 
