@@ -126,11 +126,21 @@ pub(super) fn find_mark() -> bool {
     })
 }
 
+/// Removes a mark that no layer around has left: its inner service has panicked.
+#[cold]
+pub(super) fn remove_stale_mark() {
+    AROUND.with(|around| {
+        if matches!(around.sight.get(), Sight::Mark | Sight::FoundMark) {
+            around.sight.set(Sight::Nothing);
+        }
+    });
+}
+
 /// The mark of a layer on its thread, while it calls its inner service on the fast path.
 ///
 /// A layer that finds the mark finds another one when it is polled first, so this one has nothing to
 /// return. If the inner service panics, the mark stays. A layer that finds such a mark loses no more
-/// than the time until it is polled again.
+/// than the time until it is polled again, and then removes it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mark(Sight);
 

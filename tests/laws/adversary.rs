@@ -390,3 +390,23 @@ async fn event_handler_that_holds_does_not_call_itself() {
     assert!((1..=2).contains(&calls), "{calls}");
     *slot.lock().unwrap() = None;
 }
+
+/// A layer marks its thread while it calls its inner service, and a panic of that leaves the mark.
+#[tokio::test(start_paused = true)]
+async fn mark_of_a_panic_ends_with_the_next_request() {
+    let layer = RateLimitLayer::new(Quota::per_second(1000)).unwrap();
+    let _other = RateLimitLayer::new(Quota::per_second(1000)).unwrap();
+    let service = layer.layer(tower::service_fn(|request: http::Request<bool>| {
+        assert!(!*request.body(), "the inner service panics");
+        async { Ok::<_, tower::BoxError>(response(200, &[])) }
+    }));
+    let call = |panics| {
+        let request = http::Request::get("http://a/").body(panics).unwrap();
+        std::panic::AssertUnwindSafe(service.clone().oneshot(request))
+    };
+    call(false).await.unwrap();
+    assert!(call(false).now_or_never().is_some());
+    call(true).catch_unwind().await.expect_err("it panics");
+    call(false).await.unwrap();
+    assert!(call(false).now_or_never().is_some(), "the mark is gone");
+}

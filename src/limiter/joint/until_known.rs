@@ -73,6 +73,9 @@ impl UntilKnown {
 /// them known before it polls again. `was_polled` keeps whether it was notified.
 pub(super) fn poll_known(was_polled: &mut bool, cx: &Context<'_>) -> Poll<()> {
     // A mark that is still there after the first poll is of a service that has panicked.
+    if *was_polled {
+        outer::remove_stale_mark();
+    }
     if !*was_polled && outer::find_mark() {
         *was_polled = true;
         cx.waker().wake_by_ref();
