@@ -227,7 +227,11 @@ pub(crate) fn upstream_limited(
     status: http::StatusCode,
     retry_after: Option<Duration>,
 ) {
-    report!(warn, key, %status, ?retry_after, "request refused by the upstream");
+    // Of the refusals of a key, at most one a second is logged, as of those by this process. Handlers get all.
+    let of_key = |tally: &Tally| tally.report_refusal(&format!("{key} by the upstream"));
+    if let Some(unreported) = tally.map_or(Some(0), of_key) {
+        report!(warn, key, %status, ?retry_after, unreported, "request refused by the upstream");
+    }
     let Some(tally) = tally else { return };
     tally.upstream_refused(status);
     tally.tell(&Event::UpstreamLimited {
