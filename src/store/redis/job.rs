@@ -6,6 +6,7 @@ use std::time::Instant;
 use tokio::sync::{mpsc, oneshot};
 
 use super::script::Argument;
+use super::stats::CallKind;
 use crate::error::StoreError;
 use crate::limit::{LimitSpec, UnusedPermits};
 use crate::store::in_flight::notify;
@@ -69,6 +70,17 @@ pub(super) enum About {
     InFlight,
     /// Registers.
     Registers,
+}
+
+impl About {
+    /// Returns the kind of calls as which these are counted.
+    pub(super) fn kind(self) -> CallKind {
+        match self {
+            About::Rates => CallKind::Permits,
+            About::InFlight => CallKind::InFlight,
+            About::Registers => CallKind::Register,
+        }
+    }
 }
 
 impl From<KeyCall> for Job {

@@ -1,6 +1,6 @@
 //! What a store has done: the calls to Redis, their results, and how long they took.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ pub struct StoreStats {
     pub in_flight: StoreCalls,
     /// The calls about shared paces.
     pub register: StoreCalls,
-    /// Whether the store has its connections. `None` until it has tried to connect. In a cluster,
+    /// Whether the store has its connections, and its last reply was read in time. `None` until it has tried to connect. In a cluster,
     /// `false` if a connection to one of the servers in use is broken. A store without calls notices a
     /// broken connection within 30 s.
     pub up: Option<bool>,
@@ -56,7 +56,8 @@ impl StoreStats {
 pub struct StoreCalls {
     /// Redis replied.
     pub ok: u64,
-    /// Redis could not be reached, or did not reply in time.
+    /// Redis could not be reached or did not reply in time, or its reply was read too late, because this process
+    /// was busy or stopped.
     pub away: u64,
     /// Redis replied with an error.
     pub failed: u64,
@@ -103,6 +104,8 @@ pub(super) struct StoreTally {
     prefix: Arc<str>,
     calls: [CallCounts; CallKind::NAMES.len()],
     connects: AtomicU64,
+    /// Whether the last call had no reply of use, although there is a connection.
+    is_failing: AtomicBool,
     /// See [`StoreStats::subscribed`].
     subscribed: Mutex<Option<bool>>,
 }
@@ -147,6 +150,7 @@ impl StoreTally {
             prefix: prefix.into(),
             calls: [(); CallKind::NAMES.len()].map(|()| CallCounts::new()),
             connects: AtomicU64::new(0),
+            is_failing: AtomicBool::new(false),
             subscribed: Mutex::default(),
         }
     }
@@ -165,6 +169,21 @@ impl StoreTally {
         counts.exported.add(took, |exporter| {
             (exporter.call_recorder)(&self.prefix, CallKind::NAMES[kind as usize])
         });
+    }
+
+    /// Counts a call without a reply of use: there is no connection, or the reply was read too late.
+    pub(super) fn late(&self, kind: CallKind) {
+        self.calls[kind as usize]
+            .away
+            .fetch_add(1, Ordering::Relaxed);
+        self.is_failing.store(true, Ordering::Relaxed);
+    }
+
+    /// Notes that a reply was read in time.
+    pub(super) fn in_time(&self) {
+        if self.is_failing.load(Ordering::Relaxed) {
+            self.is_failing.store(false, Ordering::Relaxed);
+        }
     }
 
     /// Counts a connection.
@@ -191,7 +210,7 @@ impl StoreTally {
             joint,
             in_flight,
             register,
-            up,
+            up: up.map(|up| up && !self.is_failing.load(Ordering::Relaxed)),
             subscribed: *self
                 .subscribed
                 .lock()

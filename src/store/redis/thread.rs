@@ -17,8 +17,8 @@ use super::failure::RedisFailure;
 use super::job::{About, Job, Jobs};
 use super::pubsub;
 use super::script::Argument;
-use super::stats::StoreTally;
-use super::worker::Worker;
+use super::stats::{CallKind, StoreTally};
+use super::worker::{Worker, tell_listeners};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -133,7 +133,9 @@ impl Thread {
         call: Vec<Argument>,
         read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
     ) -> ReplyFuture<T> {
+        let kind = about.kind();
         if let Some(away) = self.down(&key) {
+            self.setup.tally.late(kind);
             return Box::pin(std::future::ready(Err(away)));
         }
         let packed = clock::now();
@@ -144,7 +146,7 @@ impl Thread {
             packed,
             reply,
         });
-        self.read(packed, reply, read)
+        self.read(kind, packed, reply, read)
     }
 
     /// Puts a call about the permits of one key to the other calls of a joint request, and reads its
@@ -157,6 +159,7 @@ impl Thread {
         read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
     ) -> ReplyFuture<T> {
         if let Some(away) = self.down(&key) {
+            self.setup.tally.late(CallKind::Permits);
             return Box::pin(std::future::ready(Err(away)));
         }
         let packed = clock::now();
@@ -181,24 +184,28 @@ impl Thread {
             sent?;
             replied.await.unwrap_or(Err(StoreError::Lost))
         };
-        self.read(packed, reply, read)
+        self.read(CallKind::Permits, packed, reply, read)
     }
 
     /// Reads the reply to a call that was packed at `packed`.
     fn read<T: Send + 'static>(
         &self,
+        kind: CallKind,
         packed: Instant,
         reply: impl Future<Output = Result<Vec<u8>, StoreError>> + Send + 'static,
         read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
     ) -> ReplyFuture<T> {
         let store_timeout = self.setup.store_timeout;
+        let tally = self.setup.tally.clone();
         Box::pin(async move {
             let reply = reply.await?;
             // The process or the call was stopped meanwhile. The script assumed that the call was
             // recent, so its decision may be wrong by the time that has passed.
             if clock::now().saturating_duration_since(packed) > store_timeout {
+                tally.late(kind);
                 return Err(RedisFailure::silent(store_timeout).to_error());
             }
+            tally.in_time();
             read(&reply).map_err(StoreError::failed)
         })
     }
@@ -246,7 +253,10 @@ fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job
     };
     let instance = setup.instance;
     let (to_worker, subscription) = mpsc::unbounded_channel();
-    let mut worker = Worker::new(setup, backend.clone(), subscription);
+    let (to_tell, events) = mpsc::unbounded_channel();
+    // A panic of a listener does not end it.
+    runtime.spawn(tell_listeners(setup.listeners.clone(), events));
+    let mut worker = Worker::new(setup, backend.clone(), subscription, to_tell);
     if let Some(find_server) = backend.find_server() {
         let backend = backend.clone();
         runtime.spawn(again_after_panics(move || {

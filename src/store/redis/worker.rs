@@ -42,6 +42,18 @@ type Returns = HashMap<(String, u64), (Arc<LimitSpec>, Vec<UnusedPermits>)>;
 
 type Releases = JoinSet<Result<(), StoreError>>;
 
+/// Tells the listeners what arrives, one event after the other.
+pub(super) async fn tell_listeners(
+    listeners: Arc<StoreListeners>,
+    mut events: mpsc::UnboundedReceiver<(Key, StoreEvent)>,
+) {
+    while let Some((key, event)) = events.recv().await {
+        listeners.notify_all(key, &event);
+        // The replies that have arrived meanwhile come first.
+        tokio::task::yield_now().await;
+    }
+}
+
 /// The worker of a thread. It keeps its state after a panic.
 pub(super) struct Worker {
     backend: Backend,
@@ -61,8 +73,9 @@ pub(super) struct Worker {
     /// What arrives on the subscription.
     subscription: mpsc::UnboundedReceiver<Incoming>,
     tally: Arc<StoreTally>,
-    /// The listeners for holds and registers.
-    listeners: Arc<StoreListeners>,
+    /// What the listeners for holds and registers have to be told. They are told in a task of their own,
+    /// which the next reply of the server does not wait for.
+    to_tell: mpsc::UnboundedSender<(Key, StoreEvent)>,
     secret: Option<Key>,
     /// The tasks of limiters. Dropped with the thread.
     tasks: JoinSet<()>,
@@ -74,6 +87,7 @@ impl Worker {
         setup: Setup,
         backend: Backend,
         subscription: mpsc::UnboundedReceiver<Incoming>,
+        to_tell: mpsc::UnboundedSender<(Key, StoreEvent)>,
     ) -> Self {
         Worker {
             claims: Claims::new(backend.clone(), setup.instance, setup.store_timeout),
@@ -88,7 +102,7 @@ impl Worker {
             lost: None,
             subscription,
             tally: setup.tally,
-            listeners: setup.listeners,
+            to_tell,
             secret: setup.secret,
             tasks: JoinSet::new(),
         }
@@ -123,7 +137,7 @@ impl Worker {
                 Some((id, reply)) = self.claims.next_reply() => self.claims.on_reply(id, reply),
                 Some(incoming) = self.subscription.recv() => self.on_incoming(incoming),
                 // The new connection may lead to another server, or to one that lost its state.
-                () = self.connections.next() => self.listeners.notify_all(Key::ALL, &StoreEvent::Reconnected),
+                () = self.connections.next() => self.tell(Key::ALL, StoreEvent::Reconnected),
                 Some(_) = calls.join_next() => {}
                 Some(_) = self.tasks.join_next() => {}
                 Some(released) = releases.join_next() => self.note(released.unwrap_or(Err(StoreError::Lost))),
@@ -234,19 +248,23 @@ impl Worker {
         }
     }
 
+    /// Tells the listeners of an event about `key`, after the events before.
+    fn tell(&self, key: Key, event: StoreEvent) {
+        // The task that tells them ends after the worker.
+        let _ = self.to_tell.send((key, event));
+    }
+
     fn on_incoming(&mut self, incoming: Incoming) {
         match incoming {
             Incoming::Subscribed => {
                 self.claims.set_subscribed(true);
                 self.tally.subscribed(true);
-                self.listeners
-                    .notify_all(Key::ALL, &StoreEvent::EventsMissed);
+                self.tell(Key::ALL, StoreEvent::EventsMissed);
             }
             Incoming::Disconnected => {
                 self.claims.set_subscribed(false);
                 self.tally.subscribed(false);
-                self.listeners
-                    .notify_all(Key::ALL, &StoreEvent::Disconnected);
+                self.tell(Key::ALL, StoreEvent::Disconnected);
             }
             Incoming::Message(message) if !self.on_register_message(&message) => {
                 self.claims.on_message(&message)
@@ -255,7 +273,7 @@ impl Worker {
                 if let Ok((event, token)) = codec::read_event(&message)
                     && let Some(key) = sealed_key::read(token, self.secret)
                 {
-                    self.listeners.notify_all(key, &event);
+                    self.tell(key, event);
                 }
             }
             Incoming::Message(_) | Incoming::MessageToAll(_) => {}
@@ -265,9 +283,7 @@ impl Worker {
     /// Notifies the listeners if `message` is about a register. Returns whether it is.
     fn on_register_message(&self, message: &[u8]) -> bool {
         let event = registers::read_event(message, self.secret);
-        event
-            .map(|(key, event)| self.listeners.notify_all(key, &event))
-            .is_some()
+        event.map(|(key, event)| self.tell(key, event)).is_some()
     }
 
     /// Keeps the first error of permits that were given back, for the next flush.
