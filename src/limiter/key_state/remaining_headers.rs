@@ -135,8 +135,8 @@ impl RemainingHeaders {
     /// Notes that the upstream states another reset than that of the `anchor`. The new reset is the
     /// anchor from now on.
     ///
-    /// If the old reset is over, the new one is expected a window later. If it is not, the upstream
-    /// does not count in windows of the limit, or it states another limit.
+    /// If the old reset is over, the new one is expected a window later, or some windows later if the key was
+    /// idle. If it is not, the upstream does not count in windows of the limit, or it states another limit.
     fn reset_moved(
         &mut self,
         limit: Limit,
@@ -148,13 +148,19 @@ impl RemainingHeaders {
         let is_over = clock::after(at, LAST) >= anchor.resets_at;
         let is_later = is_over && resets_at > anchor.resets_at;
         let next_reset = clock::after(anchor.resets_at, limit.window());
-        let is_next_window = is_later && is_one_reset(resets_at, next_reset);
+        // After idle windows the reset is some windows later, or that of a window that the first request
+        // has begun. Neither shows that the statement is about another limit.
+        let is_near = resets_at <= clock::after(at, limit.window().saturating_add(LAST));
+        let is_after_idle = is_later && is_near && resets_at > clock::after(next_reset, SAME_RESET);
+        let is_next_window = is_later
+            && (is_one_reset(resets_at, next_reset)
+                || (is_after_idle && are_windows(apart(resets_at, anchor.resets_at), limit)));
         if is_later && is_unnamed {
             // A quota of a minute is not about a limit of an hour.
             let period = apart(resets_at, anchor.resets_at).saturating_add(SAME_RESET);
             self.is_other = limit.window() > 2 * period;
         }
-        if self.is_other || (self.stays && is_over && !is_next_window) {
+        if self.is_other || (self.stays && is_over && !is_next_window && !is_after_idle) {
             self.forget = true;
             self.latest = None;
         }
@@ -260,6 +266,13 @@ fn is_one_reset(one: Instant, other: Instant) -> bool {
     apart(one, other) <= SAME_RESET
 }
 
+/// Returns whether a span is a whole number of the windows of `limit`.
+fn are_windows(span: Duration, limit: Limit) -> bool {
+    let window = limit.window().as_nanos().max(1);
+    let rest = span.as_nanos() % window;
+    rest.min(window - rest) <= SAME_RESET.as_nanos()
+}
+
 fn apart(one: Instant, other: Instant) -> Duration {
     one.max(other) - one.min(other)
 }
@@ -311,6 +324,29 @@ mod tests {
             "it did not stay"
         );
         assert_eq!(sent(&[(0, 90, 5), (4, 80, 1)]), None, "it may be over");
+        assert_eq!(
+            sent(&[(0, 90, 50), (4, 80, 46), (171, 99, 59)]),
+            Some(99),
+            "two windows were idle"
+        );
+    }
+
+    /// A window that begins with its first request.
+    #[test]
+    fn statement_after_idle_windows_is_believed() {
+        let (mut headers, start) = (RemainingHeaders::default(), clock::now());
+        let mut last = None;
+        for (second, left, reset) in [(0, 90, 50), (4, 80, 46), (200, 2, 60)] {
+            let at = start + Duration::from_secs(second);
+            let quota = ObservedQuota::new()
+                .with_remaining(left)
+                .with_reset_after(Duration::from_secs(reset));
+            headers.observe(LIMIT, &quota, 0, at);
+            assert_eq!(headers.bound(LIMIT, at), Some(left), "{second}");
+            last = headers.take_due(LIMIT, LONGEST_VALID, at);
+        }
+        let last = last.expect("it is due");
+        assert_eq!((last.units, last.forget), (2, false));
     }
 
     /// A server that states what is left of a minute, under a limit of an hour.
