@@ -3,6 +3,7 @@
 //!
 //! One connection serves all keys. Commands of the same moment are sent together.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -85,6 +86,8 @@ pub(super) struct Link {
     broken: Notify,
     /// When a command was last sent.
     used_at: Mutex<Instant>,
+    /// Whether a command of a caller has succeeded on the present connection.
+    has_worked: AtomicBool,
 }
 
 /// Whether there is a connection.
@@ -107,6 +110,7 @@ impl Link {
             state,
             broken: Notify::new(),
             used_at: Mutex::new(clock::now()),
+            has_worked: AtomicBool::new(false),
         }
     }
 
@@ -116,7 +120,7 @@ impl Link {
         loop {
             match self.connect().await {
                 Ok(connection) => {
-                    backoff = Backoff::new();
+                    self.has_worked.store(false, Ordering::Relaxed);
                     *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = clock::now();
                     self.state
                         .send_replace(State::Up(connection.clone(), self.links.count()));
@@ -133,6 +137,11 @@ impl Link {
                         }
                     });
                     self.until_broken().await;
+                    // A server that is read-only or still loads accepts connections, and answers each
+                    // PING. Only a call that succeeds shows that the server is back.
+                    if self.has_worked.load(Ordering::Relaxed) {
+                        backoff = Backoff::new();
+                    }
                 }
                 Err(error) => {
                     events::store_away(&error);
@@ -156,7 +165,9 @@ impl Link {
                 // In a task of its own, because a connection that the user made may panic.
                 let asking = tokio::spawn(async move {
                     let deadline = clock::after(clock::now(), link.links.store_timeout);
-                    link.send(redis::cmd("PING").into(), deadline).await.is_ok()
+                    link.exchange(redis::cmd("PING").into(), deadline)
+                        .await
+                        .is_ok()
                 });
                 let _ = asking.await;
             }
@@ -225,13 +236,22 @@ impl Link {
             .await;
     }
 
-    /// Sends one command and waits for its reply, until `deadline` at most. It is never sent
+    /// Sends one command of a caller and waits for its reply, until `deadline` at most. It is never sent
     /// twice.
     pub(super) async fn send(
         &self,
         request: Request,
         deadline: Instant,
     ) -> Result<Value, RedisFailure> {
+        let reply = self.exchange(request, deadline).await;
+        if reply.is_ok() {
+            self.has_worked.store(true, Ordering::Relaxed);
+        }
+        reply
+    }
+
+    /// Sends one command and waits for its reply.
+    async fn exchange(&self, request: Request, deadline: Instant) -> Result<Value, RedisFailure> {
         let silent = |_| self.silent(self.links.store_timeout);
         let (connection, number) = self.connection(deadline).await?;
         *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = clock::now();
@@ -394,6 +414,37 @@ mod tests {
             clock::sleep(Duration::from_secs(600)).await;
         }
         assert_eq!(network.connections.load(Ordering::Relaxed), 1);
+    }
+
+    /// A replica after a failover: it accepts connections, answers each PING, and refuses to write.
+    #[tokio::test(start_paused = true)]
+    async fn read_only_server_has_few_connections() {
+        let connections = Arc::new(AtomicUsize::new(0));
+        let made = connections.clone();
+        let factory: Factory = Arc::new(move || {
+            made.fetch_add(1, Ordering::Relaxed);
+            let is_first = AtomicBool::new(true);
+            let send = Arc::new(move |_| {
+                // The first command of a connection is the PING that tries it.
+                let reply = if is_first.swap(false, Ordering::Relaxed) {
+                    Ok(Value::Okay)
+                } else {
+                    let read_only = redis::ErrorKind::Server(redis::ServerErrorKind::ReadOnly);
+                    Err(RedisError::from((read_only, "read only")))
+                };
+                Box::pin(std::future::ready(reply)) as _
+            });
+            Box::pin(std::future::ready(Ok(Connection { send, database: 0 }))) as _
+        });
+        let tally = Arc::new(StoreTally::new("test"));
+        let link = Arc::new(Link::new(None, factory, Links::new(TIMEOUT, tally)));
+        tokio::spawn(link.clone().keep());
+        for _ in 0..400 {
+            assert!(!replies(&link).await);
+            clock::sleep(Duration::from_millis(10)).await;
+        }
+        let connections = connections.load(Ordering::Relaxed);
+        assert!((3..=12).contains(&connections), "{connections}");
     }
 
     #[tokio::test(start_paused = true)]
