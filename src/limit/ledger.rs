@@ -347,7 +347,7 @@ impl Ledger {
         }
     }
 
-    /// Adds a hold that begins now. Earlier releases do not end it, even if the process that set it
+    /// Adds a hold that begins now. Releases before it do not end it, even if the process that set it
     /// did not know of them.
     pub(crate) fn hold_anew(&mut self, hold: Hold) -> Hold {
         self.hold(Hold {

@@ -195,8 +195,7 @@ async fn make_requests(process: Vec<Limiter>, keys: Vec<Key>, plan: Vec<Vec<u32>
     requests.join_all().await;
 }
 
-/// Two processes ask for all keys in one call. Another one asks for one key after the other, as
-/// processes of earlier releases do.
+/// Two processes ask for all keys in one call. Another one asks for one key after the other.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn joint_and_single_calls_are_never_over() {
     let server = RedisServer::start().unwrap();
@@ -281,7 +280,7 @@ async fn joint_calls_are_repeated_when_the_clock_was_set() {
     assert_eq!(used(&limiters[1], keys[1]).await, 3);
 }
 
-/// One key has a state that this release does not understand. The error is about that key alone.
+/// One key has a state of an unknown format. The error is about that key alone.
 #[tokio::test]
 async fn errors_of_one_key_do_not_concern_the_others() {
     let server = RedisServer::start().unwrap();

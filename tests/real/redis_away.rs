@@ -173,7 +173,7 @@ async fn redis_error_reply_is_reported_and_breaks_nothing() {
     drop(limiter.acquire(Key::ALL).await.unwrap());
     let name: Vec<String> = server.command(&["KEYS", "*"]);
     for name in &name {
-        // A later release wrote it.
+        // Another version of tollgate wrote it.
         let () = server.command(&["SETRANGE", name, "0", "\u{9}"]);
     }
     let (error, _) = failure(&limiter).await;
@@ -181,7 +181,7 @@ async fn redis_error_reply_is_reported_and_breaks_nothing() {
     assert!(
         error
             .to_string()
-            .contains("format 9, this release understands 1"),
+            .contains("format 9, this script understands 1"),
         "{error}"
     );
     for name in &name {

@@ -63,11 +63,8 @@ const fn byte(name: &str) -> u8 {
     value as u8
 }
 
-/// The version of calls and replies about rates and about calls in flight. A client sends its own
-/// script, so a script knows one version only.
-pub(super) const CALL_VERSION: u8 = byte("CALL_VERSION");
-/// The version of calls and replies about registers, and of their state.
-pub(super) const REGISTER_VERSION: u8 = byte("REGISTER_VERSION");
+/// The first byte of every call, reply and state.
+pub(super) const FORMAT: u8 = byte("FORMAT");
 
 /// The first byte of a message about a hold or a release, to all stores.
 pub(super) const HOLD_MESSAGE: u8 = byte("HOLD_MESSAGE");

@@ -3,7 +3,7 @@
 
 use super::backend::TO_ALL;
 use super::codec::{CallWriter, Garbled, ReplyReader};
-use super::layout::{REGISTER_MESSAGE, REGISTER_VERSION};
+use super::layout::{FORMAT, REGISTER_MESSAGE};
 use super::script::Argument;
 use super::sealed_key;
 use crate::key::Key;
@@ -17,7 +17,7 @@ const TOKEN: usize = 24;
 /// Returns the arguments of the script for a request.
 pub(super) fn call(change: &RegisterRequest, secret: Option<Key>) -> Vec<Argument> {
     let mut call = CallWriter(Vec::new());
-    call.byte(REGISTER_VERSION);
+    call.byte(FORMAT);
     call.byte(u8::from(change.value.is_some()));
     call.long(change.version);
     call.long(micros_up(change.ttl));
@@ -40,7 +40,7 @@ pub(super) fn call(change: &RegisterRequest, secret: Option<Key>) -> Vec<Argumen
 /// Reads the reply to [`call`] about a register of `kind`.
 pub(super) fn read(reply: &[u8], kind: u64) -> Result<Register, Garbled> {
     let mut reply = ReplyReader(reply);
-    reply.begins_with(REGISTER_VERSION)?;
+    reply.begins_with(FORMAT)?;
     let changed = reply.byte()? != 0;
     let version = reply.long()?;
     let age = reply.span()?;

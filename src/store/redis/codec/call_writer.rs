@@ -6,7 +6,7 @@ use super::LONG;
 use crate::limit::{micros_down, micros_up};
 use crate::quota::Limit;
 use crate::store::ClientSession;
-use crate::store::redis::layout::{BUCKET, CALL_VERSION, FIXED, NEVER, WINDOW};
+use crate::store::redis::layout::{BUCKET, FIXED, FORMAT, NEVER, WINDOW};
 
 /// The longest time that a call and its reply are assumed to take.
 const LONGEST_ON_WAY: Duration = Duration::from_millis(250);
@@ -23,7 +23,7 @@ impl CallWriter {
     /// Begins a call with the fields that all calls of a process with a session share.
     pub(super) fn new(operation: u8, session: ClientSession, random: u64) -> Self {
         let mut call = CallWriter(Vec::with_capacity(128));
-        call.byte(CALL_VERSION);
+        call.byte(FORMAT);
         call.byte(operation);
         call.long(random % (NEVER - 1) + 1);
         call.long(session.incarnation);

@@ -12,7 +12,7 @@ use crate::store::{Grant, Grants, HoldState, Lease, LimitUsage, Refusal, Source,
 /// time.
 pub(in crate::store::redis) fn read_unsure(reply: &[u8]) -> Option<u64> {
     let mut reply = ReplyReader(reply);
-    reply.version().ok()?;
+    reply.format().ok()?;
     let status = reply.byte().ok()?;
     let _incarnation = reply.long().ok()?;
     let _writes = reply.long().ok()?;
@@ -23,7 +23,7 @@ pub(in crate::store::redis) fn read_unsure(reply: &[u8]) -> Option<u64> {
 /// Reads the reply to [`lease`](super::lease). The transit slack of the call was `slack`.
 pub(in crate::store::redis) fn read_lease(reply: &[u8], slack: Duration) -> Result<Lease, Garbled> {
     let mut reply = ReplyReader(reply);
-    reply.version()?;
+    reply.format()?;
     let flags = reply.byte()?;
     let status = flags & !(SHARED | CUT | LAST | WITH_QUOTA);
     let incarnation = reply.long()?;
@@ -98,7 +98,7 @@ pub(in crate::store::redis) fn read_joint(
     keys: usize,
 ) -> Result<Vec<Result<Vec<u8>, String>>, Garbled> {
     let mut reply = ReplyReader(reply);
-    reply.version()?;
+    reply.format()?;
     reply.begins_with(GRANTED)?;
     let read = |_| {
         let size = reply.number(2)?;
@@ -114,7 +114,7 @@ pub(in crate::store::redis) fn read_joint(
 /// Reads the reply to [`peek`](super::peek).
 pub(in crate::store::redis) fn read_peek(reply: &[u8]) -> Result<Usage, Garbled> {
     let mut reply = ReplyReader(reply);
-    reply.version()?;
+    reply.format()?;
     let flags = reply.byte()?;
     if flags & !WITH_QUOTA != GRANTED {
         return Err(Garbled);
@@ -214,7 +214,7 @@ pub(in crate::store::redis) struct ClaimReply {
 /// Reads the reply to [`claim`](super::claim).
 pub(in crate::store::redis) fn read_claim_reply(reply: &[u8]) -> Result<ClaimReply, Garbled> {
     let mut reply = ReplyReader(reply);
-    reply.version()?;
+    reply.format()?;
     let publish_failed = reply.byte()? != 0;
     let incarnation = reply.long()?;
     let changes = reply.long()?;
@@ -234,7 +234,7 @@ pub(in crate::store::redis) fn read_claim_reply(reply: &[u8]) -> Result<ClaimRep
 /// free slots.
 pub(in crate::store::redis) fn read_peek_in_flight(reply: &[u8]) -> Result<(u32, u32), Garbled> {
     let mut reply = ReplyReader(reply);
-    reply.version()?;
+    reply.format()?;
     reply.begins_with(0)?;
     Ok((reply.int()?, reply.int()?))
 }

@@ -6,7 +6,7 @@ use super::LONG;
 use crate::limit::is_set;
 use crate::quota::{Limit, Quota};
 use crate::store::SetQuota;
-use crate::store::redis::layout::{BUCKET, CALL_VERSION, FIXED, WINDOW};
+use crate::store::redis::layout::{BUCKET, FIXED, FORMAT, WINDOW};
 
 /// A reply that does not follow the format in `lua/layout.lua`.
 #[derive(Clone, Copy, Debug)]
@@ -98,9 +98,9 @@ impl<'a> ReplyReader<'a> {
         Ok(SetQuota::new(version, quota, left, life))
     }
 
-    /// Reads the version, which has to be [`CALL_VERSION`].
-    pub(super) fn version(&mut self) -> Result<(), Garbled> {
-        self.begins_with(CALL_VERSION)
+    /// Reads the format, which has to be [`FORMAT`].
+    pub(super) fn format(&mut self) -> Result<(), Garbled> {
+        self.begins_with(FORMAT)
     }
 
     /// Reads one byte, which has to be `byte`.

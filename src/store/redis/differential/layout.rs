@@ -160,11 +160,11 @@ fn calls_about_rates_are_read_field_by_field() {
     with_lua(|lua| {
         let numbers = lua.unpack(&call, &formats.concat());
         let (head, lists) = numbers.split_at(25);
-        let versions = [2, 1, 1];
+        let first = [1, 1, 1];
         let memory = [2, 3, 4, 5, 24, 8, 0, 10];
         let spans = [11, 12, 13, 14, 15, 16, 17, 18, 1];
         let counts = [3, 2, 1, 1, 1];
-        assert_eq!(head, [&versions[..], &memory, &spans, &counts].concat());
+        assert_eq!(head, [&first[..], &memory, &spans, &counts].concat());
         let limits = [1, 30, 5000, 0, 2, 3, 7000, 40, 3, 20, 6000, 0];
         let demands = [31, 32, 33, 34];
         let returns_and_charges = [41, 42, 43, 51, 52];
@@ -191,7 +191,7 @@ fn calls_for_later_use_are_read_field_by_field() {
     with_lua(|lua| {
         let later = ["CALL_LATER_DEMAND"; 2];
         let numbers = lua.unpack(&call, &[&["CALL", "CALL_LIMIT"][..], &later].concat());
-        assert_eq!(numbers[..3], [2, 6, 10]);
+        assert_eq!(numbers[..3], [1, 6, 10]);
         assert_eq!(numbers[29..], [31, 32, 35, 33, 34, 0]);
     });
 }
@@ -261,7 +261,7 @@ fn claims_and_register_calls_are_read_field_by_field() {
         let numbers = lua.unpack(&codec::claim(&claim, 12, 10, memory, 0), &["CLAIM_CALL"]);
         assert_eq!(
             numbers,
-            [2, 1, 1, 2, 3, 4, 0, 0, 0, 0, 10, 11, 12, 13, 14, 15, 16, 17]
+            [1, 1, 1, 2, 3, 4, 0, 0, 0, 0, 10, 11, 12, 13, 14, 15, 16, 17]
         );
         let of_class = Claim {
             class: 18,
@@ -282,10 +282,10 @@ fn claims_and_register_calls_are_read_field_by_field() {
 #[test]
 fn replies_about_rates_are_read_field_by_field() {
     with_lua(|lua| {
-        // Version; refused, shared and cut; incarnation to hold; releases; the limit that refused;
+        // Format; refused, shared and cut; incarnation to hold; releases; the limit that refused;
         // another; prefetched; segments.
         let reply = [
-            2,
+            1,
             1 + 4 + 8,
             3,
             4,
@@ -375,14 +375,14 @@ fn replies_about_rates_are_read_field_by_field() {
             .and(Quota::in_flight(34));
         let set = SetQuota::new(31, Some(quota), micros(32), micros(33));
         let part = [&told[..], &limits.concat()].concat();
-        let plain = lua.pack("REPLY", &[&[2, 32], &reply[2..20], &[0]].concat());
+        let plain = lua.pack("REPLY", &[&[1, 32], &reply[2..20], &[0]].concat());
         let lease = codec::read_lease(&[&plain[..], &part].concat(), micros(2)).unwrap();
         assert_eq!(lease.set_quota.as_deref(), Some(&set));
         let message = [&[QUOTA_MESSAGE][..], &part, b"token"].concat();
         let (event, token) = codec::read_event(&message).unwrap();
         assert!(matches!(event, StoreEvent::SetQuota(quota) if *quota == set));
         assert_eq!(token, b"token");
-        let peek = lua.pack("PEEK_REPLY", &[2, 32, 3, 4, 5, 6, 1, 12, 0]);
+        let peek = lua.pack("PEEK_REPLY", &[1, 32, 3, 4, 5, 6, 1, 12, 0]);
         let over = lua.pack("QUOTA_PART", &[30, 32, 33, 0, 0]);
         let usage = codec::read_peek(&[peek, over].concat()).unwrap();
         let over = SetQuota::new(30, None, micros(32), micros(33));
@@ -391,10 +391,10 @@ fn replies_about_rates_are_read_field_by_field() {
         let garbled = [&plain[..], &garbled, &limits.concat()].concat();
         assert!(codec::read_lease(&garbled, micros(2)).is_err());
 
-        let unsure = lua.pack("REPLY", &[&[2, 3], &reply[2..20], &[0]].concat());
+        let unsure = lua.pack("REPLY", &[&[1, 3], &reply[2..20], &[0]].concat());
         assert_eq!(codec::read_unsure(&unsure), Some(5));
 
-        let head = lua.pack("PEEK_REPLY", &[2, 0, 3, 4, 5, 6, 1, 12, 2]);
+        let head = lua.pack("PEEK_REPLY", &[1, 0, 3, 4, 5, 6, 1, 12, 2]);
         let limit = lua.pack("PEEK_LIMIT", &[3, 7, 8, 0, 9, 10, 11, 13]);
         let never = lua.pack("PEEK_LIMIT", &[3, 7, 8, 0, 9, 10, 11, NEVER]);
         let usage = codec::read_peek(&[head, limit, never].concat()).unwrap();
@@ -430,7 +430,7 @@ fn claim_replies_and_messages_are_read_field_by_field() {
     with_lua(|lua| {
         let micros = Duration::from_micros;
         let reply =
-            codec::read_claim_reply(&lua.pack("CLAIM_REPLY", &[2, 2, 3, 4, 5, 6, 7, 1, 8, 9]))
+            codec::read_claim_reply(&lua.pack("CLAIM_REPLY", &[1, 2, 3, 4, 5, 6, 7, 1, 8, 9]))
                 .unwrap();
         let state = codec::HolderState {
             incarnation: 3,
@@ -448,7 +448,7 @@ fn claim_replies_and_messages_are_read_field_by_field() {
             (Some(micros(8)), micros(9))
         );
         assert_eq!(
-            codec::read_peek_in_flight(&lua.pack("CLAIM_PEEK_REPLY", &[2, 0, 3, 4])).unwrap(),
+            codec::read_peek_in_flight(&lua.pack("CLAIM_PEEK_REPLY", &[1, 0, 3, 4])).unwrap(),
             (3, 4)
         );
 

@@ -3,7 +3,6 @@
 //!
 //! The scripts run in a real server, at the time that the test states.
 
-mod formats;
 mod history;
 mod in_flight;
 mod joint;
@@ -13,7 +12,7 @@ mod logical_clock;
 mod recovery;
 mod set_quota;
 mod twins;
-mod unchanged_formats;
+mod unknown_formats;
 mod world;
 
 use std::fmt::Display;
@@ -33,7 +32,7 @@ use crate::quota::Quota;
 use crate::store::memory::book;
 use crate::store::{ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, Refusal};
 use history::{Mix, Step, quota, step};
-use world::{Release, World};
+use world::World;
 
 const START: Micros = 1_700_000_000_000_000;
 
@@ -41,7 +40,7 @@ fn millis(span: u64) -> Duration {
     Duration::from_millis(span)
 }
 
-/// Lines of a script of today that read the server's clock.
+/// Lines of a script that read the server's clock.
 const READS_CLOCK: &str = "local server_time = redis.call('TIME')\nserver_time = server_time[1] * 1000000 + server_time[2]\n";
 
 /// Returns a script that takes the server's clock from argument `argument`. Nothing else of it
@@ -269,9 +268,8 @@ fn memory_and_redis_grant_plain_calls_the_same() {
     check(100, Mix::Plain, 200);
 }
 
-/// A call that only returns permits does not know the time, so it does not change the clock.
-/// Earlier versions stopped the clock then, and permits that were booked ahead were valid too
-/// early.
+/// A call that only returns permits does not know the time, so it does not change the clock. If it
+/// stopped the clock, permits that are booked ahead would be valid too early.
 #[test]
 fn returns_do_not_stop_the_clock() {
     let server = RedisServer::start().expect("a server of our own");

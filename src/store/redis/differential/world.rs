@@ -6,7 +6,7 @@ use std::time::Duration;
 use redis_server::RedisServer;
 
 use super::history::Step;
-use super::{RATES, START, at_time_of_argument, codec, formats, lease_request, millis, script};
+use super::{RATES, START, at_time_of_argument, codec, lease_request, millis, script};
 use crate::key::Key;
 use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits};
 use crate::store::memory::{book, hold, usage};
@@ -14,24 +14,10 @@ use crate::store::{
     ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, PeekRequest, Usage,
 };
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Release {
-    Format1,
-    /// The last release that knows no advance bookings.
-    Format2,
-    /// The last release that knows no set quotas.
-    Format3,
-    Today,
-}
-
 /// The same history in both.
 pub(super) struct World {
     pub(super) redis: redis::Connection,
     pub(super) script: redis::Script,
-    script_2: redis::Script,
-    script_3: redis::Script,
-    /// Which release's script runs the calls. That of format 1 runs only the leases.
-    pub(super) release: Release,
     pub(super) key: String,
     pub(super) ledger: Option<Ledger>,
     /// The time of the state, and by how much the server's clock is ahead of it.
@@ -55,9 +41,6 @@ impl World {
             script: redis::Script::new(&script::with_inlined_constants(&at_time_of_argument(
                 RATES, 4,
             ))),
-            script_2: redis::Script::new(&at_time_of_argument(formats::RATES_2, 4)),
-            script_3: redis::Script::new(&at_time_of_argument(formats::RATES_3, 4)),
-            release: Release::Today,
             key: "key".into(),
             ledger: None,
             now: START,
@@ -81,7 +64,7 @@ impl World {
             self.writes,
             self.seen,
         ) = (None, START, 0, 0, START);
-        (self.clock, self.release, self.ttl) = (0, Release::Today, 0);
+        (self.clock, self.ttl) = (0, 0);
         self.unused.clear();
     }
 
@@ -91,12 +74,7 @@ impl World {
 
     pub(super) fn try_run(&mut self, call: &[u8]) -> redis::RedisResult<Vec<u8>> {
         let raw = self.now.saturating_add_signed(self.clock);
-        let script = match self.release {
-            Release::Format2 => &self.script_2,
-            Release::Format3 => &self.script_3,
-            Release::Format1 | Release::Today => &self.script,
-        };
-        let mut invocation = script.key(&self.key);
+        let mut invocation = self.script.key(&self.key);
         let answer = invocation
             .arg(call)
             .arg("told")
@@ -177,10 +155,7 @@ impl World {
             self.clock += step.clock;
         }
         let call = codec::lease(&request, 7);
-        let theirs = match self.release {
-            Release::Format1 => formats::lease_1(self, &call),
-            Release::Format2 | Release::Format3 | Release::Today => self.run_by_memory(call),
-        };
+        let theirs = self.run_by_memory(call);
         let theirs = codec::read_lease(&theirs, spec.transit_slack()).unwrap();
         assert_eq!(theirs.now, self.now);
         (self.incarnation, self.writes, self.seen) =

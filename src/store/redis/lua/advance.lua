@@ -638,15 +638,11 @@ local function cold_advance()
     return table.concat(parts)
   end
 
-  local function is_empty()
-    return booking_count == 0
-  end
-
   for kind, rule in pairs(rules) do
     extend(kind, rule)
   end
   state.cold_advance = {
-    is_empty = is_empty, extend = extend, booked = booked, booked_until = booked_until, insert_due = insert_due,
+    extend = extend, booked = booked, booked_until = booked_until, insert_due = insert_due,
     is_in_advance = is_in_advance, place_for = place_for, add = add, may_contain = may_contain, erase = erase, read = read,
     record = record, region = region,
   }

@@ -26,11 +26,11 @@ local NO_LIMIT = { kind = 0, count = 0, window = 0, capacity = 0 }
 -- long ago that reply arrived. `server_seen` and `server_since` are the same for an UNSURE reply.
 -- `slack`, `guard`, `latest` (the longest wait for a slot), `life` and `hold_left` are spans. The
 -- limits of the call begin at `pos`.
-local version, operation, random, known_incarnation, known_writes, seen, since, on_way, server_seen, server_since,
+local format, operation, random, known_incarnation, known_writes, seen, since, on_way, server_seen, server_since,
   granted_before, slack, guard, latest, life, prefetch_most, prefetch_life, hold_left, hold_releases, hold_is_cut, limit_count,
   demand_count, return_count, charge_count, flags, pos = struct.unpack(CALL, call)
-if version ~= CALL_VERSION then
-  return redis.error_reply('TOLLGATE format ' .. version .. ' of calls is unknown, this script understands ' .. CALL_VERSION)
+if format ~= FORMAT then
+  return redis.error_reply('TOLLGATE format ' .. format .. ' of calls is unknown, this script understands ' .. FORMAT)
 end
 -- Of the part of a class: the percentage of each limit that the caller may borrow, or OWNS. Else nil.
 local lends = nil

@@ -17,10 +17,10 @@ local LONGEST_CLAIM_DELAY = 1000000
 
 -- The claim (layout.lua, CLAIM_CALL). `store` and `id` name the holder. `number` is the number of
 -- the claim. `seen` is the time in the last reply, and `since` is how long ago that reply arrived.
-local version, operation, random, known_incarnation, known_changes, seen, since, on_way, server_seen, server_since, store, id,
+local format, operation, random, known_incarnation, known_changes, seen, since, on_way, server_seen, server_since, store, id,
   number, limit, in_use, wanted, granted_seen, ttl, class_pos = struct.unpack(CLAIM_CALL, ARGV[1])
-if version ~= CALL_VERSION then
-  return redis.error_reply('TOLLGATE format ' .. version .. ' of claims is unknown, this script understands ' .. CALL_VERSION)
+if format ~= FORMAT then
+  return redis.error_reply('TOLLGATE format ' .. format .. ' of claims is unknown, this script understands ' .. FORMAT)
 end
 
 -- The class of the claim, and its share. Both are 0 if the limit is not divided. `is_divided` is set
@@ -156,18 +156,19 @@ local bytes = redis.call('GET', KEYS[1])
 local incarnation, changes, made_at, now, recovering_until = random, 0, server_time, server_time, 0
 local holders, queue = {}, {}
 if bytes then
-  local format, holder_count, batch_count, offset, last_write = string.byte(bytes), nil, nil, nil, nil
-  if format ~= IN_FLIGHT_FORMAT or #bytes < IN_FLIGHT_HEAD_SIZE then
-    return redis.error_reply('TOLLGATE the in-flight slots of this key have format ' .. format .. ', this release understands '
-      .. IN_FLIGHT_FORMAT)
+  format = string.byte(bytes)
+  if format ~= FORMAT or #bytes < IN_FLIGHT_HEAD_SIZE then
+    return redis.error_reply('TOLLGATE the in-flight slots of this key have format ' .. format .. ', this script understands '
+      .. FORMAT)
   end
+  local holder_count, batch_count, offset, last_write
   format, holder_count, batch_count, incarnation, changes, made_at, offset, last_write, recovering_until =
     struct.unpack(IN_FLIGHT_HEAD, bytes)
   local knows_time = known_incarnation == incarnation and seen > 0
   now = logical_time(server_time, server_time + offset, last_write, knows_time and seen + since, since, on_way,
     server_seen > 0 and server_seen + server_since)
   if not now then
-    return struct.pack(CLAIM_REPLY, CALL_VERSION, UNSURE, incarnation, changes, server_time, 0, 0, 0, 0, 0)
+    return struct.pack(CLAIM_REPLY, FORMAT, UNSURE, incarnation, changes, server_time, 0, 0, 0, 0, 0)
   end
   holders, queue = read_holders(bytes, holder_count, batch_count)
   holders, queue = without_expired(holders, queue, now)
@@ -175,7 +176,7 @@ end
 
 if operation == PEEK then
   local used, free = usage(holders, limit)
-  return struct.pack(CLAIM_PEEK_REPLY, CALL_VERSION, GRANTED, used, recovering_until > now and 0 or free)
+  return struct.pack(CLAIM_PEEK_REPLY, FORMAT, GRANTED, used, recovering_until > now and 0 or free)
 end
 
 -- 2. Recovery. If the caller knows another incarnation, or more changes than this state has, a
@@ -268,10 +269,10 @@ if has_shares then records[#records + 1] = table.concat(classes) end
 -- because the clocks of server and callers may run at different speeds.
 if recovering_until - now > longest_left then longest_left = recovering_until - now end
 local time_to_live = math.floor((longest_left + longest_left / 1000) / 1000) + 1000
-local head = struct.pack(IN_FLIGHT_HEAD, IN_FLIGHT_FORMAT, count, #queue, incarnation, changes, made_at, now - server_time,
+local head = struct.pack(IN_FLIGHT_HEAD, FORMAT, count, #queue, incarnation, changes, made_at, now - server_time,
   now, recovering_until)
 redis.call('SET', KEYS[1], head .. table.concat(records), 'PX', time_to_live)
 
 -- 5. The reply.
-return struct.pack(CLAIM_REPLY, CALL_VERSION, status, incarnation, changes, now, claimant.number, claimant.granted, others_wait,
+return struct.pack(CLAIM_REPLY, FORMAT, status, incarnation, changes, now, claimant.number, claimant.granted, others_wait,
   first_expiry, recovering_until > now and recovering_until - now or 0)

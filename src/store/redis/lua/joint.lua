@@ -117,7 +117,7 @@ elseif last then
   add_to_status(decided[last], LAST)
 end
 
-local parts = { struct.pack(JOINT_REPLY, CALL_VERSION, GRANTED) }
+local parts = { struct.pack(JOINT_REPLY, FORMAT, GRANTED) }
 for i = 1, #KEYS do
   local reply, status = decided[i].reply, decided[i].status
   -- The server's clock may have been set. Nothing is written, and the calls are sent again.

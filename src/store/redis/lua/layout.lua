@@ -12,23 +12,13 @@
 -- Rust reads the numbers of this file when it is compiled (src/store/redis/layout.rs). Such a
 -- number stands on a line of its own, `local NAME = 1`.
 
--- ── versions: each once, here ────────────────────────────────────────────────────────────────────
+-- ── the format ───────────────────────────────────────────────────────────────────────────────────
 
--- Calls and replies about rates and about calls in flight. A client sends its own script, so a
--- script knows one version only.
-local CALL_VERSION = 2
--- States of rates. A state has another format than the first only if a release that knows only the
--- formats before it would misread it.
-local STATE_FORMAT = 1
-local STATE_FORMAT_WITH_PHASE = 2
-local STATE_FORMAT_WITH_ADVANCE = 3
-local STATE_FORMAT_WITH_QUOTA = 4
--- States of calls in flight.
-local IN_FLIGHT_FORMAT = 1
--- Calls, replies and states of registers.
-local REGISTER_VERSION = 1
+-- The first byte of every call, reply and state. A script that reads another one there replies with an
+-- error that names it.
+local FORMAT = 1
 
--- Messages have no version. Their first byte names their kind. A process ignores a kind that it
+-- Messages have no format byte. Their first byte names their kind. A process ignores a kind that it
 -- does not know. Kind 1 has one meaning on the channel of all stores, and another one on the
 -- channel of one store.
 --
@@ -109,7 +99,7 @@ local STATED_AHEAD = 4000000
 
 -- ── a call about rates, and its reply ────────────────────────────────────────────────────────────
 
--- B version; B operation; I7 random number; I7 I7 I7 incarnation, writes and time of the last
+-- B format; B operation; I7 random number; I7 I7 I7 incarnation, writes and time of the last
 -- reply; I7 its age; I7 on way; I7 I7 server's clock in an UNSURE reply, and the age of that reply;
 -- I7 units granted before; I7 transit slack; I7 boundary guard; I7 latest wait; I7 life; I4 most
 -- units to prefetch; I7 their life; I7 hold; I4 releases; B hold is cut; B limits; I2 demands; I2
@@ -140,7 +130,7 @@ local OWNS = 255
 local CALL_QUOTA = '<I4I7I4'
 local CALL_QUOTA_SIZE = 15
 
--- B version; B status; I7 incarnation; I7 writes; I7 now; I7 remember; I7 wait; I7 free; I7 hold;
+-- B format; B status; I7 incarnation; I7 writes; I7 now; I7 remember; I7 wait; I7 free; I7 hold;
 -- I4 releases; B I4 I7 I4 the limit that refused; B I4 I7 I4 a limit that the call does not have;
 -- I4 units prefetched; I7 their span; I2 segments.
 local REPLY = '<BBI7I7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2'
@@ -151,11 +141,11 @@ local REPLY_STATUS_AT = 2
 local SEGMENT = '<I4I4I7I7'
 -- A reply and its only segment.
 local REPLY_WITH_SEGMENT = '<BBI7I7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2I4I4I7I7'
--- The reply to a joint request: B version; B status. Then for each key: I2 the size of its reply,
+-- The reply to a joint request: B format; B status. Then for each key: I2 the size of its reply,
 -- and the reply.
 local JOINT_REPLY = '<BB'
 local JOINT_PART = '<I2'
--- B version; B status; I7 free; I7 wait; I7 hold; I4 releases; B hold is cut; I7 recovering for; B
+-- B format; B status; I7 free; I7 wait; I7 hold; I4 releases; B hold is cut; I7 recovering for; B
 -- limits.
 local PEEK_REPLY = '<BBI7I7I7I4BI7B'
 -- B kind; I4 count; I7 window; I4 capacity; I7 used; I7 free; I7 reserved for other clients; I7 wait.
@@ -237,13 +227,13 @@ local RETURNED_SIZE = 21
 
 -- ── registers ────────────────────────────────────────────────────────────────────────────────────
 
--- B version; B whether to change it; I7 version of the register that the caller saw; I7 time to
+-- B format; B whether to change it; I7 version of the register that the caller saw; I7 time to
 -- live.
 local REGISTER_CALL = '<BBI7I7'
--- B version; B whether it was changed; I7 version of the register; I7 its age. The value follows
+-- B format; B whether it was changed; I7 version of the register; I7 its age. The value follows
 -- unless it was changed.
 local REGISTER_REPLY = '<BBI7I7'
--- The state. B version; I7 version of the register; I7 changed at, server's clock. The value
+-- The state. B format; I7 version of the register; I7 changed at, server's clock. The value
 -- follows.
 local REGISTER_HEAD = '<BI7I7'
 local REGISTER_HEAD_SIZE = 15

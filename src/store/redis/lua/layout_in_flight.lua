@@ -3,16 +3,16 @@
 --
 -- needs: layout.lua, which explains the formats
 
--- B version; B operation; I7 random number; I7 I7 I7 incarnation, changes and time of the last
+-- B format; B operation; I7 random number; I7 I7 I7 incarnation, changes and time of the last
 -- reply; I7 its age; I7 on way; I7 I7 server's clock in an UNSURE reply, and the age of that reply;
 -- I7 store (its random number, which names its channel); I7 holder; I7 number of the claim; I4
 -- limit; I4 slots in use; I4 slots wanted in addition; I7 granted seen; I7 time to live. CLASS
 -- follows if the limit is divided among classes.
 local CLAIM_CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I4I4I4I7I7'
--- B version; B status; I7 incarnation; I7 changes; I7 now; I7 number; I7 granted; B others wait; I7
+-- B format; B status; I7 incarnation; I7 changes; I7 now; I7 number; I7 granted; B others wait; I7
 -- until the first other claim expires, 0 for never; I7 recovering for.
 local CLAIM_REPLY = '<BBI7I7I7I7I7BI7I7'
--- B version; B status; I4 in use; I4 free.
+-- B format; B status; I4 in use; I4 free.
 local CLAIM_PEEK_REPLY = '<BBI4I4'
 
 -- The state. B format; I2 holders; I2 batches; I7 incarnation; I7 changes; I7 made at; d offset of
@@ -27,7 +27,6 @@ local HOLDER_SIZE = 44
 local BATCH = '<I2I4'
 local BATCH_SIZE = 6
 -- I4 class of requests, 0 for those of no class with a share; B its share of the limit, in per cent.
--- If a holder has a share, one of each holder follows the batches, in the order of the holders. A
--- release that does not know of classes ignores them, and writes the state without them.
+-- If a holder has a share, one of each holder follows the batches, in the order of the holders.
 local CLASS = '<I4B'
 local CLASS_SIZE = 5

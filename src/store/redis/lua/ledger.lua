@@ -108,13 +108,7 @@ end
 
 -- Packs the head. The lowest bit of `recovering until` says whether the hold was cut.
 local function packed_head(record_count, incarnation, writes, offset, expires, held_until, releases)
-  local format = STATE_FORMAT
-  for i = 1, #state do
-    if state[i].kind == FIXED and state[i].phase > 0 then format = STATE_FORMAT_WITH_PHASE end
-  end
-  if state.cold_advance and not state.cold_advance.is_empty() then format = STATE_FORMAT_WITH_ADVANCE end
-  if state.quota then format = STATE_FORMAT_WITH_QUOTA end
-  return struct.pack(HEAD, format, record_count, state.returned_count, state.returned_room, incarnation, writes,
+  return struct.pack(HEAD, FORMAT, record_count, state.returned_count, state.returned_room, incarnation, writes,
     state.made_at, state.recovering_until + state.hold_is_cut, offset, state.now, expires, held_until, releases)
 end
 

@@ -23,7 +23,7 @@ local function read_records(head, record_count)
       cold_set_quota().read(head, from)
     elseif kind > QUOTA then
       return redis.error_reply('TOLLGATE the state of this key has a record of kind ' .. kind
-        .. ', this release understands kinds up to ' .. QUOTA)
+        .. ', this script understands kinds up to ' .. QUOTA)
     else
       local rule = rule_of(kind)
       local limit = rule.read(head, from)
@@ -167,11 +167,11 @@ local incarnation, writes, offset, expires, held_until, releases = random, 0, 0,
 if head == '' then
   state.now, state.made_at, state.returned, state.must_rewrite = server_time, server_time, {}, true
 else
-  local format, record_count, last_write = string.byte(head), nil, nil
-  if format < STATE_FORMAT or format > STATE_FORMAT_WITH_QUOTA or #head < HEAD_SIZE then
-    return redis.error_reply('TOLLGATE the state of this key has format ' .. format .. ', this release understands '
-      .. STATE_FORMAT .. ' to ' .. STATE_FORMAT_WITH_QUOTA)
+  format = string.byte(head)
+  if format ~= FORMAT or #head < HEAD_SIZE then
+    return redis.error_reply('TOLLGATE the state of this key has format ' .. format .. ', this script understands ' .. FORMAT)
   end
+  local record_count, last_write
   format, record_count, state.returned_count, state.returned_room, incarnation, writes, state.made_at, state.recovering_until,
     offset, last_write, expires, held_until, releases = struct.unpack(HEAD, head)
   local failure = read_records(head, record_count)
@@ -186,7 +186,7 @@ else
     local now = logical_time(server_time, server_time + offset, last_write, knows_time and seen + since, since, on_way,
       server_seen > 0 and server_seen + server_since)
     if not now then
-      return struct.pack(REPLY, CALL_VERSION, UNSURE, incarnation, writes, server_time, 0, 0, 0, 0, releases, 0, 0, 0, 0,
+      return struct.pack(REPLY, FORMAT, UNSURE, incarnation, writes, server_time, 0, 0, 0, 0, releases, 0, 0, 0, 0,
         0, 0, 0, 0, 0, 0, 0), UNSURE
     end
     state.now = now
@@ -201,7 +201,7 @@ local now = state.now
 --    even, plus 1 if the hold was cut.
 state.hold_is_cut = state.recovering_until % 2
 state.recovering_until = state.recovering_until - state.hold_is_cut
--- A hold that begins now counts, even if the caller does not know of the last releases.
+-- A hold that begins now counts, even if the caller does not know of the latest releases.
 if operation == HOLD and hold_releases < releases then hold_releases = releases end
 if operation == RELEASE then
   held_until = 0
@@ -280,7 +280,7 @@ if operation == PEEK then
     if entry and entry.slot < next_slot then next_slot = entry.slot end
   end
   local parts = {
-    struct.pack(PEEK_REPLY, CALL_VERSION, state.quota and GRANTED + WITH_QUOTA or GRANTED, all_free, next_slot < NEVER and next_slot - now or NEVER, held_for, releases,
+    struct.pack(PEEK_REPLY, FORMAT, state.quota and GRANTED + WITH_QUOTA or GRANTED, all_free, next_slot < NEVER and next_slot - now or NEVER, held_for, releases,
       is_cut, recovering > 0 and recovering or 0, #limits),
   }
   for i = 1, #limits do
@@ -419,7 +419,7 @@ for i = state.limiting, 1, -1 do
   if state[i].external then shared = SHARED end
 end
 refusing, foreign = status % SHARED == REFUSED and refusing or NO_LIMIT, foreign or NO_LIMIT
-return struct.pack(REPLY, CALL_VERSION, status + shared + is_cut * CUT, incarnation, writes, now, remember, wait, free,
+return struct.pack(REPLY, FORMAT, status + shared + is_cut * CUT, incarnation, writes, now, remember, wait, free,
   state.earliest - now, releases, refusing.kind, refusing.count, refusing.window, refusing.capacity, foreign.kind, foreign.count,
   foreign.window, foreign.capacity, prefetched, prefetched_span, #segments) .. table.concat(segments) .. quota_part,
   status % SHARED, segments.wait

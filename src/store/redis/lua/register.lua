@@ -12,17 +12,16 @@
 -- ARGV[4]  the name of the register in the message
 
 local format, is_change, seen_version, ttl = struct.unpack(REGISTER_CALL, ARGV[1])
-if format ~= REGISTER_VERSION then
-  return redis.error_reply('TOLLGATE format ' .. format .. ' of calls is unknown, this script understands ' .. REGISTER_VERSION)
+if format ~= FORMAT then
+  return redis.error_reply('TOLLGATE format ' .. format .. ' of calls is unknown, this script understands ' .. FORMAT)
 end
 
 -- The register: its version, 0 for none, when it was changed, and its bytes.
 local version, changed_at, bytes = 0, server_time, redis.call('GET', KEYS[1])
 if bytes then
   format = string.byte(bytes) or 0
-  if format ~= REGISTER_VERSION then
-    return redis.error_reply('TOLLGATE this register has format ' .. format .. ', this release understands '
-      .. REGISTER_VERSION)
+  if format ~= FORMAT then
+    return redis.error_reply('TOLLGATE this register has format ' .. format .. ', this script understands ' .. FORMAT)
   end
   if #bytes >= REGISTER_HEAD_SIZE then
     format, version, changed_at = struct.unpack(REGISTER_HEAD, bytes)
@@ -38,15 +37,15 @@ if is_change == 1 and seen_version == version then
   -- register never had so large a version.
   version = version + 1
   if version < server_time then version = server_time end
-  redis.call('SET', KEYS[1], struct.pack(REGISTER_HEAD, REGISTER_VERSION, version, server_time) .. ARGV[2], 'PX',
+  redis.call('SET', KEYS[1], struct.pack(REGISTER_HEAD, FORMAT, version, server_time) .. ARGV[2], 'PX',
     math.floor(ttl / 1000) + 1)
   if ARGV[3] ~= '' then
     -- If PUBLISH is forbidden, the other processes see the change with their next call.
     redis.pcall('PUBLISH', ARGV[3], struct.pack(REGISTER_MESSAGE_FIELDS, REGISTER_MESSAGE, version) .. ARGV[4] .. ARGV[2])
   end
-  return struct.pack(REGISTER_REPLY, REGISTER_VERSION, 1, version, 0)
+  return struct.pack(REGISTER_REPLY, FORMAT, 1, version, 0)
 end
 
 local age = server_time > changed_at and server_time - changed_at or 0
-return struct.pack(REGISTER_REPLY, REGISTER_VERSION, 0, version, age)
+return struct.pack(REGISTER_REPLY, FORMAT, 0, version, age)
   .. (bytes and string.sub(bytes, REGISTER_HEAD_SIZE + 1) or '')

@@ -15,7 +15,7 @@
 
 if operation == LEASE and demand_count == 1 and return_count + charge_count + flags % 2 == 0 and prefetch_most == 0
   and hold_left == 0 and #head >= head_size and (not lends or lends == OWNS) then
-  local format, record_count, returned_count, returned_room, incarnation, writes, made_at, recovering_until, offset, last_write,
+  local state_format, record_count, returned_count, returned_room, incarnation, writes, made_at, recovering_until, offset, last_write,
     expires, held_until, releases = struct.unpack(HEAD, head)
   local now = server_time + offset
   -- How far the logical time is ahead of what the caller expects. main.lua also allows a thousandth
@@ -23,10 +23,10 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
   local deviation = now - seen - since
   local cost, permits = struct.unpack(CALL_DEMAND, call, pos + CALL_LIMIT_SIZE * limit_count)
   -- Whether the limits of the call count as stated. Those of a set quota need not: they apply anyway.
-  local states_limits, is_known = true, format == STATE_FORMAT and record_count == limit_count
+  local states_limits, is_known = true, state_format == FORMAT and record_count == limit_count
   if flags == 2 then
     local kind, quota_version, ends, quota_life, _, limiting = struct.unpack(QUOTA_RECORD, head, head_size - RECORD_SIZE + 1)
-    is_known = format == STATE_FORMAT_WITH_QUOTA and record_count == limit_count + 1 and kind == QUOTA and now < ends
+    is_known = state_format == FORMAT and record_count == limit_count + 1 and kind == QUOTA and now < ends
       and quota_version == struct.unpack(CALL_QUOTA, call, #call - CALL_QUOTA_SIZE + 1) and limiting == limit_count
     -- main.lua renews the quota of an operator.
     if quota_version % 4 == 1 and 2 * (ends - now) < quota_life then is_known = false end
@@ -177,14 +177,14 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
         expires = needed + SPARE_LIFE
         redis_write('PEXPIRE', key, math.floor((expires - server_time) / 1000) + 1)
       end
-      redis_write('SETRANGE', key, '0', struct.pack(HEAD, format, record_count, 0, returned_room, incarnation, writes + 1,
+      redis_write('SETRANGE', key, '0', struct.pack(HEAD, FORMAT, record_count, 0, returned_room, incarnation, writes + 1,
         made_at, recovering_until, offset, now, expires, held_until, releases) .. records)
-      return struct.pack(REPLY_WITH_SEGMENT, CALL_VERSION, GRANTED, incarnation, writes + 1, now, left, 0, free_after, 0, releases,
+      return struct.pack(REPLY_WITH_SEGMENT, FORMAT, GRANTED, incarnation, writes + 1, now, left, 0, free_after, 0, releases,
         0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, cost, permits, 0, stamp - now), GRANTED, 0
     elseif not is_restated then
       -- A refusal writes nothing. If it has to record that the call stated a limit, main.lua
       -- decides.
-      return struct.pack(REPLY, CALL_VERSION, REFUSED, incarnation, writes, now, remember_until - now, wait, 0, 0, releases,
+      return struct.pack(REPLY, FORMAT, REFUSED, incarnation, writes, now, remember_until - now, wait, 0, 0, releases,
         refusing.kind, refusing.count, refusing.window, refusing.capacity, 0, 0, 0, 0, 0, 0, 0), REFUSED
     end
   end
