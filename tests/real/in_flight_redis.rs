@@ -10,8 +10,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures::future::join_all;
-use redis_server::RedisServer;
+use redis_server::{Proxy, RedisServer};
 use tokio::time::{Instant, sleep};
+use tollgate::store::RedisStore;
 use tollgate::{Key, Quota, RateLimitLayer};
 
 use in_flight::{Upstream, builder, free, millis, process, scripts_run, until_free};
@@ -416,5 +417,43 @@ async fn calls_of_many_keys_stay_counted_after_lost_subscriptions() {
     drop(held.into_iter().collect::<Result<Vec<_>, _>>().unwrap());
     for waits in waits {
         drop(waits.await.unwrap().unwrap());
+    }
+}
+
+/// The claims of the first calls of many keys do not all run at once: a late reply would break the
+/// connection for all keys.
+#[tokio::test]
+async fn first_claims_of_many_keys_are_bounded() {
+    const KEYS: u64 = 1000;
+    let server = RedisServer::start().unwrap();
+    let proxy = Proxy::start(server.port()).unwrap();
+    let store = RedisStore::builder(&proxy.url()).store_timeout(Duration::from_secs(10));
+    let limiter = RateLimitLayer::builder(Quota::in_flight(4))
+        .store(Arc::new(store.build().unwrap()))
+        .max_wait(Duration::from_secs(60))
+        .build()
+        .unwrap()
+        .limiter();
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    let before = scripts_run(&server);
+    proxy.delay(millis(400));
+    let calls = (0..KEYS).map(|key| {
+        let limiter = limiter.clone();
+        tokio::spawn(async move {
+            let permit = limiter.acquire(Key::new(key.to_be_bytes())).await;
+            permit.map(drop)
+        })
+    });
+    let calls: Vec<_> = calls.collect();
+    while scripts_run(&server) - before < 10 {
+        sleep(millis(5)).await;
+    }
+    sleep(millis(100)).await;
+    // A stall of the machine may add some rounds of 100.
+    let scripts = scripts_run(&server) - before;
+    assert!(scripts <= KEYS / 2, "{scripts} claims at once");
+    proxy.delay(Duration::ZERO);
+    for call in calls {
+        call.await.unwrap().unwrap();
     }
 }

@@ -82,7 +82,8 @@ impl Claims {
         self.script.clone()
     }
 
-    /// Takes in a claim of a limiter. Sends it if the last claim of the holder has its reply.
+    /// Takes in a claim of a limiter. Sends it if the last claim of the holder has its reply, and once not too
+    /// many others are pending: thousands of keys may have their first calls at once.
     pub(super) fn claim(&mut self, name: String, claim: Claim, listener: Arc<dyn StoreListener>) {
         let id = claim.holder;
         let name: Arc<str> = name.into();
@@ -96,8 +97,13 @@ impl Claims {
         }
         holder.claim = claim;
         holder.attempts = 0;
-        if holder.pending.is_none() {
+        if holder.pending.is_some() {
+            return;
+        }
+        if self.pending.len() < MOST_PENDING {
             self.send(id);
+        } else {
+            self.set_timer(id, clock::now());
         }
     }
 
