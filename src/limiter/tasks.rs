@@ -7,6 +7,7 @@
 //! polls: the tasks that start meanwhile wait in a list, and are polled one after the other.
 
 use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::future::Future;
 use std::sync::Arc;
 use std::task::{Context, Waker};
@@ -22,7 +23,7 @@ type Started = (Arc<dyn Store>, Task);
 
 thread_local! {
     /// The tasks that were started while a task of this thread is polled. `None` if none is.
-    static STARTED: RefCell<Option<Vec<Started>>> = const { RefCell::new(None) };
+    static STARTED: RefCell<Option<VecDeque<Started>>> = const { RefCell::new(None) };
 }
 
 /// Ends the outermost start, also if a task panics. The tasks that are left are spawned.
@@ -30,8 +31,8 @@ struct Outermost;
 
 impl Drop for Outermost {
     fn drop(&mut self) {
-        let left = STARTED.with(|started| started.borrow_mut().take());
-        for (store, task) in left.into_iter().flatten() {
+        let left = STARTED.try_with(|started| started.borrow_mut().take());
+        for (store, task) in left.ok().flatten().into_iter().flatten() {
             spawn(&*store, task);
         }
     }
@@ -41,21 +42,24 @@ impl Drop for Outermost {
 /// while another task of this thread is polled, it is polled after that.
 pub(super) fn start(store: &Arc<dyn Store>, task: impl Future<Output = ()> + Send + 'static) {
     let mut next: Option<Started> = Some((store.clone(), Box::pin(task)));
-    let is_outermost = STARTED.with(|started| match &mut *started.borrow_mut() {
+    let is_outermost = STARTED.try_with(|started| match &mut *started.borrow_mut() {
         Some(started) => {
             started.extend(next.take());
             false
         }
         none => {
-            *none = Some(Vec::new());
+            *none = Some(VecDeque::new());
             true
         }
     });
-    if !is_outermost {
-        return;
-    }
+    let most = match is_outermost {
+        Ok(true) => MOST_POLLED,
+        Ok(false) => return,
+        // A thread that ends polls nothing.
+        Err(_) => 0,
+    };
     let _outermost = Outermost;
-    for _ in 0..MOST_POLLED {
+    for _ in 0..most {
         let Some((store, mut task)) = next else {
             return;
         };
@@ -63,13 +67,18 @@ pub(super) fn start(store: &Arc<dyn Store>, task: impl Future<Output = ()> + Sen
         if first.is_pending() {
             spawn(&*store, task);
         }
-        next = STARTED.with(|started| {
-            let mut started = started.borrow_mut();
-            let started = started.as_mut().filter(|started| !started.is_empty())?;
-            Some(started.remove(0))
-        });
+        next = take_next();
     }
     if let Some((store, task)) = next {
         spawn(&*store, task);
     }
+}
+
+/// Returns the first of the tasks that wait to be polled.
+fn take_next() -> Option<Started> {
+    let take = |started: &RefCell<Option<VecDeque<Started>>>| {
+        let mut started = started.borrow_mut();
+        started.as_mut().and_then(VecDeque::pop_front)
+    };
+    STARTED.try_with(take).ok().flatten()
 }
