@@ -130,16 +130,16 @@ pub(super) async fn callers_retell_set_quotas(store: &Arc<dyn Store>) {
         return;
     }
     let quota = Quota::per_minute(3);
-    let knows = caller.informed(quota, 7);
+    let knows = caller.informed(quota, 5);
     assert_eq!(granted(&book(&knows, 1, None).await), 1);
-    let lease = book(&caller, 5, Some((7, Some(quota)))).await;
+    let lease = book(&caller, 5, Some((5, Some(quota)))).await;
     assert_eq!(granted(&lease), 2, "{lease:?}");
     // A caller that knows the end brings the set quota to an end.
-    let knows_end = caller.informed(Quota::per_minute(10), 8);
+    let knows_end = caller.informed(Quota::per_minute(10), 6);
     let demands = [Demand::new(1, 1)];
     let lease = knows_end.ask(knows_end.asks_for(&demands)).await;
     assert_eq!((granted(&lease), lease.set_quota), (0, None));
     let refused = lease.refused.and_then(|refusal| refusal.limit);
     assert_eq!(refused, Some(quota.limits()[0]), "its limits fade");
-    book(&knows, 1, Some((8, None))).await;
+    book(&knows, 1, Some((6, None))).await;
 }
