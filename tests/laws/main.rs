@@ -12,6 +12,7 @@ mod classes_deploys;
 mod classes_laws;
 mod drain;
 mod errors;
+mod everything;
 mod explain;
 mod explain_properties;
 mod explain_throttle;

@@ -1,0 +1,85 @@
+//! Faults of tollgate that are known and stand.
+//!
+//! Each has a switch. While it stands, the generator leaves out what runs into it, or the judge does
+//! not assert what it breaks. Whoever mends a fault deletes its switch, and the law covers it from then
+//! on. `TOLLGATE_MENDED=all`, or the names of switches with commas between them, runs the law as if the
+//! faults were mended: that shows whether they are.
+//!
+//! Some faults have no switch, because the law does not assert what they break: whether capacity is free
+//! while a request waits (futures that are not polled, issue 21a; slots of waiters that were dropped and
+//! bursts, issue 21b), and how many probes leave after a hold that was cut (issue 20).
+
+use std::env;
+use std::sync::OnceLock;
+
+/// A fault that stands.
+#[derive(Debug)]
+pub(crate) struct Known {
+    pub(crate) name: &'static str,
+    /// What happens.
+    pub(crate) says: &'static str,
+    /// The issue that mends it.
+    pub(crate) issue: &'static str,
+}
+
+/// Defines the faults, and the list of them.
+macro_rules! known {
+    ($($name:ident: $issue:literal, $says:literal;)+) => {
+        $(pub(crate) const $name: Known = Known { name: stringify!($name), says: $says, issue: $issue };)+
+
+        /// All faults that stand.
+        pub(crate) const ALL: &[Known] = &[$($name),+];
+    };
+}
+
+known! {
+    SHARES_AND_SEVERAL_LIMITS: "19",
+        "The stack overflows and the process aborts if requests with several keys use shares while an \
+         undivided limit of the same key applies: of a process without shares, or of a quota that was set.";
+    JOINT_DEADLINES_OF_NOW: "19",
+        "A request of several keys or units whose deadline is this moment is refused, although all of them \
+         are free. A request of one key leaves.";
+    HOLDS_WITHOUT_SHARES: "19",
+        "A hold by a process without shares holds no class of a process with shares.";
+    HOLDS_OF_ONE_UNIT: "19",
+        "A refusal holds one unit of its key: a request that takes nothing of that unit, and some of \
+         another one, leaves.";
+    SHARES_THAT_WAIT: "19",
+        "Beside a process without shares, the first requests of a process with shares wait for a second, \
+         whatever their `max_wait` is.";
+    WAITERS_KEEP_OLD_QUOTAS: "19",
+        "A request of several keys or units that waits keeps the slot that it has booked, although a lower \
+         quota was set meanwhile, also if it costs more than that allows at all.";
+    HOLDS_OF_AN_OUTAGE: "19",
+        "With FallbackShare, a hold that a refusal causes while the store is unreachable may end in its own \
+         process when the store is back.";
+    WAITS_FOR_A_PROBE: "20",
+        "While a key is on probation, a request of one key waits for a second if its `max_wait` is shorter. \
+         A request of several keys is refused at once.";
+    EXPLAINED_SHARES: "19",
+        "`explain` does not know that a class waits until what was booked without shares is through.";
+    EXPLAINED_ROOM: "19",
+        "`explain` does not know that `max_keys` leaves no room for the key.";
+    EXPLAINED_WAITERS: "19",
+        "In a layer that settles, `explain` of a request of several keys or units does not know of the \
+         requests that wait before it.";
+    GUARD_DURING_OUTAGES: "19",
+        "While the store is unreachable, each process counts the bad answers of a guard for itself, and \
+         each outage allows them anew.";
+    GUARD_WITH_FEW_KEYS: "19",
+        "The stop of a guard ends early for a key whose state was evicted.";
+    UNPOLLED_FUTURES: "21a",
+        "Requests that wait and are not polled let their slots expire and keep their places, so that a \
+         request is refused although `explain` says that it leaves.";
+    LOWERED_IN_FLIGHT: "21a",
+        "A limit of calls in flight that is lowered is reached as calls end.";
+}
+
+impl Known {
+    /// Returns whether the law leaves the fault alone.
+    pub(crate) fn stands(&self) -> bool {
+        static MENDED: OnceLock<String> = OnceLock::new();
+        let mended = MENDED.get_or_init(|| env::var("TOLLGATE_MENDED").unwrap_or_default());
+        mended != "all" && !mended.split(',').any(|name| name == self.name)
+    }
+}
