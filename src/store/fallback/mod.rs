@@ -75,7 +75,7 @@ impl FallbackStore {
 /// Who decides about a request of a process that has been alone.
 enum Decision {
     /// The process has decided.
-    Alone(Result<Lease, StoreError>),
+    Alone(Result<Box<Lease>, StoreError>),
     /// The store, which is charged with this.
     Together(Vec<Charge>),
 }
@@ -170,11 +170,8 @@ impl Inner {
             ledger.charge(&charges, now);
             if !is_back {
                 let request = request.request(&request.demands);
-                return Some(Decision::Alone(ledger.lease(
-                    &request,
-                    now,
-                    probed.as_ref(),
-                )));
+                let lease = ledger.lease(&request, now, probed.as_ref());
+                return Some(Decision::Alone(lease.map(Box::new)));
             }
             ledger.give_up_ahead(now);
             let owed = history.take_charges(now);
@@ -182,7 +179,7 @@ impl Inner {
             Some(Decision::Together(owed))
         };
         let was_alone = match self.histories.find(request.key, decide).flatten() {
-            Some(Decision::Alone(lease)) => return lease,
+            Some(Decision::Alone(lease)) => return lease.map(|lease| *lease),
             Some(Decision::Together(owed)) => {
                 events::together(&label(&*self.store, request.key, None));
                 request.charges = owed;
