@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::future::Future;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -16,7 +16,6 @@ use http::{Request as HttpRequest, Response, StatusCode};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, sleep_until};
 use tollgate::limiter::{Acquire, Verdict};
-use tollgate::sim::{Scenarios, Strategy, Wire};
 use tollgate::stats::{Event, Stats};
 use tollgate::store::{
     Background, Claim, HoldState, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest,
@@ -24,8 +23,8 @@ use tollgate::store::{
     UnusedPermits, UpstreamRemaining, Usage,
 };
 use tollgate::{
-    Class, Cost, Deadline, Guard, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer,
-    Reason, RequestRef, RetryLimited, Settlement, Signal,
+    __lab, Class, Cost, Deadline, Guard, Key, Limited, Limiter, OnStoreError, Quota,
+    RateLimitLayer, Reason, RequestRef, RetryLimited, Settlement, Signal,
 };
 use tower::{BoxError, ServiceBuilder, ServiceExt, service_fn};
 
@@ -43,49 +42,21 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 /// Runs `history` in virtual time. The dice of tollgate roll by `seed`, and the wall clock begins at a
 /// fixed moment, so that the same history is the same run.
 ///
-/// tollgate takes both from the thread of a simulation and from nothing else that is public. So the
-/// history is the call of a gate in a simulation of one process, and the next call ends the simulation.
-///
 /// # Errors
 ///
 /// The message, if the history panics.
-pub(crate) fn in_virtual_time<T: Send + 'static>(
-    seed: u64,
-    history: impl Future<Output = T> + Send + 'static,
-) -> Result<T, String> {
-    struct Over;
-    type Ended<T> = Option<Result<T, String>>;
-    let history = Arc::new(Mutex::new(Some(
-        AssertUnwindSafe(history).catch_unwind().boxed(),
-    )));
-    let ended: Arc<Mutex<Ended<T>>> = Arc::default();
-    let outcome = ended.clone();
-    let gate = Strategy::gate("history", move |_, _| {
-        let (history, ended) = (history.clone(), ended.clone());
-        Ok(move |_: Wire| {
-            let Some(history) = lock(&history).take() else {
-                resume_unwind(Box::new(Over));
-            };
-            let ended = ended.clone();
-            async move {
-                let outcome = history.await.map_err(|panic| message(&*panic));
-                *lock(&ended) = Some(outcome);
-                Ok(())
-            }
-        })
-    });
-    let scenario = r#"{"one": {"fleet": [{"procs": 1, "tasks": 1}], "latency": [1, 1, 0], "duration": 4e7,
-        "server": {"kind": "sliding", "limit": 1, "window": 1}}}"#;
-    let scenario = &Scenarios::read(scenario).expect("the scenario is valid").0[0].1;
-    let run = catch_unwind(AssertUnwindSafe(|| {
-        tollgate::sim::run(scenario, &gate, seed)
-    }));
-    let outcome = lock(&outcome).take();
-    match (outcome, run) {
-        (Some(outcome), _) => outcome,
-        (None, Err(panic)) => Err(message(&*panic)),
-        (None, Ok(_)) => Err("the history never ended".into()),
-    }
+pub(crate) fn in_virtual_time<T>(seed: u64, history: impl Future<Output = T>) -> Result<T, String> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .expect("a runtime without I/O can be made");
+    runtime.block_on(async {
+        __lab::begin_clock(Instant::now().into_std());
+        __lab::begin_dice(tollgate::pace::Dice::seeded(seed));
+        let outcome = AssertUnwindSafe(history).catch_unwind().await;
+        outcome.map_err(|panic| message(&*panic))
+    })
 }
 
 fn message(panic: &(dyn std::any::Any + Send)) -> String {
