@@ -179,6 +179,8 @@ pub(crate) struct Link {
     is_cut: AtomicBool,
     /// The tasks that the store runs for the process.
     tasks: Mutex<Vec<AbortHandle>>,
+    /// The tasks of a process that was killed.
+    unrun: Mutex<Vec<Task>>,
     claims: Arc<Mutex<Claims>>,
 }
 
@@ -188,6 +190,7 @@ impl Link {
             net: net.clone(),
             is_cut: AtomicBool::new(false),
             tasks: Mutex::default(),
+            unrun: Mutex::default(),
             claims: Arc::new(Mutex::new((BTreeMap::new(), Instant::now()))),
         })
     }
@@ -388,9 +391,11 @@ impl Store for Link {
 
 impl Background for Link {
     fn spawn(&self, task: Task) {
-        if !self.is_cut() {
-            lock(&self.tasks).push(tokio::spawn(task).abort_handle());
+        if self.is_cut() {
+            // Nothing runs any more in a process that was killed.
+            return lock(&self.unrun).push(task);
         }
+        lock(&self.tasks).push(tokio::spawn(task).abort_handle());
     }
 }
 

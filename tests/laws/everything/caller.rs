@@ -97,6 +97,9 @@ impl Drop for Watch {
     }
 }
 
+/// A request is polled no more often than this at one moment.
+const MOST_POLLS: u32 = 5_000;
+
 impl Caller {
     pub(crate) async fn run(self) {
         let this = Arc::new(self);
@@ -152,14 +155,29 @@ impl Caller {
             process: self.process.clone(),
             seen: seen.clone(),
         };
+        let (world, number) = (self.world.clone(), self.number);
+        let mut at_once = (Instant::now(), 0_u32);
+        // `None` if it is polled again and again while no time passes.
         let watched = poll_fn(move |cx| {
             let _ = &watch;
             seen.polls.fetch_add(1, Ordering::Relaxed);
+            let now = Instant::now();
+            at_once = if at_once.0 == now {
+                (now, at_once.1 + 1)
+            } else {
+                (now, 0)
+            };
+            if at_once.1 > MOST_POLLS {
+                if !known::WAITERS_WAKE_EACH_OTHER.stands() {
+                    world.wrong(&format!("request {number} wakes without end"));
+                }
+                return Poll::Ready(None);
+            }
             let polled = future.as_mut().poll(cx);
             if polled.is_ready() {
                 seen.has_ended.store(true, Ordering::Relaxed);
             }
-            polled
+            polled.map(Some)
         });
         let mut watched = Box::pin(watched);
         let polls = |most: u32| {
@@ -169,7 +187,7 @@ impl Caller {
                     return Poll::Ready(None);
                 }
                 left -= 1;
-                watched.as_mut().poll(cx).map(Some)
+                watched.as_mut().poll(cx)
             })
         };
         let waits = self.world.history.limiters.iter().map(|plan| plan.max_wait);
@@ -237,7 +255,12 @@ impl Caller {
         let is_late = self.world.history.store.trip.is_some()
             || (features.has(Feature::Deploys) && known::SHARES_THAT_WAIT.stands())
             || (features.has(Feature::Refusals) && known::WAITS_FOR_A_PROBE.stands());
-        let slack = if is_late { 1600 } else { 100 };
+        let is_delayed = features.has(Feature::Idle) && known::UNPOLLED_FUTURES.stands();
+        let slack = match is_late {
+            _ if is_delayed => 10_000,
+            true => 1600,
+            false => 100,
+        };
         let is_awake = !self.world.net.is_real()
             && self.request.patience == Patience::Endless
             && self.request.via != Via::Retry
@@ -404,6 +427,14 @@ impl Caller {
             };
             known::HOLDS_OF_AN_OUTAGE.stands() && troubles.iter().any(during)
         };
+        let holds = lock(&world.log).holds.clone();
+        let is_of_a_probe = |event: &HoldEvent| {
+            let ended = |other: &HoldEvent| {
+                let just_before = event.at.saturating_sub(1_000_000)..=event.at;
+                other.key == event.key && other.until.is_some_and(|end| just_before.contains(&end))
+            };
+            known::ACCEPTED_PROBES.stands() && holds.iter().any(ended)
+        };
         let is_told = |holder: usize| {
             shares[holder] || !self.process.has_shares || !known::HOLDS_WITHOUT_SHARES.stands()
         };
@@ -433,6 +464,7 @@ impl Caller {
                         && event.at + notice < now);
                 is_noticed
                     && !is_lost(event)
+                    && !is_of_a_probe(event)
                     && event.until > Some(now + same(event))
                     && released.is_none_or(|at| at < event.asked)
             });

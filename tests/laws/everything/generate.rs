@@ -29,6 +29,7 @@ pub(crate) fn cannot_meet(one: Feature, other: Feature) -> bool {
         || (known::GUARD_WITH_FEW_KEYS.stands() && pair(Guard, FewKeys));
     let known = known
         || (known::HOLDS_WITHOUT_SHARES.stands() && pair(Guard, Deploys))
+        || (known::SHARES_WHOSE_TASK_ENDS.stands() && pair(Deploys, Deaths))
         || (known::EXPLAINED_SHARES.stands() && pair(Explain, Deploys))
         || (known::EXPLAINED_ROOM.stands() && pair(Explain, FewKeys));
     never || by_kind || known
@@ -422,7 +423,7 @@ impl Draw<'_> {
             },
             Feature::Restarts => match self.dice.below(4) {
                 0 => Step::Stop { process },
-                1 => Step::EndRuntime { process },
+                1 if self.runtimes_may_end() => Step::EndRuntime { process },
                 _ => Step::Start {
                     release: self.release(),
                 },
@@ -439,6 +440,10 @@ impl Draw<'_> {
                 span: self.dice.pick(&[100, 700, 3000, 9000]),
             },
         }
+    }
+
+    fn runtimes_may_end(&self) -> bool {
+        !(self.has(Feature::Deploys) && known::SHARES_WHOSE_TASK_ENDS.stands())
     }
 
     fn release(&mut self) -> usize {

@@ -382,11 +382,9 @@ fn too_many_bad(world: &World, log: &Log, limiter: usize, key: u8) -> Option<Str
     let (count, window) = world.history.limiters[limiter].guard?;
     let what = format!("key {key} of limiter {limiter}");
     let bad = log.bad.get(&(limiter, key))?;
-    let notice = world
-        .history
-        .store
-        .trip
-        .map_or(0, |(_, longest)| longest * 2000 + 20_000);
+    // A permit at hand may be used for 50 ms.
+    let trip = world.history.store.trip.map_or(0, |(_, longest)| longest);
+    let notice = 50_000 + trip * 2000 + if trip > 0 { 20_000 } else { 0 };
     let processes = lock(&world.processes).clone();
     let trips = processes
         .iter()

@@ -36,6 +36,12 @@ known! {
     SHARES_AND_SEVERAL_LIMITS: "19",
         "The stack overflows and the process aborts if requests with several keys use shares while an \
          undivided limit of the same key applies: of a process without shares, or of a quota that was set.";
+    SHARES_WHOSE_TASK_ENDS: "19",
+        "The stack overflows and the process aborts if the task that states shares to the store is dropped, \
+         with its runtime, while it waits for what was booked by a process without shares.";
+    WAITERS_WAKE_EACH_OTHER: "19",
+        "Waiters of different costs wake each other without end, at full load of a core, until time moves \
+         on. Seen after a store lost calls and a key was on hold.";
     JOINT_DEADLINES_OF_NOW: "19",
         "A request of several keys or units whose deadline is this moment is refused, although all of them \
          are free. A request of one key leaves.";
@@ -53,6 +59,8 @@ known! {
     HOLDS_OF_AN_OUTAGE: "19",
         "With FallbackShare, a hold that a refusal causes while the store is unreachable may end in its own \
          process when the store is back.";
+    ACCEPTED_PROBES: "20",
+        "An accepted probe of one process ends the hold that the refused probe of another has just caused.";
     WAITS_FOR_A_PROBE: "20",
         "While a key is on probation, a request of one key waits for a second if its `max_wait` is shorter. \
          A request of several keys is refused at once.";
