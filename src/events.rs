@@ -150,10 +150,16 @@ pub(crate) fn store_connected(server: Option<&str>) {
     report!(info, server, "connected to the store");
 }
 
-/// The connection to the store broke, or could not be made.
+/// The connection to the store broke, or could not be made again.
 #[cfg(feature = "redis")]
-pub(crate) fn store_away(error: &StoreError) {
+pub(crate) fn store_lost(error: &StoreError) {
     report!(warn, %error, "connection to the store lost; reconnecting");
+}
+
+/// The first connection to the store could not be made.
+#[cfg(feature = "redis")]
+pub(crate) fn store_not_reached(error: &StoreError) {
+    report!(warn, %error, "the store cannot be reached yet; trying again");
 }
 
 /// The store may evict keys when its memory is full, and their counts with them.

@@ -223,15 +223,18 @@ impl fmt::Display for Limited {
         if let Some(retry_after) = report.retry_after() {
             write!(f, "; try again in {:?}", whole_millis(retry_after))?;
         }
-        if !report.waited().is_zero() {
-            write!(f, "; waited {:?}", whole_millis(report.waited()))?;
+        // A store that answers at once takes a part of a millisecond, which is no wait.
+        let waited =
+            Duration::from_millis(report.waited().as_millis().try_into().unwrap_or(u64::MAX));
+        if !waited.is_zero() {
+            write!(f, "; waited {waited:?}")?;
         }
         Ok(())
     }
 }
 
-/// Rounds up: a caller that retries when the message says is not too early.
-fn whole_millis(span: Duration) -> Duration {
+/// Rounds up to whole milliseconds: a caller that retries when the message says is not too early.
+pub(crate) fn whole_millis(span: Duration) -> Duration {
     Duration::from_millis(u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX))
 }
 
@@ -389,6 +392,20 @@ mod tests {
             limited.report().retry_at(),
             Some(SystemTime::UNIX_EPOCH + Duration::from_millis(100_320))
         );
+    }
+
+    #[test]
+    fn a_part_of_a_millisecond_is_no_wait() {
+        let waited = |micros| {
+            let Limited::Local { report, .. } = limited() else {
+                unreachable!("it is local")
+            };
+            let report = report.with_waited(Duration::from_micros(micros));
+            let source = StoreError::Lost;
+            Limited::Store { source, report }.to_string()
+        };
+        assert!(!waited(200).contains("waited"), "{}", waited(200));
+        assert!(waited(1_900).ends_with("; waited 1ms"), "{}", waited(1_900));
     }
 
     #[test]

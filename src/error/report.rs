@@ -45,6 +45,12 @@ impl LimitedInfo {
         self
     }
 
+    #[cfg(test)]
+    pub(super) fn with_waited(mut self, waited: Duration) -> Self {
+        self.0.waited = waited;
+        self
+    }
+
     /// Returns what the text of an error calls the limit and the key.
     pub(super) fn subject(&self) -> impl fmt::Display {
         Subject(&self.0)

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::key_state::StatedLimit;
 use super::status::QuotaSource;
 use crate::cost::Cost;
-use crate::error::{Reason, StoreError};
+use crate::error::{Reason, StoreError, whole_millis};
 use crate::quota::Limit;
 use crate::stats::Cause;
 use crate::store::LimitUsage;
@@ -399,7 +399,8 @@ impl fmt::Display for Explanation {
     }
 }
 
-/// A time for a person, rounded up, with two or three digits: `0.4ms`, `312ms`, `1.8s`, `42s`, `5min`.
+/// A time for a person, rounded up: `0.4ms`, `312ms`, `1.02s`, `42s`, `5min`. Up to 10 s, it has the
+/// milliseconds that the error of a refusal has.
 pub(crate) struct Shown(pub(crate) Duration);
 
 impl fmt::Display for Shown {
@@ -416,8 +417,8 @@ impl fmt::Display for Shown {
         match micros {
             0..10_000 => tenths(f, micros.div_ceil(100), "ms"),
             10_000..999_001 => write!(f, "{}ms", micros.div_ceil(1000)),
-            999_001..9_900_001 => tenths(f, micros.div_ceil(100_000), "s"),
-            9_900_001..599_000_001 => write!(f, "{}s", micros.div_ceil(1_000_000)),
+            999_001..9_999_001 => write!(f, "{:?}", whole_millis(self.0)),
+            9_999_001..599_000_001 => write!(f, "{}s", micros.div_ceil(1_000_000)),
             599_000_001..7_140_000_001 => write!(f, "{}min", micros.div_ceil(60_000_000)),
             _ => write!(f, "{}h", micros.div_ceil(3_600_000_000)),
         }
@@ -440,9 +441,10 @@ mod tests {
             (311_001, "312ms"),
             (999_000, "999ms"),
             (999_001, "1s"),
-            (1_700_001, "1.8s"),
+            (1_020_000, "1.02s"),
+            (1_700_001, "1.701s"),
             (9_900_000, "9.9s"),
-            (9_900_001, "10s"),
+            (9_999_001, "10s"),
             (41_000_001, "42s"),
             (599_000_000, "599s"),
             (599_000_001, "10min"),

@@ -207,8 +207,8 @@ async fn requests_that_wait_for_a_hold_are_told() {
     is_told(
         &limiter,
         "
-        github, key all: a request now would wait 4.6s, because 2/1s is used up
-          2/1s     0 used, 2 free; free in 4.6s
+        github, key all: a request now would wait 4.58s, because 2/1s is used up
+          2/1s     0 used, 2 free; free in 4.58s
           hold     500ms left, since 500ms: hold_for or hold_until of this process
           waiting  8 here, the first for 500ms
           at hand  0
@@ -336,7 +336,7 @@ async fn refusals_before_the_store_are_told() {
     let waiting = enter(&limiter, 1).await;
     is_text(&explain(1).await, "
         github, key all: a request now would be refused: the queue of the key is full: max_queue is 1
-          2/1s     3 used, 0 free; free in 1.1s
+          2/1s     3 used, 0 free; free in 1.02s
           hold     none
           waiting  1 here, the first for 0ms
           at hand  0
@@ -345,7 +345,7 @@ async fn refusals_before_the_store_are_told() {
     let _ = limiter.drain(Duration::ZERO).await.unwrap();
     is_text(&explain(1).await, "
         github, key all: a request now would be refused: the limiter was drained, because this process is about to end
-          2/1s     3 used, 0 free; free in 1.1s
+          2/1s     3 used, 0 free; free in 1.02s
           hold     none
           waiting  0 here
           at hand  0
@@ -396,8 +396,8 @@ async fn each_key_of_a_request_is_told() {
     is_text(
         &shown(&explanation),
         "
-        channels, key general: a request now would wait 1.1s, because 1/1s is used up
-          1/1s     1 used, 0 free; free in 1.1s
+        channels, key general: a request now would wait 1.03s, because 1/1s is used up
+          1/1s     1 used, 0 free; free in 1.03s
           hold     none
           waiting  0 here
           at hand  0

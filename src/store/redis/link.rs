@@ -82,6 +82,8 @@ pub(super) struct Link {
     server: Option<Arc<str>>,
     factory: Factory,
     state: watch::Sender<State>,
+    /// Whether there has been a connection. Until then, none was lost.
+    was_up: AtomicBool,
     /// Notified when a command finds that the connection is broken.
     broken: Notify,
     /// When a command was last sent.
@@ -108,6 +110,7 @@ impl Link {
             server: server.map(Arc::from),
             factory,
             state,
+            was_up: AtomicBool::new(false),
             broken: Notify::new(),
             used_at: Mutex::new(clock::now()),
             has_worked: AtomicBool::new(false),
@@ -121,6 +124,7 @@ impl Link {
             match self.connect().await {
                 Ok(connection) => {
                     self.has_worked.store(false, Ordering::Relaxed);
+                    self.was_up.store(true, Ordering::Relaxed);
                     *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = clock::now();
                     self.state
                         .send_replace(State::Up(connection.clone(), self.links.count()));
@@ -144,7 +148,7 @@ impl Link {
                     }
                 }
                 Err(error) => {
-                    events::store_away(&error);
+                    self.report(&error);
                     self.state.send_replace(State::Down(error));
                     self.links.broke.notify_one();
                 }
@@ -307,10 +311,19 @@ impl Link {
             breaks
         });
         if gave_up {
-            events::store_away(&failure.to_error());
+            self.report(&failure.to_error());
             self.links.broke.notify_one();
         }
         gave_up
+    }
+
+    /// Reports that there is no connection.
+    fn report(&self, error: &StoreError) {
+        if self.was_up.load(Ordering::Relaxed) {
+            events::store_lost(error);
+        } else {
+            events::store_not_reached(error);
+        }
     }
 
     fn failure(&self, why: Why) -> RedisFailure {
@@ -403,6 +416,76 @@ mod tests {
         )
         .await
         .is_ok()
+    }
+
+    /// Collects the texts of events.
+    #[cfg(feature = "tracing")]
+    #[derive(Clone, Default)]
+    struct Texts(Arc<Mutex<Vec<String>>>);
+
+    #[cfg(feature = "tracing")]
+    impl tracing::field::Visit for Texts {
+        fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+            if field.name() == "message" {
+                self.0.lock().unwrap().push(format!("{value:?}"));
+            }
+        }
+    }
+
+    #[cfg(feature = "tracing")]
+    impl tracing::Subscriber for Texts {
+        fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+            true
+        }
+
+        fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+            tracing::span::Id::from_u64(1)
+        }
+
+        fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+        fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+        fn event(&self, event: &tracing::Event<'_>) {
+            event.record(&mut self.clone());
+        }
+
+        fn enter(&self, _: &tracing::span::Id) {}
+
+        fn exit(&self, _: &tracing::span::Id) {}
+    }
+
+    #[cfg(feature = "tracing")]
+    #[tokio::test(start_paused = true)]
+    async fn only_a_connection_that_was_made_is_lost() {
+        let texts = Texts::default();
+        let _collects = tracing::subscriber::set_default(texts.clone());
+        let network = Arc::new(Network::default());
+        let (is_reachable, server) = (Arc::new(AtomicBool::new(false)), network.clone());
+        let reachable = is_reachable.clone();
+        let factory = Arc::new(move || {
+            let connected = match reachable.load(Ordering::Relaxed) {
+                true => Ok(server.connect()),
+                false => Err(std::io::Error::from(std::io::ErrorKind::ConnectionRefused).into()),
+            };
+            Box::pin(std::future::ready(connected)) as _
+        });
+        let links = Links::new(TIMEOUT, Arc::new(StoreTally::new("test")));
+        let link = Arc::new(Link::new(None, factory, links));
+        tokio::spawn(link.clone().keep());
+        assert!(!replies(&link).await);
+        is_reachable.store(true, Ordering::Relaxed);
+        clock::sleep(Duration::from_secs(60)).await;
+        network.forgets_all.store(true, Ordering::Relaxed);
+        assert!(!replies(&link).await);
+        let mut texts = std::mem::take(&mut *texts.0.lock().unwrap());
+        texts.dedup();
+        let expected = [
+            "the store cannot be reached yet; trying again",
+            "connected to the store",
+            "connection to the store lost; reconnecting",
+        ];
+        assert_eq!(texts, expected);
     }
 
     #[tokio::test(start_paused = true)]

@@ -434,7 +434,7 @@ impl Cluster {
             unknown
         });
         if failed {
-            events::store_away(&error);
+            events::store_not_reached(&error);
         }
     }
 
