@@ -233,16 +233,23 @@ pub(crate) fn upstream_limited(
     status: http::StatusCode,
     retry_after: Option<Duration>,
 ) {
-    // Of the refusals of a key, at most one a second is logged, as of those by this process. Handlers get all.
-    let of_key = |tally: &Tally| tally.report_refusal(&format!("{key} by the upstream"));
-    if let Some(unreported) = tally.map_or(Some(0), of_key) {
-        report!(warn, key, %status, ?retry_after, unreported, "request refused by the upstream");
+    let unreported = match tally {
+        Some(tally) => {
+            tally.upstream_refused(status);
+            let Some(unreported) = tally.report_upstream_refusal(key) else {
+                return;
+            };
+            unreported
+        }
+        None => 0,
+    };
+    report!(warn, key, %status, ?retry_after, unreported, "request refused by the upstream");
+    if let Some(tally) = tally {
+        tally.tell(&Event::UpstreamLimited {
+            key,
+            status,
+            retry_after,
+            unreported,
+        });
     }
-    let Some(tally) = tally else { return };
-    tally.upstream_refused(status);
-    tally.tell(&Event::UpstreamLimited {
-        key,
-        status,
-        retry_after,
-    });
 }

@@ -46,7 +46,7 @@ pub enum Event<'a> {
         /// How many refusals of this key were not reported since the last one that was.
         unreported: u64,
     },
-    /// The upstream refused a request.
+    /// The upstream refused a request. At most one such event a second is reported for each key.
     #[non_exhaustive]
     UpstreamLimited {
         /// The label of the key.
@@ -55,6 +55,8 @@ pub enum Event<'a> {
         status: StatusCode,
         /// The time that the response names.
         retry_after: Option<Duration>,
+        /// How many such refusals of this key were not reported since the last one that was.
+        unreported: u64,
     },
     /// The store failed, and a request left uncounted.
     #[non_exhaustive]
@@ -141,11 +143,15 @@ impl fmt::Display for Event<'_> {
                 key,
                 status,
                 retry_after,
+                unreported,
             } => {
                 write!(f, "request of key {key} refused by the upstream: {status}")?;
-                match retry_after {
-                    Some(wait) => write!(f, ", try again in {wait:?}"),
-                    None => Ok(()),
+                if let Some(wait) = retry_after {
+                    write!(f, ", try again in {wait:?}")?;
+                }
+                match unreported {
+                    0 => Ok(()),
+                    _ => write!(f, "; {unreported} more since the last report"),
                 }
             }
             Event::Uncounted { key, error } => {

@@ -74,7 +74,10 @@ pub(crate) struct Tally {
     /// The numbers of requests that wait.
     next: AtomicU64,
     shown: Mutex<Counted>,
-    floods: Mutex<BTreeMap<Box<str>, Flood>>,
+    /// The refusals by this process.
+    floods: Floods,
+    /// The refusals by the upstream.
+    upstream_floods: Floods,
 }
 
 /// What is counted by key.
@@ -100,11 +103,47 @@ struct Flood {
     unreported: u64,
 }
 
+/// The refusals of one kind, by the labels of their keys. At most one a second of each key is reported:
+/// otherwise a flood of requests would become a flood of events.
+#[derive(Default)]
+struct Floods(Mutex<BTreeMap<Box<str>, Flood>>);
+
 /// The shortest time between two reports of refusals of one key.
 const REPORT_AGAIN: Duration = Duration::from_secs(1);
 
 /// The most keys whose refusals are reported within [`REPORT_AGAIN`].
 const MOST_FLOODS: usize = 256;
+
+impl Floods {
+    /// Returns whether a refusal of the key with this label is reported now. If so, returns how many were
+    /// not reported since the last one that was.
+    fn report(&self, label: &str) -> Option<u64> {
+        let now = clock::now();
+        let mut floods = lock(&self.0);
+        let is_over = |flood: &Flood| now.saturating_duration_since(flood.reported) >= REPORT_AGAIN;
+        let is_known = floods.contains_key(label);
+        if !is_known && floods.len() >= MOST_FLOODS {
+            floods.retain(|_, flood| !is_over(flood));
+        }
+        // Beyond `MOST_FLOODS` keys, the refusals of further keys share a report.
+        let has_room = is_known || floods.len() < MOST_FLOODS;
+        let label = if has_room { label } else { "" };
+        let Some(flood) = floods.get_mut(label) else {
+            let flood = Flood {
+                reported: now,
+                unreported: 0,
+            };
+            floods.insert(label.into(), flood);
+            return Some(0);
+        };
+        if !is_over(flood) {
+            flood.unreported += 1;
+            return None;
+        }
+        flood.reported = now;
+        Some(std::mem::take(&mut flood.unreported))
+    }
+}
 
 impl Counted {
     /// Adds the counts of a key.
@@ -170,7 +209,8 @@ impl Tally {
             drain: DrainState::default(),
             next: AtomicU64::new(0),
             shown: Mutex::default(),
-            floods: Mutex::default(),
+            floods: Floods::default(),
+            upstream_floods: Floods::default(),
         }
     }
 
@@ -352,33 +392,15 @@ impl Tally {
         self.handler.is_some()
     }
 
-    /// Returns whether a refusal of the key with this label is reported now: at most one a second is.
-    /// If so, returns how many were not reported since the last one that was.
+    /// Returns whether a refusal of the key with this label is reported now. If so, returns how many were
+    /// not reported since the last one that was.
     pub(crate) fn report_refusal(&self, label: &str) -> Option<u64> {
-        let now = clock::now();
-        let mut floods = lock(&self.floods);
-        let is_over = |flood: &Flood| now.saturating_duration_since(flood.reported) >= REPORT_AGAIN;
-        let is_known = floods.contains_key(label);
-        if !is_known && floods.len() >= MOST_FLOODS {
-            floods.retain(|_, flood| !is_over(flood));
-        }
-        // Beyond `MOST_FLOODS` keys, the refusals of further keys share a report.
-        let has_room = is_known || floods.len() < MOST_FLOODS;
-        let label = if has_room { label } else { "" };
-        let Some(flood) = floods.get_mut(label) else {
-            let flood = Flood {
-                reported: now,
-                unreported: 0,
-            };
-            floods.insert(label.into(), flood);
-            return Some(0);
-        };
-        if !is_over(flood) {
-            flood.unreported += 1;
-            return None;
-        }
-        flood.reported = now;
-        Some(std::mem::take(&mut flood.unreported))
+        self.floods.report(label)
+    }
+
+    /// Does the same for a refusal by the upstream.
+    pub(crate) fn report_upstream_refusal(&self, label: &str) -> Option<u64> {
+        self.upstream_floods.report(label)
     }
 
     /// Returns the stats of the gate. `counted` are the [counts](Self::counted) of this tally and of all

@@ -597,6 +597,33 @@ async fn a_flood_of_refusals_is_one_event_a_second() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_flood_of_upstream_refusals_is_one_event_a_second() {
+    let (log, handler) = events();
+    let limit = RateLimitLayer::builder(Quota::per_second(1000)).max_hold(Duration::ZERO);
+    let limiter = limit.on_event(handler).build().unwrap().limiter();
+    let refused = Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS);
+    for _ in 0..100 {
+        let permit = limiter.acquire(Key::ALL).await.unwrap();
+        permit.answered(&refused);
+        sleep(ms(25)).await;
+    }
+    let log = log.lock().unwrap();
+    assert_eq!(log.len(), 3, "{log:?}");
+    let is_upstream = |line: &String| line.contains("refused by the upstream: 429");
+    assert!(log.iter().all(is_upstream), "{log:?}");
+    let unreported = log
+        .iter()
+        .map(|line| line.ends_with("; 39 more since the last report"));
+    assert_eq!(
+        unreported.collect::<Vec<_>>(),
+        [false, true, true],
+        "{log:?}"
+    );
+    let refusals = limiter.stats().upstream_refusals;
+    assert_eq!(refusals.of(StatusCode::TOO_MANY_REQUESTS), 100);
+}
+
+#[tokio::test(start_paused = true)]
 async fn stats_and_events_show_no_key() {
     const SECRET: &str = "s3cr3t-token";
     let (log, handler) = events();
