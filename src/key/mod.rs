@@ -113,17 +113,18 @@ impl Key {
         (hash as u32).max(1)
     }
 
-    /// Returns the key that [`by_host`] gives the requests to `host`, without a port, to look at with
+    /// Returns the key that [`by_host`] gives the requests to `host`, to look at with
     /// [`peek`](crate::Limiter::peek).
     ///
-    /// The comparison of hosts ignores case and a final dot.
+    /// The comparison of hosts ignores case, the port and a final dot.
     pub fn host(host: &str) -> Self {
-        let host = host.strip_suffix('.').unwrap_or(host);
-        if is_plain_host(host.as_bytes()) {
-            Key::new(host)
-        } else {
-            Key::new(host.to_ascii_lowercase())
+        let plain = host.strip_suffix('.').unwrap_or(host);
+        if is_plain_host(plain.as_bytes()) {
+            return Key::new(plain);
         }
+        let host = without_port(host);
+        let host = host.strip_suffix('.').unwrap_or(host);
+        Key::new(host.to_ascii_lowercase())
     }
 
     /// Returns the key that a [`RateLimitLayer`](crate::RateLimitLayer) without a key function
@@ -264,6 +265,20 @@ pub struct Deadline(pub Instant);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Class(pub &'static str);
+
+/// Returns `host` without its port, if it has one. An IPv6 address may have colons, but no port, if it
+/// stands in no brackets.
+fn without_port(host: &str) -> &str {
+    match host.rsplit_once(':') {
+        Some((name, port))
+            if port.bytes().all(|byte| byte.is_ascii_digit())
+                && (name.ends_with(']') || !name.contains(':')) =>
+        {
+            name
+        }
+        _ => host,
+    }
+}
 
 /// The properties of a request that tollgate uses.
 ///

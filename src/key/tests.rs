@@ -36,6 +36,16 @@ fn host_keys_ignore_case_port_and_final_dot() {
         assert_eq!(host_key(&get(same)), expected, "{same}");
     }
     assert_ne!(host_key(&get("http://other.example.com/")), expected);
+    for host in [
+        "api.example.com",
+        "api.example.com:8080",
+        "API.example.com.:80",
+    ] {
+        assert_eq!(Some(Key::host(host)), expected, "{host}");
+    }
+    let local = host_key(&get("http://[::1]:8080/"));
+    assert_eq!(Some(Key::host("[::1]:8080")), local);
+    assert_ne!(Key::host("::1"), Key::host("::2"));
 }
 
 #[test]
