@@ -119,6 +119,10 @@ pub struct KeyExplanation {
     /// The limits that the upstream has stated to this process, and that apply: see
     /// [`KeyStatus::learned`](super::KeyStatus::learned).
     pub learned: Vec<StatedLimit>,
+    /// Whether a request of the key is known, lately and here or in the store. If not, it may be another
+    /// key than that of your requests: the one of [`and_per`](crate::RateLimitBuilder::and_per) is
+    /// `key.and(name)`.
+    pub is_known: bool,
     /// How the store answered.
     pub store: StoreState,
 }
@@ -326,6 +330,9 @@ impl KeyExplanation {
             write!(f, ", the first for {}", Shown(oldest))?;
         }
         write!(f, "\n  {:width$}  {}", "at hand", self.at_hand)?;
+        if !self.is_known {
+            write!(f, "\n  {:width$}  no request of this key", "known")?;
+        }
         for StatedLimit { limit, name, .. } in &self.learned {
             let limit = limit.counting(unit);
             match name {

@@ -14,6 +14,7 @@ use tollgate::quota::Limit;
 use tollgate::store::{MemoryStore, PeekRequest, Store, StoreReply, Usage};
 use tollgate::{
     Cost, HeaderTrust, Key, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer, Reason,
+    RequestRef,
 };
 use tower::{Layer, ServiceExt};
 
@@ -195,6 +196,27 @@ async fn holds_are_told_with_their_cause() {
     .await;
 }
 
+/// A key may be mistyped, or lack the name of its limit.
+#[tokio::test(start_paused = true)]
+async fn a_key_without_requests_is_told() {
+    let builder = builder(Quota::per_second(50));
+    let of_channel = |_: &RequestRef<'_>| Some(Key::new("general"));
+    let builder = builder.and_per("channel", Quota::per_second(5), of_channel);
+    let layer = builder.build().unwrap();
+    respond(&layer, 200, &[]).await;
+    let channels = layer.limiter_of("channel").unwrap();
+    let explain = async |key| channels.explain(key).await.unwrap();
+    let other = explain(Key::new("general")).await;
+    assert!(!other.keys[0].is_known);
+    let text = other.to_string();
+    assert!(
+        text.ends_with("\n  known    no request of this key"),
+        "{text}"
+    );
+    let own = explain(Key::new("general").and("channel")).await;
+    assert!(own.keys[0].is_known, "{own}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn requests_that_wait_for_a_hold_are_told() {
     let limiter = limiter(Quota::per_second(2));
@@ -321,6 +343,7 @@ async fn refusals_before_the_store_are_told() {
           hold     none
           waiting  0 here
           at hand  0
+          known    no request of this key
         ");
     is_text(
         &explain(0).await,
@@ -330,6 +353,7 @@ async fn refusals_before_the_store_are_told() {
           hold     none
           waiting  0 here
           at hand  0
+          known    no request of this key
         ",
     );
     use_up(&limiter, 2).await;

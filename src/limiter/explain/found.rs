@@ -174,6 +174,11 @@ impl Found {
             },
         };
         limits.iter_mut().for_each(|usage| usage.unit = unit);
+        let has_state = core.states.find(asked.key, |_| ()).is_some();
+        let is_used = limits.iter().any(|usage| usage.used > 0);
+        let has_failed = matches!(store, StoreState::Failed(_) | StoreState::Recovering { .. });
+        let is_set = !matches!(quota_source, QuotaSource::Builder);
+        let is_known = has_state || is_used || has_failed || is_set || hold.is_some();
         KeyExplanation {
             limiter: core.tally().name(),
             key: name,
@@ -186,6 +191,7 @@ impl Found {
             oldest_wait: since.map(|since| now.saturating_duration_since(since)),
             at_hand: self.outlook.at_hand.into(),
             learned: self.outlook.learned,
+            is_known,
             store,
         }
     }
