@@ -81,7 +81,8 @@ impl LimitedInfo {
         self.0.route.as_deref()
     }
 
-    /// Returns the limit that refused the request. `None` if no limit of this process's quota did.
+    /// Returns the limit that refused the request. It may be one that another process states for the key.
+    /// `None` if no limit did, or if it is not known which one.
     pub fn limit(&self) -> Option<Limit> {
         self.0.limit
     }

@@ -333,7 +333,8 @@ pub(super) fn slot_settled(
 }
 
 /// Finds the reason of a refusal: a cost that the quota never allows, a hold of the key, else the bound
-/// on the wait. If the key has only one limit and the wait is known, the refusal names that limit.
+/// on the wait. If the store has named no limit, the wait is known, and the key has only one limit, the
+/// refusal names that one.
 fn refused(
     core: &Core,
     entry: &Entry,
@@ -358,13 +359,16 @@ fn refused(
         );
     }
     let Settings { spec, quotas, .. } = &core.settings;
-    let refusal = match spec.quota().limits() {
-        [only] if refusal.wait.is_some() && !quotas.is_any() => Refusal {
-            limit: Some(*only),
-            ..refusal
-        },
-        _ => refusal,
+    // What a store says of a part of a divided quota may be its pace. The part itself is what a caller knows.
+    let stated = refusal.limit.filter(|_| !core.is_divided());
+    let limit = match spec.quota().limits() {
+        // If other processes limit the key by another quota, it may be theirs.
+        [only] if refusal.wait.is_some() && !quotas.is_any() => {
+            stated.or_else(|| (!core.has_warned()).then_some(*only))
+        }
+        _ => refusal.limit,
     };
+    let refusal = Refusal { limit, ..refusal };
     Admission::Refused(bound.reason(core.settings.max_wait), refusal)
 }
 

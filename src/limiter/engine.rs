@@ -149,6 +149,11 @@ impl Core {
         core
     }
 
+    /// Returns whether other processes are known to limit a key by another quota.
+    pub(super) fn has_warned(&self) -> bool {
+        self.warned.load(Ordering::Relaxed)
+    }
+
     /// Returns whether the layer of this limiter is known to be around another one.
     #[inline]
     pub(super) fn has_inner(&self) -> bool {

@@ -12,7 +12,7 @@ use tollgate::error::{BoxError, LimitedInfo};
 use tollgate::limiter::{Acquire, KeyStatus};
 use tollgate::quota::Limit;
 use tollgate::service::{RateLimit, ResponseFuture};
-use tollgate::store::{LimitSpec, MemoryStore, StoreError};
+use tollgate::store::{LimitSpec, MemoryStore, Store, StoreError};
 use tollgate::{
     ConfigError, Cost, Deadline, Error, Key, Limited, Limiter, Permit, Quota, RateLimitBuilder,
     RateLimitLayer, Reason, Signal,
@@ -85,6 +85,33 @@ async fn limited_is_found_through_transparent_wrappers_of_any_depth() {
         assert_eq!(who_said_no(&transparent), expected);
         let twice = io::Error::other(io::Error::other(transparent));
         assert_eq!(who_said_no(&twice), expected);
+    }
+}
+
+/// Two programs limit one key by different quotas.
+#[tokio::test(start_paused = true)]
+async fn the_limit_that_refused_is_named() {
+    let stores: [Arc<dyn Store>; 2] = [
+        Arc::new(MemoryStore::default()),
+        Arc::new(support::Distant::new(ms(5))),
+    ];
+    for store in stores {
+        let limiter = |count| {
+            let builder = RateLimitLayer::builder(Quota::per_second(count));
+            let builder = builder.store(store.clone()).max_wait(ms(100));
+            builder.build().unwrap().limiter()
+        };
+        let (strict, loose) = (limiter(5), limiter(50));
+        for _ in 0..5 {
+            drop(strict.acquire(Key::ALL).await.unwrap());
+        }
+        for _ in 0..3 {
+            let refused = loose.acquire(Key::ALL).await.unwrap_err();
+            let five = Limit::sliding(5, ms(1000));
+            assert_eq!(refused.report().limit(), Some(five));
+            let text = refused.to_string();
+            assert!(text.contains("the limit is 5/1s; try again in"), "{text}");
+        }
     }
 }
 
