@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::error::{Limited, StoreError};
 use crate::quota::{Limit, Quota};
-use crate::stats::{Cause, Event, Tally};
+use crate::stats::{Cause, Event, Tally, shown};
 
 /// Reports an event; without the feature, nothing.
 macro_rules! report {
@@ -74,6 +74,27 @@ pub(crate) fn units_differ(missing: Option<&str>, unknown: Option<&str>) {
         unknown,
         "the units of a cost are not those of the limits: a missing one counts as 0, an unknown one is ignored"
     );
+}
+
+/// A class of requests has no share. The caller reports each class once.
+pub(crate) fn unknown_class(tally: &Tally, class: &str) {
+    let class = &*shown(class);
+    report!(
+        warn,
+        class,
+        "a class has no share, so its requests count among all others"
+    );
+    tally.tell(&Event::UnknownClass { class });
+}
+
+/// Classes have shares, and no request has a class. The caller reports it once.
+pub(crate) fn no_class(tally: &Tally) {
+    report!(
+        warn,
+        limiter = &*tally.name(),
+        "classes have shares, but no request has a class: set class(..) on the builder, or put a Class into the extensions"
+    );
+    tally.tell(&Event::NoClass);
 }
 
 /// A request got its permit inside of another layer.
@@ -226,7 +247,8 @@ pub(crate) fn store_cannot_tell() {
     );
 }
 
-/// The upstream refused a request. `tally` is `None` if its gate was dropped.
+/// The upstream refused a request. `tally` is `None` if its gate was dropped. At most one such refusal a
+/// second is reported for each key, like those of this process; all are counted.
 pub(crate) fn upstream_limited(
     tally: Option<&Tally>,
     key: &str,

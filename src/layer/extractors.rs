@@ -101,9 +101,8 @@ impl Extractors {
 
     /// Reads the class of `request`.
     pub(super) fn read_class<R: RequestInfo>(&self, request: &R) -> Option<&'static str> {
-        let extensions = request.extensions();
-        match (extensions.and_then(Extensions::get::<Class>), &self.class) {
-            (Some(Class(class)), _) => Some(class),
+        match (class_in_extensions(request), &self.class) {
+            (Some(class), _) => Some(class),
             (None, Some(class_of)) => class_of(&RequestRef::new(request)),
             (None, None) => None,
         }
@@ -202,6 +201,12 @@ impl Extractors {
             deadline,
         })
     }
+}
+
+/// Returns the class in the extensions of `request`.
+pub(super) fn class_in_extensions<R: RequestInfo>(request: &R) -> Option<&'static str> {
+    let Class(class) = request.extensions()?.get::<Class>()?;
+    Some(class)
 }
 
 /// The quota that a request states for its key. It is never moved.

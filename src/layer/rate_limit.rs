@@ -12,7 +12,7 @@ use tower_layer::Layer;
 
 use super::body::{InFlight, InFlightUntilBodyEnd};
 use super::buffered::is_layer_behind_buffer;
-use super::extractors::{Extractors, QuotaOf, Reading};
+use super::extractors::{Extractors, QuotaOf, Reading, class_in_extensions};
 use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::{ResponsePolicy, is_local_refusal, is_of_host};
 use super::seam::{Admission, Departure, Gate, take_call};
@@ -341,6 +341,10 @@ impl RateLimitLayer {
     // Not inlined, so that a plain request has all its values in registers.
     #[inline(never)]
     fn enter_any(&self, request: &impl RequestInfo) -> Result<Admitted, Slow> {
+        if self.limiter.is_divided() && self.extractors.class.is_none() {
+            self.limiter
+                .note_class(class_in_extensions(request).is_some());
+        }
         let mut host = HostKey::of(request);
         let Some(reading) = self.extractors.read(request, &mut host, None) else {
             return Err(Slow::Unreadable(Reason::NoKey));
@@ -565,6 +569,11 @@ impl Gate for RateLimitLayer {
     }
 
     fn enter_slow(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Waiting> {
+        if !self.limiter.is_divided()
+            && let Some(class) = class_in_extensions(request)
+        {
+            self.limiter.unknown_class(class);
+        }
         let limiter = self.counting(request);
         let key = slow.key(limiter);
         let admission = self.admit(slow, request);

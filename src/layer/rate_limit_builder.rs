@@ -231,7 +231,9 @@ impl RateLimitBuilder {
     ///
     /// What a class leaves unused is [lent](Self::lends) to the others as it arises. Requests without a
     /// class, and those of classes without a share, have together what the shares leave.
-    /// [`class`](Self::class) says which class a request has. Each class waits in a line of its own, of up
+    /// [`class`](Self::class) says which class a request has. Without it, only requests that bring their
+    /// class have one: a layer whose requests bring none has the rest, and says so
+    /// ([`Event::NoClass`](crate::stats::Event::NoClass)). Each class waits in a line of its own, of up
     /// to [`max_queue`](Self::max_queue) requests.
     ///
     /// With `share("web", 100)`, web goes first: all others live on what web does not use. To keep a line
@@ -279,10 +281,17 @@ impl RateLimitBuilder {
         self
     }
 
-    /// Sets how the class of a request is found. Default: no request has a class.
+    /// Sets how the class of a request is found. Default: only a [`Class`](crate::Class) in its extensions,
+    /// which takes precedence over the function, or [`Acquire::class`](crate::limiter::Acquire::class) gives
+    /// it one.
     ///
-    /// A [`Class`](crate::Class) in the extensions of the request takes precedence over the function. A
-    /// request whose class has no [share](Self::share) counts among the others.
+    /// A request whose class has no [share](Self::share) counts among the others.
+    /// [`Event::UnknownClass`](crate::stats::Event::UnknownClass) names such a class once, and
+    /// [`Event::NoClass`](crate::stats::Event::NoClass) says if no request of the layer has a class.
+    ///
+    /// # Errors
+    ///
+    /// [`build`](Self::build) fails if no class has a share.
     pub fn class<F>(mut self, class: F) -> Self
     where
         F: Fn(&RequestRef<'_>) -> Option<&'static str> + Send + Sync + 'static,
@@ -853,6 +862,13 @@ impl RateLimitBuilder {
         if let Some(share) = self.shares.iter().find(|share| share.lends > 100) {
             let value = format!("{} % for {:?}", share.lends, share.class);
             return Err(out_of_range(value, "at most 100 per cent"));
+        }
+        if self.shares.is_empty() && self.common.extractors.class.is_some() {
+            return Err(ConfigError::OutOfRange {
+                setting: "class",
+                value: "set without shares".into(),
+                allowed: "left out, or go with a share for each class: .share(\"web\", 50)",
+            });
         }
         if self.further.len() >= MOST_PARTS {
             return Err(ConfigError::OutOfRange {

@@ -11,6 +11,7 @@ use smallvec::SmallVec;
 
 use super::admission::Entry;
 use super::cores::Cores;
+use super::counting;
 use super::engine::Core;
 use super::explain::{self, Asked};
 use super::explanation::{Explanation, Verdict};
@@ -155,7 +156,8 @@ impl Acquire {
 
     /// Sets the class of the request, for a quota that is divided by
     /// [`share`](crate::RateLimitBuilder::share). Default: none. A request whose class has no share counts
-    /// among the others. Set it before [`with`](Self::with): each key has a class of its own.
+    /// among the others, and [`Event::UnknownClass`](crate::stats::Event::UnknownClass) names the class as it
+    /// is, once. Set it before [`with`](Self::with): each key has a class of its own.
     ///
     /// Has no effect once the future was polled.
     ///
@@ -174,6 +176,9 @@ impl Acquire {
         let change = |core: &mut Arc<Core>, request: &mut Request| {
             if let Some((part, key)) = core.part_of_class(request.key, class) {
                 (*core, request.key) = (part, key);
+            }
+            if core.class() != Some(class) && !core.settings.is_further_unit {
+                counting::unknown_class(core, class);
             }
         };
         match &mut self.0 {

@@ -17,6 +17,7 @@ use super::quotas::QuotaId;
 use super::reservation::Reservation;
 use super::settings::OnStoreError;
 use crate::clock;
+use crate::events;
 use crate::key::Key;
 use crate::stats::{Counted, Flush, Gate, KeyCounts, KeyStats, Outcome, Stats, Tally};
 
@@ -89,6 +90,24 @@ pub(super) fn add_units(core: &Core, key: Key, slot: Option<&Reservation>) {
 pub(super) fn give_back_units(core: &Core, slot: Option<&Reservation>) {
     if let Some(slot) = slot {
         core.tally().give_back(slot.cost.into());
+    }
+}
+
+/// Notes a class that has no share, and reports it once. `core` counts the requests of all others.
+#[cold]
+pub(super) fn unknown_class(core: &Core, class: &str) {
+    let tally = core.tally();
+    if tally.classes().is_new(class) {
+        events::unknown_class(tally, class);
+    }
+}
+
+/// Notes whether a request of a layer without a class function has a class. Reports it once if none has.
+#[inline]
+pub(super) fn note_class(core: &Core, has_class: bool) {
+    let tally = core.tally();
+    if tally.classes().is_without(has_class) {
+        events::no_class(tally);
     }
 }
 

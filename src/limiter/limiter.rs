@@ -469,12 +469,27 @@ impl Limiter {
     #[inline]
     pub(crate) fn of_class(&self, class: Option<&str>) -> &Limiter {
         match (&self.1, class) {
-            (Some(classes), Some(class)) => classes
-                .iter()
-                .find(|(name, _)| *name == class)
-                .map_or(self, |(_, limiter)| limiter),
+            (Some(classes), Some(class)) => match classes.iter().find(|(name, _)| *name == class) {
+                Some((_, limiter)) => limiter,
+                None => {
+                    self.unknown_class(class);
+                    self
+                }
+            },
             _ => self,
         }
+    }
+
+    /// Notes a class that has no share, and reports it once.
+    pub(crate) fn unknown_class(&self, class: &str) {
+        counting::unknown_class(&self.0.first, class);
+    }
+
+    /// Notes whether a request of a layer without a class function has a class. Reports it once if none
+    /// has.
+    #[inline]
+    pub(crate) fn note_class(&self, has_class: bool) {
+        counting::note_class(&self.0.first, has_class);
     }
 
     /// Returns the key under which requests with `key` are counted here, if only requests are counted.

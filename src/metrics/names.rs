@@ -32,6 +32,7 @@ pub(super) const OLDEST_WAIT: &str = "tollgate_oldest_wait_seconds";
 pub(super) const AT_HAND: &str = "tollgate_permits_at_hand";
 pub(super) const IN_FLIGHT: &str = "tollgate_in_flight";
 pub(super) const IN_FLIGHT_WAITING: &str = "tollgate_in_flight_waiting";
+pub(super) const UNKNOWN_CLASSES: &str = "tollgate_unknown_classes";
 pub(super) const PACE: &str = "tollgate_pace_per_second";
 pub(super) const PACE_PROCESSES: &str = "tollgate_pace_processes";
 pub(super) const DRAINING: &str = "tollgate_draining";
@@ -62,7 +63,8 @@ const HISTOGRAMS: [(&str, &str); 2] = [
     (STORE_CALL_SECONDS, "How long calls to Redis took"),
 ];
 
-const GAUGES: [(&str, &str); 19] = [
+const GAUGES: [(&str, &str); 20] = [
+    (UNKNOWN_CLASSES, "Classes of requests that have no share"),
     (
         LIMIT_UNITS,
         "Units that a limit allows in its window, for each key",

@@ -106,6 +106,7 @@ impl Series {
         sum(names::KEYS_LIMIT, stats.max_keys as u64);
         sum(names::WAITING, stats.waiting as u64);
         sum(names::AT_HAND, stats.at_hand);
+        sum(names::UNKNOWN_CLASSES, stats.unknown_classes);
         if let Some(calls) = stats.in_flight {
             sum(names::IN_FLIGHT, calls.in_use);
             sum(names::IN_FLIGHT_WAITING, calls.waiting);

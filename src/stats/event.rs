@@ -116,6 +116,16 @@ pub enum Event<'a> {
         /// How often in a row the guard has tripped: 1 for the first stop.
         trip: u32,
     },
+    /// A class of requests has no [share](crate::RateLimitBuilder::share), so they count among all others.
+    /// The name may be mistyped. Reported once for each of the first 16 such classes.
+    #[non_exhaustive]
+    UnknownClass {
+        /// The class. At most 64 bytes of it are shown, and control characters are `?`.
+        class: &'a str,
+    },
+    /// Classes have [shares](crate::RateLimitBuilder::share), and none of the first 100 requests of the layer
+    /// has had a class. Reported once, only without a [class function](crate::RateLimitBuilder::class).
+    NoClass,
     /// The limiter or throttle was drained.
     #[non_exhaustive]
     Drained {
@@ -171,6 +181,14 @@ impl fmt::Display for Event<'_> {
             } => write!(
                 f,
                 "requests of key {key} stopped for {stop:?} (stop {trip}): more bad answers than {quota}"
+            ),
+            Event::UnknownClass { class } => write!(
+                f,
+                "class {class:?} has no share, so its requests count among all others"
+            ),
+            Event::NoClass => f.write_str(
+                "classes have shares, but no request has a class: set class(..) on the builder, or put a Class \
+                 into the extensions",
             ),
             Event::Drained { drained } => write!(f, "drained: {drained}"),
             Event::ForeignLimit { key, limit } => {

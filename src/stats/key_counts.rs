@@ -100,8 +100,8 @@ impl KeyCounts {
     }
 }
 
-/// Returns a name as it may stand in a line of a log.
-fn shown(name: &str) -> Box<str> {
+/// Returns a name as it may stand in a line of a log: at most 64 bytes, without control characters.
+pub(crate) fn shown(name: &str) -> Box<str> {
     let ends = |(start, c): (usize, char)| start + c.len_utf8();
     let fits = name.char_indices().take_while(|c| ends(*c) <= LONGEST_NAME);
     let shown = fits.map(|(_, c)| if c.is_control() { '?' } else { c });

@@ -30,6 +30,7 @@
 // | `key_counts` | the counts of one key, which are a part of its state |
 // | `labelled_keys` | the keys of a gate that have metrics of their own |
 // | `exporter` | what an exporter of metrics gets besides the stats |
+// | `class_check` | whether requests have classes, and these have a share |
 // | `tally` | the counts of a gate |
 // | `drain` | the end of a gate |
 // | `open_request` | a request that waits, until its outcome is known |
@@ -41,6 +42,7 @@ use std::time::Duration;
 use crate::error::StoreError;
 use crate::join::join_all;
 
+mod class_check;
 mod drain;
 mod event;
 #[cfg(feature = "metrics")]
@@ -69,7 +71,7 @@ pub(crate) use histogram::WAIT_SECONDS;
 pub(crate) use histogram::WaitCounts;
 #[cfg(all(feature = "metrics", feature = "redis"))]
 pub(crate) use histogram::seconds;
-pub(crate) use key_counts::KeyCounts;
+pub(crate) use key_counts::{KeyCounts, shown};
 #[cfg(feature = "metrics")]
 pub(crate) use labelled_keys::{KeySeries, WithKeys};
 pub(crate) use open_request::OpenRequest;

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 
+use super::class_check::ClassCheck;
 use super::drain::{DrainState, DrainedAs};
 use super::event::{Event, Handler};
 #[cfg(feature = "metrics")]
@@ -69,6 +70,7 @@ pub(crate) struct Tally {
     labelled: LabelledKeys,
     upstream_refusals: Mutex<BTreeMap<StatusCode, u64>>,
     holds: [AtomicU64; Cause::ALL.len()],
+    classes: ClassCheck,
     waiting: Mutex<BTreeMap<u64, Open>>,
     drain: DrainState,
     /// The numbers of requests that wait.
@@ -205,6 +207,7 @@ impl Tally {
             labelled: LabelledKeys::default(),
             upstream_refusals: Mutex::default(),
             holds: Default::default(),
+            classes: ClassCheck::default(),
             waiting: Mutex::default(),
             drain: DrainState::default(),
             next: AtomicU64::new(0),
@@ -271,6 +274,11 @@ impl Tally {
 
     pub(crate) fn held(&self, cause: Cause) {
         self.holds[cause as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns what is known of the classes of requests.
+    pub(crate) fn classes(&self) -> &ClassCheck {
+        &self.classes
     }
 
     pub(super) fn waited(&self, wait: Duration) {
@@ -431,6 +439,7 @@ impl Tally {
             waits: self.waits.read(),
             upstream_refusals: Statuses(statuses.collect()),
             holds: Holds(read(&self.holds)),
+            unknown_classes: self.classes.unknown(),
             waiting: count,
             oldest_wait: oldest.map(|since| now.saturating_duration_since(since)),
             at_hand: 0,

@@ -46,6 +46,9 @@ pub struct Stats {
     pub upstream_refusals: Statuses,
     /// How often a key was put on hold, by the cause.
     pub holds: Holds,
+    /// How many classes requests had that have no [share](crate::RateLimitBuilder::share), at most 16. A
+    /// mistyped class is one: [`Event::UnknownClass`](crate::stats::Event::UnknownClass) names it.
+    pub unknown_classes: u64,
     /// How many requests wait now.
     pub waiting: usize,
     /// How long the request waits that has waited longest. `None` if no request waits.

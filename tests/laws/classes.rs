@@ -3,6 +3,7 @@
 use crate::support::over;
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -12,7 +13,11 @@ use proptest::prelude::*;
 use tokio::time::{Instant, sleep};
 
 use tollgate::limiter::{Because, Verdict};
-use tollgate::{Class, ConfigError, Key, Limited, Limiter, Quota, RateLimitLayer, Reason, Signal};
+use tollgate::stats::Event;
+use tollgate::{
+    Class, ConfigError, Key, Limited, Limiter, Quota, RateLimitBuilder, RateLimitLayer, Reason,
+    Signal,
+};
 use tower::{Layer, ServiceExt, service_fn};
 
 const K: Key = Key::ALL;
@@ -120,6 +125,111 @@ async fn what_a_class_leaves_is_lent() {
         assert!(used >= 0.94, "{used}");
         assert_eq!(over(&quota, &uses.all()), None);
     }
+}
+
+/// Collects the events of a limiter as text.
+fn events() -> (
+    Arc<Mutex<Vec<String>>>,
+    impl Fn(&Event<'_>) + Send + Sync + Clone,
+) {
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let events = log.clone();
+    (log, move |event: &Event<'_>| {
+        events.lock().unwrap().push(event.to_string())
+    })
+}
+
+/// Sends requests, the nth of which has `class(n)` in its extensions, through `layer`.
+async fn send(layer: &RateLimitLayer, count: usize, class: impl Fn(usize) -> Option<&'static str>) {
+    let upstream =
+        service_fn(|_: Request<()>| async { Ok::<_, Infallible>(http::Response::new(())) });
+    let service = layer.layer(upstream);
+    for number in 0..count {
+        let mut request = Request::new(());
+        if let Some(class) = class(number) {
+            request.extensions_mut().insert(Class(class));
+        }
+        service.clone().oneshot(request).await.unwrap();
+    }
+}
+
+fn shares(handler: impl Fn(&Event<'_>) + Send + Sync + 'static) -> RateLimitBuilder {
+    RateLimitLayer::builder(Quota::per_second(10_000))
+        .share("web", 50)
+        .on_event(handler)
+}
+
+#[test]
+fn a_class_function_without_shares_is_an_error() {
+    let builder = RateLimitLayer::builder(Quota::per_second(50)).class(|_| Some("web"));
+    let error = builder.build().unwrap_err().to_string();
+    assert!(error.starts_with("class is set without shares"), "{error}");
+    let builder = RateLimitLayer::builder(Quota::per_second(50)).class(|_| Some("web"));
+    assert!(builder.share("web", 50).build().is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn unknown_classes_are_reported_once() {
+    let (log, handler) = events();
+    let layer = shares(handler).class(|_| Some("wbe")).build().unwrap();
+    send(&layer, 300, |number| (number % 2 == 0).then_some("jobs\n")).await;
+    for _ in 0..3 {
+        drop(layer.limiter().acquire(K).class("web").await.unwrap());
+        drop(layer.limiter().acquire(K).class("Web").await.unwrap());
+    }
+    let text =
+        |class| format!("class {class:?} has no share, so its requests count among all others");
+    let expected = ["jobs?", "wbe", "Web"].map(text);
+    assert_eq!(*log.lock().unwrap(), expected);
+    assert_eq!(layer.limiter().stats().unknown_classes, 3);
+}
+
+/// Classes that clients choose neither fill the log nor the memory.
+#[tokio::test(start_paused = true)]
+async fn few_unknown_classes_are_reported() {
+    let (log, handler) = events();
+    let limiter = shares(handler).build().unwrap().limiter();
+    for number in 0..1000 {
+        let class = format!("{number}{}", "x".repeat(1000));
+        drop(limiter.acquire(K).class(&class).await.unwrap());
+    }
+    let log = log.lock().unwrap();
+    assert_eq!((log.len(), limiter.stats().unknown_classes), (16, 16));
+    assert!(log.iter().all(|line| line.len() < 150), "{log:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn classes_of_an_undivided_quota_are_unknown() {
+    let (log, handler) = events();
+    let builder = RateLimitLayer::builder(Quota::per_second(50)).on_event(handler);
+    let layer = builder.build().unwrap();
+    send(&layer, 3, |_| Some("web")).await;
+    drop(layer.limiter().acquire(K).class("jobs").await.unwrap());
+    assert_eq!(log.lock().unwrap().len(), 2);
+    assert_eq!(layer.limiter().stats().unknown_classes, 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_layer_whose_requests_have_no_class_says_so() {
+    let (log, handler) = events();
+    let layer = shares(handler).build().unwrap();
+    send(&layer, 99, |_| None).await;
+    assert_eq!(*log.lock().unwrap(), Vec::<String>::new());
+    send(&layer, 200, |_| None).await;
+    let log = log.lock().unwrap();
+    assert_eq!(log.len(), 1, "{log:?}");
+    assert!(log[0].starts_with("classes have shares, but no request has a class"));
+}
+
+/// A class function may return no class, and some requests of a layer without one have a class.
+#[tokio::test(start_paused = true)]
+async fn requests_without_a_class_are_legitimate() {
+    let (log, handler) = events();
+    let layer = shares(handler.clone()).class(|_| None).build().unwrap();
+    send(&layer, 300, |_| None).await;
+    let layer = shares(handler).build().unwrap();
+    send(&layer, 300, |number| (number == 50).then_some("web")).await;
+    assert_eq!(*log.lock().unwrap(), Vec::<String>::new());
 }
 
 /// Slots that are left over because others were lent are kept for the next requests, but only for those

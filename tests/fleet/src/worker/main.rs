@@ -129,7 +129,7 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
     for (class, percent) in &options.shares {
         builder = builder.share(class.clone().leak(), *percent);
     }
-    if !options.class.is_empty() {
+    if !options.class.is_empty() && !options.shares.is_empty() {
         let class: &'static str = options.class.clone().leak();
         builder = builder.class(move |_| Some(class));
     }
