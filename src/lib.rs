@@ -80,6 +80,7 @@
 //! | `redis` | `store::RedisStore`: one limit, or one pace, for [many processes](guide::many_processes) |
 //! | `redis-sentinel` | `store::RedisStore::sentinel` |
 //! | `redis-tls-rustls` | `rediss://` URLs, with the provider of cryptography that the program has chosen for rustls |
+//! | `unstable-store` | the trait `store::Store`, for [stores of your own](store#a-store-of-your-own); outside of semver |
 //! | `grpc` | `RateLimitLayer::grpc` and `AdaptiveThrottleLayer::grpc`: layers for clients of [gRPC](guide::grpc), such as tonic |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info, at most one a second for a key), refusals by the server (warn) |
 //! | `metrics` | `metrics`: the counts of all layers as counters, gauges and histograms of the crate `metrics`, for Prometheus and other systems |
@@ -182,6 +183,10 @@ mod join;
 pub mod key;
 mod key_map;
 mod layer;
+#[cfg_attr(
+    not(feature = "unstable-store"),
+    allow(unreachable_pub, dead_code)
+)]
 mod limit;
 pub mod limiter;
 #[cfg(feature = "metrics")]
@@ -220,6 +225,8 @@ pub use quota::Quota;
 #[doc(inline)]
 pub use signal::Signal;
 pub use stats::drain;
+#[cfg(not(feature = "unstable-store"))]
+pub(crate) use store::delegate_store;
 #[doc(inline)]
 pub use throttle::{Throttle, ThrottlePermit};
 

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 /// A label of up to 39 bytes needs no allocation. Eight digits fit, and so do most hosts of APIs.
 ///
 /// ```
-/// use tollgate::key::Label;
+/// use tollgate::store::Label;
 ///
 /// let label = Label::from("api.example.com");
 /// assert_eq!(&*label, "api.example.com");

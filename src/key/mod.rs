@@ -6,7 +6,7 @@
 #[cfg(feature = "grpc")]
 mod grpc;
 mod host_key;
-mod label;
+pub(crate) mod label;
 mod last_host;
 mod plain_host;
 #[cfg(test)]
@@ -22,7 +22,7 @@ use crate::rng::secret_of_process;
 #[cfg(feature = "grpc")]
 pub use grpc::{by_grpc_method, by_grpc_service};
 pub(crate) use host_key::HostKey;
-pub use label::Label;
+pub(crate) use label::Label;
 pub(crate) use plain_host::is_plain_host;
 
 /// Says whose limit applies to a request: requests with the same key share one count.

@@ -216,8 +216,8 @@ macro_rules! common_setters {
         }
 
         $(#[$store])*
-        pub fn store(mut self, store: std::sync::Arc<dyn $crate::store::Store>) -> Self {
-            self.common.store = Some(store);
+        pub fn store(mut self, store: impl Into<$crate::store::SharedStore>) -> Self {
+            self.common.store = Some(store.into().0);
             self
         }
 

@@ -26,7 +26,8 @@
 ///     }
 /// }
 /// ```
-#[macro_export]
+#[cfg_attr(feature = "unstable-store", macro_export)]
+#[cfg_attr(docsrs, doc(cfg(feature = "unstable-store")))]
 macro_rules! delegate_store {
     ($this:ident => $inner:expr; implements $($own:ident),+ $(,)?) => {
         $crate::delegate_store!(@unless lease [$($own)+] {
@@ -130,7 +131,7 @@ macro_rules! delegate_store {
             }
         });
         $crate::delegate_store!(@unless label [$($own)+] {
-            fn label(&$this, key: $crate::Key) -> $crate::key::Label {
+            fn label(&$this, key: $crate::Key) -> $crate::store::Label {
                 $crate::store::Store::label(&$inner, key)
             }
         });
@@ -167,3 +168,6 @@ macro_rules! delegate_store {
     };
     (@unless $name:ident [] { $($method:tt)* }) => { $($method)* };
 }
+
+#[cfg(not(feature = "unstable-store"))]
+pub(crate) use delegate_store;
