@@ -183,10 +183,7 @@ mod join;
 pub mod key;
 mod key_map;
 mod layer;
-#[cfg_attr(
-    not(feature = "unstable-store"),
-    allow(unreachable_pub, dead_code)
-)]
+#[cfg_attr(not(feature = "unstable-store"), allow(unreachable_pub, dead_code))]
 mod limit;
 pub mod limiter;
 #[cfg(feature = "metrics")]
@@ -233,16 +230,14 @@ pub use throttle::{Throttle, ThrottlePermit};
 /// The services that the layers make, and their futures.
 pub mod service {
     pub use crate::layer::{
-        AdaptiveThrottle, CloneRequest, CloneService, RateLimit, ResponseFuture, RetryingThrottle,
-        RetryingThrottleLayer, ThrottledFuture,
+        AdaptiveThrottle, CloneRequest, CloneService, RateLimit, ResponseFuture,
+        RetryingThrottleLayer,
     };
 }
 
 /// Calls that stay in flight until the body of their response ends.
 pub mod body {
-    pub use crate::layer::body::{
-        InFlight, InFlightBody, InFlightUntilBodyEnd, TrackBody, Tracking, TrackingFuture,
-    };
+    pub use crate::layer::body::{InFlight, InFlightBody, InFlightUntilBodyEnd, TrackBody};
 }
 
 /// Layers for clients of gRPC, such as tonic: [`RateLimitLayer::grpc`] and
@@ -250,10 +245,7 @@ pub mod body {
 #[cfg(feature = "grpc")]
 #[cfg_attr(docsrs, doc(cfg(feature = "grpc")))]
 pub mod grpc {
-    pub use crate::layer::grpc::{
-        GrpcBody, GrpcRateLimit, GrpcRateLimitLayer, GrpcResponseFuture, GrpcThrottle,
-        GrpcThrottleLayer, GrpcThrottledFuture, LocalRefusal,
-    };
+    pub use crate::layer::grpc::{GrpcBody, GrpcLayer, GrpcRateLimit, GrpcThrottle, LocalRefusal};
 }
 
 /// The programs in the README, compiled and run as tests.

@@ -1,6 +1,5 @@
 //! Calls that are in flight until the body of their response ends.
 
-use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -10,7 +9,7 @@ use pin_project_lite::pin_project;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use super::service::{CloneService, Gated, GatedFuture};
+use super::service::{CloneService, Edge, RateLimit, ResponseFuture};
 use crate::error::{BoxError, Error};
 use crate::key::RequestInfo;
 use crate::layer::RateLimitLayer;
@@ -28,21 +27,18 @@ pub struct InFlightUntilBodyEnd {
 }
 
 impl<S: CloneService> Layer<S> for InFlightUntilBodyEnd {
-    type Service = Tracking<S>;
+    type Service = RateLimit<S, Self>;
 
-    fn layer(&self, inner: S) -> Tracking<S> {
-        Tracking(Gated {
-            gate: self.layer.clone(),
-            inner,
-        })
+    fn layer(&self, inner: S) -> RateLimit<S, Self> {
+        RateLimit::new(self.layer.clone(), inner)
     }
 }
 
-/// The Tower service of an [`InFlightUntilBodyEnd`].
-#[derive(Clone, Debug)]
-pub struct Tracking<S>(Gated<RateLimitLayer, S>);
+impl Edge for InFlightUntilBodyEnd {
+    type Gate = RateLimitLayer;
+}
 
-impl<S, R> Service<R> for Tracking<S>
+impl<S, R> Service<R> for RateLimit<S, InFlightUntilBodyEnd>
 where
     R: RequestInfo,
     S: Service<R> + CloneService,
@@ -51,31 +47,20 @@ where
 {
     type Response = <S::Response as TrackBody>::Tracked;
     type Error = Error;
-    type Future = TrackingFuture<S, R>;
+    type Future = ResponseFuture<S, R, InFlightUntilBodyEnd>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
         self.0.inner.poll_ready(cx).map_err(Error::inner)
     }
 
-    fn call(&mut self, request: R) -> TrackingFuture<S, R> {
-        TrackingFuture {
+    fn call(&mut self, request: R) -> Self::Future {
+        ResponseFuture {
             inner: self.0.call(request, None),
         }
     }
 }
 
-pin_project! {
-    /// The response future of a [`Tracking`] service.
-    pub struct TrackingFuture<S, R>
-    where
-        S: Service<R>,
-    {
-        #[pin]
-        inner: GatedFuture<RateLimitLayer, S, R>,
-    }
-}
-
-impl<S, R> Future for TrackingFuture<S, R>
+impl<S, R> Future for ResponseFuture<S, R, InFlightUntilBodyEnd>
 where
     S: Service<R> + CloneService,
     S::Response: ResponseInfo + TrackBody,
@@ -85,15 +70,6 @@ where
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         self.project().inner.poll_with(cx, S::Response::track)
-    }
-}
-
-impl<S, R> fmt::Debug for TrackingFuture<S, R>
-where
-    S: Service<R>,
-{
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TrackingFuture").finish_non_exhaustive()
     }
 }
 

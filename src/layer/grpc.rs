@@ -26,7 +26,7 @@ use tower_service::Service;
 
 use super::response_policy::ResponsePolicy;
 use super::seam::{Departure, Gate, take_call};
-use super::service::{CloneService, Gated, GatedFuture};
+use super::service::{CloneService, Edge, RateLimit, ResponseFuture};
 use super::{AdaptiveThrottleLayer, RateLimitLayer};
 use crate::error::{BoxError, Error, Limited};
 use crate::key::RequestInfo;
@@ -71,9 +71,7 @@ impl LocalRefusal {
     fn into_response<B>(self) -> http::Response<GrpcBody<B>> {
         let LocalRefusal(limited) = &self;
         let (code, reason) = match limited {
-            Limited::Local { reason, .. } => {
-                (Code::RESOURCE_EXHAUSTED, Refusals::name_of(reason.clone()))
-            }
+            Limited::Local { reason, .. } => (Code::RESOURCE_EXHAUSTED, Refusals::name_of(reason.clone())),
             Limited::Upstream { .. } => (Code::RESOURCE_EXHAUSTED, "upstream"),
             Limited::Store { .. } => (Code::UNAVAILABLE, "store"),
         };
@@ -372,155 +370,91 @@ fn as_response<B>(
     }
 }
 
-/// Defines the layer of a gate for gRPC, its service and its future.
-macro_rules! grpc_layer {
-    (
-        gate: $gate:ty,
-        $(#[$layer_doc:meta])* layer: $layer:ident,
-        $(#[$service_doc:meta])* service: $service:ident,
-        $(#[$future_doc:meta])* future: $future:ident,
-    ) => {
-        $(#[$layer_doc])*
-        #[derive(Clone, Debug)]
-        pub struct $layer($gate);
+/// A layer for clients of gRPC: a [`RateLimitLayer`] or an [`AdaptiveThrottleLayer`].
+/// [`RateLimitLayer::grpc`] and [`AdaptiveThrottleLayer::grpc`] return it.
+#[derive(Clone, Debug)]
+pub struct GrpcLayer<L>(L);
 
-        impl<S: CloneService> Layer<S> for $layer {
-            type Service = $service<S>;
+/// The Tower service of a [`RateLimitLayer`] for gRPC.
+pub type GrpcRateLimit<S> = RateLimit<S, GrpcLayer<RateLimitLayer>>;
 
-            fn layer(&self, inner: S) -> $service<S> {
-                $service(Gated {
-                    gate: self.0.clone(),
-                    inner,
-                })
-            }
-        }
+/// The Tower service of an [`AdaptiveThrottleLayer`] for gRPC.
+pub type GrpcThrottle<S> = RateLimit<S, GrpcLayer<AdaptiveThrottleLayer>>;
 
-        impl $gate {
-            /// Returns this layer for a client of gRPC, such as tonic.
-            ///
-            /// It reads the status and the pushback of calls, in headers and in trailers
-            /// ([`Signal::read_grpc`]). A request that is refused locally gets a response with the
-            /// status `RESOURCE_EXHAUSTED`, instead of an error. A call is in flight until its
-            /// trailers have arrived. The page [`guide::grpc`](crate::guide::grpc) has more.
-            #[cfg_attr(docsrs, doc(cfg(feature = "grpc")))]
-            pub fn grpc(self) -> $layer {
-                $layer(self)
-            }
-        }
-
-        $(#[$service_doc])*
-        #[derive(Clone, Debug)]
-        pub struct $service<S>(Gated<$gate, S>);
-
-        impl<S> $service<S> {
-            /// Returns the inner service.
-            pub fn get_ref(&self) -> &S {
-                &self.0.inner
-            }
-
-            /// Returns the inner service, to be changed.
-            pub fn get_mut(&mut self) -> &mut S {
-                &mut self.0.inner
-            }
-
-            /// Returns the inner service without the layer.
-            pub fn into_inner(self) -> S {
-                self.0.inner
-            }
-        }
-
-        impl<S, R, B> Service<R> for $service<S>
-        where
-            R: RequestInfo,
-            S: Service<R, Response = http::Response<B>> + CloneService,
-            S::Error: Into<BoxError>,
-            B: Body,
-        {
-            type Response = http::Response<GrpcBody<B>>;
-            type Error = Error;
-            type Future = $future<S, R>;
-
-            fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
-                self.0.inner.poll_ready(cx).map_err(Error::inner)
-            }
-
-            fn call(&mut self, request: R) -> $future<S, R> {
-                $future {
-                    inner: self.0.call(request, None),
-                }
-            }
-        }
-
-        pin_project! {
-            $(#[$future_doc])*
-            pub struct $future<S, R>
-            where
-                S: Service<R>,
-            {
-                #[pin]
-                inner: GatedFuture<$gate, S, R>,
-            }
-        }
-
-        impl<S, R, B> Future for $future<S, R>
-        where
-            S: Service<R, Response = http::Response<B>> + CloneService,
-            S::Error: Into<BoxError>,
-            B: Body,
-        {
-            type Output = Result<http::Response<GrpcBody<B>>, Error>;
-
-            fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-                let finish = |response: http::Response<B>, after| {
-                    response.map(|body| GrpcBody::new(body, after))
-                };
-                let inner = self.project().inner;
-                let leave = |call: &mut _, response: &mut _, policy: &_, repeat| {
-                    leave_at_head::<$gate, B, _>(call, response, policy, repeat)
-                };
-                inner.poll_leaving(cx, leave, finish).map(as_response)
-            }
-        }
-
-        impl<S, R> fmt::Debug for $future<S, R>
-        where
-            S: Service<R>,
-        {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.debug_struct(stringify!($future)).finish_non_exhaustive()
-            }
-        }
-    };
+impl RateLimitLayer {
+    /// Returns this layer for a client of gRPC, such as tonic.
+    ///
+    /// It reads the status and the pushback of calls, in headers and in trailers
+    /// ([`Signal::read_grpc`]). A request that is refused locally gets a response with the status
+    /// `RESOURCE_EXHAUSTED`, instead of an error. A call is in flight until its trailers have arrived.
+    /// The page [`guide::grpc`](crate::guide::grpc) has more.
+    #[cfg_attr(docsrs, doc(cfg(feature = "grpc")))]
+    pub fn grpc(self) -> GrpcLayer<Self> {
+        GrpcLayer(self)
+    }
 }
 
-grpc_layer! {
-    gate: RateLimitLayer,
-    /// A [`RateLimitLayer`] for clients of gRPC. [`RateLimitLayer::grpc`] returns it.
-    layer: GrpcRateLimitLayer,
-    /// The Tower service of a [`GrpcRateLimitLayer`].
-    ///
-    /// # Cancel safety
-    ///
-    /// A response future may be dropped at any time. A request that waits gives up its place in the
-    /// queue. Once the inner service was called, the permit counts as used.
-    service: GrpcRateLimit,
-    /// The response future of a [`GrpcRateLimit`] service.
-    future: GrpcResponseFuture,
+impl AdaptiveThrottleLayer {
+    /// Returns this layer for a client of gRPC, such as tonic: see [`RateLimitLayer::grpc`].
+    #[cfg_attr(docsrs, doc(cfg(feature = "grpc")))]
+    pub fn grpc(self) -> GrpcLayer<Self> {
+        GrpcLayer(self)
+    }
 }
 
-grpc_layer! {
-    gate: AdaptiveThrottleLayer,
-    /// An [`AdaptiveThrottleLayer`] for clients of gRPC. [`AdaptiveThrottleLayer::grpc`] returns it.
-    layer: GrpcThrottleLayer,
-    /// The Tower service of a [`GrpcThrottleLayer`].
-    ///
-    /// # Cancel safety
-    ///
-    /// A response future may be dropped at any time. A request that waits gives up its place in the
-    /// queue. A request that was sent counts as one without a response.
-    service: GrpcThrottle,
-    /// The response future of a [`GrpcThrottle`] service.
-    future: GrpcThrottledFuture,
+impl<G: Gate> Edge for GrpcLayer<G> {
+    type Gate = G;
+}
+
+impl<S: CloneService, G: Gate + Clone> Layer<S> for GrpcLayer<G> {
+    type Service = RateLimit<S, Self>;
+
+    fn layer(&self, inner: S) -> RateLimit<S, Self> {
+        RateLimit::new(self.0.clone(), inner)
+    }
+}
+
+impl<S, R, B, G> Service<R> for RateLimit<S, GrpcLayer<G>>
+where
+    R: RequestInfo,
+    S: Service<R, Response = http::Response<B>> + CloneService,
+    S::Error: Into<BoxError>,
+    B: Body,
+    G: Gate<Call: 'static> + Clone + 'static,
+{
+    type Response = http::Response<GrpcBody<B>>;
+    type Error = Error;
+    type Future = ResponseFuture<S, R, GrpcLayer<G>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        self.0.inner.poll_ready(cx).map_err(Error::inner)
+    }
+
+    fn call(&mut self, request: R) -> Self::Future {
+        ResponseFuture {
+            inner: self.0.call(request, None),
+        }
+    }
+}
+
+impl<S, R, B, G> Future for ResponseFuture<S, R, GrpcLayer<G>>
+where
+    S: Service<R, Response = http::Response<B>> + CloneService,
+    S::Error: Into<BoxError>,
+    B: Body,
+    G: Gate<Call: 'static> + 'static,
+{
+    type Output = Result<http::Response<GrpcBody<B>>, Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let finish =
+            |response: http::Response<B>, after| response.map(|body| GrpcBody::new(body, after));
+        let inner = self.project().inner;
+        let leave = |call: &mut _, response: &mut _, policy: &_, repeat| {
+            leave_at_head::<G, B, _>(call, response, policy, repeat)
+        };
+        inner.poll_leaving(cx, leave, finish).map(as_response)
+    }
 }
 
 #[cfg(test)]

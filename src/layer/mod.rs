@@ -25,9 +25,9 @@ mod settings;
 mod throttle;
 mod throttle_builder;
 
-pub use rate_limit::{RateLimit, RateLimitLayer, ResponseFuture};
+pub use rate_limit::RateLimitLayer;
 pub use rate_limit_builder::RateLimitBuilder;
-pub use retrying::{CloneRequest, RetryingThrottle, RetryingThrottleLayer};
-pub use service::CloneService;
-pub use throttle::{AdaptiveThrottle, AdaptiveThrottleLayer, ThrottledFuture};
+pub use retrying::{CloneRequest, RetryingThrottleLayer};
+pub use service::{AdaptiveThrottle, CloneService, RateLimit, ResponseFuture};
+pub use throttle::AdaptiveThrottleLayer;
 pub use throttle_builder::AdaptiveThrottleBuilder;

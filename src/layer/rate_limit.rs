@@ -16,7 +16,7 @@ use super::extractors::{Extractors, QuotaOf, Reading, class_in_extensions};
 use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::{ResponsePolicy, is_local_refusal, is_of_host};
 use super::seam::{Admission, Departure, Gate, take_call};
-use super::service::{CloneService, gated_future, gated_service};
+use super::service::{CloneService, RateLimit, edge};
 use crate::clock::{self, Moment};
 use crate::config_error::ConfigError;
 use crate::cost::RequestCost;
@@ -680,31 +680,6 @@ impl<S: CloneService> Layer<S> for RateLimitLayer {
     }
 }
 
-gated_service! {
-    /// The Tower service of a [`RateLimitLayer`].
-    ///
-    /// `poll_ready` polls the inner service and nothing else. The permit is acquired in `call`,
-    /// because the key is known only when the request is there.
-    ///
-    /// Poll the response future as soon as you have it. If the request need not wait, `call` has
-    /// called the inner service, but most services send a request when their future is first
-    /// polled. If a request is sent long after its permit was granted, the upstream may see more
-    /// requests than its limit allows.
-    ///
-    /// # Cancel safety
-    ///
-    /// A response future may be dropped at any time. A request that waits gives up its place in the
-    /// queue, and an unused slot goes to the next request. Once the inner service was called, the
-    /// permit counts as used.
-    RateLimit {
-        gate: RateLimitLayer,
-        request: RequestInfo,
-        clone: None,
-        future: ResponseFuture,
-    }
-}
-
-gated_future! {
-    /// The response future of a [`RateLimit`] service.
-    ResponseFuture { gate: RateLimitLayer }
+edge! {
+    RateLimitLayer { gate: RateLimitLayer, request: RequestInfo, clone: None }
 }

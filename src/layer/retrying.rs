@@ -2,8 +2,8 @@
 
 use tower_layer::Layer;
 
-use super::service::{CloneService, gated_service};
-use super::throttle::{AdaptiveThrottleLayer, ThrottledFuture};
+use super::service::{CloneService, RateLimit, edge};
+use super::throttle::AdaptiveThrottleLayer;
 #[cfg(doc)]
 use crate::error::Limited;
 use crate::key::RequestInfo;
@@ -52,21 +52,18 @@ pub struct RetryingThrottleLayer {
 }
 
 impl<S: CloneService> Layer<S> for RetryingThrottleLayer {
-    type Service = RetryingThrottle<S>;
+    type Service = RateLimit<S, Self>;
 
-    fn layer(&self, inner: S) -> RetryingThrottle<S> {
-        RetryingThrottle::new(self.layer.clone(), inner)
+    fn layer(&self, inner: S) -> RateLimit<S, Self> {
+        RateLimit::new(self.layer.clone(), inner)
     }
 }
 
-gated_service! {
-    /// The Tower service of a [`RetryingThrottleLayer`]: an
-    /// [`AdaptiveThrottle`](super::AdaptiveThrottle) that sends refused requests again.
-    RetryingThrottle {
+edge! {
+    RetryingThrottleLayer {
         gate: AdaptiveThrottleLayer,
         request: RequestInfo & CloneRequest,
-        clone: Some(R::clone_request),
-        future: ThrottledFuture,
+        clone: Some(R::clone_request)
     }
 }
 

@@ -1,8 +1,9 @@
 //! The Tower service of every gate, and its future.
 //!
-//! [`Gated`] and [`GatedFuture`] are written once, over [`Gate`]. The public services and futures
-//! are newtypes of them, made by [`gated_service!`] and [`gated_future!`].
+//! [`Gated`] and [`GatedFuture`] are written once, over [`Gate`]. The public service and its future
+//! are newtypes of them, generic over the layer: [`edge!`] implements them for most layers.
 
+use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -13,6 +14,7 @@ use tower_service::Service;
 use super::body::InFlight;
 use super::response_policy::ResponsePolicy;
 use super::seam::{Admission, Departure, Gate, GiveBackOnDrop};
+use super::{AdaptiveThrottleLayer, RateLimitLayer};
 use crate::error::{BoxError, Error, Limited};
 use crate::key::RequestInfo;
 use crate::limiter::Mark;
@@ -450,45 +452,102 @@ where
     }
 }
 
-/// Defines the public Tower service of a layer, a newtype of [`Gated`].
+/// A layer of this crate: what services and their futures are generic over.
+///
+/// Each layer has its own implementations of `Service` and `Future`, so that the compiler names what a
+/// service lacks and not this trait.
+pub trait Edge {
+    /// The gate behind the layer.
+    #[expect(private_bounds, reason = "no other crate implements the trait")]
+    type Gate: Gate;
+}
+
+/// The Tower service of a [`RateLimitLayer`], and of each other layer `L` of this crate.
+///
+/// `poll_ready` polls the inner service and nothing else. The permit is acquired in `call`, because the
+/// key is known only when the request is there.
+///
+/// Poll the response future as soon as you have it. If the request need not wait, `call` has called
+/// the inner service, but most services send a request when their future is first polled. If a request
+/// is sent long after its permit was granted, the upstream may see more requests than its limit allows.
+///
+/// # Cancel safety
+///
+/// A response future may be dropped at any time. A request that waits gives up its place in the queue,
+/// and an unused slot goes to the next request. Once the inner service was called, the permit counts as
+/// used. To an adaptive layer, the request is then one without a response.
+pub struct RateLimit<S, L: Edge = RateLimitLayer>(pub(super) Gated<L::Gate, S>);
+
+/// The Tower service of an [`AdaptiveThrottleLayer`].
+pub type AdaptiveThrottle<S> = RateLimit<S, AdaptiveThrottleLayer>;
+
+impl<S, L: Edge> RateLimit<S, L> {
+    pub(super) fn new(gate: L::Gate, inner: S) -> Self {
+        RateLimit(Gated { gate, inner })
+    }
+
+    /// Returns the inner service.
+    pub fn get_ref(&self) -> &S {
+        &self.0.inner
+    }
+
+    /// Returns the inner service, to be changed.
+    pub fn get_mut(&mut self) -> &mut S {
+        &mut self.0.inner
+    }
+
+    /// Returns the inner service without the layer.
+    pub fn into_inner(self) -> S {
+        self.0.inner
+    }
+}
+
+impl<S: Clone, L: Edge<Gate: Clone>> Clone for RateLimit<S, L> {
+    fn clone(&self) -> Self {
+        RateLimit(self.0.clone())
+    }
+}
+
+impl<S: fmt::Debug, L: Edge> fmt::Debug for RateLimit<S, L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RateLimit")
+            .field("inner", &self.0.inner)
+            .finish_non_exhaustive()
+    }
+}
+
+pin_project! {
+    /// The response future of a [`RateLimit`] service, also of one of another layer `L`.
+    pub struct ResponseFuture<S, R, L = RateLimitLayer>
+    where
+        S: Service<R>,
+        L: Edge,
+    {
+        #[pin]
+        pub(super) inner: GatedFuture<L::Gate, S, R>,
+    }
+}
+
+impl<S, R, L> fmt::Debug for ResponseFuture<S, R, L>
+where
+    S: Service<R>,
+    L: Edge,
+{
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResponseFuture").finish_non_exhaustive()
+    }
+}
+
+/// Makes `$layer` an edge whose calls end with the head of their response.
 ///
 /// `clone` copies a request, if the service sends refused requests again.
-macro_rules! gated_service {
-    (
-        $(#[$doc:meta])*
-        $name:ident {
-            gate: $gate:ty,
-            request: $($bound:ident)&+,
-            clone: $clone:expr,
-            future: $future:ident,
-        }
-    ) => {
-        $(#[$doc])*
-        #[derive(Clone, Debug)]
-        pub struct $name<S>($crate::layer::service::Gated<$gate, S>);
-
-        impl<S> $name<S> {
-            pub(super) fn new(gate: $gate, inner: S) -> Self {
-                $name($crate::layer::service::Gated { gate, inner })
-            }
-
-            /// Returns the inner service.
-            pub fn get_ref(&self) -> &S {
-                &self.0.inner
-            }
-
-            /// Returns the inner service, to be changed.
-            pub fn get_mut(&mut self) -> &mut S {
-                &mut self.0.inner
-            }
-
-            /// Returns the inner service without the layer.
-            pub fn into_inner(self) -> S {
-                self.0.inner
-            }
+macro_rules! edge {
+    ($layer:ty { gate: $gate:ty, request: $($bound:ident)&+, clone: $clone:expr }) => {
+        impl $crate::layer::service::Edge for $layer {
+            type Gate = $gate;
         }
 
-        impl<S, R> tower_service::Service<R> for $name<S>
+        impl<S, R> tower_service::Service<R> for $crate::layer::service::RateLimit<S, $layer>
         where
             R: $($bound +)+,
             S: tower_service::Service<R> + $crate::layer::service::CloneService,
@@ -497,7 +556,7 @@ macro_rules! gated_service {
         {
             type Response = S::Response;
             type Error = $crate::Error;
-            type Future = $future<S, R>;
+            type Future = $crate::layer::service::ResponseFuture<S, R, $layer>;
 
             fn poll_ready(
                 &mut self,
@@ -507,28 +566,12 @@ macro_rules! gated_service {
             }
 
             #[inline]
-            fn call(&mut self, request: R) -> $future<S, R> {
-                $future { inner: self.0.call(request, $clone) }
-            }
-        }
-    };
-}
-
-/// Defines the public future of a service, a newtype of [`GatedFuture`].
-macro_rules! gated_future {
-    ($(#[$doc:meta])* $name:ident { gate: $gate:ty }) => {
-        pin_project_lite::pin_project! {
-            $(#[$doc])*
-            pub struct $name<S, R>
-            where
-                S: tower_service::Service<R>,
-            {
-                #[pin]
-                pub(super) inner: $crate::layer::service::GatedFuture<$gate, S, R>,
+            fn call(&mut self, request: R) -> Self::Future {
+                $crate::layer::service::ResponseFuture { inner: self.0.call(request, $clone) }
             }
         }
 
-        impl<S, R> std::future::Future for $name<S, R>
+        impl<S, R> std::future::Future for $crate::layer::service::ResponseFuture<S, R, $layer>
         where
             S: tower_service::Service<R> + $crate::layer::service::CloneService,
             S::Response: $crate::signal::ResponseInfo,
@@ -543,16 +586,7 @@ macro_rules! gated_future {
                 self.project().inner.poll_head(cx)
             }
         }
-
-        impl<S, R> std::fmt::Debug for $name<S, R>
-        where
-            S: tower_service::Service<R>,
-        {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.debug_struct(stringify!($name)).finish_non_exhaustive()
-            }
-        }
     };
 }
 
-pub(super) use {gated_future, gated_service};
+pub(super) use edge;

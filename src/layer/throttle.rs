@@ -14,7 +14,7 @@ use super::extractors::{Extractors, Reading};
 use super::response_policy::{ResponsePolicy, is_local_refusal, is_of_host};
 use super::retrying::RetryingThrottleLayer;
 use super::seam::{Admission, Departure, Gate, GiveBackOnDrop, take_call};
-use super::service::{CloneService, gated_future, gated_service};
+use super::service::{AdaptiveThrottle, CloneService, RateLimit, edge};
 use super::throttle_builder::AdaptiveThrottleBuilder;
 use crate::clock;
 use crate::error::Limited;
@@ -365,30 +365,10 @@ impl<S: CloneService> Layer<S> for AdaptiveThrottleLayer {
     type Service = AdaptiveThrottle<S>;
 
     fn layer(&self, inner: S) -> AdaptiveThrottle<S> {
-        AdaptiveThrottle::new(self.clone(), inner)
+        RateLimit::new(self.clone(), inner)
     }
 }
 
-gated_service! {
-    /// The Tower service of an [`AdaptiveThrottleLayer`].
-    ///
-    /// `poll_ready` polls the inner service and nothing else. The permit is acquired in `call`,
-    /// because the key is known only when the request is there.
-    ///
-    /// # Cancel safety
-    ///
-    /// A response future may be dropped at any time. A request that waits gives up its place in the
-    /// queue. A request that was sent counts as one without a response.
-    AdaptiveThrottle {
-        gate: AdaptiveThrottleLayer,
-        request: RequestInfo,
-        clone: None,
-        future: ThrottledFuture,
-    }
-}
-
-gated_future! {
-    /// The response future of an [`AdaptiveThrottle`] or a
-    /// [`RetryingThrottle`](super::RetryingThrottle) service.
-    ThrottledFuture { gate: AdaptiveThrottleLayer }
+edge! {
+    AdaptiveThrottleLayer { gate: AdaptiveThrottleLayer, request: RequestInfo, clone: None }
 }

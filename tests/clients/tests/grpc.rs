@@ -23,7 +23,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_stream::wrappers::UnboundedReceiverStream;
-use tollgate::grpc::{GrpcRateLimit, GrpcRateLimitLayer, GrpcThrottle};
+use tollgate::grpc::{GrpcRateLimit, GrpcLayer, GrpcThrottle};
 use tollgate::store::MemoryStore;
 use tollgate::{
     AdaptiveThrottleLayer, Key, Limited, Limiter, Quota, RateLimitLayer, Reason, by_grpc_method,
@@ -402,7 +402,7 @@ async fn fleet(server: &impl AsyncFn() -> Channel, quota: Quota) -> Vec<GrpcRate
         let layer = RateLimitLayer::builder(quota)
             .store(store.clone())
             .max_wait(Duration::from_secs(120));
-        let layer: GrpcRateLimitLayer = layer.build().unwrap().grpc();
+        let layer: GrpcLayer<RateLimitLayer> = layer.build().unwrap().grpc();
         fleet.push(layer.layer(server().await));
     }
     fleet
