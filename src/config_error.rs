@@ -15,17 +15,17 @@ pub enum ConfigError {
         /// The limit.
         limit: Limit,
     },
-    /// A count above [`Quota::LARGEST_COUNT`].
+    /// A count above 1,000,000,000.
     CountTooLarge {
         /// The limit.
         limit: Limit,
     },
-    /// A window shorter than [`Quota::SHORTEST_WINDOW`] or longer than [`Quota::LONGEST_WINDOW`].
+    /// A window shorter than 1 ms or longer than 366 days.
     WindowOutOfRange {
         /// The limit.
         limit: Limit,
     },
-    /// A bucket that takes longer to fill than [`Quota::LONGEST_WINDOW`].
+    /// A bucket that takes longer to fill than 366 days.
     RefillTooSlow {
         /// The limit.
         limit: Limit,
@@ -64,7 +64,7 @@ pub enum ConfigError {
         /// The class whose share is too small.
         class: &'static str,
     },
-    /// More than [`Quota::MOST_LIMITS`] limits on one key. With [shares](crate::RateLimitBuilder::share)
+    /// More than eight limits on one key. With [shares](crate::RateLimitBuilder::share)
     /// one limit less.
     TooManyLimits,
     /// `burst` was called on a bucket or on `every`, whose burst is the capacity.

@@ -49,7 +49,7 @@ pub struct Cost {
 
 impl Cost {
     /// The most units that a cost may state besides requests. A quota cannot have more.
-    pub const MOST_UNITS: usize = 8;
+    pub(crate) const MOST_UNITS: usize = 8;
 
     /// The name of the unit that limits count if nothing else is said.
     pub const REQUESTS: &'static str = "requests";
@@ -73,7 +73,7 @@ impl Cost {
     ///
     /// # Panics
     ///
-    /// If the cost states more than [`MOST_UNITS`](Self::MOST_UNITS) units besides requests.
+    /// If the cost states more than eight units besides requests.
     #[must_use]
     pub const fn and(mut self, unit: &'static str, count: u32) -> Self {
         if is_same(unit, Cost::REQUESTS) {
@@ -99,7 +99,7 @@ impl Cost {
     };
 
     /// Returns how many units of this kind the cost states. `None` if it does not state the unit.
-    pub fn stated(&self, unit: &str) -> Option<u32> {
+    pub(crate) fn stated(&self, unit: &str) -> Option<u32> {
         if unit == Cost::REQUESTS {
             return self.requests;
         }

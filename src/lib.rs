@@ -221,7 +221,7 @@ pub use limiter::{HeaderTrust, Limiter, OnStoreError, Permit, Settlement};
 pub use quota::Quota;
 #[doc(inline)]
 pub use signal::Signal;
-pub use stats::drain;
+pub use stats::drain_all;
 #[cfg(not(feature = "unstable-store"))]
 pub(crate) use store::delegate_store;
 #[doc(inline)]

@@ -54,7 +54,7 @@ fn one_thread_starts_with_the_first_wait() {
             small.spawn(wait).unwrap()
         })
         .collect();
-    while limiter.stats().waiting < WAITERS {
+    while limiter.stats().waiting() < WAITERS {
         thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(threads(), 1);

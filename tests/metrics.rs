@@ -151,7 +151,7 @@ fn series_of(limiter: &str) -> BTreeMap<String, Value> {
 /// Checks that the counters of a limiter are its stats, and returns how many requests there were.
 #[track_caller]
 fn assert_counters_are(stats: &Stats) -> u64 {
-    let name = &*stats.name;
+    let name = stats.name();
     let mut series = series_of(name);
     series.retain(|series, _| series.contains("_total{"));
     let mut expected = BTreeMap::new();
@@ -161,22 +161,22 @@ fn assert_counters_are(stats: &Stats) -> u64 {
             expected.insert(series, count);
         }
     };
-    for (outcome, count) in stats.requests.by_outcome() {
+    for (outcome, count) in stats.requests().by_outcome() {
         add("requests", "outcome", outcome, count);
     }
-    for (reason, count) in stats.refusals.by_reason() {
+    for (reason, count) in stats.refusals().iter() {
         add("refusals", "reason", reason, count);
     }
-    for (status, count) in stats.upstream_refusals.by_status() {
-        add("upstream_refusals", "status", status.as_str(), count);
+    for (status, count) in stats.upstream_refusals().iter() {
+        add("upstream_refusals", "status", status, count);
     }
-    for (cause, count) in stats.holds.by_cause() {
-        add("holds", "cause", cause.name(), count);
+    for (cause, count) in stats.holds().iter() {
+        add("holds", "cause", cause, count);
     }
-    add("units", "unit", stats.unit, stats.units);
-    if let Some(guard) = &stats.guard {
-        let of_guard = [("bad_answers", guard.bad), ("guard_trips", guard.trips)];
-        for (metric, count) in of_guard {
+    add("units", "unit", stats.unit(), stats.units());
+    for metric in ["bad_answers", "guard_trips"] {
+        if let Some(count) = support::value(stats, metric) {
+            let count = count as u64;
             expected.insert(format!("tollgate_{metric}_total{{limiter={name}}}"), count);
         }
     }
@@ -188,12 +188,12 @@ fn assert_counters_are(stats: &Stats) -> u64 {
     let waits = value("tollgate_wait_seconds", name).waits;
     assert_eq!(
         waits.len() as u64,
-        stats.waits.count(),
+        stats.waits().count(),
         "each wait is recorded"
     );
-    let (sum, exact) = (waits.iter().sum::<f64>(), stats.waits.sum().as_secs_f64());
+    let (sum, exact) = (waits.iter().sum::<f64>(), stats.waits().sum().as_secs_f64());
     assert!((sum - exact).abs() < 1e-3, "{sum} {exact}");
-    stats.requests.total()
+    stats.requests().total()
 }
 
 fn limiter(name: &'static str, per_second: u32) -> Limiter {
@@ -235,7 +235,7 @@ async fn counters_equal_stats_at_each_publish() {
     }
     assert_eq!(total, 56);
     let seen = layer.limiter().stats();
-    let requests = seen.requests;
+    let requests = seen.requests();
     let outcomes = [
         requests.passed,
         requests.waited,
@@ -243,7 +243,7 @@ async fn counters_equal_stats_at_each_publish() {
         requests.cancelled,
     ];
     assert!(outcomes.iter().all(|count| *count > 0), "{requests:?}");
-    assert_eq!(seen.upstream_refusals.total(), 2);
+    assert_eq!(seen.upstream_refusals().total(), 2);
 }
 
 #[tokio::test(start_paused = true)]
@@ -264,7 +264,7 @@ async fn throttles_are_published_as_limiters_are() {
     publish();
     let stats = layer.throttle().stats();
     assert_eq!(assert_counters_are(&stats), 2);
-    assert_eq!(stats.holds.total(), 1);
+    assert_eq!(stats.holds().total(), 1);
     assert_eq!(
         value("tollgate_hold_seconds", "a throttle").gauge,
         Some(0.0)
@@ -441,7 +441,7 @@ async fn no_label_has_text_of_a_key() {
         tokio::time::sleep(ms(1100)).await;
     }
     publish();
-    assert_eq!(layer.limiter().stats().requests.total(), 3);
+    assert_eq!(layer.limiter().stats().requests().total(), 3);
     assert!(!series_of("secretive").is_empty());
     let all = RECORDER.0.lock().unwrap();
     assert_eq!(all.keys().find(|series| series.contains(SECRET)), None);
@@ -469,8 +469,8 @@ async fn trips_of_a_guard_are_counted() {
     let stats = layer.limiter().stats();
     assert_counters_are(&stats);
     assert_eq!(
-        stats.guard.map(|guard| (guard.bad, guard.trips)),
-        Some((3, 1))
+        support::value(&stats, "bad_answers").zip(support::value(&stats, "guard_trips")),
+        Some((3.0, 1.0))
     );
 }
 
@@ -579,7 +579,7 @@ async fn some_keys_have_series_of_their_own() {
     let total = series_of("tenants").into_iter();
     let total = total.filter(|(series, _)| series.starts_with("tollgate_requests_total"));
     let total: u64 = total.map(|(_, value)| value.count).sum();
-    assert_eq!(total, layer.limiter().stats().requests.total());
+    assert_eq!(total, layer.limiter().stats().requests().total());
 
     // The state of a key is forgotten, and what it counted stays.
     let layer = build("forgotten", 1);

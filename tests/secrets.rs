@@ -91,7 +91,7 @@ async fn every_no() -> Vec<(Limited, &'static str)> {
             "max_wait",
         ),
         (
-            second(builder(), with(Deadline(long_ago()))).await,
+            second(builder(), with(Deadline::at(long_ago()))).await,
             "deadline",
         ),
         (

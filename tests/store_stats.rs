@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use metrics_exporter_prometheus::PrometheusBuilder;
 use redis_server::RedisServer;
-use tollgate::store::{RedisStore, StoreStats};
+use tollgate::store::{RedisStore, StoreCalls, StoreStats};
 use tollgate::{AdaptiveThrottleLayer, Key, Limiter, Quota, RateLimitLayer};
 
 /// The longest wait for what should come within a second.
@@ -46,8 +46,25 @@ fn executed(redis: &RedisServer) -> u64 {
     calls.sum()
 }
 
+fn result(calls: &StoreCalls, name: &str) -> u64 {
+    calls
+        .by_result()
+        .find(|(result, _)| *result == name)
+        .unwrap()
+        .1
+}
+
+fn ok(calls: &StoreCalls) -> u64 {
+    result(calls, "ok")
+}
+
+/// Returns the calls of a kind.
+fn calls<'a>(stats: &'a StoreStats, kind: &str) -> &'a StoreCalls {
+    stats.by_call().find(|(call, _)| *call == kind).unwrap().1
+}
+
 fn replied(stats: &StoreStats) -> u64 {
-    stats.by_call().map(|(_, calls)| calls.ok).sum()
+    stats.by_call().map(|(_, calls)| ok(calls)).sum()
 }
 
 /// Waits until `check` holds for the stats of `store`.
@@ -68,7 +85,10 @@ async fn stats_equal_what_redis_executed() {
     let redis = RedisServer::start().unwrap();
     let store = store(&redis, "exact");
     let first = store.stats();
-    assert_eq!((replied(&first), first.up, first.connects), (0, None, 0));
+    assert_eq!(
+        (replied(&first), first.is_up(), first.connects()),
+        (0, None, 0)
+    );
 
     let limiter = limiter(&store);
     let throttle = AdaptiveThrottleLayer::builder().store(store.clone());
@@ -85,16 +105,22 @@ async fn stats_equal_what_redis_executed() {
     other.release(Key::new("held")).await.unwrap();
     limiter.shutdown().await.unwrap();
     let stats = until(&store, |stats| replied(stats) == executed(&redis)).await;
-    assert_eq!((stats.up, stats.connects), (Some(true), 1));
+    assert_eq!((stats.is_up(), stats.connects()), (Some(true), 1));
     assert!(
-        stats.permits.ok >= 22 && stats.in_flight.ok >= 20 && stats.register.ok >= 1,
+        ok(calls(&stats, "permits")) >= 22
+            && ok(calls(&stats, "in_flight")) >= 20
+            && ok(calls(&stats, "register")) >= 1,
         "{stats:#?}"
     );
     for (call, calls) in stats.by_call() {
-        assert_eq!(calls.latency.count(), calls.ok, "{call}");
-        assert_eq!((calls.away, calls.failed), (0, 0), "{call}");
+        assert_eq!(calls.latency().count(), ok(calls), "{call}");
+        assert_eq!(
+            (result(calls, "away"), result(calls, "failed")),
+            (0, 0),
+            "{call}"
+        );
     }
-    assert!(stats.permits.latency.quantile(0.5) < Some(Duration::from_secs(5)));
+    assert!(calls(&stats, "permits").latency().quantile(0.5) < Some(Duration::from_secs(5)));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -114,32 +140,32 @@ async fn lost_connections_are_counted_and_published() {
     drop(limiter.acquire(Key::ALL).await.unwrap());
     assert_eq!(line("up", ""), Some(1.0));
 
-    until(&first, |stats| stats.subscribed == Some(true)).await;
+    until(&first, |stats| stats.is_subscribed() == Some(true)).await;
     assert_eq!(line("deaf", ""), None);
 
     redis.kill();
-    until(&first, |stats| stats.subscribed == Some(false)).await;
+    until(&first, |stats| stats.is_subscribed() == Some(false)).await;
     assert_eq!(line("deaf", ""), Some(1.0));
     // A call finds that the connection is broken; without calls, a PING does so within 30 s.
     let held = limiter.hold_for(Key::ALL, Duration::from_secs(1)).await;
     held.unwrap_err();
-    until(&first, |stats| stats.up == Some(false)).await;
+    until(&first, |stats| stats.is_up() == Some(false)).await;
     assert_eq!(line("up", ""), Some(0.0));
-    assert!(first.stats().permits.away > 0);
+    assert!(result(calls(&first.stats(), "permits"), "away") > 0);
     redis.restart().unwrap();
-    until(&first, |stats| stats.up == Some(true)).await;
-    until(&first, |stats| stats.subscribed == Some(true)).await;
+    until(&first, |stats| stats.is_up() == Some(true)).await;
+    until(&first, |stats| stats.is_subscribed() == Some(true)).await;
     assert_eq!(line("deaf", ""), Some(0.0));
     limiter.shutdown().await.unwrap();
 
     // The counts of a dropped store stay, and another store of the prefix adds to them.
     let stats = first.stats();
-    let away = stats.permits.away as f64;
+    let away = result(calls(&stats, "permits"), "away") as f64;
     drop((limiter, first));
     let second = store(&redis, "counted");
     second.connect().await.unwrap();
     let start = Instant::now();
-    while line("connects_total", "") != Some(stats.connects as f64 + 1.0) {
+    while line("connects_total", "") != Some(stats.connects() as f64 + 1.0) {
         assert!(
             start.elapsed() < PATIENCE,
             "{:?}",

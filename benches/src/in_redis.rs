@@ -394,7 +394,7 @@ fn joint(server: &RedisServer, name: &'static str, quotas: &[Quota]) -> Contende
         let parts = limiters.iter().enumerate();
         let mut parts = parts.map(|(part, limiter)| limiter.acquire(key(number, part)));
         let first = parts.next().expect("a quota");
-        parts.fold(first, Acquire::with)
+        parts.fold(first, Acquire::and)
     })
 }
 

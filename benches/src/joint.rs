@@ -250,7 +250,7 @@ fn run(load: &Load, rng: &mut Rng, pick: impl Fn(&mut Rng) -> Vec<usize>) -> Out
             let one = |key: &usize| process[*key].acquire(Key::new([*key as u8]));
             let mut all = keys.iter().map(one);
             let first = all.next().expect("a request has keys");
-            let acquire = all.fold(first, Acquire::with);
+            let acquire = all.fold(first, Acquire::and);
             let patience = if rng.f64() < load.give_up {
                 MAX_WAIT.mul_f64(rng.f64())
             } else {
@@ -386,7 +386,7 @@ fn crowd(waiters: u32) {
         let limiters = [limiter(), limiter()];
         let both = || {
             let [one, other] = &limiters;
-            one.acquire(Key::ALL).with(other.acquire(Key::ALL))
+            one.acquire(Key::ALL).and(other.acquire(Key::ALL))
         };
         let micros = |from: std::time::Instant| from.elapsed().as_micros() / u128::from(waiters);
         let begin = std::time::Instant::now();

@@ -69,7 +69,7 @@ async fn run(mut options: Options) -> Result<(), BoxError> {
     let server = tokio::spawn(async move { axum::serve(listener, pages::router(metrics)).await });
 
     asked_to_end(&mut terminate).await;
-    println!("drained: {}", tollgate::drain(drain).await?);
+    println!("drained: {}", tollgate::drain_all(drain).await?);
     // New calls are refused from here on. A server stops to accept requests before it drains.
     let _ = stop.send(true);
     load.await?;

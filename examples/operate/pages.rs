@@ -1,6 +1,7 @@
 //! What the program serves: the metrics, and its limits as text.
 
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use axum::Router;
 use axum::routing::get;
@@ -34,21 +35,23 @@ pub(crate) fn router(metrics: PrometheusHandle) -> Router {
 
 /// Shows all limits, and what they do now.
 fn limits(all: &[Stats]) -> String {
-    let seconds = |span: Option<std::time::Duration>| match span {
-        Some(span) => common::span(span),
-        None => "-".to_owned(),
+    let seconds = |span: Option<Duration>| match span {
+        Some(span) if !span.is_zero() => common::span(span),
+        _ => "-".to_owned(),
     };
     let row = |stats: &Stats| {
-        let requests = stats.requests;
-        let limits: Vec<String> = stats.limits.iter().map(ToString::to_string).collect();
+        let requests = stats.requests();
+        let hold = stats.values().find(|(name, _)| *name == "hold_seconds");
+        let hold = hold.map(|(_, seconds)| Duration::from_secs_f64(seconds));
+        let limits: Vec<String> = stats.limits().iter().map(ToString::to_string).collect();
         [
-            stats.name.to_string(),
+            stats.name().to_string(),
             limits.join(", "),
             (requests.passed + requests.waited + requests.uncounted).to_string(),
             (requests.refused + requests.store).to_string(),
-            stats.waiting.to_string(),
-            seconds(stats.waits.quantile(0.99)),
-            seconds(stats.longest_hold),
+            stats.waiting().to_string(),
+            seconds(stats.waits().quantile(0.99)),
+            seconds(hold),
         ]
     };
     let rows: Vec<_> = all.iter().map(row).collect();
@@ -56,9 +59,9 @@ fn limits(all: &[Stats]) -> String {
         "limiter", "limits", "sent", "refused", "waiting", "p99 wait", "hold",
     ];
     let mut page = common::table(titles, &rows);
-    for stats in all.iter().filter(|stats| stats.refusals.total() > 0) {
-        let _ = write!(page, "\n{} refused:", stats.name);
-        for (reason, count) in stats.refusals.by_reason().filter(|(_, count)| *count > 0) {
+    for stats in all.iter().filter(|stats| stats.refusals().total() > 0) {
+        let _ = write!(page, "\n{} refused:", stats.name());
+        for (reason, count) in stats.refusals().iter().filter(|(_, count)| *count > 0) {
             let _ = write!(page, " {reason} {count}");
         }
     }

@@ -15,13 +15,13 @@ use costs::Costs;
 ///
 /// Use it in the closure of [`cost`](crate::RateLimitBuilder::cost), for requests whose true cost is
 /// stated by the response and [settled](crate::guide::true_costs). The estimate is a quantile of the
-/// last [`RECENT`](Self::RECENT) costs of a name: of `Estimates::new(0.95)`, 95 % of them were not
+/// last 128 costs of a name: of `Estimates::new(0.95)`, 95 % of them were not
 /// above it. A high quantile leaves more of the limit unused until requests are settled. A low one
 /// exceeds the limit more often, by what the requests under way are underestimated by.
 ///
 /// Clones share what they have learned. Nothing is shared between processes, and nothing is kept
 /// when the process ends. Names are kept as hashes, so memory is bounded: about 600 bytes for each of
-/// at most [`MOST_NAMES`](Self::MOST_NAMES) names. `estimate` takes one lookup, `learn` about a
+/// at most 256 names. `estimate` takes one lookup, `learn` about a
 /// microsecond.
 ///
 /// ```
@@ -74,16 +74,16 @@ struct Named {
 
 impl Estimates {
     /// How many costs a quantile is taken of: the last ones of each name.
-    pub const RECENT: usize = 128;
+    pub(crate) const RECENT: usize = 128;
 
     /// How many costs of a name must be learned before it is estimated.
     ///
     /// Many requests may start before the first is settled. With fewer costs, a cheap first response
     /// would make the estimate of all of them too low.
-    pub const LEAST: usize = 20;
+    pub(crate) const LEAST: usize = 20;
 
     /// The most names. If there are more, the name that learned nothing for longest is forgotten.
-    pub const MOST_NAMES: usize = 256;
+    pub(crate) const MOST_NAMES: usize = 256;
 
     /// Makes estimates that 95 % of the costs do not exceed, with `quantile` 0.95.
     ///
@@ -101,7 +101,7 @@ impl Estimates {
     }
 
     /// Returns the estimate for `name`, such as a route or a model. `None` if fewer than
-    /// [`LEAST`](Self::LEAST) costs of this name are known: then use the most that a request may cost.
+    /// 20 costs of this name are known: then use the most that a request may cost.
     pub fn estimate(&self, name: impl AsRef<[u8]>) -> Option<u32> {
         let names = self.lock();
         names.costs.get(&Key::new(name))?.costs.estimate()

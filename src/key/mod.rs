@@ -251,11 +251,18 @@ impl fmt::Debug for Key {
 ///
 /// let mut request = http::Request::get("http://example.com/").body(())?;
 /// let in_a_second = Instant::now() + Duration::from_secs(1);
-/// request.extensions_mut().insert(tollgate::Deadline(in_a_second));
+/// request.extensions_mut().insert(tollgate::Deadline::at(in_a_second));
 /// # Ok::<(), http::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Deadline(pub Instant);
+pub struct Deadline(pub(crate) Instant);
+
+impl Deadline {
+    /// Makes the deadline at this moment. In a test with a paused clock, it is one of that clock.
+    pub fn at(moment: Instant) -> Self {
+        Deadline(moment)
+    }
+}
 
 /// The class of one request, in its extensions, for a layer whose quota is divided by
 /// [`share`](crate::RateLimitBuilder::share). It takes precedence over
@@ -265,11 +272,19 @@ pub struct Deadline(pub Instant);
 /// use tollgate::Class;
 ///
 /// let mut request = http::Request::get("http://example.com/").body(())?;
-/// request.extensions_mut().insert(Class("web"));
+/// request.extensions_mut().insert(Class::new("web"));
 /// # Ok::<(), http::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Class(pub &'static str);
+pub struct Class(pub(crate) &'static str);
+
+impl Class {
+    /// Makes the class of this name, one of those that got a share. Requests of any other class have
+    /// none.
+    pub fn new(name: &'static str) -> Self {
+        Class(name)
+    }
+}
 
 /// Returns `host` without its port, if it has one. An IPv6 address may have colons, but no port, if it
 /// stands in no brackets.

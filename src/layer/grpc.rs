@@ -32,10 +32,10 @@ use crate::error::{BoxError, Error, Limited};
 use crate::key::RequestInfo;
 use crate::signal::grpc::{Code, MESSAGE, PUSHBACK, STATUS};
 use crate::signal::{ResponseInfo, Signal};
-use crate::stats::Refusals;
+use crate::stats::name_of_reason;
 
 /// The header of a local refusal: why the request was not sent, by the names of
-/// [`Refusals::by_reason`](crate::stats::Refusals::by_reason), or `store`.
+/// [`Stats::refusals`](crate::stats::Stats::refusals), or `store`.
 const REASON: HeaderName = HeaderName::from_static("tollgate-refused");
 
 /// Says in the extensions of a response that this process refused the request: the server has not
@@ -71,7 +71,7 @@ impl LocalRefusal {
     fn into_response<B>(self) -> http::Response<GrpcBody<B>> {
         let LocalRefusal(limited) = &self;
         let (code, reason) = match limited {
-            Limited::Local { reason, .. } => (Code::RESOURCE_EXHAUSTED, Refusals::name_of(reason.clone())),
+            Limited::Local { reason, .. } => (Code::RESOURCE_EXHAUSTED, name_of_reason(reason)),
             Limited::Upstream { .. } => (Code::RESOURCE_EXHAUSTED, "upstream"),
             Limited::Store { .. } => (Code::UNAVAILABLE, "store"),
         };

@@ -275,7 +275,7 @@ impl Acquire {
     /// let all = RateLimitLayer::new(Quota::per_minute(30))?.limiter();
     ///
     /// let channel = channels.acquire(Key::new("general"));
-    /// let permit = channel.with(all.acquire(Key::ALL)).await?;
+    /// let permit = channel.and(all.acquire(Key::ALL)).await?;
     /// // ... send the message ...
     /// drop(permit);
     /// # Ok(())
@@ -285,7 +285,7 @@ impl Acquire {
     /// # Panics
     ///
     /// If the request has more than eight keys, or if one of the two futures was polled.
-    pub fn with(self, other: Acquire) -> Acquire {
+    pub fn and(self, other: Acquire) -> Acquire {
         let (mut parts, invalid) = self.into_parts();
         let (others, also_invalid) = other.into_parts();
         parts.extend(others);
@@ -313,7 +313,7 @@ impl Acquire {
     /// let channels = RateLimitLayer::new(Quota::per_second(1))?.limiter();
     /// let all = RateLimitLayer::new(Quota::per_minute(30))?.limiter();
     ///
-    /// let message = || channels.acquire(Key::new("general")).with(all.acquire(Key::ALL).cost(5));
+    /// let message = || channels.acquire(Key::new("general")).and(all.acquire(Key::ALL).cost(5));
     /// drop(message().await?);
     /// let explanation = message().explain().await?;
     /// println!("{explanation}");

@@ -225,7 +225,6 @@ pub(super) fn key_stats(core: &Core, key: Key) -> Option<KeyStats> {
             requests,
             units: state.counts.units() + unlocked_units,
             waiting: state.waiting() + in_flight_waiting.unwrap_or(0),
-            at_hand: state.at_hand(now).into(),
             held: state.hold.left(now),
         }
     })

@@ -33,9 +33,9 @@ pub struct Explanation {
     pub verdict: Verdict,
     /// What was found: one for each key of the request, and for each [unit](crate::Quota::of) that the
     /// limits of a key count.
-    pub keys: Vec<KeyExplanation>,
+    pub(super) keys: Vec<KeyExplanation>,
     /// Which of `keys` the verdict is about.
-    pub decisive: usize,
+    pub(super) decisive: usize,
 }
 
 /// What would happen to a request.
@@ -67,7 +67,7 @@ pub enum Verdict {
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Because {
-    /// The key is on hold: [`KeyExplanation::hold`].
+    /// The key is on hold.
     Held,
     /// After a hold, the first request tests whether the upstream accepts requests again. The others
     /// wait for its response.
@@ -91,59 +91,56 @@ pub enum Because {
 }
 
 /// What was found for one key of a request.
-#[non_exhaustive]
 #[derive(Clone, Debug)]
-pub struct KeyExplanation {
+pub(crate) struct KeyExplanation {
     /// The name of the limiter, as in [`Stats::name`](crate::stats::Stats::name).
-    pub limiter: Arc<str>,
+    pub(crate) limiter: Arc<str>,
     /// The name of the key, as in [`KeyStats::name`](crate::stats::KeyStats::name).
-    pub key: Box<str>,
+    pub(crate) key: Box<str>,
     /// The units that the request takes.
-    pub cost: u32,
+    pub(crate) cost: u32,
     /// What the limits count, as in [`LimitUsage::unit`].
-    pub unit: &'static str,
+    pub(crate) unit: &'static str,
     /// Where the quota of the key comes from.
-    pub quota_source: QuotaSource,
+    pub(crate) quota_source: QuotaSource,
     /// Each limit that applies to the key. Its [`wait`](LimitUsage::wait) is that of this request.
     /// Empty if the store is unreachable.
-    pub limits: Vec<LimitUsage>,
+    pub(crate) limits: Vec<LimitUsage>,
     /// The hold of the key. `None` if it is not on hold.
-    pub hold: Option<Held>,
+    pub(crate) hold: Option<Held>,
     /// How many requests of the key wait in this process. A request of several keys counts at the
     /// first.
-    pub waiting: usize,
+    pub(crate) waiting: usize,
     /// How long the first of them has waited. `None` if no request waits.
-    pub oldest_wait: Option<Duration>,
+    pub(crate) oldest_wait: Option<Duration>,
     /// The units that were prefetched and are at hand.
-    pub at_hand: u64,
+    pub(crate) at_hand: u64,
     /// The limits that the upstream has stated to this process, and that apply: see
     /// [`KeyStatus::learned`](super::KeyStatus::learned).
-    pub learned: Vec<StatedLimit>,
+    pub(crate) learned: Vec<StatedLimit>,
     /// Whether a request of the key is known, lately and here or in the store. If not, it may be another
     /// key than that of your requests: the one of [`and_per`](crate::RateLimitBuilder::and_per) is
     /// `key.and(name)`.
-    pub is_known: bool,
+    pub(crate) is_known: bool,
     /// How the store answered.
-    pub store: StoreState,
+    pub(crate) store: StoreState,
 }
 
 /// The hold of a key, and its cause.
-#[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Held {
+pub(crate) struct Held {
     /// How long the key stays on hold.
-    pub left: Duration,
+    pub(crate) left: Duration,
     /// Why it was put on hold. `None` if this process has learned of the hold from the store.
-    pub cause: Option<Cause>,
+    pub(crate) cause: Option<Cause>,
     /// How long ago this process put the key on hold, or learned that another process did. `None` if
     /// `cause` is.
-    pub age: Option<Duration>,
+    pub(crate) age: Option<Duration>,
 }
 
 /// How a store answered.
-#[non_exhaustive]
 #[derive(Clone, Debug)]
-pub enum StoreState {
+pub(crate) enum StoreState {
     /// At once: it is in this process.
     InProcess,
     /// After this time.

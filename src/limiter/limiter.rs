@@ -58,7 +58,7 @@ use crate::store::Refusal;
 ///
 /// A server may allow one message per second to each channel, and 30 per minute in all. To acquire
 /// one permit of both limits, or of none, join the futures of two limiters with
-/// [`Acquire::with`]:
+/// [`Acquire::and`]:
 ///
 /// ```
 /// use tollgate::{Key, Quota, RateLimitLayer};
@@ -70,7 +70,7 @@ use crate::store::Refusal;
 ///
 /// # let start = tokio::time::Instant::now();
 /// # for _ in 0..2 {
-/// let permit = all.acquire(Key::ALL).with(channels.acquire(Key::new("general"))).await?;
+/// let permit = all.acquire(Key::ALL).and(channels.acquire(Key::new("general"))).await?;
 /// // ... send the request ...
 /// drop(permit);
 /// # }
@@ -398,7 +398,7 @@ impl Limiter {
     ///
     /// This is for good, and for the layer and all clones of the limiter. To give back what is at hand
     /// and go on, call [`shutdown`](Limiter::shutdown). If it is called twice, both calls wait, and the
-    /// earlier end counts. [`tollgate::drain`](crate::drain) drains all limiters and throttles of the
+    /// earlier end counts. [`tollgate::drain_all`](crate::drain_all) drains all limiters and throttles of the
     /// process.
     ///
     /// ```

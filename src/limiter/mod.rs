@@ -87,8 +87,9 @@ mod waiting;
 pub use acquire::Acquire;
 pub(crate) use admission::Entry;
 pub(crate) use engine::note_several as note_several_gates;
+pub(crate) use explanation::Held;
 pub(crate) use explanation::Shown;
-pub use explanation::{Because, Explanation, Held, KeyExplanation, StoreState, Verdict};
+pub use explanation::{Because, Explanation, Verdict};
 pub(crate) use guarding::Counted;
 pub(crate) use in_flight_slot::InFlightSlot;
 pub(crate) use joint::{

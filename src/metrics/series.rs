@@ -15,7 +15,9 @@ use crate::store::StoreStats;
 
 /// The statuses that a signal reads as a refusal, each with a series of its own. All others are
 /// `other`: a server cannot make more series.
-const STATUSES: [u16; 10] = [400, 402, 403, 418, 420, 429, 430, 503, 509, 529];
+const STATUSES: [&str; 10] = [
+    "400", "402", "403", "418", "420", "429", "430", "503", "509", "529",
+];
 
 /// The values of all series at one moment.
 #[derive(Default)]
@@ -39,17 +41,20 @@ impl Series {
                 *sum += count;
             }
         };
-        for (reason, count) in stats.refusals.by_reason() {
-            add(names::REFUSALS, &[("reason", reason.into())], count);
+        for (reason, count) in stats.refusals.iter() {
+            add(
+                names::REFUSALS,
+                &[("reason", reason.to_owned().into())],
+                count,
+            );
         }
-        for (status, count) in stats.upstream_refusals.by_status() {
-            let is_known = STATUSES.contains(&status.as_u16());
-            let status = is_known.then(|| status.as_str().to_owned().into());
-            let status = status.unwrap_or("other".into());
+        for (status, count) in stats.upstream_refusals.iter() {
+            let known = STATUSES.into_iter().find(|known| *known == status);
+            let status = known.unwrap_or("other").into();
             add(names::UPSTREAM_REFUSALS, &[("status", status)], count);
         }
-        for (cause, count) in stats.holds.by_cause() {
-            add(names::HOLDS, &[("cause", cause.name().into())], count);
+        for (cause, count) in stats.holds.iter() {
+            add(names::HOLDS, &[("cause", cause.to_owned().into())], count);
         }
         // These begin at 0, too.
         if let Some(guard) = &stats.guard {

@@ -46,12 +46,16 @@ pub enum Limit {
 
 impl Limit {
     /// Makes a limit of `count` units in any interval of the length `window`.
+    #[cfg(feature = "unstable-store")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "unstable-store")))]
     pub const fn sliding(count: u32, window: Duration) -> Self {
         Limit::Sliding { count, window }
     }
 
     /// Makes a limit of `capacity` units back to back, of which `count` are refilled in each
     /// `window`.
+    #[cfg(feature = "unstable-store")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "unstable-store")))]
     pub const fn bucket(capacity: u32, count: u32, window: Duration) -> Self {
         Limit::Bucket {
             capacity,
@@ -73,7 +77,11 @@ impl Limit {
     pub(super) const fn sliding_counter(count: u32, window: Duration) -> Self {
         if count < 2 {
             // With a count of 1, the estimate allows the next request two windows later.
-            return Limit::bucket(count, count, window.saturating_mul(2));
+            return Limit::Bucket {
+                capacity: count,
+                count,
+                window: window.saturating_mul(2),
+            };
         }
         let nanos = window.as_nanos();
         let between = nanos / count as u128;
@@ -96,15 +104,24 @@ impl Limit {
             // The best one is near the last one, if it is not the first.
             capacity = max(capacity + 1, enough.saturating_sub(2));
         }
-        Limit::bucket(best as u32, count - best as u32, window)
+        let capacity = best as u32;
+        Limit::Bucket {
+            capacity,
+            count: count - capacity,
+            window,
+        }
     }
 
     /// Makes a limit of `count` units in each window that is aligned to the Unix epoch.
+    #[cfg(feature = "unstable-store")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "unstable-store")))]
     pub const fn fixed(count: u32, window: Duration) -> Self {
         Limit::Fixed { count, window }
     }
 
     /// Makes a limit of `count` calls at the same time.
+    #[cfg(feature = "unstable-store")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "unstable-store")))]
     pub const fn in_flight(count: u32) -> Self {
         Limit::InFlight { count }
     }

@@ -77,16 +77,16 @@ enum Misuse {
 
 impl Quota {
     /// The most rate limits that one quota may have. A burst is one of them.
-    pub const MOST_LIMITS: usize = 8;
+    pub(crate) const MOST_LIMITS: usize = 8;
 
     /// The largest count, capacity or burst that a limit may have.
-    pub const LARGEST_COUNT: u32 = 1_000_000_000;
+    pub(crate) const LARGEST_COUNT: u32 = 1_000_000_000;
 
     /// The shortest window that a limit may have: 1 ms.
-    pub const SHORTEST_WINDOW: Duration = Duration::from_millis(1);
+    pub(crate) const SHORTEST_WINDOW: Duration = Duration::from_millis(1);
 
     /// The longest window that a limit may have: 366 days.
-    pub const LONGEST_WINDOW: Duration = Duration::from_secs(366 * 86_400);
+    pub(crate) const LONGEST_WINDOW: Duration = Duration::from_secs(366 * 86_400);
 
     const fn single(limit: Limit) -> Self {
         Quota {
@@ -340,7 +340,7 @@ impl Quota {
 
     /// Returns the quota of the limits that count `unit`, without calls in flight. `None` if there is
     /// no such limit.
-    pub fn of_unit(&self, unit: &str) -> Option<Quota> {
+    pub(crate) fn of_unit(&self, unit: &str) -> Option<Quota> {
         let rates = self.limits().iter().zip(self.units);
         let own = rates.filter(|(_, other)| other.unwrap_or(Cost::REQUESTS) == unit);
         let own = own.map(|(limit, unit)| Quota {
@@ -407,7 +407,7 @@ impl Quota {
 
     /// Returns the shortest window of the rate limits. Without rate limits:
     /// [`SHORTEST_WINDOW`](Quota::SHORTEST_WINDOW).
-    pub fn shortest_window(&self) -> Duration {
+    pub(crate) fn shortest_window(&self) -> Duration {
         self.limits()
             .iter()
             .map(Limit::window)

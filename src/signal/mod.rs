@@ -183,7 +183,7 @@ pub struct Signal {
 
 impl Signal {
     /// The most quotas that a signal has. If a response states more, the others are ignored.
-    pub const MOST_QUOTAS: usize = 16;
+    pub(crate) const MOST_QUOTAS: usize = 16;
 
     /// Reads status and headers of a response that has just arrived. Reading never fails.
     ///
@@ -333,7 +333,7 @@ impl Signal {
     }
 
     /// Returns the quotas that the response states, in no order; at most
-    /// [`MOST_QUOTAS`](Self::MOST_QUOTAS).
+    /// 16 of them.
     pub fn quotas(&self) -> &[ObservedQuota] {
         &self.quotas
     }
@@ -382,7 +382,7 @@ impl Signal {
         }
     }
 
-    /// Adds a quota. Has no effect if there are [`MOST_QUOTAS`](Self::MOST_QUOTAS) already.
+    /// Adds a quota. Has no effect if there are 16 already.
     pub fn with_quota(mut self, quota: ObservedQuota) -> Self {
         if self.quotas.len() < Self::MOST_QUOTAS {
             self.quotas.push(quota);

@@ -15,9 +15,9 @@
 //!     drop(limiter.acquire(Key::ALL).await?);
 //! }
 //! let stats = limiter.stats();
-//! assert_eq!((stats.requests.passed, stats.requests.waited), (1, 2));
-//! assert!(stats.waits.quantile(0.99) > Some(std::time::Duration::from_secs(1)));
-//! assert!(stats::all().iter().any(|stats| &*stats.name == "github"));
+//! assert_eq!((stats.requests().passed, stats.requests().waited), (1, 2));
+//! assert!(stats.waits().quantile(0.99) > Some(std::time::Duration::from_secs(1)));
+//! assert!(stats::all().iter().any(|stats| stats.name() == "github"));
 //! # Ok(())
 //! # }
 //! ```
@@ -77,11 +77,10 @@ pub(crate) use labelled_keys::{KeySeries, WithKeys};
 pub(crate) use open_request::OpenRequest;
 pub(crate) use registry::{Flush, Gate, register};
 pub(crate) use tally::{Counted, Tally, is_series_name};
-pub(crate) use values::Outcome;
-pub use values::{
-    Cause, GuardStats, Holds, InFlightStats, KeyStats, Kind, PaceStats, Refusals, Requests, Stats,
-    Statuses,
-};
+#[cfg(feature = "grpc")]
+pub(crate) use values::name_of_reason;
+pub use values::{Cause, Counts, KeyStats, Requests, Stats};
+pub(crate) use values::{GuardStats, InFlightStats, Kind, Outcome, PaceStats};
 
 /// Returns the stats of all limiters and throttles of this process that still exist, the oldest first.
 ///
@@ -100,8 +99,8 @@ pub(crate) fn all_with_keys() -> Vec<WithKeys> {
         .collect()
 }
 
-/// Drains all limiters and throttles of this process: see [`Limiter::drain`](crate::Limiter::drain).
-/// Returns the sum of what each did.
+/// Drains all limiters and throttles of this process, also those of libraries that the program uses:
+/// see [`Limiter::drain`](crate::Limiter::drain), which drains one. Returns the sum of what each did.
 ///
 /// All of them are drained at the same time. A request that gets its turn at one layer and then enters
 /// another one around the client is refused there.
@@ -117,7 +116,7 @@ pub(crate) fn all_with_keys() -> Vec<WithKeys> {
 /// # Panics
 ///
 /// If requests wait and the future is polled outside of a Tokio runtime with timers.
-pub async fn drain(within: Duration) -> Result<Drained, StoreError> {
+pub async fn drain_all(within: Duration) -> Result<Drained, StoreError> {
     // Guards go on counting: requests that are let leave may be answered.
     let mut gates = registry::all();
     gates.retain(|gate| !gate.tally().is_of_guard());

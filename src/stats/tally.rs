@@ -4,6 +4,7 @@
 //! lock that it needs anyway. All else is counted here, by relaxed atomics. When the state of a key is
 //! forgotten, its counts are added to these.
 
+use std::borrow::Cow;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,7 +23,7 @@ use super::histogram::WaitCounts;
 use super::key_counts::KeyCounts;
 #[cfg(feature = "metrics")]
 use super::labelled_keys::LabelledKeys;
-use super::values::{Cause, Holds, Kind, Outcome, Refusals, Requests, Stats, Statuses};
+use super::values::{Cause, Counts, Kind, Outcome, REASONS, Requests, Stats, index_of_reason};
 use crate::clock;
 use crate::cost::Cost;
 use crate::error::Limited;
@@ -62,7 +63,7 @@ pub(crate) struct Tally {
     units: AtomicU64,
     /// The units of permits that were given back.
     given_back: AtomicU64,
-    refusals: [AtomicU64; Refusals::COUNT],
+    refusals: [AtomicU64; REASONS.len()],
     waits: WaitCounts,
     #[cfg(feature = "metrics")]
     exported_waits: ExportedWaits,
@@ -261,7 +262,7 @@ impl Tally {
     pub(crate) fn refusal(&self, limited: &Limited) -> Outcome {
         match limited.reason() {
             Some(reason) => {
-                self.refusals[Refusals::index(reason)].fetch_add(1, Ordering::Relaxed);
+                self.refusals[index_of_reason(&reason)].fetch_add(1, Ordering::Relaxed);
                 Outcome::Refused
             }
             None => Outcome::Store,
@@ -427,18 +428,25 @@ impl Tally {
         let count = waiting.len();
         drop(waiting);
         let statuses = lock(&self.upstream_refusals);
-        let statuses = statuses.iter().map(|(status, count)| (*status, *count));
+        let statuses = statuses
+            .iter()
+            .map(|(status, count)| (Cow::Owned(status.as_str().to_owned()), *count));
+        let causes = Cause::ALL.map(|cause| Cow::Borrowed(cause.name()));
         Stats {
             name: self.name.clone(),
-            kind: self.kind,
             draining: self.is_draining(),
             requests,
-            refusals: Refusals(read(&self.refusals)),
+            refusals: Counts::new(
+                REASONS
+                    .map(Cow::Borrowed)
+                    .into_iter()
+                    .zip(read(&self.refusals)),
+            ),
             unit: Cost::REQUESTS,
             units,
             waits: self.waits.read(),
-            upstream_refusals: Statuses(statuses.collect()),
-            holds: Holds(read(&self.holds)),
+            upstream_refusals: Counts::new(statuses),
+            holds: Counts::new(causes.into_iter().zip(read(&self.holds))),
             unknown_classes: self.classes.unknown(),
             waiting: count,
             oldest_wait: oldest.map(|since| now.saturating_duration_since(since)),

@@ -1,5 +1,8 @@
 //! What a gate has counted, as plain values.
 
+use std::borrow::Cow;
+use std::fmt;
+use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +17,6 @@ use crate::quota::Limit;
 /// [`Limiter::stats`](crate::Limiter::stats), [`Throttle::stats`](crate::Throttle::stats) and
 /// [`all`](super::all) return it. Counts begin at zero when the layer is built, and never fall, also
 /// when the state of a key is forgotten.
-#[non_exhaustive]
 #[derive(Clone, Debug)]
 pub struct Stats {
     /// The name that [`RateLimitBuilder::name`](crate::RateLimitBuilder::name) or
@@ -22,91 +24,207 @@ pub struct Stats {
     /// limit of [`and_per`](crate::RateLimitBuilder::and_per) has the name of its layer and its own:
     /// `github search`. Limits that count another [unit](crate::Quota::of) than requests have stats of
     /// their own, and the unit at the end of their name: `github tokens`.
-    pub name: Arc<str>,
-    /// Whether this is a limiter or a throttle.
-    pub kind: Kind,
+    pub(crate) name: Arc<str>,
     /// Whether [`drain`](crate::Limiter::drain) was called.
-    pub draining: bool,
+    pub(crate) draining: bool,
     /// Every request once, by its outcome. A request of several limits counts at the first of them.
-    pub requests: Requests,
+    pub(crate) requests: Requests,
     /// The requests that this process refused, by the reason. Their sum is `requests.refused`.
-    pub refusals: Refusals,
+    pub(crate) refusals: Counts<Reason>,
     /// What the limits count: [`Cost::REQUESTS`](crate::Cost::REQUESTS), or the name given to
     /// [`Quota::of`](crate::Quota::of).
-    pub unit: &'static str,
+    pub(crate) unit: &'static str,
     /// The cost of all requests that got a permit, without those that were given back. An attempt of a
     /// throttle costs one unit.
     ///
     /// A [settlement](crate::Settlement) changes nothing here: these are the costs of the permits.
-    pub units: u64,
+    pub(crate) units: u64,
     /// How long the requests waited that got a permit after a wait. Requests that got a permit at once
     /// are not in it.
-    pub waits: Histogram,
+    pub(crate) waits: Histogram,
     /// The refusals by the upstream, by their status.
-    pub upstream_refusals: Statuses,
+    pub(crate) upstream_refusals: Counts<StatusCode>,
     /// How often a key was put on hold, by the cause.
-    pub holds: Holds,
+    pub(crate) holds: Counts<Cause>,
     /// How many classes requests had that have no [share](crate::RateLimitBuilder::share), at most 16. A
     /// mistyped class is one: [`Event::UnknownClass`](crate::stats::Event::UnknownClass) names it.
-    pub unknown_classes: u64,
+    pub(crate) unknown_classes: u64,
     /// How many requests wait now.
-    pub waiting: usize,
+    pub(crate) waiting: usize,
     /// How long the request waits that has waited longest. `None` if no request waits.
-    pub oldest_wait: Option<Duration>,
+    pub(crate) oldest_wait: Option<Duration>,
     /// The units that were prefetched and are at hand now, of all keys.
-    pub at_hand: u64,
+    pub(crate) at_hand: u64,
     /// The calls in flight. `None` for a limiter without a limit of them.
-    pub in_flight: Option<InFlightStats>,
+    pub(crate) in_flight: Option<InFlightStats>,
     /// How many keys have state in this process.
-    pub keys: usize,
+    pub(crate) keys: usize,
     /// How many of these keys are on hold.
-    pub keys_held: usize,
+    pub(crate) keys_held: usize,
     /// How many of these keys go on without the store, which is unreachable: a limiter with its
     /// [fallback share](crate::OnStoreError::FallbackShare), a throttle with its part of the shared pace.
-    pub keys_alone: usize,
+    pub(crate) keys_alone: usize,
     /// How many of these keys have a quota that an operator has [set](crate::Limiter::set_quota).
-    pub keys_with_set_quota: usize,
+    pub(crate) keys_with_set_quota: usize,
     /// The most keys that may have state: the setting `max_keys`.
-    pub max_keys: usize,
+    pub(crate) max_keys: usize,
     /// The longest time for which a key stays on hold. `None` if no key is on hold.
-    pub longest_hold: Option<Duration>,
+    pub(crate) longest_hold: Option<Duration>,
     /// The configured limits of each key. Empty for a throttle.
-    pub limits: Vec<Limit>,
+    pub(crate) limits: Vec<Limit>,
     /// What the [ban guard](crate::Guard) has seen. `None` without one.
-    pub guard: Option<GuardStats>,
+    pub(crate) guard: Option<GuardStats>,
     /// The pace of a throttle that has one key. `None` for others: [`Throttle::explain`] has the pace of
     /// each key.
     ///
     /// [`Throttle::explain`]: crate::Throttle::explain
-    pub pace: Option<PaceStats>,
+    pub(crate) pace: Option<PaceStats>,
+}
+
+impl Stats {
+    /// Returns the name that [`RateLimitBuilder::name`](crate::RateLimitBuilder::name) or
+    /// [`AdaptiveThrottleBuilder::name`](crate::AdaptiveThrottleBuilder::name) gave, else `default`.
+    ///
+    /// A limit of [`and_per`](crate::RateLimitBuilder::and_per) has the name of its layer and its own:
+    /// `github search`. Limits that count another [unit](crate::Quota::of) than requests have stats of
+    /// their own, and the unit at the end of their name: `github tokens`. What counts the bad answers of
+    /// a [ban guard](crate::Guard) has `guard` there: each of them is a request here.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns every request once, by its outcome. A request of several limits counts at the first of
+    /// them.
+    pub fn requests(&self) -> Requests {
+        self.requests
+    }
+
+    /// Returns the requests that this process refused, by the reason. Their sum is
+    /// [`Requests::refused`].
+    ///
+    /// The value of a reason, such as that of `max_wait`, does not matter.
+    pub fn refusals(&self) -> &Counts<Reason> {
+        &self.refusals
+    }
+
+    /// Returns the refusals by the upstream, by their status.
+    pub fn upstream_refusals(&self) -> &Counts<StatusCode> {
+        &self.upstream_refusals
+    }
+
+    /// Returns how often a key was put on hold, by the cause.
+    pub fn holds(&self) -> &Counts<Cause> {
+        &self.holds
+    }
+
+    /// Returns the cost of all requests that got a permit, without those that were given back, in
+    /// [`unit`](Self::unit)s. An attempt of a throttle costs one unit.
+    ///
+    /// A [settlement](crate::Settlement) changes nothing here: these are the costs of the permits.
+    pub fn units(&self) -> u64 {
+        self.units
+    }
+
+    /// Returns what the limits count: [`Cost::REQUESTS`](crate::Cost::REQUESTS), or the name given to
+    /// [`Quota::of`](crate::Quota::of).
+    pub fn unit(&self) -> &str {
+        self.unit
+    }
+
+    /// Returns how long the requests waited that got a permit after a wait. Requests that got a permit
+    /// at once are not in it.
+    pub fn waits(&self) -> &Histogram {
+        &self.waits
+    }
+
+    /// Returns how many requests wait now.
+    pub fn waiting(&self) -> usize {
+        self.waiting
+    }
+
+    /// Returns the configured limits of each key. Empty for a throttle.
+    pub fn limits(&self) -> &[Limit] {
+        &self.limits
+    }
+
+    /// Returns the state now and the other counts as numbers. Each has the name of its
+    /// [metric](crate::guide::operate#metrics) without `tollgate_`.
+    ///
+    /// | name | value |
+    /// |---|---|
+    /// | `oldest_wait_seconds` | how long the request waits that has waited longest; 0 if none waits |
+    /// | `permits_at_hand` | units that were prefetched and are at hand, of all keys |
+    /// | `in_flight`, `in_flight_waiting` | calls in flight, and requests that wait for an in-flight slot, of all keys; missing for a limiter without a limit of them |
+    /// | `keys`, `keys_limit` | keys with state in this process, and the most there may be: `max_keys` |
+    /// | `keys_held` | keys on hold |
+    /// | `hold_seconds` | the longest time for which a key stays on hold; 0 if none does |
+    /// | `keys_alone` | keys that go on without the store, which is unreachable: a limiter with its [fallback share](crate::OnStoreError::FallbackShare), a throttle with its part of the shared pace |
+    /// | `keys_with_set_quota` | keys with a quota that an operator has [set](crate::Limiter::set_quota) |
+    /// | `unknown_classes` | classes without a [share](crate::RateLimitBuilder::share) that requests had, at most 16: [`Event::UnknownClass`](crate::stats::Event::UnknownClass) names each |
+    /// | `draining` | 1 after a call of [`drain`](crate::Limiter::drain) |
+    /// | `pace_per_second` | requests that may leave in a second, of all processes that share the pace; 0 if the pace delays none. Only of a throttle with one key |
+    /// | `pace_processes` | processes that share the pace and have requests. Only of a throttle with one key |
+    /// | `bad_answers`, `guard_trips` | bad answers to requests of this process, and how often its [ban guard](crate::Guard) has tripped; missing without a guard. A stop by another process is a hold with the cause [`Guard`](Cause::Guard), and no trip |
+    pub fn values(&self) -> impl Iterator<Item = (&'static str, f64)> {
+        let seconds = |span: Option<Duration>| span.unwrap_or_default().as_secs_f64();
+        let always = [
+            ("oldest_wait_seconds", seconds(self.oldest_wait)),
+            ("permits_at_hand", self.at_hand as f64),
+            ("keys", self.keys as f64),
+            ("keys_limit", self.max_keys as f64),
+            ("keys_held", self.keys_held as f64),
+            ("hold_seconds", seconds(self.longest_hold)),
+            ("keys_alone", self.keys_alone as f64),
+            ("keys_with_set_quota", self.keys_with_set_quota as f64),
+            ("unknown_classes", self.unknown_classes as f64),
+            ("draining", f64::from(u8::from(self.draining))),
+        ];
+        let in_flight = self.in_flight.map(|calls| {
+            [
+                ("in_flight", calls.in_use as f64),
+                ("in_flight_waiting", calls.waiting as f64),
+            ]
+        });
+        let pace = self.pace.map(|pace| {
+            [
+                ("pace_per_second", pace.per_second.unwrap_or_default()),
+                ("pace_processes", pace.processes.into()),
+            ]
+        });
+        let guard = self.guard.map(|guard| {
+            [
+                ("bad_answers", guard.bad as f64),
+                ("guard_trips", guard.trips as f64),
+            ]
+        });
+        let some = [in_flight, pace, guard].into_iter().flatten().flatten();
+        always.into_iter().chain(some)
+    }
 }
 
 /// The pace of a throttle.
-#[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct PaceStats {
+pub(crate) struct PaceStats {
     /// How many requests may leave in a second, over all processes that share the pace. `None` if the
     /// pace delays no request.
-    pub per_second: Option<f64>,
+    pub(crate) per_second: Option<f64>,
     /// How many processes share the pace and have requests, this one included.
-    pub processes: u32,
+    pub(crate) processes: u32,
 }
 
 /// What a [ban guard](crate::Guard) has seen in this process.
-#[non_exhaustive]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GuardStats {
+pub(crate) struct GuardStats {
     /// The bad answers to requests of this process.
-    pub bad: u64,
+    pub(crate) bad: u64,
     /// How often the guard of this process has tripped. A stop by another process is a hold with the
     /// cause [`Guard`](Cause::Guard), and no trip.
-    pub trips: u64,
+    pub(crate) trips: u64,
 }
 
-/// What kind of gate a [`Stats`] is about.
-#[non_exhaustive]
+/// What kind of gate a tally is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub(crate) enum Kind {
     /// A [`Limiter`](crate::Limiter), which keeps a known quota.
     Limiter,
     /// A [`Throttle`](crate::Throttle), which finds a pace.
@@ -144,7 +262,7 @@ impl Requests {
     }
 
     /// Returns the counts with the names of their outcomes.
-    pub fn by_outcome(&self) -> impl Iterator<Item = (&'static str, u64)> {
+    pub fn by_outcome(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
         let &Requests {
             passed,
             waited,
@@ -207,87 +325,112 @@ impl Outcome {
     ];
 }
 
-/// The requests that this process refused, by the [`Reason`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Refusals(pub(super) [u64; Refusals::COUNT]);
+/// Counts by the reason, status or cause of what was counted.
+///
+/// Its `Debug` shows those that are not 0, by their names.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Counts<K> {
+    /// By their names.
+    counts: Vec<(Cow<'static, str>, u64)>,
+    by: PhantomData<fn(K)>,
+}
 
-impl Refusals {
-    pub(super) const COUNT: usize = 11;
-
-    /// The names of all reasons.
-    pub(super) const REASONS: [&str; Refusals::COUNT] = [
-        "max_wait",
-        "deadline",
-        "queue_full",
-        "too_many_keys",
-        "cost_above_limit",
-        "held",
-        "no_key",
-        "same_key",
-        "draining",
-        "invalid_quota",
-        "cannot_block",
-    ];
-
-    /// Returns the number of `reason` in [`REASONS`](Self::REASONS).
-    pub(super) fn index(reason: Reason) -> usize {
-        match reason {
-            Reason::MaxWait(_) => 0,
-            Reason::Deadline => 1,
-            Reason::QueueFull(_) => 2,
-            Reason::TooManyKeys(_) => 3,
-            Reason::CostAboveLimit { .. } => 4,
-            Reason::Held => 5,
-            Reason::NoKey => 6,
-            Reason::SameKey => 7,
-            Reason::Draining => 8,
-            Reason::InvalidQuota(_) => 9,
-            Reason::CannotBlock(_) => 10,
+impl<K> Counts<K> {
+    pub(super) fn new(counts: impl IntoIterator<Item = (Cow<'static, str>, u64)>) -> Self {
+        Counts {
+            counts: counts.into_iter().collect(),
+            by: PhantomData,
         }
     }
 
-    /// Returns the name of `reason`, as in [`by_reason`](Self::by_reason).
-    #[cfg(feature = "grpc")]
-    pub(crate) fn name_of(reason: Reason) -> &'static str {
-        Refusals::REASONS[Refusals::index(reason)]
-    }
-
-    /// Returns the refusals for `reason`. Its value, such as that of `max_wait`, does not matter.
-    pub fn of(&self, reason: Reason) -> u64 {
-        self.0[Refusals::index(reason)]
-    }
-
-    /// Returns all refusals.
+    /// Returns the sum of all counts.
     pub fn total(&self) -> u64 {
-        self.0.iter().sum()
+        self.counts.iter().map(|(_, count)| count).sum()
     }
 
-    /// Returns the counts with the names of their reasons, such as `max_wait`.
-    pub fn by_reason(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        Refusals::REASONS.into_iter().zip(self.0)
+    /// Returns the counts with their names: those of reasons, such as `max_wait`, those of causes, such
+    /// as `used_up`, or the digits of a status that was seen. Reasons and causes without counts are 0.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, u64)> {
+        self.counts.iter().map(|(name, count)| (&**name, *count))
     }
 }
 
-/// The refusals by the upstream, by their status.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Statuses(pub(super) Vec<(StatusCode, u64)>);
-
-impl Statuses {
-    /// Returns the refusals with `status`.
-    pub fn of(&self, status: StatusCode) -> u64 {
-        let found = self.0.iter().find(|(other, _)| *other == status);
-        found.map_or(0, |(_, count)| *count)
+#[expect(private_bounds, reason = "sealed: what there is to count by")]
+impl<K: Counted> Counts<K> {
+    /// Returns how many were counted for `of`.
+    pub fn of(&self, of: K) -> u64 {
+        let name = of.name();
+        let mut all = self.iter();
+        all.find_map(|(other, count)| (other == name).then_some(count))
+            .unwrap_or(0)
     }
+}
 
-    /// Returns all refusals.
-    pub fn total(&self) -> u64 {
-        self.0.iter().map(|(_, count)| count).sum()
+impl<K> fmt::Debug for Counts<K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seen = self.iter().filter(|(_, count)| *count > 0);
+        f.debug_map().entries(seen).finish()
     }
+}
 
-    /// Returns each status that was seen, with its count.
-    pub fn by_status(&self) -> impl Iterator<Item = (StatusCode, u64)> {
-        self.0.iter().copied()
+/// What [`Counts`] count by.
+trait Counted {
+    fn name(&self) -> &str;
+}
+
+impl Counted for Reason {
+    fn name(&self) -> &str {
+        name_of_reason(self)
     }
+}
+
+impl Counted for StatusCode {
+    fn name(&self) -> &str {
+        self.as_str()
+    }
+}
+
+impl Counted for Cause {
+    fn name(&self) -> &str {
+        Cause::name(*self)
+    }
+}
+
+/// The names of all reasons.
+pub(super) const REASONS: [&str; 11] = [
+    "max_wait",
+    "deadline",
+    "queue_full",
+    "too_many_keys",
+    "cost_above_limit",
+    "held",
+    "no_key",
+    "same_key",
+    "draining",
+    "invalid_quota",
+    "cannot_block",
+];
+
+/// Returns the number of `reason` in [`REASONS`].
+pub(super) fn index_of_reason(reason: &Reason) -> usize {
+    match reason {
+        Reason::MaxWait(_) => 0,
+        Reason::Deadline => 1,
+        Reason::QueueFull(_) => 2,
+        Reason::TooManyKeys(_) => 3,
+        Reason::CostAboveLimit { .. } => 4,
+        Reason::Held => 5,
+        Reason::NoKey => 6,
+        Reason::SameKey => 7,
+        Reason::Draining => 8,
+        Reason::InvalidQuota(_) => 9,
+        Reason::CannotBlock(_) => 10,
+    }
+}
+
+/// Returns the name of `reason`, as in [`Counts::iter`].
+pub(crate) fn name_of_reason(reason: &Reason) -> &'static str {
+    REASONS[index_of_reason(reason)]
 }
 
 /// Why a key was put on hold.
@@ -327,58 +470,65 @@ impl Cause {
     }
 }
 
-/// How often a key was put on hold, by the [`Cause`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Holds(pub(super) [u64; Cause::ALL.len()]);
-
-impl Holds {
-    /// Returns the holds with `cause`.
-    pub fn of(&self, cause: Cause) -> u64 {
-        self.0[cause as usize]
-    }
-
-    /// Returns all holds.
-    pub fn total(&self) -> u64 {
-        self.0.iter().sum()
-    }
-
-    /// Returns the counts by cause.
-    pub fn by_cause(&self) -> impl Iterator<Item = (Cause, u64)> {
-        Cause::ALL.into_iter().zip(self.0)
-    }
-}
-
 /// The calls in flight of this process.
-#[non_exhaustive]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct InFlightStats {
+pub(crate) struct InFlightStats {
     /// Calls in flight, of all keys.
-    pub in_use: u64,
+    pub(crate) in_use: u64,
     /// Requests that wait for an in-flight slot, of all keys. They are part of
     /// [`Stats::waiting`].
-    pub waiting: u64,
+    pub(crate) waiting: u64,
 }
 
 /// What one key of this process has done, since its state was made.
 ///
 /// The state of a key is forgotten when it is idle and its place is needed. The counts of the key then
 /// begin anew; those of [`Stats`] do not.
-#[non_exhaustive]
 #[derive(Clone, Debug)]
 pub struct KeyStats {
     /// The name that [`key_name`](crate::RateLimitBuilder::key_name) or
     /// [`name_key`](crate::Limiter::name_key) gave. Otherwise the host, if that is the key and a
     /// request of it has waited or was refused, else eight hex digits. If the key has the quota of a
     /// [route](crate::RateLimitBuilder::routes), the pattern of the route follows: `all GET /search/*`.
-    pub name: Box<str>,
+    pub(crate) name: Box<str>,
     /// The requests of the key by their outcome.
-    pub requests: Requests,
+    pub(crate) requests: Requests,
     /// The cost of its requests that got a permit.
-    pub units: u64,
+    pub(crate) units: u64,
     /// How many of its requests wait now.
-    pub waiting: usize,
-    /// The units that were prefetched and are at hand now.
-    pub at_hand: u64,
+    pub(crate) waiting: usize,
     /// How long the key stays on hold. `None` if it is not on hold.
-    pub held: Option<Duration>,
+    pub(crate) held: Option<Duration>,
+}
+
+impl KeyStats {
+    /// Returns the name that [`key_name`](crate::RateLimitBuilder::key_name) or
+    /// [`name_key`](crate::Limiter::name_key) gave. Otherwise the host, if that is the key and a
+    /// request of it has waited or was refused, else eight hex digits.
+    ///
+    /// If the key has the quota of a [route](crate::RateLimitBuilder::routes), the pattern of the route
+    /// follows: `all GET /search/*`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the requests of the key by their outcome.
+    pub fn requests(&self) -> Requests {
+        self.requests
+    }
+
+    /// Returns the cost of its requests that got a permit.
+    pub fn units(&self) -> u64 {
+        self.units
+    }
+
+    /// Returns how many of its requests wait now.
+    pub fn waiting(&self) -> usize {
+        self.waiting
+    }
+
+    /// Returns how long the key stays on hold. `None` if it is not on hold.
+    pub fn held(&self) -> Option<Duration> {
+        self.held
+    }
 }

@@ -10,10 +10,7 @@
 //! release may change them, because they follow the protocol between limiters and stores. Depend on
 //! an exact version (`tollgate = "=0.1.0"`) if you turn it on.
 
-#![cfg_attr(
-    not(feature = "unstable-store"),
-    allow(unreachable_pub, dead_code)
-)]
+#![cfg_attr(not(feature = "unstable-store"), allow(unreachable_pub, dead_code))]
 
 mod delegate;
 mod fallback;
@@ -39,11 +36,11 @@ use std::time::Duration;
 pub use crate::error::StoreError;
 #[cfg(not(feature = "unstable-store"))]
 pub(crate) use custom::*;
-#[cfg(not(feature = "unstable-store"))]
-pub(crate) use delegate::delegate_store;
 #[cfg(feature = "unstable-store")]
 #[cfg_attr(docsrs, doc(cfg(feature = "unstable-store")))]
 pub use custom::*;
+#[cfg(not(feature = "unstable-store"))]
+pub(crate) use delegate::delegate_store;
 pub(crate) use fallback::{FallbackStore, Share};
 pub(crate) use interface::{label, spawn};
 pub(crate) use joint_call::JointCall;

@@ -174,7 +174,6 @@ pub(super) fn key_stats(core: &Core, key: Key) -> Option<KeyStats> {
         requests: waiters.counts.requests(),
         units: waiters.counts.units(),
         waiting: waiters.queue.waiting(),
-        at_hand: 0,
         held: held(waiters, now),
     })
 }

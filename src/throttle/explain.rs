@@ -31,37 +31,36 @@ pub struct PaceExplanation {
     /// What would happen to the request. Waits are estimates, because each response may change the pace.
     pub verdict: Verdict,
     /// The name of the throttle, as in [`Stats::name`](crate::stats::Stats::name).
-    pub throttle: Arc<str>,
+    throttle: Arc<str>,
     /// The name of the key, as in [`KeyStats::name`](crate::stats::KeyStats::name).
-    pub key: Box<str>,
+    key: Box<str>,
     /// The time between two requests at the present pace. Zero if the pace lets several leave at once.
-    pub interval: Duration,
+    interval: Duration,
     /// How long until the next request may leave. Zero if it may leave now.
-    pub slot: Duration,
+    slot: Duration,
     /// The hold of the key. `None` if it is not on hold.
-    pub hold: Option<Held>,
+    hold: Option<Held>,
     /// How many requests of the key wait in this process.
-    pub waiting: usize,
+    waiting: usize,
     /// How long the first of them has waited. `None` if no request waits.
-    pub oldest_wait: Option<Duration>,
+    oldest_wait: Option<Duration>,
     /// How many requests of the key this process has in flight.
-    pub in_flight: usize,
+    in_flight: usize,
     /// The processes that share the pace. `None` if none do.
-    pub fleet: Option<Fleet>,
+    fleet: Option<Fleet>,
 }
 
 /// The processes that share the pace of a key, as far as this one knows.
-#[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fleet {
+struct Fleet {
     /// How many of them have requests that wait or are in flight, this one included.
-    pub processes: u32,
+    processes: u32,
     /// How many requests wait in all processes.
-    pub waiting: usize,
+    waiting: usize,
     /// How many requests of all processes are in flight.
-    pub in_flight: usize,
+    in_flight: usize,
     /// Whether the store is unreachable, so that each process goes on with its part of the pace.
-    pub alone: bool,
+    alone: bool,
 }
 
 /// Explains what would happen to a request of `key`.

@@ -78,7 +78,7 @@ use crate::stats::{Cause, Drained, Gate, KeyStats, Stats, drain_gate};
 use crate::wakers::Wakers;
 
 pub(crate) use engine::ThrottleSettings;
-pub use explain::{Fleet, PaceExplanation};
+pub use explain::PaceExplanation;
 #[cfg(feature = "__lab")]
 pub(crate) use paced_queue::{Flight, PacedQueue, Refused};
 pub use permit::ThrottlePermit;

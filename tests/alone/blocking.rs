@@ -32,7 +32,7 @@ fn runtime() -> Runtime {
 
 /// Waits until `count` requests wait in `limiter`.
 fn until_waiting(limiter: &Limiter, count: usize) {
-    while limiter.stats().waiting < count {
+    while limiter.stats().waiting() < count {
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -229,7 +229,7 @@ fn threads_keep_deadline_and_max_wait() {
     let limited = waiting.blocking().unwrap_err();
     assert_eq!(limited.reason(), Some(Reason::Deadline), "{limited}");
     assert!(Instant::now() >= by);
-    assert_eq!(limiter.stats().waiting, 0);
+    assert_eq!(limiter.stats().waiting(), 0);
 }
 
 #[test]
@@ -273,7 +273,7 @@ fn tasks_of_a_runtime_are_refused() {
         assert_cannot_block(&runtime.block_on(task).unwrap().unwrap_err());
         let joint = limiter
             .acquire(Key::ALL)
-            .with(limiter.acquire(Key::new("k")));
+            .and(limiter.acquire(Key::new("k")));
         let blocked = runtime.block_on(async { joint.blocking() });
         assert_cannot_block(&blocked.unwrap_err());
         let blocked = runtime.block_on(async { block_on(limiter.shutdown()) });
@@ -283,7 +283,7 @@ fn tasks_of_a_runtime_are_refused() {
         assert_cannot_block(&blocked.unwrap_err());
     }
     let stats = limiter.stats();
-    assert_eq!(stats.refusals.of(IN_RUNTIME), 8);
+    assert_eq!(stats.refusals().of(IN_RUNTIME), 8);
     let status = block_on(limiter.peek(Key::ALL)).unwrap().unwrap();
     assert_eq!(status.free, 10, "a refused request takes no permit");
 }
@@ -298,7 +298,7 @@ fn a_request_that_waits_is_refused_in_a_runtime() {
         assert_cannot_block(&waiting.blocking().unwrap_err());
     });
     let stats = limiter.stats();
-    assert_eq!((stats.waiting, stats.refusals.total()), (0, 1));
+    assert_eq!((stats.waiting(), stats.refusals().total()), (0, 1));
 }
 
 /// A thread that blocks is woken by a task of the runtime that it belongs to.
@@ -306,7 +306,7 @@ fn waits_for_a_task(limiter: &Limiter, runtime: &Handle) -> Result<Permit, Limit
     let first = limiter.acquire(Key::ALL).blocking().unwrap();
     let (task, seen) = (limiter.clone(), limiter.clone());
     runtime.spawn(async move {
-        while seen.stats().waiting == 0 {
+        while seen.stats().waiting() == 0 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         drop((first, task));
@@ -382,7 +382,7 @@ fn threads_go_on_if_a_runtime_ends() {
         for thread in threads {
             thread.join().unwrap();
         }
-        assert_eq!(limiter.stats().waiting, 0);
+        assert_eq!(limiter.stats().waiting(), 0);
     }
 }
 
@@ -465,7 +465,7 @@ fn threads_take_permits_of_several_keys() {
         for _ in 0..25 {
             let (one, all, log) = (&one, &all, &log);
             scope.spawn(move || {
-                let both = || one.acquire(Key::ALL).with(all.acquire(Key::ALL));
+                let both = || one.acquire(Key::ALL).and(all.acquire(Key::ALL));
                 while !log.send(both().blocking().unwrap()) {}
             });
         }

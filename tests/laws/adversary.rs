@@ -60,7 +60,7 @@ async fn shares_are_rolled_out_beside_several_limits() {
             acquire = acquire.class("web");
         }
         if request % 2 == 1 {
-            acquire = acquire.with(channels.acquire(Key::new("7")));
+            acquire = acquire.and(channels.acquire(Key::new("7")));
         }
         requests.push(tokio::spawn(acquire));
         sleep(millis(20)).await;

@@ -147,7 +147,7 @@ async fn send(layer: &RateLimitLayer, count: usize, class: impl Fn(usize) -> Opt
     for number in 0..count {
         let mut request = Request::new(());
         if let Some(class) = class(number) {
-            request.extensions_mut().insert(Class(class));
+            request.extensions_mut().insert(Class::new(class));
         }
         service.clone().oneshot(request).await.unwrap();
     }
@@ -345,7 +345,7 @@ async fn layers_find_the_class_of_a_request() {
     let send = async |path: &str, class: Option<&'static str>| {
         let mut request = Request::get(path).body(()).unwrap();
         if let Some(class) = class {
-            request.extensions_mut().insert(Class(class));
+            request.extensions_mut().insert(Class::new(class));
         }
         match service.clone().oneshot(request).await {
             Ok(_) => Ok(()),

@@ -367,7 +367,7 @@ async fn wrong_jointly(quotas: &[Quota; 2], steps: &[JointStep]) -> Option<Strin
                 let limiters = if is_patient { &patient } else { &impatient };
                 let request = || {
                     let first = limiters[0].acquire(Key::ALL).cost(cost);
-                    first.with(limiters[1].acquire(Key::ALL))
+                    first.and(limiters[1].acquire(Key::ALL))
                 };
                 let explanation = request().explain().await.unwrap();
                 let stated = match explanation.verdict {

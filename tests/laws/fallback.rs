@@ -665,7 +665,7 @@ async fn joint_requests_after_an_outage_count_once() {
     let channel = channel.build().unwrap().limiter();
     let start = Instant::now();
     for _ in 0..3 {
-        let both = all.acquire(Key::ALL).with(channel.acquire(Key::new("17")));
+        let both = all.acquire(Key::ALL).and(channel.acquire(Key::new("17")));
         drop(both.await.unwrap());
     }
     assert!(start.elapsed() < ms(1500), "{:?}", start.elapsed());
@@ -684,7 +684,7 @@ async fn calls_that_fail_together_share_one_share() {
     let client = client.build().unwrap().limiter();
     let requests = (0..40u8).map(|number| {
         let key = Key::new([number]);
-        all.acquire(Key::ALL).with(client.acquire(key))
+        all.acquire(Key::ALL).and(client.acquire(key))
     });
     let permits = futures::future::join_all(requests).await;
     let granted = permits.iter().filter(|permit| permit.is_ok()).count();

@@ -204,7 +204,7 @@ async fn refusals_hold_the_key() {
         drop(call(&service).await.into_body().collect().await.unwrap());
         let held = hold(&limiter).await.unwrap();
         assert!((least..=most).contains(&held), "{held:?}");
-        assert_eq!(limiter.stats().upstream_refusals.total(), 1);
+        assert_eq!(limiter.stats().upstream_refusals().total(), 1);
     }
 }
 
@@ -243,7 +243,7 @@ async fn other_statuses_hold_no_key() {
         let service = around(limit.grpc(), &Server::new([answer]));
         drop(call(&service).await.into_body().collect().await);
         assert_eq!(hold(&limiter).await, None);
-        assert_eq!(limiter.stats().upstream_refusals.total(), 0);
+        assert_eq!(limiter.stats().upstream_refusals().total(), 0);
     }
 }
 
@@ -310,7 +310,7 @@ async fn a_local_refusal_is_a_response() {
     assert_eq!(pushback, wait.as_nanos().div_ceil(1_000_000));
     assert!(wait > ms(50_000), "{wait:?}");
     assert_eq!(server.calls(), 1);
-    assert_eq!(limiter.stats().refusals.total(), 1);
+    assert_eq!(limiter.stats().refusals().total(), 1);
     assert_eq!(refused.into_body().collect().await.unwrap().to_bytes(), "");
 }
 
@@ -381,7 +381,7 @@ async fn layers_around_do_not_learn_from_a_local_refusal() {
     let limiter = plain.limiter();
     let told = around(plain, &Server::new([refused.clone()]));
     drop(told.oneshot(request()).await.unwrap());
-    assert_eq!(limiter.stats().upstream_refusals.total(), 1);
+    assert_eq!(limiter.stats().upstream_refusals().total(), 1);
 
     let plain = outer();
     let limiter = plain.limiter();
@@ -400,7 +400,7 @@ async fn layers_around_do_not_learn_from_a_local_refusal() {
         );
         drop(response.into_body().collect().await);
     }
-    assert_eq!(limiter.stats().upstream_refusals.total(), 0);
+    assert_eq!(limiter.stats().upstream_refusals().total(), 0);
 
     let grpc = outer();
     let limiter = grpc.limiter();
@@ -414,7 +414,7 @@ async fn layers_around_do_not_learn_from_a_local_refusal() {
         );
         drop(response.into_body().collect().await);
     }
-    assert_eq!(limiter.stats().upstream_refusals.total(), 0);
+    assert_eq!(limiter.stats().upstream_refusals().total(), 0);
     assert_eq!(hold(&limiter).await, None);
 
     let adaptive = throttle();
@@ -429,7 +429,7 @@ async fn layers_around_do_not_learn_from_a_local_refusal() {
         );
         drop(response.into_body().collect().await);
     }
-    assert_eq!(throttle.stats().upstream_refusals.total(), 0);
+    assert_eq!(throttle.stats().upstream_refusals().total(), 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -473,7 +473,7 @@ async fn the_throttle_learns_from_trailers() {
     let service = around(layer.grpc(), &Server::new([refused]));
     let start = Instant::now();
     assert_eq!(status(&service).await, "8");
-    assert_eq!(throttle.stats().upstream_refusals.total(), 1);
+    assert_eq!(throttle.stats().upstream_refusals().total(), 1);
     assert_eq!(status(&service).await, "0");
     assert!(start.elapsed() >= ms(3000), "{:?}", start.elapsed());
 }

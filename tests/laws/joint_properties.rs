@@ -363,7 +363,7 @@ impl World {
             .iter()
             .map(|&(key, cost)| self.limiter(key).acquire(self.key(key)).cost(cost));
         let first = all.next().unwrap();
-        let acquire = all.fold(first, Acquire::with);
+        let acquire = all.fold(first, Acquire::and);
         match request.deadline {
             Some(span) => acquire.deadline((Instant::now() + millis(span)).into_std()),
             None => acquire,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use http::Request;
 use proptest::prelude::*;
-use support::{Upstream, pass};
+use support::{Upstream, count_of, pass};
 use tollgate::limiter::{Permit, QuotaError, QuotaSource, Verdict};
 use tollgate::quota::Limit;
 use tollgate::stats::Event;
@@ -191,13 +191,13 @@ async fn an_invalid_quota_refuses_the_request_and_says_why() {
 
     let joint = limiter
         .acquire(Key::new("other"))
-        .with(limiter.acquire(tenant()).quota(Quota::per_minute(0)));
+        .and(limiter.acquire(tenant()).quota(Quota::per_minute(0)));
     assert!(matches!(
         reason(&joint.await.unwrap_err()),
         ConfigError::ZeroCount { .. }
     ));
     assert_eq!(limiter.peek(tenant()).await.unwrap().free, 10);
-    assert_eq!(limiter.stats().requests.refused, 4);
+    assert_eq!(limiter.stats().requests().refused, 4);
 
     let explained = limiter.acquire(tenant()).quota(Quota::per_minute(0));
     let explained = explained.explain().await.unwrap();
@@ -290,7 +290,7 @@ async fn the_keys_of_a_joint_request_have_quotas_of_their_own() {
     let [one, other] = [(); 2].map(|()| limiter_on(Quota::per_minute(10), &store));
     let both = |small| {
         let of_one = one.acquire(Key::new("one")).quota(Quota::per_minute(small));
-        of_one.with(other.acquire(Key::new("other")).quota(Quota::per_minute(4)))
+        of_one.and(other.acquire(Key::new("other")).quota(Quota::per_minute(4)))
     };
     assert!(both(2).await.is_ok());
     assert!(both(2).await.is_ok());
@@ -325,10 +325,8 @@ async fn explain_follows_the_quota_that_a_request_states() {
     };
     let explained = request().explain().await.unwrap();
     assert_eq!(explained.verdict, Verdict::Goes);
-    assert_eq!(
-        limits(&explained.keys[0].limits),
-        Quota::per_minute(5).limits()
-    );
+    let text = explained.to_string();
+    assert!(text.contains("\n  5/60s "), "{text}");
     assert!(request().await.is_ok());
     assert!(matches!(
         request().explain().await.unwrap().verdict,
@@ -490,7 +488,7 @@ async fn a_set_quota_goes_before_that_of_a_request() {
     assert!(matches!(explained.verdict, Verdict::Refused { .. }));
     let text = explained.to_string();
     assert!(text.contains("set by an operator, kept for 720h"), "{text}");
-    assert_eq!(other.stats().keys_with_set_quota, 1);
+    assert_eq!(count_of(&other.stats(), "keys_with_set_quota"), 1);
     one.unset_quota(tenant()).await.unwrap();
     pass(Duration::from_secs(155)).await;
     assert_eq!(granted(&other, Quota::per_minute(100)).await, 100);
@@ -516,7 +514,7 @@ async fn a_process_that_starts_later_knows_a_set_quota() {
     let limiter = layer.unwrap().limiter();
     assert!(limiter.acquire(tenant()).await.is_ok());
     assert!(limiter.acquire(tenant()).cost(50).await.is_ok());
-    assert_eq!(limiter.stats().keys_with_set_quota, 1);
+    assert_eq!(count_of(&limiter.stats(), "keys_with_set_quota"), 1);
     assert_eq!(*events.lock().unwrap(), 1);
 }
 
@@ -649,7 +647,7 @@ async fn a_joint_request_follows_the_set_quota_of_each_key() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
     let [one, other] = [(); 2].map(|()| limiter_on(Quota::per_minute(4), &store));
     let (a, b) = (Key::new("a"), Key::new("b"));
-    let both = || one.acquire(a).with(other.acquire(b));
+    let both = || one.acquire(a).and(other.acquire(b));
     let all = async || {
         let mut granted = 0;
         while both().await.is_ok() {
@@ -964,7 +962,7 @@ async fn follow_moments(with: With, window: Duration, moments: Vec<Moment>) {
                 };
                 for _ in 0..count {
                     let permit = match keys {
-                        [true, true] => request(0).with(request(1)).await,
+                        [true, true] => request(0).and(request(1)).await,
                         [true, false] => request(0).await,
                         _ => request(1).await,
                     };
@@ -1008,7 +1006,7 @@ async fn follow_moments(with: With, window: Duration, moments: Vec<Moment>) {
     let both = || {
         limiters[0]
             .acquire(names[0])
-            .with(limiters[1].acquire(names[1]))
+            .and(limiters[1].acquire(names[1]))
     };
     while both().await.is_ok() {
         granted += 1;

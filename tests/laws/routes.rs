@@ -14,7 +14,7 @@ use tollgate::{
 };
 use tower::{Layer, ServiceExt};
 
-use support::{Upstream, get, limited, ms, ok, pass, used};
+use support::{Upstream, count_of, get, limited, ms, ok, pass, used};
 
 /// Ten per minute in all, and no waiting.
 fn ten() -> RateLimitBuilder {
@@ -89,7 +89,7 @@ async fn a_route_has_its_quota_besides_that_of_the_layer() {
     let search = Key::ALL.and("GET /search/*").and("route");
     assert_eq!(routes.peek(search).await.unwrap().limits[0].used, 0);
     let keys = routes.busiest(9);
-    let is_named = |pattern: &str| keys.iter().any(|key| key.name.ends_with(pattern));
+    let is_named = |pattern: &str| keys.iter().any(|key| key.name().ends_with(pattern));
     assert!(is_named(" GET /search/*") && is_named(" /big"), "{keys:?}");
 }
 
@@ -105,11 +105,9 @@ async fn peek_and_explain_know_the_route_of_a_key() {
     assert_eq!(status.quota_source, QuotaSource::Route);
     assert_eq!((status.free, status.limits[0].used), (2, 1));
     let explained = limiter.explain(key).await.unwrap();
-    assert_eq!(explained.keys[0].quota_source, QuotaSource::Route);
-    assert!(
-        explained.keys[0].key.ends_with(" GET /search/*"),
-        "{explained}"
-    );
+    let explained = explained.to_string();
+    assert!(explained.contains("that of its route"), "{explained}");
+    assert!(explained.contains(" GET /search/*:"), "{explained}");
     assert!(
         explained.to_string().contains("that of its route"),
         "{explained}"
@@ -123,7 +121,7 @@ async fn peek_and_explain_know_the_route_of_a_key() {
         until_refused(&limit, "GET /search/a").await,
         by("route: GET /search/*", 8)
     );
-    assert_eq!(limiter.stats().keys_with_set_quota, 1);
+    assert_eq!(count_of(&limiter.stats(), "keys_with_set_quota"), 1);
 }
 
 #[tokio::test(start_paused = true)]

@@ -108,7 +108,7 @@ async fn joint_permits_are_settled_under_each_key() {
     let all = limiter(Quota::per_minute(100));
     let of_one = limiter(Quota::per_minute(50));
     let request = all.acquire(Key::ALL).cost(20);
-    let request = request.with(of_one.acquire(Key::new("one")).cost(20));
+    let request = request.and(of_one.acquire(Key::new("one")).cost(20));
     let mut permit = request.await.unwrap();
     permit.settle(5);
     assert_eq!(used(&all, Key::ALL).await, 5);
@@ -293,7 +293,7 @@ async fn requests_that_wait_too_long_are_refused_locally() {
             true => limiter
                 .acquire(Key::ALL)
                 .cost(cost)
-                .with(other.acquire(Key::ALL).cost(cost)),
+                .and(other.acquire(Key::ALL).cost(cost)),
             false => limiter.acquire(Key::ALL).cost(cost),
         };
         drop(acquire(100).await.unwrap());
@@ -322,7 +322,7 @@ async fn short_holds_delay_requests_that_settle() {
         let acquire = || match is_joint {
             true => limiter
                 .acquire(Key::new("one"))
-                .with(other.acquire(Key::new("two"))),
+                .and(other.acquire(Key::new("two"))),
             false => limiter.acquire(Key::new("one")),
         };
         drop(acquire().await.unwrap());
@@ -551,7 +551,7 @@ async fn use_of_limit(habit: Habit) -> (f64, u64) {
                     true => limiter
                         .acquire(Key::ALL)
                         .cost(habit.estimate)
-                        .with(other.acquire(Key::new("other")).cost(habit.estimate)),
+                        .and(other.acquire(Key::new("other")).cost(habit.estimate)),
                     false => limiter.acquire(Key::ALL).cost(habit.estimate),
                 };
                 let mut permit = acquire.await.unwrap();

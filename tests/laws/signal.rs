@@ -252,7 +252,7 @@ fn is_sound(sent: &Sent) -> Result<(), TestCaseError> {
     let (signal, bytes) = read(sent, false);
     prop_assert!(bytes <= 1024, "{} bytes for {:?}", bytes, signal);
     prop_assert!(signal.retry_after() <= Some(YEAR));
-    prop_assert!(signal.quotas().len() <= Signal::MOST_QUOTAS);
+    prop_assert!(signal.quotas().len() <= 16);
     for quota in signal.quotas() {
         prop_assert!(
             quota.window() <= Some(YEAR) && quota.window() != Some(Duration::ZERO),

@@ -9,10 +9,10 @@ use futures::FutureExt;
 use http::{Request, StatusCode};
 use proptest::prelude::*;
 use proptest::test_runner::{FileFailurePersistence, TestCaseResult};
-use support::{Failing, Upstream, ms, peek};
+use support::{Failing, Upstream, count_of, ms, peek, value};
 use tokio::time::{sleep, timeout};
 use tollgate::limiter::Acquire;
-use tollgate::stats::{self, Cause, Event, Kind, Requests, Stats};
+use tollgate::stats::{self, Cause, Event, Requests, Stats};
 use tollgate::{
     AdaptiveThrottleLayer, Cost, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer,
     Reason, Signal, by_header,
@@ -125,7 +125,7 @@ impl World {
             CallKind::Joint => {
                 let other = self.second.acquire(key(call.key));
                 let first = self.first.acquire(key(call.key)).cost(cost);
-                self.acquire(call, first.with(other), [cost, 1]).await;
+                self.acquire(call, first.and(other), [cost, 1]).await;
             }
             CallKind::Layer => {
                 let mut request = Request::get("http://a/").body(String::new()).unwrap();
@@ -198,11 +198,14 @@ fn seen_of(requests: Requests) -> [u64; 4] {
 
 /// Panics if a count has fallen.
 fn assert_grown(before: &Stats, now: &Stats) {
-    let pairs = before.requests.by_outcome().zip(now.requests.by_outcome());
+    let pairs = before
+        .requests()
+        .by_outcome()
+        .zip(now.requests().by_outcome());
     for ((name, before), (_, now)) in pairs {
         assert!(before <= now, "{name} fell from {before} to {now}");
     }
-    assert!(before.units <= now.units);
+    assert!(before.units() <= now.units());
 }
 
 async fn history(calls: Vec<Call>, max_keys: usize, quota: Quota) -> TestCaseResult {
@@ -223,13 +226,16 @@ async fn history(calls: Vec<Call>, max_keys: usize, quota: Quota) -> TestCaseRes
     let (first, second) = (world.first.stats(), world.second.stats());
     let seen = *world.seen.lock().unwrap();
     let expected = [seen.passed, seen.waited, seen.refused, seen.cancelled];
-    prop_assert_eq!(seen_of(first.requests), expected);
-    prop_assert_eq!(first.requests.total(), count);
-    prop_assert_eq!(first.refusals.total(), seen.refused);
-    prop_assert_eq!(first.waits.count(), seen.waited);
-    prop_assert_eq!([first.units, second.units], seen.units);
-    prop_assert_eq!(second.requests, Requests::default());
-    prop_assert_eq!((first.waiting, first.oldest_wait), (0, None));
+    prop_assert_eq!(seen_of(first.requests()), expected);
+    prop_assert_eq!(first.requests().total(), count);
+    prop_assert_eq!(first.refusals().total(), seen.refused);
+    prop_assert_eq!(first.waits().count(), seen.waited);
+    prop_assert_eq!([first.units(), second.units()], seen.units);
+    prop_assert_eq!(second.requests(), Requests::default());
+    prop_assert_eq!(
+        (first.waiting(), value(&first, "oldest_wait_seconds")),
+        (0, Some(0.0))
+    );
     // Booked slots of cancelled requests have gone back by then, and the permits at hand go back.
     sleep(Duration::from_secs(3)).await;
     world.first.shutdown().await.unwrap();
@@ -238,7 +244,7 @@ async fn history(calls: Vec<Call>, max_keys: usize, quota: Quota) -> TestCaseRes
         let status = world.first.peek(key(number)).await.unwrap();
         used += status.limits[1].used;
     }
-    prop_assert_eq!(used, first.units);
+    prop_assert_eq!(used, first.units());
     Ok(())
 }
 
@@ -278,12 +284,18 @@ async fn permits_at_hand_are_counted() {
         for cost in [1, 3].repeat(500) {
             drop(limiter.acquire(key).cost(cost).await.unwrap());
         }
-        assert!(limiter.stats().at_hand > 0, "some were at hand");
+        assert!(
+            count_of(&limiter.stats(), "permits_at_hand") > 0,
+            "some were at hand"
+        );
         let stats = limiter.stats();
-        assert_eq!((stats.requests.passed, stats.units), (1000, 2000));
-        assert_eq!(limiter.busiest(1)[0].requests.passed, 1000);
-        assert_eq!(limiter.busiest(1)[0].units, 2000);
-        assert_eq!(peek(&limit, key).await.limits[0].used, 2000 + stats.at_hand);
+        assert_eq!((stats.requests().passed, stats.units()), (1000, 2000));
+        assert_eq!(limiter.busiest(1)[0].requests().passed, 1000);
+        assert_eq!(limiter.busiest(1)[0].units(), 2000);
+        assert_eq!(
+            peek(&limit, key).await.limits[0].used,
+            2000 + count_of(&stats, "permits_at_hand")
+        );
     }
 }
 
@@ -310,7 +322,7 @@ fn threads_that_share_a_key_count_every_request() {
         }
     });
     let stats = limiter.stats();
-    assert_eq!((stats.requests.passed, stats.units), (6000, 12_000));
+    assert_eq!((stats.requests().passed, stats.units()), (6000, 12_000));
 }
 
 #[tokio::test(start_paused = true)]
@@ -326,8 +338,18 @@ async fn counts_survive_the_state_of_their_key() {
         sleep(Duration::from_secs(3)).await;
     }
     let stats = limiter.stats();
-    assert_eq!((stats.requests.passed, stats.requests.refused), (20, 20));
-    assert_eq!((stats.units, stats.keys, stats.max_keys), (20, 1, 1));
+    assert_eq!(
+        (stats.requests().passed, stats.requests().refused),
+        (20, 20)
+    );
+    assert_eq!(
+        (
+            stats.units(),
+            count_of(&stats, "keys"),
+            count_of(&stats, "keys_limit")
+        ),
+        (20, 1, 1)
+    );
 }
 
 /// The counts of a key begin anew with its state, also those of `Key::ALL`, whose permits at hand are taken without
@@ -341,13 +363,13 @@ async fn counts_of_a_key_begin_anew_with_its_state() {
             drop(limiter.acquire(Key::ALL).await.unwrap());
         }
         let of_all = &limiter.busiest(1)[0];
-        assert_eq!((of_all.requests.passed, of_all.units), (100, 100));
+        assert_eq!((of_all.requests().passed, of_all.units()), (100, 100));
         sleep(Duration::from_secs(3)).await;
         drop(limiter.acquire(Key::new("another")).await.unwrap());
         sleep(Duration::from_secs(3)).await;
     }
     let stats = limiter.stats();
-    assert_eq!((stats.requests.passed, stats.units), (303, 303));
+    assert_eq!((stats.requests().passed, stats.units()), (303, 303));
 }
 
 #[tokio::test(start_paused = true)]
@@ -367,9 +389,12 @@ async fn stats_show_reasons_waits_and_holds() {
     sleep(ms(100)).await;
     let refused = limiter.acquire(Key::ALL).await.unwrap_err();
     let stats = limiter.stats();
-    assert_eq!((stats.waiting, stats.oldest_wait), (2, Some(ms(100))));
-    assert_eq!(stats.refusals.of(refused.reason().unwrap()), 1);
-    let named = stats.refusals.by_reason().find(|(_, count)| *count > 0);
+    assert_eq!(
+        (stats.waiting(), value(&stats, "oldest_wait_seconds")),
+        (2, Some(0.1))
+    );
+    assert_eq!(stats.refusals().of(refused.reason().unwrap()), 1);
+    let named = stats.refusals().iter().find(|(_, count)| *count > 0);
     assert_eq!(named, Some(("max_wait", 1)));
     for wait in waits {
         drop(wait.await.unwrap());
@@ -381,13 +406,19 @@ async fn stats_show_reasons_waits_and_holds() {
         .unwrap();
     limiter.acquire(Key::ALL).await.unwrap_err();
     let stats = limiter.stats();
-    assert_eq!(stats.refusals.of(Reason::Held), 1);
-    assert_eq!(stats.refusals.total(), stats.requests.refused);
-    assert_eq!((stats.requests.waited, stats.waits.count()), (2, 2));
-    assert_eq!(stats.waits.quantile(1.0), Some(ms(2500)));
-    assert_eq!((stats.holds.of(Cause::Operator), stats.keys_held), (1, 1));
-    assert_eq!(stats.longest_hold, Some(Duration::from_secs(60)));
-    assert_eq!(stats.limits.len(), 1);
+    assert_eq!(stats.refusals().of(Reason::Held), 1);
+    assert_eq!(stats.refusals().total(), stats.requests().refused);
+    assert_eq!((stats.requests().waited, stats.waits().count()), (2, 2));
+    assert_eq!(stats.waits().quantile(1.0), Some(ms(2500)));
+    assert_eq!(
+        (
+            stats.holds().of(Cause::Operator),
+            count_of(&stats, "keys_held")
+        ),
+        (1, 1)
+    );
+    assert_eq!(count_of(&stats, "hold_seconds"), 60);
+    assert_eq!(stats.limits().len(), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -408,7 +439,7 @@ async fn failures_of_the_store_are_counted() {
             _ = limiter.acquire(Key::ALL).await;
             _ = limiter
                 .acquire(Key::ALL)
-                .with(limiter.acquire(Key::new("b")))
+                .and(limiter.acquire(Key::new("b")))
                 .await;
         }
         let stats = limiter.stats();
@@ -416,8 +447,11 @@ async fn failures_of_the_store_are_counted() {
             OnStoreError::FailOpen => (6, 0),
             _ => (0, 6),
         };
-        assert_eq!((stats.requests.uncounted, stats.requests.store), expected);
-        assert_eq!((stats.requests.total(), stats.units), (6, 0));
+        assert_eq!(
+            (stats.requests().uncounted, stats.requests().store),
+            expected
+        );
+        assert_eq!((stats.requests().total(), stats.units()), (6, 0));
     }
 }
 
@@ -426,7 +460,7 @@ async fn layers_name_their_keys_and_limits() {
     let _alone = READS_ALL.lock().await;
     let names = || {
         let all = stats::all().into_iter();
-        all.map(|stats| stats.name.to_string())
+        all.map(|stats| stats.name().to_string())
             .filter(|name| name.starts_with("named"))
     };
     let limit = RateLimitLayer::builder(Quota::per_second(50))
@@ -458,21 +492,24 @@ async fn layers_name_their_keys_and_limits() {
         service.ready().await.unwrap().call(request).await.unwrap();
     }
     let busiest = limiter.busiest(10);
-    let keys: Vec<_> = busiest.iter().map(|key| (&*key.name, key.units)).collect();
+    let keys: Vec<_> = busiest
+        .iter()
+        .map(|key| (key.name(), key.units()))
+        .collect();
     assert_eq!(keys, [("tenant 7", 2), ("tenant 8", 1)]);
     let own = stats::all()
         .into_iter()
-        .find(|stats| &*stats.name == "named channel");
+        .find(|stats| stats.name() == "named channel");
     let own = own.unwrap();
     assert_eq!(
-        (own.requests.total(), own.units),
+        (own.requests().total(), own.units()),
         (0, 3),
         "requests count once"
     );
     assert_eq!(
         (
-            limiter.stats().requests.passed,
-            limiter.stats().requests.waited
+            limiter.stats().requests().passed,
+            limiter.stats().requests().waited
         ),
         (2, 1)
     );
@@ -508,7 +545,7 @@ async fn throttles_count_requests_and_attempts() {
     for wait in &mut waits {
         assert!(wait.now_or_never().is_none());
     }
-    assert_eq!(throttle.stats().waiting, 2);
+    assert_eq!(throttle.stats().waiting(), 2);
     let [first, cancelled] = waits;
     drop(cancelled);
     permit.answered(&Signal::default());
@@ -522,22 +559,25 @@ async fn throttles_count_requests_and_attempts() {
         .unwrap();
     throttle.acquire(Key::ALL).await.unwrap_err();
     let stats = throttle.stats();
-    assert_eq!((stats.kind, &*stats.name), (Kind::Throttle, "pace"));
+    assert_eq!(stats.name(), "pace");
     let Requests {
         passed,
         waited,
         refused,
         cancelled,
         ..
-    } = stats.requests;
+    } = stats.requests();
     assert_eq!((passed, waited, refused, cancelled), (1, 1, 1, 1));
     assert_eq!(
-        (stats.requests.total(), stats.units, stats.waiting),
+        (stats.requests().total(), stats.units(), stats.waiting()),
         (4, 2, 0)
     );
-    assert_eq!(stats.upstream_refusals.of(StatusCode::TOO_MANY_REQUESTS), 1);
-    assert_eq!(stats.holds.of(Cause::Operator), 1);
-    assert_eq!(throttle.busiest(5)[0].requests, stats.requests);
+    assert_eq!(
+        stats.upstream_refusals().of(StatusCode::TOO_MANY_REQUESTS),
+        1
+    );
+    assert_eq!(stats.holds().of(Cause::Operator), 1);
+    assert_eq!(throttle.busiest(5)[0].requests(), stats.requests());
 }
 
 #[tokio::test(start_paused = true)]
@@ -561,7 +601,7 @@ async fn retries_of_a_request_count_once() {
         assert_eq!(response.unwrap().status(), 200);
     }
     let stats = throttle.stats();
-    assert_eq!((stats.requests.total(), stats.units), (2, 3));
+    assert_eq!((stats.requests().total(), stats.units()), (2, 3));
 }
 
 /// Collects the events of a gate as text.
@@ -593,7 +633,7 @@ async fn a_flood_of_refusals_is_one_event_a_second() {
         [false, true, true],
         "{log:?}"
     );
-    assert_eq!(limiter.stats().requests.refused, 100);
+    assert_eq!(limiter.stats().requests().refused, 100);
 }
 
 #[tokio::test(start_paused = true)]
@@ -679,5 +719,5 @@ async fn handlers_are_told_of_holds_and_refusals() {
     for (line, start) in log.iter().zip(starts) {
         assert!(line.starts_with(start), "{line}");
     }
-    assert_eq!(limiter.stats().holds.of(Cause::Upstream), 1);
+    assert_eq!(limiter.stats().holds().of(Cause::Upstream), 1);
 }

@@ -153,7 +153,7 @@ async fn a_request_after_its_deadline_is_not_sent() {
     let service = every(100).layer(upstream.clone());
     let mut late = get("/");
     let deadline = now() - ms(1);
-    late.extensions_mut().insert(Deadline(deadline));
+    late.extensions_mut().insert(Deadline::at(deadline));
     let error = service.oneshot(late).await.unwrap_err();
     assert_eq!(reason(&error), Some(Reason::Deadline));
     assert_eq!(upstream.count(), 0);
@@ -386,7 +386,9 @@ async fn local_refusals_name_their_reason() {
     assert_eq!((now() - start).as_secs(), 5);
 
     let mut request = get(url);
-    request.extensions_mut().insert(Deadline(now() + ms(1000)));
+    request
+        .extensions_mut()
+        .insert(Deadline::at(now() + ms(1000)));
     let late = soon(service.clone().oneshot(request)).await.unwrap_err();
     assert_eq!(
         (reason(&late), who_said_no(&late)),
@@ -808,13 +810,15 @@ async fn a_deadline_is_kept_while_the_inner_service_gets_ready() {
         .await
         .unwrap();
     let mut request = get("/");
-    request.extensions_mut().insert(Deadline(now() + ms(300)));
+    request
+        .extensions_mut()
+        .insert(Deadline::at(now() + ms(300)));
     let call = late_request(&layer, &upstream, request);
     let error = soon(call).await.unwrap().unwrap_err();
     assert_eq!(reason(&error), Some(Reason::Deadline));
     assert!(upstream.arrivals().is_empty());
     let next = throttle.acquire(Key::ALL).await.unwrap();
-    assert_eq!(throttle.stats().waiting, 0);
+    assert_eq!(throttle.stats().waiting(), 0);
     next.give_back();
 }
 
@@ -834,7 +838,7 @@ async fn turns_that_come_during_a_drain_leave() {
     assert_eq!((drained.left, drained.refused), (1, 0));
     assert_eq!(soon(call).await.unwrap().unwrap().status(), 200);
     assert_eq!(upstream.arrivals(), [500]);
-    assert_eq!(throttle.stats().requests.waited, 1);
+    assert_eq!(throttle.stats().requests().waited, 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -852,6 +856,6 @@ async fn requests_ready_after_the_drain_are_refused() {
     let error = soon(call).await.unwrap().unwrap_err();
     assert_eq!(reason(&error), Some(Reason::Draining));
     assert!(upstream.arrivals().is_empty());
-    let requests = throttle.stats().requests;
+    let requests = throttle.stats().requests();
     assert_eq!((requests.waited, requests.refused), (0, 1));
 }

@@ -236,7 +236,7 @@ async fn zero_cost_passes_without_free_units_after_deadline() {
     let limit = one_each().build().unwrap();
     assert_eq!(sent(&limit, [get("/")]).await, [true]);
     let mut free = with("/", Cost::new(0));
-    free.extensions_mut().insert(Deadline(long_ago()));
+    free.extensions_mut().insert(Deadline::at(long_ago()));
     assert_eq!(sent(&limit, [free, get("/")]).await, [true, false]);
 }
 
@@ -280,8 +280,8 @@ async fn deadline_refuses_only_requests_that_would_be_late() {
     service.clone().oneshot(get("/urgent")).await.unwrap();
     for request in [
         get("/urgent"),
-        with("/", Deadline(now() + ms(SECOND - 1))),
-        with("/", Deadline(long_ago())),
+        with("/", Deadline::at(now() + ms(SECOND - 1))),
+        with("/", Deadline::at(long_ago())),
     ] {
         let error = service.clone().oneshot(request).await.unwrap_err();
         assert_eq!(reason(&error), Some(Reason::Deadline));
@@ -289,7 +289,7 @@ async fn deadline_refuses_only_requests_that_would_be_late() {
     }
     assert_eq!(used(&limit).await, 1, "the refusals left no trace");
 
-    let in_time = with("/urgent", Deadline(now() + ms(SECOND)));
+    let in_time = with("/urgent", Deadline::at(now() + ms(SECOND)));
     soon(service.oneshot(in_time)).await.unwrap();
     assert_eq!(
         upstream.arrivals(),
@@ -307,12 +307,16 @@ async fn deadline_passing_during_a_store_call_is_kept() {
         .unwrap();
     let upstream = Upstream::new();
     let service = limit.layer(upstream.clone());
-    let error = soon(service.clone().oneshot(with("/", Deadline(now() + ms(4)))))
-        .await
-        .unwrap_err();
+    let error = soon(
+        service
+            .clone()
+            .oneshot(with("/", Deadline::at(now() + ms(4)))),
+    )
+    .await
+    .unwrap_err();
     assert_eq!(reason(&error), Some(Reason::Deadline));
     assert!(Limited::find(&error).unwrap().waited() <= ms(5));
-    soon(service.oneshot(with("/", Deadline(now() + ms(20)))))
+    soon(service.oneshot(with("/", Deadline::at(now() + ms(20)))))
         .await
         .unwrap();
     assert_eq!(upstream.count(), 1);
@@ -324,7 +328,7 @@ async fn max_wait_holds_besides_a_later_deadline() {
     let service = limit.layer(Upstream::new());
     service.clone().oneshot(get("/")).await.unwrap();
     let error = service
-        .oneshot(with("/", Deadline(now() + ms(60_000))))
+        .oneshot(with("/", Deadline::at(now() + ms(60_000))))
         .await
         .unwrap_err();
     assert_eq!(reason(&error), Some(Reason::MaxWait(ms(100))));

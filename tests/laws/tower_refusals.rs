@@ -437,7 +437,7 @@ async fn request_and_upstream_input_never_panics_nor_hangs() {
                     request.extensions_mut().insert(Cost::new(cost));
                     request.extensions_mut().insert(key);
                     if let Some(deadline) = deadline {
-                        request.extensions_mut().insert(Deadline(deadline));
+                        request.extensions_mut().insert(Deadline::at(deadline));
                     }
                     let _ = soon(limit.layer(Upstream::new()).oneshot(request)).await;
                 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use redis_server::RedisServer;
 use tokio::time::Instant;
-use tollgate::limiter::{Because, StoreState, Verdict};
+use tollgate::limiter::{Because, Verdict};
 use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason};
 
 #[derive(Clone, Copy, Debug)]
@@ -171,8 +171,7 @@ async fn holds_of_other_processes_and_the_store_are_told() {
     let before = used().await;
     let free = ours.explain(Key::ALL).await.unwrap();
     assert_eq!(free.verdict, Verdict::Goes);
-    let store = &free.keys[0].store;
-    assert!(matches!(store, StoreState::Reachable { .. }), "{free}");
+    assert!(free.to_string().contains("answered in"), "{free}");
     assert_eq!(used().await, before, "it took nothing");
 
     theirs
@@ -183,16 +182,15 @@ async fn holds_of_other_processes_and_the_store_are_told() {
     let Verdict::Refused {
         reason: Reason::Held,
         because,
+        retry_after,
         ..
     } = held.verdict
     else {
         panic!("{held}")
     };
     assert_eq!(because, Some(Because::Held));
-    assert!(
-        held.keys[0].hold.unwrap().left > Duration::from_secs(500),
-        "{held}"
-    );
+    let left = retry_after.unwrap();
+    assert!(left > Duration::from_secs(500), "{held}");
 }
 
 #[tokio::test]
@@ -216,8 +214,5 @@ async fn errors_of_an_unreachable_store_are_returned() {
         .await
         .unwrap();
     assert_eq!(open.verdict, Verdict::Goes);
-    assert!(
-        matches!(open.keys[0].store, StoreState::Failed(_)),
-        "{open}"
-    );
+    assert!(open.to_string().contains(", uncounted"), "{open}");
 }

@@ -70,7 +70,7 @@ async fn keys(cluster: &RedisCluster, limiters: &[Limiter; 3]) -> [Key; 3] {
 /// Returns a joint request of the keys of `which` of the limiters.
 fn joint(limiters: &[Limiter; 3], keys: &[Key; 3], which: &[usize]) -> Acquire {
     let parts = which.iter().map(|&part| limiters[part].acquire(keys[part]));
-    parts.reduce(Acquire::with).unwrap()
+    parts.reduce(Acquire::and).unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

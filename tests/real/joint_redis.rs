@@ -57,7 +57,7 @@ async fn acquire_for(limiters: &[Limiter], keys: &[Key], costs: &[u32]) -> Resul
     let parts = limiters.iter().zip(keys).zip(costs);
     let mut parts = parts.map(|((limiter, key), cost)| limiter.acquire(*key).cost(*cost));
     let first = parts.next().unwrap();
-    parts.fold(first, |all, part| all.with(part)).await
+    parts.fold(first, |all, part| all.and(part)).await
 }
 
 async fn acquire(limiters: &[Limiter], keys: &[Key]) -> Result<Permit, Limited> {

@@ -170,13 +170,13 @@ async fn request_extensions_carry_key_cost_and_deadline() {
         })
     );
     let too_late = get()
-        .with_extension(Deadline(support::long_ago()))
+        .with_extension(Deadline::at(support::long_ago()))
         .send()
         .await
         .unwrap_err();
     assert_eq!(reason(&too_late), Some(Reason::Deadline));
     get()
-        .with_extension(Deadline(now() + ms(60_000)))
+        .with_extension(Deadline::at(now() + ms(60_000)))
         .send()
         .await
         .unwrap();

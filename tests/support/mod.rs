@@ -18,6 +18,7 @@ mod store;
 use std::time::Duration;
 
 use tollgate::limiter::KeyStatus;
+use tollgate::stats::Stats;
 use tollgate::{Key, Limited, RateLimitLayer};
 
 pub(crate) use clock::{far_future, long_ago, now, pass, paused, settle, soon};
@@ -60,4 +61,19 @@ pub(crate) fn who_said_no(error: &(dyn std::error::Error + 'static)) -> &'static
         Some(_) => "newer than this test",
         None => "inner",
     }
+}
+
+/// Returns a value of [`Stats::values`](tollgate::stats::Stats::values). `None` if it is missing.
+pub(crate) fn value(stats: &Stats, name: &str) -> Option<f64> {
+    stats
+        .values()
+        .find_map(|(other, value)| (other == name).then_some(value))
+}
+
+/// Returns a count of [`Stats::values`](tollgate::stats::Stats::values).
+#[track_caller]
+pub(crate) fn count_of(stats: &Stats, name: &str) -> u64 {
+    let count = value(stats, name).unwrap_or_else(|| panic!("{name} is missing in {stats:?}"));
+    assert_eq!(count.fract(), 0.0, "{name} is no count");
+    count as u64
 }

@@ -89,7 +89,7 @@ struct Row {
 
 impl Routes {
     /// The most routes that a table may have.
-    pub const MOST: usize = 1000;
+    pub(crate) const MOST: usize = 1000;
 
     /// The name of a table that has no other.
     const DEFAULT_NAME: &'static str = "route";

@@ -53,7 +53,7 @@ pub struct MemoryStore {
 
 impl MemoryStore {
     /// The default of `max_keys`.
-    pub const DEFAULT_MAX_KEYS: usize = 100_000;
+    pub(crate) const DEFAULT_MAX_KEYS: usize = 100_000;
 
     /// Makes a store for at most `max_keys` keys that are limited at the same time. Default:
     /// 100,000.

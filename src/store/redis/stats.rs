@@ -11,32 +11,58 @@ use crate::stats::{Histogram, WaitCounts};
 ///
 /// [`RedisStore::stats`](crate::store::RedisStore::stats) returns it. Counts begin at zero when the
 /// store is built, and never fall.
-#[non_exhaustive]
 #[derive(Clone, Debug)]
 pub struct StoreStats {
     /// The prefix of the store.
-    pub prefix: Arc<str>,
+    pub(crate) prefix: Arc<str>,
     /// The calls about permits under limits of rate, and about holds.
-    pub permits: StoreCalls,
+    pub(crate) permits: StoreCalls,
     /// The calls about permits of several keys together.
-    pub joint: StoreCalls,
+    pub(crate) joint: StoreCalls,
     /// The calls about calls in flight.
-    pub in_flight: StoreCalls,
+    pub(crate) in_flight: StoreCalls,
     /// The calls about shared paces.
-    pub register: StoreCalls,
+    pub(crate) register: StoreCalls,
     /// Whether the store has its connections, and its last reply was read in time. `None` until it has tried to connect. In a cluster,
     /// `false` if a connection to one of the servers in use is broken. A store without calls notices a
     /// broken connection within 30 s.
-    pub up: Option<bool>,
+    pub(crate) up: Option<bool>,
     /// Whether the store receives what other processes tell it, such as holds. Without that, it learns
     /// of them when it next asks. `None` until it has subscribed, and over a connection of your own.
-    pub subscribed: Option<bool>,
+    pub(crate) subscribed: Option<bool>,
     /// How many connections were made, without those for notifications.
-    pub connects: u64,
+    pub(crate) connects: u64,
 }
 
 impl StoreStats {
-    /// Returns the calls with the names of their kinds.
+    /// Returns the prefix of the store.
+    pub fn prefix(&self) -> &str {
+        &self.prefix
+    }
+
+    /// Returns whether the store has its connections. `None` until it has tried to connect.
+    ///
+    /// In a cluster, `false` if a connection to one of the servers in use is broken. A store without
+    /// calls notices a broken connection within 30 s.
+    pub fn is_up(&self) -> Option<bool> {
+        self.up
+    }
+
+    /// Returns whether the store receives what other processes tell it, such as holds. Without that, it
+    /// learns of them when it next asks. `None` until it has subscribed, and over a connection of your
+    /// own.
+    pub fn is_subscribed(&self) -> Option<bool> {
+        self.subscribed
+    }
+
+    /// Returns how many connections were made, without those for notifications.
+    pub fn connects(&self) -> u64 {
+        self.connects
+    }
+
+    /// Returns the calls with the names of their kinds: `permits` (under limits of rate, and about
+    /// holds), `joint` (about permits of several keys together), `in_flight` (about calls in flight) and
+    /// `register` (about shared paces).
     pub fn by_call(&self) -> impl Iterator<Item = (&'static str, &StoreCalls)> {
         let StoreStats {
             permits,
@@ -51,23 +77,29 @@ impl StoreStats {
 }
 
 /// The calls of one kind, by their result.
-#[non_exhaustive]
 #[derive(Clone, Debug)]
 pub struct StoreCalls {
     /// Redis replied.
-    pub ok: u64,
+    pub(crate) ok: u64,
     /// Redis could not be reached or did not reply in time, or its reply was read too late, because this process
     /// was busy or stopped.
-    pub away: u64,
+    pub(crate) away: u64,
     /// Redis replied with an error.
-    pub failed: u64,
+    pub(crate) failed: u64,
     /// How long the calls took, whatever their result. Its buckets end at 0.1, 0.25, 0.5, 1, 2.5, 5,
     /// 10, 25, 50, 100, 250 and 500 ms, and at 1, 2.5, 5, 10 and 60 s.
-    pub latency: Histogram,
+    pub(crate) latency: Histogram,
 }
 
 impl StoreCalls {
-    /// Returns the counts with the names of the results.
+    /// Returns how long the calls took, whatever their result. Its buckets end at 0.1, 0.25, 0.5, 1, 2.5,
+    /// 5, 10, 25, 50, 100, 250 and 500 ms, and at 1, 2.5, 5, 10 and 60 s.
+    pub fn latency(&self) -> &Histogram {
+        &self.latency
+    }
+
+    /// Returns the counts with the names of the results: `ok` (Redis replied), `away` (Redis could not be
+    /// reached, or did not reply in time) and `failed` (Redis replied with an error).
     pub fn by_result(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let &StoreCalls {
             ok, away, failed, ..

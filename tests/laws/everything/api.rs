@@ -686,7 +686,7 @@ impl Gates {
         let mut http = http.body(String::new()).expect("the request is valid");
         http.extensions_mut().insert(self.cost(&request.parts[0]));
         if let Some(class) = request.class {
-            http.extensions_mut().insert(Class(class));
+            http.extensions_mut().insert(Class::new(class));
         }
         if let Some(span) = request.deadline {
             http.extensions_mut()

@@ -116,11 +116,11 @@ impl Stage {
     }
 
     fn waiting(&self) -> usize {
-        self.limit.limiter().stats().waiting
+        self.limit.limiter().stats().waiting()
     }
 
     fn cancelled(&self) -> u64 {
-        self.limit.limiter().stats().requests.cancelled
+        self.limit.limiter().stats().requests().cancelled
     }
 }
 
@@ -218,7 +218,7 @@ pub async fn a_retry_waits_for_the_hold<S: Subject>() {
     for call in &log[1..] {
         assert_eq!(call.body, log[0].body, "each attempt sends the body");
     }
-    assert_eq!(stage.limit.limiter().stats().requests.total(), 3);
+    assert_eq!(stage.limit.limiter().stats().requests().total(), 3);
 }
 
 pub async fn the_timeout_of_an_attempt_begins_after_the_wait<S: Subject>() {

@@ -80,7 +80,7 @@ async fn work(options: &Options) -> anyhow::Result<Vec<Event>> {
         _ = stop => {}
         // The tasks go on to call.
         _ = terminated.recv() => {
-            tollgate::drain(options.drain).await?;
+            tollgate::drain_all(options.drain).await?;
             println!("drained {}", fleet::now());
         }
     }
