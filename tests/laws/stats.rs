@@ -659,8 +659,8 @@ async fn a_flood_of_upstream_refusals_is_one_event_a_second() {
         [false, true, true],
         "{log:?}"
     );
-    let refusals = limiter.stats().upstream_refusals;
-    assert_eq!(refusals.of(StatusCode::TOO_MANY_REQUESTS), 100);
+    let stats = limiter.stats();
+    assert_eq!(stats.upstream_refusals().of(StatusCode::TOO_MANY_REQUESTS), 100);
 }
 
 #[tokio::test(start_paused = true)]

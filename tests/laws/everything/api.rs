@@ -640,7 +640,7 @@ impl Gates {
                 None => acquire,
             }
         };
-        let all = request.parts.iter().map(one).reduce(Acquire::with);
+        let all = request.parts.iter().map(one).reduce(Acquire::and);
         let all = all.expect("a request has a key");
         match request.deadline {
             Some(span) => all.deadline((Instant::now() + ms(span)).into_std()),
@@ -690,7 +690,7 @@ impl Gates {
         }
         if let Some(span) = request.deadline {
             http.extensions_mut()
-                .insert(Deadline((Instant::now() + ms(span)).into_std()));
+                .insert(Deadline::at((Instant::now() + ms(span)).into_std()));
         }
         let service = ServiceBuilder::new().layer(layer).service(inner);
         let response = match request.via {
@@ -774,7 +774,7 @@ impl Gates {
         let total = self
             .stats()
             .iter()
-            .map(|stats| stats.requests.uncounted)
+            .map(|stats| stats.requests().uncounted)
             .sum();
         self.uncounted.swap(total, Ordering::Relaxed) < total
     }
@@ -782,8 +782,8 @@ impl Gates {
     /// Returns the stats of all limits of this process.
     fn stats(&self) -> Vec<Stats> {
         let is_ours = |stats: &Stats| {
-            let rest = stats.name.strip_prefix(&*self.name);
-            rest.is_some_and(|rest| rest.starts_with('.')) && !stats.name.ends_with(" guard")
+            let rest = stats.name().strip_prefix(&*self.name);
+            rest.is_some_and(|rest| rest.starts_with('.')) && !stats.name().ends_with(" guard")
         };
         let mut all = tollgate::stats::all();
         all.retain(is_ours);
@@ -812,7 +812,7 @@ impl Gates {
     /// Returns how the requests of this process have ended, by its own stats.
     pub(crate) fn outcomes(&self) -> Outcomes {
         let stats = self.stats();
-        let requests = stats.iter().map(|stats| stats.requests);
+        let requests = stats.iter().map(|stats| stats.requests());
         requests.fold(Outcomes::default(), |sum, requests| Outcomes {
             granted: sum.granted + requests.passed + requests.waited + requests.uncounted,
             refused: sum.refused + requests.refused,
