@@ -7,9 +7,14 @@ use std::time::Duration;
 use crate::quota::{Limit, Quota};
 
 /// Why a layer, quota or store cannot be built, and what to change.
-#[non_exhaustive]
+///
+/// Its `Display` is one line that names the setting, its value, what is allowed, and the remedy.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ConfigError(pub(crate) Problem);
+
+/// What is wrong with a setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ConfigError {
+pub(crate) enum Problem {
     /// A count, capacity or burst of zero allows nothing.
     ZeroCount {
         /// The limit.
@@ -115,35 +120,47 @@ pub enum ConfigError {
 
 impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Debug for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ConfigError::ZeroCount { limit } => {
+            Problem::ZeroCount { limit } => {
                 write!(
                     f,
                     "quota {limit}: a count of 0 allows nothing; the least is 1"
                 )
             }
-            ConfigError::CountTooLarge { limit } => {
+            Problem::CountTooLarge { limit } => {
                 write!(
                     f,
                     "quota {limit}: the largest count is {}",
                     Quota::LARGEST_COUNT
                 )
             }
-            ConfigError::WindowOutOfRange { limit } => {
+            Problem::WindowOutOfRange { limit } => {
                 write!(
                     f,
                     "quota {limit}: a window lasts from {:?} to 366 days",
                     Quota::SHORTEST_WINDOW
                 )
             }
-            ConfigError::RefillTooSlow { limit, full_after } => {
+            Problem::RefillTooSlow { limit, full_after } => {
                 let days = full_after.as_secs() / 86_400;
                 write!(
                     f,
                     "quota {limit}: an empty bucket takes {days} days to fill; the longest is 366 days"
                 )
             }
-            ConfigError::TooFine {
+            Problem::TooFine {
                 limit,
                 lost_percent,
                 transit_slack,
@@ -157,7 +174,7 @@ impl fmt::Display for ConfigError {
                 limit.count(),
                 limit.window(),
             ),
-            ConfigError::WindowTooShortForGuard {
+            Problem::WindowTooShortForGuard {
                 limit,
                 boundary_guard,
             } => write!(
@@ -165,59 +182,59 @@ impl fmt::Display for ConfigError {
                 "quota {limit}: a boundary_guard of {boundary_guard:?} on both sides leaves less than half of the \
                  window; lower boundary_guard, or use a sliding window, which needs none"
             ),
-            ConfigError::Undividable { limit, class } => write!(
+            Problem::Undividable { limit, class } => write!(
                 f,
                 "quota {limit}: the share of {class:?} is less than one unit: give the class a larger share, or write the \
                  quota with a longer window or a burst, such as Quota::bucket(10).refill(1, d) instead of \
                  Quota::every(d); all classes without a share have the rest together"
             ),
-            ConfigError::TooManyLimits => {
+            Problem::TooManyLimits => {
                 write!(
                     f,
                     "a quota holds at most {} limits, bursts included",
                     Quota::MOST_LIMITS
                 )
             }
-            ConfigError::BurstOfBucket => write!(
+            Problem::BurstOfBucket => write!(
                 f,
                 "burst() is for windows; the burst of every() or bucket() is its capacity: for every(d) write \
                  Quota::bucket(burst).refill(1, d)"
             ),
-            ConfigError::BurstOfInFlight => write!(
+            Problem::BurstOfInFlight => write!(
                 f,
                 "burst() is for rates, and calls in flight have none: write in_flight(n).and(per_second(50).burst(10))"
             ),
-            ConfigError::UnitOfInFlight => write!(
+            Problem::UnitOfInFlight => write!(
                 f,
                 "of() is for rates, and calls in flight are calls: write in_flight(n).and(per_minute(200_000).of(\"tokens\"))"
             ),
-            ConfigError::UnitName { unit } => write!(
+            Problem::UnitName { unit } => write!(
                 f,
                 "unit {unit:?}: a unit is a letter, and then letters, digits, _, - and ., at most 32, such as tokens"
             ),
-            ConfigError::Unparsable { text } => write!(
+            Problem::Unparsable { text } => write!(
                 f,
                 "{text:?} is not a quota; write count/window, such as 100/60s, 5/second or 25/5s, 300/60s, a unit after \
                  its count, such as 200000 tokens/min, or 8 in flight"
             ),
-            ConfigError::Route { pattern, problem } => write!(f, "route {pattern:?}: {problem}"),
-            ConfigError::RedisUrl { reason } => write!(
+            Problem::Route { pattern, problem } => write!(f, "route {pattern:?}: {problem}"),
+            Problem::RedisUrl { reason } => write!(
                 f,
                 "the URL of Redis: {reason}; write redis://[user:password@]host[:port]/[database], such as \
                  redis://127.0.0.1:6379/, and rediss:// for TLS"
             ),
-            ConfigError::NoTlsProvider => write!(
+            Problem::NoTlsProvider => write!(
                 f,
                 "rediss:// needs a TLS provider, and this process has none or a choice of two: write \
                  rustls::crypto::ring::default_provider().install_default() at the start of main, or aws_lc_rs instead \
                  of ring, and add rustls with that feature to Cargo.toml"
             ),
-            ConfigError::PaceNotShared => write!(
+            Problem::PaceNotShared => write!(
                 f,
                 "this pace cannot be shared through a store: leave the store out, take pace::Fair, or \
                  implement Pace::share"
             ),
-            ConfigError::OutOfRange {
+            Problem::OutOfRange {
                 setting,
                 value,
                 allowed,

@@ -37,8 +37,8 @@ pub(crate) fn limited(tally: &Tally, limited: &Limited) {
     if tally.is_of_guard() || (!tally.has_handler() && !is_traced()) {
         return;
     }
-    if let Some(unreported) = tally.report_refusal(limited.key()) {
-        report!(info, key = limited.key(), %limited, unreported, "request refused");
+    if let Some(unreported) = tally.report_refusal(limited.report().key()) {
+        report!(info, key = limited.report().key(), %limited, unreported, "request refused");
         tally.tell(&Event::Refused {
             limited,
             unreported,

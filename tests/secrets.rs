@@ -131,7 +131,7 @@ async fn errors_show_no_key_and_name_the_remedy() {
     events::listen();
     let mut reasons = Vec::new();
     for (limited, word) in every_no().await {
-        let key = limited.key().to_owned();
+        let key = limited.report().key().to_owned();
         assert!(key == "none" || key.len() == 8, "{key}");
         if let Limited::Local { reason, .. } = &limited {
             reasons.push(reason.clone());

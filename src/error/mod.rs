@@ -182,17 +182,6 @@ impl Limited {
     pub fn retry_after(&self) -> Option<Duration> {
         self.report().retry_after()
     }
-
-    /// Returns the [label](crate::Key#what-logs-show-of-a-key) of the key: the host if that is the
-    /// key, and never another text.
-    pub fn key(&self) -> &str {
-        self.report().key()
-    }
-
-    /// Returns how long the request waited before it was limited.
-    pub fn waited(&self) -> Duration {
-        self.report().waited()
-    }
 }
 
 impl fmt::Display for Limited {

@@ -14,7 +14,7 @@ use std::time::Duration;
 use http::StatusCode;
 
 pub(crate) use self::ban_guard::BanGuard;
-use crate::config_error::ConfigError;
+use crate::config_error::{ConfigError, Problem};
 use crate::key::Key;
 use crate::quota::{Limit, Quota};
 use crate::signal::Signal;
@@ -130,11 +130,11 @@ impl Guard {
     /// Checks that each setting is in its range.
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
         let out_of_range = |value: String, allowed| {
-            Err(ConfigError::OutOfRange {
+            Err(ConfigError(Problem::OutOfRange {
                 setting: "guard",
                 value,
                 allowed,
-            })
+            }))
         };
         let limits = self.quota.limits();
         let is_rate = |limit: &Limit| !matches!(limit, Limit::InFlight { .. });

@@ -36,7 +36,7 @@ pub(crate) use plain_host::is_plain_host;
 /// hex digits. The digits are a digest under a secret. So a reader of the log cannot find out
 /// whether a guessed name, such as an e-mail address, is in it.
 ///
-/// If the [store](crate::store::Store::label) has a secret, this secret is used, and a key has the
+/// If the [store](crate::store) has a secret, this secret is used, and a key has the
 /// same label in all processes. Otherwise each process draws a secret when it starts. `Debug` and
 /// `Display` always show digits under the secret of the process.
 ///

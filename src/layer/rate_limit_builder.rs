@@ -9,7 +9,7 @@ use super::guard;
 use super::rate_limit::{FurtherLimit, RateLimitLayer};
 use super::routes::{RouteTable, Routes};
 use super::settings::{Common, at_most, check_name, common_setters};
-use crate::config_error::ConfigError;
+use crate::config_error::{ConfigError, Problem};
 use crate::cost::Cost;
 use crate::guarded::Watch;
 use crate::key::{Key, RequestRef};
@@ -246,7 +246,7 @@ impl RateLimitBuilder {
     ///
     /// [`build`](Self::build) fails if a share is not from 1 to 100, if the shares are more than 100 per
     /// cent together, if there are more than seven, or if a share of a rate is less than one unit
-    /// ([`ConfigError::Undividable`]).
+    /// ([`ConfigError`]).
     ///
     /// ```
     /// use tollgate::{Quota, RateLimitLayer};
@@ -457,7 +457,7 @@ impl RateLimitBuilder {
     ///
     /// # Errors
     ///
-    /// [`build`](Self::build) fails with [`ConfigError::Route`] if a quota is out of range, or differs in
+    /// [`build`](Self::build) fails with [`ConfigError`] if a quota is out of range, or differs in
     /// its kind from the others. Also if two tables apply instead, and in the cases of `and_per`.
     pub fn routes(mut self, routes: Routes) -> Self {
         if routes.is_instead() {
@@ -536,8 +536,7 @@ impl RateLimitBuilder {
     ///
     /// # Errors
     ///
-    /// [`build`](Self::build) fails with [`ConfigError::TooFine`] if more would be lost, and with
-    /// [`ConfigError::OutOfRange`] above 50.
+    /// [`build`](Self::build) fails if more would be lost, and above 50.
     ///
     /// ```
     /// use std::time::Duration;
@@ -670,11 +669,11 @@ impl RateLimitBuilder {
         }
         let extractors = Arc::new(self.common.extractors);
         let layer = RateLimitLayer::join(limiter, extractors, further.into());
-        layer.ok_or(ConfigError::OutOfRange {
+        layer.ok_or(ConfigError(Problem::OutOfRange {
             setting: "and_per",
             value: "more than eight limits".into(),
             allowed: "at most eight limits, where each unit of a quota is one",
-        })
+        }))
     }
 
     /// Makes the limiter of one limit of the layer.
@@ -834,23 +833,25 @@ impl RateLimitBuilder {
         )?;
         let lives = RateLimitBuilder::SHORTEST_LIFE..=RateLimitBuilder::LONGEST_LIFE;
         if !lives.contains(&self.in_flight_ttl) {
-            return Err(ConfigError::OutOfRange {
+            return Err(ConfigError(Problem::OutOfRange {
                 setting: "in_flight_ttl",
                 value: format!("{:?}", self.in_flight_ttl),
                 allowed: "from 300 ms to an hour",
-            });
+            }));
         }
         if self.max_rate_loss > RateLimitBuilder::LARGEST_RATE_LOSS {
-            return Err(ConfigError::OutOfRange {
+            return Err(ConfigError(Problem::OutOfRange {
                 setting: "max_rate_loss",
                 value: self.max_rate_loss.to_string(),
                 allowed: "at most 50",
-            });
+            }));
         }
-        let out_of_range = |value: String, allowed| ConfigError::OutOfRange {
-            setting: "lends",
-            value,
-            allowed,
+        let out_of_range = |value: String, allowed| {
+            ConfigError(Problem::OutOfRange {
+                setting: "lends",
+                value,
+                allowed,
+            })
         };
         if let Some(class) = self.lends_unknown {
             let value = format!("{class:?}");
@@ -871,18 +872,18 @@ impl RateLimitBuilder {
             });
         }
         if self.further.len() >= MOST_PARTS {
-            return Err(ConfigError::OutOfRange {
+            return Err(ConfigError(Problem::OutOfRange {
                 setting: "and_per",
                 value: format!("{} limits besides the first", self.further.len()),
                 allowed: "at most seven",
-            });
+            }));
         }
         if self.instead.len() > 1 {
-            return Err(ConfigError::OutOfRange {
+            return Err(ConfigError(Problem::OutOfRange {
                 setting: "routes",
                 value: "two tables of Routes::instead".into(),
                 allowed: "at most one of them; put all these routes into one table",
-            });
+            }));
         }
         for (index, Further { name, routes, .. }) in self.further.iter().enumerate() {
             let is_taken = self.name == Some(*name)
@@ -895,11 +896,11 @@ impl RateLimitBuilder {
                 } else {
                     "and_per"
                 };
-                return Err(ConfigError::OutOfRange {
+                return Err(ConfigError(Problem::OutOfRange {
                     setting,
                     value: format!("{name:?}"),
                     allowed: "a name that no other limit of the layer has, and that is not empty",
-                });
+                }));
             }
         }
         Ok(())
@@ -909,19 +910,21 @@ impl RateLimitBuilder {
     fn checked_fallback_share(&self, quota: &Quota) -> Result<Option<Share>, ConfigError> {
         let falls_back = self.on_store_error == OnStoreError::FallbackShare;
         if falls_back && quota.limits().is_empty() {
-            return Err(ConfigError::OutOfRange {
+            return Err(ConfigError(Problem::OutOfRange {
                 setting: "on_store_error",
                 value: "FallbackShare".into(),
                 allowed: "FailClosed or FailOpen if the quota limits only calls in flight: they have no shares",
-            });
+            }));
         }
         let Some(share) = self.fallback_share else {
             return Ok(None);
         };
-        let out_of_range = |allowed| ConfigError::OutOfRange {
-            setting: "fallback_share",
-            value: format!("{share:?}"),
-            allowed,
+        let out_of_range = |allowed| {
+            ConfigError(Problem::OutOfRange {
+                setting: "fallback_share",
+                value: format!("{share:?}"),
+                allowed,
+            })
         };
         if !falls_back {
             return Err(out_of_range(

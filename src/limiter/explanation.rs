@@ -260,7 +260,7 @@ impl Held {
         f.write_str(match cause {
             Some(Cause::Upstream) => "the upstream refused a request of this process",
             Some(Cause::UsedUp) => "the upstream stated that nothing is left of a quota",
-            Some(Cause::Operator) => "hold_for or hold_until of this process",
+            Some(Cause::Operator) => "hold_for of this process",
             Some(Cause::Guard) => "the ban guard of this process",
             Some(Cause::Elsewhere) => "another process or limiter",
             None => "known from the store",

@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::acquire::Acquire;
 use super::admission::Entry;
@@ -246,23 +246,6 @@ impl Limiter {
     pub async fn hold_for(&self, key: Key, span: Duration) -> Result<(), StoreError> {
         let hold = async |core: Arc<Core>, key| holds::hold_for(&core, key, span).await;
         self.0.for_each(key, hold).await
-    }
-
-    /// Puts `key` on hold until a moment, as [`hold_for`](Limiter::hold_for) does. Does nothing if
-    /// `until` has passed.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError`] if other processes may not know of the hold. It applies in this process.
-    ///
-    /// # Cancel safety
-    ///
-    /// The hold applies in this process once the future was polled.
-    pub async fn hold_until(&self, key: Key, until: Instant) -> Result<(), StoreError> {
-        match until.checked_duration_since(clock::now()) {
-            Some(span) if !span.is_zero() => self.hold_for(key, span).await,
-            _ => Ok(()),
-        }
     }
 
     /// Ends the hold of `key`, and drops what is [reserved for other

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use crate::config_error::ConfigError;
+use crate::config_error::{ConfigError, Problem};
 use crate::limit::LimitSpec;
 use crate::quota::{Division, Quota, Slacks};
 
@@ -273,9 +273,9 @@ pub(super) fn spec_of(specs: &Specs, unit: Option<&str>) -> Option<Arc<LimitSpec
 }
 
 fn out_of_range(value: String, allowed: &'static str) -> ConfigError {
-    ConfigError::OutOfRange {
+    ConfigError(Problem::OutOfRange {
         setting: "quota",
         value,
         allowed,
-    }
+    })
 }

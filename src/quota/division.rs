@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{Limit, Quota};
-use crate::config_error::ConfigError;
+use crate::config_error::{ConfigError, Problem};
 
 /// A class of requests with a share of the quota.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,14 +35,14 @@ impl Division {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::OutOfRange`] if the shares cannot be had together.
+    /// [`ConfigError`] if the shares cannot be had together.
     pub(crate) fn new(shares: &[ClassShare]) -> Result<Self, ConfigError> {
         let out_of_range = |value: String, allowed| {
-            Err(ConfigError::OutOfRange {
+            Err(ConfigError(Problem::OutOfRange {
                 setting: "share",
                 value,
                 allowed,
-            })
+            }))
         };
         if shares.len() > ClassShare::MOST {
             return out_of_range(format!("{} classes", shares.len()), "at most seven classes");
@@ -110,20 +110,20 @@ impl Division {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Undividable`] if a part of a limit would be less than one unit.
+    /// [`ConfigError`] if a part of a limit would be less than one unit.
     pub(crate) fn parts(&self, quota: &Quota) -> Result<Vec<Quota>, ConfigError> {
         let percents = self.percents();
         let mut parts = vec![*quota; 1 + percents.len()];
         if quota.limits().len() == Quota::MOST_LIMITS {
-            return Err(ConfigError::TooManyLimits);
+            return Err(ConfigError(Problem::TooManyLimits));
         }
         for (index, limit) in quota.limits().iter().enumerate() {
             let mut rest = *limit;
             for (class, percent) in percents.iter().enumerate() {
-                let part = part(*limit, *percent).ok_or(ConfigError::Undividable {
+                let part = part(*limit, *percent).ok_or(ConfigError(Problem::Undividable {
                     limit: *limit,
                     class: self.shares[class].class,
-                })?;
+                }))?;
                 rest = without(rest, *limit, part);
                 parts[1 + class].limits[index] = part;
             }
@@ -292,7 +292,7 @@ mod tests {
         let every = Quota::every(Duration::from_secs(2));
         let error = division(&[50]).parts(&every).unwrap_err();
         assert!(
-            matches!(error, ConfigError::Undividable { class: "a", .. }),
+            matches!(error, ConfigError(Problem::Undividable { class: "a", .. })),
             "{error}"
         );
         let few = division(&[10, 10]).parts(&Quota::per_second(5));

@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::{LIFE, Quota, Slacks};
-use crate::config_error::ConfigError;
+use crate::config_error::{ConfigError, Problem};
 
 /// One limit of a [`Quota`].
 #[non_exhaustive]
@@ -245,7 +245,7 @@ impl Limit {
     pub(super) fn check(&self, slacks: Slacks) -> Result<Duration, ConfigError> {
         let limit = *self;
         if self.count() == 0 || self.largest_cost() == 0 {
-            return Err(ConfigError::ZeroCount { limit });
+            return Err(ConfigError(Problem::ZeroCount { limit }));
         }
         let largest = match *self {
             Limit::Bucket {
@@ -254,13 +254,13 @@ impl Limit {
             _ => self.count(),
         };
         if largest > Quota::LARGEST_COUNT {
-            return Err(ConfigError::CountTooLarge { limit });
+            return Err(ConfigError(Problem::CountTooLarge { limit }));
         }
         if let Limit::InFlight { .. } = limit {
             return Ok(LIFE);
         }
         if !(Quota::SHORTEST_WINDOW..=Quota::LONGEST_WINDOW).contains(&self.window()) {
-            return Err(ConfigError::WindowOutOfRange { limit });
+            return Err(ConfigError(Problem::WindowOutOfRange { limit }));
         }
         let life = (self.window() / self.count() / LIVES_BETWEEN_SLOTS).clamp(LIFE, LONGEST_LIFE);
         match *self {
@@ -272,7 +272,7 @@ impl Limit {
             } => {
                 let full_after = window.saturating_mul(capacity) / count;
                 if full_after > Quota::LONGEST_WINDOW {
-                    return Err(ConfigError::RefillTooSlow { limit, full_after });
+                    return Err(ConfigError(Problem::RefillTooSlow { limit, full_after }));
                 }
                 check_spacing(limit, life, slacks)
             }
@@ -283,10 +283,10 @@ impl Limit {
                 let lost = boundary.saturating_mul(2);
                 let margin = life.saturating_add(transit);
                 if lost > window / 2 || lost.saturating_add(margin.saturating_mul(2)) > window {
-                    return Err(ConfigError::WindowTooShortForGuard {
+                    return Err(ConfigError(Problem::WindowTooShortForGuard {
                         limit,
                         boundary_guard: boundary,
-                    });
+                    }));
                 }
                 Ok(life)
             }
@@ -345,12 +345,12 @@ fn check_spacing(limit: Limit, life: Duration, slacks: Slacks) -> Result<Duratio
         .saturating_sub(capacity * period)
         .max(period);
     let smallest_burst = scaled(LIFE.saturating_add(slacks.transit)).div_ceil(period) + 1;
-    Err(ConfigError::TooFine {
+    Err(ConfigError(Problem::TooFine {
         limit,
         lost_percent: u32::try_from(100 - period * 100 / spacing).unwrap_or(100),
         transit_slack: slacks.transit,
         smallest_burst: u32::try_from(smallest_burst).unwrap_or(u32::MAX),
-    })
+    }))
 }
 
 /// Writes a limit such as `50/1s`, `10 at once, then 50/1s`, `50 per full 1s`.

@@ -12,7 +12,7 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::time::Duration;
 
-use crate::config_error::ConfigError;
+use crate::config_error::{ConfigError, Problem};
 use crate::cost::{Cost, is_same};
 pub(crate) use division::{ClassShare, Division};
 pub use limit::Limit;
@@ -396,7 +396,7 @@ impl Quota {
     }
 
     /// Returns the largest cost that a request may have: the smallest count, capacity or burst. If the
-    /// limits count several units, call it on [`of_unit`](Quota::of_unit).
+    /// limits count several units, this is the smallest of all of them.
     pub fn largest_cost(&self) -> u32 {
         self.limits()
             .iter()
@@ -485,14 +485,14 @@ impl Quota {
     /// two slots, from 10 to 50 ms; less if a spacing would lose more than it may.
     pub(crate) fn check(&self, slacks: Slacks) -> Result<Duration, ConfigError> {
         match self.misuse {
-            Some(Misuse::TooManyLimits) => return Err(ConfigError::TooManyLimits),
-            Some(Misuse::BurstOfBucket) => return Err(ConfigError::BurstOfBucket),
-            Some(Misuse::BurstOfInFlight) => return Err(ConfigError::BurstOfInFlight),
-            Some(Misuse::UnitOfInFlight) => return Err(ConfigError::UnitOfInFlight),
+            Some(Misuse::TooManyLimits) => return Err(ConfigError(Problem::TooManyLimits)),
+            Some(Misuse::BurstOfBucket) => return Err(ConfigError(Problem::BurstOfBucket)),
+            Some(Misuse::BurstOfInFlight) => return Err(ConfigError(Problem::BurstOfInFlight)),
+            Some(Misuse::UnitOfInFlight) => return Err(ConfigError(Problem::UnitOfInFlight)),
             None => {}
         }
         if let Some(unit) = self.units().find(|unit| !unit::is_name(unit)) {
-            return Err(ConfigError::UnitName { unit: unit.into() });
+            return Err(ConfigError(Problem::UnitName { unit: unit.into() }));
         }
         if let Some(count) = self.in_flight {
             Limit::InFlight { count }.check(slacks)?;

@@ -4,15 +4,17 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use super::{Quota, Slacks, unit};
-use crate::config_error::ConfigError;
+use crate::config_error::{ConfigError, Problem};
 
 /// Reads the [text form](Quota#text-form), and checks all that `build` checks without settings.
 impl FromStr for Quota {
     type Err = ConfigError;
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let unreadable = |part: &str| ConfigError::Unparsable {
-            text: part.trim().chars().take(64).collect(),
+        let unreadable = |part: &str| {
+            ConfigError(Problem::Unparsable {
+                text: part.trim().chars().take(64).collect(),
+            })
         };
         let mut quota: Option<Quota> = None;
         for part in text.split(',') {
@@ -120,19 +122,19 @@ mod tests {
         }
         assert!(matches!(
             "0/s".parse::<Quota>(),
-            Err(ConfigError::ZeroCount { .. })
+            Err(ConfigError(Problem::ZeroCount { .. }))
         ));
         assert!(matches!(
             "5/0s".parse::<Quota>(),
-            Err(ConfigError::WindowOutOfRange { .. })
+            Err(ConfigError(Problem::WindowOutOfRange { .. }))
         ));
         assert!(matches!(
             "5/999999999 days".parse::<Quota>(),
-            Err(ConfigError::WindowOutOfRange { .. })
+            Err(ConfigError(Problem::WindowOutOfRange { .. }))
         ));
         assert!(matches!(
             "5/18446744073709551615ms".parse::<Quota>(),
-            Err(ConfigError::WindowOutOfRange { .. })
+            Err(ConfigError(Problem::WindowOutOfRange { .. }))
         ));
     }
 }

@@ -3,6 +3,7 @@
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 
 use super::*;
+use crate::config_error::Problem;
 
 const SLACKS: Slacks = Slacks {
     transit: Duration::from_millis(10),
@@ -144,11 +145,11 @@ fn too_fine_error_names_the_smallest_burst_that_works() {
         (Quota::every(Duration::from_millis(100)), 2),
         (Quota::bucket(5).refill(10_000, Duration::from_secs(1)), 201),
     ] {
-        let Err(ConfigError::TooFine {
+        let Err(ConfigError(Problem::TooFine {
             smallest_burst,
             limit,
             ..
-        }) = check(quota)
+        })) = check(quota)
         else {
             panic!("{quota} is too fine");
         };

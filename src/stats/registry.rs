@@ -37,7 +37,7 @@ pub(crate) trait Gate: Send + Sync {
         let outcome = self.tally().refusal(limited);
         let mut count = |counts: &mut KeyCounts| {
             counts.count(outcome);
-            counts.note_label(limited.key());
+            counts.note_label(limited.report().key());
         };
         if !self.visit_counts(key, &mut count) {
             self.tally().count(outcome);

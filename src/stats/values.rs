@@ -441,7 +441,7 @@ pub enum Cause {
     Upstream,
     /// The upstream stated in a response that nothing is left of a quota.
     UsedUp,
-    /// `hold_for` or `hold_until` of this process.
+    /// `hold_for` of this process.
     Operator,
     /// A [ban guard](crate::Guard), because too many answers were bad.
     Guard,

@@ -12,7 +12,7 @@ use super::pace_state::PaceState;
 use super::paced_queue::PacedQueue;
 use super::waiters::{TooLate, Waiters};
 use crate::clock;
-use crate::config_error::ConfigError;
+use crate::config_error::{ConfigError, Problem};
 use crate::error::{Facts, Limited, LimitedInfo, Reason};
 use crate::guarded::Watch;
 use crate::key::{Key, Label, RequestRef};
@@ -84,7 +84,7 @@ impl Core {
             Some(store) => {
                 let kind =
                     PaceState::new((settings.pace)(), settings.max_hold, clock::now()).kind();
-                let kind = kind.ok_or(ConfigError::PaceNotShared)?;
+                let kind = kind.ok_or(ConfigError(Problem::PaceNotShared))?;
                 Some(SharedPace {
                     store: store.clone(),
                     id: dice() >> 11,

@@ -286,28 +286,6 @@ impl Throttle {
         .await
     }
 
-    /// Puts `key` on hold until a moment, as [`hold_for`](Throttle::hold_for) does. Does nothing if
-    /// `until` has passed.
-    ///
-    /// # Errors
-    ///
-    /// As for [`hold_for`](Throttle::hold_for).
-    ///
-    /// # Cancel safety
-    ///
-    /// Once the future was polled, the hold applies in this process, and the other processes are
-    /// notified of it.
-    ///
-    /// # Panics
-    ///
-    /// If the pace is shared through a store, outside of a Tokio runtime with timers.
-    pub async fn hold_until(&self, key: Key, until: Instant) -> Result<(), StoreError> {
-        match until.checked_duration_since(clock::now()) {
-            Some(span) if !span.is_zero() => self.hold_for(key, span).await,
-            _ => Ok(()),
-        }
-    }
-
     /// Ends the hold of `key` in all processes that share the pace, whether the upstream or an
     /// operator set it. The pace keeps what it has learned.
     ///

@@ -181,7 +181,7 @@ async fn unknown_classes_are_reported_once() {
         |class| format!("class {class:?} has no share, so its requests count among all others");
     let expected = ["jobs?", "wbe", "Web"].map(text);
     assert_eq!(*log.lock().unwrap(), expected);
-    assert_eq!count_of(&(layer.limiter().stats(), "unknown_classes"), 3);
+    assert_eq!(count_of(&layer.limiter().stats(), "unknown_classes"), 3);
 }
 
 /// Classes that clients choose neither fill the log nor the memory.
@@ -206,7 +206,7 @@ async fn classes_of_an_undivided_quota_are_unknown() {
     send(&layer, 3, |_| Some("web")).await;
     drop(layer.limiter().acquire(K).class("jobs").await.unwrap());
     assert_eq!(log.lock().unwrap().len(), 2);
-    assert_eq!count_of(&(layer.limiter().stats(), "unknown_classes"), 2);
+    assert_eq!(count_of(&layer.limiter().stats(), "unknown_classes"), 2);
 }
 
 #[tokio::test(start_paused = true)]

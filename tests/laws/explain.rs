@@ -179,7 +179,7 @@ async fn holds_are_told_with_their_cause() {
     is_told(&other.limiter(), "
         github, key all: a request now would be refused, because hold_for has put its key on hold; retry in 90s
           50/1s    0 used, 50 free
-          hold     90s left, since 0ms: hold_for or hold_until of this process
+          hold     90s left, since 0ms: hold_for of this process
           waiting  0 here
           at hand  0
         ").await;
@@ -230,7 +230,7 @@ async fn requests_that_wait_for_a_hold_are_told() {
         "
         github, key all: a request now would wait 4.58s, because 2/1s is used up
           2/1s     0 used, 2 free; free in 4.58s
-          hold     500ms left, since 500ms: hold_for or hold_until of this process
+          hold     500ms left, since 500ms: hold_for of this process
           waiting  8 here, the first for 500ms
           at hand  0
         ",

@@ -133,7 +133,7 @@ async fn holds_of_a_throttle_are_told_with_their_cause() {
     is_told(&throttle, "
         search, key all: a request now would be refused, because hold_for has put its key on hold; retry in 90s
           pace       one request every 100ms; the next in 90s
-          hold       90s left, since 0ms: hold_for or hold_until of this process
+          hold       90s left, since 0ms: hold_for of this process
           waiting    0 here
           in flight  0 here
         ");

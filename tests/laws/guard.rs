@@ -18,7 +18,7 @@ use tollgate::service::RateLimit;
 use tollgate::stats::{Cause, Event};
 use tollgate::store::{Lease, LeaseRequest, MemoryStore, Store, StoreError, StoreReply};
 use tollgate::{
-    AdaptiveThrottleLayer, ConfigError, Guard, Key, Limited, OnStoreError, Quota, RateLimitBuilder,
+    AdaptiveThrottleLayer, Guard, Key, Limited, OnStoreError, Quota, RateLimitBuilder,
     RateLimitLayer, Reason, Signal,
 };
 use tower::{BoxError, Layer, Service, ServiceExt};
@@ -603,18 +603,11 @@ fn settings_out_of_range_are_errors() {
             .build();
         for error in [builder(guard).build().map(drop), throttle.map(drop)] {
             let error = error.unwrap_err();
-            let is_of_guard = matches!(
-                error,
-                ConfigError::OutOfRange {
-                    setting: "guard",
-                    ..
-                }
-            );
-            assert!(is_of_guard, "{error}");
+            assert!(error.to_string().starts_with("guard is "), "{error}");
         }
     }
     let zero = builder(guard(0)).build().unwrap_err();
-    assert!(matches!(zero, ConfigError::ZeroCount { .. }), "{zero}");
+    assert!(zero.to_string().contains("a count of 0"), "{zero}");
 }
 
 /// A call of a history.

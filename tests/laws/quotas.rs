@@ -176,7 +176,7 @@ async fn an_invalid_quota_refuses_the_request_and_says_why() {
     let limiter = limiter(Quota::per_minute(10));
     let zero = limiter.acquire(tenant()).quota(Quota::per_minute(0)).await;
     let zero = zero.unwrap_err();
-    assert!(matches!(reason(&zero), ConfigError::ZeroCount { .. }));
+    assert!(reason(&zero).to_string().contains("a count of 0"));
     let text = zero.to_string();
     assert!(text.contains("the quota of its key is invalid"), "{text}");
 
@@ -187,15 +187,13 @@ async fn an_invalid_quota_refuses_the_request_and_says_why() {
 
     let calls = Quota::per_minute(10).and(Quota::in_flight(2));
     let calls = limiter.acquire(tenant()).quota(calls).await.unwrap_err();
-    assert!(matches!(reason(&calls), ConfigError::OutOfRange { .. }));
+    assert!(reason(&calls).to_string().contains("must be"));
 
     let joint = limiter
         .acquire(Key::new("other"))
         .and(limiter.acquire(tenant()).quota(Quota::per_minute(0)));
-    assert!(matches!(
-        reason(&joint.await.unwrap_err()),
-        ConfigError::ZeroCount { .. }
-    ));
+    let joint = joint.await.unwrap_err();
+    assert!(reason(&joint).to_string().contains("a count of 0"));
     assert_eq!(limiter.peek(tenant()).await.unwrap().free, 10);
     assert_eq!(limiter.stats().requests().refused, 4);
 
@@ -221,7 +219,7 @@ async fn a_layer_refuses_a_request_with_an_invalid_quota() {
     let request = Request::get("http://api.example.com/").body(String::new());
     let error = service.oneshot(request.unwrap()).await.unwrap_err();
     let limited = Limited::find(&error).unwrap();
-    assert!(matches!(reason(limited), ConfigError::ZeroCount { .. }));
+    assert!(reason(limited).to_string().contains("a count of 0"));
     assert_eq!(upstream.count(), 0);
 }
 
@@ -610,10 +608,9 @@ async fn requests_that_wait_get_slots_under_a_set_quota() {
 async fn a_quota_that_cannot_be_set_says_why() {
     let [one, _] = fleet(Quota::per_minute(10));
     let zero = one.set_quota(tenant(), Quota::per_minute(0)).await;
-    assert!(matches!(
-        zero.unwrap_err(),
-        QuotaError::Config(ConfigError::ZeroCount { .. })
-    ));
+    let zero = zero.unwrap_err();
+    assert!(matches!(zero, QuotaError::Config(_)), "{zero}");
+    assert!(zero.to_string().contains("a count of 0"), "{zero}");
     let tokens = one
         .set_quota(tenant(), Quota::per_minute(9).of("tokens"))
         .await;

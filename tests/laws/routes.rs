@@ -9,9 +9,7 @@ use http::header::AUTHORIZATION;
 use http::{Method, Request, StatusCode};
 use tollgate::limiter::QuotaSource;
 use tollgate::store::MemoryStore;
-use tollgate::{
-    ConfigError, Cost, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Routes, by_header,
-};
+use tollgate::{Cost, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Routes, by_header};
 use tower::{Layer, ServiceExt};
 
 use support::{Upstream, count_of, get, limited, ms, ok, pass, used};
@@ -414,9 +412,10 @@ fn build_names_the_route_whose_quota_is_wrong() {
             let routes = Routes::new(routes).unwrap();
             let routes = if is_instead { routes.instead() } else { routes };
             let error = ten().routes(routes).build().unwrap_err();
+            let error = error.to_string();
+            let found = error.strip_prefix("route \"GET /bad\": ");
             assert!(
-                matches!(&error, ConfigError::Route { pattern, problem: found }
-                    if pattern == "GET /bad" && found.contains(problem)),
+                found.is_some_and(|found| found.contains(problem)),
                 "{error}"
             );
         }

@@ -152,7 +152,7 @@ async fn request_without_host_is_refused_without_waiting() {
         panic!("{error}")
     };
     assert_eq!(
-        (limited.retry_after(), limited.waited()),
+        (limited.retry_after(), limited.report().waited()),
         (None, ms(0)),
         "no wait helps"
     );
@@ -285,7 +285,7 @@ async fn deadline_refuses_only_requests_that_would_be_late() {
     ] {
         let error = service.clone().oneshot(request).await.unwrap_err();
         assert_eq!(reason(&error), Some(Reason::Deadline));
-        assert_eq!(Limited::find(&error).unwrap().waited(), ms(0));
+        assert_eq!(Limited::find(&error).unwrap().report().waited(), ms(0));
     }
     assert_eq!(used(&limit).await, 1, "the refusals left no trace");
 
@@ -315,7 +315,7 @@ async fn deadline_passing_during_a_store_call_is_kept() {
     .await
     .unwrap_err();
     assert_eq!(reason(&error), Some(Reason::Deadline));
-    assert!(Limited::find(&error).unwrap().waited() <= ms(5));
+    assert!(Limited::find(&error).unwrap().report().waited() <= ms(5));
     soon(service.oneshot(with("/", Deadline::at(now() + ms(20)))))
         .await
         .unwrap();
@@ -451,7 +451,7 @@ async fn custom_requests_and_responses_are_read_like_http() {
         .await
         .map(|_| ())
         .unwrap_err();
-    assert_eq!(Limited::find(&refused).unwrap().key(), "one");
+    assert_eq!(Limited::find(&refused).unwrap().report().key(), "one");
     let no_key = works.oneshot(job(None)).await.map(|_| ()).unwrap_err();
     assert_eq!(reason(&no_key), Some(Reason::NoKey));
 

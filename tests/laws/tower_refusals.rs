@@ -124,14 +124,17 @@ async fn refusal_names_its_limit_key_and_wait() {
             .is_ok()
         {}
         let refused = refusal(&limit, get("http://api.example.com/")).await;
-        assert_eq!(refused.key(), "api.example.com");
+        assert_eq!(refused.report().key(), "api.example.com");
         assert_eq!(refused.report().limit(), Some(expected.limits()[0]));
         let told = refused.retry_after().unwrap();
         assert!(
             told >= ms(wait) && told <= ms(wait + 40),
             "{expected}: {told:?}"
         );
-        assert_eq!((refused.waited(), refused.report().turns()), (ms(0), 0));
+        assert_eq!(
+            (refused.report().waited(), refused.report().turns()),
+            (ms(0), 0)
+        );
         pass(told).await;
     }
 }
@@ -283,7 +286,7 @@ async fn upstream_error_names_no_header_holding_the_key() {
         .insert("authorization", "s3cr3t-token".parse().unwrap());
     let error = service.oneshot(request).await.unwrap_err();
     assert_eq!(
-        Limited::find(&error).unwrap().key(),
+        Limited::find(&error).unwrap().report().key(),
         Key::new("s3cr3t-token").to_string()
     );
     assert_eq!(who_said_no(&error), "upstream");

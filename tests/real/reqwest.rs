@@ -86,7 +86,7 @@ async fn a_reqwest_client_is_a_service_under_the_layer() {
     let Error::Limited(refused @ Limited::Local { .. }) = &error else {
         panic!("{error}")
     };
-    assert_eq!(refused.key(), "127.0.0.1");
+    assert_eq!(refused.report().key(), "127.0.0.1");
     assert_eq!(server.tally().all(), 1);
     let boxed = ServiceBuilder::new()
         .boxed_clone_sync()
@@ -539,10 +539,7 @@ async fn middleware_retry_wait_in_vain_reports_the_refusal() {
         .build();
     let call = tokio::spawn(client.get("http://a/").send());
     pass(ms(1000)).await;
-    throttle
-        .hold_until(Key::ALL, now() + ms(30_000))
-        .await
-        .unwrap();
+    throttle.hold_for(Key::ALL, ms(30_000)).await.unwrap();
     let error = soon(call).await.unwrap().unwrap_err();
     assert_eq!((who_said_no(&error), upstream.count()), ("upstream", 1));
 }

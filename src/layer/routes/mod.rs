@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 use http::Method;
 
-use crate::config_error::ConfigError;
+use crate::config_error::{ConfigError, Problem};
 use crate::key::Key;
 use crate::quota::{Quota, Slacks};
 use pattern::{Pattern, error};
@@ -99,8 +99,8 @@ impl Routes {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Route`] names the first pattern that is wrong, or that matches the same requests
-    /// as another one, and what to change. [`ConfigError::OutOfRange`] if there are more than 1000.
+    /// [`ConfigError`] names the first pattern that is wrong, or that matches the same requests
+    /// as another one, and what to change, or that there are more than 1000.
     /// [`build`](crate::RateLimitBuilder::build) checks the quotas.
     pub fn new<P: AsRef<str>>(
         routes: impl IntoIterator<Item = (P, Quota)>,
@@ -111,11 +111,11 @@ impl Routes {
         });
         let rows: Vec<Row> = routes.collect::<Result<_, ConfigError>>()?;
         if rows.len() > Routes::MOST {
-            return Err(ConfigError::OutOfRange {
+            return Err(ConfigError(Problem::OutOfRange {
                 setting: "routes",
                 value: format!("{} routes", rows.len()),
                 allowed: "at most 1000 routes; with * or {name}, one pattern is enough for many paths",
-            });
+            }));
         }
         let patterns: Vec<&Pattern> = rows.iter().map(|row| &row.pattern).collect();
         let router = Router::new(&patterns)?;
@@ -201,7 +201,7 @@ impl Routes {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Route`] names the first route whose quota is not.
+    /// [`ConfigError`] names the first route whose quota is not.
     pub(super) fn check(&self, slacks: Slacks) -> Result<(), ConfigError> {
         self.table.rows.iter().try_for_each(|row| {
             let checked = row.quota.check(slacks);

@@ -2,7 +2,7 @@
 
 use http::Method;
 
-use crate::config_error::ConfigError;
+use crate::config_error::{ConfigError, Problem};
 use crate::key::Key;
 
 /// The most segments that a path may have. A lookup goes one call deeper for each.
@@ -80,10 +80,10 @@ impl Pattern {
 
 /// Makes the error of a pattern.
 pub(super) fn error(pattern: &str, problem: impl Into<String>) -> ConfigError {
-    ConfigError::Route {
+    ConfigError(Problem::Route {
         pattern: pattern.chars().take(200).collect(),
         problem: problem.into(),
-    }
+    })
 }
 
 fn parse_methods(text: &str) -> Result<Vec<Method>, &'static str> {

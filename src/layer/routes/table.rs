@@ -18,7 +18,7 @@ impl RouteTable {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Route`] names the first route whose quota the limiter cannot keep.
+    /// [`ConfigError`] names the first route whose quota the limiter cannot keep.
     pub(in crate::layer) fn new(routes: Routes, limiter: &Limiter) -> Result<Self, ConfigError> {
         let rows = routes.table.rows.iter();
         let quotas = rows.map(|row| {

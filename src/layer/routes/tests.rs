@@ -3,7 +3,7 @@
 use http::Method;
 
 use super::Routes;
-use crate::config_error::ConfigError;
+use crate::config_error::{ConfigError, Problem};
 use crate::key::Key;
 use crate::quota::Quota;
 
@@ -219,10 +219,10 @@ fn errors_of_patterns_name_pattern_and_remedy() {
         (&"/a".repeat(65), "at most 64 segments"),
         ("GET /users\n", "no spaces"),
     ] {
-        let Err(ConfigError::Route {
+        let Err(ConfigError(Problem::Route {
             pattern: named,
             problem: found,
-        }) = table(["/", pattern])
+        })) = table(["/", pattern])
         else {
             panic!("{pattern:?} is taken");
         };

@@ -17,7 +17,7 @@ use super::cluster::{Address, Seeds};
 use super::connection::{self, Factory};
 #[cfg(feature = "redis-tls-rustls")]
 use super::tls;
-use crate::config_error::ConfigError;
+use crate::config_error::{ConfigError, Problem};
 use crate::error::StoreError;
 
 /// How to connect to Redis.
@@ -103,9 +103,9 @@ pub(super) fn sentinel<S: AsRef<str>>(
     };
     if sentinels.is_empty() || name.is_empty() {
         let reason = "the URLs of Sentinels, and redis://name-of-the-master, are needed";
-        return Err(ConfigError::RedisUrl {
+        return Err(ConfigError(Problem::RedisUrl {
             reason: reason.into(),
-        });
+        }));
     }
     let node = SentinelNodeConnectionInfo::default()
         .set_redis_connection_info(master.redis_settings().clone())
@@ -140,8 +140,10 @@ pub(super) fn sentinel<S: AsRef<str>>(
 pub(super) fn cluster<S: AsRef<str>>(
     nodes: impl IntoIterator<Item = S>,
 ) -> Result<Connecting, ConfigError> {
-    let refused = |reason: &str| ConfigError::RedisUrl {
-        reason: reason.into(),
+    let refused = |reason: &str| {
+        ConfigError(Problem::RedisUrl {
+            reason: reason.into(),
+        })
     };
     let nodes: Vec<_> = nodes
         .into_iter()
@@ -207,22 +209,22 @@ fn tls_is_there() -> Result<(), ConfigError> {
     if tls::has_provider() {
         Ok(())
     } else {
-        Err(ConfigError::NoTlsProvider)
+        Err(ConfigError(Problem::NoTlsProvider))
     }
 }
 
 #[cfg(not(feature = "redis-tls-rustls"))]
 fn tls_is_there() -> Result<(), ConfigError> {
     let reason = "rediss:// needs the feature redis-tls-rustls of tollgate";
-    Err(ConfigError::RedisUrl {
+    Err(ConfigError(Problem::RedisUrl {
         reason: reason.into(),
-    })
+    }))
 }
 
 fn no_url(error: &RedisError) -> ConfigError {
-    ConfigError::RedisUrl {
+    ConfigError(Problem::RedisUrl {
         reason: error.to_string(),
-    }
+    })
 }
 
 #[cfg(all(test, not(feature = "redis-tls-rustls")))]

@@ -85,6 +85,12 @@ async fn labels_need_the_secret_and_stay_the_same() {
             Ok(_) => limiter.acquire(key).await.err().unwrap(),
         }
     };
-    assert_eq!(refused(OnStoreError::FailClosed).await.key(), &*label);
-    assert_eq!(refused(OnStoreError::FallbackShare).await.key(), &*label);
+    assert_eq!(
+        refused(OnStoreError::FailClosed).await.report().key(),
+        &*label
+    );
+    assert_eq!(
+        refused(OnStoreError::FallbackShare).await.report().key(),
+        &*label
+    );
 }

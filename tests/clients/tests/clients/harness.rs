@@ -170,7 +170,7 @@ pub async fn a_refusal_is_found_in_the_error<S: Subject>() {
         wait > Duration::ZERO && wait < Duration::from_secs(62),
         "{wait:?}"
     );
-    assert_eq!(limited.key(), S::key_text());
+    assert_eq!(limited.report().key(), S::key_text());
     assert_eq!(stage.arrived(), 1);
 }
 
