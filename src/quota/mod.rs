@@ -54,7 +54,8 @@ pub(crate) use slacks::{LIFE, Slacks};
 /// by commas: `100/60s`, `5/second`, `25/5s, 300/min, 8 in flight`. Times are in `ms`, `s`, `sec`,
 /// `second`, `m`, `min`, `minute`, `h`, `hour`, `d`, `day`, and their plurals. What a limit
 /// [counts](Quota::of) stands after its count: `500/min, 200000 tokens/min`. Bursts, buckets and
-/// fixed windows have no text form that `parse` reads.
+/// fixed windows have no text form that `parse` reads. In one process, `parse` reads at most 256
+/// different names of units, and keeps them: all others are errors.
 #[derive(Clone, Copy)]
 pub struct Quota {
     /// The first `len` are the rate limits. The others are unused.

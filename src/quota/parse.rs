@@ -42,7 +42,9 @@ fn parse_limit(text: &str) -> Option<Quota> {
     }
     let (counted, window) = text.split_once('/')?;
     let (count, counts) = match counted.trim().split_once(char::is_whitespace) {
-        Some((count, name)) if unit::is_name(name.trim()) => (count, unit::named(name.trim())),
+        Some((count, name)) if unit::is_name(name.trim()) => {
+            (count, Some(unit::named(name.trim())?))
+        }
         Some(_) => return None,
         None => (counted.trim(), None),
     };

@@ -17,17 +17,38 @@ pub(super) fn is_name(name: &str) -> bool {
         && name.bytes().all(is_inside)
 }
 
-/// Returns the unit of this name, or `None` for requests.
+/// The most names that are read from text in one process, besides [`WELL_KNOWN`].
+const MOST_NAMES: usize = 256;
+
+/// Names that need no place.
+const WELL_KNOWN: [&str; 8] = [
+    Cost::REQUESTS,
+    "tokens",
+    "points",
+    "credits",
+    "bytes",
+    "messages",
+    "input-tokens",
+    "output-tokens",
+];
+
+/// Returns the name of a unit that was read from text, so that it lives as long as the process.
+/// `None` if the process has read [`MOST_NAMES`] others.
 ///
-/// A name that is read from text is kept until the process ends. Each name is kept once.
+/// A quota is `Copy` and made in constants, so its units are `&'static str`. Each name is kept once, and
+/// there are at most [`MOST_NAMES`] of at most 32 bytes: so quotas that come from requests or a database
+/// cannot fill the memory.
 pub(super) fn named(name: &str) -> Option<&'static str> {
     static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
-    if name == Cost::REQUESTS {
-        return None;
+    if let Some(known) = WELL_KNOWN.into_iter().find(|known| *known == name) {
+        return Some(known);
     }
     let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(known) = names.get(name) {
         return Some(*known);
+    }
+    if names.len() >= MOST_NAMES {
+        return None;
     }
     let kept: &'static str = Box::leak(name.into());
     names.insert(kept);
