@@ -865,11 +865,11 @@ impl RateLimitBuilder {
             return Err(out_of_range(value, "at most 100 per cent"));
         }
         if self.shares.is_empty() && self.common.extractors.class.is_some() {
-            return Err(ConfigError::OutOfRange {
+            return Err(ConfigError(Problem::OutOfRange {
                 setting: "class",
                 value: "set without shares".into(),
                 allowed: "left out, or go with a share for each class: .share(\"web\", 50)",
-            });
+            }));
         }
         if self.further.len() >= MOST_PARTS {
             return Err(ConfigError(Problem::OutOfRange {

@@ -194,7 +194,10 @@ async fn few_unknown_classes_are_reported() {
         drop(limiter.acquire(K).class(&class).await.unwrap());
     }
     let log = log.lock().unwrap();
-    assert_eq!((log.len(), count_of(&limiter.stats(), "unknown_classes")), (16, 16));
+    assert_eq!(
+        (log.len(), count_of(&limiter.stats(), "unknown_classes")),
+        (16, 16)
+    );
     assert!(log.iter().all(|line| line.len() < 150), "{log:?}");
 }
 

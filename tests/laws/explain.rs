@@ -212,7 +212,9 @@ async fn a_key_without_requests_is_told() {
         text.ends_with("\n  known    no request of this key"),
         "{text}"
     );
-    let own = explain(Key::new("general").and("channel")).await.to_string();
+    let own = explain(Key::new("general").and("channel"))
+        .await
+        .to_string();
     assert!(!own.contains("no request"), "{own}");
 }
 

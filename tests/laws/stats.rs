@@ -660,7 +660,10 @@ async fn a_flood_of_upstream_refusals_is_one_event_a_second() {
         "{log:?}"
     );
     let stats = limiter.stats();
-    assert_eq!(stats.upstream_refusals().of(StatusCode::TOO_MANY_REQUESTS), 100);
+    assert_eq!(
+        stats.upstream_refusals().of(StatusCode::TOO_MANY_REQUESTS),
+        100
+    );
 }
 
 #[tokio::test(start_paused = true)]
