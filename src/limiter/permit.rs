@@ -21,6 +21,7 @@ use crate::cost::Cost;
 use crate::error::{Limited, StoreError};
 use crate::key::Key;
 use crate::signal::Signal;
+use crate::stats::Outcome;
 
 /// The right to send one request, from now until its [`deadline`](Permit::deadline).
 ///
@@ -90,6 +91,15 @@ impl Permit {
     /// Returns whether the request leaves uncounted, because a store failed.
     pub(super) fn is_uncounted(&self) -> bool {
         self.wait.as_ref().is_some_and(|wait| wait.is_uncounted)
+    }
+
+    /// Returns how a request counts that leaves with this permit.
+    pub(super) fn outcome(&self) -> Outcome {
+        match &self.wait {
+            Some(wait) if wait.is_uncounted => Outcome::Uncounted,
+            Some(wait) if !wait.is_at_once => Outcome::Waited,
+            _ => Outcome::Passed,
+        }
     }
 
     /// Adds how the request waited.

@@ -27,6 +27,8 @@ pub(crate) struct Reservation {
     pub(super) incarnation: u64,
     /// The number of the part that has lent them. `None` for permits of the own part.
     pub(super) lender: Option<u8>,
+    /// Whether the request that takes them has waited for nothing but the store's answer.
+    pub(super) is_at_once: bool,
 }
 
 impl Reservation {

@@ -141,6 +141,8 @@ pub(super) struct PastWait {
     pub(super) host: Option<Key>,
     /// Whether the request leaves uncounted, because a store failed.
     pub(super) is_uncounted: bool,
+    /// Whether it waited for nothing but the store's answer.
+    pub(super) is_at_once: bool,
 }
 
 impl Sent {
@@ -298,6 +300,7 @@ impl Sent {
             turns: 0,
             host: None,
             is_uncounted: false,
+            is_at_once: true,
         };
         self.more.get_or_insert_with(More::empty).wait = Some(Box::new(wait));
         self
@@ -490,6 +493,7 @@ impl Sent {
                 turns: 0,
                 host: None,
                 is_uncounted: false,
+                is_at_once: true,
             },
         };
         let core = self.core.find();

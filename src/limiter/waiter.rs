@@ -39,6 +39,8 @@ pub(crate) struct Waiter {
     in_flight_slot: Option<InFlightSlot>,
     /// When the wait began.
     since: Instant,
+    /// Whether it has waited for something else than a slot.
+    waited_before: bool,
     /// The name of its key in errors and events.
     label: Label,
 }
@@ -68,6 +70,7 @@ impl Waiter {
             stage: Stage::Done,
             in_flight_slot: None,
             since,
+            waited_before: false,
             label,
         }
     }
@@ -85,6 +88,7 @@ impl Waiter {
 
     fn wait(&mut self, wait: WaitFor, in_flight_slot: Option<InFlightSlot>, now: Instant) {
         self.in_flight_slot = in_flight_slot;
+        self.waited_before |= !matches!(wait, WaitFor::Slot(_));
         self.stage = Stage::begin(wait, &mut self.ticket, now);
     }
 
@@ -152,6 +156,8 @@ impl Waiter {
         let waited = now.saturating_duration_since(self.since);
         events::waited(&label, waited, turns);
         counting::add_units(&self.core, self.key, slot.as_ref());
+        let is_at_once =
+            turns == 1 && !self.waited_before && slot.as_ref().is_some_and(|slot| slot.is_at_once);
         let permit = Permit::new(self.core.clone(), self.key, slot, in_flight_slot);
         permit.after(PastWait {
             label,
@@ -159,6 +165,7 @@ impl Waiter {
             turns,
             host: self.host,
             is_uncounted,
+            is_at_once,
         })
     }
 
@@ -213,6 +220,7 @@ impl Waiter {
                 return self.proceed(Admission::held(left), now).map(Some);
             }
             if !matches!(self.stage, Stage::HostHold(_)) {
+                self.waited_before = true;
                 self.stage = Stage::HostHold(HoldWait::new(end));
             }
             if let Stage::HostHold(wait) = &mut self.stage {

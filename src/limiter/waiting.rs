@@ -64,7 +64,7 @@ impl Waiting {
 
     /// Counts the request, which leaves now with its permit.
     pub(crate) fn left(&mut self, permit: &Permit) {
-        self.open.left(permit.is_uncounted());
+        self.open.left(permit.outcome());
     }
 
     /// Waits again, in its old place in the queue, because `permit` expired before it could be

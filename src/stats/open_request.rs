@@ -102,20 +102,15 @@ impl<G: Gate> OpenRequest<G> {
         number.is_some()
     }
 
-    /// Counts a request that leaves now, with a permit or `uncounted`.
-    pub(crate) fn left(&mut self, is_uncounted: bool) {
+    /// Counts a request that leaves now as `outcome`.
+    pub(crate) fn left(&mut self, outcome: Outcome) {
         if !self.close_as(Some(DrainedAs::Left)) || !self.counts {
             return;
         }
-        let outcome = if is_uncounted {
-            Outcome::Uncounted
-        } else {
-            let now = clock::now();
-            self.gate
-                .tally()
-                .waited(now.saturating_duration_since(self.since));
-            Outcome::Waited
-        };
+        if outcome == Outcome::Waited {
+            let waited = clock::now().saturating_duration_since(self.since);
+            self.gate.tally().waited(waited);
+        }
         self.gate.count(self.key, outcome);
     }
 

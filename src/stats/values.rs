@@ -39,8 +39,7 @@ pub struct Stats {
     ///
     /// A [settlement](crate::Settlement) changes nothing here: these are the costs of the permits.
     pub(crate) units: u64,
-    /// How long the requests waited that got a permit after a wait. Requests that got a permit at once
-    /// are not in it.
+    /// How long the requests waited that count as [`waited`](Requests::waited).
     pub(crate) waits: Histogram,
     /// The refusals by the upstream, by their status.
     pub(crate) upstream_refusals: Counts<StatusCode>,
@@ -241,9 +240,10 @@ pub(crate) enum Kind {
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Requests {
-    /// Got a permit at once.
+    /// Got a permit at once, or with the answer of the store.
     pub passed: u64,
-    /// Got a permit after a wait.
+    /// Got a permit after a wait: its slot was ahead, its key was on hold, or it stood in line. With a limit
+    /// of [calls in flight](crate::Quota::in_flight), also if it only waited for the answer of the store.
     pub waited: u64,
     /// Left without a permit, because the store failed and the limiter fails open.
     pub uncounted: u64,

@@ -19,7 +19,7 @@ use crate::events;
 use crate::guarded;
 use crate::key::{Key, Label};
 use crate::signal::Signal;
-use crate::stats::{Gate, OpenRequest};
+use crate::stats::{Gate, OpenRequest, Outcome};
 use crate::wait_queue::Number;
 
 /// The right to send one request at the pace that the throttle has learned.
@@ -218,7 +218,7 @@ impl ThrottlePermit {
         if let Some(waited) = &mut self.waited
             && let Some(mut open) = waited.open.take()
         {
-            open.left(false);
+            open.left(Outcome::Waited);
         }
     }
 

@@ -222,6 +222,15 @@ impl<T, O> WaitQueue<T, O> {
         self.waiting.values_mut()
     }
 
+    /// Returns the requests that wait with their numbers, in order.
+    pub(crate) fn iter_mut_with_numbers(
+        &mut self,
+    ) -> impl DoubleEndedIterator<Item = (Number, &mut Waiter<T>)> {
+        self.waiting
+            .iter_mut()
+            .map(|(number, waiter)| (*number, waiter))
+    }
+
     /// Returns the requests that wait, in order, from request `first` on.
     pub(crate) fn iter_mut_from(
         &mut self,

@@ -9,10 +9,11 @@ use futures::FutureExt;
 use http::{Request, StatusCode};
 use proptest::prelude::*;
 use proptest::test_runner::{FileFailurePersistence, TestCaseResult};
-use support::{Failing, Upstream, count_of, ms, peek, value};
+use support::{Distant, Failing, Upstream, count_of, ms, peek, value};
 use tokio::time::{sleep, timeout};
 use tollgate::limiter::Acquire;
 use tollgate::stats::{self, Cause, Event, Requests, Stats};
+use tollgate::store::Store;
 use tollgate::{
     AdaptiveThrottleLayer, Cost, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer,
     Reason, Signal, by_header,
@@ -611,6 +612,76 @@ fn events() -> (Arc<Mutex<Vec<String>>>, impl Fn(&Event<'_>) + Send + Sync) {
     (log, move |event: &Event<'_>| {
         events.lock().unwrap().push(event.to_string())
     })
+}
+
+/// Returns how many requests passed, how many waited, and how many waits were counted.
+fn passed_and_waited(limiter: &Limiter) -> (u64, u64, u64) {
+    let stats = limiter.stats();
+    let Requests { passed, waited, .. } = stats.requests;
+    (passed, waited, stats.waits.count())
+}
+
+#[tokio::test(start_paused = true)]
+async fn round_trips_to_the_store_are_no_waits() {
+    let distant: Arc<dyn Store> = Arc::new(Distant::new(ms(5)));
+    let builder = || RateLimitLayer::builder(Quota::per_second(10)).store(distant.clone());
+    let limiter = builder().build().unwrap().limiter();
+    let acquire = async |key: &str| drop(limiter.acquire(Key::new(key)).await.unwrap());
+    for _ in 0..5 {
+        acquire("one after the other").await;
+        sleep(ms(300)).await;
+    }
+    // Ten requests of one moment, the last of which arrive while a call is under way.
+    let together = (0..10).map(|_| acquire("together"));
+    futures::future::join_all(together).await;
+    assert_eq!(passed_and_waited(&limiter), (15, 0, 0));
+    // The eleventh has its slot a second later.
+    acquire("together").await;
+    assert_eq!(passed_and_waited(&limiter), (15, 1, 1));
+
+    // The joint request takes its units of "together", too.
+    let channels = builder().name("channels").build().unwrap().limiter();
+    sleep(ms(5000)).await;
+    let joint = || {
+        channels
+            .acquire(Key::new("a"))
+            .with(limiter.acquire(Key::new("together")))
+    };
+    for _ in 0..10 {
+        drop(joint().await.unwrap());
+    }
+    assert_eq!(passed_and_waited(&channels), (10, 0, 0));
+    drop(joint().await.unwrap());
+    assert_eq!(passed_and_waited(&channels), (10, 1, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_of_a_divided_quota_pass_at_rest() {
+    let builder = RateLimitLayer::builder(Quota::per_second(10)).share("web", 50);
+    let limiter = builder.build().unwrap().limiter();
+    for _ in 0..5 {
+        drop(limiter.acquire(Key::ALL).await.unwrap());
+        sleep(ms(300)).await;
+    }
+    assert_eq!(passed_and_waited(&limiter), (5, 0, 0));
+}
+
+/// A request whose slot is free when its turn comes has waited all the same.
+#[tokio::test(start_paused = true)]
+async fn holds_and_lines_are_waits() {
+    let builder = || RateLimitLayer::builder(Quota::per_minute(2)).max_wait(ms(90_000));
+    let acquire = async |limiter: &Limiter| drop(limiter.acquire(Key::ALL).await.unwrap());
+    let held = builder().build().unwrap().limiter();
+    held.hold_for(Key::ALL, ms(2000)).await.unwrap();
+    acquire(&held).await;
+    assert_eq!(passed_and_waited(&held), (0, 1, 1));
+    // A limiter that settles asks for slots that are near, again and again.
+    let line = builder()
+        .store(Arc::new(Distant::new(ms(5))))
+        .settle(|_| None::<u32>);
+    let line = line.build().unwrap().limiter();
+    futures::future::join_all((0..4).map(|_| acquire(&line))).await;
+    assert_eq!(passed_and_waited(&line), (2, 2, 2));
 }
 
 #[tokio::test(start_paused = true)]

@@ -110,6 +110,7 @@ pub(super) fn take_outer(request: &JointRequest, own: usize, call: CallId) -> Op
         at: clock::now(),
         until: None,
         last: 0,
+        is_at_once: true,
         uncounted: None,
     })
 }

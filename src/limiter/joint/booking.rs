@@ -417,12 +417,11 @@ impl<'a> Search<'a> {
         let slots = std::mem::take(&mut self.slots);
         let now = clock::now();
         let all = || slots.iter().flatten();
+        let at = all().map(|slot| slot.at).max().unwrap_or(now);
+        let at = at.max(self.earliest.unwrap_or(now));
         JointSlot {
-            at: all()
-                .map(|slot| slot.at)
-                .max()
-                .unwrap_or(now)
-                .max(self.earliest.unwrap_or(now)),
+            at,
+            is_at_once: at <= now,
             until: all().map(|slot| slot.until).min(),
             last: self.last,
             uncounted: self.uncounted.take(),

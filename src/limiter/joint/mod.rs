@@ -286,6 +286,8 @@ struct JointSlot {
     until: Option<Instant>,
     /// The part that allows the request last.
     last: usize,
+    /// Whether the request that takes it has waited for nothing but the answers of stores.
+    is_at_once: bool,
     /// Why a part passes uncounted.
     uncounted: Option<(usize, StoreError)>,
 }

@@ -75,6 +75,8 @@ struct JointWait {
     bound: WaitBound,
     /// When the wait ends, even if the store has not replied.
     gives_up_at: Instant,
+    /// Whether a store has refused a slot to this request, or to one before it.
+    is_in_line: bool,
 }
 
 /// The tasks that have to begin.
@@ -197,6 +199,7 @@ impl JointSet {
                     costs: costs.clone(),
                     bound,
                     gives_up_at,
+                    is_in_line: state.refused_near.is_some() && state.waiters.waiting() > 0,
                 };
                 state.lanes.enter(costs, number);
                 state.waiters.enter(number, wait, gives_up_at);
@@ -310,6 +313,9 @@ impl JointSet {
         self.with(|state, _| {
             state.scarcest = part;
             state.refused_near = Some((refusal, now));
+            for waiter in state.waiters.iter_mut() {
+                waiter.request.is_in_line = true;
+            }
         });
     }
 
@@ -505,7 +511,7 @@ impl State {
         unused: &mut Vec<JointSlot>,
         wakers: &mut Wakers,
     ) -> PerPart<usize> {
-        while let Some(slot) = self.take_due(now, |_| true) {
+        while let Some(mut slot) = self.take_due(now, |_| true) {
             let Some(first) = self.lanes.first(&slot.costs) else {
                 unused.push(slot);
                 continue;
@@ -520,6 +526,8 @@ impl State {
                 self.slots.push_front(slot);
                 return confirm;
             }
+            let waiter = self.waiters.get(first);
+            slot.is_at_once &= waiter.is_some_and(|waiter| !waiter.request.is_in_line);
             self.settle(first, Ok(slot), wakers);
         }
         if let Some(slot) = self.slots.front()

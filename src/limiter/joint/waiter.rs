@@ -48,6 +48,8 @@ pub(crate) struct JointWaiter {
     since: Instant,
     /// How often its turn has come.
     turns: u32,
+    /// Whether it has waited for something else than a joint slot.
+    waited_before: bool,
     /// The name of its first key in errors and events.
     label: Label,
     /// The number of the request's own parts. The others are of layers around.
@@ -176,6 +178,7 @@ impl JointWaiter {
             in_flight: parts.iter().map(|_| None).collect(),
             since: now,
             turns: 0,
+            waited_before: false,
             label,
             own,
             inside,
@@ -244,6 +247,7 @@ impl JointWaiter {
             at: now,
             until: None,
             last: 0,
+            is_at_once: false,
             uncounted: None,
         });
     }
@@ -271,6 +275,7 @@ impl JointWaiter {
             let impatient = self.bound.latest <= now;
             match in_flight_slot::enter(core, key, number, impatient, now) {
                 Ok(None) => {
+                    self.waited_before = true;
                     self.stage = Stage::InFlight {
                         next: index,
                         number,
@@ -371,6 +376,7 @@ impl JointWaiter {
             events::passed(&of_part.core.settings.tally, &label, cause);
         }
         let is_uncounted = slot.uncounted.is_some();
+        let is_at_once = slot.is_at_once && self.turns == 1 && !self.waited_before;
         add_units(&self.set.parts, &slot.slots);
         let parts = &self.set.parts;
         let mut slots = slot.slots;
@@ -397,6 +403,7 @@ impl JointWaiter {
             turns: self.turns,
             host: parts[0].host,
             is_uncounted,
+            is_at_once,
         })
     }
 
@@ -493,6 +500,7 @@ impl JointWaiter {
         loop {
             let mut now = clock::now();
             let held = self.watch_holds(now, cx);
+            self.waited_before |= held.is_some();
             if let Some((end, part)) = held
                 && end > self.bound.latest
             {

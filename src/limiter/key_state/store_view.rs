@@ -428,5 +428,6 @@ pub(super) fn slot(
         stamp: grant.stamp,
         incarnation: lease.permit_incarnation(),
         lender: None,
+        is_at_once: true,
     }
 }

@@ -188,6 +188,8 @@ impl Queue {
         }
         let died = granted != usable;
         let refused = self.first_missing(&granted);
+        let last_asked = call.filter(|_| !self.asked.is_empty());
+        let last_asked = last_asked.and_then(|call| call.last);
         self.asked.clear();
         let is_refusal = matches!(end, Some(Settled::Refused(_)));
         let refused_at = call
@@ -206,6 +208,7 @@ impl Queue {
                 granted: usable.of(cost) as usize,
                 left_out,
                 end,
+                last_asked,
                 refused_at,
             };
             class.settle(&result, now, wakers);

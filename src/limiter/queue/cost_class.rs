@@ -41,6 +41,9 @@ pub(super) struct SlotWait {
     pub(super) entered: Instant,
     /// Whether the store has decided on the request.
     pub(super) is_decided: bool,
+    /// Whether the request has waited for more than a round trip to the store: its key was on hold or
+    /// the store paused when it came, its slot was ahead, or a call was answered and brought it no slot.
+    pub(super) is_in_line: bool,
     /// When the request gives up if the store has not decided on it.
     pub(super) gives_up_at: Instant,
 }
@@ -220,7 +223,13 @@ impl CostClass {
                 self.slots.pop_front();
                 continue;
             }
-            let permit = Settled::Granted(Reservation { count: 1, ..*slot });
+            let first = self.waiters.first_mut();
+            let is_in_line = first.is_some_and(|first| first.request.is_in_line);
+            let permit = Settled::Granted(Reservation {
+                count: 1,
+                is_at_once: slot.is_at_once && !is_in_line,
+                ..*slot
+            });
             if handed_out.count == most || self.waiters.settle_first(permit, wakers).is_none() {
                 break;
             }
@@ -325,6 +334,7 @@ impl CostClass {
     fn enter_from(&mut self, from: Instant) {
         for waiter in self.waiters.iter_mut() {
             waiter.request.entered = waiter.request.entered.max(from);
+            waiter.request.is_in_line = true;
         }
     }
 
@@ -383,6 +393,17 @@ impl CostClass {
         }
         for (number, settled) in leaving {
             _ = self.waiters.settle(number, settled, wakers);
+        }
+        if let Some(last) = result.last_asked {
+            let without_slot = self.without_slot();
+            let waiters = self
+                .waiters
+                .iter_mut_with_numbers()
+                .rev()
+                .take(without_slot);
+            for (_, waiter) in waiters.filter(|(number, _)| *number <= last) {
+                waiter.request.is_in_line = true;
+            }
         }
     }
 
@@ -464,6 +485,7 @@ impl CostClass {
                 leaving.push((number, Settled::Refused(Refusal { wait, limit: None })));
             } else {
                 waiter.request.is_decided = true;
+                waiter.request.is_in_line |= slot > now;
                 waiter.wake_at(waiter.request.wakes_for(slot));
                 slots.next();
             }
@@ -480,6 +502,8 @@ pub(super) struct CallResult<'a> {
     pub(super) left_out: usize,
     /// How the wait of these waiters ends. `None` if they are asked for again.
     pub(super) end: Option<&'a Settled>,
+    /// The last waiter when the call was sent, if it asked for permits.
+    pub(super) last_asked: Option<Number>,
     /// If the store refused: when the call was sent, and the last waiter then. A waiter that
     /// arrived later, in the place of one that left, is asked for again.
     pub(super) refused_at: Option<(Instant, Number)>,
@@ -512,11 +536,13 @@ mod tests {
             stamp: 0,
             incarnation: 0,
             lender: None,
+            is_at_once: true,
         });
         let wait = SlotWait {
             bound: WaitBound::new(Some(at(3)), now, Duration::from_secs(60)),
             entered: now,
             is_decided: false,
+            is_in_line: false,
             gives_up_at: at(3),
         };
         class.waiters.enter(1, wait, now);

@@ -185,6 +185,7 @@ impl Queue {
             bound,
             entered,
             is_decided: false,
+            is_in_line: entered > now,
             gives_up_at,
         };
         let class = self.classes.entry(cost).or_default();

@@ -171,6 +171,7 @@ impl UnlockedPermits {
                         stamp,
                         incarnation,
                         lender: None,
+                        is_at_once: true,
                     });
                 }
                 Err(changed) => word = changed,
