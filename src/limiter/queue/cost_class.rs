@@ -334,6 +334,10 @@ impl CostClass {
     fn enter_from(&mut self, from: Instant) {
         for waiter in self.waiters.iter_mut() {
             waiter.request.entered = waiter.request.entered.max(from);
+        }
+        // The others have slots, which may be due now.
+        let without_slot = self.without_slot();
+        for waiter in self.waiters.iter_mut().rev().take(without_slot) {
             waiter.request.is_in_line = true;
         }
     }
