@@ -35,6 +35,16 @@ pub(crate) fn cannot_meet(one: Feature, other: Feature) -> bool {
     never || by_kind || known
 }
 
+/// Returns whether no history has both features.
+pub(crate) fn never_meet(one: Feature, other: Feature) -> bool {
+    let mut both = Features::default();
+    for feature in [one, other] {
+        both.add(feature);
+        needs(feature).iter().for_each(|needed| both.add(*needed));
+    }
+    cannot_meet(one, other) || is_known_to_fail(both)
+}
+
 /// Returns the features that `feature` needs.
 fn needs(feature: Feature) -> &'static [Feature] {
     use Feature::*;
@@ -55,9 +65,9 @@ fn is_known_to_fail(all: Features) -> bool {
     let has = |feature| all.has(feature);
     let several = has(Feature::Joint) || has(Feature::Units);
     known::SHARES_AND_SEVERAL_LIMITS.stands()
-        && several
         && has(Feature::Classes)
-        && (has(Feature::SetQuota) || has(Feature::Deploys))
+        && ((has(Feature::SetQuota) && (several || has(Feature::Deploys)))
+            || (has(Feature::Deploys) && several))
 }
 
 /// Adds a feature and those that it needs, if all of them can meet.

@@ -279,13 +279,15 @@ fn over_the_limits(world: &World, log: &Log, limiter: usize, key: u8) -> Option<
             .max()
             .unwrap_or(100)
             .max(100);
+        let late = plan.counted_within * 1000;
         let during = periods(world, changes)
             .into_iter()
             .filter(|_| !changes.is_empty())
             .find_map(|(from, to, percent)| {
                 let inside: Vec<Use> = uses
                     .iter()
-                    .filter(|one| (from..to).contains(&one.at))
+                    // What was sent before may count as late as this.
+                    .filter(|one| (from + late..to).contains(&one.at))
                     .copied()
                     .collect();
                 let found = over(rate.scaled(percent?), &inside, |window| {

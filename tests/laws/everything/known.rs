@@ -35,7 +35,8 @@ macro_rules! known {
 known! {
     SHARES_AND_SEVERAL_LIMITS: "19",
         "The stack overflows and the process aborts if requests with several keys use shares while an \
-         undivided limit of the same key applies: of a process without shares, or of a quota that was set.";
+         undivided limit of the same key applies: of a process without shares, or of a quota that was set. \
+         Also if a quota is set while processes have different shares, with requests of one key.";
     SHARES_WHOSE_TASK_ENDS: "19",
         "The stack overflows and the process aborts if the task that states shares to the store is dropped, \
          with its runtime, while it waits for what was booked by a process without shares.";
