@@ -385,6 +385,28 @@ async fn waiters_move_up_when_one_gives_up() {
     assert_eq!(all.peek(Key::ALL).await.unwrap().limits[0].used, 3);
 }
 
+/// A slot that is due is settled on the first request, also by the task of another one.
+#[tokio::test(start_paused = true)]
+async fn a_slot_of_a_request_that_ends_before_it_looks_goes_to_the_next() {
+    let limiter = patient(Quota::new(1, 10 * SECOND));
+    let both = |name: &str| {
+        let all = limiter.acquire(Key::new(format!("all {name}")));
+        limiter.acquire(Key::new(name)).with(all).into_future()
+    };
+    drop(both("one").await.unwrap());
+    let waits = both("one").await.unwrap().waited();
+
+    drop(both("other").await.unwrap());
+    let mut first = Box::pin(both("other"));
+    let mut second = Box::pin(both("other"));
+    assert!(futures::poll!(&mut first).is_pending());
+    assert!(futures::poll!(&mut second).is_pending());
+    sleep(waits).await;
+    assert!(futures::poll!(&mut second).is_pending());
+    drop(first);
+    assert!(futures::poll!(&mut second).is_ready());
+}
+
 #[tokio::test(start_paused = true)]
 async fn joint_requests_fit_into_a_store_that_replies_late() {
     for trip in [1, 4, 10] {
