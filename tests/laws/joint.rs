@@ -391,7 +391,7 @@ async fn a_slot_of_a_request_that_ends_before_it_looks_goes_to_the_next() {
     let limiter = patient(Quota::new(1, 10 * SECOND));
     let both = |name: &str| {
         let all = limiter.acquire(Key::new(format!("all {name}")));
-        limiter.acquire(Key::new(name)).with(all).into_future()
+        limiter.acquire(Key::new(name)).and(all).into_future()
     };
     drop(both("one").await.unwrap());
     let waits = both("one").await.unwrap().waited();

@@ -617,8 +617,8 @@ fn events() -> (Arc<Mutex<Vec<String>>>, impl Fn(&Event<'_>) + Send + Sync) {
 /// Returns how many requests passed, how many waited, and how many waits were counted.
 fn passed_and_waited(limiter: &Limiter) -> (u64, u64, u64) {
     let stats = limiter.stats();
-    let Requests { passed, waited, .. } = stats.requests;
-    (passed, waited, stats.waits.count())
+    let Requests { passed, waited, .. } = stats.requests();
+    (passed, waited, stats.waits().count())
 }
 
 #[tokio::test(start_paused = true)]
@@ -645,7 +645,7 @@ async fn round_trips_to_the_store_are_no_waits() {
     let joint = || {
         channels
             .acquire(Key::new("a"))
-            .with(limiter.acquire(Key::new("together")))
+            .and(limiter.acquire(Key::new("together")))
     };
     for _ in 0..10 {
         drop(joint().await.unwrap());
