@@ -98,12 +98,14 @@ pub(crate) enum Problem {
     },
     /// The URL of Redis is invalid, or needs a feature that is off. The error never contains the
     /// URL, because a URL may contain a password.
+    #[cfg(feature = "redis")]
     RedisUrl {
         /// What is wrong with the URL.
         reason: String,
     },
     /// The URL is `rediss://`, and rustls has no provider of cryptography. The process has
     /// installed none, and the crate features of rustls name none or several.
+    #[cfg(feature = "redis-tls-rustls")]
     NoTlsProvider,
     /// A store is set to share the pace, and this pace cannot be shared.
     PaceNotShared,
@@ -218,11 +220,13 @@ impl fmt::Display for Problem {
                  its count, such as 200000 tokens/min, or 8 in flight"
             ),
             Problem::Route { pattern, problem } => write!(f, "route {pattern:?}: {problem}"),
+            #[cfg(feature = "redis")]
             Problem::RedisUrl { reason } => write!(
                 f,
                 "the URL of Redis: {reason}; write redis://[user:password@]host[:port]/[database], such as \
                  redis://127.0.0.1:6379/, and rediss:// for TLS"
             ),
+            #[cfg(feature = "redis-tls-rustls")]
             Problem::NoTlsProvider => write!(
                 f,
                 "rediss:// needs a TLS provider, and this process has none or a choice of two: write \

@@ -147,7 +147,7 @@ impl Stats {
     }
 
     /// Returns the state now and the other counts as numbers. Each has the name of its
-    /// [metric](crate::guide::operate#metrics) without `tollgate_`.
+    /// [metric](crate::guide::operate#metrics) without `tollgate_` and `_total`.
     ///
     /// | name | value |
     /// |---|---|
