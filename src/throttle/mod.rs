@@ -193,7 +193,7 @@ impl Throttle {
     /// let permit = throttle.acquire(Key::ALL).await?;
     /// // The first request of a key leaves alone. The others wait for its response.
     /// println!("{}", throttle.explain(Key::ALL));
-    /// # assert_eq!(throttle.explain(Key::ALL).in_flight, 1);
+    /// # assert!(throttle.explain(Key::ALL).to_string().ends_with("in flight  1 here"));
     /// # permit.give_back();
     /// # Ok(())
     /// # }
