@@ -46,6 +46,13 @@ pub(crate) async fn capacity_comes_back(world: &Arc<World>) {
     }
     sleep(rest(limiters)).await;
     stats_agree(world);
+    let features = world.history.features;
+    let is_known = known::UNITS_AFTER_AN_OUTAGE.stands()
+        && features.has(Feature::FallbackShare)
+        && features.any(&[Feature::Joint, Feature::Units]);
+    if is_known {
+        return;
+    }
     if world.history.store.lost != (0, 0) {
         return;
     }
