@@ -590,11 +590,7 @@ fn no_mix_of_classes_exceeds_the_in_flight_limit() {
             .share("b", b)
             .max_wait(Duration::from_secs(600));
         let limiter = layer.build().unwrap().limiter();
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_time()
-            .start_paused(true)
-            .build()
-            .unwrap();
+        let runtime = crate::support::paused_runtime();
         let calls = Calls::default();
         runtime.block_on(async {
             for (wait, class, time) in requests {

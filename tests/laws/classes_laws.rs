@@ -1,22 +1,18 @@
 //! What classes of requests are promised: fleets over a remote store, in virtual time.
 
-use crate::support::{self, over};
+use crate::support::over;
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use http::Request;
 use over::over;
-use proptest::prelude::*;
-use support::paused;
 use tokio::time::{Instant, sleep};
 use tollgate::store::{
     Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreListener, StoreReply,
     UnusedPermits, Usage,
 };
-use tollgate::{Cost, Key, Limiter, Quota, RateLimitBuilder, RateLimitLayer, RequestRef};
-use tower::{Layer, ServiceExt, service_fn};
+use tollgate::{Key, Limiter, Quota, RateLimitLayer};
 
 const K: Key = Key::ALL;
 

@@ -406,7 +406,7 @@ proptest! {
 
     #[test]
     fn requests_do_what_explain_says(history in history()) {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        let runtime = crate::support::paused_runtime();
         let wrong = runtime.block_on(wrong(&history));
         prop_assert!(wrong.is_none(), "{}", wrong.unwrap_or_default());
     }
@@ -416,7 +416,7 @@ proptest! {
         quotas in [quota(), quota()],
         steps in prop::collection::vec(joint_step(), 1..30),
     ) {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        let runtime = crate::support::paused_runtime();
         let wrong = runtime.block_on(wrong_jointly(&quotas, &steps));
         prop_assert!(wrong.is_none(), "{}", wrong.unwrap_or_default());
     }

@@ -282,7 +282,7 @@ proptest! {
         interval in 10_u64..500,
         steps in prop::collection::vec(step(), 1..40),
     ) {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        let runtime = crate::support::paused_runtime();
         let wrong = runtime.block_on(wrong(interval, &steps));
         prop_assert!(wrong.is_none(), "{}", wrong.unwrap_or_default());
     }

@@ -415,7 +415,7 @@ proptest! {
     /// store together.
     #[test]
     fn shares_exceed_limit_only_in_the_switch_window(history in histories()) {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        let runtime = crate::support::paused_runtime();
         let (start, sent) = runtime.block_on(async {
             let (store, sent, start) = (Arc::<Shared>::default(), Sent::default(), Instant::now());
             store.deaf.store(history.deaf, Ordering::Relaxed);

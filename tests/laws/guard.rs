@@ -710,11 +710,7 @@ proptest! {
 
     #[test]
     fn bad_answers_never_exceed_the_budget(calls in history(), budget in 1u32..30) {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_time()
-            .start_paused(true)
-            .build()
-            .unwrap();
+        let runtime = crate::support::paused_runtime();
         runtime.block_on(is_never_over(calls, budget))?;
     }
 }

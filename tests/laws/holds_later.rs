@@ -491,7 +491,7 @@ proptest! {
         steps in prop::collection::vec(step(), 1..150),
     ) {
         let quota = Quota::per_second(count);
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        let runtime = crate::support::paused_runtime();
         let (past, took) = runtime.block_on(replay(quota, &trips, &steps));
         let Past { calls, uses, holds } = past;
         prop_assert!(largest_count(&uses, SECOND) <= count as usize);

@@ -622,7 +622,7 @@ proptest! {
 
     #[test]
     fn joint_histories_keep_limits_order_and_holds(history in history()) {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        let runtime = crate::support::paused_runtime();
         let wrong = runtime.block_on(play(&history));
         prop_assert!(wrong.is_empty(), "{:#?}", wrong);
     }

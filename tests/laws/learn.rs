@@ -548,11 +548,7 @@ impl tracing::Subscriber for Calls {
 fn a_subscriber_may_call_the_limiter_that_has_learned() {
     let (done, is_done) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_time()
-            .start_paused(true)
-            .build()
-            .unwrap();
+        let runtime = crate::support::paused_runtime();
         let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
         let layer = layer(Quota::per_minute(100), HeaderTrust::Stricter, &store);
         let _guard = tracing::subscriber::set_default(Calls(layer.limiter()));

@@ -83,7 +83,7 @@ proptest! {
         quota in quota(),
         callers in prop::collection::vec(caller(), 1..250),
     ) {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        let runtime = crate::support::paused_runtime();
         let (uses, waiting, end) = runtime.block_on(async {
             let layer = RateLimitLayer::builder(quota).max_wait(Duration::from_secs(80_000)).build().unwrap();
             let uses = Uses::default();

@@ -1,6 +1,6 @@
 //! Settlement: the true cost of a request, known after it was sent. Under a paused clock.
 
-use crate::support::{self, patient, remote};
+use crate::support::{patient, remote};
 
 #[cfg(feature = "redis")]
 use std::convert::Infallible;
@@ -10,14 +10,12 @@ use std::time::Duration;
 
 use futures::future::join_all;
 use http::{Request, Response};
-use proptest::prelude::*;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep};
 use tollgate::store::{MemoryStore, Store};
 use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Settlement};
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 
 use remote::Remote;
-use support::paused;
 
 const DAY: Duration = Duration::from_secs(86_400);
 const MINUTE: Duration = Duration::from_secs(60);

@@ -224,11 +224,7 @@ fn percent(
     stranger: Stranger,
     latency: Duration,
 ) -> (f64, f64, f64) {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_time()
-        .start_paused(true)
-        .build()
-        .unwrap();
+    let runtime = crate::support::paused_runtime();
     let tally = runtime.block_on(async {
         let server = Server(Arc::new(Mutex::new(Upstream::new(counting, latency))));
         tokio::spawn(be(stranger, server.clone()));

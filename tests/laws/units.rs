@@ -11,8 +11,7 @@ use std::time::Duration;
 
 use futures::future::join_all;
 use http::{Request, Response, StatusCode};
-use proptest::prelude::*;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep};
 use tollgate::store::{MemoryStore, Store};
 use tollgate::{
     Cost, HeaderTrust, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason,
@@ -20,7 +19,7 @@ use tollgate::{
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 
 use remote::Remote;
-use support::{count_of, paused};
+use support::count_of;
 
 const DAY: Duration = Duration::from_secs(86_400);
 const MINUTE: Duration = Duration::from_secs(60);

@@ -47,11 +47,18 @@ pub(crate) fn long_ago() -> Instant {
         .unwrap_or(started)
 }
 
-/// Runs `test` under a paused clock.
-pub(crate) fn paused(test: impl Future<Output = ()>) {
-    let runtime = tokio::runtime::Builder::new_current_thread()
+/// Makes a runtime with a paused clock for this thread, on which tollgate rolls the dice of the seed:
+/// the same history is the same run.
+pub(crate) fn paused_runtime() -> tokio::runtime::Runtime {
+    tollgate::__lab::begin_dice(tollgate::pace::Dice::seeded(histories::seed()));
+    tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .start_paused(true)
-        .build();
-    runtime.unwrap().block_on(test);
+        .build()
+        .unwrap()
+}
+
+/// Runs `test` under a paused clock.
+pub(crate) fn paused(test: impl Future<Output = ()>) {
+    paused_runtime().block_on(test);
 }
