@@ -17,32 +17,17 @@ pub(crate) fn cannot_meet(one: Feature, other: Feature) -> bool {
     let never = pair(FailOpen, FallbackShare) || pair(InFlight, FallbackShare);
     // Only sliding windows can count late, and shares need whole units.
     let by_kind = pair(Bucket, Fixed);
-    let known = (known::SHARES_AND_SEVERAL_LIMITS.stands()
-        && [(Deploys, Joint), (Deploys, Units)]
-            .iter()
-            .any(|(a, b)| pair(*a, *b)))
-        || (known::GUARD_DURING_OUTAGES.stands()
-            && (pair(Guard, Outages)
-                || pair(Guard, Lossy)
-                || pair(Guard, FailOpen)
-                || pair(Guard, FallbackShare)))
+    let known = (known::GUARD_DURING_OUTAGES.stands()
+        && (pair(Guard, Outages)
+            || pair(Guard, Lossy)
+            || pair(Guard, FailOpen)
+            || pair(Guard, FallbackShare)))
         || (known::GUARD_WITH_FEW_KEYS.stands() && pair(Guard, FewKeys));
     let known = known
         || (known::HOLDS_WITHOUT_SHARES.stands() && pair(Guard, Deploys))
-        || (known::SHARES_WHOSE_TASK_ENDS.stands() && pair(Deploys, Deaths))
         || (known::EXPLAINED_SHARES.stands() && pair(Explain, Deploys))
         || (known::EXPLAINED_ROOM.stands() && pair(Explain, FewKeys));
     never || by_kind || known
-}
-
-/// Returns whether no history has both features.
-pub(crate) fn never_meet(one: Feature, other: Feature) -> bool {
-    let mut both = Features::default();
-    for feature in [one, other] {
-        both.add(feature);
-        needs(feature).iter().for_each(|needed| both.add(*needed));
-    }
-    cannot_meet(one, other) || is_known_to_fail(both)
 }
 
 /// Returns the features that `feature` needs.
@@ -60,16 +45,6 @@ fn needs(feature: Feature) -> &'static [Feature] {
     }
 }
 
-/// Returns whether the features run into a known fault together.
-fn is_known_to_fail(all: Features) -> bool {
-    let has = |feature| all.has(feature);
-    let several = has(Feature::Joint) || has(Feature::Units);
-    known::SHARES_AND_SEVERAL_LIMITS.stands()
-        && has(Feature::Classes)
-        && ((has(Feature::SetQuota) && (several || has(Feature::Deploys)))
-            || (has(Feature::Deploys) && several))
-}
-
 /// Adds a feature and those that it needs, if all of them can meet.
 fn add(features: &mut Features, feature: Feature, is_direct: bool) {
     let mut more = *features;
@@ -79,7 +54,7 @@ fn add(features: &mut Features, feature: Feature, is_direct: bool) {
         open.extend(needs(feature));
     }
     let fits = |one: Feature| more.all().all(|other| !cannot_meet(one, other));
-    let is_possible = more.all().all(fits) && !is_known_to_fail(more);
+    let is_possible = more.all().all(fits);
     if is_possible && !(is_direct && more.has(Feature::Late)) {
         *features = more;
     }
@@ -433,7 +408,7 @@ impl Draw<'_> {
             },
             Feature::Restarts => match self.dice.below(4) {
                 0 => Step::Stop { process },
-                1 if self.runtimes_may_end() => Step::EndRuntime { process },
+                1 => Step::EndRuntime { process },
                 _ => Step::Start {
                     release: self.release(),
                 },
@@ -450,10 +425,6 @@ impl Draw<'_> {
                 span: self.dice.pick(&[100, 700, 3000, 9000]),
             },
         }
-    }
-
-    fn runtimes_may_end(&self) -> bool {
-        !(self.has(Feature::Deploys) && known::SHARES_WHOSE_TASK_ENDS.stands())
     }
 
     fn release(&mut self) -> usize {

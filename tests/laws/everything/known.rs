@@ -33,16 +33,9 @@ macro_rules! known {
 }
 
 known! {
-    SHARES_AND_SEVERAL_LIMITS: "19",
-        "The stack overflows and the process aborts if requests with several keys use shares while an \
-         undivided limit of the same key applies: of a process without shares, or of a quota that was set. \
-         Also if a quota is set while processes have different shares, with requests of one key.";
     RUNS_WITHOUT_SHARES: "24",
         "If a class rests for some windows while a process without shares uses the whole limit, the next window \
          of the class may have its part more than the limit.";
-    SHARES_WHOSE_TASK_ENDS: "19",
-        "The stack overflows and the process aborts if the task that states shares to the store is dropped, \
-         with its runtime, while it waits for what was booked by a process without shares.";
     WAITERS_WAKE_EACH_OTHER: "19",
         "Waiters of different costs wake each other without end, at full load of a core, until time moves \
          on. Seen after a store lost calls and a key was on hold.";
