@@ -78,7 +78,7 @@ fn run_all(seed: u64, progress: &PathBuf) {
         f64::from(count) / took
     );
     assert_eq!(failed, 0, "histories failed");
-    let missing = matrix.missing(generate::never_meet);
+    let missing = matrix.missing(generate::cannot_meet);
     assert!(
         count < HISTORIES || missing.is_empty(),
         "these features have never met: {missing:?}"
