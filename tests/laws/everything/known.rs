@@ -36,6 +36,9 @@ known! {
     RUNS_WITHOUT_SHARES: "24",
         "If a class rests for some windows while a process without shares uses the whole limit, the next window \
          of the class may have its part more than the limit.";
+    RESTS_AFTER_SET_QUOTAS: "23",
+        "After a quota was set twice, a request for the whole limit waits although nothing was sent for a minute. \
+         Seen once in 3000 histories; not yet understood.";
     WAITERS_WAKE_EACH_OTHER: "19",
         "Waiters of different costs wake each other without end, at full load of a core, until time moves \
          on. Seen after a store lost calls and a key was on hold.";
