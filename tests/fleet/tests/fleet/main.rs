@@ -1,8 +1,8 @@
 //! Many processes behind one limit, judged by the upstream's own log.
 //!
 //! That calls never exceed the limit is checked strictly. Figures that a stall of the machine can
-//! spoil are printed, and judged on a calm machine only: if `TOLLGATE_CALM` is set, as `./.ci/run`
-//! does for the modules named `calm` and `alone`.
+//! spoil are printed, and judged on a calm machine only: if `TOLLGATE_CALM` is set, as
+//! `./.ci/run --long` does. Modules named `calm` measure most: `./tests/run` leaves them to `./.ci/run`.
 
 mod alone;
 mod away;
