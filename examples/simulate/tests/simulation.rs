@@ -433,7 +433,7 @@ fn invalid_gate_settings_name_the_cause() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.starts_with(r#"scenario "no-hint": strategy "limit": quota is none"#),
+        error.starts_with(r#"scenario "no-hint": strategy "limit": "none" is not a quota"#),
         "{error}"
     );
 }
