@@ -23,7 +23,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_stream::wrappers::UnboundedReceiverStream;
-use tollgate::grpc::{GrpcRateLimit, GrpcLayer, GrpcThrottle};
+use tollgate::grpc::{GrpcLayer, GrpcRateLimit, GrpcThrottle};
 use tollgate::store::MemoryStore;
 use tollgate::{
     AdaptiveThrottleLayer, Key, Limited, Limiter, Quota, RateLimitLayer, Reason, by_grpc_method,
