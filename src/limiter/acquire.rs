@@ -136,7 +136,7 @@ impl Acquire {
 
     /// Sets what the request costs: a number of requests, or a [`Cost`] with other units. Default: one
     /// request. A request that costs nothing passes at once, even if its key is on hold. Set it
-    /// before [`with`](Self::with): each key has a cost of its own.
+    /// before [`and`](Self::and): each key has a cost of its own.
     ///
     /// Has no effect once the future was polled.
     pub fn cost(mut self, cost: impl Into<Cost>) -> Self {
@@ -157,7 +157,7 @@ impl Acquire {
     /// Sets the class of the request, for a quota that is divided by
     /// [`share`](crate::RateLimitBuilder::share). Default: none. A request whose class has no share counts
     /// among the others, and [`Event::UnknownClass`](crate::stats::Event::UnknownClass) names the class as it
-    /// is, once. Set it before [`with`](Self::with): each key has a class of its own.
+    /// is, once. Set it before [`and`](Self::and): each key has a class of its own.
     ///
     /// Has no effect once the future was polled.
     ///
@@ -195,7 +195,7 @@ impl Acquire {
 
     /// Sets the quota of the key, in place of the one of the limiter. Default: the quota that the key
     /// has. [`RateLimitBuilder::quota`](crate::RateLimitBuilder::quota) has the rules. Set it before
-    /// [`with`](Self::with): each key has a quota of its own.
+    /// [`and`](Self::and): each key has a quota of its own.
     ///
     /// If the key cannot have this quota, the request is refused with
     /// [`Reason::InvalidQuota`](crate::Reason::InvalidQuota).

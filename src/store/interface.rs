@@ -53,7 +53,7 @@ use crate::limit::{LimitSpec, UnusedPermits, UpstreamRemaining};
 ///     beyond the limit.
 /// 14. **Registers.** A register changes in one step, and only if it has not changed since it was
 ///     read. Versions never repeat.
-/// 15. **Later use.** The permits of a demand are of use from [`Demand::earliest`] on. A store that
+/// 15. **Later use.** The permits of a demand are of use from [`Demand::earliest`](super::Demand::earliest) on. A store that
 ///     ignores this may grant an earlier slot and states it, and the process gives such a permit
 ///     back. The other laws hold in either case.
 /// 16. **Set quotas.** While a quota is set for a key ([`Store::set_quota`]), it decides in place of
@@ -222,7 +222,7 @@ pub trait Store: Send + Sync + 'static {
     }
 
     /// Returns the address at which other processes notify the [listeners](Store::listen) of this
-    /// store, for [`Recipients::One`]. At most 2^53. By default 0, which means that no process can
+    /// store, for [`Recipients::One`](super::Recipients::One). At most 2^53. By default 0, which means that no process can
     /// notify this store alone.
     fn address(&self) -> u64 {
         0
