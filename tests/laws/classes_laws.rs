@@ -16,6 +16,9 @@ use tollgate::{Key, Limiter, Quota, RateLimitLayer};
 
 const K: Key = Key::ALL;
 
+/// What is measured here is measured with these dice: processes ask at random moments.
+const SEED: u64 = 1;
+
 const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
@@ -195,6 +198,7 @@ impl Seen {
 
 #[tokio::test(start_paused = true)]
 async fn a_fleet_of_jobs_leaves_the_web_its_share() {
+    crate::support::roll_dice(SEED);
     for (call, most_calls) in [(50, 1.0), (1000, 1.1)] {
         let fleet = Fleet {
             shares: &[("web", 50)],
@@ -216,6 +220,7 @@ async fn a_fleet_of_jobs_leaves_the_web_its_share() {
 
 #[tokio::test(start_paused = true)]
 async fn a_class_with_the_whole_limit_goes_first() {
+    crate::support::roll_dice(SEED);
     let fleet = Fleet {
         shares: &[("web", 100)],
         processes: 10,
@@ -251,6 +256,7 @@ async fn drained(shares: &'static [(&'static str, u8)], trip: Duration) -> Durat
 
 #[tokio::test(start_paused = true)]
 async fn a_line_of_one_class_drains_as_fast_as_without_shares() {
+    crate::support::roll_dice(SEED);
     for trip in [1, 8, 20].map(ms) {
         let first_come = drained(&[], trip).await;
         let half = drained(&[("web", 50)], trip).await;

@@ -47,10 +47,15 @@ pub(crate) fn long_ago() -> Instant {
         .unwrap_or(started)
 }
 
+/// From now on tollgate rolls the dice of this seed on this thread.
+pub(crate) fn roll_dice(seed: u64) {
+    tollgate::__lab::begin_dice(tollgate::pace::Dice::seeded(seed));
+}
+
 /// Makes a runtime with a paused clock for this thread, on which tollgate rolls the dice of the seed:
 /// the same history is the same run.
 pub(crate) fn paused_runtime() -> tokio::runtime::Runtime {
-    tollgate::__lab::begin_dice(tollgate::pace::Dice::seeded(histories::seed()));
+    roll_dice(histories::seed());
     tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .start_paused(true)

@@ -21,7 +21,9 @@ use tollgate::limiter::KeyStatus;
 use tollgate::stats::Stats;
 use tollgate::{Key, Limited, RateLimitLayer};
 
-pub(crate) use clock::{far_future, long_ago, now, pass, paused, paused_runtime, settle, soon};
+pub(crate) use clock::{
+    far_future, long_ago, now, pass, paused, paused_runtime, roll_dice, settle, soon,
+};
 pub(crate) use service::{Upstream, get, limited, ok, other_error};
 pub(crate) use store::{Distant, Failing};
 
