@@ -1,15 +1,9 @@
-//! Blocking code: threads that have no Tokio runtime.
-//!
-//! [`Acquire::blocking`](crate::limiter::Acquire::blocking) waits for a permit in the calling thread.
-//! [`block_on`] does the same for each other future of this crate. The page
-//! [`guide::blocking`](crate::guide::blocking) has recipes.
-//!
-//! # How it works
-//!
-//! The calling thread polls the future itself and parks between the polls. So a permit is taken by the
-//! thread that uses it, and threads and tasks wait in one queue. One thread named `tollgate` drives the
-//! timers of all threads that wait. It starts when a thread waits for the first time in this process,
-//! and a thread that waits takes no memory besides its place in the queue.
+#![doc = include_str!("guide/blocking.md")]
+
+// The calling thread polls the future itself and parks between the polls. So a permit is taken by the
+// thread that uses it, and threads and tasks wait in one queue. One thread named `tollgate` drives the
+// timers of all threads that wait. It starts when a thread waits for the first time in this process,
+// and a thread that waits takes no memory besides its place in the queue.
 
 use std::fmt;
 use std::future::Future;

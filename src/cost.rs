@@ -99,7 +99,7 @@ impl Cost {
     };
 
     /// Returns how many units of this kind the cost states. `None` if it does not state the unit.
-    pub fn stated(&self, unit: &str) -> Option<u32> {
+    pub(crate) fn stated(&self, unit: &str) -> Option<u32> {
         if unit == Cost::REQUESTS {
             return self.requests;
         }

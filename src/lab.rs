@@ -3,7 +3,6 @@
 use std::time::{Duration, Instant};
 
 use crate::error::Limited;
-use crate::pace::{Dice, Pace};
 use crate::quota::Quota;
 use crate::rng;
 use crate::signal::{ResponseInfo, Signal};
@@ -12,6 +11,7 @@ use crate::throttle::{self, Back, ThrottlePermit};
 use crate::wait_queue::Number;
 
 pub use crate::clock::laboratory::begin as begin_clock;
+pub use crate::pacing::{CallState, Dice, Pace, Pause, Reply, StateCodec, Traffic};
 pub use crate::rng::laboratory::begin as begin_dice;
 
 /// Returns an unpredictable number, or the next one of the dice of this thread.

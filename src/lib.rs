@@ -58,7 +58,7 @@
 //! - [`RateLimitLayer`] is for limits that you know, and keeps them exactly. See [choosing a
 //!   quota](guide::choosing_a_quota).
 //! - [`AdaptiveThrottleLayer`] is for limits that are unknown or move. It learns its [`pace`] from
-//!   responses. See [limits you do not know](guide::pace).
+//!   responses. See [limits you do not know](pace).
 //!
 //! To use both, put [`AdaptiveThrottleLayer`] outside. Then a permit of [`RateLimitLayer`] is used
 //! when it is granted. Instead of one [`RateLimitLayer`] around another, [join them](#pitfalls).
@@ -81,7 +81,7 @@
 //! | `redis-sentinel` | `store::RedisStore::sentinel` |
 //! | `redis-tls-rustls` | `rediss://` URLs, with the provider of cryptography that the program has chosen for rustls |
 //! | `unstable-store` | the trait `store::Store`, for [stores of your own](store#a-store-of-your-own); outside of semver |
-//! | `grpc` | `RateLimitLayer::grpc` and `AdaptiveThrottleLayer::grpc`: layers for clients of [gRPC](guide::grpc), such as tonic |
+//! | `grpc` | `RateLimitLayer::grpc` and `AdaptiveThrottleLayer::grpc`: layers for clients of [gRPC](grpc), such as tonic |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info, at most one a second for a key), refusals by the server (warn) |
 //! | `metrics` | `metrics`: the counts of all layers as counters, gauges and histograms of the crate `metrics`, for Prometheus and other systems |
 //!
@@ -93,14 +93,14 @@
 //!
 //! tollgate needs Rust 1.88 or later. The changelog names each release that needs a later one.
 //! Waiting needs a Tokio runtime with timers, or a thread that may block: see [blocking
-//! code](guide::blocking). In tests, [pause its clock](guide::testing).
+//! code](blocking). In tests, [pause its clock](guide::testing).
 //!
 //! # Pitfalls
 //!
 //! **One count for everything, unless there is a key.** A layer without a [key
 //! function](RateLimitBuilder::key) counts all requests together. If each host, token or tenant has
 //! a limit of its own, use [`by_host`], [`by_header`] or a closure. If a [`RateLimitLayer`] has no
-//! key function, a 429 of one host holds only the requests to that host: see [keys](guide::keys).
+//! key function, a 429 of one host holds only the requests to that host: see [keys](key).
 //!
 //! **Two layers, two counts.** Create the layer once and clone it. A layer that is created for each
 //! client, or for each request, counts from zero each time.
@@ -164,6 +164,11 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(clippy::disallowed_methods, clippy::unwrap_used)]
+// The pages of the guide are the same with and without features: a link to an item whose feature is off leads nowhere.
+#![cfg_attr(
+    not(all(feature = "grpc", feature = "redis", feature = "retry")),
+    allow(rustdoc::broken_intra_doc_links)
+)]
 
 #[cfg(feature = "__lab")]
 #[doc(hidden)]
@@ -189,7 +194,8 @@ pub mod limiter;
 #[cfg(feature = "metrics")]
 #[cfg_attr(docsrs, doc(cfg(feature = "metrics")))]
 pub mod metrics;
-pub mod pace;
+#[cfg_attr(not(feature = "__lab"), allow(unreachable_pub, dead_code))]
+mod pacing;
 pub mod quota;
 mod rng;
 pub mod signal;
@@ -213,7 +219,7 @@ pub use key::{by_grpc_method, by_grpc_service};
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 #[cfg_attr(docsrs, doc(cfg(any(feature = "retry", feature = "reqwest-retry"))))]
 pub use layer::retry::RetryLimited;
-pub use layer::routes::{RouteMatch, Routes};
+pub use layer::routes::Routes;
 pub use layer::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitBuilder, RateLimitLayer};
 #[doc(inline)]
 pub use limiter::{HeaderTrust, Limiter, OnStoreError, Permit, Settlement};
@@ -227,11 +233,15 @@ pub(crate) use store::delegate_store;
 #[doc(inline)]
 pub use throttle::{Throttle, ThrottlePermit};
 
+#[doc = include_str!("guide/pace.md")]
+pub mod pace {
+    pub use crate::pacing::{Fair, NoPacing};
+}
+
 /// The services that the layers make, and their futures.
 pub mod service {
     pub use crate::layer::{
-        AdaptiveThrottle, CloneRequest, CloneService, RateLimit, ResponseFuture,
-        RetryingThrottleLayer,
+        AdaptiveThrottle, CloneRequest, RateLimit, ResponseFuture, RetryingThrottleLayer,
     };
 }
 
@@ -240,12 +250,11 @@ pub mod body {
     pub use crate::layer::body::{InFlight, InFlightBody, InFlightUntilBodyEnd, TrackBody};
 }
 
-/// Layers for clients of gRPC, such as tonic: [`RateLimitLayer::grpc`] and
-/// [`AdaptiveThrottleLayer::grpc`].
+#[doc = include_str!("guide/grpc.md")]
 #[cfg(feature = "grpc")]
 #[cfg_attr(docsrs, doc(cfg(feature = "grpc")))]
 pub mod grpc {
-    pub use crate::layer::grpc::{GrpcBody, GrpcLayer, GrpcRateLimit, GrpcThrottle, LocalRefusal};
+    pub use crate::layer::grpc::{Grpc, GrpcBody, GrpcLayer, LocalRefusal};
 }
 
 /// The programs in the README, compiled and run as tests.

@@ -87,14 +87,6 @@ impl Backoff {
 }
 
 /// Dice for one line of calls or for one simulation: the same seed rolls the same numbers, always.
-///
-/// ```
-/// use tollgate::pace::Dice;
-///
-/// let (mut one, mut other) = (Dice::seeded(7), Dice::seeded(7));
-/// assert_eq!(one.roll(), other.roll());
-/// assert!((0.0..1.0).contains(&one.roll()));
-/// ```
 #[derive(Clone, Debug)]
 pub struct Dice(u64);
 

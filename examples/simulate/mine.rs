@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use tollgate::pace::{Dice, Pace, Pause, Reply, Traffic};
+use tollgate::__lab::{Dice, Pace, Pause, Reply, Traffic};
 use tollgate_simulate::Strategy;
 
 /// One interval for all requests: half as long again after a refusal, one hundredth shorter after

@@ -19,7 +19,11 @@ use crate::config_error::ConfigError;
 use crate::cost::Cost;
 #[cfg(feature = "retry")]
 #[cfg_attr(docsrs, doc(cfg(feature = "retry")))]
-pub use as_error::AsError;
+#[cfg_attr(
+    not(any(feature = "retry", feature = "reqwest-retry")),
+    allow(unused_imports)
+)]
+pub(crate) use as_error::AsError;
 pub(crate) use report::Facts;
 pub use report::LimitedInfo;
 pub use store::StoreError;

@@ -7,7 +7,7 @@
 //! - [First steps](first_steps): the first program, and one for each kind of client.
 //! - [Choosing a quota](choosing_a_quota): how to describe the limit of a server, such as requests per
 //!   minute, and how long a request may wait.
-//! - [Keys](keys): whose limit it is.
+//! - [Keys](crate::key): whose limit it is.
 //! - [Handling a refusal](refusals): why a request was refused, and when to try again (`Retry-After`, 429).
 //! - [Retry and timeout](retry_and_timeout): the order of the layers.
 //!
@@ -15,8 +15,8 @@
 //!
 //! - [Clients](clients): recipes for hyper-util, reqwest-middleware, octocrab, kube, async-openai, the
 //!   AWS SDK and graphql_client.
-//! - [gRPC](grpc): tonic and other clients.
-//! - [Blocking code](blocking): threads without a Tokio runtime, `ureq` and `reqwest::blocking`.
+//! - [gRPC](crate::grpc): tonic and other clients.
+//! - [Blocking code](crate::blocking): threads without a Tokio runtime, `ureq` and `reqwest::blocking`.
 //! - [LLM APIs](llm_apis): tokens per minute, how providers count them, and what to use for each.
 //! - [True costs](true_costs): limits on tokens or points, where the response states the cost.
 //!
@@ -26,15 +26,15 @@
 //! - [Who goes first](classes): shares of a quota for classes of requests.
 //! - [Several limits](several_limits): limits with different keys on one request.
 //! - [Calls in flight](in_flight): a concurrency limit, on calls at the same time.
-//! - [Limits you do not know](pace): a throttle that finds the speed by itself.
+//! - [Limits you do not know](crate::pace): a throttle that finds the speed by itself.
 //! - [Learning from responses](learning): other clients of the same limit, and limits that a server
 //!   states.
-//! - [Headers](headers): the response headers that tollgate understands.
+//! - [Headers](crate::signal): the response headers that tollgate understands.
 //!
 //! To operate a fleet:
 //!
 //! - [Many processes](many_processes): one limit, counted in Redis.
-//! - [In Redis](redis_format): which keys exist, what a Redis user may do, how to inspect.
+//! - [In Redis](crate::store#in-redis): which keys exist, what a Redis user may do, how to inspect.
 //! - [Operate](operate): metrics, why a request waits, a guard against bans, shutdown.
 //! - [Guarantees](guarantees): what tollgate promises, and where each promise ends.
 //! - [Costs](costs): calls, CPU and memory, and how they grow.
@@ -43,18 +43,8 @@
 //! To change tollgate: [architecture], with the picture, five walks through the code, and
 //! the glossary.
 
-// The pages are the same with and without features: a link to an item whose feature is off leads
-// nowhere.
-#![cfg_attr(
-    not(all(feature = "grpc", feature = "redis", feature = "retry")),
-    allow(rustdoc::broken_intra_doc_links)
-)]
-
 #[doc = include_str!("architecture.md")]
 pub mod architecture {}
-
-#[doc = include_str!("blocking.md")]
-pub mod blocking {}
 
 #[doc = include_str!("choosing_a_limiter.md")]
 pub mod choosing_a_limiter {}
@@ -71,20 +61,11 @@ pub mod costs {}
 #[doc = include_str!("first_steps.md")]
 pub mod first_steps {}
 
-#[doc = include_str!("grpc.md")]
-pub mod grpc {}
-
 #[doc = include_str!("guarantees.md")]
 pub mod guarantees {}
 
-#[doc = include_str!("headers.md")]
-pub mod headers {}
-
 #[doc = include_str!("in_flight.md")]
 pub mod in_flight {}
-
-#[doc = include_str!("keys.md")]
-pub mod keys {}
 
 #[doc = include_str!("classes.md")]
 pub mod classes {}
@@ -103,12 +84,6 @@ pub mod many_processes {}
 
 #[doc = include_str!("operate.md")]
 pub mod operate {}
-
-#[doc = include_str!("pace.md")]
-pub mod pace {}
-
-#[doc = include_str!("redis_format.md")]
-pub mod redis_format {}
 
 #[doc = include_str!("refusals.md")]
 pub mod refusals {}

@@ -1,7 +1,4 @@
-//! Whose limit applies to a request.
-//!
-//! Requests with the same [`Key`] share one count. A key is small and `Copy`, and keeps no text, so
-//! an API token used as a key is in no log, no error and no `Debug` output.
+#![doc = include_str!("../guide/keys.md")]
 
 #[cfg(feature = "grpc")]
 mod grpc;

@@ -43,7 +43,7 @@ const REASON: HeaderName = HeaderName::from_static("tollgate-refused");
 ///
 /// The layers of this module put it there, and no layer of this crate takes such a response for the
 /// word of the server. A generated client of tonic drops the extensions: see
-/// [`guide::grpc`](crate::guide::grpc#what-the-caller-sees).
+/// [`grpc`](crate::grpc#what-the-caller-sees).
 ///
 /// ```
 /// use tollgate::grpc::LocalRefusal;
@@ -375,11 +375,9 @@ fn as_response<B>(
 #[derive(Clone, Debug)]
 pub struct GrpcLayer<L>(L);
 
-/// The Tower service of a [`RateLimitLayer`] for gRPC.
-pub type GrpcRateLimit<S> = RateLimit<S, GrpcLayer<RateLimitLayer>>;
-
-/// The Tower service of an [`AdaptiveThrottleLayer`] for gRPC.
-pub type GrpcThrottle<S> = RateLimit<S, GrpcLayer<AdaptiveThrottleLayer>>;
+/// The Tower service of a layer for gRPC: `Grpc<Channel>` of a [`RateLimitLayer`], and
+/// `Grpc<Channel, AdaptiveThrottleLayer>` of an [`AdaptiveThrottleLayer`].
+pub type Grpc<S, L = RateLimitLayer> = RateLimit<S, GrpcLayer<L>>;
 
 impl RateLimitLayer {
     /// Returns this layer for a client of gRPC, such as tonic.
@@ -387,7 +385,7 @@ impl RateLimitLayer {
     /// It reads the status and the pushback of calls, in headers and in trailers
     /// ([`Signal::read_grpc`]). A request that is refused locally gets a response with the status
     /// `RESOURCE_EXHAUSTED`, instead of an error. A call is in flight until its trailers have arrived.
-    /// The page [`guide::grpc`](crate::guide::grpc) has more.
+    /// The page [`grpc`](crate::grpc) has more.
     #[cfg_attr(docsrs, doc(cfg(feature = "grpc")))]
     pub fn grpc(self) -> GrpcLayer<Self> {
         GrpcLayer(self)

@@ -28,6 +28,6 @@ mod throttle_builder;
 pub use rate_limit::RateLimitLayer;
 pub use rate_limit_builder::RateLimitBuilder;
 pub use retrying::{CloneRequest, RetryingThrottleLayer};
-pub use service::{AdaptiveThrottle, CloneService, RateLimit, ResponseFuture};
+pub use service::{AdaptiveThrottle, RateLimit, ResponseFuture};
 pub use throttle::AdaptiveThrottleLayer;
 pub use throttle_builder::AdaptiveThrottleBuilder;

@@ -491,11 +491,6 @@ impl<S, L: Edge> RateLimit<S, L> {
         &self.0.inner
     }
 
-    /// Returns the inner service, to be changed.
-    pub fn get_mut(&mut self) -> &mut S {
-        &mut self.0.inner
-    }
-
     /// Returns the inner service without the layer.
     pub fn into_inner(self) -> S {
         self.0.inner

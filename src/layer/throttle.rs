@@ -21,7 +21,7 @@ use crate::error::Limited;
 use crate::key::{HostKey, Key, RequestInfo, RequestRef};
 use crate::limiter::{InnerCall, Renewal, Renewed, is_inside_a_layer};
 #[cfg(doc)]
-use crate::pace::Fair;
+use crate::pacing::Fair;
 use crate::signal::ResponseInfo;
 use crate::throttle::{Back, Begun, Throttle, ThrottlePermit, Wait};
 
@@ -34,7 +34,7 @@ use crate::throttle::{Back, Begun, Throttle, ThrottlePermit, Wait};
 /// to each other.
 ///
 /// If you know the limit, use [`RateLimitLayer`](super::RateLimitLayer), which keeps it exactly. If
-/// you want both, put this layer outside. The page [`guide::pace`](crate::guide::pace) says what to
+/// you want both, put this layer outside. The page [`pace`](crate::pace) says what to
 /// expect.
 ///
 /// The layer is a `tower_layer::Layer` over the same services as

@@ -10,7 +10,7 @@ use super::throttle::AdaptiveThrottleLayer;
 use crate::config_error::ConfigError;
 use crate::guarded::Watch;
 use crate::limiter::note_several_gates;
-use crate::pace::{Fair, Pace};
+use crate::pacing::{Fair, Pace};
 use crate::rng::{Dice, dice};
 use crate::stats::{Kind, Tally};
 use crate::store::MemoryStore;
@@ -75,15 +75,14 @@ impl AdaptiveThrottleBuilder {
         ///
         /// Fleets of more than about 30 processes need a store: without it, each process has to
         /// learn from refusals how many processes there are. With a store, a request costs [two to
-        /// five calls](crate::guide::pace#a-fleet-that-shares-its-pace) of the store, more in
+        /// five calls](crate::pace#a-fleet-that-shares-its-pace) of the store, more in
         /// fleets of hundreds. While no request has to wait for its turn, none waits for these
         /// calls. While the store is unreachable, each process continues alone, at its part of the
         /// speed.
         ///
-        /// All processes need the same pace, and the pace must support [sharing](Pace::share):
-        /// [`Fair`] does. Without [registers](Store::compare_and_set), the pace is not shared. A
-        /// store that cannot push [notifications](Store::listen), such as a `RedisStore` over a
-        /// connection of your own, leaves much of a scarce limit unused.
+        /// All processes need the same pace, and it is [`Fair`] that can be shared.
+        /// A store that cannot push notifications, such as a `RedisStore` over a connection of your
+        /// own, leaves much of a scarce limit unused.
         store;
         /// [`RateLimitBuilder::dialect`](super::RateLimitBuilder::dialect) has an example.
         dialect;
@@ -100,10 +99,9 @@ impl AdaptiveThrottleBuilder {
         self
     }
 
-    /// Sets the rule by which the speed of a key follows signals. The layer calls `pace` once for
-    /// each key. Default: [`Fair::new`], because it shares a limit evenly with next to no refusals.
-    ///
-    /// The layer calls the methods of a pace under a lock, so they should be quick.
+    /// Sets the rule by which the speed of a key follows signals, a [`Fair`] or
+    /// [`NoPacing`](crate::pace::NoPacing). The layer calls `pace` once for each key. Default:
+    /// [`Fair::new`], because it shares a limit evenly with next to no refusals.
     pub fn pace<P: Pace + 'static>(mut self, pace: impl Fn() -> P + Send + Sync + 'static) -> Self {
         self.pace = Box::new(move || Box::new(pace()));
         self

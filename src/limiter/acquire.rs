@@ -358,7 +358,7 @@ impl Acquire {
     ///
     /// Threads and tasks wait in one queue, in the order in which they arrived. A thread waits as long
     /// as a task would, has the same errors, and takes no permit if it is refused. If a permit is at
-    /// hand, the thread takes it at once. The page [`guide::blocking`](crate::guide::blocking) has
+    /// hand, the thread takes it at once. The page [`blocking`](crate::blocking) has
     /// recipes, and [`blocking`](crate::blocking) says how it works.
     ///
     /// ```

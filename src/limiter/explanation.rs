@@ -13,8 +13,8 @@ use crate::stats::Cause;
 use crate::store::LimitUsage;
 
 /// Why a request would wait now, or be refused, as
-/// [`Limiter::explain`](crate::Limiter::explain) and [`Acquire::explain`](super::Acquire::explain)
-/// return it.
+/// [`Limiter::explain`](crate::Limiter::explain), [`Acquire::explain`](super::Acquire::explain) and
+/// [`Throttle::explain`](crate::Throttle::explain) return it.
 ///
 /// Its `Display` is a text of several lines for a person:
 ///
@@ -26,11 +26,43 @@ use crate::store::LimitUsage;
 ///   waiting  12 here, the first for 800ms
 ///   at hand  0
 /// ```
+///
+/// That of a [`Throttle`](crate::Throttle):
+///
+/// ```text
+/// search, key all: a request now would wait 1.3s, because 12 requests leave before it
+///   pace       one request every 100ms; the next in 50ms
+///   hold       none
+///   waiting    12 here, the first for 800ms
+///   in flight  3 here
+/// ```
 #[non_exhaustive]
 #[derive(Clone, Debug)]
 pub struct Explanation {
-    /// What would happen to the request.
+    /// What would happen to the request. The waits of a throttle are estimates, because each response
+    /// may change the pace.
     pub verdict: Verdict,
+    text: Box<str>,
+}
+
+impl Explanation {
+    pub(crate) fn new(verdict: Verdict, text: impl fmt::Display) -> Self {
+        Explanation {
+            verdict,
+            text: text.to_string().into(),
+        }
+    }
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+/// The text of an [`Explanation`] by a limiter.
+pub(super) struct Told<'a> {
+    pub(super) verdict: &'a Verdict,
     /// What was found: one for each key of the request, and for each [unit](crate::Quota::of) that the
     /// limits of a key count.
     pub(super) keys: Vec<KeyExplanation>,
@@ -367,7 +399,7 @@ fn counted(unit: &'static str) -> Option<&'static str> {
     Some(unit).filter(|unit| *unit != Cost::REQUESTS)
 }
 
-impl fmt::Display for Explanation {
+impl fmt::Display for Told<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(decisive) = self.keys.get(self.decisive) else {
             return Ok(());
@@ -389,7 +421,7 @@ impl fmt::Display for Explanation {
             because.write(f, decisive.hold.as_ref(), unit)
         })?;
         let has_failed = matches!(decisive.store, StoreState::Failed(_));
-        if self.verdict == Verdict::Goes && has_failed {
+        if *self.verdict == Verdict::Goes && has_failed {
             f.write_str(", uncounted")?;
         }
         decisive.topics(f)?;

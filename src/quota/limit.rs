@@ -127,7 +127,7 @@ impl Limit {
     }
 
     /// Returns the most units that one request can cost under this limit.
-    pub fn largest_cost(&self) -> u32 {
+    pub(crate) fn largest_cost(&self) -> u32 {
         match *self {
             Limit::Sliding { count, .. } | Limit::Fixed { count, .. } => count,
             Limit::Bucket { capacity, .. } => capacity,

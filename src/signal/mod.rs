@@ -1,25 +1,17 @@
-//! What a response says about limits.
-//!
-//! A [`Signal`] is read from status and headers, and by [`Signal::read_with_body`] from the body,
-//! too. It states whether the request was refused because of a limit, when to retry, and which
-//! quotas the server has. The vendor need not be configured: tollgate recognises the headers of the standard,
-//! of the generic families (`X-RateLimit-…`) and of a table of vendors. [A page of the
-//! guide](crate::guide::headers) lists them.
-//!
-//! Reading never fails and never panics: unreadable values are ignored. The time to read is linear
-//! in the size of the headers: about 10 ns for a response without such headers. Reading needs at
-//! most 1 kB of memory.
-//!
-//! # How it works
-//!
-//! `generic::lines` finds the few headers that matter in one pass. Each then goes to one of three
-//! readers: `standard` (the structured fields of the IETF), `generic` (any name with `ratelimit` in
-//! it), or a row of `vendor`. `combine` makes one quota of the headers that describe the same
-//! bucket, `standard::retry_after` reads the hints, and `refusal` decides. The readers of values
-//! are in `parse`.
-//!
-//! A signal only states what the server sent. The limiter and the throttle decide what follows from
-//! it.
+#![doc = include_str!("../guide/headers.md")]
+
+// Reading never fails and never panics: unreadable values are ignored. The time to read is linear
+// in the size of the headers: about 10 ns for a response without such headers. Reading needs at most
+// 1 kB of memory.
+//
+// `generic::lines` finds the few headers that matter in one pass. Each then goes to one of three
+// readers: `standard` (the structured fields of the IETF), `generic` (any name with `ratelimit` in
+// it), or a row of `vendor`. `combine` makes one quota of the headers that describe the same
+// bucket, `standard::retry_after` reads the hints, and `refusal` decides. The readers of values
+// are in `parse`.
+//
+// A signal only states what the server sent. The limiter and the throttle decide what follows from
+// it.
 
 mod body;
 mod combine;
@@ -132,7 +124,7 @@ impl<B> ResponseInfo for http::Response<B> {
 /// What a response says about limits.
 ///
 /// [`read`](Signal::read) reads it from the status and the headers of the response. The page
-/// [`guide::headers`](crate::guide::headers) lists the headers that tollgate recognises. Unreadable
+/// [`signal`](crate::signal) lists the headers that tollgate recognises. Unreadable
 /// values are ignored.
 ///
 /// # A dialect of your own
@@ -307,7 +299,7 @@ impl Signal {
     /// refusals if the response has some evidence. Evidence is a time to retry, a quota that is
     /// used up, a header or an error code. Each other status is a refusal if the response has an
     /// error code of a limit, except redirections (300 to 399). The
-    /// [guide](crate::guide::headers#which-responses-are-refusals) has the table.
+    /// [guide](crate::signal#which-responses-are-refusals) has the table.
     #[doc(alias = "429")]
     #[doc(alias = "too many requests")]
     pub fn refusal(&self) -> Option<StatusCode> {
@@ -391,7 +383,7 @@ impl Signal {
     }
 
     /// Removes all quotas, to state others instead.
-    pub fn without_quotas(mut self) -> Self {
+    pub(crate) fn without_quotas(mut self) -> Self {
         self.quotas.clear();
         self
     }

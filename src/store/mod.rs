@@ -4,6 +4,10 @@
 //! counts of equal keys. With `RedisStore` (feature `redis`), so do all processes: see [many
 //! processes](crate::guide::many_processes).
 //!
+//! # In Redis
+//!
+#![doc = include_str!("../guide/redis_format.md")]
+//!
 //! # A store of your own
 //!
 //! The feature `unstable-store` adds the trait `Store` and its types. They are outside of semver: any

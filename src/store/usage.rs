@@ -96,7 +96,7 @@ pub struct LimitUsage {
     /// Units that are reserved for clients that do not share this store, as responses of the
     /// upstream show.
     pub reserved: u64,
-    /// How long until this limit would allow the request that the [`PeekRequest`] describes, if only
+    /// How long until this limit would allow the request that is asked for, if only
     /// this limit were in its way. Zero if it would now. [`Duration::MAX`] if it never does, or if it
     /// is not known when.
     pub wait: Duration,
@@ -105,7 +105,7 @@ pub struct LimitUsage {
 impl LimitUsage {
     /// Makes the usage of `limit`: `used` units count against it, and `free` more could leave now.
     /// No units are reserved. If nothing is free, it is not known how long until a unit is.
-    pub const fn new(limit: Limit, used: u64, free: u64) -> Self {
+    pub(crate) const fn new(limit: Limit, used: u64, free: u64) -> Self {
         LimitUsage {
             limit,
             unit: Cost::REQUESTS,
@@ -118,5 +118,12 @@ impl LimitUsage {
                 Duration::MAX
             },
         }
+    }
+}
+
+/// The usage of a limit of which nothing is used.
+impl From<Limit> for LimitUsage {
+    fn from(limit: Limit) -> Self {
+        LimitUsage::new(limit, 0, limit.count().into())
     }
 }

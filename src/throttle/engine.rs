@@ -17,7 +17,7 @@ use crate::error::{Facts, Limited, LimitedInfo, Reason};
 use crate::guarded::Watch;
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::{Full, KeyMap};
-use crate::pace::Pace;
+use crate::pacing::Pace;
 use crate::rng::{Dice, dice};
 use crate::stats::{self, Cause, Tally};
 use crate::store::{self, Store, StoreEvent, StoreListener};

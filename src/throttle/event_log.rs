@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::pace_state::{Load, PaceState};
 use crate::error::StoreError;
-use crate::pace::{CallState, Dice, Reply};
+use crate::pacing::{CallState, Dice, Reply};
 use crate::signal::Signal;
 
 /// An event at this process that the other processes have to know.

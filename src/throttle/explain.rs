@@ -10,26 +10,12 @@ use super::waiters::Waiters;
 use crate::clock;
 use crate::error::Reason;
 use crate::key::Key;
-use crate::limiter::{Because, Held, Shown, Verdict};
+use crate::limiter::{Because, Explanation, Held, Shown, Verdict};
 use crate::stats::Gate;
 
-/// Why a request would wait for its turn now, or be refused, as
-/// [`Throttle::explain`](crate::Throttle::explain) returns it.
-///
-/// Its `Display` is a text of several lines for a person:
-///
-/// ```text
-/// search, key all: a request now would wait 1.3s, because 12 requests leave before it
-///   pace       one request every 100ms; the next in 50ms
-///   hold       none
-///   waiting    12 here, the first for 800ms
-///   in flight  3 here
-/// ```
-#[non_exhaustive]
-#[derive(Clone, Debug)]
-pub struct PaceExplanation {
-    /// What would happen to the request. Waits are estimates, because each response may change the pace.
-    pub verdict: Verdict,
+/// The text of an [`Explanation`] by a throttle.
+struct Told<'a> {
+    verdict: &'a Verdict,
     /// The name of the throttle, as in [`Stats::name`](crate::stats::Stats::name).
     throttle: Arc<str>,
     /// The name of the key, as in [`KeyStats::name`](crate::stats::KeyStats::name).
@@ -64,7 +50,7 @@ struct Fleet {
 }
 
 /// Explains what would happen to a request of `key`.
-pub(super) fn explain(core: &Core, key: Key) -> PaceExplanation {
+pub(super) fn explain(core: &Core, key: Key) -> Explanation {
     let now = clock::now();
     let read = |waiters: &mut Waiters| Known {
         outlook: waiters.queue.outlook(now),
@@ -77,8 +63,8 @@ pub(super) fn explain(core: &Core, key: Key) -> PaceExplanation {
     let verdict = verdict(core, &known, now);
     let (_, since) = core.tally().waiting_of(key);
     let outlook = known.outlook;
-    PaceExplanation {
-        verdict,
+    let told = Told {
+        verdict: &verdict,
         throttle: core.tally().name(),
         key: known
             .name
@@ -95,7 +81,9 @@ pub(super) fn explain(core: &Core, key: Key) -> PaceExplanation {
             in_flight: outlook.in_flight,
             alone: outlook.is_alone,
         }),
-    }
+    };
+    let text = told.to_string();
+    Explanation::new(verdict, text)
 }
 
 /// What this process knows of a key.
@@ -160,10 +148,10 @@ fn verdict(core: &Core, known: &Known, now: Instant) -> Verdict {
     Verdict::Waits { wait, because }
 }
 
-impl fmt::Display for PaceExplanation {
+impl fmt::Display for Told<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let &PaceExplanation {
-            ref verdict,
+        let &Told {
+            verdict,
             ref throttle,
             ref key,
             interval,

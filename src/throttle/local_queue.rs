@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::pace_state::{Load, PaceState};
 use crate::clock;
-use crate::pace::{CallState, Dice};
+use crate::pacing::{CallState, Dice};
 use crate::wait_queue::Number;
 
 #[derive(Debug)]

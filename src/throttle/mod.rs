@@ -33,7 +33,7 @@
 // | `permit` | the right to send one request, and the wait for it |
 // | `written_wait` | the wait until the register has a hold |
 //
-// The throttle does not decide how fast requests leave: the pace (`crate::pace`) does.
+// The throttle does not decide how fast requests leave: the pace (`crate::pacing`) does.
 
 mod conflicts;
 mod counting;
@@ -78,7 +78,6 @@ use crate::stats::{Cause, Drained, Gate, KeyStats, Stats, drain_gate};
 use crate::wakers::Wakers;
 
 pub(crate) use engine::ThrottleSettings;
-pub use explain::PaceExplanation;
 #[cfg(feature = "__lab")]
 pub(crate) use paced_queue::{Flight, PacedQueue, Refused};
 pub use permit::ThrottlePermit;
@@ -198,7 +197,7 @@ impl Throttle {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn explain(&self, key: Key) -> PaceExplanation {
+    pub fn explain(&self, key: Key) -> crate::limiter::Explanation {
         explain::explain(&self.core, key)
     }
 

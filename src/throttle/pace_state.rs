@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use crate::clock;
-use crate::pace::{CallState, Dice, Pace, Pause, Reply, StateCodec, Traffic, wait_said};
+use crate::pacing::{CallState, Dice, Pace, Pause, Reply, StateCodec, Traffic, wait_said};
 use crate::signal::Signal;
 
 /// How long an unanswered probe keeps the other requests waiting.

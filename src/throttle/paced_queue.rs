@@ -16,7 +16,7 @@ use super::pace_state::{Load, PaceState};
 use super::sharing::Sharing;
 use super::sync_state::{CasRequest, StoreChange};
 use crate::error::StoreError;
-use crate::pace::{CallState, Dice, Pace, Reply};
+use crate::pacing::{CallState, Dice, Pace, Reply};
 use crate::signal::Signal;
 use crate::store::Register;
 use crate::wait_queue::Number;

@@ -9,7 +9,7 @@ use super::paced_queue::{Flight, PacedQueue};
 use super::sync_state::CasRequest;
 use crate::clock;
 use crate::error::StoreError;
-use crate::pace::{Dice, Pace, StateCodec, Traffic};
+use crate::pacing::{Dice, Pace, StateCodec, Traffic};
 use crate::signal::Signal;
 use crate::store::{Recipients, Register};
 use crate::wait_queue::Number;

@@ -7,7 +7,7 @@ use super::pace_state::{Load, PaceState};
 use super::peers::{Peer, Peers};
 use super::sync_state::PendingCas;
 use crate::clock;
-use crate::pace::StateCodec;
+use crate::pacing::StateCodec;
 use crate::store::Register;
 
 /// What one process knows of the register of a key.
@@ -244,7 +244,7 @@ impl PeerView {
 mod tests {
     use super::*;
     use crate::clock;
-    use crate::pace::StateCodec;
+    use crate::pacing::StateCodec;
 
     #[test]
     fn origin_stays_when_round_trips_are_slow() {

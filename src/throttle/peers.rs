@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::pace::StateCodec;
+use crate::pacing::StateCodec;
 
 /// One process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -101,8 +101,7 @@ impl ThrottlePermit {
         self
     }
 
-    /// Returns the key of the permit.
-    pub fn key(&self) -> Key {
+    pub(crate) fn key(&self) -> Key {
         self.key
     }
 

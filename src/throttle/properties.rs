@@ -12,7 +12,7 @@ use super::permit::Back;
 use super::{Begun, Throttle, ThrottleSettings};
 use crate::clock;
 use crate::key::Key;
-use crate::pace::{Dice, Fair, Pace, Pause, Reply, Traffic};
+use crate::pacing::{Dice, Fair, Pace, Pause, Reply, Traffic};
 use crate::signal::{ObservedQuota, Signal};
 use crate::stats::{Kind, Tally};
 

@@ -9,8 +9,8 @@ use futures::FutureExt;
 use http::StatusCode;
 use proptest::prelude::*;
 use support::{ms, now, pass, settle, value};
+use tollgate::__lab::{Dice, Pace, Pause, Reply, Traffic};
 use tollgate::limiter::{Because, Verdict};
-use tollgate::pace::{Dice, Pace, Pause, Reply, Traffic};
 use tollgate::store::MemoryStore;
 use tollgate::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, Key, Reason, Signal, Throttle};
 

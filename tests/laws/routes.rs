@@ -97,8 +97,8 @@ async fn peek_and_explain_know_the_route_of_a_key() {
     let limit = ten().routes(routes.clone()).build().unwrap();
     send(&limit, "GET /search/a").await.unwrap();
     let limiter = limit.limiter_of("route").unwrap();
-    let route = routes.find(&Method::GET, "/search/b").unwrap();
-    let key = route.key(Key::ALL).and("route");
+    let key = routes.key(&Method::GET, "/search/b", Key::ALL).unwrap();
+    let key = key.and("route");
     let status = limiter.peek(key).await.unwrap();
     assert_eq!(status.quota_source, QuotaSource::Route);
     assert_eq!((status.free, status.limits[0].used), (2, 1));
@@ -144,10 +144,7 @@ async fn a_route_has_its_quota_in_place_of_that_of_the_layer() {
         by("first: /big", 0)
     );
 
-    let search = routes
-        .find(&Method::GET, "/search/a")
-        .unwrap()
-        .key(Key::ALL);
+    let search = routes.key(&Method::GET, "/search/a", Key::ALL).unwrap();
     let status = limit.limiter().peek(search).await.unwrap();
     assert_eq!((status.limits[0].used, status.free), (3, 0));
 }
@@ -203,9 +200,8 @@ async fn each_value_and_each_key_of_the_layer_has_a_count() {
         }
     }
     let key = routes
-        .find(&Method::POST, "/channels/a/messages/7")
-        .unwrap()
-        .key(Key::new("one"));
+        .key(&Method::POST, "/channels/a/messages/7", Key::new("one"))
+        .unwrap();
     let routes = limit.limiter_of("route").unwrap();
     assert_eq!(routes.peek(key.and("route")).await.unwrap().free, 0);
 }
@@ -324,7 +320,7 @@ async fn a_hold_of_the_layer_spares_routes_in_its_place() {
         assert!(send(&limit, "GET /b").await.is_err());
 
         limiter.release(Key::ALL).await.unwrap();
-        let route = routes.find(&Method::GET, "/a").unwrap().key(Key::ALL);
+        let route = routes.key(&Method::GET, "/a", Key::ALL).unwrap();
         limiter.hold_for(route, ms(20_000)).await.unwrap();
         assert_eq!(send(&limit, "GET /a").await.is_ok(), !is_instead);
         send(&limit, "GET /b").await.unwrap();

@@ -78,7 +78,7 @@ fn stores_outside_the_crate_can_build_every_answer() {
         Limit::fixed(9, second),
         Limit::in_flight(9),
     ] {
-        usage.limits.push(LimitUsage::new(limit, 4, 5));
+        usage.limits.push(LimitUsage::from(limit));
     }
     assert_eq!(
         usage

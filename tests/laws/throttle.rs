@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use http::StatusCode;
-use tollgate::pace::{Dice, NoPacing, Pace, Pause, Reply, Traffic};
+use tollgate::__lab::{Dice, Pace, Pause, Reply, Traffic};
+use tollgate::pace::NoPacing;
 use tollgate::store::StoreError;
 use tollgate::{
     AdaptiveThrottleLayer, Deadline, Error, Key, Limited, Quota, RateLimitLayer, Reason, Signal,

@@ -49,7 +49,7 @@ pub(crate) fn long_ago() -> Instant {
 
 /// From now on tollgate rolls the dice of this seed on this thread.
 pub(crate) fn roll_dice(seed: u64) {
-    tollgate::__lab::begin_dice(tollgate::pace::Dice::seeded(seed));
+    tollgate::__lab::begin_dice(tollgate::__lab::Dice::seeded(seed));
 }
 
 /// Makes a runtime with a paused clock for this thread, on which tollgate rolls the dice of the seed:

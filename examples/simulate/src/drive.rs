@@ -18,7 +18,7 @@ use super::store::SharedStore;
 use super::strategy::{Make, Strategy};
 use super::trace::Trace;
 use tollgate::__lab;
-use tollgate::pace::Dice;
+use tollgate::__lab::Dice;
 
 /// Runs `scenario`. Groups without a strategy of their own use `strategy`.
 ///

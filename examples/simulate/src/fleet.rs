@@ -22,9 +22,9 @@ use super::schedule::{Event, Schedule};
 use super::server::ServerState;
 use super::strategy::Strategy;
 use super::trace::Trace;
+use tollgate::__lab::Dice;
 use tollgate::__lab::read_signal;
 use tollgate::Limited;
-use tollgate::pace::Dice;
 
 /// The pause before the next try after a gate's error that does not say when to retry.
 const PAUSE: Duration = Duration::from_secs(1);

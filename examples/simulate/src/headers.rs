@@ -6,7 +6,7 @@ use http::HeaderValue;
 
 use super::scenario::{Headers, Lie};
 use super::server::Verdict;
-use tollgate::pace::Dice;
+use tollgate::__lab::Dice;
 
 /// Writes the headers that a scenario describes.
 #[derive(Debug)]

@@ -6,12 +6,12 @@ use std::time::Duration;
 use super::brief::Brief;
 use super::clock;
 use super::gates::{GateFuture, Wire};
+use tollgate::__lab::Pace;
 use tollgate::__lab::{answered_or_back, read_signal};
 use tollgate::ConfigError;
 use tollgate::Key;
 use tollgate::OnStoreError;
 use tollgate::Signal;
-use tollgate::pace::Pace;
 use tollgate::store::Store;
 use tollgate::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitLayer};
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use tollgate::pace::Dice;
+use tollgate::__lab::Dice;
 
 /// Returns an exponentially distributed number with this mean.
 pub(super) fn exponential(dice: &mut Dice, mean: f64) -> f64 {

@@ -7,7 +7,7 @@ use super::error::RunError;
 use super::gates::{GateHandle, RunContext};
 use super::queue_process::QueueProcess;
 use super::strategy::{Make, Strategy};
-use tollgate::pace::Dice;
+use tollgate::__lab::Dice;
 
 /// The queue or the gate that the callers of a process share.
 pub(super) enum Process {

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use tollgate::__lab::Dice;
+use tollgate::__lab::Pace;
 use tollgate::__lab::{Flight, PacedQueue, Refused};
 use tollgate::Signal;
-use tollgate::pace::Dice;
-use tollgate::pace::Pace;
 
 /// A queue, and the caller of each request in it.
 pub(super) struct QueueProcess {

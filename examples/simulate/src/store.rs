@@ -11,9 +11,9 @@ use tokio::runtime::Handle;
 use super::clock;
 use super::numbers::span;
 use super::scenario::StoreModel;
+use tollgate::__lab::Dice;
 use tollgate::__lab::{dice, lease_later};
 use tollgate::Key;
-use tollgate::pace::Dice;
 use tollgate::store::{
     Claim, HoldState, Lease, LeaseRequest, MemoryStore, PeekRequest, Recipients, Register,
     RegisterRequest, SetQuota, Store, StoreError, StoreEvent, StoreListener, StoreReply, Usage,

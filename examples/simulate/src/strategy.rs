@@ -7,9 +7,10 @@ use super::brief::Brief;
 use super::gates::{Gate, GateFuture, Wire};
 use super::known_gates::{limiter, retrying, throttle};
 use super::pace::{Aimd, Backoff, Gradual, Proportional, Remaining};
+use tollgate::__lab::Pace;
 use tollgate::ConfigError;
 use tollgate::Limited;
-use tollgate::pace::{Fair, NoPacing, Pace};
+use tollgate::pace::{Fair, NoPacing};
 use tollgate::store::Store;
 
 /// A pace or a gate that a scenario is run with, under a name.

@@ -162,7 +162,7 @@ impl Routes {
         self
     }
 
-    /// Returns the route that a request with this method and path takes.
+    /// Returns the pattern of the route that a request with this method and path takes.
     ///
     /// ```
     /// use http::Method;
@@ -172,18 +172,30 @@ impl Routes {
     ///     ("GET /search/*", Quota::per_minute(30)),
     ///     ("GET /search/code", Quota::per_minute(10)),
     /// ])?;
-    /// let pattern = |path| Some(routes.find(&Method::GET, path)?.pattern().to_owned());
-    /// assert_eq!(pattern("/search/code").as_deref(), Some("GET /search/code"));
-    /// assert_eq!(pattern("/search/issues").as_deref(), Some("GET /search/*"));
+    /// let pattern = |path| routes.find(&Method::GET, path);
+    /// assert_eq!(pattern("/search/code"), Some("GET /search/code"));
+    /// assert_eq!(pattern("/search/issues"), Some("GET /search/*"));
     /// assert_eq!(pattern("/users"), None);
     /// # Ok::<(), tollgate::ConfigError>(())
     /// ```
-    pub fn find<'a>(&'a self, method: &Method, path: &'a str) -> Option<RouteMatch<'a>> {
+    pub fn find(&self, method: &Method, path: &str) -> Option<&str> {
+        Some(self.row(method, path)?.pattern.text())
+    }
+
+    /// Returns the key of the route that a request with this method and path takes: `key`, which is
+    /// that of the request without routes, [`and`](Key::and) the pattern, and the value of each
+    /// `{name}`.
+    ///
+    /// If the table applies [`instead`](Routes::instead), the request counts under this key. Otherwise
+    /// it counts under this key `.and(name)`, as for each limit of
+    /// [`and_per`](crate::RateLimitBuilder::and_per).
+    pub fn key(&self, method: &Method, path: &str, key: Key) -> Option<Key> {
+        Some(self.row(method, path)?.pattern.key(key, path))
+    }
+
+    fn row(&self, method: &Method, path: &str) -> Option<&Row> {
         let index = self.table.router.find(method, path)?;
-        Some(RouteMatch {
-            row: &self.table.rows[index],
-            path,
-        })
+        Some(&self.table.rows[index])
     }
 }
 
@@ -223,45 +235,5 @@ impl fmt::Debug for Routes {
         f.debug_map()
             .entries(rows.map(|row| (row.pattern.text(), row.quota)))
             .finish()
-    }
-}
-
-/// The route that a request takes: what [`Routes::find`] returns.
-#[derive(Clone, Copy)]
-pub struct RouteMatch<'a> {
-    row: &'a Row,
-    /// The path of the request, which matches the pattern.
-    path: &'a str,
-}
-
-impl<'a> RouteMatch<'a> {
-    /// Returns the pattern, as it was given to [`Routes::new`].
-    pub fn pattern(&self) -> &'a str {
-        self.row.pattern.text()
-    }
-
-    /// Returns the quota of the route.
-    pub fn quota(&self) -> Quota {
-        self.row.quota
-    }
-
-    /// Returns the key of the route: `key`, which is that of the request without routes,
-    /// [`and`](Key::and) the pattern, and the value of each `{name}`.
-    ///
-    /// If the table applies [`instead`](Routes::instead), the request counts under this key. Otherwise
-    /// it counts under this key `.and(name)`, as for each limit of
-    /// [`and_per`](crate::RateLimitBuilder::and_per).
-    pub fn key(&self, key: Key) -> Key {
-        self.row.pattern.key(key, self.path)
-    }
-}
-
-impl fmt::Debug for RouteMatch<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The path may hold secrets.
-        f.debug_struct("RouteMatch")
-            .field("pattern", &self.pattern())
-            .field("quota", &self.quota())
-            .finish_non_exhaustive()
     }
 }

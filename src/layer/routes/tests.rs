@@ -17,8 +17,7 @@ fn table<'a>(patterns: impl IntoIterator<Item = &'a str>) -> Result<Routes, Conf
 fn taken<'a>(routes: &'a Routes, request: &'a str) -> &'a str {
     let (method, path) = request.split_once(' ').unwrap();
     let method = Method::from_bytes(method.as_bytes()).unwrap();
-    let found = routes.find(&method, path);
-    found.map_or("", |found| found.pattern())
+    routes.find(&method, path).unwrap_or_default()
 }
 
 const PATTERNS: [&str; 28] = [
@@ -168,8 +167,8 @@ fn each_value_of_a_name_has_a_key_of_its_own() {
     ])
     .unwrap();
     let key_of = |path| {
-        let found = routes.find(&Method::GET, path).unwrap();
-        (found.key(Key::ALL), found.key(Key::new("other")))
+        let key = |key| routes.key(&Method::GET, path, key).unwrap();
+        (key(Key::ALL), key(Key::new("other")))
     };
     let pattern = "/channels/{channel}/messages/*/reactions/{reaction}";
     let by_hand = |key: Key| key.and(pattern).and("1").and("up");
@@ -289,8 +288,7 @@ fn a_lookup_allocates_nothing() {
     ] {
         for method in [Method::GET, Method::PUT, Method::DELETE, Method::OPTIONS] {
             let info = allocation_counter::measure(|| {
-                let found = routes.find(&method, path);
-                std::hint::black_box(found.map(|found| found.key(key)));
+                std::hint::black_box(routes.key(&method, path, key));
             });
             assert_eq!(info.count_total, 0, "{method} {path}");
         }
@@ -298,14 +296,8 @@ fn a_lookup_allocates_nothing() {
 }
 
 #[test]
-fn debug_shows_patterns_and_no_values() {
+fn debug_shows_patterns() {
     let routes = table(["/users/{user}"]).unwrap();
-    let shown = format!(
-        "{routes:?} {:?}",
-        routes.find(&Method::GET, "/users/secret")
-    );
-    assert!(
-        shown.contains("/users/{user}") && !shown.contains("secret"),
-        "{shown}"
-    );
+    let shown = format!("{routes:?}");
+    assert!(shown.contains("/users/{user}"), "{shown}");
 }

@@ -12,7 +12,7 @@ mod found;
 use std::time::Instant;
 
 use super::counting;
-use super::explanation::{Explanation, Verdict};
+use super::explanation::{Explanation, Told, Verdict};
 use super::key_state::KeyState;
 use super::reservation::WaitBound;
 use crate::clock;
@@ -69,11 +69,13 @@ pub(super) async fn explain(
         let name = name_of(key, &asked);
         found.told(key, name, now)
     });
-    Ok(Explanation {
-        verdict,
+    let told = Told {
+        verdict: &verdict,
         keys: keys.collect(),
         decisive,
-    })
+    };
+    let text = told.to_string();
+    Ok(Explanation::new(verdict, text))
 }
 
 /// Returns the name of a key, also if another unit of the same key has it.

@@ -96,11 +96,6 @@ impl Spent {
         all.map(move |unit| (NAMES[unit], counts[unit]))
     }
 
-    /// Returns whether the response states no count.
-    pub fn is_empty(&self) -> bool {
-        self.stated == 0
-    }
-
     /// Sets the count of a unit. The last one counts: in a stream, later events have larger counts.
     fn set(&mut self, unit: Unit, count: u32) {
         self.counts[unit as usize] = count;

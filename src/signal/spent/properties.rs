@@ -213,5 +213,5 @@ fn readers_are_small_and_nesting_is_no_danger() {
         (0..100_000).for_each(|_| reader.read(bytes));
     }
     reader.read(b"{\"usage\":{\"total_tokens\":5}}");
-    assert!(reader.spent().is_empty() || reader.spent().count("tokens") == Some(5));
+    assert!(reader.spent().iter().next().is_none() || reader.spent().count("tokens") == Some(5));
 }

@@ -35,11 +35,6 @@ pub struct StoreStats {
 }
 
 impl StoreStats {
-    /// Returns the prefix of the store.
-    pub fn prefix(&self) -> &str {
-        &self.prefix
-    }
-
     /// Returns whether the store has its connections. `None` until it has tried to connect.
     ///
     /// In a cluster, `false` if a connection to one of the servers in use is broken. A store without

@@ -1,4 +1,4 @@
-//! The recipes of the pages `guide::clients`, `guide::grpc` and `guide::blocking`, one file for each
+//! The recipes of the pages `guide::clients`, `grpc` and `blocking`, one file for each
 //! client.
 //!
 //! The lines between the marks `[recipe]` and `[end]` stand on a page, word for word: the test `page`

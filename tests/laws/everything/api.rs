@@ -53,7 +53,7 @@ pub(crate) fn in_virtual_time<T>(seed: u64, history: impl Future<Output = T>) ->
         .expect("a runtime without I/O can be made");
     runtime.block_on(async {
         __lab::begin_clock(Instant::now().into_std());
-        __lab::begin_dice(tollgate::pace::Dice::seeded(seed));
+        __lab::begin_dice(tollgate::__lab::Dice::seeded(seed));
         let outcome = AssertUnwindSafe(history).catch_unwind().await;
         outcome.map_err(|panic| message(&*panic))
     })

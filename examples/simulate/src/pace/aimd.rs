@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use tollgate::pace::{Dice, Pace, Pause, Reply, StateCodec, Traffic};
+use tollgate::__lab::{Dice, Pace, Pause, Reply, StateCodec, Traffic};
 
 use super::{seconds, span};
 

@@ -9,8 +9,8 @@
 
 use std::time::Duration;
 
+use tollgate::__lab::{CallState, Dice, Pace, Pause, Reply, Traffic};
 use tollgate::Signal;
-use tollgate::pace::{CallState, Dice, Pace, Pause, Reply, Traffic};
 use tollgate::signal::ObservedQuota;
 
 use super::span;

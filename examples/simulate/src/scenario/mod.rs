@@ -12,9 +12,9 @@ use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use super::numbers::exponential;
 pub use goal::Goal;
 pub use limited::StoreModel;
+use tollgate::__lab::Dice;
 use tollgate::OnStoreError;
 use tollgate::Quota;
-use tollgate::pace::Dice;
 
 /// One scenario, with the fields of a scenario file. Times are in seconds.
 #[derive(Clone, Debug, Deserialize)]

@@ -1,4 +1,4 @@
-//! Runs the recipes of the pages `guide::clients` and `guide::blocking` against a server that limits and logs.
+//! Runs the recipes of the pages `guide::clients` and `blocking` against a server that limits and logs.
 //!
 //! Each client has the same tests, which [`proofs`] defines. The server's log is the judge.
 

@@ -9,34 +9,6 @@ use crate::clock;
 ///
 /// The same code writes and reads: each method either writes its argument, or overwrites it with
 /// what it reads.
-///
-/// ```
-/// use std::time::Instant;
-/// use tollgate::pace::StateCodec;
-///
-/// #[derive(Default)]
-/// struct StatedLimit {
-///     rate: f64,
-///     refused: bool,
-///     last_refusal: Option<Instant>,
-/// }
-///
-/// impl StatedLimit {
-///     fn share(&mut self, codec: &mut StateCodec<'_>) {
-///         codec.number(&mut self.rate);
-///         codec.flag(&mut self.refused);
-///         codec.moment(&mut self.last_refusal);
-///     }
-/// }
-///
-/// let now = Instant::now();
-/// let mut mine = StatedLimit { rate: 2.5, refused: true, last_refusal: Some(now) };
-/// let written = StateCodec::write(now, |codec| mine.share(codec));
-///
-/// let mut yours = StatedLimit::default();
-/// assert!(StateCodec::read(&written, now, |codec| yours.share(codec)));
-/// assert_eq!((yours.rate, yours.refused), (2.5, true));
-/// ```
 #[derive(Debug)]
 pub struct StateCodec<'a> {
     /// The moment from which written moments count.

@@ -1,52 +1,13 @@
-//! How the speed of a client follows the signals of a server: [`Pace`], and the paces that come
-//! with tollgate.
+//! How the speed of a client follows the signals of a server: [`Pace`], and the paces that there are.
 //!
 //! A pace is pure: it reads no clock, has no random numbers of its own, and never waits. The
 //! throttle calls it for each event (a request arrives, a request leaves, a response arrives) with
 //! the time and with random numbers ([`Dice`]). The pace returns the moment from which the next
 //! request may leave. The throttle keeps the queue, the requests in flight and the hold. So a
-//! simulation (`examples/simulate`) can measure in virtual time the same code that programs run. The
-//! results are on a [page of the guide](crate::guide::pace).
+//! simulation (`examples/simulate`) can measure in virtual time the same code that programs run.
 //!
-//! | pace | follows | good at | bad at |
-//! |---|---|---|---|
-//! | [`Fair`] | what is left, refusals, hints | fair shares without coordination, next to no refusals | hundreds of clients on an empty bucket |
-//! | [`NoPacing`] | nothing | rolling the layer out before it acts | |
-//!
-//! The processes of a fleet can [share](crate::AdaptiveThrottleBuilder::store) a [`Fair`].
-//!
-//! # A pace of your own
-//!
-//! Every method has a default, so a pace implements only what it needs:
-//!
-//! ```
-//! use std::time::{Duration, Instant};
-//! use tollgate::pace::{Dice, Pace, Pause, Reply, StateCodec, Traffic};
-//!
-//! /// Two seconds between two requests after the first refusal.
-//! #[derive(Debug, Default)]
-//! struct Careful {
-//!     refused: bool,
-//! }
-//!
-//! impl Pace for Careful {
-//!     fn slot(&self, traffic: &Traffic) -> Option<Instant> {
-//!         let spacing = Duration::from_secs(if self.refused { 2 } else { 0 });
-//!         Some(traffic.last_sent? + spacing)
-//!     }
-//!
-//!     fn refused(&mut self, _: &mut Reply<'_>, _: &Traffic, _: &mut Dice) -> Pause {
-//!         self.refused = true;
-//!         Pause::of_all(Duration::from_secs(2))
-//!     }
-//!
-//!     // Only if the processes of a fleet share it.
-//!     fn share(&mut self, codec: &mut StateCodec<'_>) -> bool {
-//!         codec.flag(&mut self.refused);
-//!         true
-//!     }
-//! }
-//! ```
+//! What a pace has to do is open to the laboratory alone: it still changes, and a program chooses one
+//! of the paces that `crate::pace` shows. `examples/simulate/mine.rs` is a pace in one file.
 
 mod fair;
 mod no_pacing;
@@ -64,7 +25,7 @@ pub use no_pacing::NoPacing;
 pub(crate) use reading::wait_said;
 pub use state_codec::StateCodec;
 
-/// How the speed for one key follows signals. The [module](self) has an example.
+/// How the speed for one key follows signals. Every method has a default.
 pub trait Pace: Debug + Send {
     /// Takes note that a request arrives. Returns how long it sleeps before it joins the queue.
     /// Default: not at all.

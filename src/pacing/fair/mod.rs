@@ -231,14 +231,9 @@ impl Fair {
         self
     }
 
-    /// Returns the estimated number of equal competitors, this one included: from 1 to the number
-    /// that makes the interval 900 s.
-    pub fn competitors(&self) -> f64 {
-        self.estimate.n
-    }
-
     /// Returns the current interval between two requests, with `in_flight` requests in flight.
-    pub fn interval(&self, in_flight: usize) -> Duration {
+    #[cfg(test)]
+    fn interval(&self, in_flight: usize) -> Duration {
         span(self.pace(in_flight))
     }
 
