@@ -84,6 +84,11 @@ pub(crate) enum Problem {
         /// The name.
         unit: String,
     },
+    /// The process has read too many names of units from texts.
+    TooManyUnits {
+        /// The name of the next one.
+        unit: String,
+    },
     /// The text is not a quota.
     Unparsable {
         /// The text.
@@ -213,6 +218,11 @@ impl fmt::Display for Problem {
             Problem::UnitName { unit } => write!(
                 f,
                 "unit {unit:?}: a unit is a letter, and then letters, digits, _, - and ., at most 32, such as tokens"
+            ),
+            Problem::TooManyUnits { unit } => write!(
+                f,
+                "unit {unit:?}: this process has read 256 other names of units from texts, and keeps no more; \
+                 name a unit after what it counts, such as tokens, not after a customer"
             ),
             Problem::Unparsable { text } => write!(
                 f,

@@ -69,9 +69,9 @@ async fn run(mut options: Options) -> Result<(), BoxError> {
     let server = tokio::spawn(async move { axum::serve(listener, pages::router(metrics)).await });
 
     asked_to_end(&mut terminate).await;
-    println!("drained: {}", tollgate::drain_all(drain).await?);
-    // New calls are refused from here on. A server stops to accept requests before it drains.
+    // First no new calls, as a server stops to accept requests; then those that wait get their time.
     let _ = stop.send(true);
+    println!("drained: {}", tollgate::drain_all(drain).await?);
     load.await?;
     // Prometheus reads the last counts. A second signal ends the wait.
     let _ = timeout(linger, asked_to_end(&mut terminate)).await;

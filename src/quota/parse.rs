@@ -19,7 +19,14 @@ impl FromStr for Quota {
         let mut quota: Option<Quota> = None;
         for part in text.split(',') {
             let shown = if part.trim().is_empty() { text } else { part };
-            let one = parse_limit(part.trim()).ok_or_else(|| unreadable(shown))?;
+            let (one, counted) = parse_limit(part.trim()).ok_or_else(|| unreadable(shown))?;
+            let one = match counted {
+                None => one,
+                Some(name) => one.of(unit::named(name).ok_or_else(|| {
+                    let unit = name.to_owned();
+                    ConfigError(Problem::TooManyUnits { unit })
+                })?),
+            };
             quota = Some(match quota {
                 None => one,
                 Some(sofar) => sofar.and(one),
@@ -36,15 +43,15 @@ impl FromStr for Quota {
     }
 }
 
-fn parse_limit(text: &str) -> Option<Quota> {
+/// Returns the quota of one limit, and the unit that it names.
+fn parse_limit(text: &str) -> Option<(Quota, Option<&str>)> {
     if let Some(count) = text.strip_suffix("in flight") {
-        return count.trim().parse().ok().map(Quota::in_flight);
+        let count = count.trim().parse().ok()?;
+        return Some((Quota::in_flight(count), None));
     }
     let (counted, window) = text.split_once('/')?;
     let (count, counts) = match counted.trim().split_once(char::is_whitespace) {
-        Some((count, name)) if unit::is_name(name.trim()) => {
-            (count, Some(unit::named(name.trim())?))
-        }
+        Some((count, name)) if unit::is_name(name.trim()) => (count, Some(name.trim())),
         Some(_) => return None,
         None => (counted.trim(), None),
     };
@@ -66,8 +73,7 @@ fn parse_limit(text: &str) -> Option<Quota> {
         _ => return None,
     };
     let window = Duration::from_millis(number.checked_mul(millis)?);
-    let quota = Quota::new(count, window);
-    Some(counts.map_or(quota, |unit| quota.of(unit)))
+    Some((Quota::new(count, window), counts))
 }
 
 #[cfg(test)]

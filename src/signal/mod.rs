@@ -21,7 +21,7 @@ mod generic;
 pub(crate) mod grpc;
 mod observed;
 #[cfg(test)]
-mod page;
+mod page_tests;
 mod parse;
 mod read;
 mod refusal;
@@ -33,7 +33,7 @@ mod vendor;
 #[cfg(test)]
 mod properties;
 #[cfg(test)]
-mod vectors;
+mod vector_tests;
 
 use std::time::{Duration, Instant};
 

@@ -6,3 +6,4 @@ mod support;
 mod blocking;
 mod http;
 mod threads;
+mod unit_names;

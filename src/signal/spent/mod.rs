@@ -9,7 +9,7 @@ mod json;
 #[cfg(test)]
 mod properties;
 #[cfg(test)]
-mod vectors;
+mod vector_tests;
 
 use std::fmt;
 

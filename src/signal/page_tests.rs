@@ -150,7 +150,7 @@ fn the_page_of_headers_is_made_from_the_tables() {
         let written = std::fs::read_to_string(path).unwrap();
         assert!(
             written == page,
-            "src/guide/headers.md is old: see src/signal/page.rs how to write it anew"
+            "src/guide/headers.md is old: see src/signal/page_tests.rs how to write it anew"
         );
     }
 }
