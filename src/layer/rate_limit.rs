@@ -90,8 +90,6 @@ pub struct RateLimitLayer {
     pub(super) further: Arc<[FurtherLimit]>,
     /// Whether a request has several keys, or a limit of other units than requests.
     is_joint: bool,
-    /// Whether it has several limits, one of which has a key for each host.
-    is_by_host: bool,
     /// Whether key and deadline are all that is read of a request without extensions. So it counts in one limit,
     /// costs 1, and has no quota and no class of its own. The policy for responses is the default.
     is_plain: bool,
@@ -237,16 +235,12 @@ impl RateLimitLayer {
         let units = further.iter().map(|limit| limit.limiter.units());
         let all = units.fold(limiter.units(), |all, units| all + units);
         let is_joint = !further.is_empty() || limiter.counts_units();
-        let mut all_extractors = further.iter().map(|limit| &limit.extractors);
-        let is_by_host = is_joint
-            && (extractors.are_by_host() || all_extractors.any(|other| other.are_by_host()));
         let is_plain = !is_joint && !limiter.is_divided() && extractors.are_plain();
         (all <= MOST_PARTS).then_some(RateLimitLayer {
             limiter,
             extractors,
             further,
             is_joint,
-            is_by_host,
             is_plain,
         })
     }
@@ -285,9 +279,13 @@ impl RateLimitLayer {
                        cost: &RequestCost,
                        quota: QuotaId,
                        host: &mut HostKey<'_, R>| {
-            // Which limits a response may reach depends on its host, if one of them is keyed by host.
+            // Which of several limits a response may reach depends on its host.
+            let is_one_of_several = !self.further.is_empty();
             let of_limit = limiter.host_of(key, host);
-            let host = of_limit.or_else(|| if self.is_by_host { host.get() } else { None });
+            let host = of_limit.or_else(|| if is_one_of_several { host.get() } else { None });
+            if is_one_of_several {
+                limiter.note_host(key, host);
+            }
             if limiter.counts_units() {
                 self.check_units(limiter, cost);
                 parts.extend(limiter.parts(key, cost, quota, host));

@@ -63,7 +63,6 @@ pub(super) struct Core {
     has_inner: AtomicBool,
     /// The cores of all parts of a divided quota, this one included.
     parts: OnceLock<Box<[Weak<Core>]>>,
-    /// The hosts of requests under [`Key::ALL`].
     pub(super) hosts: Hosts,
     on_event: OnEvent,
 }
@@ -124,6 +123,7 @@ impl Core {
         let unit = settings.spec.quota().unit();
         let unit = unit.filter(|_| !settings.is_further_unit);
         let class = settings.part.and_then(|part| part.class);
+        let hosts = Hosts::new(unit, class, settings.max_keys);
         let core = Arc::new(Core {
             id: CoreId::next(),
             states: KeyStates::new(settings.max_keys),
@@ -134,7 +134,7 @@ impl Core {
             joint: JointSets::default(),
             has_inner: AtomicBool::new(false),
             parts: OnceLock::new(),
-            hosts: Hosts::new(unit, class),
+            hosts,
             on_event,
         });
         let mut cores = CORES.write().unwrap_or_else(PoisonError::into_inner);
@@ -248,6 +248,23 @@ impl Core {
     /// Returns the key that a refusal of a request puts on hold: that of the host's holds, or `key`.
     pub(super) fn hold_key(&self, key: Key, host: Option<Key>) -> Key {
         self.hosts.hold_of(key, host).unwrap_or(key)
+    }
+
+    /// Notes a request of `key` to `host` that has other keys, too: see [`Hosts::reach`].
+    #[inline]
+    pub(super) fn note_host(&self, key: Key, host: Option<Key>) {
+        let Some(host) = host.filter(|host| *host != key && !self.hosts.are_of(key)) else {
+            return;
+        };
+        let note = |core: &Core, key| {
+            let is_known = || core.states.find(key, |_| ()).is_some();
+            core.hosts.of_keys.note(key, host, is_known);
+        };
+        // The requests of all classes have the key.
+        match self.part_at(0, key) {
+            Some((first, key)) => note(&first, key),
+            None => note(self, key),
+        }
     }
 
     /// Returns the name of what the limits count.

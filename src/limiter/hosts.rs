@@ -1,4 +1,4 @@
-//! The hosts of requests that share [`Key::ALL`].
+//! The hosts of the requests of a limiter, and which keys a response of a host may reach.
 //!
 //! Without a key function all requests share one count, but each host has holds of its own. A hold
 //! that a host causes is kept under another key, the host's [`within_all`](Key::within_all). The
@@ -7,13 +7,123 @@
 //! A request first waits until its host is not on hold. Then it queues under [`Key::ALL`], and
 //! looks at the hold again when it gets its slot. So a request to a host on hold keeps neither
 //! slots nor calls in flight from requests to other hosts.
+//!
+//! # Which keys a response may reach
+//!
+//! A server must not stop the requests to another one. But a request may have several keys, and requests
+//! to other hosts may have some of them, too ([`Reach`]). A limiter of several notes the hosts of its keys. If all
+//! requests go to one host, it notes nothing but that host.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
+use crate::clock;
 use crate::key::{Key, RequestInfo, is_plain_host};
+use crate::key_map::{Evict, KeyMap};
 
-/// The hosts of requests under [`Key::ALL`].
+/// How far the response of a host may reach: which of the requests of a key go to this host. The larger,
+/// the fewer requests to other hosts have the key.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Reach {
+    /// Requests to several hosts have had the key.
+    #[default]
+    Shared,
+    /// All requests of the key that were seen went to this host. So do all of a key that has holds by host:
+    /// the response reaches the holds of its host only.
+    Own,
+    /// The key is that of the host.
+    Host,
+}
+
+/// For how long the host of a key is remembered after its last request.
+const REMEMBERED: Duration = Duration::from_secs(600);
+
+/// The hosts that the requests of one key went to.
+struct KeyHost {
+    /// The host of all requests of the key. `None` if they went to several.
+    only: Option<Key>,
+    /// When a request of the key was last seen.
+    seen: Instant,
+}
+
+impl Evict for KeyHost {
+    type Now = Instant;
+
+    fn idle_from(&self) -> Option<Instant> {
+        Some(self.seen)
+    }
+
+    fn worthless_from(&self) -> Option<Instant> {
+        Some(clock::after(self.seen, REMEMBERED))
+    }
+}
+
+/// The hosts of the keys of a limit that is one of several.
+pub(super) struct KeyHosts {
+    max_keys: usize,
+    first: OnceLock<Key>,
+    /// The hosts of keys. Made when there are several hosts. Until then all keys are of the first host.
+    hosts: OnceLock<KeyMap<KeyHost>>,
+}
+
+impl KeyHosts {
+    pub(super) fn new(max_keys: usize) -> Self {
+        KeyHosts {
+            max_keys,
+            first: OnceLock::new(),
+            hosts: OnceLock::new(),
+        }
+    }
+
+    /// Notes a request of `key` to `host`. `is_known` returns whether there were requests of the key before.
+    #[inline]
+    pub(super) fn note(&self, key: Key, host: Key, is_known: impl FnOnce() -> bool) {
+        let is_only = *self.first.get_or_init(|| host) == host && self.hosts.get().is_none();
+        if !is_only {
+            self.note_slow(key, host, is_known);
+        }
+    }
+
+    #[inline(never)]
+    fn note_slow(&self, key: Key, host: Key, is_known: impl FnOnce() -> bool) {
+        let hosts = self.hosts.get_or_init(|| KeyMap::new(self.max_keys));
+        let now = clock::now();
+        // A key that was used before there were several hosts is of the first one.
+        let earlier = || self.first.get().filter(|_| is_known()).copied();
+        let make = || KeyHost {
+            only: Some(earlier().unwrap_or(host)),
+            seen: now,
+        };
+        // If there is no room, the key counts as one of several hosts.
+        let _ = hosts.enter(
+            key,
+            now,
+            make,
+            |_, _| {},
+            |known| {
+                known.only = known.only.filter(|only| *only == host);
+                known.seen = now;
+            },
+        );
+    }
+
+    /// Returns whether all requests of `key` went to `host`, as far as is known.
+    fn is_of(&self, key: Key, host: Key) -> bool {
+        match self.hosts.get() {
+            None => true,
+            Some(hosts) => hosts.find(key, |known| known.only) == Some(Some(host)),
+        }
+    }
+}
+
+impl std::fmt::Debug for KeyHosts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("KeyHosts").finish_non_exhaustive()
+    }
+}
+
+/// The hosts of the requests of a limiter.
 #[derive(Debug)]
 pub(super) struct Hosts {
     /// What the limits count, if they count no requests.
@@ -25,6 +135,8 @@ pub(super) struct Hosts {
     first: OnceLock<FirstHost>,
     /// Whether requests went to another host than the first.
     several: AtomicBool,
+    /// The hosts of other keys than [`Key::ALL`].
+    pub(super) of_keys: KeyHosts,
 }
 
 /// The host of the first request. Most programs call one host. Requests to this host need neither
@@ -69,13 +181,29 @@ impl FirstHost {
 
 impl Hosts {
     /// Makes the hosts of requests of a `class`, if it has a share, whose limits count `unit`, or requests.
-    pub(super) fn new(unit: Option<&'static str>, class: Option<&'static str>) -> Self {
+    pub(super) fn new(
+        unit: Option<&'static str>,
+        class: Option<&'static str>,
+        max_keys: usize,
+    ) -> Self {
         Hosts {
             unit,
             class,
             all: of_class(of_unit(Key::ALL, unit), class),
             first: OnceLock::new(),
             several: AtomicBool::new(false),
+            of_keys: KeyHosts::new(max_keys),
+        }
+    }
+
+    /// Returns how far a response of `host` to a request with `key` may reach. `is_of_host` says whether the key is
+    /// that of the host.
+    pub(super) fn reach(&self, key: Key, host: Option<Key>, is_of_host: bool) -> Reach {
+        match host {
+            _ if is_of_host => Reach::Host,
+            _ if self.are_of(key) => Reach::Own,
+            Some(host) if !self.of_keys.is_of(key, host) => Reach::Shared,
+            _ => Reach::Own,
         }
     }
 

@@ -527,6 +527,14 @@ impl Limiter {
         }
     }
 
+    /// Notes the host of a request that has `key` and keys of other limiters.
+    #[inline]
+    pub(crate) fn note_host(&self, key: Key, host: Option<Key>) {
+        self.0
+            .all()
+            .for_each(|core| core.note_host(core.key_of(key), host));
+    }
+
     /// Takes a permit at hand for a request that the caller sends at once. Returns the time, or `None` if
     /// there is no permit at hand.
     #[inline]

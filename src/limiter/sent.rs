@@ -12,6 +12,7 @@ use smallvec::SmallVec;
 
 use super::admission::Entry;
 use super::engine::{self, Core, CoreId};
+use super::hosts::Reach;
 use super::in_flight_slot::InFlightSlot;
 use super::key_state::is_any_uncertain;
 use super::limited::LimitName;
@@ -405,13 +406,18 @@ impl Sent {
         is_bad
     }
 
-    /// Returns whether the key is that of the request's host alone.
-    fn is_of_host(&self, core: &Core) -> bool {
-        self.host.is_some_and(|host| {
+    /// Returns how far the response may reach with this key.
+    fn reach(&self, core: &Arc<Core>) -> Reach {
+        let is_of_host = self.host.is_some_and(|host| {
             let named = core.settings.name.map(|name| host.and(name));
             let is_own = |host| core.key_of(host) == self.key;
             is_own(host) || named.is_some_and(is_own)
-        })
+        });
+        // The requests of all classes have the key.
+        let (first, key) = core
+            .part_at(0, self.key)
+            .unwrap_or_else(|| (core.clone(), self.key));
+        first.hosts.reach(key, self.host, is_of_host)
     }
 
     /// Takes in what the response states about the key.
@@ -451,7 +457,7 @@ impl Sent {
                     name: core.settings.name,
                     has_on_scope: core.settings.on_scope.is_some(),
                     is_further_unit: core.settings.is_further_unit,
-                    is_of_host: sent.is_of_host(&core),
+                    reach: sent.reach(&core),
                     spec: Some(core.terms(sent.key)),
                 },
                 None => SignalKey::default(),

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use super::hosts::Reach;
 use super::key_state::{counts, names_unit, states_limit_of};
 use crate::limit::LimitSpec;
 use crate::signal::{ObservedQuota, Signal};
@@ -19,16 +20,16 @@ pub(super) struct SignalKey {
     pub(super) has_on_scope: bool,
     /// Whether the limits are those of a further unit of the key before.
     pub(super) is_further_unit: bool,
-    /// Whether the key is that of the host which has responded, and no requests to other hosts have it.
-    pub(super) is_of_host: bool,
+    /// How far a response of the host may reach.
+    pub(super) reach: Reach,
 }
 
 /// Splits the signal of a response into one signal for each of `keys`. If it is a refusal, also
 /// returns the key that it is about.
 ///
-/// **Which keys a response may reach.** If one of the keys is that of its host, the response is about this
-/// host only: it neither holds nor teaches the other keys, because requests to other hosts have them, too,
-/// and one server would stop the requests to all others. Else it may reach all keys. The rules below
+/// **Which keys a response may reach.** It neither holds nor teaches keys that requests to other hosts have, too:
+/// one server would stop the requests to all others. So it reaches those with the largest [`Reach`]. If
+/// all are shared, it reaches the last one: the server has to be obeyed somewhere. The rules below
 /// choose among the keys that it may reach.
 ///
 /// A quota goes to the key whose limit has its name, else to the first key whose unit has its name,
@@ -40,10 +41,16 @@ pub(super) struct SignalKey {
 /// of a layer should be the narrowest, so that a refusal without a reason holds back the fewest
 /// requests.
 pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4]>, Option<usize>) {
-    let is_by_host = keys.iter().any(|key| key.is_of_host);
-    let is_reached = |key: &SignalKey| key.is_of_host || !is_by_host;
-    let position =
-        |is: &dyn Fn(&SignalKey) -> bool| keys.iter().position(|key| is_reached(key) && is(key));
+    let reach = keys.iter().map(|key| key.reach).max().unwrap_or_default();
+    let last = keys.iter().rposition(|key| !key.is_further_unit);
+    let is_reached = |index: usize, key: &SignalKey| match reach {
+        Reach::Shared => last.is_none_or(|last| index >= last),
+        reach => key.reach == reach,
+    };
+    let position = |is: &dyn Fn(&SignalKey) -> bool| {
+        let mut all = keys.iter().enumerate();
+        all.position(|(index, key)| is_reached(index, key) && is(key))
+    };
     let first = position(&|_| true).unwrap_or(0);
     let is_named =
         |key: &SignalKey, word: &str| key.name.is_some_and(|name| name.eq_ignore_ascii_case(word));
@@ -82,8 +89,8 @@ pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4
         by_scope
             .or_else(used_up)
             .or_else(|| {
-                let is_last = |key: &SignalKey| is_reached(key) && !key.is_further_unit;
-                keys.iter().rposition(is_last)
+                let mut all = keys.iter().enumerate();
+                all.rposition(|(index, key)| is_reached(index, key) && !key.is_further_unit)
             })
             .unwrap_or(0)
     });

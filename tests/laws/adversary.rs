@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use tokio::time::{Instant, sleep};
+use tollgate::stats::Event;
 use tollgate::store::{MemoryStore, Store};
 use tollgate::{
-    Guard, HeaderTrust, Key, Limiter, Quota, RateLimitBuilder, RateLimitLayer, Signal, by_host,
+    Guard, HeaderTrust, Key, Limiter, Quota, RateLimitBuilder, RateLimitLayer, RequestRef, Signal,
+    by_host,
 };
 use tower::{Layer, ServiceExt};
 
@@ -79,7 +81,16 @@ async fn refused_beside(
     status: u16,
     headers: &'static [(&'static str, &'static str)],
 ) -> u32 {
-    let layer = builder.build().unwrap();
+    refused_beside_of(&builder.build().unwrap(), status, headers, 0).await
+}
+
+/// The same for a layer. The first request to the host that answers so is the one number `first`.
+async fn refused_beside_of(
+    layer: &RateLimitLayer,
+    status: u16,
+    headers: &'static [(&'static str, &'static str)],
+    first: u32,
+) -> u32 {
     let service = layer.layer(tower::service_fn(
         move |request: http::Request<()>| async move {
             let is_odd = request.uri().host() == Some("odd.example");
@@ -97,7 +108,7 @@ async fn refused_beside(
     let start = Instant::now();
     let mut refused = 0;
     for request in 0..1200 {
-        if request % 20 == 0 {
+        if request % 20 == first {
             let _ = service.clone().oneshot(get("odd.example".to_owned())).await;
         }
         let host = format!("c{}.example", request % 50);
@@ -175,6 +186,53 @@ async fn order_of_limits_does_not_matter_to_hosts() {
         .max_wait(millis(500))
         .and_per("host", Quota::per_minute(600), by_host);
     assert_eq!(refused_beside(without_key, 429, headers).await, 0);
+}
+
+/// Both limits have key functions of the caller, and no name tells that one is keyed by host. All webhooks
+/// share the first key, and each customer has the other one.
+#[tokio::test(start_paused = true)]
+async fn response_of_one_of_several_hosts_reaches_its_own_keys_only() {
+    const SCOPE: (&str, &str) = ("x-ratelimit-scope", "global");
+    const USED_UP: &[(&str, &str)] = &[
+        ("x-ratelimit-limit", "6000"),
+        ("x-ratelimit-remaining", "0"),
+        ("x-ratelimit-reset", "3600"),
+    ];
+    let answers: [(u16, &[_]); 3] = [
+        (429, &[("retry-after", "3600"), SCOPE]),
+        (200, USED_UP),
+        (200, &[("ratelimit-policy", "\"x\";q=1;w=60")]),
+    ];
+    for (status, headers) in answers {
+        for is_customer_first in [false, true] {
+            let customer = |request: &RequestRef<'_>| {
+                let host = request.host()?;
+                Some(Key::new(format!("customer with {host}")))
+            };
+            let builder = |quota| {
+                RateLimitLayer::builder(quota)
+                    .max_wait(millis(500))
+                    .trust_headers(HeaderTrust::Stricter)
+            };
+            let layer = if is_customer_first {
+                let all = |_: &RequestRef<'_>| Key::new("all webhooks");
+                builder(Quota::per_minute(600)).key(customer).and_per(
+                    "global",
+                    Quota::per_minute(6000),
+                    all,
+                )
+            } else {
+                builder(Quota::per_minute(6000))
+                    .name("global")
+                    .key(|_| Key::new("all webhooks"))
+                    .and_per("customer", Quota::per_minute(600), customer)
+            };
+            let layer = layer.build().unwrap();
+            // A request to another host was seen before.
+            let refused = refused_beside_of(&layer, status, headers, 1).await;
+            assert_eq!(refused, 0, "{status} {headers:?} {is_customer_first}");
+        }
+    }
 }
 
 #[tokio::test(start_paused = true)]
