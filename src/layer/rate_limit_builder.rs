@@ -19,7 +19,7 @@ use crate::limiter::{
 use crate::quota::{ClassShare, Division, Quota, Slacks};
 use crate::signal::ResponseRef;
 use crate::stats::{Kind, Tally};
-use crate::store::{FallbackStore, MemoryStore, Share, Store};
+use crate::store::{FallbackStore, MemoryStore, Share, Store, UnlearningStore};
 #[cfg(doc)]
 use crate::{error::Reason, limiter::Settlement, signal::Signal};
 
@@ -778,10 +778,15 @@ impl RateLimitBuilder {
             ..
         } = self.common;
         let falls_back = self.on_store_error == OnStoreError::FallbackShare;
-        let store: Arc<dyn Store> = if falls_back && !quota.limits().is_empty() {
-            Arc::new(FallbackStore::new(shared_store.clone(), share, max_keys))
-        } else {
-            shared_store.clone()
+        let deciding: Arc<dyn Store> = match self.learn {
+            HeaderTrust::Ignore => Arc::new(UnlearningStore::new(shared_store.clone())),
+            _ => shared_store.clone(),
+        };
+        let fallback = (falls_back && !quota.limits().is_empty())
+            .then(|| Arc::new(FallbackStore::new(deciding.clone(), share, max_keys)));
+        let store = match &fallback {
+            Some(fallback) => fallback.clone() as Arc<dyn Store>,
+            None => deciding,
         };
         Ok(Settings {
             spec: Arc::new(quotas.limits(quota, part.map_or(0, |part| part.index))?),

@@ -90,8 +90,12 @@ pub(super) fn learn(core: &Arc<Core>, key: Key, signal: Option<&Signal>, now: In
     }
 }
 
-/// Takes in that a quota was set for `key`, or has ended.
+/// Takes in that a quota was set for `key`, or has ended. A process that ignores headers takes in no learned
+/// quota. Its next call ends it: see `store/unlearning.rs`.
 pub(super) fn take_in(core: &Arc<Core>, key: Key, set: &SetQuota) {
+    if core.settings.learn == HeaderTrust::Ignore && set.is_learned() {
+        return;
+    }
     let change = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.take_in_set_quota(ctx, set);
     core.with_state(key, clock::now(), change);
 }

@@ -33,6 +33,7 @@ mod session;
 mod set_quota;
 mod shared;
 mod source;
+mod unlearning;
 mod usage;
 
 use std::time::Duration;
@@ -60,6 +61,7 @@ pub use redis::{RedisStore, RedisStoreBuilder, StoreCalls, StoreStats};
 pub(crate) use session::StoreSession;
 pub use shared::SharedStore;
 pub(crate) use source::Source;
+pub(crate) use unlearning::UnlearningStore;
 pub use usage::LimitUsage;
 
 /// Returns how long permits may be used after the last reply of the store. After this time, the

@@ -366,6 +366,110 @@ async fn release_ends_learned_limits() {
     }
 }
 
+/// What a process has learned from headers does not limit one that ignores them. It has its refusals in common
+/// with the others.
+#[tokio::test(start_paused = true)]
+async fn learned_limits_do_not_reach_a_process_that_ignores_headers() {
+    for trust in [HeaderTrust::Stricter, HeaderTrust::Replace] {
+        for is_there_before in [true, false] {
+            let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+            let learns = learning(&store, trust);
+            let make = || learning(&store, HeaderTrust::Ignore);
+            let before = is_there_before.then(make);
+            if let Some(before) = &before {
+                drop(before.acquire(Key::ALL).await.unwrap());
+            }
+            let states = &[("ratelimit-policy", "\"a\";q=2;w=60")];
+            answered(&learns, Key::ALL, states).await;
+            let ignores = before.unwrap_or_else(make);
+            for request in 0..10 {
+                let permit = ignores.acquire(Key::ALL).await;
+                assert!(
+                    permit.is_ok(),
+                    "{trust:?} {is_there_before} {request}: {permit:?}"
+                );
+                sleep(millis(100)).await;
+            }
+            let permit = learns.acquire(Key::ALL).await.unwrap();
+            permit.answered(&Signal::read(&response(429, &[("retry-after", "30")])));
+            assert!(ignores.acquire(Key::ALL).await.is_err(), "{trust:?}");
+            sleep(secs(31)).await;
+            assert!(ignores.acquire(Key::ALL).await.is_ok(), "{trust:?}");
+        }
+    }
+}
+
+/// The process that releases a key has never used it: what the key suffers stands in the store.
+#[tokio::test(start_paused = true)]
+async fn release_ends_what_another_process_has_caused() {
+    let effects: [(u16, &[_]); 5] = [
+        (429, &[("retry-after", "3600")]),
+        (429, &[]),
+        (200, &[("ratelimit-policy", "\"a\";q=1;w=60")]),
+        (
+            200,
+            &[
+                ("x-ratelimit-limit", "60"),
+                ("x-ratelimit-remaining", "0"),
+                ("x-ratelimit-reset", "3600"),
+            ],
+        ),
+        (403, &[]),
+    ];
+    for (status, headers) in effects {
+        for is_released_by_another in [false, true] {
+            let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+            let make = || {
+                let layer = RateLimitLayer::builder(Quota::per_minute(60))
+                    .trust_headers(HeaderTrust::Stricter)
+                    .guard(Guard::new(Quota::per_minute(1)))
+                    .max_wait(Duration::ZERO)
+                    .store(store.clone());
+                layer.build().unwrap()
+            };
+            let (layer, other) = (make(), make().limiter());
+            let service = layer.layer(tower::service_fn(
+                move |request: http::Request<()>| async move {
+                    let is_bad = request.uri().path() == "/bad";
+                    Ok::<_, tower::BoxError>(match is_bad {
+                        true => response(status, headers),
+                        false => response(200, &[]),
+                    })
+                },
+            ));
+            let get = |path: &str| {
+                let uri = format!("http://a.example{path}");
+                let request = http::Request::get(uri).body(()).unwrap();
+                service.clone().oneshot(request)
+            };
+            let key = Key::ALL;
+            let host = Key::host_hold("a.example");
+            for _ in 0..3 {
+                let _ = get("/bad").await;
+                sleep(millis(10)).await;
+            }
+            get("/").await.expect_err("the key is stopped");
+            let releases = if is_released_by_another {
+                other
+            } else {
+                layer.limiter()
+            };
+            releases.release(key).await.unwrap();
+            releases.release(host).await.unwrap();
+            let mut sent = tokio::task::JoinSet::new();
+            for _ in 0..5 {
+                sent.spawn(get("/"));
+            }
+            for answer in sent.join_all().await {
+                assert!(
+                    answer.is_ok(),
+                    "{status} {headers:?} {is_released_by_another}: {answer:?}"
+                );
+            }
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn computed_quotas_never_run_out() {
     let limiter = RateLimitLayer::builder(Quota::per_minute(60))

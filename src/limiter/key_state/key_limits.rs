@@ -14,6 +14,10 @@ use crate::quota::{Quota, Slacks};
 use crate::signal::Signal;
 use crate::store::SetQuota;
 
+/// For how long nothing is learned after a learned quota was ended by a release, or by a process that trusts no
+/// headers.
+const UNLEARNED: Duration = Duration::from_secs(60);
+
 /// The limits of a key, if they are not the configured ones. Most keys have none.
 #[derive(Default)]
 pub(in crate::limiter) struct KeyLimits(Option<Box<OwnLimits>>);
@@ -26,6 +30,8 @@ struct OwnLimits {
     stated: Option<Box<StatedLimits>>,
     /// The quota that was set for the key, or its end.
     set: Option<KnownSetQuota>,
+    /// Until when nothing is learned, because a learned quota was ended before its time.
+    unlearned_until: Option<Instant>,
     /// What is known of slots that other parts lend, if the quota is divided.
     loans: Loans,
     /// What was stated of the other parts, if the quota is divided.
@@ -88,6 +94,12 @@ impl KeyLimits {
         if new.quota.is_none() {
             // What the upstream has stated until then has ended, too.
             own.stated = None;
+            let was_learned = |known: &KnownSetQuota| {
+                known.spec.is_some() && is_learned(known.version) && known.until > now
+            };
+            if own.set.as_ref().is_some_and(was_learned) {
+                own.unlearned_until = Some(clock::after(now, UNLEARNED));
+            }
         }
         own.set = Some(KnownSetQuota {
             version: new.version,
@@ -207,6 +219,10 @@ impl KeyLimits {
     ) {
         let quota = self.stated_quota().unwrap_or(configured).clone();
         if quota.quota().limits().is_empty() || !StatedLimits::are_any(signal, &quota, ctx.now) {
+            return;
+        }
+        let unlearned_until = self.0.as_ref().and_then(|own| own.unlearned_until);
+        if unlearned_until.is_some_and(|until| until > ctx.now) {
             return;
         }
         let stated = self

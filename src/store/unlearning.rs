@@ -1,0 +1,91 @@
+//! A store decorator of a process that trusts no headers: limits that other processes have learned from
+//! them do not limit it.
+//!
+//! The quota of a key is one for all processes, and the store keeps it. So a process that trusts no headers
+//! ends a learned quota when a reply states one, and makes its call again. A process that has learned the quota does
+//! not learn another one of the key for a minute after that end: otherwise each of its responses would begin it anew.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{
+    ClientSession, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, SetQuota, Store, StoreError,
+    StoreReply,
+};
+use crate::clock;
+
+/// A store that ends learned quotas.
+pub(crate) struct UnlearningStore(Arc<dyn Store>);
+
+impl UnlearningStore {
+    /// Decorates `store`.
+    pub(crate) fn new(store: Arc<dyn Store>) -> Self {
+        UnlearningStore(store)
+    }
+}
+
+/// Returns the learned quota that was in force for a call, if there was one.
+fn learned(reply: &Result<Lease, StoreError>) -> Option<&SetQuota> {
+    let set = reply.as_ref().ok()?.set_quota.as_deref()?;
+    set.is_learned().then_some(set)
+}
+
+/// Ends the learned quota that `reply` states, and makes the call again.
+async fn without_learned(
+    store: Arc<dyn Store>,
+    mut request: OwnedLeaseRequest,
+    reply: Result<Lease, StoreError>,
+) -> Result<Lease, StoreError> {
+    let (Some(set), Ok(first)) = (learned(&reply), &reply) else {
+        return reply;
+    };
+    let end = LimitSpec::none().with_quota_version(set.version, set.life);
+    let ended = store.unset_quota(request.key, &Arc::new(end), set.life);
+    if ended.arrives().await.is_err() {
+        return reply.map(without_quota);
+    }
+    store.give_back(request.key, &request.spec, &first.unused());
+    let now = clock::now();
+    request.session = ClientSession {
+        incarnation: first.incarnation,
+        writes: first.writes,
+        seen: first.now,
+        since: Duration::ZERO,
+        trip: now.saturating_duration_since(request.sent),
+        ..request.session
+    };
+    // The first call has counted them.
+    request.returns.clear();
+    request.charges.clear();
+    request.remaining = None;
+    let again = store.lease(request.request(&request.demands));
+    again.arrives().await.map(without_quota)
+}
+
+/// Removes a learned quota from a lease. The next call ends it.
+fn without_quota(lease: Lease) -> Lease {
+    Lease {
+        set_quota: lease.set_quota.filter(|set| !set.is_learned()),
+        ..lease
+    }
+}
+
+impl Store for UnlearningStore {
+    crate::delegate_store!(self => *self.0; implements lease);
+
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        let store = self.0.clone();
+        let owned = OwnedLeaseRequest::new(&request);
+        match store.lease(request) {
+            StoreReply::Ready(reply) if learned(&reply).is_none() => StoreReply::Ready(reply),
+            // The caller has a lock, and the end of the quota is told to listeners.
+            StoreReply::Ready(reply) => {
+                StoreReply::Pending(Box::pin(without_learned(store, owned, reply)))
+            }
+            StoreReply::Pending(reply) => StoreReply::Pending(Box::pin(async move {
+                let reply = reply.await;
+                without_learned(store, owned, reply).await
+            })),
+        }
+    }
+}
