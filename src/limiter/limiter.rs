@@ -248,8 +248,10 @@ impl Limiter {
         self.0.for_each(key, hold).await
     }
 
-    /// Ends the hold of `key`, and drops what is [reserved for other
-    /// clients](crate::guide::learning), for all processes that share the store.
+    /// Ends [all that responses did](crate::guide::guarantees#a-server-that-lies) to `key`, and holds by
+    /// hand, for all processes that share the store: the hold and its probation, the stop of a guard, limits that
+    /// the upstream has stated, and what is [reserved for other clients](crate::guide::learning). A quota that
+    /// was [set](Limiter::set_quota) stays. For a minute, no limits are learned.
     ///
     /// # Errors
     ///

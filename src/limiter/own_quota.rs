@@ -124,11 +124,18 @@ pub(super) async fn unset(cores: &Cores, key: Key, life: Duration) -> Result<(),
     cores.for_each(key, unset).await
 }
 
-/// Ends the limits that the upstream has stated for `key`, in all processes. A quota that an operator has set
-/// stays.
+/// Ends the limits that the upstream has stated for `key`, in all processes, whether this process knows of them or
+/// not. A quota that an operator has set stays.
 pub(super) async fn forget_learned(core: &Arc<Core>, key: Key) -> Result<(), StoreError> {
-    let learned = |state: &mut KeyState| state.limits.learned_life(clock::now());
-    match core.states.find(key, learned).flatten() {
+    let known = |state: &mut KeyState| state.limits.learned_life(clock::now());
+    let mut life = core.states.find(key, known).flatten();
+    if life.is_none() {
+        let request = core.peek_request(key, &core.terms(key));
+        let usage = core.settings.store.peek(request).arrives().await?;
+        let learned = usage.set_quota.filter(|set| set.is_learned());
+        life = learned.map(|set| set.life);
+    }
+    match life {
         Some(life) => change(core, key, None, life).await,
         None => Ok(()),
     }
