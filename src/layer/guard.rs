@@ -56,6 +56,7 @@ fn limiter(
         tally: Tally::new(name, Kind::Guard, None),
         store: store.clone(),
         shared_store: store,
+        fallback: None,
         max_wait: Duration::ZERO,
         max_queue: usize::MAX,
         max_keys,

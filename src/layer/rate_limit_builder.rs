@@ -796,6 +796,7 @@ impl RateLimitBuilder {
             name,
             store,
             shared_store,
+            fallback,
             max_wait,
             max_queue,
             max_keys,

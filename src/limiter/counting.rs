@@ -15,7 +15,6 @@ use super::engine::Core;
 use super::key_state::KeyState;
 use super::quotas::QuotaId;
 use super::reservation::Reservation;
-use super::settings::OnStoreError;
 use crate::clock;
 use crate::events;
 use crate::key::Key;
@@ -135,7 +134,6 @@ struct Sum {
     counted: Counted,
     at_hand: u64,
     held: usize,
-    alone: usize,
     with_set_quota: usize,
     longest_hold: Option<Duration>,
 }
@@ -145,7 +143,6 @@ impl Sum {
         self.counted.add_all(&other.counted);
         self.at_hand += other.at_hand;
         self.held += other.held;
-        self.alone += other.alone;
         self.with_set_quota += other.with_set_quota;
         self.longest_hold = self.longest_hold.max(other.longest_hold);
     }
@@ -155,14 +152,12 @@ fn stats(core: &Core) -> Stats {
     let now = clock::now();
     // Before the keys: see `Tally::counted`.
     let mut counted = core.tally().counted();
-    let falls_back = core.settings.on_store_error == OnStoreError::FallbackShare;
     let has_quotas = core.settings.quotas.is_any();
     let visit = |sum: &mut Sum, _, state: &mut KeyState| {
         sum.counted.add(&state.counts);
         sum.at_hand += u64::from(state.at_hand(now));
         let left = state.hold.left(now);
         sum.held += usize::from(left.is_some());
-        sum.alone += usize::from(falls_back && state.is_alone());
         let has_set_quota = has_quotas && state.limits.is_set_by_operator();
         sum.with_set_quota += usize::from(has_set_quota);
         sum.longest_hold = sum.longest_hold.max(left);
@@ -178,7 +173,8 @@ fn stats(core: &Core) -> Stats {
         in_flight: core.in_flight.as_ref().map(|calls| calls.stats()),
         keys: core.states.len(),
         keys_held: sum.held,
-        keys_alone: sum.alone,
+        // A key that rests makes no call, from whose answer its state would learn that the store is back.
+        keys_alone: (settings.fallback.as_ref()).map_or(0, |fallback| fallback.keys_alone()),
         keys_with_set_quota: sum.with_set_quota,
         max_keys: settings.max_keys,
         longest_hold: sum.longest_hold,

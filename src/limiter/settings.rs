@@ -11,7 +11,7 @@ use crate::guarded::Watch;
 use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::stats::Tally;
-use crate::store::Store;
+use crate::store::{FallbackStore, Store};
 
 /// Returns the key to put on hold after a refusal that names a scope. Takes the key of the refused
 /// call and the scope. `None` puts no key on hold.
@@ -35,6 +35,8 @@ pub(crate) struct Settings {
     pub(crate) store: Arc<dyn Store>,
     /// The store that was set. `store` is the same, or goes on alone when this one is away.
     pub(crate) shared_store: Arc<dyn Store>,
+    /// The same as `store`, if it goes on alone when `shared_store` is away.
+    pub(crate) fallback: Option<Arc<FallbackStore>>,
     /// The longest wait of a request.
     pub(crate) max_wait: Duration,
     /// How many requests of one key may wait in this process.

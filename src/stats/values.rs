@@ -157,7 +157,7 @@ impl Stats {
     /// | `keys`, `keys_limit` | keys with state in this process, and the most there may be: `max_keys` |
     /// | `keys_held` | keys on hold |
     /// | `hold_seconds` | the longest time for which a key stays on hold; 0 if none does |
-    /// | `keys_alone` | keys that go on without the store, which is unreachable: a limiter with its [fallback share](crate::OnStoreError::FallbackShare), a throttle with its part of the shared pace |
+    /// | `keys_alone` | keys that go on without the store, which is unreachable: a limiter with its [fallback share](crate::OnStoreError::FallbackShare), a throttle with its part of the shared pace (only keys whose requests wait, or are in flight) |
     /// | `keys_with_set_quota` | keys with a quota that an operator has [set](crate::Limiter::set_quota) |
     /// | `unknown_classes` | classes without a [share](crate::RateLimitBuilder::share) that requests had, at most 16: [`Event::UnknownClass`](crate::stats::Event::UnknownClass) names each |
     /// | `draining` | 1 after a call of [`drain`](crate::Limiter::drain) |

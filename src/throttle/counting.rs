@@ -128,7 +128,9 @@ fn stats(core: &Core) -> Stats {
         let left = held(waiters, now);
         sum.held += usize::from(left.is_some());
         let outlook = waiters.queue.outlook(now);
-        sum.alone += usize::from(outlook.is_alone);
+        // A key at rest makes no call that would find the store back.
+        let is_used = outlook.waiting + outlook.in_flight > 0;
+        sum.alone += usize::from(outlook.is_alone && is_used);
         sum.pace = Some(PaceStats {
             per_second: (!outlook.interval.is_zero())
                 .then(|| outlook.interval.as_secs_f64().recip()),

@@ -4,7 +4,7 @@
 //! Under a paused clock; each limiter is a process, and requests are counted as an upstream would
 //! count them.
 
-use crate::support::counted;
+use crate::support::{count_of, counted};
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -682,4 +682,23 @@ async fn calls_that_fail_together_share_one_share() {
     let permits = futures::future::join_all(requests).await;
     let granted = permits.iter().filter(|permit| permit.is_ok()).count();
     assert_eq!(granted, 10);
+}
+
+/// Keys that rest after an outage do not count as alone, although they make no further request.
+#[tokio::test(start_paused = true)]
+async fn keys_at_rest_are_not_alone_after_an_outage() {
+    let store = Arc::<Shared>::default();
+    let half = builder(Quota::per_minute(60), &store).fallback_share(0.5);
+    let limiter = half.build().unwrap().limiter();
+    let alone = || count_of(&limiter.stats(), "keys_alone");
+    store.set_away(true);
+    for number in 0..20_u8 {
+        drop(limiter.acquire(Key::new([number])).await.unwrap());
+    }
+    assert_eq!(alone(), 20);
+    sleep(ms(30_000)).await;
+    assert_eq!(alone(), 20, "the store is away");
+    store.set_away(false);
+    sleep(ms(10_000)).await;
+    assert_eq!(alone(), 0);
 }

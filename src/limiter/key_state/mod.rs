@@ -565,11 +565,6 @@ impl KeyState {
         }
     }
 
-    /// Returns whether the key goes on with the fallback share of this process.
-    pub(super) fn is_alone(&self) -> bool {
-        self.store.is_standalone
-    }
-
     /// Notes that a hold, a release or a booking may have been missed.
     pub(super) fn doubt(&mut self) {
         self.hold.doubt();

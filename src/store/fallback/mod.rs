@@ -72,6 +72,16 @@ impl FallbackStore {
     }
 }
 
+impl FallbackStore {
+    /// Returns how many keys have a ledger of their own, because the store cannot be reached.
+    pub(crate) fn keys_alone(&self) -> usize {
+        let visit = |alone: &mut usize, _, history: &mut GrantHistory| {
+            *alone += usize::from(history.standalone().is_some());
+        };
+        self.0.histories.fold(visit, |all, alone| *all += alone)
+    }
+}
+
 /// Who decides about a request of a process that has been alone.
 enum Decision {
     /// The process has decided.
