@@ -3,6 +3,7 @@
 #[cfg(feature = "grpc")]
 mod grpc;
 mod host_key;
+pub(crate) mod host_names;
 pub(crate) mod label;
 mod last_host;
 mod plain_host;
@@ -197,12 +198,12 @@ impl Key {
     }
 
     /// Returns what errors and events call this key if that needs no digest: `all`, or the host of
-    /// `request` if that is the key.
+    /// `request` if that is the key, or a host that a layer is known to have as the key.
     pub(crate) fn plain_label(self, request: Option<&RequestRef<'_>>) -> Option<Label> {
         match request.and_then(RequestRef::host) {
             _ if self == Key::ALL => Some("all".into()),
             Some(host) if Key::host(host) == self => Some(Label::of_host(host)),
-            _ => None,
+            _ => host_names::of(self),
         }
     }
 

@@ -23,7 +23,7 @@ use crate::cost::RequestCost;
 use crate::error::{Limited, Reason};
 use crate::events;
 use crate::guarded;
-use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
+use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef, host_names};
 use crate::limiter::{
     Admitted, Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, Permit,
     QuotaId, Reservation, Sent, Started, Waiting, enter_joint, is_inside_a_layer,
@@ -464,6 +464,20 @@ impl RateLimitLayer {
         }
     }
 
+    /// Notes the host of `request` as the name of the keys that it has because of its host.
+    fn note_host_names(&self, request: &impl RequestInfo) {
+        let first = (None, &self.extractors);
+        let further = self.further.iter();
+        let all =
+            std::iter::once(first).chain(further.map(|limit| (limit.name, &limit.extractors)));
+        let mut host = HostKey::of(request);
+        for (name, _) in all.filter(|(_, extractors)| extractors.are_by_host()) {
+            if let (Some(key), Some(text)) = (host.get(), request.host()) {
+                host_names::note(name.map_or(key, |name| key.and(name)), text);
+            }
+        }
+    }
+
     /// Returns the name of `key`, which came with `request`, for errors and events.
     #[cold]
     fn label(&self, key: Key, request: &impl RequestInfo) -> Label {
@@ -572,6 +586,7 @@ impl Gate for RateLimitLayer {
         {
             self.limiter.unknown_class(class);
         }
+        self.note_host_names(request);
         let limiter = self.counting(request);
         let key = slow.key(limiter);
         let admission = self.admit(slow, request);

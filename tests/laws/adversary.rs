@@ -527,6 +527,43 @@ async fn hosts_in_errors_are_escaped_and_cut() {
     }
 }
 
+/// A key that is a host has one name in all events and errors, so that they can be matched.
+#[tokio::test(start_paused = true)]
+async fn host_has_one_name_in_events_and_errors() {
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let names = seen.clone();
+    let layer = RateLimitLayer::builder(Quota::per_minute(60))
+        .key(by_host)
+        .max_wait(Duration::ZERO)
+        .on_event(move |event| {
+            let name = match event {
+                Event::Held { key, .. } => format!("held {key}"),
+                Event::UpstreamLimited { key, .. } => format!("upstream {key}"),
+                Event::Refused { limited, .. } => format!("refused {}", limited.report().key()),
+                Event::Released { key, .. } => format!("released {key}"),
+                _ => return,
+            };
+            names.lock().unwrap().push(name);
+        })
+        .build()
+        .unwrap();
+    let service = layer.layer(tower::service_fn(|_: http::Request<()>| async {
+        Ok::<_, tower::BoxError>(response(429, &[("retry-after", "30")]))
+    }));
+    let get = || {
+        let request = http::Request::get("http://a.example/").body(()).unwrap();
+        service.clone().oneshot(request)
+    };
+    get().await.unwrap();
+    get().await.expect_err("on hold");
+    let key = Key::host("a.example");
+    layer.limiter().release(key).await.unwrap();
+    let mut seen = seen.lock().unwrap().clone();
+    seen.sort();
+    let named = ["held", "refused", "released", "upstream"].map(|name| format!("{name} a.example"));
+    assert_eq!(seen, named);
+}
+
 /// A handler that puts a key on hold for each event that it gets.
 #[tokio::test(start_paused = true)]
 async fn event_handler_that_holds_does_not_call_itself() {
