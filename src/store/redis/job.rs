@@ -103,6 +103,15 @@ impl From<KeyCall> for Job {
 }
 
 impl Job {
+    /// Returns the kind of calls as which the job counts if it cannot be run.
+    pub(super) fn kind(&self) -> CallKind {
+        match self {
+            Job::Call { about, .. } => about.kind(),
+            Job::Claim { .. } => CallKind::InFlight,
+            _ => CallKind::Permits,
+        }
+    }
+
     /// Completes the job with an error.
     pub(super) fn refuse(self, error: StoreError) {
         match self {

@@ -217,11 +217,16 @@ impl Script {
             let now = clock::now();
             let later = now.saturating_duration_since(packed);
             prompt_runs += u32::from(later <= LATE);
-            if prompt_runs == MOST_PROMPT_RUNS {
-                return Err(StoreError::failed("its clock does not advance evenly"));
-            }
-            if now + later > deadline {
-                return Err(StoreError::failed("each run of the call was late"));
+            let why = if prompt_runs == MOST_PROMPT_RUNS {
+                "its clock does not advance evenly"
+            } else if now + later > deadline {
+                "each run of the call was late"
+            } else {
+                ""
+            };
+            if !why.is_empty() {
+                backend.tally().of_no_use(self.kind);
+                return Err(StoreError::failed(why));
             }
             // The first arguments are the calls, one for each key.
             for argument in call.iter_mut().take(keys.len()) {

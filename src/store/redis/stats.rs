@@ -35,7 +35,8 @@ pub struct StoreStats {
 }
 
 impl StoreStats {
-    /// Returns whether the store has its connections. `None` until it has tried to connect.
+    /// Returns whether the store has its connections, and its last call had a reply of use in time. `None`
+    /// until it has tried to connect. An error that Redis replies with is a reply.
     ///
     /// In a cluster, `false` if a connection to one of the servers in use is broken. A store without
     /// calls notices a broken connection within 30 s.
@@ -79,7 +80,7 @@ pub struct StoreCalls {
     /// Redis could not be reached or did not reply in time, or its reply was read too late, because this process
     /// was busy or stopped.
     pub(crate) away: u64,
-    /// Redis replied with an error.
+    /// Redis replied with an error, or with what could not be used.
     pub(crate) failed: u64,
     /// How long the calls took, whatever their result. Its buckets end at 0.1, 0.25, 0.5, 1, 2.5, 5,
     /// 10, 25, 50, 100, 250 and 500 ms, and at 1, 2.5, 5, 10 and 60 s.
@@ -94,7 +95,11 @@ impl StoreCalls {
     }
 
     /// Returns the counts with the names of the results: `ok` (Redis replied), `away` (Redis could not be
-    /// reached, or did not reply in time) and `failed` (Redis replied with an error).
+    /// reached, or its reply was not read in time) and `failed` (Redis replied with an error, or with
+    /// what could not be used).
+    ///
+    /// Each call that fails counts as `away` or `failed`. If it fails after Redis has replied, it also counts
+    /// as `ok`.
     pub fn by_result(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let &StoreCalls {
             ok, away, failed, ..
@@ -131,7 +136,7 @@ pub(super) struct StoreTally {
     prefix: Arc<str>,
     calls: [CallCounts; CallKind::NAMES.len()],
     connects: AtomicU64,
-    /// Whether the last call had no reply of use, although there is a connection.
+    /// Whether the last call had no reply of use in time, although there is a connection.
     is_failing: AtomicBool,
     /// See [`StoreStats::subscribed`].
     subscribed: Mutex<Option<bool>>,
@@ -202,6 +207,14 @@ impl StoreTally {
     pub(super) fn late(&self, kind: CallKind) {
         self.calls[kind as usize]
             .away
+            .fetch_add(1, Ordering::Relaxed);
+        self.is_failing.store(true, Ordering::Relaxed);
+    }
+
+    /// Counts a call that has failed although Redis replied: the reply does not say what was asked.
+    pub(super) fn of_no_use(&self, kind: CallKind) {
+        self.calls[kind as usize]
+            .failed
             .fetch_add(1, Ordering::Relaxed);
         self.is_failing.store(true, Ordering::Relaxed);
     }

@@ -89,7 +89,7 @@ impl Thread {
         // Another caller may have started it meanwhile.
         let running = match current.take() {
             Some(running) if !running.jobs.is_closed() => running,
-            _ => start(self.setup.clone())?,
+            _ => start(self.setup.clone()).inspect_err(|_| self.setup.tally.late(job.kind()))?,
         };
         current
             .insert(running)
@@ -198,15 +198,28 @@ impl Thread {
         let store_timeout = self.setup.store_timeout;
         let tally = self.setup.tally.clone();
         Box::pin(async move {
-            let reply = reply.await?;
+            let reply = reply.await.inspect_err(|error| {
+                // The thread has failed. A run counts all other errors.
+                if matches!(error, StoreError::Lost) {
+                    tally.late(kind);
+                }
+            })?;
             // The process or the call was stopped meanwhile. The script assumed that the call was
             // recent, so its decision may be wrong by the time that has passed.
             if clock::now().saturating_duration_since(packed) > store_timeout {
                 tally.late(kind);
                 return Err(RedisFailure::silent(store_timeout).to_error());
             }
-            tally.in_time();
-            read(&reply).map_err(StoreError::failed)
+            match read(&reply) {
+                Ok(read) => {
+                    tally.in_time();
+                    Ok(read)
+                }
+                Err(garbled) => {
+                    tally.of_no_use(kind);
+                    Err(StoreError::failed(garbled))
+                }
+            }
         })
     }
 }
