@@ -121,6 +121,52 @@ async fn a_slot_is_confirmed_before_it_is_due() {
     assert!(store.0.calls() <= 4, "{}", store.0.calls());
 }
 
+/// A store that replies until it is silent.
+struct Silent {
+    store: Lossy,
+    is_silent: AtomicBool,
+}
+
+impl Store for Silent {
+    tollgate::delegate_store!(self => self.store; implements lease);
+
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        match self.is_silent.load(Ordering::Relaxed) {
+            true => StoreReply::Pending(Box::pin(std::future::pending())),
+            false => self.store.lease(request),
+        }
+    }
+}
+
+/// The slots of both are due, and wait for the store to confirm them.
+#[tokio::test(start_paused = true)]
+async fn waiters_of_two_costs_let_each_other_sleep() {
+    let store = Arc::new(Silent {
+        store: Lossy(Remote::new(millis(5))),
+        is_silent: AtomicBool::new(false),
+    });
+    let builder = RateLimitLayer::builder(Quota::new(3, Duration::from_secs(10)));
+    let builder = builder
+        .store(store.clone())
+        .max_wait(Duration::from_secs(20));
+    let limiter = builder.build().unwrap().limiter();
+    drop(limiter.acquire(key()).cost(3).await.unwrap());
+    let waits = [1, 2].map(|cost| {
+        let mut wait = Box::pin(limiter.acquire(key()).cost(cost).into_future());
+        let mut polls = 0;
+        std::future::poll_fn(move |cx| {
+            polls += 1;
+            assert!(polls < 200, "it wakes without end");
+            wait.poll_unpin(cx).map(drop)
+        })
+    });
+    let silence = async {
+        sleep(millis(1000)).await;
+        store.is_silent.store(true, Ordering::Relaxed);
+    };
+    tokio::join!(join_all(waits), silence);
+}
+
 fn limiter(quota: Quota, store: &Arc<Remote>) -> Limiter {
     let builder = RateLimitLayer::builder(quota)
         .store(store.clone())

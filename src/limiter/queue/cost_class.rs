@@ -242,9 +242,11 @@ impl CostClass {
         }
         if let Some(slot) = self.slots.front()
             && let Some(first) = self.waiters.first_mut()
-            && first.wakes_at() > slot.at
         {
-            first.wake_at(first.request.wakes_for(slot.at));
+            let at = wakes_for_slot(slot.at, now);
+            if first.wakes_at() > at {
+                first.wake_at(first.request.wakes_for(at));
+            }
         }
         handed_out
     }
@@ -356,13 +358,8 @@ impl CostClass {
             return;
         };
         if waiter.wakes_at() <= now {
-            let wakes_at = match first_slot {
-                // A slot that is due and was not handed out waits for the store's answer, which
-                // wakes its waiter.
-                Some(slot) if slot <= now => clock::after(now, ANSWER),
-                Some(slot) => slot,
-                None => waiter.request.ends_at(),
-            };
+            let wakes_at =
+                first_slot.map_or(waiter.request.ends_at(), |slot| wakes_for_slot(slot, now));
             let wakes_at = watched.map_or(wakes_at, |watched| wakes_at.min(watched));
             waiter.wake_at(waiter.request.wakes_for(wakes_at));
         }
@@ -495,6 +492,18 @@ impl CostClass {
             }
         }
         leaving
+    }
+}
+
+/// Returns when the task of a waiter wakes for a slot at `slot`.
+///
+/// A slot that is due and was not handed out waits for the store's answer, which wakes its waiter. If its
+/// waiter woke at once, the first waiters of two costs would wake each other until that answer arrives.
+fn wakes_for_slot(slot: Instant, now: Instant) -> Instant {
+    if slot > now {
+        slot
+    } else {
+        clock::after(now, ANSWER)
     }
 }
 

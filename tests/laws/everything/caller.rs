@@ -168,9 +168,7 @@ impl Caller {
                 (now, 0)
             };
             if at_once.1 > MOST_POLLS {
-                if !known::WAITERS_WAKE_EACH_OTHER.stands() {
-                    world.wrong(&format!("request {number} wakes without end"));
-                }
+                world.wrong(&format!("request {number} wakes without end"));
                 return Poll::Ready(None);
             }
             let polled = future.as_mut().poll(cx);

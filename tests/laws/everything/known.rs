@@ -39,9 +39,6 @@ known! {
     RESTS_AFTER_SET_QUOTAS: "23",
         "After a quota was set twice, a request for the whole limit waits although nothing was sent for a minute. \
          Seen once in 3000 histories; not yet understood.";
-    WAITERS_WAKE_EACH_OTHER: "19",
-        "Waiters of different costs wake each other without end, at full load of a core, until time moves \
-         on. Seen after a store lost calls and a key was on hold.";
     JOINT_DEADLINES_OF_NOW: "19",
         "A request of several keys or units whose deadline is this moment is refused, although all of them \
          are free. A request of one key leaves.";
