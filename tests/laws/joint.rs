@@ -627,6 +627,20 @@ async fn permits_at_hand_do_not_outlive_a_deadline() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn joint_requests_with_a_deadline_of_now_leave() {
+    let limiter = patient(Quota::per_minute(1));
+    let both = || {
+        let both = limiter
+            .acquire(Key::new("1"))
+            .and(limiter.acquire(Key::new("2")));
+        both.deadline(Instant::now().into_std())
+    };
+    drop(both().await.unwrap());
+    let late = both().await.unwrap_err();
+    assert_eq!(late.reason(), Some(Reason::Deadline));
+}
+
 /// A task that always runs late finds each slot expired, until slots are valid for longer.
 #[tokio::test(start_paused = true)]
 async fn joint_requests_of_late_tasks_are_sent() {

@@ -225,15 +225,16 @@ impl JointSet {
                 state.obey(held_until, *now);
                 let confirm = state.hand_out(&self.parts, *now, &mut unused, wakers);
                 let mut settled = state.waiters.collect(number);
+                let tasks = state.begin_tasks(confirm);
+                let has_begun = tasks != Tasks::default();
                 if settled.is_none()
-                    && let Some(refusal) = state.over(number, self.settles(), *now)
+                    && let Some(refusal) = state.over(number, has_begun, self.settles(), *now)
                 {
                     state.leave(number);
                     state.trim(&mut unused);
                     settled = Some(Err(refusal));
                 }
-                let tasks = state.begin_tasks(confirm);
-                if tasks == Tasks::default() {
+                if !has_begun {
                     state.register(number, *now, cx);
                 }
                 (settled, tasks)
@@ -587,10 +588,17 @@ impl State {
         self.given_up.extend(given_up);
     }
 
-    /// Returns why a request can wait no longer, if that is so.
-    fn over(&self, number: Number, settles: bool, now: Instant) -> Option<JointRefusal> {
+    /// Returns why a request can wait no longer, if that is so. In the last moment of its wait, a
+    /// task that `has_begun` may still bring its joint slot.
+    fn over(
+        &self,
+        number: Number,
+        has_begun: bool,
+        settles: bool,
+        now: Instant,
+    ) -> Option<JointRefusal> {
         let wait = &self.waiters.get(number)?.request;
-        if wait.gives_up_at > now {
+        if wait.gives_up_at > now || (has_begun && wait.gives_up_at == now) {
             return None;
         }
         // If units may come back, nothing is booked ahead for requests behind the first.

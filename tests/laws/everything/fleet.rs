@@ -27,8 +27,6 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A process of the fleet.
 pub(crate) struct Process {
     pub(crate) number: usize,
-    /// Whether its quota is divided.
-    pub(crate) has_shares: bool,
     pub(crate) link: Arc<Link>,
     /// When its guard tripped.
     pub(crate) trips: Arc<Mutex<Vec<Instant>>>,
@@ -99,7 +97,6 @@ impl World {
         let mut processes = lock(&self.processes);
         let process = Arc::new(Process {
             number: processes.len(),
-            has_shares: !releases[release].is_empty(),
             link,
             trips: gates.trips.clone(),
             gates: Mutex::new(Some(Arc::new(gates))),
@@ -312,9 +309,8 @@ impl World {
     /// `Goes` if, and only if, the request then gets its permit.
     async fn explain(&self, number: usize, process: &Process, gates: &Gates, request: &Request) {
         lock(&self.log).met(Feature::Explain);
-        let is_late = known::JOINT_DEADLINES_OF_NOW.stands();
         let request = Request {
-            deadline: Some(u64::from(is_late)),
+            deadline: Some(0),
             ..request.clone()
         };
         let explained = gates.explain(&request).await;
@@ -332,9 +328,7 @@ impl World {
             && features.has(Feature::Settle)
             && features.any(&[Feature::Joint, Feature::Units]);
         let is_right = match &explained {
-            Ok((goes, _)) => {
-                *goes == happened.is_ok() || (is_late && !goes) || is_unknown || is_idle
-            }
+            Ok((goes, _)) => *goes == happened.is_ok() || is_unknown || is_idle,
             Err(_) => true,
         };
         gates.take_uncounted();

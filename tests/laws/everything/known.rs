@@ -39,9 +39,6 @@ known! {
     RESTS_AFTER_SET_QUOTAS: "23",
         "After a quota was set twice, a request for the whole limit waits although nothing was sent for a minute. \
          Seen once in 3000 histories; not yet understood.";
-    JOINT_DEADLINES_OF_NOW: "19",
-        "A request of several keys or units whose deadline is this moment is refused, although all of them \
-         are free. A request of one key leaves.";
     HOLDS_WITHOUT_SHARES: "19",
         "A hold by a process without shares holds no class of a process with shares.";
     HOLDS_OF_ONE_UNIT: "19",
