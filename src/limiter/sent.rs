@@ -458,6 +458,7 @@ impl Sent {
                     has_on_scope: core.settings.on_scope.is_some(),
                     is_further_unit: core.settings.is_further_unit,
                     reach: sent.reach(&core),
+                    holds_host: core.hold_key(sent.key, sent.host) != sent.key,
                     spec: Some(core.terms(sent.key)),
                 },
                 None => SignalKey::default(),

@@ -1,5 +1,6 @@
 //! Which of the keys of a joint request a statement of the response is about.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -22,6 +23,8 @@ pub(super) struct SignalKey {
     pub(super) is_further_unit: bool,
     /// How far a response of the host may reach.
     pub(super) reach: Reach,
+    /// Whether a refusal holds the host, and not the key.
+    pub(super) holds_host: bool,
 }
 
 /// Splits the signal of a response into one signal for each of `keys`. If it is a refusal, also
@@ -36,10 +39,9 @@ pub(super) struct SignalKey {
 /// else to the first key with a limit of its size and window, else to the first key that has such a
 /// limit, else to the first key that counts its unit, if that is not requests, else to the first key. A refusal goes to
 /// one key: to the key of a limit with `on_scope`, else to the key whose limit has the name of the
-/// scope, else to the key for which a used-up quota is stated, else to the last one. Of several units of
-/// a key, the first one has it then. The last limit
-/// of a layer should be the narrowest, so that a refusal without a reason holds back the fewest
-/// requests.
+/// scope, else to the key for which a used-up quota is stated, else to the last one, in all of its
+/// units. The last limit of a layer should be the narrowest, so that a refusal without a reason holds
+/// back the fewest requests.
 pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4]>, Option<usize>) {
     let reach = keys.iter().map(|key| key.reach).max().unwrap_or_default();
     let last = keys.iter().rposition(|key| !key.is_further_unit);
@@ -78,7 +80,7 @@ pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4
             .or_else(|| position(&has_limit))
             .or_else(|| position(&has_unit))
     };
-    let refused = signal.refusal().map(|_| {
+    let refused: Option<Range<usize>> = signal.refusal().map(|_| {
         let by_scope = signal.scope().and_then(|scope| {
             position(&|key| key.has_on_scope).or_else(|| position(&|key| is_named(key, scope)))
         });
@@ -86,13 +88,15 @@ pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4
             let mut quotas = signal.quotas().iter();
             quotas.find_map(|quota| owner(quota).filter(|_| quota.remaining() == Some(0)))
         };
-        by_scope
-            .or_else(used_up)
-            .or_else(|| {
-                let mut all = keys.iter().enumerate();
-                all.rposition(|(index, key)| is_reached(index, key) && !key.is_further_unit)
-            })
-            .unwrap_or(0)
+        if let Some(known) = by_scope.or_else(used_up) {
+            return known..known + 1;
+        }
+        let mut all = keys.iter().enumerate();
+        let last = all.rposition(|(index, key)| is_reached(index, key) && !key.is_further_unit);
+        let last = last.unwrap_or(0);
+        let further = keys[last + 1..].iter();
+        let further = further.take_while(|key| key.is_further_unit && !keys[last].holds_host);
+        last..last + 1 + further.count()
     });
     let signal_of = |index: usize| {
         let quotas = signal.quotas().iter();
@@ -100,11 +104,15 @@ pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4
         let stated = own.fold(signal.clone().without_quotas(), |signal, quota| {
             signal.with_quota(quota.clone())
         });
-        if refused == Some(index) {
+        if refused
+            .as_ref()
+            .is_some_and(|refused| refused.contains(&index))
+        {
             stated
         } else {
             stated.with_refusal(None)
         }
     };
-    ((0..keys.len()).map(signal_of).collect(), refused)
+    let signals = (0..keys.len()).map(signal_of).collect();
+    (signals, refused.map(|refused| refused.start))
 }

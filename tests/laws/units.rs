@@ -286,6 +286,27 @@ async fn refusals_hold_the_unit_that_is_used_up() {
     send(&layer, "/models", &[], 200).await.unwrap();
 }
 
+#[tokio::test(start_paused = true)]
+async fn refusals_without_a_reason_hold_each_unit() {
+    let layer = RateLimitLayer::builder(both())
+        .key(|_| Key::new("organisation"))
+        .cost(|request| match request.path() {
+            "/chat" => Cost::new(1).and("tokens", 10),
+            _ => Cost::new(0).and("tokens", 10),
+        })
+        .max_wait(Duration::from_secs(1))
+        .build()
+        .unwrap();
+    send(&layer, "/chat", &[("retry-after", "30")], 429)
+        .await
+        .unwrap();
+    for path in ["/chat", "/tokens"] {
+        let refused = send(&layer, path, &[], 200).await.unwrap_err();
+        let limited = Limited::find(&refused).unwrap();
+        assert_eq!(limited.reason(), Some(Reason::Held), "{path}");
+    }
+}
+
 /// Another client of the same account uses tokens.
 #[tokio::test(start_paused = true)]
 async fn headers_are_about_their_unit() {

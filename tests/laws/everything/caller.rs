@@ -443,10 +443,7 @@ impl Caller {
             let counts = [part.cost, part.tokens];
             let counts =
                 &counts[..1 + usize::from(world.history.limiters[part.limiter].tokens.is_some())];
-            match known::HOLDS_OF_ONE_UNIT.stands() {
-                true => counts.iter().all(|units| *units > 0),
-                false => counts.iter().any(|units| *units > 0),
-            }
+            counts.iter().any(|units| *units > 0)
         };
         let parts = self.request.parts.iter().filter(is_held);
         for key in parts.map(|part| (part.limiter, part.key)) {

@@ -41,9 +41,6 @@ known! {
          Seen once in 3000 histories; not yet understood.";
     HOLDS_WITHOUT_SHARES: "19",
         "A hold by a process without shares holds no class of a process with shares.";
-    HOLDS_OF_ONE_UNIT: "19",
-        "A refusal holds one unit of its key: a request that takes nothing of that unit, and some of \
-         another one, leaves.";
     SHARES_THAT_WAIT: "19",
         "Beside a process without shares, the first requests of a process with shares wait for a second, \
          whatever their `max_wait` is.";
