@@ -665,6 +665,40 @@ async fn a_joint_request_follows_the_set_quota_of_each_key() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn joint_requests_that_wait_follow_a_lower_quota() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let waiting = RateLimitLayer::builder(Quota::new(10, SECOND))
+        .max_wait(Duration::from_secs(60))
+        .store(store.clone())
+        .build()
+        .unwrap()
+        .limiter();
+    let both = |cost| {
+        let other = waiting.acquire(Key::new("b"));
+        waiting.acquire(tenant()).cost(cost).and(other)
+    };
+    drop(both(10).await.unwrap());
+    let start = tokio::time::Instant::now();
+    let small = [(); 3].map(|()| tokio::spawn(both(1).into_future()));
+    let large = tokio::spawn(both(7).into_future());
+    pass(Duration::from_millis(500)).await;
+    let operator = limiter_on(Quota::new(10, SECOND), &store);
+    operator
+        .set_quota(tenant(), Quota::new(1, SECOND))
+        .await
+        .unwrap();
+    for (task, seconds) in small.into_iter().zip([1, 2, 3]) {
+        drop(task.await.unwrap().unwrap());
+        assert!(start.elapsed() >= SECOND * seconds, "{:?}", start.elapsed());
+    }
+    let refused = large.await.unwrap().unwrap_err();
+    assert!(
+        matches!(refused.reason(), Some(Reason::CostAboveLimit { .. })),
+        "{refused}"
+    );
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_fleet_with_long_queues_uses_all_of_a_stricter_quota() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
     let fleet = [(); 4].map(|()| {

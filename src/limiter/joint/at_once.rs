@@ -107,6 +107,7 @@ pub(super) fn take_outer(request: &JointRequest, own: usize, call: CallId) -> Op
     slots.iter().any(Option::is_some).then(|| JointSlot {
         costs: request.costs.clone(),
         slots,
+        changes: PerPart::new(),
         at: clock::now(),
         until: None,
         last: 0,

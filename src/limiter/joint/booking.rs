@@ -100,6 +100,8 @@ struct Search<'a> {
     /// When the search began. After a store has decided nothing for some time, it begins anew.
     began: Instant,
     slots: PerPart<Option<Reservation>>,
+    /// How often the limits of each part had changed when its slot was booked.
+    changes: PerPart<u32>,
     /// The slots that the request had at first: permits that it may use until they expire.
     brought: PerPart<Option<Reservation>>,
     /// Slots of no use. Each goes back with the first call of its part, so that the store has its
@@ -145,6 +147,7 @@ impl<'a> Search<'a> {
             costs: wanted.costs.clone(),
             began: now,
             slots: brought.clone(),
+            changes: set.parts.iter().map(Part::changes).collect(),
             brought,
             given_up,
             uncertain: set.parts.iter().map(|_| Duration::ZERO).collect(),
@@ -331,11 +334,13 @@ impl<'a> Search<'a> {
             slot,
             uncertain,
             is_last,
+            changes,
         } = asked
         else {
             return false;
         };
         self.uncertain[part] = uncertain;
+        self.changes[part] = changes;
         if Some(slot.at) > self.earliest && slot.at > clock::now() {
             self.earliest = Some(slot.at);
             self.last = part;
@@ -395,6 +400,7 @@ impl<'a> Search<'a> {
                 .unwrap_or(earliest),
             bound,
             replaces,
+            changes: self.parts[part].changes(),
         };
         match core.with_new_state(key, now, |state, ctx| ask.send(state, ctx, joint)) {
             Ok(reply) => Ok(Call {
@@ -426,6 +432,7 @@ impl<'a> Search<'a> {
             last: self.last,
             uncounted: self.uncounted.take(),
             costs: std::mem::take(&mut self.costs),
+            changes: std::mem::take(&mut self.changes),
             slots,
         }
     }

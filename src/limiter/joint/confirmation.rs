@@ -1,7 +1,8 @@
 //! The confirmation of a joint slot that is due.
 //!
 //! If a store has not replied for some time, it may have lost its state, and the slots with it. Then
-//! it has to confirm that it still has them. The set waits for its reply, and no request behind
+//! it has to confirm that it still has them. Slots that were booked before the quota of a key changed
+//! are never confirmed, so that their requests book anew. The set waits for its reply, and no request behind
 //! leaves before the first one: see [`JointSet`].
 
 use std::future::Future;
@@ -17,15 +18,17 @@ use crate::limiter::key_state::{ask_to_confirm, confirmed, is_confirmed};
 
 /// Returns the parts whose stores have to confirm their slots before `slot` may be used.
 pub(super) fn doubtful(parts: &[Part], slot: &JointSlot, now: Instant) -> PerPart<usize> {
-    let parts = parts.iter().zip(&slot.slots).enumerate();
-    let is_doubtful = |(_, (part, slot)): &(usize, (&Part, &Option<_>))| {
-        let Some(slot) = slot else { return false };
-        let confirmed = part
-            .core
-            .with_state(part.key, now, |state, ctx| is_confirmed(state, ctx, slot));
+    let is_doubtful = |index: &usize| {
+        let Some(of_part) = &slot.slots[*index] else {
+            return false;
+        };
+        let &Part { ref core, key, .. } = &parts[*index];
+        let confirmed = core.with_state(key, now, |state, ctx| {
+            is_confirmed(state, ctx, of_part, slot.changes[*index])
+        });
         confirmed != Some(true)
     };
-    parts.filter(is_doubtful).map(|(part, _)| part).collect()
+    (0..parts.len()).filter(is_doubtful).collect()
 }
 
 /// Asks the stores of the parts `doubtful` to confirm what they have granted.

@@ -74,7 +74,7 @@ use smallvec::SmallVec;
 use super::admission::Entry;
 use super::counting;
 use super::engine::Core;
-use super::key_state;
+use super::key_state::{self, KeyState};
 use super::limited::LimitName;
 use super::quotas::QuotaId;
 use super::reservation::Reservation;
@@ -192,6 +192,12 @@ impl Part {
         self.core.limit_name(self.key)
     }
 
+    /// Returns how often the limits of the key have changed.
+    fn changes(&self) -> u32 {
+        let changes = |state: &mut KeyState| state.limits.changes();
+        self.core.states.find(self.key, changes).unwrap_or(0)
+    }
+
     /// Returns the limits of the key that decide about a request.
     fn quota(&self) -> Arc<LimitSpec> {
         self.core.quota_of(self.key)
@@ -280,6 +286,8 @@ struct JointSlot {
     /// The slots by part. `None` for a part that needs none, or that passes uncounted because its
     /// store failed.
     slots: PerPart<Option<Reservation>>,
+    /// How often the limits of each part had changed when its slot was booked.
+    changes: PerPart<u32>,
     /// The moment from which all of them may be used.
     at: Instant,
     /// The moment from which one of them may no longer be used. `None` if there are none.

@@ -244,6 +244,7 @@ impl JointWaiter {
         self.set.give_up(JointSlot {
             costs: self.costs.clone(),
             slots,
+            changes: PerPart::new(),
             at: now,
             until: None,
             last: 0,

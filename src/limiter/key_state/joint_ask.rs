@@ -22,6 +22,8 @@ pub(in crate::limiter) struct JointAsk {
     pub(in crate::limiter) bound: WaitBound,
     /// The slot that the request had so far. It is given back with the call.
     pub(in crate::limiter) replaces: Option<Reservation>,
+    /// How often the limits of the key had changed when it was asked.
+    pub(in crate::limiter) changes: u32,
 }
 
 /// What became of a [`JointAsk`].
@@ -35,6 +37,8 @@ pub(in crate::limiter) enum Asked {
         /// Whether the store decided about several keys in one step, and this one allows the
         /// request last.
         is_last: bool,
+        /// How often the limits of the key had changed, of those that the store has granted it under.
+        changes: u32,
     },
     /// The slot would be too late.
     Refused(Refusal),
@@ -134,6 +138,7 @@ impl JointAsk {
             ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
             return Asked::Failed(error);
         }
+        let is_unchanged = state.limits.changes() == self.changes;
         let bounds = state.remember(ctx, lease, sent, ctx.now);
         let precedes_release =
             lease.source.has_reply() && state.hold_answered(ctx, lease.hold, sent, bounds);
@@ -162,6 +167,12 @@ impl JointAsk {
                     slot,
                     uncertain: bounds.1.saturating_duration_since(bounds.0),
                     is_last: lease.is_last,
+                    // The answer itself may state a quota that was set: the slot is under that one.
+                    changes: if is_unchanged {
+                        state.limits.changes()
+                    } else {
+                        self.changes
+                    },
                 }
             }
             (None, Some(left)) => Asked::Held(left),
@@ -246,11 +257,14 @@ pub(in crate::limiter) fn ended(state: &mut KeyState, ctx: &KeyContext<'_>, is_u
     }
 }
 
-/// Returns whether a slot of a joint request may be used: the store is known to have it.
+/// Returns whether a slot of a joint request may be used: the store is known to have it, and it was
+/// booked under the limits that the key has now, after `changes` of them.
 pub(in crate::limiter) fn is_confirmed(
     state: &KeyState,
     ctx: &KeyContext<'_>,
     slot: &Reservation,
+    changes: u32,
 ) -> bool {
-    state.store.is_trusted(ctx.spec, ctx.now) && state.store.knows(slot)
+    let is_known = state.store.is_trusted(ctx.spec, ctx.now) && state.store.knows(slot);
+    is_known && state.limits.changes() == changes
 }

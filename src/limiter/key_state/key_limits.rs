@@ -38,6 +38,8 @@ struct OwnLimits {
     stated_parts: StatedParts,
     /// Whether the limits have changed since the last visit.
     has_changed: bool,
+    /// How often they have changed.
+    changes: u32,
 }
 
 /// A quota that was set for a key, or its end, as this process knows it.
@@ -90,7 +92,7 @@ impl KeyLimits {
             }
             _ => {}
         }
-        own.has_changed = true;
+        own.note_change();
         if new.quota.is_none() {
             // What the upstream has stated until then has ended, too.
             own.stated = None;
@@ -160,6 +162,11 @@ impl KeyLimits {
         own.is_some_and(|own| std::mem::take(&mut own.has_changed))
     }
 
+    /// Returns how often the limits have changed.
+    pub(in crate::limiter) fn changes(&self) -> u32 {
+        self.0.as_ref().map_or(0, |own| own.changes)
+    }
+
     /// Returns whether a request that states this quota need not change that of the key.
     #[inline]
     pub(in crate::limiter) fn has_quota(&self, id: QuotaId) -> bool {
@@ -188,7 +195,7 @@ impl KeyLimits {
     /// configured ones.
     pub(in crate::limiter) fn choose(&mut self, id: QuotaId, spec: Option<Arc<LimitSpec>>) {
         let own = self.0.get_or_insert_default();
-        own.has_changed = true;
+        own.note_change();
         own.quota = spec.map(|spec| (id, spec));
     }
 
@@ -255,6 +262,13 @@ impl KeyLimits {
         let LearnedQuota { spec, life } = stated.start_learning(trust, quota, learned, now)?;
         let spec = spec.with_quota_version(version, life);
         Some(LearnedQuota { spec, life })
+    }
+}
+
+impl OwnLimits {
+    fn note_change(&mut self) {
+        self.has_changed = true;
+        self.changes = self.changes.wrapping_add(1);
     }
 }
 

@@ -243,20 +243,6 @@ fn periods(world: &World, changes: &[Change]) -> Vec<(u64, u64, Option<u32>)> {
         }
         Some((_, longest)) => 100_000 + longest * 2000,
     };
-    let joint = world
-        .history
-        .features
-        .any(&[Feature::Joint, Feature::Units]);
-    let longest = world
-        .history
-        .limiters
-        .iter()
-        .map(|plan| plan.max_wait)
-        .max();
-    let told = match longest {
-        Some(longest) if joint && known::WAITERS_KEEP_OLD_QUOTAS.stands() => told + longest * 1000,
-        _ => told,
-    };
     let ends = changes
         .iter()
         .map(|change| change.asked)

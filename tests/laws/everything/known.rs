@@ -44,9 +44,6 @@ known! {
     SHARES_THAT_WAIT: "19",
         "Beside a process without shares, the first requests of a process with shares wait for a second, \
          whatever their `max_wait` is.";
-    WAITERS_KEEP_OLD_QUOTAS: "19",
-        "A request of several keys or units that waits keeps the slot that it has booked, although a lower \
-         quota was set meanwhile, also if it costs more than that allows at all.";
     HOLDS_OF_AN_OUTAGE: "19",
         "With FallbackShare, a hold that a refusal causes while the store is unreachable may end in its own \
          process when the store is back.";
