@@ -76,7 +76,7 @@ impl Cores {
     /// Returns the cores of all units and all parts, each with its key for the quota of `key`.
     pub(super) fn everywhere(&self, key: Key) -> impl Iterator<Item = (Arc<Core>, Key)> {
         self.all()
-            .flat_map(move |core| core.all_parts(core.key_of(key)))
+            .flat_map(move |core| core.all_parts(core.key_of(key)).rev())
     }
 
     /// Runs `act` for the key of each unit and each part, all at once. Returns the first error.

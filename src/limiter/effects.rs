@@ -32,13 +32,17 @@ use crate::key_map::Full;
 use crate::limit::{Charge, LimitSpec, UnusedPermits};
 use crate::stats::Cause;
 use crate::store::{
-    Claim, ClientSession, Lease, LeaseRequest, OwnedLeaseRequest, PeekRequest, SetQuota,
+    Claim, ClientSession, HoldState, Lease, LeaseRequest, OwnedLeaseRequest, PeekRequest, SetQuota,
     StoreListener, spawn,
 };
 
 /// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the
 /// runtime does not run them in this time, the next call is sent without them.
 const LONGEST_TURN: Duration = Duration::from_millis(5);
+
+/// The number of the part of all other requests. Its key is the whole one, which callers without a
+/// division use.
+const PART_OF_THE_REST: u8 = 0;
 
 /// How often a flush looks whether a call under way has carried its charges to the store.
 const CHARGES_UNDER_WAY: Duration = Duration::from_millis(2);
@@ -572,7 +576,7 @@ async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Dura
                 other => other,
             };
             // Callers without a division use the part of the rest.
-            let looks_for_undivided = *index == 0 && stated.needs_search(now);
+            let looks_for_undivided = *index == usize::from(PART_OF_THE_REST) && stated.needs_search(now);
             if stated.is_fresh(number, fresh_at) && !looks_for_undivided {
                 return None;
             }
@@ -596,6 +600,15 @@ async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Dura
                 state.note_trip(spec, (sent, answered));
             }
         });
+        if let Ok(Stated { hold, .. }) = stated
+            && number == PART_OF_THE_REST
+            && !hold.remaining.is_zero()
+        {
+            // A process without shares may have held the whole key before this one knew of its class.
+            core.with_state(key, clock::now(), |state, ctx| {
+                state.follow_whole(ctx, hold);
+            });
+        }
         let until = stated.ok().and_then(|stated| stated.undivided_until);
         undivided_until = undivided_until.max(until);
     }
@@ -608,6 +621,8 @@ struct Stated {
     answered: Instant,
     /// Until when callers without a division may use more than the part, if they were looked for.
     undivided_until: Option<Instant>,
+    /// The hold of the part.
+    hold: HoldState,
 }
 
 /// States the limits of one part. If it is given the `whole` limits, looks for callers without a division.
@@ -630,6 +645,7 @@ async fn state_part(
     Ok(Stated {
         answered,
         undivided_until,
+        hold: lease.hold,
     })
 }
 

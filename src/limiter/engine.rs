@@ -321,7 +321,13 @@ impl Core {
     }
 
     /// Returns the cores of all parts of the quota, each with its key for the part of which `key` is one.
-    pub(super) fn all_parts(self: &Arc<Self>, key: Key) -> impl Iterator<Item = (Arc<Core>, Key)> {
+    ///
+    /// Holds are set and ended for the last part first: the classes [follow](KeyState::follow_whole) the
+    /// first part, and must not take its hold for one of another process.
+    pub(super) fn all_parts(
+        self: &Arc<Self>,
+        key: Key,
+    ) -> impl DoubleEndedIterator<Item = (Arc<Core>, Key)> + use<> {
         let whole = self.whole(key);
         let parts = self.parts.get().into_iter().flatten();
         let mut parts: SmallVec<[Arc<Core>; 1]> = parts.filter_map(Weak::upgrade).collect();

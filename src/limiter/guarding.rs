@@ -99,7 +99,7 @@ impl Guarded for Core {
 
     fn hold(self: Arc<Self>, key: Key, span: Duration) {
         // It is cut, because nobody knows when the answers are good again: so one request is first.
-        for (core, key) in self.all_parts(self.part_of(key)) {
+        for (core, key) in self.all_parts(self.part_of(key)).rev() {
             drop(holds::begin(&core, key, span, true, Cause::Guard));
         }
     }

@@ -139,6 +139,16 @@ pub(super) fn adopt_seen(core: &Arc<Core>, key: Key, held: HoldState, now: Insta
 /// the store. State is made only if the requests of the key do not ask the store. This is so if no
 /// rate is limited, or if each host has holds of its own.
 pub(super) fn adopt_published(core: &Arc<Core>, key: Key, held: HoldState) {
+    adopt_elsewhere(core, key, held, false);
+    if core.class().is_some() {
+        // A process without shares knows no classes: it holds and releases the whole key.
+        adopt_elsewhere(core, core.part_of(key), held, true);
+    }
+}
+
+/// Does what [`adopt_published`] does. `of_whole` states that the hold is that of the key of which `key`
+/// is a part.
+fn adopt_elsewhere(core: &Arc<Core>, key: Key, held: HoldState, of_whole: bool) {
     let now = clock::now();
     // Returns how long the key stays on hold, if it was not on hold before. A store in memory also
     // notifies the limiter that sends the hold.
@@ -146,7 +156,11 @@ pub(super) fn adopt_published(core: &Arc<Core>, key: Key, held: HoldState) {
         let before = state.hold.left(now);
         let was_sent = state.hold.was_sent_at(now);
         let was_held = before.is_some() || was_sent;
-        state.adopt_hold(ctx, held, HoldSource::Published);
+        if of_whole {
+            state.follow_whole(ctx, held);
+        } else {
+            state.adopt_hold(ctx, held, HoldSource::Published);
+        }
         if let Some(left) = state
             .hold
             .left(now)
@@ -157,7 +171,7 @@ pub(super) fn adopt_published(core: &Arc<Core>, key: Key, held: HoldState) {
         state.hold.left(now).filter(|_| !was_held)
     };
     let requests_ask = !core.settings.spec.quota().limits().is_empty() && !core.hosts.are_any();
-    let begun = if requests_ask || held.remaining.is_zero() {
+    let begun = if requests_ask || of_whole || held.remaining.is_zero() {
         core.with_state(key, now, take_in)
     } else {
         core.with_new_state(key, now, take_in).ok()

@@ -94,7 +94,7 @@ impl AnsweredCall {
             used_up_for(signal).map(|span| span.saturating_sub(slow))
         };
         if limited || retry_after.is_some() {
-            for (core, key) in core.all_parts(key) {
+            for (core, key) in core.all_parts(key).rev() {
                 let call = AnsweredCall { key, ..*self };
                 call.hold_by_signal(&core, signal, retry_after, now);
             }

@@ -14,7 +14,7 @@ use support::paused;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use tollgate::store::{MemoryStore, Store};
-use tollgate::{Key, Limiter, Quota, RateLimitLayer};
+use tollgate::{Key, Limiter, Quota, RateLimitLayer, Reason};
 
 const K: Key = Key::ALL;
 
@@ -91,6 +91,30 @@ fn run(quota: Quota, processes: &[Process], is_remote: bool) -> Vec<(Instant, u3
     let mut uses = uses.lock().unwrap().clone();
     uses.sort();
     uses
+}
+
+#[tokio::test(start_paused = true)]
+async fn holds_of_processes_without_shares_stop_each_class() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let process = |shares: &Shares| limiter(Quota::per_second(50), shares, 0, &store);
+    let with_shares = vec![("web", 50)];
+    let old = process(&vec![]);
+    let running = process(&with_shares);
+    for class in ["web", "cron"] {
+        drop(running.acquire(K).class(class).await.unwrap());
+    }
+    old.hold_for(K, ms(60_000)).await.unwrap();
+    for limiter in [running, process(&with_shares)] {
+        for class in ["web", "cron"] {
+            let refused = limiter.acquire(K).class(class).await.unwrap_err();
+            assert_eq!(refused.reason(), Some(Reason::Held), "{class}");
+        }
+        old.release(K).await.unwrap();
+        for class in ["web", "cron"] {
+            drop(limiter.acquire(K).class(class).await.unwrap());
+        }
+        old.hold_for(K, ms(60_000)).await.unwrap();
+    }
 }
 
 fn processes(window: u64) -> impl Strategy<Value = Vec<Process>> {

@@ -460,6 +460,18 @@ impl KeyState {
         }
     }
 
+    /// Takes in a hold or a release of the whole key of which this one is a part. The next call sends it to
+    /// the store, in which the parts have holds of their own.
+    pub(super) fn follow_whole(&mut self, ctx: &mut KeyContext<'_>, held: HoldState) {
+        let is_released = held.remaining.is_zero();
+        if is_released && self.hold.left(ctx.now).is_none() {
+            return;
+        }
+        let releases = self.hold.releases().saturating_add(is_released.into());
+        let held = HoldState { releases, ..held };
+        self.adopt_hold(ctx, held, HoldSource::Seen);
+    }
+
     /// Takes in the hold that the store states in its answer to a call: see [`KeyHold::answered`]. If the hold
     /// ends earlier than this process knew, because it has missed a release, the requests that wait for its
     /// end go on.

@@ -411,10 +411,6 @@ impl Caller {
             .trip
             .map_or(0, |(_, longest)| (longest + 20) * 1000);
         let now = world.now();
-        let shares: Vec<bool> = lock(&world.processes)
-            .iter()
-            .map(|one| one.has_shares)
-            .collect();
         // Two ends closer than 5 ms, or than a fiftieth of the hold, are one end, seen after different trips.
         let same = |event: &HoldEvent| {
             let span = event.until.unwrap_or(event.at) - event.at;
@@ -435,9 +431,6 @@ impl Caller {
             };
             known::ACCEPTED_PROBES.stands() && holds.iter().any(ended)
         };
-        let is_told = |holder: usize| {
-            shares[holder] || !self.process.has_shares || !known::HOLDS_WITHOUT_SHARES.stands()
-        };
         let mut log = lock(&world.log);
         let is_held = |part: &&Part| {
             let counts = [part.cost, part.tokens];
@@ -454,11 +447,8 @@ impl Caller {
                 .max();
             let held = events().find(|event| {
                 let is_ours = event.process == self.process.number;
-                let is_noticed = is_ours
-                    || (is_reliable
-                        && is_told(event.process)
-                        && !event.is_private
-                        && event.at + notice < now);
+                let is_noticed =
+                    is_ours || (is_reliable && !event.is_private && event.at + notice < now);
                 is_noticed
                     && !is_lost(event)
                     && !is_of_a_probe(event)

@@ -24,7 +24,6 @@ pub(crate) fn cannot_meet(one: Feature, other: Feature) -> bool {
             || pair(Guard, FallbackShare)))
         || (known::GUARD_WITH_FEW_KEYS.stands() && pair(Guard, FewKeys));
     let known = known
-        || (known::HOLDS_WITHOUT_SHARES.stands() && pair(Guard, Deploys))
         || (known::EXPLAINED_SHARES.stands() && pair(Explain, Deploys))
         || (known::EXPLAINED_ROOM.stands() && pair(Explain, FewKeys));
     never || by_kind || known
