@@ -229,6 +229,20 @@ impl Link {
         }));
     }
 
+    /// Drops what keeps the limiters of the process when its history is over: its tasks and its claims have them, and
+    /// they have this link. The stats of all limiters would take longer from history to history.
+    pub(crate) fn end(&self) {
+        self.end_tasks();
+        // Dropped without the lock, because a task that is dropped may begin another one.
+        let unrun = std::mem::take(&mut *lock(&self.unrun));
+        drop(unrun);
+        let claims = std::mem::take(&mut lock(&self.claims).0);
+        for (mut claim, listener) in claims.into_values() {
+            (claim.number, claim.in_use, claim.wanted) = (u64::MAX, 0, 0);
+            self.net.memory.claim(claim, &listener);
+        }
+    }
+
     fn is_cut(&self) -> bool {
         self.is_cut.load(Ordering::Relaxed)
     }

@@ -20,6 +20,9 @@ pub(crate) fn play(history: &History) -> (Features, Vec<String>) {
         tokio::time::sleep(fleet::ms(1000)).await;
         judge::judge(&world);
         judge::capacity_comes_back(&world).await;
+        for process in lock(&world.processes).iter() {
+            process.link.end();
+        }
         let mut log = lock(&world.log);
         (log.met, std::mem::take(&mut log.wrong))
     });
