@@ -348,6 +348,22 @@ async fn learned_limits_end_within_two_hours() {
     }
 }
 
+/// A response that states nothing does not renew a limit that has expired.
+#[tokio::test(start_paused = true)]
+async fn expired_limits_are_not_learned_again() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let limiter = learning(&store, HeaderTrust::Stricter);
+    // While a key may be on probation, all responses are read.
+    let other = limiter.acquire(Key::new("other")).await.unwrap();
+    other.answered(&Signal::read(&response(429, &[("retry-after", "0")])));
+    answered(&limiter, Key::ALL, &[("ratelimit-policy", "\"a\";q=1;w=1")]).await;
+    assert!(limiter.acquire(Key::ALL).await.is_err());
+    sleep(secs(3700)).await;
+    for _ in 0..3 {
+        answered(&limiter, Key::ALL, &[]).await;
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn release_ends_learned_limits() {
     for trust in [HeaderTrust::Stricter, HeaderTrust::Replace] {

@@ -201,7 +201,10 @@ impl StatedLimits {
         learned: Option<(&Quota, Duration)>,
         now: Instant,
     ) -> Option<LearnedQuota> {
-        if self.limits.is_empty() && learned.is_none() {
+        let had_any = !self.limits.is_empty();
+        self.limits.retain(|stated| stated.until > now);
+        // If all that this process was told has expired, the other processes learn what they are told.
+        if self.limits.is_empty() && (had_any || learned.is_none()) {
             return None;
         }
         let quota = self.quota(trust, own.quota());
