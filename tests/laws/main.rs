@@ -25,6 +25,7 @@ mod guard;
 mod holds;
 mod holds_by_host;
 mod holds_later;
+mod hostile;
 mod in_flight;
 mod joint;
 mod joint_properties;

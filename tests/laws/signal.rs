@@ -195,13 +195,13 @@ fn value() -> impl Strategy<Value = Vec<u8>> {
 }
 
 #[derive(Clone, Debug)]
-struct Sent {
-    status: u16,
-    lines: Vec<(String, Vec<u8>)>,
-    body: Vec<u8>,
+pub(super) struct Sent {
+    pub(super) status: u16,
+    pub(super) lines: Vec<(String, Vec<u8>)>,
+    pub(super) body: Vec<u8>,
 }
 
-fn sent() -> impl Strategy<Value = Sent> {
+pub(super) fn sent() -> impl Strategy<Value = Sent> {
     let status = prop_oneof![
         4 => proptest::sample::select(&[200u16, 400, 402, 403, 418, 429, 503, 529, 301][..]),
         1 => 100u16..=999,
