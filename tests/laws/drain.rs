@@ -641,10 +641,6 @@ proptest! {
 
     #[test]
     fn drains_end_in_time_and_lose_no_unit(history in history()) {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_time()
-            .start_paused(true)
-            .build();
-        runtime.unwrap().block_on(drain_history(history))?;
+        support::paused_runtime().block_on(drain_history(history))?;
     }
 }

@@ -765,10 +765,6 @@ impl Store for Uneven {
 /// The runtime ends when one of two keys has its slot and the other has no answer.
 #[test]
 fn lost_search_gives_slots_back_that_have_arrived() {
-    let runtime = || {
-        let mut builder = tokio::runtime::Builder::new_current_thread();
-        builder.enable_time().start_paused(true).build().unwrap()
-    };
     let (early, late) = (Key::new("early"), Key::new("late"));
     let store = Uneven {
         late: Some(late),
@@ -776,7 +772,7 @@ fn lost_search_gives_slots_back_that_have_arrived() {
     };
     let builder = RateLimitLayer::builder(Quota::per_minute(10)).store(Arc::new(store));
     let limiter = builder.build().unwrap().limiter();
-    runtime().block_on(async {
+    support::paused_runtime().block_on(async {
         let both = limiter.acquire(late).and(limiter.acquire(early));
         let mut both = pin!(both.into_future());
         assert!(futures::poll!(&mut both).is_pending());
@@ -784,7 +780,7 @@ fn lost_search_gives_slots_back_that_have_arrived() {
         let peek = limiter.peek(early).await.unwrap();
         assert_eq!(peek.limits[0].used, 1);
     });
-    let peek = runtime().block_on(limiter.peek(early).into_future());
+    let peek = support::paused_runtime().block_on(limiter.peek(early).into_future());
     assert_eq!(peek.unwrap().limits[0].used, 0);
 }
 

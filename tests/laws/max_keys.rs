@@ -1,5 +1,7 @@
 //! Many keys: bounded, each counted separately, at a cost that does not grow. Under a paused clock.
 
+use crate::support;
+
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -208,11 +210,7 @@ async fn ten_minutes(limiter: &Limiter, first: u32) {
 
 /// Bytes still allocated after each ten minutes of half an hour.
 fn bytes_over_time(limiter: &Limiter) -> Vec<i64> {
-    let builder = tokio::runtime::Builder::new_current_thread()
-        .enable_time()
-        .start_paused(true)
-        .build();
-    let (runtime, mut bytes) = (builder.unwrap(), 0);
+    let (runtime, mut bytes) = (support::paused_runtime(), 0);
     let parts = (0..3).map(|part| {
         let used =
             allocation_counter::measure(|| runtime.block_on(ten_minutes(limiter, part * 2400)));

@@ -269,12 +269,41 @@ proptest! {
     ) {
         let _alone = READS_ALL.blocking_lock();
         let quota = Quota::per_second(rate).and(Quota::per_day(100_000));
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_time()
-            .start_paused(true)
-            .build();
-        runtime.unwrap().block_on(history(calls, max_keys, quota))?;
+        support::paused_runtime().block_on(history(calls, max_keys, quota))?;
     }
+}
+
+/// What a random history has found: a permit of six units comes back while a joint request waits for its slot. The next
+/// joint request finds a slot at once. The first one leaves with it, and has waited.
+#[test]
+fn joint_request_whose_slot_lay_ahead_counts_as_waited() {
+    let call = |after, kind, key, cost| Call {
+        after,
+        kind,
+        key,
+        cost,
+        patience: None,
+        gives_back: false,
+    };
+    let back = Call {
+        gives_back: true,
+        ..call(7, CallKind::Single, 1, 6)
+    };
+    let calls = vec![
+        call(0, CallKind::Single, 1, 1),
+        call(732, CallKind::Single, 0, 0),
+        call(0, CallKind::Single, 1, 1),
+        call(13, CallKind::Single, 0, 0),
+        back,
+        call(0, CallKind::Joint, 1, 1),
+        call(251, CallKind::Single, 0, 0),
+        call(17, CallKind::Joint, 1, 1),
+    ];
+    let _alone = READS_ALL.blocking_lock();
+    let quota = Quota::per_second(7).and(Quota::per_day(100_000));
+    support::paused_runtime()
+        .block_on(history(calls, 1, quota))
+        .unwrap();
 }
 
 #[tokio::test(start_paused = true)]

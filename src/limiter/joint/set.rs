@@ -75,7 +75,8 @@ struct JointWait {
     bound: WaitBound,
     /// When the wait ends, even if the store has not replied.
     gives_up_at: Instant,
-    /// Whether a store has refused a slot to this request, or to one before it.
+    /// Whether the request has waited: a store has refused a slot to it, or to one before it, or its slot lay
+    /// ahead.
     is_in_line: bool,
 }
 
@@ -330,6 +331,9 @@ impl JointSet {
             Ok(slot) => {
                 state.scarcest = slot.last;
                 state.refused_near = None;
+                if !slot.is_at_once {
+                    state.note_wait(wanted.number);
+                }
                 state.insert(slot);
                 state.wake_for_last_slot(wanted);
             }
@@ -469,6 +473,14 @@ impl State {
         self.lanes.add_slot(&slot.costs);
         let place = self.slots.partition_point(|other| other.at <= slot.at);
         self.slots.insert(place, slot);
+    }
+
+    /// Notes that a request waits: its joint slot lies ahead. It may still leave with the earlier slot that
+    /// is booked for a request behind it.
+    fn note_wait(&mut self, number: Number) {
+        if let Some(waiter) = self.waiters.get_mut(number) {
+            waiter.request.is_in_line = true;
+        }
     }
 
     /// Wakes the request that a joint slot was booked for when the last slot of its lane is due.
