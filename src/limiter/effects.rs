@@ -576,7 +576,8 @@ async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Dura
                 other => other,
             };
             // Callers without a division use the part of the rest.
-            let looks_for_undivided = *index == usize::from(PART_OF_THE_REST) && stated.needs_search(now);
+            let looks_for_undivided =
+                *index == usize::from(PART_OF_THE_REST) && stated.needs_search(now);
             if stated.is_fresh(number, fresh_at) && !looks_for_undivided {
                 return None;
             }

@@ -70,6 +70,13 @@ fn pairs() -> Vec<(Feature, Feature)> {
     pairs
 }
 
+/// Returns the number of a history that begins with this pair, another one in each round.
+pub(crate) fn number_of(one: Feature, other: Feature, round: u64) -> u64 {
+    let pairs = pairs();
+    let index = pairs.iter().position(|pair| *pair == (one, other));
+    index.unwrap_or(0) as u64 + round * pairs.len() as u64
+}
+
 /// Draws features. Each number begins with another pair, so that few histories have all of them.
 fn features(dice: &mut Dice, number: u64) -> Features {
     let pairs = pairs();
