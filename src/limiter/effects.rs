@@ -123,6 +123,10 @@ impl Core {
         self.hosts.touch(key);
         let own = self.own_spec(state, now);
         let mut ctx = self.ctx(key, now, own.as_ref());
+        if state.limits.take_expiry() {
+            // What the upstream stated was about limits that apply no more.
+            state.quota_changed(&mut ctx);
+        }
         let done = act(state, &mut ctx);
         state.take_lent_back(&mut ctx);
         if !state.limits.take_change() {

@@ -364,6 +364,25 @@ async fn expired_limits_are_not_learned_again() {
     }
 }
 
+/// A response states what is left, of a limit that it does not name. When the learned limit has expired, that is not
+/// about the configured one.
+#[tokio::test(start_paused = true)]
+async fn what_was_left_of_an_expired_limit_is_forgotten() {
+    let limiter = RateLimitLayer::builder(Quota::bucket(30).refill(1, secs(1)))
+        .trust_headers(HeaderTrust::Replace)
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap()
+        .limiter();
+    answered(&limiter, Key::ALL, &[("x-app-rate-limit", "3:1")]).await;
+    answered(&limiter, Key::ALL, &[("x-ratelimit-remaining", "0")]).await;
+    sleep(secs(3700)).await;
+    for request in 0..30 {
+        let permit = limiter.acquire(Key::ALL).await;
+        assert!(permit.is_ok(), "{request}: {permit:?}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn release_ends_learned_limits() {
     for trust in [HeaderTrust::Stricter, HeaderTrust::Replace] {

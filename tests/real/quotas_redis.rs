@@ -78,14 +78,7 @@ async fn a_limit_that_one_process_learns_applies_to_all() {
     let server = RedisServer::start().unwrap();
     let (first, second) = (learner(&server).await, learner(&server).await);
     assert!(second.limiter().acquire(Key::ALL).await.is_ok());
-    let response = || {
-        let response = Response::builder().header("RateLimit-Policy", r#""default";q=30;w=600"#);
-        Ok::<_, Infallible>(response.body(String::new()).unwrap())
-    };
-    let upstream = service_fn(move |_: Request<String>| std::future::ready(response()));
-    let request = Request::get("http://127.0.0.1/").body(String::new());
-    let call = first.layer(upstream).oneshot(request.unwrap());
-    call.await.unwrap();
+    learn(&first).await;
 
     let third = learner(&server).await;
     let start = Instant::now();
@@ -111,15 +104,53 @@ async fn a_limit_that_one_process_learns_applies_to_all() {
     assert_eq!(granted, 28);
 }
 
+/// Another process has learned 30 per 600 s. A process that trusts no headers has the configured 1000 per second.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_ignores_headers_is_not_limited_by_what_others_learned() {
+    let server = RedisServer::start().unwrap();
+    let first = learner(&server).await;
+    let before = process_with(&server, HeaderTrust::Ignore).await;
+    assert!(before.limiter().acquire(Key::ALL).await.is_ok());
+    learn(&first).await;
+    let start = Instant::now();
+    let is_learned = |source| matches!(source, QuotaSource::Upstream { .. });
+    while !is_learned(first.limiter().peek(Key::ALL).await.unwrap().quota_source) {
+        assert!(start.elapsed() < Duration::from_secs(10));
+    }
+    let later = process_with(&server, HeaderTrust::Ignore).await;
+    for layer in [before, later] {
+        for request in 0..60 {
+            let permit = layer.limiter().acquire(Key::ALL).await;
+            assert!(permit.is_ok(), "{request}: {permit:?}");
+        }
+    }
+}
+
+/// Sends a request whose response states a limit.
+async fn learn(layer: &RateLimitLayer) {
+    let response = || {
+        let response = Response::builder().header("RateLimit-Policy", r#""default";q=30;w=600"#);
+        Ok::<_, Infallible>(response.body(String::new()).unwrap())
+    };
+    let upstream = service_fn(move |_: Request<String>| std::future::ready(response()));
+    let request = Request::get("http://127.0.0.1/").body(String::new());
+    let call = layer.layer(upstream).oneshot(request.unwrap());
+    call.await.unwrap();
+}
+
 /// A process of its own that takes over stricter limits.
 async fn learner(server: &RedisServer) -> RateLimitLayer {
+    process_with(server, HeaderTrust::Stricter).await
+}
+
+async fn process_with(server: &RedisServer, trust: HeaderTrust) -> RateLimitLayer {
     let store = RedisStore::builder(&server.url())
         .store_timeout(Duration::from_secs(5))
         .build()
         .unwrap();
     store.connect().await.unwrap();
     RateLimitLayer::builder(Quota::per_second(1000))
-        .trust_headers(HeaderTrust::Stricter)
+        .trust_headers(trust)
         .max_wait(Duration::ZERO)
         .store(Arc::new(store))
         .build()

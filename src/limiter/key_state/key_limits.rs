@@ -40,6 +40,8 @@ struct OwnLimits {
     has_changed: bool,
     /// How often they have changed.
     changes: u32,
+    /// Whether the set quota has ended by itself since the last visit.
+    has_expired: bool,
 }
 
 /// A quota that was set for a key, or its end, as this process knows it.
@@ -62,7 +64,11 @@ impl KeyLimits {
         now: Instant,
     ) -> Option<Arc<LimitSpec>> {
         let own = self.0.as_mut()?;
-        own.set.take_if(|set| set.until <= now);
+        let expired = own.set.take_if(|set| set.until <= now);
+        if expired.is_some_and(|set| set.spec.is_some()) {
+            own.has_expired = true;
+            own.changes = own.changes.wrapping_add(1);
+        }
         let set = own.set.as_ref().and_then(|set| set.spec.clone());
         if set.is_some() {
             return set;
@@ -92,7 +98,11 @@ impl KeyLimits {
             }
             _ => {}
         }
-        own.note_change();
+        // The end of a quota that this process did not obey changes none of its limits.
+        let was_set = own.set.as_ref().is_some_and(|known| known.spec.is_some());
+        if was_set || new.quota.is_some() {
+            own.note_change();
+        }
         if new.quota.is_none() {
             // What the upstream has stated until then has ended, too.
             own.stated = None;
@@ -165,6 +175,12 @@ impl KeyLimits {
     /// Returns how often the limits have changed.
     pub(in crate::limiter) fn changes(&self) -> u32 {
         self.0.as_ref().map_or(0, |own| own.changes)
+    }
+
+    /// Returns whether the set quota has ended by itself since this was last called.
+    pub(in crate::limiter) fn take_expiry(&mut self) -> bool {
+        let own = self.0.as_mut();
+        own.is_some_and(|own| std::mem::take(&mut own.has_expired))
     }
 
     /// Returns whether a request that states this quota need not change that of the key.

@@ -31,7 +31,8 @@ use crate::signal::{ObservedQuota, Signal};
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HeaderTrust {
-    /// Nothing but refusals takes effect.
+    /// Nothing but refusals takes effect. If other processes of the fleet have learned stated limits of a key,
+    /// they end when this process uses it.
     Ignore,
     /// The store reserves what other clients use of a configured limit, such as clients with the
     /// same credential.
