@@ -3,7 +3,8 @@
 
 use crate::support;
 
-use std::sync::Arc;
+use std::future::IntoFuture;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures::FutureExt;
@@ -11,7 +12,7 @@ use futures::future::join_all;
 use http::StatusCode;
 use support::{Failing, Upstream, get, limited, ms, ok, peek, waiting, who_said_no};
 use tokio::time::{Instant, advance, sleep};
-use tollgate::store::MemoryStore;
+use tollgate::store::{Lease, LeaseRequest, MemoryStore, Store, StoreReply};
 use tollgate::{
     Key, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer, Reason, Signal,
 };
@@ -619,4 +620,87 @@ async fn a_probe_without_a_slot_comes_back() {
     probe.give_back();
     drop(next.await.unwrap());
     assert!(start.elapsed() < ms(100), "{:?}", start.elapsed());
+}
+
+/// The hold of the key was cut at a second, so one request leaves at its end, the probe. Another one waits for the answer to
+/// the probe, and then for its slot, no longer than `max_wait` in all.
+#[tokio::test(start_paused = true)]
+async fn waits_for_a_probe_count_against_max_wait() {
+    let builder = RateLimitLayer::builder(Quota::new(2, 4 * SECOND)).max_hold(SECOND);
+    let limiter = builder.max_wait(2 * SECOND).build().unwrap().limiter();
+    let key = Key::new("tenant");
+    let refused = Signal::read(&limited("3600").unwrap());
+    limiter.acquire(key).await.unwrap().answered(&refused);
+    sleep(ms(1500)).await;
+    let probe = limiter.acquire(key).now_or_never();
+    let start = Instant::now();
+    let answered = async {
+        sleep(ms(1500)).await;
+        let probe = probe.expect("it leaves at once").unwrap();
+        probe.answered(&Signal::read(&http::Response::new(())));
+    };
+    let (next, ()) = futures::join!(limiter.acquire(key).into_future(), answered);
+    assert!(next.is_err(), "its slot is 2.5 s ahead");
+    assert!(start.elapsed() <= 2 * SECOND, "{:?}", start.elapsed());
+}
+
+/// While a probe is out, a request that cannot wait is refused at once.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_cannot_wait_awaits_no_probe() {
+    let builder = RateLimitLayer::builder(Quota::per_second(50)).max_hold(SECOND);
+    let limiter = builder.max_wait(Duration::ZERO).build().unwrap().limiter();
+    let key = Key::new("tenant");
+    let refused = Signal::read(&limited("3600").unwrap());
+    limiter.acquire(key).await.unwrap().answered(&refused);
+    sleep(ms(1500)).await;
+    let _probe = limiter.acquire(key).await.unwrap();
+    let next = limiter.acquire(key).now_or_never();
+    assert!(next.is_some_and(|next| next.is_err()));
+}
+
+/// A store in memory that calls `hook` once, before it answers the next call.
+#[derive(Default)]
+struct Hooked {
+    store: MemoryStore,
+    hook: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+}
+
+impl Store for Hooked {
+    tollgate::delegate_store!(self => self.store; implements lease);
+
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        let hook = self.hook.lock().unwrap().take();
+        hook.into_iter().for_each(|hook| hook());
+        self.store.lease(request)
+    }
+}
+
+/// A request of three keys would be the probe of the first. Between its look at the holds and the moment at which it has
+/// all slots, the second key is held. The request is refused, and another one is the probe at once.
+#[tokio::test(start_paused = true)]
+async fn joint_probe_stopped_by_a_new_hold_comes_back() {
+    // Without a limit of rate, no slot comes back that brings the probe along.
+    let builder = RateLimitLayer::builder(Quota::in_flight(5)).max_wait(10 * SECOND);
+    let limiter = builder.max_hold(SECOND).build().unwrap().limiter();
+    let [probed, held, last] = ["probed", "held", "last"].map(Key::new);
+    let refused = Signal::read(&limited("3600").unwrap());
+    limiter.acquire(probed).await.unwrap().answered(&refused);
+    sleep(ms(1500)).await;
+
+    let hooked = Arc::new(Hooked::default());
+    let builder = RateLimitLayer::builder(Quota::per_hour(1000)).store(hooked.clone());
+    let third = builder.build().unwrap().limiter();
+    let holds = limiter.clone();
+    *hooked.hook.lock().unwrap() = Some(Box::new(move || {
+        let hold = holds.hold_for(held, 60 * SECOND).now_or_never();
+        hold.expect("a store in memory answers at once").unwrap();
+    }));
+    let joint = limiter
+        .acquire(probed)
+        .and(limiter.acquire(held))
+        .and(third.acquire(last));
+    let stopped = joint.now_or_never().expect("it is refused at once");
+    assert_eq!(reason(&stopped.unwrap_err()), Some(Reason::Held));
+    let probe = limiter.acquire(probed).now_or_never();
+    assert!(probe.is_some_and(|probe| probe.is_ok()), "it is the probe");
 }
