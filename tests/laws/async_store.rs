@@ -503,6 +503,50 @@ async fn store_that_stalls_past_permit_validity_ends_the_wait() {
     assert!(ended.is_ok(), "max_wait holds");
 }
 
+/// A store in memory whose leases take a trip. It answers all other calls at once.
+#[derive(Default)]
+struct LateLeases {
+    store: MemoryStore,
+    trip: Mutex<Duration>,
+}
+
+impl Store for LateLeases {
+    tollgate::delegate_store!(self => self.store; implements lease);
+
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        let trip = *self.trip.lock().unwrap();
+        let StoreReply::Ready(answer) = self.store.lease(request) else {
+            unreachable!("memory answers now")
+        };
+        StoreReply::Pending(Box::pin(async move {
+            sleep(trip).await;
+            answer
+        }))
+    }
+}
+
+/// A request waits for the first answer of the store for a second, whatever its `max_wait` is. Once it has a slot, and loses
+/// it to a hold, it waits for the next answer no longer than `max_wait`.
+#[tokio::test(start_paused = true)]
+async fn waiter_that_loses_its_slot_waits_no_longer_than_max_wait() {
+    let store = Arc::new(LateLeases::default());
+    let builder = RateLimitLayer::builder(Quota::new(1, millis(400))).store(store.clone());
+    let limiter = builder.max_wait(millis(500)).build().unwrap().limiter();
+    drop(limiter.acquire(key()).await.unwrap());
+    *store.trip.lock().unwrap() = millis(20);
+    let start = Instant::now();
+    let waits = tokio::spawn({
+        let limiter = limiter.clone();
+        async move { limiter.acquire(key()).await.map(|_| ()) }
+    });
+    sleep(millis(100)).await;
+    *store.trip.lock().unwrap() = millis(3000);
+    limiter.hold_for(key(), millis(1)).await.unwrap();
+    let ended = waits.await.unwrap();
+    assert!(ended.is_err(), "the second answer comes too late");
+    assert_eq!(start.elapsed(), millis(520), "the first answer took 20 ms");
+}
+
 /// The runtime of the call exists, but no thread drives it: a program that calls `block_on` for
 /// each request.
 #[test]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use http::Request;
 use proptest::prelude::*;
-use support::{Upstream, count_of, pass};
+use support::{Upstream, count_of, pass, paused};
 use tollgate::limiter::{Permit, QuotaError, QuotaSource, Verdict};
 use tollgate::quota::Limit;
 use tollgate::stats::Event;
@@ -393,26 +393,17 @@ async fn follow(window: Duration, steps: Vec<Step>) {
     assert_eq!(granted(&limiters[0], last).await, COUNTS[3] as usize);
 }
 
-/// Runs a history with a paused clock.
-fn run(history: impl Future<Output = ()>) {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_time()
-        .start_paused(true)
-        .build();
-    runtime.unwrap().block_on(history);
-}
-
 proptest! {
     #![proptest_config(histories::config(64))]
 
     #[test]
     fn a_permit_keeps_the_quota_of_its_request(steps in steps(Duration::from_secs(1))) {
-        run(follow(SECOND, steps));
+        paused(follow(SECOND, steps));
     }
 
     #[test]
     fn a_permit_keeps_a_quota_of_an_hour(steps in steps(Duration::from_secs(3600))) {
-        run(follow(Duration::from_secs(3600), steps));
+        paused(follow(Duration::from_secs(3600), steps));
     }
 }
 
@@ -428,6 +419,19 @@ async fn granted_as_is(limiter: &Limiter) -> usize {
         granted += 1;
     }
     granted
+}
+
+/// Permits at hand are of the quota before. They go back when another one is set.
+#[tokio::test(start_paused = true)]
+async fn a_lower_set_quota_takes_back_permits_at_hand() {
+    let [limiter, _] = fleet(Quota::per_minute(100_000));
+    for _ in 0..1000 {
+        drop(limiter.acquire(tenant()).await.unwrap());
+    }
+    assert!(count_of(&limiter.stats(), "permits_at_hand") > 3);
+    let lower = Quota::per_minute(1003);
+    limiter.set_quota(tenant(), lower).await.unwrap();
+    assert_eq!(granted_as_is(&limiter).await, 3);
 }
 
 #[tokio::test(start_paused = true)]
@@ -851,12 +855,12 @@ proptest! {
 
     #[test]
     fn a_permit_keeps_the_quota_that_is_set(changes in changes(Duration::from_secs(1))) {
-        run(follow_changes(SECOND, changes));
+        paused(follow_changes(SECOND, changes));
     }
 
     #[test]
     fn a_permit_keeps_a_quota_of_an_hour_that_is_set(changes in changes(Duration::from_secs(3600))) {
-        run(follow_changes(Duration::from_secs(3600), changes));
+        paused(follow_changes(Duration::from_secs(3600), changes));
     }
 }
 
@@ -1051,16 +1055,16 @@ proptest! {
 
     #[test]
     fn joint_permits_keep_the_quotas_that_are_set(moments in moments(SECOND)) {
-        run(follow_moments(With::Keys, SECOND, moments));
+        paused(follow_moments(With::Keys, SECOND, moments));
     }
 
     #[test]
     fn permits_keep_the_quotas_of_units_that_are_set(moments in moments(SECOND)) {
-        run(follow_moments(With::Tokens, SECOND, moments));
+        paused(follow_moments(With::Tokens, SECOND, moments));
     }
 
     #[test]
     fn settled_permits_keep_the_quota_that_is_set(moments in moments(SECOND)) {
-        run(follow_moments(With::Settlement, SECOND, moments));
+        paused(follow_moments(With::Settlement, SECOND, moments));
     }
 }
