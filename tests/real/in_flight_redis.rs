@@ -221,7 +221,8 @@ async fn shutdown_returns_after_all_releases_reach_the_store() {
     let server = RedisServer::start().unwrap();
     let limiter = process(&server, Quota::in_flight(9).and(Quota::per_second(100)));
     let held = join_all((0..9).map(|_| limiter.acquire(Key::ALL))).await;
-    assert_eq!(free(&limiter).await, 0);
+    // All have one, also if the machine stalled.
+    assert!(held.iter().all(Result::is_ok), "{held:?}");
     drop(held);
     limiter.shutdown().await.unwrap();
     assert_eq!(free(&limiter).await, 9);

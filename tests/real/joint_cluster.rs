@@ -11,6 +11,8 @@ use tollgate::limiter::Acquire;
 use tollgate::store::RedisStore;
 use tollgate::{Cost, Key, Limited, Limiter, Quota, RateLimitLayer};
 
+use crate::support::patient;
+
 const NAMES: [&str; 3] = ["first", "second", "third"];
 const COUNT: u32 = 3;
 
@@ -145,9 +147,9 @@ async fn joint_waiters_return_bookings_when_a_server_is_killed() {
 async fn units_are_shared_whole_in_a_cluster() {
     let cluster = start().await;
     let process = || {
-        let store = RedisStore::cluster(cluster.urls()).build().unwrap();
+        let store = patient::of(RedisStore::cluster(cluster.urls()));
         RateLimitLayer::builder("60/hour, 300 tokens/hour".parse().unwrap())
-            .store(Arc::new(store))
+            .store(store)
             .max_wait(Duration::ZERO)
             .settle_by_hand()
             .build()
