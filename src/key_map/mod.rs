@@ -227,6 +227,17 @@ impl<T: Evict> KeyMap<T> {
             .map(|(_, state)| with(state))
     }
 
+    /// Returns whether [`enter`](Self::enter) finds room for `key`, or could: a full map looks at some keys
+    /// only.
+    pub(crate) fn has_room(&self, key: Key, now: T::Now) -> bool {
+        let is_idle = |state: &T| state.idle_from().is_some_and(|idle| idle <= now);
+        let has_idle =
+            |shard: &Mutex<Shard<T>>| lock(shard).table.iter().any(|(_, state)| is_idle(state));
+        self.len() < self.max
+            || self.find(key, |_| ()).is_some()
+            || self.shards.iter().any(has_idle)
+    }
+
     /// Makes room for one more key. If the map is full, it evicts the least useful of the keys that
     /// it looks at.
     fn reserve(&self, now: T::Now, forgotten: &mut impl FnMut(Key, T)) -> Result<(), Full> {

@@ -173,6 +173,11 @@ impl KeyStates {
         self.map.len()
     }
 
+    /// Returns whether there is room for the state of `key`.
+    pub(super) fn has_room(&self, key: Key, now: Instant) -> bool {
+        self.map.has_room(key, now)
+    }
+
     /// Visits the state of `key`, if there is any.
     #[inline]
     pub(super) fn find<R>(&self, key: Key, visit: impl FnOnce(&mut KeyState) -> R) -> Option<R> {

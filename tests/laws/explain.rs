@@ -520,3 +520,47 @@ async fn a_store_that_recovers_is_told() {
     )
     .await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_key_without_room_is_told() {
+    let in_flight = Quota::per_second(50).and(Quota::in_flight(5));
+    for quota in [Quota::per_second(50), in_flight] {
+        // The store has room for more keys.
+        let builder = builder(quota).store(Arc::new(MemoryStore::default()));
+        let limiter = builder.max_keys(1).build().unwrap().limiter();
+        let _kept = limiter.acquire(Key::new("one")).await.unwrap();
+        let other = || limiter.acquire(Key::new("other"));
+        let told = other().explain().await.unwrap().verdict;
+        match other().await {
+            Ok(_) => assert_eq!(told, Verdict::Goes),
+            Err(limited) => {
+                assert_eq!(limited.reason(), Some(Reason::TooManyKeys(1)));
+                let reason = Reason::TooManyKeys(1);
+                assert!(
+                    matches!(&told, Verdict::Refused { reason: told, .. } if *told == reason),
+                    "{told:?}"
+                );
+            }
+        }
+    }
+}
+
+/// Nothing is booked behind the first request, because units may come back.
+#[tokio::test(start_paused = true)]
+async fn joint_requests_that_wait_in_a_layer_that_settles_are_told() {
+    let builder = builder(Quota::per_minute(10)).max_wait(ms(120_000));
+    let limiter = builder.settle_by_hand().build().unwrap().limiter();
+    let both = |cost| {
+        let one = limiter.acquire(Key::new("one")).cost(cost);
+        one.and(limiter.acquire(Key::new("other")).cost(cost))
+    };
+    drop(both(5).await.unwrap());
+    let waiting = tokio::spawn(both(10).into_future());
+    settle().await;
+    let told = both(1).explain().await.unwrap().verdict;
+    let because = Because::Queue { before: 1 };
+    let wait = None;
+    assert_eq!(told, Verdict::Waits { wait, because });
+    assert!(both(1).now_or_never().is_none(), "it waits");
+    drop(waiting.await.unwrap().unwrap());
+}

@@ -100,6 +100,9 @@ impl Case<'_> {
             return Some(refused(Reason::Deadline));
         }
         let limits_calls = self.core.in_flight.is_some();
+        if !self.found.has_room {
+            return Some(refused(Reason::TooManyKeys(settings.max_keys)));
+        }
         if self.found.outlook.has_permit && !limits_calls {
             return Some(Verdict::Goes);
         }
@@ -185,6 +188,19 @@ impl Case<'_> {
             }
             _ => Because::Queue { before },
         }
+    }
+}
+
+/// Decides about a request of several keys behind `before` others, if nothing else stops it.
+pub(super) fn queued(before: usize, bound: WaitBound, max_wait: Duration, now: Instant) -> Verdict {
+    let because = Because::Queue { before };
+    if bound.latest > now {
+        return waits(None, because);
+    }
+    Verdict::Refused {
+        reason: bound.reason(max_wait),
+        retry_after: None,
+        because: Some(because),
     }
 }
 

@@ -9,8 +9,10 @@ use crate::cost::Cost;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::limit::LimitSpec;
+use crate::limiter::admission::Entry;
 use crate::limiter::engine::Core;
 use crate::limiter::explanation::{Held, KeyExplanation, StoreState};
+use crate::limiter::joint::PartRef;
 use crate::limiter::key_state::{Outlook, Rules};
 use crate::limiter::quotas::QuotaId;
 use crate::limiter::reservation::WaitBound;
@@ -31,6 +33,18 @@ pub(in crate::limiter) struct Asked {
 }
 
 impl Asked {
+    /// Returns the key as a part of a request of several keys.
+    pub(super) fn part(&self) -> PartRef<'_> {
+        let entry = Entry {
+            key: self.key,
+            cost: self.cost,
+            deadline: None,
+            host: None,
+            quota: self.quota,
+        };
+        PartRef::new(&self.core, entry)
+    }
+
     /// Returns the limits under which the request would enter.
     pub(super) fn spec(&self) -> Arc<LimitSpec> {
         match self.other_quota() {
@@ -80,6 +94,8 @@ pub(super) struct Found {
     /// How long the store took. `None` if it answered at once.
     took: Option<Duration>,
     pub(super) in_flight: InFlightOutlook,
+    /// Whether `max_keys` leaves room for the key.
+    pub(super) has_room: bool,
 }
 
 /// What this process knows of the calls in flight of a key.
@@ -120,11 +136,20 @@ impl Found {
                 has_free: calls.has_free(),
             })
         });
+        let now = clock::now();
+        let calls_have_room = asked
+            .core
+            .in_flight
+            .as_ref()
+            .is_none_or(|calls| calls.has_room(asked.core.whole(asked.key), now));
+        let has_no_rates = asked.core.settings.spec.quota().limits().is_empty();
         Found {
-            outlook: outlook(asked, bound, clock::now()),
+            outlook: outlook(asked, bound, now),
             usage,
             took,
             in_flight: in_flight.unwrap_or_default(),
+            has_room: calls_have_room
+                && (has_no_rates || asked.core.states.has_room(asked.key, now)),
         }
     }
 

@@ -62,9 +62,14 @@ pub(super) async fn explain(
     let worst = verdicts.iter().enumerate();
     // Of equal ones, the first.
     let worst = worst.rev().max_by_key(|(_, verdict)| verdict.severity());
-    let (decisive, verdict) = worst.map_or((0, Verdict::Goes), |(index, verdict)| {
+    let (decisive, mut verdict) = worst.map_or((0, Verdict::Goes), |(index, verdict)| {
         (index, verdict.clone())
     });
+    let parts: Vec<_> = asked.iter().map(Asked::part).collect();
+    let before = asked[0].core.joint.waiting_unbooked(&parts);
+    if verdict == Verdict::Goes && asked.len() > 1 && before > 0 {
+        verdict = case::queued(before, bound, max_wait, now);
+    }
     let keys = asked.iter().zip(found).map(|(key, (_, found))| {
         let name = name_of(key, &asked);
         found.told(key, name, now)

@@ -82,6 +82,11 @@ impl InFlightCalls {
         })
     }
 
+    /// Returns whether there is room for the calls of `key`.
+    pub(in crate::limiter) fn has_room(&self, key: Key, now: Instant) -> bool {
+        self.keyed.has_room(key, now)
+    }
+
     /// Runs `act` on the calls in flight of `key`, if there are any.
     pub(in crate::limiter) fn with<R>(
         &self,

@@ -135,15 +135,28 @@ impl JointSets {
     /// Returns whether requests with these parts wait. Then no other such request may overtake
     /// them.
     pub(super) fn is_any_waiting(&self, parts: &[PartRef<'_>]) -> bool {
+        let set = self.set_of(parts);
+        set.is_some_and(|set| set.waiting() > 0)
+    }
+
+    /// Returns how many requests with these parts stop others although no store knows of them. If units
+    /// may come back, no slots are booked behind the first request.
+    pub(in crate::limiter) fn waiting_unbooked(&self, parts: &[PartRef<'_>]) -> usize {
+        let set = self.set_of(parts).filter(|set| set.settles());
+        set.map_or(0, |set| {
+            set.with(|state, _| state.waiters.waiting() - state.slots.len())
+        })
+    }
+
+    /// Returns the set of requests with these parts, if there is one.
+    fn set_of(&self, parts: &[PartRef<'_>]) -> Option<Arc<JointSet>> {
         if self.count.load(Ordering::Relaxed) == 0 {
-            return false;
+            return None;
         }
         let sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
-        let set = sets
-            .get(&id_of(parts.iter().copied()))
-            .and_then(Weak::upgrade);
-        drop(sets);
-        set.is_some_and(|set| set.waiting() > 0)
+        // The map is unlocked before a set of which this is the last use is dropped.
+        let set = sets.get(&id_of(parts.iter().copied()));
+        set.and_then(Weak::upgrade)
     }
 
     /// Refuses the requests whose joint slot is later than `by`.

@@ -324,11 +324,8 @@ impl World {
         let features = self.history.features;
         let is_idle =
             known::UNPOLLED_FUTURES.stands() && features.any(&[Feature::Idle, Feature::Stalls]);
-        let is_unknown = known::EXPLAINED_WAITERS.stands()
-            && features.has(Feature::Settle)
-            && features.any(&[Feature::Joint, Feature::Units]);
         let is_right = match &explained {
-            Ok((goes, _)) => *goes == happened.is_ok() || is_unknown || is_idle,
+            Ok((goes, _)) => *goes == happened.is_ok() || is_idle,
             Err(_) => true,
         };
         gates.take_uncounted();

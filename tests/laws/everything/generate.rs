@@ -24,8 +24,7 @@ pub(crate) fn cannot_meet(one: Feature, other: Feature) -> bool {
             || pair(Guard, FallbackShare)))
         || (known::GUARD_WITH_FEW_KEYS.stands() && pair(Guard, FewKeys));
     let known = known
-        || (known::EXPLAINED_SHARES.stands() && pair(Explain, Deploys))
-        || (known::EXPLAINED_ROOM.stands() && pair(Explain, FewKeys));
+        || (known::EXPLAINED_SHARES.stands() && pair(Explain, Deploys));
     never || by_kind || known
 }
 

@@ -58,11 +58,6 @@ known! {
          A request of several keys is refused at once.";
     EXPLAINED_SHARES: "19",
         "`explain` does not know that a class waits until what was booked without shares is through.";
-    EXPLAINED_ROOM: "19",
-        "`explain` does not know that `max_keys` leaves no room for the key.";
-    EXPLAINED_WAITERS: "19",
-        "In a layer that settles, `explain` of a request of several keys or units does not know of the \
-         requests that wait before it.";
     GUARD_DURING_OUTAGES: "19",
         "While the store is unreachable, each process counts the bad answers of a guard for itself, and \
          each outage allows them anew.";
