@@ -714,3 +714,25 @@ proptest! {
         runtime.block_on(is_never_over(calls, budget))?;
     }
 }
+
+/// The store knows of a release of the key from before the stop, and of no hold since.
+#[tokio::test(start_paused = true)]
+async fn a_key_without_state_is_stopped_after_a_release() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let process = || {
+        let builder = builder(guard(2).key(|_| Key::new("all"))).store(store.clone());
+        let by_host = builder.key(|request| Key::new(request.host().unwrap()));
+        by_host.build().unwrap()
+    };
+    let (first, second) = (process(), process());
+    let server = Server::answering(401);
+    let limiter = first.limiter();
+    limiter.hold_for(Key::new("b"), HOUR).await.unwrap();
+    limiter.release(Key::new("b")).await.unwrap();
+    fails(&mut first.layer(server.clone()), 3).await;
+    // The second process has had no request of this key. After a second, a request asks the store.
+    let mut second = second.layer(server);
+    stopped(&mut second, "http://b/").await;
+    sleep(secs(2)).await;
+    stopped(&mut second, "http://b/").await;
+}

@@ -416,13 +416,6 @@ impl Caller {
             let span = event.until.unwrap_or(event.at) - event.at;
             (span / 50).max(5_000) + notice
         };
-        let is_lost = |event: &HoldEvent| {
-            let troubles = lock(&world.net.troubles);
-            let during = |(from, to): &(Instant, Instant)| {
-                (world.since_start(*from)..=world.since_start(*to)).contains(&event.at)
-            };
-            known::HOLDS_OF_AN_OUTAGE.stands() && troubles.iter().any(during)
-        };
         let holds = lock(&world.log).holds.clone();
         let is_of_a_probe = |event: &HoldEvent| {
             let ended = |other: &HoldEvent| {
@@ -450,7 +443,6 @@ impl Caller {
                 let is_noticed =
                     is_ours || (is_reliable && !event.is_private && event.at + notice < now);
                 is_noticed
-                    && !is_lost(event)
                     && !is_of_a_probe(event)
                     && event.until > Some(now + same(event))
                     && released.is_none_or(|at| at < event.asked)

@@ -42,9 +42,6 @@ known! {
     SHARES_THAT_WAIT: "19",
         "Beside a process without shares, the first requests of a process with shares wait for a second, \
          whatever their `max_wait` is.";
-    HOLDS_OF_AN_OUTAGE: "19",
-        "With FallbackShare, a hold that a refusal causes while the store is unreachable may end in its own \
-         process when the store is back.";
     ACCEPTED_PROBES: "20",
         "An accepted probe of one process ends the hold that the refused probe of another has just caused.";
     WAITS_AFTER_AN_OUTAGE: "19",
@@ -61,8 +58,6 @@ known! {
     GUARD_DURING_OUTAGES: "19",
         "While the store is unreachable, each process counts the bad answers of a guard for itself, and \
          each outage allows them anew.";
-    GUARD_WITH_FEW_KEYS: "19",
-        "The stop of a guard ends early for a key whose state was evicted.";
     UNPOLLED_FUTURES: "21a",
         "Requests that wait and are not polled let their slots expire and keep their places, so that a \
          request is refused although `explain` says that it leaves.";

@@ -27,6 +27,9 @@
 //! | anything | fewer | - | - | - |
 //! | the store lost its state | - | - | `end` | now |
 //!
+//! A process that sets a hold may not know the number of releases yet. It takes the number of the first
+//! message, which then counts as one with the same number.
+//!
 //! If a reply to a later call states an earlier end than `sure_until`, the store has lost the hold.
 //! Two ends at most 5 ms apart are one end, observed after different round trips.
 
@@ -59,6 +62,8 @@ pub(super) struct Hold {
     end: Instant,
     /// How often holds of the key were released.
     releases: u32,
+    /// Whether the store or another process has stated `releases`.
+    knows_releases: bool,
     /// What follows its end.
     probation: Probation,
     evidence: Evidence,
@@ -82,6 +87,7 @@ impl Hold {
         Hold {
             end: now,
             releases: 0,
+            knows_releases: false,
             probation: Probation::Off,
             evidence: Evidence {
                 sure_until: now,
@@ -113,6 +119,9 @@ impl Hold {
         if held.releases < self.releases {
             return false;
         }
+        if source == HoldSource::Published && !held.remaining.is_zero() {
+            self.learn_releases(held.releases);
+        }
         let until = clock::after(now, held.remaining);
         let is_released = held.releases > self.releases;
         if is_released {
@@ -143,6 +152,7 @@ impl Hold {
         sent: Instant,
         (earliest, latest): (Instant, Instant),
     ) -> bool {
+        self.learn_releases(held.releases);
         let evidence = &mut self.evidence;
         if held.releases < self.releases {
             return sent < evidence.changed_at;
@@ -179,6 +189,15 @@ impl Hold {
             self.end = evidence.sure_until;
         }
         false
+    }
+
+    /// Takes in how often holds of the key were released, when the first message states it: a hold that
+    /// this process has seen before is not one from before these releases.
+    fn learn_releases(&mut self, releases: u32) {
+        if !self.knows_releases {
+            self.releases = self.releases.max(releases);
+            self.knows_releases = true;
+        }
     }
 
     /// Returns the hold for a call to the store. Its `remaining` is zero if the store knows of the

@@ -137,6 +137,26 @@ fn replies_with_more_releases_replace_the_hold() {
 }
 
 #[test]
+fn first_message_states_releases_from_before_the_hold() {
+    for is_published in [false, true] {
+        let start = clock::now();
+        let mut world = World {
+            start,
+            hold: Hold::new(start),
+        };
+        assert!(world.adopt(HoldState::new(ms(1000), 0), HoldSource::Seen, 0));
+        if is_published {
+            assert!(!world.adopt(HoldState::new(ms(500), 3), HoldSource::Published, 10));
+        } else {
+            assert!(!world.answered(HoldState::new(Duration::ZERO, 3), 10));
+        }
+        assert_eq!(world.moments().end, 1000);
+        assert!(world.adopt(HoldState::new(Duration::ZERO, 4), HoldSource::Published, 20));
+        assert_eq!(world.moments().end, 20, "it is over");
+    }
+}
+
+#[test]
 fn replies_to_earlier_calls_only_lengthen_the_hold() {
     let mut world = World::held();
     assert!(world.adopt(HoldState::new(ms(2000), 0), HoldSource::Published, 100));
