@@ -5,9 +5,10 @@
 //! [`Core::with_new_state`] lock the state, call a closure, release the lock and do the work. They
 //! are the only callers of [`Core::run`].
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -307,16 +308,41 @@ impl Core {
 
     /// Waits until the limits of the other parts are stated, if `key` is one of several parts. Only one
     /// round of statements is under way for a key: if there is one, waits for its end.
-    pub(super) async fn wait_for_statements(self: &Arc<Self>, key: Key) {
+    ///
+    /// # Errors
+    ///
+    /// How long the round waits until callers without a division have used what they have booked, if
+    /// that is beyond `latest`.
+    pub(super) async fn wait_for_statements(
+        self: &Arc<Self>,
+        key: Key,
+        latest: Instant,
+    ) -> Result<(), Duration> {
         if !self.is_divided() {
-            return;
+            return Ok(());
         }
+        let waits_too_long = |now| {
+            self.with_state(key, now, |state, ctx| state.undivided_beyond(ctx, latest))
+                .flatten()
+        };
         loop {
             let now = clock::now();
             match self.with_new_state(key, now, KeyState::join_round) {
-                Ok(JoinedRound::IsStated) | Err(Full) => return,
-                Ok(JoinedRound::Begins) => return run_statements(self.clone(), key).await,
+                Ok(JoinedRound::IsStated) | Err(Full) => return Ok(()),
+                Ok(JoinedRound::Begins) => {
+                    let mut round = Box::pin(run_statements(self.clone(), key));
+                    let is_over = poll_fn(|cx| match round.as_mut().poll(cx) {
+                        Poll::Pending if waits_too_long(now).is_none() => Poll::Pending,
+                        polled => Poll::Ready(polled.is_ready()),
+                    });
+                    if !is_over.await {
+                        self.spawn(round);
+                    }
+                }
                 Ok(JoinedRound::IsUnderWay { until }) => {
+                    if let Some(wait) = waits_too_long(now) {
+                        return Err(wait);
+                    }
                     let until = until.max(Some(clock::after(now, LONGEST_TURN)));
                     clock::sleep_until(until.unwrap_or(now)).await;
                 }

@@ -117,6 +117,28 @@ async fn holds_of_processes_without_shares_stop_each_class() {
     }
 }
 
+/// Requests of a class wait until what was booked without shares is through, or are refused at once.
+#[tokio::test(start_paused = true)]
+async fn requests_wait_for_undivided_callers_up_to_max_wait() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let limiter = |shares| limiter(Quota::new(50, ms(5000)), &shares, 0, &store);
+    let old = limiter(vec![]);
+    drop(old.acquire(K).cost(50).await.unwrap());
+    let shares = || vec![("web", 50)];
+    for new in [limiter(shares()), limiter(shares())] {
+        let start = Instant::now();
+        let web = || new.acquire(K).class("web");
+        let both = || new.acquire(Key::new("other")).class("web").and(web());
+        let refused = both().await.unwrap_err();
+        assert!(
+            matches!(refused.reason(), Some(Reason::MaxWait(_))),
+            "{refused}"
+        );
+        assert!(web().await.is_err());
+        assert_eq!(start.elapsed(), ms(0));
+    }
+}
+
 fn processes(window: u64) -> impl Strategy<Value = Vec<Process>> {
     let shares = prop_oneof![
         1 => Just(vec![]),

@@ -168,8 +168,11 @@ impl<'a> Search<'a> {
         if let Some(refusal) = self.known_refusal(bound) {
             return Err(refusal);
         }
-        for Part { core, key, .. } in self.parts {
-            core.wait_for_statements(*key).await;
+        for (part, Part { core, key, .. }) in self.parts.iter().enumerate() {
+            if let Err(wait) = core.wait_for_statements(*key, bound.latest).await {
+                let cause = Cause::Wait(Refusal::new(Some(wait), None));
+                return Err(JointRefusal { part, cause });
+            }
         }
         let mut rounds = 0;
         loop {

@@ -186,6 +186,18 @@ impl KeyState {
             || (self.limits.stated_parts()).is_some_and(|stated| stated.are_fresh(now))
     }
 
+    /// Returns for how long callers that do not divide the quota may use more than their part, if a request
+    /// cannot wait until then.
+    pub(in crate::limiter) fn undivided_beyond(
+        &self,
+        ctx: &KeyContext<'_>,
+        latest: Instant,
+    ) -> Option<Duration> {
+        let until = self.limits.stated_parts()?.undivided_until?;
+        let is_too_late = until > latest && !self.are_parts_stated(ctx, ctx.now);
+        is_too_late.then(|| until.saturating_duration_since(ctx.now))
+    }
+
     /// Begins a round of statements for a request of several keys, unless one is under way.
     pub(in crate::limiter) fn join_round(&mut self, ctx: &mut KeyContext<'_>) -> JoinedRound {
         if self.are_parts_stated(ctx, ctx.now) {

@@ -72,6 +72,9 @@ impl Ticket {
         if state.waiting() >= ctx.max_queue {
             return Some(Settled::QueueFull);
         }
+        if let Some(wait) = state.undivided_beyond(ctx, bound.latest) {
+            return Some(refused_for(wait));
+        }
         let queue = state.queue.get_or_insert_default();
         if let Some(pause) = queue.paused_beyond(bound, ctx.now) {
             return Some(refused_for(pause));

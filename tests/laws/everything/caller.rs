@@ -251,7 +251,6 @@ impl Caller {
             .unwrap_or(0);
         // A request waits for an answer of the store for a second at least.
         let is_late = self.world.history.store.trip.is_some()
-            || (features.has(Feature::Deploys) && known::SHARES_THAT_WAIT.stands())
             || (features.has(Feature::Refusals) && known::WAITS_FOR_A_PROBE.stands());
         let is_delayed = features.has(Feature::Idle) && known::UNPOLLED_FUTURES.stands();
         let is_back = features.has(Feature::FallbackShare) && known::WAITS_AFTER_AN_OUTAGE.stands();

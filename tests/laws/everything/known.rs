@@ -39,9 +39,6 @@ known! {
     RESTS_AFTER_SET_QUOTAS: "23",
         "After a quota was set twice, a request for the whole limit waits although nothing was sent for a minute. \
          Seen once in 3000 histories; not yet understood.";
-    SHARES_THAT_WAIT: "19",
-        "Beside a process without shares, the first requests of a process with shares wait for a second, \
-         whatever their `max_wait` is.";
     ACCEPTED_PROBES: "20",
         "An accepted probe of one process ends the hold that the refused probe of another has just caused.";
     WAITS_AFTER_AN_OUTAGE: "19",
