@@ -253,10 +253,8 @@ impl Caller {
         let is_late = self.world.history.store.trip.is_some()
             || (features.has(Feature::Refusals) && known::WAITS_FOR_A_PROBE.stands());
         let is_delayed = features.has(Feature::Idle) && known::UNPOLLED_FUTURES.stands();
-        let is_back = features.has(Feature::FallbackShare) && known::WAITS_AFTER_AN_OUTAGE.stands();
         let slack = match is_late {
             _ if is_delayed => 10_000,
-            _ if is_back => 20_000,
             true => 1600,
             false => 100,
         };

@@ -46,13 +46,6 @@ pub(crate) async fn capacity_comes_back(world: &Arc<World>) {
     }
     sleep(rest(limiters)).await;
     stats_agree(world);
-    let features = world.history.features;
-    let is_known = known::UNITS_AFTER_AN_OUTAGE.stands()
-        && features.has(Feature::FallbackShare)
-        && features.any(&[Feature::Joint, Feature::Units]);
-    if is_known {
-        return;
-    }
     if world.history.store.lost != (0, 0) {
         return;
     }
@@ -304,8 +297,8 @@ fn over_the_limits(world: &World, log: &Log, limiter: usize, key: u8) -> Option<
 /// Returns by how much a window may exceed its limit.
 fn may_exceed(world: &World, rate: Rate, window: &[Use]) -> u64 {
     let mut more = underestimated(window);
-    if let OnAway::Share(_) = world.history.on_store_error {
-        // Where the store is lost and found, it and the processes may both grant.
+    if let OnAway::Share(percent) = world.history.on_store_error {
+        // Where the store is lost and found, it grants the limit, and each process its share.
         let (from, to) = (window[0].at, window[window.len() - 1].at);
         let longest = world
             .history
@@ -320,7 +313,10 @@ fn may_exceed(world: &World, rate: Rate, window: &[Use]) -> u64 {
             from <= world.since_start(*end) + after && to >= world.since_start(*begin)
         });
         if is_near {
-            more += u64::from(rate.most()) + lock(&world.processes).len() as u64;
+            let processes = lock(&world.processes).len() as u64;
+            let most = u64::from(rate.most());
+            let shares = processes * most * u64::from(percent) / 100;
+            more += most.max(shares) + processes;
         }
     }
     more

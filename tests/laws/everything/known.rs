@@ -41,12 +41,6 @@ known! {
          Seen once in 3000 histories; not yet understood.";
     ACCEPTED_PROBES: "20",
         "An accepted probe of one process ends the hold that the refused probe of another has just caused.";
-    WAITS_AFTER_AN_OUTAGE: "19",
-        "With FallbackShare, a request that waits while the store goes and comes back may wait for eight \
-         seconds longer than `max_wait`.";
-    UNITS_AFTER_AN_OUTAGE: "19",
-        "With FallbackShare and requests of several keys, a unit of a limit stays used for minutes after an \
-         outage, for all processes.";
     WAITS_FOR_A_PROBE: "20",
         "While a key is on probation, a request of one key waits for a second if its `max_wait` is shorter. \
          A request of several keys is refused at once.";
