@@ -44,9 +44,10 @@ known! {
     WAITS_FOR_A_PROBE: "20",
         "While a key is on probation, a request of one key waits for a second if its `max_wait` is shorter. \
          A request of several keys is refused at once.";
-    EXPLAINED_SHARES: "19",
-        "`explain` does not know that a class waits until what was booked without shares is through.";
-    GUARD_DURING_OUTAGES: "19",
+    EXPLAINED_SHARES: "24",
+        "`explain` does not know that a class waits until what was booked without shares is through, nor of \
+         slots that other classes lend while two releases have different shares.";
+    GUARD_DURING_OUTAGES: "23",
         "While the store is unreachable, each process counts the bad answers of a guard for itself, and \
          each outage allows them anew.";
     UNPOLLED_FUTURES: "21a",
