@@ -46,7 +46,7 @@ known! {
          A request of several keys is refused at once.";
     EXPLAINED_SHARES: "24",
         "`explain` does not know that a class waits until what was booked without shares is through, nor of \
-         slots that other classes lend while two releases have different shares.";
+         slots that other classes lend.";
     GUARD_DURING_OUTAGES: "23",
         "While the store is unreachable, each process counts the bad answers of a guard for itself, and \
          each outage allows them anew.";
