@@ -15,7 +15,7 @@ use super::features::Feature;
 use super::fleet::{HOUR, Process, World, lock, ms};
 use super::known;
 use super::plan::{Answer, Part, Patience, Request, Then, Via};
-use super::upstream::{BadAnswer, HoldEvent, Unit, Use};
+use super::upstream::{BadAnswer, HoldEvent, KeyOf, Unit, Use};
 
 pub(crate) fn count_refusal(outcomes: &mut Outcomes, refused: &Refused) {
     match refused {
@@ -253,7 +253,11 @@ impl Caller {
         let is_late = self.world.history.store.trip.is_some()
             || (features.has(Feature::Refusals) && known::WAITS_FOR_A_PROBE.stands());
         let is_delayed = features.has(Feature::Idle) && known::UNPOLLED_FUTURES.stands();
+        let is_behind = self.world.history.store.trip.is_some()
+            && features.has(Feature::Refusals)
+            && known::WAITS_BEHIND_PROBES.stands();
         let slack = match is_late {
+            _ if is_behind => 11_600,
             _ if is_delayed => 10_000,
             true => 1600,
             false => 100,
@@ -413,13 +417,23 @@ impl Caller {
             let span = event.until.unwrap_or(event.at) - event.at;
             (span / 50).max(5_000) + notice
         };
-        let holds = lock(&world.log).holds.clone();
+        let (holds, no_wait_stated) = {
+            let log = lock(&world.log);
+            (log.holds.clone(), log.unstated.clone())
+        };
         let is_of_a_probe = |event: &HoldEvent| {
             let ended = |other: &HoldEvent| {
-                let just_before = event.at.saturating_sub(1_000_000)..=event.at;
-                other.key == event.key && other.until.is_some_and(|end| just_before.contains(&end))
+                // Its probe may be out for ten seconds.
+                let until_now = event.at.saturating_sub(10_000_000)..=now;
+                other.key == event.key && other.until.is_some_and(|end| until_now.contains(&end))
             };
-            known::ACCEPTED_PROBES.stands() && holds.iter().any(ended)
+            let longest = world.history.limiters[event.key.0].max_hold * 1000;
+            // Its hold has ended, perhaps just before.
+            let unstated = |&(key, at): &(KeyOf, u64)| {
+                key == event.key && (at..=at + longest + 1_000_000).contains(&event.at)
+            };
+            known::ACCEPTED_PROBES.stands()
+                && (holds.iter().any(ended) || no_wait_stated.iter().any(unstated))
         };
         let mut log = lock(&world.log);
         let is_held = |part: &&Part| {
@@ -533,6 +547,11 @@ impl Call {
         }
         if let Answer::Refused(stated) = answer {
             lock(&world.log).met(Feature::Refusals);
+            if stated.is_none_or(|seconds| seconds == 0) {
+                lock(&world.log)
+                    .unstated
+                    .push(((part.limiter, part.key), now));
+            }
             // Without a key function, a refusal through a layer holds the host only.
             let has_keys = plan.keys > 0 || request.via == Via::Acquire;
             if let Some(seconds) =
@@ -540,11 +559,14 @@ impl Call {
             {
                 let until = now + (seconds * 1000).min(plan.max_hold) * 1000;
                 // Others are told once a second.
-                let recent = lock(&world.log).holds.iter().any(|event| {
-                    event.key == (part.limiter, part.key)
-                        && event.until.is_some()
-                        && event.at + 1_200_000 > now
-                });
+                let key = (part.limiter, part.key);
+                let log = lock(&world.log);
+                let is_recent = |of: KeyOf, at: u64| of == key && at + 1_200_000 > now;
+                let is_hold =
+                    |event: &HoldEvent| event.until.is_some() && is_recent(event.key, event.at);
+                let recent = log.holds.iter().any(is_hold)
+                    || log.unstated.iter().any(|(of, at)| is_recent(*of, *at));
+                drop(log);
                 // It takes effect when the answer has been taken in, in this moment.
                 world.hold(
                     (part.limiter, part.key),

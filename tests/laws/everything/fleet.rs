@@ -325,8 +325,10 @@ impl World {
         let is_idle =
             known::UNPOLLED_FUTURES.stands() && features.any(&[Feature::Idle, Feature::Stalls]);
         let may_be_lent = known::EXPLAINED_SHARES.stands() && features.has(Feature::Classes);
+        let is_behind = known::WAITS_FOR_A_PROBE.stands() && features.has(Feature::Refusals);
+        let is_known = is_idle || is_behind && happened.is_err();
         let is_right = match &explained {
-            Ok((goes, _)) => *goes == happened.is_ok() || is_idle || (may_be_lent && !goes),
+            Ok((goes, _)) => *goes == happened.is_ok() || is_known || (may_be_lent && !goes),
             Err(_) => true,
         };
         gates.take_uncounted();

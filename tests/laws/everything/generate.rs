@@ -233,7 +233,11 @@ impl Draw<'_> {
 
     fn limiter(&mut self, number: usize, late: u64) -> LimiterPlan {
         let is_divided = self.has(Feature::Classes) && number == 0;
-        let windows: &[u64] = if self.has(Feature::Late) || self.has(Feature::Fixed) {
+        // A small bucket that is refilled in 200 ms is refused: it would lose much of its rate to the slack.
+        let is_long = self
+            .features
+            .any(&[Feature::Late, Feature::Fixed, Feature::Bucket]);
+        let windows: &[u64] = if is_long {
             &[1000, 1000, 5000, 60_000]
         } else {
             &[200, 1000, 1000, 3000, 60_000]

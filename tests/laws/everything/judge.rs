@@ -16,6 +16,7 @@ use super::upstream::{BadAnswer, Change, Log, Unit, Use, most_at_once, over, und
 /// Asserts what only a fleet that runs can show: that nothing was leaked.
 pub(crate) async fn capacity_comes_back(world: &Arc<World>) {
     let limiters = &world.history.limiters;
+    let features = world.history.features;
     world.net.come_back();
     let operator = world.start(world.history.releases.len() - 1);
     let gates = operator.gates().expect("it has just started");
@@ -44,8 +45,16 @@ pub(crate) async fn capacity_comes_back(world: &Arc<World>) {
             }
         }
     }
-    sleep(rest(limiters)).await;
+    sleep(rest(limiters, features.has(Feature::SetQuota))).await;
     stats_agree(world);
+    let counts_late = limiters.iter().any(|plan| plan.counted_within > 0);
+    let is_owed = known::OWED_WITHOUT_SHARES.stands()
+        && features.has(Feature::Deploys)
+        && lacks_shares(world)
+        && (features.has(Feature::SetQuota) || counts_late);
+    if is_owed {
+        return;
+    }
     if world.history.store.lost != (0, 0) {
         return;
     }
@@ -83,6 +92,8 @@ async fn all_is_free(world: &Arc<World>) {
     let limiters = &world.history.limiters;
     let fresh = world.start(world.history.releases.len() - 1);
     let gates = fresh.gates().expect("it has just started");
+    let may_wait =
+        known::RESTS_AFTER_SET_QUOTAS.stands() && world.history.features.has(Feature::SetQuota);
     for (limiter, plan) in limiters.iter().enumerate() {
         let cost = if plan.is_divided { 1 } else { plan.most() };
         let tokens = plan
@@ -90,7 +101,8 @@ async fn all_is_free(world: &Arc<World>) {
             .map_or(0, |rate| if plan.is_divided { 1 } else { rate.most() });
         // A slot of a fixed window that is lost is found in the next one.
         let is_fixed = matches!(plan.rates[0], Rate::Fixed { .. });
-        let soon = ms(600 + if is_fixed { plan.longest_window() } else { 0 });
+        let lost = if is_fixed { plan.longest_window() } else { 0 };
+        let (soon, again) = (ms(600 + lost), ms(250 + lost));
         let trip = world.history.store.trip.map_or(0, |(_, longest)| longest);
         if plan.max_wait < 4 * trip {
             continue;
@@ -125,15 +137,13 @@ async fn all_is_free(world: &Arc<World>) {
             false => vec![None],
         };
         for class in classes {
-            let permit = take(&gates, &request(class), soon).await;
+            let permit = take(&gates, &request(class), soon, again).await;
             match permit {
                 Ok(Ok(permit)) => permit.give_back(),
                 Ok(Err(refused)) => world.wrong(&format!(
                     "limiter {limiter}, class {class:?}, refuses at rest: {refused:?}"
                 )),
-                Err(_)
-                    if known::RESTS_AFTER_SET_QUOTAS.stands()
-                        && world.history.features.has(Feature::SetQuota) => {}
+                Err(_) if may_wait => {}
                 Err(_) => world.wrong(&format!(
                     "limiter {limiter}, class {class:?}, waits at rest"
                 )),
@@ -154,8 +164,9 @@ async fn all_is_free(world: &Arc<World>) {
                 parts: vec![one],
                 ..request(None)
             };
-            match take(&gates, &one, soon).await {
+            match take(&gates, &one, soon, again).await {
                 Ok(Ok(permit)) => calls.push(permit),
+                Err(_) if may_wait => {}
                 seen => {
                     let seen = seen.map(|permit| permit.map(|_| ()));
                     world.wrong(&format!(
@@ -168,16 +179,17 @@ async fn all_is_free(world: &Arc<World>) {
 }
 
 /// Takes a permit that is free. Near the boundary of a fixed window, and for the last units of a bucket,
-/// a request waits, or is refused if it cannot.
+/// a request waits, or is refused if it cannot. Then it is tried `again` that much later.
 async fn take(
     gates: &Gates,
     request: &Request,
     soon: Duration,
+    again: Duration,
 ) -> Result<Result<Permit, Refused>, Elapsed> {
     let mut permit = timeout(soon, gates.acquire(request)).await;
     for _ in 0..3 {
         if let Ok(Err(Refused::Local("max_wait"))) = permit {
-            sleep(ms(250)).await;
+            sleep(again).await;
             permit = timeout(soon, gates.acquire(request)).await;
         }
     }
@@ -185,11 +197,13 @@ async fn take(
 }
 
 /// Returns after which time all limits have forgotten what was used.
-fn rest(limiters: &[LimiterPlan]) -> Duration {
+fn rest(limiters: &[LimiterPlan], were_set: bool) -> Duration {
     let longest = |of: fn(&LimiterPlan) -> u64| limiters.iter().map(of).max().unwrap_or(0);
     let window = longest(LimiterPlan::longest_window) + longest(|plan| plan.counted_within);
     let hold = longest(|plan| plan.max_hold.max(8000));
-    ms(window * 3 + longest(|plan| plan.max_wait) + hold + 10_000)
+    // A bucket that was three times as large may owe as much, and one that was set to a third is refilled as slowly.
+    let windows = if were_set { 12 } else { 3 };
+    ms(window * windows + longest(|plan| plan.max_wait) + hold + 10_000)
 }
 
 /// Adds to the log what is wrong with it.
@@ -279,24 +293,66 @@ fn over_the_limits(world: &World, log: &Log, limiter: usize, key: u8) -> Option<
                     .filter(|one| (from + late..to).contains(&one.at))
                     .copied()
                     .collect();
-                let found = over(rate.scaled(percent?), &inside, |window| {
-                    may_exceed(world, rate, window)
+                let percent = percent?;
+                // A process that is without the store may not know of a lower quota.
+                let largest = rate.scaled(percent.max(100));
+                let found = over(rate.scaled(percent), &inside, |window| {
+                    may_exceed(world, largest, window) + forgotten(world, largest, window, changes)
                 })?;
                 Some(format!(
-                    "{unit:?}: {found}, with the quota at {percent:?} % from {:.3} s on",
+                    "{unit:?}: {found}, with the quota at {percent} % from {:.3} s on",
                     from as f64 / 1e6
                 ))
             });
-        let always = over(rate.scaled(most), uses, |window| {
-            may_exceed(world, rate, window)
+        let rate = rate.scaled(most);
+        let always = over(rate, uses, |window| {
+            may_exceed(world, rate, window) + forgotten(world, rate, window, changes)
         });
         always.map(|found| format!("{unit:?}: {found}")).or(during)
     })
 }
 
+/// Returns whether the processes of a release have no shares.
+fn lacks_shares(world: &World) -> bool {
+    world.history.releases.iter().any(Vec::is_empty)
+}
+
+/// Returns what a fixed window may have more than its limit, because the quota was set or unset while requests waited
+/// for it.
+fn forgotten(world: &World, rate: Rate, uses: &[Use], changes: &[Change]) -> u64 {
+    let features = world.history.features;
+    let is_joint = features.any(&[Feature::Joint, Feature::Units]);
+    let Rate::Fixed { count, window } = rate else {
+        return 0;
+    };
+    let waits = world.history.limiters.iter().map(|plan| plan.max_wait);
+    let longest = waits.max().unwrap_or(0) * 1000;
+    let number = |at: u64| at / (window * 1000);
+    let is_after = |change: &Change| {
+        let windows = number(change.asked)..=number(change.done + longest);
+        windows.contains(&number(uses[0].at))
+    };
+    let is_known = known::FIXED_WINDOWS_OF_SET_QUOTAS.stands() && is_joint;
+    if is_known && changes.iter().any(is_after) {
+        count.into()
+    } else {
+        0
+    }
+}
+
 /// Returns by how much a window may exceed its limit.
 fn may_exceed(world: &World, rate: Rate, window: &[Use]) -> u64 {
     let mut more = underestimated(window);
+    let features = world.history.features;
+    if known::OVER_WITHOUT_SHARES.stands()
+        && features.has(Feature::Deploys)
+        && features.has(Feature::SetQuota)
+        && lacks_shares(world)
+    {
+        let parts = world.history.releases.concat().into_iter();
+        let largest = parts.map(|(_, percent)| percent).max().unwrap_or(0);
+        more += u64::from(rate.most()) * u64::from(largest) / 100;
+    }
     if let OnAway::Share(percent) = world.history.on_store_error {
         // Where the store is lost and found, it grants the limit, and each process its share.
         let (from, to) = (window[0].at, window[window.len() - 1].at);

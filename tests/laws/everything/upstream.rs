@@ -68,6 +68,8 @@ pub(crate) struct Log {
     /// The requests of a line that got permits: their numbers, and when.
     pub(crate) grants: BTreeMap<Line, Vec<(usize, u64)>>,
     pub(crate) holds: Vec<HoldEvent>,
+    /// Refusals without a stated wait: tollgate chooses for how long they hold their key.
+    pub(crate) unstated: Vec<(KeyOf, u64)>,
     pub(crate) changes: BTreeMap<KeyOf, Vec<Change>>,
     pub(crate) bad: BTreeMap<KeyOf, Vec<BadAnswer>>,
     /// How often each request has arrived, and how often it has ended.
@@ -119,8 +121,9 @@ pub(crate) fn over(rate: Rate, uses: &[Use], more: impl Fn(&[Use]) -> u64) -> Op
             windows.into_iter().find_map(|(number, inside)| {
                 let units: u64 = inside.iter().map(|one| u64::from(one.units)).sum();
                 (units > u64::from(count) + more(&inside)).then(|| {
+                    let moments: Vec<u64> = inside.iter().map(|one| one.at).collect();
                     format!(
-                        "{units} of {rate:?} in the window from {:.3} s on",
+                        "{units} of {rate:?} in the window from {:.3} s on, at {moments:?} us",
                         (number * window) as f64 / 1e3
                     )
                 })
