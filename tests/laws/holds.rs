@@ -3,7 +3,6 @@
 
 use crate::support;
 
-use std::future::IntoFuture;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -620,42 +619,6 @@ async fn a_probe_without_a_slot_comes_back() {
     probe.give_back();
     drop(next.await.unwrap());
     assert!(start.elapsed() < ms(100), "{:?}", start.elapsed());
-}
-
-/// The hold of the key was cut at a second, so one request leaves at its end, the probe. Another one waits for the answer to
-/// the probe, and then for its slot, no longer than `max_wait` in all.
-#[tokio::test(start_paused = true)]
-async fn waits_for_a_probe_count_against_max_wait() {
-    let builder = RateLimitLayer::builder(Quota::new(2, 4 * SECOND)).max_hold(SECOND);
-    let limiter = builder.max_wait(2 * SECOND).build().unwrap().limiter();
-    let key = Key::new("tenant");
-    let refused = Signal::read(&limited("3600").unwrap());
-    limiter.acquire(key).await.unwrap().answered(&refused);
-    sleep(ms(1500)).await;
-    let probe = limiter.acquire(key).now_or_never();
-    let start = Instant::now();
-    let answered = async {
-        sleep(ms(1500)).await;
-        let probe = probe.expect("it leaves at once").unwrap();
-        probe.answered(&Signal::read(&http::Response::new(())));
-    };
-    let (next, ()) = futures::join!(limiter.acquire(key).into_future(), answered);
-    assert!(next.is_err(), "its slot is 2.5 s ahead");
-    assert!(start.elapsed() <= 2 * SECOND, "{:?}", start.elapsed());
-}
-
-/// While a probe is out, a request that cannot wait is refused at once.
-#[tokio::test(start_paused = true)]
-async fn a_request_that_cannot_wait_awaits_no_probe() {
-    let builder = RateLimitLayer::builder(Quota::per_second(50)).max_hold(SECOND);
-    let limiter = builder.max_wait(Duration::ZERO).build().unwrap().limiter();
-    let key = Key::new("tenant");
-    let refused = Signal::read(&limited("3600").unwrap());
-    limiter.acquire(key).await.unwrap().answered(&refused);
-    sleep(ms(1500)).await;
-    let _probe = limiter.acquire(key).await.unwrap();
-    let next = limiter.acquire(key).now_or_never();
-    assert!(next.is_some_and(|next| next.is_err()));
 }
 
 /// A store in memory that calls `hook` once, before it answers the next call.

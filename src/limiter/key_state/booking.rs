@@ -192,7 +192,7 @@ impl KeyState {
         if let Some(left) = self.hold.blocked_for(ctx.max_hold, now) {
             // The slots are booked when the hold ends or the probe is accepted, by what is known
             // then.
-            queue.put_off(left, now)
+            queue.gathering.put_off(left, now)
         } else if self.store.answers_later && !booking.confirms || queue.is_paused(now) {
             queue.batch(now)
         } else {

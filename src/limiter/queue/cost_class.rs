@@ -44,9 +44,6 @@ pub(super) struct SlotWait {
     /// Whether the request has waited for more than a round trip to the store: its key was on hold or
     /// the store paused when it came, its slot was ahead, or a call was answered and brought it no slot.
     pub(super) is_in_line: bool,
-    /// Whether the store is not asked for the request yet, because its key is on hold or a probe is out. This time
-    /// counts against `max_wait`.
-    pub(super) is_put_off: bool,
     /// When the request gives up if the store has not decided on it.
     pub(super) gives_up_at: Instant,
 }
@@ -54,16 +51,11 @@ pub(super) struct SlotWait {
 impl SlotWait {
     /// Returns when the request can wait no longer.
     pub(super) fn ends_at(&self) -> Instant {
-        if self.is_decided_or_put_off() {
+        if self.is_decided {
             self.bound.latest
         } else {
             self.gives_up_at
         }
-    }
-
-    /// Returns whether the store has decided on the request, or is not asked for it yet.
-    fn is_decided_or_put_off(&self) -> bool {
-        self.is_decided || self.is_put_off
     }
 
     /// Returns when the task of the request wakes for something that happens at `at`: no later than
@@ -145,7 +137,7 @@ impl CostClass {
     pub(super) fn enter(
         &mut self,
         number: Number,
-        mut wait: SlotWait,
+        wait: SlotWait,
         wakes_at: Instant,
         now: Instant,
         returns: &mut GivenUp,
@@ -156,9 +148,6 @@ impl CostClass {
         if !has_slot {
             self.trim(None, returns);
         }
-        // One that returns to its old place goes on as those behind it.
-        let behind = self.waiters.iter_mut_from(number).next();
-        wait.is_put_off = behind.is_some_and(|(_, waiter)| waiter.request.is_put_off);
         self.waiters.enter(number, wait, wakes_at);
         if has_slot {
             let leaving = self.assign(1, 0, now);
@@ -278,21 +267,6 @@ impl CostClass {
         }
     }
 
-    /// Notes that the store is not asked yet for the waiters that it has not decided on, because the key is on hold or
-    /// a probe is out. They wait no longer than they would for a slot.
-    pub(super) fn put_off(&mut self) {
-        let waiters = self.waiters.iter_mut().rev();
-        // Those before the first that was put off earlier were put off with it.
-        for waiter in waiters.take_while(|waiter| !waiter.request.is_decided_or_put_off()) {
-            let wait = &mut waiter.request;
-            (wait.is_put_off, wait.is_in_line) = (true, true);
-            let latest = wait.bound.latest;
-            if waiter.wakes_at() > latest {
-                waiter.wake_at(latest);
-            }
-        }
-    }
-
     /// Notes that a call is sent at `now`: its waiters wait for the answer from now on. `entered`
     /// may be later, if they waited for a hold that was released since.
     pub(super) fn asked_at(&mut self, now: Instant) {
@@ -302,15 +276,7 @@ impl CostClass {
             .rev()
             .take_while(|waiter| !waiter.request.is_decided)
         {
-            let wait = &mut waiter.request;
-            if std::mem::take(&mut wait.is_put_off) {
-                wait.entered = now;
-                if !wait.bound.by_deadline {
-                    wait.gives_up_at = wait.bound.latest.max(clock::after(now, ANSWER));
-                }
-            } else {
-                wait.entered = wait.entered.min(now);
-            }
+            waiter.request.entered = waiter.request.entered.min(now);
         }
     }
 
@@ -478,9 +444,6 @@ impl CostClass {
             .take_while(|waiter| !waiter.request.is_decided)
         {
             let wait = &mut waiter.request;
-            if wait.is_put_off {
-                continue;
-            }
             let asking = now.saturating_duration_since(wait.entered);
             wait.entered = now.max(wait.entered);
             if !wait.bound.by_deadline {
@@ -593,7 +556,6 @@ mod tests {
             entered: now,
             is_decided: false,
             is_in_line: false,
-            is_put_off: false,
             gives_up_at: at(3),
         };
         class.waiters.enter(1, wait, now);

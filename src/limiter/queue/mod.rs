@@ -186,7 +186,6 @@ impl Queue {
             entered,
             is_decided: false,
             is_in_line: entered > now,
-            is_put_off: false,
             gives_up_at,
         };
         let class = self.classes.entry(cost).or_default();
@@ -328,13 +327,6 @@ impl Queue {
             Delay::Starts(delay) if delay < SHORTEST_TIMER => Delay::Starts(Duration::ZERO),
             delay => delay,
         }
-    }
-
-    /// Puts the next call off for `delay`, unless it waits already: until a hold ends, or the answer to a probe
-    /// is known.
-    pub(super) fn put_off(&mut self, delay: Duration, now: Instant) -> Delay {
-        self.classes.values_mut().for_each(CostClass::put_off);
-        self.gathering.put_off(delay, now)
     }
 
     /// Returns whether the store is not to be called yet.

@@ -253,9 +253,7 @@ impl Caller {
         let is_late = self.world.history.store.trip.is_some()
             || (features.has(Feature::Refusals) && known::WAITS_FOR_A_PROBE.stands());
         let is_delayed = features.has(Feature::Idle) && known::UNPOLLED_FUTURES.stands();
-        let is_behind = self.world.history.store.trip.is_some()
-            && features.has(Feature::Refusals)
-            && known::WAITS_BEHIND_PROBES.stands();
+        let is_behind = features.has(Feature::Refusals) && known::WAITS_BEHIND_PROBES.stands();
         let slack = match is_late {
             _ if is_behind => 11_600,
             _ if is_delayed => 10_000,

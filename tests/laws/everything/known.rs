@@ -51,11 +51,11 @@ known! {
     ACCEPTED_PROBES: "20",
         "An accepted probe ends the hold that a refused one, of this process or of another, has just caused.";
     WAITS_FOR_A_PROBE: "20",
-        "While a key is on probation, a request of one key may wait for a second longer than its `max_wait`. \
+        "While a key is on probation, a request of one key waits for a second if its `max_wait` is shorter. \
          A request of several keys is refused at once. `explain` does not know of the requests that wait for the probe.";
     WAITS_BEHIND_PROBES: "20",
-        "Over a store that answers late, a request that waits for a probe may wait for up to ten seconds longer than \
-         `max_wait`. Seen twice in 30,000 histories; not yet understood.";
+        "The time for which a request waits behind a probe counts as time for the answer of the store: it may wait for \
+         up to ten seconds longer than `max_wait`. Seen 20 times in 100,000 histories.";
     EXPLAINED_SHARES: "24",
         "`explain` does not know that a class waits until what was booked without shares is through, nor of \
          slots that other classes lend.";
