@@ -373,6 +373,8 @@ fn may_exceed(world: &World, rate: Rate, window: &[Use]) -> u64 {
             let most = u64::from(rate.most());
             let shares = processes * most * u64::from(percent) / 100;
             more += most.max(shares) + processes;
+            let is_anew = known::SHARES_OF_EVICTED_KEYS.stands() && features.has(Feature::FewKeys);
+            more += if is_anew { most } else { 0 };
         }
     }
     more
