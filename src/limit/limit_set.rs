@@ -105,7 +105,9 @@ impl LimitSet {
             }
         }
         let ours = spec.limits();
-        if self.states.len() > ours.len() {
+        // A call without limits, such as a hold, says nothing about which apply: if it forgot those of a
+        // quota that has just ended, their use would be forgotten before the next request states them.
+        if !ours.is_empty() && self.states.len() > ours.len() {
             self.states.retain(|state| state.in_force_until() >= now);
         }
         self.forget_excess(ours);

@@ -253,9 +253,16 @@ impl Core {
     /// Notes a request of `key` to `host` that has other keys, too: see [`Hosts::reach`].
     #[inline]
     pub(super) fn note_host(&self, key: Key, host: Option<Key>) {
-        let Some(host) = host.filter(|host| *host != key && !self.hosts.are_of(key)) else {
+        let Some(host) = host.filter(|host| *host != key) else {
             return;
         };
+        if self.hosts.are_of(key) {
+            // Without a key function, nothing is learned from several hosts.
+            if self.hosts.are_any() {
+                self.hosts.notice(host);
+            }
+            return;
+        }
         let note = |core: &Core, key| {
             let is_known = || core.states.find(key, |_| ()).is_some();
             core.hosts.of_keys.note(key, host, is_known);

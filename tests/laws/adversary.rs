@@ -434,6 +434,91 @@ async fn learned_limits_do_not_reach_a_process_that_ignores_headers() {
     }
 }
 
+/// The end of a learned limit forgets nothing that was sent under the configured one.
+#[tokio::test(start_paused = true)]
+async fn what_was_sent_counts_when_a_learned_limit_ends() {
+    const QUOTA: Quota = Quota::per_minute(60);
+    for way in ["ignores", "release", "unset", "hold"] {
+        for trust in [HeaderTrust::Stricter, HeaderTrust::Replace] {
+            let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+            let make = |trust| {
+                let builder = RateLimitLayer::builder(QUOTA).store(store.clone());
+                let builder = builder.max_wait(Duration::ZERO).trust_headers(trust);
+                builder.build().unwrap().limiter()
+            };
+            let learns = make(trust);
+            answered(
+                &learns,
+                Key::ALL,
+                &[("ratelimit-policy", "\"a\";q=60;w=60")],
+            )
+            .await;
+            answered(
+                &learns,
+                Key::ALL,
+                &[("ratelimit-policy", "\"a\";q=55;w=60")],
+            )
+            .await;
+            sleep(millis(100)).await;
+            let mut sent = 2;
+            while sent < 46 && learns.acquire(Key::ALL).await.is_ok() {
+                sent += 1;
+            }
+            let other = make(HeaderTrust::Ignore);
+            match way {
+                "ignores" => sent += u32::from(other.acquire(Key::ALL).await.is_ok()),
+                "release" => learns.release(Key::ALL).await.unwrap(),
+                "unset" => learns.unset_quota(Key::ALL).await.unwrap(),
+                _ => {
+                    learns.release(Key::ALL).await.unwrap();
+                    learns.hold_for(Key::ALL, millis(50)).await.unwrap();
+                    sleep(millis(200)).await;
+                }
+            }
+            while other.acquire(Key::ALL).await.is_ok() {
+                sent += 1;
+            }
+            assert!((46..=60).contains(&sent), "{way} {trust:?}: {sent} of 60");
+        }
+    }
+}
+
+/// Without a key function, nothing is learned from several hosts, also beside other limits.
+#[tokio::test(start_paused = true)]
+async fn several_hosts_teach_the_key_of_all_requests_nothing() {
+    for trust in [HeaderTrust::Usage, HeaderTrust::Stricter] {
+        let by_path = |request: &RequestRef<'_>| Some(Key::new(request.path()));
+        let limit = RateLimitLayer::builder(Quota::per_second(50))
+            .and_per("path", Quota::per_second(50), by_path)
+            .trust_headers(trust)
+            .max_wait(millis(1500))
+            .build()
+            .unwrap();
+        let service = limit.layer(tower::service_fn(|request: http::Request<()>| async move {
+            let is_evil = request.uri().host() == Some("evil.test");
+            let states = [
+                ("ratelimit-policy", "\"a\";q=1;w=3600"),
+                ("ratelimit", "\"a\";r=0;t=3000"),
+            ];
+            let states = if is_evil { &states[..] } else { &[] };
+            Ok::<_, std::convert::Infallible>(response(200, states))
+        }));
+        let send = |host: &str, path: u32| {
+            let request = http::Request::get(format!("http://{host}/{path}"));
+            service.clone().oneshot(request.body(()).unwrap())
+        };
+        send("good.test", 0).await.unwrap();
+        for path in 1..5 {
+            send("evil.test", path).await.unwrap();
+        }
+        sleep(millis(1500)).await;
+        for path in 10..20 {
+            let sent = send("good.test", path).await;
+            assert!(sent.is_ok(), "{trust:?}: {sent:?}");
+        }
+    }
+}
+
 /// The process that releases a key has never used it: what the key suffers stands in the store.
 #[tokio::test(start_paused = true)]
 async fn release_ends_what_another_process_has_caused() {

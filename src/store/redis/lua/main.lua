@@ -67,7 +67,8 @@ local function update_limits(operation, call, pos, limit_count, guard)
     end
     stated.ours = true
   end
-  if #state > limit_count then (state.cold or cold()).retain(1) end
+  -- A call without limits says nothing about which apply.
+  if limit_count > 0 and #state > limit_count then (state.cold or cold()).retain(1) end
   state.limiting = #state
   return pos
 end
