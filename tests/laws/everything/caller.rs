@@ -254,8 +254,12 @@ impl Caller {
             || (features.has(Feature::Refusals) && known::WAITS_FOR_A_PROBE.stands());
         let is_delayed = features.has(Feature::Idle) && known::UNPOLLED_FUTURES.stands();
         let is_behind = features.has(Feature::Refusals) && known::WAITS_BEHIND_PROBES.stands();
+        let is_back = features.has(Feature::FallbackShare) && known::WAITS_AFTER_AN_OUTAGE.stands();
+        let is_told = features.has(Feature::Deploys) && known::WAITS_WITHOUT_SHARES.stands();
         let slack = match is_late {
-            _ if is_behind => 11_600,
+            _ if is_back => 25_000,
+            _ if is_behind => 21_600,
+            _ if is_told => 4_000,
             _ if is_delayed => 10_000,
             true => 1600,
             false => 100,
@@ -433,6 +437,22 @@ impl Caller {
             known::ACCEPTED_PROBES.stands()
                 && (holds.iter().any(ended) || no_wait_stated.iter().any(unstated))
         };
+        let is_lost = |event: &HoldEvent| {
+            let troubles = lock(&world.net.troubles);
+            let during = |(from, to): &(Instant, Instant)| {
+                (world.since_start(*from)..=world.since_start(*to)).contains(&event.at)
+            };
+            known::HOLDS_OF_AN_OUTAGE.stands() && troubles.iter().any(during)
+        };
+        // Each class is a key of its own in the store.
+        let is_reliable = is_reliable
+            && !(features.has(Feature::Deploys) && known::HOLDS_WITHOUT_SHARES.stands());
+        let is_divided = features.has(Feature::Classes);
+        // A process that is killed may not have told its hold.
+        let is_dead: Vec<bool> = lock(&world.processes)
+            .iter()
+            .map(|process| process.gates().is_none())
+            .collect();
         let mut log = lock(&world.log);
         let is_held = |part: &&Part| {
             let counts = [part.cost, part.tokens];
@@ -449,10 +469,13 @@ impl Caller {
                 .max();
             let held = events().find(|event| {
                 let is_ours = event.process == self.process.number;
-                let is_noticed =
-                    is_ours || (is_reliable && !event.is_private && event.at + notice < now);
+                let is_told = is_reliable && !event.is_private && !is_dead[event.process];
+                // The classes of a key are told by the store, also in the process of the hold.
+                let is_ours = is_ours && (!is_divided || event.at + notice < now);
+                let is_noticed = is_ours || (is_told && event.at + notice < now);
                 is_noticed
                     && !is_of_a_probe(event)
+                    && !is_lost(event)
                     && event.until > Some(now + same(event))
                     && released.is_none_or(|at| at < event.asked)
             });

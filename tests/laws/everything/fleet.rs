@@ -171,7 +171,10 @@ impl World {
                 lock(&self.log).met(Feature::Holds);
                 return Some(tokio::spawn(async move {
                     let at = world.now();
-                    let is_known = gates.hold(limiter, key, span).await;
+                    let told = timeout(HOUR, gates.hold(limiter, key, span)).await;
+                    let Ok(is_known) = told else {
+                        return world.hangs(&process, "a hold");
+                    };
                     // It ends no earlier than if it began with the call.
                     world.hold(
                         (limiter, key),
@@ -190,7 +193,10 @@ impl World {
                 let (process, gates) = self.process(process)?;
                 self.hold((limiter, key), process.number, self.now(), None, false);
                 return Some(tokio::spawn(async move {
-                    gates.release(limiter, key).await;
+                    let released = timeout(HOUR, gates.release(limiter, key)).await;
+                    if released.is_err() {
+                        return world.hangs(&process, "a release");
+                    }
                     world.hold((limiter, key), process.number, world.now(), None, false);
                 }));
             }
@@ -237,10 +243,8 @@ impl World {
                 let (process, gates) = self.process(process)?;
                 lock(&self.log).met(Feature::Drain);
                 return Some(tokio::spawn(async move {
-                    let hangs = timeout(HOUR, gates.drain(within)).await.is_err();
-                    // That of a process that was killed is never over.
-                    if hangs && process.gates().is_some() {
-                        world.wrong("a drain hangs");
+                    if timeout(HOUR, gates.drain(within)).await.is_err() {
+                        world.hangs(&process, "a drain");
                     }
                 }));
             }
@@ -281,6 +285,13 @@ impl World {
             }
         }
         None
+    }
+
+    /// Notes a call without an end. That of a process that was killed has none.
+    fn hangs(&self, process: &Process, call: &str) {
+        if process.gates().is_some() {
+            self.wrong(&format!("{call} hangs"));
+        }
     }
 
     pub(crate) fn hold(
@@ -326,7 +337,11 @@ impl World {
             known::UNPOLLED_FUTURES.stands() && features.any(&[Feature::Idle, Feature::Stalls]);
         let may_be_lent = known::EXPLAINED_SHARES.stands() && features.has(Feature::Classes);
         let is_behind = known::WAITS_FOR_A_PROBE.stands() && features.has(Feature::Refusals);
-        let is_known = is_idle || is_behind && happened.is_err();
+        // Requests that wait for slots of the quota before are before it in the queue.
+        let is_unknown = known::EXPLAINED_QUOTAS.stands()
+            && features.has(Feature::SetQuota)
+            && features.any(&[Feature::Joint, Feature::Units]);
+        let is_known = is_idle || is_behind || is_unknown;
         let is_right = match &explained {
             Ok((goes, _)) => *goes == happened.is_ok() || is_known || (may_be_lent && !goes),
             Err(_) => true,

@@ -22,6 +22,7 @@ pub(crate) fn cannot_meet(one: Feature, other: Feature) -> bool {
             || pair(Guard, Lossy)
             || pair(Guard, FailOpen)
             || pair(Guard, FallbackShare)))
+        || (known::GUARD_WITH_FEW_KEYS.stands() && pair(Guard, FewKeys))
         || (known::EXPLAINED_SHARES.stands() && pair(Explain, Deploys));
     never || by_kind || known
 }

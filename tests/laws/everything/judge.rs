@@ -10,7 +10,7 @@ use super::api::{Gates, Permit, Refused};
 use super::features::Feature;
 use super::fleet::{World, lock, ms};
 use super::known;
-use super::plan::{LimiterPlan, OnAway, Part, Patience, Rate, Request, Step, Then, Via};
+use super::plan::{LimiterPlan, OnAway, Part, Patience, Rate, Request, Shares, Step, Then, Via};
 use super::upstream::{BadAnswer, Change, Log, Unit, Use, most_at_once, over, underestimated};
 
 /// Asserts what only a fleet that runs can show: that nothing was leaked.
@@ -51,8 +51,14 @@ pub(crate) async fn capacity_comes_back(world: &Arc<World>) {
     let is_owed = known::OWED_WITHOUT_SHARES.stands()
         && features.has(Feature::Deploys)
         && lacks_shares(world)
-        && (features.has(Feature::SetQuota) || counts_late);
-    if is_owed {
+        && (features.any(&[Feature::SetQuota, Feature::Settle]) || counts_late);
+    let is_left = known::UNITS_AFTER_AN_OUTAGE.stands()
+        && features.has(Feature::FallbackShare)
+        && features.has(Feature::SetQuota);
+    let is_filled = known::RESTS_AFTER_SET_QUOTAS.stands()
+        && features.has(Feature::SetQuota)
+        && features.has(Feature::Bucket);
+    if is_owed || is_left || is_filled {
         return;
     }
     if world.history.store.lost != (0, 0) {
@@ -346,12 +352,22 @@ fn may_exceed(world: &World, rate: Rate, window: &[Use]) -> u64 {
     let features = world.history.features;
     if known::OVER_WITHOUT_SHARES.stands()
         && features.has(Feature::Deploys)
-        && features.has(Feature::SetQuota)
+        && features.any(&[Feature::SetQuota, Feature::Refusals])
         && lacks_shares(world)
     {
-        let parts = world.history.releases.concat().into_iter();
-        let largest = parts.map(|(_, percent)| percent).max().unwrap_or(0);
-        more += u64::from(rate.most()) * u64::from(largest) / 100;
+        let parts = |release: &Shares| {
+            release
+                .iter()
+                .map(|(_, percent)| u32::from(*percent))
+                .sum::<u32>()
+        };
+        let largest = world.history.releases.iter().map(parts).max();
+        more += u64::from(rate.most()) * u64::from(largest.unwrap_or(0)) / 100;
+    }
+    let is_late = features.has(Feature::SetQuota) && known::SETTLED_AFTER_SET_QUOTAS.stands()
+        || features.has(Feature::Stalls) && known::SETTLED_AFTER_A_STALL.stands();
+    if features.has(Feature::Settle) && is_late {
+        more += u64::from(rate.most()) / 10 + 1;
     }
     if let OnAway::Share(percent) = world.history.on_store_error {
         // Where the store is lost and found, it grants the limit, and each process its share.
@@ -365,10 +381,15 @@ fn may_exceed(world: &World, rate: Rate, window: &[Use]) -> u64 {
             .unwrap_or(0);
         let after = (longest + 4_500 + rate.window()) * 1000;
         let troubles = lock(&world.net.troubles);
-        let is_near = troubles.iter().any(|(begin, end)| {
+        let near = troubles.iter().filter(|(begin, end)| {
             from <= world.since_start(*end) + after && to >= world.since_start(*begin)
         });
-        if is_near {
+        // A charge whose reply is lost is not repeated: then each outage may have its own share.
+        let outages = match world.history.store.lost {
+            (0, 0) if !known::SHARES_OF_EACH_OUTAGE.stands() => near.count().min(1),
+            _ => near.count(),
+        };
+        for _ in 0..outages {
             let processes = lock(&world.processes).len() as u64;
             let most = u64::from(rate.most());
             let shares = processes * most * u64::from(percent) / 100;
@@ -432,6 +453,11 @@ fn too_many_in_flight(world: &World, log: &Log, limiter: usize, key: u8) -> Opti
 /// were in flight when it tripped.
 fn too_many_bad(world: &World, log: &Log, limiter: usize, key: u8) -> Option<String> {
     let (count, window) = world.history.limiters[limiter].guard?;
+    let is_ended =
+        known::STOPS_AFTER_A_RELEASE.stands() && world.history.features.has(Feature::Holds);
+    if is_ended {
+        return None;
+    }
     let what = format!("key {key} of limiter {limiter}");
     let bad = log.bad.get(&(limiter, key))?;
     // A permit at hand may be used for 50 ms.
