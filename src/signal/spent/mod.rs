@@ -109,9 +109,10 @@ impl Spent {
 /// # use tollgate::{Cost, Signal};
 /// let response = http::Response::new(());
 /// let body = br#"{"usage": {"prompt_tokens": 13, "completion_tokens": 5, "total_tokens": 18}}"#;
-/// let cost = Cost::from(Signal::read_with_body(&response, body).spent());
-/// assert_eq!(cost.stated("tokens"), Some(18));
-/// assert_eq!(cost.stated("requests"), None);
+/// let spent = Signal::read_with_body(&response, body).spent();
+/// assert_eq!((spent.count("tokens"), spent.count("requests")), (Some(18), None));
+/// let cost = Cost::from(spent);
+/// # let _ = cost;
 /// ```
 impl From<Spent> for Cost {
     fn from(spent: Spent) -> Self {
