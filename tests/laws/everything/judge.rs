@@ -453,8 +453,9 @@ fn too_many_in_flight(world: &World, log: &Log, limiter: usize, key: u8) -> Opti
 /// were in flight when it tripped.
 fn too_many_bad(world: &World, log: &Log, limiter: usize, key: u8) -> Option<String> {
     let (count, window) = world.history.limiters[limiter].guard?;
-    let is_ended =
-        known::STOPS_AFTER_A_RELEASE.stands() && world.history.features.has(Feature::Holds);
+    let is_ended = known::STOPS_AFTER_A_RELEASE.stands()
+        && world.history.features.has(Feature::Holds)
+        || known::GUARD_AND_DEATHS.stands() && world.history.features.has(Feature::Deaths);
     if is_ended {
         return None;
     }
