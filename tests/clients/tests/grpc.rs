@@ -628,7 +628,8 @@ async fn the_throttle_follows_the_server() {
     let (echo, server) = start().await;
     let layer = AdaptiveThrottleLayer::new();
     let throttle = layer.throttle();
-    let service: Grpc<Channel, AdaptiveThrottleLayer> = layer.grpc().layer(server.connect().await.unwrap());
+    let service: Grpc<Channel, AdaptiveThrottleLayer> =
+        layer.grpc().layer(server.connect().await.unwrap());
     echo.then(Act::Refuse(exhausted(millis(1000))));
     let (_, ended) = stream(service.clone()).await;
     assert_eq!(ended.unwrap_err().code(), Code::ResourceExhausted);
