@@ -254,7 +254,7 @@ pub mod body {
 #[cfg(feature = "grpc")]
 #[cfg_attr(docsrs, doc(cfg(feature = "grpc")))]
 pub mod grpc {
-    pub use crate::layer::grpc::{Grpc, GrpcBody, GrpcLayer, LocalRefusal};
+    pub use crate::layer::grpc::{GrpcBody, GrpcLayer, GrpcRateLimit, LocalRefusal};
 }
 
 /// The programs in the README, compiled and run as tests.

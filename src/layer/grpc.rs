@@ -375,9 +375,9 @@ fn as_response<B>(
 #[derive(Clone, Debug)]
 pub struct GrpcLayer<L>(L);
 
-/// The Tower service of a layer for gRPC: `Grpc<Channel>` of a [`RateLimitLayer`], and
-/// `Grpc<Channel, AdaptiveThrottleLayer>` of an [`AdaptiveThrottleLayer`].
-pub type Grpc<S, L = RateLimitLayer> = RateLimit<S, GrpcLayer<L>>;
+/// The Tower service of a layer for gRPC: `GrpcRateLimit<Channel>` of a [`RateLimitLayer`], and
+/// `GrpcRateLimit<Channel, AdaptiveThrottleLayer>` of an [`AdaptiveThrottleLayer`].
+pub type GrpcRateLimit<S, L = RateLimitLayer> = RateLimit<S, GrpcLayer<L>>;
 
 impl RateLimitLayer {
     /// Returns this layer for a client of gRPC, such as tonic.

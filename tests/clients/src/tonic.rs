@@ -3,14 +3,14 @@
 // [recipe]
 use std::future::Future;
 
-use tollgate::{RateLimitLayer, Signal, grpc::Grpc};
+use tollgate::{RateLimitLayer, Signal, grpc::GrpcRateLimit};
 use tonic::Status;
 use tonic::transport::{Channel, Endpoint};
 use tower::ServiceBuilder;
 
 /// Returns what a generated client takes: `OrdersClient::new(channel(limit, server))`. It connects
 /// with the first call.
-pub fn channel(limit: RateLimitLayer, server: &Endpoint) -> Grpc<Channel> {
+pub fn channel(limit: RateLimitLayer, server: &Endpoint) -> GrpcRateLimit<Channel> {
     ServiceBuilder::new()
         .layer(limit.grpc())
         .service(server.connect_lazy())

@@ -23,7 +23,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_stream::wrappers::UnboundedReceiverStream;
-use tollgate::grpc::{Grpc, GrpcLayer};
+use tollgate::grpc::{GrpcLayer, GrpcRateLimit};
 use tollgate::store::MemoryStore;
 use tollgate::{
     AdaptiveThrottleLayer, Key, Limited, Limiter, Quota, RateLimitLayer, Reason, by_grpc_method,
@@ -398,7 +398,7 @@ async fn other_statuses_hold_no_key() {
 }
 
 /// Four clients, each with a layer and a connection of its own, over one store.
-async fn fleet(server: &impl AsyncFn() -> Channel, quota: Quota) -> Vec<Grpc<Channel>> {
+async fn fleet(server: &impl AsyncFn() -> Channel, quota: Quota) -> Vec<GrpcRateLimit<Channel>> {
     let store = Arc::new(MemoryStore::default());
     let mut fleet = Vec::new();
     for _ in 0..4 {
@@ -628,7 +628,7 @@ async fn the_throttle_follows_the_server() {
     let (echo, server) = start().await;
     let layer = AdaptiveThrottleLayer::new();
     let throttle = layer.throttle();
-    let service: Grpc<Channel, AdaptiveThrottleLayer> =
+    let service: GrpcRateLimit<Channel, AdaptiveThrottleLayer> =
         layer.grpc().layer(server.connect().await.unwrap());
     echo.then(Act::Refuse(exhausted(millis(1000))));
     let (_, ended) = stream(service.clone()).await;
