@@ -170,7 +170,12 @@ pub async fn a_refusal_is_found_in_the_error<S: Subject>() {
         wait > Duration::ZERO && wait < Duration::from_secs(62),
         "{wait:?}"
     );
-    assert_eq!(limited.report().key(), S::key_text());
+    // A host has its name once a layer of this process, perhaps of another test, has seen it.
+    let key = limited.report().key();
+    assert!(
+        ["127.0.0.1", S::key_text().as_str()].contains(&key),
+        "{key}"
+    );
     assert_eq!(stage.arrived(), 1);
 }
 
