@@ -46,10 +46,10 @@ pub struct Explanation {
 }
 
 impl Explanation {
-    pub(crate) fn new(verdict: Verdict, text: impl fmt::Display) -> Self {
+    pub(crate) fn new(verdict: Verdict, text: String) -> Self {
         Explanation {
             verdict,
-            text: text.to_string().into(),
+            text: text.into(),
         }
     }
 }
