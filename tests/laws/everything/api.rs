@@ -77,6 +77,8 @@ pub(crate) struct Net {
     dice: Mutex<Dice>,
     away_until: Mutex<Option<Instant>>,
     listeners: Mutex<Vec<Arc<dyn StoreListener>>>,
+    /// How often each call was made.
+    calls: Mutex<BTreeMap<&'static str, u32>>,
     /// From when until when a call of any process had no answer.
     pub(crate) troubles: Mutex<Vec<(Instant, Instant)>>,
 }
@@ -104,6 +106,7 @@ impl Net {
             dice: Mutex::new(Dice::seeded(seed)),
             away_until: Mutex::default(),
             listeners: Mutex::default(),
+            calls: Mutex::default(),
             troubles: Mutex::default(),
         })
     }
@@ -123,6 +126,15 @@ impl Net {
     /// Makes the store reachable, fast and safe, for what is asserted at the end of a history.
     pub(crate) fn come_back(&self) {
         *lock(&self.away_until) = None;
+    }
+
+    fn count(&self, call: &'static str) {
+        *lock(&self.calls).entry(call).or_default() += 1;
+    }
+
+    /// Returns how often each call was made.
+    pub(crate) fn calls(&self) -> String {
+        format!("{:?}", lock(&self.calls))
     }
 
     fn away_until(&self, at: Instant) -> Option<Instant> {
@@ -250,11 +262,13 @@ impl Link {
     /// Does `act` at the store half a trip later, also if the reply is dropped.
     fn go<T: Send + 'static>(
         &self,
+        call: &'static str,
         act: impl FnOnce(&MemoryStore) -> StoreReply<T> + Send + 'static,
     ) -> StoreReply<T> {
         if self.is_cut() {
             return StoreReply::Pending(Box::pin(std::future::pending()));
         }
+        self.net.count(call);
         let (trip, memory) = (self.net.trip(), self.net.memory.clone());
         let call = tokio::spawn(async move {
             let mut reply = Err(away());
@@ -280,6 +294,7 @@ impl Store for Link {
         if self.is_cut() {
             return StoreReply::Pending(Box::pin(std::future::pending()));
         }
+        self.net.count("lease");
         let trip = self.net.trip();
         let windows = request
             .spec
@@ -306,7 +321,7 @@ impl Store for Link {
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
         let (spec, unused) = (spec.clone(), unused.to_vec());
-        drop(self.go(move |memory| {
+        drop(self.go("give_back", move |memory| {
             memory.give_back(key, &spec, &unused);
             StoreReply::Ready(Ok(()))
         }));
@@ -317,6 +332,7 @@ impl Store for Link {
         if self.is_cut() {
             return;
         }
+        self.net.count("claim");
         let mut claims = lock(&self.claims);
         // They arrive in their order.
         let there = (Instant::now() + self.net.half_trip()).max(claims.1);
@@ -360,27 +376,33 @@ impl Store for Link {
         left: Option<UpstreamRemaining>,
     ) -> StoreReply<HoldState> {
         let spec = spec.clone();
-        self.go(move |memory| memory.hold(key, &spec, held, left))
+        self.go("hold", move |memory| memory.hold(key, &spec, held, left))
     }
 
     fn release(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
         let spec = spec.clone();
-        self.go(move |memory| memory.release(key, &spec))
+        self.go("release", move |memory| memory.release(key, &spec))
     }
 
     fn set_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
         let spec = spec.clone();
-        self.go(move |memory| memory.set_quota(key, &spec, life))
+        self.go("set_quota", move |memory| {
+            memory.set_quota(key, &spec, life)
+        })
     }
 
     fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
         let spec = spec.clone();
-        self.go(move |memory| memory.unset_quota(key, &spec, life))
+        self.go("unset_quota", move |memory| {
+            memory.unset_quota(key, &spec, life)
+        })
     }
 
     fn learn_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<SetQuota> {
         let spec = spec.clone();
-        self.go(move |memory| memory.learn_quota(key, &spec, life))
+        self.go("learn_quota", move |memory| {
+            memory.learn_quota(key, &spec, life)
+        })
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {
@@ -391,7 +413,7 @@ impl Store for Link {
     }
 
     fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
-        self.go(move |memory| memory.peek(request))
+        self.go("peek", move |memory| memory.peek(request))
     }
 
     fn background(&self) -> Option<&dyn Background> {
@@ -399,7 +421,7 @@ impl Store for Link {
     }
 
     fn flush(&self) -> StoreReply<()> {
-        self.go(Store::flush)
+        self.go("flush", Store::flush)
     }
 }
 

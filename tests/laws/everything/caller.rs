@@ -112,13 +112,15 @@ impl Caller {
                 this.check_wait(begin);
                 match outcome {
                     Some(Ok(permit)) => {
+                        this.note("granted");
                         lock(&this.process.outcomes).granted += 1;
                         this.granted(permit).await;
                     }
                     Some(Err(refused)) => {
+                        this.note(&format!("{refused:?}"));
                         count_refusal(&mut lock(&this.process.outcomes), &refused)
                     }
-                    None => {}
+                    None => this.note("gave up"),
                 }
             }
             Via::Layer | Via::Retry => {
@@ -135,14 +137,21 @@ impl Caller {
                         }
                     }
                     Some(Err(refused)) if !seen.is_sent.load(Ordering::Relaxed) => {
+                        this.note(&format!("{refused:?}"));
                         this.check_wait(begin);
                         count_refusal(&mut lock(&this.process.outcomes), &refused);
                     }
-                    Some(Err(_)) | None => {}
+                    Some(Err(_)) => {}
+                    None => this.note("gave up"),
                 }
             }
         }
         *lock(&this.world.log).ends.entry(this.number).or_default() += 1;
+    }
+
+    fn note(&self, what: &str) {
+        self.world
+            .note(|| format!("{}.{} {what}", self.process.number, self.number));
     }
 
     /// Polls the future as the caller does. Returns `None` if the caller gives up.
@@ -494,6 +503,7 @@ impl Caller {
     fn arrive(self: &Arc<Self>, at: u64, is_uncounted: bool) -> Call {
         let (world, request) = (&self.world, &self.request);
         let at = at + request.transit * 1000;
+        self.note("leaves");
         let mut log = lock(&world.log);
         *log.arrivals.entry(self.number).or_default() += 1;
         if is_uncounted {

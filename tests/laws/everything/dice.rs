@@ -1,6 +1,7 @@
 //! Random numbers that a seed repeats.
 
 use std::env;
+use std::sync::OnceLock;
 
 /// SplitMix64, by Sebastiano Vigna (public domain). The same seed rolls the same numbers.
 #[derive(Clone, Debug)]
@@ -51,6 +52,15 @@ pub(crate) fn of_history(seed: u64, number: u64) -> Dice {
     let mut dice = Dice::seeded(both.next() ^ number.wrapping_mul(0xd134_2543_de82_ef95));
     dice.next();
     dice
+}
+
+/// The file that gets what happened in each history: see `tests/before/compare`.
+pub(crate) const TRANSCRIPT: &str = "TOLLGATE_TRANSCRIPT";
+
+/// Returns whether what happens is written down.
+pub(crate) fn is_transcribed() -> bool {
+    static IS_SET: OnceLock<bool> = OnceLock::new();
+    *IS_SET.get_or_init(|| env::var_os(TRANSCRIPT).is_some())
 }
 
 /// Returns the only history to run, if `TOLLGATE_HISTORY` states one.

@@ -79,6 +79,11 @@ impl World {
         at.duration_since(self.start).as_micros() as u64
     }
 
+    pub(crate) fn note(&self, text: impl FnOnce() -> String) {
+        let now = self.now();
+        lock(&self.log).note(now, text);
+    }
+
     pub(crate) fn wrong(&self, text: &str) {
         let now = self.now();
         lock(&self.log).wrong(now, text);

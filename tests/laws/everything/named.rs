@@ -79,7 +79,7 @@ fn request(cost: u32, actual: u32, after: u64) -> Request {
 }
 
 fn check(history: &History) {
-    let (_, wrong) = run::play(history);
+    let wrong = run::play(history).wrong;
     assert!(wrong.is_empty(), "{wrong:#?}\n{}", history.list());
 }
 

@@ -1,6 +1,8 @@
 //! Runs histories, and says how to repeat one that fails.
 
-use std::fmt;
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::{env, fmt};
 
 use super::api;
 use super::dice;
@@ -10,8 +12,16 @@ use super::generate;
 use super::judge;
 use super::plan::History;
 
-/// Runs a history. Returns what met in it, and what was wrong.
-pub(crate) fn play(history: &History) -> (Features, Vec<String>) {
+/// What has become of a history.
+#[derive(Default)]
+pub(crate) struct Played {
+    pub(crate) met: Features,
+    pub(crate) wrong: Vec<String>,
+    transcript: Vec<String>,
+}
+
+/// Runs a history.
+pub(crate) fn play(history: &History) -> Played {
     let played = history.clone();
     let outcome = api::in_virtual_time(history.dice, async move {
         let world = World::new(&played, None);
@@ -23,17 +33,36 @@ pub(crate) fn play(history: &History) -> (Features, Vec<String>) {
         for process in lock(&world.processes).iter() {
             process.link.end();
         }
+        world.note(|| format!("store calls: {}", world.net.calls()));
         let mut log = lock(&world.log);
-        (log.met, std::mem::take(&mut log.wrong))
-    });
-    match outcome {
-        Ok((met, wrong)) => {
-            let mut all = history.features;
-            met.all().for_each(|feature| all.add(feature));
-            (all, wrong)
+        Played {
+            met: log.met,
+            wrong: std::mem::take(&mut log.wrong),
+            transcript: std::mem::take(&mut log.transcript),
         }
-        Err(panic) => (history.features, vec![panic]),
+    });
+    let mut played = outcome.unwrap_or_else(|panic| Played {
+        wrong: vec![panic],
+        ..Played::default()
+    });
+    let features = history.features.all();
+    features.for_each(|feature| played.met.add(feature));
+    played
+}
+
+/// Adds what happened in a history to the file that `TOLLGATE_TRANSCRIPT` names.
+fn transcribe(number: u64, played: &Played) {
+    if !dice::is_transcribed() {
+        return;
     }
+    let path = env::var_os(dice::TRANSCRIPT).expect("it is set");
+    let file = OpenOptions::new().create(true).append(true).open(path);
+    let mut text = format!("history {number}\n");
+    for line in played.transcript.iter().chain(&played.wrong) {
+        text.extend([line.as_str(), "\n"]);
+    }
+    let written = file.and_then(|mut file| file.write_all(text.as_bytes()));
+    written.expect("the transcript can be written");
 }
 
 /// A history that has failed.
@@ -47,7 +76,9 @@ pub(crate) struct Failure {
 /// Runs history `number` of a seed. Returns what met in it.
 pub(crate) fn history(seed: u64, number: u64) -> Result<Features, Box<Failure>> {
     let history = generate::history(&mut dice::of_history(seed, number), number);
-    let (met, wrong) = play(&history);
+    let played = play(&history);
+    transcribe(number, &played);
+    let Played { met, wrong, .. } = played;
     if wrong.is_empty() {
         return Ok(met);
     }
@@ -89,7 +120,7 @@ impl fmt::Display for Failure {
             wrong,
         } = self;
         let shrunk = shrink(history.clone());
-        let (_, again) = play(&shrunk);
+        let again = play(&shrunk).wrong;
         writeln!(
             f,
             "history {number} of seed {seed}: {wrong:#?}\nwith fewer steps: {again:#?}\n{}",
@@ -128,7 +159,7 @@ fn shrink(mut history: History) -> History {
                 *pause += dropped.iter().map(|(pause, _)| pause).sum::<u64>();
             }
             plays += 1;
-            if play(&shorter).1.is_empty() {
+            if play(&shorter).wrong.is_empty() {
                 from += size;
             } else {
                 history = shorter;

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use super::dice;
 use super::features::{Feature, Features};
 use super::plan::{Part, Rate};
 
@@ -76,12 +77,21 @@ pub(crate) struct Log {
     pub(crate) arrivals: BTreeMap<usize, u32>,
     pub(crate) ends: BTreeMap<usize, u32>,
     pub(crate) met: Features,
+    /// What happened, in its order, if somebody wants to read it: see [`note`](Log::note).
+    pub(crate) transcript: Vec<String>,
     pub(crate) wrong: Vec<String>,
 }
 
 impl Log {
     pub(crate) fn met(&mut self, feature: Feature) {
         self.met.add(feature);
+    }
+
+    /// Writes a line of the transcript.
+    pub(crate) fn note(&mut self, at: u64, text: impl FnOnce() -> String) {
+        if dice::is_transcribed() {
+            self.transcript.push(format!("{at} {}", text()));
+        }
     }
 
     pub(crate) fn wrong(&mut self, at: u64, text: &str) {
