@@ -9,10 +9,10 @@ use std::time::Instant;
 
 use smallvec::SmallVec;
 
-use super::admission::Entry;
 use super::cores::Cores;
 use super::counting;
 use super::engine::Core;
+use super::entry::Entry;
 use super::explain::{self, Asked};
 use super::explanation::{Explanation, Verdict};
 use super::joint::{self, JointStarted, MOST_PARTS, PartRef, UntilKnown};

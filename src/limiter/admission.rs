@@ -14,11 +14,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::engine::Core;
+use super::entry::Entry;
 use super::holds;
 use super::in_flight_slot::{self, InFlightSlot};
 use super::key_state::{KeyState, Ticket};
 use super::queue::{Number, next_number};
-use super::quotas::QuotaId;
 use super::reservation::{Reservation, Settled, WaitBound};
 use super::settings::Settings;
 use crate::clock;
@@ -26,22 +26,6 @@ use crate::error::{Reason, StoreError};
 use crate::key::Key;
 use crate::key_map::Full;
 use crate::store::Refusal;
-
-/// A request that enters.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Entry {
-    pub(crate) key: Key,
-    pub(crate) cost: u32,
-    pub(crate) deadline: Option<Instant>,
-    /// The key of its host. `None` if the host does not matter.
-    ///
-    /// The host matters if each host has holds of its own (`hosts.rs`). It also matters if the
-    /// client follows redirects, because the response of another host states nothing about this
-    /// key.
-    pub(crate) host: Option<Key>,
-    /// The quota that the request states for the key.
-    pub(crate) quota: QuotaId,
-}
 
 /// How far a request has come.
 ///

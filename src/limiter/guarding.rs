@@ -4,8 +4,8 @@ use std::future::Future;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::admission::Entry;
 use super::engine::Core;
+use super::entry::Entry;
 use super::holds;
 use super::key_state::HoldSource;
 use super::limiter::Limiter;

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::acquire::Acquire;
-use super::admission::Entry;
 use super::cores::Cores;
 use super::counting;
 use super::engine::Core;
+use super::entry::Entry;
 use super::explanation::Explanation;
 use super::holds;
 use super::joint::PartRef;

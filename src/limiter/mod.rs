@@ -17,7 +17,7 @@
 //
 // | file | what it has |
 // |---|---|
-// | `reservation`, `limited`, `hosts`, `quotas` | values: booked slots, bounds and outcomes of waits, errors, hosts, quotas that requests state |
+// | `reservation`, `limited`, `hosts`, `quotas`, `entry` | values: booked slots, bounds and outcomes of waits, errors, hosts, quotas that requests state, what a request states |
 // | `session`, `prefetched`, `unlocked`, `queue`, `key_state` | the state of one key: the store's clock, permits at hand, waiters, bookings, holds |
 // | `key_states` | the states of all keys, and the way to visit one |
 // | `settings` | what a limiter is built from |
@@ -48,6 +48,7 @@ mod cores;
 mod counting;
 mod effects;
 mod engine;
+mod entry;
 mod explain;
 mod explanation;
 mod guarding;
@@ -85,8 +86,8 @@ mod waiter;
 mod waiting;
 
 pub use acquire::Acquire;
-pub(crate) use admission::Entry;
 pub(crate) use engine::note_several as note_several_gates;
+pub(crate) use entry::Entry;
 pub(crate) use explanation::Held;
 pub(crate) use explanation::Shown;
 pub use explanation::{Because, Explanation, Verdict};

@@ -53,7 +53,7 @@ type OfKeys<T> = SmallVec<[Option<T>; 4]>;
 /// What the permit of a joint request has besides that of its first key.
 #[derive(Default)]
 struct Joint {
-    /// The key of the host, if it matters to the first key: see [`Entry::host`](super::admission::Entry::host).
+    /// The key of the host, if it matters to the first key: see [`Entry::host`](super::entry::Entry::host).
     host: Option<Key>,
     others: Vec<JointPermit>,
     /// If other layers are around: the call of this layer, and when the first of their permits

@@ -10,8 +10,8 @@ use std::time::Duration;
 use http::StatusCode;
 use smallvec::SmallVec;
 
-use super::admission::Entry;
 use super::engine::{self, Core, CoreId};
+use super::entry::Entry;
 use super::hosts::Reach;
 use super::in_flight_slot::InFlightSlot;
 use super::key_state::is_any_uncertain;

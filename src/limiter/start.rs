@@ -6,9 +6,10 @@
 
 use std::sync::Arc;
 
-use super::admission::{self, Admission, Entry, WaitFor};
+use super::admission::{self, Admission, WaitFor};
 use super::counting;
 use super::engine::Core;
+use super::entry::Entry;
 use super::holds;
 use super::in_flight_slot::InFlightSlot;
 use super::key_state::KeyState;

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
-use super::admission::{self, Admission, Entry, WaitFor};
+use super::admission::{self, Admission, WaitFor};
 use super::counting;
 use super::engine::Core;
+use super::entry::Entry;
 use super::holds::{self, HoldWait};
 use super::in_flight_slot::{self, InFlightSlot};
 use super::key_state::Ticket;

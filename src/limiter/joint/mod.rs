@@ -71,9 +71,9 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::admission::Entry;
 use super::counting;
 use super::engine::Core;
+use super::entry::Entry;
 use super::key_state::{self, KeyState};
 use super::limited::LimitName;
 use super::quotas::QuotaId;

@@ -15,8 +15,8 @@ use super::{
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::limiter::admission::Entry;
 use crate::limiter::engine::CoreId;
+use crate::limiter::entry::Entry;
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::WaitBound;
 use crate::store::Refusal;
