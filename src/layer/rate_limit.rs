@@ -25,8 +25,8 @@ use crate::events;
 use crate::guarded;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef, host_names};
 use crate::limiter::{
-    Admitted, Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, Permit,
-    QuotaId, Reservation, Sent, Started, Waiting, enter_joint, is_inside_a_layer,
+    Admitted, Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, QuotaId,
+    Reservation, Sent, Started, Taken, Waiting, enter_joint, is_inside_a_layer,
 };
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
@@ -406,7 +406,7 @@ impl RateLimitLayer {
         let sent = match enter_joint(&parts, deadline, label) {
             Entered::Sent(sent) => sent,
             Entered::UntilKnown(waiter) => return Admission::Wait(Waiting::inside(waiter)),
-            Entered::Started(JointStarted::Granted(permit)) => permit.sent(),
+            Entered::Started(JointStarted::Granted(taken)) => taken.sent(),
             Entered::Started(JointStarted::Waiting(waiter)) => {
                 return Admission::Wait(Waiting::joint(waiter));
             }
@@ -425,23 +425,23 @@ impl RateLimitLayer {
             Slow::Joint(reading) => return self.enter_joint(reading, request),
             Slow::NoPermit(entry) => entry,
             Slow::OwnPolicy(entry) => match limiter.take_at_once(&entry) {
-                Some(slot) => return Admission::Go(self.granted(limiter, entry, slot, request)),
+                Some(slot) => return Admission::Go(self.at_hand(limiter, entry, slot, request)),
                 None => entry,
             },
         };
         let label = || self.label(limiter.whole(entry.key), request);
         match limiter.start_slow(&entry, label) {
-            Started::Granted(slot, in_flight_slot) => {
-                let sent = self.granted(limiter, entry, slot, request);
-                Admission::Go(sent.in_flight(in_flight_slot))
+            Started::Granted(taken) => {
+                let key = limiter.whole(entry.key);
+                Admission::Go(self.with_label(taken.sent(), key, request))
             }
             Started::Waiting(waiter) => Admission::Wait(Waiting::one(waiter)),
             Started::Limited(limited) => Admission::No(limited),
         }
     }
 
-    /// Makes the call of a request that got its permit on the slow path without a wait.
-    fn granted(
+    /// Makes the call of a request that got a permit at hand on the slow path.
+    fn at_hand(
         &self,
         limiter: &Limiter,
         entry: Entry,
@@ -545,7 +545,7 @@ impl Slow {
 
 impl Gate for RateLimitLayer {
     type Wait = Waiting;
-    type Permit = Permit;
+    type Permit = Taken;
     type Call = Sent;
     type Admitted = Admitted;
     type Entry = Slow;
@@ -615,21 +615,16 @@ impl Gate for RateLimitLayer {
         self.extractors.policy.clone()
     }
 
-    fn poll_permit(waiting: &mut Waiting, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+    fn poll_permit(waiting: &mut Waiting, cx: &mut Context<'_>) -> Poll<Result<Taken, Limited>> {
         Pin::new(waiting).poll(cx)
     }
 
-    fn send(permit: Permit, waiting: &mut Waiting) -> Option<Sent> {
-        if permit.is_valid() && !waiting.is_drained() {
-            waiting.left(&permit);
-            return Some(permit.sent());
-        }
-        waiting.wait_again(permit);
-        None
+    fn send(taken: Taken, waiting: &mut Waiting) -> Option<Sent> {
+        waiting.leave(taken).map(Taken::sent)
     }
 
-    fn give_back(permit: Permit) {
-        permit.give_back();
+    fn give_back(taken: Taken) {
+        drop(taken);
     }
 
     #[inline]

@@ -348,8 +348,12 @@ impl Ledger {
     }
 
     /// Adds a hold that begins now. Releases before it do not end it, even if the process that set it
-    /// did not know of them.
+    /// did not know of them. One without time left ends the probation that follows the last one, and no hold in
+    /// force.
     pub(crate) fn hold_anew(&mut self, hold: Hold) -> Hold {
+        if hold.until.max(self.in_force().until) <= self.now {
+            return self.release();
+        }
         self.hold(Hold {
             releases: hold.releases.max(self.in_force().releases),
             ..hold

@@ -4,7 +4,7 @@ use std::future::Future;
 use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use smallvec::SmallVec;
@@ -21,6 +21,7 @@ use super::outer;
 use super::permit::Permit;
 use super::quotas::QuotaId;
 use super::start::{self, Started};
+use super::taken::Taken;
 use super::waiting::Waiting;
 use crate::blocking;
 use crate::clock;
@@ -415,15 +416,13 @@ impl Acquire {
         let now = clock::now_by_counter();
         // The common case has a return of its own, so that the permit is not copied.
         if let Some(slot) = start::take_one_unlocked(&core, &entry, now) {
-            return Poll::Ready(Ok(Permit::new(core, key, Some(slot), None)));
+            return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, Some(slot)))));
         }
         if let Some(slot) = start::take_at_once(&core, &entry, now) {
-            return Poll::Ready(Ok(Permit::new(core, key, slot, None)));
+            return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, slot))));
         }
         match start::slow(&core, &entry, || core.label(key, None)) {
-            Started::Granted(slot, in_flight_slot) => {
-                Poll::Ready(Ok(Permit::new(core, key, slot, in_flight_slot)))
-            }
+            Started::Granted(taken) => Poll::Ready(Ok(Permit::new(taken))),
             Started::Limited(limited) => Poll::Ready(Err(limited)),
             Started::Waiting(waiter) => {
                 self.0 = Step::Waiting(Waiting::one(waiter));
@@ -506,7 +505,9 @@ impl Future for Acquire {
                     let started = enter_joint(parts);
                     self.0 = Step::Done;
                     match started {
-                        Ok(JointStarted::Granted(permit)) => return Poll::Ready(Ok(permit)),
+                        Ok(JointStarted::Granted(taken)) => {
+                            return Poll::Ready(Ok(Permit::new(taken)));
+                        }
                         Ok(JointStarted::Limited(limited)) => return Poll::Ready(Err(limited)),
                         Ok(JointStarted::Waiting(waiter)) => {
                             self.0 = Step::Waiting(Waiting::joint(waiter));
@@ -521,15 +522,16 @@ impl Future for Acquire {
                     self.0 = Step::Done;
                     return Poll::Ready(Err(limited));
                 }
-                Step::Waiting(waiter) => {
-                    let polled = Pin::new(&mut *waiter).poll(cx);
-                    if let Poll::Ready(result) = &polled {
-                        if let Ok(permit) = result {
-                            waiter.left(permit);
-                        }
-                        self.0 = Step::Done;
-                    }
-                    return polled;
+                Step::Waiting(waiting) => {
+                    let result = match ready!(Pin::new(&mut *waiting).poll(cx)) {
+                        Ok(taken) => match waiting.leave(taken) {
+                            Some(taken) => Ok(Permit::new(taken)),
+                            None => continue,
+                        },
+                        Err(limited) => Err(limited),
+                    };
+                    self.0 = Step::Done;
+                    return Poll::Ready(result);
                 }
                 Step::Done => panic!("an Acquire future was polled after it was ready"),
             }

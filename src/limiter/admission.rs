@@ -18,9 +18,11 @@ use super::entry::Entry;
 use super::holds;
 use super::in_flight_slot::{self, InFlightSlot};
 use super::key_state::{KeyState, Ticket};
+use super::probe::Probe;
 use super::queue::{Number, next_number};
 use super::reservation::{Reservation, Settled, WaitBound};
 use super::settings::Settings;
+use super::taken::{OfKey, Taken};
 use crate::clock;
 use crate::error::{Reason, StoreError};
 use crate::key::Key;
@@ -38,18 +40,9 @@ use crate::store::Refusal;
 ///   allocation, which this type does not need.
 /// - The `Admission` in `layer/seam.rs` is what a service gets from any layer.
 pub(super) enum Admission {
-    /// The request may leave now.
-    Granted {
-        /// `None` if the request costs nothing, or if rates are not limited.
-        slot: Option<Reservation>,
-        /// `None` if calls in flight are not limited, or could not be counted.
-        in_flight_slot: Option<InFlightSlot>,
-    },
-    /// The request may leave without a slot, because the store failed and the limiter fails open.
-    Uncounted {
-        cause: StoreError,
-        in_flight_slot: Option<InFlightSlot>,
-    },
+    /// The request may leave now with what it has. It has no slot if the store failed, with this error, and the
+    /// limiter fails open.
+    Granted(Taken, Option<StoreError>),
     /// The request waits, and keeps its `in_flight_slot` meanwhile.
     Waits {
         wait: WaitFor,
@@ -93,6 +86,16 @@ impl Admission {
         Admission::Waits {
             wait,
             in_flight_slot,
+        }
+    }
+
+    /// Fails the request if the claim of this process expired while it waited with an in-flight slot.
+    pub(super) fn unless_lost(self, now: Instant) -> Self {
+        match self {
+            Admission::Granted(taken, _) if taken.is_lost(now) => {
+                Admission::Failed(StoreError::InFlightSlotLost)
+            }
+            admission => admission,
         }
     }
 
@@ -214,7 +217,7 @@ pub(super) fn in_flight_slot_settled(
     match settled {
         Settled::Granted(number) => Ok(Some(InFlightSlot::new(core.clone(), key, number))),
         Settled::Failed(source) if core.fails_open_on(&source) => Ok(None),
-        Settled::Failed(source) => Err(Admission::Failed(source)),
+        Settled::Failed(source) | Settled::Uncounted(source, _) => Err(Admission::Failed(source)),
         Settled::Refused(_) => Err(Admission::Refused(
             bound.reason(max_wait),
             in_flight_slot::refusal(core, key),
@@ -237,7 +240,7 @@ pub(super) fn enter_with_in_flight_slot(
     now: Instant,
 ) -> Admission {
     if core.settings.spec.quota().limits().is_empty() {
-        return enter_without_rates(core, entry.key, in_flight_slot, bound, now);
+        return enter_without_rates(core, entry, in_flight_slot, bound, now);
     }
     let number = number.unwrap_or_else(next_number);
     let ticket = Ticket::new(number, entry.cost, bound);
@@ -253,33 +256,28 @@ pub(super) fn enter_with_in_flight_slot(
         // This process has no room for one more key. That is no failure of the store.
         return Admission::Refused(Reason::TooManyKeys(max_keys), Refusal::NEVER);
     }
-    if let Settled::Failed(source) = &settled
-        && core.fails_open_on(source)
-        && let Some(left) = core.held(entry.key, now)
-    {
-        // No request passes uncounted while its key is on hold.
-        return Admission::held(left);
-    }
     slot_settled(core, entry, bound, settled, in_flight_slot, now)
 }
 
 /// Enters a request whose key has no limits of rates: only a hold stops it.
 fn enter_without_rates(
     core: &Arc<Core>,
-    key: Key,
+    entry: &Entry,
     in_flight_slot: Option<InFlightSlot>,
     bound: WaitBound,
     now: Instant,
 ) -> Admission {
+    let key = entry.key;
     // The requests of this key do not ask the store for slots, so the first one asks for a hold.
     if core.states.find(key, |_| ()).is_none() {
         holds::inquire(core, key, now);
     }
-    let Err(left) = holds::pass(core, key, now) else {
-        return Admission::Granted {
-            slot: None,
-            in_flight_slot,
-        };
+    let left = match holds::pass(core, key, now) {
+        Ok(probe) => {
+            let taken = taken(core, entry, None, in_flight_slot, probe);
+            return Admission::Granted(taken, None);
+        }
+        Err(left) => left,
     };
     let until = clock::after(now, left);
     if until <= bound.latest {
@@ -292,7 +290,7 @@ fn enter_without_rates(
 /// Returns what follows from the end of a request's wait for a slot, or from an attempt without a
 /// wait.
 pub(super) fn slot_settled(
-    core: &Core,
+    core: &Arc<Core>,
     entry: &Entry,
     bound: WaitBound,
     settled: Settled,
@@ -300,20 +298,31 @@ pub(super) fn slot_settled(
     now: Instant,
 ) -> Admission {
     match settled {
-        Settled::Granted(slot) => Admission::Granted {
-            slot: Some(slot),
-            in_flight_slot,
-        },
+        Settled::Granted(slot) => {
+            Admission::Granted(taken(core, entry, Some(slot), in_flight_slot, None), None)
+        }
         Settled::Refused(refusal) => refused(core, entry, bound, refusal, now),
         Settled::QueueFull => {
             Admission::Refused(Reason::QueueFull(core.settings.max_queue), Refusal::NEVER)
         }
-        Settled::Failed(cause) if core.fails_open_on(&cause) => Admission::Uncounted {
-            cause,
-            in_flight_slot,
-        },
+        Settled::Uncounted(cause, probe) => {
+            let probe = probe.map(|number| Probe::new(core.id, entry.key, number));
+            Admission::Granted(taken(core, entry, None, in_flight_slot, probe), Some(cause))
+        }
         Settled::Failed(source) => Admission::Failed(source),
     }
+}
+
+/// Makes the record of what the request of `entry` has.
+pub(super) fn taken(
+    core: &Arc<Core>,
+    entry: &Entry,
+    slot: Option<Reservation>,
+    in_flight_slot: Option<InFlightSlot>,
+    probe: Option<Probe>,
+) -> Taken {
+    let of_key = OfKey::new(core.clone(), entry.key, entry.host, slot, in_flight_slot);
+    Taken::of_one(of_key, probe.into_iter().collect())
 }
 
 /// Finds the reason of a refusal: a cost that the quota never allows, a hold of the key, else the bound

@@ -65,9 +65,8 @@ impl Gate for Core {
     }
 }
 
-/// Counts the request of `key` that got `slot` at once, on the slow path.
-pub(super) fn passed(core: &Core, key: Key, slot: Option<&Reservation>) {
-    let units = slot.map_or(0, |slot| slot.cost);
+/// Counts the request of `key` that got a slot of these `units` at once, on the slow path.
+pub(super) fn passed(core: &Core, key: Key, units: u32) {
     let count = |state: &mut KeyState| state.counts.pass(units);
     if core.states.find(key, count).is_none() {
         core.tally().count(Outcome::Passed);

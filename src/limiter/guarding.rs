@@ -48,13 +48,20 @@ impl Limiter {
             return Counted::Now(Ok(()));
         }
         match self.start_slow(&entry, || self.label(key, None)) {
-            Started::Granted(..) => Counted::Now(Ok(())),
+            Started::Granted(taken) => {
+                drop(taken.sent());
+                Counted::Now(Ok(()))
+            }
             Started::Limited(limited) => Counted::Now(Err(limited)),
             Started::Waiting(waiter) => Counted::Later(async move {
                 let mut waiting = Waiting::one(waiter);
-                let permit = (&mut waiting).await?;
-                waiting.left(&permit);
-                Ok(())
+                loop {
+                    let taken = (&mut waiting).await?;
+                    if let Some(taken) = waiting.leave(taken) {
+                        drop(taken.sent());
+                        return Ok(());
+                    }
+                }
             }),
         }
     }

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use super::engine::Core;
 use super::key_state::{HoldSource, KeyContext, KeyState};
 use super::own_quota;
+use super::probe::Probe;
 use super::queue::Number;
-use super::reservation::Reservation;
 use super::settings::Settings;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
@@ -181,40 +181,19 @@ fn adopt_elsewhere(core: &Arc<Core>, key: Key, held: HoldState, of_whole: bool) 
     }
 }
 
-/// Lets a request of `key` pass, unless a hold or a probe stops it. If the key is on probation, a
-/// request that passes becomes the probe.
+/// Lets a request of `key` pass, unless a hold or a probe stops it. If the key is on probation, the request
+/// leaves as the probe that this returns.
 ///
 /// # Errors
 ///
 /// How long requests of the key may not leave.
-pub(super) fn pass(core: &Core, key: Key, now: Instant) -> Result<(), Duration> {
+pub(super) fn pass(core: &Core, key: Key, now: Instant) -> Result<Option<Probe>, Duration> {
     let max_hold = core.settings.max_hold;
-    core.states
+    let passed = core
+        .states
         .find(key, |state| state.hold.pass(max_hold, now))
-        .unwrap_or(Ok(()))
-}
-
-/// Notes that a request was not sent that may have been the probe of `key`. So another one may be.
-pub(super) fn probe_not_sent(core: &Arc<Core>, key: Key) {
-    core.with_state(key, clock::now(), KeyState::probe_not_sent);
-}
-
-/// Takes back what a request of `key` had that was not sent: its slot, and that it may have been the probe of the key.
-pub(super) fn not_sent(core: &Arc<Core>, key: Key, slot: Option<Reservation>) {
-    // A slot of the key's own part takes the probe back.
-    if slot.is_none_or(|slot| slot.lender.is_some()) {
-        probe_not_sent(core, key);
-    }
-    if let Some(slot) = slot {
-        core.give_back(key, slot);
-    }
-}
-
-/// Does what [`probe_not_sent`] does, for the probe of `host`, to which a request of `key` was not sent.
-pub(super) fn host_probe_not_sent(core: &Arc<Core>, key: Key, host: Option<Key>) {
-    if let Some(hold) = core.hosts.hold_of(key, host) {
-        probe_not_sent(core, hold);
-    }
+        .unwrap_or(Ok(None))?;
+    Ok(passed.map(|number| Probe::new(core.id, key, number)))
 }
 
 /// The same as [`pass`] for the waiter `number`, whose task is woken when the answer changes.
@@ -224,11 +203,13 @@ pub(super) fn poll_pass(
     number: Number,
     now: Instant,
     cx: &Context<'_>,
-) -> Result<(), Duration> {
+) -> Result<Option<Probe>, Duration> {
     let max_hold = core.settings.max_hold;
-    core.states
+    let passed = core
+        .states
         .find(key, |state| state.hold.poll_pass(number, max_hold, now, cx))
-        .unwrap_or(Ok(()))
+        .unwrap_or(Ok(None))?;
+    Ok(passed.map(|number| Probe::new(core.id, key, number)))
 }
 
 /// Returns how long the waiter `number` waits for the end of a host's hold, if at all. The waiter

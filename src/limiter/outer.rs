@@ -30,7 +30,8 @@ use std::time::Instant;
 use smallvec::SmallVec;
 
 use super::engine::{self, CoreId};
-use super::reservation::Reservation;
+use super::probe::Probe;
+use super::reservation::{ProbeNumber, Reservation};
 use crate::key::Key;
 use crate::rng::dice;
 
@@ -46,6 +47,9 @@ pub(super) struct OuterPermit {
     pub(super) until: Option<Instant>,
     /// The slot, for permits that can be given back.
     pub(super) slot: Option<Reservation>,
+    /// The probes that the call of the layer is: of its key and of its host. If an inner call takes the slot, it
+    /// takes them back; if it renews the permit, they are new ones, for the call of the layer.
+    pub(super) probes: [Option<(Key, ProbeNumber)>; 2],
     pub(super) use_of: UseOf,
 }
 
@@ -168,8 +172,23 @@ impl OuterPermit {
             host: None,
             until: None,
             slot: None,
+            probes: [None; 2],
             use_of,
         }
+    }
+
+    /// Returns the first two of these probes.
+    pub(super) fn first_probes<'a>(
+        probes: impl IntoIterator<Item = &'a Probe>,
+    ) -> [Option<(Key, ProbeNumber)>; 2] {
+        let mut probes = probes.into_iter();
+        [(); 2].map(|()| probes.next().map(|probe| (probe.key(), probe.number())))
+    }
+
+    /// Returns the probes.
+    pub(super) fn probes(&self) -> impl Iterator<Item = Probe> {
+        let probes = self.probes.into_iter().flatten();
+        probes.map(|(key, number)| Probe::new(self.core, key, number))
     }
 }
 
@@ -279,7 +298,7 @@ pub(super) fn use_all(call: CallId, now: Instant) -> bool {
 }
 
 /// Takes out the slots of the outer permits with which no request was sent, to give them back or to bring
-/// them along. The call `call` of an inner layer does so, and may have renewed them before. From then on these
+/// them along. Their calls are no probes any more. The call `call` of an inner layer does so, and may have renewed them before. From then on these
 /// permits count as used by it, so that no later call takes them again.
 pub(super) fn take_unused(call: CallId) -> SmallVec<[(CoreId, Key, Reservation); 2]> {
     let mut permits = all();
@@ -289,8 +308,13 @@ pub(super) fn take_unused(call: CallId) -> SmallVec<[(CoreId, Key, Reservation);
         Some((permit.core, permit.key, slot))
     });
     let unused: SmallVec<_> = slots.collect();
+    let mut probes = SmallVec::<[Probe; 2]>::new();
     if !unused.is_empty() {
         mark_used(&mut permits, call);
+        for permit in &mut permits {
+            probes.extend(permit.probes());
+            permit.probes = [None; 2];
+        }
     }
     set_all(&permits);
     unused
@@ -306,9 +330,13 @@ fn are_unused_but_by(permits: &[OuterPermit], last: Option<CallId>) -> bool {
     permits.iter().enumerate().all(is_unused)
 }
 
-/// Replaces the slots of the permits of the layers around, the outermost first. The call `call` of
-/// an inner layer uses them.
-pub(super) fn renew(slots: impl Iterator<Item = Option<Reservation>>, call: CallId) {
+/// Replaces the slots of the permits of the layers around, the outermost first, and takes their probes out of
+/// `probes`. The call `call` of an inner layer uses them.
+pub(super) fn renew(
+    slots: impl Iterator<Item = Option<Reservation>>,
+    probes: &mut Vec<Probe>,
+    call: CallId,
+) {
     let mut permits = all();
     // A limiter that was dropped has no permits any more.
     let counted = permits
@@ -317,6 +345,17 @@ pub(super) fn renew(slots: impl Iterator<Item = Option<Reservation>>, call: Call
     for (permit, slot) in counted.zip(slots) {
         permit.until = slot.map(|slot| slot.until);
         permit.slot = slot;
+        let is_own = |probe: &mut Probe| {
+            let host = permit
+                .core
+                .find()
+                .map(|core| core.hold_key(permit.key, permit.host));
+            probe.is_of(permit.core, permit.key)
+                || host.is_some_and(|host| probe.is_of(permit.core, host))
+        };
+        let own: SmallVec<[Probe; 2]> = probes.extract_if(.., is_own).collect();
+        permit.probes = OuterPermit::first_probes(&own);
+        own.into_iter().for_each(|probe| _ = probe.into_number());
     }
     mark_used(&mut permits, call);
     set_all(&permits);

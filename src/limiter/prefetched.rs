@@ -69,6 +69,7 @@ impl Details {
             stamp: self.stamp,
             incarnation: self.incarnation,
             lender: None,
+            probe: None,
             is_at_once: true,
         }
     }

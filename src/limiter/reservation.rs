@@ -1,5 +1,7 @@
-//! What a request waits for: a slot, the bound on its wait, and how the wait ends.
+//! What a request waits for: a slot, which may be a probe's, the bound on its wait, and how the wait ends.
 
+use std::num::NonZeroU32;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::clock;
@@ -27,6 +29,8 @@ pub(crate) struct Reservation {
     pub(super) incarnation: u64,
     /// The number of the part that has lent them. `None` for permits of the own part.
     pub(super) lender: Option<u8>,
+    /// The probe of the key, if the request that takes them leaves as it.
+    pub(super) probe: Option<ProbeNumber>,
     /// Whether the request that takes them has waited for nothing but the store's answer.
     pub(super) is_at_once: bool,
 }
@@ -48,6 +52,19 @@ impl Reservation {
             units: u64::from(cost) * u64::from(count),
             incarnation,
         }
+    }
+}
+
+/// Identifies a probe among those of this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ProbeNumber(NonZeroU32);
+
+impl ProbeNumber {
+    pub(super) fn next() -> Self {
+        static LAST: AtomicU32 = AtomicU32::new(0);
+        let next = LAST.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
+        // After 2^32 probes nobody has the first one.
+        ProbeNumber(NonZeroU32::new(next).unwrap_or(NonZeroU32::MIN))
     }
 }
 
@@ -113,4 +130,6 @@ pub(super) enum Settled<T = Reservation> {
     QueueFull,
     /// The store failed.
     Failed(StoreError),
+    /// The store failed, and the request may leave uncounted, as this probe if it is one.
+    Uncounted(StoreError, Option<ProbeNumber>),
 }

@@ -8,12 +8,14 @@ use super::engine::{Core, CoreId};
 use super::holds;
 use super::key_state::{HeaderTrust, KeyContext, KeyState, NewHold, is_any_uncertain, is_of_use};
 use super::own_quota;
+use super::probe::Probe;
 use super::settings::Settings;
 use crate::clock;
 use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::signal::{ObservedQuota, Signal};
 use crate::stats::Cause;
+use crate::store::HoldState;
 
 /// If a response takes no longer than this, the time until a reset counts from its arrival.
 const QUICK: Duration = Duration::from_millis(250);
@@ -26,7 +28,7 @@ const SHORTEST_RESET: Duration = Duration::from_secs(5);
 
 /// A call that was answered.
 #[derive(Clone, Copy)]
-pub(super) struct AnsweredCall {
+pub(super) struct AnsweredCall<'a> {
     pub(super) key: Key,
     /// The key of the host, if the host matters.
     pub(super) host: Option<Key>,
@@ -35,9 +37,11 @@ pub(super) struct AnsweredCall {
     pub(super) sent: Instant,
     /// Whether the response is a bad answer to the guard. Then it ends no probation.
     pub(super) is_bad: bool,
+    /// The probes that the request was, of all its keys.
+    pub(super) probes: &'a [Probe],
 }
 
-impl AnsweredCall {
+impl AnsweredCall<'_> {
     /// Takes in what the response states, at the core `id`. Does nothing if it states nothing that
     /// matters, or if the limiter was dropped.
     #[inline]
@@ -69,7 +73,12 @@ impl AnsweredCall {
         let now = clock::now();
         let limited = signal.refusal().is_some();
         let accept = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
-            let is_released = !limited && !is_bad && state.hold.accepted_upstream(sent, now);
+            let probe = self
+                .probes
+                .iter()
+                .find(|probe| probe.is_of(core.id, ctx.key));
+            let probe = probe.map(Probe::number);
+            let is_released = !limited && !is_bad && state.hold.accepted_upstream(probe, sent, now);
             if is_released {
                 state.hold_changed(ctx);
             }
@@ -77,9 +86,10 @@ impl AnsweredCall {
         };
         for held in std::iter::once(hold).chain(of_all) {
             if core.with_state(held, now, accept) == Some(true) {
-                // The probe was accepted, so the other requests may leave, in all processes. The answer
-                // of the store is not needed.
-                drop(core.settings.store.release(held, &core.terms(held)));
+                // The probe was accepted, so the other requests may leave, in all processes, unless another one was
+                // refused meanwhile. The answer of the store is not needed.
+                let Settings { store, .. } = &core.settings;
+                drop(store.hold(held, &core.terms(held), HoldState::default(), None));
             }
         }
         self.learn(core, signal, now);

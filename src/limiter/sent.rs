@@ -17,6 +17,7 @@ use super::in_flight_slot::InFlightSlot;
 use super::key_state::is_any_uncertain;
 use super::limited::LimitName;
 use super::outer::{InnerCall, OuterPermit, UseOf};
+use super::probe::Probe;
 use super::reservation::Reservation;
 use super::responses::AnsweredCall;
 use super::settlement::{Settlement, Unsettled};
@@ -86,6 +87,8 @@ pub(super) struct More {
     pub(super) slot: Option<Reservation>,
     /// Which call has used the permit, if this layer is around another one.
     pub(super) use_of: UseOf,
+    /// The probes that the request is, of all its keys.
+    pub(super) probes: Vec<Probe>,
 }
 
 /// How many empty boxes a thread keeps.
@@ -138,8 +141,6 @@ pub(super) struct PastWait {
     pub(super) waited: Duration,
     /// How often the request got a slot.
     pub(super) turns: u32,
-    /// The key of its host, if the host matters: see [`Entry::host`].
-    pub(super) host: Option<Key>,
     /// Whether the request leaves uncounted, because a store failed.
     pub(super) is_uncounted: bool,
     /// Whether it waited for nothing but the store's answer.
@@ -185,6 +186,7 @@ impl Sent {
 
     /// Adds the slot of the permit, so that a layer inside of this one can give it back. If the layer
     /// `settles`, its true cost can be stated later.
+    #[inline]
     pub(crate) fn with_slot(mut self, slot: Option<Reservation>, settles: bool) -> Self {
         if slot.is_some() && (settles || engine::are_several()) {
             self.more.get_or_insert_with(More::empty).slot = slot;
@@ -229,7 +231,7 @@ impl Sent {
         let more = self.more.iter();
         let others = more.flat_map(|more| more.joint.iter());
         let permits = std::iter::once(self).chain(others);
-        InnerCall::publish(permits.map(|sent| sent.outer_permit(use_of)))
+        InnerCall::publish(permits.map(|sent| sent.outer_permit(use_of, self.probes())))
     }
 
     #[cold]
@@ -256,8 +258,20 @@ impl Sent {
             .map_or(UseOf::default(), |more| more.use_of)
     }
 
-    fn outer_permit(&self, use_of: UseOf) -> OuterPermit {
+    /// Returns the probes that the request is, of all its keys.
+    fn probes(&self) -> impl Iterator<Item = &Probe> {
+        let others = self.more.iter().flat_map(|more| &more.joint);
+        let others = others.filter_map(|sent| sent.more.as_ref());
+        self.more.iter().chain(others).flat_map(|more| &more.probes)
+    }
+
+    fn outer_permit<'a>(
+        &self,
+        use_of: UseOf,
+        probes: impl Iterator<Item = &'a Probe>,
+    ) -> OuterPermit {
         let slot = self.more.as_ref().and_then(|more| more.slot);
+        let of_core = probes.filter(|probe| probe.core() == self.core);
         OuterPermit {
             core: self.core,
             key: self.key,
@@ -268,6 +282,7 @@ impl Sent {
                 Some(slot.until)
             }),
             slot,
+            probes: OuterPermit::first_probes(of_core),
             use_of,
         }
     }
@@ -287,6 +302,13 @@ impl Sent {
     fn take_back_one(&mut self, permit: &OuterPermit) {
         let more = self.more.get_or_insert_with(More::empty);
         more.slot = permit.slot;
+        for probe in permit.probes() {
+            if more.probes.iter().any(|own| own.number() == probe.number()) {
+                probe.answered();
+            } else {
+                more.probes.push(probe);
+            }
+        }
         if let Some(slot) = permit.slot {
             self.at = Moment::of(slot.at);
         }
@@ -299,19 +321,10 @@ impl Sent {
             label,
             waited: Duration::ZERO,
             turns: 0,
-            host: None,
             is_uncounted: false,
             is_at_once: true,
         };
         self.more.get_or_insert_with(More::empty).wait = Some(Box::new(wait));
-        self
-    }
-
-    /// Adds the in-flight slot of the call, if calls in flight are limited.
-    pub(crate) fn in_flight(mut self, in_flight_slot: Option<InFlightSlot>) -> Self {
-        if in_flight_slot.is_some() {
-            self.more.get_or_insert_with(More::empty).in_flight_slot = in_flight_slot;
-        }
         self
     }
 
@@ -349,17 +362,29 @@ impl Sent {
     ) -> (Option<InFlightSlot>, Option<Limited>) {
         let status = status.or(signal.refusal());
         let is_bad = guarded::may_be_bad(status) && self.tell_guards(signal, status);
+        let probes = self.take_probes();
         let refused = match self.more.as_ref().filter(|more| !more.joint.is_empty()) {
             None => {
-                self.observe(signal, is_bad);
+                self.observe(signal, is_bad, &probes);
                 None
             }
-            Some(more) => self.observe_joint(&more.joint, signal, is_bad),
+            Some(more) => self.observe_joint(&more.joint, signal, is_bad, &probes),
         };
+        probes.into_iter().for_each(Probe::answered);
         let limited = signal
             .refusal()
             .map(|status| self.upstream_limited(status, signal, refused));
         (self.into_in_flight_slot(), limited)
+    }
+
+    fn take_probes(&mut self) -> Vec<Probe> {
+        let Some(more) = &mut self.more else {
+            return Vec::new();
+        };
+        let mut probes = mem::take(&mut more.probes);
+        let others = more.joint.iter_mut().filter_map(|sent| sent.more.as_mut());
+        others.for_each(|more| probes.append(&mut more.probes));
+        probes
     }
 
     /// Ready with an error if the call has to end, because it may no longer be counted as in
@@ -421,7 +446,7 @@ impl Sent {
     }
 
     /// Takes in what the response states about the key.
-    fn observe(&self, signal: &Signal, is_bad: bool) {
+    fn observe(&self, signal: &Signal, is_bad: bool, probes: &[Probe]) {
         let &Sent {
             key,
             host,
@@ -435,6 +460,7 @@ impl Sent {
             cost,
             sent: at.instant(),
             is_bad,
+            probes,
         }
         .observe(self.core, signal);
     }
@@ -448,6 +474,7 @@ impl Sent {
         others: &[Sent],
         signal: &Signal,
         is_bad: bool,
+        probes: &[Probe],
     ) -> Option<(Label, LimitName)> {
         let all: SmallVec<[&Sent; 4]> = std::iter::once(self).chain(others).collect();
         let keys: SmallVec<[SignalKey; 4]> = all
@@ -466,7 +493,7 @@ impl Sent {
             .collect();
         let (signals, refused) = split(signal, &keys);
         for (sent, signal) in all.iter().zip(&signals) {
-            sent.observe(signal, is_bad);
+            sent.observe(signal, is_bad, probes);
         }
         // All units of a key have the label of the first.
         let further = keys[..=refused?].iter().rev();
@@ -498,7 +525,6 @@ impl Sent {
                 label: self.core.label(self.key),
                 waited: Duration::ZERO,
                 turns: 0,
-                host: None,
                 is_uncounted: false,
                 is_at_once: true,
             },

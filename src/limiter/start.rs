@@ -10,13 +10,12 @@ use super::admission::{self, Admission, WaitFor};
 use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
-use super::holds;
-use super::in_flight_slot::InFlightSlot;
 use super::key_state::KeyState;
 use super::limited::RefusedRequest;
 use super::own_quota;
 use super::quotas::QuotaId;
 use super::reservation::{Counting, Reservation, WaitBound};
+use super::taken::Taken;
 use super::waiter::Waiter;
 use crate::clock::{self, Moment};
 use crate::error::{Limited, Reason};
@@ -27,9 +26,8 @@ use crate::store::Refusal;
 
 /// What a request gets when it enters.
 pub(crate) enum Started {
-    /// The request may leave. The slot is `None` if it costs nothing, or if rates are not limited.
-    /// The in-flight slot is `None` if calls in flight are not limited.
-    Granted(Option<Reservation>, Option<InFlightSlot>),
+    /// The request may leave.
+    Granted(Taken),
     Waiting(Box<Waiter>),
     Limited(Limited),
 }
@@ -165,30 +163,21 @@ pub(super) fn slow(core: &Arc<Core>, entry: &Entry, label: impl FnOnce() -> Labe
         return refuse(label(), Reason::Deadline, Refusal::NEVER);
     }
     match admission::enter(core, entry, bound, now) {
-        Admission::Granted {
-            slot,
-            in_flight_slot,
-        } => {
-            let Some(left) = core
-                .hosts
-                .hold_of(entry.key, entry.host)
-                .and_then(|hold| holds::pass(core, hold, now).err())
-            else {
-                counting::passed(core, entry.key, slot.as_ref());
-                return Started::Granted(slot, in_flight_slot);
-            };
-            // Another request has become the probe of the host meanwhile.
-            holds::not_sent(core, entry.key, slot);
-            let wait = WaitFor::HostHold(clock::after(now, left));
-            Started::Waiting(Waiter::new(core, entry, bound, now, label()).waits(wait, None, now))
-        }
-        Admission::Uncounted {
-            cause,
-            in_flight_slot,
-        } => {
-            events::passed(&settings.tally, &label(), &cause);
-            core.count(entry.key, Outcome::Uncounted);
-            Started::Granted(None, in_flight_slot)
+        Admission::Granted(mut taken, uncounted) => {
+            if let Err(left) = taken.pass_host(now) {
+                // Another request has become the probe of the host meanwhile.
+                drop(taken);
+                let wait = WaitFor::HostHold(clock::after(now, left));
+                let waiter = Waiter::new(core, entry, bound, now, label());
+                return Started::Waiting(waiter.waits(wait, None, now));
+            }
+            if let Some(cause) = uncounted {
+                events::passed(&settings.tally, &label(), &cause);
+                core.count(entry.key, Outcome::Uncounted);
+            } else {
+                counting::passed(core, entry.key, taken.units());
+            }
+            Started::Granted(taken.counted())
         }
         Admission::Waits {
             wait,

@@ -7,19 +7,18 @@ use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use super::admission::{self, Admission, WaitFor};
-use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
 use super::holds::{self, HoldWait};
 use super::in_flight_slot::{self, InFlightSlot};
 use super::key_state::Ticket;
 use super::limited::RefusedRequest;
-use super::permit::Permit;
 use super::queue::{Number, next_number};
 use super::quotas::QuotaId;
-use super::reservation::{Reservation, Settled, WaitBound};
+use super::reservation::{Settled, WaitBound};
 use super::sent::PastWait;
 use super::stage::Stage;
+use super::taken::Taken;
 use crate::clock;
 use crate::error::{Limited, StoreError};
 use crate::events;
@@ -93,14 +92,11 @@ impl Waiter {
         self.stage = Stage::begin(wait, &mut self.ticket, now);
     }
 
-    /// Waits again, in its old place in the queue, because `permit` expired before it could be
-    /// used.
-    pub(crate) fn wait_again(&mut self, permit: Permit) {
-        let (slot, in_flight_slot) = permit.into_parts();
+    /// Waits again, in its old place in the queue, because what it had expired before it could leave.
+    pub(crate) fn wait_again(&mut self, taken: Taken) {
+        let (slot, in_flight_slot) = taken.put_back();
         self.in_flight_slot = in_flight_slot;
         let Some(slot) = slot else { return };
-        counting::give_back_units(&self.core, Some(&slot));
-        holds::host_probe_not_sent(&self.core, self.key, self.host);
         self.stage = Stage::Slot;
         let ticket = &mut self.ticket;
         let opened = self
@@ -117,7 +113,7 @@ impl Waiter {
 
     /// Goes on to the next stage, or ends the wait. Returns `Pending` if there is a next stage,
     /// which the caller then polls.
-    fn proceed(&mut self, admission: Admission, now: Instant) -> Poll<Result<Permit, Limited>> {
+    fn proceed(&mut self, admission: Admission, now: Instant) -> Poll<Result<Taken, Limited>> {
         let result = match admission {
             Admission::Waits {
                 wait,
@@ -126,16 +122,15 @@ impl Waiter {
                 self.wait(wait, in_flight_slot, now);
                 return Poll::Pending;
             }
-            Admission::Granted {
-                slot,
-                in_flight_slot,
-            } => Ok(self.permit(slot, in_flight_slot, false, now)),
-            Admission::Uncounted {
-                cause,
-                in_flight_slot,
-            } => {
-                events::passed(&self.core.settings.tally, &self.label, &cause);
-                Ok(self.permit(None, in_flight_slot, true, now))
+            Admission::Granted(mut taken, uncounted) => {
+                if let Err(left) = taken.pass_host(now) {
+                    // Its host is on hold by now, or another request is its probe.
+                    drop(taken);
+                    self.ticket.turns += 1;
+                    self.wait(WaitFor::HostHold(clock::after(now, left)), None, now);
+                    return Poll::Pending;
+                }
+                Ok(self.leaves(taken, uncounted.as_ref(), now))
             }
             Admission::Refused(reason, refusal) => {
                 Err(self.refused_request().refuse(reason, refusal, now))
@@ -146,26 +141,21 @@ impl Waiter {
         Poll::Ready(result)
     }
 
-    fn permit(
-        &self,
-        slot: Option<Reservation>,
-        in_flight_slot: Option<InFlightSlot>,
-        is_uncounted: bool,
-        now: Instant,
-    ) -> Permit {
+    /// Ends the wait: the request leaves. `uncounted` states why it leaves without a slot, if a store failed.
+    fn leaves(&self, mut taken: Taken, uncounted: Option<&StoreError>, now: Instant) -> Taken {
         let (turns, label) = (self.ticket.turns, self.label.clone());
+        if let Some(cause) = uncounted {
+            events::passed(&self.core.settings.tally, &label, cause);
+        }
         let waited = now.saturating_duration_since(self.since);
         events::waited(&label, waited, turns);
-        counting::add_units(&self.core, self.key, slot.as_ref());
-        let is_at_once =
-            turns == 1 && !self.waited_before && slot.as_ref().is_some_and(|slot| slot.is_at_once);
-        let permit = Permit::new(self.core.clone(), self.key, slot, in_flight_slot);
-        permit.after(PastWait {
+        taken.count_units();
+        let is_at_once = turns == 1 && !self.waited_before && taken.is_at_once();
+        taken.after(PastWait {
             label,
             waited,
             turns,
-            host: self.host,
-            is_uncounted,
+            is_uncounted: uncounted.is_some(),
             is_at_once,
         })
     }
@@ -208,7 +198,7 @@ impl Waiter {
         &mut self,
         now: Instant,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Permit, Limited>>> {
+    ) -> Poll<Option<Result<Taken, Limited>>> {
         let Some(hold) = self.core.hosts.hold_of(self.key, self.host) else {
             return Poll::Ready(None);
         };
@@ -242,7 +232,7 @@ impl Waiter {
     }
 
     /// Polls what the waiter waits for, other than the hold of its host.
-    fn poll_stage(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+    fn poll_stage(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Taken, Limited>> {
         if matches!(self.stage, Stage::InFlightSlot { .. })
             && let Poll::Ready(result) = self.poll_in_flight_slot(now, cx)
         {
@@ -259,7 +249,7 @@ impl Waiter {
         &mut self,
         now: Instant,
         cx: &mut Context<'_>,
-    ) -> Poll<Result<Permit, Limited>> {
+    ) -> Poll<Result<Taken, Limited>> {
         let Stage::InFlightSlot { number, until } = self.stage else {
             return Poll::Pending;
         };
@@ -289,7 +279,7 @@ impl Waiter {
         self.proceed(admission, now)
     }
 
-    fn poll_slot(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+    fn poll_slot(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Taken, Limited>> {
         let ticket = &mut self.ticket;
         let polled = self
             .core
@@ -297,12 +287,6 @@ impl Waiter {
         let settled = ready!(polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER))));
         self.stage = Stage::Done;
         let in_flight_slot = self.in_flight_slot.take();
-        if let Settled::Granted(slot) = settled
-            && is_lost(in_flight_slot.as_ref(), now)
-        {
-            self.core.give_back(self.key, slot);
-            return self.proceed(Admission::Failed(StoreError::InFlightSlotLost), now);
-        }
         let admission = admission::slot_settled(
             &self.core,
             &self.entry(),
@@ -311,27 +295,22 @@ impl Waiter {
             in_flight_slot,
             now,
         );
-        self.proceed(admission, now)
+        self.proceed(admission.unless_lost(now), now)
     }
 
-    fn poll_hold(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+    fn poll_hold(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Taken, Limited>> {
         let Stage::Hold(wait) = &mut self.stage else {
             return Poll::Pending;
         };
         let Ticket { number, bound, .. } = self.ticket;
-        let Err(left) = holds::poll_pass(&self.core, self.key, number, now, cx) else {
-            let in_flight_slot = self.in_flight_slot.take();
-            if is_lost(in_flight_slot.as_ref(), now) {
-                holds::probe_not_sent(&self.core, self.key);
-                return self.proceed(Admission::Failed(StoreError::InFlightSlotLost), now);
+        let left = match holds::poll_pass(&self.core, self.key, number, now, cx) {
+            Ok(probe) => {
+                let in_flight_slot = self.in_flight_slot.take();
+                let taken =
+                    admission::taken(&self.core, &self.entry(), None, in_flight_slot, probe);
+                return self.proceed(Admission::Granted(taken, None).unless_lost(now), now);
             }
-            return self.proceed(
-                Admission::Granted {
-                    slot: None,
-                    in_flight_slot,
-                },
-                now,
-            );
+            Err(left) => left,
         };
         let end = clock::after(now, left);
         if end > bound.latest {
@@ -355,21 +334,6 @@ impl Waiter {
         Poll::Pending
     }
 
-    /// Returns `permit`, unless its host is on hold by now. Then the waiter gives up what it has
-    /// and waits again.
-    fn past_host(&mut self, permit: Permit, now: Instant) -> Option<Permit> {
-        let hold = self.core.hosts.hold_of(self.key, self.host);
-        let Some(left) = hold.and_then(|hold| holds::pass(&self.core, hold, now).err()) else {
-            return Some(permit);
-        };
-        let (slot, _) = permit.into_parts();
-        counting::give_back_units(&self.core, slot.as_ref());
-        holds::not_sent(&self.core, self.key, slot);
-        self.ticket.turns += 1;
-        self.wait(WaitFor::HostHold(clock::after(now, left)), None, now);
-        None
-    }
-
     /// Gives up what the waiter waits for, and its in-flight slot. A wait for its host's hold goes
     /// on.
     fn leave_stage(&mut self) {
@@ -381,27 +345,21 @@ impl Waiter {
     }
 }
 
-/// Returns whether the claim of this process expired while the request with this in-flight slot waited.
-fn is_lost(in_flight_slot: Option<&InFlightSlot>, now: Instant) -> bool {
-    in_flight_slot.is_some_and(|slot| slot.is_lost(now))
-}
-
 impl Future for Waiter {
-    type Output = Result<Permit, Limited>;
+    type Output = Result<Taken, Limited>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         loop {
             let now = clock::now();
-            let result = match ready!(self.poll_host_hold(now, cx)) {
-                Some(result) => result,
-                None => ready!(self.poll_stage(now, cx)),
-            };
-            let permit = match result {
-                Ok(permit) => permit,
-                Err(limited) => return Poll::Ready(Err(limited)),
-            };
-            if let Some(permit) = self.past_host(permit, now) {
-                return Poll::Ready(Ok(permit));
+            if let Some(result) = ready!(self.poll_host_hold(now, cx)) {
+                return Poll::Ready(result);
+            }
+            if let Poll::Ready(result) = self.poll_stage(now, cx) {
+                return Poll::Ready(result);
+            }
+            // Its host may have been put on hold just now.
+            if !matches!(self.stage, Stage::HostHold(_)) {
+                return Poll::Pending;
             }
         }
     }

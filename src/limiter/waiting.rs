@@ -6,7 +6,7 @@ use std::task::{Context, Poll, ready};
 
 use super::engine::Core;
 use super::joint::{JointStarted, JointWaiter, UntilKnown};
-use super::permit::Permit;
+use super::taken::Taken;
 use super::waiter::Waiter;
 use crate::clock;
 use crate::error::{Limited, Reason};
@@ -15,8 +15,8 @@ use crate::store::Refusal;
 
 /// A request that waits. Dropping it frees its place in the queue.
 ///
-/// The request counts as refused when this returns an error. If it returns a permit, the owner calls
-/// [`left`](Waiting::left) once the request leaves: its permit may expire before.
+/// The request counts as refused when this returns an error. If it may leave, the owner calls
+/// [`leave`](Waiting::leave): what it has may expire before.
 #[derive(Debug)]
 pub(crate) struct Waiting {
     wait: Wait,
@@ -62,25 +62,20 @@ impl Waiting {
         }
     }
 
-    /// Counts the request, which leaves now with its permit.
-    pub(crate) fn left(&mut self, permit: &Permit) {
-        self.open.left(permit.outcome());
-    }
-
-    /// Waits again, in its old place in the queue, because `permit` expired before it could be
-    /// used.
-    pub(crate) fn wait_again(&mut self, permit: Permit) {
-        match &mut self.wait {
-            Wait::One(waiter) => waiter.wait_again(permit),
-            Wait::Joint(waiter) => waiter.wait_again(permit),
-            // Its permit is of a moment ago. If it has expired, the request has a new turn.
-            Wait::Inside(waiter) => waiter.begin_again(permit),
+    /// Lets the request leave with what it has, and counts it. Returns `None` if that has expired, or if the
+    /// limiter is drained: then the request waits again, in its old place.
+    pub(crate) fn leave(&mut self, taken: Taken) -> Option<Taken> {
+        if taken.is_valid() && !self.open.is_drained() {
+            self.open.left(taken.outcome());
+            return Some(taken);
         }
-    }
-
-    /// Returns whether the limiter is drained, so that the request may not leave even with a permit.
-    pub(crate) fn is_drained(&self) -> bool {
-        self.open.is_drained()
+        match &mut self.wait {
+            Wait::One(waiter) => waiter.wait_again(taken),
+            Wait::Joint(waiter) => waiter.wait_again(taken),
+            // What it has is of a moment ago. If it has expired, the request has a new turn.
+            Wait::Inside(_) => drop(taken),
+        }
+        None
     }
 
     /// Refuses the request, which waits no longer, and counts it.
@@ -102,13 +97,13 @@ impl Waiting {
         request.refuse(reason, Refusal::NEVER, clock::now())
     }
 
-    fn poll_permit(&mut self, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+    fn poll_permit(&mut self, cx: &mut Context<'_>) -> Poll<Result<Taken, Limited>> {
         loop {
             match &mut self.wait {
                 Wait::One(waiter) => return Pin::new(&mut **waiter).poll(cx),
                 Wait::Joint(waiter) => return Pin::new(&mut **waiter).poll(cx),
                 Wait::Inside(until_known) => match ready!(until_known.poll(cx)) {
-                    JointStarted::Granted(permit) => return Poll::Ready(Ok(permit)),
+                    JointStarted::Granted(taken) => return Poll::Ready(Ok(taken)),
                     JointStarted::Limited(limited) => return Poll::Ready(Err(limited)),
                     JointStarted::Waiting(waiter) => self.wait = Wait::Joint(waiter),
                 },
@@ -118,7 +113,7 @@ impl Waiting {
 }
 
 impl Future for Waiting {
-    type Output = Result<Permit, Limited>;
+    type Output = Result<Taken, Limited>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         if self.open.poll_drained(cx).is_ready() {

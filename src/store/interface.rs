@@ -103,6 +103,9 @@ pub trait Store: Send + Sync + 'static {
     /// Puts `key` on hold and notifies every listener. Returns the hold in force, which may end
     /// later than `hold`.
     ///
+    /// A hold without time left states that the upstream accepts requests again. If no hold is in force, that
+    /// counts as a [release](Store::release): it ends the probation that follows a hold that was cut.
+    ///
     /// `remaining` is what the same response of the upstream stated of a limit.
     ///
     /// # Errors

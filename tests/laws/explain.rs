@@ -260,7 +260,7 @@ async fn a_probe_is_told() {
         ",
     )
     .await;
-    use_up(&layer.limiter(), 1).await;
+    let probe = layer.limiter().acquire(Key::ALL).await.unwrap();
     is_told(&layer.limiter(), "
         github, key all: a request now would wait for an unknown time, because a probe tests whether the upstream accepts requests
           50/1s    2 used, 48 free
@@ -268,6 +268,7 @@ async fn a_probe_is_told() {
           waiting  0 here
           at hand  0
         ").await;
+    drop(probe);
 }
 
 #[tokio::test(start_paused = true)]

@@ -33,6 +33,7 @@ mod layers_around;
 mod learn;
 mod limiter_properties;
 mod max_keys;
+mod probes;
 mod quotas;
 mod routes;
 mod settle;

@@ -66,8 +66,14 @@ pub(super) async fn explain(
         (index, verdict.clone())
     });
     let parts: Vec<_> = asked.iter().map(Asked::part).collect();
-    let before = asked[0].core.joint.waiting_unbooked(&parts);
-    if verdict == Verdict::Goes && asked.len() > 1 && before > 0 {
+    let joint = &asked[0].core.joint;
+    let before = joint.waiting_unbooked(&parts);
+    let queues = asked.iter().map(|asked| asked.core.settings.max_queue);
+    let max_queue = queues.min().unwrap_or_default();
+    let is_refused = matches!(verdict, Verdict::Refused { .. });
+    if asked.len() > 1 && !is_refused && joint.waiting(&parts) >= max_queue {
+        verdict = refused(Reason::QueueFull(max_queue));
+    } else if verdict == Verdict::Goes && asked.len() > 1 && before > 0 {
         verdict = case::queued(before, bound, max_wait, now);
     }
     let keys = asked.iter().zip(found).map(|(key, (_, found))| {

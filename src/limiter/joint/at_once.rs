@@ -1,4 +1,4 @@
-//! Permits of several keys that are at hand, and the permit that has them all.
+//! Permits of several keys that are at hand, and the record that has them all.
 
 use std::time::Instant;
 
@@ -8,12 +8,12 @@ use crate::key::Key;
 use crate::limiter::counting;
 use crate::limiter::engine::CoreId;
 use crate::limiter::entry::Entry;
-use crate::limiter::holds;
 use crate::limiter::in_flight_slot::InFlightSlot;
 use crate::limiter::outer::{self, CallId};
-use crate::limiter::permit::{JointPermit, Permit};
+use crate::limiter::probe::Probe;
 use crate::limiter::reservation::{Counting, Reservation};
 use crate::limiter::start::take_counting;
+use crate::limiter::taken::{OfKey, Taken};
 
 /// Takes permits that are at hand, of all parts or of none, and adds them to `slots`. Returns whether
 /// it took them: not if a part has none, or if requests with these parts wait.
@@ -66,23 +66,21 @@ pub(super) fn give_up_at_once(parts: &[PartRef<'_>], slots: PerPart<Option<Reser
     give_back_of(parts.iter().map(PartRef::core_and_key), slots);
 }
 
-/// Makes the permit of a joint request.
-pub(super) fn permit<'a>(
+/// Makes the record of what a joint request has.
+pub(super) fn taken<'a>(
     parts: impl Iterator<Item = PartRef<'a>>,
     slots: PerPart<Option<Reservation>>,
     in_flight: PerPart<Option<InFlightSlot>>,
-) -> Permit {
+    probes: Vec<Probe>,
+) -> Taken {
     let mut in_flight = in_flight.into_iter();
-    let mut permits = parts.zip(slots).map(|(part, slot)| {
-        let in_flight = in_flight.next().flatten();
-        JointPermit {
-            permit: Permit::new(part.core.clone(), part.entry.key, slot, in_flight),
-            host: part.entry.host,
-        }
+    let mut all = parts.zip(slots).map(|(part, slot)| {
+        let Entry { key, host, .. } = part.entry;
+        let in_flight_slot = in_flight.next().flatten();
+        OfKey::new(part.core.clone(), key, host, slot, in_flight_slot)
     });
-    let first = permits.next().expect("a joint request has parts");
-    let JointPermit { permit, host, .. } = first;
-    permit.with(host, permits.collect())
+    let first = all.next().expect("a joint request has parts");
+    Taken::of_all(first, all.collect(), probes)
 }
 
 /// Takes the unused permits of the layers around, for the call `call` of a request whose first `own` parts are
@@ -97,8 +95,6 @@ pub(super) fn take_outer(request: &JointRequest, own: usize, call: CallId) -> Op
         match place {
             Some((part, place)) => {
                 counting::give_back_units(&part.core, Some(&slot));
-                holds::probe_not_sent(&part.core, key);
-                holds::host_probe_not_sent(&part.core, key, part.host);
                 *place = Some(slot);
             }
             None => give_up(id, key, slot),

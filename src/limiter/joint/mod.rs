@@ -265,13 +265,6 @@ fn add_units(parts: &[Part], slots: &[Option<Reservation>]) {
     }
 }
 
-/// Subtracts the units of a permit that is given up unused.
-fn give_back_units(parts: &[Part], slots: &[Option<Reservation>]) {
-    for (part, slot) in parts.iter().zip(slots) {
-        counting::give_back_units(&part.core, slot.as_ref());
-    }
-}
-
 /// Returns the longest wait of a request: the shortest `max_wait` of its limiters.
 fn max_wait(parts: &[Part]) -> Duration {
     let waits = parts.iter().map(|part| part.core.settings.max_wait);

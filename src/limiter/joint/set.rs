@@ -148,6 +148,11 @@ impl JointSets {
         })
     }
 
+    /// Returns how many requests with these parts wait.
+    pub(in crate::limiter) fn waiting(&self, parts: &[PartRef<'_>]) -> usize {
+        self.set_of(parts).map_or(0, |set| set.waiting())
+    }
+
     /// Returns the set of requests with these parts, if there is one.
     fn set_of(&self, parts: &[PartRef<'_>]) -> Option<Arc<JointSet>> {
         if self.count.load(Ordering::Relaxed) == 0 {

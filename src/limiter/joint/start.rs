@@ -4,7 +4,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use super::at_once::{give_up_at_once, give_up_outer, permit, take_all_at_once, take_outer};
+use super::at_once::{give_up_at_once, give_up_outer, take_all_at_once, take_outer, taken};
 use super::waiter::JointWaiter;
 use super::{JointRequest, JointSlot, Part, PartRef, PerPart, give_back};
 use crate::clock;
@@ -12,14 +12,14 @@ use crate::error::Limited;
 use crate::events;
 use crate::key::Label;
 use crate::limiter::outer::{self, CallId, OuterPermit};
-use crate::limiter::permit::Permit;
 use crate::limiter::quotas::QuotaId;
 use crate::limiter::reservation::Counting;
+use crate::limiter::taken::Taken;
 use crate::stats::{Gate, Outcome};
 
 /// What a joint request gets when it enters.
 pub(crate) enum JointStarted {
-    Granted(Permit),
+    Granted(Taken),
     Waiting(Box<JointWaiter>),
     Limited(Limited),
 }
@@ -69,8 +69,8 @@ fn begin(
     let mut slots = PerPart::new();
     if take_all_at_once(parts, deadline, counting, now, &mut slots) {
         let parts = parts.iter().copied();
-        let permit = permit(parts, slots, PerPart::new());
-        return (JointStarted::Granted(permit), true);
+        let taken = taken(parts, slots, PerPart::new(), Vec::new());
+        return (JointStarted::Granted(taken.counted()), true);
     }
     let request = JointRequest::new(parts);
     let started = start_slow(&request, parts.len(), None, deadline, label());
@@ -81,7 +81,7 @@ fn begin(
 pub(super) fn count(first: &PartRef<'_>, started: &JointStarted) {
     let PartRef { core, entry } = first;
     match started {
-        JointStarted::Granted(permit) if permit.is_uncounted() => {
+        JointStarted::Granted(taken) if taken.is_uncounted() => {
             core.count(entry.key, Outcome::Uncounted);
         }
         JointStarted::Granted(_) => core.count(entry.key, Outcome::Passed),
@@ -103,8 +103,9 @@ fn start_inside(
     let mut slots = PerPart::new();
     if take_all_at_once(parts, deadline, Counting::Units, now, &mut slots) {
         if outer::use_all(call, now.instant()) {
-            let permit = permit(parts.iter().copied(), slots, PerPart::new());
-            return JointStarted::Granted(permit.inside(call, outer::first_expiry()));
+            let taken = taken(parts.iter().copied(), slots, PerPart::new(), Vec::new());
+            let taken = taken.counted().inside(call, outer::first_expiry());
+            return JointStarted::Granted(taken);
         }
         give_up_at_once(parts, slots);
     }
@@ -162,7 +163,7 @@ pub(super) fn start_slow(
     // A store that replies at once decides here.
     let mut cx = Context::from_waker(std::task::Waker::noop());
     match Pin::new(&mut *waiter).poll(&mut cx) {
-        Poll::Ready(Ok(permit)) => JointStarted::Granted(permit),
+        Poll::Ready(Ok(taken)) => JointStarted::Granted(taken),
         Poll::Ready(Err(limited)) => JointStarted::Limited(limited),
         Poll::Pending => {
             waiter.note_wait();

@@ -10,7 +10,6 @@ use crate::key::Label;
 use crate::limiter::engine::Core;
 use crate::limiter::limited::RefusedRequest;
 use crate::limiter::outer;
-use crate::limiter::permit::Permit;
 use crate::stats::OpenRequest;
 
 /// A request that waits until the permits of the layers around are known: see
@@ -61,11 +60,6 @@ impl UntilKnown {
         Poll::Ready(start_uncounted(&parts, self.deadline, || {
             self.label.clone()
         }))
-    }
-
-    /// Gives back a permit that has expired. The request enters again when it is polled.
-    pub(in crate::limiter) fn begin_again(&mut self, permit: Permit) {
-        permit.give_back();
     }
 }
 

@@ -4,14 +4,13 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::at_once::{give_up_outer, permit};
+use super::at_once::{give_up_outer, taken};
 use super::confirmation::doubtful;
 use super::set::JointSet;
 use super::{
-    Cause, Costs, JointRefusal, JointRequest, JointSlot, Part, PerPart, add_units, give_back_units,
-    max_wait,
+    Cause, Costs, JointRefusal, JointRequest, JointSlot, Part, PerPart, add_units, max_wait,
 };
 use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
@@ -25,10 +24,11 @@ use crate::limiter::in_flight_slot::{self, InFlightSlot};
 use crate::limiter::limited::RefusedRequest;
 use crate::limiter::outer::{self, CallId};
 use crate::limiter::own_quota;
-use crate::limiter::permit::Permit;
+use crate::limiter::probe::Probe;
 use crate::limiter::queue::{Number, next_number};
 use crate::limiter::reservation::WaitBound;
 use crate::limiter::sent::PastWait;
+use crate::limiter::taken::Taken;
 use crate::stats::OpenRequest;
 use crate::store::Refusal;
 use crate::wait_queue::answer_by;
@@ -226,18 +226,14 @@ impl JointWaiter {
         events::limited(&self.set.parts[0].core.settings.tally, limited);
     }
 
-    /// Waits again, in its old place, because `permit` expired before it could be used.
-    pub(crate) fn wait_again(&mut self, permit: Permit) {
+    /// Waits again, in its old place, because what it had expired before it could leave.
+    pub(crate) fn wait_again(&mut self, taken: Taken) {
         let now = clock::now();
-        let (mut slots, in_flight) = permit.into_joint_parts();
+        let (mut slots, in_flight) = taken.put_all_back();
         self.in_flight = in_flight;
         if let Some(call) = self.inside {
             give_up_outer(call);
         }
-        for (_, part, key) in self.hold_keys() {
-            holds::probe_not_sent(&part.core, key);
-        }
-        give_back_units(&self.set.parts, &slots);
         // The parts of layers around have no slot here.
         slots.resize(self.set.parts.len(), None);
         self.enter_again(now);
@@ -349,26 +345,23 @@ impl JointWaiter {
         self.in_flight.iter().position(is_lost)
     }
 
-    /// Returns whether the request may leave now with its slots: no slot has expired, the stores
-    /// have confirmed them, and no key is on hold. A key on probation takes the request as its
-    /// probe.
-    fn may_leave(&self, slot: &JointSlot, now: Instant) -> bool {
+    /// Returns the probes that the request leaves as, if it may leave now with its slots: no slot has expired,
+    /// the stores have confirmed them, and neither a hold nor a probe stops one of its keys.
+    fn pass(&self, slot: &JointSlot, now: Instant) -> Option<Vec<Probe>> {
         let is_in_time = slot.until.is_none_or(|until| now < until);
         if !is_in_time || !doubtful(&self.set.parts, slot, now).is_empty() {
-            return false;
+            return None;
         }
-        let mut keys = self.hold_keys();
-        let held = keys.position(|(_, part, key)| holds::pass(&part.core, key, now).is_err());
-        let Some(passed) = held else { return true };
-        // The request is not the probe of the keys before.
-        for (_, part, key) in self.hold_keys().take(passed) {
-            holds::probe_not_sent(&part.core, key);
-        }
-        false
+        // If one stops it, the probes of the keys before are dropped.
+        let passed = self
+            .hold_keys()
+            .map(|(_, part, key)| holds::pass(&part.core, key, now));
+        let probes: Result<Vec<Option<Probe>>, Duration> = passed.collect();
+        Some(probes.ok()?.into_iter().flatten().collect())
     }
 
-    /// Ends the wait with the permit.
-    fn granted(&mut self, slot: JointSlot, now: Instant) -> Permit {
+    /// Ends the wait: the request leaves, as these probes.
+    fn granted(&mut self, slot: JointSlot, mut probes: Vec<Probe>, now: Instant) -> Taken {
         self.stage = Stage::Done;
         self.turns += 1;
         if let Some((part, cause)) = &slot.uncounted {
@@ -378,31 +371,31 @@ impl JointWaiter {
         }
         let is_uncounted = slot.uncounted.is_some();
         let is_at_once = slot.is_at_once && self.turns == 1 && !self.waited_before;
-        add_units(&self.set.parts, &slot.slots);
         let parts = &self.set.parts;
         let mut slots = slot.slots;
         if let Some(call) = self.inside {
-            outer::renew(slots.drain(self.own..), call);
+            add_units(&parts[self.own..], &slots[self.own..]);
+            outer::renew(slots.drain(self.own..), &mut probes, call);
         }
         let in_flight = std::mem::take(&mut self.in_flight);
         let own = parts[..self.own].iter().zip(&self.costs);
         let own = own.map(|(part, cost)| part.with_cost(*cost));
-        let mut permit = permit(own, slots, in_flight);
+        let mut taken = taken(own, slots, in_flight, probes);
+        taken.count_units();
         if let Some(call) = self.inside {
-            permit = permit.inside(call, outer::first_expiry());
+            taken = taken.inside(call, outer::first_expiry());
         }
         let waited = now.saturating_duration_since(self.since);
         if waited.is_zero() && !is_uncounted {
-            return permit;
+            return taken;
         }
         if !waited.is_zero() {
             events::waited(&self.label, waited, self.turns);
         }
-        permit.after(PastWait {
+        taken.after(PastWait {
             label: self.label.clone(),
             waited,
             turns: self.turns,
-            host: parts[0].host,
             is_uncounted,
             is_at_once,
         })
@@ -443,7 +436,7 @@ impl JointWaiter {
         match admission {
             Admission::Refused(reason, refusal) => request.refuse(reason, refusal, now),
             Admission::Failed(source) => request.fail(source, now),
-            Admission::Granted { .. } | Admission::Uncounted { .. } | Admission::Waits { .. } => {
+            Admission::Granted(..) | Admission::Waits { .. } => {
                 unreachable!("no request is stopped by these")
             }
         }
@@ -493,8 +486,12 @@ impl JointWaiter {
         self.in_flight.iter_mut().for_each(|slot| *slot = None);
     }
 
-    /// Polls for a joint slot with which the request may leave now. Returns it, and the moment.
-    fn poll_slot(&mut self, cx: &mut Context<'_>) -> Poll<Result<(JointSlot, Instant), Limited>> {
+    /// Polls for a joint slot with which the request may leave now. Returns it, the probes that the request leaves
+    /// as, and the moment.
+    fn poll_slot(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(JointSlot, Vec<Probe>, Instant), Limited>> {
         if let Err(limited) = ready!(self.poll_in_flight(cx)) {
             return Poll::Ready(Err(limited));
         }
@@ -523,12 +520,12 @@ impl JointWaiter {
                 let lost = Admission::Failed(StoreError::InFlightSlotLost);
                 return Poll::Ready(Err(self.stopped(part, lost, now)));
             }
-            if self.may_leave(&slot, now) {
+            if let Some(probes) = self.pass(&slot, now) {
                 let parts = self.set.parts.iter().zip(&slot.slots);
                 for (part, _) in parts.filter(|(_, slot)| slot.is_some()) {
                     part.ended(now, true);
                 }
-                return Poll::Ready(Ok((slot, now)));
+                return Poll::Ready(Ok((slot, probes, now)));
             }
             self.enter_again(now);
             self.set.give_up(slot);
@@ -537,11 +534,11 @@ impl JointWaiter {
 
     /// Polls for the renewal of the permits of the layers around. Returns the call that uses them.
     pub(super) fn poll_renewal(&mut self, cx: &mut Context<'_>) -> Poll<Result<CallId, Limited>> {
-        let (slot, _) = ready!(self.poll_slot(cx))?;
+        let (slot, mut probes, _) = ready!(self.poll_slot(cx))?;
         self.stage = Stage::Done;
         let call = self.inside.unwrap_or_else(CallId::new);
         add_units(&self.set.parts, &slot.slots);
-        outer::renew(slot.slots.into_iter(), call);
+        outer::renew(slot.slots.into_iter(), &mut probes, call);
         Poll::Ready(Ok(call))
     }
 
@@ -553,11 +550,11 @@ impl JointWaiter {
 }
 
 impl Future for JointWaiter {
-    type Output = Result<Permit, Limited>;
+    type Output = Result<Taken, Limited>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let (slot, now) = ready!(self.poll_slot(cx))?;
-        Poll::Ready(Ok(self.granted(slot, now)))
+        let (slot, probes, now) = ready!(self.poll_slot(cx))?;
+        Poll::Ready(Ok(self.granted(slot, probes, now)))
     }
 }
 

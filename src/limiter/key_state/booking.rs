@@ -19,7 +19,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::limit::UnusedPermits;
 use crate::limiter::queue::{Answered, CallNumber, Delay, Gathering, HandedOut, Number};
-use crate::limiter::reservation::Settled;
+use crate::limiter::reservation::{ProbeNumber, Settled};
 use crate::store::{Demand, Lease, LeaseRequest, Refusal, StoreReply, trust};
 
 /// The most permits of one call to a store that does not answer at once, so that no call keeps its
@@ -104,12 +104,12 @@ impl KeyState {
         now: Instant,
     ) -> Option<HandedOut> {
         let passage = self.hold.passage(ctx.max_hold, now);
-        let most = match passage {
+        let (most, probe) = match passage {
             // The store has to confirm the slots first.
-            _ if !is_trusted => 0,
-            Passage::Open => usize::MAX,
-            Passage::Probe => 1,
-            Passage::Probing(_) => 0,
+            _ if !is_trusted => (0, None),
+            Passage::Open => (usize::MAX, None),
+            Passage::Probe => (1, Some(ProbeNumber::next())),
+            Passage::Probing(_) => (0, None),
         };
         let queue = self.queue.as_mut()?;
         if matches!(passage, Passage::Probing(_)) {
@@ -118,9 +118,9 @@ impl KeyState {
             queue.give_up_slots();
         }
         queue.take_from(&mut self.prefetched, now);
-        let handed_out = queue.hand_out(most, now, me, &mut ctx.work.wakers);
-        if passage == Passage::Probe && handed_out.count > 0 {
-            self.hold.probe_leaves(now);
+        let handed_out = queue.hand_out(most, probe, now, me, &mut ctx.work.wakers);
+        if let Some(number) = probe.filter(|_| handed_out.count > 0) {
+            self.hold.probe_leaves(number, now);
         }
         Some(handed_out)
     }

@@ -14,6 +14,7 @@ use super::probation::{LONGEST_PROBATION, Passage, Uncertain};
 use super::upstream_refusals::{HoldSpan, SAME_END, UpstreamRefusals};
 use crate::clock;
 use crate::limiter::queue::Number;
+use crate::limiter::reservation::ProbeNumber;
 use crate::stats::Cause;
 use crate::store::HoldState;
 use crate::wakers::Wakers;
@@ -250,9 +251,14 @@ impl KeyHold {
         Some(NewHold { held, is_sent })
     }
 
-    /// Takes in that the upstream accepted a request sent at `sent`. Returns whether that ends a
-    /// probation. Then other requests may leave, and the store has to be notified.
-    pub(in crate::limiter) fn accepted_upstream(&mut self, sent: Instant, now: Instant) -> bool {
+    /// Takes in that the upstream accepted a request sent at `sent`, which may be the `probe`. Returns whether
+    /// that ends a probation. Then other requests may leave, and the store has to be notified.
+    pub(in crate::limiter) fn accepted_upstream(
+        &mut self,
+        probe: Option<ProbeNumber>,
+        sent: Instant,
+        now: Instant,
+    ) -> bool {
         let Some(details) = self
             .details
             .as_mut()
@@ -261,7 +267,7 @@ impl KeyHold {
             return false;
         };
         details.refusals.accepted(sent);
-        let is_released = details.hold.accepted(sent);
+        let is_released = details.hold.accepted(probe, sent);
         if !details.hold.is_cut() && !details.refusals.is_waiting() {
             details.set_uncertain(false);
         }
@@ -294,7 +300,8 @@ impl KeyHold {
             })
     }
 
-    /// Lets a request leave. If the key is on probation, the request becomes the probe.
+    /// Lets a request leave. If the key is on probation, the request becomes the probe with the number that
+    /// this returns.
     ///
     /// # Errors
     ///
@@ -303,29 +310,30 @@ impl KeyHold {
         &mut self,
         max_hold: Duration,
         now: Instant,
-    ) -> Result<(), Duration> {
+    ) -> Result<Option<ProbeNumber>, Duration> {
         if let Some(left) = self.blocked_for(max_hold, now) {
             return Err(left);
         }
-        if self.passage(max_hold, now) == Passage::Probe {
-            self.probe_leaves(now);
+        let is_probe = self.passage(max_hold, now) == Passage::Probe;
+        let probe = is_probe.then(ProbeNumber::next);
+        if let Some(number) = probe {
+            self.probe_leaves(number, now);
         }
-        Ok(())
+        Ok(probe)
     }
 
-    /// Notes that the probe leaves now.
-    pub(super) fn probe_leaves(&mut self, now: Instant) {
+    /// Notes that this probe leaves now.
+    pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
         if let Some(details) = &mut self.details {
-            details.hold.probe_leaves(now);
+            details.hold.probe_leaves(number, now);
         }
     }
 
-    /// Notes that a permit was given back unused. It may be the probe's, so the next request may be
-    /// the probe. Returns whether it may be.
-    pub(super) fn probe_comes_back(&mut self) -> bool {
+    /// Notes that a probe was not sent. Returns whether another one may leave now.
+    pub(super) fn probe_comes_back(&mut self, number: ProbeNumber) -> bool {
         self.details
             .as_mut()
-            .is_some_and(|details| details.hold.probe_comes_back())
+            .is_some_and(|details| details.hold.probe_comes_back(number))
     }
 
     /// Returns how many tasks wait only for the end of the hold.
@@ -347,7 +355,7 @@ impl KeyHold {
         max_hold: Duration,
         now: Instant,
         cx: &Context<'_>,
-    ) -> Result<(), Duration> {
+    ) -> Result<Option<ProbeNumber>, Duration> {
         let passed = self.pass(max_hold, now);
         if passed.is_err() {
             self.wake_on_change(number, now, cx);

@@ -63,7 +63,7 @@ use std::time::{Duration, Instant};
 
 use super::prefetched::{Offer, Prefetched};
 use super::queue::{Delay, Gathering, Queue, Returns};
-use super::reservation::{Counting, Reservation};
+use super::reservation::{Counting, ProbeNumber, Reservation};
 use super::unlocked::UnlockedPermits;
 use crate::clock;
 use crate::limit::{Charge, LimitSpec, UnusedPermits};
@@ -295,7 +295,7 @@ impl KeyState {
     /// it goes back to the store.
     pub(super) fn give_back(&mut self, ctx: &mut KeyContext<'_>, slot: Reservation) {
         let is_held = self.hold.left(ctx.now).is_some();
-        self.probe_comes_back(ctx);
+        self.probe_comes_back(ctx, slot.probe);
         self.store.forget_refusal();
         let Some(queue) = &mut self.queue else {
             // Requests that take a permit at hand ask neither for a hold nor for a probe.
@@ -558,20 +558,20 @@ impl KeyState {
         unused.map_or(0, |unused| unused.units)
     }
 
-    /// Notes that a permit was given back unused. If it was the probe's, another request may be the
-    /// probe. Returns whether it may have been.
-    fn probe_comes_back(&mut self, ctx: &mut KeyContext<'_>) -> bool {
-        let was_probing = self.hold.probe_comes_back();
-        if was_probing {
+    /// Takes back the probe of a request that was not sent, if it was one. Returns whether another one may
+    /// leave now.
+    fn probe_comes_back(&mut self, ctx: &mut KeyContext<'_>, probe: Option<ProbeNumber>) -> bool {
+        let may_leave = probe.is_some_and(|number| self.hold.probe_comes_back(number));
+        if may_leave {
             self.wait_no_longer(ctx);
         }
-        was_probing
+        may_leave
     }
 
-    /// Notes that a request was not sent that may have been the probe of this key, or of the host whose holds
-    /// this key has. The others go on.
-    pub(super) fn probe_not_sent(&mut self, ctx: &mut KeyContext<'_>) {
-        if self.probe_comes_back(ctx) {
+    /// Takes back a probe that was not sent, of this key or of the host whose holds this key has. The others go
+    /// on.
+    pub(super) fn probe_not_sent(&mut self, ctx: &mut KeyContext<'_>, probe: ProbeNumber) {
+        if self.probe_comes_back(ctx, Some(probe)) {
             self.step(ctx, None);
             self.close(ctx);
         }

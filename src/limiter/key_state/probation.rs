@@ -5,11 +5,14 @@
 //! The others leave once the upstream has accepted it. A refusal of the probe is a new hold. If the
 //! probe's response takes long, another probe follows.
 //!
+//! A probe has a number. Whoever leaves as the probe has it until the response arrives, and gives back
+//! this probe if it was not sent: nobody else can give it back, or end it in its place.
+//!
 //! ```text
 //!             the probe leaves
 //!     Due ──────────────────────> Probing
 //!      ^ <─────────────────────────┘  │
-//!      │   its permit comes back      │ a request is accepted
+//!      │       it comes back          │ a request is accepted
 //!      │                              v
 //!      └──────────────────────────── Off
 //!             a hold is cut
@@ -19,6 +22,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::clock;
+use crate::limiter::reservation::ProbeNumber;
 
 /// If the response to a probe takes longer than this, another probe leaves.
 const PROBE: Duration = Duration::from_secs(5);
@@ -33,8 +37,8 @@ pub(super) enum Probation {
     Off,
     /// At the end of the hold one request may leave, as the probe.
     Due,
-    /// The probe left at this moment.
-    Probing(Instant),
+    /// This probe left at this moment.
+    Probing(ProbeNumber, Instant),
 }
 
 /// Which requests may leave a key that is not on hold.
@@ -68,27 +72,32 @@ impl Probation {
             return Passage::Open;
         }
         match *self {
-            Probation::Probing(since) if clock::after(since, PROBE) > now => {
+            Probation::Probing(_, since) if clock::after(since, PROBE) > now => {
                 Passage::Probing(clock::after(since, PROBE) - now)
             }
             _ => Passage::Probe,
         }
     }
 
-    /// Notes that the probe leaves now.
-    pub(super) fn probe_leaves(&mut self, now: Instant) {
+    /// Notes that this probe leaves now.
+    pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
         if self.is_on() {
-            *self = Probation::Probing(now);
+            *self = Probation::Probing(number, now);
         }
     }
 
-    /// Notes that a permit was given back unused. Returns whether it may be the probe's.
-    pub(super) fn probe_comes_back(&mut self) -> bool {
-        let was_probing = matches!(self, Probation::Probing(_));
-        if was_probing {
+    /// Returns whether this probe is on its way, and no later one.
+    pub(super) fn is_probe(&self, number: ProbeNumber) -> bool {
+        matches!(*self, Probation::Probing(on_its_way, _) if on_its_way == number)
+    }
+
+    /// Notes that a probe was not sent. Returns whether another one may leave now.
+    pub(super) fn probe_comes_back(&mut self, number: ProbeNumber) -> bool {
+        let was_probe = self.is_probe(number);
+        if was_probe {
             *self = Probation::Due;
         }
-        was_probing
+        was_probe
     }
 }
 

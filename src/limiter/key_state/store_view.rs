@@ -428,6 +428,7 @@ pub(super) fn slot(
         stamp: grant.stamp,
         incarnation: lease.permit_incarnation(),
         lender: None,
+        probe: None,
         is_at_once: true,
     }
 }

@@ -84,7 +84,10 @@ impl Ticket {
             state.inquire(ctx);
         }
         state.step(ctx, Some(self.number));
-        let settled = self.collect(state);
+        let settled = match self.collect(state) {
+            Some(Settled::Failed(cause)) => self.store_failed(state, ctx, cause),
+            settled => settled,
+        };
         state.close(ctx);
         settled
     }
@@ -106,7 +109,7 @@ impl Ticket {
         let request = state.request(ctx, &demands, prefetch, latest, returns.as_slice());
         match ctx.store.lease(request) {
             StoreReply::Ready(Ok(lease)) => self.leased_alone(state, ctx, &lease),
-            StoreReply::Ready(Err(error)) => Some(Some(Settled::Failed(error))),
+            StoreReply::Ready(Err(error)) => Some(self.store_failed(state, ctx, error)),
             StoreReply::Pending(call) => {
                 self.wait(state.queue.get_or_insert_default(), ctx.now, None);
                 state.call_under_way(ctx, &demands, call);
@@ -174,11 +177,14 @@ impl Ticket {
             return Poll::Ready(Settled::Refused(Refusal::NEVER));
         };
         if queue.is_over(self.number, self.cost, ctx.now) {
-            let settled = self.waited_too_long(queue, ctx.now);
-            let settled = match state.hold.left(ctx.now) {
-                // No request passes uncounted while the key is on hold.
-                Some(left) if ctx.fails_open => refused_for(left),
-                _ => settled,
+            let settled = match self.waited_too_long(queue, ctx.now) {
+                Settled::Failed(cause) if ctx.fails_open => {
+                    match state.hold.pass(ctx.max_hold, ctx.now) {
+                        Ok(probe) => Settled::Uncounted(cause, probe),
+                        Err(left) => refused_for(left),
+                    }
+                }
+                settled => settled,
             };
             self.leave(state, ctx);
             return Poll::Ready(settled);
@@ -205,10 +211,9 @@ impl Ticket {
         let held = state.hold.left(ctx.now);
         match (settled, held) {
             (Settled::Granted(slot), Some(left)) => {
-                state.probe_comes_back(ctx);
-                let queue = state.queue.get_or_insert_default();
-                queue.returns.add(&slot);
-                self.wait_for_hold(queue, ctx.now, left)
+                state.probe_comes_back(ctx, slot.probe);
+                state.queue.get_or_insert_default().returns.add(&slot);
+                self.wait_for_hold(state, ctx.now, left)
             }
             (Settled::Granted(slot), None) if slot.until <= ctx.now => {
                 self.wait_again(state, ctx, slot);
@@ -218,10 +223,7 @@ impl Ticket {
                 state.store.shorten_life(ctx.spec);
                 Some(Settled::Granted(slot))
             }
-            // No request passes uncounted while the key is on hold.
-            (Settled::Failed(_), Some(left)) if ctx.fails_open => {
-                self.wait_for_hold(state.queue.get_or_insert_default(), ctx.now, left)
-            }
+            (Settled::Failed(cause), _) => self.store_failed(state, ctx, cause),
             (settled, _) => Some(settled),
         }
     }
@@ -232,14 +234,38 @@ impl Ticket {
         queue.wait(self.number, self.cost, self.bound, now, held);
     }
 
-    /// Returns the request to its old place until the hold ends after `left`, or refuses it if it
-    /// cannot wait that long.
-    fn wait_for_hold(&self, queue: &mut Queue, now: Instant, left: Duration) -> Option<Settled> {
-        if clock::after(now, left) > self.bound.latest {
+    /// Returns the request to its old place until no hold or probe stops it, after `left`. Refuses it if a hold
+    /// lasts longer than it can wait. The response to a probe may arrive at any time.
+    fn wait_for_hold(&self, state: &mut KeyState, now: Instant, left: Duration) -> Option<Settled> {
+        let is_held = state.hold.left(now).is_some();
+        if is_held && clock::after(now, left) > self.bound.latest {
             return Some(refused_for(left));
         }
-        self.wait(queue, now, Some(left));
+        self.wait(state.queue.get_or_insert_default(), now, Some(left));
         None
+    }
+
+    /// Decides what becomes of the request after the store has failed. If requests pass uncounted, none does so
+    /// while the key is on hold, or while a probe is on its way: it waits, in its old place.
+    fn store_failed(
+        &self,
+        state: &mut KeyState,
+        ctx: &mut KeyContext<'_>,
+        cause: StoreError,
+    ) -> Option<Settled> {
+        if !ctx.fails_open || matches!(cause, StoreError::Full { .. }) {
+            return Some(Settled::Failed(cause));
+        }
+        match state.hold.pass(ctx.max_hold, ctx.now) {
+            Ok(probe) => Some(Settled::Uncounted(cause, probe)),
+            Err(left) => {
+                let refused = self.wait_for_hold(state, ctx.now, left);
+                if refused.is_none() {
+                    state.step(ctx, Some(self.number));
+                }
+                refused
+            }
+        }
     }
 
     /// Returns the request to its old place, because its permit has expired. `died` is that permit.
@@ -251,7 +277,7 @@ impl Ticket {
             self.bound.latest = self.bound.latest.max(ctx.now);
         }
         state.store.lengthen_life(ctx.spec);
-        state.probe_comes_back(ctx);
+        state.probe_comes_back(ctx, died.probe);
         let held = state.hold.left(ctx.now);
         let queue = state.queue.get_or_insert_default();
         queue.returns.add(&died);
@@ -283,7 +309,7 @@ impl Ticket {
             } else {
                 queue.add(slot);
             }
-            state.probe_comes_back(ctx);
+            state.probe_comes_back(ctx, slot.probe);
         }
         state.step(ctx, None);
         state.close(ctx);

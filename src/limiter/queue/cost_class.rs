@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 
 use super::{GivenUp, HandedOut};
 use crate::clock;
-use crate::limiter::reservation::{Reservation, Settled, WaitBound};
+use crate::limiter::reservation::{ProbeNumber, Reservation, Settled, WaitBound};
 use crate::store::Refusal;
 use crate::wait_queue::{ANSWER, Number, WaitQueue};
 use crate::wakers::Wakers;
@@ -208,6 +208,7 @@ impl CostClass {
     pub(super) fn hand_out(
         &mut self,
         most: usize,
+        probe: Option<ProbeNumber>,
         now: Instant,
         returns: &mut GivenUp,
         wakers: &mut Wakers,
@@ -228,6 +229,7 @@ impl CostClass {
             let permit = Settled::Granted(Reservation {
                 count: 1,
                 is_at_once: slot.is_at_once && !is_in_line,
+                probe,
                 ..*slot
             });
             if handed_out.count == most || self.waiters.settle_first(permit, wakers).is_none() {
@@ -549,6 +551,7 @@ mod tests {
             stamp: 0,
             incarnation: 0,
             lender: None,
+            probe: None,
             is_at_once: true,
         });
         let wait = SlotWait {

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::prefetched::Prefetched;
-use super::reservation::{Reservation, Settled, WaitBound};
+use super::reservation::{ProbeNumber, Reservation, Settled, WaitBound};
 use crate::clock;
 use crate::limit::UnusedPermits;
 use crate::store::{Demand, Refusal};
@@ -231,6 +231,7 @@ impl Queue {
     pub(super) fn hand_out(
         &mut self,
         most: usize,
+        probe: Option<ProbeNumber>,
         now: Instant,
         running: Option<Number>,
         wakers: &mut Wakers,
@@ -240,7 +241,7 @@ impl Queue {
             if let Some(number) = running {
                 class.waiters.runs(number);
             }
-            let of_class = class.hand_out(most - all.count, now, &mut self.returns, wakers);
+            let of_class = class.hand_out(most - all.count, probe, now, &mut self.returns, wakers);
             all.count += of_class.count;
             all.died |= of_class.died;
         }

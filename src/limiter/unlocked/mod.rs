@@ -171,6 +171,7 @@ impl UnlockedPermits {
                         stamp,
                         incarnation,
                         lender: None,
+                        probe: None,
                         is_at_once: true,
                     });
                 }

@@ -19,6 +19,7 @@ fn permits(name: u64, count: u32, until: Instant) -> Reservation {
         stamp: name,
         incarnation: name,
         lender: None,
+        probe: None,
         is_at_once: true,
     }
 }

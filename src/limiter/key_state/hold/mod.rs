@@ -41,6 +41,7 @@ use std::time::{Duration, Instant};
 use super::probation::{Passage, Probation};
 use super::upstream_refusals::SAME_END;
 use crate::clock;
+use crate::limiter::reservation::ProbeNumber;
 use crate::store::HoldState;
 
 /// How often the store is asked for a release that may have been missed, while requests arrive.
@@ -177,7 +178,12 @@ impl Hold {
         evidence.sure_until = evidence.sure_until.max(sure_until);
         let is_confirmed = evidence.sure_until <= clock::after(until, SAME_END);
         if sent < evidence.changed_at {
-            self.end = self.end.max(until);
+            let is_longer = !held.remaining.is_zero() && until > clock::after(self.end, SAME_END);
+            if is_longer {
+                self.set_end(until, held.cut);
+            } else {
+                self.end = self.end.max(until);
+            }
         } else if is_confirmed {
             evidence.sure_until = evidence.sure_until.min(until);
             self.end = until;
@@ -260,24 +266,23 @@ impl Hold {
         self.probation.passage(self.end, max_hold, now)
     }
 
-    /// Notes that the probe leaves now.
-    pub(super) fn probe_leaves(&mut self, now: Instant) {
-        self.probation.probe_leaves(now);
+    /// Notes that this probe leaves now.
+    pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
+        self.probation.probe_leaves(number, now);
     }
 
-    /// Notes that a permit was given back unused. It may be the probe's, so the next request may be
-    /// the probe. Returns whether it may be.
-    pub(super) fn probe_comes_back(&mut self) -> bool {
-        self.probation.probe_comes_back()
+    /// Notes that a probe was not sent. Returns whether another one may leave now.
+    pub(super) fn probe_comes_back(&mut self, number: ProbeNumber) -> bool {
+        self.probation.probe_comes_back(number)
     }
 
-    /// Ends the probation if the upstream accepted a request that was sent, at `sent`, after the
+    /// Ends the probation if the upstream accepted the probe, or a request that was sent, at `sent`, after the
     /// end of the hold. Returns whether there was a probation.
     ///
-    /// That request need not be the one that counts as the probe: a permit that was given back may
-    /// have been taken for the probe's.
-    pub(super) fn accepted(&mut self, sent: Instant) -> bool {
-        let passed = self.is_cut() && sent >= self.end;
+    /// Such a request may have left while no hold was known, or as a probe that took too long.
+    pub(super) fn accepted(&mut self, probe: Option<ProbeNumber>, sent: Instant) -> bool {
+        let is_probe = probe.is_some_and(|number| self.probation.is_probe(number));
+        let passed = is_probe || self.is_cut() && sent >= self.end;
         if passed {
             self.probation = Probation::Off;
         }

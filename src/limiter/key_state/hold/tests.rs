@@ -202,6 +202,20 @@ fn stores_receive_only_what_is_sure_and_new() {
 }
 
 #[test]
+fn a_hold_that_an_early_call_lengthens_is_cut_as_the_store_says() {
+    let mut world = World::held();
+    assert!(world.adopt(HoldState::new(ms(2000), 0), HoldSource::Seen, 100));
+    let longer = HoldState {
+        cut: true,
+        ..HoldState::new(ms(3000), 0)
+    };
+    assert!(!world.answered(longer, 50), "nothing was released");
+    let end = world.hold.end();
+    assert!(end >= world.start + ms(3000));
+    assert_eq!(world.hold.passage(ms(60_000), end), Passage::Probe);
+}
+
+#[test]
 fn cut_holds_end_on_probation() {
     let mut world = World::held();
     let cut = HoldState {
@@ -210,8 +224,11 @@ fn cut_holds_end_on_probation() {
     };
     assert!(world.adopt(cut, HoldSource::Seen, 0));
     let (early, end) = (world.start + ms(2999), world.start + ms(3000));
-    assert!(!world.hold.accepted(early), "it was sent before the end");
+    assert!(
+        !world.hold.accepted(None, early),
+        "it was sent before the end"
+    );
     assert_eq!(world.hold.passage(ms(60_000), end), Passage::Probe);
-    assert!(world.hold.accepted(end));
+    assert!(world.hold.accepted(None, end));
     assert_eq!(world.hold.passage(ms(60_000), end), Passage::Open);
 }

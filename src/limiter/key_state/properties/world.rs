@@ -16,7 +16,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::limiter::queue::{CallNumber, next_number};
-use crate::limiter::reservation::{Reservation, Settled, WaitBound};
+use crate::limiter::reservation::{ProbeNumber, Reservation, Settled, WaitBound};
 use crate::quota::Quota;
 use crate::store::{HoldState, Lease, Store, StoreReply};
 
@@ -153,6 +153,7 @@ impl World {
                 assert!(self.faults, "the store is there");
                 return;
             }
+            Some(Settled::Uncounted(_, probe)) => return self.left_uncounted(probe),
             Some(Settled::Refused(_) | Settled::QueueFull) => return,
         };
         let task = Arc::new(Task {
@@ -217,10 +218,10 @@ impl World {
                 );
                 Stage::Has(slot)
             }
-            Poll::Ready(Settled::Failed(_))
-                if self.fails_open && self.state.hold.left(clock::now()).is_some() =>
-            {
-                panic!("no request passes uncounted while the key is on hold");
+            Poll::Ready(Settled::Uncounted(_, probe)) => {
+                self.left_uncounted(probe);
+                self.answer_lost = true;
+                Stage::Ended
             }
             // Its call is still under way.
             Poll::Ready(Settled::Failed(StoreError::NoAnswer { .. })) => Stage::Ended,
@@ -234,6 +235,19 @@ impl World {
             Poll::Ready(Settled::Refused(_) | Settled::QueueFull) => Stage::Ended,
         };
         self.requests[index].stage = stage;
+    }
+
+    /// A request has left uncounted, as this probe if it is one. It has no response.
+    fn left_uncounted(&mut self, probe: Option<ProbeNumber>) {
+        assert!(self.faults && self.fails_open, "the store is there");
+        let is_held = self.state.hold.left(clock::now()).is_some();
+        assert!(
+            !is_held,
+            "no request passes uncounted while the key is on hold"
+        );
+        if let Some(number) = probe {
+            self.act(|state, ctx, _| state.probe_not_sent(ctx, number));
+        }
     }
 
     pub(super) fn leave(&mut self, index: usize) {
@@ -254,7 +268,7 @@ impl World {
             request.stage = Stage::Ended;
             // The upstream accepts it at once.
             let passed = self.act(|state, ctx, _| {
-                let passed = state.hold.accepted_upstream(now, now);
+                let passed = state.hold.accepted_upstream(slot.probe, now, now);
                 if passed {
                     state.hold_changed(ctx);
                 }

@@ -204,7 +204,9 @@ state.hold_is_cut = state.recovering_until % 2
 state.recovering_until = state.recovering_until - state.hold_is_cut
 -- A hold that begins now counts, even if the caller does not know of the latest releases.
 if operation == HOLD and hold_releases < releases then hold_releases = releases end
-if operation == RELEASE then
+-- A hold without time left ends the probation that follows the last one, and no hold in force.
+local is_release = operation == RELEASE or (operation == HOLD and hold_left == 0 and held_until <= now)
+if is_release then
   held_until = 0
   releases = releases + 1
   state.hold_is_cut = 0
@@ -327,7 +329,7 @@ if flags % 2 == 1 then
   if is_less and state.returned_count > 0 then (state.cold or cold()).drop_returned() end
   must_notify = is_less and is_urgent
 end
-if operation == RELEASE then
+if is_release then
   for i = 1, #state do
     (state.cold_external or cold_external()).forget_others(state[i])
   end

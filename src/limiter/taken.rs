@@ -1,0 +1,419 @@
+//! What a request has that may leave: a slot and an in-flight slot of each of its keys, and the probes that it
+//! leaves as.
+//!
+//! [`Taken`] is made where a request gets all of it, and has two ends:
+//!
+//! - The request leaves: [`Taken::sent`] makes it a [`Sent`], which keeps the in-flight slots and the probes
+//!   until the response.
+//! - The request does not leave: whoever has the record drops it, and everything goes back. So no way out of the
+//!   limiter has to know what a request has. One that goes back to its old place calls [`Taken::put_back`].
+//!
+//! Inside of the state of a key the parts lie bare, as a [`Reservation`] and the number of its probe, because
+//! dropping a `Taken` visits the states of its keys.
+
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::counting;
+use super::engine::Core;
+use super::entry::Entry;
+use super::holds;
+use super::in_flight_slot::InFlightSlot;
+use super::outer::{CallId, UseOf};
+use super::probe::Probe;
+use super::reservation::Reservation;
+use super::sent::{More, PastWait, Sent};
+use super::settlement::{Settlement, Unsettled};
+use crate::clock::{self, Moment};
+use crate::cost::Cost;
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::stats::Outcome;
+
+/// What a request has that may leave. Dropping it gives everything back.
+#[must_use = "what a request has goes back when this is dropped"]
+pub(crate) struct Taken {
+    first: OfKey,
+    rest: Option<Box<Rest>>,
+    /// Whether the slots count as used if this is dropped, because the request may have left.
+    may_have_left: bool,
+}
+
+/// What it has of one of its keys.
+pub(super) struct OfKey {
+    core: Arc<Core>,
+    key: Key,
+    /// The key of the host, if the host matters to the key: see [`Entry::host`].
+    host: Option<Key>,
+    /// `None` if the request costs nothing, if rates are not limited, or if it passes uncounted.
+    slot: Option<Reservation>,
+    /// `None` if calls in flight are not limited, or could not be counted.
+    in_flight_slot: Option<InFlightSlot>,
+    /// Whether the units of the slot are counted in the stats.
+    is_counted: bool,
+}
+
+/// What only few requests have.
+#[derive(Default)]
+struct Rest {
+    /// The other keys of a joint request.
+    others: Vec<OfKey>,
+    /// The probes that the request leaves as, of all its keys and their hosts.
+    probes: Vec<Probe>,
+    /// `None` if the request did not wait.
+    wait: Option<Box<PastWait>>,
+    /// If other layers are around: the call of this layer, and when the first of their permits expires.
+    inside: Option<(CallId, Option<Instant>)>,
+    /// Set once the true cost of the request was stated. Then it was sent.
+    settlement: Option<Settlement>,
+}
+
+/// One value for each key of a request, in their order.
+type OfKeys<T> = SmallVec<[Option<T>; 4]>;
+
+impl OfKey {
+    pub(super) fn new(
+        core: Arc<Core>,
+        key: Key,
+        host: Option<Key>,
+        slot: Option<Reservation>,
+        in_flight_slot: Option<InFlightSlot>,
+    ) -> Self {
+        OfKey {
+            core,
+            key,
+            host,
+            slot,
+            in_flight_slot,
+            is_counted: false,
+        }
+    }
+
+    /// Takes the number of the probe out of the slot.
+    fn probe(&mut self) -> Option<Probe> {
+        let number = self.slot.as_mut()?.probe.take()?;
+        Some(Probe::new(self.core.id, self.key, number))
+    }
+
+    fn count_units(&mut self) {
+        if !self.is_counted {
+            counting::add_units(&self.core, self.key, self.slot.as_ref());
+            self.is_counted = true;
+        }
+    }
+
+    /// Takes the slot for the state of the key, whose part it has: with its probe, and no longer counted.
+    fn bare_slot(&mut self, probes: &mut Vec<Probe>) -> Option<Reservation> {
+        let mut slot = self.slot.take()?;
+        if self.is_counted {
+            counting::give_back_units(&self.core, Some(&slot));
+        }
+        // A slot that was lent goes to another state than the probe.
+        if slot.lender.is_none()
+            && let Some(index) = probes
+                .iter()
+                .position(|probe| probe.is_of(self.core.id, self.key))
+        {
+            slot.probe = Some(probes.swap_remove(index).into_number());
+        }
+        Some(slot)
+    }
+
+    fn sent(&mut self) -> Sent {
+        let slot = self.slot.take();
+        let (cost, at) = slot.map_or_else(|| (0, clock::now()), |slot| (slot.cost, slot.at));
+        let mut sent = Sent {
+            core: self.core.id,
+            cost,
+            key: self.key,
+            host: self.host,
+            at: Moment::of(at),
+            more: None,
+        }
+        .with_slot(slot, self.core.settings.settles);
+        if let Some(in_flight_slot) = self.in_flight_slot.take() {
+            sent.more.get_or_insert_with(More::empty).in_flight_slot = Some(in_flight_slot);
+        }
+        sent
+    }
+}
+
+impl Taken {
+    /// Makes the record of a request that got a permit at hand, whose units are counted.
+    #[inline]
+    pub(super) fn at_hand(core: Arc<Core>, entry: &Entry, slot: Option<Reservation>) -> Self {
+        Taken {
+            first: OfKey {
+                core,
+                key: entry.key,
+                host: entry.host,
+                slot,
+                in_flight_slot: None,
+                is_counted: true,
+            },
+            rest: None,
+            may_have_left: false,
+        }
+    }
+
+    /// Makes the record of a request of one key, which leaves as these probes besides that of its slot.
+    pub(super) fn of_one(first: OfKey, probes: Vec<Probe>) -> Self {
+        Taken::of_all(first, Vec::new(), probes)
+    }
+
+    /// Makes the record of a request that has something of several keys.
+    pub(super) fn of_all(mut first: OfKey, mut others: Vec<OfKey>, mut probes: Vec<Probe>) -> Self {
+        let all = std::iter::once(&mut first).chain(&mut others);
+        probes.extend(all.filter_map(OfKey::probe));
+        let is_plain = others.is_empty() && probes.is_empty();
+        let rest = (!is_plain).then(|| {
+            Box::new(Rest {
+                others,
+                probes,
+                ..Rest::default()
+            })
+        });
+        Taken {
+            first,
+            rest,
+            may_have_left: false,
+        }
+    }
+
+    /// States that the units of the slots are counted already.
+    pub(super) fn counted(mut self) -> Self {
+        self.each(|part| part.is_counted = true);
+        self
+    }
+
+    /// Counts the units of the slots.
+    pub(super) fn count_units(&mut self) {
+        self.each(OfKey::count_units);
+    }
+
+    fn each(&mut self, act: impl Fn(&mut OfKey)) {
+        act(&mut self.first);
+        let others = self.rest.iter_mut().flat_map(|rest| &mut rest.others);
+        others.for_each(act);
+    }
+
+    fn all(&self) -> impl Iterator<Item = &OfKey> {
+        let others = self.rest.iter().flat_map(|rest| &rest.others);
+        std::iter::once(&self.first).chain(others)
+    }
+
+    /// Adds probes that the request leaves as.
+    pub(super) fn add_probes(&mut self, probes: impl IntoIterator<Item = Probe>) {
+        let mut probes = probes.into_iter().peekable();
+        if probes.peek().is_some() {
+            self.rest.get_or_insert_default().probes.extend(probes);
+        }
+    }
+
+    /// Lets the request pass the hold of its host, if each host has holds of its own.
+    ///
+    /// # Errors
+    ///
+    /// How long requests to the host may not leave.
+    pub(super) fn pass_host(&mut self, now: Instant) -> Result<(), Duration> {
+        let OfKey {
+            core, key, host, ..
+        } = &self.first;
+        let Some(hold) = core.hosts.hold_of(*key, *host) else {
+            return Ok(());
+        };
+        let probe = holds::pass(core, hold, now)?;
+        self.add_probes(probe);
+        Ok(())
+    }
+
+    /// Returns the units of the first slot.
+    pub(super) fn units(&self) -> u32 {
+        self.first.slot.map_or(0, |slot| slot.cost)
+    }
+
+    /// Adds how the request waited.
+    pub(super) fn after(mut self, wait: PastWait) -> Self {
+        self.rest.get_or_insert_default().wait = Some(Box::new(wait));
+        self
+    }
+
+    /// Makes this the record of the call `call` of a layer that other layers are around. `until` is when the
+    /// first of their permits expires.
+    pub(super) fn inside(mut self, call: CallId, until: Option<Instant>) -> Self {
+        self.rest.get_or_insert_default().inside = Some((call, until));
+        self
+    }
+
+    /// Makes it a record whose slots count as used if it is dropped.
+    #[inline]
+    pub(super) fn may_have_left(mut self) -> Self {
+        self.may_have_left = true;
+        self
+    }
+
+    pub(super) fn key(&self) -> Key {
+        self.first.key
+    }
+
+    fn wait(&self) -> Option<&PastWait> {
+        self.rest.as_ref()?.wait.as_deref()
+    }
+
+    /// Returns how long the request waited.
+    pub(super) fn waited(&self) -> Duration {
+        self.wait().map_or(Duration::ZERO, |wait| wait.waited)
+    }
+
+    /// Returns whether the request leaves uncounted, because a store failed.
+    pub(super) fn is_uncounted(&self) -> bool {
+        self.wait().is_some_and(|wait| wait.is_uncounted)
+    }
+
+    /// Returns how a request counts that leaves with this.
+    pub(super) fn outcome(&self) -> Outcome {
+        match self.wait() {
+            Some(wait) if wait.is_uncounted => Outcome::Uncounted,
+            Some(wait) if !wait.is_at_once => Outcome::Waited,
+            _ => Outcome::Passed,
+        }
+    }
+
+    /// Returns the moment by which the request must have left. `None` if it has no slot.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        let around = self.rest.as_ref().and_then(|rest| rest.inside);
+        self.all()
+            .filter_map(|part| part.slot)
+            .map(|slot| slot.until)
+            .chain(around.and_then(|(_, until)| until))
+            .min()
+    }
+
+    /// Returns whether the request may still leave.
+    pub(crate) fn is_valid(&self) -> bool {
+        self.deadline().is_none_or(|until| clock::now() < until)
+    }
+
+    /// States what the request cost. It was sent then.
+    pub(super) fn settle(&mut self, actual: impl Into<Cost>) {
+        let known = self.rest.as_ref();
+        let known = known.and_then(|rest| rest.settlement.clone());
+        let settlement = known.unwrap_or_else(|| {
+            let unsettled =
+                |part: &OfKey| Unsettled::new(part.core.id, part.key, part.slot.as_ref());
+            Settlement::new(self.all().map(unsettled))
+        });
+        settlement.settle(actual);
+        self.rest.get_or_insert_default().settlement = Some(settlement);
+    }
+
+    /// Returns whether the store may have granted an in-flight slot to another call.
+    pub(super) fn is_lost(&self, now: Instant) -> bool {
+        let mut slots = self.all().filter_map(|part| part.in_flight_slot.as_ref());
+        slots.any(|slot| slot.is_lost(now))
+    }
+
+    /// Returns whether the request has waited for nothing but the answer of the store to get its slot.
+    pub(super) fn is_at_once(&self) -> bool {
+        self.first.slot.is_some_and(|slot| slot.is_at_once)
+    }
+
+    /// Ready when the store may have granted an in-flight slot to another call.
+    pub(super) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {
+        let slots = self.all().filter_map(|part| part.in_flight_slot.as_ref());
+        let mut lost = slots.map(|slot| slot.poll_lost(cx));
+        lost.find(Poll::is_ready).unwrap_or(Poll::Pending)
+    }
+
+    /// Makes the call of the request, which leaves now.
+    pub(crate) fn sent(mut self) -> Sent {
+        let has_inner = self.first.core.has_inner();
+        let mut sent = self.first.sent();
+        let Rest {
+            mut others,
+            probes,
+            wait,
+            inside,
+            ..
+        } = self.rest.take().map_or_else(Rest::default, |rest| *rest);
+        let use_of = UseOf {
+            call: inside.map(|(call, _)| call),
+            by: None,
+        };
+        let is_plain = wait.is_none()
+            && others.is_empty()
+            && probes.is_empty()
+            && !has_inner
+            && use_of == UseOf::default();
+        if !is_plain {
+            let more = sent.more.get_or_insert_with(More::empty);
+            more.joint.extend(others.iter_mut().map(OfKey::sent));
+            more.probes = probes;
+            more.wait = wait;
+            more.has_inner = has_inner;
+            more.use_of = use_of;
+        }
+        sent
+    }
+
+    /// Takes the record of one key apart for a request that goes back to its old place: returns the slot, bare, and
+    /// the in-flight slot.
+    pub(super) fn put_back(mut self) -> (Option<Reservation>, Option<InFlightSlot>) {
+        let mut probes = self.rest.take().map_or_else(Vec::new, |rest| rest.probes);
+        let slot = self.first.bare_slot(&mut probes);
+        (slot, self.first.in_flight_slot.take())
+    }
+
+    /// Takes the record of several keys apart for a request that goes back to its old place: returns the slots and
+    /// the in-flight slots, in the order of its keys. The request is no probe any more.
+    pub(super) fn put_all_back(mut self) -> (OfKeys<Reservation>, OfKeys<InFlightSlot>) {
+        let rest = self.rest.take().map_or_else(Rest::default, |rest| *rest);
+        drop(rest.probes);
+        let take = |part: &mut OfKey| {
+            let slot = part.bare_slot(&mut Vec::new());
+            (slot, part.in_flight_slot.take())
+        };
+        let first = take(&mut self.first);
+        let others = rest.others.into_iter().map(|mut part| take(&mut part));
+        std::iter::once(first).chain(others).unzip()
+    }
+
+    /// Gives back what a request has that was certainly not sent, whoever has it. If its true cost was stated, it
+    /// was sent.
+    pub(super) fn give_back(mut self) {
+        let rest = self.rest.as_ref();
+        self.may_have_left = rest.is_some_and(|rest| rest.settlement.is_some());
+    }
+
+    #[cold]
+    fn go_back(&mut self) {
+        let mut rest = self.rest.take().unwrap_or_default();
+        let probes = &mut rest.probes;
+        let parts = std::iter::once(&mut self.first).chain(&mut rest.others);
+        let parts = parts.map(|part| {
+            let slot = part.bare_slot(probes);
+            (&part.core, part.key, slot)
+        });
+        let parts: SmallVec<[_; 1]> = parts.collect();
+        // The hosts first, so that the next request can be their probe.
+        probes.clear();
+        for (core, key, slot) in parts {
+            if let Some(slot) = slot {
+                core.give_back(key, slot);
+            }
+        }
+    }
+}
+
+impl Drop for Taken {
+    #[inline]
+    fn drop(&mut self) {
+        let has_any = self.first.slot.is_some() || self.rest.is_some();
+        if has_any && !self.may_have_left {
+            self.go_back();
+        }
+    }
+}
