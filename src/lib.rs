@@ -28,7 +28,7 @@
 //! ```
 //!
 //! With reqwest-middleware, write `ClientBuilder::new(client).with(limit)`. Without HTTP, write
-//! `limit.limiter().acquire(key).await?`. The [guide] has one page for each task. If you compare
+//! `limit.limiter().acquire(key).await?.begin()?`. The [guide] has one page for each task. If you compare
 //! crates, begin with [choosing a limiter](guide::choosing_a_limiter), else with [first
 //! steps](guide::first_steps).
 //!
@@ -222,7 +222,7 @@ pub use layer::retry::RetryLimited;
 pub use layer::routes::Routes;
 pub use layer::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitBuilder, RateLimitLayer};
 #[doc(inline)]
-pub use limiter::{HeaderTrust, Limiter, OnStoreError, Permit, Settlement};
+pub use limiter::{HeaderTrust, Limiter, OnStoreError, Permit, Sent, Settlement};
 #[doc(inline)]
 pub use quota::Quota;
 #[doc(inline)]

@@ -279,6 +279,9 @@ pub enum Reason {
     /// The limiter or throttle is [drained](crate::Limiter::drain), because this process is about to
     /// end. No later attempt in this process succeeds.
     Draining,
+    /// The permit had expired when [`Permit::begin`](crate::Permit::begin) was called: the request that it was for
+    /// began too late. Acquire the permit when the request can leave.
+    Expired,
     /// [`Acquire::blocking`](crate::limiter::Acquire::blocking) was called where the thread may not
     /// block. The value says why.
     CannotBlock(CannotBlock),
@@ -328,6 +331,10 @@ impl fmt::Display for Reason {
             Reason::Draining => write!(
                 f,
                 "the limiter was drained, because this process is about to end"
+            ),
+            Reason::Expired => write!(
+                f,
+                "its permit had expired when it began; acquire the permit when the request can leave"
             ),
             Reason::CannotBlock(why) => write!(f, "{why}"),
             Reason::NoKey => {

@@ -98,7 +98,7 @@ impl Guard {
     /// for other [refusals](Signal::refusal). Default: 401, 403, 429, and other refusals.
     ///
     /// A response without a status ([`ResponseInfo`](crate::signal::ResponseInfo)), and one that
-    /// [`Permit::answered`](crate::Permit::answered) takes in, counts only if it is a refusal.
+    /// [`Sent::answered`](crate::Sent::answered) takes in, counts only if it is a refusal.
     pub fn counts(
         mut self,
         counts: impl Fn(StatusCode, &Signal) -> bool + Send + Sync + 'static,

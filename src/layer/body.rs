@@ -80,7 +80,7 @@ pub struct InFlight(pub(super) Option<InFlightSlot>);
 
 impl InFlight {
     /// Polls for the error of a call that must be cancelled, because the store may have given its
-    /// in-flight slot to another call; see [`Permit::revoked`](crate::Permit::revoked).
+    /// in-flight slot to another call; see [`Sent::revoked`](crate::Sent::revoked).
     pub fn poll_lost(&self, cx: &Context<'_>) -> Poll<Error> {
         match &self.0 {
             Some(in_flight_slot) => in_flight_slot.poll_limited(cx).map(Error::from),

@@ -671,7 +671,7 @@ fn leave_slow<T>(
     let signal = policy.signal(call.key(), host, response, clock::now());
     let status = response.status().filter(|_| is_of_host(host, response));
     policy.settle(response, || call.settlement());
-    match call.answered(&signal, status) {
+    match call.end(&signal, status) {
         (_, Some(limited)) if policy.error_on_limit() => Departure::Refuse(limited),
         (in_flight_slot, _) => Departure::Pass(InFlight(in_flight_slot)),
     }

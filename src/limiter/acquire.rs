@@ -1,8 +1,8 @@
 //! The future that [`Limiter::acquire`](crate::Limiter::acquire) returns.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::mem;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
@@ -27,9 +27,10 @@ use crate::blocking;
 use crate::clock;
 use crate::config_error::ConfigError;
 use crate::cost::Cost;
-use crate::error::{Limited, Reason, StoreError};
+use crate::error::{BoxError, Error, Limited, Reason, StoreError};
 use crate::key::Key;
 use crate::quota::Quota;
+use crate::signal::{ResponseInfo, Signal};
 use crate::stats::Gate;
 use crate::store::Refusal;
 
@@ -354,6 +355,52 @@ impl Acquire {
         Ok(explanation)
     }
 
+    /// Acquires the permit, sends the request with `call`, and takes in its response. A refusal by the upstream is
+    /// no error: it is returned, and its key is on hold.
+    ///
+    /// If calls in flight are limited, the call is in flight until the future of `call` ends. For a response that
+    /// tollgate cannot read, acquire the permit and [`begin`](crate::Permit::begin).
+    ///
+    /// ```
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// # async fn fetch() -> Result<http::Response<()>, std::io::Error> { Ok(http::Response::new(())) }
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = RateLimitLayer::new(Quota::per_second(10))?.limiter();
+    /// let response = limiter.acquire(Key::ALL).send(|| fetch()).await?;
+    /// assert!(response.status().is_success());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Limited`] if the request has no permit, or if its call had to end because its in-flight slot was
+    /// lost: see [`Sent::revoked`](crate::Sent::revoked). [`Error::Inner`] if the call failed.
+    ///
+    /// # Cancel safety
+    ///
+    /// The future may be dropped at any time. A request that waits gives up its place; one whose call has begun
+    /// counts as sent.
+    pub async fn send<T, E, F>(self, call: impl FnOnce() -> F) -> Result<T, Error>
+    where
+        T: ResponseInfo,
+        E: Into<BoxError>,
+        F: Future<Output = Result<T, E>>,
+    {
+        // It leaves in the poll in which it got the permit.
+        let sent = self.await?.into_sent();
+        let mut call = pin!(call());
+        let response = poll_fn(|cx| match sent.poll_lost(cx) {
+            Poll::Ready(limited) => Poll::Ready(Err(limited.into())),
+            Poll::Pending => call.as_mut().poll(cx).map_err(Error::inner),
+        });
+        let response = response.await?;
+        sent.end(&Signal::read(&response), response.status());
+        Ok(response)
+    }
+
     /// Waits for the permit in the calling thread, for code without a Tokio runtime: plain threads,
     /// `ureq`, `reqwest::blocking`.
     ///
@@ -368,9 +415,9 @@ impl Acquire {
     /// # fn send() -> http::Response<String> { http::Response::new("hello".into()) }
     /// fn main() -> Result<(), Box<dyn std::error::Error>> {
     ///     let limiter = RateLimitLayer::new(Quota::per_second(50))?.limiter();
-    ///     let permit = limiter.acquire(Key::ALL).blocking()?;
+    ///     let sent = limiter.acquire(Key::ALL).blocking()?.begin()?;
     ///     let response = send();
-    ///     permit.answered(&Signal::read(&response));
+    ///     sent.answered(&Signal::read(&response));
     ///     Ok(())
     /// }
     /// ```

@@ -181,6 +181,10 @@ pub(super) fn enter_past_host(
 
 /// Takes an in-flight slot of `key`, if calls in flight are limited. Returns what stops the request
 /// if there is none, such as the wait for one.
+#[expect(
+    clippy::result_large_err,
+    reason = "what stops a request is returned as it is"
+)]
 fn take_in_flight_slot(
     core: &Arc<Core>,
     key: Key,
@@ -203,6 +207,10 @@ fn take_in_flight_slot(
 
 /// Returns the in-flight slot that a request got, or what stops the request. Returns `Ok(None)` if
 /// the store failed and the limiter fails open.
+#[expect(
+    clippy::result_large_err,
+    reason = "what stops a request is returned as it is"
+)]
 pub(super) fn in_flight_slot_settled(
     core: &Arc<Core>,
     key: Key,

@@ -45,9 +45,9 @@ use crate::store::Refusal;
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let limiter = RateLimitLayer::new(Quota::per_second(50))?.limiter();
 ///
-/// let permit = limiter.acquire(Key::new("customer 17")).await?;
+/// let sent = limiter.acquire(Key::new("customer 17")).await?.begin()?;
 /// // ... send the request ...
-/// drop(permit); // counts as sent
+/// drop(sent); // ends the call
 ///
 /// assert_eq!(limiter.peek(Key::new("customer 17")).await?.limits[0].used, 1);
 /// # Ok(())
@@ -70,9 +70,10 @@ use crate::store::Refusal;
 ///
 /// # let start = tokio::time::Instant::now();
 /// # for _ in 0..2 {
-/// let permit = all.acquire(Key::ALL).and(channels.acquire(Key::new("general"))).await?;
+/// let both = all.acquire(Key::ALL).and(channels.acquire(Key::new("general")));
+/// let sent = both.await?.begin()?;
 /// // ... send the request ...
-/// drop(permit);
+/// drop(sent);
 /// # }
 /// # assert!(start.elapsed() > std::time::Duration::from_secs(1));
 /// # assert_eq!(all.peek(Key::ALL).await?.limits[0].used, 2);

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::future::poll_fn;
 use std::mem;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -23,18 +24,22 @@ use super::responses::AnsweredCall;
 use super::settlement::{Settlement, Unsettled};
 use super::split_signal::{SignalKey, split};
 use crate::clock::{self, Moment};
-use crate::error::{Facts, Limited, LimitedInfo};
+use crate::cost::Cost;
+use crate::error::{Facts, Limited, LimitedInfo, StoreError};
 use crate::events;
 use crate::guarded::{self, Watch};
 use crate::key::{Key, Label};
 use crate::signal::Signal;
 
-/// A request that was sent and not yet answered. Its permit is spent. The fast path of the layers
-/// makes it without a [`Permit`](super::permit::Permit).
+/// A request that was sent and has no response yet. [`Permit::begin`](crate::Permit::begin) returns it.
 ///
-/// Each response future holds one, so it has to be small. Unlike a `Permit`, it holds a
-/// [`CoreId`] instead of an `Arc<Core>`. What only few requests need is in a box.
-pub(crate) struct Sent {
+/// It ends with [`answered`](Sent::answered). If it is dropped, the request counts as sent, and nothing is learned
+/// from its response. If calls in flight are limited ([`Quota::in_flight`](crate::Quota::in_flight)), the call is in
+/// flight until then.
+// The fast path of the layers makes it without a `Taken`. Each response future holds one, so it has to be small. It
+// holds a `CoreId` instead of an `Arc<Core>`. What only few requests need is in a box.
+#[must_use = "a request has a response"]
+pub struct Sent {
     pub(super) core: CoreId,
     pub(super) cost: u32,
     pub(super) key: Key,
@@ -89,6 +94,8 @@ pub(super) struct More {
     pub(super) use_of: UseOf,
     /// The probes that the request is, of all its keys.
     pub(super) probes: Vec<Probe>,
+    /// Set once the true cost of the request was stated.
+    settlement: Option<Settlement>,
 }
 
 /// How many empty boxes a thread keeps.
@@ -147,7 +154,81 @@ pub(super) struct PastWait {
     pub(super) is_at_once: bool,
 }
 
+fn lost<T>(polled: Poll<T>) -> Option<T> {
+    match polled {
+        Poll::Ready(lost) => Some(lost),
+        Poll::Pending => None,
+    }
+}
+
 impl Sent {
+    /// Takes in what the response states about limits, and ends the call.
+    ///
+    /// A refusal puts the key on [hold](crate::RateLimitBuilder::max_hold). Returns
+    /// [`Limited::Upstream`] if the response is a refusal, for callers that want an error; else
+    /// `None`.
+    pub fn answered(self, signal: &Signal) -> Option<Limited> {
+        self.end(signal, None).1
+    }
+
+    /// States what the request cost, if that is not the cost of the permit: a number of requests, or a
+    /// [`Cost`] with other units.
+    ///
+    /// [`Settlement::settle`] describes what happens to the difference. Build the layer with
+    /// [`settle_by_hand`](crate::RateLimitBuilder::settle_by_hand): otherwise little of what comes
+    /// back is used, because requests that wait have booked their slots already.
+    ///
+    /// ```
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let layer = RateLimitLayer::builder(Quota::per_minute(80_000)).settle_by_hand().build()?;
+    /// let limiter = layer.limiter();
+    /// let mut sent = limiter.acquire(Key::ALL).cost(4000).await?.begin()?;
+    /// // ... send the request, and read from the response what it cost ...
+    /// sent.settle(300);
+    /// drop(sent);
+    /// assert_eq!(limiter.peek(Key::ALL).await?.limits[0].used, 300);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn settle(&mut self, actual: impl Into<Cost>) {
+        let more = self.more.as_ref();
+        let known = more.and_then(|more| more.settlement.clone());
+        let settlement = known.unwrap_or_else(|| self.settlement());
+        settlement.settle(actual);
+        self.more.get_or_insert_with(More::empty).settlement = Some(settlement);
+    }
+
+    /// Waits until this call must be cancelled, and returns the reason.
+    ///
+    /// A call must be cancelled if this process has lost contact with the store for longer than
+    /// [`in_flight_ttl`](crate::RateLimitBuilder::in_flight_ttl). The store may then have granted
+    /// the call's in-flight slot to another process.
+    ///
+    /// The future is never ready if calls in flight are not limited, if they are counted in memory,
+    /// or with [`OnStoreError::FailOpen`](crate::OnStoreError::FailOpen).
+    ///
+    /// # Cancel safety
+    ///
+    /// The future may be dropped at any time.
+    pub async fn revoked(&self) -> StoreError {
+        poll_fn(|cx| {
+            self.slots()
+                .find_map(|slot| lost(slot.poll_lost(cx)))
+                .map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
+    }
+
+    fn slots(&self) -> impl Iterator<Item = &InFlightSlot> {
+        let others = self.more.iter().flat_map(|more| &more.joint);
+        let others = others.filter_map(|sent| sent.more.as_ref());
+        let all = self.more.iter().chain(others);
+        all.filter_map(|more| more.in_flight_slot.as_ref())
+    }
+
     /// Makes the value for a request that got its permit at once.
     #[inline]
     pub(crate) fn at_once(admitted: Admitted) -> Self {
@@ -355,7 +436,7 @@ impl Sent {
     /// refusal. The call is in flight until the in-flight slot is dropped.
     ///
     /// `status` is that of the response, if it has one.
-    pub(crate) fn answered(
+    pub(crate) fn end(
         mut self,
         signal: &Signal,
         status: Option<StatusCode>,
@@ -391,15 +472,8 @@ impl Sent {
     /// flight.
     #[inline]
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<Limited> {
-        let Some(more) = &self.more else {
-            return Poll::Pending;
-        };
-        let slots = more.in_flight_slot.iter();
-        let lost = slots.map(|slot| slot.poll_limited(cx));
-        let others = more.joint.iter().map(|other| other.poll_lost(cx));
-        lost.chain(others)
-            .find(Poll::is_ready)
-            .unwrap_or(Poll::Pending)
+        let lost = self.slots().find_map(|slot| lost(slot.poll_limited(cx)));
+        lost.map_or(Poll::Pending, Poll::Ready)
     }
 
     /// Tells the guards of all keys of a response that may be a bad answer. Returns whether it is one.
@@ -549,6 +623,14 @@ impl Sent {
             turns,
         });
         Limited::Upstream { status, report }
+    }
+}
+
+impl std::fmt::Debug for Sent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Sent")
+            .field("key", &self.key)
+            .finish_non_exhaustive()
     }
 }
 

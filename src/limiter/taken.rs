@@ -12,7 +12,6 @@
 //! dropping a `Taken` visits the states of its keys.
 
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -22,16 +21,17 @@ use super::engine::Core;
 use super::entry::Entry;
 use super::holds;
 use super::in_flight_slot::InFlightSlot;
+use super::limited::RefusedRequest;
 use super::outer::{CallId, UseOf};
 use super::probe::Probe;
 use super::reservation::Reservation;
 use super::sent::{More, PastWait, Sent};
-use super::settlement::{Settlement, Unsettled};
 use crate::clock::{self, Moment};
-use crate::cost::Cost;
-use crate::error::StoreError;
+use crate::error::{Limited, Reason};
+use crate::events;
 use crate::key::Key;
 use crate::stats::Outcome;
+use crate::store::Refusal;
 
 /// What a request has that may leave. Dropping it gives everything back.
 #[must_use = "what a request has goes back when this is dropped"]
@@ -67,8 +67,6 @@ struct Rest {
     wait: Option<Box<PastWait>>,
     /// If other layers are around: the call of this layer, and when the first of their permits expires.
     inside: Option<(CallId, Option<Instant>)>,
-    /// Set once the true cost of the request was stated. Then it was sent.
-    settlement: Option<Settlement>,
 }
 
 /// One value for each key of a request, in their order.
@@ -122,7 +120,7 @@ impl OfKey {
         Some(slot)
     }
 
-    fn sent(&mut self) -> Sent {
+    fn sent(&mut self, keeps: bool) -> Sent {
         let slot = self.slot.take();
         let (cost, at) = slot.map_or_else(|| (0, clock::now()), |slot| (slot.cost, slot.at));
         let mut sent = Sent {
@@ -133,7 +131,7 @@ impl OfKey {
             at: Moment::of(at),
             more: None,
         }
-        .with_slot(slot, self.core.settings.settles);
+        .with_slot(slot, keeps || self.core.settings.settles);
         if let Some(in_flight_slot) = self.in_flight_slot.take() {
             sent.more.get_or_insert_with(More::empty).in_flight_slot = Some(in_flight_slot);
         }
@@ -297,19 +295,6 @@ impl Taken {
         self.deadline().is_none_or(|until| clock::now() < until)
     }
 
-    /// States what the request cost. It was sent then.
-    pub(super) fn settle(&mut self, actual: impl Into<Cost>) {
-        let known = self.rest.as_ref();
-        let known = known.and_then(|rest| rest.settlement.clone());
-        let settlement = known.unwrap_or_else(|| {
-            let unsettled =
-                |part: &OfKey| Unsettled::new(part.core.id, part.key, part.slot.as_ref());
-            Settlement::new(self.all().map(unsettled))
-        });
-        settlement.settle(actual);
-        self.rest.get_or_insert_default().settlement = Some(settlement);
-    }
-
     /// Returns whether the store may have granted an in-flight slot to another call.
     pub(super) fn is_lost(&self, now: Instant) -> bool {
         let mut slots = self.all().filter_map(|part| part.in_flight_slot.as_ref());
@@ -321,17 +306,34 @@ impl Taken {
         self.first.slot.is_some_and(|slot| slot.is_at_once)
     }
 
-    /// Ready when the store may have granted an in-flight slot to another call.
-    pub(super) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {
-        let slots = self.all().filter_map(|part| part.in_flight_slot.as_ref());
-        let mut lost = slots.map(|slot| slot.poll_lost(cx));
-        lost.find(Poll::is_ready).unwrap_or(Poll::Pending)
+    /// Makes the call of a request that is sent by hand, whose true cost may be stated later.
+    pub(super) fn begin(self) -> Result<Sent, Limited> {
+        if self.is_valid() {
+            return Ok(self.leave(true));
+        }
+        let now = clock::now();
+        let OfKey { core, key, .. } = &self.first;
+        let request = RefusedRequest {
+            label: core.label(*key, None),
+            limit: core.limit_name(*key),
+            since: now.checked_sub(self.waited()).unwrap_or(now),
+            turns: self.wait().map_or(0, |wait| wait.turns),
+        };
+        let limited = request.refuse(Reason::Expired, Refusal::NEVER, now);
+        events::limited(&core.settings.tally, &limited);
+        self.give_back();
+        Err(limited)
     }
 
     /// Makes the call of the request, which leaves now.
-    pub(crate) fn sent(mut self) -> Sent {
+    pub(crate) fn sent(self) -> Sent {
+        self.leave(false)
+    }
+
+    /// Makes the call of the request. It `keeps` its slots, for a settlement.
+    fn leave(mut self, keeps: bool) -> Sent {
         let has_inner = self.first.core.has_inner();
-        let mut sent = self.first.sent();
+        let mut sent = self.first.sent(keeps);
         let Rest {
             mut others,
             probes,
@@ -350,7 +352,8 @@ impl Taken {
             && use_of == UseOf::default();
         if !is_plain {
             let more = sent.more.get_or_insert_with(More::empty);
-            more.joint.extend(others.iter_mut().map(OfKey::sent));
+            more.joint
+                .extend(others.iter_mut().map(|part| part.sent(keeps)));
             more.probes = probes;
             more.wait = wait;
             more.has_inner = has_inner;
@@ -381,11 +384,9 @@ impl Taken {
         std::iter::once(first).chain(others).unzip()
     }
 
-    /// Gives back what a request has that was certainly not sent, whoever has it. If its true cost was stated, it
-    /// was sent.
+    /// Gives back what a request has that was certainly not sent, whoever has it.
     pub(super) fn give_back(mut self) {
-        let rest = self.rest.as_ref();
-        self.may_have_left = rest.is_some_and(|rest| rest.settlement.is_some());
+        self.may_have_left = false;
     }
 
     #[cold]

@@ -195,8 +195,8 @@ impl Quota {
 
     /// Allows at most `count` calls at the same time, over all processes that share the store.
     ///
-    /// A call is in flight from its permit to the head of its response, or until its future or
-    /// [`Permit`](crate::Permit) is dropped. With
+    /// A call is in flight from its permit to the head of its response, or until its future,
+    /// [`Permit`](crate::Permit) or [`Sent`](crate::Sent) is dropped. With
     /// [`in_flight_until_body_end`](crate::RateLimitLayer::in_flight_until_body_end) it is in
     /// flight until the end of the body. Each call counts as one, whatever its cost. A call of cost
     /// 0 does not count.

@@ -397,7 +397,7 @@ impl Counted for Cause {
 }
 
 /// The names of all reasons.
-pub(super) const REASONS: [&str; 11] = [
+pub(super) const REASONS: [&str; 12] = [
     "max_wait",
     "deadline",
     "queue_full",
@@ -409,6 +409,7 @@ pub(super) const REASONS: [&str; 11] = [
     "draining",
     "invalid_quota",
     "cannot_block",
+    "expired",
 ];
 
 /// Returns the number of `reason` in [`REASONS`].
@@ -425,6 +426,7 @@ pub(super) fn index_of_reason(reason: &Reason) -> usize {
         Reason::Draining => 8,
         Reason::InvalidQuota(_) => 9,
         Reason::CannotBlock(_) => 10,
+        Reason::Expired => 11,
     }
 }
 

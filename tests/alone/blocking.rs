@@ -242,7 +242,8 @@ fn holds_refuse_and_delay_threads() {
         .body(())
         .unwrap();
     let held_at = Instant::now();
-    assert!(permit.answered(&Signal::read(&refused)).is_some());
+    let sent = permit.begin().unwrap();
+    assert!(sent.answered(&Signal::read(&refused)).is_some());
     drop(limiter.acquire(Key::ALL).blocking().unwrap());
     assert!(held_at.elapsed() >= Duration::from_millis(900));
 

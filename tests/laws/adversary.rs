@@ -32,8 +32,8 @@ fn response(status: u16, headers: &[(&'static str, &'static str)]) -> http::Resp
 
 /// Takes a permit of `key`, whose request is answered with `headers`.
 async fn answered(limiter: &Limiter, key: Key, headers: &[(&'static str, &'static str)]) {
-    let permit = limiter.acquire(key).await.unwrap();
-    permit.answered(&Signal::read(&response(200, headers)));
+    let sent = limiter.acquire(key).await.unwrap().begin().unwrap();
+    sent.answered(&Signal::read(&response(200, headers)));
 }
 
 /// A release without shares runs beside one with a share. Some requests of the latter have two keys.
@@ -355,7 +355,10 @@ async fn expired_limits_are_not_learned_again() {
     let limiter = learning(&store, HeaderTrust::Stricter);
     // While a key may be on probation, all responses are read.
     let other = limiter.acquire(Key::new("other")).await.unwrap();
-    other.answered(&Signal::read(&response(429, &[("retry-after", "0")])));
+    other
+        .begin()
+        .unwrap()
+        .answered(&Signal::read(&response(429, &[("retry-after", "0")])));
     answered(&limiter, Key::ALL, &[("ratelimit-policy", "\"a\";q=1;w=1")]).await;
     assert!(limiter.acquire(Key::ALL).await.is_err());
     sleep(secs(3700)).await;
@@ -426,7 +429,10 @@ async fn learned_limits_do_not_reach_a_process_that_ignores_headers() {
                 sleep(millis(100)).await;
             }
             let permit = learns.acquire(Key::ALL).await.unwrap();
-            permit.answered(&Signal::read(&response(429, &[("retry-after", "30")])));
+            permit
+                .begin()
+                .unwrap()
+                .answered(&Signal::read(&response(429, &[("retry-after", "30")])));
             assert!(ignores.acquire(Key::ALL).await.is_err(), "{trust:?}");
             sleep(secs(31)).await;
             assert!(ignores.acquire(Key::ALL).await.is_ok(), "{trust:?}");

@@ -543,7 +543,8 @@ async fn permits_by_hand_count_refusals() {
     let limiter = layer.limiter();
     for _ in 0..3 {
         let permit = limiter.acquire(Key::ALL).await.unwrap();
-        permit.answered(&Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS));
+        let refused = Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS);
+        permit.begin().unwrap().answered(&refused);
     }
     let refused = limiter.acquire(Key::ALL).await.unwrap_err();
     assert_eq!(refused.reason(), Some(Reason::Held));

@@ -183,9 +183,13 @@ async fn earlier_calls_refusals_do_not_prolong_hintless_hold() {
     let layer = builder().build().unwrap();
     let limiter = layer.limiter();
     let signal = |hint: &str| tollgate::Signal::read(&limited(hint).unwrap());
-    let sent = join_all((0..5).map(|_| limiter.acquire(Key::ALL))).await;
-    for (number, permit) in sent.into_iter().enumerate() {
-        permit.unwrap().answered(&signal(""));
+    let permits = join_all((0..5).map(|_| limiter.acquire(Key::ALL))).await;
+    let all_sent: Vec<_> = permits
+        .into_iter()
+        .map(|permit| permit.unwrap().begin().unwrap())
+        .collect();
+    for (number, sent) in all_sent.into_iter().enumerate() {
+        sent.answered(&signal(""));
         advance(ms(50)).await;
         let held = peek(&layer, Key::ALL).await.held.unwrap();
         assert!(held <= SECOND - ms(50 * (number as u64 + 1)), "{held:?}");
@@ -556,7 +560,7 @@ fn runtime_that_ends_behind_a_probe_leaves_other_waiters() {
     let probe = stays.block_on(async {
         let refused = Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS);
         let refused = refused.with_retry_after(Duration::from_secs(3600));
-        acquire().await.unwrap().answered(&refused);
+        acquire().await.unwrap().begin().unwrap().answered(&refused);
         acquire().await.unwrap()
     });
     ends.block_on(async {
@@ -595,7 +599,10 @@ async fn permits_returned_after_a_cut_hold_await_the_probe() {
     }
     let refused = limited("3600").unwrap();
     let first = permits.pop().unwrap();
-    first.answered(&tollgate::Signal::read(&refused));
+    first
+        .begin()
+        .unwrap()
+        .answered(&tollgate::Signal::read(&refused));
     sleep(ms(1500)).await;
     permits.into_iter().for_each(tollgate::Permit::give_back);
     let acquires = (0..5).map(|_| limiter.acquire(key).now_or_never());
@@ -610,7 +617,13 @@ async fn a_probe_without_a_slot_comes_back() {
     let limiter = limit.build().unwrap().limiter();
     let key = Key::new("tenant");
     let refused = tollgate::Signal::read(&limited("3600").unwrap());
-    limiter.acquire(key).await.unwrap().answered(&refused);
+    limiter
+        .acquire(key)
+        .await
+        .unwrap()
+        .begin()
+        .unwrap()
+        .answered(&refused);
     sleep(ms(1500)).await;
     let probe = limiter.acquire(key).await.unwrap();
     let mut next = Box::pin(limiter.acquire(key));
@@ -647,7 +660,13 @@ async fn joint_probe_stopped_by_a_new_hold_comes_back() {
     let limiter = builder.max_hold(SECOND).build().unwrap().limiter();
     let [probed, held, last] = ["probed", "held", "last"].map(Key::new);
     let refused = Signal::read(&limited("3600").unwrap());
-    limiter.acquire(probed).await.unwrap().answered(&refused);
+    limiter
+        .acquire(probed)
+        .await
+        .unwrap()
+        .begin()
+        .unwrap()
+        .answered(&refused);
     sleep(ms(1500)).await;
 
     let hooked = Arc::new(Hooked::default());

@@ -416,7 +416,10 @@ async fn a_probe_to_a_host_ends_the_hold_of_all_hosts() {
         .build()
         .unwrap();
     let permit = layer.limiter().acquire(Key::ALL).await.unwrap();
-    permit.answered(&Signal::read(&limited("7000").unwrap()));
+    permit
+        .begin()
+        .unwrap()
+        .answered(&Signal::read(&limited("7000").unwrap()));
     sleep(2 * SECOND).await;
     let service = ServiceBuilder::new().layer(layer).service(Upstream::new());
     let start = Instant::now();

@@ -587,13 +587,15 @@ async fn request_arriving_during_a_store_call_is_sent_next() {
     let ours = process(Wire::new(&server, &[ms(50)]), quota, 30 * SECOND);
     let theirs = process(Wire::new(&server, &[ms(1)]), quota, 30 * SECOND);
     let [one, other] = [
-        ours.acquire(key()).await.unwrap(),
-        ours.acquire(key()).await.unwrap(),
+        ours.acquire(key()).await.unwrap().begin().unwrap(),
+        ours.acquire(key()).await.unwrap().begin().unwrap(),
     ];
     one.answered(&answers(200, 38, None));
     theirs
         .acquire(key())
         .await
+        .unwrap()
+        .begin()
         .unwrap()
         .answered(&answers(429, 0, Some(0)));
     sleep(ms(10)).await;

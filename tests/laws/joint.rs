@@ -721,9 +721,15 @@ async fn joint_probes_fetch_no_permits_for_others() {
         .status(429)
         .header("retry-after", "7000");
     let signal = Signal::read(&refusal.body(()).unwrap());
-    let _ = limiter.acquire(held).await.unwrap().answered(&signal);
+    let _ = limiter
+        .acquire(held)
+        .await
+        .unwrap()
+        .begin()
+        .unwrap()
+        .answered(&signal);
     sleep(6 * SECOND).await;
-    let probe = both().await.unwrap();
+    let probe = both().await.unwrap().begin().unwrap();
     let mut next = pin!(limiter.acquire(held).into_future());
     assert!(futures::poll!(&mut next).is_pending());
     let accepted = Signal::read(&Response::new(()));

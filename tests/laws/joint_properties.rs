@@ -462,25 +462,25 @@ impl World {
             }
             Then::Uses { delay, takes } => {
                 sleep(millis(delay)).await;
-                if !permit.is_valid() {
-                    leave();
-                    return permit.give_back();
-                }
+                let Ok(sent) = permit.begin() else {
+                    return leave();
+                };
                 end(true);
                 if takes > 0 {
                     sleep(millis(takes)).await;
                 }
                 leave();
-                drop(permit);
+                drop(sent);
             }
             Then::Refused { retry_after } => {
+                let sent = permit.begin().unwrap();
                 end(true);
                 sleep(RESPONSE).await;
                 leave();
                 let signal = Signal::default()
                     .with_refusal(StatusCode::TOO_MANY_REQUESTS)
                     .with_retry_after(retry_after.map(Duration::from_secs));
-                assert!(permit.answered(&signal).is_some());
+                assert!(sent.answered(&signal).is_some());
                 let mut events = self.events.lock().unwrap();
                 events.holds.push(Instant::now());
                 if retry_after == Some(0) {

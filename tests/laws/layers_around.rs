@@ -534,7 +534,7 @@ async fn a_probe_does_not_wait_for_itself_inside() {
         .header("retry-after", "3600");
     let signal = Signal::read(&refused.body("").unwrap());
     let permit = outer.limiter().acquire(Key::new("all")).await.unwrap();
-    permit.answered(&signal);
+    permit.begin().unwrap().answered(&signal);
     sleep(2 * SECOND).await;
     drop(inner.limiter().acquire(Key::ALL).await.unwrap());
     let start = tokio::time::Instant::now();

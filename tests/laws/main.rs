@@ -7,6 +7,7 @@ mod support;
 
 mod adversary;
 mod async_store;
+mod begin;
 mod classes;
 mod classes_deploys;
 mod classes_laws;

@@ -34,9 +34,10 @@ fn start(count: usize, limiter: &Limiter, key: Key) -> Arc<AtomicUsize> {
         let (acquire, left) = (limiter.acquire(key), left.clone());
         drop(tokio::spawn(async move {
             if let Ok(permit) = acquire.await {
+                let sent = permit.begin().unwrap();
                 left.fetch_add(1, Ordering::Relaxed);
                 sleep(4 * SECOND).await;
-                permit.answered(&refused());
+                sent.answered(&refused());
             }
         }));
     }
@@ -57,7 +58,7 @@ async fn permits_given_back_let_no_second_probe_leave() {
     for _ in 0..20 {
         early.push(limiter.acquire(Key::ALL).await.unwrap());
     }
-    early.pop().unwrap().answered(&refused());
+    early.pop().unwrap().begin().unwrap().answered(&refused());
     let requests = start(100, &limiter, Key::ALL);
     sleep(ms(2200)).await;
     assert_eq!(left(&requests), 1);
@@ -96,7 +97,13 @@ async fn uncounted_requests_wait_for_the_probe() {
         let builder = builder.on_store_error(OnStoreError::FailOpen);
         let builder = builder.max_hold(2 * SECOND).max_wait(20 * SECOND);
         let limiter = builder.build().unwrap().limiter();
-        limiter.acquire(key).await.unwrap().answered(&refused());
+        limiter
+            .acquire(key)
+            .await
+            .unwrap()
+            .begin()
+            .unwrap()
+            .answered(&refused());
         *store.is_away.lock().unwrap() = true;
         let requests = start(200, &limiter, key);
         sleep(ms(1500)).await;
@@ -128,14 +135,15 @@ async fn an_accepted_probe_ends_no_hold_that_another_one_caused() {
         builder.max_hold(SECOND).build().unwrap().limiter()
     });
     let key = Key::new("tenant");
-    let first = one.acquire(key).await.unwrap();
+    let first = one.acquire(key).await.unwrap().begin().unwrap();
     drop(other.acquire(key).await.unwrap());
     first.answered(&refused());
     // It learns of the hold.
     assert!(other.acquire(key).now_or_never().is_none());
     sleep(ms(1100)).await;
     let [probe, others] = [&one, &other].map(|limiter| limiter.acquire(key).now_or_never());
-    let [probe, others] = [probe, others].map(|probe| probe.expect("it is a probe").unwrap());
+    let [probe, others] =
+        [probe, others].map(|probe| probe.expect("it is a probe").unwrap().begin().unwrap());
     others.answered(&refused());
     let held = other.peek(key).await.unwrap().held;
     assert!(held.is_some_and(|held| held > ms(900)), "{held:?}");
@@ -152,7 +160,12 @@ async fn an_accepted_probe_ends_no_hold_that_another_one_caused() {
     }
     // The next one that is accepted ends the probation for both.
     sleep(ms(1100)).await;
-    one.acquire(key).await.unwrap().answered(&accepted());
+    one.acquire(key)
+        .await
+        .unwrap()
+        .begin()
+        .unwrap()
+        .answered(&accepted());
     for limiter in [&one, &other] {
         let all: Vec<Permit> = (0..10)
             .filter_map(|_| limiter.acquire(key).now_or_never()?.ok())

@@ -9,11 +9,13 @@ use std::time::{Duration, Instant};
 use http::Request;
 use proptest::prelude::*;
 use support::{Upstream, count_of, pass, paused};
-use tollgate::limiter::{Permit, QuotaError, QuotaSource, Verdict};
+use tollgate::limiter::{QuotaError, QuotaSource, Verdict};
 use tollgate::quota::Limit;
 use tollgate::stats::Event;
 use tollgate::store::{MemoryStore, Store};
-use tollgate::{ConfigError, Cost, Error, Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
+use tollgate::{
+    ConfigError, Cost, Error, Key, Limited, Limiter, Quota, RateLimitLayer, Reason, Sent,
+};
 use tower::{Layer, ServiceExt};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -759,8 +761,9 @@ async fn a_charge_counts_under_a_quota_that_was_set_meanwhile() {
         .build()
         .unwrap()
         .limiter();
-    let mut permit = limiter.acquire(tenant()).cost(10).await.unwrap();
-    let mut large = limiter.acquire(tenant()).cost(50).await.unwrap();
+    let acquire = |cost| limiter.acquire(tenant()).cost(cost);
+    let mut small = acquire(10).await.unwrap().begin().unwrap();
+    let mut large = acquire(50).await.unwrap().begin().unwrap();
     let operator = limiter_on(Quota::per_minute(1), &store);
     operator
         .set_quota(tenant(), Quota::per_minute(40))
@@ -770,9 +773,9 @@ async fn a_charge_counts_under_a_quota_that_was_set_meanwhile() {
         limiter.acquire(tenant()).await.is_err(),
         "60 of 40 are used"
     );
-    permit.settle(30);
+    small.settle(30);
     large.settle(5);
-    drop((permit, large));
+    drop((small, large));
     let status = limiter.peek(tenant()).await.unwrap();
     assert_eq!((status.limits[0].used, status.free), (35, 5));
     assert!(limiter.acquire(tenant()).cost(5).await.is_ok());
@@ -967,10 +970,9 @@ async fn follow_moments(with: With, window: Duration, moments: Vec<Moment>) {
             }
             Moment::End(count) => {
                 for _ in 0..count.min(open.len()) {
-                    let (mut permit, number, actual): (Permit, usize, u32) =
-                        open.pop_front().unwrap();
+                    let (mut sent, number, actual): (Sent, usize, u32) = open.pop_front().unwrap();
                     if with == With::Settlement {
-                        permit.settle(actual);
+                        sent.settle(actual);
                         used[number].requests = actual;
                     }
                 }
@@ -1008,7 +1010,7 @@ async fn follow_moments(with: With, window: Duration, moments: Vec<Moment>) {
                         With::Tokens => (1, cost),
                         With::Keys | With::Settlement => (cost, 0),
                     };
-                    open.push_back((permit, used.len(), actual));
+                    open.push_back((permit.begin().unwrap(), used.len(), actual));
                     used.push(Used {
                         at: now,
                         keys,

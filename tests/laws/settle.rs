@@ -39,12 +39,24 @@ async fn used(limiter: &Limiter, key: Key) -> u64 {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_settled_permit_counts_with_its_true_cost() {
+async fn a_settled_request_counts_with_its_true_cost() {
     let limiter = limiter(Quota::per_minute(100));
-    let mut cheap = limiter.acquire(Key::ALL).cost(40).await.unwrap();
+    let mut cheap = limiter
+        .acquire(Key::ALL)
+        .cost(40)
+        .await
+        .unwrap()
+        .begin()
+        .unwrap();
     cheap.settle(10);
     assert_eq!(used(&limiter, Key::ALL).await, 10);
-    let mut dear = limiter.acquire(Key::ALL).cost(40).await.unwrap();
+    let mut dear = limiter
+        .acquire(Key::ALL)
+        .cost(40)
+        .await
+        .unwrap()
+        .begin()
+        .unwrap();
     dear.settle(70);
     assert_eq!(used(&limiter, Key::ALL).await, 80);
     // The last call counts.
@@ -57,19 +69,16 @@ async fn a_settled_permit_counts_with_its_true_cost() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_settled_permit_cannot_be_given_back() {
-    let limiter = limiter(Quota::per_minute(100));
-    let mut permit = limiter.acquire(Key::ALL).cost(40).await.unwrap();
-    permit.settle(30);
-    permit.give_back();
-    assert_eq!(used(&limiter, Key::ALL).await, 30);
-}
-
-#[tokio::test(start_paused = true)]
 async fn a_request_of_no_cost_can_be_charged() {
     let limiter = limiter(Quota::per_minute(100));
-    let mut permit = limiter.acquire(Key::ALL).cost(0).await.unwrap();
-    permit.settle(7);
+    let mut sent = limiter
+        .acquire(Key::ALL)
+        .cost(0)
+        .await
+        .unwrap()
+        .begin()
+        .unwrap();
+    sent.settle(7);
     assert_eq!(used(&limiter, Key::ALL).await, 7);
 }
 
@@ -77,9 +86,9 @@ async fn a_request_of_no_cost_can_be_charged() {
 #[tokio::test(start_paused = true)]
 async fn charges_delay_requests_for_one_window_at_most() {
     let limiter = limiter(Quota::per_minute(100));
-    let mut permit = limiter.acquire(Key::ALL).await.unwrap();
+    let mut sent = limiter.acquire(Key::ALL).await.unwrap().begin().unwrap();
     sleep(Duration::from_secs(10)).await;
-    permit.settle(100_000);
+    sent.settle(100_000);
     let start = Instant::now();
     drop(limiter.acquire(Key::ALL).await.unwrap());
     let waited = start.elapsed();
@@ -93,9 +102,15 @@ async fn charges_delay_requests_for_one_window_at_most() {
 #[tokio::test(start_paused = true)]
 async fn refunded_units_serve_the_next_request() {
     let limiter = limiter(Quota::per_minute(100));
-    let mut permit = limiter.acquire(Key::ALL).cost(100).await.unwrap();
+    let mut sent = limiter
+        .acquire(Key::ALL)
+        .cost(100)
+        .await
+        .unwrap()
+        .begin()
+        .unwrap();
     sleep(Duration::from_secs(5)).await;
-    permit.settle(40);
+    sent.settle(40);
     let start = Instant::now();
     drop(limiter.acquire(Key::ALL).cost(60).await.unwrap());
     assert_eq!(start.elapsed(), Duration::ZERO);
@@ -107,11 +122,11 @@ async fn joint_permits_are_settled_under_each_key() {
     let of_one = limiter(Quota::per_minute(50));
     let request = all.acquire(Key::ALL).cost(20);
     let request = request.and(of_one.acquire(Key::new("one")).cost(20));
-    let mut permit = request.await.unwrap();
-    permit.settle(5);
+    let mut sent = request.await.unwrap().begin().unwrap();
+    sent.settle(5);
     assert_eq!(used(&all, Key::ALL).await, 5);
     assert_eq!(used(&of_one, Key::new("one")).await, 5);
-    permit.settle(25);
+    sent.settle(25);
     assert_eq!(used(&all, Key::ALL).await, 25);
     assert_eq!(used(&of_one, Key::new("one")).await, 25);
 }
@@ -201,8 +216,14 @@ async fn late_stores_get_charges_within_a_moment() {
         limiter_over(Quota::per_minute(100), store.clone()),
         limiter_over(Quota::per_minute(100), store.shared.clone()),
     );
-    let mut permit = limiter.acquire(Key::ALL).cost(10).await.unwrap();
-    permit.settle(60);
+    let mut sent = limiter
+        .acquire(Key::ALL)
+        .cost(10)
+        .await
+        .unwrap()
+        .begin()
+        .unwrap();
+    sent.settle(60);
     sleep(Duration::from_millis(150)).await;
     assert_eq!(used(&other, Key::ALL).await, 60);
 }
@@ -212,9 +233,15 @@ async fn charges_are_sent_again_after_the_store_failed() {
     let store = Arc::new(Remote::default());
     let quota = Quota::per_minute(100);
     let limiter = limiter_over(quota, store.clone());
-    let mut permit = limiter.acquire(Key::ALL).cost(10).await.unwrap();
+    let mut sent = limiter
+        .acquire(Key::ALL)
+        .cost(10)
+        .await
+        .unwrap()
+        .begin()
+        .unwrap();
     store.fails.store(true, Ordering::Relaxed);
-    permit.settle(60);
+    sent.settle(60);
     sleep(Duration::from_secs(10)).await;
     let other = limiter_over(quota, store.shared.clone());
     assert_eq!(used(&other, Key::ALL).await, 10);
@@ -235,8 +262,20 @@ async fn shutdown_waits_for_charges() {
             builder.build().unwrap().limiter()
         };
         let (limiter, other) = (process(), process());
-        let mut cheap = limiter.acquire(Key::ALL).cost(10).await.unwrap();
-        let mut dear = limiter.acquire(Key::new("dear")).cost(10).await.unwrap();
+        let mut cheap = limiter
+            .acquire(Key::ALL)
+            .cost(10)
+            .await
+            .unwrap()
+            .begin()
+            .unwrap();
+        let mut dear = limiter
+            .acquire(Key::new("dear"))
+            .cost(10)
+            .await
+            .unwrap()
+            .begin()
+            .unwrap();
         cheap.settle(3);
         dear.settle(30);
         match drains {
@@ -266,9 +305,15 @@ async fn charges_reach_the_store_after_an_outage() {
         .unwrap()
         .limiter();
     let other = limiter_over(quota, store.shared.clone());
-    let mut permit = limiter.acquire(Key::ALL).cost(10).await.unwrap();
+    let mut sent = limiter
+        .acquire(Key::ALL)
+        .cost(10)
+        .await
+        .unwrap()
+        .begin()
+        .unwrap();
     store.fails.store(true, Ordering::Relaxed);
-    permit.settle(30);
+    sent.settle(30);
     sleep(Duration::from_secs(5)).await;
     assert_eq!(used(&other, Key::ALL).await, 10);
     store.fails.store(false, Ordering::Relaxed);
@@ -382,16 +427,16 @@ async fn use_of_limit(habit: Habit) -> (f64, u64) {
                         .and(other.acquire(Key::new("other")).cost(habit.estimate)),
                     false => limiter.acquire(Key::ALL).cost(habit.estimate),
                 };
-                let mut permit = acquire.await.unwrap();
-                let sent = Instant::now();
+                let mut sent = acquire.await.unwrap().begin().unwrap();
+                let begun = Instant::now();
                 sleep(took).await;
                 let at = match habit.late.is_zero() {
-                    true => sent,
+                    true => begun,
                     false => Instant::now(),
                 };
                 log.lock().unwrap().push((at, u64::from(actual)));
                 if habit.settles {
-                    permit.settle(actual);
+                    sent.settle(actual);
                 }
             }
         }
@@ -483,15 +528,33 @@ async fn processes_learn_of_settlements_through_redis() {
     let server = redis_server::RedisServer::start().unwrap();
     let process = || limiter_over(Quota::per_minute(100), patient::store(&server.url()));
     let (limiter, other) = (process(), process());
-    let mut cheap = limiter.acquire(Key::ALL).cost(40).await.unwrap();
-    let mut dear = limiter.acquire(Key::ALL).cost(20).await.unwrap();
+    let mut cheap = limiter
+        .acquire(Key::ALL)
+        .cost(40)
+        .await
+        .unwrap()
+        .begin()
+        .unwrap();
+    let mut dear = limiter
+        .acquire(Key::ALL)
+        .cost(20)
+        .await
+        .unwrap()
+        .begin()
+        .unwrap();
     assert_eq!(used(&other, Key::ALL).await, 60);
     cheap.settle(10);
     until_used(&other, 30).await;
     dear.settle(55);
     until_used(&other, 65).await;
     // A request that waits gets what another process gives back.
-    let mut all = limiter.acquire(Key::ALL).cost(35).await.unwrap();
+    let mut all = limiter
+        .acquire(Key::ALL)
+        .cost(35)
+        .await
+        .unwrap()
+        .begin()
+        .unwrap();
     let waits = tokio::spawn(async move { other.acquire(Key::ALL).cost(30).await });
     sleep(Duration::from_millis(200)).await;
     assert!(!waits.is_finished());

@@ -744,7 +744,7 @@ async fn a_flood_of_upstream_refusals_is_one_event_a_second() {
     let refused = Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS);
     for _ in 0..100 {
         let permit = limiter.acquire(Key::ALL).await.unwrap();
-        permit.answered(&refused);
+        permit.begin().unwrap().answered(&refused);
         sleep(ms(25)).await;
     }
     let log = log.lock().unwrap();
@@ -808,7 +808,10 @@ async fn handlers_are_told_of_holds_and_refusals() {
     let limiter = limit.limiter();
     let permit = limiter.acquire(Key::ALL).await.unwrap();
     let signal = Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS);
-    permit.answered(&signal.with_retry_after(Duration::from_secs(30)));
+    permit
+        .begin()
+        .unwrap()
+        .answered(&signal.with_retry_after(Duration::from_secs(30)));
     limiter.acquire(Key::ALL).await.unwrap_err();
     limiter.release(Key::ALL).await.unwrap();
     let log = log.lock().unwrap();

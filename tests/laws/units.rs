@@ -151,13 +151,13 @@ async fn errors_name_the_unit() {
 async fn each_unit_is_settled_with_its_true_cost() {
     let limiter = limiter(both());
     let acquire = |tokens| limiter.acquire(Key::ALL).cost(Cost::of("tokens", tokens));
-    let mut permit = acquire(400).await.unwrap();
-    permit.settle(Cost::of("tokens", 150));
+    let mut sent = acquire(400).await.unwrap().begin().unwrap();
+    sent.settle(Cost::of("tokens", 150));
     let of_both = |requests, tokens| BTreeMap::from([("requests", requests), ("tokens", tokens)]);
     assert_eq!(used_of(&limiter, Key::ALL).await, of_both(1, 150));
-    permit.settle(3);
+    sent.settle(3);
     assert_eq!(used_of(&limiter, Key::ALL).await, of_both(3, 150));
-    permit.settle(Cost::new(0).and("tokens", 500));
+    sent.settle(Cost::new(0).and("tokens", 500));
     assert_eq!(used_of(&limiter, Key::ALL).await, of_both(2, 500));
 }
 
@@ -512,13 +512,13 @@ async fn use_of_tokens(estimate: Estimate) -> Seen {
                 };
                 let asked = Instant::now();
                 let acquire = limiter.acquire(Key::ALL).cost(Cost::of("tokens", tokens));
-                let mut permit = acquire.await.unwrap();
+                let mut sent = acquire.await.unwrap().begin().unwrap();
                 longest.fetch_max(asked.elapsed().as_millis() as u64, Ordering::Relaxed);
                 log.lock()
                     .unwrap()
                     .push((Instant::now(), u64::from(actual)));
                 sleep(took).await;
-                permit.settle(Cost::of("tokens", actual));
+                sent.settle(Cost::of("tokens", actual));
             }
         }
     });

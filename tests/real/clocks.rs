@@ -264,7 +264,8 @@ fn moments_in_headers_follow_the_wall_clock() {
                         .build()
                         .unwrap()
                         .limiter();
-                    limiter.acquire(Key::ALL).await.unwrap().answered(&signal);
+                    let permit = limiter.acquire(Key::ALL).await.unwrap();
+                    permit.begin().unwrap().answered(&signal);
                     let refused = limiter.acquire(Key::ALL).await.unwrap_err();
                     assert_eq!(refused.reason(), Some(Reason::Held), "{refused}");
                     let at = refused.report().retry_at().unwrap();

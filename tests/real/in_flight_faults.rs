@@ -9,11 +9,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use futures::future::join_all;
+use futures::future::{join_all, try_join_all};
 use redis_server::RedisServer;
 use tokio::time::{Instant, sleep};
 use tollgate::store::{RedisStore, StoreError};
-use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer};
+use tollgate::{Key, Limited, Limiter, OnStoreError, Permit, Quota, RateLimitLayer};
 
 use in_flight::{Upstream, builder, free, millis, process, until_free};
 
@@ -96,8 +96,8 @@ async fn call_past_in_flight_ttl_is_revoked_or_continues() {
         .unwrap()
         .limiter();
     let (one, two) = (
-        closed.acquire(Key::ALL).await.unwrap(),
-        open.acquire(Key::ALL).await.unwrap(),
+        closed.acquire(Key::ALL).await.unwrap().begin().unwrap(),
+        open.acquire(Key::ALL).await.unwrap().begin().unwrap(),
     );
     server.kill();
     let lost = one.revoked().await;
@@ -147,7 +147,9 @@ async fn server_that_forgot_relearns_slots_granted_to_waiters() {
             .limiter()
     };
     let (ours, theirs) = (build(), build());
-    let held = join_all((0..4).map(|_| ours.acquire(Key::ALL))).await;
+    let permits = try_join_all((0..4).map(|_| ours.acquire(Key::ALL))).await;
+    let begun = permits.unwrap().into_iter().map(Permit::begin);
+    let held: Vec<_> = begun.collect::<Result<_, _>>().unwrap();
     let waits = tokio::spawn({
         let theirs = theirs.clone();
         async move { theirs.acquire(Key::ALL).await.map(drop) }
@@ -157,7 +159,7 @@ async fn server_that_forgot_relearns_slots_granted_to_waiters() {
     // Longer than the server's recovery.
     let nobody = tokio::time::timeout(millis(2500), waits).await;
     assert!(nobody.is_err(), "{nobody:?}");
-    let lost = tokio::time::timeout(millis(10), held[0].as_ref().unwrap().revoked()).await;
+    let lost = tokio::time::timeout(millis(10), held[0].revoked()).await;
     assert!(lost.is_err(), "the store was there all the time");
     drop(held);
     until_free(&ours, 4).await;

@@ -161,16 +161,16 @@ async fn units_are_shared_whole_in_a_cluster() {
     for number in 0..6 {
         let key = Key::new(format!("account {number}"));
         let acquire = |process: usize| processes[process].acquire(key).cost(cost());
-        let mut permits = Vec::new();
-        for sent in 0..15 {
-            permits.push(acquire(sent % 2).await.unwrap());
+        let mut all_sent = Vec::new();
+        for number in 0..15 {
+            all_sent.push(acquire(number % 2).await.unwrap().begin().unwrap());
         }
         for process in [0, 1] {
             let refused = acquire(process).await.unwrap_err();
             assert_eq!(refused.report().unit(), "tokens", "{refused}");
             until_used(&processes[process], key, &[15, 300]).await;
         }
-        permits[0].settle(Cost::of("tokens", 0));
+        all_sent[0].settle(Cost::of("tokens", 0));
         until_used(&processes[1], key, &[15, 280]).await;
         drop(acquire(1).await.unwrap());
     }

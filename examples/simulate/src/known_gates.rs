@@ -38,8 +38,8 @@ pub(super) fn limiter(
     Ok(move |mut wire: Wire| {
         let limiter = limiter.clone();
         Box::pin(async move {
-            let permit = limiter.acquire(Key::ALL).await?;
-            permit.answered(&Signal::read(&wire.send().await));
+            let sent = limiter.acquire(Key::ALL).await?.begin()?;
+            sent.answered(&Signal::read(&wire.send().await));
             Ok(())
         }) as GateFuture
     })

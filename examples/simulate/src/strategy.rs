@@ -63,8 +63,8 @@ impl Strategy {
     ///     Ok(move |mut wire: Wire| {
     ///         let limiter = limiter.clone();
     ///         async move {
-    ///             let permit = limiter.acquire(Key::ALL).await?;
-    ///             permit.answered(&Signal::read(&wire.send().await));
+    ///             let sent = limiter.acquire(Key::ALL).await?.begin()?;
+    ///             sent.answered(&Signal::read(&wire.send().await));
     ///             Ok(())
     ///         }
     ///     })

@@ -58,6 +58,9 @@ pub(crate) struct JointWaiter {
     inside: Option<CallId>,
 }
 
+/// A joint slot with which a request may leave at a moment, and the probes that it leaves as.
+type Found = (JointSlot, Vec<Probe>, Instant);
+
 #[derive(Debug)]
 enum Stage {
     /// Waits for the in-flight slot of a part. `next` counts the parts in [`in_flight_order`].
@@ -486,12 +489,8 @@ impl JointWaiter {
         self.in_flight.iter_mut().for_each(|slot| *slot = None);
     }
 
-    /// Polls for a joint slot with which the request may leave now. Returns it, the probes that the request leaves
-    /// as, and the moment.
-    fn poll_slot(
-        &mut self,
-        cx: &mut Context<'_>,
-    ) -> Poll<Result<(JointSlot, Vec<Probe>, Instant), Limited>> {
+    /// Polls for a joint slot with which the request may leave now.
+    fn poll_slot(&mut self, cx: &mut Context<'_>) -> Poll<Result<Found, Limited>> {
         if let Err(limited) = ready!(self.poll_in_flight(cx)) {
             return Poll::Ready(Err(limited));
         }

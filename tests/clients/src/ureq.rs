@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use tollgate::error::BoxError;
-use tollgate::{Error, Key, Limiter, Signal};
+use tollgate::{Error, Key, Limiter, Permit, Signal};
 use ureq::http::{Request, Response};
 use ureq::{Agent, AsSendBody, Body};
 
@@ -30,9 +30,9 @@ pub fn send<B: AsSendBody + Clone>(
     let mut attempt = 1;
     loop {
         let permit = limiter.acquire(*key).blocking();
-        let permit = permit.map_err(Error::from)?;
+        let sent = permit.and_then(Permit::begin).map_err(Error::from)?;
         let response = agent.run(request.clone())?;
-        match permit.answered(&Signal::read(&response)) {
+        match sent.answered(&Signal::read(&response)) {
             Some(_) if attempt < attempts => attempt += 1,
             Some(refused) => return Err(Error::from(refused).into()),
             None => return Ok(response),

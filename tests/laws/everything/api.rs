@@ -494,6 +494,9 @@ pub(crate) struct Gates {
 /// The right to send one request.
 pub(crate) struct Permit(tollgate::Permit);
 
+/// A request that was sent and has no response yet.
+pub(crate) struct Sent(tollgate::Sent);
+
 /// Why a request has no permit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Refused {
@@ -881,6 +884,16 @@ impl Permit {
         self.0.give_back();
     }
 
+    /// The request leaves now. Returns `None` if the permit has expired.
+    pub(crate) fn begin(self) -> Option<Sent> {
+        let is_valid = self.is_valid();
+        let begun = self.0.begin();
+        assert_eq!(begun.is_ok(), is_valid, "{begun:?}");
+        begun.ok().map(Sent)
+    }
+}
+
+impl Sent {
     pub(crate) fn settle(&mut self, cost: u32, tokens: u32) {
         self.0.settle(Cost::new(cost).and("tokens", tokens));
     }
@@ -889,7 +902,7 @@ impl Permit {
         self.0.revoked().await;
     }
 
-    /// Ends the permit with what the upstream answered. Without an answer it is dropped.
+    /// Ends the call with what the upstream answered. Without an answer it is dropped.
     pub(crate) fn answered(self, answer: Answer) {
         if let Ok(response) = respond(answer) {
             self.0.answered(&Signal::read(&response));

@@ -10,7 +10,7 @@ use futures::FutureExt;
 use futures::future::{Either, poll_fn, select};
 use tokio::time::{Instant, Sleep, sleep, sleep_until, timeout};
 
-use super::api::{Gates, Outcomes, Permit, Refused, Upstream};
+use super::api::{Gates, Outcomes, Permit, Refused, Sent, Upstream};
 use super::features::Feature;
 use super::fleet::{HOUR, Process, World, lock, ms};
 use super::known;
@@ -261,6 +261,10 @@ impl Caller {
         // A request waits for an answer of the store for a second at least.
         let is_late = self.world.history.store.trip.is_some()
             || (features.has(Feature::Refusals) && known::WAITS_FOR_A_PROBE.stands());
+        let is_late = is_late
+            || (self.request.parts.len() > 1
+                && features.has(Feature::SetQuota)
+                && known::WAITS_AFTER_SET_QUOTAS.stands());
         let is_delayed = features.has(Feature::Idle) && known::UNPOLLED_FUTURES.stands();
         let is_behind = features.has(Feature::Refusals) && known::WAITS_BEHIND_PROBES.stands();
         let is_back = features.has(Feature::FallbackShare) && known::WAITS_AFTER_AN_OUTAGE.stands();
@@ -362,24 +366,22 @@ impl Caller {
                     sleep(ms(after)).await;
                 }
                 let at = self.world.now();
-                if permit.is_valid() {
+                if let Some(sent) = permit.begin() {
                     let call = self.arrive(at, is_uncounted);
-                    self.send(permit, answer, call).await;
-                } else {
-                    permit.give_back();
+                    self.send(sent, answer, call).await;
                 }
             }
         }
     }
 
-    /// Sends the request. Its permit was still valid when the call began.
-    async fn send(self: &Arc<Self>, mut permit: Permit, answer: Answer, mut call: Call) {
+    /// Follows the call until it is answered.
+    async fn send(self: &Arc<Self>, mut sent: Sent, answer: Answer, mut call: Call) {
         let request = &self.request;
-        let sent = Instant::now();
-        let ends = sent + ms(request.transit + request.takes.max(1));
+        let begun = Instant::now();
+        let ends = begun + ms(request.transit + request.takes.max(1));
         let mut stated = request
             .actual
-            .map(|(percent, after)| (percent, sent + ms(after)));
+            .map(|(percent, after)| (percent, begun + ms(after)));
         let settle = |(percent, at)| async move {
             sleep_until(at).await;
             self.actual(percent)
@@ -387,10 +389,10 @@ impl Caller {
         if let Some(early) = stated.take_if(|(_, at)| *at <= ends) {
             let (cost, tokens) = settle(early).await;
             call.settled();
-            permit.settle(cost, tokens);
+            sent.settle(cost, tokens);
         }
         let is_revoked = {
-            let revoked = std::pin::pin!(permit.revoked());
+            let revoked = std::pin::pin!(sent.revoked());
             let takes = std::pin::pin!(sleep_until(ends));
             matches!(select(takes, revoked).await, Either::Right(_))
         };
@@ -401,11 +403,11 @@ impl Caller {
         if let Some(late) = stated {
             let (cost, tokens) = settle(late).await;
             call.settled();
-            permit.settle(cost, tokens);
+            sent.settle(cost, tokens);
         }
         call.end();
         call.answer(answer);
-        permit.answered(answer);
+        sent.answered(answer);
     }
 
     /// No request leaves while its key is on hold.
