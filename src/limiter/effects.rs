@@ -16,8 +16,8 @@ use tokio::runtime::Handle;
 
 use super::engine::Core;
 use super::key_state::{
-    Effect, JoinedRound, KeyContext, KeyState, LeaseFuture, Lent, OWN_PART, Round, StatedLimit,
-    WholeLimits, Work, fresh_for,
+    Effect, JoinedRound, KeyContext, KeyState, LeaseFuture, Lent, OWN_PART, Round, SentCall,
+    StatedLimit, WholeLimits, Work, confirmed, fresh_for,
 };
 use super::queue::CallNumber;
 use super::quotas::QuotaId;
@@ -237,22 +237,14 @@ impl Core {
             }
             let flush = |key| self.with_state(key, now, KeyState::flush_charges).flatten();
             let calls = keys.into_iter().filter_map(|key| {
-                let (units, call) = flush(key)?;
-                let core = self.clone();
-                Some((
-                    FlushCall {
-                        core,
-                        key,
-                        units,
-                        has_arrived: false,
-                    },
-                    call,
-                ))
+                let (call, reply) = flush(key)?;
+                Some((StoreCall::new(self, key, call), reply))
             });
-            let answers = calls.map(|(mut sent, call)| async move {
-                let answer = call.arrives().await;
-                sent.answered(answer.is_ok());
-                answer.map(drop)
+            let answers = calls.map(|(call, reply)| async move {
+                let answer = reply.arrives().await;
+                let outcome = answer.as_ref().map(drop).map_err(Clone::clone);
+                call.answered(answer, confirmed);
+                outcome
             });
             let answers = join_all(answers).await;
             if answers.is_empty() {
@@ -272,7 +264,7 @@ impl Core {
         work.wakers.wake();
         for effect in work.effects {
             match effect {
-                Effect::Call(number, call) => self.call(key, now, number, call),
+                Effect::Call(number, call, answer) => self.call(key, number, call, answer),
                 Effect::Gather(delay) => self.gather(key, now, delay),
                 Effect::PassOn(delay) => self.pass_on(key, now, delay),
                 Effect::LimitInFlight(limit) => self.limit_in_flight(key, now, limit),
@@ -370,18 +362,15 @@ impl Core {
         });
     }
 
-    /// Runs a call of `key` that was sent at `since` to its end.
-    fn call(self: &Arc<Self>, key: Key, since: Instant, number: CallNumber, call: LeaseFuture) {
-        let mut pending = PendingCall {
-            core: self.clone(),
-            key,
-            since,
-            number,
-            open: true,
-        };
+    /// Runs a call for the waiters of `key` to its end.
+    fn call(self: &Arc<Self>, key: Key, number: CallNumber, call: SentCall, answer: LeaseFuture) {
+        let mut open = StoreCall::new(self, key, call);
+        open.number = Some(number);
         self.spawn(async move {
-            let answer = call.await;
-            pending.answered(answer);
+            let answer = answer.await;
+            open.answered(answer, |state, ctx, call, answer| {
+                state.call_answered(ctx, number, call, answer);
+            });
         });
     }
 
@@ -485,6 +474,8 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
             round.add(*index, is_own, Lent::default());
             continue;
         };
+        let (call, reply) = reply;
+        let open = StoreCall::new(lender, *lender_key, call);
         let answer = reply.arrives().await;
         if !is_own
             && answer.is_ok()
@@ -494,19 +485,7 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
             let note = |state: &mut KeyState| state.note_stated(&spec, number, sent, false);
             core.states.find(key, note);
         }
-        let mut answer = Some(answer);
-        let take_in = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
-            let answer = answer.take().unwrap_or(Err(StoreError::Lost));
-            state.lent(ctx, answer, sent)
-        };
-        let lent = lender.with_state(*lender_key, clock::now(), take_in);
-        let Some(lent) = lent else {
-            // The state of the key is gone: this process cannot use what was granted.
-            if let Some(Ok(lease)) = answer {
-                let spec = lender.spec_to_give_back();
-                let store = &lender.settings.store;
-                store.give_back(*lender_key, &spec, &lease.unused());
-            }
+        let Some(lent) = open.answered(answer, KeyState::lent) else {
             continue;
         };
         wanted.take(&lent.slots);
@@ -680,30 +659,6 @@ async fn state_part(
     })
 }
 
-/// A call with charges that a flush has sent. If it is dropped before its answer, the charges wait for
-/// another call.
-struct FlushCall {
-    core: Arc<Core>,
-    key: Key,
-    units: u64,
-    has_arrived: bool,
-}
-
-impl FlushCall {
-    fn answered(&mut self, has_arrived: bool) {
-        self.has_arrived = has_arrived;
-    }
-}
-
-impl Drop for FlushCall {
-    fn drop(&mut self) {
-        let flushed = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
-            state.flushed(ctx, self.units, self.has_arrived);
-        };
-        self.core.with_state(self.key, clock::now(), flushed);
-    }
-}
-
 /// Waits until `delay` after `now`. If `delay` is zero, yields once to the other tasks that are
 /// ready to run.
 async fn wait_for(now: Instant, delay: Duration) {
@@ -714,55 +669,86 @@ async fn wait_for(now: Instant, delay: Duration) {
     }
 }
 
-/// A call to the store that waiters of a key wait for. It ends exactly once. If it is dropped
-/// before its answer, it ends as [`StoreError::Lost`].
-struct PendingCall {
+/// A call to the store whose answer is still to come. If it is dropped before, it is lost: its waiters get
+/// [`StoreError::Lost`], and the charges that it carries wait for another call.
+pub(super) struct StoreCall {
     core: Arc<Core>,
     key: Key,
-    /// When the call was sent.
-    since: Instant,
-    number: CallNumber,
-    /// Whether the call has not ended.
-    open: bool,
+    call: SentCall,
+    /// The number of a call that waiters of the key wait for.
+    number: Option<CallNumber>,
+    is_open: bool,
 }
 
-impl PendingCall {
-    fn answered(&mut self, answer: Result<Lease, StoreError>) {
-        self.open = false;
+impl StoreCall {
+    pub(super) fn new(core: &Arc<Core>, key: Key, call: SentCall) -> Self {
+        StoreCall {
+            core: core.clone(),
+            key,
+            call,
+            number: None,
+            is_open: true,
+        }
+    }
+
+    /// Takes in the answer. Returns `None` if the state of the key is gone: then this process cannot use what was
+    /// granted, and gives it back.
+    pub(super) fn answered<R>(
+        mut self,
+        answer: Result<Lease, StoreError>,
+        take_in: impl FnOnce(
+            &mut KeyState,
+            &mut KeyContext<'_>,
+            SentCall,
+            Result<Lease, StoreError>,
+        ) -> R,
+    ) -> Option<R> {
+        self.is_open = false;
+        let StoreCall {
+            ref core,
+            key,
+            call,
+            ..
+        } = self;
         if let Ok(Lease {
             foreign: Some(limit),
             ..
         }) = &answer
             // A key whose quota changed keeps its old limits for some time.
-            && !self.core.settings.quotas.is_any()
-            && !self.core.warned.swap(true, Ordering::Relaxed)
+            && !core.settings.quotas.is_any()
+            && !core.warned.swap(true, Ordering::Relaxed)
         {
-            let quota = self.core.settings.spec.quota();
-            let tally = &self.core.settings.tally;
-            events::foreign_limit(tally, &self.core.label(self.key, None), *limit, quota);
+            let quota = core.settings.spec.quota();
+            let tally = &core.settings.tally;
+            events::foreign_limit(tally, &core.label(key, None), *limit, quota);
         }
         let mut answer = Some(answer);
-        let sweep_at = self.core.with_state(self.key, clock::now(), |state, ctx| {
+        let taken_in = core.with_state(key, clock::now(), |state, ctx| {
             let answer = answer.take().unwrap_or(Err(StoreError::Lost));
-            state.call_answered(ctx, self.number, answer, self.since);
-            state.start_sweep(ctx.now)
+            let done = take_in(state, ctx, call, answer);
+            (done, state.start_sweep(ctx.now))
         });
-        if let Some(at) = sweep_at.flatten() {
-            self.core.sweep(self.key, at);
-        }
-        // The state of the key is gone: this process cannot use what was granted.
         if let Some(Ok(lease)) = answer {
-            let spec = self.core.spec_to_give_back();
-            let store = &self.core.settings.store;
-            store.give_back(self.key, &spec, &lease.unused());
+            let spec = core.spec_to_give_back();
+            core.settings.store.give_back(key, &spec, &lease.unused());
         }
+        let (done, sweep_at) = taken_in?;
+        if let Some(at) = sweep_at {
+            core.sweep(key, at);
+        }
+        Some(done)
     }
 }
 
-impl Drop for PendingCall {
+impl Drop for StoreCall {
     fn drop(&mut self) {
-        if self.open {
-            self.answered(Err(StoreError::Lost));
+        let &mut StoreCall { call, number, .. } = self;
+        if self.is_open && (number.is_some() || call.has_charge()) {
+            self.core
+                .with_state(self.key, clock::now(), |state, ctx| match number {
+                    Some(number) => state.call_answered(ctx, number, call, Err(StoreError::Lost)),
+                    None => state.call_lost(ctx, call),
+                });
         }
     }
 }

@@ -8,13 +8,13 @@ use super::{Cause, Costs, JointRefusal, JointSlot, Part, PerPart, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::join::join_each;
+use crate::limiter::effects::StoreCall;
 use crate::limiter::engine::Core;
 use crate::limiter::key_state::{
     Asked, JointAsk, KeyState, known_refusal, last_joint, near_booking,
 };
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Reservation, WaitBound};
-use crate::limiter::settings::Settings;
 use crate::store::{JointCall, Lease, Refusal, StoreReply};
 use crate::wait_queue::ANSWER;
 
@@ -406,12 +406,16 @@ impl<'a> Search<'a> {
             changes: self.parts[part].changes(),
         };
         match core.with_new_state(key, now, |state, ctx| ask.send(state, ctx, joint)) {
-            Ok(reply) => Ok(Call {
-                part,
-                ask,
-                at: now,
-                reply: reply?,
-            }),
+            Ok(sent) => {
+                let (call, reply) = sent?;
+                let open = StoreCall::new(core, key, call);
+                Ok(Call {
+                    part,
+                    ask,
+                    open,
+                    reply,
+                })
+            }
             Err(_) => {
                 if let Some(slot) = ask.replaces {
                     core.give_back(key, slot);
@@ -445,8 +449,7 @@ impl<'a> Search<'a> {
 struct Call {
     part: usize,
     ask: JointAsk,
-    /// When it was sent.
-    at: Instant,
+    open: StoreCall,
     reply: StoreReply<Lease>,
 }
 
@@ -463,34 +466,14 @@ async fn answered(parts: &[Part], call: Call) -> (usize, Asked) {
     let Call {
         part,
         ask,
-        at,
+        open,
         reply,
     } = call;
-    let &Part { ref core, key, .. } = &parts[part];
-    let mut answer = Some(reply.arrives().await);
-    let arrived = clock::now();
-    let asked = core.with_new_state(key, arrived, |state, ctx| {
-        let answer = answer.take().unwrap_or(Err(StoreError::Lost));
-        let asked = ask.answered(state, ctx, answer, at);
-        (asked, state.start_sweep(ctx.now))
+    let answer = reply.arrives().await;
+    let asked = open.answered(answer, |state, ctx, call, answer| {
+        ask.answered(state, ctx, call, answer)
     });
-    let asked = match asked {
-        Ok((asked, sweep_at)) => {
-            if let Some(at) = sweep_at {
-                core.sweep(key, at);
-            }
-            asked
-        }
-        Err(_) => {
-            // This process cannot use what was granted.
-            if let Some(Ok(lease)) = answer {
-                let Settings { store, spec, .. } = &core.settings;
-                store.give_back(key, spec, &lease.unused());
-            }
-            full(core)
-        }
-    };
-    (part, asked)
+    (part, asked.unwrap_or_else(|| full(&parts[part].core)))
 }
 
 /// Returns the outcome for a key that has no room in this process.

@@ -14,6 +14,7 @@ use std::time::Instant;
 use super::set::JointSet;
 use super::{JointSlot, Part, PerPart};
 use crate::clock;
+use crate::limiter::effects::StoreCall;
 use crate::limiter::key_state::{ask_to_confirm, confirmed, is_confirmed};
 
 /// Returns the parts whose stores have to confirm their slots before `slot` may be used.
@@ -81,12 +82,8 @@ async fn confirm_all(mut confirmation: Confirmation) {
 
 async fn confirm(part: Part) {
     let Part { core, key, .. } = part;
-    let sent = clock::now();
-    let Some(reply) = core.with_state(key, sent, ask_to_confirm) else {
-        return;
-    };
-    let answer = reply.arrives().await;
-    core.with_state(key, clock::now(), |state, ctx| {
-        confirmed(state, ctx, answer, sent)
-    });
+    let asked = core.with_state(key, clock::now(), ask_to_confirm);
+    let Some((call, reply)) = asked else { return };
+    let open = StoreCall::new(&core, key, call);
+    open.answered(reply.arrives().await, confirmed);
 }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::KeyState;
+use super::calls::{Ask, SentCall, TakenIn};
 use super::context::{Effect, KeyContext, LeaseFuture};
 use super::hold::ASK_AGAIN;
 use super::near_booking;
@@ -17,10 +18,9 @@ use super::probation::Passage;
 use super::store_view::slot;
 use crate::clock;
 use crate::error::StoreError;
-use crate::limit::UnusedPermits;
 use crate::limiter::queue::{Answered, CallNumber, Delay, Gathering, HandedOut, Number};
 use crate::limiter::reservation::{ProbeNumber, Settled};
-use crate::store::{Demand, Lease, LeaseRequest, Refusal, StoreReply, trust};
+use crate::store::{Demand, Lease, Refusal, StoreReply, trust};
 
 /// The most permits of one call to a store that does not answer at once, so that no call keeps its
 /// server busy for long.
@@ -213,31 +213,21 @@ impl KeyState {
         if booking.is_near {
             latest = latest.min(near_booking::latest(ctx.now));
         }
-        let mut returns = std::mem::take(&mut queue.returns.own);
-        let prefetch = if *prefetches && !ctx.is_draining {
-            self.prefetched
-                .order(ctx.spec, self.store.prefetch_life(ctx.spec), ctx.now)
-        } else {
-            0
-        };
-        returns.extend(self.prefetched.clear());
+        let returns = std::mem::take(&mut queue.returns.own);
         if died {
             self.store.lengthen_life(ctx.spec);
         }
-        let charge = self.take_charge(ctx, &mut returns);
-        match ctx.store.lease(LeaseRequest {
-            charges: charge.as_slice(),
-            ..self.request(ctx, demands, prefetch, latest, &returns)
-        }) {
-            StoreReply::Ready(answer) => {
+        let ask = Ask::slots(demands, latest, returns).prefetching(*prefetches);
+        match self.call(ctx, ask) {
+            (call, StoreReply::Ready(answer)) => {
                 self.queue
                     .get_or_insert_default()
                     .call_sent(demands, ctx.now, false);
-                self.answered(ctx, answer, ctx.now, clock::now());
+                self.answered(ctx, call, answer, clock::now());
                 Called::Answered
             }
-            StoreReply::Pending(call) => {
-                self.call_under_way(ctx, demands, call);
+            (call, StoreReply::Pending(answer)) => {
+                self.call_under_way(ctx, demands, call, answer);
                 Called::UnderWay
             }
         }
@@ -249,14 +239,14 @@ impl KeyState {
         &mut self,
         ctx: &mut KeyContext<'_>,
         demands: &[Demand],
-        call: LeaseFuture,
+        call: SentCall,
+        answer: LeaseFuture,
     ) {
-        self.store.answers_later = true;
         let number =
             self.queue
                 .get_or_insert_default()
                 .call_sent(demands, ctx.now, ctx.is_watched());
-        ctx.work.effects.push(Effect::Call(number, call));
+        ctx.work.effects.push(Effect::Call(number, call, answer));
     }
 
     /// Gives back the permits that no waiter needs, unless a call that returns them is about to be
@@ -274,25 +264,6 @@ impl KeyState {
         }
     }
 
-    /// Returns the request for a call to the store. It carries the hold, and how much is left of a
-    /// limit as the upstream stated.
-    pub(super) fn request<'a>(
-        &mut self,
-        ctx: &'a KeyContext<'_>,
-        demands: &'a [Demand],
-        prefetch: u32,
-        latest: Instant,
-        returns: &'a [UnusedPermits],
-    ) -> LeaseRequest<'a> {
-        LeaseRequest {
-            // While the store is unreachable, the process may have a ledger of its own. That ledger
-            // knows of no hold.
-            hold: self.hold.for_store(self.store.is_standalone, ctx.now),
-            remaining: self.take_remaining(ctx, ctx.max_hold),
-            ..self.store.request(ctx, demands, prefetch, latest, returns)
-        }
-    }
-
     /// Calls the store even if no request waits. The call states what this process knows of the
     /// key, and the reply states what the store knows. Does nothing while another call is under
     /// way.
@@ -304,60 +275,43 @@ impl KeyState {
         {
             return;
         }
-        let mut returns = self
-            .queue
-            .as_mut()
-            .map(|queue| std::mem::take(&mut queue.returns.own))
-            .unwrap_or_default();
-        let charge = self.take_charge(ctx, &mut returns);
-        match ctx.store.lease(LeaseRequest {
-            charges: charge.as_slice(),
-            ..self.request(ctx, &[], 0, ctx.now, &returns)
-        }) {
-            StoreReply::Ready(answer) => self.answered(ctx, answer, ctx.now, clock::now()),
-            StoreReply::Pending(call) => {
+        let queue = self.queue.as_mut();
+        let returns = queue.map(|queue| std::mem::take(&mut queue.returns.own));
+        let ask = Ask::nothing(returns.unwrap_or_default(), ctx.now);
+        match self.call(ctx, ask) {
+            (call, StoreReply::Ready(answer)) => {
+                self.answered(ctx, call, answer, clock::now());
+            }
+            (call, StoreReply::Pending(answer)) => {
                 self.queue.get_or_insert_default().give_up_call();
-                self.call_under_way(ctx, &[], call);
+                self.call_under_way(ctx, &[], call, answer);
             }
         }
     }
 
-    /// Takes in the answer to a call that was sent at `sent`. If the call is not the last one, it
-    /// counted as lost, and the permits that it brings are given back.
+    /// Takes in the answer to a call. If the call is not the last one, it counted as lost, and the permits that it
+    /// brings are given back.
     pub(in crate::limiter) fn call_answered(
         &mut self,
         ctx: &mut KeyContext<'_>,
         number: CallNumber,
+        call: SentCall,
         answer: Result<Lease, StoreError>,
-        sent: Instant,
     ) {
         if !self
             .queue
             .as_ref()
             .is_some_and(|queue| queue.is_call(number))
         {
+            self.charge_answered(call, answer.is_ok());
             if let Ok(lease) = answer {
                 ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
             }
-            return self.charge_again(ctx);
+            return self.send_charges_later(ctx, true);
         }
-        let answer = answer.and_then(|lease| {
-            let checked = self.store.check_speed(ctx.spec, &lease, sent, ctx.now);
-            if checked.is_err() {
-                ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
-            }
-            checked.map(|()| lease)
-        });
-        let failed = answer.is_err();
-        self.answered(ctx, answer, sent, ctx.now);
+        let failed = !self.answered(ctx, call, answer, ctx.now);
         if self.store.tightens {
             return self.tighten(ctx);
-        }
-        // The store has lost its state. This call restores the hold before another process calls
-        // the store without knowing of the hold. While it is under way, the step only hands out
-        // permits.
-        if self.hold.take_resend() {
-            self.confirm(ctx);
         }
         self.step(ctx, None);
         if ctx.work.effects.is_empty() {
@@ -370,27 +324,36 @@ impl KeyState {
         }
     }
 
-    /// Takes in the answer to the call that was sent at `sent`.
+    /// Takes in the answer to a call for the waiters. Returns whether the store has answered.
     fn answered(
         &mut self,
         ctx: &mut KeyContext<'_>,
+        call: SentCall,
         answer: Result<Lease, StoreError>,
-        sent: Instant,
         now: Instant,
-    ) {
-        self.charged(answer.is_ok());
-        match answer {
-            Ok(lease) => self.granted(ctx, &lease, sent, now),
-            Err(error) => self.failed(ctx, error, now),
+    ) -> bool {
+        let taken_in = self.take_in(ctx, call, &answer, now);
+        let is_ok = taken_in.is_ok();
+        match (taken_in, answer) {
+            (Ok(taken_in), Ok(lease)) => self.granted(ctx, &lease, taken_in, now),
+            (Err(error), _) | (_, Err(error)) => self.failed(ctx, error, now),
         }
-        self.obey_hold(now, &mut ctx.work.wakers);
+        self.after_answer(ctx, now);
+        is_ok
     }
 
-    /// Takes in a lease, the answer to a call that was sent at `sent`.
-    fn granted(&mut self, ctx: &mut KeyContext<'_>, lease: &Lease, sent: Instant, now: Instant) {
-        let bounds = self.remember(ctx, lease, sent, now);
-        let precedes_release =
-            lease.source.has_reply() && self.hold_answered(ctx, lease.hold, sent, bounds);
+    /// Takes in the slots of a lease.
+    fn granted(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        lease: &Lease,
+        taken_in: TakenIn,
+        now: Instant,
+    ) {
+        let TakenIn {
+            bounds,
+            precedes_release,
+        } = taken_in;
         let keeps = lease.refused.is_some() && !precedes_release && self.may_borrow(ctx, now);
         let Some(queue) = &mut self.queue else { return };
         if let Some(wait) = lease.recovering {

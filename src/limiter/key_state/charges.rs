@@ -1,9 +1,14 @@
 //! Units that were used without a permit, until the store has counted them.
 
+use std::mem;
 use std::time::{Duration, Instant};
 
+use smallvec::SmallVec;
+
+use crate::clock;
 use crate::limit::{Charge, UnusedPermits};
-use crate::limiter::queue::Returns;
+use crate::limiter::queue::{Returns, next_number};
+use crate::wait_queue::ANSWER;
 
 /// How long the units wait for a call that carries them. After that, they get a call of their own.
 const DELAY: Duration = Duration::from_millis(100);
@@ -11,20 +16,29 @@ const DELAY: Duration = Duration::from_millis(100);
 /// How long the units wait for another call after the store failed.
 const RETRY: Duration = Duration::from_millis(1000);
 
+/// Identifies the units that one call carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ChargeNumber(u64);
+
+/// Units in a call that has no answer yet.
+#[derive(Debug)]
+struct UnderWay {
+    number: ChargeNumber,
+    units: u64,
+    since: Instant,
+}
+
 /// Units of one key that were used without a permit and that the store may not have counted, and the
-/// permits whose units they replace.
+/// permits whose units they replace. Any call to the store carries those that wait.
 ///
 /// A call whose outcome is unknown may have counted the units. They are then sent again: units that
 /// count twice keep the limit, and forgotten units do not. For the same reason, a permit is given back
 /// once, by the call that carries the units that replace its own.
 #[derive(Debug, Default)]
 pub(super) struct PendingCharges {
-    /// Units that no call has carried.
+    /// Units that no call carries.
     waiting: u64,
-    /// Units that the last call has carried, until its answer.
-    sent: u64,
-    /// Units in calls that a flush has sent, until their answers.
-    flushing: u64,
+    under_way: SmallVec<[UnderWay; 1]>,
     /// When the last of the units was sent.
     sent_at: Option<Instant>,
     /// The permits whose units are replaced by units that wait.
@@ -41,58 +55,50 @@ impl PendingCharges {
         self.permits.extend(permit);
     }
 
-    /// Returns the charge that a call carries now, and adds the permits that it gives back to
+    /// Returns the charge that a call carries now and its number, and adds the permits that the call gives back to
     /// `returns`. Units that were sent more than `memory` ago count no more and are dropped.
     pub(super) fn take(
         &mut self,
         memory: Duration,
         now: Instant,
         returns: &mut Returns,
-    ) -> Option<Charge> {
+    ) -> Option<(Charge, ChargeNumber)> {
+        // A call that takes so long counts as lost.
+        let is_lost = |under_way: &UnderWay| clock::after(under_way.since, ANSWER) <= now;
+        let lost = self.under_way.iter().filter(|under_way| is_lost(under_way));
+        self.waiting = lost.fold(self.waiting, |sum, lost| sum.saturating_add(lost.units));
+        self.under_way.retain(|under_way| !is_lost(under_way));
         returns.extend(self.permits.drain(..));
         let age = now.saturating_duration_since(self.sent_at?);
-        let units = self.sent.saturating_add(self.waiting);
-        (self.waiting, self.sent) = (0, if age <= memory { units } else { 0 });
-        (self.sent > 0).then(|| Charge::new(age, self.sent))
+        let units = mem::take(&mut self.waiting);
+        if age > memory || units == 0 {
+            return None;
+        }
+        let number = ChargeNumber(next_number());
+        self.under_way.push(UnderWay {
+            number,
+            units,
+            since: now,
+        });
+        Some((Charge::new(age, units), number))
     }
 
-    /// Returns the charge of a call that a flush sends now, and its units. Adds the permits that it gives
-    /// back to `returns`. Units in another call are left to that call, if it `is_under_way`.
-    pub(super) fn flush(
-        &mut self,
-        is_under_way: bool,
-        memory: Duration,
-        now: Instant,
-        returns: &mut Returns,
-    ) -> (Option<Charge>, u64) {
-        let elsewhere = if is_under_way { self.sent } else { 0 };
-        self.sent -= elsewhere;
-        let charge = self.take(memory, now, returns);
-        let units = std::mem::replace(&mut self.sent, elsewhere);
-        self.flushing += units;
-        (charge, units)
-    }
-
-    /// Takes in whether a call of a flush with `units` has reached the store.
-    pub(super) fn flushed(&mut self, units: u64, has_arrived: bool) {
-        self.flushing -= units;
+    /// Takes in whether the call with these units has reached the store.
+    pub(super) fn answered(&mut self, number: ChargeNumber, has_arrived: bool) {
+        let of_call = |under_way: &UnderWay| under_way.number == number;
+        let Some(index) = self.under_way.iter().position(of_call) else {
+            return;
+        };
+        let UnderWay { units, .. } = self.under_way.swap_remove(index);
         if !has_arrived {
             self.waiting = self.waiting.saturating_add(units);
         }
     }
 
-    /// Takes in whether the last call has reached the store.
-    pub(super) fn answered(&mut self, has_arrived: bool) {
-        if !has_arrived {
-            self.waiting = self.waiting.saturating_add(self.sent);
-        }
-        self.sent = 0;
-    }
-
     /// Returns after which delay a task has to send the units. `None` if there are none, or if a
     /// task is about to send them. `failed` states whether the store failed.
     pub(super) fn start_task(&mut self, failed: bool) -> Option<Duration> {
-        if (self.waiting == 0 && self.permits.is_empty()) || self.has_task {
+        if !self.are_waiting() || self.has_task {
             return None;
         }
         self.has_task = true;
@@ -102,28 +108,34 @@ impl PendingCharges {
     /// Notes that the task has run. Returns whether units wait for a call.
     pub(super) fn end_task(&mut self) -> bool {
         self.has_task = false;
+        self.are_waiting()
+    }
+
+    /// Returns whether units, or permits that they replace, wait for a call.
+    pub(super) fn are_waiting(&self) -> bool {
         self.waiting > 0 || !self.permits.is_empty()
     }
 
     /// Returns whether the store has counted all units.
     pub(super) fn is_empty(&self) -> bool {
-        self.waiting == 0 && self.sent == 0 && self.flushing == 0 && self.permits.is_empty()
+        self.waiting == 0 && self.under_way.is_empty() && self.permits.is_empty()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::clock;
 
     const MEMORY: Duration = Duration::from_secs(60);
 
-    /// Returns the age and the units of the charge that a call carries at `now`, and how many permits
-    /// it gives back.
-    fn take(charges: &mut PendingCharges, now: Instant) -> (Option<Charge>, usize) {
+    /// Returns the charge that a call carries at `now`, its number, and how many permits it gives back.
+    fn take(
+        charges: &mut PendingCharges,
+        now: Instant,
+    ) -> (Option<Charge>, Option<ChargeNumber>, usize) {
         let mut returns = Returns::new();
-        let charge = charges.take(MEMORY, now, &mut returns);
-        (charge, returns.len())
+        let (charge, number) = charges.take(MEMORY, now, &mut returns).unzip();
+        (charge, number, returns.len())
     }
 
     fn charge(age: u64, units: u64) -> Option<Charge> {
@@ -135,44 +147,26 @@ mod tests {
         let now = clock::now();
         let mut charges = PendingCharges::default();
         charges.add(5, now, None);
-        assert_eq!(take(&mut charges, now), (charge(0, 5), 0));
+        let (sent, first, _) = take(&mut charges, now);
+        assert_eq!(sent, charge(0, 5));
         charges.add(2, now, None);
-        // The call is lost: the next one carries all units.
-        assert_eq!(take(&mut charges, now), (charge(0, 7), 0));
-        charges.answered(false);
+        // The first call is under way.
+        let (sent, second, _) = take(&mut charges, now);
+        assert_eq!(sent, charge(0, 2));
+        charges.answered(first.unwrap(), false);
+        charges.answered(second.unwrap(), true);
         let later = now + Duration::from_secs(3);
-        assert_eq!(take(&mut charges, later), (charge(3, 7), 0));
-        charges.add(1, later, None);
-        charges.answered(true);
-        assert_eq!(take(&mut charges, later), (charge(0, 1), 0));
-        charges.answered(true);
-        assert!(charges.is_empty());
-        assert_eq!(take(&mut charges, later), (None, 0));
-    }
-
-    #[test]
-    fn a_flush_leaves_units_to_the_call_under_way() {
-        let now = clock::now();
-        let mut charges = PendingCharges::default();
-        charges.add(5, now, None);
-        assert_eq!(take(&mut charges, now), (charge(0, 5), 0));
-        charges.add(2, now, None);
-        let flush = |charges: &mut PendingCharges, is_under_way| {
-            charges.flush(is_under_way, MEMORY, now, &mut Returns::new())
-        };
-        assert_eq!(flush(&mut charges, true), (charge(0, 2), 2));
-        charges.answered(true);
+        let (sent, third, _) = take(&mut charges, later);
+        assert_eq!(sent, charge(3, 5));
+        // It has no answer for so long that it counts as lost. What it says then is late.
+        let much_later = later + ANSWER;
+        let (sent, fourth, _) = take(&mut charges, much_later);
+        assert_eq!(sent.map(|charge| charge.units), Some(5));
+        charges.answered(third.unwrap(), true);
         assert!(!charges.is_empty());
-        charges.flushed(2, true);
+        charges.answered(fourth.unwrap(), true);
         assert!(charges.is_empty());
-        // Units of lost calls are sent again.
-        charges.add(4, now, None);
-        take(&mut charges, now);
-        assert_eq!(flush(&mut charges, false), (charge(0, 4), 4));
-        charges.flushed(4, false);
-        assert_eq!(flush(&mut charges, false), (charge(0, 4), 4));
-        charges.flushed(4, true);
-        assert!(charges.is_empty());
+        assert_eq!(take(&mut charges, much_later), (None, None, 0));
     }
 
     #[test]
@@ -186,17 +180,18 @@ mod tests {
         };
         let mut charges = PendingCharges::default();
         charges.add(4, now, Some(permit));
-        assert_eq!(take(&mut charges, now), (charge(0, 4), 1));
-        charges.answered(false);
-        assert_eq!(take(&mut charges, now), (charge(0, 4), 0));
-        charges.answered(true);
+        let (sent, number, returned) = take(&mut charges, now);
+        assert_eq!((sent, returned), (charge(0, 4), 1));
+        charges.answered(number.unwrap(), false);
+        let (sent, number, returned) = take(&mut charges, now);
+        assert_eq!((sent, returned), (charge(0, 4), 0));
+        charges.answered(number.unwrap(), true);
         // A request that cost nothing gives its permit back, too.
         charges.add(0, now, Some(permit));
         assert!(!charges.is_empty());
         assert_eq!(charges.start_task(false), Some(DELAY));
         assert!(charges.end_task());
-        assert_eq!(take(&mut charges, now), (None, 1));
-        charges.answered(true);
+        assert_eq!(take(&mut charges, now), (None, None, 1));
         assert!(charges.is_empty());
     }
 
@@ -207,7 +202,7 @@ mod tests {
         let mut charges = PendingCharges::default();
         charges.add(4, start + Duration::from_secs(10), None);
         charges.add(4, start, None);
-        assert_eq!(take(&mut charges, now), (charge(20, 8), 0));
+        assert_eq!(take(&mut charges, now).0, charge(20, 8));
     }
 
     #[test]
@@ -215,9 +210,9 @@ mod tests {
         let now = clock::now();
         let mut charges = PendingCharges::default();
         charges.add(5, now, None);
-        take(&mut charges, now);
-        charges.answered(false);
-        assert_eq!(take(&mut charges, now + MEMORY * 2), (None, 0));
+        let (_, number, _) = take(&mut charges, now);
+        charges.answered(number.unwrap(), false);
+        assert_eq!(take(&mut charges, now + MEMORY * 2), (None, None, 0));
         assert!(charges.is_empty());
     }
 

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::calls::SentCall;
 use super::stated_limits::StatedLimit;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -98,7 +99,7 @@ pub(in crate::limiter) struct Work {
 /// A task to start for a key after the lock is released.
 pub(in crate::limiter) enum Effect {
     /// Runs a call to the store to its end.
-    Call(CallNumber, LeaseFuture),
+    Call(CallNumber, SentCall, LeaseFuture),
     /// Sends the next call after this delay. Requests that arrive meanwhile join it.
     Gather(Duration),
     /// Limits the calls in flight of the key to this number, if they are limited.

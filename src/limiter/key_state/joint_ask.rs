@@ -2,16 +2,15 @@
 
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
-
 use super::KeyState;
+use super::calls::{Ask, SentCall, TakenIn};
 use super::context::KeyContext;
 use super::store_view::slot;
 use crate::clock;
 use crate::error::StoreError;
-use crate::limit::UnusedPermits;
+use crate::limiter::queue::Returns;
 use crate::limiter::reservation::{Reservation, WaitBound};
-use crate::store::{Demand, JointCall, Lease, LeaseRequest, Refusal, StoreReply};
+use crate::store::{Demand, JointCall, Lease, Refusal, StoreReply};
 
 /// What a joint request asks of one of its keys.
 #[derive(Clone, Copy, Debug)]
@@ -63,10 +62,10 @@ impl JointAsk {
         state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
         joint: &JointCall,
-    ) -> Result<StoreReply<Lease>, Asked> {
+    ) -> Result<(SentCall, StoreReply<Lease>), Asked> {
         let &JointAsk { cost, bound, .. } = self;
         let now = ctx.now;
-        let mut returns: SmallVec<[UnusedPermits; 2]> = SmallVec::new();
+        let mut returns = Returns::new();
         returns.extend(self.replaces.map(|slot| slot.unused()));
         let known = match state.hold.left(now) {
             Some(left) if clock::after(now, left) > bound.latest => {
@@ -91,37 +90,26 @@ impl JointAsk {
         let earliest = self.earliest.max(held).saturating_duration_since(now);
         let demands = [Demand::new(cost, 1).earliest(earliest)];
         let is_clear = state.hold.is_clear(ctx.max_hold, now);
-        let prefetch = if earliest.is_zero() && is_clear && !ctx.is_draining && !ctx.settles {
-            let life = state.store.prefetch_life(ctx.spec);
-            state.prefetched.order(ctx.spec, life, now)
-        } else {
-            0
-        };
-        returns.extend(state.prefetched.clear());
-        let request = state.request(ctx, &demands, prefetch, bound.latest, &returns);
-        let reply = ctx.store.lease(LeaseRequest {
-            joint: Some(joint),
-            ..request
-        });
-        if matches!(reply, StoreReply::Pending(_)) {
-            state.store.answers_later = true;
-        }
-        Ok(reply)
+        let prefetches = earliest.is_zero() && is_clear && !ctx.settles;
+        let ask = Ask::slots(&demands, bound.latest, returns).prefetching(prefetches);
+        Ok(state.call(ctx, ask.joint(joint)))
     }
 
-    /// Takes in the answer to a call that was sent at `sent`.
+    /// Takes in the answer to a call.
     pub(in crate::limiter) fn answered(
         &self,
         state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
+        call: SentCall,
         answer: Result<Lease, StoreError>,
-        sent: Instant,
     ) -> Asked {
-        let outcome = match answer {
-            Ok(lease) => self.granted(state, ctx, &lease, sent),
-            Err(error) => Asked::Failed(error),
+        let is_unchanged = state.limits.changes() == self.changes;
+        let taken_in = state.take_in(ctx, call, &answer, ctx.now);
+        let outcome = match (taken_in, answer) {
+            (Ok(taken_in), Ok(lease)) => self.granted(state, ctx, &lease, taken_in, is_unchanged),
+            (Err(error), _) | (_, Err(error)) => Asked::Failed(error),
         };
-        take_in_changes(state, ctx);
+        go_on(state, ctx);
         outcome
     }
 
@@ -130,18 +118,13 @@ impl JointAsk {
         state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
         lease: &Lease,
-        sent: Instant,
+        taken_in: TakenIn,
+        is_unchanged: bool,
     ) -> Asked {
-        if state.store.answers_later
-            && let Err(error) = state.store.check_speed(ctx.spec, lease, sent, ctx.now)
-        {
-            ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
-            return Asked::Failed(error);
-        }
-        let is_unchanged = state.limits.changes() == self.changes;
-        let bounds = state.remember(ctx, lease, sent, ctx.now);
-        let precedes_release =
-            lease.source.has_reply() && state.hold_answered(ctx, lease.hold, sent, bounds);
+        let TakenIn {
+            bounds,
+            precedes_release,
+        } = taken_in;
         if let Some(wait) = lease.recovering {
             return Asked::Paused(wait);
         }
@@ -209,34 +192,26 @@ pub(in crate::limiter) fn known_refusal(
 pub(in crate::limiter) fn ask_to_confirm(
     state: &mut KeyState,
     ctx: &mut KeyContext<'_>,
-) -> StoreReply<Lease> {
-    ctx.store.lease(state.request(ctx, &[], 0, ctx.now, &[]))
+) -> (SentCall, StoreReply<Lease>) {
+    state.call(ctx, Ask::nothing(Returns::new(), ctx.now))
 }
 
-/// Takes in the answer to a call of [`ask_to_confirm`] that was sent at `sent`.
+/// Takes in the answer to a call that has asked for nothing.
 pub(in crate::limiter) fn confirmed(
     state: &mut KeyState,
     ctx: &mut KeyContext<'_>,
+    call: SentCall,
     answer: Result<Lease, StoreError>,
-    sent: Instant,
 ) {
-    if let Ok(lease) = answer {
-        let bounds = state.remember(ctx, &lease, sent, ctx.now);
-        if lease.source.has_reply() {
-            state.hold_answered(ctx, lease.hold, sent, bounds);
-        }
-    }
-    take_in_changes(state, ctx);
+    // Whoever has asked looks at what the state knows then.
+    let has_failed = state.take_in(ctx, call, &answer, ctx.now).is_err();
+    go_on(state, ctx);
+    state.send_charges_later(ctx, has_failed);
 }
 
-/// Goes on after an answer. It may bring a hold, or show that the store has lost its state. Both
-/// matter to the requests that wait for this key alone. It may also bring prefetched permits after a
-/// hold has begun.
-pub(super) fn take_in_changes(state: &mut KeyState, ctx: &mut KeyContext<'_>) {
-    state.obey_hold(ctx.now, &mut ctx.work.wakers);
-    if state.hold.take_resend() {
-        state.confirm(ctx);
-    }
+/// Goes on after an answer, with the requests that wait for this key alone.
+pub(super) fn go_on(state: &mut KeyState, ctx: &mut KeyContext<'_>) {
+    state.after_answer(ctx, ctx.now);
     state.step(ctx, None);
     state.close(ctx);
 }

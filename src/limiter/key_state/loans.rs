@@ -13,14 +13,16 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::calls::{Ask, SentCall, TakenIn};
 use super::context::KeyContext;
 use super::store_view::slot;
 use super::{KeyState, joint_ask};
 use crate::clock;
 use crate::error::StoreError;
+use crate::limiter::queue::Returns;
 use crate::limiter::reservation::{Reservation, Settled};
 use crate::rng::dice;
-use crate::store::{Demand, Lease, LeaseRequest, StoreReply};
+use crate::store::{Demand, Lease, StoreReply};
 use crate::wait_queue::ANSWER;
 
 /// The most permits that a class asks for at once.
@@ -234,7 +236,7 @@ impl KeyState {
         ctx: &mut KeyContext<'_>,
         wanted: &Wanted,
         is_own: bool,
-    ) -> Option<StoreReply<Lease>> {
+    ) -> Option<(SentCall, StoreReply<Lease>)> {
         let lending = ctx.spec.lending()?;
         if !is_own && lending.percent() == 0 {
             return None;
@@ -248,31 +250,29 @@ impl KeyState {
         } else {
             wanted.latest.min(horizon)
         };
-        let request = self.request(ctx, &wanted.demands, 0, latest, &[]);
-        Some(ctx.store.lease(LeaseRequest {
-            borrows: !is_own,
-            ..request
-        }))
+        let ask = Ask::slots(&wanted.demands, latest, Returns::new()).borrowing(!is_own);
+        Some(self.call(ctx, ask))
     }
 
-    /// Takes in the answer of this part, which was asked at `sent`. Returns what it has lent.
+    /// Takes in the answer of this part. Returns what it has lent.
     pub(in crate::limiter) fn lent(
         &mut self,
         ctx: &mut KeyContext<'_>,
+        call: SentCall,
         answer: Result<Lease, StoreError>,
-        sent: Instant,
     ) -> Lent {
-        let Ok(lease) = answer else {
+        let now = ctx.now;
+        let taken_in = self.take_in(ctx, call, &answer, now);
+        let (Ok(taken_in), Ok(lease)) = (taken_in, answer) else {
             return Lent::default();
         };
-        let now = ctx.now;
-        self.store.answers_later |= now > sent;
-        let bounds = self.remember(ctx, &lease, sent, now);
-        let precedes_release =
-            lease.source.has_reply() && self.hold_answered(ctx, lease.hold, sent, bounds);
+        let TakenIn {
+            bounds,
+            precedes_release,
+        } = taken_in;
         let is_clear = self.hold.is_clear(ctx.max_hold, now);
         if !is_clear {
-            joint_ask::take_in_changes(self, ctx);
+            joint_ask::go_on(self, ctx);
         }
         let is_usable = !precedes_release && !lease.source.is_standalone() && is_clear;
         let slots = lease.grants.iter().map(|grant| slot(&lease, grant, bounds));

@@ -9,7 +9,8 @@
 //! |---|---|
 //! | `ticket` | a request: it enters, waits, and leaves |
 //! | `mod` | [`KeyState`]: permits taken and returned, and changes of the hold or of what is left |
-//! | `booking` | [`KeyState`]: when the store is called, for what, and what its answer means |
+//! | `calls` | [`KeyState`]: the one way to the store: each call, and what each answer states besides its slots |
+//! | `booking` | [`KeyState`]: when the store is called for the waiters, for what, and what its answer means |
 //! | `near_booking` | when the slots of requests are booked that may give units back; functions |
 //! | `joint_ask` | one call for one key of a joint request |
 //! | `outlook` | [`KeyState`]: what it would do with a request that enters now |
@@ -35,6 +36,7 @@
 //! [`Ticket`] do what needs several parts.
 
 mod booking;
+mod calls;
 mod charges;
 mod context;
 mod hold;
@@ -70,11 +72,13 @@ use crate::limit::{Charge, LimitSpec, UnusedPermits};
 use crate::quota::Limit;
 use crate::signal::Signal;
 use crate::stats::KeyCounts;
-use crate::store::{HoldState, Lease, LeaseRequest, SetQuota, StoreReply, UpstreamRemaining};
+use crate::store::{HoldState, Lease, SetQuota, StoreReply, UpstreamRemaining};
 use crate::wakers::Wakers;
 
-use charges::PendingCharges;
+use calls::Ask;
+use charges::{ChargeNumber, PendingCharges};
 
+pub(super) use calls::SentCall;
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Rules, Work};
 pub(super) use hold::HoldSource;
 pub(super) use joint_ask::{
@@ -352,11 +356,17 @@ impl KeyState {
         }
     }
 
-    /// Returns the charge that a call to the store carries now. Adds the permits whose units it
+    /// Returns the charge that a call to the store carries now, and its number. Adds the permits whose units it
     /// replaces to `returns`.
-    fn take_charge(&mut self, ctx: &KeyContext<'_>, returns: &mut Returns) -> Option<Charge> {
+    fn take_charge(
+        &mut self,
+        ctx: &KeyContext<'_>,
+        returns: &mut Returns,
+    ) -> (Option<Charge>, Option<ChargeNumber>) {
         let memory = self.charge_memory(ctx);
-        self.charges()?.take(memory, ctx.now, returns)
+        let charges = self.charges();
+        let taken = charges.and_then(|charges| charges.take(memory, ctx.now, returns));
+        taken.unzip()
     }
 
     /// Returns the units that were used without a permit.
@@ -380,42 +390,22 @@ impl KeyState {
         charges.is_some_and(|charges| !charges.is_empty())
     }
 
-    /// Sends the charges now that no call has carried, in a call of their own. Returns their units and
-    /// the call. Its answer is for [`flushed`](Self::flushed).
+    /// Sends the charges now that no call carries, in a call of their own. Its answer is for
+    /// [`confirmed`](joint_ask::confirmed).
     pub(super) fn flush_charges(
         &mut self,
         ctx: &mut KeyContext<'_>,
-    ) -> Option<(u64, StoreReply<Lease>)> {
-        let is_under_way = (self.queue.as_ref()).is_some_and(|queue| queue.is_calling(ctx.now));
-        let memory = self.charge_memory(ctx);
-        let mut returns = Returns::new();
-        let charges = self.charges()?;
-        let (charge, units) = charges.flush(is_under_way, memory, ctx.now, &mut returns);
-        if charge.is_none() && returns.is_empty() {
-            return None;
-        }
-        let call = ctx.store.lease(LeaseRequest {
-            charges: charge.as_slice(),
-            ..self.request(ctx, &[], 0, ctx.now, &returns)
-        });
-        Some((units, call))
+    ) -> Option<(SentCall, StoreReply<Lease>)> {
+        let has_any = self.charges()?.are_waiting();
+        has_any.then(|| self.call(ctx, Ask::nothing(Returns::new(), ctx.now)))
     }
 
-    /// Takes in whether a call of [`flush_charges`](Self::flush_charges) has reached the store. If not, the
-    /// charges get a call of their own.
-    pub(super) fn flushed(&mut self, ctx: &mut KeyContext<'_>, units: u64, has_arrived: bool) {
-        if let Some(charges) = self.charges() {
-            charges.flushed(units, has_arrived);
-            if !has_arrived {
-                self.send_charges_later(ctx, true);
-            }
-        }
-    }
-
-    /// Takes in whether a call with charges has reached the store.
-    fn charged(&mut self, has_arrived: bool) {
-        if let Some(charges) = self.charges() {
-            charges.answered(has_arrived);
+    /// Takes in whether a call has reached the store, with the charges that it carries.
+    fn charge_answered(&mut self, call: SentCall, has_arrived: bool) {
+        if let Some(number) = call.charge
+            && let Some(charges) = self.charges()
+        {
+            charges.answered(number, has_arrived);
         }
     }
 
@@ -424,17 +414,6 @@ impl KeyState {
         let charges = self.charges();
         if let Some(delay) = charges.and_then(|charges| charges.start_task(failed)) {
             ctx.work.effects.push(Effect::PassOn(delay));
-        }
-    }
-
-    /// Sends the charges of a lost call again, unless the call under way has them.
-    fn charge_again(&mut self, ctx: &mut KeyContext<'_>) {
-        let queue = self.queue.as_ref();
-        if queue.is_none_or(|queue| !queue.is_calling(ctx.now)) {
-            if let Some(charges) = self.charges() {
-                charges.answered(false);
-            }
-            self.send_charges_later(ctx, true);
         }
     }
 

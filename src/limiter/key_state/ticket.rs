@@ -5,11 +5,12 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::KeyState;
+use super::calls::{Ask, SentCall, TakenIn};
 use super::context::KeyContext;
 use super::store_view::slot;
 use crate::clock;
 use crate::error::StoreError;
-use crate::limiter::queue::{Number, Queue};
+use crate::limiter::queue::{Number, Queue, Returns};
 use crate::limiter::reservation::{Reservation, Settled, WaitBound};
 use crate::store::{Demand, Lease, Refusal, StoreReply};
 
@@ -102,33 +103,31 @@ impl Ticket {
         ctx: &mut KeyContext<'_>,
     ) -> Option<Option<Settled>> {
         let demands = [Demand::new(self.cost, 1)];
-        let prefetch_life = state.store.prefetch_life(ctx.spec);
-        let prefetch = state.prefetched.order(ctx.spec, prefetch_life, ctx.now);
-        let returns = state.prefetched.clear();
-        let latest = self.bound.latest;
-        let request = state.request(ctx, &demands, prefetch, latest, returns.as_slice());
-        match ctx.store.lease(request) {
-            StoreReply::Ready(Ok(lease)) => self.leased_alone(state, ctx, &lease),
-            StoreReply::Ready(Err(error)) => Some(self.store_failed(state, ctx, error)),
-            StoreReply::Pending(call) => {
+        let ask = Ask::slots(&demands, self.bound.latest, Returns::new()).prefetching(true);
+        match state.call(ctx, ask) {
+            (call, StoreReply::Ready(answer)) => self.answered_alone(state, ctx, call, answer),
+            (call, StoreReply::Pending(answer)) => {
                 self.wait(state.queue.get_or_insert_default(), ctx.now, None);
-                state.call_under_way(ctx, &demands, call);
+                state.call_under_way(ctx, &demands, call, answer);
                 Some(None)
             }
         }
     }
 
-    /// Takes in the lease for a request that entered alone. It waits if its slot lies ahead.
-    fn leased_alone(
+    /// Takes in the answer for a request that entered alone. It waits if its slot lies ahead.
+    fn answered_alone(
         &self,
         state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
-        lease: &Lease,
+        call: SentCall,
+        answer: Result<Lease, StoreError>,
     ) -> Option<Option<Settled>> {
-        let bounds = state.remember(ctx, lease, ctx.now, ctx.now);
-        if lease.source.has_reply() {
-            state.hold_answered(ctx, lease.hold, ctx.now, bounds);
-        }
+        let taken_in = state.take_in(ctx, call, &answer, ctx.now);
+        state.after_answer(ctx, ctx.now);
+        let (TakenIn { .. }, lease) = match (taken_in, answer) {
+            (Ok(taken_in), Ok(lease)) => (taken_in, lease),
+            (Err(error), _) | (_, Err(error)) => return Some(self.store_failed(state, ctx, error)),
+        };
         let Some(grant) = lease.grants.first() else {
             let recovering = lease.recovering.map(|wait| Refusal {
                 wait: Some(wait),
@@ -140,7 +139,7 @@ impl Ticket {
             let refusal = lease.refused.or(recovering).unwrap_or(Refusal::NEVER);
             return Some(Some(Settled::Refused(refusal)));
         };
-        let slot = slot(lease, grant, (ctx.now, clock::now()));
+        let slot = slot(&lease, grant, (ctx.now, clock::now()));
         if grant.wait.is_zero() {
             return Some(Some(Settled::Granted(slot)));
         }

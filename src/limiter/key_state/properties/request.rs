@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use tokio::sync::Notify;
 
-use super::super::{LeaseFuture, Ticket};
+use super::super::{LeaseFuture, SentCall, Ticket};
 use crate::limiter::queue::CallNumber;
 use crate::limiter::reservation::Reservation;
 
@@ -43,7 +43,7 @@ pub(super) enum Stage {
 
 /// An effect that is still to be run.
 pub(super) enum Pending {
-    Call(CallNumber, LeaseFuture, Instant),
+    Call(CallNumber, SentCall, LeaseFuture),
     Gather(Instant),
     PassOn(Instant),
     Sweep(Instant),
@@ -52,7 +52,7 @@ pub(super) enum Pending {
 impl Pending {
     pub(super) fn due(&self) -> Instant {
         match *self {
-            Pending::Call(_, _, since) => since,
+            Pending::Call(_, call, _) => call.sent,
             Pending::Gather(due) | Pending::PassOn(due) | Pending::Sweep(due) => due,
         }
     }

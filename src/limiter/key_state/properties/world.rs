@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 
-use super::super::{Effect, HoldSource, KeyContext, KeyState, Ticket, Work};
+use super::super::{Effect, HoldSource, KeyContext, KeyState, SentCall, Ticket, Work};
 use super::Step;
 use super::request::{Pending, Request, Stage, Task};
 use super::wire::Wire;
@@ -105,7 +105,7 @@ impl World {
         wakers.wake();
         self.pending
             .extend(effects.into_iter().filter_map(|effect| match effect {
-                Effect::Call(number, call) => Some(Pending::Call(number, call, now)),
+                Effect::Call(number, call, answer) => Some(Pending::Call(number, call, answer)),
                 Effect::Gather(delay) => Some(Pending::Gather(clock::after(now, delay))),
                 Effect::PassOn(delay) => Some(Pending::PassOn(clock::after(now, delay))),
                 Effect::LimitInFlight(_) => None,
@@ -305,13 +305,14 @@ impl World {
             return false;
         }
         match self.pending.swap_remove(index) {
-            Pending::Call(number, mut call, since) => {
-                let Poll::Ready(answer) =
-                    call.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+            Pending::Call(number, call, mut answer) => {
+                let Poll::Ready(answer) = answer
+                    .as_mut()
+                    .poll(&mut Context::from_waker(Waker::noop()))
                 else {
                     unreachable!("it was answered when it was asked");
                 };
-                self.answered(number, answer, since);
+                self.answered(number, call, answer);
             }
             Pending::Gather(_) => {
                 self.act(|state, ctx, _| state.gathered(ctx, true));
@@ -330,11 +331,11 @@ impl World {
     pub(super) fn answered(
         &mut self,
         number: CallNumber,
+        call: SentCall,
         answer: Result<Lease, StoreError>,
-        since: Instant,
     ) {
         let sweep = self.act(|state, ctx, _| {
-            state.call_answered(ctx, number, answer, since);
+            state.call_answered(ctx, number, call, answer);
             state.start_sweep(ctx.now)
         });
         self.pending.extend(sweep.map(Pending::Sweep));
@@ -342,7 +343,7 @@ impl World {
 
     pub(super) fn lose(&mut self, index: usize) {
         match self.pending.swap_remove(index) {
-            Pending::Call(number, _, since) => self.answered(number, Err(StoreError::Lost), since),
+            Pending::Call(number, call, _) => self.answered(number, call, Err(StoreError::Lost)),
             Pending::Gather(_) => {
                 self.act(|state, ctx, _| state.gathered(ctx, false));
             }
