@@ -324,6 +324,30 @@ async fn units_used_without_store_are_charged_without_requests() {
     assert_eq!(granted, 10, "the other has what is left");
 }
 
+/// The store is charged for many idle keys at once. One after the other, the last of these took four seconds, in which
+/// the store granted to other processes what this one had used.
+#[tokio::test(start_paused = true)]
+async fn many_idle_keys_are_charged_soon() {
+    let store = Arc::<Shared>::default();
+    let limiter = builder(Quota::per_minute(20), &store)
+        .fallback_share(0.5)
+        .build()
+        .unwrap()
+        .limiter();
+    store.set_away(true);
+    for number in 0..2000 {
+        drop(
+            limiter
+                .acquire(Key::new(format!("tenant {number}")))
+                .await
+                .unwrap(),
+        );
+    }
+    store.set_away(false);
+    sleep(ms(1800)).await;
+    assert_eq!(store.charged.load(Ordering::Relaxed), 2000);
+}
+
 #[tokio::test(start_paused = true)]
 async fn fallback_keeps_holds_set_without_the_store() {
     let store = Arc::<Shared>::default();

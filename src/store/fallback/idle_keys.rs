@@ -9,10 +9,15 @@ use super::history::GrantHistory;
 use super::standalone::StandaloneLedger;
 use crate::clock;
 use crate::events;
-use crate::store::{label, spawn};
+use crate::join::join_all;
+use crate::store::{OwnedLeaseRequest, label, spawn};
 
 /// How often the task looks for keys that have not called the store lately.
 const CHARGE_INTERVAL: Duration = Duration::from_millis(100);
+
+/// For how many keys the store is charged at the same time, while it replies. One after the other, some thousand keys
+/// take seconds, in which the store grants to other processes what this one has used.
+const MOST_AT_ONCE: usize = 64;
 
 /// Starts the task that charges the store for idle keys, unless it runs. Other processes rely on it:
 /// the store is charged soon after it replies again.
@@ -45,32 +50,45 @@ async fn charge_idle_keys(inner: &Inner) -> usize {
             idle.extend(ledger.own_request(key, now));
         }
     });
-    for mut request in idle {
-        match inner.probe(&request).await {
-            Ok(reply) if reply.recovering.is_none() => (),
-            _ => continue,
+    // One key finds out whether the store replies.
+    let (mut idle, mut at_once) = (idle.into_iter(), 1);
+    loop {
+        let next = idle.by_ref().take(at_once);
+        let reached = join_all(next.map(|request| charge(inner, request))).await;
+        if reached.is_empty() {
+            return alone;
         }
-        let charges = |history: &mut GrantHistory| history.take_charges(clock::now());
-        let Some(charges) = inner.histories.find(request.key, charges) else {
-            continue;
-        };
-        request.charges = charges;
-        let reply = inner.store.lease(request.request(&[])).arrives().await;
-        let charged = |history: &mut GrantHistory| {
-            // While slots of granted permits lie ahead, the process stays alone. The limiter gives
-            // these permits up with its next request.
-            let is_charged = |ledger: &mut StandaloneLedger| !ledger.has_permits_ahead();
-            let ends = reply.is_ok() && history.standalone().is_some_and(is_charged);
-            if ends {
-                history.end_standalone();
-            }
-            ends
-        };
-        if inner.histories.find(request.key, charged) == Some(true) {
-            events::together(&label(&*inner.store, request.key, None));
-        }
+        let are_reached = reached.into_iter().all(|is_reached| is_reached);
+        at_once = if are_reached { MOST_AT_ONCE } else { 1 };
     }
-    alone
+}
+
+/// Charges the store for a key. Returns whether the store has replied.
+async fn charge(inner: &Inner, mut request: OwnedLeaseRequest) -> bool {
+    let probed = inner.probe(&request).await;
+    if !probed.is_ok_and(|reply| reply.recovering.is_none()) {
+        return false;
+    }
+    let charges = |history: &mut GrantHistory| history.take_charges(clock::now());
+    let Some(charges) = inner.histories.find(request.key, charges) else {
+        return true;
+    };
+    request.charges = charges;
+    let reply = inner.store.lease(request.request(&[])).arrives().await;
+    let charged = |history: &mut GrantHistory| {
+        // While slots of granted permits lie ahead, the process stays alone. The limiter gives
+        // these permits up with its next request.
+        let is_charged = |ledger: &mut StandaloneLedger| !ledger.has_permits_ahead();
+        let ends = reply.is_ok() && history.standalone().is_some_and(is_charged);
+        if ends {
+            history.end_standalone();
+        }
+        ends
+    };
+    if inner.histories.find(request.key, charged) == Some(true) {
+        events::together(&label(&*inner.store, request.key, None));
+    }
+    reply.is_ok()
 }
 
 /// Held by the task that charges the store. When the task ends, another may start.
