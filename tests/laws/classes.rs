@@ -1,6 +1,6 @@
 //! A quota that is divided among classes of requests.
 
-use crate::support::{count_of, over};
+use crate::support::{self, count_of, over};
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -78,8 +78,12 @@ fn fleet(quota: Quota, max_wait: Duration) -> Limiter {
     layer.build().unwrap().limiter()
 }
 
-#[tokio::test(start_paused = true)]
-async fn a_class_waits_for_nobody_else() {
+#[test]
+fn a_class_waits_for_nobody_else() {
+    support::paused(class_beside_a_busy_one());
+}
+
+async fn class_beside_a_busy_one() {
     let quota = Quota::per_second(50);
     let limiter = fleet(quota, Duration::from_secs(60));
     let uses = Uses::default();
@@ -374,7 +378,8 @@ async fn a_refusal_holds_all_classes_of_a_key() {
     let response = http::Response::builder()
         .status(429)
         .header("retry-after", "7");
-    permit.answered(&Signal::read(&response.body(()).unwrap()));
+    let sent = permit.begin().unwrap();
+    sent.answered(&Signal::read(&response.body(()).unwrap()));
     for class in ["web", "others"] {
         let limited = limiter.acquire(K).class(class).await.unwrap_err();
         assert_eq!(limited.reason(), Some(Reason::Held), "{class}");
@@ -435,16 +440,17 @@ async fn lent_units_go_back_to_their_part() {
         let limits = limiter.peek(K).await.unwrap().limits;
         limits.iter().map(|usage| usage.used).sum::<u64>()
     };
-    let mut permits = Vec::new();
+    let mut all_sent = Vec::new();
     for _ in 0..60 {
-        permits.push(limiter.acquire(K).class("jobs").cost(10).await.unwrap());
+        let permit = limiter.acquire(K).class("jobs").cost(10).await.unwrap();
+        all_sent.push(permit.begin().unwrap());
     }
     // The part of the others has room for 50 of them.
     assert_eq!(used().await, 600);
-    for permit in &mut permits {
-        permit.settle(4);
+    for sent in &mut all_sent {
+        sent.settle(4);
     }
-    drop(permits);
+    drop(all_sent);
     assert_eq!(used().await, 240);
 }
 
