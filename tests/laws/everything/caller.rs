@@ -488,7 +488,8 @@ impl Caller {
                     && !is_of_a_probe(event)
                     && !is_lost(event)
                     && event.until > Some(now + same(event))
-                    && released.is_none_or(|at| at < event.asked)
+                    // A release and a hold that cross arrive in either order.
+                    && released.is_none_or(|at| at + notice < event.asked)
             });
             if let Some(held) = held.copied() {
                 let number = self.number;

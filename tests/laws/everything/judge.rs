@@ -58,7 +58,11 @@ pub(crate) async fn capacity_comes_back(world: &Arc<World>) {
     let is_filled = known::RESTS_AFTER_SET_QUOTAS.stands()
         && features.has(Feature::SetQuota)
         && features.has(Feature::Bucket);
-    if is_owed || is_left || is_filled {
+    let is_settled_far_above = known::SETTLED_FIXED_WINDOWS.stands()
+        && features.has(Feature::Fixed)
+        && features.has(Feature::FewKeys)
+        && features.has(Feature::Settle);
+    if is_owed || is_left || is_filled || is_settled_far_above {
         return;
     }
     if world.history.store.lost != (0, 0) {

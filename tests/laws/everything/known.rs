@@ -67,6 +67,9 @@ known! {
     RESTS_AFTER_SET_QUOTAS: "23",
         "After a quota was set, a bucket may owe units for minutes, and a request for the whole limit wait although \
          nothing was sent for as long. Seen once in 3000 histories; not yet understood.";
+    SETTLED_FIXED_WINDOWS: "24",
+        "If requests of classes cost more than the limit of a fixed window, and keys are evicted, units stay used for \
+         minutes. Seen once in 200,000 histories; not yet understood.";
     ACCEPTED_PROBES: "20",
         "If a response that accepts a probe and one that refuses another request arrive within milliseconds, the message \
          of the first may end the hold of the second in its own process, until the message of that one arrives.";
