@@ -383,13 +383,12 @@ impl Sent {
     fn take_back_one(&mut self, permit: &OuterPermit) {
         let more = self.more.get_or_insert_with(More::empty);
         more.slot = permit.slot;
-        for probe in permit.probes() {
-            if more.probes.iter().any(|own| own.number() == probe.number()) {
-                probe.answered();
-            } else {
-                more.probes.push(probe);
-            }
-        }
+        // Those that it had are the same, or were taken back.
+        let before = more
+            .probes
+            .extract_if(.., |probe| probe.core() == permit.core);
+        before.for_each(Probe::answered);
+        more.probes.extend(permit.probes());
         if let Some(slot) = permit.slot {
             self.at = Moment::of(slot.at);
         }

@@ -4,7 +4,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::at_once::{give_up_outer, taken};
 use super::confirmation::doubtful;
@@ -355,12 +355,16 @@ impl JointWaiter {
         if !is_in_time || !doubtful(&self.set.parts, slot, now).is_empty() {
             return None;
         }
-        // If one stops it, the probes of the keys before are dropped.
-        let passed = self
-            .hold_keys()
-            .map(|(_, part, key)| holds::pass(&part.core, key, now));
-        let probes: Result<Vec<Option<Probe>>, Duration> = passed.collect();
-        Some(probes.ok()?.into_iter().flatten().collect())
+        let mut probes: Vec<Probe> = Vec::new();
+        for (_, part, key) in self.hold_keys() {
+            // A layer around may have the same key.
+            if probes.iter().any(|probe| probe.is_of(part.core.id, key)) {
+                continue;
+            }
+            // If one stops it, the probes of the keys before are dropped.
+            probes.extend(holds::pass(&part.core, key, now).ok()?);
+        }
+        Some(probes)
     }
 
     /// Ends the wait: the request leaves, as these probes.

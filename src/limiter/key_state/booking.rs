@@ -303,11 +303,11 @@ impl KeyState {
             .as_ref()
             .is_some_and(|queue| queue.is_call(number))
         {
-            self.charge_answered(call, answer.is_ok());
+            self.charge_answered(ctx, call, answer.is_ok());
             if let Ok(lease) = answer {
                 ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
             }
-            return self.send_charges_later(ctx, true);
+            return;
         }
         let failed = !self.answered(ctx, call, answer, ctx.now);
         if self.store.tightens {

@@ -169,7 +169,7 @@ impl KeyState {
         answer: &Result<Lease, StoreError>,
         now: Instant,
     ) -> Result<TakenIn, StoreError> {
-        self.charge_answered(call, answer.is_ok());
+        self.charge_answered(ctx, call, answer.is_ok());
         let lease = answer.as_ref().map_err(Clone::clone)?;
         if self.store.answers_later
             && let Err(error) = self.store.check_speed(ctx.spec, lease, call.sent, now)
@@ -191,15 +191,17 @@ impl KeyState {
     pub(super) fn after_answer(&mut self, ctx: &mut KeyContext<'_>, now: Instant) {
         self.obey_hold(now, &mut ctx.work.wakers);
         // The store has lost its state. This call restores the hold before another process calls the store
-        // without knowing of the hold. While it is under way, the step only hands out permits.
-        if self.hold.take_resend() {
+        // without knowing of the hold. While it is under way, the step only hands out permits. If another call is
+        // under way, its answer comes here, too.
+        let queue = self.queue.as_ref();
+        let is_calling = queue.is_some_and(|queue| queue.is_calling(now));
+        if !is_calling && self.hold.take_resend() {
             self.confirm(ctx);
         }
     }
 
     /// Takes in that a call will have no answer: what it carries gets another one.
     pub(in crate::limiter) fn call_lost(&mut self, ctx: &mut KeyContext<'_>, call: SentCall) {
-        self.charge_answered(call, false);
-        self.send_charges_later(ctx, true);
+        self.charge_answered(ctx, call, false);
     }
 }

@@ -63,11 +63,7 @@ impl PendingCharges {
         now: Instant,
         returns: &mut Returns,
     ) -> Option<(Charge, ChargeNumber)> {
-        // A call that takes so long counts as lost.
-        let is_lost = |under_way: &UnderWay| clock::after(under_way.since, ANSWER) <= now;
-        let lost = self.under_way.iter().filter(|under_way| is_lost(under_way));
-        self.waiting = lost.fold(self.waiting, |sum, lost| sum.saturating_add(lost.units));
-        self.under_way.retain(|under_way| !is_lost(under_way));
+        self.give_up(now);
         returns.extend(self.permits.drain(..));
         let age = now.saturating_duration_since(self.sent_at?);
         let units = mem::take(&mut self.waiting);
@@ -81,6 +77,14 @@ impl PendingCharges {
             since: now,
         });
         Some((Charge::new(age, units), number))
+    }
+
+    /// Gives up calls without an answer for so long that they count as lost: their units wait again.
+    pub(super) fn give_up(&mut self, now: Instant) {
+        let is_lost = |under_way: &UnderWay| clock::after(under_way.since, ANSWER) <= now;
+        let lost = self.under_way.iter().filter(|under_way| is_lost(under_way));
+        self.waiting = lost.fold(self.waiting, |sum, lost| sum.saturating_add(lost.units));
+        self.under_way.retain(|under_way| !is_lost(under_way));
     }
 
     /// Takes in whether the call with these units has reached the store.

@@ -204,9 +204,8 @@ pub(in crate::limiter) fn confirmed(
     answer: Result<Lease, StoreError>,
 ) {
     // Whoever has asked looks at what the state knows then.
-    let has_failed = state.take_in(ctx, call, &answer, ctx.now).is_err();
+    let _ = state.take_in(ctx, call, &answer, ctx.now);
     go_on(state, ctx);
-    state.send_charges_later(ctx, has_failed);
 }
 
 /// Goes on after an answer, with the requests that wait for this key alone.

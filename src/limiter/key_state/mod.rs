@@ -396,16 +396,21 @@ impl KeyState {
         &mut self,
         ctx: &mut KeyContext<'_>,
     ) -> Option<(SentCall, StoreReply<Lease>)> {
-        let has_any = self.charges()?.are_waiting();
+        let charges = self.charges()?;
+        charges.give_up(ctx.now);
+        let has_any = charges.are_waiting();
         has_any.then(|| self.call(ctx, Ask::nothing(Returns::new(), ctx.now)))
     }
 
-    /// Takes in whether a call has reached the store, with the charges that it carries.
-    fn charge_answered(&mut self, call: SentCall, has_arrived: bool) {
+    /// Takes in whether a call has reached the store, with the charges that it carries. If not, they get another one.
+    fn charge_answered(&mut self, ctx: &mut KeyContext<'_>, call: SentCall, has_arrived: bool) {
         if let Some(number) = call.charge
             && let Some(charges) = self.charges()
         {
             charges.answered(number, has_arrived);
+            if !has_arrived {
+                self.send_charges_later(ctx, true);
+            }
         }
     }
 

@@ -124,6 +124,7 @@ impl Ticket {
     ) -> Option<Option<Settled>> {
         let taken_in = state.take_in(ctx, call, &answer, ctx.now);
         state.after_answer(ctx, ctx.now);
+        state.close(ctx);
         let (TakenIn { .. }, lease) = match (taken_in, answer) {
             (Ok(taken_in), Ok(lease)) => (taken_in, lease),
             (Err(error), _) | (_, Err(error)) => return Some(self.store_failed(state, ctx, error)),
