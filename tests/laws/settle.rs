@@ -250,6 +250,27 @@ async fn charges_are_sent_again_after_the_store_failed() {
     assert_eq!(used(&other, Key::ALL).await, 60);
 }
 
+/// A call of a joint request carries units when the task that would have sent them looks, and fails then.
+#[tokio::test(start_paused = true)]
+async fn charges_of_a_joint_call_that_fails_are_sent_again() {
+    let store = Arc::new(Remote::default());
+    let quota = Quota::per_minute(100);
+    let limiter = limiter_over(quota, store.clone());
+    let acquire = limiter.acquire(Key::ALL).cost(10);
+    let mut sent = acquire.await.unwrap().begin().unwrap();
+    sent.settle(60);
+    sleep(Duration::from_millis(97)).await;
+    store.fails.store(true, Ordering::Relaxed);
+    let joint = limiter
+        .acquire(Key::ALL)
+        .and(limiter.acquire(Key::new("other")));
+    assert!(joint.await.is_err());
+    store.fails.store(false, Ordering::Relaxed);
+    sleep(Duration::from_secs(5)).await;
+    let other = limiter_over(quota, store.shared.clone());
+    assert_eq!(used(&other, Key::ALL).await, 60);
+}
+
 /// What was settled just before a shutdown or a drain is not lost.
 #[tokio::test(start_paused = true)]
 async fn shutdown_waits_for_charges() {
