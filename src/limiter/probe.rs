@@ -9,10 +9,10 @@ use crate::key::Key;
 
 /// What a request has that leaves as the probe of a key, until its response.
 ///
-/// Nobody else is the probe meanwhile. If it is dropped, the request was not sent or has no response, and the
-/// next request may be the probe.
+/// No other request is the probe meanwhile. If it is dropped, the request was not sent, or its call was cancelled.
+/// Then the next request can be the probe.
 #[derive(Debug)]
-#[must_use = "a probe that is dropped comes back"]
+#[must_use = "dropping a probe lets another request be the probe"]
 pub(super) struct Probe {
     core: CoreId,
     /// The key of the hold: that of the request, or of its host.

@@ -3,13 +3,17 @@
 //!
 //! [`Taken`] is made where a request gets all of it, and has two ends:
 //!
-//! - The request leaves: [`Taken::sent`] makes it a [`Sent`], which keeps the in-flight slots and the probes
+//! - The request leaves. [`Taken::sent`] makes it a [`Sent`], which keeps the in-flight slots and the probes
 //!   until the response.
-//! - The request does not leave: whoever has the record drops it, and everything goes back. So no way out of the
-//!   limiter has to know what a request has. One that goes back to its old place calls [`Taken::put_back`].
+//! - The request does not leave. The owner drops the record, and everything goes back: the slots to the next waiters
+//!   or to the store, the in-flight slots to the next calls, and the next request can be the probe. So no way out of
+//!   the limiter has to know what a request has.
 //!
-//! Inside of the state of a key the parts lie bare, as a [`Reservation`] and the number of its probe, because
-//! dropping a `Taken` visits the states of its keys.
+//! A request that goes back to its old place in the queue calls [`Taken::put_back`]. A [`Permit`](super::Permit) is
+//! a `Taken` in the hands of a user. The request may have left if the user drops it, so its slots count as used then.
+//!
+//! The state of a key has the parts bare, as a [`Reservation`] with the number of its probe: dropping a `Taken`
+//! visits that state, so it must not happen inside of it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -103,13 +107,13 @@ impl OfKey {
         }
     }
 
-    /// Takes the slot for the state of the key, whose part it has: with its probe, and no longer counted.
+    /// Takes the slot for the state of the key. Its units are no longer counted, and its probe goes back with it.
     fn bare_slot(&mut self, probes: &mut Vec<Probe>) -> Option<Reservation> {
         let mut slot = self.slot.take()?;
         if self.is_counted {
             counting::give_back_units(&self.core, Some(&slot));
         }
-        // A slot that was lent goes to another state than the probe.
+        // A slot that was lent goes back to the state of the lender, and the probe to that of the key.
         if slot.lender.is_none()
             && let Some(index) = probes
                 .iter()
@@ -140,7 +144,8 @@ impl OfKey {
 }
 
 impl Taken {
-    /// Makes the record of a request that got a permit at hand, whose units are counted.
+    /// Makes the record of a request that got a permit at hand, whose units are counted. It is no probe: a key on
+    /// probation has no permits at hand.
     #[inline]
     pub(super) fn at_hand(core: Arc<Core>, entry: &Entry, slot: Option<Reservation>) -> Self {
         Taken {
@@ -330,7 +335,8 @@ impl Taken {
         self.leave(false)
     }
 
-    /// Makes the call of the request. It `keeps` its slots, for a settlement.
+    /// Makes the call of the request. It `keeps` its slots, so that its true cost can be stated later. Otherwise it
+    /// keeps them only if the layer settles, or may be around another one.
     fn leave(mut self, keeps: bool) -> Sent {
         let has_inner = self.first.core.has_inner();
         let mut sent = self.first.sent(keeps);
@@ -384,7 +390,7 @@ impl Taken {
         std::iter::once(first).chain(others).unzip()
     }
 
-    /// Gives back what a request has that was certainly not sent, whoever has it.
+    /// Gives back what a request has that was certainly not sent, also if it is that of a permit.
     pub(super) fn give_back(mut self) {
         self.may_have_left = false;
     }

@@ -2,9 +2,8 @@
 //! every answer.
 //!
 //! Whatever a call is for, it carries what the store may not know: the hold, what the upstream has stated is
-//! left, and units that were used without a permit. And whatever its answer brings, it states the same besides
-//! the slots: the session, a quota that was set, the hold, permits at hand. What the slots mean is known to who
-//! has called:
+//! left, and units that were used without a permit. Each answer states the same besides the slots: the session, a
+//! quota that was set, the hold, permits at hand. The caller takes in the slots:
 //!
 //! | call | sent by | its slots are for |
 //! |---|---|---|
@@ -32,7 +31,7 @@ pub(super) struct Ask<'a> {
     returns: Returns,
     /// Whether permits are fetched in advance, too.
     prefetches: bool,
-    /// Whether the permits at hand go back with the call. They do if others are wanted.
+    /// Whether the permits at hand go back with the call, because it asks for others.
     takes_at_hand: bool,
     /// Whether the slots are for another class, which borrows them.
     borrows: bool,
@@ -156,8 +155,8 @@ impl KeyState {
         (call, reply)
     }
 
-    /// Takes in the answer to a call, at `now`, but for its slots and refusals. Who has called takes these in, and
-    /// then calls [`after_answer`](Self::after_answer).
+    /// Takes in the answer to a call, at `now`, except its slots and refusals. The caller takes these in, and then
+    /// calls [`after_answer`](Self::after_answer).
     ///
     /// # Errors
     ///
