@@ -12,7 +12,7 @@ use futures::future::join_all;
 use http::{Request, Response};
 use tokio::time::{Instant, sleep};
 use tollgate::store::{MemoryStore, Store};
-use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Settlement};
+use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Sent, Settlement};
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 
 use remote::Remote;
@@ -34,6 +34,12 @@ fn limiter_over(quota: Quota, store: Arc<dyn Store>) -> Limiter {
         .limiter()
 }
 
+/// Sends a request of this cost.
+async fn begun(limiter: &Limiter, key: Key, cost: u32) -> Sent {
+    let permit = limiter.acquire(key).cost(cost).await;
+    permit.unwrap().begin().unwrap()
+}
+
 async fn used(limiter: &Limiter, key: Key) -> u64 {
     limiter.peek(key).await.unwrap().limits[0].used
 }
@@ -41,22 +47,10 @@ async fn used(limiter: &Limiter, key: Key) -> u64 {
 #[tokio::test(start_paused = true)]
 async fn a_settled_request_counts_with_its_true_cost() {
     let limiter = limiter(Quota::per_minute(100));
-    let mut cheap = limiter
-        .acquire(Key::ALL)
-        .cost(40)
-        .await
-        .unwrap()
-        .begin()
-        .unwrap();
+    let mut cheap = begun(&limiter, Key::ALL, 40).await;
     cheap.settle(10);
     assert_eq!(used(&limiter, Key::ALL).await, 10);
-    let mut dear = limiter
-        .acquire(Key::ALL)
-        .cost(40)
-        .await
-        .unwrap()
-        .begin()
-        .unwrap();
+    let mut dear = begun(&limiter, Key::ALL, 40).await;
     dear.settle(70);
     assert_eq!(used(&limiter, Key::ALL).await, 80);
     // The last call counts.
@@ -71,13 +65,7 @@ async fn a_settled_request_counts_with_its_true_cost() {
 #[tokio::test(start_paused = true)]
 async fn a_request_of_no_cost_can_be_charged() {
     let limiter = limiter(Quota::per_minute(100));
-    let mut sent = limiter
-        .acquire(Key::ALL)
-        .cost(0)
-        .await
-        .unwrap()
-        .begin()
-        .unwrap();
+    let mut sent = begun(&limiter, Key::ALL, 0).await;
     sent.settle(7);
     assert_eq!(used(&limiter, Key::ALL).await, 7);
 }
@@ -102,13 +90,7 @@ async fn charges_delay_requests_for_one_window_at_most() {
 #[tokio::test(start_paused = true)]
 async fn refunded_units_serve_the_next_request() {
     let limiter = limiter(Quota::per_minute(100));
-    let mut sent = limiter
-        .acquire(Key::ALL)
-        .cost(100)
-        .await
-        .unwrap()
-        .begin()
-        .unwrap();
+    let mut sent = begun(&limiter, Key::ALL, 100).await;
     sleep(Duration::from_secs(5)).await;
     sent.settle(40);
     let start = Instant::now();
@@ -216,13 +198,7 @@ async fn late_stores_get_charges_within_a_moment() {
         limiter_over(Quota::per_minute(100), store.clone()),
         limiter_over(Quota::per_minute(100), store.shared.clone()),
     );
-    let mut sent = limiter
-        .acquire(Key::ALL)
-        .cost(10)
-        .await
-        .unwrap()
-        .begin()
-        .unwrap();
+    let mut sent = begun(&limiter, Key::ALL, 10).await;
     sent.settle(60);
     sleep(Duration::from_millis(150)).await;
     assert_eq!(used(&other, Key::ALL).await, 60);
@@ -233,13 +209,7 @@ async fn charges_are_sent_again_after_the_store_failed() {
     let store = Arc::new(Remote::default());
     let quota = Quota::per_minute(100);
     let limiter = limiter_over(quota, store.clone());
-    let mut sent = limiter
-        .acquire(Key::ALL)
-        .cost(10)
-        .await
-        .unwrap()
-        .begin()
-        .unwrap();
+    let mut sent = begun(&limiter, Key::ALL, 10).await;
     store.fails.store(true, Ordering::Relaxed);
     sent.settle(60);
     sleep(Duration::from_secs(10)).await;
@@ -283,20 +253,8 @@ async fn shutdown_waits_for_charges() {
             builder.build().unwrap().limiter()
         };
         let (limiter, other) = (process(), process());
-        let mut cheap = limiter
-            .acquire(Key::ALL)
-            .cost(10)
-            .await
-            .unwrap()
-            .begin()
-            .unwrap();
-        let mut dear = limiter
-            .acquire(Key::new("dear"))
-            .cost(10)
-            .await
-            .unwrap()
-            .begin()
-            .unwrap();
+        let mut cheap = begun(&limiter, Key::ALL, 10).await;
+        let mut dear = begun(&limiter, Key::new("dear"), 10).await;
         cheap.settle(3);
         dear.settle(30);
         match drains {
@@ -326,13 +284,7 @@ async fn charges_reach_the_store_after_an_outage() {
         .unwrap()
         .limiter();
     let other = limiter_over(quota, store.shared.clone());
-    let mut sent = limiter
-        .acquire(Key::ALL)
-        .cost(10)
-        .await
-        .unwrap()
-        .begin()
-        .unwrap();
+    let mut sent = begun(&limiter, Key::ALL, 10).await;
     store.fails.store(true, Ordering::Relaxed);
     sent.settle(30);
     sleep(Duration::from_secs(5)).await;
@@ -549,33 +501,15 @@ async fn processes_learn_of_settlements_through_redis() {
     let server = redis_server::RedisServer::start().unwrap();
     let process = || limiter_over(Quota::per_minute(100), patient::store(&server.url()));
     let (limiter, other) = (process(), process());
-    let mut cheap = limiter
-        .acquire(Key::ALL)
-        .cost(40)
-        .await
-        .unwrap()
-        .begin()
-        .unwrap();
-    let mut dear = limiter
-        .acquire(Key::ALL)
-        .cost(20)
-        .await
-        .unwrap()
-        .begin()
-        .unwrap();
+    let mut cheap = begun(&limiter, Key::ALL, 40).await;
+    let mut dear = begun(&limiter, Key::ALL, 20).await;
     assert_eq!(used(&other, Key::ALL).await, 60);
     cheap.settle(10);
     until_used(&other, 30).await;
     dear.settle(55);
     until_used(&other, 65).await;
     // A request that waits gets what another process gives back.
-    let mut all = limiter
-        .acquire(Key::ALL)
-        .cost(35)
-        .await
-        .unwrap()
-        .begin()
-        .unwrap();
+    let mut all = begun(&limiter, Key::ALL, 35).await;
     let waits = tokio::spawn(async move { other.acquire(Key::ALL).cost(30).await });
     sleep(Duration::from_millis(200)).await;
     assert!(!waits.is_finished());
