@@ -68,10 +68,9 @@ pub(super) async fn explain(
     let parts: Vec<_> = asked.iter().map(Asked::part).collect();
     let joint = &asked[0].core.joint;
     let before = joint.waiting_unbooked(&parts);
-    let queues = asked.iter().map(|asked| asked.core.settings.max_queue);
-    let max_queue = queues.min().unwrap_or_default();
     let is_refused = matches!(verdict, Verdict::Refused { .. });
-    if asked.len() > 1 && !is_refused && joint.waiting(&parts) >= max_queue {
+    let full = joint.full(&parts).filter(|_| asked.len() > 1);
+    if let Some(max_queue) = full.filter(|_| !is_refused) {
         verdict = refused(Reason::QueueFull(max_queue));
     } else if verdict == Verdict::Goes && asked.len() > 1 && before > 0 {
         verdict = case::queued(before, bound, max_wait, now);

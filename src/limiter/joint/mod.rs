@@ -271,6 +271,12 @@ fn max_wait(parts: &[Part]) -> Duration {
     waits.min().unwrap_or_default()
 }
 
+/// Returns how many requests with these keys may wait: the smallest `max_queue` of their limiters.
+fn max_queue<'a>(cores: impl Iterator<Item = &'a Arc<Core>>) -> usize {
+    let queues = cores.map(|core| core.settings.max_queue);
+    queues.min().unwrap_or(usize::MAX)
+}
+
 /// The slots of a joint request, which have a moment in common.
 #[derive(Debug)]
 struct JointSlot {

@@ -11,6 +11,7 @@ use super::confirmation::{self, doubtful};
 use super::lanes::Lanes;
 use super::{
     Cause, Costs, JointRefusal, JointRequest, JointSlot, Part, PartRef, PerPart, give_back,
+    max_queue,
 };
 use crate::clock;
 use crate::error::StoreError;
@@ -148,9 +149,11 @@ impl JointSets {
         })
     }
 
-    /// Returns how many requests with these parts wait.
-    pub(in crate::limiter) fn waiting(&self, parts: &[PartRef<'_>]) -> usize {
-        self.set_of(parts).map_or(0, |set| set.waiting())
+    /// Returns how many requests with these parts may wait, if as many wait.
+    pub(in crate::limiter) fn full(&self, parts: &[PartRef<'_>]) -> Option<usize> {
+        let max_queue = max_queue(parts.iter().map(|part| part.core));
+        let waiting = self.set_of(parts).map_or(0, |set| set.waiting());
+        (waiting >= max_queue).then_some(max_queue)
     }
 
     /// Returns the set of requests with these parts, if there is one.

@@ -10,7 +10,8 @@ use super::at_once::{give_up_outer, taken};
 use super::confirmation::doubtful;
 use super::set::JointSet;
 use super::{
-    Cause, Costs, JointRefusal, JointRequest, JointSlot, Part, PerPart, add_units, max_wait,
+    Cause, Costs, JointRefusal, JointRequest, JointSlot, Part, PerPart, add_units, max_queue,
+    max_wait,
 };
 use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
@@ -295,12 +296,7 @@ impl JointWaiter {
                 }
             }
         }
-        let queues = self
-            .set
-            .parts
-            .iter()
-            .map(|part| part.core.settings.max_queue);
-        let max_queue = queues.min().unwrap_or(usize::MAX);
+        let max_queue = max_queue(self.set.parts.iter().map(|part| &part.core));
         self.stage = Stage::Slot;
         let costs = &self.costs;
         if self
