@@ -747,7 +747,7 @@ impl Drop for StoreCall {
             self.core
                 .with_state(self.key, clock::now(), |state, ctx| match number {
                     Some(number) => state.call_answered(ctx, number, call, Err(StoreError::Lost)),
-                    None => state.call_lost(ctx, call),
+                    None => state.charge_answered(ctx, call, false),
                 });
         }
     }

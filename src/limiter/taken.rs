@@ -345,7 +345,6 @@ impl Taken {
             probes,
             wait,
             inside,
-            ..
         } = self.rest.take().map_or_else(Rest::default, |rest| *rest);
         let use_of = UseOf {
             call: inside.map(|(call, _)| call),

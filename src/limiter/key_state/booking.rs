@@ -332,25 +332,20 @@ impl KeyState {
         answer: Result<Lease, StoreError>,
         now: Instant,
     ) -> bool {
-        let taken_in = self.take_in(ctx, call, &answer, now);
+        let taken_in = self.take_in(ctx, call, answer, now);
         let is_ok = taken_in.is_ok();
-        match (taken_in, answer) {
-            (Ok(taken_in), Ok(lease)) => self.granted(ctx, &lease, taken_in, now),
-            (Err(error), _) | (_, Err(error)) => self.failed(ctx, error, now),
+        match taken_in {
+            Ok(taken_in) => self.granted(ctx, &taken_in, now),
+            Err(error) => self.failed(ctx, error, now),
         }
         self.after_answer(ctx, now);
         is_ok
     }
 
     /// Takes in the slots of a lease.
-    fn granted(
-        &mut self,
-        ctx: &mut KeyContext<'_>,
-        lease: &Lease,
-        taken_in: TakenIn,
-        now: Instant,
-    ) {
-        let TakenIn {
+    fn granted(&mut self, ctx: &mut KeyContext<'_>, taken_in: &TakenIn, now: Instant) {
+        let &TakenIn {
+            ref lease,
             bounds,
             precedes_release,
         } = taken_in;

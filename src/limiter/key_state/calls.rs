@@ -99,8 +99,9 @@ impl SentCall {
     }
 }
 
-/// What an answer says besides its slots and refusals.
+/// An answer that was taken in, but for its slots and refusals.
 pub(super) struct TakenIn {
+    pub(super) lease: Lease,
     /// The store made the lease between these moments.
     pub(super) bounds: (Instant, Instant),
     /// Whether the store decided before a release that this process knows of. Then the rest of the answer is out of
@@ -165,21 +166,22 @@ impl KeyState {
         &mut self,
         ctx: &mut KeyContext<'_>,
         call: SentCall,
-        answer: &Result<Lease, StoreError>,
+        answer: Result<Lease, StoreError>,
         now: Instant,
     ) -> Result<TakenIn, StoreError> {
         self.charge_answered(ctx, call, answer.is_ok());
-        let lease = answer.as_ref().map_err(Clone::clone)?;
+        let lease = answer?;
         if self.store.answers_later
-            && let Err(error) = self.store.check_speed(ctx.spec, lease, call.sent, now)
+            && let Err(error) = self.store.check_speed(ctx.spec, &lease, call.sent, now)
         {
             ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
             return Err(error);
         }
-        let bounds = self.remember(ctx, lease, call.sent, now);
+        let bounds = self.remember(ctx, &lease, call.sent, now);
         let precedes_release =
             lease.source.has_reply() && self.hold_answered(ctx, lease.hold, call.sent, bounds);
         Ok(TakenIn {
+            lease,
             bounds,
             precedes_release,
         })
@@ -197,10 +199,5 @@ impl KeyState {
         if !is_calling && self.hold.take_resend() {
             self.confirm(ctx);
         }
-    }
-
-    /// Takes in that a call will have no answer: what it carries gets another one.
-    pub(in crate::limiter) fn call_lost(&mut self, ctx: &mut KeyContext<'_>, call: SentCall) {
-        self.charge_answered(ctx, call, false);
     }
 }

@@ -104,10 +104,9 @@ impl JointAsk {
         answer: Result<Lease, StoreError>,
     ) -> Asked {
         let is_unchanged = state.limits.changes() == self.changes;
-        let taken_in = state.take_in(ctx, call, &answer, ctx.now);
-        let outcome = match (taken_in, answer) {
-            (Ok(taken_in), Ok(lease)) => self.granted(state, ctx, &lease, taken_in, is_unchanged),
-            (Err(error), _) | (_, Err(error)) => Asked::Failed(error),
+        let outcome = match state.take_in(ctx, call, answer, ctx.now) {
+            Ok(taken_in) => self.granted(state, ctx, &taken_in, is_unchanged),
+            Err(error) => Asked::Failed(error),
         };
         go_on(state, ctx);
         outcome
@@ -117,11 +116,11 @@ impl JointAsk {
         &self,
         state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
-        lease: &Lease,
-        taken_in: TakenIn,
+        taken_in: &TakenIn,
         is_unchanged: bool,
     ) -> Asked {
-        let TakenIn {
+        let &TakenIn {
+            ref lease,
             bounds,
             precedes_release,
         } = taken_in;
@@ -204,7 +203,7 @@ pub(in crate::limiter) fn confirmed(
     answer: Result<Lease, StoreError>,
 ) {
     // Whoever has asked looks at what the state knows then.
-    let _ = state.take_in(ctx, call, &answer, ctx.now);
+    let _ = state.take_in(ctx, call, answer, ctx.now);
     go_on(state, ctx);
 }
 

@@ -262,11 +262,11 @@ impl KeyState {
         answer: Result<Lease, StoreError>,
     ) -> Lent {
         let now = ctx.now;
-        let taken_in = self.take_in(ctx, call, &answer, now);
-        let (Ok(taken_in), Ok(lease)) = (taken_in, answer) else {
+        let Ok(taken_in) = self.take_in(ctx, call, answer, now) else {
             return Lent::default();
         };
         let TakenIn {
+            lease,
             bounds,
             precedes_release,
         } = taken_in;

@@ -403,7 +403,12 @@ impl KeyState {
     }
 
     /// Takes in whether a call has reached the store, with the charges that it carries. If not, they get another one.
-    fn charge_answered(&mut self, ctx: &mut KeyContext<'_>, call: SentCall, has_arrived: bool) {
+    pub(super) fn charge_answered(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        call: SentCall,
+        has_arrived: bool,
+    ) {
         if let Some(number) = call.charge
             && let Some(charges) = self.charges()
         {

@@ -122,12 +122,12 @@ impl Ticket {
         call: SentCall,
         answer: Result<Lease, StoreError>,
     ) -> Option<Option<Settled>> {
-        let taken_in = state.take_in(ctx, call, &answer, ctx.now);
+        let taken_in = state.take_in(ctx, call, answer, ctx.now);
         state.after_answer(ctx, ctx.now);
         state.close(ctx);
-        let (TakenIn { .. }, lease) = match (taken_in, answer) {
-            (Ok(taken_in), Ok(lease)) => (taken_in, lease),
-            (Err(error), _) | (_, Err(error)) => return Some(self.store_failed(state, ctx, error)),
+        let lease = match taken_in {
+            Ok(TakenIn { lease, .. }) => lease,
+            Err(error) => return Some(self.store_failed(state, ctx, error)),
         };
         let Some(grant) = lease.grants.first() else {
             let recovering = lease.recovering.map(|wait| Refusal {
