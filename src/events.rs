@@ -97,13 +97,6 @@ pub(crate) fn no_class(tally: &Tally) {
     tally.tell(&Event::NoClass);
 }
 
-/// A request got its permit inside of another layer.
-pub(crate) fn inside() {
-    warn_once!(
-        "a rate limit layer is inside of another one; join them with RateLimitLayer::and, so that requests wait once"
-    );
-}
-
 /// A layer was put around a buffer with another layer inside.
 pub(crate) fn behind_buffer() {
     warn_once!(

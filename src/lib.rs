@@ -108,9 +108,7 @@
 //! **Two layers around each other.** Put all limits into one layer instead: a request then waits
 //! once. Limits of the same key go into one quota, with [`and`](Quota::and). For limits of different
 //! keys, use [`and_per`](RateLimitBuilder::and_per) or [`and`](RateLimitLayer::and): see [several
-//! limits](guide::several_limits). Two layers are right for a [lower limit of some
-//! requests](guide::classes#without-shares). With a task between two layers, the outer limit [is not
-//! kept](RateLimitLayer#two-layers).
+//! limits](guide::several_limits). A layer inside of another one is [refused](RateLimitLayer#two-layers).
 //!
 //! **An outer timeout that is shorter than the wait.** If it fires before the request is refused,
 //! its error has no reason and no [`retry_after`](Limited::retry_after). Make it longer than

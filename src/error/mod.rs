@@ -282,6 +282,13 @@ pub enum Reason {
     /// The permit had expired when [`Permit::begin`](crate::Permit::begin) was called: the request that it was for
     /// began too late. Acquire the permit when the request can leave.
     Expired,
+    /// The request was made inside of a call of another [`RateLimitLayer`](crate::RateLimitLayer), whose permit could
+    /// expire while this one waits. Join both layers with [`and`](crate::RateLimitLayer::and). See
+    /// [two layers](crate::RateLimitLayer#two-layers).
+    Inside,
+    /// The request was made inside of a call of the same limiter, and no in-flight slot is free. It would wait for
+    /// a slot that the outer call may have. Make it before that call or after it, or raise the limit.
+    Nested,
     /// [`Acquire::blocking`](crate::limiter::Acquire::blocking) was called where the thread may not
     /// block. The value says why.
     CannotBlock(CannotBlock),
@@ -335,6 +342,16 @@ impl fmt::Display for Reason {
             Reason::Expired => write!(
                 f,
                 "its permit had expired when it began; acquire the permit when the request can leave"
+            ),
+            Reason::Inside => write!(
+                f,
+                "it is inside of a call of another RateLimitLayer, whose permit could expire meanwhile; join both layers \
+                 with .and(..), or put the service that makes this request outside"
+            ),
+            Reason::Nested => write!(
+                f,
+                "it is inside of a call of the same limiter, and no in-flight slot is free; make it before that call or \
+                 after it"
             ),
             Reason::CannotBlock(why) => write!(f, "{why}"),
             Reason::NoKey => {

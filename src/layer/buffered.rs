@@ -4,8 +4,8 @@ use std::any::type_name;
 
 /// Returns whether the type of a service names a `Buffer` with a service of this crate inside.
 ///
-/// A buffer calls its inner service in a task of its own. There, an inner layer cannot see the
-/// permits of the layers around: see [`InnerCall`](crate::limiter::InnerCall). A box hides the type, so the
+/// A buffer calls its inner service in a task of its own. There, an inner layer cannot see that another one is
+/// around it: see [`InnerCall`](crate::limiter::InnerCall). A box hides the type, so the
 /// answer may be `false` although there is such a layer.
 pub(super) fn is_layer_behind_buffer<S>() -> bool {
     let buffer = type_name::<S>().split_once("::buffer::");

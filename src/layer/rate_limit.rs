@@ -75,12 +75,18 @@ use crate::signal::{ResponseInfo, Signal};
 /// [`and`](RateLimitLayer::and) joins two layers, and [`Quota::and`] joins limits of the same key.
 /// The page [several limits](crate::guide::several_limits) compares them.
 ///
-/// Layers around each other keep their limits, too. A request then waits once more for each layer.
-/// The same holds for an [`AdaptiveThrottleLayer`](super::AdaptiveThrottleLayer) inside of this
-/// layer, and for a service inside that [acquires](crate::Limiter::acquire) permits by hand.
-/// The exception is a task between the layers, such as `tower::buffer::Buffer` or a spawned task:
-/// the permit of the outer layer may expire before the request leaves. Then more requests leave
-/// than the outer limit allows.
+/// Inside of a layer with rates, a request to another limiter is refused with
+/// [`Reason::Inside`](crate::Reason::Inside): while it waited, the outer permit would expire, and more
+/// requests would leave than the outer limit allows. The same holds for an
+/// [`AdaptiveThrottleLayer`](super::AdaptiveThrottleLayer) inside, which belongs outside, and for a
+/// service inside that [acquires](crate::Limiter::acquire) permits by hand. A service that makes requests
+/// of its own, such as for a token, belongs outside, too.
+///
+/// Inside of a call of the same limiter, another one passes. If calls in flight are limited, it is refused
+/// with [`Reason::Nested`](crate::Reason::Nested) instead of waiting for a slot that the outer call may have.
+///
+/// A layer does not see through a task between the layers, such as `tower::buffer::Buffer` or a
+/// spawned task. The permit of the outer layer may then expire before the request leaves.
 #[derive(Clone, Debug)]
 #[doc(alias = "throttle")]
 pub struct RateLimitLayer {
@@ -347,7 +353,7 @@ impl RateLimitLayer {
         let Some(reading) = self.extractors.read(request, &mut host, None) else {
             return Err(Slow::Unreadable(Reason::NoKey));
         };
-        if self.is_joint || self.limiter.has_inner() || is_inside_a_layer() {
+        if self.is_joint {
             return Err(Slow::Joint(reading));
         }
         let Reading {
@@ -367,6 +373,9 @@ impl RateLimitLayer {
             host: limiter.host_of(key, &mut host),
             quota,
         };
+        if is_inside_a_layer() {
+            return Err(Slow::NoPermit(entry));
+        }
         if !self.extractors.policy.is_default() {
             return Err(Slow::OwnPolicy(entry));
         }
@@ -390,7 +399,7 @@ impl RateLimitLayer {
         send_at_once(&self.limiter, entry)
     }
 
-    /// Enters a request that counts in several limits, or that other layers are around.
+    /// Enters a request that counts in several limits.
     fn enter_joint(
         &self,
         reading: Reading,
@@ -405,7 +414,6 @@ impl RateLimitLayer {
         let label = || self.label(key, request);
         let sent = match enter_joint(&parts, deadline, label) {
             Entered::Sent(sent) => sent,
-            Entered::UntilKnown(waiter) => return Admission::Wait(Waiting::inside(waiter)),
             Entered::Started(JointStarted::Granted(taken)) => taken.sent(),
             Entered::Started(JointStarted::Waiting(waiter)) => {
                 return Admission::Wait(Waiting::joint(waiter));
@@ -523,10 +531,10 @@ fn send_at_once(limiter: &Limiter, entry: Entry) -> Result<Admitted, Slow> {
 pub(super) enum Slow {
     /// The request states no key, or no valid quota.
     Unreadable(Reason),
-    /// The request counts in several limits, or the layer is around another one or inside of it.
+    /// The request counts in several limits.
     Joint(Reading),
-    /// No permit was at hand, or more than a permit matters: calls in flight, a hold of the host, or a deadline that
-    /// has passed.
+    /// No permit was at hand, or more than a permit matters: calls in flight, a hold of the host, a deadline that has
+    /// passed, or a layer around.
     NoPermit(Entry),
     /// The layer has a policy of its own for responses.
     OwnPolicy(Entry),
@@ -554,7 +562,6 @@ impl Gate for RateLimitLayer {
     fn enter_fast(&self, request: &impl RequestInfo) -> Result<Admitted, Slow> {
         let is_plain = self.is_plain
             && request.extensions().is_none_or(Extensions::is_empty)
-            && !self.limiter.has_inner()
             && !is_inside_a_layer();
         if !is_plain {
             return self.enter_any(request);
@@ -603,11 +610,6 @@ impl Gate for RateLimitLayer {
     #[inline]
     fn begin_inner(call: &Sent) -> Option<InnerCall> {
         call.begin_inner()
-    }
-
-    #[inline]
-    fn end_inner(call: &mut Sent, inner: Option<InnerCall>) {
-        call.end_inner(inner);
     }
 
     #[inline]

@@ -160,7 +160,7 @@ mod middleware {
         };
         loop {
             let repeat = clone.and_then(|clone| clone(&request));
-            let mut response = send::<G>(&mut call, next.clone().run(request, extensions)).await?;
+            let mut response = send::<G>(&call, next.clone().run(request, extensions)).await?;
             match G::leave(&mut Some(call), &mut response, &policy, repeat) {
                 Departure::Pass(in_flight) => return Ok((response, in_flight)),
                 Departure::Refuse(limited) => return Err(Error::from(limited).into()),
@@ -195,13 +195,20 @@ mod middleware {
 
     /// Waits for the response of `call`, or for the loss of its in-flight slot.
     async fn send<G: Gate>(
-        call: &mut G::Call,
+        call: &G::Call,
         response: impl Future<Output = Result<Response>>,
     ) -> Result<Response> {
         let mut response = pin!(response);
-        poll_fn(|cx| match G::around(call, || response.as_mut().poll(cx)) {
-            Poll::Pending => G::poll_lost(call, cx).map(|limited| Err(Error::from(limited).into())),
-            ready => ready,
+        poll_fn(|cx| {
+            let inner = G::begin_inner(call);
+            let polled = response.as_mut().poll(cx);
+            drop(inner);
+            match polled {
+                Poll::Pending => {
+                    G::poll_lost(call, cx).map(|limited| Err(Error::from(limited).into()))
+                }
+                ready => ready,
+            }
         })
         .await
     }

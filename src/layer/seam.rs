@@ -30,7 +30,7 @@ use crate::limiter::InnerCall;
 use crate::signal::ResponseInfo;
 
 /// Decides when a request may be sent, and learns from its response.
-pub(super) trait Gate: Send + Sync {
+pub(super) trait Gate: Clone + Send + Sync {
     /// A request that waits for its permit. Dropping it gives up its place in the queue.
     type Wait: Send;
 
@@ -67,20 +67,10 @@ pub(super) trait Gate: Send + Sync {
         request: &impl RequestInfo,
     ) -> Admission<Self::Call, Self::Wait>;
 
-    /// Begins a call or poll of the inner service. Gates inside see the permits of `call`.
+    /// Begins a call or poll of the inner service, which ends when the value is dropped. A gate inside may refuse its
+    /// request then. It does not inside of a throttle, whose permits do not expire.
     fn begin_inner(_call: &Self::Call) -> Option<InnerCall> {
         None
-    }
-
-    /// Ends a call or poll of the inner service.
-    fn end_inner(_call: &mut Self::Call, _inner: Option<InnerCall>) {}
-
-    /// Runs `inner`, which calls or polls the inner service.
-    fn around<R>(call: &mut Self::Call, inner: impl FnOnce() -> R) -> R {
-        let begun = Self::begin_inner(call);
-        let done = inner();
-        Self::end_inner(call, begun);
-        done
     }
 
     /// Returns what the gate does with responses.

@@ -17,7 +17,7 @@ use super::seam::{Admission, Departure, Gate, GiveBackOnDrop};
 use super::{AdaptiveThrottleLayer, RateLimitLayer};
 use crate::error::{BoxError, Error, Limited};
 use crate::key::RequestInfo;
-use crate::limiter::Mark;
+use crate::limiter::{Mark, forget_panic, is_unsure};
 use crate::signal::ResponseInfo;
 
 /// A Tower service behind a gate.
@@ -118,10 +118,13 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         S: Service<R>,
     {
         let repeat = clone.and_then(|clone| Repeat::new(&request, &self.inner, clone));
-        let mut call = call;
+        let response = {
+            let _inner = G::begin_inner(&call);
+            self.inner.call(request)
+        };
         GatedFuture {
             state: State::Calling {
-                response: G::around(&mut call, || self.inner.call(request)),
+                response,
                 call: Some(call),
                 repeat,
             },
@@ -142,10 +145,40 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         R: RequestInfo,
         S: Service<R>,
     {
+        if is_unsure() {
+            return self.call_when_polled(request, clone);
+        }
         match self.gate.enter_slow(entry, &request) {
             Admission::Go(call) => self.call_granted(call, request, clone),
             Admission::Wait(wait) => self.call_later(Ok(wait), request, clone),
             Admission::No(limited) => self.call_later(Err(limited), request, clone),
+        }
+    }
+
+    /// Makes the future of a request that comes to the gate when it is polled, because only then is it known whether
+    /// another layer is around: see `limiter::around`. It keeps the service that is ready.
+    #[cold]
+    fn call_when_polled<R>(&mut self, request: R, clone: Option<CloneFn<R>>) -> GatedFuture<G, S, R>
+    where
+        R: RequestInfo,
+        S: Service<R>,
+    {
+        let (gate, inner) = (self.gate.clone(), self.inner.clone());
+        let gated = Gated {
+            gate,
+            inner: std::mem::replace(&mut self.inner, inner),
+        };
+        let comes = Comes {
+            gated,
+            request,
+            clone,
+            call: Gated::call,
+        };
+        GatedFuture {
+            state: State::Comes {
+                comes: Some(Box::new(comes)),
+            },
+            policy: self.gate.policy(),
         }
     }
 
@@ -198,6 +231,7 @@ pin_project! {
     // - Calling => done(Response) | done(Limited) | done(Inner)
     // - Calling => Waiting: the upstream refused the request, and it is sent again
     // - Refused => done(Limited)
+    // - Comes => Calling | Waiting | Refused
     #[project = StateProj]
     enum State<G, S, R>
     where
@@ -212,7 +246,19 @@ pin_project! {
         },
         Waiting { pending: Option<Box<WaitingRequest<G, S, R>>> },
         Refused { limited: Option<Limited> },
+        Comes { comes: Option<Box<Comes<G, S, R>>> },
     }
+}
+
+/// [`Gated::call`], for a place where nothing is known of the request.
+type CallFn<G, S, R> = fn(&mut Gated<G, S>, R, Option<CloneFn<R>>) -> GatedFuture<G, S, R>;
+
+/// A request that has not come to the gate.
+struct Comes<G: Gate, S: Service<R>, R> {
+    gated: Gated<G, S>,
+    request: R,
+    clone: Option<CloneFn<R>>,
+    call: CallFn<G, S, R>,
 }
 
 impl<G: Gate, S: Service<R>, R> State<G, S, R> {
@@ -317,7 +363,7 @@ where
                     .expect("a future is not polled after it was ready");
                 let result = ready!(waiting.poll(cx));
                 let waited = pending.take().expect("it was just polled");
-                let mut call = result?;
+                let call = result?;
                 let WaitingRequest {
                     mut inner,
                     request,
@@ -325,7 +371,10 @@ where
                     ..
                 } = *waited;
                 let repeat = clone.and_then(|clone| Repeat::new(&request, &inner, clone));
-                let response = G::around(&mut call, || inner.call(request));
+                let response = {
+                    let _inner = G::begin_inner(&call);
+                    inner.call(request)
+                };
                 self.set(State::Calling {
                     response,
                     call: Some(call),
@@ -338,6 +387,20 @@ where
                     .take()
                     .expect("a future is not polled after it was ready");
                 Poll::Ready(Err(limited.into()))
+            }
+            StateProj::Comes { comes } => {
+                let comes = comes
+                    .take()
+                    .expect("it leaves this state when it is polled");
+                let Comes {
+                    mut gated,
+                    request,
+                    clone,
+                    call,
+                } = *comes;
+                forget_panic();
+                self.set(call(&mut gated, request, clone).state);
+                Poll::Ready(Ok(()))
             }
         }
     }
@@ -410,9 +473,7 @@ where
                     // of this `match`, it would be copied once more, which cost 10 ns.
                     match response.poll(cx) {
                         Poll::Ready(Ok(mut response)) => {
-                            if let Some(call) = call {
-                                G::end_inner(call, begun);
-                            }
+                            drop(begun);
                             match leave(call, &mut response, this.policy, repeat.take()) {
                                 Departure::Pass(call) => {
                                     return Poll::Ready(Ok(finish(response, call)));
@@ -429,22 +490,21 @@ where
                             }
                         }
                         Poll::Ready(Err(error)) => {
-                            if let Some(mut call) = call.take() {
-                                G::end_inner(&mut call, begun);
-                            }
+                            drop(begun);
+                            drop(call.take());
                             return Poll::Ready(Err(Error::inner(error)));
                         }
                         Poll::Pending => {
                             let Some(call) = call else {
                                 return Poll::Pending;
                             };
-                            G::end_inner(call, begun);
+                            drop(begun);
                             let lost = G::poll_lost(call, cx);
                             return lost.map(|limited| Err(limited.into()));
                         }
                     }
                 }
-                StateProj::Waiting { .. } | StateProj::Refused { .. } => {
+                StateProj::Waiting { .. } | StateProj::Refused { .. } | StateProj::Comes { .. } => {
                     ready!(this.state.as_mut().poll_admission(cx))?;
                 }
             }

@@ -13,13 +13,13 @@ use super::body::InFlight;
 use super::extractors::{Extractors, Reading};
 use super::response_policy::{ResponsePolicy, is_local_refusal, is_of_host};
 use super::retrying::RetryingThrottleLayer;
-use super::seam::{Admission, Departure, Gate, GiveBackOnDrop, take_call};
+use super::seam::{Admission, Departure, Gate, take_call};
 use super::service::{AdaptiveThrottle, CloneService, RateLimit, edge};
 use super::throttle_builder::AdaptiveThrottleBuilder;
 use crate::clock;
 use crate::error::Limited;
 use crate::key::{HostKey, Key, RequestInfo, RequestRef};
-use crate::limiter::{InnerCall, Renewal, Renewed, is_inside_a_layer};
+use crate::limiter::refusal_of_throttle;
 #[cfg(doc)]
 use crate::pacing::Fair;
 use crate::signal::ResponseInfo;
@@ -123,30 +123,13 @@ pub(super) struct ThrottleWait {
     deadline: Option<Instant>,
 }
 
-// Turn => Renewal | done
-// Renewal => done
-// done => Turn | Renewal | Ended, if the inner service was not ready at once
+// Turn => done
+// done => Turn | Ended, if the inner service was not ready at once
 enum Stage {
     /// Waits for its turn.
     Turn(Box<Wait>),
-    /// Has its turn, and waits until the permits of the layers around are valid.
-    Renewal(Box<(GiveBackOnDrop<AdaptiveThrottleLayer>, Renewal)>),
     /// May not be sent any more.
     Ended(Option<Limited>),
-}
-
-impl ThrottleWait {
-    /// Waits until the permits of the layers around are valid.
-    fn renewal(call: ThrottleCall, deadline: Option<Instant>) -> Self {
-        let host = call.host;
-        let mut permit = GiveBackOnDrop::empty();
-        permit.put(call);
-        ThrottleWait {
-            stage: Stage::Renewal(Box::new((permit, Renewal::new(deadline)))),
-            host,
-            deadline,
-        }
-    }
 }
 
 /// A request at a throttle that may be sent, or was sent.
@@ -155,8 +138,6 @@ pub(super) struct ThrottleCall {
     /// The key of its host, if another host may answer.
     host: Option<Key>,
     deadline: Option<Instant>,
-    /// The permits of the layers around, if there are any.
-    renewed: Option<Renewed>,
 }
 
 impl Gate for AdaptiveThrottleLayer {
@@ -187,7 +168,12 @@ impl Gate for AdaptiveThrottleLayer {
         };
         let host = host.get_if_redirected();
         let label = || self.throttle.label(key, Some(&RequestRef::new(request)));
-        let begun = self.throttle.begin(key, deadline, label);
+        let begun = match refusal_of_throttle() {
+            Some(reason) => self
+                .throttle
+                .refuse(key, reason, label(), None, clock::now()),
+            None => self.throttle.begin(key, deadline, label),
+        };
         if let Some(name_of) = &self.extractors.key_name
             && self.throttle.is_unnamed(key)
             && let Some(name) = name_of(&RequestRef::new(request))
@@ -202,17 +188,11 @@ impl Gate for AdaptiveThrottleLayer {
                 } else {
                     permit
                 };
-                let call = ThrottleCall {
+                Admission::Go(ThrottleCall {
                     permit,
                     host,
                     deadline,
-                    renewed: None,
-                };
-                if is_inside_a_layer() {
-                    Admission::Wait(ThrottleWait::renewal(call, deadline))
-                } else {
-                    Admission::Go(call)
-                }
+                })
             }
             Begun::Waits(wait) => Admission::Wait(ThrottleWait {
                 stage: Stage::Turn(Box::new(wait)),
@@ -231,49 +211,34 @@ impl Gate for AdaptiveThrottleLayer {
         waiting: &mut ThrottleWait,
         cx: &mut Context<'_>,
     ) -> Poll<Result<ThrottleCall, Limited>> {
-        loop {
-            match &mut waiting.stage {
-                Stage::Turn(wait) => {
-                    let permit = ready!(Pin::new(&mut **wait).poll(cx))?;
-                    let &mut ThrottleWait { host, deadline, .. } = waiting;
-                    let call = ThrottleCall {
-                        permit,
-                        host,
-                        deadline,
-                        renewed: None,
-                    };
-                    if !is_inside_a_layer() {
-                        return Poll::Ready(Ok(call));
-                    }
-                    *waiting = ThrottleWait::renewal(call, deadline);
-                }
-                Stage::Ended(limited) => {
-                    let limited = limited.take();
-                    return Poll::Ready(Err(limited.expect("an error is returned once")));
-                }
-                Stage::Renewal(waits) => {
-                    let (permit, renewal) = &mut **waits;
-                    let renewed = ready!(renewal.poll(cx))?;
-                    let call = permit
-                        .take()
-                        .expect("a future is not polled after it was ready");
-                    return Poll::Ready(Ok(ThrottleCall {
-                        renewed: Some(renewed),
-                        ..call
-                    }));
-                }
+        let ThrottleWait {
+            stage,
+            host,
+            deadline,
+        } = waiting;
+        match stage {
+            Stage::Turn(wait) => {
+                let permit = ready!(Pin::new(&mut **wait).poll(cx))?;
+                Poll::Ready(Ok(ThrottleCall {
+                    permit,
+                    host: *host,
+                    deadline: *deadline,
+                }))
+            }
+            Stage::Ended(limited) => {
+                let limited = limited.take();
+                Poll::Ready(Err(limited.expect("an error is returned once")))
             }
         }
     }
 
-    /// Sends the request. The permits of a throttle do not expire, but those of the layers around do, and a
-    /// hold may have begun while the inner service got ready.
+    /// Sends the request. The permits of a throttle do not expire, but a hold may have begun while the inner service
+    /// got ready.
     fn send(call: ThrottleCall, waiting: &mut ThrottleWait) -> Option<ThrottleCall> {
         let ThrottleCall {
             permit,
             host,
             deadline,
-            renewed,
         } = call;
         let mut permit = match permit.leave_or_wait(deadline) {
             Ok(permit) => permit,
@@ -285,31 +250,12 @@ impl Gate for AdaptiveThrottleLayer {
                 return None;
             }
         };
-        let is_valid = renewed.as_ref().is_none_or(Renewed::is_valid);
-        if is_valid {
-            permit.left();
-        }
-        let call = ThrottleCall {
+        permit.left();
+        Some(ThrottleCall {
             permit,
             host,
             deadline,
-            renewed,
-        };
-        if is_valid {
-            return Some(call);
-        }
-        *waiting = ThrottleWait::renewal(call, deadline);
-        None
-    }
-
-    fn begin_inner(call: &ThrottleCall) -> Option<InnerCall> {
-        call.renewed.as_ref().map(Renewed::begin_inner)
-    }
-
-    fn end_inner(call: &mut ThrottleCall, inner: Option<InnerCall>) {
-        if let (Some(renewed), Some(inner)) = (&mut call.renewed, inner) {
-            renewed.end_inner(&inner);
-        }
+        })
     }
 
     fn give_back(call: ThrottleCall) {
@@ -331,7 +277,6 @@ impl Gate for AdaptiveThrottleLayer {
             permit,
             host,
             deadline,
-            ..
         } = take_call(call);
         if is_local_refusal(response) {
             return Departure::Pass(InFlight(None));

@@ -9,7 +9,7 @@ use super::settings::{Common, check_name, common_setters};
 use super::throttle::AdaptiveThrottleLayer;
 use crate::config_error::ConfigError;
 use crate::guarded::Watch;
-use crate::limiter::note_several_gates;
+use crate::limiter::read_marks;
 use crate::pacing::{Fair, Pace};
 use crate::rng::{Dice, dice};
 use crate::stats::{Kind, Tally};
@@ -152,7 +152,7 @@ impl AdaptiveThrottleBuilder {
             guard.guard(vec![throttle.guarded()], &*shared);
         }
         // The layer may be inside of a rate limit layer.
-        note_several_gates();
+        read_marks();
         Ok(AdaptiveThrottleLayer {
             throttle,
             extractors: Arc::new(extractors),

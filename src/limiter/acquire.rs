@@ -9,15 +9,15 @@ use std::time::Instant;
 
 use smallvec::SmallVec;
 
+use super::around;
 use super::cores::Cores;
 use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
 use super::explain::{self, Asked};
 use super::explanation::{Explanation, Verdict};
-use super::joint::{self, JointStarted, MOST_PARTS, PartRef, UntilKnown};
+use super::joint::{self, JointStarted, MOST_PARTS, PartRef};
 use super::limited::RefusedRequest;
-use super::outer;
 use super::permit::Permit;
 use super::quotas::QuotaId;
 use super::start::{self, Started};
@@ -391,10 +391,16 @@ impl Acquire {
     {
         // It leaves in the poll in which it got the permit.
         let sent = self.await?.into_sent();
-        let mut call = pin!(call());
+        let mut call = pin!({
+            let _inner = sent.begin_inner();
+            call()
+        });
         let response = poll_fn(|cx| match sent.poll_lost(cx) {
             Poll::Ready(limited) => Poll::Ready(Err(limited.into())),
-            Poll::Pending => call.as_mut().poll(cx).map_err(Error::inner),
+            Poll::Pending => {
+                let _inner = sent.begin_inner();
+                call.as_mut().poll(cx).map_err(Error::inner)
+            }
         });
         let response = response.await?;
         sent.end(&Signal::read(&response), response.status());
@@ -438,7 +444,6 @@ impl Acquire {
         }
         // A permit at hand needs no timers, so it does not start the runtime of blocking code.
         if matches!(self.0, Step::New(..))
-            && !outer::is_any()
             && let Poll::Ready(result) = self.enter_one()
         {
             return result;
@@ -461,11 +466,12 @@ impl Acquire {
         };
         let (key, entry) = (request.key, request.entry());
         let now = clock::now_by_counter();
+        let is_inside = around::is_any();
         // The common case has a return of its own, so that the permit is not copied.
-        if let Some(slot) = start::take_one_unlocked(&core, &entry, now) {
+        if !is_inside && let Some(slot) = start::take_one_unlocked(&core, &entry, now) {
             return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, Some(slot)))));
         }
-        if let Some(slot) = start::take_at_once(&core, &entry, now) {
+        if !is_inside && let Some(slot) = start::take_at_once(&core, &entry, now) {
             return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, slot))));
         }
         match start::slow(&core, &entry, || core.label(key, None)) {
@@ -500,8 +506,8 @@ impl Acquire {
     }
 }
 
-/// Enters a request of several keys, or one that layers are around.
-fn enter_joint(parts: &[Part]) -> Result<JointStarted, Box<UntilKnown>> {
+/// Enters a request of several keys.
+fn enter_joint(parts: &[Part]) -> JointStarted {
     let deadline = parts.iter().filter_map(|part| part.request.deadline).min();
     let first = &parts[0];
     let parts: SmallVec<[PartRef<'_>; 4]> = parts
@@ -515,10 +521,7 @@ fn enter_joint(parts: &[Part]) -> Result<JointStarted, Box<UntilKnown>> {
         })
         .collect();
     let label = || first.core.label(first.request.key, None);
-    match UntilKnown::of(&parts, deadline, label) {
-        Some(waiter) => Err(waiter),
-        None => Ok(joint::start(&parts, deadline, label)),
-    }
+    joint::start(&parts, deadline, label)
 }
 
 /// Refuses a request that has not entered, and counts it under its first key.
@@ -539,10 +542,6 @@ impl Future for Acquire {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         loop {
             match &mut self.0 {
-                &mut Step::New(ref core, request) if outer::is_any() => {
-                    // The permits of the layers around are to be valid, too.
-                    self.0 = Step::Joint(vec![Part::new(core.clone(), request)]);
-                }
                 Step::New(..) => {
                     if let Poll::Ready(result) = self.enter_one() {
                         return Poll::Ready(result);
@@ -552,15 +551,12 @@ impl Future for Acquire {
                     let started = enter_joint(parts);
                     self.0 = Step::Done;
                     match started {
-                        Ok(JointStarted::Granted(taken)) => {
+                        JointStarted::Granted(taken) => {
                             return Poll::Ready(Ok(Permit::new(taken)));
                         }
-                        Ok(JointStarted::Limited(limited)) => return Poll::Ready(Err(limited)),
-                        Ok(JointStarted::Waiting(waiter)) => {
+                        JointStarted::Limited(limited) => return Poll::Ready(Err(limited)),
+                        JointStarted::Waiting(waiter) => {
                             self.0 = Step::Waiting(Waiting::joint(waiter));
-                        }
-                        Err(waiter) => {
-                            self.0 = Step::Waiting(Waiting::inside(waiter));
                         }
                     }
                 }

@@ -30,19 +30,19 @@ use crate::limit::LimitSpec;
 use crate::stats;
 use crate::store::{self, PeekRequest, StoreEvent, StoreListener};
 
-/// Whether this process has more than one limiter, or a throttle. With one limiter, no layer is
-/// around another.
-static ARE_SEVERAL: AtomicBool = AtomicBool::new(false);
+/// Whether this process has more than one limiter, a throttle, or a limit of calls in flight. Else no request is
+/// refused because of what is [`around`](super::around) it.
+static ARE_MARKS_READ: AtomicBool = AtomicBool::new(false);
 
-/// Notes that this process has more than one limiter, or a throttle.
-pub(crate) fn note_several() {
-    ARE_SEVERAL.store(true, Ordering::Relaxed);
+/// Notes that this process has more than one limiter, a throttle, or a limit of calls in flight.
+pub(crate) fn read_marks() {
+    ARE_MARKS_READ.store(true, Ordering::Relaxed);
 }
 
-/// Returns whether a layer may be around another one.
+/// Returns whether a request may be refused because of what is around it.
 #[inline]
-pub(super) fn are_several() -> bool {
-    ARE_SEVERAL.load(Ordering::Relaxed)
+pub(super) fn are_marks_read() -> bool {
+    ARE_MARKS_READ.load(Ordering::Relaxed)
 }
 
 /// The shared state of a limiter.
@@ -59,8 +59,6 @@ pub(super) struct Core {
     pub(super) warned_of_units: AtomicBool,
     /// The joint requests whose first key is of this limiter.
     pub(super) joint: JointSets,
-    /// Whether the layer of this limiter is around another one.
-    has_inner: AtomicBool,
     /// The cores of all parts of a divided quota, this one included.
     parts: OnceLock<Box<[Weak<Core>]>>,
     pub(super) hosts: Hosts,
@@ -88,9 +86,6 @@ pub(crate) struct CoreId(u32);
 static CORES: RwLock<BTreeMap<CoreId, Weak<Core>>> = RwLock::new(BTreeMap::new());
 
 impl CoreId {
-    /// The number of no core.
-    pub(super) const NONE: CoreId = CoreId(u32::MAX);
-
     fn next() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         CoreId(NEXT.fetch_add(1, Ordering::Relaxed))
@@ -132,15 +127,14 @@ impl Core {
             warned: AtomicBool::new(false),
             warned_of_units: AtomicBool::new(false),
             joint: JointSets::default(),
-            has_inner: AtomicBool::new(false),
             parts: OnceLock::new(),
             hosts,
             on_event,
         });
         let mut cores = CORES.write().unwrap_or_else(PoisonError::into_inner);
         cores.insert(core.id, Arc::downgrade(&core));
-        if cores.len() > 1 {
-            note_several();
+        if cores.len() > 1 || core.in_flight.is_some() {
+            read_marks();
         }
         drop(cores);
         stats::register(Arc::downgrade(&core) as _);
@@ -154,15 +148,9 @@ impl Core {
         self.warned.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the layer of this limiter is known to be around another one.
-    #[inline]
-    pub(super) fn has_inner(&self) -> bool {
-        self.has_inner.load(Ordering::Relaxed)
-    }
-
-    /// Notes that the layer of this limiter is around another one.
-    pub(super) fn note_inner(&self) {
-        self.has_inner.store(true, Ordering::Relaxed);
+    /// Returns whether both are of one limiter: they may count other units, or another class.
+    pub(super) fn is_of_limiter_of(&self, other: &Core) -> bool {
+        Arc::ptr_eq(&self.settings.quotas, &other.settings.quotas)
     }
 
     /// Makes the context of a visit to the state of `key`, under its `own` limits or the configured

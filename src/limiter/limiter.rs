@@ -625,12 +625,6 @@ impl Limiter {
         Admitted::new(self.0.first.id, entry, at)
     }
 
-    /// Returns whether the layer of this limiter is known to be around another one.
-    #[inline]
-    pub(crate) fn has_inner(&self) -> bool {
-        self.0.first.has_inner()
-    }
-
     /// Returns the number of a quota that a request states for its key.
     ///
     /// # Errors

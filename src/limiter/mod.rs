@@ -32,7 +32,7 @@
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | the way of a request to its permit |
 // | `explanation`, `explain` | why a request would wait now, or be refused |
-// | `outer` | layers around each other: the permits of the layers around |
+// | `around` | layers around each other: which requests are refused |
 // | `settlement` | the true cost of a request that was sent |
 // | `sent`, `permit` | a request that was sent and not yet answered; the right to send one request |
 // | `stage`, `waiter` | what a request waits for; a request that waits |
@@ -44,6 +44,7 @@
 
 mod acquire;
 mod admission;
+mod around;
 mod cores;
 mod counting;
 mod effects;
@@ -64,7 +65,6 @@ mod limited;
 #[allow(clippy::module_inception)]
 mod limiter;
 mod listener;
-mod outer;
 mod own_quota;
 mod permit;
 mod prefetched;
@@ -88,19 +88,19 @@ mod waiter;
 mod waiting;
 
 pub use acquire::Acquire;
-pub(crate) use engine::note_several as note_several_gates;
+pub(crate) use around::{
+    InnerCall, Mark, forget_panic, is_any as is_inside_a_layer, is_unsure, refusal_of_throttle,
+};
+pub(crate) use engine::read_marks;
 pub(crate) use entry::Entry;
 pub(crate) use explanation::Held;
 pub(crate) use explanation::Shown;
 pub use explanation::{Because, Explanation, Verdict};
 pub(crate) use guarding::Counted;
 pub(crate) use in_flight_slot::InFlightSlot;
-pub(crate) use joint::{
-    Entered, JointStarted, MOST_PARTS, PartRef, Renewal, Renewed, enter as enter_joint,
-};
+pub(crate) use joint::{Entered, JointStarted, MOST_PARTS, PartRef, enter as enter_joint};
 pub use key_state::{HeaderTrust, StatedLimit};
 pub use limiter::Limiter;
-pub(crate) use outer::{InnerCall, Mark, is_any as is_inside_a_layer};
 pub use own_quota::QuotaError;
 pub use permit::Permit;
 pub(crate) use quotas::{QuotaId, Quotas};

@@ -30,14 +30,6 @@ impl Probe {
         self.core == core && self.key == key
     }
 
-    pub(super) fn core(&self) -> CoreId {
-        self.core
-    }
-
-    pub(super) fn key(&self) -> Key {
-        self.key
-    }
-
     pub(super) fn number(&self) -> ProbeNumber {
         self.number
     }

@@ -86,6 +86,9 @@ pub(super) struct WaitBound {
     pub(super) by_deadline: bool,
     /// Whether `max_wait` is zero, so that no request waits for a slot.
     pub(super) is_none: bool,
+    /// Whether no request waits because it is made inside of a call of the same limiter: see
+    /// [`around`](super::around).
+    pub(super) is_nested: bool,
 }
 
 impl WaitBound {
@@ -97,21 +100,41 @@ impl WaitBound {
                 latest: deadline,
                 by_deadline: true,
                 is_none,
+                is_nested: false,
             },
             _ => WaitBound {
                 latest,
                 by_deadline: false,
                 is_none,
+                is_nested: false,
             },
+        }
+    }
+
+    /// Lets the request not wait at all if it `is_nested`.
+    pub(super) fn nested_if(self, is_nested: bool, now: Instant) -> Self {
+        if is_nested && self.latest > now {
+            WaitBound {
+                latest: now,
+                by_deadline: false,
+                is_none: true,
+                is_nested: true,
+            }
+        } else {
+            self
         }
     }
 
     /// Returns the reason of a refusal because the slot would be too late.
     pub(super) fn reason(&self, max_wait: Duration) -> Reason {
-        if self.by_deadline {
-            Reason::Deadline
-        } else {
-            Reason::MaxWait(max_wait)
+        match self {
+            WaitBound {
+                is_nested: true, ..
+            } => Reason::Nested,
+            WaitBound {
+                by_deadline: true, ..
+            } => Reason::Deadline,
+            _ => Reason::MaxWait(max_wait),
         }
     }
 }

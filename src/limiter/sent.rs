@@ -11,13 +11,13 @@ use std::time::Duration;
 use http::StatusCode;
 use smallvec::SmallVec;
 
-use super::engine::{self, Core, CoreId};
+use super::around::InnerCall;
+use super::engine::{Core, CoreId};
 use super::entry::Entry;
 use super::hosts::Reach;
 use super::in_flight_slot::InFlightSlot;
 use super::key_state::is_any_uncertain;
 use super::limited::LimitName;
-use super::outer::{InnerCall, OuterPermit, UseOf};
 use super::probe::Probe;
 use super::reservation::Reservation;
 use super::responses::AnsweredCall;
@@ -85,13 +85,8 @@ pub(super) struct More {
     pub(super) wait: Option<Box<PastWait>>,
     /// The other keys of a joint request.
     pub(super) joint: Vec<Sent>,
-    /// Whether the layer is known to be around another one.
-    pub(super) has_inner: bool,
-    /// The slot, if the layer may be around another one. `None` for a permit at hand, which is not
-    /// given back.
+    /// The slot, if the true cost of the request may be stated later.
     pub(super) slot: Option<Reservation>,
-    /// Which call has used the permit, if this layer is around another one.
-    pub(super) use_of: UseOf,
     /// The probes that the request is, of all its keys.
     pub(super) probes: Vec<Probe>,
     /// Set once the true cost of the request was stated.
@@ -265,11 +260,10 @@ impl Sent {
         sent
     }
 
-    /// Adds the slot of the permit, so that a layer inside of this one can give it back. If the layer
-    /// `settles`, its true cost can be stated later.
+    /// Adds the slot of the permit if the layer `settles`, so that its true cost can be stated later.
     #[inline]
     pub(crate) fn with_slot(mut self, slot: Option<Reservation>, settles: bool) -> Self {
-        if slot.is_some() && (settles || engine::are_several()) {
+        if slot.is_some() && settles {
             self.more.get_or_insert_with(More::empty).slot = slot;
         }
         self
@@ -286,112 +280,10 @@ impl Sent {
         }))
     }
 
-    /// Begins a call or poll of the inner service. Layers inside see the permits of this call. If the
-    /// layer is not known to be around another one, they see only its mark.
+    /// Begins a call or poll of the inner service: see [`around`](super::around).
     #[inline]
     pub(crate) fn begin_inner(&self) -> Option<InnerCall> {
-        if self.has_inner() {
-            return Some(self.publish());
-        }
-        InnerCall::mark()
-    }
-
-    /// Ends a call or poll of the inner service, and takes in what the layers inside have done.
-    #[inline]
-    pub(crate) fn end_inner(&mut self, inner: Option<InnerCall>) {
-        if let Some(inner) = inner
-            && !inner.is_unseen()
-        {
-            self.take_in(inner);
-        }
-    }
-
-    #[cold]
-    fn publish(&self) -> InnerCall {
-        let use_of = self.use_of();
-        let more = self.more.iter();
-        let others = more.flat_map(|more| more.joint.iter());
-        let permits = std::iter::once(self).chain(others);
-        InnerCall::publish(permits.map(|sent| sent.outer_permit(use_of, self.probes())))
-    }
-
-    #[cold]
-    fn take_in(&mut self, inner: InnerCall) {
-        if self.has_inner() {
-            self.take_back(&inner.changed());
-            return;
-        }
-        self.more.get_or_insert_with(More::empty).has_inner = true;
-        if let Some(core) = self.core.find() {
-            core.note_inner();
-        }
-    }
-
-    /// Returns whether the layer is known to be around another one.
-    #[inline]
-    fn has_inner(&self) -> bool {
-        self.more.as_ref().is_some_and(|more| more.has_inner)
-    }
-
-    fn use_of(&self) -> UseOf {
-        self.more
-            .as_ref()
-            .map_or(UseOf::default(), |more| more.use_of)
-    }
-
-    /// Returns the probes that the request is, of all its keys.
-    fn probes(&self) -> impl Iterator<Item = &Probe> {
-        let others = self.more.iter().flat_map(|more| &more.joint);
-        let others = others.filter_map(|sent| sent.more.as_ref());
-        self.more.iter().chain(others).flat_map(|more| &more.probes)
-    }
-
-    fn outer_permit<'a>(
-        &self,
-        use_of: UseOf,
-        probes: impl Iterator<Item = &'a Probe>,
-    ) -> OuterPermit {
-        let slot = self.more.as_ref().and_then(|more| more.slot);
-        let of_core = probes.filter(|probe| probe.core() == self.core);
-        OuterPermit {
-            core: self.core,
-            key: self.key,
-            cost: self.cost,
-            host: self.host,
-            // The slot is not known if the layer was found to be around another one just now.
-            until: slot.map_or((self.cost > 0).then(|| self.at.instant()), |slot| {
-                Some(slot.until)
-            }),
-            slot,
-            probes: OuterPermit::first_probes(of_core),
-            use_of,
-        }
-    }
-
-    /// Takes in that a layer inside has used the permits of this call, or has acquired others.
-    fn take_back(&mut self, permits: &[OuterPermit]) {
-        let mut permits = permits.iter();
-        let Some(first) = permits.next() else { return };
-        self.take_back_one(first);
-        let Some(more) = &mut self.more else { return };
-        more.use_of = first.use_of;
-        for (other, permit) in more.joint.iter_mut().zip(permits) {
-            other.take_back_one(permit);
-        }
-    }
-
-    fn take_back_one(&mut self, permit: &OuterPermit) {
-        let more = self.more.get_or_insert_with(More::empty);
-        more.slot = permit.slot;
-        // Those that it had are the same, or were taken back.
-        let before = more
-            .probes
-            .extract_if(.., |probe| probe.core() == permit.core);
-        before.for_each(Probe::answered);
-        more.probes.extend(permit.probes());
-        if let Some(slot) = permit.slot {
-            self.at = Moment::of(slot.at);
-        }
+        InnerCall::begin(self.core, self.at)
     }
 
     /// Adds the name of the key, for the error of a refusal, if the caller wants one.

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use super::admission::{self, Admission, WaitFor};
+use super::around;
 use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
@@ -142,6 +143,7 @@ pub(super) fn slow(core: &Arc<Core>, entry: &Entry, label: impl FnOnce() -> Labe
     let now = clock::now();
     let settings = &core.settings;
     let bound = WaitBound::new(entry.deadline, now, settings.max_wait);
+    let bound = bound.nested_if(around::is_nested(core), now);
     let limited = |limited: Limited| {
         core.refused(entry.key, &limited);
         Started::Limited(limited)
@@ -152,6 +154,9 @@ pub(super) fn slow(core: &Arc<Core>, entry: &Entry, label: impl FnOnce() -> Labe
                 .refuse(reason, refusal, now),
         )
     };
+    if let Some(reason) = around::refusal(core) {
+        return refuse(label(), reason, Refusal::NEVER);
+    }
     if settings.tally.is_draining() {
         return refuse(label(), Reason::Draining, Refusal::NEVER);
     }

@@ -26,7 +26,6 @@ use super::entry::Entry;
 use super::holds;
 use super::in_flight_slot::InFlightSlot;
 use super::limited::RefusedRequest;
-use super::outer::{CallId, UseOf};
 use super::probe::Probe;
 use super::reservation::Reservation;
 use super::sent::{More, PastWait, Sent};
@@ -69,8 +68,6 @@ struct Rest {
     probes: Vec<Probe>,
     /// `None` if the request did not wait.
     wait: Option<Box<PastWait>>,
-    /// If other layers are around: the call of this layer, and when the first of their permits expires.
-    inside: Option<(CallId, Option<Instant>)>,
 }
 
 /// One value for each key of a request, in their order.
@@ -244,13 +241,6 @@ impl Taken {
         self
     }
 
-    /// Makes this the record of the call `call` of a layer that other layers are around. `until` is when the
-    /// first of their permits expires.
-    pub(super) fn inside(mut self, call: CallId, until: Option<Instant>) -> Self {
-        self.rest.get_or_insert_default().inside = Some((call, until));
-        self
-    }
-
     /// Makes it a record whose slots count as used if it is dropped.
     #[inline]
     pub(super) fn may_have_left(mut self) -> Self {
@@ -287,12 +277,8 @@ impl Taken {
 
     /// Returns the moment by which the request must have left. `None` if it has no slot.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        let around = self.rest.as_ref().and_then(|rest| rest.inside);
-        self.all()
-            .filter_map(|part| part.slot)
-            .map(|slot| slot.until)
-            .chain(around.and_then(|(_, until)| until))
-            .min()
+        let slots = self.all().filter_map(|part| part.slot);
+        slots.map(|slot| slot.until).min()
     }
 
     /// Returns whether the request may still leave.
@@ -336,33 +322,20 @@ impl Taken {
     }
 
     /// Makes the call of the request. It `keeps` its slots, so that its true cost can be stated later. Otherwise it
-    /// keeps them only if the layer settles, or may be around another one.
+    /// keeps them only if the layer settles.
     fn leave(mut self, keeps: bool) -> Sent {
-        let has_inner = self.first.core.has_inner();
         let mut sent = self.first.sent(keeps);
         let Rest {
             mut others,
             probes,
             wait,
-            inside,
         } = self.rest.take().map_or_else(Rest::default, |rest| *rest);
-        let use_of = UseOf {
-            call: inside.map(|(call, _)| call),
-            by: None,
-        };
-        let is_plain = wait.is_none()
-            && others.is_empty()
-            && probes.is_empty()
-            && !has_inner
-            && use_of == UseOf::default();
-        if !is_plain {
+        if wait.is_some() || !others.is_empty() || !probes.is_empty() {
             let more = sent.more.get_or_insert_with(More::empty);
             more.joint
                 .extend(others.iter_mut().map(|part| part.sent(keeps)));
             more.probes = probes;
             more.wait = wait;
-            more.has_inner = has_inner;
-            more.use_of = use_of;
         }
         sent
     }

@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use super::engine::Core;
-use super::joint::{JointStarted, JointWaiter, UntilKnown};
+use super::joint::JointWaiter;
 use super::taken::Taken;
 use super::waiter::Waiter;
 use crate::clock;
@@ -30,8 +30,6 @@ enum Wait {
     One(Box<Waiter>),
     /// A joint request, which has several keys.
     Joint(Box<JointWaiter>),
-    /// A request that waits until the permits of the layers around are known.
-    Inside(Box<UntilKnown>),
 }
 
 impl Waiting {
@@ -53,15 +51,6 @@ impl Waiting {
         }
     }
 
-    /// Makes the wait until the permits of the layers around are known.
-    pub(crate) fn inside(until_known: Box<UntilKnown>) -> Self {
-        let open = until_known.open_request();
-        Waiting {
-            wait: Wait::Inside(until_known),
-            open: Box::new(open),
-        }
-    }
-
     /// Lets the request leave with what it has, and counts it. Returns `None` if that has expired, or if the
     /// limiter is drained: then the request waits again, in its old place.
     pub(crate) fn leave(&mut self, taken: Taken) -> Option<Taken> {
@@ -72,8 +61,6 @@ impl Waiting {
         match &mut self.wait {
             Wait::One(waiter) => waiter.wait_again(taken),
             Wait::Joint(waiter) => waiter.wait_again(taken),
-            // What it has is of a moment ago. If it has expired, the request has a new turn.
-            Wait::Inside(_) => drop(taken),
         }
         None
     }
@@ -92,22 +79,14 @@ impl Waiting {
         let request = match &self.wait {
             Wait::One(waiter) => waiter.refused_request(),
             Wait::Joint(waiter) => waiter.refused_request(),
-            Wait::Inside(waiter) => waiter.refused_request(),
         };
         request.refuse(reason, Refusal::NEVER, clock::now())
     }
 
     fn poll_permit(&mut self, cx: &mut Context<'_>) -> Poll<Result<Taken, Limited>> {
-        loop {
-            match &mut self.wait {
-                Wait::One(waiter) => return Pin::new(&mut **waiter).poll(cx),
-                Wait::Joint(waiter) => return Pin::new(&mut **waiter).poll(cx),
-                Wait::Inside(until_known) => match ready!(until_known.poll(cx)) {
-                    JointStarted::Granted(taken) => return Poll::Ready(Ok(taken)),
-                    JointStarted::Limited(limited) => return Poll::Ready(Err(limited)),
-                    JointStarted::Waiting(waiter) => self.wait = Wait::Joint(waiter),
-                },
-            }
+        match &mut self.wait {
+            Wait::One(waiter) => Pin::new(&mut **waiter).poll(cx),
+            Wait::Joint(waiter) => Pin::new(&mut **waiter).poll(cx),
         }
     }
 }

@@ -397,7 +397,7 @@ impl Counted for Cause {
 }
 
 /// The names of all reasons.
-pub(super) const REASONS: [&str; 12] = [
+pub(super) const REASONS: [&str; 14] = [
     "max_wait",
     "deadline",
     "queue_full",
@@ -410,6 +410,8 @@ pub(super) const REASONS: [&str; 12] = [
     "invalid_quota",
     "cannot_block",
     "expired",
+    "inside",
+    "nested",
 ];
 
 /// Returns the number of `reason` in [`REASONS`].
@@ -427,6 +429,8 @@ pub(super) fn index_of_reason(reason: &Reason) -> usize {
         Reason::InvalidQuota(_) => 9,
         Reason::CannotBlock(_) => 10,
         Reason::Expired => 11,
+        Reason::Inside => 12,
+        Reason::Nested => 13,
     }
 }
 

@@ -428,7 +428,7 @@ impl Throttle {
     }
 
     /// Refuses a request that arrives now.
-    fn refuse(
+    pub(crate) fn refuse(
         &self,
         key: Key,
         reason: Reason,

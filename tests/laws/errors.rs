@@ -194,7 +194,7 @@ async fn limited_is_found_through_timeout_buffer_and_load_shed() {
 
 #[tokio::test(start_paused = true)]
 async fn stacked_layers_stay_flat_with_other_layers_between() {
-    let outer = RateLimitLayer::new(Quota::per_second(40)).unwrap();
+    let outer = RateLimitLayer::new(Quota::in_flight(40)).unwrap();
     for (number, expected) in ["local", "upstream", "store"].into_iter().enumerate() {
         let inner = RateLimitLayer::builder(Quota::per_second(1)).error_on_upstream_limit();
         let inner = match number {

@@ -356,7 +356,7 @@ async fn layers_around_do_not_learn_from_a_local_refusal() {
         inner.build().unwrap().grpc()
     };
     let outer = || {
-        let outer = RateLimitLayer::builder(Quota::per_second(50));
+        let outer = RateLimitLayer::builder(Quota::in_flight(50));
         let knows = |_: Key, head: &HeaderMap, signal: tollgate::Signal| {
             let is_refused = head.get("grpc-status").is_some_and(|status| status == "8");
             let refusal = is_refused.then_some(http::StatusCode::TOO_MANY_REQUESTS);
@@ -436,7 +436,7 @@ async fn layers_around_do_not_learn_from_a_local_refusal() {
 async fn an_error_of_a_layer_inside_is_a_local_refusal() {
     let inner = RateLimitLayer::builder(Quota::per_hour(1)).max_wait(Duration::ZERO);
     let layers = ServiceBuilder::new()
-        .layer(layer(Quota::per_second(50)).grpc())
+        .layer(layer(Quota::in_flight(50)).grpc())
         .layer(inner.build().unwrap());
     let service = around(layers.into_inner(), &Server::default());
     assert_eq!(status(&service).await, "0");

@@ -436,20 +436,14 @@ async fn a_refusal_holds_the_key_of_its_scope() {
             .build()
             .unwrap();
         let whole = RateLimitLayer::builder(Quota::per_minute(900)).store(store.clone());
-        let of_account = |key, scope: &str| (scope == "global").then_some(key);
-        let whole = whole
-            .key(move |_| account)
-            .on_scope(of_account)
-            .build()
-            .unwrap();
+        let whole = whole.key(move |_| account).build().unwrap();
         let mut refusal = limited("9").unwrap();
         refusal
             .headers_mut()
             .insert("x-ratelimit-scope", scope.parse().unwrap());
         let upstream = Upstream::answering([Ok(refusal)]);
         let stack = ServiceBuilder::new()
-            .layer(whole.clone())
-            .layer(routes.clone())
+            .layer(whole.clone().and(routes.clone()))
             .service(upstream);
         stack.oneshot(get("/")).await.unwrap();
         let holds = [

@@ -579,8 +579,8 @@ async fn throttle_combines_with_limiter_and_errors_stay_flat() {
         .build()
         .unwrap();
     let service = ServiceBuilder::new()
-        .layer(known)
         .layer(learned)
+        .layer(known)
         .service(upstream.clone());
     soon(service.clone().oneshot(get("/"))).await.unwrap();
     assert_eq!(

@@ -305,7 +305,7 @@ async fn a_trace_layer_fits_outside_and_inside() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn stacked_layers_keep_both_quotas_and_flat_errors() {
+async fn joined_layers_keep_both_quotas_and_flat_errors() {
     let builder = || RateLimitLayer::builder(Quota::per_second(1)).key(by_host);
     let each_host = builder().max_wait(ms(0)).build().unwrap();
     let all = RateLimitLayer::builder(Quota::new(2, ms(60_000)))
@@ -314,8 +314,7 @@ async fn stacked_layers_keep_both_quotas_and_flat_errors() {
         .unwrap();
     let upstream = Upstream::new();
     let service = ServiceBuilder::new()
-        .layer(each_host.clone())
-        .layer(all.clone())
+        .layer(each_host.clone().and(all.clone()))
         .service(upstream.clone());
     let mut refused = Vec::new();
     for uri in ["http://a/", "http://a/", "http://b/", "http://c/"] {
@@ -332,7 +331,7 @@ async fn stacked_layers_keep_both_quotas_and_flat_errors() {
     assert_eq!(
         refused,
         [("a".into(), 1), ("all".into(), 60)],
-        "the outer refused one, the inner another"
+        "the first refused one, the second another"
     );
     assert_eq!(upstream.count(), 2);
     assert_eq!(used(&all).await, 2);

@@ -2,14 +2,11 @@
 
 use std::time::Instant;
 
-use super::{JointRequest, JointSlot, PartRef, PerPart, give_back_of};
-use crate::clock::{self, Moment};
-use crate::key::Key;
+use super::{PartRef, PerPart, give_back_of};
+use crate::clock::Moment;
 use crate::limiter::counting;
-use crate::limiter::engine::CoreId;
 use crate::limiter::entry::Entry;
 use crate::limiter::in_flight_slot::InFlightSlot;
-use crate::limiter::outer::{self, CallId};
 use crate::limiter::probe::Probe;
 use crate::limiter::reservation::{Counting, Reservation};
 use crate::limiter::start::take_counting;
@@ -59,7 +56,7 @@ pub(super) fn take_all_at_once(
 }
 
 /// Gives back permits that [`take_all_at_once`] took.
-pub(super) fn give_up_at_once(parts: &[PartRef<'_>], slots: PerPart<Option<Reservation>>) {
+fn give_up_at_once(parts: &[PartRef<'_>], slots: PerPart<Option<Reservation>>) {
     for (part, slot) in parts.iter().zip(&slots) {
         counting::give_back_units(part.core, slot.as_ref());
     }
@@ -81,47 +78,4 @@ pub(super) fn taken<'a>(
     });
     let first = all.next().expect("a joint request has parts");
     Taken::of_all(first, all.collect(), probes)
-}
-
-/// Takes the unused permits of the layers around, for the call `call` of a request whose first `own` parts are
-/// its own. Returns one slot for each part. `None` if there are none.
-pub(super) fn take_outer(request: &JointRequest, own: usize, call: CallId) -> Option<JointSlot> {
-    let mut slots: PerPart<Option<Reservation>> = request.parts.iter().map(|_| None).collect();
-    for (id, key, slot) in outer::take_unused(call) {
-        let mut parts = request.parts.iter().zip(&mut slots).skip(own);
-        let place = parts.find(|(part, place)| {
-            place.is_none() && part.core.id == id && part.key == key && slot.cost > 0
-        });
-        match place {
-            Some((part, place)) => {
-                counting::give_back_units(&part.core, Some(&slot));
-                *place = Some(slot);
-            }
-            None => give_up(id, key, slot),
-        }
-    }
-    slots.iter().any(Option::is_some).then(|| JointSlot {
-        costs: request.costs.clone(),
-        slots,
-        changes: PerPart::new(),
-        at: clock::now(),
-        until: None,
-        last: 0,
-        is_at_once: true,
-        uncounted: None,
-    })
-}
-
-/// Gives back the unused permits of the layers around, which the call `call` is about to acquire anew.
-pub(super) fn give_up_outer(call: CallId) {
-    for (id, key, slot) in outer::take_unused(call) {
-        give_up(id, key, slot);
-    }
-}
-
-fn give_up(id: CoreId, key: Key, slot: Reservation) {
-    if let Some(core) = id.find() {
-        counting::give_back_units(&core, Some(&slot));
-        core.give_back(key, slot);
-    }
 }

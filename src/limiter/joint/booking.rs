@@ -102,8 +102,6 @@ struct Search<'a> {
     slots: PerPart<Option<Reservation>>,
     /// How often the limits of each part had changed when its slot was booked.
     changes: PerPart<u32>,
-    /// The slots that the request had at first: permits that it may use until they expire.
-    brought: PerPart<Option<Reservation>>,
     /// Slots of no use. Each goes back with the first call of its part, so that the store has its
     /// units again when it decides.
     given_up: PerPart<Option<Reservation>>,
@@ -130,7 +128,6 @@ impl<'a> Search<'a> {
     fn new(set: &'a JointSet, wanted: &mut Wanted) -> Self {
         let none = || set.parts.iter().map(|_| None).collect();
         let given_up = wanted.given_up.take().map_or_else(none, |slot| slot.slots);
-        let brought = wanted.brought.take().map_or_else(none, |slot| slot.slots);
         let now = clock::now();
         for (part, slot) in set.parts.iter().zip(&given_up) {
             if let Some(slot) = slot {
@@ -146,9 +143,8 @@ impl<'a> Search<'a> {
             number: wanted.number,
             costs: wanted.costs.clone(),
             began: now,
-            slots: brought.clone(),
+            slots: none(),
             changes: set.parts.iter().map(Part::changes).collect(),
-            brought,
             given_up,
             uncertain: set.parts.iter().map(|_| Duration::ZERO).collect(),
             passes: set
@@ -251,16 +247,8 @@ impl<'a> Search<'a> {
     /// are of one store.
     fn next(&self) -> PerPart<usize> {
         let from = self.earliest.unwrap_or_else(clock::now).max(clock::now());
-        let is_usable = |part: usize, slot: &Reservation| {
-            let is_brought = self.brought[part].is_some_and(|brought| brought == *slot);
-            if is_brought {
-                from < slot.until
-            } else {
-                is_of_use(slot, from)
-            }
-        };
         let lacks = |part: &usize| {
-            !self.passes[*part] && self.slots[*part].is_none_or(|slot| !is_usable(*part, &slot))
+            !self.passes[*part] && self.slots[*part].is_none_or(|slot| !is_of_use(&slot, from))
         };
         // The part that is expected to allow the request last comes first: then the others are asked once.
         let all = 0..self.parts.len();

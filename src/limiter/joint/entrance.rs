@@ -3,14 +3,13 @@
 use std::time::Instant;
 
 use super::at_once::take_all_at_once;
-use super::start::{JointStarted, count, start, start_slow};
-use super::until_known::UntilKnown;
-use super::{JointRequest, PartRef, PerPart};
+use super::start::{JointStarted, start, start_slow};
+use super::{PartRef, PerPart};
 use crate::clock;
 use crate::key::Label;
+use crate::limiter::around;
 use crate::limiter::engine::CoreId;
 use crate::limiter::entry::Entry;
-use crate::limiter::outer;
 use crate::limiter::reservation::Counting;
 use crate::limiter::sent::Sent;
 
@@ -18,8 +17,6 @@ use crate::limiter::sent::Sent;
 pub(crate) enum Entered {
     /// The request is sent at once, with permits at hand.
     Sent(Sent),
-    /// The request waits until the permits of the layers around are known.
-    UntilKnown(Box<UntilKnown>),
     Started(JointStarted),
 }
 
@@ -29,23 +26,18 @@ pub(crate) fn enter(
     deadline: Option<Instant>,
     label: impl Fn() -> Label,
 ) -> Entered {
-    if let Some(until_known) = UntilKnown::of(parts, deadline, &label) {
-        return Entered::UntilKnown(until_known);
-    }
-    let first = parts[0].core;
-    if outer::is_any() || first.has_inner() || first.settings.settles {
+    if parts[0].core.settings.settles {
         return Entered::Started(start(parts, deadline, label));
     }
     // No `Permit` is made.
     let now = clock::now_by_counter();
-    if take_all_at_once(parts, deadline, Counting::Request, now, &mut PerPart::new()) {
+    if !around::is_any()
+        && take_all_at_once(parts, deadline, Counting::Request, now, &mut PerPart::new())
+    {
         let parts = parts.iter().map(PartRef::id_and_entry);
         return Entered::Sent(Sent::all_at_once(parts, now));
     }
-    let request = JointRequest::new(parts);
-    let started = start_slow(&request, parts.len(), None, deadline, label());
-    count(&parts[0], &started);
-    Entered::Started(started)
+    Entered::Started(start_slow(parts, deadline, label()))
 }
 
 impl PartRef<'_> {

@@ -51,8 +51,6 @@
 //! | `at_once` | permits that are at hand, and the permit that has them all |
 //! | `waiter` | the future of a joint request |
 //! | `start` | the start: permits at once, or a wait |
-//! | `until_known` | a request that waits until the permits of the layers around are known |
-//! | `renewal` | renews the permits of the layers around, for a call without a permit of its own |
 //! | `entrance` | the entrance of the requests of a layer |
 
 mod at_once;
@@ -60,10 +58,8 @@ mod booking;
 mod confirmation;
 mod entrance;
 mod lanes;
-mod renewal;
 mod set;
 mod start;
-mod until_known;
 mod waiter;
 
 use std::sync::Arc;
@@ -71,7 +67,6 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
 use super::key_state::{self, KeyState};
@@ -85,10 +80,8 @@ use crate::limit::LimitSpec;
 use crate::store::Refusal;
 
 pub(crate) use entrance::{Entered, enter};
-pub(crate) use renewal::{Renewal, Renewed};
 pub(super) use set::JointSets;
 pub(crate) use start::{JointStarted, start};
-pub(crate) use until_known::UntilKnown;
 pub(crate) use waiter::JointWaiter;
 
 /// The most keys of a request.
@@ -255,13 +248,6 @@ fn give_back_of<'a>(
             }
             core.give_back(key, slot);
         }
-    }
-}
-
-/// Counts the units of a permit, each under the key that gave them.
-fn add_units(parts: &[Part], slots: &[Option<Reservation>]) {
-    for (part, slot) in parts.iter().zip(slots) {
-        counting::add_units(&part.core, part.key, slot.as_ref());
     }
 }
 

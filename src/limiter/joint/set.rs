@@ -54,9 +54,6 @@ struct State {
     /// Joint slots of no use, whose requests wait for others. Each goes back while another one is
     /// booked. Together with `slots`, there are never more than waiters.
     given_up: Vec<JointSlot>,
-    /// The slots that requests have brought along: the permits of the layers around. They are tried first
-    /// when their request is booked for.
-    brought: Vec<(Number, JointSlot)>,
     /// Whether a task books.
     is_booking: bool,
     /// Whether a task asks stores to confirm the first joint slot.
@@ -100,8 +97,6 @@ pub(super) struct Wanted {
     pub(super) costs: Costs,
     /// A joint slot of no use, which goes back meanwhile.
     pub(super) given_up: Option<JointSlot>,
-    /// The slots that the request has already.
-    pub(super) brought: Option<JointSlot>,
 }
 
 /// Returns what identifies the set of `parts`.
@@ -427,19 +422,6 @@ impl JointSet {
         self.with(|state, _| state.given_up.push(slot));
     }
 
-    /// Takes in the slots that a request has brought along, which has just entered. If requests before it
-    /// wait for slots ahead, its slots go back, because they would expire.
-    pub(super) fn bring(&self, number: Number, slot: JointSlot) {
-        let unused = self.with(|state, _| {
-            if !state.slots.is_empty() {
-                return Some(slot);
-            }
-            state.brought.push((number, slot));
-            None
-        });
-        self.give_back(unused);
-    }
-
     /// Gives all slots of `unused` back.
     pub(super) fn give_back(&self, unused: impl IntoIterator<Item = JointSlot>) {
         for JointSlot { slots, .. } in unused {
@@ -453,9 +435,7 @@ impl Drop for JointSet {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let slots = std::mem::take(&mut state.slots);
         let given_up = std::mem::take(&mut state.given_up);
-        let brought = std::mem::take(&mut state.brought);
-        let brought = brought.into_iter().map(|(_, slot)| slot);
-        self.give_back(slots.into_iter().chain(given_up).chain(brought));
+        self.give_back(slots.into_iter().chain(given_up));
         if let Some(first) = self.parts.first() {
             first.core.joint.forget(&self.id);
         }
@@ -523,9 +503,6 @@ impl State {
             let place = self.slots.iter().rposition(|slot| slot.costs == costs);
             unused.extend(place.and_then(|place| self.slots.remove(place)));
         }
-        let has_left = |(number, _): &mut (Number, JointSlot)| self.waiters.get(*number).is_none();
-        let brought = self.brought.extract_if(.., has_left);
-        unused.extend(brought.map(|(_, slot)| slot));
         let without_slot = self.waiters.waiting() - self.slots.len();
         while self.given_up.len() > without_slot {
             unused.extend(self.given_up.pop());
@@ -668,8 +645,6 @@ impl State {
     fn next_wanted(&mut self) -> Option<Wanted> {
         let number = self.lanes.first_without_slot()?;
         let waiter = self.waiters.get(number)?;
-        let brought = self.brought.iter().position(|(of, _)| *of == number);
-        let brought = brought.map(|index| self.brought.swap_remove(index));
         Some(Wanted {
             costs: waiter.request.costs.clone(),
             bound: waiter.request.bound,
@@ -677,7 +652,6 @@ impl State {
             scarcest: self.scarcest,
             number,
             given_up: self.given_up.pop(),
-            brought: brought.map(|(_, slot)| slot),
         })
     }
 }

@@ -1,18 +1,16 @@
 //! The start of a joint request: it gets its permits at once, or waits.
 
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
-use super::at_once::{give_up_at_once, give_up_outer, take_all_at_once, take_outer, taken};
+use super::at_once::{take_all_at_once, taken};
 use super::waiter::JointWaiter;
-use super::{JointRequest, JointSlot, Part, PartRef, PerPart, give_back};
+use super::{JointRequest, PartRef, PerPart};
 use crate::clock;
 use crate::error::Limited;
-use crate::events;
 use crate::key::Label;
-use crate::limiter::outer::{self, CallId, OuterPermit};
-use crate::limiter::quotas::QuotaId;
+use crate::limiter::around;
 use crate::limiter::reservation::Counting;
 use crate::limiter::taken::Taken;
 use crate::stats::{Gate, Outcome};
@@ -24,61 +22,24 @@ pub(crate) enum JointStarted {
     Limited(Limited),
 }
 
-/// What a request has from the layers around it.
-pub(super) struct Inside {
-    call: CallId,
-    /// Their permits, one slot for each part.
-    brought: Option<JointSlot>,
-}
-
 /// Enters a joint request, and counts it unless it waits. `label` is the name of its first key.
 pub(crate) fn start(
     parts: &[PartRef<'_>],
     deadline: Option<Instant>,
     label: impl FnOnce() -> Label,
 ) -> JointStarted {
-    match begin(parts, deadline, Counting::Request, label) {
-        (started, true) => started,
-        (started, false) => {
-            count(&parts[0], &started);
-            started
-        }
-    }
-}
-
-/// Enters a joint request, which the caller counts.
-pub(super) fn start_uncounted(
-    parts: &[PartRef<'_>],
-    deadline: Option<Instant>,
-    label: impl FnOnce() -> Label,
-) -> JointStarted {
-    begin(parts, deadline, Counting::Units, label).0
-}
-
-/// Enters a joint request. Returns whether `counting` was done: it is for permits at hand.
-fn begin(
-    parts: &[PartRef<'_>],
-    deadline: Option<Instant>,
-    counting: Counting,
-    label: impl FnOnce() -> Label,
-) -> (JointStarted, bool) {
-    if outer::are_known() {
-        return (start_inside(parts, deadline, label), false);
-    }
     let now = clock::now_by_counter();
     let mut slots = PerPart::new();
-    if take_all_at_once(parts, deadline, counting, now, &mut slots) {
+    if !around::is_any() && take_all_at_once(parts, deadline, Counting::Request, now, &mut slots) {
         let parts = parts.iter().copied();
         let taken = taken(parts, slots, PerPart::new(), Vec::new());
-        return (JointStarted::Granted(taken.counted()), true);
+        return JointStarted::Granted(taken.counted());
     }
-    let request = JointRequest::new(parts);
-    let started = start_slow(&request, parts.len(), None, deadline, label());
-    (started, false)
+    start_slow(parts, deadline, label())
 }
 
 /// Counts a joint request that did not wait, under its first key.
-pub(super) fn count(first: &PartRef<'_>, started: &JointStarted) {
+fn count(first: &PartRef<'_>, started: &JointStarted) {
     let PartRef { core, entry } = first;
     match started {
         JointStarted::Granted(taken) if taken.is_uncounted() => {
@@ -90,108 +51,29 @@ pub(super) fn count(first: &PartRef<'_>, started: &JointStarted) {
     }
 }
 
-/// Enters a request that other layers are around.
-#[cold]
-fn start_inside(
-    parts: &[PartRef<'_>],
-    deadline: Option<Instant>,
-    label: impl FnOnce() -> Label,
-) -> JointStarted {
-    events::inside();
-    let call = CallId::new();
-    let now = clock::now_by_counter();
-    let mut slots = PerPart::new();
-    if take_all_at_once(parts, deadline, Counting::Units, now, &mut slots) {
-        if outer::use_all(call, now.instant()) {
-            let taken = taken(parts.iter().copied(), slots, PerPart::new(), Vec::new());
-            let taken = taken.counted().inside(call, outer::first_expiry());
-            return JointStarted::Granted(taken);
-        }
-        give_up_at_once(parts, slots);
-    }
-    let mut all = JointRequest::new(parts);
-    all.add_outer();
-    let brought = take_outer(&all, parts.len(), call);
-    let inside = Some(Inside { call, brought });
-    start_slow(&all, parts.len(), inside, deadline, label())
-}
-
-/// Begins to renew the permits of the layers around, for the call `call`. Returns `None` if there
-/// are none.
-pub(super) fn renew_outer(
-    deadline: Option<Instant>,
-    call: CallId,
-) -> Result<Option<Box<JointWaiter>>, Limited> {
-    let mut all = JointRequest::new(&[]);
-    all.add_outer();
-    let Some(Part { core, key, .. }) = all.parts.first() else {
-        return Ok(None);
-    };
-    let label = core.label(*key, None);
-    give_up_outer(call);
-    let entered = JointWaiter::enter(&all, 0, Some(call), deadline, label, clock::now());
-    if let Err(limited) = &entered {
-        events::limited(&core.settings.tally, limited);
-    }
-    entered.map(Some)
-}
-
+/// Enters a joint request for which no permits are at hand.
 #[cold]
 pub(super) fn start_slow(
-    request: &JointRequest,
-    own: usize,
-    inside: Option<Inside>,
+    parts: &[PartRef<'_>],
     deadline: Option<Instant>,
     label: Label,
 ) -> JointStarted {
-    let (call, brought) = match inside {
-        Some(Inside { call, brought }) => (Some(call), brought),
-        None => (None, None),
-    };
-    let mut waiter = match JointWaiter::enter(request, own, call, deadline, label, clock::now()) {
-        Ok(waiter) => waiter,
-        Err(limited) => {
-            if let Some(brought) = brought {
-                give_back(&request.parts, brought.slots);
-            }
-            return JointStarted::Limited(limited);
-        }
-    };
-    if let Some(brought) = brought {
-        waiter.bring(brought);
-    }
-    // A store that replies at once decides here.
-    let mut cx = Context::from_waker(std::task::Waker::noop());
-    match Pin::new(&mut *waiter).poll(&mut cx) {
-        Poll::Ready(Ok(taken)) => JointStarted::Granted(taken),
-        Poll::Ready(Err(limited)) => JointStarted::Limited(limited),
-        Poll::Pending => {
-            waiter.note_wait();
-            JointStarted::Waiting(waiter)
-        }
-    }
-}
-
-impl JointRequest {
-    /// Adds the keys of the layers around whose limiters exist.
-    fn add_outer(&mut self) {
-        for permit in outer::all() {
-            let OuterPermit {
-                core,
-                key,
-                cost,
-                host,
-                ..
-            } = permit;
-            if let Some(core) = core.find() {
-                self.parts.push(Part {
-                    core,
-                    key,
-                    host,
-                    quota: QuotaId::NONE,
-                });
-                self.costs.push(cost);
+    let request = JointRequest::new(parts);
+    let started = match JointWaiter::enter(&request, deadline, label, clock::now()) {
+        Ok(mut waiter) => {
+            // A store that replies at once decides here.
+            let mut cx = Context::from_waker(Waker::noop());
+            match Pin::new(&mut *waiter).poll(&mut cx) {
+                Poll::Ready(Ok(taken)) => JointStarted::Granted(taken),
+                Poll::Ready(Err(limited)) => JointStarted::Limited(limited),
+                Poll::Pending => {
+                    waiter.note_wait();
+                    JointStarted::Waiting(waiter)
+                }
             }
         }
-    }
+        Err(limited) => JointStarted::Limited(limited),
+    };
+    count(&parts[0], &started);
+    started
 }

@@ -6,24 +6,23 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
-use super::at_once::{give_up_outer, taken};
+use super::at_once::taken;
 use super::confirmation::doubtful;
 use super::set::JointSet;
 use super::{
-    Cause, Costs, JointRefusal, JointRequest, JointSlot, Part, PerPart, add_units, max_queue,
-    max_wait,
+    Cause, Costs, JointRefusal, JointRequest, JointSlot, Part, PerPart, max_queue, max_wait,
 };
 use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
 use crate::events;
 use crate::key::{Key, Label};
 use crate::limiter::admission::{self, Admission};
+use crate::limiter::around;
 use crate::limiter::counting;
 use crate::limiter::engine::Core;
 use crate::limiter::holds;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
 use crate::limiter::limited::RefusedRequest;
-use crate::limiter::outer::{self, CallId};
 use crate::limiter::own_quota;
 use crate::limiter::probe::Probe;
 use crate::limiter::queue::{Number, next_number};
@@ -53,10 +52,6 @@ pub(crate) struct JointWaiter {
     waited_before: bool,
     /// The name of its first key in errors and events.
     label: Label,
-    /// The number of the request's own parts. The others are of layers around.
-    own: usize,
-    /// The call, if other layers are around.
-    inside: Option<CallId>,
 }
 
 /// A joint slot with which a request may leave at a moment, and the probes that it leaves as.
@@ -91,22 +86,20 @@ fn inquire_hosts(parts: &[Part], now: Instant) {
 }
 
 /// Returns why a request cannot be granted whatever the store says, and the part that refuses it.
-fn unfit(
-    request: &JointRequest,
-    own: usize,
-    bound: WaitBound,
-    now: Instant,
-) -> Option<(usize, Reason)> {
+fn unfit(request: &JointRequest, bound: WaitBound, now: Instant) -> Option<(usize, Reason)> {
     let JointRequest { parts, costs } = request;
+    if let Some(reason) = around::refusal(&parts[0].core) {
+        return Some((0, reason));
+    }
     for (index, part) in parts.iter().enumerate() {
         let cost = costs[index];
         if let Some(reason) = admission::known_above_limit(&part.core, part.key, cost) {
             return Some((index, reason));
         }
-        if index < own && part.core.settings.tally.is_draining() {
+        if part.core.settings.tally.is_draining() {
             return Some((index, Reason::Draining));
         }
-        if index < own && parts[..index].iter().any(|other| other.is_same(part)) {
+        if parts[..index].iter().any(|other| other.is_same(part)) {
             return Some((index, Reason::SameKey));
         }
     }
@@ -149,25 +142,24 @@ fn label_of(parts: &[Part], part: usize, first: &Label) -> Label {
 }
 
 impl JointWaiter {
-    /// Enters a request. The first `own` parts are its own, the others are of layers around.
+    /// Enters a request.
     ///
     /// # Errors
     ///
     /// The error of a request that cannot wait.
     pub(super) fn enter(
         request: &JointRequest,
-        own: usize,
-        inside: Option<CallId>,
         deadline: Option<Instant>,
         label: Label,
         now: Instant,
     ) -> Result<Box<Self>, Limited> {
         let parts = &request.parts;
-        let bound = WaitBound::new(deadline, now, max_wait(parts));
+        let is_nested = parts.iter().any(|part| around::is_nested(&part.core));
+        let bound = WaitBound::new(deadline, now, max_wait(parts)).nested_if(is_nested, now);
         for part in parts {
             own_quota::choose(&part.core, part.key, part.quota, now);
         }
-        if let Some((part, reason)) = unfit(request, own, bound, now) {
+        if let Some((part, reason)) = unfit(request, bound, now) {
             let limit = parts[part].limit_name();
             let refused = RefusedRequest::new(label_of(parts, part, &label), limit, now);
             return Err(refused.refuse(reason, Refusal::NEVER, now));
@@ -184,21 +176,10 @@ impl JointWaiter {
             turns: 0,
             waited_before: false,
             label,
-            own,
-            inside,
         });
         match waiter.take_in_flight_slots(0, now) {
             Some((part, admission)) => Err(waiter.stopped(part, admission, now)),
             None => Ok(waiter),
-        }
-    }
-
-    /// Takes in the permits of the layers around, one slot for each part. The request keeps them if it
-    /// is the first of its set.
-    pub(super) fn bring(&mut self, slot: JointSlot) {
-        match self.stage {
-            Stage::Slot => self.set.bring(self.number, slot),
-            Stage::InFlight { .. } | Stage::Done => self.set.give_back([slot]),
         }
     }
 
@@ -225,21 +206,11 @@ impl JointWaiter {
         OpenRequest::new(core.clone(), *key, self.since)
     }
 
-    /// Reports an error that is not that of a request: the permits of layers around were not renewed.
-    pub(super) fn report(&self, limited: &Limited) {
-        events::limited(&self.set.parts[0].core.settings.tally, limited);
-    }
-
     /// Waits again, in its old place, because what it had expired before it could leave.
     pub(crate) fn wait_again(&mut self, taken: Taken) {
         let now = clock::now();
-        let (mut slots, in_flight) = taken.put_all_back();
+        let (slots, in_flight) = taken.put_all_back();
         self.in_flight = in_flight;
-        if let Some(call) = self.inside {
-            give_up_outer(call);
-        }
-        // The parts of layers around have no slot here.
-        slots.resize(self.set.parts.len(), None);
         self.enter_again(now);
         self.set.give_up(JointSlot {
             costs: self.costs.clone(),
@@ -320,7 +291,7 @@ impl JointWaiter {
 
     /// See [`in_flight_order`].
     fn in_flight_order(&self) -> PerPart<usize> {
-        in_flight_order(&self.set.parts[..self.own], &self.costs)
+        in_flight_order(&self.set.parts, &self.costs)
     }
 
     /// Watches the holds of all keys. Returns the latest end, and the part whose key it holds.
@@ -353,7 +324,7 @@ impl JointWaiter {
         }
         let mut probes: Vec<Probe> = Vec::new();
         for (_, part, key) in self.hold_keys() {
-            // A layer around may have the same key.
+            // Two keys may have the hold of one host.
             if probes.iter().any(|probe| probe.is_of(part.core.id, key)) {
                 continue;
             }
@@ -364,7 +335,7 @@ impl JointWaiter {
     }
 
     /// Ends the wait: the request leaves, as these probes.
-    fn granted(&mut self, slot: JointSlot, mut probes: Vec<Probe>, now: Instant) -> Taken {
+    fn granted(&mut self, slot: JointSlot, probes: Vec<Probe>, now: Instant) -> Taken {
         self.stage = Stage::Done;
         self.turns += 1;
         if let Some((part, cause)) = &slot.uncounted {
@@ -374,20 +345,11 @@ impl JointWaiter {
         }
         let is_uncounted = slot.uncounted.is_some();
         let is_at_once = slot.is_at_once && self.turns == 1 && !self.waited_before;
-        let parts = &self.set.parts;
-        let mut slots = slot.slots;
-        if let Some(call) = self.inside {
-            add_units(&parts[self.own..], &slots[self.own..]);
-            outer::renew(slots.drain(self.own..), &mut probes, call);
-        }
         let in_flight = std::mem::take(&mut self.in_flight);
-        let own = parts[..self.own].iter().zip(&self.costs);
-        let own = own.map(|(part, cost)| part.with_cost(*cost));
-        let mut taken = taken(own, slots, in_flight, probes);
+        let parts = self.set.parts.iter().zip(&self.costs);
+        let parts = parts.map(|(part, cost)| part.with_cost(*cost));
+        let mut taken = taken(parts, slot.slots, in_flight, probes);
         taken.count_units();
-        if let Some(call) = self.inside {
-            taken = taken.inside(call, outer::first_expiry());
-        }
         let waited = now.saturating_duration_since(self.since);
         if waited.is_zero() && !is_uncounted {
             return taken;
@@ -529,16 +491,6 @@ impl JointWaiter {
             self.enter_again(now);
             self.set.give_up(slot);
         }
-    }
-
-    /// Polls for the renewal of the permits of the layers around. Returns the call that uses them.
-    pub(super) fn poll_renewal(&mut self, cx: &mut Context<'_>) -> Poll<Result<CallId, Limited>> {
-        let (slot, mut probes, _) = ready!(self.poll_slot(cx))?;
-        self.stage = Stage::Done;
-        let call = self.inside.unwrap_or_else(CallId::new);
-        add_units(&self.set.parts, &slot.slots);
-        outer::renew(slot.slots.into_iter(), &mut probes, call);
-        Poll::Ready(Ok(call))
     }
 
     fn unwatch_holds(&self) {

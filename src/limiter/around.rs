@@ -1,0 +1,138 @@
+//! Layers around each other.
+//!
+//! A permit is valid for 10 to 50 ms. A request inside of a second layer has the outer permit and may then wait for
+//! the inner one. The outer permit expires meanwhile, so more requests leave than the outer limit allows.
+//! [`RateLimitLayer::and`](crate::RateLimitLayer::and) joins both layers: a request then waits once, and takes all
+//! permits at one moment. So a request that another limiter's permit is around is refused
+//! ([`Reason::Inside`]), and the error names `and`. Tried before: the inner request acquired the permits of the layers
+//! around anew. That was right, took 700 lines on each way of a request, and counted a unit of the outer limit for
+//! each call that a service between the layers made.
+//!
+//! An outer permit that has expired protects nothing any more, and what the inner service does then is a request of
+//! its own: it passes.
+//!
+//! A call inside of a call of the *same* limiter is another request, such as one that refreshes a token. If calls in
+//! flight are limited, the outer call has a slot until the inner one ends. So the inner one takes a slot that is free,
+//! or is refused at once ([`Reason::Nested`]).
+//!
+//! A layer leaves a mark on its thread for as long as it calls or polls its inner service. Both are synchronous, so a
+//! layer that finds the mark is inside. It does not see through a task between the layers, such as
+//! `tower::buffer`. Only if a process has several limiters, or limits calls in flight, is the mark looked at.
+
+use std::cell::Cell;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::engine::{self, Core, CoreId};
+use crate::clock::{self, Moment};
+use crate::error::Reason;
+
+/// The longest time for which a permit is valid.
+const LONGEST_LIFE: Duration = Duration::from_millis(50);
+
+/// What is around the code that runs on this thread.
+#[derive(Clone, Copy)]
+enum Around {
+    Nothing,
+    /// The call of an inner service, by a layer that makes a future. The layer has nothing to drop, because of the
+    /// fast path: the mark stays if the inner service panics.
+    Call,
+    /// The poll of an inner service, for the request of a limiter, which began at this moment.
+    Poll(CoreId, Moment),
+}
+
+thread_local! {
+    static AROUND: Cell<Around> = const { Cell::new(Around::Nothing) };
+}
+
+/// Returns whether the caller may be inside of a layer.
+#[inline]
+pub(crate) fn is_any() -> bool {
+    engine::are_marks_read() && !matches!(AROUND.get(), Around::Nothing)
+}
+
+/// Returns whether the caller is inside of the call of a layer, or a service has panicked there. A request then enters
+/// when its future is polled: a layer that is around leaves its mark there, too.
+#[inline]
+pub(crate) fn is_unsure() -> bool {
+    matches!(AROUND.get(), Around::Call)
+}
+
+/// Removes the mark that is left if a service has panicked. The caller is polled, so no call is around it.
+pub(crate) fn forget_panic() {
+    if is_unsure() {
+        AROUND.set(Around::Nothing);
+    }
+}
+
+/// Returns why a request of the limiter of `own` is refused because of what is around it.
+pub(super) fn refusal(own: &Core) -> Option<Reason> {
+    let around = valid_permit()?;
+    (!own.is_of_limiter_of(&around)).then_some(Reason::Inside)
+}
+
+/// The same for a request of a throttle.
+pub(crate) fn refusal_of_throttle() -> Option<Reason> {
+    valid_permit().map(|_| Reason::Inside)
+}
+
+/// Returns the core of the request that is around the caller, if its permit may expire.
+fn valid_permit() -> Option<Arc<Core>> {
+    if !is_any() {
+        return None;
+    }
+    let Around::Poll(core, since) = AROUND.get() else {
+        return None;
+    };
+    let is_valid = clock::now() < since.instant() + LONGEST_LIFE;
+    let core = core.find().filter(|_| is_valid)?;
+    let has_rates = !core.settings.spec.limits().is_empty();
+    has_rates.then_some(core)
+}
+
+/// Returns whether a request of the limiter of `own` is made inside of a call that has one of its in-flight slots.
+pub(super) fn is_nested(own: &Core) -> bool {
+    if own.in_flight.is_none() || !is_any() {
+        return false;
+    }
+    let Around::Poll(core, _) = AROUND.get() else {
+        return false;
+    };
+    core.find().is_some_and(|core| own.is_of_limiter_of(&core))
+}
+
+/// The mark of a layer on its thread, while it calls its inner service on the fast path.
+#[derive(Clone, Copy)]
+pub(crate) struct Mark(Around);
+
+impl Mark {
+    /// Marks the thread.
+    #[inline]
+    pub(crate) fn set() -> Self {
+        Mark(AROUND.replace(Around::Call))
+    }
+
+    /// Removes the mark.
+    #[inline]
+    pub(crate) fn remove(self) {
+        AROUND.set(self.0);
+    }
+}
+
+/// A call or poll of the inner service of a layer. Dropping this removes the mark, also if the inner service panics.
+pub(crate) struct InnerCall(Around);
+
+impl InnerCall {
+    /// Marks the thread for a request of `core`, which began at `since`. Returns `None` if no layer reads marks.
+    #[inline]
+    pub(super) fn begin(core: CoreId, since: Moment) -> Option<Self> {
+        engine::are_marks_read().then(|| InnerCall(AROUND.replace(Around::Poll(core, since))))
+    }
+}
+
+impl Drop for InnerCall {
+    #[inline]
+    fn drop(&mut self) {
+        AROUND.set(self.0);
+    }
+}
