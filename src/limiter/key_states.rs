@@ -179,9 +179,17 @@ impl KeyStates {
     }
 
     /// Visits the state of `key`, if there is any.
-    #[inline]
     pub(super) fn find<R>(&self, key: Key, visit: impl FnOnce(&mut KeyState) -> R) -> Option<R> {
-        self.map.find(key, |row| self.visit(key, row, visit))
+        let (mut visit, mut done) = (Some(visit), None);
+        self.visit_known(key, &mut |state| {
+            done = visit.take().map(|visit| visit(state));
+        });
+        done
+    }
+
+    // Not generic: each of sixty callers had a copy.
+    fn visit_known(&self, key: Key, visit: &mut dyn FnMut(&mut KeyState)) {
+        self.map.find(key, |row| self.visit(key, row, visit));
     }
 
     /// Visits the state of `key`, which is made first if there is none. Evicted states go to
