@@ -10,7 +10,7 @@ use super::advance::{AdvanceBooking, AdvanceBookings};
 use super::algorithm::Open;
 use super::limit_set::LimitSet;
 use super::returned::ReturnedSlots;
-use super::set_quota::{ChangeKind, SetQuotaState, is_set, next_version};
+use super::set_quota::{ChangeKind, SetQuotaState, is_learned, is_set, next_version};
 use super::{
     Booking, Charge, Hold, Lending, LimitSpec, Micros, TooLate, UnusedPermits, UpstreamRemaining,
     micros_down, micros_up,
@@ -189,8 +189,8 @@ impl Ledger {
     }
 
     /// Changes the set quota: the limits of `spec` become the set quota, or it ends. Advances the
-    /// ledger to `now`. Returns the version from then on, which is a new one unless a quota is learned
-    /// again, or while one of an operator applies.
+    /// ledger to `now`. Returns the version from then on. It is a new one, unless a quota is learned again or
+    /// while one of an operator applies, or the learned quota has ended that was to end.
     pub(crate) fn change_quota(
         &mut self,
         spec: &LimitSpec,
@@ -202,6 +202,7 @@ impl Ledger {
         self.end_set_quota();
         let version = match change.kind {
             ChangeKind::Learn if self.learns_nothing_new(spec, change.life) => self.quota_version(),
+            ChangeKind::End if self.has_ended_learned(spec) => self.quota_version(),
             kind => {
                 let newest = self.quota_version().max(spec.quota_version());
                 next_version(newest.max(change.above), kind)
@@ -236,6 +237,13 @@ impl Ledger {
             quota.learn_again(micros_up(life), now);
         }
         is_same
+    }
+
+    /// Returns whether the change only ends a learned quota, with the version of `spec`, and another version has
+    /// ended it before.
+    fn has_ended_learned(&self, spec: &LimitSpec) -> bool {
+        let (ends, newest) = (spec.quota_version(), self.quota_version());
+        is_learned(ends) && newest > ends && !is_learned(newest)
     }
 
     /// Ends the set quota if its time is over. Forgets its end after some time.

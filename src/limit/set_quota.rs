@@ -20,6 +20,9 @@
 //! operator applies. An operator's quota ends when it was not used for its life, and a learned one when
 //! it was not learned again for its life: the upstream may have ceased to state it.
 //!
+//! A change that ends a learned quota, and no other one, states the version of the learned quota. It ends
+//! that one, and learned ones after it. If an operator has set a quota since, that one stays.
+//!
 //! A limit that begins to apply may not know all earlier permits: it has a *gap*. If such a permit
 //! comes back unused, its units stay in the limit: taking them out would take out units of others.
 //!

@@ -14,7 +14,7 @@ use crate::config_error::ConfigError;
 use crate::error::StoreError;
 use crate::join::join_all;
 use crate::key::Key;
-use crate::limit::LimitSpec;
+use crate::limit::{LimitSpec, is_learned, is_set};
 use crate::quota::Quota;
 use crate::signal::Signal;
 use crate::store::{SetQuota, StoreReply};
@@ -112,55 +112,80 @@ pub(super) async fn set(
     let specs = quotas.specs(&quota).map_err(QuotaError::Config)?;
     let set = cores.everywhere(key).filter_map(|(core, key)| {
         let spec = spec_of(specs.get(core.part_index())?, core.unit())?;
-        Some(async move { change(&core, key, Some(spec), life).await })
+        Some(async move { change(&core, key, spec, life).await })
     });
     let done: Result<(), StoreError> = join_all(set).await.into_iter().collect();
     done.map_err(QuotaError::Store)
 }
 
-/// Ends the set quota of `key`.
+/// Ends the set quota of `key`, also one that was learned.
 pub(super) async fn unset(cores: &Cores, key: Key, life: Duration) -> Result<(), StoreError> {
-    let unset = async |core: Arc<Core>, key| change(&core, key, None, life).await;
+    let unset = async |core: Arc<Core>, key| {
+        let known = known_version(&core, key);
+        // With the version of a learned quota, the store would end no other one.
+        let above = known + u32::from(is_learned(known));
+        end(&core, key, above, life).await
+    };
     cores.for_each(key, unset).await
 }
 
 /// Ends the limits that the upstream has stated for `key`, in all processes, whether this process knows of them or
 /// not. A quota that an operator has set stays.
 pub(super) async fn forget_learned(core: &Arc<Core>, key: Key) -> Result<(), StoreError> {
-    let known = |state: &mut KeyState| state.limits.learned_life(clock::now());
-    let mut life = core.states.find(key, known).flatten();
-    if life.is_none() {
+    let known = |state: &mut KeyState| {
+        let life = state.limits.learned_life(clock::now())?;
+        Some((state.limits.set_quota_version(), life))
+    };
+    let mut learned = core.states.find(key, known).flatten();
+    if learned.is_none() {
         let request = core.peek_request(key, &core.terms(key));
         let usage = core.settings.store.peek(request).arrives().await?;
-        let learned = usage.set_quota.filter(|set| set.is_learned());
-        life = learned.map(|set| set.life);
+        let set = usage.set_quota.filter(|set| set.is_learned());
+        learned = set.map(|set| (set.version, set.life));
     }
-    match life {
-        Some(life) => change(core, key, None, life).await,
+    match learned {
+        Some((version, life)) => end(core, key, version, life).await,
         None => Ok(()),
     }
 }
 
-/// Sets the quota of `key` to that of `spec`, or ends the set quota.
+/// Sets the quota of `key` to that of `spec`.
 async fn change(
     core: &Arc<Core>,
     key: Key,
-    spec: Option<Arc<LimitSpec>>,
+    spec: Arc<LimitSpec>,
     life: Duration,
 ) -> Result<(), StoreError> {
+    let limits = LimitSpec::clone(&spec).with_quota_version(known_version(core, key), life);
     let store = &core.settings.store;
-    let known = core
-        .states
-        .find(key, |state| state.limits.set_quota_version());
-    // An operator need not know what the requests of the key state, so the end states no limits.
-    let limits = spec.as_deref().cloned().unwrap_or_else(LimitSpec::none);
-    let limits = Arc::new(limits.with_quota_version(known.unwrap_or_default(), life));
-    let reply = match spec {
-        Some(_) => store.set_quota(key, &limits, life),
-        None => store.unset_quota(key, &limits, life),
-    };
-    let version = reply.arrives().await?;
-    let quota = spec.map(|spec| *spec.quota());
+    let version = store
+        .set_quota(key, &Arc::new(limits), life)
+        .arrives()
+        .await?;
+    let quota = Some(*spec.quota());
     take_in(core, key, &SetQuota::new(version, quota, life, life));
     Ok(())
+}
+
+/// Ends the set quota of `key`. Its end is newer than the version `above`. If that is the version of a learned
+/// quota, a quota that an operator has set stays.
+async fn end(core: &Arc<Core>, key: Key, above: u32, life: Duration) -> Result<(), StoreError> {
+    // An operator need not know what the requests of the key state, so the end states no limits.
+    let limits = LimitSpec::none().with_quota_version(above, life);
+    let store = &core.settings.store;
+    let version = store
+        .unset_quota(key, &Arc::new(limits), life)
+        .arrives()
+        .await?;
+    // If an operator has set a quota meanwhile, the next reply of the store states it.
+    if !is_set(version) {
+        take_in(core, key, &SetQuota::new(version, None, life, life));
+    }
+    Ok(())
+}
+
+/// Returns the version of the set quota of `key` that this process knows of. 0 if it knows of none.
+fn known_version(core: &Core, key: Key) -> u32 {
+    let known = |state: &mut KeyState| state.limits.set_quota_version();
+    core.states.find(key, known).unwrap_or_default()
 }

@@ -162,6 +162,10 @@ pub trait Store: Send + Sync + 'static {
     /// apply, and those of other callers, besides those of the set quota for about two of their windows.
     /// Returns the version of the end.
     ///
+    /// If `spec` states the version of a [learned](SetQuota::is_learned) quota, the call ends only learned
+    /// quotas. It changes nothing, and returns the version that applies, if that is newer and not of a learned
+    /// quota.
+    ///
     /// The end is remembered for `life`, or for the life of the set quota if that is longer. A process
     /// that has missed the end, and still states the set quota after that, sets it anew.
     ///

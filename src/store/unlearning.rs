@@ -39,6 +39,7 @@ async fn without_learned(
     let (Some(set), Ok(first)) = (learned(&reply), &reply) else {
         return reply;
     };
+    // With this version, the store ends only a learned quota.
     let end = LimitSpec::none().with_quota_version(set.version, set.life);
     let ended = store.unset_quota(request.key, &Arc::new(end), set.life);
     if ended.arrives().await.is_err() {

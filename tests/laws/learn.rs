@@ -3,13 +3,15 @@
 use crate::support;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use futures::FutureExt;
 use http::Response;
 use support::{Upstream, count_of, get, pass};
 use tollgate::limiter::QuotaSource;
 use tollgate::quota::Limit;
-use tollgate::store::{MemoryStore, Store};
+use tollgate::store::{LimitSpec, MemoryStore, Store, StoreReply};
 use tollgate::{HeaderTrust, Key, Quota, RateLimitLayer};
 use tower::{Layer, ServiceExt};
 
@@ -513,6 +515,89 @@ async fn windows_after_others_are_not_lost() {
         in_the_first_hour > 500,
         "granted in each ten minutes of the two windows after: {tens:?}"
     );
+}
+
+/// A store in which an operator sets a quota just before the end of a quota arrives.
+struct SetsBeforeEnd {
+    store: Arc<MemoryStore>,
+    is_armed: AtomicBool,
+}
+
+impl Store for SetsBeforeEnd {
+    tollgate::delegate_store!(self => *self.store; implements unset_quota);
+
+    fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
+        if self.is_armed.swap(false, Ordering::Relaxed) {
+            let store: Arc<dyn Store> = self.store.clone();
+            let operator = layer(Quota::per_minute(300), HeaderTrust::Usage, &store).limiter();
+            let set = operator
+                .set_quota(key, Quota::per_minute(100))
+                .now_or_never();
+            set.expect("memory replies at once").unwrap();
+        }
+        self.store.unset_quota(key, spec, life)
+    }
+}
+
+/// What ends a learned quota does not end a quota that an operator has set meanwhile.
+#[tokio::test(start_paused = true)]
+async fn ends_of_learned_quotas_spare_set_ones() {
+    for way in ["release", "release elsewhere", "ignore"] {
+        let inner = Arc::new(MemoryStore::default());
+        let between = Arc::new(SetsBeforeEnd {
+            store: inner.clone(),
+            is_armed: AtomicBool::new(false),
+        });
+        let store: Arc<dyn Store> = between.clone();
+        let quota = Quota::per_minute(300);
+        let learns = layer(quota, HeaderTrust::Stricter, &store);
+        state(&learns, 30, 60).await;
+        let other = layer(quota, HeaderTrust::Stricter, &store);
+        assert!(matches!(source(&other).await, QuotaSource::Upstream { .. }));
+        between.is_armed.store(true, Ordering::Relaxed);
+        match way {
+            "release" => learns.limiter().release(Key::ALL).await.unwrap(),
+            "release elsewhere" => other.limiter().release(Key::ALL).await.unwrap(),
+            _ => {
+                let ignores = layer(quota, HeaderTrust::Ignore, &store);
+                drop(ignores.limiter().acquire(Key::ALL).await.unwrap());
+            }
+        }
+        assert!(
+            !between.is_armed.load(Ordering::Relaxed),
+            "{way}: an end arrived"
+        );
+        for process in [&learns, &other] {
+            let source = source(process).await;
+            assert!(
+                matches!(source, QuotaSource::Set { .. }),
+                "{way}: {source:?}"
+            );
+            let status = process.limiter().peek(Key::ALL).await.unwrap();
+            assert_eq!(status.limits[0].limit, sliding(100, 60), "{way}");
+        }
+        // An operator ends it, also one who knows of nothing but the learned quota.
+        other.limiter().unset_quota(Key::ALL).await.unwrap();
+        assert_eq!(source(&learns).await, QuotaSource::Builder, "{way}");
+    }
+}
+
+/// An operator ends a quota that was set, and a learned one, whatever its process knows of.
+#[tokio::test(start_paused = true)]
+async fn operators_end_quotas_that_they_do_not_know() {
+    let inner = Arc::new(MemoryStore::default());
+    let between = Arc::new(SetsBeforeEnd {
+        store: inner.clone(),
+        is_armed: AtomicBool::new(true),
+    });
+    let store: Arc<dyn Store> = between;
+    let learns = layer(Quota::per_minute(300), HeaderTrust::Stricter, &store);
+    state(&learns, 30, 60).await;
+    learns.limiter().unset_quota(Key::ALL).await.unwrap();
+    assert_eq!(source(&learns).await, QuotaSource::Builder);
+    let other: Arc<dyn Store> = inner;
+    let other = layer(Quota::per_minute(300), HeaderTrust::Usage, &other);
+    assert_eq!(source(&other).await, QuotaSource::Builder);
 }
 
 /// A subscriber of events that calls the limiter, as a log does that has a rate limit itself.

@@ -302,14 +302,16 @@ impl World {
         advanced.advance(&self.last_spec(), self.now);
         let before = advanced.quota_unless(0);
         let known = self.known[process].as_ref();
-        let spec =
-            spec(quota).with_quota_version(known.map_or(0, |known| known.version), Duration::ZERO);
+        let stated = known.map_or(0, |known| known.version);
+        let spec = spec(quota).with_quota_version(stated, Duration::ZERO);
         let change = QuotaChange {
             kind,
             life,
             above: 0,
         };
         let version = self.ledger.change_quota(&spec, change, self.now);
+        let newest = before.as_ref().map_or(0, |before| before.version);
+        let has_ended = is_learned(stated) && newest > stated && !is_learned(newest);
         let before = before.filter(|before| before.quota.is_some());
         let of_operator = before
             .as_ref()
@@ -329,6 +331,8 @@ impl World {
         if kind == ChangeKind::Learn && (of_operator || is_same) {
             assert_eq!(before.map(|before| before.version), Some(version));
             assert!(of_operator || after.left == after.life, "{after:?}");
+        } else if kind == ChangeKind::End && has_ended {
+            assert_eq!(version, newest, "only a learned quota was to end");
         } else {
             assert!(version > self.newest && is_set(version) == (kind != ChangeKind::End));
             assert_eq!(is_learned(version), kind == ChangeKind::Learn);

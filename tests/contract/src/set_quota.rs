@@ -111,6 +111,14 @@ pub(super) async fn learned_quotas_give_way_to_those_of_operators(store: &Arc<dy
     let kept = learn(&caller, stated).await.expect("quotas can be set");
     assert_eq!((kept.version, kept.quota), (third, Some(of_operator)));
     assert!(!kept.is_learned(), "{kept:?}");
+    // The end of the learned quota is late: it ends no other one.
+    let knows_second = caller.informed(Quota::per_minute(8), second.version);
+    let late = caller
+        .store
+        .unset_quota(caller.key, &knows_second.spec, LONG);
+    assert_eq!(late.arrives().await.expect("the store answers"), third);
+    let set = caller.peek().await.set_quota;
+    assert_eq!(set.and_then(|set| set.quota), Some(of_operator));
     let end = caller.store.unset_quota(caller.key, &caller.spec, LONG);
     end.arrives().await.expect("the store answers");
     let last = learn(&caller, stated).await.expect("quotas can be set");

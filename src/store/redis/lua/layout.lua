@@ -47,8 +47,9 @@ local IN_FLIGHT_MESSAGE_FIELDS = '<BI7I7I7I7I7B'
 
 -- Operations of a call about rates; a call about calls in flight is a claim or a peek. LEASE_LATER
 -- is a lease whose demands state from when on their permits are of use. SET_QUOTA makes the limits of
--- the call those of a set quota, LEARN_QUOTA those of a learned one, and UNSET_QUOTA ends it. The last demand of a peek is
--- the request that it asks about; the others are booked before it, and nothing is written.
+-- the call those of a set quota, LEARN_QUOTA those of a learned one, and UNSET_QUOTA ends it. With the version of a
+-- learned quota, UNSET_QUOTA ends no quota that an operator has set. The last demand of a peek is the request that it
+-- asks about; the others are booked before it, and nothing is written.
 local LEASE = 1
 local PEEK = 2
 local RETURN = 3

@@ -191,6 +191,12 @@ local function cold_set_quota()
     return true
   end
 
+  -- Returns whether the call only ends a learned quota, with the version `ends`, and the version `newest`
+  -- has ended it before.
+  local function has_ended_learned(ends, newest)
+    return is_learned(ends) and newest > ends and not is_learned(newest)
+  end
+
   -- Takes in the quota version of a call. Returns whether the limits of the call count as stated, and
   -- whether they may be those of a set quota if they are.
   local function take_in(operation, call, pos, limit_count, guard)
@@ -204,6 +210,8 @@ local function cold_set_quota()
       -- The reply states the quota in any case.
       state.call_version = 0
       if operation == LEARN_QUOTA and learns_nothing_new(call, pos, limit_count, life, in_flight) then
+        version = known
+      elseif operation == UNSET_QUOTA and has_ended_learned(version, known) then
         version = known
       else
         local newest = math.floor((server_time - EPOCH) / STEP) * 4
@@ -219,7 +227,8 @@ local function cold_set_quota()
         end
       end
     end
-    if is_set(version) and (limit_count == 0 or limit_count > MOST_SET_LIMITS) then return false, false end
+    local has_limits = limit_count > 0 and limit_count <= MOST_SET_LIMITS
+    if is_set(version) and operation ~= UNSET_QUOTA and not has_limits then return false, false end
     if version > known then
       change(version, life, in_flight)
       if is_set(version) then set(call, pos, limit_count, guard) end
