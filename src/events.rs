@@ -143,6 +143,8 @@ pub(crate) fn foreign_limit(tally: &Tally, key: &str, limit: Limit, quota: &Quot
 
 /// The upstream states a limit, which applies from now on.
 pub(crate) fn learned(key: &str, limit: Limit, quota: Option<&str>) {
+    let quota = quota.map(shown);
+    let quota = quota.as_deref();
     report!(info, key, %limit, quota, "limit learned from the upstream's headers");
 }
 

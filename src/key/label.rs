@@ -6,7 +6,7 @@ use std::ops::Deref;
 use smallvec::SmallVec;
 
 /// The name of a key in errors and events: see [`Key`](crate::Key#what-logs-show-of-a-key). It
-/// dereferences to its text.
+/// dereferences to its text, in which no character can forge a line of a log.
 ///
 /// A label of up to 39 bytes needs no allocation. Eight digits fit, and so do most hosts of APIs.
 ///
@@ -19,8 +19,24 @@ use smallvec::SmallVec;
 #[derive(Clone, PartialEq, Eq)]
 pub struct Label(SmallVec<[u8; 39]>);
 
-/// The longest name of a host, in bytes.
-const MOST_HOST: usize = 253;
+/// The longest name of a host, and the longest label, in bytes.
+const LONGEST: usize = 253;
+
+/// Returns whether a character of a name could make a line of a log read as something else: it ends the line,
+/// commands the terminal, is invisible, or changes the direction in which the text around it is shown.
+pub(crate) fn may_mislead(c: char) -> bool {
+    c.is_control()
+        || matches!(
+            c,
+            '\u{61c}'
+                | '\u{200b}'
+                | '\u{200e}'
+                | '\u{200f}'
+                | '\u{2028}'..='\u{202e}'
+                | '\u{2060}'..='\u{206f}'
+                | '\u{feff}'
+        )
+}
 
 impl Label {
     /// Makes the label of eight hex digits.
@@ -39,13 +55,23 @@ impl Label {
             _ if byte.is_ascii_alphanumeric() => byte,
             _ => b'_',
         };
-        Label(host.bytes().take(MOST_HOST).map(shown).collect())
+        Label(host.bytes().take(LONGEST).map(shown).collect())
     }
 }
 
+/// Makes the label of a text. Control characters, invisible ones and those that change the direction of the text
+/// become `_`. The label is cut after 253 bytes, between two characters.
 impl From<&str> for Label {
     fn from(text: &str) -> Self {
-        Label(SmallVec::from_slice(text.as_bytes()))
+        let ends = |(start, c): (usize, char)| start + c.len_utf8();
+        let ends = text.char_indices().map(ends);
+        let end = ends.take_while(|end| *end <= LONGEST).last();
+        let text = &text[..end.unwrap_or(0)];
+        if !text.contains(may_mislead) {
+            return Label(SmallVec::from_slice(text.as_bytes()));
+        }
+        let shown = text.replace(may_mislead, "_");
+        Label(SmallVec::from_slice(shown.as_bytes()))
     }
 }
 

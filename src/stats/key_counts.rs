@@ -1,6 +1,7 @@
 //! The counts of one key, which are a part of its state.
 
 use super::values::{Outcome, Requests};
+use crate::key::label::may_mislead;
 
 /// What the requests of one key have done since its state was made.
 #[derive(Debug, Default)]
@@ -100,11 +101,12 @@ impl KeyCounts {
     }
 }
 
-/// Returns a name as it may stand in a line of a log: at most 64 bytes, without control characters.
+/// Returns a name as it may stand in a line of a log: at most 64 bytes, without characters that
+/// [hide or move](may_mislead) the text around them.
 pub(crate) fn shown(name: &str) -> Box<str> {
     let ends = |(start, c): (usize, char)| start + c.len_utf8();
     let fits = name.char_indices().take_while(|c| ends(*c) <= LONGEST_NAME);
-    let shown = fits.map(|(_, c)| if c.is_control() { '?' } else { c });
+    let shown = fits.map(|(_, c)| if may_mislead(c) { '?' } else { c });
     shown.collect::<String>().into()
 }
 

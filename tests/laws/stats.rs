@@ -9,11 +9,11 @@ use futures::FutureExt;
 use http::{Request, StatusCode};
 use proptest::prelude::*;
 use proptest::test_runner::{FileFailurePersistence, TestCaseResult};
-use support::{Distant, Failing, Upstream, count_of, ms, peek, value};
+use support::{Distant, Failing, Upstream, count_of, get, ms, peek, value};
 use tokio::time::{sleep, timeout};
 use tollgate::limiter::Acquire;
 use tollgate::stats::{self, Cause, Event, Requests, Stats};
-use tollgate::store::Store;
+use tollgate::store::{Label, Store};
 use tollgate::{
     AdaptiveThrottleLayer, Cost, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer,
     Reason, Signal, by_header,
@@ -482,6 +482,51 @@ async fn failures_of_the_store_are_counted() {
             expected
         );
         assert_eq!((stats.requests().total(), stats.units()), (6, 0));
+    }
+}
+
+/// A tenant that chooses its name can neither forge a line of a log nor turn its text around.
+#[tokio::test(start_paused = true)]
+async fn key_names_have_no_controls() {
+    let limit = RateLimitLayer::builder(Quota::per_second(50))
+        .key(|request| Some(Key::new(request.path())))
+        .key_name(|request| {
+            let names = [
+                "a\nb\r\u{1b}[31m\u{7f}\u{85}",
+                "a\u{2028}b\u{2029}",
+                "\u{202e}a\u{202d}b\u{202a}\u{202b}\u{202c}",
+                "\u{2066}a\u{2067}b\u{2068}\u{2069}",
+                "a\u{200e}b\u{200f}\u{61c}",
+                "a\u{feff}b\u{200b}",
+            ];
+            names.into_iter().nth(request.path()[1..].parse().unwrap())
+        })
+        .build()
+        .unwrap();
+    let limiter = limit.limiter();
+    let service = ServiceBuilder::new().layer(limit).service(Upstream::new());
+    for path in 0..6 {
+        service
+            .clone()
+            .oneshot(get(&format!("/{path}")))
+            .await
+            .unwrap();
+    }
+    let busiest = limiter.busiest(10);
+    let mut names: Vec<_> = busiest.iter().map(|key| key.name()).collect();
+    names.sort_unstable();
+    let expected = ["?a?b??", "?a?b???", "a?b?", "a?b?", "a?b??", "a?b??[31m??"];
+    assert_eq!(names, expected);
+}
+
+/// A store may make the labels of keys from any text.
+#[test]
+fn labels_are_short_and_have_no_controls() {
+    let label = Label::from("a\nb\u{1b}\u{202e}c d=\"ä\"");
+    assert_eq!(&*label, "a_b__c d=\"ä\"");
+    for (text, length) in [("x", 253), ("ä", 252), ("\u{202e}", 84), ("😀", 252)] {
+        let label = Label::from(&*text.repeat(1000));
+        assert_eq!(label.len(), length, "{text:?}");
     }
 }
 
