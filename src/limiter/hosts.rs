@@ -29,8 +29,8 @@ pub(super) enum Reach {
     /// Requests to several hosts have had the key.
     #[default]
     Shared,
-    /// All requests of the key that were seen went to this host. So do all of a key that has holds by host:
-    /// the response reaches the holds of its host only.
+    /// All requests of the key that were seen went to this host, or had none as this one. So do all of a key that
+    /// has holds by host: the response reaches the holds of its host only.
     Own,
     /// The key is that of the host.
     Host,
@@ -106,6 +106,14 @@ impl KeyHosts {
                 known.seen = now;
             },
         );
+    }
+
+    /// Returns whether no request of `key` with a host was seen since there are several hosts. With one host,
+    /// requests without a host are taken for its requests.
+    fn is_of_none(&self, key: Key) -> bool {
+        let hosts = self.hosts.get();
+        // A full map may have forgotten the key.
+        hosts.is_none_or(|hosts| hosts.find(key, |_| ()).is_none() && hosts.len() < self.max_keys)
     }
 
     /// Returns whether all requests of `key` went to `host`, as far as is known.
@@ -199,12 +207,15 @@ impl Hosts {
     /// Returns how far a response of `host` to a request with `key` may reach. `is_of_host` says whether the key is
     /// that of the host.
     pub(super) fn reach(&self, key: Key, host: Option<Key>, is_of_host: bool) -> Reach {
-        match host {
-            _ if is_of_host => Reach::Host,
-            _ if self.are_of(key) => Reach::Own,
-            Some(host) if !self.of_keys.is_of(key, host) => Reach::Shared,
-            _ => Reach::Own,
-        }
+        let is_own = match host {
+            _ if is_of_host => return Reach::Host,
+            Some(_) if self.are_of(key) => true,
+            Some(host) => self.of_keys.is_of(key, host),
+            // It may be any host, and without one there is no hold by host.
+            None if self.are_of(key) => !self.are_several(),
+            None => self.of_keys.is_of_none(key),
+        };
+        if is_own { Reach::Own } else { Reach::Shared }
     }
 
     /// Returns the key that has the holds of `host`, if requests under `key` have holds by host.

@@ -116,11 +116,11 @@ impl AnsweredCall<'_> {
     fn learn(&self, core: &Arc<Core>, signal: &Signal, now: Instant) {
         let learn = core.settings.learn;
         let by_host = self.hold(core) != self.key;
-        // Each of several hosts under one key has quotas of its own.
+        // Each of several hosts under one key has quotas of its own, also the host of a response that is not known.
         // They are about the whole quota, and not about a part.
         if core.is_divided()
             || learn == HeaderTrust::Ignore
-            || (by_host && core.hosts.are_several())
+            || (core.hosts.are_of(self.key) && core.hosts.are_several())
         {
             return;
         }

@@ -15,7 +15,8 @@ use support::{Upstream, get, limited, ms, ok, peek, settle, soon};
 use tokio::time::{Instant, sleep};
 use tollgate::store::{Lease, LeaseRequest, MemoryStore, Store, StoreReply};
 use tollgate::{
-    Cost, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason, RequestRef, Signal,
+    Cost, HeaderTrust, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason, RequestRef,
+    Signal,
 };
 use tower::{Layer, ServiceBuilder, ServiceExt};
 
@@ -427,4 +428,55 @@ async fn a_probe_to_a_host_ends_the_hold_of_all_hosts() {
         service.clone().oneshot(get(ONE)).await.unwrap();
     }
     assert!(start.elapsed() < SECOND, "{:?}", start.elapsed());
+}
+
+/// A response whose host is not known may be of any host. Once requests go to several, it reaches no key that
+/// requests to some host have.
+#[tokio::test(start_paused = true)]
+async fn hostless_responses_reach_no_key_of_hosts() {
+    type KeyOf = fn(&RequestRef<'_>) -> Option<Key>;
+    let whole: [KeyOf; 2] = [|_| Some(Key::ALL), |_| Some(Key::new("fleet"))];
+    for (index, key_of) in whole.into_iter().enumerate() {
+        for (status, header) in [
+            (429, ("x-ratelimit-scope", "account")),
+            (200, ("ratelimit-policy", r#""account";q=1;w=3600"#)),
+        ] {
+            let layer = builder(Quota::per_second(50))
+                .name("account")
+                .key(key_of)
+                .and_per("token", Quota::per_second(50), |request| {
+                    request.header("authorization").map(Key::new)
+                })
+                .trust_headers(HeaderTrust::Stricter)
+                .max_wait(ms(1500))
+                .build()
+                .unwrap();
+            let answers = |request: http::Request<()>| async move {
+                let response = http::Response::builder();
+                let response = match request.uri().host() {
+                    Some(_) => response,
+                    None => response.status(status).header(header.0, header.1),
+                };
+                let response = response.header("retry-after", "30").body(());
+                Ok::<_, std::convert::Infallible>(response.unwrap())
+            };
+            let service = layer.layer(tower::service_fn(answers));
+            let send = |url: &str, token: &str| {
+                let request = http::Request::get(url).header("authorization", token);
+                service.clone().oneshot(request.body(()).unwrap())
+            };
+            for (url, token) in [(ONE, "a"), (TWO, "b"), ("/", "c")] {
+                send(url, token).await.unwrap();
+            }
+            for (url, token) in [(ONE, "a"), (TWO, "b"), (ONE, "a"), (TWO, "b")] {
+                let sent = send(url, token).await;
+                assert!(sent.is_ok(), "{index} {status} {token}: {sent:?}");
+            }
+            // The key that only requests without a host have had is that of their server.
+            if status == 429 {
+                let refused = send("/", "c").await;
+                assert!(refused.is_err(), "{index}: the server is obeyed");
+            }
+        }
+    }
 }
