@@ -178,7 +178,7 @@ impl Ledger {
     }
 
     /// Returns the version of the set quota or of its end. 0 if there is none.
-    fn quota_version(&self) -> u32 {
+    pub(crate) fn quota_version(&self) -> u32 {
         self.set_quota().map_or(0, |quota| quota.version)
     }
 

@@ -139,7 +139,9 @@ pub(super) async fn forget_learned(core: &Arc<Core>, key: Key) -> Result<(), Sto
     let mut learned = core.states.find(key, known).flatten();
     if learned.is_none() {
         let request = core.peek_request(key, &core.terms(key));
-        let usage = core.settings.store.peek(request).arrives().await?;
+        // The store of a process that ignores headers leaves learned quotas out.
+        let store = &core.settings.shared_store;
+        let usage = store.peek(request).arrives().await?;
         let set = usage.set_quota.filter(|set| set.is_learned());
         learned = set.map(|set| (set.version, set.life));
     }

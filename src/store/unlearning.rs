@@ -2,15 +2,16 @@
 //! them do not limit it.
 //!
 //! The quota of a key is one for all processes, and the store keeps it. So a process that trusts no headers
-//! ends a learned quota when a reply states one, and makes its call again. A process that has learned the quota does
+//! ends a learned quota when a reply states one, and makes its call again. A question about the key is answered as
+//! if the learned quota had ended. A process that has learned the quota does
 //! not learn another one of the key for a minute after that end: otherwise each of its responses would begin it anew.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::{
-    ClientSession, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, SetQuota, Store, StoreError,
-    StoreReply,
+    ClientSession, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, PeekRequest, SetQuota, Store,
+    StoreError, StoreReply, Usage,
 };
 use crate::clock;
 
@@ -71,8 +72,35 @@ fn without_quota(lease: Lease) -> Lease {
     }
 }
 
+/// Returns the question for what would hold after the end of the learned quota that `reply` states, if it states
+/// one. The version of the end is newer than that of the quota. A question changes nothing in the store.
+fn after_end(mut request: PeekRequest, reply: &Result<Usage, StoreError>) -> Option<PeekRequest> {
+    let set = reply.as_ref().ok()?.set_quota.as_deref()?;
+    let set = Some(set).filter(|set| set.is_learned())?;
+    let spec = LimitSpec::clone(&request.spec).with_quota_version(set.version + 1, set.life);
+    request.spec = Arc::new(spec);
+    Some(request)
+}
+
 impl Store for UnlearningStore {
-    crate::delegate_store!(self => *self.0; implements lease);
+    crate::delegate_store!(self => *self.0; implements lease, peek);
+
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        let (store, asked) = (self.0.clone(), request.clone());
+        match store.peek(request) {
+            StoreReply::Ready(reply) => match after_end(asked, &reply) {
+                Some(again) => store.peek(again),
+                None => StoreReply::Ready(reply),
+            },
+            StoreReply::Pending(reply) => StoreReply::Pending(Box::pin(async move {
+                let reply = reply.await;
+                match after_end(asked, &reply) {
+                    Some(again) => store.peek(again).arrives().await,
+                    None => reply,
+                }
+            })),
+        }
+    }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let store = self.0.clone();

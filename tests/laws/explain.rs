@@ -9,7 +9,7 @@ use futures::FutureExt;
 use http::Response;
 use support::{Failing, Upstream, get, ms, now, pass, settle};
 use tokio::task::JoinHandle;
-use tollgate::limiter::{Because, Explanation, Verdict};
+use tollgate::limiter::{Because, Explanation, QuotaSource, Verdict};
 use tollgate::quota::Limit;
 use tollgate::store::{MemoryStore, PeekRequest, Store, StoreReply, Usage};
 use tollgate::{
@@ -564,4 +564,93 @@ async fn joint_requests_that_wait_in_a_layer_that_settles_are_told() {
     assert_eq!(told, Verdict::Waits { wait, because });
     assert!(both(1).now_or_never().is_none(), "it waits");
     drop(waiting.await.unwrap().unwrap());
+}
+
+/// A process that ignores headers ends what others have learned when it uses the key. So it waits for the
+/// configured limits only, and learned ones neither delay it nor are told.
+#[tokio::test(start_paused = true)]
+async fn explain_leaves_out_limits_that_its_process_ignores() {
+    for trust in [HeaderTrust::Stricter, HeaderTrust::Replace] {
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+        let make = |trust| {
+            let builder = builder(Quota::per_minute(3)).trust_headers(trust);
+            let builder = builder.store(store.clone()).max_wait(ms(600_000));
+            builder.build().unwrap()
+        };
+        let (learns, ignores) = (make(trust), make(HeaderTrust::Ignore).limiter());
+        let policy = ("ratelimit-policy", r#""a";q=1;w=120"#);
+        respond(&learns, 200, &[policy]).await;
+        is_told(
+            &ignores,
+            "
+        github, key all: a request now would leave at once
+          3/60s    1 used, 2 free
+          hold     none
+          waiting  0 here
+          at hand  0
+            ",
+        )
+        .await;
+        let status = ignores.peek(Key::ALL).await.unwrap();
+        assert_eq!(status.quota_source, QuotaSource::Builder, "{trust:?}");
+        assert_eq!(status.free, 2, "{trust:?}");
+        // The question has ended nothing.
+        let learns = learns.limiter();
+        let source = learns.peek(Key::ALL).await.unwrap().quota_source;
+        assert!(matches!(source, QuotaSource::Upstream { .. }), "{source:?}");
+        let verdict = learns.explain(Key::ALL).await.unwrap().verdict;
+        assert!(matches!(verdict, Verdict::Waits { .. }), "{verdict:?}");
+        assert!(ignores.acquire(Key::ALL).await.is_ok());
+        assert!(ignores.acquire(Key::ALL).await.is_ok());
+        let verdict = ignores.explain(Key::ALL).await.unwrap().verdict;
+        let Verdict::Waits { wait, because } = verdict else {
+            panic!("{verdict:?}");
+        };
+        assert_eq!(because, Because::Limit(Limit::sliding(3, ms(60_000))));
+        assert!(wait <= Some(ms(60_100)), "{wait:?}");
+    }
+}
+
+/// A release ends learned limits, also by a process that ignores them.
+#[tokio::test(start_paused = true)]
+async fn release_ends_learned_limits_that_its_process_ignores() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let make = |trust| {
+        let builder = builder(Quota::per_minute(3)).trust_headers(trust);
+        builder.store(store.clone()).build().unwrap()
+    };
+    let (learns, ignores) = (make(HeaderTrust::Stricter), make(HeaderTrust::Ignore));
+    respond(&learns, 200, &[("ratelimit-policy", r#""a";q=1;w=120"#)]).await;
+    ignores.limiter().release(Key::ALL).await.unwrap();
+    let source = learns.limiter().peek(Key::ALL).await.unwrap().quota_source;
+    assert_eq!(source, QuotaSource::Builder);
+}
+
+/// A hold that another process has caused counts for all, also for those that ignore headers.
+#[tokio::test(start_paused = true)]
+async fn explain_tells_holds_that_its_process_obeys() {
+    let used_up = [
+        ("x-ratelimit-limit", "3"),
+        ("x-ratelimit-remaining", "0"),
+        ("x-ratelimit-reset", "30"),
+    ];
+    for (status, headers) in [(429, &[("retry-after", "30")][..]), (200, &used_up[..])] {
+        for is_there_before in [false, true] {
+            let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+            let make = |trust| {
+                let builder = builder(Quota::per_minute(3)).trust_headers(trust);
+                let builder = builder.store(store.clone()).max_wait(ms(0));
+                builder.build().unwrap()
+            };
+            let ignores = make(HeaderTrust::Ignore).limiter();
+            if is_there_before {
+                drop(ignores.acquire(Key::ALL).await.unwrap());
+            }
+            respond(&make(HeaderTrust::Usage), status, headers).await;
+            let told = ignores.explain(Key::ALL).await.unwrap().verdict;
+            let is_told = !matches!(told, Verdict::Goes);
+            let is_refused = ignores.acquire(Key::ALL).await.is_err();
+            assert_eq!(is_told, is_refused, "{status} {is_there_before}: {told:?}");
+        }
+    }
 }

@@ -118,6 +118,17 @@ async fn a_process_that_ignores_headers_is_not_limited_by_what_others_learned() 
         assert!(start.elapsed() < Duration::from_secs(10));
     }
     let later = process_with(&server, HeaderTrust::Ignore).await;
+    let status = later.limiter().peek(Key::ALL).await.unwrap();
+    assert_eq!(status.quota_source, QuotaSource::Builder);
+    let counts: Vec<_> = status
+        .limits
+        .iter()
+        .map(|usage| usage.limit.count())
+        .collect();
+    assert_eq!(counts, [1000], "its own limit");
+    assert!(status.free > 900, "{status:?}");
+    let source = first.limiter().peek(Key::ALL).await.unwrap().quota_source;
+    assert!(is_learned(source), "a question ends nothing: {source:?}");
     for layer in [before, later] {
         for request in 0..60 {
             let permit = layer.limiter().acquire(Key::ALL).await;

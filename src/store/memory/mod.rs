@@ -174,6 +174,7 @@ impl std::fmt::Debug for MemoryStore {
 }
 
 /// The ledger of a key.
+#[derive(Clone)]
 struct Counts {
     /// When the ledger can be dropped. A copy of a value of the ledger, so that a search for a
     /// ledger to drop reads no ledger.
@@ -327,7 +328,13 @@ impl Store for MemoryStore {
         let now = clock::micros(clock::now());
         let (key, spec) = (request.key, &request.spec);
         let read = |ledger: &mut Ledger, now| usage(ledger, spec, &request, now);
-        let known = self.counts.find(key, |counts| counts.with(spec, now, read));
+        let known = self.counts.find(key, |counts| {
+            if spec.quota_version() <= counts.ledger.quota_version() {
+                return counts.with(spec, now, read);
+            }
+            // The new version would change the ledger, and a question changes nothing.
+            counts.clone().with(spec, now, read)
+        });
         let rates = known.unwrap_or_else(|| read(&mut Ledger::new(spec, now), now));
         let Some(most) = spec.quota().most_in_flight() else {
             return StoreReply::Ready(Ok(rates));

@@ -196,10 +196,17 @@ fn same_with_set_quotas(
             let (ours, theirs) = world.peek(&spec, step);
             let ttl = world.ttl;
             // Times to live follow the real clock of the server, which this test does not set.
-            let is_set = steps[..=number].iter().any(|step| step.step.clock != 0);
+            let has_jumped = steps[..=number].iter().any(|step| step.step.clock != 0);
             let left = ours.set_quota.as_ref().map(|quota| quota.left.as_millis());
-            prop_assert!(is_set || left.is_none_or(|left| u128::try_from(ttl).unwrap() >= left));
+            prop_assert!(
+                has_jumped || left.is_none_or(|left| u128::try_from(ttl).unwrap() >= left)
+            );
             prop_assert_eq!(ours, theirs, "peek at step {}", number);
+            if let Some(version) = world.set_quota_version().filter(|version| is_set(*version)) {
+                let end = spec_of(own).with_quota_version(version + 1, millis(1000));
+                let (ours, theirs) = world.peek_ahead(&Arc::new(end), step);
+                prop_assert_eq!(ours, theirs, "peek ahead at step {}", number);
+            }
         }
     }
     Ok(())

@@ -202,21 +202,42 @@ impl World {
 
     /// Asks about a request like those of `step`, behind all of its demands.
     pub(super) fn peek(&mut self, spec: &Arc<LimitSpec>, step: &Step) -> (Usage, Usage) {
-        let demands = step.demands.iter();
-        let request = PeekRequest {
-            cost: step.demands.last().map_or(1, |&(cost, _)| cost),
-            validity: step.life,
-            ahead: demands
-                .map(|&(cost, count)| Demand::new(cost, count))
-                .collect(),
-            ..PeekRequest::new(Key::ALL, spec)
-        };
+        let request = World::question(spec, step);
         let theirs = codec::read_peek(&self.run(&codec::peek(&request, 7))).unwrap();
         let ours = match &mut self.ledger {
             Some(ledger) => usage(ledger, spec, &request, self.now),
             None => usage(&mut Ledger::new(spec, self.now), spec, &request, self.now),
         };
         (ours, theirs)
+    }
+
+    /// Returns the version of the set quota, or of its end.
+    pub(super) fn set_quota_version(&self) -> Option<u32> {
+        self.ledger.as_ref().map(Ledger::quota_version)
+    }
+
+    /// Reads the state under a newer version of the set quota, which changes it in neither.
+    pub(super) fn peek_ahead(&mut self, spec: &Arc<LimitSpec>, step: &Step) -> (Usage, Usage) {
+        let ledger = self.ledger.clone();
+        if let Some(ledger) = &mut self.ledger {
+            ledger.align(self.clock, self.now);
+            ledger.advance(spec, self.now);
+        }
+        let both = self.peek(spec, step);
+        self.ledger = ledger;
+        both
+    }
+
+    fn question(spec: &Arc<LimitSpec>, step: &Step) -> PeekRequest {
+        let demands = step.demands.iter();
+        PeekRequest {
+            cost: step.demands.last().map_or(1, |&(cost, _)| cost),
+            validity: step.life,
+            ahead: demands
+                .map(|&(cost, count)| Demand::new(cost, count))
+                .collect(),
+            ..PeekRequest::new(Key::ALL, spec)
+        }
     }
 
     /// Forgets the state here if Redis has none. A refusal may leave no state, and then no
