@@ -16,8 +16,8 @@ use tokio::runtime::Handle;
 
 use super::engine::Core;
 use super::key_state::{
-    Effect, JoinedRound, KeyContext, KeyState, LeaseFuture, Lent, OWN_PART, Round, SentCall,
-    StatedLimit, WholeLimits, Work, confirmed, fresh_for,
+    Effect, HeaderTrust, JoinedRound, KeyContext, KeyState, LeaseFuture, Lent, OWN_PART, Round,
+    SentCall, StatedLimit, WholeLimits, Work, confirmed, fresh_for,
 };
 use super::queue::CallNumber;
 use super::quotas::QuotaId;
@@ -380,9 +380,33 @@ impl Core {
     fn call(self: &Arc<Self>, key: Key, number: CallNumber, call: SentCall, answer: LeaseFuture) {
         let mut open = StoreCall::new(self, key, call);
         open.number = Some(number);
+        let Settings { learn, store, .. } = &self.settings;
+        if *learn == HeaderTrust::Ignore && store.background().is_none() {
+            return self.call_in_process(number, open, answer);
+        }
         self.spawn(async move {
             let answer = answer.await;
             open.answered(answer, |state, ctx, call, answer| {
+                state.call_answered(ctx, number, call, answer);
+            });
+        });
+    }
+
+    /// Runs a call to a store that may be in this process, although its answer is not at hand. This is so if the
+    /// call ends a learned quota: see `store/unlearning.rs`. Then the waiter has its slot when it is first polled,
+    /// which may be at its deadline, and later calls expect answers at once.
+    fn call_in_process(&self, number: CallNumber, open: StoreCall, mut answer: LeaseFuture) {
+        self.start(async move {
+            let first = poll_fn(|cx| Poll::Ready(answer.as_mut().poll(cx))).await;
+            let is_at_once = first.is_ready();
+            let answer = match first {
+                Poll::Ready(answer) => answer,
+                Poll::Pending => answer.await,
+            };
+            open.answered(answer, |state, ctx, call, answer| {
+                if is_at_once {
+                    state.note_at_once();
+                }
                 state.call_answered(ctx, number, call, answer);
             });
         });

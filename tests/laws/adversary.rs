@@ -440,6 +440,33 @@ async fn learned_limits_do_not_reach_a_process_that_ignores_headers() {
     }
 }
 
+/// The request that ends a learned limit needs no time for it if the store is in its process.
+#[tokio::test(start_paused = true)]
+async fn requests_that_end_learned_limits_leave_at_their_deadline() {
+    for trust in [HeaderTrust::Stricter, HeaderTrust::Replace] {
+        for is_of_two_keys in [false, true] {
+            let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+            let states = &[("ratelimit-policy", "\"a\";q=2;w=60")];
+            answered(&learning(&store, trust), Key::ALL, states).await;
+            let builder = RateLimitLayer::builder(Quota::per_minute(60)).store(store);
+            let ignores = builder.trust_headers(HeaderTrust::Ignore).build();
+            let ignores = ignores.unwrap().limiter();
+            for request in 0..3 {
+                let deadline = Instant::now().into_std();
+                let acquire = ignores.acquire(Key::ALL).deadline(deadline);
+                let permit = match is_of_two_keys {
+                    true => acquire.and(ignores.acquire(Key::new("b"))).await,
+                    false => acquire.await,
+                };
+                assert!(
+                    permit.is_ok(),
+                    "{trust:?}, {is_of_two_keys}, {request}: {permit:?}"
+                );
+            }
+        }
+    }
+}
+
 /// The end of a learned limit forgets nothing that was sent under the configured one.
 #[tokio::test(start_paused = true)]
 async fn what_was_sent_counts_when_a_learned_limit_ends() {

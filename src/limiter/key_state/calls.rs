@@ -156,6 +156,11 @@ impl KeyState {
         (call, reply)
     }
 
+    /// Notes that the store has answered at once, although it seemed to answer later.
+    pub(in crate::limiter) fn note_at_once(&mut self) {
+        self.store.answers_later = false;
+    }
+
     /// Takes in the answer to a call, at `now`, except its slots and refusals. The caller takes these in, and then
     /// calls [`after_answer`](Self::after_answer).
     ///
