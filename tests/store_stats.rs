@@ -1,15 +1,30 @@
 //! What a store in Redis counts, against what Redis has executed, and its metrics.
 
-use std::sync::Arc;
+use std::net::TcpListener;
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
-use metrics_exporter_prometheus::PrometheusBuilder;
-use redis_server::RedisServer;
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use redis_server::{Proxy, RedisServer};
 use tollgate::store::{RedisStore, StoreCalls, StoreStats};
 use tollgate::{AdaptiveThrottleLayer, Key, Limiter, Quota, RateLimitLayer};
 
 /// The longest wait for what should come within a second.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The page of the exporter of this process.
+static PAGE: LazyLock<PrometheusHandle> =
+    LazyLock::new(|| PrometheusBuilder::new().install_recorder().unwrap());
+
+/// Returns a metric of the store with this prefix, if the page has it. `name` follows `tollgate_store_`.
+fn line(prefix: &str, name: &str, labels: &str) -> Option<f64> {
+    LazyLock::force(&PAGE);
+    tollgate::metrics::publish();
+    let start = format!("tollgate_store_{name}{{store=\"{prefix}\"{labels}}} ");
+    let page = PAGE.render();
+    let line = page.lines().find_map(|line| line.strip_prefix(&start));
+    line.map(|value| value.parse::<f64>().unwrap())
+}
 
 fn store(redis: &RedisServer, prefix: &str) -> Arc<RedisStore> {
     let builder = RedisStore::builder(&redis.url()).prefix(prefix);
@@ -125,14 +140,7 @@ async fn stats_equal_what_redis_executed() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn lost_connections_are_counted_and_published() {
-    let page = PrometheusBuilder::new().install_recorder().unwrap();
-    let line = |name: &str, labels: &str| {
-        tollgate::metrics::publish();
-        let start = format!("tollgate_store_{name}{{store=\"counted\"{labels}}} ");
-        let page = page.render();
-        let line = page.lines().find_map(|line| line.strip_prefix(&start));
-        line.map(|value| value.parse::<f64>().unwrap())
-    };
+    let line = |name: &str, labels: &str| line("counted", name, labels);
     let mut redis = RedisServer::start().unwrap();
     let first = store(&redis, "counted");
     let limiter = limiter(&first);
@@ -176,4 +184,113 @@ async fn lost_connections_are_counted_and_published() {
     let labels = ",call=\"permits\",result=\"away\"";
     assert_eq!(line("calls_total", labels), Some(away));
     assert_eq!(line("up", ""), Some(1.0));
+}
+
+/// How a call to a store fails.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    /// Connections are refused, so the call fails at once.
+    Refused,
+    /// The connection breaks while the call is under way.
+    Broken,
+    /// Nothing is answered on an open connection until the call times out.
+    Silent,
+}
+
+/// Each call that gets no reply counts as `away` once, and the store is not up until the next reply.
+#[tokio::test(flavor = "multi_thread")]
+async fn each_way_to_get_no_reply_counts_as_away() {
+    let redis = RedisServer::start().unwrap();
+    for way in [Way::Refused, Way::Broken, Way::Silent] {
+        let prefix = format!("{way:?}");
+        let proxy = Proxy::start(redis.port()).unwrap();
+        let builder = RedisStore::builder(&proxy.url()).prefix(&prefix);
+        let builder = builder.store_timeout(Duration::from_secs(2));
+        let store = Arc::new(builder.build().unwrap());
+        let limiter = RateLimitLayer::builder(Quota::per_second(1000)).store(store.clone());
+        let limiter = limiter.build().unwrap().limiter();
+        let hold = || limiter.hold_for(Key::new("held"), Duration::from_millis(1));
+        hold().await.unwrap();
+        assert_eq!(line(&prefix, "up", ""), Some(1.0), "{way:?}");
+        for _ in 0..3 {
+            let away = || result(calls(&store.stats(), "permits"), "away");
+            let (start, before) = (Instant::now(), away());
+            let call = match way {
+                Way::Refused => {
+                    proxy.refuse(true);
+                    hold().await
+                }
+                Way::Broken => {
+                    proxy.swallow(true);
+                    let breaks = async {
+                        tokio::time::sleep(Duration::from_millis(300)).await;
+                        proxy.refuse(true);
+                    };
+                    let (call, ()) = tokio::join!(hold(), breaks);
+                    call
+                }
+                Way::Silent => {
+                    proxy.swallow(true);
+                    hold().await
+                }
+            };
+            let took = start.elapsed();
+            assert!(call.is_err(), "{way:?}");
+            let stats = until(&store, |stats| stats.is_up() == Some(false)).await;
+            assert_eq!(line(&prefix, "up", ""), Some(0.0), "{way:?}");
+            assert_eq!(away(), before + 1, "{way:?}: {took:?}");
+            let labels = ",call=\"permits\",result=\"away\"";
+            let published = line(&prefix, "calls_total", labels);
+            assert_eq!(published, Some((before + 1) as f64), "{way:?}");
+            assert_eq!(result(calls(&stats, "permits"), "failed"), 0, "{way:?}");
+            proxy.swallow(false);
+            proxy.refuse(false);
+            // The first calls may still find the broken connection.
+            while hold().await.is_err() {
+                assert!(start.elapsed() < PATIENCE, "{way:?}");
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            assert_eq!(line(&prefix, "up", ""), Some(1.0), "{way:?}");
+        }
+    }
+}
+
+/// What accepts connections and never replies is no store that is up.
+#[tokio::test(flavor = "multi_thread")]
+async fn servers_that_never_reply_are_not_up() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("redis://{}/", listener.local_addr().unwrap());
+    let builder = RedisStore::builder(&url).prefix("mute");
+    let store = builder.store_timeout(Duration::from_millis(300)).build();
+    let store = Arc::new(store.unwrap());
+    let limiter = RateLimitLayer::builder(Quota::per_second(1000)).store(store.clone());
+    let limiter = limiter.build().unwrap().limiter();
+    for failed in 1..=3 {
+        let hold = limiter.hold_for(Key::ALL, Duration::from_millis(1));
+        assert!(hold.await.is_err());
+        let stats = store.stats();
+        assert_eq!(result(calls(&stats, "permits"), "away"), failed);
+        assert_eq!(line("mute", "up", ""), Some(0.0), "{stats:?}");
+    }
+}
+
+/// An error that Redis replies is no outage, but the store is of no use until the next reply in time.
+#[tokio::test(flavor = "multi_thread")]
+async fn replies_that_are_errors_count_as_failed() {
+    let redis = RedisServer::start().unwrap();
+    let store = store(&redis, "errors");
+    let limiter = RateLimitLayer::builder(Quota::per_second(1000)).store(store.clone());
+    let limiter = limiter.build().unwrap().limiter();
+    let hold = || limiter.hold_for(Key::ALL, Duration::from_millis(1));
+    hold().await.unwrap();
+    let _: String = redis.command(&["CONFIG", "SET", "maxmemory", "1"]);
+    for failed in 1..=3 {
+        assert!(hold().await.is_err());
+        let stats = store.stats();
+        let counts = ["away", "failed"].map(|name| result(calls(&stats, "permits"), name));
+        assert_eq!(counts, [0, failed]);
+    }
+    let _: String = redis.command(&["CONFIG", "SET", "maxmemory", "0"]);
+    hold().await.unwrap();
+    assert_eq!(line("errors", "up", ""), Some(1.0));
 }

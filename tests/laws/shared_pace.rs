@@ -16,7 +16,7 @@ use tollgate::store::{
 };
 use tollgate::{AdaptiveThrottleLayer, Key, Signal};
 
-use support::{ms, now, pass, soon};
+use support::{count_of, ms, now, pass, soon};
 
 /// A store with a delay for each exchange, which can be made unreachable.
 #[derive(Default)]
@@ -528,4 +528,54 @@ fn pace_that_cannot_be_shared_is_refused_with_remedy() {
         .store(Arc::new(MemoryStore::default()));
     let error = builder.build().unwrap_err();
     assert!(error.to_string().contains("Pace::share"), "{error}");
+}
+
+/// A key in use counts as alone for as long as the store cannot be reached, whether it refuses calls or never
+/// replies. A key at rest does not count.
+#[tokio::test(start_paused = true)]
+async fn keys_in_use_are_alone_while_the_store_is_away() {
+    for is_mute in [false, true] {
+        let remote = Remote::new(ms(20));
+        let throttle = layer(&remote).throttle();
+        let alone = || count_of(&throttle.stats(), "keys_alone");
+        let (rests, used) = (Key::new("rests"), Key::new("used"));
+        throttle
+            .acquire(rests)
+            .await
+            .unwrap()
+            .answered(&Signal::default());
+        throttle
+            .acquire(used)
+            .await
+            .unwrap()
+            .answered(&Signal::default());
+        pass(ms(1000)).await;
+        assert_eq!(alone(), 0, "{is_mute}");
+        let fault = if is_mute { &remote.mute } else { &remote.away };
+        fault.store(true, Ordering::Relaxed);
+        let mut sent = Vec::new();
+        for _ in 0..20 {
+            sent.push(soon(throttle.acquire(used)).await.unwrap());
+            pass(ms(1000)).await;
+        }
+        assert_eq!(alone(), 1, "{is_mute}");
+        sent.drain(..19)
+            .for_each(|permit| drop(permit.answered(&Signal::default())));
+        assert_eq!(alone(), 1, "{is_mute}: one is in flight");
+        fault.store(false, Ordering::Relaxed);
+        // A call that never gets a reply is given up by a later request.
+        for _ in 0..30 {
+            let permit = soon(throttle.acquire(used)).await.unwrap();
+            drop(permit.answered(&Signal::default()));
+            pass(ms(1000)).await;
+        }
+        assert_eq!(alone(), 0, "{is_mute}: the store is back");
+        fault.store(true, Ordering::Relaxed);
+        sent.push(soon(throttle.acquire(used)).await.unwrap());
+        pass(Duration::from_secs(60)).await;
+        sent.drain(..)
+            .for_each(|permit| drop(permit.answered(&Signal::default())));
+        pass(ms(5000)).await;
+        assert_eq!(alone(), 0, "{is_mute}: no key is in use");
+    }
 }
