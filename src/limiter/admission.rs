@@ -195,7 +195,8 @@ fn take_in_flight_slot(
         return Ok(None);
     }
     let number = next_number();
-    match in_flight_slot::enter(core, key, number, bound.latest <= now, now) {
+    let max_queue = core.settings.max_queue;
+    match in_flight_slot::enter(core, key, number, bound.latest <= now, max_queue, now) {
         Ok(None) => Err(Admission::waits(WaitFor::InFlightSlot(number), None)),
         Ok(Some(settled)) => in_flight_slot_settled(core, key, bound, settled),
         Err(Full) => {

@@ -16,7 +16,7 @@ use crate::key::Key;
 use crate::key_map::Full;
 use crate::quota::Limit;
 use crate::store::{Refusal, StoreEvent};
-use crate::wait_queue::Number;
+use crate::wait_queue::{MISSED, Number};
 use crate::wakers::Wakers;
 
 /// The in-flight slot of a call. Dropping it ends the call.
@@ -110,8 +110,8 @@ impl Drop for InFlightSlot {
     }
 }
 
-/// Asks for an in-flight slot of `key`, under `number`. Returns `None` if the request waits. An
-/// `impatient` request cannot wait: it is refused if the answer of the store grants it no slot.
+/// Asks for an in-flight slot of `key`, under `number`. Returns `None` if the request waits, as one of at most
+/// `max_queue`. An `impatient` request cannot wait: it is refused if the answer of the store grants it no slot.
 ///
 /// # Errors
 ///
@@ -121,6 +121,7 @@ pub(super) fn enter(
     key: Key,
     number: Number,
     impatient: bool,
+    max_queue: usize,
     now: Instant,
 ) -> Result<Option<Settled<Number>>, Full> {
     let Some(in_flight) = &core.in_flight else {
@@ -129,7 +130,6 @@ pub(super) fn enter(
     // The calls of the key may have been evicted, unlike its state, which knows the limit.
     let limit = core.quota_of(key).quota().most_in_flight();
     let key = core.whole(key);
-    let max_queue = core.settings.max_queue;
     let entered = in_flight.with_new(key, limit, now, |calls| {
         if calls.waiting() >= max_queue {
             return false;
@@ -138,6 +138,7 @@ pub(super) fn enter(
         true
     })?;
     core.claim(entered.claim);
+    look_later(core, key, entered.begins_to_look);
     if !entered.done {
         return Ok(Some(Settled::QueueFull));
     }
@@ -200,7 +201,29 @@ fn with_calls<R>(
         .act(key, |calls| act(calls, &mut wakers))?;
     wakers.wake();
     core.claim(acted.claim);
+    look_later(core, key, acted.begins_to_look);
     Some(acted.done)
+}
+
+/// Starts the task that passes on the slots of `key` whose requests are not polled, if it `begins`.
+fn look_later(core: &Arc<Core>, key: Key, begins: bool) {
+    if !begins {
+        return;
+    }
+    let core_of_task = Arc::downgrade(core);
+    core.spawn(async move {
+        loop {
+            clock::sleep_until(clock::after(clock::now(), MISSED)).await;
+            let Some(core) = core_of_task.upgrade() else {
+                return;
+            };
+            let now = clock::now();
+            let look = |calls: &mut KeyCalls, wakers: &mut Wakers| calls.look(now, wakers);
+            if with_calls(&core, key, look) != Some(true) {
+                return;
+            }
+        }
+    });
 }
 
 /// Runs `act` on the calls in flight of `key`. Does nothing with [`OnStoreError::FailOpen`]: then

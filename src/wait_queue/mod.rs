@@ -40,6 +40,10 @@ pub(crate) type Number = u64;
 /// call to the store has no answer after this time, it counts as lost.
 pub(crate) const ANSWER: Duration = Duration::from_secs(1);
 
+/// How long after its slot has expired a request may still come for it. One that does not is not polled: it gets
+/// nothing until it is. Within this time a program that runs late goes on as if nothing had happened.
+pub(crate) const MISSED: Duration = Duration::from_millis(50);
+
 /// Returns until when a request waits for the answer of a store. `latest` is until when it can wait
 /// for its turn.
 pub(crate) fn answer_by(latest: Instant, now: Instant) -> Instant {
@@ -165,6 +169,17 @@ impl<T, O> WaitQueue<T, O> {
         Some(waiter.request)
     }
 
+    /// Ends the wait of the first request but `running`. Returns whether there is one.
+    pub(crate) fn settle_first_but(
+        &mut self,
+        running: Option<Number>,
+        outcome: O,
+        wakers: &mut Wakers,
+    ) -> bool {
+        let first = self.numbers().find(|number| Some(*number) != running);
+        first.is_some_and(|first| self.settle(first, outcome, wakers).is_ok())
+    }
+
     /// Ends the wait of each request for which `outcome` returns one. Returns how many these are.
     pub(crate) fn settle_where(
         &mut self,
@@ -203,6 +218,13 @@ impl<T, O> WaitQueue<T, O> {
     /// Returns the first request that waits.
     pub(crate) fn first_mut(&mut self) -> Option<&mut Waiter<T>> {
         self.iter_mut().next()
+    }
+
+    /// Returns the requests whose outcomes no future has collected, in order.
+    pub(crate) fn uncollected(&self) -> impl Iterator<Item = (Number, &O)> {
+        self.settled
+            .iter()
+            .map(|(number, outcome)| (*number, outcome))
     }
 
     /// Returns the numbers of the requests that wait, in order.

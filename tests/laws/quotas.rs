@@ -637,12 +637,13 @@ async fn a_set_quota_has_units_and_calls_in_flight() {
         request().await.unwrap_err().reason(),
         Some(Reason::CostAboveLimit { .. })
     ));
-    one.set_quota(tenant(), quota(20, 9000, 3)).await.unwrap();
+    one.set_quota(tenant(), quota(20, 12_000, 3)).await.unwrap();
     let permits = [request().await, request().await, request().await];
     assert!(permits.iter().all(Result::is_ok), "{permits:?}");
     let refused = request().await.unwrap_err();
     assert_eq!(refused.report().limit().unwrap().count(), 3, "{refused}");
     drop(permits);
+    let _fourth = request().await.unwrap();
     assert_eq!(request().await.unwrap_err().report().unit(), "tokens");
 }
 

@@ -22,6 +22,8 @@ pub(in crate::limiter) struct Acted<R> {
     pub(in crate::limiter) done: R,
     /// The claim to send to the store after the lock is released.
     pub(in crate::limiter) claim: Option<Claim>,
+    /// Whether a task has to begin that looks for slots that are not collected.
+    pub(in crate::limiter) begins_to_look: bool,
 }
 
 impl InFlightCalls {
@@ -132,6 +134,7 @@ impl InFlightCalls {
         Acted {
             done,
             claim: calls.claim(key, self.terms),
+            begins_to_look: calls.begins_to_look(),
         }
     }
 }

@@ -1,11 +1,12 @@
 //! The calls in flight of one key from this process, and the requests that wait for a slot.
 
 use std::task::{Context, Poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::claims::{Claims, Counts, Terms};
 use super::slot_waiters::{SlotWait, SlotWaiters};
 use super::validity::Validity;
+use crate::clock;
 use crate::key::Key;
 use crate::key_map::Evict;
 use crate::limiter::queue::next_number;
@@ -13,6 +14,9 @@ use crate::limiter::reservation::Settled;
 use crate::store::{Claim, Refusal, StoreEvent};
 use crate::wait_queue::{Left, Number};
 use crate::wakers::Wakers;
+
+/// A task that has not looked for this long was lost with its runtime.
+const LOOK_LOST: Duration = Duration::from_secs(1);
 
 /// The calls in flight of one key from this process, and the requests that wait for a slot.
 pub(in crate::limiter) struct KeyCalls {
@@ -30,6 +34,8 @@ pub(in crate::limiter) struct KeyCalls {
     own_limit: Option<u32>,
     /// Whether the last claim states another limit.
     has_new_limit: bool,
+    /// Until when a task looks for slots that were granted and not collected.
+    looks_until: Option<Instant>,
     /// When this last changed.
     used_at: Instant,
 }
@@ -56,6 +62,7 @@ impl KeyCalls {
             validity: Validity::default(),
             own_limit,
             has_new_limit: false,
+            looks_until: None,
             used_at: now,
         }
     }
@@ -177,8 +184,17 @@ impl KeyCalls {
         if let Some(settled) = self.collect(number, now) {
             return Poll::Ready(settled);
         }
-        if now < until && self.waiters.register(number, until, cx) {
-            return Poll::Pending;
+        if now < until {
+            if !self.waiters.is_waiting(number) {
+                // It was not polled for so long that its slot went to the next request.
+                self.enter(number, false, now);
+                if let Some(settled) = self.collect(number, now) {
+                    return Poll::Ready(settled);
+                }
+            }
+            if self.waiters.register(number, until, cx) {
+                return Poll::Pending;
+            }
         }
         self.leave(number, now, wakers);
         Poll::Ready(Settled::Refused(Refusal::NEVER))
@@ -210,6 +226,31 @@ impl KeyCalls {
             self.grant_free(now, wakers);
         }
         self.used_at = now;
+    }
+
+    /// Returns whether a task has to begin that calls [`look`](Self::look) after [`MISSED`], and again for as long as
+    /// that returns true: a request that is not polled has a slot, and another one waits.
+    pub(in crate::limiter) fn begins_to_look(&mut self) -> bool {
+        if !self.waiters.keep_waiting() {
+            return false;
+        }
+        let now = clock::now();
+        let begins = self.looks_until.is_none_or(|until| until < now);
+        if begins {
+            self.looks_until = Some(clock::after(now, LOOK_LOST));
+        }
+        begins
+    }
+
+    /// Passes on the slots that were granted before the last look and are not collected yet. Returns whether the task
+    /// looks again.
+    pub(in crate::limiter) fn look(&mut self, now: Instant, wakers: &mut Wakers) -> bool {
+        for slot in self.waiters.take_overdue() {
+            self.end(slot, now, wakers);
+        }
+        let is_again = self.waiters.keep_waiting();
+        self.looks_until = is_again.then(|| clock::after(now, LOOK_LOST));
+        is_again
     }
 
     /// Takes in an event of the store.

@@ -17,6 +17,8 @@ pub(super) struct SlotWaiters {
     impatient: usize,
     /// The claim whose answer ends the wait of the last impatient request.
     until_answer: u64,
+    /// The requests that had not collected their slots at the last look.
+    overdue: Vec<Number>,
 }
 
 /// How long a request waits for a slot.
@@ -61,6 +63,11 @@ impl SlotWaiters {
         self.impatient > 0 && self.until_answer > number
     }
 
+    /// Returns whether `number` waits.
+    pub(super) fn is_waiting(&self, number: Number) -> bool {
+        self.queue.get(number).is_some()
+    }
+
     /// Returns how the wait of `number` ended, if it did.
     pub(super) fn collect(&mut self, number: Number) -> Option<Settled<Number>> {
         self.queue.collect(number)
@@ -96,6 +103,37 @@ impl SlotWaiters {
         if let Some(wait) = self.queue.settle_first(Settled::Granted(slot), wakers) {
             self.forget(wait);
         }
+    }
+
+    /// Returns whether a request has not collected its slot, and another one waits.
+    pub(super) fn keep_waiting(&self) -> bool {
+        self.queue.waiting() > 0 && self.granted().next().is_some()
+    }
+
+    /// Returns the requests that have not collected their slots, with these slots.
+    fn granted(&self) -> impl Iterator<Item = (Number, Number)> {
+        self.queue
+            .uncollected()
+            .filter_map(|(number, outcome)| match outcome {
+                Settled::Granted(slot) => Some((number, *slot)),
+                _ => None,
+            })
+    }
+
+    /// Takes the slots of the requests that have not collected them since this was last called. A request that is
+    /// polled after that waits again, in its old place.
+    pub(super) fn take_overdue(&mut self) -> Vec<Number> {
+        let (overdue, granted): (Vec<_>, Vec<_>) = self
+            .granted()
+            .partition(|(number, _)| self.overdue.contains(number));
+        self.overdue = granted.into_iter().map(|(number, _)| number).collect();
+        overdue
+            .into_iter()
+            .map(|(number, slot)| {
+                _ = self.queue.collect(number);
+                slot
+            })
+            .collect()
     }
 
     /// Refuses the impatient requests that waited for the answer to the claim `number`, or to an

@@ -285,6 +285,12 @@ struct JointSlot {
     uncounted: Option<(usize, StoreError)>,
 }
 
+impl JointSlot {
+    fn is_expired(&self, now: Instant) -> bool {
+        self.until.is_some_and(|until| until <= now)
+    }
+}
+
 /// Why a joint request is refused.
 #[derive(Clone, Debug)]
 struct JointRefusal {

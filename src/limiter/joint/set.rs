@@ -21,7 +21,7 @@ use crate::limiter::entry::Entry;
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::WaitBound;
 use crate::store::Refusal;
-use crate::wait_queue::{ANSWER, Left, WaitQueue};
+use crate::wait_queue::{ANSWER, Left, MISSED, WaitQueue, answer_by};
 use crate::wakers::Wakers;
 
 /// What identifies a set: limiter, key and host of each part, and whether the requests cost something
@@ -71,6 +71,8 @@ struct State {
 struct JointWait {
     costs: Costs,
     bound: WaitBound,
+    /// When the request asked the stores, for the first time or after it had to come back.
+    asked_at: Instant,
     /// When the wait ends, even if the store has not replied.
     gives_up_at: Instant,
     /// Whether the request has waited: a store has refused a slot to it, or to one before it, or its slot lay
@@ -204,8 +206,12 @@ impl JointSet {
         max_queue: usize,
         now: Instant,
     ) -> bool {
+        // A request that comes back has had an answer, so it may get a slot of one behind it at any time.
+        let is_back = max_queue == usize::MAX;
         let gives_up_at = if bound.by_deadline {
             bound.latest
+        } else if is_back {
+            answer_by(bound.latest, now)
         } else {
             bound.latest.max(clock::after(now, ANSWER))
         };
@@ -215,6 +221,7 @@ impl JointSet {
                 let wait = JointWait {
                     costs: costs.clone(),
                     bound,
+                    asked_at: now,
                     gives_up_at,
                     is_in_line: state.refused_near.is_some() && state.waiters.waiting() > 0,
                 };
@@ -240,7 +247,7 @@ impl JointSet {
             let (settled, tasks) = self.with(|state, wakers| {
                 state.waiters.runs(number);
                 state.obey(held_until, *now);
-                let confirm = state.hand_out(&self.parts, *now, &mut unused, wakers);
+                let confirm = state.hand_out(&self.parts, *now, Some(number), &mut unused, wakers);
                 let mut settled = state.waiters.collect(number);
                 let tasks = state.begin_tasks(confirm);
                 let has_begun = tasks != Tasks::default();
@@ -269,10 +276,11 @@ impl JointSet {
 
     /// Removes a request. A joint slot that it had goes to the next request.
     pub(super) fn leave(self: &Arc<Self>, number: Number) {
-        self.change(|state, _, _| {
-            if let Some(Left::Settled(Ok(slot))) = state.leave(number) {
-                state.insert(slot);
-            }
+        let now = clock::now();
+        self.change(|state, unused, _| match state.leave(number) {
+            Some(Left::Settled(Ok(slot))) if slot.is_expired(now) => unused.push(slot),
+            Some(Left::Settled(Ok(slot))) => state.insert(slot),
+            _ => {}
         });
     }
 
@@ -299,7 +307,7 @@ impl JointSet {
         let tasks = self.with(|state, wakers| {
             change(state, &mut unused, wakers);
             state.trim(&mut unused);
-            let confirm = state.hand_out(&self.parts, now, &mut unused, wakers);
+            let confirm = state.hand_out(&self.parts, now, None, &mut unused, wakers);
             state.begin_tasks(confirm)
         });
         self.give_back(unused);
@@ -512,6 +520,9 @@ impl State {
     /// Gives the joint slots that are due to the first requests. Stops at a slot that stores have
     /// to confirm first, and returns the parts of these stores.
     ///
+    /// A slot that has expired for some time goes to its request, too, unless that is the `running` one: so requests
+    /// that are not polled get no more.
+    ///
     /// The first request then wakes for the first slot. The others wake for the slots that they had
     /// when they were booked. If requests before them have left since, that is too late. It matters
     /// only if the task of the first request does not poll its wait.
@@ -519,6 +530,7 @@ impl State {
         &mut self,
         parts: &[Part],
         now: Instant,
+        running: Option<Number>,
         unused: &mut Vec<JointSlot>,
         wakers: &mut Wakers,
     ) -> PerPart<usize> {
@@ -527,8 +539,15 @@ impl State {
                 unused.push(slot);
                 continue;
             };
-            if slot.until.is_some_and(|until| until <= now) {
-                self.given_up.push(slot);
+            if slot.is_expired(now) {
+                let is_missed = slot
+                    .until
+                    .is_some_and(|until| clock::after(until, MISSED) <= now);
+                if is_missed && running != Some(first) {
+                    self.settle(first, Ok(slot), wakers);
+                } else {
+                    self.given_up.push(slot);
+                }
                 continue;
             }
             let confirm = doubtful(parts, &slot, now);
@@ -617,7 +636,8 @@ impl State {
             let since = now.saturating_duration_since(at);
             let wait = refusal.wait.map(|wait| wait.saturating_sub(since));
             Cause::Wait(Refusal { wait, ..refusal })
-        } else if wait.bound.by_deadline || has_answer {
+        } else if wait.bound.by_deadline || has_answer || now < clock::after(wait.asked_at, ANSWER)
+        {
             Cause::Wait(Refusal::NEVER)
         } else {
             Cause::Failed(StoreError::NoAnswer { waited: ANSWER })

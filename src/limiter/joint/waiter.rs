@@ -1,4 +1,18 @@
 //! The future of a joint request.
+//!
+//! # The order of a wait
+//!
+//! 1. **Holds.** While a key or its host is on hold, the request keeps nothing, and stands in the line of its set.
+//! 2. **A joint slot**, in the line of the set: [`Stage::Slot`].
+//! 3. **In-flight slots.** When the joint slot is due, the request asks for its in-flight slots. If one is not free,
+//!    the joint slot goes back unused, and the request waits for the in-flight slot: [`Stage::InFlight`]. Then it
+//!    goes to 2, in its old place, and keeps what it has in flight.
+//! 4. **It leaves**, if the slots are still valid and no key is on hold.
+//!
+//! So a request keeps nothing of one limit for as long as another one lets it wait: requests with other keys could use
+//! it. Tried before: in-flight slots first. Then 20 requests that waited for the rate of one channel kept
+//! the 20 in-flight slots of all channels. An in-flight slot that a request has waited for is the exception: the rate
+//! may then let it wait once more, for the next slot.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -26,7 +40,7 @@ use crate::limiter::limited::RefusedRequest;
 use crate::limiter::own_quota;
 use crate::limiter::probe::Probe;
 use crate::limiter::queue::{Number, next_number};
-use crate::limiter::reservation::WaitBound;
+use crate::limiter::reservation::{Settled, WaitBound};
 use crate::limiter::sent::PastWait;
 use crate::limiter::taken::Taken;
 use crate::stats::OpenRequest;
@@ -44,6 +58,8 @@ pub(crate) struct JointWaiter {
     stage: Stage,
     /// Its in-flight slots by part.
     in_flight: PerPart<Option<InFlightSlot>>,
+    /// The parts of which it has its in-flight slot, or passes without one, because a store failed.
+    is_in_flight: PerPart<bool>,
     /// When the wait began.
     since: Instant,
     /// How often its turn has come.
@@ -54,15 +70,18 @@ pub(crate) struct JointWaiter {
     label: Label,
 }
 
+/// The part that stops a request, and how.
+type Stopped = (usize, Admission);
+
 /// A joint slot with which a request may leave at a moment, and the probes that it leaves as.
 type Found = (JointSlot, Vec<Probe>, Instant);
 
 #[derive(Debug)]
 enum Stage {
-    /// Waits for the in-flight slot of a part. `next` counts the parts in [`in_flight_order`].
+    /// Waits for the in-flight slot of a part, until the time runs out.
     InFlight {
+        /// The part, counted in [`in_flight_order`].
         next: usize,
-        number: Number,
         until: Instant,
     },
     /// Waits for a joint slot.
@@ -172,14 +191,15 @@ impl JointWaiter {
             bound,
             stage: Stage::Done,
             in_flight: parts.iter().map(|_| None).collect(),
+            is_in_flight: parts.iter().map(|_| false).collect(),
             since: now,
             turns: 0,
             waited_before: false,
             label,
         });
-        match waiter.take_in_flight_slots(0, now) {
-            Some((part, admission)) => Err(waiter.stopped(part, admission, now)),
-            None => Ok(waiter),
+        match waiter.enter_line(now) {
+            Err((part, admission)) => Err(waiter.stopped(part, admission, now)),
+            Ok(()) => Ok(waiter),
         }
     }
 
@@ -236,49 +256,62 @@ impl JointWaiter {
             .enter(self.number, &self.costs, self.bound, usize::MAX, now);
     }
 
-    /// Takes the in-flight slots from the `next` one on. Then enters the queue of the set.
-    ///
-    /// Returns the admission that stops the request, and the part that does.
-    fn take_in_flight_slots(&mut self, next: usize, now: Instant) -> Option<(usize, Admission)> {
+    /// Enters the line of the set, if there is room in it, and in those of the in-flight slots.
+    fn enter_line(&mut self, now: Instant) -> Result<(), Stopped> {
+        for &part in &self.in_flight_order() {
+            let Part { core, key, .. } = &self.set.parts[part];
+            let calls = core.in_flight.as_ref();
+            let waiting = calls.map_or(0, |calls| calls.waiting(core.whole(*key)));
+            if waiting >= core.settings.max_queue {
+                let settled = Settled::QueueFull;
+                admission::in_flight_slot_settled(core, *key, self.bound, settled)
+                    .map_err(|stopped| (part, stopped))?;
+            }
+        }
+        let max_queue = max_queue(self.set.parts.iter().map(|part| &part.core));
+        let (number, bound) = (self.number, self.bound);
+        if !self.set.enter(number, &self.costs, bound, max_queue, now) {
+            let reason = Reason::QueueFull(max_queue);
+            return Err((0, Admission::Refused(reason, Refusal::NEVER)));
+        }
+        self.stage = Stage::Slot;
+        Ok(())
+    }
+
+    /// Takes the in-flight slots from the `next` one on. Returns whether the request has all of them. Otherwise it waits
+    /// for the first that it lacks.
+    fn take_in_flight_slots(&mut self, next: usize, now: Instant) -> Result<bool, Stopped> {
         let order = self.in_flight_order();
         for (index, &part) in order.iter().enumerate().skip(next) {
+            if self.is_in_flight[part] {
+                continue;
+            }
             let &Part { ref core, key, .. } = &self.set.parts[part];
-            let number = next_number();
             let impatient = self.bound.latest <= now;
-            match in_flight_slot::enter(core, key, number, impatient, now) {
+            let entered = in_flight_slot::enter(core, key, self.number, impatient, usize::MAX, now);
+            let taken = match entered {
                 Ok(None) => {
                     self.waited_before = true;
                     self.stage = Stage::InFlight {
                         next: index,
-                        number,
                         until: answer_by(self.bound.latest, now),
                     };
-                    return None;
+                    return Ok(false);
                 }
                 Ok(Some(settled)) => {
-                    match admission::in_flight_slot_settled(core, key, self.bound, settled) {
-                        Ok(slot) => self.in_flight[part] = slot,
-                        Err(stopped) => return Some((part, stopped)),
-                    }
+                    admission::in_flight_slot_settled(core, key, self.bound, settled)
                 }
                 Err(_) => {
                     let reason = Reason::TooManyKeys(core.settings.max_keys);
-                    return Some((part, Admission::Refused(reason, Refusal::NEVER)));
+                    Err(Admission::Refused(reason, Refusal::NEVER))
                 }
+            };
+            match taken {
+                Ok(slot) => self.take_in_flight_slot(part, slot),
+                Err(stopped) => return Err((part, stopped)),
             }
         }
-        let max_queue = max_queue(self.set.parts.iter().map(|part| &part.core));
-        self.stage = Stage::Slot;
-        let costs = &self.costs;
-        if self
-            .set
-            .enter(self.number, costs, self.bound, max_queue, now)
-        {
-            return None;
-        }
-        self.stage = Stage::Done;
-        let reason = Reason::QueueFull(max_queue);
-        Some((0, Admission::Refused(reason, Refusal::NEVER)))
+        Ok(true)
     }
 
     /// Returns the keys whose holds stop the request, each with its part: those that the request costs
@@ -318,8 +351,7 @@ impl JointWaiter {
     /// Returns the probes that the request leaves as, if it may leave now with its slots: no slot has expired,
     /// the stores have confirmed them, and neither a hold nor a probe stops one of its keys.
     fn pass(&self, slot: &JointSlot, now: Instant) -> Option<Vec<Probe>> {
-        let is_in_time = slot.until.is_none_or(|until| now < until);
-        if !is_in_time || !doubtful(&self.set.parts, slot, now).is_empty() {
+        if slot.is_expired(now) || !doubtful(&self.set.parts, slot, now).is_empty() {
             return None;
         }
         let mut probes: Vec<Probe> = Vec::new();
@@ -407,32 +439,24 @@ impl JointWaiter {
         }
     }
 
-    fn poll_in_flight(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Limited>> {
-        while let Stage::InFlight {
-            next,
-            number,
-            until,
-        } = self.stage
-        {
-            let now = clock::now();
-            let part = self.in_flight_order()[next];
-            let &Part { ref core, key, .. } = &self.set.parts[part];
-            let settled = ready!(in_flight_slot::poll(core, key, number, until, now, cx));
-            self.stage = Stage::Done;
-            if self.bound.is_none {
-                // `max_wait` is zero, so the request waited only for the answer of the store.
-                self.bound.latest = self.bound.latest.max(now);
-            }
-            let stopped = match admission::in_flight_slot_settled(core, key, self.bound, settled) {
-                Ok(slot) => {
-                    self.in_flight[part] = slot;
-                    self.take_in_flight_slots(next + 1, now)
-                }
-                Err(stopped) => Some((part, stopped)),
-            };
-            if let Some((part, admission)) = stopped {
-                return Poll::Ready(Err(self.stopped(part, admission, now)));
-            }
+    /// Polls for the in-flight slot that the request waits for. Then it waits for what it lacks next.
+    fn poll_in_flight(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<(), Stopped>> {
+        let Stage::InFlight { next, until } = self.stage else {
+            return Poll::Ready(Ok(()));
+        };
+        let part = self.in_flight_order()[next];
+        let &Part { ref core, key, .. } = &self.set.parts[part];
+        let settled = ready!(in_flight_slot::poll(core, key, self.number, until, now, cx));
+        self.stage = Stage::Done;
+        if self.bound.is_none {
+            // `max_wait` is zero, so the request waited only for the answer of the store.
+            self.bound.latest = self.bound.latest.max(now);
+        }
+        let slot = admission::in_flight_slot_settled(core, key, self.bound, settled)
+            .map_err(|stopped| (part, stopped))?;
+        self.take_in_flight_slot(part, slot);
+        if self.take_in_flight_slots(next + 1, now)? {
+            self.enter_again(now);
         }
         Poll::Ready(Ok(()))
     }
@@ -440,42 +464,93 @@ impl JointWaiter {
     /// Frees the place of the request, and gives up its in-flight slots.
     fn leave(&mut self) {
         match std::mem::replace(&mut self.stage, Stage::Done) {
-            Stage::InFlight { next, number, .. } => {
+            Stage::InFlight { next, .. } => {
                 let part = self.in_flight_order()[next];
                 let Part { core, key, .. } = &self.set.parts[part];
-                in_flight_slot::leave(core, *key, number);
+                in_flight_slot::leave(core, *key, self.number);
             }
             Stage::Slot => self.set.leave(self.number),
             Stage::Done => {}
         }
-        self.in_flight.iter_mut().for_each(|slot| *slot = None);
+        self.give_up_in_flight_slots();
     }
 
-    /// Polls for a joint slot with which the request may leave now.
-    fn poll_slot(&mut self, cx: &mut Context<'_>) -> Poll<Result<Found, Limited>> {
-        if let Err(limited) = ready!(self.poll_in_flight(cx)) {
-            return Poll::Ready(Err(limited));
+    /// Lets the request pass without the in-flight slots of a store that has just failed to grant its rates.
+    fn pass_uncounted(&mut self, slot: &JointSlot) {
+        let Some((failed, _)) = slot.uncounted else {
+            return;
+        };
+        let parts = &self.set.parts;
+        for (part, is_in_flight) in parts.iter().zip(&mut self.is_in_flight) {
+            *is_in_flight |= part.has_store_of(&parts[failed]);
         }
+    }
+
+    fn take_in_flight_slot(&mut self, part: usize, slot: Option<InFlightSlot>) {
+        self.in_flight[part] = slot;
+        self.is_in_flight[part] = true;
+    }
+
+    fn give_up_in_flight_slots(&mut self) {
+        self.in_flight.iter_mut().for_each(|slot| *slot = None);
+        self.is_in_flight.fill(false);
+    }
+
+    /// Gives up all but the place in the line of the set, because a key is on hold.
+    fn keep_place_only(&mut self, now: Instant) {
+        self.waited_before = true;
+        if matches!(self.stage, Stage::InFlight { .. }) {
+            self.leave();
+            self.enter_again(now);
+        } else {
+            self.give_up_in_flight_slots();
+        }
+    }
+
+    /// Polls until the request may leave now.
+    fn poll_found(&mut self, cx: &mut Context<'_>) -> Poll<Result<Found, Limited>> {
         loop {
             let mut now = clock::now();
             let held = self.watch_holds(now, cx);
-            self.waited_before |= held.is_some();
-            if let Some((end, part)) = held
-                && end > self.bound.latest
-            {
-                let left = end.saturating_duration_since(now);
-                let refusal = Refusal::new(Some(left), None);
-                let refusal = JointRefusal {
-                    part,
-                    cause: Cause::Held(refusal),
-                };
-                return Poll::Ready(Err(self.refused(refusal, now)));
+            if let Some((end, part)) = held {
+                if end > self.bound.latest {
+                    let left = end.saturating_duration_since(now);
+                    let cause = Cause::Held(Refusal::new(Some(left), None));
+                    let refusal = JointRefusal { part, cause };
+                    return Poll::Ready(Err(self.refused(refusal, now)));
+                }
+                self.keep_place_only(now);
+            }
+            if matches!(self.stage, Stage::InFlight { .. }) {
+                if let Err((part, stopped)) = ready!(self.poll_in_flight(now, cx)) {
+                    return Poll::Ready(Err(self.stopped(part, stopped, now)));
+                }
+                continue;
             }
             let held_until = held.map(|(end, _)| end);
             let slot = match ready!(self.set.poll(self.number, held_until, &mut now, cx)) {
                 Ok(slot) => slot,
                 Err(refusal) => return Poll::Ready(Err(self.refused(refusal, now))),
             };
+            if slot.is_expired(now) {
+                self.enter_again(now);
+                self.set.give_up(slot);
+                continue;
+            }
+            self.stage = Stage::Done;
+            self.pass_uncounted(&slot);
+            match self.take_in_flight_slots(0, now) {
+                Ok(true) => {}
+                Ok(false) => {
+                    // It goes back at once: units of slots that have expired are lost.
+                    self.set.give_back([slot]);
+                    continue;
+                }
+                Err((part, stopped)) => {
+                    self.set.give_back([slot]);
+                    return Poll::Ready(Err(self.stopped(part, stopped, now)));
+                }
+            }
             if let Some(part) = self.lost_in_flight_slot(now) {
                 self.set.give_back([slot]);
                 let lost = Admission::Failed(StoreError::InFlightSlotLost);
@@ -504,7 +579,7 @@ impl Future for JointWaiter {
     type Output = Result<Taken, Limited>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let (slot, probes, now) = ready!(self.poll_slot(cx))?;
+        let (slot, probes, now) = ready!(self.poll_found(cx))?;
         Poll::Ready(Ok(self.granted(slot, probes, now)))
     }
 }

@@ -304,7 +304,7 @@ impl Ticket {
             return;
         };
         if let Some(Settled::Granted(slot)) = queue.leave(self.number, self.cost) {
-            if is_held {
+            if is_held || slot.until <= ctx.now {
                 queue.returns.add(&slot);
             } else {
                 queue.add(slot);

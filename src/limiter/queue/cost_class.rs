@@ -15,7 +15,7 @@ use super::{GivenUp, HandedOut};
 use crate::clock;
 use crate::limiter::reservation::{ProbeNumber, Reservation, Settled, WaitBound};
 use crate::store::Refusal;
-use crate::wait_queue::{ANSWER, Number, WaitQueue};
+use crate::wait_queue::{ANSWER, MISSED, Number, WaitQueue};
 use crate::wakers::Wakers;
 
 /// A slot is of use instead of another one if it is this much earlier.
@@ -204,12 +204,18 @@ impl CostClass {
         }
     }
 
-    /// Gives up to `most` permits of the slots that are due to the first waiters.
+    /// Gives up to `most` permits of the slots that are due to the first waiters. The task of waiter `running` runs
+    /// already.
+    ///
+    /// A slot that has expired for some time goes to its waiter, too: so that waiter has an outcome to collect, and the
+    /// next slots are for waiters that are polled. Otherwise ten futures that are not polled would get ten
+    /// slots, then nine, then eight: all those of the waiters behind them.
     pub(super) fn hand_out(
         &mut self,
         most: usize,
         probe: Option<ProbeNumber>,
         now: Instant,
+        running: Option<Number>,
         returns: &mut GivenUp,
         wakers: &mut Wakers,
     ) -> HandedOut {
@@ -220,8 +226,12 @@ impl CostClass {
             if slot.until <= now {
                 handed_out.died = true;
                 self.booked -= slot.count as usize;
-                returns.add(slot);
+                let mut died = *slot;
                 self.slots.pop_front();
+                if clock::after(died.until, MISSED) <= now {
+                    died.count -= self.miss(died, running, wakers);
+                }
+                returns.add(&died);
                 continue;
             }
             let first = self.waiters.first_mut();
@@ -251,6 +261,20 @@ impl CostClass {
             }
         }
         handed_out
+    }
+
+    /// Ends the waits of the first waiters but `running`, which have not come for a slot that has `died`. Returns how
+    /// many these are.
+    fn miss(&mut self, died: Reservation, running: Option<Number>, wakers: &mut Wakers) -> u32 {
+        let is_running = running.is_some() && self.waiters.numbers().next() == running;
+        let most = died.count - u32::from(is_running);
+        let permit = Settled::Granted(Reservation { count: 1, ..died });
+        (0..most)
+            .take_while(|_| {
+                self.waiters
+                    .settle_first_but(running, permit.clone(), wakers)
+            })
+            .count() as u32
     }
 
     /// Wakes the first waiter at `at`.

@@ -241,7 +241,14 @@ impl Queue {
             if let Some(number) = running {
                 class.waiters.runs(number);
             }
-            let of_class = class.hand_out(most - all.count, probe, now, &mut self.returns, wakers);
+            let of_class = class.hand_out(
+                most - all.count,
+                probe,
+                now,
+                running,
+                &mut self.returns,
+                wakers,
+            );
             all.count += of_class.count;
             all.died |= of_class.died;
         }
