@@ -107,8 +107,7 @@ async fn call_all(args: &Args) -> Result<(), BoxError> {
     args.places.must_be_given()?;
     let (rates, in_flight) = limits(args)?;
     let service = ServiceBuilder::new()
-        .layer(rates.clone())
-        .layer(in_flight)
+        .layer(in_flight.and(rates.clone()))
         .map_request(common::stamp)
         .service(common::client()?);
     let end = Instant::now() + args.time;

@@ -176,22 +176,34 @@ impl Core {
     }
 
     /// Gives back permits that were not used: to the part that has lent them, else to the next waiter of
-    /// `key`, else to the store.
+    /// `key`, else to the permits at hand or to the store.
     pub(super) fn give_back(self: &Arc<Self>, key: Key, slot: Reservation) {
+        self.give_back_by(key, slot, KeyState::give_back);
+    }
+
+    /// The same without the permits at hand.
+    pub(super) fn give_back_to_store(self: &Arc<Self>, key: Key, slot: Reservation) {
+        self.give_back_by(key, slot, KeyState::give_back_to_store);
+    }
+
+    fn give_back_by(
+        self: &Arc<Self>,
+        key: Key,
+        slot: Reservation,
+        give_back: fn(&mut KeyState, &mut KeyContext<'_>, Reservation),
+    ) {
         if let Some(lender) = slot.lender {
             if let Some((core, key)) = self.part_at(lender, key) {
-                core.give_back(
-                    key,
-                    Reservation {
-                        lender: None,
-                        ..slot
-                    },
-                );
+                let slot = Reservation {
+                    lender: None,
+                    ..slot
+                };
+                core.give_back_by(key, slot, give_back);
             }
             return;
         }
         if self
-            .with_state(key, clock::now(), |state, ctx| state.give_back(ctx, slot))
+            .with_state(key, clock::now(), |state, ctx| give_back(state, ctx, slot))
             .is_none()
         {
             let spec = self.spec_to_give_back();

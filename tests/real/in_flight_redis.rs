@@ -458,3 +458,21 @@ async fn first_claims_of_many_keys_are_bounded() {
         call.await.unwrap().unwrap();
     }
 }
+
+/// A waiter that is not polled has the slot that another process waits for. It goes on.
+#[tokio::test]
+async fn slots_of_unpolled_waiters_go_to_another_process() {
+    use futures::FutureExt;
+
+    let server = RedisServer::start().unwrap();
+    let [one, other] = [(); 2].map(|()| process(&server, Quota::in_flight(1)));
+    let first = one.acquire(Key::ALL).await.unwrap();
+    let mut idle = one.acquire(Key::ALL);
+    assert!((&mut idle).now_or_never().is_none());
+    sleep(millis(100)).await;
+    let next = tokio::spawn(other.acquire(Key::ALL));
+    sleep(millis(100)).await;
+    drop(first);
+    drop(next.await.unwrap().unwrap());
+    drop(idle.await.unwrap());
+}

@@ -450,10 +450,9 @@ async fn joint_requests_replace_their_expired_permits() {
     call.await.unwrap().unwrap();
 }
 
-/// A cap around a common layer, each with a key of its own in Redis. A request that has waited for the cap
-/// keeps that permit while the common limit is asked.
+/// A cap joined with a common layer, each with a key of its own in Redis.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_cap_around_a_common_layer_is_used_up() {
+async fn a_cap_joined_with_a_common_layer_is_used_up() {
     let server = RedisServer::start().unwrap();
     let store = Arc::new(RedisStore::new(&server.url()).unwrap());
     let layer = |name, per_second| {
@@ -469,17 +468,45 @@ async fn a_cap_around_a_common_layer_is_used_up() {
             ready(Ok::<_, BoxError>(Response::new(())))
         }
     });
-    let batch = layer("cap", 15).layer(layer("common", 20).layer(upstream));
+    let batch = layer("cap", 15).and(layer("common", 20)).layer(upstream);
     let mut jobs = JoinSet::new();
     for _ in 0..100 {
         let batch = tower::util::BoxCloneService::new(batch.clone());
         jobs.spawn(async move { while batch.clone().oneshot(Request::new(())).await.is_ok() {} });
     }
-    // 75 in five seconds; later if the machine stalls, because permits expire then. A request that gave its permit
-    // of the cap back would send 15 a minute.
+    // 75 in five seconds; later if the machine stalls, because permits expire then.
     let start = Instant::now();
     while *sent.lock().unwrap() < 75 {
         assert!(start.elapsed() < LONG, "{} sent", sent.lock().unwrap());
         sleep(millis(50)).await;
     }
+}
+
+/// A request that waits for the rate of its channel keeps no in-flight slot of all channels, and one that waits for an
+/// in-flight slot no unit: requests of another process use them.
+#[tokio::test]
+async fn requests_of_another_process_use_what_waiters_need_not() {
+    let server = RedisServer::start().unwrap();
+    let quotas = [Quota::in_flight(1), Quota::new(1, LONG / 4)];
+    let [one, other] = [(); 2].map(|()| process(&server, &quotas));
+    let keys = |channel: &'static str| [Key::ALL, Key::new(channel)];
+    drop(acquire_for(&one, &keys("busy"), &[1, 1]).await.unwrap());
+    let busy = tokio::spawn(async move { acquire_for(&one, &keys("busy"), &[1, 1]).await });
+    sleep(millis(200)).await;
+    for channel in ["a", "b", "c"] {
+        drop(acquire_for(&other, &keys(channel), &[1, 1]).await.unwrap());
+    }
+    assert!(!busy.is_finished(), "it waits for its rate");
+    drop(busy.await.unwrap().unwrap());
+
+    let quotas = [Quota::new(2, LONG * 10), Quota::in_flight(1)];
+    let [one, other] = [(); 2].map(|()| process(&server, &quotas));
+    let first = acquire_for(&one, &keys("x"), &[1, 1]).await.unwrap();
+    let waits = tokio::spawn(async move { acquire_for(&one, &keys("x"), &[1, 1]).await });
+    sleep(millis(200)).await;
+    drop(acquire_for(&other, &keys("y"), &[1, 1]).await.unwrap());
+    assert!(!waits.is_finished(), "it waits for the call in flight");
+    drop(first);
+    let refused = waits.await.unwrap().unwrap_err();
+    assert_eq!(refused.report().limit().unwrap().count(), 2, "{refused}");
 }

@@ -228,10 +228,15 @@ impl KeyCalls {
         self.used_at = now;
     }
 
+    /// Returns whether a request has not collected its slot, and another one waits, here or in another process.
+    fn keeps_others_waiting(&self) -> bool {
+        (self.waiting() > 0 || self.claims.others_wait) && self.waiters.is_any_uncollected()
+    }
+
     /// Returns whether a task has to begin that calls [`look`](Self::look) after [`MISSED`], and again for as long as
     /// that returns true: a request that is not polled has a slot, and another one waits.
     pub(in crate::limiter) fn begins_to_look(&mut self) -> bool {
-        if !self.waiters.keep_waiting() {
+        if !self.keeps_others_waiting() {
             return false;
         }
         let now = clock::now();
@@ -248,7 +253,7 @@ impl KeyCalls {
         for slot in self.waiters.take_overdue() {
             self.end(slot, now, wakers);
         }
-        let is_again = self.waiters.keep_waiting();
+        let is_again = self.keeps_others_waiting();
         self.looks_until = is_again.then(|| clock::after(now, LOOK_LOST));
         is_again
     }

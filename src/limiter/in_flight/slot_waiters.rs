@@ -105,9 +105,9 @@ impl SlotWaiters {
         }
     }
 
-    /// Returns whether a request has not collected its slot, and another one waits.
-    pub(super) fn keep_waiting(&self) -> bool {
-        self.queue.waiting() > 0 && self.granted().next().is_some()
+    /// Returns whether a request has not collected its slot.
+    pub(super) fn is_any_uncollected(&self) -> bool {
+        self.granted().next().is_some()
     }
 
     /// Returns the requests that have not collected their slots, with these slots.

@@ -430,6 +430,16 @@ impl JointSet {
         self.with(|state, _| state.given_up.push(slot));
     }
 
+    /// Gives a joint slot that is due back to the stores, for a request that asks for another one when it has its
+    /// in-flight slots.
+    pub(super) fn give_back_to_stores(&self, slot: JointSlot) {
+        for (Part { core, key, .. }, slot) in self.parts.iter().zip(slot.slots) {
+            if let Some(slot) = slot {
+                core.give_back_to_store(*key, slot);
+            }
+        }
+    }
+
     /// Gives all slots of `unused` back.
     pub(super) fn give_back(&self, unused: impl IntoIterator<Item = JointSlot>) {
         for JointSlot { slots, .. } in unused {

@@ -71,7 +71,7 @@ pub(crate) struct JointWaiter {
 }
 
 /// The part that stops a request, and how.
-type Stopped = (usize, Admission);
+type Stopped = Box<(usize, Admission)>;
 
 /// A joint slot with which a request may leave at a moment, and the probes that it leaves as.
 type Found = (JointSlot, Vec<Probe>, Instant);
@@ -198,7 +198,10 @@ impl JointWaiter {
             label,
         });
         match waiter.enter_line(now) {
-            Err((part, admission)) => Err(waiter.stopped(part, admission, now)),
+            Err(stopped) => {
+                let (part, admission) = *stopped;
+                Err(waiter.stopped(part, admission, now))
+            }
             Ok(()) => Ok(waiter),
         }
     }
@@ -265,14 +268,14 @@ impl JointWaiter {
             if waiting >= core.settings.max_queue {
                 let settled = Settled::QueueFull;
                 admission::in_flight_slot_settled(core, *key, self.bound, settled)
-                    .map_err(|stopped| (part, stopped))?;
+                    .map_err(|stopped| Box::new((part, stopped)))?;
             }
         }
         let max_queue = max_queue(self.set.parts.iter().map(|part| &part.core));
         let (number, bound) = (self.number, self.bound);
         if !self.set.enter(number, &self.costs, bound, max_queue, now) {
             let reason = Reason::QueueFull(max_queue);
-            return Err((0, Admission::Refused(reason, Refusal::NEVER)));
+            return Err(Box::new((0, Admission::Refused(reason, Refusal::NEVER))));
         }
         self.stage = Stage::Slot;
         Ok(())
@@ -308,7 +311,7 @@ impl JointWaiter {
             };
             match taken {
                 Ok(slot) => self.take_in_flight_slot(part, slot),
-                Err(stopped) => return Err((part, stopped)),
+                Err(stopped) => return Err(Box::new((part, stopped))),
             }
         }
         Ok(true)
@@ -453,7 +456,7 @@ impl JointWaiter {
             self.bound.latest = self.bound.latest.max(now);
         }
         let slot = admission::in_flight_slot_settled(core, key, self.bound, settled)
-            .map_err(|stopped| (part, stopped))?;
+            .map_err(|stopped| Box::new((part, stopped)))?;
         self.take_in_flight_slot(part, slot);
         if self.take_in_flight_slots(next + 1, now)? {
             self.enter_again(now);
@@ -522,7 +525,8 @@ impl JointWaiter {
                 self.keep_place_only(now);
             }
             if matches!(self.stage, Stage::InFlight { .. }) {
-                if let Err((part, stopped)) = ready!(self.poll_in_flight(now, cx)) {
+                if let Err(stopped) = ready!(self.poll_in_flight(now, cx)) {
+                    let (part, stopped) = *stopped;
                     return Poll::Ready(Err(self.stopped(part, stopped, now)));
                 }
                 continue;
@@ -542,11 +546,13 @@ impl JointWaiter {
             match self.take_in_flight_slots(0, now) {
                 Ok(true) => {}
                 Ok(false) => {
-                    // It goes back at once: units of slots that have expired are lost.
-                    self.set.give_back([slot]);
+                    // It goes back at once: units of slots that have expired are lost. Tried: to keep it while the
+                    // store answers. Then its units come back while the request asks for others.
+                    self.set.give_back_to_stores(slot);
                     continue;
                 }
-                Err((part, stopped)) => {
+                Err(stopped) => {
+                    let (part, stopped) = *stopped;
                     self.set.give_back([slot]);
                     return Poll::Ready(Err(self.stopped(part, stopped, now)));
                 }

@@ -318,6 +318,17 @@ impl KeyState {
         self.close(ctx);
     }
 
+    /// The same, but the permit does not stay at hand in this process: the request asks the store for
+    /// another one soon.
+    pub(super) fn give_back_to_store(&mut self, ctx: &mut KeyContext<'_>, slot: Reservation) {
+        if self.queue.is_some() {
+            return self.give_back(ctx, slot);
+        }
+        self.probe_comes_back(ctx, slot.probe);
+        self.store.forget_refusal();
+        ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
+    }
+
     /// Takes back units of a permit that was used, because its request cost less. The store subtracts
     /// them from its log.
     pub(super) fn refund(&mut self, ctx: &mut KeyContext<'_>, unused: UnusedPermits) {

@@ -6,7 +6,8 @@
 //!
 //! When a slot is booked, the timer of the waiter that has it is set to it. If waiters move up
 //! later, only the timer of the first waiter is moved, to the first slot. A waiter that wakes hands
-//! out all slots that are due, so no waiter depends on a task that is not polled.
+//! out all slots that are due, so no waiter depends on a task that is not polled. A waiter that does not come for its slot
+//! is settled with it and gets no other one, until its future is polled.
 //!
 //! A slot is booked for permits of one cost, so each cost has its own two lists, in a
 //! [`CostClass`].

@@ -148,8 +148,24 @@ impl Worker {
         releases.join_all().await;
     }
 
+    /// Sends the permits of `key` that come back before a call that asks for others.
+    fn release_before(&mut self, key: &str, releases: &mut Releases) {
+        if self.returns.keys().any(|(of_key, _)| **of_key == *key) {
+            self.release(releases);
+        }
+    }
+
     /// Starts a job.
     fn take(&mut self, job: Job, calls: &mut JoinSet<()>, releases: &mut Releases) {
+        match &job {
+            Job::Call { key, .. } => self.release_before(key, releases),
+            Job::Joint(gathered) => {
+                for call in gathered {
+                    self.release_before(&call.key, releases);
+                }
+            }
+            _ => {}
+        }
         match job {
             // The caller was dropped, so the call is not needed.
             Job::Call { reply, .. } if reply.is_closed() => {}

@@ -265,7 +265,6 @@ impl Caller {
             || (self.request.parts.len() > 1
                 && features.has(Feature::SetQuota)
                 && known::WAITS_AFTER_SET_QUOTAS.stands());
-        let is_delayed = features.has(Feature::Idle) && known::UNPOLLED_FUTURES.stands();
         let is_behind = features.has(Feature::Refusals) && known::WAITS_BEHIND_PROBES.stands();
         let is_back = features.has(Feature::FallbackShare) && known::WAITS_AFTER_AN_OUTAGE.stands();
         let is_told = features.has(Feature::Deploys) && known::WAITS_WITHOUT_SHARES.stands();
@@ -273,7 +272,6 @@ impl Caller {
             _ if is_back => 25_000,
             _ if is_behind => 21_600,
             _ if is_told => 4_000,
-            _ if is_delayed => 10_000,
             true => 1600,
             false => 100,
         };

@@ -338,15 +338,13 @@ impl World {
         }
         drop(outcomes);
         let features = self.history.features;
-        let is_idle =
-            known::UNPOLLED_FUTURES.stands() && features.any(&[Feature::Idle, Feature::Stalls]);
         let may_be_lent = known::EXPLAINED_SHARES.stands() && features.has(Feature::Classes);
         let is_behind = known::WAITS_FOR_A_PROBE.stands() && features.has(Feature::Refusals);
         // Requests that wait for slots of the quota before are before it in the queue.
         let is_unknown = known::EXPLAINED_QUOTAS.stands()
             && features.has(Feature::SetQuota)
             && features.any(&[Feature::Joint, Feature::Units]);
-        let is_known = is_idle || is_behind || is_unknown;
+        let is_known = is_behind || is_unknown;
         let is_right = match &explained {
             Ok((goes, _)) => *goes == happened.is_ok() || is_known || (may_be_lent && !goes),
             Err(_) => true,

@@ -6,8 +6,7 @@
 //! faults were mended: that shows whether they are.
 //!
 //! Some faults have no switch, because the law does not assert what they break: whether capacity is free
-//! while a request waits (futures that are not polled, issue 21a; slots of waiters that were dropped and
-//! bursts, issue 21b).
+//! while a request waits (slots of waiters that were dropped and bursts, issue 21b).
 
 use std::env;
 use std::sync::OnceLock;
@@ -104,9 +103,8 @@ known! {
          each outage allows them anew.";
     GUARD_WITH_FEW_KEYS: "23",
         "The stop of a guard ends early for a key whose state was evicted.";
-    UNPOLLED_FUTURES: "21a",
-        "Requests that wait and are not polled let their slots expire and keep their places, so that a \
-         request is refused although `explain` says that it leaves.";
+    RETURNS_OVERTAKEN: "21b",
+        "A request of several keys or units whose in-flight slot the store has to grant gives its units back and asks anew.          If the store gets that call before the units, as it may with messages that overtake each other, the          request waits for the next slot. Seen once in 100,000 histories.";
     LOWERED_IN_FLIGHT: "21a",
         "A limit of calls in flight that is lowered is reached as calls end.";
 }
