@@ -21,14 +21,11 @@
 
 use std::cell::Cell;
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::engine::{self, Core, CoreId};
 use crate::clock::{self, Moment};
 use crate::error::Reason;
-
-/// The longest time for which a permit is valid.
-const LONGEST_LIFE: Duration = Duration::from_millis(50);
+use crate::quota::LONGEST_LIFE;
 
 /// What is around the code that runs on this thread.
 #[derive(Clone, Copy)]

@@ -309,7 +309,8 @@ const fn clamp(value: u128, least: u128, most: u128) -> u128 {
 /// of one costs much.
 const LIVES_BETWEEN_SLOTS: u32 = 50;
 
-const LONGEST_LIFE: Duration = Duration::from_millis(50);
+/// The longest life of a permit.
+pub(crate) const LONGEST_LIFE: Duration = Duration::from_millis(50);
 
 /// The shortest life of a permit under a fine spacing: timers are about a millisecond late.
 const SHORTEST_LIFE: Duration = Duration::from_millis(2);

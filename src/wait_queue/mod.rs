@@ -31,6 +31,7 @@ use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use crate::clock::{self, Timer};
+use crate::quota::LONGEST_LIFE;
 use crate::wakers::Wakers;
 
 /// The number of a request in its queue: a smaller number is earlier.
@@ -42,7 +43,7 @@ pub(crate) const ANSWER: Duration = Duration::from_secs(1);
 
 /// How long after its slot has expired a request may still come for it. One that does not is not polled: it gets
 /// nothing until it is. Within this time a program that runs late goes on as if nothing had happened.
-pub(crate) const MISSED: Duration = Duration::from_millis(50);
+pub(crate) const MISSED: Duration = LONGEST_LIFE;
 
 /// Returns until when a request waits for the answer of a store. `latest` is until when it can wait
 /// for its turn.

@@ -1,11 +1,14 @@
 //! Requests of several keys that are limited in rate and in flight: nothing of one limit is kept for the sake of
 //! another. Under a paused clock.
 
+use crate::support::Failing;
+
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
-use tollgate::{Key, Limiter, Quota, RateLimitLayer};
+use tollgate::{Key, Limiter, OnStoreError, Quota, RateLimitLayer};
 
 const MS: Duration = Duration::from_millis(1);
 const SECOND: Duration = Duration::from_secs(1);
@@ -157,5 +160,28 @@ async fn waiters_of_a_held_host_stop_no_other_host() {
     assert_eq!(waiters.len(), 8);
     for sent in waiters.join_all().await {
         assert_eq!(sent.unwrap().status(), 200);
+    }
+}
+
+/// A store that is away lets a request pass uncounted under one limit. The other one has its calls in flight there, and
+/// does not fail open.
+#[tokio::test(start_paused = true)]
+async fn limits_that_fail_closed_let_none_pass_uncounted() {
+    let store = Arc::new(Failing::away(false));
+    let limiter = |quota, on_error| {
+        let builder = RateLimitLayer::builder(quota).on_store_error(on_error);
+        let layer = builder.store(store.clone()).build().unwrap();
+        layer.limiter()
+    };
+    let rates = limiter(Quota::per_second(10), OnStoreError::FailOpen);
+    for (on_error, passes) in [
+        (OnStoreError::FailClosed, false),
+        (OnStoreError::FailOpen, true),
+    ] {
+        let calls = limiter(Quota::in_flight(2), on_error);
+        let request = rates
+            .acquire(Key::ALL)
+            .and(calls.acquire(Key::new("calls")));
+        assert_eq!(request.await.is_ok(), passes, "{on_error:?}");
     }
 }

@@ -42,6 +42,7 @@ use crate::limiter::probe::Probe;
 use crate::limiter::queue::{Number, next_number};
 use crate::limiter::reservation::{Settled, WaitBound};
 use crate::limiter::sent::PastWait;
+use crate::limiter::settings::OnStoreError;
 use crate::limiter::taken::Taken;
 use crate::stats::OpenRequest;
 use crate::store::Refusal;
@@ -478,14 +479,16 @@ impl JointWaiter {
         self.give_up_in_flight_slots();
     }
 
-    /// Lets the request pass without the in-flight slots of a store that has just failed to grant its rates.
+    /// Lets the request pass without the in-flight slots of a store that has just failed to grant its rates, of limiters
+    /// that fail open.
     fn pass_uncounted(&mut self, slot: &JointSlot) {
         let Some((failed, _)) = slot.uncounted else {
             return;
         };
         let parts = &self.set.parts;
         for (part, is_in_flight) in parts.iter().zip(&mut self.is_in_flight) {
-            *is_in_flight |= part.has_store_of(&parts[failed]);
+            let fails_open = part.core.settings.on_store_error == OnStoreError::FailOpen;
+            *is_in_flight |= fails_open && part.has_store_of(&parts[failed]);
         }
     }
 
