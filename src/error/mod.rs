@@ -286,8 +286,8 @@ pub enum Reason {
     /// expire while this one waits. Join both layers with [`and`](crate::RateLimitLayer::and). See
     /// [two layers](crate::RateLimitLayer#two-layers).
     Inside,
-    /// The request was made inside of a call of the same limiter, and no in-flight slot is free. It would wait for
-    /// a slot that the outer call may have. Make it before that call or after it, or raise the limit.
+    /// The request was made inside of a call of the same limiter, and would have to wait, maybe for the in-flight
+    /// slot of the outer call. Make it before that call or after it, or raise the limit.
     Nested,
     /// [`Acquire::blocking`](crate::limiter::Acquire::blocking) was called where the thread may not
     /// block. The value says why.
@@ -350,8 +350,8 @@ impl fmt::Display for Reason {
             ),
             Reason::Nested => write!(
                 f,
-                "it is inside of a call of the same limiter, and no in-flight slot is free; make it before that call or \
-                 after it"
+                "it is inside of a call of the same limiter, whose in-flight slot it might wait for; make it before that \
+                 call or after it"
             ),
             Reason::CannotBlock(why) => write!(f, "{why}"),
             Reason::NoKey => {

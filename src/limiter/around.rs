@@ -8,8 +8,8 @@
 //! around anew. That was right, took 700 lines on each way of a request, and counted a unit of the outer limit for
 //! each call that a service between the layers made.
 //!
-//! An outer permit that has expired protects nothing any more, and what the inner service does then is a request of
-//! its own: it passes.
+//! An outer permit that has expired, as each has after 50 ms, protects nothing any more. What the inner service does then
+//! is a request of its own: it passes.
 //!
 //! A call inside of a call of the *same* limiter is another request, such as one that refreshes a token. If calls in
 //! flight are limited, the outer call has a slot until the inner one ends. So the inner one takes a slot that is free,
@@ -34,8 +34,9 @@ enum Around {
     /// The call of an inner service, by a layer that makes a future. The layer has nothing to drop, because of the
     /// fast path: the mark stays if the inner service panics.
     Call,
-    /// The poll of an inner service, for the request of a limiter, which began at this moment.
-    Poll(CoreId, Moment),
+    /// The poll of an inner service, for a request of this limiter. Its permit was valid from this moment on, if it has
+    /// one.
+    Poll(CoreId, Option<Moment>),
 }
 
 thread_local! {
@@ -55,7 +56,8 @@ pub(crate) fn is_unsure() -> bool {
     matches!(AROUND.get(), Around::Call)
 }
 
-/// Removes the mark that is left if a service has panicked. The caller is polled, so no call is around it.
+/// Removes the mark that is left if a service has panicked. The caller is polled, so no call is around it, unless an inner
+/// service polls inside of its `call`.
 pub(crate) fn forget_panic() {
     if is_unsure() {
         AROUND.set(Around::Nothing);
@@ -81,7 +83,7 @@ fn valid_permit() -> Option<Arc<Core>> {
     let Around::Poll(core, since) = AROUND.get() else {
         return None;
     };
-    let is_valid = clock::now() < since.instant() + LONGEST_LIFE;
+    let is_valid = clock::now() < since?.instant() + LONGEST_LIFE;
     let core = core.find().filter(|_| is_valid)?;
     let has_rates = !core.settings.spec.limits().is_empty();
     has_rates.then_some(core)
@@ -120,9 +122,10 @@ impl Mark {
 pub(crate) struct InnerCall(Around);
 
 impl InnerCall {
-    /// Marks the thread for a request of `core`, which began at `since`. Returns `None` if no layer reads marks.
+    /// Marks the thread for a request of `core`, whose permit was valid from `since` on, if it has one. Returns `None`
+    /// if no layer reads marks.
     #[inline]
-    pub(super) fn begin(core: CoreId, since: Moment) -> Option<Self> {
+    pub(super) fn begin(core: CoreId, since: Option<Moment>) -> Option<Self> {
         engine::are_marks_read().then(|| InnerCall(AROUND.replace(Around::Poll(core, since))))
     }
 }

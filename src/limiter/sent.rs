@@ -87,6 +87,8 @@ pub(super) struct More {
     pub(super) joint: Vec<Sent>,
     /// The slot, if the true cost of the request may be stated later.
     pub(super) slot: Option<Reservation>,
+    /// The first of its limiters with rates, if that is not the first of all.
+    pub(super) rated: Option<CoreId>,
     /// The probes that the request is, of all its keys.
     pub(super) probes: Vec<Probe>,
     /// Set once the true cost of the request was stated.
@@ -283,7 +285,9 @@ impl Sent {
     /// Begins a call or poll of the inner service: see [`around`](super::around).
     #[inline]
     pub(crate) fn begin_inner(&self) -> Option<InnerCall> {
-        InnerCall::begin(self.core, self.at)
+        let rated = self.more.as_ref().and_then(|more| more.rated);
+        let (core, has_permit) = rated.map_or((self.core, self.cost > 0), |core| (core, true));
+        InnerCall::begin(core, has_permit.then_some(self.at))
     }
 
     /// Adds the name of the key, for the error of a refusal, if the caller wants one.

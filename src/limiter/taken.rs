@@ -332,6 +332,10 @@ impl Taken {
         } = self.rest.take().map_or_else(Rest::default, |rest| *rest);
         if wait.is_some() || !others.is_empty() || !probes.is_empty() {
             let more = sent.more.get_or_insert_with(More::empty);
+            if sent.cost == 0 {
+                let rated = others.iter().find(|part| part.slot.is_some());
+                more.rated = rated.map(|part| part.core.id);
+            }
             more.joint
                 .extend(others.iter_mut().map(|part| part.sent(keeps)));
             more.probes = probes;

@@ -111,6 +111,9 @@ async fn layers_inside_another_are_refused_by_name() {
     let around = outer.clone().and(limit(Quota::per_minute(60)));
     let result = boxed(around.layer(inside())).oneshot(request()).await;
     assert_eq!(reason(result), Some(Reason::Inside));
+    let around = limit(Quota::in_flight(8)).and(outer.clone());
+    let result = boxed(around.layer(inside())).oneshot(request()).await;
+    assert_eq!(reason(result), Some(Reason::Inside));
     outer.limiter().hold_for(Key::ALL, SECOND).await.unwrap();
     let result = boxed(outer.layer(inside())).oneshot(request()).await;
     assert_eq!(reason(result), Some(Reason::Inside));

@@ -62,6 +62,28 @@ async fn waiters_of_a_rate_keep_no_in_flight_slot() {
     assert!(start.elapsed() < 21 * SECOND, "{:?}", start.elapsed());
 }
 
+/// The in-flight slots are all in use when the rate lets requests leave, so these wait for one. When they have it, the
+/// rate may be far away: then they give it up.
+#[tokio::test(start_paused = true)]
+async fn in_flight_slots_are_given_up_if_the_rate_is_far() {
+    const SLOW: [&str; 5] = ["a", "b", "c", "d", "e"];
+    let (all, channels) = (limiter(Quota::in_flight(5)), limiter(Quota::per_second(1)));
+    let mut calls = JoinSet::new();
+    for channel in SLOW {
+        calls.spawn(call(all.clone(), channels.clone(), channel, 5 * SECOND));
+    }
+    sleep(MS).await;
+    for _ in 0..30 {
+        calls.spawn(call(all.clone(), channels.clone(), "busy", MS));
+    }
+    sleep(6 * SECOND).await;
+    let start = Instant::now();
+    call(all.clone(), channels.clone(), "quiet", MS).await;
+    assert!(start.elapsed() < 50 * MS, "{:?}", start.elapsed());
+    calls.join_all().await;
+    assert!(start.elapsed() < 31 * SECOND, "{:?}", start.elapsed());
+}
+
 /// The same the other way round: requests that wait for an in-flight slot of their channel keep no unit of the rate of
 /// all channels.
 #[tokio::test(start_paused = true)]

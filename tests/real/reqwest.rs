@@ -102,7 +102,7 @@ async fn a_reqwest_client_is_a_service_under_the_layer() {
 async fn client_with_middleware_is_a_service_under_the_layer() {
     let server = server(0);
     let (outer, inner) = (
-        plenty().build().unwrap(),
+        RateLimitLayer::new(Quota::in_flight(40)).unwrap(),
         RateLimitLayer::builder(Quota::per_hour(1)),
     );
     let inner = inner.max_wait(ms(0)).build().unwrap();

@@ -235,12 +235,10 @@ fn github() -> RateLimitLayer {
 async fn call_github(names: &[fn(usize) -> String]) -> (HashMap<&'static str, f64>, usize) {
     const TIME: Duration = HOUR.saturating_mul(2);
     let server = Server::new(GITHUB, ms(300));
-    // At most 100 requests at the same time. This layer is inside, so that no request that waits for
-    // a rate takes one of these places.
+    // At most 100 requests at the same time. No request that waits for its rate keeps one of these slots.
     let in_flight = RateLimitLayer::new(Quota::in_flight(100)).unwrap();
     let service = ServiceBuilder::new()
-        .layer(github())
-        .layer(in_flight)
+        .layer(in_flight.and(github()))
         .service(server.clone());
     let mut tasks = JoinSet::new();
     for name in names.iter().copied().cycle().take(160) {

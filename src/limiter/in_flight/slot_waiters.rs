@@ -17,7 +17,7 @@ pub(super) struct SlotWaiters {
     impatient: usize,
     /// The claim whose answer ends the wait of the last impatient request.
     until_answer: u64,
-    /// The requests that had not collected their slots at the last look.
+    /// The slots that were not collected at the last look.
     overdue: Vec<Number>,
 }
 
@@ -125,8 +125,8 @@ impl SlotWaiters {
     pub(super) fn take_overdue(&mut self) -> Vec<Number> {
         let (overdue, granted): (Vec<_>, Vec<_>) = self
             .granted()
-            .partition(|(number, _)| self.overdue.contains(number));
-        self.overdue = granted.into_iter().map(|(number, _)| number).collect();
+            .partition(|(_, slot)| self.overdue.contains(slot));
+        self.overdue = granted.into_iter().map(|(_, slot)| slot).collect();
         overdue
             .into_iter()
             .map(|(number, slot)| {

@@ -20,6 +20,7 @@ use crate::limiter::engine::CoreId;
 use crate::limiter::entry::Entry;
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::WaitBound;
+use crate::quota::LONGEST_LIFE;
 use crate::store::Refusal;
 use crate::wait_queue::{ANSWER, Left, MISSED, WaitQueue, answer_by};
 use crate::wakers::Wakers;
@@ -196,18 +197,18 @@ impl JointSet {
         done
     }
 
-    /// Enters a request. A request that comes back returns to its old place. Returns whether there
-    /// was room.
+    /// Enters a request, as one of at most `max_queue`. A request that `is_back` returns to its old place. Returns
+    /// whether there was room.
     pub(super) fn enter(
         &self,
         number: Number,
         costs: &Costs,
         bound: WaitBound,
         max_queue: usize,
+        is_back: bool,
         now: Instant,
     ) -> bool {
         // A request that comes back has had an answer, so it may get a slot of one behind it at any time.
-        let is_back = max_queue == usize::MAX;
         let gives_up_at = if bound.by_deadline {
             bound.latest
         } else if is_back {
@@ -216,7 +217,7 @@ impl JointSet {
             bound.latest.max(clock::after(now, ANSWER))
         };
         self.with(|state, _| {
-            let has_room = state.waiters.waiting() < max_queue;
+            let has_room = is_back || state.waiters.waiting() < max_queue;
             if has_room {
                 let wait = JointWait {
                     costs: costs.clone(),
@@ -413,6 +414,14 @@ impl JointSet {
     /// Returns whether a request may give units back after it was sent.
     pub(super) fn settles(&self) -> bool {
         self.parts.iter().any(|part| part.core.settings.settles)
+    }
+
+    /// Returns whether the next joint slot is due within the life of a permit, or may be: a task books.
+    pub(super) fn is_near(&self, now: Instant) -> bool {
+        let near = clock::after(now, LONGEST_LIFE);
+        self.with(|state, _| {
+            state.is_booking || state.slots.front().is_some_and(|slot| slot.at <= near)
+        })
     }
 
     /// Returns whether a request waits.

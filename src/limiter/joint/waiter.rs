@@ -6,13 +6,13 @@
 //! 2. **A joint slot**, in the line of the set: [`Stage::Slot`].
 //! 3. **In-flight slots.** When the joint slot is due, the request asks for its in-flight slots. If one is not free,
 //!    the joint slot goes back unused, and the request waits for the in-flight slot: [`Stage::InFlight`]. Then it
-//!    goes to 2, in its old place, and keeps what it has in flight.
+//!    goes to 2, in its old place. It keeps the in-flight slots if the next joint slot is due within the life of a
+//!    permit.
 //! 4. **It leaves**, if the slots are still valid and no key is on hold.
 //!
 //! So a request keeps nothing of one limit for as long as another one lets it wait: requests with other keys could use
 //! it. Tried before: in-flight slots first. Then 20 requests that waited for the rate of one channel kept
-//! the 20 in-flight slots of all channels. An in-flight slot that a request has waited for is the exception: the rate
-//! may then let it wait once more, for the next slot.
+//! the 20 in-flight slots of all channels.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -235,6 +235,7 @@ impl JointWaiter {
         let now = clock::now();
         let (slots, in_flight) = taken.put_all_back();
         self.in_flight = in_flight;
+        self.forget_uncounted();
         self.enter_again(now);
         self.set.give_up(JointSlot {
             costs: self.costs.clone(),
@@ -257,7 +258,7 @@ impl JointWaiter {
         }
         self.stage = Stage::Slot;
         self.set
-            .enter(self.number, &self.costs, self.bound, usize::MAX, now);
+            .enter(self.number, &self.costs, self.bound, 0, true, now);
     }
 
     /// Enters the line of the set, if there is room in it, and in those of the in-flight slots.
@@ -274,7 +275,10 @@ impl JointWaiter {
         }
         let max_queue = max_queue(self.set.parts.iter().map(|part| &part.core));
         let (number, bound) = (self.number, self.bound);
-        if !self.set.enter(number, &self.costs, bound, max_queue, now) {
+        if !self
+            .set
+            .enter(number, &self.costs, bound, max_queue, false, now)
+        {
             let reason = Reason::QueueFull(max_queue);
             return Err(Box::new((0, Admission::Refused(reason, Refusal::NEVER))));
         }
@@ -535,9 +539,15 @@ impl JointWaiter {
                 continue;
             }
             let held_until = held.map(|(end, _)| end);
-            let slot = match ready!(self.set.poll(self.number, held_until, &mut now, cx)) {
-                Ok(slot) => slot,
-                Err(refusal) => return Poll::Ready(Err(self.refused(refusal, now))),
+            let slot = match self.set.poll(self.number, held_until, &mut now, cx) {
+                Poll::Ready(Ok(slot)) => slot,
+                Poll::Ready(Err(refusal)) => return Poll::Ready(Err(self.refused(refusal, now))),
+                Poll::Pending => {
+                    if !self.set.is_near(now) {
+                        self.give_up_in_flight_slots();
+                    }
+                    return Poll::Pending;
+                }
             };
             if slot.is_expired(now) {
                 self.enter_again(now);
@@ -572,8 +582,16 @@ impl JointWaiter {
                 }
                 return Poll::Ready(Ok((slot, probes, now)));
             }
+            self.forget_uncounted();
             self.enter_again(now);
             self.set.give_up(slot);
+        }
+    }
+
+    /// Asks for the in-flight slots anew that the request would have passed without.
+    fn forget_uncounted(&mut self) {
+        for (is_in_flight, slot) in self.is_in_flight.iter_mut().zip(&self.in_flight) {
+            *is_in_flight = slot.is_some();
         }
     }
 

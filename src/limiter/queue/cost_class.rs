@@ -231,7 +231,9 @@ impl CostClass {
                 if clock::after(died.until, MISSED) <= now {
                     died.count -= self.miss(died, running, wakers);
                 }
-                returns.add(&died);
+                if died.count > 0 {
+                    returns.add(&died);
+                }
                 continue;
             }
             let first = self.waiters.first_mut();
@@ -267,7 +269,7 @@ impl CostClass {
     /// many these are.
     fn miss(&mut self, died: Reservation, running: Option<Number>, wakers: &mut Wakers) -> u32 {
         let is_running = running.is_some() && self.waiters.numbers().next() == running;
-        let most = died.count - u32::from(is_running);
+        let most = died.count.saturating_sub(u32::from(is_running));
         let permit = Settled::Granted(Reservation { count: 1, ..died });
         (0..most)
             .take_while(|_| {

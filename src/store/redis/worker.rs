@@ -148,7 +148,7 @@ impl Worker {
         releases.join_all().await;
     }
 
-    /// Sends the permits of `key` that come back before a call that asks for others.
+    /// Sends the permits that come back, if some are of `key`, before a call for that key.
     fn release_before(&mut self, key: &str, releases: &mut Releases) {
         if self.returns.keys().any(|(of_key, _)| **of_key == *key) {
             self.release(releases);
