@@ -42,7 +42,6 @@ use crate::limiter::probe::Probe;
 use crate::limiter::queue::{Number, next_number};
 use crate::limiter::reservation::{Settled, WaitBound};
 use crate::limiter::sent::PastWait;
-use crate::limiter::settings::OnStoreError;
 use crate::limiter::taken::Taken;
 use crate::stats::OpenRequest;
 use crate::store::Refusal;
@@ -483,19 +482,6 @@ impl JointWaiter {
         self.give_up_in_flight_slots();
     }
 
-    /// Lets the request pass without the in-flight slots of a store that has just failed to grant its rates, of limiters
-    /// that fail open.
-    fn pass_uncounted(&mut self, slot: &JointSlot) {
-        let Some((failed, _)) = slot.uncounted else {
-            return;
-        };
-        let parts = &self.set.parts;
-        for (part, is_in_flight) in parts.iter().zip(&mut self.is_in_flight) {
-            let fails_open = part.core.settings.on_store_error == OnStoreError::FailOpen;
-            *is_in_flight |= fails_open && part.has_store_of(&parts[failed]);
-        }
-    }
-
     fn take_in_flight_slot(&mut self, part: usize, slot: Option<InFlightSlot>) {
         self.in_flight[part] = slot;
         self.is_in_flight[part] = true;
@@ -555,7 +541,6 @@ impl JointWaiter {
                 continue;
             }
             self.stage = Stage::Done;
-            self.pass_uncounted(&slot);
             match self.take_in_flight_slots(0, now) {
                 Ok(true) => {}
                 Ok(false) => {

@@ -268,10 +268,16 @@ impl Caller {
         let is_behind = features.has(Feature::Refusals) && known::WAITS_BEHIND_PROBES.stands();
         let is_back = features.has(Feature::FallbackShare) && known::WAITS_AFTER_AN_OUTAGE.stands();
         let is_told = features.has(Feature::Deploys) && known::WAITS_WITHOUT_SHARES.stands();
+        // A request of several keys or units waits for two answers: for its rates, and then for its in-flight slots.
+        let waits_twice = self.request.parts.iter().any(|part| {
+            let plan = &self.world.history.limiters[part.limiter];
+            plan.in_flight.is_some() && (plan.tokens.is_some() || self.request.parts.len() > 1)
+        });
         let slack = match is_late {
             _ if is_back => 25_000,
             _ if is_behind => 21_600,
             _ if is_told => 4_000,
+            true if waits_twice => 2600,
             true => 1600,
             false => 100,
         };
