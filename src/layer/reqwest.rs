@@ -199,16 +199,9 @@ mod middleware {
         response: impl Future<Output = Result<Response>>,
     ) -> Result<Response> {
         let mut response = pin!(response);
-        poll_fn(|cx| {
-            let inner = G::begin_inner(call);
-            let polled = response.as_mut().poll(cx);
-            drop(inner);
-            match polled {
-                Poll::Pending => {
-                    G::poll_lost(call, cx).map(|limited| Err(Error::from(limited).into()))
-                }
-                ready => ready,
-            }
+        poll_fn(|cx| match G::around(call, || response.as_mut().poll(cx)) {
+            Poll::Pending => G::poll_lost(call, cx).map(|limited| Err(Error::from(limited).into())),
+            ready => ready,
         })
         .await
     }

@@ -73,6 +73,12 @@ pub(super) trait Gate: Clone + Send + Sync {
         None
     }
 
+    /// Runs `inner`, which calls or polls the inner service.
+    fn around<R>(call: &Self::Call, inner: impl FnOnce() -> R) -> R {
+        let _inner = Self::begin_inner(call);
+        inner()
+    }
+
     /// Returns what the gate does with responses.
     fn policy(&self) -> ResponsePolicy;
 

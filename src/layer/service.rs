@@ -118,13 +118,9 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         S: Service<R>,
     {
         let repeat = clone.and_then(|clone| Repeat::new(&request, &self.inner, clone));
-        let response = {
-            let _inner = G::begin_inner(&call);
-            self.inner.call(request)
-        };
         GatedFuture {
             state: State::Calling {
-                response,
+                response: G::around(&call, || self.inner.call(request)),
                 call: Some(call),
                 repeat,
             },
@@ -371,10 +367,7 @@ where
                     ..
                 } = *waited;
                 let repeat = clone.and_then(|clone| Repeat::new(&request, &inner, clone));
-                let response = {
-                    let _inner = G::begin_inner(&call);
-                    inner.call(request)
-                };
+                let response = G::around(&call, || inner.call(request));
                 self.set(State::Calling {
                     response,
                     call: Some(call),

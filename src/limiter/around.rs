@@ -77,12 +77,7 @@ pub(crate) fn refusal_of_throttle() -> Option<Reason> {
 
 /// Returns the core of the request that is around the caller, if its permit may expire.
 fn valid_permit() -> Option<Arc<Core>> {
-    if !is_any() {
-        return None;
-    }
-    let Around::Poll(core, since) = AROUND.get() else {
-        return None;
-    };
+    let (core, since) = request()?;
     let is_valid = clock::now() < since?.instant() + LONGEST_LIFE;
     let core = core.find().filter(|_| is_valid)?;
     let has_rates = !core.settings.spec.limits().is_empty();
@@ -91,13 +86,19 @@ fn valid_permit() -> Option<Arc<Core>> {
 
 /// Returns whether a request of the limiter of `own` is made inside of a call that has one of its in-flight slots.
 pub(super) fn is_nested(own: &Core) -> bool {
-    if own.in_flight.is_none() || !is_any() {
+    if own.in_flight.is_none() {
         return false;
     }
-    let Around::Poll(core, _) = AROUND.get() else {
-        return false;
-    };
-    core.find().is_some_and(|core| own.is_of_limiter_of(&core))
+    let around = request().and_then(|(core, _)| core.find());
+    around.is_some_and(|core| own.is_of_limiter_of(&core))
+}
+
+/// Returns the request that is around the caller, if that is polled: its limiter, and from when on its permit was valid.
+fn request() -> Option<(CoreId, Option<Moment>)> {
+    match AROUND.get() {
+        Around::Poll(core, since) if is_any() => Some((core, since)),
+        _ => None,
+    }
 }
 
 /// The mark of a layer on its thread, while it calls its inner service on the fast path.

@@ -41,9 +41,14 @@ pub(crate) type Number = u64;
 /// call to the store has no answer after this time, it counts as lost.
 pub(crate) const ANSWER: Duration = Duration::from_secs(1);
 
-/// How long after its slot has expired a request may still come for it. One that does not is not polled: it gets
-/// nothing until it is. Within this time a program that runs late goes on as if nothing had happened.
+/// How long after its slot has expired a request may still come for it, because its program runs late. A request that does
+/// not come is not polled, and gets nothing until it is.
 pub(crate) const MISSED: Duration = LONGEST_LIFE;
+
+/// Returns whether the request of a slot that has expired at `until` has not come for it.
+pub(crate) fn is_missed(until: Instant, now: Instant) -> bool {
+    clock::after(until, MISSED) <= now
+}
 
 /// Returns until when a request waits for the answer of a store. `latest` is until when it can wait
 /// for its turn.

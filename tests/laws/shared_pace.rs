@@ -533,7 +533,7 @@ fn pace_that_cannot_be_shared_is_refused_with_remedy() {
 /// A key in use counts as alone for as long as the store cannot be reached, whether it refuses calls or never
 /// replies. A key at rest does not count.
 #[tokio::test(start_paused = true)]
-async fn keys_in_use_are_alone_while_the_store_is_away() {
+async fn keys_are_alone_while_the_store_is_away() {
     for is_mute in [false, true] {
         let remote = Remote::new(ms(20));
         let throttle = layer(&remote).throttle();

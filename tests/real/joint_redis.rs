@@ -452,7 +452,7 @@ async fn joint_requests_replace_their_expired_permits() {
 
 /// A cap joined with a common layer, each with a key of its own in Redis.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_cap_joined_with_a_common_layer_is_used_up() {
+async fn cap_joined_with_a_common_layer_is_used_up() {
     let server = RedisServer::start().unwrap();
     let store = Arc::new(RedisStore::new(&server.url()).unwrap());
     let layer = |name, per_second| {

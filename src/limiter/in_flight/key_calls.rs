@@ -233,8 +233,8 @@ impl KeyCalls {
         (self.waiting() > 0 || self.claims.others_wait) && self.waiters.is_any_uncollected()
     }
 
-    /// Returns whether a task has to begin that calls [`look`](Self::look) after [`MISSED`], and again for as long as
-    /// that returns true: a request that is not polled has a slot, and another one waits.
+    /// Returns whether a task has to begin that calls [`look`](Self::look), again and again while that returns true.
+    /// It is needed if a request that may not be polled has a slot, and another request waits.
     pub(in crate::limiter) fn begins_to_look(&mut self) -> bool {
         if !self.keeps_others_waiting() {
             return false;

@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use super::{PartRef, PerPart, give_back_of};
 use crate::clock::Moment;
+use crate::limiter::around;
 use crate::limiter::counting;
 use crate::limiter::entry::Entry;
 use crate::limiter::in_flight_slot::InFlightSlot;
@@ -13,7 +14,7 @@ use crate::limiter::start::take_counting;
 use crate::limiter::taken::{OfKey, Taken};
 
 /// Takes permits that are at hand, of all parts or of none, and adds them to `slots`. Returns whether
-/// it took them: not if a part has none, or if requests with these parts wait.
+/// it took them: not if a part has none, if requests with these parts wait, or if a layer may be around.
 ///
 /// The units of all parts are counted. `counting` says whether the request is counted, under its first
 /// key. That key is the last that is asked, so that no request is counted that does not leave.
@@ -25,7 +26,7 @@ pub(super) fn take_all_at_once(
     now: Moment,
     slots: &mut PerPart<Option<Reservation>>,
 ) -> bool {
-    if parts[0].core.joint.is_any_waiting(parts) {
+    if around::is_any() || parts[0].core.joint.is_any_waiting(parts) {
         return false;
     }
     let take = |part: &PartRef<'_>, counting| {

@@ -7,7 +7,6 @@ use super::start::{JointStarted, start, start_slow};
 use super::{PartRef, PerPart};
 use crate::clock;
 use crate::key::Label;
-use crate::limiter::around;
 use crate::limiter::engine::CoreId;
 use crate::limiter::entry::Entry;
 use crate::limiter::reservation::Counting;
@@ -31,9 +30,7 @@ pub(crate) fn enter(
     }
     // No `Permit` is made.
     let now = clock::now_by_counter();
-    if !around::is_any()
-        && take_all_at_once(parts, deadline, Counting::Request, now, &mut PerPart::new())
-    {
+    if take_all_at_once(parts, deadline, Counting::Request, now, &mut PerPart::new()) {
         let parts = parts.iter().map(PartRef::id_and_entry);
         return Entered::Sent(Sent::all_at_once(parts, now));
     }

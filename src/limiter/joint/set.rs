@@ -22,7 +22,7 @@ use crate::limiter::queue::Number;
 use crate::limiter::reservation::WaitBound;
 use crate::quota::LONGEST_LIFE;
 use crate::store::Refusal;
-use crate::wait_queue::{ANSWER, Left, MISSED, WaitQueue, answer_by};
+use crate::wait_queue::{ANSWER, Left, WaitQueue, answer_by, is_missed};
 use crate::wakers::Wakers;
 
 /// What identifies a set: limiter, key and host of each part, and whether the requests cost something
@@ -559,9 +559,7 @@ impl State {
                 continue;
             };
             if slot.is_expired(now) {
-                let is_missed = slot
-                    .until
-                    .is_some_and(|until| clock::after(until, MISSED) <= now);
+                let is_missed = slot.until.is_some_and(|until| is_missed(until, now));
                 if is_missed && running != Some(first) {
                     self.settle(first, Ok(slot), wakers);
                 } else {

@@ -10,7 +10,6 @@ use super::{JointRequest, PartRef, PerPart};
 use crate::clock;
 use crate::error::Limited;
 use crate::key::Label;
-use crate::limiter::around;
 use crate::limiter::reservation::Counting;
 use crate::limiter::taken::Taken;
 use crate::stats::{Gate, Outcome};
@@ -30,7 +29,7 @@ pub(crate) fn start(
 ) -> JointStarted {
     let now = clock::now_by_counter();
     let mut slots = PerPart::new();
-    if !around::is_any() && take_all_at_once(parts, deadline, Counting::Request, now, &mut slots) {
+    if take_all_at_once(parts, deadline, Counting::Request, now, &mut slots) {
         let parts = parts.iter().copied();
         let taken = taken(parts, slots, PerPart::new(), Vec::new());
         return JointStarted::Granted(taken.counted());

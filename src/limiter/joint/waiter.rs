@@ -51,7 +51,8 @@ use crate::wait_queue::answer_by;
 #[derive(Debug)]
 pub(crate) struct JointWaiter {
     set: Arc<JointSet>,
-    /// Its number in the queue of the set. It also watches the holds of its keys under this number.
+    /// Its number in the line of the set, and in those of the in-flight slots. It also watches the holds of its keys under
+    /// this number.
     number: Number,
     costs: Costs,
     bound: WaitBound,

@@ -15,7 +15,7 @@ use super::{GivenUp, HandedOut};
 use crate::clock;
 use crate::limiter::reservation::{ProbeNumber, Reservation, Settled, WaitBound};
 use crate::store::Refusal;
-use crate::wait_queue::{ANSWER, MISSED, Number, WaitQueue};
+use crate::wait_queue::{ANSWER, Number, WaitQueue, is_missed};
 use crate::wakers::Wakers;
 
 /// A slot is of use instead of another one if it is this much earlier.
@@ -228,7 +228,7 @@ impl CostClass {
                 self.booked -= slot.count as usize;
                 let mut died = *slot;
                 self.slots.pop_front();
-                if clock::after(died.until, MISSED) <= now {
+                if is_missed(died.until, now) {
                     died.count -= self.miss(died, running, wakers);
                 }
                 if died.count > 0 {
