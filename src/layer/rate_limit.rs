@@ -25,8 +25,8 @@ use crate::events;
 use crate::guarded;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef, host_names};
 use crate::limiter::{
-    Admitted, Entered, Entry, InnerCall, JointStarted, Limiter, MOST_PARTS, PartRef, QuotaId,
-    Reservation, Sent, Started, Taken, Waiting, enter_joint, is_inside_a_layer,
+    Admitted, Entry, InnerCall, Limiter, MOST_PARTS, PartRef, QuotaId, Reservation, Sent, Started,
+    Taken, Wait, is_inside_a_layer, send_all_at_once, start_slow, take_all_at_once,
 };
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
@@ -404,27 +404,43 @@ impl RateLimitLayer {
         &self,
         reading: Reading,
         request: &impl RequestInfo,
-    ) -> Admission<Sent, Waiting> {
+    ) -> Admission<Sent, Box<Wait>> {
         let key = reading.key;
         let mut parts = SmallVec::new();
         let deadline = match self.read_parts(reading, request, &mut parts) {
             Ok(deadline) => deadline,
             Err(limited) => return Admission::No(limited),
         };
-        let label = || self.label(key, request);
-        let sent = match enter_joint(&parts, deadline, label) {
-            Entered::Sent(sent) => sent,
-            Entered::Started(JointStarted::Granted(taken)) => taken.sent(),
-            Entered::Started(JointStarted::Waiting(waiter)) => {
-                return Admission::Wait(Waiting::joint(waiter));
-            }
-            Entered::Started(JointStarted::Limited(limited)) => return Admission::No(limited),
+        let at_hand = if self.limiter.settles() {
+            take_all_at_once(&parts, deadline).map(Taken::sent)
+        } else {
+            send_all_at_once(&parts, deadline)
         };
-        Admission::Go(self.with_label(sent, key, request))
+        match at_hand {
+            Some(sent) => Admission::Go(self.with_label(sent, key, request)),
+            None => {
+                let started = start_slow(&parts, deadline, &|| self.label(key, request));
+                self.admission(started, key, request)
+            }
+        }
+    }
+
+    /// Returns what follows for a request that has entered on the slow path.
+    fn admission(
+        &self,
+        started: Started,
+        key: Key,
+        request: &impl RequestInfo,
+    ) -> Admission<Sent, Box<Wait>> {
+        match started {
+            Started::Granted(taken) => Admission::Go(self.with_label(taken.sent(), key, request)),
+            Started::Waiting(wait) => Admission::Wait(wait),
+            Started::Limited(limited) => Admission::No(limited),
+        }
     }
 
     /// Admits a request on the slow path, makes it wait, or refuses it.
-    fn admit(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Waiting> {
+    fn admit(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Box<Wait>> {
         let limiter = self.counting(request);
         let entry = match slow {
             Slow::Unreadable(reason) => {
@@ -437,15 +453,9 @@ impl RateLimitLayer {
                 None => entry,
             },
         };
-        let label = || self.label(limiter.whole(entry.key), request);
-        match limiter.start_slow(&entry, label) {
-            Started::Granted(taken) => {
-                let key = limiter.whole(entry.key);
-                Admission::Go(self.with_label(taken.sent(), key, request))
-            }
-            Started::Waiting(waiter) => Admission::Wait(Waiting::one(waiter)),
-            Started::Limited(limited) => Admission::No(limited),
-        }
+        let key = limiter.whole(entry.key);
+        let started = limiter.start_slow(entry, &|| self.label(key, request));
+        self.admission(started, key, request)
     }
 
     /// Makes the call of a request that got a permit at hand on the slow path.
@@ -552,7 +562,7 @@ impl Slow {
 }
 
 impl Gate for RateLimitLayer {
-    type Wait = Waiting;
+    type Wait = Box<Wait>;
     type Permit = Taken;
     type Call = Sent;
     type Admitted = Admitted;
@@ -587,7 +597,7 @@ impl Gate for RateLimitLayer {
         Sent::at_once(admitted)
     }
 
-    fn enter_slow(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Waiting> {
+    fn enter_slow(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Box<Wait>> {
         if !self.limiter.is_divided()
             && let Some(class) = class_in_extensions(request)
         {
@@ -617,12 +627,12 @@ impl Gate for RateLimitLayer {
         self.extractors.policy.clone()
     }
 
-    fn poll_permit(waiting: &mut Waiting, cx: &mut Context<'_>) -> Poll<Result<Taken, Limited>> {
-        Pin::new(waiting).poll(cx)
+    fn poll_permit(wait: &mut Box<Wait>, cx: &mut Context<'_>) -> Poll<Result<Taken, Limited>> {
+        Pin::new(wait).poll(cx)
     }
 
-    fn send(taken: Taken, waiting: &mut Waiting) -> Option<Sent> {
-        waiting.leave(taken).map(Taken::sent)
+    fn send(taken: Taken, wait: &mut Box<Wait>) -> Option<Sent> {
+        wait.leave(taken).map(Taken::sent)
     }
 
     fn give_back(taken: Taken) {
@@ -646,7 +656,7 @@ impl Gate for RateLimitLayer {
         response: &mut impl ResponseInfo,
         policy: &ResponsePolicy,
         _repeat: Option<T>,
-    ) -> Departure<Waiting, T> {
+    ) -> Departure<Box<Wait>, T> {
         if policy.is_default()
             && !Sent::may_end_probation()
             && !Signal::is_any_in(response)
@@ -665,7 +675,7 @@ fn leave_slow<T>(
     call: Sent,
     response: &mut impl ResponseInfo,
     policy: &ResponsePolicy,
-) -> Departure<Waiting, T> {
+) -> Departure<Box<Wait>, T> {
     if is_local_refusal(response) {
         return Departure::Pass(InFlight(None));
     }

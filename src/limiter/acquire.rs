@@ -10,19 +10,20 @@ use std::time::Instant;
 use smallvec::SmallVec;
 
 use super::around;
+use super::at_once;
 use super::cores::Cores;
 use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
 use super::explain::{self, Asked};
 use super::explanation::{Explanation, Verdict};
-use super::joint::{self, JointStarted, MOST_PARTS, PartRef};
 use super::limited::RefusedRequest;
+use super::part::{MOST_PARTS, PartRef};
 use super::permit::Permit;
 use super::quotas::QuotaId;
 use super::start::{self, Started};
 use super::taken::Taken;
-use super::waiting::Waiting;
+use super::wait::Wait;
 use crate::blocking;
 use crate::clock;
 use crate::config_error::ConfigError;
@@ -53,7 +54,7 @@ enum Step {
     Joint(Vec<Part>),
     /// A request that states a quota its key cannot have.
     Invalid(Vec<Part>, Arc<ConfigError>),
-    Waiting(Waiting),
+    Waiting(Box<Wait>),
     Done,
 }
 
@@ -468,17 +469,25 @@ impl Acquire {
         let now = clock::now_by_counter();
         let is_inside = around::is_any();
         // The common case has a return of its own, so that the permit is not copied.
-        if !is_inside && let Some(slot) = start::take_one_unlocked(&core, &entry, now) {
+        if !is_inside && let Some(slot) = at_once::take_one_unlocked(&core, &entry, now) {
             return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, Some(slot)))));
         }
-        if !is_inside && let Some(slot) = start::take_at_once(&core, &entry, now) {
+        if !is_inside && let Some(slot) = at_once::take_at_once(&core, &entry, now) {
             return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, slot))));
         }
-        match start::slow(&core, &entry, || core.label(key, None)) {
+        let part = PartRef::new(&core, entry);
+        self.started(start::slow(&[part], entry.deadline, &|| {
+            core.label(key, None)
+        }))
+    }
+
+    /// Goes on with what a request got that has entered.
+    fn started(&mut self, started: Started) -> Poll<Result<Permit, Limited>> {
+        match started {
             Started::Granted(taken) => Poll::Ready(Ok(Permit::new(taken))),
             Started::Limited(limited) => Poll::Ready(Err(limited)),
-            Started::Waiting(waiter) => {
-                self.0 = Step::Waiting(Waiting::one(waiter));
+            Started::Waiting(wait) => {
+                self.0 = Step::Waiting(wait);
                 Poll::Pending
             }
         }
@@ -488,7 +497,7 @@ impl Acquire {
     #[cold]
     fn refuse(self, reason: Reason) -> Limited {
         match self.0 {
-            Step::Waiting(mut waiting) => waiting.refuse(reason),
+            Step::Waiting(mut wait) => wait.refuse(reason),
             step => refuse(&Acquire(step).into_parts().0[0], reason),
         }
     }
@@ -507,7 +516,7 @@ impl Acquire {
 }
 
 /// Enters a request of several keys.
-fn enter_joint(parts: &[Part]) -> JointStarted {
+fn enter_joint(parts: &[Part]) -> Started {
     let deadline = parts.iter().filter_map(|part| part.request.deadline).min();
     let first = &parts[0];
     let parts: SmallVec<[PartRef<'_>; 4]> = parts
@@ -520,8 +529,12 @@ fn enter_joint(parts: &[Part]) -> JointStarted {
             PartRef::new(core, entry)
         })
         .collect();
-    let label = || first.core.label(first.request.key, None);
-    joint::start(&parts, deadline, label)
+    match at_once::take_all_at_once(&parts, deadline) {
+        Some(taken) => Started::Granted(taken),
+        None => start::slow(&parts, deadline, &|| {
+            first.core.label(first.request.key, None)
+        }),
+    }
 }
 
 /// Refuses a request that has not entered, and counts it under its first key.
@@ -550,14 +563,8 @@ impl Future for Acquire {
                 Step::Units(_, parts) | Step::Joint(parts) => {
                     let started = enter_joint(parts);
                     self.0 = Step::Done;
-                    match started {
-                        JointStarted::Granted(taken) => {
-                            return Poll::Ready(Ok(Permit::new(taken)));
-                        }
-                        JointStarted::Limited(limited) => return Poll::Ready(Err(limited)),
-                        JointStarted::Waiting(waiter) => {
-                            self.0 = Step::Waiting(Waiting::joint(waiter));
-                        }
+                    if let Poll::Ready(result) = self.started(started) {
+                        return Poll::Ready(result);
                     }
                 }
                 Step::Invalid(parts, error) => {
@@ -565,9 +572,9 @@ impl Future for Acquire {
                     self.0 = Step::Done;
                     return Poll::Ready(Err(limited));
                 }
-                Step::Waiting(waiting) => {
-                    let result = match ready!(Pin::new(&mut *waiting).poll(cx)) {
-                        Ok(taken) => match waiting.leave(taken) {
+                Step::Waiting(wait) => {
+                    let result = match ready!(Pin::new(&mut *wait).poll(cx)) {
+                        Ok(taken) => match wait.leave(taken) {
                             Some(taken) => Ok(Permit::new(taken)),
                             None => continue,
                         },

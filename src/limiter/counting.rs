@@ -2,7 +2,7 @@
 //!
 //! A request counts once. If it takes permits at hand, the state of its key counts it
 //! ([`Counting`](super::reservation::Counting)). Otherwise it is counted where its outcome is known: in
-//! `start` if it does not wait, else by the owner of [`Waiting`](super::waiting::Waiting). A joint
+//! `start` if it does not wait, else by [`Wait`](super::wait::Wait). A joint
 //! request counts under its first key.
 //!
 //! Units count when a permit is made, for each of its keys. If the permit is given up unused, they are

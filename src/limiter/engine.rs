@@ -143,6 +143,11 @@ impl Core {
         core
     }
 
+    /// Returns whether rates are limited, and not only calls in flight.
+    pub(super) fn has_rates(&self) -> bool {
+        !self.settings.spec.quota().limits().is_empty()
+    }
+
     /// Returns whether other processes are known to limit a key by another quota.
     pub(super) fn has_warned(&self) -> bool {
         self.warned.load(Ordering::Relaxed)

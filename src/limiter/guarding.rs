@@ -11,7 +11,6 @@ use super::key_state::HoldSource;
 use super::limiter::Limiter;
 use super::quotas::QuotaId;
 use super::start::Started;
-use super::waiting::Waiting;
 use crate::clock;
 use crate::error::Limited;
 use crate::events;
@@ -47,17 +46,16 @@ impl Limiter {
         if self.take_at_once(&entry).is_some() {
             return Counted::Now(Ok(()));
         }
-        match self.start_slow(&entry, || self.label(key, None)) {
+        match self.start_slow(entry, &|| self.label(key, None)) {
             Started::Granted(taken) => {
                 drop(taken.sent());
                 Counted::Now(Ok(()))
             }
             Started::Limited(limited) => Counted::Now(Err(limited)),
-            Started::Waiting(waiter) => Counted::Later(async move {
-                let mut waiting = Waiting::one(waiter);
+            Started::Waiting(mut wait) => Counted::Later(async move {
                 loop {
-                    let taken = (&mut waiting).await?;
-                    if let Some(taken) = waiting.leave(taken) {
+                    let taken = (&mut wait).await?;
+                    if let Some(taken) = wait.leave(taken) {
                         drop(taken.sent());
                         return Ok(());
                     }

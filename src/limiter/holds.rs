@@ -170,7 +170,7 @@ fn adopt_elsewhere(core: &Arc<Core>, key: Key, held: HoldState, of_whole: bool) 
         }
         state.hold.left(now).filter(|_| !was_held)
     };
-    let requests_ask = !core.settings.spec.quota().limits().is_empty() && !core.hosts.are_any();
+    let requests_ask = core.has_rates() && !core.hosts.are_any();
     let begun = if requests_ask || of_whole || held.remaining.is_zero() {
         core.with_state(key, now, take_in)
     } else {
@@ -196,53 +196,49 @@ pub(super) fn pass(core: &Core, key: Key, now: Instant) -> Result<Option<Probe>,
     Ok(passed.map(|number| Probe::new(core.id, key, number)))
 }
 
-/// The same as [`pass`] for the waiter `number`, whose task is woken when the answer changes.
-pub(super) fn poll_pass(
-    core: &Core,
-    key: Key,
-    number: Number,
-    now: Instant,
-    cx: &Context<'_>,
-) -> Result<Option<Probe>, Duration> {
-    let max_hold = core.settings.max_hold;
-    let passed = core
-        .states
-        .find(key, |state| state.hold.poll_pass(number, max_hold, now, cx))
-        .unwrap_or(Ok(None))?;
-    Ok(passed.map(|number| Probe::new(core.id, key, number)))
-}
-
-/// Returns how long the waiter `number` waits for the end of a host's hold, if at all. The waiter
-/// becomes no probe, because it waits for other things too. Its task is woken when the answer
-/// changes.
-pub(super) fn watch_host(
-    core: &Core,
-    hold: Key,
-    number: Number,
-    now: Instant,
-    cx: &Context<'_>,
-) -> Option<Duration> {
+/// Returns for how long a hold or a probe of `key` stops all requests, if one does. `None` if this process has no state of
+/// the key.
+pub(super) fn blocked(core: &Core, key: Key, now: Instant) -> Option<Option<Duration>> {
     let max_hold = core.settings.max_hold;
     core.states
-        .find(hold, |state| state.hold.watch(number, max_hold, now, cx))
-        .flatten()
+        .find(key, |state| state.hold.blocked_for(max_hold, now))
 }
 
-/// The same as [`watch_host`] for a key. Its state is made if there is none, and is kept while it
-/// is watched.
+/// The same for the waiter `number`, whose task is woken when the answer changes. It becomes no probe, because it waits
+/// for other things too. If it `keeps` the state of the key, the state is made if there is none.
 pub(super) fn watch(
     core: &Arc<Core>,
     key: Key,
     number: Number,
+    keeps: bool,
     now: Instant,
     cx: &Context<'_>,
 ) -> Option<Duration> {
     let max_hold = core.settings.max_hold;
-    let watched = core.with_new_state(key, now, |state, _| {
-        state.hold.watch(number, max_hold, now, cx)
+    let watch = |state: &mut KeyState| state.hold.watch(number, max_hold, now, cx);
+    let watched = if keeps {
+        // If there is no room for one more key, the next call for the request is refused.
+        core.with_new_state(key, now, |state, _| watch(state)).ok()
+    } else {
+        core.states.find(key, watch)
+    };
+    watched.flatten()
+}
+
+/// Returns how many requests wait for the end of the hold of `key`.
+pub(super) fn waiting(core: &Core, key: Key) -> usize {
+    let waiting = core.states.find(key, |state| state.hold.waiting());
+    waiting.unwrap_or(0)
+}
+
+/// Asks the store for a release of `key` that may have been missed, if nobody has asked just now. The request
+/// that asks does not wait for the answer of a store that answers later.
+pub(super) fn confirm(core: &Arc<Core>, key: Key, now: Instant) {
+    core.with_state(key, now, |state, ctx| {
+        if state.hold.take_inquiry(now) {
+            state.confirm(ctx);
+        }
     });
-    // If there is no room for one more key, the next call for the request is refused.
-    watched.ok().flatten()
 }
 
 /// Forgets the waiter `number`, which no longer waits for the hold of `key`.

@@ -110,8 +110,7 @@ impl Drop for InFlightSlot {
     }
 }
 
-/// Asks for an in-flight slot of `key`, under `number`. Returns `None` if the request waits, as one of at most
-/// `max_queue`. An `impatient` request cannot wait: it is refused if the answer of the store grants it no slot.
+/// Asks for an in-flight slot of `key`, under `number`. Returns `None` if the request waits. An `impatient` request cannot wait: it is refused if the answer of the store grants it no slot.
 ///
 /// # Errors
 ///
@@ -121,7 +120,6 @@ pub(super) fn enter(
     key: Key,
     number: Number,
     impatient: bool,
-    max_queue: usize,
     now: Instant,
 ) -> Result<Option<Settled<Number>>, Full> {
     let Some(in_flight) = &core.in_flight else {
@@ -131,17 +129,10 @@ pub(super) fn enter(
     let limit = core.quota_of(key).quota().most_in_flight();
     let key = core.whole(key);
     let entered = in_flight.with_new(key, limit, now, |calls| {
-        if calls.waiting() >= max_queue {
-            return false;
-        }
         calls.enter(number, impatient, now);
-        true
     })?;
     core.claim(entered.claim);
     look_later(core, key, entered.begins_to_look);
-    if !entered.done {
-        return Ok(Some(Settled::QueueFull));
-    }
     Ok(in_flight
         .with(key, |calls| calls.collect(number, now))
         .flatten())

@@ -13,6 +13,46 @@ use crate::store::Refusal;
 /// Without it, a caller that retries at once after each refusal would spin.
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 
+/// Why a request ends without a permit.
+#[derive(Debug)]
+pub(super) struct Stopped {
+    /// The part that stops it.
+    pub(super) part: usize,
+    pub(super) why: Why,
+}
+
+#[derive(Debug)]
+pub(super) enum Why {
+    /// This process refuses the request.
+    Refused(Reason, Refusal),
+    /// The store failed.
+    Failed(StoreError),
+}
+
+impl Stopped {
+    pub(super) fn refused(part: usize, reason: Reason, refusal: Refusal) -> Self {
+        let why = Why::Refused(reason, refusal);
+        Stopped { part, why }
+    }
+
+    /// `max_queue` requests wait already.
+    pub(super) fn queue_full(part: usize, max_queue: usize) -> Self {
+        Stopped::refused(part, Reason::QueueFull(max_queue), Refusal::NEVER)
+    }
+}
+
+impl Why {
+    /// A process without room for one more key is no failure of the store.
+    pub(super) fn failed(error: StoreError) -> Self {
+        match error {
+            StoreError::Full { max_keys } => {
+                Why::Refused(Reason::TooManyKeys(max_keys), Refusal::NEVER)
+            }
+            error => Why::Failed(error),
+        }
+    }
+}
+
 /// What the error of a request calls its limit.
 #[derive(Default)]
 pub(super) struct LimitName {
@@ -33,7 +73,7 @@ pub(super) struct RefusedRequest {
     pub(super) limit: LimitName,
     /// When it entered.
     pub(super) since: Instant,
-    /// How often it got a slot. 0 if it never waited.
+    /// How often it waited for a slot: see [`LimitedInfo::turns`].
     pub(super) turns: u32,
 }
 
@@ -45,6 +85,14 @@ impl RefusedRequest {
             limit,
             since: now,
             turns: 0,
+        }
+    }
+
+    /// Builds the error of a request that ends without a permit.
+    pub(super) fn end(self, why: Why, now: Instant) -> Limited {
+        match why {
+            Why::Refused(reason, refusal) => self.refuse(reason, refusal, now),
+            Why::Failed(source) => self.fail(source, now),
         }
     }
 

@@ -8,16 +8,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::acquire::Acquire;
+use super::at_once;
 use super::cores::Cores;
 use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
 use super::explanation::Explanation;
 use super::holds;
-use super::joint::PartRef;
 use super::limited::{LimitName, RefusedRequest};
 use super::listener;
 use super::own_quota::{self, QuotaError};
+use super::part::PartRef;
 use super::quotas::QuotaId;
 use super::reservation::Reservation;
 use super::sent::Admitted;
@@ -542,20 +543,20 @@ impl Limiter {
     /// there is no permit at hand.
     #[inline]
     pub(crate) fn send_at_once(&self, entry: &Entry) -> Option<Moment> {
-        start::send_at_once(&self.0.first, entry)
+        at_once::send_at_once(&self.0.first, entry)
     }
 
     /// The same for a request under [`Key::ALL`] that costs 1 and has no quota of its own, without a visit of the
     /// state of the key.
     #[inline]
     pub(crate) fn send_one_unlocked(&self, entry: &Entry) -> Option<Moment> {
-        start::send_one_unlocked(&self.0.first, entry)
+        at_once::send_one_unlocked(&self.0.first, entry)
     }
 
     /// Takes a permit that is at hand. Returns `Some(None)` for a request that costs nothing, and `None`
     /// if the request has to take the slow path.
     pub(crate) fn take_at_once(&self, entry: &Entry) -> Option<Option<Reservation>> {
-        start::take_at_once(&self.0.first, entry, clock::now_by_counter())
+        at_once::take_at_once(&self.0.first, entry, clock::now_by_counter())
     }
 
     /// Returns whether the true cost of a request may be stated after its response.
@@ -565,8 +566,9 @@ impl Limiter {
 
     /// Enters a request for which no permit is at hand. `label` returns the name of its key.
     #[cold]
-    pub(crate) fn start_slow(&self, entry: &Entry, label: impl FnOnce() -> Label) -> Started {
-        start::slow(&self.0.first, entry, label)
+    pub(crate) fn start_slow(&self, entry: Entry, label: &dyn Fn() -> Label) -> Started {
+        let part = PartRef::new(&self.0.first, entry);
+        start::slow(&[part], entry.deadline, label)
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.

@@ -5,8 +5,8 @@
 // the permits at hand of `Key::ALL` are taken without it (`unlocked`). A waiting future holds a number in
 // the key's queue and can be dropped at any time. The limiter does not count: the store does.
 //
-// A request enters in `start`. If no permit is at hand, `admission` decides what the request waits
-// for, and `waiter` is the future that waits.
+// A request enters in `start`. If no permit is at hand, it is a `request`, which knows the order in which it waits for
+// holds, slots and in-flight slots. `wait` is the future that polls it.
 //
 // `Core` has methods in `engine` and `effects` only. The files below these two in the table have
 // functions instead. A function takes the core as its first argument, and callers name its file:
@@ -28,16 +28,20 @@
 // | `cores` | the cores of a limiter whose quota counts several units |
 // | `counting` | what is counted of requests, and the stats of a limiter |
 // | `holds`, `in_flight_slot`, `own_quota` | holds of keys, in-flight slots, quotas that requests or responses state, or an operator sets |
+// | `part`, `probe`, `slots` | the keys of a request, the probe of a key, what a request gets in its line |
 // | `split_signal` | which key of a joint request a response is about |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
-// | `admission` | the way of a request to its permit |
+// | `admission` | why a request is refused that gets no slot |
 // | `explanation`, `explain` | why a request would wait now, or be refused |
 // | `around` | layers around each other: which requests are refused |
 // | `settlement` | the true cost of a request that was sent |
 // | `sent`, `permit` | a request that was sent and not yet answered; the right to send one request |
-// | `stage`, `waiter` | what a request waits for; a request that waits |
-// | `start` | the entrance: fast path and slow path |
-// | `joint`, `waiting` | requests of several keys; a request that waits, with one key or several |
+// | `taken` | what a request has that may leave |
+// | `joint` | requests of several keys: their common slots |
+// | `at_once` | the fast path: permits at hand |
+// | `line` | where a request waits for its slots: the queue of its key, or the set of requests with the same keys |
+// | `request`, `wait` | the way of a request to its permit; the future that waits |
+// | `start` | the slow path |
 // | `acquire` | the public future of a permit |
 // | `limiter` | [`Limiter`], the public face |
 // | `guarding` | what a ban guard needs of limiters |
@@ -45,6 +49,7 @@
 mod acquire;
 mod admission;
 mod around;
+mod at_once;
 mod cores;
 mod counting;
 mod effects;
@@ -61,36 +66,39 @@ mod joint;
 mod key_state;
 mod key_states;
 mod limited;
+mod line;
 // The folder and this file have the same name. The path of the type is `crate::limiter::Limiter`.
 #[allow(clippy::module_inception)]
 mod limiter;
 mod listener;
 mod own_quota;
+mod part;
 mod permit;
 mod prefetched;
 mod probe;
 mod queue;
 mod quotas;
+mod request;
 mod reservation;
 mod responses;
 mod sent;
 mod session;
 mod settings;
 mod settlement;
+mod slots;
 mod split_signal;
-mod stage;
 mod start;
 mod status;
 mod taken;
 mod tasks;
 mod unlocked;
-mod waiter;
-mod waiting;
+mod wait;
 
 pub use acquire::Acquire;
 pub(crate) use around::{
     InnerCall, Mark, forget_panic, is_any as is_inside_a_layer, is_unsure, refusal_of_throttle,
 };
+pub(crate) use at_once::{send_all_at_once, take_all_at_once};
 pub(crate) use engine::read_marks;
 pub(crate) use entry::Entry;
 pub(crate) use explanation::Held;
@@ -98,10 +106,10 @@ pub(crate) use explanation::Shown;
 pub use explanation::{Because, Explanation, Verdict};
 pub(crate) use guarding::Counted;
 pub(crate) use in_flight_slot::InFlightSlot;
-pub(crate) use joint::{Entered, JointStarted, MOST_PARTS, PartRef, enter as enter_joint};
 pub use key_state::{HeaderTrust, StatedLimit};
 pub use limiter::Limiter;
 pub use own_quota::QuotaError;
+pub(crate) use part::{MOST_PARTS, PartRef};
 pub use permit::Permit;
 pub(crate) use quotas::{QuotaId, Quotas};
 pub(crate) use reservation::Reservation;
@@ -110,7 +118,7 @@ pub use sent::Sent;
 pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, PartOfQuota, Settings};
 pub use settlement::Settlement;
-pub(crate) use start::Started;
+pub(crate) use start::{Started, slow as start_slow};
 pub use status::{KeyStatus, QuotaSource};
 pub(crate) use taken::Taken;
-pub(crate) use waiting::Waiting;
+pub(crate) use wait::Wait;

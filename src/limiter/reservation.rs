@@ -142,8 +142,7 @@ impl WaitBound {
 /// How an attempt to get a `T` ended. `T` is a slot, or the number of an in-flight slot.
 ///
 /// The state of a key returns it when a request enters, and keeps it for a waiter until the
-/// waiter's future is polled. It is the result of one queue: an `Admission` is the result of all
-/// stages that a request passes.
+/// waiter's future is polled.
 #[derive(Clone, Debug)]
 pub(super) enum Settled<T = Reservation> {
     Granted(T),

@@ -23,9 +23,9 @@ use smallvec::SmallVec;
 use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
-use super::holds;
 use super::in_flight_slot::InFlightSlot;
 use super::limited::RefusedRequest;
+use super::part::{Part, PerPart};
 use super::probe::Probe;
 use super::reservation::Reservation;
 use super::sent::{More, PastWait, Sent};
@@ -70,24 +70,33 @@ struct Rest {
     wait: Option<Box<PastWait>>,
 }
 
-/// One value for each key of a request, in their order.
-type OfKeys<T> = SmallVec<[Option<T>; 4]>;
-
 impl OfKey {
     pub(super) fn new(
-        core: Arc<Core>,
-        key: Key,
-        host: Option<Key>,
+        part: &Part,
         slot: Option<Reservation>,
         in_flight_slot: Option<InFlightSlot>,
     ) -> Self {
         OfKey {
-            core,
-            key,
-            host,
+            core: part.core.clone(),
+            key: part.key,
+            host: part.host,
             slot,
             in_flight_slot,
             is_counted: false,
+        }
+    }
+
+    /// What a request has of a key that got its permit at hand, whose units are counted. It is no probe: a key on
+    /// probation has no permits at hand.
+    #[inline]
+    pub(super) fn at_hand(core: Arc<Core>, entry: &Entry, slot: Option<Reservation>) -> Self {
+        OfKey {
+            core,
+            key: entry.key,
+            host: entry.host,
+            slot,
+            in_flight_slot: None,
+            is_counted: true,
         }
     }
 
@@ -141,30 +150,17 @@ impl OfKey {
 }
 
 impl Taken {
-    /// Makes the record of a request that got a permit at hand, whose units are counted. It is no probe: a key on
-    /// probation has no permits at hand.
+    /// Makes the record of a request of one key that got a permit at hand.
     #[inline]
     pub(super) fn at_hand(core: Arc<Core>, entry: &Entry, slot: Option<Reservation>) -> Self {
         Taken {
-            first: OfKey {
-                core,
-                key: entry.key,
-                host: entry.host,
-                slot,
-                in_flight_slot: None,
-                is_counted: true,
-            },
+            first: OfKey::at_hand(core, entry, slot),
             rest: None,
             may_have_left: false,
         }
     }
 
-    /// Makes the record of a request of one key, which leaves as these probes besides that of its slot.
-    pub(super) fn of_one(first: OfKey, probes: Vec<Probe>) -> Self {
-        Taken::of_all(first, Vec::new(), probes)
-    }
-
-    /// Makes the record of a request that has something of several keys.
+    /// Makes the record of a request, which leaves as these probes besides those of its slots.
     pub(super) fn of_all(mut first: OfKey, mut others: Vec<OfKey>, mut probes: Vec<Probe>) -> Self {
         let all = std::iter::once(&mut first).chain(&mut others);
         probes.extend(all.filter_map(OfKey::probe));
@@ -183,10 +179,9 @@ impl Taken {
         }
     }
 
-    /// States that the units of the slots are counted already.
-    pub(super) fn counted(mut self) -> Self {
-        self.each(|part| part.is_counted = true);
-        self
+    /// States that the units of the first slot are counted already.
+    pub(super) fn first_is_counted(&mut self) {
+        self.first.is_counted = true;
     }
 
     /// Counts the units of the slots.
@@ -203,31 +198,6 @@ impl Taken {
     fn all(&self) -> impl Iterator<Item = &OfKey> {
         let others = self.rest.iter().flat_map(|rest| &rest.others);
         std::iter::once(&self.first).chain(others)
-    }
-
-    /// Adds probes that the request leaves as.
-    pub(super) fn add_probes(&mut self, probes: impl IntoIterator<Item = Probe>) {
-        let mut probes = probes.into_iter().peekable();
-        if probes.peek().is_some() {
-            self.rest.get_or_insert_default().probes.extend(probes);
-        }
-    }
-
-    /// Lets the request pass the hold of its host, if each host has holds of its own.
-    ///
-    /// # Errors
-    ///
-    /// How long requests to the host may not leave.
-    pub(super) fn pass_host(&mut self, now: Instant) -> Result<(), Duration> {
-        let OfKey {
-            core, key, host, ..
-        } = &self.first;
-        let Some(hold) = core.hosts.hold_of(*key, *host) else {
-            return Ok(());
-        };
-        let probe = holds::pass(core, hold, now)?;
-        self.add_probes(probe);
-        Ok(())
     }
 
     /// Returns the units of the first slot.
@@ -261,11 +231,6 @@ impl Taken {
         self.wait().map_or(Duration::ZERO, |wait| wait.waited)
     }
 
-    /// Returns whether the request leaves uncounted, because a store failed.
-    pub(super) fn is_uncounted(&self) -> bool {
-        self.wait().is_some_and(|wait| wait.is_uncounted)
-    }
-
     /// Returns how a request counts that leaves with this.
     pub(super) fn outcome(&self) -> Outcome {
         match self.wait() {
@@ -284,17 +249,6 @@ impl Taken {
     /// Returns whether the request may still leave.
     pub(crate) fn is_valid(&self) -> bool {
         self.deadline().is_none_or(|until| clock::now() < until)
-    }
-
-    /// Returns whether the store may have granted an in-flight slot to another call.
-    pub(super) fn is_lost(&self, now: Instant) -> bool {
-        let mut slots = self.all().filter_map(|part| part.in_flight_slot.as_ref());
-        slots.any(|slot| slot.is_lost(now))
-    }
-
-    /// Returns whether the request has waited for nothing but the answer of the store to get its slot.
-    pub(super) fn is_at_once(&self) -> bool {
-        self.first.slot.is_some_and(|slot| slot.is_at_once)
     }
 
     /// Makes the call of a request that is sent by hand, whose true cost may be stated later.
@@ -344,17 +298,11 @@ impl Taken {
         sent
     }
 
-    /// Takes the record of one key apart for a request that goes back to its old place: returns the slot, bare, and
-    /// the in-flight slot.
-    pub(super) fn put_back(mut self) -> (Option<Reservation>, Option<InFlightSlot>) {
-        let mut probes = self.rest.take().map_or_else(Vec::new, |rest| rest.probes);
-        let slot = self.first.bare_slot(&mut probes);
-        (slot, self.first.in_flight_slot.take())
-    }
-
-    /// Takes the record of several keys apart for a request that goes back to its old place: returns the slots and
-    /// the in-flight slots, in the order of its keys. The request is no probe any more.
-    pub(super) fn put_all_back(mut self) -> (OfKeys<Reservation>, OfKeys<InFlightSlot>) {
+    /// Takes the record apart for a request that goes back to its old place: returns the slots and the in-flight slots,
+    /// in the order of its keys. The request is no probe any more.
+    pub(super) fn put_back(
+        mut self,
+    ) -> (PerPart<Option<Reservation>>, PerPart<Option<InFlightSlot>>) {
         let rest = self.rest.take().map_or_else(Rest::default, |rest| *rest);
         drop(rest.probes);
         let take = |part: &mut OfKey| {

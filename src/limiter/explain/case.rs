@@ -1,5 +1,5 @@
-//! What would happen to a request under one of its keys. [`Case`] follows the way of a request (`start`,
-//! `admission` and `key_state/ticket`) step by step, and takes nothing.
+//! What would happen to a request under one of its keys. [`Case`] follows the way of a request (`request` and
+//! `key_state/ticket`) step by step, and takes nothing.
 
 use std::time::{Duration, Instant};
 
@@ -79,7 +79,7 @@ impl Case<'_> {
         Ok(waits(known, because))
     }
 
-    /// Decides as `start::slow` and `in_flight_slot::enter` do before they ask the store.
+    /// Decides as `Request::enter` does before it asks the store.
     fn at_entrance(&self) -> Option<Verdict> {
         let settings = &self.core.settings;
         if self.core.tally().is_draining() {

@@ -12,8 +12,8 @@ use crate::limit::LimitSpec;
 use crate::limiter::engine::Core;
 use crate::limiter::entry::Entry;
 use crate::limiter::explanation::{Held, KeyExplanation, StoreState};
-use crate::limiter::joint::PartRef;
 use crate::limiter::key_state::{Outlook, Rules};
+use crate::limiter::part::{PartRef, has_store_of};
 use crate::limiter::quotas::QuotaId;
 use crate::limiter::reservation::WaitBound;
 use crate::limiter::settings::Settings;
@@ -82,8 +82,7 @@ impl Asked {
 
     /// Returns whether two keys of a request would count it twice.
     pub(super) fn is_same(&self, other: &Asked) -> bool {
-        let store = |asked: &Asked| Arc::as_ptr(&asked.core.settings.shared_store).cast::<()>();
-        self.key == other.key && store(self) == store(other)
+        self.key == other.key && has_store_of(&self.core, &other.core)
     }
 }
 
@@ -142,7 +141,7 @@ impl Found {
             .in_flight
             .as_ref()
             .is_none_or(|calls| calls.has_room(asked.core.whole(asked.key), now));
-        let has_no_rates = asked.core.settings.spec.quota().limits().is_empty();
+        let has_no_rates = !asked.core.has_rates();
         Found {
             outlook: outlook(asked, bound, now),
             usage,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::set::{JointSet, Wanted};
-use super::{Cause, Costs, JointRefusal, JointSlot, Part, PerPart, give_back};
+use super::{Cause, JointRefusal, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::join::join_each;
@@ -13,8 +13,10 @@ use crate::limiter::engine::Core;
 use crate::limiter::key_state::{
     Asked, JointAsk, KeyState, known_refusal, last_joint, near_booking,
 };
+use crate::limiter::part::{Costs, Part, PerPart};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Reservation, WaitBound};
+use crate::limiter::slots::Slots;
 use crate::store::{JointCall, Lease, Refusal, StoreReply};
 use crate::wait_queue::ANSWER;
 
@@ -61,7 +63,7 @@ async fn book(mut booking: Booking) {
 }
 
 /// Searches for a joint slot that is near, again and again: see [`near_booking`].
-async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<JointSlot, JointRefusal> {
+async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<Slots, JointRefusal> {
     let since = clock::now();
     loop {
         let now = clock::now();
@@ -126,17 +128,16 @@ impl Drop for Search<'_> {
 
 impl<'a> Search<'a> {
     fn new(set: &'a JointSet, wanted: &mut Wanted) -> Self {
-        let none = || set.parts.iter().map(|_| None).collect();
-        let given_up = wanted.given_up.take().map_or_else(none, |slot| slot.slots);
+        let none = || -> PerPart<Option<Reservation>> { set.parts.iter().map(|_| None).collect() };
+        let given_up = wanted.given_up.take();
+        let given_up = given_up.map_or_else(none, |given_up| given_up.slots.into_iter().collect());
         let now = clock::now();
         for (part, slot) in set.parts.iter().zip(&given_up) {
             if let Some(slot) = slot {
                 part.given_up(slot, now);
             }
         }
-        let needs_none = |(part, cost): (&Part, &u32)| {
-            *cost == 0 || part.core.settings.spec.quota().limits().is_empty()
-        };
+        let needs_none = |(part, cost): (&Part, &u32)| *cost == 0 || !part.core.has_rates();
         Search {
             set,
             parts: &set.parts,
@@ -160,7 +161,7 @@ impl<'a> Search<'a> {
     }
 
     /// Asks the parts until their slots have a moment in common.
-    async fn run(mut self, mut bound: WaitBound) -> Result<JointSlot, JointRefusal> {
+    async fn run(mut self, mut bound: WaitBound) -> Result<Slots, JointRefusal> {
         if let Some(refusal) = self.known_refusal(bound) {
             return Err(refusal);
         }
@@ -202,7 +203,7 @@ impl<'a> Search<'a> {
                         // Meanwhile the request takes nothing of its other keys. Then this part is
                         // asked first.
                         give_back(self.parts, std::mem::take(&mut self.slots));
-                        let given_up = self.given_up.iter_mut().map(Option::take).collect();
+                        let given_up = self.given_up.iter_mut().map(Option::take);
                         give_back(self.parts, given_up);
                         self.slots = self.parts.iter().map(|_| None).collect();
                         self.last = part;
@@ -414,13 +415,13 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the joint slot.
-    fn found(mut self) -> JointSlot {
+    fn found(mut self) -> Slots {
         let slots = std::mem::take(&mut self.slots);
         let now = clock::now();
         let all = || slots.iter().flatten();
         let at = all().map(|slot| slot.at).max().unwrap_or(now);
         let at = at.max(self.earliest.unwrap_or(now));
-        JointSlot {
+        Slots {
             at,
             is_at_once: at <= now,
             until: all().map(|slot| slot.until).min(),
@@ -428,7 +429,8 @@ impl<'a> Search<'a> {
             uncounted: self.uncounted.take(),
             costs: std::mem::take(&mut self.costs),
             changes: std::mem::take(&mut self.changes),
-            slots,
+            slots: slots.into_iter().collect(),
+            probe: None,
         }
     }
 }

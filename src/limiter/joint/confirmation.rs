@@ -12,13 +12,14 @@ use std::task::Poll;
 use std::time::Instant;
 
 use super::set::JointSet;
-use super::{JointSlot, Part, PerPart};
 use crate::clock;
 use crate::limiter::effects::StoreCall;
 use crate::limiter::key_state::{ask_to_confirm, confirmed, is_confirmed};
+use crate::limiter::part::{Part, PerPart};
+use crate::limiter::slots::Slots;
 
 /// Returns the parts whose stores have to confirm their slots before `slot` may be used.
-pub(super) fn doubtful(parts: &[Part], slot: &JointSlot, now: Instant) -> PerPart<usize> {
+pub(in crate::limiter) fn doubtful(parts: &[Part], slot: &Slots, now: Instant) -> PerPart<usize> {
     let is_doubtful = |index: &usize| {
         let Some(of_part) = &slot.slots[*index] else {
             return false;

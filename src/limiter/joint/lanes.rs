@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::Costs;
+use crate::limiter::part::Costs;
 use crate::limiter::queue::Number;
 
 /// The requests that wait in a set, one lane for equal costs.

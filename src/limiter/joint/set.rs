@@ -9,17 +9,16 @@ use std::time::Instant;
 use super::booking;
 use super::confirmation::{self, doubtful};
 use super::lanes::Lanes;
-use super::{
-    Cause, Costs, JointRefusal, JointRequest, JointSlot, Part, PartRef, PerPart, give_back,
-    max_queue,
-};
+use super::{Cause, JointRefusal, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::limiter::engine::CoreId;
 use crate::limiter::entry::Entry;
+use crate::limiter::part::{Costs, Part, PartRef, PerPart, max_queue};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::WaitBound;
+use crate::limiter::slots::Slots;
 use crate::quota::LONGEST_LIFE;
 use crate::store::Refusal;
 use crate::wait_queue::{ANSWER, Left, WaitQueue, answer_by, is_missed};
@@ -39,22 +38,22 @@ pub(in crate::limiter) struct JointSets {
 
 /// The requests of this process with equal keys.
 #[derive(Debug)]
-pub(super) struct JointSet {
-    pub(super) parts: PerPart<Part>,
+pub(in crate::limiter) struct JointSet {
+    pub(in crate::limiter) parts: PerPart<Part>,
     id: SetId,
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    waiters: WaitQueue<JointWait, Result<JointSlot, JointRefusal>>,
+    waiters: WaitQueue<JointWait, Result<Slots, JointRefusal>>,
     /// The same requests and slots, by their costs.
     lanes: Lanes,
     /// The joint slots that are booked, the first ones first. There are never more than waiters.
-    slots: VecDeque<JointSlot>,
+    slots: VecDeque<Slots>,
     /// Joint slots of no use, whose requests wait for others. Each goes back while another one is
     /// booked. Together with `slots`, there are never more than waiters.
-    given_up: Vec<JointSlot>,
+    given_up: Vec<Slots>,
     /// Whether a task books.
     is_booking: bool,
     /// Whether a task asks stores to confirm the first joint slot.
@@ -99,30 +98,30 @@ pub(super) struct Wanted {
     pub(super) number: Number,
     pub(super) costs: Costs,
     /// A joint slot of no use, which goes back meanwhile.
-    pub(super) given_up: Option<JointSlot>,
+    pub(super) given_up: Option<Slots>,
 }
 
 /// Returns what identifies the set of `parts`.
-fn id_of<'a>(parts: impl Iterator<Item = PartRef<'a>>) -> SetId {
-    let id = |part: PartRef<'_>| {
+fn id_of(parts: &[PartRef<'_>]) -> SetId {
+    let id = |part: &PartRef<'_>| {
         let Entry {
             key, cost, host, ..
         } = part.entry;
         (part.core.id, key, cost > 0, host)
     };
-    parts.map(id).collect()
+    parts.iter().map(id).collect()
 }
 
 impl JointSets {
-    /// Returns the set of `request`.
-    pub(super) fn find(&self, request: &JointRequest) -> Arc<JointSet> {
-        let id = id_of(request.refs());
+    /// Returns the set of the requests with these parts.
+    pub(in crate::limiter) fn find(&self, parts: &[PartRef<'_>]) -> Arc<JointSet> {
+        let id = id_of(parts);
         let mut sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(set) = sets.get(&id).and_then(Weak::upgrade) {
             return set;
         }
         let set = Arc::new(JointSet {
-            parts: request.parts.clone(),
+            parts: parts.iter().copied().map(PartRef::to_part).collect(),
             id: id.clone(),
             state: Mutex::default(),
         });
@@ -133,7 +132,7 @@ impl JointSets {
 
     /// Returns whether requests with these parts wait. Then no other such request may overtake
     /// them.
-    pub(super) fn is_any_waiting(&self, parts: &[PartRef<'_>]) -> bool {
+    pub(in crate::limiter) fn is_any_waiting(&self, parts: &[PartRef<'_>]) -> bool {
         let set = self.set_of(parts);
         set.is_some_and(|set| set.waiting() > 0)
     }
@@ -161,7 +160,7 @@ impl JointSets {
         }
         let sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
         // The map is unlocked before a set of which this is the last use is dropped.
-        let set = sets.get(&id_of(parts.iter().copied()));
+        let set = sets.get(&id_of(parts));
         set.and_then(Weak::upgrade)
     }
 
@@ -199,7 +198,7 @@ impl JointSet {
 
     /// Enters a request, as one of at most `max_queue`. A request that `is_back` returns to its old place. Returns
     /// whether there was room.
-    pub(super) fn enter(
+    pub(in crate::limiter) fn enter(
         &self,
         number: Number,
         costs: &Costs,
@@ -233,34 +232,33 @@ impl JointSet {
         })
     }
 
-    /// Polls the wait of a request. `held_until` is when the last hold of its keys ends. `now` moves
-    /// on if a task was begun.
-    pub(super) fn poll(
+    /// Polls the wait of a request. `held_until` is when the last hold of its keys ends.
+    pub(in crate::limiter) fn poll(
         self: &Arc<Self>,
         number: Number,
         held_until: Option<Instant>,
-        now: &mut Instant,
+        mut now: Instant,
         cx: &mut Context<'_>,
-    ) -> Poll<Result<JointSlot, JointRefusal>> {
+    ) -> Poll<Result<Slots, JointRefusal>> {
         // A store that replies at once may bring a joint slot that is due.
         loop {
             let mut unused = Vec::new();
             let (settled, tasks) = self.with(|state, wakers| {
                 state.waiters.runs(number);
-                state.obey(held_until, *now);
-                let confirm = state.hand_out(&self.parts, *now, Some(number), &mut unused, wakers);
+                state.obey(held_until, now);
+                let confirm = state.hand_out(&self.parts, now, Some(number), &mut unused, wakers);
                 let mut settled = state.waiters.collect(number);
                 let tasks = state.begin_tasks(confirm);
                 let has_begun = tasks != Tasks::default();
                 if settled.is_none()
-                    && let Some(refusal) = state.over(number, has_begun, self.settles(), *now)
+                    && let Some(refusal) = state.over(number, has_begun, self.settles(), now)
                 {
                     state.leave(number);
                     state.trim(&mut unused);
                     settled = Some(Err(refusal));
                 }
                 if !has_begun {
-                    state.register(number, *now, cx);
+                    state.register(number, now, cx);
                 }
                 (settled, tasks)
             });
@@ -269,14 +267,14 @@ impl JointSet {
             self.run(tasks);
             match settled {
                 Some(settled) => return Poll::Ready(settled),
-                None if has_begun => *now = clock::now(),
+                None if has_begun => now = clock::now(),
                 None => return Poll::Pending,
             }
         }
     }
 
     /// Removes a request. A joint slot that it had goes to the next request.
-    pub(super) fn leave(self: &Arc<Self>, number: Number) {
+    pub(in crate::limiter) fn leave(self: &Arc<Self>, number: Number) {
         let now = clock::now();
         self.change(|state, unused, _| match state.leave(number) {
             Some(Left::Settled(Ok(slot))) if slot.is_expired(now) => unused.push(slot),
@@ -302,7 +300,7 @@ impl JointSet {
 
     /// Makes a change. Then gives back the joint slots that no request needs, hands out those that
     /// are due, and begins the tasks that are needed.
-    fn change(self: &Arc<Self>, change: impl FnOnce(&mut State, &mut Vec<JointSlot>, &mut Wakers)) {
+    fn change(self: &Arc<Self>, change: impl FnOnce(&mut State, &mut Vec<Slots>, &mut Wakers)) {
         let now = clock::now();
         let mut unused = Vec::new();
         let tasks = self.with(|state, wakers| {
@@ -347,11 +345,7 @@ impl JointSet {
     }
 
     /// Takes in what became of a booking.
-    pub(super) fn booked(
-        self: &Arc<Self>,
-        wanted: &Wanted,
-        outcome: Result<JointSlot, JointRefusal>,
-    ) {
+    pub(super) fn booked(self: &Arc<Self>, wanted: &Wanted, outcome: Result<Slots, JointRefusal>) {
         self.change(|state, _, wakers| match outcome {
             Ok(slot) => {
                 state.scarcest = slot.last;
@@ -387,7 +381,7 @@ impl JointSet {
         let now = clock::now();
         self.change(|state, _, _| {
             state.is_confirming = false;
-            let is_lost = |slot: &JointSlot| !doubtful(&self.parts, slot, now).is_empty();
+            let is_lost = |slot: &Slots| !doubtful(&self.parts, slot, now).is_empty();
             while let Some(slot) = state.take_due(now, is_lost) {
                 state.given_up.push(slot);
             }
@@ -417,7 +411,7 @@ impl JointSet {
     }
 
     /// Returns whether the next joint slot is due within the life of a permit, or may be: a task books.
-    pub(super) fn is_near(&self, now: Instant) -> bool {
+    pub(in crate::limiter) fn is_near(&self, now: Instant) -> bool {
         let near = clock::after(now, LONGEST_LIFE);
         self.with(|state, _| {
             state.is_booking || state.slots.front().is_some_and(|slot| slot.at <= near)
@@ -430,28 +424,18 @@ impl JointSet {
     }
 
     /// Returns how many requests wait.
-    pub(super) fn waiting(&self) -> usize {
+    pub(in crate::limiter) fn waiting(&self) -> usize {
         self.with(|state, _| state.waiters.waiting())
     }
 
     /// Takes back the joint slot of a request that has entered again, because the slot is of no use.
-    pub(super) fn give_up(&self, slot: JointSlot) {
+    pub(in crate::limiter) fn give_up(&self, slot: Slots) {
         self.with(|state, _| state.given_up.push(slot));
     }
 
-    /// Gives a joint slot that is due back to the stores, for a request that asks for another one when it has its
-    /// in-flight slots.
-    pub(super) fn give_back_to_stores(&self, slot: JointSlot) {
-        for (Part { core, key, .. }, slot) in self.parts.iter().zip(slot.slots) {
-            if let Some(slot) = slot {
-                core.give_back_to_store(*key, slot);
-            }
-        }
-    }
-
     /// Gives all slots of `unused` back.
-    pub(super) fn give_back(&self, unused: impl IntoIterator<Item = JointSlot>) {
-        for JointSlot { slots, .. } in unused {
+    fn give_back(&self, unused: impl IntoIterator<Item = Slots>) {
+        for Slots { slots, .. } in unused {
             give_back(&self.parts, slots);
         }
     }
@@ -471,10 +455,7 @@ impl Drop for JointSet {
 
 impl State {
     /// Removes a request, whether its wait has ended or not.
-    fn leave(
-        &mut self,
-        number: Number,
-    ) -> Option<Left<JointWait, Result<JointSlot, JointRefusal>>> {
+    fn leave(&mut self, number: Number) -> Option<Left<JointWait, Result<Slots, JointRefusal>>> {
         let left = self.waiters.leave(number);
         if let Some(Left::Waiting(wait)) = &left {
             self.lanes.leave(&wait.costs, number);
@@ -486,7 +467,7 @@ impl State {
     fn settle(
         &mut self,
         number: Number,
-        outcome: Result<JointSlot, JointRefusal>,
+        outcome: Result<Slots, JointRefusal>,
         wakers: &mut Wakers,
     ) {
         if let Some(waiter) = self.waiters.get(number) {
@@ -497,7 +478,7 @@ impl State {
     }
 
     /// Adds a joint slot at its place.
-    fn insert(&mut self, slot: JointSlot) {
+    fn insert(&mut self, slot: Slots) {
         self.lanes.add_slot(&slot.costs);
         let place = self.slots.partition_point(|other| other.at <= slot.at);
         self.slots.insert(place, slot);
@@ -524,7 +505,7 @@ impl State {
 
     /// Moves the joint slots that no request needs to `unused`, the last ones first. After a
     /// request has left, the requests behind it have the slots before theirs.
-    fn trim(&mut self, unused: &mut Vec<JointSlot>) {
+    fn trim(&mut self, unused: &mut Vec<Slots>) {
         while let Some(costs) = self.lanes.unneeded() {
             self.lanes.remove_slot(&costs);
             let place = self.slots.iter().rposition(|slot| slot.costs == costs);
@@ -550,7 +531,7 @@ impl State {
         parts: &[Part],
         now: Instant,
         running: Option<Number>,
-        unused: &mut Vec<JointSlot>,
+        unused: &mut Vec<Slots>,
         wakers: &mut Wakers,
     ) -> PerPart<usize> {
         while let Some(mut slot) = self.take_due(now, |_| true) {
@@ -588,11 +569,7 @@ impl State {
     }
 
     /// Takes the first joint slot, if it is due and `is_taken`.
-    fn take_due(
-        &mut self,
-        now: Instant,
-        is_taken: impl Fn(&JointSlot) -> bool,
-    ) -> Option<JointSlot> {
+    fn take_due(&mut self, now: Instant, is_taken: impl Fn(&Slots) -> bool) -> Option<Slots> {
         let first = self.slots.front()?;
         let is_taken = first.at <= now && is_taken(first);
         let slot = is_taken.then(|| self.slots.pop_front())??;
@@ -624,7 +601,7 @@ impl State {
             return;
         }
         let is_later = held_until > before;
-        let is_kept = |slot: &JointSlot| is_later && Some(slot.at) >= held_until;
+        let is_kept = |slot: &Slots| is_later && Some(slot.at) >= held_until;
         let slots = std::mem::take(&mut self.slots).into_iter();
         let (kept, given_up): (VecDeque<_>, VecDeque<_>) = slots.partition(is_kept);
         for slot in &given_up {

@@ -343,26 +343,6 @@ impl KeyHold {
             .map_or(0, |details| details.waiting.len())
     }
 
-    /// Lets a request leave, as [`pass`](KeyHold::pass) does. If it may not leave, its task is
-    /// woken when the hold changes.
-    ///
-    /// # Errors
-    ///
-    /// For how long no request may leave.
-    pub(in crate::limiter) fn poll_pass(
-        &mut self,
-        number: Number,
-        max_hold: Duration,
-        now: Instant,
-        cx: &Context<'_>,
-    ) -> Result<Option<ProbeNumber>, Duration> {
-        let passed = self.pass(max_hold, now);
-        if passed.is_err() {
-            self.wake_on_change(number, now, cx);
-        }
-        passed
-    }
-
     /// Returns for how long no request may leave, for a waiter that also waits for other things and
     /// becomes the probe only when it leaves. The task is woken when the hold changes.
     pub(in crate::limiter) fn watch(

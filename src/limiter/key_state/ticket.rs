@@ -15,28 +15,24 @@ use crate::limiter::reservation::{Reservation, Settled, WaitBound};
 use crate::store::{Demand, Lease, Refusal, StoreReply};
 
 /// The place of a request in the queue of its key.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(in crate::limiter) struct Ticket {
     pub(in crate::limiter) number: Number,
     pub(in crate::limiter) cost: u32,
     pub(in crate::limiter) bound: WaitBound,
-    /// How often the request's turn has come, this time included. It waits again if it could not
-    /// leave in time.
-    pub(in crate::limiter) turns: u32,
 }
 
 impl Ticket {
-    /// Makes the place of a request that enters.
     pub(in crate::limiter) fn new(number: Number, cost: u32, bound: WaitBound) -> Self {
         Ticket {
             number,
             cost,
             bound,
-            turns: 1,
         }
     }
 
-    /// Enters the request. Returns `None` if it waits.
+    /// Enters the request. Returns `None` if it waits. One that `is_back` has its place in the queue, although it has
+    /// waited for something else meanwhile.
     ///
     /// The cheapest step comes first. The steps are: a permit at hand, a refusal that needs no
     /// call, a call for this request alone, and a place in the queue.
@@ -44,6 +40,7 @@ impl Ticket {
         &self,
         state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
+        is_back: bool,
     ) -> Option<Settled> {
         let Ticket { cost, bound, .. } = *self;
         if let Some(slot) = state.take(cost, ctx.now) {
@@ -70,7 +67,7 @@ impl Ticket {
         {
             return entered;
         }
-        if state.waiting() >= ctx.max_queue {
+        if !is_back && state.waiting() >= ctx.max_queue {
             return Some(Settled::QueueFull);
         }
         if let Some(wait) = state.undivided_beyond(ctx, bound.latest) {
@@ -151,9 +148,10 @@ impl Ticket {
         Some(None)
     }
 
-    /// Polls the wait. Ready with its outcome.
+    /// Polls the wait. Ready with its outcome. The permit may have expired: then the request
+    /// [comes back](Ticket::come_back).
     pub(in crate::limiter) fn poll(
-        &mut self,
+        &self,
         state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
         cx: &mut Context<'_>,
@@ -200,13 +198,8 @@ impl Ticket {
 
     /// Takes the outcome of the wait, if it has ended and the request can use it.
     ///
-    /// If its permit expired before the request was polled, or if the key was put on hold
-    /// meanwhile, the request may not leave. It waits again, in its old place.
-    fn collect_usable(
-        &mut self,
-        state: &mut KeyState,
-        ctx: &mut KeyContext<'_>,
-    ) -> Option<Settled> {
+    /// If the key was put on hold meanwhile, the request may not leave. It waits again, in its old place.
+    fn collect_usable(&self, state: &mut KeyState, ctx: &mut KeyContext<'_>) -> Option<Settled> {
         let settled = self.collect(state)?;
         let held = state.hold.left(ctx.now);
         match (settled, held) {
@@ -215,12 +208,10 @@ impl Ticket {
                 state.queue.get_or_insert_default().returns.add(&slot);
                 self.wait_for_hold(state, ctx.now, left)
             }
-            (Settled::Granted(slot), None) if slot.until <= ctx.now => {
-                self.wait_again(state, ctx, slot);
-                None
-            }
             (Settled::Granted(slot), None) => {
-                state.store.shorten_life(ctx.spec);
+                if slot.until > ctx.now {
+                    state.store.shorten_life(ctx.spec);
+                }
                 Some(Settled::Granted(slot))
             }
             (Settled::Failed(cause), _) => self.store_failed(state, ctx, cause),
@@ -268,48 +259,44 @@ impl Ticket {
         }
     }
 
-    /// Returns the request to its old place, because its permit has expired. `died` is that permit.
-    fn wait_again(&mut self, state: &mut KeyState, ctx: &mut KeyContext<'_>, died: Reservation) {
-        self.turns += 1;
-        if self.turns == 2 && self.bound.is_none {
-            // `max_wait` is zero, so the request cannot wait. Its task ran too late, so the request
-            // asks once more for a permit that is due now.
-            self.bound.latest = self.bound.latest.max(ctx.now);
-        }
-        state.store.lengthen_life(ctx.spec);
-        state.probe_comes_back(ctx, died.probe);
-        let held = state.hold.left(ctx.now);
-        let queue = state.queue.get_or_insert_default();
-        queue.returns.add(&died);
-        self.wait(queue, ctx.now, held);
-    }
-
-    /// Returns a request that could not use its permit in time to its old place. Its permit is
-    /// given back.
-    pub(in crate::limiter) fn return_late(
-        &mut self,
+    /// Returns a request that could not leave with its permit to its old place.
+    pub(in crate::limiter) fn come_back(
+        &self,
         state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
-        died: Reservation,
+        slot: Option<Reservation>,
     ) {
-        self.wait_again(state, ctx, died);
+        if let Some(slot) = slot {
+            if slot.until <= ctx.now {
+                state.store.lengthen_life(ctx.spec);
+            }
+            Self::give_up(state, ctx, slot);
+        }
+        let held = state.hold.left(ctx.now);
+        self.wait(state.queue.get_or_insert_default(), ctx.now, held);
         state.step(ctx, Some(self.number));
+    }
+
+    /// Gives up a permit: it goes to the first waiter, or back to the store if no request can use it.
+    fn give_up(state: &mut KeyState, ctx: &mut KeyContext<'_>, slot: Reservation) {
+        let is_held = state.hold.left(ctx.now).is_some();
+        let queue = state.queue.get_or_insert_default();
+        if is_held || slot.until <= ctx.now {
+            queue.returns.add(&slot);
+        } else {
+            queue.add(slot);
+        }
+        state.probe_comes_back(ctx, slot.probe);
     }
 
     /// Removes the request from the queue. Its permit goes to the next waiter, else back to the
     /// store.
     pub(in crate::limiter) fn leave(&self, state: &mut KeyState, ctx: &mut KeyContext<'_>) {
-        let is_held = state.hold.left(ctx.now).is_some();
         let Some(queue) = &mut state.queue else {
             return;
         };
         if let Some(Settled::Granted(slot)) = queue.leave(self.number, self.cost) {
-            if is_held || slot.until <= ctx.now {
-                queue.returns.add(&slot);
-            } else {
-                queue.add(slot);
-            }
-            state.probe_comes_back(ctx, slot.probe);
+            Self::give_up(state, ctx, slot);
         }
         state.step(ctx, None);
         state.close(ctx);

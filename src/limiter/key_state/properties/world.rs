@@ -136,7 +136,8 @@ impl World {
             ms(if by_deadline { LONGEST + 1 } else { wait }),
         );
         let number = next_number();
-        let entered = self.act(|state, ctx, _| Ticket::new(number, cost, bound).enter(state, ctx));
+        let entered =
+            self.act(|state, ctx, _| Ticket::new(number, cost, bound).enter(state, ctx, false));
         let (number, stage) = match entered {
             Some(Settled::Granted(slot)) => {
                 self.assert_usable(&slot);
@@ -164,7 +165,6 @@ impl World {
             number,
             cost,
             bound,
-            turns: 1,
         };
         self.requests.push(Request {
             place,
@@ -209,6 +209,9 @@ impl World {
                 let waits = self.is_waiting(&self.requests[index]);
                 self.requests[index].overtakes &= !waits;
                 return;
+            }
+            Poll::Ready(Settled::Granted(slot)) if slot.until <= clock::now() => {
+                return self.come_back(index, slot);
             }
             Poll::Ready(Settled::Granted(slot)) => {
                 self.assert_usable(&slot);
@@ -282,13 +285,19 @@ impl World {
             request.stage = Stage::Ended;
             self.act(|state, ctx, _| state.give_back(ctx, slot));
         } else {
-            request.stage = Stage::Waiting;
-            request.overtakes = false;
-            request.task.woken.store(true, Ordering::Relaxed);
-            self.act(|state, ctx, requests| {
-                requests[index].place.return_late(state, ctx, slot);
-            });
+            self.come_back(index, slot);
         }
+    }
+
+    /// A request returns to its old place, because its permit has expired.
+    fn come_back(&mut self, index: usize, slot: Reservation) {
+        let request = &mut self.requests[index];
+        request.stage = Stage::Waiting;
+        request.overtakes = false;
+        request.task.woken.store(true, Ordering::Relaxed);
+        self.act(|state, ctx, requests| {
+            requests[index].place.come_back(state, ctx, Some(slot));
+        });
     }
 
     pub(super) fn give_back(&mut self, index: usize) {

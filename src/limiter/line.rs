@@ -1,0 +1,304 @@
+//! Where a request waits for its slots: the queue of its key, or the set of requests with the same keys.
+//!
+//! Both have the same face. A request enters under its number, is told when its slots are due, and leaves or comes
+//! back under the same number. What differs is how slots are booked: one call for all requests of a key, but
+//! a search for each request of several keys.
+
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker, ready};
+use std::time::Instant;
+
+use super::admission;
+use super::joint::{self, Cause, JointRefusal, JointSet};
+use super::key_state::Ticket;
+use super::limited::{Stopped, Why};
+use super::part::{Costs, Part, PartRef, max_queue, max_wait};
+use super::probe::Probe;
+use super::queue::Number;
+use super::reservation::{Settled, WaitBound};
+use super::slots::Slots;
+use crate::error::{Reason, StoreError};
+use crate::key::Key;
+use crate::key_map::Full;
+use crate::store::Refusal;
+
+/// Where a request waits for its slots.
+#[derive(Debug)]
+pub(super) enum Line {
+    /// The queue of its only key.
+    Key(Part),
+    /// Nowhere: the rates of its only key are not limited, or it costs nothing.
+    NoRates(Part),
+    /// The requests with the same keys.
+    Set(Arc<JointSet>),
+}
+
+/// The place of a request in its line.
+#[derive(Debug)]
+pub(super) struct Place {
+    /// Its number in the line, and in those of its in-flight slots. It also watches holds under this number.
+    pub(super) number: Number,
+    pub(super) costs: Costs,
+    pub(super) bound: WaitBound,
+}
+
+impl Place {
+    /// The same place in the queue of the only key.
+    fn ticket(&self) -> Ticket {
+        Ticket::new(self.number, self.costs[0], self.bound)
+    }
+}
+
+impl Line {
+    /// Returns the line of requests with these keys.
+    pub(super) fn of(parts: &[PartRef<'_>]) -> Self {
+        match parts {
+            [only] if only.core.has_rates() && only.entry.cost > 0 => Line::Key(only.to_part()),
+            [only] => Line::NoRates(only.to_part()),
+            _ => Line::Set(parts[0].core.joint.find(parts)),
+        }
+    }
+
+    pub(super) fn parts(&self) -> &[Part] {
+        match self {
+            Line::Key(part) | Line::NoRates(part) => std::slice::from_ref(part),
+            Line::Set(set) => &set.parts,
+        }
+    }
+
+    /// Returns how many requests wait in the line.
+    pub(super) fn waiting(&self) -> usize {
+        match self {
+            Line::Key(Part { core, key, .. }) => {
+                core.states.find(*key, |state| state.waiting()).unwrap_or(1)
+            }
+            Line::NoRates(_) => 1,
+            Line::Set(set) => set.waiting(),
+        }
+    }
+
+    /// Returns the keys whose holds stop the request, each with its part: those that the request costs something of.
+    /// The queue of a key obeys the hold of that key itself.
+    pub(super) fn hold_keys<'a>(
+        &'a self,
+        costs: &'a [u32],
+    ) -> impl Iterator<Item = (usize, &'a Part, Key)> {
+        let obeys = matches!(self, Line::Key(_));
+        let parts = self.parts().iter().enumerate();
+        let parts = parts.filter(|(index, _)| costs[*index] > 0);
+        parts.flat_map(move |(index, part)| {
+            let keys = [(!obeys).then_some(part.key), part.host_hold()];
+            keys.into_iter()
+                .flatten()
+                .map(move |key| (index, part, key))
+        })
+    }
+
+    /// Returns whether all requests with the in-flight slots of this one wait in this line. Then they come first:
+    /// what a request keeps while it waits for its slots, nobody else could use.
+    pub(super) fn is_of_one_key(&self) -> bool {
+        !matches!(self, Line::Set(_))
+    }
+
+    /// Returns whether a request has a place in the line while a key is on hold. In the queue of a key it has none while
+    /// its host is: requests to other hosts wait there, too.
+    pub(super) fn has_place_on_hold(&self) -> bool {
+        matches!(self, Line::Set(_))
+    }
+
+    /// Returns whether the next slots are due within the life of a permit, or may be. The requests of one key
+    /// need not know: see [`is_of_one_key`](Line::is_of_one_key).
+    pub(super) fn is_near(&self, now: Instant) -> bool {
+        match self {
+            Line::Key(_) | Line::NoRates(_) => true,
+            Line::Set(set) => set.is_near(now),
+        }
+    }
+
+    /// Enters a request. One that `is_back` has waited before, and returns to its old place. Returns `None` if it
+    /// waits. No slot before the end of a hold is of use: `held_until`.
+    pub(super) fn enter(
+        &self,
+        place: &Place,
+        is_back: bool,
+        held_until: Option<Instant>,
+        now: Instant,
+    ) -> Option<Result<Slots, Stopped>> {
+        match self {
+            Line::Key(part) => {
+                let ticket = place.ticket();
+                let Part { core, key, .. } = part;
+                let enter =
+                    core.with_new_state(*key, now, |state, ctx| ticket.enter(state, ctx, is_back));
+                let settled = match enter {
+                    Ok(settled) => settled?,
+                    Err(Full) => Settled::Failed(StoreError::Full {
+                        max_keys: core.settings.max_keys,
+                    }),
+                };
+                Some(settled_of_key(part, place, settled, now))
+            }
+            Line::NoRates(_) => Some(Ok(Slots::none(now))),
+            Line::Set(set) => {
+                let Place {
+                    number,
+                    costs,
+                    bound,
+                } = place;
+                let most = max_queue(set.parts.iter().map(|part| &part.core));
+                if !set.enter(*number, costs, *bound, most, is_back, now) {
+                    return Some(Err(Stopped::queue_full(0, most)));
+                }
+                // A store that replies at once decides here.
+                let mut cx = Context::from_waker(Waker::noop());
+                match self.poll(place, held_until, now, &mut cx) {
+                    Poll::Ready(result) => Some(result),
+                    Poll::Pending => None,
+                }
+            }
+        }
+    }
+
+    /// Polls the wait of a request.
+    pub(super) fn poll(
+        &self,
+        place: &Place,
+        held_until: Option<Instant>,
+        now: Instant,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<Slots, Stopped>> {
+        match self {
+            Line::Key(part) => {
+                let ticket = place.ticket();
+                let poll = part
+                    .core
+                    .with_state(part.key, now, |state, ctx| ticket.poll(state, ctx, cx));
+                let settled = ready!(poll.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER))));
+                Poll::Ready(settled_of_key(part, place, settled, now))
+            }
+            Line::NoRates(_) => Poll::Ready(Ok(Slots::none(now))),
+            Line::Set(set) => {
+                let result = ready!(set.poll(place.number, held_until, now, cx));
+                Poll::Ready(result.map_err(|refusal| refused_by_set(set, place, refusal, now)))
+            }
+        }
+    }
+
+    /// Ends the wait of a request. A slot that it had goes to the next one.
+    pub(super) fn leave(&self, place: &Place, now: Instant) {
+        match self {
+            Line::Key(Part { core, key, .. }) => {
+                let ticket = place.ticket();
+                core.with_state(*key, now, |state, ctx| ticket.leave(state, ctx));
+            }
+            Line::NoRates(_) => {}
+            Line::Set(set) => set.leave(place.number),
+        }
+    }
+
+    /// Returns a request to its old place. It could not leave with its `slots`, if it had any.
+    pub(super) fn come_back(&self, place: &Place, slots: Option<Slots>, now: Instant) {
+        match self {
+            Line::Key(Part { core, key, .. }) => {
+                let ticket = place.ticket();
+                let slot = slots.and_then(|slots| slots.slots.first().copied().flatten());
+                let come_back = core.with_new_state(*key, now, |state, ctx| {
+                    ticket.come_back(state, ctx, slot);
+                });
+                // If there is no room for the state of the key, the request has no place in the queue. Then
+                // the next poll ends its wait.
+                if let (Err(Full), Some(slot)) = (come_back, slot) {
+                    core.give_back(*key, slot);
+                }
+            }
+            Line::NoRates(_) => {}
+            Line::Set(set) => {
+                set.enter(place.number, &place.costs, place.bound, 0, true, now);
+                if let Some(slots) = slots {
+                    set.give_up(slots);
+                }
+            }
+        }
+    }
+
+    /// Gives slots back, for the next requests.
+    pub(super) fn give_back(&self, slots: Slots) {
+        joint::give_back(self.parts(), slots.slots);
+    }
+
+    /// Gives slots that are due back to the stores, for a request that asks for others when it has its in-flight
+    /// slots.
+    pub(super) fn give_back_to_stores(&self, slots: Slots) {
+        for (Part { core, key, .. }, slot) in self.parts().iter().zip(slots.slots) {
+            if let Some(slot) = slot {
+                core.give_back_to_store(*key, slot);
+            }
+        }
+    }
+
+    /// Returns whether a request may leave with its slots, as far as the stores are known to have them.
+    pub(super) fn is_confirmed(&self, slots: &Slots, now: Instant) -> bool {
+        match self {
+            // The queue hands out no others.
+            Line::Key(_) | Line::NoRates(_) => true,
+            Line::Set(set) => joint::doubtful(&set.parts, slots, now).is_empty(),
+        }
+    }
+
+    /// Takes in that a request leaves with its slots.
+    pub(super) fn left(&self, slots: &Slots, now: Instant) {
+        if let Line::Set(set) = self {
+            let parts = set.parts.iter().zip(&slots.slots);
+            for (part, _) in parts.filter(|(_, slot)| slot.is_some()) {
+                part.ended(now, true);
+            }
+        }
+    }
+}
+
+/// Returns what follows from the end of a wait in the queue of a key.
+fn settled_of_key(
+    part: &Part,
+    place: &Place,
+    settled: Settled,
+    now: Instant,
+) -> Result<Slots, Stopped> {
+    let Part { core, key, .. } = part;
+    let why = match settled {
+        Settled::Granted(slot) => return Ok(Slots::of_one(slot)),
+        Settled::Uncounted(cause, probe) => {
+            return Ok(Slots {
+                uncounted: Some((0, cause)),
+                probe: probe.map(|number| Probe::new(core.id, *key, number)),
+                ..Slots::none(now)
+            });
+        }
+        Settled::Refused(refusal) => {
+            let max_wait = core.settings.max_wait;
+            admission::refused(
+                part,
+                place.costs[0],
+                place.bound.reason(max_wait),
+                refusal,
+                now,
+            )
+        }
+        Settled::QueueFull => return Err(Stopped::queue_full(0, core.settings.max_queue)),
+        Settled::Failed(error) => Why::failed(error),
+    };
+    Err(Stopped { part: 0, why })
+}
+
+/// Returns what follows from a refusal of a request of several keys.
+fn refused_by_set(set: &JointSet, place: &Place, refusal: JointRefusal, now: Instant) -> Stopped {
+    let JointRefusal { part, cause } = refusal;
+    let why = match cause {
+        Cause::Wait(refusal) => {
+            let reason = place.bound.reason(max_wait(&set.parts));
+            admission::refused(&set.parts[part], place.costs[part], reason, refusal, now)
+        }
+        Cause::Held(refusal) => Why::Refused(Reason::Held, refusal),
+        Cause::Failed(error) => Why::failed(error),
+    };
+    Stopped { part, why }
+}

@@ -1,0 +1,121 @@
+//! The keys of a request.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use smallvec::SmallVec;
+
+use super::engine::Core;
+use super::entry::Entry;
+use super::key_state::KeyState;
+use super::limited::LimitName;
+use crate::key::Key;
+use crate::limit::LimitSpec;
+
+/// The most keys of a request.
+pub(crate) const MOST_PARTS: usize = 8;
+
+/// One key of a request.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    pub(super) core: Arc<Core>,
+    pub(super) key: Key,
+    /// See [`Entry::host`].
+    pub(super) host: Option<Key>,
+}
+
+/// One key of a request whose permits may be at hand, and what it takes of it. To clone the `Arc`
+/// would cost it 10 ns.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PartRef<'a> {
+    pub(super) core: &'a Arc<Core>,
+    /// It has no deadline: that of the request is the same for all parts.
+    pub(super) entry: Entry,
+}
+
+/// One value for each part, in their order.
+pub(super) type PerPart<T> = SmallVec<[T; 4]>;
+
+/// The cost of a request under each of its keys.
+pub(super) type Costs = PerPart<u32>;
+
+/// Returns the longest wait of a request: the shortest `max_wait` of its limiters.
+pub(super) fn max_wait(parts: &[Part]) -> Duration {
+    shortest_wait(parts.iter().map(|part| &part.core))
+}
+
+/// The same for the limiters of a request.
+pub(super) fn shortest_wait<'a>(cores: impl Iterator<Item = &'a Arc<Core>>) -> Duration {
+    let waits = cores.map(|core| core.settings.max_wait);
+    waits.min().unwrap_or_default()
+}
+
+/// Returns how many requests of these limiters may wait: the smallest `max_queue`.
+pub(super) fn max_queue<'a>(cores: impl Iterator<Item = &'a Arc<Core>>) -> usize {
+    let queues = cores.map(|core| core.settings.max_queue);
+    queues.min().unwrap_or(usize::MAX)
+}
+
+impl<'a> PartRef<'a> {
+    pub(super) fn new(core: &'a Arc<Core>, entry: Entry) -> Self {
+        PartRef { core, entry }
+    }
+
+    pub(super) fn core_and_key(&self) -> (&'a Arc<Core>, Key) {
+        (self.core, self.entry.key)
+    }
+
+    pub(super) fn to_part(self) -> Part {
+        let PartRef { core, entry } = self;
+        Part {
+            core: core.clone(),
+            key: entry.key,
+            host: entry.host,
+        }
+    }
+}
+
+impl Part {
+    /// Returns what errors call the limit of the part.
+    pub(super) fn limit_name(&self) -> LimitName {
+        self.core.limit_name(self.key)
+    }
+
+    /// Returns how often the limits of the key have changed.
+    pub(super) fn changes(&self) -> u32 {
+        let changes = |state: &mut KeyState| state.limits.changes();
+        self.core.states.find(self.key, changes).unwrap_or(0)
+    }
+
+    /// Returns the limits of the key that decide about a request.
+    pub(super) fn quota(&self) -> Arc<LimitSpec> {
+        self.core.quota_of(self.key)
+    }
+
+    /// Returns the key whose holds stop a request because of its host, if each host has holds of its own.
+    pub(super) fn host_hold(&self) -> Option<Key> {
+        self.core.hosts.hold_of(self.key, self.host)
+    }
+
+    /// Returns whether other processes may share its store.
+    pub(super) fn is_remote(&self) -> bool {
+        self.core.settings.shared_store.background().is_some()
+    }
+
+    /// Returns whether two parts would count a request twice under one key.
+    pub(super) fn is_same(&self, other: &Part) -> bool {
+        self.key == other.key && self.has_store_of(other)
+    }
+
+    /// Returns whether two parts count in one store.
+    pub(super) fn has_store_of(&self, other: &Part) -> bool {
+        has_store_of(&self.core, &other.core)
+    }
+}
+
+/// Returns whether two limiters count in one store. Stores with a fallback are decorated, so they are compared without
+/// it.
+pub(super) fn has_store_of(core: &Core, other: &Core) -> bool {
+    let store = |core: &Core| Arc::as_ptr(&core.settings.shared_store).cast::<()>();
+    store(core) == store(other)
+}

@@ -1,0 +1,159 @@
+//! The in-flight slots of a request.
+
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use smallvec::SmallVec;
+
+use super::{Request, Stage};
+use crate::error::Reason;
+use crate::limiter::in_flight_slot::{self, InFlightSlot};
+use crate::limiter::limited::{Stopped, Why};
+use crate::limiter::line::Place;
+use crate::limiter::part::{Part, PartRef, max_wait};
+use crate::limiter::queue::Number;
+use crate::limiter::reservation::{Settled, WaitBound};
+use crate::store::Refusal;
+use crate::wait_queue::answer_by;
+
+/// What a request has of a limit of calls in flight.
+#[derive(Debug)]
+pub(super) struct InFlight {
+    pub(super) part: usize,
+    /// `None` while it lacks the slot. `Some(None)` if it passes without one, because a store failed.
+    pub(super) slot: Option<Option<InFlightSlot>>,
+}
+
+/// Returns the parts with limits of calls in flight, the narrowest limit first: so requests with other parts never wait
+/// for each other in a circle. A limit that is set while a request waits does not change the order.
+pub(super) fn in_flight_of(parts: &[PartRef<'_>]) -> SmallVec<[InFlight; 1]> {
+    let limited = parts.iter().enumerate();
+    let limited = limited.filter(|(_, part)| part.core.in_flight.is_some() && part.entry.cost > 0);
+    let mut all: SmallVec<[_; 1]> = limited
+        .map(|(part, _)| InFlight { part, slot: None })
+        .collect();
+    all.sort_by_key(|of_part| {
+        let PartRef { core, entry } = &parts[of_part.part];
+        // All classes of a divided quota have the key in common.
+        let key = core.whole(entry.key);
+        (core.settings.spec.quota().most_in_flight(), key, core.id)
+    });
+    all
+}
+
+impl Request {
+    /// Returns the first part whose in-flight slot the request lacks.
+    pub(super) fn lacks(&self) -> Option<&Part> {
+        let of_part = self.in_flight.iter().find(|of_part| of_part.slot.is_none());
+        of_part.map(|of_part| &self.parts()[of_part.part])
+    }
+
+    /// Refuses the request if too many wait for one of its in-flight slots.
+    pub(super) fn check_room_in_flight(&self) -> Result<(), Stopped> {
+        for &InFlight { part, .. } in &self.in_flight {
+            let of_part = &self.parts()[part];
+            let max_queue = of_part.core.settings.max_queue;
+            if waiting_in_flight(of_part) >= max_queue {
+                let refusal = in_flight_slot::refusal(&of_part.core, of_part.key);
+                return Err(Stopped::refused(
+                    part,
+                    Reason::QueueFull(max_queue),
+                    refusal,
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the in-flight slots that the request lacks. Returns whether it has all of them. Otherwise it waits
+    /// for the first that it lacks.
+    pub(super) fn take_in_flight_slots(&mut self, now: Instant) -> Result<bool, Stopped> {
+        let Place { number, bound, .. } = self.place;
+        let parts = self.line.parts();
+        let lacking = self.in_flight.iter_mut();
+        for of_part in lacking.filter(|of_part| of_part.slot.is_none()) {
+            let Part { core, key, .. } = &parts[of_part.part];
+            let Ok(entered) = in_flight_slot::enter(core, *key, number, bound.latest <= now, now)
+            else {
+                let reason = Reason::TooManyKeys(core.settings.max_keys);
+                return Err(Stopped::refused(of_part.part, reason, Refusal::NEVER));
+            };
+            let Some(settled) = entered else {
+                self.waited_before = true;
+                self.stage = Stage::InFlight {
+                    until: answer_by(bound.latest, now),
+                };
+                return Ok(false);
+            };
+            of_part.slot = Some(in_flight_slot_of(parts, of_part.part, bound, settled)?);
+        }
+        Ok(true)
+    }
+
+    /// Polls for the in-flight slot that the request waits for.
+    pub(super) fn poll_in_flight(
+        &mut self,
+        until: Instant,
+        now: Instant,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(), Stopped>> {
+        let number = self.place.number;
+        let parts = self.line.parts();
+        let mut lacking = self.in_flight.iter_mut();
+        let Some(of_part) = lacking.find(|of_part| of_part.slot.is_none()) else {
+            return Poll::Ready(Ok(()));
+        };
+        let Part { core, key, .. } = &parts[of_part.part];
+        let settled = ready!(in_flight_slot::poll(core, *key, number, until, now, cx));
+        self.stage = Stage::Nothing;
+        let slot = in_flight_slot_of(parts, of_part.part, self.place.bound, settled)?;
+        of_part.slot = Some(slot);
+        self.waited_for_answer(now);
+        Poll::Ready(Ok(()))
+    }
+
+    /// Returns the part whose in-flight slot the store may have granted to another call, while the
+    /// request waited for its slots.
+    pub(super) fn lost_in_flight_slot(&self, now: Instant) -> Option<usize> {
+        let is_lost = |of_part: &&InFlight| {
+            let slot = of_part.slot.as_ref().and_then(Option::as_ref);
+            slot.is_some_and(|slot| slot.is_lost(now))
+        };
+        let lost = self.in_flight.iter().find(is_lost)?;
+        Some(lost.part)
+    }
+
+    pub(super) fn give_up_in_flight_slots(&mut self) {
+        self.in_flight
+            .iter_mut()
+            .for_each(|of_part| of_part.slot = None);
+    }
+}
+
+/// Returns how many requests wait for the in-flight slots of a part.
+pub(super) fn waiting_in_flight(Part { core, key, .. }: &Part) -> usize {
+    let calls = core.in_flight.as_ref();
+    calls.map_or(0, |calls| calls.waiting(core.whole(*key)))
+}
+
+/// Returns the in-flight slot that a request got. `Ok(None)` if the store failed and the limiter fails open.
+fn in_flight_slot_of(
+    parts: &[Part],
+    part: usize,
+    bound: WaitBound,
+    settled: Settled<Number>,
+) -> Result<Option<InFlightSlot>, Stopped> {
+    let Part { core, key, .. } = &parts[part];
+    let why = match settled {
+        Settled::Granted(number) => {
+            return Ok(Some(InFlightSlot::new(core.clone(), *key, number)));
+        }
+        Settled::Failed(error) if core.fails_open_on(&error) => return Ok(None),
+        Settled::Failed(error) | Settled::Uncounted(error, _) => Why::Failed(error),
+        Settled::Refused(_) | Settled::QueueFull => {
+            let reason = bound.reason(max_wait(parts));
+            Why::Refused(reason, in_flight_slot::refusal(core, *key))
+        }
+    };
+    Err(Stopped { part, why })
+}

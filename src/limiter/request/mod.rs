@@ -1,0 +1,359 @@
+//! The way of a request to its permit, whether it has one key or several.
+//!
+//! 1. **Holds.** While a key or its host is on hold, the request keeps nothing.
+//! 2. **Slots**, in the [`Line`] of its keys.
+//! 3. **In-flight slots**, if calls in flight are limited. A request of one key has asked for its own before it entered
+//!    the line, and keeps it there: whoever could use it waits behind. A request of several keys asks for its own
+//!    when its slots are due. If one is not free, the slots go back unused, and the request waits for the in-flight slot.
+//!    Then it returns to its old place in the line, and keeps the in-flight slots if its next slots are due within
+//!    the life of a permit.
+//! 4. **It leaves**, if the slots are still valid and no key is on hold. Otherwise it goes back to 1, in its old place.
+//!
+//! So a request keeps nothing of one limit for as long as another one lets it wait, if requests with other keys could use
+//! it. Tried before: in-flight slots first, for several keys, too. Then 20 requests that waited for the rate of one
+//! channel kept the 20 in-flight slots of all channels.
+//!
+//! | file | what it has |
+//! |---|---|
+//! | `mod` | [`Request`]: the order |
+//! | `holds` | [`Request`]: the holds of its keys and hosts |
+//! | `in_flight` | [`Request`]: its in-flight slots |
+
+mod holds;
+mod in_flight;
+
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use smallvec::SmallVec;
+
+use super::admission;
+use super::around;
+use super::holds::HoldWait;
+use super::in_flight_slot;
+use super::limited::{Stopped, Why};
+use super::line::{Line, Place};
+use super::part::{Part, PartRef, PerPart};
+use super::probe::Probe;
+use super::queue::next_number;
+use super::reservation::WaitBound;
+use super::slots::Slots;
+use super::taken::{OfKey, Taken};
+use crate::clock;
+use crate::error::{Reason, StoreError};
+use crate::stats::Gate;
+use crate::store::Refusal;
+
+use in_flight::{InFlight, in_flight_of, waiting_in_flight};
+
+/// A request on the way to its permit. Dropping it frees its places.
+#[derive(Debug)]
+pub(super) struct Request {
+    line: Line,
+    place: Place,
+    stage: Stage,
+    /// Its parts with limits of calls in flight, in the order in which it asks for their slots.
+    in_flight: SmallVec<[InFlight; 1]>,
+    /// How often it got slots, this time included.
+    pub(super) turns: u32,
+    /// Whether it has waited for something else than slots.
+    waited_before: bool,
+    /// Whether it has been in the line.
+    is_back: bool,
+    /// Whether it may watch holds.
+    watches: bool,
+}
+
+/// What a request waits for.
+#[derive(Debug)]
+enum Stage {
+    /// The end of a hold, without a place in the line.
+    Hold(HoldWait),
+    /// The first in-flight slot that it lacks, until the time runs out.
+    InFlight { until: Instant },
+    /// Slots, in its line.
+    Slots,
+    /// Nothing: it enters, or leaves.
+    Nothing,
+}
+
+/// A request that may leave now.
+pub(super) struct Leaving {
+    pub(super) taken: Taken,
+    /// The part that it is uncounted under, and why.
+    pub(super) uncounted: Option<(usize, StoreError)>,
+    /// Whether it has waited for nothing but the answers of stores.
+    pub(super) is_at_once: bool,
+}
+
+impl Request {
+    pub(super) fn new(parts: &[PartRef<'_>], bound: WaitBound) -> Self {
+        Request {
+            line: Line::of(parts),
+            place: Place {
+                number: next_number(),
+                costs: parts.iter().map(|part| part.entry.cost).collect(),
+                bound,
+            },
+            stage: Stage::Nothing,
+            in_flight: in_flight_of(parts),
+            turns: 1,
+            waited_before: false,
+            is_back: false,
+            watches: false,
+        }
+    }
+
+    pub(super) fn parts(&self) -> &[Part] {
+        self.line.parts()
+    }
+
+    /// Enters. Pending if the request waits, and is to be polled.
+    pub(super) fn enter(&mut self, now: Instant) -> Poll<Result<Leaving, Stopped>> {
+        self.check(now)?;
+        let held = self.find_hold(now);
+        if let Some(held) = &held {
+            self.waits_for(held, now)?;
+            self.waited_before = true;
+            if !self.line.has_place_on_hold() {
+                self.check_room_on_hold(held)?;
+                self.stage = Stage::Hold(HoldWait::new(held.end));
+                return Poll::Pending;
+            }
+        }
+        self.check_room_in_flight()?;
+        self.go_on(held.map(|held| held.end), now)
+    }
+
+    /// Polls until the request may leave now.
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Leaving, Stopped>> {
+        let polled = self.poll_stages(cx);
+        if matches!(polled, Poll::Ready(Err(_))) {
+            // Its owner may keep it. And its line goes on without it: a slot that it did not take may be due.
+            self.leave(clock::now());
+        }
+        polled
+    }
+
+    fn poll_stages(&mut self, cx: &mut Context<'_>) -> Poll<Result<Leaving, Stopped>> {
+        loop {
+            let now = clock::now();
+            let held = self.watch_holds(now, cx);
+            if let Some(held) = &held {
+                self.waits_for(held, now)?;
+                self.keep_place_only(held, now);
+            }
+            let held_until = held.map(|held| held.end);
+            let went_on = match &mut self.stage {
+                Stage::Hold(wait) => match held_until {
+                    Some(end) => {
+                        wait.wake_at(end, cx);
+                        return Poll::Pending;
+                    }
+                    None => self.go_on(None, now),
+                },
+                Stage::InFlight { until } => {
+                    let until = *until;
+                    ready!(self.poll_in_flight(until, now, cx))?;
+                    self.go_on(None, now)
+                }
+                Stage::Slots => match self.line.poll(&self.place, held_until, now, cx) {
+                    Poll::Ready(slots) => {
+                        let slots = slots?;
+                        self.stage = Stage::Nothing;
+                        self.got(slots, now)
+                    }
+                    Poll::Pending => {
+                        if !self.line.is_near(now) {
+                            self.give_up_in_flight_slots();
+                        }
+                        return Poll::Pending;
+                    }
+                },
+                Stage::Nothing => return Poll::Pending,
+            };
+            // What it waits for now has to know its task.
+            if went_on.is_ready() {
+                return went_on;
+            }
+        }
+    }
+
+    /// Waits again, in its old place, because what it had expired before it could leave.
+    pub(super) fn wait_again(&mut self, taken: Taken) {
+        let now = clock::now();
+        let (slots, mut in_flight): (PerPart<_>, PerPart<_>) = taken.put_back();
+        for of_part in &mut self.in_flight {
+            of_part.slot = in_flight[of_part.part].take().map(Some);
+        }
+        let slots = Slots {
+            costs: self.place.costs.clone(),
+            until: slots.iter().flatten().map(|slot| slot.until).min(),
+            slots: slots.into_iter().collect(),
+            ..Slots::none(now)
+        };
+        self.again(Some(slots), now);
+    }
+
+    /// Returns how many requests wait for the same, this one included.
+    pub(super) fn queued(&self) -> usize {
+        match &self.stage {
+            Stage::Hold(_) | Stage::Nothing => 1,
+            Stage::InFlight { .. } => self.lacks().map_or(1, waiting_in_flight),
+            Stage::Slots => self.line.waiting(),
+        }
+    }
+
+    /// Refuses a request that enters, if it is known that it cannot leave.
+    fn check(&self, now: Instant) -> Result<(), Stopped> {
+        let refused = |part, reason| Err(Stopped::refused(part, reason, Refusal::NEVER));
+        let Place { costs, bound, .. } = &self.place;
+        let parts = self.parts();
+        if costs.iter().any(|cost| *cost > 0)
+            && let Some(reason) = around::refusal(&parts[0].core)
+        {
+            return refused(0, reason);
+        }
+        for (index, part) in parts.iter().enumerate() {
+            let Part { core, key, .. } = part;
+            if core.tally().is_draining() {
+                return refused(index, Reason::Draining);
+            }
+            if let Some(reason) = admission::known_above_limit(core, *key, costs[index]) {
+                return refused(index, reason);
+            }
+            if parts[..index].iter().any(|other| other.is_same(part)) {
+                return refused(index, Reason::SameKey);
+            }
+        }
+        if bound.latest < now {
+            return refused(0, Reason::Deadline);
+        }
+        Ok(())
+    }
+
+    /// Goes on after the holds: asks for what it lacks. Pending if it waits for that.
+    fn go_on(
+        &mut self,
+        held_until: Option<Instant>,
+        now: Instant,
+    ) -> Poll<Result<Leaving, Stopped>> {
+        self.stage = Stage::Nothing;
+        if self.line.is_of_one_key() && !self.take_in_flight_slots(now)? {
+            return Poll::Pending;
+        }
+        let is_back = std::mem::replace(&mut self.is_back, true);
+        match self.line.enter(&self.place, is_back, held_until, now) {
+            Some(slots) => self.got(slots?, now),
+            None => {
+                self.stage = Stage::Slots;
+                Poll::Pending
+            }
+        }
+    }
+
+    /// Leaves with slots that are due. Pending if it cannot leave with them: then it waits for something else.
+    fn got(&mut self, slots: Slots, now: Instant) -> Poll<Result<Leaving, Stopped>> {
+        if slots.is_expired(now) {
+            self.again(Some(slots), now);
+            return Poll::Pending;
+        }
+        match self.take_in_flight_slots(now) {
+            Ok(true) => {}
+            Ok(false) => {
+                // They go back at once: units of slots that have expired are lost. Tried: to keep them while the
+                // store answers. Then their units come back while the request asks for others.
+                self.line.give_back_to_stores(slots);
+                return Poll::Pending;
+            }
+            Err(stopped) => {
+                self.line.give_back(slots);
+                return Poll::Ready(Err(stopped));
+            }
+        }
+        if let Some(part) = self.lost_in_flight_slot(now) {
+            self.line.give_back(slots);
+            let why = Why::Failed(StoreError::InFlightSlotLost);
+            return Poll::Ready(Err(Stopped { part, why }));
+        }
+        let passed = if self.line.is_confirmed(&slots, now) {
+            self.pass_holds(now)
+        } else {
+            None
+        };
+        match passed {
+            Some(probes) => {
+                self.line.left(&slots, now);
+                Poll::Ready(Ok(self.leaves(slots, probes)))
+            }
+            None => {
+                self.again(Some(slots), now);
+                Poll::Pending
+            }
+        }
+    }
+
+    /// Returns to its old place in the line, because it cannot leave with the slots that it got.
+    fn again(&mut self, slots: Option<Slots>, now: Instant) {
+        self.turns += 1;
+        if self.turns == 2 {
+            self.waited_for_answer(now);
+        }
+        // It asks anew for the in-flight slots that it would have passed without.
+        for of_part in &mut self.in_flight {
+            of_part.slot.take_if(|slot| slot.is_none());
+        }
+        self.stage = Stage::Slots;
+        self.line.come_back(&self.place, slots, now);
+    }
+
+    /// Lets a request that cannot wait, because `max_wait` is zero, ask once more for what is due now: it has waited only
+    /// for an answer of the store, or its task ran too late.
+    fn waited_for_answer(&mut self, now: Instant) {
+        let bound = &mut self.place.bound;
+        if bound.is_none {
+            bound.latest = bound.latest.max(now);
+        }
+    }
+
+    /// Makes what the request leaves with.
+    fn leaves(&mut self, mut slots: Slots, mut probes: Vec<Probe>) -> Leaving {
+        probes.extend(slots.probe.take());
+        let in_flight = &mut self.in_flight;
+        let parts = self.line.parts().iter().zip(slots.slots).enumerate();
+        let mut parts = parts.map(|(index, (part, slot))| {
+            let mut of_part = in_flight.iter_mut().filter(|of_part| of_part.part == index);
+            let in_flight_slot = of_part.next().and_then(|of_part| of_part.slot.take());
+            OfKey::new(part, slot, in_flight_slot.flatten())
+        });
+        let first = parts.next().expect("a request has a key");
+        Leaving {
+            taken: Taken::of_all(first, parts.collect(), probes),
+            uncounted: slots.uncounted,
+            is_at_once: slots.is_at_once && self.turns == 1 && !self.waited_before,
+        }
+    }
+
+    /// Frees its place, and gives up its in-flight slots.
+    fn leave(&mut self, now: Instant) {
+        match std::mem::replace(&mut self.stage, Stage::Nothing) {
+            Stage::InFlight { .. } => {
+                if let Some(Part { core, key, .. }) = self.lacks() {
+                    in_flight_slot::leave(core, *key, self.place.number);
+                }
+            }
+            Stage::Slots => self.line.leave(&self.place, now),
+            Stage::Hold(_) | Stage::Nothing => {}
+        }
+        self.give_up_in_flight_slots();
+    }
+}
+
+impl Drop for Request {
+    fn drop(&mut self) {
+        if !matches!(self.stage, Stage::Nothing) {
+            self.leave(clock::now());
+        }
+        self.unwatch_holds();
+    }
+}

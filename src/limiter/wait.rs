@@ -1,0 +1,136 @@
+//! The wait of a request for its permit: the only future that waits, whether the request has one key or several.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use super::counting;
+use super::engine::Core;
+use super::limited::{RefusedRequest, Stopped};
+use super::part::Part;
+use super::request::{Leaving, Request};
+use super::sent::PastWait;
+use super::taken::Taken;
+use crate::clock;
+use crate::error::{Limited, Reason, StoreError};
+use crate::events;
+use crate::key::Label;
+use crate::stats::OpenRequest;
+use crate::store::Refusal;
+
+/// A request that waits. Dropping it frees its places.
+///
+/// The request counts as refused when this returns an error. If it may leave, the owner calls
+/// [`leave`](Wait::leave): what it has may expire before.
+#[derive(Debug)]
+pub(crate) struct Wait {
+    request: Request,
+    open: OpenRequest<Core>,
+    /// When the wait began.
+    since: Instant,
+    /// The name of its first key in errors and events.
+    label: Label,
+}
+
+/// Returns the name of the key of a part. `first` is that of the first part. Parts that count several
+/// units of one key have one name.
+pub(super) fn label_of(parts: &[Part], part: usize, first: &Label) -> Label {
+    let is_further_unit = |part: &&Part| part.core.settings.is_further_unit;
+    let further = parts[..=part].iter().rev().take_while(is_further_unit);
+    match part - further.count() {
+        0 => first.clone(),
+        of_key => parts[of_key].core.label(parts[of_key].key, None),
+    }
+}
+
+impl Wait {
+    /// Begins the wait of a request, which has entered at `since`.
+    pub(super) fn begin(request: Request, since: Instant, label: Label) -> Box<Self> {
+        events::waiting(&label, request.queued());
+        let Part { core, key, .. } = &request.parts()[0];
+        counting::note_label(core, *key, &label);
+        let open = OpenRequest::new(core.clone(), *key, since);
+        Box::new(Wait {
+            request,
+            open,
+            since,
+            label,
+        })
+    }
+
+    /// Lets the request leave with what it has, and counts it. Returns `None` if that has expired, or if the
+    /// limiter is drained: then the request waits again, in its old place.
+    pub(crate) fn leave(&mut self, taken: Taken) -> Option<Taken> {
+        if taken.is_valid() && !self.open.is_drained() {
+            self.open.left(taken.outcome());
+            return Some(taken);
+        }
+        self.request.wait_again(taken);
+        None
+    }
+
+    /// Refuses the request, which waits no longer, and counts it.
+    #[cold]
+    pub(crate) fn refuse(&mut self, reason: Reason) -> Limited {
+        let stopped = Stopped::refused(0, reason, Refusal::NEVER);
+        self.end(stopped, clock::now())
+    }
+
+    /// Ends the wait with an error, and counts it.
+    fn end(&mut self, stopped: Stopped, now: Instant) -> Limited {
+        let Stopped { part, why } = stopped;
+        let parts = self.request.parts();
+        let request = RefusedRequest {
+            label: label_of(parts, part, &self.label),
+            limit: parts[part].limit_name(),
+            since: self.since,
+            turns: self.request.turns,
+        };
+        let limited = self.open.as_drained(request.end(why, now));
+        self.open.refused(&limited);
+        limited
+    }
+
+    /// Ends the wait of a request that may leave.
+    fn leaves(&self, leaving: Leaving, now: Instant) -> Taken {
+        let mut taken = leaving.taken;
+        let is_uncounted = leaving.uncounted.is_some();
+        if let Some((part, cause)) = &leaving.uncounted {
+            report_uncounted(self.request.parts(), *part, cause, &self.label);
+        }
+        let waited = now.saturating_duration_since(self.since);
+        let turns = self.request.turns;
+        events::waited(&self.label, waited, turns);
+        taken.count_units();
+        taken.after(PastWait {
+            label: self.label.clone(),
+            waited,
+            turns,
+            is_uncounted,
+            is_at_once: leaving.is_at_once,
+        })
+    }
+}
+
+/// Reports a request that leaves uncounted, because a store failed.
+pub(super) fn report_uncounted(parts: &[Part], part: usize, cause: &StoreError, first: &Label) {
+    let tally = &parts[part].core.settings.tally;
+    events::passed(tally, &label_of(parts, part, first), cause);
+}
+
+impl Future for Wait {
+    type Output = Result<Taken, Limited>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if self.open.poll_drained(cx).is_ready() {
+            return Poll::Ready(Err(self.refuse(Reason::Draining)));
+        }
+        let result = ready!(self.request.poll(cx));
+        let now = clock::now();
+        Poll::Ready(match result {
+            Ok(leaving) => Ok(self.leaves(leaving, now)),
+            Err(stopped) => Err(self.end(stopped, now)),
+        })
+    }
+}
