@@ -15,7 +15,7 @@
 //! slots count as taken at the same time.
 //!
 //! If holders state different limits, the smallest applies for as long as the claim that states it
-//! is valid.
+//! is valid. If more slots are taken than that, each slot that becomes free is returned, and no call begins.
 //!
 //! Holders may be of classes of requests, each with a share of the limit. A free slot then goes to
 //! the first waiter whose class has fewer slots taken than its share, or to the first of all if
@@ -111,7 +111,8 @@ pub(crate) struct HolderUpdate {
     pub(crate) number: u64,
     /// Slots that the holder was ever granted.
     pub(crate) granted: u64,
-    /// Whether other holders wait. Then the holder returns each slot that becomes free.
+    /// Whether other holders wait, or the limit was lowered below what is taken. Then the holder returns each slot that
+    /// becomes free.
     pub(crate) others_wait: bool,
     /// The version of the slots, which grows with each update.
     pub(crate) version: u64,
@@ -141,13 +142,14 @@ impl InFlightSlots {
             self.take_in(now, claim, index);
         }
         self.grant();
+        let is_over = self.smallest_limit() < Some(taken(self.holders.iter()));
         let InFlightSlots {
             holders,
             queue,
             version,
         } = self;
         for holder in &mut *holders {
-            let others_wait = queue.iter().any(|batch| batch.holder != holder.id);
+            let others_wait = is_over || queue.iter().any(|batch| batch.holder != holder.id);
             let must_return_slots = others_wait && !holder.knows_others_wait && holder.taken > 0;
             if holder.id == claim.id || holder.has_new_slots || must_return_slots {
                 holder.knows_others_wait = others_wait;

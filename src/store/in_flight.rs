@@ -101,8 +101,8 @@ pub enum StoreEvent {
         number: u64,
         /// How many slots the store has ever granted to the holder.
         granted: u64,
-        /// Whether other holders wait. Then the holder returns each slot whose call has ended, and
-        /// does not pass it to its next waiter.
+        /// Whether other holders wait, or more slots are taken than the limit has, which was lowered. Then the
+        /// holder returns each slot whose call has ended, and does not pass it to its next waiter.
         others_wait: bool,
         /// The version of the holder's slots, which grows with each event. An event with a smaller
         /// version is older.

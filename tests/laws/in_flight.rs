@@ -45,6 +45,42 @@ async fn in_flight_limit_is_fully_used_and_never_exceeded() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn calls_in_flight_fall_to_a_lowered_limit_although_requests_wait() {
+    let store = Arc::new(MemoryStore::new(10));
+    // Two processes: each has a call in flight whenever it may, and requests wait in both.
+    let limiter = || {
+        let builder = RateLimitLayer::builder(Quota::in_flight(6)).store(store.clone());
+        builder.build().unwrap().limiter()
+    };
+    let limiters = [limiter(), limiter()];
+    let now = Arc::new(AtomicUsize::new(0));
+    for number in 0..200 {
+        let (limiter, now) = (limiters[number % 2].clone(), now.clone());
+        tokio::spawn(async move {
+            let permit = limiter.acquire(Key::ALL).await.unwrap();
+            now.fetch_add(1, Ordering::Relaxed);
+            sleep(ms(50 + number as u64 % 7)).await;
+            now.fetch_sub(1, Ordering::Relaxed);
+            drop(permit);
+        });
+    }
+    sleep(ms(200)).await;
+    assert_eq!(now.load(Ordering::Relaxed), 6);
+    limiters[0]
+        .set_quota(Key::ALL, Quota::in_flight(2))
+        .await
+        .unwrap();
+    // All calls that were in flight end meanwhile.
+    sleep(ms(60)).await;
+    let mut most = 0;
+    for _ in 0..300 {
+        sleep(ms(1)).await;
+        most = most.max(now.load(Ordering::Relaxed));
+    }
+    assert_eq!(most, 2);
+}
+
+#[tokio::test(start_paused = true)]
 async fn waiters_are_served_in_order_with_one_more_poll() {
     let layer = layer(Quota::in_flight(3));
     let limiter = layer.limiter();

@@ -63,7 +63,7 @@ pub(super) struct Claims {
     /// The version of the last answer to the last claim. An answer with a smaller version is older,
     /// and is ignored.
     version: u64,
-    /// Whether requests of other processes wait for a slot.
+    /// Whether requests of other processes wait for a slot, or fewer slots are allowed than are taken.
     pub(super) others_wait: bool,
 }
 

@@ -431,9 +431,6 @@ fn too_many_in_flight(world: &World, log: &Log, limiter: usize, key: u8) -> Opti
             "key {key} of limiter {limiter}: {most} calls in flight, not {limit}"
         ));
     }
-    if known::LOWERED_IN_FLIGHT.stands() {
-        return None;
-    }
     // No call begins beside as many as a lower limit allows.
     periods(world, changes)
         .into_iter()

@@ -105,8 +105,6 @@ known! {
         "The stop of a guard ends early for a key whose state was evicted.";
     RETURNS_OVERTAKEN: "21b",
         "A request of several keys or units whose in-flight slot the store has to grant gives its units back and asks anew.          If the store gets that call before the units, as it may with messages that overtake each other, the          request waits for the next slot. Seen once in 100,000 histories.";
-    LOWERED_IN_FLIGHT: "21a",
-        "A limit of calls in flight that is lowered is reached as calls end.";
 }
 
 impl Known {

@@ -230,11 +230,14 @@ for i = 1, #queue do
   if queue[i].holder ~= first then is_mixed = true end
   queue[i].holder.waits = true
 end
+-- If more slots are taken than the limit has, which was lowered, all holders return those that become free.
+local used, _, smallest = usage(holders, LARGEST_I4)
+local is_over = used > smallest
 local others_wait, first_expiry, status, longest_left = 0, 0, GRANTED, ttl
 local records, count, classes, has_shares = {}, 0, {}, false
 for i = 1, #holders do
   local holder = holders[i]
-  local others = (is_mixed or (first and first ~= holder)) and 1 or 0
+  local others = (is_over or is_mixed or (first and first ~= holder)) and 1 or 0
   if holder == claimant then
     others_wait, holder.knows_others_wait = others, others
   else
