@@ -161,7 +161,7 @@ fn take_slots(
     now: Moment,
     slots: &mut PerPart<Option<Reservation>>,
 ) -> bool {
-    if around::is_any() || parts[0].core.joint.is_any_waiting(parts) {
+    if around::is_any() || parts[0].core.joint.is_any_waiting(parts) || is_any_twice(parts) {
         return false;
     }
     let take = |part: &PartRef<'_>, counting| {
@@ -189,6 +189,12 @@ fn take_slots(
         }
     }
     true
+}
+
+/// Returns whether two parts count a request twice under one key. Then it is refused.
+fn is_any_twice(parts: &[PartRef<'_>]) -> bool {
+    let mut behind = parts.iter().enumerate();
+    behind.any(|(index, part)| parts[..index].iter().any(|other| other.is_same(part)))
 }
 
 /// Gives back permits that [`take_slots`] took.

@@ -9,6 +9,7 @@ use std::task::{Context, Poll, Waker, ready};
 use std::time::Instant;
 
 use super::admission;
+use super::engine::Core;
 use super::joint::{self, Cause, JointRefusal, JointSet};
 use super::key_state::Ticket;
 use super::limited::{Stopped, Why};
@@ -17,10 +18,8 @@ use super::probe::Probe;
 use super::queue::Number;
 use super::reservation::{Settled, WaitBound};
 use super::slots::Slots;
-use crate::error::{Reason, StoreError};
-use crate::key::Key;
+use crate::error::StoreError;
 use crate::key_map::Full;
-use crate::store::Refusal;
 
 /// Where a request waits for its slots.
 #[derive(Debug)]
@@ -77,25 +76,13 @@ impl Line {
         }
     }
 
-    /// Returns the keys whose holds stop the request, each with its part: those that the request costs something of.
-    /// The queue of a key obeys the hold of that key itself.
-    pub(super) fn hold_keys<'a>(
-        &'a self,
-        costs: &'a [u32],
-    ) -> impl Iterator<Item = (usize, &'a Part, Key)> {
-        let obeys = matches!(self, Line::Key(_));
-        let parts = self.parts().iter().enumerate();
-        let parts = parts.filter(|(index, _)| costs[*index] > 0);
-        parts.flat_map(move |(index, part)| {
-            let keys = [(!obeys).then_some(part.key), part.host_hold()];
-            keys.into_iter()
-                .flatten()
-                .map(move |key| (index, part, key))
-        })
+    /// Returns whether the line obeys the holds of its key: it hands out no slot meanwhile.
+    pub(super) fn obeys_hold(&self) -> bool {
+        matches!(self, Line::Key(_))
     }
 
-    /// Returns whether all requests with the in-flight slots of this one wait in this line. Then they come first:
-    /// what a request keeps while it waits for its slots, nobody else could use.
+    /// Returns whether in-flight slots come first. The requests that could use them wait in the same queue, behind this
+    /// one: but for those of another class, and those with further keys.
     pub(super) fn is_of_one_key(&self) -> bool {
         !matches!(self, Line::Set(_))
     }
@@ -106,12 +93,12 @@ impl Line {
         matches!(self, Line::Set(_))
     }
 
-    /// Returns whether the next slots are due within the life of a permit, or may be. The requests of one key
-    /// need not know: see [`is_of_one_key`](Line::is_of_one_key).
-    pub(super) fn is_near(&self, now: Instant) -> bool {
+    /// Returns whether the next slots of a request are due within the life of a permit, or may be.
+    pub(super) fn is_near(&self, place: &Place, now: Instant) -> bool {
         match self {
+            // It keeps its in-flight slot in any case.
             Line::Key(_) | Line::NoRates(_) => true,
-            Line::Set(set) => set.is_near(now),
+            Line::Set(set) => set.is_near(place.number, &place.costs, now),
         }
     }
 
@@ -132,9 +119,7 @@ impl Line {
                     core.with_new_state(*key, now, |state, ctx| ticket.enter(state, ctx, is_back));
                 let settled = match enter {
                     Ok(settled) => settled?,
-                    Err(Full) => Settled::Failed(StoreError::Full {
-                        max_keys: core.settings.max_keys,
-                    }),
+                    Err(Full) => Settled::Failed(full(core)),
                 };
                 Some(settled_of_key(part, place, settled, now))
             }
@@ -145,9 +130,9 @@ impl Line {
                     costs,
                     bound,
                 } = place;
-                let most = max_queue(set.parts.iter().map(|part| &part.core));
+                let (part, most) = max_queue(set.parts.iter().map(|part| &part.core));
                 if !set.enter(*number, costs, *bound, most, is_back, now) {
-                    return Some(Err(Stopped::queue_full(0, most)));
+                    return Some(Err(Stopped::queue_full(part, most)));
                 }
                 // A store that replies at once decides here.
                 let mut cx = Context::from_waker(Waker::noop());
@@ -170,10 +155,11 @@ impl Line {
         match self {
             Line::Key(part) => {
                 let ticket = place.ticket();
-                let poll = part
-                    .core
-                    .with_state(part.key, now, |state, ctx| ticket.poll(state, ctx, cx));
-                let settled = ready!(poll.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER))));
+                let Part { core, key, .. } = part;
+                let poll = core.with_state(*key, now, |state, ctx| ticket.poll(state, ctx, cx));
+                // Without a state, there was no room to make it anew when the request came back.
+                let settled =
+                    ready!(poll.unwrap_or_else(|| Poll::Ready(Settled::Failed(full(core)))));
                 Poll::Ready(settled_of_key(part, place, settled, now))
             }
             Line::NoRates(_) => Poll::Ready(Ok(Slots::none(now))),
@@ -256,6 +242,13 @@ impl Line {
     }
 }
 
+/// Returns the error of a process without room for one more key.
+fn full(core: &Core) -> StoreError {
+    StoreError::Full {
+        max_keys: core.settings.max_keys,
+    }
+}
+
 /// Returns what follows from the end of a wait in the queue of a key.
 fn settled_of_key(
     part: &Part,
@@ -293,11 +286,10 @@ fn settled_of_key(
 fn refused_by_set(set: &JointSet, place: &Place, refusal: JointRefusal, now: Instant) -> Stopped {
     let JointRefusal { part, cause } = refusal;
     let why = match cause {
-        Cause::Wait(refusal) => {
+        Cause::Refused(refusal) => {
             let reason = place.bound.reason(max_wait(&set.parts));
             admission::refused(&set.parts[part], place.costs[part], reason, refusal, now)
         }
-        Cause::Held(refusal) => Why::Refused(Reason::Held, refusal),
         Cause::Failed(error) => Why::failed(error),
     };
     Stopped { part, why }

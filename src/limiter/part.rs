@@ -50,10 +50,12 @@ pub(super) fn shortest_wait<'a>(cores: impl Iterator<Item = &'a Arc<Core>>) -> D
     waits.min().unwrap_or_default()
 }
 
-/// Returns how many requests of these limiters may wait: the smallest `max_queue`.
-pub(super) fn max_queue<'a>(cores: impl Iterator<Item = &'a Arc<Core>>) -> usize {
-    let queues = cores.map(|core| core.settings.max_queue);
-    queues.min().unwrap_or(usize::MAX)
+/// Returns how many requests of these limiters may wait, which is the smallest `max_queue`, and the part that has it.
+pub(super) fn max_queue<'a>(cores: impl Iterator<Item = &'a Arc<Core>>) -> (usize, usize) {
+    let queues = cores.map(|core| core.settings.max_queue).enumerate();
+    queues
+        .min_by_key(|(_, most)| *most)
+        .unwrap_or((0, usize::MAX))
 }
 
 impl<'a> PartRef<'a> {
@@ -63,6 +65,11 @@ impl<'a> PartRef<'a> {
 
     pub(super) fn core_and_key(&self) -> (&'a Arc<Core>, Key) {
         (self.core, self.entry.key)
+    }
+
+    /// Returns whether two parts would count a request twice under one key.
+    pub(super) fn is_same(&self, other: &PartRef<'_>) -> bool {
+        self.entry.key == other.entry.key && has_store_of(self.core, other.core)
     }
 
     pub(super) fn to_part(self) -> Part {
@@ -100,11 +107,6 @@ impl Part {
     /// Returns whether other processes may share its store.
     pub(super) fn is_remote(&self) -> bool {
         self.core.settings.shared_store.background().is_some()
-    }
-
-    /// Returns whether two parts would count a request twice under one key.
-    pub(super) fn is_same(&self, other: &Part) -> bool {
-        self.key == other.key && self.has_store_of(other)
     }
 
     /// Returns whether two parts count in one store.

@@ -12,13 +12,13 @@ use crate::error::StoreError;
 /// The slots of a request, which have a moment in common.
 #[derive(Debug)]
 pub(super) struct Slots {
-    /// What they were booked for: any request of the set with these costs can use them. Empty for a request of one
-    /// key.
+    /// What they were booked for: any request of the set with these costs can use them. The queue of a key does
+    /// not read it.
     pub(super) costs: Costs,
     /// The slots by part. `None` for a part that needs none, or that passes uncounted because its
     /// store failed.
     pub(super) slots: SmallVec<[Option<Reservation>; 1]>,
-    /// How often the limits of each part had changed when its slot was booked. Empty for a request of one key.
+    /// How often the limits of each part had changed when its slot was booked. Empty if they go back.
     pub(super) changes: Costs,
     /// The moment from which all of them may be used.
     pub(super) at: Instant,

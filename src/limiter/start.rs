@@ -37,12 +37,18 @@ pub(crate) fn slow(
     let max_wait = shortest_wait(parts.iter().map(|part| part.core));
     let is_nested = parts.iter().any(|part| around::is_nested(part.core));
     let bound = WaitBound::new(deadline, now, max_wait).nested_if(is_nested, now);
-    for PartRef { core, entry } in parts {
-        own_quota::choose(core, entry.key, entry.quota, now);
-    }
     let mut request = Request::new(parts, bound);
+    let entered = match request.check(parts, now) {
+        Err(stopped) => Poll::Ready(Err(stopped)),
+        Ok(()) => {
+            for PartRef { core, entry } in parts {
+                own_quota::choose(core, entry.key, entry.quota, now);
+            }
+            request.enter(now)
+        }
+    };
     let PartRef { core, entry } = &parts[0];
-    match request.enter(now) {
+    match entered {
         Poll::Ready(Ok(leaving)) => {
             let mut taken = leaving.taken;
             if let Some((part, cause)) = &leaving.uncounted {

@@ -299,19 +299,22 @@ impl Taken {
     }
 
     /// Takes the record apart for a request that goes back to its old place: returns the slots and the in-flight slots,
-    /// in the order of its keys. The request is no probe any more.
+    /// in the order of its keys, and the probes. If these are dropped after it is back, it can be the probe again.
     pub(super) fn put_back(
         mut self,
-    ) -> (PerPart<Option<Reservation>>, PerPart<Option<InFlightSlot>>) {
-        let rest = self.rest.take().map_or_else(Rest::default, |rest| *rest);
-        drop(rest.probes);
+    ) -> (
+        PerPart<Option<Reservation>>,
+        PerPart<Option<InFlightSlot>>,
+        Vec<Probe>,
+    ) {
+        let mut rest = self.rest.take().map_or_else(Rest::default, |rest| *rest);
+        let parts = std::iter::once(&mut self.first).chain(&mut rest.others);
         let take = |part: &mut OfKey| {
             let slot = part.bare_slot(&mut Vec::new());
             (slot, part.in_flight_slot.take())
         };
-        let first = take(&mut self.first);
-        let others = rest.others.into_iter().map(|mut part| take(&mut part));
-        std::iter::once(first).chain(others).unzip()
+        let (slots, in_flight) = parts.map(take).unzip();
+        (slots, in_flight, rest.probes)
     }
 
     /// Gives back what a request has that was certainly not sent, also if it is that of a permit.

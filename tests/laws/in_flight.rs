@@ -47,9 +47,10 @@ async fn in_flight_limit_is_fully_used_and_never_exceeded() {
 #[tokio::test(start_paused = true)]
 async fn calls_in_flight_fall_to_a_lowered_limit_although_requests_wait() {
     let store = Arc::new(MemoryStore::new(10));
+    let quota = |calls| Quota::in_flight(calls).and(Quota::per_second(1000));
     // Two processes: each has a call in flight whenever it may, and requests wait in both.
     let limiter = || {
-        let builder = RateLimitLayer::builder(Quota::in_flight(6)).store(store.clone());
+        let builder = RateLimitLayer::builder(quota(6)).store(store.clone());
         builder.build().unwrap().limiter()
     };
     let limiters = [limiter(), limiter()];
@@ -66,10 +67,7 @@ async fn calls_in_flight_fall_to_a_lowered_limit_although_requests_wait() {
     }
     sleep(ms(200)).await;
     assert_eq!(now.load(Ordering::Relaxed), 6);
-    limiters[0]
-        .set_quota(Key::ALL, Quota::in_flight(2))
-        .await
-        .unwrap();
+    limiters[0].set_quota(Key::ALL, quota(2)).await.unwrap();
     // All calls that were in flight end meanwhile.
     sleep(ms(60)).await;
     let mut most = 0;

@@ -2,6 +2,7 @@
 //! another. Under a paused clock.
 
 use crate::support::Failing;
+use crate::support::remote::Remote;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,6 +17,13 @@ const SECOND: Duration = Duration::from_secs(1);
 fn limiter(quota: Quota) -> Limiter {
     let builder = RateLimitLayer::builder(quota).max_wait(600 * SECOND);
     builder.build().unwrap().limiter()
+}
+
+/// A limiter over a store that answers later.
+fn remote_limiter(quota: Quota) -> Limiter {
+    let builder = RateLimitLayer::builder(quota).max_wait(600 * SECOND);
+    let store = Arc::new(Remote::default());
+    builder.store(store).build().unwrap().limiter()
 }
 
 /// Makes a call of `channel` that takes `span`, as one of `all`.
@@ -72,8 +80,18 @@ async fn waiters_of_a_rate_keep_no_in_flight_slot() {
 /// rate may be far away: then they give it up.
 #[tokio::test(start_paused = true)]
 async fn far_rates_return_in_flight_slots() {
+    far_rates_return_slots_of(limiter(Quota::per_second(1))).await;
+}
+
+/// The same if the answer that the rate is far away comes later.
+#[tokio::test(start_paused = true)]
+async fn far_rates_of_a_late_store_return_in_flight_slots() {
+    far_rates_return_slots_of(remote_limiter(Quota::per_second(1))).await;
+}
+
+async fn far_rates_return_slots_of(channels: Limiter) {
     const SLOW: [&str; 5] = ["a", "b", "c", "d", "e"];
-    let (all, channels) = (limiter(Quota::in_flight(5)), limiter(Quota::per_second(1)));
+    let all = limiter(Quota::in_flight(5));
     let mut calls = JoinSet::new();
     for channel in SLOW {
         calls.spawn(call(all.clone(), channels.clone(), channel, 5 * SECOND));

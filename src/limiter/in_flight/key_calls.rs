@@ -282,7 +282,10 @@ impl KeyCalls {
                 self.claims.failed();
                 self.waiters.fail(&error, wakers);
             }
-            StoreEvent::ClaimValidUntil(until) => self.validity.until = Some(until),
+            StoreEvent::ClaimValidUntil(until) => {
+                self.validity.until = Some(until);
+                self.grant_free(now, wakers);
+            }
             StoreEvent::ClaimExpired => self.validity.lose_all(wakers),
             StoreEvent::Hold(_) | StoreEvent::RemainingFell { .. } | StoreEvent::Register(_) => {}
             StoreEvent::SetQuota(_) => {}

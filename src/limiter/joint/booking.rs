@@ -76,7 +76,7 @@ async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<Slots, JointRe
         let outcome = Search::new(set, wanted).run(bound).await;
         let Err(JointRefusal {
             part,
-            cause: Cause::Wait(refusal) | Cause::Held(refusal),
+            cause: Cause::Refused(refusal),
         }) = outcome
         else {
             return outcome;
@@ -167,7 +167,7 @@ impl<'a> Search<'a> {
         }
         for (part, Part { core, key, .. }) in self.parts.iter().enumerate() {
             if let Err(wait) = core.wait_for_statements(*key, bound.latest).await {
-                let cause = Cause::Wait(Refusal::new(Some(wait), None));
+                let cause = Cause::Refused(Refusal::new(Some(wait), None));
                 return Err(JointRefusal { part, cause });
             }
         }
@@ -184,11 +184,11 @@ impl<'a> Search<'a> {
             }
             if rounds > 0 && !self.set.is_waiting(self.number) {
                 // The request has left, so nobody reads this refusal.
-                return refused(first, Cause::Wait(Refusal::NEVER));
+                return refused(first, Cause::Refused(Refusal::NEVER));
             }
             rounds += 1;
             if self.has_expired() && !self.aims_later(&mut bound) {
-                return refused(first, Cause::Wait(Refusal::NEVER));
+                return refused(first, Cause::Refused(Refusal::NEVER));
             }
             for (part, asked) in self.ask(&parts, bound).await {
                 match asked {
@@ -198,7 +198,7 @@ impl<'a> Search<'a> {
                     Asked::Paused(wait) => {
                         let until = clock::after(clock::now(), wait);
                         if until > bound.latest {
-                            return refused(part, Cause::Wait(Refusal::new(Some(wait), None)));
+                            return refused(part, Cause::Refused(Refusal::new(Some(wait), None)));
                         }
                         // Meanwhile the request takes nothing of its other keys. Then this part is
                         // asked first.
@@ -210,9 +210,9 @@ impl<'a> Search<'a> {
                         clock::sleep_until(until).await;
                         self.began = clock::now();
                     }
-                    Asked::Refused(refusal) => return refused(part, Cause::Wait(refusal)),
+                    Asked::Refused(refusal) => return refused(part, Cause::Refused(refusal)),
                     Asked::Held(left) => {
-                        return refused(part, Cause::Held(Refusal::new(Some(left), None)));
+                        return refused(part, Cause::Refused(Refusal::new(Some(left), None)));
                     }
                     Asked::Failed(error) => {
                         let Part { core, key, .. } = &self.parts[part];
@@ -221,7 +221,7 @@ impl<'a> Search<'a> {
                         }
                         if let Some(left) = core.held(*key, clock::now()) {
                             // No request passes uncounted while its key is on hold.
-                            return refused(part, Cause::Held(Refusal::new(Some(left), None)));
+                            return refused(part, Cause::Refused(Refusal::new(Some(left), None)));
                         }
                         self.passes[part] = true;
                         self.uncounted = Some((part, error));
@@ -239,7 +239,7 @@ impl<'a> Search<'a> {
         needed.find_map(|(part, Part { core, key, .. })| {
             let known = |state: &mut KeyState| known_refusal(state, self.costs[part], bound, now);
             let refusal = core.states.find(*key, known).flatten()?;
-            let cause = Cause::Wait(refusal);
+            let cause = Cause::Refused(refusal);
             Some(JointRefusal { part, cause })
         })
     }

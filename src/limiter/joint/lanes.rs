@@ -71,6 +71,12 @@ impl Lanes {
         self.0.get(costs)?.waiting.first().copied()
     }
 
+    /// Returns how many requests with these costs are before a request.
+    pub(super) fn before(&self, costs: &Costs, number: Number) -> usize {
+        let lane = self.0.get(costs);
+        lane.map_or(0, |lane| lane.waiting.range(..number).count())
+    }
+
     /// Returns the first request without a slot.
     pub(super) fn first_without_slot(&self) -> Option<Number> {
         self.0.values().filter_map(Lane::first_without_slot).min()

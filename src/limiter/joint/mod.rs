@@ -124,9 +124,7 @@ pub(super) struct JointRefusal {
 #[derive(Clone, Debug)]
 pub(super) enum Cause {
     /// The wait would be too long, or was.
-    Wait(Refusal),
-    /// The key of the part is on hold for too long.
-    Held(Refusal),
+    Refused(Refusal),
     /// The store of the part failed.
     Failed(StoreError),
 }

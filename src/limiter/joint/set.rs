@@ -148,7 +148,7 @@ impl JointSets {
 
     /// Returns how many requests with these parts may wait, if as many wait.
     pub(in crate::limiter) fn full(&self, parts: &[PartRef<'_>]) -> Option<usize> {
-        let max_queue = max_queue(parts.iter().map(|part| part.core));
+        let (_, max_queue) = max_queue(parts.iter().map(|part| part.core));
         let waiting = self.set_of(parts).map_or(0, |set| set.waiting());
         (waiting >= max_queue).then_some(max_queue)
     }
@@ -292,7 +292,7 @@ impl JointSet {
                 in_time.count()
             };
             for number in state.lanes.with_slot_beyond(in_time) {
-                let cause = Cause::Wait(Refusal::NEVER);
+                let cause = Cause::Refused(Refusal::NEVER);
                 state.settle(number, Err(JointRefusal { part: 0, cause }), wakers);
             }
         });
@@ -355,6 +355,13 @@ impl JointSet {
                 }
                 state.insert(slot);
                 state.wake_for_last_slot(wanted);
+                let now = clock::now();
+                if self.limits_calls() && !state.is_near(wanted.number, &wanted.costs, now) {
+                    // It gives up its in-flight slots.
+                    if let Some(waiter) = state.waiters.get_mut(wanted.number) {
+                        waiter.wake_at(now);
+                    }
+                }
             }
             Err(
                 refusal @ JointRefusal {
@@ -410,12 +417,14 @@ impl JointSet {
         self.parts.iter().any(|part| part.core.settings.settles)
     }
 
-    /// Returns whether the next joint slot is due within the life of a permit, or may be: a task books.
-    pub(in crate::limiter) fn is_near(&self, now: Instant) -> bool {
-        let near = clock::after(now, LONGEST_LIFE);
-        self.with(|state, _| {
-            state.is_booking || state.slots.front().is_some_and(|slot| slot.at <= near)
-        })
+    /// Returns whether the joint slot of a request is due within the life of a permit, or may be: it is being booked.
+    pub(in crate::limiter) fn is_near(&self, number: Number, costs: &Costs, now: Instant) -> bool {
+        self.with(|state, _| state.is_near(number, costs, now))
+    }
+
+    /// Returns whether calls in flight are limited.
+    fn limits_calls(&self) -> bool {
+        self.parts.iter().any(|part| part.core.in_flight.is_some())
     }
 
     /// Returns whether a request waits.
@@ -482,6 +491,15 @@ impl State {
         self.lanes.add_slot(&slot.costs);
         let place = self.slots.partition_point(|other| other.at <= slot.at);
         self.slots.insert(place, slot);
+    }
+
+    /// See [`JointSet::is_near`].
+    fn is_near(&self, number: Number, costs: &Costs, now: Instant) -> bool {
+        let mut slots = self.slots.iter().filter(|slot| slot.costs == *costs);
+        match slots.nth(self.lanes.before(costs, number)) {
+            Some(slot) => slot.at <= clock::after(now, LONGEST_LIFE),
+            None => self.is_booking && self.refused_near.is_none(),
+        }
     }
 
     /// Notes that a request waits: its joint slot lies ahead. It may still leave with the earlier slot that
@@ -629,10 +647,10 @@ impl State {
         let cause = if let Some((refusal, at)) = self.refused_near {
             let since = now.saturating_duration_since(at);
             let wait = refusal.wait.map(|wait| wait.saturating_sub(since));
-            Cause::Wait(Refusal { wait, ..refusal })
+            Cause::Refused(Refusal { wait, ..refusal })
         } else if wait.bound.by_deadline || has_answer || now < clock::after(wait.asked_at, ANSWER)
         {
-            Cause::Wait(Refusal::NEVER)
+            Cause::Refused(Refusal::NEVER)
         } else {
             Cause::Failed(StoreError::NoAnswer { waited: ANSWER })
         };

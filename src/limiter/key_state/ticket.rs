@@ -266,14 +266,14 @@ impl Ticket {
         ctx: &mut KeyContext<'_>,
         slot: Option<Reservation>,
     ) {
+        let held = state.hold.left(ctx.now);
+        self.wait(state.queue.get_or_insert_default(), ctx.now, held);
         if let Some(slot) = slot {
             if slot.until <= ctx.now {
                 state.store.lengthen_life(ctx.spec);
             }
             Self::give_up(state, ctx, slot);
         }
-        let held = state.hold.left(ctx.now);
-        self.wait(state.queue.get_or_insert_default(), ctx.now, held);
         state.step(ctx, Some(self.number));
     }
 

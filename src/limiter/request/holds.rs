@@ -9,7 +9,7 @@ use crate::error::Reason;
 use crate::key::Key;
 use crate::limiter::holds::{self, HoldWait};
 use crate::limiter::limited::Stopped;
-use crate::limiter::part::Part;
+use crate::limiter::part::{Part, max_wait};
 use crate::limiter::probe::Probe;
 use crate::store::Refusal;
 
@@ -22,12 +22,16 @@ pub(super) struct Held {
 }
 
 impl Request {
+    /// Returns the keys whose holds stop the request, each with its part. In the queue of a key, the queue obeys the hold of
+    /// that key.
     fn hold_keys(&self) -> impl Iterator<Item = (usize, &Part, Key)> {
-        self.line.hold_keys(&self.place.costs)
+        let is_in_queue = self.in_flight.is_empty() || matches!(self.stage, Stage::Slots);
+        let obeys = self.line.obeys_hold() && is_in_queue;
+        hold_keys(self.parts(), &self.place.costs, obeys)
     }
 
-    /// Returns the hold that stops a request which enters, the one that ends last. If the process does not know of holds
-    /// of a key, and no call for the request asks about them, another process may know: it asks.
+    /// Returns the hold that stops a request which enters, the one that ends last. Of a key without a state, another process
+    /// may know a hold. If no call for the request will tell, the store is asked.
     pub(super) fn find_hold(&self, now: Instant) -> Option<Held> {
         let holds = self.hold_keys().filter_map(|(index, part, key)| {
             let Part { core, host, .. } = part;
@@ -40,7 +44,7 @@ impl Request {
                 holds::inquire(core, key, now);
                 blocked = holds::blocked(core, key, now);
             }
-            Held::new(index, key, blocked??, now)
+            Some(Held::new(index, key, blocked??, now))
         });
         holds.max_by_key(|held| held.end)
     }
@@ -56,7 +60,7 @@ impl Request {
         let holds = self.hold_keys().filter_map(|(index, part, key)| {
             is_any = true;
             let left = holds::watch(&part.core, key, number, keeps_state, now, cx)?;
-            Held::new(index, key, left, now)
+            Some(Held::new(index, key, left, now))
         });
         let last = holds.max_by_key(|held| held.end);
         self.watches = is_any;
@@ -65,20 +69,30 @@ impl Request {
 
     pub(super) fn unwatch_holds(&self) {
         if self.watches {
-            for (_, part, key) in self.hold_keys() {
+            for (_, part, key) in hold_keys(self.parts(), &self.place.costs, false) {
                 holds::leave(&part.core, key, self.place.number);
             }
         }
     }
 
     /// Refuses the request if it cannot wait for the end of a hold. One such request asks for a release that may have been
-    /// missed.
-    pub(super) fn waits_for(&self, held: &Held, now: Instant) -> Result<(), Stopped> {
-        if held.end <= self.place.bound.latest {
+    /// missed. For the response to a probe, which may arrive at any time, it waits as long as it can.
+    pub(super) fn waits_for(&self, held: &mut Held, now: Instant) -> Result<(), Stopped> {
+        let bound = self.place.bound;
+        if held.end <= bound.latest {
             return Ok(());
         }
-        holds::confirm(&self.parts()[held.part].core, held.key, now);
+        let core = &self.parts()[held.part].core;
         let refusal = Refusal::new(Some(held.left), None);
+        if core.held(held.key, now).is_none() {
+            if now < bound.latest {
+                held.end = bound.latest;
+                return Ok(());
+            }
+            let reason = bound.reason(max_wait(self.parts()));
+            return Err(Stopped::refused(held.part, reason, refusal));
+        }
+        holds::confirm(core, held.key, now);
         Err(Stopped::refused(held.part, Reason::Held, refusal))
     }
 
@@ -111,7 +125,8 @@ impl Request {
     /// Returns the probes that the request leaves as. `None` if a hold or a probe stops one of its keys.
     pub(super) fn pass_holds(&self, now: Instant) -> Option<Vec<Probe>> {
         let mut probes: Vec<Probe> = Vec::new();
-        for (_, part, key) in self.hold_keys() {
+        let obeys = self.line.obeys_hold();
+        for (_, part, key) in hold_keys(self.parts(), &self.place.costs, obeys) {
             // Two keys may have the hold of one host.
             if probes.iter().any(|probe| probe.is_of(part.core.id, key)) {
                 continue;
@@ -123,13 +138,30 @@ impl Request {
     }
 }
 
+/// Returns the keys whose holds stop a request, those that it costs something of, each with its part: the keys
+/// themselves, unless their line `obeys` the hold, and those of hosts.
+fn hold_keys<'a>(
+    parts: &'a [Part],
+    costs: &'a [u32],
+    obeys: bool,
+) -> impl Iterator<Item = (usize, &'a Part, Key)> {
+    let parts = parts.iter().enumerate();
+    let parts = parts.filter(|(index, _)| costs[*index] > 0);
+    parts.flat_map(move |(index, part)| {
+        let keys = [(!obeys).then_some(part.key), part.host_hold()];
+        keys.into_iter()
+            .flatten()
+            .map(move |key| (index, part, key))
+    })
+}
+
 impl Held {
-    fn new(part: usize, key: Key, left: Duration, now: Instant) -> Option<Self> {
-        Some(Held {
+    fn new(part: usize, key: Key, left: Duration, now: Instant) -> Self {
+        Held {
             left,
             end: clock::after(now, left),
             part,
             key,
-        })
+        }
     }
 }

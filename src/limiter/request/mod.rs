@@ -1,9 +1,10 @@
 //! The way of a request to its permit, whether it has one key or several.
 //!
-//! 1. **Holds.** While a key or its host is on hold, the request keeps nothing.
+//! 1. **Holds.** While a key or its host is on hold, the request keeps nothing but its place in the line. Once a request
+//!    of one key is in the queue of that key, the queue obeys the hold of the key.
 //! 2. **Slots**, in the [`Line`] of its keys.
 //! 3. **In-flight slots**, if calls in flight are limited. A request of one key has asked for its own before it entered
-//!    the line, and keeps it there: whoever could use it waits behind. A request of several keys asks for its own
+//!    the line, and keeps it there: nearly all requests that could use it wait behind it. A request of several keys asks for its own
 //!    when its slots are due. If one is not free, the slots go back unused, and the request waits for the in-flight slot.
 //!    Then it returns to its old place in the line, and keeps the in-flight slots if its next slots are due within
 //!    the life of a permit.
@@ -33,7 +34,7 @@ use super::holds::HoldWait;
 use super::in_flight_slot;
 use super::limited::{Stopped, Why};
 use super::line::{Line, Place};
-use super::part::{Part, PartRef, PerPart};
+use super::part::{Part, PartRef};
 use super::probe::Probe;
 use super::queue::next_number;
 use super::reservation::WaitBound;
@@ -110,9 +111,14 @@ impl Request {
 
     /// Enters. Pending if the request waits, and is to be polled.
     pub(super) fn enter(&mut self, now: Instant) -> Poll<Result<Leaving, Stopped>> {
-        self.check(now)?;
-        let held = self.find_hold(now);
-        if let Some(held) = &held {
+        for (index, Part { core, key, .. }) in self.parts().iter().enumerate() {
+            let cost = self.place.costs[index];
+            if let Some(reason) = admission::known_above_limit(core, *key, cost) {
+                return Poll::Ready(Err(Stopped::refused(index, reason, Refusal::NEVER)));
+            }
+        }
+        let mut held = self.find_hold(now);
+        if let Some(held) = &mut held {
             self.waits_for(held, now)?;
             self.waited_before = true;
             if !self.line.has_place_on_hold() {
@@ -127,19 +133,10 @@ impl Request {
 
     /// Polls until the request may leave now.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Leaving, Stopped>> {
-        let polled = self.poll_stages(cx);
-        if matches!(polled, Poll::Ready(Err(_))) {
-            // Its owner may keep it. And its line goes on without it: a slot that it did not take may be due.
-            self.leave(clock::now());
-        }
-        polled
-    }
-
-    fn poll_stages(&mut self, cx: &mut Context<'_>) -> Poll<Result<Leaving, Stopped>> {
         loop {
             let now = clock::now();
-            let held = self.watch_holds(now, cx);
-            if let Some(held) = &held {
+            let mut held = self.watch_holds(now, cx);
+            if let Some(held) = &mut held {
                 self.waits_for(held, now)?;
                 self.keep_place_only(held, now);
             }
@@ -155,16 +152,20 @@ impl Request {
                 Stage::InFlight { until } => {
                     let until = *until;
                     ready!(self.poll_in_flight(until, now, cx))?;
-                    self.go_on(None, now)
+                    // All of them first: each time in the line would book slots anew.
+                    match self.take_in_flight_slots(now)? {
+                        true => self.go_on(None, now),
+                        false => Poll::Pending,
+                    }
                 }
                 Stage::Slots => match self.line.poll(&self.place, held_until, now, cx) {
                     Poll::Ready(slots) => {
                         let slots = slots?;
                         self.stage = Stage::Nothing;
-                        self.got(slots, now)
+                        self.got(slots, clock::now())
                     }
                     Poll::Pending => {
-                        if !self.line.is_near(now) {
+                        if !self.in_flight.is_empty() && !self.line.is_near(&self.place, now) {
                             self.give_up_in_flight_slots();
                         }
                         return Poll::Pending;
@@ -182,7 +183,7 @@ impl Request {
     /// Waits again, in its old place, because what it had expired before it could leave.
     pub(super) fn wait_again(&mut self, taken: Taken) {
         let now = clock::now();
-        let (slots, mut in_flight): (PerPart<_>, PerPart<_>) = taken.put_back();
+        let (slots, mut in_flight, probes) = taken.put_back();
         for of_part in &mut self.in_flight {
             of_part.slot = in_flight[of_part.part].take().map(Some);
         }
@@ -193,6 +194,8 @@ impl Request {
             ..Slots::none(now)
         };
         self.again(Some(slots), now);
+        // It is back in its place before another request can be the probe.
+        drop(probes);
     }
 
     /// Returns how many requests wait for the same, this one included.
@@ -204,23 +207,18 @@ impl Request {
         }
     }
 
-    /// Refuses a request that enters, if it is known that it cannot leave.
-    fn check(&self, now: Instant) -> Result<(), Stopped> {
+    /// Refuses a request before it enters, if it cannot leave whatever the state of its keys is.
+    pub(super) fn check(&self, parts: &[PartRef<'_>], now: Instant) -> Result<(), Stopped> {
         let refused = |part, reason| Err(Stopped::refused(part, reason, Refusal::NEVER));
         let Place { costs, bound, .. } = &self.place;
-        let parts = self.parts();
         if costs.iter().any(|cost| *cost > 0)
-            && let Some(reason) = around::refusal(&parts[0].core)
+            && let Some(reason) = around::refusal(parts[0].core)
         {
             return refused(0, reason);
         }
         for (index, part) in parts.iter().enumerate() {
-            let Part { core, key, .. } = part;
-            if core.tally().is_draining() {
+            if part.core.tally().is_draining() {
                 return refused(index, Reason::Draining);
-            }
-            if let Some(reason) = admission::known_above_limit(core, *key, costs[index]) {
-                return refused(index, reason);
             }
             if parts[..index].iter().any(|other| other.is_same(part)) {
                 return refused(index, Reason::SameKey);
@@ -263,6 +261,7 @@ impl Request {
             Ok(false) => {
                 // They go back at once: units of slots that have expired are lost. Tried: to keep them while the
                 // store answers. Then their units come back while the request asks for others.
+                self.turns += 1;
                 self.line.give_back_to_stores(slots);
                 return Poll::Pending;
             }

@@ -431,6 +431,10 @@ fn too_many_in_flight(world: &World, log: &Log, limiter: usize, key: u8) -> Opti
             "key {key} of limiter {limiter}: {most} calls in flight, not {limit}"
         ));
     }
+    if world.history.features.has(Feature::Late) {
+        // A process that has not heard of the lower limit yet may state the one before.
+        return None;
+    }
     // No call begins beside as many as a lower limit allows.
     periods(world, changes)
         .into_iter()
