@@ -1,18 +1,19 @@
 //! Access to the state of a key, and the work that is done after its lock is released.
 //!
 //! The state of a key never awaits, spawns or wakes anything. It leaves [`Work`] in its
-//! [`KeyContext`]: tasks to wake, and [`Effect`]s. [`Core::with_state`] and
+//! [`KeyContext`]: tasks to wake, [`Effect`]s, and when a task has to visit it next. [`Core::with_state`] and
 //! [`Core::with_new_state`] lock the state, call a closure, release the lock and do the work. They
 //! are the only callers of [`Core::run`].
 
 use std::future::{Future, poll_fn};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 use tokio::runtime::Handle;
+use tokio::time::timeout;
 
 use super::engine::Core;
 use super::key_state::{
@@ -142,19 +143,21 @@ impl Core {
             // What the upstream stated was about limits that apply no more.
             state.quota_changed(&mut ctx);
         }
+        state.catch_up(&mut ctx);
         act(state, &mut ctx);
         state.take_lent_back(&mut ctx);
-        if !state.limits.take_change() {
-            return ctx.work;
+        let mut work = ctx.work;
+        if state.limits.take_change() {
+            self.settings.quotas.note_any();
+            let own = self.own_spec(state, now);
+            let mut ctx = self.ctx(key, now, own.as_ref());
+            ctx.work = work;
+            state.quota_changed(&mut ctx);
+            state.take_lent_back(&mut ctx);
+            work = ctx.work;
         }
-        self.settings.quotas.note_any();
-        let work = std::mem::take(&mut ctx.work);
-        let own = self.own_spec(state, now);
-        let mut ctx = self.ctx(key, now, own.as_ref());
-        ctx.work = work;
-        state.quota_changed(&mut ctx);
-        state.take_lent_back(&mut ctx);
-        ctx.work
+        work.visit_at = state.wants_visit(&work);
+        work
     }
 
     /// Gives `key` the quota that a request states. Returns whether it had another one.
@@ -275,7 +278,7 @@ impl Core {
             let answers = join_all(answers).await;
             if answers.is_empty() {
                 // Other calls carry the charges. They are answered or lost soon.
-                wait_for(clock::now(), CHARGES_UNDER_WAY).await;
+                clock::sleep(CHARGES_UNDER_WAY).await;
             }
             answers.into_iter().collect::<Result<(), _>>()?;
         }
@@ -285,16 +288,17 @@ impl Core {
     /// effects.
     ///
     /// An effect runs on the store's own thread if there is one, else in the current runtime. If
-    /// that runtime is dropped, or there is none, a call ends as lost and a delay ends at once.
+    /// that runtime is dropped, or there is none, a call ends as lost.
     fn run(self: &Arc<Self>, key: Key, now: Instant, work: Work) {
         work.wakers.wake();
         for effect in work.effects {
             match effect {
                 Effect::Call(number, call, answer) => self.call(key, number, call, answer),
-                Effect::Gather(delay) => self.gather(key, now, delay),
-                Effect::PassOn(delay) => self.pass_on(key, now, delay),
                 Effect::LimitInFlight(limit) => self.limit_in_flight(key, now, limit),
             }
+        }
+        if let Some(at) = work.visit_at {
+            self.visit_at(key, at, now);
         }
         if let Some(set) = work.set_quota {
             self.report_set_quota(key, &set);
@@ -308,8 +312,8 @@ impl Core {
         if work.wants_statements {
             self.start(run_statements(self.clone(), key));
         }
-        if let Some(delay) = work.borrow {
-            self.borrow(key, now, delay);
+        if work.borrows {
+            self.start(borrow_for(self.clone(), key));
         }
     }
 
@@ -374,20 +378,6 @@ impl Core {
         tasks::start(&self.settings.store, task);
     }
 
-    /// Waits until `delay` after `now`. Then asks the other parts for slots for the waiters of `key`.
-    fn borrow(self: &Arc<Self>, key: Key, now: Instant, delay: Duration) {
-        if delay.is_zero() {
-            return self.start(borrow_for(self.clone(), key));
-        }
-        let core = Arc::downgrade(self);
-        self.spawn(async move {
-            wait_for(now, delay).await;
-            if let Some(core) = core.upgrade() {
-                borrow_for(core, key).await;
-            }
-        });
-    }
-
     /// Runs a call for the waiters of `key` to its end.
     fn call(self: &Arc<Self>, key: Key, number: CallNumber, call: SentCall, answer: LeaseFuture) {
         let mut open = StoreCall::new(self, key, call);
@@ -439,60 +429,33 @@ impl Core {
         }
     }
 
-    /// Waits until `delay` after `now`. Then sends the store what the upstream has stated about
-    /// `key`.
-    fn pass_on(self: &Arc<Self>, key: Key, now: Instant, delay: Duration) {
-        let core = Arc::downgrade(self);
+    /// Starts a task that visits the state of `key` at `at`: see `key_state/timer.rs`.
+    ///
+    /// If that is now, the tasks that are ready to run in the caller's runtime run first, because they may join the
+    /// next call. If the new task runs on the thread of the store, another one waits for them in the caller's runtime.
+    /// That runtime may have stopped, so the new task waits no longer than [`LONGEST_TURN`].
+    fn visit_at(self: &Arc<Self>, key: Key, at: Instant, now: Instant) {
+        let visit = TimedVisit {
+            core: Arc::downgrade(self),
+            key,
+            at,
+            is_made: false,
+        };
+        let is_elsewhere = at <= now && self.settings.store.background().is_some();
+        let caller = Handle::try_current().ok().filter(|_| is_elsewhere);
+        let turn = caller.map(|runtime| runtime.spawn(tokio::task::yield_now()));
         self.spawn(async move {
-            wait_for(now, delay).await;
-            if let Some(core) = core.upgrade() {
-                core.with_state(key, clock::now(), KeyState::pass_on_now);
+            match turn {
+                Some(turn) => _ = timeout(LONGEST_TURN, turn).await,
+                None if at <= now => tokio::task::yield_now().await,
+                None => clock::sleep_until(at).await,
             }
-        });
-    }
-
-    /// Starts the batching delay of the next call of `key`.
-    fn gather(self: &Arc<Self>, key: Key, now: Instant, mut delay: Duration) {
-        let batch = BatchDelay::new(self, key);
-        // The delay lets the tasks that are ready to run join the call. They run in the caller's
-        // runtime, not on the thread of the store. So a task in the caller's runtime ends the
-        // delay, after these tasks have run. If that runtime has stopped, the task on the thread of
-        // the store ends the delay.
-        if delay.is_zero()
-            && self.settings.store.background().is_some()
-            && let Ok(runtime) = Handle::try_current()
-        {
-            let batch = batch.clone();
-            drop(runtime.spawn(async move {
-                tokio::task::yield_now().await;
-                batch.complete();
-            }));
-            delay = LONGEST_TURN;
-        }
-        self.spawn(async move {
-            wait_for(now, delay).await;
-            batch.complete();
+            visit.make();
         });
     }
 
     pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         spawn(&*self.settings.store, task);
-    }
-
-    /// Starts a task that gives back prefetched permits of `key` before they expire, until none are
-    /// left. `at` is when it looks first.
-    pub(super) fn sweep(self: &Arc<Self>, key: Key, at: Instant) {
-        let core = Arc::downgrade(self);
-        self.spawn(async move {
-            let mut next = Some(at);
-            while let Some(at) = next {
-                clock::sleep_until(at).await;
-                let Some(core) = core.upgrade() else { return };
-                next = core
-                    .with_state(key, clock::now(), |state, ctx| state.sweep(ctx))
-                    .flatten();
-            }
-        });
     }
 }
 
@@ -709,16 +672,6 @@ async fn state_part(
     })
 }
 
-/// Waits until `delay` after `now`. If `delay` is zero, yields once to the other tasks that are
-/// ready to run.
-async fn wait_for(now: Instant, delay: Duration) {
-    if delay.is_zero() {
-        tokio::task::yield_now().await;
-    } else {
-        clock::sleep_until(clock::after(now, delay)).await;
-    }
-}
-
 /// A call to the store whose answer is still to come. If it is dropped before, it is lost: its waiters get
 /// [`StoreError::Lost`], and the charges that it carries wait for another call.
 pub(super) struct StoreCall {
@@ -775,18 +728,13 @@ impl StoreCall {
         let mut answer = Some(answer);
         let taken_in = core.with_state(key, clock::now(), |state, ctx| {
             let answer = answer.take().unwrap_or(Err(StoreError::Lost));
-            let done = take_in(state, ctx, call, answer);
-            (done, state.start_sweep(ctx.now))
+            take_in(state, ctx, call, answer)
         });
         if let Some(Ok(lease)) = answer {
             let spec = core.spec_to_give_back();
             core.settings.store.give_back(key, &spec, &lease.unused());
         }
-        let (done, sweep_at) = taken_in?;
-        if let Some(at) = sweep_at {
-            core.sweep(key, at);
-        }
-        Some(done)
+        taken_in
     }
 }
 
@@ -803,49 +751,32 @@ impl Drop for StoreCall {
     }
 }
 
-/// A batching delay: requests that arrive before its end join the next call of their key.
-///
-/// Up to two tasks share a delay, and the first of them ends it. The delay does not keep the core
-/// alive, because a store may ask for a long pause.
-#[derive(Clone)]
-struct BatchDelay {
+/// A visit of the state of a key that a task is to make. It does not keep the core alive, because a store may ask for
+/// a long pause.
+struct TimedVisit {
     core: Weak<Core>,
     key: Key,
-    /// Whether the delay has ended. Shared by its clones.
-    over: Arc<AtomicBool>,
+    at: Instant,
+    is_made: bool,
 }
 
-impl BatchDelay {
-    fn new(core: &Arc<Core>, key: Key) -> Self {
-        BatchDelay {
-            core: Arc::downgrade(core),
-            key,
-            over: Arc::default(),
+impl TimedVisit {
+    fn make(mut self) {
+        self.is_made = true;
+        if let Some(core) = self.core.upgrade() {
+            core.with_state(self.key, clock::now(), KeyState::on_time);
         }
     }
+}
 
-    /// Ends the delay after its full time.
-    fn complete(self) {
-        self.end(true);
-    }
-
-    /// Ends the delay, if it has not ended. `joined` states whether other requests had the time to
-    /// join.
-    fn end(&self, joined: bool) {
-        let Some(core) = self.core.upgrade() else {
-            return;
-        };
-        if !self.over.swap(true, Ordering::Relaxed) {
+impl Drop for TimedVisit {
+    fn drop(&mut self) {
+        if !self.is_made
+            && let Some(core) = self.core.upgrade()
+        {
             core.with_state(self.key, clock::now(), |state, ctx| {
-                state.gathered(ctx, joined)
+                state.visit_lost(ctx, self.at);
             });
         }
-    }
-}
-
-impl Drop for BatchDelay {
-    /// Ends the delay early: its task was dropped with its runtime.
-    fn drop(&mut self) {
-        self.end(false);
     }
 }

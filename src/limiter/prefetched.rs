@@ -38,8 +38,6 @@ struct Details {
     slot: u64,
     stamp: u64,
     incarnation: u64,
-    /// When unused permits are next given back. `None` if no task does so.
-    sweep_at: Option<Instant>,
 }
 
 impl Details {
@@ -54,7 +52,6 @@ impl Details {
             slot: 0,
             stamp: 0,
             incarnation: 0,
-            sweep_at: None,
         })
     }
 
@@ -74,9 +71,6 @@ impl Details {
         }
     }
 }
-
-/// A sweep that is later than this was lost with its runtime.
-const LOST_SWEEP: Duration = Duration::from_secs(1);
 
 /// Permits at hand that requests take without a visit of the state of their key, but under its lock.
 ///
@@ -264,22 +258,10 @@ impl Prefetched {
         (left.units > 0).then_some(left)
     }
 
-    /// Returns when to give back unused permits first, if there are some and no task is about to
-    /// give them back.
-    pub(super) fn start_sweep(&mut self, now: Instant) -> Option<Instant> {
-        let units = self.units(now);
-        let details = self.details.as_deref_mut()?;
-        let (until, sweep_at) = (details.until, &mut details.sweep_at);
-        let is_lost = sweep_at.is_none_or(|at| clock::after(at, LOST_SWEEP) < now);
-        (is_lost && units > 0).then(|| *sweep_at.insert(until))
-    }
-
-    /// Returns when to look for unused permits again. If the permits have expired, returns `None`:
-    /// they are given back now.
-    pub(super) fn next_sweep(&mut self, now: Instant) -> Option<Instant> {
-        let details = self.details.as_deref_mut()?;
-        details.sweep_at = Some(details.until).filter(|until| *until > now);
-        details.sweep_at
+    /// Returns when the permits that are left expire, or did.
+    pub(super) fn expire_at(&self) -> Option<Instant> {
+        let details = self.details.as_ref()?;
+        (details.units > 0).then_some(details.until)
     }
 
     /// Returns how many units to fetch with the next call, for permits that are valid for `life`.

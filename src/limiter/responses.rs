@@ -142,7 +142,7 @@ impl AnsweredCall<'_> {
         let refused = if limited { self.cost } else { 0 };
         let is_less = state.upstream_stated(ctx.spec, signal, refused, self.sent, ctx.now);
         // A refusal holds the key, and the store gets what is left with the hold.
-        if ctx.work.effects.is_empty() && is_less && (!limited || by_host) {
+        if !ctx.work.has_begun_call() && is_less && (!limited || by_host) {
             state.tighten(ctx);
         }
     }

@@ -5,7 +5,7 @@
 //! decides whether the store is called. One call at a time is under way. It books for all waiters
 //! without a slot. Its answer arrives at [`KeyState::call_answered`].
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use smallvec::SmallVec;
 
@@ -29,17 +29,6 @@ const MOST_ASKED: usize = 500;
 /// The most calls in a row to a store that answers at once: one for each demand that it refuses,
 /// and one more.
 const MOST_ROUNDS: usize = 64;
-
-/// Whether the store is called now.
-enum NextCall {
-    /// The store is not needed, or a call is under way already.
-    None,
-    /// The store is called after this delay, so that other requests can join the call, or when a
-    /// hold ends.
-    Gather(Duration),
-    /// The store is called now.
-    Lease(Booking),
-}
 
 /// What a call to the store asks for.
 struct Booking {
@@ -78,17 +67,13 @@ impl KeyState {
             let Some(HandedOut { died, .. }) = self.hand_out_due(ctx, me, is_trusted, now) else {
                 return;
             };
-            match self.next_call(ctx, is_trusted, now) {
-                NextCall::None => break,
-                NextCall::Gather(delay) => {
-                    ctx.work.effects.push(Effect::Gather(delay));
-                    break;
-                }
-                NextCall::Lease(booking) => match self.send(ctx, &booking, died) {
-                    // The store read the time after `ctx.now`.
-                    Called::Answered => now = clock::now(),
-                    Called::UnderWay => break,
-                },
+            let Some(booking) = self.next_call(ctx, is_trusted, now) else {
+                break;
+            };
+            match self.send(ctx, &booking, died) {
+                // The store read the time after `ctx.now`.
+                Called::Answered => now = clock::now(),
+                Called::UnderWay => break,
             }
         }
         self.return_unused(ctx, now);
@@ -125,16 +110,18 @@ impl KeyState {
         Some(handed_out)
     }
 
-    /// Decides whether the store is called.
-    fn next_call(&mut self, ctx: &KeyContext<'_>, is_trusted: bool, now: Instant) -> NextCall {
-        let Some(booking) = self.needed(ctx, is_trusted, now) else {
-            return NextCall::None;
-        };
-        match self.delay(ctx, &booking, now) {
-            Delay::Starts(delay) => NextCall::Gather(delay),
-            Delay::UnderWay => NextCall::None,
-            Delay::Over => NextCall::Lease(booking),
-        }
+    /// Returns what the store is asked for now. Returns `None` if no call is needed, if one is under way, or if the
+    /// next one waits for other requests to join it or for the end of a hold.
+    fn next_call(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        is_trusted: bool,
+        now: Instant,
+    ) -> Option<Booking> {
+        let booking = self.needed(ctx, is_trusted, now)?;
+        let delay = self.delay(ctx, &booking, now);
+        ctx.work.begins_delay |= delay == Delay::Starts;
+        (delay == Delay::Over).then_some(booking)
     }
 
     /// Returns what the next call asks for. Returns `None` if no call is needed, or if one is under
@@ -314,13 +301,13 @@ impl KeyState {
             return self.tighten(ctx);
         }
         self.step(ctx, None);
-        if ctx.work.effects.is_empty() {
+        if !ctx.work.has_begun_call() {
             self.pass_on(ctx);
         }
         self.send_charges_later(ctx, failed);
         self.close(ctx);
-        if failed && ctx.work.effects.is_empty() && self.hold.is_doubted(ctx.now) {
-            ctx.work.effects.push(Effect::PassOn(ASK_AGAIN));
+        if failed && !ctx.work.has_begun_call() && self.hold.is_doubted(ctx.now) {
+            self.pass_on_by(clock::after(ctx.now, ASK_AGAIN));
         }
     }
 
@@ -400,23 +387,11 @@ impl KeyState {
         queue.answered([], Some(&end), least, now, &mut ctx.work.wakers);
     }
 
-    /// Ends the batching delay of the next call. `joined` states whether other requests had the
-    /// time to join. If not, the task of the delay was dropped with its runtime.
-    pub(in crate::limiter) fn gathered(&mut self, ctx: &mut KeyContext<'_>, joined: bool) {
-        let is_blocked = self.hold.blocked_for(ctx.max_hold, ctx.now).is_some();
-        let Some(queue) = &mut self.queue else { return };
-        if !joined && (is_blocked || queue.is_paused(ctx.now)) {
-            // Another waiter starts the delay again, in its own runtime. In this one, the new delay would be
-            // dropped at once, and then the next, without end.
-            queue.gathering = Gathering::NotYet;
-            queue.wake_all(&mut ctx.work.wakers);
-            return;
+    /// Ends the batching delay of the next call.
+    pub(super) fn gathered(&mut self, ctx: &mut KeyContext<'_>) {
+        if let Some(queue) = &mut self.queue {
+            queue.gathering = Gathering::Done;
         }
-        if joined && queue.gathering.ends_after(ctx.now) {
-            // This delay was ended early, and another one has begun since.
-            return;
-        }
-        queue.gathering = Gathering::Done;
         self.step(ctx, None);
         if let Some(queue) = &mut self.queue
             && queue.gathering == Gathering::Done

@@ -43,8 +43,8 @@ pub(super) struct PendingCharges {
     sent_at: Option<Instant>,
     /// The permits whose units are replaced by units that wait.
     permits: Vec<UnusedPermits>,
-    /// Whether a task is about to send the units.
-    has_task: bool,
+    /// When the units get a call of their own, if no other call carries them before.
+    pub(super) sends_at: Option<Instant>,
 }
 
 impl PendingCharges {
@@ -99,19 +99,17 @@ impl PendingCharges {
         }
     }
 
-    /// Returns after which delay a task has to send the units. `None` if there are none, or if a
-    /// task is about to send them. `failed` states whether the store failed.
-    pub(super) fn start_task(&mut self, failed: bool) -> Option<Duration> {
-        if !self.are_waiting() || self.has_task {
-            return None;
+    /// Notes that units wait for a call, if some do. `failed` states whether the store failed.
+    pub(super) fn send_later(&mut self, failed: bool, now: Instant) {
+        if self.are_waiting() {
+            let delay = if failed { RETRY } else { DELAY };
+            self.sends_at.get_or_insert(clock::after(now, delay));
         }
-        self.has_task = true;
-        Some(if failed { RETRY } else { DELAY })
     }
 
-    /// Notes that the task has run. Returns whether units wait for a call.
-    pub(super) fn end_task(&mut self) -> bool {
-        self.has_task = false;
+    /// Notes that the units get a call of their own now. Returns whether any wait for one.
+    pub(super) fn send_now(&mut self) -> bool {
+        self.sends_at = None;
         self.are_waiting()
     }
 
@@ -193,8 +191,9 @@ mod tests {
         // A request that cost nothing gives its permit back, too.
         charges.add(0, now, Some(permit));
         assert!(!charges.is_empty());
-        assert_eq!(charges.start_task(false), Some(DELAY));
-        assert!(charges.end_task());
+        charges.send_later(false, now);
+        assert_eq!(charges.sends_at, Some(now + DELAY));
+        assert!(charges.send_now());
         assert_eq!(take(&mut charges, now), (None, None, 1));
         assert!(charges.is_empty());
     }
@@ -221,13 +220,16 @@ mod tests {
     }
 
     #[test]
-    fn one_task_at_a_time_sends_the_units() {
-        let mut charges = PendingCharges::default();
-        assert_eq!(charges.start_task(false), None);
-        charges.add(1, clock::now(), None);
-        assert_eq!(charges.start_task(false), Some(DELAY));
-        assert_eq!(charges.start_task(false), None);
-        assert!(charges.end_task());
-        assert_eq!(charges.start_task(true), Some(RETRY));
+    fn units_get_a_call_of_their_own_once() {
+        let (mut charges, now) = (PendingCharges::default(), clock::now());
+        charges.send_later(false, now);
+        assert_eq!(charges.sends_at, None);
+        charges.add(1, now, None);
+        charges.send_later(false, now);
+        charges.send_later(false, now + DELAY / 2);
+        assert_eq!(charges.sends_at, Some(now + DELAY));
+        assert!(charges.send_now());
+        charges.send_later(true, now);
+        assert_eq!(charges.sends_at, Some(now + RETRY));
     }
 }

@@ -88,24 +88,33 @@ pub(in crate::limiter) struct Work {
     pub(in crate::limiter) set_quota: Option<Box<SetQuota>>,
     /// The limits that the visit has learned from the upstream.
     pub(in crate::limiter) learned: Vec<StatedLimit>,
-    /// After what time other parts are to be asked for slots, if they are.
-    pub(in crate::limiter) borrow: Option<Duration>,
+    /// Whether the delay before the next call has begun. The [timer](KeyState::timer) of the key ends it.
+    pub(in crate::limiter) begins_delay: bool,
+    /// Whether other parts are to be asked for slots.
+    pub(in crate::limiter) borrows: bool,
     /// Whether the limits of other parts are to be stated.
     pub(in crate::limiter) wants_statements: bool,
     /// Permits that other parts have lent and get back.
     pub(in crate::limiter) lent_back: Vec<Reservation>,
+    /// Whether a task makes this visit as it is dropped with its runtime.
+    pub(in crate::limiter) is_visit_lost: bool,
+    /// When another task has to visit the key, if one has to.
+    pub(in crate::limiter) visit_at: Option<Instant>,
+}
+
+impl Work {
+    /// Returns whether the visit has sent a call, or has begun the delay before the next one.
+    pub(in crate::limiter) fn has_begun_call(&self) -> bool {
+        self.begins_delay || !self.effects.is_empty()
+    }
 }
 
 /// A task to start for a key after the lock is released.
 pub(in crate::limiter) enum Effect {
     /// Runs a call to the store to its end.
     Call(CallNumber, SentCall, LeaseFuture),
-    /// Sends the next call after this delay. Requests that arrive meanwhile join it.
-    Gather(Duration),
     /// Limits the calls in flight of the key to this number, if they are limited.
     LimitInFlight(Option<u32>),
-    /// After this delay, sends the store what the upstream has stated meanwhile.
-    PassOn(Duration),
 }
 
 /// A reply of the store that is still to come.

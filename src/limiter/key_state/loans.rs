@@ -47,8 +47,10 @@ const LONGEST_BACKOFF: u32 = 16;
 /// What a class knows of the slots that other parts lend.
 #[derive(Default)]
 pub(super) struct Loans {
-    /// Until when a round of asking is under way. After that, it counts as lost.
+    /// Until when a round of asking is under way, or the delay before it. After that, it counts as lost.
     under_way_until: Option<Instant>,
+    /// When the round begins, if the delay before it is under way.
+    asks_at: Option<Instant>,
     /// When the next round may begin.
     next: Option<Instant>,
     /// What the class knows of each part, by the number of the part.
@@ -166,7 +168,8 @@ impl KeyState {
         queue.is_some_and(|queue| queue.has_spare(cost))
     }
 
-    /// Leaves a round of asking to be started, if requests wait that other parts may serve sooner.
+    /// Begins a round of asking when the parts may be asked again, if requests wait that other parts may serve
+    /// sooner.
     pub(super) fn borrow_later(&mut self, ctx: &mut KeyContext<'_>, now: Instant) {
         let Some(queue) = &self.queue else { return };
         if ctx.spec.lending().is_none()
@@ -181,11 +184,24 @@ impl KeyState {
         if loans.under_way_until.is_some_and(|until| until > now) {
             return;
         }
-        let delay = loans
-            .next
-            .map_or(Duration::ZERO, |next| next.saturating_duration_since(now));
-        loans.under_way_until = Some(clock::after(now, delay + ANSWER));
-        ctx.work.borrow = Some(delay);
+        let Some(next) = loans.next.filter(|next| *next > now) else {
+            return self.begin_to_borrow(ctx, now);
+        };
+        loans.asks_at = Some(next);
+        loans.under_way_until = Some(clock::after(next, ANSWER));
+    }
+
+    /// Returns when the next round of asking begins, if requests wait for that.
+    pub(super) fn borrows_at(&self) -> Option<Instant> {
+        self.limits.loans()?.asks_at
+    }
+
+    /// Leaves a round of asking to be started.
+    pub(super) fn begin_to_borrow(&mut self, ctx: &mut KeyContext<'_>, now: Instant) {
+        let loans = self.limits.loans_mut();
+        loans.asks_at = None;
+        loans.under_way_until = Some(clock::after(now, ANSWER));
+        ctx.work.borrows = true;
     }
 
     /// Keeps an answer of the own part that refuses waiters, and leaves a round of asking to be started.
@@ -197,10 +213,8 @@ impl KeyState {
         refusal: Settled,
         now: Instant,
     ) {
-        let loans = self.limits.loans_mut();
-        loans.under_way_until = Some(clock::after(now, ANSWER));
-        loans.kept = Some(Answer { slots, refusal });
-        ctx.work.borrow = Some(Duration::ZERO);
+        self.limits.loans_mut().kept = Some(Answer { slots, refusal });
+        self.begin_to_borrow(ctx, now);
     }
 
     /// Returns what the class asks the other parts for.

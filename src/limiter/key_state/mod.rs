@@ -29,6 +29,7 @@
 //! | `remaining_headers` | what it stated is left of one limit; a value |
 //! | `charges` | units that were used without a permit, until the store has counted them; a value |
 //! | `quota_match` | which quota of a response is about a limit; functions |
+//! | `timer` | [`KeyState`]: when it is visited next, and what is done then |
 //! | `context` | what a visit to the state works with, and the work that it leaves |
 //!
 //! [`KeyState`] has seven parts: the prefetched permits, the queue, the hold, the views of store and
@@ -57,11 +58,14 @@ mod stated_parts;
 mod store_refusal;
 mod store_view;
 mod ticket;
+mod timer;
 mod upstream_refusals;
 mod upstream_view;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
 
 use super::prefetched::{Offer, Prefetched};
 use super::queue::{Delay, Gathering, Queue, Returns};
@@ -116,19 +120,36 @@ pub(super) struct KeyState {
     store: StoreView,
     /// Until when no request may leave.
     pub(super) hold: KeyHold,
-    /// What the store may not know. `None` for most keys.
-    news: Option<Box<News>>,
+    /// What is still to be done for the key. `None` for most keys.
+    pending: Option<Box<Pending>>,
     /// The limits of the key, if they are not the configured ones.
     pub(super) limits: KeyLimits,
 }
 
-/// What this process knows of a key, and its store may not.
+/// What is still to be done for a key, even if no request comes.
 #[derive(Default)]
-struct News {
-    /// What the upstream stated.
+struct Pending {
+    /// What the upstream stated. The store may not know it.
     upstream: UpstreamView,
     /// Units that were used without a permit. `None` unless a call cost more than its permit.
     charges: Option<Box<PendingCharges>>,
+    /// When the store is sent what the upstream stated, or is asked about a doubted hold, even if no request waits.
+    passes_on_at: Option<Instant>,
+    /// When tasks visit the key: see `timer`. Each of them was started because no other one is as early.
+    visits: SmallVec<[Instant; 2]>,
+}
+
+impl Pending {
+    fn is_empty(&self) -> bool {
+        let Pending {
+            upstream,
+            charges,
+            passes_on_at,
+            visits,
+        } = self;
+        let is_stated = upstream.remaining.is_some() || charges.is_some();
+        !is_stated && passes_on_at.is_none() && visits.is_empty()
+    }
 }
 
 impl KeyState {
@@ -158,7 +179,7 @@ impl KeyState {
             counts: KeyCounts::default(),
             store: StoreView::new(life),
             hold: KeyHold::default(),
-            news: None,
+            pending: None,
             limits: KeyLimits::default(),
         }
     }
@@ -175,8 +196,8 @@ impl KeyState {
     /// behind those of all others.
     pub(super) fn quota_changed(&mut self, ctx: &mut KeyContext<'_>) {
         self.store.quota_changed(ctx.spec);
-        if let Some(news) = &mut self.news {
-            news.upstream.remaining = None;
+        if let Some(pending) = &mut self.pending {
+            pending.upstream.remaining = None;
         }
         let in_flight = ctx.spec.quota().most_in_flight();
         ctx.work.effects.push(Effect::LimitInFlight(in_flight));
@@ -192,9 +213,9 @@ impl KeyState {
         self.store.tightens = queue.is_calling(ctx.now);
         if queue.waiting() > 0
             && !self.store.tightens
-            && let Delay::Starts(delay) = queue.gathering.put_off(CHANGE_TAKES, ctx.now)
+            && queue.gathering.put_off(CHANGE_TAKES, ctx.now) == Delay::Starts
         {
-            ctx.work.effects.push(Effect::Gather(delay));
+            ctx.work.begins_delay = true;
         }
         self.close(ctx);
     }
@@ -356,8 +377,8 @@ impl KeyState {
         permit: Option<UnusedPermits>,
     ) {
         self.store.count_charge(units, ctx.now);
-        let news = self.news.get_or_insert_default();
-        let charges = news.charges.get_or_insert_default();
+        let pending = self.pending.get_or_insert_default();
+        let charges = pending.charges.get_or_insert_default();
         charges.add(units, sent_at, permit);
         if self.store.answers_later {
             self.send_charges_later(ctx, false);
@@ -382,12 +403,12 @@ impl KeyState {
 
     /// Returns the units that were used without a permit.
     fn charges(&mut self) -> Option<&mut PendingCharges> {
-        self.news.as_mut()?.charges.as_deref_mut()
+        self.pending.as_mut()?.charges.as_deref_mut()
     }
 
     /// Returns what the upstream stated is left of each limit.
     fn remaining(&mut self) -> Option<&mut RemainingTracker> {
-        self.news.as_mut()?.upstream.remaining.as_deref_mut()
+        self.pending.as_mut()?.upstream.remaining.as_deref_mut()
     }
 
     /// Returns for how long the store counts a charge.
@@ -397,7 +418,8 @@ impl KeyState {
 
     /// Returns whether the store may not have counted all charges.
     pub(super) fn has_charges(&self) -> bool {
-        let charges = self.news.as_ref().and_then(|news| news.charges.as_ref());
+        let pending = self.pending.as_ref();
+        let charges = pending.and_then(|pending| pending.charges.as_ref());
         charges.is_some_and(|charges| !charges.is_empty())
     }
 
@@ -430,11 +452,10 @@ impl KeyState {
         }
     }
 
-    /// Starts the task that sends charges if no other call does, unless one is about to.
-    fn send_charges_later(&mut self, ctx: &mut KeyContext<'_>, failed: bool) {
-        let charges = self.charges();
-        if let Some(delay) = charges.and_then(|charges| charges.start_task(failed)) {
-            ctx.work.effects.push(Effect::PassOn(delay));
+    /// Notes that charges get a call of their own if no other call carries them, unless that is noted already.
+    fn send_charges_later(&mut self, ctx: &KeyContext<'_>, failed: bool) {
+        if let Some(charges) = self.charges() {
+            charges.send_later(failed, ctx.now);
         }
     }
 
@@ -444,7 +465,7 @@ impl KeyState {
         ctx: &KeyContext<'_>,
         max_hold: Duration,
     ) -> Option<UpstreamRemaining> {
-        let upstream = &mut self.news.as_mut()?.upstream;
+        let upstream = &mut self.pending.as_mut()?.upstream;
         upstream.take_remaining(ctx.spec, max_hold, ctx.now)
     }
 
@@ -617,7 +638,7 @@ impl KeyState {
             at_hand,
             in_all: at_hand.saturating_add(self.store.free()),
         };
-        let upstream = &mut self.news.get_or_insert_default().upstream;
+        let upstream = &mut self.pending.get_or_insert_default().upstream;
         upstream.observe_remaining(spec, signal, refused, sent, sendable, now)
     }
 
@@ -668,23 +689,35 @@ impl KeyState {
         if pause.is_zero() {
             return self.inquire(ctx);
         }
-        if tracker.start_task(pause, ctx.now) {
-            ctx.work.effects.push(Effect::PassOn(pause));
-        }
+        self.pass_on_by(clock::after(ctx.now, pause));
     }
 
-    /// Sends the store what the upstream stated, and charges, after the delay of
-    /// [`Effect::PassOn`]. If a hold is doubted, asks the store about it again.
-    pub(super) fn pass_on_now(&mut self, ctx: &mut KeyContext<'_>) {
-        if let Some(tracker) = self.remaining() {
-            tracker.end_task();
+    /// Notes that the store has to be called by `moment`, even if no request waits: see
+    /// [`pass_on_now`](Self::pass_on_now).
+    fn pass_on_by(&mut self, moment: Instant) {
+        let passes_on_at = &mut self.pending.get_or_insert_default().passes_on_at;
+        *passes_on_at = passes_on_at.map_or(Some(moment), |at| Some(at.min(moment)));
+    }
+
+    /// Returns when the store is called even if no request waits.
+    fn passes_on_at(&self) -> Option<Instant> {
+        let pending = self.pending.as_ref()?;
+        let charges = pending.charges.as_ref();
+        let sends_at = charges.and_then(|charges| charges.sends_at);
+        [pending.passes_on_at, sends_at].into_iter().flatten().min()
+    }
+
+    /// Sends the store what the upstream stated, and charges. If a hold is doubted, asks the store about it again.
+    fn pass_on_now(&mut self, ctx: &mut KeyContext<'_>) {
+        if let Some(pending) = &mut self.pending {
+            pending.passes_on_at = None;
         }
-        if self.charges().is_some_and(|charges| charges.end_task()) {
+        if self.charges().is_some_and(|charges| charges.send_now()) {
             self.inquire(ctx);
         }
         let is_doubted = self.hold.is_doubted(ctx.now);
         self.pass_on(ctx);
-        if is_doubted && ctx.work.effects.is_empty() {
+        if is_doubted && !ctx.work.has_begun_call() && self.passes_on_at().is_none() {
             self.confirm(ctx);
         }
         self.close(ctx);
@@ -734,22 +767,6 @@ impl KeyState {
             }
         }
         bounds
-    }
-
-    /// Returns when to [`sweep`](KeyState::sweep) first, if permits are at hand and no task is
-    /// about to sweep.
-    pub(super) fn start_sweep(&mut self, now: Instant) -> Option<Instant> {
-        self.prefetched.start_sweep(now)
-    }
-
-    /// Gives back the permits at hand if they have expired, so that an idle process takes nothing
-    /// from the others. Else returns when to sweep again.
-    pub(super) fn sweep(&mut self, ctx: &KeyContext<'_>) -> Option<Instant> {
-        let next = self.prefetched.next_sweep(ctx.now);
-        if next.is_none() {
-            self.give_back_prefetched(ctx);
-        }
-        next
     }
 
     /// Gives back the permits at hand.

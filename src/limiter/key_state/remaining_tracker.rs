@@ -3,8 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::remaining_headers::{LAST, RemainingHeaders};
-use crate::clock;
+use super::remaining_headers::RemainingHeaders;
 use crate::limit::LimitSpec;
 use crate::store::UpstreamRemaining;
 
@@ -13,8 +12,6 @@ use crate::store::UpstreamRemaining;
 pub(super) struct RemainingTracker {
     /// The statements about each limit, in the order of the limits in the quota.
     limits: Vec<RemainingHeaders>,
-    /// When a task is to send the last statements to the store.
-    sends_at: Option<Instant>,
 }
 
 impl RemainingTracker {
@@ -46,22 +43,6 @@ impl RemainingTracker {
             .filter(|(_, headers)| headers.is_news() && (external_usage || headers.has_refused()))
             .map(|(limit, headers)| headers.pause(*limit, now))
             .min()
-    }
-
-    /// Notes that a task is to send the last statements after `pause`. Returns false if there is
-    /// such a task already.
-    pub(super) fn start_task(&mut self, pause: Duration, now: Instant) -> bool {
-        // A task that is late was lost with its runtime.
-        let has_no_task = self.sends_at.is_none_or(|at| clock::after(at, LAST) < now);
-        if has_no_task {
-            self.sends_at = Some(clock::after(now, pause));
-        }
-        has_no_task
-    }
-
-    /// Notes that the task sends the last statements now.
-    pub(super) fn end_task(&mut self) {
-        self.sends_at = None;
     }
 
     /// Takes the statement that is sent to the store with a call. One call carries the statement

@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 
 use super::SHORTEST_TIMER;
 use crate::clock;
-use crate::wait_queue::ANSWER;
 
 /// Whether the next call waits for other requests to join it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -30,7 +29,7 @@ pub(in crate::limiter) enum Gathering {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::limiter) enum Delay {
     /// The delay starts now, and the call is sent after it.
-    Starts(Duration),
+    Starts,
     /// The delay is under way.
     UnderWay,
     /// The call is sent now.
@@ -43,9 +42,8 @@ impl Gathering {
     pub(super) fn batch(&mut self, delay: Duration, now: Instant) -> Delay {
         match *self {
             Gathering::NotYet => self.start(delay, now),
-            // If the end is overdue, its task was lost with its runtime.
-            Gathering::UnderWay { until } if clock::after(until, ANSWER) > now => Delay::UnderWay,
-            Gathering::UnderWay { .. } | Gathering::Done => Delay::Over,
+            Gathering::UnderWay { .. } => Delay::UnderWay,
+            Gathering::Done => Delay::Over,
         }
     }
 
@@ -62,7 +60,15 @@ impl Gathering {
         *self = Gathering::UnderWay {
             until: clock::after(now, delay),
         };
-        Delay::Starts(delay)
+        Delay::Starts
+    }
+
+    /// Returns when the delay ends, if it is under way.
+    pub(in crate::limiter) fn until(self) -> Option<Instant> {
+        match self {
+            Gathering::UnderWay { until } => Some(until),
+            Gathering::NotYet | Gathering::Done => None,
+        }
     }
 
     /// Returns whether the delay is under way.
@@ -74,7 +80,7 @@ impl Gathering {
     pub(in crate::limiter) fn ends_after(self, now: Instant) -> bool {
         // A shorter delay ends at once.
         let later = clock::after(now, SHORTEST_TIMER);
-        matches!(self, Gathering::UnderWay { until } if until >= later)
+        self.until().is_some_and(|until| until >= later)
     }
 
     /// Ends the delay, if it is under way.

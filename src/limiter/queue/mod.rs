@@ -332,10 +332,8 @@ impl Queue {
         let ahead = self.last_booked().map_or(Duration::ZERO, left_until);
         let paused = self.paused_until.map_or(Duration::ZERO, left_until);
         let delay = paused.max((ahead / 8).min(LONGEST_GATHERING));
-        match self.gathering.batch(delay, now) {
-            Delay::Starts(delay) if delay < SHORTEST_TIMER => Delay::Starts(Duration::ZERO),
-            delay => delay,
-        }
+        let delay = Some(delay).filter(|delay| *delay >= SHORTEST_TIMER);
+        self.gathering.batch(delay.unwrap_or_default(), now)
     }
 
     /// Returns whether the store is not to be called yet.

@@ -44,16 +44,15 @@ pub(super) enum Stage {
 /// An effect that is still to be run.
 pub(super) enum Pending {
     Call(CallNumber, SentCall, LeaseFuture),
-    Gather(Instant),
-    PassOn(Instant),
-    Sweep(Instant),
+    /// A task visits the key at this moment.
+    Visit(Instant),
 }
 
 impl Pending {
     pub(super) fn due(&self) -> Instant {
         match *self {
             Pending::Call(_, call, _) => call.sent,
-            Pending::Gather(due) | Pending::PassOn(due) | Pending::Sweep(due) => due,
+            Pending::Visit(due) => due,
         }
     }
 }

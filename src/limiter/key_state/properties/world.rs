@@ -98,18 +98,18 @@ impl World {
             max_hold: ms(60_000),
             work: Work::default(),
         };
+        self.state.catch_up(&mut ctx);
         let result = act(&mut self.state, &mut ctx, &mut self.requests);
+        let visit = self.state.wants_visit(&ctx.work).map(Pending::Visit);
         let Work {
             wakers, effects, ..
         } = ctx.work;
         wakers.wake();
-        self.pending
-            .extend(effects.into_iter().filter_map(|effect| match effect {
-                Effect::Call(number, call, answer) => Some(Pending::Call(number, call, answer)),
-                Effect::Gather(delay) => Some(Pending::Gather(clock::after(now, delay))),
-                Effect::PassOn(delay) => Some(Pending::PassOn(clock::after(now, delay))),
-                Effect::LimitInFlight(_) => None,
-            }));
+        let calls = effects.into_iter().filter_map(|effect| match effect {
+            Effect::Call(number, call, answer) => Some(Pending::Call(number, call, answer)),
+            Effect::LimitInFlight(_) => None,
+        });
+        self.pending.extend(calls.chain(visit));
         let after: Vec<bool> = self
             .requests
             .iter()
@@ -323,16 +323,7 @@ impl World {
                 };
                 self.answered(number, call, answer);
             }
-            Pending::Gather(_) => {
-                self.act(|state, ctx, _| state.gathered(ctx, true));
-            }
-            Pending::PassOn(_) => {
-                self.act(|state, ctx, _| state.pass_on_now(ctx));
-            }
-            Pending::Sweep(_) => {
-                let next = self.act(|state, ctx, _| state.sweep(ctx));
-                self.pending.extend(next.map(Pending::Sweep));
-            }
+            Pending::Visit(_) => self.act(|state, ctx, _| state.on_time(ctx)),
         }
         true
     }
@@ -343,20 +334,13 @@ impl World {
         call: SentCall,
         answer: Result<Lease, StoreError>,
     ) {
-        let sweep = self.act(|state, ctx, _| {
-            state.call_answered(ctx, number, call, answer);
-            state.start_sweep(ctx.now)
-        });
-        self.pending.extend(sweep.map(Pending::Sweep));
+        self.act(|state, ctx, _| state.call_answered(ctx, number, call, answer));
     }
 
     pub(super) fn lose(&mut self, index: usize) {
         match self.pending.swap_remove(index) {
             Pending::Call(number, call, _) => self.answered(number, call, Err(StoreError::Lost)),
-            Pending::Gather(_) => {
-                self.act(|state, ctx, _| state.gathered(ctx, false));
-            }
-            Pending::PassOn(_) | Pending::Sweep(_) => {}
+            Pending::Visit(at) => self.act(|state, ctx, _| state.visit_lost(ctx, at)),
         }
     }
 

@@ -1,0 +1,120 @@
+//! The timer of a key: when its state is visited next, even if no request comes, and what is done then.
+//!
+//! Four things happen without a request: a batching delay ends, permits at hand expire, the store is sent what it does
+//! not know, and other parts are asked for slots. Each part of the state knows its own
+//! moment, and [`KeyState::timer`] is the first of them. At the end of a visit, if no task sleeps until that moment or
+//! an earlier one, another task starts ([`KeyState::wants_visit`]). It makes one visit, which does all that is due
+//! ([`KeyState::on_time`]), and ends. If a moment was put off meanwhile, there is nothing to do. So a permit that is
+//! taken, or permits at hand that are replaced, change no task.
+//!
+//! The tasks of a store without a background run in the runtimes of callers. If such a runtime ends, the task that is
+//! dropped notes it ([`KeyState::visit_lost`]), and the next visit starts another task. If no thread drives the runtime
+//! any longer, a visit does itself what is late by [`ANSWER`] ([`KeyState::catch_up`]).
+
+use std::time::Instant;
+
+use super::KeyState;
+use super::context::{KeyContext, Work};
+use crate::clock;
+use crate::wait_queue::ANSWER;
+
+impl KeyState {
+    /// Returns when the key has something to do, even if no request comes.
+    fn timer(&self) -> Option<Instant> {
+        let moments = [
+            self.gathers_until(),
+            self.passes_on_at(),
+            self.borrows_at(),
+            self.sweeps_at(),
+        ];
+        moments.into_iter().flatten().min()
+    }
+
+    /// Returns when the batching delay of the next call ends.
+    fn gathers_until(&self) -> Option<Instant> {
+        self.queue.as_ref()?.gathering.until()
+    }
+
+    /// Returns when the permits at hand expire. They are given back then, so that an idle process takes nothing from
+    /// other processes. A store that answers at once is in this process, and its next call returns them.
+    fn sweeps_at(&self) -> Option<Instant> {
+        let expire = self.prefetched.expire_at();
+        expire.filter(|_| self.store.answers_later)
+    }
+
+    /// Ends a visit that leaves `work`. Returns when another task has to visit the key, if one has to.
+    pub(in crate::limiter) fn wants_visit(&mut self, work: &Work) -> Option<Instant> {
+        let Some(at) = self.timer() else {
+            self.pending.take_if(|pending| pending.is_empty());
+            return None;
+        };
+        // In a runtime that ends, another task would be dropped at once, and then the next, without end.
+        if work.is_visit_lost {
+            return None;
+        }
+        // Requests wait for a batching delay, so its task runs where one of them does. The runtime of an earlier task may
+        // rest.
+        if !work.begins_delay && !self.is_left_alone(Some(at)) {
+            return None;
+        }
+        self.pending.get_or_insert_default().visits.push(at);
+        Some(at)
+    }
+
+    /// Begins a visit. If the task that was to visit the key is so late that it counts as lost, does what it was to do.
+    pub(in crate::limiter) fn catch_up(&mut self, ctx: &mut KeyContext<'_>) {
+        let late = |at| clock::after(at, ANSWER) <= ctx.now;
+        if self.timer().is_some_and(late) {
+            self.on_time(ctx);
+        }
+    }
+
+    /// Does what is due by now.
+    pub(in crate::limiter) fn on_time(&mut self, ctx: &mut KeyContext<'_>) {
+        let now = ctx.now;
+        if let Some(pending) = &mut self.pending {
+            // A task that is later than this one finds nothing to do.
+            pending.visits.retain(|at| *at > now);
+        }
+        let is_due = |moment: Option<Instant>| moment.is_some_and(|at| at <= now);
+        if is_due(self.gathers_until()) {
+            self.gathered(ctx);
+        }
+        if is_due(self.passes_on_at()) {
+            self.pass_on_now(ctx);
+        }
+        if is_due(self.borrows_at()) {
+            self.begin_to_borrow(ctx, now);
+        }
+        if is_due(self.sweeps_at()) {
+            self.give_back_prefetched(ctx);
+        }
+    }
+
+    /// Goes on without the task that was to visit the key at `at`: it was dropped with its runtime.
+    pub(in crate::limiter) fn visit_lost(&mut self, ctx: &mut KeyContext<'_>, at: Instant) {
+        ctx.work.is_visit_lost = true;
+        if let Some(pending) = &mut self.pending
+            && let Some(lost) = pending.visits.iter().position(|visit| *visit == at)
+        {
+            pending.visits.remove(lost);
+        }
+        if !self.is_left_alone(self.gathers_until()) {
+            return;
+        }
+        let is_blocked = self.hold.blocked_for(ctx.max_hold, ctx.now).is_some();
+        let Some(queue) = &mut self.queue else { return };
+        if !is_blocked && !queue.is_paused(ctx.now) {
+            self.gathered(ctx);
+        } else {
+            // The first waiter that is polled has another task started, in its own runtime.
+            queue.wake_all(&mut ctx.work.wakers);
+        }
+    }
+
+    /// Returns whether no task visits the key by `moment`.
+    fn is_left_alone(&self, moment: Option<Instant>) -> bool {
+        let visits = self.pending.iter().flat_map(|pending| &pending.visits);
+        moment.is_some_and(|moment| visits.min().is_none_or(|visit| *visit > moment))
+    }
+}
