@@ -351,16 +351,7 @@ impl Core {
             let now = clock::now();
             match self.with_new_state(key, now, KeyState::join_round) {
                 Ok(JoinedRound::IsStated) | Err(Full) => return Ok(()),
-                Ok(JoinedRound::Begins) => {
-                    let mut round = Box::pin(run_statements(self.clone(), key));
-                    let is_over = poll_fn(|cx| match round.as_mut().poll(cx) {
-                        Poll::Pending if waits_too_long(now).is_none() => Poll::Pending,
-                        polled => Poll::Ready(polled.is_ready()),
-                    });
-                    if !is_over.await {
-                        self.spawn(round);
-                    }
-                }
+                Ok(JoinedRound::Begins) => run_statements(self.clone(), key).await,
                 Ok(JoinedRound::IsUnderWay { until }) => {
                     if let Some(wait) = waits_too_long(now) {
                         return Err(wait);
@@ -514,58 +505,42 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
     }
 }
 
-/// A round of statements about the parts of the quota of a key. When it ends, or is dropped before, the
-/// waiters of the key go on.
+/// States the limits of all parts for `key`, which is one of them: see `key_state/stated_parts.rs`. Also a round
+/// that is dropped before its first poll has to end.
+fn run_statements(core: Arc<Core>, key: Key) -> impl Future<Output = ()> + Send + 'static {
+    let statements = Statements {
+        core,
+        key,
+        is_over: false,
+    };
+    async move {
+        let (undivided_until, again) = state_stale_parts(&statements.core, key).await;
+        statements.end(undivided_until, again);
+    }
+}
+
+/// A round of statements about the parts of the quota of a key. If it is dropped before its end, the waiters of the key
+/// go on.
 struct Statements {
-    core: Weak<Core>,
+    core: Arc<Core>,
     key: Key,
-    is_complete: bool,
+    is_over: bool,
+}
+
+impl Statements {
+    fn end(mut self, undivided_until: Option<Instant>, again: Duration) {
+        self.is_over = true;
+        self.core.with_state(self.key, clock::now(), |state, ctx| {
+            state.parts_stated(ctx, undivided_until, again);
+        });
+    }
 }
 
 impl Drop for Statements {
     fn drop(&mut self) {
-        if let Some(core) = self.core.upgrade() {
-            core.with_state(self.key, clock::now(), |state, ctx| {
-                state.statements_ended(ctx, self.is_complete);
-            });
-        }
-    }
-}
-
-/// States the limits of all parts for `key`, which is one of them: see `key_state/stated_parts.rs`. If
-/// callers without a division have booked more than their part, waits until that is through. Also a round
-/// that is dropped before its first poll has to end.
-fn run_statements(core: Arc<Core>, key: Key) -> impl Future<Output = ()> + Send + 'static {
-    let statements = Statements {
-        core: Arc::downgrade(&core),
-        key,
-        is_complete: false,
-    };
-    state_all_parts(core, key, statements)
-}
-
-async fn state_all_parts(mut core: Arc<Core>, key: Key, mut statements: Statements) {
-    let mut undivided_until = core
-        .states
-        .find(key, |state| state.stated_parts().undivided_until())
-        .flatten();
-    loop {
-        let (until, again) = state_stale_parts(&core, key).await;
-        undivided_until = undivided_until.max(until);
-        let now = clock::now();
-        let Some(until) = undivided_until.filter(|until| *until > now) else {
-            statements.is_complete = true;
-            return;
-        };
-        let wait =
-            |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.wait_for_undivided(ctx, until);
-        core.with_state(key, now, wait);
-        // The wait does not keep the core alive.
-        drop(core);
-        clock::sleep_until(until.min(clock::after(now, again))).await;
-        match statements.core.upgrade() {
-            Some(upgraded) => core = upgraded,
-            None => return,
+        if !self.is_over {
+            self.core
+                .with_state(self.key, clock::now(), KeyState::statements_lost);
         }
     }
 }

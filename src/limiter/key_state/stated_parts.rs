@@ -42,6 +42,8 @@ pub(in crate::limiter) struct StatedParts {
     has_begun: bool,
     /// Whether a round of statements is under way.
     is_under_way: bool,
+    /// When the round goes on, if it waits for callers that do not divide the quota.
+    goes_on_at: Option<Instant>,
     /// Whether callers that do not divide the quota were looked for since the limits began to apply.
     is_searched: bool,
     /// Until when such callers may use more than the part of the rest.
@@ -88,9 +90,10 @@ impl StatedParts {
         !apply || !self.is_searched
     }
 
-    /// Returns until when callers that do not divide the quota may use more than the part of the rest.
-    pub(in crate::limiter) fn undivided_until(&self) -> Option<Instant> {
-        self.undivided_until
+    /// Begins a round, or goes on with it, unless it is under way or goes on later. Returns whether it did.
+    fn begin(&mut self, now: Instant) -> bool {
+        let goes_on = self.goes_on_at.take_if(|at| *at <= now).is_some();
+        goes_on || !std::mem::replace(&mut self.is_under_way, true)
     }
 
     fn note(&mut self, new: Statement) {
@@ -204,21 +207,16 @@ impl KeyState {
             return JoinedRound::IsStated;
         }
         let stated = self.limits.stated_parts_mut();
-        if stated.is_under_way {
-            let until = stated.undivided_until;
-            return JoinedRound::IsUnderWay { until };
+        if stated.begin(ctx.now) {
+            return JoinedRound::Begins;
         }
-        stated.is_under_way = true;
-        JoinedRound::Begins
+        let until = stated.undivided_until;
+        JoinedRound::IsUnderWay { until }
     }
 
     /// Leaves the limits of other parts to be stated, unless that is under way.
     pub(super) fn want_statements(&mut self, ctx: &mut KeyContext<'_>) {
-        let stated = self.limits.stated_parts_mut();
-        if !stated.is_under_way {
-            stated.is_under_way = true;
-            ctx.work.wants_statements = true;
-        }
+        ctx.work.wants_statements |= self.limits.stated_parts_mut().begin(ctx.now);
     }
 
     /// Leaves the limits of other parts to be stated again, if that is due before `until` and requests
@@ -279,14 +277,29 @@ impl KeyState {
         self.note_stated(spec, OWN_PART, sent, false);
     }
 
-    /// Lets no request leave before `until`, because callers that do not divide the quota may use all of
-    /// it until then. Refuses the waiters that cannot wait for that long.
-    pub(in crate::limiter) fn wait_for_undivided(
+    /// Returns when a round of statements goes on, if it waits.
+    pub(super) fn states_at(&self) -> Option<Instant> {
+        self.limits.stated_parts()?.goes_on_at
+    }
+
+    /// Takes in that all parts were stated. Callers that do not divide the quota may use all of it until
+    /// `undivided_until`. If that is ahead, no request leaves before, the waiters that cannot wait for that long are
+    /// refused, and the round goes on after `again` at the latest. Otherwise it ends, and the requests go on.
+    pub(in crate::limiter) fn parts_stated(
         &mut self,
         ctx: &mut KeyContext<'_>,
-        until: Instant,
+        undivided_until: Option<Instant>,
+        again: Duration,
     ) {
-        self.limits.stated_parts_mut().undivided_until = Some(until);
+        let stated = self.limits.stated_parts_mut();
+        let until = stated.undivided_until.max(undivided_until);
+        stated.undivided_until = until;
+        let Some(until) = until.filter(|until| *until > ctx.now) else {
+            self.end_statements(ctx.now);
+            self.step(ctx, None);
+            return self.close(ctx);
+        };
+        stated.goes_on_at = Some(until.min(clock::after(ctx.now, again)));
         if let Some(queue) = &mut self.queue {
             let wait = until.saturating_duration_since(ctx.now);
             queue.pause(wait, ctx.now, &mut ctx.work.wakers);
@@ -294,27 +307,24 @@ impl KeyState {
         self.close(ctx);
     }
 
-    /// Goes on after a round of statements. If it is not complete, its task was dropped with its runtime.
-    pub(in crate::limiter) fn statements_ended(
-        &mut self,
-        ctx: &mut KeyContext<'_>,
-        is_complete: bool,
-    ) {
-        let stated = self.limits.stated_parts_mut();
-        stated.is_under_way = false;
-        stated.has_begun = true;
-        // The other parts could not be stated, because their limiters are gone.
-        stated.parts.retain(|stated| stated.fresh_until > ctx.now);
+    /// Goes on without a round of statements that was dropped with its runtime: another waiter begins it again, in
+    /// its own runtime.
+    pub(in crate::limiter) fn statements_lost(&mut self, ctx: &mut KeyContext<'_>) {
+        self.end_statements(ctx.now);
         if let Some(queue) = &mut self.queue {
-            queue.end_pause();
-            if !is_complete {
-                // Another waiter starts the round again, in its own runtime.
-                queue.wake_all(&mut ctx.work.wakers);
-            }
-        }
-        if is_complete {
-            self.step(ctx, None);
+            queue.wake_all(&mut ctx.work.wakers);
         }
         self.close(ctx);
+    }
+
+    fn end_statements(&mut self, now: Instant) {
+        let stated = self.limits.stated_parts_mut();
+        (stated.is_under_way, stated.goes_on_at) = (false, None);
+        stated.has_begun = true;
+        // The other parts could not be stated, because their limiters are gone.
+        stated.parts.retain(|stated| stated.fresh_until > now);
+        if let Some(queue) = &mut self.queue {
+            queue.end_pause();
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! The timer of a key: when its state is visited next, even if no request comes, and what is done then.
 //!
-//! Four things happen without a request: a batching delay ends, permits at hand expire, the store is sent what it does
-//! not know, and other parts are asked for slots. Each part of the state knows its own
+//! Five things happen without a request: a batching delay ends, permits at hand expire, the store is sent what it does
+//! not know, other parts are asked for slots, and a round of statements goes on. Each part of the state knows its own
 //! moment, and [`KeyState::timer`] is the first of them. At the end of a visit, if no task sleeps until that moment or
 //! an earlier one, another task starts ([`KeyState::wants_visit`]). It makes one visit, which does all that is due
 //! ([`KeyState::on_time`]), and ends. If a moment was put off meanwhile, there is nothing to do. So a permit that is
@@ -25,6 +25,7 @@ impl KeyState {
             self.gathers_until(),
             self.passes_on_at(),
             self.borrows_at(),
+            self.states_at(),
             self.sweeps_at(),
         ];
         moments.into_iter().flatten().min()
@@ -86,6 +87,9 @@ impl KeyState {
         if is_due(self.borrows_at()) {
             self.begin_to_borrow(ctx, now);
         }
+        if is_due(self.states_at()) {
+            self.want_statements(ctx);
+        }
         if is_due(self.sweeps_at()) {
             self.give_back_prefetched(ctx);
         }
@@ -99,12 +103,13 @@ impl KeyState {
         {
             pending.visits.remove(lost);
         }
-        if !self.is_left_alone(self.gathers_until()) {
+        let gathers_until = self.gathers_until();
+        if !self.is_left_alone(gathers_until.or(self.states_at())) {
             return;
         }
         let is_blocked = self.hold.blocked_for(ctx.max_hold, ctx.now).is_some();
         let Some(queue) = &mut self.queue else { return };
-        if !is_blocked && !queue.is_paused(ctx.now) {
+        if gathers_until.is_some() && !is_blocked && !queue.is_paused(ctx.now) {
             self.gathered(ctx);
         } else {
             // The first waiter that is polled has another task started, in its own runtime.
