@@ -6,8 +6,8 @@
 //! are the only callers of [`Core::run`].
 
 use std::future::{Future, poll_fn};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
@@ -426,12 +426,14 @@ impl Core {
     /// next call. If the new task runs on the thread of the store, another one waits for them in the caller's runtime.
     /// That runtime may have stopped, so the new task waits no longer than [`LONGEST_TURN`].
     fn visit_at(self: &Arc<Self>, key: Key, at: Instant, now: Instant) {
-        let visit = TimedVisit {
-            core: Arc::downgrade(self),
-            key,
-            at,
-            is_made: false,
-        };
+        // The task does not keep the core alive, because a store may ask for a long pause.
+        let core = Arc::downgrade(self);
+        let of_lost = core.clone();
+        let unless_lost = UnlessLost(Some(move || {
+            if let Some(core) = of_lost.upgrade() {
+                core.with_state(key, clock::now(), |state, ctx| state.visit_lost(ctx, at));
+            }
+        }));
         let is_elsewhere = at <= now && self.settings.store.background().is_some();
         let caller = Handle::try_current().ok().filter(|_| is_elsewhere);
         let turn = caller.map(|runtime| runtime.spawn(tokio::task::yield_now()));
@@ -441,7 +443,10 @@ impl Core {
                 None if at <= now => tokio::task::yield_now().await,
                 None => clock::sleep_until(at).await,
             }
-            visit.make();
+            unless_lost.end();
+            if let Some(core) = core.upgrade() {
+                core.with_state(key, clock::now(), KeyState::on_time);
+            }
         });
     }
 
@@ -508,40 +513,16 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
 /// States the limits of all parts for `key`, which is one of them: see `key_state/stated_parts.rs`. Also a round
 /// that is dropped before its first poll has to end.
 fn run_statements(core: Arc<Core>, key: Key) -> impl Future<Output = ()> + Send + 'static {
-    let statements = Statements {
-        core,
-        key,
-        is_over: false,
-    };
+    let of_lost = core.clone();
+    let unless_lost = UnlessLost(Some(move || {
+        of_lost.with_state(key, clock::now(), KeyState::statements_lost);
+    }));
     async move {
-        let (undivided_until, again) = state_stale_parts(&statements.core, key).await;
-        statements.end(undivided_until, again);
-    }
-}
-
-/// A round of statements about the parts of the quota of a key. If it is dropped before its end, the waiters of the key
-/// go on.
-struct Statements {
-    core: Arc<Core>,
-    key: Key,
-    is_over: bool,
-}
-
-impl Statements {
-    fn end(mut self, undivided_until: Option<Instant>, again: Duration) {
-        self.is_over = true;
-        self.core.with_state(self.key, clock::now(), |state, ctx| {
+        let (undivided_until, again) = state_stale_parts(&core, key).await;
+        unless_lost.end();
+        core.with_state(key, clock::now(), |state, ctx| {
             state.parts_stated(ctx, undivided_until, again);
         });
-    }
-}
-
-impl Drop for Statements {
-    fn drop(&mut self) {
-        if !self.is_over {
-            self.core
-                .with_state(self.key, clock::now(), KeyState::statements_lost);
-        }
     }
 }
 
@@ -726,32 +707,19 @@ impl Drop for StoreCall {
     }
 }
 
-/// A visit of the state of a key that a task is to make. It does not keep the core alive, because a store may ask for
-/// a long pause.
-struct TimedVisit {
-    core: Weak<Core>,
-    key: Key,
-    at: Instant,
-    is_made: bool,
-}
+/// What is done if a task is dropped, with its runtime, before its end.
+struct UnlessLost<F: FnOnce()>(Option<F>);
 
-impl TimedVisit {
-    fn make(mut self) {
-        self.is_made = true;
-        if let Some(core) = self.core.upgrade() {
-            core.with_state(self.key, clock::now(), KeyState::on_time);
-        }
+impl<F: FnOnce()> UnlessLost<F> {
+    fn end(mut self) {
+        self.0 = None;
     }
 }
 
-impl Drop for TimedVisit {
+impl<F: FnOnce()> Drop for UnlessLost<F> {
     fn drop(&mut self) {
-        if !self.is_made
-            && let Some(core) = self.core.upgrade()
-        {
-            core.with_state(self.key, clock::now(), |state, ctx| {
-                state.visit_lost(ctx, self.at);
-            });
+        if let Some(act) = self.0.take() {
+            act();
         }
     }
 }

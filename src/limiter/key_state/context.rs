@@ -88,7 +88,7 @@ pub(in crate::limiter) struct Work {
     pub(in crate::limiter) set_quota: Option<Box<SetQuota>>,
     /// The limits that the visit has learned from the upstream.
     pub(in crate::limiter) learned: Vec<StatedLimit>,
-    /// Whether the delay before the next call has begun. The [timer](KeyState::timer) of the key ends it.
+    /// Whether the delay before the next call has begun. The timer of the key ends it.
     pub(in crate::limiter) begins_delay: bool,
     /// Whether other parts are to be asked for slots.
     pub(in crate::limiter) borrows: bool,

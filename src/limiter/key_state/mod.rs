@@ -139,19 +139,6 @@ struct Pending {
     visits: SmallVec<[Instant; 2]>,
 }
 
-impl Pending {
-    fn is_empty(&self) -> bool {
-        let Pending {
-            upstream,
-            charges,
-            passes_on_at,
-            visits,
-        } = self;
-        let is_stated = upstream.remaining.is_some() || charges.is_some();
-        !is_stated && passes_on_at.is_none() && visits.is_empty()
-    }
-}
-
 impl KeyState {
     /// Returns the moment from which the state may be evicted if room is needed; `None` while it is in use.
     /// A key that never had permits at hand may be evicted from `created` on.

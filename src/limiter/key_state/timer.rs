@@ -46,7 +46,10 @@ impl KeyState {
     /// Ends a visit that leaves `work`. Returns when another task has to visit the key, if one has to.
     pub(in crate::limiter) fn wants_visit(&mut self, work: &Work) -> Option<Instant> {
         let Some(at) = self.timer() else {
-            self.pending.take_if(|pending| pending.is_empty());
+            self.pending.take_if(|pending| {
+                let is_stated = pending.upstream.remaining.is_some() || pending.charges.is_some();
+                !is_stated && pending.visits.is_empty()
+            });
             return None;
         };
         // In a runtime that ends, another task would be dropped at once, and then the next, without end.
