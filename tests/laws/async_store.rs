@@ -547,6 +547,25 @@ async fn waiter_that_loses_its_slot_waits_no_longer_than_max_wait() {
     assert_eq!(start.elapsed(), millis(520), "the first answer took 20 ms");
 }
 
+/// A task of another runtime was to give back the permits at hand, and no thread drives that runtime.
+#[test]
+fn calls_beside_a_runtime_at_rest_are_sent_at_once() {
+    let store = Remote::new(millis(1));
+    let limiter = limiter(Quota::per_second(1000), &store);
+    let (idle, here) = (runtime(), runtime());
+    idle.block_on(async {
+        // The last call has fetched permits in advance.
+        while store.calls() < 8 {
+            drop(limiter.acquire(key()).await.unwrap());
+        }
+    });
+    here.block_on(async {
+        sleep(millis(100)).await; // they have expired
+        let waits = tokio::time::timeout(millis(500), limiter.acquire(key()));
+        drop(waits.await.expect("the call is sent").unwrap());
+    });
+}
+
 /// The runtime of the call exists, but no thread drives it: a program that calls `block_on` for
 /// each request.
 #[test]
