@@ -684,7 +684,9 @@ impl StoreCall {
         let mut answer = Some(answer);
         let taken_in = core.with_state(key, clock::now(), |state, ctx| {
             let answer = answer.take().unwrap_or(Err(StoreError::Lost));
-            take_in(state, ctx, call, answer)
+            let done = take_in(state, ctx, call, answer);
+            state.sweep_later();
+            done
         });
         if let Some(Ok(lease)) = answer {
             let spec = core.spec_to_give_back();

@@ -38,6 +38,8 @@ struct Details {
     slot: u64,
     stamp: u64,
     incarnation: u64,
+    /// Whether the permits are given back when they expire, although no request comes.
+    is_swept: bool,
 }
 
 impl Details {
@@ -52,6 +54,7 @@ impl Details {
             slot: 0,
             stamp: 0,
             incarnation: 0,
+            is_swept: false,
         })
     }
 
@@ -258,10 +261,17 @@ impl Prefetched {
         (left.units > 0).then_some(left)
     }
 
-    /// Returns when the permits that are left expire, or did.
-    pub(super) fn expire_at(&self) -> Option<Instant> {
+    /// Has the permits given back when they expire, from now on.
+    pub(super) fn sweep(&mut self) {
+        if let Some(details) = &mut self.details {
+            details.is_swept = true;
+        }
+    }
+
+    /// Returns when the permits that are left expire, or did, if they are to be given back then.
+    pub(super) fn sweeps_at(&self) -> Option<Instant> {
         let details = self.details.as_ref()?;
-        (details.units > 0).then_some(details.until)
+        (details.units > 0 && details.is_swept).then_some(details.until)
     }
 
     /// Returns how many units to fetch with the next call, for permits that are valid for `life`.

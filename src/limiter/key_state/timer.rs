@@ -26,7 +26,7 @@ impl KeyState {
             self.passes_on_at(),
             self.borrows_at(),
             self.states_at(),
-            self.sweeps_at(),
+            self.prefetched.sweeps_at(),
         ];
         moments.into_iter().flatten().min()
     }
@@ -36,11 +36,11 @@ impl KeyState {
         self.queue.as_ref()?.gathering.until()
     }
 
-    /// Returns when the permits at hand expire. They are given back then, so that an idle process takes nothing from
-    /// other processes. A store that answers at once is in this process, and its next call returns them.
-    fn sweeps_at(&self) -> Option<Instant> {
-        let expire = self.prefetched.expire_at();
-        expire.filter(|_| self.store.answers_later)
+    /// Has the permits at hand given back when they expire, so that an idle process takes nothing from other processes,
+    /// and a refusal of the store is not remembered beyond that. A request that asked a store in this process alone
+    /// needs no task for it: the next call returns them.
+    pub(in crate::limiter) fn sweep_later(&mut self) {
+        self.prefetched.sweep();
     }
 
     /// Ends a visit that leaves `work`. Returns when another task has to visit the key, if one has to.
@@ -67,6 +67,10 @@ impl KeyState {
 
     /// Begins a visit. If the task that was to visit the key is so late that it counts as lost, does what it was to do.
     pub(in crate::limiter) fn catch_up(&mut self, ctx: &mut KeyContext<'_>) {
+        if self.pending.is_none() {
+            // No task was to visit it.
+            return;
+        }
         let late = |at| clock::after(at, ANSWER) <= ctx.now;
         if self.timer().is_some_and(late) {
             self.on_time(ctx);
@@ -93,7 +97,7 @@ impl KeyState {
         if is_due(self.states_at()) {
             self.want_statements(ctx);
         }
-        if is_due(self.sweeps_at()) {
+        if is_due(self.prefetched.sweeps_at()) {
             self.give_back_prefetched(ctx);
         }
     }

@@ -431,8 +431,7 @@ fn too_many_in_flight(world: &World, log: &Log, limiter: usize, key: u8) -> Opti
             "key {key} of limiter {limiter}: {most} calls in flight, not {limit}"
         ));
     }
-    if world.history.features.has(Feature::Late) {
-        // A process that has not heard of the lower limit yet may state the one before.
+    if known::LOWERED_IN_FLIGHT.stands() {
         return None;
     }
     // No call begins beside as many as a lower limit allows.

@@ -104,7 +104,12 @@ known! {
     GUARD_WITH_FEW_KEYS: "23",
         "The stop of a guard ends early for a key whose state was evicted.";
     RETURNS_OVERTAKEN: "21b",
-        "A request of several keys or units whose in-flight slot the store has to grant gives its units back and asks anew.          If the store gets that call before the units, as it may with messages that overtake each other, the          request waits for the next slot. Seen once in 100,000 histories.";
+        "A request of several keys or units whose in-flight slot the store has to grant gives its units back and asks anew. \
+         If the store gets that call before the units, as it may with messages that overtake each other, the \
+         request waits for the next slot. Seen once in 100,000 histories.";
+    LOWERED_IN_FLIGHT: "21b",
+        "After a limit of calls in flight was lowered, requests may still leave that have an in-flight slot and wait for \
+         their rate, and so may those of a process that has not heard of it.";
 }
 
 impl Known {
