@@ -146,27 +146,28 @@ impl Core {
         state.catch_up(&mut ctx);
         act(state, &mut ctx);
         state.take_lent_back(&mut ctx);
-        let mut work = ctx.work;
-        if state.limits.take_change() {
-            self.settings.quotas.note_any();
-            let own = self.own_spec(state, now);
-            let mut ctx = self.ctx(key, now, own.as_ref());
-            ctx.work = work;
-            state.quota_changed(&mut ctx);
-            state.take_lent_back(&mut ctx);
-            work = ctx.work;
+        if !state.limits.take_change() {
+            ctx.work.visit_at = state.wants_visit(&ctx.work);
+            return ctx.work;
         }
-        work.visit_at = state.wants_visit(&work);
-        work
+        self.settings.quotas.note_any();
+        let work = std::mem::take(&mut ctx.work);
+        let own = self.own_spec(state, now);
+        let mut ctx = self.ctx(key, now, own.as_ref());
+        ctx.work = work;
+        state.quota_changed(&mut ctx);
+        state.take_lent_back(&mut ctx);
+        ctx.work.visit_at = state.wants_visit(&ctx.work);
+        ctx.work
     }
 
     /// Gives `key` the quota that a request states. Returns whether it had another one.
     pub(super) fn choose_quota(self: &Arc<Self>, key: Key, quota: QuotaId, now: Instant) -> bool {
-        let known = self
-            .states
-            .find(key, |state| state.limits.has_quota(quota))
-            .unwrap_or(quota == QuotaId::CONFIGURED);
-        if known || quota == QuotaId::NONE {
+        if quota == QuotaId::NONE {
+            return false;
+        }
+        let known = self.states.find(key, |state| state.limits.has_quota(quota));
+        if known.unwrap_or(quota == QuotaId::CONFIGURED) {
             return false;
         }
         let Settings { quotas, .. } = &self.settings;

@@ -20,6 +20,7 @@ use crate::wait_queue::ANSWER;
 
 impl KeyState {
     /// Returns when the key has something to do, even if no request comes.
+    #[inline]
     fn timer(&self) -> Option<Instant> {
         let moments = [
             self.gathers_until(),
