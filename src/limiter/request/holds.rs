@@ -63,7 +63,7 @@ impl Request {
             Some(Held::new(index, key, left, now))
         });
         let last = holds.max_by_key(|held| held.end);
-        self.watches = is_any;
+        self.watches |= is_any;
         last
     }
 

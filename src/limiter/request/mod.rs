@@ -61,7 +61,7 @@ pub(super) struct Request {
     waited_before: bool,
     /// Whether it has been in the line.
     is_back: bool,
-    /// Whether it may watch holds.
+    /// Whether it has watched holds.
     watches: bool,
 }
 
