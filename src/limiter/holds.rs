@@ -225,7 +225,7 @@ pub(super) fn watch(
     watched.flatten()
 }
 
-/// Returns how many requests wait for the end of the hold of `key`.
+/// Returns how many requests watch the hold of `key`, because they wait for its end or for something else.
 pub(super) fn waiting(core: &Core, key: Key) -> usize {
     let waiting = core.states.find(key, |state| state.hold.waiting());
     waiting.unwrap_or(0)

@@ -29,7 +29,7 @@ pub(crate) struct Part {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PartRef<'a> {
     pub(super) core: &'a Arc<Core>,
-    /// It has no deadline: that of the request is the same for all parts.
+    /// Its deadline is not read: that of the request is the same for all parts.
     pub(super) entry: Entry,
 }
 
@@ -44,7 +44,7 @@ pub(super) fn max_wait(parts: &[Part]) -> Duration {
     shortest_wait(parts.iter().map(|part| &part.core))
 }
 
-/// The same for the limiters of a request.
+/// The same for the parts of a request that has not entered.
 pub(super) fn shortest_wait<'a>(cores: impl Iterator<Item = &'a Arc<Core>>) -> Duration {
     let waits = cores.map(|core| core.settings.max_wait);
     waits.min().unwrap_or_default()

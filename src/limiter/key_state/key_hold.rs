@@ -2,7 +2,7 @@
 //! operator.
 //!
 //! [`KeyHold`] has what the key knows of its hold and what it learned from refusals. It also has
-//! the tasks that wait only for the end of the hold. What a change of the hold means for permits
+//! the tasks that are woken when the hold changes. What a change of the hold means for permits
 //! and for waiters of slots is decided by [`KeyState`](super::KeyState).
 
 use std::collections::BTreeMap;
@@ -36,7 +36,7 @@ struct HoldDetails {
     sent_at: Option<Instant>,
     /// Whether the store has lost the hold, so that it has to be sent again.
     resends: bool,
-    /// The tasks that wait only for the end of the hold. They have timers of their own.
+    /// The tasks that are woken when the hold changes. Those that wait for its end have timers of their own.
     waiting: BTreeMap<Number, Waker>,
     /// Present while an accepted request would change anything.
     uncertain: Option<Uncertain>,
@@ -336,7 +336,7 @@ impl KeyHold {
             .is_some_and(|details| details.hold.probe_comes_back(number))
     }
 
-    /// Returns how many tasks wait only for the end of the hold.
+    /// Returns how many tasks are woken when the hold changes.
     pub(in crate::limiter) fn waiting(&self) -> usize {
         self.details
             .as_ref()
@@ -369,7 +369,7 @@ impl KeyHold {
         }
     }
 
-    /// Wakes the tasks that wait only for the end of the hold. They register again if they still
+    /// Wakes the tasks that watch the hold. They register again if they still
     /// wait.
     pub(super) fn wake_all(&mut self, wakers: &mut Wakers) {
         if let Some(details) = &mut self.details {

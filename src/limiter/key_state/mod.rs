@@ -18,7 +18,7 @@
 //! | `stated_parts` | [`KeyState`]: when the limits of the other parts were stated |
 //! | `store_view` | what the process knows of its store |
 //! | `store_refusal` | a refusal of the store, kept for the next requests |
-//! | `key_hold` | the hold of the key, and the tasks that wait only for its end |
+//! | `key_hold` | the hold of the key, and the tasks that are woken when it changes |
 //! | `hold` | one hold: when it ends, and how this process knows; a value |
 //! | `probation` | which requests may leave after a hold that was cut; a value |
 //! | `upstream_refusals` | how long a refusal of the upstream holds the key; a value |
