@@ -197,7 +197,6 @@ pub(crate) async fn sleep_until(instant: Instant) {
 }
 
 /// Waits for `span`.
-#[cfg(any(feature = "redis", feature = "metrics"))]
 pub(crate) async fn sleep(span: Duration) {
     sleep_until(after(now(), span)).await;
 }
