@@ -1,12 +1,11 @@
 //! Why a request is refused that gets no slot.
 
-use std::time::Instant;
-
 use super::engine::Core;
 use super::key_state::KeyState;
 use super::limited::Why;
 use super::part::Part;
 use super::settings::Settings;
+use crate::clock;
 use crate::error::Reason;
 use crate::key::Key;
 use crate::store::Refusal;
@@ -14,15 +13,11 @@ use crate::store::Refusal;
 /// Finds the reason of a refusal: a cost that the quota never allows, a hold of the key, else the bound
 /// on the wait, as `too_long` states it. If the store has named no limit, the wait is known, and the key has only one
 /// limit, the refusal names that one.
-pub(super) fn refused(
-    part: &Part,
-    cost: u32,
-    too_long: Reason,
-    refusal: Refusal,
-    now: Instant,
-) -> Why {
+pub(super) fn refused(part: &Part, cost: u32, too_long: Reason, refusal: Refusal) -> Why {
     let Part { core, key, .. } = part;
-    let is_held = core.held(*key, now).is_some();
+    // The time is read here: an answer that arrived since the request was polled may end a hold that is over at a moment
+    // which lies ahead of an earlier reading.
+    let is_held = core.held(*key, clock::now()).is_some();
     // A hold may refuse the request before the store knows that its cost is never allowed.
     if (is_held || refusal.wait.is_none())
         && let Some(reason) = cost_above_limit(core, *key, cost)

@@ -165,7 +165,7 @@ impl Line {
             Line::NoRates(_) => Poll::Ready(Ok(Slots::none(now))),
             Line::Set(set) => {
                 let result = ready!(set.poll(place.number, held_until, now, cx));
-                Poll::Ready(result.map_err(|refusal| refused_by_set(set, place, refusal, now)))
+                Poll::Ready(result.map_err(|refusal| refused_by_set(set, place, refusal)))
             }
         }
     }
@@ -268,13 +268,7 @@ fn settled_of_key(
         }
         Settled::Refused(refusal) => {
             let max_wait = core.settings.max_wait;
-            admission::refused(
-                part,
-                place.costs[0],
-                place.bound.reason(max_wait),
-                refusal,
-                now,
-            )
+            admission::refused(part, place.costs[0], place.bound.reason(max_wait), refusal)
         }
         Settled::QueueFull => return Err(Stopped::queue_full(0, core.settings.max_queue)),
         Settled::Failed(error) => Why::failed(error),
@@ -283,12 +277,12 @@ fn settled_of_key(
 }
 
 /// Returns what follows from a refusal of a request of several keys.
-fn refused_by_set(set: &JointSet, place: &Place, refusal: JointRefusal, now: Instant) -> Stopped {
+fn refused_by_set(set: &JointSet, place: &Place, refusal: JointRefusal) -> Stopped {
     let JointRefusal { part, cause } = refusal;
     let why = match cause {
         Cause::Refused(refusal) => {
             let reason = place.bound.reason(max_wait(&set.parts));
-            admission::refused(&set.parts[part], place.costs[part], reason, refusal, now)
+            admission::refused(&set.parts[part], place.costs[part], reason, refusal)
         }
         Cause::Failed(error) => Why::failed(error),
     };

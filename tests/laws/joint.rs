@@ -836,3 +836,33 @@ async fn a_set_quota_leaves_no_in_flight_slot_behind() {
     drop((first, both));
     assert_eq!(narrow.peek(key).await.unwrap().free, 10);
 }
+
+/// The clock runs: the answers of stores come later than the moment at which a request was polled.
+#[tokio::test]
+async fn a_limit_that_refuses_is_not_taken_for_a_hold() {
+    let per = |count, window| RateLimitLayer::new(Quota::new(count, window)).unwrap();
+    let (all, few) = (
+        per(1, Duration::from_millis(30)).limiter(),
+        per(2, 60 * MINUTE).limiter(),
+    );
+    let acquire = || {
+        all.acquire(Key::ALL)
+            .and(few.acquire(Key::ALL))
+            .into_future()
+    };
+    for _ in 0..2 {
+        // The second one waits, and watches the holds of its keys.
+        drop(acquire().await.unwrap().begin().unwrap());
+    }
+    let refused = acquire().await.unwrap_err();
+    assert!(
+        matches!(
+            refused,
+            Limited::Local {
+                reason: Reason::MaxWait(_),
+                ..
+            }
+        ),
+        "{refused}"
+    );
+}
