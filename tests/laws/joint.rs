@@ -839,30 +839,35 @@ async fn a_set_quota_leaves_no_in_flight_slot_behind() {
 
 /// The clock runs: the answers of stores come later than the moment at which a request was polled.
 #[tokio::test]
-async fn a_limit_that_refuses_is_not_taken_for_a_hold() {
+async fn answers_without_a_hold_stop_no_request() {
     let per = |count, window| RateLimitLayer::new(Quota::new(count, window)).unwrap();
     let (all, few) = (
         per(1, Duration::from_millis(30)).limiter(),
-        per(2, 60 * MINUTE).limiter(),
+        per(8, 60 * MINUTE).limiter(),
     );
-    let acquire = || {
-        all.acquire(Key::ALL)
-            .and(few.acquire(Key::ALL))
-            .into_future()
-    };
+    let acquire = || all.acquire(Key::ALL).and(few.acquire(Key::ALL));
     for _ in 0..2 {
         // The second one waits, and watches the holds of its keys.
-        drop(acquire().await.unwrap().begin().unwrap());
+        drop(acquire().await.unwrap());
     }
-    let refused = acquire().await.unwrap_err();
-    assert!(
-        matches!(
-            refused,
-            Limited::Local {
-                reason: Reason::MaxWait(_),
-                ..
-            }
-        ),
-        "{refused}"
+    for _ in 0..5 {
+        sleep(Duration::from_millis(100)).await;
+        drop(acquire().await.unwrap());
+    }
+    // They need not wait. On a busy machine one may come too late for its slots.
+    let passed = all.stats().requests().passed;
+    assert!(passed > 1, "{passed}");
+    let refused = loop {
+        if let Err(refused) = acquire().await {
+            break refused;
+        }
+    };
+    let is_by_limit = matches!(
+        refused,
+        Limited::Local {
+            reason: Reason::MaxWait(_),
+            ..
+        }
     );
+    assert!(is_by_limit, "{refused}");
 }

@@ -162,7 +162,7 @@ impl Request {
                     Poll::Ready(slots) => {
                         let slots = slots?;
                         self.stage = Stage::Nothing;
-                        self.got(slots, clock::now())
+                        self.got(slots)
                     }
                     Poll::Pending => {
                         if !self.in_flight.is_empty() && !self.line.is_near(&self.place, now) {
@@ -242,7 +242,7 @@ impl Request {
         }
         let is_back = std::mem::replace(&mut self.is_back, true);
         match self.line.enter(&self.place, is_back, held_until, now) {
-            Some(slots) => self.got(slots?, now),
+            Some(slots) => self.got(slots?),
             None => {
                 self.stage = Stage::Slots;
                 Poll::Pending
@@ -251,7 +251,9 @@ impl Request {
     }
 
     /// Leaves with slots that are due. Pending if it cannot leave with them: then it waits for something else.
-    fn got(&mut self, slots: Slots, now: Instant) -> Poll<Result<Leaving, Stopped>> {
+    fn got(&mut self, slots: Slots) -> Poll<Result<Leaving, Stopped>> {
+        // It may have taken time to get them, and the answers may be about later moments.
+        let now = clock::now();
         if slots.is_expired(now) {
             self.again(Some(slots), now);
             return Poll::Pending;
