@@ -80,8 +80,7 @@ fn valid_permit() -> Option<Arc<Core>> {
     let (core, since) = request()?;
     let is_valid = clock::now() < since?.instant() + LONGEST_LIFE;
     let core = core.find().filter(|_| is_valid)?;
-    let has_rates = !core.settings.spec.limits().is_empty();
-    has_rates.then_some(core)
+    core.has_rates().then_some(core)
 }
 
 /// Returns whether a request of the limiter of `own` is made inside of a call that has one of its in-flight slots.

@@ -430,11 +430,11 @@ impl Core {
         // The task does not keep the core alive, because a store may ask for a long pause.
         let core = Arc::downgrade(self);
         let of_lost = core.clone();
-        let unless_lost = UnlessLost(Some(move || {
+        let unless_lost = UnlessLost::new(move || {
             if let Some(core) = of_lost.upgrade() {
                 core.with_state(key, clock::now(), |state, ctx| state.visit_lost(ctx, at));
             }
-        }));
+        });
         let is_elsewhere = at <= now && self.settings.store.background().is_some();
         let caller = Handle::try_current().ok().filter(|_| is_elsewhere);
         let turn = caller.map(|runtime| runtime.spawn(tokio::task::yield_now()));
@@ -515,9 +515,9 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
 /// that is dropped before its first poll has to end.
 fn run_statements(core: Arc<Core>, key: Key) -> impl Future<Output = ()> + Send + 'static {
     let of_lost = core.clone();
-    let unless_lost = UnlessLost(Some(move || {
+    let unless_lost = UnlessLost::new(move || {
         of_lost.with_state(key, clock::now(), KeyState::statements_lost);
-    }));
+    });
     async move {
         let (undivided_until, again) = state_stale_parts(&core, key).await;
         unless_lost.end();
@@ -711,10 +711,15 @@ impl Drop for StoreCall {
 }
 
 /// What is done if a task is dropped, with its runtime, before its end.
-struct UnlessLost<F: FnOnce()>(Option<F>);
+pub(super) struct UnlessLost<F: FnOnce()>(Option<F>);
 
 impl<F: FnOnce()> UnlessLost<F> {
-    fn end(mut self) {
+    pub(super) fn new(act: F) -> Self {
+        UnlessLost(Some(act))
+    }
+
+    /// The task has come to its end.
+    pub(super) fn end(mut self) {
         self.0 = None;
     }
 }

@@ -148,6 +148,13 @@ impl Core {
         !self.settings.spec.quota().limits().is_empty()
     }
 
+    /// Returns the error of a process without room for one more key.
+    pub(super) fn full(&self) -> StoreError {
+        StoreError::Full {
+            max_keys: self.settings.max_keys,
+        }
+    }
+
     /// Returns whether other processes are known to limit a key by another quota.
     pub(super) fn has_warned(&self) -> bool {
         self.warned.load(Ordering::Relaxed)

@@ -110,7 +110,8 @@ impl Drop for InFlightSlot {
     }
 }
 
-/// Asks for an in-flight slot of `key`, under `number`. Returns `None` if the request waits. An `impatient` request cannot wait: it is refused if the answer of the store grants it no slot.
+/// Asks for an in-flight slot of `key`, under `number`. Returns `None` if the request waits. An `impatient` request
+/// cannot wait: it is refused if the answer of the store grants it no slot.
 ///
 /// # Errors
 ///

@@ -9,7 +9,6 @@ use std::task::{Context, Poll, Waker, ready};
 use std::time::Instant;
 
 use super::admission;
-use super::engine::Core;
 use super::joint::{self, Cause, JointRefusal, JointSet};
 use super::key_state::Ticket;
 use super::limited::{Stopped, Why};
@@ -18,7 +17,6 @@ use super::probe::Probe;
 use super::queue::Number;
 use super::reservation::{Settled, WaitBound};
 use super::slots::Slots;
-use crate::error::StoreError;
 use crate::key_map::Full;
 
 /// Where a request waits for its slots.
@@ -119,7 +117,7 @@ impl Line {
                     core.with_new_state(*key, now, |state, ctx| ticket.enter(state, ctx, is_back));
                 let settled = match enter {
                     Ok(settled) => settled?,
-                    Err(Full) => Settled::Failed(full(core)),
+                    Err(Full) => Settled::Failed(core.full()),
                 };
                 Some(settled_of_key(part, place, settled, now))
             }
@@ -159,7 +157,7 @@ impl Line {
                 let poll = core.with_state(*key, now, |state, ctx| ticket.poll(state, ctx, cx));
                 // Without a state, there was no room to make it anew when the request came back.
                 let settled =
-                    ready!(poll.unwrap_or_else(|| Poll::Ready(Settled::Failed(full(core)))));
+                    ready!(poll.unwrap_or_else(|| Poll::Ready(Settled::Failed(core.full()))));
                 Poll::Ready(settled_of_key(part, place, settled, now))
             }
             Line::NoRates(_) => Poll::Ready(Ok(Slots::none(now))),
@@ -239,13 +237,6 @@ impl Line {
                 part.ended(now, true);
             }
         }
-    }
-}
-
-/// Returns the error of a process without room for one more key.
-fn full(core: &Core) -> StoreError {
-    StoreError::Full {
-        max_keys: core.settings.max_keys,
     }
 }
 

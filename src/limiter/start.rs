@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use super::around;
 use super::counting;
-use super::limited::{RefusedRequest, Stopped};
 use super::own_quota;
 use super::part::{PartRef, shortest_wait};
 use super::request::Request;
@@ -61,11 +60,8 @@ pub(crate) fn slow(
             taken.count_units();
             Started::Granted(taken)
         }
-        Poll::Ready(Err(Stopped { part, why })) => {
-            let of_part = &request.parts()[part];
-            let label = wait::label_of(request.parts(), part, &label());
-            let refused = RefusedRequest::new(label, of_part.limit_name(), now);
-            let limited = refused.end(why, now);
+        Poll::Ready(Err(stopped)) => {
+            let limited = wait::error_of(request.parts(), stopped, &label(), (now, 0), now);
             core.refused(entry.key, &limited);
             Started::Limited(limited)
         }

@@ -35,13 +35,32 @@ pub(crate) struct Wait {
 
 /// Returns the name of the key of a part. `first` is that of the first part. Parts that count several
 /// units of one key have one name.
-pub(super) fn label_of(parts: &[Part], part: usize, first: &Label) -> Label {
+fn label_of(parts: &[Part], part: usize, first: &Label) -> Label {
     let is_further_unit = |part: &&Part| part.core.settings.is_further_unit;
     let further = parts[..=part].iter().rev().take_while(is_further_unit);
     match part - further.count() {
         0 => first.clone(),
         of_key => parts[of_key].core.label(parts[of_key].key, None),
     }
+}
+
+/// Returns the error of a request of `parts` that ends without a permit. It entered at `since`, and `label` is the name of
+/// its first key.
+pub(super) fn error_of(
+    parts: &[Part],
+    stopped: Stopped,
+    label: &Label,
+    (since, turns): (Instant, u32),
+    now: Instant,
+) -> Limited {
+    let Stopped { part, why } = stopped;
+    let request = RefusedRequest {
+        label: label_of(parts, part, label),
+        limit: parts[part].limit_name(),
+        since,
+        turns,
+    };
+    request.end(why, now)
 }
 
 impl Wait {
@@ -79,15 +98,9 @@ impl Wait {
 
     /// Ends the wait with an error, and counts it.
     fn end(&mut self, stopped: Stopped, now: Instant) -> Limited {
-        let Stopped { part, why } = stopped;
-        let parts = self.request.parts();
-        let request = RefusedRequest {
-            label: label_of(parts, part, &self.label),
-            limit: parts[part].limit_name(),
-            since: self.since,
-            turns: self.request.turns,
-        };
-        let limited = self.open.as_drained(request.end(why, now));
+        let waited = (self.since, self.request.turns);
+        let limited = error_of(self.request.parts(), stopped, &self.label, waited, now);
+        let limited = self.open.as_drained(limited);
         self.open.refused(&limited);
         limited
     }

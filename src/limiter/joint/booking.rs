@@ -8,8 +8,7 @@ use super::{Cause, JointRefusal, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::join::join_each;
-use crate::limiter::effects::StoreCall;
-use crate::limiter::engine::Core;
+use crate::limiter::effects::{StoreCall, UnlessLost};
 use crate::limiter::key_state::{
     Asked, JointAsk, KeyState, known_refusal, last_joint, near_booking,
 };
@@ -29,37 +28,22 @@ const REST: Duration = Duration::from_millis(10);
 /// done when the function returns. Otherwise a task goes on.
 pub(super) fn begin(set: &Arc<JointSet>) {
     if let Some(first) = set.parts.first() {
-        first.core.start(book(Booking {
-            set: set.clone(),
-            is_done: false,
-        }));
+        let of_lost = set.clone();
+        let unless_lost = UnlessLost::new(move || of_lost.booking_lost());
+        first.core.start(book(set.clone(), unless_lost));
     }
 }
 
-/// The task that books for a set. If it is dropped before its end, another one begins.
-struct Booking {
-    set: Arc<JointSet>,
-    is_done: bool,
-}
-
-impl Drop for Booking {
-    fn drop(&mut self) {
-        if !self.is_done {
-            self.set.booking_lost();
-        }
-    }
-}
-
-async fn book(mut booking: Booking) {
-    let set = &booking.set;
+/// Books for a set. If it is dropped before its end, another task begins.
+async fn book(set: Arc<JointSet>, unless_lost: UnlessLost<impl FnOnce()>) {
     while let Some(mut wanted) = set.next_wanted() {
         let outcome = match set.settles() {
-            true => book_near(set, &mut wanted).await,
-            false => Search::new(set, &mut wanted).run(wanted.bound).await,
+            true => book_near(&set, &mut wanted).await,
+            false => Search::new(&set, &mut wanted).run(wanted.bound).await,
         };
         set.booked(&wanted, outcome);
     }
-    booking.is_done = true;
+    unless_lost.end();
 }
 
 /// Searches for a joint slot that is near, again and again: see [`near_booking`].
@@ -409,7 +393,7 @@ impl<'a> Search<'a> {
                 if let Some(slot) = ask.replaces {
                     core.give_back(key, slot);
                 }
-                Err(full(core))
+                Err(Asked::Failed(core.full()))
             }
         }
     }
@@ -463,14 +447,10 @@ async fn answered(parts: &[Part], call: Call) -> (usize, Asked) {
     let asked = open.answered(answer, |state, ctx, call, answer| {
         ask.answered(state, ctx, call, answer)
     });
-    (part, asked.unwrap_or_else(|| full(&parts[part].core)))
-}
-
-/// Returns the outcome for a key that has no room in this process.
-fn full(core: &Core) -> Asked {
-    Asked::Failed(StoreError::Full {
-        max_keys: core.settings.max_keys,
-    })
+    (
+        part,
+        asked.unwrap_or_else(|| Asked::Failed(parts[part].core.full())),
+    )
 }
 
 /// Returns whether a slot can be used from `from` on, for at least half of its life.

@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use super::set::JointSet;
 use crate::clock;
-use crate::limiter::effects::StoreCall;
+use crate::limiter::effects::{StoreCall, UnlessLost};
 use crate::limiter::key_state::{ask_to_confirm, confirmed, is_confirmed};
 use crate::limiter::part::{Part, PerPart};
 use crate::limiter::slots::Slots;
@@ -42,32 +42,20 @@ pub(super) fn begin(set: &Arc<JointSet>, doubtful: &[usize]) {
         let call: Call = Box::pin(confirm(set.parts[*part].clone()));
         call
     });
-    set.parts[*first].core.start(confirm_all(Confirmation {
-        set: set.clone(),
-        calls: calls.collect(),
-        is_done: false,
-    }));
+    let of_lost = set.clone();
+    let unless_lost = UnlessLost::new(move || of_lost.confirmation_lost());
+    let task = confirm_all(set.clone(), calls.collect(), unless_lost);
+    set.parts[*first].core.start(task);
 }
 
 type Call = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// The calls to the stores. If it is dropped before its end, another one begins.
-struct Confirmation {
+/// Waits for the calls to the stores. If it is dropped before its end, another task begins.
+async fn confirm_all(
     set: Arc<JointSet>,
-    calls: PerPart<Call>,
-    is_done: bool,
-}
-
-impl Drop for Confirmation {
-    fn drop(&mut self) {
-        if !self.is_done {
-            self.set.confirmation_lost();
-        }
-    }
-}
-
-async fn confirm_all(mut confirmation: Confirmation) {
-    let calls = &mut confirmation.calls;
+    mut calls: PerPart<Call>,
+    unless_lost: UnlessLost<impl FnOnce()>,
+) {
     std::future::poll_fn(|cx| {
         calls.retain(|call| call.as_mut().poll(cx).is_pending());
         if calls.is_empty() {
@@ -77,8 +65,8 @@ async fn confirm_all(mut confirmation: Confirmation) {
         }
     })
     .await;
-    confirmation.is_done = true;
-    confirmation.set.confirmed();
+    unless_lost.end();
+    set.confirmed();
 }
 
 async fn confirm(part: Part) {

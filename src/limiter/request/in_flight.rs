@@ -13,7 +13,6 @@ use crate::limiter::line::Place;
 use crate::limiter::part::{Part, PartRef, max_wait};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Settled, WaitBound};
-use crate::store::Refusal;
 use crate::wait_queue::answer_by;
 
 /// What a request has of a limit of calls in flight.
@@ -75,8 +74,11 @@ impl Request {
             let Part { core, key, .. } = &parts[of_part.part];
             let Ok(entered) = in_flight_slot::enter(core, *key, number, bound.latest <= now, now)
             else {
-                let reason = Reason::TooManyKeys(core.settings.max_keys);
-                return Err(Stopped::refused(of_part.part, reason, Refusal::NEVER));
+                let why = Why::failed(core.full());
+                return Err(Stopped {
+                    part: of_part.part,
+                    why,
+                });
             };
             let Some(settled) = entered else {
                 self.waited_before = true;
