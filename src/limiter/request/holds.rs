@@ -14,7 +14,7 @@ use crate::limiter::probe::Probe;
 use crate::store::Refusal;
 
 /// A hold that stops a request.
-pub(super) struct Held {
+pub(super) struct KeyOnHold {
     left: Duration,
     pub(super) end: Instant,
     part: usize,
@@ -32,7 +32,7 @@ impl Request {
 
     /// Returns the hold that stops a request which enters, the one that ends last. Of a key without a state, another process
     /// may know a hold. If no call for the request will tell, the store is asked.
-    pub(super) fn find_hold(&self, now: Instant) -> Option<Held> {
+    pub(super) fn find_hold(&self, now: Instant) -> Option<KeyOnHold> {
         let holds = self.hold_keys().filter_map(|(index, part, key)| {
             let Part { core, host, .. } = part;
             let is_of_host = key != part.key;
@@ -44,7 +44,7 @@ impl Request {
                 holds::inquire(core, key, now);
                 blocked = holds::blocked(core, key, now);
             }
-            Some(Held::new(index, key, blocked??, now))
+            Some(KeyOnHold::new(index, key, blocked??, now))
         });
         holds.max_by_key(|held| held.end)
     }
@@ -53,14 +53,14 @@ impl Request {
     ///
     /// The states of several keys are kept while they are watched. Otherwise the state of one key could be evicted
     /// for that of another one, and the slots of both would never be known at one moment.
-    pub(super) fn watch_holds(&mut self, now: Instant, cx: &Context<'_>) -> Option<Held> {
+    pub(super) fn watch_holds(&mut self, now: Instant, cx: &Context<'_>) -> Option<KeyOnHold> {
         let number = self.place.number;
         let keeps_state = self.line.has_place_on_hold();
         let mut is_any = false;
         let holds = self.hold_keys().filter_map(|(index, part, key)| {
             is_any = true;
             let left = holds::watch(&part.core, key, number, keeps_state, now, cx)?;
-            Some(Held::new(index, key, left, now))
+            Some(KeyOnHold::new(index, key, left, now))
         });
         let last = holds.max_by_key(|held| held.end);
         self.watches |= is_any;
@@ -77,7 +77,7 @@ impl Request {
 
     /// Refuses the request if it cannot wait for the end of a hold. One such request asks for a release that may have been
     /// missed. For the response to a probe, which may arrive at any time, it waits as long as it can.
-    pub(super) fn waits_for(&self, held: &mut Held, now: Instant) -> Result<(), Stopped> {
+    pub(super) fn waits_for(&self, held: &mut KeyOnHold, now: Instant) -> Result<(), Stopped> {
         let bound = self.place.bound;
         if held.end <= bound.latest {
             return Ok(());
@@ -97,7 +97,7 @@ impl Request {
     }
 
     /// Refuses the request if too many wait for the end of a hold.
-    pub(super) fn check_room_on_hold(&self, held: &Held) -> Result<(), Stopped> {
+    pub(super) fn check_room_on_hold(&self, held: &KeyOnHold) -> Result<(), Stopped> {
         let Part { core, .. } = &self.parts()[held.part];
         let max_queue = core.settings.max_queue;
         if holds::waiting(core, held.key) < max_queue {
@@ -107,7 +107,7 @@ impl Request {
     }
 
     /// Gives up all but the place in the line, because a key is on hold.
-    pub(super) fn keep_place_only(&mut self, held: &Held, now: Instant) {
+    pub(super) fn keep_place_only(&mut self, held: &KeyOnHold, now: Instant) {
         self.waited_before = true;
         if self.line.has_place_on_hold() {
             if matches!(self.stage, Stage::InFlight { .. }) {
@@ -155,9 +155,9 @@ fn hold_keys<'a>(
     })
 }
 
-impl Held {
+impl KeyOnHold {
     fn new(part: usize, key: Key, left: Duration, now: Instant) -> Self {
-        Held {
+        KeyOnHold {
             left,
             end: clock::after(now, left),
             part,

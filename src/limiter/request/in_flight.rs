@@ -17,7 +17,7 @@ use crate::wait_queue::answer_by;
 
 /// What a request has of a limit of calls in flight.
 #[derive(Debug)]
-pub(super) struct InFlight {
+pub(super) struct InFlightPart {
     pub(super) part: usize,
     /// `None` while it lacks the slot. `Some(None)` if it passes without one, because a store failed.
     pub(super) slot: Option<Option<InFlightSlot>>,
@@ -25,11 +25,11 @@ pub(super) struct InFlight {
 
 /// Returns the parts with limits of calls in flight, the narrowest limit first: so requests with other parts never wait
 /// for each other in a circle. A limit that is set while a request waits does not change the order.
-pub(super) fn in_flight_of(parts: &[PartRef<'_>]) -> SmallVec<[InFlight; 1]> {
+pub(super) fn in_flight_of(parts: &[PartRef<'_>]) -> SmallVec<[InFlightPart; 1]> {
     let limited = parts.iter().enumerate();
     let limited = limited.filter(|(_, part)| part.core.in_flight.is_some() && part.entry.cost > 0);
     let mut all: SmallVec<[_; 1]> = limited
-        .map(|(part, _)| InFlight { part, slot: None })
+        .map(|(part, _)| InFlightPart { part, slot: None })
         .collect();
     all.sort_by_key(|of_part| {
         let PartRef { core, entry } = &parts[of_part.part];
@@ -49,7 +49,7 @@ impl Request {
 
     /// Refuses the request if too many wait for one of its in-flight slots.
     pub(super) fn check_room_in_flight(&self) -> Result<(), Stopped> {
-        for &InFlight { part, .. } in &self.in_flight {
+        for &InFlightPart { part, .. } in &self.in_flight {
             let of_part = &self.parts()[part];
             let max_queue = of_part.core.settings.max_queue;
             if waiting_in_flight(of_part) >= max_queue {
@@ -117,7 +117,7 @@ impl Request {
     /// Returns the part whose in-flight slot the store may have granted to another call, while the
     /// request waited for its slots.
     pub(super) fn lost_in_flight_slot(&self, now: Instant) -> Option<usize> {
-        let is_lost = |of_part: &&InFlight| {
+        let is_lost = |of_part: &&InFlightPart| {
             let slot = of_part.slot.as_ref().and_then(Option::as_ref);
             slot.is_some_and(|slot| slot.is_lost(now))
         };

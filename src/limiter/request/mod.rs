@@ -45,7 +45,7 @@ use crate::error::{Reason, StoreError};
 use crate::stats::Gate;
 use crate::store::Refusal;
 
-use in_flight::{InFlight, in_flight_of, waiting_in_flight};
+use in_flight::{InFlightPart, in_flight_of, waiting_in_flight};
 
 /// A request on the way to its permit. Dropping it frees its places.
 #[derive(Debug)]
@@ -54,7 +54,7 @@ pub(super) struct Request {
     place: Place,
     stage: Stage,
     /// Its parts with limits of calls in flight, in the order in which it asks for their slots.
-    in_flight: SmallVec<[InFlight; 1]>,
+    in_flight: SmallVec<[InFlightPart; 1]>,
     /// How often it got slots, this time included.
     pub(super) turns: u32,
     /// Whether it has waited for something else than slots.
