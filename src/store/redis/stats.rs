@@ -250,7 +250,12 @@ impl StoreTally {
             joint,
             in_flight,
             register,
-            up: up.map(|up| up && !self.is_failing.load(Ordering::Relaxed)),
+            // A call may time out a moment before the first attempt to connect does.
+            up: if self.is_failing.load(Ordering::Relaxed) {
+                Some(false)
+            } else {
+                up
+            },
             subscribed: *self
                 .subscribed
                 .lock()
