@@ -154,6 +154,23 @@ impl Algorithm {
         }
     }
 
+    /// Returns whether the slot of unused permits, which lies ahead, would be given again once they are
+    /// taken back. A window would if what it counts at the slot, with these permits and all behind
+    /// them, is within the limit. A fixed window always would: it counts in no order.
+    pub(super) fn would_give_again(
+        &mut self,
+        unused: UnusedPermits,
+        advance: &[AdvanceBooking],
+    ) -> bool {
+        match self {
+            Algorithm::Window(window) => {
+                window.first_slot(unused.slot, 0, Open::MOMENT, 0, advance) == unused.slot
+            }
+            Algorithm::Bucket(bucket) => bucket.would_give_again(unused),
+            Algorithm::Fixed(_) => true,
+        }
+    }
+
     /// Returns how many units may leave at `now`.
     pub(super) fn free(&mut self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
         match self {

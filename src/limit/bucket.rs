@@ -268,23 +268,27 @@ impl Bucket {
     /// depends on them. Any other permit is taken back only as far as later permits allow
     /// (`Bucket::refundable`).
     pub(super) fn subtract(&mut self, unused: UnusedPermits) {
-        let units = u128::from(unused.units) * self.window;
-        if unused.slot >= self.queued_from && self.room_for(self.full_at, 0) == unused.slot {
+        let mut units = u128::from(unused.units) * self.window;
+        if self.is_last_queued(unused.slot) {
             self.full_at -= units;
             return;
         }
-        if let Some(permit) = self.delayed.back_mut()
+        while units > 0
+            && let Some(permit) = self.delayed.back_mut()
             && (permit.slot, permit.after) == (unused.slot, self.full_at)
-            && units <= permit.units
         {
-            permit.units -= units;
-            permit.after -= units;
+            let taken = units.min(permit.units);
+            units -= taken;
+            permit.units -= taken;
+            permit.after -= taken;
             self.full_at = permit.after;
             if permit.units == 0 {
                 self.full_at = permit.before;
                 self.queued_from = permit.queued_from;
                 self.delayed.pop_back();
             }
+        }
+        if units == 0 {
             return;
         }
         if self.scaled(unused.stamp) < self.base {
@@ -298,6 +302,36 @@ impl Bucket {
             self.refundable -= back;
         }
         self.forget_queue();
+    }
+
+    /// Returns whether the last permit was booked in order and has this slot.
+    fn is_last_queued(&self, slot: Micros) -> bool {
+        slot >= self.queued_from && self.room_for(self.full_at, 0) == slot
+    }
+
+    /// Returns whether unused permits are all of the last delayed permits that have their slot.
+    fn are_last_delayed(&self, unused: UnusedPermits) -> bool {
+        let mut units = u128::from(unused.units) * self.window;
+        let mut full_at = self.full_at;
+        for permit in self.delayed.iter().rev() {
+            if (permit.slot, permit.after) != (unused.slot, full_at) || permit.units > units {
+                return false;
+            }
+            units -= permit.units;
+            full_at = permit.before;
+            if units == 0 {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Returns whether the slot of unused permits would be given again once they are taken back: they
+    /// are the last ones, or the bucket has as many units besides them.
+    pub(super) fn would_give_again(&self, unused: UnusedPermits) -> bool {
+        self.is_last_queued(unused.slot)
+            || self.are_last_delayed(unused)
+            || self.room_for(self.full_at, u128::from(unused.units)) <= unused.slot
     }
 
     /// Returns the first moment at which the bucket is full.

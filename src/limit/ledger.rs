@@ -551,7 +551,8 @@ impl Ledger {
 
     /// Takes back unused permits. An advance booking is erased. If the slot of another permit lies
     /// ahead, nothing is reserved for other clients then, and the set quota has not changed since,
-    /// it is kept for the next caller. Otherwise the units leave the limits.
+    /// it is kept for the next caller as long as others are booked behind it. Otherwise the units
+    /// leave the limits.
     pub(crate) fn take_back(&mut self, mut unused: UnusedPermits) {
         if unused.units == 0 || unused.stamp < unused.slot {
             return;
@@ -571,6 +572,29 @@ impl Ledger {
             // limits. They can be booked anew.
             self.subtract(last);
         }
+        self.free_spare();
+    }
+
+    /// Removes the returned slots that the limits would give again, the last one first. Their units
+    /// leave the limits.
+    ///
+    /// Stops at the first slot that is not spare. What is booked behind it is booked behind all earlier
+    /// ones, too.
+    fn free_spare(&mut self) {
+        while let Some(last) = self.returned().and_then(ReturnedSlots::last)
+            && self.is_spare(last)
+        {
+            self.returned_mut().and_then(ReturnedSlots::pop_last);
+            self.subtract(last);
+        }
+    }
+
+    /// Returns whether the limits would give a returned slot again without its units. If joined
+    /// advance bookings may contain the slot, its units would not leave the limits.
+    fn is_spare(&mut self, unused: UnusedPermits) -> bool {
+        let bookings = self.rare.as_deref().map(|rare| &rare.advance);
+        let may_be_joined = bookings.is_some_and(|bookings| bookings.may_contain(unused));
+        !may_be_joined && self.limits.would_give_again(unused, advance(&self.rare))
     }
 
     /// Takes the units of unused permits out of the limits. If they may be a part of joined advance
@@ -684,8 +708,8 @@ impl Ledger {
     /// Returns the first moment from which a new ledger would grant the same. From then on, this
     /// ledger can be forgotten.
     pub(crate) fn fresh_from(&self) -> Micros {
-        let returned = self.returned().and_then(ReturnedSlots::last_slot);
-        let returned = returned.map_or(0, |slot| slot + 1);
+        let returned = self.returned().and_then(ReturnedSlots::last);
+        let returned = returned.map_or(0, |last| last.slot + 1);
         // The number of releases matters only while messages about an older hold may still arrive,
         // so it keeps no ledger.
         let quota = self.set_quota().map_or(0, |quota| quota.until);

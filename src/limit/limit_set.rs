@@ -436,6 +436,17 @@ impl LimitSet {
         }
     }
 
+    /// Returns whether the limits would give the slot of unused permits again, once they are taken back.
+    /// The pace of a part does not matter: it delays no owner.
+    pub(super) fn would_give_again(
+        &mut self,
+        unused: UnusedPermits,
+        advance: &[AdvanceBooking],
+    ) -> bool {
+        self.owned()
+            .all(|state| state.rule.would_give_again(unused, advance))
+    }
+
     /// Takes in that advance bookings came back unused.
     pub(super) fn returned(&mut self, now: Micros, unused: UnusedPermits) {
         for state in self.states.all_mut() {

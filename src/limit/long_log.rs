@@ -218,7 +218,10 @@ impl LongLog {
             return;
         }
         let mut index = self.chunks.partition_point(|chunk| chunk.stamp < stamp);
-        self.cursor = Cursor::default();
+        // The chunks before the cursor stay as they are if all units are taken behind it.
+        if index < self.cursor.index {
+            self.cursor = Cursor::default();
+        }
         while units > 0 && index < self.chunks.len() {
             let taken = units.min(self.chunks[index].count);
             units -= taken;

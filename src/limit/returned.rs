@@ -4,7 +4,11 @@
 //! Their units stay in the limits, as if the slot were still booked. So the next caller gets such a
 //! slot without arithmetic, and no slot is lost if many callers cancel.
 //!
-//! Twin: `find_returned`, `take_back` and `drain` in `store/redis/lua/ledger.lua`.
+//! Only a hole is kept: a slot with others booked behind it, which the limits would not give again.
+//! If nothing is booked behind a returned slot, its units leave the limits. A caller that comes
+//! after a pause would otherwise wait for a slot of a queue that is gone.
+//!
+//! Twin: `find_returned`, `take_back`, `free_spare` and `drain` in `store/redis/lua/ledger.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
 use std::ops::RangeInclusive;
@@ -122,8 +126,8 @@ impl ReturnedSlots {
         self.slots.iter().map(|unused| unused.units).sum()
     }
 
-    /// Returns the last slot.
-    pub(super) fn last_slot(&self) -> Option<Micros> {
-        self.slots.last().map(|unused| unused.slot)
+    /// Returns the last slot and its units.
+    pub(super) fn last(&self) -> Option<UnusedPermits> {
+        self.slots.last().copied()
     }
 }

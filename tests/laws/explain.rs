@@ -371,7 +371,7 @@ async fn refusals_before_the_store_are_told() {
     let _ = limiter.drain(Duration::ZERO).await.unwrap();
     is_text(&explain(1).await, "
         github, key all: a request now would be refused: the limiter was drained, because this process is about to end
-          2/1s     3 used, 0 free; free in 1.02s
+          2/1s     2 used, 0 free; free in 1.02s
           hold     none
           waiting  0 here
           at hand  0

@@ -10,6 +10,7 @@ use counted::{Counted, largest_count};
 use futures::FutureExt;
 use futures::future::join_all;
 use tokio::time::{Instant, advance, sleep};
+use tollgate::store::MemoryStore;
 use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer, Reason};
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -218,6 +219,67 @@ async fn abandoned_waiters_cost_no_slot_and_leave_nothing() {
     let start = Instant::now();
     limiter.acquire(key()).await.unwrap().spend();
     assert!(start.elapsed() <= millis(1030), "{:?}", start.elapsed());
+}
+
+/// How long a request for the whole limit waits if it comes 12 s after the waiters of two processes were dropped. The
+/// waiters had `costs`, and were dropped in the order of `rank`. Before them, the whole limit was used.
+async fn wait_after_dropped(
+    quota: Quota,
+    costs: &[u32],
+    rank: impl Fn(usize) -> usize,
+) -> Duration {
+    let store = Arc::new(MemoryStore::default());
+    let limiters = [(); 2].map(|()| {
+        let layer = RateLimitLayer::builder(quota).store(store.clone());
+        layer.max_wait(HOUR).build().unwrap().limiter()
+    });
+    let first = limiters[0].acquire(key()).cost(quota.largest_cost());
+    first.await.unwrap().spend();
+    let mut waiters = Vec::new();
+    for (number, &cost) in costs.iter().enumerate() {
+        let mut waiter = Box::pin(limiters[number % 2].acquire(key()).cost(cost));
+        assert!(waiter.as_mut().now_or_never().is_none());
+        waiters.push((rank(number), waiter));
+    }
+    sleep(millis(1000)).await;
+    waiters.sort_by_key(|(rank, _)| *rank);
+    waiters.into_iter().for_each(drop);
+
+    sleep(millis(12_000)).await;
+    let start = Instant::now();
+    let next = limiters[1].acquire(key()).cost(quota.largest_cost());
+    next.await.unwrap().spend();
+    start.elapsed()
+}
+
+/// Slots of waiters that were dropped are free again, as if nothing had been booked.
+#[tokio::test(start_paused = true)]
+async fn dropped_waiters_leave_no_wait_behind() {
+    let window = millis(10_000);
+    let slow = Quota::new(1, window);
+    for (quota, largest, most) in [
+        (slow, 1, 40),
+        (Quota::new(3, window), 3, 40),
+        // Its chunks have two units.
+        (Quota::new(200, window), 150, 40),
+        (Quota::bucket(3).refill(3, window), 3, 40),
+        // Such a bucket takes back the last 32 waiters.
+        (Quota::bucket(1).refill(1, window), 1, 6),
+        (slow.and(Quota::bucket(2).refill(2, window)), 1, 6),
+        (slow.and(Quota::per_minute(6)), 1, 6),
+        (Quota::fixed(2, window), 2, 40),
+    ] {
+        for count in [2, 3, 6, 40].into_iter().filter(|count| *count <= most) {
+            let costs: Vec<u32> = (0..count).map(|number| 1 + number * 7 % largest).collect();
+            let forward = wait_after_dropped(quota, &costs, |number| number).await;
+            let backward = wait_after_dropped(quota, &costs, |number| 40 - number).await;
+            let mixed = wait_after_dropped(quota, &costs, |number| (1 + number) * 27 % 41).await;
+            // A permit of a fixed window waits at a boundary.
+            for wait in [forward, backward, mixed] {
+                assert!(wait <= millis(500), "{quota}, {count} waiters: {wait:?}");
+            }
+        }
+    }
 }
 
 /// A permit that arrives after it expired is given back, and its waiter keeps its place.

@@ -66,6 +66,33 @@ async fn stores_of_many_processes_share_one_limit() {
     assert_eq!(all, 10);
 }
 
+/// Waiters of one process leave no wait behind for another.
+#[tokio::test]
+async fn slots_of_dropped_waiters_are_free_for_other_processes() {
+    let server = RedisServer::start().unwrap();
+    let quota = Quota::new(1, millis(2000));
+    let patient = |store| limiter(store, quota, Duration::from_secs(120));
+    let (one, other) = (patient(&store(&server)), patient(&store(&server)));
+    for waiting in [2, 6, 40] {
+        let key = Key::new([waiting]);
+        drop(one.acquire(key).await.unwrap());
+        let waiters: Vec<_> = (0..waiting)
+            .map(|_| tokio::spawn(one.acquire(key)))
+            .collect();
+        let booked = u64::from(waiting) + 1;
+        while other.peek(key).await.unwrap().limits[0].used < booked {
+            sleep(millis(5)).await;
+        }
+        waiters.iter().for_each(|waiter| waiter.abort());
+        sleep(millis(2500)).await;
+        let start = Instant::now();
+        drop(other.acquire(key).await.unwrap());
+        // The next slot of the queue is 1.5 s away.
+        let waited = start.elapsed();
+        assert!(waited < millis(1000), "{waiting} waiters: {waited:?}");
+    }
+}
+
 #[tokio::test]
 async fn prefixes_and_secrets_keep_limits_apart() {
     let server = RedisServer::start().unwrap();

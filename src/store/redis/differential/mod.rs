@@ -302,6 +302,71 @@ fn returns_do_not_stop_the_clock() {
     }
 }
 
+/// If all waiters have given up, in any order, the next request leaves at once. If one is left, the next
+/// request gets the first slot before it.
+#[test]
+fn returned_slots_are_kept_before_a_booking_alone() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    let window = millis(10_000);
+    for quota in [
+        Quota::new(1, window),
+        Quota::bucket(1).refill(1, window),
+        Quota::bucket(2).refill(2, window),
+        Quota::new(1, window).and(Quota::bucket(2).refill(2, window)),
+    ] {
+        let spec = Arc::new(LimitSpec::new(quota, millis(10), millis(2)));
+        let step = |count| Step {
+            demands: vec![(1, count)],
+            latest: millis(1_000_000),
+            life: millis(10),
+            ..Step::idle()
+        };
+        for stays in [false, true] {
+            for order in [
+                [0, 1, 2],
+                [0, 2, 1],
+                [1, 0, 2],
+                [1, 2, 0],
+                [2, 0, 1],
+                [2, 1, 0],
+            ] {
+                world.begin();
+                let mut lease = |world: &mut World, step: &Step, returns: &[UnusedPermits]| {
+                    let (ours, theirs) = world.lease(&spec, step, returns);
+                    assert_eq!(decided(&ours), decided(&theirs), "{quota} {order:?}");
+                    theirs
+                };
+                lease(&mut world, &step(quota.largest_cost()), &[]);
+                let waiters: Vec<UnusedPermits> = (0..3)
+                    .map(|_| {
+                        let lease = lease(&mut world, &step(1), &[]);
+                        let Grant { slot, stamp, .. } = lease.grants[0];
+                        UnusedPermits::new(slot, stamp, 1, lease.incarnation)
+                    })
+                    .collect();
+                if stays {
+                    lease(&mut world, &step(1), &[]);
+                }
+                world.now += 1_000_000;
+                for waiter in order {
+                    lease(&mut world, &Step::idle(), &waiters[waiter..=waiter]);
+                }
+                let returned: u64 = world.ledger(&spec).returned_units();
+                assert_eq!(returned, if stays { 3 } else { 0 }, "{quota} {order:?}");
+                world.now += 12_000_000;
+                let next = lease(&mut world, &step(1), &[]).grants[0].slot;
+                let ahead = |waiter: &&UnusedPermits| waiter.slot >= world.now;
+                let expected = match waiters.iter().find(ahead) {
+                    Some(waiter) if stays => waiter.slot,
+                    _ => world.now,
+                };
+                assert_eq!(next, expected, "{quota} {order:?}");
+            }
+        }
+    }
+}
+
 /// A process states the limits of parts that it does not use. Both keep such a part as long as its limits
 /// apply.
 #[test]

@@ -209,31 +209,58 @@ local function bucket_rule()
       end
     end
 
+    -- Returns whether the last permit was booked in order and has this slot.
+    local function is_last_queued(limit, slot)
+      return slot >= limit.queued_from and room_for(limit, 0) == slot
+    end
+
+    -- Returns the last delayed permit if it has this slot and the bucket is full at q and r after it.
+    local function delayed_to(limit, i, slot, q, r)
+      local delayed = i > 0 and entries(limit)[i]
+      return delayed and delayed.slot == slot and delayed.after == q and delayed.after_r == r and delayed
+    end
+
+    -- Returns whether these units are all of the last delayed permits that have this slot.
+    local function are_last_delayed(limit, slot, units)
+      local i, q, r = limit.n, limit.full_at, limit.full_r
+      local delayed = delayed_to(limit, i, slot, q, r)
+      while delayed and delayed.units < units do
+        units, i, q, r = units - delayed.units, i - 1, delayed.before, delayed.before_r
+        delayed = delayed_to(limit, i, slot, q, r)
+      end
+      return delayed and delayed.units == units
+    end
+
+    -- Returns whether the slot of units would be given again once they are taken back.
+    function rule.would_give_again(limit, slot, units)
+      return is_last_queued(limit, slot) or are_last_delayed(limit, slot, units) or room_for(limit, units) <= slot
+    end
+
     -- Takes back units that were not used. In full if they are of the last permit that was booked
-    -- in order, or of the last delayed one. Any other permit is taken back as far as `refundable`
+    -- in order, or of the last delayed ones. Any other permit is taken back as far as `refundable`
     -- allows.
     function rule.subtract(limit, slot, stamp, units)
       local span, span_r = refill(limit, units)
-      if slot >= limit.queued_from and room_for(limit, 0) == slot then
+      if is_last_queued(limit, slot) then
         limit.full_at, limit.full_r = minus(limit, limit.full_at, limit.full_r, span, span_r)
         return
       end
-      if limit.n > 0 then
-        local list = entries(limit)
-        local delayed = list[#list]
-        if delayed.slot == slot and delayed.after == limit.full_at and delayed.after_r == limit.full_r
-          and units <= delayed.units then
-          delayed.units = delayed.units - units
-          delayed.after, delayed.after_r = minus(limit, delayed.after, delayed.after_r, span, span_r)
-          limit.full_at, limit.full_r, limit.dirty = delayed.after, delayed.after_r, true
-          if delayed.units == 0 then
-            limit.full_at, limit.full_r, limit.queued_from = delayed.before, delayed.before_r, delayed.queued_from
-            list[#list] = nil
-            limit.n = #list
-          end
-          return
+      local delayed = delayed_to(limit, limit.n, slot, limit.full_at, limit.full_r)
+      while delayed and units > 0 do
+        local taken = units < delayed.units and units or delayed.units
+        span, span_r = refill(limit, taken)
+        units, delayed.units = units - taken, delayed.units - taken
+        delayed.after, delayed.after_r = minus(limit, delayed.after, delayed.after_r, span, span_r)
+        limit.full_at, limit.full_r, limit.dirty = delayed.after, delayed.after_r, true
+        if delayed.units == 0 then
+          limit.full_at, limit.full_r, limit.queued_from = delayed.before, delayed.before_r, delayed.queued_from
+          limit.list[limit.n] = nil
+          limit.n = #limit.list
         end
+        delayed = delayed_to(limit, limit.n, slot, limit.full_at, limit.full_r)
       end
+      if units == 0 then return end
+      span, span_r = refill(limit, units)
       if less(stamp, 0, limit.base_at, limit.base_r) then return end
       local back, back_r = minus(limit, limit.full_at, limit.full_r, limit.base_at, limit.base_r)
       if back < 0 then back, back_r = 0, 0 end

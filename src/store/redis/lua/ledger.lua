@@ -30,6 +30,7 @@ local MOST_ROUNDS = 1000
 --   write, region, chunk, used_until
 --                                sliding window: its ring, and its log
 --   see                          bucket: a statement of the upstream
+--   would_give_again             bucket: whether it would give a returned slot again
 --   align                        fixed window: its boundaries
 --   number_of, add, booked_in    fixed window: the number of a window, and its units
 --   after, is_short              bucket: permits that are replayed
@@ -195,9 +196,35 @@ local function cold()
     if last then subtract(last.slot, last.stamp, last.units) end
   end
 
+  -- Returns whether a limit would give a returned slot again without its units. src/limit/algorithm.rs
+  -- explains this. With the life -slack, the time from slot to stamp is zero.
+  local function would_give_again(limit, entry)
+    if limit.kind == WINDOW then
+      return limit.rule.first_slot(limit, entry.slot, 0, -state.slack, 0) == entry.slot
+    end
+    return limit.kind == FIXED or limit.rule.cold().would_give_again(limit, entry.slot, entry.units)
+  end
+
+  -- Removes the returned slots that the limits would give again, the last one first. Their units
+  -- leave the limits.
+  local function free_spare()
+    while state.returned_count > 0 do
+      local list = returned()
+      local last = list[#list]
+      if state.cold_advance and state.cold_advance.may_contain(last.slot, last.stamp) then return end
+      for i = 1, state.limiting do
+        if state[i] ~= state.pace and not would_give_again(state[i], last) then return end
+      end
+      list[#list] = nil
+      state.returned_count = #list
+      subtract(last.slot, last.stamp, last.units)
+    end
+  end
+
   -- Takes back a permit that was not used. An advance booking is erased. If the slot of another
   -- permit lies ahead, nothing is reserved for other clients then, and the set quota has not changed
-  -- since, the slot is kept for the next caller. Otherwise its units leave the limits.
+  -- since, the slot is kept for the next caller as long as others are booked behind it. Otherwise its
+  -- units leave the limits.
   local function take_back(slot, stamp, units)
     if units == 0 or stamp < slot then return end
     if state.cold_advance then
@@ -214,6 +241,7 @@ local function cold()
     else
       keep(slot, stamp, units)
     end
+    free_spare()
   end
 
   -- Removes the returned slots that no request can use any more. Their units leave the limits.

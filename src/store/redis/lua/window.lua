@@ -212,7 +212,9 @@ local function window_rule()
         local middle = math.floor((i + beyond) / 2)
         if stamp_of(limit, middle) < stamp then i = middle + 1 else beyond = middle end
       end
-      limit.cursor_index, limit.cursor_before = 0, 0
+      if i < limit.cursor_index then
+        limit.cursor_index, limit.cursor_before = 0, 0
+      end
       while units > 0 and i < limit.n do
         local chunk_units = units_of(limit, i)
         local taken = units < chunk_units and units or chunk_units
