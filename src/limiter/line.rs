@@ -162,7 +162,7 @@ impl Line {
             }
             Line::NoRates(_) => Poll::Ready(Ok(Slots::none(now))),
             Line::Set(set) => {
-                let result = ready!(set.poll(place.number, held_until, now, cx));
+                let result = ready!(set.poll(place.number, &place.costs, held_until, now, cx));
                 Poll::Ready(result.map_err(|refusal| refused_by_set(set, place, refusal)))
             }
         }
@@ -176,7 +176,7 @@ impl Line {
                 core.with_state(*key, now, |state, ctx| ticket.leave(state, ctx));
             }
             Line::NoRates(_) => {}
-            Line::Set(set) => set.leave(place.number),
+            Line::Set(set) => set.leave(place.number, &place.costs),
         }
     }
 

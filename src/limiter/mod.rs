@@ -39,6 +39,7 @@
 // | `taken` | what a request has that may leave |
 // | `joint` | requests of several keys: their common slots |
 // | `at_once` | the fast path: permits at hand |
+// | `lanes` | the waiters of a line by costs, and the slots booked for them |
 // | `line` | where a request waits for its slots: the queue of its key, or the set of requests with the same keys |
 // | `request`, `wait` | the way of a request to its permit; the future that waits |
 // | `start` | the slow path |
@@ -65,6 +66,7 @@ mod in_flight_slot;
 mod joint;
 mod key_state;
 mod key_states;
+mod lanes;
 mod limited;
 mod line;
 // The folder and this file have the same name. The path of the type is `crate::limiter::Limiter`.

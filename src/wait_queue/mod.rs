@@ -175,17 +175,6 @@ impl<T, O> WaitQueue<T, O> {
         Some(waiter.request)
     }
 
-    /// Ends the wait of the first request but `running`. Returns whether there is one.
-    pub(crate) fn settle_first_but(
-        &mut self,
-        running: Option<Number>,
-        outcome: O,
-        wakers: &mut Wakers,
-    ) -> bool {
-        let first = self.numbers().find(|number| Some(*number) != running);
-        first.is_some_and(|first| self.settle(first, outcome, wakers).is_ok())
-    }
-
     /// Ends the wait of each request for which `outcome` returns one. Returns how many these are.
     pub(crate) fn settle_where(
         &mut self,
@@ -236,6 +225,16 @@ impl<T, O> WaitQueue<T, O> {
     /// Returns the numbers of the requests that wait, in order.
     pub(crate) fn numbers(&self) -> impl DoubleEndedIterator<Item = Number> {
         self.waiting.keys().copied()
+    }
+
+    /// Returns the numbers of the requests that wait, from `first` on.
+    pub(crate) fn numbers_from(&self, first: Number) -> impl DoubleEndedIterator<Item = Number> {
+        self.waiting.range(first..).map(|(number, _)| *number)
+    }
+
+    /// Returns the numbers of the requests that wait before `end`.
+    pub(crate) fn numbers_before(&self, end: Number) -> impl DoubleEndedIterator<Item = Number> {
+        self.waiting.range(..end).map(|(number, _)| *number)
     }
 
     /// Returns the requests that wait, in order.

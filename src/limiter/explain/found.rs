@@ -108,6 +108,11 @@ pub(super) struct InFlightOutlook {
 impl Found {
     /// Asks the store, and then looks at the state of the key.
     pub(super) async fn read(asked: &Asked, bound: WaitBound) -> Found {
+        // A request that enters brings the key up to date: slots that no waiter has come for are booked anew.
+        let now = clock::now();
+        asked
+            .core
+            .with_state(asked.key, now, |state, ctx| state.bring_up_to_date(ctx));
         let before = outlook(asked, bound, clock::now());
         let mut request = asked.core.peek_request(asked.key, &asked.spec());
         // Units that the call for the request would give back are free for it. The units of the

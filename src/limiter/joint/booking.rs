@@ -69,7 +69,7 @@ async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<Slots, JointRe
         let now = clock::now();
         set.refused_near(part, refusal, now);
         let again = clock::after(now, pause);
-        if again > wanted.bound.latest || !set.is_waiting(wanted.number) {
+        if again > wanted.bound.latest || !set.is_waiting(wanted.number, &wanted.costs) {
             return outcome;
         }
         clock::sleep_until(again).await;
@@ -166,7 +166,7 @@ impl<'a> Search<'a> {
                 clock::sleep_until(clock::after(clock::now(), REST)).await;
                 rounds = 0;
             }
-            if rounds > 0 && !self.set.is_waiting(self.number) {
+            if rounds > 0 && !self.set.is_waiting(self.number, &self.costs) {
                 // The request has left, so nobody reads this refusal.
                 return refused(first, Cause::Refused(Refusal::NEVER));
             }

@@ -22,8 +22,8 @@
 //!
 //! # Order
 //!
-//! The requests of this process with equal keys form a [`JointSet`]. It has two sorted lists, as the
-//! queue of a key has: the first request gets the first joint slot of its costs. One task at a time
+//! The requests of this process with equal keys form a [`JointSet`]. They and their joint slots stand in
+//! [`Lanes`](super::lanes::Lanes), as those of a key do: the first request gets the first joint slot of its costs. One task at a time
 //! books for the set, for the first request that has no slot. So a request that costs much is
 //! overtaken by none that costs less.
 //!
@@ -44,14 +44,12 @@
 //! | file | what it has |
 //! |---|---|
 //! | `mod` | slots that go back; [`JointRefusal`] |
-//! | `lanes` | which requests of a set have a joint slot |
 //! | `set` | [`JointSet`]: the waiters of equal keys, and their joint slots |
 //! | `booking` | the search for a joint slot |
 //! | `confirmation` | the calls to stores that may have lost a joint slot |
 
 mod booking;
 mod confirmation;
-mod lanes;
 mod set;
 
 use std::sync::Arc;

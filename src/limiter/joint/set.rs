@@ -1,6 +1,6 @@
 //! The requests of this process with equal keys, and their joint slots.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll};
@@ -8,21 +8,24 @@ use std::time::Instant;
 
 use super::booking;
 use super::confirmation::{self, doubtful};
-use super::lanes::Lanes;
 use super::{Cause, JointRefusal, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::limiter::engine::CoreId;
 use crate::limiter::entry::Entry;
+use crate::limiter::lanes::{Booked, HandOut, Lane, Lanes, SlotWait};
 use crate::limiter::part::{Costs, Part, PartRef, PerPart, max_queue};
 use crate::limiter::queue::Number;
-use crate::limiter::reservation::WaitBound;
+use crate::limiter::reservation::{ProbeNumber, WaitBound};
 use crate::limiter::slots::Slots;
 use crate::quota::LONGEST_LIFE;
 use crate::store::Refusal;
-use crate::wait_queue::{ANSWER, Left, WaitQueue, answer_by, is_missed};
+use crate::wait_queue::{ANSWER, Left, answer_by};
 use crate::wakers::Wakers;
+
+/// The most joint slots that are booked anew behind one that came back. Each takes a search.
+const MOST_BOOKED_ANEW: usize = 8;
 
 /// What identifies a set: limiter, key and host of each part, and whether the requests cost something
 /// of it. A request that needs nothing of a scarce key does not wait behind others that do.
@@ -46,13 +49,10 @@ pub(in crate::limiter) struct JointSet {
 
 #[derive(Debug, Default)]
 struct State {
-    waiters: WaitQueue<JointWait, Result<Slots, JointRefusal>>,
-    /// The same requests and slots, by their costs.
-    lanes: Lanes,
-    /// The joint slots that are booked, the first ones first. There are never more than waiters.
-    slots: VecDeque<Slots>,
+    /// The requests that wait, and the joint slots that are booked. There are never more slots than waiters.
+    lanes: Lanes<Slots>,
     /// Joint slots of no use, whose requests wait for others. Each goes back while another one is
-    /// booked. Together with `slots`, there are never more than waiters.
+    /// booked. There are never more than waiters without a slot.
     given_up: Vec<Slots>,
     /// Whether a task books.
     is_booking: bool,
@@ -66,18 +66,36 @@ struct State {
     refused_near: Option<(Refusal, Instant)>,
 }
 
-/// A request that waits.
-#[derive(Clone, Debug)]
-struct JointWait {
-    costs: Costs,
-    bound: WaitBound,
-    /// When the request asked the stores, for the first time or after it had to come back.
-    asked_at: Instant,
-    /// When the wait ends, even if the store has not replied.
-    gives_up_at: Instant,
-    /// Whether the request has waited: a store has refused a slot to it, or to one before it, or its slot lay
-    /// ahead.
-    is_in_line: bool,
+impl Booked for Slots {
+    type Costs = Costs;
+    type Outcome = Result<Slots, JointRefusal>;
+
+    fn costs(&self) -> &Costs {
+        &self.costs
+    }
+
+    fn at(&self) -> Instant {
+        self.at
+    }
+
+    fn until(&self) -> Option<Instant> {
+        self.until
+    }
+
+    fn permits(&self) -> usize {
+        1
+    }
+
+    fn split(&mut self, _permits: usize) -> Option<Self> {
+        None
+    }
+
+    fn granted(self, is_in_line: bool, _probe: Option<ProbeNumber>) -> Self::Outcome {
+        Ok(Slots {
+            is_at_once: self.is_at_once && !is_in_line,
+            ..self
+        })
+    }
 }
 
 /// The tasks that have to begin.
@@ -142,7 +160,7 @@ impl JointSets {
     pub(in crate::limiter) fn waiting_unbooked(&self, parts: &[PartRef<'_>]) -> usize {
         let set = self.set_of(parts).filter(|set| set.settles());
         set.map_or(0, |set| {
-            set.with(|state, _| state.waiters.waiting() - state.slots.len())
+            set.with(|state, _| state.lanes.waiting_without_slot())
         })
     }
 
@@ -216,17 +234,17 @@ impl JointSet {
             bound.latest.max(clock::after(now, ANSWER))
         };
         self.with(|state, _| {
-            let has_room = is_back || state.waiters.waiting() < max_queue;
+            let has_room = is_back || state.lanes.waiting() < max_queue;
             if has_room {
-                let wait = JointWait {
-                    costs: costs.clone(),
+                let wait = SlotWait {
                     bound,
-                    asked_at: now,
+                    entered: now,
+                    is_decided: false,
+                    is_in_line: state.refused_near.is_some() && state.lanes.waiting() > 0,
                     gives_up_at,
-                    is_in_line: state.refused_near.is_some() && state.waiters.waiting() > 0,
                 };
-                state.lanes.enter(costs, number);
-                state.waiters.enter(number, wait, gives_up_at);
+                let enter = |lane: &mut Lane<_>| lane.enter(number, wait, gives_up_at);
+                state.lanes.change(costs, enter);
             }
             has_room
         })
@@ -236,6 +254,7 @@ impl JointSet {
     pub(in crate::limiter) fn poll(
         self: &Arc<Self>,
         number: Number,
+        costs: &Costs,
         held_until: Option<Instant>,
         mut now: Instant,
         cx: &mut Context<'_>,
@@ -244,21 +263,21 @@ impl JointSet {
         loop {
             let mut unused = Vec::new();
             let (settled, tasks) = self.with(|state, wakers| {
-                state.waiters.runs(number);
+                state.lanes.runs(number, costs);
                 state.obey(held_until, now);
-                let confirm = state.hand_out(&self.parts, now, Some(number), &mut unused, wakers);
-                let mut settled = state.waiters.collect(number);
+                let confirm = state.hand_out(&self.parts, now, Some(number), wakers);
+                let mut settled = state.lanes.collect(number, costs);
                 let tasks = state.begin_tasks(confirm);
                 let has_begun = tasks != Tasks::default();
                 if settled.is_none()
-                    && let Some(refusal) = state.over(number, has_begun, self.settles(), now)
+                    && let Some(refusal) = state.over(number, costs, has_begun, self.settles(), now)
                 {
-                    state.leave(number);
-                    state.trim(&mut unused);
+                    state.lanes.leave(number, costs);
                     settled = Some(Err(refusal));
                 }
+                state.trim(&mut unused);
                 if !has_begun {
-                    state.register(number, now, cx);
+                    state.lanes.register(number, costs, None, now, cx);
                 }
                 (settled, tasks)
             });
@@ -274,27 +293,23 @@ impl JointSet {
     }
 
     /// Removes a request. A joint slot that it had goes to the next request.
-    pub(in crate::limiter) fn leave(self: &Arc<Self>, number: Number) {
+    pub(in crate::limiter) fn leave(self: &Arc<Self>, number: Number, costs: &Costs) {
         let now = clock::now();
-        self.change(|state, unused, _| match state.leave(number) {
+        self.change(|state, unused, _| match state.lanes.leave(number, costs) {
             Some(Left::Settled(Ok(slot))) if slot.is_expired(now) => unused.push(slot),
-            Some(Left::Settled(Ok(slot))) => state.insert(slot),
+            Some(Left::Settled(Ok(slot))) => state.lanes.add(slot),
             _ => {}
         });
     }
 
     /// Refuses the requests whose joint slot is later than `by`.
     fn end_by(self: &Arc<Self>, by: Instant) {
+        let end = || {
+            let cause = Cause::Refused(Refusal::NEVER);
+            Err(JointRefusal { part: 0, cause })
+        };
         self.change(|state, _, wakers| {
-            let in_time = |costs: &Costs| {
-                let slots = state.slots.iter();
-                let in_time = slots.filter(|slot| slot.costs == *costs && slot.at <= by);
-                in_time.count()
-            };
-            for number in state.lanes.with_slot_beyond(in_time) {
-                let cause = Cause::Refused(Refusal::NEVER);
-                state.settle(number, Err(JointRefusal { part: 0, cause }), wakers);
-            }
+            state.lanes.change_all(|lane| lane.end_by(by, end, wakers));
         });
     }
 
@@ -306,7 +321,7 @@ impl JointSet {
         let tasks = self.with(|state, wakers| {
             change(state, &mut unused, wakers);
             state.trim(&mut unused);
-            let confirm = state.hand_out(&self.parts, now, None, &mut unused, wakers);
+            let confirm = state.hand_out(&self.parts, now, None, wakers);
             state.begin_tasks(confirm)
         });
         self.give_back(unused);
@@ -338,30 +353,32 @@ impl JointSet {
         self.with(|state, _| {
             state.scarcest = part;
             state.refused_near = Some((refusal, now));
-            for waiter in state.waiters.iter_mut() {
-                waiter.request.is_in_line = true;
-            }
+            state.lanes.change_all(|lane| {
+                lane.iter_mut().for_each(|(_, wait)| wait.is_in_line = true);
+            });
         });
     }
 
     /// Takes in what became of a booking.
     pub(super) fn booked(self: &Arc<Self>, wanted: &Wanted, outcome: Result<Slots, JointRefusal>) {
+        let Wanted { number, costs, .. } = wanted;
         self.change(|state, _, wakers| match outcome {
             Ok(slot) => {
                 state.scarcest = slot.last;
                 state.refused_near = None;
-                if !slot.is_at_once {
-                    state.note_wait(wanted.number);
-                }
-                state.insert(slot);
-                state.wake_for_last_slot(wanted);
+                let is_ahead = !slot.is_at_once;
+                state.lanes.add(slot);
                 let now = clock::now();
-                if self.limits_calls() && !state.is_near(wanted.number, &wanted.costs, now) {
-                    // It gives up its in-flight slots.
-                    if let Some(waiter) = state.waiters.get_mut(wanted.number) {
-                        waiter.wake_at(now);
+                // It gives up its in-flight slots.
+                let gives_up = self.limits_calls() && !state.is_near(*number, costs, now);
+                state.lanes.change(costs, |lane| {
+                    if let Some(wait) = lane.get_mut(*number) {
+                        // It waits. It may still leave with the earlier slot that is booked for a request behind it.
+                        wait.is_in_line |= is_ahead;
                     }
-                }
+                    let last = lane.last_slot().filter(|_| !gives_up);
+                    lane.wake(*number, last.unwrap_or(now));
+                });
             }
             Err(
                 refusal @ JointRefusal {
@@ -370,14 +387,21 @@ impl JointSet {
                 },
             ) => {
                 // The store failed for all requests that have no joint slot.
-                let without_slot: Vec<Number> = state.lanes.all_without_slot().collect();
-                for number in without_slot {
-                    state.settle(number, Err(refusal.clone()), wakers);
+                let without_slot = state.lanes.without_slot();
+                let all: Vec<Costs> = without_slot.map(|(_, costs, _)| costs.clone()).collect();
+                for costs in all {
+                    state.lanes.change(&costs, |lane| {
+                        let numbers: Vec<Number> = lane.numbers_without_slot().collect();
+                        for number in numbers {
+                            lane.settle(number, Err(refusal.clone()), wakers);
+                        }
+                    });
                 }
             }
             Err(refusal) => {
                 // If the request has left meanwhile, nothing was booked for the others.
-                state.settle(wanted.number, Err(refusal), wakers);
+                let settle = |lane: &mut Lane<_>| lane.settle(*number, Err(refusal), wakers);
+                state.lanes.change(costs, settle);
             }
         });
     }
@@ -389,7 +413,7 @@ impl JointSet {
         self.change(|state, _, _| {
             state.is_confirming = false;
             let is_lost = |slot: &Slots| !doubtful(&self.parts, slot, now).is_empty();
-            while let Some(slot) = state.take_due(now, is_lost) {
+            while let Some(slot) = state.lanes.take_due_if(now, is_lost) {
                 state.given_up.push(slot);
             }
         });
@@ -408,7 +432,7 @@ impl JointSet {
     fn task_lost(&self, note: impl FnOnce(&mut State)) {
         self.with(|state, wakers| {
             note(state);
-            state.waiters.wake_where(|_| true, wakers);
+            state.lanes.wake_all(wakers);
         });
     }
 
@@ -428,13 +452,16 @@ impl JointSet {
     }
 
     /// Returns whether a request waits.
-    pub(super) fn is_waiting(&self, number: Number) -> bool {
-        self.with(|state, _| state.waiters.get(number).is_some())
+    pub(super) fn is_waiting(&self, number: Number, costs: &Costs) -> bool {
+        self.with(|state, _| {
+            let lane = state.lanes.get(costs);
+            lane.is_some_and(|lane| lane.get(number).is_some())
+        })
     }
 
     /// Returns how many requests wait.
     pub(in crate::limiter) fn waiting(&self) -> usize {
-        self.with(|state, _| state.waiters.waiting())
+        self.with(|state, _| state.lanes.waiting())
     }
 
     /// Takes back the joint slot of a request that has entered again, because the slot is of no use.
@@ -453,9 +480,11 @@ impl JointSet {
 impl Drop for JointSet {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let slots = std::mem::take(&mut state.slots);
-        let given_up = std::mem::take(&mut state.given_up);
-        self.give_back(slots.into_iter().chain(given_up));
+        let mut slots = std::mem::take(&mut state.given_up);
+        state
+            .lanes
+            .change_all(|lane| lane.take_all(|slot| slots.push(slot)));
+        self.give_back(slots);
         if let Some(first) = self.parts.first() {
             first.core.joint.forget(&self.id);
         }
@@ -463,151 +492,57 @@ impl Drop for JointSet {
 }
 
 impl State {
-    /// Removes a request, whether its wait has ended or not.
-    fn leave(&mut self, number: Number) -> Option<Left<JointWait, Result<Slots, JointRefusal>>> {
-        let left = self.waiters.leave(number);
-        if let Some(Left::Waiting(wait)) = &left {
-            self.lanes.leave(&wait.costs, number);
-        }
-        left
-    }
-
-    /// Ends the wait of a request. Does nothing if it has left.
-    fn settle(
-        &mut self,
-        number: Number,
-        outcome: Result<Slots, JointRefusal>,
-        wakers: &mut Wakers,
-    ) {
-        if let Some(waiter) = self.waiters.get(number) {
-            self.lanes.leave(&waiter.request.costs, number);
-            // It waits, so its wait ends.
-            let _ = self.waiters.settle(number, outcome, wakers);
-        }
-    }
-
-    /// Adds a joint slot at its place.
-    fn insert(&mut self, slot: Slots) {
-        self.lanes.add_slot(&slot.costs);
-        let place = self.slots.partition_point(|other| other.at <= slot.at);
-        self.slots.insert(place, slot);
-    }
-
     /// See [`JointSet::is_near`].
     fn is_near(&self, number: Number, costs: &Costs, now: Instant) -> bool {
-        let mut slots = self.slots.iter().filter(|slot| slot.costs == *costs);
-        match slots.nth(self.lanes.before(costs, number)) {
-            Some(slot) => slot.at <= clock::after(now, LONGEST_LIFE),
+        let lane = self.lanes.get(costs);
+        match lane.and_then(|lane| lane.slot_of(number)) {
+            Some(slot) => slot <= clock::after(now, LONGEST_LIFE),
             None => self.is_booking && self.refused_near.is_none(),
-        }
-    }
-
-    /// Notes that a request waits: its joint slot lies ahead. It may still leave with the earlier slot that
-    /// is booked for a request behind it.
-    fn note_wait(&mut self, number: Number) {
-        if let Some(waiter) = self.waiters.get_mut(number) {
-            waiter.request.is_in_line = true;
-        }
-    }
-
-    /// Wakes the request that a joint slot was booked for when the last slot of its lane is due.
-    fn wake_for_last_slot(&mut self, wanted: &Wanted) {
-        let mut slots = self.slots.iter().rev();
-        let Some(slot) = slots.find(|slot| slot.costs == wanted.costs) else {
-            return;
-        };
-        if let Some(waiter) = self.waiters.get_mut(wanted.number) {
-            waiter.wake_at(slot.at.min(waiter.request.gives_up_at));
         }
     }
 
     /// Moves the joint slots that no request needs to `unused`, the last ones first. After a
     /// request has left, the requests behind it have the slots before theirs.
     fn trim(&mut self, unused: &mut Vec<Slots>) {
-        while let Some(costs) = self.lanes.unneeded() {
-            self.lanes.remove_slot(&costs);
-            let place = self.slots.iter().rposition(|slot| slot.costs == costs);
-            unused.extend(place.and_then(|place| self.slots.remove(place)));
+        if let Some(freed) = self.lanes.trim(None, |slot| unused.push(slot)) {
+            self.book_anew_behind(freed);
         }
-        let without_slot = self.waiters.waiting() - self.slots.len();
-        while self.given_up.len() > without_slot {
+        while self.given_up.len() > self.lanes.waiting_without_slot() {
             unused.extend(self.given_up.pop());
         }
     }
 
     /// Gives the joint slots that are due to the first requests. Stops at a slot that stores have
     /// to confirm first, and returns the parts of these stores.
-    ///
-    /// A slot that has expired for some time goes to its request, too, unless that is the `running` one: so requests
-    /// that are not polled get no more.
-    ///
-    /// The first request then wakes for the first slot. The others wake for the slots that they had
-    /// when they were booked. If requests before them have left since, that is too late. It matters
-    /// only if the task of the first request does not poll its wait.
     fn hand_out(
         &mut self,
         parts: &[Part],
         now: Instant,
         running: Option<Number>,
-        unused: &mut Vec<Slots>,
         wakers: &mut Wakers,
     ) -> PerPart<usize> {
-        while let Some(mut slot) = self.take_due(now, |_| true) {
-            let Some(first) = self.lanes.first(&slot.costs) else {
-                unused.push(slot);
-                continue;
-            };
-            if slot.is_expired(now) {
-                let is_missed = slot.until.is_some_and(|until| is_missed(until, now));
-                if is_missed && running != Some(first) {
-                    self.settle(first, Ok(slot), wakers);
-                } else {
-                    self.given_up.push(slot);
-                }
-                continue;
-            }
-            let confirm = doubtful(parts, &slot, now);
-            if !confirm.is_empty() {
-                self.lanes.add_slot(&slot.costs);
-                self.slots.push_front(slot);
-                return confirm;
-            }
-            let waiter = self.waiters.get(first);
-            slot.is_at_once &= waiter.is_some_and(|waiter| !waiter.request.is_in_line);
-            self.settle(first, Ok(slot), wakers);
-        }
-        if let Some(slot) = self.slots.front()
-            && let Some(first) = self.lanes.first(&slot.costs)
-            && let Some(first) = self.waiters.get_mut(first)
-            && first.wakes_at() > slot.at
-        {
-            first.wake_at(slot.at);
-        }
-        PerPart::new()
-    }
-
-    /// Takes the first joint slot, if it is due and `is_taken`.
-    fn take_due(&mut self, now: Instant, is_taken: impl Fn(&Slots) -> bool) -> Option<Slots> {
-        let first = self.slots.front()?;
-        let is_taken = first.at <= now && is_taken(first);
-        let slot = is_taken.then(|| self.slots.pop_front())??;
-        self.lanes.remove_slot(&slot.costs);
-        Some(slot)
-    }
-
-    /// Registers the task of a request that waits. If it woke too early, it wakes for the next slot.
-    fn register(&mut self, number: Number, now: Instant, cx: &mut Context<'_>) {
-        let next = self.slots.front().map(|slot| slot.at);
-        let Some(waiter) = self.waiters.get_mut(number) else {
-            return;
+        let how = HandOut {
+            most: usize::MAX,
+            probe: None,
+            running,
+            now,
         };
-        if waiter.wakes_at() <= now {
-            let gives_up_at = waiter.request.gives_up_at;
-            // A slot that is due waits for its confirmation, which wakes its request.
-            let next = next.filter(|at| *at > now).unwrap_or(gives_up_at);
-            waiter.wake_at(next.min(gives_up_at));
+        let mut confirm = PerPart::new();
+        let may_leave = |slot: &Slots| {
+            confirm = doubtful(parts, slot, now);
+            confirm.is_empty()
+        };
+        let died = |slot| self.given_up.push(slot);
+        if self.lanes.hand_out(how, may_leave, died, wakers).died {
+            self.book_anew_behind(now);
         }
-        waiter.register(cx);
+        confirm
+    }
+
+    /// Gives up joint slots after `moment`, because an earlier one came back: their requests may leave sooner.
+    fn book_anew_behind(&mut self, moment: Instant) {
+        let taken = |slot| self.given_up.push(slot);
+        self.lanes.take_after(moment, MOST_BOOKED_ANEW, taken);
     }
 
     /// Takes in until when a hold lets no request leave. Joint slots before its end are useless. If
@@ -618,15 +553,14 @@ impl State {
         if held_until == before {
             return;
         }
-        let is_later = held_until > before;
-        let is_kept = |slot: &Slots| is_later && Some(slot.at) >= held_until;
-        let slots = std::mem::take(&mut self.slots).into_iter();
-        let (kept, given_up): (VecDeque<_>, VecDeque<_>) = slots.partition(is_kept);
-        for slot in &given_up {
-            self.lanes.remove_slot(&slot.costs);
-        }
-        self.slots = kept;
-        self.given_up.extend(given_up);
+        let later = held_until.filter(|until| before.is_none_or(|before| *until > before));
+        self.lanes.change_all(|lane| {
+            let taken = |slot| self.given_up.push(slot);
+            match later {
+                Some(until) => lane.take_before(until, taken),
+                None => lane.take_all(taken),
+            }
+        });
     }
 
     /// Returns why a request can wait no longer, if that is so. In the last moment of its wait, a
@@ -634,22 +568,22 @@ impl State {
     fn over(
         &self,
         number: Number,
+        costs: &Costs,
         has_begun: bool,
         settles: bool,
         now: Instant,
     ) -> Option<JointRefusal> {
-        let wait = &self.waiters.get(number)?.request;
+        let wait = self.lanes.get(costs)?.get(number)?;
         if wait.gives_up_at > now || (has_begun && wait.gives_up_at == now) {
             return None;
         }
         // If units may come back, nothing is booked ahead for requests behind the first.
-        let has_answer = settles || self.slots.len() >= self.waiters.waiting();
+        let has_answer = settles || self.lanes.first_without_slot().is_none();
         let cause = if let Some((refusal, at)) = self.refused_near {
             let since = now.saturating_duration_since(at);
             let wait = refusal.wait.map(|wait| wait.saturating_sub(since));
             Cause::Refused(Refusal { wait, ..refusal })
-        } else if wait.bound.by_deadline || has_answer || now < clock::after(wait.asked_at, ANSWER)
-        {
+        } else if wait.bound.by_deadline || has_answer || now < clock::after(wait.entered, ANSWER) {
             Cause::Refused(Refusal::NEVER)
         } else {
             Cause::Failed(StoreError::NoAnswer { waited: ANSWER })
@@ -663,7 +597,7 @@ impl State {
     /// Notes which tasks begin. `confirm` are the parts whose stores have to confirm the first joint
     /// slot.
     fn begin_tasks(&mut self, confirm: PerPart<usize>) -> Tasks {
-        let book = !self.is_booking && self.waiters.waiting() > self.slots.len();
+        let book = !self.is_booking && self.lanes.first_without_slot().is_some();
         self.is_booking |= book;
         let confirm = if self.is_confirming {
             PerPart::new()
@@ -675,14 +609,14 @@ impl State {
     }
 
     fn next_wanted(&mut self) -> Option<Wanted> {
-        let number = self.lanes.first_without_slot()?;
-        let waiter = self.waiters.get(number)?;
+        let (number, costs) = self.lanes.first_without_slot()?.clone();
+        let wait = self.lanes.get(&costs)?.get(number)?;
         Some(Wanted {
-            costs: waiter.request.costs.clone(),
-            bound: waiter.request.bound,
+            bound: wait.bound,
             held_until: self.held_until,
             scarcest: self.scarcest,
             number,
+            costs,
             given_up: self.given_up.pop(),
         })
     }

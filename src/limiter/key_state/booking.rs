@@ -18,8 +18,10 @@ use super::probation::Passage;
 use super::store_view::slot;
 use crate::clock;
 use crate::error::StoreError;
-use crate::limiter::queue::{Answered, CallNumber, Delay, Gathering, HandedOut, Number};
+use crate::limiter::lanes::HandedOut;
+use crate::limiter::queue::{Answered, CallNumber, Delay, Gathering, Number, SHORTEST_TIMER};
 use crate::limiter::reservation::{ProbeNumber, Settled};
+use crate::quota::Limit;
 use crate::store::{Demand, Lease, Refusal, StoreReply, trust};
 
 /// The most permits of one call to a store that does not answer at once, so that no call keeps its
@@ -29,6 +31,10 @@ const MOST_ASKED: usize = 500;
 /// The most calls in a row to a store that answers at once: one for each demand that it refuses,
 /// and one more.
 const MOST_ROUNDS: usize = 64;
+
+/// Up to how many waiters behind a slot that came back book anew under a bucket. It takes back single slots between
+/// those of other processes, but not many.
+const MOST_BOOKED_ANEW_BY_PACE: usize = 8;
 
 /// What a call to the store asks for.
 struct Booking {
@@ -50,11 +56,17 @@ enum Called {
     UnderWay,
 }
 
+/// Returns whether the quota has a bucket, which keeps the order of its bookings.
+pub(super) fn is_paced(ctx: &KeyContext<'_>) -> bool {
+    let mut limits = ctx.spec.quota().limits().iter();
+    limits.any(|limit| matches!(limit, Limit::Bucket { .. }))
+}
+
 impl KeyState {
     /// Brings the key up to date. Hands out the slots that are due, and gives back slots that no
     /// waiter needs. Calls the store for waiters without a slot. The waiter `me` is being polled
     /// and needs no waking.
-    pub(super) fn step(&mut self, ctx: &mut KeyContext<'_>, me: Option<Number>) {
+    pub(super) fn step(&mut self, ctx: &mut KeyContext<'_>, me: Option<(Number, u32)>) {
         let mut now = ctx.now;
         if !self.are_parts_stated(ctx, now) && self.waiting() > 0 {
             self.want_statements(ctx);
@@ -62,7 +74,11 @@ impl KeyState {
         }
         // A store that answers at once may bring slots that are due. It may also refuse one demand
         // and leave those after it undecided.
-        for _ in 0..MOST_ROUNDS {
+        for round in 0.. {
+            if round == MOST_ROUNDS {
+                self.go_on_later(ctx, now);
+                break;
+            }
             let is_trusted = self.store.is_trusted(ctx.spec, now);
             let Some(HandedOut { died, .. }) = self.hand_out_due(ctx, me, is_trusted, now) else {
                 return;
@@ -80,11 +96,29 @@ impl KeyState {
         self.borrow_later(ctx, now);
     }
 
+    /// Does what is done before a request that enters now has its slot.
+    pub(in crate::limiter) fn bring_up_to_date(&mut self, ctx: &mut KeyContext<'_>) {
+        if self.store.answers_later {
+            self.step(ctx, None);
+            self.close(ctx);
+        } else {
+            self.gathered(ctx);
+        }
+    }
+
+    /// Puts the next call off a little.
+    pub(super) fn go_on_later(&mut self, ctx: &mut KeyContext<'_>, now: Instant) {
+        if let Some(queue) = &mut self.queue {
+            let delay = queue.gathering.put_off(SHORTEST_TIMER, now);
+            ctx.work.begins_delay |= delay == Delay::Starts;
+        }
+    }
+
     /// Hands out the slots that are due, if they are trusted. Returns `None` if there is no queue.
     fn hand_out_due(
         &mut self,
         ctx: &mut KeyContext<'_>,
-        me: Option<Number>,
+        me: Option<(Number, u32)>,
         is_trusted: bool,
         now: Instant,
     ) -> Option<HandedOut> {
@@ -135,6 +169,13 @@ impl KeyState {
         }
         queue.give_up_call();
         let is_clear = self.hold.is_clear(ctx.max_hold, now);
+        if !queue.gathering.is_under_way() {
+            let anew = is_clear
+                && is_trusted
+                && !queue.is_paused(now)
+                && (!is_paced(ctx) || queue.waiting() <= MOST_BOOKED_ANEW_BY_PACE);
+            queue.give_up_behind_freed(anew, self.store.answers_later);
+        }
         // The next slot is confirmed early enough for the answer to arrive before the slot is due.
         let lead = trust(ctx.spec.quota().longest_memory()) / 4;
         let unconfirmed = queue
@@ -182,6 +223,8 @@ impl KeyState {
             queue.gathering.put_off(left, now)
         } else if self.store.answers_later && !booking.confirms || queue.is_paused(now) {
             queue.batch(now)
+        } else if queue.gathering.is_under_way() {
+            Delay::UnderWay
         } else {
             Delay::Over
         }

@@ -73,7 +73,6 @@ use super::reservation::{Counting, ProbeNumber, Reservation};
 use super::unlocked::UnlockedPermits;
 use crate::clock;
 use crate::limit::{Charge, LimitSpec, UnusedPermits};
-use crate::quota::Limit;
 use crate::signal::Signal;
 use crate::stats::KeyCounts;
 use crate::store::{HoldState, Lease, SetQuota, StoreReply, UpstreamRemaining};
@@ -524,8 +523,7 @@ impl KeyState {
             // the hold are given up as well. A bucket is an exception: it cannot take back a single
             // slot between the slots of other processes. So its slots stay while the key is on
             // hold.
-            let is_paced = |limit: &Limit| matches!(limit, Limit::Bucket { .. });
-            if !is_held || !ctx.spec.quota().limits().iter().any(is_paced) {
+            if !is_held || !booking::is_paced(ctx) {
                 queue.give_up_slots();
             }
             // After a release, the next call does not wait for the end of the hold. After a new hold

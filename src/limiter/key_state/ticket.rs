@@ -81,7 +81,7 @@ impl Ticket {
         if inquires {
             state.inquire(ctx);
         }
-        state.step(ctx, Some(self.number));
+        state.step(ctx, Some((self.number, self.cost)));
         let settled = match self.collect(state) {
             Some(Settled::Failed(cause)) => self.store_failed(state, ctx, cause),
             settled => settled,
@@ -157,10 +157,18 @@ impl Ticket {
         cx: &mut Context<'_>,
     ) -> Poll<Settled> {
         if let Some(settled) = self.collect_usable(state, ctx) {
+            // There is room for another permit on its way.
+            if state
+                .queue
+                .as_ref()
+                .is_some_and(|queue| queue.is_due(ctx.now))
+            {
+                state.step(ctx, None);
+            }
             state.close(ctx);
             return Poll::Ready(settled);
         }
-        state.step(ctx, Some(self.number));
+        state.step(ctx, Some((self.number, self.cost)));
         if let Some(settled) = self.collect_usable(state, ctx) {
             state.close(ctx);
             return Poll::Ready(settled);
@@ -252,7 +260,7 @@ impl Ticket {
             Err(left) => {
                 let refused = self.wait_for_hold(state, ctx.now, left);
                 if refused.is_none() {
-                    state.step(ctx, Some(self.number));
+                    state.step(ctx, Some((self.number, self.cost)));
                 }
                 refused
             }
@@ -274,7 +282,7 @@ impl Ticket {
             }
             Self::give_up(state, ctx, slot);
         }
-        state.step(ctx, Some(self.number));
+        state.step(ctx, Some((self.number, self.cost)));
     }
 
     /// Gives up a permit: it goes to the first waiter, or back to the store if no request can use it.
@@ -283,6 +291,11 @@ impl Ticket {
         let queue = state.queue.get_or_insert_default();
         if is_held || slot.until <= ctx.now {
             queue.returns.add(&slot);
+            queue.missed(ctx.now);
+            if queue.waiting() > 1 {
+                // If one came too late, others do, too. One call books for all of them.
+                state.go_on_later(ctx, ctx.now);
+            }
         } else {
             queue.add(slot);
         }

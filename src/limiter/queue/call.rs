@@ -5,16 +5,17 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::cost_class::CallResult;
+use super::answer::CallResult;
 use super::{Gathering, Queue, next_number};
 use crate::clock;
+use crate::limiter::lanes::Lane;
 use crate::limiter::reservation::{Reservation, Settled};
 use crate::store::{Demand, Refusal};
 use crate::wait_queue::{ANSWER, Number};
 use crate::wakers::Wakers;
 
 /// The most demands of one call. There is one for each change from one cost to another.
-const MOST_DEMANDS: usize = 64;
+pub(super) const MOST_DEMANDS: usize = 64;
 
 /// The number of a call to the store. The answer to any call but the last one is late.
 pub(in crate::limiter) type CallNumber = u64;
@@ -61,8 +62,9 @@ impl Queue {
     /// Gives up a call that was not answered in time. The next call asks for the same again.
     pub(in crate::limiter) fn give_up_call(&mut self) {
         if self.call.take().is_some() {
-            self.asked.clear();
-            self.classes.values_mut().for_each(|class| class.asked = 0);
+            for demand in self.asked.drain(..) {
+                self.lanes.change(&demand.cost, |lane| lane.asked = 0);
+            }
         }
     }
 
@@ -73,38 +75,47 @@ impl Queue {
             .map(|call| clock::after(call.sent, ANSWER))
     }
 
-    /// Returns what the waiters without a slot need, in their order; `most` permits in all.
+    /// Returns what the waiters without a slot need, in their order; `most` permits in all. No call is under way.
     pub(in crate::limiter) fn needs(&self, most: usize) -> SmallVec<[Demand; 2]> {
-        let mut waiting: SmallVec<[(Number, Demand); 2]> = SmallVec::new();
-        let is_one_cost = self
-            .classes
-            .values()
-            .filter(|class| class.missing() > 0)
-            .nth(1)
-            .is_none();
-        for (&cost, class) in self.classes.iter().filter(|(_, class)| class.missing() > 0) {
-            if is_one_cost {
-                let count = u32::try_from(class.missing()).unwrap_or(u32::MAX);
-                waiting.push((0, Demand::new(cost, count)));
-            } else {
-                // Waiters of different costs stand between each other.
-                let first = class.missing_numbers().take(most);
-                waiting.extend(first.map(|number| (number, Demand::new(cost, 1))));
-            }
-        }
-        waiting.sort_by_key(|(number, _)| *number);
-        let mut demands: SmallVec<[Demand; 2]> = SmallVec::new();
         let mut left = u32::try_from(most).unwrap_or(u32::MAX);
-        for (_, demand) in waiting {
-            let count = demand.count.min(left);
-            left -= count;
-            let has_room = demands.len() < MOST_DEMANDS;
+        let mut demands: SmallVec<[Demand; 2]> = SmallVec::new();
+        let mut lanes = self.lanes.without_slot().peekable();
+        let demand = |cost: u32, count: usize, left: &mut u32| {
+            let count = u32::try_from(count).unwrap_or(u32::MAX).min(*left);
+            *left -= count;
+            Demand::new(cost, count)
+        };
+        if let Some((_, &cost, lane)) = lanes.next_if(|_| self.lanes.is_one_without_slot()) {
+            demands.push(demand(cost, lane.without_slot(), &mut left));
+        }
+        // Waiters of different costs stand between each other. Each lane is looked at when its first waiter is next.
+        let mut open: SmallVec<[(u32, Number, &Lane<Reservation>); 4]> = SmallVec::new();
+        while left > 0 {
+            let next_of_open = (0..open.len()).min_by_key(|lane: &usize| open[*lane].1);
+            let first_of_open = next_of_open.map(|lane| open[lane].1);
+            if let Some((first, &cost, lane)) =
+                lanes.next_if(|(first, ..)| first_of_open.is_none_or(|open| *first < open))
+            {
+                open.push((cost, first, lane));
+                continue;
+            }
+            let Some(next) = next_of_open else { break };
+            let (cost, number, lane) = open[next];
+            let is_full = demands.len() == MOST_DEMANDS;
             match demands.last_mut() {
-                Some(last) if last.cost == demand.cost => last.count += count,
-                _ if count > 0 && has_room => demands.push(Demand { count, ..demand }),
-                _ => break,
+                Some(last) if last.cost == cost => {
+                    left -= 1;
+                    last.count += 1;
+                }
+                _ if is_full => break,
+                _ => demands.push(demand(cost, 1, &mut left)),
+            }
+            match lane.next_after(number) {
+                Some(number) => open[next].1 = number,
+                None => _ = open.swap_remove(next),
             }
         }
+        demands.retain(|demand| demand.count > 0);
         demands
     }
 
@@ -116,16 +127,11 @@ impl Queue {
         now: Instant,
         watched: bool,
     ) -> CallNumber {
-        let last = self
-            .classes
-            .values()
-            .filter_map(|class| class.waiters.numbers().next_back())
-            .max();
         let number = next_number();
         self.call = Some(Calling {
             number,
             sent: now,
-            last,
+            last: self.last.filter(|_| self.waiting() > 0),
             watched,
         });
         self.unanswered.get_or_insert(now);
@@ -135,15 +141,14 @@ impl Queue {
         self.asked.clear();
         self.asked.extend_from_slice(demands);
         for demand in demands {
-            let class = self.classes.entry(demand.cost).or_default();
-            class.asked += demand.count as usize;
-            class.asked_at(now);
+            self.lanes.change(&demand.cost, |lane| {
+                lane.asked += demand.count as usize;
+                lane.asked_at(now);
+            });
         }
         if watched {
             let lost_at = clock::after(now, ANSWER);
-            self.classes
-                .values_mut()
-                .for_each(|class| class.wake_by(lost_at));
+            self.lanes.change_all(|lane| lane.wake_by(lost_at));
         }
         number
     }
@@ -190,28 +195,33 @@ impl Queue {
         let refused = self.first_missing(&granted);
         let last_asked = call.filter(|_| !self.asked.is_empty());
         let last_asked = last_asked.and_then(|call| call.last);
-        self.asked.clear();
+        let asked = self.asked.drain(..).chain(usable.0.iter().copied());
+        let mut costs: SmallVec<[u32; 4]> = asked.map(|demand| demand.cost).collect();
+        costs.sort_unstable();
+        costs.dedup();
         let is_refusal = matches!(end, Some(Settled::Refused(_)));
         let refused_at = call
             .filter(|_| is_refusal)
             .and_then(|call| Some((call.sent, call.last?)));
-        for (&cost, class) in &mut self.classes {
-            let asked = std::mem::take(&mut class.asked);
-            let left_out = match refused {
-                // The waiters after the refused one, and those whose permits expired, are asked for
-                // again.
-                Some(demand) if is_refusal && demand.cost == cost => demand.count as usize,
-                _ if is_refusal => 0,
-                _ => asked.saturating_sub(granted.of(cost) as usize),
-            };
-            let result = CallResult {
-                granted: usable.of(cost) as usize,
-                left_out,
-                end,
-                last_asked,
-                refused_at,
-            };
-            class.settle(&result, now, wakers);
+        for cost in costs {
+            self.lanes.change_timed(&cost, |lane, timers| {
+                let asked = std::mem::take(&mut lane.asked);
+                let left_out = match refused {
+                    // The waiters after the refused one, and those whose permits expired, are asked for
+                    // again.
+                    Some(demand) if is_refusal && demand.cost == cost => demand.count as usize,
+                    _ if is_refusal => 0,
+                    _ => asked.saturating_sub(granted.of(cost) as usize),
+                };
+                let result = CallResult {
+                    granted: usable.of(cost) as usize,
+                    left_out,
+                    end,
+                    last_asked,
+                    refused_at,
+                };
+                lane.take_in(&result, timers, now, wakers);
+            });
         }
         Answered {
             died,
@@ -232,9 +242,8 @@ impl Queue {
             wait: Some(wait),
             limit: None,
         };
-        for class in self.classes.values_mut() {
-            class.pause(until, refusal, wakers);
-        }
+        self.lanes
+            .change_all(|lane| lane.pause(until, refusal, wakers));
     }
 }
 

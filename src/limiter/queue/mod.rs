@@ -1,35 +1,31 @@
 //! The waiters of one key, in the order of their arrival. Each has one timer and is woken once.
 //!
-//! Waiters and the slots booked for them are two sorted lists, and the first waiter gets the first
-//! slot. If a waiter leaves, the next waiter has its slot. A waiter that could not use its slot in
-//! time is first again.
+//! They and the slots booked for them stand in [`Lanes`]: a slot is booked for permits of one cost. One call to the store
+//! books for all waiters without a slot.
 //!
 //! When a slot is booked, the timer of the waiter that has it is set to it. If waiters move up
 //! later, only the timer of the first waiter is moved, to the first slot. A waiter that wakes hands
 //! out all slots that are due, so no waiter depends on a task that is not polled. A waiter that does not come for its slot
 //! is settled with it and gets no other one, until its future is polled.
 //!
-//! A slot is booked for permits of one cost, so each cost has its own two lists, in a
-//! [`CostClass`].
-//!
 //! | file | what it has |
 //! |---|---|
-//! | `mod` | [`Queue`]: the waiters and slots of all costs |
+//! | `mod` | [`Queue`]: the waiters and slots of a key |
 //! | `call` | [`Queue`]: the call to the store, and what its answer means for the waiters |
-//! | `cost_class` | the waiters and slots of one cost |
+//! | `answer` | the same for the waiters of one cost |
 //! | `gathering` | the batching delay of the next call |
 
+mod answer;
 mod call;
-mod cost_class;
 mod gathering;
 
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Context;
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::lanes::{HandOut, HandedOut, Lane, Lanes, SlotWait};
 use super::prefetched::Prefetched;
 use super::reservation::{ProbeNumber, Reservation, Settled, WaitBound};
 use crate::clock;
@@ -39,9 +35,8 @@ pub(super) use crate::wait_queue::Number;
 use crate::wait_queue::{ANSWER, Left};
 use crate::wakers::Wakers;
 
-use call::Calling;
 pub(super) use call::{Answered, CallNumber};
-use cost_class::{CostClass, SlotWait};
+use call::{Calling, MOST_DEMANDS};
 pub(super) use gathering::{Delay, Gathering};
 
 /// The longest time that a call waits for other requests to join it. A request of another process
@@ -49,10 +44,14 @@ pub(super) use gathering::{Delay, Gathering};
 const LONGEST_GATHERING: Duration = Duration::from_millis(10);
 
 /// The resolution of timers.
-const SHORTEST_TIMER: Duration = Duration::from_millis(1);
+pub(super) const SHORTEST_TIMER: Duration = Duration::from_millis(1);
 
 /// How far ahead a slot is at least that is kept for the next waiters.
 const SPARED_AHEAD: Duration = Duration::from_secs(1);
+
+/// The most slots that are booked anew behind one that came back. A ledger keeps as many returned slots for those
+/// that gave them back, where others have booked behind.
+const MOST_BOOKED_ANEW: usize = 32;
 
 /// Permits of the own part that go back to the store.
 pub(super) type Returns = SmallVec<[UnusedPermits; 4]>;
@@ -87,9 +86,11 @@ pub(super) fn next_number() -> Number {
 #[derive(Default)]
 pub(super) struct Queue {
     /// Waiters and slots by cost.
-    classes: BTreeMap<u32, CostClass>,
+    lanes: Lanes<Reservation>,
     /// The latest slot that a waiter can use.
     latest: Option<Instant>,
+    /// The last waiter that has come.
+    last: Option<Number>,
     /// The call under way.
     call: Option<Calling>,
     /// When the oldest call was sent that the store has not answered. A call that was given up
@@ -109,40 +110,28 @@ pub(super) struct Queue {
     /// Until when slots far ahead are kept for the next waiters, because other parts have lent sooner
     /// ones to those that had them.
     pub(super) spares_until: Option<Instant>,
+    /// The first slot that came back unused since the last call. Waiters with later slots could leave sooner.
+    freed: Option<Instant>,
+    /// Whether a waiter was too late for its slot since the last call.
+    has_missed: bool,
     /// Permits that no waiter can use. Those of the own part go back to the store with the next call.
     pub(super) returns: GivenUp,
-}
-
-/// Which permits were handed out.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct HandedOut {
-    /// How many permits waiters got.
-    pub(super) count: usize,
-    /// Whether permits had expired before a waiter took them.
-    pub(super) died: bool,
 }
 
 impl Queue {
     /// Returns how many requests wait.
     pub(super) fn waiting(&self) -> usize {
-        self.classes
-            .values()
-            .map(|class| class.waiters.waiting())
-            .sum()
+        self.lanes.waiting()
     }
 
     /// Returns whether no request waits, all outcomes were collected, and no call is under way.
     pub(super) fn is_done(&self, now: Instant) -> bool {
-        self.classes.values().all(|class| class.waiters.is_empty()) && !self.is_calling(now)
+        self.lanes.is_empty() && !self.is_calling(now)
     }
 
     /// Returns the last slot that is booked.
     pub(super) fn last_booked(&self) -> Option<Instant> {
-        self.classes
-            .values()
-            .filter_map(|class| class.slots.back())
-            .map(|slot| slot.at)
-            .max()
+        self.lanes.last_slot()
     }
 
     /// Returns the latest slot that a waiter can use.
@@ -189,20 +178,34 @@ impl Queue {
             is_in_line: entered > now,
             gives_up_at,
         };
-        let class = self.classes.entry(cost).or_default();
-        class.enter(number, wait, wakes_at, now, &mut self.returns);
+        let returns = &mut self.returns;
+        self.lanes.change_timed(&cost, |lane, timers| {
+            // If it is the last one and can wait for a slot that is kept, it has this slot. Otherwise the slots
+            // that are kept go back.
+            let is_last = lane.would_be_last(number);
+            let has_slot = is_last && lane.spare().is_some_and(|spare| spare.at <= latest);
+            if !has_slot {
+                lane.trim(None, |slot| returns.add(&slot));
+            }
+            lane.enter(number, wait, wakes_at);
+            if has_slot {
+                let leaving = lane.assign(1, 0, timers, now);
+                debug_assert!(leaving.is_empty(), "it can wait for its slot");
+            }
+        });
         self.latest = self.latest.max(Some(latest));
+        self.last = self.last.max(Some(number));
     }
 
     /// Returns whether a slot of this cost is kept for the next waiter.
     pub(super) fn has_spare(&self, cost: u32) -> bool {
-        let class = self.classes.get(&cost);
-        class.is_some_and(|class| class.spare().is_some())
+        let lane = self.lanes.get(&cost);
+        lane.is_some_and(|lane| lane.spare().is_some())
     }
 
     /// Removes a waiter. Returns its outcome if its wait had ended.
     pub(super) fn leave(&mut self, number: Number, cost: u32) -> Option<Settled> {
-        match self.classes.get_mut(&cost)?.waiters.leave(number)? {
+        match self.lanes.leave(number, &cost)? {
             Left::Waiting(_) => None,
             Left::Settled(settled) => Some(settled),
         }
@@ -210,20 +213,24 @@ impl Queue {
 
     /// Takes the outcome of a wait that has ended.
     pub(super) fn collect(&mut self, number: Number, cost: u32) -> Option<Settled> {
-        self.classes.get_mut(&cost)?.waiters.collect(number)
+        self.lanes.collect(number, &cost)
     }
 
     /// Adds a slot for the waiters of its cost.
     pub(super) fn add(&mut self, slot: Reservation) {
-        self.classes.entry(slot.cost).or_default().add(slot);
+        self.lanes.add(slot);
     }
 
-    /// Moves permits at hand to waiters without a slot.
+    /// Moves permits at hand to the first waiters without a slot.
     pub(super) fn take_from(&mut self, prefetched: &mut Prefetched, now: Instant) {
-        for (cost, class) in &mut self.classes {
-            if let Some(slot) = prefetched.take_many(*cost, class.missing(), now) {
-                class.add(slot);
-            }
+        // Most keys with waiters have no permits at hand, and those that have some have few waiters.
+        while prefetched.units(now) > 0 {
+            let of_use = self.lanes.without_slot().find_map(|(_, cost, lane)| {
+                let missing = Some(lane.missing()).filter(|missing| *missing > 0)?;
+                prefetched.take_many(*cost, missing, now)
+            });
+            let Some(slot) = of_use else { return };
+            self.lanes.add(slot);
         }
     }
 
@@ -234,36 +241,62 @@ impl Queue {
         most: usize,
         probe: Option<ProbeNumber>,
         now: Instant,
-        running: Option<Number>,
+        running: Option<(Number, u32)>,
         wakers: &mut Wakers,
     ) -> HandedOut {
-        let mut all = HandedOut::default();
-        for class in self.classes.values_mut() {
-            if let Some(number) = running {
-                class.waiters.runs(number);
-            }
-            let of_class = class.hand_out(
-                most - all.count,
-                probe,
-                now,
-                running,
-                &mut self.returns,
-                wakers,
-            );
-            all.count += of_class.count;
-            all.died |= of_class.died;
+        if let Some((number, cost)) = running {
+            self.lanes.runs(number, &cost);
         }
-        all
+        let how = HandOut {
+            most,
+            probe,
+            running: running.map(|(number, _)| number),
+            now,
+        };
+        let died = |slot: Reservation| self.returns.add(&slot);
+        let handed_out = self.lanes.hand_out(how, |_| true, died, wakers);
+        if handed_out.died {
+            self.missed(now);
+        }
+        handed_out
+    }
+
+    /// Notes that a slot at `at` came back unused.
+    pub(super) fn freed(&mut self, at: Instant) {
+        self.freed = Some(self.freed.map_or(at, |freed| freed.min(at)));
+    }
+
+    /// Notes that a waiter was too late for its slot. Others are, too, if many slots are due at one moment.
+    pub(super) fn missed(&mut self, now: Instant) {
+        self.freed(now);
+        self.has_missed = true;
+    }
+
+    /// Gives back slots behind one that came back unused since the last call, if `anew`: then this call books for
+    /// their waiters again.
+    pub(super) fn give_up_behind_freed(&mut self, anew: bool, is_remote: bool) {
+        let Some(freed) = self.freed.take().filter(|_| anew) else {
+            return;
+        };
+        // Waiters that missed their slots fit in where others go back. Slots of one cost are booked anew in one step, so
+        // all of them go back.
+        let most = match std::mem::take(&mut self.has_missed) && !is_remote {
+            true if self.lanes.costs() <= MOST_DEMANDS => usize::MAX,
+            true => MOST_BOOKED_ANEW.max(self.lanes.waiting_without_slot()),
+            false => MOST_BOOKED_ANEW,
+        };
+        let unused = |slot: Reservation| self.returns.add(&slot);
+        self.lanes.take_after(freed, most, unused);
     }
 
     /// Returns the slots that no waiter needs, the last ones first.
     pub(super) fn trim(&mut self, now: Instant) {
         self.spares_until = self.spares_until.filter(|until| *until > now);
         let spared_from = self.spares_until.map(|_| clock::after(now, SPARED_AHEAD));
-        for class in self.classes.values_mut() {
-            class.trim(spared_from, &mut self.returns);
+        let unused = |slot: Reservation| self.returns.add(&slot);
+        if let Some(freed) = self.lanes.trim(spared_from, unused) {
+            self.freed(freed);
         }
-        self.classes.retain(|_, class| !class.is_unused());
         if self.waiting() == 0 {
             self.latest = None;
         }
@@ -271,39 +304,37 @@ impl Queue {
 
     /// Returns whether a request waits.
     pub(super) fn is_waiting(&self, number: Number, cost: u32) -> bool {
-        self.classes
-            .get(&cost)
-            .is_some_and(|class| class.waiters.get(number).is_some())
+        self.wait_of(number, cost).is_some()
+    }
+
+    fn wait_of(&self, number: Number, cost: u32) -> Option<&SlotWait> {
+        self.lanes.get(&cost)?.get(number)
     }
 
     /// Returns whether a waiter can wait no longer.
     pub(super) fn is_over(&self, number: Number, cost: u32, now: Instant) -> bool {
         // Its timer may be set to a slot that has gone since.
-        let waiter = self
-            .classes
-            .get(&cost)
-            .and_then(|class| class.waiters.get(number));
-        waiter.is_some_and(|waiter| waiter.request.ends_at() <= now)
+        let wait = self.wait_of(number, cost);
+        wait.is_some_and(|wait| wait.ends_at() <= now)
     }
 
     /// Returns whether a request waits for a slot later than `moment`, or without a slot.
     pub(super) fn waits_beyond(&self, moment: Instant) -> bool {
-        self.classes
-            .values()
-            .any(|class| class.waits_beyond(moment))
+        let mut lanes = self.lanes.iter();
+        !self.all_have_slots() || lanes.any(|(_, lane)| lane.waits_beyond(moment))
     }
 
     /// Returns whether each waiter has a slot.
     pub(super) fn all_have_slots(&self) -> bool {
-        self.classes.values().all(|class| class.without_slot() == 0)
+        self.lanes.first_without_slot().is_none()
     }
 
     /// Returns what the waiters could use sooner than their slots, `most` permits in all, and the latest
     /// slot that is of use.
     pub(super) fn sooner(&self, most: usize) -> Option<(SmallVec<[Demand; 2]>, Instant)> {
         let mut classes: SmallVec<[(Number, u32, usize, Instant); 2]> = SmallVec::new();
-        for (cost, class) in &self.classes {
-            if let Some((first, count, latest)) = class.sooner() {
+        for (cost, lane) in self.lanes.iter() {
+            if let Some((first, count, latest)) = lane.sooner() {
                 classes.push((first, *cost, count, latest));
             }
         }
@@ -366,7 +397,7 @@ impl Queue {
 
     /// Returns the next slot that a waiter takes.
     pub(super) fn next_slot(&self) -> Option<Instant> {
-        self.classes.values().filter_map(CostClass::next_slot).min()
+        self.lanes.next_slot()
     }
 
     /// Returns whether the store is called now to confirm the next slot, `lead` before the slot is
@@ -386,39 +417,32 @@ impl Queue {
             self.confirmed = Some(slot);
             return true;
         }
-        let has_slot =
-            |class: &&mut CostClass| class.slots.front().is_some_and(|first| first.at == slot);
-        if let Some(class) = self.classes.values_mut().find(has_slot) {
-            class.wake_first(at);
-        }
+        self.lanes.wake_for_next_slot(at);
         false
     }
 
     /// Drops all slots, which are not valid any more. The waiters keep their places.
     pub(super) fn void(&mut self) {
-        self.classes.values_mut().for_each(CostClass::void);
+        self.lanes.change_all(|lane| lane.take_all(drop));
     }
 
     /// Wakes all waiters.
     pub(super) fn wake_all(&mut self, wakers: &mut Wakers) {
-        for class in self.classes.values_mut() {
-            class.waiters.wake_where(|_| true, wakers);
-        }
+        self.lanes.wake_all(wakers);
     }
 
     /// Lets no request wait for longer than `by`. Refuses those whose slot is later.
     pub(super) fn end_by(&mut self, by: Instant, wakers: &mut Wakers) {
-        for class in self.classes.values_mut() {
-            class.end_by(by, wakers);
-        }
+        let end = || Settled::Refused(Refusal::NEVER);
+        self.lanes.change_all(|lane| lane.end_by(by, end, wakers));
         self.latest = self.latest.map(|latest| latest.min(by));
     }
 
     /// Returns all slots that are booked.
     pub(super) fn give_up_slots(&mut self) {
-        for class in self.classes.values_mut() {
-            class.give_up_slots(&mut self.returns);
-        }
+        let returns = &mut self.returns;
+        self.lanes
+            .change_all(|lane| lane.take_all(|slot| returns.add(&slot)));
     }
 
     /// Lets no request leave before `until`: returns the slots before it, and refuses the waiters
@@ -428,9 +452,9 @@ impl Queue {
             wait: Some(until.saturating_duration_since(now)),
             limit: None,
         };
-        for class in self.classes.values_mut() {
-            class.withdraw(until, refusal, &mut self.returns, wakers);
-        }
+        let withdraw =
+            |lane: &mut Lane<_>| lane.withdraw(until, refusal, &mut self.returns, wakers);
+        self.lanes.change_all(withdraw);
     }
 
     /// Registers the task of a waiter. It wakes at its slot, or when it can wait no longer.
@@ -442,13 +466,11 @@ impl Queue {
         cx: &mut Context<'_>,
     ) {
         let watched = self.watched_until().filter(|until| *until > now);
-        if let Some(class) = self.classes.get_mut(&cost) {
-            class.register(number, watched, now, cx);
-        }
+        self.lanes.register(number, &cost, watched, now, cx);
     }
 
     /// Returns the last slot that is booked for a cost.
     pub(super) fn last_slot(&self, cost: u32) -> Option<Instant> {
-        self.classes.get(&cost)?.slots.back().map(|slot| slot.at)
+        self.lanes.get(&cost)?.last_slot()
     }
 }

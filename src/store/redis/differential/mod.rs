@@ -332,7 +332,7 @@ fn returned_slots_are_kept_before_a_booking_alone() {
                 [2, 1, 0],
             ] {
                 world.begin();
-                let mut lease = |world: &mut World, step: &Step, returns: &[UnusedPermits]| {
+                let lease = |world: &mut World, step: &Step, returns: &[UnusedPermits]| {
                     let (ours, theirs) = world.lease(&spec, step, returns);
                     assert_eq!(decided(&ours), decided(&theirs), "{quota} {order:?}");
                     theirs

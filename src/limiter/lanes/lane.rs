@@ -1,0 +1,621 @@
+//! The waiters with equal costs, and the slots booked for them.
+//!
+//! Both are sorted, and the first waiter owns the first permit, the second waiter the second one, and so on. So the
+//! first `booked` waiters have a slot, and the waiters without a slot are always the last ones. A call under way asks
+//! for the first `asked` of them. The others of them arrived later.
+
+use std::collections::VecDeque;
+use std::task::Context;
+use std::time::{Duration, Instant};
+
+use super::{Booked, HandOut, Timers};
+use crate::clock;
+use crate::limiter::reservation::WaitBound;
+use crate::wait_queue::{ANSWER, Left, Number, WaitQueue, is_missed};
+use crate::wakers::Wakers;
+
+/// A slot is of use instead of another one if it is this much earlier.
+const SHORTEST_GAIN: Duration = Duration::from_millis(1);
+
+/// The waiters with equal costs, and the slots booked for them.
+#[derive(Debug)]
+pub(in crate::limiter) struct Lane<S: Booked> {
+    waiters: WaitQueue<SlotWait, S::Outcome>,
+    /// Sorted by time.
+    slots: VecDeque<S>,
+    /// The number of permits in `slots`.
+    booked: usize,
+    /// The number of permits that the call under way asks for.
+    pub(in crate::limiter) asked: usize,
+    /// The first waiter without a slot.
+    first_without_slot: Option<Number>,
+}
+
+/// What is known of a request that waits for a slot.
+#[derive(Clone, Debug)]
+pub(in crate::limiter) struct SlotWait {
+    pub(in crate::limiter) bound: WaitBound,
+    /// From this moment on the request waits for the answer of the store. That time does not count
+    /// against `max_wait`.
+    pub(in crate::limiter) entered: Instant,
+    /// Whether the store has decided on the request.
+    pub(in crate::limiter) is_decided: bool,
+    /// Whether the request has waited for more than a round trip to the store: its key was on hold or
+    /// the store paused when it came, its slot was ahead, or a call was answered and brought it no slot.
+    pub(in crate::limiter) is_in_line: bool,
+    /// When the request gives up if the store has not decided on it.
+    pub(in crate::limiter) gives_up_at: Instant,
+}
+
+impl SlotWait {
+    /// Returns when the request can wait no longer.
+    pub(in crate::limiter) fn ends_at(&self) -> Instant {
+        if self.is_decided {
+            self.bound.latest
+        } else {
+            self.gives_up_at
+        }
+    }
+
+    /// Returns when the task of the request wakes for something that happens at `at`: no later than
+    /// the request can wait.
+    fn wakes_for(&self, at: Instant) -> Instant {
+        at.min(self.ends_at())
+    }
+}
+
+/// What the lines of all costs need to know of a lane, to find it without looking at all of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Facts {
+    /// The first slot, if a request waits for it.
+    pub(super) first_slot: Option<Instant>,
+    pub(super) last_slot: Option<Instant>,
+    pub(super) first_without_slot: Option<Number>,
+    pub(super) has_surplus: bool,
+    pub(super) waiting: usize,
+    pub(super) without_slot: usize,
+}
+
+/// What became of the first slot of a lane.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Handed {
+    /// How many permits waiters got.
+    pub(super) count: usize,
+    /// Whether it had expired.
+    pub(super) died: bool,
+    /// Whether it stays, because no more may be handed out.
+    pub(super) stays: bool,
+}
+
+impl<S: Booked> Default for Lane<S> {
+    fn default() -> Self {
+        Lane {
+            waiters: WaitQueue::default(),
+            slots: VecDeque::new(),
+            booked: 0,
+            asked: 0,
+            first_without_slot: None,
+        }
+    }
+}
+
+impl<S: Booked> Lane<S> {
+    pub(super) fn facts(&self) -> Facts {
+        Facts {
+            first_slot: self.next_slot(),
+            last_slot: self.last_slot(),
+            first_without_slot: self.first_without_slot,
+            has_surplus: self.surplus() > 0,
+            waiting: self.waiting(),
+            without_slot: self.without_slot(),
+        }
+    }
+
+    /// Returns how many requests wait.
+    pub(in crate::limiter) fn waiting(&self) -> usize {
+        self.waiters.waiting()
+    }
+
+    /// Returns how many waiters have no slot.
+    pub(in crate::limiter) fn without_slot(&self) -> usize {
+        self.waiting().saturating_sub(self.booked)
+    }
+
+    /// Returns how many waiters have no slot and are not part of a call.
+    pub(in crate::limiter) fn missing(&self) -> usize {
+        self.without_slot().saturating_sub(self.asked)
+    }
+
+    /// Returns the waiters that have no slot, in order.
+    pub(in crate::limiter) fn numbers_without_slot(
+        &self,
+    ) -> impl DoubleEndedIterator<Item = Number> {
+        let first = self.first_without_slot.unwrap_or(Number::MAX);
+        self.waiters.numbers_from(first)
+    }
+
+    pub(super) fn first_waiter(&self) -> Option<Number> {
+        self.waiters.numbers().next()
+    }
+
+    /// Returns the waiter behind another one.
+    pub(in crate::limiter) fn next_after(&self, number: Number) -> Option<Number> {
+        self.waiters.numbers_from(number + 1).next()
+    }
+
+    /// Returns whether there are neither waiters, outcomes to collect nor slots, and no call asks for
+    /// any.
+    pub(super) fn is_unused(&self) -> bool {
+        self.waiters.is_empty() && self.asked == 0 && self.slots.is_empty()
+    }
+
+    /// Returns whether no request waits, and all outcomes were collected.
+    pub(super) fn is_empty(&self) -> bool {
+        self.waiters.is_empty()
+    }
+
+    /// Returns a request that waits.
+    pub(in crate::limiter) fn get(&self, number: Number) -> Option<&SlotWait> {
+        Some(&self.waiters.get(number)?.request)
+    }
+
+    /// Returns a request that waits.
+    pub(in crate::limiter) fn get_mut(&mut self, number: Number) -> Option<&mut SlotWait> {
+        Some(&mut self.waiters.get_mut(number)?.request)
+    }
+
+    /// Returns the requests that wait, in order.
+    pub(in crate::limiter) fn iter(&self) -> impl DoubleEndedIterator<Item = (Number, &SlotWait)> {
+        let waiters = self.waiters.iter();
+        waiters.map(|(number, waiter)| (number, &waiter.request))
+    }
+
+    /// Returns the requests that wait, in order.
+    pub(in crate::limiter) fn iter_mut(
+        &mut self,
+    ) -> impl DoubleEndedIterator<Item = (Number, &mut SlotWait)> {
+        let waiters = self.waiters.iter_mut_with_numbers();
+        waiters.map(|(number, waiter)| (number, &mut waiter.request))
+    }
+
+    /// Returns the first slot, if a request waits for it.
+    fn next_slot(&self) -> Option<Instant> {
+        let slot = self.slots.front().filter(|_| self.waiting() > 0);
+        slot.map(S::at)
+    }
+
+    /// Returns the first slot.
+    pub(super) fn first(&self) -> Option<&S> {
+        self.slots.front()
+    }
+
+    /// Returns the last slot that is booked.
+    pub(in crate::limiter) fn last_slot(&self) -> Option<Instant> {
+        self.slots.back().map(S::at)
+    }
+
+    /// Returns the slot that a request has.
+    pub(in crate::limiter) fn slot_of(&self, number: Number) -> Option<Instant> {
+        let before = self.waiters.numbers().take_while(|other| *other < number);
+        let mut permits = self.slots.iter().flat_map(each_permit);
+        permits.nth(before.count())
+    }
+
+    /// Returns how many permits no request waits for.
+    fn surplus(&self) -> usize {
+        self.booked.saturating_sub(self.waiting())
+    }
+
+    /// Returns the last slot that a request waits for.
+    fn last_needed(&self) -> Option<&S> {
+        let mut surplus = self.surplus();
+        self.slots.iter().rev().find(|slot| {
+            let is_needed = slot.permits() > surplus;
+            surplus = surplus.saturating_sub(slot.permits());
+            is_needed
+        })
+    }
+
+    /// Returns whether a request waits for a slot later than `moment`, or without a slot.
+    pub(in crate::limiter) fn waits_beyond(&self, moment: Instant) -> bool {
+        let waiting = self.waiting();
+        let is_late = |slot: &S| slot.at() > moment;
+        waiting > 0 && (waiting > self.booked || self.last_needed().is_some_and(is_late))
+    }
+
+    /// Returns the first waiter, how many wait, and the latest slot that is of use to one of them.
+    pub(in crate::limiter) fn sooner(&self) -> Option<(Number, usize, Instant)> {
+        let first = self.waiters.numbers().next()?;
+        let waiting = self.waiting();
+        let latest = if waiting > self.booked {
+            self.iter().map(|(_, wait)| wait.bound.latest).max()?
+        } else {
+            self.last_needed()?.at().checked_sub(SHORTEST_GAIN)?
+        };
+        Some((first, waiting, latest))
+    }
+
+    /// Returns the last slot, if no request waits for it.
+    pub(in crate::limiter) fn spare(&self) -> Option<&S> {
+        self.slots.back().filter(|_| self.surplus() > 0)
+    }
+
+    /// Returns whether a request with this number would be the last one.
+    pub(in crate::limiter) fn would_be_last(&self, number: Number) -> bool {
+        self.waiters.numbers().next_back() < Some(number)
+    }
+
+    /// Adds a waiter.
+    pub(in crate::limiter) fn enter(&mut self, number: Number, wait: SlotWait, wakes_at: Instant) {
+        self.waiters.enter(number, wait, wakes_at);
+        match self.first_without_slot {
+            None if self.waiting() > self.booked => {
+                self.first_without_slot = self.waiters.numbers().next_back();
+            }
+            // It has the slot of the last waiter with one.
+            Some(first) if number < first => {
+                self.first_without_slot = self.waiters.numbers_before(first).next_back();
+            }
+            _ => {}
+        }
+    }
+
+    /// Removes a request, whether its wait has ended or not.
+    pub(in crate::limiter) fn leave(
+        &mut self,
+        number: Number,
+    ) -> Option<Left<SlotWait, S::Outcome>> {
+        let left = self.waiters.leave(number);
+        if matches!(left, Some(Left::Waiting(_))) {
+            self.waits_no_longer(number);
+        }
+        left
+    }
+
+    /// Takes the outcome of a wait that has ended.
+    pub(super) fn collect(&mut self, number: Number) -> Option<S::Outcome> {
+        self.waiters.collect(number)
+    }
+
+    /// Ends the wait of a request. Does nothing if it does not wait.
+    pub(in crate::limiter) fn settle(
+        &mut self,
+        number: Number,
+        outcome: S::Outcome,
+        wakers: &mut Wakers,
+    ) {
+        if self.waiters.settle(number, outcome, wakers).is_ok() {
+            self.waits_no_longer(number);
+        }
+    }
+
+    /// Ends the wait of each request for which `outcome` returns one.
+    pub(in crate::limiter) fn settle_where(
+        &mut self,
+        outcome: impl FnMut(Number, &SlotWait) -> Option<S::Outcome>,
+        wakers: &mut Wakers,
+    ) {
+        if self.waiters.settle_where(outcome, wakers) > 0 {
+            let without_slot = self.without_slot();
+            let mut last = self.waiters.numbers().rev();
+            self.first_without_slot = without_slot.checked_sub(1).and_then(|n| last.nth(n));
+        }
+    }
+
+    /// Wakes the tasks of all waiters.
+    pub(super) fn wake_all(&mut self, wakers: &mut Wakers) {
+        self.waiters.wake_where(|_| true, wakers);
+    }
+
+    /// Notes that the task of a request runs.
+    pub(super) fn runs(&mut self, number: Number) {
+        self.waiters.runs(number);
+    }
+
+    /// Takes in that a request before the waiters without a slot, or the first of them, waits no longer.
+    fn waits_no_longer(&mut self, number: Number) {
+        if let Some(first) = self.first_without_slot.filter(|first| number <= *first) {
+            self.first_without_slot = self.waiters.numbers_from(first + 1).next();
+        }
+    }
+
+    /// Adds a slot for the waiters.
+    pub(in crate::limiter) fn add(&mut self, slot: S) {
+        self.booked += slot.permits();
+        if let Some(first) = self.first_without_slot {
+            self.first_without_slot = self.waiters.numbers_from(first).nth(slot.permits());
+        }
+        let index = self.slots.partition_point(|other| other.at() <= slot.at());
+        self.slots.insert(index, slot);
+    }
+
+    /// Takes in that the last waiters with a slot have lost `permits`.
+    fn lost(&mut self, permits: usize) {
+        let of_waiters = permits.saturating_sub(self.surplus());
+        self.booked -= permits;
+        if let Some(others) = of_waiters.checked_sub(1) {
+            let end = self.first_without_slot.unwrap_or(Number::MAX);
+            self.first_without_slot = self.waiters.numbers_before(end).rev().nth(others);
+        }
+    }
+
+    /// Takes up to `most` slots from `first` on. The waiters keep their places.
+    fn take(&mut self, first: usize, most: usize, mut taken: impl FnMut(S)) {
+        let end = self.slots.len().min(first.saturating_add(most));
+        let slots: VecDeque<S> = self.slots.drain(first..end).collect();
+        self.lost(slots.iter().map(S::permits).sum());
+        slots.into_iter().for_each(&mut taken);
+    }
+
+    /// Takes all slots.
+    pub(in crate::limiter) fn take_all(&mut self, taken: impl FnMut(S)) {
+        self.take(0, usize::MAX, taken);
+    }
+
+    /// Takes the slots before `until`.
+    pub(in crate::limiter) fn take_before(&mut self, until: Instant, taken: impl FnMut(S)) {
+        let before = self.slots.partition_point(|slot| slot.at() < until);
+        self.take(0, before, taken);
+    }
+
+    /// Takes up to `most` slots after `moment`, the first ones.
+    pub(super) fn take_after(&mut self, moment: Instant, most: usize, taken: impl FnMut(S)) {
+        let first = self.slots.partition_point(|slot| slot.at() <= moment);
+        self.take(first, most, taken);
+    }
+
+    /// Takes the first slot if it is `chosen`.
+    pub(super) fn take_first_if(&mut self, chosen: impl FnOnce(&S) -> bool) -> Option<S> {
+        if !chosen(self.slots.front()?) {
+            return None;
+        }
+        let first = self.slots.pop_front()?;
+        self.lost(first.permits());
+        Some(first)
+    }
+
+    /// Takes the slots that no request waits for, the last ones first. While requests wait, as many
+    /// stay as have slots later than `spared_from`.
+    pub(in crate::limiter) fn trim(
+        &mut self,
+        spared_from: Option<Instant>,
+        mut taken: impl FnMut(S),
+    ) {
+        let spared = spared_from.filter(|_| self.waiting() > 0);
+        let spared = spared.map_or(0, |from| {
+            let late = self.slots.iter().rev().take_while(|slot| slot.at() > from);
+            late.map(S::permits).sum()
+        });
+        while let surplus @ 1.. = self.surplus().saturating_sub(spared)
+            && let Some(last) = self.slots.back_mut()
+        {
+            let slot = if last.permits() > surplus {
+                last.split(surplus)
+            } else {
+                self.slots.pop_back()
+            };
+            let Some(slot) = slot else { return };
+            self.booked -= slot.permits();
+            taken(slot);
+        }
+    }
+
+    /// Gives the permits of the first slot to the first waiters, if it is due, up to `most`.
+    ///
+    /// A slot that has expired for some time goes to its waiter, too: so that waiter has an outcome to collect, and the
+    /// next slots are for waiters that are polled. Otherwise ten futures that are not polled would get ten
+    /// slots, then nine, then eight: all those of the waiters behind them.
+    pub(super) fn hand_out_first(
+        &mut self,
+        most: usize,
+        how: HandOut,
+        mut handed: impl FnMut(Number, Option<Instant>),
+        mut died: impl FnMut(S),
+        wakers: &mut Wakers,
+    ) -> Handed {
+        let now = how.now;
+        let mut all = Handed::default();
+        while let Some(slot) = self.slots.front_mut()
+            && slot.at() <= now
+        {
+            if slot.until().is_some_and(|until| until <= now) {
+                let Some(slot) = self.take_first_if(|_| true) else {
+                    break;
+                };
+                all.died = true;
+                if let Some(left) = self.miss(slot, how, wakers) {
+                    died(left);
+                }
+                break;
+            }
+            let Some((first, waiter)) = self.waiters.iter().next() else {
+                break;
+            };
+            if all.count == most {
+                all.stays = true;
+                break;
+            }
+            let is_in_line = waiter.request.is_in_line;
+            let until = slot.until();
+            let is_last = slot.permits() == 1;
+            let permit = if is_last {
+                self.slots.pop_front()
+            } else {
+                slot.split(1)
+            };
+            let Some(permit) = permit else { break };
+            self.booked -= 1;
+            let outcome = permit.granted(is_in_line, how.probe);
+            // It waits, so its wait ends.
+            _ = self.waiters.settle(first, outcome, wakers);
+            // With the first waiter goes the first permit, so the others have what they had.
+            handed(first, until);
+            all.count += 1;
+            if is_last {
+                break;
+            }
+        }
+        all
+    }
+
+    /// Ends the waits of the first waiters but the running one, if they have not come for a slot that has expired for
+    /// some time. Returns what is left of it.
+    fn miss(&mut self, mut slot: S, how: HandOut, wakers: &mut Wakers) -> Option<S> {
+        if slot.until().is_none_or(|until| !is_missed(until, how.now)) {
+            return Some(slot);
+        }
+        let first = self.waiters.numbers().next();
+        let is_running = how.running.is_some() && first == how.running;
+        let missed = slot.permits() - usize::from(is_running);
+        let numbers: Vec<Number> = self
+            .waiters
+            .numbers()
+            .filter(|number| Some(*number) != how.running)
+            .take(missed)
+            .collect();
+        for number in numbers {
+            if slot.permits() == 1 {
+                self.settle(number, slot.granted(true, None), wakers);
+                return None;
+            }
+            let permit = slot.split(1)?;
+            self.settle(number, permit.granted(true, None), wakers);
+        }
+        Some(slot)
+    }
+
+    /// Wakes the first waiter at `at`.
+    pub(super) fn wake_first(&mut self, at: Instant) {
+        if let Some(first) = self.waiters.first_mut() {
+            first.wake_at(first.request.wakes_for(at));
+        }
+    }
+
+    /// Wakes the first waiter for the first slot, unless it wakes earlier.
+    pub(super) fn wake_for_first_slot(&mut self, now: Instant) {
+        if let Some(slot) = self.slots.front()
+            && let Some(first) = self.waiters.first_mut()
+        {
+            let at = wakes_for_slot(slot.at(), now);
+            if first.wakes_at() > at {
+                first.wake_at(first.request.wakes_for(at));
+            }
+        }
+    }
+
+    /// Wakes a waiter for something that happens at `at`.
+    pub(in crate::limiter) fn wake(&mut self, number: Number, at: Instant) {
+        if let Some(waiter) = self.waiters.get_mut(number) {
+            waiter.wake_at(waiter.request.wakes_for(at));
+        }
+    }
+
+    /// Wakes the waiters without a slot at `at` at the latest.
+    pub(in crate::limiter) fn wake_by(&mut self, at: Instant) {
+        let without_slot = self.without_slot();
+        let waiters = self.waiters.iter_mut().rev().take(without_slot);
+        for waiter in waiters.filter(|waiter| waiter.wakes_at() > at) {
+            waiter.wake_at(waiter.request.wakes_for(at));
+        }
+    }
+
+    /// Lets no request wait for longer than `by`. Ends the waits of those whose slot is later with `end`.
+    pub(in crate::limiter) fn end_by(
+        &mut self,
+        by: Instant,
+        end: impl Fn() -> S::Outcome,
+        wakers: &mut Wakers,
+    ) {
+        for (_, wait) in self.iter_mut() {
+            wait.bound.latest = wait.bound.latest.min(by);
+            wait.bound.by_deadline = true;
+            wait.gives_up_at = wait.gives_up_at.min(by);
+        }
+        let slots: Vec<Instant> = self.slots.iter().flat_map(each_permit).collect();
+        let mut slots = slots.into_iter();
+        let refuse = |_, _: &SlotWait| {
+            let is_late = slots.next().is_some_and(|slot| slot > by);
+            is_late.then(&end)
+        };
+        self.settle_where(refuse, wakers);
+    }
+
+    /// Registers the task of a waiter. It wakes at its slot, at `watched` if there is something else to look at
+    /// then, or when it can wait no longer.
+    pub(super) fn register(
+        &mut self,
+        number: Number,
+        watched: Option<Instant>,
+        now: Instant,
+        cx: &mut Context<'_>,
+    ) {
+        let first_slot = self.slots.front().map(S::at);
+        let Some(waiter) = self.waiters.get_mut(number) else {
+            return;
+        };
+        if waiter.wakes_at() <= now {
+            let wakes_at =
+                first_slot.map_or(waiter.request.ends_at(), |slot| wakes_for_slot(slot, now));
+            let wakes_at = watched.map_or(wakes_at, |watched| wakes_at.min(watched));
+            waiter.wake_at(waiter.request.wakes_for(wakes_at));
+        }
+        waiter.register(cx);
+    }
+
+    /// Assigns the last `granted` permits to the waiters in front of the last `without_slot` ones, and
+    /// sets the timers of these waiters. Permits that no waiter needs are left out.
+    ///
+    /// If a waiter cannot wait for its slot, the next waiter has the slot. Returns the waiters that
+    /// leave for this reason, with the slot.
+    pub(in crate::limiter) fn assign(
+        &mut self,
+        granted: usize,
+        without_slot: usize,
+        timers: &mut Timers,
+        now: Instant,
+    ) -> Vec<(Number, Instant)> {
+        let mut leaving = Vec::new();
+        let last_first = self.slots.iter().rev().flat_map(each_permit);
+        let new_slots: Vec<Instant> = last_first.skip(self.surplus()).take(granted).collect();
+        // Behind the first waiter with a new slot stand the others with a new slot, and the waiters
+        // without a slot.
+        let Some(others) = new_slots.len().checked_sub(1) else {
+            return leaving;
+        };
+        let Some(first) = self.waiters.numbers().rev().nth(others + without_slot) else {
+            return leaving;
+        };
+        // In order, because timers that fire at the same tick do so in the order in which they were
+        // set.
+        let mut slots = new_slots.iter().rev().peekable();
+        for (number, waiter) in self.waiters.iter_mut_from(first) {
+            let Some(&&slot) = slots.peek() else { break };
+            if slot > waiter.request.bound.latest {
+                leaving.push((number, slot));
+            } else {
+                waiter.request.is_decided = true;
+                waiter.request.is_in_line |= slot > now;
+                let wakes_at = timers.next(slot);
+                waiter.wake_at(waiter.request.wakes_for(wakes_at));
+                slots.next();
+            }
+        }
+        leaving
+    }
+}
+
+fn each_permit<S: Booked>(slot: &S) -> impl Iterator<Item = Instant> + use<S> {
+    std::iter::repeat_n(slot.at(), slot.permits())
+}
+
+/// Returns when the task of a waiter wakes for a slot at `slot`.
+///
+/// A slot that is due and was not handed out waits for the store's answer, which wakes its waiter. If its
+/// waiter woke at once, the first waiters of two costs would wake each other until that answer arrives.
+fn wakes_for_slot(slot: Instant, now: Instant) -> Instant {
+    if slot > now {
+        slot
+    } else {
+        clock::after(now, ANSWER)
+    }
+}

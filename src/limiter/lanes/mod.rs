@@ -1,0 +1,488 @@
+//! The waiters of a line by costs, and the slots booked for them by time. The queue of a key and the requests with
+//! the same keys both stand in such [`Lanes`].
+//!
+//! A slot is booked for the costs of a request, so the waiters with equal costs and their slots are two sorted lists, a
+//! [`Lane`]: the first waiter gets the first slot. If a waiter leaves, the next waiter of its lane has its slot. A waiter
+//! that could not use its slot in time is first again.
+//!
+//! There may be as many lanes as waiters, such as requests that cost their tokens. So nothing looks at all of them
+//! for the sake of one: the lanes are found by their first and last slot, and by their first waiter without one.
+//!
+//! What differs between a key and several is how slots are booked. That is left to the owners.
+//!
+//! # Slots that are booked anew
+//!
+//! A slot that comes back unused may let waiters leave earlier whose slots were booked behind it. So the next slots
+//! behind it go back as well, and the next call books for their waiters again, in their order
+//! ([`Lanes::take_after`]).
+//!
+//! # How many permits are handed out at once
+//!
+//! All slots of a window may be due at one moment, and a permit lasts for some milliseconds. If all waiters were woken at
+//! once, most would run too late. So at most [`MOST_HANDED`] permits are on their way to tasks. Each task that comes
+//! has the next permit handed out.
+
+mod lane;
+#[cfg(test)]
+mod properties;
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt::Debug;
+use std::task::Context;
+use std::time::{Duration, Instant};
+
+use super::reservation::ProbeNumber;
+use crate::clock;
+use crate::wait_queue::{Left, Number};
+use crate::wakers::Wakers;
+
+use lane::Facts;
+pub(super) use lane::{Lane, SlotWait};
+
+/// The most permits that are handed out and not collected, while they are valid.
+const MOST_HANDED: usize = 256;
+
+/// Permits of one slot, for requests with these costs.
+pub(super) trait Booked: Sized + Debug {
+    /// The default is the least.
+    type Costs: Ord + Clone + Default + Debug;
+    /// How the wait of a request ends.
+    type Outcome: Debug;
+
+    fn costs(&self) -> &Self::Costs;
+    fn at(&self) -> Instant;
+    /// Returns when it expires, if it does.
+    fn until(&self) -> Option<Instant>;
+    fn permits(&self) -> usize;
+    /// Splits off `permits`, fewer than there are. `None` if there is only one.
+    fn split(&mut self, permits: usize) -> Option<Self>;
+    /// Returns the outcome of a request that gets this permit. `is_in_line`: it has waited for it.
+    fn granted(self, is_in_line: bool, probe: Option<ProbeNumber>) -> Self::Outcome;
+}
+
+/// How slots are handed out.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct HandOut {
+    /// How many permits at most.
+    pub(super) most: usize,
+    /// The probe that the first request leaves as.
+    pub(super) probe: Option<ProbeNumber>,
+    /// The waiter whose task runs, so it is not woken.
+    pub(super) running: Option<Number>,
+    pub(super) now: Instant,
+}
+
+/// Which permits were handed out.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct HandedOut {
+    /// How many permits waiters got.
+    pub(super) count: usize,
+    /// Whether permits had expired before a waiter took them.
+    pub(super) died: bool,
+}
+
+/// When waiters wake for their slots.
+///
+/// Many slots may be due at one moment. The first tasks that wake have the next ones woken. If all timers fired at
+/// once, the first tasks would run only after the last one was woken, and their permits would have expired.
+#[derive(Debug, Default)]
+pub(super) struct Timers {
+    /// The slot of the first of those that wake in a row, and how many they are.
+    row: Option<(Instant, u32)>,
+}
+
+impl Timers {
+    /// How many wake in each millisecond.
+    const MOST: u32 = 64;
+
+    /// Returns when the waiter of the next slot wakes.
+    fn next(&mut self, slot: Instant) -> Instant {
+        let turn = |(first, count): (Instant, u32)| {
+            clock::after(first, Duration::from_millis(1) * (count / Timers::MOST))
+        };
+        let row = self.row.filter(|row| row.0 <= slot && slot <= turn(*row));
+        let row = row.map_or((slot, 0), |(first, count)| (first, count.saturating_add(1)));
+        self.row = Some(row);
+        turn(row).max(slot)
+    }
+}
+
+/// The waiters of a line by their costs, and the slots booked for them.
+#[derive(Debug)]
+pub(super) struct Lanes<S: Booked> {
+    lanes: BTreeMap<S::Costs, Lane<S>>,
+    /// The lanes by their first slots, for which requests wait.
+    first_slots: BTreeSet<(Instant, S::Costs)>,
+    last_slots: BTreeSet<(Instant, S::Costs)>,
+    /// The lanes by their first waiters without a slot.
+    without_slot: BTreeSet<(Number, S::Costs)>,
+    /// The lanes with more permits than waiters.
+    with_surplus: BTreeSet<S::Costs>,
+    waiting: usize,
+    waiting_without_slot: usize,
+    /// The permits that were handed out and not collected, and when they expire.
+    handed: VecDeque<(Number, Instant)>,
+    /// The lanes whose first waiter or first slot has changed: the timer of that waiter may have to be moved.
+    changed: Vec<S::Costs>,
+    timers: Timers,
+}
+
+impl<S: Booked> Default for Lanes<S> {
+    fn default() -> Self {
+        Lanes {
+            lanes: BTreeMap::new(),
+            first_slots: BTreeSet::new(),
+            last_slots: BTreeSet::new(),
+            without_slot: BTreeSet::new(),
+            with_surplus: BTreeSet::new(),
+            waiting: 0,
+            waiting_without_slot: 0,
+            handed: VecDeque::new(),
+            changed: Vec::new(),
+            timers: Timers::default(),
+        }
+    }
+}
+
+impl<S: Booked> Lanes<S> {
+    /// Returns how many requests wait.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting
+    }
+
+    /// Returns how many requests wait and have no slot.
+    pub(super) fn waiting_without_slot(&self) -> usize {
+        self.waiting_without_slot
+    }
+
+    /// Returns how many different costs there are.
+    pub(super) fn costs(&self) -> usize {
+        self.lanes.len()
+    }
+
+    /// Returns whether no request waits, and all outcomes were collected.
+    pub(super) fn is_empty(&self) -> bool {
+        self.waiting == 0 && self.lanes.values().all(Lane::is_empty)
+    }
+
+    /// Returns the first slot that a request waits for.
+    pub(super) fn next_slot(&self) -> Option<Instant> {
+        Some(self.first_slots.first()?.0)
+    }
+
+    /// Returns the last slot that is booked.
+    pub(super) fn last_slot(&self) -> Option<Instant> {
+        Some(self.last_slots.last()?.0)
+    }
+
+    /// Returns the first waiter without a slot, and its costs.
+    pub(super) fn first_without_slot(&self) -> Option<&(Number, S::Costs)> {
+        self.without_slot.first()
+    }
+
+    /// Returns the lanes with waiters without a slot, by the first of these.
+    pub(super) fn without_slot(&self) -> impl Iterator<Item = (Number, &S::Costs, &Lane<S>)> {
+        let lanes = self.without_slot.iter();
+        lanes.filter_map(|(number, costs)| Some((*number, costs, self.lanes.get(costs)?)))
+    }
+
+    /// Returns whether only one lane has waiters without a slot.
+    pub(super) fn is_one_without_slot(&self) -> bool {
+        self.without_slot.len() == 1
+    }
+
+    /// Wakes the waiter of the next slot at `at`.
+    pub(super) fn wake_for_next_slot(&mut self, at: Instant) {
+        if let Some((_, costs)) = self.first_slots.first()
+            && let Some(lane) = self.lanes.get_mut(costs)
+        {
+            lane.wake_first(at);
+        }
+    }
+
+    /// Returns all lanes.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&S::Costs, &Lane<S>)> {
+        self.lanes.iter()
+    }
+
+    pub(super) fn get(&self, costs: &S::Costs) -> Option<&Lane<S>> {
+        self.lanes.get(costs)
+    }
+
+    /// Changes a lane.
+    pub(super) fn change<R>(&mut self, costs: &S::Costs, act: impl FnOnce(&mut Lane<S>) -> R) -> R {
+        if let Some(lane) = self.lanes.get_mut(costs) {
+            let before = lane.facts();
+            let done = act(lane);
+            let after = lane.facts();
+            if lane.is_unused() {
+                self.lanes.remove(costs);
+            }
+            self.note(costs, before, after);
+            done
+        } else {
+            let mut lane = Lane::default();
+            let done = act(&mut lane);
+            let after = lane.facts();
+            if !lane.is_unused() {
+                self.lanes.insert(costs.clone(), lane);
+            }
+            self.note(costs, Facts::default(), after);
+            done
+        }
+    }
+
+    /// Changes a lane, and sets timers of its waiters.
+    pub(super) fn change_timed<R>(
+        &mut self,
+        costs: &S::Costs,
+        act: impl FnOnce(&mut Lane<S>, &mut Timers) -> R,
+    ) -> R {
+        let mut timers = std::mem::take(&mut self.timers);
+        let done = self.change(costs, |lane| act(lane, &mut timers));
+        self.timers = timers;
+        done
+    }
+
+    /// Changes all lanes.
+    pub(super) fn change_all(&mut self, mut act: impl FnMut(&mut Lane<S>)) {
+        let lanes = std::mem::take(&mut self.lanes);
+        for (costs, mut lane) in lanes {
+            let before = lane.facts();
+            act(&mut lane);
+            self.note(&costs, before, lane.facts());
+            if !lane.is_unused() {
+                self.lanes.insert(costs, lane);
+            }
+        }
+    }
+
+    /// Takes in that the facts of a lane have changed.
+    fn note(&mut self, costs: &S::Costs, before: Facts, after: Facts) {
+        fn moved<T: Ord + Copy, C: Ord + Clone>(
+            all: &mut BTreeSet<(T, C)>,
+            costs: &C,
+            before: Option<T>,
+            after: Option<T>,
+        ) {
+            if before == after {
+                return;
+            }
+            if let Some(before) = before {
+                all.remove(&(before, costs.clone()));
+            }
+            if let Some(after) = after {
+                all.insert((after, costs.clone()));
+            }
+        }
+        moved(
+            &mut self.first_slots,
+            costs,
+            before.first_slot,
+            after.first_slot,
+        );
+        moved(
+            &mut self.last_slots,
+            costs,
+            before.last_slot,
+            after.last_slot,
+        );
+        let (first, now_first) = (before.first_without_slot, after.first_without_slot);
+        moved(&mut self.without_slot, costs, first, now_first);
+        match (before.has_surplus, after.has_surplus) {
+            (false, true) => _ = self.with_surplus.insert(costs.clone()),
+            (true, false) => _ = self.with_surplus.remove(costs),
+            _ => {}
+        }
+        self.waiting = self.waiting - before.waiting + after.waiting;
+        self.waiting_without_slot =
+            self.waiting_without_slot - before.without_slot + after.without_slot;
+        let may_wake = after.first_slot.is_some() && before != after;
+        if may_wake && self.changed.last() != Some(costs) {
+            self.changed.push(costs.clone());
+        }
+    }
+
+    /// Adds a slot.
+    pub(super) fn add(&mut self, slot: S) {
+        let costs = slot.costs().clone();
+        self.change(&costs, |lane| lane.add(slot));
+    }
+
+    /// Removes a request, whether its wait has ended or not.
+    pub(super) fn leave(
+        &mut self,
+        number: Number,
+        costs: &S::Costs,
+    ) -> Option<Left<SlotWait, S::Outcome>> {
+        self.collected(number);
+        self.change(costs, |lane| lane.leave(number))
+    }
+
+    /// Takes the outcome of a wait that has ended.
+    pub(super) fn collect(&mut self, number: Number, costs: &S::Costs) -> Option<S::Outcome> {
+        let lane = self.lanes.get_mut(costs)?;
+        let outcome = lane.collect(number)?;
+        if lane.is_unused() {
+            self.lanes.remove(costs);
+        }
+        self.collected(number);
+        Some(outcome)
+    }
+
+    fn collected(&mut self, number: Number) {
+        if let Some(place) = self.handed.iter().position(|(other, _)| *other == number) {
+            self.handed.remove(place);
+        }
+    }
+
+    /// Hands out the slots that are due, the first one first, to the first waiters with its costs. Stops at a slot
+    /// that may not be handed out. Expired permits go to `died`.
+    pub(super) fn hand_out(
+        &mut self,
+        how: HandOut,
+        mut may_leave: impl FnMut(&S) -> bool,
+        mut died: impl FnMut(S),
+        wakers: &mut Wakers,
+    ) -> HandedOut {
+        let mut handed = std::mem::take(&mut self.handed);
+        handed.retain(|(_, until)| *until > how.now);
+        let mut all = HandedOut::default();
+        while let Some((at, costs)) = self.first_slots.first()
+            && *at <= how.now
+        {
+            let costs = costs.clone();
+            let room = MOST_HANDED.saturating_sub(handed.len());
+            let most = room.min(how.most - all.count);
+            let of_lane = self.change(&costs, |lane| {
+                let may_go = lane.first().is_some_and(|slot| {
+                    slot.until().is_some_and(|until| until <= how.now) || may_leave(slot)
+                });
+                may_go.then(|| {
+                    let hand = |number, until: Option<Instant>| {
+                        // The task that runs has its permit already.
+                        if how.running != Some(number)
+                            && let Some(until) = until
+                        {
+                            handed.push_back((number, until));
+                        }
+                    };
+                    lane.hand_out_first(most, how, hand, &mut died, wakers)
+                })
+            });
+            let Some(of_lane) = of_lane else { break };
+            all.count += of_lane.count;
+            all.died |= of_lane.died;
+            if of_lane.stays {
+                break;
+            }
+        }
+        self.handed = handed;
+        for costs in std::mem::take(&mut self.changed) {
+            if let Some(lane) = self.lanes.get_mut(&costs) {
+                lane.wake_for_first_slot(how.now);
+            }
+        }
+        all
+    }
+
+    /// Takes the first slot if it is due and `chosen`.
+    pub(super) fn take_due_if(
+        &mut self,
+        now: Instant,
+        chosen: impl FnOnce(&S) -> bool,
+    ) -> Option<S> {
+        let (at, costs) = self.first_slots.first()?;
+        if *at > now {
+            return None;
+        }
+        let costs = costs.clone();
+        self.change(&costs, |lane| lane.take_first_if(chosen))
+    }
+
+    /// Takes the slots that no request waits for, the last ones first. While requests wait, as many stay
+    /// as have slots later than `spared_from`. Returns the first slot of those taken.
+    pub(super) fn trim(
+        &mut self,
+        spared_from: Option<Instant>,
+        mut taken: impl FnMut(S),
+    ) -> Option<Instant> {
+        let mut first: Option<Instant> = None;
+        let mut take = |slot: S| {
+            first = Some(first.map_or(slot.at(), |first| first.min(slot.at())));
+            taken(slot);
+        };
+        if spared_from.is_none() {
+            while let Some(costs) = self.with_surplus.first().cloned() {
+                self.change(&costs, |lane| lane.trim(None, &mut take));
+            }
+        } else {
+            self.change_all(|lane| lane.trim(spared_from, &mut take));
+        }
+        first
+    }
+
+    /// Takes up to `most` slots after `moment`, to book anew for their waiters.
+    pub(super) fn take_after(&mut self, moment: Instant, most: usize, mut taken: impl FnMut(S)) {
+        let from = (
+            clock::after(moment, Duration::from_nanos(1)),
+            S::Costs::default(),
+        );
+        let later = self.last_slots.range(from..).take(most);
+        let later: Vec<S::Costs> = later.map(|(_, costs)| costs.clone()).collect();
+        let mut slots = Vec::new();
+        for costs in later {
+            let left = most - slots.len();
+            self.change(&costs, |lane| {
+                lane.take_after(moment, left, |slot| slots.push(slot))
+            });
+        }
+        // A ledger takes back the last bookings without a trace.
+        slots.sort_by_key(|slot| Reverse(slot.at()));
+        slots.into_iter().for_each(&mut taken);
+    }
+
+    /// Wakes the waiters for what they have to look at. See [`Lane::register`].
+    pub(super) fn register(
+        &mut self,
+        number: Number,
+        costs: &S::Costs,
+        watched: Option<Instant>,
+        now: Instant,
+        cx: &mut Context<'_>,
+    ) {
+        // As many permits as may be are on their way. If their tasks do not come, the first waiter goes on when they
+        // expire. If all waiters did, they would all wake at once, again and again.
+        let expire = self
+            .handed
+            .front()
+            .filter(|_| self.handed.len() >= MOST_HANDED);
+        let next = self
+            .first_slots
+            .first()
+            .and_then(|(_, costs)| self.lanes.get(costs));
+        let expire = expire.filter(|_| next.and_then(Lane::first_waiter) == Some(number));
+        let watched = watched
+            .into_iter()
+            .chain(expire.map(|(_, until)| *until))
+            .min();
+        if let Some(lane) = self.lanes.get_mut(costs) {
+            lane.register(number, watched, now, cx);
+        }
+    }
+
+    /// Notes that the task of a request runs. The end of its wait does not wake it, unless it registers again.
+    pub(super) fn runs(&mut self, number: Number, costs: &S::Costs) {
+        if let Some(lane) = self.lanes.get_mut(costs) {
+            lane.runs(number);
+        }
+    }
+
+    /// Wakes all waiters.
+    pub(super) fn wake_all(&mut self, wakers: &mut Wakers) {
+        self.lanes
+            .values_mut()
+            .for_each(|lane| lane.wake_all(wakers));
+    }
+}
