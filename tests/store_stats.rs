@@ -268,7 +268,8 @@ async fn servers_that_never_reply_are_not_up() {
     for failed in 1..=3 {
         let hold = limiter.hold_for(Key::ALL, Duration::from_millis(1));
         assert!(hold.await.is_err());
-        let stats = store.stats();
+        // The call may time out a moment before the attempt to connect that it waits for.
+        let stats = until(&store, |stats| stats.is_up() == Some(false)).await;
         assert_eq!(result(calls(&stats, "permits"), "away"), failed);
         assert_eq!(line("mute", "up", ""), Some(0.0), "{stats:?}");
     }

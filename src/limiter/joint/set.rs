@@ -275,7 +275,7 @@ impl JointSet {
                     state.lanes.leave(number, costs);
                     settled = Some(Err(refusal));
                 }
-                state.trim(&mut unused);
+                state.trim(&self.parts, &mut unused);
                 if !has_begun {
                     state.lanes.register(number, costs, None, now, cx);
                 }
@@ -320,7 +320,7 @@ impl JointSet {
         let mut unused = Vec::new();
         let tasks = self.with(|state, wakers| {
             change(state, &mut unused, wakers);
-            state.trim(&mut unused);
+            state.trim(&self.parts, &mut unused);
             let confirm = state.hand_out(&self.parts, now, None, wakers);
             state.begin_tasks(confirm)
         });
@@ -503,9 +503,9 @@ impl State {
 
     /// Moves the joint slots that no request needs to `unused`, the last ones first. After a
     /// request has left, the requests behind it have the slots before theirs.
-    fn trim(&mut self, unused: &mut Vec<Slots>) {
+    fn trim(&mut self, parts: &[Part], unused: &mut Vec<Slots>) {
         if let Some(freed) = self.lanes.trim(None, |slot| unused.push(slot)) {
-            self.book_anew_behind(freed);
+            self.book_anew_behind(parts, freed);
         }
         while self.given_up.len() > self.lanes.waiting_without_slot() {
             unused.extend(self.given_up.pop());
@@ -534,13 +534,17 @@ impl State {
         };
         let died = |slot| self.given_up.push(slot);
         if self.lanes.hand_out(how, may_leave, died, wakers).died {
-            self.book_anew_behind(now);
+            self.book_anew_behind(parts, now);
         }
         confirm
     }
 
-    /// Gives up joint slots after `moment`, because an earlier one came back: their requests may leave sooner.
-    fn book_anew_behind(&mut self, moment: Instant) {
+    /// Gives up joint slots after `moment`, because an earlier one came back: their requests may leave sooner. Not if a
+    /// store answers later: it may fail, or answer when these slots would have been due.
+    fn book_anew_behind(&mut self, parts: &[Part], moment: Instant) {
+        if parts.iter().any(Part::is_remote) {
+            return;
+        }
         let taken = |slot| self.given_up.push(slot);
         self.lanes.take_after(moment, MOST_BOOKED_ANEW, taken);
     }

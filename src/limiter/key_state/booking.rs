@@ -98,11 +98,13 @@ impl KeyState {
 
     /// Does what is done before a request that enters now has its slot.
     pub(in crate::limiter) fn bring_up_to_date(&mut self, ctx: &mut KeyContext<'_>) {
-        if self.store.answers_later {
+        let queue = self.queue.as_ref();
+        let is_put_off = queue.is_some_and(|queue| queue.gathering.is_short(ctx.now));
+        if is_put_off && !self.store.answers_later {
+            self.gathered(ctx);
+        } else {
             self.step(ctx, None);
             self.close(ctx);
-        } else {
-            self.gathered(ctx);
         }
     }
 
@@ -169,12 +171,18 @@ impl KeyState {
         }
         queue.give_up_call();
         let is_clear = self.hold.is_clear(ctx.max_hold, now);
+        // Permits are scarce if slots lie ahead: none are fetched in advance.
+        let is_scarce = queue.last_booked().is_some();
         if !queue.gathering.is_under_way() {
+            // A store that answers later may fail, or answer when the slots of the others would have been due. What
+            // other parts have lent does not come back with this call.
             let anew = is_clear
                 && is_trusted
+                && !self.store.answers_later
+                && ctx.spec.lending().is_none()
                 && !queue.is_paused(now)
                 && (!is_paced(ctx) || queue.waiting() <= MOST_BOOKED_ANEW_BY_PACE);
-            queue.give_up_behind_freed(anew, self.store.answers_later);
+            queue.give_up_behind_freed(anew);
         }
         // The next slot is confirmed early enough for the answer to arrive before the slot is due.
         let lead = trust(ctx.spec.quota().longest_memory()) / 4;
@@ -196,8 +204,6 @@ impl KeyState {
         if demands.is_empty() && !confirms {
             return None;
         }
-        // Permits are scarce if slots lie ahead: none are fetched in advance.
-        let is_scarce = queue.last_booked().is_some();
         let prefetches = self.store.answers_later
             && is_clear
             && !is_scarce
@@ -223,7 +229,7 @@ impl KeyState {
             queue.gathering.put_off(left, now)
         } else if self.store.answers_later && !booking.confirms || queue.is_paused(now) {
             queue.batch(now)
-        } else if queue.gathering.is_under_way() {
+        } else if !self.store.answers_later && queue.gathering.is_short(now) {
             Delay::UnderWay
         } else {
             Delay::Over

@@ -67,8 +67,8 @@ impl SlotWait {
 /// What the lines of all costs need to know of a lane, to find it without looking at all of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Facts {
-    /// The first slot, if a request waits for it.
-    pub(super) first_slot: Option<Instant>,
+    /// The first slot, if a request waits for it, and the first waiter.
+    pub(super) first_slot: Option<(Instant, Number)>,
     pub(super) last_slot: Option<Instant>,
     pub(super) first_without_slot: Option<Number>,
     pub(super) has_surplus: bool,
@@ -178,10 +178,9 @@ impl<S: Booked> Lane<S> {
         waiters.map(|(number, waiter)| (number, &mut waiter.request))
     }
 
-    /// Returns the first slot, if a request waits for it.
-    fn next_slot(&self) -> Option<Instant> {
-        let slot = self.slots.front().filter(|_| self.waiting() > 0);
-        slot.map(S::at)
+    /// Returns the first slot, if a request waits for it, and the first waiter.
+    fn next_slot(&self) -> Option<(Instant, Number)> {
+        Some((self.slots.front()?.at(), self.first_waiter()?))
     }
 
     /// Returns the first slot.

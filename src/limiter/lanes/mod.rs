@@ -112,8 +112,9 @@ impl Timers {
 #[derive(Debug)]
 pub(super) struct Lanes<S: Booked> {
     lanes: BTreeMap<S::Costs, Lane<S>>,
-    /// The lanes by their first slots, for which requests wait.
-    first_slots: BTreeSet<(Instant, S::Costs)>,
+    /// The lanes by their first slots, for which requests wait. Of slots at one moment, that of the first waiter is
+    /// handed out first.
+    first_slots: BTreeSet<((Instant, Number), S::Costs)>,
     last_slots: BTreeSet<(Instant, S::Costs)>,
     /// The lanes by their first waiters without a slot.
     without_slot: BTreeSet<(Number, S::Costs)>,
@@ -168,7 +169,7 @@ impl<S: Booked> Lanes<S> {
 
     /// Returns the first slot that a request waits for.
     pub(super) fn next_slot(&self) -> Option<Instant> {
-        Some(self.first_slots.first()?.0)
+        Some(self.first_slots.first()?.0.0)
     }
 
     /// Returns the last slot that is booked.
@@ -349,7 +350,7 @@ impl<S: Booked> Lanes<S> {
         let mut handed = std::mem::take(&mut self.handed);
         handed.retain(|(_, until)| *until > how.now);
         let mut all = HandedOut::default();
-        while let Some((at, costs)) = self.first_slots.first()
+        while let Some(((at, _), costs)) = self.first_slots.first()
             && *at <= how.now
         {
             let costs = costs.clone();
@@ -393,7 +394,7 @@ impl<S: Booked> Lanes<S> {
         now: Instant,
         chosen: impl FnOnce(&S) -> bool,
     ) -> Option<S> {
-        let (at, costs) = self.first_slots.first()?;
+        let ((at, _), costs) = self.first_slots.first()?;
         if *at > now {
             return None;
         }
@@ -452,21 +453,14 @@ impl<S: Booked> Lanes<S> {
         now: Instant,
         cx: &mut Context<'_>,
     ) {
-        // As many permits as may be are on their way. If their tasks do not come, the first waiter goes on when they
-        // expire. If all waiters did, they would all wake at once, again and again.
+        // As many permits as may be are on their way. If their tasks do not come, the others go on when they expire.
+        let is_due = self.next_slot().is_some_and(|slot| slot <= now);
         let expire = self
             .handed
             .front()
-            .filter(|_| self.handed.len() >= MOST_HANDED);
-        let next = self
-            .first_slots
-            .first()
-            .and_then(|(_, costs)| self.lanes.get(costs));
-        let expire = expire.filter(|_| next.and_then(Lane::first_waiter) == Some(number));
-        let watched = watched
-            .into_iter()
-            .chain(expire.map(|(_, until)| *until))
-            .min();
+            .filter(|_| self.handed.len() >= MOST_HANDED && is_due);
+        let goes_on = expire.map(|(_, until)| self.timers.next(*until));
+        let watched = watched.into_iter().chain(goes_on).min();
         if let Some(lane) = self.lanes.get_mut(costs) {
             lane.register(number, watched, now, cx);
         }

@@ -183,7 +183,8 @@ proptest! {
                 first_slots.extend(permits.first().filter(|_| !waiters.is_empty()));
                 let lacking: Vec<Number> = waiters.iter().skip(permits.len()).copied().collect();
                 let lane = lanes.get(&cost);
-                let found = lane.map(|lane| lane.numbers_without_slot().collect());
+                let found: Option<Vec<Number>> =
+                    lane.map(|lane| lane.numbers_without_slot().collect());
                 prop_assert_eq!(found.unwrap_or_default(), lacking.clone());
                 for (number, slot) in waiters.iter().zip(&permits) {
                     prop_assert_eq!(lane.and_then(|lane| lane.slot_of(*number)), Some(*slot));

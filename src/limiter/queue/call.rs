@@ -15,7 +15,7 @@ use crate::wait_queue::{ANSWER, Number};
 use crate::wakers::Wakers;
 
 /// The most demands of one call. There is one for each change from one cost to another.
-pub(super) const MOST_DEMANDS: usize = 64;
+const MOST_DEMANDS: usize = 64;
 
 /// The number of a call to the store. The answer to any call but the last one is late.
 pub(in crate::limiter) type CallNumber = u64;
@@ -75,7 +75,8 @@ impl Queue {
             .map(|call| clock::after(call.sent, ANSWER))
     }
 
-    /// Returns what the waiters without a slot need, in their order; `most` permits in all. No call is under way.
+    /// Returns what the waiters without a slot need, in their order; `most` permits in all, without those that the
+    /// call under way asks for.
     pub(in crate::limiter) fn needs(&self, most: usize) -> SmallVec<[Demand; 2]> {
         let mut left = u32::try_from(most).unwrap_or(u32::MAX);
         let mut demands: SmallVec<[Demand; 2]> = SmallVec::new();
@@ -86,17 +87,18 @@ impl Queue {
             Demand::new(cost, count)
         };
         if let Some((_, &cost, lane)) = lanes.next_if(|_| self.lanes.is_one_without_slot()) {
-            demands.push(demand(cost, lane.without_slot(), &mut left));
+            demands.push(demand(cost, lane.missing(), &mut left));
         }
         // Waiters of different costs stand between each other. Each lane is looked at when its first waiter is next.
         let mut open: SmallVec<[(u32, Number, &Lane<Reservation>); 4]> = SmallVec::new();
         while left > 0 {
             let next_of_open = (0..open.len()).min_by_key(|lane: &usize| open[*lane].1);
             let first_of_open = next_of_open.map(|lane| open[lane].1);
-            if let Some((first, &cost, lane)) =
+            if let Some((_, &cost, lane)) =
                 lanes.next_if(|(first, ..)| first_of_open.is_none_or(|open| *first < open))
             {
-                open.push((cost, first, lane));
+                let first = lane.numbers_without_slot().nth(lane.asked);
+                open.extend(first.map(|first| (cost, first, lane)));
                 continue;
             }
             let Some(next) = next_of_open else { break };

@@ -83,6 +83,12 @@ impl Gathering {
         self.until().is_some_and(|until| until >= later)
     }
 
+    /// Returns whether a call is put off for no longer than the resolution of timers.
+    pub(in crate::limiter) fn is_short(self, now: Instant) -> bool {
+        let soon = clock::after(now, SHORTEST_TIMER);
+        self.until().is_some_and(|until| until <= soon)
+    }
+
     /// Ends the delay, if it is under way.
     pub(in crate::limiter) fn end(&mut self) {
         if self.is_under_way() {

@@ -5,8 +5,8 @@
 //!
 //! When a slot is booked, the timer of the waiter that has it is set to it. If waiters move up
 //! later, only the timer of the first waiter is moved, to the first slot. A waiter that wakes hands
-//! out all slots that are due, so no waiter depends on a task that is not polled. A waiter that does not come for its slot
-//! is settled with it and gets no other one, until its future is polled.
+//! out the slots that are due, so no waiter depends on a task that is not polled for longer than a permit is valid. A waiter
+//! that does not come for its slot is settled with it and gets no other one, until its future is polled.
 //!
 //! | file | what it has |
 //! |---|---|
@@ -35,8 +35,8 @@ pub(super) use crate::wait_queue::Number;
 use crate::wait_queue::{ANSWER, Left};
 use crate::wakers::Wakers;
 
+use call::Calling;
 pub(super) use call::{Answered, CallNumber};
-use call::{Calling, MOST_DEMANDS};
 pub(super) use gathering::{Delay, Gathering};
 
 /// The longest time that a call waits for other requests to join it. A request of another process
@@ -274,14 +274,15 @@ impl Queue {
 
     /// Gives back slots behind one that came back unused since the last call, if `anew`: then this call books for
     /// their waiters again.
-    pub(super) fn give_up_behind_freed(&mut self, anew: bool, is_remote: bool) {
+    pub(super) fn give_up_behind_freed(&mut self, anew: bool) {
+        let has_missed = std::mem::take(&mut self.has_missed);
         let Some(freed) = self.freed.take().filter(|_| anew) else {
             return;
         };
         // Waiters that missed their slots fit in where others go back. Slots of one cost are booked anew in one step, so
         // all of them go back.
-        let most = match std::mem::take(&mut self.has_missed) && !is_remote {
-            true if self.lanes.costs() <= MOST_DEMANDS => usize::MAX,
+        let most = match has_missed {
+            true if self.lanes.costs() == 1 => usize::MAX,
             true => MOST_BOOKED_ANEW.max(self.lanes.waiting_without_slot()),
             false => MOST_BOOKED_ANEW,
         };

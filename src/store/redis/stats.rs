@@ -250,12 +250,7 @@ impl StoreTally {
             joint,
             in_flight,
             register,
-            // A call may time out a moment before the first attempt to connect does.
-            up: if self.is_failing.load(Ordering::Relaxed) {
-                Some(false)
-            } else {
-                up
-            },
+            up: up.map(|up| up && !self.is_failing.load(Ordering::Relaxed)),
             subscribed: *self
                 .subscribed
                 .lock()
