@@ -149,8 +149,9 @@ fn redis_restarts() -> anyhow::Result<()> {
     let start = Instant::now();
     fleet.go();
     wait_until(start, ms(1500));
-    site.redis.kill();
+    // Processes notice it before the server has ended.
     let away = Instant::now();
+    site.redis.kill();
     wait_until(start, ms(3500));
     site.redis.restart().unwrap();
     let back = Instant::now();
