@@ -225,25 +225,17 @@ impl JointSet {
         is_back: bool,
         now: Instant,
     ) -> bool {
-        // A request that comes back has had an answer, so it may get a slot of one behind it at any time.
-        let gives_up_at = if bound.by_deadline {
-            bound.latest
-        } else if is_back {
-            answer_by(bound.latest, now)
-        } else {
-            bound.latest.max(clock::after(now, ANSWER))
-        };
+        let mut wait = SlotWait::new(bound, now);
+        if is_back && !bound.by_deadline {
+            // It has had an answer, so it may get a slot of one behind it at any time.
+            wait.gives_up_at = answer_by(bound.latest, now);
+        }
         self.with(|state, _| {
             let has_room = is_back || state.lanes.waiting() < max_queue;
             if has_room {
-                let wait = SlotWait {
-                    bound,
-                    entered: now,
-                    is_decided: false,
-                    is_in_line: state.refused_near.is_some() && state.lanes.waiting() > 0,
-                    gives_up_at,
-                };
-                let enter = |lane: &mut Lane<_>| lane.enter(number, wait, gives_up_at);
+                wait.is_in_line = state.refused_near.is_some() && state.lanes.waiting() > 0;
+                let wakes_at = wait.gives_up_at;
+                let enter = |lane: &mut Lane<_>| lane.enter(number, wait, wakes_at);
                 state.lanes.change(costs, enter);
             }
             has_room
@@ -353,9 +345,8 @@ impl JointSet {
         self.with(|state, _| {
             state.scarcest = part;
             state.refused_near = Some((refusal, now));
-            state.lanes.change_all(|lane| {
-                lane.iter_mut().for_each(|(_, wait)| wait.is_in_line = true);
-            });
+            let waits = state.lanes.waits_mut();
+            waits.for_each(|wait| wait.is_in_line = true);
         });
     }
 
@@ -453,10 +444,7 @@ impl JointSet {
 
     /// Returns whether a request waits.
     pub(super) fn is_waiting(&self, number: Number, costs: &Costs) -> bool {
-        self.with(|state, _| {
-            let lane = state.lanes.get(costs);
-            lane.is_some_and(|lane| lane.get(number).is_some())
-        })
+        self.with(|state, _| state.lanes.wait_of(number, costs).is_some())
     }
 
     /// Returns how many requests wait.
@@ -577,7 +565,7 @@ impl State {
         settles: bool,
         now: Instant,
     ) -> Option<JointRefusal> {
-        let wait = self.lanes.get(costs)?.get(number)?;
+        let wait = self.lanes.wait_of(number, costs)?;
         if wait.gives_up_at > now || (has_begun && wait.gives_up_at == now) {
             return None;
         }
@@ -614,7 +602,7 @@ impl State {
 
     fn next_wanted(&mut self) -> Option<Wanted> {
         let (number, costs) = self.lanes.first_without_slot()?.clone();
-        let wait = self.lanes.get(&costs)?.get(number)?;
+        let wait = self.lanes.wait_of(number, &costs)?;
         Some(Wanted {
             bound: wait.bound,
             held_until: self.held_until,

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::task::Context;
 use std::time::{Duration, Instant};
 
-use super::{Booked, HandOut, Timers};
+use super::{Booked, HandOut, HandedOut, Timers};
 use crate::clock;
 use crate::limiter::reservation::WaitBound;
 use crate::wait_queue::{ANSWER, Left, Number, WaitQueue, is_missed};
@@ -48,6 +48,23 @@ pub(in crate::limiter) struct SlotWait {
 }
 
 impl SlotWait {
+    /// A request that enters at `now`. Without a deadline, it waits for the answer of the store even if it can wait less
+    /// for its slot.
+    pub(in crate::limiter) fn new(bound: WaitBound, now: Instant) -> Self {
+        let gives_up_at = if bound.by_deadline {
+            bound.latest
+        } else {
+            bound.latest.max(clock::after(now, ANSWER))
+        };
+        SlotWait {
+            bound,
+            entered: now,
+            is_decided: false,
+            is_in_line: false,
+            gives_up_at,
+        }
+    }
+
     /// Returns when the request can wait no longer.
     pub(in crate::limiter) fn ends_at(&self) -> Instant {
         if self.is_decided {
@@ -74,17 +91,6 @@ pub(super) struct Facts {
     pub(super) has_surplus: bool,
     pub(super) waiting: usize,
     pub(super) without_slot: usize,
-}
-
-/// What became of the first slot of a lane.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Handed {
-    /// How many permits waiters got.
-    pub(super) count: usize,
-    /// Whether it had expired.
-    pub(super) died: bool,
-    /// Whether it stays, because no more may be handed out.
-    pub(super) stays: bool,
 }
 
 impl<S: Booked> Default for Lane<S> {
@@ -183,11 +189,6 @@ impl<S: Booked> Lane<S> {
         Some((self.slots.front()?.at(), self.first_waiter()?))
     }
 
-    /// Returns the first slot.
-    pub(super) fn first(&self) -> Option<&S> {
-        self.slots.front()
-    }
-
     /// Returns the last slot that is booked.
     pub(in crate::limiter) fn last_slot(&self) -> Option<Instant> {
         self.slots.back().map(S::at)
@@ -224,7 +225,7 @@ impl<S: Booked> Lane<S> {
 
     /// Returns the first waiter, how many wait, and the latest slot that is of use to one of them.
     pub(in crate::limiter) fn sooner(&self) -> Option<(Number, usize, Instant)> {
-        let first = self.waiters.numbers().next()?;
+        let first = self.first_waiter()?;
         let waiting = self.waiting();
         let latest = if waiting > self.booked {
             self.iter().map(|(_, wait)| wait.bound.latest).max()?
@@ -388,32 +389,29 @@ impl<S: Booked> Lane<S> {
         while let surplus @ 1.. = self.surplus().saturating_sub(spared)
             && let Some(last) = self.slots.back_mut()
         {
-            let slot = if last.permits() > surplus {
-                last.split(surplus)
-            } else {
-                self.slots.pop_back()
+            let Some(slot) = last.split(surplus).or_else(|| self.slots.pop_back()) else {
+                return;
             };
-            let Some(slot) = slot else { return };
             self.booked -= slot.permits();
             taken(slot);
         }
     }
 
-    /// Gives the permits of the first slot to the first waiters, if it is due, up to `most`.
+    /// Gives the permits of the first slot to the first waiters, if it is due and `may_leave`.
     ///
     /// A slot that has expired for some time goes to its waiter, too: so that waiter has an outcome to collect, and the
     /// next slots are for waiters that are polled. Otherwise ten futures that are not polled would get ten
     /// slots, then nine, then eight: all those of the waiters behind them.
     pub(super) fn hand_out_first(
         &mut self,
-        most: usize,
         how: HandOut,
+        mut may_leave: impl FnMut(&S) -> bool,
         mut handed: impl FnMut(Number, Option<Instant>),
         mut died: impl FnMut(S),
         wakers: &mut Wakers,
-    ) -> Handed {
+    ) -> HandedOut {
         let now = how.now;
-        let mut all = Handed::default();
+        let mut all = HandedOut::default();
         while let Some(slot) = self.slots.front_mut()
             && slot.at() <= now
         {
@@ -430,19 +428,16 @@ impl<S: Booked> Lane<S> {
             let Some((first, waiter)) = self.waiters.iter().next() else {
                 break;
             };
-            if all.count == most {
+            if !may_leave(slot) || all.count == how.most {
                 all.stays = true;
                 break;
             }
             let is_in_line = waiter.request.is_in_line;
             let until = slot.until();
             let is_last = slot.permits() == 1;
-            let permit = if is_last {
-                self.slots.pop_front()
-            } else {
-                slot.split(1)
+            let Some(permit) = slot.split(1).or_else(|| self.slots.pop_front()) else {
+                break;
             };
-            let Some(permit) = permit else { break };
             self.booked -= 1;
             let outcome = permit.granted(is_in_line, how.probe);
             // It waits, so its wait ends.
@@ -463,8 +458,7 @@ impl<S: Booked> Lane<S> {
         if slot.until().is_none_or(|until| !is_missed(until, how.now)) {
             return Some(slot);
         }
-        let first = self.waiters.numbers().next();
-        let is_running = how.running.is_some() && first == how.running;
+        let is_running = how.running.is_some() && self.first_waiter() == how.running;
         let missed = slot.permits() - usize::from(is_running);
         let numbers: Vec<Number> = self
             .waiters
@@ -473,11 +467,10 @@ impl<S: Booked> Lane<S> {
             .take(missed)
             .collect();
         for number in numbers {
-            if slot.permits() == 1 {
+            let Some(permit) = slot.split(1) else {
                 self.settle(number, slot.granted(true, None), wakers);
                 return None;
-            }
-            let permit = slot.split(1)?;
+            };
             self.settle(number, permit.granted(true, None), wakers);
         }
         Some(slot)

@@ -55,7 +55,7 @@ pub(super) trait Booked: Sized + Debug {
     /// Returns when it expires, if it does.
     fn until(&self) -> Option<Instant>;
     fn permits(&self) -> usize;
-    /// Splits off `permits`, fewer than there are. `None` if there is only one.
+    /// Splits off `permits`. `None` if there are no more than that.
     fn split(&mut self, permits: usize) -> Option<Self>;
     /// Returns the outcome of a request that gets this permit. `is_in_line`: it has waited for it.
     fn granted(self, is_in_line: bool, probe: Option<ProbeNumber>) -> Self::Outcome;
@@ -80,6 +80,8 @@ pub(super) struct HandedOut {
     pub(super) count: usize,
     /// Whether permits had expired before a waiter took them.
     pub(super) died: bool,
+    /// Whether a slot that is due stays, because it may not be handed out yet.
+    stays: bool,
 }
 
 /// When waiters wake for their slots.
@@ -207,6 +209,17 @@ impl<S: Booked> Lanes<S> {
         self.lanes.iter()
     }
 
+    /// Returns a request that waits.
+    pub(super) fn wait_of(&self, number: Number, costs: &S::Costs) -> Option<&SlotWait> {
+        self.lanes.get(costs)?.get(number)
+    }
+
+    /// Returns what is known of the requests that wait.
+    pub(super) fn waits_mut(&mut self) -> impl Iterator<Item = &mut SlotWait> {
+        let waiters = self.lanes.values_mut().flat_map(Lane::iter_mut);
+        waiters.map(|(_, wait)| wait)
+    }
+
     pub(super) fn get(&self, costs: &S::Costs) -> Option<&Lane<S>> {
         self.lanes.get(costs)
     }
@@ -248,15 +261,14 @@ impl<S: Booked> Lanes<S> {
 
     /// Changes all lanes.
     pub(super) fn change_all(&mut self, mut act: impl FnMut(&mut Lane<S>)) {
-        let lanes = std::mem::take(&mut self.lanes);
-        for (costs, mut lane) in lanes {
+        let mut lanes = std::mem::take(&mut self.lanes);
+        for (costs, lane) in &mut lanes {
             let before = lane.facts();
-            act(&mut lane);
-            self.note(&costs, before, lane.facts());
-            if !lane.is_unused() {
-                self.lanes.insert(costs, lane);
-            }
+            act(lane);
+            self.note(costs, before, lane.facts());
         }
+        lanes.retain(|_, lane| !lane.is_unused());
+        self.lanes = lanes;
     }
 
     /// Takes in that the facts of a lane have changed.
@@ -356,23 +368,18 @@ impl<S: Booked> Lanes<S> {
             let costs = costs.clone();
             let room = MOST_HANDED.saturating_sub(handed.len());
             let most = room.min(how.most - all.count);
+            let how = HandOut { most, ..how };
+            let hand = |number, until: Option<Instant>| {
+                // The task that runs has its permit already.
+                if how.running != Some(number)
+                    && let Some(until) = until
+                {
+                    handed.push_back((number, until));
+                }
+            };
             let of_lane = self.change(&costs, |lane| {
-                let may_go = lane.first().is_some_and(|slot| {
-                    slot.until().is_some_and(|until| until <= how.now) || may_leave(slot)
-                });
-                may_go.then(|| {
-                    let hand = |number, until: Option<Instant>| {
-                        // The task that runs has its permit already.
-                        if how.running != Some(number)
-                            && let Some(until) = until
-                        {
-                            handed.push_back((number, until));
-                        }
-                    };
-                    lane.hand_out_first(most, how, hand, &mut died, wakers)
-                })
+                lane.hand_out_first(how, &mut may_leave, hand, &mut died, wakers)
             });
-            let Some(of_lane) = of_lane else { break };
             all.count += of_lane.count;
             all.died |= of_lane.died;
             if of_lane.stays {
@@ -414,12 +421,8 @@ impl<S: Booked> Lanes<S> {
             first = Some(first.map_or(slot.at(), |first| first.min(slot.at())));
             taken(slot);
         };
-        if spared_from.is_none() {
-            while let Some(costs) = self.with_surplus.first().cloned() {
-                self.change(&costs, |lane| lane.trim(None, &mut take));
-            }
-        } else {
-            self.change_all(|lane| lane.trim(spared_from, &mut take));
+        for costs in self.with_surplus.clone() {
+            self.change(&costs, |lane| lane.trim(spared_from, &mut take));
         }
         first
     }
@@ -444,7 +447,7 @@ impl<S: Booked> Lanes<S> {
         slots.into_iter().for_each(&mut taken);
     }
 
-    /// Wakes the waiters for what they have to look at. See [`Lane::register`].
+    /// Registers the task of a waiter. See [`Lane::register`].
     pub(super) fn register(
         &mut self,
         number: Number,
@@ -471,6 +474,11 @@ impl<S: Booked> Lanes<S> {
         if let Some(lane) = self.lanes.get_mut(costs) {
             lane.runs(number);
         }
+    }
+
+    /// Wakes the waiters without a slot at `at` at the latest.
+    pub(super) fn wake_by(&mut self, at: Instant) {
+        self.lanes.values_mut().for_each(|lane| lane.wake_by(at));
     }
 
     /// Wakes all waiters.

@@ -38,7 +38,8 @@ impl Booked for Slot {
     }
 
     fn split(&mut self, permits: usize) -> Option<Self> {
-        self.permits -= permits;
+        let left = self.permits.checked_sub(permits).filter(|left| *left > 0)?;
+        self.permits = left;
         Some(Slot { permits, ..*self })
     }
 
@@ -106,13 +107,7 @@ proptest! {
     fn lanes_know_who_has_a_slot(steps in prop::collection::vec(step(), 0..60)) {
         let start = crate::clock::now();
         let at = |millis| start + Duration::from_millis(millis);
-        let wait = || SlotWait {
-            bound: WaitBound::new(None, start, Duration::from_secs(60)),
-            entered: start,
-            is_decided: false,
-            is_in_line: false,
-            gives_up_at: at(60_000),
-        };
+        let wait = || SlotWait::new(WaitBound::new(None, start, Duration::from_secs(60)), start);
         let mut wakers = Wakers::default();
         let mut lanes: Lanes<Slot> = Lanes::default();
         let mut model = Model::default();

@@ -34,7 +34,7 @@ impl Booked for Reservation {
 
     fn split(&mut self, permits: usize) -> Option<Self> {
         let count = u32::try_from(permits).ok()?;
-        self.count = self.count.checked_sub(count)?;
+        self.count = self.count.checked_sub(count).filter(|left| *left > 0)?;
         Some(Reservation { count, ..*self })
     }
 

@@ -150,7 +150,7 @@ impl Queue {
         }
         if watched {
             let lost_at = clock::after(now, ANSWER);
-            self.lanes.change_all(|lane| lane.wake_by(lost_at));
+            self.lanes.wake_by(lost_at);
         }
         number
     }

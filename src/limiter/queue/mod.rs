@@ -149,16 +149,9 @@ impl Queue {
         now: Instant,
         held: Option<Duration>,
     ) {
-        let WaitBound {
-            latest,
-            by_deadline,
-            ..
-        } = bound;
-        let gives_up_at = if by_deadline {
-            latest
-        } else {
-            latest.max(clock::after(now, ANSWER))
-        };
+        let latest = bound.latest;
+        let wait = SlotWait::new(bound, now);
+        let gives_up_at = wait.gives_up_at;
         let asked_from = held.map_or(now, |left| clock::after(now, left));
         let entered = self
             .paused_until
@@ -172,11 +165,9 @@ impl Queue {
             .watched_until()
             .map_or(wakes_at, |watched| wakes_at.min(watched));
         let wait = SlotWait {
-            bound,
             entered,
-            is_decided: false,
             is_in_line: entered > now,
-            gives_up_at,
+            ..wait
         };
         let returns = &mut self.returns;
         self.lanes.change_timed(&cost, |lane, timers| {
@@ -305,17 +296,13 @@ impl Queue {
 
     /// Returns whether a request waits.
     pub(super) fn is_waiting(&self, number: Number, cost: u32) -> bool {
-        self.wait_of(number, cost).is_some()
-    }
-
-    fn wait_of(&self, number: Number, cost: u32) -> Option<&SlotWait> {
-        self.lanes.get(&cost)?.get(number)
+        self.lanes.wait_of(number, &cost).is_some()
     }
 
     /// Returns whether a waiter can wait no longer.
     pub(super) fn is_over(&self, number: Number, cost: u32, now: Instant) -> bool {
         // Its timer may be set to a slot that has gone since.
-        let wait = self.wait_of(number, cost);
+        let wait = self.lanes.wait_of(number, &cost);
         wait.is_some_and(|wait| wait.ends_at() <= now)
     }
 
@@ -333,17 +320,17 @@ impl Queue {
     /// Returns what the waiters could use sooner than their slots, `most` permits in all, and the latest
     /// slot that is of use.
     pub(super) fn sooner(&self, most: usize) -> Option<(SmallVec<[Demand; 2]>, Instant)> {
-        let mut classes: SmallVec<[(Number, u32, usize, Instant); 2]> = SmallVec::new();
+        let mut lanes: SmallVec<[(Number, u32, usize, Instant); 2]> = SmallVec::new();
         for (cost, lane) in self.lanes.iter() {
             if let Some((first, count, latest)) = lane.sooner() {
-                classes.push((first, *cost, count, latest));
+                lanes.push((first, *cost, count, latest));
             }
         }
-        classes.sort_unstable_by_key(|(first, ..)| *first);
-        let latest = classes.iter().map(|(.., latest)| *latest).max()?;
+        lanes.sort_unstable_by_key(|(first, ..)| *first);
+        let latest = lanes.iter().map(|(.., latest)| *latest).max()?;
         let mut left = most;
         let mut demands = SmallVec::new();
-        for (_, cost, count, _) in classes {
+        for (_, cost, count, _) in lanes {
             let count = count.min(left);
             left -= count;
             if count > 0 {
