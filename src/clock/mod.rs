@@ -9,6 +9,7 @@
 
 mod counter;
 mod moment;
+mod sleeps;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -18,6 +19,9 @@ use std::time::{Duration, Instant, SystemTime};
 
 pub(crate) use counter::{now_by_counter, prepare};
 pub(crate) use moment::Moment;
+#[cfg(test)]
+pub(crate) use sleeps::pretended;
+pub(crate) use sleeps::{look_again, slept};
 
 /// The monotonic time.
 #[inline]

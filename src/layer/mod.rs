@@ -22,6 +22,8 @@ pub(crate) mod routes;
 mod seam;
 mod service;
 mod settings;
+#[cfg(test)]
+mod sleep_tests;
 mod throttle;
 mod throttle_builder;
 

@@ -15,9 +15,18 @@ pub(crate) struct Hold {
     /// How often holds were released. A hold with a smaller number is over, even if a message about
     /// it arrives later.
     pub(crate) releases: u32,
+    /// For how long the machine had slept in all when it was set. The store's time stood still meanwhile.
+    pub(crate) slept: Micros,
 }
 
 impl Hold {
+    /// Takes in for how long the machine has slept in all: the hold ends earlier by what came after it was set.
+    pub(super) fn wake(&mut self, slept: Micros) {
+        let since = slept.saturating_sub(self.slept);
+        self.until = self.until.saturating_sub(since);
+        self.slept = slept;
+    }
+
     /// Returns which of two holds applies. The end of a hold moves only later, unless the hold was
     /// released.
     pub(super) fn or(self, other: Hold) -> Hold {

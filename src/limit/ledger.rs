@@ -344,6 +344,13 @@ impl Ledger {
         in_force
     }
 
+    /// Takes in for how long the machine has slept in all: see [`Hold::wake`]. `slept` is asked only if the key is on hold.
+    pub(crate) fn wake(&mut self, slept: impl FnOnce() -> Micros) {
+        if let Some(rare) = self.rare.as_mut().filter(|rare| rare.hold.until > self.now) {
+            rare.hold.wake(slept());
+        }
+    }
+
     /// Returns the hold that applies.
     fn in_force(&self) -> Hold {
         self.rare.as_ref().map_or(Hold::default(), |rare| rare.hold)
@@ -376,6 +383,7 @@ impl Ledger {
             until: 0,
             cut: false,
             releases: self.in_force().releases.saturating_add(1),
+            slept: 0,
         };
         self.set_hold(released);
         released

@@ -147,7 +147,7 @@ impl Core {
         act(state, &mut ctx);
         state.take_lent_back(&mut ctx);
         if !state.limits.take_change() {
-            ctx.work.visit_at = state.wants_visit(&ctx.work);
+            ctx.work.visit_at = state.wants_visit(&ctx.work, now);
             return ctx.work;
         }
         self.settings.quotas.note_any();
@@ -157,7 +157,7 @@ impl Core {
         ctx.work = work;
         state.quota_changed(&mut ctx);
         state.take_lent_back(&mut ctx);
-        ctx.work.visit_at = state.wants_visit(&ctx.work);
+        ctx.work.visit_at = state.wants_visit(&ctx.work, now);
         ctx.work
     }
 

@@ -198,10 +198,14 @@ pub(super) fn pass(core: &Core, key: Key, now: Instant) -> Result<Option<Probe>,
 
 /// Returns for how long a hold or a probe of `key` stops all requests, if one does. `None` if this process has no state of
 /// the key.
-pub(super) fn blocked(core: &Core, key: Key, now: Instant) -> Option<Option<Duration>> {
+pub(super) fn blocked(core: &Arc<Core>, key: Key, now: Instant) -> Option<Option<Duration>> {
     let max_hold = core.settings.max_hold;
-    core.states
-        .find(key, |state| state.hold.blocked_for(max_hold, now))
+    let blocked = |state: &mut KeyState| state.hold.blocked_for(max_hold, now);
+    match core.states.find(key, blocked)? {
+        None => Some(None),
+        // The visit looks whether the machine has slept.
+        Some(_) => core.with_state(key, now, |state, _| blocked(state)),
+    }
 }
 
 /// The same for the waiter `number`, whose task is woken when the answer changes. It becomes no probe, because it waits
@@ -216,13 +220,15 @@ pub(super) fn watch(
 ) -> Option<Duration> {
     let max_hold = core.settings.max_hold;
     let watch = |state: &mut KeyState| state.hold.watch(number, max_hold, now, cx);
-    let watched = if keeps {
+    if keeps {
         // If there is no room for one more key, the next call for the request is refused.
-        core.with_new_state(key, now, |state, _| watch(state)).ok()
-    } else {
-        core.states.find(key, watch)
-    };
-    watched.flatten()
+        return core
+            .with_new_state(key, now, |state, _| watch(state))
+            .ok()?;
+    }
+    core.states.find(key, watch)??;
+    // The visit sees that a request waits for the end of the hold.
+    core.with_state(key, now, |state, _| state.hold.blocked_for(max_hold, now))?
 }
 
 /// Returns how many requests watch the hold of `key`, because they wait for its end or for something else.

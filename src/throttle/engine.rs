@@ -225,7 +225,9 @@ impl Core {
         with: impl FnOnce(&mut Waiters, &mut Wakers) -> R,
         effects: &mut Effects,
     ) -> R {
+        waiters.wake(&mut effects.wakers);
         let done = with(waiters, &mut effects.wakers);
+        waiters.wake(&mut effects.wakers);
         if self.is_shared() {
             effects.sync_task = waiters.needs_sync_task(clock::now(), &mut effects.wakers);
         }

@@ -248,6 +248,13 @@ impl PacedQueue {
         self.record(now, |releases| Event::Hold { until, releases });
     }
 
+    /// Lets the hold end earlier by `span`, for which the clock of this process stood still. Other processes have clocks
+    /// of their own.
+    pub(super) fn hold_is_shorter(&mut self, span: Duration) {
+        let held_until = &mut self.local.pace_state.held_until;
+        *held_until = held_until.and_then(|until| until.checked_sub(span));
+    }
+
     /// Ends the hold of the key.
     pub(crate) fn release(&mut self, now: Instant) {
         self.local.pace_state.release();

@@ -36,6 +36,8 @@ pub(super) struct Waiters {
     waits: WaitQueue<TurnWait, Flight>,
     /// Why the key is on hold, if this process knows.
     hold_origin: Option<HoldOrigin>,
+    /// For how long the machine had slept in all when the hold was last looked at. `None` if the key is not on hold.
+    slept: Option<Duration>,
     /// When a request arrived or was answered last, or the key was held or released.
     last_used: Instant,
     pub(super) sync: SyncSupervisor,
@@ -96,6 +98,7 @@ impl Waiters {
             counts: KeyCounts::default(),
             waits: WaitQueue::default(),
             hold_origin: None,
+            slept: None,
             last_used: now,
             sync: SyncSupervisor::default(),
         }
@@ -164,7 +167,7 @@ impl Waiters {
             return Poll::Ready(Err(late));
         }
         let place = self.waits.numbers().take(2).position(|of| of == number);
-        let look_at = self.look_at();
+        let look_at = self.look_at(now);
         if let Some(waiter) = self.waits.get_mut(number) {
             let look_at = look_at.and_then(|at| looks_at(place?, at));
             waiter.wake_at(look_at.map_or(latest, |at| at.min(latest)));
@@ -274,6 +277,23 @@ impl Waiters {
         self.grant_due(now, wakers);
     }
 
+    /// Takes in for how long the machine has slept during a hold: it ends earlier by that. Called at both ends of each
+    /// change.
+    pub(super) fn wake(&mut self, wakers: &mut Wakers) {
+        let Some(until) = self.queue.held_until() else {
+            return;
+        };
+        let now = clock::now();
+        let slept = (until > now).then(clock::slept);
+        let before = std::mem::replace(&mut self.slept, slept);
+        if let (Some(slept), Some(before)) = (slept, before)
+            && slept > before
+        {
+            self.queue.hold_is_shorter(slept - before);
+            self.grant_due(now, wakers);
+        }
+    }
+
     /// Grants every turn that is due, and sets the timers of the first two waiters.
     fn grant_due(&mut self, now: Instant, wakers: &mut Wakers) {
         while let Some(flight) = self.queue.depart(now) {
@@ -281,7 +301,7 @@ impl Waiters {
                 self.queue.unsent(flight, now);
             }
         }
-        let Some(look_at) = self.look_at() else {
+        let Some(look_at) = self.look_at(now) else {
             return;
         };
         for (place, waiter) in self.waits.iter_mut().take(2).enumerate() {
@@ -292,9 +312,14 @@ impl Waiters {
     }
 
     /// Returns when to poll the first waiter again if nothing else happens.
-    fn look_at(&self) -> Option<Instant> {
+    fn look_at(&self, now: Instant) -> Option<Instant> {
+        let left = |until: Instant| until.checked_duration_since(now);
+        let held = self.queue.held_until().and_then(left);
+        // The machine may sleep meanwhile.
+        let wakes_at = held.map(|left| clock::after(now, clock::look_again(left)));
         self.queue
             .look_at()
+            .map(|at| wakes_at.map_or(at, |wakes_at| wakes_at.min(at)))
             .into_iter()
             .chain(self.sync.late_at(&self.queue))
             .min()

@@ -100,6 +100,13 @@ impl KeyHold {
         self.details.as_ref()?.hold.left(now)
     }
 
+    /// Takes in for how long the machine has slept: see [`Hold::wake`].
+    pub(super) fn wake(&mut self, now: Instant) -> bool {
+        self.details
+            .as_mut()
+            .is_some_and(|details| details.hold.wake(now))
+    }
+
     /// Notes why the key is on hold for `left`, unless another hold lasts longer.
     pub(in crate::limiter) fn note_cause(&mut self, cause: Cause, left: Duration, now: Instant) {
         let in_force = self.left(now).unwrap_or_default();

@@ -1,7 +1,8 @@
 //! The timer of a key: when its state is visited next, even if no request comes, and what is done then.
 //!
 //! Five things happen without a request: a batching delay ends, permits at hand expire, the store is sent what it does
-//! not know, other parts are asked for slots, and a round of statements goes on. Each part of the state knows its own
+//! not know, other parts are asked for slots, and a round of statements goes on. While requests wait for the end of a
+//! hold, a sixth is to look whether the machine has slept. Each part of the state knows its own
 //! moment, and [`KeyState::timer`] is the first of them. At the end of a visit, if no task sleeps until that moment or
 //! an earlier one, another task starts ([`KeyState::wants_visit`]). It makes one visit, which does all that is due
 //! ([`KeyState::on_time`]), and ends. If a moment was put off meanwhile, there is nothing to do. So a permit that is
@@ -45,8 +46,8 @@ impl KeyState {
     }
 
     /// Ends a visit that leaves `work`. Returns when another task has to visit the key, if one has to.
-    pub(in crate::limiter) fn wants_visit(&mut self, work: &Work) -> Option<Instant> {
-        let Some(at) = self.timer() else {
+    pub(in crate::limiter) fn wants_visit(&mut self, work: &Work, now: Instant) -> Option<Instant> {
+        let Some(at) = self.timer().into_iter().chain(self.wakes_at(now)).min() else {
             self.pending.take_if(|pending| {
                 let is_stated = pending.upstream.remaining.is_some() || pending.charges.is_some();
                 !is_stated && pending.visits.is_empty()
@@ -66,8 +67,21 @@ impl KeyState {
         Some(at)
     }
 
-    /// Begins a visit. If the task that was to visit the key is so late that it counts as lost, does what it was to do.
+    /// Returns when to look whether the machine has slept, if requests wait for the end of a hold: no timer of theirs
+    /// fires earlier because of that.
+    fn wakes_at(&self, now: Instant) -> Option<Instant> {
+        let left = self.hold.left(now)?;
+        let is_awaited = self.hold.waiting() > 0 || self.waiting() > 0;
+        is_awaited
+            .then(|| clock::after(now, clock::look_again(left)))
+            .filter(|at| *at < clock::after(now, left))
+    }
+
+    /// Begins a visit. If the machine has slept, the hold ends earlier. If the task that was to visit the key is so late that it counts as lost, does what it was to do.
     pub(in crate::limiter) fn catch_up(&mut self, ctx: &mut KeyContext<'_>) {
+        if self.hold.wake(ctx.now) {
+            self.hold_changed(ctx);
+        }
         if self.pending.is_none() {
             // No task was to visit it.
             return;

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use crate::clock;
 use crate::limit::{
     Booking, Charge, Hold, Ledger, LimitSpec, Micros, Order, micros_down, micros_up,
 };
@@ -175,15 +176,18 @@ pub(in crate::store) fn hold(state: HoldState, now: Micros) -> Hold {
         releases,
         cut,
     } = state;
-    let until = if remaining.is_zero() {
-        0
-    } else {
-        now.saturating_add(micros_up(remaining))
-    };
-    Hold {
-        until,
+    let none = Hold {
         cut,
         releases,
+        ..Hold::default()
+    };
+    if remaining.is_zero() {
+        return none;
+    }
+    Hold {
+        until: now.saturating_add(micros_up(remaining)),
+        slept: micros_down(clock::slept()),
+        ..none
     }
 }
 

@@ -17,7 +17,9 @@ use super::{
 use crate::clock;
 use crate::key::Key;
 use crate::key_map::{Evict, Full, KeyMap};
-use crate::limit::{ChangeKind, Hold, Ledger, LimitSpec, Micros, QuotaChange, UnusedPermits};
+use crate::limit::{
+    ChangeKind, Hold, Ledger, LimitSpec, Micros, QuotaChange, UnusedPermits, micros_down,
+};
 use booking::held;
 pub(super) use booking::{book, hold, usage};
 use in_flight::InFlightState;
@@ -201,6 +203,7 @@ impl Counts {
     ) -> R {
         self.align(spec, now);
         let now = self.ledger.advance(spec, now);
+        self.ledger.wake(|| micros_down(clock::slept()));
         let done = with(&mut self.ledger, now);
         self.fresh_from = self.ledger.fresh_from();
         done

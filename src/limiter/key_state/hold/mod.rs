@@ -30,6 +30,9 @@
 //! A process that sets a hold may not know the number of releases yet. It takes the number of the first
 //! message, which then counts as one with the same number.
 //!
+//! While this machine sleeps, its clock stands still, and the hold goes on. So all three moments come earlier by
+//! that ([`Hold::wake`]).
+//!
 //! If a reply to a later call states an earlier end than `sure_until`, the store has lost the hold.
 //! Two ends at most 5 ms apart are one end, observed after different round trips.
 
@@ -68,6 +71,8 @@ pub(super) struct Hold {
     /// What follows its end.
     probation: Probation,
     evidence: Evidence,
+    /// For how long the machine had slept in all when the moments were last right, if the key is on hold.
+    slept: Duration,
 }
 
 /// How this process knows of a hold. The module's documentation explains the moments.
@@ -96,7 +101,32 @@ impl Hold {
                 changed_at: now,
                 confirmed_at: None,
             },
+            slept: Duration::ZERO,
         }
+    }
+
+    /// Takes in for how long the machine has slept. Returns whether the key is on hold, and for a shorter time than this
+    /// process thought.
+    pub(super) fn wake(&mut self, now: Instant) -> bool {
+        if self.end <= now {
+            return false;
+        }
+        let slept = clock::slept();
+        let since = slept.saturating_sub(std::mem::replace(&mut self.slept, slept));
+        if since.is_zero() {
+            return false;
+        }
+        let evidence = &mut self.evidence;
+        for moment in [
+            &mut self.end,
+            &mut evidence.sure_until,
+            &mut evidence.stored_until,
+        ] {
+            *moment = moment.checked_sub(since).unwrap_or(now);
+        }
+        // A release may have been missed, too.
+        evidence.confirmed_at = None;
+        true
     }
 
     /// Returns when the hold ends or ended.
@@ -137,7 +167,7 @@ impl Hold {
         let is_longer = until > now.max(self.end) && !is_same_end;
         if is_released || is_longer {
             self.evidence.changed_at = now;
-            self.set_end(until, held.cut);
+            self.set_end(until, held.cut, now);
         }
         is_released || is_longer
     }
@@ -172,7 +202,7 @@ impl Hold {
             evidence.sure_until = sure_until;
             evidence.changed_at = sent;
             self.releases = held.releases;
-            self.set_end(until, held.cut);
+            self.set_end(until, held.cut, latest);
             return false;
         }
         evidence.sure_until = evidence.sure_until.max(sure_until);
@@ -180,19 +210,20 @@ impl Hold {
         if sent < evidence.changed_at {
             let is_longer = !held.remaining.is_zero() && until > clock::after(self.end, SAME_END);
             if is_longer {
-                self.set_end(until, held.cut);
+                self.set_end(until, held.cut, latest);
             } else {
-                self.end = self.end.max(until);
+                self.ends_at(self.end.max(until), latest);
             }
         } else if is_confirmed {
             evidence.sure_until = evidence.sure_until.min(until);
-            self.end = until;
+            self.ends_at(until, latest);
             if !held.remaining.is_zero() && held.cut != self.probation.is_on() {
                 self.probation = Probation::after(held.cut);
             }
         } else {
             // The store has lost the hold.
-            self.end = evidence.sure_until;
+            let sure_until = evidence.sure_until;
+            self.ends_at(sure_until, latest);
         }
         false
     }
@@ -289,8 +320,15 @@ impl Hold {
         passed
     }
 
-    fn set_end(&mut self, end: Instant, is_cut: bool) {
-        self.end = end;
+    fn set_end(&mut self, end: Instant, is_cut: bool, now: Instant) {
+        self.ends_at(end, now);
         self.probation = Probation::after(is_cut);
+    }
+
+    fn ends_at(&mut self, end: Instant, now: Instant) {
+        if self.end <= now && end > now {
+            self.slept = clock::slept();
+        }
+        self.end = end;
     }
 }

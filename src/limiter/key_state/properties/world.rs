@@ -100,7 +100,7 @@ impl World {
         };
         self.state.catch_up(&mut ctx);
         let result = act(&mut self.state, &mut ctx, &mut self.requests);
-        let visit = self.state.wants_visit(&ctx.work).map(Pending::Visit);
+        let visit = self.state.wants_visit(&ctx.work, now).map(Pending::Visit);
         let Work {
             wakers, effects, ..
         } = ctx.work;
