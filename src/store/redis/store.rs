@@ -136,7 +136,8 @@ impl RedisStore {
     /// reconnects by itself, or a [factory](RedisStore::with_factory).
     ///
     /// The store publishes holds and paces to the stores of the database that the connection names
-    /// ([`get_db`](ConnectionLike::get_db)), and listens to none.
+    /// ([`get_db`](ConnectionLike::get_db)), and listens to none: requests that wait for the end of a hold wait for all of
+    /// it, even if another process releases the key.
     pub fn with_connection<C>(connection: C) -> RedisStoreBuilder
     where
         C: ConnectionLike + Clone + Send + Sync + 'static,
