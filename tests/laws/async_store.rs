@@ -121,6 +121,49 @@ async fn a_slot_is_confirmed_before_it_is_due() {
     assert!(store.0.calls() <= 4, "{}", store.0.calls());
 }
 
+/// A request that costs much waits, and others behind it. When it is dropped, they leave as if it had never come, even
+/// if the call that books for them anew fails once.
+#[tokio::test(start_paused = true)]
+async fn dropped_dear_waiter_lets_the_others_leave() {
+    let pair = Quota::bucket(2).refill(1, millis(10_000));
+    for (quota, used, dear, left) in [(pair, 1, 2, 1), (Quota::per_minute(10), 5, 10, 5)] {
+        for fails in [false, true] {
+            let store = Remote::new(millis(5));
+            let layer = RateLimitLayer::builder(quota)
+                .store(store.clone())
+                .max_wait(Duration::from_secs(600));
+            let limiter = layer.build().unwrap().limiter();
+            drop(limiter.acquire(key()).cost(used).await.unwrap());
+            let wait = async |cost| {
+                let request = limiter.acquire(key()).cost(cost);
+                let task = tokio::spawn(async move { drop(request.await.unwrap()) });
+                sleep(millis(100)).await;
+                task
+            };
+            let first = wait(dear).await;
+            let mut others = Vec::new();
+            for _ in 0..left {
+                others.push(wait(1).await);
+            }
+            let calls = store.calls();
+            store.away.store(fails, Ordering::Relaxed);
+            first.abort();
+            let start = Instant::now();
+            while store.calls() == calls {
+                sleep(millis(1)).await;
+            }
+            store.away.store(false, Ordering::Relaxed);
+            for waiter in others {
+                waiter.await.unwrap();
+            }
+            let waited = start.elapsed();
+            // The store has executed the call that failed. What it booked is used up.
+            let within = if fails { 70_000 } else { 100 };
+            assert!(waited <= millis(within), "{quota}, {fails}: {waited:?}");
+        }
+    }
+}
+
 /// A store that replies until it is silent.
 struct Silent {
     store: Lossy,

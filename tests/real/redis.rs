@@ -93,6 +93,30 @@ async fn slots_of_dropped_waiters_are_free_for_other_processes() {
     }
 }
 
+/// A request that costs much waits for the next minute, and others wait behind it. When it is dropped, they leave.
+#[tokio::test]
+async fn dropped_dear_waiter_lets_the_others_leave() {
+    let server = RedisServer::start().unwrap();
+    let limiter = limiter(
+        &store(&server),
+        Quota::per_minute(10),
+        Duration::from_secs(600),
+    );
+    let key = Key::new("key");
+    drop(limiter.acquire(key).cost(5).await.unwrap());
+    let dear = tokio::spawn(limiter.acquire(key).cost(10));
+    settle(&limiter, key, 15).await;
+    let others: Vec<_> = (0..5).map(|_| tokio::spawn(limiter.acquire(key))).collect();
+    settle(&limiter, key, 20).await;
+    dear.abort();
+    let start = Instant::now();
+    for other in others {
+        drop(other.await.unwrap().unwrap());
+    }
+    let waited = start.elapsed();
+    assert!(waited < Duration::from_secs(30), "{waited:?}");
+}
+
 #[tokio::test]
 async fn prefixes_and_secrets_keep_limits_apart() {
     let server = RedisServer::start().unwrap();

@@ -174,15 +174,20 @@ impl KeyState {
         // Permits are scarce if slots lie ahead: none are fetched in advance.
         let is_scarce = queue.last_booked().is_some();
         if !queue.gathering.is_under_way() {
-            // A store that answers later may fail, or answer when the slots of the others would have been due. What
-            // other parts have lent does not come back with this call.
-            let anew = is_clear
+            // What other parts have lent does not come back with this call.
+            let may = is_clear
                 && is_trusted
-                && !self.store.answers_later
                 && ctx.spec.lending().is_none()
                 && !queue.is_paused(now)
                 && (!is_paced(ctx) || queue.waiting() <= MOST_BOOKED_ANEW_BY_PACE);
-            queue.give_up_behind_freed(anew);
+            // A store that answers later may fail, or answer when slots that are near would have been due. Those further
+            // ahead than it is trusted would be of no use then either.
+            let answers_later = self.store.answers_later;
+            let from = match answers_later {
+                true => clock::after(now, trust(ctx.spec.quota().longest_memory())),
+                false => now,
+            };
+            queue.give_up_behind_freed(may.then_some(from), answers_later);
         }
         // The next slot is confirmed early enough for the answer to arrive before the slot is due.
         let lead = trust(ctx.spec.quota().longest_memory()) / 4;
@@ -387,6 +392,7 @@ impl KeyState {
         } = taken_in;
         let keeps = lease.refused.is_some() && !precedes_release && self.may_borrow(ctx, now);
         let Some(queue) = &mut self.queue else { return };
+        queue.take_exchange();
         if let Some(wait) = lease.recovering {
             return queue.pause(wait, now, &mut ctx.work.wakers);
         }
@@ -432,8 +438,9 @@ impl KeyState {
             queue.void();
         }
         let end = Settled::Failed(error);
+        let end = Some(&end).filter(|_| !queue.take_exchange());
         let least = self.store.least_use(ctx.spec);
-        queue.answered([], Some(&end), least, now, &mut ctx.work.wakers);
+        queue.answered([], end, least, now, &mut ctx.work.wakers);
     }
 
     /// Ends the batching delay of the next call.

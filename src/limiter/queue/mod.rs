@@ -114,6 +114,8 @@ pub(super) struct Queue {
     freed: Option<Instant>,
     /// Whether a waiter was too late for its slot since the last call.
     has_missed: bool,
+    /// Whether waiters have given up good slots for the next call, or the one under way.
+    is_exchange: bool,
     /// Permits that no waiter can use. Those of the own part go back to the store with the next call.
     pub(super) returns: GivenUp,
 }
@@ -263,11 +265,12 @@ impl Queue {
         self.has_missed = true;
     }
 
-    /// Gives back slots behind one that came back unused since the last call, if `anew`: then this call books for
-    /// their waiters again.
-    pub(super) fn give_up_behind_freed(&mut self, anew: bool) {
-        let has_missed = std::mem::take(&mut self.has_missed);
-        let Some(freed) = self.freed.take().filter(|_| anew) else {
+    /// Gives back slots behind one that came back unused since the last call: then this call books for their waiters
+    /// again. `from` is the first that may go back, if any may. If the store answers later, the waiters are asked for once
+    /// more in case that the call fails.
+    pub(super) fn give_up_behind_freed(&mut self, from: Option<Instant>, answers_later: bool) {
+        let has_missed = std::mem::take(&mut self.has_missed) && !answers_later;
+        let (Some(freed), Some(from)) = (self.freed.take(), from) else {
             return;
         };
         // Waiters that missed their slots fit in where others go back. Slots of one cost are booked anew in one step, so
@@ -277,8 +280,17 @@ impl Queue {
             true => MOST_BOOKED_ANEW.max(self.lanes.waiting_without_slot()),
             false => MOST_BOOKED_ANEW,
         };
-        let unused = |slot: Reservation| self.returns.add(&slot);
-        self.lanes.take_after(freed, most, unused);
+        let exchanged = &mut self.is_exchange;
+        let unused = |slot: Reservation| {
+            *exchanged = answers_later;
+            self.returns.add(&slot);
+        };
+        self.lanes.take_after(freed.max(from), most, unused);
+    }
+
+    /// Returns whether waiters have given up good slots for the call that has failed.
+    pub(super) fn take_exchange(&mut self) -> bool {
+        std::mem::take(&mut self.is_exchange)
     }
 
     /// Returns the slots that no waiter needs, the last ones first.
