@@ -12,7 +12,7 @@ use super::admission;
 use super::joint::{self, Cause, JointRefusal, JointSet};
 use super::key_state::Ticket;
 use super::limited::{Stopped, Why};
-use super::part::{Costs, Part, PartRef, max_queue, max_wait};
+use super::part::{Costs, Part, PartRef, max_wait};
 use super::probe::Probe;
 use super::queue::Number;
 use super::reservation::{Settled, WaitBound};
@@ -37,6 +37,8 @@ pub(super) struct Place {
     pub(super) number: Number,
     pub(super) costs: Costs,
     pub(super) bound: WaitBound,
+    /// The part for which a request of several keys counts as waiting, from its first time in the line on.
+    pub(super) waits_for: Option<u8>,
 }
 
 impl Place {
@@ -104,7 +106,7 @@ impl Line {
     /// waits. No slot before the end of a hold is of use: `held_until`.
     pub(super) fn enter(
         &self,
-        place: &Place,
+        place: &mut Place,
         is_back: bool,
         held_until: Option<Instant>,
         now: Instant,
@@ -123,15 +125,10 @@ impl Line {
             }
             Line::NoRates(_) => Some(Ok(Slots::none(now))),
             Line::Set(set) => {
-                let Place {
-                    number,
-                    costs,
-                    bound,
-                } = place;
-                let (part, most) = max_queue(set.parts.iter().map(|part| &part.core));
-                if !set.enter(*number, costs, *bound, most, is_back, now) {
-                    return Some(Err(Stopped::queue_full(part, most)));
+                if !is_back && let Err(stopped) = queue_joint(set, place, now) {
+                    return Some(Err(stopped));
                 }
+                set.enter(place.number, &place.costs, place.bound, is_back, now);
                 // A store that replies at once decides here.
                 let mut cx = Context::from_waker(Waker::noop());
                 match self.poll(place, held_until, now, &mut cx) {
@@ -180,6 +177,14 @@ impl Line {
         }
     }
 
+    /// Ends what a request counts as, when it waits for nothing any more.
+    pub(super) fn forget(&self, place: &Place) {
+        if let Some(part) = place.waits_for {
+            let Part { core, key, .. } = &self.parts()[usize::from(part)];
+            core.states.find(*key, |state| state.unqueue_joint());
+        }
+    }
+
     /// Returns a request to its old place. It could not leave with its `slots`, if it had any.
     pub(super) fn come_back(&self, place: &Place, slots: Option<Slots>, now: Instant) {
         match self {
@@ -197,7 +202,7 @@ impl Line {
             }
             Line::NoRates(_) => {}
             Line::Set(set) => {
-                set.enter(place.number, &place.costs, place.bound, 0, true, now);
+                set.enter(place.number, &place.costs, place.bound, true, now);
                 if let Some(slots) = slots {
                     set.give_up(slots);
                 }
@@ -238,6 +243,21 @@ impl Line {
             }
         }
     }
+}
+
+/// Counts a request of several keys as waiting for one of them, whose `max_queue` is the bound for all that wait for it,
+/// whatever their other keys are.
+fn queue_joint(set: &JointSet, place: &mut Place, now: Instant) -> Result<(), Stopped> {
+    let part = set.awaited();
+    let Part { core, key, .. } = &set.parts[part];
+    let max_queue = core.settings.max_queue;
+    match core.with_new_state(*key, now, |state, _| state.queue_joint(max_queue)) {
+        Ok(false) => return Err(Stopped::queue_full(part, max_queue)),
+        Ok(true) => place.waits_for = u8::try_from(part).ok(),
+        // The call for its slot has no room for the key either, and says so.
+        Err(Full) => {}
+    }
+    Ok(())
 }
 
 /// Returns what follows from the end of a wait in the queue of a key.

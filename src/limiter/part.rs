@@ -50,14 +50,6 @@ pub(super) fn shortest_wait<'a>(cores: impl Iterator<Item = &'a Arc<Core>>) -> D
     waits.min().unwrap_or_default()
 }
 
-/// Returns how many requests of these limiters may wait, which is the smallest `max_queue`, and the part that has it.
-pub(super) fn max_queue<'a>(cores: impl Iterator<Item = &'a Arc<Core>>) -> (usize, usize) {
-    let queues = cores.map(|core| core.settings.max_queue).enumerate();
-    queues
-        .min_by_key(|(_, most)| *most)
-        .unwrap_or((0, usize::MAX))
-}
-
 impl<'a> PartRef<'a> {
     pub(super) fn new(core: &'a Arc<Core>, entry: Entry) -> Self {
         PartRef { core, entry }

@@ -5,9 +5,9 @@ use crate::support::{self, channels};
 
 use std::convert::Infallible;
 use std::future::{Future, IntoFuture};
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex};
-use std::task::Poll;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use channels::{Log, channel};
@@ -870,4 +870,65 @@ async fn answers_without_a_hold_stop_no_request() {
         }
     );
     assert!(is_by_limit, "{refused}");
+}
+
+/// Polls requests once, in order. Returns those that wait, and why the others were refused.
+fn begin(requests: impl IntoIterator<Item = Acquire>) -> (Vec<Waiting>, Vec<Option<Reason>>) {
+    let mut refused = Vec::new();
+    let mut waiting: Vec<Waiting> = Vec::new();
+    for request in requests {
+        let mut request: Waiting = Box::pin(request.into_future());
+        match request
+            .as_mut()
+            .poll(&mut Context::from_waker(Waker::noop()))
+        {
+            Poll::Pending => waiting.push(request),
+            Poll::Ready(Ok(_)) => {}
+            Poll::Ready(Err(limited)) => refused.push(limited.reason()),
+        }
+    }
+    (waiting, refused)
+}
+
+type Waiting = Pin<Box<dyn Future<Output = Result<tollgate::Permit, Limited>> + Send>>;
+
+/// The requests of all channels wait for the account. One bound holds for all of them, and those that wait for a channel
+/// do not count in it.
+#[tokio::test(start_paused = true)]
+async fn a_key_that_many_requests_share_has_one_bound() {
+    let build = |quota| {
+        let layer = RateLimitLayer::builder(quota).max_queue(3).max_wait(MINUTE);
+        layer.build().unwrap().limiter()
+    };
+    let (account, channels) = (build(Quota::per_second(1)), build(Quota::per_second(5)));
+    let to = |name: &str| {
+        account
+            .acquire(Key::ALL)
+            .and(channels.acquire(Key::new(name)))
+    };
+    // The first leaves.
+    let (waiting, refused) = begin(["a", "b", "c", "d", "e", "f"].map(to));
+    let full = Some(Reason::QueueFull(3));
+    assert_eq!((waiting.len(), refused), (3, vec![full.clone(); 2]));
+    // A request of the account alone is one more that waits for it.
+    let (_, refused) = begin([account.acquire(Key::ALL)]);
+    assert_eq!(refused, [full.clone()]);
+    drop(waiting);
+    let (waiting, refused) = begin([account.acquire(Key::ALL), to("a")]);
+    assert_eq!((waiting.len(), refused), (2, vec![]));
+
+    let (account, channels) = (build(Quota::per_second(5)), build(Quota::per_second(1)));
+    let to = |name: &str| {
+        account
+            .acquire(Key::ALL)
+            .and(channels.acquire(Key::new(name)))
+    };
+    let (waiting, refused) = begin(["a", "a", "a", "a", "a"].map(to));
+    assert_eq!(
+        (waiting.len(), refused),
+        (3, vec![full]),
+        "they wait for their channel"
+    );
+    let (other, refused) = begin(["b", "c"].map(to));
+    assert_eq!((other.len(), refused), (0, vec![]), "the account has room");
 }

@@ -69,8 +69,13 @@ pub(super) async fn explain(
     let joint = &asked[0].core.joint;
     let before = joint.waiting_unbooked(&parts);
     let is_refused = matches!(verdict, Verdict::Refused { .. });
-    let full = joint.full(&parts).filter(|_| asked.len() > 1);
-    if let Some(max_queue) = full.filter(|_| !is_refused) {
+    let awaited = &asked[joint.awaited(&parts)];
+    let max_queue = awaited.core.settings.max_queue;
+    let queued = awaited
+        .core
+        .states
+        .find(awaited.key, |state| state.queued());
+    if asked.len() > 1 && !is_refused && queued.unwrap_or(0) >= max_queue {
         verdict = refused(Reason::QueueFull(max_queue));
     } else if verdict == Verdict::Goes && asked.len() > 1 && before > 0 {
         verdict = case::queued(before, bound, max_wait, now);

@@ -12,10 +12,10 @@ use super::{Cause, JointRefusal, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::limiter::engine::CoreId;
+use crate::limiter::engine::{Core, CoreId};
 use crate::limiter::entry::Entry;
 use crate::limiter::lanes::{Booked, HandOut, Lane, Lanes, SlotWait};
-use crate::limiter::part::{Costs, Part, PartRef, PerPart, max_queue};
+use crate::limiter::part::{Costs, Part, PartRef, PerPart};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{ProbeNumber, WaitBound};
 use crate::limiter::slots::Slots;
@@ -130,6 +130,13 @@ fn id_of(parts: &[PartRef<'_>]) -> SetId {
     parts.iter().map(id).collect()
 }
 
+/// Returns for which of these keys the most requests wait.
+fn longest_queue<'a>(keys: impl Iterator<Item = (&'a Arc<Core>, Key)>) -> usize {
+    let queued = keys.map(|(core, key)| core.states.find(key, |state| state.queued()));
+    let longest = queued.enumerate().max_by_key(|(_, queued)| *queued);
+    longest.map_or(0, |(part, _)| part)
+}
+
 impl JointSets {
     /// Returns the set of the requests with these parts.
     pub(in crate::limiter) fn find(&self, parts: &[PartRef<'_>]) -> Arc<JointSet> {
@@ -164,11 +171,13 @@ impl JointSets {
         })
     }
 
-    /// Returns how many requests with these parts may wait, if as many wait.
-    pub(in crate::limiter) fn full(&self, parts: &[PartRef<'_>]) -> Option<usize> {
-        let (_, max_queue) = max_queue(parts.iter().map(|part| part.core));
-        let waiting = self.set_of(parts).map_or(0, |set| set.waiting());
-        (waiting >= max_queue).then_some(max_queue)
+    /// Returns the part for which a request with these parts would count as waiting: see [`JointSet::awaited`].
+    pub(in crate::limiter) fn awaited(&self, parts: &[PartRef<'_>]) -> usize {
+        let set = self.set_of(parts);
+        set.map_or_else(
+            || longest_queue(parts.iter().map(PartRef::core_and_key)),
+            |set| set.awaited(),
+        )
     }
 
     /// Returns the set of requests with these parts, if there is one.
@@ -214,32 +223,34 @@ impl JointSet {
         done
     }
 
-    /// Enters a request, as one of at most `max_queue`. A request that `is_back` returns to its old place. Returns
-    /// whether there was room.
+    /// Enters a request. One that `is_back` returns to its old place.
     pub(in crate::limiter) fn enter(
         &self,
         number: Number,
         costs: &Costs,
         bound: WaitBound,
-        max_queue: usize,
         is_back: bool,
         now: Instant,
-    ) -> bool {
+    ) {
         let mut wait = SlotWait::new(bound, now);
         if is_back && !bound.by_deadline {
             // It has had an answer, so it may get a slot of one behind it at any time.
             wait.gives_up_at = answer_by(bound.latest, now);
         }
         self.with(|state, _| {
-            let has_room = is_back || state.lanes.waiting() < max_queue;
-            if has_room {
-                wait.is_in_line = state.refused_near.is_some() && state.lanes.waiting() > 0;
-                let wakes_at = wait.gives_up_at;
-                let enter = |lane: &mut Lane<_>| lane.enter(number, wait, wakes_at);
-                state.lanes.change(costs, enter);
-            }
-            has_room
-        })
+            wait.is_in_line = state.refused_near.is_some() && state.lanes.waiting() > 0;
+            let wakes_at = wait.gives_up_at;
+            let enter = |lane: &mut Lane<_>| lane.enter(number, wait, wakes_at);
+            state.lanes.change(costs, enter);
+        });
+    }
+
+    /// Returns the part for which a request that enters counts as waiting: the one that let the last one leave last. If
+    /// no request of the set waits, the one for which the most wait.
+    pub(in crate::limiter) fn awaited(&self) -> usize {
+        let known = self.with(|state, _| (state.lanes.waiting() > 0).then_some(state.scarcest));
+        let keys = || self.parts.iter().map(|part| (&part.core, part.key));
+        known.unwrap_or_else(|| longest_queue(keys()))
     }
 
     /// Polls the wait of a request. `held_until` is when the last hold of its keys ends.

@@ -77,7 +77,7 @@ impl KeyState {
         let units = |demand: &Demand| u64::from(demand.cost) * u64::from(demand.count);
         let wanted = ahead.iter().map(units).sum::<u64>() + u64::from(cost);
         let is_clear = self.hold.is_clear(rules.max_hold, now);
-        let is_queue_full = !self.asks_alone(rules, now) && waiting >= rules.max_queue;
+        let is_queue_full = self.queued() >= rules.max_queue;
         let returns = queue.map_or(0, |queue| {
             queue.returns.own.iter().map(|unused| unused.units).sum()
         });

@@ -61,13 +61,15 @@ impl Ticket {
         {
             return Some(Settled::Refused(refusal));
         }
-        if state.asks_alone(ctx.rules(), ctx.now)
+        let is_full = !is_back && state.queued() >= ctx.max_queue;
+        if !is_full
+            && state.asks_alone(ctx.rules(), ctx.now)
             && state.are_parts_stated(ctx, ctx.now)
             && let Some(entered) = self.enter_alone(state, ctx)
         {
             return entered;
         }
-        if !is_back && state.waiting() >= ctx.max_queue {
+        if is_full {
             return Some(Settled::QueueFull);
         }
         if let Some(wait) = state.undivided_beyond(ctx, bound.latest) {

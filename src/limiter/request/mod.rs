@@ -95,6 +95,7 @@ impl Request {
                 number: next_number(),
                 costs: parts.iter().map(|part| part.entry.cost).collect(),
                 bound,
+                waits_for: None,
             },
             stage: Stage::Nothing,
             in_flight: in_flight_of(parts),
@@ -241,7 +242,7 @@ impl Request {
             return Poll::Pending;
         }
         let is_back = std::mem::replace(&mut self.is_back, true);
-        match self.line.enter(&self.place, is_back, held_until, now) {
+        match self.line.enter(&mut self.place, is_back, held_until, now) {
             Some(slots) => self.got(slots?),
             None => {
                 self.stage = Stage::Slots;
@@ -355,6 +356,7 @@ impl Drop for Request {
         if !matches!(self.stage, Stage::Nothing) {
             self.leave(clock::now());
         }
+        self.line.forget(&self.place);
         self.unwatch_holds();
     }
 }
