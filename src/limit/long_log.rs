@@ -15,6 +15,9 @@ use super::window::{Chunk, chunk_size};
 ///   if a long queue gives up.
 /// - If there are more than [`MOST_COARSE`] coarse chunks, the oldest leave the log. `floor` has
 ///   the newest of their stamps.
+/// - Units that are more than a quarter of the window apart share no chunk. Else the last units of a
+///   burst would count as long as the first of the next one. So few gaps need few chunks. Only a log of
+///   one chunk joins over a gap: a key with little use needs no second one.
 ///
 /// All of this only makes stamps later.
 #[derive(Clone, Debug, Default)]
@@ -37,8 +40,8 @@ pub(super) struct LongLog {
 /// The most coarse chunks. Slots that are booked up to this many windows ahead stay in the log.
 const MOST_COARSE: usize = 48;
 
-/// The most fine chunks. Units of twice the limit fill 200. More are made only by permits that come
-/// back, and by stamps out of order.
+/// The most fine chunks. Units of twice the limit fill 200, or 204 if each window has three bursts.
+/// More are made only by permits that come back, and by stamps out of order.
 const MOST_FINE: usize = 204;
 
 /// A chunk, and the units in the chunks before it.
@@ -138,8 +141,8 @@ impl LongLog {
     }
 
     /// Adds units with this stamp. They join a chunk with the same stamp, or else a neighbour that
-    /// is not full, or else they become a chunk.
-    pub(super) fn insert(&mut self, limit: u64, stamp: Micros, units: u64) {
+    /// is near and not full, or else they become a chunk.
+    pub(super) fn insert(&mut self, limit: u64, span: Micros, stamp: Micros, units: u64) {
         let size = chunk_size(limit);
         let chunks = self.chunks.len();
         let mut index = chunks;
@@ -147,7 +150,9 @@ impl LongLog {
             index -= 1;
         }
         let joins = |chunk: Option<&Chunk>| {
-            chunk.is_some_and(|chunk| chunk.stamp == stamp || chunk.count < size)
+            chunk.is_some_and(|chunk| {
+                chunk.count < size && (chunks < 2 || is_near(span, stamp, chunk.stamp))
+            })
         };
         if index > 0 && self.chunks[index - 1].stamp == stamp {
             self.chunks[index - 1].count += units;
@@ -213,7 +218,7 @@ impl LongLog {
 
     /// Takes back `units` that were inserted under `stamp` and were not used.
     /// See [`Window::subtract`](super::window::Window::subtract).
-    pub(super) fn subtract(&mut self, limit: u64, stamp: Micros, mut units: u64) {
+    pub(super) fn subtract(&mut self, limit: u64, span: Micros, stamp: Micros, mut units: u64) {
         if self.floor.is_some_and(|floor| stamp <= floor) {
             return;
         }
@@ -230,18 +235,23 @@ impl LongLog {
                 self.fine_units -= taken;
             }
             self.chunks[index].count -= taken;
-            self.join_next(limit, &mut index);
+            self.join_next(limit, span, &mut index);
         }
     }
 
     /// Joins a chunk that has become small with the next. Without this, permits that come back
     /// would leave a log of many small chunks.
-    fn join_next(&mut self, limit: u64, index: &mut usize) {
-        let count = self.chunks[*index].count;
+    fn join_next(&mut self, limit: u64, span: Micros, index: &mut usize) {
+        let Chunk { stamp, count } = self.chunks[*index];
         let size = chunk_size(limit);
         let same_kind = *index + 1 != self.coarse_count;
         match self.chunks.get_mut(*index + 1) {
-            Some(next) if count > 0 && same_kind && count + next.count <= size => {
+            Some(next)
+                if count > 0
+                    && same_kind
+                    && count + next.count <= size
+                    && is_near(span, stamp, next.stamp) =>
+            {
                 next.count += count
             }
             _ if count > 0 => {
@@ -255,4 +265,9 @@ impl LongLog {
             self.coarse_count -= 1;
         }
     }
+}
+
+/// Returns whether units with these stamps may share a chunk.
+fn is_near(span: Micros, one: Micros, other: Micros) -> bool {
+    one.abs_diff(other) <= span / 4
 }

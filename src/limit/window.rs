@@ -216,19 +216,19 @@ impl Window {
 
     /// Adds units with this stamp to the log.
     pub(super) fn insert(&mut self, stamp: Micros, units: u64) {
-        let limit = self.limit();
+        let (limit, span) = (self.limit(), self.span);
         match &mut self.log {
             Log::Short { .. } => {
                 self.log = self.joined(stamp, units).unwrap_or_else(|| {
                     let mut log = LongLog::default();
                     for chunk in self.chunks() {
-                        log.insert(limit, chunk.stamp, chunk.count);
+                        log.insert(limit, span, chunk.stamp, chunk.count);
                     }
-                    log.insert(limit, stamp, units);
+                    log.insert(limit, span, stamp, units);
                     Log::Long(Box::new(log))
                 });
             }
-            Log::Long(log) => log.insert(limit, stamp, units),
+            Log::Long(log) => log.insert(limit, span, stamp, units),
         }
     }
 
@@ -276,7 +276,7 @@ impl Window {
                 }
             }
             Log::Short { .. } => {}
-            Log::Long(log) => log.subtract(limit, stamp, units),
+            Log::Long(log) => log.subtract(limit, self.span, stamp, units),
         }
     }
 

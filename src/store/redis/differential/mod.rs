@@ -268,6 +268,45 @@ fn memory_and_redis_grant_plain_calls_the_same() {
     check(100, Mix::Plain, 200);
 }
 
+/// Units share a chunk up to a quarter of the window, in each of the ways through the script.
+#[test]
+fn chunks_end_at_the_same_gap() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    // Its chunks have ten units.
+    let spec = Arc::new(LimitSpec::new(
+        Quota::per_second(1000),
+        millis(10),
+        millis(2),
+    ));
+    for (gap, shares) in [(250_000, true), (250_001, false)] {
+        for demands in [vec![(1, 4)], vec![(1, 2), (2, 1)]] {
+            world.begin();
+            let mut lease = |demands: &[(u32, u32)], wait: u64| {
+                world.now += wait;
+                let step = Step {
+                    demands: demands.to_vec(),
+                    latest: millis(10_000),
+                    life: millis(10),
+                    ..Step::idle()
+                };
+                let (ours, theirs) = world.lease(&spec, &step, &[]);
+                assert_eq!(decided(&ours), decided(&theirs), "{gap} {demands:?}");
+                theirs.grants
+            };
+            lease(&[(1, 10)], 0);
+            let first = lease(&demands, 1)[0].stamp;
+            let last = lease(&demands, gap)[0].stamp;
+            // The units that are free, those of the first chunk, and one more.
+            let slot = lease(&[(1, 982 + 10 + 1)], 0)
+                .last()
+                .map(|grant| grant.slot);
+            let leaves = if shares { last } else { first };
+            assert_eq!(slot, Some(leaves + 1_000_000), "{gap} {demands:?}");
+        }
+    }
+}
+
 /// A call that only returns permits does not know the time, so it does not change the clock. If it
 /// stopped the clock, permits that are booked ahead would be valid too early.
 #[test]

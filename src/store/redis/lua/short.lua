@@ -138,7 +138,8 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
             is_unusual = true
             break
           end
-          if n > 0 and (newest == stamp or newest_units < math.floor((count + 99) / 100)) then
+          if n > 0 and (newest == stamp or newest_units < math.floor((count + 99) / 100)
+            and (n < 2 or stamp - newest <= window / 4)) then
             newest_units = newest_units + units
           else
             -- Until now, the newest chunk was in the record only.

@@ -182,7 +182,8 @@ local function window_rule()
       local units = units_of(limit, i)
       if units > 0 then
         local is_last = i + 1 >= limit.n or i + 1 == limit.coarse_count
-        if is_last or units + units_of(limit, i + 1) > math.floor((limit.count + 99) / 100) then
+        if is_last or units + units_of(limit, i + 1) > math.floor((limit.count + 99) / 100)
+          or stamp_of(limit, i + 1) - stamp_of(limit, i) > limit.window / 4 then
           return i + 1
         end
         put(limit, i + 1, stamp_of(limit, i + 1), units_of(limit, i + 1) + units)
@@ -385,9 +386,10 @@ local function window_rule()
   end
 
   -- Adds units of a stamp to the log. They join a chunk with the same stamp, or else a neighbour
-  -- that is not full, or else they become a chunk.
+  -- that is near and not full, or else they become a chunk.
   local function insert(limit, _, stamp, units)
     local chunk_size, n = math.floor((limit.count + 99) / 100), limit.n
+    local farthest = n < 2 and NEVER or limit.window / 4
     local i = n
     while i > 0 and stamp_of(limit, i - 1) > stamp do
       i = i - 1
@@ -395,9 +397,9 @@ local function window_rule()
     if i > 0 and stamp_of(limit, i - 1) == stamp then
       i = i - 1
       put(limit, i, stamp, units_of(limit, i) + units)
-    elseif i < n and units_of(limit, i) < chunk_size then
+    elseif i < n and units_of(limit, i) < chunk_size and stamp_of(limit, i) - stamp <= farthest then
       put(limit, i, stamp_of(limit, i), units_of(limit, i) + units)
-    elseif i > 0 and units_of(limit, i - 1) < chunk_size then
+    elseif i > 0 and units_of(limit, i - 1) < chunk_size and stamp - stamp_of(limit, i - 1) <= farthest then
       i = i - 1
       put(limit, i, stamp, units_of(limit, i) + units)
     elseif i == n and n < limit.room then
