@@ -5,6 +5,8 @@
 //! cargo run --release -p tollgate-benches -- hand "one key"   # only the groups of that title
 //! cargo run --release -p tollgate-benches -- keys      # a million keys, in memory
 //! cargo run --release -p tollgate-benches -- routes    # a table of routes
+//! cargo run --release -p tollgate-benches -- bursts    # many tasks that wait at once
+//! cargo run --release -p tollgate-benches -- bursts herd   # only that table: waiters, herd, costs or collapse
 //! cargo run --release -p tollgate-benches -- signals   # reading a response
 //! cargo run --release -p tollgate-benches --features paused -- joint  # requests with several keys
 //! cargo run --release -p tollgate-benches -- redis     # one decision in Redis
@@ -16,6 +18,7 @@
 //! machine.
 
 mod at_hand;
+mod bursts;
 mod contenders;
 mod fleet;
 mod in_redis;
@@ -38,6 +41,9 @@ fn main() -> Result<(), Failure> {
         Some((bench, only)) if bench == "hand" => {
             with_timers(|| at_hand::report(only.first().map(String::as_str)))?;
         }
+        Some((bench, only)) if bench == "bursts" => {
+            bursts::report(only.first().map(String::as_str));
+        }
         Some((bench, _)) if bench == "keys" => with_timers(many_keys::report)?,
         Some((bench, _)) if bench == "routes" => with_timers(routes::report)?,
         Some((bench, _)) if bench == "signals" => signals::report(),
@@ -57,7 +63,7 @@ fn main() -> Result<(), Failure> {
         }
         Some((other, _)) => {
             return Err(format!(
-                "{other}: hand, keys, routes, signals, joint, redis, fleet, growth, or nothing"
+                "{other}: hand, bursts, keys, routes, signals, joint, redis, fleet, growth, or nothing"
             )
             .into());
         }
