@@ -5,5 +5,6 @@ mod support;
 
 mod blocking;
 mod http;
+mod runtimes;
 mod threads;
 mod unit_names;

@@ -8,6 +8,7 @@ mod support;
 mod adversary;
 mod async_store;
 mod begin;
+mod bursts;
 mod classes;
 mod classes_deploys;
 mod classes_laws;

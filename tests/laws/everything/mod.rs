@@ -11,7 +11,7 @@
 
 mod api;
 mod caller;
-mod dice;
+pub(crate) mod dice;
 mod features;
 mod fleet;
 mod generate;
