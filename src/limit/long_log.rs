@@ -37,7 +37,7 @@ pub(super) struct LongLog {
     cursor: Cursor,
 }
 
-/// The most coarse chunks. Slots that are booked up to this many windows ahead stay in the log.
+/// The most coarse chunks. Slots that are booked up to this many bursts ahead stay in the log, or windows without bursts.
 const MOST_COARSE: usize = 48;
 
 /// The most fine chunks. Units of twice the limit fill 200, or 204 if each window has three bursts.
@@ -181,13 +181,13 @@ impl LongLog {
         if index < self.cursor.index {
             self.cursor = Cursor::default();
         }
-        self.coarsen(limit);
+        self.coarsen(limit, span);
     }
 
     /// Bounds the log: joins the chunks that are older than the newest units of twice the limit. If
     /// there are too many of them, the oldest leave the log.
-    fn coarsen(&mut self, limit: u64) {
-        while let Some(&Chunk { count, .. }) = self.chunks.get(self.coarse_count)
+    fn coarsen(&mut self, limit: u64, span: Micros) {
+        while let Some(&Chunk { stamp, count }) = self.chunks.get(self.coarse_count)
             && (self.fine_units - count >= 2 * limit
                 || self.chunks.len() - self.coarse_count > MOST_FINE)
         {
@@ -195,10 +195,10 @@ impl LongLog {
             match self
                 .coarse_count
                 .checked_sub(1)
-                .map(|last| self.chunks[last].count)
+                .map(|last| self.chunks[last])
             {
-                Some(last) if last + count <= limit => {
-                    self.chunks[self.coarse_count].count += last;
+                Some(last) if last.count + count <= limit && is_near(span, last.stamp, stamp) => {
+                    self.chunks[self.coarse_count].count += last.count;
                     self.chunks.remove(self.coarse_count - 1);
                     self.cursor = match self.cursor {
                         Cursor { index, before } if index > self.coarse_count => Cursor {

@@ -158,7 +158,8 @@ local function window_rule()
         if limit.fine_units - units < twice and limit.n - coarse <= MOST_FINE then break end
         limit.fine_units = limit.fine_units - units
         local last = coarse > 0 and units_of(limit, coarse - 1)
-        if last and last + units <= limit.count then
+        if last and last + units <= limit.count
+          and stamp_of(limit, coarse) - stamp_of(limit, coarse - 1) <= limit.window / 4 then
           put(limit, coarse, stamp_of(limit, coarse), units + last)
           remove_chunk(limit, coarse - 1)
           if limit.cursor_index > coarse then
