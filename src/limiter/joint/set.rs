@@ -272,8 +272,11 @@ impl JointSet {
                 let mut settled = state.lanes.collect(number, costs);
                 let tasks = state.begin_tasks(confirm);
                 let has_begun = tasks != Tasks::default();
+                // If units may come back, nothing is booked ahead for requests behind the first. A store in this process
+                // always answers.
+                let needs_answer = !self.settles() && self.parts.iter().any(Part::is_remote);
                 if settled.is_none()
-                    && let Some(refusal) = state.over(number, costs, has_begun, self.settles(), now)
+                    && let Some(refusal) = state.over(number, costs, has_begun, needs_answer, now)
                 {
                     state.lanes.leave(number, costs);
                     settled = Some(Err(refusal));
@@ -573,15 +576,14 @@ impl State {
         number: Number,
         costs: &Costs,
         has_begun: bool,
-        settles: bool,
+        needs_answer: bool,
         now: Instant,
     ) -> Option<JointRefusal> {
         let wait = self.lanes.wait_of(number, costs)?;
         if wait.gives_up_at > now || (has_begun && wait.gives_up_at == now) {
             return None;
         }
-        // If units may come back, nothing is booked ahead for requests behind the first.
-        let has_answer = settles || self.lanes.first_without_slot().is_none();
+        let has_answer = !needs_answer || self.lanes.first_without_slot().is_none();
         let cause = if let Some((refusal, at)) = self.refused_near {
             let since = now.saturating_duration_since(at);
             let wait = refusal.wait.map(|wait| wait.saturating_sub(since));

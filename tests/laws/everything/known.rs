@@ -110,9 +110,6 @@ known! {
     SLOTS_OF_CROWDS: "21b",
         "If many waiters of two keys are dropped, the others may wait three times longer than their limits need, for slots \
          far ahead, and the whole limit may be free two windows late. Seen in 2 of 600 histories of `bursts`.";
-    SILENT_MEMORY: "21b",
-        "A request of two keys that has waited for `max_wait` may be refused as if the store had not answered, although \
-         the store is in memory. Seen in 3 of 600 histories of `bursts`.";
     LOWERED_IN_FLIGHT: "21b",
         "After a limit of calls in flight was lowered, requests may still leave that have an in-flight slot and wait for \
          their rate, and so may those of a process that has not heard of it.";
