@@ -21,7 +21,6 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, advance, sleep, timeout};
 use tollgate::limiter::Acquire;
 use tollgate::quota::Limit;
-use tollgate::store::StoreError;
 use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer, Reason, Sent};
 
 const MICRO: Duration = Duration::from_micros(1);
@@ -187,14 +186,18 @@ fn overtaken(left: &Departures) -> usize {
 /// Otherwise permits expire before their requests are polled, and the burst collapses to what leaves in that time.
 #[tokio::test(start_paused = true)]
 async fn burst_of_sixty_thousand_leaves_in_the_windows_it_needs() {
-    let limiter = limiter(Quota::per_second(20_000), LONG);
-    let start = Instant::now();
-    let requests = (0..60_000).map(|_| limiter.acquire(Key::ALL));
-    // The core is busy for two tenths of each second.
-    let left = burst(requests, 10 * MICRO, async || ()).await;
-    assert_windows(start.elapsed(), 3.0);
-    assert_eq!(most(&left, SECOND), 20_000);
-    assert_eq!(overtaken(&left), 0);
+    // The core is busy for two tenths of each second. If for four, those that wait are polled 200 ms late while others
+    // enter, and some units of a window are lost.
+    for (work, windows) in [(10 * MICRO, 3.0), (20 * MICRO, 4.0)] {
+        let limiter = limiter(Quota::per_second(20_000), LONG);
+        let start = Instant::now();
+        let requests = (0..60_000).map(|_| limiter.acquire(Key::ALL));
+        let left = burst(requests, work, async || ()).await;
+        assert_windows(start.elapsed(), windows);
+        assert_eq!(most(&left, SECOND), 20_000);
+        let overtaken = overtaken(&left);
+        assert!(overtaken < 1000, "by {overtaken}");
+    }
 }
 
 /// A hundred thousand waiters of a hold that is released leave in order, in the windows that they need.
@@ -388,18 +391,13 @@ impl<'a> Run<'a> {
             },
             Some(Err(error)) => {
                 let max_wait = Reason::MaxWait(self.plan.max_wait);
-                let is_in_words = match &error {
-                    Limited::Local { reason, .. } => *reason == max_wait,
-                    Limited::Store { source, .. } => {
-                        known::SILENT_MEMORY.stands()
-                            && matches!(source, StoreError::NoAnswer { .. })
-                    }
-                    _ => false,
+                let Limited::Local { reason, .. } = &error else {
+                    panic!("{number}: {error}");
                 };
                 // As long as for a first answer of the store.
                 let is_due = waited <= self.plan.max_wait + SECOND;
                 assert!(
-                    is_in_words && is_due && self.plan.max_wait < LONG,
+                    *reason == max_wait && is_due && self.plan.max_wait < LONG,
                     "{number}, after {waited:?}: {error}"
                 );
                 self.refused += 1;
