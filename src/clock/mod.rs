@@ -21,7 +21,7 @@ pub(crate) use counter::{now_by_counter, prepare};
 pub(crate) use moment::Moment;
 #[cfg(test)]
 pub(crate) use sleeps::pretended;
-pub(crate) use sleeps::{look_again, slept};
+pub(crate) use sleeps::{look_again, slept, slept_lately};
 
 /// The monotonic time.
 #[inline]

@@ -7,10 +7,11 @@
 //! A wall clock that is set forward looks the same as a sleep. Linux has a clock that tells them apart, but neither the standard
 //! library nor Tokio reads it. So a hold may end early by as much as the clock is set forward.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{now, wall_ahead};
+use super::{micros, now, wall_ahead};
 
 /// The shortest sleep that is noticed. The wall clock is set by less than this now and then.
 const SHORTEST: Duration = Duration::from_secs(2);
@@ -42,10 +43,26 @@ static CLOCKS: Mutex<Clocks> = Mutex::new(Clocks {
 pub(crate) fn slept() -> Duration {
     let mut clocks = CLOCKS.lock().unwrap_or_else(PoisonError::into_inner);
     clocks.read(wall_ahead(), now());
-    #[cfg(test)]
-    return clocks.slept + pretended::SLEPT.get();
-    #[cfg(not(test))]
-    clocks.slept
+    LATELY.store(as_micros(clocks.slept), Ordering::Relaxed);
+    clocks.slept + pretended()
+}
+
+/// The same as it was within the last tenth of a second, for each look at a hold. What begins now asks [`slept`]: otherwise
+/// a sleep before it would count.
+pub(crate) fn slept_lately() -> Duration {
+    static ASKED: AtomicU64 = AtomicU64::new(u64::MAX);
+    let tenth = micros(now()) / 100_000;
+    if ASKED.load(Ordering::Relaxed) != tenth && ASKED.swap(tenth, Ordering::Relaxed) != tenth {
+        return slept();
+    }
+    Duration::from_micros(LATELY.load(Ordering::Relaxed)) + pretended()
+}
+
+/// What [`slept`] returned last, in microseconds.
+static LATELY: AtomicU64 = AtomicU64::new(0);
+
+fn as_micros(span: Duration) -> u64 {
+    u64::try_from(span.as_micros()).unwrap_or(u64::MAX / 2)
 }
 
 impl Clocks {
@@ -65,6 +82,13 @@ impl Clocks {
             self.slept += slept;
         }
     }
+}
+
+fn pretended() -> Duration {
+    #[cfg(test)]
+    return pretended::SLEPT.get();
+    #[cfg(not(test))]
+    Duration::ZERO
 }
 
 /// In tests the machine sleeps when a test says so.

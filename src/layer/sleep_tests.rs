@@ -98,7 +98,7 @@ async fn new_request_is_not_refused_for_a_hold_that_has_ended() {
     pretended::sleep(seconds(900));
     assert!(limiter.acquire(KEY).await.is_err());
     pretended::sleep(seconds(100));
-    limiter.acquire(KEY).await.unwrap();
+    drop(limiter.acquire(KEY).await.unwrap());
     // A hold that begins after the sleep is whole.
     limiter.hold_for(KEY, seconds(10)).await.unwrap();
     clock::sleep(seconds(9)).await;
@@ -119,4 +119,51 @@ async fn throttled_waiter_goes_on() {
     let waits = async move { drop(of.acquire(KEY).await.unwrap()) };
     let rest = waited(waits, seconds(3000)).await;
     assert!(rest >= seconds(600) && rest < seconds(605), "{rest:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn hold_that_begins_after_a_sleep_is_whole() {
+    let limiter = limiter(Duration::ZERO);
+    let throttle = AdaptiveThrottleLayer::new().throttle();
+    for _ in 0..2 {
+        limiter.hold_for(KEY, seconds(100)).await.unwrap();
+        throttle.hold_for(KEY, seconds(100)).await.unwrap();
+        assert!(limiter.acquire(KEY).await.is_err());
+        limiter.release(KEY).await.unwrap();
+        throttle.release(KEY).await.unwrap();
+        pretended::sleep(seconds(3600));
+    }
+    limiter.hold_for(KEY, seconds(100)).await.unwrap();
+    throttle.hold_for(KEY, seconds(100)).await.unwrap();
+    assert!(limiter.acquire(KEY).await.is_err());
+    let start = clock::now();
+    drop(throttle.acquire(KEY).await);
+    let waited = clock::now() - start;
+    assert!(waited.is_zero() || waited >= seconds(100), "{waited:?}");
+}
+
+/// The upstream asks for two hours, and an hour is allowed. After that one request leaves first, also if the machine has slept
+/// until then.
+#[tokio::test(start_paused = true)]
+async fn probe_leaves_first_after_a_sleep() {
+    let calls = Arc::new(AtomicU32::new(0));
+    let counted = calls.clone();
+    let upstream = service_fn(move |_: Request<()>| {
+        counted.fetch_add(1, Ordering::Relaxed);
+        let response = Response::builder().status(429);
+        async { response.header("retry-after", "7200").body(()) }
+    });
+    let layer = RateLimitLayer::builder(Quota::per_second(10))
+        .max_hold(seconds(3600))
+        .max_wait(seconds(7200));
+    let service = layer.build().unwrap().layer(upstream);
+    let request = || Request::get("http://api.example/").body(()).unwrap();
+    service.clone().oneshot(request()).await.unwrap();
+    for _ in 0..3 {
+        tokio::spawn(service.clone().oneshot(request()));
+    }
+    clock::sleep(seconds(1)).await;
+    pretended::sleep(seconds(3900));
+    clock::sleep(seconds(10)).await;
+    assert_eq!(calls.load(Ordering::Relaxed), 2);
 }

@@ -15,7 +15,7 @@ use super::window::{Chunk, chunk_size};
 ///   if a long queue gives up.
 /// - If there are more than [`MOST_COARSE`] coarse chunks, the oldest leave the log. `floor` has
 ///   the newest of their stamps.
-/// - Units that are more than a quarter of the window apart share no chunk. Else the last units of a
+/// - No unit joins a chunk whose stamp is more than a quarter of the window away. Else the last units of a
 ///   burst would count as long as the first of the next one. So few gaps need few chunks. Only a log of
 ///   one chunk joins over a gap: a key with little use needs no second one.
 ///

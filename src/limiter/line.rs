@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use super::admission;
 use super::joint::{self, Cause, JointRefusal, JointSet};
-use super::key_state::Ticket;
+use super::key_state::{KeyState, Ticket};
 use super::limited::{Stopped, Why};
 use super::part::{Costs, Part, PartRef, max_wait};
 use super::probe::Probe;
@@ -125,16 +125,24 @@ impl Line {
             }
             Line::NoRates(_) => Some(Ok(Slots::none(now))),
             Line::Set(set) => {
-                if !is_back && let Err(stopped) = queue_joint(set, place, now) {
-                    return Some(Err(stopped));
+                if !is_back && let Some(full) = full(set, &place.costs) {
+                    return Some(Err(full));
                 }
                 set.enter(place.number, &place.costs, place.bound, is_back, now);
                 // A store that replies at once decides here.
                 let mut cx = Context::from_waker(Waker::noop());
                 match self.poll(place, held_until, now, &mut cx) {
-                    Poll::Ready(result) => Some(result),
-                    Poll::Pending => None,
+                    Poll::Ready(result) => return Some(result),
+                    Poll::Pending if is_back => {}
+                    Poll::Pending => {
+                        let part = set.awaited(&place.costs);
+                        let Part { core, key, .. } = &set.parts[part];
+                        let count = |state: &mut KeyState| state.hold.enter_joint(now);
+                        let counted = core.states.find(*key, count);
+                        place.waits_for = counted.and_then(|()| u8::try_from(part).ok());
+                    }
                 }
+                None
             }
         }
     }
@@ -181,7 +189,7 @@ impl Line {
     pub(super) fn forget(&self, place: &Place) {
         if let Some(part) = place.waits_for {
             let Part { core, key, .. } = &self.parts()[usize::from(part)];
-            core.states.find(*key, |state| state.unqueue_joint());
+            core.states.find(*key, |state| state.hold.leave_joint());
         }
     }
 
@@ -245,19 +253,15 @@ impl Line {
     }
 }
 
-/// Counts a request of several keys as waiting for one of them, whose `max_queue` is the bound for all that wait for it,
-/// whatever their other keys are.
-fn queue_joint(set: &JointSet, place: &mut Place, now: Instant) -> Result<(), Stopped> {
-    let part = set.awaited();
+/// Returns the refusal of a request of several keys, if too many wait for the key that it would wait for, whatever their
+/// other keys are.
+fn full(set: &JointSet, costs: &Costs) -> Option<Stopped> {
+    let part = set.awaited(costs);
     let Part { core, key, .. } = &set.parts[part];
     let max_queue = core.settings.max_queue;
-    match core.with_new_state(*key, now, |state, _| state.queue_joint(max_queue)) {
-        Ok(false) => return Err(Stopped::queue_full(part, max_queue)),
-        Ok(true) => place.waits_for = u8::try_from(part).ok(),
-        // The call for its slot has no room for the key either, and says so.
-        Err(Full) => {}
-    }
-    Ok(())
+    let queued = core.states.find(*key, |state| state.queued());
+    let is_full = costs[part] > 0 && queued.unwrap_or(0) >= max_queue;
+    is_full.then(|| Stopped::queue_full(part, max_queue))
 }
 
 /// Returns what follows from the end of a wait in the queue of a key.

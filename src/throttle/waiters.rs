@@ -281,10 +281,15 @@ impl Waiters {
     /// change.
     pub(super) fn wake(&mut self, wakers: &mut Wakers) {
         let Some(until) = self.queue.held_until() else {
+            self.slept = None;
             return;
         };
         let now = clock::now();
-        let slept = (until > now).then(clock::slept);
+        let is_held = until > now;
+        let slept = is_held.then(|| match self.slept {
+            Some(_) => clock::slept_lately(),
+            None => clock::slept(),
+        });
         let before = std::mem::replace(&mut self.slept, slept);
         if let (Some(slept), Some(before)) = (slept, before)
             && slept > before

@@ -60,8 +60,8 @@ struct State {
     is_confirming: bool,
     /// Until when a hold of a key lets no request leave, by what was known last.
     held_until: Option<Instant>,
-    /// The part that allowed the last request last, or that refused it last. It is asked first.
-    scarcest: usize,
+    /// The part that allowed the last request last, or that refused it last, if one has. It is asked first.
+    scarcest: Option<usize>,
     /// The last refusal of a slot that had to be near, and when it came.
     refused_near: Option<(Refusal, Instant)>,
 }
@@ -130,11 +130,16 @@ fn id_of(parts: &[PartRef<'_>]) -> SetId {
     parts.iter().map(id).collect()
 }
 
-/// Returns for which of these keys the most requests wait.
-fn longest_queue<'a>(keys: impl Iterator<Item = (&'a Arc<Core>, Key)>) -> usize {
-    let queued = keys.map(|(core, key)| core.states.find(key, |state| state.queued()));
-    let longest = queued.enumerate().max_by_key(|(_, queued)| *queued);
-    longest.map_or(0, |(part, _)| part)
+/// Returns for which of these keys, each with its cost, the most requests wait. Of equal ones, the first.
+fn longest_queue<'a>(keys: impl Iterator<Item = ((&'a Arc<Core>, Key), u32)>) -> usize {
+    let mut longest = (0, None);
+    for (part, ((core, key), _)) in keys.enumerate().filter(|(_, (_, cost))| *cost > 0) {
+        let queued = core.states.find(key, |state| state.queued());
+        if longest.1.is_none_or(|most| queued.unwrap_or(0) > most) {
+            longest = (part, Some(queued.unwrap_or(0)));
+        }
+    }
+    longest.0
 }
 
 impl JointSets {
@@ -173,11 +178,9 @@ impl JointSets {
 
     /// Returns the part for which a request with these parts would count as waiting: see [`JointSet::awaited`].
     pub(in crate::limiter) fn awaited(&self, parts: &[PartRef<'_>]) -> usize {
-        let set = self.set_of(parts);
-        set.map_or_else(
-            || longest_queue(parts.iter().map(PartRef::core_and_key)),
-            |set| set.awaited(),
-        )
+        let known = self.set_of(parts).and_then(|set| set.scarcest());
+        let costs = parts.iter().map(|part| part.entry.cost);
+        known.unwrap_or_else(|| longest_queue(parts.iter().map(PartRef::core_and_key).zip(costs)))
     }
 
     /// Returns the set of requests with these parts, if there is one.
@@ -247,10 +250,16 @@ impl JointSet {
 
     /// Returns the part for which a request that enters counts as waiting: the one that let the last one leave last. If
     /// no request of the set waits, the one for which the most wait.
-    pub(in crate::limiter) fn awaited(&self) -> usize {
-        let known = self.with(|state, _| (state.lanes.waiting() > 0).then_some(state.scarcest));
-        let keys = || self.parts.iter().map(|part| (&part.core, part.key));
-        known.unwrap_or_else(|| longest_queue(keys()))
+    pub(in crate::limiter) fn awaited(&self, costs: &Costs) -> usize {
+        let keys = self.parts.iter().map(|part| (&part.core, part.key));
+        let costs = costs.iter().copied();
+        self.scarcest()
+            .unwrap_or_else(|| longest_queue(keys.zip(costs)))
+    }
+
+    /// Returns the part that let the last request leave last, if requests wait.
+    fn scarcest(&self) -> Option<usize> {
+        self.with(|state, _| state.scarcest.filter(|_| state.lanes.waiting() > 0))
     }
 
     /// Polls the wait of a request. `held_until` is when the last hold of its keys ends.
@@ -357,7 +366,7 @@ impl JointSet {
     /// Takes in that a part has refused a slot that had to be near.
     pub(super) fn refused_near(&self, part: usize, refusal: Refusal, now: Instant) {
         self.with(|state, _| {
-            state.scarcest = part;
+            state.scarcest = Some(part);
             state.refused_near = Some((refusal, now));
             let waits = state.lanes.waits_mut();
             waits.for_each(|wait| wait.is_in_line = true);
@@ -369,7 +378,7 @@ impl JointSet {
         let Wanted { number, costs, .. } = wanted;
         self.change(|state, _, wakers| match outcome {
             Ok(slot) => {
-                state.scarcest = slot.last;
+                state.scarcest = Some(slot.last);
                 state.refused_near = None;
                 let is_ahead = !slot.is_at_once;
                 state.lanes.add(slot);
@@ -594,7 +603,7 @@ impl State {
             Cause::Failed(StoreError::NoAnswer { waited: ANSWER })
         };
         Some(JointRefusal {
-            part: self.scarcest,
+            part: self.scarcest.unwrap_or(0),
             cause,
         })
     }
@@ -619,7 +628,7 @@ impl State {
         Some(Wanted {
             bound: wait.bound,
             held_until: self.held_until,
-            scarcest: self.scarcest,
+            scarcest: self.scarcest.unwrap_or(0),
             number,
             costs,
             given_up: self.given_up.pop(),

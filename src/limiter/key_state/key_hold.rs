@@ -38,6 +38,8 @@ struct HoldDetails {
     resends: bool,
     /// The tasks that are woken when the hold changes. Those that wait for its end have timers of their own.
     waiting: BTreeMap<Number, Waker>,
+    /// How many requests of several keys count as waiting for this one. They all watch the hold.
+    joint: u32,
     /// Present while an accepted request would change anything.
     uncertain: Option<Uncertain>,
 }
@@ -75,6 +77,7 @@ impl HoldDetails {
             sent_at: None,
             resends: false,
             waiting: BTreeMap::new(),
+            joint: 0,
             uncertain: None,
         })
     }
@@ -348,6 +351,23 @@ impl KeyHold {
         self.details
             .as_ref()
             .map_or(0, |details| details.waiting.len())
+    }
+
+    /// Returns how many requests of several keys count as waiting for this one.
+    pub(super) fn joint(&self) -> u32 {
+        self.details.as_ref().map_or(0, |details| details.joint)
+    }
+
+    /// Counts one more.
+    pub(in crate::limiter) fn enter_joint(&mut self, now: Instant) {
+        self.details(now).joint += 1;
+    }
+
+    /// Counts one less.
+    pub(in crate::limiter) fn leave_joint(&mut self) {
+        if let Some(details) = &mut self.details {
+            details.joint = details.joint.saturating_sub(1);
+        }
     }
 
     /// Returns for how long no request may leave, for a waiter that also waits for other things and

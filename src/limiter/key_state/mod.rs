@@ -111,8 +111,6 @@ pub(super) struct KeyState {
     /// The waiters, and the call to the store for them. Present only while requests wait, a call is
     /// under way or a result is to be collected.
     queue: Option<Box<Queue>>,
-    /// How many requests of several keys count as waiting for this one: see [`Line`](super::line::Line).
-    waiting_joint: u32,
     /// What the requests of the key have done.
     pub(super) counts: KeyCounts,
     /// The permits at hand.
@@ -147,7 +145,7 @@ impl KeyState {
         let until = self.prefetched.until().unwrap_or(created);
         let is_settled = !self.has_charges();
         // A joint request has no place in the queue, but watches the hold.
-        let is_awaited = self.queue.is_some() || self.waiting_joint > 0 || self.hold.waiting() > 0;
+        let is_awaited = self.queue.is_some() || self.hold.waiting() > 0 || self.hold.joint() > 0;
         let is_idle = !is_awaited && is_settled;
         is_idle.then(|| self.hold.matters_until().unwrap_or(until).max(until))
     }
@@ -165,7 +163,6 @@ impl KeyState {
         KeyState {
             prefetched: Prefetched::default(),
             queue: None,
-            waiting_joint: 0,
             counts: KeyCounts::default(),
             store: StoreView::new(life),
             hold: KeyHold::default(),
@@ -243,19 +240,7 @@ impl KeyState {
 
     /// Returns how many requests count as waiting for the key, with those of several keys.
     pub(super) fn queued(&self) -> usize {
-        self.waiting() + self.waiting_joint as usize
-    }
-
-    /// Counts one more request of several keys as waiting for this one. Returns whether there is room for it.
-    pub(super) fn queue_joint(&mut self, max_queue: usize) -> bool {
-        let has_room = self.queued() < max_queue;
-        self.waiting_joint += u32::from(has_room);
-        has_room
-    }
-
-    /// Counts one less.
-    pub(super) fn unqueue_joint(&mut self) {
-        self.waiting_joint = self.waiting_joint.saturating_sub(1);
+        self.waiting() + self.hold.joint() as usize
     }
 
     /// Returns the units at hand.

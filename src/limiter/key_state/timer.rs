@@ -126,9 +126,11 @@ impl KeyState {
             pending.visits.remove(lost);
         }
         let gathers_until = self.gathers_until();
-        if !self.is_left_alone(gathers_until.or(self.states_at())) {
+        let moments = [gathers_until, self.states_at(), self.wakes_at(ctx.now)];
+        if !self.is_left_alone(moments.into_iter().flatten().min()) {
             return;
         }
+        self.hold.wake_all(&mut ctx.work.wakers);
         let is_blocked = self.hold.blocked_for(ctx.max_hold, ctx.now).is_some();
         let Some(queue) = &mut self.queue else { return };
         if gathers_until.is_some() && !is_blocked && !queue.is_paused(ctx.now) {

@@ -365,7 +365,7 @@ impl<S: Booked> Lanes<S> {
         number: Number,
         costs: &S::Costs,
     ) -> Option<Left<SlotWait, S::Outcome>> {
-        self.collected(number);
+        self.came(number);
         self.change(costs, |lane| lane.leave(number))
     }
 
@@ -376,15 +376,16 @@ impl<S: Booked> Lanes<S> {
         if lane.is_unused() {
             self.lanes.remove(costs);
         }
-        self.collected(number);
+        if self.came(number).is_some_and(|until| until > clock::now()) {
+            self.room.collected();
+        }
         Some(outcome)
     }
 
-    fn collected(&mut self, number: Number) {
-        if let Some(place) = self.handed.iter().position(|(other, _)| *other == number) {
-            self.handed.remove(place);
-            self.room.collected();
-        }
+    /// Takes in that the permit of a waiter is on its way no more. Returns when it expires.
+    fn came(&mut self, number: Number) -> Option<Instant> {
+        let place = self.handed.iter().position(|(other, _)| *other == number)?;
+        self.handed.remove(place).map(|(_, until)| until)
     }
 
     /// Hands out the slots that are due, the first one first, to the first waiters with its costs. Stops at a slot

@@ -288,9 +288,9 @@ impl Queue {
         self.lanes.take_after(freed.max(from), most, unused);
     }
 
-    /// Returns whether waiters have given up good slots for the call that has failed.
+    /// Returns whether waiters have given up good slots for the call that was answered. Returns true once.
     pub(super) fn take_exchange(&mut self) -> bool {
-        std::mem::take(&mut self.is_exchange)
+        !self.asked.is_empty() && std::mem::take(&mut self.is_exchange)
     }
 
     /// Returns the slots that no waiter needs, the last ones first.

@@ -203,7 +203,7 @@ impl Counts {
     ) -> R {
         self.align(spec, now);
         let now = self.ledger.advance(spec, now);
-        self.ledger.wake(|| micros_down(clock::slept()));
+        self.ledger.wake(|| micros_down(clock::slept_lately()));
         let done = with(&mut self.ledger, now);
         self.fresh_from = self.ledger.fresh_from();
         done

@@ -111,19 +111,17 @@ impl Hold {
         if self.end <= now {
             return false;
         }
-        let slept = clock::slept();
+        let slept = clock::slept_lately();
         let since = slept.saturating_sub(std::mem::replace(&mut self.slept, slept));
         if since.is_zero() {
             return false;
         }
         let evidence = &mut self.evidence;
-        for moment in [
-            &mut self.end,
-            &mut evidence.sure_until,
-            &mut evidence.stored_until,
-        ] {
+        for moment in [&mut evidence.sure_until, &mut evidence.stored_until] {
             *moment = moment.checked_sub(since).unwrap_or(now);
         }
+        // A probation begins when it is over, so no earlier than now.
+        self.end = self.end.checked_sub(since).map_or(now, |end| end.max(now));
         // A release may have been missed, too.
         evidence.confirmed_at = None;
         true
