@@ -187,7 +187,8 @@ macro_rules! common_setters {
         /// Sets how many requests of one key may wait in this process. Default: 10,000; at least 1.
         ///
         /// Further requests of the key are refused
-        /// ([`Reason::QueueFull`](crate::Reason::QueueFull)).
+        /// ([`Reason::QueueFull`](crate::Reason::QueueFull)). A request of several keys counts for the one that it waits
+        /// for.
         pub fn max_queue(mut self, max_queue: usize) -> Self {
             self.common.max_queue = max_queue;
             self
