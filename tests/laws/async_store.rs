@@ -134,17 +134,14 @@ async fn dropped_dear_waiter_lets_the_others_leave() {
                 .max_wait(Duration::from_secs(600));
             let limiter = layer.build().unwrap().limiter();
             drop(limiter.acquire(key()).cost(used).await.unwrap());
-            let wait = async |cost| {
+            let wait = |cost| {
                 let request = limiter.acquire(key()).cost(cost);
-                let task = tokio::spawn(async move { drop(request.await.unwrap()) });
-                sleep(millis(100)).await;
-                task
+                tokio::spawn(async move { drop(request.await.unwrap()) })
             };
-            let first = wait(dear).await;
-            let mut others = Vec::new();
-            for _ in 0..left {
-                others.push(wait(1).await);
-            }
+            let first = wait(dear);
+            sleep(millis(100)).await;
+            let others: Vec<_> = (0..left).map(|_| wait(1)).collect();
+            sleep(millis(100)).await;
             let calls = store.calls();
             store.away.store(fails, Ordering::Relaxed);
             first.abort();

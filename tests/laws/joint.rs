@@ -912,7 +912,7 @@ async fn a_key_that_many_requests_share_has_one_bound() {
     assert_eq!((waiting.len(), refused), (3, vec![full.clone(); 2]));
     // A request of the account alone is one more that waits for it.
     let (_, refused) = begin([account.acquire(Key::ALL)]);
-    assert_eq!(refused, [full.clone()]);
+    assert_eq!(refused, vec![full.clone()]);
     // One that costs nothing of the account does not wait for it.
     let free = account.acquire(Key::ALL).cost(0);
     let (waits, refused) = begin([free.and(channels.acquire(Key::new("g")))]);
