@@ -77,7 +77,8 @@ impl KeyState {
             .filter(|at| *at < clock::after(now, left))
     }
 
-    /// Begins a visit. If the machine has slept, the hold ends earlier. If the task that was to visit the key is so late that it counts as lost, does what it was to do.
+    /// Begins a visit. If the machine has slept, the hold ends earlier. If the task that was to visit the key is so late
+    /// that it counts as lost, does what it was to do.
     pub(in crate::limiter) fn catch_up(&mut self, ctx: &mut KeyContext<'_>) {
         if self.hold.wake(ctx.now) {
             self.hold_changed(ctx);

@@ -19,8 +19,8 @@
 //! # How many permits are handed out at once
 //!
 //! All slots of a window may be due at one moment, and a permit lasts for some milliseconds. If all waiters were woken at
-//! once, most would run too late. So only some permits are on their way to tasks. Each task that comes has the next
-//! permit handed out. How many there may be follows from whether tasks come in time ([`Room`]).
+//! once, most would run too late. So at most [`MOST_HANDED`] permits are on their way to tasks. Each task that comes
+//! has the next permit handed out.
 
 mod lane;
 #[cfg(test)]
@@ -40,38 +40,8 @@ use crate::wakers::Wakers;
 use lane::Facts;
 pub(super) use lane::{Lane, SlotWait};
 
-/// How many permits may be on their way to tasks: handed out, not collected, and valid.
-#[derive(Debug)]
-struct Room {
-    most: usize,
-    /// How many were collected since `most` has changed.
-    in_time: usize,
-}
-
-impl Room {
-    const LEAST: usize = 16;
-    const MOST: usize = 256;
-
-    /// Takes in that permits expired before their tasks came: fewer have to be on their way. It halves, as each of them was
-    /// handed out when there was as much room.
-    fn expired(&mut self) {
-        *self = Room {
-            most: (self.most / 2).max(Room::LEAST),
-            in_time: 0,
-        };
-    }
-
-    /// Takes in that a task came in time. If all do, there may be more.
-    fn collected(&mut self) {
-        self.in_time += 1;
-        if self.in_time > self.most {
-            *self = Room {
-                most: (self.most + self.most / 8).min(Room::MOST),
-                in_time: 0,
-            };
-        }
-    }
-}
+/// The most permits that are handed out and not collected, while they are valid.
+const MOST_HANDED: usize = 256;
 
 /// Permits of one slot, for requests with these costs.
 pub(super) trait Booked: Sized + Debug {
@@ -125,9 +95,8 @@ pub(super) struct Timers {
 }
 
 impl Timers {
-    /// How many wake in each millisecond. Those who come have others woken, so this is for the case that they do not. More
-    /// than the program can run would stand before those who got a permit.
-    const MOST: u32 = 8;
+    /// How many wake in each millisecond.
+    const MOST: u32 = 64;
 
     /// Returns when the waiter of the next slot wakes.
     fn next(&mut self, slot: Instant) -> Instant {
@@ -157,7 +126,6 @@ pub(super) struct Lanes<S: Booked> {
     waiting_without_slot: usize,
     /// The permits that were handed out and not collected, and when they expire.
     handed: VecDeque<(Number, Instant)>,
-    room: Room,
     /// The lanes whose first waiter or first slot has changed: the timer of that waiter may have to be moved.
     changed: Vec<S::Costs>,
     timers: Timers,
@@ -174,10 +142,6 @@ impl<S: Booked> Default for Lanes<S> {
             waiting: 0,
             waiting_without_slot: 0,
             handed: VecDeque::new(),
-            room: Room {
-                most: Room::MOST,
-                in_time: 0,
-            },
             changed: Vec::new(),
             timers: Timers::default(),
         }
@@ -365,7 +329,7 @@ impl<S: Booked> Lanes<S> {
         number: Number,
         costs: &S::Costs,
     ) -> Option<Left<SlotWait, S::Outcome>> {
-        self.came(number);
+        self.collected(number);
         self.change(costs, |lane| lane.leave(number))
     }
 
@@ -376,16 +340,14 @@ impl<S: Booked> Lanes<S> {
         if lane.is_unused() {
             self.lanes.remove(costs);
         }
-        if self.came(number).is_some_and(|until| until > clock::now()) {
-            self.room.collected();
-        }
+        self.collected(number);
         Some(outcome)
     }
 
-    /// Takes in that the permit of a waiter is on its way no more. Returns when it expires.
-    fn came(&mut self, number: Number) -> Option<Instant> {
-        let place = self.handed.iter().position(|(other, _)| *other == number)?;
-        self.handed.remove(place).map(|(_, until)| until)
+    fn collected(&mut self, number: Number) {
+        if let Some(place) = self.handed.iter().position(|(other, _)| *other == number) {
+            self.handed.remove(place);
+        }
     }
 
     /// Hands out the slots that are due, the first one first, to the first waiters with its costs. Stops at a slot
@@ -398,17 +360,13 @@ impl<S: Booked> Lanes<S> {
         wakers: &mut Wakers,
     ) -> HandedOut {
         let mut handed = std::mem::take(&mut self.handed);
-        let on_the_way = handed.len();
         handed.retain(|(_, until)| *until > how.now);
-        if handed.len() < on_the_way {
-            self.room.expired();
-        }
         let mut all = HandedOut::default();
         while let Some(((at, _), costs)) = self.first_slots.first()
             && *at <= how.now
         {
             let costs = costs.clone();
-            let room = self.room.most.saturating_sub(handed.len());
+            let room = MOST_HANDED.saturating_sub(handed.len());
             let most = room.min(how.most - all.count);
             let how = HandOut { most, ..how };
             let hand = |number, until: Option<Instant>| {
@@ -503,7 +461,7 @@ impl<S: Booked> Lanes<S> {
         let expire = self
             .handed
             .front()
-            .filter(|_| self.handed.len() >= self.room.most && is_due);
+            .filter(|_| self.handed.len() >= MOST_HANDED && is_due);
         let goes_on = expire.map(|(_, until)| self.timers.next(*until));
         let watched = watched.into_iter().chain(goes_on).min();
         if let Some(lane) = self.lanes.get_mut(costs) {
