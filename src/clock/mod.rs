@@ -21,7 +21,7 @@ pub(crate) use counter::{now_by_counter, prepare};
 pub(crate) use moment::Moment;
 #[cfg(test)]
 pub(crate) use sleeps::pretended;
-pub(crate) use sleeps::{look_again, slept, slept_lately};
+pub(crate) use sleeps::{SleepMark, look_again, slept, slept_lately};
 
 /// The monotonic time.
 #[inline]
@@ -119,11 +119,17 @@ const SMALLEST_STEP: u64 = 1000;
 pub(crate) fn wall_ahead_lately(now: Instant) -> i64 {
     static ASKED: AtomicU64 = AtomicU64::new(u64::MAX);
     static AHEAD: AtomicI64 = AtomicI64::new(0);
-    let second = micros(now) / 1_000_000;
-    if ASKED.swap(second, Ordering::Relaxed) != second {
+    if is_first_in(&ASKED, 1_000_000, now) {
         AHEAD.store(wall_ahead(), Ordering::Relaxed);
     }
     AHEAD.load(Ordering::Relaxed)
+}
+
+/// Returns whether nobody has asked within the present one of the spans of so many microseconds. `asked` keeps the last
+/// one in which somebody has.
+fn is_first_in(asked: &AtomicU64, span: u64, now: Instant) -> bool {
+    let present = micros(now) / span;
+    asked.load(Ordering::Relaxed) != present && asked.swap(present, Ordering::Relaxed) != present
 }
 
 /// The steady time at `instant` in whole microseconds, rounded down. It is the wall time since the

@@ -1,7 +1,7 @@
 //! For how long the machine has slept: the monotonic clock stands still meanwhile, and the wall clock does not.
 //!
 //! What counts in real time at somebody else, as the time for which an upstream wants no requests, goes on while this
-//! machine sleeps. Who waits for it keeps what [`slept`] returned when the wait began, and looks again now and then
+//! machine sleeps. Who waits for it keeps a [`SleepMark`] from when the wait began, and looks again now and then
 //! ([`look_again`]): no timer fires earlier because of a sleep.
 //!
 //! A wall clock that is set forward looks the same as a sleep. Linux has a clock that tells them apart, but neither the standard
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{micros, now, wall_ahead};
+use super::{is_first_in, now, wall_ahead};
 
 /// The shortest sleep that is noticed. The wall clock is set by less than this now and then.
 const SHORTEST: Duration = Duration::from_secs(2);
@@ -51,11 +51,27 @@ pub(crate) fn slept() -> Duration {
 /// a sleep before it would count.
 pub(crate) fn slept_lately() -> Duration {
     static ASKED: AtomicU64 = AtomicU64::new(u64::MAX);
-    let tenth = micros(now()) / 100_000;
-    if ASKED.load(Ordering::Relaxed) != tenth && ASKED.swap(tenth, Ordering::Relaxed) != tenth {
+    if is_first_in(&ASKED, 100_000, now()) {
         return slept();
     }
     Duration::from_micros(LATELY.load(Ordering::Relaxed)) + pretended()
+}
+
+/// For how long the machine had slept when somebody looked last.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SleepMark(Duration);
+
+impl SleepMark {
+    /// Begins now.
+    pub(crate) fn new() -> Self {
+        SleepMark(slept())
+    }
+
+    /// Returns for how long the machine has slept since the last look.
+    pub(crate) fn look(&mut self) -> Duration {
+        let slept = slept_lately();
+        slept.saturating_sub(std::mem::replace(&mut self.0, slept))
+    }
 }
 
 /// What [`slept`] returned last, in microseconds.

@@ -400,6 +400,17 @@ impl Core {
             .flatten()
     }
 
+    /// Returns how many requests count as waiting for `key`.
+    pub(super) fn queued(&self, key: Key) -> usize {
+        self.states.find(key, |state| state.queued()).unwrap_or(0)
+    }
+
+    /// Returns `max_queue` if as many requests wait for `key`, and a request of this cost needs something of it.
+    pub(super) fn full_queue(&self, key: Key, cost: u32) -> Option<usize> {
+        let max_queue = self.settings.max_queue;
+        (cost > 0 && self.queued(key) >= max_queue).then_some(max_queue)
+    }
+
     /// Returns whether requests pass uncounted after `error` of the store.
     pub(super) fn fails_open_on(&self, error: &StoreError) -> bool {
         self.settings.on_store_error == OnStoreError::FailOpen

@@ -132,17 +132,14 @@ impl Line {
                 // A store that replies at once decides here.
                 let mut cx = Context::from_waker(Waker::noop());
                 match self.poll(place, held_until, now, &mut cx) {
-                    Poll::Ready(result) => return Some(result),
-                    Poll::Pending if is_back => {}
+                    Poll::Ready(result) => Some(result),
                     Poll::Pending => {
-                        let part = set.awaited(&place.costs);
-                        let Part { core, key, .. } = &set.parts[part];
-                        let count = |state: &mut KeyState| state.hold.enter_joint(now);
-                        let counted = core.states.find(*key, count);
-                        place.waits_for = counted.and_then(|()| u8::try_from(part).ok());
+                        if !is_back {
+                            count_waiting(set, place, now);
+                        }
+                        None
                     }
                 }
-                None
             }
         }
     }
@@ -258,10 +255,17 @@ impl Line {
 fn full(set: &JointSet, costs: &Costs) -> Option<Stopped> {
     let part = set.awaited(costs);
     let Part { core, key, .. } = &set.parts[part];
-    let max_queue = core.settings.max_queue;
-    let queued = core.states.find(*key, |state| state.queued());
-    let is_full = costs[part] > 0 && queued.unwrap_or(0) >= max_queue;
-    is_full.then(|| Stopped::queue_full(part, max_queue))
+    let max_queue = core.full_queue(*key, costs[part])?;
+    Some(Stopped::queue_full(part, max_queue))
+}
+
+/// Counts a request of several keys as waiting for one of them, until [`Line::forget`].
+fn count_waiting(set: &JointSet, place: &mut Place, now: Instant) {
+    let part = set.awaited(&place.costs);
+    let Part { core, key, .. } = &set.parts[part];
+    let count = |state: &mut KeyState| state.hold.enter_joint(now);
+    let counted = core.states.find(*key, count);
+    place.waits_for = counted.and_then(|()| u8::try_from(part).ok());
 }
 
 /// Returns what follows from the end of a wait in the queue of a key.

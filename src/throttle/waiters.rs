@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use super::paced_queue::{Flight, PacedQueue};
 use super::sync::SyncSupervisor;
 use super::sync_state::StoreChange;
-use crate::clock;
+use crate::clock::{self, SleepMark};
 use crate::error::StoreError;
 use crate::key_map::Evict;
 use crate::limiter::Held;
@@ -36,8 +36,8 @@ pub(super) struct Waiters {
     waits: WaitQueue<TurnWait, Flight>,
     /// Why the key is on hold, if this process knows.
     hold_origin: Option<HoldOrigin>,
-    /// For how long the machine had slept in all when the hold was last looked at. `None` if the key is not on hold.
-    slept: Option<Duration>,
+    /// Begins with a hold. `None` if the key is not on hold.
+    sleep: Option<SleepMark>,
     /// When a request arrived or was answered last, or the key was held or released.
     last_used: Instant,
     pub(super) sync: SyncSupervisor,
@@ -98,7 +98,7 @@ impl Waiters {
             counts: KeyCounts::default(),
             waits: WaitQueue::default(),
             hold_origin: None,
-            slept: None,
+            sleep: None,
             last_used: now,
             sync: SyncSupervisor::default(),
         }
@@ -280,22 +280,15 @@ impl Waiters {
     /// Takes in for how long the machine has slept during a hold: it ends earlier by that. Called at both ends of each
     /// change.
     pub(super) fn wake(&mut self, wakers: &mut Wakers) {
-        let Some(until) = self.queue.held_until() else {
-            self.slept = None;
+        let is_held = self.queue.held_until().map(|until| until > clock::now());
+        if is_held != Some(true) {
+            self.sleep = None;
             return;
-        };
-        let now = clock::now();
-        let is_held = until > now;
-        let slept = is_held.then(|| match self.slept {
-            Some(_) => clock::slept_lately(),
-            None => clock::slept(),
-        });
-        let before = std::mem::replace(&mut self.slept, slept);
-        if let (Some(slept), Some(before)) = (slept, before)
-            && slept > before
-        {
-            self.queue.hold_is_shorter(slept - before);
-            self.grant_due(now, wakers);
+        }
+        let slept = self.sleep.get_or_insert_with(SleepMark::new).look();
+        if !slept.is_zero() {
+            self.queue.hold_is_shorter(slept);
+            self.grant_due(clock::now(), wakers);
         }
     }
 

@@ -70,12 +70,8 @@ pub(super) async fn explain(
     let before = joint.waiting_unbooked(&parts);
     let is_refused = matches!(verdict, Verdict::Refused { .. });
     let awaited = &asked[joint.awaited(&parts)];
-    let max_queue = awaited.core.settings.max_queue;
-    let queued = awaited
-        .core
-        .states
-        .find(awaited.key, |state| state.queued());
-    if asked.len() > 1 && !is_refused && queued.unwrap_or(0) >= max_queue {
+    let full = awaited.core.full_queue(awaited.key, awaited.cost);
+    if let Some(max_queue) = full.filter(|_| asked.len() > 1 && !is_refused) {
         verdict = refused(Reason::QueueFull(max_queue));
     } else if verdict == Verdict::Goes && asked.len() > 1 && before > 0 {
         verdict = case::queued(before, bound, max_wait, now);

@@ -1,5 +1,6 @@
 //! The requests of this process with equal keys, and their joint slots.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -132,14 +133,10 @@ fn id_of(parts: &[PartRef<'_>]) -> SetId {
 
 /// Returns for which of these keys, each with its cost, the most requests wait. Of equal ones, the first.
 fn longest_queue<'a>(keys: impl Iterator<Item = ((&'a Arc<Core>, Key), u32)>) -> usize {
-    let mut longest = (0, None);
-    for (part, ((core, key), _)) in keys.enumerate().filter(|(_, (_, cost))| *cost > 0) {
-        let queued = core.states.find(key, |state| state.queued());
-        if longest.1.is_none_or(|most| queued.unwrap_or(0) > most) {
-            longest = (part, Some(queued.unwrap_or(0)));
-        }
-    }
-    longest.0
+    let needed = keys.enumerate().filter(|(_, (_, cost))| *cost > 0);
+    let queued = needed.map(|(part, ((core, key), _))| (part, core.queued(key)));
+    let longest = queued.max_by_key(|(part, queued)| (*queued, Reverse(*part)));
+    longest.map_or(0, |(part, _)| part)
 }
 
 impl JointSets {

@@ -173,6 +173,7 @@ impl KeyState {
         let is_clear = self.hold.is_clear(ctx.max_hold, now);
         // Permits are scarce if slots lie ahead: none are fetched in advance.
         let is_scarce = queue.last_booked().is_some();
+        let trusted_for = trust(ctx.spec.quota().longest_memory());
         if !queue.gathering.is_under_way() {
             // What other parts have lent does not come back with this call.
             let may = is_clear
@@ -184,13 +185,13 @@ impl KeyState {
             // ahead than it is trusted would be of no use then either.
             let answers_later = self.store.answers_later;
             let from = match answers_later {
-                true => clock::after(now, trust(ctx.spec.quota().longest_memory())),
+                true => clock::after(now, trusted_for),
                 false => now,
             };
             queue.give_up_behind_freed(may.then_some(from), answers_later);
         }
         // The next slot is confirmed early enough for the answer to arrive before the slot is due.
-        let lead = trust(ctx.spec.quota().longest_memory()) / 4;
+        let lead = trusted_for / 4;
         let unconfirmed = queue
             .next_slot()
             .filter(|slot| is_clear && !self.store.is_trusted(ctx.spec, *slot));

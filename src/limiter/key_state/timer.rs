@@ -1,9 +1,8 @@
 //! The timer of a key: when its state is visited next, even if no request comes, and what is done then.
 //!
-//! Five things happen without a request: a batching delay ends, permits at hand expire, the store is sent what it does
-//! not know, other parts are asked for slots, and a round of statements goes on. While requests wait for the end of a
-//! hold, a sixth is to look whether the machine has slept. Each part of the state knows its own
-//! moment, and [`KeyState::timer`] is the first of them. At the end of a visit, if no task sleeps until that moment or
+//! Six things happen without a request: a batching delay ends, permits at hand expire, the store is sent what it does
+//! not know, other parts are asked for slots, a round of statements goes on, and during a hold somebody looks whether the
+//! machine has slept. Each part of the state knows its own moment, and [`KeyState::timer`] is the first of them. At the end of a visit, if no task sleeps until that moment or
 //! an earlier one, another task starts ([`KeyState::wants_visit`]). It makes one visit, which does all that is due
 //! ([`KeyState::on_time`]), and ends. If a moment was put off meanwhile, there is nothing to do. So a permit that is
 //! taken, or permits at hand that are replaced, change no task.
@@ -22,13 +21,14 @@ use crate::wait_queue::ANSWER;
 impl KeyState {
     /// Returns when the key has something to do, even if no request comes.
     #[inline]
-    fn timer(&self) -> Option<Instant> {
+    fn timer(&self, now: Instant) -> Option<Instant> {
         let moments = [
             self.gathers_until(),
             self.passes_on_at(),
             self.borrows_at(),
             self.states_at(),
             self.prefetched.sweeps_at(),
+            self.wakes_at(now),
         ];
         moments.into_iter().flatten().min()
     }
@@ -47,7 +47,7 @@ impl KeyState {
 
     /// Ends a visit that leaves `work`. Returns when another task has to visit the key, if one has to.
     pub(in crate::limiter) fn wants_visit(&mut self, work: &Work, now: Instant) -> Option<Instant> {
-        let Some(at) = self.timer().into_iter().chain(self.wakes_at(now)).min() else {
+        let Some(at) = self.timer(now) else {
             self.pending.take_if(|pending| {
                 let is_stated = pending.upstream.remaining.is_some() || pending.charges.is_some();
                 !is_stated && pending.visits.is_empty()
@@ -88,7 +88,7 @@ impl KeyState {
             return;
         }
         let late = |at| clock::after(at, ANSWER) <= ctx.now;
-        if self.timer().is_some_and(late) {
+        if self.timer(ctx.now).is_some_and(late) {
             self.on_time(ctx);
         }
     }

@@ -43,7 +43,7 @@ use std::time::{Duration, Instant};
 
 use super::probation::{Passage, Probation};
 use super::upstream_refusals::SAME_END;
-use crate::clock;
+use crate::clock::{self, SleepMark};
 use crate::limiter::reservation::ProbeNumber;
 use crate::store::HoldState;
 
@@ -71,8 +71,8 @@ pub(super) struct Hold {
     /// What follows its end.
     probation: Probation,
     evidence: Evidence,
-    /// For how long the machine had slept in all when the moments were last right, if the key is on hold.
-    slept: Duration,
+    /// Begins with a hold: when the moments were last right. `None` if there was no hold.
+    sleep: Option<SleepMark>,
 }
 
 /// How this process knows of a hold. The module's documentation explains the moments.
@@ -101,27 +101,26 @@ impl Hold {
                 changed_at: now,
                 confirmed_at: None,
             },
-            slept: Duration::ZERO,
+            sleep: None,
         }
     }
 
     /// Takes in for how long the machine has slept. Returns whether the key is on hold, and for a shorter time than this
     /// process thought.
     pub(super) fn wake(&mut self, now: Instant) -> bool {
-        if self.end <= now {
+        let Some(sleep) = self.sleep.as_mut().filter(|_| self.end > now) else {
             return false;
-        }
-        let slept = clock::slept_lately();
-        let since = slept.saturating_sub(std::mem::replace(&mut self.slept, slept));
-        if since.is_zero() {
+        };
+        let slept = sleep.look();
+        if slept.is_zero() {
             return false;
         }
         let evidence = &mut self.evidence;
         for moment in [&mut evidence.sure_until, &mut evidence.stored_until] {
-            *moment = moment.checked_sub(since).unwrap_or(now);
+            *moment = moment.checked_sub(slept).unwrap_or(now);
         }
         // A probation begins when it is over, so no earlier than now.
-        self.end = self.end.checked_sub(since).map_or(now, |end| end.max(now));
+        self.end = self.end.checked_sub(slept).map_or(now, |end| end.max(now));
         // A release may have been missed, too.
         evidence.confirmed_at = None;
         true
@@ -325,7 +324,7 @@ impl Hold {
 
     fn ends_at(&mut self, end: Instant, now: Instant) {
         if self.end <= now && end > now {
-            self.slept = clock::slept();
+            self.sleep = Some(SleepMark::new());
         }
         self.end = end;
     }
