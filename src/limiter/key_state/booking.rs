@@ -67,14 +67,14 @@ impl KeyState {
     /// waiter needs. Calls the store for waiters without a slot. The waiter `me` is being polled
     /// and needs no waking.
     pub(super) fn step(&mut self, ctx: &mut KeyContext<'_>, me: Option<(Number, u32)>) {
-        let mut now = ctx.now;
-        if !self.are_parts_stated(ctx, now) && self.waiting() > 0 {
+        if !self.are_parts_stated(ctx, ctx.now) && self.waiting() > 0 {
             self.want_statements(ctx);
-            return self.return_unused(ctx, now);
+            return self.return_unused(ctx, ctx.now);
         }
         // A store that answers at once may bring slots that are due. It may also refuse one demand
         // and leave those after it undecided.
         for round in 0.. {
+            let now = ctx.now;
             if round == MOST_ROUNDS {
                 self.go_on_later(ctx, now);
                 break;
@@ -87,13 +87,14 @@ impl KeyState {
                 break;
             };
             match self.send(ctx, &booking, died) {
-                // The store read the time after `ctx.now`.
-                Called::Answered => now = clock::now(),
+                // The store read the time after `ctx.now`, and to take in its answer for 100,000 waiters takes as long as a
+                // permit is valid. The permits of the next call are valid from then on.
+                Called::Answered => ctx.now = clock::now(),
                 Called::UnderWay => break,
             }
         }
-        self.return_unused(ctx, now);
-        self.borrow_later(ctx, now);
+        self.return_unused(ctx, ctx.now);
+        self.borrow_later(ctx, ctx.now);
     }
 
     /// Does what is done before a request that enters now has its slot.

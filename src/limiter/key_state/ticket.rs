@@ -293,7 +293,7 @@ impl Ticket {
         let queue = state.queue.get_or_insert_default();
         if is_held || slot.until <= ctx.now {
             queue.returns.add(&slot);
-            queue.missed(ctx.now);
+            queue.missed(1, ctx.now);
             if queue.waiting() > 1 {
                 // If one came too late, others do, too. One call books for all of them.
                 state.go_on_later(ctx, ctx.now);

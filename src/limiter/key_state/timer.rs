@@ -1,8 +1,8 @@
 //! The timer of a key: when its state is visited next, even if no request comes, and what is done then.
 //!
-//! Six things happen without a request: a batching delay ends, permits at hand expire, the store is sent what it does
-//! not know, other parts are asked for slots, a round of statements goes on, and during a hold somebody looks whether the
-//! machine has slept. Each part of the state knows its own moment, and [`KeyState::timer`] is the first of them. At the end of a visit, if no task sleeps until that moment or
+//! Seven things happen without a request: a batching delay ends, permits at hand expire, the store is sent what it does
+//! not know, other parts are asked for slots, a round of statements goes on, the waiters behind a front that is not polled
+//! go on, and during a hold the clocks show whether the machine has slept. Each part of the state knows its own moment, and [`KeyState::timer`] is the first of them. At the end of a visit, if no task sleeps until that moment or
 //! an earlier one, another task starts ([`KeyState::wants_visit`]). It makes one visit, which does all that is due
 //! ([`KeyState::on_time`]), and ends. If a moment was put off meanwhile, there is nothing to do. So a permit that is
 //! taken, or permits at hand that are replaced, change no task.
@@ -29,6 +29,7 @@ impl KeyState {
             self.states_at(),
             self.prefetched.sweeps_at(),
             self.wakes_at(now),
+            self.goes_on_at(now),
         ];
         moments.into_iter().flatten().min()
     }
@@ -36,6 +37,10 @@ impl KeyState {
     /// Returns when the batching delay of the next call ends.
     fn gathers_until(&self) -> Option<Instant> {
         self.queue.as_ref()?.gathering.until()
+    }
+
+    fn goes_on_at(&self, now: Instant) -> Option<Instant> {
+        self.queue.as_ref()?.goes_on_at(now)
     }
 
     /// Has the permits at hand given back when they expire, so that an idle process takes nothing from other processes,
@@ -104,6 +109,9 @@ impl KeyState {
         if is_due(self.gathers_until()) {
             self.gathered(ctx);
         }
+        if self.queue.as_ref().is_some_and(|queue| queue.is_due(now)) {
+            self.step(ctx, None);
+        }
         if is_due(self.passes_on_at()) {
             self.pass_on_now(ctx);
         }
@@ -127,7 +135,12 @@ impl KeyState {
             pending.visits.remove(lost);
         }
         let gathers_until = self.gathers_until();
-        let moments = [gathers_until, self.states_at(), self.wakes_at(ctx.now)];
+        let moments = [
+            gathers_until,
+            self.states_at(),
+            self.wakes_at(ctx.now),
+            self.goes_on_at(ctx.now),
+        ];
         if !self.is_left_alone(moments.into_iter().flatten().min()) {
             return;
         }

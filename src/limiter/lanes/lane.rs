@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::task::Context;
 use std::time::{Duration, Instant};
 
-use super::{Booked, HandOut, HandedOut, Timers};
+use super::{Booked, FRONT, HandOut, HandedOut};
 use crate::clock;
 use crate::limiter::reservation::WaitBound;
 use crate::wait_queue::{ANSWER, Left, Number, WaitQueue, is_missed};
@@ -29,6 +29,8 @@ pub(in crate::limiter) struct Lane<S: Booked> {
     pub(in crate::limiter) asked: usize,
     /// The first waiter without a slot.
     first_without_slot: Option<Number>,
+    /// The first [`FRONT`] waiters have timers for slots as long as none before this one has left.
+    timed_until: Number,
 }
 
 /// What is known of a request that waits for a slot.
@@ -101,6 +103,7 @@ impl<S: Booked> Default for Lane<S> {
             booked: 0,
             asked: 0,
             first_without_slot: None,
+            timed_until: 0,
         }
     }
 }
@@ -459,7 +462,8 @@ impl<S: Booked> Lane<S> {
             return Some(slot);
         }
         let is_running = how.running.is_some() && self.first_waiter() == how.running;
-        let missed = slot.permits() - usize::from(is_running);
+        // Those behind the front had no timer for it.
+        let missed = slot.permits().min(FRONT) - usize::from(is_running);
         let numbers: Vec<Number> = self
             .waiters
             .numbers()
@@ -483,14 +487,23 @@ impl<S: Booked> Lane<S> {
         }
     }
 
-    /// Wakes the first waiter for the first slot, unless it wakes earlier.
-    pub(super) fn wake_for_first_slot(&mut self, now: Instant) {
-        if let Some(slot) = self.slots.front()
-            && let Some(first) = self.waiters.first_mut()
-        {
-            let at = wakes_for_slot(slot.at(), now);
-            if first.wakes_at() > at {
-                first.wake_at(first.request.wakes_for(at));
+    /// Wakes the first waiter for the first slot, and those behind it in the front for theirs, unless they wake earlier.
+    /// A slot that is due wakes its waiter at `due_at`.
+    pub(super) fn wake_front(&mut self, due_at: Instant, now: Instant) {
+        let Some(first) = self.first_waiter() else {
+            return;
+        };
+        // Half of the front is left when the timers of its second half are set.
+        let timed = if first < self.timed_until { 1 } else { FRONT };
+        let slots = self.slots.iter().flat_map(each_permit);
+        let front = self.waiters.iter_mut_with_numbers().take(timed).zip(slots);
+        for (index, ((number, waiter), slot)) in front.enumerate() {
+            let at = if slot > now { slot } else { due_at };
+            if waiter.wakes_at() > at {
+                waiter.wake_at(waiter.request.wakes_for(at));
+            }
+            if index == FRONT / 2 {
+                self.timed_until = number;
             }
         }
     }
@@ -532,12 +545,13 @@ impl<S: Booked> Lane<S> {
         self.settle_where(refuse, wakers);
     }
 
-    /// Registers the task of a waiter. It wakes at its slot, at `watched` if there is something else to look at
-    /// then, or when it can wait no longer.
+    /// Registers the task of a waiter. It wakes at the first slot, or at `due_at` if that is due, at `watched` if there is
+    /// something else to look at then, or when it can wait no longer.
     pub(super) fn register(
         &mut self,
         number: Number,
         watched: Option<Instant>,
+        due_at: Instant,
         now: Instant,
         cx: &mut Context<'_>,
     ) {
@@ -546,8 +560,11 @@ impl<S: Booked> Lane<S> {
             return;
         };
         if waiter.wakes_at() <= now {
-            let wakes_at =
-                first_slot.map_or(waiter.request.ends_at(), |slot| wakes_for_slot(slot, now));
+            let wakes_at = match first_slot {
+                Some(slot) if slot > now => slot,
+                Some(_) => due_at,
+                None => waiter.request.ends_at(),
+            };
             let wakes_at = watched.map_or(wakes_at, |watched| wakes_at.min(watched));
             waiter.wake_at(waiter.request.wakes_for(wakes_at));
         }
@@ -555,7 +572,7 @@ impl<S: Booked> Lane<S> {
     }
 
     /// Assigns the last `granted` permits to the waiters in front of the last `without_slot` ones, and
-    /// sets the timers of these waiters. Permits that no waiter needs are left out.
+    /// sets the timers of those in the front. Permits that no waiter needs are left out.
     ///
     /// If a waiter cannot wait for its slot, the next waiter has the slot. Returns the waiters that
     /// leave for this reason, with the slot.
@@ -563,7 +580,6 @@ impl<S: Booked> Lane<S> {
         &mut self,
         granted: usize,
         without_slot: usize,
-        timers: &mut Timers,
         now: Instant,
     ) -> Vec<(Number, Instant)> {
         let mut leaving = Vec::new();
@@ -577,18 +593,23 @@ impl<S: Booked> Lane<S> {
         let Some(first) = self.waiters.numbers().rev().nth(others + without_slot) else {
             return leaving;
         };
+        let place = self.waiting() - without_slot - new_slots.len();
         // In order, because timers that fire at the same tick do so in the order in which they were
         // set.
-        let mut slots = new_slots.iter().rev().peekable();
+        let mut slots = (place..).zip(new_slots.iter().rev()).peekable();
         for (number, waiter) in self.waiters.iter_mut_from(first) {
-            let Some(&&slot) = slots.peek() else { break };
+            let Some(&(place, &slot)) = slots.peek() else {
+                break;
+            };
             if slot > waiter.request.bound.latest {
                 leaving.push((number, slot));
             } else {
                 waiter.request.is_decided = true;
                 waiter.request.is_in_line |= slot > now;
-                let wakes_at = timers.next(slot);
-                waiter.wake_at(waiter.request.wakes_for(wakes_at));
+                // A task is not woken before its slot.
+                if place < FRONT || waiter.wakes_at() < slot {
+                    waiter.wake_at(waiter.request.wakes_for(slot));
+                }
                 slots.next();
             }
         }
@@ -598,16 +619,4 @@ impl<S: Booked> Lane<S> {
 
 fn each_permit<S: Booked>(slot: &S) -> impl Iterator<Item = Instant> + use<S> {
     std::iter::repeat_n(slot.at(), slot.permits())
-}
-
-/// Returns when the task of a waiter wakes for a slot at `slot`.
-///
-/// A slot that is due and was not handed out waits for the store's answer, which wakes its waiter. If its
-/// waiter woke at once, the first waiters of two costs would wake each other until that answer arrives.
-fn wakes_for_slot(slot: Instant, now: Instant) -> Instant {
-    if slot > now {
-        slot
-    } else {
-        clock::after(now, ANSWER)
-    }
 }

@@ -21,6 +21,10 @@
 //! All slots of a window may be due at one moment, and a permit lasts for some milliseconds. If all waiters were woken at
 //! once, most would run too late. So at most [`MOST_HANDED`] permits are on their way to tasks. Each task that comes
 //! has the next permit handed out.
+//!
+//! For the same reason only the first waiters have timers for their slots ([`FRONT`]): to set those of 100,000 waiters that
+//! are booked anew took longer than a permit lasts. A waiter that comes to the front gets its timer. If no task of the
+//! front comes, the owner goes on ([`Lanes::goes_on_at`]).
 
 mod lane;
 #[cfg(test)]
@@ -34,7 +38,7 @@ use std::time::{Duration, Instant};
 
 use super::reservation::ProbeNumber;
 use crate::clock;
-use crate::wait_queue::{Left, Number};
+use crate::wait_queue::{ANSWER, Left, MISSED, Number};
 use crate::wakers::Wakers;
 
 use lane::Facts;
@@ -42,6 +46,9 @@ pub(super) use lane::{Lane, SlotWait};
 
 /// The most permits that are handed out and not collected, while they are valid.
 const MOST_HANDED: usize = 256;
+
+/// How many waiters of a lane have timers for their slots.
+const FRONT: usize = 64;
 
 /// Permits of one slot, for requests with these costs.
 pub(super) trait Booked: Sized + Debug {
@@ -84,32 +91,6 @@ pub(super) struct HandedOut {
     stays: bool,
 }
 
-/// When waiters wake for their slots.
-///
-/// Many slots may be due at one moment. The first tasks that wake have the next ones woken. If all timers fired at
-/// once, the first tasks would run only after the last one was woken, and their permits would have expired.
-#[derive(Debug, Default)]
-pub(super) struct Timers {
-    /// The slot of the first of those that wake in a row, and how many they are.
-    row: Option<(Instant, u32)>,
-}
-
-impl Timers {
-    /// How many wake in each millisecond.
-    const MOST: u32 = 64;
-
-    /// Returns when the waiter of the next slot wakes.
-    fn next(&mut self, slot: Instant) -> Instant {
-        let turn = |(first, count): (Instant, u32)| {
-            clock::after(first, Duration::from_millis(1) * (count / Timers::MOST))
-        };
-        let row = self.row.filter(|row| row.0 <= slot && slot <= turn(*row));
-        let row = row.map_or((slot, 0), |(first, count)| (first, count.saturating_add(1)));
-        self.row = Some(row);
-        turn(row).max(slot)
-    }
-}
-
 /// The waiters of a line by their costs, and the slots booked for them.
 #[derive(Debug)]
 pub(super) struct Lanes<S: Booked> {
@@ -128,7 +109,6 @@ pub(super) struct Lanes<S: Booked> {
     handed: VecDeque<(Number, Instant)>,
     /// The lanes whose first waiter or first slot has changed: the timer of that waiter may have to be moved.
     changed: Vec<S::Costs>,
-    timers: Timers,
 }
 
 impl<S: Booked> Default for Lanes<S> {
@@ -143,7 +123,6 @@ impl<S: Booked> Default for Lanes<S> {
             waiting_without_slot: 0,
             handed: VecDeque::new(),
             changed: Vec::new(),
-            timers: Timers::default(),
         }
     }
 }
@@ -245,18 +224,6 @@ impl<S: Booked> Lanes<S> {
             self.note(costs, Facts::default(), after);
             done
         }
-    }
-
-    /// Changes a lane, and sets timers of its waiters.
-    pub(super) fn change_timed<R>(
-        &mut self,
-        costs: &S::Costs,
-        act: impl FnOnce(&mut Lane<S>, &mut Timers) -> R,
-    ) -> R {
-        let mut timers = std::mem::take(&mut self.timers);
-        let done = self.change(costs, |lane| act(lane, &mut timers));
-        self.timers = timers;
-        done
     }
 
     /// Changes all lanes.
@@ -387,9 +354,10 @@ impl<S: Booked> Lanes<S> {
             }
         }
         self.handed = handed;
+        let due_at = self.due_slots_wake_at(how.now);
         for costs in std::mem::take(&mut self.changed) {
             if let Some(lane) = self.lanes.get_mut(&costs) {
-                lane.wake_for_first_slot(how.now);
+                lane.wake_front(due_at, how.now);
             }
         }
         all
@@ -456,17 +424,29 @@ impl<S: Booked> Lanes<S> {
         now: Instant,
         cx: &mut Context<'_>,
     ) {
-        // As many permits as may be are on their way. If their tasks do not come, the others go on when they expire.
-        let is_due = self.next_slot().is_some_and(|slot| slot <= now);
+        let due_at = self.due_slots_wake_at(now);
+        if let Some(lane) = self.lanes.get_mut(costs) {
+            lane.register(number, watched, due_at, now, cx);
+        }
+    }
+
+    /// Returns when the waiter of a slot that is due and was not handed out wakes.
+    ///
+    /// As many permits as may be are on their way: if their tasks do not come, the others go on when they expire. Or the
+    /// slot waits for the store's answer, which wakes its waiter. If its waiter woke at once, the first waiters of two
+    /// costs would wake each other until that answer arrives.
+    fn due_slots_wake_at(&self, now: Instant) -> Instant {
         let expire = self
             .handed
             .front()
-            .filter(|_| self.handed.len() >= MOST_HANDED && is_due);
-        let goes_on = expire.map(|(_, until)| self.timers.next(*until));
-        let watched = watched.into_iter().chain(goes_on).min();
-        if let Some(lane) = self.lanes.get_mut(costs) {
-            lane.register(number, watched, now, cx);
-        }
+            .filter(|_| self.handed.len() >= MOST_HANDED);
+        expire.map_or(clock::after(now, ANSWER), |(_, until)| *until)
+    }
+
+    /// Returns when the key has to be visited if no waiter wakes for its slot. Those behind the front have no timer for it.
+    pub(super) fn goes_on_at(&self, now: Instant) -> Option<Instant> {
+        let slot = self.next_slot().filter(|_| self.waiting > FRONT)?;
+        Some(clock::after(slot.max(now), 2 * MISSED))
     }
 
     /// Notes that the task of a request runs. The end of its wait does not wake it, unless it registers again.

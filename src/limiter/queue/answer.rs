@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 
 use super::GivenUp;
 use crate::clock;
-use crate::limiter::lanes::{Booked, Lane, SlotWait, Timers};
+use crate::limiter::lanes::{Booked, Lane, SlotWait};
 use crate::limiter::reservation::{ProbeNumber, Reservation, Settled};
 use crate::store::Refusal;
 use crate::wait_queue::Number;
@@ -136,17 +136,11 @@ impl Lane<Reservation> {
     /// slot, it leaves, and all waiters behind it move up. So the first waiter of the second group
     /// has a slot after all. The wait of the others in that group ends with `end`, if there is one
     /// and if the call asked for them.
-    pub(super) fn take_in(
-        &mut self,
-        result: &CallResult<'_>,
-        timers: &mut Timers,
-        now: Instant,
-        wakers: &mut Wakers,
-    ) {
+    pub(super) fn take_in(&mut self, result: &CallResult<'_>, now: Instant, wakers: &mut Wakers) {
         let without_slot = self.without_slot();
         let left_out = self.left_out(result, without_slot);
         self.count_waits_from(now);
-        let too_late = self.assign(result.granted, without_slot, timers, now);
+        let too_late = self.assign(result.granted, without_slot, now);
         let mut leaving: SmallVec<[(Number, Settled); 2]> = SmallVec::new();
         leaving.extend(too_late.into_iter().map(|(number, slot)| {
             let wait = Some(slot.saturating_duration_since(now));

@@ -206,7 +206,7 @@ impl Queue {
             .filter(|_| is_refusal)
             .and_then(|call| Some((call.sent, call.last?)));
         for cost in costs {
-            self.lanes.change_timed(&cost, |lane, timers| {
+            self.lanes.change(&cost, |lane| {
                 let asked = std::mem::take(&mut lane.asked);
                 let left_out = match refused {
                     // The waiters after the refused one, and those whose permits expired, are asked for
@@ -222,7 +222,7 @@ impl Queue {
                     last_asked,
                     refused_at,
                 };
-                lane.take_in(&result, timers, now, wakers);
+                lane.take_in(&result, now, wakers);
             });
         }
         Answered {

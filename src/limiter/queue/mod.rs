@@ -3,7 +3,7 @@
 //! They and the slots booked for them stand in [`Lanes`]: a slot is booked for permits of one cost. One call to the store
 //! books for all waiters without a slot.
 //!
-//! When a slot is booked, the timer of the waiter that has it is set to it. If waiters move up
+//! When a slot is booked, the timer of the waiter that has it is set to it, if it stands in the front. If waiters move up
 //! later, only the timer of the first waiter is moved, to the first slot. A waiter that wakes hands
 //! out the slots that are due, so no waiter depends on a task that is not polled for longer than a permit is valid. A waiter
 //! that does not come for its slot is settled with it and gets no other one, until its future is polled.
@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::lanes::{HandOut, HandedOut, Lane, Lanes, SlotWait};
+use super::lanes::{Booked, HandOut, HandedOut, Lane, Lanes, SlotWait};
 use super::prefetched::Prefetched;
 use super::reservation::{ProbeNumber, Reservation, Settled, WaitBound};
 use crate::clock;
@@ -52,6 +52,9 @@ const SPARED_AHEAD: Duration = Duration::from_secs(1);
 /// The most slots that are booked anew behind one that came back. A ledger keeps as many returned slots for those
 /// that gave them back, where others have booked behind.
 const MOST_BOOKED_ANEW: usize = 32;
+
+/// For how many waiters slots are booked anew at most for each permit that a waiter was too late for.
+const MOST_ANEW_FOR_ONE: usize = 64;
 
 /// Permits of the own part that go back to the store.
 pub(super) type Returns = SmallVec<[UnusedPermits; 4]>;
@@ -112,8 +115,8 @@ pub(super) struct Queue {
     pub(super) spares_until: Option<Instant>,
     /// The first slot that came back unused since the last call. Waiters with later slots could leave sooner.
     freed: Option<Instant>,
-    /// Whether a waiter was too late for its slot since the last call.
-    has_missed: bool,
+    /// The permits that waiters were too late for, since slots were booked anew for that.
+    missed: usize,
     /// Whether waiters have given up good slots for the next call, or the one under way.
     is_exchange: bool,
     /// Permits that no waiter can use. Those of the own part go back to the store with the next call.
@@ -172,7 +175,7 @@ impl Queue {
             ..wait
         };
         let returns = &mut self.returns;
-        self.lanes.change_timed(&cost, |lane, timers| {
+        self.lanes.change(&cost, |lane| {
             // If it is the last one and can wait for a slot that is kept, it has this slot. Otherwise the slots
             // that are kept go back.
             let is_last = lane.would_be_last(number);
@@ -182,7 +185,7 @@ impl Queue {
             }
             lane.enter(number, wait, wakes_at);
             if has_slot {
-                let leaving = lane.assign(1, 0, timers, now);
+                let leaving = lane.assign(1, 0, now);
                 debug_assert!(leaving.is_empty(), "it can wait for its slot");
             }
         });
@@ -246,10 +249,14 @@ impl Queue {
             running: running.map(|(number, _)| number),
             now,
         };
-        let died = |slot: Reservation| self.returns.add(&slot);
+        let mut missed = 0;
+        let died = |slot: Reservation| {
+            missed += slot.permits();
+            self.returns.add(&slot);
+        };
         let handed_out = self.lanes.hand_out(how, |_| true, died, wakers);
         if handed_out.died {
-            self.missed(now);
+            self.missed(missed, now);
         }
         handed_out
     }
@@ -259,17 +266,23 @@ impl Queue {
         self.freed = Some(self.freed.map_or(at, |freed| freed.min(at)));
     }
 
-    /// Notes that a waiter was too late for its slot. Others are, too, if many slots are due at one moment.
-    pub(super) fn missed(&mut self, now: Instant) {
+    /// Notes that waiters were too late for `permits`.
+    pub(super) fn missed(&mut self, permits: usize, now: Instant) {
         self.freed(now);
-        self.has_missed = true;
+        self.missed += permits;
     }
 
     /// Gives back slots behind one that came back unused since the last call: then this call books for their waiters
     /// again. `from` is the first that may go back, if any may. If the store answers later, the waiters are asked for once
     /// more in case that the call fails.
     pub(super) fn give_up_behind_freed(&mut self, from: Option<Instant>, answers_later: bool) {
-        let has_missed = std::mem::take(&mut self.has_missed) && !answers_later;
+        // To book anew for 100,000 waiters takes ten milliseconds. If each task that came too late had it done, the next
+        // ones would be too late because of that.
+        let is_due = self.missed == 0 || self.missed * MOST_ANEW_FOR_ONE >= self.waiting();
+        if !is_due && !answers_later && from.is_some() {
+            return;
+        }
+        let has_missed = std::mem::take(&mut self.missed) > 0 && !answers_later;
         let (Some(freed), Some(from)) = (self.freed.take(), from) else {
             return;
         };
@@ -393,6 +406,11 @@ impl Queue {
     /// Returns whether a slot is due that a waiter needs.
     pub(super) fn is_due(&self, now: Instant) -> bool {
         self.next_slot().is_some_and(|slot| slot <= now)
+    }
+
+    /// See [`Lanes::goes_on_at`].
+    pub(super) fn goes_on_at(&self, now: Instant) -> Option<Instant> {
+        self.lanes.goes_on_at(now)
     }
 
     /// Returns the next slot that a waiter takes.
