@@ -11,7 +11,7 @@ use super::window::{Chunk, chunk_size};
 /// Used units in chunks, sorted by stamp. Its size is bounded for every limit.
 ///
 /// - New slots depend only on the newest units, up to twice the limit. These are in *fine* chunks.
-/// - Older chunks join and become *coarse*, with up to `limit` units each. They matter again only
+/// - Older chunks become *coarse*. Beyond [`MOST_APART`] they join, with up to `limit` units each. They matter again only
 ///   if a long queue gives up.
 /// - If there are more than [`MOST_COARSE`] coarse chunks, the oldest leave the log. `floor` has
 ///   the newest of their stamps.
@@ -38,7 +38,12 @@ pub(super) struct LongLog {
 }
 
 /// The most coarse chunks. Slots that are booked up to this many bursts ahead stay in the log, or windows without bursts.
+/// They are fewer by [`MOST_APART`] if all bursts are made of many chunks.
 const MOST_COARSE: usize = 48;
+
+/// How many coarse chunks stay as they are: a queue that is booked a few bursts ahead can give up all of its slots without a
+/// trace, and book anew.
+const MOST_APART: usize = 16;
 
 /// The most fine chunks. Units of twice the limit fill 200, or 204 if each window has three bursts.
 /// More are made only by permits that come back, and by stamps out of order.
@@ -192,11 +197,11 @@ impl LongLog {
                 || self.chunks.len() - self.coarse_count > MOST_FINE)
         {
             self.fine_units -= count;
-            match self
+            let last = self
                 .coarse_count
                 .checked_sub(1)
-                .map(|last| self.chunks[last])
-            {
+                .filter(|last| *last + 1 >= MOST_APART);
+            match last.map(|last| self.chunks[last]) {
                 Some(last) if last.count + count <= limit && is_near(span, last.stamp, stamp) => {
                     self.chunks[self.coarse_count].count += last.count;
                     self.chunks.remove(self.coarse_count - 1);

@@ -33,6 +33,8 @@
 local function window_rule()
   -- The most coarse chunks, and the most fine chunks.
   local MOST_COARSE = 48
+  -- How many coarse chunks stay as they are.
+  local MOST_APART = 16
   local MOST_FINE = 204
 
   -- Reads the block of a place into limit.ring. Chunks that are there already stay: they may have
@@ -157,7 +159,7 @@ local function window_rule()
         local units = units_of(limit, coarse)
         if limit.fine_units - units < twice and limit.n - coarse <= MOST_FINE then break end
         limit.fine_units = limit.fine_units - units
-        local last = coarse > 0 and units_of(limit, coarse - 1)
+        local last = coarse >= MOST_APART and units_of(limit, coarse - 1)
         if last and last + units <= limit.count
           and stamp_of(limit, coarse) - stamp_of(limit, coarse - 1) <= limit.window / 4 then
           put(limit, coarse, stamp_of(limit, coarse), units + last)
