@@ -88,11 +88,12 @@ impl KeyState {
         if self.hold.wake(ctx.now) {
             self.hold_changed(ctx);
         }
-        if self.pending.is_none() {
+        let Some(pending) = &mut self.pending else {
             // No task was to visit it.
             return;
-        }
+        };
         let late = |at| clock::after(at, ANSWER) <= ctx.now;
+        pending.visits.retain(|at| !late(*at));
         if self.timer(ctx.now).is_some_and(late) {
             self.on_time(ctx);
         }

@@ -5,6 +5,7 @@
 //! for the first `asked` of them. The others of them arrived later.
 
 use std::collections::VecDeque;
+use std::ops::RangeInclusive;
 use std::task::Context;
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,9 @@ use crate::wakers::Wakers;
 
 /// A slot is of use instead of another one if it is this much earlier.
 const SHORTEST_GAIN: Duration = Duration::from_millis(1);
+
+/// How much later the waiters behind the first one wake for the same slot.
+const BEHIND_FIRST: Duration = Duration::from_millis(1);
 
 /// The waiters with equal costs, and the slots booked for them.
 #[derive(Debug)]
@@ -29,8 +33,10 @@ pub(in crate::limiter) struct Lane<S: Booked> {
     pub(in crate::limiter) asked: usize,
     /// The first waiter without a slot.
     first_without_slot: Option<Number>,
-    /// The first [`FRONT`] waiters have timers for slots as long as none before this one has left.
+    /// Half of the front, or more, has timers for its slots as long as the first waiter is before this one.
     timed_until: Number,
+    /// Whether waiters behind the front may have none.
+    has_untimed: bool,
 }
 
 /// What is known of a request that waits for a slot.
@@ -104,6 +110,7 @@ impl<S: Booked> Default for Lane<S> {
             asked: 0,
             first_without_slot: None,
             timed_until: 0,
+            has_untimed: false,
         }
     }
 }
@@ -423,9 +430,10 @@ impl<S: Booked> Lane<S> {
                     break;
                 };
                 all.died = true;
-                if let Some(left) = self.miss(slot, how, wakers) {
-                    died(left);
-                }
+                let permits = slot.permits();
+                let left = self.miss(slot, how, wakers);
+                all.missed = permits - left.as_ref().map_or(0, S::permits);
+                left.into_iter().for_each(&mut died);
                 break;
             }
             let Some((first, waiter)) = self.waiters.iter().next() else {
@@ -462,8 +470,8 @@ impl<S: Booked> Lane<S> {
             return Some(slot);
         }
         let is_running = how.running.is_some() && self.first_waiter() == how.running;
-        // Those behind the front had no timer for it.
-        let missed = slot.permits().min(FRONT) - usize::from(is_running);
+        let missed = slot.permits() - usize::from(is_running);
+        let missed = missed.min(how.most_missed);
         let numbers: Vec<Number> = self
             .waiters
             .numbers()
@@ -493,12 +501,20 @@ impl<S: Booked> Lane<S> {
         let Some(first) = self.first_waiter() else {
             return;
         };
-        // Half of the front is left when the timers of its second half are set.
-        let timed = if first < self.timed_until { 1 } else { FRONT };
+        let is_last_front = self.waiting() <= FRONT;
+        let is_timed = first < self.timed_until && !(is_last_front && self.has_untimed);
+        let timed = if is_timed { 1 } else { FRONT };
+        self.has_untimed &= !is_last_front;
         let slots = self.slots.iter().flat_map(each_permit);
         let front = self.waiters.iter_mut_with_numbers().take(timed).zip(slots);
         for (index, ((number, waiter), slot)) in front.enumerate() {
             let at = if slot > now { slot } else { due_at };
+            // The first one hands out the slots of one moment in order. If another one woke first, it would leave first.
+            let at = if index == 0 {
+                at
+            } else {
+                clock::after(at, BEHIND_FIRST)
+            };
             if waiter.wakes_at() > at {
                 waiter.wake_at(waiter.request.wakes_for(at));
             }
@@ -594,6 +610,7 @@ impl<S: Booked> Lane<S> {
             return leaving;
         };
         let place = self.waiting() - without_slot - new_slots.len();
+        self.has_untimed |= place + new_slots.len() > FRONT;
         // In order, because timers that fire at the same tick do so in the order in which they were
         // set.
         let mut slots = (place..).zip(new_slots.iter().rev()).peekable();
@@ -606,15 +623,23 @@ impl<S: Booked> Lane<S> {
             } else {
                 waiter.request.is_decided = true;
                 waiter.request.is_in_line |= slot > now;
-                // A task is not woken before its slot.
-                if place < FRONT || waiter.wakes_at() < slot {
+                if place < FRONT {
                     waiter.wake_at(waiter.request.wakes_for(slot));
+                } else if !backup(slot).contains(&waiter.wakes_at()) {
+                    waiter.wake_at(waiter.request.wakes_for(clock::after(slot, ANSWER)));
                 }
                 slots.next();
             }
         }
         leaving
     }
+}
+
+/// Returns when the task of a waiter behind the front may wake: not before its slot, and some time behind it. The timer
+/// stays as it is if the slot moves a little. It is for tasks that wait in a runtime that runs while the one in which the
+/// key is visited does not.
+fn backup(slot: Instant) -> RangeInclusive<Instant> {
+    slot..=clock::after(slot, 2 * ANSWER)
 }
 
 fn each_permit<S: Booked>(slot: &S) -> impl Iterator<Item = Instant> + use<S> {

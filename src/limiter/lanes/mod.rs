@@ -48,7 +48,7 @@ pub(super) use lane::{Lane, SlotWait};
 const MOST_HANDED: usize = 256;
 
 /// How many waiters of a lane have timers for their slots.
-const FRONT: usize = 64;
+pub(super) const FRONT: usize = 64;
 
 /// Permits of one slot, for requests with these costs.
 pub(super) trait Booked: Sized + Debug {
@@ -75,6 +75,9 @@ pub(super) struct HandOut {
     pub(super) most: usize,
     /// The probe that the first request leaves as.
     pub(super) probe: Option<ProbeNumber>,
+    /// How many waiters may count as not polled, because they did not come for their slots. Those behind the front had no
+    /// timer.
+    pub(super) most_missed: usize,
     /// The waiter whose task runs, so it is not woken.
     pub(super) running: Option<Number>,
     pub(super) now: Instant,
@@ -87,6 +90,8 @@ pub(super) struct HandedOut {
     pub(super) count: usize,
     /// Whether permits had expired before a waiter took them.
     pub(super) died: bool,
+    /// How many waiters did not come for their slots.
+    missed: usize,
     /// Whether a slot that is due stays, because it may not be handed out yet.
     stays: bool,
 }
@@ -335,7 +340,12 @@ impl<S: Booked> Lanes<S> {
             let costs = costs.clone();
             let room = MOST_HANDED.saturating_sub(handed.len());
             let most = room.min(how.most - all.count);
-            let how = HandOut { most, ..how };
+            let most_missed = how.most_missed - all.missed;
+            let how = HandOut {
+                most,
+                most_missed,
+                ..how
+            };
             let hand = |number, until: Option<Instant>| {
                 // The task that runs has its permit already.
                 if how.running != Some(number)
@@ -349,6 +359,7 @@ impl<S: Booked> Lanes<S> {
             });
             all.count += of_lane.count;
             all.died |= of_lane.died;
+            all.missed += of_lane.missed;
             if of_lane.stays {
                 break;
             }

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::lanes::{Booked, HandOut, HandedOut, Lane, Lanes, SlotWait};
+use super::lanes::{Booked, FRONT, HandOut, HandedOut, Lane, Lanes, SlotWait};
 use super::prefetched::Prefetched;
 use super::reservation::{ProbeNumber, Reservation, Settled, WaitBound};
 use crate::clock;
@@ -115,8 +115,9 @@ pub(super) struct Queue {
     pub(super) spares_until: Option<Instant>,
     /// The first slot that came back unused since the last call. Waiters with later slots could leave sooner.
     freed: Option<Instant>,
-    /// The permits that waiters were too late for, since slots were booked anew for that.
-    missed: usize,
+    /// The permits that waiters were too late for, since slots were booked anew for that, and when the first of them was
+    /// missed.
+    missed: Option<(Instant, usize)>,
     /// Whether waiters have given up good slots for the next call, or the one under way.
     is_exchange: bool,
     /// Permits that no waiter can use. Those of the own part go back to the store with the next call.
@@ -246,6 +247,7 @@ impl Queue {
         let how = HandOut {
             most,
             probe,
+            most_missed: FRONT,
             running: running.map(|(number, _)| number),
             now,
         };
@@ -255,7 +257,7 @@ impl Queue {
             self.returns.add(&slot);
         };
         let handed_out = self.lanes.hand_out(how, |_| true, died, wakers);
-        if handed_out.died {
+        if missed > 0 {
             self.missed(missed, now);
         }
         handed_out
@@ -268,8 +270,7 @@ impl Queue {
 
     /// Notes that waiters were too late for `permits`.
     pub(super) fn missed(&mut self, permits: usize, now: Instant) {
-        self.freed(now);
-        self.missed += permits;
+        self.missed.get_or_insert((now, 0)).1 += permits;
     }
 
     /// Gives back slots behind one that came back unused since the last call: then this call books for their waiters
@@ -278,12 +279,14 @@ impl Queue {
     pub(super) fn give_up_behind_freed(&mut self, from: Option<Instant>, answers_later: bool) {
         // To book anew for 100,000 waiters takes ten milliseconds. If each task that came too late had it done, the next
         // ones would be too late because of that.
-        let is_due = self.missed == 0 || self.missed * MOST_ANEW_FOR_ONE >= self.waiting();
-        if !is_due && !answers_later && from.is_some() {
-            return;
-        }
-        let has_missed = std::mem::take(&mut self.missed) > 0 && !answers_later;
-        let (Some(freed), Some(from)) = (self.freed.take(), from) else {
+        let waiting = self.waiting();
+        let missed = self.missed.take_if(|(_, permits)| {
+            *permits * MOST_ANEW_FOR_ONE >= waiting || answers_later || from.is_none()
+        });
+        let has_missed = missed.is_some() && !answers_later;
+        let missed_at = missed.map(|(at, _)| at);
+        let freed = self.freed.take().into_iter().chain(missed_at).min();
+        let (Some(freed), Some(from)) = (freed, from) else {
             return;
         };
         // Waiters that missed their slots fit in where others go back. Slots of one cost are booked anew in one step, so
