@@ -1,46 +1,72 @@
-//! Reads the body of a response: throttle codes, throttle phrases, and waits.
+//! Reads what a body says: throttle codes, messages, waits, quotas that are exceeded.
 //!
-//! Bodies are parsed as JSON. If that fails, they are searched for the `<Code>` of S3's XML.
+//! Bodies are parsed as JSON. If that fails, they are a message, which is searched for the `<Code>`
+//! of S3's XML, too.
+
+use std::ops::Range;
 
 use http::StatusCode;
 
-use super::generic::lines::Lines;
+use super::draft::{Draft, Drafts};
+use super::generic::family::time_unit;
+use super::generic::lines::{Line, Lines, may_matter};
+use super::generic::words;
 use super::parse::json::{Node, Str, Value, visit};
-use super::parse::number::Number;
+use super::parse::number::{Count, Number};
+use super::parse::text::{Bounded, Text};
 use super::parse::time::Base;
+use super::prose;
 use super::refusal::{Said, is_code};
 
 /// The deepest container whose members count; the root has depth 0.
 const DEEPEST: usize = 8;
 
-/// The keys whose values may be throttle codes, without underscores.
-const CODE_KEYS: [&str; 7] = [
+/// The most messages of a body that are read.
+const MOST_MESSAGES: usize = 16;
+
+// Keys are compared in lower case, without the marks between their words.
+
+/// The keys whose values may be throttle codes.
+const CODE_KEYS: [&str; 10] = [
     "code",
     "errorcode",
     "type",
     "errortype",
     "error",
+    "errors",
     "reason",
     "status",
+    "errorstatus",
+    "errorname",
 ];
 
-/// The keys whose values are waits.
-const WAIT_KEYS: [&str; 5] = [
-    "retry_after",
-    "retryAfter",
-    "retry_after_seconds",
-    "retryAfterSeconds",
-    "retryDelay",
+/// Words in the keys of messages.
+const MESSAGE_KEYS: [&str; 9] = [
+    "message", "msg", "error", "detail", "descr", "info", "reason", "fault", "result",
 ];
-const WAIT_MILLIS_KEY: &str = "retry_after_ms";
 
-const PHRASES: [&str; 5] = [
-    "rate limit exceeded",
-    "exceeded a secondary rate limit",
-    "rate limit reached",
-    "too many requests",
-    "throttled",
+/// The starts of the keys whose values are waits. A unit may follow, as in `retryInSeconds`.
+const WAIT_KEYS: [&str; 6] = [
+    "retryafter",
+    "retrydelay",
+    "retryin",
+    "retryat",
+    "tryagainin",
+    "backoff",
 ];
+
+/// The starts of the keys whose values are waits if a unit follows.
+const WAIT_KEYS_WITH_UNIT: [&str; 5] = ["retry", "wait", "waittime", "throttle", "cooldown"];
+
+/// What may follow `reset` in the keys whose values are resets, before a unit.
+const RESET_KEYS: [&str; 7] = ["in", "at", "after", "delay", "timestamp", "time", ""];
+
+/// The keys of the name of a quota that is exceeded, and of its limit.
+const QUOTA_KEYS: [&str; 2] = ["quotaid", "quotalimit"];
+const QUOTA_LIMIT_KEYS: [&str; 2] = ["quotavalue", "quotalimitvalue"];
+
+/// Values of a root's status that say that the request has failed.
+const FAILURES: [&str; 6] = ["0", "error", "fail", "failed", "failure", "NOTOK"];
 
 /// Headers that make the codes of Meta's errors believable.
 const META: [&str; 3] = [
@@ -54,23 +80,91 @@ pub(super) fn read(
     status: Option<StatusCode>,
     lines: &Lines<'_>,
     base: &Base,
+    quotas: &mut Drafts,
 ) -> Said {
     let status = status.map_or(0, |status| status.as_u16());
     let mut reader = Reader {
         status,
-        base,
         ..Reader::new(base)
     };
-    let is_json = std::str::from_utf8(body).is_ok_and(|text| visit(text, |node| reader.node(node)));
-    let mut said = reader.said;
+    let text = std::str::from_utf8(body);
+    let is_json = text.is_ok_and(|text| visit(text, |node| reader.node(node)));
     if is_json {
-        said.code |= reader.meta && (reader.trace || META.iter().any(|name| lines.has(name)));
-        said.code |= reader.error && reader.not_ok;
+        reader.said.code |=
+            reader.meta && (reader.trace || META.iter().any(|name| lines.has(name)));
+        reader.said.code |= reader.refused && reader.failed;
+        reader.quotas.iter().for_each(|quota| quotas.push(*quota));
     } else if status >= 400 {
-        said.code =
+        reader.said.phrase = reader.message(text.unwrap_or_default());
+        reader.said.code =
             element(body).is_some_and(|code| is_code(code.iter().map(|byte| char::from(*byte))));
     }
-    said
+    Said {
+        wait: reader.said.wait.or(reader.retry),
+        ..reader.said
+    }
+}
+
+/// The headers that a body repeats, as the members of an object `headers`.
+#[derive(Debug)]
+pub(super) struct Repeated<'a> {
+    /// The names in lower case.
+    names: Bounded<u8, 1024>,
+    lines: Bounded<(Range<usize>, &'a str), 16>,
+}
+
+impl<'a> Repeated<'a> {
+    pub(super) fn read(body: &'a [u8]) -> Self {
+        const KEY: &[u8] = b"\"headers\"";
+        let mut repeated = Repeated {
+            names: Bounded::new(),
+            lines: Bounded::new(),
+        };
+        let mut inside = None;
+        let text = std::str::from_utf8(body).unwrap_or_default();
+        if !body.windows(KEY.len()).any(|window| window == KEY) {
+            return repeated;
+        }
+        visit(text, |Node { depth, key, value }| {
+            inside = inside.filter(|outer| depth > *outer);
+            let value = match value {
+                Value::Object if key.is_some_and(|key| key.is("headers")) => {
+                    inside = Some(depth);
+                    return;
+                }
+                Value::Number(number) => Some(number),
+                Value::Text(text) => text.plain(),
+                _ => None,
+            };
+            let name = key.filter(|_| inside.is_some()).and_then(Str::plain);
+            if let (Some(name), Some(value)) = (name, value) {
+                repeated.add(name, value);
+            }
+        });
+        repeated
+    }
+
+    fn add(&mut self, name: &str, value: &'a str) {
+        let start = self.names.len();
+        let lower = name.bytes().map(|byte| byte.to_ascii_lowercase());
+        lower.for_each(|byte| self.names.push(byte));
+        let place = start..self.names.len();
+        if place.len() == name.len() && may_matter(self.name(&place)) {
+            self.lines.push((place, value));
+        }
+    }
+
+    fn name(&self, place: &Range<usize>) -> &str {
+        std::str::from_utf8(&self.names[place.clone()]).unwrap_or_default()
+    }
+
+    pub(super) fn lines(&self) -> impl Iterator<Item = Line<'_>> {
+        let line = |(place, value): &(Range<usize>, &'a str)| (self.name(place), *value);
+        self.lines
+            .iter()
+            .map(line)
+            .map(|(name, value)| Line { name, value })
+    }
 }
 
 /// A container around a value.
@@ -78,6 +172,8 @@ pub(super) fn read(
 struct Around<'a> {
     array: bool,
     key: Option<Str<'a>>,
+    /// Whether it is, or is in, what the body calls an error.
+    error: bool,
 }
 
 struct Reader<'a, 'b> {
@@ -86,12 +182,18 @@ struct Reader<'a, 'b> {
     said: Said,
     /// The containers around the value, from the root on.
     around: [Around<'a>; DEEPEST + 2],
+    /// The longest wait that a message names in words, in milliseconds.
+    retry: Option<u64>,
+    messages: usize,
+    /// The quotas that are exceeded.
+    quotas: Bounded<Draft, 4>,
     /// Whether `error.code` is one of Meta's codes, and `error` has `fbtrace_id`.
     meta: bool,
     trace: bool,
-    /// Whether the body is an envelope: `error` is a code, and `ok` is false.
-    error: bool,
-    not_ok: bool,
+    /// Whether the root of a successful response has a code or a message of a refusal, and whether
+    /// it says that the request has failed.
+    refused: bool,
+    failed: bool,
 }
 
 impl<'a, 'b> Reader<'a, 'b> {
@@ -99,164 +201,216 @@ impl<'a, 'b> Reader<'a, 'b> {
         let around = [Around {
             array: true,
             key: None,
+            error: false,
         }; DEEPEST + 2];
-        let said = Said::default();
         Reader {
             status: 0,
             base,
-            said,
+            said: Said::default(),
             around,
+            retry: None,
+            messages: 0,
+            quotas: Bounded::new(),
             meta: false,
             trace: false,
-            error: false,
-            not_ok: false,
+            refused: false,
+            failed: false,
         }
     }
 
     fn node(&mut self, node: Node<'a>) {
         let Node { depth, key, value } = node;
-        if let (Value::Object | Value::Array, Some(around)) = (value, self.around.get_mut(depth)) {
-            *around = Around {
-                array: matches!(value, Value::Array),
-                key,
-            };
-        }
-        if let (Some(key), 1..) = (key, depth) {
-            if depth <= DEEPEST + 1 {
-                self.wait(key, value);
-            }
-            if depth == 1 && key.is("global") {
-                self.said.global |= matches!(value, Value::Bool(true));
-            }
-        }
-        match self.status {
-            400.. => self.of_error(depth, key, value),
-            200..300 => self.of_envelope(depth, key, value),
-            _ => {}
-        }
-    }
-
-    fn wait(&mut self, key: Str<'a>, value: Value<'a>) {
-        let millis = is_in_any_case(key, WAIT_MILLIS_KEY);
-        if !millis && !WAIT_KEYS.iter().any(|wait| is_in_any_case(key, wait)) {
+        if depth > DEEPEST + 1 {
             return;
         }
-        let read = |text: &str| {
-            if millis {
-                self.base.read_millis(text)
-            } else {
-                self.base.read(text)
-            }
-        };
-        let wait = match value {
-            Value::Number(number) => read(number),
-            Value::Text(text) => read(text.text().as_str()),
-            _ => None,
-        };
-        self.said.wait = self.said.wait.max(wait);
-    }
-
-    /// Reads the body of an error response: codes anywhere in it, and phrases in its message.
-    fn of_error(&mut self, depth: usize, key: Option<Str<'a>>, value: Value<'a>) {
-        match (key, value, self.list(depth)) {
-            (Some(key), _, _) if depth <= DEEPEST + 1 => {
-                self.said.code |= is_code_key(key) && is_code_value(value)
-            }
-            (None, Value::Text(text), Some(list)) => {
-                self.said.code |= is_code_key(list) && is_code(text.chars())
-            }
+        let parent = depth.checked_sub(1).map(|place| self.around[place]);
+        // An item of an array has the key of the array.
+        let list = parent.filter(|parent| parent.array);
+        let known = key.or_else(|| list?.key);
+        let is_called_error = (1..=2).contains(&depth) && known.is_some_and(is_error_key);
+        let in_error = is_called_error || parent.is_some_and(|parent| parent.error);
+        if let Value::Object | Value::Array = value {
+            self.around[depth] = Around {
+                array: matches!(value, Value::Array),
+                key: known,
+                error: in_error,
+            };
+        }
+        let is_error = self.status >= 400;
+        if !is_error && !in_error && depth > 2 {
+            return;
+        }
+        let plain = known.map_or(Text::EMPTY, plain_key);
+        if key.is_some() {
+            self.member(plain.as_str(), value);
+            let is_true = matches!(value, Value::Bool(true));
+            self.said.global |= depth == 1 && is_true && plain.as_str() == "global";
+        }
+        match self.status {
+            400.. if known.is_some() => self.of_error(depth, plain.as_str(), value),
+            200..300 => self.of_envelope(depth, plain.as_str(), value, in_error),
             _ => {}
         }
-        let in_error = depth == 2 && !self.around[0].array && self.key_of(1, "error");
-        let is = |name: &str| key.is_some_and(|key| key.is(name));
-        if let Value::Text(text) = value {
-            let speaks =
-                (depth == 1 && (is("message") || is("error"))) || (in_error && is("message"));
-            self.said.phrase |= speaks && PHRASES.iter().any(|phrase| contains(text, phrase));
+    }
+
+    /// Reads the members that are waits, and the quotas that are exceeded.
+    fn member(&mut self, key: &str, value: Value<'a>) {
+        let is_quota = QUOTA_KEYS.contains(&key) && self.status >= 400;
+        let is_limit = QUOTA_LIMIT_KEYS.contains(&key);
+        let (wait, reset) = (TimeKey::of_wait(key), TimeKey::of_reset(key));
+        if !is_quota && !is_limit && wait.or(reset).is_none() {
+            return;
         }
-        if in_error {
-            self.trace |= is("fbtrace_id");
-            self.meta |=
-                is("code") && matches!(value, Value::Number(number) if is_meta_code(number));
+        let text = match value {
+            Value::Number(number) => Text::of(&[number]),
+            Value::Text(text) => text.text(),
+            _ => return,
+        };
+        let text = text.as_str();
+        if let Some(TimeKey { unit }) = wait {
+            self.said.wait = self.said.wait.max(self.base.read_with(unit, text));
+        } else if let Some(TimeKey { unit }) = reset {
+            self.said.reset = self.said.reset.max(self.base.read_with(unit, text));
+        } else if is_quota {
+            let (window, unit) = words::of_quota_id(text);
+            self.quotas.push(Draft {
+                unit,
+                window,
+                remaining: Some(0),
+                ..Draft::named(text)
+            });
+        } else if let Some(quota) = self.quotas.last_mut() {
+            quota.limit = Count::read(text).and_then(Count::known);
         }
     }
 
-    /// Reads the body of a successful response: codes count only if the server wraps errors in a
-    /// success.
-    fn of_envelope(&mut self, depth: usize, key: Option<Str<'a>>, value: Value<'a>) {
-        let is = |name: &str| key.is_some_and(|key| key.is(name));
+    /// Reads what a message says in words. Returns whether it says that a limit is exceeded.
+    fn message(&mut self, text: &str) -> bool {
+        let said = prose::read(text, self.base);
+        self.retry = self.retry.max(said.retry);
+        self.said.reset = self.said.reset.max(said.reset);
+        said.refused
+    }
+
+    /// Reads a value that may be a code or a message. Returns which of them says that a limit is
+    /// exceeded.
+    fn code_and_message(&mut self, key: &str, value: Value<'a>) -> (bool, bool) {
+        let is_code_key = CODE_KEYS.contains(&key);
+        let Value::Text(text) = value else {
+            let codes = ["20429", "99991400", "-1003", "-1015"];
+            let is_one = matches!(value, Value::Number(number) if codes.contains(&number));
+            return (is_code_key && is_one, false);
+        };
+        let is_message = MESSAGE_KEYS.iter().any(|word| key.contains(word));
+        let mut says = false;
+        if is_message && self.messages < MOST_MESSAGES {
+            self.messages += 1;
+            says = match text.plain() {
+                Some(text) => self.message(text),
+                None => self.message(prose::Decoded::of(text.chars()).as_str()),
+            };
+        }
+        (is_code_key && is_code(text.chars()), says)
+    }
+
+    /// Reads the body of an error response: codes anywhere in it, and messages.
+    fn of_error(&mut self, depth: usize, key: &str, value: Value<'a>) {
+        let (code, phrase) = self.code_and_message(key, value);
+        self.said.code |= code;
+        self.said.phrase |= phrase;
+        if depth == 2 && !self.around[0].array && self.key_of(1, "error") {
+            self.trace |= key == "fbtraceid";
+            self.meta |=
+                key == "code" && matches!(value, Value::Number(number) if is_meta_code(number));
+        }
+    }
+
+    /// Reads the body of a successful response. Codes and messages count in what is called an error,
+    /// near the root, or in a root that says that the request has failed.
+    fn of_envelope(&mut self, depth: usize, key: &str, value: Value<'a>, in_error: bool) {
         if depth == 0 || self.around[0].array {
             return;
         }
-        let in_errors =
-            depth > 2 && self.key_of(1, "errors") && self.around[1].array && !self.around[2].array;
-        match depth {
-            1 => {
-                self.error |=
-                    is("error") && matches!(value, Value::Text(text) if is_code(text.chars()));
-                self.not_ok |= is("ok") && matches!(value, Value::Bool(false));
-                self.said.code |= is("retCode") && matches!(value, Value::Number("10006"));
-            }
-            2 if self.key_of(1, "error") && self.around[1].array => {
-                self.said.code |= matches!(value, Value::Text(text) if is_code(text.chars()));
-            }
-            3 if in_errors => self.said.code |= (is("code") || is("type")) && is_code_value(value),
-            4 if in_errors && self.key_of(3, "extensions") => {
-                self.said.code |= (is("code") || is("type")) && is_code_value(value);
-            }
-            _ => {}
+        let in_status = depth == 2 && self.key_of(1, "status");
+        if in_error {
+            let (code, phrase) = self.code_and_message(key, value);
+            self.said.code |= code || phrase;
+        } else if depth == 1 || in_status {
+            let (code, phrase) = self.code_and_message(key, value);
+            self.refused |= code || phrase;
+            self.failed |= match value {
+                Value::Bool(is_well) => !is_well && ["ok", "success"].contains(&key),
+                // A status such as 429, or a code of Bybit.
+                Value::Number("10006") if key == "retcode" => {
+                    self.refused = true;
+                    true
+                }
+                Value::Number(code) => {
+                    let is_of_error = code.len() == 3 && code.starts_with(['4', '5']);
+                    is_of_error && ["code", "status"].contains(&key)
+                }
+                Value::Text(text) => {
+                    let says = FAILURES.iter().any(|word| text.is(word));
+                    (says && key.contains("stat")) || (in_status && phrase)
+                }
+                _ => false,
+            };
         }
     }
 
     fn key_of(&self, container: usize, name: &str) -> bool {
         self.around[container].key.is_some_and(|key| key.is(name))
     }
+}
 
-    /// Returns the key of the array that contains the value.
-    fn list(&self, depth: usize) -> Option<Str<'a>> {
-        self.around.get(depth.checked_sub(1)?)?.key
+/// Returns the key in lower case, without the marks between its words.
+fn plain_key(key: Str<'_>) -> Text {
+    let mut plain = Text::EMPTY;
+    key.chars()
+        .filter(|letter| !['_', '-'].contains(letter))
+        .for_each(|letter| plain.push(letter.to_ascii_lowercase()));
+    plain
+}
+
+/// The key of a time, with the unit that it states, in milliseconds.
+#[derive(Clone, Copy, Debug)]
+struct TimeKey {
+    unit: Option<u32>,
+}
+
+impl TimeKey {
+    fn of_wait(key: &str) -> Option<TimeKey> {
+        let has_unit = |key: &TimeKey| key.unit.is_some();
+        TimeKey::after(key, &WAIT_KEYS)
+            .or_else(|| TimeKey::after(key, &WAIT_KEYS_WITH_UNIT).filter(has_unit))
+    }
+
+    fn of_reset(key: &str) -> Option<TimeKey> {
+        let (_, rest) = key.split_once("reset")?;
+        TimeKey::after(rest.strip_prefix('s').unwrap_or(rest), &RESET_KEYS)
+    }
+
+    /// Reads a key that is one of `starts`, alone or with a unit after it.
+    fn after(key: &str, starts: &[&str]) -> Option<TimeKey> {
+        let mut rests = starts.iter().filter_map(|start| key.strip_prefix(start));
+        rests.find_map(|rest| {
+            let unit = time_unit(rest);
+            (rest.is_empty() || unit.is_some()).then_some(TimeKey { unit })
+        })
     }
 }
 
-/// Returns whether the texts are equal, ignoring case.
-fn is_in_any_case(text: Str<'_>, other: &str) -> bool {
-    let lower = |letter: char| letter.to_ascii_lowercase();
-    text.chars().map(lower).eq(other.chars().map(lower))
-}
-
-fn is_code_key(key: Str<'_>) -> bool {
-    let plain = key
+fn is_error_key(key: Str<'_>) -> bool {
+    let start = key
         .chars()
-        .filter(|letter| *letter != '_')
+        .take(3)
         .map(|letter| letter.to_ascii_lowercase());
-    CODE_KEYS.iter().any(|code| plain.clone().eq(code.chars()))
-}
-
-fn is_code_value(value: Value<'_>) -> bool {
-    match value {
-        Value::Text(text) => is_code(text.chars()),
-        Value::Number(number) => ["20429", "99991400", "-1003", "-1015"].contains(&number),
-        _ => false,
-    }
+    start.eq("err".chars())
 }
 
 fn is_meta_code(number: &str) -> bool {
     let code = Number::read(number).and_then(|number| number.count().known());
     matches!(code, Some(4 | 17 | 32 | 341 | 613 | 80_000..=80_014)) && !number.contains('.')
-}
-
-/// Returns whether the text contains the phrase, ignoring case.
-fn contains(text: Str<'_>, phrase: &str) -> bool {
-    let mut rest = text.chars().map(|letter| letter.to_ascii_lowercase());
-    loop {
-        let mut ahead = rest.clone();
-        if phrase.chars().all(|letter| ahead.next() == Some(letter)) {
-            return true;
-        }
-        if rest.next().is_none() {
-            return false;
-        }
-    }
 }
 
 /// Returns the first `<Code>…</Code>`: letters, digits and dots.

@@ -1,9 +1,10 @@
 //! Combines the quotas of all headers of a response, so that each bucket appears once.
 
 use super::draft::{Draft, Drafts};
-use super::generic::family::{Family, Header, Role};
+use super::generic::family::{Family, Header, Role, family};
 use super::generic::group::{Entry, Group, Stated, own};
-use super::generic::lines::Lines;
+use super::generic::lines::{Line, Lines};
+use super::generic::{members, words};
 use super::parse::text::{Bounded, Text};
 use super::parse::time::Base;
 use super::standard::ratelimit::{self, Fields};
@@ -12,13 +13,8 @@ use super::vendor;
 /// The lines of the generic families.
 pub(super) type Entries<'a> = Bounded<Entry<'a>, { Lines::MOST }>;
 
-/// The headers that name the bucket of a quota without a name, best first.
-pub(super) const NAMES: [&str; 4] = [
-    "ratelimit-name",
-    "x-ratelimit-name",
-    "x-ratelimit-resource",
-    "x-ratelimit-bucket",
-];
+/// The last words of the headers that name the bucket of a quota without a name, best first.
+pub(super) const NAMES: [&str; 5] = ["name", "resource", "bucket", "group", "category"];
 
 /// Sorts the lines into the generic families and the rows of the table.
 pub(super) fn sort<'a>(lines: &Lines<'a>, entries: &mut Entries<'a>) -> vendor::Present {
@@ -29,20 +25,65 @@ pub(super) fn sort<'a>(lines: &Lines<'a>, entries: &mut Entries<'a>) -> vendor::
         if is_vendors && present.mark(line.name) {
             continue;
         }
-        if let Some(header) = header.filter(|_| !ratelimit::is_ours(line.name)) {
-            let known = entries
-                .iter()
-                .find(|entry| entry.header.same_group(&header));
-            let group = known.map_or(entries.len(), |entry| entry.group);
-            entries.push(Entry {
-                header,
-                group,
-                line: line.name,
-                value: line.value,
-            });
+        let Some(header) = header.filter(|_| !ratelimit::is_ours(line.name)) else {
+            continue;
+        };
+        let mut add = |header: Header<'a>, value| {
+            if header.role != Role::Open {
+                let known = entries
+                    .iter()
+                    .find(|entry| entry.header.same_group(&header));
+                let next = entries.len() as u8; // at most `Lines::MOST`
+                let group = known.map_or(next, |entry| entry.group);
+                entries.push(Entry {
+                    header,
+                    group,
+                    line: line.name,
+                    value,
+                });
+            }
+        };
+        if !members::read(&header, line.value, &mut add) {
+            add(header, line.value);
         }
     }
+    join(entries);
     present
+}
+
+/// Joins two groups of a family that describe one quota: one without a name, and one that only
+/// names the requests, if no value is in both. The group with the limit names the quota.
+fn join(entries: &mut Entries<'_>) {
+    let is_named = |entry: &Entry<'_>| {
+        let mut pieces = entry.header.name.iter().filter(|piece| !piece.is_empty());
+        pieces.next().is_some_and(|piece| words::is_plain(piece)) && pieces.next().is_none()
+    };
+    let Some(named) = entries.iter().find(|entry| is_named(entry)).copied() else {
+        return;
+    };
+    let of_family = |entry: &Entry<'_>| entry.header.family == named.header.family;
+    let is_either = |entry: &Entry<'_>| entry.header.is_unnamed() || entry.group == named.group;
+    let both = entries
+        .iter()
+        .filter(|entry| of_family(entry) && is_of_quota(entry));
+    let role = |entry: &Entry<'_>| std::mem::discriminant(&entry.header.role);
+    let is_again = |entry: &Entry<'_>| {
+        let mut others = both.clone().filter(|other| other.group != entry.group);
+        others.any(|other| role(other) == role(entry))
+    };
+    let Some(unnamed) = both.clone().find(|entry| entry.header.is_unnamed()) else {
+        return;
+    };
+    if both.clone().all(is_either) && !both.clone().any(is_again) {
+        let has_limit = both.clone().find(|entry| entry.header.role == Role::Limit);
+        let like = *has_limit.unwrap_or(unnamed);
+        for entry in entries.iter_mut() {
+            if of_family(entry) && is_of_quota(entry) {
+                entry.header = entry.header.renamed(like.header.name);
+                entry.group = like.group;
+            }
+        }
+    }
 }
 
 /// Adds all quotas that the lines state.
@@ -61,19 +102,38 @@ pub(super) fn read(
         let is_first = !entries[..place].iter().any(|other| same(&other));
         if is_first && is_of_quota(entry) && !is_same_bucket(entry) {
             let name = Text::of(&header.pieces());
-            let group = Stated::read(entries[place..].iter().filter(same).copied(), base).group(
+            let of_group = entries[place..].iter().filter(same);
+            let group = Stated::read(of_group.clone().copied(), base).group(
                 name.as_str(),
                 header.family == Family::BySize,
                 &[],
             );
-            group.quotas.iter().for_each(|quota| quotas.push(*quota));
-            if !fields.service {
+            let is_loose = matches!(header.family, Family::Loose(_));
+            let is_marked = is_loose && of_group.clone().any(|entry| is_marked(entry.line));
+            let is_vendors = matches!(header.family, Family::Vendor(_)) && header.is_unnamed();
+            let name = || label(lines, |family| is_vendors && family == header.family);
+            for quota in group.quotas.iter() {
+                if quota.is_believable(is_marked, is_loose) {
+                    quotas.push(Draft {
+                        name: quota.name.or_else(name),
+                        ..*quota
+                    });
+                }
+            }
+            if !fields.service && !is_loose {
                 group.report_policies(quotas);
             }
         }
     }
     vendor::read(lines, present, base, quotas);
-    quotas.keep(Draft::finish);
+}
+
+/// Returns whether a name without `ratelimit` speaks of requests or of a limit.
+fn is_marked(line: &str) -> bool {
+    const MARKS: [&str; 7] = [
+        "limit", "quota", "request", "-req", "call", "credit", "-rl-",
+    ];
+    MARKS.iter().any(|mark| line.contains(mark))
 }
 
 /// Combines the headers without a name of the families that describe the same bucket, and policies
@@ -136,7 +196,8 @@ fn is_of_quota(entry: &Entry<'_>) -> bool {
 /// Returns whether the line has no name and belongs to the families that describe the same bucket.
 fn is_same_bucket(entry: &Entry<'_>) -> bool {
     let header = &entry.header;
-    Family::SYNONYMS.contains(&header.family) && header.is_unnamed() && is_of_quota(entry)
+    let is_unnamed = header.is_unnamed() && header.part.is_empty();
+    Family::SYNONYMS.contains(&header.family) && is_unnamed && is_of_quota(entry)
 }
 
 /// Returns whether two groups cannot describe the same bucket.
@@ -148,16 +209,23 @@ fn is_other(first: &Group, other: &Group) -> bool {
 
 /// Reports quotas, which a separate header may name.
 fn report(group: &Group, lines: &Lines<'_>, quotas: &mut Drafts) {
-    let name = || {
-        NAMES
-            .iter()
-            .find_map(|name| lines.first(name))
-            .and_then(Text::some)
-    };
+    let name = || label(lines, |family| Family::SYNONYMS.contains(&family));
     group.quotas.iter().for_each(|quota| {
         quotas.push(Draft {
             name: quota.name.or_else(name),
             ..*quota
         })
     });
+}
+
+/// Returns the name that a header such as `X-RateLimit-Name` gives to the quota of a family.
+fn label<'a>(lines: &Lines<'a>, is_of: impl Fn(Family<'a>) -> bool) -> Option<Text> {
+    let of = |name: &&str| {
+        let is_it = |line: &Line<'a>| {
+            line.name.ends_with(name)
+                && family(line.name).is_some_and(|(family, rest)| rest == *name && is_of(family))
+        };
+        lines.iter().find(is_it).map(|line| line.value)
+    };
+    NAMES.iter().find_map(of).and_then(Text::some)
 }

@@ -61,10 +61,35 @@ impl Draft {
         self.reset = self.reset.or(other.reset);
     }
 
+    /// Returns whether headers describe a quota. What is used is not enough: it may be the cost of
+    /// this request. Headers without a word for a limit have to state more than what is left.
+    pub(super) fn is_believable(&self, is_marked: bool, is_loose: bool) -> bool {
+        let used = self.used.filter(|_| self.limit.or(self.window).is_some());
+        if !is_loose {
+            return self
+                .limit
+                .or(self.remaining)
+                .or(self.reset)
+                .or(used)
+                .is_some();
+        }
+        let other = self.limit.or(self.reset).or(self.used);
+        let is_less = self.limit.is_none_or(|limit| self.remaining <= Some(limit));
+        let is_left = self.remaining.is_some() && (is_marked || other.is_some());
+        is_less && (is_left || used.is_some())
+    }
+
     /// Derives fields from the others. Returns whether the draft states anything.
     pub(super) fn finish(&mut self) -> bool {
         if let (Some(limit), None, Some(used)) = (self.limit, self.remaining, self.used) {
             self.remaining = Some(limit.saturating_sub(used));
+        }
+        // Some servers state as used what the one request has cost.
+        if let (Some(limit), Some(remaining), Some(used)) = (self.limit, self.remaining, self.used)
+            && used.saturating_add(remaining) < limit
+            && self.unit != Unit::Known("percent")
+        {
+            self.used = None;
         }
         if let (None, Some(remaining), Some(used)) = (self.limit, self.remaining, self.used) {
             self.limit = Some((used + remaining).min(super::parse::number::LARGEST));

@@ -5,10 +5,11 @@
 // 1 kB of memory.
 //
 // `generic::lines` finds the few headers that matter in one pass. Each then goes to one of three
-// readers: `standard` (the structured fields of the IETF), `generic` (any name with `ratelimit` in
-// it), or a row of `vendor`. `combine` makes one quota of the headers that describe the same
-// bucket, `standard::retry_after` reads the hints, and `refusal` decides. The readers of values
-// are in `parse`.
+// readers: `standard` (the structured fields of the IETF), `generic` (any name with words for a
+// limit in it), or a row of `vendor`. A new server needs a row only if its words do not say what it
+// means. `combine` makes one quota of the headers that describe the same bucket,
+// `standard::retry_after` reads the hints, `body` and `prose` read what a refusal says, and `refusal`
+// decides. The readers of values are in `parse`.
 //
 // A signal only states what the server sent. The limiter and the throttle decide what follows from
 // it.
@@ -23,6 +24,7 @@ mod observed;
 #[cfg(test)]
 mod page_tests;
 mod parse;
+mod prose;
 mod read;
 mod refusal;
 mod response_ref;
@@ -298,7 +300,7 @@ impl Signal {
     /// The statuses 429, 420, 430, 509 and 529 are always refusals. 400, 402, 403, 418 and 503 are
     /// refusals if the response has some evidence. Evidence is a time to retry, a quota that is
     /// used up, a header or an error code. Each other status is a refusal if the response has an
-    /// error code of a limit, except redirections (300 to 399). The
+    /// error code of a limit, or a body that says the same, except redirections (300 to 399). The
     /// [guide](crate::signal#which-responses-are-refusals) has the table.
     #[doc(alias = "429")]
     #[doc(alias = "too many requests")]

@@ -48,7 +48,8 @@ impl ObservedQuota {
     }
 
     /// Returns the unit that is counted: `requests` if no unit is stated, or `tokens`,
-    /// `complexity`, `bytes`, `credits`, `weight`, `orders`, `percent`, or the server's own unit.
+    /// `complexity`, `bytes`, `credits`, `weight`, `orders`, `percent`, `errors`, `seconds`,
+    /// `concurrent-requests`, or the server's own unit.
     pub fn unit(&self) -> &str {
         self.unit.as_deref().unwrap_or(Self::REQUESTS)
     }

@@ -42,18 +42,22 @@ fn page() -> String {
     let _ = writeln!(page, "2. {}", code(&[retry_after::STANDARD]));
     let _ = writeln!(
         page,
-        "3. {}, and `…-ratelimit-retry-after`",
+        "3. {}, and any header with `retry-after`, `retry-in` or `towait` in its name",
         code(&[retry_after::OTHER])
     );
-    page += "4. for a refusal, by [`Signal::read_with_body`](crate::Signal::read_with_body): `retry_after` and similar names in the body\n\
-             5. for a refusal: the reset of the quotas that are used up\n\n\
+    page += "4. for a refusal, by [`Signal::read_with_body`](crate::Signal::read_with_body): `retry_after` and similar names in the\n   \
+             body; else words such as `try again in 634ms`\n\
+             5. for a refusal: the reset of the quotas that are used up\n\
+             6. for a refusal: `resets_at` or `resets in 16 days` in the body\n\n\
              Values may be seconds, moments of the Unix clock in seconds to nanoseconds, spans such as `6m0s`, or dates as\n\
              in HTTP, ISO 8601 and JavaScript. Moments are compared with the server's own clock, in its header `date`.\n\n";
     page += "## Quotas of the standard\n\n\
-             `ratelimit` and `ratelimit-policy`, as structured fields (RFC 9651) of all drafts.\n\n";
+             `ratelimit` and `ratelimit-policy`, as structured fields (RFC 9651) of all drafts, also with a prefix such as\n\
+             `beta-`.\n\n";
     page += "## Quotas in generic headers\n\n\
-             Every header with `ratelimit` or `rate-limit` in its name, such as `x-ratelimit-remaining-tokens`. One word of\n\
-             the name says what the value is. The rest is the name of the quota.\n\n\
+             Every header with `ratelimit` or `rate-limit` in its name. One word says what the value is, such as `remaining` in\n\
+             `x-ratelimit-remaining-tokens`; the rest is the name of the quota. A time may end in its unit: `-ms`, `-sec`.\n\
+             Headers such as `x-vendor-call-limit` or `x-quota-remaining` count if together they describe a quota.\n\n\
              | words | the value is |\n|---|---|\n";
     for (meaning, words) in super::generic::family::words() {
         let words: Vec<_> = words.into_iter().collect();
@@ -62,7 +66,14 @@ fn page() -> String {
     let _ = writeln!(
         page,
         "\nIf several headers state the reset of a quota, the first choice counts. If the name of a quota is in no header\n\
-         name, its name may be the value of {}.\n",
+         name, its name may be the value of `x-ratelimit-…` with {}.\n\n\
+         | values | meaning |\n|---|---|\n\
+         | `100, 100;w=60`, `600/15m`, `10/s, 100/m` | limits with their windows |\n\
+         | `32/80` | 32 are used of 80 |\n\
+         | `10:60,100:3600` | limits in seconds, or what is used (`-count`, `-state`) |\n\
+         | `100, 1000`, `300/3000/12000` | several quotas |\n\
+         | `{{\"limit\":10,\"remaining\":9}}`, `limit=10&remaining=9`, `day-lim:10;day-rem:9` | each member is read as a header |\n\n\
+         What contradicts itself is not read.\n",
         code(&combine::NAMES)
     );
     page += "## Formats of one vendor\n\n| sender | headers | form |\n|---|---|---|\n";
@@ -85,15 +96,15 @@ fn page() -> String {
     page += "\n## Which responses are refusals\n\n\
              | status | a refusal |\n|---|---|\n\
              | 429, 420, 430, 509, 529 | always |\n\
-             | 402, 403, 503 | with a time to retry, a quota that is used up, a code, a phrase in the body, or a header below |\n\
-             | 400 | with a time to retry, a code, a phrase in the body, or a header below |\n\
+             | 400, 402, 403, 503 | with a time to retry, a code, a phrase in the body, or a header below; not for 400: a quota that is used up |\n\
              | 418 | with a time to retry, a code, or a header of Binance |\n\
              | 300 to 399 | never |\n\
-             | others | with a code |\n\n";
+             | 400 to 599 | with a code, or a phrase in the body |\n\
+             | others | with a code or a phrase in what the body calls an error |\n\n";
     let _ = writeln!(
         page,
         "A header below is one of {}. A code is an error code such as `TooManyRequests`, in\n\
-         `{}` or in the body.\n",
+         `{}` or in the body. A phrase says that a limit of requests is exceeded.\n",
         code(&refusal::FLAGS),
         refusal::ERROR_TYPE
     );
@@ -104,7 +115,7 @@ fn page() -> String {
     );
     let _ = writeln!(
         page,
-        "Recorded responses of {} servers are tests: `src/signal/vectors.json` of the repository.",
+        "Responses of {} servers are tests: `src/signal/*vectors.json` of the repository.",
         recorded()
     );
     page
@@ -126,9 +137,16 @@ const NOBODY: [&str; 10] = [
 
 /// Returns the number of servers whose recorded responses have headers that matter.
 fn recorded() -> usize {
-    let file: serde_json::Value = serde_json::from_str(include_str!("vectors.json")).unwrap();
+    let files = [
+        include_str!("vectors.json"),
+        include_str!("more_vectors.json"),
+    ];
+    let files = files.map(|file| serde_json::from_str::<serde_json::Value>(file).unwrap());
     let mut servers = BTreeSet::new();
-    for vector in file["vectors"].as_array().unwrap() {
+    for vector in files
+        .iter()
+        .flat_map(|file| file["vectors"].as_array().unwrap())
+    {
         let server = vector["vendor"].as_str().unwrap();
         let mut headers = vector["headers"].as_array().unwrap().iter();
         let has_one =

@@ -6,6 +6,7 @@ use http::header::{AGE, DATE};
 use http::{HeaderMap, StatusCode};
 use smallvec::SmallVec;
 
+use super::body::Repeated;
 use super::draft::{Draft, Drafts};
 use super::generic::lines::{self, Lines};
 use super::parse::date;
@@ -33,8 +34,15 @@ pub(super) fn signal(
         now,
         date: stated.and_then(|stated| date::http(stated, now)),
     };
+    let repeated;
     let mut lines = Lines::none();
     headers.into_iter().for_each(|headers| lines.read(headers));
+    if let (Some(body), Some(400..)) = (body, status.map(|status| status.as_u16()))
+        && !lines.has_limit()
+    {
+        repeated = Repeated::read(body);
+        repeated.lines().for_each(|line| lines.add(line));
+    }
     let mut entries = combine::Entries::new();
     let present = combine::sort(&lines, &mut entries);
 
@@ -43,7 +51,8 @@ pub(super) fn signal(
     if !headers.is_some_and(is_cached) {
         combine::read(&lines, &entries, present, &base, &mut quotas);
     }
-    let said = said(body, status, &lines, &base);
+    let said = said(body, status, &lines, &base, &mut quotas);
+    quotas.keep(Draft::finish);
     let code = said.code
         || lines
             .first(refusal::ERROR_TYPE)
@@ -54,7 +63,9 @@ pub(super) fn signal(
         phrase: said.phrase,
     };
     let limited = status.filter(|status| refusal::is_limited(*status, evidence, &quotas, &lines));
-    let wait = hint.or_else(|| limited.and_then(|_| said.wait.or_else(|| refusal::wait(&quotas))));
+    let wait = hint.or_else(|| {
+        limited.and_then(|_| (said.wait.or_else(|| refusal::wait(&quotas))).or(said.reset))
+    });
     let global = || {
         limited
             .filter(|_| said.global)
@@ -73,9 +84,15 @@ pub(super) fn signal(
     }
 }
 
-fn said(body: Option<&[u8]>, status: Option<StatusCode>, lines: &Lines<'_>, base: &Base) -> Said {
+fn said(
+    body: Option<&[u8]>,
+    status: Option<StatusCode>,
+    lines: &Lines<'_>,
+    base: &Base,
+    quotas: &mut Drafts,
+) -> Said {
     body.map_or_else(Said::default, |body| {
-        super::body::read(body, status, lines, base)
+        super::body::read(body, status, lines, base, quotas)
     })
 }
 

@@ -6,6 +6,7 @@ use http::StatusCode;
 use super::draft::Drafts;
 use super::generic::lines::Lines;
 use super::parse::text::Text;
+use super::prose;
 
 /// The evidence for a refusal, besides the status.
 #[derive(Clone, Copy, Debug, Default)]
@@ -27,6 +28,8 @@ pub(super) struct Said {
     pub(super) global: bool,
     /// The longest stated wait, in milliseconds.
     pub(super) wait: Option<u64>,
+    /// The longest time to a reset, in milliseconds.
+    pub(super) reset: Option<u64>,
 }
 
 /// Headers whose presence is evidence for a refusal.
@@ -41,8 +44,10 @@ pub(super) const FLAGS: [&str; 7] = [
 ];
 
 /// Headers that name the limiter that refused, best first, after `X-RateLimit-Global`.
-pub(super) const SCOPES: [&str; 6] = [
+pub(super) const SCOPES: [&str; 8] = [
     "x-ratelimit-scope",
+    "x-rate-limit-scope",
+    "x-ratelimit-reason",
     "x-rate-limit-type",
     "ratelimit-reason",
     "stripe-rate-limited-reason",
@@ -79,7 +84,7 @@ pub(super) fn is_limited(
         402 | 403 | 503 => hint || code || phrase || exhausted() || flag(),
         400 => hint || code || phrase || flag(),
         418 => hint || code || binance(),
-        _ => code,
+        _ => code || phrase,
     }
 }
 
@@ -118,46 +123,27 @@ pub(super) fn is_code(characters: impl Iterator<Item = char>) -> bool {
             _ => code.push(character),
         }
     }
-    let is_one = |word: &str| CODES.iter().any(|code| code.eq_ignore_ascii_case(word));
+    let is_known = |word: &str| CODES.iter().any(|code| code.eq_ignore_ascii_case(word));
+    let is_one = |word: &str| is_known(word) || prose::is_code(word);
     let code = code.as_str();
     is_one(code) || code.split(':').next().is_some_and(is_one)
 }
 
-/// Words for a rate limit or too much load.
-const CODES: [&str; 33] = [
-    "Throttling",
-    "ThrottlingException",
-    "ThrottledException",
-    "RequestThrottled",
-    "RequestThrottledException",
-    "TooManyRequests",
-    "TooManyRequestsException",
+/// Codes for a rate limit or too much load whose words do not say so.
+const CODES: [&str; 13] = [
+    "EC2ThrottledException",
     "ProvisionedThroughputExceededException",
-    "RequestLimitExceeded",
-    "BandwidthLimitExceeded",
     "LimitExceededException",
     "SlowDown",
     "PriorRequestNotComplete",
-    "EC2ThrottledException",
-    "rateLimitExceeded",
-    "userRateLimitExceeded",
     "quotaExceeded",
-    "dailyLimitExceeded",
-    "RESOURCE_EXHAUSTED",
-    "RATE_LIMIT_EXCEEDED",
-    "THROTTLED",
-    "RATE_LIMITED",
-    "RATELIMITED",
-    "rate_limit_error",
-    "overloaded_error",
-    "REQUEST_LIMIT_EXCEEDED",
-    "too_many_requests",
-    "too_many_write_operations",
     "quota-exceeded",
+    "RESOURCE_EXHAUSTED",
+    "overloaded_error",
+    "too_many_write_operations",
     "temporary-reduced-capacity",
     "abnormal-usage-detected",
-    "EAPI:Rate limit exceeded",
-    "EOrder:Rate limit exceeded",
+    "COMPLEXITY_BUDGET_EXHAUSTED",
 ];
 
 #[cfg(test)]
@@ -182,6 +168,14 @@ mod tests {
             ),
             ("EAPI:Rate limit exceeded", true),
             ("EAPI:Invalid key", false),
+            ("OVER_QUERY_LIMIT", true),
+            ("policies.ratelimit.SpikeArrestViolation", true),
+            ("THROTTLING_TOO_MANY_REQUESTS", true),
+            ("usage_limit_reached", true),
+            ("storageQuotaExceeded", false),
+            ("FileSizeLimitExceeded", false),
+            ("rate_limit_rule_not_found", false),
+            ("TooManyParameters", false),
             ("ValidationException", false),
             ("", false),
         ] {

@@ -1,5 +1,5 @@
 //! Recorded and documented responses of many servers, each with the expected signal:
-//! `vectors.json`.
+//! `vectors.json` and `more_vectors.json`.
 
 use std::time::{Duration, SystemTime};
 
@@ -58,9 +58,9 @@ fn sorted(quotas: &Value, without: &[&str]) -> Vec<String> {
     quotas
 }
 
-#[test]
-fn every_response_says_what_it_is_known_to_say() {
-    let file: Value = serde_json::from_str(include_str!("vectors.json")).unwrap();
+/// Checks the vectors of a file, of which there are `count`.
+fn check(file: &str, count: usize) {
+    let file: Value = serde_json::from_str(file).unwrap();
     let (mut core, mut extended, mut all) = (0, 0, 0);
     let mut failures = Vec::new();
     for vector in file["vectors"].as_array().unwrap() {
@@ -84,5 +84,16 @@ fn every_response_says_what_it_is_known_to_say() {
     }
     println!("{core} of {all} with the core fields, {extended} with all");
     assert!(failures.is_empty(), "{}", failures.join("\n"));
-    assert_eq!(all, 278);
+    assert_eq!(all, count);
+}
+
+#[test]
+fn every_response_says_what_it_is_known_to_say() {
+    check(include_str!("vectors.json"), 278);
+}
+
+/// Responses whose kinds are read by words: prefixes, units, groups, values in JSON, messages.
+#[test]
+fn responses_of_any_server_are_read_by_their_words() {
+    check(include_str!("more_vectors.json"), 168);
 }

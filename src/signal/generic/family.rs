@@ -1,4 +1,6 @@
-//! The generic families of headers: reads the meaning of any name with `ratelimit` in it.
+//! The generic families of headers: reads the meaning of a name from its words.
+
+use crate::signal::generic::words;
 
 /// A family: its headers describe the limits of one server in one spelling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,6 +19,8 @@ pub(in crate::signal) enum Family<'a> {
     BySize,
     /// `X-ReadRateLimit-…`
     Read,
+    /// `X-Vendor-…-Remaining`, without `ratelimit`. The word of the vendor is the name of the family.
+    Loose(&'a str),
 }
 
 impl Family<'_> {
@@ -32,51 +36,142 @@ pub(in crate::signal) enum Role {
     Remaining,
     Used,
     /// One of three kinds of reset; the best kind with a valid value counts.
-    Reset(usize),
+    Reset(u8),
     Window,
-    WindowMillis,
+    /// A fraction of the limit.
     Utilization,
+    Percent,
     RetryAfter,
+    /// Whether the limit is exceeded, in a word.
+    State,
+    /// The name of the quota; only inside of a value.
+    Name,
+    /// No word states a meaning.
+    Open,
 }
 
-/// The words of each role; roles of two words first.
-const ROLES: [(&str, Role); 25] = [
+/// The words of each role; roles of several words first.
+const ROLES: [(&str, Role); 49] = [
     ("reset-after", Role::Reset(0)),
     ("resets-in", Role::Reset(0)),
     ("reset-in", Role::Reset(0)),
+    ("reset-at", Role::Reset(1)),
+    ("reset-timestamp", Role::Reset(1)),
+    ("next-replenishment-time", Role::Reset(1)),
     ("reset-time", Role::Reset(2)),
     ("reset-date", Role::Reset(2)),
-    ("interval-ms", Role::WindowMillis),
-    ("interval-milliseconds", Role::WindowMillis),
     ("retry-after", Role::RetryAfter),
+    ("retry-in", Role::RetryAfter),
+    ("current-token-count", Role::Remaining),
+    ("burst-capacity", Role::Limit),
+    ("bucket-level", Role::Used),
     ("limit", Role::Limit),
     ("max", Role::Limit),
     ("remaining", Role::Remaining),
+    ("remain", Role::Remaining),
     ("left", Role::Remaining),
+    ("available", Role::Remaining),
     ("used", Role::Used),
     ("observed", Role::Used),
     ("usage", Role::Used),
     ("reset", Role::Reset(1)),
     ("resets", Role::Reset(1)),
+    ("resetat", Role::Reset(1)),
     ("next", Role::Reset(1)),
     ("resettime", Role::Reset(2)),
     ("period", Role::Window),
     ("window", Role::Window),
     ("utilization", Role::Utilization),
-    // Suffixes that count if no word above matches.
+    ("towait", Role::RetryAfter),
+    // Words that count if no word above is in the name.
+    ("quota", Role::Limit),
+    ("total", Role::Limit),
+    ("capacity", Role::Limit),
+    ("allowed", Role::Limit),
+    ("count", Role::Used),
+    ("interval", Role::Window),
+    ("duration", Role::Window),
+    ("retry", Role::RetryAfter),
+    ("state", Role::State),
+    // Words of the members of a value.
+    ("q", Role::Limit),
+    ("lim", Role::Limit),
+    ("r", Role::Remaining),
+    ("rem", Role::Remaining),
+    ("t", Role::Reset(1)),
+    ("until", Role::Reset(1)),
+    ("w", Role::Window),
+    ("name", Role::Name),
+    ("group", Role::Name),
+];
+const STRONG: usize = 31;
+const WORDS: usize = 40;
+
+/// The mark between the words of a header. In the keys of a value it may be `_` as well.
+const DASH: &[u8] = b"-";
+
+/// Suffixes that count if no word matches.
+const ENDINGS: [(&str, Role); 3] = [
     ("limit", Role::Limit),
     ("remaining", Role::Remaining),
     ("reset", Role::Reset(1)),
 ];
-const WORDS: usize = 22;
 
-/// A header of a generic family.
+/// The units of a time, in milliseconds. `minute` names a quota; `minutes` is a unit.
+const UNITS: [(&str, u32); 13] = [
+    ("ms", 1),
+    ("msec", 1),
+    ("msecs", 1),
+    ("millis", 1),
+    ("milliseconds", 1),
+    ("s", 1000),
+    ("sec", 1000),
+    ("secs", 1000),
+    ("seconds", 1000),
+    ("mins", 60_000),
+    ("minutes", 60_000),
+    ("hours", 3_600_000),
+    ("days", 86_400_000),
+];
+
+/// Returns the length of a unit of time, in milliseconds.
+pub(in crate::signal) fn time_unit(name: &str) -> Option<u32> {
+    let found = UNITS.iter().find(|(known, _)| *known == name);
+    found.map(|(_, unit)| *unit)
+}
+
+/// Words for a percentage.
+const PERCENT: [&str; 3] = ["percent", "percentage", "pct"];
+
+/// Words of headers that count something else than requests.
+const OTHERS: [&str; 14] = [
+    "page",
+    "pagination",
+    "total",
+    "offset",
+    "items",
+    "results",
+    "rows",
+    "records",
+    "file",
+    "upload",
+    "content",
+    "cache",
+    "storage",
+    "session",
+];
+
+/// A header of a generic family, or a member of its value.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::signal) struct Header<'a> {
     pub(in crate::signal) family: Family<'a>,
     pub(in crate::signal) role: Role,
-    /// The name of the quota: the parts before and after the role.
-    pub(in crate::signal) name: [&'a str; 2],
+    /// The unit of the value, in milliseconds, if the name states one.
+    pub(in crate::signal) unit: Option<u32>,
+    /// The name of the quota: the parts before and after the role, and the member of the value.
+    pub(in crate::signal) name: [&'a str; 3],
+    /// The part of a value that describes one quota of several.
+    pub(in crate::signal) part: &'a str,
     /// The digest of the name, which tells different names apart.
     digest: u64,
     /// Whether the header is `RateLimit-DailyLimit`, which names the quota without a name.
@@ -86,38 +181,114 @@ pub(in crate::signal) struct Header<'a> {
 impl<'a> Header<'a> {
     /// Reads the name of a header in lower case.
     pub(in crate::signal) fn read(name: &'a str) -> Option<Header<'a>> {
-        let (family, role, pieces) = match name {
-            "ratelimit-dailylimit" => (Family::Plain, Role::Limit, ["", ""]),
-            "x-readratelimit-limit" => (Family::Read, Role::Limit, ["read", ""]),
-            "x-readratelimit-usage" => (Family::Read, Role::Used, ["read", ""]),
-            _ => {
-                let (family, rest) = family(name)?;
-                let (role, pieces) = role(rest)?;
-                (family, role, pieces)
-            }
-        };
-        let mut header = Header {
-            family,
+        let read = |role, pieces| Read {
             role,
-            name: pieces,
-            digest: 0,
-            daily: name == "ratelimit-dailylimit",
+            unit: None,
+            pieces,
         };
+        let (family, read) = match name {
+            "ratelimit-dailylimit" => (Family::Plain, read(Role::Limit, ["", ""])),
+            "x-readratelimit-limit" => (Family::Read, read(Role::Limit, ["read", ""])),
+            "x-readratelimit-usage" => (Family::Read, read(Role::Used, ["read", ""])),
+            _ => match family(name) {
+                Some((family, rest)) => {
+                    let mut read = read_words(rest, &ROLES[..WORDS], DASH)?;
+                    let is_limit = || rest.is_empty() || words::period_of(rest).is_some();
+                    if read.role == Role::Open && is_limit() {
+                        read.role = Role::Limit;
+                    }
+                    (family, read)
+                }
+                None => loose(name)?,
+            },
+        };
+        let [before, after] = read.pieces;
+        Some(
+            Header {
+                family,
+                role: read.role,
+                unit: read.unit,
+                name: [before, after, ""],
+                part: "",
+                digest: 0,
+                daily: name == "ratelimit-dailylimit",
+            }
+            .digested(),
+        )
+    }
+
+    /// Returns the header for a member of its value, such as `limit` in `{"limit":10}`. If the key
+    /// does not state a meaning, the member has that of the header.
+    pub(in crate::signal) fn member(
+        &self,
+        key: &'a str,
+        label: Option<&'a str>,
+        part: &'a str,
+    ) -> Header<'a> {
+        let read = read_words(key, &ROLES, b"-_");
+        let is_stated = |read: &Read<'_>| read.role != Role::Open;
+        let read = read.filter(is_stated).unwrap_or(Read {
+            role: self.role,
+            unit: self.unit,
+            pieces: [key, ""],
+        });
+        let [before, after] = read.pieces;
+        let rest = if before.is_empty() { after } else { before };
+        let (name, part) = match (label, part) {
+            (Some(label), "") => ([label, "", ""], rest),
+            (Some(label), part) => ([label, "", ""], part),
+            (None, part) => ([self.name[0], self.name[1], rest], part),
+        };
+        Header {
+            role: read.role,
+            unit: read.unit,
+            name,
+            part,
+            ..*self
+        }
+        .digested()
+    }
+
+    /// Returns the same header for a part of a value that states one quota of several.
+    pub(in crate::signal) fn part(&self, role: Role, part: &'a str) -> Header<'a> {
+        let of_family = match self.family {
+            Family::Vendor(prefix) if self.is_unnamed() => prefix.strip_prefix("x-"),
+            _ => None,
+        };
+        let name = of_family.map_or(self.name, |name| [name, "", ""]);
+        Header {
+            role,
+            name,
+            part,
+            ..*self
+        }
+        .digested()
+    }
+
+    /// Returns the header of another quota of the same family.
+    pub(in crate::signal) fn renamed(&self, name: [&'a str; 3]) -> Header<'a> {
+        Header { name, ..*self }.digested()
+    }
+
+    fn digested(mut self) -> Self {
         let add = |sum: u64, byte| (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-        header.digest = header.bytes().fold(0, add);
-        Some(header)
+        self.digest = self.bytes().chain(self.part.bytes()).fold(0, add);
+        self
     }
 
     pub(in crate::signal) fn same_group(&self, other: &Header<'_>) -> bool {
-        self.family == other.family && self.digest == other.digest && self.bytes().eq(other.bytes())
+        self.digest == other.digest
+            && self.family == other.family
+            && self.part == other.part
+            && self.bytes().eq(other.bytes())
     }
 
     pub(in crate::signal) fn is_unnamed(&self) -> bool {
-        self.name == ["", ""]
+        self.name == [""; 3]
     }
 
     /// Returns the pieces of the name of the quota.
-    pub(in crate::signal) fn pieces(&self) -> [&'a str; 5] {
+    pub(in crate::signal) fn pieces(&self) -> [&'a str; 7] {
         let size = if self.family == Family::BySize {
             "size"
         } else {
@@ -130,9 +301,11 @@ impl<'a> Header<'a> {
                 "-"
             }
         };
-        let [before, after] = self.name;
+        let [before, after, member] = self.name;
         let first = if before.is_empty() { after } else { before };
-        [size, dash(size, first), before, dash(before, after), after]
+        let last = if after.is_empty() { before } else { after };
+        let (one, two, three) = (dash(size, first), dash(before, after), dash(last, member));
+        [size, one, before, two, after, three, member]
     }
 
     fn bytes(&self) -> impl Iterator<Item = u8> + use<'a> {
@@ -141,14 +314,14 @@ impl<'a> Header<'a> {
 }
 
 /// Returns the family of a name, and the rest of the name.
-fn family(name: &str) -> Option<(Family<'_>, &str)> {
+pub(in crate::signal) fn family(name: &str) -> Option<(Family<'_>, &str)> {
     let mut start = 0;
     while let Some(rest) = name.get(start..) {
         let before = || name[..start].trim_end_matches('-');
-        if let Some(after) = word(rest, "ratelimitbysize") {
+        if let Some(after) = word(rest, "ratelimitbysize", DASH) {
             return Some((Family::BySize, after));
         }
-        if let Some(after) = word(rest, "ratelimit") {
+        if let Some(after) = word(rest, "ratelimit", DASH) {
             let family = match before() {
                 "" => Family::Plain,
                 "x" => Family::X,
@@ -156,7 +329,7 @@ fn family(name: &str) -> Option<(Family<'_>, &str)> {
             };
             return Some((family, after));
         }
-        if let Some(after) = word(rest, "rate-limit") {
+        if let Some(after) = word(rest, "rate-limit", DASH) {
             let family = match before() {
                 "" => Family::Split,
                 "x" => Family::XSplit,
@@ -169,48 +342,160 @@ fn family(name: &str) -> Option<(Family<'_>, &str)> {
     None
 }
 
-/// Returns the rest of the text after whole words at its start, without the dash between.
-fn word<'a>(text: &'a str, words: &str) -> Option<&'a str> {
-    match text.strip_prefix(words)? {
-        "" => Some(""),
-        rest => rest.strip_prefix('-'),
+/// Reads a name without `ratelimit`: `X-Vendor-Name-Limit-Remaining`. The first word is that of the
+/// vendor, unless it says what is counted. `limit`, `quota` and `api-call` say that a quota is meant.
+fn loose(name: &str) -> Option<(Family<'_>, Read<'_>)> {
+    let rest = name.strip_prefix("x-").unwrap_or(name);
+    let read = read_words(rest, &ROLES[..WORDS], DASH)?;
+    if read.role == Role::Open
+        || !rest.contains('-')
+        || rest.split('-').any(|word| OTHERS.contains(&word))
+    {
+        return None;
     }
+    let [mut before, mut after] = read.pieces;
+    for mark in ["api", "call", "calls", "api", "limit", "quota"] {
+        before = match before.strip_suffix(mark) {
+            Some(front) if front.is_empty() || front.ends_with('-') => front.trim_end_matches('-'),
+            _ => before,
+        };
+    }
+    if let (Some((front, back)), "") = (before.split_once("-limit-"), after) {
+        (before, after) = (front, back);
+    }
+    // `burstlimit`: what is before `limit` is no vendor.
+    let glued = before
+        .strip_suffix("limit")
+        .filter(|front| !front.is_empty());
+    before = glued.unwrap_or(before);
+    let (first, others) = before.split_once('-').unwrap_or((before, ""));
+    let is_glued = others.is_empty() && glued.is_some();
+    let is_vendor = !is_glued && !words::is_counted(first);
+    let (vendor, before) = if is_vendor {
+        (first, others)
+    } else {
+        ("", before)
+    };
+    let pieces = [before, after];
+    Some((Family::Loose(vendor), Read { pieces, ..read }))
 }
 
-/// Returns the only role in the words, and the parts before and after it.
-fn role(rest: &str) -> Option<(Role, [&str; 2])> {
-    let mut found = None;
+/// The meaning of a name, and the parts of the name around the words that state it.
+#[derive(Clone, Copy, Debug)]
+struct Read<'a> {
+    role: Role,
+    unit: Option<u32>,
+    pieces: [&'a str; 2],
+}
+
+/// Returns the rest of the text after whole words at its start, without the mark between.
+fn word<'a>(text: &'a str, words: &str, marks: &[u8]) -> Option<&'a str> {
+    let is_mark = |byte: &u8| marks.contains(byte);
+    // The words are in lower case, with dashes.
+    let same = |(byte, word): (&u8, &u8)| {
+        byte.eq_ignore_ascii_case(word) || (*word == b'-' && is_mark(byte))
+    };
+    let (start, rest) = text.as_bytes().split_at_checked(words.len())?;
+    (rest.first().is_none_or(is_mark) && start.iter().zip(words.as_bytes()).all(same))
+        .then(|| text.get(words.len() + 1..).unwrap_or(""))
+}
+
+/// Reads the only role in the words, or the last of several if it is the end of the name. Returns
+/// `None` if the name is not clear.
+fn read_words<'a>(rest: &'a str, roles: &[(&str, Role)], marks: &[u8]) -> Option<Read<'a>> {
+    let (mut found, mut weak) = (None, None);
+    let mut several = false;
     let mut at = 0;
     while at < rest.len() {
         let words = &rest[at..];
-        let known = ROLES[..WORDS]
-            .iter()
-            .find_map(|(known, role)| Some((role, word(words, known)?)));
-        if let Some((role, after)) = known {
-            let before = rest[..at].trim_end_matches('-');
-            if found.replace((*role, [before, after])).is_some() {
-                return None;
+        let first = words.as_bytes()[0].to_ascii_lowercase();
+        let role = roles.iter().position(|(known, _)| {
+            known.as_bytes()[0] == first && word(words, known, marks).is_some()
+        });
+        at = match role {
+            Some(place) => {
+                let (known, role) = roles[place];
+                let read = around(rest, at, at + known.len(), role, marks);
+                if place < STRONG {
+                    several |= found.replace(read).is_some();
+                } else {
+                    weak = weak.or(Some(read));
+                }
+                at + known.len() + 1
             }
-            at = rest.len() - after.len();
-        } else {
-            at += words.find('-').map_or(words.len(), |dash| dash + 1);
-        }
+            None => {
+                let next = words.bytes().position(|byte| marks.contains(&byte));
+                next.map_or(rest.len(), |next| at + next + 1)
+            }
+        };
     }
-    found.or_else(|| ending(rest)).or_else(|| {
-        let is_limit = rest.is_empty() || crate::signal::generic::words::period_of(rest).is_some();
-        is_limit.then_some((Role::Limit, [rest, ""]))
-    })
+    let open = Read {
+        role: Role::Open,
+        unit: None,
+        pieces: [rest, ""],
+    };
+    let read = found.or(weak).or_else(|| ending(rest)).unwrap_or(open);
+    // `hard-limit-remaining` is what remains of the hard limit; `limit-remaining` may be either.
+    let [before, after] = read.pieces;
+    let is_role = || ROLES.iter().any(|(known, _)| *known == before);
+    (!several || (after.is_empty() && !is_role())).then_some(read)
 }
 
-/// Returns the first word that ends in a role, such as `dailyremaining`.
-fn ending(rest: &str) -> Option<(Role, [&str; 2])> {
+/// Takes the words of a role out of a name, with the unit of a time after them.
+fn around<'a>(rest: &'a str, at: usize, end: usize, role: Role, marks: &[u8]) -> Read<'a> {
+    let is_mark = |mark: char| marks.contains(&(mark as u8));
+    let mut before = rest[..at].trim_end_matches(is_mark);
+    let mut after = rest.get(end + 1..).unwrap_or("");
+    let (mut role, mut unit) = (role, None);
+    match role {
+        Role::Reset(_) | Role::Window | Role::RetryAfter => {
+            let of = word(after, "in", marks).unwrap_or(after);
+            let known = UNITS
+                .iter()
+                .find_map(|(name, unit)| Some((word(of, name, marks)?, *unit)));
+            if let Some((rest, known)) = known {
+                (after, unit) = (rest, Some(known));
+            }
+            // `time-reset`
+            if let Some(front) = before.strip_suffix("time")
+                && (front.is_empty() || front.ends_with(is_mark))
+            {
+                before = front.trim_end_matches(is_mark);
+            }
+        }
+        Role::Used if PERCENT.contains(&after) => (role, after) = (Role::Percent, ""),
+        Role::Used if PERCENT.contains(&before) => (role, before) = (Role::Percent, ""),
+        Role::Remaining if PERCENT.contains(&after) => role = Role::Open,
+        // `remaining-seconds` is a time, and `remaining-second` a quota.
+        Role::Remaining if after.len() > 3 => {
+            if let Some(known) = time_unit(after) {
+                (role, unit, after) = (Role::Reset(0), Some(known), "");
+            }
+        }
+        _ => {}
+    }
+    Read {
+        role,
+        unit,
+        pieces: [before, after],
+    }
+}
+
+/// Returns the first word that ends in a role, such as `dailyremaining` or `dailylimitremaining`.
+fn ending(rest: &str) -> Option<Read<'_>> {
     let mut at = 0;
     for word in rest.split('-') {
         let end = at + word.len();
-        for (known, role) in &ROLES[WORDS..] {
+        for (known, role) in ENDINGS {
             if word.len() > known.len() && word.ends_with(known) {
+                let front = &rest[..end - known.len()];
+                let before = front.strip_suffix("limit").unwrap_or(front);
                 let after = rest[end..].trim_start_matches('-');
-                return Some((*role, [&rest[..end - known.len()], after]));
+                return Some(Read {
+                    role,
+                    unit: None,
+                    pieces: [before, after],
+                });
             }
         }
         at = end + 1;
@@ -228,10 +513,12 @@ pub(in crate::signal) fn words() -> Vec<(&'static str, Vec<&'static str>)> {
         Role::Reset(0) => "the reset (first choice)",
         Role::Reset(1) => "the reset (second choice)",
         Role::Reset(_) => "the reset (third choice)",
-        Role::Window => "the window, in seconds or with a unit",
-        Role::WindowMillis => "the window, in milliseconds",
+        Role::Window => "the window",
         Role::Utilization => "the part that is used",
+        Role::Percent => "the part that is used, in percent",
         Role::RetryAfter => "when to retry",
+        Role::State => "`throttled` if nothing is left",
+        Role::Name | Role::Open => "the name",
     };
     let mut all = Vec::<(_, Vec<_>)>::new();
     for (word, role) in &ROLES[..WORDS] {
@@ -277,7 +564,7 @@ mod tests {
             (
                 "x-hubspot-ratelimit-interval-milliseconds",
                 Family::Vendor("x-hubspot"),
-                WindowMillis,
+                Window,
                 "",
             ),
             ("x-ratelimit-userremaining", Family::X, Remaining, "user"),
@@ -289,6 +576,51 @@ mod tests {
             ),
             ("ratelimitbysize-reset", Family::BySize, Reset(1), "size"),
             ("x-ratelimit-retry-after", Family::X, RetryAfter, ""),
+            (
+                "x-ratelimit-remaining-second",
+                Family::X,
+                Remaining,
+                "second",
+            ),
+            ("x-ratelimit-remaining-seconds", Family::X, Reset(0), ""),
+            ("x-rate-limit-time-window-ms", Family::XSplit, Window, ""),
+            (
+                "x-ratelimit-hard-limit-remaining",
+                Family::X,
+                Remaining,
+                "hard-limit",
+            ),
+            (
+                "x-vendor-error-limit-remain",
+                Family::Loose("vendor"),
+                Remaining,
+                "error",
+            ),
+            (
+                "x-vendor-shop-api-call-limit",
+                Family::Loose("vendor"),
+                Limit,
+                "shop",
+            ),
+            (
+                "x-user-limit-24hour-reset",
+                Family::Loose(""),
+                Reset(1),
+                "user-24hour",
+            ),
+            (
+                "x-vendor-dailylimitremaining",
+                Family::Loose("vendor"),
+                Remaining,
+                "daily",
+            ),
+            (
+                "x-burstlimit-remaining",
+                Family::Loose(""),
+                Remaining,
+                "burst",
+            ),
+            ("x-quota-remaining", Family::Loose(""), Remaining, ""),
         ] {
             let header = Header::read(name).unwrap();
             assert_eq!(
@@ -299,15 +631,15 @@ mod tests {
         }
         for name in [
             "x-ratelimit-limit-remaining",
-            "x-ratelimit-cost",
             "x-limit",
-            "x-ratelimited-limit",
-            "rate-x-limit",
             "",
-            "x-ratelimit-scope",
-            "x-xratelimit-limit",
+            "x-vendor-page-limit",
+            "x-vendor-pages",
         ] {
             assert!(Header::read(name).is_none(), "{name}");
+        }
+        for name in ["x-ratelimit-cost", "x-ratelimit-scope"] {
+            assert_eq!(Header::read(name).unwrap().role, Open, "{name}");
         }
     }
 }

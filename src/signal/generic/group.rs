@@ -3,9 +3,11 @@
 use crate::signal::draft::{Draft, Drafts, Unit};
 use crate::signal::generic::family::{Family, Header, Role};
 use crate::signal::generic::lines::{parameter, split, trim};
-use crate::signal::parse::number::{Count, LARGEST, Number};
+use crate::signal::generic::words;
+use crate::signal::parse::number::{Count, LARGEST, Number, digits, unquoted};
 use crate::signal::parse::text::{Bounded, Text};
 use crate::signal::parse::time::{self, Base};
+use crate::signal::refusal;
 use crate::signal::standard::ratelimit::{Dictionary, Policies, Policy};
 
 /// A line of a generic family.
@@ -13,11 +15,21 @@ use crate::signal::standard::ratelimit::{Dictionary, Policies, Policy};
 pub(in crate::signal) struct Entry<'a> {
     pub(in crate::signal) header: Header<'a>,
     /// The number of the group; entries of one group have the same number.
-    pub(in crate::signal) group: usize,
+    pub(in crate::signal) group: u8,
     /// The whole name of the header.
     pub(in crate::signal) line: &'a str,
     pub(in crate::signal) value: &'a str,
 }
+
+impl Entry<'_> {
+    /// Returns whether the header says in a word that the limit is exceeded.
+    pub(in crate::signal) fn is_throttled(&self) -> bool {
+        self.header.role == Role::State && refusal::is_code(self.value.chars())
+    }
+}
+
+/// The most items of a list that are read.
+const MOST_ITEMS: usize = 64;
 
 /// The most parallel limits.
 const MANY: usize = 8;
@@ -95,11 +107,17 @@ impl<T: Copy> Values<T> {
 #[derive(Debug)]
 pub(in crate::signal) struct Stated {
     limit: Values<Count>,
+    /// Whether no limit has been read.
+    is_first: bool,
     remaining: Values<Count>,
     used: Values<Count>,
     resets: [Values<u64>; 3],
     /// Stated as part of a value: `w=60`.
     window: Option<u64>,
+    /// Stated as part of each limit: `10/second, 100/minute`.
+    windows: Values<u64>,
+    /// Stated as part of the first remaining count.
+    window_of_remaining: Option<u64>,
     /// Stated in a separate header.
     window_header: Option<u64>,
     utilization: Option<u64>,
@@ -107,6 +125,10 @@ pub(in crate::signal) struct Stated {
     daily: bool,
     /// Both headers of Strava, whose two windows are known.
     strava: [bool; 2],
+    /// `32/80`: used of the limit, or the limit in a number of seconds.
+    ratio: Option<(Count, u64)>,
+    /// The part of a value that states one quota of several, which may be a period.
+    period: Option<u64>,
 }
 
 impl Stated {
@@ -115,62 +137,85 @@ impl Stated {
         base: &Base,
     ) -> Self {
         let mut values = Stated::none();
-        let of = |role: Role| {
+        let counts = || {
+            let roles = [Role::Limit, Role::Remaining, Role::Used];
             let entries = entries.clone();
-            entries
-                .filter(move |entry| entry.header.role == role)
-                .map(|entry| entry.value)
+            entries.filter(move |entry| roles.contains(&entry.header.role))
         };
-        values.limits(of(Role::Limit));
-        let mut remaining_window = None;
-        for item in of(Role::Remaining).flat_map(|line| split(line, ',')) {
-            if let Some(count) = head(item).and_then(Count::read) {
-                if values.remaining.count == 0 {
-                    remaining_window = parameter(item, "w").and_then(time::window_seconds);
+        let is_grouped = counts().any(|entry| entry.value.contains(','))
+            && are_grouped(counts().map(|entry| entry.value));
+        for entry in entries {
+            let Entry { header, value, .. } = entry;
+            match header.role {
+                Role::Limit | Role::Remaining | Role::Used if is_grouped => {
+                    values.count(header.role, without_commas(value).as_str());
                 }
-                values.remaining.push(count, Count::min);
-            }
-        }
-        values.window = values.window.or(remaining_window);
-        for count in of(Role::Used)
-            .flat_map(|line| split(line, ','))
-            .filter_map(head)
-            .filter_map(Count::read)
-        {
-            values.used.push(count, Count::max);
-        }
-        values.window_header = (of(Role::Window).find_map(time::window))
-            .or_else(|| of(Role::WindowMillis).find_map(time::window_millis));
-        for entry in entries.clone() {
-            match entry.header.role {
+                Role::Limit | Role::Remaining | Role::Used => values.count(header.role, value),
                 Role::Reset(priority) => {
-                    let millis = entry.header.family == Family::Vendor("gw");
-                    let read = |text: &str| {
-                        if millis {
-                            base.read_millis(text)
-                        } else {
-                            base.read(text)
-                        }
-                    };
-                    each_time(entry.value, read, |time| {
-                        values.resets[priority].push(time, u64::max)
+                    // The one vendor whose resets are in milliseconds without saying so.
+                    let gw = header.family == Family::Vendor("gw");
+                    let unit = header.unit.or(gw.then_some(1));
+                    let read = |text: &str| base.read_with(unit, text);
+                    each_time(value, read, |time| {
+                        values.resets[usize::from(priority)].push(time, u64::max)
                     });
                 }
-                Role::Utilization => {
-                    if let Some(share) = Number::read(entry.value).filter(|share| !share.negative) {
-                        let percent = u64::try_from(share.times_up(100))
+                Role::Window => {
+                    let window = time::window(header.unit.unwrap_or(1000), value);
+                    values.window_header = values.window_header.or(window);
+                }
+                Role::Utilization | Role::Percent => {
+                    let percent = if header.role == Role::Percent { 1 } else { 100 };
+                    if let Some(share) = Number::read(value).filter(|share| !share.negative) {
+                        let percent = u64::try_from(share.times_up(percent))
                             .unwrap_or(LARGEST)
                             .min(LARGEST);
                         values.utilization = values.utilization.max(Some(percent));
                     }
                 }
+                Role::State if entry.is_throttled() => {
+                    values.remaining.push(Count::Of(0), Count::min);
+                }
                 _ => {}
             }
-            values.daily |= entry.header.daily;
+            values.daily |= header.daily;
             values.strava[0] |= matches!(entry.line, "x-ratelimit-limit" | "x-readratelimit-limit");
             values.strava[1] |= matches!(entry.line, "x-ratelimit-usage" | "x-readratelimit-usage");
+            if !header.part.is_empty() {
+                values.period = values.period.or_else(|| words::period_of(header.part));
+            }
         }
         values
+    }
+
+    /// Reads the counts of a line.
+    fn count(&mut self, role: Role, line: &str) {
+        if let Some(percent) = line.strip_suffix('%').and_then(Count::read) {
+            self.utilization = self.utilization.max(percent.known());
+        }
+        for item in list(line).take(MOST_ITEMS) {
+            let Some(head) = split(item, ';').next().filter(|head| !head.is_empty()) else {
+                continue;
+            };
+            if role == Role::Limit {
+                self.limit(head, item);
+                continue;
+            }
+            // `9/10`: of a limit.
+            let (head, limit) = head.split_once('/').unwrap_or((head, ""));
+            match Count::read(trim(head)) {
+                Some(count) if role == Role::Used => self.used.push(count, Count::max),
+                Some(count) => {
+                    if self.remaining.count == 0 {
+                        self.window_of_remaining = window_parameter(item).and_then(seconds);
+                    }
+                    self.remaining.push(count, Count::min);
+                }
+                None => continue,
+            }
+            let limit = Count::read(trim(limit)).into_iter();
+            limit.for_each(|limit| self.limit.push(limit, Count::min));
+        }
     }
 
     /// Reads the single field of draft 07.
@@ -194,50 +239,81 @@ impl Stated {
     fn none() -> Self {
         Stated {
             limit: Values::new(),
+            is_first: true,
             remaining: Values::new(),
             used: Values::new(),
             resets: [Values::new(), Values::new(), Values::new()],
             window: None,
+            windows: Values::new(),
+            window_of_remaining: None,
             window_header: None,
             utilization: None,
             policies: Policies::new(),
             daily: false,
             strava: [false; 2],
+            ratio: None,
+            period: None,
         }
     }
 
-    /// Reads `100, 100;w=60, 1000;w=3600`: the limit, then policies with a window, and parallel
-    /// limits without one.
-    fn limits<'a>(&mut self, lines: impl Iterator<Item = &'a str>) {
-        let mut first = true;
-        for item in lines.flat_map(|line| split(line, ',')) {
-            let Some(text) = head(item) else { continue };
-            let window = parameter(item, "w");
-            let seconds = window.and_then(time::window_seconds);
-            match (Count::read(text), window) {
-                (Some(count), _) if first => {
-                    self.window = seconds;
-                    self.limit.push(count, Count::min);
-                }
-                (Some(count), None) => self.limit.push(count, Count::min),
-                (Some(Count::Of(limit)), Some(_)) => {
-                    let name = parameter(item, "name").and_then(Text::some);
-                    self.policies.push(Policy {
-                        name,
-                        limit,
-                        window: seconds,
-                    });
-                }
-                (Some(Count::Negative), Some(_)) => {}
-                (None, _)
-                    if first
-                        && time::span(crate::signal::parse::number::unquoted(text)).is_some() =>
-                {
-                    self.window = time::window(text);
-                }
-                (None, _) => continue,
+    /// Reads an item of `100, 100;w=60, 1000;w=3600`: the limit, then policies with a window, and
+    /// parallel limits without one.
+    fn limit(&mut self, text: &str, item: &str) {
+        let text_of_window = window_parameter(item);
+        let window = text_of_window.and_then(seconds);
+        match (Count::read(text), text_of_window) {
+            (Some(count), _) if self.is_first => {
+                self.window = window;
+                self.limit.push(count, Count::min);
             }
-            first = false;
+            (Some(count), None) => self.limit.push(count, Count::min),
+            (Some(Count::Of(limit)), Some(_)) => {
+                let name = parameter(item, "name").and_then(Text::some);
+                self.policies.push(Policy {
+                    name,
+                    limit,
+                    window,
+                });
+            }
+            (Some(Count::Negative), Some(_)) => {}
+            (None, _) => match text.split_once('/').or_else(|| text.split_once(" per ")) {
+                Some((count, of)) => self.ratio(trim(count), trim(of)),
+                None if self.is_first && time::span(unquoted(text)).is_some() => {
+                    self.window = seconds(text);
+                }
+                None => return,
+            },
+        }
+        self.is_first = false;
+    }
+
+    /// Reads `600/15m`, `100 requests per minute` and `32/80`.
+    fn ratio(&mut self, count: &str, of: &str) {
+        let count = count.split_once(' ').map_or(count, |(count, _)| count);
+        match (Count::read(count), Count::read(of)) {
+            (Some(count), Some(Count::Of(of))) => self.ratio = Some((count, of)),
+            (Some(count), None) => {
+                if let Some(window) = seconds(of) {
+                    self.limit.push(count, Count::min);
+                    self.windows.push(window, u64::min);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Decides what `32/80` means: used of the limit, unless other headers state what is used.
+    fn settle_ratio(&mut self) {
+        let Some((count, of)) = self.ratio.filter(|_| self.limit.count == 0) else {
+            return;
+        };
+        let is_used = self.remaining.count == 0 && self.used.count == 0;
+        if is_used && count <= Count::Of(of) {
+            self.used.push(count, Count::max);
+            self.limit.push(Count::Of(of), Count::min);
+        } else if !is_used && of > 0 {
+            self.limit.push(count, Count::min);
+            self.window = Some(of.saturating_mul(1000).min(time::LONGEST));
         }
     }
 
@@ -253,11 +329,12 @@ impl Stated {
             policies: Policies::new(),
             unit: Unit::Open,
         };
-        group.unit = match crate::signal::generic::words::unit_of(name) {
+        group.unit = match words::unit_of(name) {
             _ if by_size => Unit::Known("tokens"),
             Some(unit) => Unit::Known(unit),
             None => Unit::Open,
         };
+        self.settle_ratio();
         others.iter().for_each(|policy| self.policies.push(*policy));
         for policy in self.policies.iter() {
             if !group.policies.contains(policy) {
@@ -291,7 +368,9 @@ impl Stated {
             draft.limit = limit.and_then(Count::known);
             draft.used = self.used.at(at).and_then(Count::known);
             draft.reset = resets.at(at);
-            draft.window = self.window;
+            draft.window = (self.windows.at(at))
+                .or(self.window)
+                .or(self.window_of_remaining);
             if !parallel {
                 describe(&mut draft, &mut group.policies);
             }
@@ -305,7 +384,8 @@ impl Stated {
             draft.window = draft
                 .window
                 .or(self.window_header)
-                .or_else(|| crate::signal::generic::words::period_of(name));
+                .or(self.period)
+                .or_else(|| words::period_of(name));
             if self.daily {
                 draft.name = draft.name.or(Text::some("daily"));
                 draft.window = draft.window.or(Some(86_400_000));
@@ -325,7 +405,8 @@ impl Stated {
 /// Takes out the policy that describes the quota, and fills in what the quota lacks.
 fn describe(draft: &mut Draft, policies: &mut Policies) {
     let found = match policies.len() {
-        1 => Some(0),
+        // The only policy, unless the quota has stated a window of its own.
+        1 if draft.window.is_none() => Some(0),
         _ => policies
             .iter()
             .position(|policy| draft.limit == Some(policy.limit)),
@@ -348,12 +429,63 @@ fn describe(draft: &mut Draft, policies: &mut Policies) {
     *policies = others;
 }
 
-/// Returns the head of an item, if there is one.
-fn head(item: &str) -> Option<&str> {
-    split(item, ';').next().filter(|head| !head.is_empty())
+/// Returns the digits of a count in groups, as far as they fit.
+fn without_commas(count: &str) -> Text {
+    let mut digits = Text::EMPTY;
+    let letters = count.chars().filter(|letter| *letter != ',');
+    letters.for_each(|letter| digits.push(letter));
+    digits
 }
 
-/// Returns the times in a line: the whole line, or the parts between its commas.
+/// Returns the text of the window that an item states: `100;w=60`, `100;window=60`.
+fn window_parameter(item: &str) -> Option<&str> {
+    item.contains(';').then_some(())?;
+    parameter(item, "w").or_else(|| parameter(item, "window"))
+}
+
+/// Reads a window in seconds, or with a unit.
+fn seconds(text: &str) -> Option<u64> {
+    time::window(1000, text)
+}
+
+/// Returns the items of a list. Commas separate them, or slashes if there are several and no comma.
+fn list(value: &str) -> impl Iterator<Item = &str> + Clone {
+    let is_slashed = || !value.contains(',') && value.split('/').nth(2).is_some();
+    split(
+        value,
+        if value.contains('/') && is_slashed() {
+            '/'
+        } else {
+            ','
+        },
+    )
+}
+
+/// Returns whether the commas in counts group digits, as in `1,200.00`. `1,200` may be two limits:
+/// it is one number if it cannot be two, or if another count is one number.
+fn are_grouped<'a>(values: impl Iterator<Item = &'a str> + Clone) -> bool {
+    let groups = |value: &'a str| {
+        value
+            .split_once('.')
+            .map_or(value, |(whole, _)| whole)
+            .split(',')
+    };
+    let is_group = |group: &str| matches!(digits(group), (digits, "") if digits.len() == 3);
+    let may_be = |value: &'a str| {
+        let mut groups = groups(value);
+        let first = groups.next().unwrap_or_default();
+        matches!(digits(first), (digits, "") if (1..=3).contains(&digits.len()))
+            && groups.all(is_group)
+    };
+    let cannot_be_two = |value: &'a str| {
+        !value.contains(',')
+            || value.contains('.')
+            || groups(value).skip(1).any(|group| group.starts_with('0'))
+    };
+    values.clone().all(may_be) && { values }.any(cannot_be_two)
+}
+
+/// Returns the times in a line: the whole line, or the parts of the list.
 pub(in crate::signal) fn each_time(
     line: &str,
     read: impl Fn(&str) -> Option<u64>,
@@ -361,6 +493,6 @@ pub(in crate::signal) fn each_time(
 ) {
     match read(line) {
         Some(time) => [time].into_iter().for_each(each),
-        None => line.split(',').map(trim).filter_map(read).for_each(each),
+        None => list(line).take(MOST_ITEMS).filter_map(read).for_each(each),
     }
 }

@@ -34,15 +34,24 @@ impl<'a> Lines<'a> {
     pub(in crate::signal) fn read(&mut self, headers: &'a HeaderMap) {
         for (name, value) in headers {
             if may_matter(name.as_str()) {
-                let value = value_of(value);
-                if !value.is_empty() {
-                    self.0.push(Line {
-                        name: name.as_str(),
-                        value,
-                    });
-                }
+                self.add(Line {
+                    name: name.as_str(),
+                    value: value_of(value),
+                });
             }
         }
+    }
+
+    /// Adds a line, unless it has no value.
+    pub(in crate::signal) fn add(&mut self, line: Line<'a>) {
+        if !line.value.is_empty() {
+            self.0.push(line);
+        }
+    }
+
+    /// Returns whether any line may state a limit.
+    pub(in crate::signal) fn has_limit(&self) -> bool {
+        self.0.iter().any(|line| line.name.contains("limit"))
     }
 
     pub(in crate::signal) fn iter(&self) -> impl Iterator<Item = Line<'a>> + Clone {
@@ -95,49 +104,66 @@ pub(in crate::signal) fn any(headers: &HeaderMap) -> bool {
 /// Returns whether a header with this name may matter. This cheap check rejects nearly all other
 /// headers.
 ///
-/// Almost all relevant names contain `limit`; the others have one of a few prefixes.
+/// Almost all relevant names contain `limit`; the others begin or end with one of a few words.
 #[inline]
 pub(in crate::signal) fn may_matter(name: &str) -> bool {
     let name = name.as_bytes();
+    let [first, second, .., last] = name else {
+        return false;
+    };
     if name.len() < SHORTEST {
         return false;
     }
-    let begins = match name {
-        [b'r', b'e', b't', b'r', b'y', b'-', ..] => true,
-        [
-            b'x',
-            b'-',
-            b'a' | b'b' | b'e' | b'f' | b'm' | b'r' | b's' | b't',
-            ..,
-        ] => OTHERS
-            .iter()
-            .any(|other| name[2..].starts_with(other.as_bytes())),
+    let stands_out = match (first, second, last) {
+        (b'x', b'-', _) => is_start(&name[2..]) || is_end(name),
+        (b'r', b'e', _) => name.starts_with(b"retry-") || name.starts_with(b"remain"),
+        (_, _, b'g') => name.ends_with(b"-remaining"),
+        (_, _, b'r') => name.ends_with(b"-retry-after"),
         _ => false,
     };
-    begins || has_limit(name)
+    stands_out || has_limit(name)
 }
 
 /// The length of `ratelimit`, the shortest name.
 const SHORTEST: usize = 9;
 
-/// The prefixes, after `x-`, of the names that do not contain `limit`.
-const OTHERS: [&str; 15] = [
-    "ad-account-usage",
-    "amz-retry-after",
-    "amzn-errortype",
-    "app-usage",
-    "business-use-case-usage",
-    "endpoint-monthly-call-",
-    "fb-ads-insights-throttle",
-    "mbx-",
-    "ms-retry-after-ms",
-    "ms-throttle-scope",
-    "remaining-",
-    "retry-after",
-    "sapi-",
-    "toggl-quota-",
-    "trial-endpoint-call-",
-];
+/// Returns whether a name that starts with `x-` goes on with one of the words that count.
+fn is_start(rest: &[u8]) -> bool {
+    match rest[0] {
+        b'a' => rest.starts_with(b"amzn-errortype"),
+        b'f' => rest.starts_with(b"fb-ads-insights-throttle"),
+        b'm' => rest.starts_with(b"mbx-") || rest.starts_with(b"ms-throttle-scope"),
+        b'r' => [&b"remaining-"[..], b"retry-", b"rl-"]
+            .iter()
+            .any(|start| rest.starts_with(start)),
+        b's' => rest.starts_with(b"sapi-"),
+        _ => false,
+    }
+}
+
+/// Returns whether a name that starts with `x-` ends with one of the words that count.
+fn is_end(name: &[u8]) -> bool {
+    let ends: &[&[u8]] = match name[name.len() - 2..] {
+        [b'n', b'g'] => &[b"remaining"],
+        [b'i', b'n'] => &[b"remain", b"resets-in", b"reset-in", b"retry-in"],
+        [b'f', b't'] => &[b"left"],
+        [b'e', b't'] => &[b"reset"],
+        [b'n', b't'] => &[b"percent", b"token-count"],
+        [b'e', b'd'] => &[b"used"],
+        [b'g', b'e'] => &[b"usage"],
+        [b'm', b'e'] => &[b"replenishment-time"],
+        [b'l', b'e'] => &[b"available"],
+        [b'e', b'r'] => &[b"after"],
+        [b'd', b's'] => &[b"seconds"],
+        [b'e', b's'] => &[b"minutes"],
+        [b'm', b's'] => &[b"after-ms", b"reset-ms", b"window-ms"],
+        [b'm', b'p'] => &[b"timestamp"],
+        [b'e', b'l'] => &[b"level"],
+        [b't', b'a'] => &[b"quota"],
+        _ => &[],
+    };
+    ends.iter().any(|end| name.ends_with(end))
+}
 
 /// Returns whether the name contains `limit`. Of any five letters in a row it checks one, and the
 /// other four only if that one occurs in `limit`.
@@ -210,11 +236,10 @@ mod tests {
     #[test]
     fn every_header_that_is_read_matters() {
         use crate::signal::standard::retry_after;
-        use crate::signal::{combine, refusal, vendor};
+        use crate::signal::{refusal, vendor};
         let rows = vendor::ROWS.iter().flat_map(|row| row.headers).copied();
         let lists = rows
             .chain(retry_after::MILLIS)
-            .chain(combine::NAMES)
             .chain(refusal::FLAGS)
             .chain(refusal::SCOPES);
         for name in lists.chain([
@@ -222,6 +247,14 @@ mod tests {
             retry_after::OTHER,
             refusal::ERROR_TYPE,
             "ratelimit",
+            "x-vendor-primary-used-percent",
+            "x-vendor-primary-window-minutes",
+            "x-vendor-primary-reset-after-seconds",
+            "x-current-token-count",
+            "x-next-replenishment-time",
+            "x-rl-daily-reset",
+            "remaining-req",
+            "vendor-credits-remaining",
         ]) {
             assert!(may_matter(name), "{name}");
         }
@@ -245,6 +278,9 @@ mod tests {
             "cache-control",
             "x-app-version",
             "x-ms-request-id",
+            "x-response-time",
+            "x-total-count",
+            "content-encoding",
         ] {
             assert!(!may_matter(name), "{name}");
         }

@@ -1,5 +1,6 @@
 //! Words in the names of quotas: periods and units.
 
+use crate::signal::draft::Unit;
 use crate::signal::parse::number::digits;
 
 const SECOND: u64 = 1000;
@@ -8,25 +9,29 @@ const DAY: u64 = 86_400 * SECOND;
 /// The words for a period; a single letter counts only after a number.
 const PERIODS: [(&[&str], u64); 6] = [
     (
-        &["s", "sec", "secs", "second", "seconds", "secondly"],
+        &[
+            "s", "sec", "secs", "second", "seconds", "secondly", "rps", "qps",
+        ],
         SECOND,
     ),
     (
-        &["m", "min", "mins", "minute", "minutes", "minutely"],
+        &[
+            "m", "min", "mins", "minute", "minutes", "minutely", "rpm", "qpm", "tpm",
+        ],
         60 * SECOND,
     ),
     (
-        &["h", "hr", "hrs", "hour", "hours", "hourly"],
+        &["h", "hr", "hrs", "hour", "hours", "hourly", "rph"],
         3600 * SECOND,
     ),
-    (&["d", "day", "days", "daily"], DAY),
+    (&["d", "day", "days", "daily", "rpd", "tpd"], DAY),
     (&["w", "week", "weeks", "weekly"], 7 * DAY),
     (&["month", "months", "monthly"], 30 * DAY),
 ];
 
-/// Returns the length of a period word, in milliseconds: `minute`, `5h`, `15min`.
+/// Returns the length of a period word, in milliseconds: `minute`, `5h`, `15min`, `perday`.
 pub(in crate::signal) fn period(word: &str) -> Option<u64> {
-    let (count, name) = digits(word);
+    let (count, name) = digits(word.strip_prefix("per").unwrap_or(word));
     let known = |names: &&[&str]| names.iter().any(|known| name.eq_ignore_ascii_case(known));
     let (_, length) = PERIODS.iter().find(|(names, _)| known(names))?;
     let count = match (count, name.len()) {
@@ -47,15 +52,59 @@ pub(in crate::signal) fn period_of(name: &str) -> Option<u64> {
     period(name.rsplit(['-', '_']).next()?)
 }
 
+/// Returns the period and the unit in a name such as `InputTokensPerModelPerMinute-Free`.
+pub(in crate::signal) fn of_quota_id(id: &str) -> (Option<u64>, Unit) {
+    let word = |text: &str| {
+        let end = text
+            .char_indices()
+            .skip(1)
+            .find(|(_, letter)| !letter.is_ascii_lowercase());
+        period(&text[..end.map_or(text.len(), |(at, _)| at)])
+    };
+    let span = id
+        .match_indices("Per")
+        .find_map(|(at, per)| word(&id[at + per.len()..]));
+    let is_of_tokens = id.contains("Token");
+    let unit = is_of_tokens.then_some(Unit::Known("tokens"));
+    (span, unit.unwrap_or_default())
+}
+
+/// The words of names that state a unit, best first.
+const UNITS: [(&str, &str); 10] = [
+    ("tokens", "tokens"),
+    ("tpm", "tokens"),
+    ("tpd", "tokens"),
+    ("complexity", "complexity"),
+    ("bytes", "bytes"),
+    ("credits", "credits"),
+    ("error", "errors"),
+    ("errors", "errors"),
+    ("concurrent", "concurrent-requests"),
+    ("concurrency", "concurrent-requests"),
+];
+
 /// Returns the unit in a name, if it is not requests.
 pub(in crate::signal) fn unit_of(name: &str) -> Option<&'static str> {
-    let has = |unit: &&str| {
+    let has = |unit: &str| {
         name.split(['-', '_'])
             .any(|word| word.eq_ignore_ascii_case(unit))
     };
-    ["tokens", "complexity", "bytes", "credits"]
-        .into_iter()
-        .find(has)
+    match name {
+        "" => None,
+        "token" => Some("tokens"),
+        // Seconds of the server's work.
+        _ if name.starts_with("time-") => Some("seconds"),
+        _ => UNITS
+            .iter()
+            .find(|(word, _)| has(word))
+            .map(|(_, unit)| *unit),
+    }
+}
+
+/// Returns whether a word says what is counted, or for whom.
+pub(in crate::signal) fn is_counted(word: &str) -> bool {
+    const OWNERS: [&str; 6] = ["user", "app", "account", "client", "ip", "burst"];
+    is_plain(word) || OWNERS.contains(&word) || unit_of(word).is_some()
 }
 
 /// Returns whether a name states only a unit and a period: the quota is then for all calls.
@@ -101,13 +150,21 @@ mod tests {
             ("0s", None),
             ("h", None),
             ("minute-requests", None),
-            ("permin", None),
+            ("permin", Some(60 * SECOND)),
+            ("limit-rpd", Some(DAY)),
+            ("perform", None),
         ] {
             assert_eq!(period_of(name), expected, "{name}");
         }
         assert_eq!(unit_of("input-tokens"), Some("tokens"));
         assert_eq!(unit_of("tokens_usage_based"), Some("tokens"));
         assert_eq!(unit_of("tokenset"), None);
+        assert_eq!(unit_of("api-token"), None);
+        assert_eq!(unit_of("time-xrm-requests"), Some("seconds"));
+        let id = "GenerateContentInputTokensPerModelPerMinute-FreeTier";
+        assert_eq!(of_quota_id(id), (Some(60 * SECOND), Unit::Known("tokens")));
+        assert_eq!(of_quota_id("ReadsPerDayPerUser"), (Some(DAY), Unit::Open));
+        assert_eq!(of_quota_id("Perµ"), (None, Unit::Open));
     }
 
     #[test]

@@ -98,9 +98,10 @@ fn iso(text: &str) -> Option<i64> {
         at += i64::try_from(fraction.times_up(1000)).ok()?;
         zone = rest;
     }
-    let zone = match zone {
+    let zone = match zone.strip_prefix(' ').unwrap_or(zone) {
         "" | "Z" | "z" => 0,
-        _ => offset(zone)?,
+        utc if is_utc(utc) => 0,
+        zone => offset(zone)?,
     };
     Some(days(year, month, day)? * DAY + at - zone)
 }
@@ -255,6 +256,8 @@ mod tests {
             ("2026-01-01 00:02", 120_000),
             ("2026-01-01t00:00:19.5684431z", 19_569),
             ("2025-12-31T16:00:30-0800", 30_000),
+            ("2026-01-01 00:00:30 +0000", 30_000),
+            ("2026-01-01 00:00:30 UTC", 30_000),
             (
                 "Thu Jan 01 2026 01:00:02 GMT+0100 (Central European Standard Time)",
                 2000,

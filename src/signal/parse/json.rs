@@ -68,6 +68,11 @@ impl<'a> Str<'a> {
         })
     }
 
+    /// Returns the text if it has no escapes.
+    pub(in crate::signal) fn plain(self) -> Option<&'a str> {
+        (!self.0.contains('\\')).then_some(self.0)
+    }
+
     pub(in crate::signal) fn is(self, text: &str) -> bool {
         self.chars().eq(text.chars())
     }

@@ -4,6 +4,7 @@
 //! date. Moments are converted to spans by the server's own clock, the header `Date`, if it is
 //! credible: that cancels the difference between the two clocks.
 
+use crate::signal::generic::words;
 use crate::signal::parse::date;
 use crate::signal::parse::number::{Number, Parts, unquoted};
 
@@ -37,14 +38,29 @@ impl Base {
         if let Some(number) = Number::read(text) {
             return self.number(number);
         }
-        span(text).or_else(|| Some(self.until(date::read(text, self.now)?)))
+        span(text).or_else(|| self.moment(text))
     }
 
-    /// Parses the same for a field whose numbers are in milliseconds.
-    pub(in crate::signal) fn read_millis(&self, text: &str) -> Option<u64> {
+    /// Parses a date.
+    pub(in crate::signal) fn moment(&self, text: &str) -> Option<u64> {
+        Some(self.until(date::read(text, self.now)?))
+    }
+
+    /// Parses the same for a field whose numbers count `unit` milliseconds.
+    pub(in crate::signal) fn read_in(&self, unit: u32, text: &str) -> Option<u64> {
         match Number::read(text) {
-            Some(number) => Some(of(number, MILLI)),
+            Some(number) => Some(of(number, u128::from(unit) * MILLI)),
             None => self.read(text),
+        }
+    }
+
+    /// Parses the same for a field whose name may state a unit. A number that is too large for a
+    /// span of three years is a moment, whatever the name says.
+    pub(in crate::signal) fn read_with(&self, unit: Option<u32>, text: &str) -> Option<u64> {
+        let is_moment = |number: Number| number.whole >= 100_000_000_000;
+        match unit {
+            Some(unit) if !Number::read(text).is_some_and(is_moment) => self.read_in(unit, text),
+            _ => self.read(text),
         }
     }
 
@@ -83,58 +99,57 @@ pub(in crate::signal) fn minutes(number: Number) -> u64 {
     of(number, 60 * SECOND)
 }
 
-/// Parses a window: a number of seconds, or a span with units. A window of length 0 is invalid.
-pub(in crate::signal) fn window(text: &str) -> Option<u64> {
+/// Parses a window: a number that counts `unit` milliseconds, a span with units, or the name of a
+/// period. A window of length 0 is invalid.
+pub(in crate::signal) fn window(unit: u32, text: &str) -> Option<u64> {
     let text = unquoted(text);
     let span = match Number::read(text) {
-        Some(number) => of(number, SECOND),
-        None => span(text)?,
+        Some(number) => of(number, u128::from(unit) * MILLI),
+        None => span(text).or_else(|| words::period(text))?,
     };
     (span > 0).then_some(span)
 }
 
-/// Parses the same, in seconds only.
-pub(in crate::signal) fn window_seconds(text: &str) -> Option<u64> {
-    Number::read(text).map(seconds).filter(|span| *span > 0)
-}
-
-/// Parses the same, for a field whose numbers are in milliseconds.
-pub(in crate::signal) fn window_millis(text: &str) -> Option<u64> {
-    match Number::read(text) {
-        Some(number) => Some(of(number, MILLI)).filter(|span| *span > 0),
-        None => window(text),
-    }
-}
-
-/// Parses `6m0s`, `120ms`, `30 seconds`, `1d 2h`.
+/// Parses `6m0s`, `120ms`, `30 seconds`, `1d 2h`, `PT30S`.
 pub(in crate::signal) fn span(text: &str) -> Option<u64> {
+    span_at_start(text).and_then(|(span, rest)| rest.is_empty().then_some(span))
+}
+
+/// Parses the same at the start of a text. Returns the rest, too.
+pub(in crate::signal) fn span_at_start(text: &str) -> Option<(u64, &str)> {
     let (negative, mut rest) = match text.as_bytes().first()? {
         b'-' => (true, &text[1..]),
         b'+' => (false, &text[1..]),
+        // ISO 8601
+        b'P' => (false, text.strip_prefix("PT")?),
         _ => (false, text),
     };
-    let mut sum = Parts {
-        whole: 0,
-        more: false,
-    };
-    loop {
-        rest.starts_with(|first: char| first.is_ascii_digit() || first == '.')
-            .then_some(())?;
-        let (number, after) = Number::start(rest)?;
-        let after = after.trim_start_matches([' ', '\t']);
-        let end = after
-            .find(|unit: char| !unit.is_alphabetic())
-            .unwrap_or(after.len());
-        let Parts { whole, more } = number.times(unit(&after[..end])?);
-        sum = Parts {
-            whole: sum.whole.saturating_add(whole),
-            more: sum.more | more,
-        };
-        rest = after[end..].trim_start_matches([' ', '\t']);
-        if rest.is_empty() {
-            return Some(if negative { 0 } else { cut(millis_up(sum)) });
-        }
+    let mut sum = None;
+    while let Some((Parts { whole, more }, after)) = number_and_unit(rest) {
+        let before = sum.unwrap_or(Parts {
+            whole: 0,
+            more: false,
+        });
+        sum = Some(Parts {
+            whole: before.whole.saturating_add(whole),
+            more: before.more | more,
+        });
+        rest = after;
     }
+    let span = cut(millis_up(sum?));
+    Some((if negative { 0 } else { span }, rest))
+}
+
+fn number_and_unit(text: &str) -> Option<(Parts, &str)> {
+    text.starts_with(|first: char| first.is_ascii_digit() || first == '.')
+        .then_some(())?;
+    let (number, after) = Number::start(text)?;
+    let after = after.trim_start_matches([' ', '\t']);
+    let end = after
+        .find(|unit: char| !unit.is_alphabetic())
+        .unwrap_or(after.len());
+    let parts = number.times(unit(&after[..end])?);
+    Some((parts, after[end..].trim_start_matches([' ', '\t'])))
 }
 
 /// Returns the length of a unit.
@@ -216,6 +231,7 @@ mod tests {
             ("-1h", Some(0)),
             ("1µs", Some(1)),
             ("400us 600us", Some(1)),
+            ("PT1M30S", Some(90_000)),
             ("999999999999999999999999999999999999999999d", Some(LONGEST)),
             ("1", Some(1000)),
             ("1 fortnight", None),
@@ -236,6 +252,8 @@ mod tests {
         assert_eq!(base(NOW + 600_000).read("1767226260"), Some(60_000));
         assert_eq!(base(0).read("1767225660"), Some(60_000));
         assert_eq!(base(NOW).read("2026-01-01T00:00:05Z"), Some(5000));
-        assert_eq!(base(NOW).read_millis("1767225660000"), Some(LONGEST));
+        assert_eq!(base(NOW).read_in(1, "1767225660000"), Some(LONGEST));
+        assert_eq!(base(NOW).read_with(Some(1), "1767225660000"), Some(60_000));
+        assert_eq!(base(NOW).read_with(Some(60_000), "2"), Some(120_000));
     }
 }

@@ -2,8 +2,8 @@
 //! fields for HTTP".
 
 use crate::signal::draft::{Draft, Drafts, Unit};
-use crate::signal::generic::lines::Lines;
-use crate::signal::parse::number::{Count, Number};
+use crate::signal::generic::lines::{Lines, parameter, split};
+use crate::signal::parse::number::{Count, Number, unquoted};
 use crate::signal::parse::text::{Bounded, Text};
 use crate::signal::parse::time::{self, Base};
 use crate::signal::standard::structured::{self, Bare, Item};
@@ -54,36 +54,87 @@ pub(in crate::signal) fn is_ours(name: &str) -> bool {
 
 /// Reads both fields. The quotas are the limits of the service, and the named policies to which
 /// none of them refers.
+///
+/// A server may send both with a prefix, such as `Beta-`. Such fields state named limits alone.
 pub(in crate::signal) fn read(lines: &Lines<'_>, base: &Base, quotas: &mut Drafts) -> Fields {
     let mut fields = Fields {
         service: false,
         unnamed: Policies::new(),
         dictionary: None,
     };
-    if !lines.iter().any(|line| is_ours(line.name)) {
-        return fields;
+    for line in lines.iter() {
+        match line.name.strip_suffix(SERVICE) {
+            Some("") => fields.service = true,
+            Some(prefix) if prefix.ends_with('-') && line.value.starts_with('"') => {
+                both(lines, prefix, &mut Policies::new(), base, quotas);
+            }
+            _ => fields.service |= line.name == POLICY,
+        }
     }
+    if fields.service {
+        fields.service = both(lines, "", &mut fields.unnamed, base, quotas);
+        if !fields.service && !structured::list(lines.all(SERVICE), |_| ()) {
+            fields.dictionary = dictionary(lines, base);
+        }
+    }
+    fields
+}
+
+/// Reads the two fields with this prefix. Returns whether there is a limit of the service.
+fn both(
+    lines: &Lines<'_>,
+    prefix: &str,
+    unnamed: &mut Policies,
+    base: &Base,
+    quotas: &mut Drafts,
+) -> bool {
+    let of = |field| {
+        let is_it = move |name: &str| name.strip_prefix(prefix) == Some(field);
+        let lines = lines.iter().filter(move |line| is_it(line.name));
+        lines.map(|line| line.value)
+    };
     let mut named = Bounded::<Named, 16>::new();
-    if structured::list(lines.all(POLICY), |_| ()) {
-        structured::list(lines.all(POLICY), |item| {
-            policy(item, &mut named, &mut fields.unnamed)
-        });
+    if structured::list(of(POLICY), |_| ()) {
+        structured::list(of(POLICY), |item| policy(item, &mut named, unnamed));
+    } else {
+        of(POLICY)
+            .flat_map(|line| split(line, ','))
+            .for_each(|item| policy(&spelled(item), &mut named, unnamed));
     }
-    if structured::list(lines.all(SERVICE), |_| ()) {
-        structured::list(lines.all(SERVICE), |item| {
+    let mut any = false;
+    if structured::list(of(SERVICE), |_| ()) {
+        structured::list(of(SERVICE), |item| {
             if let Some(draft) = service(item, &mut named, base) {
                 quotas.push(draft);
-                fields.service = true;
+                any = true;
             }
         });
-    } else if structured::dictionary(lines.all(SERVICE), |_, _| ()) {
-        fields.dictionary = dictionary(lines, base);
     }
     named
         .iter()
         .filter(|policy| !policy.referred)
         .for_each(|policy| quotas.push(policy.draft));
-    fields
+    any
+}
+
+/// Reads an item of a policy that is no valid structured field: its name is the last part without
+/// `=`, as in `"fixed window";"api";q=2500;w=300`.
+fn spelled(item: &str) -> Item {
+    let number = |keys: [&str; 2]| {
+        let value = keys.iter().find_map(|key| parameter(item, key))?;
+        Number::read(value)
+    };
+    let name = split(item, ';').filter(|part| !part.is_empty() && !part.contains('='));
+    let bare = |name: &str| match Number::read(name) {
+        Some(number) => Bare::Number(number),
+        None => Bare::Text(Text::of(&[unquoted(name)])),
+    };
+    Item {
+        bare: name.last().map(bare),
+        q: number(["q", "quota"]),
+        w: number(["w", "window"]),
+        ..Item::default()
+    }
 }
 
 fn policy(item: &Item, named: &mut Bounded<Named, 16>, unnamed: &mut Policies) {
@@ -146,6 +197,7 @@ fn service(item: &Item, named: &mut Bounded<Named, 16>, base: &Base) -> Option<D
 }
 
 fn dictionary(lines: &Lines<'_>, base: &Base) -> Option<Dictionary> {
+    structured::dictionary(lines.all(SERVICE), |_, _| ()).then_some(())?;
     let (mut found, mut any) = (Dictionary::default(), false);
     structured::dictionary(lines.all(SERVICE), |key, bare| {
         let number = if let Some(Bare::Number(number)) = bare {

@@ -2,9 +2,9 @@
 
 use crate::signal::combine::Entries;
 use crate::signal::generic::family::Role;
-use crate::signal::generic::group::each_time;
+use crate::signal::generic::group::{Entry, each_time};
 use crate::signal::generic::lines::Lines;
-use crate::signal::parse::time::Base;
+use crate::signal::parse::time::{self, Base};
 
 /// Headers in milliseconds, the best level.
 pub(in crate::signal) const MILLIS: [&str; 3] =
@@ -26,13 +26,30 @@ pub(in crate::signal) fn read<'a>(
         .iter()
         .filter(|line| MILLIS.contains(&line.name))
         .map(|line| line.value);
-    let others = entries
-        .iter()
-        .filter(|entry| entry.header.role == Role::RetryAfter)
-        .map(|entry| entry.value);
-    longest(millis, |text| base.read_millis(text))
+    longest(millis, |text| base.read_in(1, text))
         .or_else(|| longest(lines.all(STANDARD), |text| base.read(text)))
-        .or_else(|| longest(lines.all(OTHER).chain(others), |text| base.read(text)))
+        .or_else(|| longest(lines.all(OTHER), |text| base.read(text)).max(by_kind(entries, base)))
+}
+
+/// Returns the longest wait of the headers that are known by their words. Such a 0 is no hint:
+/// servers send it with each response that they accept.
+fn by_kind(entries: &Entries<'_>, base: &Base) -> Option<u64> {
+    let state = entries.iter().find(|entry| entry.is_throttled());
+    let wait = |entry: &Entry<'_>| match entry.header.role {
+        Role::RetryAfter => longest([entry.value].into_iter(), |text| {
+            base.read_with(entry.header.unit, text)
+        }),
+        // A server that states no more than the window of the limit that it enforces.
+        Role::Window if state.is_some_and(|state| state.header.same_group(&entry.header)) => {
+            time::window(entry.header.unit.unwrap_or(1000), entry.value)
+        }
+        _ => None,
+    };
+    entries
+        .iter()
+        .filter_map(wait)
+        .max()
+        .filter(|wait| *wait > 0)
 }
 
 fn longest<'a>(

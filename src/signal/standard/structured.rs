@@ -171,10 +171,10 @@ impl<I: Iterator<Item = u8>> Reader<I> {
                 None
             };
             match key.as_str() {
-                "q" => item.q = number,
-                "r" => item.r = number,
-                "t" => item.t = number,
-                "w" => item.w = number,
+                "q" | "quota" => item.q = number,
+                "r" | "remaining" => item.r = number,
+                "t" | "reset" => item.t = number,
+                "w" | "window" => item.w = number,
                 "qu" => item.qu = text,
                 "name" => item.name = text,
                 "pk" => item.pk = Some(self.digest),

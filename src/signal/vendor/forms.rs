@@ -1,6 +1,6 @@
 //! Formats that are neither separate fields nor JSON.
 
-use super::{Here, pair, set_limit, set_remaining};
+use super::{Here, set_limit, set_remaining};
 use crate::signal::draft::{Draft, Drafts, Unit};
 use crate::signal::generic::lines::{parameter, split, trim};
 use crate::signal::generic::words;
@@ -147,49 +147,6 @@ fn is_short(suffix: &str) -> bool {
     matches!(digits(suffix), (count, "s" | "m" | "h" | "d") if !count.is_empty())
 }
 
-/// `20:1,100:120` with `1:1,17:120`
-pub(super) fn riot_app(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    riot(here, "app", quotas);
-}
-
-pub(super) fn riot_method(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    riot(here, "method", quotas);
-}
-
-pub(super) fn riot_service(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    riot(here, "service", quotas);
-}
-
-fn riot(here: &Here<'_, '_>, name: &str, quotas: &mut Drafts) {
-    let mut windows = Bounded::<(u64, Option<u64>, Option<u64>), 16>::new();
-    for (place, header) in here.row.headers.iter().enumerate() {
-        let pairs = here.lines.all(header).flat_map(|value| split(value, ','));
-        for (count, seconds) in pairs
-            .filter_map(|text| pair(text, ':'))
-            .filter(|(_, seconds)| *seconds > 0)
-        {
-            let (limit, used) = if place == 0 {
-                (Some(count), None)
-            } else {
-                (None, Some(count))
-            };
-            match windows.iter_mut().find(|window| window.0 == seconds) {
-                Some(window) => *window = (seconds, window.1.or(limit), window.2.or(used)),
-                None => windows.push((seconds, limit, used)),
-            }
-        }
-    }
-    for (seconds, limit, used) in windows.iter().copied() {
-        let window = Some(seconds.saturating_mul(1000).min(time::LONGEST));
-        quotas.push(Draft {
-            limit,
-            used,
-            window,
-            ..Draft::named(name)
-        });
-    }
-}
-
 /// `api-usage=25/5000; per-app-api-usage=17/250(appName=sample-connected-app)`
 pub(super) fn salesforce(here: &Here<'_, '_>, quotas: &mut Drafts) {
     let read = |item: &str| {
@@ -228,42 +185,6 @@ pub(super) fn sentry(here: &Here<'_, '_>, quotas: &mut Drafts) {
                 reset,
                 ..Draft::named(categories.unwrap_or("all"))
             });
-        }
-    }
-}
-
-/// `32/40`
-pub(super) fn shopify(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    if let Some((used, limit)) = here.first().and_then(|value| pair(value, '/')) {
-        quotas.push(Draft {
-            used: Some(used),
-            limit: Some(limit),
-            ..Draft::named("shop")
-        });
-    }
-}
-
-/// `zendesk-ratelimit-tickets-index: total=100; remaining=99; resets=41`
-pub(super) fn zendesk(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    let start = here.row.headers[0].len() - 1;
-    let mut seen = Bounded::<&str, 16>::new();
-    for (header, value) in here.all() {
-        let name = &header[start..];
-        if seen.contains(&name) {
-            continue;
-        }
-        seen.push(name);
-        let mut draft = Draft::named(name);
-        let mut unlimited = false;
-        parameter(value, "total")
-            .into_iter()
-            .for_each(|limit| set_limit(&mut draft, &mut unlimited, limit));
-        parameter(value, "remaining")
-            .into_iter()
-            .for_each(|remaining| set_remaining(&mut draft, remaining));
-        draft.reset = parameter(value, "resets").and_then(|reset| here.base.read(reset));
-        if !unlimited {
-            quotas.push(draft);
         }
     }
 }

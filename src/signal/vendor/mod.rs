@@ -6,7 +6,6 @@
 
 use super::draft::{Draft, Drafts};
 use super::generic::lines::Lines;
-use super::parse::number::plain;
 use super::parse::time::Base;
 
 mod forms;
@@ -199,27 +198,6 @@ pub(super) const ROWS: &[Row] = &[
         ),
     },
     Row {
-        sender: "Riot Games",
-        headers: &["x-app-rate-limit", "x-app-rate-limit-count"],
-        form: Own("`limit:seconds, …` and `used:seconds, …`", forms::riot_app),
-    },
-    Row {
-        sender: "Riot Games",
-        headers: &["x-method-rate-limit", "x-method-rate-limit-count"],
-        form: Own(
-            "`limit:seconds, …` and `used:seconds, …`",
-            forms::riot_method,
-        ),
-    },
-    Row {
-        sender: "Riot Games",
-        headers: &["x-service-rate-limit", "x-service-rate-limit-count"],
-        form: Own(
-            "`limit:seconds, …` and `used:seconds, …`",
-            forms::riot_service,
-        ),
-    },
-    Row {
         sender: "Salesforce",
         headers: &["sforce-limit-info"],
         form: Own("`api-usage=used/limit`, of a day", forms::salesforce),
@@ -228,55 +206,6 @@ pub(super) const ROWS: &[Row] = &[
         sender: "Sentry",
         headers: &["x-sentry-rate-limits"],
         form: Own("`seconds:categories:scope, …`", forms::sentry),
-    },
-    Row {
-        sender: "Shopify",
-        headers: &["x-shopify-shop-api-call-limit"],
-        form: Own("`used/limit`", forms::shopify),
-    },
-    Row {
-        sender: "Toggl",
-        headers: &["x-toggl-quota-remaining", "x-toggl-quota-resets-in"],
-        form: Fields {
-            name: "",
-            window: 0,
-            fields: &[Remaining, Reset],
-        },
-    },
-    Row {
-        sender: "X (Twitter)",
-        headers: &[
-            "x-app-limit-24hour-limit",
-            "x-app-limit-24hour-remaining",
-            "x-app-limit-24hour-reset",
-        ],
-        form: Fields {
-            name: "app-24hour",
-            window: DAY,
-            fields: &[Limit, Remaining, Reset],
-        },
-    },
-    Row {
-        sender: "X (Twitter)",
-        headers: &[
-            "x-user-limit-24hour-limit",
-            "x-user-limit-24hour-remaining",
-            "x-user-limit-24hour-reset",
-        ],
-        form: Fields {
-            name: "user-24hour",
-            window: DAY,
-            fields: &[Limit, Remaining, Reset],
-        },
-    },
-    Row {
-        sender: "Xero",
-        headers: &["x-daylimit-remaining"],
-        form: Fields {
-            name: "day",
-            window: DAY,
-            fields: &[Remaining],
-        },
     },
     Row {
         sender: "Xero",
@@ -295,11 +224,6 @@ pub(super) const ROWS: &[Row] = &[
             window: MINUTE,
             fields: &[Remaining],
         },
-    },
-    Row {
-        sender: "Zendesk",
-        headers: &["zendesk-ratelimit-*"],
-        form: Own("`total=100; remaining=99; resets=41`", forms::zendesk),
     },
 ];
 
@@ -395,10 +319,4 @@ fn set_remaining(draft: &mut Draft, value: &str) {
         Some(super::parse::number::Count::Negative) => draft.limit.map(|_| 0),
         count => count.and_then(super::parse::number::Count::known),
     };
-}
-
-/// Parses `n/m` or `n:m`, both digits.
-fn pair(text: &str, mark: char) -> Option<(u64, u64)> {
-    let (one, two) = text.split_once(mark)?;
-    Some((plain(one.trim())?, plain(two.trim())?))
 }

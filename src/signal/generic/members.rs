@@ -1,0 +1,127 @@
+//! Values that state several things: JSON, `limit=10&remaining=9`, `10:60,100:3600`.
+//!
+//! Each of these things is read as a header of its own.
+
+use super::family::{Header, Role};
+use super::lines::{Lines, split, trim};
+use crate::signal::parse::json::{Node, Str, Value, visit};
+use crate::signal::parse::number::{digits, unquoted};
+
+/// Calls `each` for the parts of the value. Returns whether the value has parts.
+pub(in crate::signal) fn read<'a>(
+    header: &Header<'a>,
+    value: &'a str,
+    mut each: impl FnMut(Header<'a>, &'a str),
+) -> bool {
+    match value.as_bytes().first() {
+        Some(b'{' | b'[') => json(header, value, each),
+        Some(b'0'..=b'9') if value.contains(':') => pairs(header, value, &mut each),
+        Some(b'a'..=b'z' | b'A'..=b'Z') => members(header, value, &mut each),
+        _ => false,
+    }
+}
+
+/// `{"name":"search","limit":10,"remaining":9}`, `{"minute":{"limit":10},"day":{"limit":100}}`
+fn json<'a>(
+    header: &Header<'a>,
+    value: &'a str,
+    mut each: impl FnMut(Header<'a>, &'a str),
+) -> bool {
+    let is_name = |key| header.member(key, None, "").role == Role::Name;
+    let text = |node: &Node<'a>| match node.value {
+        Value::Number(number) => Some(number),
+        Value::Text(text) => text.plain(),
+        _ => None,
+    };
+    let key = |node: &Node<'a>| node.key.and_then(Str::plain);
+    let (mut label, mut depth) = (None, 1);
+    visit(value, |node| {
+        if node.depth == 1 && key(&node).is_some_and(is_name) {
+            label = text(&node);
+        }
+    });
+    visit(value, |node| {
+        if let (Value::Object, 1..) = (node.value, node.depth) {
+            (label, depth) = (key(&node), node.depth + 1);
+        }
+        let member = key(&node).zip(text(&node));
+        match member.filter(|_| node.depth == depth) {
+            Some((key, text)) if is_name(key) => label = Some(text),
+            Some((key, text)) => each(header.member(key, label, ""), text),
+            None => {}
+        }
+    })
+}
+
+/// `limit=10&remaining=9`, `hour-lim:10;hour-rem:9;`, `b=hour;q=10;r=9, b=day;q=100;r=99`
+fn members<'a>(
+    header: &Header<'a>,
+    value: &'a str,
+    each: &mut impl FnMut(Header<'a>, &'a str),
+) -> bool {
+    let pair = |text: &'a str| {
+        let (key, value) = text.split_once(['=', ':'])?;
+        let is_key = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
+        let value = unquoted(trim(value));
+        (trim(key).bytes().all(is_key) && !value.is_empty()).then_some((trim(key), value))
+    };
+    let inner = |part: &'a str| {
+        let mark = if part.contains('&') { '&' } else { ';' };
+        split(part, mark).filter_map(pair)
+    };
+    let has_parts = value.contains([';', '&']);
+    let mut any = false;
+    for part in split(value, ',').take(Lines::MOST) {
+        let name = |(key, _): &(&'a str, _)| header.member(key, None, "").role == Role::Name;
+        let label = inner(part).find(name).map(|(_, label)| label);
+        let place = if has_parts && label.is_none() && part.len() < value.len() {
+            part
+        } else {
+            ""
+        };
+        for (key, value) in inner(part) {
+            any = true;
+            let member = header.member(key, label, place);
+            if member.role != Role::Name {
+                each(member, value);
+            }
+        }
+    }
+    any
+}
+
+/// `10:60,100:3600`: the limit in a window of some seconds, or what is used of it. A third number is
+/// the time for which the limit is closed.
+fn pairs<'a>(
+    header: &Header<'a>,
+    value: &'a str,
+    each: &mut impl FnMut(Header<'a>, &'a str),
+) -> bool {
+    let number = |text: &&str| matches!(digits(text), (number, "") if !number.is_empty());
+    let read = |item: &'a str| {
+        let mut numbers = item.split(':').map(|text| Some(trim(text)).filter(number));
+        let pair = (numbers.next()??, numbers.next()??);
+        let closed = numbers.next().map_or(Some("0"), |closed| closed)?;
+        numbers.next().is_none().then_some((pair.0, pair.1, closed))
+    };
+    let is_count = matches!(
+        header.role,
+        Role::Limit | Role::Used | Role::State | Role::Open
+    );
+    if !is_count || split(value, ',').any(|item| read(item).is_none()) {
+        return false;
+    }
+    let is_used = matches!(header.role, Role::Used | Role::State);
+    let role = if is_used { Role::Used } else { Role::Limit };
+    let is_zero = |number: &str| number.bytes().all(|digit| digit == b'0');
+    for (count, window, closed) in split(value, ',').filter_map(read) {
+        if !is_zero(window) {
+            each(header.part(role, window), count);
+            each(header.part(Role::Window, window), window);
+        }
+        if is_used && !is_zero(closed) {
+            each(header.part(Role::Reset(0), window), closed);
+        }
+    }
+    true
+}

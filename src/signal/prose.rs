@@ -1,0 +1,529 @@
+//! Reads what a message says in words: that a limit is exceeded, and when to retry.
+//!
+//! The grammar is small on purpose. A sentence is a refusal if it has a word for a limit of requests
+//! and a word for its end, such as `exceeded`. A wait follows a few words, such as `try again in`.
+//! What is unclear is not believed.
+
+use super::generic::lines::trim;
+use super::parse::number::{Number, digits};
+use super::parse::text::Bounded;
+use super::parse::time::{self, Base};
+
+/// The most bytes of a message that are read.
+const LONGEST: usize = 1000;
+
+/// The most places of a message where a wait may follow.
+const MOST_WAITS: usize = 8;
+
+/// What a message says.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Prose {
+    /// Whether a limit is exceeded.
+    pub(super) refused: bool,
+    /// When to retry, in milliseconds.
+    pub(super) retry: Option<u64>,
+    /// When the limit resets, in milliseconds.
+    pub(super) reset: Option<u64>,
+}
+
+/// What a word contributes to the sentence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Class {
+    Rate,
+    /// A word for a limit of anything.
+    Limit,
+    /// `limited`, after `rate`.
+    Limited,
+    /// What a limit of requests counts, and in which time.
+    Counted,
+    /// What other limits count.
+    Other,
+    Exceeded,
+    Used,
+    Throttled,
+    Too,
+    Many,
+    /// The sentence speaks of a refusal that may come.
+    If,
+    None,
+}
+
+const CLASSES: [(Class, &[&str]); 11] = [
+    (Class::Rate, &["rate", "rates"]),
+    (
+        Class::Limit,
+        &[
+            "limit",
+            "limits",
+            "quota",
+            "quotas",
+            "budget",
+            "volume",
+            "threshold",
+        ],
+    ),
+    (Class::Limited, &["limited", "limiting"]),
+    (
+        Class::Counted,
+        &[
+            "request",
+            "requests",
+            "call",
+            "calls",
+            "query",
+            "queries",
+            "usage",
+            "per",
+            "second",
+            "secondly",
+            "minute",
+            "hour",
+            "hourly",
+            "day",
+            "daily",
+            "month",
+            "monthly",
+            "credits",
+            "qps",
+            "bandwidth",
+            "frequency",
+            "concurrent",
+        ],
+    ),
+    (
+        Class::Other,
+        &[
+            "size",
+            "body",
+            "length",
+            "payload",
+            "file",
+            "files",
+            "storage",
+            "memory",
+            "upload",
+            "depth",
+            "users",
+            "seats",
+            "items",
+            "context",
+            "characters",
+            "not",
+            "no",
+            "invalid",
+            "unknown",
+            "missing",
+            "disabled",
+        ],
+    ),
+    (
+        Class::Exceeded,
+        &[
+            "exceeded",
+            "exceeds",
+            "exceeding",
+            "reached",
+            "exhausted",
+            "hit",
+            "violation",
+            "banned",
+            "out",
+        ],
+    ),
+    (Class::Used, &["used"]),
+    (Class::Throttled, &["throttled", "throttling"]),
+    (Class::Too, &["too"]),
+    (Class::Many, &["many"]),
+    (Class::If, &["if", "when", "unless", "avoid", "without"]),
+];
+
+/// The words read so far of a sentence, or of a code. The fields say which classes were read.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sentence {
+    rate_limit: bool,
+    limit: bool,
+    counted: bool,
+    other: bool,
+    exceeded: bool,
+    /// Whether the words say that a limit of requests is exceeded.
+    refused: bool,
+    /// Whether the rest speaks of what may happen.
+    open: bool,
+    /// The number of words, from here on, that may say of what there are too many.
+    too_many: u8,
+    /// The class of the last word.
+    last: Option<Class>,
+    /// The numbers after `limit` and `used`.
+    numbers: [Option<u64>; 2],
+}
+
+impl Sentence {
+    fn add(&mut self, word: &str) {
+        let is = |known: &&str| word.eq_ignore_ascii_case(known);
+        let begins = |start: &str| {
+            let start_of = word.get(..start.len());
+            start_of.is_some_and(|of| of.eq_ignore_ascii_case(start))
+        };
+        if let (number, "") = digits(word) {
+            let place = match self.last {
+                Some(Class::Limit) => 0,
+                Some(Class::Used) => 1,
+                _ => return,
+            };
+            self.numbers[place] = number.parse().ok();
+            if let [Some(limit), Some(used)] = self.numbers {
+                self.exceeded |= used >= limit;
+            }
+        }
+        let class = CLASSES.iter().find(|(_, words)| words.iter().any(is));
+        let class = class.map_or(Class::None, |(class, _)| *class);
+        let after = |class| self.last == Some(class);
+        match class {
+            Class::Limit if after(Class::Rate) => self.rate_limit = true,
+            Class::Limit => self.limit = true,
+            Class::Limited if after(Class::Rate) => self.refused |= !self.open,
+            Class::Counted => {
+                self.counted = true;
+                self.refused |= self.too_many > 0 && !self.open;
+            }
+            Class::Other => self.other = true,
+            Class::Exceeded => self.exceeded = true,
+            Class::Throttled => self.refused |= !self.open,
+            Class::Many if after(Class::Too) => self.too_many = 4,
+            Class::If => self.open = true,
+            Class::None if begins("ratelimit") => self.rate_limit = true,
+            _ => {}
+        }
+        self.too_many = self.too_many.saturating_sub(1);
+        self.refused |= !self.open && self.exceeded && (self.rate_limit || self.is_of_requests());
+        self.last = Some(class);
+    }
+
+    fn is_of_requests(&self) -> bool {
+        self.limit && self.counted && !self.other
+    }
+}
+
+/// A message without escapes, as far as it is read. It needs no heap memory.
+#[derive(Debug)]
+pub(super) struct Decoded(Bounded<u8, LONGEST>);
+
+impl Decoded {
+    pub(super) fn of(letters: impl Iterator<Item = char>) -> Decoded {
+        let mut bytes = Bounded::new();
+        for letter in letters.take(LONGEST) {
+            let mut room = [0; 4];
+            let letter = letter.encode_utf8(&mut room);
+            letter.bytes().for_each(|byte| bytes.push(byte));
+        }
+        Decoded(bytes)
+    }
+
+    pub(super) fn as_str(&self) -> &str {
+        let whole = |error: std::str::Utf8Error| error.valid_up_to();
+        let end = std::str::from_utf8(&self.0).map_or_else(whole, str::len);
+        std::str::from_utf8(&self.0[..end]).unwrap_or_default()
+    }
+}
+
+/// Reads a message. The time is linear in its length, of which a bounded part is read.
+pub(super) fn read(text: &str, base: &Base) -> Prose {
+    let end = (0..=LONGEST.min(text.len()))
+        .rev()
+        .find(|end| text.is_char_boundary(*end));
+    let text = &text[..end.unwrap_or(0)];
+    let (mut said, mut sentence) = (Prose::default(), Sentence::default());
+    let (mut leads, mut waits) = (Leads::default(), 0..MOST_WAITS);
+    let mut rest = text;
+    while let Some(start) = rest.find(|letter: char| letter.is_ascii_alphanumeric()) {
+        let is_end = |(mark, next): (&u8, &u8)| b".!?".contains(mark) && next.is_ascii_whitespace();
+        let between = &rest.as_bytes()[..start];
+        if between.iter().zip(between.iter().skip(1)).any(is_end) {
+            said.refused |= sentence.refused;
+            (sentence, leads) = (Sentence::default(), Leads::default());
+        }
+        rest = &rest[start..];
+        let length = rest
+            .bytes()
+            .take_while(|byte| byte.is_ascii_alphanumeric())
+            .count();
+        let (word, after) = rest.split_at(length);
+        rest = after;
+        sentence.add(word);
+        match leads.add(word).filter(|_| waits.next().is_some()) {
+            Some(Lead::Retry) => said.retry = said.retry.max(wait(rest, base)),
+            Some(Lead::Reset) => said.reset = said.reset.max(wait(rest, base)),
+            None => {}
+        }
+    }
+    said.refused |= sentence.refused;
+    said
+}
+
+/// What a time after some words means.
+#[derive(Clone, Copy, Debug)]
+enum Lead {
+    Retry,
+    Reset,
+}
+
+/// The last word of a sentence that speaks of a wait, and the number of words since.
+#[derive(Debug, Default)]
+struct Leads(Option<(Lead, usize)>);
+
+impl Leads {
+    /// The most words between `retry` and `in`: "retry your request in".
+    const FARTHEST: usize = 3;
+
+    /// Adds a word. Returns what a time after it means.
+    fn add(&mut self, word: &str) -> Option<Lead> {
+        const RETRY: [&str; 6] = [
+            "again",
+            "retry",
+            "retrying",
+            "available",
+            "blocked",
+            "banned",
+        ];
+        const RESET: [&str; 7] = [
+            "reset",
+            "resets",
+            "replenished",
+            "renewed",
+            "refreshed",
+            "restored",
+            "expires",
+        ];
+        let is = |words: &[&str]| words.iter().any(|known| known.eq_ignore_ascii_case(word));
+        let known = is(&RETRY).then_some(Lead::Retry);
+        let known = known.or(is(&RESET).then_some(Lead::Reset));
+        let since = self.0.map(|(lead, since)| (lead, since + 1));
+        self.0 = known.map(|lead| (lead, 0)).or(since);
+        let near = self.0.filter(|(_, since)| *since <= Leads::FARTHEST);
+        match near {
+            _ if is(&["wait"]) => Some(Lead::Retry),
+            _ if is(&["until"]) => Some(Lead::Reset),
+            Some((lead, 1..)) if is(&["in", "after", "at", "on", "for"]) => Some(lead),
+            _ => None,
+        }
+    }
+}
+
+/// Words in front of a time: `wait for at least 5s`.
+const FILLERS: [&str; 8] = [
+    "for",
+    "at",
+    "least",
+    "about",
+    "another",
+    "approximately",
+    "the",
+    "next",
+];
+
+/// Reads the time at the start of the text. A wait of a millisecond or less is that of a bucket that
+/// is refilled all the time, which is no advice.
+fn wait<'a>(text: &'a str, base: &Base) -> Option<u64> {
+    let trim = |text: &'a str| text.trim_start_matches([' ', '\t', ':', '=', '"', '\'', '`', '(']);
+    let mut text = trim(text);
+    for _ in 0..3 {
+        let (word, rest) = text.split_once(' ').unwrap_or((text, ""));
+        if FILLERS
+            .iter()
+            .any(|filler| word.eq_ignore_ascii_case(filler))
+        {
+            text = trim(rest);
+        }
+    }
+    let found = clock(text)
+        .or_else(|| spans(text))
+        .or_else(|| number(text, base))
+        .or_else(|| moment(text, base));
+    found.filter(|wait| *wait > 1)
+}
+
+/// `7m12.5s`, `1 minute and 30 seconds`
+fn spans(text: &str) -> Option<u64> {
+    let (span, rest) = time::span_at_start(text)?;
+    let more = rest
+        .strip_prefix("and ")
+        .or_else(|| rest.strip_prefix(", "));
+    let more = more
+        .and_then(time::span_at_start)
+        .map_or(0, |(more, _)| more);
+    Some(span.saturating_add(more).min(time::LONGEST))
+}
+
+/// `04:35:57`, `12.04:35:57`
+fn clock(text: &str) -> Option<u64> {
+    let number = |text: &str| digits(text).0.parse::<u64>().ok();
+    let end =
+        text.find(|letter: char| !(letter.is_ascii_digit() || letter == ':' || letter == '.'));
+    let text = text[..end.unwrap_or(text.len())].trim_end_matches(['.', ':']);
+    let mut parts = text.rsplit(':');
+    let (seconds, minutes) = (number(parts.next()?)?, number(parts.next()?)?);
+    let (days, hours) = match parts.next()?.split_once('.') {
+        Some((days, hours)) => (number(days)?, number(hours)?),
+        None => (0, number(text)?),
+    };
+    let is_clock = parts.next().is_none() && hours < 24 && minutes < 60 && seconds < 60;
+    let millis = (days.min(366) * 86_400 + hours * 3600 + minutes * 60 + seconds) * 1000;
+    is_clock.then_some(millis.min(time::LONGEST))
+}
+
+/// `35`, with no other word after it.
+fn number(text: &str, base: &Base) -> Option<u64> {
+    let (number, rest) = Number::start(text)?;
+    let is_full_stop = text[..text.len() - rest.len()].ends_with('.');
+    let rest = trim(rest);
+    let ends =
+        rest.is_empty() || is_full_stop || rest.starts_with(['.', ',', ';', ')', '"', '\'', '!']);
+    let ends = ends || rest.starts_with(['\n', '\r', '<', '}']);
+    ends.then(|| base.number(number))?
+}
+
+/// A date in one to six words.
+fn moment(text: &str, base: &Base) -> Option<u64> {
+    let head = text.get(..40).unwrap_or(text);
+    let ends = head
+        .match_indices([' ', ',', ')', '"', '\''])
+        .map(|(end, _)| end);
+    let ends = ends.chain([head.len()]);
+    let read = |end: usize| {
+        let text = head[..end].trim_end_matches(['.', ' ', ',']);
+        base.moment(text)
+    };
+    ends.rev().find_map(read)
+}
+
+/// Returns whether a code of an error says that a limit is exceeded: `userRateLimitExceeded`,
+/// `OVER_QUERY_LIMIT`.
+pub(super) fn is_code(code: &str) -> bool {
+    let mut sentence = Sentence::default();
+    let (mut count, mut start) = (0, 0);
+    let mut is_one = false;
+    let bytes = code.as_bytes();
+    for end in 1..=bytes.len() {
+        let (byte, next) = (bytes[end - 1], bytes.get(end));
+        let begins = next.is_none_or(|next| {
+            (next.is_ascii_uppercase() && !byte.is_ascii_uppercase())
+                || !next.is_ascii_alphanumeric()
+        });
+        if begins {
+            let word = code.get(start..end).unwrap_or_default();
+            let word = word.trim_matches(|letter: char| !letter.is_ascii_alphanumeric());
+            let is = |start: &str| {
+                word.get(..start.len())
+                    .is_some_and(|of| of.eq_ignore_ascii_case(start))
+            };
+            is_one |= is("throttl") || is("ratelimit");
+            sentence.exceeded |= word.eq_ignore_ascii_case("over");
+            sentence.counted |= word.eq_ignore_ascii_case("api");
+            sentence.add(word);
+            count += usize::from(!word.is_empty());
+            start = end;
+        }
+    }
+    let says = is_one || sentence.rate_limit || sentence.refused;
+    says && !sentence.other && count <= 8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BASE: Base = Base {
+        now: 1_767_225_600_000,
+        date: None,
+    };
+
+    #[test]
+    fn messages_name_their_wait() {
+        for (text, retry, reset) in [
+            (
+                "Please try again in 634ms. Visit https://x.example/4",
+                Some(634),
+                None,
+            ),
+            (
+                "Try again in 60 seconds. Passed model=x",
+                Some(60_000),
+                None,
+            ),
+            ("Retry after 2026-01-01T00:00:30.000Z", Some(30_000), None),
+            (
+                "retry after Thu, 01 Jan 2026 00:00:30 GMT.",
+                Some(30_000),
+                None,
+            ),
+            ("Too Many Requests: retry after 35", Some(35_000), None),
+            ("Expected available in 3600 seconds.", Some(3_600_000), None),
+            (
+                "please wait for at least 2 minutes before",
+                Some(120_000),
+                None,
+            ),
+            (
+                "Quota will be replenished in 04:35:57.",
+                None,
+                Some(16_557_000),
+            ),
+            ("replenished in 1.00:00:02", None, Some(86_402_000)),
+            ("Resets in 16 days. To continue", None, Some(1_382_400_000)),
+            (
+                "IP banned until 1767225660000. Please use",
+                None,
+                Some(60_000),
+            ),
+            (
+                "retry your request in 1 minute and 30 seconds",
+                Some(90_000),
+                None,
+            ),
+            (
+                "You are blocked for the next 2 hours",
+                Some(7_200_000),
+                None,
+            ),
+            ("Wait. Used in 5 seconds", None, None),
+            ("retry-after: 172.793µs, allowed: 44000/minute", None, None),
+            ("retry after 3 attempts", None, None),
+            ("wait a few minutes, limits reset every minute", None, None),
+            ("exceeded with in '20' secs", None, None),
+            ("try again in", None, None),
+            (
+                "try again at 99999999999999999999999999999999999",
+                Some(time::LONGEST),
+                None,
+            ),
+        ] {
+            let said = read(text, &BASE);
+            assert_eq!((said.retry, said.reset), (retry, reset), "{text}");
+        }
+    }
+
+    #[test]
+    fn messages_say_that_a_limit_is_exceeded() {
+        for (text, expected) in [
+            ("API rate limit exceeded", true),
+            ("Max rate limit '100' exceeded with in '20' secs", true),
+            ("You have exceeded a secondary rate limit.", true),
+            ("You've exceeded your rate-limit for this API.", true),
+            ("You are being rate limited", true),
+            ("Too many concurrent requests", true),
+            ("Daily limit 50, used 50.", true),
+            ("Daily limit 50, used 49.", false),
+            ("the hourly limit of 1000 credits has been exceeded", true),
+            ("Out of call volume quota.", true),
+            ("You have reached the limit of users in your plan", false),
+            ("Request body size limit exceeded", false),
+            ("Storage quota exceeded", false),
+            ("If you exceed the rate limit, calls are throttled", false),
+            ("too many fields. Requests are fine", false),
+            ("Rate limits reset every minute", false),
+            ("Forbidden", false),
+        ] {
+            assert_eq!(read(text, &BASE).refused, expected, "{text}");
+        }
+    }
+}
