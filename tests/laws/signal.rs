@@ -61,6 +61,18 @@ const NAMES: &[&str] = &[
     "ratelimit-reason",
     "content-type",
     "gw-ratelimit-reset",
+    "x-ratelimit-group",
+    "x-ratelimit-state",
+    "x-ratelimit",
+    "beta-ratelimit",
+    "beta-ratelimit-policy",
+    "x-rate-limit-ip-state",
+    "x-quota-remaining",
+    "x-vendor-shop-api-call-limit",
+    "x-current-token-count",
+    "x-next-replenishment-time",
+    "remaining-req",
+    "retry-after-short",
 ];
 const FRONTS: &[&str] = &[
     "",
@@ -78,6 +90,8 @@ const MIDDLES: &[&str] = &[
     "ratelimitbysize",
     "ratelimits",
     "limit",
+    "quota",
+    "",
 ];
 const WORDS: &[&str] = &[
     "limit",
@@ -109,6 +123,20 @@ const WORDS: &[&str] = &[
     "day",
     "userlimit",
     "dailyremaining",
+    "dailylimitremaining",
+    "remain",
+    "available",
+    "quota",
+    "percent",
+    "seconds",
+    "sec",
+    "state",
+    "count",
+    "towait",
+    "group",
+    "rps",
+    "perday",
+    "time",
     "",
 ];
 const VALUES: &[&str] = &[
@@ -152,6 +180,26 @@ const VALUES: &[&str] = &[
     "{\"1\":[{\"type\":\"a\",\"call_count\":100}]}",
     "{\"acc_id_util_pct\":9.67,\"reset_time_duration\":1e400}",
     "{\"retry_after\":\"9s\",\"code\":\"slowdown\"}",
+    "600/15m",
+    "10/second, 100/minute",
+    "300/3000/12000",
+    "5:10:60,15:60:0",
+    "1,200.00",
+    "10,000",
+    "42%",
+    "limit=100&remaining=57&reset=30",
+    "user-hour-lim:3600;user-hour-rem:3588;",
+    "group=default; min=573; sec=9",
+    "{\"name\":\"a\",\"period\":300,\"limit\":1000,\"remaining\":0,\"until\":\"2020-10-10T00:24:00Z\"}",
+    "[{\"name\":\"a\",\"limit\":1},{\"minute\":{\"limit\":60}}]",
+    "\"fixed window\";\"default\";q=2500;w=300",
+    "{\"error\":{\"message\":\"Limit 5, used 5.\\n Try again in 634ms\",\"code\":\"OVER_QUERY_LIMIT\"}}",
+    "{\"error\":{\"metadata\":{\"headers\":{\"X-RateLimit-Limit\":\"50\",\"Retry-After\":3}}}}",
+    "{\"violations\":[{\"quotaId\":\"RequestsPerDay\",\"quotaValue\":\"5\",\"resetsAt\":1e400}]}",
+    "{\"success\":false,\"errors\":[{\"message\":\"Max rate limit '100' exceeded\"}]}",
+    "wait 99999999999999999999 days and 7 hours until 2026-01-01T00:00:00Z",
+    "quota replenished in 99.23:59:59. Retry after 5",
+    "THROTTLED",
     "true",
     "ThrottlingException:http://",
     "²",
@@ -203,7 +251,7 @@ pub(super) struct Sent {
 
 pub(super) fn sent() -> impl Strategy<Value = Sent> {
     let status = prop_oneof![
-        4 => proptest::sample::select(&[200u16, 400, 402, 403, 418, 429, 503, 529, 301][..]),
+        4 => proptest::sample::select(&[200u16, 400, 402, 403, 409, 418, 420, 429, 503, 529, 301][..]),
         1 => 100u16..=999,
     ];
     let lines = proptest::collection::vec((name(), value()), 0..12);
@@ -319,6 +367,11 @@ fn long_values_and_names_are_read_in_linear_time() {
         "\\u0000",
         "[1,",
         "{\"error\":{\"code\":",
+        "limit=1&",
+        "{\"limit\":1,",
+        "try again in 1s ",
+        "limit exceeded ",
+        "\"headers\"",
     ];
     let names = [
         "retry-after",
