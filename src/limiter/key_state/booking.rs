@@ -189,7 +189,7 @@ impl KeyState {
                 true => clock::after(now, trusted_for),
                 false => now,
             };
-            queue.give_up_behind_freed(may.then_some(from), answers_later);
+            queue.give_up_behind_freed(may.then_some(from), answers_later, now);
         }
         // The next slot is confirmed early enough for the answer to arrive before the slot is due.
         let lead = trusted_for / 4;

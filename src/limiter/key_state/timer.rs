@@ -110,7 +110,7 @@ impl KeyState {
         if is_due(self.gathers_until()) {
             self.gathered(ctx);
         }
-        if self.queue.as_ref().is_some_and(|queue| queue.is_due(now)) {
+        if self.queue.as_ref().is_some_and(|queue| queue.goes_on(now)) {
             self.step(ctx, None);
         }
         if is_due(self.passes_on_at()) {

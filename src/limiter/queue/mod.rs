@@ -32,7 +32,7 @@ use crate::clock;
 use crate::limit::UnusedPermits;
 use crate::store::{Demand, Refusal};
 pub(super) use crate::wait_queue::Number;
-use crate::wait_queue::{ANSWER, Left};
+use crate::wait_queue::{ANSWER, Left, MISSED};
 use crate::wakers::Wakers;
 
 use call::Calling;
@@ -55,6 +55,9 @@ const MOST_BOOKED_ANEW: usize = 32;
 
 /// For how many waiters slots are booked anew at most for each permit that a waiter was too late for.
 const MOST_ANEW_FOR_ONE: usize = 64;
+
+/// How long slots are not booked anew for fewer permits, for each waiter.
+const ANEW_FOR_EACH: Duration = Duration::from_micros(1);
 
 /// Permits of the own part that go back to the store.
 pub(super) type Returns = SmallVec<[UnusedPermits; 4]>;
@@ -118,6 +121,8 @@ pub(super) struct Queue {
     /// The permits that waiters were too late for, since slots were booked anew for that, and when the first of them was
     /// missed.
     missed: Option<(Instant, usize)>,
+    /// When slots were last booked anew for permits that were missed.
+    booked_anew: Option<Instant>,
     /// Whether waiters have given up good slots for the next call, or the one under way.
     is_exchange: bool,
     /// Permits that no waiter can use. Those of the own part go back to the store with the next call.
@@ -273,16 +278,36 @@ impl Queue {
         self.missed.get_or_insert((now, 0)).1 += permits;
     }
 
+    /// Returns when slots are booked anew for the permits that were missed.
+    ///
+    /// That takes ten milliseconds for 100,000 waiters. If each task that came too late had it done, the next ones would be
+    /// too late because of that. So it waits until enough of them have come, or for a time.
+    fn books_anew_at(&self) -> Option<Instant> {
+        let (missed_at, permits) = self.missed?;
+        let waiting = self.waiting();
+        let last = self
+            .booked_anew
+            .filter(|_| permits * MOST_ANEW_FOR_ONE < waiting);
+        let rest = ANEW_FOR_EACH.saturating_mul(u32::try_from(waiting).unwrap_or(u32::MAX));
+        Some(last.map_or(missed_at, |last| clock::after(last, rest)))
+    }
+
     /// Gives back slots behind one that came back unused since the last call: then this call books for their waiters
     /// again. `from` is the first that may go back, if any may. If the store answers later, the waiters are asked for once
     /// more in case that the call fails.
-    pub(super) fn give_up_behind_freed(&mut self, from: Option<Instant>, answers_later: bool) {
-        // To book anew for 100,000 waiters takes ten milliseconds. If each task that came too late had it done, the next
-        // ones would be too late because of that.
-        let waiting = self.waiting();
-        let missed = self.missed.take_if(|(_, permits)| {
-            *permits * MOST_ANEW_FOR_ONE >= waiting || answers_later || from.is_none()
-        });
+    pub(super) fn give_up_behind_freed(
+        &mut self,
+        from: Option<Instant>,
+        answers_later: bool,
+        now: Instant,
+    ) {
+        let is_due = self.books_anew_at().is_some_and(|at| at <= now);
+        let missed = self
+            .missed
+            .take_if(|_| is_due || answers_later || from.is_none());
+        if missed.is_some() {
+            self.booked_anew = Some(now);
+        }
         let has_missed = missed.is_some() && !answers_later;
         let missed_at = missed.map(|(at, _)| at);
         let freed = self.freed.take().into_iter().chain(missed_at).min();
@@ -411,9 +436,19 @@ impl Queue {
         self.next_slot().is_some_and(|slot| slot <= now)
     }
 
-    /// See [`Lanes::goes_on_at`].
+    /// Returns whether a slot is due, or slots are to be booked anew.
+    pub(super) fn goes_on(&self, now: Instant) -> bool {
+        self.is_due(now) || self.books_anew_at().is_some_and(|at| at <= now)
+    }
+
+    /// Returns when the key has to be visited if no waiter wakes: see [`Lanes::goes_on_at`], or to book slots anew.
     pub(super) fn goes_on_at(&self, now: Instant) -> Option<Instant> {
-        self.lanes.goes_on_at(now)
+        // Once a call waits for others to join it, or for the end of a hold, that is the moment.
+        let anew = self
+            .books_anew_at()
+            .filter(|_| self.waiting() > 0 && !self.gathering.is_under_way());
+        let anew = anew.map(|at| at.max(clock::after(now, MISSED)));
+        self.lanes.goes_on_at(now).into_iter().chain(anew).min()
     }
 
     /// Returns the next slot that a waiter takes.
