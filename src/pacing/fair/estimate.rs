@@ -12,6 +12,8 @@ const RELEASE: f64 = 0.0044;
 const RELEASE_A_SECOND: f64 = 0.005;
 /// The most that one answer releases.
 const MOST_RELEASE: f64 = 1.5;
+/// The longest time for which an answer releases in a short window, in shares.
+const LONGEST_RELEASE: f64 = 2.0;
 /// The largest n that the first answer can set.
 pub(super) const FIRST_LOOK: f64 = 20.0;
 /// The first guess of n after a refusal, divided by the number of requests that wait here.
@@ -92,23 +94,28 @@ impl Estimate {
     /// have this `n`.
     pub(super) fn seed_n(&mut self, scale: &Scale, used: f64) {
         if used < 1.0 && !scale.is_below {
-            let n = GROWTH / RELEASE * used / (1.0 - used);
+            let n = GROWTH / (RELEASE * scale.haste(self.n)) * used / (1.0 - used);
             self.n = n.min(scale.limit()).clamp(1.0, FIRST_LOOK);
         }
     }
 
     /// Raises `n` for an answer of which `u` is `used`.
-    pub(super) fn grow_n(&mut self, used: f64) {
-        self.n *= (GROWTH * used).exp();
+    pub(super) fn grow_n(&mut self, scale: &Scale, used: f64) {
+        self.n *= (GROWTH * scale.weight() * used).exp();
     }
 
     /// Lowers `n` for the time since the answer before, `since` seconds ago. If the level is
     /// unknown, `n` stays as it is.
     pub(super) fn release_n(&mut self, scale: &Scale, used: f64, since: f64, knows_level: bool) {
         if knows_level {
+            let tokens = match scale.is_even() {
+                // A pause shows nothing of the competition.
+                true => (since / scale.token_time).min(LONGEST_RELEASE * self.n),
+                false => since / scale.paced_time,
+            };
             let release = match scale.is_guess {
                 true => RELEASE_A_SECOND * since,
-                false => RELEASE * scale.haste() * (since / scale.paced_time),
+                false => RELEASE * scale.weight() * scale.haste(self.n) * tokens,
             };
             self.n *= (-(release * (1.0 - used)).min(MOST_RELEASE)).exp();
         }
@@ -126,7 +133,7 @@ impl Estimate {
         waiting: f64,
         since: f64,
     ) {
-        let release = (RELEASE * since / scale.token_time).min(MOST_RELEASE);
+        let release = (RELEASE * scale.weight() * since / scale.token_time).min(MOST_RELEASE);
         let passed = f64::from(passed) / REFUSED_PASSED;
         let factor = 1.0 + (REFUSED - 1.0) / (1.0 + passed);
         self.n = (self.n * factor * (-release).exp()).max(FIRST_GUESS / waiting);

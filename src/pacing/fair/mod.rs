@@ -89,13 +89,18 @@ use trust::{Observation, Trust};
 ///   rest is spread evenly over the rest of the window, and `n` grows by how much more than that
 ///   all clients take, `drain / n`. At a new window the pace starts afresh, and a client that was
 ///   refused in the old window sends within one share of the new one.
-/// - **A window of at most 10 s** is placed by its beginnings, because a reset in whole seconds is
-///   too coarse: Remaining jumps when a window begins. A length that no header states is learned
-///   from these jumps. The quota is used evenly: `v` is Remaining minus a straight line from the
-///   limit to 0 at the end, plus twice the set point. What the window before has left, up to half
-///   of the limit, may be used at once. If nothing is left, the next request leaves at the end of
-///   the window. `n` falls as fast as in a window of at least 100 requests. A limit of which
-///   Remaining rises little by little does not count as such a window.
+/// - **A window of at most 10 s** is placed by what is certain: if Remaining rises between two
+///   responses, a window ended between the moment at which the earlier request left and the moment at
+///   which the later response arrived. The bounds of all windows together become narrow. The quota is
+///   used evenly: what is left is spread over the rest of the window, with one share of it for each
+///   `n` clients. `u` is a half if just as much is used as by an even pace, for any of the possible ends.
+///   If nothing is left, the next request leaves at the latest end of the window. `n` falls faster than in a bucket.
+/// - **A sliding window of at most 10 s**, and a bucket that is filled as fast, are recognised because
+///   Remaining rises little by little. The interval is `n` token times, times the used part of the
+///   window. The effect of a request lasts for a window, so `n` changes slowly.
+/// - **A fast limit** refills more than 8 tokens in a round trip, 4 in a short window. So many requests
+///   leave before a response shows the effect of one that all steps are smaller, and the set point is
+///   higher, by the same factor.
 /// - **A Remaining that is missing, negative, suddenly larger than the limit, or constant** is
 ///   ignored, and `m` takes over at the interval that was reached. A value above the limit counts
 ///   if it was reached gradually, because a bucket may be larger than its limit. A constant value
@@ -109,7 +114,8 @@ use trust::{Observation, Trust};
 ///   that was refused last the speed rises slowly. A limit that is found again is tested less
 ///   often. Until the first refusal, the requests in flight grow by one in a round trip. Processes
 ///   that share the pace search, too, and so does every client of an unknown limit if the last
-///   refusal stated a wait. A sole client also searches before a sliding window of at most 10 s.
+///   refusal stated a wait, and any stated more than a second. A sole client also searches before a
+///   sliding window of at most 10 s.
 /// - **A wait that a refusal states** is exceeded by at most a tenth if the limit is unknown.
 ///   Otherwise clients spread over their shares of the limit.
 ///
@@ -134,12 +140,11 @@ use trust::{Observation, Trust};
 /// # What it is bad at
 ///
 /// - Sliding windows that do not state their reset: a burst repeats one window later.
-/// - Sliding windows of a few seconds: one client uses two thirds, and twenty use uneven shares. A
-///   [sole client](Fair::sole_client) uses 99 %.
+/// - Sliding windows of a few seconds: one client uses half. A [sole client](Fair::sole_client) uses
+///   98 %.
 /// - Servers that state nothing: one client may use only a third of the limit, or less, unless it is a
 ///   [sole client](Fair::sole_client).
-/// - Bursts in a window of at most 10 s that the client has used up before: they are spread over the
-///   window.
+/// - Bursts in a window of at most 10 s: they are spread over the window.
 /// - Hundreds of clients on an empty bucket: learning `n` from refusals alone takes about one
 ///   refusal per client and doubling.
 #[derive(Clone, Debug, Default)]
@@ -155,6 +160,8 @@ pub struct Fair {
     is_told: bool,
     /// Whether the last refusal stated how long to wait.
     states_wait: bool,
+    /// The longest wait that a refusal stated, in seconds.
+    longest_wait: f64,
     /// Whether the limit is a short sliding window, for which Remaining is no guide.
     slides: bool,
     level: Option<f64>,
@@ -188,6 +195,8 @@ const LONGEST_TICKET: f64 = 200.0;
 const BELOW_USE: f64 = 0.2;
 /// The weight of a new interval in the average.
 const INTERVAL_WEIGHT: f64 = 0.05;
+/// A stated wait of one second may be the shortest that a server states, and shows nothing of its limit.
+const WHOLE_SECOND: f64 = 1.0;
 /// If Remaining becomes unknown within this many token times of a refusal, the interval that was
 /// reached is kept.
 const REMEMBERED: f64 = 1000.0;
@@ -241,7 +250,10 @@ impl Fair {
     fn is_searching(&self) -> bool {
         match self.is_told {
             true => self.is_alone() && self.slides,
-            false => self.is_alone() || (self.states_wait && self.scale.is_guess),
+            false => {
+                self.is_alone()
+                    || (self.states_wait && self.scale.is_guess && self.longest_wait > WHOLE_SECOND)
+            }
         }
     }
 
@@ -261,7 +273,10 @@ impl Fair {
     /// Returns `q` of the type's docs: the interval in token times that follows from what is left.
     fn share_of(&self, in_flight: usize) -> Option<f64> {
         let (level, set_point) = (self.level?, self.set_point());
-        let shortage = SHORTAGE * (set_point - (level - in_flight as f64));
+        let shortage = SHORTAGE / self.scale.lag() * (set_point - (level - in_flight as f64));
+        if self.scale.is_even() {
+            return Some(self.estimate.n);
+        }
         if self.scale.is_below {
             return Some((self.estimate.n + shortage.min(0.0)).max(0.0));
         }
@@ -275,10 +290,8 @@ impl Fair {
         )
     }
 
-    /// Returns the set point. It is lower for a small bucket, because otherwise even a full one
-    /// would seem short.
     fn set_point(&self) -> f64 {
-        SET_POINT.min(self.scale.limit() / 4.0)
+        self.scale.set_point()
     }
 
     /// Reads what is left from an answer. Returns `None` if it is unknown.
@@ -317,8 +330,7 @@ impl Fair {
             _ => {}
         }
         let (token_time, was_guess) = (self.scale.token_time, self.scale.is_guess);
-        let is_counted = passed && self.is_alone();
-        let level = self.scale.look(told, believed, is_counted, sent, now);
+        let level = self.scale.look(told, believed, passed, sent, now);
         if !self.slides
             && let Some(rate) = self.scale.sliding_rate()
         {
@@ -409,6 +421,10 @@ impl Pace for Fair {
             // Before the end the server would refuse it.
             return Some(slot.max(ends));
         }
+        if let Some(ends) = self.scale.short_ends() {
+            let even = last + span(self.scale.token_time * self.estimate.n);
+            return Some(slot.min(ends.max(even)));
+        }
         let Some((reset_at, share)) = self.scale.next_window() else {
             return Some(slot);
         };
@@ -445,6 +461,7 @@ impl Pace for Fair {
                 .passed(reply.sent, now, self.states_wait, is_alone);
             return self.passed_late(reply);
         }
+        self.scale.answered_after(seconds(reply.sent, now));
         let level_before = self.level;
         self.level = self.look(&Told::of(reply.signal), true, reply.sent, now);
         self.search
@@ -460,9 +477,9 @@ impl Pace for Fair {
         if self.last_answer.is_none() {
             self.estimate.seed_n(&self.scale, used);
         }
-        // Once in a round trip.
-        if used > 0.0 && self.is_news(reply) {
-            self.estimate.grow_n(used);
+        // Once in a round trip, unless the steps are small.
+        if used > 0.0 && (self.scale.is_even() || self.scale.lag() > 1.0 || self.is_news(reply)) {
+            self.estimate.grow_n(&self.scale, used);
             self.last_step = Some(now);
         }
         self.estimate
@@ -482,6 +499,7 @@ impl Pace for Fair {
         let said = wait_said(reply.signal).map(|wait| wait.as_secs_f64());
         let was_searching = self.is_searching();
         self.states_wait = said.is_some();
+        self.longest_wait = self.longest_wait.max(said.unwrap_or(0.0));
         if self.is_searching() {
             // In an outage only the pause postpones a request.
             let was_outage = was_searching && self.search.interval() == 0.0;
@@ -541,6 +559,7 @@ impl Pace for Fair {
         codec.near(&mut self.first_call, Duration::ZERO);
         codec.flag(&mut self.is_told);
         codec.flag(&mut self.states_wait);
+        codec.number(&mut self.longest_wait);
         codec.flag(&mut self.slides);
         self.search.share(codec);
         self.estimate.share(codec);

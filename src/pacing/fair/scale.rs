@@ -37,6 +37,8 @@ pub(super) struct Scale {
     /// The most tokens that were ever left.
     most: f64,
     is_mostly_free: bool,
+    /// The average round trip, in seconds; 0 if none is known.
+    trip: f64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,10 +70,26 @@ const LEAST_GAIN: f64 = 3.0;
 /// The least time to a full bucket from which the token time is computed, in seconds: headers have
 /// whole seconds.
 const LEAST_RESET: f64 = 5.0;
-/// A short window of fewer tokens releases `n` as fast as one of so many.
-const HASTE: f64 = 100.0;
+/// The most tokens that are refilled in a round trip before several count as one, for a bucket and
+/// for a short window.
+const TRIP: f64 = 8.0;
+const WINDOW_TRIP: f64 = 4.0;
+/// The weight of a new round trip in the average.
+const TRIP_WEIGHT: f64 = 0.05;
+/// The set point in a short window, in tokens, and how many tokens above it the line is.
+const WINDOW_SET_POINT: f64 = 4.0;
+const OFFSET: f64 = 0.35;
+/// How much faster `n` falls in a short window, divided by this power of `n`: of two clients the one
+/// with the larger `n` still falls faster for each of its requests, but the level depends less on `n`.
+const WINDOW_HASTE: f64 = 18.0;
+const WINDOW_HASTE_POWER: f64 = 0.6;
+/// The set point of a limit that slides, as a part of the limit and in tokens at least; how much faster
+/// `n` falls; and how many answers a whole window of answers counts as.
+const SLIDING_PART: f64 = 12.0;
+const LEAST_SLIDING: f64 = 3.0;
+const SLIDING_HASTE: f64 = 25.0;
+const SLIDING_WEIGHT: f64 = 0.5;
 const SHORTEST: f64 = 1e-6;
-
 impl Default for Scale {
     fn default() -> Self {
         Scale {
@@ -89,6 +107,7 @@ impl Default for Scale {
             last: None,
             most: 0.0,
             is_mostly_free: false,
+            trip: 0.0,
         }
     }
 }
@@ -129,16 +148,71 @@ impl Scale {
         self.kind == Kind::Window || self.is_short()
     }
 
-    /// Returns the factor of the release of `n`. A short window of few tokens releases `n` as fast as
-    /// one of [`HASTE`] tokens, because few answers a minute would release too little.
-    pub(super) fn haste(&self) -> f64 {
-        match self.is_short() {
-            true => (HASTE / self.limit()).max(1.0),
+    /// Reports whether the pace uses the limit evenly, because its window is short.
+    pub(super) fn is_even(&self) -> bool {
+        self.short.is_known()
+    }
+
+    /// Returns the set point: how many tokens the pace wants to be left. It is lower for a small
+    /// bucket, because otherwise even a full one would seem short.
+    pub(super) fn set_point(&self) -> f64 {
+        let aimed = match self.is_even() {
+            false => self.lag() * SET_POINT,
+            true if self.short.slides() => (self.limit() / SLIDING_PART).max(LEAST_SLIDING),
+            true => self.lag() * WINDOW_SET_POINT,
+        };
+        aimed.min(self.limit() / 4.0)
+    }
+
+    /// Returns how many tokens count as one. More than a few are refilled in a round trip of a fast
+    /// limit, so that many requests leave before a response shows the effect of one. The pace then
+    /// takes smaller steps towards a higher level.
+    pub(super) fn lag(&self) -> f64 {
+        if self.is_guess {
+            return 1.0;
+        }
+        let seen = match self.is_even() {
+            true => WINDOW_TRIP,
+            false => TRIP,
+        };
+        (self.trip / (seen * self.token_time)).max(1.0)
+    }
+
+    /// Returns how much one answer counts. The effect of a request on a sliding window lasts for the
+    /// whole window.
+    pub(super) fn weight(&self) -> f64 {
+        let whole = match self.short.slides() {
+            true => (SLIDING_WEIGHT / self.limit()).min(1.0),
             false => 1.0,
+        };
+        whole / self.lag()
+    }
+
+    /// Returns the factor of the release of an `n` like this. In a short window the competition has
+    /// to show at a level that all clients see near the line.
+    pub(super) fn haste(&self, n: f64) -> f64 {
+        match self.is_even() {
+            false => 1.0,
+            true if self.short.slides() => SLIDING_HASTE,
+            true => WINDOW_HASTE * n.powf(-WINDOW_HASTE_POWER),
         }
     }
 
-    /// Reports whether the limit is a short window.
+    /// Takes note of the time that a response took, in seconds.
+    pub(super) fn answered_after(&mut self, trip: f64) {
+        let weight = match self.trip > 0.0 {
+            true => TRIP_WEIGHT,
+            false => 1.0,
+        };
+        self.trip += weight * (trip - self.trip);
+    }
+
+    /// Returns the latest end of a short fixed window; `None` if the limit has none.
+    pub(super) fn short_ends(&self) -> Option<Instant> {
+        self.short.ends()
+    }
+
+    /// Reports whether the limit has a short fixed window.
     pub(super) fn is_short(&self) -> bool {
         self.short.ends().is_some()
     }
@@ -146,7 +220,7 @@ impl Scale {
     /// Returns the requests per second of a sliding window whose length no header states; `None` if
     /// the limit is none.
     pub(super) fn sliding_rate(&self) -> Option<f64> {
-        let window = self.short.sliding_window().filter(|_| self.is_guess)?;
+        let window = self.short.sliding_window()?;
         Some(self.limit() / window)
     }
 
@@ -188,14 +262,13 @@ impl Scale {
         self.stated_window.or(configured).or(seen)
     }
 
-    /// Learns from an answer. `is_counted` states that its request took a token, and that no
-    /// other client takes any. Returns how many tokens are left above those that are kept for an even
+    /// Learns from an answer. `passed` states that its request was not refused. Returns how many tokens are left above those that are kept for an even
     /// pace.
     pub(super) fn look(
         &mut self,
         told: &Told,
         remaining: Option<f64>,
-        is_counted: bool,
+        passed: bool,
         sent: Instant,
         now: Instant,
     ) -> Option<f64> {
@@ -213,7 +286,7 @@ impl Scale {
         if let Some(reset) = told.reset.filter(|_| is_later) {
             self.watch(reset, remaining, now);
         }
-        if let Some(level) = self.look_at_short_window(told, remaining, is_counted, sent, now) {
+        if let Some(level) = self.look_at_short_window(told, remaining, passed, sent, now) {
             return Some(level);
         }
         if self.kind == Kind::Window
@@ -227,36 +300,33 @@ impl Scale {
         Some(remaining)
     }
 
-    /// Learns from an answer if the limit is a short window. Returns how many tokens are left for
-    /// the pace, which aims at twice the set point on the line.
+    /// Learns from an answer if the limit has a short window. Returns how many tokens are left for
+    /// the pace, which aims at the set point.
     fn look_at_short_window(
         &mut self,
         told: &Told,
         remaining: f64,
-        is_counted: bool,
+        passed: bool,
         sent: Instant,
         now: Instant,
     ) -> Option<f64> {
         let limit = self.limit?;
-        let was_short = self.is_short();
-        let answer = WindowAnswer {
+        let seen = self.short.look(&WindowAnswer {
             limit,
             remaining,
             window: self.stated_window,
             reset: told.reset,
-            is_counted,
+            passed,
             sent,
             now,
-        };
-        let Some((token_time, spare)) = self.short.look(&answer) else {
-            if was_short && self.stated_window.is_none() {
-                (self.token_time, self.paced_time, self.is_guess) = (GUESS, GUESS, true);
-            }
-            return None;
-        };
-        self.set(token_time);
+        })?;
+        self.set(seen.token_time);
+        self.paced_time = seen.paced_time.clamp(SHORTEST, LONGEST);
         self.is_below = false;
-        Some(spare + 2.0 * SET_POINT.min(limit / 4.0))
+        Some(match self.short.slides() {
+            true => seen.spare,
+            false => seen.spare + self.set_point() + OFFSET,
+        })
     }
 
     /// Returns what is left of a window above the straight line from the kept fraction to 0 at the
@@ -291,6 +361,7 @@ impl Scale {
         codec.optional_number(&mut self.stated_window);
         codec.number(&mut self.longest_reset);
         codec.number(&mut self.most);
+        codec.number(&mut self.trip);
         let (mut reset_at, mut since, mut left) = match self.watch {
             Some(Watch {
                 reset_at,
@@ -324,6 +395,7 @@ impl Scale {
         };
         self.token_time = self.token_time.clamp(SHORTEST, LONGEST);
         self.paced_time = self.paced_time.clamp(SHORTEST, LONGEST);
+        self.trip = self.trip.clamp(0.0, LONGEST);
     }
 
     fn measure(&mut self, told: &Told, remaining: f64, last: Option<(Instant, f64)>, now: Instant) {
