@@ -4,6 +4,8 @@ mod curve;
 mod estimate;
 #[cfg(test)]
 mod properties;
+#[cfg(test)]
+mod recovery_tests;
 mod scale;
 mod search;
 #[cfg(test)]
@@ -116,6 +118,8 @@ use trust::{Observation, Trust};
 ///   that share the pace search, too, and so does every client of an unknown limit if the last
 ///   refusal stated a wait, and any stated more than a second. A sole client also searches before a
 ///   sliding window of at most 10 s.
+/// - **Refusals in a row** that state nothing are an outage from the fourth on: the pause grows, and the
+///   speed stays. After an outage of six a search lowers its speed by at most a third.
 /// - **A wait that a refusal states** is exceeded by at most a tenth if the limit is unknown.
 ///   Otherwise clients spread over their shares of the limit.
 ///
@@ -140,8 +144,8 @@ use trust::{Observation, Trust};
 /// # What it is bad at
 ///
 /// - Sliding windows that do not state their reset: a burst repeats one window later.
-/// - Sliding windows of a few seconds: one client uses half. A [sole client](Fair::sole_client) uses
-///   98 %.
+/// - Sliding windows of a few seconds with few requests: shares are uneven. One client uses 88 %, a
+///   [sole client](Fair::sole_client) 96 %.
 /// - Servers that state nothing: one client may use only a third of the limit, or less, unless it is a
 ///   [sole client](Fair::sole_client).
 /// - Bursts in a window of at most 10 s: they are spread over the window.
@@ -162,6 +166,9 @@ pub struct Fair {
     states_wait: bool,
     /// The longest wait that a refusal stated, in seconds.
     longest_wait: f64,
+    /// How many refusals followed one another before the last one, each of a request that left after
+    /// the one before.
+    refused_in_row: u32,
     /// Whether the limit is a short sliding window, for which Remaining is no guide.
     slides: bool,
     level: Option<f64>,
@@ -197,6 +204,10 @@ const BELOW_USE: f64 = 0.2;
 const INTERVAL_WEIGHT: f64 = 0.05;
 /// A stated wait of one second may be the shortest that a server states, and shows nothing of its limit.
 const WHOLE_SECOND: f64 = 1.0;
+/// From this number of refusals in a row before the last one on, the server is out.
+const OUTAGE: u32 = 3;
+/// The factor of the pause for each further refusal.
+const LONGER_OUTAGE: f64 = 1.2;
 /// If Remaining becomes unknown within this many token times of a refusal, the interval that was
 /// reached is kept.
 const REMEMBERED: f64 = 1000.0;
@@ -516,6 +527,10 @@ impl Pace for Fair {
             self.leave_search();
         }
         if self.is_news(reply) {
+            self.refused_in_row = match self.passed_since_refusal {
+                0 => self.refused_in_row.saturating_add(1),
+                _ => 0,
+            };
             let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
             let waiting = traffic.waiting.max(1) as f64;
             match self.level {
@@ -525,6 +540,8 @@ impl Pace for Fair {
                 Some(_) => self
                     .estimate
                     .refused_at_high_level(&self.scale, self.interval),
+                // The server is out, which says nothing of its limit. Only the pause grows.
+                None if self.refused_in_row >= OUTAGE => {}
                 None => self
                     .estimate
                     .refused_blind(&self.scale, waiting, self.interval),
@@ -536,6 +553,12 @@ impl Pace for Fair {
         self.slot_before = slot;
         self.settle(now);
         let wait = self.scale.token_time * (PAUSE * self.estimate.n).max(self.estimate.m);
+        let wait = match self.level {
+            Some(_) => wait,
+            None => {
+                wait * LONGER_OUTAGE.powf(f64::from(self.refused_in_row.saturating_sub(OUTAGE)))
+            }
+        };
         let is_unknown = self.scale.is_guess;
         let reset = self.scale.empty_until_reset(&told, now);
         Pause::of_all(match said.or(reset) {
@@ -560,6 +583,7 @@ impl Pace for Fair {
         codec.flag(&mut self.is_told);
         codec.flag(&mut self.states_wait);
         codec.number(&mut self.longest_wait);
+        codec.small_count(&mut self.refused_in_row);
         codec.flag(&mut self.slides);
         self.search.share(codec);
         self.estimate.share(codec);

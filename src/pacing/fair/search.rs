@@ -82,6 +82,13 @@ const FIRST_PAUSE: f64 = 0.025;
 const LONGER_UNKNOWN: f64 = 1.5;
 /// The factor of each further pause if a rate is known.
 const LONGER: f64 = 1.7;
+/// From this number of refusals in a row on, an outage may have another cause than the limit. The
+/// measured rate then falls by at most [`OUT`].
+const OUTAGE: f64 = 6.0;
+const OUT: f64 = 0.35;
+/// The longest pause, in seconds, unless one interval is longer. A server that is healthy again is used
+/// after it.
+const LONGEST_PAUSE: f64 = 20.0;
 /// The least and the most that a pause is multiplied with.
 const SPREAD: (f64, f64) = (0.75, 1.25);
 /// A request that leaves later than after this many intervals was not delayed by the pace.
@@ -234,8 +241,9 @@ impl Search {
             Phase::Start { window } => *window += 1.0 / *window,
             // The server judged this request before it refused another one.
             Phase::Outage { latest, .. } if sent < *latest => {}
-            &mut Phase::Outage { began, .. } => {
-                self.end_cycle(seconds(began, now), now, states_wait, is_alone);
+            &mut Phase::Outage { began, count, .. } => {
+                let known = self.lower.filter(|_| count >= OUTAGE);
+                self.end_cycle(seconds(began, now), known, now, states_wait, is_alone);
                 self.phase = Phase::Paced;
             }
             Phase::Paced => {}
@@ -260,15 +268,24 @@ impl Search {
             began,
             latest: now,
         };
-        let pause = match self.upper {
-            Some(rate) => (-rate).exp() * LONGER.powf(count - 1.0),
-            None => FIRST_PAUSE * LONGER_UNKNOWN.powf(count - 1.0),
+        let (first, longer) = match self.upper {
+            Some(rate) => ((-rate).exp(), LONGER),
+            None => (FIRST_PAUSE, LONGER_UNKNOWN),
         };
+        let pause = (first * longer.powf(count - 1.0)).min(LONGEST_PAUSE.max(first));
         (pause * dice.between(SPREAD.0, SPREAD.1)).min(LONGEST)
     }
 
-    /// Ends a cycle after an outage of this length, and plans the next curve.
-    fn end_cycle(&mut self, outage: f64, now: Instant, states_wait: bool, is_alone: bool) {
+    /// Ends a cycle after an outage of this length, and plans the next curve. The rate stays near
+    /// `known`, if there is one.
+    fn end_cycle(
+        &mut self,
+        outage: f64,
+        known: Option<f64>,
+        now: Instant,
+        states_wait: bool,
+        is_alone: bool,
+    ) {
         let lately = std::mem::replace(
             &mut self.lately,
             Count {
@@ -285,7 +302,9 @@ impl Search {
                 return self.curve.lower_by(STATED_STEP);
             }
             (None, Some(upper)) if is_few => {
-                let most = (lately.rate(now) + FEW).clamp(upper - LARGEST_STEP, upper - STEP);
+                let least = known.map_or(f64::NEG_INFINITY, |lower| lower - OUT);
+                let most = (lately.rate(now) + FEW).max(least);
+                let most = most.clamp(upper - LARGEST_STEP, upper - STEP);
                 return self.curve.lower_to(most);
             }
             _ => {}
@@ -300,7 +319,7 @@ impl Search {
         let measured = self.cycle.rate(now) + self.late.ln();
         let measured = match stated_lower {
             Some(lower) => measured.max(lower - STATED_DROP),
-            None => measured,
+            None => measured.max(known.map_or(measured, |lower| lower - OUT)),
         };
         let measured = bounded(measured);
         // Before the first outage ends, no lower rate was measured.

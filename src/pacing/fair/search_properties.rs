@@ -164,7 +164,7 @@ proptest! {
     }
 
     #[test]
-    fn pauses_grow_with_refusals_in_a_row(seed in any::<u64>(), count in 4_usize..20) {
+    fn pauses_grow_with_refusals_in_a_row(seed in any::<u64>(), count in 4_usize..17) {
         let (mut search, mut dice, mut now) = (Search::default(), Dice::seeded(seed), clock::now());
         search.sent(None, 0, now);
         let mut pauses = Vec::new();
