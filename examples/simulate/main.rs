@@ -29,8 +29,9 @@ const HELP: &str = "\
 Simulates fleets of clients against servers with limits, in virtual time.
 
   --file FILE         scenarios to run (JSON); without it, the public set
-  --scenarios A,B     only these of them, or of two other sets: known limits that are counted in a store
-                      (`limited` for all of that), and servers that count as real limiters do (`real`)
+  --scenarios A,B     only these of them, or of three other sets: known limits that are counted in a store
+                      (`limited` for all of that), servers that count as real limiters do (`real`), and
+                      limits of tens and hundreds per second (`fast`)
   --strategies A,B    what to try: the paces fair, fair-sole (Fair::sole_client), blog-remaining, blog-proportional,
                       blog-gradual, blog-backoff, blog-backoff-2, aimd, none, mine (see mine.rs); the gates limit, which is told the quota,
                       fair-gate, and fair-shared, whose processes share one pace; default: fair,blog-remaining
@@ -165,7 +166,7 @@ fn none_such(what: &str, name: &str, names: &[String]) -> Usage {
 }
 
 /// Returns the scenarios of `file`, or the public set without a file. With `names`: these
-/// scenarios, of the file or of all built-in sets. The names `limited` and `real` select a whole
+/// scenarios, of the file or of all built-in sets. The names `limited`, `real` and `fast` select a whole
 /// built-in set.
 fn chosen(
     file: Option<Scenarios>,
@@ -178,11 +179,13 @@ fn chosen(
         match names.as_str() {
             "limited" => return Ok(Scenarios::limited().0),
             "real" => return Ok(Scenarios::real().0),
+            "fast" => return Ok(Scenarios::fast().0),
             _ => all.extend(
                 Scenarios::limited()
                     .0
                     .into_iter()
-                    .chain(Scenarios::real().0),
+                    .chain(Scenarios::real().0)
+                    .chain(Scenarios::fast().0),
             ),
         }
     }

@@ -334,6 +334,11 @@ impl Scenarios {
         Scenarios::read(include_str!("real.json")).expect("the tests read it")
     }
 
+    /// Returns the fast set: limits of tens and hundreds per second, with windows of one to ten seconds.
+    pub fn fast() -> Self {
+        Scenarios::read(include_str!("fast.json")).expect("the tests read it")
+    }
+
     /// Returns the second set: known limits, counted in a store that is near, is unreachable, or
     /// loses answers; and hours with all of these faults.
     pub fn limited() -> Self {
