@@ -91,7 +91,7 @@ pub(crate) fn report() {
 type Headers<'a> = &'a [&'a [(&'static str, &'static str)]];
 
 fn row(name: &str, status: u16, headers: Headers<'_>) {
-    read_row(name, status, headers, |response| Signal::read(response));
+    read_row(name, status, headers, Signal::read);
 }
 
 fn read_row(name: &str, status: u16, headers: Headers<'_>, read: impl Fn(&Response<()>) -> Signal) {
