@@ -52,6 +52,17 @@ async fn unpolled_waiters_lose_no_more_than_their_own_slots() {
     }
 }
 
+/// Only the first waiters have timers for their slots. If none of them is polled, those behind them go on nevertheless.
+#[tokio::test(start_paused = true)]
+async fn waiters_behind_a_long_row_of_unpolled_ones_go_on() {
+    for count in [63, 64, 70, 90] {
+        let limiter = limiter(Quota::per_second(1), 600 * SECOND);
+        let took = next_behind(count, || limiter.acquire(Key::ALL)).await;
+        let slots = 1.04 * (count + 1) as f64;
+        assert!(took.as_secs_f64() < slots, "{count}: {took:?}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn in_flight_slots_of_unpolled_waiters_go_on() {
     for count in [1, 10] {

@@ -15,7 +15,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::limiter::engine::{Core, CoreId};
 use crate::limiter::entry::Entry;
-use crate::limiter::lanes::{Booked, FRONT, HandOut, Lane, Lanes, SlotWait};
+use crate::limiter::lanes::{Booked, HandOut, Lane, Lanes, SlotWait};
 use crate::limiter::part::{Costs, Part, PartRef, PerPart};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{ProbeNumber, WaitBound};
@@ -532,7 +532,6 @@ impl State {
         let how = HandOut {
             most: usize::MAX,
             probe: None,
-            most_missed: FRONT,
             running,
             now,
         };

@@ -415,6 +415,7 @@ impl<S: Booked> Lane<S> {
     pub(super) fn hand_out_first(
         &mut self,
         how: HandOut,
+        most_missed: usize,
         mut may_leave: impl FnMut(&S) -> bool,
         mut handed: impl FnMut(Number, Option<Instant>),
         mut died: impl FnMut(S),
@@ -431,7 +432,7 @@ impl<S: Booked> Lane<S> {
                 };
                 all.died = true;
                 let permits = slot.permits();
-                let left = self.miss(slot, how, wakers);
+                let left = self.miss(slot, how, most_missed, wakers);
                 all.missed = permits - left.as_ref().map_or(0, S::permits);
                 left.into_iter().for_each(&mut died);
                 break;
@@ -463,15 +464,15 @@ impl<S: Booked> Lane<S> {
         all
     }
 
-    /// Ends the waits of the first waiters but the running one, if they have not come for a slot that has expired for
-    /// some time. Returns what is left of it.
-    fn miss(&mut self, mut slot: S, how: HandOut, wakers: &mut Wakers) -> Option<S> {
+    /// Ends the waits of up to `most` of the first waiters, but not of the running one, if they have not come for a slot that
+    /// has expired for some time. Returns what is left of it.
+    fn miss(&mut self, mut slot: S, how: HandOut, most: usize, wakers: &mut Wakers) -> Option<S> {
         if slot.until().is_none_or(|until| !is_missed(until, how.now)) {
             return Some(slot);
         }
         let is_running = how.running.is_some() && self.first_waiter() == how.running;
         let missed = slot.permits() - usize::from(is_running);
-        let missed = missed.min(how.most_missed);
+        let missed = missed.min(most);
         let numbers: Vec<Number> = self
             .waiters
             .numbers()

@@ -48,7 +48,7 @@ pub(super) use lane::{Lane, SlotWait};
 const MOST_HANDED: usize = 256;
 
 /// How many waiters of a lane have timers for their slots.
-pub(super) const FRONT: usize = 64;
+const FRONT: usize = 64;
 
 /// Permits of one slot, for requests with these costs.
 pub(super) trait Booked: Sized + Debug {
@@ -75,9 +75,6 @@ pub(super) struct HandOut {
     pub(super) most: usize,
     /// The probe that the first request leaves as.
     pub(super) probe: Option<ProbeNumber>,
-    /// How many waiters may count as not polled, because they did not come for their slots. Those behind the front had no
-    /// timer.
-    pub(super) most_missed: usize,
     /// The waiter whose task runs, so it is not woken.
     pub(super) running: Option<Number>,
     pub(super) now: Instant,
@@ -340,12 +337,9 @@ impl<S: Booked> Lanes<S> {
             let costs = costs.clone();
             let room = MOST_HANDED.saturating_sub(handed.len());
             let most = room.min(how.most - all.count);
-            let most_missed = how.most_missed - all.missed;
-            let how = HandOut {
-                most,
-                most_missed,
-                ..how
-            };
+            let how = HandOut { most, ..how };
+            // Those behind the front had no timer, so it says nothing that they have not come.
+            let most_missed = FRONT - all.missed;
             let hand = |number, until: Option<Instant>| {
                 // The task that runs has its permit already.
                 if how.running != Some(number)
@@ -355,7 +349,7 @@ impl<S: Booked> Lanes<S> {
                 }
             };
             let of_lane = self.change(&costs, |lane| {
-                lane.hand_out_first(how, &mut may_leave, hand, &mut died, wakers)
+                lane.hand_out_first(how, most_missed, &mut may_leave, hand, &mut died, wakers)
             });
             all.count += of_lane.count;
             all.died |= of_lane.died;

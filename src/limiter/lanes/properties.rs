@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::{Booked, FRONT, HandOut, Lanes, SlotWait};
+use super::{Booked, HandOut, Lanes, SlotWait};
 use crate::limiter::reservation::{ProbeNumber, WaitBound};
 use crate::wait_queue::Number;
 use crate::wakers::Wakers;
@@ -151,7 +151,7 @@ proptest! {
                 }
                 Step::HandOut { at: moment, most } => {
                     let now = at(moment);
-                    let how = HandOut { most, probe: None, most_missed: FRONT, running: None, now };
+                    let how = HandOut { most, probe: None, running: None, now };
                     let handed = lanes.hand_out(how, |_| true, |_| {}, &mut wakers);
                     prop_assert!(handed.count <= most && !handed.died);
                     let mut got = 0;

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::lanes::{Booked, FRONT, HandOut, HandedOut, Lane, Lanes, SlotWait};
+use super::lanes::{Booked, HandOut, HandedOut, Lane, Lanes, SlotWait};
 use super::prefetched::Prefetched;
 use super::reservation::{ProbeNumber, Reservation, Settled, WaitBound};
 use crate::clock;
@@ -252,7 +252,6 @@ impl Queue {
         let how = HandOut {
             most,
             probe,
-            most_missed: FRONT,
             running: running.map(|(number, _)| number),
             now,
         };
