@@ -2,8 +2,9 @@
 //!
 //! Seven things happen without a request: a batching delay ends, permits at hand expire, the store is sent what it does
 //! not know, other parts are asked for slots, a round of statements goes on, the waiters behind a front that is not polled
-//! go on, and during a hold the clocks show whether the machine has slept. Each part of the state knows its own moment, and [`KeyState::timer`] is the first of them. At the end of a visit, if no task sleeps until that moment or
-//! an earlier one, another task starts ([`KeyState::wants_visit`]). It makes one visit, which does all that is due
+//! go on, and during a hold the clocks show whether the machine has slept. Each part of the state knows its own moment, and
+//! [`KeyState::timer`] is the first of them. At the end of a visit, if no task sleeps until that moment or an earlier one,
+//! another task starts ([`KeyState::wants_visit`]). It makes one visit, which does all that is due
 //! ([`KeyState::on_time`]), and ends. If a moment was put off meanwhile, there is nothing to do. So a permit that is
 //! taken, or permits at hand that are replaced, change no task.
 //!

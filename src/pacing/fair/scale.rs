@@ -90,6 +90,7 @@ const LEAST_SLIDING: f64 = 3.0;
 const SLIDING_HASTE: f64 = 25.0;
 const SLIDING_WEIGHT: f64 = 0.5;
 const SHORTEST: f64 = 1e-6;
+
 impl Default for Scale {
     fn default() -> Self {
         Scale {
@@ -262,8 +263,8 @@ impl Scale {
         self.stated_window.or(configured).or(seen)
     }
 
-    /// Learns from an answer. `passed` states that its request was not refused. Returns how many tokens are left above those that are kept for an even
-    /// pace.
+    /// Learns from an answer. `passed` states that its request was not refused. Returns how many tokens
+    /// are left above those that are kept for an even pace.
     pub(super) fn look(
         &mut self,
         told: &Told,
