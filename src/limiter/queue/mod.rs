@@ -121,8 +121,8 @@ pub(super) struct Queue {
     /// The permits that waiters were too late for, since slots were booked anew for that, and when the first of them was
     /// missed.
     missed: Option<(Instant, usize)>,
-    /// When slots were last booked anew for permits that were missed.
-    booked_anew: Option<Instant>,
+    /// Until when slots are not booked anew for few permits that were missed.
+    rests_until: Option<Instant>,
     /// Whether waiters have given up good slots for the next call, or the one under way.
     is_exchange: bool,
     /// Permits that no waiter can use. Those of the own part go back to the store with the next call.
@@ -283,12 +283,9 @@ impl Queue {
     /// too late because of that. So it waits until enough of them have come, or for a time.
     fn books_anew_at(&self) -> Option<Instant> {
         let (missed_at, permits) = self.missed?;
-        let waiting = self.waiting();
-        let last = self
-            .booked_anew
-            .filter(|_| permits * MOST_ANEW_FOR_ONE < waiting);
-        let rest = ANEW_FOR_EACH.saturating_mul(u32::try_from(waiting).unwrap_or(u32::MAX));
-        Some(last.map_or(missed_at, |last| clock::after(last, rest)))
+        let are_few = permits * MOST_ANEW_FOR_ONE < self.waiting();
+        let rests_until = self.rests_until.filter(|_| are_few);
+        Some(rests_until.unwrap_or(missed_at))
     }
 
     /// Gives back slots behind one that came back unused since the last call: then this call books for their waiters
@@ -305,7 +302,8 @@ impl Queue {
             .missed
             .take_if(|_| is_due || answers_later || from.is_none());
         if missed.is_some() {
-            self.booked_anew = Some(now);
+            let waiting = u32::try_from(self.waiting()).unwrap_or(u32::MAX);
+            self.rests_until = Some(clock::after(now, ANEW_FOR_EACH.saturating_mul(waiting)));
         }
         let has_missed = missed.is_some() && !answers_later;
         let missed_at = missed.map(|(at, _)| at);
