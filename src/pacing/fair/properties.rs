@@ -264,7 +264,14 @@ proptest! {
                 prop_assert!(pause.all >= least && pause.all <= least + Duration::from_secs(900), "{pause:?}");
                 return Ok(());
             }
-            let most = (after.scale.token_time * (PAUSE * after.estimate.n).max(after.estimate.m)).min(LONGEST);
+            let most = after.scale.token_time * (PAUSE * after.estimate.n).max(after.estimate.m);
+            // The pause grows while the server is out.
+            let in_row = after.refused_in_row.saturating_sub(OUTAGE);
+            let longer = match after.level {
+                Some(_) => 1.0,
+                None => LONGER_OUTAGE.powf(f64::from(in_row)),
+            };
+            let most = (most * longer).min(LONGEST);
             let said = stated.map(|said| said.as_secs_f64());
             let told = Told::of(&answer.signal());
             let least = said.or_else(|| after.scale.empty_until_reset(&told, after.last_answer?));
