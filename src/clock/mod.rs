@@ -195,6 +195,9 @@ pub(crate) mod laboratory {
     }
 }
 
+/// The resolution of timers.
+pub(crate) const SHORTEST_TIMER: Duration = Duration::from_millis(1);
+
 /// `span` after `instant`; for a span beyond all use, a moment that is far enough.
 pub(crate) fn after(instant: Instant, span: Duration) -> Instant {
     const FAR: Duration = Duration::from_secs(10 * 366 * 86_400);

@@ -19,7 +19,7 @@ use super::store_view::slot;
 use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::lanes::HandedOut;
-use crate::limiter::queue::{Answered, CallNumber, Delay, Gathering, Number, SHORTEST_TIMER};
+use crate::limiter::queue::{Answered, CallNumber, Delay, Gathering, Number};
 use crate::limiter::reservation::{ProbeNumber, Settled};
 use crate::quota::Limit;
 use crate::store::{Demand, Lease, Refusal, StoreReply, trust};
@@ -112,7 +112,7 @@ impl KeyState {
     /// Puts the next call off a little.
     pub(super) fn go_on_later(&mut self, ctx: &mut KeyContext<'_>, now: Instant) {
         if let Some(queue) = &mut self.queue {
-            let delay = queue.gathering.put_off(SHORTEST_TIMER, now);
+            let delay = queue.gathering.put_off(clock::SHORTEST_TIMER, now);
             ctx.work.begins_delay |= delay == Delay::Starts;
         }
     }

@@ -48,7 +48,7 @@ fn interval(spec: &LimitSpec) -> Duration {
 pub(in crate::limiter) fn pause(spec: &LimitSpec, refusal: Refusal) -> Duration {
     let wait = refusal.wait.unwrap_or(Duration::MAX);
     let pause = wait.saturating_sub(NEAR / 2).min(interval(spec));
-    pause.max(Duration::from_millis(1))
+    pause.max(clock::SHORTEST_TIMER)
 }
 
 /// Returns whether a request books its slot wherever it is, because the store has granted nothing

@@ -110,8 +110,7 @@ impl KeyState {
         let is_due = |moment: Option<Instant>| moment.is_some_and(|at| at <= now);
         if is_due(self.gathers_until()) {
             self.gathered(ctx);
-        }
-        if self.queue.as_ref().is_some_and(|queue| queue.goes_on(now)) {
+        } else if self.queue.as_ref().is_some_and(|queue| queue.goes_on(now)) {
             self.step(ctx, None);
         }
         if is_due(self.passes_on_at()) {

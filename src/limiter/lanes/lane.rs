@@ -10,16 +10,13 @@ use std::task::Context;
 use std::time::{Duration, Instant};
 
 use super::{Booked, FRONT, HandOut, HandedOut};
-use crate::clock;
+use crate::clock::{self, SHORTEST_TIMER};
 use crate::limiter::reservation::WaitBound;
 use crate::wait_queue::{ANSWER, Left, Number, WaitQueue, is_missed};
 use crate::wakers::Wakers;
 
 /// A slot is of use instead of another one if it is this much earlier.
 const SHORTEST_GAIN: Duration = Duration::from_millis(1);
-
-/// How much later the waiters behind the first one wake for the same slot.
-const BEHIND_FIRST: Duration = Duration::from_millis(1);
 
 /// The waiters with equal costs, and the slots booked for them.
 #[derive(Debug)]
@@ -509,12 +506,12 @@ impl<S: Booked> Lane<S> {
         let slots = self.slots.iter().flat_map(each_permit);
         let front = self.waiters.iter_mut_with_numbers().take(timed).zip(slots);
         for (index, ((number, waiter), slot)) in front.enumerate() {
-            let at = if slot > now { slot } else { due_at };
+            let at = wakes_for_slot(slot, due_at, now);
             // The first one hands out the slots of one moment in order. If another one woke first, it would leave first.
             let at = if index == 0 {
                 at
             } else {
-                clock::after(at, BEHIND_FIRST)
+                clock::after(at, SHORTEST_TIMER)
             };
             if waiter.wakes_at() > at {
                 waiter.wake_at(waiter.request.wakes_for(at));
@@ -577,11 +574,9 @@ impl<S: Booked> Lane<S> {
             return;
         };
         if waiter.wakes_at() <= now {
-            let wakes_at = match first_slot {
-                Some(slot) if slot > now => slot,
-                Some(_) => due_at,
-                None => waiter.request.ends_at(),
-            };
+            let wakes_at = first_slot.map_or(waiter.request.ends_at(), |slot| {
+                wakes_for_slot(slot, due_at, now)
+            });
             let wakes_at = watched.map_or(wakes_at, |watched| wakes_at.min(watched));
             waiter.wake_at(waiter.request.wakes_for(wakes_at));
         }
@@ -641,6 +636,11 @@ impl<S: Booked> Lane<S> {
 /// key is visited does not.
 fn backup(slot: Instant) -> RangeInclusive<Instant> {
     slot..=clock::after(slot, 2 * ANSWER)
+}
+
+/// Returns when the task of a waiter wakes for a slot. One that is due and was not handed out wakes it at `due_at`.
+fn wakes_for_slot(slot: Instant, due_at: Instant, now: Instant) -> Instant {
+    if slot > now { slot } else { due_at }
 }
 
 fn each_permit<S: Booked>(slot: &S) -> impl Iterator<Item = Instant> + use<S> {

@@ -10,8 +10,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::SHORTEST_TIMER;
-use crate::clock;
+use crate::clock::{self, SHORTEST_TIMER};
 
 /// Whether the next call waits for other requests to join it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

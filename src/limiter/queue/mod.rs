@@ -28,7 +28,7 @@ use smallvec::SmallVec;
 use super::lanes::{Booked, HandOut, HandedOut, Lane, Lanes, SlotWait};
 use super::prefetched::Prefetched;
 use super::reservation::{ProbeNumber, Reservation, Settled, WaitBound};
-use crate::clock;
+use crate::clock::{self, SHORTEST_TIMER};
 use crate::limit::UnusedPermits;
 use crate::store::{Demand, Refusal};
 pub(super) use crate::wait_queue::Number;
@@ -42,9 +42,6 @@ pub(super) use gathering::{Delay, Gathering};
 /// The longest time that a call waits for other requests to join it. A request of another process
 /// may overtake these requests by this much.
 const LONGEST_GATHERING: Duration = Duration::from_millis(10);
-
-/// The resolution of timers.
-pub(super) const SHORTEST_TIMER: Duration = Duration::from_millis(1);
 
 /// How far ahead a slot is at least that is kept for the next waiters.
 const SPARED_AHEAD: Duration = Duration::from_secs(1);
