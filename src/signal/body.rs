@@ -127,17 +127,12 @@ impl<'a> Repeated<'a> {
         }
         visit(text, |Node { depth, key, value }| {
             inside = inside.filter(|outer| depth > *outer);
-            let value = match value {
-                Value::Object if key.is_some_and(|key| key.is("headers")) => {
-                    inside = Some(depth);
-                    return;
-                }
-                Value::Number(number) => Some(number),
-                Value::Text(text) => text.plain(),
-                _ => None,
-            };
+            if matches!(value, Value::Object) && key.is_some_and(|key| key.is("headers")) {
+                inside = Some(depth);
+                return;
+            }
             let name = key.filter(|_| inside.is_some()).and_then(Str::plain);
-            if let (Some(name), Some(value)) = (name, value) {
+            if let (Some(name), Some(value)) = (name, value.plain()) {
                 repeated.add(name, value);
             }
         });

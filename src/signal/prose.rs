@@ -160,10 +160,6 @@ struct Sentence {
 impl Sentence {
     fn add(&mut self, word: &str) {
         let is = |known: &&str| word.eq_ignore_ascii_case(known);
-        let begins = |start: &str| {
-            let start_of = word.get(..start.len());
-            start_of.is_some_and(|of| of.eq_ignore_ascii_case(start))
-        };
         if let (number, "") = digits(word) {
             let place = match self.last {
                 Some(Class::Limit) => 0,
@@ -191,7 +187,7 @@ impl Sentence {
             Class::Throttled => self.refused |= !self.open,
             Class::Many if after(Class::Too) => self.too_many = 4,
             Class::If => self.open = true,
-            Class::None if begins("ratelimit") => self.rate_limit = true,
+            Class::None if has_start(word, "ratelimit") => self.rate_limit = true,
             _ => {}
         }
         self.too_many = self.too_many.saturating_sub(1);
@@ -396,6 +392,12 @@ fn moment(text: &str, base: &Base) -> Option<u64> {
     ends.rev().find_map(read)
 }
 
+/// Returns whether a word begins with `start`, in any case of its letters.
+fn has_start(word: &str, start: &str) -> bool {
+    let begin = word.get(..start.len());
+    begin.is_some_and(|begin| begin.eq_ignore_ascii_case(start))
+}
+
 /// Returns whether a code of an error says that a limit is exceeded: `userRateLimitExceeded`,
 /// `OVER_QUERY_LIMIT`.
 pub(super) fn is_code(code: &str) -> bool {
@@ -412,11 +414,7 @@ pub(super) fn is_code(code: &str) -> bool {
         if begins {
             let word = code.get(start..end).unwrap_or_default();
             let word = word.trim_matches(|letter: char| !letter.is_ascii_alphanumeric());
-            let is = |start: &str| {
-                word.get(..start.len())
-                    .is_some_and(|of| of.eq_ignore_ascii_case(start))
-            };
-            is_one |= is("throttl") || is("ratelimit");
+            is_one |= has_start(word, "throttl") || has_start(word, "ratelimit");
             sentence.exceeded |= word.eq_ignore_ascii_case("over");
             sentence.counted |= word.eq_ignore_ascii_case("api");
             sentence.add(word);

@@ -317,25 +317,21 @@ impl<'a> Header<'a> {
 pub(in crate::signal) fn family(name: &str) -> Option<(Family<'_>, &str)> {
     let mut start = 0;
     while let Some(rest) = name.get(start..) {
-        let before = || name[..start].trim_end_matches('-');
         if let Some(after) = word(rest, "ratelimitbysize", DASH) {
             return Some((Family::BySize, after));
         }
-        if let Some(after) = word(rest, "ratelimit", DASH) {
-            let family = match before() {
-                "" => Family::Plain,
-                "x" => Family::X,
-                vendor => Family::Vendor(vendor),
-            };
-            return Some((family, after));
-        }
-        if let Some(after) = word(rest, "rate-limit", DASH) {
-            let family = match before() {
-                "" => Family::Split,
-                "x" => Family::XSplit,
-                vendor => Family::Vendor(vendor),
-            };
-            return Some((family, after));
+        for (words, plain, x) in [
+            ("ratelimit", Family::Plain, Family::X),
+            ("rate-limit", Family::Split, Family::XSplit),
+        ] {
+            if let Some(after) = word(rest, words, DASH) {
+                let family = match name[..start].trim_end_matches('-') {
+                    "" => plain,
+                    "x" => x,
+                    vendor => Family::Vendor(vendor),
+                };
+                return Some((family, after));
+            }
         }
         start += rest.find('-')? + 1;
     }

@@ -28,23 +28,18 @@ fn json<'a>(
     mut each: impl FnMut(Header<'a>, &'a str),
 ) -> bool {
     let is_name = |key| header.member(key, None, "").role == Role::Name;
-    let text = |node: &Node<'a>| match node.value {
-        Value::Number(number) => Some(number),
-        Value::Text(text) => text.plain(),
-        _ => None,
-    };
     let key = |node: &Node<'a>| node.key.and_then(Str::plain);
     let (mut label, mut depth) = (None, 1);
     visit(value, |node| {
         if node.depth == 1 && key(&node).is_some_and(is_name) {
-            label = text(&node);
+            label = node.value.plain();
         }
     });
     visit(value, |node| {
         if let (Value::Object, 1..) = (node.value, node.depth) {
             (label, depth) = (key(&node), node.depth + 1);
         }
-        let member = key(&node).zip(text(&node));
+        let member = key(&node).zip(node.value.plain());
         match member.filter(|_| node.depth == depth) {
             Some((key, text)) if is_name(key) => label = Some(text),
             Some((key, text)) => each(header.member(key, label, ""), text),

@@ -31,6 +31,17 @@ pub(in crate::signal) enum Value<'a> {
     Null,
 }
 
+impl<'a> Value<'a> {
+    /// Returns a number, or a text without escapes.
+    pub(in crate::signal) fn plain(self) -> Option<&'a str> {
+        match self {
+            Value::Number(number) => Some(number),
+            Value::Text(text) => text.plain(),
+            _ => None,
+        }
+    }
+}
+
 /// A text as it was written, with its escapes.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::signal) struct Str<'a>(&'a str);
