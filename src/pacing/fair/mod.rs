@@ -283,11 +283,11 @@ impl Fair {
 
     /// Returns `q` of the type's docs: the interval in token times that follows from what is left.
     fn share_of(&self, in_flight: usize) -> Option<f64> {
-        let (level, set_point) = (self.level?, self.set_point());
-        let shortage = SHORTAGE / self.scale.lag() * (set_point - (level - in_flight as f64));
+        let (level, set_point) = (self.level?, self.scale.set_point());
         if self.scale.is_even() {
             return Some(self.estimate.n);
         }
+        let shortage = SHORTAGE / self.scale.lag() * (set_point - (level - in_flight as f64));
         if self.scale.is_below {
             return Some((self.estimate.n + shortage.min(0.0)).max(0.0));
         }
@@ -299,10 +299,6 @@ impl Fair {
                 .max(ticket.min(ticket - level))
                 .max(0.0),
         )
-    }
-
-    fn set_point(&self) -> f64 {
-        self.scale.set_point()
     }
 
     /// Reads what is left from an answer. Returns `None` if it is unknown.
@@ -387,7 +383,7 @@ impl Fair {
             Some(_) if self.scale.is_below => {
                 (BELOW_USE * self.estimate.drain / self.estimate.n).min(1.0)
             }
-            Some(level) => (1.0 - level / (2.0 * self.set_point())).clamp(0.0, 1.0),
+            Some(level) => (1.0 - level / (2.0 * self.scale.set_point())).clamp(0.0, 1.0),
             None => 0.0,
         }
     }
@@ -534,7 +530,7 @@ impl Pace for Fair {
             let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
             let waiting = traffic.waiting.max(1) as f64;
             match self.level {
-                Some(level) if level <= self.set_point() || self.scale.is_exhausted() => self
+                Some(level) if level <= self.scale.set_point() || self.scale.is_exhausted() => self
                     .estimate
                     .refused_at_low_level(&self.scale, self.passed_since_refusal, waiting, since),
                 Some(_) => self

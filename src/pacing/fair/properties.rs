@@ -293,11 +293,11 @@ proptest! {
     ) {
         let mut pace = Fair::new().limit(limit, Duration::from_secs(3600));
         (pace.estimate.n, pace.estimate.drain) = (n, drain);
-        let enough = pace.set_point() + (n / SHORTAGE + in_flight as f64).max(drain);
+        let enough = pace.scale.set_point() + (n / SHORTAGE + in_flight as f64).max(drain);
         pace.level = Some(enough + more);
         prop_assert_eq!(pace.pace(in_flight), 0.0);
         // Below that, a request is delayed, unless the drain matters more.
-        pace.level = Some(pace.set_point() + n / SHORTAGE + in_flight as f64 - more);
+        pace.level = Some(pace.scale.set_point() + n / SHORTAGE + in_flight as f64 - more);
         pace.scale.is_below = is_below;
         prop_assert!(pace.pace(in_flight) > 0.0);
     }

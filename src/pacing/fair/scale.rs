@@ -215,7 +215,7 @@ impl Scale {
 
     /// Reports whether the limit has a short fixed window.
     pub(super) fn is_short(&self) -> bool {
-        self.short.ends().is_some()
+        self.short_ends().is_some()
     }
 
     /// Returns the requests per second of a sliding window whose length no header states; `None` if

@@ -84,7 +84,7 @@ const LONGER_UNKNOWN: f64 = 1.5;
 const LONGER: f64 = 1.7;
 /// From this number of refusals in a row on, an outage may have another cause than the limit. The
 /// measured rate then falls by at most [`OUT`].
-const OUTAGE: f64 = 6.0;
+const LONG_OUTAGE: f64 = 6.0;
 const OUT: f64 = 0.35;
 /// The longest pause, in seconds, unless one interval is longer. A server that is healthy again is used
 /// after it.
@@ -242,8 +242,9 @@ impl Search {
             // The server judged this request before it refused another one.
             Phase::Outage { latest, .. } if sent < *latest => {}
             &mut Phase::Outage { began, count, .. } => {
-                let known = self.lower.filter(|_| count >= OUTAGE);
-                self.end_cycle(seconds(began, now), known, now, states_wait, is_alone);
+                let known = self.lower.filter(|_| count >= LONG_OUTAGE);
+                let least = known.map_or(f64::NEG_INFINITY, |lower| lower - OUT);
+                self.end_cycle(seconds(began, now), least, now, states_wait, is_alone);
                 self.phase = Phase::Paced;
             }
             Phase::Paced => {}
@@ -276,12 +277,12 @@ impl Search {
         (pause * dice.between(SPREAD.0, SPREAD.1)).min(LONGEST)
     }
 
-    /// Ends a cycle after an outage of this length, and plans the next curve. The rate stays near
-    /// `known`, if there is one.
+    /// Ends a cycle after an outage of this length, and plans the next curve. The rate does not
+    /// fall below `least`.
     fn end_cycle(
         &mut self,
         outage: f64,
-        known: Option<f64>,
+        least: f64,
         now: Instant,
         states_wait: bool,
         is_alone: bool,
@@ -302,7 +303,6 @@ impl Search {
                 return self.curve.lower_by(STATED_STEP);
             }
             (None, Some(upper)) if is_few => {
-                let least = known.map_or(f64::NEG_INFINITY, |lower| lower - OUT);
                 let most = (lately.rate(now) + FEW).max(least);
                 let most = most.clamp(upper - LARGEST_STEP, upper - STEP);
                 return self.curve.lower_to(most);
@@ -319,7 +319,7 @@ impl Search {
         let measured = self.cycle.rate(now) + self.late.ln();
         let measured = match stated_lower {
             Some(lower) => measured.max(lower - STATED_DROP),
-            None => measured.max(known.map_or(measured, |lower| lower - OUT)),
+            None => measured.max(least),
         };
         let measured = bounded(measured);
         // Before the first outage ends, no lower rate was measured.
