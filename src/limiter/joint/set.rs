@@ -275,7 +275,7 @@ impl JointSet {
                 state.lanes.runs(number, costs);
                 state.obey(held_until, now);
                 let confirm = state.hand_out(&self.parts, now, Some(number), wakers);
-                let mut settled = state.lanes.collect(number, costs);
+                let mut settled = state.lanes.collect(number, costs, now);
                 let tasks = state.begin_tasks(confirm);
                 let has_begun = tasks != Tasks::default();
                 // If units may come back, nothing is booked ahead for requests behind the first. A store in this process

@@ -84,7 +84,7 @@ impl Ticket {
             state.inquire(ctx);
         }
         state.step(ctx, Some((self.number, self.cost)));
-        let settled = match self.collect(state) {
+        let settled = match self.collect(state, ctx.now) {
             Some(Settled::Failed(cause)) => self.store_failed(state, ctx, cause),
             settled => settled,
         };
@@ -202,15 +202,15 @@ impl Ticket {
     }
 
     /// Takes the outcome of the wait, if it has ended.
-    fn collect(&self, state: &mut KeyState) -> Option<Settled> {
-        state.queue.as_mut()?.collect(self.number, self.cost)
+    fn collect(&self, state: &mut KeyState, now: Instant) -> Option<Settled> {
+        state.queue.as_mut()?.collect(self.number, self.cost, now)
     }
 
     /// Takes the outcome of the wait, if it has ended and the request can use it.
     ///
     /// If the key was put on hold meanwhile, the request may not leave. It waits again, in its old place.
     fn collect_usable(&self, state: &mut KeyState, ctx: &mut KeyContext<'_>) -> Option<Settled> {
-        let settled = self.collect(state)?;
+        let settled = self.collect(state, ctx.now)?;
         let held = state.hold.left(ctx.now);
         match (settled, held) {
             (Settled::Granted(slot), Some(left)) => {

@@ -404,7 +404,8 @@ impl<S: Booked> Lane<S> {
         }
     }
 
-    /// Gives the permits of the first slot to the first waiters, if it is due and `may_leave`.
+    /// Gives the permits of the first slot to the first waiters, if it is due and `may_leave`, and does not expire before
+    /// their tasks come, which `takes` some time.
     ///
     /// A slot that has expired for some time goes to its waiter, too: so that waiter has an outcome to collect, and the
     /// next slots are for waiters that are polled. Otherwise ten futures that are not polled would get ten
@@ -412,6 +413,7 @@ impl<S: Booked> Lane<S> {
     pub(super) fn hand_out_first(
         &mut self,
         how: HandOut,
+        takes: Duration,
         most_missed: usize,
         mut may_leave: impl FnMut(&S) -> bool,
         mut handed: impl FnMut(Number, Option<Instant>),
@@ -423,7 +425,7 @@ impl<S: Booked> Lane<S> {
         while let Some(slot) = self.slots.front_mut()
             && slot.at() <= now
         {
-            if slot.until().is_some_and(|until| until <= now) {
+            if is_too_late(slot, takes, now) {
                 let Some(slot) = self.take_first_if(|_| true) else {
                     break;
                 };
@@ -636,6 +638,15 @@ impl<S: Booked> Lane<S> {
 /// key is visited does not.
 fn backup(slot: Instant) -> RangeInclusive<Instant> {
     slot..=clock::after(slot, 2 * ANSWER)
+}
+
+/// Returns whether the permits of a slot that is due would expire on the way to their tasks. In the first half of their
+/// life none counts as that: others that are booked instead would be no better.
+fn is_too_late<S: Booked>(slot: &S, takes: Duration, now: Instant) -> bool {
+    slot.until().is_some_and(|until| {
+        let life = until.saturating_duration_since(slot.at());
+        until <= clock::after(now, takes.min(life / 2))
+    })
 }
 
 /// Returns when the task of a waiter wakes for a slot. One that is due and was not handed out wakes it at `due_at`.

@@ -16,22 +16,21 @@
 //! behind it go back as well, and the next call books for their waiters again, in their order
 //! ([`Lanes::take_after`]).
 //!
-//! # How many permits are handed out at once
+//! # How many are woken at once
 //!
-//! All slots of a window may be due at one moment, and a permit lasts for some milliseconds. If all waiters were woken at
-//! once, most would run too late. So at most [`MOST_HANDED`] permits are on their way to tasks. Each task that comes
-//! has the next permit handed out.
+//! Only so many permits are on their way to tasks as are in time for them: see [`Handed`].
 //!
 //! For the same reason only the first waiters have timers for their slots ([`FRONT`]): to set those of 100,000 waiters that
 //! are booked anew took longer than a permit lasts. A waiter that comes to the front gets its timer. If no task of the
 //! front comes, the owner goes on ([`Lanes::goes_on_at`]).
 
+mod handed;
 mod lane;
 #[cfg(test)]
 mod properties;
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::task::Context;
 use std::time::{Duration, Instant};
@@ -41,11 +40,9 @@ use crate::clock;
 use crate::wait_queue::{ANSWER, Left, MISSED, Number};
 use crate::wakers::Wakers;
 
+use handed::Handed;
 use lane::Facts;
 pub(super) use lane::{Lane, SlotWait};
-
-/// The most permits that are handed out and not collected, while they are valid.
-const MOST_HANDED: usize = 256;
 
 /// How many waiters of a lane have timers for their slots.
 const FRONT: usize = 64;
@@ -107,8 +104,7 @@ pub(super) struct Lanes<S: Booked> {
     with_surplus: BTreeSet<S::Costs>,
     waiting: usize,
     waiting_without_slot: usize,
-    /// The permits that were handed out and not collected, and when they expire.
-    handed: VecDeque<(Number, Instant)>,
+    handed: Handed,
     /// The lanes whose first waiter or first slot has changed: the timer of that waiter may have to be moved.
     changed: Vec<S::Costs>,
 }
@@ -123,7 +119,7 @@ impl<S: Booked> Default for Lanes<S> {
             with_surplus: BTreeSet::new(),
             waiting: 0,
             waiting_without_slot: 0,
-            handed: VecDeque::new(),
+            handed: Handed::default(),
             changed: Vec::new(),
         }
     }
@@ -298,25 +294,24 @@ impl<S: Booked> Lanes<S> {
         number: Number,
         costs: &S::Costs,
     ) -> Option<Left<SlotWait, S::Outcome>> {
-        self.collected(number);
+        self.handed.left(number);
         self.change(costs, |lane| lane.leave(number))
     }
 
     /// Takes the outcome of a wait that has ended.
-    pub(super) fn collect(&mut self, number: Number, costs: &S::Costs) -> Option<S::Outcome> {
+    pub(super) fn collect(
+        &mut self,
+        number: Number,
+        costs: &S::Costs,
+        now: Instant,
+    ) -> Option<S::Outcome> {
         let lane = self.lanes.get_mut(costs)?;
         let outcome = lane.collect(number)?;
         if lane.is_unused() {
             self.lanes.remove(costs);
         }
-        self.collected(number);
+        self.handed.collected(number, now);
         Some(outcome)
-    }
-
-    fn collected(&mut self, number: Number) {
-        if let Some(place) = self.handed.iter().position(|(other, _)| *other == number) {
-            self.handed.remove(place);
-        }
     }
 
     /// Hands out the slots that are due, the first one first, to the first waiters with its costs. Stops at a slot
@@ -329,14 +324,13 @@ impl<S: Booked> Lanes<S> {
         wakers: &mut Wakers,
     ) -> HandedOut {
         let mut handed = std::mem::take(&mut self.handed);
-        handed.retain(|(_, until)| *until > how.now);
         let mut all = HandedOut::default();
         while let Some(((at, _), costs)) = self.first_slots.first()
             && *at <= how.now
         {
             let costs = costs.clone();
-            let room = MOST_HANDED.saturating_sub(handed.len());
-            let most = room.min(how.most - all.count);
+            let takes = handed.takes(how.now);
+            let most = handed.room(how.now).min(how.most - all.count);
             let how = HandOut { most, ..how };
             // Those behind the front had no timer, so it says nothing that they have not come.
             let most_missed = FRONT - all.missed;
@@ -345,11 +339,11 @@ impl<S: Booked> Lanes<S> {
                 if how.running != Some(number)
                     && let Some(until) = until
                 {
-                    handed.push_back((number, until));
+                    handed.add(number, until, how.now);
                 }
             };
             let of_lane = self.change(&costs, |lane| {
-                lane.hand_out_first(how, most_missed, &mut may_leave, hand, &mut died, wakers)
+                lane.hand_out_first(how, takes, most_missed, &mut may_leave, hand, &mut died, wakers)
             });
             all.count += of_lane.count;
             all.died |= of_lane.died;
@@ -441,11 +435,8 @@ impl<S: Booked> Lanes<S> {
     /// slot waits for the store's answer, which wakes its waiter. If its waiter woke at once, the first waiters of two
     /// costs would wake each other until that answer arrives.
     fn due_slots_wake_at(&self, now: Instant) -> Instant {
-        let expire = self
-            .handed
-            .front()
-            .filter(|_| self.handed.len() >= MOST_HANDED);
-        expire.map_or(clock::after(now, ANSWER), |(_, until)| *until)
+        let has_room_at = self.handed.has_room_at(now);
+        has_room_at.unwrap_or(clock::after(now, ANSWER))
     }
 
     /// Returns when the key has to be visited if no waiter wakes for its slot. Those behind the front have no timer for it.

@@ -156,7 +156,7 @@ proptest! {
                     prop_assert!(handed.count <= most && !handed.died);
                     let mut got = 0;
                     for (number, cost) in model.waiters.clone() {
-                        if let Some(slot) = lanes.collect(number, &cost) {
+                        if let Some(slot) = lanes.collect(number, &cost, start) {
                             got += 1;
                             model.waiters.retain(|waiter| waiter.0 != number);
                             model.remove(Slot { cost, at: slot, permits: 1 });

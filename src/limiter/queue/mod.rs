@@ -211,8 +211,8 @@ impl Queue {
     }
 
     /// Takes the outcome of a wait that has ended.
-    pub(super) fn collect(&mut self, number: Number, cost: u32) -> Option<Settled> {
-        self.lanes.collect(number, &cost)
+    pub(super) fn collect(&mut self, number: Number, cost: u32, now: Instant) -> Option<Settled> {
+        self.lanes.collect(number, &cost, now)
     }
 
     /// Adds a slot for the waiters of its cost.
