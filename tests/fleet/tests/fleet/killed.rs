@@ -126,7 +126,7 @@ fn permits_fetched_by_killed_processes_return_after_a_window() {
     };
     let heir = Options {
         tasks: 64,
-        span: ms(3500),
+        span: ms(1500),
         ..options
     };
     let (mut fleet, mut heirs) = (
@@ -134,12 +134,13 @@ fn permits_fetched_by_killed_processes_return_after_a_window() {
         Fleet::start(WORKER, 2, &heir),
     );
     let outsider = Outsider::new(&redis, quota);
+    let used = || outsider.peek().limits[0].used;
     let start = Instant::now();
     fleet.go();
     wait_until(start, ms(2500));
     (0..4).for_each(|number| fleet.kill(number));
     let killed = now();
-    let counted = outsider.peek().limits[0].used;
+    let counted = used();
     heirs.go();
     let reports = fleet.finish();
     assert!(
@@ -148,28 +149,20 @@ fn permits_fetched_by_killed_processes_return_after_a_window() {
     );
     let heirs = heirs.finish();
     assert_all_ended(&heirs);
-    let within = |reports: &[Report], from: u64, to: u64| {
-        by_grant(reports)
-            .iter()
-            .filter(|event| (from..to).contains(&event.ended))
-            .count()
-    };
-    let (window, margin) = (1_000_000_000, 20_000_000);
-    let used = within(&reports, killed - window - margin, killed);
-    let meanwhile = within(&heirs, killed, killed + window);
-    let after = within(
-        &heirs,
-        killed + window + margin,
-        killed + 2 * (window + margin),
-    );
+    // What the heirs have used last counts for a window from now on. The margin is less than the rest.
+    std::thread::sleep(ms(1200));
+    let left = used();
+    let used = by_grant(&reports)
+        .iter()
+        .filter(|event| (killed - 900_000_000..killed).contains(&event.ended))
+        .count() as u64;
     println!(
-        "{quota}, 4 processes killed: the store counts {counted}, of which they had used {used} at most; two others have \
-         {meanwhile} in the second after, and {after} in the window behind it"
+        "{quota}, 4 processes killed: the store counts {counted}, of which they had used at least {used}; two others end, \
+         and after a window it counts {left}"
     );
-    assert!(counted >= 5_000, "they were at work: {counted}");
+    assert!(used >= 2500, "they were at work: {used}");
+    assert!(counted > used, "permits were at hand");
     let all: Vec<_> = reports.into_iter().chain(heirs).collect();
     assert_never_over(&fleet::log(&all), &quota);
-    // A stall of the machine loses slots. If the permits of the killed processes did not return,
-    // `after` would be lower.
-    assert!(after >= 14_000, "{after}: all of it is back");
+    assert_eq!(left, 0, "all of it is back");
 }
