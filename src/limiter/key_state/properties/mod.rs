@@ -245,6 +245,36 @@ proptest! {
     }
 }
 
+/// Three waiters are polled a second after they were given their permits. Then others are due, too, and may leave first.
+#[tokio::test(start_paused = true)]
+async fn waiters_that_come_late_may_be_overtaken() {
+    let enter = |cost, wait| Step::Enter {
+        cost,
+        wait,
+        by_deadline: false,
+    };
+    let steps = [
+        enter(3, 0),
+        Step::Use(0),
+        enter(3, 0),
+        enter(1, 1020),
+        enter(1, 1020),
+        enter(1, 60_000),
+        Step::GiveBack(36),
+        enter(1, 60_000),
+        enter(1, 60_000),
+        Step::Poll(16),
+        enter(1, 0),
+        enter(1, 1327),
+        enter(2, 60_000),
+        enter(1, 1327),
+        enter(1, 60_000),
+        Step::Hold(1, false),
+        Step::Passes(1020),
+    ];
+    run(6, false, false, false, &steps).await;
+}
+
 /// The permit of the probe expires before its waiter wakes. The next call to the store does not
 /// wait for a probe that never left.
 #[tokio::test(start_paused = true)]

@@ -68,8 +68,18 @@ impl World {
         }
     }
 
-    /// Runs `act` on the state of the key, as the limiter does.
+    /// Runs `act` on the state of the key, as the limiter does. What is late is done before it: a request that comes back has
+    /// no place in the line meanwhile.
     pub(super) fn act<R>(
+        &mut self,
+        act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>, &mut [Request]) -> R,
+    ) -> R {
+        self.watched(|state, ctx, _| state.catch_up(ctx));
+        self.watched(act)
+    }
+
+    /// Runs `act`, and notes which requests overtake others.
+    fn watched<R>(
         &mut self,
         act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>, &mut [Request]) -> R,
     ) -> R {
@@ -98,7 +108,6 @@ impl World {
             max_hold: ms(60_000),
             work: Work::default(),
         };
-        self.state.catch_up(&mut ctx);
         let result = act(&mut self.state, &mut ctx, &mut self.requests);
         let visit = self.state.wants_visit(&ctx.work, now).map(Pending::Visit);
         let Work {
