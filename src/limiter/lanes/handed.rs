@@ -3,7 +3,7 @@
 //! A window's slots may all be due at one moment, and their permits expire at one moment, some milliseconds later. If all
 //! waiters were woken at once, most would run too late. So only so many permits are on their way at one time, and each
 //! task that comes has the next one handed out. How many follows from how fast the tasks run: one more for each that comes
-//! in the first third of its permit's life, and one less for each that comes later. And no permit is handed out behind
+//! in the first eighth of its permit's life, and one less for each that comes later. And no permit is handed out behind
 //! others if it would expire before its task comes. Tried: always 256. Where a task takes 50 us until it has sent its request,
 //! each fourth was too late.
 //!
@@ -12,7 +12,8 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use crate::wait_queue::{Number, is_missed};
+use crate::clock;
+use crate::wait_queue::{MISSED, Number, is_missed};
 
 /// How many permits are on their way at first, at least and at most.
 const FIRST: usize = 64;
@@ -55,13 +56,15 @@ impl Handed {
 
     /// Returns when there is room again even if no task comes, if there is none.
     pub(super) fn has_room_at(&self, now: Instant) -> Option<Instant> {
-        let first = self.valid(now).next()?;
-        (self.room(now) == 0).then_some(first.until)
+        let first = self.valid(now).map(|permit| permit.until).min()?;
+        (self.room(now) == 0).then_some(first)
     }
 
     /// Returns how long a permit that is handed out at `now` is on its way, behind others.
     pub(super) fn takes(&self, now: Instant) -> Duration {
-        self.valid(now).next().map_or(Duration::ZERO, |_| self.takes)
+        self.valid(now)
+            .next()
+            .map_or(Duration::ZERO, |_| self.takes)
     }
 
     /// Adds a permit that expires at `until`.
@@ -71,6 +74,8 @@ impl Handed {
         {
             self.permits.pop_front();
         }
+        // A permit that lasts for long does not keep those of the others back for as long: its task is not polled.
+        let until = until.min(clock::after(now, MISSED));
         self.permits.push_back(OnItsWay {
             number,
             since: now,
@@ -85,7 +90,7 @@ impl Handed {
         };
         self.takes = now.saturating_duration_since(permit.since);
         let left = permit.until.saturating_duration_since(now);
-        self.most = match 2 * self.takes <= left {
+        self.most = match 7 * self.takes <= left {
             true => MOST.min(self.most + 1),
             false => LEAST.max(self.most - 1),
         };
@@ -104,5 +109,41 @@ impl Handed {
 
     fn valid(&self, now: Instant) -> impl Iterator<Item = &OnItsWay> {
         self.permits.iter().filter(move |permit| permit.until > now)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::clock;
+
+    #[test]
+    fn fast_tasks_get_more_room_and_slow_ones_less() {
+        let (mut handed, start) = (Handed::default(), clock::now());
+        let life = Duration::from_millis(10);
+        let mut pass = |count: u64, takes: Duration| {
+            for number in 0..count {
+                handed.add(number, start + life, start);
+                handed.collected(number, start + takes);
+            }
+            (handed.room(start), handed.takes(start))
+        };
+        assert_eq!(
+            pass(10_000, Duration::from_millis(1)),
+            (MOST, Duration::ZERO)
+        );
+        assert_eq!(pass(10_000, Duration::from_millis(3)).0, LEAST);
+    }
+
+    /// Permits that were prefetched may last for minutes.
+    #[test]
+    fn tasks_that_do_not_come_take_room_for_a_short_time() {
+        let (mut handed, start) = (Handed::default(), clock::now());
+        let life = |number| Duration::from_secs(100 - number);
+        (0..FIRST as u64).for_each(|number| handed.add(number, start + life(number), start));
+        assert_eq!(handed.has_room_at(start), Some(start + MISSED));
+        assert_eq!(handed.room(start + MISSED), FIRST);
     }
 }

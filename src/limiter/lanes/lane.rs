@@ -425,7 +425,8 @@ impl<S: Booked> Lane<S> {
         while let Some(slot) = self.slots.front_mut()
             && slot.at() <= now
         {
-            if is_too_late(slot, takes, now) {
+            let runs = how.running.is_some() && self.waiters.numbers().next() == how.running;
+            if is_too_late(slot, if runs { Duration::ZERO } else { takes }, now) {
                 let Some(slot) = self.take_first_if(|_| true) else {
                     break;
                 };

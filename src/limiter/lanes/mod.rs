@@ -343,7 +343,15 @@ impl<S: Booked> Lanes<S> {
                 }
             };
             let of_lane = self.change(&costs, |lane| {
-                lane.hand_out_first(how, takes, most_missed, &mut may_leave, hand, &mut died, wakers)
+                lane.hand_out_first(
+                    how,
+                    takes,
+                    most_missed,
+                    &mut may_leave,
+                    hand,
+                    &mut died,
+                    wakers,
+                )
             });
             all.count += of_lane.count;
             all.died |= of_lane.died;
