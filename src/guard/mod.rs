@@ -16,7 +16,7 @@ use http::StatusCode;
 pub(crate) use self::ban_guard::BanGuard;
 use crate::config_error::{ConfigError, Problem};
 use crate::key::Key;
-use crate::quota::{Limit, Quota};
+use crate::quota::Quota;
 use crate::signal::Signal;
 
 type Counts = dyn Fn(StatusCode, &Signal) -> bool + Send + Sync;
@@ -137,8 +137,8 @@ impl Guard {
             }))
         };
         let limits = self.quota.limits();
-        let is_rate = |limit: &Limit| !matches!(limit, Limit::InFlight { .. });
-        if limits.is_empty() || !limits.iter().all(is_rate) || self.quota.by_unit().len() > 1 {
+        let is_of_calls = self.quota.most_in_flight().is_some();
+        if limits.is_empty() || is_of_calls || self.quota.by_unit().len() > 1 {
             let allowed = "a rate of bad answers, such as Quota::new(9_000, ten_minutes)";
             return out_of_range(self.quota.to_string(), allowed);
         }

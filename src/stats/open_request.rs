@@ -39,9 +39,10 @@ impl<G: Gate> OpenRequest<G> {
         }
     }
 
-    /// Notes that the request waits again, and has counted before.
-    pub(crate) fn is_sent_again(&mut self) {
+    /// Makes it a request that waits again, and has counted before.
+    pub(crate) fn sent_again(mut self) -> Self {
         self.counts = false;
+        self
     }
 
     /// Polls the drain of the gate. Ready if the request may leave no more. Otherwise its task is woken

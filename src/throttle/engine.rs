@@ -142,11 +142,17 @@ impl Core {
         let guard = self.settings.guard.as_ref();
         let guarded = guard.map(|guard| (guard, guard.counted(key)));
         let make = || {
-            let stop = guarded.and_then(|(guard, counted)| guard.stopped_for(counted, now));
+            let mut waiters = self.new_waiters(now);
             if let Some((guard, counted)) = guarded {
+                // A stop that begins meanwhile finds the key, and waits for its waiters.
                 guard.note_key(counted, key);
+                if let Some(left) = guard.stopped_for(counted, now) {
+                    waiters.queue.hold_until(clock::after(now, left), now);
+                    waiters.note_cause(Cause::Guard, now);
+                    self.settings.tally.held(Cause::Guard);
+                }
             }
-            self.new_waiters(stop, now)
+            waiters
         };
         let mut gone = Vec::new();
         let evict = |key, waiters: Waiters| {
@@ -201,7 +207,7 @@ impl Core {
     }
 
     /// Makes the waiters of a key that a guard stops for `stop`.
-    fn new_waiters(&self, stop: Option<Duration>, now: Instant) -> Waiters {
+    fn new_waiters(&self, now: Instant) -> Waiters {
         let ThrottleSettings {
             pace,
             dice,
@@ -211,10 +217,6 @@ impl Core {
         let mut queue = PacedQueue::new(pace(), dice(), *max_hold, now);
         if let Some(SharedPace { store, id, .. }) = &self.shared {
             queue.share(*id, store.address(), now);
-        }
-        if let Some(left) = stop {
-            queue.hold_until(clock::after(now, left), now);
-            self.settings.tally.held(Cause::Guard);
         }
         Waiters::new(queue, now)
     }

@@ -26,7 +26,8 @@ impl Guarded for Core {
         let is_known = self.find(key, |_| ()).is_some();
         // If there is no room for one more key, the key is held when it gets its waiters.
         let _ = self.open(key, now, |waiters, wakers| {
-            waiters.hold_until(until, now, wakers)
+            waiters.hold_until(until, now, wakers);
+            waiters.note_cause(Cause::Guard, now);
         });
         if is_known {
             report(&self, key, span);
@@ -44,6 +45,7 @@ impl Guarded for Core {
                 let before = waiters.queue.held_until();
                 if before.is_none_or(|before| clock::after(before, SAME) < until) {
                     waiters.hold_until(until, now, wakers);
+                    waiters.note_cause(Cause::Guard, now);
                     return true;
                 }
                 false

@@ -74,7 +74,7 @@ use crate::events;
 use crate::guarded::Guarded;
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::Full;
-use crate::stats::{Cause, Drained, Gate, KeyStats, Stats, drain_gate};
+use crate::stats::{Cause, Drained, Gate, KeyStats, OpenRequest, Stats, drain_gate};
 use crate::wakers::Wakers;
 
 pub(crate) use engine::ThrottleSettings;
@@ -153,11 +153,17 @@ impl Throttle {
     pub async fn acquire(&self, key: Key) -> Result<ThrottlePermit, Limited> {
         match self.begin(key, None, || self.label(key, None)) {
             Begun::Leaves(permit) => Ok(permit),
-            Begun::Waits(wait) => {
-                let mut permit = wait.await?;
-                permit.left();
-                Ok(permit)
-            }
+            Begun::Waits(mut wait) => loop {
+                // The key may have been put on hold since its turn.
+                match wait.await?.leave_or_wait(None) {
+                    Ok(mut permit) => {
+                        permit.left();
+                        return Ok(permit);
+                    }
+                    Err(Back::Waits(again)) => wait = *again,
+                    Err(Back::Ended(limited)) => return Err(limited),
+                }
+            },
             Begun::Limited(limited) => Err(limited),
         }
     }
@@ -412,6 +418,7 @@ impl Throttle {
                 self.core
                     .find(key, |waiters| waiters.counts.note_label(&label));
                 return Begun::Waits(Wait::new(
+                    OpenRequest::new(self.core.clone(), key, now),
                     self.core.clone(),
                     key,
                     number,

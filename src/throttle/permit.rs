@@ -12,7 +12,7 @@ use http::StatusCode;
 use super::counting;
 use super::engine::{Core, Since};
 use super::paced_queue::Flight;
-use super::waiters::TooLate;
+use super::waiters::{TooLate, Waiters};
 use crate::clock;
 use crate::error::{Limited, Reason};
 use crate::events;
@@ -21,6 +21,7 @@ use crate::key::{Key, Label};
 use crate::signal::Signal;
 use crate::stats::{Gate, OpenRequest, Outcome};
 use crate::wait_queue::Number;
+use crate::wakers::Wakers;
 
 /// The right to send one request at the pace that the throttle has learned.
 ///
@@ -144,6 +145,51 @@ impl ThrottlePermit {
         self.end(signal, status, Some(latest), now)
     }
 
+    /// Ends the request in flight. A drain may wait for that.
+    fn ends<R>(&self, end: impl FnOnce(&mut Waiters, &mut Wakers) -> R) -> Option<R> {
+        let ended = self.core.at(self.key, end);
+        self.core.tally().call_ended();
+        ended
+    }
+
+    /// Takes what is known of the wait. Of a request that did not wait, `at` is when it left.
+    fn take_waited(&mut self, at: Instant) -> Waited {
+        match self.waited.take() {
+            Some(waited) => *waited,
+            None => Waited::at_once(self.core.label(self.key, None), at),
+        }
+    }
+
+    /// Makes the wait of a request that is back in its old place, and that the upstream has `refused`, if it has.
+    fn waits_again(
+        &self,
+        number: Number,
+        waited: Waited,
+        refused: Option<StatusCode>,
+    ) -> Box<Wait> {
+        let Waited {
+            label,
+            start,
+            turns,
+            open,
+            ..
+        } = waited;
+        let open = open
+            .unwrap_or_else(|| OpenRequest::new(self.core.clone(), self.key, start).sent_again());
+        let mut wait = Wait::new(
+            open,
+            self.core.clone(),
+            self.key,
+            number,
+            label,
+            start,
+            self.latest,
+        );
+        wait.turns = turns + 1;
+        wait.refused = refused;
+        Box::new(wait)
+    }
+
     fn end(
         &mut self,
         signal: &Signal,
@@ -151,57 +197,44 @@ impl ThrottlePermit {
         back_until: Option<Instant>,
         now: Instant,
     ) -> Option<Back> {
-        let flight = self.flight.take()?;
+        let sent = self.flight.as_ref()?.sent();
         let status = status.or(signal.refusal());
         if guarded::may_be_bad(status)
             && let (Some(status), Some(guard)) = (status, &self.core.settings.guard)
             && guard.is_bad(status, signal)
         {
             let gate = self.core.clone();
-            guard.clone().answered(gate, self.key, flight.sent());
+            guard.clone().answered(gate, self.key, sent);
         }
+        // The functions of the user that the guard calls may panic: then the request ends with the permit.
+        let flight = self.flight.take()?;
         let back_until = back_until.filter(|_| !self.core.tally().is_draining());
         let number = flight.number;
-        let answered = self.core.at(self.key, |waiters, wakers| {
+        let answered = self.ends(|waiters, wakers| {
             let held_before = waiters.queue.held_until();
             let is_back = waiters.answered(flight, signal, back_until, now, wakers);
             let held = waiters.queue.held_until();
             (is_back, held.filter(|_| held > held_before))
         });
         let (is_back, held) = answered.unwrap_or_default();
+        let refused = signal.refusal().map(|status| {
+            let waited = self.take_waited(now);
+            let (label, span, turns) = (waited.label.clone(), waited.span, waited.turns);
+            let back = is_back.then(|| self.waits_again(number, waited, Some(status)));
+            (status, label, span, turns, back)
+        });
         if let Some(left) = held.and_then(|until| until.checked_duration_since(now)) {
             counting::held_by(&self.core, self.key, signal, left);
         }
-        let status = signal.refusal()?;
-        let Waited {
-            label,
-            start,
-            span,
-            turns,
-            ..
-        } = match self.waited.take() {
-            Some(waited) => *waited,
-            None => Waited::at_once(self.core.label(self.key, None), now),
-        };
+        let (status, label, span, turns, back) = refused?;
         events::upstream_limited(
             Some(self.core.tally()),
             &label,
             status,
             signal.retry_after(),
         );
-        if is_back {
-            let mut wait = Wait::new(
-                self.core.clone(),
-                self.key,
-                number,
-                label,
-                start,
-                self.latest,
-            );
-            wait.turns = turns + 1;
-            wait.refused = Some(status);
-            wait.open_request().is_sent_again();
-            return Some(Back::Waits(Box::new(wait)));
+        if back.is_some() {
+            return back.map(Back::Waits);
         }
         let since = Since {
             start: now.checked_sub(span).unwrap_or(now),
@@ -241,31 +274,22 @@ impl ThrottlePermit {
         self.core.tally().give_back(1);
         let (number, latest) = (flight.number, self.latest);
         let arrived = flight.sent();
-        self.core.at(self.key, |waiters, wakers| match reason {
+        self.ends(|waiters, wakers| match reason {
             Some(_) => waiters.unsent(flight, now, wakers),
             None => waiters.wait_again(flight, latest, now, wakers),
         });
+        let waited = self.take_waited(arrived);
+        let refused = waited.refused;
+        let Some(reason) = reason else {
+            return Err(Back::Waits(self.waits_again(number, waited, refused)));
+        };
         let Waited {
             label,
             start,
             turns,
-            refused,
             mut open,
             ..
-        } = match self.waited.take() {
-            Some(waited) => *waited,
-            None => Waited::at_once(self.core.label(self.key, None), arrived),
-        };
-        let Some(reason) = reason else {
-            let mut wait = Wait::new(self.core.clone(), self.key, number, label, start, latest);
-            wait.turns = turns + 1;
-            wait.refused = refused;
-            match open {
-                Some(open) => wait.open = Some(open),
-                None => wait.open_request().is_sent_again(),
-            }
-            return Err(Back::Waits(Box::new(wait)));
-        };
+        } = waited;
         let since = Since { start, now, turns };
         let limited = match refused {
             Some(status) => self.core.refused_before(status, since, label, None),
@@ -282,9 +306,7 @@ impl ThrottlePermit {
         if let Some(flight) = self.flight.take() {
             let now = clock::now();
             self.core.tally().give_back(1);
-            self.core.at(self.key, |waiters, wakers| {
-                waiters.unsent(flight, now, wakers)
-            });
+            self.ends(|waiters, wakers| waiters.unsent(flight, now, wakers));
         }
     }
 }
@@ -293,9 +315,7 @@ impl Drop for ThrottlePermit {
     fn drop(&mut self) {
         if let Some(flight) = self.flight.take() {
             let now = clock::now();
-            self.core.at(self.key, |waiters, wakers| {
-                waiters.lost(flight, now, wakers)
-            });
+            self.ends(|waiters, wakers| waiters.lost(flight, now, wakers));
         }
     }
 }
@@ -328,6 +348,7 @@ pub(crate) struct Wait {
 
 impl Wait {
     pub(super) fn new(
+        open: OpenRequest<Core>,
         core: Arc<Core>,
         key: Key,
         number: Number,
@@ -335,7 +356,6 @@ impl Wait {
         start: Instant,
         latest: Instant,
     ) -> Self {
-        let open = OpenRequest::new(core.clone(), key, start);
         Wait {
             core,
             key,

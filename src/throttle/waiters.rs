@@ -313,14 +313,16 @@ impl Waiters {
     fn look_at(&self, now: Instant) -> Option<Instant> {
         let left = |until: Instant| until.checked_duration_since(now);
         let held = self.queue.held_until().and_then(left);
-        // The machine may sleep meanwhile.
-        let wakes_at = held.map(|left| clock::after(now, clock::look_again(left)));
-        self.queue
-            .look_at()
-            .map(|at| wakes_at.map_or(at, |wakes_at| wakes_at.min(at)))
-            .into_iter()
-            .chain(self.sync.late_at(&self.queue))
-            .min()
+        // The machine may sleep meanwhile. If processes share the pace, this is the only moment that is known here.
+        let wakes_at = held
+            .filter(|_| self.queue.waiting() > 0)
+            .map(|left| clock::after(now, clock::look_again(left)));
+        let moments = [
+            self.queue.look_at(),
+            wakes_at,
+            self.sync.late_at(&self.queue),
+        ];
+        moments.into_iter().flatten().min()
     }
 
     /// Returns until when request `number` waits. A request that cannot wait for its turn still

@@ -19,7 +19,7 @@ use tollgate::stats::Event;
 use tollgate::store::MemoryStore;
 use tollgate::{
     AdaptiveThrottleLayer, Cost, Key, Limited, Limiter, Quota, RateLimitBuilder, RateLimitLayer,
-    Reason, Routes, Signal,
+    Reason, Routes, Signal, ThrottlePermit,
 };
 use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt};
 
@@ -546,6 +546,26 @@ async fn throttles_drain_what_waits() {
     left.await.unwrap().unwrap();
     assert_draining(&held.await.unwrap().unwrap_err());
     assert_draining(&throttle.acquire(Key::ALL).await.unwrap_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_throttle_is_drained_when_its_last_call_ends() {
+    let throttle = AdaptiveThrottleLayer::new().throttle();
+    let ends: [fn(ThrottlePermit); 3] = [
+        |permit| _ = permit.answered(&Signal::default()),
+        ThrottlePermit::give_back,
+        drop,
+    ];
+    let permits = ends.map(|end| (end, throttle.acquire(Key::new(format!("{end:p}")))));
+    for (end, permit) in permits {
+        let permit = permit.await.unwrap();
+        tokio::spawn(async move {
+            sleep(ms(50)).await;
+            end(permit);
+        });
+    }
+    let drained = throttle.drain(SECOND * 30).await.unwrap();
+    assert!(drained.took < SECOND, "{drained:?}");
 }
 
 #[derive(Clone, Debug)]

@@ -517,6 +517,11 @@ async fn throttle_has_a_guard_too() {
     };
     assert_eq!((bad, limited.reason()), (6, Some(Reason::Held)));
     assert!(near(limited.retry_after().unwrap(), 60));
+    let told = layer.throttle().explain(Key::new("/1")).to_string();
+    assert!(
+        told.contains("the ban guard has put its key on hold"),
+        "{told}"
+    );
     // A key that comes later is stopped as well, until a release.
     let error = service.ready().await.unwrap().call(get("http://a/2")).await;
     assert!(error.is_err());
@@ -526,6 +531,11 @@ async fn throttle_has_a_guard_too() {
         [6, 1]
     );
     assert_eq!(stats.holds().of(Cause::Guard), 2);
+    let told = layer.throttle().explain(Key::new("/2")).to_string();
+    assert!(
+        told.contains("the ban guard has put its key on hold"),
+        "{told}"
+    );
     server.answers(200);
     layer.throttle().release(Key::new("/2")).await.unwrap();
     for path in ["http://a/1", "http://a/2"] {
@@ -535,6 +545,18 @@ async fn throttle_has_a_guard_too() {
     let refused = Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS);
     by_hand.answered(&refused);
     assert_eq!(count_of(&layer.throttle().stats(), "guard_trips"), 2);
+}
+
+#[test]
+fn a_guard_counts_a_rate() {
+    for quota in [
+        Quota::in_flight(3),
+        Quota::per_minute(100).and(Quota::in_flight(3)),
+        Quota::per_minute(100).of("tokens"),
+    ] {
+        let builder = RateLimitLayer::builder(Quota::per_second(50)).guard(Guard::new(quota));
+        assert!(builder.build().is_err(), "{quota}");
+    }
 }
 
 #[tokio::test(start_paused = true)]
