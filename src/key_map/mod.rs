@@ -60,6 +60,8 @@ struct Shard<T> {
     table: HashTable<(Key, T)>,
     /// The bucket that the hand looks at next.
     hand: usize,
+    /// How often the table may have been moved.
+    moves: u64,
 }
 
 /// The map is full: all keys that were looked at are in use.
@@ -101,6 +103,15 @@ const MOST_MOVES: usize = 3;
 /// Tables smaller than this are not shrunk.
 const SMALL: usize = 64;
 
+/// The room for one key more, until the key has its state.
+struct Room<'a>(&'a AtomicUsize);
+
+impl Drop for Room<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 impl<T: Evict> KeyMap<T> {
     /// Makes a map for at most `max` keys.
     pub(crate) fn new(max: usize) -> Self {
@@ -111,6 +122,7 @@ impl<T: Evict> KeyMap<T> {
             Mutex::new(Shard {
                 table: HashTable::new(),
                 hand: 0,
+                moves: 0,
             })
         };
         KeyMap {
@@ -146,17 +158,23 @@ impl<T: Evict> KeyMap<T> {
             return Ok(with(state));
         }
         self.reserve(now, &mut forgotten)?;
+        let room = Room(&self.len);
         let mut shard = self.shard(hash);
         let Looked { gone, .. } = shard.look(LOOK, now, &mut forgotten);
         self.len.fetch_sub(gone, Ordering::Relaxed);
         shard.shrink(self.seed);
+        if shard.table.len() == shard.table.capacity() {
+            shard.moves += 1;
+        }
         let rehash = |(key, _): &(Key, T)| key.spread(self.seed);
         let state = match shard.table.entry(hash, same, rehash) {
-            Entry::Occupied(theirs) => {
-                self.len.fetch_sub(1, Ordering::Relaxed);
-                &mut theirs.into_mut().1
+            Entry::Occupied(theirs) => &mut theirs.into_mut().1,
+            Entry::Vacant(free) => {
+                // It may panic: a function of the user makes a pace.
+                let state = make();
+                std::mem::forget(room);
+                &mut free.insert((key, state)).into_mut().1
             }
-            Entry::Vacant(free) => &mut free.insert((key, make())).into_mut().1,
         };
         Ok(with(state))
     }
@@ -185,12 +203,16 @@ impl<T: Evict> KeyMap<T> {
         for shard in &self.shards {
             let mut sum = A::default();
             let (mut next, mut moved) = (0, 0);
-            let mut buckets = lock(shard).table.num_buckets();
-            while next < buckets {
+            let mut moves = lock(shard).moves;
+            loop {
                 let mut shard = lock(shard);
-                if shard.table.num_buckets() != buckets {
-                    buckets = shard.table.num_buckets();
+                let buckets = shard.table.num_buckets();
+                if shard.moves != moves {
+                    moves = shard.moves;
                     (sum, next, moved) = (A::default(), 0, moved + 1);
+                }
+                if next >= buckets {
+                    break;
                 }
                 // A table that moves again and again is read under one lock.
                 let most = if moved < MOST_MOVES {
@@ -332,6 +354,7 @@ impl<T: Evict> Shard<T> {
     fn shrink(&mut self, seed: u64) {
         let all = self.table.num_buckets();
         if self.hand < LOOK && all > SMALL && self.table.len() < all / 8 {
+            self.moves += 1;
             self.table
                 .shrink_to(2 * self.table.len(), |(key, _)| key.spread(seed));
         }

@@ -182,3 +182,16 @@ fn short_lived_keys_do_not_grow_the_map() {
         room(&keyed)
     );
 }
+
+/// A function of the user makes part of a state.
+#[test]
+fn a_state_that_panics_takes_no_room() {
+    let keyed = KeyMap::new(1);
+    let made = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let make = || -> Until { panic!("the user's function") };
+        let _ = keyed.enter(key(1), 0, make, |_, _| (), |_| ());
+    }));
+    assert!(made.is_err());
+    assert!(enter(&keyed, 2, 0, Until(None, 0)).is_ok());
+    assert_eq!(len(&keyed), 1);
+}
