@@ -286,7 +286,11 @@ impl KeyCalls {
                 self.validity.until = Some(until);
                 self.grant_free(now, wakers);
             }
-            StoreEvent::ClaimExpired => self.validity.lose_all(wakers),
+            StoreEvent::ClaimExpired => {
+                // Others have the free ones, too. The next claim does not state them.
+                self.free = 0;
+                self.validity.lose_all(wakers);
+            }
             StoreEvent::Hold(_) | StoreEvent::RemainingFell { .. } | StoreEvent::Register(_) => {}
             StoreEvent::SetQuota(_) => {}
             StoreEvent::EventsMissed | StoreEvent::Reconnected | StoreEvent::Disconnected => {}
@@ -358,6 +362,23 @@ mod tests {
         calls
             .poll_lost(slot, &Context::from_waker(Waker::noop()))
             .is_ready()
+    }
+
+    /// The claim of a free slot expires, so others may have it.
+    #[test]
+    fn a_free_slot_is_lost_with_its_claim() {
+        let mut calls = no_calls();
+        let first = enter(&mut calls, false);
+        assert_eq!(claim(&mut calls), Some((0, 1)));
+        answer(&mut calls, 1);
+        let slot = granted(&mut calls, first, clock::now());
+        calls.end(slot, clock::now(), &mut Wakers::default());
+        assert!(calls.has_free());
+        on_event(&mut calls, StoreEvent::ClaimExpired);
+        assert!(!calls.has_free());
+        let next = enter(&mut calls, false);
+        assert!(calls.collect(next, clock::now()).is_none());
+        assert_eq!(claim(&mut calls), Some((0, 1)));
     }
 
     #[test]
