@@ -110,7 +110,13 @@ impl RetryLimited {
     }
 
     /// Returns whether a call with this outcome is retried, and takes the retry from the budget.
+    #[cfg(any(feature = "reqwest-retry", test))]
     fn tries_again(&self, outcome: Result<Signal, &(dyn StdError + 'static)>) -> bool {
+        self.is_refusal(outcome) && self.budget.withdraw()
+    }
+
+    /// Returns whether a call with this outcome may be retried. If it was not refused, adds to the budget.
+    fn is_refusal(&self, outcome: Result<Signal, &(dyn StdError + 'static)>) -> bool {
         let limited = match outcome {
             Ok(signal) => signal.refusal().is_some(),
             Err(error) => match Limited::find(error) {
@@ -127,7 +133,7 @@ impl RetryLimited {
         if !limited {
             self.budget.deposit();
         }
-        limited && self.budget.withdraw()
+        limited
     }
 }
 
@@ -200,7 +206,9 @@ mod of_tower {
         ) -> Option<Ready<()>> {
             self.attempts = self.attempts.checked_sub(1)?;
             let outcome = result.as_ref().map(Signal::read).map_err(AsError::as_error);
-            (self.attempts > 0 && self.tries_again(outcome)).then(|| ready(()))
+            // The last attempt adds to the budget, too.
+            let again = self.is_refusal(outcome) && self.attempts > 0 && self.budget.withdraw();
+            again.then(|| ready(()))
         }
     }
 
@@ -299,6 +307,28 @@ mod tests {
         let retry = RetryLimited::new().local_refusals();
         assert!(retry.tries_again(Err(&refused(Reason::Held))));
         assert!(!retry.tries_again(Err(&refused(Reason::Draining))));
+    }
+
+    /// With two attempts, the second one is the last.
+    #[cfg(feature = "retry")]
+    #[test]
+    fn the_last_attempt_refills_the_budget() {
+        use tower::retry::Policy;
+
+        let all = RetryLimited::new().attempts(2).budget(1, 100);
+        let answers = |status: u16, policy: &mut RetryLimited| {
+            let mut response = http::Response::new(());
+            *response.status_mut() = http::StatusCode::from_u16(status).unwrap();
+            let mut result: Result<_, Box<dyn StdError + Send + Sync>> = Ok(response);
+            policy
+                .retry(&mut http::Request::new(()), &mut result)
+                .is_some()
+        };
+        for _ in 0..3 {
+            let mut policy = all.clone();
+            assert!(answers(429, &mut policy), "one retry is left");
+            assert!(!answers(200, &mut policy));
+        }
     }
 
     #[test]
