@@ -214,6 +214,26 @@ async fn requests_leave_a_hold_of_their_host_in_order() {
     upstream.was_never_over(1, SECOND);
 }
 
+/// Requests to another host fill the queue while the host is on hold. A request that waited before them has its place.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_waits_for_its_host_needs_no_room_later() {
+    let layer = builder(Quota::new(1, 2 * SECOND))
+        .max_queue(2)
+        .build()
+        .unwrap();
+    let upstream = Upstream::answering([limited("1")]);
+    let service = ServiceBuilder::new().layer(layer).service(upstream.clone());
+    service.clone().oneshot(get(ONE)).await.unwrap();
+    let mut calls = Vec::new();
+    for uri in [ONE, TWO, TWO] {
+        calls.push(tokio::spawn(service.clone().oneshot(get(uri))));
+        sleep(ms(1)).await;
+    }
+    for call in calls {
+        assert_eq!(soon(call).await.unwrap().unwrap().status(), 200);
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn truncated_host_hold_ends_with_one_probe() {
     let layer = builder(Quota::per_second(50))

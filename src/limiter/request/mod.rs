@@ -241,7 +241,9 @@ impl Request {
         if self.line.is_of_one_key() && !self.take_in_flight_slots(now)? {
             return Poll::Pending;
         }
-        let is_back = std::mem::replace(&mut self.is_back, true);
+        // One that has waited for a hold without a place in the line came before those that fill it.
+        let is_back = std::mem::replace(&mut self.is_back, true)
+            || (self.waited_before && !self.line.has_place_on_hold());
         match self.line.enter(&mut self.place, is_back, held_until, now) {
             Some(slots) => self.got(slots?),
             None => {
