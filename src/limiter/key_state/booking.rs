@@ -318,15 +318,16 @@ impl KeyState {
         {
             return;
         }
-        let queue = self.queue.as_mut();
-        let returns = queue.map(|queue| std::mem::take(&mut queue.returns.own));
+        let returns = self.queue.as_mut().map(|queue| {
+            queue.give_up_call();
+            std::mem::take(&mut queue.returns.own)
+        });
         let ask = Ask::nothing(returns.unwrap_or_default(), ctx.now);
         match self.call(ctx, ask) {
             (call, StoreReply::Ready(answer)) => {
                 self.answered(ctx, call, answer, clock::now());
             }
             (call, StoreReply::Pending(answer)) => {
-                self.queue.get_or_insert_default().give_up_call();
                 self.call_under_way(ctx, &[], call, answer);
             }
         }
@@ -341,11 +342,8 @@ impl KeyState {
         call: SentCall,
         answer: Result<Lease, StoreError>,
     ) {
-        if !self
-            .queue
-            .as_ref()
-            .is_some_and(|queue| queue.is_call(number))
-        {
+        let under_way = self.queue.as_ref().and_then(|queue| queue.call_number());
+        if under_way != Some(number) {
             self.charge_answered(ctx, call, answer.is_ok());
             if let Ok(lease) = answer {
                 ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());

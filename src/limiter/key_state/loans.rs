@@ -19,7 +19,7 @@ use super::store_view::slot;
 use super::{KeyState, joint_ask};
 use crate::clock;
 use crate::error::StoreError;
-use crate::limiter::queue::Returns;
+use crate::limiter::queue::{CallNumber, Returns};
 use crate::limiter::reservation::{Reservation, Settled};
 use crate::rng::dice;
 use crate::store::{Demand, Lease, StoreReply};
@@ -70,6 +70,8 @@ struct Lender {
 
 /// An answer that refuses waiters.
 struct Answer {
+    /// The call that was answered.
+    call: Option<CallNumber>,
     slots: Vec<Reservation>,
     refusal: Settled,
 }
@@ -213,7 +215,16 @@ impl KeyState {
         refusal: Settled,
         now: Instant,
     ) {
-        self.limits.loans_mut().kept = Some(Answer { slots, refusal });
+        let call = self.queue.as_ref().and_then(|queue| queue.call_number());
+        let kept = Answer {
+            call,
+            slots,
+            refusal,
+        };
+        let before = self.limits.loans_mut().kept.replace(kept);
+        if let (Some(Answer { slots, .. }), Some(queue)) = (before, &mut self.queue) {
+            slots.iter().for_each(|slot| queue.returns.add(slot));
+        }
         self.begin_to_borrow(ctx, now);
     }
 
@@ -349,9 +360,17 @@ impl KeyState {
             return;
         };
         match kept {
+            // A round may take longer than a call that is not lost. Then the waiters were asked for again.
+            Some(Answer {
+                call, slots: own, ..
+            }) if call != queue.call_number() => {
+                own.iter().for_each(|slot| queue.returns.add(slot));
+                slots.into_iter().for_each(|slot| queue.add(slot));
+            }
             Some(Answer {
                 slots: own,
                 refusal,
+                ..
             }) => {
                 let all = own.into_iter().chain(slots);
                 let least = self.store.least_use(ctx.spec);

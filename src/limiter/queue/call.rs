@@ -54,9 +54,9 @@ impl Queue {
             .map(|since| now.saturating_duration_since(since))
     }
 
-    /// Returns whether this call is the one under way.
-    pub(in crate::limiter) fn is_call(&self, number: CallNumber) -> bool {
-        self.call.is_some_and(|call| call.number == number)
+    /// Returns the number of the call under way.
+    pub(in crate::limiter) fn call_number(&self) -> Option<CallNumber> {
+        self.call.map(|call| call.number)
     }
 
     /// Gives up a call that was not answered in time. The next call asks for the same again.
