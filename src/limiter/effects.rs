@@ -104,13 +104,13 @@ impl Core {
         let guarded = guard.map(|guard| (guard, guard.counted(self.whole(key))));
         let new = || {
             let mut state = KeyState::new(self.settings.spec.life());
-            let stop = guarded.and_then(|(guard, counted)| guard.stopped_for(counted, now));
-            if let Some(left) = stop {
-                state.begin_held(left, now);
-                self.settings.tally.held(Cause::Guard);
-            }
             if let Some((guard, counted)) = guarded {
+                // A stop that begins meanwhile finds the key, and waits for its state.
                 guard.note_key(counted, self.whole(key));
+                if let Some(left) = guard.stopped_for(counted, now) {
+                    state.begin_held(left, now);
+                    self.settings.tally.held(Cause::Guard);
+                }
             }
             state
         };
@@ -182,34 +182,29 @@ impl Core {
     /// Gives back permits that were not used: to the part that has lent them, else to the next waiter of
     /// `key`, else to the permits at hand or to the store.
     pub(super) fn give_back(self: &Arc<Self>, key: Key, slot: Reservation) {
-        self.give_back_by(key, slot, KeyState::give_back);
+        self.give_back_by(key, slot, true);
     }
 
     /// The same without the permits at hand.
     pub(super) fn give_back_to_store(self: &Arc<Self>, key: Key, slot: Reservation) {
-        self.give_back_by(key, slot, KeyState::give_back_to_store);
+        self.give_back_by(key, slot, false);
     }
 
-    fn give_back_by(
-        self: &Arc<Self>,
-        key: Key,
-        slot: Reservation,
-        give_back: fn(&mut KeyState, &mut KeyContext<'_>, Reservation),
-    ) {
+    fn give_back_by(self: &Arc<Self>, key: Key, slot: Reservation, stays: bool) {
         if let Some(lender) = slot.lender {
             if let Some((core, key)) = self.part_at(lender, key) {
                 let slot = Reservation {
                     lender: None,
                     ..slot
                 };
-                core.give_back_by(key, slot, give_back);
+                core.give_back_by(key, slot, stays);
             }
             return;
         }
-        if self
-            .with_state(key, clock::now(), |state, ctx| give_back(state, ctx, slot))
-            .is_none()
-        {
+        let give_back = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
+            state.give_back(ctx, slot, stays);
+        };
+        if self.with_state(key, clock::now(), give_back).is_none() {
             let spec = self.spec_to_give_back();
             self.settings.store.give_back(key, &spec, &[slot.unused()]);
         }

@@ -136,6 +136,7 @@ impl Core {
                     cut: true,
                 };
                 state.adopt_hold(ctx, held, HoldSource::Seen);
+                state.hold.note_cause(Cause::Guard, span, now);
                 before.is_none()
             });
             if is_new == Some(true) {

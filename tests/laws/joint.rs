@@ -220,6 +220,35 @@ async fn requests_leave_in_the_order_of_their_arrival() {
     assert_eq!(order.len(), 34);
 }
 
+/// The first request costs more than is left. When it is dropped, the one behind it leaves at once.
+#[tokio::test(start_paused = true)]
+async fn a_dropped_dear_request_that_settles_lets_the_next_leave() {
+    let limiter = || {
+        let builder = RateLimitLayer::builder(Quota::new(10, MINUTE)).max_wait(5 * MINUTE);
+        builder.settle_by_hand().build().unwrap().limiter()
+    };
+    let (one, other) = (limiter(), limiter());
+    let both = |cost| {
+        let acquire = |limiter: &Limiter| limiter.acquire(Key::ALL).cost(cost);
+        acquire(&one).and(acquire(&other))
+    };
+    let used = both(8).await.unwrap();
+    let mut dear = Box::pin(both(5));
+    assert!(futures::poll!(&mut dear).is_pending());
+    let next = tokio::spawn(both(1));
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(!next.is_finished(), "it is behind the dear one");
+    let start = Instant::now();
+    drop(dear);
+    next.await.unwrap().unwrap().give_back();
+    assert!(
+        start.elapsed() < Duration::from_millis(50),
+        "{:?}",
+        start.elapsed()
+    );
+    used.give_back();
+}
+
 /// Sends joint requests of costs from 1 to 13 to two limits, and returns the order in which they left.
 async fn order_of_mixed_costs(settles: bool) -> Vec<u32> {
     let limiter = |quota| {

@@ -9,9 +9,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::join::join_each;
 use crate::limiter::effects::{StoreCall, UnlessLost};
-use crate::limiter::key_state::{
-    Asked, JointAsk, KeyState, known_refusal, last_joint, near_booking,
-};
+use crate::limiter::key_state::{Asked, JointAsk, KeyState, near_booking};
 use crate::limiter::part::{Costs, Part, PerPart};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Reservation, WaitBound};
@@ -69,10 +67,13 @@ async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<Slots, JointRe
         let now = clock::now();
         set.refused_near(part, refusal, now);
         let again = clock::after(now, pause);
-        if again > wanted.bound.latest || !set.is_waiting(wanted.number, &wanted.costs) {
+        if again > wanted.bound.latest {
             return outcome;
         }
-        clock::sleep_until(again).await;
+        set.rest(again).await;
+        if !set.is_waiting(wanted.number, &wanted.costs) {
+            return outcome;
+        }
     }
 }
 
@@ -117,8 +118,8 @@ impl<'a> Search<'a> {
         let given_up = given_up.map_or_else(none, |given_up| given_up.slots.into_iter().collect());
         let now = clock::now();
         for (part, slot) in set.parts.iter().zip(&given_up) {
-            if let Some(slot) = slot {
-                part.given_up(slot, now);
+            if slot.is_some() {
+                part.core.states.find(part.key, KeyState::given_up);
             }
         }
         let needs_none = |(part, cost): (&Part, &u32)| *cost == 0 || !part.core.has_rates();
@@ -221,7 +222,7 @@ impl<'a> Search<'a> {
         let parts = self.parts.iter().enumerate();
         let mut needed = parts.filter(|(part, _)| !self.passes[*part]);
         needed.find_map(|(part, Part { core, key, .. })| {
-            let known = |state: &mut KeyState| known_refusal(state, self.costs[part], bound, now);
+            let known = |state: &mut KeyState| state.known_refusal(self.costs[part], bound, now);
             let refusal = core.states.find(*key, known).flatten()?;
             let cause = Cause::Refused(refusal);
             Some(JointRefusal { part, cause })
@@ -251,7 +252,7 @@ impl<'a> Search<'a> {
     /// Returns the slot that a part is expected to have, if it is later than `from`.
     fn expected_after(&self, part: usize, from: Instant) -> Option<Instant> {
         let Part { core, key, .. } = &self.parts[part];
-        let slot = core.states.find(*key, |state| last_joint(state)).flatten();
+        let slot = core.states.find(*key, |state| state.last_joint()).flatten();
         slot.filter(|slot| *slot > from)
     }
 

@@ -14,7 +14,7 @@ use std::time::Instant;
 use super::set::JointSet;
 use crate::clock;
 use crate::limiter::effects::{StoreCall, UnlessLost};
-use crate::limiter::key_state::{ask_to_confirm, confirmed, is_confirmed};
+use crate::limiter::key_state::{ask_to_confirm, confirmed};
 use crate::limiter::part::{Part, PerPart};
 use crate::limiter::slots::Slots;
 
@@ -25,8 +25,11 @@ pub(in crate::limiter) fn doubtful(parts: &[Part], slot: &Slots, now: Instant) -
             return false;
         };
         let &Part { ref core, key, .. } = &parts[*index];
-        let confirmed = core.with_state(key, now, |state, ctx| {
-            is_confirmed(state, ctx, of_part, slot.changes[*index])
+        // No visit, which could wake tasks: the set is locked.
+        let confirmed = core.states.find(key, |state| {
+            let own = core.own_spec(state, now);
+            let spec = own.as_ref().unwrap_or(&core.settings.spec);
+            state.has_confirmed(spec, of_part, slot.changes[*index], now)
         });
         confirmed != Some(true)
     };

@@ -75,16 +75,6 @@ fn ended(core: &Arc<Core>, key: Key, now: Instant, is_used: bool) {
 }
 
 impl Part {
-    /// Takes in that a slot of no use goes back with the next call.
-    fn given_up(&self, slot: &Reservation, now: Instant) {
-        if slot.until <= now {
-            self.ended(now, false);
-        }
-        self.core.with_state(self.key, now, |state, _| {
-            key_state::given_up(state);
-        });
-    }
-
     /// Notes whether a slot was used, or expired before the request left.
     pub(super) fn ended(&self, now: Instant, is_used: bool) {
         ended(&self.core, self.key, now, is_used);

@@ -2,9 +2,11 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
 use super::booking;
@@ -65,6 +67,10 @@ struct State {
     scarcest: Option<usize>,
     /// The last refusal of a slot that had to be near, and when it came.
     refused_near: Option<(Refusal, Instant)>,
+    /// The task that books, while it rests.
+    resting: Option<Waker>,
+    /// Whether a request has left since it was known for whom to book, or since the last rest.
+    has_left: bool,
 }
 
 impl Booked for Slots {
@@ -274,8 +280,10 @@ impl JointSet {
             let (settled, tasks) = self.with(|state, wakers| {
                 state.lanes.runs(number, costs);
                 state.obey(held_until, now);
+                // A permit that has come makes room for another one on its way.
+                let has_come = state.lanes.collect(number, costs, now);
                 let confirm = state.hand_out(&self.parts, now, Some(number), wakers);
-                let mut settled = state.lanes.collect(number, costs, now);
+                let mut settled = has_come.or_else(|| state.lanes.collect(number, costs, now));
                 let tasks = state.begin_tasks(confirm);
                 let has_begun = tasks != Tasks::default();
                 // If units may come back, nothing is booked ahead for requests behind the first. A store in this process
@@ -307,11 +315,32 @@ impl JointSet {
     /// Removes a request. A joint slot that it had goes to the next request.
     pub(in crate::limiter) fn leave(self: &Arc<Self>, number: Number, costs: &Costs) {
         let now = clock::now();
-        self.change(|state, unused, _| match state.lanes.leave(number, costs) {
-            Some(Left::Settled(Ok(slot))) if slot.is_expired(now) => unused.push(slot),
-            Some(Left::Settled(Ok(slot))) => state.lanes.add(slot),
-            _ => {}
+        self.change(|state, unused, wakers| {
+            match state.lanes.leave(number, costs) {
+                Some(Left::Settled(Ok(slot))) if slot.is_expired(now) => unused.push(slot),
+                Some(Left::Settled(Ok(slot))) => state.lanes.add(slot),
+                _ => {}
+            }
+            // One behind it may cost less.
+            state.has_left = true;
+            wakers.add(state.resting.take());
         });
+    }
+
+    /// Rests until this moment, or until a request leaves.
+    pub(super) async fn rest(&self, until: Instant) {
+        let mut timer = pin!(clock::sleep_until(until));
+        poll_fn(|cx| {
+            let has_left = self.with(|state, _| {
+                state.resting = Some(cx.waker().clone());
+                std::mem::take(&mut state.has_left)
+            });
+            match has_left {
+                true => Poll::Ready(()),
+                false => timer.as_mut().poll(cx),
+            }
+        })
+        .await;
     }
 
     /// Refuses the requests whose joint slot is later than `by`.
@@ -621,6 +650,7 @@ impl State {
 
     fn next_wanted(&mut self) -> Option<Wanted> {
         let (number, costs) = self.lanes.first_without_slot()?.clone();
+        self.has_left = false;
         let wait = self.lanes.wait_of(number, &costs)?;
         Some(Wanted {
             bound: wait.bound,

@@ -8,6 +8,7 @@ use super::context::KeyContext;
 use super::store_view::slot;
 use crate::clock;
 use crate::error::StoreError;
+use crate::limit::LimitSpec;
 use crate::limiter::queue::Returns;
 use crate::limiter::reservation::{Reservation, WaitBound};
 use crate::store::{Demand, JointCall, Lease, Refusal, StoreReply};
@@ -172,21 +173,6 @@ impl JointAsk {
     }
 }
 
-/// Returns the last slot of a joint request that this key moved. It may have passed.
-pub(in crate::limiter) fn last_joint(state: &KeyState) -> Option<Instant> {
-    state.store.last_joint()
-}
-
-/// Returns the refusal of a request for which the store need not be called.
-pub(in crate::limiter) fn known_refusal(
-    state: &KeyState,
-    cost: u32,
-    bound: WaitBound,
-    now: Instant,
-) -> Option<Refusal> {
-    state.store.repeated_refusal(cost, bound, now)
-}
-
 /// Calls the store to confirm what it has granted.
 pub(in crate::limiter) fn ask_to_confirm(
     state: &mut KeyState,
@@ -214,12 +200,6 @@ pub(super) fn go_on(state: &mut KeyState, ctx: &mut KeyContext<'_>) {
     state.close(ctx);
 }
 
-/// Takes in that a slot of no use goes back with the next call of a joint request. So a refusal
-/// while it was booked says nothing any more.
-pub(in crate::limiter) fn given_up(state: &mut KeyState) {
-    state.store.forget_refusal();
-}
-
 /// Takes in whether a slot of a joint request was used. If it expired before the request left, the
 /// next slots are valid for longer.
 pub(in crate::limiter) fn ended(state: &mut KeyState, ctx: &KeyContext<'_>, is_used: bool) {
@@ -230,14 +210,38 @@ pub(in crate::limiter) fn ended(state: &mut KeyState, ctx: &KeyContext<'_>, is_u
     }
 }
 
-/// Returns whether a slot of a joint request may be used: the store is known to have it, and it was
-/// booked under the limits that the key has now, after `changes` of them.
-pub(in crate::limiter) fn is_confirmed(
-    state: &KeyState,
-    ctx: &KeyContext<'_>,
-    slot: &Reservation,
-    changes: u32,
-) -> bool {
-    let is_known = state.store.is_trusted(ctx.spec, ctx.now) && state.store.knows(slot);
-    is_known && state.limits.changes() == changes
+impl KeyState {
+    /// Returns whether a slot of a joint request may be used: the store is known to have it, and it was
+    /// booked under the limits that the key has now, after `changes` of them.
+    pub(in crate::limiter) fn has_confirmed(
+        &self,
+        spec: &LimitSpec,
+        slot: &Reservation,
+        changes: u32,
+        now: Instant,
+    ) -> bool {
+        let is_known = self.store.is_trusted(spec, now) && self.store.knows(slot);
+        is_known && self.limits.changes() == changes
+    }
+
+    /// Returns the last slot of a joint request that this key moved. It may have passed.
+    pub(in crate::limiter) fn last_joint(&self) -> Option<Instant> {
+        self.store.last_joint()
+    }
+
+    /// Returns the refusal of a request for which the store need not be called.
+    pub(in crate::limiter) fn known_refusal(
+        &self,
+        cost: u32,
+        bound: WaitBound,
+        now: Instant,
+    ) -> Option<Refusal> {
+        self.store.repeated_refusal(cost, bound, now)
+    }
+
+    /// Takes in that a slot of no use goes back with the next call of a joint request. So a refusal
+    /// while it was booked says nothing any more.
+    pub(in crate::limiter) fn given_up(&mut self) {
+        self.store.forget_refusal();
+    }
 }

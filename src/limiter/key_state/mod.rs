@@ -74,7 +74,7 @@ use super::unlocked::UnlockedPermits;
 use crate::clock;
 use crate::limit::{Charge, LimitSpec, UnusedPermits};
 use crate::signal::Signal;
-use crate::stats::KeyCounts;
+use crate::stats::{Cause, KeyCounts};
 use crate::store::{HoldState, Lease, SetQuota, StoreReply, UpstreamRemaining};
 use crate::wakers::Wakers;
 
@@ -84,10 +84,7 @@ use charges::{ChargeNumber, PendingCharges};
 pub(super) use calls::SentCall;
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Rules, Work};
 pub(super) use hold::HoldSource;
-pub(super) use joint_ask::{
-    Asked, JointAsk, ask_to_confirm, confirmed, ended, given_up, is_confirmed, known_refusal,
-    last_joint,
-};
+pub(super) use joint_ask::{Asked, JointAsk, ask_to_confirm, confirmed, ended};
 pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use key_limits::KeyLimits;
 pub(super) use loans::{Lent, Round};
@@ -230,6 +227,7 @@ impl KeyState {
             cut: true,
         };
         self.hold.adopt(held, HoldSource::Seen, now);
+        self.hold.note_cause(Cause::Guard, left, now);
     }
 
     /// Returns how many requests wait.
@@ -309,14 +307,16 @@ impl KeyState {
 
     /// Takes back a permit that was surely not used. It goes to the next waiter, else back to the
     /// store. The slot of a joint request may lie ahead, and a waiter may find an earlier one. So
-    /// it goes back to the store.
-    pub(super) fn give_back(&mut self, ctx: &mut KeyContext<'_>, slot: Reservation) {
+    /// it goes back to the store. So does any other, unless it `stays` at hand: a request may ask the store for another
+    /// one soon.
+    pub(super) fn give_back(&mut self, ctx: &mut KeyContext<'_>, slot: Reservation, stays: bool) {
         let is_held = self.hold.left(ctx.now).is_some();
         self.probe_comes_back(ctx, slot.probe);
         self.store.forget_refusal();
         let Some(queue) = &mut self.queue else {
             // Requests that take a permit at hand ask neither for a hold nor for a probe.
-            let may_be_at_hand = !ctx.is_draining && self.hold.is_clear(ctx.max_hold, ctx.now);
+            let may_be_at_hand =
+                stays && !ctx.is_draining && self.hold.is_clear(ctx.max_hold, ctx.now);
             if !may_be_at_hand || !self.prefetched.put(&slot, ctx.now) {
                 ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
             }
@@ -329,17 +329,6 @@ impl KeyState {
         }
         self.step(ctx, None);
         self.close(ctx);
-    }
-
-    /// The same, but the permit does not stay at hand in this process: the request asks the store for
-    /// another one soon.
-    pub(super) fn give_back_to_store(&mut self, ctx: &mut KeyContext<'_>, slot: Reservation) {
-        if self.queue.is_some() {
-            return self.give_back(ctx, slot);
-        }
-        self.probe_comes_back(ctx, slot.probe);
-        self.store.forget_refusal();
-        ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
     }
 
     /// Takes back units of a permit that was used, because its request cost less. The store subtracts

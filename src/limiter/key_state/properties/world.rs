@@ -292,7 +292,7 @@ impl World {
         } else if request.place.number == 0 {
             // A request that never waited has no place to return to.
             request.stage = Stage::Ended;
-            self.act(|state, ctx, _| state.give_back(ctx, slot));
+            self.act(|state, ctx, _| state.give_back(ctx, slot, true));
         } else {
             self.come_back(index, slot);
         }
@@ -312,7 +312,7 @@ impl World {
     pub(super) fn give_back(&mut self, index: usize) {
         if let Stage::Has(slot) = self.requests[index].stage {
             self.requests[index].stage = Stage::Ended;
-            self.act(|state, ctx, _| state.give_back(ctx, slot));
+            self.act(|state, ctx, _| state.give_back(ctx, slot, true));
         }
     }
 
