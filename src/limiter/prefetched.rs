@@ -168,10 +168,12 @@ impl Prefetched {
     /// Takes a permit.
     #[inline]
     pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Reservation> {
-        if !self.spend(cost, now) {
+        let details = self.details.as_mut()?;
+        if cost > details.units || now >= details.until {
             return None;
         }
-        self.reservation(cost, now)
+        details.units -= cost;
+        Some(details.reservation(cost, 1, now))
     }
 
     /// Returns a permit that was taken at `now`.
@@ -179,19 +181,6 @@ impl Prefetched {
     pub(super) fn reservation(&self, cost: u32, now: Instant) -> Option<Reservation> {
         let details = self.details.as_ref()?;
         Some(details.reservation(cost, 1, now))
-    }
-
-    /// Takes the units of a request that leaves at once. Returns whether there were enough.
-    #[inline]
-    pub(super) fn spend(&mut self, cost: u32, now: Instant) -> bool {
-        let Some(details) = &mut self.details else {
-            return false;
-        };
-        let enough = cost <= details.units && now < details.until;
-        if enough {
-            details.units -= cost;
-        }
-        enough
     }
 
     /// Takes up to `most` permits.

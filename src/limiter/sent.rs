@@ -151,6 +151,19 @@ pub(super) struct PastWait {
     pub(super) is_at_once: bool,
 }
 
+impl PastWait {
+    /// Of a request that did not wait.
+    fn none(label: Label) -> Self {
+        PastWait {
+            label,
+            waited: Duration::ZERO,
+            turns: 0,
+            is_uncounted: false,
+            is_at_once: true,
+        }
+    }
+}
+
 fn lost<T>(polled: Poll<T>) -> Option<T> {
     match polled {
         Poll::Ready(lost) => Some(lost),
@@ -293,14 +306,8 @@ impl Sent {
     /// Adds the name of the key, for the error of a refusal, if the caller wants one.
     #[cold]
     pub(crate) fn named(mut self, label: Label) -> Self {
-        let wait = PastWait {
-            label,
-            waited: Duration::ZERO,
-            turns: 0,
-            is_uncounted: false,
-            is_at_once: true,
-        };
-        self.more.get_or_insert_with(More::empty).wait = Some(Box::new(wait));
+        let wait = Box::new(PastWait::none(label));
+        self.more.get_or_insert_with(More::empty).wait = Some(wait);
         self
     }
 
@@ -490,13 +497,7 @@ impl Sent {
             ..
         } = match self.more.as_mut().and_then(|more| more.wait.take()) {
             Some(wait) => *wait,
-            None => PastWait {
-                label: self.core.label(self.key),
-                waited: Duration::ZERO,
-                turns: 0,
-                is_uncounted: false,
-                is_at_once: true,
-            },
+            None => PastWait::none(self.core.label(self.key)),
         };
         let core = self.core.find();
         let own_name = || core.as_ref().map(|core| core.limit_name(self.key));

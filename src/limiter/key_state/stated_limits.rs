@@ -13,6 +13,7 @@ use crate::clock;
 use crate::limit::LimitSpec;
 use crate::quota::{Limit, Quota, Slacks};
 use crate::signal::{ObservedQuota, Signal};
+use crate::wait_queue::ANSWER;
 
 /// How much of what responses state about limits takes effect. Default:
 /// [`Usage`](HeaderTrust::Usage). Refusals put the key on hold in all cases.
@@ -99,9 +100,6 @@ const LONGER: u32 = 10;
 /// longer applies. Without this bound, an upstream that states other limits in each response would
 /// leave hundreds of limits in the store.
 const MOST_CHANGES: usize = 6;
-
-/// How long the store may take to learn a quota. After that it is asked again.
-const ANSWER: Duration = Duration::from_secs(1);
 
 impl StatedLimit {
     /// Returns the limit that a quota states, if it counts what the limits of `spec` count and is valid
