@@ -12,8 +12,8 @@ pub struct HoldState {
     /// How often holds of the key were released. A hold with a smaller number is over, even if a
     /// later message states it.
     pub releases: u32,
-    /// Whether the upstream may refuse for longer, because the hold was cut to `max_hold` or the
-    /// upstream states waits that are too short. When such a hold ends, one request of each process
+    /// Whether the upstream may refuse for longer, because the hold was cut to `max_hold`, or the
+    /// upstream states no waits, or such that are too short. When such a hold ends, one request of each process
     /// leaves before the others.
     pub cut: bool,
 }

@@ -283,7 +283,8 @@ struct Events {
     spent: HashMap<usize, u32>,
     /// When keys were put on hold.
     holds: Vec<Instant>,
-    /// From when on a key may be on probation: its upstream refused a request and stated a wait of zero.
+    /// From when on a key may be on probation: its upstream refused a request and stated no wait, or
+    /// zero.
     probations: HashMap<usize, Instant>,
     wrong: Vec<String>,
 }
@@ -483,7 +484,7 @@ impl World {
                 assert!(sent.answered(&signal).is_some());
                 let mut events = self.events.lock().unwrap();
                 events.holds.push(Instant::now());
-                if retry_after == Some(0) {
+                if retry_after.is_none_or(|after| after == 0) {
                     for &(key, _) in keys() {
                         events.probations.entry(key).or_insert_with(Instant::now);
                     }

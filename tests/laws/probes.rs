@@ -1,4 +1,4 @@
-//! Probes: after a hold that was cut, one request leaves first. Under a paused clock.
+//! Probes: after a hold that was cut, or whose end nobody stated, one request leaves first. Under a paused clock.
 
 use crate::support;
 
@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use futures::FutureExt;
-use http::Response;
+use http::{Response, StatusCode};
 use support::{Upstream, get, limited, ms, ok};
 use tokio::time::{Instant, sleep};
 use tollgate::store::{
@@ -67,6 +67,96 @@ async fn permits_given_back_let_no_second_probe_leave() {
         sleep(ms(20)).await;
     }
     assert_eq!(left(&requests), 1, "before any answer");
+}
+
+/// What a server does that states no time.
+enum Answer {
+    Refused,
+    After(Duration),
+}
+
+/// Runs 50 callers, each of which waits and calls again when it is refused, for so long. Returns how many
+/// calls were refused, and when each other one left, in milliseconds.
+async fn callers(
+    span: Duration,
+    answer: impl Fn(Duration, usize) -> Answer + Send + Sync + 'static,
+) -> (usize, Vec<u64>) {
+    let builder = RateLimitLayer::builder(Quota::per_second(1000)).max_wait(60 * SECOND);
+    let limiter = builder.build().unwrap().limiter();
+    let (start, answer) = (Instant::now(), Arc::new(answer));
+    let (calls, refused) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let passed = Arc::new(Mutex::new(Vec::new()));
+    for _ in 0..50 {
+        let (limiter, answer) = (limiter.clone(), answer.clone());
+        let (calls, refused, passed) = (calls.clone(), refused.clone(), passed.clone());
+        drop(tokio::spawn(async move {
+            loop {
+                let sent = limiter.acquire(Key::ALL).await.unwrap().begin().unwrap();
+                let at = start.elapsed();
+                match answer(at, calls.fetch_add(1, Ordering::Relaxed)) {
+                    Answer::Refused => {
+                        sleep(ms(20)).await;
+                        refused.fetch_add(1, Ordering::Relaxed);
+                        sent.answered(
+                            &Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS),
+                        );
+                    }
+                    Answer::After(takes) => {
+                        passed.lock().unwrap().push(at.as_millis() as u64);
+                        sleep(takes).await;
+                        sent.answered(&accepted());
+                        return;
+                    }
+                }
+            }
+        }));
+        // The first one is refused before the others come.
+        sleep(ms(25)).await;
+    }
+    sleep(span).await;
+    let passed = passed.lock().unwrap().clone();
+    (left(&refused), passed)
+}
+
+/// A server refuses everybody, and states no time. After each hold one request leaves, not all that wait. It was 246.
+#[tokio::test(start_paused = true)]
+async fn few_requests_reach_a_server_that_refuses_all() {
+    let answer = |at, _| match at < 20 * SECOND {
+        true => Answer::Refused,
+        false => Answer::After(ms(20)),
+    };
+    let (refused, passed) = callers(90 * SECOND, answer).await;
+    assert!(refused <= 7, "{refused}");
+    assert_eq!(passed.len(), 50);
+}
+
+/// The first request after a hold takes half a minute. The others do not wait for it.
+#[tokio::test(start_paused = true)]
+async fn a_slow_probe_costs_the_others_two_seconds() {
+    let answer = |_, call| match call {
+        0 => Answer::Refused,
+        1 => Answer::After(30 * SECOND),
+        _ => Answer::After(ms(20)),
+    };
+    let (refused, passed) = callers(20 * SECOND, answer).await;
+    assert_eq!((refused, passed.len()), (1, 50));
+    let waited = passed.iter().max().unwrap() - passed[0];
+    assert!((1000..2200).contains(&waited), "{waited} ms");
+}
+
+/// Those that follow a slow probe are slow, too: more and more leave, as nobody is refused.
+#[tokio::test(start_paused = true)]
+async fn more_and_more_follow_slow_probes() {
+    let answer = |_, call| match call {
+        0 => Answer::Refused,
+        _ => Answer::After(60 * SECOND),
+    };
+    let (_, passed) = callers(20 * SECOND, answer).await;
+    let groups: Vec<_> = passed
+        .chunk_by(|one, next| next - one < 500)
+        .map(<[_]>::len)
+        .collect();
+    assert_eq!(groups[..5], [1, 2, 4, 8, 8], "{passed:?}");
 }
 
 /// A store in memory that can be away.

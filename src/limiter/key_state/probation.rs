@@ -1,9 +1,9 @@
-//! Probation: what follows a hold that was cut to `max_hold`, or whose stated wait is known to be
-//! too short.
+//! Probation: what follows a hold after which the upstream may still refuse. It was cut to `max_hold`, or the upstream
+//! stated no wait, or its stated waits are known to be too short.
 //!
-//! When the hold is over, the upstream may still refuse. So one request leaves first, as a probe.
-//! The others leave once the upstream has accepted it. A refusal of the probe is a new hold. If the
-//! probe's response takes long, another probe follows.
+//! When the hold is over, one request leaves first, as a probe. The others leave once the upstream has accepted it. A
+//! refusal of the probe is a new hold. If the response of the probe takes long, two more leave, then four, then eight at a
+//! time: it may be a call that takes a minute, and says nothing about the limit.
 //!
 //! A probe has a number. Whoever leaves as the probe has it until the response arrives, and gives back
 //! this probe if it was not sent: nobody else can give it back, or end it in its place.
@@ -15,17 +15,21 @@
 //!      │       it comes back          │ a request is accepted
 //!      │                              v
 //!      └──────────────────────────── Off
-//!             a hold is cut
+//!        a hold, and no time is sure
 //! ```
 
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::limiter::reservation::ProbeNumber;
 
-/// If the response to a probe takes longer than this, another probe leaves.
-const PROBE: Duration = Duration::from_secs(5);
+/// If the response to a probe takes twice as long as the hold did, others follow. At least and at most so long.
+const PATIENCE: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(5);
+
+/// The most that follow at a time.
+const MOST_AT_A_TIME: u32 = 8;
 
 /// The longest probation. It is no longer than `max_hold` either.
 pub(super) const LONGEST_PROBATION: Duration = Duration::from_secs(60);
@@ -36,9 +40,29 @@ pub(super) enum Probation {
     /// All requests may leave at the end of the hold.
     Off,
     /// At the end of the hold one request may leave, as the probe.
-    Due,
-    /// This probe left at this moment.
-    Probing(ProbeNumber, Instant),
+    Due { patience: Duration },
+    /// Probes left.
+    Probing(Probing),
+}
+
+/// Requests that left as probes at one time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Probing {
+    last: ProbeNumber,
+    /// When the first of them left.
+    since: Instant,
+    /// How many they are.
+    count: u32,
+    /// How many of them have not left.
+    left: u32,
+    patience: Duration,
+}
+
+impl Probing {
+    /// Returns when others follow.
+    fn ends_at(&self) -> Instant {
+        clock::after(self.since, self.patience)
+    }
 }
 
 /// Which requests may leave a key that is not on hold.
@@ -53,10 +77,13 @@ pub(super) enum Passage {
 }
 
 impl Probation {
-    /// Returns the probation after a new hold.
-    pub(super) fn after(is_cut: bool) -> Self {
+    /// Returns the probation after a new hold that lasts for `span`.
+    pub(super) fn after(is_cut: bool, span: Duration) -> Self {
         if is_cut {
-            Probation::Due
+            let patience = span.saturating_mul(2);
+            Probation::Due {
+                patience: patience.clamp(*PATIENCE.start(), *PATIENCE.end()),
+            }
         } else {
             Probation::Off
         }
@@ -71,9 +98,9 @@ impl Probation {
         if !self.is_on() || clock::after(end, LONGEST_PROBATION.min(max_hold)) <= now {
             return Passage::Open;
         }
-        match *self {
-            Probation::Probing(_, since) if clock::after(since, PROBE) > now => {
-                Passage::Probing(clock::after(since, PROBE) - now)
+        match self {
+            Probation::Probing(probing) if probing.left == 0 && probing.ends_at() > now => {
+                Passage::Probing(probing.ends_at() - now)
             }
             _ => Passage::Probe,
         }
@@ -81,23 +108,39 @@ impl Probation {
 
     /// Notes that this probe leaves now.
     pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
-        if self.is_on() {
-            *self = Probation::Probing(number, now);
-        }
+        let (count, patience) = match self {
+            Probation::Off => return,
+            Probation::Due { patience } => (1, *patience),
+            Probation::Probing(probing) if probing.left > 0 => {
+                probing.last = number;
+                probing.left -= 1;
+                return;
+            }
+            Probation::Probing(before) => (MOST_AT_A_TIME.min(2 * before.count), before.patience),
+        };
+        *self = Probation::Probing(Probing {
+            last: number,
+            since: now,
+            count,
+            left: count - 1,
+            patience,
+        });
     }
 
     /// Returns whether this probe is on its way, and no later one.
     pub(super) fn is_probe(&self, number: ProbeNumber) -> bool {
-        matches!(*self, Probation::Probing(on_its_way, _) if on_its_way == number)
+        matches!(self, Probation::Probing(probing) if probing.last == number)
     }
 
     /// Notes that a probe was not sent. Returns whether another one may leave now.
     pub(super) fn probe_comes_back(&mut self, number: ProbeNumber) -> bool {
-        let was_probe = self.is_probe(number);
-        if was_probe {
-            *self = Probation::Due;
+        match *self {
+            Probation::Probing(Probing { last, patience, .. }) if last == number => {
+                *self = Probation::Due { patience };
+                true
+            }
+            _ => false,
         }
-        was_probe
     }
 }
 

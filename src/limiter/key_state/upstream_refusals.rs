@@ -50,7 +50,7 @@ struct StatedWaits {
 pub(super) struct HoldSpan {
     /// From now.
     pub(super) left: Duration,
-    /// Whether the hold ends on probation: the upstream stated a longer wait than `max_hold`, or
+    /// Whether the hold ends on probation: the upstream stated no wait or a longer one than `max_hold`, or
     /// its waits are too short.
     pub(super) cut: bool,
 }
@@ -97,7 +97,7 @@ impl UpstreamRefusals {
         let longest = FIRST_HOLD.saturating_mul(1 << (self.without_wait - 1).min(10));
         HoldSpan {
             left: jittered(longest.min(max_hold)),
-            cut: false,
+            cut: true,
         }
     }
 

@@ -215,7 +215,7 @@ impl Hold {
             evidence.sure_until = evidence.sure_until.min(until);
             self.ends_at(until, latest);
             if !held.remaining.is_zero() && held.cut != self.probation.is_on() {
-                self.probation = Probation::after(held.cut);
+                self.probation = Probation::after(held.cut, held.remaining);
             }
         } else {
             // The store has lost the hold.
@@ -319,7 +319,7 @@ impl Hold {
 
     fn set_end(&mut self, end: Instant, is_cut: bool, now: Instant) {
         self.ends_at(end, now);
-        self.probation = Probation::after(is_cut);
+        self.probation = Probation::after(is_cut, end.saturating_duration_since(now));
     }
 
     fn ends_at(&mut self, end: Instant, now: Instant) {
