@@ -10,11 +10,13 @@ use std::future::Future;
 use std::io;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
 use tokio::runtime::{Builder, Handle};
+
+use crate::locks::lock;
 
 /// Why a thread may not wait for a future.
 #[non_exhaustive]
@@ -143,7 +145,7 @@ pub(crate) fn runtime_for_tasks() -> Option<Handle> {
 fn runtime() -> io::Result<Handle> {
     static RUNTIME: Mutex<Option<Handle>> = Mutex::new(None);
 
-    let mut runtime = RUNTIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut runtime = lock(&RUNTIME);
     if let Some(handle) = &*runtime {
         return Ok(handle.clone());
     }

@@ -189,6 +189,7 @@ mod layer;
 #[cfg_attr(not(feature = "unstable-store"), allow(unreachable_pub, dead_code))]
 mod limit;
 pub mod limiter;
+mod locks;
 #[cfg(feature = "metrics")]
 #[cfg_attr(docsrs, doc(cfg(feature = "metrics")))]
 pub mod metrics;

@@ -7,11 +7,13 @@
 //! A wall clock that is set forward looks the same as a sleep. Linux has a clock that tells them apart, but neither the standard
 //! library nor Tokio reads it. So a hold may end early by as much as the clock is set forward.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{is_first_in, now, wall_ahead};
+
+use crate::locks::lock;
 
 /// The shortest sleep that is noticed. The wall clock is set by less than this now and then.
 const SHORTEST: Duration = Duration::from_secs(2);
@@ -41,7 +43,7 @@ static CLOCKS: Mutex<Clocks> = Mutex::new(Clocks {
 
 /// Returns for how long the machine has slept since some moment, as far as the two clocks show.
 pub(crate) fn slept() -> Duration {
-    let mut clocks = CLOCKS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut clocks = lock(&CLOCKS);
     clocks.read(wall_ahead(), now());
     LATELY.store(as_micros(clocks.slept), Ordering::Relaxed);
     clocks.slept + pretended()

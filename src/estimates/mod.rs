@@ -6,9 +6,10 @@ mod properties;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::key::Key;
+use crate::locks::lock;
 use costs::Costs;
 
 /// Learns what requests usually cost, for each route or model, and estimates the next one.
@@ -123,7 +124,7 @@ impl Estimates {
     }
 
     fn lock(&self) -> MutexGuard<'_, Names> {
-        self.names.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.names)
     }
 }
 

@@ -5,9 +5,10 @@
 //! found without a look at all the others.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use crate::key::Key;
+use crate::locks::lock;
 
 /// Keys that count under one key, each with the number of its states: a gate for each class has one.
 type Keys = HashMap<Key, u32>;
@@ -18,7 +19,7 @@ pub(super) struct CountedKeys(Mutex<HashMap<Key, Keys>>);
 
 impl CountedKeys {
     fn lock(&self) -> MutexGuard<'_, HashMap<Key, Keys>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Adds a state of `key`.

@@ -5,11 +5,12 @@
 //! whichever process trips.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::key::Key;
+use crate::locks::lock;
 
 /// The stops of all keys that a guard counts under.
 pub(super) struct Stops {
@@ -56,7 +57,7 @@ impl Stops {
     }
 
     fn with<R>(&self, act: impl FnOnce(&mut BTreeMap<Key, Stop>) -> R) -> R {
-        act(&mut self.stops.lock().unwrap_or_else(PoisonError::into_inner))
+        act(&mut lock(&self.stops))
     }
 
     /// Returns the length of the stop with this number.
@@ -138,7 +139,7 @@ impl Stops {
     }
 
     fn is_cleaning_due(&self, now: Instant) -> bool {
-        let mut cleaned = self.cleaned.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cleaned = lock(&self.cleaned);
         let is_due = cleaned.is_none_or(|at| clock::after(at, CLEANING) <= now);
         if is_due {
             *cleaned = Some(now);

@@ -4,9 +4,11 @@
 //! an error of a response, has the key only.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use super::{Key, Label};
+
+use crate::locks::lock;
 
 /// The names are in this many tables, each with a lock of its own.
 const TABLES: usize = 16;
@@ -20,7 +22,7 @@ static NAMES: [Table; TABLES] = [const { Mutex::new(None) }; TABLES];
 
 fn table(key: Key) -> MutexGuard<'static, Option<HashMap<Key, Label>>> {
     let table = &NAMES[key.low as usize % TABLES];
-    table.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(table)
 }
 
 /// Notes that the requests of `key` go to `host`, and to no other.

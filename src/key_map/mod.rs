@@ -8,12 +8,13 @@
 mod tests;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 
 use crate::key::Key;
+use crate::locks::lock;
 use crate::rng::dice;
 
 /// State that can be evicted.
@@ -359,8 +360,4 @@ impl<T: Evict> Shard<T> {
                 .shrink_to(2 * self.table.len(), |(key, _)| key.spread(seed));
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock, PoisonError, RwLock, Weak};
+use std::sync::{Arc, OnceLock, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::hosts::Hosts;
@@ -27,6 +27,7 @@ use crate::cost::Cost;
 use crate::error::StoreError;
 use crate::key::{Key, Label, RequestRef};
 use crate::limit::LimitSpec;
+use crate::locks::{read, write};
 use crate::stats;
 use crate::store::{self, PeekRequest, StoreEvent, StoreListener};
 
@@ -93,11 +94,7 @@ impl CoreId {
 
     /// Returns the core, if its limiter still exists.
     pub(super) fn find(self) -> Option<Arc<Core>> {
-        CORES
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get(&self)
-            .and_then(Weak::upgrade)
+        read(&CORES).get(&self).and_then(Weak::upgrade)
     }
 
     /// Returns the name of `key` for errors and events.
@@ -131,7 +128,7 @@ impl Core {
             hosts,
             on_event,
         });
-        let mut cores = CORES.write().unwrap_or_else(PoisonError::into_inner);
+        let mut cores = write(&CORES);
         cores.insert(core.id, Arc::downgrade(&core));
         if cores.len() > 1 || core.in_flight.is_some() {
             read_marks();
@@ -476,9 +473,6 @@ impl Drop for Core {
     fn drop(&mut self) {
         #[cfg(feature = "metrics")]
         stats::note_dropped(|| stats::Gate::with_keys(self));
-        CORES
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&self.id);
+        write(&CORES).remove(&self.id);
     }
 }

@@ -6,13 +6,14 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, RwLock};
 use std::time::Duration;
 
 use smallvec::SmallVec;
 
 use crate::config_error::{ConfigError, Problem};
 use crate::limit::LimitSpec;
+use crate::locks::{read, write};
 use crate::quota::{Division, Quota, Slacks};
 
 /// Identifies a quota of one limiter.
@@ -158,7 +159,7 @@ impl Quotas {
         if *quota == self.configured {
             return Ok(QuotaId::CONFIGURED);
         }
-        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        let known = read(&self.known);
         match known.ids.get(quota) {
             Some(id) => {
                 if let Some(stated) = known.stated.get(&id.0) {
@@ -208,7 +209,7 @@ impl Quotas {
     #[cold]
     fn add(&self, quota: &Quota, route: Option<&str>) -> Result<QuotaId, ConfigError> {
         let parts = self.specs(quota)?;
-        let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
+        let mut known = write(&self.known);
         if route.is_none()
             && let Some(id) = known.ids.get(quota)
         {
@@ -255,13 +256,13 @@ impl Quotas {
         part: usize,
         unit: Option<&str>,
     ) -> Option<Arc<LimitSpec>> {
-        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        let known = read(&self.known);
         spec_of(known.stated.get(&id.0)?.parts.get(part)?, unit)
     }
 
     /// Returns the pattern of the route that has this quota, if it is that of a route.
     pub(super) fn route(&self, id: QuotaId) -> Option<Arc<str>> {
-        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        let known = read(&self.known);
         known.stated.get(&id.0)?.route.clone()
     }
 }

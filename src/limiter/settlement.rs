@@ -14,7 +14,7 @@
 //! So a window of the upstream exceeds the limit at most by what the requests in it were
 //! underestimated by, before that was known. `guarantees.md` has the proof.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::engine::CoreId;
@@ -22,6 +22,7 @@ use super::reservation::Reservation;
 use crate::cost::Cost;
 use crate::key::Key;
 use crate::limit::UnusedPermits;
+use crate::locks::lock;
 
 /// The units that a request counts with, until its true cost is known.
 ///
@@ -93,7 +94,7 @@ impl Settlement {
     pub fn settle(&self, actual: impl Into<Cost>) {
         let actual = actual.into();
         for part in self.0.iter() {
-            let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut part = lock(part);
             if let Some(units) = actual.stated(part.unit) {
                 part.settle(u64::from(units));
             }

@@ -43,7 +43,7 @@
 // | `series` | the stats of gates and stores as counters and gauges |
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use metrics::{Key, Label, Recorder};
@@ -51,6 +51,7 @@ use metrics::{Key, Label, Recorder};
 use self::names::METADATA;
 use self::series::Series;
 use crate::clock;
+use crate::locks::lock;
 use crate::stats::{self, Exporter, WaitRecorder, WithKeys};
 #[cfg(feature = "redis")]
 use crate::store::{self, StoreStats};
@@ -238,8 +239,4 @@ fn wait_recorder(name: &Arc<str>) -> WaitRecorder {
 fn recorder(key: Key) -> WaitRecorder {
     let histogram = metrics::with_recorder(|recorder| recorder.register_histogram(&key, &METADATA));
     Box::new(move |wait| histogram.record(wait.as_secs_f64()))
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,9 +1,10 @@
 //! The names of units that limits count.
 
 use std::collections::BTreeSet;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use crate::cost::Cost;
+use crate::locks::lock;
 
 /// The longest name of a unit, in bytes.
 pub(super) const LONGEST_NAME: usize = 32;
@@ -43,7 +44,7 @@ pub(super) fn named(name: &str) -> Option<&'static str> {
     if let Some(known) = WELL_KNOWN.into_iter().find(|known| *known == name) {
         return Some(known);
     }
-    let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut names = lock(&NAMES);
     if let Some(known) = names.get(name) {
         return Some(*known);
     }

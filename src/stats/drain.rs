@@ -3,7 +3,7 @@
 use std::fmt;
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -11,6 +11,7 @@ use super::event::Event;
 use super::registry::Gate;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
+use crate::locks::lock;
 
 /// What became of the requests that waited when a limiter or throttle was
 /// [drained](crate::Limiter::drain).
@@ -84,7 +85,7 @@ struct Progress {
 
 impl DrainState {
     fn progress<R>(&self, act: impl FnOnce(&mut Progress) -> R) -> R {
-        act(&mut self.progress.lock().unwrap_or_else(PoisonError::into_inner))
+        act(&mut lock(&self.progress))
     }
 
     /// Begins to drain. The earliest of several deadlines counts.

@@ -1,13 +1,14 @@
 //! The keys of a gate that have metrics of their own: see `metrics_keys` of the builders.
 
 use std::collections::BTreeMap;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::values::{KeyStats, Requests, Stats};
 use crate::clock;
 use crate::key::Key;
+use crate::locks::lock;
 
 /// A key without requests for this long frees its place for another one.
 const IDLE: Duration = Duration::from_secs(3600);
@@ -98,7 +99,7 @@ impl LabelledKeys {
             return None;
         }
         let now = clock::now();
-        let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut places = lock(&self.places);
         let Places {
             keys,
             former,

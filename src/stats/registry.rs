@@ -1,7 +1,7 @@
 //! All gates of this process.
 
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
 use super::key_counts::KeyCounts;
@@ -14,6 +14,7 @@ use super::values::{Outcome, Stats};
 use crate::error::{Limited, StoreError};
 use crate::events;
 use crate::key::Key;
+use crate::locks::lock;
 
 /// Completes when the store of a gate has what was given back.
 pub(crate) type Flush = Pin<Box<dyn Future<Output = Result<(), StoreError>> + Send>>;
@@ -87,13 +88,13 @@ static GATES: Mutex<Vec<Weak<dyn Gate>>> = Mutex::new(Vec::new());
 
 /// Adds a gate. Gates that were dropped are removed.
 pub(crate) fn register(gate: Weak<dyn Gate>) {
-    let mut gates = GATES.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut gates = lock(&GATES);
     gates.retain(|gate| gate.strong_count() > 0);
     gates.push(gate);
 }
 
 /// Returns the gates that exist, the oldest first.
 pub(super) fn all() -> Vec<Arc<dyn Gate>> {
-    let gates = GATES.lock().unwrap_or_else(PoisonError::into_inner);
+    let gates = lock(&GATES);
     gates.iter().filter_map(Weak::upgrade).collect()
 }

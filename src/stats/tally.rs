@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,7 @@ use crate::clock;
 use crate::cost::Cost;
 use crate::error::Limited;
 use crate::key::Key;
+use crate::locks::lock;
 
 thread_local! {
     /// Whether a handler of events runs on this thread.
@@ -178,10 +179,6 @@ impl Counted {
 pub(crate) fn is_series_name(name: &str) -> bool {
     let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-/: ".contains(&byte);
     (1..=64).contains(&name.len()) && name.bytes().all(is_allowed)
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn read<const N: usize>(counts: &[AtomicU64; N]) -> [u64; N] {

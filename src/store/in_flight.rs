@@ -2,12 +2,13 @@
 //! listeners.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use super::{HoldState, Register, SetQuota, StoreError};
 use crate::key::Key;
 use crate::limit::{HolderClaim, Micros};
+use crate::locks::lock;
 
 /// How many calls of a key a limiter has in flight, and how many more in-flight slots it wants.
 ///
@@ -186,7 +187,7 @@ impl StoreListeners {
     /// A dropped listener is removed by the next notification, or when the list has doubled since
     /// the last removal. So the list of a program that makes a layer for each tenant stays short.
     pub(super) fn add(&self, listener: Weak<dyn StoreListener>) {
-        let mut listening = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut listening = lock(&self.0);
         if listening.listeners.len() >= listening.sweep_at {
             listening.remove_dropped();
         }
@@ -195,7 +196,7 @@ impl StoreListeners {
 
     /// Notifies all listeners of an event about `key`. Does not hold the lock meanwhile.
     pub(super) fn notify_all(&self, key: Key, event: &StoreEvent) {
-        let mut listening = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut listening = lock(&self.0);
         listening.remove_dropped();
         let alive: Vec<_> = listening
             .listeners

@@ -1,7 +1,7 @@
 //! The calls of a joint request to one store, gathered so that the store can send them as one.
 
 #[cfg(feature = "redis")]
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 #[cfg(feature = "redis")]
 use std::time::Instant;
 
@@ -10,6 +10,8 @@ use tokio::sync::oneshot;
 
 #[cfg(feature = "redis")]
 use super::StoreError;
+#[cfg(feature = "redis")]
+use crate::locks::lock;
 
 /// Gathers the calls of a joint request to one store.
 ///
@@ -69,7 +71,7 @@ impl JointCall {
         call: KeyCall,
         send: impl FnOnce(Vec<KeyCall>) + Send + 'static,
     ) -> Result<(), KeyCall> {
-        let mut gathered = self.gathered.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut gathered = lock(&self.gathered);
         let is_other = !gathered.calls.is_empty() && gathered.store != store;
         let is_same_key = gathered.calls.iter().any(|other| other.key == call.key);
         if gathered.is_sent || is_other || is_same_key {
@@ -83,13 +85,13 @@ impl JointCall {
 
     /// Returns whether a store has put a call here.
     pub(crate) fn is_used(&self) -> bool {
-        let gathered = self.gathered.lock().unwrap_or_else(PoisonError::into_inner);
+        let gathered = lock(&self.gathered);
         !gathered.calls.is_empty()
     }
 
     /// Sends the calls.
     pub(crate) fn send(&self) {
-        let mut gathered = self.gathered.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut gathered = lock(&self.gathered);
         gathered.is_sent = true;
         let (calls, send) = (std::mem::take(&mut gathered.calls), gathered.send.take());
         drop(gathered);

@@ -22,6 +22,7 @@ use crate::limiter::part::{Costs, Part, PartRef, PerPart};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{ProbeNumber, WaitBound};
 use crate::limiter::slots::Slots;
+use crate::locks::lock;
 use crate::quota::LONGEST_LIFE;
 use crate::store::Refusal;
 use crate::wait_queue::{ANSWER, Left, answer_by};
@@ -149,7 +150,7 @@ impl JointSets {
     /// Returns the set of the requests with these parts.
     pub(in crate::limiter) fn find(&self, parts: &[PartRef<'_>]) -> Arc<JointSet> {
         let id = id_of(parts);
-        let mut sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sets = lock(&self.sets);
         if let Some(set) = sets.get(&id).and_then(Weak::upgrade) {
             return set;
         }
@@ -191,7 +192,7 @@ impl JointSets {
         if self.count.load(Ordering::Relaxed) == 0 {
             return None;
         }
-        let sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
+        let sets = lock(&self.sets);
         // The map is unlocked before a set of which this is the last use is dropped.
         let set = sets.get(&id_of(parts));
         set.and_then(Weak::upgrade)
@@ -199,7 +200,7 @@ impl JointSets {
 
     /// Refuses the requests whose joint slot is later than `by`.
     pub(in crate::limiter) fn end_by(&self, by: Instant) {
-        let sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
+        let sets = lock(&self.sets);
         let all: Vec<_> = sets.values().filter_map(Weak::upgrade).collect();
         // A set of which this is the last use locks the map when it is dropped.
         drop(sets);
@@ -210,7 +211,7 @@ impl JointSets {
 
     /// Forgets a set that is dropped, unless there is a new one already.
     fn forget(&self, id: &SetId) {
-        let mut sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sets = lock(&self.sets);
         if sets.get(id).is_some_and(|set| set.strong_count() == 0) {
             sets.remove(id);
             self.count.store(sets.len(), Ordering::Relaxed);
@@ -221,10 +222,7 @@ impl JointSets {
 impl JointSet {
     fn with<R>(&self, act: impl FnOnce(&mut State, &mut Wakers) -> R) -> R {
         let mut wakers = Wakers::default();
-        let done = act(
-            &mut self.state.lock().unwrap_or_else(PoisonError::into_inner),
-            &mut wakers,
-        );
+        let done = act(&mut lock(&self.state), &mut wakers);
         wakers.wake();
         done
     }

@@ -9,7 +9,7 @@ use std::ops::RangeInclusive;
 use std::task::Context;
 use std::time::{Duration, Instant};
 
-use super::{Booked, FRONT, HandOut, HandedOut};
+use super::{Booked, FRONT, HandOut, HandedOut, Late};
 use crate::clock::{self, SHORTEST_TIMER};
 use crate::limiter::reservation::WaitBound;
 use crate::wait_queue::{ANSWER, Left, Number, WaitQueue, is_missed};
@@ -405,7 +405,7 @@ impl<S: Booked> Lane<S> {
     }
 
     /// Gives the permits of the first slot to the first waiters, if it is due and `may_leave`, and does not expire before
-    /// their tasks come, which `takes` some time.
+    /// their tasks come.
     ///
     /// A slot that has expired for some time goes to its waiter, too: so that waiter has an outcome to collect, and the
     /// next slots are for waiters that are polled. Otherwise ten futures that are not polled would get ten
@@ -413,8 +413,7 @@ impl<S: Booked> Lane<S> {
     pub(super) fn hand_out_first(
         &mut self,
         how: HandOut,
-        takes: Duration,
-        most_missed: usize,
+        late: Late,
         mut may_leave: impl FnMut(&S) -> bool,
         mut handed: impl FnMut(Number, Option<Instant>),
         mut died: impl FnMut(S),
@@ -426,13 +425,13 @@ impl<S: Booked> Lane<S> {
             && slot.at() <= now
         {
             let runs = how.running.is_some() && self.waiters.numbers().next() == how.running;
-            if is_too_late(slot, if runs { Duration::ZERO } else { takes }, now) {
+            if is_too_late(slot, if runs { Duration::ZERO } else { late.takes }, now) {
                 let Some(slot) = self.take_first_if(|_| true) else {
                     break;
                 };
                 all.died = true;
                 let permits = slot.permits();
-                let left = self.miss(slot, how, most_missed, wakers);
+                let left = self.miss(slot, how, late.most_missed, wakers);
                 all.missed = permits - left.as_ref().map_or(0, S::permits);
                 left.into_iter().for_each(&mut died);
                 break;

@@ -77,6 +77,15 @@ pub(super) struct HandOut {
     pub(super) now: Instant,
 }
 
+/// What is known of tasks that come too late.
+#[derive(Clone, Copy, Debug)]
+struct Late {
+    /// How long a permit is on its way to its task.
+    takes: Duration,
+    /// How many waiters may be settled with a slot for which they did not come.
+    most_missed: usize,
+}
+
 /// Which permits were handed out.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HandedOut {
@@ -329,11 +338,13 @@ impl<S: Booked> Lanes<S> {
             && *at <= how.now
         {
             let costs = costs.clone();
-            let takes = handed.takes(how.now);
             let most = handed.room(how.now).min(how.most - all.count);
             let how = HandOut { most, ..how };
             // Those behind the front had no timer, so it says nothing that they have not come.
-            let most_missed = FRONT - all.missed;
+            let late = Late {
+                takes: handed.takes(how.now),
+                most_missed: FRONT - all.missed,
+            };
             let hand = |number, until: Option<Instant>| {
                 // The task that runs has its permit already.
                 if how.running != Some(number)
@@ -343,15 +354,7 @@ impl<S: Booked> Lanes<S> {
                 }
             };
             let of_lane = self.change(&costs, |lane| {
-                lane.hand_out_first(
-                    how,
-                    takes,
-                    most_missed,
-                    &mut may_leave,
-                    hand,
-                    &mut died,
-                    wakers,
-                )
+                lane.hand_out_first(how, late, &mut may_leave, hand, &mut died, wakers)
             });
             all.count += of_lane.count;
             all.died |= of_lane.died;

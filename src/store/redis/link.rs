@@ -4,7 +4,7 @@
 //! One connection serves all keys. Commands of the same moment are sent together.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use redis::{RedisError, Value};
@@ -18,6 +18,7 @@ use super::stats::StoreTally;
 use crate::clock;
 use crate::error::{BoxError, StoreError};
 use crate::events;
+use crate::locks::lock;
 use crate::rng::Backoff;
 
 /// The longest time that making a connection may take. Name resolution and certificates take longer
@@ -125,7 +126,7 @@ impl Link {
                 Ok(connection) => {
                     self.has_worked.store(false, Ordering::Relaxed);
                     self.was_up.store(true, Ordering::Relaxed);
-                    *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = clock::now();
+                    *lock(&self.used_at) = clock::now();
                     self.state
                         .send_replace(State::Up(connection.clone(), self.links.count()));
                     events::store_connected(self.server.as_deref());
@@ -180,10 +181,7 @@ impl Link {
 
     /// Returns when the next PING is due.
     fn quiet_at(&self) -> Instant {
-        clock::after(
-            *self.used_at.lock().unwrap_or_else(PoisonError::into_inner),
-            QUIET,
-        )
+        clock::after(*lock(&self.used_at), QUIET)
     }
 
     /// Makes a connection.
@@ -258,7 +256,7 @@ impl Link {
     async fn exchange(&self, request: Request, deadline: Instant) -> Result<Value, RedisFailure> {
         let silent = |_| self.silent(self.links.store_timeout);
         let (connection, number) = self.connection(deadline).await?;
-        *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = clock::now();
+        *lock(&self.used_at) = clock::now();
         let reply = timeout_at(deadline.into(), connection.send(request))
             .await
             .map_err(silent);

@@ -1,10 +1,11 @@
 //! What a store has done: the calls to Redis, their results, and how long they took.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::error::StoreError;
+use crate::locks::lock;
 use crate::stats::{Histogram, WaitCounts};
 
 /// What a [`RedisStore`](crate::store::RedisStore) has done, and whether it reaches Redis now.
@@ -233,10 +234,7 @@ impl StoreTally {
 
     /// Notes whether the store receives what other processes tell it.
     pub(super) fn subscribed(&self, is_subscribed: bool) {
-        let mut subscribed = self
-            .subscribed
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut subscribed = lock(&self.subscribed);
         *subscribed = Some(is_subscribed);
     }
 
@@ -251,10 +249,7 @@ impl StoreTally {
             in_flight,
             register,
             up: up.map(|up| up && !self.is_failing.load(Ordering::Relaxed)),
-            subscribed: *self
-                .subscribed
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner),
+            subscribed: *lock(&self.subscribed),
             connects: self.connects.load(Ordering::Relaxed),
         }
     }
@@ -263,9 +258,10 @@ impl StoreTally {
 /// The stores of this process, for an exporter of metrics.
 #[cfg(feature = "metrics")]
 pub(crate) mod stores {
-    use std::sync::{Arc, Mutex, PoisonError, Weak};
+    use std::sync::{Arc, Mutex, Weak};
 
     use super::{StoreStats, StoreTally};
+    use crate::locks::lock;
     use crate::store::redis::thread::Thread;
 
     /// A store. Its tally stays until an exporter has read the last counts.
@@ -286,7 +282,7 @@ pub(crate) mod stores {
 
     /// Adds a store.
     pub(in crate::store::redis) fn register(thread: &Arc<Thread>) {
-        let mut stores = STORES.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stores = lock(&STORES);
         if !crate::stats::is_exporting() {
             stores.retain(|store| !store.is_last());
         }
@@ -302,7 +298,7 @@ pub(crate) mod stores {
         let mut all = Vec::new();
         // The last handle of a thread drops functions of the user, which may make stores: not under the lock.
         let mut threads = Vec::new();
-        let mut stores = STORES.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stores = lock(&STORES);
         stores.retain(|store| {
             let is_last = store.is_last();
             let thread = store.thread.upgrade();

@@ -4,7 +4,7 @@ use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, RwLock};
 use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot};
@@ -22,6 +22,7 @@ use super::worker::{Worker, tell_listeners};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::locks::{read, write};
 use crate::rng::Backoff;
 use crate::store::in_flight::StoreListeners;
 use crate::store::{JointCall, KeyCall};
@@ -78,14 +79,14 @@ impl Thread {
     ///
     /// [`StoreError`] if the thread cannot be started.
     pub(super) fn send(&self, mut job: Job) -> Result<(), StoreError> {
-        if let Some(running) = &*self.running.read().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(running) = &*read(&self.running) {
             match running.jobs.send(job) {
                 Ok(()) => return Ok(()),
                 // The thread has ended, and did not take the job.
                 Err(unsent) => job = unsent.0,
             }
         }
-        let mut current = self.running.write().unwrap_or_else(PoisonError::into_inner);
+        let mut current = write(&self.running);
         // Another caller may have started it meanwhile.
         let running = match current.take() {
             Some(running) if !running.jobs.is_closed() => running,
@@ -100,13 +101,13 @@ impl Thread {
 
     /// Returns whether the store has its connections. `None` if it has not tried to connect.
     pub(super) fn is_up(&self) -> Option<bool> {
-        let current = self.running.read().unwrap_or_else(PoisonError::into_inner);
+        let current = read(&self.running);
         current.as_ref()?.backend.is_up()
     }
 
     /// Returns why a call about `key` would fail now, if that is known without a call.
     fn down(&self, key: &str) -> Option<StoreError> {
-        let current = self.running.read().unwrap_or_else(PoisonError::into_inner);
+        let current = read(&self.running);
         current
             .as_ref()
             .and_then(|running| running.backend.down(key))

@@ -21,7 +21,7 @@ mod slots;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, RwLock};
 use std::time::{Duration, Instant};
 
 use redis::Value;
@@ -37,6 +37,7 @@ use super::thread::again_after_panics;
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
+use crate::locks::{read, write};
 use crate::rng::{Backoff, dice, jittered};
 use hedge::first;
 use redirection::{Redirection, redirection};
@@ -109,7 +110,7 @@ impl Cluster {
         if let State::Failed(error) = &*self.state.borrow() {
             return Some(error.clone());
         }
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let table = read(&self.table);
         table
             .nodes
             .get(table.map.primary(slot_of(key))?)?
@@ -125,7 +126,7 @@ impl Cluster {
             State::Failed(_) => return Some(false),
             State::Known => {}
         }
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let table = read(&self.table);
         let mut nodes = table.nodes.values();
         Some(nodes.all(|node| node.link.down().is_none()))
     }
@@ -147,7 +148,7 @@ impl Cluster {
         self.known(deadline).await?;
         let slot = slot_of(key);
         let primary = {
-            let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+            let table = read(&self.table);
             table.map.primary(slot).cloned()
         };
         let Some(primary) = primary else {
@@ -213,12 +214,12 @@ impl Cluster {
 
     /// Returns the link to `server`, and makes it if there is none.
     fn link(&self, server: &Address) -> Arc<Link> {
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let table = read(&self.table);
         if let Some(node) = table.nodes.get(server) {
             return node.link.clone();
         }
         drop(table);
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = write(&self.table);
         let node = table.nodes.entry(server.clone()).or_insert_with(|| {
             let (seeds, address) = (self.seeds.clone(), server.clone());
             let factory = Arc::new(move || {
@@ -249,7 +250,7 @@ impl Cluster {
         let (mut servers, mut failure) =
             (Vec::new(), RedisFailure::silent(self.links.store_timeout));
         {
-            let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+            let table = read(&self.table);
             for server in table.map.primaries() {
                 let link = table.nodes.get(server).map(|node| &node.link);
                 match link.and_then(|link| link.down()) {
@@ -321,7 +322,7 @@ impl Cluster {
     /// Pings all connected servers. If one server is silent, others may be silent as well, and the
     /// first caller of each such server would wait for `store_timeout`.
     fn check_others(&self) {
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let table = read(&self.table);
         for link in table
             .nodes
             .values()
@@ -339,7 +340,7 @@ impl Cluster {
     async fn learn(self: &Arc<Self>) -> Result<SlotMap, StoreError> {
         let mut servers = Vec::new();
         {
-            let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+            let table = read(&self.table);
             for (address, node) in table
                 .nodes
                 .iter()
@@ -415,7 +416,7 @@ impl Cluster {
 
     /// Replaces the map, and drops the links to servers that are no longer primaries.
     fn adopt(&self, map: SlotMap) {
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = write(&self.table);
         table
             .nodes
             .retain(|server, _| map.primaries().contains(server));
@@ -440,14 +441,14 @@ impl Cluster {
 
     /// Changes the primary of a slot in the map, as another server has replied.
     fn moved(&self, slot: u16, to: &Address) {
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = write(&self.table);
         table.map.set_primary(slot, to);
         self.links.broke.notify_one();
     }
 
     /// Returns whether there is a map and no server in it is down.
     fn is_well(&self) -> bool {
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let table = read(&self.table);
         !table.map.is_empty() && table.nodes.values().all(|node| node.link.down().is_none())
     }
 }
