@@ -1,5 +1,6 @@
 #![doc = include_str!("../guide/keys.md")]
 
+mod body;
 #[cfg(feature = "grpc")]
 mod grpc;
 mod host_key;
@@ -10,6 +11,7 @@ mod plain_host;
 #[cfg(test)]
 mod tests;
 
+use std::borrow::Cow;
 use std::fmt;
 use std::time::Instant;
 
@@ -354,6 +356,15 @@ pub trait RequestInfo {
         None
     }
 
+    /// Returns the bytes of the request's body. Default: `None`, which also a body returns that is not in memory, such as
+    /// a stream.
+    ///
+    /// Seen are the bodies `Bytes`, `Vec<u8>`, `String`, `&'static str` and `Full<Bytes>` of an `http::Request`, and, with
+    /// the feature `reqwest`, a `reqwest::Body` in memory.
+    fn body(&self) -> Option<Cow<'_, [u8]>> {
+        None
+    }
+
     /// Returns whether the client inside may follow redirects by itself, so that a response may
     /// come from another [host](crate::signal::ResponseInfo::host). Default: no; for
     /// `reqwest::Request`: yes.
@@ -362,7 +373,7 @@ pub trait RequestInfo {
     }
 }
 
-impl<B> RequestInfo for http::Request<B> {
+impl<B: 'static> RequestInfo for http::Request<B> {
     fn host(&self) -> Option<&str> {
         if let Some(authority) = self.uri().authority() {
             // Most hosts have neither port nor user, so `host()` need not split them.
@@ -407,6 +418,10 @@ impl<B> RequestInfo for http::Request<B> {
 
     fn extensions(&self) -> Option<&Extensions> {
         Some(http::Request::extensions(self))
+    }
+
+    fn body(&self) -> Option<Cow<'_, [u8]>> {
+        body::bytes_of(http::Request::body(self))
     }
 }
 
@@ -458,6 +473,11 @@ impl<'a> RequestRef<'a> {
         Some(self.request.headers()?.get(name)?.as_bytes())
     }
 
+    /// Returns the bytes of the request's body, if the body is in memory: see [`RequestInfo::body`].
+    pub fn body(&self) -> Option<Cow<'a, [u8]>> {
+        self.request.body()
+    }
+
     /// Returns the extension of type `T` of the request.
     pub fn extension<T: Send + Sync + 'static>(&self) -> Option<&'a T> {
         self.extensions?.get::<T>()
@@ -487,6 +507,10 @@ impl RequestInfo for RequestRef<'_> {
 
     fn extensions(&self) -> Option<&Extensions> {
         self.extensions
+    }
+
+    fn body(&self) -> Option<Cow<'_, [u8]>> {
+        self.request.body()
     }
 
     fn follows_redirects(&self) -> bool {

@@ -1,5 +1,7 @@
 //! The requests and responses of reqwest, and the middleware of reqwest-middleware.
 
+use std::borrow::Cow;
+
 use http::{Extensions, HeaderMap, Method, StatusCode};
 use reqwest::ResponseBuilderExt;
 
@@ -22,6 +24,10 @@ impl RequestInfo for reqwest::Request {
 
     fn headers(&self) -> Option<&HeaderMap> {
         Some(reqwest::Request::headers(self))
+    }
+
+    fn body(&self) -> Option<Cow<'_, [u8]>> {
+        reqwest::Request::body(self)?.as_bytes().map(Cow::Borrowed)
     }
 
     fn follows_redirects(&self) -> bool {
