@@ -24,12 +24,14 @@ use std::fmt;
 /// - Requests that the cost does not state count as 1, and other units as 0. So a limit of `tokens` does
 ///   not see a request whose cost states none.
 /// - A unit that no limit counts is ignored.
-/// - If limits count units and the first cost states other ones, or lacks one, there is a warning
-///   (feature `tracing`). To say that a request has no tokens, state 0.
+/// - If limits count units, [`Event::UnitsDiffer`](crate::stats::Event::UnitsDiffer) reports the first cost that states
+///   other ones, or lacks one. If none of the first 100 requests states a unit, the next ones are refused
+///   ([`Reason::NotCharged`](crate::Reason::NotCharged)). To say that a request has no tokens, state 0.
 /// - A request that costs nothing under all limits needs no permit. It passes at once, even if its
 ///   key is on hold.
 /// - A request whose cost is above a limit is refused at once
-///   ([`Reason::CostAboveLimit`](crate::Reason::CostAboveLimit)).
+///   ([`Reason::CostAboveLimit`](crate::Reason::CostAboveLimit)), or waits for the whole limit: see
+///   [`wait_above_limit`](crate::RateLimitBuilder::wait_above_limit).
 ///
 /// An [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer) ignores costs.
 ///
@@ -145,12 +147,18 @@ impl RequestCost {
         }
     }
 
-    /// Returns the whole cost.
-    pub(crate) fn to_cost(&self) -> Cost {
-        match self {
-            RequestCost::Requests(requests) => Cost::new(*requests),
-            RequestCost::Units(cost) => **cost,
-        }
+    /// Returns whether the cost states `unit`, which is not requests.
+    pub(crate) fn states(&self, unit: &str) -> bool {
+        self.units().any(|stated| stated == unit)
+    }
+
+    /// Returns the units besides requests that the cost states.
+    pub(crate) fn units(&self) -> impl Iterator<Item = &'static str> {
+        let units = match self {
+            RequestCost::Requests(_) => None,
+            RequestCost::Units(cost) => Some(cost.others().map(|(unit, _)| unit)),
+        };
+        units.into_iter().flatten()
     }
 }
 

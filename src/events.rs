@@ -67,13 +67,14 @@ macro_rules! warn_once {
 }
 
 /// A cost does not state a unit that is limited, or states one that is not.
-pub(crate) fn units_differ(missing: Option<&str>, unknown: Option<&str>) {
+pub(crate) fn units_differ(tally: &Tally, missing: Option<&str>, unknown: Option<&str>) {
     report!(
         warn,
         missing,
         unknown,
         "the units of a cost are not those of the limits: a missing one counts as 0, an unknown one is ignored"
     );
+    tally.tell(&Event::UnitsDiffer { missing, unknown });
 }
 
 /// A class of requests has no share. The caller reports each class once.

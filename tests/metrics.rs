@@ -342,7 +342,11 @@ async fn units_and_in_flight_have_series_of_their_own() {
     let _alone = start().await;
     let tokens = Quota::per_minute(1000).of("tokens");
     let quota = Quota::per_second(2).and(tokens).and(Quota::in_flight(1));
-    let layer = RateLimitLayer::builder(quota).name("llm").build().unwrap();
+    let layer = RateLimitLayer::builder(quota)
+        .charged_by_hand()
+        .name("llm")
+        .build()
+        .unwrap();
     let cost = tollgate::Cost::new(1).and("tokens", 300);
     let first = layer.limiter().acquire(Key::ALL).cost(cost).await.unwrap();
     publish();

@@ -266,6 +266,13 @@ pub enum Reason {
         /// [`Quota::of`](crate::Quota::of).
         unit: &'static str,
     },
+    /// A limit counts a unit, and neither this request nor any of the first 100 has stated it, so the limit counts
+    /// nothing. State the unit in [`cost`](crate::RateLimitBuilder::cost) or in a [`Cost`] in the extensions of requests,
+    /// or call [`charged_by_hand`](crate::RateLimitBuilder::charged_by_hand).
+    NotCharged {
+        /// The name given to [`Quota::of`](crate::Quota::of).
+        unit: &'static str,
+    },
     /// The quota that the request states for its key is invalid. The value says what is wrong.
     InvalidQuota(Arc<ConfigError>),
     /// The key is on hold, and the hold ends later than the request can wait. A refusal by the
@@ -326,6 +333,11 @@ impl fmt::Display for Reason {
                      limit or burst"
                 )
             }
+            Reason::NotCharged { unit } => write!(
+                f,
+                "the quota limits {unit}, and no request has stated any; state them in .cost(..), or call \
+                 .charged_by_hand() if requests may go without"
+            ),
             Reason::InvalidQuota(error) => write!(f, "the quota of its key is invalid: {error}"),
             Reason::Held => write!(
                 f,

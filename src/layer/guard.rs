@@ -68,6 +68,8 @@ fn limiter(
         reports_guard: false,
         on_store_error: OnStoreError::FailClosed,
         settles: false,
+        needs_cost: false,
+        waits_above_limit: false,
         counted_within: Duration::ZERO,
     };
     Limiter::new(settings, [])

@@ -251,13 +251,13 @@ impl RateLimitLayer {
         })
     }
 
-    /// Warns if the units of a cost are not those of the limits.
-    fn check_units(&self, limiter: &Limiter, cost: &RequestCost) {
+    /// Compares the units of a cost with those of all limits. Returns why the request is refused, if it is.
+    fn check_units(&self, limiter: &Limiter, cost: &RequestCost) -> Option<Reason> {
         let is_unknown = |unit: &str| {
             let mut further = self.further.iter();
             !self.limiter.counts(unit) && !further.any(|limit| limit.limiter.counts(unit))
         };
-        limiter.check_units(|| cost.to_cost(), is_unknown);
+        limiter.check_units(cost, is_unknown)
     }
 
     /// Adds to `parts` the limits that a request counts in, with its key and cost for each. Returns
@@ -265,7 +265,8 @@ impl RateLimitLayer {
     ///
     /// # Errors
     ///
-    /// The error of the request, if a layer that was added by [`and`](Self::and) finds no key.
+    /// The error of the request, if a layer that was added by [`and`](Self::and) finds no key, or if no request has
+    /// stated a unit.
     // The list is not returned: its 300 bytes would be copied.
     fn read_parts<'a, R: RequestInfo>(
         &'a self,
@@ -293,11 +294,14 @@ impl RateLimitLayer {
                 limiter.note_host(key, host);
             }
             if limiter.counts_units() {
-                self.check_units(limiter, cost);
+                if let Some(reason) = self.check_units(limiter, cost) {
+                    return Err(limiter.unreadable(reason, &self.limiter));
+                }
                 parts.extend(limiter.parts(key, cost, quota, host));
             } else {
                 parts.push(limiter.part(key, cost.under(None), quota, host));
             }
+            Ok(())
         };
         let mut host = HostKey::of(request);
         let quota_of = |limiter: &Limiter, extractors: &Extractors, route| {
@@ -305,7 +309,7 @@ impl RateLimitLayer {
             quota.map_err(|reason| limiter.unreadable(reason, &self.limiter))
         };
         let quota = quota_of(&self.limiter, &self.extractors, quota)?;
-        add(self.counting(request), key, &cost, quota, &mut host);
+        add(self.counting(request), key, &cost, quota, &mut host)?;
         for limit in self.further.iter() {
             let FurtherLimit {
                 name,
@@ -325,7 +329,7 @@ impl RateLimitLayer {
             // The shorter of two deadlines; a limit without one allows any wait.
             deadline = deadline.into_iter().chain(own.deadline).min();
             let key = name.map_or(own.key, |name| own.key.and(name));
-            add(limiter, key, &own.cost, quota, &mut host);
+            add(limiter, key, &own.cost, quota, &mut host)?;
         }
         Ok(deadline)
     }

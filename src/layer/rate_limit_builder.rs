@@ -49,6 +49,10 @@ pub struct RateLimitBuilder {
     max_rate_loss: u32,
     in_flight_ttl: Duration,
     counted_within: Duration,
+    /// Whether the program itself states what requests cost.
+    charged_by_hand: bool,
+    /// `None`: only if the layer settles.
+    wait_above_limit: Option<bool>,
     learn: HeaderTrust,
     on_scope: Option<OnScope>,
     /// The name of the first limit.
@@ -92,6 +96,8 @@ impl RateLimitBuilder {
             max_rate_loss: Slacks::RATE_LOSS,
             in_flight_ttl: RateLimitBuilder::DEFAULT_IN_FLIGHT_TTL,
             counted_within: Duration::ZERO,
+            charged_by_hand: false,
+            wait_above_limit: None,
             learn: HeaderTrust::default(),
             on_scope: None,
             name: None,
@@ -170,7 +176,16 @@ impl RateLimitBuilder {
     /// Sets how the cost of a request is found: a number of requests, or a [`Cost`] with units of
     /// other kinds. Default: one request.
     ///
-    /// A [`Cost`] in the extensions of the request takes precedence over the function.
+    /// A [`Cost`] in the extensions of the request takes precedence over the function. If the quota limits
+    /// [units](Quota::of) that no request states, requests are refused after the first 100
+    /// ([`Reason::NotCharged`]). The function sees the body of the request if it is in memory
+    /// ([`RequestRef::body`]).
+    ///
+    /// # Errors
+    ///
+    /// [`build`](Self::build) fails if the quota limits other units than requests, and neither this nor
+    /// [`settle`](Self::settle), [`settle_by_hand`](Self::settle_by_hand) or
+    /// [`charged_by_hand`](Self::charged_by_hand) is set: nothing would be charged.
     ///
     /// ```
     /// use tollgate::{Cost, Quota, RateLimitLayer};
@@ -187,6 +202,26 @@ impl RateLimitBuilder {
         C: Into<Cost>,
     {
         self.common.extractors.cost = Some(Arc::new(move |request| cost(request).into()));
+        self
+    }
+
+    /// States that the program itself charges the [units](Quota::of) of the quota, with a [`Cost`] in the extensions of
+    /// requests or by [`Acquire::cost`](crate::limiter::Acquire::cost). Default: off.
+    ///
+    /// A request that states no cost then takes one request and no other units.
+    pub fn charged_by_hand(mut self) -> Self {
+        self.charged_by_hand = true;
+        self
+    }
+
+    /// Sets whether a request that costs more than a limit allows at once waits until the whole limit is free, and takes
+    /// all of it. Default: yes if the layer settles ([`settle`](Self::settle), [`settle_by_hand`](Self::settle_by_hand)),
+    /// because a cost is then an estimate, and is corrected after the response; else no.
+    ///
+    /// If it does not wait, the request is refused ([`Reason::CostAboveLimit`]), and so is each later one of that cost.
+    /// What a request did cost above the limit is charged by its settlement.
+    pub fn wait_above_limit(mut self, waits: bool) -> Self {
+        self.wait_above_limit = Some(waits);
         self
     }
 
@@ -685,6 +720,7 @@ impl RateLimitBuilder {
         (on_scope, guard): (Option<OnScope>, Option<Arc<dyn Watch>>),
     ) -> Result<Limiter, ConfigError> {
         quota.check(self.slacks())?;
+        self.check_charged(&quota)?;
         let share = self.checked_fallback_share(&quota)?;
         // Only the first limit of the layer is divided.
         let division = if self.divides(name) {
@@ -777,6 +813,7 @@ impl RateLimitBuilder {
             max_hold,
             ..
         } = self.common;
+        let settles = self.common.extractors.policy.settles();
         let falls_back = self.on_store_error == OnStoreError::FallbackShare;
         let deciding: Arc<dyn Store> = match self.learn {
             HeaderTrust::Ignore => Arc::new(UnlearningStore::new(shared_store.clone())),
@@ -807,7 +844,9 @@ impl RateLimitBuilder {
             guard: None,
             reports_guard: false,
             on_store_error: self.on_store_error,
-            settles: self.common.extractors.policy.settles(),
+            settles,
+            needs_cost: !settles && !self.charged_by_hand,
+            waits_above_limit: self.wait_above_limit.unwrap_or(settles),
             counted_within: if quota.is_of_sliding_windows() {
                 self.counted_within
             } else {
@@ -817,6 +856,21 @@ impl RateLimitBuilder {
                 .common
                 .tally(&self.series(name, quota.unit(), part), Kind::Limiter),
         })
+    }
+
+    /// Checks that each unit of a quota can be charged.
+    fn check_charged(&self, quota: &Quota) -> Result<(), ConfigError> {
+        let Extractors { cost, policy, .. } = &self.common.extractors;
+        let is_charged = cost.is_some() || policy.settles() || self.charged_by_hand;
+        match quota.units().find(|unit| *unit != Cost::REQUESTS) {
+            Some(unit) if !is_charged => Err(ConfigError(Problem::OutOfRange {
+                setting: "cost",
+                value: format!("not set, and the quota counts {unit}, which nothing charges"),
+                allowed: "set: .cost(|request| Cost::of(\"tokens\", 500)); or call .charged_by_hand() if requests have a \
+                          Cost in their extensions",
+            })),
+            _ => Ok(()),
+        }
     }
 
     /// Checks that each setting is in its range.

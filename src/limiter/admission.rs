@@ -44,13 +44,25 @@ pub(super) fn refused(part: &Part, cost: u32, too_long: Reason, refusal: Refusal
     Why::Refused(too_long, Refusal { limit, ..refusal })
 }
 
-/// Returns why the quota of `key` never allows a request of `cost`, if this process knows that before
-/// it asks the store. Of a key without a state, only the store knows whether a quota was set for it. A quota
+/// Returns the cost that a request of `cost` has to wait for: if the cost may be an estimate, at most the whole limit. The
+/// settlement charges what is missing.
+///
+/// # Errors
+///
+/// Why the quota of `key` never allows the request, if this process knows that before it asks the store. Of a key without a state, only the store knows whether a quota was set for it. A quota
 /// that was set may have been raised since, in a message that this process has missed.
-pub(super) fn known_above_limit(core: &Core, key: Key, cost: u32) -> Option<Reason> {
-    let above = cost_above_limit(core, key, cost)?;
+pub(super) fn awaited_cost(core: &Core, key: Key, cost: u32) -> Result<u32, Reason> {
+    let Some(above) = cost_above_limit(core, key, cost) else {
+        return Ok(cost);
+    };
+    if core.settings.waits_above_limit {
+        return Ok(core.quota_of(key).quota().largest_cost());
+    }
     let is_own = |state: &mut KeyState| state.limits.set_spec().is_none();
-    (core.states.find(key, is_own) == Some(true)).then_some(above)
+    match core.states.find(key, is_own) {
+        Some(true) => Err(above),
+        _ => Ok(cost),
+    }
 }
 
 /// Returns why the quota of `key` never allows a request of `cost`, if that is so.

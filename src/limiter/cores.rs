@@ -6,11 +6,10 @@
 
 use std::future::Future;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::engine::Core;
-use crate::cost::Cost;
-use crate::error::StoreError;
+use crate::cost::RequestCost;
+use crate::error::{Reason, StoreError};
 use crate::events;
 use crate::join::join_all;
 use crate::key::Key;
@@ -51,26 +50,34 @@ impl Cores {
         self.all().any(|core| core.unit_name() == unit)
     }
 
-    /// Warns once if `cost` does not state a unit that is counted, or if it states one for which
-    /// `is_unknown` returns true.
+    /// Compares the units of `cost` with those that are counted, and reports the first difference: a unit that the cost
+    /// lacks, or one for which `is_unknown` returns true. Returns why the request is refused, if no request has stated a
+    /// unit so far.
     pub(super) fn check_units(
         &self,
-        cost: impl FnOnce() -> Cost,
+        cost: &RequestCost,
         is_unknown: impl Fn(&str) -> bool,
-    ) {
-        if self.first.warned_of_units.load(Ordering::Relaxed) {
-            return;
+    ) -> Option<Reason> {
+        let mut missing = None;
+        let mut refused = None;
+        for core in self.all().filter(|core| core.settings.needs_cost) {
+            let Some(unit) = core.unit() else { continue };
+            let states = cost.states(unit);
+            if !states {
+                missing = missing.or(Some(unit));
+            }
+            if core.unit_check.is_uncharged(states) {
+                refused = refused.or(Some(Reason::NotCharged { unit }));
+            }
         }
-        let cost = cost();
-        let mut units = self.all().filter_map(|core| core.unit());
-        let missing = units.find(|unit| cost.stated(unit).is_none());
-        let mut unknown = cost.others().map(|(unit, _)| unit);
-        let unknown = unknown.find(|unit| is_unknown(unit));
-        if (missing.is_some() || unknown.is_some())
-            && !self.first.warned_of_units.swap(true, Ordering::Relaxed)
-        {
-            events::units_differ(missing, unknown);
+        let check = &self.first.unit_check;
+        if check.is_unreported() {
+            let unknown = cost.units().find(|unit| is_unknown(unit));
+            if (missing.is_some() || unknown.is_some()) && check.report() {
+                events::units_differ(&self.first.settings.tally, missing, unknown);
+            }
         }
+        refused
     }
 
     /// Returns the cores of all units and all parts, each with its key for the quota of `key`.

@@ -20,6 +20,7 @@ use super::key_states::KeyStates;
 use super::limited::LimitName;
 use super::quotas::QuotaId;
 use super::settings::{OnStoreError, Settings};
+use super::unit_check::UnitCheck;
 use smallvec::SmallVec;
 
 use crate::clock;
@@ -56,8 +57,8 @@ pub(super) struct Core {
     pub(super) settings: Settings,
     /// Whether an event has reported that other processes assert other limits.
     pub(super) warned: AtomicBool,
-    /// Whether an event has reported a cost whose units are not those of the limits.
-    pub(super) warned_of_units: AtomicBool,
+    /// Whether requests state the unit of the limits.
+    pub(super) unit_check: UnitCheck,
     /// The joint requests whose first key is of this limiter.
     pub(super) joint: JointSets,
     /// The cores of all parts of a divided quota, this one included.
@@ -122,7 +123,7 @@ impl Core {
             in_flight: InFlightCalls::new(&settings),
             settings,
             warned: AtomicBool::new(false),
-            warned_of_units: AtomicBool::new(false),
+            unit_check: UnitCheck::default(),
             joint: JointSets::default(),
             parts: OnceLock::new(),
             hosts,

@@ -27,7 +27,7 @@ use super::start::{self, Started};
 use super::status::{self, KeyStatus};
 use crate::clock::{self, Moment};
 use crate::config_error::ConfigError;
-use crate::cost::{Cost, RequestCost};
+use crate::cost::RequestCost;
 use crate::error::{Limited, Reason, StoreError};
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::quota::Quota;
@@ -506,14 +506,13 @@ impl Limiter {
         self.0.count(unit)
     }
 
-    /// Warns once if `cost` does not state a unit that is counted, or if it states one for which
-    /// `is_unknown` returns true.
+    /// Compares the units of `cost` with those that are counted: see [`Cores::check_units`].
     pub(crate) fn check_units(
         &self,
-        cost: impl FnOnce() -> Cost,
+        cost: &RequestCost,
         is_unknown: impl Fn(&str) -> bool,
-    ) {
-        self.0.check_units(cost, is_unknown);
+    ) -> Option<Reason> {
+        self.0.check_units(cost, is_unknown)
     }
 
     /// Returns the key of the host of a request, if the host matters: see [`Entry::host`]. `key` is

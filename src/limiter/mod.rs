@@ -93,6 +93,7 @@ mod start;
 mod status;
 mod taken;
 mod tasks;
+mod unit_check;
 mod unlocked;
 mod wait;
 

@@ -57,6 +57,10 @@ pub(crate) struct Settings {
     pub(crate) on_store_error: OnStoreError,
     /// Whether the true cost of a request may be stated after its response.
     pub(crate) settles: bool,
+    /// Whether each request should state the units that are limited. Not if a settlement or the program charges them.
+    pub(crate) needs_cost: bool,
+    /// Whether a request that costs more than a limit allows waits for the whole limit.
+    pub(crate) waits_above_limit: bool,
     /// How late the upstream counts. Zero if it counts a request when it arrives, or if a limit is not
     /// a sliding window: then a settlement moves no units to another moment.
     pub(crate) counted_within: Duration,

@@ -126,6 +126,15 @@ pub enum Event<'a> {
     /// Classes have [shares](crate::RateLimitBuilder::share), and none of the first 100 requests of the layer
     /// has had a class. Reported once, only without a [class function](crate::RateLimitBuilder::class).
     NoClass,
+    /// The units of a cost are not those of the limits: a missing one counts as 0, and an unknown one is ignored. The name
+    /// may be mistyped. Reported once.
+    #[non_exhaustive]
+    UnitsDiffer {
+        /// A unit that is limited, and that the cost does not state.
+        missing: Option<&'a str>,
+        /// A unit that the cost states, and that is not limited.
+        unknown: Option<&'a str>,
+    },
     /// The limiter or throttle was drained.
     #[non_exhaustive]
     Drained {
@@ -190,6 +199,16 @@ impl fmt::Display for Event<'_> {
                 "classes have shares, but no request has a class: set class(..) on the builder, or put a Class \
                  into the extensions",
             ),
+            Event::UnitsDiffer { missing, unknown } => {
+                f.write_str("the units of a cost are not those of the limits:")?;
+                if let Some(unit) = missing {
+                    write!(f, " {unit} is missing, and counts as 0;")?;
+                }
+                if let Some(unit) = unknown {
+                    write!(f, " {unit} is unknown, and is ignored;")?;
+                }
+                f.write_str(" state each unit by the name that the quota has")
+            }
             Event::Drained { drained } => write!(f, "drained: {drained}"),
             Event::ForeignLimit { key, limit } => {
                 write!(f, "another process limits key {key} by {limit}")

@@ -397,7 +397,7 @@ impl Counted for Cause {
 }
 
 /// The names of all reasons.
-pub(super) const REASONS: [&str; 14] = [
+pub(super) const REASONS: [&str; 15] = [
     "max_wait",
     "deadline",
     "queue_full",
@@ -412,6 +412,7 @@ pub(super) const REASONS: [&str; 14] = [
     "expired",
     "inside",
     "nested",
+    "not_charged",
 ];
 
 /// Returns the number of `reason` in [`REASONS`].
@@ -431,6 +432,7 @@ pub(super) fn index_of_reason(reason: &Reason) -> usize {
         Reason::Expired => 11,
         Reason::Inside => 12,
         Reason::Nested => 13,
+        Reason::NotCharged { .. } => 14,
     }
 }
 

@@ -19,7 +19,9 @@ use tollgate::{
 use tower::{Layer, ServiceExt};
 
 fn builder(quota: Quota) -> RateLimitBuilder {
-    RateLimitLayer::builder(quota).name("github")
+    RateLimitLayer::builder(quota)
+        .charged_by_hand()
+        .name("github")
 }
 
 fn limiter(quota: Quota) -> Limiter {

@@ -150,6 +150,7 @@ impl World {
         };
         let limiter = |max_wait| {
             RateLimitLayer::builder(history.quota)
+                .charged_by_hand()
                 .store(store.clone())
                 .max_wait(max_wait)
                 .max_queue(history.max_queue)
@@ -347,7 +348,9 @@ fn joint_step() -> impl Strategy<Value = JointStep> {
 async fn wrong_jointly(quotas: &[Quota; 2], steps: &[JointStep]) -> Option<String> {
     let limiters = |max_wait: Duration, store: &[Arc<MemoryStore>; 2]| {
         [0, 1].map(|key| {
-            let builder = RateLimitLayer::builder(quotas[key]).store(store[key].clone());
+            let builder = RateLimitLayer::builder(quotas[key])
+                .charged_by_hand()
+                .store(store[key].clone());
             builder.max_wait(max_wait).build().unwrap().limiter()
         })
     };

@@ -173,7 +173,7 @@ impl History {
             Keys::AllAndPath => all(one(quota)).and_per("path", quota, path),
             Keys::AllAndHost => all(one(quota)).and_per("host", quota, by_host),
             Keys::AllAndCustomer => all(one(quota)).and_per("customer", quota, customer),
-            Keys::Units => one(quota.and(Quota::per_minute(6000).of("tokens"))),
+            Keys::Units => one(quota.and(Quota::per_minute(6000).of("tokens"))).charged_by_hand(),
         };
         let builder = builder
             .store(store.clone())

@@ -308,6 +308,7 @@ impl World {
                 OnStoreError::FailClosed
             };
             let builder: RateLimitBuilder = RateLimitLayer::builder(plan.quota)
+                .charged_by_hand()
                 .max_wait(millis(plan.max_wait))
                 .max_keys(plan.max_keys)
                 .on_store_error(on_store_error)

@@ -30,6 +30,7 @@ fn limiter(quota: Quota) -> Limiter {
 
 fn limiter_on(quota: Quota, store: &Arc<dyn Store>) -> Limiter {
     let layer = RateLimitLayer::builder(quota)
+        .charged_by_hand()
         .max_wait(Duration::ZERO)
         .store(store.clone())
         .build();
@@ -941,6 +942,7 @@ async fn follow_moments(with: With, window: Duration, moments: Vec<Moment>) {
     };
     let limiters = [(); 2].map(|()| {
         let builder = RateLimitLayer::builder(quota(3))
+            .charged_by_hand()
             .max_wait(Duration::ZERO)
             .store(store.clone());
         let builder = match with {

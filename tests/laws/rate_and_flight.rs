@@ -178,6 +178,7 @@ async fn waiters_of_a_held_host_stop_no_other_host() {
         .and(Quota::in_flight(8))
         .and(Quota::per_minute(1000).of("tokens"));
     let limit = RateLimitLayer::builder(quota)
+        .charged_by_hand()
         .max_wait(600 * SECOND)
         .build();
     let service = limit

@@ -12,9 +12,11 @@ use std::time::Duration;
 use futures::future::join_all;
 use http::{Request, Response, StatusCode};
 use tokio::time::{Instant, sleep};
+use tollgate::limiter::Verdict;
 use tollgate::store::{MemoryStore, Store};
 use tollgate::{
-    Cost, HeaderTrust, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason,
+    Cost, Estimates, HeaderTrust, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer,
+    Reason, Settlement,
 };
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 
@@ -118,7 +120,9 @@ async fn requests_take_units_of_all_limits_or_of_none() {
 
 #[tokio::test(start_paused = true)]
 async fn errors_name_the_unit() {
-    let layer = RateLimitLayer::builder(both()).max_wait(Duration::ZERO);
+    let layer = RateLimitLayer::builder(both())
+        .charged_by_hand()
+        .max_wait(Duration::ZERO);
     let limiter = layer.build().unwrap().limiter();
     let prompt = |tokens| limiter.acquire(Key::ALL).cost(Cost::of("tokens", tokens));
     let large = prompt(1001).await.unwrap_err();
@@ -239,7 +243,9 @@ async fn several_keys_count_several_units() {
 
 #[tokio::test(start_paused = true)]
 async fn holds_stop_requests_of_any_unit() {
-    let layer = RateLimitLayer::builder(both()).max_wait(Duration::ZERO);
+    let layer = RateLimitLayer::builder(both())
+        .charged_by_hand()
+        .max_wait(Duration::ZERO);
     let limiter = layer.build().unwrap().limiter();
     limiter.hold_for(Key::ALL, MINUTE).await.unwrap();
     assert!(limiter.peek(Key::ALL).await.unwrap().held.is_some());
@@ -386,7 +392,9 @@ async fn stated_limits_apply_to_their_unit() {
 #[tokio::test(start_paused = true)]
 async fn calls_in_flight_are_limited_beside_units() {
     let quota = Quota::in_flight(1).and(Quota::per_minute(1000).of("tokens"));
-    let layer = RateLimitLayer::builder(quota).max_wait(Duration::ZERO);
+    let layer = RateLimitLayer::builder(quota)
+        .charged_by_hand()
+        .max_wait(Duration::ZERO);
     let limiter = layer.build().unwrap().limiter();
     let acquire = || limiter.acquire(Key::ALL).cost(Cost::of("tokens", 10));
     let first = acquire().await.unwrap();
@@ -411,6 +419,7 @@ fn units_are_checked_when_a_layer_is_built() {
     let three = ["a", "b", "c"].map(|unit| tokens.of(unit));
     let three = three.into_iter().fold(tokens, Quota::and);
     let layer = RateLimitLayer::builder(three)
+        .charged_by_hand()
         .and_per("one", three, |_| Key::ALL)
         .and_per("two", tokens, |_| Key::ALL);
     let error = layer.build().unwrap_err().to_string();
@@ -444,6 +453,7 @@ async fn shares_are_of_each_unit() {
     let store = Arc::new(Remote::default());
     let limiter =
         RateLimitLayer::builder(Quota::per_minute(100).and(Quota::per_minute(1000).of("tokens")))
+            .charged_by_hand()
             .store(store.clone())
             .on_store_error(OnStoreError::FallbackShare)
             .fallback_share(0.5)
@@ -605,7 +615,9 @@ async fn processes_share_units_through_redis() {
 
 #[tokio::test(start_paused = true)]
 async fn each_unit_has_stats_of_its_own() {
-    let layer = RateLimitLayer::builder(both()).name("units test");
+    let layer = RateLimitLayer::builder(both())
+        .charged_by_hand()
+        .name("units test");
     let limiter = layer.build().unwrap().limiter();
     for tokens in [30, 50] {
         drop(
@@ -636,6 +648,7 @@ async fn each_unit_has_stats_of_its_own() {
 async fn drains_end_requests_of_any_unit() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
     let builder = RateLimitLayer::builder(both())
+        .charged_by_hand()
         .max_wait(DAY)
         .store(store.clone());
     let limiter = builder.build().unwrap().limiter();
@@ -657,4 +670,125 @@ async fn drains_end_requests_of_any_unit() {
         .as_ref()
         .unwrap_err();
     assert_eq!(refused.reason(), Some(Reason::Draining));
+}
+
+/// A unit that nothing charges would be limited in name only.
+#[test]
+fn build_fails_if_nothing_charges_a_unit() {
+    let tokens: Quota = "500/min, 30 tokens/hour".parse().unwrap();
+    let layer = || RateLimitLayer::builder(tokens);
+    let per_key =
+        RateLimitLayer::builder(Quota::per_minute(500)).and_per("a", tokens, |_| Key::ALL);
+    for builder in [layer(), per_key] {
+        let error = builder.build().unwrap_err().to_string();
+        assert!(
+            error
+                .starts_with("cost is not set, and the quota counts tokens, which nothing charges"),
+            "{error}"
+        );
+    }
+    for builder in [
+        layer().cost(|_| Cost::of("tokens", 150)),
+        layer().settle(|_| Some(Cost::of("tokens", 150))),
+        layer().settle_by_hand(),
+        layer().charged_by_hand(),
+    ] {
+        assert!(builder.build().is_ok());
+    }
+}
+
+/// A mistyped unit is reported at once, and stops the requests soon.
+#[tokio::test(start_paused = true)]
+async fn requests_that_never_state_a_unit_are_refused() {
+    let events = Arc::new(Mutex::new(Vec::new()));
+    let told = events.clone();
+    let layer = RateLimitLayer::builder("500/min, 30 tokens/hour".parse().unwrap())
+        .cost(|_| Cost::of("token", 150))
+        .on_event(move |event| told.lock().unwrap().push(event.to_string()))
+        .build()
+        .unwrap();
+    for _ in 0..100 {
+        send(&layer, "/", &[], 200).await.unwrap();
+    }
+    assert_eq!(
+        *events.lock().unwrap(),
+        [
+            "the units of a cost are not those of the limits: tokens is missing, and counts as 0; token is unknown, and is \
+             ignored; state each unit by the name that the quota has"
+        ]
+    );
+    let refused = send(&layer, "/", &[], 200).await.unwrap_err();
+    let limited = Limited::find(&refused).unwrap();
+    assert_eq!(
+        limited.reason(),
+        Some(Reason::NotCharged { unit: "tokens" })
+    );
+}
+
+/// Ten callers whose first estimate is ten times the limit, or just above it. The answers take a second, and the callers
+/// begin one after another: a request that waits keeps its estimate.
+#[tokio::test(start_paused = true)]
+async fn estimates_above_the_limit_are_learned() {
+    for (limit, fits) in [(100, 1), (1000, 17)] {
+        let estimates = Estimates::new(0.95);
+        let learned = estimates.clone();
+        let layer = RateLimitLayer::builder(Quota::per_minute(limit).of("tokens"))
+            .cost(move |_| Cost::of("tokens", learned.estimate("model").unwrap_or(1024)))
+            .settle_by_hand()
+            .max_wait(DAY)
+            .build()
+            .unwrap();
+        let server = service_fn(|_: Request<()>| async {
+            sleep(Duration::from_secs(1)).await;
+            Ok::<_, Infallible>(Response::new(()))
+        });
+        let service = ServiceBuilder::new().layer(layer).service(server);
+        let (answered, service, estimates) = (&AtomicU64::new(0), &service, &estimates);
+        let callers = (0..10).map(|number| async move {
+            sleep(Duration::from_secs(2 * number)).await;
+            loop {
+                let request = Request::get("http://example.com/").body(()).unwrap();
+                let mut response = service.clone().oneshot(request).await.unwrap();
+                let settlement = response.extensions_mut().remove::<Settlement>();
+                settlement.unwrap().settle(Cost::of("tokens", 58));
+                estimates.learn("model", 58);
+                answered.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        let _ = tokio::time::timeout(5 * MINUTE, join_all::<_>(callers)).await;
+        let (answered, most) = (answered.load(Ordering::Relaxed), 5 * fits);
+        assert!(
+            answered * 5 >= most * 4 && answered <= most + fits,
+            "{answered} of {most} answers under {limit}"
+        );
+    }
+}
+
+/// The true cost above the limit is charged in full: the next request waits for a whole window.
+#[tokio::test(start_paused = true)]
+async fn costs_above_the_limit_wait_for_all_of_it_or_are_refused() {
+    let limiter = limiter(both());
+    let start = Instant::now();
+    let prompt = |tokens| limiter.acquire(Key::ALL).cost(Cost::of("tokens", tokens));
+    drop(prompt(10).await.unwrap());
+    sleep(Duration::from_secs(20)).await;
+    let explained = prompt(5000).explain().await.unwrap();
+    assert!(
+        matches!(explained.verdict, Verdict::Waits { .. }),
+        "{explained}"
+    );
+    let mut sent = prompt(5000).await.unwrap().begin().unwrap();
+    assert!(start.elapsed() >= MINUTE, "{:?}", start.elapsed());
+    sent.settle(Cost::of("tokens", 5000));
+    let start = Instant::now();
+    drop(prompt(1).await.unwrap());
+    assert!(start.elapsed() >= MINUTE, "{:?}", start.elapsed());
+
+    let builder = RateLimitLayer::builder(both()).settle_by_hand();
+    let strict = builder.wait_above_limit(false).build().unwrap().limiter();
+    let refused = strict.acquire(Key::ALL).cost(Cost::of("tokens", 1001));
+    assert!(matches!(
+        refused.await.unwrap_err().reason(),
+        Some(Reason::CostAboveLimit { .. })
+    ));
 }

@@ -60,6 +60,13 @@ impl Asked {
         spec.quota().largest_cost()
     }
 
+    /// Makes a request that may wait for a whole limit ask for no more: see `admission::awaited_cost`.
+    pub(super) fn await_whole_limit(&mut self) {
+        if self.core.settings.waits_above_limit {
+            self.cost = self.cost.min(self.largest_cost());
+        }
+    }
+
     /// Returns the limits of the quota that the request states, if the key has another one.
     fn other_quota(&self) -> Option<Arc<LimitSpec>> {
         let Settings { quotas, spec, .. } = &self.core.settings;

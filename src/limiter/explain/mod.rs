@@ -25,9 +25,10 @@ use found::Found;
 
 /// Explains what would happen to a request of the keys `asked`, at least one, with a `deadline`.
 pub(super) async fn explain(
-    asked: Vec<Asked>,
+    mut asked: Vec<Asked>,
     deadline: Option<Instant>,
 ) -> Result<Explanation, StoreError> {
+    asked.iter_mut().for_each(Asked::await_whole_limit);
     let waits = asked.iter().map(|asked| asked.core.settings.max_wait);
     let max_wait = waits.min().unwrap_or_default();
     let read = asked.iter().enumerate().map(async |(index, asked)| {

@@ -112,10 +112,13 @@ impl Request {
 
     /// Enters. Pending if the request waits, and is to be polled.
     pub(super) fn enter(&mut self, now: Instant) -> Poll<Result<Leaving, Stopped>> {
-        for (index, Part { core, key, .. }) in self.parts().iter().enumerate() {
-            let cost = self.place.costs[index];
-            if let Some(reason) = admission::known_above_limit(core, *key, cost) {
-                return Poll::Ready(Err(Stopped::refused(index, reason, Refusal::NEVER)));
+        let parts = self.line.parts().iter().zip(&mut self.place.costs);
+        for (index, (Part { core, key, .. }, cost)) in parts.enumerate() {
+            match admission::awaited_cost(core, *key, *cost) {
+                Ok(awaited) => *cost = awaited,
+                Err(reason) => {
+                    return Poll::Ready(Err(Stopped::refused(index, reason, Refusal::NEVER)));
+                }
             }
         }
         let mut held = self.find_hold(now);

@@ -592,6 +592,7 @@ impl Gates {
         let build = |(number, plan): (usize, &LimiterPlan)| {
             let full: &'static str = format!("{name}.{number}").leak();
             let mut builder = RateLimitLayer::builder(quota(plan))
+                .charged_by_hand()
                 .name(full)
                 .store(link.store())
                 .max_wait(ms(plan.max_wait))
