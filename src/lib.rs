@@ -244,9 +244,11 @@ pub mod service {
     };
 }
 
-/// Calls that stay in flight until the body of their response ends.
+/// Layers that look into the bodies of responses.
 pub mod body {
-    pub use crate::layer::body::{InFlight, InFlightBody, InFlightUntilBodyEnd, TrackBody};
+    pub use crate::layer::body::{
+        BodyLayer, BodyOpener, InFlight, Opened, Opening, TrackBody, WatchedBody,
+    };
 }
 
 #[doc = include_str!("guide/grpc.md")]

@@ -10,7 +10,7 @@ use http::Extensions;
 use smallvec::SmallVec;
 use tower_layer::Layer;
 
-use super::body::{InFlight, InFlightUntilBodyEnd};
+use super::body::InFlight;
 use super::buffered::is_layer_behind_buffer;
 use super::extractors::{Extractors, QuotaOf, Reading, class_in_extensions};
 use super::rate_limit_builder::RateLimitBuilder;
@@ -143,41 +143,6 @@ impl RateLimitLayer {
         let further = self.further.iter().map(|limit| &limit.limiter);
         let mut all = std::iter::once(&self.limiter).chain(further);
         all.find(|limiter| limiter.name() == Some(name)).cloned()
-    }
-
-    /// Returns this layer with calls that are [in flight](crate::Quota::in_flight) until the body
-    /// of their response ends or is dropped. Without it, a call ends with the head of its response.
-    ///
-    /// Around a service of `http::Request`, the response becomes an
-    /// `http::Response<`[`InFlightBody<B>`](crate::body::InFlightBody)`>`. Around a
-    /// `reqwest::Client` and in reqwest-middleware, the type of the response stays the same.
-    ///
-    /// ```
-    /// use bytes::Bytes;
-    /// use http::{Request, Response};
-    /// use http_body_util::{BodyExt, Full};
-    /// use tollgate::{Key, Quota, RateLimitLayer};
-    /// use tower::{BoxError, Service, ServiceBuilder, ServiceExt, service_fn};
-    ///
-    /// # #[tokio::main(flavor = "current_thread")]
-    /// # async fn main() -> Result<(), BoxError> {
-    /// # let client = service_fn(|_: Request<String>| async { Ok::<_, BoxError>(Response::new(Full::new(Bytes::from("hello")))) });
-    /// let limit = RateLimitLayer::new(Quota::in_flight(1))?;
-    /// let limiter = limit.limiter();
-    /// let limit = limit.in_flight_until_body_end();
-    /// let mut service = ServiceBuilder::new().layer(limit).service(client);
-    ///
-    /// let request = Request::get("http://example.com/").body(String::new())?;
-    /// let response = service.ready().await?.call(request).await?;
-    /// assert_eq!(limiter.peek(Key::ALL).await?.free, 0);
-    ///
-    /// let body = response.into_body().collect().await?;
-    /// assert_eq!(limiter.peek(Key::ALL).await?.free, 1);
-    /// # Ok(())
-    /// # }
-    /// ```
-    pub fn in_flight_until_body_end(self) -> InFlightUntilBodyEnd {
-        InFlightUntilBodyEnd { layer: self }
     }
 
     /// Returns one layer with the limits of both. A request takes a permit of both limits or of

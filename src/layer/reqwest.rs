@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use http::{Extensions, HeaderMap, Method, StatusCode};
 use reqwest::ResponseBuilderExt;
 
-use super::body::{InFlight, InFlightBody, TrackBody};
+use super::body::{TrackBody, WatchedBody};
 use crate::key::RequestInfo;
 use crate::signal::ResponseInfo;
 
@@ -62,26 +62,30 @@ impl ResponseInfo for reqwest::Response {
 }
 
 impl TrackBody for reqwest::Response {
+    type Body = reqwest::Body;
     type Tracked = reqwest::Response;
 
-    fn track(self, call: InFlight) -> reqwest::Response {
+    fn open(self) -> http::Response<reqwest::Body> {
         // The conversion to `http::Response` loses the URL, so the new response gets it anew.
         let url = self.url().clone();
-        let (parts, body) = http::Response::from(self).into_parts();
-        let held = reqwest::Body::wrap(InFlightBody::new(body, call));
+        let mut response = http::Response::from(self);
         let with_url = http::Response::builder().url(url).body(());
         let extensions = with_url.map(|response| response.into_parts().0.extensions);
-        let mut response = http::Response::from_parts(parts, held);
         response
             .extensions_mut()
             .extend(extensions.unwrap_or_default());
-        response.into()
+        response
+    }
+
+    fn close(response: http::Response<WatchedBody<reqwest::Body>>) -> reqwest::Response {
+        response.map(reqwest::Body::wrap).into()
     }
 }
 
 #[cfg(feature = "reqwest-middleware")]
 mod middleware {
-    use std::future::{Future, poll_fn};
+    use std::convert::Infallible;
+    use std::future::{self, Future, poll_fn};
     use std::pin::pin;
     use std::task::Poll;
 
@@ -91,10 +95,11 @@ mod middleware {
 
     use crate::error::Error;
     use crate::key::RequestRef;
-    use crate::layer::body::{InFlight, InFlightUntilBodyEnd, TrackBody};
+    use crate::layer::body::{AtEnd, BodyLayer, BodyPlan, InFlight, Opened, Opening};
     use crate::layer::seam::{Admission, Departure, Gate};
     use crate::layer::service::CloneFn;
     use crate::layer::{AdaptiveThrottleLayer, RateLimitLayer, RetryingThrottleLayer};
+    use crate::signal::ResponseInfo;
 
     /// A refusal becomes a [`MiddlewareError::Middleware`], in which
     /// [`Limited::find`](crate::Limited::find) finds it. Errors of the inner client stay as they
@@ -118,7 +123,8 @@ mod middleware {
                     next: Next<'_>,
                 ) -> Result<Response> {
                     let $this = self;
-                    let (response, _) = run($gate, request, extensions, next, $clone).await?;
+                    let (response, _) =
+                        run($gate, &AsItIs, request, extensions, next, $clone).await?;
                     Ok(response)
                 }
             }
@@ -134,15 +140,63 @@ mod middleware {
     );
 
     #[async_trait::async_trait]
-    impl Middleware for InFlightUntilBodyEnd {
+    impl<G: Gate + 'static> Middleware for BodyLayer<G> {
         async fn handle(
             &self,
             request: Request,
             extensions: &mut Extensions,
             next: Next<'_>,
         ) -> Result<Response> {
-            let (response, in_flight) = run(&self.layer, request, extensions, next, None).await?;
-            Ok(response.track(in_flight))
+            let BodyLayer { layer, plan } = self;
+            let (response, call) = run(layer, plan, request, extensions, next, None).await?;
+            Ok(response.close(call))
+        }
+    }
+
+    /// Makes of a response what the gate sees.
+    trait Opener: Sync {
+        type Opened: ResponseInfo + Send;
+
+        /// Returns what is done at the end of the body of `request`.
+        fn on_request(&self, request: &Request) -> Option<AtEnd>;
+
+        fn open(
+            &self,
+            response: Response,
+            at_end: Option<AtEnd>,
+        ) -> impl Future<Output = Self::Opened> + Send;
+    }
+
+    /// The gate sees the response as it is.
+    struct AsItIs;
+
+    impl Opener for AsItIs {
+        type Opened = Response;
+
+        fn on_request(&self, _: &Request) -> Option<AtEnd> {
+            None
+        }
+
+        fn open(
+            &self,
+            response: Response,
+            _: Option<AtEnd>,
+        ) -> impl Future<Output = Response> + Send {
+            future::ready(response)
+        }
+    }
+
+    impl Opener for BodyPlan {
+        type Opened = Opened<Response>;
+
+        fn on_request(&self, request: &Request) -> Option<AtEnd> {
+            self.on_request(&RequestRef::new(request))
+        }
+
+        async fn open(&self, response: Response, at_end: Option<AtEnd>) -> Opened<Response> {
+            let response = future::ready(Ok::<_, Infallible>(response));
+            let Ok(opened) = Opening::new(response, self.clone(), at_end).await;
+            opened
         }
     }
 
@@ -150,13 +204,14 @@ mod middleware {
     /// [`InFlight`] is dropped.
     ///
     /// If `clone` is given, a refused request is sent again.
-    async fn run<G: Gate>(
+    async fn run<G: Gate, O: Opener>(
         gate: &G,
+        opener: &O,
         mut request: Request,
         extensions: &mut Extensions,
         next: Next<'_>,
         clone: Option<CloneFn<Request>>,
-    ) -> Result<(Response, InFlight)> {
+    ) -> Result<(O::Opened, InFlight)> {
         let policy = gate.policy();
         let admission = enter(gate, &RequestRef::new(&request).with_extensions(extensions));
         let mut call = match admission {
@@ -166,7 +221,12 @@ mod middleware {
         };
         loop {
             let repeat = clone.and_then(|clone| clone(&request));
-            let mut response = send::<G>(&call, next.clone().run(request, extensions)).await?;
+            let at_end = opener.on_request(&request);
+            let sent = async {
+                let response = next.clone().run(request, extensions).await?;
+                Ok(opener.open(response, at_end).await)
+            };
+            let mut response = send::<G, _>(&call, sent).await?;
             match G::leave(&mut Some(call), &mut response, &policy, repeat) {
                 Departure::Pass(in_flight) => return Ok((response, in_flight)),
                 Departure::Refuse(limited) => return Err(Error::from(limited).into()),
@@ -200,10 +260,10 @@ mod middleware {
     }
 
     /// Waits for the response of `call`, or for the loss of its in-flight slot.
-    async fn send<G: Gate>(
+    async fn send<G: Gate, T>(
         call: &G::Call,
-        response: impl Future<Output = Result<Response>>,
-    ) -> Result<Response> {
+        response: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
         let mut response = pin!(response);
         poll_fn(|cx| match G::around(call, || response.as_mut().poll(cx)) {
             Poll::Pending => G::poll_lost(call, cx).map(|limited| Err(Error::from(limited).into())),

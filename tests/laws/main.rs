@@ -8,6 +8,7 @@ mod support;
 mod adversary;
 mod async_store;
 mod begin;
+mod bodies;
 mod bursts;
 mod classes;
 mod classes_deploys;

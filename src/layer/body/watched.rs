@@ -1,0 +1,245 @@
+//! A response body that a layer watches while the caller reads it.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::mem;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::Buf;
+use http_body::{Body, Frame, SizeHint};
+
+use super::{AtEnd, InFlight};
+use crate::error::BoxError;
+use crate::limiter::Settlement;
+use crate::signal::SpentReader;
+
+/// A response body behind a [`BodyLayer`](super::BodyLayer). It keeps its call in flight, and states the true cost of its
+/// request, if the layer does that. Its frames are those of the body of type `B`.
+pub struct WatchedBody<B: Body> {
+    // Boxed, so that it can be read before it has its place in the hands of the caller.
+    body: Pin<Box<B>>,
+    /// What was read before the response was passed on.
+    ahead: VecDeque<Result<Frame<B::Data>, B::Error>>,
+    /// Whether nothing comes after `ahead`.
+    has_ended: bool,
+    /// `None` once the body has ended.
+    pub(super) call: Option<InFlight>,
+    /// `None` once the body has ended.
+    watch: Option<Watch>,
+}
+
+/// What was read of a body before its response was passed on.
+pub(super) enum Ahead {
+    /// The whole body.
+    Whole,
+    /// More than there is room for, or a part that is not in one piece.
+    Unreadable,
+}
+
+/// No field is pinned.
+impl<B: Body> Unpin for WatchedBody<B> {}
+
+impl<B: Body> WatchedBody<B> {
+    pub(super) fn new(body: B) -> Self {
+        WatchedBody {
+            has_ended: body.is_end_stream(),
+            body: Box::pin(body),
+            ahead: VecDeque::new(),
+            call: None,
+            watch: None,
+        }
+    }
+
+    /// Reads ahead, up to `most` bytes, which are added to `text`.
+    pub(super) fn poll_ahead(
+        &mut self,
+        cx: &mut Context<'_>,
+        most: usize,
+        text: &mut Vec<u8>,
+    ) -> Poll<Ahead> {
+        loop {
+            if self.has_ended {
+                return Poll::Ready(Ahead::Whole);
+            }
+            let Some(frame) = ready!(self.body.as_mut().poll_frame(cx)) else {
+                self.has_ended = true;
+                continue;
+            };
+            let data = frame.as_ref().ok().and_then(Frame::data_ref);
+            let is_readable = data.is_none_or(|data| {
+                let chunk = data.chunk();
+                text.extend_from_slice(chunk);
+                chunk.len() == data.remaining() && text.len() <= most
+            });
+            self.has_ended = frame.is_err();
+            let is_readable = is_readable && frame.is_ok();
+            self.ahead.push_back(frame);
+            if !is_readable {
+                return Poll::Ready(Ahead::Unreadable);
+            }
+            self.has_ended |= self.body.is_end_stream();
+        }
+    }
+
+    /// Does `at_end` when the body has ended.
+    pub(super) fn watch(&mut self, at_end: AtEnd, settlement: Option<Settlement>) {
+        self.watch = Some(Watch {
+            reader: SpentReader::new(),
+            last: Vec::new(),
+            is_whole: true,
+            at_end,
+            settlement,
+        });
+        self.look_for_end();
+    }
+
+    /// Keeps `call` in flight until the body ends.
+    pub(super) fn hold(&mut self, call: InFlight) {
+        self.call = Some(call);
+        self.look_for_end();
+    }
+
+    fn look_for_end(&mut self) {
+        if self.is_at_end() {
+            self.end();
+        }
+    }
+
+    fn is_at_end(&self) -> bool {
+        self.ahead.is_empty() && (self.has_ended || self.body.is_end_stream())
+    }
+
+    /// Ends the call, and states what the body has stated.
+    fn end(&mut self) {
+        self.call = None;
+        if let Some(watch) = self.watch.take() {
+            watch.end();
+        }
+    }
+
+    /// Ends the call of a body that breaks.
+    fn fail(&mut self) {
+        self.call = None;
+        self.watch = None;
+    }
+}
+
+impl<B> Body for WatchedBody<B>
+where
+    B: Body,
+    B::Error: Into<BoxError>,
+{
+    type Data = B::Data;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<B::Data>, BoxError>>> {
+        let this = &mut *self;
+        if let Some(Poll::Ready(lost)) = this.call.as_ref().map(|call| call.poll_lost(cx)) {
+            this.fail();
+            return Poll::Ready(Some(Err(lost.into())));
+        }
+        let frame = match this.ahead.pop_front() {
+            Some(frame) => Some(frame),
+            None if this.has_ended => None,
+            None => ready!(this.body.as_mut().poll_frame(cx)),
+        };
+        match &frame {
+            None => {
+                this.has_ended = true;
+                this.end();
+            }
+            Some(Err(_)) => this.fail(),
+            Some(Ok(frame)) => {
+                let data = frame.data_ref();
+                let watch = this.watch.as_mut();
+                if let (Some(data), Some(watch)) = (data, watch)
+                    && watch.read(data)
+                {
+                    let watch = this.watch.take();
+                    watch.into_iter().for_each(Watch::end);
+                }
+                this.look_for_end();
+            }
+        }
+        Poll::Ready(frame.map(|frame| frame.map_err(Into::into)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.is_at_end()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.remaining_size()
+    }
+}
+
+impl<B: Body> WatchedBody<B> {
+    pub(super) fn remaining_size(&self) -> SizeHint {
+        let frames = self.ahead.iter().flatten().filter_map(Frame::data_ref);
+        let ahead: u64 = frames.map(|data| data.remaining() as u64).sum();
+        let of_body = match self.has_ended {
+            true => SizeHint::with_exact(0),
+            false => self.body.size_hint(),
+        };
+        let mut all = SizeHint::new();
+        all.set_lower(of_body.lower() + ahead);
+        if let Some(upper) = of_body.upper() {
+            all.set_upper(upper + ahead);
+        }
+        all
+    }
+}
+
+impl<B: Body> fmt::Debug for WatchedBody<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WatchedBody").finish_non_exhaustive()
+    }
+}
+
+/// Reads what a body states, and does what is due at its end.
+struct Watch {
+    reader: SpentReader,
+    /// The last bytes of what was read, as many as the longest of [`ENDS`] has.
+    last: Vec<u8>,
+    /// Whether all of the body was in one piece, so that it could be read.
+    is_whole: bool,
+    at_end: AtEnd,
+    settlement: Option<Settlement>,
+}
+
+/// The lines that end the streams of OpenAI and Anthropic. Many clients drop the body when they have read them. JSON has
+/// no line ends inside of a text, so no answer of a model contains them.
+const ENDS: [&[u8]; 2] = [b"\ndata: [DONE]", b"\nevent: message_stop"];
+
+const LONGEST: usize = ENDS[1].len();
+
+fn has_end(text: &[u8]) -> bool {
+    ENDS.iter()
+        .any(|end| text.windows(end.len()).any(|part| part == *end))
+}
+
+impl Watch {
+    /// Reads a piece of the body. Returns whether the body has nothing more to state.
+    fn read(&mut self, data: &impl Buf) -> bool {
+        let chunk = data.chunk();
+        self.is_whole &= chunk.len() == data.remaining();
+        self.reader.read(chunk);
+        // An end may begin in one piece and end in the next.
+        let mut seam = mem::take(&mut self.last);
+        seam.extend_from_slice(&chunk[..chunk.len().min(LONGEST)]);
+        let has_ended = has_end(&seam) || has_end(chunk);
+        let newest = if chunk.len() > LONGEST { chunk } else { &seam };
+        self.last = newest[newest.len().saturating_sub(LONGEST)..].to_vec();
+        has_ended
+    }
+
+    fn end(self) {
+        if self.is_whole {
+            (self.at_end)(self.reader.spent(), self.settlement);
+        }
+    }
+}
