@@ -82,6 +82,7 @@
 //! | `redis-tls-rustls` | `rediss://` URLs, with the provider of cryptography that the program has chosen for rustls |
 //! | `unstable-store` | the trait `store::Store`, for [stores of your own](store#a-store-of-your-own); outside of semver |
 //! | `grpc` | `RateLimitLayer::grpc` and `AdaptiveThrottleLayer::grpc`: layers for clients of [gRPC](grpc), such as tonic |
+//! | `llm` | `Llm` and `RateLimitBuilder::build_llm`: requests are charged the tokens of [language models](guide::llm_apis), from their bodies |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info, at most one a second for a key), refusals by the server (warn) |
 //! | `metrics` | `metrics`: the counts of all layers as counters, gauges and histograms of the crate `metrics`, for Prometheus and other systems |
 //!
@@ -215,6 +216,9 @@ pub use key::{Class, Deadline, Key, RequestRef, by_header, by_host};
 #[cfg(feature = "grpc")]
 #[doc(inline)]
 pub use key::{by_grpc_method, by_grpc_service};
+#[cfg(feature = "llm")]
+#[cfg_attr(docsrs, doc(cfg(feature = "llm")))]
+pub use layer::Llm;
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 #[cfg_attr(docsrs, doc(cfg(any(feature = "retry", feature = "reqwest-retry"))))]
 pub use layer::retry::RetryLimited;

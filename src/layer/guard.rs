@@ -7,7 +7,7 @@ use super::settings::Common;
 use crate::config_error::ConfigError;
 use crate::guard::BanGuard;
 use crate::limit::LimitSpec;
-use crate::limiter::{HeaderTrust, Limiter, OnStoreError, Quotas, Settings};
+use crate::limiter::{CountedLate, HeaderTrust, Limiter, OnStoreError, Quotas, Settings};
 use crate::quota::Slacks;
 use crate::stats::{Kind, Tally};
 use crate::store::{MemoryStore, Store};
@@ -30,7 +30,7 @@ pub(super) fn build(
         boundary: BOUNDARY,
         rate_loss: Slacks::RATE_LOSS,
     };
-    let quotas = Arc::new(Quotas::new(quota, None, slacks, Duration::ZERO));
+    let quotas = Arc::new(Quotas::new(quota, None, slacks, CountedLate::default()));
     let spec = Arc::new(quotas.limits(quota, 0)?);
     let name = format!("{name} guard");
     let limiter = move |store| limiter(spec.clone(), quotas.clone(), &name, store, max_keys);

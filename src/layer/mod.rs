@@ -10,6 +10,8 @@ mod extractors;
 #[cfg(feature = "grpc")]
 pub(crate) mod grpc;
 mod guard;
+#[cfg(feature = "llm")]
+mod llm;
 mod rate_limit;
 mod rate_limit_builder;
 #[cfg(feature = "reqwest")]
@@ -27,6 +29,8 @@ mod sleep_tests;
 mod throttle;
 mod throttle_builder;
 
+#[cfg(feature = "llm")]
+pub use llm::Llm;
 pub use rate_limit::RateLimitLayer;
 pub use rate_limit_builder::RateLimitBuilder;
 pub use retrying::{CloneRequest, RetryingThrottleLayer};

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use super::extractors::Extractors;
 use super::guard;
+#[cfg(feature = "llm")]
+use super::llm::Meter;
 use super::rate_limit::{FurtherLimit, RateLimitLayer};
 use super::routes::{RouteTable, Routes};
 use super::settings::{Common, at_most, check_name, common_setters};
@@ -14,7 +16,8 @@ use crate::cost::Cost;
 use crate::guarded::Watch;
 use crate::key::{Key, RequestRef};
 use crate::limiter::{
-    HeaderTrust, Limiter, MOST_PARTS, OnScope, OnStoreError, PartOfQuota, Quotas, Settings,
+    CountedLate, HeaderTrust, Limiter, MOST_PARTS, OnScope, OnStoreError, PartOfQuota, Quotas,
+    Settings,
 };
 use crate::quota::{ClassShare, Division, Quota, Slacks};
 use crate::signal::ResponseRef;
@@ -49,6 +52,8 @@ pub struct RateLimitBuilder {
     max_rate_loss: u32,
     in_flight_ttl: Duration,
     counted_within: Duration,
+    /// The only unit to which `counted_within` applies, if it is one.
+    late_unit: Option<&'static str>,
     /// Whether the program itself states what requests cost.
     charged_by_hand: bool,
     /// `None`: only if the layer settles.
@@ -96,6 +101,7 @@ impl RateLimitBuilder {
             max_rate_loss: Slacks::RATE_LOSS,
             in_flight_ttl: RateLimitBuilder::DEFAULT_IN_FLIGHT_TTL,
             counted_within: Duration::ZERO,
+            late_unit: None,
             charged_by_hand: false,
             wait_above_limit: None,
             learn: HeaderTrust::default(),
@@ -392,6 +398,49 @@ impl RateLimitBuilder {
     pub fn counted_within(mut self, span: Duration) -> Self {
         self.counted_within = span;
         self
+    }
+
+    /// Lets [`counted_within`](Self::counted_within) apply to `unit` alone, and sets its default.
+    #[cfg(feature = "llm")]
+    pub(super) fn late_unit(mut self, unit: &'static str, default: Option<Duration>) -> Self {
+        self.late_unit = Some(unit);
+        if self.counted_within.is_zero() {
+            self.counted_within = default.unwrap_or_default();
+        }
+        self
+    }
+
+    /// Returns the units of all quotas that a meter of tokens charges.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] if there is none or another one, or if the costs are found in another way.
+    #[cfg(feature = "llm")]
+    pub(super) fn token_units(&self) -> Result<Vec<&'static str>, ConfigError> {
+        if self.common.extractors.cost.is_some() {
+            return Err(ConfigError(Problem::OutOfRange {
+                setting: "cost",
+                value: "set".into(),
+                allowed: "left out: build_llm sets it",
+            }));
+        }
+        let further = self.further.iter().map(|limit| &limit.quota);
+        let quotas = std::iter::once(&self.quota).chain(further);
+        let mut units = Vec::new();
+        for unit in quotas
+            .flat_map(Quota::units)
+            .filter(|unit| *unit != Cost::REQUESTS)
+        {
+            match Meter::unit(unit) {
+                Some(unit) if units.contains(&unit) => {}
+                Some(unit) => units.push(unit),
+                None => return Err(not_of_tokens(format!("{unit:?}"))),
+            }
+        }
+        match units.is_empty() {
+            true => Err(not_of_tokens("requests alone".into())),
+            false => Ok(units),
+        }
     }
 
     /// Names the layer in its [stats](crate::stats), and the first limit of the layer. The name stands in
@@ -733,7 +782,10 @@ impl RateLimitBuilder {
             quota,
             division,
             self.slacks(),
-            self.counted_within,
+            CountedLate {
+                within: self.counted_within,
+                unit: self.late_unit,
+            },
         ));
         let classes = classes.shares().iter().map(|share| Some(share.class));
         let classes = std::iter::once(None).chain(classes);
@@ -847,11 +899,7 @@ impl RateLimitBuilder {
             settles,
             needs_cost: !settles && !self.charged_by_hand,
             waits_above_limit: self.wait_above_limit.unwrap_or(settles),
-            counted_within: if quota.is_of_sliding_windows() {
-                self.counted_within
-            } else {
-                Duration::ZERO
-            },
+            counted_within: quotas.moved_within(&quota),
             tally: self
                 .common
                 .tally(&self.series(name, quota.unit(), part), Kind::Limiter),
@@ -996,6 +1044,15 @@ impl RateLimitBuilder {
             .map(Some)
             .ok_or_else(|| out_of_range(allowed))
     }
+}
+
+#[cfg(feature = "llm")]
+fn not_of_tokens(value: String) -> ConfigError {
+    ConfigError(Problem::OutOfRange {
+        setting: "the unit of a quota for build_llm",
+        value,
+        allowed: "tokens, or input_tokens and output_tokens, as in 500/min, 80000 tokens/min",
+    })
 }
 
 impl fmt::Debug for RateLimitBuilder {

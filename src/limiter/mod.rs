@@ -114,7 +114,7 @@ pub use limiter::Limiter;
 pub use own_quota::QuotaError;
 pub(crate) use part::{MOST_PARTS, PartRef};
 pub use permit::Permit;
-pub(crate) use quotas::{QuotaId, Quotas};
+pub(crate) use quotas::{CountedLate, QuotaId, Quotas};
 pub(crate) use reservation::Reservation;
 pub(crate) use sent::Admitted;
 pub use sent::Sent;

@@ -30,6 +30,24 @@ impl QuotaId {
     const FIRST: u32 = 2;
 }
 
+/// How late the upstream counts.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct CountedLate {
+    pub(crate) within: Duration,
+    /// The only unit that is counted late. `None` if all are.
+    pub(crate) unit: Option<&'static str>,
+}
+
+impl CountedLate {
+    /// Returns how late the unit of `quota` is counted, which counts one unit.
+    fn within(&self, quota: &Quota) -> Duration {
+        match self.unit {
+            Some(unit) if quota.unit() != Some(unit) => Duration::ZERO,
+            _ => self.within,
+        }
+    }
+}
+
 /// The quotas of one limiter.
 #[derive(Debug)]
 pub(crate) struct Quotas {
@@ -37,8 +55,7 @@ pub(crate) struct Quotas {
     /// How each quota is divided among classes, if it is.
     division: Option<Division>,
     slacks: Slacks,
-    /// How late the upstream counts.
-    counted_within: Duration,
+    late: CountedLate,
     known: RwLock<Known>,
     /// Whether a key may have a quota of its own. It is read without the lock.
     is_any: AtomicBool,
@@ -95,13 +112,13 @@ impl Quotas {
         configured: Quota,
         division: Option<Division>,
         slacks: Slacks,
-        counted_within: Duration,
+        late: CountedLate,
     ) -> Self {
         Quotas {
             configured,
             division,
             slacks,
-            counted_within,
+            late,
             known: RwLock::default(),
             is_any: AtomicBool::new(false),
         }
@@ -113,7 +130,7 @@ impl Quotas {
     ///
     /// [`ConfigError`] if the quota is out of range.
     pub(crate) fn limits(&self, quota: Quota, part: usize) -> Result<LimitSpec, ConfigError> {
-        let spec = LimitSpec::checked(quota, self.slacks, self.counted_within)?;
+        let spec = LimitSpec::checked(quota, self.slacks, self.late.within(&quota))?;
         Ok(match &self.division {
             Some(division) => spec.with_lending(division.lends(part)),
             None => spec,
@@ -241,11 +258,23 @@ impl Quotas {
 
     /// Returns what all quotas of one limiter have in common: the units, whether calls in flight are
     /// limited, and whether a settlement moves units.
-    fn shape(&self, quota: &Quota) -> (Vec<&'static str>, bool, bool) {
-        let mut units: Vec<_> = quota.units().collect();
+    fn shape(&self, quota: &Quota) -> (Vec<(&'static str, bool)>, bool) {
+        let moves = |quota: Quota| !self.moved_within(&quota).is_zero();
+        let units = quota.units();
+        let mut units: Vec<_> = units
+            .map(|unit| (unit, quota.of_unit(unit).is_some_and(moves)))
+            .collect();
         units.sort_unstable();
-        let moves_units = !self.counted_within.is_zero() && quota.is_of_sliding_windows();
-        (units, quota.most_in_flight().is_some(), moves_units)
+        (units, quota.most_in_flight().is_some())
+    }
+
+    /// Returns how late the upstream counts, if a settlement moves units to its own moment. Zero if the upstream counts a
+    /// request when it arrives, or if a limit is not a sliding window. `quota` counts one unit.
+    pub(crate) fn moved_within(&self, quota: &Quota) -> Duration {
+        match quota.is_of_sliding_windows() {
+            true => self.late.within(quota),
+            false => Duration::ZERO,
+        }
     }
 
     /// Returns the limits of the part number `part` of a stated quota that count `unit`. Returns `None` for

@@ -2,7 +2,7 @@
 
 use http::StatusCode;
 
-use super::ResponseInfo;
+use super::{ResponseInfo, Signal};
 
 /// A view of a response, for [`RateLimitBuilder::settle`](crate::RateLimitBuilder::settle).
 #[derive(Clone, Copy)]
@@ -19,6 +19,11 @@ impl<'a> ResponseRef<'a> {
     /// Returns the status of the response.
     pub fn status(&self) -> Option<StatusCode> {
         self.response.status()
+    }
+
+    /// Returns the status with which the upstream refused the request: see [`Signal::refusal`].
+    pub fn refusal(&self) -> Option<StatusCode> {
+        Signal::read(self.response).refusal()
     }
 
     /// Returns the bytes of the response's header `name`; the first value if there are several.

@@ -35,6 +35,8 @@ mod joint_properties;
 mod layers_around;
 mod learn;
 mod limiter_properties;
+#[cfg(feature = "llm")]
+mod llm;
 mod max_keys;
 mod probes;
 mod quotas;

@@ -93,6 +93,13 @@ impl<L> BodyLayer<L> {
         self.plan.reads = true;
         self
     }
+
+    /// Does what `on_request` returns at the end of each body.
+    #[cfg(feature = "llm")]
+    pub(super) fn at_end_of_bodies(mut self, on_request: OnRequest) -> Self {
+        self.plan.on_request = Some(on_request);
+        self
+    }
 }
 
 impl BodyLayer {

@@ -1,0 +1,232 @@
+//! What requests are charged, and what is learned from their responses.
+
+use std::sync::Arc;
+
+use http::Method;
+
+use super::prompt::Prompt;
+use super::{Counts, Llm};
+use crate::cost::Cost;
+use crate::estimates::Estimates;
+use crate::key::RequestRef;
+use crate::layer::body::AtEnd;
+use crate::limiter::Settlement;
+use crate::signal::Spent;
+
+/// The units that quotas for these APIs have.
+const TOTAL: &str = "tokens";
+const INPUT: &str = "input_tokens";
+pub(in crate::layer) const OUTPUT: &str = "output_tokens";
+
+/// Charges requests their tokens, and learns from responses.
+pub(in crate::layer) struct Meter {
+    llm: Llm,
+    /// Those of the units that are limited.
+    units: Vec<&'static str>,
+    /// The tokens of 10,000 units of size of a prompt, by model.
+    ratios: Estimates,
+    /// The tokens of prompts that could not be seen, by path.
+    unseen: Estimates,
+    /// The tokens of answers, by model.
+    answers: Estimates,
+}
+
+/// How many tokens a request is expected to take.
+struct Asked {
+    /// The model, or the path if the request names no model.
+    name: String,
+    /// The size of the prompt, if it was seen.
+    size: Option<u64>,
+    prompt: u32,
+    /// The answer.
+    answer: u32,
+}
+
+/// What all sizes and ratios are in proportion to.
+const SCALE: u64 = 10_000;
+
+/// What a prompt takes besides its texts, in tokens: the frames of its messages.
+const FRAME: u32 = 16;
+
+/// Prompts below this estimate teach nothing: most of them is frame.
+const LEAST_TAUGHT: u64 = 64;
+
+/// Of the answers, and of the ratios, this part is not above its estimate. What a few take more is charged later, and it is
+/// less than what the others did not take.
+const QUANTILE: f64 = 0.95;
+
+impl Meter {
+    pub(super) fn new(llm: Llm, units: Vec<&'static str>) -> Self {
+        let [ratios, unseen, answers] = [(); 3].map(|()| Estimates::new(QUANTILE));
+        Meter {
+            llm,
+            units,
+            ratios,
+            unseen,
+            answers,
+        }
+    }
+
+    /// Returns which of the units of these APIs `unit` is.
+    pub(in crate::layer) fn unit(unit: &str) -> Option<&'static str> {
+        [TOTAL, INPUT, OUTPUT].into_iter().find(|own| *own == unit)
+    }
+
+    /// Returns what `request` is charged before it is sent.
+    pub(super) fn estimate(&self, request: &RequestRef<'_>) -> Cost {
+        match self.ask(request) {
+            Some(asked) => self.cost(|unit| Some(self.expected(&asked, unit))),
+            None => self.nothing(),
+        }
+    }
+
+    /// Returns the cost of a request that takes no tokens.
+    pub(super) fn nothing(&self) -> Cost {
+        self.cost(|_| Some(0))
+    }
+
+    /// Returns what is done at the end of the response to `request`.
+    pub(super) fn begin(self: &Arc<Self>, request: &RequestRef<'_>) -> AtEnd {
+        let (meter, asked) = (self.clone(), self.ask(request));
+        Box::new(move |spent, settlement| {
+            if let Some(asked) = asked {
+                meter.end(&asked, &spent, settlement);
+            }
+        })
+    }
+
+    /// Returns the cost that states each limited unit for which `count` returns a number.
+    fn cost(&self, count: impl Fn(&'static str) -> Option<u32>) -> Cost {
+        let units = self.units.iter();
+        units.fold(Cost::NOTHING_STATED, |cost, unit| match count(unit) {
+            Some(count) => cost.and(unit, count),
+            None => cost,
+        })
+    }
+
+    /// Expects what `request` takes. Returns `None` if it asks no model.
+    fn ask(&self, request: &RequestRef<'_>) -> Option<Asked> {
+        if [Method::GET, Method::HEAD, Method::DELETE].contains(request.method()) {
+            return None;
+        }
+        let body = request.body();
+        let seen = body.and_then(|body| Prompt::read(&body, &|text| self.size(text)));
+        let first = self.llm.first_estimate;
+        let (model, size, max_tokens) = match seen {
+            Some(prompt) => (prompt.model, Some(prompt.size), prompt.max_tokens),
+            None => (None, None, None),
+        };
+        let name = model.unwrap_or_else(|| request.path().to_owned());
+        let prompt = match size {
+            Some(size) => self.tokens(size, &name),
+            None => self.unseen.estimate(&name).unwrap_or(first),
+        };
+        let usual = self.answers.estimate(&name);
+        let answer = match (self.llm.counts, max_tokens) {
+            (Counts::Produced, Some(most)) => usual.unwrap_or(most).min(most),
+            (Counts::Produced, None) => usual.unwrap_or(first),
+            (_, Some(most)) => most,
+            (_, None) => usual.unwrap_or(0).max(first),
+        };
+        Some(Asked {
+            name,
+            size,
+            prompt,
+            answer,
+        })
+    }
+
+    /// Returns the size of a text of a prompt.
+    fn size(&self, text: &str) -> u64 {
+        match &self.llm.tokenizer {
+            Some(tokenizer) => tokenizer(text).into(),
+            None => text.len() as u64,
+        }
+    }
+
+    /// Returns how many tokens a prompt of this size is expected to have.
+    fn tokens(&self, size: u64, model: &str) -> u32 {
+        let ratio = self
+            .ratios
+            .estimate(model)
+            .map_or(self.first_ratio(), u64::from);
+        let tokens = size.saturating_mul(ratio).div_ceil(SCALE);
+        u32::try_from(tokens)
+            .unwrap_or(u32::MAX)
+            .saturating_add(FRAME)
+    }
+
+    /// Returns the ratio before any response.
+    fn first_ratio(&self) -> u64 {
+        match self.llm.tokenizer {
+            Some(_) => SCALE,
+            None => SCALE.div_ceil(3),
+        }
+    }
+
+    /// Returns how many of a unit a request is expected to take.
+    fn expected(&self, asked: &Asked, unit: &str) -> u32 {
+        let &Asked { prompt, answer, .. } = asked;
+        match (unit, self.llm.counts) {
+            (INPUT, _) => prompt,
+            (OUTPUT, _) => answer,
+            (_, Counts::Larger) => prompt.max(answer),
+            (_, Counts::Both | Counts::Produced) => prompt.saturating_add(answer),
+        }
+    }
+
+    /// Learns from a response, and states what its request took.
+    fn end(&self, asked: &Asked, spent: &Spent, settlement: Option<Settlement>) {
+        self.learn(asked, spent);
+        let Some(settlement) = settlement else { return };
+        settlement.settle(self.cost(|unit| {
+            let taken = taken(spent, unit)?;
+            let keeps = !self.llm.gives_back;
+            // What is reserved stays reserved.
+            (!keeps || taken > self.expected(asked, unit)).then_some(taken)
+        }));
+    }
+
+    fn learn(&self, asked: &Asked, spent: &Spent) {
+        if let Some(tokens) = spent.count(OUTPUT) {
+            self.answers.learn(&asked.name, tokens);
+        }
+        let cached = spent.count("cache_read_input_tokens").unwrap_or(0);
+        let Some(tokens) = taken(spent, INPUT).map(|tokens| tokens.saturating_add(cached)) else {
+            return;
+        };
+        match asked.size {
+            None => self.unseen.learn(&asked.name, tokens),
+            Some(size) if size * self.first_ratio() >= LEAST_TAUGHT * SCALE => {
+                let ratio = (u64::from(tokens) * SCALE).div_ceil(size);
+                let ratio = u32::try_from(ratio).unwrap_or(u32::MAX);
+                self.ratios.learn(&asked.name, ratio);
+            }
+            Some(_) => {}
+        }
+    }
+}
+
+/// Returns how many of a unit a request took, if the response states that. Tokens that are written to a cache count, and
+/// those that are read from one do not.
+fn taken(spent: &Spent, unit: &str) -> Option<u32> {
+    let written = spent.count("cache_creation_input_tokens").unwrap_or(0);
+    let input = spent
+        .count(INPUT)
+        .map(|input| input.saturating_add(written));
+    let output = spent.count(OUTPUT);
+    match unit {
+        INPUT => input,
+        OUTPUT => output,
+        _ => {
+            let parts = input
+                .zip(output)
+                .map(|(input, output)| input.saturating_add(output));
+            // A total may have tokens that are no part of the answer, such as thoughts, or those of a cache.
+            match spent.count("cache_read_input_tokens") {
+                Some(1..) => parts.or(spent.count(TOTAL)),
+                _ => parts.max(spent.count(TOTAL)),
+            }
+        }
+    }
+}
