@@ -40,6 +40,8 @@ struct Asked {
     prompt: u32,
     /// The answer.
     answer: u32,
+    /// The cost in the extensions of the request, which replaces the estimate.
+    own: Option<Cost>,
 }
 
 /// What all sizes and ratios are in proportion to.
@@ -133,6 +135,7 @@ impl Meter {
             size,
             prompt,
             answer,
+            own: request.extension::<Cost>().copied(),
         })
     }
 
@@ -166,7 +169,15 @@ impl Meter {
 
     /// Returns how many of a unit a request is expected to take.
     fn expected(&self, asked: &Asked, unit: &str) -> u32 {
-        let &Asked { prompt, answer, .. } = asked;
+        let &Asked {
+            prompt,
+            answer,
+            own,
+            ..
+        } = asked;
+        if let Some(own) = own {
+            return own.under(Some(unit));
+        }
         match (unit, self.llm.counts) {
             (INPUT, _) => prompt,
             (OUTPUT, _) => answer,
@@ -181,9 +192,11 @@ impl Meter {
         let Some(settlement) = settlement else { return };
         settlement.settle(self.cost(|unit| {
             let taken = taken(spent, unit)?;
-            let keeps = !self.llm.gives_back;
-            // What is reserved stays reserved.
-            (!keeps || taken > self.expected(asked, unit)).then_some(taken)
+            Some(match self.llm.gives_back {
+                true => taken,
+                // What the server has reserved stays reserved.
+                false => taken.max(self.expected(asked, unit)),
+            })
         }));
     }
 

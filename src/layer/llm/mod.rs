@@ -117,7 +117,7 @@ impl Llm {
 
     /// Sets how many tokens a text of a prompt has. Default: a token for three bytes. In both cases, responses correct it.
     ///
-    /// It is called twice for each text of a request, so it should be fast.
+    /// It is called at least twice for each text of a request, so it should be fast.
     pub fn tokenizer<F>(mut self, tokenizer: F) -> Self
     where
         F: Fn(&str) -> u32 + Send + Sync + 'static,
