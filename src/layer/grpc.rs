@@ -437,6 +437,7 @@ where
 
 impl<S, R, B, G> Future for ResponseFuture<S, R, GrpcLayer<G>>
 where
+    R: RequestInfo,
     S: Service<R, Response = http::Response<B>> + CloneService,
     S::Error: Into<BoxError>,
     B: Body,

@@ -596,6 +596,23 @@ impl Gate for RateLimitLayer {
         self.extractors.policy.clone()
     }
 
+    fn estimate_anew(
+        &self,
+        wait: &mut Box<Wait>,
+        request: &impl RequestInfo,
+        cx: &mut Context<'_>,
+    ) {
+        wait.estimate_anew(cx, || {
+            let mut parts = SmallVec::new();
+            let mut host = HostKey::of(request);
+            if let Some(reading) = self.extractors.read(request, &mut host, None) {
+                // A request that can no longer be read keeps its costs.
+                let _ = self.read_parts(reading, request, &mut parts);
+            }
+            parts
+        });
+    }
+
     fn poll_permit(wait: &mut Box<Wait>, cx: &mut Context<'_>) -> Poll<Result<Taken, Limited>> {
         Pin::new(wait).poll(cx)
     }

@@ -158,7 +158,7 @@ mod middleware {
         type Opened: ResponseInfo + Send;
 
         /// Returns what is done at the end of the body of `request`.
-        fn on_request(&self, request: &Request) -> Option<AtEnd>;
+        fn on_request(&self, request: &RequestRef<'_>) -> Option<AtEnd>;
 
         fn open(
             &self,
@@ -173,7 +173,7 @@ mod middleware {
     impl Opener for AsItIs {
         type Opened = Response;
 
-        fn on_request(&self, _: &Request) -> Option<AtEnd> {
+        fn on_request(&self, _: &RequestRef<'_>) -> Option<AtEnd> {
             None
         }
 
@@ -189,8 +189,8 @@ mod middleware {
     impl Opener for BodyPlan {
         type Opened = Opened<Response>;
 
-        fn on_request(&self, request: &Request) -> Option<AtEnd> {
-            self.on_request(&RequestRef::new(request))
+        fn on_request(&self, request: &RequestRef<'_>) -> Option<AtEnd> {
+            self.on_request(request)
         }
 
         async fn open(&self, response: Response, at_end: Option<AtEnd>) -> Opened<Response> {
@@ -216,12 +216,12 @@ mod middleware {
         let admission = enter(gate, &RequestRef::new(&request).with_extensions(extensions));
         let mut call = match admission {
             Admission::Go(call) => call,
-            Admission::Wait(wait) => wait_for_permit::<G>(wait).await?,
+            Admission::Wait(wait) => wait_for_permit(gate, wait, &request, extensions).await?,
             Admission::No(limited) => return Err(Error::from(limited).into()),
         };
         loop {
             let repeat = clone.and_then(|clone| clone(&request));
-            let at_end = opener.on_request(&request);
+            let at_end = opener.on_request(&RequestRef::new(&request).with_extensions(extensions));
             let sent = async {
                 let response = next.clone().run(request, extensions).await?;
                 Ok(opener.open(response, at_end).await)
@@ -234,8 +234,8 @@ mod middleware {
                     // The body may hold a connection and an in-flight slot that the next attempt
                     // needs.
                     drop(response);
-                    call = wait_for_permit::<G>(wait).await?;
                     request = repeated;
+                    call = wait_for_permit(gate, wait, &request, extensions).await?;
                 }
             }
         }
@@ -250,9 +250,19 @@ mod middleware {
     }
 
     /// Waits until the request may be sent.
-    async fn wait_for_permit<G: Gate>(mut wait: G::Wait) -> std::result::Result<G::Call, Error> {
+    async fn wait_for_permit<G: Gate>(
+        gate: &G,
+        mut wait: G::Wait,
+        request: &Request,
+        extensions: &Extensions,
+    ) -> std::result::Result<G::Call, Error> {
         loop {
-            let permit = poll_fn(|cx| G::poll_permit(&mut wait, cx)).await?;
+            let permit = poll_fn(|cx| {
+                let request = RequestRef::new(request).with_extensions(extensions);
+                gate.estimate_anew(&mut wait, &request, cx);
+                G::poll_permit(&mut wait, cx)
+            })
+            .await?;
             if let Some(call) = G::send(permit, &mut wait) {
                 return Ok(call);
             }

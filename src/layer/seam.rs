@@ -18,7 +18,8 @@
 //! `enter` is two functions: [`Gate::enter_fast`], and [`Gate::enter_slow`] for what the first does
 //! not admit.
 //!
-//! The futures of the edges do not keep the gate: each value above holds what it needs of it.
+//! The futures of the edges do not keep the gate, but for one of a request that waits: its cost may be estimated anew. Each
+//! value above holds what it needs of the gate.
 
 use std::task::{Context, Poll};
 
@@ -87,6 +88,15 @@ pub(super) trait Gate: Clone + Send + Sync {
         wait: &mut Self::Wait,
         cx: &mut Context<'_>,
     ) -> Poll<Result<Self::Permit, Limited>>;
+
+    /// Takes in what a request that waits is now estimated to cost. The edge calls it before it polls for the permit.
+    fn estimate_anew(
+        &self,
+        _wait: &mut Self::Wait,
+        _request: &impl RequestInfo,
+        _cx: &mut Context<'_>,
+    ) {
+    }
 
     /// Uses `permit` for a request that the edge sends now.
     ///

@@ -196,7 +196,10 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         let fresh = self.inner.clone();
         drop(std::mem::replace(&mut self.inner, fresh));
         let state = match wait {
-            Ok(wait) => State::waiting(wait, self.inner.clone(), request, clone),
+            Ok(wait) => {
+                let gate = Some(self.gate.clone());
+                State::waiting(gate, wait, self.inner.clone(), request, clone)
+            }
             Err(limited) => State::Refused {
                 limited: Some(limited),
             },
@@ -258,8 +261,15 @@ struct Comes<G: Gate, S: Service<R>, R> {
 }
 
 impl<G: Gate, S: Service<R>, R> State<G, S, R> {
-    fn waiting(wait: G::Wait, inner: S, request: R, clone: Option<CloneFn<R>>) -> Self {
+    fn waiting(
+        gate: Option<G>,
+        wait: G::Wait,
+        inner: S,
+        request: R,
+        clone: Option<CloneFn<R>>,
+    ) -> Self {
         let pending = WaitingRequest {
+            gate,
             wait,
             permit: GiveBackOnDrop::empty(),
             inner,
@@ -299,7 +309,7 @@ impl<S: Service<R>, R> Repeat<S, R> {
             request,
             clone,
         } = self;
-        State::waiting(wait, inner, request, Some(clone))
+        State::waiting(None, wait, inner, request, Some(clone))
     }
 }
 
@@ -307,6 +317,8 @@ impl<S: Service<R>, R> Repeat<S, R> {
 ///
 /// It is boxed, so that the future of a request that need not wait stays small.
 struct WaitingRequest<G: Gate, S, R> {
+    /// `None` if the request is sent again: then its cost does not change.
+    gate: Option<G>,
     wait: G::Wait,
     permit: GiveBackOnDrop<G>,
     inner: S,
@@ -317,6 +329,7 @@ struct WaitingRequest<G: Gate, S, R> {
 impl<G, S, R> WaitingRequest<G, S, R>
 where
     G: Gate,
+    R: RequestInfo,
     S: Service<R>,
     S::Error: Into<BoxError>,
 {
@@ -324,6 +337,9 @@ where
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<G::Call, Error>> {
         loop {
             if self.permit.is_empty() {
+                if let Some(gate) = &self.gate {
+                    gate.estimate_anew(&mut self.wait, &self.request, cx);
+                }
                 self.permit.put(ready!(G::poll_permit(&mut self.wait, cx))?);
             }
             ready!(self.inner.poll_ready(cx)).map_err(Error::inner)?;
@@ -343,6 +359,7 @@ where
 impl<G, S, R> State<G, S, R>
 where
     G: Gate,
+    R: RequestInfo,
     S: Service<R> + Clone,
     S::Error: Into<BoxError>,
 {
@@ -402,6 +419,7 @@ where
 impl<G, S, R> GatedFuture<G, S, R>
 where
     G: Gate,
+    R: RequestInfo,
     S: Service<R> + Clone,
     S::Response: ResponseInfo,
     S::Error: Into<BoxError>,
@@ -621,6 +639,7 @@ macro_rules! edge {
 
         impl<S, R> std::future::Future for $crate::layer::service::ResponseFuture<S, R, $layer>
         where
+            R: $($bound +)+,
             S: tower_service::Service<R> + $crate::layer::service::CloneService,
             S::Response: $crate::signal::ResponseInfo,
             S::Error: Into<$crate::error::BoxError>,

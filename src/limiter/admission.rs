@@ -49,8 +49,9 @@ pub(super) fn refused(part: &Part, cost: u32, too_long: Reason, refusal: Refusal
 ///
 /// # Errors
 ///
-/// Why the quota of `key` never allows the request, if this process knows that before it asks the store. Of a key without a state, only the store knows whether a quota was set for it. A quota
-/// that was set may have been raised since, in a message that this process has missed.
+/// Why the quota of `key` never allows the request, if this process knows that before it asks the store. Of a key without
+/// a state, only the store knows whether a quota was set for it. A quota that was set may have been raised since, in a
+/// message that this process has missed.
 pub(super) fn awaited_cost(core: &Core, key: Key, cost: u32) -> Result<u32, Reason> {
     let Some(above) = cost_above_limit(core, key, cost) else {
         return Ok(cost);

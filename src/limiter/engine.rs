@@ -21,6 +21,7 @@ use super::limited::LimitName;
 use super::quotas::QuotaId;
 use super::settings::{OnStoreError, Settings};
 use super::unit_check::UnitCheck;
+use super::whole_limit::WholeLimit;
 use smallvec::SmallVec;
 
 use crate::clock;
@@ -59,6 +60,7 @@ pub(super) struct Core {
     pub(super) warned: AtomicBool,
     /// Whether requests state the unit of the limits.
     pub(super) unit_check: UnitCheck,
+    pub(super) whole_limit: WholeLimit,
     /// The joint requests whose first key is of this limiter.
     pub(super) joint: JointSets,
     /// The cores of all parts of a divided quota, this one included.
@@ -124,6 +126,7 @@ impl Core {
             settings,
             warned: AtomicBool::new(false),
             unit_check: UnitCheck::default(),
+            whole_limit: WholeLimit::default(),
             joint: JointSets::default(),
             parts: OnceLock::new(),
             hosts,

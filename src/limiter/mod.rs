@@ -96,6 +96,7 @@ mod tasks;
 mod unit_check;
 mod unlocked;
 mod wait;
+mod whole_limit;
 
 pub use acquire::Acquire;
 pub(crate) use around::{

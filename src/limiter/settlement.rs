@@ -117,6 +117,7 @@ impl Unsettled {
 
     fn settle(&mut self, actual: u64) {
         let Some(core) = self.core.find() else { return };
+        core.whole_limit.settled();
         if core.settings.counted_within > Duration::ZERO
             && let Some(permit) = self.permit.take()
         {

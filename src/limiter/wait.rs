@@ -5,10 +5,12 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
+use smallvec::SmallVec;
+
 use super::counting;
 use super::engine::Core;
 use super::limited::{RefusedRequest, Stopped};
-use super::part::Part;
+use super::part::{Part, PartRef};
 use super::request::{Leaving, Request};
 use super::sent::PastWait;
 use super::taken::Taken;
@@ -87,6 +89,19 @@ impl Wait {
         }
         self.request.wait_again(taken);
         None
+    }
+
+    /// Estimates the cost of the request anew if it waits for a whole limit: `parts` has its keys with their new costs.
+    pub(crate) fn estimate_anew<'a>(
+        &mut self,
+        cx: &Context<'_>,
+        parts: impl FnOnce() -> SmallVec<[PartRef<'a>; 4]>,
+    ) {
+        if self.request.watch_settlements(cx) {
+            let parts = parts();
+            self.request
+                .lower_costs(parts.iter().map(|part| part.entry.cost));
+        }
     }
 
     /// Refuses the request, which waits no longer, and counts it.

@@ -63,6 +63,8 @@ pub(super) struct Request {
     is_back: bool,
     /// Whether it has watched holds.
     watches: bool,
+    /// Whether it is estimated to cost more than a whole limit.
+    awaits_whole_limit: bool,
 }
 
 /// What a request waits for.
@@ -103,6 +105,7 @@ impl Request {
             waited_before: false,
             is_back: false,
             watches: false,
+            awaits_whole_limit: false,
         }
     }
 
@@ -115,7 +118,10 @@ impl Request {
         let parts = self.line.parts().iter().zip(&mut self.place.costs);
         for (index, (Part { core, key, .. }, cost)) in parts.enumerate() {
             match admission::awaited_cost(core, *key, *cost) {
-                Ok(awaited) => *cost = awaited,
+                Ok(awaited) => {
+                    self.awaits_whole_limit |= awaited < *cost;
+                    *cost = awaited;
+                }
                 Err(reason) => {
                     return Poll::Ready(Err(Stopped::refused(index, reason, Refusal::NEVER)));
                 }
@@ -200,6 +206,32 @@ impl Request {
         self.again(Some(slots), now);
         // It is back in its place before another request can be the probe.
         drop(probes);
+    }
+
+    /// Returns whether the request waits in its line for a whole limit, because of an estimate. The next settlement then
+    /// wakes its task: see `whole_limit`.
+    pub(super) fn watch_settlements(&self, cx: &Context<'_>) -> bool {
+        let watches = self.awaits_whole_limit && matches!(self.stage, Stage::Slots);
+        if watches {
+            let Place { number, .. } = self.place;
+            let parts = self.parts().iter();
+            parts.for_each(|part| part.core.whole_limit.watch(number, cx));
+        }
+        watches
+    }
+
+    /// Takes new estimates of the costs, one for each part. If one is lower, the request asks for less, in its old place.
+    pub(super) fn lower_costs(&mut self, estimates: impl Iterator<Item = u32>) {
+        let mut lower = self.place.costs.clone();
+        for (cost, estimate) in lower.iter_mut().zip(estimates) {
+            *cost = estimate.min(*cost);
+        }
+        if lower != self.place.costs {
+            let now = clock::now();
+            self.line.leave(&self.place, now);
+            self.place.costs = lower;
+            self.line.come_back(&self.place, None, now);
+        }
     }
 
     /// Returns how many requests wait for the same, this one included.
@@ -363,5 +395,9 @@ impl Drop for Request {
         }
         self.line.forget(&self.place);
         self.unwatch_holds();
+        if self.awaits_whole_limit {
+            let parts = self.parts().iter();
+            parts.for_each(|part| part.core.whole_limit.forget(self.place.number));
+        }
     }
 }
