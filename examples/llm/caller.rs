@@ -2,43 +2,34 @@
 
 use std::time::Duration;
 
-use reqwest::{Method, Request, StatusCode, Url};
+use reqwest::StatusCode;
+use reqwest_middleware::ClientWithMiddleware;
+use serde_json::json;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
-use tollgate::Settlement;
 use tollgate::error::BoxError;
-use tollgate::signal::SpentReader;
-use tower::util::BoxCloneSyncService;
-use tower::{Layer, Service, ServiceExt};
 
 use crate::api::MAX_TOKENS;
-use crate::common;
-use crate::limits::Limits;
-use crate::server::{ANSWER, MOST, PROMPT};
-
-type Client = BoxCloneSyncService<Request, reqwest::Response, BoxError>;
+use crate::server::ANSWER;
 
 /// Sends prompts until `time` is over, and prints a line for each that was answered: the time until
 /// the answer began, in milliseconds, and how often the server refused.
 pub(crate) async fn call_all(
-    limits: &Limits,
+    client: &ClientWithMiddleware,
     url: &str,
     first: u32,
     tasks: u32,
     time: Duration,
 ) -> Result<(), BoxError> {
-    let url: Url = url.parse()?;
-    let client = BoxCloneSyncService::new(common::client()?.map_err(BoxError::from));
-    let client = BoxCloneSyncService::new(limits.layer.layer(client).map_err(BoxError::from));
     let end = Instant::now() + time;
     let mut running = JoinSet::new();
     for number in first..first + tasks {
-        let (mut client, limits, url) = (client.clone(), limits.clone(), url.clone());
+        let (client, url) = (client.clone(), url.to_owned());
         running.spawn(async move {
             let mut prompts = Prompts::new(number);
             while Instant::now() < end {
                 let prompt = prompts.next();
-                let asked = prompt.ask(&mut client, &limits, &url);
+                let asked = prompt.ask(&client, &url);
                 match timeout_at(end, asked).await {
                     Ok(answered) => {
                         let (waited, refused) = answered?;
@@ -68,19 +59,17 @@ impl Prompt {
     /// answer began, and how often the server refused.
     async fn ask(
         self,
-        client: &mut Client,
-        limits: &Limits,
-        url: &Url,
+        client: &ClientWithMiddleware,
+        url: &str,
     ) -> Result<(Duration, u32), BoxError> {
         let asked = Instant::now();
         let mut refused = 0;
         let mut response = loop {
-            let mut request = Request::new(Method::POST, url.clone());
-            let headers = request.headers_mut();
-            headers.insert(PROMPT, self.length.into());
-            headers.insert(MOST, MAX_TOKENS.into());
-            headers.insert(ANSWER, self.answer.into());
-            let response = client.ready().await?.call(request).await?;
+            let words = "word ".repeat(self.length as usize);
+            let body = json!({"model": "example", "max_tokens": MAX_TOKENS, "stream": true,
+                "messages": [{"role": "user", "content": words}]});
+            let request = client.post(url).header(ANSWER, self.answer);
+            let response = request.body(body.to_string()).send().await?;
             if response.status() != StatusCode::TOO_MANY_REQUESTS {
                 break response.error_for_status()?;
             }
@@ -88,18 +77,7 @@ impl Prompt {
             refused += 1;
         };
         let waited = asked.elapsed();
-        let settlement = response.extensions_mut().remove::<Settlement>();
-        let mut reader = SpentReader::new();
-        while let Some(chunk) = response.chunk().await? {
-            reader.read(&chunk);
-        }
-        let spent = reader.spent();
-        if let Some(output) = spent.count("output_tokens") {
-            limits.estimates.learn(limits.api.name(), output);
-        }
-        if let Some(settlement) = settlement {
-            settlement.settle(spent);
-        }
+        while response.chunk().await?.is_some() {}
         Ok((waited, refused))
     }
 }

@@ -8,7 +8,7 @@
 //! takes 10 s instead of a minute, so that the example ends in a minute and a half.
 //!
 //! Four processes for each server send prompts as fast as they may, first with a limit on requests
-//! alone, then with limits on tokens, too, which they settle when the stream has ended.
+//! alone, then with limits on tokens, too, by the layer for language models. It settles them when the stream has ended.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -28,7 +28,7 @@ use tollgate::error::BoxError;
 
 use api::Api;
 use common::{Children, Line, Options, Usage};
-use limits::{Limits, Way};
+use limits::Way;
 use report::Run;
 use server::Server;
 
@@ -74,8 +74,8 @@ async fn call(args: &Args, mut options: Options) -> Result<(), BoxError> {
     let (Some(api), Some(way)) = (api, way) else {
         return Err(Usage::new("a caller needs --api and --way").into());
     };
-    let limits = Limits::new(api, way, &redis).await?;
-    caller::call_all(&limits, &url, first, args.tasks, args.time).await
+    let client = limits::client(api, way, &redis).await?;
+    caller::call_all(&client, &url, first, args.tasks, args.time).await
 }
 
 /// Runs the fleets, one way after the other, and prints the table.

@@ -1,8 +1,8 @@
 //! A server on loopback that produces tokens: it enforces the limits of one API, and counts what it
 //! has produced.
 //!
-//! So that the example needs no model, a request states in headers how long its prompt is and how
-//! long its answer will be. The limits do not look at the latter.
+//! So that the example needs no model, each word of a prompt is a token, and a header of the request states how long its
+//! answer will be. The limits do not look at that.
 
 use std::convert::Infallible;
 use std::net::Ipv4Addr;
@@ -11,12 +11,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use http_body_util::BodyExt;
 use hyper::body::{Body, Bytes, Frame, Incoming};
 use hyper::header::{HeaderName, RETRY_AFTER};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
+use serde_json::Value;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::sleep;
@@ -26,9 +28,7 @@ use crate::WINDOW;
 use crate::api::{Api, MAX_TOKENS, REQUESTS};
 use crate::window::Window;
 
-/// The request headers that stand for a prompt, its `max_tokens`, and its answer.
-pub(crate) const PROMPT: HeaderName = HeaderName::from_static("x-prompt-tokens");
-pub(crate) const MOST: HeaderName = HeaderName::from_static("x-max-tokens");
+/// The request header that states the tokens of the answer.
 pub(crate) const ANSWER: HeaderName = HeaderName::from_static("x-answer-tokens");
 
 /// How many tokens are in an event, and how long it takes to produce them: 1000 per second.
@@ -92,8 +92,8 @@ async fn serve(listener: TcpListener, counts: Arc<Mutex<Counts>>) {
         let _ = stream.set_nodelay(true); // if it cannot be set, responses are late
         let counts = counts.clone();
         let answer = service_fn(move |request: Request<Incoming>| {
-            let response = answer(&counts, &request);
-            async { Ok::<_, Infallible>(response) }
+            let counts = counts.clone();
+            async move { Ok::<_, Infallible>(answer(&counts, request).await) }
         });
         // A caller may close its connection at any time.
         tokio::spawn(http1::Builder::new().serve_connection(TokioIo::new(stream), answer));
@@ -101,11 +101,18 @@ async fn serve(listener: TcpListener, counts: Arc<Mutex<Counts>>) {
 }
 
 /// Admits or refuses a request, and begins to produce its answer.
-fn answer(counts: &Arc<Mutex<Counts>>, request: &Request<Incoming>) -> Response<Stream> {
-    let header = |name| request.headers().get(name)?.to_str().ok()?.parse().ok();
-    let [prompt, most, tokens] = [PROMPT, MOST, ANSWER].map(header);
-    let (prompt, most) = (prompt.unwrap_or(0), most.unwrap_or(MAX_TOKENS));
-    let tokens: u32 = tokens.unwrap_or(0).min(most);
+async fn answer(counts: &Arc<Mutex<Counts>>, request: Request<Incoming>) -> Response<Stream> {
+    let tokens = request.headers().get(ANSWER);
+    let tokens = tokens.and_then(|tokens| tokens.to_str().ok()?.parse::<u32>().ok());
+    // A body that breaks, or that is no JSON, is a prompt without words.
+    let body = request.into_body().collect().await;
+    let body = body.map(|body| body.to_bytes()).unwrap_or_default();
+    let body: Value = serde_json::from_slice(&body).unwrap_or_default();
+    let words = body["messages"][0]["content"].as_str().unwrap_or_default();
+    let prompt = u32::try_from(words.split_whitespace().count()).unwrap_or(u32::MAX);
+    let most = body["max_tokens"].as_u64();
+    let most = most.map_or(MAX_TOKENS, |most| u32::try_from(most).unwrap_or(u32::MAX));
+    let tokens = tokens.unwrap_or(0).min(most);
     let now = Instant::now();
     let (sender, stream) = unbounded_channel();
     let mut response = Response::new(Stream(stream));
