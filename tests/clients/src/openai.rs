@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use async_openai::middleware::HttpRequestFactory;
 use async_openai::{Client, config::OpenAIConfig, error::OpenAIError};
-use tollgate::{RateLimitLayer, RetryLimited};
+use tollgate::{RetryLimited, body::BodyLayer};
 use tower::{ServiceBuilder, ServiceExt, service_fn};
 
 /// Returns a client of the API of `config`. An attempt may take `timeout`, its wait for a permit
 /// not included.
 pub fn client(
-    limit: RateLimitLayer,
+    limit: BodyLayer,
     retry: RetryLimited,
     timeout: Duration,
     config: OpenAIConfig,

@@ -4,6 +4,7 @@
 
 mod aws_waits;
 mod harness;
+mod llm;
 mod subjects;
 
 use harness::proofs;
