@@ -14,21 +14,17 @@ use http_body_util::Full;
 // By type, as a body of any type may be in a request, and Rust has no "if it is `AsRef<[u8]>`".
 pub(super) fn bytes_of<B: 'static>(body: &B) -> Option<Cow<'_, [u8]>> {
     let body: &dyn Any = body;
-    if let Some(bytes) = body.downcast_ref::<Bytes>() {
-        return Some(Cow::Borrowed(bytes));
-    }
-    if let Some(bytes) = body.downcast_ref::<Vec<u8>>() {
-        return Some(Cow::Borrowed(bytes));
-    }
-    if let Some(text) = body.downcast_ref::<String>() {
-        return Some(Cow::Borrowed(text.as_bytes()));
-    }
-    if let Some(text) = body.downcast_ref::<&'static str>() {
-        return Some(Cow::Borrowed(text.as_bytes()));
-    }
+    let bytes = body.downcast_ref().map(Bytes::as_ref);
+    let bytes = bytes.or_else(|| body.downcast_ref().map(Vec::<u8>::as_slice));
+    let bytes = bytes.or_else(|| body.downcast_ref().map(String::as_bytes));
+    let bytes = bytes.or_else(|| {
+        body.downcast_ref()
+            .map(|text: &&'static str| text.as_bytes())
+    });
     #[cfg(feature = "reqwest")]
-    if let Some(body) = body.downcast_ref::<reqwest::Body>() {
-        return body.as_bytes().map(Cow::Borrowed);
+    let bytes = bytes.or_else(|| body.downcast_ref().and_then(reqwest::Body::as_bytes));
+    if let Some(bytes) = bytes {
+        return Some(Cow::Borrowed(bytes));
     }
     full(body.downcast_ref::<Full<Bytes>>()?)
 }

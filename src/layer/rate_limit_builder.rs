@@ -425,22 +425,18 @@ impl RateLimitBuilder {
             }));
         }
         let further = self.further.iter().map(|limit| &limit.quota);
-        let quotas = std::iter::once(&self.quota).chain(further);
-        let mut units = Vec::new();
-        for unit in quotas
-            .flat_map(Quota::units)
-            .filter(|unit| *unit != Cost::REQUESTS)
-        {
-            match Meter::unit(unit) {
-                Some(unit) if units.contains(&unit) => {}
-                Some(unit) => units.push(unit),
-                None => return Err(not_of_tokens(format!("{unit:?}"))),
-            }
+        let units = std::iter::once(&self.quota)
+            .chain(further)
+            .flat_map(Quota::units);
+        let units: Vec<_> = units.filter(|unit| *unit != Cost::REQUESTS).collect();
+        if units.is_empty() || !units.iter().all(|unit| Meter::charges(unit)) {
+            return Err(ConfigError(Problem::OutOfRange {
+                setting: "the quota of build_llm",
+                value: format!("one of these units besides requests: {units:?}"),
+                allowed: "one of tokens, or of input_tokens and output_tokens, such as 500/min, 80000 tokens/min",
+            }));
         }
-        match units.is_empty() {
-            true => Err(not_of_tokens("requests alone".into())),
-            false => Ok(units),
-        }
+        Ok(units)
     }
 
     /// Names the layer in its [stats](crate::stats), and the first limit of the layer. The name stands in
@@ -1044,15 +1040,6 @@ impl RateLimitBuilder {
             .map(Some)
             .ok_or_else(|| out_of_range(allowed))
     }
-}
-
-#[cfg(feature = "llm")]
-fn not_of_tokens(value: String) -> ConfigError {
-    ConfigError(Problem::OutOfRange {
-        setting: "the unit of a quota for build_llm",
-        value,
-        allowed: "tokens, or input_tokens and output_tokens, as in 500/min, 80000 tokens/min",
-    })
 }
 
 impl fmt::Debug for RateLimitBuilder {

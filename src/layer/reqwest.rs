@@ -84,7 +84,6 @@ impl TrackBody for reqwest::Response {
 
 #[cfg(feature = "reqwest-middleware")]
 mod middleware {
-    use std::convert::Infallible;
     use std::future::{self, Future, poll_fn};
     use std::pin::pin;
     use std::task::Poll;
@@ -95,7 +94,7 @@ mod middleware {
 
     use crate::error::Error;
     use crate::key::RequestRef;
-    use crate::layer::body::{AtEnd, BodyLayer, BodyPlan, InFlight, Opened, Opening};
+    use crate::layer::body::{AtEnd, BodyLayer, BodyPlan, InFlight};
     use crate::layer::seam::{Admission, Departure, Gate};
     use crate::layer::service::CloneFn;
     use crate::layer::{AdaptiveThrottleLayer, RateLimitLayer, RetryingThrottleLayer};
@@ -123,8 +122,9 @@ mod middleware {
                     next: Next<'_>,
                 ) -> Result<Response> {
                     let $this = self;
+                    let as_it_is = |response, _| future::ready(response);
                     let (response, _) =
-                        run($gate, &AsItIs, request, extensions, next, $clone).await?;
+                        run($gate, None, as_it_is, request, extensions, next, $clone).await?;
                     Ok(response)
                 }
             }
@@ -148,70 +148,27 @@ mod middleware {
             next: Next<'_>,
         ) -> Result<Response> {
             let BodyLayer { layer, plan } = self;
-            let (response, call) = run(layer, plan, request, extensions, next, None).await?;
+            let open = |response, at_end| plan.open(response, at_end);
+            let (response, call) =
+                run(layer, Some(plan), open, request, extensions, next, None).await?;
             Ok(response.close(call))
-        }
-    }
-
-    /// Makes of a response what the gate sees.
-    trait Opener: Sync {
-        type Opened: ResponseInfo + Send;
-
-        /// Returns what is done at the end of the body of `request`.
-        fn on_request(&self, request: &RequestRef<'_>) -> Option<AtEnd>;
-
-        fn open(
-            &self,
-            response: Response,
-            at_end: Option<AtEnd>,
-        ) -> impl Future<Output = Self::Opened> + Send;
-    }
-
-    /// The gate sees the response as it is.
-    struct AsItIs;
-
-    impl Opener for AsItIs {
-        type Opened = Response;
-
-        fn on_request(&self, _: &RequestRef<'_>) -> Option<AtEnd> {
-            None
-        }
-
-        fn open(
-            &self,
-            response: Response,
-            _: Option<AtEnd>,
-        ) -> impl Future<Output = Response> + Send {
-            future::ready(response)
-        }
-    }
-
-    impl Opener for BodyPlan {
-        type Opened = Opened<Response>;
-
-        fn on_request(&self, request: &RequestRef<'_>) -> Option<AtEnd> {
-            self.on_request(request)
-        }
-
-        async fn open(&self, response: Response, at_end: Option<AtEnd>) -> Opened<Response> {
-            let response = future::ready(Ok::<_, Infallible>(response));
-            let Ok(opened) = Opening::new(response, self.clone(), at_end).await;
-            opened
         }
     }
 
     /// Sends `request` through `gate`, and returns its response. The call is in flight until the
     /// [`InFlight`] is dropped.
     ///
-    /// If `clone` is given, a refused request is sent again.
-    async fn run<G: Gate, O: Opener>(
+    /// `open` makes of a response what the gate sees, by the `plan` for its body. If `clone` is given, a refused request is
+    /// sent again.
+    async fn run<G: Gate, T: ResponseInfo, F: Future<Output = T>>(
         gate: &G,
-        opener: &O,
+        plan: Option<&BodyPlan>,
+        open: impl Fn(Response, Option<AtEnd>) -> F,
         mut request: Request,
         extensions: &mut Extensions,
         next: Next<'_>,
         clone: Option<CloneFn<Request>>,
-    ) -> Result<(O::Opened, InFlight)> {
+    ) -> Result<(T, InFlight)> {
         let policy = gate.policy();
         let admission = enter(gate, &RequestRef::new(&request).with_extensions(extensions));
         let mut call = match admission {
@@ -221,10 +178,12 @@ mod middleware {
         };
         loop {
             let repeat = clone.and_then(|clone| clone(&request));
-            let at_end = opener.on_request(&RequestRef::new(&request).with_extensions(extensions));
+            let at_end = plan.and_then(|plan| {
+                plan.on_request(&RequestRef::new(&request).with_extensions(extensions))
+            });
             let sent = async {
                 let response = next.clone().run(request, extensions).await?;
-                Ok(opener.open(response, at_end).await)
+                Ok(open(response, at_end).await)
             };
             let mut response = send::<G, _>(&call, sent).await?;
             match G::leave(&mut Some(call), &mut response, &policy, repeat) {

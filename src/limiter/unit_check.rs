@@ -34,10 +34,8 @@ impl UnitCheck {
         if before >= MOST_WITHOUT {
             return true;
         }
-        // Another thread may have stated the unit meanwhile.
-        let _ =
-            self.without
-                .compare_exchange(before, before + 1, Ordering::Relaxed, Ordering::Relaxed);
+        // If another thread has stated the unit meanwhile, the number begins anew, and the next statement ends it.
+        self.without.fetch_add(1, Ordering::Relaxed);
         false
     }
 

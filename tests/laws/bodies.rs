@@ -82,13 +82,10 @@ async fn bodies_of_refusals_are_read_and_passed_on() {
     assert!(seconds_held(whole(429, "application/json", &long)).await <= 1);
 }
 
+type Feed = mpsc::UnboundedSender<Result<Frame<Bytes>, Infallible>>;
+
 /// A response whose body does not end, and what it is fed by.
-fn endless(
-    status: u16,
-) -> (
-    mpsc::UnboundedSender<Result<Frame<Bytes>, Infallible>>,
-    Response<StreamBody<Frames>>,
-) {
+fn endless(status: u16) -> (Feed, Response<StreamBody<Frames>>) {
     let (sender, frames) = mpsc::unbounded();
     let response = Response::builder()
         .status(status)

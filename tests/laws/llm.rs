@@ -226,7 +226,7 @@ async fn prompts_above_the_limit_are_refused_by_choice() {
 #[test]
 fn build_fails_if_the_quota_has_no_tokens() {
     for (quota, text) in [
-        ("500/min", "requests alone"),
+        ("500/min", "requests: []"),
         ("500/min, 9 points/min", "\"points\""),
     ] {
         let error = builder(quota)

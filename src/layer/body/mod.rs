@@ -13,6 +13,8 @@
 mod opened;
 mod watched;
 
+#[cfg(feature = "reqwest-middleware")]
+use std::convert::Infallible;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -69,6 +71,14 @@ impl BodyPlan {
     pub(super) fn on_request(&self, request: &RequestRef<'_>) -> Option<AtEnd> {
         let on_request = self.on_request.as_ref()?;
         Some(on_request(request))
+    }
+
+    /// Takes the body of `response` in hand.
+    #[cfg(feature = "reqwest-middleware")]
+    pub(super) async fn open<T: TrackBody>(&self, response: T, at_end: Option<AtEnd>) -> Opened<T> {
+        let response = std::future::ready(Ok::<_, Infallible>(response));
+        let Ok(opened) = Opening::new(response, self.clone(), at_end).await;
+        opened
     }
 }
 

@@ -1,6 +1,5 @@
 //! A response whose body was taken in hand, and the future that reads ahead.
 
-use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -11,7 +10,7 @@ use http::{Extensions, HeaderMap, StatusCode};
 use http_body::Body;
 use pin_project_lite::pin_project;
 
-use super::watched::Ahead;
+use super::watched::Watch;
 use super::{AtEnd, BodyPlan, InFlight, WatchedBody};
 use crate::clock::{self, Timer};
 use crate::limiter::Settlement;
@@ -98,13 +97,12 @@ impl<T: TrackBody> Opened<T> {
             plan,
             ..
         } = self;
-        if let Some(at_end) = at_end {
-            let settlement = response.extensions_mut().remove::<Settlement>();
-            response.body_mut().watch(at_end, settlement);
-        }
-        if plan.holds_call {
-            response.body_mut().hold(call);
-        }
+        let settlement = at_end
+            .as_ref()
+            .and_then(|_| response.extensions_mut().remove::<Settlement>());
+        let watch = at_end.map(|at_end| Watch::new(at_end, settlement));
+        let call = plan.holds_call.then_some(call);
+        response.body_mut().watch(call, watch);
         T::close(response)
     }
 }
@@ -135,12 +133,6 @@ impl<T: TrackBody> ResponseInfo for Opened<T> {
     }
 }
 
-impl<T: TrackBody> fmt::Debug for Opened<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Opened").finish_non_exhaustive()
-    }
-}
-
 pin_project! {
     /// The future of an [`Opened`] response.
     pub struct Opening<F, T: TrackBody> {
@@ -148,7 +140,7 @@ pin_project! {
         response: F,
         plan: BodyPlan,
         at_end: Option<AtEnd>,
-        reading: Option<Reading<T>>,
+        read_ahead: Option<ReadAhead<T>>,
     }
 }
 
@@ -158,7 +150,7 @@ impl<F, T: TrackBody> Opening<F, T> {
             response,
             plan,
             at_end,
-            reading: None,
+            read_ahead: None,
         }
     }
 }
@@ -172,40 +164,34 @@ where
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.project();
-        let reading = match this.reading {
-            Some(reading) => reading,
+        let read_ahead = match this.read_ahead {
+            Some(read_ahead) => read_ahead,
             None => {
                 let response = ready!(this.response.poll(cx))?;
                 let opened = Opened::new(response, this.plan.clone(), this.at_end.take());
                 if !opened.is_read() {
                     return Poll::Ready(Ok(opened));
                 }
-                this.reading.insert(Reading::new(opened))
+                this.read_ahead.insert(ReadAhead::new(opened))
             }
         };
-        ready!(reading.poll(cx));
-        let read = this.reading.take().expect("it was just polled");
+        ready!(read_ahead.poll(cx));
+        let read = this.read_ahead.take().expect("it was just polled");
         Poll::Ready(Ok(read.opened))
     }
 }
 
-impl<F, T: TrackBody> fmt::Debug for Opening<F, T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Opening").finish_non_exhaustive()
-    }
-}
-
 /// A response whose body is read before it is passed on.
-struct Reading<T: TrackBody> {
+struct ReadAhead<T: TrackBody> {
     opened: Opened<T>,
     text: Vec<u8>,
     /// `None` until the body lets the reader wait.
     patience: Option<Timer>,
 }
 
-impl<T: TrackBody> Reading<T> {
+impl<T: TrackBody> ReadAhead<T> {
     fn new(opened: Opened<T>) -> Self {
-        Reading {
+        ReadAhead {
             opened,
             text: Vec::new(),
             patience: None,
@@ -216,12 +202,11 @@ impl<T: TrackBody> Reading<T> {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let body = self.opened.response.body_mut();
         match body.poll_ahead(cx, MOST, &mut self.text) {
-            Poll::Ready(Ahead::Whole) => {
+            Poll::Ready(is_whole) => {
                 let response = &self.opened.response;
-                self.opened.signal = Some(Signal::read_with_body(response, &self.text));
+                self.opened.signal = is_whole.then(|| Signal::read_with_body(response, &self.text));
                 Poll::Ready(())
             }
-            Poll::Ready(Ahead::Unreadable) => Poll::Ready(()),
             Poll::Pending => self
                 .patience
                 .get_or_insert_with(|| Timer::at(clock::now() + PATIENCE))

@@ -24,17 +24,9 @@ pub struct WatchedBody<B: Body> {
     /// Whether nothing comes after `ahead`.
     has_ended: bool,
     /// `None` once the body has ended.
-    pub(super) call: Option<InFlight>,
+    call: Option<InFlight>,
     /// `None` once the body has ended.
     watch: Option<Watch>,
-}
-
-/// What was read of a body before its response was passed on.
-pub(super) enum Ahead {
-    /// The whole body.
-    Whole,
-    /// More than there is room for, or a part that is not in one piece.
-    Unreadable,
 }
 
 /// No field is pinned.
@@ -51,16 +43,17 @@ impl<B: Body> WatchedBody<B> {
         }
     }
 
-    /// Reads ahead, up to `most` bytes, which are added to `text`.
+    /// Reads ahead, up to `most` bytes, which are added to `text`. Returns whether that is the whole body: not if it breaks,
+    /// is longer, or has a part that is not in one piece.
     pub(super) fn poll_ahead(
         &mut self,
         cx: &mut Context<'_>,
         most: usize,
         text: &mut Vec<u8>,
-    ) -> Poll<Ahead> {
+    ) -> Poll<bool> {
         loop {
             if self.has_ended {
-                return Poll::Ready(Ahead::Whole);
+                return Poll::Ready(true);
             }
             let Some(frame) = ready!(self.body.as_mut().poll_frame(cx)) else {
                 self.has_ended = true;
@@ -76,33 +69,18 @@ impl<B: Body> WatchedBody<B> {
             let is_readable = is_readable && frame.is_ok();
             self.ahead.push_back(frame);
             if !is_readable {
-                return Poll::Ready(Ahead::Unreadable);
+                return Poll::Ready(false);
             }
             self.has_ended |= self.body.is_end_stream();
         }
     }
 
-    /// Does `at_end` when the body has ended.
-    pub(super) fn watch(&mut self, at_end: AtEnd, settlement: Option<Settlement>) {
-        self.watch = Some(Watch {
-            reader: SpentReader::new(),
-            last: Vec::new(),
-            is_whole: true,
-            at_end,
-            settlement,
-        });
-        self.look_for_end();
-    }
-
-    /// Keeps `call` in flight until the body ends.
-    pub(super) fn hold(&mut self, call: InFlight) {
-        self.call = Some(call);
-        self.look_for_end();
-    }
-
-    fn look_for_end(&mut self) {
+    /// Keeps `call` in flight until the body ends, and then does what is due.
+    pub(super) fn watch(&mut self, call: Option<InFlight>, watch: Option<Watch>) {
+        self.call = call;
+        self.watch = watch;
         if self.is_at_end() {
-            self.end();
+            self.end(true);
         }
     }
 
@@ -110,18 +88,26 @@ impl<B: Body> WatchedBody<B> {
         self.ahead.is_empty() && (self.has_ended || self.body.is_end_stream())
     }
 
-    /// Ends the call, and states what the body has stated.
-    fn end(&mut self) {
+    /// Ends the call, and states what the body has stated if it is whole.
+    fn end(&mut self, is_whole: bool) {
         self.call = None;
-        if let Some(watch) = self.watch.take() {
-            watch.end();
-        }
+        let watch = self.watch.take();
+        watch.into_iter().filter(|_| is_whole).for_each(Watch::end);
     }
 
-    /// Ends the call of a body that breaks.
-    fn fail(&mut self) {
-        self.call = None;
-        self.watch = None;
+    pub(super) fn remaining_size(&self) -> SizeHint {
+        let frames = self.ahead.iter().flatten().filter_map(Frame::data_ref);
+        let ahead: u64 = frames.map(|data| data.remaining() as u64).sum();
+        let of_body = match self.has_ended {
+            true => SizeHint::with_exact(0),
+            false => self.body.size_hint(),
+        };
+        let mut all = SizeHint::new();
+        all.set_lower(of_body.lower() + ahead);
+        if let Some(upper) = of_body.upper() {
+            all.set_upper(upper + ahead);
+        }
+        all
     }
 }
 
@@ -139,7 +125,7 @@ where
     ) -> Poll<Option<Result<Frame<B::Data>, BoxError>>> {
         let this = &mut *self;
         if let Some(Poll::Ready(lost)) = this.call.as_ref().map(|call| call.poll_lost(cx)) {
-            this.fail();
+            this.end(false);
             return Poll::Ready(Some(Err(lost.into())));
         }
         let frame = match this.ahead.pop_front() {
@@ -148,21 +134,19 @@ where
             None => ready!(this.body.as_mut().poll_frame(cx)),
         };
         match &frame {
-            None => {
-                this.has_ended = true;
-                this.end();
-            }
-            Some(Err(_)) => this.fail(),
+            None => this.end(true),
+            Some(Err(_)) => this.end(false),
             Some(Ok(frame)) => {
                 let data = frame.data_ref();
-                let watch = this.watch.as_mut();
-                if let (Some(data), Some(watch)) = (data, watch)
-                    && watch.read(data)
+                if let Some(watch) = this
+                    .watch
+                    .take_if(|watch| data.is_some_and(|data| watch.read(data)))
                 {
-                    let watch = this.watch.take();
-                    watch.into_iter().for_each(Watch::end);
+                    watch.end();
                 }
-                this.look_for_end();
+                if this.is_at_end() {
+                    this.end(true);
+                }
             }
         }
         Poll::Ready(frame.map(|frame| frame.map_err(Into::into)))
@@ -177,23 +161,6 @@ where
     }
 }
 
-impl<B: Body> WatchedBody<B> {
-    pub(super) fn remaining_size(&self) -> SizeHint {
-        let frames = self.ahead.iter().flatten().filter_map(Frame::data_ref);
-        let ahead: u64 = frames.map(|data| data.remaining() as u64).sum();
-        let of_body = match self.has_ended {
-            true => SizeHint::with_exact(0),
-            false => self.body.size_hint(),
-        };
-        let mut all = SizeHint::new();
-        all.set_lower(of_body.lower() + ahead);
-        if let Some(upper) = of_body.upper() {
-            all.set_upper(upper + ahead);
-        }
-        all
-    }
-}
-
 impl<B: Body> fmt::Debug for WatchedBody<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("WatchedBody").finish_non_exhaustive()
@@ -201,7 +168,7 @@ impl<B: Body> fmt::Debug for WatchedBody<B> {
 }
 
 /// Reads what a body states, and does what is due at its end.
-struct Watch {
+pub(super) struct Watch {
     reader: SpentReader,
     /// The last bytes of what was read, as many as the longest of [`ENDS`] has.
     last: Vec<u8>,
@@ -223,6 +190,16 @@ fn has_end(text: &[u8]) -> bool {
 }
 
 impl Watch {
+    pub(super) fn new(at_end: AtEnd, settlement: Option<Settlement>) -> Self {
+        Watch {
+            reader: SpentReader::new(),
+            last: Vec::new(),
+            is_whole: true,
+            at_end,
+            settlement,
+        }
+    }
+
     /// Reads a piece of the body. Returns whether the body has nothing more to state.
     fn read(&mut self, data: &impl Buf) -> bool {
         let chunk = data.chunk();

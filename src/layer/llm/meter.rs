@@ -21,7 +21,7 @@ pub(in crate::layer) const OUTPUT: &str = "output_tokens";
 /// Charges requests their tokens, and learns from responses.
 pub(in crate::layer) struct Meter {
     llm: Llm,
-    /// Those of the units that are limited.
+    /// Those of the units that are limited. A unit may be there twice.
     units: Vec<&'static str>,
     /// The tokens of 10,000 units of size of a prompt, by model.
     ratios: Estimates,
@@ -69,9 +69,9 @@ impl Meter {
         }
     }
 
-    /// Returns which of the units of these APIs `unit` is.
-    pub(in crate::layer) fn unit(unit: &str) -> Option<&'static str> {
-        [TOTAL, INPUT, OUTPUT].into_iter().find(|own| *own == unit)
+    /// Returns whether `unit` is one of these APIs.
+    pub(in crate::layer) fn charges(unit: &str) -> bool {
+        [TOTAL, INPUT, OUTPUT].contains(&unit)
     }
 
     /// Returns what `request` is charged before it is sent.
@@ -114,10 +114,9 @@ impl Meter {
         let body = request.body();
         let seen = body.and_then(|body| Prompt::read(&body, &|text| self.size(text)));
         let first = self.llm.first_estimate;
-        let (model, size, max_tokens) = match seen {
-            Some(prompt) => (prompt.model, Some(prompt.size), prompt.max_tokens),
-            None => (None, None, None),
-        };
+        let size = seen.as_ref().map(|prompt| prompt.size);
+        let max_tokens = seen.as_ref().and_then(|prompt| prompt.max_tokens);
+        let model = seen.and_then(|prompt| prompt.model);
         let name = model.unwrap_or_else(|| request.path().to_owned());
         let prompt = match size {
             Some(size) => self.tokens(size, &name),
