@@ -165,7 +165,12 @@
 #![warn(clippy::disallowed_methods, clippy::unwrap_used)]
 // The pages of the guide are the same with and without features: a link to an item whose feature is off leads nowhere.
 #![cfg_attr(
-    not(all(feature = "grpc", feature = "redis", feature = "retry")),
+    not(all(
+        feature = "grpc",
+        feature = "llm",
+        feature = "redis",
+        feature = "retry"
+    )),
     allow(rustdoc::broken_intra_doc_links)
 )]
 

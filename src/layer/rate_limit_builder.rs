@@ -393,8 +393,9 @@ impl RateLimitBuilder {
     ///
     /// A settlement states that the upstream has counted the request. From then on, the request counts
     /// for one window, so four fifths or more of a sliding window are used: settle when the response has
-    /// ended. If only some limits are counted late, put them into a layer of their own: see
-    /// [LLM APIs](crate::guide::llm_apis#what-to-use).
+    /// ended. If only some limits are counted late, put them into a layer of their own, build both with
+    /// [`settle_by_hand`](Self::settle_by_hand), and join them with [`and`](RateLimitLayer::and). In a layer for [language
+    /// models](crate::guide::llm_apis), only output tokens are counted late.
     pub fn counted_within(mut self, span: Duration) -> Self {
         self.counted_within = span;
         self
