@@ -22,6 +22,7 @@
 // | `key_states` | the states of all keys, and the way to visit one |
 // | `settings` | what a limiter is built from |
 // | `in_flight` | the calls in flight of all keys |
+// | `unit_check`, `whole_limit` | which units requests state; the requests that wait for a whole limit |
 // | `tasks` | tasks that run at once, as far as they can |
 // | `engine` | `Core`: the state of all keys |
 // | `effects` | access to the state of a key, and the effects that it returns |
