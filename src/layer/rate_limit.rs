@@ -632,7 +632,8 @@ impl Gate for RateLimitLayer {
 
     #[cfg(feature = "grpc")]
     fn settle(call: &Sent, response: &mut impl ResponseInfo, policy: &ResponsePolicy) {
-        policy.settle(response, || call.settlement());
+        let signal = response.signal().unwrap_or_default();
+        policy.settle(response, &signal, || call.settlement());
     }
 
     /// Ends `call`. A limiter never retries: that is for a policy outside of the layer.
@@ -668,7 +669,7 @@ fn leave_slow<T>(
     let host = call.host();
     let signal = policy.signal(call.key(), host, response, clock::now());
     let status = response.status().filter(|_| is_of_host(host, response));
-    policy.settle(response, || call.settlement());
+    policy.settle(response, &signal, || call.settlement());
     match call.end(&signal, status) {
         (_, Some(limited)) if policy.error_on_limit() => Departure::Refuse(limited),
         (in_flight_slot, _) => Departure::Pass(InFlight(in_flight_slot)),

@@ -61,14 +61,15 @@ impl ResponsePolicy {
     pub(super) fn settle(
         &self,
         response: &mut impl ResponseInfo,
+        signal: &Signal,
         settlement: impl FnOnce() -> Settlement,
     ) {
         let Some(policy) = self.0.as_ref().filter(|_| self.settles()) else {
             return;
         };
         let settlement = settlement();
-        let read = policy.settle.as_ref();
-        if let Some(actual) = read.and_then(|read| read(&ResponseRef::new(response))) {
+        let seen = ResponseRef::new(response).with_signal(signal);
+        if let Some(actual) = policy.settle.as_ref().and_then(|read| read(&seen)) {
             settlement.settle(actual);
         }
         if policy.settles_by_hand

@@ -200,7 +200,7 @@ impl Signal {
     /// assert_eq!(signal.quotas()[0].limit(), Some(60));
     /// # Ok::<(), http::Error>(())
     /// ```
-    pub fn read(response: &(impl ResponseInfo + ?Sized)) -> Self {
+    pub fn read(response: &impl ResponseInfo) -> Self {
         Signal::read_lazily(response, clock::now)
     }
 
@@ -211,10 +211,7 @@ impl Signal {
 
     /// Reads a response. Calls `arrived` only if a header needs the time, because most responses
     /// have no such header.
-    fn read_lazily(
-        response: &(impl ResponseInfo + ?Sized),
-        arrived: impl FnOnce() -> Instant,
-    ) -> Self {
+    fn read_lazily(response: &impl ResponseInfo, arrived: impl FnOnce() -> Instant) -> Self {
         if let Some(signal) = response.signal() {
             return signal;
         }

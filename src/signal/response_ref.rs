@@ -8,12 +8,24 @@ use super::{ResponseInfo, Signal};
 #[derive(Clone, Copy)]
 pub struct ResponseRef<'a> {
     response: &'a dyn ResponseInfo,
+    refusal: Option<StatusCode>,
 }
 
 impl<'a> ResponseRef<'a> {
     /// Makes a view of `response`.
     pub fn new(response: &'a dyn ResponseInfo) -> Self {
-        ResponseRef { response }
+        ResponseRef {
+            response,
+            refusal: None,
+        }
+    }
+
+    /// States what the layer has read of the response.
+    pub(crate) fn with_signal(self, signal: &Signal) -> Self {
+        ResponseRef {
+            refusal: signal.refusal(),
+            ..self
+        }
     }
 
     /// Returns the status of the response.
@@ -21,9 +33,10 @@ impl<'a> ResponseRef<'a> {
         self.response.status()
     }
 
-    /// Returns the status with which the upstream refused the request: see [`Signal::refusal`].
+    /// Returns the status with which the upstream refused the request: see [`Signal::refusal`]. `None` also if the view
+    /// was not made by a layer.
     pub fn refusal(&self) -> Option<StatusCode> {
-        Signal::read(self.response).refusal()
+        self.refusal
     }
 
     /// Returns the bytes of the response's header `name`; the first value if there are several.
