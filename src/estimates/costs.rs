@@ -43,11 +43,21 @@ impl Costs {
     // costs are known, a limit that has room for one cautious guess a window took 20 windows to learn.
     pub(super) fn estimate(&self) -> Option<u32> {
         let count = self.count as u64;
-        if self.count >= Estimates::LEAST {
-            return Some(self.quantile);
+        match self.largest_or_quantile()? {
+            (quantile, true) => Some(quantile),
+            (largest, false) => {
+                let cautious = u64::from(largest) * (count + Costs::MARGIN) / count;
+                Some(u32::try_from(cautious).unwrap_or(u32::MAX))
+            }
         }
-        let largest = u64::from(*self.recent[..self.count].iter().max()?);
-        let cautious = largest * (count + Costs::MARGIN) / count;
-        Some(u32::try_from(cautious).unwrap_or(u32::MAX))
+    }
+
+    /// Returns the quantile and `true`, or the largest of a few costs and `false`.
+    pub(super) fn largest_or_quantile(&self) -> Option<(u32, bool)> {
+        if self.count >= Estimates::LEAST {
+            return Some((self.quantile, true));
+        }
+        let largest = self.recent[..self.count].iter().max()?;
+        Some((*largest, false))
     }
 }

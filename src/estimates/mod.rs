@@ -108,6 +108,17 @@ impl Estimates {
         names.costs.get(&Key::new(name))?.costs.estimate()
     }
 
+    /// Returns the quantile of the costs of this name, and `true`; or the largest of a few, and `false`.
+    #[cfg(feature = "llm")]
+    pub(crate) fn largest_or_quantile(&self, name: impl AsRef<[u8]>) -> Option<(u32, bool)> {
+        let names = self.lock();
+        names
+            .costs
+            .get(&Key::new(name))?
+            .costs
+            .largest_or_quantile()
+    }
+
     /// Learns that a request of this name did cost `actual`.
     pub fn learn(&self, name: impl AsRef<[u8]>, actual: u32) {
         let key = Key::new(name);

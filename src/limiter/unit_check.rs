@@ -34,8 +34,11 @@ impl UnitCheck {
         if before >= MOST_WITHOUT {
             return true;
         }
-        // If another thread has stated the unit meanwhile, the number begins anew, and the next statement ends it.
-        self.without.fetch_add(1, Ordering::Relaxed);
+        // Another thread may have stated the unit meanwhile, or counted.
+        let count = (Ordering::Relaxed, Ordering::Relaxed);
+        let _ = self
+            .without
+            .compare_exchange(before, before + 1, count.0, count.1);
         false
     }
 

@@ -95,8 +95,15 @@ impl<T: TrackBody> Opened<T> {
             mut response,
             at_end,
             plan,
+            signal,
             ..
         } = self;
+        // The layer has settled a refusal.
+        let is_refusal = match signal {
+            Some(signal) => signal.refusal().is_some(),
+            None => response.status() == StatusCode::TOO_MANY_REQUESTS,
+        };
+        let at_end = at_end.filter(|_| !is_refusal);
         let settlement = at_end
             .as_ref()
             .and_then(|_| response.extensions_mut().remove::<Settlement>());

@@ -32,6 +32,9 @@ pub struct WatchedBody<B: Body> {
 /// No field is pinned.
 impl<B: Body> Unpin for WatchedBody<B> {}
 
+/// The most frames that are read ahead. They may be empty.
+const MOST_FRAMES: usize = 1024;
+
 impl<B: Body> WatchedBody<B> {
     pub(super) fn new(body: B) -> Self {
         WatchedBody {
@@ -62,11 +65,14 @@ impl<B: Body> WatchedBody<B> {
             let data = frame.as_ref().ok().and_then(Frame::data_ref);
             let is_readable = data.is_none_or(|data| {
                 let chunk = data.chunk();
-                text.extend_from_slice(chunk);
-                chunk.len() == data.remaining() && text.len() <= most
+                let fits = chunk.len() == data.remaining() && text.len() + chunk.len() <= most;
+                if fits {
+                    text.extend_from_slice(chunk);
+                }
+                fits
             });
             self.has_ended = frame.is_err();
-            let is_readable = is_readable && frame.is_ok();
+            let is_readable = is_readable && frame.is_ok() && self.ahead.len() < MOST_FRAMES;
             self.ahead.push_back(frame);
             if !is_readable {
                 return Poll::Ready(false);
@@ -170,9 +176,9 @@ impl<B: Body> fmt::Debug for WatchedBody<B> {
 /// Reads what a body states, and does what is due at its end.
 pub(super) struct Watch {
     reader: SpentReader,
-    /// The last bytes of what was read, as many as the longest of [`ENDS`] has.
+    /// The last bytes of what was read, as many as the longest mark has. It begins with an end of a line.
     last: Vec<u8>,
-    /// Whether all of the body was in one piece, so that it could be read.
+    /// Whether the body could be read, and what it states so far is all: not in a stream that has begun or failed.
     is_whole: bool,
     at_end: AtEnd,
     settlement: Option<Settlement>,
@@ -180,20 +186,29 @@ pub(super) struct Watch {
 
 /// The lines that end the streams of OpenAI and Anthropic. Many clients drop the body when they have read them. JSON has
 /// no line ends inside of a text, so no answer of a model contains them.
-const ENDS: [&[u8]; 2] = [b"\ndata: [DONE]", b"\nevent: message_stop"];
+const ENDS: &[&[u8]] = &[
+    b"\ndata: [DONE]",
+    b"\ndata:[DONE]",
+    b"\nevent: message_stop",
+];
 
-const LONGEST: usize = ENDS[1].len();
+/// The lines after which a stream is not whole before its end: what Anthropic states at the start is not what was
+/// produced.
+const NOT_WHOLE: &[&[u8]] = &[b"\nevent: message_start", b"\nevent: error"];
 
-fn has_end(text: &[u8]) -> bool {
-    ENDS.iter()
-        .any(|end| text.windows(end.len()).any(|part| part == *end))
+const LONGEST: usize = NOT_WHOLE[0].len();
+
+fn has_any(text: &[u8], marks: &[&[u8]]) -> bool {
+    marks
+        .iter()
+        .any(|mark| text.windows(mark.len()).any(|part| part == *mark))
 }
 
 impl Watch {
     pub(super) fn new(at_end: AtEnd, settlement: Option<Settlement>) -> Self {
         Watch {
             reader: SpentReader::new(),
-            last: Vec::new(),
+            last: b"\n".to_vec(),
             is_whole: true,
             at_end,
             settlement,
@@ -203,12 +218,15 @@ impl Watch {
     /// Reads a piece of the body. Returns whether the body has nothing more to state.
     fn read(&mut self, data: &impl Buf) -> bool {
         let chunk = data.chunk();
-        self.is_whole &= chunk.len() == data.remaining();
         self.reader.read(chunk);
         // An end may begin in one piece and end in the next.
         let mut seam = mem::take(&mut self.last);
         seam.extend_from_slice(&chunk[..chunk.len().min(LONGEST)]);
-        let has_ended = has_end(&seam) || has_end(chunk);
+        let has = |marks: &[&[u8]]| has_any(&seam, marks) || has_any(chunk, marks);
+        let is_readable = chunk.len() == data.remaining();
+        let has_ended = is_readable && has(ENDS);
+        self.is_whole &= is_readable && !has(NOT_WHOLE);
+        self.is_whole |= has_ended;
         let newest = if chunk.len() > LONGEST { chunk } else { &seam };
         self.last = newest[newest.len().saturating_sub(LONGEST)..].to_vec();
         has_ended

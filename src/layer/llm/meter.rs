@@ -14,9 +14,9 @@ use crate::limiter::Settlement;
 use crate::signal::Spent;
 
 /// The units that quotas for these APIs have.
-const TOTAL: &str = "tokens";
+pub(super) const TOTAL: &str = "tokens";
 const INPUT: &str = "input_tokens";
-pub(in crate::layer) const OUTPUT: &str = "output_tokens";
+pub(super) const OUTPUT: &str = "output_tokens";
 
 /// Charges requests their tokens, and learns from responses.
 pub(in crate::layer) struct Meter {
@@ -148,10 +148,12 @@ impl Meter {
 
     /// Returns how many tokens a prompt of this size is expected to have.
     fn tokens(&self, size: u64, model: &str) -> u32 {
-        let ratio = self
-            .ratios
-            .estimate(model)
-            .map_or(self.first_ratio(), u64::from);
+        // Prompts of one model differ little.
+        let ratio = match self.ratios.largest_or_quantile(model) {
+            Some((ratio, true)) => u64::from(ratio),
+            Some((ratio, false)) => u64::from(ratio).max(self.first_ratio()),
+            None => self.first_ratio(),
+        };
         let tokens = size.saturating_mul(ratio).div_ceil(SCALE);
         u32::try_from(tokens)
             .unwrap_or(u32::MAX)
@@ -209,6 +211,8 @@ impl Meter {
         };
         match asked.size {
             None => self.unseen.learn(&asked.name, tokens),
+            // A token has a byte at least. The others are of images, or of what the server has stored.
+            Some(size) if u64::from(tokens) > size.saturating_add(FRAME.into()) => {}
             Some(size) if size * self.first_ratio() >= LEAST_TAUGHT * SCALE => {
                 let ratio = (u64::from(tokens) * SCALE).div_ceil(size);
                 let ratio = u32::try_from(ratio).unwrap_or(u32::MAX);

@@ -16,7 +16,8 @@ use crate::config_error::ConfigError;
 #[cfg(doc)]
 use crate::layer::RateLimitLayer;
 
-pub(super) use meter::{Meter, OUTPUT};
+pub(super) use meter::Meter;
+use meter::{OUTPUT, TOTAL};
 
 /// How an API of language models counts tokens, for [`RateLimitBuilder::build_llm`].
 ///
@@ -178,13 +179,20 @@ impl RateLimitBuilder {
     #[cfg_attr(docsrs, doc(cfg(feature = "llm")))]
     pub fn build_llm(self, llm: Llm) -> Result<BodyLayer, ConfigError> {
         let longest = (llm.counts == Counts::Produced).then_some(Llm::LONGEST_ANSWER);
-        let meter = Arc::new(Meter::new(llm, self.token_units()?));
+        let units = self.token_units()?;
+        // Without a limit of its own, what is produced is a part of all tokens.
+        let late = if units.contains(&OUTPUT) {
+            OUTPUT
+        } else {
+            TOTAL
+        };
+        let meter = Arc::new(Meter::new(llm, units));
         let (estimates, settles) = (meter.clone(), meter.clone());
         let layer = self
             .cost(move |request| estimates.estimate(request))
             .settle(move |response| response.refusal().map(|_| settles.nothing()))
             .settle_by_hand()
-            .late_unit(OUTPUT, longest)
+            .late_unit(late, longest)
             .build()?;
         let layer = layer.read_bodies().in_flight_until_body_end();
         Ok(layer.at_end_of_bodies(Arc::new(move |request| meter.begin(request))))

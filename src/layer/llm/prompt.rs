@@ -21,7 +21,7 @@ const MAX_TOKENS: [&str; 5] = [
 ];
 
 /// Where a request states how many answers it wants.
-const ANSWERS: [&str; 2] = ["/n", "/best_of"];
+const ANSWERS: [&str; 3] = ["/n", "/best_of", "/generationConfig/candidateCount"];
 
 /// Members with files and images in base64. What these cost does not follow from their length.
 const FILES: [&str; 3] = ["data", "file_data", "bytes"];
@@ -37,7 +37,13 @@ impl Prompt {
                 .filter_map(|place| body.pointer(place)?.as_u64());
             numbers.max()
         };
+        // A completion may have several prompts, each with its answers.
+        let prompts = match root.get("prompt") {
+            Some(Value::Array(prompts)) if !prompts.iter().any(Value::is_number) => prompts.len(),
+            _ => 1,
+        };
         let answers = number(&ANSWERS).unwrap_or(1).max(1);
+        let answers = answers.saturating_mul(prompts.max(1) as u64);
         let max_tokens = number(&MAX_TOKENS).map(|most| most.saturating_mul(answers));
         let mut size = 0_u64;
         let mut add = |text: &str| size = size.saturating_add(measure(text));
@@ -53,16 +59,37 @@ impl Prompt {
 /// Calls `act` with each text in `value`.
 fn each_text(value: &Value, act: &mut dyn FnMut(&str)) {
     match value {
-        Value::String(text) if !text.starts_with("data:") => act(text),
-        Value::Array(values) => values.iter().for_each(|value| each_text(value, act)),
+        Value::String(text) if !is_data_url(text) => act(text),
+        Value::Array(values) => {
+            for value in values {
+                match value {
+                    // A prompt may be a list of tokens.
+                    Value::Number(token) => act(&token.to_string()),
+                    _ => each_text(value, act),
+                }
+            }
+        }
         Value::Object(members) => {
             let texts = members
                 .iter()
-                .filter(|(name, value)| !(value.is_string() && FILES.contains(&name.as_str())));
+                .filter(|(name, value)| !(FILES.contains(&name.as_str()) && is_base64(value)));
             texts.for_each(|(_, value)| each_text(value, act));
         }
         _ => {}
     }
+}
+
+fn is_data_url(text: &str) -> bool {
+    let start = &text.as_bytes()[..text.len().min(128)];
+    text.starts_with("data:") && start.windows(8).any(|part| part == b";base64,")
+}
+
+/// Returns whether a value may be base64, as far as its start says.
+fn is_base64(value: &Value) -> bool {
+    let is_digit = |byte: u8| byte.is_ascii_alphanumeric() || b"+/-_=\r\n".contains(&byte);
+    value
+        .as_str()
+        .is_some_and(|text| text.bytes().take(256).all(is_digit))
 }
 
 #[cfg(test)]
@@ -103,6 +130,24 @@ mod tests {
                 r#"{"source": {"type": "base64", "data": "aaaa"}, "url": "data:image/png;base64,aaaa"}"#,
                 None,
                 6,
+                None,
+            ),
+            (
+                r#"{"prompt": ["one", "two"], "max_tokens": 5, "n": 2}"#,
+                None,
+                6,
+                Some(20),
+            ),
+            (
+                r#"{"input": [[9906, 1917]], "max_tokens": 5}"#,
+                None,
+                8,
+                Some(5),
+            ),
+            (
+                r#"{"source": {"type": "text", "data": "a plain text"}, "text": "data: 1,2"}"#,
+                None,
+                25,
                 None,
             ),
             (r#"{"max_tokens": 99999999999}"#, None, 0, Some(u32::MAX)),
