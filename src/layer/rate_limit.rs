@@ -596,21 +596,28 @@ impl Gate for RateLimitLayer {
         self.extractors.policy.clone()
     }
 
-    fn estimate_anew(
+    fn poll_estimated(
         &self,
         wait: &mut Box<Wait>,
         request: &impl RequestInfo,
         cx: &mut Context<'_>,
-    ) {
-        wait.estimate_anew(cx, || {
-            let mut parts = SmallVec::new();
-            let mut host = HostKey::of(request);
-            if let Some(reading) = self.extractors.read(request, &mut host, None) {
-                // A request that can no longer be read keeps its costs.
-                let _ = self.read_parts(reading, request, &mut parts);
-            }
-            parts
-        });
+    ) -> Poll<Result<Taken, Limited>> {
+        let polled = Self::poll_permit(wait, cx);
+        // First it takes what it has waited for, even if it would cost less by now: that is settled later.
+        let is_lower = polled.is_pending()
+            && wait.estimate_anew(cx, || {
+                let mut parts = SmallVec::new();
+                let mut host = HostKey::of(request);
+                if let Some(reading) = self.extractors.read(request, &mut host, None) {
+                    // A request that can no longer be read keeps its costs.
+                    let _ = self.read_parts(reading, request, &mut parts);
+                }
+                parts
+            });
+        match is_lower {
+            true => Self::poll_permit(wait, cx),
+            false => polled,
+        }
     }
 
     fn poll_permit(wait: &mut Box<Wait>, cx: &mut Context<'_>) -> Poll<Result<Taken, Limited>> {

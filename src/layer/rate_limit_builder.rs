@@ -911,8 +911,8 @@ impl RateLimitBuilder {
             Some(unit) if !is_charged => Err(ConfigError(Problem::OutOfRange {
                 setting: "cost",
                 value: format!("not set, and the quota counts {unit}, which nothing charges"),
-                allowed: "set: .cost(|request| Cost::of(\"tokens\", 500)); or call .charged_by_hand() if requests have a \
-                          Cost in their extensions",
+                allowed: "set, such as .cost(|request| Cost::of(\"tokens\", 500)); for LLM APIs, use build_llm \
+                          instead; if requests have a Cost in their extensions, call .charged_by_hand()",
             })),
             _ => Ok(()),
         }

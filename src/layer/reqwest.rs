@@ -218,8 +218,7 @@ mod middleware {
         loop {
             let permit = poll_fn(|cx| {
                 let request = RequestRef::new(request).with_extensions(extensions);
-                gate.estimate_anew(&mut wait, &request, cx);
-                G::poll_permit(&mut wait, cx)
+                gate.poll_estimated(&mut wait, &request, cx)
             })
             .await?;
             if let Some(call) = G::send(permit, &mut wait) {

@@ -89,13 +89,14 @@ pub(super) trait Gate: Clone + Send + Sync {
         cx: &mut Context<'_>,
     ) -> Poll<Result<Self::Permit, Limited>>;
 
-    /// Takes in what a request that waits is now estimated to cost. The edge calls it before it polls for the permit.
-    fn estimate_anew(
+    /// Polls for the permit of `request`, and takes in what it is now estimated to cost.
+    fn poll_estimated(
         &self,
-        _wait: &mut Self::Wait,
+        wait: &mut Self::Wait,
         _request: &impl RequestInfo,
-        _cx: &mut Context<'_>,
-    ) {
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<Self::Permit, Limited>> {
+        Self::poll_permit(wait, cx)
     }
 
     /// Uses `permit` for a request that the edge sends now.

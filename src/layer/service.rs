@@ -337,10 +337,11 @@ where
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<G::Call, Error>> {
         loop {
             if self.permit.is_empty() {
-                if let Some(gate) = &self.gate {
-                    gate.estimate_anew(&mut self.wait, &self.request, cx);
-                }
-                self.permit.put(ready!(G::poll_permit(&mut self.wait, cx))?);
+                let polled = match &self.gate {
+                    Some(gate) => gate.poll_estimated(&mut self.wait, &self.request, cx),
+                    None => G::poll_permit(&mut self.wait, cx),
+                };
+                self.permit.put(ready!(polled)?);
             }
             ready!(self.inner.poll_ready(cx)).map_err(Error::inner)?;
             // The permit may have expired while the inner service got ready. Then the request waits

@@ -91,16 +91,17 @@ impl Wait {
         None
     }
 
-    /// Estimates the cost of the request anew if it waits for a whole limit: `parts` has its keys with their new costs.
+    /// Estimates the cost of the request anew if it waits for a whole limit, and a request was settled since the last
+    /// time: `parts` has its keys with their new costs. Returns whether one is lower.
     pub(crate) fn estimate_anew<'a>(
         &mut self,
         cx: &Context<'_>,
         parts: impl FnOnce() -> SmallVec<[PartRef<'a>; 4]>,
-    ) {
-        if self.request.watch_settlements(cx) {
+    ) -> bool {
+        self.request.watch_settlements(cx) && {
             let parts = parts();
-            self.request
-                .lower_costs(parts.iter().map(|part| part.entry.cost));
+            let costs = parts.iter().map(|part| part.entry.cost);
+            self.request.lower_costs(costs)
         }
     }
 

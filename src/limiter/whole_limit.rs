@@ -4,22 +4,28 @@
 //! So each settlement wakes these requests, and the layer estimates them anew. Otherwise ten requests with a wrong first
 //! estimate would take ten windows.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::task::{Context, Waker};
 
 use super::queue::Number;
+use crate::locks::lock;
 
 /// The requests of a limiter that wait for a whole limit, with their tasks.
 #[derive(Debug, Default)]
 pub(super) struct WholeLimit(Mutex<Vec<(Number, Waker)>>);
 
 impl WholeLimit {
-    /// Wakes the task of a request at the next settlement.
-    pub(super) fn watch(&self, number: Number, cx: &Context<'_>) {
+    /// Wakes the task of a request at the next settlement. Returns whether it was not yet to be woken.
+    pub(super) fn watch(&self, number: Number, cx: &Context<'_>) -> bool {
         self.change(|waiting| {
-            waiting.retain(|(other, _)| *other != number);
+            let watched = waiting.iter_mut().find(|(other, _)| *other == number);
+            if let Some((_, waker)) = watched {
+                waker.clone_from(cx.waker());
+                return false;
+            }
             waiting.push((number, cx.waker().clone()));
-        });
+            true
+        })
     }
 
     /// Forgets a request that waits no longer.
@@ -34,6 +40,6 @@ impl WholeLimit {
     }
 
     fn change<T>(&self, act: impl FnOnce(&mut Vec<(Number, Waker)>) -> T) -> T {
-        act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        act(&mut lock(&self.0))
     }
 }

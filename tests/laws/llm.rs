@@ -100,8 +100,11 @@ async fn each_api_counts_by_its_rule() {
     ];
     let anthropic = used_by(parts(), Llm::anthropic(), long(), (200, &stream)).await;
     assert_eq!(anthropic, [[1, 517, 1000], [1, 300, 50]]);
-    let broken = used_by(parts(), Llm::anthropic(), long(), (200, &["data: {}\n\n"])).await;
-    assert_eq!(broken[1], [1, 517, 1000]);
+    let failed = [stream[0], stream[1], "event: error\ndata: {}\n\n"];
+    for broken in [&["data: {}\n\n"][..], &stream[..2], &failed] {
+        let used = used_by(parts(), Llm::anthropic(), long(), (200, broken)).await;
+        assert_eq!(used[1], [1, 517, 1000], "{broken:?}");
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -114,6 +117,11 @@ async fn refused_and_other_requests_take_no_tokens() {
         (429, &["{}"]),
     )
     .await;
+    assert_eq!(refused, [[1, 0], [1, 0]]);
+    let usage =
+        r#"{"error":{},"usage":{"prompt_tokens":0,"completion_tokens":0,"total_tokens":0}}"#;
+    let request = post(prompt(300, 1000));
+    let refused = used_by(tokens(), Llm::reserving(), request, (429, &[usage])).await;
     assert_eq!(refused, [[1, 0], [1, 0]]);
     let mut list = post(String::new());
     *list.method_mut() = Method::GET;
@@ -211,11 +219,13 @@ async fn prompts_above_the_limit_are_refused_by_choice() {
     let server = service_fn(|_: Request<String>| async {
         Ok::<_, Infallible>(Response::new(Full::new(Bytes::new())))
     });
+    let start = Instant::now();
     let refused = layer
         .layer(server)
         .oneshot(post(prompt(30, 1024)))
         .await
         .unwrap_err();
+    assert_eq!(start.elapsed(), Duration::ZERO);
     let reason = Limited::find(&refused).unwrap().reason();
     assert!(matches!(
         reason,
@@ -259,4 +269,34 @@ async fn only_output_tokens_count_late() {
     );
     drop(cost(0, 100).await.unwrap());
     assert!(start.elapsed() >= 2 * MINUTE, "{:?}", start.elapsed());
+
+    // If all tokens have one limit, those of the answer are among them.
+    let layer = builder("1000 tokens/min")
+        .build_llm(Llm::anthropic())
+        .unwrap();
+    let limiter = layer.limiter();
+    let all = || limiter.acquire(Key::ALL).cost(Cost::of("tokens", 1000));
+    let start = Instant::now();
+    drop(all().await.unwrap());
+    drop(all().await.unwrap());
+    assert!(start.elapsed() >= 2 * MINUTE, "{:?}", start.elapsed());
+}
+
+/// Few responses say more about a model than the first guess, but no prompt is thought three times as large because of that.
+#[tokio::test(start_paused = true)]
+async fn the_first_response_makes_no_estimate_worse() {
+    let layer = builder("500/min, 80000 tokens/min")
+        .build_llm(Llm::reserving())
+        .unwrap();
+    let limiter = layer.limiter();
+    let server = service_fn(|_: Request<String>| async {
+        let body = r#"{"usage":{"prompt_tokens":375,"completion_tokens":0,"total_tokens":375}}"#;
+        Ok::<_, Infallible>(Response::new(Full::new(Bytes::from(body))))
+    });
+    for expected in [517, 2 * 517] {
+        let request = post(prompt(300, 0));
+        let response = layer.layer(server).oneshot(request).await.unwrap();
+        response.into_body().collect().await.unwrap();
+        assert_eq!(used(&limiter).await[1], expected);
+    }
 }

@@ -67,7 +67,7 @@ async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<Slots, JointRe
         let now = clock::now();
         set.refused_near(part, refusal, now);
         let again = clock::after(now, pause);
-        if again > wanted.bound.latest {
+        if again > wanted.bound.latest || refusal.wait.is_none() {
             return outcome;
         }
         set.rest(again).await;

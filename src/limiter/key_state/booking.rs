@@ -401,7 +401,9 @@ impl KeyState {
         if keeps && queue.waiting() > 0 {
             return self.keep_answer(ctx, slots.collect(), refusal, now);
         }
-        let end = if precedes_release || ctx.settles {
+        // Units that come back do not help a request that is never allowed.
+        let may_help = ctx.settles && lease.refused.is_none_or(|refusal| refusal.wait.is_some());
+        let end = if precedes_release || may_help {
             None
         } else {
             Some(&refusal)
@@ -416,7 +418,7 @@ impl KeyState {
             return;
         }
         self.store.adapt_life(ctx.spec, bounds, died);
-        if ctx.settles {
+        if may_help {
             let queue = self.queue.get_or_insert_default();
             near_booking::answered(queue, ctx.spec, lease, now, &mut ctx.work.wakers);
         } else {

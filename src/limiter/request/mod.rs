@@ -208,30 +208,33 @@ impl Request {
         drop(probes);
     }
 
-    /// Returns whether the request waits in its line for a whole limit, because of an estimate. The next settlement then
-    /// wakes its task: see `whole_limit`.
+    /// If the request waits in its line for a whole limit, because of an estimate, the next settlement wakes its task: see
+    /// `whole_limit`. Returns whether there was one since the last time.
     pub(super) fn watch_settlements(&self, cx: &Context<'_>) -> bool {
-        let watches = self.awaits_whole_limit && matches!(self.stage, Stage::Slots);
-        if watches {
-            let Place { number, .. } = self.place;
-            let parts = self.parts().iter();
-            parts.for_each(|part| part.core.whole_limit.watch(number, cx));
+        let mut was_settled = false;
+        if self.awaits_whole_limit && matches!(self.stage, Stage::Slots) {
+            for part in self.parts() {
+                was_settled |= part.core.whole_limit.watch(self.place.number, cx);
+            }
         }
-        watches
+        was_settled
     }
 
     /// Takes new estimates of the costs, one for each part. If one is lower, the request asks for less, in its old place.
-    pub(super) fn lower_costs(&mut self, estimates: impl Iterator<Item = u32>) {
+    /// Returns whether one is.
+    pub(super) fn lower_costs(&mut self, estimates: impl Iterator<Item = u32>) -> bool {
         let mut lower = self.place.costs.clone();
         for (cost, estimate) in lower.iter_mut().zip(estimates) {
             *cost = estimate.min(*cost);
         }
-        if lower != self.place.costs {
+        let is_lower = lower != self.place.costs;
+        if is_lower {
             let now = clock::now();
             self.line.leave(&self.place, now);
             self.place.costs = lower;
             self.line.come_back(&self.place, None, now);
         }
+        is_lower
     }
 
     /// Returns how many requests wait for the same, this one included.
