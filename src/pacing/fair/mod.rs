@@ -119,7 +119,9 @@ use trust::{Observation, Trust};
 ///   refusal stated a wait, and any stated more than a second. A sole client also searches before a
 ///   sliding window of at most 10 s.
 /// - **Refusals in a row** that state nothing are an outage from the fourth on: the pause grows, and the
-///   speed stays. After an outage of six a search lowers its speed by at most a third.
+///   speed stays. If nothing passed before the outage, `m` is only a guess, and each request that passes
+///   lowers it by a tenth until the next refusal. After an outage of six a search lowers its speed by at
+///   most a third, or starts again if nothing passed before.
 /// - **A wait that a refusal states** is exceeded by at most a tenth if the limit is unknown.
 ///   Otherwise clients spread over their shares of the limit.
 ///
@@ -177,6 +179,8 @@ pub struct Fair {
     /// The slot before the last refusal, until a request leaves. Only the pause may postpone it.
     slot_before: Option<Instant>,
     passed_since_refusal: u32,
+    /// Whether a request was refused after another one had passed.
+    has_met_limit: bool,
     last_answer: Option<Instant>,
     last_refusal: Option<Instant>,
     /// The last step up: growth, or a reaction to a refusal.
@@ -208,6 +212,9 @@ const WHOLE_SECOND: f64 = 1.0;
 const OUTAGE: u32 = 3;
 /// The factor of the pause for each further refusal.
 const LONGER_OUTAGE: f64 = 1.2;
+/// The factor of `m` for each request that passes after an outage before the limit was met. From the
+/// guess to a tenth of it takes 22 requests.
+const AFTER_OUTAGE: f64 = 0.9;
 /// If Remaining becomes unknown within this many token times of a refusal, the interval that was
 /// reached is kept.
 const REMEMBERED: f64 = 1000.0;
@@ -463,6 +470,11 @@ impl Pace for Fair {
 
     fn passed(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, _: &mut Dice) {
         let (now, is_alone) = (traffic.now, self.is_alone());
+        if self.scale.is_guess && self.refused_in_row >= OUTAGE && !self.has_met_limit {
+            // The first requests met an outage, so `m` shows nothing of the limit.
+            self.estimate.m *= AFTER_OUTAGE;
+            self.interval = self.interval.filter(|_| self.passed_since_refusal > 0);
+        }
         if self.last_answer.is_some_and(|last| now < last) {
             self.search
                 .passed(reply.sent, now, self.states_wait, is_alone);
@@ -523,6 +535,7 @@ impl Pace for Fair {
             self.leave_search();
         }
         if self.is_news(reply) {
+            self.has_met_limit |= self.passed_since_refusal > 0;
             self.refused_in_row = match self.passed_since_refusal {
                 0 => self.refused_in_row.saturating_add(1),
                 _ => 0,
@@ -586,6 +599,7 @@ impl Pace for Fair {
         codec.optional_number(&mut self.level);
         codec.near(&mut self.slot_before, span(LONGEST));
         codec.small_count(&mut self.passed_since_refusal);
+        codec.flag(&mut self.has_met_limit);
         codec.moment(&mut self.last_answer);
         codec.moment(&mut self.last_refusal);
         codec.moment(&mut self.last_step);

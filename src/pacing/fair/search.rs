@@ -241,6 +241,15 @@ impl Search {
             Phase::Start { window } => *window += 1.0 / *window,
             // The server judged this request before it refused another one.
             Phase::Outage { latest, .. } if sent < *latest => {}
+            // Nothing passed before the outage, so it shows nothing of the limit.
+            Phase::Outage { count, .. }
+                if *count >= LONG_OUTAGE && self.cycle.passed == 1.0 && self.upper.is_none() =>
+            {
+                *self = Search {
+                    cycle: Count::from(now),
+                    ..Search::default()
+                };
+            }
             &mut Phase::Outage { began, count, .. } => {
                 let known = self.lower.filter(|_| count >= LONG_OUTAGE);
                 let least = known.map_or(f64::NEG_INFINITY, |lower| lower - OUT);
