@@ -231,7 +231,7 @@ impl ShortWindow {
         } else if sent > latest && (gap < CLOSE || (!passed && gap < 1.0 && last.now < earliest)) {
             // The window should have ended.
             self.doubt();
-            let late = if passed { LATE } else { LATE_REFUSED };
+            let late = if passed { gap.min(LATE) } else { LATE_REFUSED };
             (earliest, latest) = (sent, clock::after(now, span(late * self.length)));
         }
         let windows = (seconds(latest, sent) / self.length).ceil();
