@@ -84,10 +84,13 @@ const OFFSET: f64 = 0.35;
 const WINDOW_HASTE: f64 = 18.0;
 const WINDOW_HASTE_POWER: f64 = 0.6;
 /// The set point of a limit that slides, as a part of the limit and in tokens at least; how much faster
-/// `n` falls; and how many answers a whole window of answers counts as.
+/// `n` falls, divided by a power of `n` as in a fixed window; and how many answers a whole window of
+/// answers counts as. A larger power leaves more to many clients and less to one, but their shares
+/// become even more slowly.
 const SLIDING_PART: f64 = 12.0;
 const LEAST_SLIDING: f64 = 3.0;
-const SLIDING_HASTE: f64 = 25.0;
+const SLIDING_HASTE: f64 = 35.0;
+const SLIDING_HASTE_POWER: f64 = 0.25;
 const SLIDING_WEIGHT: f64 = 0.5;
 const SHORTEST: f64 = 1e-6;
 
@@ -194,7 +197,7 @@ impl Scale {
     pub(super) fn haste(&self, n: f64) -> f64 {
         match self.is_even() {
             false => 1.0,
-            true if self.short.slides() => SLIDING_HASTE,
+            true if self.short.slides() => SLIDING_HASTE * n.powf(-SLIDING_HASTE_POWER),
             true => WINDOW_HASTE * n.powf(-WINDOW_HASTE_POWER),
         }
     }
