@@ -43,6 +43,13 @@ impl HeaderModel {
         if !verdict.ok {
             *response.status_mut() = http::StatusCode::TOO_MANY_REQUESTS;
         }
+        if self.headers.only_refusals && verdict.ok {
+            let remaining = None;
+            return ServerResponse {
+                response,
+                remaining,
+            };
+        }
         let shown = if self.headers.remaining {
             self.shown(verdict, now, dice)
         } else {
@@ -66,10 +73,11 @@ impl HeaderModel {
             number("ratelimit-reset", verdict.reset.ceil());
         }
         if self.headers.retry_after && !verdict.ok {
-            let seconds = self
-                .headers
-                .retry_after_lie
-                .map_or(verdict.wait.ceil().max(1.0), |lie| lie as f64);
+            let seconds = match self.headers.retry_after_lie {
+                Some(lie) => lie as f64,
+                None if self.headers.rounds_down => verdict.wait.floor(),
+                None => verdict.wait.ceil().max(1.0),
+            };
             number("retry-after", seconds);
         }
         if self.headers.window {

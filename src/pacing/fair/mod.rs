@@ -78,8 +78,8 @@ use trust::{Observation, Trust};
 /// A refusal while plenty is left has another cause, such as a second limit or a wrong header. It
 /// raises `m`, which falls again, slowly at first and then ever faster, so that the pace notices
 /// when that limit is gone. If answers do not state what is left, a refusal multiplies `m` by 1.2.
-/// `m` then starts at 7.5, divided by the number of requests that wait, or at the interval that was
-/// too short if the token time is unknown.
+/// `m` then starts at the interval that was too short, or at 7.5, divided by the number of requests that
+/// wait, if the token time is known and a response has stated what is left.
 ///
 /// - **The token time** is the configured one. Without it, a header that states limit and window
 ///   counts; then, for a bucket, Reset / (Limit - Remaining). Otherwise it is a guess that starts
@@ -268,10 +268,7 @@ impl Fair {
     fn is_searching(&self) -> bool {
         match self.is_told {
             true => self.is_alone() && self.slides,
-            false => {
-                self.is_alone()
-                    || (self.states_wait && self.scale.is_guess && self.longest_wait > WHOLE_SECOND)
-            }
+            false => self.is_alone() || (self.states_wait && self.longest_wait > WHOLE_SECOND),
         }
     }
 
@@ -410,7 +407,9 @@ impl Fair {
 /// Returns the pause after a refusal that states a wait of `said` seconds: up to `more` seconds
 /// longer, and at most [`LONGER`] of what is stated.
 fn stated(said: f64, more: f64) -> Duration {
-    span(more.min(LONGER * said)) + Duration::try_from_secs_f64(said).unwrap_or_default()
+    // A wait of zero is a part of a second that was rounded down.
+    let most = if said > 0.0 { LONGER * said } else { more };
+    span(more.min(most)) + Duration::try_from_secs_f64(said).unwrap_or_default()
 }
 
 impl Pace for Fair {
@@ -509,7 +508,10 @@ impl Pace for Fair {
 
     fn refused(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, dice: &mut Dice) -> Pause {
         let now = traffic.now;
-        let told = Told::of(reply.signal);
+        let told = match self.trust.is_missing() {
+            true => Told::default(),
+            false => Told::of(reply.signal),
+        };
         let slot = self.slot(&Traffic {
             in_flight: traffic.in_flight + 1,
             ..*traffic
@@ -551,9 +553,11 @@ impl Pace for Fair {
                     .refused_at_high_level(&self.scale, self.interval),
                 // The server is out, which says nothing of its limit. Only the pause grows.
                 None if self.refused_in_row >= OUTAGE => {}
-                None => self
-                    .estimate
-                    .refused_blind(&self.scale, waiting, self.interval),
+                None => {
+                    let knows_nothing = !self.is_told || self.scale.is_guess;
+                    let interval = self.interval.filter(|_| knows_nothing);
+                    self.estimate.refused_blind(&self.scale, waiting, interval);
+                }
             }
             self.last_step = Some(now);
         }

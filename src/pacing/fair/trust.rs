@@ -77,7 +77,9 @@ impl Trust {
             self.silent |= self.missing >= OFTEN;
             return None;
         };
-        self.missing = 0;
+        if passed {
+            self.missing = 0;
+        }
         if self.last != Some(remaining) {
             if passed || self.silent {
                 self.last = Some(remaining);
@@ -100,6 +102,12 @@ impl Trust {
     /// Takes note of a request that passed and whose Remaining is out of date.
     pub(super) fn passed(&mut self) {
         self.taken = self.taken.saturating_add(1);
+    }
+
+    /// Reports whether refusals alone may state what is left. At a refusal that is always next to
+    /// nothing, and says nothing of what is left later.
+    pub(super) fn is_missing(&self) -> bool {
+        self.missing >= OFTEN
     }
 
     /// Writes or reads all of it.

@@ -249,6 +249,12 @@ pub struct Headers {
     /// Whether a refusal states when to retry, in whole seconds.
     #[serde(default)]
     pub retry_after: bool,
+    /// Whether the time to retry is rounded down, so that it may be 0.
+    #[serde(default)]
+    pub rounds_down: bool,
+    /// Whether only refusals have headers.
+    #[serde(default)]
+    pub only_refusals: bool,
     /// The time to retry that every refusal states instead.
     #[serde(default)]
     pub retry_after_lie: Option<u64>,
