@@ -2,7 +2,7 @@
 
 use tollgate_simulate::Runs;
 
-const HEAD: [&str; 12] = [
+const HEAD: [&str; 13] = [
     "scenario",
     "strategy",
     "refused %",
@@ -11,6 +11,7 @@ const HEAD: [&str; 12] = [
     "p99 wait s",
     "stdev",
     "Jain",
+    "even Jain",
     "used %",
     "cleared s",
     "share",
@@ -42,6 +43,7 @@ pub(crate) fn table(all: &[Runs]) -> String {
             format!("{:.1}", mean.p99_wait),
             format!("{:.1}", mean.stdev),
             format!("{:.3}", mean.jain),
+            format!("{:.3}", mean.even_jain),
             format!("{:.1}", mean.util_pct),
             some(mean.clear, 1),
             some(mean.share, 2),
@@ -54,7 +56,7 @@ pub(crate) fn table(all: &[Runs]) -> String {
             .max()
             .unwrap_or(0)
     };
-    let widths: [usize; 12] = std::array::from_fn(width);
+    let widths: [usize; 13] = std::array::from_fn(width);
     let mut text = String::new();
     for row in &rows {
         for (column, cell) in row.iter().enumerate() {

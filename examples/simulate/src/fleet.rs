@@ -170,6 +170,7 @@ impl<'a> Fleet<'a> {
             longest_open,
             taken: self.taken,
             supply: self.supply(over),
+            over,
             clear: self.clear,
             fair_groups: self.scenario.fair_groups.as_deref(),
             foreign: &foreign,

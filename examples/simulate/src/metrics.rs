@@ -23,6 +23,9 @@ pub struct Metrics {
     pub stdev: f64,
     /// The Jain index of successes: 1 if all callers have the same number, 1/n if one has all.
     pub jain: f64,
+    /// The Jain index if all callers that are there at a moment had equal shares at each moment. It is less
+    /// than 1 if some of them join later or leave earlier.
+    pub even_jain: f64,
     /// Accepted requests / requests that the server could accept, in per cent.
     pub util_pct: f64,
     /// When the last caller stopped, if callers stop.
@@ -46,6 +49,8 @@ pub(super) struct Tally<'a> {
     pub(super) longest_open: f64,
     pub(super) taken: f64,
     pub(super) supply: f64,
+    /// When the run ended, in seconds.
+    pub(super) over: f64,
     pub(super) clear: Option<f64>,
     pub(super) fair_groups: Option<&'a [usize]>,
     /// For each group, whether it has a strategy of its own.
@@ -71,7 +76,6 @@ impl Tally<'_> {
             .collect();
         let sent: Vec<f64> = compared.iter().map(|caller| caller.sent as f64).collect();
         let passed: Vec<f64> = compared.iter().map(|caller| caller.passed as f64).collect();
-        let squares = passed.iter().map(|count| count * count).sum::<f64>();
         let p99 = (self.waits.len() as f64 * 0.99).ceil() as usize;
         let p99_wait = match p99.checked_sub(1) {
             Some(index) => *self.waits.select_nth_unstable_by(index, f64::total_cmp).1,
@@ -100,11 +104,8 @@ impl Tally<'_> {
             max_wait: self.waits.iter().copied().fold(self.longest_open, f64::max),
             p99_wait,
             stdev: deviation(&sent),
-            jain: if squares > 0.0 {
-                passed.iter().sum::<f64>().powi(2) / (passed.len() as f64 * squares)
-            } else {
-                1.0
-            },
+            jain: jain(&passed),
+            even_jain: jain(&even_shares(&compared, self.over)),
             util_pct: 100.0 * self.taken / self.supply,
             clear: self.clear,
             share: self
@@ -119,7 +120,7 @@ impl Tally<'_> {
 
 impl Metrics {
     /// Returns each metric with its name in files.
-    pub fn named(&self) -> [(&'static str, Option<f64>); 11] {
+    pub fn named(&self) -> [(&'static str, Option<f64>); 12] {
         [
             ("retry_pct", Some(self.retry_pct)),
             ("retry_pct_pooled", Some(self.retry_pct_pooled)),
@@ -128,6 +129,7 @@ impl Metrics {
             ("p99_wait", Some(self.p99_wait)),
             ("stdev", Some(self.stdev)),
             ("jain", Some(self.jain)),
+            ("even_jain", Some(self.even_jain)),
             ("util_pct", Some(self.util_pct)),
             ("clear", self.clear),
             ("share", self.share),
@@ -145,10 +147,11 @@ impl Metrics {
             p99_wait: number(4),
             stdev: number(5),
             jain: number(6),
-            util_pct: number(7),
-            clear: of(8),
-            share: of(9),
-            store_calls: of(10),
+            even_jain: number(7),
+            util_pct: number(8),
+            clear: of(9),
+            share: of(10),
+            store_calls: of(11),
         }
     }
 
@@ -164,6 +167,47 @@ impl Metrics {
             Metrics::from_each(|index| column(index).map(|column| deviation(&column))),
         )
     }
+}
+
+/// Returns the Jain index of `values`.
+fn jain(values: &[f64]) -> f64 {
+    let squares = values.iter().map(|value| value * value).sum::<f64>();
+    match squares > 0.0 {
+        true => values.iter().sum::<f64>().powi(2) / (values.len() as f64 * squares),
+        false => 1.0,
+    }
+}
+
+/// Returns for how many seconds of a run each caller would have the server alone, if those that are there at
+/// a moment had equal shares. The run ends after `over` seconds.
+fn even_shares(callers: &[&Caller], over: f64) -> Vec<f64> {
+    let mut changes: Vec<f64> = callers
+        .iter()
+        .flat_map(|caller| [caller.join, caller.leave])
+        .map(|at| at.min(over))
+        .collect();
+    changes.push(over);
+    changes.sort_unstable_by(f64::total_cmp);
+    let mut shares = vec![0.0; callers.len()];
+    for (&from, &to) in changes
+        .iter()
+        .zip(&changes[1..])
+        .filter(|(from, to)| from < to)
+    {
+        let there: Vec<bool> = callers
+            .iter()
+            .map(|caller| caller.join <= from && from < caller.leave)
+            .collect();
+        let count = there.iter().filter(|is_there| **is_there).count();
+        for (share, _) in shares
+            .iter_mut()
+            .zip(there)
+            .filter(|(_, is_there)| *is_there)
+        {
+            *share += (to - from) / count as f64;
+        }
+    }
+    shares
 }
 
 fn mean(values: &[f64]) -> f64 {

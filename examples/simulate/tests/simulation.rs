@@ -352,7 +352,12 @@ fn headers_of_fast_limits_do_not_make_them_worse() {
                 && with.util_pct >= without.util_pct - 3.0,
             "{name}: {with:?}, without headers {without:?}"
         );
-        let is_fair = with.jain >= 0.95 || both[0].1.fleet.len() > 1;
+        // If clients come and go, equal shares at each moment are not equal over the run.
+        let asked = match with.even_jain < 0.99 {
+            true => 0.9 * with.even_jain,
+            false => 0.95,
+        };
+        let is_fair = with.jain >= asked;
         assert!(is_fair && with.retry_pct_pooled <= 2.0, "{name}: {with:?}");
     }
 }
