@@ -120,7 +120,7 @@ use trust::{Observation, Trust};
 ///   sliding window of at most 10 s.
 /// - **Refusals in a row** that state nothing are an outage from the fourth on: the pause grows, and the
 ///   speed stays. If nothing passed before the outage, `m` is only a guess, and each request that passes
-///   lowers it by a tenth until the next refusal. After an outage of six a search lowers its speed by at
+///   lowers it by a twentieth until the next refusal. After an outage of six a search lowers its speed by at
 ///   most a third, or starts again if nothing passed before.
 /// - **A wait that a refusal states** is exceeded by at most a tenth if the limit is unknown.
 ///   Otherwise clients spread over their shares of the limit.
@@ -213,8 +213,8 @@ const OUTAGE: u32 = 3;
 /// The factor of the pause for each further refusal.
 const LONGER_OUTAGE: f64 = 1.2;
 /// The factor of `m` for each request that passes after an outage before the limit was met. From the
-/// guess to a tenth of it takes 22 requests.
-const AFTER_OUTAGE: f64 = 0.9;
+/// guess to a tenth of it takes 45 requests; with 22, processes before strict spacing are refused more often.
+const AFTER_OUTAGE: f64 = 0.95;
 /// If Remaining becomes unknown within this many token times of a refusal, the interval that was
 /// reached is kept.
 const REMEMBERED: f64 = 1000.0;
@@ -469,7 +469,7 @@ impl Pace for Fair {
 
     fn passed(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, _: &mut Dice) {
         let (now, is_alone) = (traffic.now, self.is_alone());
-        if self.scale.is_guess && self.refused_in_row >= OUTAGE && !self.has_met_limit {
+        if self.scale.is_guess && self.refused_in_row > OUTAGE && !self.has_met_limit {
             // The first requests met an outage, so `m` shows nothing of the limit.
             self.estimate.m *= AFTER_OUTAGE;
             self.interval = self.interval.filter(|_| self.passed_since_refusal > 0);
