@@ -147,12 +147,12 @@ impl Estimate {
     }
 
     /// Raises `m` for a refusal if it is unknown how much was left. `interval` is the average time between
-    /// two of our requests, in seconds, if nothing else was ever known.
+    /// two of our requests, in seconds.
     pub(super) fn refused_blind(&mut self, scale: &Scale, waiting: f64, interval: Option<f64>) {
         let first = match interval {
-            // The interval that was too short is the measure.
-            Some(own) => own / scale.token_time,
-            None => FIRST_GUESS_BLIND / waiting,
+            // Without any other information the interval that was too short is the measure.
+            Some(own) if scale.is_guess || !scale.has_level() => own / scale.token_time,
+            _ => FIRST_GUESS_BLIND / waiting,
         };
         self.m = (self.m * REFUSED_BLIND).max(first);
     }

@@ -553,11 +553,9 @@ impl Pace for Fair {
                     .refused_at_high_level(&self.scale, self.interval),
                 // The server is out, which says nothing of its limit. Only the pause grows.
                 None if self.refused_in_row >= OUTAGE => {}
-                None => {
-                    let knows_nothing = !self.is_told || self.scale.is_guess;
-                    let interval = self.interval.filter(|_| knows_nothing);
-                    self.estimate.refused_blind(&self.scale, waiting, interval);
-                }
+                None => self
+                    .estimate
+                    .refused_blind(&self.scale, waiting, self.interval),
             }
             self.last_step = Some(now);
         }

@@ -135,6 +135,11 @@ impl Scale {
             .unwrap_or(f64::INFINITY)
     }
 
+    /// Reports whether it was ever known what is left.
+    pub(super) fn has_level(&self) -> bool {
+        self.last.is_some()
+    }
+
     /// Returns the limit to which `remaining` belongs.
     pub(super) fn known_limit(&self, told: &Told) -> Option<f64> {
         told.limit
