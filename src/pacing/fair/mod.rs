@@ -162,7 +162,7 @@ pub struct Fair {
     first_call: Option<Instant>,
     estimate: Estimate,
     search: Search,
-    /// Whether any response stated a limit, or what is left.
+    /// Whether any response stated a limit, or plausibly what is left.
     is_told: bool,
     /// Whether the last refusal stated how long to wait.
     states_wait: bool,
@@ -307,12 +307,6 @@ impl Fair {
 
     /// Reads what is left from an answer. Returns `None` if it is unknown.
     fn look(&mut self, told: &Told, passed: bool, sent: Instant, now: Instant) -> Option<f64> {
-        if !self.is_told && (told.remaining.is_some() || told.limit.is_some()) {
-            if self.is_searching() {
-                self.leave_search();
-            }
-            self.is_told = true;
-        }
         let was_blind = self.trust.is_silent();
         let limit = self.scale.known_limit(told);
         let observation = Observation {
@@ -323,6 +317,12 @@ impl Fair {
             now,
         };
         let believed = self.trust.believe(observation, self.scale.token_time);
+        if !self.is_told && (believed.is_some() || told.limit.is_some()) {
+            if self.is_searching() {
+                self.leave_search();
+            }
+            self.is_told = true;
+        }
         match (was_blind, self.trust.is_silent()) {
             (false, true) => {
                 let since = self
