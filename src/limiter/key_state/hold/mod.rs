@@ -326,6 +326,7 @@ impl Hold {
         if self.end <= now && end > now {
             self.sleep = Some(SleepMark::new());
         }
-        self.end = end;
+        // A hold that is over ends no later: a task that has read its time before would see a hold of a moment.
+        self.end = if end > now { end } else { self.end.min(end) };
     }
 }
