@@ -593,6 +593,7 @@ impl Gates {
             let full: &'static str = format!("{name}.{number}").leak();
             let mut builder = RateLimitLayer::builder(quota(plan))
                 .charged_by_hand()
+                .wait_above_limit(false)
                 .name(full)
                 .store(link.store())
                 .max_wait(ms(plan.max_wait))
