@@ -129,7 +129,8 @@ impl Subject for OpenAi {
             .with_api_base(setup.url.trim_end_matches('/'))
             .with_api_key("key");
         let retry = retry(setup.attempts);
-        let client = openai::client(setup.limit.read_bodies(), retry, setup.timeout, config).unwrap();
+        let client =
+            openai::client(setup.limit.read_bodies(), retry, setup.timeout, config).unwrap();
         call(move || {
             let client = client.clone();
             async move {
