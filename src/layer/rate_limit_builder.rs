@@ -6,8 +6,6 @@ use std::time::Duration;
 
 use super::extractors::Extractors;
 use super::guard;
-#[cfg(feature = "llm")]
-use super::llm::Meter;
 use super::rate_limit::{FurtherLimit, RateLimitLayer};
 use super::routes::{RouteTable, Routes};
 use super::settings::{Common, at_most, check_name, common_setters};
@@ -79,6 +77,11 @@ struct Further {
     extractors: Extractors,
     /// The routes that this limit is for, if it is for some.
     routes: Option<Routes>,
+}
+
+/// Returns the units of a quota besides requests.
+fn units_of(quota: &Quota) -> impl Iterator<Item = &'static str> {
+    quota.units().filter(|unit| *unit != Cost::REQUESTS)
 }
 
 impl RateLimitBuilder {
@@ -411,33 +414,18 @@ impl RateLimitBuilder {
         self
     }
 
-    /// Returns the units of all quotas that a meter of tokens charges.
-    ///
-    /// # Errors
-    ///
-    /// [`ConfigError`] if there is none or another one, or if the costs are found in another way.
+    /// Returns whether a function finds the cost of a request.
     #[cfg(feature = "llm")]
-    pub(super) fn token_units(&self) -> Result<Vec<&'static str>, ConfigError> {
-        if self.common.extractors.cost.is_some() {
-            return Err(ConfigError(Problem::OutOfRange {
-                setting: "cost",
-                value: "set".into(),
-                allowed: "left out: build_llm sets it",
-            }));
-        }
+    pub(super) fn has_cost(&self) -> bool {
+        self.common.extractors.cost.is_some()
+    }
+
+    /// Returns the units besides requests of all quotas.
+    #[cfg(feature = "llm")]
+    pub(super) fn units(&self) -> Vec<&'static str> {
         let further = self.further.iter().map(|limit| &limit.quota);
-        let units = std::iter::once(&self.quota)
-            .chain(further)
-            .flat_map(Quota::units);
-        let units: Vec<_> = units.filter(|unit| *unit != Cost::REQUESTS).collect();
-        if units.is_empty() || !units.iter().all(|unit| Meter::charges(unit)) {
-            return Err(ConfigError(Problem::OutOfRange {
-                setting: "the quota of build_llm",
-                value: format!("one of these units besides requests: {units:?}"),
-                allowed: "one of tokens, or of input_tokens and output_tokens, such as 500/min, 80000 tokens/min",
-            }));
-        }
-        Ok(units)
+        let quotas = std::iter::once(&self.quota).chain(further);
+        quotas.flat_map(units_of).collect()
     }
 
     /// Names the layer in its [stats](crate::stats), and the first limit of the layer. The name stands in
@@ -907,7 +895,7 @@ impl RateLimitBuilder {
     fn check_charged(&self, quota: &Quota) -> Result<(), ConfigError> {
         let Extractors { cost, policy, .. } = &self.common.extractors;
         let is_charged = cost.is_some() || policy.settles() || self.charged_by_hand;
-        match quota.units().find(|unit| *unit != Cost::REQUESTS) {
+        match units_of(quota).next() {
             Some(unit) if !is_charged => Err(ConfigError(Problem::OutOfRange {
                 setting: "cost",
                 value: format!("not set, and the quota counts {unit}, which nothing charges"),

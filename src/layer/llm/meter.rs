@@ -19,7 +19,7 @@ const INPUT: &str = "input_tokens";
 pub(super) const OUTPUT: &str = "output_tokens";
 
 /// Charges requests their tokens, and learns from responses.
-pub(in crate::layer) struct Meter {
+pub(super) struct Meter {
     llm: Llm,
     /// Those of the units that are limited. A unit may be there twice.
     units: Vec<&'static str>,
@@ -70,7 +70,7 @@ impl Meter {
     }
 
     /// Returns whether `unit` is one of these APIs.
-    pub(in crate::layer) fn charges(unit: &str) -> bool {
+    pub(super) fn charges(unit: &str) -> bool {
         [TOTAL, INPUT, OUTPUT].contains(&unit)
     }
 

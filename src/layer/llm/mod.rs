@@ -12,12 +12,11 @@ use std::time::Duration;
 
 use super::body::BodyLayer;
 use super::rate_limit_builder::RateLimitBuilder;
-use crate::config_error::ConfigError;
+use crate::config_error::{ConfigError, Problem};
 #[cfg(doc)]
 use crate::layer::RateLimitLayer;
 
-pub(super) use meter::Meter;
-use meter::{OUTPUT, TOTAL};
+use meter::{Meter, OUTPUT, TOTAL};
 
 /// How an API of language models counts tokens, for [`RateLimitBuilder::build_llm`].
 ///
@@ -179,7 +178,8 @@ impl RateLimitBuilder {
     #[cfg_attr(docsrs, doc(cfg(feature = "llm")))]
     pub fn build_llm(self, llm: Llm) -> Result<BodyLayer, ConfigError> {
         let longest = (llm.counts == Counts::Produced).then_some(Llm::LONGEST_ANSWER);
-        let units = self.token_units()?;
+        let units = self.units();
+        check(&units, self.has_cost())?;
         // Without a limit of its own, what is produced is a part of all tokens.
         let late = if units.contains(&OUTPUT) {
             OUTPUT
@@ -197,4 +197,23 @@ impl RateLimitBuilder {
         let layer = layer.read_bodies().in_flight_until_body_end();
         Ok(layer.at_end_of_bodies(Arc::new(move |request| meter.begin(request))))
     }
+}
+
+/// Checks that a meter charges each of these `units`, and nobody else does.
+fn check(units: &[&'static str], has_cost: bool) -> Result<(), ConfigError> {
+    if has_cost {
+        return Err(ConfigError(Problem::OutOfRange {
+            setting: "cost",
+            value: "set".into(),
+            allowed: "left out: build_llm sets it",
+        }));
+    }
+    if units.is_empty() || !units.iter().all(|unit| Meter::charges(unit)) {
+        return Err(ConfigError(Problem::OutOfRange {
+            setting: "the quota of build_llm",
+            value: format!("one of these units besides requests: {units:?}"),
+            allowed: "one of tokens, or of input_tokens and output_tokens, such as 500/min, 80000 tokens/min",
+        }));
+    }
+    Ok(())
 }
