@@ -123,6 +123,14 @@ async fn refused_and_other_requests_take_no_tokens() {
     let request = post(prompt(300, 1000));
     let refused = used_by(tokens(), Llm::reserving(), request, (429, &[usage])).await;
     assert_eq!(refused, [[1, 0], [1, 0]]);
+    // A refusal by its status, whose body is too long to be read before it is passed on.
+    let long = format!(
+        r#"{{"usage":{{"total_tokens":0}},"error":"{}"}}"#,
+        "x".repeat(70_000)
+    );
+    let request = post(prompt(300, 1000));
+    let refused = used_by(tokens(), Llm::reserving(), request, (529, &[long.leak()])).await;
+    assert_eq!(refused, [[1, 0], [1, 0]]);
     let mut list = post(String::new());
     *list.method_mut() = Method::GET;
     assert_eq!(

@@ -101,7 +101,7 @@ impl<T: TrackBody> Opened<T> {
         // The layer has settled a refusal.
         let is_refusal = match signal {
             Some(signal) => signal.refusal().is_some(),
-            None => response.status() == StatusCode::TOO_MANY_REQUESTS,
+            None => Signal::read(&response).refusal().is_some(),
         };
         let at_end = at_end.filter(|_| !is_refusal);
         let settlement = at_end
