@@ -12,7 +12,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::{is_first_in, now, wall_ahead};
-
 use crate::locks::lock;
 
 /// The shortest sleep that is noticed. The wall clock is set by less than this now and then.

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::borrow::Cow;
 use std::pin::Pin;
-use std::task::{Context, Waker};
+use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
 use http_body::Body;
@@ -34,7 +34,7 @@ fn full(body: &Full<Bytes>) -> Option<Cow<'_, [u8]>> {
     let mut context = Context::from_waker(Waker::noop());
     let frame = Pin::new(&mut body.clone()).poll_frame(&mut context);
     let data = match frame {
-        std::task::Poll::Ready(Some(Ok(frame))) => frame.into_data().ok()?,
+        Poll::Ready(Some(Ok(frame))) => frame.into_data().ok()?,
         _ => Bytes::new(),
     };
     Some(Cow::Owned(data.into()))

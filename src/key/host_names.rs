@@ -7,7 +7,6 @@ use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
 
 use super::{Key, Label};
-
 use crate::locks::lock;
 
 /// The names are in this many tables, each with a lock of its own.

@@ -62,7 +62,7 @@ enum Counts {
     Larger,
     /// At admission, the prompt and `max_tokens`.
     Both,
-    /// At admission the prompt, and the answer as it is produced.
+    /// The prompt at admission, and the answer as it is produced.
     Produced,
 }
 

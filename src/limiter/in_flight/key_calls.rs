@@ -287,7 +287,7 @@ impl KeyCalls {
                 self.grant_free(now, wakers);
             }
             StoreEvent::ClaimExpired => {
-                // Others have the free ones, too. The next claim does not state them.
+                // The store may grant the free slots to other processes. The next claim does not state them.
                 self.free = 0;
                 self.validity.lose_all(wakers);
             }

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use crate::clock;
 use crate::limiter::reservation::ProbeNumber;
 
-/// If the response to a probe takes twice as long as the hold did, others follow. At least and at most so long.
+/// Others follow a probe if its response takes twice as long as the hold did, within these bounds.
 const PATIENCE: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(5);
 
 /// The most that follow at a time.
@@ -59,7 +59,7 @@ pub(super) struct Probing {
 }
 
 impl Probing {
-    /// Returns when others follow.
+    /// Returns when the next requests leave, if none of these is answered.
     fn ends_at(&self) -> Instant {
         clock::after(self.since, self.patience)
     }
