@@ -12,6 +12,21 @@ use crate::quota::{Limit, Quota};
 #[derive(Clone, PartialEq, Eq)]
 pub struct ConfigError(pub(crate) Problem);
 
+impl ConfigError {
+    /// A `setting` has a `value` that is not `allowed`.
+    pub(crate) fn out_of_range(
+        setting: &'static str,
+        value: impl Into<String>,
+        allowed: &'static str,
+    ) -> Self {
+        ConfigError(Problem::OutOfRange {
+            setting,
+            value: value.into(),
+            allowed,
+        })
+    }
+}
+
 /// What is wrong with a setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Problem {

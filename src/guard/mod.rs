@@ -14,7 +14,7 @@ use std::time::Duration;
 use http::StatusCode;
 
 pub(crate) use self::ban_guard::BanGuard;
-use crate::config_error::{ConfigError, Problem};
+use crate::config_error::ConfigError;
 use crate::key::Key;
 use crate::quota::Quota;
 use crate::signal::Signal;
@@ -129,13 +129,8 @@ impl Guard {
 
     /// Checks that each setting is in its range.
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
-        let out_of_range = |value: String, allowed| {
-            Err(ConfigError(Problem::OutOfRange {
-                setting: "guard",
-                value,
-                allowed,
-            }))
-        };
+        let out_of_range =
+            |value: String, allowed| Err(ConfigError::out_of_range("guard", value, allowed));
         let limits = self.quota.limits();
         let is_of_calls = self.quota.most_in_flight().is_some();
         if limits.is_empty() || is_of_calls || self.quota.by_unit().len() > 1 {

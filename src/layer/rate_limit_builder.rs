@@ -9,7 +9,7 @@ use super::guard;
 use super::rate_limit::{FurtherLimit, RateLimitLayer};
 use super::routes::{RouteTable, Routes};
 use super::settings::{Common, at_most, check_name, common_setters};
-use crate::config_error::{ConfigError, Problem};
+use crate::config_error::ConfigError;
 use crate::cost::Cost;
 use crate::guarded::Watch;
 use crate::key::{Key, RequestRef};
@@ -738,11 +738,11 @@ impl RateLimitBuilder {
         }
         let extractors = Arc::new(self.common.extractors);
         let layer = RateLimitLayer::join(limiter, extractors, further.into());
-        layer.ok_or(ConfigError(Problem::OutOfRange {
-            setting: "and_per",
-            value: "more than eight limits".into(),
-            allowed: "at most eight limits, where each unit of a quota is one",
-        }))
+        layer.ok_or(ConfigError::out_of_range(
+            "and_per",
+            "more than eight limits",
+            "at most eight limits, where each unit of a quota is one",
+        ))
     }
 
     /// Makes the limiter of one limit of the layer.
@@ -896,12 +896,12 @@ impl RateLimitBuilder {
         let Extractors { cost, policy, .. } = &self.common.extractors;
         let is_charged = cost.is_some() || policy.settles() || self.charged_by_hand;
         match units_of(quota).next() {
-            Some(unit) if !is_charged => Err(ConfigError(Problem::OutOfRange {
-                setting: "cost",
-                value: format!("not set, and the quota counts {unit}, which nothing charges"),
-                allowed: "set, such as .cost(|request| Cost::of(\"tokens\", 500)); for LLM APIs, use build_llm \
+            Some(unit) if !is_charged => Err(ConfigError::out_of_range(
+                "cost",
+                format!("not set, and the quota counts {unit}, which nothing charges"),
+                "set, such as .cost(|request| Cost::of(\"tokens\", 500)); for LLM APIs, use build_llm \
                           instead; if requests have a Cost in their extensions, call .charged_by_hand()",
-            })),
+            )),
             _ => Ok(()),
         }
     }
@@ -926,26 +926,21 @@ impl RateLimitBuilder {
         )?;
         let lives = RateLimitBuilder::SHORTEST_LIFE..=RateLimitBuilder::LONGEST_LIFE;
         if !lives.contains(&self.in_flight_ttl) {
-            return Err(ConfigError(Problem::OutOfRange {
-                setting: "in_flight_ttl",
-                value: format!("{:?}", self.in_flight_ttl),
-                allowed: "from 300 ms to an hour",
-            }));
+            return Err(ConfigError::out_of_range(
+                "in_flight_ttl",
+                format!("{:?}", self.in_flight_ttl),
+                "from 300 ms to an hour",
+            ));
         }
         if self.max_rate_loss > RateLimitBuilder::LARGEST_RATE_LOSS {
-            return Err(ConfigError(Problem::OutOfRange {
-                setting: "max_rate_loss",
-                value: self.max_rate_loss.to_string(),
-                allowed: "at most 50",
-            }));
+            return Err(ConfigError::out_of_range(
+                "max_rate_loss",
+                self.max_rate_loss.to_string(),
+                "at most 50",
+            ));
         }
-        let out_of_range = |value: String, allowed| {
-            ConfigError(Problem::OutOfRange {
-                setting: "lends",
-                value,
-                allowed,
-            })
-        };
+        let out_of_range =
+            |value: String, allowed| ConfigError::out_of_range("lends", value, allowed);
         if let Some(class) = self.lends_unknown {
             let value = format!("{class:?}");
             return Err(out_of_range(
@@ -958,25 +953,25 @@ impl RateLimitBuilder {
             return Err(out_of_range(value, "at most 100 per cent"));
         }
         if self.shares.is_empty() && self.common.extractors.class.is_some() {
-            return Err(ConfigError(Problem::OutOfRange {
-                setting: "class",
-                value: "set without shares".into(),
-                allowed: "left out, or go with a share for each class: .share(\"web\", 50)",
-            }));
+            return Err(ConfigError::out_of_range(
+                "class",
+                "set without shares",
+                "left out, or go with a share for each class: .share(\"web\", 50)",
+            ));
         }
         if self.further.len() >= MOST_PARTS {
-            return Err(ConfigError(Problem::OutOfRange {
-                setting: "and_per",
-                value: format!("{} limits besides the first", self.further.len()),
-                allowed: "at most seven",
-            }));
+            return Err(ConfigError::out_of_range(
+                "and_per",
+                format!("{} limits besides the first", self.further.len()),
+                "at most seven",
+            ));
         }
         if self.instead.len() > 1 {
-            return Err(ConfigError(Problem::OutOfRange {
-                setting: "routes",
-                value: "two tables of Routes::instead".into(),
-                allowed: "at most one of them; put all these routes into one table",
-            }));
+            return Err(ConfigError::out_of_range(
+                "routes",
+                "two tables of Routes::instead",
+                "at most one of them; put all these routes into one table",
+            ));
         }
         for (index, Further { name, routes, .. }) in self.further.iter().enumerate() {
             let is_taken = self.name == Some(*name)
@@ -989,11 +984,11 @@ impl RateLimitBuilder {
                 } else {
                     "and_per"
                 };
-                return Err(ConfigError(Problem::OutOfRange {
+                return Err(ConfigError::out_of_range(
                     setting,
-                    value: format!("{name:?}"),
-                    allowed: "a name that no other limit of the layer has, and that is not empty",
-                }));
+                    format!("{name:?}"),
+                    "a name that no other limit of the layer has, and that is not empty",
+                ));
             }
         }
         Ok(())
@@ -1003,22 +998,17 @@ impl RateLimitBuilder {
     fn checked_fallback_share(&self, quota: &Quota) -> Result<Option<Share>, ConfigError> {
         let falls_back = self.on_store_error == OnStoreError::FallbackShare;
         if falls_back && quota.limits().is_empty() {
-            return Err(ConfigError(Problem::OutOfRange {
-                setting: "on_store_error",
-                value: "FallbackShare".into(),
-                allowed: "FailClosed or FailOpen if the quota limits only calls in flight: they have no shares",
-            }));
+            return Err(ConfigError::out_of_range(
+                "on_store_error",
+                "FallbackShare",
+                "FailClosed or FailOpen if the quota limits only calls in flight: they have no shares",
+            ));
         }
         let Some(share) = self.fallback_share else {
             return Ok(None);
         };
-        let out_of_range = |allowed| {
-            ConfigError(Problem::OutOfRange {
-                setting: "fallback_share",
-                value: format!("{share:?}"),
-                allowed,
-            })
-        };
+        let out_of_range =
+            |allowed| ConfigError::out_of_range("fallback_share", format!("{share:?}"), allowed);
         if !falls_back {
             return Err(out_of_range(
                 "left out, or go with on_store_error(OnStoreError::FallbackShare)",

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::extractors::Extractors;
-use crate::config_error::{ConfigError, Problem};
+use crate::config_error::ConfigError;
 use crate::guard::Guard;
 use crate::stats::{Handler, Kind, Tally, is_series_name};
 use crate::store::{MemoryStore, Store};
@@ -66,11 +66,11 @@ impl Common {
         at_least_one("max_keys", self.max_keys, "at least 1")?;
         #[cfg(feature = "metrics")]
         if self.metrics_keys > MOST_METRICS_KEYS {
-            return Err(ConfigError(Problem::OutOfRange {
-                setting: "metrics_keys",
-                value: self.metrics_keys.to_string(),
-                allowed: "at most 1000",
-            }));
+            return Err(ConfigError::out_of_range(
+                "metrics_keys",
+                self.metrics_keys.to_string(),
+                "at most 1000",
+            ));
         }
         self.guard.as_ref().map_or(Ok(()), Guard::check)
     }
@@ -93,11 +93,11 @@ pub(super) fn at_most(
     if value <= most {
         return Ok(());
     }
-    Err(ConfigError(Problem::OutOfRange {
+    Err(ConfigError::out_of_range(
         setting,
-        value: format!("{value:?}"),
+        format!("{value:?}"),
         allowed,
-    }))
+    ))
 }
 
 /// Returns an error if `name` may not be the name of a gate.
@@ -105,11 +105,11 @@ pub(super) fn check_name(setting: &'static str, name: &str) -> Result<(), Config
     if is_series_name(name) {
         return Ok(());
     }
-    Err(ConfigError(Problem::OutOfRange {
+    Err(ConfigError::out_of_range(
         setting,
-        value: format!("{name:?}"),
-        allowed: "1 to 64 of the letters a to z and A to Z, digits, spaces and `_.-/:`",
-    }))
+        format!("{name:?}"),
+        "1 to 64 of the letters a to z and A to Z, digits, spaces and `_.-/:`",
+    ))
 }
 
 fn at_least_one(
@@ -120,11 +120,11 @@ fn at_least_one(
     if value >= 1 {
         return Ok(());
     }
-    Err(ConfigError(Problem::OutOfRange {
+    Err(ConfigError::out_of_range(
         setting,
-        value: value.to_string(),
+        value.to_string(),
         allowed,
-    }))
+    ))
 }
 
 /// Defines the setters of [`Common`] for a builder with a field `common`.

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use crate::config_error::{ConfigError, Problem};
+use crate::config_error::ConfigError;
 use crate::limit::LimitSpec;
 use crate::locks::{read, write};
 use crate::quota::{Division, Quota, Slacks};
@@ -303,9 +303,5 @@ pub(super) fn spec_of(specs: &Specs, unit: Option<&str>) -> Option<Arc<LimitSpec
 }
 
 fn out_of_range(value: String, allowed: &'static str) -> ConfigError {
-    ConfigError(Problem::OutOfRange {
-        setting: "quota",
-        value,
-        allowed,
-    })
+    ConfigError::out_of_range("quota", value, allowed)
 }

@@ -37,13 +37,8 @@ impl Division {
     ///
     /// [`ConfigError`] if the shares cannot be had together.
     pub(crate) fn new(shares: &[ClassShare]) -> Result<Self, ConfigError> {
-        let out_of_range = |value: String, allowed| {
-            Err(ConfigError(Problem::OutOfRange {
-                setting: "share",
-                value,
-                allowed,
-            }))
-        };
+        let out_of_range =
+            |value: String, allowed| Err(ConfigError::out_of_range("share", value, allowed));
         if shares.len() > ClassShare::MOST {
             return out_of_range(format!("{} classes", shares.len()), "at most seven classes");
         }

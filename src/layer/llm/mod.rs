@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use super::body::BodyLayer;
 use super::rate_limit_builder::RateLimitBuilder;
-use crate::config_error::{ConfigError, Problem};
+use crate::config_error::ConfigError;
 #[cfg(doc)]
 use crate::layer::RateLimitLayer;
 
@@ -202,18 +202,18 @@ impl RateLimitBuilder {
 /// Checks that a meter charges each of these `units`, and nobody else does.
 fn check(units: &[&'static str], has_cost: bool) -> Result<(), ConfigError> {
     if has_cost {
-        return Err(ConfigError(Problem::OutOfRange {
-            setting: "cost",
-            value: "set".into(),
-            allowed: "left out: build_llm sets it",
-        }));
+        return Err(ConfigError::out_of_range(
+            "cost",
+            "set",
+            "left out: build_llm sets it",
+        ));
     }
     if units.is_empty() || !units.iter().all(|unit| Meter::charges(unit)) {
-        return Err(ConfigError(Problem::OutOfRange {
-            setting: "the quota of build_llm",
-            value: format!("one of these units besides requests: {units:?}"),
-            allowed: "one of tokens, or of input_tokens and output_tokens, such as 500/min, 80000 tokens/min",
-        }));
+        return Err(ConfigError::out_of_range(
+            "the quota of build_llm",
+            format!("one of these units besides requests: {units:?}"),
+            "one of tokens, or of input_tokens and output_tokens, such as 500/min, 80000 tokens/min",
+        ));
     }
     Ok(())
 }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 use http::Method;
 
-use crate::config_error::{ConfigError, Problem};
+use crate::config_error::ConfigError;
 use crate::key::Key;
 use crate::quota::{Quota, Slacks};
 use pattern::{Pattern, error};
@@ -111,11 +111,11 @@ impl Routes {
         });
         let rows: Vec<Row> = routes.collect::<Result<_, ConfigError>>()?;
         if rows.len() > Routes::MOST {
-            return Err(ConfigError(Problem::OutOfRange {
-                setting: "routes",
-                value: format!("{} routes", rows.len()),
-                allowed: "at most 1000 routes; with * or {name}, one pattern is enough for many paths",
-            }));
+            return Err(ConfigError::out_of_range(
+                "routes",
+                format!("{} routes", rows.len()),
+                "at most 1000 routes; with * or {name}, one pattern is enough for many paths",
+            ));
         }
         let patterns: Vec<&Pattern> = rows.iter().map(|row| &row.pattern).collect();
         let router = Router::new(&patterns)?;

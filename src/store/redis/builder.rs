@@ -8,7 +8,7 @@ use super::RedisStore;
 use super::endpoint::Connecting;
 use super::stats::StoreTally;
 use super::thread::{Setup, Thread};
-use crate::config_error::{ConfigError, Problem};
+use crate::config_error::ConfigError;
 use crate::key::Key;
 use crate::rng::dice;
 
@@ -83,11 +83,7 @@ impl RedisStoreBuilder {
         } = self;
         let connecting = connecting?;
         let out_of_range = |setting, value: String, allowed| {
-            Err(ConfigError(Problem::OutOfRange {
-                setting,
-                value,
-                allowed,
-            }))
+            Err(ConfigError::out_of_range(setting, value, allowed))
         };
         let odd = |byte: u8| !byte.is_ascii_graphic() || matches!(byte, b'{' | b'}');
         if prefix.is_empty()
