@@ -53,11 +53,17 @@ pub struct BodyLayer<L = RateLimitLayer> {
 /// What a [`BodyLayer`] does with bodies.
 #[derive(Clone, Default)]
 pub(crate) struct BodyPlan {
+    looks: Looks,
+    on_request: Option<OnRequest>,
+}
+
+/// What is done with each body.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::layer) struct Looks {
     /// Whether the bodies of refusals are read.
     reads: bool,
     /// Whether calls are in flight until the body ends.
     holds_call: bool,
-    on_request: Option<OnRequest>,
 }
 
 /// Called with each request when it is sent. Returns what is done at the end of its body.
@@ -77,7 +83,7 @@ impl BodyPlan {
     #[cfg(feature = "reqwest-middleware")]
     pub(super) async fn open<T: TrackBody>(&self, response: T, at_end: Option<AtEnd>) -> Opened<T> {
         let response = std::future::ready(Ok::<_, Infallible>(response));
-        let Ok(opened) = Opening::new(response, self.clone(), at_end).await;
+        let Ok(opened) = Opening::new(response, self.looks, at_end).await;
         opened
     }
 }
@@ -85,8 +91,7 @@ impl BodyPlan {
 impl fmt::Debug for BodyPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BodyPlan")
-            .field("reads", &self.reads)
-            .field("holds_call", &self.holds_call)
+            .field("looks", &self.looks)
             .finish_non_exhaustive()
     }
 }
@@ -100,7 +105,7 @@ impl<L> BodyLayer<L> {
     /// Also reads the bodies of refusals: see [`RateLimitLayer::read_bodies`].
     #[must_use]
     pub fn read_bodies(mut self) -> Self {
-        self.plan.reads = true;
+        self.plan.looks.reads = true;
         self
     }
 
@@ -116,7 +121,7 @@ impl BodyLayer {
     /// Also keeps calls in flight until the body ends: see [`RateLimitLayer::in_flight_until_body_end`].
     #[must_use]
     pub fn in_flight_until_body_end(mut self) -> Self {
-        self.plan.holds_call = true;
+        self.plan.looks.holds_call = true;
         self
     }
 
@@ -284,7 +289,7 @@ where
 
     fn call(&mut self, request: R) -> Self::Future {
         let at_end = self.plan.on_request(&RequestRef::new(&request));
-        Opening::new(self.inner.call(request), self.plan.clone(), at_end)
+        Opening::new(self.inner.call(request), self.plan.looks, at_end)
     }
 }
 

@@ -11,7 +11,7 @@ use http_body::Body;
 use pin_project_lite::pin_project;
 
 use super::watched::Watch;
-use super::{AtEnd, BodyPlan, InFlight, WatchedBody};
+use super::{AtEnd, InFlight, Looks, WatchedBody};
 use crate::clock::{self, Timer};
 use crate::limiter::Settlement;
 use crate::signal::{ResponseInfo, Signal};
@@ -60,18 +60,18 @@ pub struct Opened<T: TrackBody> {
     /// What the response says, if its body was read.
     signal: Option<Signal>,
     at_end: Option<AtEnd>,
-    plan: BodyPlan,
+    looks: Looks,
 }
 
 impl<T: TrackBody> Opened<T> {
-    fn new(response: T, plan: BodyPlan, at_end: Option<AtEnd>) -> Self {
+    fn new(response: T, looks: Looks, at_end: Option<AtEnd>) -> Self {
         let host = response.host().map(Box::from);
         Opened {
             response: response.open().map(WatchedBody::new),
             host,
             signal: None,
             at_end,
-            plan,
+            looks,
         }
     }
 
@@ -84,7 +84,7 @@ impl<T: TrackBody> Opened<T> {
         };
         let most = self.response.body().remaining_size().upper();
         let is_short = || most.is_some_and(|most| most <= MOST as u64);
-        self.plan.reads
+        self.looks.reads
             && most != Some(0)
             && (status.as_u16() >= 400 || status.is_success() && is_json() && is_short())
     }
@@ -94,7 +94,7 @@ impl<T: TrackBody> Opened<T> {
         let Opened {
             mut response,
             at_end,
-            plan,
+            looks,
             signal,
             ..
         } = self;
@@ -108,7 +108,7 @@ impl<T: TrackBody> Opened<T> {
             .as_ref()
             .and_then(|_| response.extensions_mut().remove::<Settlement>());
         let watch = at_end.map(|at_end| Watch::new(at_end, settlement));
-        let call = plan.holds_call.then_some(call);
+        let call = looks.holds_call.then_some(call);
         response.body_mut().watch(call, watch);
         T::close(response)
     }
@@ -145,17 +145,17 @@ pin_project! {
     pub struct Opening<F, T: TrackBody> {
         #[pin]
         response: F,
-        plan: BodyPlan,
+        looks: Looks,
         at_end: Option<AtEnd>,
         read_ahead: Option<ReadAhead<T>>,
     }
 }
 
 impl<F, T: TrackBody> Opening<F, T> {
-    pub(in crate::layer) fn new(response: F, plan: BodyPlan, at_end: Option<AtEnd>) -> Self {
+    pub(in crate::layer) fn new(response: F, looks: Looks, at_end: Option<AtEnd>) -> Self {
         Opening {
             response,
-            plan,
+            looks,
             at_end,
             read_ahead: None,
         }
@@ -175,7 +175,7 @@ where
             Some(read_ahead) => read_ahead,
             None => {
                 let response = ready!(this.response.poll(cx))?;
-                let opened = Opened::new(response, this.plan.clone(), this.at_end.take());
+                let opened = Opened::new(response, *this.looks, this.at_end.take());
                 if !opened.is_read() {
                     return Poll::Ready(Ok(opened));
                 }
