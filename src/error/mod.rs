@@ -24,7 +24,7 @@ use crate::cost::Cost;
     allow(unused_imports)
 )]
 pub(crate) use as_error::AsError;
-pub(crate) use report::Facts;
+pub(crate) use report::ErrorFacts;
 pub use report::LimitedInfo;
 pub use store::StoreError;
 
@@ -387,7 +387,7 @@ mod tests {
     fn limited() -> Limited {
         Limited::Local {
             reason: Reason::Deadline,
-            report: LimitedInfo::new(Facts {
+            report: LimitedInfo::new(ErrorFacts {
                 key: "api.example.com".into(),
                 name: None,
                 route: None,

@@ -10,14 +10,14 @@ use crate::quota::Limit;
 
 /// The details of a limited request: its key, how long it waited, and when to retry.
 #[derive(Clone)]
-pub struct LimitedInfo(Box<Facts>);
+pub struct LimitedInfo(Box<ErrorFacts>);
 
 /// The fields of a [`LimitedInfo`], boxed so that errors stay small.
 ///
 /// Without the box, an error has at least 120 bytes instead of 40. Then a call through a layer whose
 /// permit is at hand takes 12 ns more, and a refusal takes 12 ns less.
 #[derive(Clone)]
-pub(crate) struct Facts {
+pub(crate) struct ErrorFacts {
     pub(crate) key: Label,
     pub(crate) name: Option<&'static str>,
     /// The pattern of the route whose quota it is, if it is that of a route.
@@ -34,7 +34,7 @@ pub(crate) struct Facts {
 }
 
 impl LimitedInfo {
-    pub(crate) fn new(facts: Facts) -> Self {
+    pub(crate) fn new(facts: ErrorFacts) -> Self {
         LimitedInfo(Box::new(facts))
     }
 
@@ -134,7 +134,7 @@ impl LimitedInfo {
 
 /// The limit and the key of an error: `channel 3fa94c01`, `route GET /search/* 3fa94c01`, or the label of
 /// the key alone.
-struct Subject<'a>(&'a Facts);
+struct Subject<'a>(&'a ErrorFacts);
 
 impl fmt::Display for Subject<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -153,7 +153,7 @@ impl fmt::Display for Subject<'_> {
 
 impl fmt::Debug for LimitedInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Facts {
+        let ErrorFacts {
             key,
             name,
             route,

@@ -62,12 +62,12 @@ pub struct Estimates {
 
 #[derive(Default)]
 struct Names {
-    costs: BTreeMap<Key, Box<Named>>,
+    costs: BTreeMap<Key, Box<NamedCosts>>,
     /// How many costs were learned, of all names.
     learned: u64,
 }
 
-struct Named {
+struct NamedCosts {
     costs: Costs,
     /// `learned` when the last of these costs was learned.
     last: u64,
@@ -128,7 +128,7 @@ impl Estimates {
         let last = names.learned;
         let named = names.costs.entry(key).or_insert_with(|| {
             let costs = Costs::new();
-            Box::new(Named { costs, last })
+            Box::new(NamedCosts { costs, last })
         });
         named.last = last;
         named.costs.learn(actual, self.quantile);

@@ -26,7 +26,7 @@ use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
 use crate::guarded::{self, Guarded, Watch};
 use crate::key::Key;
-use crate::limiter::{Counted, Limiter};
+use crate::limiter::{CountedUnit, Limiter};
 use crate::quota::Quota;
 use crate::signal::Signal;
 use crate::stats::GuardStats;
@@ -114,8 +114,8 @@ impl BanGuard {
 
     fn count(self: Arc<Self>, bad: BadAnswer) {
         match self.all.count(bad.counted) {
-            Counted::Now(outcome) => self.take_in(&bad, outcome),
-            Counted::Later(outcome) => {
+            CountedUnit::Now(outcome) => self.take_in(&bad, outcome),
+            CountedUnit::Later(outcome) => {
                 let all = self.all.clone();
                 all.spawn(async move {
                     let outcome = outcome.await;
@@ -135,8 +135,8 @@ impl BanGuard {
         self.all.charge(bad.counted);
         let is_over = match limited {
             Limited::Store { .. } => match alone {
-                Counted::Now(outcome) => outcome.is_err(),
-                Counted::Later(_) => false,
+                CountedUnit::Now(outcome) => outcome.is_err(),
+                CountedUnit::Later(_) => false,
             },
             Limited::Local {
                 reason: Reason::Held,

@@ -285,13 +285,13 @@ mod of_reqwest_retry {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::{Facts, LimitedInfo};
+    use crate::error::{ErrorFacts, LimitedInfo};
 
     #[test]
     fn refusals_of_a_drained_limiter_are_not_retried() {
         let refused = |reason| Limited::Local {
             reason,
-            report: LimitedInfo::new(Facts {
+            report: LimitedInfo::new(ErrorFacts {
                 key: "all".into(),
                 name: None,
                 route: None,

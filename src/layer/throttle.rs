@@ -23,7 +23,7 @@ use crate::limiter::refusal_of_throttle;
 #[cfg(doc)]
 use crate::pacing::Fair;
 use crate::signal::ResponseInfo;
-use crate::throttle::{Back, Begun, Throttle, ThrottlePermit, Wait};
+use crate::throttle::{Back, Begun, PaceWait, Throttle, ThrottlePermit};
 
 /// Finds the speed that a server allows if its limit is unknown or changes. Clones share what they
 /// learn.
@@ -127,7 +127,7 @@ pub(super) struct ThrottleWait {
 // done => Turn | Ended, if the inner service was not ready at once
 enum Stage {
     /// Waits for its turn.
-    Turn(Box<Wait>),
+    Turn(Box<PaceWait>),
     /// May not be sent any more.
     Ended(Option<Limited>),
 }

@@ -9,7 +9,7 @@
 //! - A permit becomes an advance booking if its slot is later than the first free slot, by more
 //!   than [`TOLERANCE`] or a fiftieth of the shortest window. Otherwise it goes into the logs.
 //! - A bucket counts permits in the order of the list, after those of its log
-//!   ([`Bucket`](super::bucket::Bucket)). So under a bucket, a permit behind the first advance
+//!   ([`BucketState`](super::bucket::BucketState)). So under a bucket, a permit behind the first advance
 //!   booking becomes one as well.
 //! - When the slot of an advance booking comes, its units enter the logs. It then counts in every
 //!   later window anyway, until its stamp leaves.

@@ -5,7 +5,7 @@
 //! differential`
 
 use super::advance::AdvanceBooking;
-use super::bucket::Bucket;
+use super::bucket::BucketState;
 use super::fixed::Fixed;
 use super::window::Window;
 use super::{Micros, UnusedPermits, micros_up};
@@ -13,7 +13,7 @@ use crate::quota::Limit;
 
 /// The time in which a permit may be used.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Open {
+pub(super) struct PermitTime {
     /// How long after its slot the permit is valid.
     pub(super) life: Micros,
     /// How far all of that time has to stay from the boundaries of a fixed window.
@@ -24,9 +24,9 @@ pub(super) struct Open {
     pub(super) borrows: Option<u8>,
 }
 
-impl Open {
+impl PermitTime {
     /// The time of a permit that is used at its slot, and arrives at once.
-    pub(super) const MOMENT: Open = Open {
+    pub(super) const MOMENT: PermitTime = PermitTime {
         life: 0,
         guard: 0,
         transit_slack: 0,
@@ -44,7 +44,7 @@ impl Open {
 pub(super) enum Algorithm {
     Window(Window),
     /// Boxed, because it is larger than a window, which is the limit of most keys.
-    Bucket(Box<Bucket>),
+    Bucket(Box<BucketState>),
     /// Boxed, as a bucket is.
     Fixed(Box<Fixed>),
 }
@@ -58,7 +58,7 @@ impl Algorithm {
             Limit::Sliding { count, .. } => Algorithm::Window(Window::new(count, window)),
             Limit::Bucket {
                 capacity, count, ..
-            } => Algorithm::Bucket(Box::new(Bucket::new(capacity, count, window))),
+            } => Algorithm::Bucket(Box::new(BucketState::new(capacity, count, window))),
             Limit::Fixed { count, .. } => {
                 Algorithm::Fixed(Box::new(Fixed::new(count, window, ahead)))
             }
@@ -81,7 +81,7 @@ impl Algorithm {
         &mut self,
         from: Micros,
         cost: u64,
-        open: Open,
+        open: PermitTime,
         reserved: u64,
         advance: &[AdvanceBooking],
     ) -> Micros {
@@ -112,7 +112,12 @@ impl Algorithm {
     }
 
     /// Returns how many units may leave at `slot`, which is not before the first slot of one unit.
-    pub(super) fn room(&mut self, slot: Micros, open: Open, advance: &[AdvanceBooking]) -> u64 {
+    pub(super) fn room(
+        &mut self,
+        slot: Micros,
+        open: PermitTime,
+        advance: &[AdvanceBooking],
+    ) -> u64 {
         match self {
             Algorithm::Window(window) => window.room(slot, open, advance),
             Algorithm::Bucket(bucket) => bucket.room(slot, open, advance),
@@ -164,7 +169,7 @@ impl Algorithm {
     ) -> bool {
         match self {
             Algorithm::Window(window) => {
-                window.first_slot(unused.slot, 0, Open::MOMENT, 0, advance) == unused.slot
+                window.first_slot(unused.slot, 0, PermitTime::MOMENT, 0, advance) == unused.slot
             }
             Algorithm::Bucket(bucket) => bucket.would_give_again(unused),
             Algorithm::Fixed(_) => true,
@@ -175,7 +180,7 @@ impl Algorithm {
     pub(super) fn free(&mut self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
         match self {
             Algorithm::Window(window) => window.free(now, advance),
-            Algorithm::Bucket(bucket) => bucket.room(now, Open::MOMENT, advance),
+            Algorithm::Bucket(bucket) => bucket.room(now, PermitTime::MOMENT, advance),
             Algorithm::Fixed(fixed) => fixed.room(now, advance),
         }
     }

@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 
 use super::advance::AdvanceBooking;
-use super::algorithm::Open;
+use super::algorithm::PermitTime;
 use super::{Micros, UnusedPermits};
 
 /// Allows at most `capacity` units at once, and refills `count` units in each `window`.
@@ -38,7 +38,7 @@ use super::{Micros, UnusedPermits};
 /// moment starts anew from a stamp. Joined bookings count as one permit. Their check may fail
 /// although that of each part holds, so then a new permit that affects them goes behind them.
 #[derive(Clone, Debug)]
-pub(super) struct Bucket {
+pub(super) struct BucketState {
     /// Whether the limit is the pace of a part (`lending.rs`), as the present caller states it.
     pub(super) is_pace: bool,
     /// The units of a full bucket.
@@ -64,17 +64,17 @@ pub(super) struct Bucket {
     delayed: VecDeque<DelayedPermit>,
 }
 
-/// A permit of `Bucket::delayed`. With these values it can be taken back in full.
+/// A permit of `BucketState::delayed`. With these values it can be taken back in full.
 #[derive(Clone, Debug)]
 struct DelayedPermit {
     slot: Micros,
     /// The time in which its units are refilled, in microseconds times `count`.
     units: u128,
-    /// `Bucket::full_at` before the permit was booked.
+    /// `BucketState::full_at` before the permit was booked.
     before: u128,
-    /// `Bucket::full_at` after it was booked.
+    /// `BucketState::full_at` after it was booked.
     after: u128,
-    /// `Bucket::queued_from` before it was booked.
+    /// `BucketState::queued_from` before it was booked.
     queued_from: Micros,
 }
 
@@ -83,13 +83,13 @@ struct DelayedPermit {
 const LONGEST_AGO: Micros = 5_000_000;
 
 /// The most delayed permits that are kept. A permit that was dropped from them can be taken back
-/// only as far as later permits allow (`Bucket::refundable`).
+/// only as far as later permits allow (`BucketState::refundable`).
 const MOST_DELAYED: usize = 32;
 
-impl Bucket {
+impl BucketState {
     /// Makes a full bucket.
     pub(super) fn new(capacity: u32, count: u32, window: Micros) -> Self {
-        Bucket {
+        BucketState {
             is_pace: false,
             capacity: u128::from(capacity),
             count: u128::from(count),
@@ -112,7 +112,7 @@ impl Bucket {
         &self,
         from: Micros,
         cost: u64,
-        open: Open,
+        open: PermitTime,
         advance: &[AdvanceBooking],
     ) -> Micros {
         let mut full_at = self.full_at;
@@ -159,7 +159,7 @@ impl Bucket {
     }
 
     /// Returns how many units may be used at `slot`.
-    pub(super) fn room(&self, slot: Micros, open: Open, advance: &[AdvanceBooking]) -> u64 {
+    pub(super) fn room(&self, slot: Micros, open: PermitTime, advance: &[AdvanceBooking]) -> u64 {
         let behind = advance.partition_point(|booking| booking.slot <= slot);
         let (before, behind) = advance.split_at(behind);
         let full_at = before.iter().fold(self.full_at, |full_at, booking| {
@@ -191,7 +191,7 @@ impl Bucket {
     pub(super) fn used(&self, now: Micros) -> u64 {
         u64::try_from(self.capacity)
             .unwrap_or(u64::MAX)
-            .saturating_sub(self.room(now, Open::MOMENT, &[]))
+            .saturating_sub(self.room(now, PermitTime::MOMENT, &[]))
     }
 
     /// Takes in a statement of the upstream that was made `ago` microseconds ago: `left` units were
@@ -200,7 +200,7 @@ impl Bucket {
     pub(super) fn see(&mut self, now: Micros, ago: Micros, left: u64) -> bool {
         let back = (u128::from(ago.min(LONGEST_AGO)) * self.count).div_ceil(self.window) + 1;
         let most = left.saturating_add(u64::try_from(back).unwrap_or(u64::MAX));
-        let gone = self.room(now, Open::MOMENT, &[]).saturating_sub(most);
+        let gone = self.room(now, PermitTime::MOMENT, &[]).saturating_sub(most);
         if gone > 0 {
             self.insert(now, now, gone, false);
         }
@@ -266,7 +266,7 @@ impl Bucket {
     ///
     /// The last permits that were booked ahead are taken back in full, because no later permit
     /// depends on them. Any other permit is taken back only as far as later permits allow
-    /// (`Bucket::refundable`).
+    /// (`BucketState::refundable`).
     pub(super) fn subtract(&mut self, unused: UnusedPermits) {
         let mut units = u128::from(unused.units) * self.window;
         if self.is_last_queued(unused.slot) {

@@ -8,7 +8,7 @@ use std::ops::RangeInclusive;
 
 use super::Micros;
 use super::advance::AdvanceBooking;
-use super::algorithm::Open;
+use super::algorithm::PermitTime;
 
 /// Allows at most `limit` units in each window. It allows none within a guard of a boundary,
 /// because the upstream may count them on either side. The caller states the guard
@@ -164,11 +164,11 @@ impl Fixed {
         &self,
         from: Micros,
         cost: u64,
-        open: Open,
+        open: PermitTime,
         reserved: u64,
         advance: &[AdvanceBooking],
     ) -> Micros {
-        let Open { life, guard, .. } = open;
+        let PermitTime { life, guard, .. } = open;
         let most = self.limit.saturating_sub(reserved).max(cost);
         let mut window = self.number(from).max(self.open_from);
         let whole = self.window.saturating_sub(2 * guard);

@@ -7,7 +7,7 @@ use super::Micros;
 /// The hold of a key. Until it ends, the key may send nothing, because the upstream refused a
 /// request or an operator put the key on hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Hold {
+pub(crate) struct StoredHold {
     /// When the hold ends. 0 if there is none.
     pub(crate) until: Micros,
     /// Whether the upstream asked for a longer hold than the process that sent it allows.
@@ -19,7 +19,7 @@ pub(crate) struct Hold {
     pub(crate) slept: Micros,
 }
 
-impl Hold {
+impl StoredHold {
     /// Takes in for how long the machine has slept in all: the hold ends earlier by what came after it was set.
     pub(super) fn wake(&mut self, slept: Micros) {
         let since = slept.saturating_sub(self.slept);
@@ -29,7 +29,7 @@ impl Hold {
 
     /// Returns which of two holds applies. The end of a hold moves only later, unless the hold was
     /// released.
-    pub(super) fn or(self, other: Hold) -> Hold {
+    pub(super) fn or(self, other: StoredHold) -> StoredHold {
         match self.releases.cmp(&other.releases) {
             Ordering::Less => other,
             Ordering::Equal if other.until > self.until => other,

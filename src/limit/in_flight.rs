@@ -34,7 +34,7 @@ use super::Micros;
 #[derive(Debug, Default)]
 pub(crate) struct InFlightSlots {
     /// The holders that use slots or wait.
-    holders: Vec<Holder>,
+    holders: Vec<HolderSlots>,
     /// The waiters, in the order of their arrival.
     queue: VecDeque<Batch>,
     /// How often the slots have changed. Of two updates, the one with the larger version is newer.
@@ -43,7 +43,7 @@ pub(crate) struct InFlightSlots {
 
 /// A holder: the limiter of a process, for one key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Holder {
+struct HolderSlots {
     /// The number of the holder.
     id: u64,
     /// The number of its last claim.
@@ -130,10 +130,10 @@ impl InFlightSlots {
         self.forget(now);
         let index = self.holders.iter().position(|holder| holder.id == claim.id);
         let index = index.unwrap_or_else(|| {
-            self.holders.push(Holder {
+            self.holders.push(HolderSlots {
                 id: claim.id,
                 granted: claim.granted_seen,
-                ..Holder::default()
+                ..HolderSlots::default()
             });
             self.holders.len() - 1
         });
@@ -154,7 +154,7 @@ impl InFlightSlots {
             if holder.id == claim.id || holder.has_new_slots || must_return_slots {
                 holder.knows_others_wait = others_wait;
                 holder.has_new_slots = false;
-                let Holder {
+                let HolderSlots {
                     id,
                     number,
                     granted,
@@ -309,7 +309,7 @@ impl InFlightSlots {
     }
 }
 
-impl Holder {
+impl HolderSlots {
     /// Returns how many slots of `limit` its class has: its share, rounded down, and at least one. 0 if
     /// the limit is not divided.
     fn slots_of_class(&self, limit: u32) -> u32 {
@@ -320,7 +320,7 @@ impl Holder {
 }
 
 /// Returns how many slots `holders` have taken.
-fn taken<'a>(holders: impl Iterator<Item = &'a Holder>) -> u32 {
+fn taken<'a>(holders: impl Iterator<Item = &'a HolderSlots>) -> u32 {
     holders.fold(0, |taken, holder| taken.saturating_add(holder.taken))
 }
 

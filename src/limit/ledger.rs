@@ -7,13 +7,13 @@
 use std::time::Duration;
 
 use super::advance::{AdvanceBooking, AdvanceBookings};
-use super::algorithm::Open;
+use super::algorithm::PermitTime;
 use super::limit_set::LimitSet;
 use super::returned::ReturnedSlots;
 use super::set_quota::{ChangeKind, SetQuotaState, is_learned, is_set, next_version};
 use super::{
-    Booking, Charge, Hold, Lending, LimitSpec, Micros, TooLate, UnusedPermits, UpstreamRemaining,
-    micros_down, micros_up,
+    Booking, Charge, Lending, LimitSpec, Micros, StoredHold, TooLate, UnusedPermits,
+    UpstreamRemaining, micros_down, micros_up,
 };
 use crate::quota::{Limit, Quota};
 
@@ -34,7 +34,7 @@ pub(crate) struct Ledger {
 #[derive(Clone, Debug, Default)]
 struct RareState {
     /// The hold of the key, also after it has ended.
-    hold: Hold,
+    hold: StoredHold,
     /// The returned slots that lie ahead.
     returned: ReturnedSlots,
     /// The permits that are booked in advance. Their slots lie ahead.
@@ -337,14 +337,14 @@ impl Ledger {
     }
 
     /// Adds a hold. From now on no slot is before its end. Returns the hold that applies.
-    pub(crate) fn hold(&mut self, hold: Hold) -> Hold {
+    pub(crate) fn hold(&mut self, hold: StoredHold) -> StoredHold {
         let in_force = self.in_force().or(hold);
         self.set_hold(in_force);
         self.drain();
         in_force
     }
 
-    /// Takes in for how long the machine has slept in all: see [`Hold::wake`]. `slept` is asked only if the key is on hold.
+    /// Takes in for how long the machine has slept in all: see [`StoredHold::wake`]. `slept` is asked only if the key is on hold.
     pub(crate) fn wake(&mut self, slept: impl FnOnce() -> Micros) {
         if let Some(rare) = self.rare.as_mut().filter(|rare| rare.hold.until > self.now) {
             rare.hold.wake(slept());
@@ -352,11 +352,13 @@ impl Ledger {
     }
 
     /// Returns the hold that applies.
-    fn in_force(&self) -> Hold {
-        self.rare.as_ref().map_or(Hold::default(), |rare| rare.hold)
+    fn in_force(&self) -> StoredHold {
+        self.rare
+            .as_ref()
+            .map_or(StoredHold::default(), |rare| rare.hold)
     }
 
-    fn set_hold(&mut self, hold: Hold) {
+    fn set_hold(&mut self, hold: StoredHold) {
         if hold != self.in_force() {
             self.rare.get_or_insert_default().hold = hold;
         }
@@ -365,11 +367,11 @@ impl Ledger {
     /// Adds a hold that begins now. Releases before it do not end it, even if the process that set it
     /// did not know of them. One without time left ends the probation that follows the last one, and no hold in
     /// force.
-    pub(crate) fn hold_anew(&mut self, hold: Hold) -> Hold {
+    pub(crate) fn hold_anew(&mut self, hold: StoredHold) -> StoredHold {
         if hold.until.max(self.in_force().until) <= self.now {
             return self.release();
         }
-        self.hold(Hold {
+        self.hold(StoredHold {
             releases: hold.releases.max(self.in_force().releases),
             ..hold
         })
@@ -377,9 +379,9 @@ impl Ledger {
 
     /// Ends the hold, and forgets what is reserved for other clients. Returns the hold that
     /// applies.
-    pub(crate) fn release(&mut self) -> Hold {
+    pub(crate) fn release(&mut self) -> StoredHold {
         self.limits.forget_others();
-        let released = Hold {
+        let released = StoredHold {
             until: 0,
             cut: false,
             releases: self.in_force().releases.saturating_add(1),
@@ -500,7 +502,7 @@ impl Ledger {
 
     /// Returns whether a permit with this slot becomes an advance booking. `from` is the first
     /// moment at which the permit is of use.
-    fn is_in_advance(&mut self, slot: Micros, from: Micros, cost: u64, open: Open) -> bool {
+    fn is_in_advance(&mut self, slot: Micros, from: Micros, cost: u64, open: PermitTime) -> bool {
         let earliest = self.earliest();
         let free = if from > earliest {
             self.first_slot(earliest, cost, open).0
@@ -645,7 +647,7 @@ impl Ledger {
 
     /// Returns the first moment, not before `from`, at which every limit allows `cost`, and the
     /// limit that allows it last.
-    fn first_slot(&mut self, from: Micros, cost: u64, open: Open) -> (Micros, Option<Limit>) {
+    fn first_slot(&mut self, from: Micros, cost: u64, open: PermitTime) -> (Micros, Option<Limit>) {
         self.limits
             .first_slot(from, cost, open, advance(&self.rare))
     }
@@ -730,8 +732,8 @@ impl Ledger {
 }
 
 /// Returns the time in which a permit with this life may be used, and who asks for it.
-fn open(spec: &LimitSpec, life: Micros, borrows: bool) -> Open {
-    Open {
+fn open(spec: &LimitSpec, life: Micros, borrows: bool) -> PermitTime {
+    PermitTime {
         life,
         guard: micros_up(spec.boundary_guard()),
         transit_slack: micros_up(spec.transit_slack()),

@@ -4,7 +4,7 @@
 //! After a change: `cargo test --all-features --lib differential`
 
 use super::advance::{AdvanceBooking, TOLERANCE};
-use super::algorithm::{Algorithm, Open};
+use super::algorithm::{Algorithm, PermitTime};
 use super::limit_state::LimitState;
 use super::limit_states::LimitStates;
 use super::set_quota::{Gap, SetQuotaState};
@@ -327,7 +327,7 @@ impl LimitSet {
         &mut self,
         from: Micros,
         cost: u64,
-        open: Open,
+        open: PermitTime,
         advance: &[AdvanceBooking],
     ) -> (Micros, Option<Limit>) {
         let mut slot = from;
@@ -360,7 +360,12 @@ impl LimitSet {
     }
 
     /// Returns how many units may leave at `slot`, which is not before the first slot of one unit.
-    pub(super) fn room(&mut self, slot: Micros, open: Open, advance: &[AdvanceBooking]) -> u64 {
+    pub(super) fn room(
+        &mut self,
+        slot: Micros,
+        open: PermitTime,
+        advance: &[AdvanceBooking],
+    ) -> u64 {
         let rooms = self.owned().map(|state| state.room(slot, open, advance));
         rooms.min().unwrap_or(0)
     }
@@ -499,7 +504,7 @@ impl LimitSet {
         &mut self,
         from: Micros,
         cost: u32,
-        open: Open,
+        open: PermitTime,
         advance: &[AdvanceBooking],
     ) -> impl Iterator<Item = Micros> {
         self.owned().map(move |state| {

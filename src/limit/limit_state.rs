@@ -4,7 +4,7 @@
 //! After a change: `cargo test --all-features --lib differential`
 
 use super::advance::AdvanceBooking;
-use super::algorithm::{Algorithm, Open};
+use super::algorithm::{Algorithm, PermitTime};
 use super::external::{ExternalUsage, Ours, Size, Statement};
 use super::{Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
@@ -73,7 +73,7 @@ impl LimitState {
         &mut self,
         mut from: Micros,
         cost: u64,
-        open: Open,
+        open: PermitTime,
         advance: &[AdvanceBooking],
     ) -> Micros {
         let size = self.size();
@@ -98,7 +98,7 @@ impl LimitState {
         from: Micros,
         cost: u64,
         percent: u8,
-        open: Open,
+        open: PermitTime,
         advance: &[AdvanceBooking],
     ) -> Micros {
         let most = u64::from(self.limit.largest_cost());
@@ -110,7 +110,12 @@ impl LimitState {
     }
 
     /// Returns how many units may leave at `slot`, which is not before the first slot of one unit.
-    pub(super) fn room(&mut self, slot: Micros, open: Open, advance: &[AdvanceBooking]) -> u64 {
+    pub(super) fn room(
+        &mut self,
+        slot: Micros,
+        open: PermitTime,
+        advance: &[AdvanceBooking],
+    ) -> u64 {
         let reserved = self.reserved(slot);
         self.rule.room(slot, open, advance).saturating_sub(reserved)
     }

@@ -57,7 +57,7 @@ mod window_sweep;
 
 pub(crate) use booking::{Booking, TooLate};
 pub use charge::Charge;
-pub(crate) use hold::Hold;
+pub(crate) use hold::StoredHold;
 pub(crate) use in_flight::{HolderClaim, HolderUpdate, InFlightSlots};
 pub(crate) use ledger::{Ledger, Order, QuotaChange, QuotaInForce};
 pub use lending::Lending;

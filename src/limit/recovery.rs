@@ -28,7 +28,7 @@ const LONGEST_CLAIM_DELAY: Micros = 1_000_000;
 
 /// What a caller remembers of a state.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Known {
+pub(crate) struct KnownState {
     pub(crate) incarnation: u64,
     pub(crate) writes: u64,
 }
@@ -37,7 +37,7 @@ pub(crate) struct Known {
 ///
 /// Of the calls about rates, only those that also state a time count. A call that only returns
 /// permits states none.
-pub(crate) fn is_lost(known: Known, incarnation: u64, writes: u64) -> bool {
+pub(crate) fn is_lost(known: KnownState, incarnation: u64, writes: u64) -> bool {
     known.incarnation != 0 && (known.incarnation != incarnation || known.writes > writes)
 }
 
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn callers_that_know_more_have_lost_a_state() {
-        let known = Known {
+        let known = KnownState {
             incarnation: 5,
             writes: 9,
         };
@@ -149,7 +149,7 @@ mod tests {
         assert!(is_lost(known, 5, 8) && is_lost(known, 6, 9));
         assert!(
             !is_lost(
-                Known {
+                KnownState {
                     incarnation: 0,
                     writes: 9
                 },

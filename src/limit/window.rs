@@ -5,7 +5,7 @@
 
 use super::Micros;
 use super::advance::AdvanceBooking;
-use super::algorithm::Open;
+use super::algorithm::PermitTime;
 use super::long_log::LongLog;
 use super::window_sweep::WindowSweep;
 
@@ -103,7 +103,7 @@ impl Window {
         &mut self,
         from: Micros,
         cost: u64,
-        open: Open,
+        open: PermitTime,
         reserved: u64,
         advance: &[AdvanceBooking],
     ) -> Micros {
@@ -118,7 +118,7 @@ impl Window {
 
     /// Returns whether an advance booking may count in a window that a permit with this slot
     /// touches.
-    fn is_in_reach(&self, slot: Micros, open: Open, advance: &[AdvanceBooking]) -> bool {
+    fn is_in_reach(&self, slot: Micros, open: PermitTime, advance: &[AdvanceBooking]) -> bool {
         let end = self.end(slot).saturating_add(open.length());
         advance.first().is_some_and(|first| first.slot < end)
     }
@@ -149,7 +149,7 @@ impl Window {
 
     /// Returns how many units may be used at `slot`, which is not before the first slot of one
     /// unit.
-    pub(super) fn room(&self, slot: Micros, open: Open, advance: &[AdvanceBooking]) -> u64 {
+    pub(super) fn room(&self, slot: Micros, open: PermitTime, advance: &[AdvanceBooking]) -> u64 {
         if self.is_in_reach(slot, open, advance) {
             let used = self.sweep(slot, advance).most_units(open.length());
             return self.limit().saturating_sub(used);

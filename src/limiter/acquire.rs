@@ -15,7 +15,7 @@ use super::cores::Cores;
 use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
-use super::explain::{self, Asked};
+use super::explain::{self, AskedKey};
 use super::explanation::{Explanation, Verdict};
 use super::limited::RefusedRequest;
 use super::part::{MOST_PARTS, PartRef};
@@ -47,29 +47,29 @@ pub struct Acquire(Step);
 // Waiting, Invalid => Done
 #[derive(Debug)]
 enum Step {
-    New(Arc<Core>, Request),
+    New(Arc<Core>, NewRequest),
     /// A request of one key, whose limits count several units, that has not entered.
-    Units(Cores, Vec<Part>),
+    Units(Cores, Vec<NewPart>),
     /// A request of several keys that has not entered.
-    Joint(Vec<Part>),
+    Joint(Vec<NewPart>),
     /// A request that states a quota its key cannot have.
-    Invalid(Vec<Part>, Arc<ConfigError>),
+    Invalid(Vec<NewPart>, Arc<ConfigError>),
     Waiting(Box<Wait>),
     Done,
 }
 
 /// A request that has not entered.
 #[derive(Clone, Copy, Debug)]
-struct Request {
+struct NewRequest {
     key: Key,
     cost: u32,
     deadline: Option<Instant>,
     quota: QuotaId,
 }
 
-impl Request {
+impl NewRequest {
     fn entry(&self) -> Entry {
-        let &Request {
+        let &NewRequest {
             key,
             cost,
             deadline,
@@ -87,17 +87,17 @@ impl Request {
 
 /// One key of a request of several keys that has not entered.
 #[derive(Debug)]
-struct Part {
+struct NewPart {
     core: Arc<Core>,
-    request: Request,
+    request: NewRequest,
     /// The key that the caller gave. That of the request is another one if the limits count a unit.
     named: Key,
 }
 
-impl Part {
-    fn new(core: Arc<Core>, request: Request) -> Self {
+impl NewPart {
+    fn new(core: Arc<Core>, request: NewRequest) -> Self {
         let named = core.whole(request.key);
-        Part {
+        NewPart {
             core,
             request,
             named,
@@ -114,7 +114,7 @@ impl Acquire {
         }
         Acquire(Step::New(
             cores.first.clone(),
-            Request {
+            NewRequest {
                 key: cores.first.part_of(key),
                 cost: 1,
                 deadline: None,
@@ -124,9 +124,9 @@ impl Acquire {
     }
 
     fn of_units(cores: &Cores, key: Key) -> Self {
-        let part = |core: &Arc<Core>| Part {
+        let part = |core: &Arc<Core>| NewPart {
             core: core.clone(),
-            request: Request {
+            request: NewRequest {
                 key: core.key_of(key),
                 cost: Cost::default().under(core.unit()),
                 deadline: None,
@@ -149,7 +149,7 @@ impl Acquire {
             Step::Units(cores, parts) => {
                 // By hand, nothing is refused: the program may charge the unit in another call.
                 let _ = cores.check_units(&cost.into(), |unit| !cores.count(unit));
-                for Part { core, request, .. } in parts {
+                for NewPart { core, request, .. } in parts {
                     request.cost = cost.under(core.unit());
                 }
             }
@@ -177,7 +177,7 @@ impl Acquire {
     /// # }
     /// ```
     pub fn class(mut self, class: &str) -> Self {
-        let change = |core: &mut Arc<Core>, request: &mut Request| {
+        let change = |core: &mut Arc<Core>, request: &mut NewRequest| {
             if let Some((part, key)) = core.part_of_class(request.key, class) {
                 (*core, request.key) = (part, key);
             }
@@ -188,7 +188,7 @@ impl Acquire {
         match &mut self.0 {
             Step::New(core, request) => change(core, request),
             Step::Units(_, parts) => {
-                for Part { core, request, .. } in parts {
+                for NewPart { core, request, .. } in parts {
                     change(core, request);
                 }
             }
@@ -339,7 +339,7 @@ impl Acquire {
     pub async fn explain(self) -> Result<Explanation, StoreError> {
         let (parts, invalid) = self.into_parts();
         let deadline = parts.iter().filter_map(|part| part.request.deadline).min();
-        let asked = parts.into_iter().map(|part| Asked {
+        let asked = parts.into_iter().map(|part| AskedKey {
             core: part.core,
             key: part.request.key,
             cost: part.request.cost,
@@ -504,9 +504,9 @@ impl Acquire {
     }
 
     /// Returns the keys of the request, and why their quota is invalid, if it is.
-    fn into_parts(self) -> (Vec<Part>, Option<Arc<ConfigError>>) {
+    fn into_parts(self) -> (Vec<NewPart>, Option<Arc<ConfigError>>) {
         match self.0 {
-            Step::New(core, request) => (vec![Part::new(core, request)], None),
+            Step::New(core, request) => (vec![NewPart::new(core, request)], None),
             Step::Units(_, parts) | Step::Joint(parts) => (parts, None),
             Step::Invalid(parts, error) => (parts, Some(error)),
             Step::Waiting(_) | Step::Done => {
@@ -517,12 +517,12 @@ impl Acquire {
 }
 
 /// Enters a request of several keys.
-fn enter_joint(parts: &[Part]) -> Started {
+fn enter_joint(parts: &[NewPart]) -> Started {
     let deadline = parts.iter().filter_map(|part| part.request.deadline).min();
     let first = &parts[0];
     let parts: SmallVec<[PartRef<'_>; 4]> = parts
         .iter()
-        .map(|Part { core, request, .. }| {
+        .map(|NewPart { core, request, .. }| {
             let entry = Entry {
                 deadline: None,
                 ..request.entry()
@@ -540,8 +540,8 @@ fn enter_joint(parts: &[Part]) -> Started {
 
 /// Refuses a request that has not entered, and counts it under its first key.
 #[cold]
-fn refuse(first: &Part, reason: Reason) -> Limited {
-    let Part { core, request, .. } = first;
+fn refuse(first: &NewPart, reason: Reason) -> Limited {
+    let NewPart { core, request, .. } = first;
     let now = clock::now();
     let label = core.label(request.key, None);
     let refused = RefusedRequest::new(label, core.limit_name(request.key), now);

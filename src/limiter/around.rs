@@ -29,7 +29,7 @@ use crate::quota::LONGEST_LIFE;
 
 /// What is around the code that runs on this thread.
 #[derive(Clone, Copy)]
-enum Around {
+enum Surroundings {
     Nothing,
     /// The call of an inner service, by a layer that makes a future. The layer has nothing to drop, because of the
     /// fast path: the mark stays if the inner service panics.
@@ -40,27 +40,27 @@ enum Around {
 }
 
 thread_local! {
-    static AROUND: Cell<Around> = const { Cell::new(Around::Nothing) };
+    static AROUND: Cell<Surroundings> = const { Cell::new(Surroundings::Nothing) };
 }
 
 /// Returns whether the caller may be inside of a layer.
 #[inline]
 pub(crate) fn is_any() -> bool {
-    engine::are_marks_read() && !matches!(AROUND.get(), Around::Nothing)
+    engine::are_marks_read() && !matches!(AROUND.get(), Surroundings::Nothing)
 }
 
 /// Returns whether the caller is inside of the call of a layer, or a service has panicked there. A request then enters
 /// when its future is polled: a layer that is around leaves its mark there, too.
 #[inline]
 pub(crate) fn is_unsure() -> bool {
-    matches!(AROUND.get(), Around::Call)
+    matches!(AROUND.get(), Surroundings::Call)
 }
 
 /// Removes the mark that is left if a service has panicked. The caller is polled, so no call is around it, unless an inner
 /// service polls inside of its `call`.
 pub(crate) fn forget_panic() {
     if is_unsure() {
-        AROUND.set(Around::Nothing);
+        AROUND.set(Surroundings::Nothing);
     }
 }
 
@@ -95,20 +95,20 @@ pub(super) fn is_nested(own: &Core) -> bool {
 /// Returns the request that is around the caller, if that is polled: its limiter, and from when on its permit was valid.
 fn request() -> Option<(CoreId, Option<Moment>)> {
     match AROUND.get() {
-        Around::Poll(core, since) if is_any() => Some((core, since)),
+        Surroundings::Poll(core, since) if is_any() => Some((core, since)),
         _ => None,
     }
 }
 
 /// The mark of a layer on its thread, while it calls its inner service on the fast path.
 #[derive(Clone, Copy)]
-pub(crate) struct Mark(Around);
+pub(crate) struct Mark(Surroundings);
 
 impl Mark {
     /// Marks the thread.
     #[inline]
     pub(crate) fn set() -> Self {
-        Mark(AROUND.replace(Around::Call))
+        Mark(AROUND.replace(Surroundings::Call))
     }
 
     /// Removes the mark.
@@ -119,14 +119,14 @@ impl Mark {
 }
 
 /// A call or poll of the inner service of a layer. Dropping this removes the mark, also if the inner service panics.
-pub(crate) struct InnerCall(Around);
+pub(crate) struct InnerCall(Surroundings);
 
 impl InnerCall {
     /// Marks the thread for a request of `core`, whose permit was valid from `since` on, if it has one. Returns `None`
     /// if no layer reads marks.
     #[inline]
     pub(super) fn begin(core: CoreId, since: Option<Moment>) -> Option<Self> {
-        engine::are_marks_read().then(|| InnerCall(AROUND.replace(Around::Poll(core, since))))
+        engine::are_marks_read().then(|| InnerCall(AROUND.replace(Surroundings::Poll(core, since))))
     }
 }
 

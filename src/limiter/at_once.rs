@@ -14,7 +14,7 @@ use super::joint;
 use super::key_state::KeyState;
 use super::part::{PartRef, PerPart};
 use super::quotas::QuotaId;
-use super::reservation::{Counting, Reservation};
+use super::reservation::{CountedAs, Reservation};
 use super::sent::Sent;
 use super::taken::{OfKey, Taken};
 use crate::clock::{self, Moment};
@@ -30,7 +30,7 @@ use crate::stats::Outcome;
 pub(super) fn send_at_once(core: &Core, entry: &Entry) -> Option<Moment> {
     let now = clock::now_by_counter();
     if entry.cost == 0 {
-        return pass_for_nothing(core, Counting::Request).then_some(now);
+        return pass_for_nothing(core, CountedAs::Request).then_some(now);
     }
     let is_sent =
         is_open(core, entry, now) && core.states.spend(entry.key, entry.cost, entry.quota, now);
@@ -48,7 +48,7 @@ pub(super) fn send_one_unlocked(core: &Core, entry: &Entry) -> Option<Moment> {
 /// Takes a permit that is at hand, and counts the request. Returns `Some(None)` for a request that costs
 /// nothing, and `None` if the request has to take the slow path.
 pub(super) fn take_at_once(core: &Core, entry: &Entry, now: Moment) -> Option<Option<Reservation>> {
-    take_counting(core, entry, Counting::Request, now)
+    take_counting(core, entry, CountedAs::Request, now)
 }
 
 /// The same without a visit of the state of the key. Returns `None` for all requests but those under [`Key::ALL`]
@@ -68,7 +68,7 @@ pub(super) fn take_one_unlocked(core: &Core, entry: &Entry, now: Moment) -> Opti
 pub(super) fn take_counting(
     core: &Core,
     entry: &Entry,
-    counting: Counting,
+    counting: CountedAs,
     now: Moment,
 ) -> Option<Option<Reservation>> {
     if entry.cost == 0 {
@@ -85,9 +85,9 @@ pub(super) fn take_counting(
 
 /// Lets a request that costs nothing pass, and counts it. Returns whether it passes: not while the limiter
 /// drains.
-fn pass_for_nothing(core: &Core, counting: Counting) -> bool {
+fn pass_for_nothing(core: &Core, counting: CountedAs) -> bool {
     let passes = !core.settings.tally.is_draining();
-    if passes && counting == Counting::Request {
+    if passes && counting == CountedAs::Request {
         core.settings.tally.count(Outcome::Passed);
     }
     passes
@@ -173,7 +173,7 @@ fn take_slots(
     };
     slots.push(None);
     for part in &parts[1..] {
-        match take(part, Counting::Units) {
+        match take(part, CountedAs::Units) {
             Some(slot) => slots.push(slot),
             None => {
                 give_up(parts, std::mem::take(slots));
@@ -181,7 +181,7 @@ fn take_slots(
             }
         }
     }
-    match take(&parts[0], Counting::Request) {
+    match take(&parts[0], CountedAs::Request) {
         Some(slot) => slots[0] = slot,
         None => {
             give_up(parts, std::mem::take(slots));

@@ -1,7 +1,7 @@
 //! What a limiter counts: requests by outcome, and the units of their permits.
 //!
 //! A request counts once. If it takes permits at hand, the state of its key counts it
-//! ([`Counting`](super::reservation::Counting)). Otherwise it is counted where its outcome is known: in
+//! ([`CountedAs`](super::reservation::CountedAs)). Otherwise it is counted where its outcome is known: in
 //! `start` if it does not wait, else by [`Wait`](super::wait::Wait). A joint
 //! request counts under its first key.
 //!
@@ -129,7 +129,7 @@ pub(super) fn is_unnamed(core: &Core, key: Key) -> bool {
 
 /// What is summed over the keys.
 #[derive(Default)]
-struct Sum {
+struct KeySums {
     counted: Counted,
     at_hand: u64,
     held: usize,
@@ -137,8 +137,8 @@ struct Sum {
     longest_hold: Option<Duration>,
 }
 
-impl Sum {
-    fn add(&mut self, other: Sum) {
+impl KeySums {
+    fn add(&mut self, other: KeySums) {
         self.counted.add_all(&other.counted);
         self.at_hand += other.at_hand;
         self.held += other.held;
@@ -152,7 +152,7 @@ fn stats(core: &Core) -> Stats {
     // Before the keys: see `Tally::counted`.
     let mut counted = core.tally().counted();
     let has_quotas = core.settings.quotas.is_any();
-    let visit = |sum: &mut Sum, _, state: &mut KeyState| {
+    let visit = |sum: &mut KeySums, _, state: &mut KeyState| {
         sum.counted.add(&state.counts);
         sum.at_hand += u64::from(state.at_hand(now));
         let left = state.hold.left(now);
@@ -161,7 +161,7 @@ fn stats(core: &Core) -> Stats {
         sum.with_set_quota += usize::from(has_set_quota);
         sum.longest_hold = sum.longest_hold.max(left);
     };
-    let sum = core.states.fold(visit, Sum::add);
+    let sum = core.states.fold(visit, KeySums::add);
     counted.add_all(&sum.counted);
     let (passed, units) = core.states.unlocked_counts();
     counted.add_passed(passed, units);

@@ -569,13 +569,13 @@ async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Dura
             if was_search {
                 state.note_search(stated.is_ok());
             }
-            if let Ok(Stated { answered, .. }) = stated
+            if let Ok(StatementOutcome { answered, .. }) = stated
                 && number == OWN_PART
             {
                 state.note_trip(spec, (sent, answered));
             }
         });
-        if let Ok(Stated { hold, .. }) = stated
+        if let Ok(StatementOutcome { hold, .. }) = stated
             && number == PART_OF_THE_REST
             && !hold.remaining.is_zero()
         {
@@ -591,7 +591,7 @@ async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Dura
 }
 
 /// What became of a statement.
-struct Stated {
+struct StatementOutcome {
     /// When the store answered.
     answered: Instant,
     /// Until when callers without a division may use more than the part, if they were looked for.
@@ -606,7 +606,7 @@ async fn state_part(
     key: Key,
     spec: &Arc<LimitSpec>,
     whole: Option<&WholeLimits>,
-) -> Result<Stated, StoreError> {
+) -> Result<StatementOutcome, StoreError> {
     let store = &part.settings.store;
     let request = OwnedLeaseRequest::without_demands(key, spec, ClientSession::default());
     let lease = store.lease(request.request(&[])).arrives().await?;
@@ -617,7 +617,7 @@ async fn state_part(
         let wait = whole.undivided_for(&usage);
         undivided_until = wait.map(|wait| clock::after(clock::now(), wait));
     }
-    Ok(Stated {
+    Ok(StatementOutcome {
         answered,
         undivided_until,
         hold: lease.hold,

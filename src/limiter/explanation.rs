@@ -61,7 +61,7 @@ impl fmt::Display for Explanation {
 }
 
 /// The text of an [`Explanation`] by a limiter.
-pub(super) struct Told<'a> {
+pub(super) struct ExplanationText<'a> {
     pub(super) verdict: &'a Verdict,
     /// What was found: one for each key of the request, and for each [unit](crate::Quota::of) that the
     /// limits of a key count.
@@ -399,7 +399,7 @@ fn counted(unit: &'static str) -> Option<&'static str> {
     Some(unit).filter(|unit| *unit != Cost::REQUESTS)
 }
 
-impl fmt::Display for Told<'_> {
+impl fmt::Display for ExplanationText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(decisive) = self.keys.get(self.decisive) else {
             return Ok(());

@@ -24,7 +24,7 @@ use crate::store::{HoldState, spawn};
 const MOST_EVENTS: usize = 100;
 
 /// Whether a limiter has counted a unit, now or later.
-pub(crate) enum Counted<F> {
+pub(crate) enum CountedUnit<F> {
     Now(Result<(), Limited>),
     Later(F),
 }
@@ -35,7 +35,7 @@ impl Limiter {
     pub(crate) fn count(
         &self,
         key: Key,
-    ) -> Counted<impl Future<Output = Result<(), Limited>> + Send + use<>> {
+    ) -> CountedUnit<impl Future<Output = Result<(), Limited>> + Send + use<>> {
         let entry = Entry {
             key,
             cost: 1,
@@ -44,15 +44,15 @@ impl Limiter {
             quota: QuotaId::NONE,
         };
         if self.take_at_once(&entry).is_some() {
-            return Counted::Now(Ok(()));
+            return CountedUnit::Now(Ok(()));
         }
         match self.start_slow(entry, &|| self.label(key, None)) {
             Started::Granted(taken) => {
                 drop(taken.sent());
-                Counted::Now(Ok(()))
+                CountedUnit::Now(Ok(()))
             }
-            Started::Limited(limited) => Counted::Now(Err(limited)),
-            Started::Waiting(mut wait) => Counted::Later(async move {
+            Started::Limited(limited) => CountedUnit::Now(Err(limited)),
+            Started::Waiting(mut wait) => CountedUnit::Later(async move {
                 loop {
                     let taken = (&mut wait).await?;
                     if let Some(taken) = wait.leave(taken) {

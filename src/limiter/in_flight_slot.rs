@@ -23,10 +23,10 @@ use crate::wakers::Wakers;
 ///
 /// Boxed, so that a call stays small if calls in flight are not limited.
 #[derive(Debug)]
-pub(crate) struct InFlightSlot(Box<Taken>);
+pub(crate) struct InFlightSlot(Box<TakenSlot>);
 
 #[derive(Debug)]
-struct Taken {
+struct TakenSlot {
     core: Arc<Core>,
     key: Key,
     /// The number of the slot in the [`KeyCalls`] of the key.
@@ -37,7 +37,7 @@ struct Taken {
 
 impl InFlightSlot {
     pub(super) fn new(core: Arc<Core>, key: Key, number: Number) -> Self {
-        InFlightSlot(Box::new(Taken {
+        InFlightSlot(Box::new(TakenSlot {
             core,
             key,
             number,
@@ -54,7 +54,7 @@ impl InFlightSlot {
     /// Returns whether the store may have granted the slot to another call. Always `false` with
     /// [`OnStoreError::FailOpen`].
     pub(super) fn is_lost(&self, now: Instant) -> bool {
-        let Taken {
+        let TakenSlot {
             core,
             key,
             number,
@@ -68,7 +68,7 @@ impl InFlightSlot {
     /// Ready when the store may have granted the slot to another call: then this call has to end.
     /// Never ready with [`OnStoreError::FailOpen`].
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {
-        let Taken {
+        let TakenSlot {
             core,
             key,
             number,
@@ -89,7 +89,7 @@ impl InFlightSlot {
     pub(crate) fn poll_limited(&self, cx: &Context<'_>) -> Poll<Limited> {
         self.poll_lost(cx).map(|source| {
             let now = clock::now();
-            let Taken { core, key, .. } = &*self.0;
+            let TakenSlot { core, key, .. } = &*self.0;
             let call = RefusedRequest::new(core.label(*key, None), core.limit_name(*key), now);
             let limited = call.fail(source, now);
             events::limited(&core.settings.tally, &limited);
@@ -101,7 +101,7 @@ impl InFlightSlot {
 impl Drop for InFlightSlot {
     fn drop(&mut self) {
         let now = clock::now();
-        let Taken {
+        let TakenSlot {
             core, key, number, ..
         } = &*self.0;
         let key = core.whole(*key);

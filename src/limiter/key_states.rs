@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::key_state::KeyState;
 use super::prefetched::Offer;
 use super::quotas::QuotaId;
-use super::reservation::{Counting, Reservation};
+use super::reservation::{CountedAs, Reservation};
 use super::unlocked::UnlockedPermits;
 use crate::clock::Moment;
 use crate::key::Key;
@@ -16,20 +16,20 @@ use crate::key_map::{Evict, Full, KeyMap};
 /// A visit has the lock of the key's shard. Permits at hand are taken without a visit if they can be:
 /// those of [`Key::ALL`] without a lock ([`UnlockedPermits`]), those of other keys from the table.
 pub(super) struct KeyStates {
-    map: KeyMap<Row>,
+    map: KeyMap<KeyRow>,
     /// The permits at hand of [`Key::ALL`], while no thread visits its state.
     unlocked: UnlockedPermits,
 }
 
 /// What the table has of a key.
-struct Row {
+struct KeyRow {
     /// The permits at hand, while no thread visits the state. Not used for [`Key::ALL`].
     offer: Offer,
     /// Boxed, so that the table stays small.
     state: Box<KeyState>,
 }
 
-impl Evict for Row {
+impl Evict for KeyRow {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
@@ -41,7 +41,7 @@ impl Evict for Row {
     }
 }
 
-impl Row {
+impl KeyRow {
     /// Visits the state.
     #[inline]
     fn visit<R>(&mut self, visit: impl FnOnce(&mut KeyState) -> R) -> R {
@@ -78,14 +78,14 @@ impl KeyStates {
     #[inline]
     pub(super) fn spend(&self, key: Key, cost: u32, quota: QuotaId, now: Moment) -> bool {
         if key != Key::ALL {
-            let spend = |row: &mut Row| {
-                row.has_quota(quota) && row.offer.take(cost, Counting::Request, now)
+            let spend = |row: &mut KeyRow| {
+                row.has_quota(quota) && row.offer.take(cost, CountedAs::Request, now)
             };
             return self.map.find(key, spend) == Some(true);
         }
         quota == QuotaId::NONE && self.unlocked.spend(cost, now)
             || self
-                .take_visiting(cost, quota, Counting::Request, now)
+                .take_visiting(cost, quota, CountedAs::Request, now)
                 .is_some()
     }
 
@@ -96,11 +96,11 @@ impl KeyStates {
         key: Key,
         cost: u32,
         quota: QuotaId,
-        counting: Counting,
+        counting: CountedAs,
         now: Moment,
     ) -> Option<Reservation> {
         if key != Key::ALL {
-            let take = |row: &mut Row| {
+            let take = |row: &mut KeyRow| {
                 let taken = row.has_quota(quota) && row.offer.take(cost, counting, now);
                 taken.then(|| row.state.offered(cost, now.instant()))
             };
@@ -119,7 +119,7 @@ impl KeyStates {
         &self,
         cost: u32,
         quota: QuotaId,
-        counting: Counting,
+        counting: CountedAs,
         now: Moment,
     ) -> Option<Reservation> {
         let take = |state: &mut KeyState| {
@@ -162,7 +162,7 @@ impl KeyStates {
         mut visit: impl FnMut(&mut A, Key, &mut KeyState),
         add: impl FnMut(&mut A, A),
     ) -> A {
-        let visit = |sum: &mut A, key, row: &mut Row| {
+        let visit = |sum: &mut A, key, row: &mut KeyRow| {
             self.visit(key, row, |state| visit(sum, key, state));
         };
         self.map.fold(visit, add)
@@ -206,8 +206,8 @@ impl KeyStates {
         mut forgotten: impl FnMut(Key, Box<KeyState>),
         visit: impl FnOnce(&mut KeyState) -> R,
     ) -> Result<R, Full> {
-        let forgotten = |key, row: Row| {
-            let Row {
+        let forgotten = |key, row: KeyRow| {
+            let KeyRow {
                 mut offer,
                 mut state,
             } = row;
@@ -219,11 +219,11 @@ impl KeyStates {
             }
             forgotten(key, state);
         };
-        let make = || Row {
+        let make = || KeyRow {
             offer: Offer::none(Moment::of(now)),
             state: Box::new(make()),
         };
-        let visit = |row: &mut Row| self.visit(key, row, visit);
+        let visit = |row: &mut KeyRow| self.visit(key, row, visit);
         self.map.enter(key, now, make, forgotten, visit)
     }
 
@@ -235,7 +235,7 @@ impl KeyStates {
 
     /// Visits the state of `row`, whose lock the caller holds.
     #[inline]
-    fn visit<R>(&self, key: Key, row: &mut Row, visit: impl FnOnce(&mut KeyState) -> R) -> R {
+    fn visit<R>(&self, key: Key, row: &mut KeyRow, visit: impl FnOnce(&mut KeyState) -> R) -> R {
         if key != Key::ALL {
             return row.visit(visit);
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::clock;
-use crate::error::{Facts, Limited, LimitedInfo, Reason, StoreError};
+use crate::error::{ErrorFacts, Limited, LimitedInfo, Reason, StoreError};
 use crate::key::Label;
 use crate::store::Refusal;
 
@@ -113,7 +113,7 @@ impl RefusedRequest {
     }
 
     fn report(self, refusal: Refusal, now: Instant) -> LimitedInfo {
-        LimitedInfo::new(Facts {
+        LimitedInfo::new(ErrorFacts {
             key: self.label,
             name: self.limit.name,
             route: self.limit.route,

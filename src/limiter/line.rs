@@ -9,7 +9,7 @@ use std::task::{Context, Poll, Waker, ready};
 use std::time::Instant;
 
 use super::admission;
-use super::joint::{self, Cause, JointRefusal, JointSet};
+use super::joint::{self, JointRefusal, JointSet, RefusalCause};
 use super::key_state::{KeyState, Ticket};
 use super::limited::{Stopped, Why};
 use super::part::{Costs, Part, PartRef, max_wait};
@@ -21,7 +21,7 @@ use crate::key_map::Full;
 
 /// Where a request waits for its slots.
 #[derive(Debug)]
-pub(super) enum Line {
+pub(super) enum RequestLine {
     /// The queue of its only key.
     Key(Part),
     /// Nowhere: the rates of its only key are not limited, or it costs nothing.
@@ -32,7 +32,7 @@ pub(super) enum Line {
 
 /// The place of a request in its line.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct LinePlace {
     /// Its number in the line, and in those of its in-flight slots. It also watches holds under this number.
     pub(super) number: Number,
     pub(super) costs: Costs,
@@ -41,64 +41,66 @@ pub(super) struct Place {
     pub(super) waits_for: Option<u8>,
 }
 
-impl Place {
+impl LinePlace {
     /// The same place in the queue of the only key.
     fn ticket(&self) -> Ticket {
         Ticket::new(self.number, self.costs[0], self.bound)
     }
 }
 
-impl Line {
+impl RequestLine {
     /// Returns the line of requests with these keys.
     pub(super) fn of(parts: &[PartRef<'_>]) -> Self {
         match parts {
-            [only] if only.core.has_rates() && only.entry.cost > 0 => Line::Key(only.to_part()),
-            [only] => Line::NoRates(only.to_part()),
-            _ => Line::Set(parts[0].core.joint.find(parts)),
+            [only] if only.core.has_rates() && only.entry.cost > 0 => {
+                RequestLine::Key(only.to_part())
+            }
+            [only] => RequestLine::NoRates(only.to_part()),
+            _ => RequestLine::Set(parts[0].core.joint.find(parts)),
         }
     }
 
     pub(super) fn parts(&self) -> &[Part] {
         match self {
-            Line::Key(part) | Line::NoRates(part) => std::slice::from_ref(part),
-            Line::Set(set) => &set.parts,
+            RequestLine::Key(part) | RequestLine::NoRates(part) => std::slice::from_ref(part),
+            RequestLine::Set(set) => &set.parts,
         }
     }
 
     /// Returns how many requests wait in the line.
     pub(super) fn waiting(&self) -> usize {
         match self {
-            Line::Key(Part { core, key, .. }) => {
+            RequestLine::Key(Part { core, key, .. }) => {
                 core.states.find(*key, |state| state.waiting()).unwrap_or(1)
             }
-            Line::NoRates(_) => 1,
-            Line::Set(set) => set.waiting(),
+            RequestLine::NoRates(_) => 1,
+            RequestLine::Set(set) => set.waiting(),
         }
     }
 
     /// Returns whether the line obeys the holds of its key: it hands out no slot meanwhile.
     pub(super) fn obeys_hold(&self) -> bool {
-        matches!(self, Line::Key(_))
+        matches!(self, RequestLine::Key(_))
     }
 
     /// Returns whether in-flight slots come first. The requests that could use them wait in the same queue, behind this
     /// one: but for those of another class, and those with further keys.
     pub(super) fn is_of_one_key(&self) -> bool {
-        !matches!(self, Line::Set(_))
+        !matches!(self, RequestLine::Set(_))
     }
 
     /// Returns whether a request has a place in the line while a key is on hold. In the queue of a key it has none while
     /// its host is: requests to other hosts wait there, too.
     pub(super) fn has_place_on_hold(&self) -> bool {
-        matches!(self, Line::Set(_))
+        matches!(self, RequestLine::Set(_))
     }
 
     /// Returns whether the next slots of a request are due within the life of a permit, or may be.
-    pub(super) fn is_near(&self, place: &Place, now: Instant) -> bool {
+    pub(super) fn is_near(&self, place: &LinePlace, now: Instant) -> bool {
         match self {
             // It keeps its in-flight slot in any case.
-            Line::Key(_) | Line::NoRates(_) => true,
-            Line::Set(set) => set.is_near(place.number, &place.costs, now),
+            RequestLine::Key(_) | RequestLine::NoRates(_) => true,
+            RequestLine::Set(set) => set.is_near(place.number, &place.costs, now),
         }
     }
 
@@ -106,13 +108,13 @@ impl Line {
     /// waits. No slot before the end of a hold is of use: `held_until`.
     pub(super) fn enter(
         &self,
-        place: &mut Place,
+        place: &mut LinePlace,
         is_back: bool,
         held_until: Option<Instant>,
         now: Instant,
     ) -> Option<Result<Slots, Stopped>> {
         match self {
-            Line::Key(part) => {
+            RequestLine::Key(part) => {
                 let ticket = place.ticket();
                 let Part { core, key, .. } = part;
                 let enter =
@@ -123,8 +125,8 @@ impl Line {
                 };
                 Some(settled_of_key(part, place, settled, now))
             }
-            Line::NoRates(_) => Some(Ok(Slots::none(now))),
-            Line::Set(set) => {
+            RequestLine::NoRates(_) => Some(Ok(Slots::none(now))),
+            RequestLine::Set(set) => {
                 if !is_back && let Some(full) = full(set, &place.costs) {
                     return Some(Err(full));
                 }
@@ -147,13 +149,13 @@ impl Line {
     /// Polls the wait of a request.
     pub(super) fn poll(
         &self,
-        place: &Place,
+        place: &LinePlace,
         held_until: Option<Instant>,
         now: Instant,
         cx: &mut Context<'_>,
     ) -> Poll<Result<Slots, Stopped>> {
         match self {
-            Line::Key(part) => {
+            RequestLine::Key(part) => {
                 let ticket = place.ticket();
                 let Part { core, key, .. } = part;
                 let poll = core.with_state(*key, now, |state, ctx| ticket.poll(state, ctx, cx));
@@ -162,8 +164,8 @@ impl Line {
                     ready!(poll.unwrap_or_else(|| Poll::Ready(Settled::Failed(core.full()))));
                 Poll::Ready(settled_of_key(part, place, settled, now))
             }
-            Line::NoRates(_) => Poll::Ready(Ok(Slots::none(now))),
-            Line::Set(set) => {
+            RequestLine::NoRates(_) => Poll::Ready(Ok(Slots::none(now))),
+            RequestLine::Set(set) => {
                 let result = ready!(set.poll(place.number, &place.costs, held_until, now, cx));
                 Poll::Ready(result.map_err(|refusal| refused_by_set(set, place, refusal)))
             }
@@ -171,19 +173,19 @@ impl Line {
     }
 
     /// Ends the wait of a request. A slot that it had goes to the next one.
-    pub(super) fn leave(&self, place: &Place, now: Instant) {
+    pub(super) fn leave(&self, place: &LinePlace, now: Instant) {
         match self {
-            Line::Key(Part { core, key, .. }) => {
+            RequestLine::Key(Part { core, key, .. }) => {
                 let ticket = place.ticket();
                 core.with_state(*key, now, |state, ctx| ticket.leave(state, ctx));
             }
-            Line::NoRates(_) => {}
-            Line::Set(set) => set.leave(place.number, &place.costs),
+            RequestLine::NoRates(_) => {}
+            RequestLine::Set(set) => set.leave(place.number, &place.costs),
         }
     }
 
     /// Ends what a request counts as, when it waits for nothing any more.
-    pub(super) fn forget(&self, place: &Place) {
+    pub(super) fn forget(&self, place: &LinePlace) {
         if let Some(part) = place.waits_for {
             let Part { core, key, .. } = &self.parts()[usize::from(part)];
             core.states.find(*key, |state| state.hold.leave_joint());
@@ -191,9 +193,9 @@ impl Line {
     }
 
     /// Returns a request to its old place. It could not leave with its `slots`, if it had any.
-    pub(super) fn come_back(&self, place: &Place, slots: Option<Slots>, now: Instant) {
+    pub(super) fn come_back(&self, place: &LinePlace, slots: Option<Slots>, now: Instant) {
         match self {
-            Line::Key(Part { core, key, .. }) => {
+            RequestLine::Key(Part { core, key, .. }) => {
                 let ticket = place.ticket();
                 let slot = slots.and_then(|slots| slots.slots.first().copied().flatten());
                 let come_back = core.with_new_state(*key, now, |state, ctx| {
@@ -205,8 +207,8 @@ impl Line {
                     core.give_back(*key, slot);
                 }
             }
-            Line::NoRates(_) => {}
-            Line::Set(set) => {
+            RequestLine::NoRates(_) => {}
+            RequestLine::Set(set) => {
                 set.enter(place.number, &place.costs, place.bound, true, now);
                 if let Some(slots) = slots {
                     set.give_up(slots);
@@ -234,14 +236,14 @@ impl Line {
     pub(super) fn is_confirmed(&self, slots: &Slots, now: Instant) -> bool {
         match self {
             // The queue hands out no others.
-            Line::Key(_) | Line::NoRates(_) => true,
-            Line::Set(set) => joint::doubtful(&set.parts, slots, now).is_empty(),
+            RequestLine::Key(_) | RequestLine::NoRates(_) => true,
+            RequestLine::Set(set) => joint::doubtful(&set.parts, slots, now).is_empty(),
         }
     }
 
     /// Takes in that a request leaves with its slots.
     pub(super) fn left(&self, slots: &Slots, now: Instant) {
-        if let Line::Set(set) = self {
+        if let RequestLine::Set(set) = self {
             let parts = set.parts.iter().zip(&slots.slots);
             for (part, _) in parts.filter(|(_, slot)| slot.is_some()) {
                 part.ended(now, true);
@@ -259,8 +261,8 @@ fn full(set: &JointSet, costs: &Costs) -> Option<Stopped> {
     Some(Stopped::queue_full(part, max_queue))
 }
 
-/// Counts a request of several keys as waiting for one of them, until [`Line::forget`].
-fn count_waiting(set: &JointSet, place: &mut Place, now: Instant) {
+/// Counts a request of several keys as waiting for one of them, until [`RequestLine::forget`].
+fn count_waiting(set: &JointSet, place: &mut LinePlace, now: Instant) {
     let part = set.awaited(&place.costs);
     let Part { core, key, .. } = &set.parts[part];
     let count = |state: &mut KeyState| state.hold.enter_joint(now);
@@ -271,7 +273,7 @@ fn count_waiting(set: &JointSet, place: &mut Place, now: Instant) {
 /// Returns what follows from the end of a wait in the queue of a key.
 fn settled_of_key(
     part: &Part,
-    place: &Place,
+    place: &LinePlace,
     settled: Settled,
     now: Instant,
 ) -> Result<Slots, Stopped> {
@@ -296,14 +298,14 @@ fn settled_of_key(
 }
 
 /// Returns what follows from a refusal of a request of several keys.
-fn refused_by_set(set: &JointSet, place: &Place, refusal: JointRefusal) -> Stopped {
+fn refused_by_set(set: &JointSet, place: &LinePlace, refusal: JointRefusal) -> Stopped {
     let JointRefusal { part, cause } = refusal;
     let why = match cause {
-        Cause::Refused(refusal) => {
+        RefusalCause::Refused(refusal) => {
             let reason = place.bound.reason(max_wait(&set.parts));
             admission::refused(&set.parts[part], place.costs[part], reason, refusal)
         }
-        Cause::Failed(error) => Why::failed(error),
+        RefusalCause::Failed(error) => Why::failed(error),
     };
     Stopped { part, why }
 }

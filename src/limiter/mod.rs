@@ -109,7 +109,7 @@ pub(crate) use entry::Entry;
 pub(crate) use explanation::Held;
 pub(crate) use explanation::Shown;
 pub use explanation::{Because, Explanation, Verdict};
-pub(crate) use guarding::Counted;
+pub(crate) use guarding::CountedUnit;
 pub(crate) use in_flight_slot::InFlightSlot;
 pub use key_state::{HeaderTrust, StatedLimit};
 pub use limiter::Limiter;

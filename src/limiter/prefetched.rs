@@ -7,7 +7,7 @@
 use std::mem;
 use std::time::{Duration, Instant};
 
-use super::reservation::{Counting, Reservation};
+use super::reservation::{CountedAs, Reservation};
 use crate::clock::{self, Moment};
 use crate::limit::{LimitSpec, UnusedPermits};
 
@@ -106,11 +106,11 @@ impl Offer {
     /// Takes the units of a request. Counts the request, if it is to be counted. Returns whether there
     /// were enough.
     #[inline]
-    pub(super) fn take(&mut self, cost: u32, counting: Counting, now: Moment) -> bool {
+    pub(super) fn take(&mut self, cost: u32, counting: CountedAs, now: Moment) -> bool {
         let enough = cost <= self.units && now < self.until;
         if enough {
             self.units -= cost;
-            self.requests += u32::from(counting == Counting::Request);
+            self.requests += u32::from(counting == CountedAs::Request);
         }
         enough
     }

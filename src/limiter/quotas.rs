@@ -56,24 +56,24 @@ pub(crate) struct Quotas {
     division: Option<Division>,
     slacks: Slacks,
     late: CountedLate,
-    known: RwLock<Known>,
+    known: RwLock<KnownQuotas>,
     /// Whether a key may have a quota of its own. It is read without the lock.
     is_any: AtomicBool,
 }
 
 /// The quotas that requests have stated.
 #[derive(Debug, Default)]
-struct Known {
+struct KnownQuotas {
     ids: HashMap<Quota, QuotaId>,
     /// By their numbers.
-    stated: HashMap<u32, Stated>,
+    stated: HashMap<u32, StatedQuota>,
     /// How many numbers were given out. A number is of one quota only.
     numbers: u32,
 }
 
 /// A quota that requests have stated, or that of a route.
 #[derive(Debug)]
-struct Stated {
+struct StatedQuota {
     /// The limits of each part. If quotas are not divided, there is one.
     parts: Vec<Specs>,
     /// The pattern of the route.
@@ -82,7 +82,7 @@ struct Stated {
     is_used: AtomicBool,
 }
 
-impl Known {
+impl KnownQuotas {
     /// Forgets the quotas that no key has, so that a program may compute its quotas. Those that requests have
     /// stated lately stay: a key may be about to get one.
     fn forget_unused(&mut self) {
@@ -243,7 +243,7 @@ impl Quotas {
         }
         let number = known.numbers.max(QuotaId::FIRST);
         known.numbers = number.saturating_add(1);
-        let stated = Stated {
+        let stated = StatedQuota {
             parts,
             route: route.map(Arc::from),
             is_used: AtomicBool::new(false),

@@ -70,7 +70,7 @@ impl ProbeNumber {
 
 /// What is counted when a permit at hand is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Counting {
+pub(super) enum CountedAs {
     /// A request that passes, and its units.
     Request,
     /// Units only. The request counts under another of its keys, or later.

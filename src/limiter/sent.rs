@@ -25,7 +25,7 @@ use super::settlement::{Settlement, Unsettled};
 use super::split_signal::{SignalKey, split};
 use crate::clock::{self, Moment};
 use crate::cost::Cost;
-use crate::error::{Facts, Limited, LimitedInfo, StoreError};
+use crate::error::{ErrorFacts, Limited, LimitedInfo, StoreError};
 use crate::events;
 use crate::guarded::{self, Watch};
 use crate::key::{Key, Label};
@@ -47,7 +47,7 @@ pub struct Sent {
     pub(super) host: Option<Key>,
     /// When the request was sent, or a little before.
     pub(super) at: Moment,
-    pub(super) more: Option<Box<More>>,
+    pub(super) more: Option<Box<RareParts>>,
 }
 
 /// A request that got its permit at once, and is sent now.
@@ -80,7 +80,7 @@ impl Admitted {
 
 /// What only few requests have on their way.
 #[derive(Default)]
-pub(super) struct More {
+pub(super) struct RareParts {
     pub(super) in_flight_slot: Option<InFlightSlot>,
     pub(super) wait: Option<Box<PastWait>>,
     /// The other keys of a joint request.
@@ -101,10 +101,10 @@ const MOST_SPARE: usize = 32;
 thread_local! {
     /// Boxes that are empty, with the capacity of their vectors. So joint requests with permits at hand
     /// need no allocation.
-    static SPARE: RefCell<VecDeque<Box<More>>> = const { RefCell::new(VecDeque::new()) };
+    static SPARE: RefCell<VecDeque<Box<RareParts>>> = const { RefCell::new(VecDeque::new()) };
 }
 
-impl More {
+impl RareParts {
     /// Returns a box with the defaults.
     pub(super) fn empty() -> Box<Self> {
         let spare = SPARE.try_with(|spare| spare.borrow_mut().pop_back());
@@ -122,9 +122,9 @@ impl More {
                 (all, other) => all.or(other),
             }
         });
-        *self = More {
+        *self = RareParts {
             joint: mem::take(&mut self.joint),
-            ..More::default()
+            ..RareParts::default()
         };
         // A thread that ends keeps none.
         let _ = SPARE.try_with(|spare| {
@@ -208,7 +208,7 @@ impl Sent {
         let known = more.and_then(|more| more.settlement.clone());
         let settlement = known.unwrap_or_else(|| self.settlement());
         settlement.settle(actual);
-        self.more.get_or_insert_with(More::empty).settlement = Some(settlement);
+        self.more.get_or_insert_with(RareParts::empty).settlement = Some(settlement);
     }
 
     /// Waits until this call must be cancelled, and returns the reason.
@@ -269,7 +269,7 @@ impl Sent {
         let sent_at_once = |(core, entry)| Sent::at_once(Admitted::new(core, &entry, at));
         let mut sent = sent_at_once((core, entry));
         let others = parts.map(sent_at_once);
-        let mut more = More::empty();
+        let mut more = RareParts::empty();
         more.joint.extend(others);
         sent.more = Some(more);
         sent
@@ -279,7 +279,7 @@ impl Sent {
     #[inline]
     pub(crate) fn with_slot(mut self, slot: Option<Reservation>, settles: bool) -> Self {
         if slot.is_some() && settles {
-            self.more.get_or_insert_with(More::empty).slot = slot;
+            self.more.get_or_insert_with(RareParts::empty).slot = slot;
         }
         self
     }
@@ -307,7 +307,7 @@ impl Sent {
     #[cold]
     pub(crate) fn named(mut self, label: Label) -> Self {
         let wait = Box::new(PastWait::none(label));
-        self.more.get_or_insert_with(More::empty).wait = Some(wait);
+        self.more.get_or_insert_with(RareParts::empty).wait = Some(wait);
         self
     }
 
@@ -331,7 +331,7 @@ impl Sent {
     /// until the in-flight slot is dropped.
     #[inline]
     pub(crate) fn into_in_flight_slot(self) -> Option<InFlightSlot> {
-        self.more.and_then(More::end)
+        self.more.and_then(RareParts::end)
     }
 
     /// Ends the request with what its response states. Returns the error of a response that is a
@@ -506,7 +506,7 @@ impl Sent {
         let tally = core.as_ref().map(|core| &core.settings.tally);
         events::upstream_limited(tally, &label, status, retry_after);
         let at = clock::wall(clock::now());
-        let report = LimitedInfo::new(Facts {
+        let report = LimitedInfo::new(ErrorFacts {
             key: label,
             name: limit.name,
             route: limit.route,

@@ -28,7 +28,7 @@ use super::limited::RefusedRequest;
 use super::part::{Part, PerPart};
 use super::probe::Probe;
 use super::reservation::Reservation;
-use super::sent::{More, PastWait, Sent};
+use super::sent::{PastWait, RareParts, Sent};
 use crate::clock::{self, Moment};
 use crate::error::{Limited, Reason};
 use crate::events;
@@ -143,7 +143,9 @@ impl OfKey {
         }
         .with_slot(slot, keeps || self.core.settings.settles);
         if let Some(in_flight_slot) = self.in_flight_slot.take() {
-            sent.more.get_or_insert_with(More::empty).in_flight_slot = Some(in_flight_slot);
+            sent.more
+                .get_or_insert_with(RareParts::empty)
+                .in_flight_slot = Some(in_flight_slot);
         }
         sent
     }
@@ -285,7 +287,7 @@ impl Taken {
             wait,
         } = self.rest.take().map_or_else(Rest::default, |rest| *rest);
         if wait.is_some() || !others.is_empty() || !probes.is_empty() {
-            let more = sent.more.get_or_insert_with(More::empty);
+            let more = sent.more.get_or_insert_with(RareParts::empty);
             if sent.cost == 0 {
                 let rated = others.iter().find(|part| part.slot.is_some());
                 more.rated = rated.map(|part| part.core.id);

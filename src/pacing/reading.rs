@@ -6,7 +6,7 @@ use crate::signal::{ObservedQuota, Signal};
 
 /// One quota that an answer states, as numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Told {
+pub(super) struct QuotaNumbers {
     pub(super) remaining: Option<f64>,
     pub(super) limit: Option<f64>,
     /// The length of the window, in seconds.
@@ -15,9 +15,9 @@ pub(super) struct Told {
     pub(super) reset: Option<f64>,
 }
 
-impl Told {
+impl QuotaNumbers {
     /// Reads the quota of which the smallest fraction is left.
-    pub(super) fn of(signal: &Signal) -> Told {
+    pub(super) fn of(signal: &Signal) -> QuotaNumbers {
         let share = |quota: &ObservedQuota| match (quota.remaining(), quota.limit()) {
             (Some(remaining), Some(limit)) => remaining as f64 / limit.max(1) as f64,
             (Some(_), None) => 1.0,
@@ -28,9 +28,9 @@ impl Told {
             .iter()
             .filter(|quota| quota.unit() == ObservedQuota::REQUESTS);
         let Some(quota) = requests.min_by(|one, other| share(one).total_cmp(&share(other))) else {
-            return Told::default();
+            return QuotaNumbers::default();
         };
-        Told {
+        QuotaNumbers {
             remaining: quota.remaining().map(|count| count as f64),
             limit: quota.limit().map(|count| count as f64),
             window: quota.window().map(|span| span.as_secs_f64()),
@@ -74,8 +74,11 @@ mod tests {
             .with_quota(quota(10, 9))
             .with_quota(quota(4500, 100));
         let signal = signal.with_quota(quota(7, 0).with_unit("tokens"));
-        assert_eq!(Told::of(&signal).remaining, Some(100.0));
-        assert_eq!(Told::of(&Signal::default()), Told::default());
+        assert_eq!(QuotaNumbers::of(&signal).remaining, Some(100.0));
+        assert_eq!(
+            QuotaNumbers::of(&Signal::default()),
+            QuotaNumbers::default()
+        );
     }
 
     #[test]

@@ -9,12 +9,12 @@ pub(crate) struct KeyCounts {
     passed: u64,
     units: u64,
     /// `None` until a request had another outcome, or the key got a name.
-    more: Option<Box<More>>,
+    more: Option<Box<RareCounts>>,
 }
 
 /// What only keys have whose requests do not all pass at once.
 #[derive(Debug, Default)]
-struct More {
+struct RareCounts {
     /// The other outcomes. `passed` is zero.
     requests: Requests,
     name: Option<Box<str>>,

@@ -73,7 +73,7 @@ pub(crate) struct Tally {
     upstream_refusals: Mutex<BTreeMap<StatusCode, u64>>,
     holds: [AtomicU64; Cause::ALL.len()],
     classes: ClassCheck,
-    waiting: Mutex<BTreeMap<u64, Open>>,
+    waiting: Mutex<BTreeMap<u64, OpenWait>>,
     drain: DrainState,
     /// The numbers of requests that wait.
     next: AtomicU64,
@@ -92,7 +92,7 @@ pub(crate) struct Counted {
 }
 
 /// A request that waits.
-struct Open {
+struct OpenWait {
     key: Key,
     since: Instant,
     /// Its task, which is woken when the gate is drained.
@@ -291,7 +291,7 @@ impl Tally {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         lock(&self.waiting).insert(
             number,
-            Open {
+            OpenWait {
                 key,
                 since,
                 waker: None,

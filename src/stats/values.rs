@@ -356,7 +356,7 @@ impl<K> Counts<K> {
 }
 
 #[expect(private_bounds, reason = "sealed: what there is to count by")]
-impl<K: Counted> Counts<K> {
+impl<K: CountKey> Counts<K> {
     /// Returns how many were counted for `of`.
     pub fn of(&self, of: K) -> u64 {
         let name = of.name();
@@ -374,23 +374,23 @@ impl<K> fmt::Debug for Counts<K> {
 }
 
 /// What [`Counts`] count by.
-trait Counted {
+trait CountKey {
     fn name(&self) -> &str;
 }
 
-impl Counted for Reason {
+impl CountKey for Reason {
     fn name(&self) -> &str {
         name_of_reason(self)
     }
 }
 
-impl Counted for StatusCode {
+impl CountKey for StatusCode {
     fn name(&self) -> &str {
         self.as_str()
     }
 }
 
-impl Counted for Cause {
+impl CountKey for Cause {
     fn name(&self) -> &str {
         Cause::name(*self)
     }

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::engine::Core;
+use super::engine::ThrottleCore;
 use super::waiters::Waiters;
 use crate::clock;
 use crate::events;
@@ -16,7 +16,7 @@ use crate::stats::{
     Cause, Counted, Flush, Gate, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally,
 };
 
-impl Gate for Core {
+impl Gate for ThrottleCore {
     fn tally(&self) -> &Tally {
         &self.settings.tally
     }
@@ -66,14 +66,14 @@ impl Gate for Core {
 }
 
 #[cfg(feature = "metrics")]
-impl Drop for Core {
+impl Drop for ThrottleCore {
     fn drop(&mut self) {
         crate::stats::note_dropped(|| self.with_keys());
     }
 }
 
 /// Counts an attempt that leaves.
-pub(super) fn add_attempt(core: &Core, key: Key) {
+pub(super) fn add_attempt(core: &ThrottleCore, key: Key) {
     let count = |waiters: &mut Waiters| waiters.counts.add_units(1);
     if core.find(key, count).is_none() {
         core.tally().add_units(1);
@@ -81,7 +81,7 @@ pub(super) fn add_attempt(core: &Core, key: Key) {
 }
 
 /// Counts and reports a hold of `key` that follows from a response.
-pub(super) fn held_by(core: &Core, key: Key, signal: &Signal, left: Duration) {
+pub(super) fn held_by(core: &ThrottleCore, key: Key, signal: &Signal, left: Duration) {
     let cause = match signal.refusal() {
         Some(_) => Cause::Upstream,
         None => Cause::UsedUp,
@@ -93,7 +93,7 @@ pub(super) fn held_by(core: &Core, key: Key, signal: &Signal, left: Duration) {
 
 /// What is summed over the keys.
 #[derive(Default)]
-struct Sum {
+struct PaceSums {
     counted: Counted,
     in_flight: InFlightStats,
     held: usize,
@@ -103,8 +103,8 @@ struct Sum {
     pace: Option<PaceStats>,
 }
 
-impl Sum {
-    fn add(&mut self, other: Sum) {
+impl PaceSums {
+    fn add(&mut self, other: PaceSums) {
         self.counted.add_all(&other.counted);
         self.in_flight.in_use += other.in_flight.in_use;
         self.held += other.held;
@@ -118,11 +118,11 @@ fn held(waiters: &Waiters, now: Instant) -> Option<Duration> {
     waiters.held(now).map(|held| held.left)
 }
 
-fn stats(core: &Core) -> Stats {
+fn stats(core: &ThrottleCore) -> Stats {
     let now = clock::now();
     // Before the keys: see `Tally::counted`.
     let mut counted = core.tally().counted();
-    let visit = |sum: &mut Sum, _, waiters: &mut Waiters| {
+    let visit = |sum: &mut PaceSums, _, waiters: &mut Waiters| {
         sum.counted.add(&waiters.counts);
         sum.in_flight.in_use += waiters.queue.in_flight() as u64;
         let left = held(waiters, now);
@@ -138,7 +138,7 @@ fn stats(core: &Core) -> Stats {
         });
         sum.longest_hold = sum.longest_hold.max(left);
     };
-    let sum = core.fold(visit, Sum::add);
+    let sum = core.fold(visit, PaceSums::add);
     counted.add_all(&sum.counted);
     let keys = core.len();
     Stats {
@@ -155,7 +155,7 @@ fn stats(core: &Core) -> Stats {
 }
 
 /// Returns up to `most` keys: those with the most requests that wait, then those with the most attempts.
-pub(super) fn busiest(core: &Core, most: usize) -> Vec<Key> {
+pub(super) fn busiest(core: &ThrottleCore, most: usize) -> Vec<Key> {
     let visit = |all: &mut Vec<_>, key, waiters: &mut Waiters| {
         all.push((waiters.queue.waiting(), waiters.counts.units(), key));
     };
@@ -166,7 +166,7 @@ pub(super) fn busiest(core: &Core, most: usize) -> Vec<Key> {
 }
 
 /// Returns the stats of a key, if it has state.
-pub(super) fn key_stats(core: &Core, key: Key) -> Option<KeyStats> {
+pub(super) fn key_stats(core: &ThrottleCore, key: Key) -> Option<KeyStats> {
     let now = clock::now();
     core.find(key, |waiters| KeyStats {
         name: match waiters.counts.name() {

@@ -1,7 +1,7 @@
 //! The engine of the throttle: the waiters of all keys.
 //!
-//! [`Core`] knows nothing of permits, futures or tasks. They hold an `Arc<Core>` and reach the
-//! waiters of their key through [`Core::at`] and [`Core::open`]. Both lock the key, call a closure,
+//! [`ThrottleCore`] knows nothing of permits, futures or tasks. They hold an `Arc<Core>` and reach the
+//! waiters of their key through [`ThrottleCore::at`] and [`ThrottleCore::open`]. Both lock the key, call a closure,
 //! and release the lock. Then they wake waiters, and start the sync task if the key needs one. They
 //! start it through [`SharedPace::start_sync`], so that the engine need not import it.
 
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use super::pace_state::PaceState;
 use super::paced_queue::PacedQueue;
-use super::waiters::{TooLate, Waiters};
+use super::waiters::{TurnTooLate, Waiters};
 use crate::clock;
 use crate::config_error::{ConfigError, Problem};
-use crate::error::{Facts, Limited, LimitedInfo, Reason};
+use crate::error::{ErrorFacts, Limited, LimitedInfo, Reason};
 use crate::guarded::Watch;
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::{Full, KeyMap};
@@ -46,7 +46,7 @@ pub(crate) struct ThrottleSettings {
 }
 
 /// The state behind a [`Throttle`](super::Throttle) and all its clones.
-pub(super) struct Core {
+pub(super) struct ThrottleCore {
     pub(super) settings: ThrottleSettings,
     /// The waiters of each key in use.
     keys: KeyMap<Waiters>,
@@ -63,7 +63,7 @@ pub(super) struct SharedPace {
     /// The kind of the register. Paces that learn different state use different registers of a key.
     pub(super) kind: u64,
     /// Starts the task with this number, which writes the register of a key.
-    start_sync: fn(&Arc<Core>, Key, u64),
+    start_sync: fn(&Arc<ThrottleCore>, Key, u64),
 }
 
 /// The work that a change of a key leaves to do without the key's lock.
@@ -74,10 +74,10 @@ struct Effects {
     sync_task: Option<u64>,
 }
 
-impl Core {
+impl ThrottleCore {
     pub(super) fn new(
         settings: ThrottleSettings,
-        start_sync: fn(&Arc<Core>, Key, u64),
+        start_sync: fn(&Arc<ThrottleCore>, Key, u64),
     ) -> Result<Arc<Self>, ConfigError> {
         let keys = KeyMap::new(settings.max_keys);
         let shared = match &settings.store {
@@ -94,7 +94,7 @@ impl Core {
             }
             None => None,
         };
-        let core = Arc::new(Core {
+        let core = Arc::new(ThrottleCore {
             settings,
             keys,
             shared,
@@ -122,7 +122,7 @@ impl Core {
 
     /// Returns the reason why a request cannot leave in time. `by_deadline` states whether its
     /// deadline was earlier than `max_wait`.
-    pub(super) fn reason(&self, late: TooLate, by_deadline: bool) -> Reason {
+    pub(super) fn reason(&self, late: TurnTooLate, by_deadline: bool) -> Reason {
         match late.is_held {
             true => Reason::Held,
             false if by_deadline => Reason::Deadline,
@@ -244,7 +244,7 @@ impl Core {
     }
 }
 
-impl StoreListener for Core {
+impl StoreListener for ThrottleCore {
     fn on_event(self: Arc<Self>, key: Key, _: u64, event: StoreEvent) {
         let Some(kind) = self.shared.as_ref().map(|shared| shared.kind) else {
             return;
@@ -288,7 +288,7 @@ impl Since {
     pub(super) fn report(&self, key: Label, retry_after: Option<Duration>) -> LimitedInfo {
         let waited = self.now.saturating_duration_since(self.start);
         let at = clock::wall(self.now);
-        LimitedInfo::new(Facts {
+        LimitedInfo::new(ErrorFacts {
             key,
             name: None,
             route: None,

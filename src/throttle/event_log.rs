@@ -9,7 +9,7 @@ use crate::signal::Signal;
 
 /// An event at this process that the other processes have to know.
 #[derive(Debug)]
-pub(super) enum Event {
+pub(super) enum FleetEvent {
     Sent(Instant),
     Answered {
         signal: Signal,
@@ -29,7 +29,7 @@ pub(super) enum Event {
 /// The events of this process that are not in the register, in order.
 #[derive(Debug, Default)]
 pub(super) struct EventLog {
-    events: Vec<Event>,
+    events: Vec<FleetEvent>,
     /// Since when the register lacks anything: an event, or the number of requests in flight.
     pub(super) unwritten_since: Option<Instant>,
     /// How many events there have been.
@@ -43,23 +43,23 @@ pub(super) struct EventLog {
 /// A point in the sequence of events. [`EventLog::is_written`] returns whether the register has all
 /// events before it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Mark {
+pub(super) struct LogMark {
     count: u64,
     outages: u64,
 }
 
-impl Event {
+impl FleetEvent {
     /// Returns whether the event may begin or end a hold.
     fn holds(&self) -> bool {
         match self {
-            Event::Hold { .. } | Event::Released => true,
-            Event::Answered { signal, .. } => signal.refusal().is_some(),
-            Event::Sent(_) => false,
+            FleetEvent::Hold { .. } | FleetEvent::Released => true,
+            FleetEvent::Answered { signal, .. } => signal.refusal().is_some(),
+            FleetEvent::Sent(_) => false,
         }
     }
 
     fn is_release(&self) -> bool {
-        matches!(self, Event::Released)
+        matches!(self, FleetEvent::Released)
     }
 }
 
@@ -71,16 +71,16 @@ impl EventLog {
 
     /// Returns whether any event may begin or end a hold.
     pub(super) fn has_hold(&self) -> bool {
-        self.events.iter().any(Event::holds)
+        self.events.iter().any(FleetEvent::holds)
     }
 
     /// Returns whether any event ends a hold.
     pub(super) fn has_release(&self) -> bool {
-        self.events.iter().any(Event::is_release)
+        self.events.iter().any(FleetEvent::is_release)
     }
 
     /// Adds an event.
-    pub(super) fn push(&mut self, event: Event) {
+    pub(super) fn push(&mut self, event: FleetEvent) {
         self.events.push(event);
         self.count += 1;
     }
@@ -100,12 +100,12 @@ impl EventLog {
     pub(super) fn begin_outage(&mut self, error: StoreError) {
         self.outages += 1;
         self.last_error = Some(error);
-        self.events.retain(Event::is_release);
+        self.events.retain(FleetEvent::is_release);
     }
 
     /// Returns the current point in the sequence of events.
-    pub(super) fn mark(&self) -> Mark {
-        Mark {
+    pub(super) fn mark(&self) -> LogMark {
+        LogMark {
             count: self.count,
             outages: self.outages,
         }
@@ -113,7 +113,7 @@ impl EventLog {
 
     /// Returns whether the register has all events before `mark`. Fails if the store is unreachable
     /// (`is_away`), or was at any time since.
-    pub(super) fn is_written(&self, mark: Mark, is_away: bool) -> Result<bool, StoreError> {
+    pub(super) fn is_written(&self, mark: LogMark, is_away: bool) -> Result<bool, StoreError> {
         if is_away || self.outages != mark.outages {
             return Err(self.last_error.clone().unwrap_or(StoreError::Lost));
         }
@@ -130,12 +130,12 @@ impl EventLog {
         let mut released_here = false;
         for event in &self.events {
             match event {
-                Event::Sent(at) => {
+                FleetEvent::Sent(at) => {
                     let last_sent = pace_state.last_sent;
                     pace_state.sent(load, *at);
                     pace_state.last_sent = last_sent.max(Some(*at));
                 }
-                Event::Answered {
+                FleetEvent::Answered {
                     signal,
                     sent,
                     at,
@@ -149,12 +149,12 @@ impl EventLog {
                         pace_state.held_until = held_until;
                     }
                 }
-                Event::Hold { until, releases } => {
+                FleetEvent::Hold { until, releases } => {
                     if released_here || !is_released(*releases) {
                         pace_state.hold_until(*until);
                     }
                 }
-                Event::Released => {
+                FleetEvent::Released => {
                     pace_state.release();
                     released_here = true;
                 }

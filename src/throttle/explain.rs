@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::engine::Core;
+use super::engine::ThrottleCore;
 use super::paced_queue::PaceOutlook;
 use super::waiters::Waiters;
 use crate::clock;
@@ -14,7 +14,7 @@ use crate::limiter::{Because, Explanation, Held, Shown, Verdict};
 use crate::stats::Gate;
 
 /// The text of an [`Explanation`] by a throttle.
-struct Told<'a> {
+struct PaceText<'a> {
     verdict: &'a Verdict,
     /// The name of the throttle, as in [`Stats::name`](crate::stats::Stats::name).
     throttle: Arc<str>,
@@ -50,9 +50,9 @@ struct Fleet {
 }
 
 /// Explains what would happen to a request of `key`.
-pub(super) fn explain(core: &Core, key: Key) -> Explanation {
+pub(super) fn explain(core: &ThrottleCore, key: Key) -> Explanation {
     let now = clock::now();
-    let read = |waiters: &mut Waiters| Known {
+    let read = |waiters: &mut Waiters| KnownKey {
         outlook: waiters.queue.outlook(now),
         held: waiters.held(now),
         waiting: waiters.queue.waiting(),
@@ -63,7 +63,7 @@ pub(super) fn explain(core: &Core, key: Key) -> Explanation {
     let verdict = verdict(core, &known, now);
     let (_, since) = core.tally().waiting_of(key);
     let outlook = known.outlook;
-    let told = Told {
+    let told = PaceText {
         verdict: &verdict,
         throttle: core.tally().name(),
         key: known
@@ -88,7 +88,7 @@ pub(super) fn explain(core: &Core, key: Key) -> Explanation {
 
 /// What this process knows of a key.
 #[derive(Default)]
-struct Known {
+struct KnownKey {
     outlook: PaceOutlook,
     held: Option<Held>,
     waiting: usize,
@@ -102,7 +102,7 @@ fn left(moment: Option<Instant>, now: Instant) -> Duration {
 
 /// Decides as [`Waiters::arrived`] does. A request that would be refused when its wait is over is
 /// refused here.
-fn verdict(core: &Core, known: &Known, now: Instant) -> Verdict {
+fn verdict(core: &ThrottleCore, known: &KnownKey, now: Instant) -> Verdict {
     let settings = &core.settings;
     let refused = |reason, retry_after, because| Verdict::Refused {
         reason,
@@ -148,9 +148,9 @@ fn verdict(core: &Core, known: &Known, now: Instant) -> Verdict {
     Verdict::Waits { wait, because }
 }
 
-impl fmt::Display for Told<'_> {
+impl fmt::Display for PaceText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let &Told {
+        let &PaceText {
             verdict,
             ref throttle,
             ref key,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::engine::Core;
+use super::engine::ThrottleCore;
 use crate::clock;
 use crate::events;
 use crate::guarded::Guarded;
@@ -14,7 +14,7 @@ use crate::stats::Cause;
 /// Two ends of holds closer than this have one cause, which processes learned at different moments.
 const SAME: Duration = Duration::from_millis(500);
 
-impl Guarded for Core {
+impl Guarded for ThrottleCore {
     fn report(&self, key: Key, quota: &Quota, span: Duration, trip: u32) {
         let label = self.label(key, None);
         events::guard_tripped(&self.settings.tally, &label, quota, span, trip);
@@ -71,13 +71,13 @@ impl Guarded for Core {
 }
 
 /// Counts and reports that the guard holds `key`.
-fn report(core: &Core, key: Key, span: Duration) {
+fn report(core: &ThrottleCore, key: Key, span: Duration) {
     core.settings.tally.held(Cause::Guard);
     tell(core, key, span);
 }
 
 /// Reports that the guard holds `key`.
-fn tell(core: &Core, key: Key, span: Duration) {
+fn tell(core: &ThrottleCore, key: Key, span: Duration) {
     let tally = &core.settings.tally;
     events::held(tally, &core.label(key, None), span, Cause::Guard);
 }

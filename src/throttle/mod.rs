@@ -62,7 +62,7 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use self::engine::{Core, Since};
+use self::engine::{Since, ThrottleCore};
 use self::pace_state::LONGEST_HOLD;
 use self::sync_task::SyncTask;
 use self::waiters::{Arrival, Waiters};
@@ -81,7 +81,7 @@ pub(crate) use engine::ThrottleSettings;
 #[cfg(feature = "__lab")]
 pub(crate) use paced_queue::{Flight, PacedQueue, Refused};
 pub use permit::ThrottlePermit;
-pub(crate) use permit::{Back, Wait};
+pub(crate) use permit::{Back, PaceWait};
 
 /// The throttle behind an [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer), for requests
 /// that are not HTTP. Clones share what they learn.
@@ -110,7 +110,7 @@ pub(crate) use permit::{Back, Wait};
 /// ```
 #[derive(Clone)]
 pub struct Throttle {
-    core: Arc<Core>,
+    core: Arc<ThrottleCore>,
 }
 
 /// What the throttle decides on a request that arrives.
@@ -118,7 +118,7 @@ pub(crate) enum Begun {
     /// It may be sent now.
     Leaves(ThrottlePermit),
     /// It waits for its turn.
-    Waits(Wait),
+    Waits(PaceWait),
     /// It is refused.
     Limited(Limited),
 }
@@ -126,7 +126,7 @@ pub(crate) enum Begun {
 impl Throttle {
     pub(crate) fn new(settings: ThrottleSettings) -> Result<Self, ConfigError> {
         Ok(Throttle {
-            core: Core::new(settings, SyncTask::start)?,
+            core: ThrottleCore::new(settings, SyncTask::start)?,
         })
     }
 
@@ -376,7 +376,7 @@ impl Throttle {
 
     /// Returns what a guard stops.
     pub(crate) fn guarded(&self) -> Weak<dyn Guarded> {
-        let core: Weak<Core> = Arc::downgrade(&self.core);
+        let core: Weak<ThrottleCore> = Arc::downgrade(&self.core);
         core
     }
 
@@ -417,7 +417,7 @@ impl Throttle {
                 events::waiting(&label, self.waiting(key));
                 self.core
                     .find(key, |waiters| waiters.counts.note_label(&label));
-                return Begun::Waits(Wait::new(
+                return Begun::Waits(PaceWait::new(
                     OpenRequest::new(self.core.clone(), key, now),
                     self.core.clone(),
                     key,
@@ -427,7 +427,9 @@ impl Throttle {
                     latest,
                 ));
             }
-            Ok(Arrival::TooLate(late)) => (self.core.reason(late, latest < by_wait), late.retry_at),
+            Ok(Arrival::TurnTooLate(late)) => {
+                (self.core.reason(late, latest < by_wait), late.retry_at)
+            }
             Ok(Arrival::Full) => (Reason::QueueFull(max_queue), None),
             Err(Full) => (Reason::TooManyKeys(settings.max_keys), None),
         };

@@ -10,7 +10,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::event_log::{Event, Mark};
+use super::event_log::{FleetEvent, LogMark};
 use super::local_queue::{LocalQueue, QueuedCall};
 use super::pace_state::{Load, PaceState};
 use super::sharing::Sharing;
@@ -127,7 +127,7 @@ impl PacedQueue {
                 return None;
             }
             self.local.pace_state.sent(self.load(), now);
-            self.record(now, |_| Event::Sent(now));
+            self.record(now, |_| FleetEvent::Sent(now));
         }
         let (number, mut call) = self.local.waiting.pop_first()?;
         call.call.attempts = call.call.attempts.saturating_add(1);
@@ -179,7 +179,7 @@ impl PacedQueue {
             pace_state, dice, ..
         } = &mut self.local;
         let pause = pace_state.answered(load, reply, dice, now);
-        self.record(now, |releases| Event::Answered {
+        self.record(now, |releases| FleetEvent::Answered {
             signal: signal.clone(),
             sent,
             at: now,
@@ -245,7 +245,7 @@ impl PacedQueue {
     /// Holds the key until `until`. A hold can only be extended.
     pub(crate) fn hold_until(&mut self, until: Instant, now: Instant) {
         self.local.pace_state.hold_until(until);
-        self.record(now, |releases| Event::Hold { until, releases });
+        self.record(now, |releases| FleetEvent::Hold { until, releases });
     }
 
     /// Lets the hold end earlier by `span`, for which the clock of this process stood still. Other processes have clocks
@@ -260,7 +260,7 @@ impl PacedQueue {
         self.local.pace_state.release();
         if let Some(sharing) = &mut self.sharing {
             // Kept during an outage too: the other processes learn of it once the store is back.
-            sharing.log.push(Event::Released);
+            sharing.log.push(FleetEvent::Released);
             sharing.log.touch(now);
         }
     }
@@ -323,7 +323,7 @@ impl PacedQueue {
 
     /// Records an event for the other processes. `event` takes the number of releases that this
     /// process knows of.
-    fn record(&mut self, now: Instant, event: impl FnOnce(Option<u32>) -> Event) {
+    fn record(&mut self, now: Instant, event: impl FnOnce(Option<u32>) -> FleetEvent) {
         if let Some(sharing) = &mut self.sharing {
             sharing.record(&self.local, now, event);
         }
@@ -344,13 +344,13 @@ impl PacedQueue {
     }
 
     /// Returns the current point in the sequence of events; `None` if the pace is not shared.
-    pub(super) fn mark(&self) -> Option<Mark> {
+    pub(super) fn mark(&self) -> Option<LogMark> {
         self.sharing.as_ref().map(|sharing| sharing.log.mark())
     }
 
     /// Returns whether the register has all events before `mark`. Fails if the store has been away
     /// since.
-    pub(super) fn is_written(&self, mark: Mark) -> Result<bool, StoreError> {
+    pub(super) fn is_written(&self, mark: LogMark) -> Result<bool, StoreError> {
         self.sharing
             .as_ref()
             .map_or(Ok(true), |sharing| sharing.is_written(mark))

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use http::StatusCode;
 
 use super::counting;
-use super::engine::{Core, Since};
+use super::engine::{Since, ThrottleCore};
 use super::paced_queue::Flight;
-use super::waiters::{TooLate, Waiters};
+use super::waiters::{TurnTooLate, Waiters};
 use crate::clock;
 use crate::error::{Limited, Reason};
 use crate::events;
@@ -34,7 +34,7 @@ use crate::wakers::Wakers;
 /// Until the permit ends, the request is in flight. A permit does not expire.
 #[must_use = "a permit that is dropped counts as used"]
 pub struct ThrottlePermit {
-    core: Arc<Core>,
+    core: Arc<ThrottleCore>,
     key: Key,
     /// The request in flight; `None` once the permit has ended.
     flight: Option<Flight>,
@@ -54,7 +54,7 @@ pub(super) struct Waited {
     /// The status with which the upstream refused the last attempt, if there was one.
     refused: Option<StatusCode>,
     /// Counts the request when it leaves. `None` if it has counted.
-    open: Option<OpenRequest<Core>>,
+    open: Option<OpenRequest<ThrottleCore>>,
 }
 
 impl Waited {
@@ -74,14 +74,14 @@ impl Waited {
 /// What happens to a request that the upstream refused.
 pub(crate) enum Back {
     /// It waits in its old place.
-    Waits(Box<Wait>),
+    Waits(Box<PaceWait>),
     /// It ends with this error: it has no time to wait, or may not be sent again.
     Ended(Limited),
 }
 
 impl ThrottlePermit {
     pub(super) fn new(
-        core: Arc<Core>,
+        core: Arc<ThrottleCore>,
         key: Key,
         flight: Flight,
         waited: Option<Box<Waited>>,
@@ -166,7 +166,7 @@ impl ThrottlePermit {
         number: Number,
         waited: Waited,
         refused: Option<StatusCode>,
-    ) -> Box<Wait> {
+    ) -> Box<PaceWait> {
         let Waited {
             label,
             start,
@@ -176,7 +176,7 @@ impl ThrottlePermit {
         } = waited;
         let open = open
             .unwrap_or_else(|| OpenRequest::new(self.core.clone(), self.key, start).sent_again());
-        let mut wait = Wait::new(
+        let mut wait = PaceWait::new(
             open,
             self.core.clone(),
             self.key,
@@ -330,8 +330,8 @@ impl fmt::Debug for ThrottlePermit {
 }
 
 /// Waits for a permit. Dropping the wait gives up the request's place in the queue.
-pub(crate) struct Wait {
-    core: Arc<Core>,
+pub(crate) struct PaceWait {
+    core: Arc<ThrottleCore>,
     key: Key,
     /// The request's number in the queue; `None` once the wait has ended.
     number: Option<Number>,
@@ -343,20 +343,20 @@ pub(crate) struct Wait {
     /// ends without a turn ends with it.
     refused: Option<StatusCode>,
     /// Counts the request, unless it was sent before. `None` once it has its turn.
-    open: Option<OpenRequest<Core>>,
+    open: Option<OpenRequest<ThrottleCore>>,
 }
 
-impl Wait {
+impl PaceWait {
     pub(super) fn new(
-        open: OpenRequest<Core>,
-        core: Arc<Core>,
+        open: OpenRequest<ThrottleCore>,
+        core: Arc<ThrottleCore>,
         key: Key,
         number: Number,
         label: Label,
         start: Instant,
         latest: Instant,
     ) -> Self {
-        Wait {
+        PaceWait {
             core,
             key,
             number: Some(number),
@@ -369,7 +369,7 @@ impl Wait {
         }
     }
 
-    fn open_request(&mut self) -> &mut OpenRequest<Core> {
+    fn open_request(&mut self) -> &mut OpenRequest<ThrottleCore> {
         self.open.as_mut().expect("the request has no turn yet")
     }
 
@@ -385,7 +385,7 @@ impl Wait {
     }
 }
 
-impl Future for Wait {
+impl Future for PaceWait {
     type Output = Result<ThrottlePermit, Limited>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
@@ -398,7 +398,7 @@ impl Future for Wait {
             self.core.at(self.key, |waiters, wakers| {
                 waiters.leave(number, now, wakers)
             });
-            Err(TooLate {
+            Err(TurnTooLate {
                 is_held: false,
                 retry_at: None,
             })
@@ -447,7 +447,7 @@ impl Future for Wait {
 }
 
 /// How a request ends that waits no longer.
-impl Core {
+impl ThrottleCore {
     /// Returns the error of a request that the upstream has refused with this `status`, and reports it.
     fn refused_before(
         &self,
@@ -469,7 +469,7 @@ impl Core {
         since: Since,
         label: Label,
         retry_at: Option<Instant>,
-        open: Option<&mut OpenRequest<Core>>,
+        open: Option<&mut OpenRequest<ThrottleCore>>,
     ) -> Limited {
         let limited = since.refused(reason, label, retry_at);
         match open {
@@ -483,7 +483,7 @@ impl Core {
     }
 }
 
-impl Drop for Wait {
+impl Drop for PaceWait {
     fn drop(&mut self) {
         if let Some(number) = self.number.take() {
             let now = clock::now();

@@ -40,7 +40,7 @@
 use std::time::{Duration, Instant};
 
 use super::conflicts::Conflicts;
-use super::event_log::{Event, EventLog, Mark};
+use super::event_log::{EventLog, FleetEvent, LogMark};
 use super::local_queue::LocalQueue;
 use super::pace_state::Load;
 use super::peer_view::PeerView;
@@ -154,7 +154,7 @@ impl Sharing {
         &mut self,
         local: &LocalQueue,
         now: Instant,
-        event: impl FnOnce(Option<u32>) -> Event,
+        event: impl FnOnce(Option<u32>) -> FleetEvent,
     ) {
         if !self.is_alone() {
             self.log.push(event(self.releases(local)));
@@ -169,7 +169,7 @@ impl Sharing {
 
     /// Returns whether the register has all events before `mark`. Fails if the store has been away
     /// since.
-    pub(super) fn is_written(&self, mark: Mark) -> Result<bool, StoreError> {
+    pub(super) fn is_written(&self, mark: LogMark) -> Result<bool, StoreError> {
         self.log.is_written(mark, self.is_alone())
     }
 }
@@ -371,7 +371,7 @@ impl Sharing {
         }
         if let Some(until) = held_until {
             local.pace_state.hold_until(until);
-            self.log.push(Event::Hold { until, releases });
+            self.log.push(FleetEvent::Hold { until, releases });
         }
     }
 

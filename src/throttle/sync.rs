@@ -8,7 +8,7 @@
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
-use super::event_log::Mark;
+use super::event_log::LogMark;
 use super::paced_queue::PacedQueue;
 use super::sync_state::CasRequest;
 use crate::clock;
@@ -83,7 +83,7 @@ impl SyncSupervisor {
     pub(super) fn poll_written(
         &mut self,
         queue: &PacedQueue,
-        mark: Mark,
+        mark: LogMark,
         now: Instant,
         cx: &Context<'_>,
     ) -> Result<Result<(), StoreError>, Instant> {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use super::engine::{Core, SharedPace};
+use super::engine::{SharedPace, ThrottleCore};
 use super::sync::NextSync;
 use super::sync_state::{CasRequest, StoreChange};
 use crate::blocking;
@@ -25,7 +25,7 @@ use crate::wakers::Wakers;
 const REGISTER_TTL: Duration = Duration::from_secs(3600);
 
 pub(super) struct SyncTask {
-    core: Arc<Core>,
+    core: Arc<ThrottleCore>,
     shared: SharedPace,
     key: Key,
     /// The number that the key's waiters gave this task. Once they have given another task a
@@ -44,7 +44,7 @@ impl SyncTask {
     ///
     /// Outside of a Tokio runtime the task runs in that of [blocking code](crate::blocking). If there
     /// is none, it is dropped at once, and the next change of the key starts another.
-    pub(super) fn start(core: &Arc<Core>, key: Key, number: u64) {
+    pub(super) fn start(core: &Arc<ThrottleCore>, key: Key, number: u64) {
         let Some(shared) = core.shared.clone() else {
             return;
         };

@@ -35,7 +35,7 @@ pub(super) struct Waiters {
     /// The requests whose futures wait. A wait ends with a request in flight.
     waits: WaitQueue<TurnWait, Flight>,
     /// Why the key is on hold, if this process knows.
-    hold_origin: Option<HoldOrigin>,
+    hold_origin: Option<PaceHoldOrigin>,
     /// Begins with a hold. `None` if the key is not on hold.
     sleep: Option<SleepMark>,
     /// When a request arrived or was answered last, or the key was held or released.
@@ -45,7 +45,7 @@ pub(super) struct Waiters {
 
 /// Why a key is on hold.
 #[derive(Clone, Copy, Debug)]
-struct HoldOrigin {
+struct PaceHoldOrigin {
     cause: Cause,
     since: Instant,
     /// The end of the hold that this is about.
@@ -63,7 +63,7 @@ struct TurnWait {
 
 /// Why a request cannot wait for its turn, and when it could have left if that is known.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct TooLate {
+pub(super) struct TurnTooLate {
     /// Whether the key is on hold for longer than the request can wait.
     pub(super) is_held: bool,
     pub(super) retry_at: Option<Instant>,
@@ -73,7 +73,7 @@ pub(super) struct TooLate {
 pub(super) enum Arrival {
     Leaves(Flight),
     Waits(Number),
-    TooLate(TooLate),
+    TurnTooLate(TurnTooLate),
     /// Too many requests wait.
     Full,
 }
@@ -115,7 +115,7 @@ impl Waiters {
     ) -> Arrival {
         self.last_used = now;
         if let Some(late) = self.held_beyond(latest, now) {
-            return Arrival::TooLate(late);
+            return Arrival::TurnTooLate(late);
         }
         let number = self.queue.arrived(now);
         if self.waits.is_empty()
@@ -131,7 +131,7 @@ impl Waiters {
         }
         if let Some(late) = self.too_late(self.waits_until(number, now), now) {
             self.leave(number, now, wakers);
-            return Arrival::TooLate(late);
+            return Arrival::TurnTooLate(late);
         }
         if self.queue.waiting() > max_queue {
             self.leave(number, now, wakers);
@@ -153,7 +153,7 @@ impl Waiters {
         now: Instant,
         cx: &mut Context<'_>,
         wakers: &mut Wakers,
-    ) -> Poll<Result<Flight, TooLate>> {
+    ) -> Poll<Result<Flight, TurnTooLate>> {
         self.waits.runs(number);
         let latest = self.waits_until(number, now);
         if latest >= now {
@@ -251,7 +251,7 @@ impl Waiters {
 
     /// Notes why the key is on hold.
     pub(super) fn note_cause(&mut self, cause: Cause, now: Instant) {
-        self.hold_origin = Some(HoldOrigin {
+        self.hold_origin = Some(PaceHoldOrigin {
             cause,
             since: now,
             until: self.queue.held_until(),
@@ -341,8 +341,8 @@ impl Waiters {
 
     /// Returns the refusal of a request that waits until `latest`, if its wait is over, or if the
     /// key is on hold for longer.
-    fn too_late(&self, latest: Instant, now: Instant) -> Option<TooLate> {
-        let is_over = || TooLate {
+    fn too_late(&self, latest: Instant, now: Instant) -> Option<TurnTooLate> {
+        let is_over = || TurnTooLate {
             is_held: false,
             retry_at: self.queue.slot(),
         };
@@ -352,12 +352,12 @@ impl Waiters {
 
     /// Returns the refusal of a request that can wait until `latest`, if the key is on hold for
     /// longer.
-    fn held_beyond(&self, latest: Instant, now: Instant) -> Option<TooLate> {
+    fn held_beyond(&self, latest: Instant, now: Instant) -> Option<TurnTooLate> {
         let until = self
             .queue
             .held_until()
             .filter(|until| *until > now && *until > latest)?;
-        Some(TooLate {
+        Some(TurnTooLate {
             is_held: true,
             retry_at: Some(until),
         })

@@ -5,22 +5,22 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use super::engine::Core;
-use super::event_log::Mark;
+use super::engine::ThrottleCore;
+use super::event_log::LogMark;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::key::Key;
 
 /// Waits until the register of `key` has everything that happened before `mark`.
 pub(super) struct WrittenWait<'a> {
-    core: &'a Arc<Core>,
+    core: &'a Arc<ThrottleCore>,
     key: Key,
-    mark: Mark,
+    mark: LogMark,
     timer: Option<Timer>,
 }
 
 impl<'a> WrittenWait<'a> {
-    pub(super) fn new(core: &'a Arc<Core>, key: Key, mark: Mark) -> Self {
+    pub(super) fn new(core: &'a Arc<ThrottleCore>, key: Key, mark: LogMark) -> Self {
         WrittenWait {
             core,
             key,

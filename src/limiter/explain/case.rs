@@ -1,4 +1,4 @@
-//! What would happen to a request under one of its keys. [`Case`] follows the way of a request (`request` and
+//! What would happen to a request under one of its keys. [`KeyCase`] follows the way of a request (`request` and
 //! `key_state/ticket`) step by step, and takes nothing.
 
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use crate::stats::Gate;
 use crate::store::{LimitUsage, Usage};
 
 /// A request under one of its keys, of which all is known that decides.
-pub(super) struct Case<'a> {
+pub(super) struct KeyCase<'a> {
     pub(super) core: &'a Core,
     pub(super) cost: u32,
     /// The largest cost that the quota allows.
@@ -27,7 +27,7 @@ pub(super) struct Case<'a> {
     pub(super) now: Instant,
 }
 
-impl Case<'_> {
+impl KeyCase<'_> {
     /// Decides what would happen to the request.
     ///
     /// # Errors

@@ -22,7 +22,7 @@ use crate::stats::Gate;
 use crate::store::{StoreReply, Usage};
 
 /// One key of a request, and what the request takes of it.
-pub(in crate::limiter) struct Asked {
+pub(in crate::limiter) struct AskedKey {
     pub(in crate::limiter) core: Arc<Core>,
     pub(in crate::limiter) key: Key,
     pub(in crate::limiter) cost: u32,
@@ -32,7 +32,7 @@ pub(in crate::limiter) struct Asked {
     pub(in crate::limiter) named: Key,
 }
 
-impl Asked {
+impl AskedKey {
     /// Returns the key as a part of a request of several keys.
     pub(super) fn part(&self) -> PartRef<'_> {
         let entry = Entry {
@@ -78,7 +78,7 @@ impl Asked {
 
     /// Returns whether the request would give the key another quota.
     fn changes_quota(&self) -> bool {
-        let Asked {
+        let AskedKey {
             core, key, quota, ..
         } = self;
         let known = core
@@ -88,7 +88,7 @@ impl Asked {
     }
 
     /// Returns whether two keys of a request would count it twice.
-    pub(super) fn is_same(&self, other: &Asked) -> bool {
+    pub(super) fn is_same(&self, other: &AskedKey) -> bool {
         self.key == other.key && has_store_of(&self.core, &other.core)
     }
 }
@@ -114,7 +114,7 @@ pub(super) struct InFlightOutlook {
 
 impl Found {
     /// Asks the store, and then looks at the state of the key.
-    pub(super) async fn read(asked: &Asked, bound: WaitBound) -> Found {
+    pub(super) async fn read(asked: &AskedKey, bound: WaitBound) -> Found {
         // A request that enters brings the key up to date: slots that no waiter has come for are booked anew.
         let now = clock::now();
         asked
@@ -182,7 +182,7 @@ impl Found {
     }
 
     /// Returns what was found, for the caller.
-    pub(super) fn told(self, asked: &Asked, name: Box<str>, now: Instant) -> KeyExplanation {
+    pub(super) fn told(self, asked: &AskedKey, name: Box<str>, now: Instant) -> KeyExplanation {
         let core = &asked.core;
         let unit = core.unit().unwrap_or(Cost::REQUESTS);
         let hold = self.held().map(|left| {
@@ -234,8 +234,8 @@ impl Found {
 }
 
 /// Returns what the key would do with the request before it asks the store.
-fn outlook(asked: &Asked, bound: WaitBound, now: Instant) -> Outlook {
-    let Asked {
+fn outlook(asked: &AskedKey, bound: WaitBound, now: Instant) -> Outlook {
+    let AskedKey {
         core, key, cost, ..
     } = asked;
     let settings = &core.settings;

@@ -12,23 +12,23 @@ mod found;
 use std::time::Instant;
 
 use super::counting;
-use super::explanation::{Explanation, Told, Verdict};
+use super::explanation::{Explanation, ExplanationText, Verdict};
 use super::key_state::KeyState;
 use super::reservation::WaitBound;
 use crate::clock;
 use crate::error::{Reason, StoreError};
 use crate::join::join_all;
 
-use case::{Case, refused};
-pub(super) use found::Asked;
+use case::{KeyCase, refused};
+pub(super) use found::AskedKey;
 use found::Found;
 
 /// Explains what would happen to a request of the keys `asked`, at least one, with a `deadline`.
 pub(super) async fn explain(
-    mut asked: Vec<Asked>,
+    mut asked: Vec<AskedKey>,
     deadline: Option<Instant>,
 ) -> Result<Explanation, StoreError> {
-    asked.iter_mut().for_each(Asked::await_whole_limit);
+    asked.iter_mut().for_each(AskedKey::await_whole_limit);
     let waits = asked.iter().map(|asked| asked.core.settings.max_wait);
     let max_wait = waits.min().unwrap_or_default();
     let read = asked.iter().enumerate().map(async |(index, asked)| {
@@ -48,7 +48,7 @@ pub(super) async fn explain(
             refused(Reason::SameKey)
         } else {
             let asked = &asked[*index];
-            let case = Case {
+            let case = KeyCase {
                 core: &asked.core,
                 cost: asked.cost,
                 largest: found.largest_cost().unwrap_or_else(|| asked.largest_cost()),
@@ -66,7 +66,7 @@ pub(super) async fn explain(
     let (decisive, mut verdict) = worst.map_or((0, Verdict::Goes), |(index, verdict)| {
         (index, verdict.clone())
     });
-    let parts: Vec<_> = asked.iter().map(Asked::part).collect();
+    let parts: Vec<_> = asked.iter().map(AskedKey::part).collect();
     let joint = &asked[0].core.joint;
     let before = joint.waiting_unbooked(&parts);
     let is_refused = matches!(verdict, Verdict::Refused { .. });
@@ -81,7 +81,7 @@ pub(super) async fn explain(
         let name = name_of(key, &asked);
         found.told(key, name, now)
     });
-    let told = Told {
+    let told = ExplanationText {
         verdict: &verdict,
         keys: keys.collect(),
         decisive,
@@ -91,7 +91,7 @@ pub(super) async fn explain(
 }
 
 /// Returns the name of a key, also if another unit of the same key has it.
-fn name_of(key: &Asked, asked: &[Asked]) -> Box<str> {
+fn name_of(key: &AskedKey, asked: &[AskedKey]) -> Box<str> {
     let mut of_key = asked.iter().filter(|other| other.named == key.named);
     let name = of_key.find_map(|other| {
         let name = |state: &mut KeyState| state.counts.name().map(Box::from);

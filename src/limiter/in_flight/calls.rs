@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::claims::Terms;
+use super::claims::ClaimTerms;
 use super::key_calls::KeyCalls;
 use crate::key::Key;
 use crate::key_map::{Full, KeyMap};
@@ -14,7 +14,7 @@ use crate::store::Claim;
 pub(in crate::limiter) struct InFlightCalls {
     keyed: KeyMap<KeyCalls>,
     /// What claims state. A key may have another limit than the configured one.
-    terms: Terms,
+    terms: ClaimTerms,
 }
 
 /// The result of a change to the calls in flight of a key.
@@ -34,7 +34,7 @@ impl InFlightCalls {
         let class = part.and_then(|part| part.class);
         Some(InFlightCalls {
             keyed: KeyMap::new(settings.max_keys),
-            terms: Terms {
+            terms: ClaimTerms {
                 limit,
                 class: class.map_or(0, Key::number_of_class),
                 share: part.map_or(0, |part| settings.quotas.percent(part.index)),

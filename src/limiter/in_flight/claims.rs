@@ -8,7 +8,7 @@ use crate::store::Claim;
 
 /// What each claim of a limiter states besides its counts.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::limiter) struct Terms {
+pub(in crate::limiter) struct ClaimTerms {
     /// The limit: calls in flight at the same time, for each key.
     pub(super) limit: u32,
     /// The class of the requests, and its share of the limit: see [`Claim::share`].
@@ -20,15 +20,15 @@ pub(in crate::limiter) struct Terms {
 
 /// The calls and waiters of a process at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Counts {
+pub(super) struct ClaimCounts {
     /// Calls in flight.
     pub(super) in_use: u32,
     /// Requests that wait for a slot.
     pub(super) queued: u32,
 }
 
-impl Counts {
-    pub(super) const NONE: Counts = Counts {
+impl ClaimCounts {
+    pub(super) const NONE: ClaimCounts = ClaimCounts {
         in_use: 0,
         queued: 0,
     };
@@ -47,17 +47,17 @@ enum Exchange {
 
 /// The claims of a process and their answers.
 #[derive(Debug)]
-pub(super) struct Claims {
+pub(super) struct KeyClaims {
     /// Identifies this process and key to the store.
     pub(super) holder: u64,
     /// The number of the last claim.
     pub(super) number: u64,
     exchange: Exchange,
     /// What the last claim stated.
-    claimed: Counts,
+    claimed: ClaimCounts,
     /// What the store counts for this process: what the last claim stated, with the slots granted
     /// since.
-    pub(super) known: Counts,
+    pub(super) known: ClaimCounts,
     /// Slots that the store has granted since the beginning, by the answers that have arrived.
     granted: u64,
     /// The version of the last answer to the last claim. An answer with a smaller version is older,
@@ -67,14 +67,14 @@ pub(super) struct Claims {
     pub(super) others_wait: bool,
 }
 
-impl Claims {
+impl KeyClaims {
     pub(super) fn new() -> Self {
-        Claims {
+        KeyClaims {
             holder: next_number(),
             number: 0,
             exchange: Exchange::Idle,
-            claimed: Counts::NONE,
-            known: Counts::NONE,
+            claimed: ClaimCounts::NONE,
+            known: ClaimCounts::NONE,
             granted: 0,
             version: 0,
             others_wait: false,
@@ -91,7 +91,7 @@ impl Claims {
     /// `wants_answer` states whether a request waits for the answer to a new claim. `has_left`
     /// states whether the process has neither calls nor waiters left, and its last waiter got no
     /// slot.
-    pub(super) fn is_due(&self, counts: Counts, wants_answer: bool, has_left: bool) -> bool {
+    pub(super) fn is_due(&self, counts: ClaimCounts, wants_answer: bool, has_left: bool) -> bool {
         match self.exchange {
             Exchange::Asking => false,
             // The store repeats the last claim anyway.
@@ -108,7 +108,7 @@ impl Claims {
     }
 
     /// Makes the next claim, which states `counts` under `terms`.
-    pub(super) fn make(&mut self, key: Key, terms: Terms, counts: Counts) -> Claim {
+    pub(super) fn make(&mut self, key: Key, terms: ClaimTerms, counts: ClaimCounts) -> Claim {
         self.number += 1;
         // The store may have forgotten this process, and begin a new sequence of versions.
         self.version = 0;

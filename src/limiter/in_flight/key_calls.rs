@@ -3,8 +3,8 @@
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use super::claims::{Claims, Counts, Terms};
-use super::slot_waiters::{SlotWait, SlotWaiters};
+use super::claims::{ClaimCounts, ClaimTerms, KeyClaims};
+use super::slot_waiters::{Patience, SlotWaiters};
 use super::validity::Validity;
 use crate::clock;
 use crate::key::Key;
@@ -28,7 +28,7 @@ pub(in crate::limiter) struct KeyCalls {
     waiters: SlotWaiters,
     /// Whether a patient request has left since the last claim.
     gave_up: bool,
-    claims: Claims,
+    claims: KeyClaims,
     validity: Validity,
     /// The limit of the key, if it is not the configured one.
     own_limit: Option<u32>,
@@ -47,7 +47,7 @@ impl Evict for KeyCalls {
         let is_empty = self.in_use == 0 && self.waiters.is_empty();
         // The store may still grant slots to requests that have left, and these slots have to be
         // returned.
-        (is_empty && self.claims.known == Counts::NONE).then_some(self.used_at)
+        (is_empty && self.claims.known == ClaimCounts::NONE).then_some(self.used_at)
     }
 }
 
@@ -58,7 +58,7 @@ impl KeyCalls {
             free: 0,
             waiters: SlotWaiters::default(),
             gave_up: false,
-            claims: Claims::new(),
+            claims: KeyClaims::new(),
             validity: Validity::default(),
             own_limit,
             has_new_limit: false,
@@ -109,20 +109,20 @@ impl KeyCalls {
             return;
         }
         let wait = if impatient {
-            SlotWait::Impatient {
+            Patience::Impatient {
                 until_answer: self.claims.number + 1,
             }
         } else {
-            SlotWait::Patient
+            Patience::Patient
         };
         self.waiters.enter(number, wait, now);
         self.grant_free(now, &mut Wakers::default());
     }
 
     /// Returns the claim to send to the store, if one is due.
-    pub(in crate::limiter) fn claim(&mut self, key: Key, terms: Terms) -> Option<Claim> {
+    pub(in crate::limiter) fn claim(&mut self, key: Key, terms: ClaimTerms) -> Option<Claim> {
         let queued = u32::try_from(self.waiting()).unwrap_or(u32::MAX);
-        let counts = Counts {
+        let counts = ClaimCounts {
             in_use: self.in_use,
             queued,
         };
@@ -132,8 +132,8 @@ impl KeyCalls {
         // queue. After an impatient request, no such claim is sent, because its caller retries.
         // While the store counts the place, it has no free slot, and retries are refused without a
         // claim.
-        let has_left = self.gave_up && counts == Counts::NONE;
-        let has_new_limit = self.has_new_limit && counts != Counts::NONE;
+        let has_left = self.gave_up && counts == ClaimCounts::NONE;
+        let has_new_limit = self.has_new_limit && counts != ClaimCounts::NONE;
         if !self
             .claims
             .is_due(counts, wants_answer || has_new_limit, has_left)
@@ -145,7 +145,7 @@ impl KeyCalls {
         // The claim states only slots in use. So the store takes the free ones back.
         self.free = 0;
         let limit = self.own_limit.unwrap_or(terms.limit);
-        Some(self.claims.make(key, Terms { limit, ..terms }, counts))
+        Some(self.claims.make(key, ClaimTerms { limit, ..terms }, counts))
     }
 
     /// Returns how the wait of `number` ended, if it did. If the slot it got may belong to another
@@ -160,7 +160,7 @@ impl KeyCalls {
             && self.is_lost(slot, now)
         {
             self.in_use -= 1;
-            self.waiters.enter(number, SlotWait::Patient, now);
+            self.waiters.enter(number, Patience::Patient, now);
             return None;
         }
         Some(settled)
@@ -209,7 +209,7 @@ impl KeyCalls {
     pub(in crate::limiter) fn leave(&mut self, number: Number, now: Instant, wakers: &mut Wakers) {
         match self.waiters.leave(number) {
             Some(Left::Waiting(wait)) => {
-                self.gave_up |= wait == SlotWait::Patient;
+                self.gave_up |= wait == Patience::Patient;
                 self.used_at = now;
             }
             Some(Left::Settled(Settled::Granted(slot))) => self.end(slot, now, wakers),
@@ -325,7 +325,7 @@ mod tests {
     }
 
     fn claim(calls: &mut KeyCalls) -> Option<(u32, u32)> {
-        let terms = Terms {
+        let terms = ClaimTerms {
             limit: 8,
             class: 0,
             share: 0,

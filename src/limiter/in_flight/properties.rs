@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::KeyCalls;
-use super::claims::Terms;
+use super::claims::ClaimTerms;
 use crate::clock;
 use crate::key::Key;
 use crate::limit::{HolderUpdate, InFlightSlots, Micros};
@@ -105,7 +105,7 @@ impl World {
     fn act(&mut self, index: usize, act: impl FnOnce(&mut KeyCalls, &mut Wakers)) {
         let process = &mut self.processes[index];
         act(&mut process.calls, &mut Wakers::default());
-        let terms = Terms {
+        let terms = ClaimTerms {
             limit: self.limit,
             class: index as u32,
             share: self.shares[index],

@@ -12,7 +12,7 @@ use crate::wakers::Wakers;
 /// The requests that wait for a slot, in their order.
 #[derive(Default)]
 pub(super) struct SlotWaiters {
-    queue: WaitQueue<SlotWait, Settled<Number>>,
+    queue: WaitQueue<Patience, Settled<Number>>,
     /// How many impatient requests wait.
     impatient: usize,
     /// The claim whose answer ends the wait of the last impatient request.
@@ -23,7 +23,7 @@ pub(super) struct SlotWaiters {
 
 /// How long a request waits for a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum SlotWait {
+pub(super) enum Patience {
     /// Until it gets a slot, or leaves.
     Patient,
     /// Until the store answers the claim with this number. The request cannot wait for longer.
@@ -43,8 +43,8 @@ impl SlotWaiters {
 
     /// Enters a request, in the place of its `number`. No task waits yet: the first
     /// [`register`](SlotWaiters::register) sets when its task wakes.
-    pub(super) fn enter(&mut self, number: Number, wait: SlotWait, now: Instant) {
-        if let SlotWait::Impatient { until_answer } = wait {
+    pub(super) fn enter(&mut self, number: Number, wait: Patience, now: Instant) {
+        if let Patience::Impatient { until_answer } = wait {
             self.impatient += 1;
             self.until_answer = until_answer;
         }
@@ -90,7 +90,7 @@ impl SlotWaiters {
     }
 
     /// Removes `number`. Returns what it had.
-    pub(super) fn leave(&mut self, number: Number) -> Option<Left<SlotWait, Settled<Number>>> {
+    pub(super) fn leave(&mut self, number: Number) -> Option<Left<Patience, Settled<Number>>> {
         let left = self.queue.leave(number);
         if let Some(Left::Waiting(wait)) = left {
             self.forget(wait);
@@ -142,10 +142,10 @@ impl SlotWaiters {
         if self.impatient == 0 {
             return;
         }
-        let refuse = |_, wait: &SlotWait| {
+        let refuse = |_, wait: &Patience| {
             let is_answered = matches!(
                 *wait,
-                SlotWait::Impatient { until_answer } if until_answer <= number
+                Patience::Impatient { until_answer } if until_answer <= number
             );
             is_answered.then_some(Settled::Refused(Refusal::NEVER))
         };
@@ -160,7 +160,7 @@ impl SlotWaiters {
     }
 
     /// Notes that a request with this `wait` waits no longer.
-    fn forget(&mut self, wait: SlotWait) {
-        self.impatient -= usize::from(wait != SlotWait::Patient);
+    fn forget(&mut self, wait: Patience) {
+        self.impatient -= usize::from(wait != Patience::Patient);
     }
 }

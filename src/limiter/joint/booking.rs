@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::set::{JointSet, Wanted};
-use super::{Cause, JointRefusal, give_back};
+use super::set::{JointSet, WantedSlot};
+use super::{JointRefusal, RefusalCause, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::join::join_each;
 use crate::limiter::effects::{StoreCall, UnlessLost};
-use crate::limiter::key_state::{Asked, JointAsk, KeyState, near_booking};
+use crate::limiter::key_state::{JointAnswer, JointAsk, KeyState, near_booking};
 use crate::limiter::part::{Costs, Part, PerPart};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Reservation, WaitBound};
@@ -37,7 +37,7 @@ async fn book(set: Arc<JointSet>, unless_lost: UnlessLost<impl FnOnce()>) {
     while let Some(mut wanted) = set.next_wanted() {
         let outcome = match set.settles() {
             true => book_near(&set, &mut wanted).await,
-            false => Search::new(&set, &mut wanted).run(wanted.bound).await,
+            false => SlotSearch::new(&set, &mut wanted).run(wanted.bound).await,
         };
         set.booked(&wanted, outcome);
     }
@@ -45,7 +45,7 @@ async fn book(set: Arc<JointSet>, unless_lost: UnlessLost<impl FnOnce()>) {
 }
 
 /// Searches for a joint slot that is near, again and again: see [`near_booking`].
-async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<Slots, JointRefusal> {
+async fn book_near(set: &JointSet, wanted: &mut WantedSlot) -> Result<Slots, JointRefusal> {
     let since = clock::now();
     loop {
         let now = clock::now();
@@ -55,10 +55,10 @@ async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<Slots, JointRe
             true => wanted.bound,
             false => near_booking::near(wanted.bound, now),
         };
-        let outcome = Search::new(set, wanted).run(bound).await;
+        let outcome = SlotSearch::new(set, wanted).run(bound).await;
         let Err(JointRefusal {
             part,
-            cause: Cause::Refused(refusal),
+            cause: RefusalCause::Refused(refusal),
         }) = outcome
         else {
             return outcome;
@@ -78,7 +78,7 @@ async fn book_near(set: &JointSet, wanted: &mut Wanted) -> Result<Slots, JointRe
 }
 
 /// A search for a joint slot. If it is dropped, the slots found so far are given back.
-struct Search<'a> {
+struct SlotSearch<'a> {
     set: &'a JointSet,
     parts: &'a [Part],
     /// The request to book for.
@@ -104,15 +104,15 @@ struct Search<'a> {
     last: usize,
 }
 
-impl Drop for Search<'_> {
+impl Drop for SlotSearch<'_> {
     fn drop(&mut self) {
         give_back(self.parts, std::mem::take(&mut self.slots));
         give_back(self.parts, std::mem::take(&mut self.given_up));
     }
 }
 
-impl<'a> Search<'a> {
-    fn new(set: &'a JointSet, wanted: &mut Wanted) -> Self {
+impl<'a> SlotSearch<'a> {
+    fn new(set: &'a JointSet, wanted: &mut WantedSlot) -> Self {
         let none = || -> PerPart<Option<Reservation>> { set.parts.iter().map(|_| None).collect() };
         let given_up = wanted.given_up.take();
         let given_up = given_up.map_or_else(none, |given_up| given_up.slots.into_iter().collect());
@@ -123,7 +123,7 @@ impl<'a> Search<'a> {
             }
         }
         let needs_none = |(part, cost): (&Part, &u32)| *cost == 0 || !part.core.has_rates();
-        Search {
+        SlotSearch {
             set,
             parts: &set.parts,
             number: wanted.number,
@@ -152,7 +152,7 @@ impl<'a> Search<'a> {
         }
         for (part, Part { core, key, .. }) in self.parts.iter().enumerate() {
             if let Err(wait) = core.wait_for_statements(*key, bound.latest).await {
-                let cause = Cause::Refused(Refusal::new(Some(wait), None));
+                let cause = RefusalCause::Refused(Refusal::new(Some(wait), None));
                 return Err(JointRefusal { part, cause });
             }
         }
@@ -169,21 +169,24 @@ impl<'a> Search<'a> {
             }
             if rounds > 0 && !self.set.is_waiting(self.number, &self.costs) {
                 // The request has left, so nobody reads this refusal.
-                return refused(first, Cause::Refused(Refusal::NEVER));
+                return refused(first, RefusalCause::Refused(Refusal::NEVER));
             }
             rounds += 1;
             if self.has_expired() && !self.aims_later(&mut bound) {
-                return refused(first, Cause::Refused(Refusal::NEVER));
+                return refused(first, RefusalCause::Refused(Refusal::NEVER));
             }
             for (part, asked) in self.ask(&parts, bound).await {
                 match asked {
                     // The store did not decide about this key, because another one refused.
-                    Asked::Paused(Duration::ZERO) => {}
-                    Asked::Granted { .. } | Asked::Again => {}
-                    Asked::Paused(wait) => {
+                    JointAnswer::Paused(Duration::ZERO) => {}
+                    JointAnswer::Granted { .. } | JointAnswer::Again => {}
+                    JointAnswer::Paused(wait) => {
                         let until = clock::after(clock::now(), wait);
                         if until > bound.latest {
-                            return refused(part, Cause::Refused(Refusal::new(Some(wait), None)));
+                            return refused(
+                                part,
+                                RefusalCause::Refused(Refusal::new(Some(wait), None)),
+                            );
                         }
                         // Meanwhile the request takes nothing of its other keys. Then this part is
                         // asked first.
@@ -195,18 +198,26 @@ impl<'a> Search<'a> {
                         clock::sleep_until(until).await;
                         self.began = clock::now();
                     }
-                    Asked::Refused(refusal) => return refused(part, Cause::Refused(refusal)),
-                    Asked::Held(left) => {
-                        return refused(part, Cause::Refused(Refusal::new(Some(left), None)));
+                    JointAnswer::Refused(refusal) => {
+                        return refused(part, RefusalCause::Refused(refusal));
                     }
-                    Asked::Failed(error) => {
+                    JointAnswer::Held(left) => {
+                        return refused(
+                            part,
+                            RefusalCause::Refused(Refusal::new(Some(left), None)),
+                        );
+                    }
+                    JointAnswer::Failed(error) => {
                         let Part { core, key, .. } = &self.parts[part];
                         if !core.fails_open_on(&error) {
-                            return refused(part, Cause::Failed(error));
+                            return refused(part, RefusalCause::Failed(error));
                         }
                         if let Some(left) = core.held(*key, clock::now()) {
                             // No request passes uncounted while its key is on hold.
-                            return refused(part, Cause::Refused(Refusal::new(Some(left), None)));
+                            return refused(
+                                part,
+                                RefusalCause::Refused(Refusal::new(Some(left), None)),
+                            );
                         }
                         self.passes[part] = true;
                         self.uncounted = Some((part, error));
@@ -224,7 +235,7 @@ impl<'a> Search<'a> {
         needed.find_map(|(part, Part { core, key, .. })| {
             let known = |state: &mut KeyState| state.known_refusal(self.costs[part], bound, now);
             let refusal = core.states.find(*key, known).flatten()?;
-            let cause = Cause::Refused(refusal);
+            let cause = RefusalCause::Refused(refusal);
             Some(JointRefusal { part, cause })
         })
     }
@@ -284,12 +295,12 @@ impl<'a> Search<'a> {
 
     /// Asks the first of `parts`, and the others with it, unless they had better wait for its answer.
     /// Takes in the granted slots, and returns what became of each part.
-    async fn ask(&mut self, parts: &[usize], bound: WaitBound) -> PerPart<(usize, Asked)> {
+    async fn ask(&mut self, parts: &[usize], bound: WaitBound) -> PerPart<(usize, JointAnswer)> {
         let mut outcomes = PerPart::new();
         let mut last = None;
         let all = self.parts;
         let mut sent = self.send(parts, bound);
-        let mut take_in = |(part, asked): (usize, Asked)| {
+        let mut take_in = |(part, asked): (usize, JointAnswer)| {
             if self.take_in(part, &asked) {
                 last.get_or_insert(part);
             }
@@ -306,8 +317,8 @@ impl<'a> Search<'a> {
     }
 
     /// Takes in what became of `part`. Returns whether its store has said that it allows the request last.
-    fn take_in(&mut self, part: usize, asked: &Asked) -> bool {
-        let &Asked::Granted {
+    fn take_in(&mut self, part: usize, asked: &JointAnswer) -> bool {
+        let &JointAnswer::Granted {
             slot,
             uncertain,
             is_last,
@@ -332,7 +343,11 @@ impl<'a> Search<'a> {
     /// are asked at the same time: one after the other takes so long that the first slots expire. But
     /// if the first part is expected to move the moment, the others are asked for that moment later.
     /// So are those of a store that replies at once.
-    fn send(&mut self, parts: &[usize], bound: WaitBound) -> PerPart<Result<Call, (usize, Asked)>> {
+    fn send(
+        &mut self,
+        parts: &[usize],
+        bound: WaitBound,
+    ) -> PerPart<Result<Call, (usize, JointAnswer)>> {
         let joint = JointCall::default();
         let from = self.earliest.unwrap_or_else(clock::now);
         let waits_for_first = parts
@@ -359,7 +374,7 @@ impl<'a> Search<'a> {
         part: usize,
         bound: WaitBound,
         joint: &JointCall,
-    ) -> Result<Call, Asked> {
+    ) -> Result<Call, JointAnswer> {
         let &Part { ref core, key, .. } = &self.parts[part];
         let now = clock::now();
         let earliest = self.earliest.unwrap_or(now);
@@ -394,7 +409,7 @@ impl<'a> Search<'a> {
                 if let Some(slot) = ask.replaces {
                     core.give_back(key, slot);
                 }
-                Err(Asked::Failed(core.full()))
+                Err(JointAnswer::Failed(core.full()))
             }
         }
     }
@@ -429,7 +444,7 @@ struct Call {
 }
 
 /// Returns the answer to a call, or the outcome that was known without it.
-async fn answer(parts: &[Part], sent: Result<Call, (usize, Asked)>) -> (usize, Asked) {
+async fn answer(parts: &[Part], sent: Result<Call, (usize, JointAnswer)>) -> (usize, JointAnswer) {
     match sent {
         Ok(call) => answered(parts, call).await,
         Err(known) => known,
@@ -437,7 +452,7 @@ async fn answer(parts: &[Part], sent: Result<Call, (usize, Asked)>) -> (usize, A
 }
 
 /// Waits for the answer to a call, and takes it in.
-async fn answered(parts: &[Part], call: Call) -> (usize, Asked) {
+async fn answered(parts: &[Part], call: Call) -> (usize, JointAnswer) {
     let Call {
         part,
         ask,
@@ -450,7 +465,7 @@ async fn answered(parts: &[Part], call: Call) -> (usize, Asked) {
     });
     (
         part,
-        asked.unwrap_or_else(|| Asked::Failed(parts[part].core.full())),
+        asked.unwrap_or_else(|| JointAnswer::Failed(parts[part].core.full())),
     )
 }
 

@@ -106,11 +106,11 @@ pub(super) fn give_back_of<'a>(
 pub(super) struct JointRefusal {
     /// The part that refuses it.
     pub(super) part: usize,
-    pub(super) cause: Cause,
+    pub(super) cause: RefusalCause,
 }
 
 #[derive(Clone, Debug)]
-pub(super) enum Cause {
+pub(super) enum RefusalCause {
     /// The wait would be too long, or was.
     Refused(Refusal),
     /// The store of the part failed.

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use super::booking;
 use super::confirmation::{self, doubtful};
-use super::{Cause, JointRefusal, give_back};
+use super::{JointRefusal, RefusalCause, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -48,11 +48,11 @@ pub(in crate::limiter) struct JointSets {
 pub(in crate::limiter) struct JointSet {
     pub(in crate::limiter) parts: PerPart<Part>,
     id: SetId,
-    state: Mutex<State>,
+    state: Mutex<SetState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct SetState {
     /// The requests that wait, and the joint slots that are booked. There are never more slots than waiters.
     lanes: Lanes<Slots>,
     /// Joint slots of no use, whose requests wait for others. Each goes back while another one is
@@ -116,7 +116,7 @@ struct Tasks {
 }
 
 /// What to book next.
-pub(super) struct Wanted {
+pub(super) struct WantedSlot {
     pub(super) bound: WaitBound,
     pub(super) held_until: Option<Instant>,
     pub(super) scarcest: usize,
@@ -220,7 +220,7 @@ impl JointSets {
 }
 
 impl JointSet {
-    fn with<R>(&self, act: impl FnOnce(&mut State, &mut Wakers) -> R) -> R {
+    fn with<R>(&self, act: impl FnOnce(&mut SetState, &mut Wakers) -> R) -> R {
         let mut wakers = Wakers::default();
         let done = act(&mut lock(&self.state), &mut wakers);
         wakers.wake();
@@ -344,7 +344,7 @@ impl JointSet {
     /// Refuses the requests whose joint slot is later than `by`.
     fn end_by(self: &Arc<Self>, by: Instant) {
         let end = || {
-            let cause = Cause::Refused(Refusal::NEVER);
+            let cause = RefusalCause::Refused(Refusal::NEVER);
             Err(JointRefusal { part: 0, cause })
         };
         self.change(|state, _, wakers| {
@@ -354,7 +354,7 @@ impl JointSet {
 
     /// Makes a change. Then gives back the joint slots that no request needs, hands out those that
     /// are due, and begins the tasks that are needed.
-    fn change(self: &Arc<Self>, change: impl FnOnce(&mut State, &mut Vec<Slots>, &mut Wakers)) {
+    fn change(self: &Arc<Self>, change: impl FnOnce(&mut SetState, &mut Vec<Slots>, &mut Wakers)) {
         let now = clock::now();
         let mut unused = Vec::new();
         let tasks = self.with(|state, wakers| {
@@ -379,7 +379,7 @@ impl JointSet {
 
     /// Returns what to book next. `None` if each request has a joint slot: then the task that books
     /// ends.
-    pub(super) fn next_wanted(&self) -> Option<Wanted> {
+    pub(super) fn next_wanted(&self) -> Option<WantedSlot> {
         self.with(|state, _| {
             let wanted = state.next_wanted();
             state.is_booking = wanted.is_some();
@@ -398,8 +398,12 @@ impl JointSet {
     }
 
     /// Takes in what became of a booking.
-    pub(super) fn booked(self: &Arc<Self>, wanted: &Wanted, outcome: Result<Slots, JointRefusal>) {
-        let Wanted { number, costs, .. } = wanted;
+    pub(super) fn booked(
+        self: &Arc<Self>,
+        wanted: &WantedSlot,
+        outcome: Result<Slots, JointRefusal>,
+    ) {
+        let WantedSlot { number, costs, .. } = wanted;
         self.change(|state, _, wakers| match outcome {
             Ok(slot) => {
                 state.scarcest = Some(slot.last);
@@ -420,7 +424,7 @@ impl JointSet {
             }
             Err(
                 refusal @ JointRefusal {
-                    cause: Cause::Failed(_),
+                    cause: RefusalCause::Failed(_),
                     ..
                 },
             ) => {
@@ -467,7 +471,7 @@ impl JointSet {
         self.task_lost(|state| state.is_confirming = false);
     }
 
-    fn task_lost(&self, note: impl FnOnce(&mut State)) {
+    fn task_lost(&self, note: impl FnOnce(&mut SetState)) {
         self.with(|state, wakers| {
             note(state);
             state.lanes.wake_all(wakers);
@@ -526,7 +530,7 @@ impl Drop for JointSet {
     }
 }
 
-impl State {
+impl SetState {
     /// See [`JointSet::is_near`].
     fn is_near(&self, number: Number, costs: &Costs, now: Instant) -> bool {
         let lane = self.lanes.get(costs);
@@ -620,11 +624,11 @@ impl State {
         let cause = if let Some((refusal, at)) = self.refused_near {
             let since = now.saturating_duration_since(at);
             let wait = refusal.wait.map(|wait| wait.saturating_sub(since));
-            Cause::Refused(Refusal { wait, ..refusal })
+            RefusalCause::Refused(Refusal { wait, ..refusal })
         } else if wait.bound.by_deadline || has_answer || now < clock::after(wait.entered, ANSWER) {
-            Cause::Refused(Refusal::NEVER)
+            RefusalCause::Refused(Refusal::NEVER)
         } else {
-            Cause::Failed(StoreError::NoAnswer { waited: ANSWER })
+            RefusalCause::Failed(StoreError::NoAnswer { waited: ANSWER })
         };
         Some(JointRefusal {
             part: self.scarcest.unwrap_or(0),
@@ -646,11 +650,11 @@ impl State {
         Tasks { confirm, book }
     }
 
-    fn next_wanted(&mut self) -> Option<Wanted> {
+    fn next_wanted(&mut self) -> Option<WantedSlot> {
         let (number, costs) = self.lanes.first_without_slot()?.clone();
         self.has_left = false;
         let wait = self.lanes.wait_of(number, &costs)?;
-        Some(Wanted {
+        Some(WantedSlot {
             bound: wait.bound,
             held_until: self.held_until,
             scarcest: self.scarcest.unwrap_or(0),

@@ -37,7 +37,7 @@ const MOST_ROUNDS: usize = 64;
 const MOST_BOOKED_ANEW_BY_PACE: usize = 8;
 
 /// What a call to the store asks for.
-struct Booking {
+struct BookingCall {
     /// The permits for waiters. If there are none, the call confirms what was booked.
     demands: SmallVec<[Demand; 2]>,
     /// Whether the store has to confirm a slot. Then the call does not wait for other requests.
@@ -154,7 +154,7 @@ impl KeyState {
         ctx: &mut KeyContext<'_>,
         is_trusted: bool,
         now: Instant,
-    ) -> Option<Booking> {
+    ) -> Option<BookingCall> {
         let booking = self.needed(ctx, is_trusted, now)?;
         let delay = self.delay(ctx, &booking, now);
         ctx.work.begins_delay |= delay == Delay::Starts;
@@ -163,7 +163,12 @@ impl KeyState {
 
     /// Returns what the next call asks for. Returns `None` if no call is needed, or if one is under
     /// way.
-    fn needed(&mut self, ctx: &KeyContext<'_>, is_trusted: bool, now: Instant) -> Option<Booking> {
+    fn needed(
+        &mut self,
+        ctx: &KeyContext<'_>,
+        is_trusted: bool,
+        now: Instant,
+    ) -> Option<BookingCall> {
         let queue = self.queue.as_mut()?;
         let has_doubtful_slot = !is_trusted && queue.is_due(now);
         queue.trim(now);
@@ -216,7 +221,7 @@ impl KeyState {
             && !is_scarce
             && !demands.is_empty()
             && !ctx.settles;
-        Some(Booking {
+        Some(BookingCall {
             demands,
             confirms,
             prefetches,
@@ -226,7 +231,7 @@ impl KeyState {
 
     /// Decides whether a needed call is sent now. It may have to wait for the end of a hold, for
     /// the answer to a probe, or for other requests to join it.
-    fn delay(&mut self, ctx: &KeyContext<'_>, booking: &Booking, now: Instant) -> Delay {
+    fn delay(&mut self, ctx: &KeyContext<'_>, booking: &BookingCall, now: Instant) -> Delay {
         let Some(queue) = &mut self.queue else {
             return Delay::Over;
         };
@@ -245,8 +250,8 @@ impl KeyState {
 
     /// Calls the store. If permits expired since the last call (`died`), the permits of later calls
     /// are valid for longer.
-    fn send(&mut self, ctx: &mut KeyContext<'_>, booking: &Booking, died: bool) -> Called {
-        let Booking {
+    fn send(&mut self, ctx: &mut KeyContext<'_>, booking: &BookingCall, died: bool) -> Called {
+        let BookingCall {
             demands,
             prefetches,
             ..

@@ -28,7 +28,7 @@ pub(in crate::limiter) struct JointAsk {
 
 /// What became of a [`JointAsk`].
 #[derive(Debug)]
-pub(in crate::limiter) enum Asked {
+pub(in crate::limiter) enum JointAnswer {
     Granted {
         slot: Reservation,
         /// How much later than in the store's time the slot may be used, because the clock of the
@@ -63,7 +63,7 @@ impl JointAsk {
         state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
         joint: &JointCall,
-    ) -> Result<(SentCall, StoreReply<Lease>), Asked> {
+    ) -> Result<(SentCall, StoreReply<Lease>), JointAnswer> {
         let &JointAsk { cost, bound, .. } = self;
         let now = ctx.now;
         let mut returns = Returns::new();
@@ -71,12 +71,12 @@ impl JointAsk {
         let known = match state.hold.left(now) {
             Some(left) if clock::after(now, left) > bound.latest => {
                 // One such request asks the store for a release.
-                (!state.hold.take_inquiry(now)).then_some(Asked::Held(left))
+                (!state.hold.take_inquiry(now)).then_some(JointAnswer::Held(left))
             }
             _ => state
                 .store
                 .repeated_refusal(cost, bound, now)
-                .map(Asked::Refused),
+                .map(JointAnswer::Refused),
         };
         if let Some(known) = known {
             if !returns.is_empty() {
@@ -103,11 +103,11 @@ impl JointAsk {
         ctx: &mut KeyContext<'_>,
         call: SentCall,
         answer: Result<Lease, StoreError>,
-    ) -> Asked {
+    ) -> JointAnswer {
         let is_unchanged = state.limits.changes() == self.changes;
         let outcome = match state.take_in(ctx, call, answer, ctx.now) {
             Ok(taken_in) => self.granted(state, ctx, &taken_in, is_unchanged),
-            Err(error) => Asked::Failed(error),
+            Err(error) => JointAnswer::Failed(error),
         };
         go_on(state, ctx);
         outcome
@@ -119,23 +119,23 @@ impl JointAsk {
         ctx: &mut KeyContext<'_>,
         taken_in: &TakenIn,
         is_unchanged: bool,
-    ) -> Asked {
+    ) -> JointAnswer {
         let &TakenIn {
             ref lease,
             bounds,
             precedes_release,
         } = taken_in;
         if let Some(wait) = lease.recovering {
-            return Asked::Paused(wait);
+            return JointAnswer::Paused(wait);
         }
         let held = state.hold.left(ctx.now);
         match (lease.grants.first(), held) {
             (Some(grant), _) if precedes_release => {
                 let slot = slot(lease, grant, bounds);
                 ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
-                Asked::Again
+                JointAnswer::Again
             }
-            (None, _) if precedes_release => Asked::Again,
+            (None, _) if precedes_release => JointAnswer::Again,
             (Some(grant), _) => {
                 state
                     .store
@@ -146,7 +146,7 @@ impl JointAsk {
                 if slot.at > self.earliest.max(ctx.now) {
                     state.store.note_joint(slot.at);
                 }
-                Asked::Granted {
+                JointAnswer::Granted {
                     slot,
                     uncertain: bounds.1.saturating_duration_since(bounds.0),
                     is_last: lease.is_last,
@@ -158,7 +158,7 @@ impl JointAsk {
                     },
                 }
             }
-            (None, Some(left)) => Asked::Held(left),
+            (None, Some(left)) => JointAnswer::Held(left),
             (None, None) => {
                 // If units may come back, the store is asked again soon.
                 if !ctx.settles {
@@ -167,7 +167,7 @@ impl JointAsk {
                         .store
                         .note_refusal(cost, lease, ctx.fails_open, ctx.now);
                 }
-                Asked::Refused(lease.refused.unwrap_or(Refusal::NEVER))
+                JointAnswer::Refused(lease.refused.unwrap_or(Refusal::NEVER))
             }
         }
     }

@@ -56,7 +56,7 @@ pub(super) struct Loans {
     /// What the class knows of each part, by the number of the part.
     lenders: SmallVec<[Lender; 2]>,
     /// The answer of the own part, kept until the other parts have answered.
-    kept: Option<Answer>,
+    kept: Option<HeldAnswer>,
 }
 
 /// What a class knows of a part that lends.
@@ -69,7 +69,7 @@ struct Lender {
 }
 
 /// An answer that refuses waiters.
-struct Answer {
+struct HeldAnswer {
     /// The call that was answered.
     call: Option<CallNumber>,
     slots: Vec<Reservation>,
@@ -77,7 +77,7 @@ struct Answer {
 }
 
 /// What a class asks the other parts for.
-pub(in crate::limiter) struct Wanted {
+pub(in crate::limiter) struct WantedLoan {
     pub(in crate::limiter) demands: SmallVec<[Demand; 2]>,
     /// The latest slot that is of use.
     latest: Instant,
@@ -100,11 +100,11 @@ pub(in crate::limiter) struct Lent {
 pub(in crate::limiter) struct Round {
     /// The slots that they have lent.
     pub(in crate::limiter) slots: Vec<Reservation>,
-    asked: SmallVec<[Asked; 4]>,
+    asked: SmallVec<[AskedPart; 4]>,
 }
 
 /// What became of asking a part.
-struct Asked {
+struct AskedPart {
     /// The number of the part.
     part: usize,
     /// Whether it is the own part.
@@ -119,7 +119,7 @@ impl Round {
     /// Adds what the part number `part` has lent, which may be the own one.
     pub(in crate::limiter) fn add(&mut self, part: usize, is_own: bool, lent: Lent) {
         let gained = lent.slots.iter().map(|slot| slot.count).sum();
-        self.asked.push(Asked {
+        self.asked.push(AskedPart {
             part,
             is_own,
             gained,
@@ -132,7 +132,7 @@ impl Round {
     }
 }
 
-impl Wanted {
+impl WantedLoan {
     /// Returns whether the part number `part` is asked at `now`.
     pub(in crate::limiter) fn asks(&self, part: usize, is_own: bool, now: Instant) -> bool {
         let next = self.lenders.get(part).and_then(|lender| lender.next);
@@ -216,20 +216,23 @@ impl KeyState {
         now: Instant,
     ) {
         let call = self.queue.as_ref().and_then(|queue| queue.call_number());
-        let kept = Answer {
+        let kept = HeldAnswer {
             call,
             slots,
             refusal,
         };
         let before = self.limits.loans_mut().kept.replace(kept);
-        if let (Some(Answer { slots, .. }), Some(queue)) = (before, &mut self.queue) {
+        if let (Some(HeldAnswer { slots, .. }), Some(queue)) = (before, &mut self.queue) {
             slots.iter().for_each(|slot| queue.returns.add(slot));
         }
         self.begin_to_borrow(ctx, now);
     }
 
     /// Returns what the class asks the other parts for.
-    pub(in crate::limiter) fn wanted_loans(&mut self, ctx: &mut KeyContext<'_>) -> Option<Wanted> {
+    pub(in crate::limiter) fn wanted_loans(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+    ) -> Option<WantedLoan> {
         let queue = self
             .queue
             .as_ref()
@@ -240,7 +243,7 @@ impl KeyState {
             Some((demands, latest)) => {
                 let is_far = latest > clock::after(ctx.now, LONGEST);
                 let lenders = self.limits.loans_mut().lenders.clone();
-                Some(Wanted {
+                Some(WantedLoan {
                     demands,
                     latest,
                     asks_own: is_booked && is_far && !ctx.settles,
@@ -259,7 +262,7 @@ impl KeyState {
     pub(in crate::limiter) fn lend(
         &mut self,
         ctx: &mut KeyContext<'_>,
-        wanted: &Wanted,
+        wanted: &WantedLoan,
         is_own: bool,
     ) -> Option<(SentCall, StoreReply<Lease>)> {
         let lending = ctx.spec.lending()?;
@@ -324,7 +327,7 @@ impl KeyState {
         let gained = !slots.is_empty();
         let loans = self.limits.loans_mut();
         for asked in asked {
-            let Asked { part, is_own, .. } = asked;
+            let AskedPart { part, is_own, .. } = asked;
             if loans.lenders.len() <= part {
                 loans.lenders.resize(part + 1, Lender::default());
             }
@@ -353,7 +356,7 @@ impl KeyState {
         let kept = loans.kept.take();
         let Some(queue) = &mut self.queue else {
             ctx.work.lent_back.extend(slots);
-            if let Some(Answer { slots, .. }) = kept {
+            if let Some(HeldAnswer { slots, .. }) = kept {
                 let unused: SmallVec<[_; 4]> = slots.iter().map(Reservation::unused).collect();
                 ctx.store.give_back(ctx.key, ctx.spec, &unused);
             }
@@ -361,13 +364,13 @@ impl KeyState {
         };
         match kept {
             // A round may take longer than a call that is not lost. Then the waiters were asked for again.
-            Some(Answer {
+            Some(HeldAnswer {
                 call, slots: own, ..
             }) if call != queue.call_number() => {
                 own.iter().for_each(|slot| queue.returns.add(slot));
                 slots.into_iter().for_each(|slot| queue.add(slot));
             }
-            Some(Answer {
+            Some(HeldAnswer {
                 slots: own,
                 refusal,
                 ..

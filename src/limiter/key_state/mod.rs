@@ -69,7 +69,7 @@ use smallvec::SmallVec;
 
 use super::prefetched::{Offer, Prefetched};
 use super::queue::{Delay, Gathering, Queue, Returns};
-use super::reservation::{Counting, ProbeNumber, Reservation};
+use super::reservation::{CountedAs, ProbeNumber, Reservation};
 use super::unlocked::UnlockedPermits;
 use crate::clock;
 use crate::limit::{Charge, LimitSpec, UnusedPermits};
@@ -84,7 +84,7 @@ use charges::{ChargeNumber, PendingCharges};
 pub(super) use calls::SentCall;
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Rules, Work};
 pub(super) use hold::HoldSource;
-pub(super) use joint_ask::{Asked, JointAsk, ask_to_confirm, confirmed, ended};
+pub(super) use joint_ask::{JointAnswer, JointAsk, ask_to_confirm, confirmed, ended};
 pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use key_limits::KeyLimits;
 pub(super) use loans::{Lent, Round};
@@ -261,13 +261,13 @@ impl KeyState {
     pub(super) fn take_at_once(
         &mut self,
         cost: u32,
-        counting: Counting,
+        counting: CountedAs,
         now: Instant,
     ) -> Option<Reservation> {
         let slot = self.take(cost, now)?;
         match counting {
-            Counting::Request => self.counts.pass(cost),
-            Counting::Units => self.counts.add_units(u64::from(cost)),
+            CountedAs::Request => self.counts.pass(cost),
+            CountedAs::Units => self.counts.add_units(u64::from(cost)),
         }
         Some(slot)
     }

@@ -18,9 +18,9 @@ use crate::store::UpstreamRemaining;
 #[derive(Default)]
 pub(super) struct RemainingHeaders {
     /// The last statement that was not yet sent to the store.
-    latest: Option<Statement>,
+    latest: Option<StatedRemaining>,
     /// The reset to which later ones are compared.
-    anchor: Option<Anchor>,
+    anchor: Option<FirstReset>,
     /// Whether the reset stays at one moment, and moves only by whole windows. This is known after
     /// [`LONG`].
     stays: bool,
@@ -44,7 +44,7 @@ pub(super) struct RemainingHeaders {
 
 /// A statement of the upstream.
 #[derive(Clone, Copy, Debug)]
-struct Statement {
+struct StatedRemaining {
     /// The units left.
     units: u64,
     /// When the limit resets.
@@ -55,7 +55,7 @@ struct Statement {
 
 /// A reset, and when it was first stated.
 #[derive(Clone, Copy, Debug)]
-struct Anchor {
+struct FirstReset {
     resets_at: Instant,
     since: Instant,
 }
@@ -109,14 +109,14 @@ impl RemainingHeaders {
             self.refused = self.refused.saturating_add(refused);
         }
         let reset_after = quota.reset_after().unwrap_or_default();
-        let statement = Statement {
+        let statement = StatedRemaining {
             units,
             resets_at: clock::after(sent, reset_after),
             at: sent,
         };
         self.latest = Some(statement);
         match self.anchor {
-            None => self.anchor = Some(Anchor::new(statement)),
+            None => self.anchor = Some(FirstReset::new(statement)),
             Some(anchor) if is_one_reset(statement.resets_at, anchor.resets_at) => {
                 self.reset_stayed(limit, anchor, reset_after, sent);
             }
@@ -126,7 +126,13 @@ impl RemainingHeaders {
 
     /// Notes that the upstream states the reset of the `anchor` again. If it has done so for long
     /// enough, the reset stays at one moment.
-    fn reset_stayed(&mut self, limit: Limit, anchor: Anchor, reset_after: Duration, sent: Instant) {
+    fn reset_stayed(
+        &mut self,
+        limit: Limit,
+        anchor: FirstReset,
+        reset_after: Duration,
+        sent: Instant,
+    ) {
         // A reset that is further away than the window is of another limit.
         let is_near = reset_after <= limit.window().saturating_add(LAST);
         self.stays |= is_near && sent.saturating_duration_since(anchor.since) >= LONG;
@@ -140,11 +146,11 @@ impl RemainingHeaders {
     fn reset_moved(
         &mut self,
         limit: Limit,
-        anchor: Anchor,
-        statement: Statement,
+        anchor: FirstReset,
+        statement: StatedRemaining,
         is_unnamed: bool,
     ) {
-        let Statement { resets_at, at, .. } = statement;
+        let StatedRemaining { resets_at, at, .. } = statement;
         let is_over = clock::after(at, LAST) >= anchor.resets_at;
         let is_later = is_over && resets_at > anchor.resets_at;
         let next_reset = clock::after(anchor.resets_at, limit.window());
@@ -165,7 +171,7 @@ impl RemainingHeaders {
             self.latest = None;
         }
         self.stays &= is_next_window;
-        self.anchor = Some(Anchor::new(statement));
+        self.anchor = Some(FirstReset::new(statement));
     }
 
     /// Returns whether a statement has not been sent to the store yet.
@@ -186,7 +192,7 @@ impl RemainingHeaders {
     /// Returns the units left, if the last statement bounds what may leave: if it is not old and
     /// states a reset.
     pub(super) fn bound(&self, limit: Limit, now: Instant) -> Option<u64> {
-        let Statement {
+        let StatedRemaining {
             units,
             resets_at,
             at,
@@ -233,7 +239,7 @@ impl RemainingHeaders {
             });
         }
         let is_due = std::mem::take(&mut self.is_less) || self.pause(limit, now).is_zero();
-        let Statement {
+        let StatedRemaining {
             units,
             resets_at,
             at,
@@ -252,9 +258,9 @@ impl RemainingHeaders {
     }
 }
 
-impl Anchor {
-    fn new(statement: Statement) -> Self {
-        Anchor {
+impl FirstReset {
+    fn new(statement: StatedRemaining) -> Self {
+        FirstReset {
             resets_at: statement.resets_at,
             since: statement.at,
         }

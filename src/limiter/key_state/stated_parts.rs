@@ -37,7 +37,7 @@ pub(in crate::limiter) const OWN_PART: u8 = u8::MAX;
 /// What a process has stated of the parts of a quota.
 #[derive(Clone, Default)]
 pub(in crate::limiter) struct StatedParts {
-    parts: SmallVec<[Statement; 2]>,
+    parts: SmallVec<[PartStatement; 2]>,
     /// Whether there was a round of statements.
     has_begun: bool,
     /// Whether a round of statements is under way.
@@ -62,7 +62,7 @@ pub(in crate::limiter) enum JoinedRound {
 
 /// When the limits of one part were stated last.
 #[derive(Clone, Copy)]
-struct Statement {
+struct PartStatement {
     part: u8,
     /// Until when permits may be used without another statement.
     fresh_until: Instant,
@@ -96,7 +96,7 @@ impl StatedParts {
         goes_on || !std::mem::replace(&mut self.is_under_way, true)
     }
 
-    fn note(&mut self, new: Statement) {
+    fn note(&mut self, new: PartStatement) {
         match self.parts.iter_mut().find(|known| known.part == new.part) {
             Some(known) => {
                 known.fresh_until = known.fresh_until.max(new.fresh_until);
@@ -247,7 +247,7 @@ impl KeyState {
             let until = |span| clock::after(sent, span);
             (until(fresh_for(spec)), until(applies_for(spec)))
         };
-        self.limits.stated_parts_mut().note(Statement {
+        self.limits.stated_parts_mut().note(PartStatement {
             part,
             fresh_until,
             applies_until,

@@ -88,7 +88,7 @@ impl SlotWait {
 
 /// What the lines of all costs need to know of a lane, to find it without looking at all of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Facts {
+pub(super) struct LaneFacts {
     /// The first slot, if a request waits for it, and the first waiter.
     pub(super) first_slot: Option<(Instant, Number)>,
     pub(super) last_slot: Option<Instant>,
@@ -113,8 +113,8 @@ impl<S: Booked> Default for Lane<S> {
 }
 
 impl<S: Booked> Lane<S> {
-    pub(super) fn facts(&self) -> Facts {
-        Facts {
+    pub(super) fn facts(&self) -> LaneFacts {
+        LaneFacts {
             first_slot: self.next_slot(),
             last_slot: self.last_slot(),
             first_without_slot: self.first_without_slot,

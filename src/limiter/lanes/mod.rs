@@ -41,7 +41,7 @@ use crate::wait_queue::{ANSWER, Left, MISSED, Number};
 use crate::wakers::Wakers;
 
 use handed::Handed;
-use lane::Facts;
+use lane::LaneFacts;
 pub(super) use lane::{Lane, SlotWait};
 
 /// How many waiters of a lane have timers for their slots.
@@ -228,7 +228,7 @@ impl<S: Booked> Lanes<S> {
             if !lane.is_unused() {
                 self.lanes.insert(costs.clone(), lane);
             }
-            self.note(costs, Facts::default(), after);
+            self.note(costs, LaneFacts::default(), after);
             done
         }
     }
@@ -246,7 +246,7 @@ impl<S: Booked> Lanes<S> {
     }
 
     /// Takes in that the facts of a lane have changed.
-    fn note(&mut self, costs: &S::Costs, before: Facts, after: Facts) {
+    fn note(&mut self, costs: &S::Costs, before: LaneFacts, after: LaneFacts) {
         fn moved<T: Ord + Copy, C: Ord + Clone>(
             all: &mut BTreeSet<(T, C)>,
             costs: &C,

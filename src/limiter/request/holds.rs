@@ -3,7 +3,7 @@
 use std::task::Context;
 use std::time::{Duration, Instant};
 
-use super::{Request, Stage};
+use super::{Request, WaitStage};
 use crate::clock;
 use crate::error::Reason;
 use crate::key::Key;
@@ -25,7 +25,7 @@ impl Request {
     /// Returns the keys whose holds stop the request, each with its part. In the queue of a key, the queue obeys the hold of
     /// that key.
     fn hold_keys(&self) -> impl Iterator<Item = (usize, &Part, Key)> {
-        let is_in_queue = self.in_flight.is_empty() || matches!(self.stage, Stage::Slots);
+        let is_in_queue = self.in_flight.is_empty() || matches!(self.stage, WaitStage::Slots);
         let obeys = self.line.obeys_hold() && is_in_queue;
         hold_keys(self.parts(), &self.place.costs, obeys)
     }
@@ -110,15 +110,15 @@ impl Request {
     pub(super) fn keep_place_only(&mut self, held: &KeyOnHold, now: Instant) {
         self.waited_before = true;
         if self.line.has_place_on_hold() {
-            if matches!(self.stage, Stage::InFlight { .. }) {
+            if matches!(self.stage, WaitStage::InFlight { .. }) {
                 self.leave(now);
                 self.again(None, now);
             } else {
                 self.give_up_in_flight_slots();
             }
-        } else if !matches!(self.stage, Stage::Hold(_)) {
+        } else if !matches!(self.stage, WaitStage::Hold(_)) {
             self.leave(now);
-            self.stage = Stage::Hold(HoldWait::new(held.end));
+            self.stage = WaitStage::Hold(HoldWait::new(held.end));
         }
     }
 

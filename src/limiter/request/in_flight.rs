@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use smallvec::SmallVec;
 
-use super::{Request, Stage};
+use super::{Request, WaitStage};
 use crate::error::Reason;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
 use crate::limiter::limited::{Stopped, Why};
-use crate::limiter::line::Place;
+use crate::limiter::line::LinePlace;
 use crate::limiter::part::{Part, PartRef, max_wait};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Settled, WaitBound};
@@ -67,7 +67,7 @@ impl Request {
     /// Takes the in-flight slots that the request lacks. Returns whether it has all of them. Otherwise it waits
     /// for the first that it lacks.
     pub(super) fn take_in_flight_slots(&mut self, now: Instant) -> Result<bool, Stopped> {
-        let Place { number, bound, .. } = self.place;
+        let LinePlace { number, bound, .. } = self.place;
         let parts = self.line.parts();
         let lacking = self.in_flight.iter_mut();
         for of_part in lacking.filter(|of_part| of_part.slot.is_none()) {
@@ -82,7 +82,7 @@ impl Request {
             };
             let Some(settled) = entered else {
                 self.waited_before = true;
-                self.stage = Stage::InFlight {
+                self.stage = WaitStage::InFlight {
                     until: answer_by(bound.latest, now),
                 };
                 return Ok(false);
@@ -107,7 +107,7 @@ impl Request {
         };
         let Part { core, key, .. } = &parts[of_part.part];
         let settled = ready!(in_flight_slot::poll(core, *key, number, until, now, cx));
-        self.stage = Stage::Nothing;
+        self.stage = WaitStage::Nothing;
         let slot = in_flight_slot_of(parts, of_part.part, self.place.bound, settled)?;
         of_part.slot = Some(slot);
         self.waited_for_answer(now);

@@ -2,7 +2,7 @@
 //!
 //! 1. **Holds.** While a key or its host is on hold, the request keeps nothing but its place in the line. Once a request
 //!    of one key is in the queue of that key, the queue obeys the hold of the key.
-//! 2. **Slots**, in the [`Line`] of its keys.
+//! 2. **Slots**, in the [`RequestLine`] of its keys.
 //! 3. **In-flight slots**, if calls in flight are limited. A request of one key has asked for its own before it entered
 //!    the line, and keeps it there: nearly all requests that could use it wait behind it. A request of several keys asks for its own
 //!    when its slots are due. If one is not free, the slots go back unused, and the request waits for the in-flight slot.
@@ -33,7 +33,7 @@ use super::around;
 use super::holds::HoldWait;
 use super::in_flight_slot;
 use super::limited::{Stopped, Why};
-use super::line::{Line, Place};
+use super::line::{LinePlace, RequestLine};
 use super::part::{Part, PartRef};
 use super::probe::Probe;
 use super::queue::next_number;
@@ -50,9 +50,9 @@ use in_flight::{InFlightPart, in_flight_of, waiting_in_flight};
 /// A request on the way to its permit. Dropping it frees its places.
 #[derive(Debug)]
 pub(super) struct Request {
-    line: Line,
-    place: Place,
-    stage: Stage,
+    line: RequestLine,
+    place: LinePlace,
+    stage: WaitStage,
     /// Its parts with limits of calls in flight, in the order in which it asks for their slots.
     in_flight: SmallVec<[InFlightPart; 1]>,
     /// How often it got slots, this time included.
@@ -69,7 +69,7 @@ pub(super) struct Request {
 
 /// What a request waits for.
 #[derive(Debug)]
-enum Stage {
+enum WaitStage {
     /// The end of a hold, without a place in the line.
     Hold(HoldWait),
     /// The first in-flight slot that it lacks, until the time runs out.
@@ -92,14 +92,14 @@ pub(super) struct Leaving {
 impl Request {
     pub(super) fn new(parts: &[PartRef<'_>], bound: WaitBound) -> Self {
         Request {
-            line: Line::of(parts),
-            place: Place {
+            line: RequestLine::of(parts),
+            place: LinePlace {
                 number: next_number(),
                 costs: parts.iter().map(|part| part.entry.cost).collect(),
                 bound,
                 waits_for: None,
             },
-            stage: Stage::Nothing,
+            stage: WaitStage::Nothing,
             in_flight: in_flight_of(parts),
             turns: 1,
             waited_before: false,
@@ -133,7 +133,7 @@ impl Request {
             self.waited_before = true;
             if !self.line.has_place_on_hold() {
                 self.check_room_on_hold(held)?;
-                self.stage = Stage::Hold(HoldWait::new(held.end));
+                self.stage = WaitStage::Hold(HoldWait::new(held.end));
                 return Poll::Pending;
             }
         }
@@ -152,14 +152,14 @@ impl Request {
             }
             let held_until = held.map(|held| held.end);
             let went_on = match &mut self.stage {
-                Stage::Hold(wait) => match held_until {
+                WaitStage::Hold(wait) => match held_until {
                     Some(end) => {
                         wait.wake_at(end, cx);
                         return Poll::Pending;
                     }
                     None => self.go_on(None, now),
                 },
-                Stage::InFlight { until } => {
+                WaitStage::InFlight { until } => {
                     let until = *until;
                     ready!(self.poll_in_flight(until, now, cx))?;
                     // All of them first: each time in the line would book slots anew.
@@ -168,10 +168,10 @@ impl Request {
                         false => Poll::Pending,
                     }
                 }
-                Stage::Slots => match self.line.poll(&self.place, held_until, now, cx) {
+                WaitStage::Slots => match self.line.poll(&self.place, held_until, now, cx) {
                     Poll::Ready(slots) => {
                         let slots = slots?;
-                        self.stage = Stage::Nothing;
+                        self.stage = WaitStage::Nothing;
                         self.got(slots)
                     }
                     Poll::Pending => {
@@ -181,7 +181,7 @@ impl Request {
                         return Poll::Pending;
                     }
                 },
-                Stage::Nothing => return Poll::Pending,
+                WaitStage::Nothing => return Poll::Pending,
             };
             // What it waits for now has to know its task.
             if went_on.is_ready() {
@@ -212,7 +212,7 @@ impl Request {
     /// `whole_limit`. Returns whether there was one since the last time.
     pub(super) fn watch_settlements(&self, cx: &Context<'_>) -> bool {
         let mut was_settled = false;
-        if self.awaits_whole_limit && matches!(self.stage, Stage::Slots) {
+        if self.awaits_whole_limit && matches!(self.stage, WaitStage::Slots) {
             for part in self.parts() {
                 was_settled |= part.core.whole_limit.watch(self.place.number, cx);
             }
@@ -240,16 +240,16 @@ impl Request {
     /// Returns how many requests wait for the same, this one included.
     pub(super) fn queued(&self) -> usize {
         match &self.stage {
-            Stage::Hold(_) | Stage::Nothing => 1,
-            Stage::InFlight { .. } => self.lacks().map_or(1, waiting_in_flight),
-            Stage::Slots => self.line.waiting(),
+            WaitStage::Hold(_) | WaitStage::Nothing => 1,
+            WaitStage::InFlight { .. } => self.lacks().map_or(1, waiting_in_flight),
+            WaitStage::Slots => self.line.waiting(),
         }
     }
 
     /// Refuses a request before it enters, if it cannot leave whatever the state of its keys is.
     pub(super) fn check(&self, parts: &[PartRef<'_>], now: Instant) -> Result<(), Stopped> {
         let refused = |part, reason| Err(Stopped::refused(part, reason, Refusal::NEVER));
-        let Place { costs, bound, .. } = &self.place;
+        let LinePlace { costs, bound, .. } = &self.place;
         if costs.iter().any(|cost| *cost > 0)
             && let Some(reason) = around::refusal(parts[0].core)
         {
@@ -275,7 +275,7 @@ impl Request {
         held_until: Option<Instant>,
         now: Instant,
     ) -> Poll<Result<Leaving, Stopped>> {
-        self.stage = Stage::Nothing;
+        self.stage = WaitStage::Nothing;
         if self.line.is_of_one_key() && !self.take_in_flight_slots(now)? {
             return Poll::Pending;
         }
@@ -285,7 +285,7 @@ impl Request {
         match self.line.enter(&mut self.place, is_back, held_until, now) {
             Some(slots) => self.got(slots?),
             None => {
-                self.stage = Stage::Slots;
+                self.stage = WaitStage::Slots;
                 Poll::Pending
             }
         }
@@ -345,7 +345,7 @@ impl Request {
         for of_part in &mut self.in_flight {
             of_part.slot.take_if(|slot| slot.is_none());
         }
-        self.stage = Stage::Slots;
+        self.stage = WaitStage::Slots;
         self.line.come_back(&self.place, slots, now);
     }
 
@@ -378,14 +378,14 @@ impl Request {
 
     /// Frees its place, and gives up its in-flight slots.
     fn leave(&mut self, now: Instant) {
-        match std::mem::replace(&mut self.stage, Stage::Nothing) {
-            Stage::InFlight { .. } => {
+        match std::mem::replace(&mut self.stage, WaitStage::Nothing) {
+            WaitStage::InFlight { .. } => {
                 if let Some(Part { core, key, .. }) = self.lacks() {
                     in_flight_slot::leave(core, *key, self.place.number);
                 }
             }
-            Stage::Slots => self.line.leave(&self.place, now),
-            Stage::Hold(_) | Stage::Nothing => {}
+            WaitStage::Slots => self.line.leave(&self.place, now),
+            WaitStage::Hold(_) | WaitStage::Nothing => {}
         }
         self.give_up_in_flight_slots();
     }
@@ -393,7 +393,7 @@ impl Request {
 
 impl Drop for Request {
     fn drop(&mut self) {
-        if !matches!(self.stage, Stage::Nothing) {
+        if !matches!(self.stage, WaitStage::Nothing) {
             self.leave(clock::now());
         }
         self.line.forget(&self.place);

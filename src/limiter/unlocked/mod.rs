@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use super::prefetched::Prefetched;
-use super::reservation::{Counting, Reservation};
+use super::reservation::{CountedAs, Reservation};
 use crate::clock::Moment;
 
 /// The permits of one slot that threads take without a lock.
@@ -135,10 +135,10 @@ impl UnlockedPermits {
 
     /// Takes a permit. Counts a request, or only its units.
     #[inline]
-    pub(super) fn take(&self, cost: u32, counting: Counting, now: Moment) -> Option<Reservation> {
+    pub(super) fn take(&self, cost: u32, counting: CountedAs, now: Moment) -> Option<Reservation> {
         let extra = match counting {
-            Counting::Request => u64::from(cost) - 1,
-            Counting::Units => u64::from(cost),
+            CountedAs::Request => u64::from(cost) - 1,
+            CountedAs::Units => u64::from(cost),
         };
         if extra == 0 {
             self.take_units(cost, now)

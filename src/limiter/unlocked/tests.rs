@@ -41,7 +41,7 @@ fn units_are_either_offered_or_collected() {
     assert!(unlocked.spend(3, Moment::of(now)));
     assert!(!unlocked.spend(8, Moment::of(now)), "seven are left");
     let permit = unlocked
-        .take(1, Counting::Request, Moment::of(now))
+        .take(1, CountedAs::Request, Moment::of(now))
         .unwrap();
     assert_eq!(
         (permit.cost, permit.slot, permit.stamp, permit.incarnation),
@@ -52,7 +52,7 @@ fn units_are_either_offered_or_collected() {
     assert!(!unlocked.spend(1, Moment::of(now)));
     assert!(
         unlocked
-            .take(1, Counting::Request, Moment::of(now))
+            .take(1, CountedAs::Request, Moment::of(now))
             .is_none()
     );
 }
@@ -64,7 +64,7 @@ fn permits_expire_at_most_one_step_early() {
     let step = Duration::from_nanos(1 << STEP_BITS);
     let last = now + LIFE - step;
     let in_time = Moment::of(last - Duration::from_nanos(1));
-    let permit = unlocked.take(1, Counting::Request, in_time).unwrap();
+    let permit = unlocked.take(1, CountedAs::Request, in_time).unwrap();
     assert!(permit.until > last && permit.until <= now + LIFE);
     assert!(!unlocked.spend(1, Moment::of(now + LIFE)));
 }
@@ -104,7 +104,7 @@ fn threads_take_each_unit_once_and_of_one_offer() {
             let mut taken = 0;
             loop {
                 let was_last = ended.load(Ordering::Acquire);
-                while let Some(permit) = unlocked.take(1, Counting::Request, Moment::of(now)) {
+                while let Some(permit) = unlocked.take(1, CountedAs::Request, Moment::of(now)) {
                     assert_eq!(permit.slot, permit.stamp);
                     assert_eq!(permit.slot, permit.incarnation);
                     taken += 1;

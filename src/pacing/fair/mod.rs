@@ -17,7 +17,7 @@ mod trust;
 
 use std::time::{Duration, Instant};
 
-use super::reading::{Told, wait_said};
+use super::reading::{QuotaNumbers, wait_said};
 use super::{CallState, Dice, LONGEST, Pace, Pause, Reply, StateCodec, Traffic, seconds, span};
 use estimate::Estimate;
 use scale::Scale;
@@ -306,7 +306,13 @@ impl Fair {
     }
 
     /// Reads what is left from an answer. Returns `None` if it is unknown.
-    fn look(&mut self, told: &Told, passed: bool, sent: Instant, now: Instant) -> Option<f64> {
+    fn look(
+        &mut self,
+        told: &QuotaNumbers,
+        passed: bool,
+        sent: Instant,
+        now: Instant,
+    ) -> Option<f64> {
         let was_blind = self.trust.is_silent();
         let limit = self.scale.known_limit(told);
         let observation = Observation {
@@ -372,7 +378,7 @@ impl Fair {
     /// uncertain, and many requests may have left since.
     fn passed_late(&mut self, reply: &Reply<'_>) {
         self.trust.passed();
-        if let (Some(level), Some(said)) = (self.level, Told::of(reply.signal).remaining)
+        if let (Some(level), Some(said)) = (self.level, QuotaNumbers::of(reply.signal).remaining)
             && !self.scale.is_window()
         {
             self.level = Some(level.min(said));
@@ -481,7 +487,7 @@ impl Pace for Fair {
         }
         self.scale.answered_after(seconds(reply.sent, now));
         let level_before = self.level;
-        self.level = self.look(&Told::of(reply.signal), true, reply.sent, now);
+        self.level = self.look(&QuotaNumbers::of(reply.signal), true, reply.sent, now);
         self.search
             .passed(reply.sent, now, self.states_wait, is_alone);
         let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
@@ -509,8 +515,8 @@ impl Pace for Fair {
     fn refused(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, dice: &mut Dice) -> Pause {
         let now = traffic.now;
         let told = match self.trust.is_missing() {
-            true => Told::default(),
-            false => Told::of(reply.signal),
+            true => QuotaNumbers::default(),
+            false => QuotaNumbers::of(reply.signal),
         };
         let slot = self.slot(&Traffic {
             in_flight: traffic.in_flight + 1,

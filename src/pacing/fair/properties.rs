@@ -275,7 +275,7 @@ proptest! {
             };
             let most = (most * longer).min(LONGEST);
             let said = stated.map(|said| said.as_secs_f64());
-            let told = Told::of(&answer.signal());
+            let told = QuotaNumbers::of(&answer.signal());
             let least = said.or_else(|| after.scale.empty_until_reset(&told, after.last_answer?));
             let pause = pause.all.as_secs_f64();
             let bounds = least.map_or(most / 2.0..=most, |least| least..=least + most);

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::super::reading::Told;
+use super::super::reading::QuotaNumbers;
 use super::super::{LONGEST, StateCodec, seconds};
 use super::SET_POINT;
 use super::short_window::{ShortWindow, WindowAnswer};
@@ -21,7 +21,7 @@ pub(super) struct Scale {
     pub(super) is_guess: bool,
     /// Whether less is left of the window than an even pace would leave.
     pub(super) is_below: bool,
-    kind: Kind,
+    kind: ScaleKind,
     /// The limit as a window of at most ten seconds, which goes before `kind`.
     short: ShortWindow,
     limit: Option<f64>,
@@ -29,7 +29,7 @@ pub(super) struct Scale {
     stated_window: Option<f64>,
     /// The longest time to a reset, in seconds. The window is at least that long.
     longest_reset: f64,
-    watch: Option<Watch>,
+    watch: Option<ResetWatch>,
     /// The last answer that later ones are compared with: its moment, and what was left. An answer
     /// is compared if its request left after that moment, because answers to concurrent requests
     /// arrive in any order.
@@ -42,7 +42,7 @@ pub(super) struct Scale {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum ScaleKind {
     Unknown,
     Bucket,
     Window,
@@ -50,7 +50,7 @@ enum Kind {
 
 /// A reset that is watched, to find out whether its moment moves.
 #[derive(Clone, Copy, Debug)]
-struct Watch {
+struct ResetWatch {
     reset_at: Instant,
     since: Instant,
     remaining: f64,
@@ -102,7 +102,7 @@ impl Default for Scale {
             paced_time: GUESS,
             is_guess: true,
             is_below: false,
-            kind: Kind::Unknown,
+            kind: ScaleKind::Unknown,
             short: ShortWindow::default(),
             limit: None,
             stated_window: None,
@@ -141,7 +141,7 @@ impl Scale {
     }
 
     /// Returns the limit to which `remaining` belongs.
-    pub(super) fn known_limit(&self, told: &Told) -> Option<f64> {
+    pub(super) fn known_limit(&self, told: &QuotaNumbers) -> Option<f64> {
         told.limit
             .or(self.limit)
             .or(self.configured.map(|(limit, _)| limit))
@@ -154,7 +154,7 @@ impl Scale {
     }
 
     pub(super) fn is_window(&self) -> bool {
-        self.kind == Kind::Window || self.is_short()
+        self.kind == ScaleKind::Window || self.is_short()
     }
 
     /// Reports whether the pace uses the limit evenly, because its window is short.
@@ -249,20 +249,23 @@ impl Scale {
         if self.is_short() {
             return None;
         }
-        let reset_at = self.watch.filter(|_| self.kind == Kind::Window)?.reset_at;
+        let reset_at = self
+            .watch
+            .filter(|_| self.kind == ScaleKind::Window)?
+            .reset_at;
         Some((reset_at, self.window()? / self.limit?))
     }
 
     /// Returns the time until the reset, in seconds, if an answer says that the window is
     /// exhausted.
-    pub(super) fn empty_until_reset(&self, told: &Told, now: Instant) -> Option<f64> {
+    pub(super) fn empty_until_reset(&self, told: &QuotaNumbers, now: Instant) -> Option<f64> {
         if let Some(ends) = self.short.ends()
             && told.remaining == Some(0.0)
         {
             return Some(seconds(now, ends));
         }
         told.reset
-            .filter(|_| self.kind == Kind::Window && told.remaining == Some(0.0))
+            .filter(|_| self.kind == ScaleKind::Window && told.remaining == Some(0.0))
     }
 
     fn window(&self) -> Option<f64> {
@@ -275,7 +278,7 @@ impl Scale {
     /// are left above those that are kept for an even pace.
     pub(super) fn look(
         &mut self,
-        told: &Told,
+        told: &QuotaNumbers,
         remaining: Option<f64>,
         passed: bool,
         sent: Instant,
@@ -298,7 +301,7 @@ impl Scale {
         if let Some(level) = self.look_at_short_window(told, remaining, passed, sent, now) {
             return Some(level);
         }
-        if self.kind == Kind::Window
+        if self.kind == ScaleKind::Window
             && let (Some(limit), Some(window), Some(reset)) =
                 (self.limit, self.window(), told.reset)
         {
@@ -313,7 +316,7 @@ impl Scale {
     /// the pace, which aims at the set point.
     fn look_at_short_window(
         &mut self,
-        told: &Told,
+        told: &QuotaNumbers,
         remaining: f64,
         passed: bool,
         sent: Instant,
@@ -358,13 +361,16 @@ impl Scale {
         codec.flag(&mut self.is_guess);
         codec.flag(&mut self.is_below);
         codec.flag(&mut self.is_mostly_free);
-        let (mut is_bucket, mut is_window) = (self.kind == Kind::Bucket, self.kind == Kind::Window);
+        let (mut is_bucket, mut is_window) = (
+            self.kind == ScaleKind::Bucket,
+            self.kind == ScaleKind::Window,
+        );
         codec.flag(&mut is_bucket);
         codec.flag(&mut is_window);
         self.kind = match (is_bucket, is_window) {
-            (_, true) => Kind::Window,
-            (true, false) => Kind::Bucket,
-            (false, false) => Kind::Unknown,
+            (_, true) => ScaleKind::Window,
+            (true, false) => ScaleKind::Bucket,
+            (false, false) => ScaleKind::Unknown,
         };
         codec.optional_number(&mut self.limit);
         codec.optional_number(&mut self.stated_window);
@@ -372,7 +378,7 @@ impl Scale {
         codec.number(&mut self.most);
         codec.number(&mut self.trip);
         let (mut reset_at, mut since, mut left) = match self.watch {
-            Some(Watch {
+            Some(ResetWatch {
                 reset_at,
                 since,
                 remaining,
@@ -385,7 +391,7 @@ impl Scale {
         self.watch = reset_at
             .zip(since)
             .zip(left)
-            .map(|((reset_at, since), remaining)| Watch {
+            .map(|((reset_at, since), remaining)| ResetWatch {
                 reset_at,
                 since,
                 remaining,
@@ -407,7 +413,13 @@ impl Scale {
         self.trip = self.trip.clamp(0.0, LONGEST);
     }
 
-    fn measure(&mut self, told: &Told, remaining: f64, last: Option<(Instant, f64)>, now: Instant) {
+    fn measure(
+        &mut self,
+        told: &QuotaNumbers,
+        remaining: f64,
+        last: Option<(Instant, f64)>,
+        now: Instant,
+    ) {
         self.most = self.most.max(remaining);
         self.is_mostly_free = remaining >= 0.8 * self.most && remaining > 6.0 * SET_POINT;
         if let Some((limit, window)) = self.configured {
@@ -416,7 +428,7 @@ impl Scale {
         if let (Some(limit), Some(window)) = (self.limit, self.stated_window) {
             return self.set(window / limit);
         }
-        if let (Some(limit), Some(reset), Kind::Bucket) = (self.limit, told.reset, self.kind)
+        if let (Some(limit), Some(reset), ScaleKind::Bucket) = (self.limit, told.reset, self.kind)
             && reset >= LEAST_RESET
             && limit - remaining >= 1.0
         {
@@ -443,7 +455,7 @@ impl Scale {
         let Some(reset_at) = now.checked_add(until) else {
             return;
         };
-        let fresh = Watch {
+        let fresh = ResetWatch {
             reset_at,
             since: now,
             remaining,
@@ -455,18 +467,18 @@ impl Scale {
         let moved = seconds(watch.reset_at, reset_at).max(seconds(reset_at, watch.reset_at));
         if moved <= STAYS {
             if remaining > watch.remaining {
-                *watch = Watch {
+                *watch = ResetWatch {
                     reset_at: watch.reset_at,
                     ..fresh
                 };
             } else if seconds(watch.since, now) >= WATCHED {
-                self.kind = Kind::Window;
+                self.kind = ScaleKind::Window;
             }
             watch.remaining = remaining;
         } else {
             // The reset of a window moves only when the window has ended.
             if seconds(now, watch.reset_at) > STAYS {
-                self.kind = Kind::Bucket;
+                self.kind = ScaleKind::Bucket;
             }
             *watch = fresh;
         }

@@ -40,9 +40,9 @@ pub(super) struct Search {
     /// The rate that was refused last.
     upper: Option<f64>,
     /// The requests that passed in this cycle, and when it began.
-    cycle: Count,
+    cycle: PassedCount,
     /// The requests that passed since the last outage, and when that ended.
-    lately: Count,
+    lately: PassedCount,
     /// How often the limit was found again at the same rate, in a row.
     calm: f64,
     /// The average length of an interval, in parts of the interval that was meant: timers are late.
@@ -65,7 +65,7 @@ enum Phase {
 
 /// Requests that passed since a moment.
 #[derive(Clone, Copy, Debug, Default)]
-struct Count {
+struct PassedCount {
     passed: f64,
     since: Option<Instant>,
 }
@@ -134,17 +134,17 @@ impl Default for Search {
             curve: Curve::default(),
             lower: None,
             upper: None,
-            cycle: Count::default(),
-            lately: Count::default(),
+            cycle: PassedCount::default(),
+            lately: PassedCount::default(),
             calm: 0.0,
             late: 1.0,
         }
     }
 }
 
-impl Count {
+impl PassedCount {
     fn from(now: Instant) -> Self {
-        Count {
+        PassedCount {
             passed: 0.0,
             since: Some(now),
         }
@@ -205,7 +205,7 @@ impl Search {
         match self.phase {
             Phase::Start { .. } => {
                 if self.cycle.since.is_none() || (gap > IDLE && in_flight == 0) {
-                    self.cycle = Count::from(now);
+                    self.cycle = PassedCount::from(now);
                 }
             }
             Phase::Outage { .. } => {}
@@ -219,7 +219,7 @@ impl Search {
                     }
                 } else {
                     // Requests leave as they come, so what passes does not show the limit.
-                    self.cycle = Count::from(now);
+                    self.cycle = PassedCount::from(now);
                 }
             }
         }
@@ -246,7 +246,7 @@ impl Search {
                 if *count >= LONG_OUTAGE && self.cycle.passed == 1.0 && self.upper.is_none() =>
             {
                 *self = Search {
-                    cycle: Count::from(now),
+                    cycle: PassedCount::from(now),
                     ..Search::default()
                 };
             }
@@ -298,7 +298,7 @@ impl Search {
     ) {
         let lately = std::mem::replace(
             &mut self.lately,
-            Count {
+            PassedCount {
                 passed: 1.0,
                 since: Some(now),
             },
@@ -352,7 +352,7 @@ impl Search {
         let slower = self.calm.exp2() * if states_wait { STATED_REACH } else { 1.0 };
         self.curve = Curve::between(measured, gap, window, slower);
         self.lower = Some(measured);
-        self.cycle = Count {
+        self.cycle = PassedCount {
             passed: 1.0,
             since: Some(now),
         };

@@ -35,7 +35,7 @@ const MOST_PARTS: usize = 400;
 #[derive(Default)]
 pub(super) struct GrantHistory {
     /// The units that the store granted, by their slots in the store's time, in order.
-    granted: VecDeque<Part>,
+    granted: VecDeque<WindowPart>,
     /// The last reply of the store, which maps the store's time to the time of this process. `None`
     /// before the first reply.
     session: Option<StoreSession>,
@@ -55,7 +55,7 @@ pub(super) struct GrantHistory {
 
 /// Units with slots in one part of a window.
 #[derive(Clone, Copy)]
-struct Part {
+struct WindowPart {
     number: u64,
     /// The last of their slots.
     last: Micros,
@@ -178,7 +178,7 @@ impl GrantHistory {
             _ if kept < MOST_PARTS => {
                 self.granted.insert(
                     after,
-                    Part {
+                    WindowPart {
                         number,
                         last: slot,
                         units,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::clock;
 use crate::limit::{
-    Booking, Charge, Hold, Ledger, LimitSpec, Micros, Order, micros_down, micros_up,
+    Booking, Charge, Ledger, LimitSpec, Micros, Order, StoredHold, micros_down, micros_up,
 };
 use crate::store::{
     Grant, HoldState, Lease, LeaseRequest, LimitUsage, PeekRequest, Refusal, Usage,
@@ -123,7 +123,7 @@ pub(in crate::store) fn usage(
             ..LimitUsage::new(limit, used, free)
         })
         .collect();
-    let hold = held(ledger.hold(Hold::default()), now);
+    let hold = held(ledger.hold(StoredHold::default()), now);
     let free = ledger.free();
     let life = micros_up(request.validity);
     let mut later;
@@ -170,21 +170,21 @@ fn span_or_never(now: Micros, slot: Micros) -> Duration {
 }
 
 /// Returns a hold in the time of a ledger.
-pub(in crate::store) fn hold(state: HoldState, now: Micros) -> Hold {
+pub(in crate::store) fn hold(state: HoldState, now: Micros) -> StoredHold {
     let HoldState {
         remaining,
         releases,
         cut,
     } = state;
-    let none = Hold {
+    let none = StoredHold {
         cut,
         releases,
-        ..Hold::default()
+        ..StoredHold::default()
     };
     if remaining.is_zero() {
         return none;
     }
-    Hold {
+    StoredHold {
         until: now.saturating_add(micros_up(remaining)),
         slept: micros_down(clock::slept()),
         ..none
@@ -192,7 +192,7 @@ pub(in crate::store) fn hold(state: HoldState, now: Micros) -> Hold {
 }
 
 /// Returns a hold of a ledger, counted from `now`.
-pub(super) fn held(hold: Hold, now: Micros) -> HoldState {
+pub(super) fn held(hold: StoredHold, now: Micros) -> HoldState {
     let remaining = span(now, hold.until);
     HoldState {
         remaining,

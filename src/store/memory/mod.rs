@@ -18,7 +18,7 @@ use crate::clock;
 use crate::key::Key;
 use crate::key_map::{Evict, Full, KeyMap};
 use crate::limit::{
-    ChangeKind, Hold, Ledger, LimitSpec, Micros, QuotaChange, UnusedPermits, micros_down,
+    ChangeKind, Ledger, LimitSpec, Micros, QuotaChange, StoredHold, UnusedPermits, micros_down,
 };
 use booking::held;
 pub(super) use booking::{book, hold, usage};
@@ -45,7 +45,7 @@ use in_flight::InFlightState;
 /// ```
 pub struct MemoryStore {
     /// The ledgers of limits of rate.
-    counts: KeyMap<Counts>,
+    counts: KeyMap<KeyLedger>,
     /// The calls in flight.
     in_flight: KeyMap<InFlightState>,
     registers: Registers,
@@ -84,11 +84,11 @@ impl MemoryStore {
         now: Micros,
         with: impl FnOnce(&mut Ledger, Micros) -> R,
     ) -> Result<R, StoreError> {
-        let make = || Counts {
+        let make = || KeyLedger {
             fresh_from: 0,
             ledger: Box::new(Ledger::new(spec, now)),
         };
-        let count = |counts: &mut Counts| counts.with(spec, now, with);
+        let count = |counts: &mut KeyLedger| counts.with(spec, now, with);
         let counted = self.counts.enter(key, now, make, |_, _| (), count);
         counted.map_err(|Full| StoreError::Full {
             max_keys: self.max_keys,
@@ -109,7 +109,7 @@ impl MemoryStore {
             return StoreReply::Ready(Err(unsupported));
         }
         let now = clock::micros(clock::now());
-        let make = || Counts {
+        let make = || KeyLedger {
             fresh_from: 0,
             ledger: Box::new(Ledger::empty(now)),
         };
@@ -120,7 +120,7 @@ impl MemoryStore {
             life,
             above: 0,
         };
-        let change = |counts: &mut Counts| {
+        let change = |counts: &mut KeyLedger| {
             counts.align(spec, now);
             let before = counts.ledger.quota_unless(0).map(|quota| quota.version);
             counts.ledger.change_quota(spec, change, now);
@@ -148,7 +148,7 @@ impl MemoryStore {
         &self,
         key: Key,
         spec: &LimitSpec,
-        change: impl FnOnce(&mut Ledger, Micros) -> Hold,
+        change: impl FnOnce(&mut Ledger, Micros) -> StoredHold,
     ) -> StoreReply<HoldState> {
         let now = clock::micros(clock::now());
         let set = |ledger: &mut Ledger, now| held(change(ledger, now), now);
@@ -177,14 +177,14 @@ impl std::fmt::Debug for MemoryStore {
 
 /// The ledger of a key.
 #[derive(Clone)]
-struct Counts {
+struct KeyLedger {
     /// When the ledger can be dropped. A copy of a value of the ledger, so that a search for a
     /// ledger to drop reads no ledger.
     fresh_from: Micros,
     ledger: Box<Ledger>,
 }
 
-impl Counts {
+impl KeyLedger {
     /// Moves the boundaries of fixed windows to the wall clock. A set quota may have some that `spec`
     /// does not have.
     fn align(&mut self, spec: &LimitSpec, now: Micros) {
@@ -210,7 +210,7 @@ impl Counts {
     }
 }
 
-impl Evict for Counts {
+impl Evict for KeyLedger {
     type Now = Micros;
 
     fn idle_from(&self) -> Option<Micros> {

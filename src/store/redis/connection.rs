@@ -14,14 +14,14 @@ pub(super) type Connecting = Pin<Box<dyn Future<Output = RedisResult<Connection>
 /// A connection of any kind. Clones share it.
 #[derive(Clone)]
 pub(super) struct Connection {
-    pub(super) send: Arc<dyn Fn(Request) -> ReplyFuture + Send + Sync>,
+    pub(super) send: Arc<dyn Fn(ServerRequest) -> ReplyFuture + Send + Sync>,
     /// The database that the connection states it uses.
     pub(super) database: i64,
 }
 
 impl Connection {
     /// Sends a command. The future completes with the reply of the server.
-    pub(super) fn send(&self, request: Request) -> ReplyFuture {
+    pub(super) fn send(&self, request: ServerRequest) -> ReplyFuture {
         (self.send)(request)
     }
 }
@@ -30,15 +30,15 @@ pub(super) type ReplyFuture = Pin<Box<dyn Future<Output = RedisResult<Value>> + 
 
 /// A command to a server. Clones share the command.
 #[derive(Clone)]
-pub(super) struct Request {
+pub(super) struct ServerRequest {
     pub(super) command: Arc<Cmd>,
     /// Whether the key of the command is being moved to this server of a cluster.
     pub(super) asking: bool,
 }
 
-impl From<Cmd> for Request {
+impl From<Cmd> for ServerRequest {
     fn from(command: Cmd) -> Self {
-        Request {
+        ServerRequest {
             command: Arc::new(command),
             asking: false,
         }
@@ -51,10 +51,10 @@ where
     C: ConnectionLike + Clone + Send + Sync + 'static,
 {
     let database = connection.get_db();
-    let send = Arc::new(move |request: Request| {
+    let send = Arc::new(move |request: ServerRequest| {
         let mut connection = connection.clone();
         Box::pin(async move {
-            let Request { command, asking } = request;
+            let ServerRequest { command, asking } = request;
             if !asking {
                 return connection
                     .req_packed_command(&command)

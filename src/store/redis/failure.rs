@@ -11,12 +11,12 @@ use crate::error::{BoxError, StoreError};
 
 /// Why a command has no result.
 pub(super) struct RedisFailure {
-    pub(super) why: Why,
+    pub(super) why: FailureKind,
     /// The server of the command, if it is one of several.
     pub(super) server: Option<Arc<str>>,
 }
 
-pub(super) enum Why {
+pub(super) enum FailureKind {
     /// There is no connection.
     Down(StoreError),
     /// The server replied with an error, or the connection broke.
@@ -29,7 +29,7 @@ impl RedisFailure {
     /// Makes the failure of a command for which there is no server.
     pub(super) fn down(error: StoreError) -> Self {
         RedisFailure {
-            why: Why::Down(error),
+            why: FailureKind::Down(error),
             server: None,
         }
     }
@@ -37,26 +37,26 @@ impl RedisFailure {
     /// Makes the failure of a command without a reply within `after`.
     pub(super) fn silent(after: Duration) -> Self {
         RedisFailure {
-            why: Why::Silent(after),
+            why: FailureKind::Silent(after),
             server: None,
         }
     }
 
     /// Returns whether the server does not have the script. Then it did nothing.
     pub(super) fn is_no_script(&self) -> bool {
-        matches!(&self.why, Why::Error(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript))
+        matches!(&self.why, FailureKind::Error(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript))
     }
 
     /// Returns whether the server did not reply in time.
     pub(super) fn is_silent(&self) -> bool {
-        matches!(self.why, Why::Silent(_))
+        matches!(self.why, FailureKind::Silent(_))
     }
 
     /// Returns the error of the server or the connection, if there was one.
     pub(super) fn error(&self) -> Option<&RedisError> {
         match &self.why {
-            Why::Error(error) => Some(error),
-            Why::Down(_) | Why::Silent(_) => None,
+            FailureKind::Error(error) => Some(error),
+            FailureKind::Down(_) | FailureKind::Silent(_) => None,
         }
     }
 
@@ -82,9 +82,9 @@ impl RedisFailure {
     /// Returns whether the connection is of no more use.
     pub(super) fn breaks(&self) -> bool {
         match &self.why {
-            Why::Down(_) => false,
-            Why::Error(error) => !RedisFailure::is_reply(error),
-            Why::Silent(_) => true,
+            FailureKind::Down(_) => false,
+            FailureKind::Error(error) => !RedisFailure::is_reply(error),
+            FailureKind::Silent(_) => true,
         }
     }
 
@@ -92,12 +92,12 @@ impl RedisFailure {
     pub(super) fn to_error(&self) -> StoreError {
         let of_server = |error| of_server(self.server.as_ref(), error);
         match &self.why {
-            Why::Down(error) => error.clone(),
-            Why::Error(error) if RedisFailure::is_reply(error) => {
+            FailureKind::Down(error) => error.clone(),
+            FailureKind::Error(error) if RedisFailure::is_reply(error) => {
                 StoreError::failed(of_server(error.clone().into()))
             }
-            Why::Error(error) => StoreError::away(of_server(error.clone().into())),
-            Why::Silent(after) => {
+            FailureKind::Error(error) => StoreError::away(of_server(error.clone().into())),
+            FailureKind::Silent(after) => {
                 StoreError::away(of_server(format!("no answer within {after:?}").into()))
             }
         }

@@ -12,8 +12,8 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio::time::{timeout, timeout_at};
 
-use super::connection::{Connection, Factory, Request};
-use super::failure::{RedisFailure, Why, of_server};
+use super::connection::{Connection, Factory, ServerRequest};
+use super::failure::{FailureKind, RedisFailure, of_server};
 use super::stats::StoreTally;
 use crate::clock;
 use crate::error::{BoxError, StoreError};
@@ -82,7 +82,7 @@ pub(super) struct Link {
     /// Host and port, which errors name. `None` if there is only one server.
     server: Option<Arc<str>>,
     factory: Factory,
-    state: watch::Sender<State>,
+    state: watch::Sender<LinkState>,
     /// Whether there has been a connection. Until then, none was lost.
     was_up: AtomicBool,
     /// Notified when a command finds that the connection is broken.
@@ -94,7 +94,7 @@ pub(super) struct Link {
 }
 
 /// Whether there is a connection.
-enum State {
+enum LinkState {
     /// The first attempt to connect is under way, or no caller needed a connection yet.
     New,
     /// The connection, and its number.
@@ -105,7 +105,7 @@ enum State {
 
 impl Link {
     pub(super) fn new(server: Option<String>, factory: Factory, links: Links) -> Self {
-        let (state, _) = watch::channel(State::New);
+        let (state, _) = watch::channel(LinkState::New);
         Link {
             links,
             server: server.map(Arc::from),
@@ -128,7 +128,7 @@ impl Link {
                     self.was_up.store(true, Ordering::Relaxed);
                     *lock(&self.used_at) = clock::now();
                     self.state
-                        .send_replace(State::Up(connection.clone(), self.links.count()));
+                        .send_replace(LinkState::Up(connection.clone(), self.links.count()));
                     events::store_connected(self.server.as_deref());
                     // In a task of its own, because a connection that the user made may panic. The
                     // information about the server is optional, and some servers forbid `INFO`.
@@ -150,7 +150,7 @@ impl Link {
                 }
                 Err(error) => {
                     self.report(&error);
-                    self.state.send_replace(State::Down(error));
+                    self.state.send_replace(LinkState::Down(error));
                     self.links.broke.notify_one();
                 }
             }
@@ -198,7 +198,7 @@ impl Link {
         let mut made = timeout(soon, connecting.join_next()).await;
         if made.is_err() {
             // From now on callers need not wait for the end of the first attempt.
-            self.give_up(|state| matches!(state, State::New), &self.silent(soon));
+            self.give_up(|state| matches!(state, LinkState::New), &self.silent(soon));
             made = timeout(LONGEST_CONNECTING - soon, connecting.join_next()).await;
         }
         match made {
@@ -214,17 +214,17 @@ impl Link {
     /// Returns why there is no connection, if it broke or an attempt to make one has failed.
     pub(super) fn down(&self) -> Option<StoreError> {
         match &*self.state.borrow() {
-            State::Down(error) => Some(error.clone()),
-            State::New | State::Up(..) => None,
+            LinkState::Down(error) => Some(error.clone()),
+            LinkState::New | LinkState::Up(..) => None,
         }
     }
 
     /// Returns whether there is a connection. `None` if none was tried yet.
     pub(super) fn is_up(&self) -> Option<bool> {
         match &*self.state.borrow() {
-            State::New => None,
-            State::Up(..) => Some(true),
-            State::Down(_) => Some(false),
+            LinkState::New => None,
+            LinkState::Up(..) => Some(true),
+            LinkState::Down(_) => Some(false),
         }
     }
 
@@ -234,7 +234,7 @@ impl Link {
         let _ = self
             .state
             .subscribe()
-            .wait_for(|state| matches!(state, State::Down(_)))
+            .wait_for(|state| matches!(state, LinkState::Down(_)))
             .await;
     }
 
@@ -242,7 +242,7 @@ impl Link {
     /// twice.
     pub(super) async fn send(
         &self,
-        request: Request,
+        request: ServerRequest,
         deadline: Instant,
     ) -> Result<Value, RedisFailure> {
         let reply = self.exchange(request, deadline).await;
@@ -253,7 +253,11 @@ impl Link {
     }
 
     /// Sends one command and waits for its reply.
-    async fn exchange(&self, request: Request, deadline: Instant) -> Result<Value, RedisFailure> {
+    async fn exchange(
+        &self,
+        request: ServerRequest,
+        deadline: Instant,
+    ) -> Result<Value, RedisFailure> {
         let silent = |_| self.silent(self.links.store_timeout);
         let (connection, number) = self.connection(deadline).await?;
         *lock(&self.used_at) = clock::now();
@@ -262,12 +266,12 @@ impl Link {
             .map_err(silent);
         let failure = match reply {
             Ok(Ok(value)) => return Ok(value),
-            Ok(Err(error)) => self.failure(Why::Error(error)),
+            Ok(Err(error)) => self.failure(FailureKind::Error(error)),
             Err(silent) => silent,
         };
         if failure.breaks()
             && self.give_up(
-                |state| matches!(state, State::Up(_, up) if *up == number),
+                |state| matches!(state, LinkState::Up(_, up) if *up == number),
                 &failure,
             )
         {
@@ -288,9 +292,11 @@ impl Link {
         let mut states = self.state.subscribe();
         loop {
             match &*states.borrow_and_update() {
-                State::Up(connection, number) => return Ok((connection.clone(), *number)),
-                State::Down(error) => return Err(self.failure(Why::Down(error.clone()))),
-                State::New => {}
+                LinkState::Up(connection, number) => return Ok((connection.clone(), *number)),
+                LinkState::Down(error) => {
+                    return Err(self.failure(FailureKind::Down(error.clone())));
+                }
+                LinkState::New => {}
             }
             if timeout_at(deadline.into(), states.changed()).await.is_err() {
                 return Err(self.silent(self.links.store_timeout));
@@ -300,11 +306,11 @@ impl Link {
 
     /// If `condition` holds for the state, marks the link as down. Calls then fail at once, until
     /// there is a new connection. Returns whether `condition` held.
-    fn give_up(&self, condition: impl Fn(&State) -> bool, failure: &RedisFailure) -> bool {
+    fn give_up(&self, condition: impl Fn(&LinkState) -> bool, failure: &RedisFailure) -> bool {
         let gave_up = self.state.send_if_modified(|state| {
             let breaks = condition(state);
             if breaks {
-                *state = State::Down(failure.to_error());
+                *state = LinkState::Down(failure.to_error());
             }
             breaks
         });
@@ -324,7 +330,7 @@ impl Link {
         }
     }
 
-    fn failure(&self, why: Why) -> RedisFailure {
+    fn failure(&self, why: FailureKind) -> RedisFailure {
         RedisFailure {
             why,
             server: self.server.clone(),
@@ -332,7 +338,7 @@ impl Link {
     }
 
     fn silent(&self, after: Duration) -> RedisFailure {
-        self.failure(Why::Silent(after))
+        self.failure(FailureKind::Silent(after))
     }
 
     fn away(&self, error: impl Into<BoxError>) -> StoreError {

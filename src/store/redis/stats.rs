@@ -265,12 +265,12 @@ pub(crate) mod stores {
     use crate::store::redis::thread::Thread;
 
     /// A store. Its tally stays until an exporter has read the last counts.
-    struct Entry {
+    struct KnownStore {
         tally: Arc<StoreTally>,
         thread: Weak<Thread>,
     }
 
-    impl Entry {
+    impl KnownStore {
         /// Returns whether nothing counts in the tally any more.
         fn is_last(&self) -> bool {
             self.thread.strong_count() == 0 && Arc::strong_count(&self.tally) == 1
@@ -278,7 +278,7 @@ pub(crate) mod stores {
     }
 
     /// The stores, the oldest first.
-    static STORES: Mutex<Vec<Entry>> = Mutex::new(Vec::new());
+    static STORES: Mutex<Vec<KnownStore>> = Mutex::new(Vec::new());
 
     /// Adds a store.
     pub(in crate::store::redis) fn register(thread: &Arc<Thread>) {
@@ -286,7 +286,7 @@ pub(crate) mod stores {
         if !crate::stats::is_exporting() {
             stores.retain(|store| !store.is_last());
         }
-        stores.push(Entry {
+        stores.push(KnownStore {
             tally: thread.setup.tally.clone(),
             thread: Arc::downgrade(thread),
         });

@@ -70,14 +70,14 @@ pub(super) struct Hold {
     knows_releases: bool,
     /// What follows its end.
     probation: Probation,
-    evidence: Evidence,
+    evidence: HoldEvidence,
     /// Begins with a hold: when the moments were last right. `None` if there was no hold.
     sleep: Option<SleepMark>,
 }
 
 /// How this process knows of a hold. The module's documentation explains the moments.
 #[derive(Debug)]
-struct Evidence {
+struct HoldEvidence {
     sure_until: Instant,
     stored_until: Instant,
     /// When the hold last changed. Replies to calls that were sent before may not include it.
@@ -95,7 +95,7 @@ impl Hold {
             releases: 0,
             knows_releases: false,
             probation: Probation::Off,
-            evidence: Evidence {
+            evidence: HoldEvidence {
                 sure_until: now,
                 stored_until: now,
                 changed_at: now,
@@ -237,7 +237,7 @@ impl Hold {
     /// Returns the hold for a call to the store. Its `remaining` is zero if the store knows of the
     /// hold. `is_new` states that the store does not.
     pub(super) fn for_store(&self, is_new: bool, now: Instant) -> HoldState {
-        let Evidence {
+        let HoldEvidence {
             sure_until,
             stored_until,
             ..

@@ -49,7 +49,7 @@ impl World {
         let Hold {
             end,
             evidence:
-                Evidence {
+                HoldEvidence {
                     sure_until,
                     stored_until,
                     ..

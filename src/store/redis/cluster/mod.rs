@@ -29,7 +29,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{timeout, timeout_at};
 
-use super::connection::{self, Request};
+use super::connection::{self, ServerRequest};
 use super::endpoint::{FindServer, PubSubServer};
 use super::failure::RedisFailure;
 use super::link::{LONGEST_CONNECTING, Link, Links};
@@ -61,14 +61,14 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 pub(super) struct Cluster {
     seeds: Arc<Seeds>,
     links: Links,
-    state: watch::Sender<State>,
-    table: RwLock<Table>,
+    state: watch::Sender<MapState>,
+    table: RwLock<SlotTable>,
     /// Whether a server did not reply in time, since the other servers were last pinged.
     silent: AtomicBool,
 }
 
 /// Whether there is a map of slots.
-enum State {
+enum MapState {
     /// The first attempt to get one is under way.
     Unknown,
     Known,
@@ -77,13 +77,13 @@ enum State {
 }
 
 /// The map of slots, and the links to servers.
-struct Table {
+struct SlotTable {
     map: SlotMap,
-    nodes: HashMap<Address, Node>,
+    nodes: HashMap<Address, ServerLink>,
 }
 
 /// A server that calls go to.
-struct Node {
+struct ServerLink {
     link: Arc<Link>,
     /// Keeps the link. It ends when this is dropped.
     _keeper: JoinSet<()>,
@@ -94,8 +94,8 @@ impl Cluster {
         Cluster {
             seeds,
             links,
-            state: watch::Sender::new(State::Unknown),
-            table: RwLock::new(Table {
+            state: watch::Sender::new(MapState::Unknown),
+            table: RwLock::new(SlotTable {
                 map: SlotMap::empty(),
                 nodes: HashMap::new(),
             }),
@@ -107,7 +107,7 @@ impl Cluster {
 
     /// Returns why a call about `key` would fail now, if that is known without a call.
     pub(super) fn down(&self, key: &str) -> Option<StoreError> {
-        if let State::Failed(error) = &*self.state.borrow() {
+        if let MapState::Failed(error) = &*self.state.borrow() {
             return Some(error.clone());
         }
         let table = read(&self.table);
@@ -122,9 +122,9 @@ impl Cluster {
     /// tried.
     pub(super) fn is_up(&self) -> Option<bool> {
         match &*self.state.borrow() {
-            State::Unknown => return None,
-            State::Failed(_) => return Some(false),
-            State::Known => {}
+            MapState::Unknown => return None,
+            MapState::Failed(_) => return Some(false),
+            MapState::Known => {}
         }
         let table = read(&self.table);
         let mut nodes = table.nodes.values();
@@ -142,7 +142,7 @@ impl Cluster {
     pub(super) async fn send(
         &self,
         key: &str,
-        request: Request,
+        request: ServerRequest,
         deadline: Instant,
     ) -> Result<Value, RedisFailure> {
         self.known(deadline).await?;
@@ -165,7 +165,7 @@ impl Cluster {
                 if !asking {
                     self.moved(slot, &to);
                 }
-                self.send_to(&to, Request { asking, ..request }, deadline)
+                self.send_to(&to, ServerRequest { asking, ..request }, deadline)
                     .await
             }
             None => Err(failure),
@@ -175,7 +175,7 @@ impl Cluster {
     /// Sends a command that any server can execute to a server that replies.
     pub(super) async fn send_any(
         self: &Arc<Self>,
-        request: Request,
+        request: ServerRequest,
         deadline: Instant,
     ) -> Result<Value, RedisFailure> {
         let (server, _) = self.responsive(deadline).await?;
@@ -186,7 +186,7 @@ impl Cluster {
     async fn send_to(
         &self,
         server: &Address,
-        request: Request,
+        request: ServerRequest,
         deadline: Instant,
     ) -> Result<Value, RedisFailure> {
         let reply = self.link(server).send(request, deadline).await;
@@ -202,9 +202,9 @@ impl Cluster {
         let mut states = self.state.subscribe();
         loop {
             match &*states.borrow_and_update() {
-                State::Known => return Ok(()),
-                State::Failed(error) => return Err(RedisFailure::down(error.clone())),
-                State::Unknown => {}
+                MapState::Known => return Ok(()),
+                MapState::Failed(error) => return Err(RedisFailure::down(error.clone())),
+                MapState::Unknown => {}
             }
             if timeout_at(deadline.into(), states.changed()).await.is_err() {
                 return Err(RedisFailure::silent(self.links.store_timeout));
@@ -233,7 +233,7 @@ impl Cluster {
             ));
             let (mut keeper, kept) = (JoinSet::new(), link.clone());
             keeper.spawn(again_after_panics(move || kept.clone().keep()));
-            Node {
+            ServerLink {
                 link,
                 _keeper: keeper,
             }
@@ -422,15 +422,15 @@ impl Cluster {
             .retain(|server, _| map.primaries().contains(server));
         table.map = map;
         drop(table);
-        self.state.send_replace(State::Known);
+        self.state.send_replace(MapState::Known);
     }
 
     /// Notes that there is no new map. An old map stays in use.
     fn fail(&self, error: StoreError) {
         let failed = self.state.send_if_modified(|state| {
-            let unknown = !matches!(state, State::Known);
+            let unknown = !matches!(state, MapState::Known);
             if unknown {
-                *state = State::Failed(error.clone());
+                *state = MapState::Failed(error.clone());
             }
             unknown
         });

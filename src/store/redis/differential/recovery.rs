@@ -5,7 +5,7 @@ use proptest::test_runner::TestRunner;
 
 use super::*;
 use crate::limit::recovery::{
-    Known, in_flight_recovering_until, is_charged, is_lost, recovering_until,
+    KnownState, in_flight_recovering_until, is_charged, is_lost, recovering_until,
 };
 use crate::quota::Limit;
 use crate::store::{Claim, PeekRequest};
@@ -39,7 +39,7 @@ fn quota() -> impl Strategy<Value = Quota> {
 /// The state as its twin models it.
 #[derive(Clone, Copy, Debug)]
 struct Model {
-    known: Known,
+    known: KnownState,
     made_at: Micros,
     recovering_until: Micros,
 }
@@ -78,7 +78,8 @@ fn recovers_as_its_twin(
 ) -> Result<(), TestCaseError> {
     world.begin();
     let spec = Arc::new(LimitSpec::new(quota, millis(10), millis(2)));
-    let (mut first, mut model, mut caller): (_, Option<Model>, Option<Known>) = (None, None, None);
+    let (mut first, mut model, mut caller): (_, Option<Model>, Option<KnownState>) =
+        (None, None, None);
     for (number, &(wait, loss, granted)) in steps.iter().enumerate() {
         world.now += wait;
         lose(world, loss, &first, &mut model);
@@ -101,7 +102,7 @@ fn recovers_as_its_twin(
 
         let now = world.now;
         let mut state = model.unwrap_or(Model {
-            known: Known {
+            known: KnownState {
                 incarnation: random,
                 writes: 0,
             },
