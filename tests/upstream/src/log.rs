@@ -107,12 +107,6 @@ impl Log {
             })
     }
 
-    /// Returns the window of `rule`, less the jitter in transit beyond `slack`.
-    pub fn judged_window(&self, rule: Rule, slack: Duration) -> Duration {
-        rule.window
-            .saturating_sub(self.jitter().saturating_sub(slack))
-    }
-
     /// The oracle of promise I1: describes what exceeded `rule`, if anything did.
     ///
     /// At most `rule.count` calls may have arrived in any interval that is as long as the rule's
@@ -124,7 +118,9 @@ impl Log {
     /// no violation can be proved, and none is reported: a test with a short window should check
     /// [`jitter`](Log::jitter) too.
     pub fn over(&self, rule: Rule, slack: Duration) -> Option<String> {
-        let window = self.judged_window(rule, slack);
+        let window = rule
+            .window
+            .saturating_sub(self.jitter().saturating_sub(slack));
         let arrived = self.arrived();
         let Fullest { count, from } = fullest(&arrived, window);
         if count <= rule.count as usize {

@@ -199,10 +199,11 @@ fn over(log: &Log, quota: &Quota) -> Option<String> {
 
 /// Returns how calls exceeded the rule, by when they were sent or when they arrived.
 ///
-/// A worker may stand still between the gate and the moment that it writes into the call, for as long as it may on
-/// the way from there. Nobody sees the first, so both have the allowance for the second.
+/// A worker may stand still between the gate and the moment that it writes into the call, as it may on the way from
+/// there. Only the second is seen, so the first has its allowance, up to a tenth of a second.
 fn over_rule(log: &Log, rule: Rule) -> Option<String> {
-    let window = log.judged_window(rule, SLACK);
+    let stalled = log.jitter().saturating_sub(SLACK).min(ms(100));
+    let window = rule.window.saturating_sub(stalled);
     let sent = log.largest_count_sent(window);
     let said = || {
         format!(
