@@ -115,17 +115,20 @@ impl Division {
         for (index, limit) in quota.limits().iter().enumerate() {
             let mut rest = *limit;
             for (class, percent) in percents.iter().enumerate() {
-                let part = part(*limit, *percent).ok_or(ConfigError(Problem::Undividable {
-                    limit: *limit,
-                    class: self.shares[class].class,
-                }))?;
+                let too_small = undividable(*limit, self.shares[class].class);
+                let part = part(*limit, *percent).ok_or(too_small)?;
                 rest = without(rest, *limit, part);
                 parts[1 + class].limits[index] = part;
             }
-            parts[0].limits[index] = with_refill(rest, *limit, self.percent(0));
+            let rest = with_refill(rest, *limit, self.percent(0));
+            parts[0].limits[index] = rest.ok_or(undividable(*limit, "the rest"))?;
         }
         Ok(parts)
     }
+}
+
+fn undividable(limit: Limit, class: &'static str) -> ConfigError {
+    ConfigError(Problem::Undividable { limit, class })
 }
 
 /// Returns `percent` of a limit, or `None` if that is less than one unit.
@@ -149,7 +152,7 @@ fn part(limit: Limit, percent: u8) -> Option<Limit> {
                 count: 1,
                 window: limit.window(),
             };
-            with_refill(part, limit, percent)
+            with_refill(part, limit, percent)?
         }
         Limit::InFlight { .. } => limit,
     })
@@ -184,11 +187,12 @@ fn without(rest: Limit, limit: Limit, part: Limit) -> Limit {
     }
 }
 
-/// Gives a bucket `percent` of the refill of `limit`, exactly. Other limits stay as they are.
-fn with_refill(bucket: Limit, limit: Limit, percent: u8) -> Limit {
+/// Gives a bucket `percent` of the refill of `limit`: exactly, unless that takes a longer window than a limit may have.
+/// Then it is rounded down. Returns `None` if that is less than one unit. Other limits stay as they are.
+fn with_refill(bucket: Limit, limit: Limit, percent: u8) -> Option<Limit> {
     let (Limit::Bucket { capacity, .. }, Limit::Bucket { count, window, .. }) = (bucket, limit)
     else {
-        return bucket;
+        return Some(bucket);
     };
     let units = u64::from(count) * u64::from(percent);
     let common = greatest_common_divisor(units, 100);
@@ -200,15 +204,14 @@ fn with_refill(bucket: Limit, limit: Limit, percent: u8) -> Limit {
         .zip(u64::try_from(nanos).ok().map(Duration::from_nanos))
         .filter(|(_, window)| *window <= Quota::LONGEST_WINDOW);
     let (count, window) = exact.unwrap_or_else(|| {
-        // A refill of so many units can be rounded down.
         let units = u64::from(count) * u64::from(percent) / 100;
-        (u32::try_from(units).unwrap_or(count).max(1), window)
+        (u32::try_from(units).unwrap_or(count), window)
     });
-    Limit::Bucket {
+    (count > 0).then_some(Limit::Bucket {
         capacity,
         count,
         window,
-    }
+    })
 }
 
 fn greatest_common_divisor(a: u64, b: u64) -> u64 {
@@ -301,14 +304,15 @@ mod tests {
         #[test]
         fn parts_add_up(
             percents in prop::collection::vec(1u8..=14, 1..=7),
-            (capacity, count) in (1u32..5000, 1u32..5000),
+            (capacity, count) in (1u32..5000, prop_oneof![1u32..4, 1u32..5000]),
+            seconds in prop_oneof![Just(1), 1u64..60 * 86_400],
             kind in 0..3,
         ) {
-            let second = Duration::from_secs(1);
+            let window = Duration::from_secs(seconds);
             let quota = match kind {
-                0 => Quota::new(count, second),
-                1 => Quota::fixed(count, second),
-                _ => Quota::bucket(capacity).refill(count, second),
+                0 => Quota::new(count, window),
+                1 => Quota::fixed(count, window),
+                _ => Quota::bucket(capacity).refill(count, window),
             };
             let Ok(parts) = division(&percents).parts(&quota) else {
                 return Ok(());
