@@ -29,6 +29,9 @@ impl StoredHold {
 
     /// Returns which of two holds applies. The end of a hold moves only later, unless the hold was
     /// released.
+    ///
+    /// In Redis, a release of a state that was lost does not end the hold of a later one: `main.lua` tells them apart
+    /// by the incarnation that the caller knows. A ledger in memory has none.
     pub(super) fn or(self, other: StoredHold) -> StoredHold {
         match self.releases.cmp(&other.releases) {
             Ordering::Less => other,

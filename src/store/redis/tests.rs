@@ -10,8 +10,9 @@ use super::job::Job;
 use crate::clock;
 use crate::key::Key;
 use crate::layer::RateLimitLayer;
+use crate::limit::LimitSpec;
 use crate::quota::Quota;
-use crate::store::Store;
+use crate::store::{ClientSession, Demand, HoldState, Lease, LeaseRequest, Store};
 use crate::{Limited, OnStoreError};
 
 /// A claim is valid for its time to live only. If the thread forgot the claim, another process
@@ -93,4 +94,65 @@ async fn labels_need_the_secret_and_stay_the_same() {
         refused(OnStoreError::FallbackShare).await.report().key(),
         &*label
     );
+}
+
+/// Sends a call of a process that knows this session and hold of the key.
+async fn lease(store: &RedisStore, session: ClientSession, hold: HoldState) -> Lease {
+    let slack = Duration::from_millis(10);
+    let request = LeaseRequest {
+        key: Key::ALL,
+        spec: &Arc::new(LimitSpec::new(Quota::per_second(50), slack, slack)),
+        demands: &[Demand::new(1, 1)],
+        prefetch: 0,
+        latest: Duration::ZERO,
+        validity: slack,
+        prefetch_validity: slack,
+        returns: &[],
+        charges: &[],
+        session,
+        hold,
+        remaining: None,
+        borrows: false,
+        joint: None,
+    };
+    store.lease(request).arrives().await.unwrap()
+}
+
+/// A process remembers a release for longer than Redis does. The release does not end a hold that another process has
+/// begun since, but it does end one of the state that the process knows.
+#[tokio::test]
+async fn a_release_ends_no_hold_of_a_later_state() {
+    let server = RedisServer::start().unwrap();
+    let patient = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5));
+    let store = patient.build().unwrap();
+    let hold = HoldState {
+        remaining: Duration::from_secs(60),
+        releases: 0,
+        cut: false,
+    };
+    let released = HoldState {
+        releases: 1,
+        ..HoldState::default()
+    };
+    let first = lease(&store, ClientSession::default(), hold).await;
+    assert!(first.refused.is_some());
+    for incarnation in [0, first.incarnation ^ 1] {
+        let session = ClientSession {
+            incarnation,
+            ..ClientSession::default()
+        };
+        let other = lease(&store, session, released).await;
+        assert!(other.hold.remaining > Duration::from_secs(50), "{other:?}");
+        assert_eq!(other.hold.releases, 1, "it is taken over");
+    }
+    let session = ClientSession {
+        incarnation: first.incarnation,
+        ..ClientSession::default()
+    };
+    let again = HoldState {
+        releases: 2,
+        ..released
+    };
+    let known = lease(&store, session, again).await;
+    assert!(known.hold.remaining.is_zero(), "{known:?}");
 }

@@ -212,10 +212,16 @@ if is_release then
   state.hold_is_cut = 0
   state.changed = true
 elseif hold_releases > releases then
-  -- The caller knows of a release that this state does not know.
-  held_until = hold_left > 0 and now + hold_left or 0
+  -- The caller knows of a release that this state does not know. If the caller knows this state, or holds the key
+  -- anew, its hold is over. If not, the release was of a state before this one, and a hold that was set since stays in
+  -- force.
+  local is_over = known_incarnation == incarnation or operation == HOLD or held_until <= now
+  local hold_until = hold_left > 0 and now + hold_left or 0
+  if is_over or hold_until > held_until then
+    held_until = hold_until
+    state.hold_is_cut = hold_is_cut
+  end
   releases = hold_releases
-  state.hold_is_cut = hold_is_cut
   state.changed = true
 elseif hold_releases == releases and hold_left > 0 and now + hold_left > held_until then
   held_until = now + hold_left
