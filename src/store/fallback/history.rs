@@ -286,8 +286,7 @@ impl GrantHistory {
         self.granted
             .iter()
             .filter(|part| part.number / PARTS == window)
-            .map(|part| part.units)
-            .sum()
+            .fold(0, |sum, part| sum.saturating_add(part.units))
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, Value};
 
 use super::cluster::Cluster;
+use super::connection::ServerRequest;
 use super::endpoint::{Connecting, FindServer};
 use super::failure::RedisFailure;
 use super::link::{Connections, Link, Links};
@@ -128,8 +129,11 @@ impl Backend {
         deadline: Instant,
     ) -> Result<Value, RedisFailure> {
         match &self.servers {
-            Servers::One(link, _) => link.send(command.into(), deadline).await,
-            Servers::Cluster(cluster) => cluster.send(key, command.into(), deadline).await,
+            Servers::One(link, _) => link.send(ServerRequest::call(command), deadline).await,
+            Servers::Cluster(cluster) => {
+                let call = ServerRequest::call(command);
+                cluster.send(key, call, deadline).await
+            }
         }
     }
 

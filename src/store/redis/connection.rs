@@ -34,6 +34,18 @@ pub(super) struct ServerRequest {
     pub(super) command: Arc<Cmd>,
     /// Whether the key of the command is being moved to this server of a cluster.
     pub(super) asking: bool,
+    /// Whether it is a call of a limiter or throttle, which a server that is read-only or still loads refuses.
+    pub(super) is_call: bool,
+}
+
+impl ServerRequest {
+    /// Makes the request of a call of a limiter or throttle.
+    pub(super) fn call(command: Cmd) -> Self {
+        ServerRequest {
+            is_call: true,
+            ..command.into()
+        }
+    }
 }
 
 impl From<Cmd> for ServerRequest {
@@ -41,6 +53,7 @@ impl From<Cmd> for ServerRequest {
         ServerRequest {
             command: Arc::new(command),
             asking: false,
+            is_call: false,
         }
     }
 }
@@ -54,7 +67,9 @@ where
     let send = Arc::new(move |request: ServerRequest| {
         let mut connection = connection.clone();
         Box::pin(async move {
-            let ServerRequest { command, asking } = request;
+            let ServerRequest {
+                command, asking, ..
+            } = request;
             if !asking {
                 return connection
                     .req_packed_command(&command)

@@ -71,6 +71,14 @@ impl RedisFailure {
                 | ServerErrorKind::MasterDown
                 | ServerErrorKind::TryAgain,
             ) => false,
+            // Before Redis 7, an error of a command in a script stands in the text of another one.
+            ErrorKind::Server(ServerErrorKind::ResponseError) => {
+                !error.detail().is_some_and(|text| {
+                    ["-READONLY ", "-NOREPLICAS "]
+                        .iter()
+                        .any(|code| text.contains(code))
+                })
+            }
             ErrorKind::Server(_) => true,
             ErrorKind::Extension => {
                 !matches!(error.code(), Some("NOAUTH" | "WRONGPASS" | "NOREPLICAS"))
@@ -131,5 +139,29 @@ impl fmt::Display for OfServer {
 impl StdError for OfServer {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         Some(self.error.as_ref())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Redis 6.2 states the error of a command of a script in the text of an error of its own.
+    #[test]
+    fn read_only_servers_break_their_connection_before_redis_7() {
+        let of_script = |text: &str| {
+            let text = format!("Error running script (call to f_1): @user_script:9: {text}");
+            let error = (
+                ErrorKind::Server(ServerErrorKind::ResponseError),
+                "ERR",
+                text,
+            );
+            !RedisFailure::is_reply(&RedisError::from(error))
+        };
+        assert!(of_script(
+            "-READONLY You can't write against a read only replica."
+        ));
+        assert!(of_script("-NOREPLICAS Not enough good replicas to write."));
+        assert!(!of_script("-WRONGTYPE Operation against a key"));
     }
 }

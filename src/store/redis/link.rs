@@ -89,7 +89,7 @@ pub(super) struct Link {
     broken: Notify,
     /// When a command was last sent.
     used_at: Mutex<Instant>,
-    /// Whether a command of a caller has succeeded on the present connection.
+    /// Whether a call has succeeded on the present connection.
     has_worked: AtomicBool,
 }
 
@@ -238,21 +238,25 @@ impl Link {
             .await;
     }
 
-    /// Sends one command of a caller and waits for its reply, until `deadline` at most. It is never sent
+    /// Sends one command and waits for its reply, until `deadline` at most. It is never sent
     /// twice.
     pub(super) async fn send(
         &self,
         request: ServerRequest,
         deadline: Instant,
     ) -> Result<Value, RedisFailure> {
+        let is_call = request.is_call;
         let reply = self.exchange(request, deadline).await;
-        if reply.is_ok() {
+        if is_call && reply.is_ok() {
             self.has_worked.store(true, Ordering::Relaxed);
         }
         reply
     }
 
-    /// Sends one command and waits for its reply.
+    /// Sends one command and waits for its reply. Gives the connection up if it is of no more use.
+    ///
+    /// A command may have little time left, because its caller waited for the connection, or for another server. Then a
+    /// reply that does not come in time proves nothing about this server.
     async fn exchange(
         &self,
         request: ServerRequest,
@@ -260,7 +264,8 @@ impl Link {
     ) -> Result<Value, RedisFailure> {
         let silent = |_| self.silent(self.links.store_timeout);
         let (connection, number) = self.connection(deadline).await?;
-        *lock(&self.used_at) = clock::now();
+        let sent = clock::now();
+        *lock(&self.used_at) = sent;
         let reply = timeout_at(deadline.into(), connection.send(request))
             .await
             .map_err(silent);
@@ -269,7 +274,9 @@ impl Link {
             Ok(Err(error)) => self.failure(FailureKind::Error(error)),
             Err(silent) => silent,
         };
+        let had_time = deadline.saturating_duration_since(sent) >= self.links.store_timeout / 2;
         if failure.breaks()
+            && (had_time || !failure.is_silent())
             && self.give_up(
                 |state| matches!(state, LinkState::Up(_, up) if *up == number),
                 &failure,
@@ -415,7 +422,7 @@ mod tests {
 
     async fn replies(link: &Link) -> bool {
         link.send(
-            redis::cmd("GET").into(),
+            ServerRequest::call(redis::cmd("GET")),
             clock::after(clock::now(), TIMEOUT),
         )
         .await

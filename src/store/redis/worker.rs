@@ -143,9 +143,12 @@ impl Worker {
                 Some(released) = releases.join_next() => self.note(released.unwrap_or(Err(StoreError::Lost))),
             }
         }
+        // A flush may have waited for the claim that was settled last.
+        self.claims.complete_flushes();
         self.release(&mut releases);
-        calls.join_all().await;
-        releases.join_all().await;
+        // A call that panics, as a connection of the user may, is no reason not to wait for the others.
+        while calls.join_next().await.is_some() {}
+        while releases.join_next().await.is_some() {}
     }
 
     /// Sends the permits that come back, if some are of `key`, before a call for that key.
@@ -240,14 +243,16 @@ impl Worker {
             Job::Run(task) => drop(self.tasks.spawn(task)),
             Job::Flush(reply) => {
                 self.release(releases);
-                let (releases, lost) = (std::mem::take(releases), self.lost.take());
+                let (mut releases, mut lost) = (std::mem::take(releases), self.lost.take());
                 let (all_left, left) = oneshot::channel();
                 self.claims.flush(all_left);
                 calls.spawn(async move {
-                    let flushed: Result<(), StoreError> =
-                        releases.join_all().await.into_iter().collect();
+                    while let Some(released) = releases.join_next().await {
+                        let error = released.unwrap_or(Err(StoreError::Lost)).err();
+                        lost = lost.or(error);
+                    }
                     let left = left.await.unwrap_or(Err(StoreError::Lost));
-                    let _ = reply.send(lost.map_or(flushed.and(left), Err));
+                    let _ = reply.send(lost.map_or(left, Err));
                 });
             }
             #[cfg(test)]

@@ -69,8 +69,10 @@ impl<'a> ReplyReader<'a> {
         let count = self.int()?;
         let window = self.span()?;
         let capacity = self.int()?;
+        let is_possible = count > 0 && !window.is_zero() && window <= Quota::LONGEST_WINDOW;
         match kind {
             0 => Ok(None),
+            _ if !is_possible || (kind == BUCKET && capacity == 0) => Err(Garbled),
             WINDOW => Ok(Some(Limit::Sliding { count, window })),
             BUCKET => Ok(Some(Limit::Bucket {
                 capacity,

@@ -2,6 +2,7 @@
 //! slot.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::clock;
@@ -10,9 +11,9 @@ use crate::store::in_flight::notify;
 use crate::store::redis::codec::{ClaimReply, HolderState};
 use crate::store::{Claim, ClientSession, StoreEvent, StoreListener, StoreSession};
 
-/// How many numbers in Redis each claim of a limiter has. Each time that the holder repeats its
-/// last claim, it uses the next of them.
-const NUMBERS_PER_CLAIM: u64 = 1 << 20;
+/// How many claims this process has sent. Each has its place in that order as its number in Redis, also if it repeats
+/// another one: so numbers grow for each holder, and do not run out.
+static SENT: AtomicU64 = AtomicU64::new(0);
 
 /// How often waiters poll if this process cannot be notified of slots; jittered.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -29,8 +30,8 @@ pub(super) struct Holder {
     pub(super) claim: Claim,
     /// The limiter, which is notified.
     pub(super) listener: Arc<dyn StoreListener>,
-    /// How often the last claim was sent.
-    pub(super) attempts: u64,
+    /// The number in Redis of the last claim, when it was sent first. `None` if it was not sent yet.
+    pub(super) first_number: Option<u64>,
     /// The claim that has no reply yet, and when it was sent.
     pub(super) pending: Option<(Instant, Claim)>,
     /// The session with the key, by the last reply. Messages advance its number of writes.
@@ -63,7 +64,7 @@ impl Holder {
             name,
             claim: Claim::NONE,
             listener,
-            attempts: 0,
+            first_number: None,
             pending: None,
             session,
             valid_until: None,
@@ -78,9 +79,9 @@ impl Holder {
 
     /// Returns the number in Redis of the next attempt to send the last claim.
     pub(super) fn next_number(&mut self) -> u64 {
-        let attempt = self.attempts.min(NUMBERS_PER_CLAIM - 1);
-        self.attempts += 1;
-        self.claim.number.saturating_mul(NUMBERS_PER_CLAIM) + attempt
+        let number = SENT.fetch_add(1, Ordering::Relaxed) + 1;
+        self.first_number.get_or_insert(number);
+        number
     }
 
     /// Returns the session that the next claim states, if the session is still of use.
@@ -182,9 +183,11 @@ impl Holder {
             others_wait,
             ..
         } = state;
-        let number = number / NUMBERS_PER_CLAIM;
+        let is_of_last = self.first_number.is_some_and(|first| number >= first);
         let claim = &mut self.claim;
-        if number == claim.number {
+        // No claim of a limiter has the number 0.
+        let number = if is_of_last { claim.number } else { 0 };
+        if is_of_last {
             // A repeated claim is the whole state, because a server that lost its state does not
             // know what it granted.
             let more = granted.saturating_sub(claim.granted_seen);

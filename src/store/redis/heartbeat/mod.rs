@@ -96,7 +96,7 @@ impl Claims {
             return;
         }
         holder.claim = claim;
-        holder.attempts = 0;
+        holder.first_number = None;
         if holder.pending.is_some() {
             return;
         }
