@@ -17,8 +17,9 @@ use super::algorithm::PermitTime;
 /// Windows are numbered: window `n` begins at `n * window - phase` in the ledger's time. The
 /// boundaries follow the wall clock, but the ledger's time ignores a step of that clock. So when
 /// the wall clock is set, `phase` changes. Then the units of an old window count in each new window
-/// that overlaps it, because the moments of their use are not kept. So the limit is never exceeded.
-/// For at most one window, less than the limit is used.
+/// that overlaps it, up to that of the last slot, because the other moments of their use are not kept. So the limit is
+/// never exceeded. Until the end of the window of the last slot, less than the limit is used. Without that bound, each
+/// step would take a further window.
 #[derive(Clone, Debug)]
 pub(super) struct Fixed {
     /// The units that are allowed in each window.
@@ -32,6 +33,8 @@ pub(super) struct Fixed {
     used: VecDeque<(u64, u64)>,
     /// The number of the first window that is open. Earlier windows take no more units.
     open_from: u64,
+    /// The last slot of the units that were counted, or when they were used.
+    last_slot: Micros,
 }
 
 /// The most windows whose units are kept. If more are booked ahead, the earliest of them closes.
@@ -55,6 +58,7 @@ impl Fixed {
             phase,
             used: VecDeque::new(),
             open_from: 0,
+            last_slot: 0,
         }
     }
 
@@ -114,7 +118,8 @@ impl Fixed {
                 let number = self.number(start + self.window / 2);
                 return (number, number);
             }
-            (self.number(start), self.number(start + self.window - 1))
+            let last = (start + self.window - 1).min(self.last_slot.max(start));
+            (self.number(start), self.number(last))
         };
         let open_from = if old.open_from == 0 {
             0
@@ -202,11 +207,13 @@ impl Fixed {
 
     /// Counts units in the window of `slot`.
     pub(super) fn insert(&mut self, slot: Micros, units: u64) {
+        self.last_slot = self.last_slot.max(slot);
         self.add(self.number(slot), units);
     }
 
     /// Counts units of an advance booking whose slot has come.
     pub(super) fn insert_due(&mut self, booking: AdvanceBooking) {
+        self.last_slot = self.last_slot.max(booking.last_slot);
         self.windows_of(&booking)
             .for_each(|number| self.add(number, booking.units));
     }
