@@ -14,7 +14,7 @@
 //! not charged yet: they do so within 1.5 s of the store's return. So a window in which the store comes
 //! back may have the limit and the shares.
 //!
-//! The process never repeats a charge. So before it charges, it makes a call that books nothing, to
+//! The process never repeats a charge for what it used alone. So before it charges, it makes a call that books nothing, to
 //! find out whether the store replies. What was charged stays in the record of grants: if the store
 //! fails again, it counts in the share.
 //!
@@ -211,7 +211,6 @@ impl Inner {
                 ..request.session
             };
         }
-        request.returns.clear();
         request.sent = now;
         let reply = self
             .store

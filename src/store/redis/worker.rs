@@ -258,11 +258,14 @@ impl Worker {
             #[cfg(test)]
             Job::Panic => panic!("a test asked for it"),
             Job::Ping(reply) => {
-                let backend = self.backend.clone();
+                let (backend, tally) = (self.backend.clone(), self.tally.clone());
                 calls.spawn(async move {
                     let pong = backend
                         .send_any(redis::cmd("PING"), backend.deadline())
                         .await;
+                    if pong.is_ok() {
+                        tally.in_time();
+                    }
                     let _ = reply.send(pong.map(|_| ()).map_err(|failure| failure.to_error()));
                 });
             }
