@@ -8,13 +8,12 @@ use std::ops::Range;
 use http::StatusCode;
 
 use super::draft::{Draft, Drafts};
-use super::generic::family::time_unit;
 use super::generic::lines::{Line, Lines, may_matter};
 use super::generic::words;
 use super::parse::json::{Node, Str, Value, visit};
 use super::parse::number::{Count, Number};
 use super::parse::text::{Bounded, Text};
-use super::parse::time::Base;
+use super::parse::time::{Base, unit_of_name};
 use super::prose;
 use super::refusal::{Said, is_code};
 
@@ -258,7 +257,7 @@ impl<'a, 'b> Reader<'a, 'b> {
         }
         let text = match value {
             Value::Number(number) => Text::of(&[number]),
-            Value::Text(text) => text.text(),
+            Value::Text(text) => text.chars().collect(),
             _ => return,
         };
         let text = text.as_str();
@@ -360,11 +359,8 @@ impl<'a, 'b> Reader<'a, 'b> {
 
 /// Returns the key in lower case, without the marks between its words.
 fn plain_key(key: Str<'_>) -> Text {
-    let mut plain = Text::EMPTY;
-    key.chars()
-        .filter(|letter| !['_', '-'].contains(letter))
-        .for_each(|letter| plain.push(letter.to_ascii_lowercase()));
-    plain
+    let letters = key.chars().filter(|letter| !['_', '-'].contains(letter));
+    letters.map(|letter| letter.to_ascii_lowercase()).collect()
 }
 
 /// The key of a time, with the unit that it states, in milliseconds.
@@ -389,7 +385,7 @@ impl TimeKey {
     fn after(key: &str, starts: &[&str]) -> Option<TimeKey> {
         let mut rests = starts.iter().filter_map(|start| key.strip_prefix(start));
         rests.find_map(|rest| {
-            let unit = time_unit(rest);
+            let unit = unit_of_name(rest);
             (rest.is_empty() || unit.is_some()).then_some(TimeKey { unit })
         })
     }

@@ -375,7 +375,7 @@ fn number(text: &str, base: &Base) -> Option<u64> {
     let ends =
         rest.is_empty() || is_full_stop || rest.starts_with(['.', ',', ';', ')', '"', '\'', '!']);
     let ends = ends || rest.starts_with(['\n', '\r', '<', '}']);
-    ends.then(|| base.number(number))?
+    ends.then(|| base.number(number))
 }
 
 /// A date in one to six words.

@@ -1,6 +1,7 @@
 //! The generic families of headers: reads the meaning of a name from its words.
 
 use crate::signal::generic::words;
+use crate::signal::parse::time::{period_of, unit_of_name};
 
 /// A family: its headers describe the limits of one server in one spelling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -117,29 +118,6 @@ const ENDINGS: [(&str, Role); 3] = [
     ("reset", Role::Reset(1)),
 ];
 
-/// The units of a time, in milliseconds. `minute` names a quota; `minutes` is a unit.
-const UNITS: [(&str, u32); 13] = [
-    ("ms", 1),
-    ("msec", 1),
-    ("msecs", 1),
-    ("millis", 1),
-    ("milliseconds", 1),
-    ("s", 1000),
-    ("sec", 1000),
-    ("secs", 1000),
-    ("seconds", 1000),
-    ("mins", 60_000),
-    ("minutes", 60_000),
-    ("hours", 3_600_000),
-    ("days", 86_400_000),
-];
-
-/// Returns the length of a unit of time, in milliseconds.
-pub(in crate::signal) fn time_unit(name: &str) -> Option<u32> {
-    let found = UNITS.iter().find(|(known, _)| *known == name);
-    found.map(|(_, unit)| *unit)
-}
-
 /// Words for a percentage.
 const PERCENT: [&str; 3] = ["percent", "percentage", "pct"];
 
@@ -193,7 +171,7 @@ impl<'a> Header<'a> {
             _ => match family(name) {
                 Some((family, rest)) => {
                     let mut read = read_words(rest, &ROLES[..WORDS], DASH)?;
-                    let is_limit = || rest.is_empty() || words::period_of(rest).is_some();
+                    let is_limit = || rest.is_empty() || period_of(rest).is_some();
                     if read.role == Role::Open && is_limit() {
                         read.role = Role::Limit;
                     }
@@ -446,11 +424,10 @@ fn around<'a>(rest: &'a str, at: usize, end: usize, role: Role, marks: &[u8]) ->
     match role {
         Role::Reset(_) | Role::Window | Role::RetryAfter => {
             let of = word(after, "in", marks).unwrap_or(after);
-            let known = UNITS
-                .iter()
-                .find_map(|(name, unit)| Some((word(of, name, marks)?, *unit)));
-            if let Some((rest, known)) = known {
-                (after, unit) = (rest, Some(known));
+            let (last, rest) = of.split_once(is_mark).unwrap_or((of, ""));
+            unit = unit_of_name(last);
+            if unit.is_some() {
+                after = rest;
             }
             // `time-reset`
             if let Some(front) = before.strip_suffix("time")
@@ -464,8 +441,9 @@ fn around<'a>(rest: &'a str, at: usize, end: usize, role: Role, marks: &[u8]) ->
         Role::Remaining if PERCENT.contains(&after) => role = Role::Open,
         // `remaining-seconds` is a time, and `remaining-second` a quota.
         Role::Remaining if after.len() > 3 => {
-            if let Some(known) = time_unit(after) {
-                (role, unit, after) = (Role::Reset(0), Some(known), "");
+            unit = unit_of_name(after);
+            if unit.is_some() {
+                (role, after) = (Role::Reset(0), "");
             }
         }
         _ => {}

@@ -4,7 +4,7 @@ use crate::signal::draft::{Draft, Drafts, Unit};
 use crate::signal::generic::family::{Family, Header, Role};
 use crate::signal::generic::lines::{parameter, split, trim};
 use crate::signal::generic::words;
-use crate::signal::parse::number::{Count, LARGEST, Number, digits, unquoted};
+use crate::signal::parse::number::{Count, Number, digits, unquoted};
 use crate::signal::parse::text::{Bounded, Text};
 use crate::signal::parse::time::{self, Base};
 use crate::signal::refusal;
@@ -167,9 +167,7 @@ impl Stated {
                 Role::Utilization | Role::Percent => {
                     let percent = if header.role == Role::Percent { 1 } else { 100 };
                     if let Some(share) = Number::read(value).filter(|share| !share.negative) {
-                        let percent = u64::try_from(share.times_up(percent))
-                            .unwrap_or(LARGEST)
-                            .min(LARGEST);
+                        let percent = share.count_up(percent);
                         values.utilization = values.utilization.max(Some(percent));
                     }
                 }
@@ -182,7 +180,7 @@ impl Stated {
             values.strava[0] |= matches!(entry.line, "x-ratelimit-limit" | "x-readratelimit-limit");
             values.strava[1] |= matches!(entry.line, "x-ratelimit-usage" | "x-readratelimit-usage");
             if !header.part.is_empty() {
-                values.period = values.period.or_else(|| words::period_of(header.part));
+                values.period = values.period.or_else(|| time::period_of(header.part));
             }
         }
         values
@@ -385,7 +383,7 @@ impl Stated {
                 .window
                 .or(self.window_header)
                 .or(self.period)
-                .or_else(|| words::period_of(name));
+                .or_else(|| time::period_of(name));
             if self.daily {
                 draft.name = draft.name.or(Text::some("daily"));
                 draft.window = draft.window.or(Some(86_400_000));
@@ -431,10 +429,7 @@ fn describe(draft: &mut Draft, policies: &mut Policies) {
 
 /// Returns the digits of a count in groups, as far as they fit.
 fn without_commas(count: &str) -> Text {
-    let mut digits = Text::EMPTY;
-    let letters = count.chars().filter(|letter| *letter != ',');
-    letters.for_each(|letter| digits.push(letter));
-    digits
+    count.chars().filter(|letter| *letter != ',').collect()
 }
 
 /// Returns the text of the window that an item states: `100;w=60`, `100;window=60`.

@@ -1,56 +1,7 @@
 //! Words in the names of quotas: periods and units.
 
 use crate::signal::draft::Unit;
-use crate::signal::parse::number::digits;
-
-const SECOND: u64 = 1000;
-const DAY: u64 = 86_400 * SECOND;
-
-/// The words for a period; a single letter counts only after a number.
-const PERIODS: [(&[&str], u64); 6] = [
-    (
-        &[
-            "s", "sec", "secs", "second", "seconds", "secondly", "rps", "qps",
-        ],
-        SECOND,
-    ),
-    (
-        &[
-            "m", "min", "mins", "minute", "minutes", "minutely", "rpm", "qpm", "tpm",
-        ],
-        60 * SECOND,
-    ),
-    (
-        &["h", "hr", "hrs", "hour", "hours", "hourly", "rph"],
-        3600 * SECOND,
-    ),
-    (&["d", "day", "days", "daily", "rpd", "tpd"], DAY),
-    (&["w", "week", "weeks", "weekly"], 7 * DAY),
-    (&["month", "months", "monthly"], 30 * DAY),
-];
-
-/// Returns the length of a period word, in milliseconds: `minute`, `5h`, `15min`, `perday`.
-pub(in crate::signal) fn period(word: &str) -> Option<u64> {
-    let (count, name) = digits(word.strip_prefix("per").unwrap_or(word));
-    let known = |names: &&[&str]| names.iter().any(|known| name.eq_ignore_ascii_case(known));
-    let (_, length) = PERIODS.iter().find(|(names, _)| known(names))?;
-    let count = match (count, name.len()) {
-        ("", 1) => return None,
-        ("", _) => 1,
-        _ => count.parse::<u64>().unwrap_or(u64::MAX),
-    };
-    Some(
-        count
-            .saturating_mul(*length)
-            .min(crate::signal::parse::time::LONGEST),
-    )
-    .filter(|span| *span > 0)
-}
-
-/// Returns the period at the end of a name: `requests-minute`, `per_hour`.
-pub(in crate::signal) fn period_of(name: &str) -> Option<u64> {
-    period(name.rsplit(['-', '_']).next()?)
-}
+use crate::signal::parse::time::period;
 
 /// Returns the period and the unit in a name such as `InputTokensPerModelPerMinute-Free`.
 pub(in crate::signal) fn of_quota_id(id: &str) -> (Option<u64>, Unit) {

@@ -87,12 +87,6 @@ impl<'a> Str<'a> {
     pub(in crate::signal) fn is(self, text: &str) -> bool {
         self.chars().eq(text.chars())
     }
-
-    pub(in crate::signal) fn text(self) -> crate::signal::parse::text::Text {
-        let mut text = crate::signal::parse::text::Text::EMPTY;
-        self.chars().for_each(|character| text.push(character));
-        text
-    }
 }
 
 fn hex(chars: &mut std::str::Chars<'_>) -> Option<u32> {

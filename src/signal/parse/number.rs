@@ -14,12 +14,6 @@ pub(in crate::signal) struct Number {
     more: bool,
 }
 
-/// A whole number of parts; `more` means that the exact value is slightly larger.
-pub(in crate::signal) struct Parts {
-    pub(in crate::signal) whole: u128,
-    pub(in crate::signal) more: bool,
-}
-
 const FRACTION: u128 = 1_000_000_000_000_000_000;
 
 impl Number {
@@ -68,22 +62,22 @@ impl Number {
         Some((number, rest))
     }
 
-    /// Returns the number of parts, with `parts` parts to one. Only for numbers that are not
-    /// negative.
-    pub(in crate::signal) fn times(&self, parts: u128) -> Parts {
-        let fraction = u128::from(self.fraction) * (parts % FRACTION);
-        let whole = u128::from(self.fraction) * (parts / FRACTION) + fraction / FRACTION;
+    /// Returns the number of parts, with `parts` parts to one, rounded up; at most 10^20 parts. Only
+    /// for numbers that are not negative.
+    pub(in crate::signal) fn times_up(&self, parts: u128) -> u128 {
+        let fraction = u128::from(self.fraction) * parts;
         let more = !fraction.is_multiple_of(FRACTION) || self.more;
-        Parts {
-            whole: self.whole.saturating_mul(parts).saturating_add(whole),
-            more,
-        }
+        self.whole
+            .saturating_mul(parts)
+            .saturating_add(fraction / FRACTION + u128::from(more))
     }
 
-    /// Returns the number of parts, rounded up.
-    pub(in crate::signal) fn times_up(&self, parts: u128) -> u128 {
-        let Parts { whole, more } = self.times(parts);
-        whole.saturating_add(u128::from(more))
+    /// Returns the number of parts as a count, rounded up; a negative number means 0.
+    pub(in crate::signal) fn count_up(&self, parts: u128) -> u64 {
+        match self.negative {
+            true => 0,
+            false => cut(self.times_up(parts)),
+        }
     }
 
     /// Returns `1 / number` in parts of one, rounded up.
@@ -100,11 +94,16 @@ impl Number {
 
     /// Returns a count of what is left or allowed, rounded down.
     pub(in crate::signal) fn count(&self) -> Count {
-        if self.negative {
-            return Count::Negative;
+        match self.negative {
+            true => Count::Negative,
+            false => Count::Of(cut(self.whole)),
         }
-        Count::Of(u64::try_from(self.whole).unwrap_or(u64::MAX).min(LARGEST))
     }
+}
+
+/// Cuts a count to the largest.
+fn cut(count: u128) -> u64 {
+    u64::try_from(count).unwrap_or(LARGEST).min(LARGEST)
 }
 
 /// A count. The meaning of a negative count depends on the header.

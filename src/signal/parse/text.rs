@@ -21,20 +21,13 @@ impl Text {
 
     /// Joins the pieces.
     pub(in crate::signal) fn of(pieces: &[&str]) -> Text {
-        let mut text = Text::EMPTY;
-        pieces
-            .iter()
-            .flat_map(|piece| piece.chars())
-            .for_each(|character| text.push(character));
-        text
+        pieces.iter().flat_map(|piece| piece.chars()).collect()
     }
 
     /// Returns the text in lower case.
     pub(in crate::signal) fn lower(text: &str) -> Text {
-        let mut lower = Text::EMPTY;
-        text.chars()
-            .for_each(|character| lower.push(character.to_ascii_lowercase()));
-        lower
+        let letters = text.chars();
+        letters.map(|letter| letter.to_ascii_lowercase()).collect()
     }
 
     /// Returns `None` if the text is empty.
@@ -42,20 +35,27 @@ impl Text {
         (!text.is_empty()).then(|| Text::of(&[text]))
     }
 
-    /// Appends the piece. After the first piece that does not fit, later pieces are dropped, too.
+    /// Appends the character, if it fits.
     pub(in crate::signal) fn push(&mut self, character: char) {
         let start = usize::from(self.length);
-        match self.bytes.get_mut(start..start + character.len_utf8()) {
-            Some(room) => {
-                character.encode_utf8(room);
-                self.length += character.len_utf8() as u8;
-            }
-            None => self.bytes[start..].fill(0),
+        let end = start + character.len_utf8();
+        if let Some(room) = self.bytes.get_mut(start..end) {
+            character.encode_utf8(room);
+            self.length = end as u8;
         }
     }
 
     pub(in crate::signal) fn as_str(&self) -> &str {
         std::str::from_utf8(&self.bytes[..usize::from(self.length)]).unwrap_or_default()
+    }
+}
+
+impl FromIterator<char> for Text {
+    fn from_iter<I: IntoIterator<Item = char>>(characters: I) -> Text {
+        let mut text = Text::EMPTY;
+        let characters = characters.into_iter().take(Text::LONGEST);
+        characters.for_each(|character| text.push(character));
+        text
     }
 }
 

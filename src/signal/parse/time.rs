@@ -1,12 +1,12 @@
-//! Parses time values: one reader for waits, resets and windows.
+//! Parses time values: one reader for waits, resets and windows, and one table of units.
 //!
 //! A value is a number (its size decides whether it is a span or a moment), a span with units, or a
 //! date. Moments are converted to spans by the server's own clock, the header `Date`, if it is
 //! credible: that cancels the difference between the two clocks.
 
-use crate::signal::generic::words;
 use crate::signal::parse::date;
-use crate::signal::parse::number::{Number, Parts, unquoted};
+use crate::signal::parse::number::{Number, digits, unquoted};
+use crate::signal::parse::text::Text;
 
 /// The longest span, 366 days; longer ones are cut to this.
 pub(in crate::signal) const LONGEST: u64 = 366 * 86_400_000;
@@ -14,6 +14,9 @@ pub(in crate::signal) const LONGEST: u64 = 366 * 86_400_000;
 /// One millisecond, in the unit in which spans are added up: 10^-15 s.
 const MILLI: u128 = 1_000_000_000_000;
 const SECOND: u128 = 1000 * MILLI;
+const MINUTE: u128 = 60 * SECOND;
+const HOUR: u128 = 60 * MINUTE;
+const DAY: u128 = 24 * HOUR;
 
 /// When the response arrived, by both clocks, in milliseconds since 1970.
 #[derive(Clone, Copy, Debug)]
@@ -35,10 +38,10 @@ impl Base {
     /// Parses a span in milliseconds, rounded up. A number is in seconds, or a moment.
     pub(in crate::signal) fn read(&self, text: &str) -> Option<u64> {
         let text = unquoted(text);
-        if let Some(number) = Number::read(text) {
-            return self.number(number);
+        match Number::read(text) {
+            Some(number) => Some(self.number(number)),
+            None => span(text).or_else(|| self.moment(text)),
         }
-        span(text).or_else(|| self.moment(text))
     }
 
     /// Parses a date.
@@ -49,7 +52,7 @@ impl Base {
     /// Parses the same for a field whose numbers count `unit` milliseconds.
     pub(in crate::signal) fn read_in(&self, unit: u32, text: &str) -> Option<u64> {
         match Number::read(text) {
-            Some(number) => Some(of(number, u128::from(unit) * MILLI)),
+            Some(number) => Some(of(number, unit)),
             None => self.read(text),
         }
     }
@@ -65,49 +68,43 @@ impl Base {
     }
 
     /// Converts a number that is in seconds, or a moment.
-    pub(in crate::signal) fn number(&self, number: Number) -> Option<u64> {
+    pub(in crate::signal) fn number(&self, number: Number) -> u64 {
         let unit = match number.whole {
-            _ if number.negative => return Some(0),
-            0..1_000_000_000 => return Some(of(number, SECOND)),
+            _ if number.negative => return 0,
+            0..1_000_000_000 => return of(number, 1000),
             1_000_000_000..100_000_000_000 => SECOND,
             100_000_000_000..100_000_000_000_000 => MILLI,
             100_000_000_000_000..100_000_000_000_000_000 => MILLI / 1000,
             100_000_000_000_000_000..100_000_000_000_000_000_000 => MILLI / 1_000_000,
             // Later than any moment that can be written.
-            _ => return Some(LONGEST),
+            _ => return LONGEST,
         };
-        let moment = millis_up(number.times(unit));
-        Some(self.until(i64::try_from(moment).unwrap_or(i64::MAX)))
+        let moment = number.times_up(unit).div_ceil(MILLI);
+        self.until(i64::try_from(moment).unwrap_or(i64::MAX))
     }
 }
 
-/// Converts a number of units to a span; a negative number means 0.
-fn of(number: Number, unit: u128) -> u64 {
-    if number.negative {
-        return 0;
+/// Converts a number of units of `unit` milliseconds to a span; a negative number means 0.
+fn of(number: Number, unit: u32) -> u64 {
+    match number.negative {
+        true => 0,
+        false => millis_up(number.times_up(u128::from(unit) * MILLI)),
     }
-    cut(millis_up(number.times(unit)))
-}
-
-/// Converts seconds to milliseconds.
-pub(in crate::signal) fn seconds(number: Number) -> u64 {
-    of(number, SECOND)
-}
-
-/// Converts minutes to milliseconds.
-pub(in crate::signal) fn minutes(number: Number) -> u64 {
-    of(number, 60 * SECOND)
 }
 
 /// Parses a window: a number that counts `unit` milliseconds, a span with units, or the name of a
 /// period. A window of length 0 is invalid.
 pub(in crate::signal) fn window(unit: u32, text: &str) -> Option<u64> {
     let text = unquoted(text);
-    let span = match Number::read(text) {
-        Some(number) => of(number, u128::from(unit) * MILLI),
-        None => span(text).or_else(|| words::period(text))?,
-    };
-    (span > 0).then_some(span)
+    match Number::read(text) {
+        Some(number) => window_of(unit, number),
+        None => span(text).or_else(|| period(text)).filter(|span| *span > 0),
+    }
+}
+
+/// Converts a number that counts `unit` milliseconds to a span that is not 0.
+pub(in crate::signal) fn window_of(unit: u32, number: Number) -> Option<u64> {
+    Some(of(number, unit)).filter(|span| *span > 0)
 }
 
 /// Parses `6m0s`, `120ms`, `30 seconds`, `1d 2h`, `PT30S`.
@@ -117,72 +114,91 @@ pub(in crate::signal) fn span(text: &str) -> Option<u64> {
 
 /// Parses the same at the start of a text. Returns the rest, too.
 pub(in crate::signal) fn span_at_start(text: &str) -> Option<(u64, &str)> {
-    let (negative, mut rest) = match text.as_bytes().first()? {
-        b'-' => (true, &text[1..]),
-        b'+' => (false, &text[1..]),
+    let start = match text.as_bytes().first()? {
+        b'-' | b'+' => &text[1..],
         // ISO 8601
-        b'P' => (false, text.strip_prefix("PT")?),
-        _ => (false, text),
+        b'P' => text.strip_prefix("PT")?,
+        _ => text,
     };
-    let mut sum = None;
-    while let Some((Parts { whole, more }, after)) = number_and_unit(rest) {
-        let before = sum.unwrap_or(Parts {
-            whole: 0,
-            more: false,
-        });
-        sum = Some(Parts {
-            whole: before.whole.saturating_add(whole),
-            more: before.more | more,
-        });
-        rest = after;
+    let (mut sum, mut rest) = (0u128, start);
+    while let Some((span, after)) = number_and_unit(rest) {
+        (sum, rest) = (sum.saturating_add(span), after);
     }
-    let span = cut(millis_up(sum?));
-    Some((if negative { 0 } else { span }, rest))
+    let span = if text.starts_with('-') {
+        0
+    } else {
+        millis_up(sum)
+    };
+    (rest.len() < start.len()).then_some((span, rest))
 }
 
-fn number_and_unit(text: &str) -> Option<(Parts, &str)> {
+fn number_and_unit(text: &str) -> Option<(u128, &str)> {
     text.starts_with(|first: char| first.is_ascii_digit() || first == '.')
         .then_some(())?;
     let (number, after) = Number::start(text)?;
     let after = after.trim_start_matches([' ', '\t']);
-    let end = after
-        .find(|unit: char| !unit.is_alphabetic())
-        .unwrap_or(after.len());
-    let parts = number.times(unit(&after[..end])?);
-    Some((parts, after[end..].trim_start_matches([' ', '\t'])))
+    let end = after.find(|unit: char| !unit.is_alphabetic());
+    let (name, rest) = after.split_at(end.unwrap_or(after.len()));
+    let span = number.times_up(unit(name)?);
+    Some((span, rest.trim_start_matches([' ', '\t'])))
 }
 
-/// Returns the length of a unit.
+/// Returns the length of a unit: the one table of its words.
 fn unit(name: &str) -> Option<u128> {
-    const UNITS: [(&[&str], u128); 7] = [
-        (&["ns", "nanosecond", "nanoseconds"], SECOND / 1_000_000_000),
-        (
-            &["us", "µs", "microsecond", "microseconds"],
-            SECOND / 1_000_000,
-        ),
-        (
-            &["ms", "msec", "msecs", "millisecond", "milliseconds"],
-            MILLI,
-        ),
-        (&["s", "sec", "secs", "second", "seconds"], SECOND),
-        (&["m", "min", "mins", "minute", "minutes"], 60 * SECOND),
-        (&["h", "hr", "hrs", "hour", "hours"], 3600 * SECOND),
-        (&["d", "day", "days"], 86_400 * SECOND),
-    ];
-    let known = |names: &&[&str]| names.iter().any(|known| name.eq_ignore_ascii_case(known));
-    UNITS
+    Some(match Text::lower(name).as_str() {
+        "ns" | "nanosecond" | "nanoseconds" => MILLI / 1_000_000,
+        "us" | "µs" | "microsecond" | "microseconds" => MILLI / 1000,
+        "ms" | "msec" | "msecs" | "millis" | "millisecond" | "milliseconds" => MILLI,
+        "s" | "sec" | "secs" | "second" | "seconds" => SECOND,
+        "m" | "min" | "mins" | "minute" | "minutes" => MINUTE,
+        "h" | "hr" | "hrs" | "hour" | "hours" => HOUR,
+        "d" | "day" | "days" => DAY,
+        _ => return None,
+    })
+}
+
+/// Returns the milliseconds of a unit at the end of a name, such as `reset-seconds`. It is a plural
+/// or short: `minutes` is a unit, and `minute` names a quota.
+pub(in crate::signal) fn unit_of_name(name: &str) -> Option<u32> {
+    let is_short = ["sec", "msec"]
         .iter()
-        .find(|(names, _)| known(names))
-        .map(|(_, length)| *length)
+        .any(|short| name.eq_ignore_ascii_case(short));
+    (is_short || name.ends_with(['s', 'S'])).then_some(())?;
+    let millis = u32::try_from(unit(name)? / MILLI).ok();
+    millis.filter(|millis| *millis > 0)
 }
 
-fn millis_up(parts: Parts) -> u128 {
-    let rest = !parts.whole.is_multiple_of(MILLI) || parts.more;
-    parts.whole / MILLI + u128::from(rest)
+/// Returns the length of a period word, in milliseconds: `minute`, `5h`, `15min`, `perday`. A single
+/// letter counts only after a number.
+pub(in crate::signal) fn period(word: &str) -> Option<u64> {
+    let (count, name) = digits(word.strip_prefix("per").unwrap_or(word));
+    let length = match Text::lower(name).as_str() {
+        "secondly" | "rps" | "qps" => SECOND,
+        "minutely" | "rpm" | "qpm" | "tpm" => MINUTE,
+        "hourly" | "rph" => HOUR,
+        "daily" | "rpd" | "tpd" => DAY,
+        "w" | "week" | "weeks" | "weekly" => 7 * DAY,
+        "month" | "months" | "monthly" => 30 * DAY,
+        name => unit(name).filter(|length| *length >= SECOND)?,
+    };
+    let count = match (count, name.len()) {
+        ("", 1) => return None,
+        ("", _) => 1,
+        _ => count.parse().unwrap_or(u128::MAX),
+    };
+    Some(millis_up(count.saturating_mul(length))).filter(|span| *span > 0)
 }
 
-fn cut(millis: u128) -> u64 {
-    u64::try_from(millis).unwrap_or(LONGEST).min(LONGEST)
+/// Returns the period at the end of a name: `requests-minute`, `per_hour`.
+pub(in crate::signal) fn period_of(name: &str) -> Option<u64> {
+    period(name.rsplit(['-', '_']).next()?)
+}
+
+/// Converts a span to milliseconds, rounded up and cut.
+fn millis_up(span: u128) -> u64 {
+    u64::try_from(span.div_ceil(MILLI))
+        .unwrap_or(LONGEST)
+        .min(LONGEST)
 }
 
 #[cfg(test)]

@@ -138,7 +138,7 @@ fn spelled(item: &str) -> Item {
 }
 
 fn policy(item: &Item, named: &mut Bounded<Named, 16>, unnamed: &mut Policies) {
-    let window = item.w.and_then(seconds);
+    let window = item.w.and_then(|seconds| time::window_of(1000, seconds));
     match item.bare {
         Some(Bare::Text(name)) => {
             if let Some(Count::Of(limit)) = item.q.map(|number| number.count()) {
@@ -181,8 +181,8 @@ fn service(item: &Item, named: &mut Bounded<Named, 16>, base: &Base) -> Option<D
     };
     draft.limit = item.q.and_then(|number| number.count().known());
     draft.remaining = item.r.map(|number| number.count().known().unwrap_or(0));
-    draft.reset = item.t.and_then(|number| base.number(number));
-    draft.window = item.w.and_then(seconds);
+    draft.reset = item.t.map(|number| base.number(number));
+    draft.window = item.w.and_then(|seconds| time::window_of(1000, seconds));
     let same_key = |key: Option<u64>| key == item.pk || key.is_none() || item.pk.is_none();
     if let Some(policy) = named
         .iter_mut()
@@ -209,15 +209,10 @@ fn dictionary(lines: &Lines<'_>, base: &Base) -> Option<Dictionary> {
         match key {
             "limit" => found.limit = count,
             "remaining" => found.remaining = count,
-            "reset" => found.reset = number.and_then(|number| base.number(number)),
+            "reset" => found.reset = number.map(|number| base.number(number)),
             _ => return,
         }
         any |= number.is_some();
     });
     any.then_some(found)
-}
-
-/// Returns a window of `seconds` seconds.
-fn seconds(number: Number) -> Option<u64> {
-    Some(time::seconds(number)).filter(|span| *span > 0)
 }

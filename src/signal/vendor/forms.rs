@@ -3,7 +3,6 @@
 use super::{Here, set_limit, set_remaining};
 use crate::signal::draft::{Draft, Drafts, Unit};
 use crate::signal::generic::lines::{parameter, split, trim};
-use crate::signal::generic::words;
 use crate::signal::parse::number::{Count, Number, digits, plain};
 use crate::signal::parse::text::{Bounded, Text};
 use crate::signal::parse::time;
@@ -55,7 +54,7 @@ fn auth0(here: &Here<'_, '_>, owner: &str, quotas: &mut Drafts) {
             name: Some(Text::of(&[owner, colon, bucket])),
             ..Draft::default()
         };
-        draft.window = words::period_of(bucket);
+        draft.window = time::period_of(bucket);
         let mut unlimited = false;
         parameter(item, "q")
             .into_iter()
@@ -92,7 +91,7 @@ fn period_at_end(name: &str) -> Option<u64> {
         .iter()
         .find_map(|unit| name.strip_suffix(unit))?;
     let count = start.len() - start.bytes().rev().take_while(u8::is_ascii_digit).count();
-    (count < start.len()).then(|| words::period(&name[count..]))?
+    (count < start.len()).then(|| time::period(&name[count..]))?
 }
 
 pub(super) fn binance_weight(here: &Here<'_, '_>, quotas: &mut Drafts) {
@@ -127,7 +126,7 @@ fn binance(here: &Here<'_, '_>, name: &str, unit: &'static str, quotas: &mut Dra
             None if header.len() == start => plain = plain.or(Some(draft)),
             None => {}
             Some(suffix) => {
-                let window = words::period(suffix).filter(|_| is_short(suffix));
+                let window = time::period(suffix).filter(|_| is_short(suffix));
                 if window.is_some() && !seen.contains(&suffix) {
                     with_window = true;
                     seen.push(suffix);

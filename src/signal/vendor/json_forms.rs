@@ -3,7 +3,7 @@
 use super::Here;
 use crate::signal::draft::{Draft, Drafts};
 use crate::signal::parse::json::{Node, Str, Value, visit};
-use crate::signal::parse::number::{LARGEST, Number};
+use crate::signal::parse::number::Number;
 use crate::signal::parse::text::Text;
 use crate::signal::parse::time;
 
@@ -15,7 +15,7 @@ pub(super) fn app(here: &Here<'_, '_>, quotas: &mut Drafts) {
     let mut used = None;
     each_member(here, |key, number| {
         if SHARES.iter().any(|share| key.is(share)) {
-            used = used.max(Some(percent(number)));
+            used = used.max(Some(number.count_up(1)));
         }
     });
     used.into_iter()
@@ -27,9 +27,9 @@ pub(super) fn ad_account(here: &Here<'_, '_>, quotas: &mut Drafts) {
     let (mut used, mut reset) = (None, None);
     each_member(here, |key, number| {
         if key.is("acc_id_util_pct") {
-            used = Some(percent(number));
+            used = Some(number.count_up(1));
         } else if key.is("reset_time_duration") {
-            reset = Some(time::seconds(number)).filter(|reset| *reset > 0);
+            reset = time::window_of(1000, number);
         }
     });
     let draft = |used| Draft {
@@ -44,9 +44,9 @@ pub(super) fn ads_insights(here: &Here<'_, '_>, quotas: &mut Drafts) {
     let (mut of_app, mut of_account) = (None, None);
     each_member(here, |key, number| {
         if key.is("app_id_util_pct") {
-            of_app = Some(percent(number));
+            of_app = Some(number.count_up(1));
         } else if key.is("acc_id_util_pct") {
-            of_account = Some(percent(number));
+            of_account = Some(number.count_up(1));
         }
     });
     let mut report = |used: Option<u64>, name| {
@@ -105,10 +105,10 @@ impl<'a> Case<'a> {
         match (value, number) {
             (Value::Text(kind), _) if key.is("type") => self.kind = Some(kind),
             (_, Some(share)) if SHARES.iter().any(|name| key.is(name)) => {
-                self.used = self.used.max(Some(percent(share)));
+                self.used = self.used.max(Some(share.count_up(1)));
             }
             (_, Some(minutes)) if key.is("estimated_time_to_regain_access") => {
-                self.reset = Some(time::minutes(minutes)).filter(|reset| *reset > 0);
+                self.reset = time::window_of(60_000, minutes);
             }
             _ => {}
         }
@@ -116,7 +116,7 @@ impl<'a> Case<'a> {
 
     fn report(self, quotas: &mut Drafts) {
         let Some(used) = self.used else { return };
-        let mut name = self.owner.text();
+        let mut name = self.owner.chars().collect::<Text>();
         if let Some(kind) = self.kind {
             name.push(':');
             kind.chars().for_each(|letter| name.push(letter));
@@ -154,15 +154,4 @@ fn each_member(here: &Here<'_, '_>, mut each: impl FnMut(Str<'_>, Number)) {
                 .for_each(|number| each(key, number));
         }
     });
-}
-
-/// Rounds up.
-fn percent(number: Number) -> u64 {
-    if number.negative {
-        0
-    } else {
-        u64::try_from(number.times_up(1))
-            .unwrap_or(LARGEST)
-            .min(LARGEST)
-    }
 }
