@@ -4,7 +4,7 @@
 //! `httpdate` parses the first three, but neither second 60, nor letters of the other case, nor
 //! `UTC`. A test compares this file with it.
 
-use crate::signal::parse::number::{Number, digits};
+use crate::signal::parse::number::Number;
 
 const DAY: i64 = 86_400_000;
 
@@ -17,152 +17,60 @@ pub(in crate::signal) fn read(text: &str, now: i64) -> Option<i64> {
 
 /// Parses an HTTP date (RFC 9110, section 5.6.7).
 pub(in crate::signal) fn http(text: &str, now: i64) -> Option<i64> {
-    imf(text)
-        .or_else(|| rfc850(text, now))
-        .or_else(|| asctime(text))
-}
-
-/// `Thu, 01 Jan 2026 00:02:00 GMT`
-fn imf(text: &str) -> Option<i64> {
-    let (name, rest) = text.split_once(", ")?;
-    let mut words = rest.splitn(5, ' ');
-    let (day, month, year) = (
-        fixed(words.next()?, 2)?,
-        month(words.next()?)?,
-        fixed(words.next()?, 4)?,
-    );
-    let time = clock(words.next()?)?;
-    (is_day(name, 3) && is_utc(words.next()?)).then_some(())?;
-    Some(days(year, month, day)? * DAY + time)
-}
-
-/// `Thursday, 01-Jan-26 00:02:00 GMT`
-fn rfc850(text: &str, now: i64) -> Option<i64> {
-    let (name, rest) = text.split_once(", ")?;
-    let mut words = rest.splitn(3, ' ');
-    let mut date = words.next()?.splitn(3, '-');
-    let (day, month, year) = (
-        fixed(date.next()?, 2)?,
-        month(date.next()?)?,
-        fixed(date.next()?, 2)?,
-    );
-    let time = clock(words.next()?)?;
-    (name.len() > 3 && is_day(name, name.len()) && words.next()?.eq_ignore_ascii_case("GMT"))
-        .then_some(())?;
-    let this_year = year_of(now);
-    let year = this_year - this_year.rem_euclid(100) + year;
-    let year = if year > this_year + 50 {
-        year - 100
-    } else {
-        year
-    };
-    Some(days(year, month, day)? * DAY + time)
-}
-
-/// `Thu Jan  1 00:02:00 2026`
-fn asctime(text: &str) -> Option<i64> {
-    let (name, rest) = text.split_once(' ')?;
-    let (month_name, rest) = rest.split_once(' ')?;
-    let (day, rest) = rest.split_at_checked(2)?;
-    let (time, year) = rest.strip_prefix(' ')?.split_once(' ')?;
-    let day = match day.strip_prefix(' ') {
-        Some(day) => fixed(day, 1)?,
-        None => fixed(day, 2)?,
-    };
-    is_day(name, 3).then_some(())?;
-    Some(days(fixed(year, 4)?, month(month_name)?, day)? * DAY + clock(time)?)
+    let forms: [(&str, fn(&str) -> bool); 3] = [
+        // `Thu, 01 Jan 2026 00:02:00 GMT`
+        ("%a, %d %b %Y %H:%M:%S ", is_utc),
+        // `Thursday, 01-Jan-26 00:02:00 GMT`
+        ("%A, %d-%b-%y %H:%M:%S ", |zone| {
+            zone.eq_ignore_ascii_case("GMT")
+        }),
+        // `Thu Jan  1 00:02:00 2026`
+        ("%a %b %e %H:%M:%S %Y", str::is_empty),
+    ];
+    forms.into_iter().find_map(|(form, is_zone)| {
+        let (at, zone) = scan(form, text, now)?;
+        is_zone(zone).then_some(at)
+    })
 }
 
 /// `2026-01-01T00:05:00.5+01:00`
 fn iso(text: &str) -> Option<i64> {
-    let (date, rest) = text.split_at_checked(10)?;
-    let mut parts = date.splitn(3, '-');
-    let (year, month, day) = (
-        fixed(parts.next()?, 4)?,
-        fixed(parts.next()?, 2)?,
-        fixed(parts.next()?, 2)?,
-    );
-    let rest = rest.strip_prefix(['T', 't', ' '])?;
-    let end = rest
-        .bytes()
-        .take_while(|byte| byte.is_ascii_digit() || *byte == b':')
-        .count();
-    let (time, mut zone) = rest.split_at(end);
-    let mut at = match time.split_at_checked(5)? {
-        (hours_and_minutes, "") => minutes(hours_and_minutes)?,
-        _ => clock(time)?,
-    };
-    if zone.starts_with('.') && time.len() > 5 {
-        let (fraction, rest) = Number::start(zone)
-            .filter(|_| zone[1..].starts_with(|next: char| next.is_ascii_digit()))?;
-        at += i64::try_from(fraction.times_up(1000)).ok()?;
-        zone = rest;
+    let (day, rest) = scan("%Y-%m-%d", text, 0)?;
+    let (minute, rest) = scan("%H:%M", rest.strip_prefix(['T', 't', ' '])?, 0)?;
+    let mut at = day + minute;
+    let mut zone = rest;
+    if let Some((seconds, rest)) = scan(":%S", rest, 0) {
+        (at, zone) = (at + seconds, rest);
+        if let Some(digits) = rest.strip_prefix('.') {
+            digits
+                .starts_with(|first: char| first.is_ascii_digit())
+                .then_some(())?;
+            let (fraction, rest) = Number::start(rest)?;
+            (at, zone) = (at + i64::try_from(fraction.times_up(1000)).ok()?, rest);
+        }
     }
-    let zone = match zone.strip_prefix(' ').unwrap_or(zone) {
-        "" | "Z" | "z" => 0,
-        utc if is_utc(utc) => 0,
-        zone => offset(zone)?,
-    };
-    Some(days(year, month, day)? * DAY + at - zone)
+    match zone.strip_prefix(' ').unwrap_or(zone) {
+        "" | "Z" | "z" => Some(at),
+        utc if is_utc(utc) => Some(at),
+        zone => Some(at - offset(zone)?),
+    }
 }
 
 /// `Thu Jan 01 2026 01:02:00 GMT+0100 (Central European Standard Time)`
 fn script(text: &str) -> Option<i64> {
-    let mut words = text.splitn(7, ' ');
-    let name = words.next()?;
-    let (month, day, year) = (
-        month(words.next()?)?,
-        fixed(words.next()?, 2)?,
-        fixed(words.next()?, 4)?,
-    );
-    let time = clock(words.next()?)?;
-    let zone = words.next()?;
-    let zone = match zone.get(..3) {
-        Some(gmt) if gmt.eq_ignore_ascii_case("GMT") => offset(&zone[3..])?,
-        _ => return None,
-    };
-    let named = words
-        .next()
-        .is_none_or(|rest| rest.starts_with('(') && rest.ends_with(')'));
-    (named && is_day(name, 3)).then_some(())?;
-    Some(days(year, month, day)? * DAY + time - zone)
-}
-
-/// `hh:mm:ss`; second 60 is second 0 of the next minute.
-fn clock(text: &str) -> Option<i64> {
-    let (hours_and_minutes, seconds) = text.split_at_checked(5)?;
-    let seconds = fixed(seconds.strip_prefix(':')?, 2).filter(|seconds| *seconds <= 60)?;
-    Some(minutes(hours_and_minutes)? + seconds * 1000)
-}
-
-/// `hh:mm`
-fn minutes(text: &str) -> Option<i64> {
-    let (hours, minutes) = text.split_once(':')?;
-    let hours = fixed(hours, 2).filter(|hours| *hours < 24)?;
-    let minutes = fixed(minutes, 2).filter(|minutes| *minutes < 60)?;
-    Some((hours * 60 + minutes) * 60_000)
+    let (at, zone) = scan("%a %b %d %Y %H:%M:%S ", text, 0)?;
+    let (zone, name) = zone.split_once(' ').unwrap_or((zone, "()"));
+    let (gmt, zone) = zone.split_at_checked(3)?;
+    let is_named = name.starts_with('(') && name.ends_with(')');
+    (is_named && gmt.eq_ignore_ascii_case("GMT")).then_some(at - offset(zone)?)
 }
 
 /// `+hh:mm` or `+hhmm`
 fn offset(text: &str) -> Option<i64> {
-    let sign = match text.as_bytes().first()? {
-        b'+' => 1,
-        b'-' => -1,
-        _ => return None,
-    };
-    let (hours, rest) = text[1..].split_at_checked(2)?;
-    let hours = fixed(hours, 2).filter(|hours| *hours < 24)?;
-    let minutes =
-        fixed(rest.strip_prefix(':').unwrap_or(rest), 2).filter(|minutes| *minutes < 60)?;
-    Some(sign * (hours * 60 + minutes) * 60_000)
-}
-
-/// Parses exactly `count` digits.
-fn fixed(text: &str, length: usize) -> Option<i64> {
-    match digits(text) {
-        (all, "") if all.len() == length => all.parse().ok(),
-        _ => None,
-    }
+    let time = text.strip_prefix(['+', '-'])?;
+    let (offset, rest) = scan("%H:%M", time, 0).or_else(|| scan("%H%M", time, 0))?;
+    let sign = if text.starts_with('-') { -1 } else { 1 };
+    rest.is_empty().then_some(sign * offset)
 }
 
 fn is_utc(zone: &str) -> bool {
@@ -171,33 +79,81 @@ fn is_utc(zone: &str) -> bool {
         .any(|utc| zone.eq_ignore_ascii_case(utc))
 }
 
-/// Returns whether the text is the name of a day, with this number of letters.
-fn is_day(name: &str, length: usize) -> bool {
-    const DAYS: [&str; 7] = [
-        "Monday",
-        "Tuesday",
-        "Wednesday",
-        "Thursday",
-        "Friday",
-        "Saturday",
-        "Sunday",
-    ];
-    let same = |day: &str| {
-        day.get(..length)
-            .is_some_and(|day| name.eq_ignore_ascii_case(day))
-    };
-    DAYS.iter()
-        .any(|day| same(day) && (length == 3 || length == day.len()))
+const DAYS: [&str; 7] = [
+    "Monday",
+    "Tuesday",
+    "Wednesday",
+    "Thursday",
+    "Friday",
+    "Saturday",
+    "Sunday",
+];
+
+const MONTHS: [&str; 12] = [
+    "Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec",
+];
+
+/// Parses the start of a text by its form, as `strptime` does; `%e` is a day of two places. Returns
+/// the milliseconds since 1970 and the rest. A day that the form does not state is the first of 1970.
+fn scan<'a>(form: &str, text: &'a str, now: i64) -> Option<(i64, &'a str)> {
+    let (mut year, mut month, mut day, mut time) = (1970, 1, 1, 0);
+    let mut rest = text;
+    let mut marks = form.chars();
+    while let Some(mark) = marks.next() {
+        if mark != '%' {
+            rest = rest.strip_prefix(mark)?;
+            continue;
+        }
+        let field = marks.next()?;
+        let value;
+        (value, rest) = match field {
+            'a' => name(rest, DAYS.map(|day| &day[..3]))?,
+            'A' => name(rest, DAYS)?,
+            'b' => name(rest, MONTHS)?,
+            'e' if rest.starts_with(' ') => digits(&rest[1..], 1)?,
+            'Y' => digits(rest, 4)?,
+            _ => digits(rest, 2)?,
+        };
+        match field {
+            'd' | 'e' => day = value,
+            'b' | 'm' => month = value,
+            'Y' => year = value,
+            'y' => year = near(value, now),
+            // Second 60 is second 0 of the next minute.
+            'H' if value < 24 => time += value * 3_600_000,
+            'M' if value < 60 => time += value * 60_000,
+            'S' if value <= 60 => time += value * 1000,
+            'a' | 'A' => {}
+            _ => return None,
+        }
+    }
+    Some((days(year, month, day)? * DAY + time, rest))
 }
 
-fn month(name: &str) -> Option<i64> {
-    const MONTHS: [&str; 12] = [
-        "Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec",
-    ];
-    (1..)
-        .zip(MONTHS)
-        .find(|(_, month)| name.eq_ignore_ascii_case(month))
-        .map(|(number, _)| number)
+/// Parses exactly `count` digits.
+fn digits(text: &str, count: usize) -> Option<(i64, &str)> {
+    let (digits, rest) = text.split_at_checked(count)?;
+    let is_number = digits.bytes().all(|digit| digit.is_ascii_digit());
+    Some((digits.parse().ok().filter(|_| is_number)?, rest))
+}
+
+/// Parses one of some names. Returns its number, from 1 on.
+fn name<'a, const N: usize>(text: &'a str, names: [&str; N]) -> Option<(i64, &'a str)> {
+    (1..).zip(names).find_map(|(number, name)| {
+        let (start, rest) = text.split_at_checked(name.len())?;
+        start.eq_ignore_ascii_case(name).then_some((number, rest))
+    })
+}
+
+/// Returns the year with these two last digits that is at most 50 years ahead.
+fn near(digits: i64, now: i64) -> i64 {
+    let this_year = year_of(now);
+    let year = this_year - this_year.rem_euclid(100) + digits;
+    if year > this_year + 50 {
+        year - 100
+    } else {
+        year
+    }
 }
 
 /// Returns the days from 1970 to a day of the Gregorian calendar, if that day exists.
