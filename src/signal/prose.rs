@@ -6,7 +6,7 @@
 
 use super::generic::lines::trim;
 use super::parse::number::{Number, digits};
-use super::parse::text::Bounded;
+use super::parse::text::{Bounded, Text};
 use super::parse::time::{self, Base};
 
 /// The most bytes of a message that are read.
@@ -48,94 +48,33 @@ enum Class {
     None,
 }
 
-const CLASSES: [(Class, &[&str]); 11] = [
-    (Class::Rate, &["rate", "rates"]),
-    (
-        Class::Limit,
-        &[
-            "limit",
-            "limits",
-            "quota",
-            "quotas",
-            "budget",
-            "volume",
-            "threshold",
-        ],
-    ),
-    (Class::Limited, &["limited", "limiting"]),
-    (
-        Class::Counted,
-        &[
-            "request",
-            "requests",
-            "call",
-            "calls",
-            "query",
-            "queries",
-            "usage",
-            "per",
-            "second",
-            "secondly",
-            "minute",
-            "hour",
-            "hourly",
-            "day",
-            "daily",
-            "month",
-            "monthly",
-            "credits",
-            "qps",
-            "bandwidth",
-            "frequency",
-            "concurrent",
-        ],
-    ),
-    (
-        Class::Other,
-        &[
-            "size",
-            "body",
-            "length",
-            "payload",
-            "file",
-            "files",
-            "storage",
-            "memory",
-            "upload",
-            "depth",
-            "users",
-            "seats",
-            "items",
-            "context",
-            "characters",
-            "not",
-            "no",
-            "invalid",
-            "unknown",
-            "missing",
-            "disabled",
-        ],
-    ),
-    (
-        Class::Exceeded,
-        &[
-            "exceeded",
-            "exceeds",
-            "exceeding",
-            "reached",
-            "exhausted",
-            "hit",
-            "violation",
-            "banned",
-            "out",
-        ],
-    ),
-    (Class::Used, &["used"]),
-    (Class::Throttled, &["throttled", "throttling"]),
-    (Class::Too, &["too"]),
-    (Class::Many, &["many"]),
-    (Class::If, &["if", "when", "unless", "avoid", "without"]),
-];
+impl Class {
+    fn of(word: &str) -> Class {
+        match Text::lower(word).as_str() {
+            "rate" | "rates" => Class::Rate,
+            "limit" | "limits" | "quota" | "quotas" | "budget" | "volume" | "threshold" => {
+                Class::Limit
+            }
+            "limited" | "limiting" => Class::Limited,
+            "request" | "requests" | "call" | "calls" | "query" | "queries" | "usage" | "per"
+            | "second" | "secondly" | "minute" | "hour" | "hourly" | "day" | "daily" | "month"
+            | "monthly" | "credits" | "qps" | "bandwidth" | "frequency" | "concurrent" => {
+                Class::Counted
+            }
+            "size" | "body" | "length" | "payload" | "file" | "files" | "storage" | "memory"
+            | "upload" | "depth" | "users" | "seats" | "items" | "context" | "characters"
+            | "not" | "no" | "invalid" | "unknown" | "missing" | "disabled" => Class::Other,
+            "exceeded" | "exceeds" | "exceeding" | "reached" | "exhausted" | "hit"
+            | "violation" | "banned" | "out" => Class::Exceeded,
+            "used" => Class::Used,
+            "throttled" | "throttling" => Class::Throttled,
+            "too" => Class::Too,
+            "many" => Class::Many,
+            "if" | "when" | "unless" | "avoid" | "without" => Class::If,
+            _ => Class::None,
+        }
+    }
+}
 
 /// The words read so far of a sentence, or of a code. The fields say which classes were read.
 #[derive(Clone, Copy, Debug, Default)]
@@ -159,7 +98,6 @@ struct Sentence {
 
 impl Sentence {
     fn add(&mut self, word: &str) {
-        let is = |known: &&str| word.eq_ignore_ascii_case(known);
         if let (number, "") = digits(word) {
             let place = match self.last {
                 Some(Class::Limit) => 0,
@@ -171,8 +109,7 @@ impl Sentence {
                 self.exceeded |= used >= limit;
             }
         }
-        let class = CLASSES.iter().find(|(_, words)| words.iter().any(is));
-        let class = class.map_or(Class::None, |(class, _)| *class);
+        let class = Class::of(word);
         let after = |class| self.last == Some(class);
         match class {
             Class::Limit if after(Class::Rate) => self.rate_limit = true,
@@ -273,49 +210,30 @@ impl Leads {
 
     /// Adds a word. Returns what a time after it means.
     fn add(&mut self, word: &str) -> Option<Lead> {
-        const RETRY: [&str; 6] = [
-            "again",
-            "retry",
-            "retrying",
-            "available",
-            "blocked",
-            "banned",
-        ];
-        const RESET: [&str; 7] = [
-            "reset",
-            "resets",
-            "replenished",
-            "renewed",
-            "refreshed",
-            "restored",
-            "expires",
-        ];
-        let is = |words: &[&str]| words.iter().any(|known| known.eq_ignore_ascii_case(word));
-        let known = is(&RETRY).then_some(Lead::Retry);
-        let known = known.or(is(&RESET).then_some(Lead::Reset));
-        let since = self.0.map(|(lead, since)| (lead, since + 1));
-        self.0 = known.map(|lead| (lead, 0)).or(since);
-        let near = self.0.filter(|(_, since)| *since <= Leads::FARTHEST);
-        match near {
-            _ if is(&["wait"]) => Some(Lead::Retry),
-            _ if is(&["until"]) => Some(Lead::Reset),
-            Some((lead, 1..)) if is(&["in", "after", "at", "on", "for"]) => Some(lead),
+        let word = Text::lower(word);
+        let near = match word.as_str() {
+            "again" | "retry" | "retrying" | "available" | "blocked" | "banned" => {
+                self.0 = Some((Lead::Retry, 0));
+                return None;
+            }
+            "reset" | "resets" | "replenished" | "renewed" | "refreshed" | "restored"
+            | "expires" => {
+                self.0 = Some((Lead::Reset, 0));
+                return None;
+            }
+            _ => self.0.map(|(lead, since)| (lead, since + 1)),
+        };
+        self.0 = near;
+        match word.as_str() {
+            "wait" => Some(Lead::Retry),
+            "until" => Some(Lead::Reset),
+            "in" | "after" | "at" | "on" | "for" => near
+                .filter(|(_, since)| *since <= Leads::FARTHEST)
+                .map(|(lead, _)| lead),
             _ => None,
         }
     }
 }
-
-/// Words in front of a time: `wait for at least 5s`.
-const FILLERS: [&str; 8] = [
-    "for",
-    "at",
-    "least",
-    "about",
-    "another",
-    "approximately",
-    "the",
-    "next",
-];
 
 /// Reads the time at the start of the text. A wait of a millisecond or less is that of a bucket that
 /// is refilled all the time, which is no advice.
@@ -324,12 +242,13 @@ fn wait<'a>(text: &'a str, base: &Base) -> Option<u64> {
     let mut text = trim(text);
     for _ in 0..3 {
         let (word, rest) = text.split_once(' ').unwrap_or((text, ""));
-        if FILLERS
-            .iter()
-            .any(|filler| word.eq_ignore_ascii_case(filler))
-        {
-            text = trim(rest);
-        }
+        // `wait for at least 5s`
+        text = match Text::lower(word).as_str() {
+            "for" | "at" | "least" | "about" | "another" | "approximately" | "the" | "next" => {
+                trim(rest)
+            }
+            _ => break,
+        };
     }
     let found = clock(text)
         .or_else(|| spans(text))

@@ -50,11 +50,16 @@ impl Text {
     }
 }
 
+/// Takes the characters up to the first that does not fit.
 impl FromIterator<char> for Text {
     fn from_iter<I: IntoIterator<Item = char>>(characters: I) -> Text {
         let mut text = Text::EMPTY;
-        let characters = characters.into_iter().take(Text::LONGEST);
-        characters.for_each(|character| text.push(character));
+        for character in characters {
+            if usize::from(text.length) + character.len_utf8() > Text::LONGEST {
+                break;
+            }
+            text.push(character);
+        }
         text
     }
 }
