@@ -268,7 +268,7 @@ impl<'a, 'b> Reader<'a, 'b> {
         } else if is_quota {
             let (window, unit) = words::of_quota_id(text);
             self.quotas.push(Draft {
-                unit,
+                unit: unit.and_then(Text::some),
                 window,
                 remaining: Some(0),
                 ..Draft::named(text)

@@ -1,31 +1,21 @@
 //! A quota under construction: on the stack, and copied freely.
 
-use std::time::Duration;
-
 use super::generic::words;
-use super::observed::ObservedQuota;
+use super::observed::{ObservedQuota, small};
+use super::parse::number::LARGEST;
 use super::parse::text::{Bounded, Text};
 
 /// What is known so far of a quota, in counts and milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Draft {
     pub(super) name: Option<Text>,
-    pub(super) unit: Unit,
+    /// `None` if it is not stated: the unit in the name, else requests.
+    pub(super) unit: Option<Text>,
     pub(super) limit: Option<u64>,
     pub(super) remaining: Option<u64>,
     pub(super) used: Option<u64>,
     pub(super) window: Option<u64>,
     pub(super) reset: Option<u64>,
-}
-
-/// The unit that a quota counts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Unit {
-    /// Not stated: the unit in the name, else requests.
-    #[default]
-    Open,
-    Known(&'static str),
-    Stated(Text),
 }
 
 /// The quotas of a response under construction.
@@ -43,7 +33,7 @@ impl Draft {
     pub(super) fn percent(self, used: u64) -> Draft {
         let remaining = Some(100u64.saturating_sub(used));
         Draft {
-            unit: Unit::Known("percent"),
+            unit: Text::some("percent"),
             limit: Some(100),
             used: Some(used),
             remaining,
@@ -87,19 +77,16 @@ impl Draft {
         // Some servers state as used what the one request has cost.
         if let (Some(limit), Some(remaining), Some(used)) = (self.limit, self.remaining, self.used)
             && used.saturating_add(remaining) < limit
-            && self.unit != Unit::Known("percent")
+            && self.unit != Text::some("percent")
         {
             self.used = None;
         }
         if let (None, Some(remaining), Some(used)) = (self.limit, self.remaining, self.used) {
-            self.limit = Some((used + remaining).min(super::parse::number::LARGEST));
+            self.limit = Some((used + remaining).min(LARGEST));
         }
-        if self.unit == Unit::Open {
-            let unit = self
-                .name
-                .as_ref()
-                .and_then(|name| words::unit_of(name.as_str()));
-            self.unit = Unit::Known(unit.unwrap_or(ObservedQuota::REQUESTS));
+        if self.unit.is_none() {
+            let name = self.name.as_ref().map_or("", Text::as_str);
+            self.unit = Text::some(words::unit_of(name).unwrap_or(ObservedQuota::REQUESTS));
         }
         let states = self.limit.or(self.remaining).or(self.used).or(self.reset);
         states.is_some()
@@ -107,46 +94,22 @@ impl Draft {
 
     /// Returns how much memory the quota takes in a signal.
     pub(super) fn size(&self) -> usize {
-        let unit = match &self.unit {
-            Unit::Open => "",
-            Unit::Known(unit) => unit,
-            Unit::Stated(unit) => unit.as_str(),
-        };
-        size_of::<ObservedQuota>()
-            + unit.len()
-            + self.name.as_ref().map_or(0, |name| name.as_str().len())
+        let texts = [&self.name, &self.unit].into_iter().flatten();
+        size_of::<ObservedQuota>() + texts.map(|text| text.as_str().len()).sum::<usize>()
     }
 
     pub(super) fn observed(&self) -> ObservedQuota {
-        let mut observed = match &self.unit {
-            Unit::Open => ObservedQuota::new(),
-            Unit::Known(unit) => ObservedQuota::new().with_unit(unit),
-            Unit::Stated(unit) => ObservedQuota::new().with_unit(unit.as_str()),
-        };
-        if let Some(name) = &self.name {
-            observed = observed.with_name(name.as_str());
+        let unit = self
+            .unit
+            .filter(|unit| unit.as_str() != ObservedQuota::REQUESTS);
+        ObservedQuota {
+            name: self.name.map(Box::from),
+            unit: unit.map(Box::from),
+            limit: self.limit.and_then(small),
+            remaining: self.remaining.and_then(small),
+            used: self.used.and_then(small),
+            window: self.window.and_then(small),
+            reset_after: self.reset.and_then(small),
         }
-        let span = Duration::from_millis;
-        observed = self
-            .limit
-            .into_iter()
-            .fold(observed, ObservedQuota::with_limit);
-        observed = self
-            .remaining
-            .into_iter()
-            .fold(observed, ObservedQuota::with_remaining);
-        observed = self
-            .used
-            .into_iter()
-            .fold(observed, ObservedQuota::with_used);
-        observed = self
-            .window
-            .map(span)
-            .into_iter()
-            .fold(observed, ObservedQuota::with_window);
-        self.reset
-            .map(span)
-            .into_iter()
-            .fold(observed, ObservedQuota::with_reset_after)
     }
 }

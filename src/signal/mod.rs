@@ -371,7 +371,7 @@ impl Signal {
     /// Sets the [scope](Signal::scope), cut after 95 bytes.
     pub fn with_scope(self, scope: &str) -> Self {
         Signal {
-            scope: Some(parse::text::Text::of(&[scope]).as_str().into()),
+            scope: Some(parse::text::Text::of(&[scope]).into()),
             ..self
         }
     }

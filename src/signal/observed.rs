@@ -4,6 +4,10 @@ use std::fmt;
 use std::num::NonZeroU64;
 use std::time::Duration;
 
+use super::parse::number::LARGEST;
+use super::parse::text::Text;
+use super::parse::time::LONGEST;
+
 /// One quota as a response states it. A value that the response does not state is `None`.
 ///
 /// Counts are whole numbers up to 2^53 - 1. Durations are whole milliseconds up to 366 days.
@@ -21,13 +25,13 @@ use std::time::Duration;
 /// ```
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct ObservedQuota {
-    name: Option<Box<str>>,
-    unit: Option<Box<str>>,
-    limit: Small,
-    remaining: Small,
-    used: Small,
-    window: Small,
-    reset_after: Small,
+    pub(super) name: Option<Box<str>>,
+    pub(super) unit: Option<Box<str>>,
+    pub(super) limit: Small,
+    pub(super) remaining: Small,
+    pub(super) used: Small,
+    pub(super) window: Small,
+    pub(super) reset_after: Small,
 }
 
 /// An optional number below `u64::MAX`, in eight bytes: it is stored plus one.
@@ -87,16 +91,16 @@ impl ObservedQuota {
     /// Sets the name; it is cut after 95 bytes.
     pub fn with_name(self, name: &str) -> Self {
         ObservedQuota {
-            name: Some(super::parse::text::Text::of(&[name]).as_str().into()),
+            name: Some(Text::of(&[name]).into()),
             ..self
         }
     }
 
     /// Sets the unit; it is cut after 95 bytes.
     pub fn with_unit(self, unit: &str) -> Self {
-        let unit = super::parse::text::Text::of(&[unit]);
+        let unit = Text::of(&[unit]);
         ObservedQuota {
-            unit: (unit.as_str() != Self::REQUESTS).then(|| unit.as_str().into()),
+            unit: (unit.as_str() != Self::REQUESTS).then(|| unit.into()),
             ..self
         }
     }
@@ -104,7 +108,7 @@ impl ObservedQuota {
     /// Sets how many units the quota has in all.
     pub fn with_limit(self, limit: u64) -> Self {
         ObservedQuota {
-            limit: count(limit),
+            limit: small(limit.min(LARGEST)),
             ..self
         }
     }
@@ -112,7 +116,7 @@ impl ObservedQuota {
     /// Sets how many units are left.
     pub fn with_remaining(self, remaining: u64) -> Self {
         ObservedQuota {
-            remaining: count(remaining),
+            remaining: small(remaining.min(LARGEST)),
             ..self
         }
     }
@@ -120,7 +124,7 @@ impl ObservedQuota {
     /// Sets how many units are used.
     pub fn with_used(self, used: u64) -> Self {
         ObservedQuota {
-            used: count(used),
+            used: small(used.min(LARGEST)),
             ..self
         }
     }
@@ -128,7 +132,7 @@ impl ObservedQuota {
     /// Sets the length of the window, rounded up to whole milliseconds and cut to 366 days.
     pub fn with_window(self, window: Duration) -> Self {
         ObservedQuota {
-            window: span(window),
+            window: small(millis(window)),
             ..self
         }
     }
@@ -137,7 +141,7 @@ impl ObservedQuota {
     /// 366 days.
     pub fn with_reset_after(self, reset_after: Duration) -> Self {
         ObservedQuota {
-            reset_after: span(reset_after),
+            reset_after: small(millis(reset_after)),
             ..self
         }
     }
@@ -157,12 +161,8 @@ impl fmt::Debug for ObservedQuota {
     }
 }
 
-fn count(count: u64) -> Small {
-    NonZeroU64::MIN.checked_add(count.min(super::parse::number::LARGEST))
-}
-
-fn span(span: Duration) -> Small {
-    NonZeroU64::MIN.checked_add(millis(span))
+pub(super) fn small(number: u64) -> Small {
+    NonZeroU64::MIN.checked_add(number)
 }
 
 fn out(small: Small) -> Option<u64> {
@@ -173,5 +173,5 @@ fn out(small: Small) -> Option<u64> {
 pub(super) fn millis(span: Duration) -> u64 {
     u64::try_from(span.as_nanos().div_ceil(1_000_000))
         .unwrap_or(u64::MAX)
-        .min(super::parse::time::LONGEST)
+        .min(LONGEST)
 }

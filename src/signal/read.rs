@@ -71,9 +71,7 @@ pub(super) fn signal(
             .filter(|_| said.global)
             .and_then(|_| Text::some("global"))
     };
-    let scope = refusal::scope(&lines)
-        .or_else(global)
-        .map(|scope| Box::from(scope.as_str()));
+    let scope = refusal::scope(&lines).or_else(global).map(Box::<str>::from);
     let quotas = keep(&quotas, scope.as_deref());
     Signal {
         limited,

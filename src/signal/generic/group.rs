@@ -1,6 +1,6 @@
 //! One group of headers with the same family and name: one quota, or several parallel ones.
 
-use crate::signal::draft::{Draft, Drafts, Unit};
+use crate::signal::draft::{Draft, Drafts};
 use crate::signal::generic::family::{Family, Header, Role};
 use crate::signal::generic::lines::{parameter, split, trim};
 use crate::signal::generic::words;
@@ -40,7 +40,7 @@ pub(in crate::signal) struct Group {
     pub(in crate::signal) quotas: Bounded<Draft, MANY>,
     /// The policies that describe none of the quotas.
     pub(in crate::signal) policies: Policies,
-    pub(in crate::signal) unit: Unit,
+    pub(in crate::signal) unit: Option<Text>,
 }
 
 impl Group {
@@ -325,12 +325,11 @@ impl Stated {
         let mut group = Group {
             quotas: Bounded::new(),
             policies: Policies::new(),
-            unit: Unit::Open,
+            unit: None,
         };
-        group.unit = match words::unit_of(name) {
-            _ if by_size => Unit::Known("tokens"),
-            Some(unit) => Unit::Known(unit),
-            None => Unit::Open,
+        group.unit = match by_size {
+            true => Text::some("tokens"),
+            false => words::unit_of(name).and_then(Text::some),
         };
         self.settle_ratio();
         others.iter().for_each(|policy| self.policies.push(*policy));

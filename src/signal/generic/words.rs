@@ -1,10 +1,9 @@
 //! Words in the names of quotas: periods and units.
 
-use crate::signal::draft::Unit;
 use crate::signal::parse::time::period;
 
 /// Returns the period and the unit in a name such as `InputTokensPerModelPerMinute-Free`.
-pub(in crate::signal) fn of_quota_id(id: &str) -> (Option<u64>, Unit) {
+pub(in crate::signal) fn of_quota_id(id: &str) -> (Option<u64>, Option<&'static str>) {
     let word = |text: &str| {
         let end = text
             .char_indices()
@@ -15,9 +14,7 @@ pub(in crate::signal) fn of_quota_id(id: &str) -> (Option<u64>, Unit) {
     let span = id
         .match_indices("Per")
         .find_map(|(at, per)| word(&id[at + per.len()..]));
-    let is_of_tokens = id.contains("Token");
-    let unit = is_of_tokens.then_some(Unit::Known("tokens"));
-    (span, unit.unwrap_or_default())
+    (span, id.contains("Token").then_some("tokens"))
 }
 
 /// The words of names that state a unit, best first.
@@ -113,9 +110,9 @@ mod tests {
         assert_eq!(unit_of("api-token"), None);
         assert_eq!(unit_of("time-xrm-requests"), Some("seconds"));
         let id = "GenerateContentInputTokensPerModelPerMinute-FreeTier";
-        assert_eq!(of_quota_id(id), (Some(60 * SECOND), Unit::Known("tokens")));
-        assert_eq!(of_quota_id("ReadsPerDayPerUser"), (Some(DAY), Unit::Open));
-        assert_eq!(of_quota_id("Perµ"), (None, Unit::Open));
+        assert_eq!(of_quota_id(id), (Some(60 * SECOND), Some("tokens")));
+        assert_eq!(of_quota_id("ReadsPerDayPerUser"), (Some(DAY), None));
+        assert_eq!(of_quota_id("Perµ"), (None, None));
     }
 
     #[test]

@@ -64,6 +64,12 @@ impl FromIterator<char> for Text {
     }
 }
 
+impl From<Text> for Box<str> {
+    fn from(text: Text) -> Self {
+        text.as_str().into()
+    }
+}
+
 impl fmt::Debug for Text {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.as_str().fmt(f)

@@ -1,7 +1,7 @@
 //! The structured fields `RateLimit-Policy` and `RateLimit` of the IETF draft "RateLimit header
 //! fields for HTTP".
 
-use crate::signal::draft::{Draft, Drafts, Unit};
+use crate::signal::draft::{Draft, Drafts};
 use crate::signal::generic::lines::{Lines, parameter, split};
 use crate::signal::parse::number::{Count, Number, unquoted};
 use crate::signal::parse::text::{Bounded, Text};
@@ -142,12 +142,11 @@ fn policy(item: &Item, named: &mut Bounded<Named, 16>, unnamed: &mut Policies) {
     match item.bare {
         Some(Bare::Text(name)) => {
             if let Some(Count::Of(limit)) = item.q.map(|number| number.count()) {
-                let unit = item.qu.map_or(Unit::Open, Unit::Stated);
                 let draft = Draft {
                     name: Some(name),
                     limit: Some(limit),
                     window,
-                    unit,
+                    unit: item.qu,
                     ..Draft::default()
                 };
                 named.push(Named {

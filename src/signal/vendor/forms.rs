@@ -1,7 +1,7 @@
 //! Formats that are neither separate fields nor JSON.
 
 use super::{Here, set_limit, set_remaining};
-use crate::signal::draft::{Draft, Drafts, Unit};
+use crate::signal::draft::{Draft, Drafts};
 use crate::signal::generic::lines::{parameter, split, trim};
 use crate::signal::parse::number::{Count, Number, digits, plain};
 use crate::signal::parse::text::{Bounded, Text};
@@ -111,14 +111,14 @@ pub(super) fn binance_uid(here: &Here<'_, '_>, quotas: &mut Drafts) {
 }
 
 /// `x-mbx-used-weight-1m: 70`; the older form has no window.
-fn binance(here: &Here<'_, '_>, name: &str, unit: &'static str, quotas: &mut Drafts) {
+fn binance(here: &Here<'_, '_>, name: &str, unit: &str, quotas: &mut Drafts) {
     let start = here.row.headers[0].len() - 1;
     let (mut plain, mut with_window) = (None, false);
     let mut seen = Bounded::<&str, 16>::new();
     for (header, value) in here.all() {
         let used = Count::read(value).and_then(Count::known);
         let draft = Draft {
-            unit: Unit::Known(unit),
+            unit: Text::some(unit),
             used,
             ..Draft::named(name)
         };
