@@ -2,7 +2,7 @@
 
 use super::draft::{Draft, Drafts};
 use super::generic::family::{Family, Header, Role, family};
-use super::generic::group::{Entry, Group, Stated, own};
+use super::generic::group::{Entry, Group, Stated};
 use super::generic::lines::{Line, Lines};
 use super::generic::{members, words};
 use super::parse::text::{Bounded, Text};
@@ -94,8 +94,8 @@ pub(super) fn read(
     base: &Base,
     quotas: &mut Drafts,
 ) {
-    let fields = ratelimit::read(lines, base, quotas);
-    same_bucket(lines, entries, &fields, base, quotas);
+    let mut fields = ratelimit::read(lines, base, quotas);
+    same_bucket(lines, entries, &mut fields, base, quotas);
     for (place, entry) in entries.iter().enumerate() {
         let header = entry.header;
         let same = |other: &&Entry<'_>| is_of_quota(other) && other.group == entry.group;
@@ -141,7 +141,7 @@ fn is_marked(line: &str) -> bool {
 fn same_bucket(
     lines: &Lines<'_>,
     entries: &Entries<'_>,
-    fields: &Fields,
+    fields: &mut Fields,
     base: &Base,
     quotas: &mut Drafts,
 ) {
@@ -152,40 +152,33 @@ fn same_bucket(
     let mut first: Option<Group> = None;
     for family in Family::SYNONYMS {
         let of_family = |entry: &&Entry<'_>| entry.header.family == family && is_same_bucket(entry);
-        let policies = if family == Family::Plain {
-            &fields.unnamed[..]
-        } else {
-            &[]
-        };
-        let stated = match fields.dictionary {
-            Some(dictionary) if family == Family::Plain => Stated::of(&dictionary),
-            _ if entries.iter().any(|entry| of_family(&entry)) => {
+        // The fields of the standard belong to the first family.
+        let policies = std::mem::take(&mut fields.unnamed);
+        let stated = match fields.dictionary.take() {
+            Some(dictionary) => dictionary,
+            None if entries.iter().any(|entry| of_family(&entry)) => {
                 Stated::read(entries.iter().filter(of_family).copied(), base)
             }
-            _ => {
-                policies.iter().for_each(|policy| quotas.push(own(policy)));
+            None => {
+                policies.iter().for_each(|policy| quotas.push(*policy));
                 continue;
             }
         };
-        let group = stated.group("", false, policies);
+        let group = stated.group("", false, &policies);
         group.report_policies(quotas);
         match &mut first {
             None => first = Some(group),
             Some(first) if is_other(first, &group) => report(&group, lines, quotas),
-            Some(first) => {
-                let filling = group.quotas.first();
-                match first.quotas.first_mut() {
-                    Some(quota) => filling.into_iter().for_each(|filling| quota.fill(filling)),
-                    None => filling
-                        .into_iter()
-                        .for_each(|filling| first.quotas.push(*filling)),
-                }
-            }
+            Some(first) => match (first.quotas.first_mut(), group.quotas.first()) {
+                (Some(quota), Some(filling)) => quota.fill(filling),
+                (None, Some(filling)) => first.quotas.push(*filling),
+                (_, None) => {}
+            },
         }
     }
-    first
-        .into_iter()
-        .for_each(|group| report(&group, lines, quotas));
+    if let Some(first) = first {
+        report(&first, lines, quotas);
+    }
 }
 
 /// Returns whether the line describes a quota, and not a wait.

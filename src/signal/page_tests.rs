@@ -84,7 +84,7 @@ fn page() -> String {
     } in ROWS
     {
         let form = match form {
-            Form::Fields { fields, .. } => fields
+            Form::Fields(_, _, fields) => fields
                 .iter()
                 .map(|field| format!("{field:?}").to_lowercase())
                 .collect::<Vec<_>>()

@@ -152,8 +152,6 @@ pub(in crate::signal) struct Header<'a> {
     pub(in crate::signal) part: &'a str,
     /// The digest of the name, which tells different names apart.
     digest: u64,
-    /// Whether the header is `RateLimit-DailyLimit`, which names the quota without a name.
-    pub(in crate::signal) daily: bool,
 }
 
 impl<'a> Header<'a> {
@@ -189,7 +187,6 @@ impl<'a> Header<'a> {
                 name: [before, after, ""],
                 part: "",
                 digest: 0,
-                daily: name == "ratelimit-dailylimit",
             }
             .digested(),
         )

@@ -8,7 +8,6 @@ use crate::signal::parse::number::{Count, Number, digits, unquoted};
 use crate::signal::parse::text::{Bounded, Text};
 use crate::signal::parse::time::{self, Base};
 use crate::signal::refusal;
-use crate::signal::standard::ratelimit::{Dictionary, Policies, Policy};
 
 /// A line of a generic family.
 #[derive(Clone, Copy, Debug)]
@@ -34,13 +33,16 @@ const MOST_ITEMS: usize = 64;
 /// The most parallel limits.
 const MANY: usize = 8;
 
+/// Limits with a window that a header states besides its quota; older drafts have no name for them.
+pub(in crate::signal) type Policies = Bounded<Draft, 8>;
+
 /// The quotas that the headers of a group state.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(in crate::signal) struct Group {
     pub(in crate::signal) quotas: Bounded<Draft, MANY>,
     /// The policies that describe none of the quotas.
-    pub(in crate::signal) policies: Policies,
-    pub(in crate::signal) unit: Option<Text>,
+    policies: Policies,
+    unit: Option<Text>,
 }
 
 impl Group {
@@ -51,27 +53,12 @@ impl Group {
 
     /// Reports the policies that describe none of the quotas as separate quotas.
     pub(in crate::signal) fn report_policies(&self, quotas: &mut Drafts) {
-        self.policies.iter().for_each(|policy| {
+        for policy in self.policies.iter() {
             quotas.push(Draft {
                 unit: self.unit,
-                ..own(policy)
-            })
-        });
-    }
-}
-
-/// Returns a policy as a separate quota.
-pub(in crate::signal) fn own(policy: &Policy) -> Draft {
-    let Policy {
-        name,
-        limit,
-        window,
-    } = *policy;
-    Draft {
-        name,
-        limit: Some(limit),
-        window,
-        ..Draft::default()
+                ..*policy
+            });
+        }
     }
 }
 
@@ -83,15 +70,17 @@ struct Values<T> {
     worst: Option<T>,
 }
 
-impl<T: Copy> Values<T> {
-    fn new() -> Self {
+impl<T> Default for Values<T> {
+    fn default() -> Self {
         Values {
             list: Bounded::new(),
             count: 0,
             worst: None,
         }
     }
+}
 
+impl<T: Copy> Values<T> {
     fn push(&mut self, value: T, worse: impl Fn(T, T) -> T) {
         self.list.push(value);
         self.count += 1;
@@ -104,11 +93,11 @@ impl<T: Copy> Values<T> {
 }
 
 /// All values of a group, as they were sent.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(in crate::signal) struct Stated {
     limit: Values<Count>,
-    /// Whether no limit has been read.
-    is_first: bool,
+    /// Whether a limit or its window has been read.
+    has_limit: bool,
     remaining: Values<Count>,
     used: Values<Count>,
     resets: [Values<u64>; 3],
@@ -122,6 +111,7 @@ pub(in crate::signal) struct Stated {
     window_header: Option<u64>,
     utilization: Option<u64>,
     policies: Policies,
+    /// Whether `RateLimit-DailyLimit` names the quota.
     daily: bool,
     /// Both headers of Strava, whose two windows are known.
     strava: [bool; 2],
@@ -136,7 +126,7 @@ impl Stated {
         entries: impl Iterator<Item = Entry<'a>> + Clone,
         base: &Base,
     ) -> Self {
-        let mut values = Stated::none();
+        let mut values = Stated::default();
         let counts = || {
             let roles = [Role::Limit, Role::Remaining, Role::Used];
             let entries = entries.clone();
@@ -176,7 +166,7 @@ impl Stated {
                 }
                 _ => {}
             }
-            values.daily |= header.daily;
+            values.daily |= entry.line == "ratelimit-dailylimit";
             values.strava[0] |= matches!(entry.line, "x-ratelimit-limit" | "x-readratelimit-limit");
             values.strava[1] |= matches!(entry.line, "x-ratelimit-usage" | "x-readratelimit-usage");
             if !header.part.is_empty() {
@@ -216,42 +206,17 @@ impl Stated {
         }
     }
 
-    /// Reads the single field of draft 07.
-    pub(in crate::signal) fn of(dictionary: &Dictionary) -> Self {
-        let mut values = Stated::none();
-        dictionary
-            .limit
-            .into_iter()
-            .for_each(|limit| values.limit.push(limit, Count::min));
-        dictionary
-            .remaining
-            .into_iter()
-            .for_each(|remaining| values.remaining.push(remaining, Count::min));
-        dictionary
-            .reset
-            .into_iter()
-            .for_each(|reset| values.resets[0].push(reset, u64::max));
+    /// Takes the values of the single field of draft 07.
+    pub(in crate::signal) fn of(
+        limit: Option<Count>,
+        remaining: Option<Count>,
+        reset: Option<u64>,
+    ) -> Self {
+        let mut values = Stated::default();
+        limit.map(|limit| values.limit.push(limit, Count::min));
+        remaining.map(|remaining| values.remaining.push(remaining, Count::min));
+        reset.map(|reset| values.resets[0].push(reset, u64::max));
         values
-    }
-
-    fn none() -> Self {
-        Stated {
-            limit: Values::new(),
-            is_first: true,
-            remaining: Values::new(),
-            used: Values::new(),
-            resets: [Values::new(), Values::new(), Values::new()],
-            window: None,
-            windows: Values::new(),
-            window_of_remaining: None,
-            window_header: None,
-            utilization: None,
-            policies: Policies::new(),
-            daily: false,
-            strava: [false; 2],
-            ratio: None,
-            period: None,
-        }
     }
 
     /// Reads an item of `100, 100;w=60, 1000;w=3600`: the limit, then policies with a window, and
@@ -260,29 +225,28 @@ impl Stated {
         let text_of_window = window_parameter(item);
         let window = text_of_window.and_then(seconds);
         match (Count::read(text), text_of_window) {
-            (Some(count), _) if self.is_first => {
+            (Some(count), _) if !self.has_limit => {
                 self.window = window;
                 self.limit.push(count, Count::min);
             }
             (Some(count), None) => self.limit.push(count, Count::min),
             (Some(Count::Of(limit)), Some(_)) => {
-                let name = parameter(item, "name").and_then(Text::some);
-                self.policies.push(Policy {
-                    name,
-                    limit,
+                self.policies.push(Draft {
+                    limit: Some(limit),
                     window,
+                    ..Draft::named(parameter(item, "name").unwrap_or_default())
                 });
             }
             (Some(Count::Negative), Some(_)) => {}
             (None, _) => match text.split_once('/').or_else(|| text.split_once(" per ")) {
                 Some((count, of)) => self.ratio(trim(count), trim(of)),
-                None if self.is_first && time::span(unquoted(text)).is_some() => {
+                None if !self.has_limit && time::span(unquoted(text)).is_some() => {
                     self.window = seconds(text);
                 }
                 None => return,
             },
         }
-        self.is_first = false;
+        self.has_limit = true;
     }
 
     /// Reads `600/15m`, `100 requests per minute` and `32/80`.
@@ -316,28 +280,20 @@ impl Stated {
     }
 
     /// Builds the quotas of the group, with policies that other fields state for it.
-    pub(in crate::signal) fn group(
-        mut self,
-        name: &str,
-        by_size: bool,
-        others: &[Policy],
-    ) -> Group {
-        let mut group = Group {
-            quotas: Bounded::new(),
-            policies: Policies::new(),
-            unit: None,
-        };
-        group.unit = match by_size {
-            true => Text::some("tokens"),
-            false => words::unit_of(name).and_then(Text::some),
-        };
+    pub(in crate::signal) fn group(mut self, name: &str, by_size: bool, others: &[Draft]) -> Group {
         self.settle_ratio();
         others.iter().for_each(|policy| self.policies.push(*policy));
-        for policy in self.policies.iter() {
-            if !group.policies.contains(policy) {
-                group.policies.push(*policy);
-            }
-        }
+        self.policies.keep(|_| true);
+        let unit = if by_size {
+            Some("tokens")
+        } else {
+            words::unit_of(name)
+        };
+        let mut group = Group {
+            policies: self.policies,
+            unit: unit.and_then(Text::some),
+            ..Group::default()
+        };
         let resets = self
             .resets
             .iter()
@@ -371,10 +327,8 @@ impl Stated {
             if !parallel {
                 describe(&mut draft, &mut group.policies);
             }
-            draft.remaining = match self.remaining.at(at) {
-                Some(Count::Negative) => draft.limit.map(|_| 0),
-                remaining => remaining.and_then(Count::known),
-            };
+            let remaining = self.remaining.at(at);
+            draft.remaining = remaining.and_then(|remaining| remaining.left_of(draft.limit));
             if let (Some(used), None) = (self.utilization, limit) {
                 draft = draft.percent(used);
             }
@@ -406,24 +360,11 @@ fn describe(draft: &mut Draft, policies: &mut Policies) {
         1 if draft.window.is_none() => Some(0),
         _ => policies
             .iter()
-            .position(|policy| draft.limit == Some(policy.limit)),
+            .position(|policy| draft.limit == policy.limit),
     };
-    let Some(found) = found else { return };
-    let Policy {
-        name,
-        limit,
-        window,
-    } = policies[found];
-    draft.name = draft.name.or(name);
-    draft.limit = draft.limit.or(Some(limit));
-    draft.window = draft.window.or(window);
-    let rest = policies
-        .iter()
-        .enumerate()
-        .filter(|(place, _)| *place != found);
-    let mut others = Policies::new();
-    rest.for_each(|(_, policy)| others.push(*policy));
-    *policies = others;
+    if let Some(found) = found {
+        draft.fill(&policies.remove(found));
+    }
 }
 
 /// Returns the digits of a count in groups, as far as they fit.

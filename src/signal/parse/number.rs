@@ -124,6 +124,14 @@ impl Count {
             Count::Negative => None,
         }
     }
+
+    /// Returns the count as what is left of a limit. A negative count is 0 if the limit is known.
+    pub(in crate::signal) fn left_of(self, limit: Option<u64>) -> Option<u64> {
+        match self {
+            Count::Of(count) => Some(count),
+            Count::Negative => limit.map(|_| 0),
+        }
+    }
 }
 
 /// Parses a count of digits only.

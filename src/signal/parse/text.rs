@@ -90,6 +90,22 @@ impl<T, const N: usize> Bounded<T, N> {
             self.0.push(item);
         }
     }
+
+    pub(in crate::signal) fn remove(&mut self, place: usize) -> T {
+        self.0.remove(place)
+    }
+}
+
+impl<T, const N: usize> Default for Bounded<T, N> {
+    fn default() -> Self {
+        Bounded::new()
+    }
+}
+
+impl<T, const N: usize> Extend<T> for Bounded<T, N> {
+    fn extend<I: IntoIterator<Item = T>>(&mut self, items: I) {
+        items.into_iter().for_each(|item| self.push(item));
+    }
 }
 
 impl<T: PartialEq, const N: usize> Bounded<T, N> {

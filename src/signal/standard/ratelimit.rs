@@ -2,39 +2,22 @@
 //! fields for HTTP".
 
 use crate::signal::draft::{Draft, Drafts};
+use crate::signal::generic::group::{Policies, Stated};
 use crate::signal::generic::lines::{Lines, parameter, split};
 use crate::signal::parse::number::{Count, Number, unquoted};
 use crate::signal::parse::text::{Bounded, Text};
 use crate::signal::parse::time::{self, Base};
 use crate::signal::standard::structured::{self, Bare, Item};
 
-/// A limit that a policy states; older drafts have no name for it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::signal) struct Policy {
-    pub(in crate::signal) name: Option<Text>,
-    pub(in crate::signal) limit: u64,
-    pub(in crate::signal) window: Option<u64>,
-}
-
-pub(in crate::signal) type Policies = Bounded<Policy, 8>;
-
 /// The content of both fields.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(in crate::signal) struct Fields {
     /// Whether there was a limit of the service; older forms are then ignored.
     pub(in crate::signal) service: bool,
     /// The policies without name, of older drafts.
     pub(in crate::signal) unnamed: Policies,
     /// `RateLimit: limit=100, remaining=50, reset=5` of draft 07.
-    pub(in crate::signal) dictionary: Option<Dictionary>,
-}
-
-/// The values that replace `RateLimit-Limit`, `-Remaining` and `-Reset`.
-#[derive(Clone, Copy, Debug, Default)]
-pub(in crate::signal) struct Dictionary {
-    pub(in crate::signal) limit: Option<Count>,
-    pub(in crate::signal) remaining: Option<Count>,
-    pub(in crate::signal) reset: Option<u64>,
+    pub(in crate::signal) dictionary: Option<Stated>,
 }
 
 const POLICY: &str = "ratelimit-policy";
@@ -57,11 +40,7 @@ pub(in crate::signal) fn is_ours(name: &str) -> bool {
 ///
 /// A server may send both with a prefix, such as `Beta-`. Such fields state named limits alone.
 pub(in crate::signal) fn read(lines: &Lines<'_>, base: &Base, quotas: &mut Drafts) -> Fields {
-    let mut fields = Fields {
-        service: false,
-        unnamed: Policies::new(),
-        dictionary: None,
-    };
+    let mut fields = Fields::default();
     for line in lines.iter() {
         match line.name.strip_suffix(SERVICE) {
             Some("") => fields.service = true,
@@ -158,10 +137,11 @@ fn policy(item: &Item, named: &mut Bounded<Named, 16>, unnamed: &mut Policies) {
         }
         Some(Bare::Number(number)) => {
             if let Count::Of(limit) = number.count() {
-                unnamed.push(Policy {
+                unnamed.push(Draft {
                     name: item.name,
-                    limit,
+                    limit: Some(limit),
                     window,
+                    ..Draft::default()
                 });
             }
         }
@@ -195,23 +175,22 @@ fn service(item: &Item, named: &mut Bounded<Named, 16>, base: &Base) -> Option<D
     Some(draft)
 }
 
-fn dictionary(lines: &Lines<'_>, base: &Base) -> Option<Dictionary> {
-    structured::dictionary(lines.all(SERVICE), |_, _| ()).then_some(())?;
-    let (mut found, mut any) = (Dictionary::default(), false);
-    structured::dictionary(lines.all(SERVICE), |key, bare| {
-        let number = if let Some(Bare::Number(number)) = bare {
-            Some(number)
-        } else {
-            None
-        };
-        let count = number.map(|number| number.count());
+fn dictionary(lines: &Lines<'_>, base: &Base) -> Option<Stated> {
+    let (mut limit, mut remaining, mut reset) = (None, None, None);
+    let is_valid = structured::dictionary(lines.all(SERVICE), |key, bare| {
+        let number = bare.and_then(Bare::number);
         match key {
-            "limit" => found.limit = count,
-            "remaining" => found.remaining = count,
-            "reset" => found.reset = number.map(|number| base.number(number)),
-            _ => return,
+            "limit" => limit = number,
+            "remaining" => remaining = number,
+            "reset" => reset = number,
+            _ => {}
         }
-        any |= number.is_some();
     });
-    any.then_some(found)
+    limit.or(remaining).or(reset).filter(|_| is_valid)?;
+    let [limit, remaining] = [limit, remaining].map(|number| Some(number?.count()));
+    Some(Stated::of(
+        limit,
+        remaining,
+        reset.map(|reset| base.number(reset)),
+    ))
 }

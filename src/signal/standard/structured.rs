@@ -19,6 +19,22 @@ pub(in crate::signal) enum Bare {
     Other,
 }
 
+impl Bare {
+    pub(in crate::signal) fn number(self) -> Option<Number> {
+        match self {
+            Bare::Number(number) => Some(number),
+            _ => None,
+        }
+    }
+
+    pub(in crate::signal) fn text(self) -> Option<Text> {
+        match self {
+            Bare::Text(text) => Some(text),
+            _ => None,
+        }
+    }
+}
+
 /// A member that is an Item, with the parameters that tollgate uses.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::signal) struct Item {
@@ -160,23 +176,13 @@ impl<I: Iterator<Item = u8>> Reader<I> {
             } else {
                 Bare::Other
             };
-            let number = if let Bare::Number(number) = bare {
-                Some(number)
-            } else {
-                None
-            };
-            let text = if let Bare::Text(text) = bare {
-                Some(text)
-            } else {
-                None
-            };
             match key.as_str() {
-                "q" | "quota" => item.q = number,
-                "r" | "remaining" => item.r = number,
-                "t" | "reset" => item.t = number,
-                "w" | "window" => item.w = number,
-                "qu" => item.qu = text,
-                "name" => item.name = text,
+                "q" | "quota" => item.q = bare.number(),
+                "r" | "remaining" => item.r = bare.number(),
+                "t" | "reset" => item.t = bare.number(),
+                "w" | "window" => item.w = bare.number(),
+                "qu" => item.qu = bare.text(),
+                "name" => item.name = bare.text(),
                 "pk" => item.pk = Some(self.digest),
                 _ => {}
             }

@@ -1,6 +1,6 @@
 //! Formats that are neither separate fields nor JSON.
 
-use super::{Here, set_limit, set_remaining};
+use super::Here;
 use crate::signal::draft::{Draft, Drafts};
 use crate::signal::generic::lines::{parameter, split, trim};
 use crate::signal::parse::number::{Count, Number, digits, plain};
@@ -9,79 +9,46 @@ use crate::signal::parse::time;
 
 /// `x-amzn-ratelimit-limit: 0.0167`
 pub(super) fn amazon(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    let Some(rate) = here
-        .first()
-        .and_then(Number::read)
-        .filter(|rate| !rate.negative)
-    else {
-        return;
+    quotas.extend(here.first().and_then(Number::read).and_then(per_second));
+}
+
+/// Returns the quota of a rate. One below 1 is a request in a longer window.
+fn per_second(rate: Number) -> Option<Draft> {
+    let (limit, window) = match rate.count().known()? {
+        0 => (1, u64::try_from(rate.inverse_up(1000)?).unwrap_or(u64::MAX)),
+        limit => (limit, 1000),
     };
-    let (limit, window) = match rate.count().known() {
-        Some(0) => {
-            let Some(window) = rate.inverse_up(1000) else {
-                return;
-            };
-            (
-                1,
-                u64::try_from(window).unwrap_or(u64::MAX).min(time::LONGEST),
-            )
-        }
-        Some(limit) => (limit, 1000),
-        None => return,
-    };
-    quotas.push(Draft {
+    Some(Draft {
         limit: Some(limit),
-        window: Some(window),
+        window: Some(window.min(time::LONGEST)),
         ..Draft::default()
-    });
+    })
 }
 
 /// `b=per_hour;q=10;r=9;t=774,b=per_day;q=100;r=99;t=22374`
-pub(super) fn auth0_client(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    auth0(here, "client", quotas);
-}
-
-pub(super) fn auth0_organization(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    auth0(here, "organization", quotas);
-}
-
-fn auth0(here: &Here<'_, '_>, owner: &str, quotas: &mut Drafts) {
-    for item in here.all().flat_map(|(_, value)| split(value, ',')) {
+pub(super) fn auth0(here: &Here<'_, '_>, owner: &str, quotas: &mut Drafts) {
+    for item in here.items() {
         let head = split(item, ';').next().filter(|head| !head.contains('='));
         let bucket = parameter(item, "b").or(head).unwrap_or_default();
         let colon = if bucket.is_empty() { "" } else { ":" };
-        let mut draft = Draft {
+        let draft = Draft {
             name: Some(Text::of(&[owner, colon, bucket])),
+            window: time::period_of(bucket),
             ..Draft::default()
         };
-        draft.window = time::period_of(bucket);
-        let mut unlimited = false;
-        parameter(item, "q")
-            .into_iter()
-            .for_each(|limit| set_limit(&mut draft, &mut unlimited, limit));
-        parameter(item, "r")
-            .into_iter()
-            .for_each(|remaining| set_remaining(&mut draft, remaining));
-        draft.reset = parameter(item, "t").and_then(|reset| here.base.read(reset));
-        if !unlimited {
-            quotas.push(draft);
-        }
+        quotas.extend(here.quota(draft, ["q", "r", "t"].map(|key| parameter(item, key))));
     }
 }
 
 /// `Microsoft.Compute/PutVM3Min;239,Microsoft.Compute/PutVM30Min;1198`
 pub(super) fn azure(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    for item in here.all().flat_map(|(_, value)| split(value, ',')) {
-        let Some((name, remaining)) = item.rsplit_once(';') else {
-            continue;
-        };
+    for (name, remaining) in here.items().filter_map(|item| item.rsplit_once(';')) {
         let name = trim(name);
-        let mut draft = Draft {
+        let draft = Draft {
             window: period_at_end(name),
             ..Draft::named(name)
         };
-        set_remaining(&mut draft, trim(remaining));
-        quotas.push(draft);
+        quotas.extend(here.quota(draft, [None, Some(trim(remaining)), None]));
     }
 }
 
@@ -94,32 +61,15 @@ fn period_at_end(name: &str) -> Option<u64> {
     (count < start.len()).then(|| time::period(&name[count..]))?
 }
 
-pub(super) fn binance_weight(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    binance(here, "used-weight", "weight", quotas);
-}
-
-pub(super) fn binance_orders(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    binance(here, "order-count", "orders", quotas);
-}
-
-pub(super) fn binance_ip(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    binance(here, "ip-weight", "weight", quotas);
-}
-
-pub(super) fn binance_uid(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    binance(here, "uid-weight", "weight", quotas);
-}
-
 /// `x-mbx-used-weight-1m: 70`; the older form has no window.
-fn binance(here: &Here<'_, '_>, name: &str, unit: &str, quotas: &mut Drafts) {
+pub(super) fn binance(here: &Here<'_, '_>, name: &str, unit: &str, quotas: &mut Drafts) {
     let start = here.row.headers[0].len() - 1;
-    let (mut plain, mut with_window) = (None, false);
+    let mut plain = None;
     let mut seen = Bounded::<&str, 16>::new();
     for (header, value) in here.all() {
-        let used = Count::read(value).and_then(Count::known);
         let draft = Draft {
             unit: Text::some(unit),
-            used,
+            used: Count::read(value).and_then(Count::known),
             ..Draft::named(name)
         };
         match header[start..].strip_prefix('-') {
@@ -128,17 +78,13 @@ fn binance(here: &Here<'_, '_>, name: &str, unit: &str, quotas: &mut Drafts) {
             Some(suffix) => {
                 let window = time::period(suffix).filter(|_| is_short(suffix));
                 if window.is_some() && !seen.contains(&suffix) {
-                    with_window = true;
                     seen.push(suffix);
                     quotas.push(Draft { window, ..draft });
                 }
             }
         }
     }
-    plain
-        .filter(|_| !with_window)
-        .into_iter()
-        .for_each(|draft| quotas.push(draft));
+    quotas.extend(plain.filter(|_| seen.is_empty()));
 }
 
 /// `10s`
@@ -148,30 +94,30 @@ fn is_short(suffix: &str) -> bool {
 
 /// `api-usage=25/5000; per-app-api-usage=17/250(appName=sample-connected-app)`
 pub(super) fn salesforce(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    let read = |item: &str| {
-        let (name, usage) = item.split_once('=').filter(|(name, _)| !name.is_empty())?;
-        let (used, limit) = usage.split_once('/')?;
-        let (used, limit) = (plain(used)?, plain(digits(limit).0)?);
-        let (limit, used, window) = (Some(limit), Some(used), Some(super::DAY));
-        Some(Draft {
-            name: Some(Text::lower(name)),
-            limit,
-            used,
-            window,
-            ..Draft::default()
-        })
-    };
-    for item in here
-        .all()
-        .flat_map(|(_, value)| value.split([',', ';', ' ']))
-    {
-        read(item).into_iter().for_each(|draft| quotas.push(draft));
-    }
+    let lines = here.all().map(|(_, value)| value);
+    quotas.extend(
+        lines
+            .flat_map(|line| line.split([',', ';', ' ']))
+            .filter_map(usage),
+    );
+}
+
+/// `api-usage=25/5000`
+fn usage(item: &str) -> Option<Draft> {
+    let (name, usage) = item.split_once('=').filter(|(name, _)| !name.is_empty())?;
+    let (used, limit) = usage.split_once('/')?;
+    Some(Draft {
+        name: Some(Text::lower(name)),
+        limit: Some(plain(digits(limit).0)?),
+        used: Some(plain(used)?),
+        window: Some(super::DAY),
+        ..Draft::default()
+    })
 }
 
 /// `60:transaction:key, 2700:default;error;security:organization`
 pub(super) fn sentry(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    for item in here.all().flat_map(|(_, value)| split(value, ',')) {
+    for item in here.items() {
         let mut parts = item.split(':');
         let reset = parts.next().and_then(|text| here.base.read(trim(text)));
         let categories = parts

@@ -5,11 +5,12 @@
 //! from the table.
 
 use super::draft::{Draft, Drafts};
-use super::generic::lines::Lines;
+use super::generic::lines::{Lines, split};
+use super::parse::number::Count;
 use super::parse::time::Base;
 
 mod forms;
-mod json_forms;
+mod meta;
 
 /// A row: the vendor, its headers, and how they are read.
 #[derive(Debug)]
@@ -27,12 +28,8 @@ pub(super) struct Row {
 /// How the headers of a row are read.
 #[derive(Debug)]
 pub(super) enum Form {
-    /// One quota: each header is one field of it.
-    Fields {
-        name: &'static str,
-        window: u64,
-        fields: &'static [Field],
-    },
+    /// One quota, with its name and its window in milliseconds: each header is one field of it.
+    Fields(&'static str, u64, &'static [Field]),
     /// A special format, and an example of it.
     Own(
         #[cfg_attr(
@@ -76,7 +73,9 @@ pub(super) const ROWS: &[Row] = &[
     Row {
         sender: "Auth0",
         headers: &["x-quota-client-limit", "auth0-quota-client-limit"],
-        form: Own("`b=per_hour;q=10;r=9;t=774, …`", forms::auth0_client),
+        form: Own("`b=per_hour;q=10;r=9;t=774, …`", |here, quotas| {
+            forms::auth0(here, "client", quotas)
+        }),
     },
     Row {
         sender: "Auth0",
@@ -86,7 +85,9 @@ pub(super) const ROWS: &[Row] = &[
             "auth0-quota-organization-limit",
             "auth0-quota-organisation-limit",
         ],
-        form: Own("`b=per_hour;q=10;r=9;t=774, …`", forms::auth0_organization),
+        form: Own("`b=per_hour;q=10;r=9;t=774, …`", |here, quotas| {
+            forms::auth0(here, "organization", quotas)
+        }),
     },
     Row {
         sender: "Azure Resource Manager",
@@ -96,22 +97,30 @@ pub(super) const ROWS: &[Row] = &[
     Row {
         sender: "Binance",
         headers: &["x-mbx-used-weight*"],
-        form: Own("used weight; a window from `-1m`", forms::binance_weight),
+        form: Own("used weight; a window from `-1m`", |here, quotas| {
+            forms::binance(here, "used-weight", "weight", quotas)
+        }),
     },
     Row {
         sender: "Binance",
         headers: &["x-mbx-order-count*"],
-        form: Own("orders; a window from `-10s`", forms::binance_orders),
+        form: Own("orders; a window from `-10s`", |here, quotas| {
+            forms::binance(here, "order-count", "orders", quotas)
+        }),
     },
     Row {
         sender: "Binance",
         headers: &["x-sapi-used-ip-weight*"],
-        form: Own("used weight; a window from `-1m`", forms::binance_ip),
+        form: Own("used weight; a window from `-1m`", |here, quotas| {
+            forms::binance(here, "ip-weight", "weight", quotas)
+        }),
     },
     Row {
         sender: "Binance",
         headers: &["x-sapi-used-uid-weight*"],
-        form: Own("used weight; a window from `-1m`", forms::binance_uid),
+        form: Own("used weight; a window from `-1m`", |here, quotas| {
+            forms::binance(here, "uid-weight", "weight", quotas)
+        }),
     },
     Row {
         sender: "Bybit",
@@ -120,11 +129,7 @@ pub(super) const ROWS: &[Row] = &[
             "x-bapi-limit-status",
             "x-bapi-limit-reset-timestamp",
         ],
-        form: Fields {
-            name: "",
-            window: 0,
-            fields: &[Limit, Remaining, Reset],
-        },
+        form: Fields("", 0, &[Limit, Remaining, Reset]),
     },
     Row {
         sender: "Cohere",
@@ -132,11 +137,7 @@ pub(super) const ROWS: &[Row] = &[
             "x-trial-endpoint-call-limit",
             "x-trial-endpoint-call-remaining",
         ],
-        form: Fields {
-            name: "trial-endpoint-call",
-            window: 0,
-            fields: &[Limit, Remaining],
-        },
+        form: Fields("trial-endpoint-call", 0, &[Limit, Remaining]),
     },
     Row {
         sender: "Cohere",
@@ -144,41 +145,39 @@ pub(super) const ROWS: &[Row] = &[
             "x-endpoint-monthly-call-limit",
             "x-endpoint-monthly-call-remaining",
         ],
-        form: Fields {
-            name: "endpoint-monthly-call",
-            window: 30 * DAY,
-            fields: &[Limit, Remaining],
-        },
+        form: Fields("endpoint-monthly-call", 30 * DAY, &[Limit, Remaining]),
     },
     Row {
         sender: "Etsy",
         headers: &["x-limit-per-second", "x-remaining-this-second"],
-        form: Fields {
-            name: "second",
-            window: 1000,
-            fields: &[Limit, Remaining],
-        },
+        form: Fields("second", 1000, &[Limit, Remaining]),
     },
     Row {
         sender: "Etsy",
         headers: &["x-limit-per-day", "x-remaining-today"],
-        form: Fields {
-            name: "day",
-            window: DAY,
-            fields: &[Limit, Remaining],
-        },
+        form: Fields("day", DAY, &[Limit, Remaining]),
     },
     Row {
         sender: "Meta",
         headers: &["x-app-usage"],
-        form: Own("JSON: percent used", json_forms::app),
+        form: Own("JSON: percent used", |here, quotas| {
+            meta::object(here, "app", &meta::SHARES, None, quotas);
+        }),
     },
     Row {
         sender: "Meta",
         headers: &["x-ad-account-usage"],
         form: Own(
             "JSON: percent used, seconds to the reset",
-            json_forms::ad_account,
+            |here, quotas| {
+                meta::object(
+                    here,
+                    "ad-account",
+                    &["acc_id_util_pct"],
+                    Some("reset_time_duration"),
+                    quotas,
+                );
+            },
         ),
     },
     Row {
@@ -186,7 +185,16 @@ pub(super) const ROWS: &[Row] = &[
         headers: &["x-fb-ads-insights-throttle"],
         form: Own(
             "JSON: percent used, of the app and of the account",
-            json_forms::ads_insights,
+            |here, quotas| {
+                meta::object(here, "ads-insights-app", &["app_id_util_pct"], None, quotas);
+                meta::object(
+                    here,
+                    "ads-insights-account",
+                    &["acc_id_util_pct"],
+                    None,
+                    quotas,
+                );
+            },
         ),
     },
     Row {
@@ -194,7 +202,7 @@ pub(super) const ROWS: &[Row] = &[
         headers: &["x-business-use-case-usage"],
         form: Own(
             "JSON: percent used, minutes until access is regained",
-            json_forms::business,
+            meta::business,
         ),
     },
     Row {
@@ -210,20 +218,12 @@ pub(super) const ROWS: &[Row] = &[
     Row {
         sender: "Xero",
         headers: &["x-minlimit-remaining"],
-        form: Fields {
-            name: "minute",
-            window: MINUTE,
-            fields: &[Remaining],
-        },
+        form: Fields("minute", MINUTE, &[Remaining]),
     },
     Row {
         sender: "Xero",
         headers: &["x-appminlimit-remaining"],
-        form: Fields {
-            name: "app-minute",
-            window: MINUTE,
-            fields: &[Remaining],
-        },
+        form: Fields("app-minute", MINUTE, &[Remaining]),
     },
 ];
 
@@ -252,11 +252,7 @@ pub(super) fn read(lines: &Lines<'_>, present: Present, base: &Base, quotas: &mu
         }
         let here = Here { row, lines, base };
         match &row.form {
-            Fields {
-                name,
-                window,
-                fields,
-            } => quotas.push(here.fields(name, *window, fields)),
+            Fields(name, window, fields) => quotas.extend(here.fields(name, *window, fields)),
             Own(_, read) => read(&here, quotas),
         }
     }
@@ -285,38 +281,37 @@ impl<'a> Here<'_, 'a> {
         self.all().next().map(|(_, value)| value)
     }
 
-    fn fields(&self, name: &str, window: u64, fields: &[Field]) -> Draft {
-        let window = (window > 0).then_some(window);
-        let mut draft = Draft {
-            window,
+    /// Returns the items of the lists in the lines of this row.
+    fn items(&self) -> impl Iterator<Item = &'a str> {
+        self.all().flat_map(|(_, value)| split(value, ','))
+    }
+
+    fn fields(&self, name: &str, window: u64, fields: &[Field]) -> Option<Draft> {
+        let draft = Draft {
+            window: (window > 0).then_some(window),
             ..Draft::named(name)
         };
-        let mut unlimited = false;
-        for (header, field) in self.row.headers.iter().zip(fields) {
-            let Some(value) = self.lines.first(header) else {
-                continue;
-            };
-            match field {
-                Limit => set_limit(&mut draft, &mut unlimited, value),
-                Remaining => set_remaining(&mut draft, value),
-                Reset => draft.reset = self.base.read(value),
-            }
-        }
-        if unlimited { Draft::default() } else { draft }
+        let values = [Limit, Remaining, Reset].map(|wanted| {
+            let place = fields.iter().position(|field| *field == wanted)?;
+            self.lines.first(self.row.headers[place])
+        });
+        self.quota(draft, values)
     }
-}
 
-/// Sets the limit; a negative limit means that there is none.
-fn set_limit(draft: &mut Draft, unlimited: &mut bool, value: &str) {
-    let count = super::parse::number::Count::read(value);
-    *unlimited |= count == Some(super::parse::number::Count::Negative);
-    draft.limit = count.and_then(super::parse::number::Count::known);
-}
-
-/// Sets Remaining, after the limit. A negative value counts as 0 if the limit is known.
-fn set_remaining(draft: &mut Draft, value: &str) {
-    draft.remaining = match super::parse::number::Count::read(value) {
-        Some(super::parse::number::Count::Negative) => draft.limit.map(|_| 0),
-        count => count.and_then(super::parse::number::Count::known),
-    };
+    /// Adds the limit, what remains and the reset to a quota. Returns `None` if the limit is
+    /// negative, which means that there is none.
+    fn quota(&self, draft: Draft, values: [Option<&str>; 3]) -> Option<Draft> {
+        let [limit, remaining, reset] = values;
+        let limit = match limit.and_then(Count::read) {
+            Some(Count::Negative) => return None,
+            limit => limit.and_then(Count::known),
+        };
+        let remaining = remaining.and_then(Count::read);
+        Some(Draft {
+            limit,
+            remaining: remaining.and_then(|remaining| remaining.left_of(limit)),
+            reset: reset.and_then(|reset| self.base.read(reset)),
+            ..draft
+        })
+    }
 }
