@@ -3,12 +3,10 @@
 //! Bodies are parsed as JSON. If that fails, they are a message, which is searched for the `<Code>`
 //! of S3's XML, too.
 
-use std::ops::Range;
-
 use http::StatusCode;
 
 use super::draft::{Draft, Drafts};
-use super::generic::lines::{Line, Lines, may_matter};
+use super::generic::lines::{Lines, may_matter};
 use super::generic::words;
 use super::parse::json::{Node, Str, Value, visit};
 use super::parse::number::{Count, Number};
@@ -82,9 +80,10 @@ pub(super) fn read(
     quotas: &mut Drafts,
 ) -> Said {
     let status = status.map_or(0, |status| status.as_u16());
-    let mut reader = Reader {
+    let mut reader = BodyReader {
         status,
-        ..Reader::new(base)
+        base: *base,
+        ..BodyReader::default()
     };
     let text = std::str::from_utf8(body);
     let is_json = text.is_ok_and(|text| visit(text, |node| reader.node(node)));
@@ -92,7 +91,7 @@ pub(super) fn read(
         reader.said.code |=
             reader.meta && (reader.trace || META.iter().any(|name| lines.has(name)));
         reader.said.code |= reader.refused && reader.failed;
-        reader.quotas.iter().for_each(|quota| quotas.push(*quota));
+        quotas.extend(reader.quotas.iter().copied());
     } else if status >= 400 {
         reader.said.phrase = reader.message(text.unwrap_or_default());
         reader.said.code =
@@ -104,65 +103,36 @@ pub(super) fn read(
     }
 }
 
-/// The headers that a body repeats, as the members of an object `headers`.
-#[derive(Debug)]
-pub(super) struct Repeated<'a> {
-    /// The names in lower case.
-    names: Bounded<u8, 1024>,
-    lines: Bounded<(Range<usize>, &'a str), 16>,
-}
-
-impl<'a> Repeated<'a> {
-    pub(super) fn read(body: &'a [u8]) -> Self {
-        const KEY: &[u8] = b"\"headers\"";
-        let mut repeated = Repeated {
-            names: Bounded::new(),
-            lines: Bounded::new(),
-        };
-        let mut inside = None;
-        let text = std::str::from_utf8(body).unwrap_or_default();
-        if !body.windows(KEY.len()).any(|window| window == KEY) {
-            return repeated;
+/// Returns the headers that a body repeats, as the members of an object `headers`: the names in lower
+/// case, and the values.
+pub(super) fn repeated(body: &[u8]) -> Bounded<(Text, &str), 16> {
+    const KEY: &[u8] = b"\"headers\"";
+    let mut lines = Bounded::new();
+    if !body.windows(KEY.len()).any(|window| window == KEY) {
+        return lines;
+    }
+    let mut inside = None;
+    let text = std::str::from_utf8(body).unwrap_or_default();
+    visit(text, |Node { depth, key, value }| {
+        inside = inside.filter(|outer| depth > *outer);
+        if matches!(value, Value::Object) && key.is_some_and(|key| key.is("headers")) {
+            inside = Some(depth);
         }
-        visit(text, |Node { depth, key, value }| {
-            inside = inside.filter(|outer| depth > *outer);
-            if matches!(value, Value::Object) && key.is_some_and(|key| key.is("headers")) {
-                inside = Some(depth);
-                return;
-            }
-            let name = key.filter(|_| inside.is_some()).and_then(Str::plain);
-            if let (Some(name), Some(value)) = (name, value.plain()) {
-                repeated.add(name, value);
-            }
-        });
-        repeated
-    }
-
-    fn add(&mut self, name: &str, value: &'a str) {
-        let start = self.names.len();
-        let lower = name.bytes().map(|byte| byte.to_ascii_lowercase());
-        lower.for_each(|byte| self.names.push(byte));
-        let place = start..self.names.len();
-        if place.len() == name.len() && may_matter(self.name(&place)) {
-            self.lines.push((place, value));
+        let name = key.filter(|_| inside.is_some()).and_then(Str::plain);
+        let name = name
+            .filter(|name| name.len() <= Text::LONGEST)
+            .map(Text::lower);
+        if let (Some(name), Some(value)) = (name, value.plain())
+            && may_matter(name.as_str())
+        {
+            lines.push((name, value));
         }
-    }
-
-    fn name(&self, place: &Range<usize>) -> &str {
-        std::str::from_utf8(&self.names[place.clone()]).unwrap_or_default()
-    }
-
-    pub(super) fn lines(&self) -> impl Iterator<Item = Line<'_>> {
-        let line = |(place, value): &(Range<usize>, &'a str)| (self.name(place), *value);
-        self.lines
-            .iter()
-            .map(line)
-            .map(|(name, value)| Line { name, value })
-    }
+    });
+    lines
 }
 
 /// A container around a value.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Around<'a> {
     array: bool,
     key: Option<Str<'a>>,
@@ -170,9 +140,10 @@ struct Around<'a> {
     error: bool,
 }
 
-struct Reader<'a, 'b> {
+#[derive(Default)]
+struct BodyReader<'a> {
     status: u16,
-    base: &'b Base,
+    base: Base,
     said: Said,
     /// The containers around the value, from the root on.
     around: [Around<'a>; DEEPEST + 2],
@@ -190,28 +161,7 @@ struct Reader<'a, 'b> {
     failed: bool,
 }
 
-impl<'a, 'b> Reader<'a, 'b> {
-    fn new(base: &'b Base) -> Self {
-        let around = [Around {
-            array: true,
-            key: None,
-            error: false,
-        }; DEEPEST + 2];
-        Reader {
-            status: 0,
-            base,
-            said: Said::default(),
-            around,
-            retry: None,
-            messages: 0,
-            quotas: Bounded::new(),
-            meta: false,
-            trace: false,
-            refused: false,
-            failed: false,
-        }
-    }
-
+impl<'a> BodyReader<'a> {
     fn node(&mut self, node: Node<'a>) {
         let Node { depth, key, value } = node;
         if depth > DEEPEST + 1 {
@@ -251,7 +201,7 @@ impl<'a, 'b> Reader<'a, 'b> {
     fn member(&mut self, key: &str, value: Value<'a>) {
         let is_quota = QUOTA_KEYS.contains(&key) && self.status >= 400;
         let is_limit = QUOTA_LIMIT_KEYS.contains(&key);
-        let (wait, reset) = (TimeKey::of_wait(key), TimeKey::of_reset(key));
+        let (wait, reset) = (unit_of_wait(key), unit_of_reset(key));
         if !is_quota && !is_limit && wait.or(reset).is_none() {
             return;
         }
@@ -261,10 +211,12 @@ impl<'a, 'b> Reader<'a, 'b> {
             _ => return,
         };
         let text = text.as_str();
-        if let Some(TimeKey { unit }) = wait {
-            self.said.wait = self.said.wait.max(self.base.read_with(unit, text));
-        } else if let Some(TimeKey { unit }) = reset {
-            self.said.reset = self.said.reset.max(self.base.read_with(unit, text));
+        if let Some(unit) = wait {
+            let wait = self.base.read_with(unit_of_name(unit), text);
+            self.said.wait = self.said.wait.max(wait);
+        } else if let Some(unit) = reset {
+            let reset = self.base.read_with(unit_of_name(unit), text);
+            self.said.reset = self.said.reset.max(reset);
         } else if is_quota {
             let (window, unit) = words::of_quota_id(text);
             self.quotas.push(Draft {
@@ -280,7 +232,7 @@ impl<'a, 'b> Reader<'a, 'b> {
 
     /// Reads what a message says in words. Returns whether it says that a limit is exceeded.
     fn message(&mut self, text: &str) -> bool {
-        let said = prose::read(text, self.base);
+        let said = prose::read(text, &self.base);
         self.retry = self.retry.max(said.retry);
         self.said.reset = self.said.reset.max(said.reset);
         said.refused
@@ -363,32 +315,22 @@ fn plain_key(key: Str<'_>) -> Text {
     letters.map(|letter| letter.to_ascii_lowercase()).collect()
 }
 
-/// The key of a time, with the unit that it states, in milliseconds.
-#[derive(Clone, Copy, Debug)]
-struct TimeKey {
-    unit: Option<u32>,
+/// Returns the unit in the key of a wait, which may be empty.
+fn unit_of_wait(key: &str) -> Option<&str> {
+    let unit = unit_after(key, &WAIT_KEYS);
+    unit.or_else(|| unit_after(key, &WAIT_KEYS_WITH_UNIT).filter(|unit| !unit.is_empty()))
 }
 
-impl TimeKey {
-    fn of_wait(key: &str) -> Option<TimeKey> {
-        let has_unit = |key: &TimeKey| key.unit.is_some();
-        TimeKey::after(key, &WAIT_KEYS)
-            .or_else(|| TimeKey::after(key, &WAIT_KEYS_WITH_UNIT).filter(has_unit))
-    }
+/// Returns the unit in the key of a reset, which may be empty.
+fn unit_of_reset(key: &str) -> Option<&str> {
+    let (_, rest) = key.split_once("reset")?;
+    unit_after(rest.strip_prefix('s').unwrap_or(rest), &RESET_KEYS)
+}
 
-    fn of_reset(key: &str) -> Option<TimeKey> {
-        let (_, rest) = key.split_once("reset")?;
-        TimeKey::after(rest.strip_prefix('s').unwrap_or(rest), &RESET_KEYS)
-    }
-
-    /// Reads a key that is one of `starts`, alone or with a unit after it.
-    fn after(key: &str, starts: &[&str]) -> Option<TimeKey> {
-        let mut rests = starts.iter().filter_map(|start| key.strip_prefix(start));
-        rests.find_map(|rest| {
-            let unit = unit_of_name(rest);
-            (rest.is_empty() || unit.is_some()).then_some(TimeKey { unit })
-        })
-    }
+/// Returns what follows one of `starts` in a key: nothing, or a unit.
+fn unit_after<'a>(key: &'a str, starts: &[&str]) -> Option<&'a str> {
+    let mut rests = starts.iter().filter_map(|start| key.strip_prefix(start));
+    rests.find(|rest| rest.is_empty() || unit_of_name(rest).is_some())
 }
 
 fn is_error_key(key: Str<'_>) -> bool {

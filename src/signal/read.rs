@@ -6,16 +6,15 @@ use http::header::{AGE, DATE};
 use http::{HeaderMap, StatusCode};
 use smallvec::SmallVec;
 
-use super::body::Repeated;
 use super::draft::{Draft, Drafts};
-use super::generic::lines::{self, Lines};
+use super::generic::lines::{self, Line, Lines};
 use super::parse::date;
 use super::parse::number::Number;
 use super::parse::text::Text;
 use super::parse::time::Base;
-use super::refusal::{self, Evidence, Said};
+use super::refusal::{self, Said};
 use super::standard::retry_after;
-use super::{ObservedQuota, Signal, combine};
+use super::{ObservedQuota, Signal, body, combine};
 
 /// The most memory that a signal takes, in bytes.
 const MEMORY: usize = 1000;
@@ -40,8 +39,11 @@ pub(super) fn signal(
     if let (Some(body), Some(400..)) = (body, status.map(|status| status.as_u16()))
         && !lines.has_limit()
     {
-        repeated = Repeated::read(body);
-        repeated.lines().for_each(|line| lines.add(line));
+        repeated = body::repeated(body);
+        for (name, value) in repeated.iter() {
+            let name = name.as_str();
+            lines.add(Line { name, value });
+        }
     }
     let mut entries = combine::Entries::new();
     let present = combine::sort(&lines, &mut entries);
@@ -51,27 +53,20 @@ pub(super) fn signal(
     if !headers.is_some_and(is_cached) {
         combine::read(&lines, &entries, present, &base, &mut quotas);
     }
-    let said = said(body, status, &lines, &base, &mut quotas);
+    let mut said = body.map_or_else(Said::default, |body| {
+        body::read(body, status, &lines, &base, &mut quotas)
+    });
+    let code = lines.first(refusal::ERROR_TYPE);
+    said.code |= code.is_some_and(|code| refusal::is_code(code.chars()));
     quotas.keep(Draft::finish);
-    let code = said.code
-        || lines
-            .first(refusal::ERROR_TYPE)
-            .is_some_and(|code| refusal::is_code(code.chars()));
-    let evidence = Evidence {
-        hint: hint.is_some(),
-        code,
-        phrase: said.phrase,
-    };
-    let limited = status.filter(|status| refusal::is_limited(*status, evidence, &quotas, &lines));
+    let limited =
+        status.filter(|status| refusal::is_limited(*status, hint, &said, &quotas, &lines));
     let wait = hint.or_else(|| {
         limited.and_then(|_| (said.wait.or_else(|| refusal::wait(&quotas))).or(said.reset))
     });
-    let global = || {
-        limited
-            .filter(|_| said.global)
-            .and_then(|_| Text::some("global"))
-    };
-    let scope = refusal::scope(&lines).or_else(global).map(Box::<str>::from);
+    let is_global = limited.is_some() && said.global;
+    let scope = refusal::scope(&lines).or_else(|| Text::some("global").filter(|_| is_global));
+    let scope = scope.map(Box::<str>::from);
     let quotas = keep(&quotas, scope.as_deref());
     Signal {
         limited,
@@ -80,18 +75,6 @@ pub(super) fn signal(
         quotas,
         spent: body.map_or_else(super::Spent::default, super::Spent::in_body),
     }
-}
-
-fn said(
-    body: Option<&[u8]>,
-    status: Option<StatusCode>,
-    lines: &Lines<'_>,
-    base: &Base,
-    quotas: &mut Drafts,
-) -> Said {
-    body.map_or_else(Said::default, |body| {
-        super::body::read(body, status, lines, base, quotas)
-    })
 }
 
 /// Returns whether the response comes from a cache, so that its quotas are old.

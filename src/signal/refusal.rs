@@ -8,21 +8,12 @@ use super::generic::lines::Lines;
 use super::parse::text::Text;
 use super::prose;
 
-/// The evidence for a refusal, besides the status.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Evidence {
-    /// A header states when to retry.
-    pub(super) hint: bool,
-    /// A header or the body has a throttle code.
-    pub(super) code: bool,
-    /// The body has a throttle phrase.
-    pub(super) phrase: bool,
-}
-
 /// What a body states.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Said {
+    /// Whether there is a throttle code, in the body or in a header.
     pub(super) code: bool,
+    /// Whether there is a throttle phrase.
     pub(super) phrase: bool,
     /// Whether the root has `"global": true`.
     pub(super) global: bool,
@@ -63,28 +54,31 @@ pub(super) fn is_always(status: StatusCode) -> bool {
     matches!(status.as_u16(), 429 | 420 | 430 | 509 | 529)
 }
 
-/// Returns whether the server refused the request because of a limit or too much load.
+/// Returns whether the server refused the request because of a limit or too much load. `hint` is
+/// the time to retry that a header states.
 pub(super) fn is_limited(
     status: StatusCode,
-    evidence: Evidence,
+    hint: Option<u64>,
+    said: &Said,
     quotas: &Drafts,
     lines: &Lines<'_>,
 ) -> bool {
-    let Evidence { hint, code, phrase } = evidence;
-    let flag = || FLAGS.iter().any(|flag| lines.has(flag));
-    let exhausted = || quotas.iter().any(|quota| quota.remaining == Some(0));
-    let binance = || {
-        lines
-            .iter()
-            .any(|line| line.name.starts_with("x-mbx-") || line.name.starts_with("x-sapi-"))
-    };
+    let has_code = said.code || hint.is_some();
+    let has_evidence = has_code || said.phrase || FLAGS.iter().any(|flag| lines.has(flag));
     match status.as_u16() {
         300..400 => false,
         _ if is_always(status) => true,
-        402 | 403 | 503 => hint || code || phrase || exhausted() || flag(),
-        400 => hint || code || phrase || flag(),
-        418 => hint || code || binance(),
-        _ => code || phrase,
+        402 | 403 | 503 => has_evidence || quotas.iter().any(|quota| quota.remaining == Some(0)),
+        400 => has_evidence,
+        // Binance
+        418 => {
+            let starts = ["x-mbx-", "x-sapi-"];
+            has_code
+                || lines
+                    .iter()
+                    .any(|line| starts.iter().any(|start| line.name.starts_with(start)))
+        }
+        _ => said.code || said.phrase,
     }
 }
 

@@ -213,9 +213,15 @@ impl Stated {
         reset: Option<u64>,
     ) -> Self {
         let mut values = Stated::default();
-        limit.map(|limit| values.limit.push(limit, Count::min));
-        remaining.map(|remaining| values.remaining.push(remaining, Count::min));
-        reset.map(|reset| values.resets[0].push(reset, u64::max));
+        if let Some(limit) = limit {
+            values.limit.push(limit, Count::min);
+        }
+        if let Some(remaining) = remaining {
+            values.remaining.push(remaining, Count::min);
+        }
+        if let Some(reset) = reset {
+            values.resets[0].push(reset, u64::max);
+        }
         values
     }
 

@@ -17,19 +17,17 @@ pub(in crate::signal) fn read(text: &str, now: i64) -> Option<i64> {
 
 /// Parses an HTTP date (RFC 9110, section 5.6.7).
 pub(in crate::signal) fn http(text: &str, now: i64) -> Option<i64> {
-    let forms: [(&str, fn(&str) -> bool); 3] = [
+    let forms = [
         // `Thu, 01 Jan 2026 00:02:00 GMT`
-        ("%a, %d %b %Y %H:%M:%S ", is_utc),
+        "%a, %d %b %Y %H:%M:%S %Z",
         // `Thursday, 01-Jan-26 00:02:00 GMT`
-        ("%A, %d-%b-%y %H:%M:%S ", |zone| {
-            zone.eq_ignore_ascii_case("GMT")
-        }),
+        "%A, %d-%b-%y %H:%M:%S GMT",
         // `Thu Jan  1 00:02:00 2026`
-        ("%a %b %e %H:%M:%S %Y", str::is_empty),
+        "%a %b %e %H:%M:%S %Y",
     ];
-    forms.into_iter().find_map(|(form, is_zone)| {
-        let (at, zone) = scan(form, text, now)?;
-        is_zone(zone).then_some(at)
+    forms.into_iter().find_map(|form| {
+        let (at, rest) = scan(form, text, now)?;
+        rest.is_empty().then_some(at)
     })
 }
 
@@ -58,11 +56,10 @@ fn iso(text: &str) -> Option<i64> {
 
 /// `Thu Jan 01 2026 01:02:00 GMT+0100 (Central European Standard Time)`
 fn script(text: &str) -> Option<i64> {
-    let (at, zone) = scan("%a %b %d %Y %H:%M:%S ", text, 0)?;
-    let (zone, name) = zone.split_once(' ').unwrap_or((zone, "()"));
-    let (gmt, zone) = zone.split_at_checked(3)?;
+    let (at, rest) = scan("%a %b %d %Y %H:%M:%S GMT", text, 0)?;
+    let (zone, name) = rest.split_once(' ').unwrap_or((rest, "()"));
     let is_named = name.starts_with('(') && name.ends_with(')');
-    (is_named && gmt.eq_ignore_ascii_case("GMT")).then_some(at - offset(zone)?)
+    is_named.then_some(at - offset(zone)?)
 }
 
 /// `+hh:mm` or `+hhmm`
@@ -93,15 +90,20 @@ const MONTHS: [&str; 12] = [
     "Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec",
 ];
 
-/// Parses the start of a text by its form, as `strptime` does; `%e` is a day of two places. Returns
-/// the milliseconds since 1970 and the rest. A day that the form does not state is the first of 1970.
+/// Parses the start of a text by its form, as `strptime` does: `%e` is a day of two places, and `%Z`
+/// is UTC. Returns the milliseconds since 1970 and the rest. A date that the form does not state is
+/// the first day of 1970.
 fn scan<'a>(form: &str, text: &'a str, now: i64) -> Option<(i64, &'a str)> {
     let (mut year, mut month, mut day, mut time) = (1970, 1, 1, 0);
     let mut rest = text;
     let mut marks = form.chars();
     while let Some(mark) = marks.next() {
         if mark != '%' {
-            rest = rest.strip_prefix(mark)?;
+            let mut letters = rest.chars();
+            letters
+                .next()
+                .filter(|letter| letter.eq_ignore_ascii_case(&mark))?;
+            rest = letters.as_str();
             continue;
         }
         let field = marks.next()?;
@@ -111,6 +113,7 @@ fn scan<'a>(form: &str, text: &'a str, now: i64) -> Option<(i64, &'a str)> {
             'A' => name(rest, DAYS)?,
             'b' => name(rest, MONTHS)?,
             'e' if rest.starts_with(' ') => digits(&rest[1..], 1)?,
+            'Z' if is_utc(rest) => (0, ""),
             'Y' => digits(rest, 4)?,
             _ => digits(rest, 2)?,
         };
@@ -123,7 +126,7 @@ fn scan<'a>(form: &str, text: &'a str, now: i64) -> Option<(i64, &'a str)> {
             'H' if value < 24 => time += value * 3_600_000,
             'M' if value < 60 => time += value * 60_000,
             'S' if value <= 60 => time += value * 1000,
-            'a' | 'A' => {}
+            'a' | 'A' | 'Z' => {}
             _ => return None,
         }
     }

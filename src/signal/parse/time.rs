@@ -19,7 +19,7 @@ const HOUR: u128 = 60 * MINUTE;
 const DAY: u128 = 24 * HOUR;
 
 /// When the response arrived, by both clocks, in milliseconds since 1970.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(in crate::signal) struct Base {
     pub(in crate::signal) now: i64,
     pub(in crate::signal) date: Option<i64>,

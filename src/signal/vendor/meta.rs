@@ -12,12 +12,12 @@ pub(super) const SHARES: [&str; 3] = ["call_count", "total_cputime", "total_time
 
 /// What an object states: the largest of its percentages, and the time to a reset.
 #[derive(Clone, Copy, Debug, Default)]
-struct Usage {
+struct MetaUsage {
     used: Option<u64>,
     reset: Option<u64>,
 }
 
-impl Usage {
+impl MetaUsage {
     /// Adds a member. `reset` is the key of a time, which counts `unit` milliseconds.
     fn member(&mut self, node: Node<'_>, shares: &[&str], reset: Option<&str>, unit: u32) {
         let (Some(key), Value::Number(number)) = (node.key, node.value) else {
@@ -51,7 +51,7 @@ pub(super) fn object(
     reset: Option<&str>,
     quotas: &mut Drafts,
 ) {
-    let mut usage = Usage::default();
+    let mut usage = MetaUsage::default();
     visit(here.first().unwrap_or_default(), |node| {
         if node.depth == 1 {
             usage.member(node, shares, reset, 1000);
@@ -62,7 +62,7 @@ pub(super) fn object(
 
 /// `{"66782684":[{"type":"ads_management","call_count":95,"estimated_time_to_regain_access":19}]}`
 pub(super) fn business(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    let mut case = Case::default();
+    let mut case = UseCase::default();
     visit(here.first().unwrap_or_default(), |node| {
         match (node.depth, node.value) {
             (0, value) => case.in_object = matches!(value, Value::Object),
@@ -91,15 +91,15 @@ pub(super) fn business(here: &Here<'_, '_>, quotas: &mut Drafts) {
 
 /// The last use case of a business.
 #[derive(Debug, Default)]
-struct Case<'a> {
+struct UseCase<'a> {
     in_object: bool,
     owner: Option<Str<'a>>,
     is_open: bool,
     kind: Option<Str<'a>>,
-    usage: Usage,
+    usage: MetaUsage,
 }
 
-impl Case<'_> {
+impl UseCase<'_> {
     /// Returns the quota of the case, if there is one, and forgets the case but for its owner.
     fn end(&mut self) -> Option<Draft> {
         let usage = std::mem::take(&mut self.usage);
