@@ -14,6 +14,7 @@ use std::time::{Duration, SystemTime};
 
 use http::{HeaderMap, StatusCode};
 
+use super::parse::number;
 use super::{Signal, read};
 
 /// The header or trailer with the status of a call.
@@ -96,13 +97,5 @@ fn wait(headers: &HeaderMap) -> Option<Duration> {
 fn pushback(headers: &HeaderMap) -> Option<Duration> {
     let mut values = headers.get_all(PUSHBACK).iter();
     let value = values.next().filter(|_| values.next().is_none())?;
-    let digits = value.as_bytes();
-    if digits.is_empty() || !digits.iter().all(u8::is_ascii_digit) {
-        return None;
-    }
-    let add = |millis: u64, digit: &u8| {
-        let digit = u64::from(digit - b'0');
-        millis.saturating_mul(10).saturating_add(digit)
-    };
-    Some(Duration::from_millis(digits.iter().fold(0, add)))
+    number::plain(value.to_str().ok()?).map(Duration::from_millis)
 }

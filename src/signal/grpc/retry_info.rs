@@ -18,67 +18,61 @@ const RETRY_INFO: &[u8] = b"google.rpc.RetryInfo";
 /// Returns the wait in the details of `status`: the longest, if there are several. A negative wait is
 /// none.
 pub(super) fn wait(status: &[u8]) -> Option<Duration> {
-    Fields(status)
-        .filter_map(|field| field.bytes(3))
-        .filter_map(of_detail)
-        .max()
+    let details = WireFields(status).filter(|(number, _)| *number == 3);
+    let details = details.filter_map(|(_, detail)| detail.bytes());
+    details.filter_map(of_detail).max()
 }
 
 fn of_detail(any: &[u8]) -> Option<Duration> {
-    let type_url = Fields(any).filter_map(|field| field.bytes(1)).last()?;
+    let type_url = last(any, 1, WireValue::bytes)?;
     let name = type_url.rsplit(|byte| *byte == b'/').next()?;
     if name != RETRY_INFO {
         return None;
     }
-    let retry_info = Fields(any).filter_map(|field| field.bytes(2)).last()?;
-    let delay = Fields(retry_info)
-        .filter_map(|field| field.bytes(1))
-        .last()?;
-    let number = |number| {
-        Fields(delay)
-            .filter_map(|field| field.varint(number))
-            .last()
-    };
+    let delay = last(last(any, 2, WireValue::bytes)?, 1, WireValue::bytes)?;
     // Negative numbers are sent as 64 bits, too: they are above `i64::MAX`.
-    let part = |value: Option<u64>| i64::try_from(value.unwrap_or(0)).ok();
-    let seconds = u64::try_from(part(number(1))?).ok()?;
-    let nanos = u32::try_from(part(number(2))?).ok()?;
-    (nanos < 1_000_000_000).then(|| Duration::new(seconds, nanos))
+    let seconds = last(delay, 1, WireValue::varint).unwrap_or(0);
+    let nanos = last(delay, 2, WireValue::varint).unwrap_or(0);
+    let nanos = u32::try_from(nanos)
+        .ok()
+        .filter(|nanos| *nanos < 1_000_000_000)?;
+    (i64::try_from(seconds).is_ok()).then(|| Duration::new(seconds, nanos))
 }
 
-/// A field of a message.
-struct Field<'a> {
-    number: u64,
-    value: Value<'a>,
+/// Returns the last value of a field that has the right type.
+fn last<'a, T>(message: &'a [u8], number: u64, read: fn(WireValue<'a>) -> Option<T>) -> Option<T> {
+    let values = WireFields(message).filter(|(known, _)| *known == number);
+    values.filter_map(|(_, value)| read(value)).last()
 }
 
-enum Value<'a> {
+/// The value of a field.
+enum WireValue<'a> {
     Varint(u64),
     Bytes(&'a [u8]),
     /// 32 or 64 bits.
     Fixed,
 }
 
-impl<'a> Field<'a> {
-    fn bytes(&self, number: u64) -> Option<&'a [u8]> {
-        match self.value {
-            Value::Bytes(bytes) if self.number == number => Some(bytes),
+impl<'a> WireValue<'a> {
+    fn bytes(self) -> Option<&'a [u8]> {
+        match self {
+            WireValue::Bytes(bytes) => Some(bytes),
             _ => None,
         }
     }
 
-    fn varint(&self, number: u64) -> Option<u64> {
-        match self.value {
-            Value::Varint(value) if self.number == number => Some(value),
+    fn varint(self) -> Option<u64> {
+        match self {
+            WireValue::Varint(value) => Some(value),
             _ => None,
         }
     }
 }
 
-/// The fields of a message, up to the first malformed one.
-struct Fields<'a>(&'a [u8]);
+/// The fields of a message, up to the first malformed one: their numbers and values.
+struct WireFields<'a>(&'a [u8]);
 
-impl<'a> Fields<'a> {
+impl<'a> WireFields<'a> {
     fn varint(&mut self) -> Option<u64> {
         let mut value = 0;
         for shift in (0..64).step_by(7) {
@@ -98,24 +92,21 @@ impl<'a> Fields<'a> {
     }
 }
 
-impl<'a> Iterator for Fields<'a> {
-    type Item = Field<'a>;
+impl<'a> Iterator for WireFields<'a> {
+    type Item = (u64, WireValue<'a>);
 
-    fn next(&mut self) -> Option<Field<'a>> {
+    fn next(&mut self) -> Option<(u64, WireValue<'a>)> {
         let tag = self.varint()?;
         let value = match tag & 7 {
-            0 => Value::Varint(self.varint()?),
-            1 => self.take(8).map(|_| Value::Fixed)?,
+            0 => WireValue::Varint(self.varint()?),
+            1 => self.take(8).map(|_| WireValue::Fixed)?,
             2 => {
                 let length = usize::try_from(self.varint()?).ok()?;
-                Value::Bytes(self.take(length)?)
+                WireValue::Bytes(self.take(length)?)
             }
-            5 => self.take(4).map(|_| Value::Fixed)?,
+            5 => self.take(4).map(|_| WireValue::Fixed)?,
             _ => return None,
         };
-        Some(Field {
-            number: tag >> 3,
-            value,
-        })
+        Some((tag >> 3, value))
     }
 }
