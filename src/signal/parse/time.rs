@@ -246,6 +246,7 @@ mod tests {
             ("\"1h\"", Some(3_600_000)),
             ("-1h", Some(0)),
             ("1µs", Some(1)),
+            ("500 millis", Some(500)),
             ("400us 600us", Some(1)),
             ("PT1M30S", Some(90_000)),
             ("999999999999999999999999999999999999999999d", Some(LONGEST)),
@@ -256,6 +257,45 @@ mod tests {
             ("1h 1", None),
         ] {
             assert_eq!(read(text), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn last_word_may_be_a_period() {
+        for (name, expected) in [
+            ("requests-minute", Some(60_000)),
+            ("unified-5h", Some(5 * 3_600_000)),
+            ("per_hour", Some(3_600_000)),
+            ("15min", Some(900_000)),
+            ("24hour", Some(86_400_000)),
+            ("monthly", Some(30 * 86_400_000)),
+            ("99999999999999999999d", Some(LONGEST)),
+            ("0s", None),
+            ("h", None),
+            ("minute-requests", None),
+            ("permin", Some(60_000)),
+            ("limit-rpd", Some(86_400_000)),
+            ("perform", None),
+        ] {
+            assert_eq!(period_of(name), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn names_end_in_plural_or_short_units() {
+        for (name, expected) in [
+            ("ms", Some(1)),
+            ("millis", Some(1)),
+            ("sec", Some(1000)),
+            ("Seconds", Some(1000)),
+            ("hrs", Some(3_600_000)),
+            ("days", Some(86_400_000)),
+            ("minute", None),
+            ("m", None),
+            ("us", None),
+            ("requests", None),
+        ] {
+            assert_eq!(unit_of_name(name), expected, "{name}");
         }
     }
 
