@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::mem;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -176,40 +175,17 @@ impl<B: Body> fmt::Debug for WatchedBody<B> {
 /// Reads what a body states, and does what is due at its end.
 pub(super) struct Watch {
     reader: SpentReader,
-    /// The last bytes of what was read, as many as the longest mark has. It begins with an end of a line.
-    last: Vec<u8>,
-    /// Whether the body could be read, and what it states so far is all: not in a stream that has begun or failed.
-    is_whole: bool,
+    /// Whether each piece of the body was in one piece of memory, so that it could be read.
+    is_readable: bool,
     at_end: AtEnd,
     settlement: Option<Settlement>,
-}
-
-/// The lines that end the streams of OpenAI and Anthropic. Many clients drop the body when they have read them. JSON has
-/// no line ends inside of a text, so no answer of a model contains them.
-const ENDS: &[&[u8]] = &[
-    b"\ndata: [DONE]",
-    b"\ndata:[DONE]",
-    b"\nevent: message_stop",
-];
-
-/// The lines after which a stream is not whole before its end: what Anthropic states at the start is not what was
-/// produced.
-const NOT_WHOLE: &[&[u8]] = &[b"\nevent: message_start", b"\nevent: error"];
-
-const LONGEST: usize = NOT_WHOLE[0].len();
-
-fn has_any(text: &[u8], marks: &[&[u8]]) -> bool {
-    marks
-        .iter()
-        .any(|mark| text.windows(mark.len()).any(|part| part == *mark))
 }
 
 impl Watch {
     pub(super) fn new(at_end: AtEnd, settlement: Option<Settlement>) -> Self {
         Watch {
             reader: SpentReader::new(),
-            last: b"\n".to_vec(),
-            is_whole: true,
+            is_readable: true,
             at_end,
             settlement,
         }
@@ -219,21 +195,12 @@ impl Watch {
     fn read(&mut self, data: &impl Buf) -> bool {
         let chunk = data.chunk();
         self.reader.read(chunk);
-        // An end may begin in one piece and end in the next.
-        let mut seam = mem::take(&mut self.last);
-        seam.extend_from_slice(&chunk[..chunk.len().min(LONGEST)]);
-        let has = |marks: &[&[u8]]| has_any(&seam, marks) || has_any(chunk, marks);
-        let is_readable = chunk.len() == data.remaining();
-        let has_ended = is_readable && has(ENDS);
-        self.is_whole &= is_readable && !has(NOT_WHOLE);
-        self.is_whole |= has_ended;
-        let newest = if chunk.len() > LONGEST { chunk } else { &seam };
-        self.last = newest[newest.len().saturating_sub(LONGEST)..].to_vec();
-        has_ended
+        self.is_readable &= chunk.len() == data.remaining();
+        self.reader.has_ended()
     }
 
     fn end(self) {
-        if self.is_whole {
+        if self.is_readable && self.reader.is_whole() {
             (self.at_end)(self.reader.spent(), self.settlement);
         }
     }

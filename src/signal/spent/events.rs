@@ -1,7 +1,10 @@
 //! Reads a body in chunks: a JSON document, or the JSON in server-sent events.
 
+use std::mem;
+
 use super::Spent;
 use super::json::Scanner;
+use crate::signal::parse::text::Bounded;
 
 /// Reads from a body what the request has used, while the body passes through.
 ///
@@ -34,6 +37,11 @@ pub struct SpentReader {
     form: Form,
     scanner: Scanner,
     spent: Spent,
+    /// The start of the line of a stream.
+    line: Bounded<u8, LONGEST>,
+    /// Whether the last byte of a stream was a carriage return.
+    after_return: bool,
+    progress: Progress,
 }
 
 /// The form of a body, which its first byte tells.
@@ -42,22 +50,36 @@ enum Form {
     #[default]
     Unknown,
     Json,
-    Events {
-        line: Line,
-        after_return: bool,
-    },
+    /// Events, outside of the data of a line.
+    Events,
+    /// Events, in the data of a line.
+    Data,
 }
 
-/// The part of a line in which the next byte is.
-#[derive(Clone, Copy, Debug)]
-enum Line {
-    /// In the name of its field, which was `data:` so far, for this many bytes.
-    Name(usize),
-    Data,
-    Other,
+/// Whether what a body has stated is all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Progress {
+    /// All, if the body ends here.
+    #[default]
+    Whole,
+    /// Not all: a stream has begun or failed.
+    Part,
+    /// All, and nothing follows.
+    Ended,
 }
 
 const DATA: &[u8] = b"data:";
+
+/// The starts of lines that end the streams of OpenAI and Anthropic. Many clients drop the body when
+/// they have read them. JSON has no line ends inside of a text, so no answer of a model contains them.
+const ENDS: [&[u8]; 3] = [b"data: [DONE]", b"data:[DONE]", b"event: message_stop"];
+
+/// The starts of lines after which a stream is not whole before its end: what Anthropic states at
+/// the start is not what was produced.
+const PARTS: [&[u8]; 2] = [b"event: message_start", b"event: error"];
+
+/// The length of the longest of these starts.
+const LONGEST: usize = PARTS[0].len();
 
 impl SpentReader {
     /// Makes a reader for one body.
@@ -75,10 +97,21 @@ impl SpentReader {
         self.spent
     }
 
+    /// Returns whether a stream has ended, so that the rest of the body states nothing.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.progress == Progress::Ended
+    }
+
+    /// Returns whether the counts are all, if the body ends here: not in a stream that has begun or
+    /// failed.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.progress != Progress::Part
+    }
+
     fn push(&mut self, byte: u8) {
         match self.form {
             Form::Json => self.scanner.push(byte, &mut self.spent),
-            Form::Events { line, after_return } => self.in_events(line, after_return, byte),
+            Form::Events | Form::Data => self.in_events(byte),
             Form::Unknown => match byte {
                 // Blanks, and the three bytes of a byte order mark.
                 b' ' | b'\t' | b'\r' | b'\n' | 0xef | 0xbb | 0xbf => {}
@@ -86,39 +119,44 @@ impl SpentReader {
                     self.form = Form::Json;
                     self.scanner.push(byte, &mut self.spent);
                 }
-                _ => self.in_events(Line::Name(0), false, byte),
+                _ => self.in_events(byte),
             },
         }
     }
 
-    fn in_events(&mut self, line: Line, after_return: bool, byte: u8) {
-        let line = match (line, byte) {
+    fn in_events(&mut self, byte: u8) {
+        let after_return = mem::replace(&mut self.after_return, byte == b'\r');
+        let in_data = matches!(self.form, Form::Data);
+        match byte {
             // The second half of the end of a line.
-            (_, b'\n') if after_return => line,
-            (Line::Name(0), b'\r' | b'\n') => {
-                // An empty line ends the event. An event that was cut does not spoil the next one.
-                self.scanner = Scanner::default();
-                line
-            }
-            (_, b'\r' | b'\n') => {
-                if let Line::Data = line {
-                    self.scanner.push(b'\n', &mut self.spent);
-                }
-                Line::Name(0)
-            }
-            (Line::Name(length), _) if DATA.get(length) == Some(&byte) => {
-                match length + 1 == DATA.len() {
-                    true => Line::Data,
-                    false => Line::Name(length + 1),
-                }
-            }
-            (Line::Name(_) | Line::Other, _) => Line::Other,
-            (Line::Data, _) => {
-                self.scanner.push(byte, &mut self.spent);
-                Line::Data
-            }
+            b'\n' if after_return => return,
+            // An empty line ends the event. An event that was cut does not spoil the next one.
+            b'\r' | b'\n' if self.line.is_empty() => self.scanner = Scanner::default(),
+            b'\r' | b'\n' if in_data => self.scanner.push(b'\n', &mut self.spent),
+            b'\r' | b'\n' => {}
+            _ if in_data => self.scanner.push(byte, &mut self.spent),
+            _ => {}
+        }
+        if let b'\r' | b'\n' = byte {
+            self.line = Bounded::new();
+            self.form = Form::Events;
+        } else if self.line.len() < LONGEST {
+            self.line.push(byte);
+            self.at_start(in_data);
+        }
+    }
+
+    /// Reads the start of a line, as far as it has come.
+    fn at_start(&mut self, in_data: bool) {
+        let line = &self.line[..];
+        self.form = match in_data || line == DATA {
+            true => Form::Data,
+            false => Form::Events,
         };
-        let after_return = byte == b'\r';
-        self.form = Form::Events { line, after_return };
+        if ENDS.contains(&line) {
+            self.progress = Progress::Ended;
+        } else if PARTS.contains(&line) && !self.has_ended() {
+            self.progress = Progress::Part;
+        }
     }
 }

@@ -5,6 +5,8 @@
 //! JSON: text that is not gives some counts or none.
 
 use super::{Spent, Unit};
+use crate::signal::parse::number::Number;
+use crate::signal::parse::text::Bounded;
 
 /// An object on a path to a count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -77,8 +79,12 @@ enum State {
     },
     /// A text has ended. It is a key if a colon follows.
     AfterText,
-    Number(Unit, Number),
+    /// In a number that is not negative and has no exponent, so far.
+    Number(Unit),
 }
+
+/// A byte longer than the longest key, so that a longer text is no key when it is cut.
+const MOST_BYTES: usize = "cache_creation_input_tokens".len() + 1;
 
 /// Walks JSON that arrives byte by byte.
 #[derive(Clone, Debug, Default)]
@@ -90,8 +96,8 @@ pub(super) struct Scanner {
     path: [Object; Object::DEEPEST],
     /// How many of `path` there are.
     known: usize,
-    /// The last text.
-    text: Text,
+    /// The start of the last text or number, as it was written.
+    text: Bounded<u8, MOST_BYTES>,
     /// What the last key leads to, until its value begins.
     member: Option<Member>,
 }
@@ -103,16 +109,19 @@ impl Scanner {
             State::Text { escaped } => match byte {
                 _ if *escaped => *escaped = false,
                 b'"' => self.state = State::AfterText,
-                b'\\' => {
-                    *escaped = true;
-                    self.text.spoil();
+                _ => {
+                    *escaped = byte == b'\\';
+                    self.text.push(byte);
                 }
-                _ => self.text.push(byte),
             },
-            State::Number(unit, number) => match byte {
-                b'0'..=b'9' | b'.' => number.push(byte),
+            State::Number(unit) => match byte {
+                b'0'..=b'9' | b'.' => self.text.push(byte),
                 b',' | b'}' | b' ' | b'\t' | b'\r' | b'\n' => {
-                    spent.set(*unit, number.count());
+                    let text = std::str::from_utf8(&self.text).unwrap_or_default();
+                    if let Some(number) = Number::read(text) {
+                        let count = u32::try_from(number.count_up(1));
+                        spent.set(*unit, count.unwrap_or(u32::MAX));
+                    }
                     self.structure(byte);
                 }
                 // A sign or an exponent: it is no count.
@@ -134,7 +143,7 @@ impl Scanner {
             }
             b':' if after_text => {
                 let object = self.object();
-                self.member = object.and_then(|object| object.member(self.text.bytes()));
+                self.member = object.and_then(|object| object.member(&self.text));
                 self.state = State::Between;
                 return;
             }
@@ -144,7 +153,7 @@ impl Scanner {
         self.state = State::Between;
         match byte {
             b'"' => {
-                self.text = Text::default();
+                self.text = Bounded::new();
                 self.state = State::Text { escaped: false };
             }
             b'{' => self.open(match (self.depth, member) {
@@ -160,9 +169,9 @@ impl Scanner {
             }
             b'0'..=b'9' => {
                 if let Some(Member::Count(unit)) = member {
-                    let mut number = Number::default();
-                    number.push(byte);
-                    self.state = State::Number(unit, number);
+                    self.text = Bounded::new();
+                    self.text.push(byte);
+                    self.state = State::Number(unit);
                 }
             }
             _ => {}
@@ -184,62 +193,5 @@ impl Scanner {
         let is_known = usize::try_from(self.depth) == Ok(self.known);
         let innermost = self.known.checked_sub(1).filter(|_| is_known)?;
         Some(self.path[innermost])
-    }
-}
-
-/// A text, as far as it may be a key that counts.
-#[derive(Clone, Copy, Debug, Default)]
-struct Text {
-    bytes: [u8; Text::LONGEST],
-    /// Above `LONGEST`, the text is no such key.
-    length: usize,
-}
-
-impl Text {
-    /// As long as the longest key.
-    const LONGEST: usize = "cache_creation_input_tokens".len();
-
-    fn push(&mut self, byte: u8) {
-        if let Some(place) = self.bytes.get_mut(self.length) {
-            *place = byte;
-            self.length += 1;
-        } else {
-            self.spoil();
-        }
-    }
-
-    fn spoil(&mut self) {
-        self.length = usize::MAX;
-    }
-
-    fn bytes(&self) -> &[u8] {
-        self.bytes.get(..self.length).unwrap_or_default()
-    }
-}
-
-/// A number that is not negative and has no exponent.
-#[derive(Clone, Copy, Debug, Default)]
-struct Number {
-    whole: u32,
-    /// Whether a digit after the point is not 0.
-    more: bool,
-    in_fraction: bool,
-}
-
-impl Number {
-    /// Takes a digit or the point.
-    fn push(&mut self, byte: u8) {
-        match byte {
-            b'0'..=b'9' if self.in_fraction => self.more |= byte != b'0',
-            b'0'..=b'9' => {
-                let digit = u32::from(byte - b'0');
-                self.whole = self.whole.saturating_mul(10).saturating_add(digit);
-            }
-            _ => self.in_fraction = true,
-        }
-    }
-
-    fn count(&self) -> u32 {
-        self.whole.saturating_add(u32::from(self.more))
     }
 }
