@@ -4,7 +4,7 @@ use std::mem;
 
 use super::Spent;
 use super::json::Scanner;
-use crate::signal::parse::text::Bounded;
+use super::start::Start;
 
 /// Reads from a body what the request has used, while the body passes through.
 ///
@@ -38,7 +38,7 @@ pub struct SpentReader {
     scanner: Scanner,
     spent: Spent,
     /// The start of the line of a stream.
-    line: Bounded<u8, LONGEST>,
+    line: Start<LONGEST>,
     /// Whether the last byte of a stream was a carriage return.
     after_return: bool,
     progress: Progress,
@@ -131,24 +131,23 @@ impl SpentReader {
             // The second half of the end of a line.
             b'\n' if after_return => return,
             // An empty line ends the event. An event that was cut does not spoil the next one.
-            b'\r' | b'\n' if self.line.is_empty() => self.scanner = Scanner::default(),
+            b'\r' | b'\n' if self.line.bytes().is_empty() => self.scanner = Scanner::default(),
             b'\r' | b'\n' if in_data => self.scanner.push(b'\n', &mut self.spent),
             b'\r' | b'\n' => {}
             _ if in_data => self.scanner.push(byte, &mut self.spent),
             _ => {}
         }
         if let b'\r' | b'\n' = byte {
-            self.line = Bounded::new();
+            self.line = Start::EMPTY;
             self.form = Form::Events;
-        } else if self.line.len() < LONGEST {
-            self.line.push(byte);
+        } else if self.line.push(byte) {
             self.at_start(in_data);
         }
     }
 
     /// Reads the start of a line, as far as it has come.
     fn at_start(&mut self, in_data: bool) {
-        let line = &self.line[..];
+        let line = self.line.bytes();
         self.form = match in_data || line == DATA {
             true => Form::Data,
             false => Form::Events,

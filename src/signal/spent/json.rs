@@ -4,9 +4,9 @@
 //! the text is passed over, so its memory does not grow. It does not check that the text is valid
 //! JSON: text that is not gives some counts or none.
 
+use super::start::Start;
 use super::{Spent, Unit};
 use crate::signal::parse::number::Number;
-use crate::signal::parse::text::Bounded;
 
 /// An object on a path to a count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -97,7 +97,7 @@ pub(super) struct Scanner {
     /// How many of `path` there are.
     known: usize,
     /// The start of the last text or number, as it was written.
-    text: Bounded<u8, MOST_BYTES>,
+    text: Start<MOST_BYTES>,
     /// What the last key leads to, until its value begins.
     member: Option<Member>,
 }
@@ -115,9 +115,11 @@ impl Scanner {
                 }
             },
             State::Number(unit) => match byte {
-                b'0'..=b'9' | b'.' => self.text.push(byte),
+                b'0'..=b'9' | b'.' => {
+                    self.text.push(byte);
+                }
                 b',' | b'}' | b' ' | b'\t' | b'\r' | b'\n' => {
-                    let text = std::str::from_utf8(&self.text).unwrap_or_default();
+                    let text = std::str::from_utf8(self.text.bytes()).unwrap_or_default();
                     if let Some(number) = Number::read(text) {
                         let count = u32::try_from(number.count_up(1));
                         spent.set(*unit, count.unwrap_or(u32::MAX));
@@ -143,7 +145,7 @@ impl Scanner {
             }
             b':' if after_text => {
                 let object = self.object();
-                self.member = object.and_then(|object| object.member(&self.text));
+                self.member = object.and_then(|object| object.member(self.text.bytes()));
                 self.state = State::Between;
                 return;
             }
@@ -153,7 +155,7 @@ impl Scanner {
         self.state = State::Between;
         match byte {
             b'"' => {
-                self.text = Bounded::new();
+                self.text = Start::EMPTY;
                 self.state = State::Text { escaped: false };
             }
             b'{' => self.open(match (self.depth, member) {
@@ -169,7 +171,7 @@ impl Scanner {
             }
             b'0'..=b'9' => {
                 if let Some(Member::Count(unit)) = member {
-                    self.text = Bounded::new();
+                    self.text = Start::EMPTY;
                     self.text.push(byte);
                     self.state = State::Number(unit);
                 }

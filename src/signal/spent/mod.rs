@@ -8,6 +8,7 @@ mod events;
 mod json;
 #[cfg(test)]
 mod properties;
+mod start;
 #[cfg(test)]
 mod vector_tests;
 
