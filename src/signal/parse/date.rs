@@ -114,6 +114,7 @@ fn scan<'a>(form: &str, text: &'a str, now: i64) -> Option<(i64, &'a str)> {
             'b' => name(rest, MONTHS)?,
             'e' if rest.starts_with(' ') => digits(&rest[1..], 1)?,
             'Z' if is_utc(rest) => (0, ""),
+            'Z' => return None,
             'Y' => digits(rest, 4)?,
             _ => digits(rest, 2)?,
         };
@@ -237,6 +238,7 @@ mod tests {
             "Thu, 01 Jan 2026 24:00:00 GMT",
             "Thu, 01 Jan 2026 00:00:61 GMT",
             "Thu, 01 Jan 2026 00:02:00 CET",
+            "Thu, 01 Jan 2026 00:02:00 11",
             "Thx, 01 Jan 2026 00:02:00 GMT",
             "Thurs, 01-Jan-26 00:02:00 GMT",
             "2026-01-01",
