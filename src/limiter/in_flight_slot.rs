@@ -35,6 +35,19 @@ struct TakenSlot {
     others: Vec<InFlightSlot>,
 }
 
+impl TakenSlot {
+    /// Runs `act` on the calls in flight of the key, and this slot of them. Does nothing with
+    /// [`OnStoreError::FailOpen`]: then calls go on even if the store can no longer count them.
+    fn guarded<R>(&self, act: impl FnOnce(&mut KeyCalls, Number) -> R) -> Option<R> {
+        let core = &self.core;
+        if core.settings.on_store_error == OnStoreError::FailOpen {
+            return None;
+        }
+        let calls = core.in_flight.as_ref()?;
+        calls.with(core.whole(self.key), |calls| act(calls, self.number))
+    }
+}
+
 impl InFlightSlot {
     pub(super) fn new(core: Arc<Core>, key: Key, number: Number) -> Self {
         InFlightSlot(Box::new(TakenSlot {
@@ -54,31 +67,18 @@ impl InFlightSlot {
     /// Returns whether the store may have granted the slot to another call. Always `false` with
     /// [`OnStoreError::FailOpen`].
     pub(super) fn is_lost(&self, now: Instant) -> bool {
-        let TakenSlot {
-            core,
-            key,
-            number,
-            others,
-        } = &*self.0;
-        let key = core.whole(*key);
-        with_guarded_calls(core, key, |calls| calls.is_lost(*number, now)).unwrap_or(false)
-            || others.iter().any(|other| other.is_lost(now))
+        let is_lost = |calls: &mut KeyCalls, slot| calls.is_lost(slot, now);
+        self.0.guarded(is_lost).unwrap_or(false)
+            || self.0.others.iter().any(|other| other.is_lost(now))
     }
 
     /// Ready when the store may have granted the slot to another call: then this call has to end.
     /// Never ready with [`OnStoreError::FailOpen`].
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {
-        let TakenSlot {
-            core,
-            key,
-            number,
-            others,
-        } = &*self.0;
-        let key = core.whole(*key);
-        let lost = with_guarded_calls(core, key, |calls| calls.poll_lost(*number, cx))
-            .unwrap_or(Poll::Pending)
-            .map(|()| StoreError::InFlightSlotLost);
-        let others = others.iter().map(|other| other.poll_lost(cx));
+        let poll_lost = |calls: &mut KeyCalls, slot| calls.poll_lost(slot, cx);
+        let lost = self.0.guarded(poll_lost).unwrap_or(Poll::Pending);
+        let lost = lost.map(|()| StoreError::InFlightSlotLost);
+        let others = self.0.others.iter().map(|other| other.poll_lost(cx));
         std::iter::once(lost)
             .chain(others)
             .find(Poll::is_ready)
@@ -101,11 +101,14 @@ impl InFlightSlot {
 impl Drop for InFlightSlot {
     fn drop(&mut self) {
         let now = clock::now();
-        let TakenSlot {
-            core, key, number, ..
+        let &TakenSlot {
+            ref core,
+            key,
+            number,
+            ..
         } = &*self.0;
-        let key = core.whole(*key);
-        with_calls(core, key, |calls, wakers| calls.end(*number, now, wakers));
+        let end = |calls: &mut KeyCalls, wakers: &mut Wakers| calls.end(number, now, wakers);
+        with_calls(core, core.whole(key), end);
         core.settings.tally.call_ended();
     }
 }
@@ -157,8 +160,8 @@ pub(super) fn poll(
 /// Ends the wait of `number` for an in-flight slot of `key`.
 pub(super) fn leave(core: &Arc<Core>, key: Key, number: Number) {
     let now = clock::now();
-    let key = core.whole(key);
-    with_calls(core, key, |calls, wakers| calls.leave(number, now, wakers));
+    let leave = |calls: &mut KeyCalls, wakers: &mut Wakers| calls.leave(number, now, wakers);
+    with_calls(core, core.whole(key), leave);
 }
 
 /// Takes in what the store states about the claims of `holder` for `key`.
@@ -180,7 +183,7 @@ pub(super) fn refusal(core: &Core, key: Key) -> Refusal {
     Refusal { wait: None, limit }
 }
 
-/// Runs `act` on the calls in flight of `key`, wakes tasks, and sends the claim that follows.
+/// Runs `act` on the calls in flight of `key`, which is that of the whole quota, wakes tasks, and sends the claim that follows.
 fn with_calls<R>(
     core: &Arc<Core>,
     key: Key,
@@ -216,13 +219,4 @@ fn look_later(core: &Arc<Core>, key: Key, begins: bool) {
             }
         }
     });
-}
-
-/// Runs `act` on the calls in flight of `key`. Does nothing with [`OnStoreError::FailOpen`]: then
-/// calls go on even if the store can no longer count them.
-fn with_guarded_calls<R>(core: &Core, key: Key, act: impl FnOnce(&mut KeyCalls) -> R) -> Option<R> {
-    if core.settings.on_store_error == OnStoreError::FailOpen {
-        return None;
-    }
-    core.in_flight.as_ref()?.with(key, act)
 }

@@ -38,19 +38,11 @@ pub(crate) struct Reservation {
 impl Reservation {
     /// Returns what the store gets back if none of the permits was used.
     pub(super) fn unused(&self) -> UnusedPermits {
-        let &Reservation {
-            cost,
-            count,
-            slot,
-            stamp,
-            incarnation,
-            ..
-        } = self;
         UnusedPermits {
-            slot,
-            stamp,
-            units: u64::from(cost) * u64::from(count),
-            incarnation,
+            slot: self.slot,
+            stamp: self.stamp,
+            units: u64::from(self.cost) * u64::from(self.count),
+            incarnation: self.incarnation,
         }
     }
 }
@@ -94,20 +86,13 @@ pub(super) struct WaitBound {
 impl WaitBound {
     /// Takes the earlier of a request's `deadline` and `max_wait` after `now`.
     pub(super) fn new(deadline: Option<Instant>, now: Instant, max_wait: Duration) -> Self {
-        let (latest, is_none) = (clock::after(now, max_wait), max_wait.is_zero());
-        match deadline {
-            Some(deadline) if deadline < latest => WaitBound {
-                latest: deadline,
-                by_deadline: true,
-                is_none,
-                is_nested: false,
-            },
-            _ => WaitBound {
-                latest,
-                by_deadline: false,
-                is_none,
-                is_nested: false,
-            },
+        let longest = clock::after(now, max_wait);
+        let deadline = deadline.filter(|deadline| *deadline < longest);
+        WaitBound {
+            latest: deadline.unwrap_or(longest),
+            by_deadline: deadline.is_some(),
+            is_none: max_wait.is_zero(),
+            is_nested: false,
         }
     }
 
@@ -127,14 +112,12 @@ impl WaitBound {
 
     /// Returns the reason of a refusal because the slot would be too late.
     pub(super) fn reason(&self, max_wait: Duration) -> Reason {
-        match self {
-            WaitBound {
-                is_nested: true, ..
-            } => Reason::Nested,
-            WaitBound {
-                by_deadline: true, ..
-            } => Reason::Deadline,
-            _ => Reason::MaxWait(max_wait),
+        if self.is_nested {
+            Reason::Nested
+        } else if self.by_deadline {
+            Reason::Deadline
+        } else {
+            Reason::MaxWait(max_wait)
         }
     }
 }

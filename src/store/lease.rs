@@ -289,9 +289,11 @@ impl Refusal {
         Refusal { wait, limit }
     }
 
+    /// Makes a refusal of which only the first slot is known.
+    pub(crate) const fn for_span(wait: Duration) -> Self {
+        Refusal::new(Some(wait), None)
+    }
+
     /// A refusal that no wait ends.
-    pub(crate) const NEVER: Refusal = Refusal {
-        wait: None,
-        limit: None,
-    };
+    pub(crate) const NEVER: Refusal = Refusal::new(None, None);
 }

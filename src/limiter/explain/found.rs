@@ -12,7 +12,7 @@ use crate::limit::LimitSpec;
 use crate::limiter::engine::Core;
 use crate::limiter::entry::Entry;
 use crate::limiter::explanation::{Held, KeyExplanation, StoreState};
-use crate::limiter::key_state::{Outlook, Rules};
+use crate::limiter::key_state::Outlook;
 use crate::limiter::part::{PartRef, has_store_of};
 use crate::limiter::quotas::QuotaId;
 use crate::limiter::reservation::WaitBound;
@@ -238,16 +238,11 @@ fn outlook(asked: &AskedKey, bound: WaitBound, now: Instant) -> Outlook {
     let AskedKey {
         core, key, cost, ..
     } = asked;
-    let settings = &core.settings;
     let changes_quota = asked.changes_quota();
-    let rules = Rules {
-        max_queue: settings.max_queue,
-        max_hold: settings.max_hold,
-        settles: settings.settles,
-    };
+    let ctx = core.ctx(*key, now, None);
     let known = core
         .states
-        .find(*key, |state| state.outlook(*cost, bound, rules, now));
+        .find(*key, |state| state.outlook(*cost, bound, &ctx));
     let mut outlook = known.unwrap_or_else(|| Outlook {
         validity: asked.spec().life(),
         ..Outlook::default()

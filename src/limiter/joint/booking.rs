@@ -152,8 +152,7 @@ impl<'a> SlotSearch<'a> {
         }
         for (part, Part { core, key, .. }) in self.parts.iter().enumerate() {
             if let Err(wait) = core.wait_for_statements(*key, bound.latest).await {
-                let cause = RefusalCause::Refused(Refusal::new(Some(wait), None));
-                return Err(JointRefusal { part, cause });
+                return Err(JointRefusal::refused(part, Refusal::for_span(wait)));
             }
         }
         let mut rounds = 0;
@@ -162,18 +161,18 @@ impl<'a> SlotSearch<'a> {
             let Some(&first) = parts.first() else {
                 return Ok(self.found());
             };
-            let refused = |part, cause| Err(JointRefusal { part, cause });
+            let refused = |part, refusal| Err(JointRefusal::refused(part, refusal));
             if rounds == MOST_ROUNDS {
                 clock::sleep_until(clock::after(clock::now(), REST)).await;
                 rounds = 0;
             }
             if rounds > 0 && !self.set.is_waiting(self.number, &self.costs) {
                 // The request has left, so nobody reads this refusal.
-                return refused(first, RefusalCause::Refused(Refusal::NEVER));
+                return refused(first, Refusal::NEVER);
             }
             rounds += 1;
             if self.has_expired() && !self.aims_later(&mut bound) {
-                return refused(first, RefusalCause::Refused(Refusal::NEVER));
+                return refused(first, Refusal::NEVER);
             }
             for (part, asked) in self.ask(&parts, bound).await {
                 match asked {
@@ -183,10 +182,7 @@ impl<'a> SlotSearch<'a> {
                     JointAnswer::Paused(wait) => {
                         let until = clock::after(clock::now(), wait);
                         if until > bound.latest {
-                            return refused(
-                                part,
-                                RefusalCause::Refused(Refusal::new(Some(wait), None)),
-                            );
+                            return refused(part, Refusal::for_span(wait));
                         }
                         // Meanwhile the request takes nothing of its other keys. Then this part is
                         // asked first.
@@ -198,26 +194,16 @@ impl<'a> SlotSearch<'a> {
                         clock::sleep_until(until).await;
                         self.began = clock::now();
                     }
-                    JointAnswer::Refused(refusal) => {
-                        return refused(part, RefusalCause::Refused(refusal));
-                    }
-                    JointAnswer::Held(left) => {
-                        return refused(
-                            part,
-                            RefusalCause::Refused(Refusal::new(Some(left), None)),
-                        );
-                    }
+                    JointAnswer::Refused(refusal) => return refused(part, refusal),
                     JointAnswer::Failed(error) => {
                         let Part { core, key, .. } = &self.parts[part];
                         if !core.fails_open_on(&error) {
-                            return refused(part, RefusalCause::Failed(error));
+                            let cause = RefusalCause::Failed(error);
+                            return Err(JointRefusal { part, cause });
                         }
                         if let Some(left) = core.held(*key, clock::now()) {
                             // No request passes uncounted while its key is on hold.
-                            return refused(
-                                part,
-                                RefusalCause::Refused(Refusal::new(Some(left), None)),
-                            );
+                            return refused(part, Refusal::for_span(left));
                         }
                         self.passes[part] = true;
                         self.uncounted = Some((part, error));
@@ -235,8 +221,7 @@ impl<'a> SlotSearch<'a> {
         needed.find_map(|(part, Part { core, key, .. })| {
             let known = |state: &mut KeyState| state.known_refusal(self.costs[part], bound, now);
             let refusal = core.states.find(*key, known).flatten()?;
-            let cause = RefusalCause::Refused(refusal);
-            Some(JointRefusal { part, cause })
+            Some(JointRefusal::refused(part, refusal))
         })
     }
 

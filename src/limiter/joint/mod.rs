@@ -109,6 +109,13 @@ pub(super) struct JointRefusal {
     pub(super) cause: RefusalCause,
 }
 
+impl JointRefusal {
+    fn refused(part: usize, refusal: Refusal) -> Self {
+        let cause = RefusalCause::Refused(refusal);
+        JointRefusal { part, cause }
+    }
+}
+
 #[derive(Clone, Debug)]
 pub(super) enum RefusalCause {
     /// The wait would be too long, or was.

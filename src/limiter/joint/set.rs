@@ -343,10 +343,7 @@ impl JointSet {
 
     /// Refuses the requests whose joint slot is later than `by`.
     fn end_by(self: &Arc<Self>, by: Instant) {
-        let end = || {
-            let cause = RefusalCause::Refused(Refusal::NEVER);
-            Err(JointRefusal { part: 0, cause })
-        };
+        let end = || Err(JointRefusal::refused(0, Refusal::NEVER));
         self.change(|state, _, wakers| {
             state.lanes.change_all(|lane| lane.end_by(by, end, wakers));
         });

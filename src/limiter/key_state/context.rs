@@ -44,30 +44,7 @@ pub(in crate::limiter) struct KeyContext<'a> {
     pub(in crate::limiter) work: Work,
 }
 
-/// The settings of a limiter that decide about a request.
-#[derive(Clone, Copy)]
-pub(in crate::limiter) struct Rules {
-    pub(in crate::limiter) max_queue: usize,
-    pub(in crate::limiter) max_hold: Duration,
-    pub(in crate::limiter) settles: bool,
-}
-
 impl KeyContext<'_> {
-    /// Returns the settings that decide about a request.
-    pub(super) fn rules(&self) -> Rules {
-        let &KeyContext {
-            max_queue,
-            max_hold,
-            settles,
-            ..
-        } = self;
-        Rules {
-            max_queue,
-            max_hold,
-            settles,
-        }
-    }
-
     /// Returns whether waiters wake when a call to the store counts as lost. They do if the store
     /// has no thread of its own. Then a call runs in the runtime of a caller, and is lost if that
     /// runtime stops.

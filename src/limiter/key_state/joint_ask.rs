@@ -40,10 +40,8 @@ pub(in crate::limiter) enum JointAnswer {
         /// How often the limits of the key had changed, of those that the store has granted it under.
         changes: u32,
     },
-    /// The slot would be too late.
+    /// The slot, or the end of a hold, would be too late.
     Refused(Refusal),
-    /// The key is on hold for this time, which is too long.
-    Held(Duration),
     /// The store decides nothing for this time, because it lost its state.
     Paused(Duration),
     /// The store decided while the key was on hold, which has been released since.
@@ -71,24 +69,18 @@ impl JointAsk {
         let known = match state.hold.left(now) {
             Some(left) if clock::after(now, left) > bound.latest => {
                 // One such request asks the store for a release.
-                (!state.hold.take_inquiry(now)).then_some(JointAnswer::Held(left))
+                (!state.hold.take_inquiry(now)).then_some(Refusal::for_span(left))
             }
-            _ => state
-                .store
-                .repeated_refusal(cost, bound, now)
-                .map(JointAnswer::Refused),
+            _ => state.known_refusal(cost, bound, now),
         };
-        if let Some(known) = known {
+        if let Some(refusal) = known {
             if !returns.is_empty() {
                 ctx.store.give_back(ctx.key, ctx.spec, &returns);
             }
-            return Err(known);
+            return Err(JointAnswer::Refused(refusal));
         }
-        let held = state
-            .hold
-            .left(now)
-            .map_or(now, |left| clock::after(now, left));
-        let earliest = self.earliest.max(held).saturating_duration_since(now);
+        let held = state.hold.left(now).unwrap_or_default();
+        let earliest = self.earliest.saturating_duration_since(now).max(held);
         let demands = [Demand::new(cost, 1).earliest(earliest)];
         let is_clear = state.hold.is_clear(ctx.max_hold, now);
         let prefetches = earliest.is_zero() && is_clear && !ctx.settles;
@@ -158,7 +150,7 @@ impl JointAsk {
                     },
                 }
             }
-            (None, Some(left)) => JointAnswer::Held(left),
+            (None, Some(left)) => JointAnswer::Refused(Refusal::for_span(left)),
             (None, None) => {
                 // If units may come back, the store is asked again soon.
                 if !ctx.settles {

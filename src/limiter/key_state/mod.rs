@@ -24,7 +24,6 @@
 //! | `upstream_refusals` | how long a refusal of the upstream holds the key; a value |
 //! | `key_limits` | the limits of the key, if they are not the configured ones |
 //! | `stated_limits` | the limits that the upstream stated, and the quota to learn from them; a value |
-//! | `upstream_view` | what it stated is left of the limits |
 //! | `remaining_tracker` | what it stated is left of all limits; a value |
 //! | `remaining_headers` | what it stated is left of one limit; a value |
 //! | `charges` | units that were used without a permit, until the store has counted them; a value |
@@ -60,7 +59,6 @@ mod store_view;
 mod ticket;
 mod timer;
 mod upstream_refusals;
-mod upstream_view;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -82,7 +80,7 @@ use calls::Ask;
 use charges::{ChargeNumber, PendingCharges};
 
 pub(super) use calls::SentCall;
-pub(super) use context::{Effect, KeyContext, LeaseFuture, Rules, Work};
+pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
 pub(super) use hold::HoldSource;
 pub(super) use joint_ask::{JointAnswer, JointAsk, ask_to_confirm, confirmed, ended};
 pub(super) use key_hold::{KeyHold, NewHold};
@@ -91,14 +89,13 @@ pub(super) use loans::{Lent, Round};
 pub(super) use outlook::Outlook;
 pub(super) use probation::is_any_uncertain;
 pub(super) use quota_match::{counts, is_of_use, names_unit, states_limit_of};
-use remaining_tracker::RemainingTracker;
+use remaining_tracker::{RemainingTracker, Sendable};
 pub(super) use stated_limits::LearnedQuota;
 pub use stated_limits::{HeaderTrust, StatedLimit};
 pub(super) use stated_parts::{JoinedRound, OWN_PART, WholeLimits, fresh_for};
 use store_view::{Observed, StoreView, slot};
 pub(super) use ticket::Ticket;
 use upstream_refusals::SAME_END;
-use upstream_view::{Sendable, UpstreamView};
 
 /// How long all processes take to give back their slots after a change of the quota.
 const CHANGE_TAKES: Duration = Duration::from_millis(20);
@@ -125,8 +122,9 @@ pub(super) struct KeyState {
 /// What is still to be done for a key, even if no request comes.
 #[derive(Default)]
 struct Pending {
-    /// What the upstream stated. The store may not know it.
-    upstream: UpstreamView,
+    /// What the upstream stated is left of the limits. The store may not know it. Empty after the limits have
+    /// changed, until responses state it anew.
+    remaining: RemainingTracker,
     /// Units that were used without a permit. `None` unless a call cost more than its permit.
     charges: Option<Box<PendingCharges>>,
     /// When the store is sent what the upstream stated, or is asked about a doubted hold, even if no request waits.
@@ -181,7 +179,7 @@ impl KeyState {
     pub(super) fn quota_changed(&mut self, ctx: &mut KeyContext<'_>) {
         self.store.quota_changed(ctx.spec);
         if let Some(pending) = &mut self.pending {
-            pending.upstream.remaining = None;
+            pending.remaining = RemainingTracker::default();
         }
         let in_flight = ctx.spec.quota().most_in_flight();
         ctx.work.effects.push(Effect::LimitInFlight(in_flight));
@@ -389,7 +387,7 @@ impl KeyState {
 
     /// Returns what the upstream stated is left of each limit.
     fn remaining(&mut self) -> Option<&mut RemainingTracker> {
-        self.pending.as_mut()?.upstream.remaining.as_deref_mut()
+        Some(&mut self.pending.as_mut()?.remaining)
     }
 
     /// Returns for how long the store counts a charge.
@@ -440,14 +438,13 @@ impl KeyState {
         }
     }
 
-    /// Takes what a call to the store states is left: see [`UpstreamView::take_remaining`].
+    /// Takes what a call to the store states is left: see [`RemainingTracker::take_due`].
     pub(super) fn take_remaining(
         &mut self,
         ctx: &KeyContext<'_>,
         max_hold: Duration,
     ) -> Option<UpstreamRemaining> {
-        let upstream = &mut self.pending.as_mut()?.upstream;
-        upstream.take_remaining(ctx.spec, max_hold, ctx.now)
+        self.remaining()?.take_due(ctx.spec, max_hold, ctx.now)
     }
 
     /// Puts the key on hold, or releases it.
@@ -618,8 +615,8 @@ impl KeyState {
             at_hand,
             in_all: at_hand.saturating_add(self.store.free()),
         };
-        let upstream = &mut self.pending.get_or_insert_default().upstream;
-        upstream.observe_remaining(spec, signal, refused, sent, sendable, now)
+        let remaining = &mut self.pending.get_or_insert_default().remaining;
+        remaining.observe(spec, signal, refused, sent, sendable, now)
     }
 
     /// Gives up permits at hand and booked slots, because less is left than this process could

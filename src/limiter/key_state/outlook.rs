@@ -1,10 +1,10 @@
 //! What a key would do with a request that enters now. Looks at the state and changes nothing, so that
 //! it follows [`Ticket::enter`](super::Ticket::enter), which decides.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::KeyState;
-use super::context::Rules;
+use super::context::KeyContext;
 use super::key_hold::HoldOrigin;
 use super::stated_limits::StatedLimit;
 use crate::limiter::quotas::QuotaId;
@@ -53,11 +53,11 @@ const MOST_AHEAD: usize = 1000;
 impl KeyState {
     /// Returns whether a request calls the store for itself alone: no other waits, and the store
     /// answers at once.
-    pub(super) fn asks_alone(&self, rules: Rules, now: Instant) -> bool {
+    pub(super) fn asks_alone(&self, ctx: &KeyContext<'_>) -> bool {
         self.queue.is_none()
             && !self.store.answers_later
-            && !rules.settles
-            && self.hold.is_clear(rules.max_hold, now)
+            && !ctx.settles
+            && self.hold.is_clear(ctx.max_hold, ctx.now)
     }
 
     /// Returns what the key would do with a request of `cost` units.
@@ -65,9 +65,9 @@ impl KeyState {
         &self,
         cost: u32,
         bound: WaitBound,
-        rules: Rules,
-        now: Instant,
+        ctx: &KeyContext<'_>,
     ) -> Outlook {
+        let now = ctx.now;
         let waiting = self.waiting();
         let at_hand = self.at_hand(now);
         let queue = self.queue.as_deref();
@@ -76,8 +76,8 @@ impl KeyState {
             .unwrap_or_default();
         let units = |demand: &Demand| u64::from(demand.cost) * u64::from(demand.count);
         let wanted = ahead.iter().map(units).sum::<u64>() + u64::from(cost);
-        let is_clear = self.hold.is_clear(rules.max_hold, now);
-        let is_queue_full = self.queued() >= rules.max_queue;
+        let is_clear = self.hold.is_clear(ctx.max_hold, now);
+        let is_queue_full = self.queued() >= ctx.max_queue;
         let returns = queue.map_or(0, |queue| {
             queue.returns.own.iter().map(|unused| unused.units).sum()
         });
@@ -88,7 +88,7 @@ impl KeyState {
             returning: self.prefetched.to_return() + returns,
             held: self.hold.left(now),
             origin: self.hold.origin(),
-            blocked: self.hold.blocked_for(rules.max_hold, now),
+            blocked: self.hold.blocked_for(ctx.max_hold, now),
             refusal: self.store.repeated_refusal(cost, bound, now),
             is_queue_full,
             pause: queue.and_then(|queue| queue.paused_for(now)),

@@ -3,8 +3,10 @@
 
 use std::time::{Duration, Instant};
 
+use super::quota_match::quota_about;
 use super::remaining_headers::RemainingHeaders;
 use crate::limit::LimitSpec;
+use crate::signal::Signal;
 use crate::store::UpstreamRemaining;
 
 /// What the upstream stated is left of the limits of one key.
@@ -14,14 +16,57 @@ pub(super) struct RemainingTracker {
     limits: Vec<RemainingHeaders>,
 }
 
+/// Units that could be sent before the next call to the store.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sendable {
+    /// Units that this process has at hand.
+    pub(super) at_hand: u64,
+    /// Units that this process or another one could send.
+    pub(super) in_all: u64,
+}
+
 impl RemainingTracker {
+    /// Takes in how much the response to a request that was sent at `sent` states is left. The
+    /// upstream refused `refused` units. Returns whether less is left than could be sent before the
+    /// next call.
+    pub(super) fn observe(
+        &mut self,
+        spec: &LimitSpec,
+        signal: &Signal,
+        refused: u32,
+        sent: Instant,
+        sendable: Sendable,
+        now: Instant,
+    ) -> bool {
+        let mut is_less = false;
+        for (index, limit) in spec.quota().limits().iter().enumerate() {
+            let Some(quota) = quota_about(*limit, signal, spec) else {
+                continue;
+            };
+            let headers = self.limit(index);
+            headers.observe(*limit, quota, refused, sent);
+            if let Some(left) = headers
+                .bound(*limit, now)
+                .filter(|left| *left < sendable.in_all)
+            {
+                is_less |= headers.notify_less(left, now) || left < sendable.at_hand;
+            }
+        }
+        is_less
+    }
+
     /// Returns the statements about the limit `index`.
-    pub(super) fn limit(&mut self, index: usize) -> &mut RemainingHeaders {
+    fn limit(&mut self, index: usize) -> &mut RemainingHeaders {
         if self.limits.len() <= index {
             self.limits
                 .resize_with(index + 1, RemainingHeaders::default);
         }
         &mut self.limits[index]
+    }
+
+    /// Returns whether nothing was stated.
+    pub(super) fn is_empty(&self) -> bool {
+        self.limits.is_empty()
     }
 
     /// Returns whether less is left of a limit than could be sent, and the store does not know.

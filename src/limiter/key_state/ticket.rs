@@ -63,7 +63,7 @@ impl Ticket {
         }
         let is_full = !is_back && state.queued() >= ctx.max_queue;
         if !is_full
-            && state.asks_alone(ctx.rules(), ctx.now)
+            && state.asks_alone(ctx)
             && state.are_parts_stated(ctx, ctx.now)
             && let Some(entered) = self.enter_alone(state, ctx)
         {
@@ -129,10 +129,7 @@ impl Ticket {
             Err(error) => return Some(self.store_failed(state, ctx, error)),
         };
         let Some(grant) = lease.grants.first() else {
-            let recovering = lease.recovering.map(|wait| Refusal {
-                wait: Some(wait),
-                limit: None,
-            });
+            let recovering = lease.recovering.map(Refusal::for_span);
             if lease.refused.is_some() && state.may_borrow(ctx, ctx.now) {
                 return None;
             }
@@ -334,8 +331,5 @@ impl Ticket {
 
 /// Refuses a request that would have to wait for `wait`.
 fn refused_for(wait: Duration) -> Settled {
-    Settled::Refused(Refusal {
-        wait: Some(wait),
-        limit: None,
-    })
+    Settled::Refused(Refusal::for_span(wait))
 }

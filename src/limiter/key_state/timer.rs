@@ -55,7 +55,7 @@ impl KeyState {
     pub(in crate::limiter) fn wants_visit(&mut self, work: &Work, now: Instant) -> Option<Instant> {
         let Some(at) = self.timer(now) else {
             self.pending.take_if(|pending| {
-                let is_stated = pending.upstream.remaining.is_some() || pending.charges.is_some();
+                let is_stated = !pending.remaining.is_empty() || pending.charges.is_some();
                 !is_stated && pending.visits.is_empty()
             });
             return None;

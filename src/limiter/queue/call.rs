@@ -240,10 +240,7 @@ impl Queue {
         self.gathering = Gathering::NotYet;
         self.paused_until = Some(until);
         self.asked.clear();
-        let refusal = Refusal {
-            wait: Some(wait),
-            limit: None,
-        };
+        let refusal = Refusal::for_span(wait);
         self.lanes
             .change_all(|lane| lane.pause(until, refusal, wakers));
     }

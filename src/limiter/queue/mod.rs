@@ -498,10 +498,7 @@ impl Queue {
     /// Lets no request leave before `until`: returns the slots before it, and refuses the waiters
     /// that cannot wait until then.
     pub(super) fn withdraw(&mut self, until: Instant, now: Instant, wakers: &mut Wakers) {
-        let refusal = Refusal {
-            wait: Some(until.saturating_duration_since(now)),
-            limit: None,
-        };
+        let refusal = Refusal::for_span(until.saturating_duration_since(now));
         let withdraw =
             |lane: &mut Lane<_>| lane.withdraw(until, refusal, &mut self.returns, wakers);
         self.lanes.change_all(withdraw);
