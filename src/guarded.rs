@@ -12,10 +12,11 @@ use std::time::{Duration, Instant};
 use http::StatusCode;
 
 use crate::error::StoreError;
+use crate::events;
 use crate::key::Key;
 use crate::quota::Quota;
 use crate::signal::Signal;
-use crate::stats::GuardStats;
+use crate::stats::{Gate, GuardStats};
 
 /// What a gate tells its guard, and asks it.
 pub(crate) trait Watch: Send + Sync {
@@ -57,11 +58,16 @@ pub(crate) trait Watch: Send + Sync {
     fn stats(&self) -> GuardStats;
 }
 
+/// Two ends of holds closer than this have one cause, which processes learned at different moments.
+pub(crate) const SAME_CAUSE: Duration = Duration::from_millis(500);
+
 /// What a guard does to its gate.
-pub(crate) trait Guarded: Send + Sync {
+pub(crate) trait Guarded: Gate {
     /// Reports that the guard stops `key` for `span`, because there were more bad answers than `quota`
     /// allows. It is the stop number `trip` in a row.
-    fn report(&self, key: Key, quota: &Quota, span: Duration, trip: u32);
+    fn report(&self, key: Key, quota: &Quota, span: Duration, trip: u32) {
+        events::guard_tripped(self.tally(), &self.label_of(key), quota, span, trip);
+    }
 
     /// Puts `key` on hold for `span`, here and in all processes that share the store.
     fn hold(self: Arc<Self>, key: Key, span: Duration);

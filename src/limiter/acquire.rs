@@ -15,10 +15,10 @@ use super::cores::Cores;
 use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
-use super::explain::{self, AskedKey};
+use super::explain;
 use super::explanation::{Explanation, Verdict};
 use super::limited::RefusedRequest;
-use super::part::{MOST_PARTS, PartRef};
+use super::part::{MOST_PARTS, NewPart, PartRef, earliest_deadline};
 use super::permit::Permit;
 use super::quotas::QuotaId;
 use super::start::{self, Started};
@@ -69,38 +69,10 @@ struct NewRequest {
 
 impl NewRequest {
     fn entry(&self) -> Entry {
-        let &NewRequest {
-            key,
-            cost,
-            deadline,
-            quota,
-        } = self;
         Entry {
-            key,
-            cost,
-            deadline,
-            host: None,
-            quota,
-        }
-    }
-}
-
-/// One key of a request of several keys that has not entered.
-#[derive(Debug)]
-struct NewPart {
-    core: Arc<Core>,
-    request: NewRequest,
-    /// The key that the caller gave. That of the request is another one if the limits count a unit.
-    named: Key,
-}
-
-impl NewPart {
-    fn new(core: Arc<Core>, request: NewRequest) -> Self {
-        let named = core.whole(request.key);
-        NewPart {
-            core,
-            request,
-            named,
+            deadline: self.deadline,
+            quota: self.quota,
+            ..Entry::new(self.key, self.cost)
         }
     }
 }
@@ -126,12 +98,7 @@ impl Acquire {
     fn of_units(cores: &Cores, key: Key) -> Self {
         let part = |core: &Arc<Core>| NewPart {
             core: core.clone(),
-            request: NewRequest {
-                key: core.key_of(key),
-                cost: Cost::default().under(core.unit()),
-                deadline: None,
-                quota: QuotaId::NONE,
-            },
+            entry: Entry::new(core.key_of(key), Cost::default().under(core.unit())),
             named: key,
         };
         Acquire(Step::Units(cores.clone(), cores.all().map(part).collect()))
@@ -149,8 +116,8 @@ impl Acquire {
             Step::Units(cores, parts) => {
                 // By hand, nothing is refused: the program may charge the unit in another call.
                 let _ = cores.check_units(&cost.into(), |unit| !cores.count(unit));
-                for NewPart { core, request, .. } in parts {
-                    request.cost = cost.under(core.unit());
+                for NewPart { core, entry, .. } in parts {
+                    entry.cost = cost.under(core.unit());
                 }
             }
             Step::Joint(_) | Step::Invalid(..) | Step::Waiting(_) | Step::Done => {}
@@ -177,19 +144,19 @@ impl Acquire {
     /// # }
     /// ```
     pub fn class(mut self, class: &str) -> Self {
-        let change = |core: &mut Arc<Core>, request: &mut NewRequest| {
-            if let Some((part, key)) = core.part_of_class(request.key, class) {
-                (*core, request.key) = (part, key);
+        let change = |core: &mut Arc<Core>, key: &mut Key| {
+            if let Some((part, part_key)) = core.part_of_class(*key, class) {
+                (*core, *key) = (part, part_key);
             }
             if core.class() != Some(class) && !core.settings.is_further_unit {
                 counting::unknown_class(core, class);
             }
         };
         match &mut self.0 {
-            Step::New(core, request) => change(core, request),
+            Step::New(core, request) => change(core, &mut request.key),
             Step::Units(_, parts) => {
-                for NewPart { core, request, .. } in parts {
-                    change(core, request);
+                for NewPart { core, entry, .. } in parts {
+                    change(core, &mut entry.key);
                 }
             }
             Step::Joint(_) | Step::Invalid(..) | Step::Waiting(_) | Step::Done => {}
@@ -230,7 +197,7 @@ impl Acquire {
                 Step::New(_, request) => request.quota = id,
                 Step::Units(_, parts) => {
                     for part in parts {
-                        part.request.quota = id;
+                        part.entry.quota = id;
                     }
                 }
                 _ => {}
@@ -252,7 +219,7 @@ impl Acquire {
             Step::New(_, request) => request.deadline = Some(deadline),
             Step::Units(_, parts) | Step::Joint(parts) | Step::Invalid(parts, _) => {
                 for part in parts {
-                    part.request.deadline = Some(deadline);
+                    part.entry.deadline = Some(deadline);
                 }
             }
             Step::Waiting(_) | Step::Done => {}
@@ -338,15 +305,7 @@ impl Acquire {
     /// The future may be dropped at any time.
     pub async fn explain(self) -> Result<Explanation, StoreError> {
         let (parts, invalid) = self.into_parts();
-        let deadline = parts.iter().filter_map(|part| part.request.deadline).min();
-        let asked = parts.into_iter().map(|part| AskedKey {
-            core: part.core,
-            key: part.request.key,
-            cost: part.request.cost,
-            quota: part.request.quota,
-            named: part.named,
-        });
-        let mut explanation = explain::explain(asked.collect(), deadline).await?;
+        let mut explanation = explain::explain(parts).await?;
         if let Some(error) = invalid {
             explanation.verdict = Verdict::Refused {
                 reason: Reason::InvalidQuota(error),
@@ -506,7 +465,10 @@ impl Acquire {
     /// Returns the keys of the request, and why their quota is invalid, if it is.
     fn into_parts(self) -> (Vec<NewPart>, Option<Arc<ConfigError>>) {
         match self.0 {
-            Step::New(core, request) => (vec![NewPart::new(core, request)], None),
+            Step::New(core, request) => {
+                let (named, entry) = (core.whole(request.key), request.entry());
+                (vec![NewPart { core, entry, named }], None)
+            }
             Step::Units(_, parts) | Step::Joint(parts) => (parts, None),
             Step::Invalid(parts, error) => (parts, Some(error)),
             Step::Waiting(_) | Step::Done => {
@@ -518,22 +480,13 @@ impl Acquire {
 
 /// Enters a request of several keys.
 fn enter_joint(parts: &[NewPart]) -> Started {
-    let deadline = parts.iter().filter_map(|part| part.request.deadline).min();
+    let deadline = earliest_deadline(parts);
     let first = &parts[0];
-    let parts: SmallVec<[PartRef<'_>; 4]> = parts
-        .iter()
-        .map(|NewPart { core, request, .. }| {
-            let entry = Entry {
-                deadline: None,
-                ..request.entry()
-            };
-            PartRef::new(core, entry)
-        })
-        .collect();
+    let parts: SmallVec<[PartRef<'_>; 4]> = parts.iter().map(NewPart::as_part).collect();
     match at_once::take_all_at_once(&parts, deadline) {
         Some(taken) => Started::Granted(taken),
         None => start::slow(&parts, deadline, &|| {
-            first.core.label(first.request.key, None)
+            first.core.label(first.entry.key, None)
         }),
     }
 }
@@ -541,12 +494,11 @@ fn enter_joint(parts: &[NewPart]) -> Started {
 /// Refuses a request that has not entered, and counts it under its first key.
 #[cold]
 fn refuse(first: &NewPart, reason: Reason) -> Limited {
-    let NewPart { core, request, .. } = first;
+    let NewPart { core, entry, .. } = first;
     let now = clock::now();
-    let label = core.label(request.key, None);
-    let refused = RefusedRequest::new(label, core.limit_name(request.key), now);
+    let refused = RefusedRequest::of_key(core, entry.key, now);
     let limited = refused.refuse(reason, Refusal::NEVER, now);
-    core.refused(request.key, &limited);
+    core.refused(entry.key, &limited);
     limited
 }
 

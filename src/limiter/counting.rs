@@ -17,12 +17,16 @@ use super::quotas::QuotaId;
 use super::reservation::Reservation;
 use crate::clock;
 use crate::events;
-use crate::key::Key;
+use crate::key::{Key, Label};
 use crate::stats::{Counted, Flush, Gate, KeyCounts, KeyStats, Outcome, Stats, Tally};
 
 impl Gate for Core {
     fn tally(&self) -> &Tally {
         &self.settings.tally
+    }
+
+    fn label_of(&self, key: Key) -> Label {
+        self.label(key, None)
     }
 
     fn visit_counts(&self, key: Key, visit: &mut dyn FnMut(&mut KeyCounts)) -> bool {
@@ -32,17 +36,73 @@ impl Gate for Core {
     }
 
     fn stats(&self) -> Stats {
-        stats(self)
+        let now = clock::now();
+        // Before the keys: see `Tally::counted`.
+        let mut counted = self.tally().counted();
+        let has_quotas = self.settings.quotas.is_any();
+        let visit = |sum: &mut KeySums, _, state: &mut KeyState| {
+            sum.counted.add(&state.counts);
+            sum.at_hand += u64::from(state.at_hand(now));
+            let left = state.hold.left(now);
+            sum.held += usize::from(left.is_some());
+            let has_set_quota = has_quotas && state.limits.is_set_by_operator();
+            sum.with_set_quota += usize::from(has_set_quota);
+            sum.longest_hold = sum.longest_hold.max(left);
+        };
+        let sum = self.states.fold(visit, KeySums::add);
+        counted.add_all(&sum.counted);
+        let (passed, units) = self.states.unlocked_counts();
+        counted.add_passed(passed, units);
+        let settings = &self.settings;
+        Stats {
+            unit: self.unit_name(),
+            at_hand: sum.at_hand,
+            in_flight: self.in_flight.as_ref().map(|calls| calls.stats()),
+            keys: self.states.len(),
+            keys_held: sum.held,
+            // A key that rests makes no call, from whose answer its state would learn that the store is back.
+            keys_alone: (settings.fallback.as_ref()).map_or(0, |fallback| fallback.keys_alone()),
+            keys_with_set_quota: sum.with_set_quota,
+            max_keys: settings.max_keys,
+            longest_hold: sum.longest_hold,
+            limits: settings.spec.quota().limits().to_vec(),
+            guard: (settings.guard.as_ref())
+                .filter(|_| settings.reports_guard)
+                .map(|guard| guard.stats()),
+            ..self.tally().stats(counted, now)
+        }
     }
 
-    #[cfg(feature = "metrics")]
-    fn busiest(&self, most: usize) -> Vec<Key> {
-        busiest(self, most)
+    fn in_use(&self) -> Vec<(usize, u64, Key)> {
+        let (_, unlocked_units) = self.states.unlocked_counts_of_state();
+        let visit = |all: &mut Vec<_>, key, state: &mut KeyState| {
+            let unlocked = if key == Key::ALL { unlocked_units } else { 0 };
+            all.push((state.waiting(), state.counts.units() + unlocked, key));
+        };
+        (self.states).fold(visit, |all: &mut Vec<_>, mut more| all.append(&mut more))
     }
 
-    #[cfg(feature = "metrics")]
     fn key_stats(&self, key: Key) -> Option<KeyStats> {
-        key_stats(self, key)
+        let now = clock::now();
+        let in_flight_waiting = self
+            .in_flight
+            .as_ref()
+            .map(|calls| calls.waiting(self.whole(key)));
+        let (unlocked, unlocked_units) = match key {
+            Key::ALL => self.states.unlocked_counts_of_state(),
+            _ => (0, 0),
+        };
+        self.states.find(key, |state| {
+            let mut requests = state.counts.requests();
+            requests.passed += unlocked;
+            KeyStats {
+                name: key_name(self, key, state),
+                requests,
+                units: state.counts.units() + unlocked_units,
+                waiting: state.waiting() + in_flight_waiting.unwrap_or(0),
+                held: state.hold.left(now),
+            }
+        })
     }
 
     fn in_flight(&self) -> u64 {
@@ -145,84 +205,6 @@ impl KeySums {
         self.with_set_quota += other.with_set_quota;
         self.longest_hold = self.longest_hold.max(other.longest_hold);
     }
-}
-
-fn stats(core: &Core) -> Stats {
-    let now = clock::now();
-    // Before the keys: see `Tally::counted`.
-    let mut counted = core.tally().counted();
-    let has_quotas = core.settings.quotas.is_any();
-    let visit = |sum: &mut KeySums, _, state: &mut KeyState| {
-        sum.counted.add(&state.counts);
-        sum.at_hand += u64::from(state.at_hand(now));
-        let left = state.hold.left(now);
-        sum.held += usize::from(left.is_some());
-        let has_set_quota = has_quotas && state.limits.is_set_by_operator();
-        sum.with_set_quota += usize::from(has_set_quota);
-        sum.longest_hold = sum.longest_hold.max(left);
-    };
-    let sum = core.states.fold(visit, KeySums::add);
-    counted.add_all(&sum.counted);
-    let (passed, units) = core.states.unlocked_counts();
-    counted.add_passed(passed, units);
-    let settings = &core.settings;
-    Stats {
-        unit: core.unit_name(),
-        at_hand: sum.at_hand,
-        in_flight: core.in_flight.as_ref().map(|calls| calls.stats()),
-        keys: core.states.len(),
-        keys_held: sum.held,
-        // A key that rests makes no call, from whose answer its state would learn that the store is back.
-        keys_alone: (settings.fallback.as_ref()).map_or(0, |fallback| fallback.keys_alone()),
-        keys_with_set_quota: sum.with_set_quota,
-        max_keys: settings.max_keys,
-        longest_hold: sum.longest_hold,
-        limits: settings.spec.quota().limits().to_vec(),
-        guard: (settings.guard.as_ref())
-            .filter(|_| settings.reports_guard)
-            .map(|guard| guard.stats()),
-        ..core.tally().stats(counted, now)
-    }
-}
-
-/// Returns up to `most` keys: those with the most requests that wait, then those with the most units.
-pub(super) fn busiest(core: &Core, most: usize) -> Vec<Key> {
-    let (_, unlocked_units) = core.states.unlocked_counts_of_state();
-    let visit = |all: &mut Vec<_>, key, state: &mut KeyState| {
-        let unlocked = if key == Key::ALL { unlocked_units } else { 0 };
-        let units = state.counts.units() + unlocked;
-        all.push((state.waiting(), units, key));
-    };
-    let mut all = core
-        .states
-        .fold(visit, |all: &mut Vec<_>, mut more| all.append(&mut more));
-    all.sort_unstable_by(|a, b| b.cmp(a));
-    all.truncate(most);
-    all.into_iter().map(|(_, _, key)| key).collect()
-}
-
-/// Returns the stats of a key, if it has state.
-pub(super) fn key_stats(core: &Core, key: Key) -> Option<KeyStats> {
-    let now = clock::now();
-    let in_flight_waiting = core
-        .in_flight
-        .as_ref()
-        .map(|calls| calls.waiting(core.whole(key)));
-    let (unlocked, unlocked_units) = match key {
-        Key::ALL => core.states.unlocked_counts_of_state(),
-        _ => (0, 0),
-    };
-    core.states.find(key, |state| {
-        let mut requests = state.counts.requests();
-        requests.passed += unlocked;
-        KeyStats {
-            name: key_name(core, key, state),
-            requests,
-            units: state.counts.units() + unlocked_units,
-            waiting: state.waiting() + in_flight_waiting.unwrap_or(0),
-            held: state.hold.left(now),
-        }
-    })
 }
 
 /// Returns the name that the user gave to a key, else its label, and the route whose quota it has.

@@ -20,3 +20,17 @@ pub(crate) struct Entry {
     /// The quota that the request states for the key.
     pub(crate) quota: QuotaId,
 }
+
+impl Entry {
+    /// Makes the entry of a request that states nothing but its cost.
+    #[inline]
+    pub(crate) fn new(key: Key, cost: u32) -> Self {
+        Entry {
+            key,
+            cost,
+            deadline: None,
+            host: None,
+            quota: QuotaId::NONE,
+        }
+    }
+}

@@ -9,15 +9,12 @@ use super::entry::Entry;
 use super::holds;
 use super::key_state::HoldSource;
 use super::limiter::Limiter;
-use super::quotas::QuotaId;
 use super::start::Started;
 use crate::clock;
 use crate::error::Limited;
-use crate::events;
-use crate::guarded::Guarded;
+use crate::guarded::{Guarded, SAME_CAUSE};
 use crate::key::Key;
-use crate::quota::Quota;
-use crate::stats::Cause;
+use crate::stats::{Cause, Gate};
 use crate::store::{HoldState, spawn};
 
 /// Most keys of one stop for which there is an event. All are counted.
@@ -36,13 +33,7 @@ impl Limiter {
         &self,
         key: Key,
     ) -> CountedUnit<impl Future<Output = Result<(), Limited>> + Send + use<>> {
-        let entry = Entry {
-            key,
-            cost: 1,
-            deadline: None,
-            host: None,
-            quota: QuotaId::NONE,
-        };
+        let entry = Entry::new(key, 1);
         if self.take_at_once(&entry).is_some() {
             return CountedUnit::Now(Ok(()));
         }
@@ -97,11 +88,6 @@ impl Limiter {
 }
 
 impl Guarded for Core {
-    fn report(&self, key: Key, quota: &Quota, span: Duration, trip: u32) {
-        let label = self.label(key, None);
-        events::guard_tripped(&self.settings.tally, &label, quota, span, trip);
-    }
-
     fn hold(self: Arc<Self>, key: Key, span: Duration) {
         // It is cut, because nobody knows when the answers are good again: so one request is first.
         for (core, key) in self.all_parts(self.part_of(key)).rev() {
@@ -140,11 +126,10 @@ impl Core {
                 before.is_none()
             });
             if is_new == Some(true) {
-                self.settings.tally.held(Cause::Guard);
+                self.tally().held(Cause::Guard);
                 begun += 1;
                 if begun <= MOST_EVENTS {
-                    let label = self.label(key, None);
-                    events::held(&self.settings.tally, &label, span, Cause::Guard);
+                    self.tell_hold(key, span, Cause::Guard);
                 }
             }
         }
@@ -155,14 +140,11 @@ impl Core {
         let now = clock::now();
         for key in keys.iter().map(|key| self.part_of(*key)) {
             self.with_state(key, now, |state, ctx| {
-                let is_of_stop = |left| clock::after(now, left) <= clock::after(until, holds::SAME);
+                let is_of_stop = |left| clock::after(now, left) <= clock::after(until, SAME_CAUSE);
                 if state.hold.left(now).is_some_and(is_of_stop) {
                     // The next call tells the store.
-                    let released = HoldState {
-                        remaining: Duration::ZERO,
-                        releases: state.hold.releases().saturating_add(1),
-                        cut: false,
-                    };
+                    let releases = state.hold.releases().saturating_add(1);
+                    let released = HoldState::new(Duration::ZERO, releases);
                     state.adopt_hold(ctx, released, HoldSource::Seen);
                 }
             });

@@ -19,7 +19,7 @@ use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
-use crate::stats::Cause;
+use crate::stats::{Cause, Gate};
 use crate::store::{HoldState, StoreReply};
 
 /// The longest hold: 366 days. Longer ones are cut to this.
@@ -52,9 +52,6 @@ impl HoldWait {
         }
     }
 }
-
-/// Two ends of holds closer than this have one cause, which processes learned at different moments.
-pub(super) const SAME: Duration = Duration::from_millis(500);
 
 /// Holds `key` for `span`, here and in all processes that share the store.
 pub(super) async fn hold_for(core: &Arc<Core>, key: Key, span: Duration) -> Result<(), StoreError> {
@@ -112,7 +109,7 @@ pub(super) async fn release(core: &Arc<Core>, key: Key) -> Result<(), StoreError
 
 /// Counts, notes and reports that `key` is on hold.
 pub(super) fn report(core: &Core, key: Key, left: Duration, cause: Cause) {
-    core.settings.tally.held(cause);
+    core.tally().held(cause);
     tell(core, key, left, cause);
 }
 
@@ -121,8 +118,7 @@ fn tell(core: &Core, key: Key, left: Duration, cause: Cause) {
     let now = clock::now();
     core.states
         .find(key, |state| state.hold.note_cause(cause, left, now));
-    let tally = &core.settings.tally;
-    events::held(tally, &core.label(key, None), left, cause);
+    core.tell_hold(key, left, cause);
 }
 
 /// Takes in a hold of `key` that this process has seen itself.

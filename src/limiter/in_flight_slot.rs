@@ -90,7 +90,7 @@ impl InFlightSlot {
         self.poll_lost(cx).map(|source| {
             let now = clock::now();
             let TakenSlot { core, key, .. } = &*self.0;
-            let call = RefusedRequest::new(core.label(*key, None), core.limit_name(*key), now);
+            let call = RefusedRequest::of_key(core, *key, now);
             let limited = call.fail(source, now);
             events::limited(&core.settings.tally, &limited);
             limited

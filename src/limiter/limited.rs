@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::engine::Core;
 use crate::clock;
 use crate::error::{ErrorFacts, Limited, LimitedInfo, Reason, StoreError};
-use crate::key::Label;
+use crate::key::{Key, Label};
 use crate::store::Refusal;
 
 /// The shortest time after which a refused request is advised to retry.
@@ -78,6 +79,11 @@ pub(super) struct RefusedRequest {
 }
 
 impl RefusedRequest {
+    /// A request of `key` that has not waited.
+    pub(super) fn of_key(core: &Core, key: Key, now: Instant) -> Self {
+        RefusedRequest::new(core.label(key, None), core.limit_name(key), now)
+    }
+
     /// A request that has not waited.
     pub(super) fn new(label: Label, limit: LimitName, now: Instant) -> Self {
         RefusedRequest {

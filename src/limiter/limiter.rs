@@ -193,11 +193,7 @@ impl Limiter {
         let most = most.min(1000);
         let parts = self.0.first.all_parts(Key::ALL);
         let mut all: Vec<KeyStats> = parts
-            .flat_map(|(core, _)| {
-                let keys = counting::busiest(&core, most).into_iter();
-                let stats = keys.filter_map(|key| counting::key_stats(&core, key));
-                stats.collect::<Vec<_>>()
-            })
+            .flat_map(|(core, _)| core.busiest_stats(most))
             .collect();
         if self.is_divided() {
             all.sort_by_key(|stats| std::cmp::Reverse((stats.waiting, stats.units)));
@@ -586,11 +582,9 @@ impl Limiter {
         host: Option<Key>,
     ) -> PartRef<'_> {
         let entry = Entry {
-            key: self.key_of(key),
-            cost,
-            deadline: None,
             host,
             quota,
+            ..Entry::new(self.key_of(key), cost)
         };
         PartRef::new(&self.0.first, entry)
     }
@@ -605,11 +599,9 @@ impl Limiter {
     ) -> impl Iterator<Item = PartRef<'a>> {
         self.0.all().map(move |core| {
             let entry = Entry {
-                key: core.key_of(key),
-                cost: cost.under(core.unit()),
-                deadline: None,
                 host,
                 quota,
+                ..Entry::new(core.key_of(key), cost.under(core.unit()))
             };
             PartRef::new(core, entry)
         })

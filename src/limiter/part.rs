@@ -1,7 +1,7 @@
 //! The keys of a request.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
@@ -33,11 +33,33 @@ pub(crate) struct PartRef<'a> {
     pub(super) entry: Entry,
 }
 
+/// One key of a request by hand that has not entered.
+#[derive(Debug)]
+pub(super) struct NewPart {
+    pub(super) core: Arc<Core>,
+    pub(super) entry: Entry,
+    /// The key that the caller gave. That of the entry is another one if the limits count a unit.
+    pub(super) named: Key,
+}
+
+impl NewPart {
+    /// Returns the key as a part of a request that enters.
+    pub(super) fn as_part(&self) -> PartRef<'_> {
+        PartRef::new(&self.core, self.entry)
+    }
+}
+
 /// One value for each part, in their order.
 pub(super) type PerPart<T> = SmallVec<[T; 4]>;
 
 /// The cost of a request under each of its keys.
 pub(super) type Costs = PerPart<u32>;
+
+/// Returns the deadline of a request by hand: the earliest of those that the caller has set.
+pub(super) fn earliest_deadline(parts: &[NewPart]) -> Option<Instant> {
+    let deadlines = parts.iter().filter_map(|part| part.entry.deadline);
+    deadlines.min()
+}
 
 /// Returns the longest wait of a request: the shortest `max_wait` of its limiters.
 pub(super) fn max_wait(parts: &[Part]) -> Duration {

@@ -4,11 +4,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::engine::{Core, CoreId};
+use super::engine::Core;
 use super::holds;
 use super::key_state::{HeaderTrust, KeyContext, KeyState, NewHold, is_any_uncertain, is_of_use};
 use super::own_quota;
 use super::probe::Probe;
+use super::sent::Admitted;
 use super::settings::Settings;
 use crate::clock;
 use crate::key::Key;
@@ -29,12 +30,7 @@ const SHORTEST_RESET: Duration = Duration::from_secs(5);
 /// A call that was answered.
 #[derive(Clone, Copy)]
 pub(super) struct AnsweredCall<'a> {
-    pub(super) key: Key,
-    /// The key of the host, if the host matters.
-    pub(super) host: Option<Key>,
-    pub(super) cost: u32,
-    /// When the call was sent, or a little before.
-    pub(super) sent: Instant,
+    pub(super) admitted: Admitted,
     /// Whether the response is a bad answer to the guard. Then it ends no probation.
     pub(super) is_bad: bool,
     /// The probes that the request was, of all its keys.
@@ -42,31 +38,30 @@ pub(super) struct AnsweredCall<'a> {
 }
 
 impl AnsweredCall<'_> {
-    /// Takes in what the response states, at the core `id`. Does nothing if it states nothing that
+    /// Takes in what the response states, at the core of the call. Does nothing if it states nothing that
     /// matters, or if the limiter was dropped.
     #[inline]
-    pub(super) fn observe(&self, id: CoreId, signal: &Signal) {
+    pub(super) fn observe(&self, signal: &Signal) {
         if signal.refusal().is_some() || is_of_use(signal) || is_any_uncertain() {
-            self.observe_slow(id, signal);
+            self.observe_slow(signal);
         }
     }
 
     #[cold]
-    fn observe_slow(&self, id: CoreId, signal: &Signal) {
-        if let Some(core) = id.find() {
+    fn observe_slow(&self, signal: &Signal) {
+        if let Some(core) = self.admitted.core.find() {
             self.take_in(&core, signal);
         }
     }
 
     /// See [`Core::hold_key`].
     fn hold(&self, core: &Core) -> Key {
-        core.hold_key(self.key, self.host)
+        core.hold_key(self.admitted.key, self.admitted.host)
     }
 
     fn take_in(&self, core: &Arc<Core>, signal: &Signal) {
-        let &AnsweredCall {
-            key, sent, is_bad, ..
-        } = self;
+        let Admitted { key, at, .. } = self.admitted;
+        let sent = at.instant();
         let hold = self.hold(core);
         // Requests to a host obey the holds of the key of all hosts, too.
         let of_all = Some(key).filter(|key| *key != hold);
@@ -78,7 +73,8 @@ impl AnsweredCall<'_> {
                 .iter()
                 .find(|probe| probe.is_of(core.id, ctx.key));
             let probe = probe.map(Probe::number);
-            let is_released = !limited && !is_bad && state.hold.accepted_upstream(probe, sent, now);
+            let is_released =
+                !limited && !self.is_bad && state.hold.accepted_upstream(probe, sent, now);
             if is_released {
                 state.hold_changed(ctx);
             }
@@ -105,7 +101,11 @@ impl AnsweredCall<'_> {
         };
         if limited || retry_after.is_some() {
             for (core, key) in core.all_parts(key).rev() {
-                let call = AnsweredCall { key, ..*self };
+                let admitted = Admitted {
+                    key,
+                    ..self.admitted
+                };
+                let call = AnsweredCall { admitted, ..*self };
                 call.hold_by_signal(&core, signal, retry_after, now);
             }
         }
@@ -115,17 +115,18 @@ impl AnsweredCall<'_> {
     /// Takes in the limits that a response states and how much of them is left.
     fn learn(&self, core: &Arc<Core>, signal: &Signal, now: Instant) {
         let learn = core.settings.learn;
-        let by_host = self.hold(core) != self.key;
+        let key = self.admitted.key;
+        let by_host = self.hold(core) != key;
         // Each of several hosts under one key has quotas of its own, also the host of a response that is not known.
         // They are about the whole quota, and not about a part.
         if core.is_divided()
             || learn == HeaderTrust::Ignore
-            || (core.hosts.are_of(self.key) && core.hosts.are_several())
+            || (core.hosts.are_of(key) && core.hosts.are_several())
         {
             return;
         }
-        own_quota::learn(core, self.key, Some(signal), now);
-        core.with_state(self.key, now, |state, ctx| {
+        own_quota::learn(core, key, Some(signal), now);
+        core.with_state(key, now, |state, ctx| {
             self.learn_remaining(signal, by_host, state, ctx);
         });
     }
@@ -139,8 +140,9 @@ impl AnsweredCall<'_> {
         ctx: &mut KeyContext<'_>,
     ) {
         let limited = signal.refusal().is_some();
-        let refused = if limited { self.cost } else { 0 };
-        let is_less = state.upstream_stated(ctx.spec, signal, refused, self.sent, ctx.now);
+        let Admitted { cost, at, .. } = self.admitted;
+        let refused = if limited { cost } else { 0 };
+        let is_less = state.upstream_stated(ctx.spec, signal, refused, at.instant(), ctx.now);
         // A refusal holds the key, and the store gets what is left with the hold.
         if !ctx.work.has_begun_call() && is_less && (!limited || by_host) {
             state.tighten(ctx);
@@ -173,7 +175,7 @@ impl AnsweredCall<'_> {
         }
         let scoped = match (signal.scope(), on_scope) {
             (Some(scope), Some(on_scope)) => {
-                on_scope(core.whole(self.key), scope).map(|key| core.part_of(key))
+                on_scope(core.whole(self.admitted.key), scope).map(|key| core.part_of(key))
             }
             _ => Some(self.hold(core)),
         };
@@ -181,9 +183,12 @@ impl AnsweredCall<'_> {
             return;
         };
         let entered = core.with_new_state(key, now, |state, ctx| {
-            let new = state
-                .hold
-                .refused_upstream(retry_after, max_hold, self.sent, now)?;
+            let new = state.hold.refused_upstream(
+                retry_after,
+                max_hold,
+                self.admitted.at.instant(),
+                now,
+            )?;
             let left = if new.is_sent {
                 state.take_remaining(ctx, max_hold)
             } else {
@@ -201,7 +206,7 @@ impl AnsweredCall<'_> {
         holds::report(core, key, held.remaining, cause);
         if is_sent {
             // Another key may have other limits: the store keeps those it knows.
-            let spec = if key == self.key {
+            let spec = if key == self.admitted.key {
                 core.terms(key)
             } else {
                 Arc::new(LimitSpec::none())

@@ -40,17 +40,11 @@ use crate::signal::Signal;
 // holds a `CoreId` instead of an `Arc<Core>`. What only few requests need is in a box.
 #[must_use = "a request has a response"]
 pub struct Sent {
-    pub(super) core: CoreId,
-    pub(super) cost: u32,
-    pub(super) key: Key,
-    /// The key of its host, if the host matters: see [`Entry::host`].
-    pub(super) host: Option<Key>,
-    /// When the request was sent, or a little before.
-    pub(super) at: Moment,
+    pub(super) admitted: Admitted,
     pub(super) more: Option<Box<RareParts>>,
 }
 
-/// A request that got its permit at once, and is sent now.
+/// A request that is sent, under the first of its keys.
 #[derive(Clone, Copy)]
 pub(crate) struct Admitted {
     pub(super) core: CoreId,
@@ -58,6 +52,7 @@ pub(crate) struct Admitted {
     pub(super) key: Key,
     /// The key of its host, if the host matters: see [`Entry::host`].
     pub(super) host: Option<Key>,
+    /// When the request was sent, or a little before.
     pub(super) at: Moment,
 }
 
@@ -74,6 +69,37 @@ impl Admitted {
             key,
             host,
             at,
+        }
+    }
+}
+
+impl Admitted {
+    /// Returns how far the response may reach with this key.
+    fn reach(&self, core: &Arc<Core>) -> Reach {
+        let &Admitted { key, host, .. } = self;
+        let is_of_host = host.is_some_and(|host| {
+            let named = core.settings.name.map(|name| host.and(name));
+            let is_own = |host| core.key_of(host) == key;
+            is_own(host) || named.is_some_and(is_own)
+        });
+        // The requests of all classes have the key.
+        let first = core.part_at(0, key);
+        let (first, key) = first.unwrap_or_else(|| (core.clone(), key));
+        first.hosts.reach(key, host, is_of_host)
+    }
+
+    /// Returns the key as one of those that a response may be about.
+    fn signal_key(&self) -> SignalKey {
+        let Some(core) = self.core.find() else {
+            return SignalKey::default();
+        };
+        SignalKey {
+            name: core.settings.name,
+            has_on_scope: core.settings.on_scope.is_some(),
+            is_further_unit: core.settings.is_further_unit,
+            reach: self.reach(&core),
+            holds_host: core.hold_key(self.key, self.host) != self.key,
+            spec: Some(core.terms(self.key)),
         }
     }
 }
@@ -164,13 +190,6 @@ impl PastWait {
     }
 }
 
-fn lost<T>(polled: Poll<T>) -> Option<T> {
-    match polled {
-        Poll::Ready(lost) => Some(lost),
-        Poll::Pending => None,
-    }
-}
-
 impl Sent {
     /// Takes in what the response states about limits, and ends the call.
     ///
@@ -225,9 +244,8 @@ impl Sent {
     /// The future may be dropped at any time.
     pub async fn revoked(&self) -> StoreError {
         poll_fn(|cx| {
-            self.slots()
-                .find_map(|slot| lost(slot.poll_lost(cx)))
-                .map_or(Poll::Pending, Poll::Ready)
+            let mut lost = self.slots().map(|slot| slot.poll_lost(cx));
+            lost.find(Poll::is_ready).unwrap_or(Poll::Pending)
         })
         .await
     }
@@ -242,21 +260,8 @@ impl Sent {
     /// Makes the value for a request that got its permit at once.
     #[inline]
     pub(crate) fn at_once(admitted: Admitted) -> Self {
-        let Admitted {
-            core,
-            cost,
-            key,
-            host,
-            at,
-        } = admitted;
-        Sent {
-            core,
-            cost,
-            key,
-            host,
-            at,
-            more: None,
-        }
+        let more = None;
+        Sent { admitted, more }
     }
 
     /// Makes the value for a joint request that got its permits at once. `parts` has an entry for each
@@ -265,14 +270,15 @@ impl Sent {
         mut parts: impl Iterator<Item = (CoreId, Entry)>,
         at: Moment,
     ) -> Self {
-        let (core, entry) = parts.next().expect("a joint request has parts");
-        let sent_at_once = |(core, entry)| Sent::at_once(Admitted::new(core, &entry, at));
-        let mut sent = sent_at_once((core, entry));
-        let others = parts.map(sent_at_once);
+        let first = parts.next().expect("a joint request has parts");
+        let admitted = |(core, entry)| Admitted::new(core, &entry, at);
         let mut more = RareParts::empty();
-        more.joint.extend(others);
-        sent.more = Some(more);
-        sent
+        more.joint
+            .extend(parts.map(|part| Sent::at_once(admitted(part))));
+        Sent {
+            admitted: admitted(first),
+            more: Some(more),
+        }
     }
 
     /// Adds the slot of the permit if the layer `settles`, so that its true cost can be stated later.
@@ -287,20 +293,25 @@ impl Sent {
     /// Returns the settlement of the request, for a layer that settles.
     #[cold]
     pub(crate) fn settlement(&self) -> Settlement {
-        let others = self.more.iter().flat_map(|more| more.joint.iter());
-        let all = std::iter::once(self).chain(others);
-        Settlement::new(all.map(|sent| {
+        Settlement::new(self.all().map(|sent| {
             let slot = sent.more.as_ref().and_then(|more| more.slot.as_ref());
-            Unsettled::new(sent.core, sent.key, slot)
+            Unsettled::new(sent.admitted.core, sent.admitted.key, slot)
         }))
+    }
+
+    /// Returns the request under each of its keys, the first one first.
+    fn all(&self) -> impl DoubleEndedIterator<Item = &Sent> {
+        let others = self.more.iter().flat_map(|more| &more.joint);
+        std::iter::once(self).chain(others)
     }
 
     /// Begins a call or poll of the inner service: see [`around`](super::around).
     #[inline]
     pub(crate) fn begin_inner(&self) -> Option<InnerCall> {
         let rated = self.more.as_ref().and_then(|more| more.rated);
-        let (core, has_permit) = rated.map_or((self.core, self.cost > 0), |core| (core, true));
-        InnerCall::begin(core, has_permit.then_some(self.at))
+        let Admitted { core, cost, at, .. } = self.admitted;
+        let (core, has_permit) = rated.map_or((core, cost > 0), |core| (core, true));
+        InnerCall::begin(core, has_permit.then_some(at))
     }
 
     /// Adds the name of the key, for the error of a refusal, if the caller wants one.
@@ -312,12 +323,12 @@ impl Sent {
     }
 
     pub(crate) fn key(&self) -> Key {
-        self.key
+        self.admitted.key
     }
 
     /// Returns the key of its host, if the host matters: see [`Entry::host`].
     pub(crate) fn host(&self) -> Option<Key> {
-        self.host
+        self.admitted.host
     }
 
     /// Returns whether a response may end the probation of a key. Then it matters even if it states
@@ -346,12 +357,12 @@ impl Sent {
         let status = status.or(signal.refusal());
         let is_bad = guarded::may_be_bad(status) && self.tell_guards(signal, status);
         let probes = self.take_probes();
-        let refused = match self.more.as_ref().filter(|more| !more.joint.is_empty()) {
-            None => {
+        let refused = match &self.more {
+            Some(more) if !more.joint.is_empty() => self.observe_joint(signal, is_bad, &probes),
+            _ => {
                 self.observe(signal, is_bad, &probes);
                 None
             }
-            Some(more) => self.observe_joint(&more.joint, signal, is_bad, &probes),
         };
         probes.into_iter().for_each(Probe::answered);
         let limited = signal
@@ -374,21 +385,19 @@ impl Sent {
     /// flight.
     #[inline]
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<Limited> {
-        let lost = self.slots().find_map(|slot| lost(slot.poll_limited(cx)));
-        lost.map_or(Poll::Pending, Poll::Ready)
+        let mut lost = self.slots().map(|slot| slot.poll_limited(cx));
+        lost.find(Poll::is_ready).unwrap_or(Poll::Pending)
     }
 
     /// Tells the guards of all keys of a response that may be a bad answer. Returns whether it is one.
     #[cold]
     fn tell_guards(&self, signal: &Signal, status: Option<StatusCode>) -> bool {
         let Some(status) = status else { return false };
-        let others = self.more.iter().flat_map(|more| more.joint.iter());
         let mut counted: SmallVec<[Arc<dyn Watch>; 1]> = SmallVec::new();
         let mut is_bad = false;
         // Of several keys with one guard, the last counts: it is the narrowest.
-        let all: SmallVec<[&Sent; 4]> = std::iter::once(self).chain(others).collect();
-        for sent in all.into_iter().rev() {
-            let Some(core) = sent.core.find() else {
+        for Sent { admitted, .. } in self.all().rev() {
+            let Some(core) = admitted.core.find() else {
                 continue;
             };
             let Some(guard) = core.settings.guard.clone() else {
@@ -400,45 +409,21 @@ impl Sent {
             counted.push(guard.clone());
             if guard.is_bad(status, signal) {
                 is_bad = true;
-                let key = core.whole(core.hold_key(sent.key, sent.host));
-                guard.answered(core, key, sent.at.instant());
+                let key = core.whole(core.hold_key(admitted.key, admitted.host));
+                guard.answered(core, key, admitted.at.instant());
             }
         }
         is_bad
     }
 
-    /// Returns how far the response may reach with this key.
-    fn reach(&self, core: &Arc<Core>) -> Reach {
-        let is_of_host = self.host.is_some_and(|host| {
-            let named = core.settings.name.map(|name| host.and(name));
-            let is_own = |host| core.key_of(host) == self.key;
-            is_own(host) || named.is_some_and(is_own)
-        });
-        // The requests of all classes have the key.
-        let (first, key) = core
-            .part_at(0, self.key)
-            .unwrap_or_else(|| (core.clone(), self.key));
-        first.hosts.reach(key, self.host, is_of_host)
-    }
-
     /// Takes in what the response states about the key.
     fn observe(&self, signal: &Signal, is_bad: bool, probes: &[Probe]) {
-        let &Sent {
-            key,
-            host,
-            cost,
-            at,
-            ..
-        } = self;
-        AnsweredCall {
-            key,
-            host,
-            cost,
-            sent: at.instant(),
+        let call = AnsweredCall {
+            admitted: self.admitted,
             is_bad,
             probes,
-        }
-        .observe(self.core, signal);
+        };
+        call.observe(signal);
     }
 
     /// Takes in what the response to a joint request states, each statement about the key that it
@@ -447,26 +432,13 @@ impl Sent {
     #[cold]
     fn observe_joint(
         &self,
-        others: &[Sent],
         signal: &Signal,
         is_bad: bool,
         probes: &[Probe],
     ) -> Option<(Label, LimitName)> {
-        let all: SmallVec<[&Sent; 4]> = std::iter::once(self).chain(others).collect();
-        let keys: SmallVec<[SignalKey; 4]> = all
-            .iter()
-            .map(|sent| match sent.core.find() {
-                Some(core) => SignalKey {
-                    name: core.settings.name,
-                    has_on_scope: core.settings.on_scope.is_some(),
-                    is_further_unit: core.settings.is_further_unit,
-                    reach: sent.reach(&core),
-                    holds_host: core.hold_key(sent.key, sent.host) != sent.key,
-                    spec: Some(core.terms(sent.key)),
-                },
-                None => SignalKey::default(),
-            })
-            .collect();
+        let all: SmallVec<[&Sent; 4]> = self.all().collect();
+        let keys = all.iter().map(|sent| sent.admitted.signal_key());
+        let keys: SmallVec<[SignalKey; 4]> = keys.collect();
         let (signals, refused) = split(signal, &keys);
         for (sent, signal) in all.iter().zip(&signals) {
             sent.observe(signal, is_bad, probes);
@@ -475,12 +447,9 @@ impl Sent {
         let further = keys[..=refused?].iter().rev();
         let further = further.take_while(|key| key.is_further_unit).count();
         let refused = Some(refused? - further).filter(|index| *index > 0)?;
-        let Sent { core, key, .. } = all[refused];
-        let limit = match core.find() {
-            Some(core) => core.limit_name(*key),
-            None => LimitName::default(),
-        };
-        Some((core.label(*key), limit))
+        let Admitted { core, key, .. } = all[refused].admitted;
+        let limit = core.find().map(|core| core.limit_name(key));
+        Some((core.label(key), limit.unwrap_or_default()))
     }
 
     #[cold]
@@ -490,18 +459,15 @@ impl Sent {
         signal: &Signal,
         refused: Option<(Label, LimitName)>,
     ) -> Limited {
-        let PastWait {
-            label,
-            waited,
-            turns,
-            ..
-        } = match self.more.as_mut().and_then(|more| more.wait.take()) {
+        let Admitted { core, key, .. } = self.admitted;
+        let wait = match self.more.as_mut().and_then(|more| more.wait.take()) {
             Some(wait) => *wait,
-            None => PastWait::none(self.core.label(self.key)),
+            None => PastWait::none(core.label(key)),
         };
-        let core = self.core.find();
-        let own_name = || core.as_ref().map(|core| core.limit_name(self.key));
-        let (label, limit) = refused.unwrap_or_else(|| (label, own_name().unwrap_or_default()));
+        let core = core.find();
+        let own_name = || core.as_ref().map(|core| core.limit_name(key));
+        let (label, limit) =
+            refused.unwrap_or_else(|| (wait.label, own_name().unwrap_or_default()));
         let retry_after = signal.retry_after();
         let tally = core.as_ref().map(|core| &core.settings.tally);
         events::upstream_limited(tally, &label, status, retry_after);
@@ -515,8 +481,8 @@ impl Sent {
             limit: None,
             retry_after,
             at,
-            waited,
-            turns,
+            waited: wait.waited,
+            turns: wait.turns,
         });
         Limited::Upstream { status, report }
     }
@@ -525,7 +491,7 @@ impl Sent {
 impl std::fmt::Debug for Sent {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Sent")
-            .field("key", &self.key)
+            .field("key", &self.admitted.key)
             .finish_non_exhaustive()
     }
 }

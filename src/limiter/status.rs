@@ -121,15 +121,8 @@ async fn read_parts(core: &Arc<Core>, key: Key) -> Result<KeyStatus, StoreError>
     let key = core.key_of(key);
     let mut all = read_one(core, key).await?;
     for (part, key) in core.all_parts(key).skip(1) {
-        let KeyStatus {
-            limits,
-            free,
-            next_slot,
-            waiting,
-            held,
-            ..
-        } = read_one(&part, key).await?;
-        for (sum, usage) in all.limits.iter_mut().zip(limits) {
+        let of_part = read_one(&part, key).await?;
+        for (sum, usage) in all.limits.iter_mut().zip(of_part.limits) {
             if let Some(limit) = sum.limit.plus(usage.limit) {
                 sum.limit = limit;
                 sum.used += usage.used;
@@ -137,10 +130,10 @@ async fn read_parts(core: &Arc<Core>, key: Key) -> Result<KeyStatus, StoreError>
                 sum.wait = sum.wait.min(usage.wait);
             }
         }
-        all.free += free;
-        all.next_slot = all.next_slot.min(next_slot);
-        all.waiting += waiting;
-        all.held = all.held.max(held);
+        all.free += of_part.free;
+        all.next_slot = all.next_slot.min(of_part.next_slot);
+        all.waiting += of_part.waiting;
+        all.held = all.held.max(of_part.held);
     }
     // The parts have the calls in flight in common.
     all.free = all.free.min(free_in_flight(&all.limits));
@@ -160,7 +153,7 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
     let answer = core.settings.store.peek(request);
     let Usage {
         mut limits,
-        free: free_in_store,
+        free,
         next_slot,
         hold,
         degraded,
@@ -170,54 +163,33 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
     let unit = core.unit_name();
     limits.iter_mut().for_each(|usage| usage.unit = unit);
     let now = clock::now();
-    let local = core.states.find(key, |state| Local {
-        queued: state.waiting(),
-        prefetched: state.at_hand(now),
-        held: state.hold.left(now),
-        learned: state.limits.learned(now),
-        stated: state.limits.quota_id(),
-    });
-    let Local {
-        queued,
-        prefetched,
-        held: held_here,
-        learned,
-        stated,
-    } = local.unwrap_or_default();
-    let held = held_here.max(Some(hold.remaining).filter(|left| !left.is_zero()));
-    let rates_allow = free_in_store.saturating_add(u64::from(prefetched));
-    let limits_allow = rates_allow.min(free_in_flight(&limits));
-    let until_free = if limits_allow > 0 {
-        Duration::ZERO
-    } else {
-        next_slot
-    };
-    let quota_source = QuotaSource::of(set_quota.as_deref(), stated, &core.settings.quotas);
-    Ok(KeyStatus {
-        quota_source,
-        free: if held.is_some() { 0 } else { limits_allow },
-        next_slot: until_free.max(held.unwrap_or_default()),
-        waiting: queued
-            + core
-                .in_flight
-                .as_ref()
-                .map_or(0, |calls| calls.waiting(core.whole(key))),
+    let in_flight = core.in_flight.as_ref();
+    let mut status = KeyStatus {
+        quota_source: QuotaSource::Builder,
         limits,
-        held,
-        learned,
+        free,
+        next_slot,
+        waiting: in_flight.map_or(0, |calls| calls.waiting(core.whole(key))),
+        held: Some(hold.remaining).filter(|left| !left.is_zero()),
+        learned: Vec::new(),
         degraded,
-    })
-}
-
-/// What this process alone knows of a key.
-#[derive(Default)]
-struct Local {
-    /// Requests that wait for a slot.
-    queued: usize,
-    /// Units that were fetched ahead.
-    prefetched: u32,
-    held: Option<Duration>,
-    learned: Vec<StatedLimit>,
-    /// The quota that requests have stated.
-    stated: Option<QuotaId>,
+    };
+    let stated = core.states.find(key, |state| {
+        status.free = free.saturating_add(u64::from(state.at_hand(now)));
+        status.waiting += state.waiting();
+        status.held = status.held.max(state.hold.left(now));
+        status.learned = state.limits.learned(now);
+        state.limits.quota_id()
+    });
+    let quotas = &core.settings.quotas;
+    status.quota_source = QuotaSource::of(set_quota.as_deref(), stated.flatten(), quotas);
+    status.free = status.free.min(free_in_flight(&status.limits));
+    if status.free > 0 {
+        status.next_slot = Duration::ZERO;
+    }
+    if let Some(held) = status.held {
+        status.free = 0;
+        status.next_slot = status.next_slot.max(held);
+    }
+    Ok(status)
 }

@@ -28,7 +28,7 @@ use super::limited::RefusedRequest;
 use super::part::{Part, PerPart};
 use super::probe::Probe;
 use super::reservation::Reservation;
-use super::sent::{PastWait, RareParts, Sent};
+use super::sent::{Admitted, PastWait, RareParts, Sent};
 use crate::clock::{self, Moment};
 use crate::error::{Limited, Reason};
 use crate::events;
@@ -133,15 +133,14 @@ impl OfKey {
     fn sent(&mut self, keeps: bool) -> Sent {
         let slot = self.slot.take();
         let (cost, at) = slot.map_or_else(|| (0, clock::now()), |slot| (slot.cost, slot.at));
-        let mut sent = Sent {
+        let admitted = Admitted {
             core: self.core.id,
             cost,
             key: self.key,
             host: self.host,
             at: Moment::of(at),
-            more: None,
-        }
-        .with_slot(slot, keeps || self.core.settings.settles);
+        };
+        let mut sent = Sent::at_once(admitted).with_slot(slot, keeps || self.core.settings.settles);
         if let Some(in_flight_slot) = self.in_flight_slot.take() {
             sent.more
                 .get_or_insert_with(RareParts::empty)
@@ -261,10 +260,9 @@ impl Taken {
         let now = clock::now();
         let OfKey { core, key, .. } = &self.first;
         let request = RefusedRequest {
-            label: core.label(*key, None),
-            limit: core.limit_name(*key),
             since: now.checked_sub(self.waited()).unwrap_or(now),
             turns: self.wait().map_or(0, |wait| wait.turns),
+            ..RefusedRequest::of_key(core, *key, now)
         };
         let limited = request.refuse(Reason::Expired, Refusal::NEVER, now);
         events::limited(&core.settings.tally, &limited);
@@ -288,7 +286,7 @@ impl Taken {
         } = self.rest.take().map_or_else(Rest::default, |rest| *rest);
         if wait.is_some() || !others.is_empty() || !probes.is_empty() {
             let more = sent.more.get_or_insert_with(RareParts::empty);
-            if sent.cost == 0 {
+            if sent.admitted.cost == 0 {
                 let rated = others.iter().find(|part| part.slot.is_some());
                 more.rated = rated.map(|part| part.core.id);
             }

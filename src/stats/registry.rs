@@ -2,18 +2,16 @@
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::key_counts::KeyCounts;
 #[cfg(feature = "metrics")]
 use super::labelled_keys::WithKeys;
 use super::tally::Tally;
-#[cfg(feature = "metrics")]
-use super::values::KeyStats;
-use super::values::{Outcome, Stats};
+use super::values::{Cause, KeyStats, Outcome, Stats};
 use crate::error::{Limited, StoreError};
 use crate::events;
-use crate::key::Key;
+use crate::key::{Key, Label};
 use crate::locks::lock;
 
 /// Completes when the store of a gate has what was given back.
@@ -22,6 +20,9 @@ pub(crate) type Flush = Pin<Box<dyn Future<Output = Result<(), StoreError>> + Se
 /// A gate: the engine of a limiter or of a throttle.
 pub(crate) trait Gate: Send + Sync {
     fn tally(&self) -> &Tally;
+
+    /// Returns the name of `key` in events.
+    fn label_of(&self, key: Key) -> Label;
 
     /// Visits the counts of `key`. Returns whether the key has state.
     fn visit_counts(&self, key: Key, visit: &mut dyn FnMut(&mut KeyCounts)) -> bool;
@@ -55,13 +56,36 @@ pub(crate) trait Gate: Send + Sync {
 
     fn stats(&self) -> Stats;
 
+    /// Counts and reports that `key` is on hold for `left`.
+    fn report_hold(&self, key: Key, left: Duration, cause: Cause) {
+        self.tally().held(cause);
+        self.tell_hold(key, left, cause);
+    }
+
+    /// Reports that `key` is on hold for `left`, which is counted already.
+    fn tell_hold(&self, key: Key, left: Duration, cause: Cause) {
+        events::held(self.tally(), &self.label_of(key), left, cause);
+    }
+
+    /// Returns the keys with state: how many requests of each wait, and its units.
+    fn in_use(&self) -> Vec<(usize, u64, Key)>;
+
     /// Returns up to `most` keys: those with the most requests that wait, then those with the most units.
-    #[cfg(feature = "metrics")]
-    fn busiest(&self, most: usize) -> Vec<Key>;
+    fn busiest(&self, most: usize) -> Vec<Key> {
+        let mut all = self.in_use();
+        all.sort_unstable_by(|a, b| b.cmp(a));
+        all.truncate(most);
+        all.into_iter().map(|(_, _, key)| key).collect()
+    }
 
     /// Returns the stats of a key. `None` if it has no state.
-    #[cfg(feature = "metrics")]
     fn key_stats(&self, key: Key) -> Option<KeyStats>;
+
+    /// Returns the stats of the busiest keys.
+    fn busiest_stats(&self, most: usize) -> Vec<KeyStats> {
+        let keys = self.busiest(most).into_iter();
+        keys.filter_map(|key| self.key_stats(key)).collect()
+    }
 
     /// Returns the stats, and the series of the keys that have metrics of their own.
     #[cfg(feature = "metrics")]

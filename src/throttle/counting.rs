@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 use super::engine::ThrottleCore;
 use super::waiters::Waiters;
 use crate::clock;
-use crate::events;
-use crate::key::Key;
+use crate::key::{Key, Label};
 use crate::signal::Signal;
 use crate::stats::{
     Cause, Counted, Flush, Gate, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally,
@@ -21,23 +20,70 @@ impl Gate for ThrottleCore {
         &self.settings.tally
     }
 
+    fn label_of(&self, key: Key) -> Label {
+        self.label(key, None)
+    }
+
     fn visit_counts(&self, key: Key, visit: &mut dyn FnMut(&mut KeyCounts)) -> bool {
         self.find(key, |waiters| visit(&mut waiters.counts))
             .is_some()
     }
 
     fn stats(&self) -> Stats {
-        stats(self)
+        let now = clock::now();
+        // Before the keys: see `Tally::counted`.
+        let mut counted = self.tally().counted();
+        let visit = |sum: &mut PaceSums, _, waiters: &mut Waiters| {
+            sum.counted.add(&waiters.counts);
+            sum.in_flight.in_use += waiters.queue.in_flight() as u64;
+            let left = held(waiters, now);
+            sum.held += usize::from(left.is_some());
+            let outlook = waiters.queue.outlook(now);
+            // A key at rest makes no call that would find the store back.
+            let is_used = outlook.waiting + outlook.in_flight > 0;
+            sum.alone += usize::from(outlook.is_alone && is_used);
+            sum.pace = Some(PaceStats {
+                per_second: (!outlook.interval.is_zero())
+                    .then(|| outlook.interval.as_secs_f64().recip()),
+                processes: outlook.processes,
+            });
+            sum.longest_hold = sum.longest_hold.max(left);
+        };
+        let sum = self.fold(visit, PaceSums::add);
+        counted.add_all(&sum.counted);
+        let keys = self.len();
+        Stats {
+            in_flight: Some(sum.in_flight),
+            keys,
+            keys_held: sum.held,
+            keys_alone: sum.alone,
+            pace: sum.pace.filter(|_| keys == 1),
+            max_keys: self.settings.max_keys,
+            longest_hold: sum.longest_hold,
+            guard: self.settings.guard.as_ref().map(|guard| guard.stats()),
+            ..self.tally().stats(counted, now)
+        }
     }
 
-    #[cfg(feature = "metrics")]
-    fn busiest(&self, most: usize) -> Vec<Key> {
-        busiest(self, most)
+    fn in_use(&self) -> Vec<(usize, u64, Key)> {
+        let visit = |all: &mut Vec<_>, key, waiters: &mut Waiters| {
+            all.push((waiters.queue.waiting(), waiters.counts.units(), key));
+        };
+        self.fold(visit, |all: &mut Vec<_>, mut more| all.append(&mut more))
     }
 
-    #[cfg(feature = "metrics")]
     fn key_stats(&self, key: Key) -> Option<KeyStats> {
-        key_stats(self, key)
+        let now = clock::now();
+        self.find(key, |waiters| KeyStats {
+            name: match waiters.counts.name() {
+                Some(name) => name.into(),
+                None => (*self.label(key, None)).into(),
+            },
+            requests: waiters.counts.requests(),
+            units: waiters.counts.units(),
+            waiting: waiters.queue.waiting(),
+            held: held(waiters, now),
+        })
     }
 
     fn in_flight(&self) -> u64 {
@@ -87,8 +133,7 @@ pub(super) fn held_by(core: &ThrottleCore, key: Key, signal: &Signal, left: Dura
         None => Cause::UsedUp,
     };
     core.find(key, |waiters| waiters.note_cause(cause, clock::now()));
-    core.tally().held(cause);
-    events::held(core.tally(), &core.label(key, None), left, cause);
+    core.report_hold(key, left, cause);
 }
 
 /// What is summed over the keys.
@@ -116,66 +161,4 @@ impl PaceSums {
 
 fn held(waiters: &Waiters, now: Instant) -> Option<Duration> {
     waiters.held(now).map(|held| held.left)
-}
-
-fn stats(core: &ThrottleCore) -> Stats {
-    let now = clock::now();
-    // Before the keys: see `Tally::counted`.
-    let mut counted = core.tally().counted();
-    let visit = |sum: &mut PaceSums, _, waiters: &mut Waiters| {
-        sum.counted.add(&waiters.counts);
-        sum.in_flight.in_use += waiters.queue.in_flight() as u64;
-        let left = held(waiters, now);
-        sum.held += usize::from(left.is_some());
-        let outlook = waiters.queue.outlook(now);
-        // A key at rest makes no call that would find the store back.
-        let is_used = outlook.waiting + outlook.in_flight > 0;
-        sum.alone += usize::from(outlook.is_alone && is_used);
-        sum.pace = Some(PaceStats {
-            per_second: (!outlook.interval.is_zero())
-                .then(|| outlook.interval.as_secs_f64().recip()),
-            processes: outlook.processes,
-        });
-        sum.longest_hold = sum.longest_hold.max(left);
-    };
-    let sum = core.fold(visit, PaceSums::add);
-    counted.add_all(&sum.counted);
-    let keys = core.len();
-    Stats {
-        in_flight: Some(sum.in_flight),
-        keys,
-        keys_held: sum.held,
-        keys_alone: sum.alone,
-        pace: sum.pace.filter(|_| keys == 1),
-        max_keys: core.settings.max_keys,
-        longest_hold: sum.longest_hold,
-        guard: core.settings.guard.as_ref().map(|guard| guard.stats()),
-        ..core.tally().stats(counted, now)
-    }
-}
-
-/// Returns up to `most` keys: those with the most requests that wait, then those with the most attempts.
-pub(super) fn busiest(core: &ThrottleCore, most: usize) -> Vec<Key> {
-    let visit = |all: &mut Vec<_>, key, waiters: &mut Waiters| {
-        all.push((waiters.queue.waiting(), waiters.counts.units(), key));
-    };
-    let mut all = core.fold(visit, |all: &mut Vec<_>, mut more| all.append(&mut more));
-    all.sort_unstable_by(|a, b| b.cmp(a));
-    all.truncate(most);
-    all.into_iter().map(|(_, _, key)| key).collect()
-}
-
-/// Returns the stats of a key, if it has state.
-pub(super) fn key_stats(core: &ThrottleCore, key: Key) -> Option<KeyStats> {
-    let now = clock::now();
-    core.find(key, |waiters| KeyStats {
-        name: match waiters.counts.name() {
-            Some(name) => name.into(),
-            None => (*core.label(key, None)).into(),
-        },
-        requests: waiters.counts.requests(),
-        units: waiters.counts.units(),
-        waiting: waiters.queue.waiting(),
-        held: held(waiters, now),
-    })
 }

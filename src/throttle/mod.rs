@@ -216,11 +216,7 @@ impl Throttle {
     /// Returns the stats of up to `most` keys: those with the most requests that wait, then those with
     /// the most attempts since their state was made. At most 1000 are returned.
     pub fn busiest(&self, most: usize) -> Vec<KeyStats> {
-        let keys = counting::busiest(&self.core, most.min(1000));
-        let stats = keys
-            .into_iter()
-            .map(|key| counting::key_stats(&self.core, key));
-        stats.flatten().collect()
+        self.core.busiest_stats(most.min(1000))
     }
 
     /// Names `key` in [`KeyStats`], for requests that come without a layer. At most 64 bytes of `name`

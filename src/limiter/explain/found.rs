@@ -7,13 +7,11 @@ use std::time::{Duration, Instant};
 use crate::clock;
 use crate::cost::Cost;
 use crate::error::StoreError;
-use crate::key::Key;
 use crate::limit::LimitSpec;
-use crate::limiter::engine::Core;
 use crate::limiter::entry::Entry;
 use crate::limiter::explanation::{Held, KeyExplanation, StoreState};
-use crate::limiter::key_state::Outlook;
-use crate::limiter::part::{PartRef, has_store_of};
+use crate::limiter::key_state::{KeyState, Outlook};
+use crate::limiter::part::NewPart;
 use crate::limiter::quotas::QuotaId;
 use crate::limiter::reservation::WaitBound;
 use crate::limiter::settings::Settings;
@@ -21,49 +19,26 @@ use crate::limiter::status::QuotaSource;
 use crate::stats::Gate;
 use crate::store::{StoreReply, Usage};
 
-/// One key of a request, and what the request takes of it.
-pub(in crate::limiter) struct AskedKey {
-    pub(in crate::limiter) core: Arc<Core>,
-    pub(in crate::limiter) key: Key,
-    pub(in crate::limiter) cost: u32,
-    /// The quota that the request states for the key.
-    pub(in crate::limiter) quota: QuotaId,
-    /// The key that names this one. It is another one if the limits count a unit.
-    pub(in crate::limiter) named: Key,
-}
-
-impl AskedKey {
-    /// Returns the key as a part of a request of several keys.
-    pub(super) fn part(&self) -> PartRef<'_> {
-        let entry = Entry {
-            key: self.key,
-            cost: self.cost,
-            deadline: None,
-            host: None,
-            quota: self.quota,
-        };
-        PartRef::new(&self.core, entry)
-    }
-
+impl NewPart {
     /// Returns the limits under which the request would enter.
     pub(super) fn spec(&self) -> Arc<LimitSpec> {
         match self.other_quota() {
             Some(spec) => spec,
-            None => self.core.terms(self.key),
+            None => self.core.terms(self.entry.key),
         }
     }
 
     /// Returns the largest cost of a request that its quota allows.
     pub(super) fn largest_cost(&self) -> u32 {
         let spec = self.other_quota();
-        let spec = spec.unwrap_or_else(|| self.core.quota_of(self.key));
+        let spec = spec.unwrap_or_else(|| self.core.quota_of(self.entry.key));
         spec.quota().largest_cost()
     }
 
     /// Makes a request that may wait for a whole limit ask for no more: see `admission::awaited_cost`.
     pub(super) fn await_whole_limit(&mut self) {
         if self.core.settings.waits_above_limit {
-            self.cost = self.cost.min(self.largest_cost());
+            self.entry.cost = self.entry.cost.min(self.largest_cost());
         }
     }
 
@@ -71,25 +46,17 @@ impl AskedKey {
     fn other_quota(&self) -> Option<Arc<LimitSpec>> {
         let Settings { quotas, spec, .. } = &self.core.settings;
         self.changes_quota().then(|| {
-            let stated = quotas.spec(self.quota, self.core.part_index(), self.core.unit());
+            let stated = quotas.spec(self.entry.quota, self.core.part_index(), self.core.unit());
             stated.unwrap_or_else(|| spec.clone())
         })
     }
 
     /// Returns whether the request would give the key another quota.
     fn changes_quota(&self) -> bool {
-        let AskedKey {
-            core, key, quota, ..
-        } = self;
-        let known = core
-            .states
-            .find(*key, |state| state.limits.has_quota(*quota));
-        !known.unwrap_or(*quota == QuotaId::CONFIGURED || *quota == QuotaId::NONE)
-    }
-
-    /// Returns whether two keys of a request would count it twice.
-    pub(super) fn is_same(&self, other: &AskedKey) -> bool {
-        self.key == other.key && has_store_of(&self.core, &other.core)
+        let Entry { key, quota, .. } = self.entry;
+        let has_quota = |state: &mut KeyState| state.limits.has_quota(quota);
+        let known = self.core.states.find(key, has_quota);
+        !known.unwrap_or(quota == QuotaId::CONFIGURED || quota == QuotaId::NONE)
     }
 }
 
@@ -114,14 +81,14 @@ pub(super) struct InFlightOutlook {
 
 impl Found {
     /// Asks the store, and then looks at the state of the key.
-    pub(super) async fn read(asked: &AskedKey, bound: WaitBound) -> Found {
+    pub(super) async fn read(asked: &NewPart, bound: WaitBound) -> Found {
         // A request that enters brings the key up to date: slots that no waiter has come for are booked anew.
         let now = clock::now();
-        asked
-            .core
-            .with_state(asked.key, now, |state, ctx| state.bring_up_to_date(ctx));
+        asked.core.with_state(asked.entry.key, now, |state, ctx| {
+            state.bring_up_to_date(ctx)
+        });
         let before = outlook(asked, bound, clock::now());
-        let mut request = asked.core.peek_request(asked.key, &asked.spec());
+        let mut request = asked.core.peek_request(asked.entry.key, &asked.spec());
         // Units that the call for the request would give back are free for it. The units of the
         // requests before it are not.
         let returning = if before.ahead.is_empty() {
@@ -129,7 +96,7 @@ impl Found {
         } else {
             0
         };
-        request.cost = asked.cost.saturating_sub(returning).max(1);
+        request.cost = asked.entry.cost.saturating_sub(returning).max(1);
         request.validity = before.validity;
         request.ahead = before.ahead;
         let sent = clock::now();
@@ -142,7 +109,7 @@ impl Found {
         };
         let in_flight = asked.core.in_flight.as_ref();
         let in_flight = in_flight.and_then(|calls| {
-            calls.with(asked.core.whole(asked.key), |calls| InFlightOutlook {
+            calls.with(asked.core.whole(asked.entry.key), |calls| InFlightOutlook {
                 waiting: calls.waiting(),
                 has_free: calls.has_free(),
             })
@@ -152,7 +119,7 @@ impl Found {
             .core
             .in_flight
             .as_ref()
-            .is_none_or(|calls| calls.has_room(asked.core.whole(asked.key), now));
+            .is_none_or(|calls| calls.has_room(asked.core.whole(asked.entry.key), now));
         let has_no_rates = !asked.core.has_rates();
         Found {
             outlook: outlook(asked, bound, now),
@@ -160,7 +127,7 @@ impl Found {
             took,
             in_flight: in_flight.unwrap_or_default(),
             has_room: calls_have_room
-                && (has_no_rates || asked.core.states.has_room(asked.key, now)),
+                && (has_no_rates || asked.core.states.has_room(asked.entry.key, now)),
         }
     }
 
@@ -182,7 +149,7 @@ impl Found {
     }
 
     /// Returns what was found, for the caller.
-    pub(super) fn told(self, asked: &AskedKey, name: Box<str>, now: Instant) -> KeyExplanation {
+    pub(super) fn told(self, asked: &NewPart, name: Box<str>, now: Instant) -> KeyExplanation {
         let core = &asked.core;
         let unit = core.unit().unwrap_or(Cost::REQUESTS);
         let hold = self.held().map(|left| {
@@ -193,7 +160,7 @@ impl Found {
                 age: origin.map(|origin| now.saturating_duration_since(origin.since)),
             }
         });
-        let (waiting, since) = core.tally().waiting_of(asked.key);
+        let (waiting, since) = core.tally().waiting_of(asked.entry.key);
         let set = self.usage.as_ref().ok();
         let set = set.and_then(|usage| usage.set_quota.as_deref());
         let quota_source = QuotaSource::of(set, self.outlook.stated, &core.settings.quotas);
@@ -210,7 +177,7 @@ impl Found {
             },
         };
         limits.iter_mut().for_each(|usage| usage.unit = unit);
-        let has_state = core.states.find(asked.key, |_| ()).is_some();
+        let has_state = core.states.find(asked.entry.key, |_| ()).is_some();
         let is_used = limits.iter().any(|usage| usage.used > 0);
         let has_failed = matches!(store, StoreState::Failed(_) | StoreState::Recovering { .. });
         let is_set = !matches!(quota_source, QuotaSource::Builder);
@@ -218,7 +185,7 @@ impl Found {
         KeyExplanation {
             limiter: core.tally().name(),
             key: name,
-            cost: asked.cost,
+            cost: asked.entry.cost,
             unit,
             quota_source,
             limits,
@@ -234,15 +201,14 @@ impl Found {
 }
 
 /// Returns what the key would do with the request before it asks the store.
-fn outlook(asked: &AskedKey, bound: WaitBound, now: Instant) -> Outlook {
-    let AskedKey {
-        core, key, cost, ..
-    } = asked;
+fn outlook(asked: &NewPart, bound: WaitBound, now: Instant) -> Outlook {
+    let NewPart { core, entry, .. } = asked;
+    let &Entry { key, cost, .. } = entry;
     let changes_quota = asked.changes_quota();
-    let ctx = core.ctx(*key, now, None);
+    let ctx = core.ctx(key, now, None);
     let known = core
         .states
-        .find(*key, |state| state.outlook(*cost, bound, &ctx));
+        .find(key, |state| state.outlook(cost, bound, &ctx));
     let mut outlook = known.unwrap_or_else(|| Outlook {
         validity: asked.spec().life(),
         ..Outlook::default()
@@ -251,7 +217,7 @@ fn outlook(asked: &AskedKey, bound: WaitBound, now: Instant) -> Outlook {
         // The permits at hand and the booked slots go back to the store.
         outlook.has_permit = false;
         outlook.returning += u64::from(outlook.at_hand);
-        outlook.stated = Some(asked.quota).filter(|id| *id != QuotaId::CONFIGURED);
+        outlook.stated = Some(asked.entry.quota).filter(|id| *id != QuotaId::CONFIGURED);
     }
     outlook
 }

@@ -9,28 +9,23 @@
 mod case;
 mod found;
 
-use std::time::Instant;
-
 use super::counting;
 use super::explanation::{Explanation, ExplanationText, Verdict};
 use super::key_state::KeyState;
+use super::part::{NewPart, earliest_deadline, shortest_wait};
 use super::reservation::WaitBound;
 use crate::clock;
 use crate::error::{Reason, StoreError};
 use crate::join::join_all;
 
 use case::{KeyCase, refused};
-pub(super) use found::AskedKey;
 use found::Found;
 
-/// Explains what would happen to a request of the keys `asked`, at least one, with a `deadline`.
-pub(super) async fn explain(
-    mut asked: Vec<AskedKey>,
-    deadline: Option<Instant>,
-) -> Result<Explanation, StoreError> {
-    asked.iter_mut().for_each(AskedKey::await_whole_limit);
-    let waits = asked.iter().map(|asked| asked.core.settings.max_wait);
-    let max_wait = waits.min().unwrap_or_default();
+/// Explains what would happen to a request of the keys `asked`, at least one.
+pub(super) async fn explain(mut asked: Vec<NewPart>) -> Result<Explanation, StoreError> {
+    let deadline = earliest_deadline(&asked);
+    asked.iter_mut().for_each(NewPart::await_whole_limit);
+    let max_wait = shortest_wait(asked.iter().map(|asked| &asked.core));
     let read = asked.iter().enumerate().map(async |(index, asked)| {
         let bound = WaitBound::new(deadline, clock::now(), max_wait);
         (index, Found::read(asked, bound).await)
@@ -41,16 +36,15 @@ pub(super) async fn explain(
     let bound = WaitBound::new(deadline, now, max_wait);
     let mut verdicts = Vec::new();
     for (index, found) in &found {
-        let is_same = asked[..*index]
-            .iter()
-            .any(|other| other.is_same(&asked[*index]));
-        verdicts.push(if is_same {
+        let part = asked[*index].as_part();
+        let mut before = asked[..*index].iter();
+        verdicts.push(if before.any(|other| other.as_part().is_same(&part)) {
             refused(Reason::SameKey)
         } else {
             let asked = &asked[*index];
             let case = KeyCase {
                 core: &asked.core,
-                cost: asked.cost,
+                cost: asked.entry.cost,
                 largest: found.largest_cost().unwrap_or_else(|| asked.largest_cost()),
                 found,
                 max_wait,
@@ -66,12 +60,12 @@ pub(super) async fn explain(
     let (decisive, mut verdict) = worst.map_or((0, Verdict::Goes), |(index, verdict)| {
         (index, verdict.clone())
     });
-    let parts: Vec<_> = asked.iter().map(AskedKey::part).collect();
+    let parts: Vec<_> = asked.iter().map(NewPart::as_part).collect();
     let joint = &asked[0].core.joint;
     let before = joint.waiting_unbooked(&parts);
     let is_refused = matches!(verdict, Verdict::Refused { .. });
     let awaited = &asked[joint.awaited(&parts)];
-    let full = awaited.core.full_queue(awaited.key, awaited.cost);
+    let full = (awaited.core).full_queue(awaited.entry.key, awaited.entry.cost);
     if let Some(max_queue) = full.filter(|_| asked.len() > 1 && !is_refused) {
         verdict = refused(Reason::QueueFull(max_queue));
     } else if verdict == Verdict::Goes && asked.len() > 1 && before > 0 {
@@ -91,15 +85,15 @@ pub(super) async fn explain(
 }
 
 /// Returns the name of a key, also if another unit of the same key has it.
-fn name_of(key: &AskedKey, asked: &[AskedKey]) -> Box<str> {
+fn name_of(key: &NewPart, asked: &[NewPart]) -> Box<str> {
     let mut of_key = asked.iter().filter(|other| other.named == key.named);
     let name = of_key.find_map(|other| {
         let name = |state: &mut KeyState| state.counts.name().map(Box::from);
-        other.core.states.find(other.key, name).flatten()
+        other.core.states.find(other.entry.key, name).flatten()
     });
     name.unwrap_or_else(|| {
         let quota = |state: &mut KeyState| state.limits.quota_id();
-        let quota = key.core.states.find(key.key, quota).flatten();
+        let quota = key.core.states.find(key.entry.key, quota).flatten();
         counting::label_with_route(&key.core, key.named, quota)
     })
 }
