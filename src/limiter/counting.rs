@@ -136,11 +136,8 @@ pub(super) fn passed(core: &Core, key: Key, units: u32) {
 
 /// Counts the units of a permit that was made for a request.
 pub(super) fn add_units(core: &Core, key: Key, slot: Option<&Reservation>) {
-    let Some(slot) = slot else { return };
-    let units = u64::from(slot.cost);
-    let count = |state: &mut KeyState| state.counts.add_units(units);
-    if core.states.find(key, count).is_none() {
-        core.tally().add_units(units);
+    if let Some(slot) = slot {
+        core.add_units(key, slot.cost.into());
     }
 }
 

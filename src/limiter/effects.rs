@@ -205,8 +205,7 @@ impl Core {
             state.give_back(ctx, slot, stays);
         };
         if self.with_state(key, clock::now(), give_back).is_none() {
-            let spec = self.spec_to_give_back();
-            self.settings.store.give_back(key, &spec, &[slot.unused()]);
+            self.give_back_stateless(key, &[slot.unused()]);
         }
     }
 
@@ -214,8 +213,7 @@ impl Core {
     pub(super) fn refund(self: &Arc<Self>, key: Key, unused: UnusedPermits) {
         let refund = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.refund(ctx, unused);
         if self.with_state(key, clock::now(), refund).is_none() {
-            let spec = self.spec_to_give_back();
-            self.settings.store.give_back(key, &spec, &[unused]);
+            self.give_back_stateless(key, &[unused]);
         }
     }
 
@@ -224,21 +222,17 @@ impl Core {
     /// one call, which is not repeated.
     pub(super) fn charge(self: &Arc<Self>, key: Key, units: u64, permit: Option<UnusedPermits>) {
         let now = clock::now();
-        let Settings {
-            store,
-            spec,
-            counted_within,
-            ..
-        } = &self.settings;
+        let settings = &self.settings;
         // The store counts units for longer if the upstream counts late. These are counted already.
-        let sent_at = now.checked_sub(*counted_within).unwrap_or(now);
+        let sent_at = now.checked_sub(settings.counted_within).unwrap_or(now);
         let charge = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
             state.charge(ctx, units, sent_at, permit)
         };
         if let Err(Full) = self.with_new_state(key, now, charge) {
-            let request = OwnedLeaseRequest::without_demands(key, spec, ClientSession::default());
+            let session = ClientSession::default();
+            let request = OwnedLeaseRequest::without_demands(key, &settings.spec, session);
             let charges = [Charge::new(now - sent_at, units)];
-            let reply = store.lease(LeaseRequest {
+            let reply = settings.store.lease(LeaseRequest {
                 returns: permit.as_slice(),
                 charges: &charges,
                 ..request.request(&[])
@@ -659,23 +653,16 @@ impl StoreCall {
         ) -> R,
     ) -> Option<R> {
         self.is_open = false;
-        let StoreCall {
-            ref core,
-            key,
-            call,
-            ..
-        } = self;
-        if let Ok(Lease {
-            foreign: Some(limit),
-            ..
-        }) = &answer
+        let (core, key, call) = (&self.core, self.key, self.call);
+        let foreign = answer.as_ref().ok().and_then(|lease| lease.foreign);
+        if let Some(limit) = foreign
             // A key whose quota changed keeps its old limits for some time.
             && !core.settings.quotas.is_any()
             && !core.warned.swap(true, Ordering::Relaxed)
         {
             let quota = core.settings.spec.quota();
             let tally = &core.settings.tally;
-            events::foreign_limit(tally, &core.label(key, None), *limit, quota);
+            events::foreign_limit(tally, &core.label(key, None), limit, quota);
         }
         let mut answer = Some(answer);
         let taken_in = core.with_state(key, clock::now(), |state, ctx| {
@@ -685,8 +672,7 @@ impl StoreCall {
             done
         });
         if let Some(Ok(lease)) = answer {
-            let spec = core.spec_to_give_back();
-            core.settings.store.give_back(key, &spec, &lease.unused());
+            core.give_back_stateless(key, &lease.unused());
         }
         taken_in
     }

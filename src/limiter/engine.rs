@@ -28,7 +28,7 @@ use crate::clock;
 use crate::cost::Cost;
 use crate::error::StoreError;
 use crate::key::{Key, Label, RequestRef};
-use crate::limit::LimitSpec;
+use crate::limit::{LimitSpec, UnusedPermits};
 use crate::locks::{read, write};
 use crate::stats;
 use crate::store::{self, PeekRequest, StoreEvent, StoreListener};
@@ -174,26 +174,17 @@ impl Core {
         now: Instant,
         own: Option<&'a Arc<LimitSpec>>,
     ) -> KeyContext<'a> {
-        let Settings {
-            spec,
-            store,
-            max_queue,
-            on_store_error,
-            max_hold,
-            settles,
-            tally,
-            ..
-        } = &self.settings;
+        let settings = &self.settings;
         KeyContext {
             key,
-            store,
-            spec: own.unwrap_or(spec),
+            store: &settings.store,
+            spec: own.unwrap_or(&settings.spec),
             now,
-            max_queue: *max_queue,
-            fails_open: *on_store_error == OnStoreError::FailOpen,
-            max_hold: *max_hold,
-            settles: *settles,
-            is_draining: tally.is_draining(),
+            max_queue: settings.max_queue,
+            fails_open: settings.on_store_error == OnStoreError::FailOpen,
+            max_hold: settings.max_hold,
+            settles: settings.settles,
+            is_draining: settings.tally.is_draining(),
             work: Work::default(),
         }
     }
@@ -225,15 +216,15 @@ impl Core {
         own.unwrap_or_else(|| spec.clone())
     }
 
-    /// Returns limits for a call that only gives units of a key back whose state is gone. If its limits
-    /// are not known, the store keeps those that it has.
-    pub(super) fn spec_to_give_back(&self) -> Arc<LimitSpec> {
+    /// Gives units of a key back to the store, although the state of the key is gone. If its limits are not known,
+    /// the store keeps those that it has.
+    pub(super) fn give_back_stateless(&self, key: Key, unused: &[UnusedPermits]) {
         let Settings { spec, quotas, .. } = &self.settings;
-        if quotas.is_any() {
-            Arc::new(LimitSpec::none())
-        } else {
-            spec.clone()
-        }
+        let spec = match quotas.is_any() {
+            true => Arc::new(LimitSpec::none()),
+            false => spec.clone(),
+        };
+        self.settings.store.give_back(key, &spec, unused);
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.
@@ -457,18 +448,12 @@ impl StoreListener for Core {
 
 impl fmt::Debug for Core {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Settings {
-            spec,
-            max_wait,
-            max_queue,
-            max_keys,
-            ..
-        } = &self.settings;
+        let settings = &self.settings;
         f.debug_struct("Limiter")
-            .field("quota", spec.quota())
-            .field("max_wait", max_wait)
-            .field("max_queue", max_queue)
-            .field("max_keys", max_keys)
+            .field("quota", settings.spec.quota())
+            .field("max_wait", &settings.max_wait)
+            .field("max_queue", &settings.max_queue)
+            .field("max_keys", &settings.max_keys)
             .finish_non_exhaustive()
     }
 }

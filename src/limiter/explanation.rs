@@ -202,9 +202,7 @@ impl Verdict {
             Verdict::Refused { retry_after, .. } => (2, retry_after.unwrap_or(Duration::MAX)),
         }
     }
-}
 
-impl Verdict {
     /// Writes what would happen, after the words "a request".
     pub(crate) fn write(
         &self,
@@ -311,12 +309,10 @@ impl KeyExplanation {
         let named: Vec<String> = named.collect();
         let width = named.iter().map(String::len).max().unwrap_or(0);
         let width = width.max("waiting".len());
+        let topic = |f: &mut fmt::Formatter<'_>, name: &str| write!(f, "\n  {name:width$}  ");
         for (name, usage) in named.iter().zip(&self.limits) {
-            write!(
-                f,
-                "\n  {name:width$}  {} used, {} free",
-                usage.used, usage.free
-            )?;
+            topic(f, name)?;
+            write!(f, "{} used, {} free", usage.used, usage.free)?;
             if usage.reserved > 0 {
                 write!(f, ", {} reserved for other clients", usage.reserved)?;
             }
@@ -328,68 +324,54 @@ impl KeyExplanation {
                 write!(f, "; free in {}", Shown(usage.wait))?;
             }
         }
-        let quota = |f: &mut fmt::Formatter<'_>| write!(f, "\n  {:width$}  ", "quota");
+        if self.quota_source != QuotaSource::Builder {
+            topic(f, "quota")?;
+        }
         match self.quota_source {
             QuotaSource::Builder => {}
             QuotaSource::Upstream { left } => {
-                quota(f)?;
                 write!(f, "learned from the upstream, ends in {}", Shown(left))?;
             }
-            QuotaSource::Route => {
-                quota(f)?;
-                f.write_str("that of its route")?;
-            }
-            QuotaSource::Request => {
-                quota(f)?;
-                f.write_str("stated by requests")?;
-            }
+            QuotaSource::Route => f.write_str("that of its route")?,
+            QuotaSource::Request => f.write_str("stated by requests")?,
             QuotaSource::Set { left } => {
-                quota(f)?;
-                write!(
-                    f,
-                    "set by an operator, kept for {} if it is not used",
-                    Shown(left)
-                )?;
+                let left = Shown(left);
+                write!(f, "set by an operator, kept for {left} if it is not used")?;
             }
         }
-        write!(f, "\n  {:width$}  ", "hold")?;
+        topic(f, "hold")?;
         Held::write(self.hold.as_ref(), f)?;
-        write!(f, "\n  {:width$}  {} here", "waiting", self.waiting)?;
+        topic(f, "waiting")?;
+        write!(f, "{} here", self.waiting)?;
         if let Some(oldest) = self.oldest_wait {
             write!(f, ", the first for {}", Shown(oldest))?;
         }
-        write!(f, "\n  {:width$}  {}", "at hand", self.at_hand)?;
+        topic(f, "at hand")?;
+        write!(f, "{}", self.at_hand)?;
         if !self.is_known {
-            write!(f, "\n  {:width$}  no request of this key", "known")?;
+            topic(f, "known")?;
+            f.write_str("no request of this key")?;
         }
         for StatedLimit { limit, name, .. } in &self.learned {
+            topic(f, "learned")?;
             let limit = limit.counting(unit);
             match name {
-                Some(name) => write!(f, "\n  {:width$}  {name:?} states {limit}", "learned")?,
-                None => write!(f, "\n  {:width$}  the upstream states {limit}", "learned")?,
+                Some(name) => write!(f, "{name:?} states {limit}")?,
+                None => write!(f, "the upstream states {limit}")?,
             }
         }
+        if matches!(self.store, StoreState::InProcess) {
+            return Ok(());
+        }
+        topic(f, "store")?;
         match &self.store {
             StoreState::InProcess => Ok(()),
-            StoreState::Reachable { took } => {
-                write!(f, "\n  {:width$}  answered in {}", "store", Shown(*took))
-            }
+            StoreState::Reachable { took } => write!(f, "answered in {}", Shown(*took)),
             StoreState::Recovering { left } => {
-                let left = Shown(*left);
-                write!(
-                    f,
-                    "\n  {:width$}  lost its state, recovers in {left}",
-                    "store"
-                )
+                write!(f, "lost its state, recovers in {}", Shown(*left))
             }
-            StoreState::Alone => {
-                write!(
-                    f,
-                    "\n  {:width$}  unreachable; limits are the fallback share",
-                    "store"
-                )
-            }
-            StoreState::Failed(error) => write!(f, "\n  {:width$}  {error}", "store"),
+            StoreState::Alone => f.write_str("unreachable; limits are the fallback share"),
+            StoreState::Failed(error) => write!(f, "{error}"),
         }
     }
 }
@@ -404,19 +386,12 @@ impl fmt::Display for ExplanationText<'_> {
         let Some(decisive) = self.keys.get(self.decisive) else {
             return Ok(());
         };
-        let KeyExplanation {
-            limiter,
-            key,
-            cost,
-            unit,
-            ..
-        } = decisive;
-        write!(f, "{limiter}, key {key}: a request ")?;
-        if *cost != 1 || counted(unit).is_some() {
-            let (space, unit) = counted(unit).map_or(("", ""), |unit| (" ", unit));
+        write!(f, "{}, key {}: a request ", decisive.limiter, decisive.key)?;
+        let (cost, unit) = (decisive.cost, counted(decisive.unit));
+        if cost != 1 || unit.is_some() {
+            let (space, unit) = unit.map_or(("", ""), |unit| (" ", unit));
             write!(f, "that costs {cost}{space}{unit} ")?;
         }
-        let unit = counted(unit);
         self.verdict.write(f, |f, because| {
             because.write(f, decisive.hold.as_ref(), unit)
         })?;

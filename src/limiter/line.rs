@@ -246,7 +246,7 @@ impl RequestLine {
         if let RequestLine::Set(set) = self {
             let parts = set.parts.iter().zip(&slots.slots);
             for (part, _) in parts.filter(|(_, slot)| slot.is_some()) {
-                part.ended(now, true);
+                joint::ended(&part.core, part.key, now, true);
             }
         }
     }

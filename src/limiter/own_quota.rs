@@ -160,10 +160,8 @@ async fn change(
 ) -> Result<(), StoreError> {
     let limits = LimitSpec::clone(&spec).with_quota_version(known_version(core, key), life);
     let store = &core.settings.store;
-    let version = store
-        .set_quota(key, &Arc::new(limits), life)
-        .arrives()
-        .await?;
+    let set = store.set_quota(key, &Arc::new(limits), life);
+    let version = set.arrives().await?;
     let quota = Some(*spec.quota());
     take_in(core, key, &SetQuota::new(version, quota, life, life));
     Ok(())
@@ -175,10 +173,8 @@ async fn end(core: &Arc<Core>, key: Key, above: u32, life: Duration) -> Result<(
     // An operator need not know what the requests of the key state, so the end states no limits.
     let limits = LimitSpec::none().with_quota_version(above, life);
     let store = &core.settings.store;
-    let version = store
-        .unset_quota(key, &Arc::new(limits), life)
-        .arrives()
-        .await?;
+    let unset = store.unset_quota(key, &Arc::new(limits), life);
+    let version = unset.arrives().await?;
     // If an operator has set a quota meanwhile, the next reply of the store states it.
     if !is_set(version) {
         take_in(core, key, &SetQuota::new(version, None, life, life));

@@ -158,14 +158,9 @@ impl AnsweredCall<'_> {
         retry_after: Option<Duration>,
         now: Instant,
     ) {
-        let Settings {
-            store,
-            on_scope,
-            guard,
-            ..
-        } = &core.settings;
-        let mut max_hold = core.settings.max_hold;
-        if let Some(guard) = guard
+        let settings = &core.settings;
+        let mut max_hold = settings.max_hold;
+        if let Some(guard) = &settings.guard
             && !max_hold.is_zero()
             && signal.refusal().is_some()
             && retry_after.is_some_and(|wait| wait > max_hold)
@@ -173,7 +168,7 @@ impl AnsweredCall<'_> {
             // A client that goes on although the upstream named a long wait may be banned.
             max_hold = guard.longest().max(max_hold);
         }
-        let scoped = match (signal.scope(), on_scope) {
+        let scoped = match (signal.scope(), &settings.on_scope) {
             (Some(scope), Some(on_scope)) => {
                 on_scope(core.whole(self.admitted.key), scope).map(|key| core.part_of(key))
             }
@@ -213,7 +208,7 @@ impl AnsweredCall<'_> {
             };
             // The store has to know what is left before `holds::adopt_seen` lets the waiters call it
             // again. Its answer is not needed: the reply to the next call states the hold in force.
-            drop(store.hold(key, &spec, held, left));
+            drop(settings.store.hold(key, &spec, held, left));
         }
         holds::adopt_seen(core, key, held, now);
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::limit::{Micros, micros_down};
-use crate::store::{ClientSession, Grant, Lease, StoreSession, UnusedPermits};
+use crate::store::{ClientSession, Lease, StoreSession, UnusedPermits};
 
 /// The session of one key with a store.
 ///
@@ -43,6 +43,14 @@ struct GrantedUnits {
     from: Micros,
     /// The last moment at which one of them may be used.
     until: Option<Instant>,
+}
+
+impl GrantedUnits {
+    /// Adds units that may be used until then.
+    fn add(&mut self, units: u64, until: Instant) {
+        self.units = self.units.saturating_add(units);
+        self.until = self.until.max(Some(until));
+    }
 }
 
 impl KeySession {
@@ -93,27 +101,16 @@ impl KeySession {
             self.granted_before = std::mem::take(&mut self.granted);
             self.granted.from = store_now;
         }
-        for &Grant {
-            cost,
-            count,
-            wait,
-            validity,
-            ..
-        } in lease.grants.iter().chain(&lease.prefetched)
-        {
-            let until = clock::after(now, wait.saturating_add(validity));
-            self.granted.units = self
-                .granted
-                .units
-                .saturating_add(u64::from(cost) * u64::from(count));
-            self.granted.until = self.granted.until.max(Some(until));
+        for grant in lease.grants.iter().chain(&lease.prefetched) {
+            let until = clock::after(now, grant.wait.saturating_add(grant.validity));
+            self.granted
+                .add(u64::from(grant.cost) * u64::from(grant.count), until);
         }
     }
 
     /// Counts units that this process used at `now` without a permit.
     pub(super) fn count_charge(&mut self, units: u64, now: Instant) {
-        self.granted.units = self.granted.units.saturating_add(units);
-        self.granted.until = self.granted.until.max(Some(now));
+        self.granted.add(units, now);
     }
 
     /// Takes in that the store's time was `seen` between `sent` and `now`.

@@ -34,6 +34,13 @@ pub(crate) trait Gate: Send + Sync {
         }
     }
 
+    /// Counts units of `key` in the state of the key, or in the tally if the key has none.
+    fn add_units(&self, key: Key, units: u64) {
+        if !self.visit_counts(key, &mut |counts| counts.add_units(units)) {
+            self.tally().add_units(units);
+        }
+    }
+
     /// Counts a request of `key` that is refused, and reports it.
     fn refused(&self, key: Key, limited: &Limited) {
         let outcome = self.tally().refusal(limited);

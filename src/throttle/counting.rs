@@ -118,14 +118,6 @@ impl Drop for ThrottleCore {
     }
 }
 
-/// Counts an attempt that leaves.
-pub(super) fn add_attempt(core: &ThrottleCore, key: Key) {
-    let count = |waiters: &mut Waiters| waiters.counts.add_units(1);
-    if core.find(key, count).is_none() {
-        core.tally().add_units(1);
-    }
-}
-
 /// Counts and reports a hold of `key` that follows from a response.
 pub(super) fn held_by(core: &ThrottleCore, key: Key, signal: &Signal, left: Duration) {
     let cause = match signal.refusal() {

@@ -419,7 +419,7 @@ impl Future for PaceWait {
             Ok(flight) => {
                 let span = now.saturating_duration_since(self.start);
                 events::waited(&label, span, self.turns);
-                counting::add_attempt(&self.core, self.key);
+                self.core.add_units(self.key, 1);
                 let waited = Box::new(Waited {
                     label,
                     start: self.start,

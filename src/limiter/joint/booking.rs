@@ -122,6 +122,7 @@ impl<'a> SlotSearch<'a> {
                 part.core.states.find(part.key, KeyState::given_up);
             }
         }
+        let needed = set.parts.iter().zip(&wanted.costs);
         let needs_none = |(part, cost): (&Part, &u32)| *cost == 0 || !part.core.has_rates();
         SlotSearch {
             set,
@@ -133,12 +134,7 @@ impl<'a> SlotSearch<'a> {
             changes: set.parts.iter().map(Part::changes).collect(),
             given_up,
             uncertain: set.parts.iter().map(|_| Duration::ZERO).collect(),
-            passes: set
-                .parts
-                .iter()
-                .zip(&wanted.costs)
-                .map(needs_none)
-                .collect(),
+            passes: needed.map(needs_none).collect(),
             uncounted: None,
             earliest: wanted.held_until,
             last: wanted.scarcest,

@@ -68,17 +68,10 @@ pub(super) use confirmation::doubtful;
 pub(super) use set::{JointSet, JointSets};
 
 /// Notes whether a slot of `key` was used, or expired before the request left.
-fn ended(core: &Arc<Core>, key: Key, now: Instant, is_used: bool) {
+pub(super) fn ended(core: &Arc<Core>, key: Key, now: Instant, is_used: bool) {
     core.with_state(key, now, |state, ctx| {
         key_state::ended(state, ctx, is_used);
     });
-}
-
-impl Part {
-    /// Notes whether a slot was used, or expired before the request left.
-    pub(super) fn ended(&self, now: Instant, is_used: bool) {
-        ended(&self.core, self.key, now, is_used);
-    }
 }
 
 /// Gives back slots of `parts`.

@@ -251,11 +251,7 @@ impl KeyState {
     /// Calls the store. If permits expired since the last call (`died`), the permits of later calls
     /// are valid for longer.
     fn send(&mut self, ctx: &mut KeyContext<'_>, booking: &BookingCall, died: bool) -> Called {
-        let BookingCall {
-            demands,
-            prefetches,
-            ..
-        } = booking;
+        let demands = &booking.demands;
         let queue = self.queue.get_or_insert_default();
         let mut latest = queue.latest().unwrap_or(ctx.now);
         if booking.is_near {
@@ -265,7 +261,7 @@ impl KeyState {
         if died {
             self.store.lengthen_life(ctx.spec);
         }
-        let ask = Ask::slots(demands, latest, returns).prefetching(*prefetches);
+        let ask = Ask::slots(demands, latest, returns).prefetching(booking.prefetches);
         match self.call(ctx, ask) {
             (call, StoreReply::Ready(answer)) => {
                 self.queue

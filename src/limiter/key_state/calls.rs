@@ -135,8 +135,17 @@ impl KeyState {
             returns.extend(self.prefetched.clear());
         }
         let (charge, number) = self.take_charge(ctx, &mut returns);
-        let request = self.store.request(ctx, demands, prefetch, latest, &returns);
+        self.store.forget(&returns);
         let reply = ctx.store.lease(LeaseRequest {
+            key: ctx.key,
+            spec: ctx.spec,
+            demands,
+            prefetch,
+            latest: latest.saturating_duration_since(ctx.now),
+            validity: self.store.life(),
+            prefetch_validity: self.store.prefetch_life(ctx.spec),
+            returns: &returns,
+            session: self.store.client_session(ctx.now),
             // While the store is unreachable, the process may have a ledger of its own. That ledger
             // knows of no hold.
             hold: self.hold.for_store(self.store.is_standalone, ctx.now),
@@ -144,7 +153,6 @@ impl KeyState {
             charges: charge.as_slice(),
             borrows,
             joint,
-            ..request
         });
         if matches!(reply, StoreReply::Pending(_)) {
             self.store.answers_later = true;

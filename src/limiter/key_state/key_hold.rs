@@ -98,16 +98,22 @@ impl KeyHold {
         self.details.get_or_insert_with(|| HoldDetails::new(now))
     }
 
+    fn hold(&self) -> Option<&Hold> {
+        self.details.as_ref().map(|details| &details.hold)
+    }
+
+    fn hold_mut(&mut self) -> Option<&mut Hold> {
+        self.details.as_mut().map(|details| &mut details.hold)
+    }
+
     /// Returns for how long the key is on hold.
     pub(in crate::limiter) fn left(&self, now: Instant) -> Option<Duration> {
-        self.details.as_ref()?.hold.left(now)
+        self.hold()?.left(now)
     }
 
     /// Takes in for how long the machine has slept: see [`Hold::wake`].
     pub(super) fn wake(&mut self, now: Instant) -> bool {
-        self.details
-            .as_mut()
-            .is_some_and(|details| details.hold.wake(now))
+        self.hold_mut().is_some_and(|hold| hold.wake(now))
     }
 
     /// Notes why the key is on hold for `left`, unless another hold lasts longer.
@@ -131,9 +137,7 @@ impl KeyHold {
 
     /// Returns how often holds of the key were released.
     pub(in crate::limiter) fn releases(&self) -> u32 {
-        self.details
-            .as_ref()
-            .map_or(0, |details| details.hold.releases())
+        self.hold().map_or(0, Hold::releases)
     }
 
     /// Returns until when the hold, or what was learned from it, matters.
@@ -185,10 +189,8 @@ impl KeyHold {
     /// Returns the hold for a call to the store. Its `remaining` is zero if the store knows of the
     /// hold. `is_new` states that the store does not.
     pub(super) fn for_store(&self, is_new: bool, now: Instant) -> HoldState {
-        self.details
-            .as_ref()
-            .map(|details| details.hold.for_store(is_new, now))
-            .unwrap_or_default()
+        let hold = self.hold().map(|hold| hold.for_store(is_new, now));
+        hold.unwrap_or_default()
     }
 
     /// Notes that the store has lost its state, and the hold with it.
@@ -209,24 +211,20 @@ impl KeyHold {
 
     /// Notes that a hold or a release may have been missed.
     pub(super) fn doubt(&mut self) {
-        if let Some(details) = &mut self.details {
-            details.hold.doubt();
+        if let Some(hold) = self.hold_mut() {
+            hold.doubt();
         }
     }
 
     /// Returns whether the key is on hold and a release may have been missed.
     pub(super) fn is_doubted(&self, now: Instant) -> bool {
-        self.details
-            .as_ref()
-            .is_some_and(|details| details.hold.is_doubted(now))
+        self.hold().is_some_and(|hold| hold.is_doubted(now))
     }
 
     /// Returns whether a request that is held has to ask the store for a release that may have been
     /// missed. Returns true once each second, because one request asks for all.
     pub(in crate::limiter) fn take_inquiry(&mut self, now: Instant) -> bool {
-        self.details
-            .as_mut()
-            .is_some_and(|details| details.hold.take_inquiry(now))
+        self.hold_mut().is_some_and(|hold| hold.take_inquiry(now))
     }
 
     /// Takes in a refusal of a request that was sent at `sent`. Returns the hold that follows, if
@@ -286,9 +284,8 @@ impl KeyHold {
 
     /// Returns which requests may leave, if the key is not on hold.
     pub(super) fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
-        self.details
-            .as_ref()
-            .map_or(Passage::Open, |details| details.hold.passage(max_hold, now))
+        self.hold()
+            .map_or(Passage::Open, |hold| hold.passage(max_hold, now))
     }
 
     /// Returns whether all requests may leave: the key is neither on hold nor on probation.
@@ -334,16 +331,15 @@ impl KeyHold {
 
     /// Notes that this probe leaves now.
     pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
-        if let Some(details) = &mut self.details {
-            details.hold.probe_leaves(number, now);
+        if let Some(hold) = self.hold_mut() {
+            hold.probe_leaves(number, now);
         }
     }
 
     /// Notes that a probe was not sent. Returns whether another one may leave now.
     pub(super) fn probe_comes_back(&mut self, number: ProbeNumber) -> bool {
-        self.details
-            .as_mut()
-            .is_some_and(|details| details.hold.probe_comes_back(number))
+        self.hold_mut()
+            .is_some_and(|hold| hold.probe_comes_back(number))
     }
 
     /// Returns how many tasks are woken when the hold changes.

@@ -266,10 +266,8 @@ impl KeyState {
         is_own: bool,
     ) -> Option<(SentCall, StoreReply<Lease>)> {
         let lending = ctx.spec.lending()?;
-        if !is_own && lending.percent() == 0 {
-            return None;
-        }
-        if self.store.is_standalone || !self.hold.is_clear(ctx.max_hold, ctx.now) {
+        let lends = is_own || lending.percent() > 0;
+        if !lends || self.store.is_standalone || !self.hold.is_clear(ctx.max_hold, ctx.now) {
             return None;
         }
         let horizon = clock::after(ctx.now, lending.horizon());

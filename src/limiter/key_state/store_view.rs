@@ -3,7 +3,6 @@
 
 use std::time::{Duration, Instant};
 
-use super::context::KeyContext;
 use super::store_refusal::StoreRefusal;
 use crate::clock;
 use crate::error::StoreError;
@@ -11,7 +10,7 @@ use crate::limit::{LimitSpec, UnusedPermits};
 use crate::limiter::reservation::{Reservation, WaitBound};
 use crate::limiter::session::KeySession;
 use crate::quota::LIFE;
-use crate::store::{Demand, Grant, HoldState, Lease, LeaseRequest, Refusal, Source, trust};
+use crate::store::{ClientSession, Grant, Lease, Refusal, Source, trust};
 
 /// The longest validity of a permit, unless a twentieth of the shortest window is longer.
 const LONGEST_LIFE: Duration = Duration::from_millis(20);
@@ -93,37 +92,10 @@ impl StoreView {
         self.remote.as_mut().map(|remote| &mut remote.session)
     }
 
-    /// Returns the request for a call to the store: for `demands`, and for `prefetch` units in
-    /// advance. No slot after `latest` is of use. The request states no hold, and nothing of the
-    /// upstream.
-    pub(super) fn request<'a>(
-        &mut self,
-        ctx: &'a KeyContext<'_>,
-        demands: &'a [Demand],
-        prefetch: u32,
-        latest: Instant,
-        returns: &'a [UnusedPermits],
-    ) -> LeaseRequest<'a> {
-        self.forget(returns);
-        LeaseRequest {
-            key: ctx.key,
-            spec: ctx.spec,
-            demands,
-            prefetch,
-            latest: latest.saturating_duration_since(ctx.now),
-            validity: self.life(),
-            prefetch_validity: self.prefetch_life(ctx.spec),
-            returns,
-            charges: &[],
-            session: self
-                .session()
-                .map(|session| session.client_session(ctx.now))
-                .unwrap_or_default(),
-            hold: HoldState::default(),
-            remaining: None,
-            borrows: false,
-            joint: None,
-        }
+    /// Returns what a call states about the session with the store.
+    pub(super) fn client_session(&self, now: Instant) -> ClientSession {
+        let session = self.session().map(|session| session.client_session(now));
+        session.unwrap_or_default()
     }
 
     /// Takes in what a lease states besides its slots. It is the answer to a call that was sent at

@@ -115,30 +115,18 @@ impl UpstreamRefusals {
         let is_zero_too_short =
             before.is_some_and(|before| before.is_zero_too_short) || (proves && stated <= SAME_END);
         let extra_before = before.map_or(Duration::ZERO, |before| before.extra);
+        let longer = extra_before.saturating_mul(2).max(FIRST_EXTRA);
         let extra = if proves {
-            extra_before
-                .saturating_mul(2)
-                .max(FIRST_EXTRA)
-                .min(max_hold)
+            longer.min(max_hold)
         } else {
             extra_before
         };
         let corrected = stated.saturating_add(self.lateness);
-        let wait = if proves {
-            corrected.max(extra)
-        } else {
-            corrected
-        }
-        .min(max_hold);
+        let least = if proves { extra } else { Duration::ZERO };
+        let wait = corrected.max(least).min(max_hold);
         let follows = held.is_none_or(|held| wait > held + SAME_END.max(held / 50));
-        let end = clock::after(
-            now,
-            if follows {
-                wait
-            } else {
-                held.unwrap_or_default()
-            },
-        );
+        let lasts = held.filter(|_| !follows).unwrap_or(wait);
+        let end = clock::after(now, lasts);
         let first_end = before.map_or(end, |before| before.first_end);
         let stated_end = end.max(clock::after(now, corrected));
         let proves_until = clock::after(stated_end, PROOF + extra);

@@ -250,8 +250,7 @@ impl<S: Booked> Lanes<S> {
         fn moved<T: Ord + Copy, C: Ord + Clone>(
             all: &mut BTreeSet<(T, C)>,
             costs: &C,
-            before: Option<T>,
-            after: Option<T>,
+            (before, after): (Option<T>, Option<T>),
         ) {
             if before == after {
                 return;
@@ -263,20 +262,12 @@ impl<S: Booked> Lanes<S> {
                 all.insert((after, costs.clone()));
             }
         }
-        moved(
-            &mut self.first_slots,
-            costs,
-            before.first_slot,
-            after.first_slot,
-        );
-        moved(
-            &mut self.last_slots,
-            costs,
-            before.last_slot,
-            after.last_slot,
-        );
-        let (first, now_first) = (before.first_without_slot, after.first_without_slot);
-        moved(&mut self.without_slot, costs, first, now_first);
+        let first_slots = (before.first_slot, after.first_slot);
+        moved(&mut self.first_slots, costs, first_slots);
+        let last_slots = (before.last_slot, after.last_slot);
+        moved(&mut self.last_slots, costs, last_slots);
+        let without_slot = (before.first_without_slot, after.first_without_slot);
+        moved(&mut self.without_slot, costs, without_slot);
         match (before.has_surplus, after.has_surplus) {
             (false, true) => _ = self.with_surplus.insert(costs.clone()),
             (true, false) => _ = self.with_surplus.remove(costs),

@@ -237,11 +237,8 @@ impl Hold {
     /// Returns the hold for a call to the store. Its `remaining` is zero if the store knows of the
     /// hold. `is_new` states that the store does not.
     pub(super) fn for_store(&self, is_new: bool, now: Instant) -> HoldState {
-        let HoldEvidence {
-            sure_until,
-            stored_until,
-            ..
-        } = self.evidence;
+        let evidence = &self.evidence;
+        let (sure_until, stored_until) = (evidence.sure_until, evidence.stored_until);
         // Round trips differ. Without the tolerance, each call would move the end a little.
         let is_news = is_new || sure_until > clock::after(stored_until, SAME_END);
         let remaining = if is_news {
