@@ -12,7 +12,6 @@
 //! ```
 
 use std::fmt::{self, Write};
-use std::future::Future;
 use std::mem;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -26,7 +25,7 @@ use tower_service::Service;
 
 use super::response_policy::ResponsePolicy;
 use super::seam::{Departure, Gate, take_call};
-use super::service::{CloneService, Edge, RateLimit, ResponseFuture};
+use super::service::{CloneService, Edge, RateLimit, edge};
 use super::{AdaptiveThrottleLayer, RateLimitLayer};
 use crate::error::{BoxError, Error, Limited};
 use crate::key::RequestInfo;
@@ -412,47 +411,17 @@ impl<S: CloneService, G: Gate + Clone> Layer<S> for GrpcLayer<G> {
     }
 }
 
-impl<S, R, B, G> Service<R> for RateLimit<S, GrpcLayer<G>>
-where
-    R: RequestInfo,
-    S: Service<R, Response = http::Response<B>> + CloneService,
-    S::Error: Into<BoxError>,
-    B: Body,
-    G: Gate<Call: 'static> + Clone + 'static,
-{
-    type Response = http::Response<GrpcBody<B>>;
-    type Error = Error;
-    type Future = ResponseFuture<S, R, GrpcLayer<G>>;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
-        self.0.inner.poll_ready(cx).map_err(Error::inner)
-    }
-
-    fn call(&mut self, request: R) -> Self::Future {
-        ResponseFuture {
-            inner: self.0.call(request, None),
-        }
-    }
-}
-
-impl<S, R, B, G> Future for ResponseFuture<S, R, GrpcLayer<G>>
-where
-    R: RequestInfo,
-    S: Service<R, Response = http::Response<B>> + CloneService,
-    S::Error: Into<BoxError>,
-    B: Body,
-    G: Gate<Call: 'static> + 'static,
-{
-    type Output = Result<http::Response<GrpcBody<B>>, Error>;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let finish =
-            |response: http::Response<B>, after| response.map(|body| GrpcBody::new(body, after));
-        let inner = self.project().inner;
-        let leave = |call: &mut _, response: &mut _, policy: &_, repeat| {
-            leave_at_head::<G, B, _>(call, response, policy, repeat)
-        };
-        inner.poll_leaving(cx, leave, finish).map(as_response)
+edge! {
+    impl[B: Body, G: Gate<Call: 'static> + 'static] GrpcLayer<G> {
+        inner: S,
+        where: [R: RequestInfo, S: Service<R, Response = http::Response<B>>],
+        response: http::Response<GrpcBody<B>>,
+        clone: None,
+        poll: |future, cx| future
+            .poll_leaving(cx, leave_at_head::<G, B, _>, |response, after| {
+                response.map(|body| GrpcBody::new(body, after))
+            })
+            .map(as_response),
     }
 }
 

@@ -1,7 +1,7 @@
 //! The Tower service of every gate, and its future.
 //!
 //! [`Gated`] and [`GatedFuture`] are written once, over [`Gate`]. The public service and its future
-//! are newtypes of them, generic over the layer: [`edge!`] implements them for most layers.
+//! are newtypes of them, generic over the layer: [`edge!`] implements them for each layer.
 
 use std::fmt;
 use std::future::Future;
@@ -11,7 +11,6 @@ use std::task::{Context, Poll, ready};
 use pin_project_lite::pin_project;
 use tower_service::Service;
 
-use super::body::InFlight;
 use super::response_policy::ResponsePolicy;
 use super::seam::{Admission, Departure, Gate, GiveBackOnDrop};
 use super::{AdaptiveThrottleLayer, RateLimitLayer};
@@ -425,17 +424,6 @@ where
     S::Response: ResponseInfo,
     S::Error: Into<BoxError>,
 {
-    /// Polls for the response, and returns what `finish` makes of it. The call is in flight until
-    /// the [`InFlight`] is dropped.
-    #[inline]
-    pub(super) fn poll_with<T>(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        finish: impl FnOnce(S::Response, InFlight) -> T,
-    ) -> Poll<Result<T, Error>> {
-        self.poll_leaving(cx, G::leave, finish)
-    }
-
     /// Polls for the response. The call ends with its head.
     #[inline]
     pub(super) fn poll_head(
@@ -458,8 +446,8 @@ where
         )
     }
 
-    /// Polls for the response. `leave` does what [`Gate::leave`] does, and `finish` gets what it
-    /// leaves of the call.
+    /// Polls for the response. `leave` does what [`Gate::leave`] does, and `finish` makes the response for the caller with
+    /// what it leaves of the call.
     #[inline]
     pub(super) fn poll_leaving<P, T>(
         self: Pin<&mut Self>,
@@ -605,25 +593,42 @@ where
     }
 }
 
-/// Makes `$layer` an edge whose calls end with the head of their response.
+/// Implements the Tower service of a layer, and its future.
 ///
-/// `clone` copies a request, if the service sends refused requests again.
+/// `clone` copies a request, if the service sends refused requests again. `poll` polls the future. In the short form, the
+/// calls end with the head of their response, which passes unchanged.
 macro_rules! edge {
     ($layer:ty { gate: $gate:ty, request: $($bound:ident)&+, clone: $clone:expr }) => {
         impl $crate::layer::service::Edge for $layer {
             type Gate = $gate;
         }
 
-        impl<S, R> tower_service::Service<R> for $crate::layer::service::RateLimit<S, $layer>
+        $crate::layer::service::edge! {
+            impl[] $layer {
+                inner: S,
+                where: [R: $($bound +)+, S: tower_service::Service<R, Response: $crate::signal::ResponseInfo>],
+                response: S::Response,
+                clone: $clone,
+                poll: |future, cx| future.poll_head(cx),
+            }
+        }
+    };
+    (impl[$($generics:tt)*] $layer:ty {
+        inner: $inner:ty,
+        where: [$($bounds:tt)*],
+        response: $response:ty,
+        clone: $clone:expr,
+        poll: |$future:ident, $cx:ident| $poll:expr $(,)?
+    }) => {
+        impl<S, R, $($generics)*> tower_service::Service<R> for $crate::layer::service::RateLimit<$inner, $layer>
         where
-            R: $($bound +)+,
-            S: tower_service::Service<R> + $crate::layer::service::CloneService,
-            S::Response: $crate::signal::ResponseInfo,
+            $($bounds)*,
+            S: $crate::layer::service::CloneService,
             S::Error: Into<$crate::error::BoxError>,
         {
-            type Response = S::Response;
+            type Response = $response;
             type Error = $crate::Error;
-            type Future = $crate::layer::service::ResponseFuture<S, R, $layer>;
+            type Future = $crate::layer::service::ResponseFuture<$inner, R, $layer>;
 
             fn poll_ready(
                 &mut self,
@@ -638,20 +643,20 @@ macro_rules! edge {
             }
         }
 
-        impl<S, R> std::future::Future for $crate::layer::service::ResponseFuture<S, R, $layer>
+        impl<S, R, $($generics)*> std::future::Future for $crate::layer::service::ResponseFuture<$inner, R, $layer>
         where
-            R: $($bound +)+,
-            S: tower_service::Service<R> + $crate::layer::service::CloneService,
-            S::Response: $crate::signal::ResponseInfo,
+            $($bounds)*,
+            S: $crate::layer::service::CloneService,
             S::Error: Into<$crate::error::BoxError>,
         {
-            type Output = Result<S::Response, $crate::Error>;
+            type Output = Result<$response, $crate::Error>;
 
             fn poll(
                 self: std::pin::Pin<&mut Self>,
-                cx: &mut std::task::Context<'_>,
+                $cx: &mut std::task::Context<'_>,
             ) -> std::task::Poll<Self::Output> {
-                self.project().inner.poll_head(cx)
+                let $future = self.project().inner;
+                $poll
             }
         }
     };

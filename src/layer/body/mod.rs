@@ -16,8 +16,6 @@ mod watched;
 #[cfg(feature = "reqwest-middleware")]
 use std::convert::Infallible;
 use std::fmt;
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
@@ -25,9 +23,9 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use super::seam::Gate;
-use super::service::{CloneService, Edge, RateLimit, ResponseFuture};
+use super::service::{CloneService, Edge, RateLimit, edge};
 use super::{AdaptiveThrottleLayer, RateLimitLayer};
-use crate::error::{BoxError, Error};
+use crate::error::Error;
 use crate::key::{RequestInfo, RequestRef};
 use crate::limiter::{InFlightSlot, Limiter, Settlement};
 use crate::signal::Spent;
@@ -228,41 +226,13 @@ impl<S: CloneService, G: Gate> Layer<S> for BodyLayer<G> {
     }
 }
 
-impl<S, R, G> Service<R> for RateLimit<BodyOpener<S>, BodyLayer<G>>
-where
-    R: RequestInfo,
-    S: Service<R> + CloneService,
-    S::Response: TrackBody,
-    S::Error: Into<BoxError>,
-    G: Gate,
-{
-    type Response = <S::Response as TrackBody>::Tracked;
-    type Error = Error;
-    type Future = ResponseFuture<BodyOpener<S>, R, BodyLayer<G>>;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
-        self.0.inner.poll_ready(cx).map_err(Error::inner)
-    }
-
-    fn call(&mut self, request: R) -> Self::Future {
-        ResponseFuture {
-            inner: self.0.call(request, None),
-        }
-    }
-}
-
-impl<S, R, G> Future for ResponseFuture<BodyOpener<S>, R, BodyLayer<G>>
-where
-    R: RequestInfo,
-    S: Service<R> + CloneService,
-    S::Response: TrackBody,
-    S::Error: Into<BoxError>,
-    G: Gate,
-{
-    type Output = Result<<S::Response as TrackBody>::Tracked, Error>;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        self.project().inner.poll_with(cx, Opened::close)
+edge! {
+    impl[G: Gate] BodyLayer<G> {
+        inner: BodyOpener<S>,
+        where: [R: RequestInfo, S: Service<R, Response: TrackBody>],
+        response: <S::Response as TrackBody>::Tracked,
+        clone: None,
+        poll: |future, cx| future.poll_leaving(cx, G::leave, Opened::close),
     }
 }
 
