@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::future::Future;
+use std::mem;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -116,13 +117,8 @@ impl<G: Gate, S: Clone> Gated<G, S> {
     where
         S: Service<R>,
     {
-        let repeat = clone.and_then(|clone| Repeat::new(&request, &self.inner, clone));
         GatedFuture {
-            state: State::Calling {
-                response: G::around(&call, || self.inner.call(request)),
-                call: Some(call),
-                repeat,
-            },
+            state: State::calling(call, &mut self.inner, request, clone),
             policy: self.gate.policy(),
         }
     }
@@ -158,20 +154,15 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         R: RequestInfo,
         S: Service<R>,
     {
-        let (gate, inner) = (self.gate.clone(), self.inner.clone());
-        let gated = Gated {
-            gate,
-            inner: std::mem::replace(&mut self.inner, inner),
-        };
-        let comes = Comes {
-            gated,
+        let fresh = self.inner.clone();
+        let unsent = Unsent {
+            inner: mem::replace(&mut self.inner, fresh),
             request,
             clone,
-            call: Gated::call,
         };
         GatedFuture {
             state: State::Comes {
-                comes: Some(Box::new(comes)),
+                comes: Some(Box::new((self.gate.clone(), unsent))),
             },
             policy: self.gate.policy(),
         }
@@ -193,11 +184,15 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         S: Service<R>,
     {
         let fresh = self.inner.clone();
-        drop(std::mem::replace(&mut self.inner, fresh));
+        drop(mem::replace(&mut self.inner, fresh));
         let state = match wait {
             Ok(wait) => {
-                let gate = Some(self.gate.clone());
-                State::waiting(gate, wait, self.inner.clone(), request, clone)
+                let unsent = Unsent {
+                    inner: self.inner.clone(),
+                    request,
+                    clone,
+                };
+                State::waiting(Some(self.gate.clone()), wait, unsent)
             }
             Err(limited) => State::Refused {
                 limited: Some(limited),
@@ -240,75 +235,53 @@ pin_project! {
             #[pin]
             response: S::Future,
             call: Option<G::Call>,
-            repeat: Option<Box<Repeat<S, R>>>,
+            repeat: Option<Box<Unsent<S, R>>>,
         },
         Waiting { pending: Option<Box<WaitingRequest<G, S, R>>> },
         Refused { limited: Option<Limited> },
-        Comes { comes: Option<Box<Comes<G, S, R>>> },
+        Comes { comes: Option<Box<(G, Unsent<S, R>)>> },
     }
 }
 
-/// [`Gated::call`], for a place where nothing is known of the request.
-type CallFn<G, S, R> = fn(&mut Gated<G, S>, R, Option<CloneFn<R>>) -> GatedFuture<G, S, R>;
-
-/// A request that has not come to the gate.
-struct Comes<G: Gate, S: Service<R>, R> {
-    gated: Gated<G, S>,
+/// A request that is sent later or again, and the service that sends it.
+pub(super) struct Unsent<S, R> {
+    inner: S,
     request: R,
+    /// Given if the request is sent again when it is refused.
     clone: Option<CloneFn<R>>,
-    call: CallFn<G, S, R>,
 }
 
 impl<G: Gate, S: Service<R>, R> State<G, S, R> {
-    fn waiting(
-        gate: Option<G>,
-        wait: G::Wait,
-        inner: S,
-        request: R,
-        clone: Option<CloneFn<R>>,
-    ) -> Self {
-        let pending = WaitingRequest {
-            gate,
-            wait,
-            permit: GiveBackOnDrop::empty(),
-            inner,
-            request,
-            clone,
-        };
-        State::Waiting {
-            pending: Some(Box::new(pending)),
+    /// Sends `request` to `inner`, and keeps a copy if it may be sent again.
+    #[inline(always)]
+    fn calling(call: G::Call, inner: &mut S, request: R, clone: Option<CloneFn<R>>) -> Self
+    where
+        S: Clone,
+    {
+        let copy = clone.and_then(|clone| clone(&request));
+        let repeat = copy.map(|request| {
+            Box::new(Unsent {
+                inner: inner.clone(),
+                request,
+                clone,
+            })
+        });
+        State::Calling {
+            response: G::around(&call, || inner.call(request)),
+            call: Some(call),
+            repeat,
         }
     }
-}
 
-/// What the future needs to send a request again.
-pub(super) struct Repeat<S, R> {
-    inner: S,
-    request: R,
-    clone: CloneFn<R>,
-}
-
-impl<S: Clone, R> Repeat<S, R> {
-    /// Copies `request` and the service. Returns `None` if the request cannot be copied.
-    fn new(request: &R, inner: &S, clone: CloneFn<R>) -> Option<Box<Self>> {
-        let request = clone(request)?;
-        Some(Box::new(Repeat {
-            inner: inner.clone(),
-            request,
-            clone,
-        }))
-    }
-}
-
-impl<S: Service<R>, R> Repeat<S, R> {
-    /// Makes the state of the request while it waits to be sent again.
-    fn waiting<G: Gate>(self, wait: G::Wait) -> State<G, S, R> {
-        let Repeat {
-            inner,
-            request,
-            clone,
-        } = self;
-        State::waiting(None, wait, inner, request, Some(clone))
+    fn waiting(gate: Option<G>, wait: G::Wait, unsent: Unsent<S, R>) -> Self {
+        State::Waiting {
+            pending: Some(Box::new(WaitingRequest {
+                gate,
+                wait,
+                permit: GiveBackOnDrop::empty(),
+                unsent,
+            })),
+        }
     }
 }
 
@@ -320,9 +293,7 @@ struct WaitingRequest<G: Gate, S, R> {
     gate: Option<G>,
     wait: G::Wait,
     permit: GiveBackOnDrop<G>,
-    inner: S,
-    request: R,
-    clone: Option<CloneFn<R>>,
+    unsent: Unsent<S, R>,
 }
 
 impl<G, S, R> WaitingRequest<G, S, R>
@@ -337,12 +308,12 @@ where
         loop {
             if self.permit.is_empty() {
                 let polled = match &self.gate {
-                    Some(gate) => gate.poll_estimated(&mut self.wait, &self.request, cx),
+                    Some(gate) => gate.poll_estimated(&mut self.wait, &self.unsent.request, cx),
                     None => G::poll_permit(&mut self.wait, cx),
                 };
                 self.permit.put(ready!(polled)?);
             }
-            ready!(self.inner.poll_ready(cx)).map_err(Error::inner)?;
+            ready!(self.unsent.inner.poll_ready(cx)).map_err(Error::inner)?;
             // The permit may have expired while the inner service got ready. Then the request waits
             // again.
             if let Some(call) = self
@@ -377,19 +348,12 @@ where
                 let result = ready!(waiting.poll(cx));
                 let waited = pending.take().expect("it was just polled");
                 let call = result?;
-                let WaitingRequest {
+                let Unsent {
                     mut inner,
                     request,
                     clone,
-                    ..
-                } = *waited;
-                let repeat = clone.and_then(|clone| Repeat::new(&request, &inner, clone));
-                let response = G::around(&call, || inner.call(request));
-                self.set(State::Calling {
-                    response,
-                    call: Some(call),
-                    repeat,
-                });
+                } = waited.unsent;
+                self.set(State::calling(call, &mut inner, request, clone));
                 Poll::Ready(Ok(()))
             }
             StateProj::Refused { limited } => {
@@ -402,14 +366,14 @@ where
                 let comes = comes
                     .take()
                     .expect("it leaves this state when it is polled");
-                let Comes {
-                    mut gated,
+                let (gate, unsent) = *comes;
+                let Unsent {
+                    inner,
                     request,
                     clone,
-                    call,
-                } = *comes;
+                } = unsent;
                 forget_panic();
-                self.set(call(&mut gated, request, clone).state);
+                self.set(Gated { gate, inner }.call(request, clone).state);
                 Poll::Ready(Ok(()))
             }
         }
@@ -456,8 +420,8 @@ where
             &mut Option<G::Call>,
             &mut S::Response,
             &ResponsePolicy,
-            Option<Box<Repeat<S, R>>>,
-        ) -> Departure<G::Wait, Box<Repeat<S, R>>, P>,
+            Option<Box<Unsent<S, R>>>,
+        ) -> Departure<G::Wait, Box<Unsent<S, R>>, P>,
         finish: impl FnOnce(S::Response, P) -> T,
     ) -> Poll<Result<T, Error>> {
         let mut this = self.project();
@@ -485,7 +449,7 @@ where
                                     // The body may hold a connection and an in-flight slot that the
                                     // next attempt needs.
                                     drop(response);
-                                    this.state.set((*repeat).waiting(wait));
+                                    this.state.set(State::waiting(None, wait, *repeat));
                                 }
                             }
                         }
