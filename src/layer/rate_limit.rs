@@ -624,12 +624,8 @@ impl Gate for RateLimitLayer {
         Pin::new(wait).poll(cx)
     }
 
-    fn send(taken: Taken, wait: &mut Box<Wait>) -> Option<Sent> {
-        wait.leave(taken).map(Taken::sent)
-    }
-
-    fn give_back(taken: Taken) {
-        drop(taken);
+    fn send(taken: Taken, wait: &mut Box<Wait>) -> Result<Option<Sent>, Limited> {
+        Ok(wait.leave(taken).map(Taken::sent))
     }
 
     #[inline]

@@ -221,7 +221,7 @@ mod middleware {
                 gate.poll_estimated(&mut wait, &request, cx)
             })
             .await?;
-            if let Some(call) = G::send(permit, &mut wait) {
+            if let Some(call) = G::send(permit, &mut wait)? {
                 return Ok(call);
             }
         }

@@ -35,7 +35,7 @@ pub(super) trait Gate: Clone + Send + Sync {
     /// A request that waits for its permit. Dropping it gives up its place in the queue.
     type Wait: Send;
 
-    /// The right to send one request, not used yet. Dropped, it counts as used.
+    /// The right to send one request. If it is dropped, nothing was sent, and it is given back.
     type Permit: Send;
 
     /// A request that was sent and has no response yet. Dropping it ends the call.
@@ -102,10 +102,11 @@ pub(super) trait Gate: Clone + Send + Sync {
     /// Uses `permit` for a request that the edge sends now.
     ///
     /// If the permit has expired, returns `None`: the request waits again, in its old place.
-    fn send(permit: Self::Permit, wait: &mut Self::Wait) -> Option<Self::Call>;
-
-    /// Returns a permit under which nothing was sent.
-    fn give_back(permit: Self::Permit);
+    ///
+    /// # Errors
+    ///
+    /// If the request may not be sent any more. Then its wait has ended.
+    fn send(permit: Self::Permit, wait: &mut Self::Wait) -> Result<Option<Self::Call>, Limited>;
 
     /// Polls for the loss of the call's in-flight slot. After it, the edge has to cancel the call.
     fn poll_lost(call: &Self::Call, cx: &mut Context<'_>) -> Poll<Limited>;
@@ -152,37 +153,4 @@ pub(super) enum Departure<W, T, P = InFlight> {
     Retry(W, T),
     /// The upstream refused the request, and the caller gets an error.
     Refuse(Limited),
-}
-
-/// A permit that is given back when it is dropped unused.
-pub(super) struct GiveBackOnDrop<G: Gate>(Option<G::Permit>);
-
-impl<G: Gate> GiveBackOnDrop<G> {
-    /// Creates a guard without a permit.
-    pub(super) fn empty() -> Self {
-        GiveBackOnDrop(None)
-    }
-
-    /// Returns whether the guard has no permit.
-    pub(super) fn is_empty(&self) -> bool {
-        self.0.is_none()
-    }
-
-    /// Puts `permit` under guard.
-    pub(super) fn put(&mut self, permit: G::Permit) {
-        self.0 = Some(permit);
-    }
-
-    /// Takes the permit out, to be used.
-    pub(super) fn take(&mut self) -> Option<G::Permit> {
-        self.0.take()
-    }
-}
-
-impl<G: Gate> Drop for GiveBackOnDrop<G> {
-    fn drop(&mut self) {
-        if let Some(permit) = self.0.take() {
-            G::give_back(permit);
-        }
-    }
 }

@@ -13,7 +13,7 @@ use pin_project_lite::pin_project;
 use tower_service::Service;
 
 use super::response_policy::ResponsePolicy;
-use super::seam::{Admission, Departure, Gate, GiveBackOnDrop};
+use super::seam::{Admission, Departure, Gate};
 use super::{AdaptiveThrottleLayer, RateLimitLayer};
 use crate::error::{BoxError, Error, Limited};
 use crate::key::RequestInfo;
@@ -278,7 +278,7 @@ impl<G: Gate, S: Service<R>, R> State<G, S, R> {
             pending: Some(Box::new(WaitingRequest {
                 gate,
                 wait,
-                permit: GiveBackOnDrop::empty(),
+                permit: None,
                 unsent,
             })),
         }
@@ -292,7 +292,7 @@ struct WaitingRequest<G: Gate, S, R> {
     /// `None` if the request is sent again: then its cost does not change.
     gate: Option<G>,
     wait: G::Wait,
-    permit: GiveBackOnDrop<G>,
+    permit: Option<G::Permit>,
     unsent: Unsent<S, R>,
 }
 
@@ -306,20 +306,18 @@ where
     /// Polls until the request may be sent and the inner service is ready for it.
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<G::Call, Error>> {
         loop {
-            if self.permit.is_empty() {
+            if self.permit.is_none() {
                 let polled = match &self.gate {
                     Some(gate) => gate.poll_estimated(&mut self.wait, &self.unsent.request, cx),
                     None => G::poll_permit(&mut self.wait, cx),
                 };
-                self.permit.put(ready!(polled)?);
+                self.permit = Some(ready!(polled)?);
             }
             ready!(self.unsent.inner.poll_ready(cx)).map_err(Error::inner)?;
             // The permit may have expired while the inner service got ready. Then the request waits
             // again.
-            if let Some(call) = self
-                .permit
-                .take()
-                .and_then(|permit| G::send(permit, &mut self.wait))
+            if let Some(permit) = self.permit.take()
+                && let Some(call) = G::send(permit, &mut self.wait)?
             {
                 return Poll::Ready(Ok(call));
             }

@@ -115,35 +115,29 @@ impl AdaptiveThrottleLayer {
     }
 }
 
-/// A request that waits at a throttle.
-pub(super) struct ThrottleWait {
-    stage: Stage,
+/// A request at a throttle: it waits, or it was sent.
+pub(super) struct AtThrottle<T> {
+    state: T,
     /// The key of its host, if another host may answer.
     host: Option<Key>,
     deadline: Option<Instant>,
 }
 
-// Turn => done
-// done => Turn | Ended, if the inner service was not ready at once
-enum Stage {
-    /// Waits for its turn.
-    Turn(Box<PaceWait>),
-    /// May not be sent any more.
-    Ended(Option<Limited>),
-}
+/// The turn of a request that is not sent yet.
+pub(super) struct Turn(Option<ThrottlePermit>);
 
-/// A request at a throttle that may be sent, or was sent.
-pub(super) struct ThrottleCall {
-    permit: ThrottlePermit,
-    /// The key of its host, if another host may answer.
-    host: Option<Key>,
-    deadline: Option<Instant>,
+impl Drop for Turn {
+    fn drop(&mut self) {
+        if let Some(permit) = self.0.take() {
+            permit.give_back();
+        }
+    }
 }
 
 impl Gate for AdaptiveThrottleLayer {
-    type Wait = ThrottleWait;
-    type Permit = ThrottleCall;
-    type Call = ThrottleCall;
+    type Wait = AtThrottle<Box<PaceWait>>;
+    type Permit = Turn;
+    type Call = AtThrottle<ThrottlePermit>;
     type Admitted = Infallible;
     type Entry = ();
 
@@ -152,15 +146,11 @@ impl Gate for AdaptiveThrottleLayer {
         Err(())
     }
 
-    fn sent(&self, admitted: Infallible) -> ThrottleCall {
+    fn sent(&self, admitted: Infallible) -> Self::Call {
         match admitted {}
     }
 
-    fn enter_slow(
-        &self,
-        (): (),
-        request: &impl RequestInfo,
-    ) -> Admission<ThrottleCall, ThrottleWait> {
+    fn enter_slow(&self, (): (), request: &impl RequestInfo) -> Admission<Self::Call, Self::Wait> {
         let mut host = HostKey::of(request);
         let read = self.extractors.read(request, &mut host, None);
         let Some(Reading { key, deadline, .. }) = read else {
@@ -188,14 +178,14 @@ impl Gate for AdaptiveThrottleLayer {
                 } else {
                     permit
                 };
-                Admission::Go(ThrottleCall {
-                    permit,
+                Admission::Go(AtThrottle {
+                    state: permit,
                     host,
                     deadline,
                 })
             }
-            Begun::Waits(wait) => Admission::Wait(ThrottleWait {
-                stage: Stage::Turn(Box::new(wait)),
+            Begun::Waits(wait) => Admission::Wait(AtThrottle {
+                state: Box::new(wait),
                 host,
                 deadline,
             }),
@@ -207,74 +197,45 @@ impl Gate for AdaptiveThrottleLayer {
         self.extractors.policy.clone()
     }
 
-    fn poll_permit(
-        waiting: &mut ThrottleWait,
-        cx: &mut Context<'_>,
-    ) -> Poll<Result<ThrottleCall, Limited>> {
-        let ThrottleWait {
-            stage,
-            host,
-            deadline,
-        } = waiting;
-        match stage {
-            Stage::Turn(wait) => {
-                let permit = ready!(Pin::new(&mut **wait).poll(cx))?;
-                Poll::Ready(Ok(ThrottleCall {
-                    permit,
-                    host: *host,
-                    deadline: *deadline,
-                }))
-            }
-            Stage::Ended(limited) => {
-                let limited = limited.take();
-                Poll::Ready(Err(limited.expect("an error is returned once")))
-            }
-        }
+    fn poll_permit(waiting: &mut Self::Wait, cx: &mut Context<'_>) -> Poll<Result<Turn, Limited>> {
+        let permit = ready!(Pin::new(&mut waiting.state).poll(cx))?;
+        Poll::Ready(Ok(Turn(Some(permit))))
     }
 
     /// Sends the request. The permits of a throttle do not expire, but a hold may have begun while the inner service
     /// got ready.
-    fn send(call: ThrottleCall, waiting: &mut ThrottleWait) -> Option<ThrottleCall> {
-        let ThrottleCall {
-            permit,
-            host,
-            deadline,
-        } = call;
-        let mut permit = match permit.leave_or_wait(deadline) {
-            Ok(permit) => permit,
-            Err(back) => {
-                waiting.stage = match back {
-                    Back::Waits(wait) => Stage::Turn(wait),
-                    Back::Ended(limited) => Stage::Ended(Some(limited)),
-                };
-                return None;
+    fn send(mut turn: Turn, waiting: &mut Self::Wait) -> Result<Option<Self::Call>, Limited> {
+        let permit = turn.0.take().expect("only the drop takes the permit");
+        match permit.leave_or_wait(waiting.deadline) {
+            Ok(mut permit) => {
+                permit.left();
+                Ok(Some(AtThrottle {
+                    state: permit,
+                    host: waiting.host,
+                    deadline: waiting.deadline,
+                }))
             }
-        };
-        permit.left();
-        Some(ThrottleCall {
-            permit,
-            host,
-            deadline,
-        })
-    }
-
-    fn give_back(call: ThrottleCall) {
-        call.permit.give_back();
+            Err(Back::Waits(wait)) => {
+                waiting.state = wait;
+                Ok(None)
+            }
+            Err(Back::Ended(limited)) => Err(limited),
+        }
     }
 
     /// Never ends: a throttle has no in-flight slots.
-    fn poll_lost(_call: &ThrottleCall, _cx: &mut Context<'_>) -> Poll<Limited> {
+    fn poll_lost(_call: &Self::Call, _cx: &mut Context<'_>) -> Poll<Limited> {
         Poll::Pending
     }
 
     fn leave<T>(
-        call: &mut Option<ThrottleCall>,
+        call: &mut Option<Self::Call>,
         response: &mut impl ResponseInfo,
         policy: &ResponsePolicy,
         repeat: Option<T>,
-    ) -> Departure<ThrottleWait, T> {
-        let ThrottleCall {
-            permit,
+    ) -> Departure<Self::Wait, T> {
+        let AtThrottle {
+            state: permit,
             host,
             deadline,
         } = take_call(call);
@@ -287,8 +248,8 @@ impl Gate for AdaptiveThrottleLayer {
         let limited = match repeat {
             Some(repeat) => match permit.answered_or_back(&signal, status, arrived) {
                 Some(Back::Waits(wait)) => {
-                    let wait = ThrottleWait {
-                        stage: Stage::Turn(wait),
+                    let wait = AtThrottle {
+                        state: wait,
                         host,
                         deadline,
                     };
