@@ -14,7 +14,7 @@ use super::body::InFlight;
 use super::buffered::is_layer_behind_buffer;
 use super::extractors::{Extractors, QuotaOf, Reading, class_in_extensions};
 use super::rate_limit_builder::RateLimitBuilder;
-use super::response_policy::{ResponsePolicy, is_local_refusal, is_of_host};
+use super::response_policy::{ResponsePolicy, is_local_refusal};
 use super::seam::{Admission, Departure, Gate, take_call};
 use super::service::{CloneService, RateLimit, edge};
 use crate::clock::{self, Moment};
@@ -669,9 +669,7 @@ fn leave_slow<T>(
     if is_local_refusal(response) {
         return Departure::Pass(InFlight(None));
     }
-    let host = call.host();
-    let signal = policy.signal(call.key(), host, response, clock::now());
-    let status = response.status().filter(|_| is_of_host(host, response));
+    let (signal, status) = policy.read(call.key(), call.host(), response, clock::now());
     policy.settle(response, &signal, || call.settlement());
     match call.end(&signal, status) {
         (_, Some(limited)) if policy.error_on_limit() => Departure::Refuse(limited),

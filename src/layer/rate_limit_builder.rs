@@ -371,7 +371,7 @@ impl RateLimitBuilder {
         C: Into<Cost>,
     {
         let settle = move |response: &ResponseRef<'_>| settle(response).map(Into::into);
-        self.common.extractors.policy.set_settle(Arc::new(settle));
+        self.common.extractors.policy.change().settle = Some(Arc::new(settle));
         self
     }
 
@@ -380,7 +380,7 @@ impl RateLimitBuilder {
     ///
     /// Without a call of [`Settlement::settle`], the request counts with its [`cost`](Self::cost).
     pub fn settle_by_hand(mut self) -> Self {
-        self.common.extractors.policy.set_settle_by_hand();
+        self.common.extractors.policy.change().settles_by_hand = true;
         self
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use http::HeaderMap;
+use http::{HeaderMap, StatusCode};
 
 use crate::cost::Cost;
 use crate::key::Key;
@@ -12,11 +12,11 @@ use crate::signal::{ResponseInfo, ResponseRef, Signal};
 
 /// A closure that changes the signal that was read from a response; see
 /// [`RateLimitBuilder::dialect`](crate::RateLimitBuilder::dialect).
-type Dialect = Arc<dyn Fn(Key, &HeaderMap, Signal) -> Signal + Send + Sync>;
+pub(super) type Dialect = Arc<dyn Fn(Key, &HeaderMap, Signal) -> Signal + Send + Sync>;
 
 /// How the true cost of a request is read from its response; see
 /// [`RateLimitBuilder::settle`](crate::RateLimitBuilder::settle).
-type CostOf = Arc<dyn Fn(&ResponseRef<'_>) -> Option<Cost> + Send + Sync>;
+pub(super) type CostOf = Arc<dyn Fn(&ResponseRef<'_>) -> Option<Cost> + Send + Sync>;
 
 /// What a layer does with a response.
 ///
@@ -24,14 +24,15 @@ type CostOf = Arc<dyn Fn(&ResponseRef<'_>) -> Option<Cost> + Send + Sync>;
 #[derive(Clone, Default)]
 pub(crate) struct ResponsePolicy(Option<Arc<Policy>>);
 
+/// What is set of a [`ResponsePolicy`].
 #[derive(Clone, Default)]
-struct Policy {
+pub(super) struct Policy {
     /// Whether a refusal by the upstream becomes an error. Otherwise it passes as a response.
-    error_on_limit: bool,
-    dialect: Option<Dialect>,
-    settle: Option<CostOf>,
+    pub(super) error_on_limit: bool,
+    pub(super) dialect: Option<Dialect>,
+    pub(super) settle: Option<CostOf>,
     /// Whether each response gets its [`Settlement`].
-    settles_by_hand: bool,
+    pub(super) settles_by_hand: bool,
 }
 
 impl ResponsePolicy {
@@ -83,54 +84,40 @@ impl ResponsePolicy {
     #[cfg(feature = "grpc")]
     pub(super) fn without_settle(&self) -> Self {
         let mut policy = self.clone();
-        if self.settles()
-            && let Some(policy) = &mut policy.0
-        {
-            let policy = Arc::make_mut(policy);
+        if self.settles() {
+            let policy = policy.change();
             policy.settle = None;
             policy.settles_by_hand = false;
         }
         policy
     }
 
-    /// Reads the signal in the `response` to a request for `key`. The response arrived at `arrived`.
+    /// Reads the signal and the status of the `response` to a request for `key`. The response arrived at `arrived`.
     ///
-    /// If `host` is given and another host has responded, after a redirect, the signal is empty.
-    pub(super) fn signal(
+    /// If `host` is given and another host has responded, after a redirect, both are empty.
+    pub(super) fn read(
         &self,
         key: Key,
         host: Option<Key>,
         response: &impl ResponseInfo,
         arrived: Instant,
-    ) -> Signal {
-        if !is_of_host(host, response) {
-            return Signal::default();
+    ) -> (Signal, Option<StatusCode>) {
+        if let (Some(requested), Some(responding)) = (host, response.host())
+            && Key::host(responding) != requested
+        {
+            return (Signal::default(), None);
         }
         let signal = Signal::read_at(response, arrived);
-        match (self.dialect(), response.headers()) {
+        let signal = match (self.dialect(), response.headers()) {
             (Some(dialect), Some(headers)) => dialect(key, headers, signal),
             _ => signal,
-        }
+        };
+        (signal, response.status())
     }
 
-    /// Makes refusals by the upstream errors.
-    pub(super) fn set_error_on_limit(&mut self) {
-        Arc::make_mut(self.0.get_or_insert_default()).error_on_limit = true;
-    }
-
-    /// Sets the closure that reads the true cost of a request.
-    pub(super) fn set_settle(&mut self, settle: CostOf) {
-        Arc::make_mut(self.0.get_or_insert_default()).settle = Some(settle);
-    }
-
-    /// Gives each response its [`Settlement`].
-    pub(super) fn set_settle_by_hand(&mut self) {
-        Arc::make_mut(self.0.get_or_insert_default()).settles_by_hand = true;
-    }
-
-    /// Sets the closure that changes signals.
-    pub(super) fn set_dialect(&mut self, dialect: Dialect) {
-        Arc::make_mut(self.0.get_or_insert_default()).dialect = Some(dialect);
+    /// Returns what is set, to be changed.
+    pub(super) fn change(&mut self) -> &mut Policy {
+        Arc::make_mut(self.0.get_or_insert_default())
     }
 }
 
@@ -144,13 +131,5 @@ pub(super) fn is_local_refusal(response: &impl ResponseInfo) -> bool {
     {
         let _ = response;
         false
-    }
-}
-
-/// Returns whether `response` is of the `host` of its request. After a redirect it may not be.
-pub(super) fn is_of_host(host: Option<Key>, response: &impl ResponseInfo) -> bool {
-    match (host, response.host()) {
-        (Some(requested), Some(responding)) => Key::host(responding) == requested,
-        _ => true,
     }
 }

@@ -314,7 +314,7 @@ macro_rules! common_setters {
         /// [`Signal::refusal`](crate::Signal::refusal) states which responses are refusals: a 429,
         /// a 503 with `Retry-After`, and some others.
         pub fn error_on_upstream_limit(mut self) -> Self {
-            self.common.extractors.policy.set_error_on_limit();
+            self.common.extractors.policy.change().error_on_limit = true;
             self
         }
 
@@ -330,7 +330,7 @@ macro_rules! common_setters {
         where
             F: Fn($crate::Key, &http::HeaderMap, $crate::Signal) -> $crate::Signal + Send + Sync + 'static,
         {
-            self.common.extractors.policy.set_dialect(std::sync::Arc::new(dialect));
+            self.common.extractors.policy.change().dialect = Some(std::sync::Arc::new(dialect));
             self
         }
     };

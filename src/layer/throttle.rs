@@ -11,7 +11,7 @@ use tower_layer::Layer;
 
 use super::body::InFlight;
 use super::extractors::{Extractors, Reading};
-use super::response_policy::{ResponsePolicy, is_local_refusal, is_of_host};
+use super::response_policy::{ResponsePolicy, is_local_refusal};
 use super::retrying::RetryingThrottleLayer;
 use super::seam::{Admission, Departure, Gate, take_call};
 use super::service::{AdaptiveThrottle, CloneService, RateLimit, edge};
@@ -243,8 +243,7 @@ impl Gate for AdaptiveThrottleLayer {
             return Departure::Pass(InFlight(None));
         }
         let arrived = clock::now();
-        let signal = policy.signal(permit.key(), host, response, arrived);
-        let status = response.status().filter(|_| is_of_host(host, response));
+        let (signal, status) = policy.read(permit.key(), host, response, arrived);
         let limited = match repeat {
             Some(repeat) => match permit.answered_or_back(&signal, status, arrived) {
                 Some(Back::Waits(wait)) => {
