@@ -25,6 +25,23 @@ impl ConfigError {
             allowed,
         })
     }
+
+    /// Returns the error of a `setting` with a `value` that is not `allowed`, unless `is_allowed`.
+    pub(crate) fn unless(
+        is_allowed: bool,
+        setting: &'static str,
+        value: impl fmt::Display,
+        allowed: &'static str,
+    ) -> Result<(), Self> {
+        if is_allowed {
+            return Ok(());
+        }
+        Err(ConfigError::out_of_range(
+            setting,
+            value.to_string(),
+            allowed,
+        ))
+    }
 }
 
 /// What is wrong with a setting.

@@ -12,27 +12,23 @@ use crate::quota::Slacks;
 use crate::stats::{Kind, Tally};
 use crate::store::{MemoryStore, Store};
 
-/// The boundary guard of a fixed window of bad answers.
-const BOUNDARY: Duration = Duration::from_millis(100);
-
-/// Builds the guard of the layer `name`, if it has one.
+/// Builds the guard of a layer, if it has one.
 pub(super) fn build(
     common: &Common,
-    name: &str,
     store: &Arc<dyn Store>,
 ) -> Result<Option<Arc<BanGuard>>, ConfigError> {
     let Some(guard) = common.guard.clone() else {
         return Ok(None);
     };
     let (quota, max_keys) = (guard.quota, common.max_keys);
-    let slacks = Slacks {
-        transit: Slacks::TRANSIT,
-        boundary: BOUNDARY,
-        rate_loss: Slacks::RATE_LOSS,
-    };
-    let quotas = Arc::new(Quotas::new(quota, None, slacks, CountedLate::default()));
+    let quotas = Arc::new(Quotas::new(
+        quota,
+        None,
+        Slacks::DEFAULT,
+        CountedLate::default(),
+    ));
     let spec = Arc::new(quotas.limits(quota, 0)?);
-    let name = format!("{name} guard");
+    let name = format!("{} guard", common.name());
     let limiter = move |store| limiter(spec.clone(), quotas.clone(), &name, store, max_keys);
     let all = limiter(store.clone());
     let alone = move || limiter(Arc::new(MemoryStore::new(max_keys)));

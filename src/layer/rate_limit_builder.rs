@@ -8,7 +8,7 @@ use super::extractors::Extractors;
 use super::guard;
 use super::rate_limit::{FurtherLimit, RateLimitLayer};
 use super::routes::{RouteTable, Routes};
-use super::settings::{Common, at_most, check_name, common_setters};
+use super::settings::{Common, at_most, common_setters};
 use crate::config_error::ConfigError;
 use crate::cost::Cost;
 use crate::guarded::Watch;
@@ -19,7 +19,7 @@ use crate::limiter::{
 };
 use crate::quota::{ClassShare, Division, Quota, Slacks};
 use crate::signal::ResponseRef;
-use crate::stats::{Kind, Tally};
+use crate::stats::Kind;
 use crate::store::{FallbackStore, MemoryStore, Share, Store, UnlearningStore};
 #[cfg(doc)]
 use crate::{error::Reason, limiter::Settlement, signal::Signal};
@@ -44,22 +44,15 @@ pub struct RateLimitBuilder {
     on_store_error: OnStoreError,
     /// Between 0 and 1; see [`RateLimitBuilder::fallback_share`].
     fallback_share: Option<f64>,
-    transit_slack: Duration,
-    boundary_guard: Duration,
-    /// Per cent of the rate.
-    max_rate_loss: u32,
+    slacks: Slacks,
     in_flight_ttl: Duration,
-    counted_within: Duration,
-    /// The only unit to which `counted_within` applies, if it is one.
-    late_unit: Option<&'static str>,
+    late: CountedLate,
     /// Whether the program itself states what requests cost.
     charged_by_hand: bool,
     /// `None`: only if the layer settles.
     wait_above_limit: Option<bool>,
     learn: HeaderTrust,
     on_scope: Option<OnScope>,
-    /// The name of the first limit.
-    name: Option<&'static str>,
     /// The classes among which the quota of the first limit is divided.
     shares: Vec<ClassShare>,
     /// A class without a share for which `lends` was called.
@@ -86,7 +79,6 @@ fn units_of(quota: &Quota) -> impl Iterator<Item = &'static str> {
 
 impl RateLimitBuilder {
     const DEFAULT_MAX_HOLD: Duration = Duration::from_secs(60);
-    const DEFAULT_BOUNDARY_GUARD: Duration = Duration::from_millis(100);
     const DEFAULT_IN_FLIGHT_TTL: Duration = Duration::from_secs(10);
     const LONGEST_SLACK: Duration = Duration::from_secs(60);
     const SHORTEST_LIFE: Duration = Duration::from_millis(300);
@@ -99,17 +91,13 @@ impl RateLimitBuilder {
             common: Common::new(RateLimitBuilder::DEFAULT_MAX_HOLD),
             on_store_error: OnStoreError::default(),
             fallback_share: None,
-            transit_slack: Slacks::TRANSIT,
-            boundary_guard: RateLimitBuilder::DEFAULT_BOUNDARY_GUARD,
-            max_rate_loss: Slacks::RATE_LOSS,
+            slacks: Slacks::DEFAULT,
             in_flight_ttl: RateLimitBuilder::DEFAULT_IN_FLIGHT_TTL,
-            counted_within: Duration::ZERO,
-            late_unit: None,
+            late: CountedLate::default(),
             charged_by_hand: false,
             wait_above_limit: None,
             learn: HeaderTrust::default(),
             on_scope: None,
-            name: None,
             shares: Vec::new(),
             lends_unknown: None,
             further: Vec::new(),
@@ -180,6 +168,14 @@ impl RateLimitBuilder {
         /// # Ok::<(), tollgate::ConfigError>(())
         /// ```
         dialect;
+        /// Names the layer in its [stats](crate::stats), and the first limit of the layer. The name stands in
+        /// errors ([`LimitedInfo::name`](crate::error::LimitedInfo::name)), and a refusal whose
+        /// [scope](crate::Signal::scope) is this name holds the key of this limit. Default: no name; the
+        /// stats have `default`.
+        ///
+        /// A name has 1 to 64 of the letters a to z and A to Z, digits, spaces and `_.-/:`. A limit of
+        /// [`and_per`](Self::and_per) has a series of its own in the stats, such as `github search`.
+        name;
     }
 
     /// Sets how the cost of a request is found: a number of requests, or a [`Cost`] with units of
@@ -400,16 +396,16 @@ impl RateLimitBuilder {
     /// [`settle_by_hand`](Self::settle_by_hand), and join them with [`and`](RateLimitLayer::and). In a layer for [language
     /// models](crate::guide::llm_apis), only output tokens are counted late.
     pub fn counted_within(mut self, span: Duration) -> Self {
-        self.counted_within = span;
+        self.late.within = span;
         self
     }
 
     /// Lets [`counted_within`](Self::counted_within) apply to `unit` alone, and sets its default.
     #[cfg(feature = "llm")]
     pub(super) fn late_unit(mut self, unit: &'static str, default: Option<Duration>) -> Self {
-        self.late_unit = Some(unit);
-        if self.counted_within.is_zero() {
-            self.counted_within = default.unwrap_or_default();
+        self.late.unit = Some(unit);
+        if self.late.within.is_zero() {
+            self.late.within = default.unwrap_or_default();
         }
         self
     }
@@ -426,22 +422,6 @@ impl RateLimitBuilder {
         let further = self.further.iter().map(|limit| &limit.quota);
         let quotas = std::iter::once(&self.quota).chain(further);
         quotas.flat_map(units_of).collect()
-    }
-
-    /// Names the layer in its [stats](crate::stats), and the first limit of the layer. The name stands in
-    /// errors ([`LimitedInfo::name`](crate::error::LimitedInfo::name)), and a refusal whose
-    /// [scope](crate::Signal::scope) is this name holds the key of this limit. Default: no name; the
-    /// stats have `default`.
-    ///
-    /// A name has 1 to 64 of the letters a to z and A to Z, digits, spaces and `_.-/:`. A limit of
-    /// [`and_per`](Self::and_per) has a series of its own in the stats, such as `github search`.
-    ///
-    /// # Errors
-    ///
-    /// [`build`](Self::build) fails if the name has other characters or another length.
-    pub fn name(mut self, name: &'static str) -> Self {
-        self.name = Some(name);
-        self
     }
 
     /// Adds a limit with a key of its own: each request also takes a permit of `quota` under the key
@@ -585,7 +565,7 @@ impl RateLimitBuilder {
     /// [margin](crate::guide::choosing_a_quota#the-margin): the transit slack and the time for
     /// which a permit is valid. At 50 requests per second, the margin costs 2 % of the rate.
     pub fn transit_slack(mut self, transit_slack: Duration) -> Self {
-        self.transit_slack = transit_slack;
+        self.slacks.transit = transit_slack;
         self
     }
 
@@ -619,7 +599,7 @@ impl RateLimitBuilder {
     /// # Ok::<(), tollgate::ConfigError>(())
     /// ```
     pub fn max_rate_loss(mut self, percent: u32) -> Self {
-        self.max_rate_loss = percent;
+        self.slacks.rate_loss = percent;
         self
     }
 
@@ -629,7 +609,7 @@ impl RateLimitBuilder {
     /// It covers the time that a request takes to the upstream. It also covers how far the clock of
     /// this process (or of Redis) and the clock of the upstream differ.
     pub fn boundary_guard(mut self, boundary_guard: Duration) -> Self {
-        self.boundary_guard = boundary_guard;
+        self.slacks.boundary = boundary_guard;
         self
     }
 
@@ -697,12 +677,11 @@ impl RateLimitBuilder {
         let store = self.common.store.take();
         let store = store.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
         let on_scope = self.on_scope.take();
-        let name = self.name.unwrap_or(Tally::DEFAULT_NAME);
-        let guard = guard::build(&self.common, name, &store)?;
+        let guard = guard::build(&self.common, &store)?;
         let watch = guard.clone().map(|guard| guard as Arc<dyn Watch>);
         let limiter = self.limiter(
             self.quota,
-            self.name,
+            self.common.name,
             store.clone(),
             (on_scope, watch.clone()),
         )?;
@@ -717,7 +696,7 @@ impl RateLimitBuilder {
             } = limit;
             extractors.cost.clone_from(&self.common.extractors.cost);
             if let Some(routes) = &routes {
-                routes.check(self.slacks())?;
+                routes.check(self.slacks)?;
             }
             let limiter = self.limiter(quota, Some(name), store.clone(), (None, watch.clone()))?;
             gates.push(limiter.guarded());
@@ -753,7 +732,7 @@ impl RateLimitBuilder {
         store: Arc<dyn Store>,
         (on_scope, guard): (Option<OnScope>, Option<Arc<dyn Watch>>),
     ) -> Result<Limiter, ConfigError> {
-        quota.check(self.slacks())?;
+        quota.check(self.slacks)?;
         self.check_charged(&quota)?;
         let share = self.checked_fallback_share(&quota)?;
         // Only the first limit of the layer is divided.
@@ -763,15 +742,7 @@ impl RateLimitBuilder {
             None
         };
         let classes = division.clone().unwrap_or_default();
-        let quotas = Arc::new(Quotas::new(
-            quota,
-            division,
-            self.slacks(),
-            CountedLate {
-                within: self.counted_within,
-                unit: self.late_unit,
-            },
-        ));
+        let quotas = Arc::new(Quotas::new(quota, division, self.slacks, self.late));
         let classes = classes.shares().iter().map(|share| Some(share.class));
         let classes = std::iter::once(None).chain(classes);
         let mut limiters = Vec::new();
@@ -790,7 +761,7 @@ impl RateLimitBuilder {
             let first = Settings {
                 on_scope: on_scope.clone(),
                 guard: guard.clone(),
-                reports_guard: name == self.name && index == 0,
+                reports_guard: name == self.common.name && index == 0,
                 ..first
             };
             limiters.push((class, Limiter::new(first, others)));
@@ -812,25 +783,17 @@ impl RateLimitBuilder {
     /// Returns whether the limit with this name is divided among classes: the first one, if there are
     /// shares.
     fn divides(&self, name: Option<&str>) -> bool {
-        name == self.name && !self.shares.is_empty()
+        name == self.common.name && !self.shares.is_empty()
     }
 
     /// Returns the name of a limit in stats: that of the layer, that of the limit if it is a further one,
     /// what it counts if that is not requests, and the class if it has a share.
     fn series(&self, name: Option<&str>, unit: Option<&str>, part: Option<PartOfQuota>) -> String {
-        let layer = self.name.unwrap_or(Tally::DEFAULT_NAME);
-        let further = name.filter(|name| self.name != Some(name));
+        let layer = self.common.name();
+        let further = name.filter(|name| self.common.name != Some(name));
         let class = part.and_then(|part| part.class);
         let parts = [Some(layer), further, unit, class].into_iter().flatten();
         parts.collect::<Vec<&str>>().join(" ")
-    }
-
-    fn slacks(&self) -> Slacks {
-        Slacks {
-            transit: self.transit_slack,
-            boundary: self.boundary_guard,
-            rate_loss: self.max_rate_loss,
-        }
     }
 
     /// Makes the settings of the limits of one unit.
@@ -909,87 +872,73 @@ impl RateLimitBuilder {
     /// Checks that each setting is in its range.
     fn check(&self) -> Result<(), ConfigError> {
         self.common.check()?;
-        if let Some(name) = self.name {
-            check_name("name", name)?;
-        }
         at_most(
             "transit_slack",
-            self.transit_slack,
+            self.slacks.transit,
             RateLimitBuilder::LONGEST_SLACK,
             "at most 60 s",
         )?;
         at_most(
             "counted_within",
-            self.counted_within,
+            self.late.within,
             RateLimitBuilder::LONGEST_LIFE,
             "at most an hour",
         )?;
         let lives = RateLimitBuilder::SHORTEST_LIFE..=RateLimitBuilder::LONGEST_LIFE;
-        if !lives.contains(&self.in_flight_ttl) {
-            return Err(ConfigError::out_of_range(
-                "in_flight_ttl",
-                format!("{:?}", self.in_flight_ttl),
-                "from 300 ms to an hour",
-            ));
-        }
-        if self.max_rate_loss > RateLimitBuilder::LARGEST_RATE_LOSS {
-            return Err(ConfigError::out_of_range(
-                "max_rate_loss",
-                self.max_rate_loss.to_string(),
-                "at most 50",
-            ));
-        }
-        let out_of_range =
-            |value: String, allowed| ConfigError::out_of_range("lends", value, allowed);
+        ConfigError::unless(
+            lives.contains(&self.in_flight_ttl),
+            "in_flight_ttl",
+            format_args!("{:?}", self.in_flight_ttl),
+            "from 300 ms to an hour",
+        )?;
+        ConfigError::unless(
+            self.slacks.rate_loss <= RateLimitBuilder::LARGEST_RATE_LOSS,
+            "max_rate_loss",
+            self.slacks.rate_loss,
+            "at most 50",
+        )?;
         if let Some(class) = self.lends_unknown {
-            let value = format!("{class:?}");
-            return Err(out_of_range(
-                value,
+            let (class, allowed) = (
+                format!("{class:?}"),
                 "a class with a share: call share first",
-            ));
+            );
+            return Err(ConfigError::out_of_range("lends", class, allowed));
         }
-        if let Some(share) = self.shares.iter().find(|share| share.lends > 100) {
-            let value = format!("{} % for {:?}", share.lends, share.class);
-            return Err(out_of_range(value, "at most 100 per cent"));
+        for ClassShare { class, lends, .. } in &self.shares {
+            let value = format_args!("{lends} % for {class:?}");
+            ConfigError::unless(*lends <= 100, "lends", value, "at most 100 per cent")?;
         }
-        if self.shares.is_empty() && self.common.extractors.class.is_some() {
-            return Err(ConfigError::out_of_range(
-                "class",
-                "set without shares",
-                "left out, or go with a share for each class: .share(\"web\", 50)",
-            ));
-        }
-        if self.further.len() >= MOST_PARTS {
-            return Err(ConfigError::out_of_range(
-                "and_per",
-                format!("{} limits besides the first", self.further.len()),
-                "at most seven",
-            ));
-        }
-        if self.instead.len() > 1 {
-            return Err(ConfigError::out_of_range(
-                "routes",
-                "two tables of Routes::instead",
-                "at most one of them; put all these routes into one table",
-            ));
-        }
-        for (index, Further { name, routes, .. }) in self.further.iter().enumerate() {
-            let is_taken = self.name == Some(*name)
-                || self.further[..index]
-                    .iter()
-                    .any(|other| other.name == *name);
-            if name.is_empty() || is_taken {
-                let setting = if routes.is_some() {
+        ConfigError::unless(
+            self.common.extractors.class.is_none() || !self.shares.is_empty(),
+            "class",
+            "set without shares",
+            "left out, or go with a share for each class: .share(\"web\", 50)",
+        )?;
+        ConfigError::unless(
+            self.further.len() < MOST_PARTS,
+            "and_per",
+            format_args!("{} limits besides the first", self.further.len()),
+            "at most seven",
+        )?;
+        ConfigError::unless(
+            self.instead.len() <= 1,
+            "routes",
+            "two tables of Routes::instead",
+            "at most one of them; put all these routes into one table",
+        )?;
+        let mut taken = Vec::from_iter(self.common.name);
+        for Further { name, routes, .. } in &self.further {
+            ConfigError::unless(
+                !name.is_empty() && !taken.contains(name),
+                if routes.is_some() {
                     "routes"
                 } else {
                     "and_per"
-                };
-                return Err(ConfigError::out_of_range(
-                    setting,
-                    format!("{name:?}"),
-                    "a name that no other limit of the layer has, and that is not empty",
-                ));
-            }
+                },
+                format_args!("{name:?}"),
+                "a name that no other limit of the layer has, and that is not empty",
+            )?;
+            taken.push(name);
         }
         Ok(())
     }

@@ -12,6 +12,8 @@ use crate::store::{MemoryStore, Store};
 
 /// The settings that both builders have. [`common_setters!`] makes their setters.
 pub(super) struct Common {
+    /// The name of the layer in stats.
+    pub(super) name: Option<&'static str>,
     pub(super) extractors: Extractors,
     /// `None`: each builder has a default of its own.
     pub(super) store: Option<Arc<dyn Store>>,
@@ -36,6 +38,7 @@ impl Common {
     /// Creates the defaults, with the builder's own `max_hold`.
     pub(super) fn new(max_hold: Duration) -> Self {
         Common {
+            name: None,
             extractors: Extractors::default(),
             store: None,
             max_wait: DEFAULT_MAX_WAIT,
@@ -47,6 +50,11 @@ impl Common {
             metrics_keys: 0,
             guard: None,
         }
+    }
+
+    /// Returns the name of the layer in stats.
+    pub(super) fn name(&self) -> &'static str {
+        self.name.unwrap_or(Tally::DEFAULT_NAME)
     }
 
     /// Makes the counts of a gate that is called `name`.
@@ -62,17 +70,25 @@ impl Common {
         at_most("max_wait", self.max_wait, DAY, "at most a day")?;
         at_most("max_hold", self.max_hold, DAY, "at most a day")?;
         let no_wait = "at least 1; to refuse at once instead of waiting, set max_wait to zero";
-        at_least_one("max_queue", self.max_queue, no_wait)?;
-        at_least_one("max_keys", self.max_keys, "at least 1")?;
+        ConfigError::unless(self.max_queue >= 1, "max_queue", self.max_queue, no_wait)?;
+        ConfigError::unless(self.max_keys >= 1, "max_keys", self.max_keys, "at least 1")?;
         #[cfg(feature = "metrics")]
-        if self.metrics_keys > MOST_METRICS_KEYS {
-            return Err(ConfigError::out_of_range(
-                "metrics_keys",
-                self.metrics_keys.to_string(),
-                "at most 1000",
-            ));
+        ConfigError::unless(
+            self.metrics_keys <= MOST_METRICS_KEYS,
+            "metrics_keys",
+            self.metrics_keys,
+            "at most 1000",
+        )?;
+        if let Some(guard) = &self.guard {
+            guard.check()?;
         }
-        self.guard.as_ref().map_or(Ok(()), Guard::check)
+        let name = self.name();
+        ConfigError::unless(
+            is_series_name(name),
+            "name",
+            format_args!("{name:?}"),
+            "1 to 64 of the letters a to z and A to Z, digits, spaces and `_.-/:`",
+        )
     }
 
     /// Adds the settings that a builder shows in its `Debug`.
@@ -90,41 +106,7 @@ pub(super) fn at_most(
     most: Duration,
     allowed: &'static str,
 ) -> Result<(), ConfigError> {
-    if value <= most {
-        return Ok(());
-    }
-    Err(ConfigError::out_of_range(
-        setting,
-        format!("{value:?}"),
-        allowed,
-    ))
-}
-
-/// Returns an error if `name` may not be the name of a gate.
-pub(super) fn check_name(setting: &'static str, name: &str) -> Result<(), ConfigError> {
-    if is_series_name(name) {
-        return Ok(());
-    }
-    Err(ConfigError::out_of_range(
-        setting,
-        format!("{name:?}"),
-        "1 to 64 of the letters a to z and A to Z, digits, spaces and `_.-/:`",
-    ))
-}
-
-fn at_least_one(
-    setting: &'static str,
-    value: usize,
-    allowed: &'static str,
-) -> Result<(), ConfigError> {
-    if value >= 1 {
-        return Ok(());
-    }
-    Err(ConfigError::out_of_range(
-        setting,
-        value.to_string(),
-        allowed,
-    ))
+    ConfigError::unless(value <= most, setting, format_args!("{value:?}"), allowed)
 }
 
 /// Defines the setters of [`Common`] for a builder with a field `common`.
@@ -139,6 +121,7 @@ macro_rules! common_setters {
         $(#[$max_hold:meta])* max_hold;
         $(#[$store:meta])* store;
         $(#[$dialect:meta])* dialect;
+        $(#[$name:meta])* name;
     ) => {
         /// Sets how the key of a request is found: [`by_host`](crate::by_host),
         /// [`by_header`](crate::by_header), or a closure that returns a [`Key`](crate::Key) or an
@@ -331,6 +314,16 @@ macro_rules! common_setters {
             F: Fn($crate::Key, &http::HeaderMap, $crate::Signal) -> $crate::Signal + Send + Sync + 'static,
         {
             self.common.extractors.policy.change().dialect = Some(std::sync::Arc::new(dialect));
+            self
+        }
+
+        $(#[$name])*
+        ///
+        /// # Errors
+        ///
+        /// [`build`](Self::build) fails if the name has other characters or another length.
+        pub fn name(mut self, name: &'static str) -> Self {
+            self.common.name = Some(name);
             self
         }
     };

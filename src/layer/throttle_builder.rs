@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::guard;
-use super::settings::{Common, check_name, common_setters};
+use super::settings::{Common, common_setters};
 use super::throttle::AdaptiveThrottleLayer;
 use crate::config_error::ConfigError;
 use crate::guarded::Watch;
 use crate::limiter::read_marks;
 use crate::pacing::{Fair, Pace};
 use crate::rng::{Dice, dice};
-use crate::stats::{Kind, Tally};
+use crate::stats::Kind;
 use crate::store::MemoryStore;
 #[cfg(doc)]
 use crate::store::Store;
@@ -36,7 +36,6 @@ use crate::throttle::{Throttle, ThrottleSettings};
 #[must_use = "a builder does nothing until build"]
 pub struct AdaptiveThrottleBuilder {
     common: Common,
-    name: &'static str,
     pace: Box<dyn Fn() -> Box<dyn Pace> + Send + Sync>,
 }
 
@@ -46,7 +45,6 @@ impl AdaptiveThrottleBuilder {
     pub(super) fn new() -> Self {
         AdaptiveThrottleBuilder {
             common: Common::new(AdaptiveThrottleBuilder::DEFAULT_MAX_HOLD),
-            name: Tally::DEFAULT_NAME,
             pace: Box::new(|| Box::new(Fair::new())),
         }
     }
@@ -86,17 +84,9 @@ impl AdaptiveThrottleBuilder {
         store;
         /// [`RateLimitBuilder::dialect`](super::RateLimitBuilder::dialect) has an example.
         dialect;
-    }
-
-    /// Names the layer in its [stats](crate::stats): 1 to 64 of the letters a to z and A to Z, digits,
-    /// spaces and `_.-/:`. Default: `default`.
-    ///
-    /// # Errors
-    ///
-    /// [`build`](Self::build) fails if the name has other characters or another length.
-    pub fn name(mut self, name: &'static str) -> Self {
-        self.name = name;
-        self
+        /// Names the layer in its [stats](crate::stats): 1 to 64 of the letters a to z and A to Z, digits,
+        /// spaces and `_.-/:`. Default: `default`.
+        name;
     }
 
     /// Sets the rule by which the speed of a key follows signals, a [`Fair`] or
@@ -114,13 +104,12 @@ impl AdaptiveThrottleBuilder {
     /// [`ConfigError`] names the first setting that is out of range, and what to change.
     pub fn build(self) -> Result<AdaptiveThrottleLayer, ConfigError> {
         self.common.check()?;
-        check_name("name", self.name)?;
-        let tally = self.common.tally(self.name, Kind::Throttle);
+        let tally = self.common.tally(self.common.name(), Kind::Throttle);
         let max_keys = self.common.max_keys;
         // Without a store, the bad answers of this process count.
         let shared = self.common.store.clone();
         let shared = shared.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
-        let guard = guard::build(&self.common, self.name, &shared)?;
+        let guard = guard::build(&self.common, &shared)?;
         let watch = guard.clone().map(|guard| guard as Arc<dyn Watch>);
         let Common {
             extractors,

@@ -22,4 +22,11 @@ impl Slacks {
 
     /// The largest loss that is allowed by default, in per cent.
     pub(crate) const RATE_LOSS: u32 = 10;
+
+    /// What a layer allows for by default.
+    pub(crate) const DEFAULT: Slacks = Slacks {
+        transit: Slacks::TRANSIT,
+        boundary: Duration::from_millis(100),
+        rate_loss: Slacks::RATE_LOSS,
+    };
 }
