@@ -676,15 +676,9 @@ impl RateLimitBuilder {
         let max_keys = self.common.max_keys;
         let store = self.common.store.take();
         let store = store.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
-        let on_scope = self.on_scope.take();
         let guard = guard::build(&self.common, &store)?;
         let watch = guard.clone().map(|guard| guard as Arc<dyn Watch>);
-        let limiter = self.limiter(
-            self.quota,
-            self.common.name,
-            store.clone(),
-            (on_scope, watch.clone()),
-        )?;
+        let limiter = self.limiter(self.quota, self.common.name, &store, &watch)?;
         let mut gates = vec![limiter.guarded()];
         let mut further = Vec::new();
         for limit in std::mem::take(&mut self.further) {
@@ -698,7 +692,7 @@ impl RateLimitBuilder {
             if let Some(routes) = &routes {
                 routes.check(self.slacks)?;
             }
-            let limiter = self.limiter(quota, Some(name), store.clone(), (None, watch.clone()))?;
+            let limiter = self.limiter(quota, Some(name), &store, &watch)?;
             gates.push(limiter.guarded());
             if let Some(routes) = routes {
                 extractors.set_own_routes(RouteTable::new(routes, &limiter)?);
@@ -724,66 +718,53 @@ impl RateLimitBuilder {
         ))
     }
 
-    /// Makes the limiter of one limit of the layer.
+    /// Makes the limiter of one limit of the layer. The first limit has the name of the layer.
     fn limiter(
         &self,
         quota: Quota,
         name: Option<&'static str>,
-        store: Arc<dyn Store>,
-        (on_scope, guard): (Option<OnScope>, Option<Arc<dyn Watch>>),
+        store: &Arc<dyn Store>,
+        guard: &Option<Arc<dyn Watch>>,
     ) -> Result<Limiter, ConfigError> {
         quota.check(self.slacks)?;
         self.check_charged(&quota)?;
-        let share = self.checked_fallback_share(&quota)?;
+        self.check_fallback(&quota)?;
+        let is_first = name == self.common.name;
         // Only the first limit of the layer is divided.
-        let division = if self.divides(name) {
-            Some(Division::new(&self.shares)?)
-        } else {
-            None
-        };
-        let classes = division.clone().unwrap_or_default();
-        let quotas = Arc::new(Quotas::new(quota, division, self.slacks, self.late));
-        let classes = classes.shares().iter().map(|share| Some(share.class));
-        let classes = std::iter::once(None).chain(classes);
-        let mut limiters = Vec::new();
-        for (index, (part, class)) in quotas.parts(&quota)?.into_iter().zip(classes).enumerate() {
-            let settings = |quota| {
-                let part = self.divides(name).then_some(PartOfQuota { index, class });
-                self.settings(quota, &quotas, part, name, store.clone(), share)
-            };
-            let mut units = part.by_unit().into_iter();
-            let first = settings(units.next().unwrap_or(part))?;
-            let others: Result<Vec<_>, _> = units.map(settings).collect();
-            let others = others?.into_iter().map(|settings| Settings {
-                is_further_unit: true,
-                ..settings
-            });
+        let is_divided = is_first && !self.shares.is_empty();
+        let division = is_divided.then(|| Division::new(&self.shares));
+        let quotas = Quotas::new(quota, division.transpose()?, self.slacks, self.late);
+        let quotas = Arc::new(quotas);
+        let (mut rest, mut classes) = (None, Vec::new());
+        for (index, part) in quotas.parts(&quota)?.into_iter().enumerate() {
+            let class = index.checked_sub(1).map(|share| self.shares[share].class);
+            let place = is_divided.then_some(PartOfQuota { index, class });
+            let units = part.by_unit();
+            let first = units.first().copied().unwrap_or(part);
             let first = Settings {
-                on_scope: on_scope.clone(),
+                on_scope: self.on_scope.clone().filter(|_| is_first),
                 guard: guard.clone(),
-                reports_guard: name == self.common.name && index == 0,
-                ..first
+                reports_guard: is_first && index == 0,
+                ..self.settings(first, &quotas, place, name, store)?
             };
-            limiters.push((class, Limiter::new(first, others)));
+            let mut others = Vec::new();
+            for unit in units.into_iter().skip(1) {
+                others.push(Settings {
+                    is_further_unit: true,
+                    ..self.settings(unit, &quotas, place, name, store)?
+                });
+            }
+            let limiter = Limiter::new(first, others);
+            match class {
+                Some(class) => classes.push((class, limiter)),
+                None => rest = Some(limiter),
+            }
         }
-        let mut limiters = limiters.into_iter();
-        let Some((_, rest)) = limiters.next() else {
-            unreachable!("a quota has at least one part")
-        };
-        let classes: Vec<_> = limiters
-            .filter_map(|(class, limiter)| Some((class?, limiter)))
-            .collect();
-        Ok(if classes.is_empty() {
-            rest
-        } else {
-            Limiter::divided(rest, classes)
+        let rest = rest.expect("the first part is that of requests without a class");
+        Ok(match is_divided {
+            true => Limiter::divided(rest, classes),
+            false => rest,
         })
-    }
-
-    /// Returns whether the limit with this name is divided among classes: the first one, if there are
-    /// shares.
-    fn divides(&self, name: Option<&str>) -> bool {
-        name == self.common.name && !self.shares.is_empty()
     }
 
     /// Returns the name of a limit in stats: that of the layer, that of the limit if it is a further one,
@@ -803,8 +784,7 @@ impl RateLimitBuilder {
         quotas: &Arc<Quotas>,
         part: Option<PartOfQuota>,
         name: Option<&'static str>,
-        shared_store: Arc<dyn Store>,
-        share: Option<Share>,
+        shared_store: &Arc<dyn Store>,
     ) -> Result<Settings, ConfigError> {
         let Common {
             max_wait,
@@ -814,13 +794,15 @@ impl RateLimitBuilder {
             ..
         } = self.common;
         let settles = self.common.extractors.policy.settles();
-        let falls_back = self.on_store_error == OnStoreError::FallbackShare;
         let deciding: Arc<dyn Store> = match self.learn {
             HeaderTrust::Ignore => Arc::new(UnlearningStore::new(shared_store.clone())),
             _ => shared_store.clone(),
         };
-        let fallback = (falls_back && !quota.limits().is_empty())
-            .then(|| Arc::new(FallbackStore::new(deciding.clone(), share, max_keys)));
+        let falls_back = self.falls_back() && !quota.limits().is_empty();
+        let fallback = falls_back.then(|| {
+            let share = self.fallback_share.and_then(Share::new);
+            Arc::new(FallbackStore::new(deciding.clone(), share, max_keys))
+        });
         let store = match &fallback {
             Some(fallback) => fallback.clone() as Arc<dyn Store>,
             None => deciding,
@@ -832,7 +814,7 @@ impl RateLimitBuilder {
             part,
             name,
             store,
-            shared_store,
+            shared_store: shared_store.clone(),
             fallback,
             max_wait,
             max_queue,
@@ -858,15 +840,16 @@ impl RateLimitBuilder {
     fn check_charged(&self, quota: &Quota) -> Result<(), ConfigError> {
         let Extractors { cost, policy, .. } = &self.common.extractors;
         let is_charged = cost.is_some() || policy.settles() || self.charged_by_hand;
-        match units_of(quota).next() {
-            Some(unit) if !is_charged => Err(ConfigError::out_of_range(
+        if let Some(unit) = units_of(quota).next() {
+            ConfigError::unless(
+                is_charged,
                 "cost",
-                format!("not set, and the quota counts {unit}, which nothing charges"),
+                format_args!("not set, and the quota counts {unit}, which nothing charges"),
                 "set, such as .cost(|request| Cost::of(\"tokens\", 500)); for LLM APIs, use build_llm \
-                          instead; if requests have a Cost in their extensions, call .charged_by_hand()",
-            )),
-            _ => Ok(()),
+                 instead; if requests have a Cost in their extensions, call .charged_by_hand()",
+            )?;
         }
+        Ok(())
     }
 
     /// Checks that each setting is in its range.
@@ -943,30 +926,34 @@ impl RateLimitBuilder {
         Ok(())
     }
 
-    /// Returns the share of the limit during an outage of the store, if one is set.
-    fn checked_fallback_share(&self, quota: &Quota) -> Result<Option<Share>, ConfigError> {
-        let falls_back = self.on_store_error == OnStoreError::FallbackShare;
-        if falls_back && quota.limits().is_empty() {
-            return Err(ConfigError::out_of_range(
-                "on_store_error",
-                "FallbackShare",
-                "FailClosed or FailOpen if the quota limits only calls in flight: they have no shares",
-            ));
-        }
+    /// Returns whether the process goes on with a share of the limit if the store fails.
+    fn falls_back(&self) -> bool {
+        self.on_store_error == OnStoreError::FallbackShare
+    }
+
+    /// Checks the share of `quota` during an outage of the store.
+    fn check_fallback(&self, quota: &Quota) -> Result<(), ConfigError> {
+        ConfigError::unless(
+            !self.falls_back() || !quota.limits().is_empty(),
+            "on_store_error",
+            "FallbackShare",
+            "FailClosed or FailOpen if the quota limits only calls in flight: they have no shares",
+        )?;
         let Some(share) = self.fallback_share else {
-            return Ok(None);
+            return Ok(());
         };
-        let out_of_range =
-            |allowed| ConfigError::out_of_range("fallback_share", format!("{share:?}"), allowed);
-        if !falls_back {
-            return Err(out_of_range(
-                "left out, or go with on_store_error(OnStoreError::FallbackShare)",
-            ));
-        }
-        let allowed = "above 0 and at most 1, such as 1.0 / 8.0 for eight processes";
-        Share::new(share)
-            .map(Some)
-            .ok_or_else(|| out_of_range(allowed))
+        ConfigError::unless(
+            self.falls_back(),
+            "fallback_share",
+            format_args!("{share:?}"),
+            "left out, or go with on_store_error(OnStoreError::FallbackShare)",
+        )?;
+        ConfigError::unless(
+            Share::new(share).is_some(),
+            "fallback_share",
+            format_args!("{share:?}"),
+            "above 0 and at most 1, such as 1.0 / 8.0 for eight processes",
+        )
     }
 }
 

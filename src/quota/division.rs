@@ -17,7 +17,7 @@ pub(crate) struct ClassShare {
 
 /// How a quota is divided among classes of requests. What the shares leave is the part of all requests
 /// without a share, the *rest*.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Division {
     shares: Vec<ClassShare>,
 }
@@ -64,11 +64,6 @@ impl Division {
         Ok(Division {
             shares: shares.to_vec(),
         })
-    }
-
-    /// Returns the classes with a share.
-    pub(crate) fn shares(&self) -> &[ClassShare] {
-        &self.shares
     }
 
     /// Returns the percentage of the part number `part` that it lends at most. The rest is the first.

@@ -201,19 +201,11 @@ impl RateLimitBuilder {
 
 /// Checks that a meter charges each of these `units`, and nobody else does.
 fn check(units: &[&'static str], has_cost: bool) -> Result<(), ConfigError> {
-    if has_cost {
-        return Err(ConfigError::out_of_range(
-            "cost",
-            "set",
-            "left out: build_llm sets it",
-        ));
-    }
-    if units.is_empty() || !units.iter().all(|unit| Meter::charges(unit)) {
-        return Err(ConfigError::out_of_range(
-            "the quota of build_llm",
-            format!("one of these units besides requests: {units:?}"),
-            "one of tokens, or of input_tokens and output_tokens, such as 500/min, 80000 tokens/min",
-        ));
-    }
-    Ok(())
+    ConfigError::unless(!has_cost, "cost", "set", "left out: build_llm sets it")?;
+    ConfigError::unless(
+        !units.is_empty() && units.iter().all(|unit| Meter::charges(unit)),
+        "the quota of build_llm",
+        format_args!("one of these units besides requests: {units:?}"),
+        "one of tokens, or of input_tokens and output_tokens, such as 500/min, 80000 tokens/min",
+    )
 }

@@ -110,13 +110,12 @@ impl Routes {
             Ok(Row { pattern, quota })
         });
         let rows: Vec<Row> = routes.collect::<Result<_, ConfigError>>()?;
-        if rows.len() > Routes::MOST {
-            return Err(ConfigError::out_of_range(
-                "routes",
-                format!("{} routes", rows.len()),
-                "at most 1000 routes; with * or {name}, one pattern is enough for many paths",
-            ));
-        }
+        ConfigError::unless(
+            rows.len() <= Routes::MOST,
+            "routes",
+            format_args!("{} routes", rows.len()),
+            "at most 1000 routes; with * or {name}, one pattern is enough for many paths",
+        )?;
         let patterns: Vec<&Pattern> = rows.iter().map(|row| &row.pattern).collect();
         let router = Router::new(&patterns)?;
         Ok(Routes {
