@@ -20,8 +20,9 @@ use crate::signal::Signal;
 /// to process a request that it refuses with a 503. If a request must not be processed twice, give
 /// it an idempotency key, or use a layer without retries.
 ///
-/// With the feature `retry`, it is a `tower::retry::Policy` for `http::Request` with a body that is
-/// `Clone`, and for `reqwest::Request`. With the feature `reqwest-retry`, it is a
+/// With the feature `retry`, it is a `tower::retry::Policy` for each request that is
+/// [`CloneRequest`](crate::service::CloneRequest): `http::Request` with a body that is `Clone`, and
+/// `reqwest::Request`. With the feature `reqwest-retry`, it is a
 /// `reqwest_retry::RetryableStrategy` and its `RetryPolicy`.
 ///
 /// After a redirect, a refusal by another host holds nothing, so the request is retried at once.
@@ -197,51 +198,22 @@ mod of_tower {
 
     use super::{RetryLimited, Signal};
     use crate::error::AsError;
+    use crate::layer::CloneRequest;
     use crate::signal::ResponseInfo;
 
-    impl RetryLimited {
-        fn retry_now<S: ResponseInfo, E: AsError>(
-            &mut self,
-            result: &Result<S, E>,
-        ) -> Option<Ready<()>> {
+    impl<R: CloneRequest, S: ResponseInfo, E: AsError> Policy<R, S, E> for RetryLimited {
+        type Future = Ready<()>;
+
+        fn retry(&mut self, _: &mut R, result: &mut Result<S, E>) -> Option<Ready<()>> {
             self.attempts = self.attempts.checked_sub(1)?;
             let outcome = result.as_ref().map(Signal::read).map_err(AsError::as_error);
             // The last attempt adds to the budget, too.
             let again = self.is_refusal(outcome) && self.attempts > 0 && self.budget.withdraw();
             again.then(|| ready(()))
         }
-    }
 
-    impl<B: Clone, S: ResponseInfo, E: AsError> Policy<http::Request<B>, S, E> for RetryLimited {
-        type Future = Ready<()>;
-
-        fn retry(
-            &mut self,
-            _: &mut http::Request<B>,
-            result: &mut Result<S, E>,
-        ) -> Option<Ready<()>> {
-            self.retry_now(result)
-        }
-
-        fn clone_request(&mut self, request: &http::Request<B>) -> Option<http::Request<B>> {
-            Some(request.clone())
-        }
-    }
-
-    #[cfg(feature = "reqwest")]
-    impl<S: ResponseInfo, E: AsError> Policy<reqwest::Request, S, E> for RetryLimited {
-        type Future = Ready<()>;
-
-        fn retry(
-            &mut self,
-            _: &mut reqwest::Request,
-            result: &mut Result<S, E>,
-        ) -> Option<Ready<()>> {
-            self.retry_now(result)
-        }
-
-        fn clone_request(&mut self, request: &reqwest::Request) -> Option<reqwest::Request> {
-            request.try_clone()
+        fn clone_request(&mut self, request: &R) -> Option<R> {
+            request.clone_request()
         }
     }
 }
