@@ -17,7 +17,7 @@ use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::{ResponsePolicy, is_local_refusal};
 use super::seam::{Admission, Departure, Gate, take_call};
 use super::service::{CloneService, RateLimit, edge};
-use crate::clock::{self, Moment};
+use crate::clock;
 use crate::config_error::ConfigError;
 use crate::cost::RequestCost;
 use crate::error::{Limited, Reason};
@@ -25,8 +25,8 @@ use crate::events;
 use crate::guarded;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef, host_names};
 use crate::limiter::{
-    Admitted, Entry, InnerCall, Limiter, MOST_PARTS, PartRef, QuotaId, Reservation, Sent, Started,
-    Taken, Wait, is_inside_a_layer, send_all_at_once, start_slow, take_all_at_once,
+    Admitted, Entry, InnerCall, Limiter, MOST_PARTS, PartRef, QuotaId, Sent, Started, Taken, Wait,
+    is_inside_a_layer, send_all_at_once, start_slow,
 };
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
@@ -319,36 +319,29 @@ impl RateLimitLayer {
                 .note_class(class_in_extensions(request).is_some());
         }
         let mut host = HostKey::of(request);
-        let Some(reading) = self.extractors.read(request, &mut host, None) else {
+        let Some(mut reading) = self.extractors.read(request, &mut host, None) else {
             return Err(Slow::Unreadable(Reason::NoKey));
         };
-        if self.is_joint {
-            return Err(Slow::Joint(reading));
+        if self.is_joint || is_inside_a_layer() || !self.extractors.policy.is_default() {
+            return Err(Slow::Read(reading));
         }
-        let Reading {
-            key,
-            quota,
-            cost,
-            deadline,
-            ..
-        } = reading;
-        let quota = quota_of(&self.limiter, &self.extractors, quota, request);
+        let quota = quota_of(&self.limiter, &self.extractors, reading.quota, request);
         let quota = quota.map_err(Slow::Unreadable)?;
         let limiter = self.counting(request);
         let entry = Entry {
-            key: limiter.key_of(key),
-            cost: cost.under(None),
-            deadline,
-            host: limiter.host_of(key, &mut host),
+            key: limiter.key_of(reading.key),
+            cost: reading.cost.under(None),
+            deadline: reading.deadline,
+            host: limiter.host_of(reading.key, &mut host),
             quota,
         };
-        if is_inside_a_layer() {
-            return Err(Slow::NoPermit(entry));
+        match limiter.send_at_once(&entry) {
+            Some(now) => Ok(limiter.admitted(&entry, now)),
+            None => {
+                reading.quota = Some(quota);
+                Err(Slow::Read(reading))
+            }
         }
-        if !self.extractors.policy.is_default() {
-            return Err(Slow::OwnPolicy(entry));
-        }
-        send_at_once(limiter, entry)
     }
 
     /// Admits a request of which only key and deadline matter.
@@ -368,76 +361,22 @@ impl RateLimitLayer {
         send_at_once(&self.limiter, entry)
     }
 
-    /// Enters a request that counts in several limits.
-    fn enter_joint(
-        &self,
-        reading: Reading,
-        request: &impl RequestInfo,
-    ) -> Admission<Sent, Box<Wait>> {
+    /// Admits a request on the slow path, makes it wait, or refuses it.
+    fn admit(&self, reading: Reading, request: &impl RequestInfo) -> Admission<Sent, Box<Wait>> {
         let key = reading.key;
         let mut parts = SmallVec::new();
         let deadline = match self.read_parts(reading, request, &mut parts) {
             Ok(deadline) => deadline,
             Err(limited) => return Admission::No(limited),
         };
-        let at_hand = if self.limiter.settles() {
-            take_all_at_once(&parts, deadline).map(Taken::sent)
-        } else {
-            send_all_at_once(&parts, deadline)
-        };
-        match at_hand {
-            Some(sent) => Admission::Go(self.with_label(sent, key, request)),
-            None => {
-                let started = start_slow(&parts, deadline, &|| self.label(key, request));
-                self.admission(started, key, request)
-            }
+        if let Some(sent) = send_all_at_once(&parts, deadline) {
+            return Admission::Go(self.with_label(sent, key, request));
         }
-    }
-
-    /// Returns what follows for a request that has entered on the slow path.
-    fn admission(
-        &self,
-        started: Started,
-        key: Key,
-        request: &impl RequestInfo,
-    ) -> Admission<Sent, Box<Wait>> {
-        match started {
+        match start_slow(&parts, deadline, &|| self.label(key, request)) {
             Started::Granted(taken) => Admission::Go(self.with_label(taken.sent(), key, request)),
             Started::Waiting(wait) => Admission::Wait(wait),
             Started::Limited(limited) => Admission::No(limited),
         }
-    }
-
-    /// Admits a request on the slow path, makes it wait, or refuses it.
-    fn admit(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Box<Wait>> {
-        let limiter = self.counting(request);
-        let entry = match slow {
-            Slow::Unreadable(reason) => {
-                return Admission::No(self.limiter.unreadable(reason, &self.limiter));
-            }
-            Slow::Joint(reading) => return self.enter_joint(reading, request),
-            Slow::NoPermit(entry) => entry,
-            Slow::OwnPolicy(entry) => match limiter.take_at_once(&entry) {
-                Some(slot) => return Admission::Go(self.at_hand(limiter, entry, slot, request)),
-                None => entry,
-            },
-        };
-        let key = limiter.whole(entry.key);
-        let started = limiter.start_slow(entry, &|| self.label(key, request));
-        self.admission(started, key, request)
-    }
-
-    /// Makes the call of a request that got a permit at hand on the slow path.
-    fn at_hand(
-        &self,
-        limiter: &Limiter,
-        entry: Entry,
-        slot: Option<Reservation>,
-        request: &impl RequestInfo,
-    ) -> Sent {
-        let sent = self.sent(limiter.admitted(&entry, Moment::of(clock::now())));
-        let sent = self.with_label(sent, limiter.whole(entry.key), request);
-        sent.with_slot(slot, self.limiter.settles())
     }
 
     /// Keeps the name of the key of a request that is sent now, if a refusal may become an error.
@@ -497,37 +436,28 @@ fn quota_of(
     id.map_err(|error| Reason::InvalidQuota(Arc::new(error)))
 }
 
-/// Admits the request of `entry`, which `limiter` counts, if a permit is at hand.
+/// Admits a request of which only key and deadline matter, and which `limiter` counts, if a permit is at hand.
 #[inline(never)]
 fn send_at_once(limiter: &Limiter, entry: Entry) -> Result<Admitted, Slow> {
     match limiter.send_at_once(&entry) {
         Some(now) => Ok(limiter.admitted(&entry, now)),
-        None => Err(Slow::NoPermit(entry)),
+        None => Err(Slow::Read(Reading {
+            key: entry.key,
+            without_routes: entry.key,
+            quota: Some(entry.quota),
+            cost: RequestCost::Requests(entry.cost),
+            deadline: entry.deadline,
+        })),
     }
 }
 
-/// Why a request takes the slow path.
+/// What is known of a request that takes the slow path.
 pub(super) enum Slow {
     /// The request states no key, or no valid quota.
     Unreadable(Reason),
-    /// The request counts in several limits.
-    Joint(Reading),
-    /// No permit was at hand, or more than a permit matters: calls in flight, a hold of the host, a deadline that has
-    /// passed, or a layer around.
-    NoPermit(Entry),
-    /// The layer has a policy of its own for responses.
-    OwnPolicy(Entry),
-}
-
-impl Slow {
-    /// Returns the key of the request, which `limiter` counts, if it has one.
-    fn key(&self, limiter: &Limiter) -> Option<Key> {
-        match self {
-            Slow::Unreadable(_) => None,
-            Slow::Joint(reading) => Some(reading.key),
-            Slow::NoPermit(entry) | Slow::OwnPolicy(entry) => Some(limiter.whole(entry.key)),
-        }
-    }
+    /// No permit was at hand, or more than one permit matters: several limits, calls in flight, a hold of the host, a
+    /// deadline that has passed, a layer around, or a policy of its own for responses.
+    Read(Reading),
 }
 
 impl Gate for RateLimitLayer {
@@ -573,11 +503,16 @@ impl Gate for RateLimitLayer {
             self.limiter.unknown_class(class);
         }
         self.note_host_names(request);
+        let reading = match slow {
+            Slow::Read(reading) => reading,
+            Slow::Unreadable(reason) => {
+                return Admission::No(self.limiter.unreadable(reason, &self.limiter));
+            }
+        };
+        let key = reading.key;
+        let admission = self.admit(reading, request);
         let limiter = self.counting(request);
-        let key = slow.key(limiter);
-        let admission = self.admit(slow, request);
-        if let Some(key) = key
-            && let Some(name_of) = &self.extractors.key_name
+        if let Some(name_of) = &self.extractors.key_name
             && limiter.is_unnamed(key)
             && let Some(name) = name_of(&RequestRef::new(request))
         {

@@ -15,7 +15,7 @@ use super::key_state::KeyState;
 use super::part::{PartRef, PerPart};
 use super::quotas::QuotaId;
 use super::reservation::{CountedAs, Reservation};
-use super::sent::Sent;
+use super::sent::{Admitted, Sent};
 use super::taken::{OfKey, Taken};
 use crate::clock::{self, Moment};
 use crate::key::Key;
@@ -125,9 +125,9 @@ fn is_host_clear(core: &Core, key: Key, host: Option<Key>, now: Moment) -> bool 
     core.states.find(hold, look).unwrap_or(false)
 }
 
-/// Takes the permits of a request of several keys that are at hand, and counts the request. Returns `None` if it has to
+/// Takes the permits of a request of one or several keys that are at hand, and counts the request. Returns `None` if it has to
 /// take the slow path.
-pub(crate) fn take_all_at_once(parts: &[PartRef<'_>], deadline: Option<Instant>) -> Option<Taken> {
+pub(super) fn take_all_at_once(parts: &[PartRef<'_>], deadline: Option<Instant>) -> Option<Taken> {
     let now = clock::now_by_counter();
     let mut slots = PerPart::new();
     if !take_slots(parts, deadline, now, &mut slots) {
@@ -139,14 +139,23 @@ pub(crate) fn take_all_at_once(parts: &[PartRef<'_>], deadline: Option<Instant>)
     Some(Taken::of_all(first, all.collect(), Vec::new()))
 }
 
-/// The same for a request that the caller sends at once.
+/// The same for a request that the caller sends at once. No permit is made.
 pub(crate) fn send_all_at_once(parts: &[PartRef<'_>], deadline: Option<Instant>) -> Option<Sent> {
     let now = clock::now_by_counter();
-    // No permit is made.
-    take_slots(parts, deadline, now, &mut PerPart::new()).then(|| {
-        let parts = parts.iter().map(|part| (part.core.id, part.entry));
-        Sent::all_at_once(parts, now)
-    })
+    let mut slots = PerPart::new();
+    if !take_slots(parts, deadline, now, &mut slots) {
+        return None;
+    }
+    let all = parts.iter().zip(slots);
+    let mut all = all.map(|(PartRef { core, entry }, slot)| {
+        let sent = Sent::at_once(Admitted::new(core.id, entry, now));
+        sent.with_slot(slot, core.settings.settles)
+    });
+    let mut first = all.next()?;
+    if all.len() > 0 {
+        first.join(all);
+    }
+    Some(first)
 }
 
 /// Takes permits that are at hand, of all parts or of none, and adds them to `slots`. Returns whether

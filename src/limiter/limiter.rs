@@ -481,11 +481,6 @@ impl Limiter {
         self.0.first.part_of(key)
     }
 
-    /// Returns the key of requests that are counted here under `key`.
-    pub(crate) fn whole(&self, key: Key) -> Key {
-        self.0.first.whole(key)
-    }
-
     /// Returns whether the quota counts other units than requests. Then each request is a joint one.
     #[inline]
     pub(crate) fn counts_units(&self) -> bool {
@@ -552,11 +547,6 @@ impl Limiter {
     /// if the request has to take the slow path.
     pub(crate) fn take_at_once(&self, entry: &Entry) -> Option<Option<Reservation>> {
         at_once::take_at_once(&self.0.first, entry, clock::now_by_counter())
-    }
-
-    /// Returns whether the true cost of a request may be stated after its response.
-    pub(crate) fn settles(&self) -> bool {
-        self.0.first.settings.settles
     }
 
     /// Enters a request for which no permit is at hand. `label` returns the name of its key.

@@ -103,7 +103,7 @@ pub use acquire::Acquire;
 pub(crate) use around::{
     InnerCall, Mark, forget_panic, is_any as is_inside_a_layer, is_unsure, refusal_of_throttle,
 };
-pub(crate) use at_once::{send_all_at_once, take_all_at_once};
+pub(crate) use at_once::send_all_at_once;
 pub(crate) use engine::read_marks;
 pub(crate) use entry::Entry;
 pub(crate) use explanation::Held;
@@ -117,7 +117,6 @@ pub use own_quota::QuotaError;
 pub(crate) use part::{MOST_PARTS, PartRef};
 pub use permit::Permit;
 pub(crate) use quotas::{CountedLate, QuotaId, Quotas};
-pub(crate) use reservation::Reservation;
 pub(crate) use sent::Admitted;
 pub use sent::Sent;
 pub use settings::OnStoreError;

@@ -264,20 +264,13 @@ impl Sent {
         Sent { admitted, more }
     }
 
-    /// Makes the value for a joint request that got its permits at once. `parts` has an entry for each
-    /// key.
-    pub(super) fn all_at_once(
-        mut parts: impl Iterator<Item = (CoreId, Entry)>,
-        at: Moment,
-    ) -> Self {
-        let first = parts.next().expect("a joint request has parts");
-        let admitted = |(core, entry)| Admitted::new(core, &entry, at);
-        let mut more = RareParts::empty();
-        more.joint
-            .extend(parts.map(|part| Sent::at_once(admitted(part))));
-        Sent {
-            admitted: admitted(first),
-            more: Some(more),
+    /// Adds what the request is to its other keys.
+    pub(super) fn join(&mut self, others: impl Iterator<Item = Sent>) {
+        let more = self.more.get_or_insert_with(RareParts::empty);
+        more.joint.extend(others);
+        if self.admitted.cost == 0 {
+            let rated = more.joint.iter().find(|sent| sent.admitted.cost > 0);
+            more.rated = rated.map(|sent| sent.admitted.core);
         }
     }
 

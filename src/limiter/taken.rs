@@ -285,13 +285,8 @@ impl Taken {
             wait,
         } = self.rest.take().map_or_else(Rest::default, |rest| *rest);
         if wait.is_some() || !others.is_empty() || !probes.is_empty() {
+            sent.join(others.iter_mut().map(|part| part.sent(keeps)));
             let more = sent.more.get_or_insert_with(RareParts::empty);
-            if sent.admitted.cost == 0 {
-                let rated = others.iter().find(|part| part.slot.is_some());
-                more.rated = rated.map(|part| part.core.id);
-            }
-            more.joint
-                .extend(others.iter_mut().map(|part| part.sent(keeps)));
             more.probes = probes;
             more.wait = wait;
         }
