@@ -140,9 +140,9 @@ impl RateLimitLayer {
     /// [`name`](RateLimitBuilder::name) gave this name. A limit of `and_per` has its keys under
     /// `key.and(name)`: see [`Key::and`].
     pub fn limiter_of(&self, name: &str) -> Option<Limiter> {
-        let further = self.further.iter().map(|limit| &limit.limiter);
-        let mut all = std::iter::once(&self.limiter).chain(further);
-        all.find(|limiter| limiter.name() == Some(name)).cloned()
+        self.limiters()
+            .find(|limiter| limiter.name() == Some(name))
+            .cloned()
     }
 
     /// Returns one layer with the limits of both. A request takes a permit of both limits or of
@@ -175,25 +175,16 @@ impl RateLimitLayer {
     /// ```
     #[must_use]
     pub fn and(self, other: RateLimitLayer) -> RateLimitLayer {
-        let RateLimitLayer {
-            limiter,
-            extractors,
-            further,
-            ..
-        } = other;
         let first_of_other = FurtherLimit {
             name: None,
-            limiter,
-            extractors,
+            limiter: other.limiter,
+            extractors: other.extractors,
         };
-        let further: Arc<[FurtherLimit]> = self
-            .further
-            .iter()
-            .cloned()
+        let own = self.further.iter().cloned();
+        let further = own
             .chain([first_of_other])
-            .chain(further.iter().cloned())
-            .collect();
-        RateLimitLayer::join(self.limiter, self.extractors, further)
+            .chain(other.further.iter().cloned());
+        RateLimitLayer::join(self.limiter, self.extractors, further.collect())
             .expect("a layer has at most eight limits, where each unit of a quota is one")
     }
 
@@ -203,26 +194,22 @@ impl RateLimitLayer {
         extractors: Arc<Extractors>,
         further: Arc<[FurtherLimit]>,
     ) -> Option<Self> {
-        let units = further.iter().map(|limit| limit.limiter.units());
-        let all = units.fold(limiter.units(), |all, units| all + units);
         let is_joint = !further.is_empty() || limiter.counts_units();
-        let is_plain = !is_joint && !limiter.is_divided() && extractors.are_plain();
-        (all <= MOST_PARTS).then_some(RateLimitLayer {
+        let layer = RateLimitLayer {
+            is_plain: !is_joint && !limiter.is_divided() && extractors.are_plain(),
             limiter,
             extractors,
             further,
             is_joint,
-            is_plain,
-        })
+        };
+        let units: usize = layer.limiters().map(Limiter::units).sum();
+        (units <= MOST_PARTS).then_some(layer)
     }
 
-    /// Compares the units of a cost with those of all limits. Returns why the request is refused, if it is.
-    fn check_units(&self, limiter: &Limiter, cost: &RequestCost) -> Option<Reason> {
-        let is_unknown = |unit: &str| {
-            let mut further = self.further.iter();
-            !self.limiter.counts(unit) && !further.any(|limit| limit.limiter.counts(unit))
-        };
-        limiter.check_units(cost, is_unknown)
+    /// Returns the limiters of all limits.
+    fn limiters(&self) -> impl Iterator<Item = &Limiter> {
+        let further = self.further.iter().map(|limit| &limit.limiter);
+        std::iter::once(&self.limiter).chain(further)
     }
 
     /// Adds to `parts` the limits that a request counts in, with its key and cost for each. Returns
@@ -239,42 +226,10 @@ impl RateLimitLayer {
         request: &R,
         parts: &mut SmallVec<[PartRef<'a>; 4]>,
     ) -> Result<Option<Instant>, Limited> {
-        let Reading {
-            key,
-            mut without_routes,
-            quota,
-            cost,
-            mut deadline,
-        } = reading;
-        let mut add = |limiter: &'a Limiter,
-                       key,
-                       cost: &RequestCost,
-                       quota: QuotaId,
-                       host: &mut HostKey<'_, R>| {
-            // Which of several limits a response may reach depends on its host.
-            let is_one_of_several = !self.further.is_empty();
-            let of_limit = limiter.host_of(key, host);
-            let host = of_limit.or_else(|| if is_one_of_several { host.get() } else { None });
-            if is_one_of_several {
-                limiter.note_host(key, host);
-            }
-            if limiter.counts_units() {
-                if let Some(reason) = self.check_units(limiter, cost) {
-                    return Err(limiter.unreadable(reason, &self.limiter));
-                }
-                parts.extend(limiter.parts(key, cost, quota, host));
-            } else {
-                parts.push(limiter.part(key, cost.under(None), quota, host));
-            }
-            Ok(())
-        };
         let mut host = HostKey::of(request);
-        let quota_of = |limiter: &Limiter, extractors: &Extractors, route| {
-            let quota = quota_of(limiter, extractors, route, request);
-            quota.map_err(|reason| limiter.unreadable(reason, &self.limiter))
-        };
-        let quota = quota_of(&self.limiter, &self.extractors, quota)?;
-        add(self.counting(request), key, &cost, quota, &mut host)?;
+        let quota = self.quota_of(&self.limiter, &self.extractors, &reading, request)?;
+        self.add_parts(self.counting(request), &reading, quota, &mut host, parts)?;
+        let (mut without_routes, mut deadline) = (reading.without_routes, reading.deadline);
         for limit in self.further.iter() {
             let FurtherLimit {
                 name,
@@ -282,21 +237,58 @@ impl RateLimitLayer {
                 extractors,
             } = limit;
             let own = extractors.read(request, &mut host, Some(without_routes));
-            let own = match (own, name) {
+            let mut own = match (own, name) {
                 (Some(own), _) => own,
                 (None, Some(_)) => continue,
                 (None, None) => return Err(limiter.unreadable(Reason::NoKey, &self.limiter)),
             };
-            if name.is_none() {
-                without_routes = own.without_routes;
+            match name {
+                Some(name) => own.key = own.key.and(name),
+                None => without_routes = own.without_routes,
             }
-            let quota = quota_of(limiter, extractors, own.quota)?;
             // The shorter of two deadlines; a limit without one allows any wait.
             deadline = deadline.into_iter().chain(own.deadline).min();
-            let key = name.map_or(own.key, |name| own.key.and(name));
-            add(limiter, key, &own.cost, quota, &mut host)?;
+            let quota = self.quota_of(limiter, extractors, &own, request)?;
+            self.add_parts(limiter, &own, quota, &mut host, parts)?;
         }
         Ok(deadline)
+    }
+
+    /// Adds to `parts` what `limiter` counts of a request.
+    fn add_parts<'a, R: RequestInfo>(
+        &self,
+        limiter: &'a Limiter,
+        own: &Reading,
+        quota: QuotaId,
+        host: &mut HostKey<'_, R>,
+        parts: &mut SmallVec<[PartRef<'a>; 4]>,
+    ) -> Result<(), Limited> {
+        let mut host_key = limiter.host_of(own.key, host);
+        // Which of several limits a response may reach depends on its host.
+        if !self.further.is_empty() {
+            host_key = host_key.or_else(|| host.get());
+            limiter.note_host(own.key, host_key);
+        }
+        let is_unknown = |unit: &str| !self.limiters().any(|limiter| limiter.counts(unit));
+        if limiter.counts_units()
+            && let Some(reason) = limiter.check_units(&own.cost, is_unknown)
+        {
+            return Err(limiter.unreadable(reason, &self.limiter));
+        }
+        parts.extend(limiter.parts(own.key, &own.cost, quota, host_key));
+        Ok(())
+    }
+
+    /// Returns the number of the quota that `request` states for its key of `limiter`.
+    fn quota_of(
+        &self,
+        limiter: &Limiter,
+        extractors: &Extractors,
+        own: &Reading,
+        request: &impl RequestInfo,
+    ) -> Result<QuotaId, Limited> {
+        let quota = quota_of(limiter, extractors, own.quota, request);
+        quota.map_err(|reason| limiter.unreadable(reason, &self.limiter))
     }
 
     /// Returns the limiter of the first limit that counts `request`: that of its class, if the quota is
@@ -313,20 +305,22 @@ impl RateLimitLayer {
     /// Admits a request of which more than key and deadline may matter, as [`Gate::enter_fast`] does.
     // Not inlined, so that a plain request has all its values in registers.
     #[inline(never)]
-    fn enter_any(&self, request: &impl RequestInfo) -> Result<Admitted, Slow> {
+    fn enter_any(&self, request: &impl RequestInfo) -> Result<Admitted, Option<Reading>> {
         if self.limiter.is_divided() && self.extractors.class.is_none() {
             self.limiter
                 .note_class(class_in_extensions(request).is_some());
         }
         let mut host = HostKey::of(request);
         let Some(mut reading) = self.extractors.read(request, &mut host, None) else {
-            return Err(Slow::Unreadable(Reason::NoKey));
+            return Err(None);
         };
         if self.is_joint || is_inside_a_layer() || !self.extractors.policy.is_default() {
-            return Err(Slow::Read(reading));
+            return Err(Some(reading));
         }
-        let quota = quota_of(&self.limiter, &self.extractors, reading.quota, request);
-        let quota = quota.map_err(Slow::Unreadable)?;
+        let Ok(quota) = quota_of(&self.limiter, &self.extractors, reading.quota, request) else {
+            // The slow path makes the error.
+            return Err(Some(reading));
+        };
         let limiter = self.counting(request);
         let entry = Entry {
             key: limiter.key_of(reading.key),
@@ -339,17 +333,17 @@ impl RateLimitLayer {
             Some(now) => Ok(limiter.admitted(&entry, now)),
             None => {
                 reading.quota = Some(quota);
-                Err(Slow::Read(reading))
+                Err(Some(reading))
             }
         }
     }
 
     /// Admits a request of which only key and deadline matter.
     #[inline(never)]
-    fn enter_keyed(&self, request: &impl RequestInfo) -> Result<Admitted, Slow> {
+    fn enter_keyed(&self, request: &impl RequestInfo) -> Result<Admitted, Option<Reading>> {
         let mut host = HostKey::of(request);
         let Some(key) = self.extractors.read_key(request, &mut host, None) else {
-            return Err(Slow::Unreadable(Reason::NoKey));
+            return Err(None);
         };
         let entry = Entry {
             key,
@@ -438,10 +432,10 @@ fn quota_of(
 
 /// Admits a request of which only key and deadline matter, and which `limiter` counts, if a permit is at hand.
 #[inline(never)]
-fn send_at_once(limiter: &Limiter, entry: Entry) -> Result<Admitted, Slow> {
+fn send_at_once(limiter: &Limiter, entry: Entry) -> Result<Admitted, Option<Reading>> {
     match limiter.send_at_once(&entry) {
         Some(now) => Ok(limiter.admitted(&entry, now)),
-        None => Err(Slow::Read(Reading {
+        None => Err(Some(Reading {
             key: entry.key,
             without_routes: entry.key,
             quota: Some(entry.quota),
@@ -451,24 +445,16 @@ fn send_at_once(limiter: &Limiter, entry: Entry) -> Result<Admitted, Slow> {
     }
 }
 
-/// What is known of a request that takes the slow path.
-pub(super) enum Slow {
-    /// The request states no key, or no valid quota.
-    Unreadable(Reason),
-    /// No permit was at hand, or more than one permit matters: several limits, calls in flight, a hold of the host, a
-    /// deadline that has passed, a layer around, or a policy of its own for responses.
-    Read(Reading),
-}
-
 impl Gate for RateLimitLayer {
     type Wait = Box<Wait>;
     type Permit = Taken;
     type Call = Sent;
     type Admitted = Admitted;
-    type Entry = Slow;
+    /// `None` if the request states no key.
+    type Entry = Option<Reading>;
 
     #[inline]
-    fn enter_fast(&self, request: &impl RequestInfo) -> Result<Admitted, Slow> {
+    fn enter_fast(&self, request: &impl RequestInfo) -> Result<Admitted, Option<Reading>> {
         let is_plain = self.is_plain
             && request.extensions().is_none_or(Extensions::is_empty)
             && !is_inside_a_layer();
@@ -496,18 +482,21 @@ impl Gate for RateLimitLayer {
         Sent::at_once(admitted)
     }
 
-    fn enter_slow(&self, slow: Slow, request: &impl RequestInfo) -> Admission<Sent, Box<Wait>> {
+    /// Enters a request for which no permit was at hand, or for which more matters than one permit: several limits, calls
+    /// in flight, a hold of the host, a deadline that has passed, a layer around, or a policy of its own for responses.
+    fn enter_slow(
+        &self,
+        reading: Option<Reading>,
+        request: &impl RequestInfo,
+    ) -> Admission<Sent, Box<Wait>> {
         if !self.limiter.is_divided()
             && let Some(class) = class_in_extensions(request)
         {
             self.limiter.unknown_class(class);
         }
         self.note_host_names(request);
-        let reading = match slow {
-            Slow::Read(reading) => reading,
-            Slow::Unreadable(reason) => {
-                return Admission::No(self.limiter.unreadable(reason, &self.limiter));
-            }
+        let Some(reading) = reading else {
+            return Admission::No(self.limiter.unreadable(Reason::NoKey, &self.limiter));
         };
         let key = reading.key;
         let admission = self.admit(reading, request);

@@ -561,25 +561,8 @@ impl Limiter {
         self.0.first.label(key, request)
     }
 
-    /// Returns the part of a joint request that this limiter counts, if it counts only requests. `host`
-    /// is the key of its host, if the host matters.
-    #[inline]
-    pub(crate) fn part(
-        &self,
-        key: Key,
-        cost: u32,
-        quota: QuotaId,
-        host: Option<Key>,
-    ) -> PartRef<'_> {
-        let entry = Entry {
-            host,
-            quota,
-            ..Entry::new(self.key_of(key), cost)
-        };
-        PartRef::new(&self.0.first, entry)
-    }
-
-    /// Returns the parts of a joint request that this limiter counts, one for each unit.
+    /// Returns the parts of a request that this limiter counts, one for each unit. `host` is the key of its host, if the
+    /// host matters.
     pub(crate) fn parts<'a>(
         &'a self,
         key: Key,
