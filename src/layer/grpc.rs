@@ -74,7 +74,7 @@ impl LocalRefusal {
             Limited::Upstream { .. } => (Code::RESOURCE_EXHAUSTED, "upstream"),
             Limited::Store { .. } => (Code::UNAVAILABLE, "store"),
         };
-        let mut response = http::Response::new(GrpcBody::empty());
+        let mut response = http::Response::new(GrpcBody::new(None, None));
         *response.version_mut() = Version::HTTP_2;
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
@@ -137,21 +137,13 @@ impl ResponseInfo for Answer<'_> {
     }
 }
 
-/// What becomes of a call when the head of its response has arrived.
-enum AfterHead {
-    /// The call has ended, or the request was not sent.
-    Ended,
-    /// The call ends with its trailers.
-    Open(Box<dyn OpenCall>),
-}
-
-/// Ends `call` with the head of `response`, or leaves that to the trailers.
+/// Ends `call` with the head of `response`, or returns the call that its trailers end.
 fn leave_at_head<G, B, T>(
     call: &mut Option<G::Call>,
     response: &mut http::Response<B>,
     policy: &ResponsePolicy,
     repeat: Option<T>,
-) -> Departure<G::Wait, T, AfterHead>
+) -> Departure<G::Wait, T, Option<Box<dyn OpenCall>>>
 where
     G: Gate + 'static,
     B: Body,
@@ -159,7 +151,7 @@ where
     if LocalRefusal::is_in(Some(response.extensions())) {
         // A layer inside refused the request. So it has no response, as if that layer had failed.
         drop(call.take());
-        return Departure::Pass(AfterHead::Ended);
+        return Departure::Pass(None);
     }
     let is_http = response.status() != StatusCode::OK;
     let code = Code::read(response.headers()).filter(|_| !is_http);
@@ -184,7 +176,7 @@ where
         *response.extensions_mut() = answer.extensions;
         return match departure {
             // The response is the error, in the words of gRPC.
-            Departure::Pass(_) | Departure::Refuse(_) => Departure::Pass(AfterHead::Ended),
+            Departure::Pass(_) | Departure::Refuse(_) => Departure::Pass(None),
             Departure::Retry(wait, repeat) => Departure::Retry(wait, repeat),
         };
     }
@@ -196,7 +188,7 @@ where
         head: answer.signal,
     };
     *response.extensions_mut() = answer.extensions;
-    Departure::Pass(AfterHead::Open(Box::new(open)))
+    Departure::Pass(Some(Box::new(open)))
 }
 
 /// A call whose trailers have not arrived.
@@ -279,25 +271,11 @@ impl Drop for CallInBody {
 }
 
 impl<B> GrpcBody<B> {
-    fn new(body: B, after: AfterHead) -> Self {
-        let call = match after {
-            AfterHead::Ended => None,
-            AfterHead::Open(call) => Some(call),
-        };
+    fn new(body: Option<B>, call: Option<Box<dyn OpenCall>>) -> Self {
         GrpcBody {
-            body: Some(body),
+            body,
             call: CallInBody {
                 call,
-                has_message: false,
-            },
-        }
-    }
-
-    fn empty() -> Self {
-        GrpcBody {
-            body: None,
-            call: CallInBody {
-                call: None,
                 has_message: false,
             },
         }
@@ -418,8 +396,8 @@ edge! {
         response: http::Response<GrpcBody<B>>,
         clone: None,
         poll: |future, cx| future
-            .poll_leaving(cx, leave_at_head::<G, B, _>, |response, after| {
-                response.map(|body| GrpcBody::new(body, after))
+            .poll_leaving(cx, leave_at_head::<G, B, _>, |response, call| {
+                response.map(|body| GrpcBody::new(Some(body), call))
             })
             .map(as_response),
     }

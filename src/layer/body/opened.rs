@@ -179,7 +179,11 @@ where
                 if !opened.is_read() {
                     return Poll::Ready(Ok(opened));
                 }
-                this.read_ahead.insert(ReadAhead::new(opened))
+                this.read_ahead.insert(ReadAhead {
+                    opened,
+                    text: Vec::new(),
+                    patience: None,
+                })
             }
         };
         ready!(read_ahead.poll(cx));
@@ -197,14 +201,6 @@ struct ReadAhead<T: TrackBody> {
 }
 
 impl<T: TrackBody> ReadAhead<T> {
-    fn new(opened: Opened<T>) -> Self {
-        ReadAhead {
-            opened,
-            text: Vec::new(),
-            patience: None,
-        }
-    }
-
     /// Polls until the response can be passed on, with the signal of its body if that could be read.
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let body = self.opened.response.body_mut();
