@@ -10,8 +10,9 @@ use http::Extensions;
 use super::response_policy::ResponsePolicy;
 use super::routes::RouteTable;
 use crate::cost::{Cost, RequestCost};
+use crate::error::Reason;
 use crate::key::{Class, Deadline, HostKey, Key, RequestInfo, RequestRef, by_host};
-use crate::limiter::QuotaId;
+use crate::limiter::{Limiter, QuotaId};
 use crate::quota::Quota;
 
 /// What a layer reads from a request, and its policy for responses.
@@ -83,20 +84,35 @@ impl Extractors {
         self.routes = Some(routes);
     }
 
-    /// Reads the quota that `request` states for its key.
+    /// Returns the number that `limiter` has for the quota of the key of `request`: that of the route that was read, or
+    /// else the one that the request states.
+    ///
+    /// # Errors
+    ///
+    /// [`Reason::InvalidQuota`] if the key cannot have that quota.
     #[inline]
-    pub(super) fn read_quota<R: RequestInfo>(&self, request: &R) -> QuotaOf {
+    pub(super) fn read_quota<R: RequestInfo>(
+        &self,
+        read: &Reading,
+        request: &R,
+        limiter: &Limiter,
+    ) -> Result<QuotaId, Reason> {
+        if let Some(known) = read.quota {
+            return Ok(known);
+        }
         let extensions = request
             .extensions()
             .filter(|extensions| !extensions.is_empty() && !self.is_further);
-        match (extensions.and_then(Extensions::get::<Quota>), &self.quota) {
-            (Some(quota), _) => QuotaOf::Own(*quota),
-            (None, Some(quota_of)) => match quota_of(&RequestRef::new(request)) {
-                Some(quota) => QuotaOf::Own(quota),
-                None => QuotaOf::Configured,
-            },
-            (None, None) => QuotaOf::Unstated,
-        }
+        let quota = match (extensions.and_then(Extensions::get::<Quota>), &self.quota) {
+            (Some(quota), _) => Some(*quota),
+            (None, Some(quota_of)) => quota_of(&RequestRef::new(request)),
+            (None, None) => return Ok(QuotaId::NONE),
+        };
+        let Some(quota) = quota else {
+            return Ok(QuotaId::CONFIGURED);
+        };
+        let id = limiter.quota_id(&quota);
+        id.map_err(|error| Reason::InvalidQuota(Arc::new(error)))
     }
 
     /// Reads the class of `request`.
@@ -209,22 +225,12 @@ pub(super) fn class_in_extensions<R: RequestInfo>(request: &R) -> Option<&'stati
     Some(class)
 }
 
-/// The quota that a request states for its key. It is never moved.
-#[allow(clippy::large_enum_variant)]
-pub(super) enum QuotaOf {
-    /// None: that of the key applies.
-    Unstated,
-    /// That of the builder.
-    Configured,
-    Own(Quota),
-}
-
 /// What a layer has read from a request.
 pub(super) struct Reading {
     pub(super) key: Key,
     /// The key that the request would have without routes.
     pub(super) without_routes: Key,
-    /// The quota of the route, if the request takes one.
+    /// The quota of its key, once that is known: that of the route, if the request takes one.
     pub(super) quota: Option<QuotaId>,
     pub(super) cost: RequestCost,
     pub(super) deadline: Option<Instant>,

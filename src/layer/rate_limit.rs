@@ -12,7 +12,7 @@ use tower_layer::Layer;
 
 use super::body::InFlight;
 use super::buffered::is_layer_behind_buffer;
-use super::extractors::{Extractors, QuotaOf, Reading, class_in_extensions};
+use super::extractors::{Extractors, Reading, class_in_extensions};
 use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::{ResponsePolicy, is_local_refusal};
 use super::seam::{Admission, Departure, Gate, take_call};
@@ -287,7 +287,7 @@ impl RateLimitLayer {
         own: &Reading,
         request: &impl RequestInfo,
     ) -> Result<QuotaId, Limited> {
-        let quota = quota_of(limiter, extractors, own.quota, request);
+        let quota = extractors.read_quota(own, request, limiter);
         quota.map_err(|reason| limiter.unreadable(reason, &self.limiter))
     }
 
@@ -317,7 +317,8 @@ impl RateLimitLayer {
         if self.is_joint || is_inside_a_layer() || !self.extractors.policy.is_default() {
             return Err(Some(reading));
         }
-        let Ok(quota) = quota_of(&self.limiter, &self.extractors, reading.quota, request) else {
+        let quota = self.extractors.read_quota(&reading, request, &self.limiter);
+        let Ok(quota) = quota else {
             // The slow path makes the error.
             return Err(Some(reading));
         };
@@ -403,31 +404,6 @@ impl RateLimitLayer {
     fn label(&self, key: Key, request: &impl RequestInfo) -> Label {
         self.limiter.label(key, Some(&RequestRef::new(request)))
     }
-}
-
-/// Returns the number of the quota that `request` states for its key of `limiter`, or that of the
-/// route that it takes.
-///
-/// # Errors
-///
-/// [`Reason::InvalidQuota`] if the key cannot have that quota.
-#[inline]
-fn quota_of(
-    limiter: &Limiter,
-    extractors: &Extractors,
-    route: Option<QuotaId>,
-    request: &impl RequestInfo,
-) -> Result<QuotaId, Reason> {
-    if let Some(route) = route {
-        return Ok(route);
-    }
-    let quota = match extractors.read_quota(request) {
-        QuotaOf::Unstated => return Ok(QuotaId::NONE),
-        QuotaOf::Configured => return Ok(QuotaId::CONFIGURED),
-        QuotaOf::Own(quota) => quota,
-    };
-    let id = limiter.quota_id(&quota);
-    id.map_err(|error| Reason::InvalidQuota(Arc::new(error)))
 }
 
 /// Admits a request of which only key and deadline matter, and which `limiter` counts, if a permit is at hand.

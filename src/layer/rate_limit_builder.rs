@@ -20,7 +20,9 @@ use crate::limiter::{
 use crate::quota::{ClassShare, Division, Quota, Slacks};
 use crate::signal::ResponseRef;
 use crate::stats::Kind;
-use crate::store::{FallbackStore, MemoryStore, Share, Store, UnlearningStore};
+#[cfg(doc)]
+use crate::store::MemoryStore;
+use crate::store::{FallbackStore, Share, Store, UnlearningStore};
 #[cfg(doc)]
 use crate::{error::Reason, limiter::Settlement, signal::Signal};
 
@@ -673,9 +675,7 @@ impl RateLimitBuilder {
     /// [`ConfigError`] names the first setting or limit that is out of range, and what to change.
     pub fn build(mut self) -> Result<RateLimitLayer, ConfigError> {
         self.check()?;
-        let max_keys = self.common.max_keys;
-        let store = self.common.store.take();
-        let store = store.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
+        let store = self.common.store_or_memory();
         let guard = guard::build(&self.common, &store)?;
         let watch = guard.clone().map(|guard| guard as Arc<dyn Watch>);
         let limiter = self.limiter(self.quota, self.common.name, &store, &watch)?;
@@ -786,14 +786,8 @@ impl RateLimitBuilder {
         name: Option<&'static str>,
         shared_store: &Arc<dyn Store>,
     ) -> Result<Settings, ConfigError> {
-        let Common {
-            max_wait,
-            max_queue,
-            max_keys,
-            max_hold,
-            ..
-        } = self.common;
-        let settles = self.common.extractors.policy.settles();
+        let common = &self.common;
+        let settles = common.extractors.policy.settles();
         let deciding: Arc<dyn Store> = match self.learn {
             HeaderTrust::Ignore => Arc::new(UnlearningStore::new(shared_store.clone())),
             _ => shared_store.clone(),
@@ -801,7 +795,7 @@ impl RateLimitBuilder {
         let falls_back = self.falls_back() && !quota.limits().is_empty();
         let fallback = falls_back.then(|| {
             let share = self.fallback_share.and_then(Share::new);
-            Arc::new(FallbackStore::new(deciding.clone(), share, max_keys))
+            Arc::new(FallbackStore::new(deciding.clone(), share, common.max_keys))
         });
         let store = match &fallback {
             Some(fallback) => fallback.clone() as Arc<dyn Store>,
@@ -816,11 +810,11 @@ impl RateLimitBuilder {
             store,
             shared_store: shared_store.clone(),
             fallback,
-            max_wait,
-            max_queue,
-            max_keys,
+            max_wait: common.max_wait,
+            max_queue: common.max_queue,
+            max_keys: common.max_keys,
             in_flight_ttl: self.in_flight_ttl,
-            max_hold,
+            max_hold: common.max_hold,
             learn: self.learn,
             on_scope: None,
             guard: None,
@@ -830,9 +824,7 @@ impl RateLimitBuilder {
             needs_cost: !settles && !self.charged_by_hand,
             waits_above_limit: self.wait_above_limit.unwrap_or(settles),
             counted_within: quotas.moved_within(&quota),
-            tally: self
-                .common
-                .tally(&self.series(name, quota.unit(), part), Kind::Limiter),
+            tally: common.tally(&self.series(name, quota.unit(), part), Kind::Limiter),
         })
     }
 

@@ -57,6 +57,12 @@ impl Common {
         self.name.unwrap_or(Tally::DEFAULT_NAME)
     }
 
+    /// Returns the store that was set, or one of the layer's own.
+    pub(super) fn store_or_memory(&self) -> Arc<dyn Store> {
+        let store = self.store.clone();
+        store.unwrap_or_else(|| Arc::new(MemoryStore::new(self.max_keys)))
+    }
+
     /// Makes the counts of a gate that is called `name`.
     pub(super) fn tally(&self, name: &str, kind: Kind) -> Tally {
         let tally = Tally::new(name, kind, self.on_event.clone());

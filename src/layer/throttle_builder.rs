@@ -13,7 +13,6 @@ use crate::limiter::read_marks;
 use crate::pacing::{Fair, Pace};
 use crate::rng::{Dice, dice};
 use crate::stats::Kind;
-use crate::store::MemoryStore;
 #[cfg(doc)]
 use crate::store::Store;
 use crate::throttle::{Throttle, ThrottleSettings};
@@ -104,23 +103,11 @@ impl AdaptiveThrottleBuilder {
     /// [`ConfigError`] names the first setting that is out of range, and what to change.
     pub fn build(self) -> Result<AdaptiveThrottleLayer, ConfigError> {
         self.common.check()?;
-        let tally = self.common.tally(self.common.name(), Kind::Throttle);
-        let max_keys = self.common.max_keys;
         // Without a store, the bad answers of this process count.
-        let shared = self.common.store.clone();
-        let shared = shared.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
+        let shared = self.common.store_or_memory();
         let guard = guard::build(&self.common, &shared)?;
-        let watch = guard.clone().map(|guard| guard as Arc<dyn Watch>);
-        let Common {
-            extractors,
-            store,
-            max_wait,
-            max_queue,
-            max_keys,
-            mut max_hold,
-            ..
-        } = self.common;
-        if let Some(guard) = &watch
+        let mut max_hold = self.common.max_hold;
+        if let Some(guard) = &guard
             && !max_hold.is_zero()
         {
             // A client that goes on although the server named a long wait may be banned.
@@ -129,13 +116,13 @@ impl AdaptiveThrottleBuilder {
         let throttle = Throttle::new(ThrottleSettings {
             pace: self.pace,
             dice: Box::new(|| Dice::seeded(dice())),
-            max_wait,
-            max_queue,
-            max_keys,
+            max_wait: self.common.max_wait,
+            max_queue: self.common.max_queue,
+            max_keys: self.common.max_keys,
             max_hold,
-            store,
-            guard: watch,
-            tally,
+            tally: self.common.tally(self.common.name(), Kind::Throttle),
+            store: self.common.store,
+            guard: guard.clone().map(|guard| guard as Arc<dyn Watch>),
         })?;
         if let Some(guard) = guard {
             guard.guard(vec![throttle.guarded()], &*shared);
@@ -144,7 +131,7 @@ impl AdaptiveThrottleBuilder {
         read_marks();
         Ok(AdaptiveThrottleLayer {
             throttle,
-            extractors: Arc::new(extractors),
+            extractors: Arc::new(self.common.extractors),
         })
     }
 }
