@@ -123,7 +123,7 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         }
     }
 
-    /// Brings a request to the gate for which no permit was at hand.
+    /// Brings a request to the gate for which no permit was at hand, and makes its future.
     #[cold]
     #[inline(never)]
     fn call_slow<R>(
@@ -136,67 +136,42 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         R: RequestInfo,
         S: Service<R>,
     {
-        if is_unsure() {
-            return self.call_when_polled(request, clone);
-        }
-        match self.gate.enter_slow(entry, &request) {
-            Admission::Go(call) => self.call_granted(call, request, clone),
-            Admission::Wait(wait) => self.call_later(Ok(wait), request, clone),
-            Admission::No(limited) => self.call_later(Err(limited), request, clone),
-        }
-    }
-
-    /// Makes the future of a request that comes to the gate when it is polled, because only then is it known whether
-    /// another layer is around: see `limiter::around`. It keeps the service that is ready.
-    #[cold]
-    fn call_when_polled<R>(&mut self, request: R, clone: Option<CloneFn<R>>) -> GatedFuture<G, S, R>
-    where
-        R: RequestInfo,
-        S: Service<R>,
-    {
-        let fresh = self.inner.clone();
-        let unsent = Unsent {
-            inner: mem::replace(&mut self.inner, fresh),
-            request,
-            clone,
-        };
-        GatedFuture {
-            state: State::Comes {
+        let state = if is_unsure() {
+            // Only when the future is polled is it known whether another layer is around: see `limiter::around`. So
+            // the request comes to the gate then, and keeps the service that is ready.
+            let fresh = self.inner.clone();
+            let unsent = Unsent {
+                inner: mem::replace(&mut self.inner, fresh),
+                request,
+                clone,
+            };
+            State::Comes {
                 comes: Some(Box::new((self.gate.clone(), unsent))),
-            },
-            policy: self.gate.policy(),
-        }
-    }
-
-    /// Makes the future of a request that is not sent now.
-    ///
-    /// The inner service is ready, and that may reserve a resource in it, such as its only
-    /// connection. A request that waits must not keep that reservation, nor may it stay in `self`.
-    /// So a fresh clone replaces the ready service.
-    #[cold]
-    fn call_later<R>(
-        &mut self,
-        wait: Result<G::Wait, Limited>,
-        request: R,
-        clone: Option<CloneFn<R>>,
-    ) -> GatedFuture<G, S, R>
-    where
-        S: Service<R>,
-    {
-        let fresh = self.inner.clone();
-        drop(mem::replace(&mut self.inner, fresh));
-        let state = match wait {
-            Ok(wait) => {
-                let unsent = Unsent {
-                    inner: self.inner.clone(),
-                    request,
-                    clone,
-                };
-                State::waiting(Some(self.gate.clone()), wait, unsent)
             }
-            Err(limited) => State::Refused {
-                limited: Some(limited),
-            },
+        } else {
+            let wait = match self.gate.enter_slow(entry, &request) {
+                Admission::Go(call) => return self.call_granted(call, request, clone),
+                Admission::Wait(wait) => Ok(wait),
+                Admission::No(limited) => Err(limited),
+            };
+            // The inner service is ready, and that may reserve a resource in it, such as its only connection. A
+            // request that waits must not keep that reservation, nor may it stay in `self`. So a fresh clone
+            // replaces the ready service.
+            self.inner = self.inner.clone();
+            match wait {
+                Ok(wait) => {
+                    let inner = self.inner.clone();
+                    let unsent = Unsent {
+                        inner,
+                        request,
+                        clone,
+                    };
+                    State::waiting(Some(self.gate.clone()), wait, unsent)
+                }
+                Err(limited) => State::Refused {
+                    limited: Some(limited),
+                },
+            }
         };
         GatedFuture {
             state,
