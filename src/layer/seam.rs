@@ -16,7 +16,7 @@
 //! ```
 //!
 //! `enter` is two functions: [`Gate::enter_fast`], and [`Gate::enter_slow`] for what the first does
-//! not admit.
+//! not admit. `send` may also refuse a request: its deadline may pass while the inner service gets ready.
 //!
 //! The futures of the edges do not keep the gate, but for one of a request that waits: its cost may be estimated anew. Each
 //! value above holds what it needs of the gate.
