@@ -125,8 +125,8 @@ fn is_host_clear(core: &Core, key: Key, host: Option<Key>, now: Moment) -> bool 
     core.states.find(hold, look).unwrap_or(false)
 }
 
-/// Takes the permits of a request of one or several keys that are at hand, and counts the request. Returns `None` if it has to
-/// take the slow path.
+/// Takes the permits at hand of a request, of each of its keys, and counts the request. Returns `None` if it has to take
+/// the slow path.
 pub(super) fn take_all_at_once(parts: &[PartRef<'_>], deadline: Option<Instant>) -> Option<Taken> {
     let now = clock::now_by_counter();
     let mut slots = PerPart::new();
