@@ -255,6 +255,7 @@ impl RateLimitLayer {
     }
 
     /// Adds to `parts` what `limiter` counts of a request.
+    #[inline]
     fn add_parts<'a, R: RequestInfo>(
         &self,
         limiter: &'a Limiter,
@@ -269,10 +270,12 @@ impl RateLimitLayer {
             host_key = host_key.or_else(|| host.get());
             limiter.note_host(own.key, host_key);
         }
+        if !limiter.counts_units() {
+            parts.push(limiter.part(own.key, own.cost.under(None), quota, host_key));
+            return Ok(());
+        }
         let is_unknown = |unit: &str| !self.limiters().any(|limiter| limiter.counts(unit));
-        if limiter.counts_units()
-            && let Some(reason) = limiter.check_units(&own.cost, is_unknown)
-        {
+        if let Some(reason) = limiter.check_units(&own.cost, is_unknown) {
             return Err(limiter.unreadable(reason, &self.limiter));
         }
         parts.extend(limiter.parts(own.key, &own.cost, quota, host_key));

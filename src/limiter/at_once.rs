@@ -146,10 +146,10 @@ pub(crate) fn send_all_at_once(parts: &[PartRef<'_>], deadline: Option<Instant>)
     if !take_slots(parts, deadline, now, &mut slots) {
         return None;
     }
-    let all = parts.iter().zip(slots);
+    let all = parts.iter().zip(&slots);
     let mut all = all.map(|(PartRef { core, entry }, slot)| {
         let sent = Sent::at_once(Admitted::new(core.id, entry, now));
-        sent.with_slot(slot, core.settings.settles)
+        sent.with_slot(*slot, core.settings.settles)
     });
     let mut first = all.next()?;
     if all.len() > 0 {

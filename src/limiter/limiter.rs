@@ -561,8 +561,27 @@ impl Limiter {
         self.0.first.label(key, request)
     }
 
-    /// Returns the parts of a request that this limiter counts, one for each unit. `host` is the key of its host, if the
-    /// host matters.
+    /// Returns the part of a request that this limiter counts, if it counts only requests. `host` is the key of its host,
+    /// if the host matters.
+    #[inline]
+    pub(crate) fn part(
+        &self,
+        key: Key,
+        cost: u32,
+        quota: QuotaId,
+        host: Option<Key>,
+    ) -> PartRef<'_> {
+        let entry = Entry {
+            key: self.key_of(key),
+            cost,
+            deadline: None,
+            host,
+            quota,
+        };
+        PartRef::new(&self.0.first, entry)
+    }
+
+    /// Returns the parts of a request that this limiter counts, one for each unit.
     pub(crate) fn parts<'a>(
         &'a self,
         key: Key,
