@@ -21,12 +21,8 @@ pub(super) fn build(
         return Ok(None);
     };
     let (quota, max_keys) = (guard.quota, common.max_keys);
-    let quotas = Arc::new(Quotas::new(
-        quota,
-        None,
-        Slacks::DEFAULT,
-        CountedLate::default(),
-    ));
+    let late = CountedLate::default();
+    let quotas = Arc::new(Quotas::new(quota, None, Slacks::DEFAULT, late));
     let spec = Arc::new(quotas.limits(quota, 0)?);
     let name = format!("{} guard", common.name());
     let limiter = move |store| limiter(spec.clone(), quotas.clone(), &name, store, max_keys);

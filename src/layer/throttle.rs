@@ -171,13 +171,10 @@ impl Gate for AdaptiveThrottleLayer {
             self.throttle.name_key(key, &name);
         }
         match begun {
-            Begun::Leaves(permit) => {
-                let is_named = self.extractors.policy.error_on_limit();
-                let permit = if is_named {
-                    permit.named(label())
-                } else {
-                    permit
-                };
+            Begun::Leaves(mut permit) => {
+                if self.extractors.policy.error_on_limit() {
+                    permit = permit.named(label());
+                }
                 Admission::Go(AtThrottle {
                     state: permit,
                     host,
