@@ -572,11 +572,9 @@ impl Limiter {
         host: Option<Key>,
     ) -> PartRef<'_> {
         let entry = Entry {
-            key: self.key_of(key),
-            cost,
-            deadline: None,
             host,
             quota,
+            ..Entry::new(self.key_of(key), cost)
         };
         PartRef::new(&self.0.first, entry)
     }
