@@ -95,7 +95,7 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         // Without a branch or a call that may panic, because the future would be copied after it.
         mark.remove();
         GatedFuture {
-            state: State::Calling {
+            state: GatedState::Calling {
                 response,
                 call: Some(self.gate.sent(admitted)),
                 repeat: None,
@@ -118,7 +118,7 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         S: Service<R>,
     {
         GatedFuture {
-            state: State::calling(call, &mut self.inner, request, clone),
+            state: GatedState::calling(call, &mut self.inner, request, clone),
             policy: self.gate.policy(),
         }
     }
@@ -145,7 +145,7 @@ impl<G: Gate, S: Clone> Gated<G, S> {
                 request,
                 clone,
             };
-            State::Comes {
+            GatedState::Comes {
                 comes: Some(Box::new((self.gate.clone(), unsent))),
             }
         } else {
@@ -166,9 +166,9 @@ impl<G: Gate, S: Clone> Gated<G, S> {
                         request,
                         clone,
                     };
-                    State::waiting(Some(self.gate.clone()), wait, unsent)
+                    GatedState::waiting(Some(self.gate.clone()), wait, unsent)
                 }
-                Err(limited) => State::Refused {
+                Err(limited) => GatedState::Refused {
                     limited: Some(limited),
                 },
             }
@@ -188,7 +188,7 @@ pin_project! {
         S: Service<R>,
     {
         #[pin]
-        state: State<G, S, R>,
+        state: GatedState<G, S, R>,
         policy: ResponsePolicy,
     }
 }
@@ -201,7 +201,7 @@ pin_project! {
     // - Refused => done(Limited)
     // - Comes => Calling | Waiting | Refused
     #[project = StateProj]
-    enum State<G, S, R>
+    enum GatedState<G, S, R>
     where
         G: Gate,
         S: Service<R>,
@@ -226,7 +226,7 @@ pub(super) struct Unsent<S, R> {
     clone: Option<CloneFn<R>>,
 }
 
-impl<G: Gate, S: Service<R>, R> State<G, S, R> {
+impl<G: Gate, S: Service<R>, R> GatedState<G, S, R> {
     /// Sends `request` to `inner`, and keeps a copy if it may be sent again.
     #[inline(always)]
     fn calling(call: G::Call, inner: &mut S, request: R, clone: Option<CloneFn<R>>) -> Self
@@ -241,7 +241,7 @@ impl<G: Gate, S: Service<R>, R> State<G, S, R> {
                 clone,
             })
         });
-        State::Calling {
+        GatedState::Calling {
             response: G::around(&call, || inner.call(request)),
             call: Some(call),
             repeat,
@@ -249,7 +249,7 @@ impl<G: Gate, S: Service<R>, R> State<G, S, R> {
     }
 
     fn waiting(gate: Option<G>, wait: G::Wait, unsent: Unsent<S, R>) -> Self {
-        State::Waiting {
+        GatedState::Waiting {
             pending: Some(Box::new(WaitingRequest {
                 gate,
                 wait,
@@ -300,7 +300,7 @@ where
     }
 }
 
-impl<G, S, R> State<G, S, R>
+impl<G, S, R> GatedState<G, S, R>
 where
     G: Gate,
     R: RequestInfo,
@@ -326,7 +326,7 @@ where
                     request,
                     clone,
                 } = waited.unsent;
-                self.set(State::calling(call, &mut inner, request, clone));
+                self.set(GatedState::calling(call, &mut inner, request, clone));
                 Poll::Ready(Ok(()))
             }
             StateProj::Refused { limited } => {
@@ -422,7 +422,7 @@ where
                                     // The body may hold a connection and an in-flight slot that the
                                     // next attempt needs.
                                     drop(response);
-                                    this.state.set(State::waiting(None, wait, *repeat));
+                                    this.state.set(GatedState::waiting(None, wait, *repeat));
                                 }
                             }
                         }

@@ -2,7 +2,7 @@
 
 use super::draft::{Draft, Drafts};
 use super::generic::family::{Family, Header, Role, family};
-use super::generic::group::{Entry, Group, Stated};
+use super::generic::group::{Group, GroupEntry, Stated};
 use super::generic::lines::{Line, Lines};
 use super::generic::{members, words};
 use super::parse::text::{Bounded, Text};
@@ -11,7 +11,7 @@ use super::standard::ratelimit::{self, Fields};
 use super::vendor;
 
 /// The lines of the generic families.
-pub(super) type Entries<'a> = Bounded<Entry<'a>, { Lines::MOST }>;
+pub(super) type Entries<'a> = Bounded<GroupEntry<'a>, { Lines::MOST }>;
 
 /// The last words of the headers that name the bucket of a quota without a name, best first.
 pub(super) const NAMES: [&str; 5] = ["name", "resource", "bucket", "group", "category"];
@@ -35,7 +35,7 @@ pub(super) fn sort<'a>(lines: &Lines<'a>, entries: &mut Entries<'a>) -> vendor::
                     .find(|entry| entry.header.same_group(&header));
                 let next = entries.len() as u8; // at most `Lines::MOST`
                 let group = known.map_or(next, |entry| entry.group);
-                entries.push(Entry {
+                entries.push(GroupEntry {
                     header,
                     group,
                     line: line.name,
@@ -54,20 +54,21 @@ pub(super) fn sort<'a>(lines: &Lines<'a>, entries: &mut Entries<'a>) -> vendor::
 /// Joins two groups of a family that describe one quota: one without a name, and one that only
 /// names the requests, if no value is in both. The group with the limit names the quota.
 fn join(entries: &mut Entries<'_>) {
-    let is_named = |entry: &Entry<'_>| {
+    let is_named = |entry: &GroupEntry<'_>| {
         let mut pieces = entry.header.name.iter().filter(|piece| !piece.is_empty());
         pieces.next().is_some_and(|piece| words::is_plain(piece)) && pieces.next().is_none()
     };
     let Some(named) = entries.iter().find(|entry| is_named(entry)).copied() else {
         return;
     };
-    let of_family = |entry: &Entry<'_>| entry.header.family == named.header.family;
-    let is_either = |entry: &Entry<'_>| entry.header.is_unnamed() || entry.group == named.group;
+    let of_family = |entry: &GroupEntry<'_>| entry.header.family == named.header.family;
+    let is_either =
+        |entry: &GroupEntry<'_>| entry.header.is_unnamed() || entry.group == named.group;
     let both = entries
         .iter()
         .filter(|entry| of_family(entry) && is_of_quota(entry));
-    let role = |entry: &Entry<'_>| std::mem::discriminant(&entry.header.role);
-    let is_again = |entry: &Entry<'_>| {
+    let role = |entry: &GroupEntry<'_>| std::mem::discriminant(&entry.header.role);
+    let is_again = |entry: &GroupEntry<'_>| {
         let mut others = both.clone().filter(|other| other.group != entry.group);
         others.any(|other| role(other) == role(entry))
     };
@@ -98,7 +99,7 @@ pub(super) fn read(
     same_bucket(lines, entries, &mut fields, base, quotas);
     for (place, entry) in entries.iter().enumerate() {
         let header = entry.header;
-        let same = |other: &&Entry<'_>| is_of_quota(other) && other.group == entry.group;
+        let same = |other: &&GroupEntry<'_>| is_of_quota(other) && other.group == entry.group;
         let is_first = !entries[..place].iter().any(|other| same(&other));
         if is_first && is_of_quota(entry) && !is_same_bucket(entry) {
             let name = Text::of(&header.pieces());
@@ -151,7 +152,8 @@ fn same_bucket(
     }
     let mut first: Option<Group> = None;
     for family in Family::SYNONYMS {
-        let of_family = |entry: &&Entry<'_>| entry.header.family == family && is_same_bucket(entry);
+        let of_family =
+            |entry: &&GroupEntry<'_>| entry.header.family == family && is_same_bucket(entry);
         // The fields of the standard belong to the first family.
         let policies = std::mem::take(&mut fields.unnamed);
         let stated = match fields.dictionary.take() {
@@ -182,12 +184,12 @@ fn same_bucket(
 }
 
 /// Returns whether the line describes a quota, and not a wait.
-fn is_of_quota(entry: &Entry<'_>) -> bool {
+fn is_of_quota(entry: &GroupEntry<'_>) -> bool {
     entry.header.role != Role::RetryAfter
 }
 
 /// Returns whether the line has no name and belongs to the families that describe the same bucket.
-fn is_same_bucket(entry: &Entry<'_>) -> bool {
+fn is_same_bucket(entry: &GroupEntry<'_>) -> bool {
     let header = &entry.header;
     let is_unnamed = header.is_unnamed() && header.part.is_empty();
     Family::SYNONYMS.contains(&header.family) && is_unnamed && is_of_quota(entry)

@@ -28,7 +28,7 @@ pub(super) struct Prose {
 
 /// What a word contributes to the sentence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Class {
+enum WordClass {
     Rate,
     /// A word for a limit of anything.
     Limit,
@@ -48,30 +48,30 @@ enum Class {
     None,
 }
 
-impl Class {
-    fn of(word: &str) -> Class {
+impl WordClass {
+    fn of(word: &str) -> WordClass {
         match Text::lower(word).as_str() {
-            "rate" | "rates" => Class::Rate,
+            "rate" | "rates" => WordClass::Rate,
             "limit" | "limits" | "quota" | "quotas" | "budget" | "volume" | "threshold" => {
-                Class::Limit
+                WordClass::Limit
             }
-            "limited" | "limiting" => Class::Limited,
+            "limited" | "limiting" => WordClass::Limited,
             "request" | "requests" | "call" | "calls" | "query" | "queries" | "usage" | "per"
             | "second" | "secondly" | "minute" | "hour" | "hourly" | "day" | "daily" | "month"
             | "monthly" | "credits" | "qps" | "bandwidth" | "frequency" | "concurrent" => {
-                Class::Counted
+                WordClass::Counted
             }
             "size" | "body" | "length" | "payload" | "file" | "files" | "storage" | "memory"
             | "upload" | "depth" | "users" | "seats" | "items" | "context" | "characters"
-            | "not" | "no" | "invalid" | "unknown" | "missing" | "disabled" => Class::Other,
+            | "not" | "no" | "invalid" | "unknown" | "missing" | "disabled" => WordClass::Other,
             "exceeded" | "exceeds" | "exceeding" | "reached" | "exhausted" | "hit"
-            | "violation" | "banned" | "out" => Class::Exceeded,
-            "used" => Class::Used,
-            "throttled" | "throttling" => Class::Throttled,
-            "too" => Class::Too,
-            "many" => Class::Many,
-            "if" | "when" | "unless" | "avoid" | "without" => Class::If,
-            _ => Class::None,
+            | "violation" | "banned" | "out" => WordClass::Exceeded,
+            "used" => WordClass::Used,
+            "throttled" | "throttling" => WordClass::Throttled,
+            "too" => WordClass::Too,
+            "many" => WordClass::Many,
+            "if" | "when" | "unless" | "avoid" | "without" => WordClass::If,
+            _ => WordClass::None,
         }
     }
 }
@@ -91,7 +91,7 @@ struct Sentence {
     /// The number of words, from here on, that may say of what there are too many.
     too_many: u8,
     /// The class of the last word.
-    last: Option<Class>,
+    last: Option<WordClass>,
     /// The numbers after `limit` and `used`.
     numbers: [Option<u64>; 2],
 }
@@ -100,8 +100,8 @@ impl Sentence {
     fn add(&mut self, word: &str) {
         if let (number, "") = digits(word) {
             let place = match self.last {
-                Some(Class::Limit) => 0,
-                Some(Class::Used) => 1,
+                Some(WordClass::Limit) => 0,
+                Some(WordClass::Used) => 1,
                 _ => return,
             };
             self.numbers[place] = number.parse().ok();
@@ -109,22 +109,22 @@ impl Sentence {
                 self.exceeded |= used >= limit;
             }
         }
-        let class = Class::of(word);
+        let class = WordClass::of(word);
         let after = |class| self.last == Some(class);
         match class {
-            Class::Limit if after(Class::Rate) => self.rate_limit = true,
-            Class::Limit => self.limit = true,
-            Class::Limited if after(Class::Rate) => self.refused |= !self.open,
-            Class::Counted => {
+            WordClass::Limit if after(WordClass::Rate) => self.rate_limit = true,
+            WordClass::Limit => self.limit = true,
+            WordClass::Limited if after(WordClass::Rate) => self.refused |= !self.open,
+            WordClass::Counted => {
                 self.counted = true;
                 self.refused |= self.too_many > 0 && !self.open;
             }
-            Class::Other => self.other = true,
-            Class::Exceeded => self.exceeded = true,
-            Class::Throttled => self.refused |= !self.open,
-            Class::Many if after(Class::Too) => self.too_many = 4,
-            Class::If => self.open = true,
-            Class::None if has_start(word, "ratelimit") => self.rate_limit = true,
+            WordClass::Other => self.other = true,
+            WordClass::Exceeded => self.exceeded = true,
+            WordClass::Throttled => self.refused |= !self.open,
+            WordClass::Many if after(WordClass::Too) => self.too_many = 4,
+            WordClass::If => self.open = true,
+            WordClass::None if has_start(word, "ratelimit") => self.rate_limit = true,
             _ => {}
         }
         self.too_many = self.too_many.saturating_sub(1);

@@ -10,7 +10,7 @@ use http::{Extensions, HeaderMap, StatusCode};
 use http_body::Body;
 use pin_project_lite::pin_project;
 
-use super::watched::Watch;
+use super::watched::BodyWatch;
 use super::{AtEnd, InFlight, Looks, WatchedBody};
 use crate::clock::{self, Timer};
 use crate::limiter::Settlement;
@@ -107,7 +107,7 @@ impl<T: TrackBody> Opened<T> {
         let settlement = at_end
             .as_ref()
             .and_then(|_| response.extensions_mut().remove::<Settlement>());
-        let watch = at_end.map(|at_end| Watch::new(at_end, settlement));
+        let watch = at_end.map(|at_end| BodyWatch::new(at_end, settlement));
         let call = looks.holds_call.then_some(call);
         response.body_mut().watch(call, watch);
         T::close(response)

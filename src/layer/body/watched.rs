@@ -25,7 +25,7 @@ pub struct WatchedBody<B: Body> {
     /// `None` once the body has ended.
     call: Option<InFlight>,
     /// `None` once the body has ended.
-    watch: Option<Watch>,
+    watch: Option<BodyWatch>,
 }
 
 /// No field is pinned.
@@ -81,7 +81,7 @@ impl<B: Body> WatchedBody<B> {
     }
 
     /// Keeps `call` in flight until the body ends, and then does what is due.
-    pub(super) fn watch(&mut self, call: Option<InFlight>, watch: Option<Watch>) {
+    pub(super) fn watch(&mut self, call: Option<InFlight>, watch: Option<BodyWatch>) {
         self.call = call;
         self.watch = watch;
         if self.is_at_end() {
@@ -97,7 +97,10 @@ impl<B: Body> WatchedBody<B> {
     fn end(&mut self, is_whole: bool) {
         self.call = None;
         let watch = self.watch.take();
-        watch.into_iter().filter(|_| is_whole).for_each(Watch::end);
+        watch
+            .into_iter()
+            .filter(|_| is_whole)
+            .for_each(BodyWatch::end);
     }
 
     pub(super) fn remaining_size(&self) -> SizeHint {
@@ -173,7 +176,7 @@ impl<B: Body> fmt::Debug for WatchedBody<B> {
 }
 
 /// Reads what a body states, and does what is due at its end.
-pub(super) struct Watch {
+pub(super) struct BodyWatch {
     reader: SpentReader,
     /// Whether each piece of the body was in one piece of memory, so that it could be read.
     is_readable: bool,
@@ -181,9 +184,9 @@ pub(super) struct Watch {
     settlement: Option<Settlement>,
 }
 
-impl Watch {
+impl BodyWatch {
     pub(super) fn new(at_end: AtEnd, settlement: Option<Settlement>) -> Self {
-        Watch {
+        BodyWatch {
             reader: SpentReader::new(),
             is_readable: true,
             at_end,

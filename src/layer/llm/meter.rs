@@ -5,7 +5,7 @@ use std::sync::Arc;
 use http::Method;
 
 use super::prompt::Prompt;
-use super::{Counts, Llm};
+use super::{CountsBy, Llm};
 use crate::cost::Cost;
 use crate::estimates::Estimates;
 use crate::key::RequestRef;
@@ -124,8 +124,8 @@ impl Meter {
         };
         let usual = self.answers.estimate(&name);
         let answer = match (self.llm.counts, max_tokens) {
-            (Counts::Produced, Some(most)) => usual.unwrap_or(most).min(most),
-            (Counts::Produced, None) => usual.unwrap_or(first),
+            (CountsBy::Produced, Some(most)) => usual.unwrap_or(most).min(most),
+            (CountsBy::Produced, None) => usual.unwrap_or(first),
             (_, Some(most)) => most,
             (_, None) => usual.unwrap_or(0).max(first),
         };
@@ -182,8 +182,8 @@ impl Meter {
         match (unit, self.llm.counts) {
             (INPUT, _) => prompt,
             (OUTPUT, _) => answer,
-            (_, Counts::Larger) => prompt.max(answer),
-            (_, Counts::Both | Counts::Produced) => prompt.saturating_add(answer),
+            (_, CountsBy::Larger) => prompt.max(answer),
+            (_, CountsBy::Both | CountsBy::Produced) => prompt.saturating_add(answer),
         }
     }
 

@@ -46,7 +46,7 @@ use meter::{Meter, OUTPUT, TOTAL};
 /// A refused request takes no tokens. If a response states nothing, or the stream breaks, the estimate counts.
 #[derive(Clone)]
 pub struct Llm {
-    counts: Counts,
+    counts: CountsBy,
     gives_back: bool,
     first_estimate: u32,
     tokenizer: Option<Tokenizer>,
@@ -57,7 +57,7 @@ type Tokenizer = Arc<dyn Fn(&str) -> u32 + Send + Sync>;
 
 /// What a server counts as the tokens of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Counts {
+enum CountsBy {
     /// At admission, the larger of the prompt and `max_tokens`.
     Larger,
     /// At admission, the prompt and `max_tokens`.
@@ -72,10 +72,10 @@ impl Llm {
     /// How late a server may count the end of an answer, if nothing else is set.
     pub(super) const LONGEST_ANSWER: Duration = Duration::from_secs(60);
 
-    fn new(counts: Counts) -> Self {
+    fn new(counts: CountsBy) -> Self {
         Llm {
             counts,
-            gives_back: counts == Counts::Produced,
+            gives_back: counts == CountsBy::Produced,
             first_estimate: Llm::DEFAULT_FIRST_ESTIMATE,
             tokenizer: None,
         }
@@ -83,13 +83,13 @@ impl Llm {
 
     /// OpenAI: counts the larger of the prompt and `max_tokens` when a request arrives.
     pub fn openai() -> Self {
-        Llm::new(Counts::Larger)
+        Llm::new(CountsBy::Larger)
     }
 
     /// A server that counts the prompt and `max_tokens` when a request arrives, such as Azure OpenAI and Databricks. Use it
     /// also if it is not known how a server counts: no estimate is larger.
     pub fn reserving() -> Self {
-        Llm::new(Counts::Both)
+        Llm::new(CountsBy::Both)
     }
 
     /// Anthropic: counts the prompt when a request arrives, and the answer as it is produced. `max_tokens` does not matter.
@@ -97,7 +97,7 @@ impl Llm {
     /// Output tokens are [counted within](RateLimitBuilder::counted_within) 60 s, the time of the longest answer, if nothing
     /// else is set.
     pub fn anthropic() -> Self {
-        Llm::new(Counts::Produced)
+        Llm::new(CountsBy::Produced)
     }
 
     /// States that the server gives back what it has reserved for a request and the answer did not need, as Databricks
@@ -177,7 +177,7 @@ impl RateLimitBuilder {
     /// [`cost`](Self::cost) is set.
     #[cfg_attr(docsrs, doc(cfg(feature = "llm")))]
     pub fn build_llm(self, llm: Llm) -> Result<BodyLayer, ConfigError> {
-        let longest = (llm.counts == Counts::Produced).then_some(Llm::LONGEST_ANSWER);
+        let longest = (llm.counts == CountsBy::Produced).then_some(Llm::LONGEST_ANSWER);
         let units = self.units();
         check(&units, self.has_cost())?;
         // Without a limit of its own, what is produced is a part of all tokens.

@@ -77,12 +77,12 @@ pub struct Routes {
 
 /// The routes, and what finds them.
 struct Table {
-    rows: Vec<Row>,
+    rows: Vec<RouteRow>,
     router: Router,
 }
 
 /// One row of the table.
-struct Row {
+struct RouteRow {
     pattern: Pattern,
     quota: Quota,
 }
@@ -107,9 +107,9 @@ impl Routes {
     ) -> Result<Self, ConfigError> {
         let routes = routes.into_iter().map(|(pattern, quota)| {
             let pattern = Pattern::parse(pattern.as_ref())?;
-            Ok(Row { pattern, quota })
+            Ok(RouteRow { pattern, quota })
         });
-        let rows: Vec<Row> = routes.collect::<Result<_, ConfigError>>()?;
+        let rows: Vec<RouteRow> = routes.collect::<Result<_, ConfigError>>()?;
         ConfigError::unless(
             rows.len() <= Routes::MOST,
             "routes",
@@ -192,7 +192,7 @@ impl Routes {
         Some(self.row(method, path)?.pattern.key(key, path))
     }
 
-    fn row(&self, method: &Method, path: &str) -> Option<&Row> {
+    fn row(&self, method: &Method, path: &str) -> Option<&RouteRow> {
         let index = self.table.router.find(method, path)?;
         Some(&self.table.rows[index])
     }

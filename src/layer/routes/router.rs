@@ -16,16 +16,16 @@ use crate::config_error::ConfigError;
 /// Finds the pattern that a method and a path match.
 #[derive(Default)]
 pub(super) struct Router {
-    root: Node,
+    root: PathNode,
 }
 
 /// What may follow the segments on the way from the root to this node.
 #[derive(Default)]
-struct Node {
+struct PathNode {
     /// The next segment is this text. Sorted by length, then by text.
-    texts: Vec<(Box<str>, Node)>,
+    texts: Vec<(Box<str>, PathNode)>,
     /// The next segment is any one that is not empty.
-    one: Option<Box<Node>>,
+    one: Option<Box<PathNode>>,
     /// The patterns of which the rest of the path follows, if it is not empty.
     rest: Ends,
     /// The patterns that end here.
@@ -61,7 +61,7 @@ impl Router {
     }
 }
 
-impl Node {
+impl PathNode {
     /// Returns where patterns with these segments end, below this node.
     fn ends_of(&mut self, segments: &[Segment]) -> &mut Ends {
         let Some((first, after)) = segments.split_first() else {
@@ -72,7 +72,7 @@ impl Node {
                 let texts = &mut self.texts;
                 let place = texts.binary_search_by(|(other, _)| compare(other, text));
                 let index = place.unwrap_or_else(|free| {
-                    texts.insert(free, (text.clone(), Node::default()));
+                    texts.insert(free, (text.clone(), PathNode::default()));
                     free
                 });
                 texts[index].1.ends_of(after)

@@ -11,7 +11,7 @@ use crate::signal::refusal;
 
 /// A line of a generic family.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::signal) struct Entry<'a> {
+pub(in crate::signal) struct GroupEntry<'a> {
     pub(in crate::signal) header: Header<'a>,
     /// The number of the group; entries of one group have the same number.
     pub(in crate::signal) group: u8,
@@ -20,7 +20,7 @@ pub(in crate::signal) struct Entry<'a> {
     pub(in crate::signal) value: &'a str,
 }
 
-impl Entry<'_> {
+impl GroupEntry<'_> {
     /// Returns whether the header says in a word that the limit is exceeded.
     pub(in crate::signal) fn is_throttled(&self) -> bool {
         self.header.role == Role::State && refusal::is_code(self.value.chars())
@@ -123,7 +123,7 @@ pub(in crate::signal) struct Stated {
 
 impl Stated {
     pub(in crate::signal) fn read<'a>(
-        entries: impl Iterator<Item = Entry<'a>> + Clone,
+        entries: impl Iterator<Item = GroupEntry<'a>> + Clone,
         base: &Base,
     ) -> Self {
         let mut values = Stated::default();
@@ -135,7 +135,7 @@ impl Stated {
         let is_grouped = counts().any(|entry| entry.value.contains(','))
             && are_grouped(counts().map(|entry| entry.value));
         for entry in entries {
-            let Entry { header, value, .. } = entry;
+            let GroupEntry { header, value, .. } = entry;
             match header.role {
                 Role::Limit | Role::Remaining | Role::Used if is_grouped => {
                     values.count(header.role, without_commas(value).as_str());

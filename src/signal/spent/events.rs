@@ -34,19 +34,19 @@ use super::start::Start;
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct SpentReader {
-    form: Form,
+    form: BodyForm,
     scanner: Scanner,
     spent: Spent,
     /// The start of the line of a stream.
     line: Start<LONGEST>,
     /// Whether the last byte of a stream was a carriage return.
     after_return: bool,
-    progress: Progress,
+    progress: StreamProgress,
 }
 
 /// The form of a body, which its first byte tells.
 #[derive(Clone, Copy, Debug, Default)]
-enum Form {
+enum BodyForm {
     #[default]
     Unknown,
     Json,
@@ -58,7 +58,7 @@ enum Form {
 
 /// Whether what a body has stated is all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Progress {
+enum StreamProgress {
     /// All, if the body ends here.
     #[default]
     Whole,
@@ -99,24 +99,24 @@ impl SpentReader {
 
     /// Returns whether a stream has ended, so that the rest of the body states nothing.
     pub(crate) fn has_ended(&self) -> bool {
-        self.progress == Progress::Ended
+        self.progress == StreamProgress::Ended
     }
 
     /// Returns whether the counts are all, if the body ends here: not in a stream that has begun or
     /// failed.
     pub(crate) fn is_whole(&self) -> bool {
-        self.progress != Progress::Part
+        self.progress != StreamProgress::Part
     }
 
     fn push(&mut self, byte: u8) {
         match self.form {
-            Form::Json => self.scanner.push(byte, &mut self.spent),
-            Form::Events | Form::Data => self.in_events(byte),
-            Form::Unknown => match byte {
+            BodyForm::Json => self.scanner.push(byte, &mut self.spent),
+            BodyForm::Events | BodyForm::Data => self.in_events(byte),
+            BodyForm::Unknown => match byte {
                 // Blanks, and the three bytes of a byte order mark.
                 b' ' | b'\t' | b'\r' | b'\n' | 0xef | 0xbb | 0xbf => {}
                 b'{' | b'[' => {
-                    self.form = Form::Json;
+                    self.form = BodyForm::Json;
                     self.scanner.push(byte, &mut self.spent);
                 }
                 _ => self.in_events(byte),
@@ -126,7 +126,7 @@ impl SpentReader {
 
     fn in_events(&mut self, byte: u8) {
         let after_return = mem::replace(&mut self.after_return, byte == b'\r');
-        let in_data = matches!(self.form, Form::Data);
+        let in_data = matches!(self.form, BodyForm::Data);
         match byte {
             // The second half of the end of a line.
             b'\n' if after_return => return,
@@ -139,7 +139,7 @@ impl SpentReader {
         }
         if let b'\r' | b'\n' = byte {
             self.line = Start::EMPTY;
-            self.form = Form::Events;
+            self.form = BodyForm::Events;
         } else if self.line.push(byte) {
             self.at_start(in_data);
         }
@@ -149,13 +149,13 @@ impl SpentReader {
     fn at_start(&mut self, in_data: bool) {
         let line = self.line.bytes();
         self.form = match in_data || line == DATA {
-            true => Form::Data,
-            false => Form::Events,
+            true => BodyForm::Data,
+            false => BodyForm::Events,
         };
         if ENDS.contains(&line) {
-            self.progress = Progress::Ended;
+            self.progress = StreamProgress::Ended;
         } else if PARTS.contains(&line) && !self.has_ended() {
-            self.progress = Progress::Part;
+            self.progress = StreamProgress::Part;
         }
     }
 }

@@ -71,7 +71,7 @@ impl Object {
 
 /// Where in the text the next byte is.
 #[derive(Clone, Copy, Debug, Default)]
-enum State {
+enum ScanState {
     #[default]
     Between,
     Text {
@@ -89,7 +89,7 @@ const MOST_BYTES: usize = "cache_creation_input_tokens".len() + 1;
 /// Walks JSON that arrives byte by byte.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Scanner {
-    state: State,
+    state: ScanState,
     /// The containers around the next byte.
     depth: u64,
     /// The outermost containers, as far as they are on a path to a count.
@@ -106,15 +106,15 @@ impl Scanner {
     /// Takes the next byte, and sets the counts that are complete with it.
     pub(super) fn push(&mut self, byte: u8, spent: &mut Spent) {
         match &mut self.state {
-            State::Text { escaped } => match byte {
+            ScanState::Text { escaped } => match byte {
                 _ if *escaped => *escaped = false,
-                b'"' => self.state = State::AfterText,
+                b'"' => self.state = ScanState::AfterText,
                 _ => {
                     *escaped = byte == b'\\';
                     self.text.push(byte);
                 }
             },
-            State::Number(unit) => match byte {
+            ScanState::Number(unit) => match byte {
                 b'0'..=b'9' | b'.' => {
                     self.text.push(byte);
                 }
@@ -129,34 +129,34 @@ impl Scanner {
                 // A sign or an exponent: it is no count.
                 _ => self.structure(byte),
             },
-            State::Between | State::AfterText => self.structure(byte),
+            ScanState::Between | ScanState::AfterText => self.structure(byte),
         }
     }
 
     /// Takes a byte that is not in a text or a number.
     fn structure(&mut self, byte: u8) {
-        let after_text = matches!(self.state, State::AfterText);
+        let after_text = matches!(self.state, ScanState::AfterText);
         match byte {
             b' ' | b'\t' | b'\r' | b'\n' => {
                 if !after_text {
-                    self.state = State::Between;
+                    self.state = ScanState::Between;
                 }
                 return;
             }
             b':' if after_text => {
                 let object = self.object();
                 self.member = object.and_then(|object| object.member(self.text.bytes()));
-                self.state = State::Between;
+                self.state = ScanState::Between;
                 return;
             }
             _ => {}
         }
         let member = self.member.take();
-        self.state = State::Between;
+        self.state = ScanState::Between;
         match byte {
             b'"' => {
                 self.text = Start::EMPTY;
-                self.state = State::Text { escaped: false };
+                self.state = ScanState::Text { escaped: false };
             }
             b'{' => self.open(match (self.depth, member) {
                 (0, _) => Some(Object::Root),
@@ -173,7 +173,7 @@ impl Scanner {
                 if let Some(Member::Count(unit)) = member {
                     self.text = Start::EMPTY;
                     self.text.push(byte);
-                    self.state = State::Number(unit);
+                    self.state = ScanState::Number(unit);
                 }
             }
             _ => {}

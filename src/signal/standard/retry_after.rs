@@ -2,7 +2,7 @@
 
 use crate::signal::combine::Entries;
 use crate::signal::generic::family::Role;
-use crate::signal::generic::group::{Entry, each_time};
+use crate::signal::generic::group::{GroupEntry, each_time};
 use crate::signal::generic::lines::Lines;
 use crate::signal::parse::time::{self, Base};
 
@@ -35,7 +35,7 @@ pub(in crate::signal) fn read<'a>(
 /// servers send it with each response that they accept.
 fn by_kind(entries: &Entries<'_>, base: &Base) -> Option<u64> {
     let state = entries.iter().find(|entry| entry.is_throttled());
-    let wait = |entry: &Entry<'_>| match entry.header.role {
+    let wait = |entry: &GroupEntry<'_>| match entry.header.role {
         Role::RetryAfter => longest([entry.value].into_iter(), |text| {
             base.read_with(entry.header.unit, text)
         }),
