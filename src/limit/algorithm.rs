@@ -130,7 +130,7 @@ impl Algorithm {
         match self {
             Algorithm::Window(window) => window.insert(stamp, units),
             Algorithm::Bucket(bucket) => bucket.insert(slot, stamp, units, slot > now),
-            Algorithm::Fixed(fixed) => fixed.insert(slot, units),
+            Algorithm::Fixed(fixed) => fixed.insert(slot, stamp, units),
         }
     }
 

@@ -17,8 +17,8 @@ use super::algorithm::PermitTime;
 /// Windows are numbered: window `n` begins at `n * window - phase` in the ledger's time. The
 /// boundaries follow the wall clock, but the ledger's time ignores a step of that clock. So when
 /// the wall clock is set, `phase` changes. Then the units of an old window count in each new window
-/// that overlaps it, up to that of the last slot, because the other moments of their use are not kept. So the limit is
-/// never exceeded. Until the end of the window of the last slot, less than the limit is used. Without that bound, each
+/// that overlaps it, up to that of the last stamp, because the other moments of their use are not kept. So the limit is
+/// never exceeded. Until the end of the window of the last stamp, less than the limit is used. Without that bound, each
 /// step would take a further window.
 #[derive(Clone, Debug)]
 pub(super) struct Fixed {
@@ -33,8 +33,8 @@ pub(super) struct Fixed {
     used: VecDeque<(u64, u64)>,
     /// The number of the first window that is open. Earlier windows take no more units.
     open_from: u64,
-    /// The last slot of the units that were counted, or when they were used.
-    last_slot: Micros,
+    /// The last stamp of the permits that were counted, or the last use without a permit.
+    last_stamp: Micros,
 }
 
 /// The most windows whose units are kept. If more are booked ahead, the earliest of them closes.
@@ -58,7 +58,7 @@ impl Fixed {
             phase,
             used: VecDeque::new(),
             open_from: 0,
-            last_slot: 0,
+            last_stamp: 0,
         }
     }
 
@@ -118,7 +118,7 @@ impl Fixed {
                 let number = self.number(start + self.window / 2);
                 return (number, number);
             }
-            let last = (start + self.window - 1).min(self.last_slot.max(start));
+            let last = (start + self.window - 1).min(self.last_stamp.max(start));
             (self.number(start), self.number(last))
         };
         let open_from = if old.open_from == 0 {
@@ -206,14 +206,14 @@ impl Fixed {
     }
 
     /// Counts units in the window of `slot`.
-    pub(super) fn insert(&mut self, slot: Micros, units: u64) {
-        self.last_slot = self.last_slot.max(slot);
+    pub(super) fn insert(&mut self, slot: Micros, stamp: Micros, units: u64) {
+        self.last_stamp = self.last_stamp.max(stamp);
         self.add(self.number(slot), units);
     }
 
     /// Counts units of an advance booking whose slot has come.
     pub(super) fn insert_due(&mut self, booking: AdvanceBooking) {
-        self.last_slot = self.last_slot.max(booking.last_slot);
+        self.last_stamp = self.last_stamp.max(booking.stamp);
         self.windows_of(&booking)
             .for_each(|number| self.add(number, booking.units));
     }
@@ -229,7 +229,7 @@ impl Fixed {
     /// count.
     pub(super) fn charge(&mut self, now: Micros, used_at: Micros, units: u64) {
         if self.number(used_at) >= self.number(now) {
-            self.insert(used_at, units.min(self.limit));
+            self.insert(used_at, used_at, units.min(self.limit));
         }
     }
 

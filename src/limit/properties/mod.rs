@@ -471,7 +471,8 @@ proptest! {
         window in select(vec![1_000_000u64, 60_000_000, 3_600_000_000]),
         before in prop::collection::vec((0u64..400, 0u32..20), 1..8),
         after in prop::collection::vec((0u64..400, 1u32..20), 1..8),
-        steps in prop::collection::vec((0u64..400, -400_000_000i64..400_000_000), 1..5),
+        // No permit is on its way when the clock is set.
+        steps in prop::collection::vec((50u64..400, -400_000_000i64..400_000_000), 1..5),
     ) {
         let quota = Quota::fixed(count, Duration::from_micros(window));
         let mut world = World::new(quota);

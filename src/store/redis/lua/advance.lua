@@ -423,7 +423,7 @@ local function cold_advance()
       for i = 1, #state do
         local limit = state[i]
         if limit.kind == FIXED then
-          if booking[LAST_SLOT] > limit.last_slot then limit.last_slot = booking[LAST_SLOT] end
+          if booking[STAMP] > limit.last_stamp then limit.last_stamp = booking[STAMP] end
           local first, last = windows_of(limit, booking)
           for number = first, last do
             limit.rule.add(limit, number, booking[UNITS])

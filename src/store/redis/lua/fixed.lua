@@ -72,7 +72,7 @@ local function fixed_rule()
 
   -- Moves the boundaries to where the server's clock puts them. A small move is a drift of the
   -- clocks: the units of a window stay in that window. A larger move is a step of the clock: the
-  -- units count in each new window that overlaps the old one, up to that of the last slot.
+  -- units count in each new window that overlaps the old one, up to that of the last stamp.
   local function align(limit)
     local phase = (server_time - state.now) % limit.window
     if phase == limit.phase then return end
@@ -90,7 +90,7 @@ local function fixed_rule()
         return same, same
       end
       local last = start + limit.window - 1
-      if limit.last_slot < last then last = limit.last_slot > start and limit.last_slot or start end
+      if limit.last_stamp < last then last = limit.last_stamp > start and limit.last_stamp or start end
       return number_of(limit, start), number_of(limit, last)
     end
     if open_from > 0 then
@@ -140,8 +140,8 @@ local function fixed_rule()
   end
 
   -- Counts units at `slot`.
-  local function insert(limit, slot, _, units)
-    if slot > limit.last_slot then limit.last_slot = slot end
+  local function insert(limit, slot, stamp, units)
+    if stamp > limit.last_stamp then limit.last_stamp = stamp end
     add(limit, number_of(limit, slot), units)
   end
 
@@ -149,7 +149,7 @@ local function fixed_rule()
   -- limit count. Units that were used in an earlier window than the current one do not count.
   local function charge(limit, used_at, _, units)
     if number_of(limit, used_at) >= number_of(limit, state.now) then
-      insert(limit, used_at, nil, units < limit.count and units or limit.count)
+      insert(limit, used_at, used_at, units < limit.count and units or limit.count)
     end
   end
 
@@ -186,16 +186,16 @@ local function fixed_rule()
 
   -- Makes windows without units.
   local function new(limit)
-    limit.open_from, limit.phase, limit.last_slot, limit.list = 0, (server_time - state.now) % limit.window, 0, {}
+    limit.open_from, limit.phase, limit.last_stamp, limit.list = 0, (server_time - state.now) % limit.window, 0, {}
   end
 
   -- Reads a record.
   local function read(s, from)
-    local kind, count, window, capacity, record_guard, last_stated, n, room, open_from, phase, last_slot =
+    local kind, count, window, capacity, record_guard, last_stated, n, room, open_from, phase, last_stamp =
       struct.unpack(FIXED_RECORD, s, from)
     return {
       kind = kind, count = count, window = window, capacity = capacity, guard = record_guard,
-      last_stated = last_stated, n = n, room = room, open_from = open_from, phase = phase, last_slot = last_slot, base = 0, rule = 0,
+      last_stated = last_stated, n = n, room = room, open_from = open_from, phase = phase, last_stamp = last_stamp, base = 0, rule = 0,
       ours = false, dirty = false, list = false,
     }
   end
@@ -203,7 +203,7 @@ local function fixed_rule()
   -- Packs the record.
   local function record(limit)
     return struct.pack(FIXED_RECORD, FIXED, limit.count, limit.window, limit.capacity, limit.guard, limit.last_stated,
-      limit.n, limit.room, limit.open_from, limit.phase, limit.last_slot, 0, 0, 0, 0, 0)
+      limit.n, limit.room, limit.open_from, limit.phase, limit.last_stamp, 0, 0, 0, 0, 0)
   end
 
   local rule = {

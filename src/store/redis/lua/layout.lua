@@ -195,7 +195,7 @@ local BUCKET_RECORD = '<BI4I7I4I7I7I2I2I7I4I7I4I7I4I7I7I7I2'
 local DELAYED = '<I7I4I7I4I7I4I7'
 local DELAYED_SIZE = 40
 
--- A fixed window, then: I7 number of the first window that is open; I7 phase; I7 last slot; five I7
+-- A fixed window, then: I7 number of the first window that is open; I7 phase; I7 last stamp; five I7
 -- zeros.
 -- fixed.lua explains the fields.
 local FIXED_RECORD = '<BI4I7I4I7I7I2I2I7I7I7I7I7I7I7I7'

@@ -74,7 +74,7 @@ local function cold_set_quota()
     local limit = (state.cold or cold()).add(kind, count, window, capacity, guard)
     limit.gap = gap
     if same then
-      limit.phase, limit.open_from, limit.last_slot, limit.list = same.phase, same.open_from, same.last_slot, {}
+      limit.phase, limit.open_from, limit.last_stamp, limit.list = same.phase, same.open_from, same.last_stamp, {}
       for i, use in ipairs(entries(same)) do
         limit.list[i] = { number = use.number, units = use.units }
       end
