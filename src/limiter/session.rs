@@ -147,13 +147,18 @@ impl KeySession {
     }
 
     /// Returns what the next call states about the session. If the session has expired, or if the
-    /// machine slept, the call states nothing.
+    /// machine slept, the call states no more than which state it was of: releases of a state that is there no more do
+    /// not count.
     pub(super) fn client_session(&self, now: Instant) -> ClientSession {
+        let of_state = ClientSession {
+            incarnation: self.incarnation(),
+            ..ClientSession::default()
+        };
         if now >= self.until || self.incarnation() == 0 {
-            return ClientSession::default();
+            return of_state;
         }
         let Some(session) = self.reply.client_session(now) else {
-            return ClientSession::default();
+            return of_state;
         };
         let granted = self.granted.units.saturating_add(self.granted_before.units);
         ClientSession {
