@@ -114,7 +114,7 @@ impl Drop for InFlightSlot {
 }
 
 /// Asks for an in-flight slot of `key`, under `number`. Returns `None` if the request waits. An `impatient` request
-/// cannot wait: it is refused if the answer of the store grants it no slot.
+/// cannot wait: it is refused if the answer of the store grants it no slot. So is any request if `max_queue` of them wait.
 ///
 /// # Errors
 ///
@@ -124,6 +124,7 @@ pub(super) fn enter(
     key: Key,
     number: Number,
     impatient: bool,
+    max_queue: Option<usize>,
     now: Instant,
 ) -> Result<Option<Settled<Number>>, Full> {
     let Some(in_flight) = &core.in_flight else {
@@ -133,10 +134,17 @@ pub(super) fn enter(
     let limit = core.quota_of(key).quota().most_in_flight();
     let key = core.whole(key);
     let entered = in_flight.with_new(key, limit, now, |calls| {
-        calls.enter(number, impatient, now);
+        let is_full = max_queue.is_some_and(|most| calls.waiting() >= most);
+        if !is_full {
+            calls.enter(number, impatient, now);
+        }
+        is_full
     })?;
     core.claim(entered.claim);
     look_later(core, key, entered.begins_to_look);
+    if entered.done {
+        return Ok(Some(Settled::QueueFull));
+    }
     Ok(in_flight
         .with(key, |calls| calls.collect(number, now))
         .flatten())

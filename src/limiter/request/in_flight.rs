@@ -72,7 +72,11 @@ impl Request {
         let lacking = self.in_flight.iter_mut();
         for of_part in lacking.filter(|of_part| of_part.slot.is_none()) {
             let Part { core, key, .. } = &parts[of_part.part];
-            let Ok(entered) = in_flight_slot::enter(core, *key, number, bound.latest <= now, now)
+            let impatient = bound.latest <= now;
+            // The room was looked at before, and other threads may have taken it. A request that has waited keeps its
+            // place.
+            let max_queue = (!self.waited_before).then_some(core.settings.max_queue);
+            let Ok(entered) = in_flight_slot::enter(core, *key, number, impatient, max_queue, now)
             else {
                 let why = Why::failed(core.full());
                 return Err(Stopped {
@@ -152,7 +156,11 @@ fn in_flight_slot_of(
         }
         Settled::Failed(error) if core.fails_open_on(&error) => return Ok(None),
         Settled::Failed(error) | Settled::Uncounted(error, _) => Why::Failed(error),
-        Settled::Refused(_) | Settled::QueueFull => {
+        Settled::QueueFull => {
+            let reason = Reason::QueueFull(core.settings.max_queue);
+            Why::Refused(reason, in_flight_slot::refusal(core, *key))
+        }
+        Settled::Refused(_) => {
             let reason = bound.reason(max_wait(parts));
             Why::Refused(reason, in_flight_slot::refusal(core, *key))
         }
