@@ -880,7 +880,8 @@ impl RateLimitBuilder {
             return Err(ConfigError::out_of_range("lends", class, allowed));
         }
         for ClassShare { class, lends, .. } in &self.shares {
-            let value = format_args!("{lends} % for {class:?}");
+            // Before Rust 1.89, a `format_args!` lives no longer than its statement.
+            let value = format!("{lends} % for {class:?}");
             ConfigError::unless(*lends <= 100, "lends", value, "at most 100 per cent")?;
         }
         ConfigError::unless(
