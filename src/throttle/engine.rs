@@ -1,6 +1,6 @@
 //! The engine of the throttle: the waiters of all keys.
 //!
-//! [`ThrottleCore`] knows nothing of permits, futures or tasks. They hold an `Arc<Core>` and reach the
+//! [`ThrottleCore`] knows nothing of permits, futures or tasks. They hold an `Arc<ThrottleCore>` and reach the
 //! waiters of their key through [`ThrottleCore::at`] and [`ThrottleCore::open`]. Both lock the key, call a closure,
 //! and release the lock. Then they wake waiters, and start the sync task if the key needs one. They
 //! start it through [`SharedPace::start_sync`], so that the engine need not import it.

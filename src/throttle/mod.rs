@@ -423,7 +423,7 @@ impl Throttle {
                     latest,
                 ));
             }
-            Ok(Arrival::TurnTooLate(late)) => {
+            Ok(Arrival::TooLate(late)) => {
                 (self.core.reason(late, latest < by_wait), late.retry_at)
             }
             Ok(Arrival::Full) => (Reason::QueueFull(max_queue), None),

@@ -73,7 +73,7 @@ pub(super) struct TurnTooLate {
 pub(super) enum Arrival {
     Leaves(Flight),
     Waits(Number),
-    TurnTooLate(TurnTooLate),
+    TooLate(TurnTooLate),
     /// Too many requests wait.
     Full,
 }
@@ -115,7 +115,7 @@ impl Waiters {
     ) -> Arrival {
         self.last_used = now;
         if let Some(late) = self.held_beyond(latest, now) {
-            return Arrival::TurnTooLate(late);
+            return Arrival::TooLate(late);
         }
         let number = self.queue.arrived(now);
         if self.waits.is_empty()
@@ -131,7 +131,7 @@ impl Waiters {
         }
         if let Some(late) = self.too_late(self.waits_until(number, now), now) {
             self.leave(number, now, wakers);
-            return Arrival::TurnTooLate(late);
+            return Arrival::TooLate(late);
         }
         if self.queue.waiting() > max_queue {
             self.leave(number, now, wakers);

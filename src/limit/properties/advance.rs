@@ -21,7 +21,7 @@ enum Step {
     /// Gives back `units` of the grant with this number, counted from the newest.
     GiveBack { grant: usize, units: u32 },
     /// Holds the key for a time, or releases it.
-    StoredHold(Option<u64>),
+    Hold(Option<u64>),
     /// Charges units that were used before. The upstream did not count them.
     Charge(u64),
     /// The upstream states what is left of a limit, which may be wrong.
@@ -45,7 +45,7 @@ fn step() -> impl Strategy<Value = Step> {
         }),
         1 => (1u32..20, life).prop_map(|(most, life)| Step::Prefetch { most, life }),
         4 => (0usize..40, 1u32..6).prop_map(|(grant, units)| Step::GiveBack { grant, units }),
-        1 => prop::option::of(0u64..100).prop_map(Step::StoredHold),
+        1 => prop::option::of(0u64..100).prop_map(Step::Hold),
         1 => (0u64..10).prop_map(Step::Charge),
         1 => (0u64..40, 0u32..3).prop_map(|(units, refused)| Step::See { units, refused }),
     ]
@@ -208,7 +208,7 @@ impl History {
                     incarnation: 0,
                 });
             }
-            Step::StoredHold(span) => {
+            Step::Hold(span) => {
                 self.ledger.advance(&self.spec, self.now);
                 match span {
                     Some(span) => {
