@@ -423,9 +423,7 @@ impl Throttle {
                     latest,
                 ));
             }
-            Ok(Arrival::TooLate(late)) => {
-                (self.core.reason(late, latest < by_wait), late.retry_at)
-            }
+            Ok(Arrival::TooLate(late)) => (self.core.reason(late, latest < by_wait), late.retry_at),
             Ok(Arrival::Full) => (Reason::QueueFull(max_queue), None),
             Err(Full) => (Reason::TooManyKeys(settings.max_keys), None),
         };

@@ -51,14 +51,9 @@ impl Request {
     pub(super) fn check_room_in_flight(&self) -> Result<(), Stopped> {
         for &InFlightPart { part, .. } in &self.in_flight {
             let of_part = &self.parts()[part];
-            let max_queue = of_part.core.settings.max_queue;
-            if waiting_in_flight(of_part) >= max_queue {
-                let refusal = in_flight_slot::refusal(&of_part.core, of_part.key);
-                return Err(Stopped::refused(
-                    part,
-                    Reason::QueueFull(max_queue),
-                    refusal,
-                ));
+            if waiting_in_flight(of_part) >= of_part.core.settings.max_queue {
+                let why = queue_full(of_part);
+                return Err(Stopped { part, why });
             }
         }
         Ok(())
@@ -142,6 +137,12 @@ pub(super) fn waiting_in_flight(Part { core, key, .. }: &Part) -> usize {
     calls.map_or(0, |calls| calls.waiting(core.whole(*key)))
 }
 
+/// Returns why a request is refused if `max_queue` others wait for the in-flight slots of a part.
+fn queue_full(Part { core, key, .. }: &Part) -> Why {
+    let reason = Reason::QueueFull(core.settings.max_queue);
+    Why::Refused(reason, in_flight_slot::refusal(core, *key))
+}
+
 /// Returns the in-flight slot that a request got. `Ok(None)` if the store failed and the limiter fails open.
 fn in_flight_slot_of(
     parts: &[Part],
@@ -156,10 +157,7 @@ fn in_flight_slot_of(
         }
         Settled::Failed(error) if core.fails_open_on(&error) => return Ok(None),
         Settled::Failed(error) | Settled::Uncounted(error, _) => Why::Failed(error),
-        Settled::QueueFull => {
-            let reason = Reason::QueueFull(core.settings.max_queue);
-            Why::Refused(reason, in_flight_slot::refusal(core, *key))
-        }
+        Settled::QueueFull => queue_full(&parts[part]),
         Settled::Refused(_) => {
             let reason = bound.reason(max_wait(parts));
             Why::Refused(reason, in_flight_slot::refusal(core, *key))
