@@ -150,15 +150,13 @@ impl KeySession {
     /// machine slept, the call states no more than which state it was of: releases of a state that is there no more do
     /// not count.
     pub(super) fn client_session(&self, now: Instant) -> ClientSession {
-        let of_state = ClientSession {
-            incarnation: self.incarnation(),
-            ..ClientSession::default()
-        };
-        if now >= self.until || self.incarnation() == 0 {
-            return of_state;
-        }
-        let Some(session) = self.reply.client_session(now) else {
-            return of_state;
+        let is_of_use = now < self.until && self.incarnation() != 0;
+        let session = is_of_use.then(|| self.reply.client_session(now));
+        let Some(session) = session.flatten() else {
+            return ClientSession {
+                incarnation: self.incarnation(),
+                ..ClientSession::default()
+            };
         };
         let granted = self.granted.units.saturating_add(self.granted_before.units);
         ClientSession {

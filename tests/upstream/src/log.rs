@@ -107,6 +107,11 @@ impl Log {
             })
     }
 
+    /// Returns by how much the [`jitter`](Log::jitter) exceeds `slack`.
+    pub fn jitter_beyond(&self, slack: Duration) -> Duration {
+        self.jitter().saturating_sub(slack)
+    }
+
     /// The oracle of promise I1: describes what exceeded `rule`, if anything did.
     ///
     /// At most `rule.count` calls may have arrived in any interval that is as long as the rule's
@@ -118,9 +123,7 @@ impl Log {
     /// no violation can be proved, and none is reported: a test with a short window should check
     /// [`jitter`](Log::jitter) too.
     pub fn over(&self, rule: Rule, slack: Duration) -> Option<String> {
-        let window = rule
-            .window
-            .saturating_sub(self.jitter().saturating_sub(slack));
+        let window = rule.window.saturating_sub(self.jitter_beyond(slack));
         let arrived = self.arrived();
         let Fullest { count, from } = fullest(&arrived, window);
         if count <= rule.count as usize {

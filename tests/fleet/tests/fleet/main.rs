@@ -202,7 +202,7 @@ fn over(log: &Log, quota: &Quota) -> Option<String> {
 /// A worker may stand still between the gate and the moment that it writes into the call, as it may on the way from
 /// there. Only the second is seen, so the first has its allowance, up to a tenth of a second.
 fn over_rule(log: &Log, rule: Rule) -> Option<String> {
-    let stalled = log.jitter().saturating_sub(SLACK).min(ms(100));
+    let stalled = log.jitter_beyond(SLACK).min(ms(100));
     let window = rule.window.saturating_sub(stalled);
     let sent = log.largest_count_sent(window);
     let said = || {
