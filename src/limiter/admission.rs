@@ -20,7 +20,7 @@ pub(super) fn refused(part: &Part, cost: u32, too_long: Reason, refusal: Refusal
     let is_held = core.held(*key, clock::now()).is_some();
     // A hold may refuse the request before the store knows that its cost is never allowed.
     if (is_held || refusal.wait.is_none())
-        && let Some(reason) = cost_above_limit(core, *key, cost)
+        && let Some(reason) = cost_above_limit(core, cost, core.largest_cost(*key))
     {
         return Why::Refused(reason, Refusal::NEVER);
     }
@@ -53,11 +53,12 @@ pub(super) fn refused(part: &Part, cost: u32, too_long: Reason, refusal: Refusal
 /// a state, only the store knows whether a quota was set for it. A quota that was set may have been raised since, in a
 /// message that this process has missed.
 pub(super) fn awaited_cost(core: &Core, key: Key, cost: u32) -> Result<u32, Reason> {
-    let Some(above) = cost_above_limit(core, key, cost) else {
+    let largest = core.largest_cost(key);
+    let Some(above) = cost_above_limit(core, cost, largest) else {
         return Ok(cost);
     };
     if core.settings.waits_above_limit {
-        return Ok(core.quota_of(key).quota().largest_cost());
+        return Ok(largest);
     }
     let is_own = |state: &mut KeyState| state.limits.set_spec().is_none();
     match core.states.find(key, is_own) {
@@ -66,9 +67,8 @@ pub(super) fn awaited_cost(core: &Core, key: Key, cost: u32) -> Result<u32, Reas
     }
 }
 
-/// Returns why the quota of `key` never allows a request of `cost`, if that is so.
-fn cost_above_limit(core: &Core, key: Key, cost: u32) -> Option<Reason> {
-    let largest = core.quota_of(key).quota().largest_cost();
+/// Returns why a quota whose `largest` cost this is never allows a request of `cost`, if that is so.
+pub(super) fn cost_above_limit(core: &Core, cost: u32, largest: u32) -> Option<Reason> {
     (cost > largest).then(|| Reason::CostAboveLimit {
         cost,
         largest,

@@ -216,6 +216,11 @@ impl Core {
         own.unwrap_or_else(|| spec.clone())
     }
 
+    /// Returns the largest cost of a request that the limits of `key` allow.
+    pub(super) fn largest_cost(&self, key: Key) -> u32 {
+        self.quota_of(key).quota().largest_cost()
+    }
+
     /// Gives units of a key back to the store, although the state of the key is gone. If its limits are not known,
     /// the store keeps those that it has.
     pub(super) fn give_back_stateless(&self, key: Key, unused: &[UnusedPermits]) {

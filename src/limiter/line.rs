@@ -78,6 +78,28 @@ impl RequestLine {
         }
     }
 
+    /// Refuses a new request of several keys, if too many wait for the key that it would wait for, whatever their other
+    /// keys are. The queue of a key looks itself.
+    pub(super) fn check_room(&self, place: &LinePlace) -> Result<(), Stopped> {
+        let RequestLine::Set(set) = self else {
+            return Ok(());
+        };
+        let part = set.awaited(&place.costs);
+        let Part { core, key, .. } = &set.parts[part];
+        match core.full_queue(*key, place.costs[part]) {
+            Some(max_queue) => Err(Stopped::queue_full(part, max_queue)),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns how many requests stop a new one although no store knows of them: see [`JointSet::unbooked`].
+    pub(super) fn unbooked(&self) -> usize {
+        match self {
+            RequestLine::Key(_) | RequestLine::NoRates(_) => 0,
+            RequestLine::Set(set) => set.unbooked(),
+        }
+    }
+
     /// Returns whether the line obeys the holds of its key: it hands out no slot meanwhile.
     pub(super) fn obeys_hold(&self) -> bool {
         matches!(self, RequestLine::Key(_))
@@ -127,7 +149,7 @@ impl RequestLine {
             }
             RequestLine::NoRates(_) => Some(Ok(Slots::none(now))),
             RequestLine::Set(set) => {
-                if !is_back && let Some(full) = full(set, &place.costs) {
+                if !is_back && let Err(full) = self.check_room(place) {
                     return Some(Err(full));
                 }
                 set.enter(place.number, &place.costs, place.bound, is_back, now);
@@ -250,15 +272,6 @@ impl RequestLine {
             }
         }
     }
-}
-
-/// Returns the refusal of a request of several keys, if too many wait for the key that it would wait for, whatever their
-/// other keys are.
-fn full(set: &JointSet, costs: &Costs) -> Option<Stopped> {
-    let part = set.awaited(costs);
-    let Part { core, key, .. } = &set.parts[part];
-    let max_queue = core.full_queue(*key, costs[part])?;
-    Some(Stopped::queue_full(part, max_queue))
 }
 
 /// Counts a request of several keys as waiting for one of them, until [`RequestLine::forget`].

@@ -110,6 +110,11 @@ impl WaitBound {
         }
     }
 
+    /// Returns whether the request cannot wait for `span`.
+    pub(super) fn is_too_long(&self, span: Duration, now: Instant) -> bool {
+        clock::after(now, span) > self.latest
+    }
+
     /// Returns the reason of a refusal because the slot would be too late.
     pub(super) fn reason(&self, max_wait: Duration) -> Reason {
         if self.is_nested {

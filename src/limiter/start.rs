@@ -24,6 +24,17 @@ pub(crate) enum Started {
     Limited(Limited),
 }
 
+/// Returns how long a request that enters can wait.
+pub(super) fn bound_of(
+    parts: &[PartRef<'_>],
+    deadline: Option<Instant>,
+    now: Instant,
+) -> WaitBound {
+    let max_wait = shortest_wait(parts.iter().map(|part| part.core));
+    let is_nested = parts.iter().any(|part| around::is_nested(part.core));
+    WaitBound::new(deadline, now, max_wait).nested_if(is_nested, now)
+}
+
 /// Enters a request for which no permits are at hand. `label` returns the name of its first key. The parts of a request
 /// have the deadline in common.
 #[cold]
@@ -33,10 +44,7 @@ pub(crate) fn slow(
     label: &dyn Fn() -> Label,
 ) -> Started {
     let now = clock::now();
-    let max_wait = shortest_wait(parts.iter().map(|part| part.core));
-    let is_nested = parts.iter().any(|part| around::is_nested(part.core));
-    let bound = WaitBound::new(deadline, now, max_wait).nested_if(is_nested, now);
-    let mut request = Request::new(parts, bound);
+    let mut request = Request::new(parts, bound_of(parts, deadline, now));
     let entered = match request.check(parts, now) {
         Err(stopped) => Poll::Ready(Err(stopped)),
         Ok(()) => {

@@ -1,29 +1,26 @@
-//! What would happen to a request under one of its keys. [`KeyCase`] follows the way of a request (`request` and
-//! `key_state/ticket`) step by step, and takes nothing.
+//! What would happen to a request under one of its keys, by what the store states. The store is asked only what it would
+//! do ([`Store::peek`](crate::store::Store::peek)), so the way of a request cannot be followed from there on.
 
 use std::time::{Duration, Instant};
 
 use super::found::Found;
-use crate::clock;
-use crate::cost::Cost;
 use crate::error::{Reason, StoreError};
-use crate::limiter::engine::Core;
+use crate::limiter::admission;
 use crate::limiter::explanation::{Because, Verdict};
-use crate::limiter::reservation::WaitBound;
+use crate::limiter::part::NewPart;
+use crate::limiter::reservation::{Settled, WaitBound};
 use crate::quota::Limit;
-use crate::stats::Gate;
 use crate::store::{LimitUsage, Usage};
 
 /// A request under one of its keys, of which all is known that decides.
 pub(super) struct KeyCase<'a> {
-    pub(super) core: &'a Core,
-    pub(super) cost: u32,
-    /// The largest cost that the quota allows.
-    pub(super) largest: u32,
+    pub(super) part: &'a NewPart,
     pub(super) found: &'a Found,
-    /// The shortest `max_wait` of the limiters of the request.
-    pub(super) max_wait: Duration,
+    /// Whether the request has no other key.
+    pub(super) is_only: bool,
     pub(super) bound: WaitBound,
+    /// Why the request is refused if its slot would be too late.
+    pub(super) too_late: &'a Reason,
     pub(super) now: Instant,
 }
 
@@ -41,7 +38,6 @@ impl KeyCase<'_> {
             Ok(usage) => usage,
             Err(error) => return self.without_store(error),
         };
-        let outlook = &self.found.outlook;
         let blocked = self.blocked();
         let wait = self.wait(usage);
         let because = match blocked {
@@ -53,12 +49,18 @@ impl KeyCase<'_> {
         if blocked.is_some_and(|(left, _)| self.is_too_late(left)) {
             return Ok(self.late(known, because));
         }
-        if let Some(refusal) = outlook.refusal {
-            let limit = refusal.limit.map(Because::Limit);
-            return Ok(self.late(refusal.wait, limit.unwrap_or(because)));
-        }
-        if outlook.is_queue_full {
-            return Ok(refused(Reason::QueueFull(self.core.settings.max_queue)));
+        match &self.found.outlook.refused {
+            Some(Settled::Refused(refusal)) => {
+                let limit = refusal.limit.map(Because::Limit);
+                return Ok(self.late(refusal.wait, limit.unwrap_or(because)));
+            }
+            // The room for a request of several keys is that of its line.
+            Some(Settled::QueueFull) if self.is_only => {
+                return Ok(refused(Reason::QueueFull(
+                    self.part.core.settings.max_queue,
+                )));
+            }
+            _ => {}
         }
         if let Some(limit) = self.used_up_in_flight(usage) {
             let in_flight = Because::InFlight(limit);
@@ -79,42 +81,37 @@ impl KeyCase<'_> {
         Ok(waits(known, because))
     }
 
-    /// Decides as `Request::enter` does before it asks the store.
+    /// Decides without what the store states of the limits, if that is possible.
     fn at_entrance(&self) -> Option<Verdict> {
-        let settings = &self.core.settings;
-        if self.core.tally().is_draining() {
-            return Some(refused(Reason::Draining));
-        }
-        if self.cost == 0 {
+        let NewPart { core, entry, .. } = self.part;
+        if entry.cost == 0 {
             return Some(Verdict::Goes);
         }
-        let largest = self.largest;
-        if self.cost > largest {
-            return Some(refused(Reason::CostAboveLimit {
-                cost: self.cost,
-                largest,
-                unit: self.core.unit().unwrap_or(Cost::REQUESTS),
-            }));
+        let largest = self.found.largest_cost();
+        let largest = largest.unwrap_or_else(|| self.part.largest_cost());
+        if let Some(reason) = admission::cost_above_limit(core, entry.cost, largest) {
+            return Some(refused(reason));
         }
-        if self.bound.latest < self.now {
-            return Some(refused(Reason::Deadline));
+        if !self.has_room() {
+            return Some(refused(Reason::TooManyKeys(core.settings.max_keys)));
         }
-        let limits_calls = self.core.in_flight.is_some();
-        if !self.found.has_room {
-            return Some(refused(Reason::TooManyKeys(settings.max_keys)));
-        }
-        if self.found.outlook.has_permit && !limits_calls {
-            return Some(Verdict::Goes);
-        }
-        let is_full = limits_calls && self.found.in_flight.waiting >= settings.max_queue;
-        is_full.then(|| refused(Reason::QueueFull(settings.max_queue)))
+        let goes = self.found.outlook.has_permit && core.in_flight.is_none();
+        goes.then_some(Verdict::Goes)
+    }
+
+    /// Returns whether `max_keys` leaves room for the key.
+    fn has_room(&self) -> bool {
+        let NewPart { core, entry, .. } = self.part;
+        let calls = core.in_flight.as_ref();
+        (!core.has_rates() || core.states.has_room(entry.key, self.now))
+            && calls.is_none_or(|calls| calls.has_room(core.whole(entry.key), self.now))
     }
 
     /// Decides if the store has failed.
     fn without_store(&self, error: &StoreError) -> Result<Verdict, StoreError> {
         match self.blocked() {
             Some((left, blocks)) if self.is_too_late(left) => Ok(self.late(Some(left), blocks)),
-            _ if !self.core.fails_open_on(error) => Err(error.clone()),
+            _ if !self.part.core.fails_open_on(error) => Err(error.clone()),
             Some((left, blocks)) => Ok(waits(Some(left), blocks)),
             None => Ok(Verdict::Goes),
         }
@@ -130,32 +127,30 @@ impl KeyCase<'_> {
 
     /// Returns the limit of calls in flight, if it is used up.
     fn used_up_in_flight(&self, usage: &Usage) -> Option<Limit> {
-        self.core.in_flight.as_ref()?;
+        let NewPart { core, entry, .. } = self.part;
+        let calls = core.in_flight.as_ref()?;
         let is_in_flight = |usage: &&LimitUsage| matches!(usage.limit, Limit::InFlight { .. });
         let limit = usage.limits.iter().find(is_in_flight)?;
-        let calls = &self.found.in_flight;
-        let is_used_up = calls.waiting > 0 || limit.free == 0 && !calls.has_free;
-        is_used_up.then_some(limit.limit)
+        let is_free = calls.is_free(core.whole(entry.key), limit.free);
+        (!is_free).then_some(limit.limit)
     }
 
     /// Returns how long the request waits, if not for an in-flight slot.
     fn wait(&self, usage: &Usage) -> Duration {
-        let outlook = &self.found.outlook;
-        let blocked = self.blocked().map(|(left, _)| left);
-        let others = [blocked, outlook.pause, outlook.last_slot];
-        let longest = others.into_iter().flatten().max().unwrap_or_default();
-        usage.next_slot.max(usage.recovering).max(longest)
+        let blocked = self.blocked().map_or(Duration::ZERO, |(left, _)| left);
+        let in_store = usage.next_slot.max(usage.recovering);
+        in_store.max(blocked).max(self.found.outlook.least_wait)
     }
 
     fn is_too_late(&self, wait: Duration) -> bool {
-        wait == Duration::MAX || clock::after(self.now, wait) > self.bound.latest
+        wait == Duration::MAX || self.bound.is_too_long(wait, self.now)
     }
 
     /// Refuses the request, which cannot wait for `wait`.
     fn late(&self, wait: Option<Duration>, because: Because) -> Verdict {
         let reason = match self.found.held() {
             Some(_) => Reason::Held,
-            None => self.bound.reason(self.max_wait),
+            None => self.too_late.clone(),
         };
         Verdict::Refused {
             reason,
@@ -178,7 +173,7 @@ impl KeyCase<'_> {
         let before = self.found.outlook.waiting;
         match last {
             Some(last) if !last.wait.is_zero() || before == 0 => {
-                let wanted = last.used + u64::from(self.cost);
+                let wanted = last.used + u64::from(self.part.entry.cost);
                 let has_room = wanted <= u64::from(last.limit.largest_cost());
                 if last.reserved > 0 && has_room {
                     Because::Reserved(last.limit)
@@ -192,13 +187,13 @@ impl KeyCase<'_> {
 }
 
 /// Decides about a request of several keys behind `before` others, if nothing else stops it.
-pub(super) fn queued(before: usize, bound: WaitBound, max_wait: Duration, now: Instant) -> Verdict {
+pub(super) fn queued(before: usize, bound: WaitBound, too_late: Reason, now: Instant) -> Verdict {
     let because = Because::Queue { before };
     if bound.latest > now {
         return waits(None, because);
     }
     Verdict::Refused {
-        reason: bound.reason(max_wait),
+        reason: too_late,
         retry_after: None,
         because: Some(because),
     }

@@ -10,7 +10,7 @@ use crate::error::StoreError;
 use crate::limit::LimitSpec;
 use crate::limiter::entry::Entry;
 use crate::limiter::explanation::{Held, KeyExplanation, StoreState};
-use crate::limiter::key_state::{KeyState, Outlook};
+use crate::limiter::key_state::{KeyLimits, KeyState, Outlook};
 use crate::limiter::part::NewPart;
 use crate::limiter::quotas::QuotaId;
 use crate::limiter::reservation::WaitBound;
@@ -30,9 +30,10 @@ impl NewPart {
 
     /// Returns the largest cost of a request that its quota allows.
     pub(super) fn largest_cost(&self) -> u32 {
-        let spec = self.other_quota();
-        let spec = spec.unwrap_or_else(|| self.core.quota_of(self.entry.key));
-        spec.quota().largest_cost()
+        match self.other_quota() {
+            Some(spec) => spec.quota().largest_cost(),
+            None => self.core.largest_cost(self.entry.key),
+        }
     }
 
     /// Makes a request that may wait for a whole limit ask for no more: see `admission::awaited_cost`.
@@ -45,18 +46,14 @@ impl NewPart {
     /// Returns the limits of the quota that the request states, if the key has another one.
     fn other_quota(&self) -> Option<Arc<LimitSpec>> {
         let Settings { quotas, spec, .. } = &self.core.settings;
-        self.changes_quota().then(|| {
-            let stated = quotas.spec(self.entry.quota, self.core.part_index(), self.core.unit());
-            stated.unwrap_or_else(|| spec.clone())
-        })
-    }
-
-    /// Returns whether the request would give the key another quota.
-    fn changes_quota(&self) -> bool {
         let Entry { key, quota, .. } = self.entry;
         let has_quota = |state: &mut KeyState| state.limits.has_quota(quota);
         let known = self.core.states.find(key, has_quota);
-        !known.unwrap_or(quota == QuotaId::CONFIGURED || quota == QuotaId::NONE)
+        if known.unwrap_or_else(|| KeyLimits::default().has_quota(quota)) {
+            return None;
+        }
+        let stated = quotas.spec(quota, self.core.part_index(), self.core.unit());
+        Some(stated.unwrap_or_else(|| spec.clone()))
     }
 }
 
@@ -66,17 +63,6 @@ pub(super) struct Found {
     pub(super) usage: Result<Usage, StoreError>,
     /// How long the store took. `None` if it answered at once.
     took: Option<Duration>,
-    pub(super) in_flight: InFlightOutlook,
-    /// Whether `max_keys` leaves room for the key.
-    pub(super) has_room: bool,
-}
-
-/// What this process knows of the calls in flight of a key.
-#[derive(Default)]
-pub(super) struct InFlightOutlook {
-    pub(super) waiting: usize,
-    /// Whether a slot is free that was granted to this process.
-    pub(super) has_free: bool,
 }
 
 impl Found {
@@ -107,27 +93,10 @@ impl Found {
                 (usage, Some(clock::now().saturating_duration_since(sent)))
             }
         };
-        let in_flight = asked.core.in_flight.as_ref();
-        let in_flight = in_flight.and_then(|calls| {
-            calls.with(asked.core.whole(asked.entry.key), |calls| InFlightOutlook {
-                waiting: calls.waiting(),
-                has_free: calls.has_free(),
-            })
-        });
-        let now = clock::now();
-        let calls_have_room = asked
-            .core
-            .in_flight
-            .as_ref()
-            .is_none_or(|calls| calls.has_room(asked.core.whole(asked.entry.key), now));
-        let has_no_rates = !asked.core.has_rates();
         Found {
-            outlook: outlook(asked, bound, now),
+            outlook: outlook(asked, bound, clock::now()),
             usage,
             took,
-            in_flight: in_flight.unwrap_or_default(),
-            has_room: calls_have_room
-                && (has_no_rates || asked.core.states.has_room(asked.entry.key, now)),
         }
     }
 
@@ -204,7 +173,7 @@ impl Found {
 fn outlook(asked: &NewPart, bound: WaitBound, now: Instant) -> Outlook {
     let NewPart { core, entry, .. } = asked;
     let &Entry { key, cost, .. } = entry;
-    let changes_quota = asked.changes_quota();
+    let changes_quota = asked.other_quota().is_some();
     let ctx = core.ctx(key, now, None);
     let known = core
         .states

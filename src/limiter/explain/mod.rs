@@ -1,5 +1,8 @@
 //! Explains what would happen to a request that enters now.
 //!
+//! What a request decides before it asks a store, it decides here, too: a [`Request`] is made that does not enter, and
+//! the state of each key is asked what it would do ([`Outlook`](super::key_state::Outlook)).
+//!
 //! | file | what it has |
 //! |---|---|
 //! | `found` | what the store and this process know of one key |
@@ -9,13 +12,18 @@
 mod case;
 mod found;
 
+use std::time::Instant;
+
 use super::counting;
 use super::explanation::{Explanation, ExplanationText, Verdict};
 use super::key_state::KeyState;
+use super::limited::{Stopped, Why};
 use super::part::{NewPart, earliest_deadline, shortest_wait};
+use super::request::Request;
 use super::reservation::WaitBound;
+use super::start::bound_of;
 use crate::clock;
-use crate::error::{Reason, StoreError};
+use crate::error::StoreError;
 use crate::join::join_all;
 
 use case::{KeyCase, refused};
@@ -25,53 +33,23 @@ use found::Found;
 pub(super) async fn explain(mut asked: Vec<NewPart>) -> Result<Explanation, StoreError> {
     let deadline = earliest_deadline(&asked);
     asked.iter_mut().for_each(NewPart::await_whole_limit);
-    let max_wait = shortest_wait(asked.iter().map(|asked| &asked.core));
+    let parts: Vec<_> = asked.iter().map(NewPart::as_part).collect();
     let read = asked.iter().enumerate().map(async |(index, asked)| {
-        let bound = WaitBound::new(deadline, clock::now(), max_wait);
+        let bound = bound_of(&parts, deadline, clock::now());
         (index, Found::read(asked, bound).await)
     });
     let mut found = join_all(read).await;
     found.sort_by_key(|(index, _)| *index);
+    let found: Vec<_> = found.into_iter().map(|(_, found)| found).collect();
     let now = clock::now();
-    let bound = WaitBound::new(deadline, now, max_wait);
-    let mut verdicts = Vec::new();
-    for (index, found) in &found {
-        let part = asked[*index].as_part();
-        let mut before = asked[..*index].iter();
-        verdicts.push(if before.any(|other| other.as_part().is_same(&part)) {
-            refused(Reason::SameKey)
-        } else {
-            let asked = &asked[*index];
-            let case = KeyCase {
-                core: &asked.core,
-                cost: asked.entry.cost,
-                largest: found.largest_cost().unwrap_or_else(|| asked.largest_cost()),
-                found,
-                max_wait,
-                bound,
-                now,
-            };
-            case.verdict()?
-        });
-    }
-    let worst = verdicts.iter().enumerate();
-    // Of equal ones, the first.
-    let worst = worst.rev().max_by_key(|(_, verdict)| verdict.severity());
-    let (decisive, mut verdict) = worst.map_or((0, Verdict::Goes), |(index, verdict)| {
-        (index, verdict.clone())
-    });
-    let parts: Vec<_> = asked.iter().map(NewPart::as_part).collect();
-    let joint = &asked[0].core.joint;
-    let before = joint.waiting_unbooked(&parts);
-    let is_refused = matches!(verdict, Verdict::Refused { .. });
-    let awaited = &asked[joint.awaited(&parts)];
-    let full = (awaited.core).full_queue(awaited.entry.key, awaited.entry.cost);
-    if let Some(max_queue) = full.filter(|_| asked.len() > 1 && !is_refused) {
-        verdict = refused(Reason::QueueFull(max_queue));
-    } else if verdict == Verdict::Goes && asked.len() > 1 && before > 0 {
-        verdict = case::queued(before, bound, max_wait, now);
-    }
-    let keys = asked.iter().zip(found).map(|(key, (_, found))| {
+    let bound = bound_of(&parts, deadline, now);
+    // It does not enter. It states whether it may.
+    let request = Request::new(&parts, bound);
+    let (decisive, verdict) = match request.check(&parts, now) {
+        Err(stopped) => refused_by(stopped)?,
+        Ok(()) => verdict(&request, &asked, &found, bound, now)?,
+    };
+    let keys = asked.iter().zip(found).map(|(key, found)| {
         let name = name_of(key, &asked);
         found.told(key, name, now)
     });
@@ -82,6 +60,55 @@ pub(super) async fn explain(mut asked: Vec<NewPart>) -> Result<Explanation, Stor
     };
     let text = told.to_string();
     Ok(Explanation::new(verdict, text))
+}
+
+/// Decides about a request of the keys `asked`, and by which of them.
+fn verdict(
+    request: &Request,
+    asked: &[NewPart],
+    found: &[Found],
+    bound: WaitBound,
+    now: Instant,
+) -> Result<(usize, Verdict), StoreError> {
+    let too_late = bound.reason(shortest_wait(asked.iter().map(|part| &part.core)));
+    let mut worst = (0, Verdict::Goes);
+    for (index, (part, found)) in asked.iter().zip(found).enumerate() {
+        let case = KeyCase {
+            part,
+            found,
+            is_only: asked.len() == 1,
+            bound,
+            too_late: &too_late,
+            now,
+        };
+        let verdict = case.verdict()?;
+        if verdict.severity() > worst.1.severity() {
+            worst = (index, verdict);
+        }
+    }
+    if matches!(worst.1, Verdict::Refused { .. }) {
+        return Ok(worst);
+    }
+    if let Err(stopped) = request.check_room() {
+        return refused_by(stopped);
+    }
+    let before = request.line.unbooked();
+    if worst.1 == Verdict::Goes && before > 0 {
+        worst.1 = case::queued(before, bound, too_late, now);
+    }
+    Ok(worst)
+}
+
+/// Returns what a request states that does not enter, and the key which stops it.
+///
+/// # Errors
+///
+/// That of the store, if the request fails with it.
+fn refused_by(Stopped { part, why }: Stopped) -> Result<(usize, Verdict), StoreError> {
+    match why {
+        Why::Refused(reason, _) => Ok((part, refused(reason))),
+        Why::Failed(error) => Err(error),
+    }
 }
 
 /// Returns the name of a key, also if another unit of the same key has it.

@@ -72,6 +72,12 @@ impl InFlightCalls {
         self.with(key, |calls| calls.waiting()).unwrap_or(0)
     }
 
+    /// Returns whether a request of `key` gets a slot at once, if the store has `free` ones.
+    pub(in crate::limiter) fn is_free(&self, key: Key, free: u64) -> bool {
+        let is_free = |calls: &mut KeyCalls| calls.waiting() == 0 && (free > 0 || calls.has_free());
+        self.with(key, is_free).unwrap_or(free > 0)
+    }
+
     /// Returns the calls in flight of all keys.
     pub(in crate::limiter) fn stats(&self) -> InFlightStats {
         let visit = |sum: &mut InFlightStats, _, calls: &mut KeyCalls| {

@@ -89,7 +89,7 @@ impl KeyCalls {
     }
 
     /// Returns whether a slot is free that was granted to this process.
-    pub(in crate::limiter) fn has_free(&self) -> bool {
+    pub(super) fn has_free(&self) -> bool {
         self.free > 0
     }
 

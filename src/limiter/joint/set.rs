@@ -15,7 +15,7 @@ use super::{JointRefusal, RefusalCause, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::limiter::engine::{Core, CoreId};
+use crate::limiter::engine::CoreId;
 use crate::limiter::entry::Entry;
 use crate::limiter::lanes::{Booked, HandOut, Lane, Lanes, SlotWait};
 use crate::limiter::part::{Costs, Part, PartRef, PerPart};
@@ -138,14 +138,6 @@ fn id_of(parts: &[PartRef<'_>]) -> SetId {
     parts.iter().map(id).collect()
 }
 
-/// Returns for which of these keys, each with its cost, the most requests wait. Of equal ones, the first.
-fn longest_queue<'a>(keys: impl Iterator<Item = ((&'a Arc<Core>, Key), u32)>) -> usize {
-    let needed = keys.enumerate().filter(|(_, (_, cost))| *cost > 0);
-    let queued = needed.map(|(part, ((core, key), _))| (part, core.queued(key)));
-    let longest = queued.max_by_key(|(part, queued)| (*queued, Reverse(*part)));
-    longest.map_or(0, |(part, _)| part)
-}
-
 impl JointSets {
     /// Returns the set of the requests with these parts.
     pub(in crate::limiter) fn find(&self, parts: &[PartRef<'_>]) -> Arc<JointSet> {
@@ -169,22 +161,6 @@ impl JointSets {
     pub(in crate::limiter) fn is_any_waiting(&self, parts: &[PartRef<'_>]) -> bool {
         let set = self.set_of(parts);
         set.is_some_and(|set| set.waiting() > 0)
-    }
-
-    /// Returns how many requests with these parts stop others although no store knows of them. If units
-    /// may come back, no slots are booked behind the first request.
-    pub(in crate::limiter) fn waiting_unbooked(&self, parts: &[PartRef<'_>]) -> usize {
-        let set = self.set_of(parts).filter(|set| set.settles());
-        set.map_or(0, |set| {
-            set.with(|state, _| state.lanes.waiting_without_slot())
-        })
-    }
-
-    /// Returns the part for which a request with these parts would count as waiting: see [`JointSet::awaited`].
-    pub(in crate::limiter) fn awaited(&self, parts: &[PartRef<'_>]) -> usize {
-        let known = self.set_of(parts).and_then(|set| set.scarcest());
-        let costs = parts.iter().map(|part| part.entry.cost);
-        known.unwrap_or_else(|| longest_queue(parts.iter().map(PartRef::core_and_key).zip(costs)))
     }
 
     /// Returns the set of requests with these parts, if there is one.
@@ -250,17 +226,26 @@ impl JointSet {
     }
 
     /// Returns the part for which a request that enters counts as waiting: the one that let the last one leave last. If
-    /// no request of the set waits, the one for which the most wait.
+    /// no request of the set waits, the one for which the most wait; of equal ones, the first.
     pub(in crate::limiter) fn awaited(&self, costs: &Costs) -> usize {
-        let keys = self.parts.iter().map(|part| (&part.core, part.key));
-        let costs = costs.iter().copied();
-        self.scarcest()
-            .unwrap_or_else(|| longest_queue(keys.zip(costs)))
+        let scarcest = |state: &mut SetState| state.scarcest.filter(|_| state.lanes.waiting() > 0);
+        if let Some(scarcest) = self.with(|state, _| scarcest(state)) {
+            return scarcest;
+        }
+        let parts = self.parts.iter().zip(costs).enumerate();
+        let needed = parts.filter(|(_, (_, cost))| **cost > 0);
+        let queued = needed.map(|(index, (part, _))| (index, part.core.queued(part.key)));
+        let longest = queued.max_by_key(|(index, queued)| (*queued, Reverse(*index)));
+        longest.map_or(0, |(index, _)| index)
     }
 
-    /// Returns the part that let the last request leave last, if requests wait.
-    fn scarcest(&self) -> Option<usize> {
-        self.with(|state, _| state.scarcest.filter(|_| state.lanes.waiting() > 0))
+    /// Returns how many of the requests stop others although no store knows of them. If units may come back, no slots are
+    /// booked behind the first request.
+    pub(in crate::limiter) fn unbooked(&self) -> usize {
+        if !self.settles() {
+            return 0;
+        }
+        self.with(|state, _| state.lanes.waiting_without_slot())
     }
 
     /// Polls the wait of a request. `held_until` is when the last hold of its keys ends.

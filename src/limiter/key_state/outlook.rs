@@ -1,5 +1,5 @@
-//! What a key would do with a request that enters now. Looks at the state and changes nothing, so that
-//! it follows [`Ticket::enter`](super::Ticket::enter), which decides.
+//! What a key does with a request that enters now. Looks at the state and changes nothing:
+//! [`Ticket::enter`](super::Ticket::enter) decides by the same rules, and then acts.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use super::context::KeyContext;
 use super::key_hold::HoldOrigin;
 use super::stated_limits::StatedLimit;
 use crate::limiter::quotas::QuotaId;
-use crate::limiter::reservation::WaitBound;
+use crate::limiter::reservation::{Settled, WaitBound};
 use crate::store::{Demand, Refusal};
 
 /// What a key would do with a request that enters now, before the store is asked.
@@ -27,18 +27,14 @@ pub(in crate::limiter) struct Outlook {
     /// For how long no request may leave, because of the hold or a probe.
     pub(in crate::limiter) blocked: Option<Duration>,
     /// The refusal that the request would get without a call to the store.
-    pub(in crate::limiter) refusal: Option<Refusal>,
-    /// Whether too many requests wait.
-    pub(in crate::limiter) is_queue_full: bool,
-    /// For how long the store is not called.
-    pub(in crate::limiter) pause: Option<Duration>,
+    pub(in crate::limiter) refused: Option<Settled>,
     /// How many requests wait for a slot.
     pub(in crate::limiter) waiting: usize,
     /// The permits that requests without a slot would get before the request.
     pub(in crate::limiter) ahead: Vec<Demand>,
-    /// How long until the last slot of the requests of the same cost. They get the first slots, so the
-    /// request leaves no earlier.
-    pub(in crate::limiter) last_slot: Option<Duration>,
+    /// How long at least the request waits for a slot: while the store is not called, and until the last slot of the
+    /// requests of the same cost, which get the first slots.
+    pub(in crate::limiter) least_wait: Duration,
     /// How long its permit would be valid.
     pub(in crate::limiter) validity: Duration,
     /// The limits that the upstream has stated.
@@ -60,6 +56,32 @@ impl KeyState {
             && self.hold.is_clear(ctx.max_hold, ctx.now)
     }
 
+    /// Returns the refusal of a request for which no permit is at hand, and that no hold refuses, if what this process
+    /// knows is enough. One that `is_back` has its place in the queue.
+    pub(super) fn refusal_without_call(
+        &self,
+        cost: u32,
+        bound: WaitBound,
+        is_back: bool,
+        ctx: &KeyContext<'_>,
+    ) -> Option<Settled> {
+        if let Some(refusal) = self.store.repeated_refusal(cost, bound, ctx.now)
+            && !self.may_borrow(ctx, ctx.now)
+            && !self.has_spare(cost)
+        {
+            return Some(Settled::Refused(refusal));
+        }
+        if !is_back && self.queued() >= ctx.max_queue {
+            return Some(Settled::QueueFull);
+        }
+        let queue = self.queue.as_ref();
+        let paused = queue.and_then(|queue| queue.paused_for(ctx.now));
+        let wait = self
+            .undivided_beyond(ctx, bound.latest)
+            .or_else(|| paused.filter(|left| bound.is_too_long(*left, ctx.now)));
+        wait.map(|wait| Settled::Refused(Refusal::for_span(wait)))
+    }
+
     /// Returns what the key would do with a request of `cost` units.
     pub(in crate::limiter) fn outlook(
         &self,
@@ -77,27 +99,26 @@ impl KeyState {
         let units = |demand: &Demand| u64::from(demand.cost) * u64::from(demand.count);
         let wanted = ahead.iter().map(units).sum::<u64>() + u64::from(cost);
         let is_clear = self.hold.is_clear(ctx.max_hold, now);
-        let is_queue_full = self.queued() >= ctx.max_queue;
+        let refused = self.refusal_without_call(cost, bound, false, ctx);
         let returns = queue.map_or(0, |queue| {
             queue.returns.own.iter().map(|unused| unused.units).sum()
         });
+        let pause = queue.and_then(|queue| queue.paused_for(now));
+        let last_slot = queue.filter(|_| waiting > 0);
+        let last_slot = last_slot.and_then(|queue| queue.last_slot(cost));
+        let last_slot = last_slot.map(|slot| slot.saturating_duration_since(now));
         Outlook {
             has_permit: u64::from(at_hand) >= wanted
-                && (waiting == 0 || is_clear && !is_queue_full),
+                && (waiting == 0 || is_clear && refused.is_none()),
             at_hand,
             returning: self.prefetched.to_return() + returns,
             held: self.hold.left(now),
             origin: self.hold.origin(),
             blocked: self.hold.blocked_for(ctx.max_hold, now),
-            refusal: self.store.repeated_refusal(cost, bound, now),
-            is_queue_full,
-            pause: queue.and_then(|queue| queue.paused_for(now)),
+            refused,
             waiting,
             ahead: ahead.to_vec(),
-            last_slot: queue
-                .filter(|_| waiting > 0)
-                .and_then(|queue| queue.last_slot(cost))
-                .map(|slot| slot.saturating_duration_since(now)),
+            least_wait: pause.max(last_slot).unwrap_or_default(),
             validity: self.store.life(),
             learned: self.limits.learned(now),
             stated: self.limits.quota_id(),

@@ -42,43 +42,28 @@ impl Ticket {
         ctx: &mut KeyContext<'_>,
         is_back: bool,
     ) -> Option<Settled> {
-        let Ticket { cost, bound, .. } = *self;
-        if let Some(slot) = state.take(cost, ctx.now) {
+        if let Some(slot) = state.take(self.cost, ctx.now) {
             return Some(Settled::Granted(slot));
         }
         let held = state.hold.left(ctx.now);
-        let held_too_long = held.filter(|left| clock::after(ctx.now, *left) > bound.latest);
-        // One such request asks the store for a release, and waits for the answer.
+        // One request that is held for too long asks the store for a release, and waits for the answer.
+        let held_too_long = held.filter(|left| self.bound.is_too_long(*left, ctx.now));
         let inquires = held_too_long.is_some() && state.hold.take_inquiry(ctx.now);
         if let Some(left) = held_too_long
             && !inquires
         {
             return Some(refused_for(left));
         }
-        if let Some(refusal) = state.store.repeated_refusal(cost, bound, ctx.now)
-            && !state.may_borrow(ctx, ctx.now)
-            && !state.has_spare(cost)
-        {
-            return Some(Settled::Refused(refusal));
+        if let Some(refused) = state.refusal_without_call(self.cost, self.bound, is_back, ctx) {
+            return Some(refused);
         }
-        let is_full = !is_back && state.queued() >= ctx.max_queue;
-        if !is_full
-            && state.asks_alone(ctx)
+        if state.asks_alone(ctx)
             && state.are_parts_stated(ctx, ctx.now)
             && let Some(entered) = self.enter_alone(state, ctx)
         {
             return entered;
         }
-        if is_full {
-            return Some(Settled::QueueFull);
-        }
-        if let Some(wait) = state.undivided_beyond(ctx, bound.latest) {
-            return Some(refused_for(wait));
-        }
         let queue = state.queue.get_or_insert_default();
-        if let Some(pause) = queue.paused_beyond(bound, ctx.now) {
-            return Some(refused_for(pause));
-        }
         self.wait(queue, ctx.now, held);
         if inquires {
             state.inquire(ctx);
@@ -236,7 +221,7 @@ impl Ticket {
     /// lasts longer than it can wait. The response to a probe may arrive at any time.
     fn wait_for_hold(&self, state: &mut KeyState, now: Instant, left: Duration) -> Option<Settled> {
         let is_held = state.hold.left(now).is_some();
-        if is_held && clock::after(now, left) > self.bound.latest {
+        if is_held && self.bound.is_too_long(left, now) {
             return Some(refused_for(left));
         }
         self.wait(state.queue.get_or_insert_default(), now, Some(left));

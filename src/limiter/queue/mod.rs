@@ -419,12 +419,6 @@ impl Queue {
         self.gathering.end();
     }
 
-    /// Returns for how long the store decides nothing, if that is longer than a request can wait.
-    pub(super) fn paused_beyond(&self, bound: WaitBound, now: Instant) -> Option<Duration> {
-        self.paused_for(now)
-            .filter(|left| clock::after(now, *left) > bound.latest)
-    }
-
     /// Returns whether a slot is due that a waiter needs.
     pub(super) fn is_due(&self, now: Instant) -> bool {
         self.next_slot().is_some_and(|slot| slot <= now)

@@ -50,7 +50,7 @@ use in_flight::{InFlightPart, in_flight_of, waiting_in_flight};
 /// A request on the way to its permit. Dropping it frees its places.
 #[derive(Debug)]
 pub(super) struct Request {
-    line: RequestLine,
+    pub(super) line: RequestLine,
     place: LinePlace,
     stage: WaitStage,
     /// Its parts with limits of calls in flight, in the order in which it asks for their slots.
@@ -250,9 +250,8 @@ impl Request {
     pub(super) fn check(&self, parts: &[PartRef<'_>], now: Instant) -> Result<(), Stopped> {
         let refused = |part, reason| Err(Stopped::refused(part, reason, Refusal::NEVER));
         let LinePlace { costs, bound, .. } = &self.place;
-        if costs.iter().any(|cost| *cost > 0)
-            && let Some(reason) = around::refusal(parts[0].core)
-        {
+        let needs_permit = costs.iter().any(|cost| *cost > 0);
+        if needs_permit && let Some(reason) = around::refusal(parts[0].core) {
             return refused(0, reason);
         }
         for (index, part) in parts.iter().enumerate() {
@@ -263,10 +262,16 @@ impl Request {
                 return refused(index, Reason::SameKey);
             }
         }
-        if bound.latest < now {
+        if needs_permit && bound.latest < now {
             return refused(0, Reason::Deadline);
         }
         Ok(())
+    }
+
+    /// Refuses a new request if too many wait for what it would wait for. The queue of a key looks itself.
+    pub(super) fn check_room(&self) -> Result<(), Stopped> {
+        self.check_room_in_flight()?;
+        self.line.check_room(&self.place)
     }
 
     /// Goes on after the holds: asks for what it lacks. Pending if it waits for that.
