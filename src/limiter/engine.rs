@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, RwLock, Weak};
 use std::time::{Duration, Instant};
 
-use super::hosts::Hosts;
+use super::hosts::{Hosts, counted_key};
 use super::in_flight::InFlightCalls;
 use super::joint::JointSets;
 use super::key_state::{KeyContext, KeyState, Work};
@@ -279,7 +279,7 @@ impl Core {
     /// Returns the key under which the units of requests with `key` are counted here.
     #[inline]
     pub(super) fn key_of(&self, key: Key) -> Key {
-        self.part_of(self.unit().map_or(key, |unit| key.of_unit(unit)))
+        counted_key(key, self.unit(), self.class())
     }
 
     /// Returns the class that this core counts, if it has a share.
@@ -291,7 +291,7 @@ impl Core {
     /// Returns the key for this part of the quota of `key`.
     #[inline]
     pub(super) fn part_of(&self, key: Key) -> Key {
-        self.class().map_or(key, |class| key.of_class(class))
+        counted_key(key, None, self.class())
     }
 
     /// Returns the key whose quota is divided, of which `key` is a part.

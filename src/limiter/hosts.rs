@@ -197,7 +197,7 @@ impl Hosts {
         Hosts {
             unit,
             class,
-            all: of_class(of_unit(Key::ALL, unit), class),
+            all: counted_key(Key::ALL, unit, class),
             first: OnceLock::new(),
             several: AtomicBool::new(false),
             of_keys: KeyHosts::new(max_keys),
@@ -233,7 +233,7 @@ impl Hosts {
     /// Returns the key that has the holds of `host`.
     #[inline]
     pub(super) fn hold_within_all(&self, host: Key) -> Key {
-        of_class(of_unit(host.within_all(), self.unit), self.class)
+        counted_key(host.within_all(), self.unit, self.class)
     }
 
     /// Returns the key of the host of `request`, if it has one.
@@ -297,12 +297,10 @@ impl Hosts {
     }
 }
 
-/// Returns the key under which requests with `key` count.
-fn of_unit(key: Key, unit: Option<&str>) -> Key {
-    unit.map_or(key, |unit| key.of_unit(unit))
-}
-
-/// Returns the key of the requests of a class, if it has a share.
-fn of_class(key: Key, class: Option<&str>) -> Key {
+/// Returns the key under which units of `key` count: those of a `unit`, if they are no requests, and those of a `class`,
+/// if it has a share.
+#[inline]
+pub(super) fn counted_key(key: Key, unit: Option<&str>, class: Option<&str>) -> Key {
+    let key = unit.map_or(key, |unit| key.of_unit(unit));
     class.map_or(key, |class| key.of_class(class))
 }
