@@ -19,8 +19,30 @@ use crate::wait_queue::answer_by;
 #[derive(Debug)]
 pub(super) struct InFlightPart {
     pub(super) part: usize,
-    /// `None` while it lacks the slot. `Some(None)` if it passes without one, because a store failed.
-    pub(super) slot: Option<Option<InFlightSlot>>,
+    pub(super) grant: InFlightGrant,
+}
+
+#[derive(Debug)]
+pub(super) enum InFlightGrant {
+    /// It lacks its slot.
+    Missing,
+    Slot(InFlightSlot),
+    /// It passes without a slot, because the store failed.
+    Uncounted,
+}
+
+impl InFlightPart {
+    fn is_missing(&self) -> bool {
+        matches!(self.grant, InFlightGrant::Missing)
+    }
+
+    /// Takes the slot, if the request has one.
+    pub(super) fn take_slot(&mut self) -> Option<InFlightSlot> {
+        match std::mem::replace(&mut self.grant, InFlightGrant::Missing) {
+            InFlightGrant::Slot(slot) => Some(slot),
+            InFlightGrant::Missing | InFlightGrant::Uncounted => None,
+        }
+    }
 }
 
 /// Returns the parts with limits of calls in flight, the narrowest limit first: so requests with other parts never wait
@@ -29,7 +51,10 @@ pub(super) fn in_flight_of(parts: &[PartRef<'_>]) -> SmallVec<[InFlightPart; 1]>
     let limited = parts.iter().enumerate();
     let limited = limited.filter(|(_, part)| part.core.in_flight.is_some() && part.entry.cost > 0);
     let mut all: SmallVec<[_; 1]> = limited
-        .map(|(part, _)| InFlightPart { part, slot: None })
+        .map(|(part, _)| InFlightPart {
+            part,
+            grant: InFlightGrant::Missing,
+        })
         .collect();
     all.sort_by_key(|of_part| {
         let PartRef { core, entry } = &parts[of_part.part];
@@ -43,7 +68,7 @@ pub(super) fn in_flight_of(parts: &[PartRef<'_>]) -> SmallVec<[InFlightPart; 1]>
 impl Request {
     /// Returns the first part whose in-flight slot the request lacks.
     pub(super) fn lacks(&self) -> Option<&Part> {
-        let of_part = self.in_flight.iter().find(|of_part| of_part.slot.is_none());
+        let of_part = self.in_flight.iter().find(|of_part| of_part.is_missing());
         of_part.map(|of_part| &self.parts()[of_part.part])
     }
 
@@ -64,8 +89,8 @@ impl Request {
     pub(super) fn take_in_flight_slots(&mut self, now: Instant) -> Result<bool, Stopped> {
         let LinePlace { number, bound, .. } = self.place;
         let parts = self.line.parts();
-        let lacking = self.in_flight.iter_mut();
-        for of_part in lacking.filter(|of_part| of_part.slot.is_none()) {
+        let missing = self.in_flight.iter_mut();
+        for of_part in missing.filter(|of_part| of_part.is_missing()) {
             let Part { core, key, .. } = &parts[of_part.part];
             let impatient = bound.latest <= now;
             // The room was looked at before, and other threads may have taken it. A request that has waited keeps its
@@ -86,7 +111,7 @@ impl Request {
                 };
                 return Ok(false);
             };
-            of_part.slot = Some(in_flight_slot_of(parts, of_part.part, bound, settled)?);
+            of_part.grant = grant_of(parts, of_part.part, bound, settled)?;
         }
         Ok(true)
     }
@@ -100,15 +125,14 @@ impl Request {
     ) -> Poll<Result<(), Stopped>> {
         let number = self.place.number;
         let parts = self.line.parts();
-        let mut lacking = self.in_flight.iter_mut();
-        let Some(of_part) = lacking.find(|of_part| of_part.slot.is_none()) else {
+        let mut all = self.in_flight.iter_mut();
+        let Some(of_part) = all.find(|of_part| of_part.is_missing()) else {
             return Poll::Ready(Ok(()));
         };
         let Part { core, key, .. } = &parts[of_part.part];
         let settled = ready!(in_flight_slot::poll(core, *key, number, until, now, cx));
         self.stage = WaitStage::Nothing;
-        let slot = in_flight_slot_of(parts, of_part.part, self.place.bound, settled)?;
-        of_part.slot = Some(slot);
+        of_part.grant = grant_of(parts, of_part.part, self.place.bound, settled)?;
         self.waited_for_answer(now);
         Poll::Ready(Ok(()))
     }
@@ -116,18 +140,18 @@ impl Request {
     /// Returns the part whose in-flight slot the store may have granted to another call, while the
     /// request waited for its slots.
     pub(super) fn lost_in_flight_slot(&self, now: Instant) -> Option<usize> {
-        let is_lost = |of_part: &&InFlightPart| {
-            let slot = of_part.slot.as_ref().and_then(Option::as_ref);
-            slot.is_some_and(|slot| slot.is_lost(now))
-        };
-        let lost = self.in_flight.iter().find(is_lost)?;
+        let mut all = self.in_flight.iter();
+        let lost = all.find(|of_part| match &of_part.grant {
+            InFlightGrant::Slot(slot) => slot.is_lost(now),
+            InFlightGrant::Missing | InFlightGrant::Uncounted => false,
+        })?;
         Some(lost.part)
     }
 
     pub(super) fn give_up_in_flight_slots(&mut self) {
-        self.in_flight
-            .iter_mut()
-            .for_each(|of_part| of_part.slot = None);
+        for of_part in &mut self.in_flight {
+            of_part.grant = InFlightGrant::Missing;
+        }
     }
 }
 
@@ -143,19 +167,22 @@ fn queue_full(Part { core, key, .. }: &Part) -> Why {
     Why::Refused(reason, in_flight_slot::refusal(core, *key))
 }
 
-/// Returns the in-flight slot that a request got. `Ok(None)` if the store failed and the limiter fails open.
-fn in_flight_slot_of(
+/// Returns what a request got of the limit of calls in flight of a part.
+fn grant_of(
     parts: &[Part],
     part: usize,
     bound: WaitBound,
     settled: Settled<Number>,
-) -> Result<Option<InFlightSlot>, Stopped> {
+) -> Result<InFlightGrant, Stopped> {
     let Part { core, key, .. } = &parts[part];
     let why = match settled {
         Settled::Granted(number) => {
-            return Ok(Some(InFlightSlot::new(core.clone(), *key, number)));
+            let slot = InFlightSlot::new(core.clone(), *key, number);
+            return Ok(InFlightGrant::Slot(slot));
         }
-        Settled::Failed(error) if core.fails_open_on(&error) => return Ok(None),
+        Settled::Failed(error) if core.fails_open_on(&error) => {
+            return Ok(InFlightGrant::Uncounted);
+        }
         Settled::Failed(error) | Settled::Uncounted(error, _) => Why::Failed(error),
         Settled::QueueFull => queue_full(&parts[part]),
         Settled::Refused(_) => {

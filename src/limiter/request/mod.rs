@@ -45,7 +45,7 @@ use crate::error::{Reason, StoreError};
 use crate::stats::Gate;
 use crate::store::Refusal;
 
-use in_flight::{InFlightPart, in_flight_of, waiting_in_flight};
+use in_flight::{InFlightGrant, InFlightPart, in_flight_of, waiting_in_flight};
 
 /// A request on the way to its permit. Dropping it frees its places.
 #[derive(Debug)]
@@ -195,7 +195,8 @@ impl Request {
         let now = clock::now();
         let (slots, mut in_flight, probes) = taken.put_back();
         for of_part in &mut self.in_flight {
-            of_part.slot = in_flight[of_part.part].take().map(Some);
+            let slot = in_flight[of_part.part].take();
+            of_part.grant = slot.map_or(InFlightGrant::Missing, InFlightGrant::Slot);
         }
         let slots = Slots {
             costs: self.place.costs.clone(),
@@ -348,7 +349,9 @@ impl Request {
         }
         // It asks anew for the in-flight slots that it would have passed without.
         for of_part in &mut self.in_flight {
-            of_part.slot.take_if(|slot| slot.is_none());
+            if let InFlightGrant::Uncounted = of_part.grant {
+                of_part.grant = InFlightGrant::Missing;
+            }
         }
         self.stage = WaitStage::Slots;
         self.line.come_back(&self.place, slots, now);
@@ -370,8 +373,8 @@ impl Request {
         let parts = self.line.parts().iter().zip(slots.slots).enumerate();
         let mut parts = parts.map(|(index, (part, slot))| {
             let mut of_part = in_flight.iter_mut().filter(|of_part| of_part.part == index);
-            let in_flight_slot = of_part.next().and_then(|of_part| of_part.slot.take());
-            OfKey::new(part, slot, in_flight_slot.flatten())
+            let in_flight_slot = of_part.next().and_then(InFlightPart::take_slot);
+            OfKey::new(part, slot, in_flight_slot)
         });
         let first = parts.next().expect("a request has a key");
         Leaving {
