@@ -262,17 +262,30 @@ impl KeyState {
             self.store.lengthen_life(ctx.spec);
         }
         let ask = Ask::slots(demands, latest, returns).prefetching(booking.prefetches);
-        match self.call(ctx, ask) {
-            (call, StoreReply::Ready(answer)) => {
-                self.queue
-                    .get_or_insert_default()
-                    .call_sent(demands, ctx.now, false);
+        match self.ask(ctx, ask) {
+            Some((call, answer)) => {
+                let queue = self.queue.get_or_insert_default();
+                queue.call_sent(demands, ctx.now, false);
                 self.answered(ctx, call, answer, clock::now());
                 Called::Answered
             }
+            None => Called::UnderWay,
+        }
+    }
+
+    /// Calls the store. Returns the answer of a store that answers at once. Else the call is under way: its answer arrives
+    /// at [`call_answered`](Self::call_answered).
+    fn ask(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        ask: Ask<'_>,
+    ) -> Option<(SentCall, Result<Lease, StoreError>)> {
+        let demands = ask.demands;
+        match self.call(ctx, ask) {
+            (call, StoreReply::Ready(answer)) => Some((call, answer)),
             (call, StoreReply::Pending(answer)) => {
                 self.call_under_way(ctx, demands, call, answer);
-                Called::UnderWay
+                None
             }
         }
     }
@@ -286,10 +299,8 @@ impl KeyState {
         call: SentCall,
         answer: LeaseFuture,
     ) {
-        let number =
-            self.queue
-                .get_or_insert_default()
-                .call_sent(demands, ctx.now, ctx.is_watched());
+        let queue = self.queue.get_or_insert_default();
+        let number = queue.call_sent(demands, ctx.now, ctx.is_watched());
         ctx.work.effects.push(Effect::Call(number, call, answer));
     }
 
@@ -324,13 +335,8 @@ impl KeyState {
             std::mem::take(&mut queue.returns.own)
         });
         let ask = Ask::nothing(returns.unwrap_or_default(), ctx.now);
-        match self.call(ctx, ask) {
-            (call, StoreReply::Ready(answer)) => {
-                self.answered(ctx, call, answer, clock::now());
-            }
-            (call, StoreReply::Pending(answer)) => {
-                self.call_under_way(ctx, &[], call, answer);
-            }
+        if let Some((call, answer)) = self.ask(ctx, ask) {
+            self.answered(ctx, call, answer, clock::now());
         }
     }
 

@@ -24,7 +24,7 @@ use crate::store::{Demand, JointCall, Lease, LeaseRequest, StoreReply};
 
 /// What a call asks for.
 pub(super) struct Ask<'a> {
-    demands: &'a [Demand],
+    pub(super) demands: &'a [Demand],
     /// No slot after this moment is of use.
     latest: Instant,
     /// Permits that go back with the call.

@@ -22,6 +22,14 @@ pub(in crate::limiter) struct Ticket {
     pub(in crate::limiter) bound: WaitBound,
 }
 
+/// What became of a request that entered alone.
+enum EnteredAlone {
+    Ends(Settled),
+    Waits,
+    /// The own part refuses it, and the other parts are to be asked.
+    AsksOthers,
+}
+
 impl Ticket {
     pub(in crate::limiter) fn new(number: Number, cost: u32, bound: WaitBound) -> Self {
         Ticket {
@@ -57,11 +65,12 @@ impl Ticket {
         if let Some(refused) = state.refusal_without_call(self.cost, self.bound, is_back, ctx) {
             return Some(refused);
         }
-        if state.asks_alone(ctx)
-            && state.are_parts_stated(ctx, ctx.now)
-            && let Some(entered) = self.enter_alone(state, ctx)
-        {
-            return entered;
+        if state.asks_alone(ctx) && state.are_parts_stated(ctx, ctx.now) {
+            match self.enter_alone(state, ctx) {
+                EnteredAlone::Ends(settled) => return Some(settled),
+                EnteredAlone::Waits => return None,
+                EnteredAlone::AsksOthers => {}
+            }
         }
         let queue = state.queue.get_or_insert_default();
         self.wait(queue, ctx.now, held);
@@ -79,13 +88,7 @@ impl Ticket {
 
     /// Enters the request while no other request waits. Calls the store for this request alone, and
     /// for permits to prefetch. The store has answered all earlier calls of this key at once.
-    ///
-    /// Returns `None` if the own part refuses the request and the other parts are to be asked.
-    fn enter_alone(
-        &self,
-        state: &mut KeyState,
-        ctx: &mut KeyContext<'_>,
-    ) -> Option<Option<Settled>> {
+    fn enter_alone(&self, state: &mut KeyState, ctx: &mut KeyContext<'_>) -> EnteredAlone {
         let demands = [Demand::new(self.cost, 1)];
         let ask = Ask::slots(&demands, self.bound.latest, Returns::new()).prefetching(true);
         match state.call(ctx, ask) {
@@ -93,7 +96,7 @@ impl Ticket {
             (call, StoreReply::Pending(answer)) => {
                 self.wait(state.queue.get_or_insert_default(), ctx.now, None);
                 state.call_under_way(ctx, &demands, call, answer);
-                Some(None)
+                EnteredAlone::Waits
             }
         }
     }
@@ -105,31 +108,34 @@ impl Ticket {
         ctx: &mut KeyContext<'_>,
         call: SentCall,
         answer: Result<Lease, StoreError>,
-    ) -> Option<Option<Settled>> {
+    ) -> EnteredAlone {
         let taken_in = state.take_in(ctx, call, answer, ctx.now);
         state.after_answer(ctx, ctx.now);
         state.close(ctx);
         let lease = match taken_in {
             Ok(TakenIn { lease, .. }) => lease,
-            Err(error) => return Some(self.store_failed(state, ctx, error)),
+            Err(error) => {
+                let settled = self.store_failed(state, ctx, error);
+                return settled.map_or(EnteredAlone::Waits, EnteredAlone::Ends);
+            }
         };
         let Some(grant) = lease.grants.first() else {
-            let recovering = lease.recovering.map(Refusal::for_span);
             if lease.refused.is_some() && state.may_borrow(ctx, ctx.now) {
-                return None;
+                return EnteredAlone::AsksOthers;
             }
+            let recovering = lease.recovering.map(Refusal::for_span);
             let refusal = lease.refused.or(recovering).unwrap_or(Refusal::NEVER);
-            return Some(Some(Settled::Refused(refusal)));
+            return EnteredAlone::Ends(Settled::Refused(refusal));
         };
         let slot = slot(&lease, grant, (ctx.now, clock::now()));
         if grant.wait.is_zero() {
-            return Some(Some(Settled::Granted(slot)));
+            return EnteredAlone::Ends(Settled::Granted(slot));
         }
         let queue = state.queue.get_or_insert_default();
         self.wait(queue, ctx.now, None);
         queue.answered([slot], None, Duration::ZERO, ctx.now, &mut ctx.work.wakers);
         state.borrow_later(ctx, ctx.now);
-        Some(None)
+        EnteredAlone::Waits
     }
 
     /// Polls the wait. Ready with its outcome. The permit may have expired: then the request
