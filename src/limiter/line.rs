@@ -15,9 +15,10 @@ use super::limited::{Stopped, Why};
 use super::part::{Costs, Part, PartRef, max_wait};
 use super::probe::Probe;
 use super::queue::Number;
-use super::reservation::{Settled, WaitBound};
+use super::reservation::Settled;
 use super::slots::Slots;
 use crate::key_map::Full;
+use crate::wait_queue::WaitBound;
 
 /// Where a request waits for its slots.
 #[derive(Debug)]

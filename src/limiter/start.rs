@@ -8,13 +8,13 @@ use super::counting;
 use super::own_quota;
 use super::part::{PartRef, shortest_wait};
 use super::request::Request;
-use super::reservation::WaitBound;
 use super::taken::Taken;
 use super::wait::{self, Wait};
 use crate::clock;
 use crate::error::Limited;
 use crate::key::Label;
 use crate::stats::{Gate, Outcome};
+use crate::wait_queue::WaitBound;
 
 /// What a request gets when it enters.
 pub(crate) enum Started {

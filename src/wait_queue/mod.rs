@@ -23,6 +23,7 @@
 //! the owner has read the time and before the poll ends, the task is woken at once. It then polls
 //! again, with a later time.
 
+mod bound;
 #[cfg(test)]
 mod properties;
 
@@ -33,6 +34,8 @@ use std::time::{Duration, Instant};
 use crate::clock::{self, Timer};
 use crate::quota::LONGEST_LIFE;
 use crate::wakers::Wakers;
+
+pub(crate) use bound::WaitBound;
 
 /// The number of a request in its queue: a smaller number is earlier.
 pub(crate) type Number = u64;

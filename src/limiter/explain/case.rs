@@ -8,9 +8,10 @@ use crate::error::{Reason, StoreError};
 use crate::limiter::admission;
 use crate::limiter::explanation::{Because, Verdict};
 use crate::limiter::part::NewPart;
-use crate::limiter::reservation::{Settled, WaitBound};
+use crate::limiter::reservation::Settled;
 use crate::quota::Limit;
 use crate::store::{LimitUsage, Usage};
+use crate::wait_queue::WaitBound;
 
 /// A request under one of its keys, of which all is known that decides.
 pub(super) struct KeyCase<'a> {

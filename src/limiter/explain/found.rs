@@ -13,11 +13,11 @@ use crate::limiter::explanation::{Held, KeyExplanation, StoreState};
 use crate::limiter::key_state::{KeyLimits, KeyState, Outlook};
 use crate::limiter::part::NewPart;
 use crate::limiter::quotas::QuotaId;
-use crate::limiter::reservation::WaitBound;
 use crate::limiter::settings::Settings;
 use crate::limiter::status::QuotaSource;
 use crate::stats::Gate;
 use crate::store::{StoreReply, Usage};
+use crate::wait_queue::WaitBound;
 
 impl NewPart {
     /// Returns the limits under which the request would enter.

@@ -20,11 +20,11 @@ use super::key_state::KeyState;
 use super::limited::{Stopped, Why};
 use super::part::{NewPart, earliest_deadline, shortest_wait};
 use super::request::Request;
-use super::reservation::WaitBound;
 use super::start::bound_of;
 use crate::clock;
 use crate::error::StoreError;
 use crate::join::join_all;
+use crate::wait_queue::WaitBound;
 
 use case::{KeyCase, refused};
 use found::Found;

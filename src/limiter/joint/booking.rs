@@ -12,10 +12,10 @@ use crate::limiter::effects::{StoreCall, UnlessLost};
 use crate::limiter::key_state::{JointAnswer, JointAsk, KeyState, near_booking};
 use crate::limiter::part::{Costs, Part, PerPart};
 use crate::limiter::queue::Number;
-use crate::limiter::reservation::{Reservation, WaitBound};
+use crate::limiter::reservation::Reservation;
 use crate::limiter::slots::Slots;
 use crate::store::{JointCall, Lease, Refusal, StoreReply};
-use crate::wait_queue::ANSWER;
+use crate::wait_queue::{ANSWER, WaitBound};
 
 /// After so many rounds, the search rests for a while. Then other processes that search too can come
 /// to an end.

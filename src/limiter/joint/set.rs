@@ -20,12 +20,12 @@ use crate::limiter::entry::Entry;
 use crate::limiter::lanes::{Booked, HandOut, Lane, Lanes, SlotWait};
 use crate::limiter::part::{Costs, Part, PartRef, PerPart};
 use crate::limiter::queue::Number;
-use crate::limiter::reservation::{ProbeNumber, WaitBound};
+use crate::limiter::reservation::ProbeNumber;
 use crate::limiter::slots::Slots;
 use crate::locks::lock;
 use crate::quota::LONGEST_LIFE;
 use crate::store::Refusal;
-use crate::wait_queue::{ANSWER, Left, answer_by};
+use crate::wait_queue::{ANSWER, Left, WaitBound, answer_by};
 use crate::wakers::Wakers;
 
 /// The most joint slots that are booked anew behind one that came back. Each takes a search.

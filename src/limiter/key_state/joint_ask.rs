@@ -10,8 +10,9 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::limit::LimitSpec;
 use crate::limiter::queue::Returns;
-use crate::limiter::reservation::{Reservation, WaitBound};
+use crate::limiter::reservation::Reservation;
 use crate::store::{Demand, JointCall, Lease, Refusal, StoreReply};
+use crate::wait_queue::WaitBound;
 
 /// What a joint request asks of one of its keys.
 #[derive(Clone, Copy, Debug)]

@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use crate::clock;
 use crate::limit::LimitSpec;
 use crate::limiter::queue::Queue;
-use crate::limiter::reservation::WaitBound;
 use crate::store::{Lease, Refusal};
+use crate::wait_queue::WaitBound;
 use crate::wakers::Wakers;
 
 /// How far ahead a slot may be. What is charged meanwhile does not delay a request that has its slot

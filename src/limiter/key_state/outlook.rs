@@ -8,8 +8,9 @@ use super::context::KeyContext;
 use super::key_hold::HoldOrigin;
 use super::stated_limits::StatedLimit;
 use crate::limiter::quotas::QuotaId;
-use crate::limiter::reservation::{Settled, WaitBound};
+use crate::limiter::reservation::Settled;
 use crate::store::{Demand, Refusal};
+use crate::wait_queue::WaitBound;
 
 /// What a key would do with a request that enters now, before the store is asked.
 #[derive(Default)]

@@ -4,9 +4,9 @@
 use std::time::{Duration, Instant};
 
 use crate::clock;
-use crate::limiter::reservation::WaitBound;
 use crate::quota::Limit;
 use crate::store::Refusal;
+use crate::wait_queue::WaitBound;
 
 /// A refusal of the store.
 #[derive(Clone, Copy, Debug)]

@@ -7,10 +7,11 @@ use super::store_refusal::StoreRefusal;
 use crate::clock;
 use crate::error::StoreError;
 use crate::limit::{LimitSpec, UnusedPermits};
-use crate::limiter::reservation::{Reservation, WaitBound};
+use crate::limiter::reservation::Reservation;
 use crate::limiter::session::KeySession;
 use crate::quota::LIFE;
 use crate::store::{ClientSession, Grant, Lease, Refusal, Source, trust};
+use crate::wait_queue::WaitBound;
 
 /// The longest validity of a permit, unless a twentieth of the shortest window is longer.
 const LONGEST_LIFE: Duration = Duration::from_millis(20);

@@ -11,8 +11,9 @@ use super::store_view::slot;
 use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::queue::{Number, Queue, Returns};
-use crate::limiter::reservation::{Reservation, Settled, WaitBound};
+use crate::limiter::reservation::{Reservation, Settled};
 use crate::store::{Demand, Lease, Refusal, StoreReply};
+use crate::wait_queue::WaitBound;
 
 /// The place of a request in the queue of its key.
 #[derive(Clone, Copy, Debug)]

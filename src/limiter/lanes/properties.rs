@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::{Booked, HandOut, Lanes, SlotWait};
-use crate::limiter::reservation::{ProbeNumber, WaitBound};
-use crate::wait_queue::Number;
+use crate::limiter::reservation::ProbeNumber;
+use crate::wait_queue::{Number, WaitBound};
 use crate::wakers::Wakers;
 
 /// Permits of one slot.

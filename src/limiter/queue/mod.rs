@@ -27,11 +27,12 @@ use smallvec::SmallVec;
 
 use super::lanes::{Booked, HandOut, HandedOut, Lane, Lanes, SlotWait};
 use super::prefetched::Prefetched;
-use super::reservation::{ProbeNumber, Reservation, Settled, WaitBound};
+use super::reservation::{ProbeNumber, Reservation, Settled};
 use crate::clock::{self, SHORTEST_TIMER};
 use crate::limit::UnusedPermits;
 use crate::store::{Demand, Refusal};
 pub(super) use crate::wait_queue::Number;
+use crate::wait_queue::WaitBound;
 use crate::wait_queue::{ANSWER, Left, MISSED};
 use crate::wakers::Wakers;
 

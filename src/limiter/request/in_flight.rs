@@ -12,8 +12,8 @@ use crate::limiter::limited::{Stopped, Why};
 use crate::limiter::line::LinePlace;
 use crate::limiter::part::{Part, PartRef, max_wait};
 use crate::limiter::queue::Number;
-use crate::limiter::reservation::{Settled, WaitBound};
-use crate::wait_queue::answer_by;
+use crate::limiter::reservation::Settled;
+use crate::wait_queue::{WaitBound, answer_by};
 
 /// What a request has of a limit of calls in flight.
 #[derive(Debug)]

@@ -37,13 +37,13 @@ use super::line::{LinePlace, RequestLine};
 use super::part::{Part, PartRef};
 use super::probe::Probe;
 use super::queue::next_number;
-use super::reservation::WaitBound;
 use super::slots::Slots;
 use super::taken::{OfKey, Taken};
 use crate::clock;
 use crate::error::{Reason, StoreError};
 use crate::stats::Gate;
 use crate::store::Refusal;
+use crate::wait_queue::WaitBound;
 
 use in_flight::{InFlightGrant, InFlightPart, in_flight_of, waiting_in_flight};
 

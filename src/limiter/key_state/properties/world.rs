@@ -16,9 +16,10 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::limiter::queue::{CallNumber, next_number};
-use crate::limiter::reservation::{ProbeNumber, Reservation, Settled, WaitBound};
+use crate::limiter::reservation::{ProbeNumber, Reservation, Settled};
 use crate::quota::Quota;
 use crate::store::{HoldState, Lease, Store, StoreReply};
+use crate::wait_queue::WaitBound;
 
 /// The longest wait of a request, in milliseconds.
 pub(super) const LONGEST: u64 = 60_000;
