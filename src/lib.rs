@@ -202,6 +202,7 @@ pub mod metrics;
 #[cfg_attr(not(feature = "__lab"), allow(unreachable_pub, dead_code))]
 mod pacing;
 pub mod quota;
+mod refused;
 mod rng;
 pub mod signal;
 pub mod stats;

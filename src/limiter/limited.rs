@@ -1,18 +1,12 @@
-//! The errors of refused requests. Their callers count and report them.
+//! Why a request ends without a permit.
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::engine::Core;
-use crate::clock;
-use crate::error::{ErrorFacts, Limited, LimitedInfo, Reason, StoreError};
-use crate::key::{Key, Label};
+use crate::error::{Limited, Reason, StoreError};
+use crate::key::Key;
+pub(super) use crate::refused::{LimitName, RefusedRequest};
 use crate::store::Refusal;
-
-/// The shortest time after which a refused request is advised to retry.
-///
-/// Without it, a caller that retries at once after each refusal would spin.
-const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 
 /// Why a request ends without a permit.
 #[derive(Debug)]
@@ -54,44 +48,10 @@ impl Why {
     }
 }
 
-/// What the error of a request calls its limit.
-#[derive(Default)]
-pub(super) struct LimitName {
-    /// The name of the limit, if it has one.
-    pub(super) name: Option<&'static str>,
-    /// The pattern of the route whose quota it is, if it is that of a route.
-    pub(super) route: Option<Arc<str>>,
-    /// What the limit counts. `None` for requests.
-    pub(super) unit: Option<&'static str>,
-    /// The class whose share it is, if the quota is divided.
-    pub(super) class: Option<&'static str>,
-}
-
-/// What is known about a request when it is refused.
-pub(super) struct RefusedRequest {
-    /// The name of its key.
-    pub(super) label: Label,
-    pub(super) limit: LimitName,
-    /// When it entered.
-    pub(super) since: Instant,
-    /// How often it waited for a slot: see [`LimitedInfo::turns`].
-    pub(super) turns: u32,
-}
-
 impl RefusedRequest {
     /// A request of `key` that has not waited.
     pub(super) fn of_key(core: &Core, key: Key, now: Instant) -> Self {
         RefusedRequest::new(core.label(key, None), core.limit_name(key), now)
-    }
-
-    /// A request that has not waited.
-    pub(super) fn new(label: Label, limit: LimitName, now: Instant) -> Self {
-        RefusedRequest {
-            label,
-            limit,
-            since: now,
-            turns: 0,
-        }
     }
 
     /// Builds the error of a request that ends without a permit.
@@ -100,36 +60,5 @@ impl RefusedRequest {
             Why::Refused(reason, refusal) => self.refuse(reason, refusal, now),
             Why::Failed(source) => self.fail(source, now),
         }
-    }
-
-    /// Builds the error of a request that this process refuses.
-    pub(super) fn refuse(self, reason: Reason, refusal: Refusal, now: Instant) -> Limited {
-        Limited::Local {
-            reason,
-            report: self.report(refusal, now),
-        }
-    }
-
-    /// Builds the error of a request that failed because the store did.
-    pub(super) fn fail(self, source: StoreError, now: Instant) -> Limited {
-        Limited::Store {
-            source,
-            report: self.report(Refusal::NEVER, now),
-        }
-    }
-
-    fn report(self, refusal: Refusal, now: Instant) -> LimitedInfo {
-        LimitedInfo::new(ErrorFacts {
-            key: self.label,
-            name: self.limit.name,
-            route: self.limit.route,
-            unit: self.limit.unit,
-            class: self.limit.class,
-            limit: refusal.limit,
-            retry_after: refusal.wait.map(|wait| wait.max(SHORTEST_WAIT)),
-            at: clock::wall(now),
-            waited: now.saturating_duration_since(self.since),
-            turns: self.turns,
-        })
     }
 }

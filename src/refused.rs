@@ -1,0 +1,81 @@
+//! A request that is refused, and its error. Its caller counts and reports it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::clock;
+use crate::error::{ErrorFacts, Limited, LimitedInfo, Reason, StoreError};
+use crate::key::Label;
+use crate::store::Refusal;
+
+/// The shortest time after which a refused request is advised to retry.
+///
+/// Without it, a caller that retries at once after each refusal would spin.
+const SHORTEST_WAIT: Duration = Duration::from_millis(1);
+
+/// What the error of a request calls its limit.
+#[derive(Default)]
+pub(crate) struct LimitName {
+    /// The name of the limit, if it has one.
+    pub(crate) name: Option<&'static str>,
+    /// The pattern of the route whose quota it is, if it is that of a route.
+    pub(crate) route: Option<Arc<str>>,
+    /// What the limit counts. `None` for requests.
+    pub(crate) unit: Option<&'static str>,
+    /// The class whose share it is, if the quota is divided.
+    pub(crate) class: Option<&'static str>,
+}
+
+/// What is known about a request when it is refused.
+pub(crate) struct RefusedRequest {
+    /// The name of its key.
+    pub(crate) label: Label,
+    pub(crate) limit: LimitName,
+    /// When it entered.
+    pub(crate) since: Instant,
+    /// How often it waited for a slot: see [`LimitedInfo::turns`].
+    pub(crate) turns: u32,
+}
+
+impl RefusedRequest {
+    /// A request that has not waited.
+    pub(crate) fn new(label: Label, limit: LimitName, now: Instant) -> Self {
+        RefusedRequest {
+            label,
+            limit,
+            since: now,
+            turns: 0,
+        }
+    }
+
+    /// Builds the error of a request that this process refuses.
+    pub(crate) fn refuse(self, reason: Reason, refusal: Refusal, now: Instant) -> Limited {
+        Limited::Local {
+            reason,
+            report: self.report(refusal, now),
+        }
+    }
+
+    /// Builds the error of a request that failed because the store did.
+    pub(crate) fn fail(self, source: StoreError, now: Instant) -> Limited {
+        Limited::Store {
+            source,
+            report: self.report(Refusal::NEVER, now),
+        }
+    }
+
+    fn report(self, refusal: Refusal, now: Instant) -> LimitedInfo {
+        LimitedInfo::new(ErrorFacts {
+            key: self.label,
+            name: self.limit.name,
+            route: self.limit.route,
+            unit: self.limit.unit,
+            class: self.limit.class,
+            limit: refusal.limit,
+            retry_after: refusal.wait.map(|wait| wait.max(SHORTEST_WAIT)),
+            at: clock::wall(now),
+            waited: now.saturating_duration_since(self.since),
+            turns: self.turns,
+        })
+    }
+}
