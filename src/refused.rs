@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use http::StatusCode;
+
 use crate::clock;
 use crate::error::{ErrorFacts, Limited, LimitedInfo, Reason, StoreError};
 use crate::key::Label;
@@ -38,6 +40,14 @@ pub(crate) struct RefusedRequest {
 }
 
 impl RefusedRequest {
+    /// A request of a throttle, which has no limit.
+    pub(crate) fn of_pace(label: Label, since: Instant, turns: u32) -> Self {
+        RefusedRequest {
+            turns,
+            ..RefusedRequest::new(label, LimitName::default(), since)
+        }
+    }
+
     /// A request that has not waited.
     pub(crate) fn new(label: Label, limit: LimitName, now: Instant) -> Self {
         RefusedRequest {
@@ -50,9 +60,10 @@ impl RefusedRequest {
 
     /// Builds the error of a request that this process refuses.
     pub(crate) fn refuse(self, reason: Reason, refusal: Refusal, now: Instant) -> Limited {
+        let wait = refusal.wait.map(|wait| wait.max(SHORTEST_WAIT));
         Limited::Local {
             reason,
-            report: self.report(refusal, now),
+            report: self.report(Refusal { wait, ..refusal }, now),
         }
     }
 
@@ -64,6 +75,19 @@ impl RefusedRequest {
         }
     }
 
+    /// Builds the error of a request that the upstream has refused with this `status`.
+    pub(crate) fn refused_upstream(
+        self,
+        status: StatusCode,
+        retry_after: Option<Duration>,
+        now: Instant,
+    ) -> Limited {
+        Limited::Upstream {
+            status,
+            report: self.report(Refusal::new(retry_after, None), now),
+        }
+    }
+
     fn report(self, refusal: Refusal, now: Instant) -> LimitedInfo {
         LimitedInfo::new(ErrorFacts {
             key: self.label,
@@ -72,7 +96,7 @@ impl RefusedRequest {
             unit: self.limit.unit,
             class: self.limit.class,
             limit: refusal.limit,
-            retry_after: refusal.wait.map(|wait| wait.max(SHORTEST_WAIT)),
+            retry_after: refusal.wait,
             at: clock::wall(now),
             waited: now.saturating_duration_since(self.since),
             turns: self.turns,

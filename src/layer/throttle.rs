@@ -23,6 +23,7 @@ use crate::limiter::refusal_of_throttle;
 #[cfg(doc)]
 use crate::pacing::Fair;
 use crate::signal::ResponseInfo;
+use crate::store::Refusal;
 use crate::throttle::{Back, Begun, PaceWait, Throttle, ThrottlePermit};
 
 /// Finds the speed that a server allows if its limit is unknown or changes. Clones share what they
@@ -159,9 +160,10 @@ impl Gate for AdaptiveThrottleLayer {
         let host = host.get_if_redirected();
         let label = || self.throttle.label(key, Some(&RequestRef::new(request)));
         let begun = match refusal_of_throttle() {
-            Some(reason) => self
-                .throttle
-                .refuse(key, reason, label(), None, clock::now()),
+            Some(reason) => {
+                self.throttle
+                    .refuse(key, reason, label(), Refusal::NEVER, clock::now())
+            }
             None => self.throttle.begin(key, deadline, label),
         };
         if let Some(name_of) = &self.extractors.key_name

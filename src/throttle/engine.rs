@@ -13,7 +13,7 @@ use super::paced_queue::PacedQueue;
 use super::waiters::{TurnTooLate, Waiters};
 use crate::clock;
 use crate::config_error::{ConfigError, Problem};
-use crate::error::{ErrorFacts, Limited, LimitedInfo, Reason};
+use crate::error::Reason;
 use crate::guarded::Watch;
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::{Full, KeyMap};
@@ -21,6 +21,7 @@ use crate::pacing::Pace;
 use crate::rng::{Dice, dice};
 use crate::stats::{self, Cause, Tally};
 use crate::store::{self, Store, StoreEvent, StoreListener};
+use crate::wait_queue::WaitBound;
 use crate::wakers::Wakers;
 
 /// The settings of a throttle.
@@ -120,13 +121,11 @@ impl ThrottleCore {
         }
     }
 
-    /// Returns the reason why a request cannot leave in time. `by_deadline` states whether its
-    /// deadline was earlier than `max_wait`.
-    pub(super) fn reason(&self, late: TurnTooLate, by_deadline: bool) -> Reason {
+    /// Returns the reason why a request cannot leave in time.
+    pub(super) fn reason(&self, late: TurnTooLate, bound: WaitBound) -> Reason {
         match late.is_held {
             true => Reason::Held,
-            false if by_deadline => Reason::Deadline,
-            false => Reason::MaxWait(self.settings.max_wait),
+            false => bound.reason(self.settings.max_wait),
         }
     }
 
@@ -271,47 +270,5 @@ impl StoreListener for ThrottleCore {
             }
             _ => {}
         }
-    }
-}
-
-/// How a request has waited, for the error or the report on it.
-pub(super) struct Since {
-    /// When the wait began.
-    pub(super) start: Instant,
-    pub(super) now: Instant,
-    /// How often it was the request's turn.
-    pub(super) turns: u32,
-}
-
-impl Since {
-    /// Builds the report on a request for `key`.
-    pub(super) fn report(&self, key: Label, retry_after: Option<Duration>) -> LimitedInfo {
-        let waited = self.now.saturating_duration_since(self.start);
-        let at = clock::wall(self.now);
-        LimitedInfo::new(ErrorFacts {
-            key,
-            name: None,
-            route: None,
-            unit: None,
-            class: None,
-            limit: None,
-            retry_after,
-            at,
-            waited,
-            turns: self.turns,
-        })
-    }
-
-    /// Builds the error of a request that the throttle refuses. Its caller counts and reports it.
-    pub(super) fn refused(self, reason: Reason, key: Label, retry_at: Option<Instant>) -> Limited {
-        Limited::Local {
-            reason,
-            report: self.report(key, self.until(retry_at)),
-        }
-    }
-
-    /// Returns the time from now until `moment`.
-    pub(super) fn until(&self, moment: Option<Instant>) -> Option<Duration> {
-        moment.map(|at| at.saturating_duration_since(self.now))
     }
 }

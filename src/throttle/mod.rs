@@ -62,7 +62,7 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use self::engine::{Since, ThrottleCore};
+use self::engine::ThrottleCore;
 use self::pace_state::LONGEST_HOLD;
 use self::sync_task::SyncTask;
 use self::waiters::{Arrival, Waiters};
@@ -74,7 +74,10 @@ use crate::events;
 use crate::guarded::Guarded;
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::Full;
+use crate::refused::RefusedRequest;
 use crate::stats::{Cause, Drained, Gate, KeyStats, OpenRequest, Stats, drain_gate};
+use crate::store::Refusal;
+use crate::wait_queue::WaitBound;
 use crate::wakers::Wakers;
 
 pub(crate) use engine::ThrottleSettings;
@@ -385,19 +388,18 @@ impl Throttle {
     ) -> Begun {
         let now = clock::now();
         let settings = &self.core.settings;
-        let by_wait = clock::after(now, settings.max_wait);
-        let latest = deadline.map_or(by_wait, |deadline| deadline.min(by_wait));
+        let bound = WaitBound::new(deadline, now, settings.max_wait);
         let max_queue = settings.max_queue;
         if self.core.tally().is_draining() {
-            return self.refuse(key, Reason::Draining, label(), None, now);
+            return self.refuse(key, Reason::Draining, label(), Refusal::NEVER, now);
         }
-        if latest < now {
-            return self.refuse(key, Reason::Deadline, label(), None, now);
+        if bound.latest < now {
+            return self.refuse(key, Reason::Deadline, label(), Refusal::NEVER, now);
         }
         let arrival = self.core.open(key, now, |waiters, wakers| {
-            waiters.arrived(latest, max_queue, now, wakers)
+            waiters.arrived(bound.latest, max_queue, now, wakers)
         });
-        let (reason, retry_at) = match arrival {
+        let (reason, refusal) = match arrival {
             Ok(Arrival::Leaves(flight)) => {
                 self.core.find(key, |waiters| waiters.counts.pass(1));
                 return Begun::Leaves(ThrottlePermit::new(
@@ -405,7 +407,7 @@ impl Throttle {
                     key,
                     flight,
                     None,
-                    latest,
+                    bound,
                 ));
             }
             Ok(Arrival::Waits(number)) => {
@@ -420,14 +422,14 @@ impl Throttle {
                     number,
                     label,
                     now,
-                    latest,
+                    bound,
                 ));
             }
-            Ok(Arrival::TooLate(late)) => (self.core.reason(late, latest < by_wait), late.retry_at),
-            Ok(Arrival::Full) => (Reason::QueueFull(max_queue), None),
-            Err(Full) => (Reason::TooManyKeys(settings.max_keys), None),
+            Ok(Arrival::TooLate(late)) => (self.core.reason(late, bound), late.refusal(now)),
+            Ok(Arrival::Full) => (Reason::QueueFull(max_queue), Refusal::NEVER),
+            Err(Full) => (Reason::TooManyKeys(settings.max_keys), Refusal::NEVER),
         };
-        self.refuse(key, reason, label(), retry_at, now)
+        self.refuse(key, reason, label(), refusal, now)
     }
 
     /// Refuses a request that arrives now.
@@ -436,15 +438,10 @@ impl Throttle {
         key: Key,
         reason: Reason,
         label: Label,
-        retry_at: Option<Instant>,
+        refusal: Refusal,
         now: Instant,
     ) -> Begun {
-        let since = Since {
-            start: now,
-            now,
-            turns: 0,
-        };
-        let limited = since.refused(reason, label, retry_at);
+        let limited = RefusedRequest::of_pace(label, now, 0).refuse(reason, refusal, now);
         self.core.refused(key, &limited);
         Begun::Limited(limited)
     }
@@ -452,12 +449,8 @@ impl Throttle {
     /// Returns the error of a request without a key.
     pub(crate) fn no_key(&self) -> Limited {
         let now = clock::now();
-        let limited = Since {
-            start: now,
-            now,
-            turns: 0,
-        }
-        .refused(Reason::NoKey, "none".into(), None);
+        let request = RefusedRequest::of_pace("none".into(), now, 0);
+        let limited = request.refuse(Reason::NoKey, Refusal::NEVER, now);
         self.core.refused_without_key(&limited);
         limited
     }

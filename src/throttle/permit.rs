@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use http::StatusCode;
 
 use super::counting;
-use super::engine::{Since, ThrottleCore};
+use super::engine::ThrottleCore;
 use super::paced_queue::Flight;
 use super::waiters::{TurnTooLate, Waiters};
 use crate::clock;
@@ -18,9 +18,11 @@ use crate::error::{Limited, Reason};
 use crate::events;
 use crate::guarded;
 use crate::key::{Key, Label};
+use crate::refused::RefusedRequest;
 use crate::signal::Signal;
 use crate::stats::{Gate, OpenRequest, Outcome};
-use crate::wait_queue::Number;
+use crate::store::Refusal;
+use crate::wait_queue::{Number, WaitBound};
 use crate::wakers::Wakers;
 
 /// The right to send one request at the pace that the throttle has learned.
@@ -40,8 +42,8 @@ pub struct ThrottlePermit {
     flight: Option<Flight>,
     /// How the request has waited, and its label, if either is known.
     waited: Option<Box<Waited>>,
-    /// Until when the request may wait for another turn.
-    latest: Instant,
+    /// How long the request may wait for another turn.
+    bound: WaitBound,
 }
 
 /// How a request has waited.
@@ -85,14 +87,14 @@ impl ThrottlePermit {
         key: Key,
         flight: Flight,
         waited: Option<Box<Waited>>,
-        latest: Instant,
+        bound: WaitBound,
     ) -> Self {
         ThrottlePermit {
             core,
             key,
             flight: Some(flight),
             waited,
-            latest,
+            bound,
         }
     }
 
@@ -141,7 +143,7 @@ impl ThrottlePermit {
         status: Option<StatusCode>,
         now: Instant,
     ) -> Option<Back> {
-        let latest = self.latest;
+        let latest = self.bound.latest;
         self.end(signal, status, Some(latest), now)
     }
 
@@ -183,7 +185,7 @@ impl ThrottlePermit {
             number,
             label,
             start,
-            self.latest,
+            self.bound,
         );
         wait.turns = turns + 1;
         wait.refused = refused;
@@ -236,13 +238,10 @@ impl ThrottlePermit {
         if back.is_some() {
             return back.map(Back::Waits);
         }
-        let since = Since {
-            start: now.checked_sub(span).unwrap_or(now),
-            now,
-            turns,
-        };
-        let report = since.report(label, signal.retry_after());
-        Some(Back::Ended(Limited::Upstream { status, report }))
+        let since = now.checked_sub(span).unwrap_or(now);
+        let request = RefusedRequest::of_pace(label, since, turns);
+        let limited = request.refused_upstream(status, signal.retry_after(), now);
+        Some(Back::Ended(limited))
     }
 
     /// Counts the request, which leaves now.
@@ -272,7 +271,7 @@ impl ThrottlePermit {
             return Ok(self);
         };
         self.core.tally().give_back(1);
-        let (number, latest) = (flight.number, self.latest);
+        let (number, latest) = (flight.number, self.bound.latest);
         let arrived = flight.sent();
         self.ends(|waiters, wakers| match reason {
             Some(_) => waiters.unsent(flight, now, wakers),
@@ -290,12 +289,13 @@ impl ThrottlePermit {
             mut open,
             ..
         } = waited;
-        let since = Since { start, now, turns };
+        let request = RefusedRequest::of_pace(label, start, turns);
         let limited = match refused {
-            Some(status) => self.core.refused_before(status, since, label, None),
-            None => self
-                .core
-                .refused_now(reason, since, label, None, open.as_mut()),
+            Some(status) => self.core.refused_before(status, request, None, now),
+            None => {
+                let limited = request.refuse(reason, Refusal::NEVER, now);
+                refused_now(limited, open.as_mut())
+            }
         };
         Err(Back::Ended(limited))
     }
@@ -337,7 +337,7 @@ pub(crate) struct PaceWait {
     number: Option<Number>,
     label: Label,
     start: Instant,
-    latest: Instant,
+    bound: WaitBound,
     turns: u32,
     /// The status with which the upstream refused the last attempt, if there was one. A wait that
     /// ends without a turn ends with it.
@@ -354,7 +354,7 @@ impl PaceWait {
         number: Number,
         label: Label,
         start: Instant,
-        latest: Instant,
+        bound: WaitBound,
     ) -> Self {
         PaceWait {
             core,
@@ -362,7 +362,7 @@ impl PaceWait {
             number: Some(number),
             label,
             start,
-            latest,
+            bound,
             turns: 1,
             refused: None,
             open: Some(open),
@@ -410,11 +410,6 @@ impl Future for PaceWait {
         };
         self.number = None;
         let label = self.label.clone();
-        let since = Since {
-            start: self.start,
-            now,
-            turns: self.turns,
-        };
         let late = match done {
             Ok(flight) => {
                 let span = now.saturating_duration_since(self.start);
@@ -429,58 +424,47 @@ impl Future for PaceWait {
                     open: self.open.take(),
                 });
                 let core = self.core.clone();
-                let permit = ThrottlePermit::new(core, self.key, flight, Some(waited), self.latest);
+                let permit = ThrottlePermit::new(core, self.key, flight, Some(waited), self.bound);
                 return Poll::Ready(Ok(permit));
             }
             Err(late) => late,
         };
-        let by_deadline = self.latest < clock::after(self.start, self.core.settings.max_wait);
         let core = self.core.clone();
+        let request = RefusedRequest::of_pace(label, self.start, self.turns);
         Poll::Ready(Err(match self.refused {
-            Some(status) => core.refused_before(status, since, label, late.retry_at),
+            Some(status) => core.refused_before(status, request, late.retry_at, now),
             None => {
-                let reason = core.reason(late, by_deadline);
-                core.refused_now(reason, since, label, late.retry_at, self.open.as_mut())
+                let reason = core.reason(late, self.bound);
+                let limited = request.refuse(reason, late.refusal(now), now);
+                refused_now(limited, self.open.as_mut())
             }
         }))
     }
 }
 
-/// How a request ends that waits no longer.
 impl ThrottleCore {
-    /// Returns the error of a request that the upstream has refused with this `status`, and reports it.
+    /// Returns the error of a request that waits no longer, and that the upstream has refused with this `status`. Reports
+    /// it.
     fn refused_before(
         &self,
         status: StatusCode,
-        since: Since,
-        label: Label,
+        request: RefusedRequest,
         retry_at: Option<Instant>,
+        now: Instant,
     ) -> Limited {
-        let report = since.report(label, since.until(retry_at));
-        let limited = Limited::Upstream { status, report };
+        let retry_after = retry_at.map(|at| at.saturating_duration_since(now));
+        let limited = request.refused_upstream(status, retry_after, now);
         events::limited(self.tally(), &limited);
         limited
     }
+}
 
-    /// Returns the error of a request that was not sent, and counts it.
-    fn refused_now(
-        &self,
-        reason: Reason,
-        since: Since,
-        label: Label,
-        retry_at: Option<Instant>,
-        open: Option<&mut OpenRequest<ThrottleCore>>,
-    ) -> Limited {
-        let limited = since.refused(reason, label, retry_at);
-        match open {
-            Some(open) => {
-                let limited = open.as_drained(limited);
-                open.refused(&limited);
-                limited
-            }
-            None => limited,
-        }
-    }
+/// Counts a request that waits no longer, and was not sent. Returns its error.
+fn refused_now(limited: Limited, open: Option<&mut OpenRequest<ThrottleCore>>) -> Limited {
+    let Some(open) = open else { return limited };
+    let limited = open.as_drained(limited);
+    open.refused(&limited);
+    limited
 }
 
 impl Drop for PaceWait {

@@ -20,7 +20,7 @@ use crate::key_map::Evict;
 use crate::limiter::Held;
 use crate::signal::Signal;
 use crate::stats::{Cause, KeyCounts};
-use crate::store::Register;
+use crate::store::{Refusal, Register};
 use crate::wait_queue::{Left, Number, WaitQueue, answer_by};
 use crate::wakers::Wakers;
 
@@ -67,6 +67,13 @@ pub(super) struct TurnTooLate {
     /// Whether the key is on hold for longer than the request can wait.
     pub(super) is_held: bool,
     pub(super) retry_at: Option<Instant>,
+}
+
+impl TurnTooLate {
+    pub(super) fn refusal(&self, now: Instant) -> Refusal {
+        let wait = self.retry_at.map(|at| at.saturating_duration_since(now));
+        Refusal::new(wait, None)
+    }
 }
 
 /// What the queue decides on a request that arrives.
