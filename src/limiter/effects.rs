@@ -163,15 +163,10 @@ impl Core {
 
     /// Gives `key` the quota that a request states. Returns whether it had another one.
     pub(super) fn choose_quota(self: &Arc<Self>, key: Key, quota: QuotaId, now: Instant) -> bool {
-        if quota == QuotaId::NONE {
+        if self.has_quota(key, quota) {
             return false;
         }
-        let known = self.states.find(key, |state| state.limits.has_quota(quota));
-        if known.unwrap_or(quota == QuotaId::CONFIGURED) {
-            return false;
-        }
-        let Settings { quotas, .. } = &self.settings;
-        let spec = quotas.spec(quota, self.part_index(), self.unit());
+        let spec = self.spec_of(quota);
         let choose =
             |state: &mut KeyState, _: &mut KeyContext<'_>| state.limits.choose(quota, spec);
         // If there is no room for the key, its request is refused.
@@ -454,8 +449,7 @@ async fn borrow_for(core: Arc<Core>, key: Key) {
     };
     let mut round = Round::default();
     let own = core.part_index();
-    let quota = core.states.find(key, |state| state.limits.quota_id());
-    let quota = quota.flatten();
+    let quota = core.quota_id(key);
     let parts: SmallVec<[_; 8]> = core.all_parts(key).enumerate().collect();
     let (before, after) = parts.split_at(own.min(parts.len()));
     // Each class begins with the part behind its own. Its own part is the last.

@@ -216,6 +216,27 @@ impl Core {
         own.unwrap_or_else(|| spec.clone())
     }
 
+    /// Returns the quota that requests have stated for `key`.
+    pub(super) fn quota_id(&self, key: Key) -> Option<QuotaId> {
+        let quota = self.states.find(key, |state| state.limits.quota_id());
+        quota.flatten()
+    }
+
+    /// Returns whether a request that states `quota` leaves the quota of `key` as it is.
+    pub(super) fn has_quota(&self, key: Key, quota: QuotaId) -> bool {
+        if quota == QuotaId::NONE {
+            return true;
+        }
+        let known = self.states.find(key, |state| state.limits.has_quota(quota));
+        known.unwrap_or(quota == QuotaId::CONFIGURED)
+    }
+
+    /// Returns the limits of this part of a quota that a request states. `None` for the configured one.
+    pub(super) fn spec_of(&self, quota: QuotaId) -> Option<Arc<LimitSpec>> {
+        let quotas = &self.settings.quotas;
+        quotas.spec(quota, self.part_index(), self.unit())
+    }
+
     /// Returns the largest cost of a request that the limits of `key` allow.
     pub(super) fn largest_cost(&self, key: Key) -> u32 {
         self.quota_of(key).quota().largest_cost()
@@ -366,19 +387,16 @@ impl Core {
     /// the quota number `quota`.
     pub(super) fn spec_of_part(&self, key: Key, quota: Option<QuotaId>) -> Arc<LimitSpec> {
         let set = |state: &mut KeyState| state.limits.set_spec().cloned();
-        let Settings { spec, quotas, .. } = &self.settings;
         let set = self.states.find(key, set).flatten();
-        let stated = || quotas.spec(quota?, self.part_index(), self.unit());
-        set.or_else(stated).unwrap_or_else(|| spec.clone())
+        let spec = set.or_else(|| self.spec_of(quota?));
+        spec.unwrap_or_else(|| self.settings.spec.clone())
     }
 
     /// Returns what errors call the limit of `key`.
     pub(super) fn limit_name(&self, key: Key) -> LimitName {
         let Settings { name, quotas, .. } = &self.settings;
         let quota = if quotas.is_any() {
-            self.states
-                .find(key, |state| state.limits.quota_id())
-                .flatten()
+            self.quota_id(key)
         } else {
             None
         };

@@ -10,10 +10,9 @@ use crate::error::StoreError;
 use crate::limit::LimitSpec;
 use crate::limiter::entry::Entry;
 use crate::limiter::explanation::{Held, KeyExplanation, StoreState};
-use crate::limiter::key_state::{KeyLimits, KeyState, Outlook};
+use crate::limiter::key_state::Outlook;
 use crate::limiter::part::NewPart;
 use crate::limiter::quotas::QuotaId;
-use crate::limiter::settings::Settings;
 use crate::limiter::status::QuotaSource;
 use crate::stats::Gate;
 use crate::store::{StoreReply, Usage};
@@ -45,15 +44,12 @@ impl NewPart {
 
     /// Returns the limits of the quota that the request states, if the key has another one.
     fn other_quota(&self) -> Option<Arc<LimitSpec>> {
-        let Settings { quotas, spec, .. } = &self.core.settings;
-        let Entry { key, quota, .. } = self.entry;
-        let has_quota = |state: &mut KeyState| state.limits.has_quota(quota);
-        let known = self.core.states.find(key, has_quota);
-        if known.unwrap_or_else(|| KeyLimits::default().has_quota(quota)) {
+        let NewPart { core, entry, .. } = self;
+        if core.has_quota(entry.key, entry.quota) {
             return None;
         }
-        let stated = quotas.spec(quota, self.core.part_index(), self.core.unit());
-        Some(stated.unwrap_or_else(|| spec.clone()))
+        let stated = core.spec_of(entry.quota);
+        Some(stated.unwrap_or_else(|| core.settings.spec.clone()))
     }
 }
 

@@ -119,8 +119,7 @@ fn name_of(key: &NewPart, asked: &[NewPart]) -> Box<str> {
         other.core.states.find(other.entry.key, name).flatten()
     });
     name.unwrap_or_else(|| {
-        let quota = |state: &mut KeyState| state.limits.quota_id();
-        let quota = key.core.states.find(key.entry.key, quota).flatten();
+        let quota = key.core.quota_id(key.entry.key);
         counting::label_with_route(&key.core, key.named, quota)
     })
 }
