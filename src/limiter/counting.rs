@@ -166,22 +166,10 @@ pub(super) fn note_class(core: &Core, has_class: bool) {
     }
 }
 
-/// Keeps the label of a key that has a request waiting.
-pub(super) fn note_label(core: &Core, key: Key, label: &str) {
-    core.states
-        .find(key, |state| state.counts.note_label(label));
-}
-
 /// Gives `key` a name, unless it has one of `name`'s kind already.
 pub(super) fn name_key(core: &Arc<Core>, key: Key, name: &str) {
     // If there is no room for one more key, its requests are refused.
     let _ = core.with_new_state(key, clock::now(), |state, _| state.counts.set_name(name));
-}
-
-/// Returns whether the user has to name `key`.
-pub(super) fn is_unnamed(core: &Core, key: Key) -> bool {
-    let is_named = core.states.find(key, |state| state.counts.is_named());
-    is_named != Some(true)
 }
 
 /// What is summed over the keys.

@@ -649,7 +649,8 @@ impl Limiter {
 
     /// Returns whether `key` has no name that the user has given.
     pub(crate) fn is_unnamed(&self, key: Key) -> bool {
-        counting::is_unnamed(&self.0.first, self.0.first.key_of(key))
+        let core = &self.0.first;
+        core.is_unnamed(core.key_of(key))
     }
 }
 

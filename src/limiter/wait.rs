@@ -7,7 +7,6 @@ use std::time::Instant;
 
 use smallvec::SmallVec;
 
-use super::counting;
 use super::engine::Core;
 use super::limited::{RefusedRequest, Stopped};
 use super::part::{Part, PartRef};
@@ -68,10 +67,8 @@ pub(super) fn error_of(
 impl Wait {
     /// Begins the wait of a request, which has entered at `since`.
     pub(super) fn begin(request: Request, since: Instant, label: Label) -> Box<Self> {
-        events::waiting(&label, request.queued());
         let Part { core, key, .. } = &request.parts()[0];
-        counting::note_label(core, *key, &label);
-        let open = OpenRequest::new(core.clone(), *key, since);
+        let open = OpenRequest::begin(core.clone(), *key, since, &label, request.queued());
         Box::new(Wait {
             request,
             open,
@@ -116,9 +113,7 @@ impl Wait {
     fn end(&mut self, stopped: Stopped, now: Instant) -> Limited {
         let waited = (self.since, self.request.turns);
         let limited = error_of(self.request.parts(), stopped, &self.label, waited, now);
-        let limited = self.open.as_drained(limited);
-        self.open.refused(&limited);
-        limited
+        self.open.refuse(limited)
     }
 
     /// Ends the wait of a request that may leave.

@@ -9,7 +9,8 @@ use super::registry::Gate;
 use super::values::Outcome;
 use crate::clock::{self, Timer};
 use crate::error::{Limited, Reason};
-use crate::key::Key;
+use crate::events;
+use crate::key::{Key, Label};
 
 /// A request that waits at a gate. It counts once: when it leaves, when it is refused, or as cancelled
 /// when this is dropped before.
@@ -37,6 +38,20 @@ impl<G: Gate> OpenRequest<G> {
             counts: true,
             drain: None,
         }
+    }
+
+    /// Makes the request of `key` that begins to wait, behind `queued` requests with itself, and reports it. `label` is
+    /// the name of the key.
+    pub(crate) fn begin(
+        gate: Arc<G>,
+        key: Key,
+        since: Instant,
+        label: &Label,
+        queued: usize,
+    ) -> Self {
+        events::waiting(label, queued);
+        gate.visit_counts(key, &mut |counts| counts.note_label(label));
+        OpenRequest::new(gate, key, since)
     }
 
     /// Makes it a request that waits again, and has counted before.
@@ -75,7 +90,7 @@ impl<G: Gate> OpenRequest<G> {
     }
 
     /// Returns the error of a request that waits, as the error of a gate that is drained.
-    pub(crate) fn as_drained(&self, limited: Limited) -> Limited {
+    fn as_drained(&self, limited: Limited) -> Limited {
         match limited {
             Limited::Local {
                 reason: Reason::MaxWait(_) | Reason::Deadline | Reason::Held,
@@ -115,11 +130,13 @@ impl<G: Gate> OpenRequest<G> {
         self.gate.count(self.key, outcome);
     }
 
-    /// Counts a request that is refused.
-    pub(crate) fn refused(&mut self, limited: &Limited) {
+    /// Counts a request that is refused. Returns its error.
+    pub(crate) fn refuse(&mut self, limited: Limited) -> Limited {
+        let limited = self.as_drained(limited);
         if self.close_as(Some(DrainedAs::Refused)) && self.counts {
-            self.gate.refused(self.key, limited);
+            self.gate.refused(self.key, &limited);
         }
+        limited
     }
 }
 

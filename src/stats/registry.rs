@@ -61,6 +61,13 @@ pub(crate) trait Gate: Send + Sync {
         events::limited(self.tally(), limited);
     }
 
+    /// Returns whether `key` has no name that the user has given.
+    fn is_unnamed(&self, key: Key) -> bool {
+        let mut is_named = false;
+        self.visit_counts(key, &mut |counts| is_named = counts.is_named());
+        !is_named
+    }
+
     fn stats(&self) -> Stats;
 
     /// Counts and reports that `key` is on hold for `left`.

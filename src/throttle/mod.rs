@@ -234,8 +234,7 @@ impl Throttle {
 
     /// Returns whether `key` has no name that the user has given.
     pub(crate) fn is_unnamed(&self, key: Key) -> bool {
-        let is_named = self.core.find(key, |waiters| waiters.counts.is_named());
-        is_named != Some(true)
+        self.core.is_unnamed(key)
     }
 
     /// Puts `key` on hold for `span`, at most a day: no process that shares the pace sends a
@@ -411,13 +410,10 @@ impl Throttle {
                 ));
             }
             Ok(Arrival::Waits(number)) => {
-                let label = label();
-                events::waiting(&label, self.waiting(key));
-                self.core
-                    .find(key, |waiters| waiters.counts.note_label(&label));
+                let (core, label, queued) = (self.core.clone(), label(), self.waiting(key));
                 return Begun::Waits(PaceWait::new(
-                    OpenRequest::new(self.core.clone(), key, now),
-                    self.core.clone(),
+                    OpenRequest::begin(core.clone(), key, now, &label, queued),
+                    core,
                     key,
                     number,
                     label,

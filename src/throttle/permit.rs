@@ -294,7 +294,10 @@ impl ThrottlePermit {
             Some(status) => self.core.refused_before(status, request, None, now),
             None => {
                 let limited = request.refuse(reason, Refusal::NEVER, now);
-                refused_now(limited, open.as_mut())
+                match &mut open {
+                    Some(open) => open.refuse(limited),
+                    None => limited,
+                }
             }
         };
         Err(Back::Ended(limited))
@@ -436,7 +439,7 @@ impl Future for PaceWait {
             None => {
                 let reason = core.reason(late, self.bound);
                 let limited = request.refuse(reason, late.refusal(now), now);
-                refused_now(limited, self.open.as_mut())
+                self.open_request().refuse(limited)
             }
         }))
     }
@@ -457,14 +460,6 @@ impl ThrottleCore {
         events::limited(self.tally(), &limited);
         limited
     }
-}
-
-/// Counts a request that waits no longer, and was not sent. Returns its error.
-fn refused_now(limited: Limited, open: Option<&mut OpenRequest<ThrottleCore>>) -> Limited {
-    let Some(open) = open else { return limited };
-    let limited = open.as_drained(limited);
-    open.refused(&limited);
-    limited
 }
 
 impl Drop for PaceWait {
