@@ -16,7 +16,7 @@ use crate::events;
 use crate::key::Key;
 use crate::quota::Quota;
 use crate::signal::Signal;
-use crate::stats::{Gate, GuardStats};
+use crate::stats::{Cause, Gate, GuardStats, Tally};
 
 /// What a gate tells its guard, and asks it.
 pub(crate) trait Watch: Send + Sync {
@@ -77,6 +77,52 @@ pub(crate) trait Guarded: Gate {
 
     /// Ends the holds of `keys`, if the hold ends by `until`. A later hold has another cause.
     fn release_all(self: Arc<Self>, keys: &[Key], until: Instant);
+}
+
+/// Most keys of one stop for which there is an event. All are counted.
+const MOST_EVENTS: usize = 100;
+
+/// Counts and reports that the guard has put these keys on hold for `span`.
+pub(crate) fn report_stopped(
+    gate: &(impl Gate + ?Sized),
+    keys: impl Iterator<Item = Key>,
+    span: Duration,
+) {
+    for (index, key) in keys.enumerate() {
+        gate.tally().held(Cause::Guard);
+        if index < MOST_EVENTS {
+            gate.tell_hold(key, span, Cause::Guard);
+        }
+    }
+}
+
+/// A key that may be about to get its state in a gate with a guard.
+pub(crate) struct NewKey<'a> {
+    guard: &'a Arc<dyn Watch>,
+    key: Key,
+    counted: Key,
+}
+
+impl<'a> NewKey<'a> {
+    /// Calls a function of the user, so the caller has no lock.
+    pub(crate) fn new(guard: &'a Arc<dyn Watch>, key: Key) -> Self {
+        let counted = guard.counted(key);
+        NewKey {
+            guard,
+            key,
+            counted,
+        }
+    }
+
+    /// Notes that the key gets its state. Returns for how long it is on hold from the beginning, because the guard has
+    /// stopped it, and counts that. A stop that begins meanwhile finds the key, and waits for its state: so the caller
+    /// has the lock.
+    pub(crate) fn begins(&self, tally: &Tally, now: Instant) -> Option<Duration> {
+        self.guard.note_key(self.counted, self.key);
+        let left = self.guard.stopped_for(self.counted, now)?;
+        tally.held(Cause::Guard);
+        Some(left)
+    }
 }
 
 /// Whether any gate of this process has a guard.

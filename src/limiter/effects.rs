@@ -28,11 +28,11 @@ use super::tasks;
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
+use crate::guarded::NewKey;
 use crate::join::join_all;
 use crate::key::Key;
 use crate::key_map::Full;
 use crate::limit::{Charge, LimitSpec, UnusedPermits};
-use crate::stats::Cause;
 use crate::store::{
     Claim, ClientSession, HoldState, Lease, LeaseRequest, OwnedLeaseRequest, PeekRequest, SetQuota,
     StoreListener, spawn,
@@ -99,18 +99,13 @@ impl Core {
     }
 
     fn visit_new(self: &Arc<Self>, key: Key, now: Instant, act: Act<'_>) -> Result<(), Full> {
-        // The function of the user is called without a lock.
         let guard = self.settings.guard.as_ref();
-        let guarded = guard.map(|guard| (guard, guard.counted(self.whole(key))));
+        let guarded = guard.map(|guard| NewKey::new(guard, self.whole(key)));
         let new = || {
             let mut state = KeyState::new(self.settings.spec.life());
-            if let Some((guard, counted)) = guarded {
-                // A stop that begins meanwhile finds the key, and waits for its state.
-                guard.note_key(counted, self.whole(key));
-                if let Some(left) = guard.stopped_for(counted, now) {
-                    state.begin_held(left, now);
-                    self.settings.tally.held(Cause::Guard);
-                }
+            let stopped = guarded.and_then(|key| key.begins(&self.settings.tally, now));
+            if let Some(left) = stopped {
+                state.begin_held(left, now);
             }
             state
         };

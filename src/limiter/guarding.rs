@@ -12,13 +12,10 @@ use super::limiter::Limiter;
 use super::start::Started;
 use crate::clock;
 use crate::error::Limited;
-use crate::guarded::{Guarded, SAME_CAUSE};
+use crate::guarded::{Guarded, SAME_CAUSE, report_stopped};
 use crate::key::Key;
-use crate::stats::{Cause, Gate};
+use crate::stats::Cause;
 use crate::store::{HoldState, spawn};
-
-/// Most keys of one stop for which there is an event. All are counted.
-const MOST_EVENTS: usize = 100;
 
 /// Whether a limiter has counted a unit, now or later.
 pub(crate) enum CountedUnit<F> {
@@ -112,9 +109,9 @@ impl Core {
     /// Holds the keys that a guard stops.
     fn hold_stopped(self: &Arc<Self>, keys: &[Key], span: Duration) {
         let now = clock::now();
-        let mut begun = 0;
-        for key in keys.iter().map(|key| self.part_of(*key)) {
-            let is_new = self.with_state(key, now, |state, ctx| {
+        let keys = keys.iter().map(|key| self.part_of(*key));
+        let begun = keys.filter(|key| {
+            let is_new = self.with_state(*key, now, |state, ctx| {
                 let before = state.hold.left(now);
                 let held = HoldState {
                     remaining: span,
@@ -125,14 +122,9 @@ impl Core {
                 state.hold.note_cause(Cause::Guard, span, now);
                 before.is_none()
             });
-            if is_new == Some(true) {
-                self.tally().held(Cause::Guard);
-                begun += 1;
-                if begun <= MOST_EVENTS {
-                    self.tell_hold(key, span, Cause::Guard);
-                }
-            }
-        }
+            is_new == Some(true)
+        });
+        report_stopped(&**self, begun, span);
     }
 
     /// Releases the keys that a guard has stopped until then.

@@ -14,7 +14,7 @@ use super::waiters::{TurnTooLate, Waiters};
 use crate::clock;
 use crate::config_error::{ConfigError, Problem};
 use crate::error::Reason;
-use crate::guarded::Watch;
+use crate::guarded::{NewKey, Watch};
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::{Full, KeyMap};
 use crate::pacing::Pace;
@@ -137,19 +137,14 @@ impl ThrottleCore {
         with: impl FnOnce(&mut Waiters, &mut Wakers) -> R,
     ) -> Result<R, Full> {
         let mut effects = Effects::default();
-        // The function of the user is called without a lock.
         let guard = self.settings.guard.as_ref();
-        let guarded = guard.map(|guard| (guard, guard.counted(key)));
+        let guarded = guard.map(|guard| NewKey::new(guard, key));
         let make = || {
             let mut waiters = self.new_waiters(now);
-            if let Some((guard, counted)) = guarded {
-                // A stop that begins meanwhile finds the key, and waits for its waiters.
-                guard.note_key(counted, key);
-                if let Some(left) = guard.stopped_for(counted, now) {
-                    waiters.queue.hold_until(clock::after(now, left), now);
-                    waiters.note_cause(Cause::Guard, now);
-                    self.settings.tally.held(Cause::Guard);
-                }
+            let stopped = guarded.and_then(|key| key.begins(&self.settings.tally, now));
+            if let Some(left) = stopped {
+                waiters.queue.hold_until(clock::after(now, left), now);
+                waiters.note_cause(Cause::Guard, now);
             }
             waiters
         };

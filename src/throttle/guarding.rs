@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::engine::ThrottleCore;
 use crate::clock;
-use crate::guarded::{Guarded, SAME_CAUSE};
+use crate::guarded::{Guarded, SAME_CAUSE, report_stopped};
 use crate::key::Key;
 use crate::stats::{Cause, Gate};
 
@@ -30,20 +30,19 @@ impl Guarded for ThrottleCore {
     fn hold_all(self: Arc<Self>, keys: &[Key], span: Duration) {
         let now = clock::now();
         let until = clock::after(now, span);
-        for key in keys.iter().copied() {
-            let is_new = self.at(key, |waiters, wakers| {
+        let begun = keys.iter().copied().filter(|key| {
+            let is_new = self.at(*key, |waiters, wakers| {
                 let before = waiters.queue.held_until();
-                if before.is_none_or(|before| clock::after(before, SAME_CAUSE) < until) {
+                let is_longer = before.is_none_or(|end| clock::after(end, SAME_CAUSE) < until);
+                if is_longer {
                     waiters.hold_until(until, now, wakers);
                     waiters.note_cause(Cause::Guard, now);
-                    return true;
                 }
-                false
+                is_longer
             });
-            if is_new == Some(true) {
-                self.report_hold(key, span, Cause::Guard);
-            }
-        }
+            is_new == Some(true)
+        });
+        report_stopped(&*self, begun, span);
     }
 
     fn release_all(self: Arc<Self>, keys: &[Key], until: Instant) {
