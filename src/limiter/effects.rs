@@ -7,7 +7,6 @@
 
 use std::future::{Future, poll_fn};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
@@ -15,15 +14,16 @@ use smallvec::SmallVec;
 use tokio::runtime::Handle;
 use tokio::time::timeout;
 
+use super::division;
 use super::engine::Core;
 use super::key_state::{
-    Effect, HeaderTrust, JoinedRound, KeyContext, KeyState, LeaseFuture, Lent, OWN_PART, Round,
-    SentCall, StatedLimit, WholeLimits, Work, confirmed, fresh_for,
+    Effect, HeaderTrust, KeyContext, KeyState, LeaseFuture, SentCall, StatedLimit, Work, confirmed,
 };
 use super::queue::CallNumber;
 use super::quotas::QuotaId;
 use super::reservation::Reservation;
 use super::settings::Settings;
+use super::store_call::{StoreCall, UnlessLost};
 use super::tasks;
 use crate::clock;
 use crate::error::StoreError;
@@ -32,19 +32,14 @@ use crate::guarded::NewKey;
 use crate::join::join_all;
 use crate::key::Key;
 use crate::key_map::Full;
-use crate::limit::{Charge, LimitSpec, UnusedPermits};
+use crate::limit::{Charge, UnusedPermits};
 use crate::store::{
-    Claim, ClientSession, HoldState, Lease, LeaseRequest, OwnedLeaseRequest, PeekRequest, SetQuota,
-    StoreListener, spawn,
+    Claim, ClientSession, LeaseRequest, OwnedLeaseRequest, SetQuota, StoreListener, spawn,
 };
 
 /// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the
 /// runtime does not run them in this time, the next call is sent without them.
 const LONGEST_TURN: Duration = Duration::from_millis(5);
-
-/// The number of the part of all other requests. Its key is the whole one, which callers without a
-/// division use.
-const PART_OF_THE_REST: u8 = 0;
 
 /// How often a flush looks whether a call under way has carried its charges to the store.
 const CHARGES_UNDER_WAY: Duration = Duration::from_millis(2);
@@ -290,10 +285,10 @@ impl Core {
             self.give_back(key, slot);
         }
         if work.wants_statements {
-            self.start(run_statements(self.clone(), key));
+            self.start(division::run_statements(self.clone(), key));
         }
         if work.borrows {
-            self.start(borrow_for(self.clone(), key));
+            self.start(division::borrow_for(self.clone(), key));
         }
     }
 
@@ -305,41 +300,6 @@ impl Core {
             Some(_) if set.is_learned() => {}
             Some(quota) => events::quota_set(tally, &label, quota),
             None => events::set_quota_ended(tally, &label),
-        }
-    }
-
-    /// Waits until the limits of the other parts are stated, if `key` is one of several parts. Only one
-    /// round of statements is under way for a key: if there is one, waits for its end.
-    ///
-    /// # Errors
-    ///
-    /// How long the round waits until callers without a division have used what they have booked, if
-    /// that is beyond `latest`.
-    pub(super) async fn wait_for_statements(
-        self: &Arc<Self>,
-        key: Key,
-        latest: Instant,
-    ) -> Result<(), Duration> {
-        if !self.is_divided() {
-            return Ok(());
-        }
-        let waits_too_long = |now| {
-            self.with_state(key, now, |state, ctx| state.undivided_beyond(ctx, latest))
-                .flatten()
-        };
-        loop {
-            let now = clock::now();
-            match self.with_new_state(key, now, KeyState::join_round) {
-                Ok(JoinedRound::IsStated) | Err(Full) => return Ok(()),
-                Ok(JoinedRound::Begins) => run_statements(self.clone(), key).await,
-                Ok(JoinedRound::IsUnderWay { until }) => {
-                    if let Some(wait) = waits_too_long(now) {
-                        return Err(wait);
-                    }
-                    let until = until.max(Some(clock::after(now, LONGEST_TURN)));
-                    clock::sleep_until(until.unwrap_or(now)).await;
-                }
-            }
         }
     }
 
@@ -432,272 +392,5 @@ impl Core {
 
     pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         spawn(&*self.settings.store, task);
-    }
-}
-
-/// Asks the other parts for slots for the waiters of `key`, one part after the other, and the own part
-/// last. Each answer counts as a statement of the limits. A part whose store fails lends nothing.
-async fn borrow_for(core: Arc<Core>, key: Key) {
-    let wanted = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.wanted_loans(ctx);
-    let Some(mut wanted) = core.with_state(key, clock::now(), wanted).flatten() else {
-        return;
-    };
-    let mut round = Round::default();
-    let own = core.part_index();
-    let quota = core.quota_id(key);
-    let parts: SmallVec<[_; 8]> = core.all_parts(key).enumerate().collect();
-    let (before, after) = parts.split_at(own.min(parts.len()));
-    // Each class begins with the part behind its own. Its own part is the last.
-    let others = after.iter().skip(1).chain(before);
-    for (index, (lender, lender_key)) in others.chain(after.first()) {
-        let is_own = *index == own;
-        let sent = clock::now();
-        if !wanted.asks(*index, is_own, sent) {
-            continue;
-        }
-        lender.choose_quota(*lender_key, quota.unwrap_or(QuotaId::CONFIGURED), sent);
-        let lend =
-            |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.lend(ctx, &wanted, is_own);
-        let Ok(Some(reply)) = lender.with_new_state(*lender_key, sent, lend) else {
-            round.add(*index, is_own, Lent::default());
-            continue;
-        };
-        let (call, reply) = reply;
-        let open = StoreCall::new(lender, *lender_key, call);
-        let answer = reply.arrives().await;
-        if !is_own
-            && answer.is_ok()
-            && let Ok(number) = u8::try_from(*index)
-        {
-            let spec = lender.spec_of_part(*lender_key, quota);
-            let note = |state: &mut KeyState| state.note_stated(&spec, number, sent, false);
-            core.states.find(key, note);
-        }
-        let Some(lent) = open.answered(answer, KeyState::lent) else {
-            continue;
-        };
-        wanted.take(&lent.slots);
-        round.add(*index, is_own, lent);
-    }
-    let mut ended = Some(round);
-    let end = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
-        state.loans_ended(ctx, ended.take().unwrap_or_default());
-    };
-    core.with_state(key, clock::now(), end);
-    for slot in ended.into_iter().flat_map(|round| round.slots) {
-        core.give_back(key, slot);
-    }
-}
-
-/// States the limits of all parts for `key`, which is one of them: see `key_state/stated_parts.rs`. Also a round
-/// that is dropped before its first poll has to end.
-fn run_statements(core: Arc<Core>, key: Key) -> impl Future<Output = ()> + Send + 'static {
-    let of_lost = core.clone();
-    let unless_lost = UnlessLost::new(move || {
-        of_lost.with_state(key, clock::now(), KeyState::statements_lost);
-    });
-    async move {
-        let (undivided_until, again) = state_stale_parts(&core, key).await;
-        unless_lost.end();
-        core.with_state(key, clock::now(), |state, ctx| {
-            state.parts_stated(ctx, undivided_until, again);
-        });
-    }
-}
-
-/// States the limits of the parts about which `key` has no fresh statement. Returns until when callers
-/// without a division may use more than their part, and after what time to call this again at the latest.
-/// A part whose store fails is stated again later.
-async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Duration) {
-    let now = clock::now();
-    let known = core
-        .states
-        .find(key, |state| (state.stated_parts(), state.limits.quota_id()));
-    let (stated, quota) = known.unwrap_or_default();
-    let parts: SmallVec<[_; 8]> = core.all_parts(key).enumerate().collect();
-    let specs = parts
-        .iter()
-        .map(|(_, (part, part_key))| part.spec_of_part(*part_key, quota));
-    let specs: SmallVec<[Arc<LimitSpec>; 8]> = specs.collect();
-    let again = specs.iter().map(|spec| fresh_for(spec)).min();
-    let again = again.unwrap_or(LONGEST_TURN) / 2;
-    // Parts that are about to need a statement get it in this round, too.
-    let fresh_at = clock::after(now, again / 2);
-    let whole = WholeLimits::new(&specs);
-    let calls = parts
-        .iter()
-        .zip(&specs)
-        .filter_map(|((index, (part, part_key)), spec)| {
-            let number = match u8::try_from(*index).ok()? {
-                own if usize::from(own) == core.part_index() => OWN_PART,
-                other => other,
-            };
-            // Callers without a division use the part of the rest.
-            let looks_for_undivided =
-                *index == usize::from(PART_OF_THE_REST) && stated.needs_search(now);
-            if stated.is_fresh(number, fresh_at) && !looks_for_undivided {
-                return None;
-            }
-            let whole = looks_for_undivided.then_some(&whole);
-            Some(async move {
-                let sent = clock::now();
-                let stated = state_part(part, *part_key, spec, whole).await;
-                (number, spec, sent, whole.is_some(), stated)
-            })
-        });
-    let mut undivided_until = None;
-    for (number, spec, sent, was_search, stated) in join_all(calls).await {
-        core.states.find(key, |state| {
-            state.note_stated(spec, number, sent, stated.is_err());
-            if was_search {
-                state.note_search(stated.is_ok());
-            }
-            if let Ok(StatementOutcome { answered, .. }) = stated
-                && number == OWN_PART
-            {
-                state.note_trip(spec, (sent, answered));
-            }
-        });
-        if let Ok(StatementOutcome { hold, .. }) = stated
-            && number == PART_OF_THE_REST
-            && !hold.remaining.is_zero()
-        {
-            // A process without shares may have held the whole key before this one knew of its class.
-            core.with_state(key, clock::now(), |state, ctx| {
-                state.follow_whole(ctx, hold);
-            });
-        }
-        let until = stated.ok().and_then(|stated| stated.undivided_until);
-        undivided_until = undivided_until.max(until);
-    }
-    (undivided_until, again)
-}
-
-/// What became of a statement.
-struct StatementOutcome {
-    /// When the store answered.
-    answered: Instant,
-    /// Until when callers without a division may use more than the part, if they were looked for.
-    undivided_until: Option<Instant>,
-    /// The hold of the part.
-    hold: HoldState,
-}
-
-/// States the limits of one part. If it is given the `whole` limits, looks for callers without a division.
-async fn state_part(
-    part: &Core,
-    key: Key,
-    spec: &Arc<LimitSpec>,
-    whole: Option<&WholeLimits>,
-) -> Result<StatementOutcome, StoreError> {
-    let store = &part.settings.store;
-    let request = OwnedLeaseRequest::without_demands(key, spec, ClientSession::default());
-    let lease = store.lease(request.request(&[])).arrives().await?;
-    let answered = clock::now();
-    let mut undivided_until = None;
-    if let Some(whole) = whole.filter(|_| lease.foreign.is_some()) {
-        let usage = store.peek(PeekRequest::new(key, spec)).arrives().await?;
-        let wait = whole.undivided_for(&usage);
-        undivided_until = wait.map(|wait| clock::after(clock::now(), wait));
-    }
-    Ok(StatementOutcome {
-        answered,
-        undivided_until,
-        hold: lease.hold,
-    })
-}
-
-/// A call to the store whose answer is still to come. If it is dropped before, it is lost: its waiters get
-/// [`StoreError::Lost`], and the charges that it carries wait for another call.
-pub(super) struct StoreCall {
-    core: Arc<Core>,
-    key: Key,
-    call: SentCall,
-    /// The number of a call that waiters of the key wait for.
-    number: Option<CallNumber>,
-    is_open: bool,
-}
-
-impl StoreCall {
-    pub(super) fn new(core: &Arc<Core>, key: Key, call: SentCall) -> Self {
-        StoreCall {
-            core: core.clone(),
-            key,
-            call,
-            number: None,
-            is_open: true,
-        }
-    }
-
-    /// Takes in the answer. Returns `None` if the state of the key is gone: then this process cannot use what was
-    /// granted, and gives it back.
-    pub(super) fn answered<R>(
-        mut self,
-        answer: Result<Lease, StoreError>,
-        take_in: impl FnOnce(
-            &mut KeyState,
-            &mut KeyContext<'_>,
-            SentCall,
-            Result<Lease, StoreError>,
-        ) -> R,
-    ) -> Option<R> {
-        self.is_open = false;
-        let (core, key, call) = (&self.core, self.key, self.call);
-        let foreign = answer.as_ref().ok().and_then(|lease| lease.foreign);
-        if let Some(limit) = foreign
-            // A key whose quota changed keeps its old limits for some time.
-            && !core.settings.quotas.is_any()
-            && !core.warned.swap(true, Ordering::Relaxed)
-        {
-            let quota = core.settings.spec.quota();
-            let tally = &core.settings.tally;
-            events::foreign_limit(tally, &core.label(key, None), limit, quota);
-        }
-        let mut answer = Some(answer);
-        let taken_in = core.with_state(key, clock::now(), |state, ctx| {
-            let answer = answer.take().unwrap_or(Err(StoreError::Lost));
-            let done = take_in(state, ctx, call, answer);
-            state.sweep_later();
-            done
-        });
-        if let Some(Ok(lease)) = answer {
-            core.give_back_stateless(key, &lease.unused());
-        }
-        taken_in
-    }
-}
-
-impl Drop for StoreCall {
-    fn drop(&mut self) {
-        let &mut StoreCall { call, number, .. } = self;
-        if self.is_open && (number.is_some() || call.has_charge()) {
-            self.core
-                .with_state(self.key, clock::now(), |state, ctx| match number {
-                    Some(number) => state.call_answered(ctx, number, call, Err(StoreError::Lost)),
-                    None => state.charge_answered(ctx, call, false),
-                });
-        }
-    }
-}
-
-/// What is done if a task is dropped, with its runtime, before its end.
-pub(super) struct UnlessLost<F: FnOnce()>(Option<F>);
-
-impl<F: FnOnce()> UnlessLost<F> {
-    pub(super) fn new(act: F) -> Self {
-        UnlessLost(Some(act))
-    }
-
-    /// The task has come to its end.
-    pub(super) fn end(mut self) {
-        self.0 = None;
-    }
-}
-
-impl<F: FnOnce()> Drop for UnlessLost<F> {
-    fn drop(&mut self) {
-        if let Some(act) = self.0.take() {
-            act();
-        }
     }
 }

@@ -17,7 +17,7 @@
 //
 // | file | what it has |
 // |---|---|
-// | `reservation`, `limited`, `hosts`, `quotas`, `entry` | values: booked slots, bounds and outcomes of waits, errors, hosts, quotas that requests state, what a request states |
+// | `reservation`, `limited`, `hosts`, `quotas`, `entry` | values: booked slots, outcomes of waits, why a request ends, hosts, quotas that requests state, what a request states |
 // | `session`, `prefetched`, `unlocked`, `queue`, `key_state` | the state of one key: the store's clock, permits at hand, waiters, bookings, holds |
 // | `key_states` | the states of all keys, and the way to visit one |
 // | `settings` | what a limiter is built from |
@@ -25,6 +25,8 @@
 // | `unit_check`, `whole_limit` | which units requests state; the requests that wait for a whole limit |
 // | `tasks` | tasks that run at once, as far as they can |
 // | `engine` | `Core`: the state of all keys |
+// | `store_call` | a call to the store whose answer is still to come |
+// | `division` | what the parts of a divided quota do for each other |
 // | `effects` | access to the state of a key, and the effects that it returns |
 // | `cores` | the cores of a limiter whose quota counts several units |
 // | `counting` | what is counted of requests, and the stats of a limiter |
@@ -33,7 +35,7 @@
 // | `split_signal` | which key of a joint request a response is about |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | why a request is refused that gets no slot |
-// | `explanation`, `explain` | why a request would wait now, or be refused |
+// | `explanation` | why a request would wait now, or be refused: the answer, and its text |
 // | `around` | layers around each other: which requests are refused |
 // | `settlement` | the true cost of a request that was sent |
 // | `sent`, `permit` | a request that was sent and not yet answered; the right to send one request |
@@ -44,6 +46,7 @@
 // | `line` | where a request waits for its slots: the queue of its key, or the set of requests with the same keys |
 // | `request`, `wait` | the way of a request to its permit; the future that waits |
 // | `start` | the slow path |
+// | `explain` | why a request would wait now, or be refused |
 // | `acquire` | the public future of a permit |
 // | `limiter` | [`Limiter`], the public face |
 // | `guarding` | what a ban guard needs of limiters |
@@ -54,6 +57,7 @@ mod around;
 mod at_once;
 mod cores;
 mod counting;
+mod division;
 mod effects;
 mod engine;
 mod entry;
@@ -92,6 +96,7 @@ mod slots;
 mod split_signal;
 mod start;
 mod status;
+mod store_call;
 mod taken;
 mod tasks;
 mod unit_check;

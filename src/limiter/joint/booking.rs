@@ -8,12 +8,13 @@ use super::{JointRefusal, RefusalCause, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::join::join_each;
-use crate::limiter::effects::{StoreCall, UnlessLost};
+use crate::limiter::division;
 use crate::limiter::key_state::{JointAnswer, JointAsk, KeyState, near_booking};
 use crate::limiter::part::{Costs, Part, PerPart};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::Reservation;
 use crate::limiter::slots::Slots;
+use crate::limiter::store_call::{StoreCall, UnlessLost};
 use crate::store::{JointCall, Lease, Refusal, StoreReply};
 use crate::wait_queue::{ANSWER, WaitBound};
 
@@ -147,7 +148,7 @@ impl<'a> SlotSearch<'a> {
             return Err(refusal);
         }
         for (part, Part { core, key, .. }) in self.parts.iter().enumerate() {
-            if let Err(wait) = core.wait_for_statements(*key, bound.latest).await {
+            if let Err(wait) = division::wait_for_statements(core, *key, bound.latest).await {
                 return Err(JointRefusal::refused(part, Refusal::for_span(wait)));
             }
         }

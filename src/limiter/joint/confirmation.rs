@@ -13,10 +13,10 @@ use std::time::Instant;
 
 use super::set::JointSet;
 use crate::clock;
-use crate::limiter::effects::{StoreCall, UnlessLost};
 use crate::limiter::key_state::{ask_to_confirm, confirmed};
 use crate::limiter::part::{Part, PerPart};
 use crate::limiter::slots::Slots;
+use crate::limiter::store_call::{StoreCall, UnlessLost};
 
 /// Returns the parts whose stores have to confirm their slots before `slot` may be used.
 pub(in crate::limiter) fn doubtful(parts: &[Part], slot: &Slots, now: Instant) -> PerPart<usize> {
