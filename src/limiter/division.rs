@@ -7,9 +7,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::engine::Core;
-use super::key_state::{
-    JoinedRound, KeyContext, KeyState, Lent, OWN_PART, Round, WholeLimits, fresh_for,
-};
+use super::key_state::{JoinedRound, KeyState, Lent, OWN_PART, Round, WholeLimits, fresh_for};
 use super::quotas::QuotaId;
 use super::store_call::{StoreCall, UnlessLost};
 use crate::clock;
@@ -65,8 +63,8 @@ pub(super) async fn wait_for_statements(
 /// Asks the other parts for slots for the waiters of `key`, one part after the other, and the own part
 /// last. Each answer counts as a statement of the limits. A part whose store fails lends nothing.
 pub(super) async fn borrow_for(core: Arc<Core>, key: Key) {
-    let wanted = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.wanted_loans(ctx);
-    let Some(mut wanted) = core.with_state(key, clock::now(), wanted).flatten() else {
+    let wanted = core.with_state(key, clock::now(), KeyState::wanted_loans);
+    let Some(mut wanted) = wanted.flatten() else {
         return;
     };
     let mut round = Round::default();
@@ -83,13 +81,13 @@ pub(super) async fn borrow_for(core: Arc<Core>, key: Key) {
             continue;
         }
         lender.choose_quota(*lender_key, quota.unwrap_or(QuotaId::CONFIGURED), sent);
-        let lend =
-            |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.lend(ctx, &wanted, is_own);
-        let Ok(Some(reply)) = lender.with_new_state(*lender_key, sent, lend) else {
+        let asked = lender.with_new_state(*lender_key, sent, |state, ctx| {
+            state.lend(ctx, &wanted, is_own)
+        });
+        let Ok(Some((call, reply))) = asked else {
             round.add(*index, is_own, Lent::default());
             continue;
         };
-        let (call, reply) = reply;
         let open = StoreCall::new(lender, *lender_key, call);
         let answer = reply.arrives().await;
         if !is_own
@@ -97,8 +95,8 @@ pub(super) async fn borrow_for(core: Arc<Core>, key: Key) {
             && let Ok(number) = u8::try_from(*index)
         {
             let spec = lender.spec_of_part(*lender_key, quota);
-            let note = |state: &mut KeyState| state.note_stated(&spec, number, sent, false);
-            core.states.find(key, note);
+            core.states
+                .find(key, |state| state.note_stated(&spec, number, sent, false));
         }
         let Some(lent) = open.answered(answer, KeyState::lent) else {
             continue;
@@ -107,10 +105,9 @@ pub(super) async fn borrow_for(core: Arc<Core>, key: Key) {
         round.add(*index, is_own, lent);
     }
     let mut ended = Some(round);
-    let end = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
+    core.with_state(key, clock::now(), |state, ctx| {
         state.loans_ended(ctx, ended.take().unwrap_or_default());
-    };
-    core.with_state(key, clock::now(), end);
+    });
     for slot in ended.into_iter().flat_map(|round| round.slots) {
         core.give_back(key, slot);
     }

@@ -157,10 +157,8 @@ impl Core {
             return false;
         }
         let spec = self.spec_of(quota);
-        let choose =
-            |state: &mut KeyState, _: &mut KeyContext<'_>| state.limits.choose(quota, spec);
         // If there is no room for the key, its request is refused.
-        let _ = self.with_new_state(key, now, choose);
+        let _ = self.with_new_state(key, now, |state, _| state.limits.choose(quota, spec));
         true
     }
 
@@ -186,18 +184,18 @@ impl Core {
             }
             return;
         }
-        let give_back = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
+        let done = self.with_state(key, clock::now(), |state, ctx| {
             state.give_back(ctx, slot, stays);
-        };
-        if self.with_state(key, clock::now(), give_back).is_none() {
+        });
+        if done.is_none() {
             self.give_back_stateless(key, &[slot.unused()]);
         }
     }
 
     /// Takes back units of a permit of `key` that was used, because its request cost less.
     pub(super) fn refund(self: &Arc<Self>, key: Key, unused: UnusedPermits) {
-        let refund = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.refund(ctx, unused);
-        if self.with_state(key, clock::now(), refund).is_none() {
+        let done = self.with_state(key, clock::now(), |state, ctx| state.refund(ctx, unused));
+        if done.is_none() {
             self.give_back_stateless(key, &[unused]);
         }
     }
@@ -210,10 +208,10 @@ impl Core {
         let settings = &self.settings;
         // The store counts units for longer if the upstream counts late. These are counted already.
         let sent_at = now.checked_sub(settings.counted_within).unwrap_or(now);
-        let charge = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
-            state.charge(ctx, units, sent_at, permit)
-        };
-        if let Err(Full) = self.with_new_state(key, now, charge) {
+        let charged = self.with_new_state(key, now, |state, ctx| {
+            state.charge(ctx, units, sent_at, permit);
+        });
+        if let Err(Full) = charged {
             let session = ClientSession::default();
             let request = OwnedLeaseRequest::without_demands(key, &settings.spec, session);
             let charges = [Charge::new(now - sent_at, units)];

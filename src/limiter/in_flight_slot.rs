@@ -107,8 +107,9 @@ impl Drop for InFlightSlot {
             number,
             ..
         } = &*self.0;
-        let end = |calls: &mut KeyCalls, wakers: &mut Wakers| calls.end(number, now, wakers);
-        with_calls(core, core.whole(key), end);
+        with_calls(core, core.whole(key), |calls, wakers| {
+            calls.end(number, now, wakers);
+        });
         core.settings.tally.call_ended();
     }
 }
@@ -168,8 +169,9 @@ pub(super) fn poll(
 /// Ends the wait of `number` for an in-flight slot of `key`.
 pub(super) fn leave(core: &Arc<Core>, key: Key, number: Number) {
     let now = clock::now();
-    let leave = |calls: &mut KeyCalls, wakers: &mut Wakers| calls.leave(number, now, wakers);
-    with_calls(core, core.whole(key), leave);
+    with_calls(core, core.whole(key), |calls, wakers| {
+        calls.leave(number, now, wakers);
+    });
 }
 
 /// Takes in what the store states about the claims of `holder` for `key`.
@@ -221,8 +223,8 @@ fn look_later(core: &Arc<Core>, key: Key, begins: bool) {
                 return;
             };
             let now = clock::now();
-            let look = |calls: &mut KeyCalls, wakers: &mut Wakers| calls.look(now, wakers);
-            if with_calls(&core, key, look) != Some(true) {
+            let looks_on = with_calls(&core, key, |calls, wakers| calls.look(now, wakers));
+            if looks_on != Some(true) {
                 return;
             }
         }

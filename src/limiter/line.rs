@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use super::admission;
 use super::joint::{self, JointRefusal, JointSet, RefusalCause};
-use super::key_state::{KeyState, Ticket};
+use super::key_state::Ticket;
 use super::limited::{Stopped, Why};
 use super::part::{Costs, Part, PartRef, max_wait};
 use super::probe::Probe;
@@ -279,8 +279,7 @@ impl RequestLine {
 fn count_waiting(set: &JointSet, place: &mut LinePlace, now: Instant) {
     let part = set.awaited(&place.costs);
     let Part { core, key, .. } = &set.parts[part];
-    let count = |state: &mut KeyState| state.hold.enter_joint(now);
-    let counted = core.states.find(*key, count);
+    let counted = core.states.find(*key, |state| state.hold.enter_joint(now));
     place.waits_for = counted.and_then(|()| u8::try_from(part).ok());
 }
 

@@ -96,8 +96,9 @@ pub(super) fn take_in(core: &Arc<Core>, key: Key, set: &SetQuota) {
     if core.settings.learn == HeaderTrust::Ignore && set.is_learned() {
         return;
     }
-    let change = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.take_in_set_quota(ctx, set);
-    core.with_state(key, clock::now(), change);
+    core.with_state(key, clock::now(), |state, ctx| {
+        state.take_in_set_quota(ctx, set);
+    });
 }
 
 /// Sets the quota of `key` for all processes that share the store.
@@ -184,6 +185,8 @@ async fn end(core: &Arc<Core>, key: Key, above: u32, life: Duration) -> Result<(
 
 /// Returns the version of the set quota of `key` that this process knows of. 0 if it knows of none.
 fn known_version(core: &Core, key: Key) -> u32 {
-    let known = |state: &mut KeyState| state.limits.set_quota_version();
-    core.states.find(key, known).unwrap_or_default()
+    let known = core
+        .states
+        .find(key, |state| state.limits.set_quota_version());
+    known.unwrap_or_default()
 }

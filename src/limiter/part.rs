@@ -7,7 +7,6 @@ use smallvec::SmallVec;
 
 use super::engine::Core;
 use super::entry::Entry;
-use super::key_state::KeyState;
 use super::limited::LimitName;
 use crate::key::Key;
 use crate::limit::LimitSpec;
@@ -104,8 +103,11 @@ impl Part {
 
     /// Returns how often the limits of the key have changed.
     pub(super) fn changes(&self) -> u32 {
-        let changes = |state: &mut KeyState| state.limits.changes();
-        self.core.states.find(self.key, changes).unwrap_or(0)
+        let known = self
+            .core
+            .states
+            .find(self.key, |state| state.limits.changes());
+        known.unwrap_or(0)
     }
 
     /// Returns the limits of the key that decide about a request.

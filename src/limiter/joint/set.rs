@@ -17,7 +17,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::limiter::engine::CoreId;
 use crate::limiter::entry::Entry;
-use crate::limiter::lanes::{Booked, HandOut, Lane, Lanes, SlotWait};
+use crate::limiter::lanes::{Booked, HandOut, Lanes, SlotWait};
 use crate::limiter::part::{Costs, Part, PartRef, PerPart};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::ProbeNumber;
@@ -220,8 +220,9 @@ impl JointSet {
         self.with(|state, _| {
             wait.is_in_line = state.refused_near.is_some() && state.lanes.waiting() > 0;
             let wakes_at = wait.gives_up_at;
-            let enter = |lane: &mut Lane<_>| lane.enter(number, wait, wakes_at);
-            state.lanes.change(costs, enter);
+            state
+                .lanes
+                .change(costs, |lane| lane.enter(number, wait, wakes_at));
         });
     }
 
@@ -424,8 +425,9 @@ impl JointSet {
             }
             Err(refusal) => {
                 // If the request has left meanwhile, nothing was booked for the others.
-                let settle = |lane: &mut Lane<_>| lane.settle(*number, Err(refusal), wakers);
-                state.lanes.change(costs, settle);
+                state
+                    .lanes
+                    .change(costs, |lane| lane.settle(*number, Err(refusal), wakers));
             }
         });
     }

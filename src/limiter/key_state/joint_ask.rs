@@ -6,7 +6,6 @@ use super::KeyState;
 use super::calls::{Ask, SentCall, TakenIn};
 use super::context::KeyContext;
 use super::store_view::slot;
-use crate::clock;
 use crate::error::StoreError;
 use crate::limit::LimitSpec;
 use crate::limiter::queue::Returns;
@@ -68,7 +67,7 @@ impl JointAsk {
         let mut returns = Returns::new();
         returns.extend(self.replaces.map(|slot| slot.unused()));
         let known = match state.hold.left(now) {
-            Some(left) if clock::after(now, left) > bound.latest => {
+            Some(left) if bound.is_too_long(left, now) => {
                 // One such request asks the store for a release.
                 (!state.hold.take_inquiry(now)).then_some(Refusal::for_span(left))
             }
