@@ -46,14 +46,18 @@ pub struct ThrottlePermit {
     bound: WaitBound,
 }
 
-/// How a request has waited.
+/// What is known of a request that waits for its turn, or has waited.
 #[derive(Debug)]
 pub(super) struct Waited {
     label: Label,
+    /// When it began to wait.
     start: Instant,
+    /// How long it had waited when its turn came.
     span: Duration,
+    /// How often it waited for its turn.
     turns: u32,
-    /// The status with which the upstream refused the last attempt, if there was one.
+    /// The status with which the upstream refused the last attempt, if there was one. A wait that ends
+    /// without a turn ends with it.
     refused: Option<StatusCode>,
     /// Counts the request when it leaves. `None` if it has counted.
     open: Option<OpenRequest<ThrottleCore>>,
@@ -61,14 +65,36 @@ pub(super) struct Waited {
 
 impl Waited {
     /// Makes the value for a request that left `at` this moment without a wait.
-    fn at_once(label: Label, at: Instant) -> Self {
-        Waited {
+    fn at_once(label: Label, at: Instant) -> Box<Self> {
+        Box::new(Waited {
             label,
             start: at,
             span: Duration::ZERO,
             turns: 0,
             refused: None,
             open: None,
+        })
+    }
+
+    /// Ends a request that waits no longer, and was not sent. Returns its error: that of the upstream, if it has refused
+    /// an attempt before.
+    fn end(
+        &mut self,
+        core: &ThrottleCore,
+        reason: Reason,
+        refusal: Refusal,
+        now: Instant,
+    ) -> Limited {
+        let request = RefusedRequest::of_pace(self.label.clone(), self.start, self.turns);
+        if let Some(status) = self.refused {
+            let limited = request.refused_upstream(status, refusal.wait, now);
+            events::limited(core.tally(), &limited);
+            return limited;
+        }
+        let limited = request.refuse(reason, refusal, now);
+        match &mut self.open {
+            Some(open) => open.refuse(limited),
+            None => limited,
         }
     }
 }
@@ -100,7 +126,7 @@ impl ThrottlePermit {
 
     /// Sets the label of the permit's key, for the error that a refusal makes.
     pub(crate) fn named(mut self, label: Label) -> Self {
-        self.waited = Some(Box::new(Waited::at_once(label, clock::now())));
+        self.waited = Some(Waited::at_once(label, clock::now()));
         self
     }
 
@@ -155,41 +181,24 @@ impl ThrottlePermit {
     }
 
     /// Takes what is known of the wait. Of a request that did not wait, `at` is when it left.
-    fn take_waited(&mut self, at: Instant) -> Waited {
-        match self.waited.take() {
-            Some(waited) => *waited,
-            None => Waited::at_once(self.core.label(self.key, None), at),
-        }
+    fn take_waited(&mut self, at: Instant) -> Box<Waited> {
+        let waited = self.waited.take();
+        waited.unwrap_or_else(|| Waited::at_once(self.core.label(self.key, None), at))
     }
 
-    /// Makes the wait of a request that is back in its old place, and that the upstream has `refused`, if it has.
-    fn waits_again(
-        &self,
-        number: Number,
-        waited: Waited,
-        refused: Option<StatusCode>,
-    ) -> Box<PaceWait> {
-        let Waited {
-            label,
-            start,
-            turns,
-            open,
-            ..
-        } = waited;
-        let open = open
-            .unwrap_or_else(|| OpenRequest::new(self.core.clone(), self.key, start).sent_again());
-        let mut wait = PaceWait::new(
-            open,
-            self.core.clone(),
-            self.key,
-            number,
-            label,
-            start,
-            self.bound,
-        );
-        wait.turns = turns + 1;
-        wait.refused = refused;
-        Box::new(wait)
+    /// Makes the wait of a request that is back in its old place.
+    fn waits_again(&self, number: Number, mut waited: Box<Waited>) -> Box<PaceWait> {
+        waited.turns += 1;
+        waited.open.get_or_insert_with(|| {
+            OpenRequest::new(self.core.clone(), self.key, waited.start).sent_again()
+        });
+        Box::new(PaceWait {
+            core: self.core.clone(),
+            key: self.key,
+            number: Some(number),
+            waited: Some(waited),
+            bound: self.bound,
+        })
     }
 
     fn end(
@@ -220,9 +229,10 @@ impl ThrottlePermit {
         });
         let (is_back, held) = answered.unwrap_or_default();
         let refused = signal.refusal().map(|status| {
-            let waited = self.take_waited(now);
+            let mut waited = self.take_waited(now);
             let (label, span, turns) = (waited.label.clone(), waited.span, waited.turns);
-            let back = is_back.then(|| self.waits_again(number, waited, Some(status)));
+            waited.refused = Some(status);
+            let back = is_back.then(|| self.waits_again(number, waited));
             (status, label, span, turns, back)
         });
         if let Some(left) = held.and_then(|until| until.checked_duration_since(now)) {
@@ -277,30 +287,11 @@ impl ThrottlePermit {
             Some(_) => waiters.unsent(flight, now, wakers),
             None => waiters.wait_again(flight, latest, now, wakers),
         });
-        let waited = self.take_waited(arrived);
-        let refused = waited.refused;
-        let Some(reason) = reason else {
-            return Err(Back::Waits(self.waits_again(number, waited, refused)));
-        };
-        let Waited {
-            label,
-            start,
-            turns,
-            mut open,
-            ..
-        } = waited;
-        let request = RefusedRequest::of_pace(label, start, turns);
-        let limited = match refused {
-            Some(status) => self.core.refused_before(status, request, None, now),
-            None => {
-                let limited = request.refuse(reason, Refusal::NEVER, now);
-                match &mut open {
-                    Some(open) => open.refuse(limited),
-                    None => limited,
-                }
-            }
-        };
-        Err(Back::Ended(limited))
+        let mut waited = self.take_waited(arrived);
+        Err(match reason {
+            Some(reason) => Back::Ended(waited.end(&self.core, reason, Refusal::NEVER, now)),
+            None => Back::Waits(self.waits_again(number, waited)),
+        })
     }
 
     /// Ends the permit of a request that was certainly not sent. The next request may leave in its
@@ -338,18 +329,13 @@ pub(crate) struct PaceWait {
     key: Key,
     /// The request's number in the queue; `None` once the wait has ended.
     number: Option<Number>,
-    label: Label,
-    start: Instant,
+    /// `None` once the request has its turn.
+    waited: Option<Box<Waited>>,
     bound: WaitBound,
-    turns: u32,
-    /// The status with which the upstream refused the last attempt, if there was one. A wait that
-    /// ends without a turn ends with it.
-    refused: Option<StatusCode>,
-    /// Counts the request, unless it was sent before. `None` once it has its turn.
-    open: Option<OpenRequest<ThrottleCore>>,
 }
 
 impl PaceWait {
+    /// Makes the wait of a request that has not waited before.
     pub(super) fn new(
         open: OpenRequest<ThrottleCore>,
         core: Arc<ThrottleCore>,
@@ -359,21 +345,16 @@ impl PaceWait {
         start: Instant,
         bound: WaitBound,
     ) -> Self {
+        let mut waited = Waited::at_once(label, start);
+        waited.turns = 1;
+        waited.open = Some(open);
         PaceWait {
             core,
             key,
             number: Some(number),
-            label,
-            start,
+            waited: Some(waited),
             bound,
-            turns: 1,
-            refused: None,
-            open: Some(open),
         }
-    }
-
-    fn open_request(&mut self) -> &mut OpenRequest<ThrottleCore> {
-        self.open.as_mut().expect("the request has no turn yet")
     }
 
     /// Returns whether the key is on hold for longer than the throttle is drained.
@@ -393,10 +374,10 @@ impl Future for PaceWait {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let now = clock::now();
-        let number = self
-            .number
-            .expect("a future is not polled after it was ready");
-        let is_drained = self.open_request().poll_drained(cx).is_ready();
+        let ended = "a future is not polled after it was ready";
+        let number = self.number.expect(ended);
+        let open = self.waited.as_mut().expect(ended).open.as_mut();
+        let is_drained = open.is_some_and(|open| open.poll_drained(cx).is_ready());
         let done = if is_drained || self.is_held_beyond_drain() {
             self.core.at(self.key, |waiters, wakers| {
                 waiters.leave(number, now, wakers)
@@ -412,53 +393,23 @@ impl Future for PaceWait {
             ready!(polled.expect("a key with a waiter stays in use"))
         };
         self.number = None;
-        let label = self.label.clone();
-        let late = match done {
-            Ok(flight) => {
-                let span = now.saturating_duration_since(self.start);
-                events::waited(&label, span, self.turns);
-                self.core.add_units(self.key, 1);
-                let waited = Box::new(Waited {
-                    label,
-                    start: self.start,
-                    span,
-                    turns: self.turns,
-                    refused: self.refused,
-                    open: self.open.take(),
-                });
-                let core = self.core.clone();
-                let permit = ThrottlePermit::new(core, self.key, flight, Some(waited), self.bound);
-                return Poll::Ready(Ok(permit));
-            }
-            Err(late) => late,
-        };
+        let mut waited = self.waited.take().expect(ended);
         let core = self.core.clone();
-        let request = RefusedRequest::of_pace(label, self.start, self.turns);
-        Poll::Ready(Err(match self.refused {
-            Some(status) => core.refused_before(status, request, late.retry_at, now),
-            None => {
-                let reason = core.reason(late, self.bound);
-                let limited = request.refuse(reason, late.refusal(now), now);
-                self.open_request().refuse(limited)
+        Poll::Ready(match done {
+            Ok(flight) => {
+                waited.span = now.saturating_duration_since(waited.start);
+                events::waited(&waited.label, waited.span, waited.turns);
+                core.add_units(self.key, 1);
+                let waited = Some(waited);
+                Ok(ThrottlePermit::new(
+                    core, self.key, flight, waited, self.bound,
+                ))
             }
-        }))
-    }
-}
-
-impl ThrottleCore {
-    /// Returns the error of a request that waits no longer, and that the upstream has refused with this `status`. Reports
-    /// it.
-    fn refused_before(
-        &self,
-        status: StatusCode,
-        request: RefusedRequest,
-        retry_at: Option<Instant>,
-        now: Instant,
-    ) -> Limited {
-        let retry_after = retry_at.map(|at| at.saturating_duration_since(now));
-        let limited = request.refused_upstream(status, retry_after, now);
-        events::limited(self.tally(), &limited);
-        limited
+            Err(late) => {
+                let reason = core.reason(late, self.bound);
+                Err(waited.end(&core, reason, late.refusal(now), now))
+            }
+        })
     }
 }
 
