@@ -568,6 +568,45 @@ async fn joint_requests_that_wait_in_a_layer_that_settles_are_told() {
     drop(waiting.await.unwrap().unwrap());
 }
 
+/// A request of several keys looks for room at the one for which the most requests wait.
+#[tokio::test(start_paused = true)]
+async fn explain_looks_for_room_where_joint_requests_do() {
+    let of = |max_queue| {
+        let builder = builder(Quota::per_minute(1)).max_queue(max_queue);
+        builder.max_wait(ms(600_000)).build().unwrap().limiter()
+    };
+    let (narrow, wide) = (of(1), of(2));
+    let both = || narrow.acquire(Key::ALL).and(wide.acquire(Key::ALL));
+    use_up(&narrow, 1).await;
+    use_up(&wide, 1).await;
+    let mut waiting = enter(&narrow, 1).await;
+    let told = both().explain().await.unwrap().verdict;
+    let is_full = |told: &Verdict, most| {
+        let Verdict::Refused { reason, .. } = told else {
+            return false;
+        };
+        *reason == Reason::QueueFull(most)
+    };
+    assert!(is_full(&told, 1), "{told:?}");
+    let refused = both().await.unwrap_err();
+    assert_eq!(refused.reason(), Some(Reason::QueueFull(1)));
+
+    waiting.extend(enter(&wide, 2).await);
+    let told = both().explain().await.unwrap().verdict;
+    assert!(is_full(&told, 2), "{told:?}");
+    let refused = both().await.unwrap_err();
+    assert_eq!(refused.reason(), Some(Reason::QueueFull(2)));
+
+    let wider = of(3);
+    let both = || narrow.acquire(Key::ALL).and(wider.acquire(Key::ALL));
+    use_up(&wider, 1).await;
+    waiting.extend(enter(&wider, 2).await);
+    let told = both().explain().await.unwrap().verdict;
+    assert!(matches!(told, Verdict::Waits { .. }), "{told:?}");
+    assert!(both().now_or_never().is_none(), "it waits");
+    waiting.iter().for_each(JoinHandle::abort);
+}
+
 /// A process that ignores headers ends what others have learned when it uses the key. So it waits for the
 /// configured limits only, and learned ones neither delay it nor are told.
 #[tokio::test(start_paused = true)]
