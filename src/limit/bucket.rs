@@ -5,6 +5,8 @@
 
 use std::collections::VecDeque;
 
+use smallvec::SmallVec;
+
 use super::advance::AdvanceBooking;
 use super::algorithm::PermitTime;
 use super::{Micros, UnusedPermits};
@@ -35,7 +37,8 @@ use super::{Micros, UnusedPermits};
 /// for any order, if a new permit keeps the check of each permit behind it.
 ///
 /// A new permit has no effect behind a booking whose slot the moment does not pass: from there, the
-/// moment starts anew from a stamp. Joined bookings count as one permit. Their check may fail
+/// moment starts anew from a stamp. So each booking has a latest moment that may stand before it, and
+/// one pass over the bookings, the last one first, finds all of them. Joined bookings count as one permit. Their check may fail
 /// although that of each part holds, so then a new permit that affects them goes behind them.
 #[derive(Clone, Debug)]
 pub(super) struct BucketState {
@@ -115,17 +118,19 @@ impl BucketState {
         open: PermitTime,
         advance: &[AdvanceBooking],
     ) -> Micros {
-        let mut full_at = self.full_at;
+        let (before, behind) = split_at(advance, from);
+        let mut full_at = self.full_after(before);
         let mut from = from;
-        for (index, next) in advance.iter().enumerate() {
+        let latest = self.latest_full(behind);
+        for (next, latest) in behind.iter().zip(latest) {
             // The permit would be replayed before `next`.
             let slot = from.max(self.room_for(full_at, u128::from(cost)));
-            let after = self.after(full_at, slot.saturating_add(open.length()), cost);
-            if slot < next.slot && self.has_room_for(&advance[index..], after) {
+            let stamp = slot.saturating_add(open.length());
+            if slot < next.slot && self.after(full_at, stamp, cost) <= latest {
                 return slot;
             }
             full_at = self.after(full_at, next.stamp, next.units);
-            from = from.max(next.slot);
+            from = next.slot;
         }
         from.max(self.room_for(full_at, u128::from(cost)))
     }
@@ -141,50 +146,52 @@ impl BucketState {
         full_at.max(self.scaled(stamp)) + u128::from(units) * self.window
     }
 
-    /// Returns whether each of `bookings` finds its units, if the bucket is full again at `full_at`
-    /// before them. Bookings on which the present permits have no effect are not asked.
-    fn has_room_for(&self, bookings: &[AdvanceBooking], mut full_at: u128) -> bool {
-        for booking in bookings {
-            let slot = self.scaled(booking.slot);
-            if full_at <= slot {
-                return true;
+    /// Returns when the bucket is full again after `bookings`.
+    fn full_after(&self, bookings: &[AdvanceBooking]) -> u128 {
+        bookings.iter().fold(self.full_at, |full_at, booking| {
+            self.after(full_at, booking.stamp, booking.units)
+        })
+    }
+
+    /// Returns for each of `bookings` the latest moment at which the bucket may be full again before
+    /// it, so that it and those behind it find their units.
+    fn latest_full(&self, bookings: &[AdvanceBooking]) -> impl Iterator<Item = u128> + use<> {
+        let mut latest = u128::MAX;
+        let from_last = bookings.iter().rev().map(|booking| {
+            latest = self.latest_full_before(booking, latest);
+            latest
+        });
+        let moments: SmallVec<[u128; 8]> = from_last.collect();
+        moments.into_iter().rev()
+    }
+
+    /// Returns the latest moment at which the bucket may be full again before a booking, so that the
+    /// booking finds its units, and the bucket is full again at `latest` at the latest. If there is no
+    /// such moment, returns the slot: then earlier permits must leave the bucket full.
+    fn latest_full_before(&self, booking: &AdvanceBooking, latest: u128) -> u128 {
+        let slot = self.scaled(booking.slot);
+        let units = u128::from(booking.units) * self.window;
+        let full = self.capacity * self.window;
+        match latest.checked_sub(units) {
+            Some(before) if before >= self.scaled(booking.stamp) && units <= full => {
+                before.min(slot + full - units)
             }
-            let units = u128::from(booking.units) * self.window;
-            if full_at + units > slot + self.capacity * self.window {
-                return false;
-            }
-            full_at = self.after(full_at, booking.stamp, booking.units);
+            _ => slot,
         }
-        true
     }
 
     /// Returns how many units may be used at `slot`.
     pub(super) fn room(&self, slot: Micros, open: PermitTime, advance: &[AdvanceBooking]) -> u64 {
-        let behind = advance.partition_point(|booking| booking.slot <= slot);
-        let (before, behind) = advance.split_at(behind);
-        let full_at = before.iter().fold(self.full_at, |full_at, booking| {
-            self.after(full_at, booking.stamp, booking.units)
-        });
+        let (before, behind) = split_at(advance, slot);
+        let full_at = self.full_after(before);
         let missing = full_at
             .saturating_sub(self.scaled(slot))
             .div_ceil(self.window);
-        let most = u64::try_from(self.capacity.saturating_sub(missing)).unwrap_or(u64::MAX);
-        let stamp = slot.saturating_add(open.length());
-        let fits = |units: u64| self.has_room_for(behind, self.after(full_at, stamp, units));
-        if behind.is_empty() || fits(most) {
-            return most;
-        }
-        // Fewer units have room if more have. No unit has room in the bookings behind at `most`.
-        let (mut least, mut most) = (0, most);
-        while most - least > 1 {
-            let middle = least + (most - least) / 2;
-            if fits(middle) {
-                least = middle;
-            } else {
-                most = middle;
-            }
-        }
-        least
+        let most = self.capacity.saturating_sub(missing);
+        let latest = self.latest_full(behind).next().unwrap_or(u128::MAX);
+        let full_at = self.after(full_at, slot.saturating_add(open.length()), 0);
+        let fits = latest.saturating_sub(full_at) / self.window;
+        u64::try_from(most.min(fits)).unwrap_or(u64::MAX)
     }
 
     /// Returns how many units are missing at `now`, without the advance bookings.
@@ -336,9 +343,12 @@ impl BucketState {
 
     /// Returns the first moment at which the bucket is full.
     pub(super) fn fresh_from(&self, advance: &[AdvanceBooking]) -> Micros {
-        let full_at = advance.iter().fold(self.full_at, |full_at, booking| {
-            self.after(full_at, booking.stamp, booking.units)
-        });
+        let full_at = self.full_after(advance);
         u64::try_from(full_at.div_ceil(self.count)).unwrap_or(u64::MAX)
     }
+}
+
+/// Returns the bookings with slots up to `slot`, and those behind it.
+fn split_at(advance: &[AdvanceBooking], slot: Micros) -> (&[AdvanceBooking], &[AdvanceBooking]) {
+    advance.split_at(advance.partition_point(|booking| booking.slot <= slot))
 }

@@ -448,8 +448,10 @@ impl Ledger {
         let transit_slack = micros_up(spec.transit_slack());
         let open = open(spec, life, borrows);
         let from = self.earliest().max(earliest);
+        // No permit has an earlier slot than the one before it, so each search goes on from there.
+        let mut reached = from;
         while count > 0 {
-            let (slot, limit) = self.first_slot(from, cost, open);
+            let (slot, limit) = self.first_slot(reached, cost, open);
             let take = |returned: &mut ReturnedSlots| {
                 let span = from..=slot.min(latest);
                 returned.take(span, cost, count, life, transit_slack)
@@ -489,6 +491,7 @@ impl Ledger {
             } else {
                 self.limits.insert(self.now, slot, stamp, units);
             }
+            reached = slot;
             count -= fits;
             granted(Booking {
                 slot,

@@ -238,6 +238,25 @@ local function cold_advance()
       return moments.q[i], moments.r[i]
     end
 
+    -- Returns the latest moment at which the bucket may be full again before booking number i, so that
+    -- it and those behind it find their units. `limit.latest_full` keeps these moments by the number of
+    -- bookings from there on, up to `to`: a new booking then changes none of those behind it.
+    local function latest_full(limit, i)
+      local latest, from_here = limit.latest_full, booking_count - i + 1
+      if not latest then
+        latest = { q = { [0] = NEVER }, r = { [0] = 0 }, to = 0 }
+        limit.latest_full = latest
+      end
+      while latest.to < from_here do
+        local n = latest.to
+        local booking = list[booking_count - n]
+        latest.q[n + 1], latest.r[n + 1] = cold.latest_full_before(limit, booking[SLOT], booking[STAMP], booking[UNITS],
+          latest.q[n], latest.r[n])
+        latest.to = n + 1
+      end
+      return latest.q[from_here], latest.r[from_here]
+    end
+
     -- Returns what a function of the plain rule returns for a bucket that is full again at q and r.
     local function with_moment(limit, q, r, plain_function, ...)
       local full_at, full_r = limit.full_at, limit.full_r
@@ -247,51 +266,33 @@ local function cold_advance()
       return result
     end
 
-    -- Returns whether each booking from number i on finds its units behind a permit with these
-    -- units. Bookings on which the permit has no effect are not asked.
-    local function has_room_for(limit, i, q, r, stamp, units)
-      q, r = cold.after(limit, q, r, stamp, units)
-      for k = i, booking_count do
-        local booking = list[k]
-        if q < booking[SLOT] or (q == booking[SLOT] and r == 0) then return true end
-        if booking[UNITS] > limit.capacity or cold.is_short(limit, booking[SLOT], booking[UNITS], q, r) then return false end
-        q, r = cold.after(limit, q, r, booking[STAMP], booking[UNITS])
-      end
-      return true
-    end
-
     function rule.first_slot(limit, from, cost, life)
       read_all()
-      local i, q, r, slot = 1, nil, nil, nil
-      while list[i] and list[i][SLOT] <= from do
-        i = i + 1
-      end
+      local i, least = first_from(from + 1), cold.refill(limit, cost)
       while list[i] do
-        q, r = replayed(limit, i)
-        slot = with_moment(limit, q, r, plain.first_slot, from, cost)
-        if slot < list[i][SLOT] and has_room_for(limit, i, q, r, slot + life + state.slack, cost) then return slot end
+        local q, r = replayed(limit, i)
+        local latest, latest_r = latest_full(limit, i)
+        if q + least <= latest then
+          local slot = with_moment(limit, q, r, plain.first_slot, from, cost)
+          q, r = cold.after(limit, q, r, slot + life + state.slack, cost)
+          if slot < list[i][SLOT] and (q < latest or (q == latest and r <= latest_r)) then return slot end
+        end
         from = list[i][SLOT]
         i = i + 1
       end
-      q, r = replayed(limit, i)
+      local q, r = replayed(limit, i)
       return with_moment(limit, q, r, plain.first_slot, from, cost)
     end
 
     -- Returns how many units may leave at `slot`, with stamps that are `length` later.
     local function room(limit, slot, length)
       read_all()
-      local i = 1
-      while list[i] and list[i][SLOT] <= slot do
-        i = i + 1
-      end
+      local i = first_from(slot + 1)
       local q, r = replayed(limit, i)
-      local most, least = with_moment(limit, q, r, plain.room, slot), 0
-      if not list[i] or has_room_for(limit, i, q, r, slot + length, most) then return most end
-      while most - least > 1 do
-        local middle = least + math.floor((most - least) / 2)
-        if has_room_for(limit, i, q, r, slot + length, middle) then least = middle else most = middle end
-      end
-      return least
+      local most = with_moment(limit, q, r, plain.room, slot)
+      if not list[i] then return most end
+      q, r = cold.after(limit, q, r, slot + length, 0)
+      return cold.most_between(limit, most, q, r, latest_full(limit, i))
     end
 
     function rule.room(limit, slot, life)
@@ -386,12 +387,13 @@ local function cold_advance()
     return units
   end
 
-  -- Notes that the list has changed from booking number i on.
+  -- Notes that booking number i has changed, is new, or is to be removed.
   local function changed(i)
     state.changed, state.must_rewrite = true, true
     for k = 1, #state do
-      local moments = state[k].replayed
+      local moments, latest, behind = state[k].replayed, state[k].latest_full, booking_count - i
       if moments and moments.to > i then moments.to = i end
+      if latest and latest.to > behind then latest.to = behind end
     end
   end
 
@@ -399,10 +401,10 @@ local function cold_advance()
   local function remove(i)
     local booking = booking_at(i)
     note_places()
+    changed(i)
     table.remove(list, i)
     table.remove(places, i)
     booking_count, costs = booking_count - 1, nil
-    changed(i)
     if booking[STAMP] == latest_stamp then
       is_all_read = false
       read_all()
@@ -440,15 +442,15 @@ local function cold_advance()
   -- Returns whether a permit with this slot becomes an advance booking. It is of use from `from`
   -- on.
   local function is_in_advance(slot, from, cost, life)
-    local free, tolerance, has_bucket = slot, NEVER, false
-    if from > state.earliest then free = first_slot(cost, life, state.earliest) end
+    local free, tolerance, is_behind = slot, NEVER, booking_count > 0 and booking_at(1)[SLOT] <= slot
     for i = 1, #state do
       local fiftieth = math.floor(state[i].window / 50)
       if fiftieth < tolerance then tolerance = fiftieth end
-      if state[i].kind == BUCKET then has_bucket = true end
+      if is_behind and state[i].kind == BUCKET then return true end
     end
     if tolerance < TOLERANCE then tolerance = TOLERANCE end
-    return slot > free + tolerance or (has_bucket and booking_count > 0 and booking_at(1)[SLOT] <= slot)
+    if from > state.earliest then free = first_slot(cost, life, state.earliest) end
+    return slot > free + tolerance
   end
 
   -- Returns the number of the booking with exactly this slot and stamp.

@@ -89,25 +89,31 @@ local function bucket_rule()
     return slot > from and slot or from
   end
 
-  -- Returns how many units may leave at `slot`. The quotient that begins the search for `missing`
-  -- may be rounded; the two loops correct it.
+  -- Returns how many units are refilled in a span of at most the time for the capacity, and how long
+  -- they take. The quotient may be rounded; the two loops correct it.
+  local function refilled(limit, q, r)
+    local units = math.floor((q * limit.count + r) / limit.window)
+    local span, span_r = refill(limit, units)
+    while less(q, r, span, span_r) do
+      units = units - 1
+      span, span_r = refill(limit, units)
+    end
+    while true do
+      local next_span, next_r = refill(limit, units + 1)
+      if less(q, r, next_span, next_r) then return units, span, span_r end
+      units, span, span_r = units + 1, next_span, next_r
+    end
+  end
+
+  -- Returns how many units may leave at `slot`.
   local function room(limit, slot)
     local q, r = limit.full_at - slot, limit.full_r
     if q < 0 then return limit.capacity end
-    local missing = math.floor((q * limit.count + r) / limit.window)
-    if missing > limit.capacity + 1 then return 0 end
-    local span, span_r = refill(limit, missing)
-    while less(span, span_r, q, r) do
-      missing = missing + 1
-      span, span_r = refill(limit, missing)
-    end
-    while missing > 0 do
-      span, span_r = refill(limit, missing - 1)
-      if less(span, span_r, q, r) then break end
-      missing = missing - 1
-    end
-    local room = limit.capacity - missing
-    return room > 0 and room or 0
+    local most, most_r = refill(limit, limit.capacity)
+    if not less(q, r, most, most_r) then return 0 end
+    local missing, span, span_r = refilled(limit, q, r)
+    if less(span, span_r, q, r) then missing = missing + 1 end
+    return limit.capacity - missing
   end
 
   -- Forgets the order of the permits that are booked ahead. From now on none of them is taken back
@@ -193,6 +199,7 @@ local function bucket_rule()
   -- Returns the rule with the functions that few calls need.
   function rule.cold()
     if rule.subtract then return rule end
+    rule.refill = refill
 
     -- Counts units that were used without a permit. The upstream accepted them, so its bucket had
     -- these units. So they leave the bucket empty at most. If fewer units count for this reason,
@@ -295,11 +302,28 @@ local function bucket_rule()
       return plus(limit, q, r, span, span_r)
     end
 
-    -- Returns whether a bucket that is full again at q and r lacks some of `units` at `slot`. They
-    -- are at most the capacity.
-    function rule.is_short(limit, slot, units, q, r)
-      local span, span_r = refill(limit, limit.capacity - units)
-      return less(slot + span, span_r, q, r)
+    -- Returns the latest moment at which a bucket may be full again before a permit, so that the permit
+    -- finds its units, and the bucket is full again at q and r at the latest. If there is no such moment,
+    -- returns the slot: then earlier permits must leave the bucket full.
+    function rule.latest_full_before(limit, slot, stamp, units, q, r)
+      if units > limit.capacity then return slot, 0 end
+      local span, span_r = refill(limit, units)
+      q, r = minus(limit, q, r, span, span_r)
+      if less(q, r, stamp, 0) then return slot, 0 end
+      span, span_r = refill(limit, limit.capacity - units)
+      span = slot + span
+      if less(span, span_r, q, r) then return span, span_r end
+      return q, r
+    end
+
+    -- Returns how many of `most` units may leave a bucket that is full again at q and r, so that it is full
+    -- again at `latest` and `latest_r` at the latest.
+    function rule.most_between(limit, most, q, r, latest, latest_r)
+      if less(latest, latest_r, q, r) then return 0 end
+      q, r = minus(limit, latest, latest_r, q, r)
+      local span, span_r = refill(limit, most)
+      if not less(q, r, span, span_r) then return most end
+      return (refilled(limit, q, r))
     end
 
     -- Returns how many units are missing now, without the advance bookings.

@@ -33,7 +33,8 @@ local MOST_ROUNDS = 1000
 --   would_give_again             bucket: whether it would give a returned slot again
 --   align                        fixed window: its boundaries
 --   number_of, add, booked_in    fixed window: the number of a window, and its units
---   after, is_short              bucket: permits that are replayed
+--   after, latest_full_before, most_between
+--                                bucket: permits that are replayed
 -- If there are advance bookings, `cold_advance` replaces first_slot, room, free and fresh_from.
 local makers, rules = { window_rule, bucket_rule, fixed_rule }, {}
 

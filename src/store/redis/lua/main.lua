@@ -80,8 +80,10 @@ end
 local function book(cost, count, life, from, last, segments)
   local advance = state.cold_advance
   if from > state.earliest then advance = advance or cold_advance() end
+  -- No permit has an earlier slot than the one before it, so each search goes on from there.
+  local reached = from
   while count > 0 do
-    local slot, refusing = first_slot(cost, life, from)
+    local slot, refusing = first_slot(cost, life, reached)
     local stamp, fits, entry, index
     if state.returned_count > 0 then
       entry, index = find_returned(cost, life, from)
@@ -119,6 +121,7 @@ local function book(cost, count, life, from, last, segments)
       else
         insert(slot, stamp, cost * fits)
       end
+      reached = slot
     end
     count = count - fits
     segments.wait = slot - state.now
