@@ -316,15 +316,21 @@ local function cold_advance()
     return first, last < first + MOST_JOINED_WINDOWS and last or first + MOST_JOINED_WINDOWS
   end
 
-  -- Returns the units booked in a fixed window.
+  -- Returns the units booked in a fixed window. `limit.booked` keeps them by the number of the window.
   local function booked_in(limit, number)
-    local units = 0
-    read_all()
-    for i = 1, booking_count do
-      local first, last = windows_of(limit, list[i])
-      if first <= number and number <= last then units = units + list[i][UNITS] end
+    local booked = limit.booked
+    if not booked then
+      booked = {}
+      read_all()
+      for i = 1, booking_count do
+        local first, last = windows_of(limit, list[i])
+        for n = first, last do
+          booked[n] = (booked[n] or 0) + list[i][UNITS]
+        end
+      end
+      limit.booked = booked
     end
-    return units
+    return booked[number] or 0
   end
 
   -- Makes the rule of fixed windows count the bookings.
@@ -392,6 +398,7 @@ local function cold_advance()
     state.changed, state.must_rewrite = true, true
     for k = 1, #state do
       local moments, latest, behind = state[k].replayed, state[k].latest_full, booking_count - i
+      state[k].booked = nil
       if moments and moments.to > i then moments.to = i end
       if latest and latest.to > behind then latest.to = behind end
     end
