@@ -143,11 +143,6 @@ impl AdvanceBookings {
         found.map_or(0, |index| self.take(index, unused.units))
     }
 
-    /// Returns whether a booking has exactly the slot and stamp of these permits.
-    pub(super) fn has_exactly(&self, unused: UnusedPermits) -> bool {
-        self.exact(unused.slot, unused.stamp).is_some()
-    }
-
     /// Returns the indices of joined bookings that may contain these permits.
     fn joined_with(&self, unused: UnusedPermits) -> impl Iterator<Item = usize> {
         let all = self.0.iter().enumerate();

@@ -570,6 +570,9 @@ impl Ledger {
         if unused.units == 0 || unused.stamp < unused.slot {
             return;
         }
+        if self.may_miss(unused) {
+            return;
+        }
         unused.units -= self.erase(unused);
         if unused.units == 0 {
             return;
@@ -613,13 +616,22 @@ impl Ledger {
     /// Takes the units of unused permits out of the limits. If they may be a part of joined advance
     /// bookings, they stay: the limits may not have them.
     fn subtract(&mut self, mut unused: UnusedPermits) {
+        if self.may_miss(unused) {
+            return;
+        }
         unused.units -= self.erase(unused);
         let rare = self.rare.as_deref();
         let may_be_joined = rare.is_some_and(|rare| rare.advance.may_contain(unused));
         if unused.units > 0 && !may_be_joined {
-            let quota = rare.and_then(|rare| rare.quota.as_deref());
-            self.limits.subtract(self.now, unused, quota);
+            self.limits.subtract(self.now, unused);
         }
+    }
+
+    /// Returns whether a limit may not count these permits, because the limits have changed since. Their
+    /// units stay where they are.
+    fn may_miss(&self, unused: UnusedPermits) -> bool {
+        self.set_quota()
+            .is_some_and(|quota| quota.may_miss(unused, self.now))
     }
 
     /// Takes the units of unused permits out of the advance bookings, if they are certainly there.
@@ -628,14 +640,6 @@ impl Ledger {
         let Some(rare) = &mut self.rare else {
             return 0;
         };
-        // A limit with a gap does not count the permit if it is in the logs. Then the booking is another
-        // permit, so the units of both stay.
-        let quota = rare.quota.as_deref();
-        let mut unaware = quota.iter().flat_map(|quota| quota.unaware_of(unused.slot));
-        let is_unsure = unaware.any(|limit| self.limits.has(limit));
-        if is_unsure && rare.advance.has_exactly(unused) {
-            return unused.units;
-        }
         let mut erased = rare.advance.erase(unused);
         if erased == 0 && self.limits.log_end() <= unused.slot {
             erased = rare.advance.erase_joined(unused);

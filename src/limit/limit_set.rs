@@ -5,9 +5,10 @@
 
 use super::advance::{AdvanceBooking, TOLERANCE};
 use super::algorithm::{Algorithm, PermitTime};
+use super::fixed::Fixed;
 use super::limit_state::LimitState;
 use super::limit_states::LimitStates;
-use super::set_quota::{Gap, SetQuotaState};
+use super::set_quota::SetQuotaState;
 use super::{LimitSpec, Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
 
@@ -92,14 +93,7 @@ impl LimitSet {
                 }
                 Some(_) => {}
                 None => {
-                    let transit_slack = micros_up(spec.transit_slack());
-                    let state = match set_quota.as_deref_mut() {
-                        Some(quota) => self.begin(*limit, now, ahead, transit_slack, quota),
-                        None => {
-                            let rule = self.rule_for(*limit, now, ahead, transit_slack);
-                            LimitState::new(*limit, rule, stated_at)
-                        }
-                    };
+                    let state = self.begin(*limit, spec, now, ahead, set_quota.as_deref_mut());
                     self.states.push(state);
                 }
             }
@@ -121,12 +115,11 @@ impl LimitSet {
         ahead: i64,
         quota: &mut SetQuotaState,
     ) {
-        let transit_slack = micros_up(spec.transit_slack());
         let limits = spec.limits();
         let mut limiting: Vec<LimitState> = Vec::with_capacity(limits.len());
         for limit in limits {
             if self.states.all().all(|state| state.limit != *limit) {
-                let state = self.begin(*limit, now, ahead, transit_slack, quota);
+                let state = self.begin(*limit, spec, now, ahead, Some(quota));
                 let (before, mut paused) = self.states.take();
                 paused.push(state);
                 self.states = LimitStates::new(before, paused);
@@ -188,50 +181,42 @@ impl LimitSet {
         first.map(|index| self.states.remove(index)).is_some()
     }
 
-    /// Makes the state of a limit that begins to apply to a key with a set quota, or with the end of
-    /// one. It starts as [`rule_for`](Self::rule_for) says, and notes its gap. A fixed window
-    /// starts with the use of another one of the same length.
+    /// Makes the state of a limit that is new to this key. If the key has a set quota, or the end of one,
+    /// notes there which permits the limit may not know.
     fn begin(
         &self,
         limit: Limit,
+        spec: &LimitSpec,
         now: Micros,
         ahead: i64,
-        transit_slack: Micros,
-        quota: &mut SetQuotaState,
+        quota: Option<&mut SetQuotaState>,
     ) -> LimitState {
-        let window = limit.window();
-        let same_windows = self.states.all().find_map(|state| match &state.rule {
-            Algorithm::Fixed(fixed) if state.limit.window() == window => Some((state, fixed)),
-            _ => None,
-        });
-        let longest = self.longest_window();
-        let mut known_from = 0;
-        let mut rule = None;
-        let gap = match (limit, same_windows) {
-            (Limit::Fixed { count, .. }, Some((state, fixed))) => {
-                rule = Some(Algorithm::Fixed(Box::new(fixed.with_limit(count))));
-                quota.gap(state.limit)
-            }
-            _ => match longest {
-                Some(longest) if quota.gap(longest.limit).is_none() => match limit {
-                    Limit::Sliding { .. } if window > longest.limit.window() => {
-                        known_from = now.saturating_sub(micros_up(longest.limit.window()));
-                        Some(Gap::Stamps)
-                    }
-                    Limit::Fixed { .. } => Some(Gap::Slots),
-                    _ => None,
-                },
-                None if self.states.all().next().is_none() => None,
-                _ => Some(Gap::Slots),
-            },
-        };
-        match gap {
-            // Permits with earlier slots may have left the logs.
-            Some(gap) => quota.add_gap(limit, gap, self.log_end().max(now), known_from),
-            None => quota.remove_gap(limit),
+        if let Some(quota) = quota {
+            quota.begin(self.log_end().max(now), self.would_know_all(limit));
         }
-        let rule = rule.unwrap_or_else(|| self.rule_for(limit, now, ahead, transit_slack));
-        LimitState::new(limit, rule, now)
+        let rule = self.rule_for(limit, now, ahead, micros_up(spec.transit_slack()));
+        LimitState::new(limit, rule, stated_at(spec, now))
+    }
+
+    /// Returns whether a limit that is new to this key would begin with a log of all permits, so that it
+    /// counts each that comes back. Permits that left the log have a stamp that is over.
+    fn would_know_all(&self, limit: Limit) -> bool {
+        match limit {
+            _ if self.states.all().next().is_none() => true,
+            Limit::Fixed { .. } => self.same_windows(limit).is_some(),
+            _ => self.longest_window().is_some(),
+        }
+    }
+
+    /// Returns the fixed windows that are as long as those of a limit, if it has fixed windows.
+    fn same_windows(&self, limit: Limit) -> Option<&Fixed> {
+        let Limit::Fixed { window, .. } = limit else {
+            return None;
+        };
+        self.states.all().find_map(|state| match &state.rule {
+            Algorithm::Fixed(fixed) if state.limit.window() == window => Some(&**fixed),
+            _ => None,
+        })
     }
 
     /// Returns the sliding window that remembers for longest.
@@ -242,9 +227,12 @@ impl LimitSet {
     }
 
     /// Makes the algorithm of a limit that is new to this key. It starts with the use that the
-    /// other limits remember: with the log of the longest sliding window, or else with the largest
-    /// number of units in use.
+    /// other limits remember. For a fixed window, that of another one of the same length; or else the
+    /// log of the longest sliding window; or else the largest number of units in use.
     fn rule_for(&self, limit: Limit, now: Micros, ahead: i64, transit_slack: Micros) -> Algorithm {
+        if let Some(same) = self.same_windows(limit) {
+            return Algorithm::Fixed(Box::new(same.with_limit(limit.count())));
+        }
         let mut rule = Algorithm::new(limit, ahead);
         match self.longest_window() {
             Some(LimitState {
@@ -290,11 +278,6 @@ impl LimitSet {
             .iter_mut()
             .find(stated)
             .is_some_and(|state| state.see(left, now, sent, made_at, advance))
-    }
-
-    /// Returns whether the key has a limit, paused or not.
-    pub(super) fn has(&self, limit: Limit) -> bool {
-        self.states.all().any(|state| state.limit == limit)
     }
 
     /// Returns the first limit that applies besides `ours`.
@@ -426,18 +409,10 @@ impl LimitSet {
         }
     }
 
-    /// Takes back permits that were not used. A limit with a gap that they may be in keeps their
-    /// units.
-    pub(super) fn subtract(
-        &mut self,
-        now: Micros,
-        unused: UnusedPermits,
-        quota: Option<&SetQuotaState>,
-    ) {
+    /// Takes back permits that were not used.
+    pub(super) fn subtract(&mut self, now: Micros, unused: UnusedPermits) {
         for state in self.states.all_mut() {
-            if quota.is_none_or(|quota| quota.knows(state.limit, unused)) {
-                state.subtract(now, unused);
-            }
+            state.subtract(now, unused);
         }
     }
 

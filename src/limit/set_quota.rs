@@ -23,14 +23,15 @@
 //! A change that ends a learned quota, and no other one, states the version of the learned quota. It ends
 //! that one, and learned ones after it. If an operator has set a quota since, that one stays.
 //!
-//! A limit that begins to apply may not know all earlier permits: it has a *gap*. If such a permit
-//! comes back unused, its units stay in the limit: taking them out would take out units of others.
+//! A limit that begins to apply may not know all earlier permits. If such a permit came back unused, and
+//! its units were taken out of that limit, they would be units of others. So after limits have changed, an
+//! earlier permit is taken back only while it is valid, and only if the new limits began with a log of
+//! all permits. Otherwise its units stay until they leave by themselves.
 //!
 //! Twin: `store/redis/lua/set_quota.lua`
 //! After a change: `cargo test --all-features --lib differential`
 
 use super::{LimitSpec, Micros, UnusedPermits, micros_up};
-use crate::quota::Limit;
 
 /// How much longer than its life the end of a set quota is remembered: a minute. A process may hear of
 /// the set quota as late as that after the store's last reply about it.
@@ -58,21 +59,10 @@ pub(super) struct SetQuotaState {
     pub(super) life: Micros,
     /// How many calls the quota allows in flight. `None` if it does not limit them.
     pub(super) in_flight: Option<u32>,
-    /// The limits with a gap.
-    gaps: Vec<(Limit, Gap)>,
-    /// No permit that a limit with [`Gap::Slots`] does not know has a later slot.
+    /// No permit that was granted before the limits changed last has a later slot.
     booked_until: Micros,
-    /// No permit that a limit with [`Gap::Stamps`] does not know has a later stamp.
-    known_from: Micros,
-}
-
-/// Which earlier permits a limit may not know.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Gap {
-    /// Permits whose stamp is not later than `known_from`.
-    Stamps,
-    /// Permits whose slot is not later than `booked_until`.
-    Slots,
+    /// No permit that was granted before a limit began without a log of all permits has a later slot.
+    lost_until: Micros,
 }
 
 impl SetQuotaState {
@@ -87,11 +77,9 @@ impl SetQuotaState {
         let version = spec.quota_version();
         let mut life = micros_up(spec.quota_life());
         let mut until = now + life;
-        let mut gaps = Vec::new();
-        let (mut booked_before, mut known_from) = (0, 0);
+        let (mut booked_before, mut lost_until) = (0, 0);
         if let Some(before) = before {
-            (booked_before, known_from) = (before.booked_until, before.known_from);
-            gaps = before.gaps;
+            (booked_before, lost_until) = (before.booked_until, before.lost_until);
             if !is_set(version) {
                 life = life.max(before.life);
             }
@@ -104,9 +92,8 @@ impl SetQuotaState {
             until,
             life,
             in_flight: spec.quota().most_in_flight().filter(|_| is_set(version)),
-            gaps,
             booked_until: booked_before.max(booked_until).max(now),
-            known_from,
+            lost_until,
         }
     }
 
@@ -141,56 +128,25 @@ impl SetQuotaState {
         (self.until, self.life) = (now + life, life);
     }
 
-    /// Returns whether a permit with this slot may be from before the last change. If it comes back,
-    /// its slot is not kept for the next caller: other limits allowed it.
+    /// Returns whether a permit with this slot may be from before the limits changed last. If it comes
+    /// back, its slot is not kept for the next caller: other limits allowed it.
     pub(super) fn may_be_earlier(&self, slot: Micros) -> bool {
         slot <= self.booked_until
     }
 
-    /// Returns the gap of a limit.
-    pub(super) fn gap(&self, limit: Limit) -> Option<Gap> {
-        let mut gaps = self.gaps.iter();
-        gaps.find(|(other, _)| *other == limit).map(|&(_, gap)| gap)
-    }
-
-    /// Returns the limits that may not know a permit with this slot.
-    pub(super) fn unaware_of(&self, slot: Micros) -> impl Iterator<Item = Limit> {
-        let may_be_earlier = self.may_be_earlier(slot);
-        let gaps = self.gaps.iter();
-        let gaps = gaps.filter(move |(_, gap)| may_be_earlier && *gap == Gap::Slots);
-        gaps.map(|(limit, _)| *limit)
-    }
-
-    /// Notes the gap of a limit that begins to apply. The slots of all permits until now are at or before
-    /// `booked_until`. A limit with [`Gap::Stamps`] knows all permits with a stamp later than
-    /// `known_from`.
-    pub(super) fn add_gap(
-        &mut self,
-        limit: Limit,
-        gap: Gap,
-        booked_until: Micros,
-        known_from: Micros,
-    ) {
-        self.gaps.retain(|(other, _)| *other != limit);
-        self.gaps.push((limit, gap));
-        match gap {
-            Gap::Stamps => self.known_from = self.known_from.max(known_from),
-            Gap::Slots => self.booked_until = self.booked_until.max(booked_until),
+    /// Takes in that a limit begins to apply. The slots of all permits in the logs are at or before
+    /// `booked_until`. `knows_all` states whether the limit begins with a log of all permits.
+    pub(super) fn begin(&mut self, booked_until: Micros, knows_all: bool) {
+        self.booked_until = self.booked_until.max(booked_until);
+        if !knows_all {
+            self.lost_until = self.booked_until;
         }
     }
 
-    /// Forgets the gap of a limit that knows all permits.
-    pub(super) fn remove_gap(&mut self, limit: Limit) {
-        self.gaps.retain(|(other, _)| *other != limit);
-    }
-
-    /// Returns whether a limit certainly counts permits that come back.
-    pub(super) fn knows(&self, limit: Limit, unused: UnusedPermits) -> bool {
-        match self.gap(limit) {
-            None => true,
-            Some(Gap::Stamps) => unused.stamp > self.known_from,
-            Some(Gap::Slots) => unused.slot > self.booked_until,
-        }
+    /// Returns whether a limit may not count permits that come back at `now`. A log that is shorter
+    /// than that of the new limit has forgotten only permits that are not valid any more.
+    pub(super) fn may_miss(&self, unused: UnusedPermits, now: Micros) -> bool {
+        self.may_be_earlier(unused.slot) && (unused.stamp <= now || unused.slot <= self.lost_until)
     }
 }
 

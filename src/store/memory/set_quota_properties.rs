@@ -251,9 +251,7 @@ impl World {
                     arrived_after: knows.arrived_after.max(self.now - window(&longest)),
                     ..knows
                 },
-                (None, Limit::Fixed { .. }, Some((_, knows)), _) if self.ledger.has_set_quota() => {
-                    *knows
-                }
+                (None, Limit::Fixed { .. }, Some((_, knows)), _) => *knows,
                 // A bucket starts with what the longest window knows.
                 _ => Knows {
                     arrived_after: 0,

@@ -580,13 +580,6 @@ local function cold_advance()
   -- many units it took.
   local function erase(slot, stamp, units)
     local found = exact(slot, stamp)
-    if found and state.quota and slot <= state.quota.booked_until then
-      -- A limit with a gap does not count the permit if it is in the logs. Then the booking is another
-      -- permit, so the units of both stay.
-      for i = 1, #state do
-        if state[i].gap == 2 then return units end
-      end
-    end
     if not found then
       -- The permit may also be in the logs, unless all slots there are earlier.
       for i = 1, #state do

@@ -214,10 +214,8 @@ local EXTERNAL_RECORD = '<BI4I7I4BI7I4I4I4I4I4BI7I7I7dI7I7'
 local ADVANCE_RECORD = '<BI2I7I7'
 -- The set quota or its end: B kind; I4 quota version; I7 until when it applies without use, or its end
 -- is remembered; I7 life; I4 most calls in flight, 0 for any number; B limits that are not paused, the
--- first ones; I7 booked until; I7 known from. Then a byte for each limit, its gap (0 none, 1 stamps, 2
--- slots). src/limit/set_quota.rs explains the fields.
+-- first ones; I7 booked until; I7 lost until. src/limit/set_quota.rs explains the fields.
 local QUOTA_RECORD = '<BI4I7I7I4BI7I7'
-local QUOTA_RECORD_SIZE = 38
 -- An advance booking: I7 first slot; I7 last slot; I7 stamp; I7 units. src/limit/advance.rs explains
 -- the fields.
 local ADVANCE_BOOKING = '<I7I7I7I7'

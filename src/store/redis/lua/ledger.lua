@@ -151,17 +151,11 @@ local function cold()
     end
   end
 
-  -- Returns whether a limit certainly counts a permit that comes back. src/limit/set_quota.rs explains
-  -- the gaps.
-  local function knows(limit, slot, stamp)
-    local quota, gap = state.quota, limit.gap
-    return not quota or gap == 0 or (gap == 1 and stamp > quota.known_from) or (gap == 2 and slot > quota.booked_until)
-  end
-
   -- Takes the units of a permit out of every limit, or out of the advance bookings. If joined
-  -- bookings may contain the permit, the units stay: the limits may not have them. They also stay in a
-  -- limit with a gap that the permit may be in.
+  -- bookings may contain the permit, the units stay: the limits may not have them. They also stay if
+  -- a limit may not know the permit.
   local function subtract(slot, stamp, units)
+    if state.quota and state.cold_set_quota.may_miss(slot, stamp) then return end
     if state.cold_advance then
       units = units - state.cold_advance.erase(slot, stamp, units)
       if units == 0 or state.cold_advance.may_contain(slot, stamp) then return end
@@ -169,10 +163,8 @@ local function cold()
     state.changed = true
     for i = 1, #state do
       local limit = state[i]
-      if knows(limit, slot, stamp) then
-        limit.rule.cold().subtract(limit, slot, stamp, units)
-        note_unused(limit, stamp, units)
-      end
+      limit.rule.cold().subtract(limit, slot, stamp, units)
+      note_unused(limit, stamp, units)
     end
   end
 
@@ -228,6 +220,7 @@ local function cold()
   -- units leave the limits.
   local function take_back(slot, stamp, units)
     if units == 0 or stamp < slot then return end
+    if state.quota and state.cold_set_quota.may_miss(slot, stamp) then return end
     if state.cold_advance then
       units = units - state.cold_advance.erase(slot, stamp, units)
       if units == 0 then return end
@@ -286,23 +279,31 @@ local function cold()
     return count, life + state.slack
   end
 
-  -- Adds a limit that is new to this key. It starts with the use that the other limits remember:
-  -- with the log of the longest sliding window, or else with the largest number of units in use.
+  -- Adds a limit that is new to this key. It starts with the use that the other limits remember. For a
+  -- fixed window, that of another one of the same length; or else the log of the longest sliding window;
+  -- or else the largest number of units in use.
   local function add(kind, count, window, capacity, guard)
     local rule = rule_of(kind)
     local limit = {
       kind = kind, count = count, window = window, capacity = capacity, guard = guard, n = 0, room = 0,
       last_stated = lends and state.now + STATED_AHEAD or state.now, base = 0, rule = rule,
     }
-    local longest, most_used = nil, 0
+    local same, longest, most_used = nil, nil, 0
     for i = 1, #state do
       local other = state[i]
+      if kind == FIXED and other.kind == FIXED and other.window == window then same = same or other end
       if other.kind == WINDOW and (not longest or other.window >= longest.window) then longest = other end
       local used = other.rule.cold().used(other)
       if used > most_used then most_used = used end
     end
     rule.cold().new(limit)
-    if longest then
+    if same then
+      limit.phase, limit.open_from, limit.last_stamp = same.phase, same.open_from, same.last_stamp
+      for i, use in ipairs(entries(same)) do
+        limit.list[i] = { number = use.number, units = use.units }
+      end
+      limit.n = #limit.list
+    elseif longest then
       local now = state.now
       -- Each chunk is inserted as if its stamp were now.
       for i = 0, longest.n - 1 do

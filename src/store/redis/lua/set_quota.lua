@@ -3,11 +3,11 @@
 --
 -- Twin: src/limit/set_quota.rs, and `set`, `begin` and `unset` in limit_set.rs
 -- After a change: cargo test --all-features --lib differential
--- needs: layout.lua, server_time (server_time.lua), all of call.lua, `state` and `entries` (state.lua),
--- `cold` (ledger.lua)
+-- needs: layout.lua, server_time (server_time.lua), all of call.lua, `state` (state.lua), `cold`
+-- (ledger.lua)
 --
--- src/limit/set_quota.rs has the rules, and explains quota versions, paused limits and gaps. Few keys
--- have a set quota, so all functions of this file are cold.
+-- src/limit/set_quota.rs has the rules, and explains quota versions, paused limits and which permits
+-- are taken back. Few keys have a set quota, so all functions of this file are cold.
 
 -- The most limits of a set quota.
 local MOST_SET_LIMITS = 9
@@ -43,44 +43,26 @@ local function cold_set_quota()
     return last
   end
 
-  -- Adds a limit that begins to apply to this key, and notes its gap. It starts as another new limit
-  -- does. A fixed window starts with the use of another one of the same length.
+  -- Adds a limit that begins to apply to this key, and notes until when permits are booked that it may
+  -- not know.
   local function begin(kind, count, window, capacity, guard)
-    local known, quota, same, longest = #state, state.quota, nil, nil
-    for i = 1, known do
+    local quota, booked_until, knows_all = state.quota, log_end(), #state == 0
+    for i = 1, #state do
       local other = state[i]
-      if kind == FIXED and other.kind == FIXED and other.window == window then same = same or other end
-      if other.kind == WINDOW and (not longest or other.window >= longest.window) then longest = other end
+      if kind == FIXED and other.kind == FIXED and other.window == window then knows_all = true end
+      if kind ~= FIXED and other.kind == WINDOW then knows_all = true end
     end
-    local gap = 2
-    if same then
-      gap = same.gap
-    elseif longest and longest.gap == 0 then
-      if kind ~= FIXED then gap = 0 end
-      if kind == WINDOW and window > longest.window then
-        gap = 1
-        local known_from = state.now - longest.window
-        if known_from > quota.known_from then quota.known_from = known_from end
-      end
-    elseif known == 0 then
-      gap = 0
-    end
-    if gap == 2 then
-      local booked_until = log_end()
-      -- Permits with earlier slots may have left the logs.
-      if state.now > booked_until then booked_until = state.now end
-      if booked_until > quota.booked_until then quota.booked_until = booked_until end
-    end
-    local limit = (state.cold or cold()).add(kind, count, window, capacity, guard)
-    limit.gap = gap
-    if same then
-      limit.phase, limit.open_from, limit.last_stamp, limit.list = same.phase, same.open_from, same.last_stamp, {}
-      for i, use in ipairs(entries(same)) do
-        limit.list[i] = { number = use.number, units = use.units }
-      end
-      limit.n = #limit.list
-    end
-    return limit
+    if state.now > booked_until then booked_until = state.now end
+    if booked_until > quota.booked_until then quota.booked_until = booked_until end
+    if not knows_all then quota.lost_until = quota.booked_until end
+    return (state.cold or cold()).add(kind, count, window, capacity, guard)
+  end
+
+  -- Returns whether a limit may not count a permit that comes back, because the limits have changed
+  -- since. src/limit/set_quota.rs explains this.
+  local function may_miss(slot, stamp)
+    local quota = state.quota
+    return slot <= quota.booked_until and (stamp <= state.now or slot <= quota.lost_until)
   end
 
   -- Makes the limits of the call, which begin at `pos`, those of the set quota. The others are paused.
@@ -146,11 +128,8 @@ local function cold_set_quota()
     local booked_until = log_end()
     if now > booked_until then booked_until = now end
     if not before then
-      before = { version = 0, life = 0, booked_until = 0, known_from = 0 }
+      before = { version = 0, life = 0, booked_until = 0, lost_until = 0 }
       state.limiting = #state
-      for i = 1, #state do
-        state[i].gap = 0
-      end
     end
     if is_set(before.version) then unset(now, is_learned(before.version)) end
     if before.booked_until > booked_until then booked_until = before.booked_until end
@@ -161,7 +140,7 @@ local function cold_set_quota()
     end
     state.quota = {
       version = version, ends = ends, life = life, in_flight = in_flight, booked_until = booked_until,
-      known_from = before.known_from,
+      lost_until = before.lost_until,
     }
     state.changed, state.must_rewrite, state.has_new_version = true, true, true
   end
@@ -266,29 +245,23 @@ local function cold_set_quota()
 
   -- Reads the record.
   local function read(head, from)
-    local _, version, ends, life, in_flight, limiting, booked_until, known_from = struct.unpack(QUOTA_RECORD, head, from)
+    local _, version, ends, life, in_flight, limiting, booked_until, lost_until = struct.unpack(QUOTA_RECORD, head, from)
     state.quota = {
-      version = version, ends = ends, life = life, in_flight = in_flight, booked_until = booked_until, known_from = known_from,
+      version = version, ends = ends, life = life, in_flight = in_flight, booked_until = booked_until, lost_until = lost_until,
     }
     state.limiting = limiting
-    for i = 1, #state do
-      state[i].gap = string.byte(head, from + QUOTA_RECORD_SIZE + i - 1)
-    end
   end
 
   -- Packs the record.
   local function record()
-    local quota, gaps = state.quota, {}
-    for i = 1, #state do
-      gaps[i] = string.char(state[i].gap)
-    end
+    local quota = state.quota
     local record = struct.pack(QUOTA_RECORD, QUOTA, quota.version, quota.ends, quota.life, quota.in_flight, state.limiting,
-      quota.booked_until, quota.known_from) .. table.concat(gaps)
+      quota.booked_until, quota.lost_until)
     return record .. string.rep('\0', RECORD_SIZE - #record)
   end
 
   state.cold_set_quota = {
-    begin = begin, take_in = take_in, renew = renew, part = part, read = read, record = record,
+    begin = begin, may_miss = may_miss, take_in = take_in, renew = renew, part = part, read = read, record = record,
   }
   return state.cold_set_quota
 end

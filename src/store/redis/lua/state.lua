@@ -15,7 +15,6 @@
 --   list      its entries, once they are read (bucket, fixed window)
 --   dirty     whether its entries have changed
 --   external  its external usage, if any
---   gap       which earlier permits it may not know (set_quota.lua), if there is a set quota
 --
 -- A table grows when it gets a new field. So fields that are set later begin as 0 or false, and
 -- `state` begins with places for two limits. With more than 16 fields it would be twice as large. So
