@@ -582,12 +582,7 @@ local function cold_advance()
     local found = exact(slot, stamp)
     if not found then
       -- The permit may also be in the logs, unless all slots there are earlier.
-      for i = 1, #state do
-        local limit = state[i]
-        local log_end = limit.rule.plain.fresh_from(limit)
-        if limit.kind == WINDOW and log_end > 0 then log_end = log_end - limit.window end
-        if log_end > slot then return 0 end
-      end
+      if (state.cold or cold()).log_end() > slot then return 0 end
       local joined, count = joined_with(slot, stamp)
       if count ~= 1 then return 0 end
       found = joined

@@ -151,6 +151,18 @@ local function cold()
     end
   end
 
+  -- Returns a moment that is not before the slot of any permit in the logs.
+  local function log_end()
+    local last = 0
+    for i = 1, #state do
+      local limit = state[i]
+      local ends = (limit.rule.plain or limit.rule).fresh_from(limit)
+      if limit.kind == WINDOW and ends > 0 then ends = ends - limit.window end
+      if ends > last then last = ends end
+    end
+    return last
+  end
+
   -- Takes the units of a permit out of every limit, or out of the advance bookings. If joined
   -- bookings may contain the permit, the units stay: the limits may not have them. They also stay if
   -- a limit may not know the permit.
@@ -323,12 +335,6 @@ local function cold()
     return limit
   end
 
-  -- Returns until when a limit applies: two windows and a second after a call last stated it. The
-  -- record may be half a window behind. The same is in short.lua and main.lua, for parts.
-  local function in_force_until(limit)
-    return limit.last_stated + math.floor(limit.window * 5 / 2) + 1000000
-  end
-
   -- Forgets the limits that no longer apply, from number `from` on. If too many are left, forgets
   -- limits that this call does not state, beginning with the one that would end first. The next caller
   -- that states such a limit adds it again.
@@ -417,7 +423,7 @@ local function cold()
   end
 
   state.cold = {
-    note_unused = note_unused, take_back = take_back, drain = drain, drop_returned = drop_returned, charge = charge, prefetch = prefetch, add = add,
+    log_end = log_end, note_unused = note_unused, take_back = take_back, drain = drain, drop_returned = drop_returned, charge = charge, prefetch = prefetch, add = add,
     retain = retain, recover = recover, rewrite = rewrite,
   }
   return state.cold

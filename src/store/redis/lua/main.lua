@@ -51,14 +51,9 @@ local function update_limits(operation, call, pos, limit_count, guard)
     if not counts then return pos + limit_count * CALL_LIMIT_SIZE end
   end
   for _ = 1, limit_count do
-    local kind, count, window, capacity, stated
+    local kind, count, window, capacity
     kind, count, window, capacity, pos = struct.unpack(CALL_LIMIT, call, pos)
-    for i = 1, #state do
-      local limit = state[i]
-      if limit.count == count and limit.window == window and limit.kind == kind and limit.capacity == capacity then
-        stated = limit
-      end
-    end
+    local stated = find_limit(#state, kind, count, window, capacity)
     if not stated then
       local add = state.quota and state.cold_set_quota.begin or (state.cold or cold()).add
       stated = add(kind, count, window, capacity, guard)
@@ -137,7 +132,7 @@ local function remembered_until()
   for i = 1, #state do
     local limit = state[i]
     local from = limit.rule.fresh_from(limit)
-    if state.pace then from = math.max(from, limit.last_stated + math.floor(limit.window * 5 / 2) + 1000000) end
+    if state.pace then from = math.max(from, in_force_until(limit)) end
     if limit.external and forgotten_from(limit) > from then from = forgotten_from(limit) end
     if from > until_then then until_then = from end
   end
@@ -243,12 +238,7 @@ if #state > MOST_LIMITS then
 end
 if lends then
   local kind, count, window, capacity = struct.unpack(CALL_LIMIT, call, pos - CALL_LIMIT_SIZE)
-  for i = 1, state.limiting do
-    local limit = state[i]
-    if limit.count == count and limit.window == window and limit.kind == kind and limit.capacity == capacity then
-      state.pace = limit
-    end
-  end
+  state.pace = find_limit(state.limiting, kind, count, window, capacity)
   if lends ~= OWNS then state.borrows = lends end
 end
 if state.cold_advance then state.cold_advance.insert_due() end

@@ -31,29 +31,21 @@ local function cold_set_quota()
     return version % 4 == 3
   end
 
-  -- Returns a moment that is not before the slot of any permit in the logs.
-  local function log_end()
-    local last = 0
-    for i = 1, #state do
-      local limit = state[i]
-      local ends = (limit.rule.plain or limit.rule).fresh_from(limit)
-      if limit.kind == WINDOW and ends > 0 then ends = ends - limit.window end
-      if ends > last then last = ends end
-    end
-    return last
+  -- Returns a moment that is not before `moment` and not before the slot of any permit in the logs.
+  local function slots_end(moment)
+    return math.max((state.cold or cold()).log_end(), moment)
   end
 
   -- Adds a limit that begins to apply to this key, and notes until when permits are booked that it may
   -- not know.
   local function begin(kind, count, window, capacity, guard)
-    local quota, booked_until, knows_all = state.quota, log_end(), #state == 0
+    local quota, knows_all = state.quota, #state == 0
     for i = 1, #state do
       local other = state[i]
       if kind == FIXED and other.kind == FIXED and other.window == window then knows_all = true end
       if kind ~= FIXED and other.kind == WINDOW then knows_all = true end
     end
-    if state.now > booked_until then booked_until = state.now end
-    if booked_until > quota.booked_until then quota.booked_until = booked_until end
+    quota.booked_until = math.max(quota.booked_until, slots_end(state.now))
     if not knows_all then quota.lost_until = quota.booked_until end
     return (state.cold or cold()).add(kind, count, window, capacity, guard)
   end
@@ -69,15 +61,9 @@ local function cold_set_quota()
   local function set(call, pos, limit_count, guard)
     local limits, others, is_chosen, known = {}, {}, {}, nil
     for _ = 1, limit_count do
-      local kind, count, window, capacity, limit
+      local kind, count, window, capacity
       kind, count, window, capacity, pos = struct.unpack(CALL_LIMIT, call, pos)
-      for i = 1, #state do
-        local other = state[i]
-        if other.count == count and other.window == window and other.kind == kind and other.capacity == capacity then
-          limit = other
-        end
-      end
-      limit = limit or begin(kind, count, window, capacity, guard)
+      local limit = find_limit(#state, kind, count, window, capacity) or begin(kind, count, window, capacity, guard)
       limit.last_stated = state.now
       if not is_chosen[limit] then limits[#limits + 1], is_chosen[limit] = limit, true end
     end
@@ -97,9 +83,7 @@ local function cold_set_quota()
   local function unset(moment, was_learned)
     for i = 1, state.limiting do
       state[i].last_stated = moment
-      if was_learned then
-        state[i].last_stated = moment - math.floor(state[i].window * 5 / 2) - 1000001
-      end
+      if was_learned then state[i].last_stated = 2 * moment - in_force_until(state[i]) - 1 end
     end
     state.limiting = #state
   end
@@ -111,9 +95,7 @@ local function cold_set_quota()
     if is_set(quota.version) then
       local moment = quota.ends
       if state.returned_count > 0 then (state.cold or cold()).drop_returned() end
-      local booked_until = log_end()
-      if moment > booked_until then booked_until = moment end
-      if booked_until > quota.booked_until then quota.booked_until = booked_until end
+      quota.booked_until = math.max(quota.booked_until, slots_end(moment))
       unset(moment, is_learned(quota.version))
       quota.version, quota.ends, quota.in_flight = quota.version + 1, moment + END_MARGIN, 0
     end
@@ -125,22 +107,19 @@ local function cold_set_quota()
   local function change(version, life, in_flight)
     local before, now = state.quota, state.now
     if state.returned_count > 0 then (state.cold or cold()).drop_returned() end
-    local booked_until = log_end()
-    if now > booked_until then booked_until = now end
     if not before then
       before = { version = 0, life = 0, booked_until = 0, lost_until = 0 }
       state.limiting = #state
     end
     if is_set(before.version) then unset(now, is_learned(before.version)) end
-    if before.booked_until > booked_until then booked_until = before.booked_until end
     local ends = now + life
     if not is_set(version) then
       if before.life > life then life = before.life end
       ends, in_flight = now + life + END_MARGIN, 0
     end
     state.quota = {
-      version = version, ends = ends, life = life, in_flight = in_flight, booked_until = booked_until,
-      lost_until = before.lost_until,
+      version = version, ends = ends, life = life, in_flight = in_flight,
+      booked_until = math.max(before.booked_until, slots_end(now)), lost_until = before.lost_until,
     }
     state.changed, state.must_rewrite, state.has_new_version = true, true, true
   end
@@ -148,22 +127,18 @@ local function cold_set_quota()
   -- Returns whether the set quota stays as it is if the limits of the call, which begin at `pos`, are
   -- learned. The same quota applies for its `life` again.
   local function learns_nothing_new(call, pos, limit_count, life, in_flight)
-    local quota, is_known = state.quota, {}
+    local quota, is_stated = state.quota, {}
     if not quota or not is_set(quota.version) then return false end
     if not is_learned(quota.version) then return true end
     for _ = 1, limit_count do
-      local kind, count, window, capacity, known
+      local kind, count, window, capacity
       kind, count, window, capacity, pos = struct.unpack(CALL_LIMIT, call, pos)
-      for i = 1, state.limiting do
-        local limit = state[i]
-        if limit.count == count and limit.window == window and limit.kind == kind and limit.capacity == capacity then
-          known, is_known[i] = true, true
-        end
-      end
-      if not known then return false end
+      local limit = find_limit(state.limiting, kind, count, window, capacity)
+      if not limit then return false end
+      is_stated[limit] = true
     end
     for i = 1, state.limiting do
-      if not is_known[i] then return false end
+      if not is_stated[state[i]] then return false end
     end
     if quota.in_flight ~= in_flight then return false end
     quota.ends, quota.life, state.changed = state.now + life, life, true

@@ -45,6 +45,20 @@ local state = {
 }
 state[1], state[2] = nil, nil
 
+-- Returns the limit with these numbers among the first `to` limits, if there is one.
+local function find_limit(to, kind, count, window, capacity)
+  for i = 1, to do
+    local limit = state[i]
+    if limit.count == count and limit.window == window and limit.kind == kind and limit.capacity == capacity then return limit end
+  end
+end
+
+-- Returns until when a limit applies: two windows and a second after a call last stated it. The record
+-- may be half a window behind. The same is in short.lua, for parts.
+local function in_force_until(limit)
+  return limit.last_stated + math.floor(limit.window * 5 / 2) + 1000000
+end
+
 -- The delayed permits of buckets, the uses of fixed windows, the advance bookings and the returned
 -- slots are short lists. They are read and written whole. An entry of a list has `size` bytes of a format. It is read into
 -- a table with the given `fields`.
