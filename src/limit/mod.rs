@@ -40,14 +40,10 @@ mod limit_set;
 mod limit_spec;
 mod limit_state;
 mod limit_states;
-#[cfg(test)]
-pub(crate) mod logical_clock;
 mod long_log;
 mod micros;
 #[cfg(test)]
 mod properties;
-#[cfg(test)]
-pub(crate) mod recovery;
 mod returned;
 mod set_quota;
 mod unused_permits;

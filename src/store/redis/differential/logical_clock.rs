@@ -1,13 +1,13 @@
-//! The logical clock: `lua/time.lua` returns what its twin in `src/limit` returns.
+//! The logical clock: `lua/time.lua` returns what its model returns.
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use redis_server::RedisServer;
 
 use super::START;
+use super::model::logical_clock::{Expected, logical_time};
 use super::script;
 use crate::limit::Micros;
-use crate::limit::logical_clock::{Expected, logical_time};
 
 /// The function of `lua/time.lua` on its own. An empty argument is nil.
 fn function() -> redis::Script {

@@ -9,6 +9,7 @@ mod joint;
 mod late;
 mod layout;
 mod logical_clock;
+mod model;
 mod recovery;
 mod set_quota;
 mod twins;

@@ -1,12 +1,12 @@
-//! Recovery after a lost state: the scripts grant nothing for as long as their twin in `src/limit`
-//! grants nothing.
+//! Recovery after a lost state: the scripts grant nothing for as long as their model grants
+//! nothing.
 
 use proptest::test_runner::TestRunner;
 
-use super::*;
-use crate::limit::recovery::{
+use super::model::recovery::{
     KnownState, in_flight_recovering_until, is_charged, is_lost, recovering_until,
 };
+use super::*;
 use crate::quota::Limit;
 use crate::store::{Claim, PeekRequest};
 
@@ -36,7 +36,7 @@ fn quota() -> impl Strategy<Value = Quota> {
         .prop_map(|(first, second)| second.map_or(first, |second| first.and(second)))
 }
 
-/// The state as its twin models it.
+/// The state as its model has it.
 #[derive(Clone, Copy, Debug)]
 struct Model {
     known: KnownState,

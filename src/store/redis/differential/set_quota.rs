@@ -4,9 +4,9 @@
 use proptest::test_runner::TestRunner;
 
 use super::history::{Mix, Step, quota, step};
+use super::model::recovery::recovering_until;
 use super::world::World;
 use super::*;
-use crate::limit::recovery::recovering_until;
 use crate::limit::{Ledger, QuotaChange, is_set};
 use crate::store::SetQuota;
 

@@ -29,7 +29,7 @@ macro_rules! same_constants {
 #[test]
 fn constants_of_rules_are_those_of_their_twins() {
     same_constants! {
-        "layout.lua" "CLOCK_TOLERANCE", "logical_clock.rs" "CLOCK_TOLERANCE: Micros";
+        "layout.lua" "CLOCK_TOLERANCE", "../store/redis/differential/model/logical_clock.rs" "CLOCK_TOLERANCE: Micros";
         "layout.lua" "CLOCK_TOLERANCE", "../store/redis/script.rs" "CLOCK_TOLERANCE: u64";
         "layout.lua" "STATED_AHEAD", "limit_set.rs" "STATED_AHEAD: Micros";
         "window.lua" "MOST_COARSE", "long_log.rs" "MOST_COARSE: usize";
@@ -46,9 +46,9 @@ fn constants_of_rules_are_those_of_their_twins() {
         "ledger.lua" "MOST_LIMITS", "limit_set.rs" "MOST_LIMITS: usize";
         "ledger.lua" "MOST_ROUNDS", "limit_set.rs" "MOST_ROUNDS: usize";
         "ledger.lua" "MOST_RETURNED", "returned.rs" "MOST: usize";
-        "ledger.lua" "LONGEST_RECOVERY", "recovery.rs" "LONGEST_RECOVERY: Micros";
-        "ledger.lua" "SHORTEST_TRUST", "recovery.rs" "SHORTEST_TRUST: Micros";
-        "in_flight.lua" "LONGEST_CLAIM_DELAY", "recovery.rs" "LONGEST_CLAIM_DELAY: Micros";
+        "ledger.lua" "LONGEST_RECOVERY", "../store/redis/differential/model/recovery.rs" "LONGEST_RECOVERY: Micros";
+        "ledger.lua" "SHORTEST_TRUST", "../store/redis/differential/model/recovery.rs" "SHORTEST_TRUST: Micros";
+        "in_flight.lua" "LONGEST_CLAIM_DELAY", "../store/redis/differential/model/recovery.rs" "LONGEST_CLAIM_DELAY: Micros";
         "in_flight.lua" "MOST_BATCHES", "in_flight.rs" "MOST_BATCHES: usize";
     }
 }

@@ -181,7 +181,7 @@ end
 
 -- 2. Recovery. If the caller knows another incarnation, or more changes than this state has, a
 --    state was lost. Nothing is granted until all holders of the lost state have sent a claim
---    (src/limit/recovery.rs).
+--    (differential/model/recovery.rs).
 if known_incarnation ~= 0 and (known_incarnation ~= incarnation or known_changes > changes) then
   if known_incarnation == incarnation then
     incarnation, made_at = random, now

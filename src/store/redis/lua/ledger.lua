@@ -2,7 +2,7 @@
 -- ── all limits of the key, taken all or nothing ──────────────────────────────────────────────────
 --
 -- Twin: src/limit/limit_set.rs and ledger.rs; of returned slots src/limit/returned.rs; of `recover`
--- src/limit/recovery.rs.
+-- differential/model/recovery.rs.
 -- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, state.lua, window_rule, bucket_rule, fixed_rule, external.lua
 
@@ -364,7 +364,7 @@ local function cold()
   -- Begins the recovery of a lost state: nothing is granted until the permits of the lost state are
   -- a window old. `granted` is how many units the caller was granted of the lost state.
   --
-  -- Twin: src/limit/recovery.rs
+  -- Twin: differential/model/recovery.rs
   --
   -- A process uses permits of the lost state only for a time after its last reply, its *trust*: a
   -- quarter of the longest window, at least SHORTEST_TRUST. So the recovery lasts the longest

@@ -2,7 +2,7 @@
 -- ── the long way: the steps of a call ────────────────────────────────────────────────────────────
 --
 -- Twin: src/limit/ledger.rs, `update` in limit_set.rs, and `book` in src/store/memory/booking.rs.
--- Of step 4: src/limit/recovery.rs.
+-- Of step 4: differential/model/recovery.rs.
 -- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, server_time (server_time.lua), all of call.lua, logical_time (time.lua),
 -- state.lua, external.lua, ledger.lua, advance.lua, set_quota.lua

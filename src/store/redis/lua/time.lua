@@ -1,7 +1,7 @@
 -- Logical time: the server's clock plus an offset that is kept in the state. If the server's clock
 -- is set, the offset changes, so that logical time runs on evenly.
 --
--- Twin: src/limit/logical_clock.rs
+-- Twin: differential/model/logical_clock.rs
 -- After a change: cargo test --all-features --lib differential
 -- needs: CLOCK_TOLERANCE (layout.lua)
 --

@@ -11,7 +11,7 @@
 //! Twin: `store/redis/lua/time.lua`, and abridged in `short.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
-use super::Micros;
+use crate::limit::Micros;
 
 /// How far the clock may be from what the caller expects: 250 ms. A thousandth of the age of the
 /// reply that the caller remembers is added.

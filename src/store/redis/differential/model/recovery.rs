@@ -13,7 +13,7 @@
 //! Twin: `recover` in `store/redis/lua/ledger.lua`, and step 2 of `in_flight.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
-use super::{Micros, micros_up};
+use crate::limit::{Micros, micros_up};
 use crate::quota::Limit;
 
 /// The longest time for which a store grants nothing: 60 s. The trust is added.
