@@ -126,6 +126,12 @@ impl World {
         step: &Step,
         returns: &[UnusedPermits],
     ) -> (Lease, Lease) {
+        // The caller knows the state that the hold has made.
+        self.set_hold(spec, step.hold);
+        // The first call after the clock was set has to know the time.
+        if step.hold.is_none() && self.incarnation != 0 {
+            self.clock += step.clock;
+        }
         let demands: Vec<Demand> = step
             .demands
             .iter()
@@ -149,11 +155,6 @@ impl World {
             borrows: step.borrows,
             ..lease_request(spec, &demands)
         };
-        self.set_hold(spec, step.hold);
-        // The first call after the clock was set has to know the time.
-        if step.hold.is_none() && self.incarnation != 0 {
-            self.clock += step.clock;
-        }
         let call = codec::lease(&request, 7);
         let theirs = self.run_by_memory(call);
         let theirs = codec::read_lease(&theirs, spec.transit_slack()).unwrap();
