@@ -84,15 +84,39 @@ impl MemoryStore {
         now: Micros,
         with: impl FnOnce(&mut Ledger, Micros) -> R,
     ) -> Result<R, StoreError> {
+        self.enter(
+            key,
+            now,
+            || Ledger::new(spec, now),
+            |counts| counts.with(spec, now, with),
+        )
+    }
+
+    /// Runs `with` on the ledger of a key as it is. Makes the ledger with `make` if there is none.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Full`] if there is no room for one more key.
+    fn enter<R>(
+        &self,
+        key: Key,
+        now: Micros,
+        make: impl FnOnce() -> Ledger,
+        with: impl FnOnce(&mut KeyLedger) -> R,
+    ) -> Result<R, StoreError> {
         let make = || KeyLedger {
             fresh_from: 0,
-            ledger: Box::new(Ledger::new(spec, now)),
+            ledger: Box::new(make()),
         };
-        let count = |counts: &mut KeyLedger| counts.with(spec, now, with);
-        let counted = self.counts.enter(key, now, make, |_, _| (), count);
-        counted.map_err(|Full| StoreError::Full {
+        let entered = self.counts.enter(key, now, make, |_, _| (), with);
+        entered.map_err(|full| self.full(full))
+    }
+
+    /// Returns the error of a call for one more key than there is room for.
+    fn full(&self, _: Full) -> StoreError {
+        StoreError::Full {
             max_keys: self.max_keys,
-        })
+        }
     }
 
     /// Changes the set quota of `key`, and notifies all listeners if it is another one then. Returns the
@@ -109,10 +133,6 @@ impl MemoryStore {
             return StoreReply::Ready(Err(unsupported));
         }
         let now = clock::micros(clock::now());
-        let make = || KeyLedger {
-            fresh_from: 0,
-            ledger: Box::new(Ledger::empty(now)),
-        };
         // The state of a key is not lost before its version is forgotten, so any version will do that
         // is larger than the last one.
         let change = QuotaChange {
@@ -128,19 +148,15 @@ impl MemoryStore {
             let quota = counts.ledger.quota_unless(0)?;
             Some((before != Some(quota.version), SetQuota::from(quota)))
         };
-        match self.counts.enter(key, now, make, |_, _| (), change) {
-            Ok(Some((is_new, quota))) => {
-                if is_new {
-                    let event = StoreEvent::SetQuota(Box::new(quota.clone()));
-                    self.listeners.notify_all(key, &event);
-                }
-                StoreReply::Ready(Ok(quota))
-            }
-            Ok(None) => unreachable!("a change leaves a set quota, or its end"),
-            Err(Full) => StoreReply::Ready(Err(StoreError::Full {
-                max_keys: self.max_keys,
-            })),
+        let (is_new, quota) = match self.enter(key, now, || Ledger::empty(now), change) {
+            Ok(changed) => changed.expect("a change leaves a set quota, or its end"),
+            Err(full) => return StoreReply::Ready(Err(full)),
+        };
+        if is_new {
+            let event = StoreEvent::SetQuota(Box::new(quota.clone()));
+            self.listeners.notify_all(key, &event);
         }
+        StoreReply::Ready(Ok(quota))
     }
 
     /// Changes the hold of `key`, and notifies all listeners.
@@ -249,13 +265,9 @@ impl Store for MemoryStore {
                     listener.on_event(key, holder, event);
                 }
             }
-            Err(Full) => {
-                let full = StoreError::Full {
-                    max_keys: self.max_keys,
-                };
-                listener
-                    .clone()
-                    .on_event(key, claim.holder, StoreEvent::Failed(full));
+            Err(full) => {
+                let failed = StoreEvent::Failed(self.full(full));
+                listener.clone().on_event(key, claim.holder, failed);
             }
         }
     }
@@ -300,10 +312,8 @@ impl Store for MemoryStore {
 
     fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {
         let now = clock::micros(clock::now());
-        let full = |Full| StoreError::Full {
-            max_keys: self.max_keys,
-        };
-        let reply = self.registers.compare_and_set(&change, now).map_err(full);
+        let reply = self.registers.compare_and_set(&change, now);
+        let reply = reply.map_err(|full| self.full(full));
         if let (
             Ok(Register {
                 changed: true,
