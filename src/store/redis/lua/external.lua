@@ -3,7 +3,7 @@
 --
 -- Twin: src/limit/external.rs and limit_state.rs
 -- After a change: cargo test --all-features --lib differential
--- needs: layout.lua, `state` (state.lua)
+-- needs: layout.lua, `state` and `find_limit` (state.lua)
 --
 -- If the upstream states that more units are gone than this state granted, other clients use the
 -- limit, too. The state then reserves units for them. src/limit/external.rs explains how many, and
@@ -56,6 +56,7 @@ end
 -- Returns the first moment, not before `from`, at which a limit allows `cost` and the units that
 -- are reserved then.
 local function first_slot_unreserved(limit, from, cost, life)
+  if not limit.external then return limit.rule.first_slot(limit, from, cost, life, 0) end
   while true do
     local units, next_change = reserved_from(limit, from)
     local slot = limit.rule.first_slot(limit, from, cost, life, units)
@@ -201,16 +202,11 @@ local function cold_external()
   -- Takes in a statement of the upstream. Returns whether less is allowed than before, and whether
   -- the statement is urgent: then other processes are notified at once.
   local function see(kind, count, window, capacity, left, reset_in, flags, ago, refused, valid_for, forget)
-    local steady, urgent = flags % 2, flags >= 2
-    for i = 1, state.limiting do
-      local limit = state[i]
-      if limit.count == count and limit.window == window and limit.kind == kind and limit.capacity == capacity then
-        if forget == 1 then
-          forget_others(limit)
-          return false, false
-        end
-        return see_limit(limit, left, reset_in, steady, urgent, ago, refused, valid_for), urgent
-      end
+    local limit, urgent = find_limit(state.limiting, kind, count, window, capacity), flags >= 2
+    if limit and forget == 1 then
+      forget_others(limit)
+    elseif limit then
+      return see_limit(limit, left, reset_in, flags % 2, urgent, ago, refused, valid_for), urgent
     end
     return false, false
   end
@@ -220,18 +216,12 @@ local function cold_external()
     local _, count, window, capacity, of_kind, ends, seen, expected, refused, fewest_left, granted_then, log_is_complete,
       stated_at, valid_until, confirmed_until, shortfall, shortfall_until, counted_until =
       struct.unpack(EXTERNAL_RECORD, bytes, from)
-    local external = {
+    find_limit(#state, of_kind, count, window, capacity).external = {
       ends = ends, seen = seen, expected = expected, refused = refused, fewest_left = fewest_left,
       granted_then = granted_then, log_is_complete = log_is_complete, stated_at = stated_at, valid_until = valid_until,
       confirmed_until = confirmed_until, shortfall = shortfall, shortfall_until = shortfall_until,
       counted_until = counted_until,
     }
-    for i = 1, #state do
-      local limit = state[i]
-      if limit.count == count and limit.window == window and limit.kind == of_kind and limit.capacity == capacity then
-        limit.external = external
-      end
-    end
   end
 
   -- Packs the external usage of all limits. Returns the records, and their number.

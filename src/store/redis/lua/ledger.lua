@@ -80,8 +80,7 @@ local function first_slot(cost, life, from)
           units = cost + most - math.floor(most * borrows / 100)
           if units > most then return NEVER, limit end
         end
-        first = limit.external and first_slot_unreserved(limit, slot, units, life)
-          or limit.rule.first_slot(limit, slot, units, life, 0)
+        first = first_slot_unreserved(limit, slot, units, life)
       end
       if first > slot then
         slot, last_limit, agreed = first, limit ~= pace and limit or nil, 0

@@ -288,8 +288,7 @@ if operation == PEEK then
   for i = 1, #limits do
     local limit, slot = limits[i], NEVER
     if cost <= largest_cost(limit) then
-      slot = limit.external and first_slot_unreserved(limit, now, cost, life)
-        or limit.rule.first_slot(limit, now, cost, life, 0)
+      slot = first_slot_unreserved(limit, now, cost, life)
     end
     parts[i + 1] = struct.pack(PEEK_LIMIT, limit.kind, limit.count, limit.window, limit.capacity, used[i], free[i],
       limit.external and reserved(limit, now) or 0, slot < NEVER and slot - now or NEVER)
