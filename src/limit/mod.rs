@@ -60,6 +60,7 @@ pub use lending::Lending;
 pub(crate) use limit_set::STATED_AHEAD;
 pub use limit_spec::LimitSpec;
 pub(crate) use micros::{Micros, micros_down, micros_up};
-pub(crate) use set_quota::{ChangeKind, is_learned, is_set};
+pub use set_quota::ChangeKind;
+pub(crate) use set_quota::{is_learned, is_set};
 pub use unused_permits::UnusedPermits;
 pub use upstream_remaining::UpstreamRemaining;

@@ -37,14 +37,28 @@ use super::{LimitSpec, Micros, UnusedPermits, micros_up};
 /// the set quota as late as that after the store's last reply about it.
 const END_MARGIN: Micros = 60_000_000;
 
-/// A change of the set quota.
+/// How the set quota of a key changes, for [`Change::Quota`](crate::store::Change::Quota). `life` is that of
+/// the change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ChangeKind {
-    /// An operator sets it.
+#[non_exhaustive]
+pub enum ChangeKind {
+    /// An operator sets the quota, in place of what callers state. It applies until it was not used for
+    /// `life`.
     Set,
-    /// The upstream has stated it.
+    /// The upstream has stated the quota. It applies for `life`, and longer if it is learned again.
+    ///
+    /// Changes nothing while a quota applies that an operator has set. If the same quota was learned
+    /// before, it keeps its version, and no listener is notified.
     Learn,
-    /// It ends.
+    /// The quota ends. From now on the limits of the call apply, and those of other callers, besides those of
+    /// the set quota for about two of their windows.
+    ///
+    /// If the call states the version of a [learned](crate::store::SetQuota::is_learned) quota, it ends only
+    /// learned quotas. It changes nothing, and the reply states the quota that applies, if that is newer and
+    /// not learned.
+    ///
+    /// The end is remembered for `life`, or for the life of the set quota if that is longer. A process
+    /// that has missed the end, and still states the set quota after that, sets it anew.
     End,
 }
 

@@ -20,7 +20,7 @@ use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
 use crate::stats::{Cause, Gate};
-use crate::store::{HoldState, StoreReply};
+use crate::store::{Change, HoldState, InForce, StoreReply};
 
 /// The longest hold: 366 days. Longer ones are cut to this.
 const LONGEST_HOLD: Duration = Duration::from_secs(366 * 86_400);
@@ -55,11 +55,11 @@ impl HoldWait {
 
 /// Holds `key` for `span`, here and in all processes that share the store.
 pub(super) async fn hold_for(core: &Arc<Core>, key: Key, span: Duration) -> Result<(), StoreError> {
-    let held = begin(core, key, span, false, Cause::Operator)
+    let in_force = begin(core, key, span, false, Cause::Operator)
         .arrives()
         .await?;
     // Another process may have released the key before, and this process did not know.
-    adopt_published(core, key, held);
+    adopt_published(core, key, in_force.hold);
     Ok(())
 }
 
@@ -71,7 +71,7 @@ pub(super) fn begin(
     span: Duration,
     cut: bool,
     cause: Cause,
-) -> StoreReply<HoldState> {
+) -> StoreReply<InForce> {
     let now = clock::now();
     let releases = core.states.find(key, |state| state.hold.releases());
     let held = HoldState {
@@ -87,18 +87,19 @@ pub(super) fn begin(
         report(core, key, held.remaining, cause);
     }
     let Settings { store, .. } = &core.settings;
-    store.hold(key, &core.terms(key), held, None)
+    let change = Change::Hold {
+        hold: held,
+        remaining: None,
+    };
+    store.change(key, &core.terms(key), change)
 }
 
 /// Ends the hold of `key`, here and in all processes that share the store.
 pub(super) async fn release(core: &Arc<Core>, key: Key) -> Result<(), StoreError> {
-    let held = core
-        .settings
-        .store
-        .release(key, &core.terms(key))
-        .arrives()
-        .await?;
-    adopt_seen(core, key, held, clock::now());
+    let Settings { store, .. } = &core.settings;
+    let released = store.change(key, &core.terms(key), Change::Release);
+    let in_force = released.arrives().await?;
+    adopt_seen(core, key, in_force.hold, clock::now());
     own_quota::forget_learned(core, key).await?;
     events::released(&core.settings.tally, &core.label(key, None));
     match &core.settings.guard {

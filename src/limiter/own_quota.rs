@@ -14,10 +14,10 @@ use crate::config_error::ConfigError;
 use crate::error::StoreError;
 use crate::join::join_all;
 use crate::key::Key;
-use crate::limit::{LimitSpec, is_learned, is_set};
+use crate::limit::{ChangeKind, LimitSpec, is_learned};
 use crate::quota::Quota;
 use crate::signal::Signal;
-use crate::store::{SetQuota, StoreReply};
+use crate::store::{Change, InForce, SetQuota, StoreReply};
 
 /// The longest life of a set quota: 366 days. Longer ones are cut to this.
 const LONGEST_LIFE: Duration = Duration::from_secs(366 * 86_400);
@@ -75,17 +75,16 @@ pub(super) fn learn(core: &Arc<Core>, key: Key, signal: Option<&Signal>, now: In
     let Some(learned) = core.with_state(key, now, to_learn).flatten() else {
         return;
     };
-    match store.learn_quota(key, &Arc::new(learned.spec), learned.life) {
-        StoreReply::Ready(Ok(set)) => take_in(core, key, &set),
-        // The next response that states the limits is another attempt.
-        StoreReply::Ready(Err(_)) => {}
+    let change = Change::Quota {
+        kind: ChangeKind::Learn,
+        life: learned.life,
+    };
+    // If it fails, the next response that states the limits is another attempt.
+    match store.change(key, &Arc::new(learned.spec), change) {
+        StoreReply::Ready(reply) => drop(take_in_reply(core, key, reply)),
         StoreReply::Pending(reply) => {
             let learning = core.clone();
-            core.spawn(async move {
-                if let Ok(set) = reply.await {
-                    take_in(&learning, key, &set);
-                }
-            });
+            core.spawn(async move { drop(take_in_reply(&learning, key, reply.await)) });
         }
     }
 }
@@ -113,7 +112,10 @@ pub(super) async fn set(
     let specs = quotas.specs(&quota).map_err(QuotaError::Config)?;
     let set = cores.everywhere(key).filter_map(|(core, key)| {
         let spec = spec_of(specs.get(core.part_index())?, core.unit())?;
-        Some(async move { change(&core, key, spec, life).await })
+        Some(async move {
+            let (kind, version) = (ChangeKind::Set, known_version(&core, key));
+            change(&core, key, &spec, version, kind, life).await
+        })
     });
     let done: Result<(), StoreError> = join_all(set).await.into_iter().collect();
     done.map_err(QuotaError::Store)
@@ -125,7 +127,7 @@ pub(super) async fn unset(cores: &Cores, key: Key, life: Duration) -> Result<(),
         let known = known_version(&core, key);
         // With the version of a learned quota, the store would end no other one.
         let above = known + u32::from(is_learned(known));
-        end(&core, key, above, life).await
+        change(&core, key, &LimitSpec::none(), above, ChangeKind::End, life).await
     };
     cores.for_each(key, unset).await
 }
@@ -147,39 +149,47 @@ pub(super) async fn forget_learned(core: &Arc<Core>, key: Key) -> Result<(), Sto
         learned = set.map(|set| (set.version, set.life));
     }
     match learned {
-        Some((version, life)) => end(core, key, version, life).await,
+        Some((version, life)) => {
+            change(
+                core,
+                key,
+                &LimitSpec::none(),
+                version,
+                ChangeKind::End,
+                life,
+            )
+            .await
+        }
         None => Ok(()),
     }
 }
 
-/// Sets the quota of `key` to that of `spec`.
+/// Changes the set quota of `key`, to the limits of `spec` unless it ends. The change is newer than the version
+/// `above`. If that is the version of a learned quota, the end of a quota leaves one that an operator has set.
+///
+/// An end states no limits, because an operator need not know what the requests of the key state.
 async fn change(
     core: &Arc<Core>,
     key: Key,
-    spec: Arc<LimitSpec>,
+    spec: &LimitSpec,
+    above: u32,
+    kind: ChangeKind,
     life: Duration,
 ) -> Result<(), StoreError> {
-    let limits = LimitSpec::clone(&spec).with_quota_version(known_version(core, key), life);
+    let limits = spec.clone().with_quota_version(above, life);
     let store = &core.settings.store;
-    let set = store.set_quota(key, &Arc::new(limits), life);
-    let version = set.arrives().await?;
-    let quota = Some(*spec.quota());
-    take_in(core, key, &SetQuota::new(version, quota, life, life));
-    Ok(())
+    let reply = store.change(key, &Arc::new(limits), Change::Quota { kind, life });
+    take_in_reply(core, key, reply.arrives().await)
 }
 
-/// Ends the set quota of `key`. Its end is newer than the version `above`. If that is the version of a learned
-/// quota, a quota that an operator has set stays.
-async fn end(core: &Arc<Core>, key: Key, above: u32, life: Duration) -> Result<(), StoreError> {
-    // An operator need not know what the requests of the key state, so the end states no limits.
-    let limits = LimitSpec::none().with_quota_version(above, life);
-    let store = &core.settings.store;
-    let unset = store.unset_quota(key, &Arc::new(limits), life);
-    let version = unset.arrives().await?;
-    // If an operator has set a quota meanwhile, the next reply of the store states it.
-    if !is_set(version) {
-        take_in(core, key, &SetQuota::new(version, None, life, life));
-    }
+/// Takes in the set quota that a store states after a change.
+fn take_in_reply(
+    core: &Arc<Core>,
+    key: Key,
+    reply: Result<InForce, StoreError>,
+) -> Result<(), StoreError> {
+    let set = reply.and_then(InForce::changed_quota)?;
+    take_in(core, key, &set);
     Ok(())
 }
 

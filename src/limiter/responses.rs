@@ -16,7 +16,7 @@ use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::signal::{ObservedQuota, Signal};
 use crate::stats::Cause;
-use crate::store::HoldState;
+use crate::store::{Change, HoldState};
 
 /// If a response takes no longer than this, the time until a reset counts from its arrival.
 const QUICK: Duration = Duration::from_millis(250);
@@ -85,7 +85,11 @@ impl AnsweredCall<'_> {
                 // The probe was accepted, so the other requests may leave, in all processes, unless another one was
                 // refused meanwhile. The answer of the store is not needed.
                 let Settings { store, .. } = &core.settings;
-                drop(store.hold(held, &core.terms(held), HoldState::default(), None));
+                let accepted = Change::Hold {
+                    hold: HoldState::default(),
+                    remaining: None,
+                };
+                drop(store.change(held, &core.terms(held), accepted));
             }
         }
         self.learn(core, signal, now);
@@ -208,7 +212,11 @@ impl AnsweredCall<'_> {
             };
             // The store has to know what is left before `holds::adopt_seen` lets the waiters call it
             // again. Its answer is not needed: the reply to the next call states the hold in force.
-            drop(settings.store.hold(key, &spec, held, left));
+            let change = Change::Hold {
+                hold: held,
+                remaining: left,
+            };
+            drop(settings.store.change(key, &spec, change));
         }
         holds::adopt_seen(core, key, held, now);
     }

@@ -54,54 +54,14 @@ macro_rules! delegate_store {
                 $crate::store::Store::claim(&$inner, claim, listener);
             }
         });
-        $crate::delegate_store!(@unless hold [$($own)+] {
-            fn hold(
+        $crate::delegate_store!(@unless change [$($own)+] {
+            fn change(
                 &$this,
                 key: $crate::Key,
                 spec: &::std::sync::Arc<$crate::store::LimitSpec>,
-                held: $crate::store::HoldState,
-                left: ::std::option::Option<$crate::store::UpstreamRemaining>,
-            ) -> $crate::store::StoreReply<$crate::store::HoldState> {
-                $crate::store::Store::hold(&$inner, key, spec, held, left)
-            }
-        });
-        $crate::delegate_store!(@unless release [$($own)+] {
-            fn release(
-                &$this,
-                key: $crate::Key,
-                spec: &::std::sync::Arc<$crate::store::LimitSpec>,
-            ) -> $crate::store::StoreReply<$crate::store::HoldState> {
-                $crate::store::Store::release(&$inner, key, spec)
-            }
-        });
-        $crate::delegate_store!(@unless set_quota [$($own)+] {
-            fn set_quota(
-                &$this,
-                key: $crate::Key,
-                spec: &::std::sync::Arc<$crate::store::LimitSpec>,
-                life: ::std::time::Duration,
-            ) -> $crate::store::StoreReply<u32> {
-                $crate::store::Store::set_quota(&$inner, key, spec, life)
-            }
-        });
-        $crate::delegate_store!(@unless unset_quota [$($own)+] {
-            fn unset_quota(
-                &$this,
-                key: $crate::Key,
-                spec: &::std::sync::Arc<$crate::store::LimitSpec>,
-                life: ::std::time::Duration,
-            ) -> $crate::store::StoreReply<u32> {
-                $crate::store::Store::unset_quota(&$inner, key, spec, life)
-            }
-        });
-        $crate::delegate_store!(@unless learn_quota [$($own)+] {
-            fn learn_quota(
-                &$this,
-                key: $crate::Key,
-                spec: &::std::sync::Arc<$crate::store::LimitSpec>,
-                life: ::std::time::Duration,
-            ) -> $crate::store::StoreReply<$crate::store::SetQuota> {
-                $crate::store::Store::learn_quota(&$inner, key, spec, life)
+                change: $crate::store::Change,
+            ) -> $crate::store::StoreReply<$crate::store::InForce> {
+                $crate::store::Store::change(&$inner, key, spec, change)
             }
         });
         $crate::delegate_store!(@unless listen [$($own)+] {
@@ -151,11 +111,7 @@ macro_rules! delegate_store {
     (@unless lease [lease $($more:ident)*] $method:tt) => {};
     (@unless give_back [give_back $($more:ident)*] $method:tt) => {};
     (@unless claim [claim $($more:ident)*] $method:tt) => {};
-    (@unless hold [hold $($more:ident)*] $method:tt) => {};
-    (@unless release [release $($more:ident)*] $method:tt) => {};
-    (@unless set_quota [set_quota $($more:ident)*] $method:tt) => {};
-    (@unless unset_quota [unset_quota $($more:ident)*] $method:tt) => {};
-    (@unless learn_quota [learn_quota $($more:ident)*] $method:tt) => {};
+    (@unless change [change $($more:ident)*] $method:tt) => {};
     (@unless listen [listen $($more:ident)*] $method:tt) => {};
     (@unless compare_and_set [compare_and_set $($more:ident)*] $method:tt) => {};
     (@unless address [address $($more:ident)*] $method:tt) => {};

@@ -3,15 +3,14 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
 
 use super::{
-    Claim, HoldState, Lease, LeaseRequest, PeekRequest, Register, RegisterRequest, SetQuota,
+    Change, Claim, InForce, Lease, LeaseRequest, PeekRequest, Register, RegisterRequest,
     StoreError, StoreEvent, StoreListener, Usage,
 };
 use crate::blocking;
 use crate::key::{Key, Label, RequestRef};
-use crate::limit::{LimitSpec, UnusedPermits, UpstreamRemaining};
+use crate::limit::{LimitSpec, UnusedPermits};
 
 /// Counts permits.
 ///
@@ -56,11 +55,11 @@ use crate::limit::{LimitSpec, UnusedPermits, UpstreamRemaining};
 /// 15. **Later use.** The permits of a demand are of use from [`Demand::earliest`](super::Demand::earliest) on. A store that
 ///     ignores this may grant an earlier slot and states it, and the process gives such a permit
 ///     back. The other laws hold in either case.
-/// 16. **Set quotas.** While a quota is set for a key ([`Store::set_quota`]), it decides in place of
+/// 16. **Set quotas.** While a quota is set for a key ([`Change::Quota`]), it decides in place of
 ///     what callers state, from the call that sets it on. Used units stay used. Each change has a
 ///     version, which never goes back. A reply states the version unless the request does
 ///     ([`LimitSpec::quota_version`]), and every listener is notified. A quota that the upstream
-///     states ([`Store::learn_quota`]) is a set quota that gives way to those of operators.
+///     states ([`ChangeKind::Learn`](super::ChangeKind)) is a set quota that gives way to those of operators.
 ///
 /// `tests/contract` of the repository has a test suite that any store can run.
 ///
@@ -100,109 +99,23 @@ pub trait Store: Send + Sync + 'static {
             .on_event(claim.key, claim.holder, StoreEvent::Failed(unsupported));
     }
 
-    /// Puts `key` on hold and notifies every listener. Returns the hold in force, which may end
-    /// later than `hold`.
+    /// Changes the hold or the set quota of `key`, and notifies every listener. Returns what is in
+    /// force then.
     ///
-    /// A hold without time left states that the upstream accepts requests again. If no hold is in force, that
-    /// counts as a [release](Store::release): it ends the probation that follows a hold that was cut.
-    ///
-    /// `remaining` is what the same response of the upstream stated of a limit.
+    /// A set quota is made of the limits of `spec`. Its version is larger than that of the store's
+    /// state and that of `spec`.
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if other processes may not know of the hold. The default, for a store without
-    /// holds, always fails with [`StoreError::Unsupported`].
+    /// [`StoreError`] if other processes may not know of the change. The default, for a store without
+    /// holds and set quotas, always fails with [`StoreError::Unsupported`], and so does a quota without
+    /// a limit of rate.
     ///
     /// # Cancel safety
     ///
-    /// The hold takes effect even if the caller drops the reply.
-    fn hold(
-        &self,
-        _key: Key,
-        _spec: &Arc<LimitSpec>,
-        _hold: HoldState,
-        _remaining: Option<UpstreamRemaining>,
-    ) -> StoreReply<HoldState> {
-        StoreReply::Ready(Err(StoreError::Unsupported("holds")))
-    }
-
-    /// Ends the hold of `key` and notifies every listener. Returns the state of the hold after it.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError`] if other processes may not know of the release. The default always fails with
-    /// [`StoreError::Unsupported`].
-    ///
-    /// # Cancel safety
-    ///
-    /// The release takes effect even if the caller drops the reply.
-    fn release(&self, _key: Key, _spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
-        StoreReply::Ready(Err(StoreError::Unsupported("holds")))
-    }
-
-    /// Makes the limits of `spec` the set quota of `key`, in place of what callers state, and notifies
-    /// every listener. The quota applies until it was not used for `life`. Returns its version.
-    ///
-    /// The version is larger than that of the store's state and that of `spec`.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError`] if other processes may not know of the quota. The default, for a store without
-    /// set quotas, always fails with [`StoreError::Unsupported`], and so does a quota without a limit
-    /// of rate.
-    ///
-    /// # Cancel safety
-    ///
-    /// The quota is set even if the caller drops the reply.
-    fn set_quota(&self, _key: Key, _spec: &Arc<LimitSpec>, _life: Duration) -> StoreReply<u32> {
-        StoreReply::Ready(Err(StoreError::Unsupported("set quotas")))
-    }
-
-    /// Ends the set quota of `key`, and notifies every listener. From now on the limits of `spec`
-    /// apply, and those of other callers, besides those of the set quota for about two of their windows.
-    /// Returns the version of the end.
-    ///
-    /// If `spec` states the version of a [learned](SetQuota::is_learned) quota, the call ends only learned
-    /// quotas. It changes nothing, and returns the version that applies, if that is newer and not of a learned
-    /// quota.
-    ///
-    /// The end is remembered for `life`, or for the life of the set quota if that is longer. A process
-    /// that has missed the end, and still states the set quota after that, sets it anew.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError`] if other processes may not know of the end. The default always fails with
-    /// [`StoreError::Unsupported`].
-    ///
-    /// # Cancel safety
-    ///
-    /// The quota ends even if the caller drops the reply.
-    fn unset_quota(&self, _key: Key, _spec: &Arc<LimitSpec>, _life: Duration) -> StoreReply<u32> {
-        StoreReply::Ready(Err(StoreError::Unsupported("set quotas")))
-    }
-
-    /// Makes the limits of `spec` the set quota of `key`, because the upstream has stated them, and
-    /// notifies every listener. The quota applies for `life`, and longer if it is learned again.
-    /// Returns the quota that applies then.
-    ///
-    /// Changes nothing while a quota applies that an operator has set. If the same quota was learned
-    /// before, it keeps its version, and no listener is notified.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError`] if other processes may not know of the quota. The default always fails with
-    /// [`StoreError::Unsupported`]: then limits that an upstream states do not apply.
-    ///
-    /// # Cancel safety
-    ///
-    /// The quota is learned even if the caller drops the reply.
-    fn learn_quota(
-        &self,
-        _key: Key,
-        _spec: &Arc<LimitSpec>,
-        _life: Duration,
-    ) -> StoreReply<SetQuota> {
-        StoreReply::Ready(Err(StoreError::Unsupported("set quotas")))
+    /// The change takes effect even if the caller drops the reply.
+    fn change(&self, _key: Key, _spec: &Arc<LimitSpec>, _change: Change) -> StoreReply<InForce> {
+        StoreReply::Ready(Err(StoreError::Unsupported("holds and set quotas")))
     }
 
     /// Notifies `listener` of holds, set quotas and registers from now on, until the listener is
@@ -331,19 +244,6 @@ impl<T> StoreReply<T> {
         match self {
             StoreReply::Ready(reply) => reply,
             StoreReply::Pending(reply) => reply.await,
-        }
-    }
-
-    /// Changes the reply with `change`.
-    pub(super) fn map<R>(self, change: impl FnOnce(T) -> R + Send + 'static) -> StoreReply<R>
-    where
-        T: 'static,
-    {
-        match self {
-            StoreReply::Ready(reply) => StoreReply::Ready(reply.map(change)),
-            StoreReply::Pending(reply) => {
-                StoreReply::Pending(Box::pin(async move { reply.await.map(change) }))
-            }
         }
     }
 }

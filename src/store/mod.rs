@@ -16,6 +16,7 @@
 
 #![cfg_attr(not(feature = "unstable-store"), allow(unreachable_pub, dead_code))]
 
+mod change;
 mod delegate;
 mod fallback;
 mod hold;
@@ -76,6 +77,7 @@ pub(crate) fn trust(longest_window: Duration) -> Duration {
 /// What a store of your own implements and meets.
 #[cfg_attr(not(feature = "unstable-store"), allow(unused_imports))]
 mod custom {
+    pub use super::change::{Change, InForce};
     pub use super::hold::HoldState;
     pub use super::in_flight::{Claim, StoreEvent, StoreListener};
     pub use super::interface::{Background, Store, StoreReply, Task};
@@ -84,5 +86,7 @@ mod custom {
     pub use super::set_quota::SetQuota;
     pub use super::usage::{PeekRequest, Usage};
     pub use crate::key::label::Label;
-    pub use crate::limit::{Charge, Lending, LimitSpec, UnusedPermits, UpstreamRemaining};
+    pub use crate::limit::{
+        ChangeKind, Charge, Lending, LimitSpec, UnusedPermits, UpstreamRemaining,
+    };
 }

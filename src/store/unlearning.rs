@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{
-    ClientSession, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, PeekRequest, SetQuota, Store,
-    StoreError, StoreReply, Usage,
+    Change, ChangeKind, ClientSession, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest,
+    PeekRequest, SetQuota, Store, StoreError, StoreReply, Usage,
 };
 use crate::clock;
 
@@ -42,7 +42,11 @@ async fn without_learned(
     };
     // With this version, the store ends only a learned quota.
     let end = LimitSpec::none().with_quota_version(set.version, set.life);
-    let ended = store.unset_quota(request.key, &Arc::new(end), set.life);
+    let change = Change::Quota {
+        kind: ChangeKind::End,
+        life: set.life,
+    };
+    let ended = store.change(request.key, &Arc::new(end), change);
     if ended.arrives().await.is_err() {
         return reply.map(without_quota);
     }

@@ -9,8 +9,8 @@ use std::time::Duration;
 use over::over;
 use tokio::time::{Instant, sleep};
 use tollgate::store::{
-    Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreListener, StoreReply,
-    UnusedPermits, Usage,
+    Change, InForce, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store,
+    StoreListener, StoreReply, UnusedPermits, Usage,
 };
 use tollgate::{Key, Limiter, Quota, RateLimitLayer};
 
@@ -62,8 +62,8 @@ impl Store for Remote {
         self.shared.peek(request)
     }
 
-    fn set_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-        self.shared.set_quota(key, spec, life)
+    fn change(&self, key: Key, spec: &Arc<LimitSpec>, change: Change) -> StoreReply<InForce> {
+        self.shared.change(key, spec, change)
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {

@@ -13,8 +13,8 @@ use http::Response;
 use proptest::prelude::*;
 use tokio::time::{Instant, advance, sleep, timeout};
 use tollgate::store::{
-    HoldState, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreError,
-    StoreEvent, StoreListener, StoreReply, UnusedPermits, UpstreamRemaining, Usage,
+    Change, InForce, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreError,
+    StoreEvent, StoreListener, StoreReply, UnusedPermits, Usage,
 };
 use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason, Signal};
 
@@ -39,11 +39,18 @@ impl Server {
         })
     }
 
-    fn changed(&self, key: Key, held: StoreReply<HoldState>) -> Result<HoldState, StoreError> {
-        let StoreReply::Ready(held) = held else {
-            unreachable!("memory answers now")
-        };
-        let held = held?;
+    /// Changes the hold of a key. It has no set quotas.
+    fn change(
+        &self,
+        key: Key,
+        spec: &Arc<LimitSpec>,
+        change: Change,
+    ) -> Result<InForce, StoreError> {
+        if matches!(change, Change::Quota { .. }) {
+            return Err(StoreError::Unsupported("set quotas"));
+        }
+        let in_force = now(self.store.change(key, spec, change))?;
+        let held = in_force.hold;
         for (trip, listener) in &*self.listeners.lock().unwrap() {
             let (trip, listener) = (*trip, listener.clone());
             if !self.mute.load(Ordering::Relaxed) {
@@ -55,7 +62,7 @@ impl Server {
                 });
             }
         }
-        Ok(held)
+        Ok(in_force)
     }
 }
 
@@ -105,24 +112,8 @@ impl Store for Wire {
         self.server.store.peek(request)
     }
 
-    fn hold(
-        &self,
-        key: Key,
-        spec: &Arc<LimitSpec>,
-        held: HoldState,
-        left: Option<UpstreamRemaining>,
-    ) -> StoreReply<HoldState> {
-        self.later(
-            self.server
-                .changed(key, self.server.store.hold(key, spec, held, left)),
-        )
-    }
-
-    fn release(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
-        self.later(
-            self.server
-                .changed(key, self.server.store.release(key, spec)),
-        )
+    fn change(&self, key: Key, spec: &Arc<LimitSpec>, change: Change) -> StoreReply<InForce> {
+        self.later(self.server.change(key, spec, change))
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {
@@ -796,14 +787,8 @@ impl Store for WithoutLeases {
         self.0.peek(request)
     }
 
-    fn hold(
-        &self,
-        key: Key,
-        spec: &Arc<LimitSpec>,
-        held: HoldState,
-        left: Option<UpstreamRemaining>,
-    ) -> StoreReply<HoldState> {
-        self.0.hold(key, spec, held, left)
+    fn change(&self, key: Key, spec: &Arc<LimitSpec>, change: Change) -> StoreReply<InForce> {
+        self.0.change(key, spec, change)
     }
 }
 

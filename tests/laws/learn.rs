@@ -11,7 +11,7 @@ use http::Response;
 use support::{Upstream, count_of, get, pass};
 use tollgate::limiter::QuotaSource;
 use tollgate::quota::Limit;
-use tollgate::store::{LimitSpec, MemoryStore, Store, StoreReply};
+use tollgate::store::{Change, ChangeKind, InForce, LimitSpec, MemoryStore, Store, StoreReply};
 use tollgate::{HeaderTrust, Key, Quota, RateLimitLayer};
 use tower::{Layer, ServiceExt};
 
@@ -524,10 +524,17 @@ struct SetsBeforeEnd {
 }
 
 impl Store for SetsBeforeEnd {
-    tollgate::delegate_store!(self => *self.store; implements unset_quota);
+    tollgate::delegate_store!(self => *self.store; implements change);
 
-    fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-        if self.is_armed.swap(false, Ordering::Relaxed) {
+    fn change(&self, key: Key, spec: &Arc<LimitSpec>, change: Change) -> StoreReply<InForce> {
+        let is_end = matches!(
+            change,
+            Change::Quota {
+                kind: ChangeKind::End,
+                ..
+            }
+        );
+        if is_end && self.is_armed.swap(false, Ordering::Relaxed) {
             let store: Arc<dyn Store> = self.store.clone();
             let operator = layer(Quota::per_minute(300), HeaderTrust::Usage, &store).limiter();
             let set = operator
@@ -535,7 +542,7 @@ impl Store for SetsBeforeEnd {
                 .now_or_never();
             set.expect("memory replies at once").unwrap();
         }
-        self.store.unset_quota(key, spec, life)
+        self.store.change(key, spec, change)
     }
 }
 

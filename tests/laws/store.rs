@@ -6,8 +6,9 @@ use std::time::Duration;
 use tollgate::Key;
 use tollgate::quota::Limit;
 use tollgate::store::{
-    Claim, Demand, Grant, HoldState, Lease, LeaseRequest, LimitSpec, LimitUsage, MemoryStore,
-    PeekRequest, Refusal, SetQuota, Store, StoreListener, StoreReply, UnusedPermits, Usage,
+    Change, ChangeKind, Claim, Demand, Grant, HoldState, InForce, Lease, LeaseRequest, LimitSpec,
+    LimitUsage, MemoryStore, PeekRequest, Refusal, SetQuota, Store, StoreListener, StoreReply,
+    UnusedPermits, Usage,
 };
 
 #[tokio::test(start_paused = true)]
@@ -169,14 +170,14 @@ mod broken {
             self.store.claim(claim, listener);
         }
 
-        fn set_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-            self.store.set_quota(key, spec, life)
-        }
-
-        fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-            match self.fault {
-                Fault::EndsNoSetQuota => StoreReply::Ready(Ok(1000)),
-                _ => self.store.unset_quota(key, spec, life),
+        fn change(&self, key: Key, spec: &Arc<LimitSpec>, change: Change) -> StoreReply<InForce> {
+            const END: ChangeKind = ChangeKind::End;
+            match (self.fault, change) {
+                (Fault::EndsNoSetQuota, Change::Quota { kind: END, life }) => {
+                    let end = SetQuota::new(1000, None, life, life);
+                    StoreReply::Ready(Ok(InForce::new(HoldState::default(), Some(end))))
+                }
+                _ => self.store.change(key, spec, change),
             }
         }
 

@@ -15,10 +15,10 @@ use tollgate::__lab::Dice;
 use tollgate::__lab::{dice, lease_later};
 use tollgate::Key;
 use tollgate::store::{
-    Claim, HoldState, Lease, LeaseRequest, MemoryStore, PeekRequest, Recipients, Register,
-    RegisterRequest, SetQuota, Store, StoreError, StoreEvent, StoreListener, StoreReply, Usage,
+    Change, Claim, InForce, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Recipients,
+    Register, RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply,
+    UnusedPermits, Usage,
 };
-use tollgate::store::{LimitSpec, UnusedPermits, UpstreamRemaining};
 
 /// The store, its model, and its listeners.
 pub(super) struct SharedStore {
@@ -196,35 +196,9 @@ impl Store for StoreLink {
         }));
     }
 
-    fn hold(
-        &self,
-        key: Key,
-        spec: &Arc<LimitSpec>,
-        held: HoldState,
-        left: Option<UpstreamRemaining>,
-    ) -> StoreReply<HoldState> {
+    fn change(&self, key: Key, spec: &Arc<LimitSpec>, change: Change) -> StoreReply<InForce> {
         let spec = spec.clone();
-        self.go(move |memory| memory.hold(key, &spec, held, left))
-    }
-
-    fn release(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
-        let spec = spec.clone();
-        self.go(move |memory| memory.release(key, &spec))
-    }
-
-    fn set_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-        let spec = spec.clone();
-        self.go(move |memory| memory.set_quota(key, &spec, life))
-    }
-
-    fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-        let spec = spec.clone();
-        self.go(move |memory| memory.unset_quota(key, &spec, life))
-    }
-
-    fn learn_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<SetQuota> {
-        let spec = spec.clone();
-        self.go(move |memory| memory.learn_quota(key, &spec, life))
+        self.go(move |memory| memory.change(key, &spec, change))
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {

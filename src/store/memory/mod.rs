@@ -11,8 +11,8 @@ use std::time::Duration;
 use super::in_flight::StoreListeners;
 use super::register::Registers;
 use super::{
-    Claim, HoldState, Lease, LeaseRequest, PeekRequest, Recipients, Register, RegisterRequest,
-    SetQuota, Store, StoreError, StoreEvent, StoreListener, StoreReply, UpstreamRemaining, Usage,
+    Change, Claim, InForce, Lease, LeaseRequest, PeekRequest, Recipients, Register,
+    RegisterRequest, SetQuota, Store, StoreError, StoreEvent, StoreListener, StoreReply, Usage,
 };
 use crate::clock;
 use crate::key::Key;
@@ -119,19 +119,14 @@ impl MemoryStore {
         }
     }
 
-    /// Changes the set quota of `key`, and notifies all listeners if it is another one then. Returns the
-    /// set quota.
+    /// Changes the set quota of `key`, and notifies all listeners if it is another one then.
     fn change_quota(
         &self,
         key: Key,
         spec: &LimitSpec,
         kind: ChangeKind,
         life: Duration,
-    ) -> StoreReply<SetQuota> {
-        if kind != ChangeKind::End && spec.quota().limits().is_empty() {
-            let unsupported = StoreError::Unsupported("set quotas without a limit of rate");
-            return StoreReply::Ready(Err(unsupported));
-        }
+    ) -> Result<InForce, StoreError> {
         let now = clock::micros(clock::now());
         // The state of a key is not lost before its version is forgotten, so any version will do that
         // is larger than the last one.
@@ -145,35 +140,32 @@ impl MemoryStore {
             let before = counts.ledger.quota_unless(0).map(|quota| quota.version);
             counts.ledger.change_quota(spec, change, now);
             counts.fresh_from = counts.ledger.fresh_from();
-            let quota = counts.ledger.quota_unless(0)?;
-            Some((before != Some(quota.version), SetQuota::from(quota)))
+            let hold = held(counts.ledger.hold(StoredHold::default()), now);
+            let quota = counts.ledger.quota_unless(0).map(SetQuota::from);
+            (before, InForce::new(hold, quota))
         };
-        let (is_new, quota) = match self.enter(key, now, || Ledger::empty(now), change) {
-            Ok(changed) => changed.expect("a change leaves a set quota, or its end"),
-            Err(full) => return StoreReply::Ready(Err(full)),
-        };
-        if is_new {
+        let (before, in_force) = self.enter(key, now, || Ledger::empty(now), change)?;
+        if let Some(quota) = &in_force.set_quota
+            && before != Some(quota.version)
+        {
             let event = StoreEvent::SetQuota(Box::new(quota.clone()));
             self.listeners.notify_all(key, &event);
         }
-        StoreReply::Ready(Ok(quota))
+        Ok(in_force)
     }
 
     /// Changes the hold of `key`, and notifies all listeners.
-    fn set_hold(
+    fn change_hold(
         &self,
         key: Key,
         spec: &LimitSpec,
         change: impl FnOnce(&mut Ledger, Micros) -> StoredHold,
-    ) -> StoreReply<HoldState> {
+    ) -> Result<InForce, StoreError> {
         let now = clock::micros(clock::now());
         let set = |ledger: &mut Ledger, now| held(change(ledger, now), now);
-        let held = match self.with(key, spec, now, set) {
-            Ok(held) => held,
-            Err(full) => return StoreReply::Ready(Err(full)),
-        };
+        let held = self.with(key, spec, now, set)?;
         self.listeners.notify_all(key, &StoreEvent::Hold(held));
-        StoreReply::Ready(Ok(held))
+        Ok(InForce::new(held, None))
     }
 }
 
@@ -272,38 +264,22 @@ impl Store for MemoryStore {
         }
     }
 
-    fn hold(
-        &self,
-        key: Key,
-        spec: &Arc<LimitSpec>,
-        state: HoldState,
-        remaining: Option<UpstreamRemaining>,
-    ) -> StoreReply<HoldState> {
-        self.set_hold(key, spec, |ledger, now| {
-            let in_force = ledger.hold_anew(hold(state, now));
-            remaining
-                .iter()
-                .for_each(|remaining| ledger.see(spec, remaining));
-            in_force
-        })
-    }
-
-    fn release(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
-        self.set_hold(key, spec, |ledger, _| ledger.release())
-    }
-
-    fn set_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-        let set = self.change_quota(key, spec, ChangeKind::Set, life);
-        set.map(|quota| quota.version)
-    }
-
-    fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-        let unset = self.change_quota(key, spec, ChangeKind::End, life);
-        unset.map(|quota| quota.version)
-    }
-
-    fn learn_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<SetQuota> {
-        self.change_quota(key, spec, ChangeKind::Learn, life)
+    fn change(&self, key: Key, spec: &Arc<LimitSpec>, change: Change) -> StoreReply<InForce> {
+        let changed = change.check(spec).and_then(|()| match change {
+            Change::Hold {
+                hold: state,
+                remaining,
+            } => self.change_hold(key, spec, |ledger, now| {
+                let in_force = ledger.hold_anew(hold(state, now));
+                remaining
+                    .iter()
+                    .for_each(|remaining| ledger.see(spec, remaining));
+                in_force
+            }),
+            Change::Release => self.change_hold(key, spec, |ledger, _| ledger.release()),
+            Change::Quota { kind, life } => self.change_quota(key, spec, kind, life),
+        });
+        StoreReply::Ready(changed)
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {

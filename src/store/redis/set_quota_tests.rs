@@ -8,14 +8,27 @@ use tokio::sync::mpsc;
 
 use super::RedisStore;
 use crate::key::Key;
-use crate::limit::LimitSpec;
+use crate::limit::{ChangeKind, LimitSpec};
 use crate::quota::Quota;
 use crate::store::{
-    ClientSession, Demand, FallbackStore, HoldState, Lease, LeaseRequest, SetQuota, Store,
-    StoreEvent, StoreListener,
+    Change, ClientSession, Demand, FallbackStore, HoldState, InForce, Lease, LeaseRequest,
+    SetQuota, Store, StoreError, StoreEvent, StoreListener, StoreReply,
 };
 
 const HOUR: Duration = Duration::from_secs(3600);
+const SET: Change = Change::Quota {
+    kind: ChangeKind::Set,
+    life: HOUR,
+};
+const END: Change = Change::Quota {
+    kind: ChangeKind::End,
+    life: HOUR,
+};
+
+/// Returns the version after a change of a set quota.
+async fn version_of(changed: StoreReply<InForce>) -> Result<u32, StoreError> {
+    Ok(changed.arrives().await?.changed_quota()?.version)
+}
 
 /// Passes on the events of a store.
 struct Listener(mpsc::UnboundedSender<(Key, StoreEvent)>);
@@ -105,8 +118,8 @@ async fn set_quotas_are_told_to_all_processes() {
             Process::new(&server, secret).await,
         ];
         let quota = Quota::per_minute(7).and(Quota::in_flight(3));
-        let set = operator.store.set_quota(key, &spec(quota), HOUR);
-        let version = set.arrives().await.unwrap();
+        let set = operator.store.change(key, &spec(quota), SET);
+        let version = version_of(set).await.unwrap();
         for other in &mut others {
             let (of, told) = other.next_quota().await;
             assert_eq!((of, told.version, told.quota), (key, version, Some(quota)));
@@ -125,8 +138,8 @@ async fn set_quotas_are_told_to_all_processes() {
         // This call changes nothing, so nothing is told of it.
         assert_eq!(operator.lease(key, &knows).await.set_quota, None);
         let own = spec(Quota::per_minute(5));
-        let unset = operator.store.unset_quota(key, &own, HOUR);
-        let end = unset.arrives().await.unwrap();
+        let unset = operator.store.change(key, &own, END);
+        let end = version_of(unset).await.unwrap();
         assert!(end > version, "{end} after {version}");
         for other in &mut others {
             let (of, told) = other.next_quota().await;
@@ -139,17 +152,19 @@ async fn set_quotas_are_told_to_all_processes() {
 async fn idle_keys_keep_their_set_quota() {
     let server = RedisServer::start().unwrap();
     let process = Process::new(&server, None).await;
-    let set = process
-        .store
-        .set_quota(Key::ALL, &spec(Quota::per_second(7)), HOUR);
+    let set = spec(Quota::per_second(7));
+    let set = process.store.change(Key::ALL, &set, SET);
     set.arrives().await.unwrap();
     let mut redis = server.connect().unwrap();
     let name = process.store.name(Key::ALL);
     let ttl: u64 = redis::cmd("TTL").arg(&name).query(&mut redis).unwrap();
     assert!((3600..3700).contains(&ttl), "{ttl} s");
-    let unset = process
-        .store
-        .unset_quota(Key::ALL, &spec(Quota::per_second(5)), Duration::ZERO);
+    let end = Change::Quota {
+        kind: ChangeKind::End,
+        life: Duration::ZERO,
+    };
+    let own = spec(Quota::per_second(5));
+    let unset = process.store.change(Key::ALL, &own, end);
     unset.arrives().await.unwrap();
     // The end is remembered for as long as a process may know of the set quota.
     let ttl: u64 = redis::cmd("TTL").arg(&name).query(&mut redis).unwrap();
@@ -166,11 +181,11 @@ async fn quotas_cannot_be_set_while_the_store_is_away() {
     let store = RedisStore::builder(&url).store_timeout(timeout);
     let store = FallbackStore::new(Arc::new(store.build().unwrap()), None, 10);
     let quota = spec(Quota::per_second(7));
-    let set = store.set_quota(Key::ALL, &quota, HOUR).arrives().await;
-    let unset = store.unset_quota(Key::ALL, &quota, HOUR).arrives().await;
+    let set = store.change(Key::ALL, &quota, SET).arrives().await;
+    let unset = store.change(Key::ALL, &quota, END).arrives().await;
     assert!(set.is_err() && unset.is_err(), "{set:?}, {unset:?}");
     let in_flight = spec(Quota::in_flight(7));
-    let refused = store.set_quota(Key::ALL, &in_flight, HOUR).arrives().await;
+    let refused = store.change(Key::ALL, &in_flight, SET).arrives().await;
     let error = refused.unwrap_err().to_string();
     assert!(error.contains("without a limit of rate"), "{error}");
 }

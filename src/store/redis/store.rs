@@ -9,7 +9,7 @@ use redis::aio::ConnectionLike;
 
 use super::backend::TO_ALL;
 use super::builder::RedisStoreBuilder;
-use super::codec::{self, Garbled, MOST_RETURNS};
+use super::codec::{self, MOST_RETURNS};
 use super::endpoint::{self, Connecting};
 use super::job::{About, Job};
 use super::script::Argument;
@@ -18,12 +18,11 @@ use super::thread::Thread;
 use super::{connection, registers, sealed_key};
 use crate::config_error::ConfigError;
 use crate::key::{Key, Label};
-use crate::limit::ChangeKind;
 use crate::rng::dice;
 use crate::store::{
-    Background, Claim, Demand, HoldState, Lease, LeaseRequest, LimitSpec, PeekRequest, Register,
-    RegisterRequest, SetQuota, Store, StoreError, StoreEvent, StoreListener, StoreReply, Task,
-    UnusedPermits, UpstreamRemaining, Usage,
+    Background, Change, Claim, Demand, InForce, Lease, LeaseRequest, LimitSpec, PeekRequest,
+    Register, RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply, Task,
+    UnusedPermits, Usage,
 };
 
 /// Counts permits in Redis, for many processes.
@@ -213,47 +212,6 @@ impl RedisStore {
     fn in_flight_name(&self, key: Key) -> String {
         format!("{}:seats", self.name(key))
     }
-
-    /// Makes a change of the state of `key` that all processes are notified of. Returns the reply, or
-    /// what `read` takes from it.
-    fn announce<T: 'static>(
-        &self,
-        key: Key,
-        call: Vec<u8>,
-        read: impl FnOnce(Lease) -> Result<T, StoreError> + Send + 'static,
-    ) -> StoreReply<T> {
-        let (name, token) = (self.name(key), sealed_key::of(key, self.secret, dice()));
-        let reply = self.thread.submit(|reply| Job::Announce {
-            name,
-            call,
-            token,
-            reply,
-        });
-        StoreReply::Pending(Box::pin(async move {
-            let lease =
-                codec::read_lease(&reply.await?, Duration::ZERO).map_err(StoreError::failed)?;
-            read(lease)
-        }))
-    }
-
-    /// Changes the set quota of `key`, and notifies all processes. Returns the set quota.
-    fn change_quota(
-        &self,
-        key: Key,
-        kind: ChangeKind,
-        spec: &LimitSpec,
-        life: Duration,
-    ) -> StoreReply<SetQuota> {
-        if kind != ChangeKind::End && spec.quota().limits().is_empty() {
-            let unsupported = StoreError::Unsupported("set quotas without a limit of rate");
-            return StoreReply::Ready(Err(unsupported));
-        }
-        let call = codec::change_quota(kind, spec, life, dice());
-        self.announce(key, call, |lease| {
-            let quota = lease.set_quota.map(|quota| *quota);
-            quota.ok_or_else(|| StoreError::failed(Garbled))
-        })
-    }
 }
 
 impl Store for RedisStore {
@@ -312,34 +270,29 @@ impl Store for RedisStore {
         }))
     }
 
-    fn hold(
-        &self,
-        key: Key,
-        spec: &Arc<LimitSpec>,
-        held: HoldState,
-        left: Option<UpstreamRemaining>,
-    ) -> StoreReply<HoldState> {
-        self.announce(key, codec::hold(spec, held, left, dice()), |lease| {
-            Ok(lease.hold)
-        })
-    }
-
-    fn release(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
-        self.announce(key, codec::release(spec, dice()), |lease| Ok(lease.hold))
-    }
-
-    fn set_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-        let set = self.change_quota(key, ChangeKind::Set, spec, life);
-        set.map(|quota| quota.version)
-    }
-
-    fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-        let unset = self.change_quota(key, ChangeKind::End, spec, life);
-        unset.map(|quota| quota.version)
-    }
-
-    fn learn_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<SetQuota> {
-        self.change_quota(key, ChangeKind::Learn, spec, life)
+    fn change(&self, key: Key, spec: &Arc<LimitSpec>, change: Change) -> StoreReply<InForce> {
+        if let Err(unsupported) = change.check(spec) {
+            return StoreReply::Ready(Err(unsupported));
+        }
+        let call = match change {
+            Change::Hold { hold, remaining } => codec::hold(spec, hold, remaining, dice()),
+            Change::Release => codec::release(spec, dice()),
+            Change::Quota { kind, life } => codec::change_quota(kind, spec, life, dice()),
+        };
+        let (name, token) = (self.name(key), sealed_key::of(key, self.secret, dice()));
+        let reply = self.thread.submit(|reply| Job::Announce {
+            name,
+            call,
+            token,
+            reply,
+        });
+        StoreReply::Pending(Box::pin(async move {
+            let lease = codec::read_lease(&reply.await?, Duration::ZERO);
+            let Lease {
+                hold, set_quota, ..
+            } = lease.map_err(StoreError::failed)?;
+            Ok(InForce::new(hold, set_quota.map(|quota| *quota)))
+        }))
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {

@@ -5,20 +5,33 @@ use std::time::Duration;
 
 use super::caller::{Caller, LONG, granted};
 use tollgate::Quota;
-use tollgate::store::{Demand, Lease, SetQuota, Store, StoreError};
+use tollgate::store::{Change, ChangeKind, Demand, Lease, LimitSpec, SetQuota, Store, StoreError};
+
+/// Changes the set quota of a caller's key, to the limits of `spec` unless it ends. Returns what is in force
+/// then, or `None` if the store has no set quotas.
+async fn change(caller: &Caller, kind: ChangeKind, spec: &Arc<LimitSpec>) -> Option<SetQuota> {
+    let change = Change::Quota { kind, life: LONG };
+    let reply = caller.store.change(caller.key, spec, change);
+    match reply.arrives().await {
+        Ok(in_force) => Some(in_force.set_quota.expect("the reply states the set quota")),
+        Err(StoreError::Unsupported(_)) => None,
+        Err(error) => panic!("the store answers: {error}"),
+    }
+}
 
 /// Sets the quota of a caller's key. Returns its version, or `None` if the store has no set quotas.
 async fn set(caller: &Caller, quota: Quota) -> Option<u32> {
     let of_operator = Caller::new(&caller.store, "", quota).spec;
-    let reply = caller.store.set_quota(caller.key, &of_operator, LONG);
-    match reply.arrives().await {
-        Ok(version) => {
-            assert_eq!(version % 2, 1, "the version of a set quota is odd");
-            Some(version)
-        }
-        Err(StoreError::Unsupported(_)) => None,
-        Err(error) => panic!("the store answers: {error}"),
-    }
+    let set = change(caller, ChangeKind::Set, &of_operator).await?;
+    assert_eq!(set.version % 2, 1, "the version of a set quota is odd");
+    assert_eq!(set.quota, Some(quota));
+    Some(set.version)
+}
+
+/// Ends the set quota of a caller's key, under `spec`. Returns the version in force then.
+async fn end(caller: &Caller, spec: &Arc<LimitSpec>) -> u32 {
+    let end = change(caller, ChangeKind::End, spec).await;
+    end.expect("quotas can be set").version
 }
 
 /// Books `count` permits now, and asserts which quota the reply states.
@@ -58,8 +71,7 @@ pub(super) async fn set_quotas_decide_for_all_callers(store: &Arc<dyn Store>) {
     let lease = book(&knows_first, 60, Some((second, Some(looser)))).await;
     assert_eq!(granted(&lease), 44, "6 of 50 were used: {lease:?}");
 
-    let end = caller.store.unset_quota(caller.key, &caller.spec, LONG);
-    let end = end.arrives().await.expect("the store answers");
+    let end = end(&caller, &caller.spec).await;
     assert!(end % 2 == 0 && end > second, "{end} after {second}");
     let knows_second = caller.informed(looser, second);
     let lease = book(&knows_second, 1, Some((end, None))).await;
@@ -74,12 +86,7 @@ pub(super) async fn set_quotas_decide_for_all_callers(store: &Arc<dyn Store>) {
 /// Learns the quota of a caller's key. Returns the set quota, or `None` if the store has no set quotas.
 async fn learn(caller: &Caller, quota: Quota) -> Option<SetQuota> {
     let stated = Caller::new(&caller.store, "", quota).spec;
-    let reply = caller.store.learn_quota(caller.key, &stated, LONG);
-    match reply.arrives().await {
-        Ok(learned) => Some(learned),
-        Err(StoreError::Unsupported(_)) => None,
-        Err(error) => panic!("the store answers: {error}"),
-    }
+    change(caller, ChangeKind::Learn, &stated).await
 }
 
 /// A quota that the upstream states is a set quota, but it does not replace that of an operator.
@@ -113,14 +120,10 @@ pub(super) async fn learned_quotas_give_way_to_those_of_operators(store: &Arc<dy
     assert!(!kept.is_learned(), "{kept:?}");
     // The end of the learned quota is late: it ends no other one.
     let knows_second = caller.informed(Quota::per_minute(8), second.version);
-    let late = caller
-        .store
-        .unset_quota(caller.key, &knows_second.spec, LONG);
-    assert_eq!(late.arrives().await.expect("the store answers"), third);
+    assert_eq!(end(&caller, &knows_second.spec).await, third);
     let set = caller.peek().await.set_quota;
     assert_eq!(set.and_then(|set| set.quota), Some(of_operator));
-    let end = caller.store.unset_quota(caller.key, &caller.spec, LONG);
-    end.arrives().await.expect("the store answers");
+    end(&caller, &caller.spec).await;
     let last = learn(&caller, stated).await.expect("quotas can be set");
     assert!(last.is_learned() && last.version > third, "{last:?}");
 }

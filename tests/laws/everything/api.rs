@@ -18,9 +18,9 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tollgate::limiter::{Acquire, Verdict};
 use tollgate::stats::{Event, Stats};
 use tollgate::store::{
-    Background, Claim, HoldState, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest,
-    RedisStore, SetQuota, Store, StoreError, StoreEvent, StoreListener, StoreReply, Task,
-    UnusedPermits, UpstreamRemaining, Usage,
+    Background, Change, Claim, InForce, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest,
+    RedisStore, Store, StoreError, StoreEvent, StoreListener, StoreReply, Task, UnusedPermits,
+    Usage,
 };
 use tollgate::{
     __lab, Class, Cost, Deadline, Guard, Key, Limited, Limiter, OnStoreError, Quota,
@@ -286,8 +286,8 @@ impl Link {
 }
 
 impl Store for Link {
-    tollgate::delegate_store!(self => *self.net.memory; implements lease, give_back, claim, hold, release, set_quota,
-        unset_quota, learn_quota, listen, peek, background, flush);
+    tollgate::delegate_store!(self => *self.net.memory; implements lease, give_back, claim, change, listen,
+        peek, background, flush);
 
     /// The store decides when the call is made, because a request cannot be kept: only the reply is late.
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
@@ -368,41 +368,9 @@ impl Store for Link {
         }));
     }
 
-    fn hold(
-        &self,
-        key: Key,
-        spec: &Arc<LimitSpec>,
-        held: HoldState,
-        left: Option<UpstreamRemaining>,
-    ) -> StoreReply<HoldState> {
+    fn change(&self, key: Key, spec: &Arc<LimitSpec>, change: Change) -> StoreReply<InForce> {
         let spec = spec.clone();
-        self.go("hold", move |memory| memory.hold(key, &spec, held, left))
-    }
-
-    fn release(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
-        let spec = spec.clone();
-        self.go("release", move |memory| memory.release(key, &spec))
-    }
-
-    fn set_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-        let spec = spec.clone();
-        self.go("set_quota", move |memory| {
-            memory.set_quota(key, &spec, life)
-        })
-    }
-
-    fn unset_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<u32> {
-        let spec = spec.clone();
-        self.go("unset_quota", move |memory| {
-            memory.unset_quota(key, &spec, life)
-        })
-    }
-
-    fn learn_quota(&self, key: Key, spec: &Arc<LimitSpec>, life: Duration) -> StoreReply<SetQuota> {
-        let spec = spec.clone();
-        self.go("learn_quota", move |memory| {
-            memory.learn_quota(key, &spec, life)
-        })
+        self.go("change", move |memory| memory.change(key, &spec, change))
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {

@@ -18,7 +18,7 @@ use crate::limit::LimitSpec;
 use crate::limiter::queue::{CallNumber, next_number};
 use crate::limiter::reservation::{ProbeNumber, Reservation, Settled};
 use crate::quota::Quota;
-use crate::store::{HoldState, Lease, Store, StoreReply};
+use crate::store::{Change, HoldState, Lease, Store, StoreReply};
 use crate::wait_queue::WaitBound;
 
 /// The longest wait of a request, in milliseconds.
@@ -359,8 +359,14 @@ impl World {
     }
 
     pub(super) fn release(&mut self) {
-        if let StoreReply::Ready(Ok(held)) = self.wire.store.release(Key::ALL, &self.spec) {
-            self.hold(held);
+        self.change(Change::Release);
+    }
+
+    /// Makes a change of the hold, and takes in the one in force.
+    fn change(&mut self, change: Change) {
+        let changed = self.wire.store.change(Key::ALL, &self.spec, change);
+        if let StoreReply::Ready(Ok(in_force)) = changed {
+            self.hold(in_force.hold);
         }
     }
 
@@ -395,11 +401,10 @@ impl World {
                     cut,
                 };
                 self.hold(held);
-                if let StoreReply::Ready(Ok(held)) =
-                    self.wire.store.hold(Key::ALL, &self.spec, held, None)
-                {
-                    self.hold(held);
-                }
+                self.change(Change::Hold {
+                    hold: held,
+                    remaining: None,
+                });
             }
             Step::Release => self.release(),
             Step::Doubt => self.state.doubt(),
