@@ -11,7 +11,7 @@ use super::connection::ServerRequest;
 use super::endpoint::{Connecting, FindServer};
 use super::failure::RedisFailure;
 use super::link::{Connections, Link, Links};
-use super::stats::StoreTally;
+use super::stats::{StoreStats, StoreTally};
 use crate::clock;
 use crate::error::StoreError;
 
@@ -84,9 +84,19 @@ impl Backend {
         clock::after(start, self.links.store_timeout)
     }
 
+    /// Returns the longest time that one call may take.
+    pub(super) fn store_timeout(&self) -> Duration {
+        self.links.store_timeout
+    }
+
     /// Returns the counts of the store.
-    pub(super) fn tally(&self) -> &StoreTally {
+    pub(super) fn tally(&self) -> &Arc<StoreTally> {
         &self.links.tally
+    }
+
+    /// Returns the counts of the store, and whether it reaches the servers.
+    pub(super) fn stats(&self) -> StoreStats {
+        self.links.tally.stats(self.is_up())
     }
 
     /// Returns whether all connections are there. `None` if none was tried.

@@ -1,13 +1,13 @@
 //! The settings of a store in Redis.
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::RedisStore;
+use super::backend::Backend;
+use super::client::Client;
 use super::endpoint::Connecting;
 use super::stats::StoreTally;
-use super::thread::{Setup, Thread};
 use crate::config_error::ConfigError;
 use crate::key::Key;
 use crate::rng::dice;
@@ -101,23 +101,17 @@ impl RedisStoreBuilder {
                 "from 1 ms to 60 s",
             );
         }
-        let decides_jointly = Arc::new(AtomicBool::new(connecting.is_one_server()));
-        let thread = Arc::new(Thread::new(Setup {
-            tally: Arc::new(StoreTally::new(&prefix)),
-            connecting,
-            store_timeout,
-            channels: format!("{prefix}:told:"),
-            instance: dice() >> 11,
-            secret,
-            listeners: Arc::default(),
-            decides_jointly,
-        }));
+        let decides_jointly = connecting.is_one_server();
+        let (channels, tally) = (format!("{prefix}:told:"), StoreTally::new(&prefix));
+        let backend = Backend::new(connecting, store_timeout, &channels, Arc::new(tally));
+        let client = Client::new(backend, dice() >> 11, secret, decides_jointly);
+        let client = Arc::new(client);
         #[cfg(feature = "metrics")]
-        super::stats::stores::register(&thread);
+        super::stats::stores::register(&client);
         Ok(RedisStore {
             prefix,
-            secret,
-            thread,
+            client,
+            tasks: Mutex::default(),
         })
     }
 }

@@ -1,65 +1,69 @@
 //! The call of a joint request: one script decides about all of its keys.
 
 use std::error::Error as StdError;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::slice::from_ref;
+use std::sync::atomic::Ordering;
 
 use redis::{ErrorKind, RedisError, ServerErrorKind};
 
-use super::backend::Backend;
+use super::client::Client;
 use super::codec;
-use super::script::{Argument, Script};
+use super::script::Argument;
+use super::stats::CallKind;
 use crate::error::StoreError;
 use crate::store::KeyCall;
 
-/// Runs the calls of a joint request as one, and replies to each.
+/// Runs the calls of a joint request as one, and replies to each. A call whose caller was dropped is not
+/// needed.
 ///
 /// If the keys are on several servers of a cluster, the first server does nothing and replies with
 /// an error. Then each call is run alone, and `decides_jointly` is unset for the calls of later
 /// requests. The store does not know of the cluster if the user makes the connections.
-pub(super) async fn run(
-    (joint, alone): (Arc<Script>, Arc<Script>),
-    backend: Backend,
-    decides_jointly: Arc<AtomicBool>,
-    calls: Vec<KeyCall>,
-) {
-    let keys: Vec<String> = calls.iter().map(|call| call.key.clone()).collect();
-    let arguments = |calls: &[KeyCall]| {
-        let arguments = calls.iter().map(|call| Argument::Is(call.call.clone()));
-        arguments.collect()
+pub(super) async fn run(client: &Client, mut calls: Vec<KeyCall>) {
+    calls.retain(|call| !call.reply.is_closed());
+    if calls.len() > 1 && client.decides_jointly.load(Ordering::Relaxed) {
+        let keys = calls.len();
+        let ran = run_script(client, CallKind::Joint, &calls).await;
+        let ran = ran.and_then(|reply| codec::read_joint(&reply, keys).map_err(StoreError::failed));
+        match ran {
+            Ok(replies) => {
+                for (call, reply) in calls.into_iter().zip(replies) {
+                    let _ = call.reply.send(reply.map_err(StoreError::failed));
+                }
+                return;
+            }
+            Err(error) if is_about_several_servers(&error) => {
+                client.decides_jointly.store(false, Ordering::Relaxed);
+            }
+            Err(error) => {
+                for call in calls {
+                    let _ = call.reply.send(Err(error.clone()));
+                }
+                return;
+            }
+        }
+    }
+    for call in calls {
+        let ran = run_script(client, CallKind::Permits, from_ref(&call)).await;
+        let _ = call.reply.send(ran);
+    }
+}
+
+/// Runs the script for calls of this kind, which were packed at the same moment.
+async fn run_script(
+    client: &Client,
+    kind: CallKind,
+    calls: &[KeyCall],
+) -> Result<Vec<u8>, StoreError> {
+    let Some(KeyCall { packed, .. }) = calls.first() else {
+        return Err(StoreError::Lost);
     };
-    let Some(packed) = calls.first().map(|call| call.packed) else {
-        return;
-    };
-    let ran = joint.run_by_memory(&backend, &keys, arguments(&calls), packed);
-    let ran = ran
+    let keys: Vec<&str> = calls.iter().map(|call| call.key.as_str()).collect();
+    let arguments = calls.iter().map(|call| Argument::Is(call.call.clone()));
+    let script = client.script(kind);
+    script
+        .run_by_memory(&client.backend, &keys, arguments.collect(), *packed)
         .await
-        .and_then(|reply| codec::read_joint(&reply, keys.len()).map_err(StoreError::failed));
-    if ran.as_ref().is_err_and(is_about_several_servers) {
-        decides_jointly.store(false, Ordering::Relaxed);
-        for call in calls {
-            let ran = alone.run_by_memory(
-                &backend,
-                std::slice::from_ref(&call.key),
-                arguments(std::slice::from_ref(&call)),
-                call.packed,
-            );
-            let _ = call.reply.send(ran.await);
-        }
-        return;
-    }
-    match ran {
-        Ok(replies) => {
-            for (call, reply) in calls.into_iter().zip(replies) {
-                let _ = call.reply.send(reply.map_err(StoreError::failed));
-            }
-        }
-        Err(error) => {
-            for call in calls {
-                let _ = call.reply.send(Err(error.clone()));
-            }
-        }
-    }
 }
 
 /// Returns whether the server did nothing because the keys are on several servers.

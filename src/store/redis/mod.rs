@@ -2,16 +2,19 @@
 //!
 //! ```text
 //!  lease, give back, peek, hold, claim, register
-//!      ──> worker (a thread) ──> script (one key, one step) ──> backend ──> link (one connection)
+//!      ──> client (a task for each) ──> script (one key, one step) ──> backend ──> link (one connection)
+//!  claims ──> worker (a task) ──> script
 //!  events of other processes <── worker <── pubsub (a connection with a subscription)
 //! ```
 //!
-//! The backend is one server, or the servers of a cluster with a link to each.
+//! The backend is one server, or the servers of a cluster with a link to each. All tasks run on
+//! the thread of the store.
 //!
 //! | file | what it has |
 //! |---|---|
-//! | `store`, `builder` | the store as a limiter calls it: turns each call into a job; its settings |
-//! | `job`, `thread`, `worker` | the jobs; the thread to which the store sends them; what runs on it |
+//! | `store`, `builder` | the store as a limiter calls it; its settings |
+//! | `client`, `joint`, `returns` | runs each call as a task; calls about several keys; permits that come back |
+//! | `worker` | the thread; the task that passes on messages of other processes, and keeps the claims |
 //! | `heartbeat` | the claims of this process about calls in flight, which the worker repeats |
 //! | `script` | sends a script to the server; `lua/` has the scripts |
 //! | `codec`, `registers`, `layout` | pack calls and read replies; the numbers that Rust and Lua share |
@@ -27,6 +30,7 @@
 
 mod backend;
 mod builder;
+mod client;
 mod cluster;
 mod codec;
 mod connection;
@@ -35,12 +39,12 @@ mod differential;
 mod endpoint;
 mod failure;
 mod heartbeat;
-mod job;
 mod joint;
 mod layout;
 mod link;
 mod pubsub;
 mod registers;
+mod returns;
 mod script;
 mod sealed_key;
 #[cfg(test)]
@@ -49,7 +53,6 @@ mod stats;
 mod store;
 #[cfg(test)]
 mod tests;
-mod thread;
 #[cfg(feature = "redis-tls-rustls")]
 mod tls;
 mod worker;

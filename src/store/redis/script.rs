@@ -85,7 +85,7 @@ pub(super) fn joint() -> String {
 
 /// A script as it is sent to the server, with inlined constants. It is made once in a process: that
 /// takes a debug build tens of milliseconds.
-pub(super) struct Inlined {
+struct Inlined {
     text: String,
     /// The digest by which the server finds it.
     hash: String,
@@ -101,10 +101,10 @@ impl Inlined {
     }
 }
 
-pub(super) static INLINED_RATES: LazyLock<Inlined> = LazyLock::new(|| Inlined::new(RATES));
-pub(super) static INLINED_JOINT: LazyLock<Inlined> = LazyLock::new(|| Inlined::new(&joint()));
-pub(super) static INLINED_IN_FLIGHT: LazyLock<Inlined> = LazyLock::new(|| Inlined::new(IN_FLIGHT));
-pub(super) static INLINED_REGISTER: LazyLock<Inlined> = LazyLock::new(|| Inlined::new(REGISTER));
+static INLINED_RATES: LazyLock<Inlined> = LazyLock::new(|| Inlined::new(RATES));
+static INLINED_JOINT: LazyLock<Inlined> = LazyLock::new(|| Inlined::new(&joint()));
+static INLINED_IN_FLIGHT: LazyLock<Inlined> = LazyLock::new(|| Inlined::new(IN_FLIGHT));
+static INLINED_REGISTER: LazyLock<Inlined> = LazyLock::new(|| Inlined::new(REGISTER));
 
 /// Returns a script with its named constants replaced by their values.
 ///
@@ -180,9 +180,16 @@ pub(super) struct Script {
 }
 
 impl Script {
-    pub(super) fn new(sent: &'static Inlined, kind: CallKind) -> Self {
+    /// Makes the script for calls of this kind. The first one in the process takes some time, which is not that of a
+    /// call: a store makes its scripts when it is built.
+    pub(super) fn new(kind: CallKind) -> Self {
         Script {
-            sent,
+            sent: match kind {
+                CallKind::Permits => &INLINED_RATES,
+                CallKind::Joint => &INLINED_JOINT,
+                CallKind::InFlight => &INLINED_IN_FLIGHT,
+                CallKind::Register => &INLINED_REGISTER,
+            },
             kind,
             loads: AtomicU64::new(0),
             loading: Mutex::new(()),

@@ -129,7 +129,13 @@ pub(super) enum CallKind {
 }
 
 impl CallKind {
-    const NAMES: [&str; 4] = ["permits", "joint", "in_flight", "register"];
+    pub(super) const ALL: [CallKind; 4] = [
+        CallKind::Permits,
+        CallKind::Joint,
+        CallKind::InFlight,
+        CallKind::Register,
+    ];
+    const NAMES: [&str; CallKind::ALL.len()] = ["permits", "joint", "in_flight", "register"];
 }
 
 /// The counts of a store.
@@ -262,18 +268,18 @@ pub(crate) mod stores {
 
     use super::{StoreStats, StoreTally};
     use crate::locks::lock;
-    use crate::store::redis::thread::Thread;
+    use crate::store::redis::client::Client;
 
     /// A store. Its tally stays until an exporter has read the last counts.
     struct KnownStore {
         tally: Arc<StoreTally>,
-        thread: Weak<Thread>,
+        client: Weak<Client>,
     }
 
     impl KnownStore {
         /// Returns whether nothing counts in the tally any more.
         fn is_last(&self) -> bool {
-            self.thread.strong_count() == 0 && Arc::strong_count(&self.tally) == 1
+            self.client.strong_count() == 0 && Arc::strong_count(&self.tally) == 1
         }
     }
 
@@ -281,14 +287,14 @@ pub(crate) mod stores {
     static STORES: Mutex<Vec<KnownStore>> = Mutex::new(Vec::new());
 
     /// Adds a store.
-    pub(in crate::store::redis) fn register(thread: &Arc<Thread>) {
+    pub(in crate::store::redis) fn register(client: &Arc<Client>) {
         let mut stores = lock(&STORES);
         if !crate::stats::is_exporting() {
             stores.retain(|store| !store.is_last());
         }
         stores.push(KnownStore {
-            tally: thread.setup.tally.clone(),
-            thread: Arc::downgrade(thread),
+            tally: client.backend.tally().clone(),
+            client: Arc::downgrade(client),
         });
     }
 
@@ -296,19 +302,19 @@ pub(crate) mod stores {
     /// dropped. They are returned once.
     pub(crate) fn take() -> Vec<(StoreStats, bool)> {
         let mut all = Vec::new();
-        // The last handle of a thread drops functions of the user, which may make stores: not under the lock.
-        let mut threads = Vec::new();
+        // The last handle of a client drops functions of the user, which may make stores: not under the lock.
+        let mut clients = Vec::new();
         let mut stores = lock(&STORES);
         stores.retain(|store| {
             let is_last = store.is_last();
-            let thread = store.thread.upgrade();
-            let up = thread.as_ref().and_then(|thread| thread.is_up());
+            let client = store.client.upgrade();
+            let up = client.as_ref().and_then(|client| client.backend.is_up());
             all.push((store.tally.stats(up), is_last));
-            threads.push(thread);
+            clients.push(client);
             !is_last
         });
         drop(stores);
-        drop(threads);
+        drop(clients);
         all
     }
 }

@@ -1,23 +1,25 @@
-//! The store in Redis, as a limiter calls it: it turns each call into a job of the worker.
+//! The store in Redis, as a limiter calls it: it packs each call, and reads the reply.
 
 use std::future::Future;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use redis::RedisError;
 use redis::aio::ConnectionLike;
+use tokio::task::JoinSet;
 
 use super::backend::TO_ALL;
 use super::builder::RedisStoreBuilder;
+use super::client::Client;
 use super::codec::{self, MOST_RETURNS};
 use super::endpoint::{self, Connecting};
-use super::job::{About, Job};
 use super::script::Argument;
-use super::stats::StoreStats;
-use super::thread::Thread;
+use super::stats::{CallKind, StoreStats};
+use super::worker::Order;
 use super::{connection, registers, sealed_key};
 use crate::config_error::ConfigError;
 use crate::key::{Key, Label};
+use crate::locks::lock;
 use crate::rng::dice;
 use crate::store::{
     Background, Change, Claim, Demand, InForce, Lease, LeaseRequest, LimitSpec, PeekRequest,
@@ -50,9 +52,9 @@ use crate::store::{
 /// the end of a program, [`Limiter::shutdown`](crate::Limiter::shutdown) waits for that.
 pub struct RedisStore {
     pub(super) prefix: String,
-    pub(super) secret: Option<Key>,
-    /// The thread that talks to Redis.
-    pub(super) thread: Arc<Thread>,
+    pub(super) client: Arc<Client>,
+    /// The tasks of limiters, which end with the store.
+    pub(super) tasks: Mutex<JoinSet<()>>,
 }
 
 impl RedisStore {
@@ -190,19 +192,19 @@ impl RedisStore {
     ///
     /// [`StoreError`] if Redis does not reply within `store_timeout`.
     pub async fn connect(&self) -> Result<(), StoreError> {
-        self.thread.submit(Job::Ping).await
+        self.client.ping().await
     }
 
     /// Returns what this store has done: its calls to Redis by kind and result, how long they took, and
     /// whether it reaches Redis now. Calls nothing.
     pub fn stats(&self) -> StoreStats {
-        self.thread.setup.tally.stats(self.thread.is_up())
+        self.client.backend.stats()
     }
 
     /// Returns the name of `key` in Redis. It is a digest, so no text of a user gets into Redis.
     pub(super) fn name(&self, key: Key) -> String {
-        let digest = match &self.secret {
-            Some(secret) => key.sealed(*secret),
+        let digest = match self.client.secret {
+            Some(secret) => key.sealed(secret),
             None => key,
         };
         format!("{}:{{{}}}", self.prefix, digest.hex())
@@ -230,35 +232,33 @@ impl Store for RedisStore {
         let is_urgent = request.remaining.is_some_and(|left| left.urgent);
         let is_of_one = matches!(request.demands, [Demand { count: 1, .. }]);
         if let Some(joint) = request.joint.filter(|_| is_of_one && !is_urgent) {
-            return StoreReply::Pending(self.thread.call_jointly(joint, key, call, read));
+            return StoreReply::Pending(self.client.call_jointly(joint, key, call, read));
         }
         let mut call = vec![Argument::Is(call)];
         // If the state was lost, the call may set the quota anew.
         if is_urgent || request.spec.quota_version() > 0 {
-            let token = sealed_key::of(request.key, self.secret, dice());
+            let token = sealed_key::of(request.key, self.client.secret, dice());
             call.extend([Argument::Channel(TO_ALL.into()), Argument::Is(token)]);
         }
-        StoreReply::Pending(self.thread.call(About::Rates, key, call, read))
+        StoreReply::Pending(self.client.call(CallKind::Permits, key, call, read))
     }
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-        let (key, spec, unused) = (self.name(key), spec.clone(), unused.to_vec());
-        // If the thread cannot be started, the permits are not sent. Then they expire.
-        let _ = self.thread.send(Job::GiveBack { key, spec, unused });
+        self.client.give_back(self.name(key), spec, unused);
     }
 
     fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
         let (key, spec) = (request.key, &request.spec);
         let call = vec![Argument::Is(codec::peek(&request, dice()))];
         let rates = self
-            .thread
-            .call(About::Rates, self.name(key), call, codec::read_peek);
+            .client
+            .call(CallKind::Permits, self.name(key), call, codec::read_peek);
         let Some(most) = spec.quota().most_in_flight() else {
             return StoreReply::Pending(rates);
         };
         let call = vec![Argument::Is(codec::peek_in_flight(most, dice()))];
-        let slots = self.thread.call(
-            About::InFlight,
+        let slots = self.client.call(
+            CallKind::InFlight,
             self.in_flight_name(request.in_flight_key),
             call,
             codec::read_peek_in_flight,
@@ -279,13 +279,11 @@ impl Store for RedisStore {
             Change::Release => codec::release(spec, dice()),
             Change::Quota { kind, life } => codec::change_quota(kind, spec, life, dice()),
         };
-        let (name, token) = (self.name(key), sealed_key::of(key, self.secret, dice()));
-        let reply = self.thread.submit(|reply| Job::Announce {
-            name,
-            call,
-            token,
-            reply,
-        });
+        let (name, token) = (
+            self.name(key),
+            sealed_key::of(key, self.client.secret, dice()),
+        );
+        let reply = self.client.announce(name, call, token);
         StoreReply::Pending(Box::pin(async move {
             let lease = codec::read_lease(&reply.await?, Duration::ZERO);
             let Lease {
@@ -296,7 +294,7 @@ impl Store for RedisStore {
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {
-        self.thread.setup.listeners.add(listener);
+        self.client.listeners.add(listener);
     }
 
     fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {
@@ -304,26 +302,27 @@ impl Store for RedisStore {
             change.kind,
             format!("{}:register:{}", self.name(change.key), change.kind),
         );
-        let call = registers::call(&change, self.secret);
+        let call = registers::call(&change, self.client.secret);
         StoreReply::Pending(
-            self.thread
-                .call(About::Registers, name, call, move |reply| {
+            self.client
+                .call(CallKind::Register, name, call, move |reply| {
                     registers::read(reply, kind)
                 }),
         )
     }
 
     fn address(&self) -> u64 {
-        self.thread.setup.instance
+        self.client.instance
     }
 
     fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
         let name = self.in_flight_name(claim.key);
-        if let Err(error) = self.thread.send(Job::Claim {
+        let order = Order::Claim {
             name,
             claim,
             listener: listener.clone(),
-        }) {
+        };
+        if let Err(error) = self.client.order(CallKind::InFlight, order) {
             listener
                 .clone()
                 .on_event(claim.key, claim.holder, StoreEvent::Failed(error));
@@ -333,7 +332,8 @@ impl Store for RedisStore {
     /// Returns the first eight digits of the key's name in Redis if there is a secret. Otherwise
     /// returns the label that the key has in this process.
     fn label(&self, key: Key) -> Label {
-        self.secret
+        self.client
+            .secret
             .map_or_else(|| key.process_label(), |secret| key.digits(secret))
     }
 
@@ -342,13 +342,18 @@ impl Store for RedisStore {
     }
 
     fn flush(&self) -> StoreReply<()> {
-        StoreReply::Pending(self.thread.submit(Job::Flush))
+        StoreReply::Pending(self.client.flush())
     }
 }
 
 impl Background for RedisStore {
     fn spawn(&self, task: Task) {
-        let _ = self.thread.send(Job::Run(task));
+        // If the thread cannot be started, the task is dropped.
+        if let Ok(runtime) = self.client.runtime() {
+            let mut tasks = lock(&self.tasks);
+            while tasks.try_join_next().is_some() {}
+            tasks.spawn_on(task, runtime);
+        }
     }
 }
 
@@ -356,7 +361,7 @@ impl std::fmt::Debug for RedisStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("RedisStore")
             .field("prefix", &self.prefix)
-            .field("store_timeout", &self.thread.setup.store_timeout)
+            .field("store_timeout", &self.client.backend.store_timeout())
             .finish_non_exhaustive()
     }
 }

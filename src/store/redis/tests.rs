@@ -1,4 +1,4 @@
-//! Tests of the store's thread after a panic, and of the labels of keys.
+//! Tests of the worker after a panic, and of the labels of keys.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,7 +6,8 @@ use std::time::Duration;
 use redis_server::RedisServer;
 
 use super::RedisStore;
-use super::job::Job;
+use super::stats::CallKind;
+use super::worker::Order;
 use crate::clock;
 use crate::key::Key;
 use crate::layer::RateLimitLayer;
@@ -15,10 +16,10 @@ use crate::quota::Quota;
 use crate::store::{ClientSession, Demand, HoldState, Lease, LeaseRequest, Store};
 use crate::{Limited, OnStoreError};
 
-/// A claim is valid for its time to live only. If the thread forgot the claim, another process
+/// A claim is valid for its time to live only. If the worker forgot the claim, another process
 /// would be granted its slot.
 #[tokio::test]
-async fn a_panic_in_the_thread_forgets_no_claims() {
+async fn a_panic_of_the_worker_forgets_no_claims() {
     const LIFE: Duration = Duration::from_secs(1);
     let server = RedisServer::start().unwrap();
     // The machine may stall for longer than the default timeout.
@@ -32,8 +33,10 @@ async fn a_panic_in_the_thread_forgets_no_claims() {
     };
     let (panics, other) = (store(), store());
     let call = limiter(panics.clone()).acquire(Key::ALL).await.unwrap();
-    panics.thread.send(Job::Panic).unwrap();
-    let _ = panics.connect().await;
+    panics
+        .client
+        .order(CallKind::InFlight, Order::Panic)
+        .unwrap();
     panics.connect().await.unwrap();
     clock::sleep(LIFE * 2).await;
     let other = limiter(other);

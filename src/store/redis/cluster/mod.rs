@@ -33,7 +33,7 @@ use super::connection::{self, ServerRequest};
 use super::endpoint::{FindServer, PubSubServer};
 use super::failure::RedisFailure;
 use super::link::{LONGEST_CONNECTING, Link, Links};
-use super::thread::again_after_panics;
+use super::worker::again_after_panics;
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;

@@ -18,8 +18,7 @@ use tokio::task::JoinSet;
 
 use super::backend::Backend;
 use super::codec::{self, ClaimReply};
-use super::script::{Argument, INLINED_IN_FLIGHT, Script};
-use super::stats::CallKind;
+use super::script::{Argument, Script};
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
@@ -43,7 +42,6 @@ pub(super) struct Claims {
     script: Arc<Script>,
     /// The number of this store, unique in the fleet.
     instance: u64,
-    store_timeout: Duration,
     /// The holders, by their number.
     holders: HashMap<u64, Holder>,
     /// When each holder is due next, in order. A holder's own copy is [`Holder::timer`].
@@ -61,12 +59,11 @@ pub(super) struct Claims {
 }
 
 impl Claims {
-    pub(super) fn new(backend: Backend, instance: u64, store_timeout: Duration) -> Self {
+    pub(super) fn new(backend: Backend, script: Arc<Script>, instance: u64) -> Self {
         Claims {
             backend,
-            script: Arc::new(Script::new(&INLINED_IN_FLIGHT, CallKind::InFlight)),
+            script,
             instance,
-            store_timeout,
             holders: HashMap::new(),
             timers: BTreeSet::new(),
             former: FormerSessions::new(),
@@ -75,11 +72,6 @@ impl Claims {
             is_warned: false,
             flushes: Vec::new(),
         }
-    }
-
-    /// Returns the script about calls in flight.
-    pub(super) fn script(&self) -> Arc<Script> {
-        self.script.clone()
     }
 
     /// Takes in a claim of a limiter. Sends it if the last claim of the holder has its reply, and once not too
@@ -130,7 +122,7 @@ impl Claims {
             if holder.pending.is_none() {
                 self.send(id);
             } else {
-                self.set_timer(id, clock::after(now, self.store_timeout));
+                self.set_timer(id, self.backend.deadline_of(now));
             }
         }
     }
