@@ -324,6 +324,35 @@ async fn units_used_without_store_are_charged_without_requests() {
     assert_eq!(granted, 10, "the other has what is left");
 }
 
+/// The task that charges the store runs in the runtime of a caller, if the store has none. When that runtime has
+/// ended, the next request of another one starts the task anew.
+#[test]
+fn charges_go_on_in_another_runtime() {
+    let runtime = || {
+        let paused = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build();
+        paused.unwrap()
+    };
+    let store = Arc::<Shared>::default();
+    let builder = builder(Quota::per_minute(20), &store).max_wait(ms(0));
+    let limiter = builder.fallback_share(0.5).build().unwrap().limiter();
+    store.set_away(true);
+    let use_up = async |count: usize| {
+        for _ in 0..count {
+            drop(limiter.acquire(Key::ALL).await.unwrap());
+        }
+    };
+    runtime().block_on(use_up(5));
+    runtime().block_on(async {
+        use_up(5).await;
+        store.set_away(false);
+        sleep(ms(2100)).await;
+    });
+    assert_eq!(store.charged.load(Ordering::Relaxed), 10);
+}
+
 /// The store is charged for many idle keys at once. One after the other, the last of these took four seconds, in which
 /// the store granted to other processes what this one had used.
 #[tokio::test(start_paused = true)]

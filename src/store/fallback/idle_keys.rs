@@ -33,6 +33,11 @@ pub(super) fn keep_charging(inner: &Arc<Inner>) {
                 return;
             };
             if charge_idle_keys(&inner).await == 0 {
+                drop(task);
+                // A key that has lost the store since it was counted has started no task.
+                if inner.keys_alone() > 0 {
+                    keep_charging(&inner);
+                }
                 return;
             }
         }

@@ -75,10 +75,7 @@ impl FallbackStore {
 impl FallbackStore {
     /// Returns how many keys have a ledger of their own, because the store cannot be reached.
     pub(crate) fn keys_alone(&self) -> usize {
-        let visit = |alone: &mut usize, _, history: &mut GrantHistory| {
-            *alone += usize::from(history.standalone().is_some());
-        };
-        self.0.histories.fold(visit, |all, alone| *all += alone)
+        self.0.keys_alone()
     }
 }
 
@@ -97,6 +94,14 @@ fn is_unreachable(error: &StoreError) -> bool {
 }
 
 impl Inner {
+    /// Returns how many keys have a ledger of their own.
+    fn keys_alone(&self) -> usize {
+        let visit = |alone: &mut usize, _, history: &mut GrantHistory| {
+            *alone += usize::from(history.standalone().is_some());
+        };
+        self.histories.fold(visit, |all, alone| *all += alone)
+    }
+
     /// Takes in the store's reply to a request while the limit is shared. Returns what the limiter
     /// gets for it.
     fn on_reply(
@@ -189,7 +194,11 @@ impl Inner {
             Some(Decision::Together(owed))
         };
         let was_alone = match self.histories.find(request.key, decide).flatten() {
-            Some(Decision::Alone(lease)) => return lease.map(|lease| *lease),
+            Some(Decision::Alone(lease)) => {
+                // The task may have ended with the runtime of the caller that started it.
+                idle_keys::keep_charging(self);
+                return lease.map(|lease| *lease);
+            }
             Some(Decision::Together(owed)) => {
                 events::together(&label(&*self.store, request.key, None));
                 request.charges = owed;
