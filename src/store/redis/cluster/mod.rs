@@ -57,6 +57,10 @@ const SPACING: Duration = Duration::from_secs(1);
 /// new primary at most this long after a failover.
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
+/// The most links to servers that are no primaries, as `ASK` and outdated maps name them. With more, they are all
+/// dropped: the next map does the same, but none may arrive.
+const MOST_OTHERS: usize = 16;
+
 /// The servers of a cluster, and the map of its slots.
 pub(super) struct Cluster {
     seeds: Arc<Seeds>,
@@ -80,6 +84,14 @@ enum MapState {
 struct SlotTable {
     map: SlotMap,
     nodes: HashMap<Address, ServerLink>,
+}
+
+impl SlotTable {
+    /// Drops the links to servers that are no primaries.
+    fn drop_others(&mut self) {
+        let SlotTable { map, nodes } = self;
+        nodes.retain(|server, _| map.primaries().contains(server));
+    }
 }
 
 /// A server that calls go to.
@@ -220,6 +232,9 @@ impl Cluster {
         }
         drop(table);
         let mut table = write(&self.table);
+        if table.nodes.len() >= table.map.primaries().len() + MOST_OTHERS {
+            table.drop_others();
+        }
         let node = table.nodes.entry(server.clone()).or_insert_with(|| {
             let (seeds, address) = (self.seeds.clone(), server.clone());
             let factory = Arc::new(move || {
@@ -417,10 +432,8 @@ impl Cluster {
     /// Replaces the map, and drops the links to servers that are no longer primaries.
     fn adopt(&self, map: SlotMap) {
         let mut table = write(&self.table);
-        table
-            .nodes
-            .retain(|server, _| map.primaries().contains(server));
         table.map = map;
+        table.drop_others();
         drop(table);
         self.state.send_replace(MapState::Known);
     }

@@ -129,14 +129,31 @@ impl SlotMap {
         self.primaries.get(usize::from(index?))
     }
 
+    /// Sets the primary of a slot.
     pub(super) fn set_primary(&mut self, slot: u16, primary: &Address) {
         let known = self.primaries.iter().position(|known| known == primary);
-        let index = known.unwrap_or_else(|| {
-            self.primaries.push(primary.clone());
-            self.primaries.len() - 1
-        });
+        let index = known.unwrap_or_else(|| self.place_of_new(primary));
         if let Some(of_slot) = self.of_slot.get_mut(usize::from(slot)) {
             *of_slot = u16::try_from(index).ok();
+        }
+    }
+
+    /// Returns the place of a new primary: that of one that has no slot any more, so that servers that name ever
+    /// new ones take no more memory than their slots do.
+    fn place_of_new(&mut self, primary: &Address) -> usize {
+        let mut has_slots = vec![false; self.primaries.len()];
+        for index in self.of_slot.iter().flatten() {
+            has_slots[usize::from(*index)] = true;
+        }
+        match has_slots.iter().position(|has_slots| !has_slots) {
+            Some(free) => {
+                self.primaries[free] = primary.clone();
+                free
+            }
+            None => {
+                self.primaries.push(primary.clone());
+                self.primaries.len() - 1
+            }
         }
     }
 
@@ -207,6 +224,20 @@ mod tests {
             assert_eq!(Address::read(nothing, &by), None, "{nothing}");
         }
         assert_eq!(address("::1", 1).to_string(), "[::1]:1");
+    }
+
+    #[test]
+    fn primaries_without_slots_are_forgotten() {
+        let mut map = SlotMap::empty();
+        let other = address("other", 1);
+        map.set_primary(8, &other);
+        for port in 0..1000 {
+            let moved = address("moved", port);
+            map.set_primary(7, &moved);
+            assert_eq!(map.primary(7), Some(&moved));
+        }
+        assert_eq!(map.primary(8), Some(&other));
+        assert!(map.primaries().len() <= 3, "{:?}", map.primaries());
     }
 
     #[test]
