@@ -15,6 +15,10 @@ use crate::stats::{Histogram, WaitCounts};
 #[derive(Clone, Debug)]
 pub struct StoreStats {
     /// The prefix of the store.
+    #[cfg_attr(
+        not(feature = "metrics"),
+        allow(dead_code, reason = "exporters of metrics read it")
+    )]
     pub(crate) prefix: Arc<str>,
     /// The calls about permits under limits of rate, and about holds.
     pub(crate) permits: StoreCalls,
