@@ -18,6 +18,9 @@ static SENT: AtomicU64 = AtomicU64::new(0);
 /// How often waiters poll if this process cannot be notified of slots; jittered.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
+/// How long a claim that failed may be on its way. It may have been sent on a connection that broke.
+const LATEST_ARRIVAL: Duration = Duration::from_secs(2);
+
 /// Added to the time until something expires in Redis, so that it has expired when the claim
 /// arrives.
 const EXPIRY_MARGIN: Duration = Duration::from_millis(2);
@@ -38,6 +41,8 @@ pub(super) struct Holder {
     pub(super) session: Option<StoreSession>,
     /// Until when the last confirmed claim is valid.
     pub(super) valid_until: Option<Instant>,
+    /// Until when a claim that failed may arrive, and take slots for its whole time to live.
+    late_until: Option<Instant>,
     /// Whether the limiter was notified that its last confirmed claim has expired.
     has_expired: bool,
     /// The pauses between attempts. Set if the last attempt failed.
@@ -68,6 +73,7 @@ impl Holder {
             pending: None,
             session,
             valid_until: None,
+            late_until: None,
             has_expired: false,
             backoff: None,
             confirmed: 0,
@@ -205,10 +211,22 @@ impl Holder {
         );
     }
 
-    /// Returns whether no claim is pending and the holder stays. A holder that leaves stays until
-    /// the store has confirmed it.
+    /// Returns whether no claim is pending, and the store has confirmed it if the holder leaves.
     pub(super) fn is_settled(&self) -> bool {
-        self.pending.is_none() && !self.claim.is_over()
+        self.pending.is_none() && (!self.claim.is_over() || self.confirmed == self.claim.number)
+    }
+
+    /// Takes in that a claim has failed. One that uses or wants slots may still arrive.
+    pub(super) fn on_error(&mut self, claim: &Claim, now: Instant) {
+        self.notify_if_expired(now);
+        if !claim.is_over() {
+            self.late_until = Some(clock::after(now, LATEST_ARRIVAL));
+        }
+    }
+
+    /// Returns until when an earlier claim may arrive after the one that leaves. The holder then leaves once more.
+    pub(super) fn late_until(&self, now: Instant) -> Option<Instant> {
+        self.late_until.filter(|until| *until > now)
     }
 
     /// Returns when slots in use lose their claim, if the limiter was not notified of that yet.

@@ -8,6 +8,8 @@
 mod flush;
 mod holder;
 mod sessions;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -212,7 +214,7 @@ impl Claims {
                 holder.on_reply(sent, claim, &reply, now, self.is_subscribed)
             }
             Err(error) => {
-                holder.notify_if_expired(now);
+                holder.on_error(&claim, now);
                 notify(
                     holder.listener.clone(),
                     claim.key,
@@ -223,7 +225,8 @@ impl Claims {
                     self.flushes
                         .iter_mut()
                         .for_each(|flush| flush.on_error(id, &error));
-                    if holder.valid_until.is_none_or(|until| until <= now) {
+                    let has_expired = holder.valid_until.is_none_or(|until| until <= now);
+                    if has_expired && holder.late_until(now).is_none() {
                         // The store does not count it any more.
                         return self.forget(id);
                     }
@@ -238,7 +241,13 @@ impl Claims {
         if holder.claim.number > claim.number {
             self.send(id);
         } else if holder.claim.is_over() && holder.backoff.is_none() {
-            self.forget(id);
+            match holder.late_until(now) {
+                None => self.forget(id),
+                Some(until) => {
+                    self.former.keep(holder);
+                    self.set_timer(id, until);
+                }
+            }
         } else {
             self.set_timer(id, clock::after(now, pause));
         }
@@ -246,22 +255,13 @@ impl Claims {
 
     /// Removes a holder. Its session with the key is kept for the next holder.
     fn forget(&mut self, id: u64) {
-        let Some(Holder {
-            name,
-            claim,
-            session,
-            timer,
-            ..
-        }) = self.holders.remove(&id)
-        else {
+        let Some(holder) = self.holders.remove(&id) else {
             return;
         };
-        if let Some(timer) = timer {
+        if let Some(timer) = holder.timer {
             self.timers.remove(&(timer, id));
         }
-        if let Some(session) = session {
-            self.former.keep(name, session, claim.ttl);
-        }
+        self.former.keep(&holder);
     }
 
     /// Returns whether no claim is pending, and no holder is about to leave.

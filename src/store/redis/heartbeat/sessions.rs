@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use super::holder::Holder;
 use crate::clock;
 use crate::store::StoreSession;
 
@@ -31,11 +32,14 @@ impl FormerSessions {
         self.sessions.remove(name).map(|(session, _)| session)
     }
 
-    /// Keeps a session, which is of use for `ttl` after its last reply.
-    pub(super) fn keep(&mut self, name: Arc<str>, session: StoreSession, ttl: Duration) {
-        self.sessions
-            .insert(name, (session, clock::after(session.received(), ttl)));
-        self.drop_expired();
+    /// Keeps the session of a holder that leaves, if it has one. It is of use for the life of a claim after its last
+    /// reply.
+    pub(super) fn keep(&mut self, holder: &Holder) {
+        if let Some(session) = holder.session {
+            let until = clock::after(session.received(), holder.claim.ttl);
+            self.sessions.insert(holder.name.clone(), (session, until));
+            self.drop_expired();
+        }
     }
 
     /// Drops sessions of no more use, if the sessions have doubled in number since the last time.
