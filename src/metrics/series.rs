@@ -163,20 +163,20 @@ impl Series {
                 add(names::STORE_CALLS, &labels, count);
             }
         }
-        add(names::STORE_CONNECTS, &[], stats.connects);
+        add(names::STORE_CONNECTS, &[], stats.connects());
     }
 
     /// Adds the state of a store: 0 if one of those with its prefix has not its connections.
     #[cfg(feature = "redis")]
     pub(super) fn add_store_gauges(&mut self, stats: &StoreStats) {
-        if let Some(up) = stats.up {
+        if let Some(up) = stats.is_up() {
             let up = f64::from(u8::from(up));
             let gauge = self
                 .gauges
                 .entry(store_key(names::STORE_UP, &stats.prefix, &[]));
             gauge.and_modify(|all| *all = all.min(up)).or_insert(up);
         }
-        let deaf = f64::from(u8::from(stats.subscribed == Some(false)));
+        let deaf = f64::from(u8::from(stats.is_subscribed() == Some(false)));
         let key = store_key(names::STORE_DEAF, &stats.prefix, &[]);
         self.merge(key, deaf, f64::max);
     }

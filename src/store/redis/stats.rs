@@ -20,23 +20,11 @@ pub struct StoreStats {
         allow(dead_code, reason = "exporters of metrics read it")
     )]
     pub(crate) prefix: Arc<str>,
-    /// The calls about permits under limits of rate, and about holds.
-    pub(crate) permits: StoreCalls,
-    /// The calls about permits of several keys together.
-    pub(crate) joint: StoreCalls,
-    /// The calls about calls in flight.
-    pub(crate) in_flight: StoreCalls,
-    /// The calls about shared paces.
-    pub(crate) register: StoreCalls,
-    /// Whether the store has its connections, and its last reply was read in time. `None` until it has tried to connect. In a cluster,
-    /// `false` if a connection to one of the servers in use is broken. A store without calls notices a
-    /// broken connection within 30 s.
-    pub(crate) up: Option<bool>,
-    /// Whether the store receives what other processes tell it, such as holds. Without that, it learns
-    /// of them when it next asks. `None` until it has subscribed, and over a connection of your own.
-    pub(crate) subscribed: Option<bool>,
-    /// How many connections were made, without those for notifications.
-    pub(crate) connects: u64,
+    /// The calls of each kind, in the order of [`CallKind::ALL`].
+    calls: [StoreCalls; CallKind::ALL.len()],
+    up: Option<bool>,
+    subscribed: Option<bool>,
+    connects: u64,
 }
 
 impl StoreStats {
@@ -65,31 +53,17 @@ impl StoreStats {
     /// holds), `joint` (about permits of several keys together), `in_flight` (about calls in flight) and
     /// `register` (about shared paces).
     pub fn by_call(&self) -> impl Iterator<Item = (&'static str, &StoreCalls)> {
-        let StoreStats {
-            permits,
-            joint,
-            in_flight,
-            register,
-            ..
-        } = self;
-        let all = [permits, joint, in_flight, register];
-        CallKind::NAMES.into_iter().zip(all)
+        CallKind::NAMES.into_iter().zip(&self.calls)
     }
 }
 
 /// The calls of one kind, by their result.
 #[derive(Clone, Debug)]
 pub struct StoreCalls {
-    /// Redis replied.
-    pub(crate) ok: u64,
-    /// Redis could not be reached or did not reply in time, or its reply was read too late, because this process
-    /// was busy or stopped.
-    pub(crate) away: u64,
-    /// Redis replied with an error, or with what could not be used.
-    pub(crate) failed: u64,
-    /// How long the calls took, whatever their result. Its buckets end at 0.1, 0.25, 0.5, 1, 2.5, 5,
-    /// 10, 25, 50, 100, 250 and 500 ms, and at 1, 2.5, 5, 10 and 60 s.
-    pub(crate) latency: Histogram,
+    ok: u64,
+    away: u64,
+    failed: u64,
+    latency: Histogram,
 }
 
 impl StoreCalls {
@@ -100,7 +74,7 @@ impl StoreCalls {
     }
 
     /// Returns the counts with the names of the results: `ok` (Redis replied), `away` (Redis could not be
-    /// reached, or its reply was not read in time) and `failed` (Redis replied with an error, or with
+    /// reached, or its reply was not read in time, as this process was busy or stopped) and `failed` (Redis replied with an error, or with
     /// what could not be used).
     ///
     /// Each call that fails counts as `away` or `failed`. If it fails after Redis has replied, it also counts
@@ -145,11 +119,11 @@ impl CallKind {
 /// The counts of a store.
 pub(super) struct StoreTally {
     prefix: Arc<str>,
-    calls: [CallCounts; CallKind::NAMES.len()],
+    calls: [CallCounts; CallKind::ALL.len()],
     connects: AtomicU64,
     /// Whether the last call had no reply of use in time, although there is a connection.
     is_failing: AtomicBool,
-    /// See [`StoreStats::subscribed`].
+    /// See [`StoreStats::is_subscribed`].
     subscribed: Mutex<Option<bool>>,
 }
 
@@ -191,7 +165,7 @@ impl StoreTally {
     pub(super) fn new(prefix: &str) -> Self {
         StoreTally {
             prefix: prefix.into(),
-            calls: [(); CallKind::NAMES.len()].map(|()| CallCounts::new()),
+            calls: CallKind::ALL.map(|_| CallCounts::new()),
             connects: AtomicU64::new(0),
             is_failing: AtomicBool::new(false),
             subscribed: Mutex::default(),
@@ -250,14 +224,9 @@ impl StoreTally {
 
     /// Returns the stats of the store. `up` is whether it has its connections.
     pub(super) fn stats(&self, up: Option<bool>) -> StoreStats {
-        let [permits, joint, in_flight, register] =
-            std::array::from_fn(|kind| self.calls[kind].read());
         StoreStats {
             prefix: self.prefix.clone(),
-            permits,
-            joint,
-            in_flight,
-            register,
+            calls: std::array::from_fn(|kind| self.calls[kind].read()),
             up: up.map(|up| up && !self.is_failing.load(Ordering::Relaxed)),
             subscribed: *lock(&self.subscribed),
             connects: self.connects.load(Ordering::Relaxed),
