@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::{ClientSession, Demand, HoldState, LeaseRequest};
+use super::{ClientSession, Demand, HoldState, Lease, LeaseRequest};
 use crate::clock;
 use crate::key::Key;
 use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
@@ -70,6 +70,18 @@ impl OwnedLeaseRequest {
             borrows: false,
             sent: clock::now(),
         }
+    }
+
+    /// Makes the request state `reply`, which has just arrived at `now`, as what the process knows of the store.
+    pub(crate) fn follow(&mut self, reply: &Lease, now: Instant) {
+        self.session = ClientSession {
+            incarnation: reply.incarnation,
+            writes: reply.writes,
+            seen: reply.now,
+            since: Duration::ZERO,
+            trip: now.saturating_duration_since(self.sent),
+            ..self.session
+        };
     }
 
     /// Returns the request, with other demands.

@@ -7,11 +7,10 @@
 //! not learn another one of the key for a minute after that end: otherwise each of its responses would begin it anew.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::{
-    Change, ChangeKind, ClientSession, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest,
-    PeekRequest, SetQuota, Store, StoreError, StoreReply, Usage,
+    Change, ChangeKind, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, PeekRequest, SetQuota,
+    Store, StoreError, StoreReply, Usage,
 };
 use crate::clock;
 
@@ -51,15 +50,7 @@ async fn without_learned(
         return reply.map(without_quota);
     }
     store.give_back(request.key, &request.spec, &first.unused());
-    let now = clock::now();
-    request.session = ClientSession {
-        incarnation: first.incarnation,
-        writes: first.writes,
-        seen: first.now,
-        since: Duration::ZERO,
-        trip: now.saturating_duration_since(request.sent),
-        ..request.session
-    };
+    request.follow(first, clock::now());
     // The first call has counted them.
     request.returns.clear();
     request.charges.clear();

@@ -29,19 +29,19 @@ mod standalone;
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
+use std::time::Instant;
 
 use smallvec::SmallVec;
 
 use super::memory::usage;
 use super::{
-    ClientSession, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, PeekRequest, Source, Store,
-    StoreError, StoreReply, UnusedPermits, Usage, label,
+    Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, PeekRequest, Source, Store, StoreError,
+    StoreReply, UnusedPermits, Usage, label,
 };
 use crate::clock;
 use crate::events;
 use crate::key::Key;
-use crate::key_map::KeyMap;
+use crate::key_map::{Full, KeyMap};
 use crate::limit::Charge;
 use history::GrantHistory;
 pub(crate) use share::Share;
@@ -102,6 +102,21 @@ impl Inner {
         self.histories.fold(visit, |all, alone| *all += alone)
     }
 
+    /// Runs `with` on the history of a key. Makes it if there is none.
+    ///
+    /// # Errors
+    ///
+    /// [`Full`] if there is no room for one more key.
+    fn with_history<R>(
+        &self,
+        key: Key,
+        now: Instant,
+        with: impl FnOnce(&mut GrantHistory) -> R,
+    ) -> Result<R, Full> {
+        let (now, make) = (clock::micros(now), GrantHistory::default);
+        self.histories.enter(key, now, make, |_, _| (), with)
+    }
+
     /// Takes in the store's reply to a request while the limit is shared. Returns what the limiter
     /// gets for it.
     fn on_reply(
@@ -116,13 +131,7 @@ impl Inner {
                     history.record(&lease, &request.spec, request.sent, now)
                 };
                 // If there is no room for one more key, its grants are not recorded.
-                let _ = self.histories.enter(
-                    request.key,
-                    clock::micros(now),
-                    GrantHistory::default,
-                    |_, _| (),
-                    record,
-                );
+                let _ = self.with_history(request.key, now, record);
                 Ok(lease)
             }
             Err(error) if is_unreachable(&error) => {
@@ -137,17 +146,8 @@ impl Inner {
                     ledger.charge(&request.charges, now);
                     Some(ledger.lease(&request.request(&request.demands), now, None))
                 };
-                let lease = self
-                    .histories
-                    .enter(
-                        request.key,
-                        clock::micros(now),
-                        GrantHistory::default,
-                        |_, _| (),
-                        go_alone,
-                    )
-                    .ok();
-                let lease = lease.flatten();
+                let lease = self.with_history(request.key, now, go_alone);
+                let lease = lease.ok().flatten();
                 if let Some(share) = begun {
                     events::alone(&label(&*self.store, request.key, None), &share, &error);
                 }
@@ -211,14 +211,7 @@ impl Inner {
             }
         };
         if let Some(reply) = probed {
-            request.session = ClientSession {
-                incarnation: reply.incarnation,
-                writes: reply.writes,
-                seen: reply.now,
-                since: Duration::ZERO,
-                trip: now.saturating_duration_since(request.sent),
-                ..request.session
-            };
+            request.follow(&reply, now);
         }
         request.sent = now;
         let reply = self

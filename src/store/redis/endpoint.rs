@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use redis::ConnectionAddr;
 use redis::io::tcp::TcpSettings;
-use redis::{Client, ConnectionInfo, IntoConnectionInfo, RedisError};
+use redis::{Client, ConnectionInfo, IntoConnectionInfo};
 #[cfg(feature = "redis-sentinel")]
 use redis::{
     TlsMode,
@@ -67,7 +67,7 @@ impl PubSubServer {
 
 /// Returns how to connect to the server at `url`.
 pub(super) fn server(url: &str) -> Result<Connecting, ConfigError> {
-    let client = Client::open(info(url)?).map_err(|error| no_url(&error))?;
+    let client = Client::open(info(url)?).map_err(|error| refused(error.to_string()))?;
     let pubsub = client.clone();
     let find_server: FindServer =
         Arc::new(move || Box::pin(std::future::ready(Ok(PubSubServer::to(pubsub.clone())))));
@@ -103,9 +103,7 @@ pub(super) fn sentinel<S: AsRef<str>>(
     };
     if sentinels.is_empty() || name.is_empty() {
         let reason = "the URLs of Sentinels, and redis://name-of-the-master, are needed";
-        return Err(ConfigError(Problem::RedisUrl {
-            reason: reason.into(),
-        }));
+        return Err(refused(reason));
     }
     let node = SentinelNodeConnectionInfo::default()
         .set_redis_connection_info(master.redis_settings().clone())
@@ -140,11 +138,6 @@ pub(super) fn sentinel<S: AsRef<str>>(
 pub(super) fn cluster<S: AsRef<str>>(
     nodes: impl IntoIterator<Item = S>,
 ) -> Result<Connecting, ConfigError> {
-    let refused = |reason: &str| {
-        ConfigError(Problem::RedisUrl {
-            reason: reason.into(),
-        })
-    };
     let nodes: Vec<_> = nodes
         .into_iter()
         .map(|url| info(url.as_ref()))
@@ -199,7 +192,9 @@ fn info(url: &str) -> Result<ConnectionInfo, ConfigError> {
     if matches!(scheme, Some("rediss" | "valkeys")) {
         tls_is_there()?;
     }
-    let info = url.into_connection_info().map_err(|error| no_url(&error))?;
+    let info = url
+        .into_connection_info()
+        .map_err(|error| refused(error.to_string()))?;
     Ok(info.set_tcp_settings(tcp()))
 }
 
@@ -215,15 +210,14 @@ fn tls_is_there() -> Result<(), ConfigError> {
 
 #[cfg(not(feature = "redis-tls-rustls"))]
 fn tls_is_there() -> Result<(), ConfigError> {
-    let reason = "rediss:// needs the feature redis-tls-rustls of tollgate";
-    Err(ConfigError(Problem::RedisUrl {
-        reason: reason.into(),
-    }))
+    Err(refused(
+        "rediss:// needs the feature redis-tls-rustls of tollgate",
+    ))
 }
 
-fn no_url(error: &RedisError) -> ConfigError {
+fn refused(reason: impl Into<String>) -> ConfigError {
     ConfigError(Problem::RedisUrl {
-        reason: error.to_string(),
+        reason: reason.into(),
     })
 }
 
