@@ -269,7 +269,7 @@ impl Client {
         self.spawn(CallKind::Permits, async move {
             let backend = &client.backend;
             let pong = backend.send_any(redis::cmd("PING"), backend.deadline());
-            pong.await.map_err(|failure| failure.to_error())?;
+            pong.await?;
             backend.tally().in_time();
             Ok(())
         })

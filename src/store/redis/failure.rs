@@ -112,6 +112,12 @@ impl RedisFailure {
     }
 }
 
+impl From<RedisFailure> for StoreError {
+    fn from(failure: RedisFailure) -> Self {
+        failure.to_error()
+    }
+}
+
 /// Names the server that failed, if it is one of several.
 pub(super) fn of_server(server: Option<&Arc<str>>, error: BoxError) -> BoxError {
     match server {

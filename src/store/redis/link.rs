@@ -170,9 +170,7 @@ impl Link {
                 // In a task of its own, because a connection that the user made may panic.
                 let asking = tokio::spawn(async move {
                     let deadline = clock::after(clock::now(), link.links.store_timeout);
-                    link.exchange(redis::cmd("PING").into(), deadline)
-                        .await
-                        .is_ok()
+                    link.send(redis::cmd("PING").into(), deadline).await.is_ok()
                 });
                 let _ = asking.await;
             }
@@ -239,29 +237,16 @@ impl Link {
     }
 
     /// Sends one command and waits for its reply, until `deadline` at most. It is never sent
-    /// twice.
+    /// twice. Gives the connection up if it is of no more use.
+    ///
+    /// A command may have little time left, because its caller waited for the connection, or for another server. Then a
+    /// reply that does not come in time proves nothing about this server.
     pub(super) async fn send(
         &self,
         request: ServerRequest,
         deadline: Instant,
     ) -> Result<Value, RedisFailure> {
         let is_call = request.is_call;
-        let reply = self.exchange(request, deadline).await;
-        if is_call && reply.is_ok() {
-            self.has_worked.store(true, Ordering::Relaxed);
-        }
-        reply
-    }
-
-    /// Sends one command and waits for its reply. Gives the connection up if it is of no more use.
-    ///
-    /// A command may have little time left, because its caller waited for the connection, or for another server. Then a
-    /// reply that does not come in time proves nothing about this server.
-    async fn exchange(
-        &self,
-        request: ServerRequest,
-        deadline: Instant,
-    ) -> Result<Value, RedisFailure> {
         let silent = |_| self.silent(self.links.store_timeout);
         let (connection, number) = self.connection(deadline).await?;
         let sent = clock::now();
@@ -270,7 +255,12 @@ impl Link {
             .await
             .map_err(silent);
         let failure = match reply {
-            Ok(Ok(value)) => return Ok(value),
+            Ok(Ok(value)) => {
+                if is_call {
+                    self.has_worked.store(true, Ordering::Relaxed);
+                }
+                return Ok(value);
+            }
             Ok(Err(error)) => self.failure(FailureKind::Error(error)),
             Err(silent) => silent,
         };

@@ -277,10 +277,7 @@ impl Script {
             .iter()
             .any(|argument| matches!(argument, Argument::Channel(_)));
         let database = match names_channel {
-            true => backend
-                .database(deadline)
-                .await
-                .map_err(|failure| failure.to_error())?,
+            true => backend.database(deadline).await?,
             false => 0,
         };
         let command = |name: &str, script: &str| {
@@ -297,39 +294,32 @@ impl Script {
             }
             command
         };
-        let late = || StoreError::away("the script was not loaded in time");
+        let send = |command| backend.send(key, command, deadline);
+        let by_hash = || send(command("EVALSHA", &self.sent.hash));
+        let by_text = || send(command("EVAL", &self.sent.text));
         let loads = self.loads.load(Ordering::Relaxed);
-        let mut reply = backend
-            .send(key, command("EVALSHA", &self.sent.hash), deadline)
-            .await;
+        let mut reply = by_hash().await;
         if reply.as_ref().is_err_and(RedisFailure::is_no_script) {
             let loading = timeout_at(deadline.into(), self.loading.lock())
                 .await
-                .map_err(|_| late())?;
+                .map_err(|_| StoreError::away("the script was not loaded in time"))?;
             reply = if self.loads.load(Ordering::Relaxed) == loads {
-                let reply = backend
-                    .send(key, command("EVAL", &self.sent.text), deadline)
-                    .await;
-                self.loads
-                    .fetch_add(u64::from(reply.is_ok()), Ordering::Relaxed);
+                let reply = by_text().await;
+                let loaded = u64::from(reply.is_ok());
+                self.loads.fetch_add(loaded, Ordering::Relaxed);
                 reply
             } else {
                 drop(loading);
-                backend
-                    .send(key, command("EVALSHA", &self.sent.hash), deadline)
-                    .await
+                by_hash().await
             };
             // In a cluster, the other call may have sent it to another server.
             if reply.as_ref().is_err_and(RedisFailure::is_no_script) {
-                reply = backend
-                    .send(key, command("EVAL", &self.sent.text), deadline)
-                    .await;
+                reply = by_text().await;
             }
         }
-        match reply {
-            Ok(Value::BulkString(reply)) => Ok(reply),
-            Ok(_) => Err(StoreError::failed(Garbled)),
-            Err(failure) => Err(failure.to_error()),
+        match reply? {
+            Value::BulkString(reply) => Ok(reply),
+            _ => Err(StoreError::failed(Garbled)),
         }
     }
 }

@@ -300,8 +300,7 @@ impl Cluster {
             let cluster = self.clone();
             Box::pin(async move {
                 let deadline = clock::after(clock::now(), LONGEST_CONNECTING);
-                let found = cluster.responsive(deadline).await;
-                let (server, link) = found.map_err(|failure| failure.to_error())?;
+                let (server, link) = cluster.responsive(deadline).await?;
                 let client = cluster.seeds.client(&server).map_err(StoreError::away)?;
                 Ok(PubSubServer {
                     client,
@@ -404,9 +403,7 @@ impl Cluster {
         let at = |error: &dyn std::fmt::Display| format!("{server}: {error}");
         let reply = if let Some(link) = link {
             let deadline = clock::after(clock::now(), self.links.store_timeout);
-            link.send(command.into(), deadline)
-                .await
-                .map_err(|failure| failure.to_error())?
+            link.send(command.into(), deadline).await?
         } else {
             let asking = async {
                 let connection = connection::connect(&self.seeds.client(server)?).await?;
