@@ -113,8 +113,8 @@ pub(super) async fn set(
     let set = cores.everywhere(key).filter_map(|(core, key)| {
         let spec = spec_of(specs.get(core.part_index())?, core.unit())?;
         Some(async move {
-            let (kind, version) = (ChangeKind::Set, known_version(&core, key));
-            change(&core, key, &spec, version, kind, life).await
+            let spec = LimitSpec::clone(&spec).with_quota_version(known_version(&core, key), life);
+            change(&core, key, spec, ChangeKind::Set).await
         })
     });
     let done: Result<(), StoreError> = join_all(set).await.into_iter().collect();
@@ -127,7 +127,7 @@ pub(super) async fn unset(cores: &Cores, key: Key, life: Duration) -> Result<(),
         let known = known_version(&core, key);
         // With the version of a learned quota, the store would end no other one.
         let above = known + u32::from(is_learned(known));
-        change(&core, key, &LimitSpec::none(), above, ChangeKind::End, life).await
+        end(&core, key, above, life).await
     };
     cores.for_each(key, unset).await
 }
@@ -149,36 +149,29 @@ pub(super) async fn forget_learned(core: &Arc<Core>, key: Key) -> Result<(), Sto
         learned = set.map(|set| (set.version, set.life));
     }
     match learned {
-        Some((version, life)) => {
-            change(
-                core,
-                key,
-                &LimitSpec::none(),
-                version,
-                ChangeKind::End,
-                life,
-            )
-            .await
-        }
+        Some((version, life)) => end(core, key, version, life).await,
         None => Ok(()),
     }
 }
 
-/// Changes the set quota of `key`, to the limits of `spec` unless it ends. The change is newer than the version
-/// `above`. If that is the version of a learned quota, the end of a quota leaves one that an operator has set.
-///
-/// An end states no limits, because an operator need not know what the requests of the key state.
+/// Ends the set quota of `key`. Its end is newer than the version `above`. If that is the version of a learned
+/// quota, a quota that an operator has set stays.
+async fn end(core: &Arc<Core>, key: Key, above: u32, life: Duration) -> Result<(), StoreError> {
+    // An operator need not know what the requests of the key state, so the end states no limits.
+    let limits = LimitSpec::none().with_quota_version(above, life);
+    change(core, key, limits, ChangeKind::End).await
+}
+
+/// Changes the set quota of `key` for the life that `spec` states.
 async fn change(
     core: &Arc<Core>,
     key: Key,
-    spec: &LimitSpec,
-    above: u32,
+    spec: LimitSpec,
     kind: ChangeKind,
-    life: Duration,
 ) -> Result<(), StoreError> {
-    let limits = spec.clone().with_quota_version(above, life);
+    let life = spec.quota_life();
     let store = &core.settings.store;
-    let reply = store.change(key, &Arc::new(limits), Change::Quota { kind, life });
+    let reply = store.change(key, &Arc::new(spec), Change::Quota { kind, life });
     take_in_reply(core, key, reply.arrives().await)
 }
 
