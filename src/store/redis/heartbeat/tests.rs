@@ -19,9 +19,9 @@ use crate::store::redis::script::Script;
 use crate::store::redis::stats::{CallKind, StoreTally};
 use crate::store::{Claim, StoreEvent, StoreListener};
 
-struct Silent;
+struct Unconcerned;
 
-impl StoreListener for Silent {
+impl StoreListener for Unconcerned {
     fn on_event(self: Arc<Self>, _key: Key, _holder: u64, _event: StoreEvent) {}
 }
 
@@ -81,9 +81,9 @@ async fn holders_leave_again_after_a_failed_claim() {
     let mut claims = Claims::new(backend, script, 1);
     let mut claim = Claim::new(Key::ALL, 5, 1);
     (claim.limit, claim.in_use, claim.ttl) = (1, 1, Duration::from_secs(10));
-    claims.claim("key".into(), claim, Arc::new(Silent));
+    claims.claim("key".into(), claim, Arc::new(Unconcerned));
     (claim.number, claim.in_use) = (2, 0);
-    claims.claim("key".into(), claim, Arc::new(Silent));
+    claims.claim("key".into(), claim, Arc::new(Unconcerned));
     let start = clock::now();
     while !claims.holders.is_empty() {
         let due_at = claims.due_at();
