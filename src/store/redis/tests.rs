@@ -13,7 +13,7 @@ use crate::key::Key;
 use crate::layer::RateLimitLayer;
 use crate::limit::LimitSpec;
 use crate::quota::Quota;
-use crate::store::{ClientSession, Demand, HoldState, Lease, LeaseRequest, Store};
+use crate::store::{ClientSession, Demand, HoldState, Lease, LeaseRequest, PeekRequest, Store};
 use crate::{Limited, OnStoreError};
 
 /// A claim is valid for its time to live only. If the worker forgot the claim, another process
@@ -51,6 +51,37 @@ async fn a_panic_of_the_worker_forgets_no_claims() {
         other.acquire(Key::ALL).await.is_ok(),
         "the first call has ended"
     );
+}
+
+/// What was called before the drop still reaches Redis: a peek, and permits that come back.
+#[tokio::test]
+async fn dropped_stores_end_their_calls_and_their_thread() {
+    let server = RedisServer::start().unwrap();
+    let store = || {
+        let patient = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5));
+        patient.build().unwrap()
+    };
+    let (dropped, other) = (store(), store());
+    let granted = lease(&dropped, ClientSession::default(), HoldState::default()).await;
+    let slack = Duration::from_millis(10);
+    let spec = Arc::new(LimitSpec::new(Quota::per_second(50), slack, slack));
+    let peek = dropped.peek(PeekRequest::new(Key::ALL, &spec));
+    dropped.give_back(Key::ALL, &spec, &granted.unused());
+    let tally = Arc::downgrade(dropped.client.backend.tally());
+    drop(dropped);
+    assert!(peek.arrives().await.is_ok());
+    // An exporter of metrics keeps the counts for longer.
+    let last = usize::from(cfg!(feature = "metrics"));
+    let start = clock::now();
+    while tally.strong_count() > last {
+        assert!(clock::now() < start + Duration::from_secs(30));
+        clock::sleep(Duration::from_millis(5)).await;
+    }
+    let usage = other
+        .peek(PeekRequest::new(Key::ALL, &spec))
+        .arrives()
+        .await;
+    assert_eq!(usage.unwrap().free, 50);
 }
 
 #[tokio::test]
