@@ -246,7 +246,8 @@ impl StdError for Limited {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reason {
     /// The slot of the request is further away than
-    /// [`max_wait`](crate::RateLimitBuilder::max_wait), which is the value.
+    /// [`max_wait`](crate::RateLimitBuilder::max_wait), which is the value. If a request waits for [the margin of its
+    /// quota](crate::guide::choosing_a_quota#a-caller-at-exactly-the-rate), and `max_wait` is shorter, that is the value.
     MaxWait(Duration),
     /// The slot of the request is later than its [`Deadline`](crate::Deadline).
     Deadline,

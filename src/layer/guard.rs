@@ -50,6 +50,7 @@ fn limiter(
         shared_store: store,
         fallback: None,
         max_wait: Duration::ZERO,
+        least_wait: Duration::ZERO,
         max_queue: usize::MAX,
         max_keys,
         in_flight_ttl: Duration::from_secs(10),

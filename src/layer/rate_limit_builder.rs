@@ -114,6 +114,12 @@ impl RateLimitBuilder {
         /// If its slot is further away, the request is refused at once and takes no units. The
         /// error states when to try again. A request waits for the next window only if `max_wait`
         /// is longer than the window and its [margin](crate::guide::choosing_a_quota#the-margin).
+        ///
+        /// Even if `max_wait` is shorter, also if it is zero, a request waits for a slot that is at most the margin and
+        /// 10 ms away, if the slots of the quota are further apart than that: sliding windows of few requests, and
+        /// [`Quota::every`]. Otherwise [a caller at exactly the
+        /// rate](crate::guide::choosing_a_quota#a-caller-at-exactly-the-rate) would be refused each second time. A
+        /// request with an earlier deadline does not wait, nor does code outside of a Tokio runtime.
         max_wait;
         /// The default store has room for the same number of keys. Keys that are not in use need no
         /// memory and do not count. Without a [key function](Self::key), each host on hold counts
@@ -811,6 +817,7 @@ impl RateLimitBuilder {
             shared_store: shared_store.clone(),
             fallback,
             max_wait: common.max_wait,
+            least_wait: quota.least_wait(self.slacks)?,
             max_queue: common.max_queue,
             max_keys: common.max_keys,
             in_flight_ttl: self.in_flight_ttl,

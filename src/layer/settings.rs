@@ -164,7 +164,7 @@ macro_rules! common_setters {
         /// Sets the longest time for which a request may wait for its permit. Default: 15 s; at
         /// most a day.
         ///
-        /// With `Duration::ZERO`, requests never wait. An outer timeout should be longer than
+        /// With `Duration::ZERO`, requests do not wait. An outer timeout should be longer than
         /// `max_wait`: see [retry and timeout](crate::guide::retry_and_timeout).
         ///
         $(#[$max_wait])*

@@ -12,7 +12,7 @@ use super::admission;
 use super::joint::{self, JointRefusal, JointSet, RefusalCause};
 use super::key_state::Ticket;
 use super::limited::{Stopped, Why};
-use super::part::{Costs, Part, PartRef, max_wait};
+use super::part::{Costs, Part, PartRef};
 use super::probe::Probe;
 use super::queue::Number;
 use super::reservation::Settled;
@@ -301,8 +301,7 @@ fn settled_of_key(
             });
         }
         Settled::Refused(refusal) => {
-            let max_wait = core.settings.max_wait;
-            admission::refused(part, place.costs[0], place.bound.reason(max_wait), refusal)
+            admission::refused(part, place.costs[0], place.bound.reason(), refusal)
         }
         Settled::QueueFull => return Err(Stopped::queue_full(0, core.settings.max_queue)),
         Settled::Failed(error) => Why::failed(error),
@@ -315,7 +314,7 @@ fn refused_by_set(set: &JointSet, place: &LinePlace, refusal: JointRefusal) -> S
     let JointRefusal { part, cause } = refusal;
     let why = match cause {
         RefusalCause::Refused(refusal) => {
-            let reason = place.bound.reason(max_wait(&set.parts));
+            let reason = place.bound.reason();
             admission::refused(&set.parts[part], place.costs[part], reason, refusal)
         }
         RefusalCause::Failed(error) => Why::failed(error),

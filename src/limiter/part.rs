@@ -1,7 +1,7 @@
 //! The keys of a request.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use smallvec::SmallVec;
 
@@ -10,6 +10,7 @@ use super::entry::Entry;
 use super::limited::LimitName;
 use crate::key::Key;
 use crate::limit::LimitSpec;
+use crate::wait_queue::WaitBound;
 
 /// The most keys of a request.
 pub(crate) const MOST_PARTS: usize = 8;
@@ -60,15 +61,18 @@ pub(super) fn earliest_deadline(parts: &[NewPart]) -> Option<Instant> {
     deadlines.min()
 }
 
-/// Returns the longest wait of a request: the shortest `max_wait` of its limiters.
-pub(super) fn max_wait(parts: &[Part]) -> Duration {
-    shortest_wait(parts.iter().map(|part| &part.core))
-}
-
-/// The same for the parts of a request that has not entered.
-pub(super) fn shortest_wait<'a>(cores: impl Iterator<Item = &'a Arc<Core>>) -> Duration {
-    let waits = cores.map(|core| core.settings.max_wait);
-    waits.min().unwrap_or_default()
+/// Returns how long a request that comes at `now` can wait: as long as all of its limiters allow.
+pub(super) fn wait_bound<'a>(
+    cores: impl Iterator<Item = &'a Arc<Core>>,
+    deadline: Option<Instant>,
+    now: Instant,
+) -> WaitBound {
+    let waits = cores.map(|core| (core.settings.max_wait, core.settings.least_wait));
+    let shortest = waits.reduce(|(max_wait, least_wait), (max_other, least_other)| {
+        (max_wait.min(max_other), least_wait.min(least_other))
+    });
+    let (max_wait, least_wait) = shortest.unwrap_or_default();
+    WaitBound::new(deadline, now, max_wait, least_wait)
 }
 
 impl<'a> PartRef<'a> {

@@ -10,6 +10,8 @@ use crate::error::Limited;
 use crate::guarded::Watch;
 use crate::key::Key;
 use crate::limit::LimitSpec;
+#[cfg(doc)]
+use crate::quota::Quota;
 use crate::stats::Tally;
 use crate::store::{FallbackStore, Store};
 
@@ -39,6 +41,8 @@ pub(crate) struct Settings {
     pub(crate) fallback: Option<Arc<FallbackStore>>,
     /// The longest wait of a request.
     pub(crate) max_wait: Duration,
+    /// How long a request waits for its slot even if `max_wait` is shorter: see [`Quota::least_wait`].
+    pub(crate) least_wait: Duration,
     /// How many requests of one key may wait in this process.
     pub(crate) max_queue: usize,
     /// How many keys may have state in this process.

@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::around;
 use super::counting;
 use super::own_quota;
-use super::part::{PartRef, shortest_wait};
+use super::part::{PartRef, wait_bound};
 use super::request::Request;
 use super::taken::Taken;
 use super::wait::{self, Wait};
@@ -30,9 +30,9 @@ pub(super) fn bound_of(
     deadline: Option<Instant>,
     now: Instant,
 ) -> WaitBound {
-    let max_wait = shortest_wait(parts.iter().map(|part| part.core));
     let is_nested = parts.iter().any(|part| around::is_nested(part.core));
-    WaitBound::new(deadline, now, max_wait).nested_if(is_nested, now)
+    let cores = parts.iter().map(|part| part.core);
+    wait_bound(cores, deadline, now).nested_if(is_nested, now)
 }
 
 /// Enters a request for which no permits are at hand. `label` returns the name of its first key. The parts of a request

@@ -483,7 +483,7 @@ impl Quota {
         (longest, units)
     }
 
-    /// Checks everything at once. Returns how long a permit lives: a fiftieth of the time between
+    /// Checks everything at once. Returns how long a permit lives: a hundredth of the time between
     /// two slots, from 10 to 50 ms; less if a spacing would lose more than it may.
     pub(crate) fn check(&self, slacks: Slacks) -> Result<Duration, ConfigError> {
         match self.misuse {
@@ -503,6 +503,26 @@ impl Quota {
         lives
             .reduce(|one, other| Ok(one?.min(other?)))
             .unwrap_or(Ok(LIFE))
+    }
+
+    /// Returns how long a request waits for its slot even if [`max_wait`](crate::RateLimitBuilder::max_wait) is
+    /// shorter: the margin, for a caller that sends at exactly the rate. Its requests come when a window ends at the
+    /// server, and the margin is all that is left of it here. Its timers are not exact: they have the shortest life of a permit
+    /// besides.
+    ///
+    /// Zero if the slots of a limit are no further apart than that. Then a program that sends until it is refused
+    /// would wait for one slot after the other, and would never be refused. Zero for buckets, which lose no
+    /// margin, unless they are a [spacing](Quota::every), and for fixed windows.
+    pub(crate) fn least_wait(&self, slacks: Slacks) -> Result<Duration, ConfigError> {
+        let life = self.check(slacks)?;
+        let least_wait = life.saturating_add(slacks.transit).saturating_add(LIFE);
+        let between_slots = self.limits().iter().map(Limit::between_slots);
+        let nearest = between_slots.min().unwrap_or_default();
+        Ok(if nearest > least_wait {
+            least_wait
+        } else {
+            Duration::ZERO
+        })
     }
 }
 

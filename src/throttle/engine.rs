@@ -125,7 +125,7 @@ impl ThrottleCore {
     pub(super) fn reason(&self, late: TurnTooLate, bound: WaitBound) -> Reason {
         match late.is_held {
             true => Reason::Held,
-            false => bound.reason(self.settings.max_wait),
+            false => bound.reason(),
         }
     }
 

@@ -387,7 +387,7 @@ impl Throttle {
     ) -> Begun {
         let now = clock::now();
         let settings = &self.core.settings;
-        let bound = WaitBound::new(deadline, now, settings.max_wait);
+        let bound = WaitBound::new(deadline, now, settings.max_wait, Duration::ZERO);
         let max_queue = settings.max_queue;
         if self.core.tally().is_draining() {
             return self.refuse(key, Reason::Draining, label(), Refusal::NEVER, now);

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use tokio::runtime::Handle;
+
 use crate::clock;
 use crate::error::Reason;
 
@@ -10,9 +12,11 @@ use crate::error::Reason;
 pub(crate) struct WaitBound {
     /// The latest slot that the request can wait for.
     pub(crate) latest: Instant,
+    /// How long after it came that is, if its deadline is no earlier.
+    pub(crate) longest: Duration,
     /// Whether the deadline of the request decides. Otherwise `max_wait` does.
     pub(crate) by_deadline: bool,
-    /// Whether `max_wait` is zero, so that no request waits for a slot.
+    /// Whether `max_wait` is zero, so that the request waits for nothing but a slot that is a margin away.
     pub(crate) is_none: bool,
     /// Whether no request waits because it is made inside of a call of the same limiter: see
     /// `limiter/around.rs`.
@@ -20,12 +24,24 @@ pub(crate) struct WaitBound {
 }
 
 impl WaitBound {
-    /// Takes the earlier of a request's `deadline` and `max_wait` after `now`.
-    pub(crate) fn new(deadline: Option<Instant>, now: Instant, max_wait: Duration) -> Self {
-        let longest = clock::after(now, max_wait);
-        let deadline = deadline.filter(|deadline| *deadline < longest);
+    /// Takes the earlier of a request's `deadline` and `max_wait` after `now`. Without a deadline, it waits for
+    /// `least_wait` in any case, but for a program that never waits and has no timers.
+    pub(crate) fn new(
+        deadline: Option<Instant>,
+        now: Instant,
+        max_wait: Duration,
+        least_wait: Duration,
+    ) -> Self {
+        let longest = if least_wait > max_wait && Handle::try_current().is_ok() {
+            least_wait
+        } else {
+            max_wait
+        };
+        let latest = clock::after(now, longest);
+        let deadline = deadline.filter(|deadline| *deadline < latest);
         WaitBound {
-            latest: deadline.unwrap_or(longest),
+            latest: deadline.unwrap_or(latest),
+            longest,
             by_deadline: deadline.is_some(),
             is_none: max_wait.is_zero(),
             is_nested: false,
@@ -37,6 +53,7 @@ impl WaitBound {
         if is_nested && self.latest > now {
             WaitBound {
                 latest: now,
+                longest: Duration::ZERO,
                 by_deadline: false,
                 is_none: true,
                 is_nested: true,
@@ -51,14 +68,20 @@ impl WaitBound {
         clock::after(now, span) > self.latest
     }
 
+    /// Returns until when the request, which comes at `now`, can wait for something else than a slot, whose end no store
+    /// states: an in-flight slot, or the response to a probe.
+    pub(crate) fn latest_unknown(&self, now: Instant) -> Instant {
+        if self.is_none { now } else { self.latest }
+    }
+
     /// Returns the reason of a refusal because the slot would be too late.
-    pub(crate) fn reason(&self, max_wait: Duration) -> Reason {
+    pub(crate) fn reason(&self) -> Reason {
         if self.is_nested {
             Reason::Nested
         } else if self.by_deadline {
             Reason::Deadline
         } else {
-            Reason::MaxWait(max_wait)
+            Reason::MaxWait(self.longest)
         }
     }
 }

@@ -140,11 +140,12 @@ async fn a_rush_of_refused_asks_costs_nothing() {
     for _ in 0..20 {
         let ended = join_all((0..60).map(|_| limiter.acquire(key()))).await;
         for refused in ended.iter().filter_map(|ended| ended.as_ref().err()) {
-            assert!(refused.retry_after().unwrap() <= millis(1030), "{refused}");
+            // The window, its margin, and the wait of the request before.
+            assert!(refused.retry_after().unwrap() <= millis(1060), "{refused}");
         }
         sleep(millis(100)).await;
     }
-    sleep(millis(1030)).await;
+    sleep(millis(1060)).await;
     assert_eq!(limiter.peek(key()).await.unwrap().free, 2);
 }
 

@@ -442,7 +442,7 @@ async fn an_error_of_a_layer_inside_is_a_local_refusal() {
     assert_eq!(status(&service).await, "0");
     let refused = call(&service).await;
     let reason = local_refusal(&refused).reason();
-    assert_eq!(reason, Some(Reason::MaxWait(Duration::ZERO)));
+    assert!(matches!(reason, Some(Reason::MaxWait(_))), "{reason:?}");
 }
 
 #[tokio::test(start_paused = true)]

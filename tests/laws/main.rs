@@ -16,6 +16,7 @@ mod classes_laws;
 mod drain;
 mod errors;
 mod everything;
+mod exact_rate;
 mod explain;
 mod explain_properties;
 mod explain_throttle;

@@ -20,8 +20,6 @@ pub(super) struct KeyCase<'a> {
     /// Whether the request has no other key.
     pub(super) is_only: bool,
     pub(super) bound: WaitBound,
-    /// Why the request is refused if its slot would be too late.
-    pub(super) too_late: &'a Reason,
     pub(super) now: Instant,
 }
 
@@ -65,7 +63,7 @@ impl KeyCase<'_> {
         }
         if let Some(limit) = self.used_up_in_flight(usage) {
             let in_flight = Because::InFlight(limit);
-            if self.bound.latest <= self.now {
+            if self.bound.latest_unknown(self.now) <= self.now {
                 return Ok(self.late(None, in_flight));
             }
             let because = blocked.map_or(in_flight, |(_, blocks)| blocks);
@@ -151,7 +149,7 @@ impl KeyCase<'_> {
     fn late(&self, wait: Option<Duration>, because: Because) -> Verdict {
         let reason = match self.found.held() {
             Some(_) => Reason::Held,
-            None => self.too_late.clone(),
+            None => self.bound.reason(),
         };
         Verdict::Refused {
             reason,
@@ -188,13 +186,13 @@ impl KeyCase<'_> {
 }
 
 /// Decides about a request of several keys behind `before` others, if nothing else stops it.
-pub(super) fn queued(before: usize, bound: WaitBound, too_late: Reason, now: Instant) -> Verdict {
+pub(super) fn queued(before: usize, bound: WaitBound, now: Instant) -> Verdict {
     let because = Because::Queue { before };
     if bound.latest > now {
         return waits(None, because);
     }
     Verdict::Refused {
-        reason: too_late,
+        reason: bound.reason(),
         retry_after: None,
         because: Some(because),
     }

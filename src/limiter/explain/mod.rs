@@ -18,7 +18,7 @@ use super::counting;
 use super::explanation::{Explanation, ExplanationText, Verdict};
 use super::key_state::KeyState;
 use super::limited::{Stopped, Why};
-use super::part::{NewPart, earliest_deadline, shortest_wait};
+use super::part::{NewPart, earliest_deadline};
 use super::request::Request;
 use super::start::bound_of;
 use crate::clock;
@@ -70,7 +70,6 @@ fn verdict(
     bound: WaitBound,
     now: Instant,
 ) -> Result<(usize, Verdict), StoreError> {
-    let too_late = bound.reason(shortest_wait(asked.iter().map(|part| &part.core)));
     let mut worst = (0, Verdict::Goes);
     for (index, (part, found)) in asked.iter().zip(found).enumerate() {
         let case = KeyCase {
@@ -78,7 +77,6 @@ fn verdict(
             found,
             is_only: asked.len() == 1,
             bound,
-            too_late: &too_late,
             now,
         };
         let verdict = case.verdict()?;
@@ -94,7 +92,7 @@ fn verdict(
     }
     let before = request.line.unbooked();
     if worst.1 == Verdict::Goes && before > 0 {
-        worst.1 = case::queued(before, bound, too_late, now);
+        worst.1 = case::queued(before, bound, now);
     }
     Ok(worst)
 }

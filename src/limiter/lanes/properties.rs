@@ -107,7 +107,7 @@ proptest! {
     fn lanes_know_who_has_a_slot(steps in prop::collection::vec(step(), 0..60)) {
         let start = crate::clock::now();
         let at = |millis| start + Duration::from_millis(millis);
-        let wait = || SlotWait::new(WaitBound::new(None, start, Duration::from_secs(60)), start);
+        let wait = || SlotWait::new(WaitBound::new(None, start, Duration::from_secs(60), Duration::ZERO), start);
         let mut wakers = Wakers::default();
         let mut lanes: Lanes<Slot> = Lanes::default();
         let mut model = Model::default();

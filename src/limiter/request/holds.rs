@@ -9,7 +9,7 @@ use crate::error::Reason;
 use crate::key::Key;
 use crate::limiter::holds::{self, HoldWait};
 use crate::limiter::limited::Stopped;
-use crate::limiter::part::{Part, max_wait};
+use crate::limiter::part::Part;
 use crate::limiter::probe::Probe;
 use crate::store::Refusal;
 
@@ -85,12 +85,12 @@ impl Request {
         let core = &self.parts()[held.part].core;
         let refusal = Refusal::new(Some(held.left), None);
         if core.held(held.key, now).is_none() {
-            if now < bound.latest {
-                held.end = bound.latest;
+            let latest = bound.latest_unknown(now);
+            if now < latest {
+                held.end = latest;
                 return Ok(());
             }
-            let reason = bound.reason(max_wait(self.parts()));
-            return Err(Stopped::refused(held.part, reason, refusal));
+            return Err(Stopped::refused(held.part, bound.reason(), refusal));
         }
         holds::confirm(core, held.key, now);
         Err(Stopped::refused(held.part, Reason::Held, refusal))

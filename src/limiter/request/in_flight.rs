@@ -10,7 +10,7 @@ use crate::error::Reason;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
 use crate::limiter::limited::{Stopped, Why};
 use crate::limiter::line::LinePlace;
-use crate::limiter::part::{Part, PartRef, max_wait};
+use crate::limiter::part::{Part, PartRef};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::Settled;
 use crate::wait_queue::{WaitBound, answer_by};
@@ -92,7 +92,8 @@ impl Request {
         let missing = self.in_flight.iter_mut();
         for of_part in missing.filter(|of_part| of_part.is_missing()) {
             let Part { core, key, .. } = &parts[of_part.part];
-            let impatient = bound.latest <= now;
+            let latest = bound.latest_unknown(now);
+            let impatient = latest <= now;
             // The room was looked at before, and other threads may have taken it. A request that has waited keeps its
             // place.
             let max_queue = (!self.waited_before).then_some(core.settings.max_queue);
@@ -107,7 +108,7 @@ impl Request {
             let Some(settled) = entered else {
                 self.waited_before = true;
                 self.stage = WaitStage::InFlight {
-                    until: answer_by(bound.latest, now),
+                    until: answer_by(latest, now),
                 };
                 return Ok(false);
             };
@@ -186,7 +187,7 @@ fn grant_of(
         Settled::Failed(error) | Settled::Uncounted(error, _) => Why::Failed(error),
         Settled::QueueFull => queue_full(&parts[part]),
         Settled::Refused(_) => {
-            let reason = bound.reason(max_wait(parts));
+            let reason = bound.reason();
             Why::Refused(reason, in_flight_slot::refusal(core, *key))
         }
     };

@@ -602,7 +602,7 @@ async fn without_grpc_a_local_refusal_is_found_in_the_status() {
     let status = unary(service, hello()).await.unwrap_err();
     assert_eq!(status.code(), Code::Unknown);
     let limited = Limited::find(&status).unwrap();
-    assert_eq!(limited.reason(), Some(Reason::MaxWait(Duration::ZERO)));
+    assert!(matches!(limited.reason(), Some(Reason::MaxWait(_))));
 }
 
 #[tokio::test]

@@ -144,6 +144,7 @@ impl World {
             deadline,
             now,
             ms(if by_deadline { LONGEST + 1 } else { wait }),
+            Duration::ZERO,
         );
         let number = next_number();
         let entered =
