@@ -11,6 +11,8 @@ use std::time::Duration;
 
 use crate::error::{Limited, StoreError};
 use crate::quota::{Limit, Quota};
+#[cfg(feature = "tracing")]
+use crate::stats::name_of_reason;
 use crate::stats::{Cause, Event, Tally, shown};
 
 /// Reports an event; without the feature, nothing.
@@ -29,6 +31,67 @@ pub(crate) fn waiting(key: &str, queued: usize) {
 /// A request got its permit after a wait.
 pub(crate) fn waited(key: &str, waited: Duration, turns: u32) {
     report!(debug, key, ?waited, turns, "permit granted");
+}
+
+/// The span `tollgate.wait` of a request that waits, inside of the span in which its caller has made it. It ends when this
+/// is dropped, or before. Without the feature, it is nothing.
+#[derive(Debug)]
+pub(crate) struct WaitSpan {
+    #[cfg(feature = "tracing")]
+    span: tracing::Span,
+}
+
+impl WaitSpan {
+    /// Begins the span of a request that waits because of `reason`: for a `limit`, if that is known, or a `hold`, which lasts
+    /// so long. The names with a dot are those of OpenTelemetry.
+    pub(crate) fn begin(
+        key: &str,
+        reason: &str,
+        limit: Option<Limit>,
+        hold: Option<Duration>,
+    ) -> Self {
+        WaitSpan {
+            #[cfg(feature = "tracing")]
+            span: tracing::info_span!(
+                target: "tollgate",
+                "tollgate.wait",
+                otel.kind = "internal",
+                key,
+                reason,
+                limit = limit.map(tracing::field::display),
+                hold = hold.map(tracing::field::debug),
+                error.r#type = tracing::field::Empty,
+            ),
+        }
+    }
+
+    /// A hold has begun.
+    pub(crate) fn held(&self, reason: &str, hold: Duration) {
+        #[cfg(feature = "tracing")]
+        {
+            self.span.record("reason", reason);
+            self.span.record("hold", tracing::field::debug(hold));
+        }
+    }
+
+    /// The request is refused.
+    pub(crate) fn refused(&mut self, limited: &Limited) {
+        #[cfg(feature = "tracing")]
+        {
+            let reason = limited.reason();
+            let name = reason.as_ref().map_or("store", name_of_reason);
+            self.span.record("error.type", name);
+        }
+        self.end();
+    }
+
+    /// The wait has ended.
+    pub(crate) fn end(&mut self) {
+        #[cfg(feature = "tracing")]
+        {
+            self.span = tracing::Span::none();
+        }
+    }
 }
 
 /// A request was not sent. Of the refusals of a key, at most one a second is reported, with the number

@@ -231,7 +231,7 @@ pub use layer::retry::RetryLimited;
 pub use layer::routes::Routes;
 pub use layer::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitBuilder, RateLimitLayer};
 #[doc(inline)]
-pub use limiter::{HeaderTrust, Limiter, OnStoreError, Permit, Sent, Settlement};
+pub use limiter::{HeaderTrust, Limiter, OnStoreError, Permit, Sent, Settlement, Waited};
 #[doc(inline)]
 pub use quota::Quota;
 #[doc(inline)]

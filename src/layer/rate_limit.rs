@@ -15,7 +15,7 @@ use super::buffered::is_layer_behind_buffer;
 use super::extractors::{Extractors, Reading, class_in_extensions};
 use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::{ResponsePolicy, is_local_refusal};
-use super::seam::{Admission, Departure, Gate, take_call};
+use super::seam::{Admission, Departure, Gate, show_wait, take_call};
 use super::service::{CloneService, RateLimit, edge};
 use crate::clock;
 use crate::config_error::ConfigError;
@@ -570,6 +570,9 @@ fn leave_slow<T>(
     policy: &ResponsePolicy,
 ) -> Departure<Box<Wait>, T> {
     if is_local_refusal(response) {
+        if let Some(waited) = call.waited() {
+            show_wait(waited, response);
+        }
         return Departure::Pass(InFlight(None));
     }
     let (signal, status) = policy.read(call.key(), call.host(), response, clock::now());
@@ -582,6 +585,9 @@ fn leave_slow<T>(
 
 impl<S: CloneService> Layer<S> for RateLimitLayer {
     type Service = RateLimit<S>;
+        if let Some(waited) = call.as_ref().and_then(Sent::waited) {
+            show_wait(waited, response);
+        }
 
     fn layer(&self, inner: S) -> RateLimit<S> {
         if is_layer_behind_buffer::<S>() {

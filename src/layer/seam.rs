@@ -27,7 +27,7 @@ use super::body::InFlight;
 use super::response_policy::ResponsePolicy;
 use crate::error::Limited;
 use crate::key::RequestInfo;
-use crate::limiter::InnerCall;
+use crate::limiter::{InnerCall, Waited};
 use crate::signal::ResponseInfo;
 
 /// Decides when a request may be sent, and learns from its response.
@@ -111,7 +111,8 @@ pub(super) trait Gate: Clone + Send + Sync {
     /// Polls for the loss of the call's in-flight slot. After it, the edge has to cancel the call.
     fn poll_lost(call: &Self::Call, cx: &mut Context<'_>) -> Poll<Limited>;
 
-    /// Settles a call whose response has begun and that ends later: see [`ResponsePolicy::settle`].
+    /// Settles a call whose response has begun and that ends later: see [`ResponsePolicy::settle`]. The response shows how
+    /// the request waited.
     #[cfg(feature = "grpc")]
     fn settle(_call: &Self::Call, _response: &mut impl ResponseInfo, _policy: &ResponsePolicy) {}
 
@@ -132,6 +133,14 @@ pub(super) trait Gate: Clone + Send + Sync {
 /// Takes out the call that [`Gate::leave`] ends.
 pub(super) fn take_call<C>(call: &mut Option<C>) -> C {
     call.take()
+/// Puts into the extensions of a response how its request waited.
+#[cold]
+pub(super) fn show_wait(waited: &Waited, response: &mut impl ResponseInfo) {
+    if let Some(extensions) = response.extensions_mut() {
+        extensions.insert(waited.clone());
+    }
+}
+
         .expect("a future is not polled after it was ready")
 }
 

@@ -13,13 +13,14 @@ use super::body::InFlight;
 use super::extractors::{Extractors, Reading};
 use super::response_policy::{ResponsePolicy, is_local_refusal};
 use super::retrying::RetryingThrottleLayer;
-use super::seam::{Admission, Departure, Gate, take_call};
+use super::seam::{Admission, Departure, Gate, show_wait, take_call};
 use super::service::{AdaptiveThrottle, CloneService, RateLimit, edge};
 use super::throttle_builder::AdaptiveThrottleBuilder;
 use crate::clock;
 use crate::error::Limited;
+use crate::events::WaitSpan;
 use crate::key::{HostKey, Key, RequestInfo, RequestRef};
-use crate::limiter::refusal_of_throttle;
+use crate::limiter::{Because, Waited, refusal_of_throttle};
 #[cfg(doc)]
 use crate::pacing::Fair;
 use crate::signal::ResponseInfo;
@@ -119,6 +120,8 @@ impl AdaptiveThrottleLayer {
 /// A request at a throttle: it waits, or it was sent.
 pub(super) struct AtThrottle<T> {
     state: T,
+    /// The span of its wait. `None` once it was sent.
+    span: Option<Box<WaitSpan>>,
     /// The key of its host, if another host may answer.
     host: Option<Key>,
     deadline: Option<Instant>,
@@ -133,6 +136,21 @@ impl Drop for Turn {
             permit.give_back();
         }
     }
+}
+
+/// Puts into the extensions of a response how its request waited, if it did.
+fn show_wait_of(permit: &ThrottlePermit, response: &mut impl ResponseInfo) {
+    let waited = permit.waited();
+    if !waited.is_zero() {
+        let waited = Waited::new(waited, Because::Pace, permit.label(), None);
+        show_wait(&waited, response);
+    }
+}
+
+/// Begins the span of a wait.
+fn wait_span(wait: &PaceWait) -> Box<WaitSpan> {
+    let reason = Because::Pace.name();
+    Box::new(WaitSpan::begin(wait.label(), reason, None, None))
 }
 
 impl Gate for AdaptiveThrottleLayer {
@@ -179,11 +197,13 @@ impl Gate for AdaptiveThrottleLayer {
                 }
                 Admission::Go(AtThrottle {
                     state: permit,
+                    span: None,
                     host,
                     deadline,
                 })
             }
             Begun::Waits(wait) => Admission::Wait(AtThrottle {
+                span: Some(wait_span(&wait)),
                 state: Box::new(wait),
                 host,
                 deadline,
@@ -197,8 +217,11 @@ impl Gate for AdaptiveThrottleLayer {
     }
 
     fn poll_permit(waiting: &mut Self::Wait, cx: &mut Context<'_>) -> Poll<Result<Turn, Limited>> {
-        let permit = ready!(Pin::new(&mut waiting.state).poll(cx))?;
-        Poll::Ready(Ok(Turn(Some(permit))))
+        let polled = ready!(Pin::new(&mut waiting.state).poll(cx));
+        if let (Err(limited), Some(span)) = (&polled, &mut waiting.span) {
+            span.refused(limited);
+        }
+        Poll::Ready(polled.map(|permit| Turn(Some(permit))))
     }
 
     /// Sends the request. The permits of a throttle do not expire, but a hold may have begun while the inner service
@@ -208,8 +231,10 @@ impl Gate for AdaptiveThrottleLayer {
         match permit.leave_or_wait(waiting.deadline) {
             Ok(mut permit) => {
                 permit.left();
+                waiting.span = None;
                 Ok(Some(AtThrottle {
                     state: permit,
+                    span: None,
                     host: waiting.host,
                     deadline: waiting.deadline,
                 }))
@@ -220,6 +245,11 @@ impl Gate for AdaptiveThrottleLayer {
             }
             Err(Back::Ended(limited)) => Err(limited),
         }
+    }
+
+    #[cfg(feature = "grpc")]
+    fn settle(call: &Self::Call, response: &mut impl ResponseInfo, _policy: &ResponsePolicy) {
+        show_wait_of(&call.state, response);
     }
 
     /// Never ends: a throttle has no in-flight slots.
@@ -237,16 +267,19 @@ impl Gate for AdaptiveThrottleLayer {
             state: permit,
             host,
             deadline,
+            ..
         } = take_call(call);
         if is_local_refusal(response) {
             return Departure::Pass(InFlight(None));
         }
+        show_wait_of(&permit, response);
         let arrived = clock::now();
         let (signal, status) = policy.read(permit.key(), host, response, arrived);
         let limited = match repeat {
             Some(repeat) => match permit.answered_or_back(&signal, status, arrived) {
                 Some(Back::Waits(wait)) => {
                     let wait = AtThrottle {
+                        span: Some(wait_span(&wait)),
                         state: wait,
                         host,
                         deadline,

@@ -35,7 +35,7 @@
 // | `split_signal` | which key of a joint request a response is about |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | why a request is refused that gets no slot |
-// | `explanation` | why a request would wait now, or be refused: the answer, and its text |
+// | `explanation`, `waited` | why a request would wait now, or be refused: the answer, and its text; how it has waited |
 // | `around` | layers around each other: which requests are refused |
 // | `settlement` | the true cost of a request that was sent |
 // | `sent`, `permit` | a request that was sent and not yet answered; the right to send one request |
@@ -102,6 +102,7 @@ mod tasks;
 mod unit_check;
 mod unlocked;
 mod wait;
+mod waited;
 mod whole_limit;
 
 pub use acquire::Acquire;
@@ -131,3 +132,4 @@ pub(crate) use start::{Started, slow as start_slow};
 pub use status::{KeyStatus, QuotaSource};
 pub(crate) use taken::Taken;
 pub(crate) use wait::Wait;
+pub use waited::Waited;

@@ -1,7 +1,7 @@
 //! The keys of a request.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
@@ -10,6 +10,7 @@ use super::entry::Entry;
 use super::limited::LimitName;
 use crate::key::Key;
 use crate::limit::LimitSpec;
+use crate::quota::Limit;
 use crate::wait_queue::WaitBound;
 
 /// The most keys of a request.
@@ -122,6 +123,21 @@ impl Part {
     /// Returns the key whose holds stop a request because of its host, if each host has holds of its own.
     pub(super) fn host_hold(&self) -> Option<Key> {
         self.core.hosts.hold_of(self.key, self.host)
+    }
+
+    /// Returns the limit of its rates. `None` if there are several, of which any may delay a request.
+    pub(super) fn only_rate(&self) -> Option<Limit> {
+        match self.quota().quota().limits() {
+            [only] => Some(*only),
+            _ => None,
+        }
+    }
+
+    /// Returns how long a hold of the key, or of the host, lasts.
+    pub(super) fn held(&self, now: Instant) -> Option<Duration> {
+        let of_key = self.core.held(self.key, now);
+        let of_host = self.host_hold().and_then(|host| self.core.held(host, now));
+        of_key.max(of_host)
     }
 
     /// Returns whether other processes may share its store.

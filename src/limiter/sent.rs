@@ -23,6 +23,7 @@ use super::reservation::Reservation;
 use super::responses::AnsweredCall;
 use super::settlement::{Settlement, Unsettled};
 use super::split_signal::{SignalKey, split};
+use super::waited::Waited;
 use crate::clock::{self, Moment};
 use crate::cost::Cost;
 use crate::error::{ErrorFacts, Limited, LimitedInfo, StoreError};
@@ -173,8 +174,8 @@ pub(super) struct PastWait {
     pub(super) turns: u32,
     /// Whether the request leaves uncounted, because a store failed.
     pub(super) is_uncounted: bool,
-    /// Whether it waited for nothing but the store's answer.
-    pub(super) is_at_once: bool,
+    /// How it waited, for its response. `None` if it waited for nothing but the store's answer.
+    pub(super) seen: Option<Waited>,
 }
 
 impl PastWait {
@@ -185,7 +186,7 @@ impl PastWait {
             waited: Duration::ZERO,
             turns: 0,
             is_uncounted: false,
-            is_at_once: true,
+            seen: None,
         }
     }
 }
@@ -322,6 +323,12 @@ impl Sent {
     /// Returns the key of its host, if the host matters: see [`Entry::host`].
     pub(crate) fn host(&self) -> Option<Key> {
         self.admitted.host
+    }
+
+    /// Returns how the request waited, for its response. `None` if it waited for nothing but the store's answer.
+    #[inline]
+    pub(crate) fn waited(&self) -> Option<&Waited> {
+        self.more.as_ref()?.wait.as_ref()?.seen.as_ref()
     }
 
     /// Returns whether a response may end the probation of a key. Then it matters even if it states

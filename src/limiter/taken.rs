@@ -236,7 +236,7 @@ impl Taken {
     pub(super) fn outcome(&self) -> Outcome {
         match self.wait() {
             Some(wait) if wait.is_uncounted => Outcome::Uncounted,
-            Some(wait) if !wait.is_at_once => Outcome::Waited,
+            Some(wait) if wait.seen.is_some() => Outcome::Waited,
             _ => Outcome::Passed,
         }
     }

@@ -2,20 +2,22 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 use std::time::Instant;
 
 use smallvec::SmallVec;
 
 use super::engine::Core;
+use super::explanation::Because;
 use super::limited::{RefusedRequest, Stopped};
 use super::part::{Part, PartRef};
 use super::request::{Leaving, Request};
 use super::sent::PastWait;
 use super::taken::Taken;
+use super::waited::Waited;
 use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
-use crate::events;
+use crate::events::{self, WaitSpan};
 use crate::key::Label;
 use crate::stats::OpenRequest;
 use crate::store::Refusal;
@@ -32,6 +34,9 @@ pub(crate) struct Wait {
     since: Instant,
     /// The name of its first key in errors and events.
     label: Label,
+    /// What it waits for: what it found when it came, or a hold since.
+    because: Because,
+    span: WaitSpan,
 }
 
 /// Returns the name of the key of a part. `first` is that of the first part. Parts that count several
@@ -69,11 +74,15 @@ impl Wait {
     pub(super) fn begin(request: Request, since: Instant, label: Label) -> Box<Self> {
         let Part { core, key, .. } = &request.parts()[0];
         let open = OpenRequest::begin(core.clone(), *key, since, &label, request.queued());
+        let (because, hold) = request.because(since);
+        let span = WaitSpan::begin(&label, because.name(), because.limit(), hold);
         Box::new(Wait {
             request,
             open,
             since,
             label,
+            because,
+            span,
         })
     }
 
@@ -82,6 +91,7 @@ impl Wait {
     pub(crate) fn leave(&mut self, taken: Taken) -> Option<Taken> {
         if taken.is_valid() && !self.open.is_drained() {
             self.open.left(taken.outcome());
+            self.span.end();
             return Some(taken);
         }
         self.request.wait_again(taken);
@@ -102,6 +112,16 @@ impl Wait {
         }
     }
 
+    /// Notes a hold that has begun while the request waits.
+    fn look_for_hold(&mut self) {
+        if self.because != Because::Held
+            && let Some(hold) = self.request.held(clock::now())
+        {
+            self.because = Because::Held;
+            self.span.held(self.because.name(), hold);
+        }
+    }
+
     /// Refuses the request, which waits no longer, and counts it.
     #[cold]
     pub(crate) fn refuse(&mut self, reason: Reason) -> Limited {
@@ -113,7 +133,9 @@ impl Wait {
     fn end(&mut self, stopped: Stopped, now: Instant) -> Limited {
         let waited = (self.since, self.request.turns);
         let limited = error_of(self.request.parts(), stopped, &self.label, waited, now);
-        self.open.refuse(limited)
+        let limited = self.open.refuse(limited);
+        self.span.refused(&limited);
+        limited
     }
 
     /// Ends the wait of a request that may leave.
@@ -127,12 +149,21 @@ impl Wait {
         let turns = self.request.turns;
         events::waited(&self.label, waited, turns);
         taken.count_units();
+        let limit = &self.request.parts()[leaving.last];
+        let seen = || {
+            Waited::new(
+                waited,
+                self.because,
+                self.label.clone(),
+                limit.limit_name().name,
+            )
+        };
         taken.after(PastWait {
             label: self.label.clone(),
             waited,
             turns,
             is_uncounted,
-            is_at_once: leaving.is_at_once,
+            seen: (!leaving.is_at_once).then(seen),
         })
     }
 }
@@ -150,7 +181,13 @@ impl Future for Wait {
         if self.open.poll_drained(cx).is_ready() {
             return Poll::Ready(Err(self.refuse(Reason::Draining)));
         }
-        let result = ready!(self.request.poll(cx));
+        let result = match self.request.poll(cx) {
+            Poll::Ready(result) => result,
+            Poll::Pending => {
+                self.look_for_hold();
+                return Poll::Pending;
+            }
+        };
         let now = clock::now();
         Poll::Ready(match result {
             Ok(leaving) => Ok(self.leaves(leaving, now)),

@@ -141,6 +141,14 @@ impl ThrottlePermit {
             .map_or(Duration::ZERO, |waited| waited.span)
     }
 
+    /// Returns the label of the permit's key.
+    pub(crate) fn label(&self) -> Label {
+        match &self.waited {
+            Some(waited) => waited.label.clone(),
+            None => self.core.label(self.key, None),
+        }
+    }
+
     /// Ends the permit with what the response states. If the upstream refused the request, returns
     /// the error for it, which the caller may ignore.
     pub fn answered(self, signal: &Signal) -> Option<Limited> {
@@ -355,6 +363,11 @@ impl PaceWait {
             waited: Some(waited),
             bound,
         }
+    }
+
+    /// Returns the label of the key of the request.
+    pub(crate) fn label(&self) -> &Label {
+        &self.label
     }
 
     /// Returns whether the key is on hold for longer than the throttle is drained.

@@ -56,3 +56,4 @@ mod tower_keys;
 mod tower_refusals;
 mod units;
 mod unpolled;
+mod waited;

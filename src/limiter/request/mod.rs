@@ -24,12 +24,13 @@ mod holds;
 mod in_flight;
 
 use std::task::{Context, Poll, ready};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
 use super::admission;
 use super::around;
+use super::explanation::Because;
 use super::holds::HoldWait;
 use super::in_flight_slot;
 use super::limited::{Stopped, Why};
@@ -41,6 +42,7 @@ use super::slots::Slots;
 use super::taken::{OfKey, Taken};
 use crate::clock;
 use crate::error::{Reason, StoreError};
+use crate::quota::Limit;
 use crate::stats::Gate;
 use crate::store::Refusal;
 use crate::wait_queue::WaitBound;
@@ -87,6 +89,8 @@ pub(super) struct Leaving {
     pub(super) uncounted: Option<(usize, StoreError)>,
     /// Whether it has waited for nothing but the answers of stores.
     pub(super) is_at_once: bool,
+    /// The part that allowed it last.
+    pub(super) last: usize,
 }
 
 impl Request {
@@ -247,6 +251,33 @@ impl Request {
         }
     }
 
+    /// Returns how long the request has to wait for the end of a hold.
+    pub(super) fn held(&self, now: Instant) -> Option<Duration> {
+        let holds = self.parts().iter().filter_map(|part| part.held(now));
+        holds.max()
+    }
+
+    /// Returns what the request waits for now. If that is a hold, also how long it lasts.
+    pub(super) fn because(&self, now: Instant) -> (Because, Option<Duration>) {
+        if let Some(left) = self.held(now) {
+            return (Because::Held, Some(left));
+        }
+        let because = match &self.stage {
+            WaitStage::InFlight { .. } => self.lacks().map(|part| {
+                let count = part.quota().quota().most_in_flight();
+                Because::InFlight(Limit::InFlight {
+                    count: count.unwrap_or_default(),
+                })
+            }),
+            _ => match self.parts() {
+                [only] => only.only_rate().map(Because::Limit),
+                _ => None,
+            },
+        };
+        let before = self.queued().saturating_sub(1);
+        (because.unwrap_or(Because::Queue { before }), None)
+    }
+
     /// Refuses a request before it enters, if it cannot leave whatever the state of its keys is.
     pub(super) fn check(&self, parts: &[PartRef<'_>], now: Instant) -> Result<(), Stopped> {
         let refused = |part, reason| Err(Stopped::refused(part, reason, Refusal::NEVER));
@@ -381,6 +412,7 @@ impl Request {
             taken: Taken::of_all(first, parts.collect(), probes),
             uncounted: slots.uncounted,
             is_at_once: slots.is_at_once && self.turns == 1 && !self.waited_before,
+            last: slots.last,
         }
     }
 
