@@ -161,6 +161,17 @@ pub(crate) fn no_class(tally: &Tally) {
     tally.tell(&Event::NoClass);
 }
 
+/// Requests of the layer take a permit each that the program has acquired by hand before. The caller reports it once.
+pub(crate) fn counted_twice(tally: &Tally, key: &str) {
+    report!(
+        warn,
+        key,
+        limiter = &*tally.name(),
+        "each request takes two permits: one by hand, and one in the layer; leave out the one by hand, or send without the layer"
+    );
+    tally.tell(&Event::CountedTwice { key });
+}
+
 /// A layer was put around a buffer with another layer inside.
 pub(crate) fn behind_buffer() {
     warn_once!(

@@ -26,7 +26,7 @@ use crate::guarded;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef, host_names};
 use crate::limiter::{
     Admitted, Entry, InnerCall, Limiter, MOST_PARTS, PartRef, QuotaId, Sent, Started, Taken, Wait,
-    is_inside_a_layer, send_all_at_once, start_slow,
+    is_inside_a_layer, note_pair, send_all_at_once, start_slow,
 };
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
@@ -86,6 +86,10 @@ use crate::signal::{ResponseInfo, Signal};
 /// with [`Reason::Nested`](crate::Reason::Nested) instead of waiting for a slot that the outer call may have.
 ///
 /// A layer does not see through a task between the layers, such as `tower::buffer::Buffer` or a
+/// A program that acquires a permit of [`limiter`](RateLimitLayer::limiter) by hand, and then sends the request through
+/// the layer, takes two permits for it, and gets half of the rate. If it goes on,
+/// [`Event::CountedTwice`](crate::stats::Event::CountedTwice) reports it.
+///
 /// spawned task. The permit of the outer layer may then expire before the request leaves.
 #[derive(Clone, Debug)]
 #[doc(alias = "throttle")]
@@ -370,7 +374,9 @@ impl RateLimitLayer {
         if let Some(sent) = send_all_at_once(&parts, deadline) {
             return Admission::Go(self.with_label(sent, key, request));
         }
-        match start_slow(&parts, deadline, &|| self.label(key, request)) {
+        let label = || self.label(key, request);
+        note_pair(&parts[0], &label);
+        match start_slow(&parts, deadline, &label) {
             Started::Granted(taken) => Admission::Go(self.with_label(taken.sent(), key, request)),
             Started::Waiting(wait) => Admission::Wait(wait),
             Started::Limited(limited) => Admission::No(limited),

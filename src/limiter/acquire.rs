@@ -444,7 +444,10 @@ impl Acquire {
     /// Goes on with what a request got that has entered.
     fn started(&mut self, started: Started) -> Poll<Result<Permit, Limited>> {
         match started {
-            Started::Granted(taken) => Poll::Ready(Ok(Permit::new(taken))),
+            Started::Granted(taken) => {
+                taken.is_by_hand();
+                Poll::Ready(Ok(Permit::new(taken)))
+            }
             Started::Limited(limited) => Poll::Ready(Err(limited)),
             Started::Waiting(wait) => {
                 self.0 = Step::Waiting(wait);
@@ -528,7 +531,10 @@ impl Future for Acquire {
                 Step::Waiting(wait) => {
                     let result = match ready!(Pin::new(&mut *wait).poll(cx)) {
                         Ok(taken) => match wait.leave(taken) {
-                            Some(taken) => Ok(Permit::new(taken)),
+                            Some(taken) => {
+                                taken.is_by_hand();
+                                Ok(Permit::new(taken))
+                            }
                             None => continue,
                         },
                         Err(limited) => Err(limited),

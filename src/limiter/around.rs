@@ -15,16 +15,24 @@
 //! flight are limited, the outer call has a slot until the inner one ends. So the inner one takes a slot that is free,
 //! or is refused at once ([`Reason::Nested`]).
 //!
+//! A program that acquires a permit by hand and then sends the request through a layer of the same limiter takes two
+//! permits for it, and gets half of the rate. No mark shows that for certain: the program may have sent another request
+//! with the permit. But if requests of the layer that find no permit at hand come right behind a permit by hand of their
+//! key, on the same thread, [`MOST_PAIRS`] times without an exception, that is reported, once.
+//!
 //! A layer leaves a mark on its thread for as long as it calls or polls its inner service. Both are synchronous, so a
 //! layer that finds the mark is inside. It does not see through a task between the layers, such as
 //! `tower::buffer`. Only if a process has several limiters, or limits calls in flight, is the mark looked at.
 
 use std::cell::Cell;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::engine::{self, Core, CoreId};
 use crate::clock::{self, Moment};
 use crate::error::Reason;
+use crate::events;
+use crate::key::{Key, Label};
 use crate::quota::LONGEST_LIFE;
 
 /// What is around the code that runs on this thread.
@@ -41,6 +49,46 @@ enum Surroundings {
 
 thread_local! {
     static AROUND: Cell<Surroundings> = const { Cell::new(Surroundings::Nothing) };
+}
+
+/// A permit that was granted by hand.
+#[derive(Clone, Copy)]
+struct ByHand {
+    core: CoreId,
+    key: Key,
+    at: Instant,
+}
+
+thread_local! {
+    /// The last permit by hand that was not at hand.
+    static BY_HAND: Cell<Option<ByHand>> = const { Cell::new(None) };
+}
+
+/// How soon after a permit by hand a request comes that the permit may have been for: as long as it takes to make a request.
+const MAKES_REQUEST: Duration = Duration::from_millis(1);
+
+/// So many pairs of a permit by hand and a request of the layer in a row are no chance.
+const MOST_PAIRS: u32 = 20;
+
+/// Notes a permit by hand, on the slow path: those at hand are not scarce.
+pub(super) fn by_hand(core: CoreId, key: Key) {
+    BY_HAND.set(Some(ByHand {
+        core,
+        key,
+        at: clock::now(),
+    }));
+}
+
+/// Notes a request of a layer that finds no permit at hand. Reports once that such requests take two permits each, if they do.
+#[cold]
+pub(super) fn by_layer(core: &Core, key: Key, label: &dyn Fn() -> Label) {
+    let pair = BY_HAND.take().filter(|by_hand| {
+        let is_same = by_hand.core == core.id && by_hand.key == key;
+        is_same && clock::now() < by_hand.at + MAKES_REQUEST
+    });
+    if core.settings.tally.count_pair(pair.is_some(), MOST_PAIRS) {
+        events::counted_twice(&core.settings.tally, &label());
+    }
 }
 
 /// Returns whether the caller may be inside of a layer.

@@ -35,6 +35,11 @@ pub(super) fn bound_of(
     wait_bound(cores, deadline, now).nested_if(is_nested, now)
 }
 
+/// Notes a request of a layer for which no permit is at hand: see [`around`].
+pub(crate) fn note_pair(first: &PartRef<'_>, label: &dyn Fn() -> Label) {
+    around::by_layer(first.core, first.entry.key, label);
+}
+
 /// Enters a request for which no permits are at hand. `label` returns the name of its first key. The parts of a request
 /// have the deadline in common.
 #[cold]

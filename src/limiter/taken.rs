@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::around;
 use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
@@ -217,6 +218,11 @@ impl Taken {
     pub(super) fn may_have_left(mut self) -> Self {
         self.may_have_left = true;
         self
+    }
+
+    /// Notes that a program has this by hand, and had to ask the store for it.
+    pub(super) fn is_by_hand(&self) {
+        around::by_hand(self.first.core.id, self.first.key);
     }
 
     pub(super) fn key(&self) -> Key {

@@ -126,6 +126,14 @@ pub enum Event<'a> {
     /// Classes have [shares](crate::RateLimitBuilder::share), and none of the first 100 requests of the layer
     /// has had a class. Reported once, only without a [class function](crate::RateLimitBuilder::class).
     NoClass,
+    /// Each request takes two permits: one that the program acquires by hand, and one in a layer of the same limiter.
+    /// Leave out the one by hand, or send the request without the layer. Reported once, after 20 such requests in a row
+    /// that found no permit at hand.
+    #[non_exhaustive]
+    CountedTwice {
+        /// The label of the key.
+        key: &'a str,
+    },
     /// The units of a cost are not those of the limits: a missing one counts as 0, and an unknown one is ignored. The name
     /// may be mistyped. Reported once.
     #[non_exhaustive]
@@ -198,6 +206,10 @@ impl fmt::Display for Event<'_> {
             Event::NoClass => f.write_str(
                 "classes have shares, but no request has a class: set class(..) on the builder, or put a Class \
                  into the extensions",
+            ),
+            Event::CountedTwice { key } => write!(
+                f,
+                "each request of key {key} takes two permits: one by hand, and one in the layer"
             ),
             Event::UnitsDiffer { missing, unknown } => {
                 f.write_str("the units of a cost are not those of the limits:")?;

@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -73,6 +73,8 @@ pub(crate) struct Tally {
     upstream_refusals: Mutex<BTreeMap<StatusCode, u64>>,
     holds: [AtomicU64; Cause::ALL.len()],
     classes: ClassCheck,
+    /// How many requests of the layer in a row came right behind a permit by hand. `u32::MAX` once that was reported.
+    pairs: AtomicU32,
     waiting: Mutex<BTreeMap<u64, OpenWait>>,
     drain: DrainState,
     /// The numbers of requests that wait.
@@ -206,6 +208,7 @@ impl Tally {
             upstream_refusals: Mutex::default(),
             holds: Default::default(),
             classes: ClassCheck::default(),
+            pairs: AtomicU32::new(0),
             waiting: Mutex::default(),
             drain: DrainState::default(),
             next: AtomicU64::new(0),
@@ -277,6 +280,20 @@ impl Tally {
     /// Returns what is known of the classes of requests.
     pub(crate) fn classes(&self) -> &ClassCheck {
         &self.classes
+    }
+
+    /// Counts a request of the layer that came right behind a permit by hand, if it `is_pair`. Returns `true` once, for the
+    /// last of `most` in a row.
+    pub(crate) fn count_pair(&self, is_pair: bool, most: u32) -> bool {
+        const REPORTED: u32 = u32::MAX;
+        let count = |pairs| match pairs {
+            REPORTED => None,
+            _ if !is_pair => (pairs > 0).then_some(0),
+            pairs if pairs + 1 >= most => Some(REPORTED),
+            pairs => Some(pairs + 1),
+        };
+        let counted = (self.pairs).fetch_update(Ordering::Relaxed, Ordering::Relaxed, count);
+        is_pair && counted.is_ok_and(|before| before + 1 >= most)
     }
 
     pub(super) fn waited(&self, wait: Duration) {

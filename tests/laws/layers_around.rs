@@ -3,12 +3,14 @@
 
 use crate::support::channels;
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use channels::Log;
 use http::{Request, Response};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
+use tollgate::stats::Event;
 use tollgate::{AdaptiveThrottleLayer, Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
 use tower::util::BoxCloneService;
 use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt, service_fn};
@@ -277,4 +279,55 @@ async fn middlewares_inside_another_are_refused_by_name() {
     assert_eq!(send(both).await, Some(Reason::Inside));
     // Nothing listens there.
     assert_eq!(send(vec![outer.and(inner)]).await, None);
+}
+
+/// See ig-client#92: a program that acquires by hand and then sends through a layer of the same limiter gets half of the
+/// rate.
+#[tokio::test(start_paused = true)]
+async fn two_permits_for_a_request_are_reported_once() {
+    for acquires_each in [true, false] {
+        let events = Arc::new(Mutex::new(Vec::new()));
+        let told = events.clone();
+        let layer = RateLimitLayer::builder(Quota::per_second(10)).on_event(move |event| {
+            if let Event::CountedTwice { .. } = event {
+                told.lock().unwrap().push(event.to_string());
+            }
+        });
+        let layer = layer.build().unwrap();
+        let limiter = layer.limiter();
+        let mut client = layer.layer(upstream(&Log::default()));
+        for round in 0..100 {
+            // Without a permit for each, those by hand may be for other requests.
+            if acquires_each || round % 10 > 0 {
+                drop(limiter.acquire(Key::ALL).await.unwrap());
+            }
+            client.call(request()).await.unwrap();
+        }
+        let events = events.lock().unwrap();
+        let text = "each request of key all takes two permits: one by hand, and one in the layer";
+        let expected: &[&str] = if acquires_each { &[text] } else { &[] };
+        assert_eq!(*events, expected);
+    }
+}
+
+/// A program that sends requests of its own with the permits by hand is right to do so.
+#[tokio::test(start_paused = true)]
+async fn permits_by_hand_for_other_requests_are_not_reported() {
+    let is_told = Arc::new(Mutex::new(false));
+    let told = is_told.clone();
+    let layer = RateLimitLayer::builder(Quota::per_second(10)).on_event(move |event| {
+        if let Event::CountedTwice { .. } = event {
+            *told.lock().unwrap() = true;
+        }
+    });
+    let layer = layer.build().unwrap();
+    let limiter = layer.limiter();
+    let mut client = layer.layer(upstream(&Log::default()));
+    for _ in 0..100 {
+        let sent = limiter.acquire(Key::ALL).await.unwrap().begin().unwrap();
+        sleep(Duration::from_millis(5)).await;
+        drop(sent);
+        client.call(request()).await.unwrap();
+    }
+    assert!(!*is_told.lock().unwrap());
 }
