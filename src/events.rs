@@ -161,6 +161,17 @@ pub(crate) fn no_class(tally: &Tally) {
     tally.tell(&Event::NoClass);
 }
 
+/// One request was sent `attempts` times. Reported at 5, 10, 20 and so on.
+pub(crate) fn sent_again(tally: &Tally, key: &str, attempts: u32) {
+    report!(
+        warn,
+        key,
+        attempts,
+        "one request was sent again and again; layers of retries multiply"
+    );
+    tally.tell(&Event::SentAgain { key, attempts });
+}
+
 /// Requests of the layer take a permit each that the program has acquired by hand before. The caller reports it once.
 pub(crate) fn counted_twice(tally: &Tally, key: &str) {
     report!(

@@ -250,7 +250,7 @@ pub mod pace {
 /// The services that the layers make, and their futures.
 pub mod service {
     pub use crate::layer::{
-        AdaptiveThrottle, CloneRequest, RateLimit, ResponseFuture, RetryingThrottleLayer,
+        AdaptiveThrottle, Attempts, CloneRequest, RateLimit, ResponseFuture, RetryingThrottleLayer,
     };
 }
 

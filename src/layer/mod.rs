@@ -4,6 +4,7 @@
 //! No rule of limiting is here. Each layer is a gate and each service an edge; they meet at one
 //! [seam].
 
+mod attempts;
 pub(crate) mod body;
 mod buffered;
 mod extractors;
@@ -29,6 +30,7 @@ mod sleep_tests;
 mod throttle;
 mod throttle_builder;
 
+pub use attempts::Attempts;
 #[cfg(feature = "llm")]
 pub use llm::Llm;
 pub use rate_limit::RateLimitLayer;

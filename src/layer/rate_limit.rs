@@ -10,6 +10,7 @@ use http::Extensions;
 use smallvec::SmallVec;
 use tower_layer::Layer;
 
+use super::attempts::{Attempts, is_reported};
 use super::body::InFlight;
 use super::buffered::is_layer_behind_buffer;
 use super::extractors::{Extractors, Reading, class_in_extensions};
@@ -85,11 +86,11 @@ use crate::signal::{ResponseInfo, Signal};
 /// Inside of a call of the same limiter, another one passes. If calls in flight are limited, it is refused
 /// with [`Reason::Nested`](crate::Reason::Nested) instead of waiting for a slot that the outer call may have.
 ///
-/// A layer does not see through a task between the layers, such as `tower::buffer::Buffer` or a
 /// A program that acquires a permit of [`limiter`](RateLimitLayer::limiter) by hand, and then sends the request through
 /// the layer, takes two permits for it, and gets half of the rate. If it goes on,
 /// [`Event::CountedTwice`](crate::stats::Event::CountedTwice) reports it.
 ///
+/// A layer does not see through a task between the layers, such as `tower::buffer::Buffer` or a
 /// spawned task. The permit of the outer layer may then expire before the request leaves.
 #[derive(Clone, Debug)]
 #[doc(alias = "throttle")]
@@ -338,7 +339,10 @@ impl RateLimitLayer {
             quota,
         };
         match limiter.send_at_once(&entry) {
-            Some(now) => Ok(limiter.admitted(&entry, now)),
+            Some(now) => {
+                self.sends(request);
+                Ok(limiter.admitted(&entry, now))
+            }
             None => {
                 reading.quota = Some(quota);
                 Err(Some(reading))
@@ -392,6 +396,20 @@ impl RateLimitLayer {
         } else {
             sent
         }
+    }
+
+    /// Counts a request that is sent now, and that may have been sent before.
+    #[cold]
+    fn sends_again(&self, attempts: &Attempts, request: &impl RequestInfo) {
+        let count = attempts.is_sent();
+        if count < 2 {
+            return;
+        }
+        let mut host = HostKey::of(request);
+        let key = self.extractors.read_key(request, &mut host, None);
+        let label = || self.label(key.unwrap_or(Key::ALL), request);
+        self.counting(request)
+            .sent_again(count, is_reported(count), &label);
     }
 
     /// Notes the host of `request` as the name of the keys that it has because of its host.
@@ -496,6 +514,14 @@ impl Gate for RateLimitLayer {
     }
 
     #[inline]
+    fn sends(&self, request: &impl RequestInfo) {
+        let extensions = request.extensions().filter(|all| !all.is_empty());
+        if let Some(attempts) = extensions.and_then(Extensions::get::<Attempts>) {
+            self.sends_again(attempts, request);
+        }
+    }
+
+    #[inline]
     fn begin_inner(call: &Sent) -> Option<InnerCall> {
         call.begin_inner()
     }
@@ -544,6 +570,9 @@ impl Gate for RateLimitLayer {
 
     #[cfg(feature = "grpc")]
     fn settle(call: &Sent, response: &mut impl ResponseInfo, policy: &ResponsePolicy) {
+        if let Some(waited) = call.waited() {
+            show_wait(waited, response);
+        }
         let signal = response.signal().unwrap_or_default();
         policy.settle(response, &signal, || call.settlement());
     }
@@ -556,6 +585,9 @@ impl Gate for RateLimitLayer {
         policy: &ResponsePolicy,
         _repeat: Option<T>,
     ) -> Departure<Box<Wait>, T> {
+        if let Some(waited) = call.as_ref().and_then(Sent::waited) {
+            show_wait(waited, response);
+        }
         if policy.is_default()
             && !Sent::may_end_probation()
             && !Signal::is_any_in(response)
@@ -576,9 +608,6 @@ fn leave_slow<T>(
     policy: &ResponsePolicy,
 ) -> Departure<Box<Wait>, T> {
     if is_local_refusal(response) {
-        if let Some(waited) = call.waited() {
-            show_wait(waited, response);
-        }
         return Departure::Pass(InFlight(None));
     }
     let (signal, status) = policy.read(call.key(), call.host(), response, clock::now());
@@ -591,9 +620,6 @@ fn leave_slow<T>(
 
 impl<S: CloneService> Layer<S> for RateLimitLayer {
     type Service = RateLimit<S>;
-        if let Some(waited) = call.as_ref().and_then(Sent::waited) {
-            show_wait(waited, response);
-        }
 
     fn layer(&self, inner: S) -> RateLimit<S> {
         if is_layer_behind_buffer::<S>() {

@@ -97,8 +97,8 @@ mod middleware {
     use crate::layer::body::{AtEnd, BodyLayer, BodyPlan, InFlight};
     use crate::layer::seam::{Admission, Departure, Gate};
     use crate::layer::service::CloneFn;
-    use crate::layer::{AdaptiveThrottleLayer, RateLimitLayer, RetryingThrottleLayer};
-    use crate::signal::ResponseInfo;
+    use crate::layer::{AdaptiveThrottleLayer, Attempts, RateLimitLayer, RetryingThrottleLayer};
+    use crate::signal::{ResponseInfo, Signal};
 
     /// A refusal becomes a [`MiddlewareError::Middleware`], in which
     /// [`Limited::find`](crate::Limited::find) finds it. Errors of the inner client stay as they
@@ -186,6 +186,10 @@ mod middleware {
                 Ok(open(response, at_end).await)
             };
             let mut response = send::<G, _>(&call, sent).await?;
+            // A middleware around this one may send the request again, with the same extensions.
+            if Signal::is_any_in(&response) && Signal::read(&response).refusal().is_some() {
+                Attempts::of_repeated(None, extensions);
+            }
             match G::leave(&mut Some(call), &mut response, &policy, repeat) {
                 Departure::Pass(in_flight) => return Ok((response, in_flight)),
                 Departure::Refuse(limited) => return Err(Error::from(limited).into()),
@@ -204,7 +208,13 @@ mod middleware {
     fn enter<G: Gate>(gate: &G, request: &RequestRef<'_>) -> Admission<G::Call, G::Wait> {
         match gate.enter_fast(request) {
             Ok(admitted) => Admission::Go(gate.sent(admitted)),
-            Err(entry) => gate.enter_slow(entry, request),
+            Err(entry) => {
+                let admission = gate.enter_slow(entry, request);
+                if let Admission::Go(_) = admission {
+                    gate.sends(request);
+                }
+                admission
+            }
         }
     }
 
@@ -222,6 +232,7 @@ mod middleware {
             })
             .await?;
             if let Some(call) = G::send(permit, &mut wait)? {
+                gate.sends(&RequestRef::new(request).with_extensions(extensions));
                 return Ok(call);
             }
         }

@@ -198,14 +198,32 @@ mod of_tower {
 
     use super::{RetryLimited, Signal};
     use crate::error::AsError;
-    use crate::layer::CloneRequest;
+    use crate::layer::{Attempts, CloneRequest};
     use crate::signal::ResponseInfo;
+
+    /// Lets the next attempt of `request` go on with the count of a refused one. A policy around this one finds it in the response:
+    /// its copy of the request was made before.
+    fn count_attempts(request: &mut impl CloneRequest, response: &mut impl ResponseInfo) {
+        if Signal::read(response).refusal().is_none() {
+            return;
+        }
+        let known = response.extensions().and_then(|all| all.get()).cloned();
+        if let Some(extensions) = request.extensions_mut() {
+            let attempts = Attempts::of_repeated(known.as_ref(), extensions);
+            if let Some(extensions) = response.extensions_mut() {
+                extensions.insert(attempts);
+            }
+        }
+    }
 
     impl<R: CloneRequest, S: ResponseInfo, E: AsError> Policy<R, S, E> for RetryLimited {
         type Future = Ready<()>;
 
-        fn retry(&mut self, _: &mut R, result: &mut Result<S, E>) -> Option<Ready<()>> {
+        fn retry(&mut self, request: &mut R, result: &mut Result<S, E>) -> Option<Ready<()>> {
             self.attempts = self.attempts.checked_sub(1)?;
+            if let Ok(response) = result {
+                count_attempts(request, response);
+            }
             let outcome = result.as_ref().map(Signal::read).map_err(AsError::as_error);
             // The last attempt adds to the budget, too.
             let again = self.is_refusal(outcome) && self.attempts > 0 && self.budget.withdraw();

@@ -1,5 +1,6 @@
 //! The adaptive layer that sends refused requests again, and its Tower service.
 
+use http::Extensions;
 use tower_layer::Layer;
 
 use super::service::{CloneService, RateLimit, edge};
@@ -74,11 +75,21 @@ edge! {
 pub trait CloneRequest: Sized {
     /// Returns a copy of the request, or `None` if it cannot be copied.
     fn clone_request(&self) -> Option<Self>;
+
+    /// Returns the extensions of the request, to be changed. Default: `None`, and nothing counts how often the request is
+    /// sent.
+    fn extensions_mut(&mut self) -> Option<&mut Extensions> {
+        None
+    }
 }
 
 impl<B: Clone> CloneRequest for http::Request<B> {
     fn clone_request(&self) -> Option<Self> {
         Some(self.clone())
+    }
+
+    fn extensions_mut(&mut self) -> Option<&mut Extensions> {
+        Some(http::Request::extensions_mut(self))
     }
 }
 

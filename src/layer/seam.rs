@@ -68,6 +68,9 @@ pub(super) trait Gate: Clone + Send + Sync {
         request: &impl RequestInfo,
     ) -> Admission<Self::Call, Self::Wait>;
 
+    /// Notes that `request` is sent now, on the slow path. On the fast path, [`enter_fast`](Gate::enter_fast) notes it.
+    fn sends(&self, _request: &impl RequestInfo) {}
+
     /// Begins a call or poll of the inner service, which ends when the value is dropped. A gate inside may refuse its
     /// request then. It does not inside of a throttle, whose permits do not expire.
     fn begin_inner(_call: &Self::Call) -> Option<InnerCall> {
@@ -130,9 +133,6 @@ pub(super) trait Gate: Clone + Send + Sync {
     ) -> Departure<Self::Wait, T>;
 }
 
-/// Takes out the call that [`Gate::leave`] ends.
-pub(super) fn take_call<C>(call: &mut Option<C>) -> C {
-    call.take()
 /// Puts into the extensions of a response how its request waited.
 #[cold]
 pub(super) fn show_wait(waited: &Waited, response: &mut impl ResponseInfo) {
@@ -141,6 +141,9 @@ pub(super) fn show_wait(waited: &Waited, response: &mut impl ResponseInfo) {
     }
 }
 
+/// Takes out the call that [`Gate::leave`] ends.
+pub(super) fn take_call<C>(call: &mut Option<C>) -> C {
+    call.take()
         .expect("a future is not polled after it was ready")
 }
 

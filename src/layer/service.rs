@@ -150,7 +150,10 @@ impl<G: Gate, S: Clone> Gated<G, S> {
             }
         } else {
             let wait = match self.gate.enter_slow(entry, &request) {
-                Admission::Go(call) => return self.call_granted(call, request, clone),
+                Admission::Go(call) => {
+                    self.gate.sends(&request);
+                    return self.call_granted(call, request, clone);
+                }
                 Admission::Wait(wait) => Ok(wait),
                 Admission::No(limited) => Err(limited),
             };
@@ -321,6 +324,9 @@ where
                 let result = ready!(waiting.poll(cx));
                 let waited = pending.take().expect("it was just polled");
                 let call = result?;
+                if let Some(gate) = &waited.gate {
+                    gate.sends(&waited.unsent.request);
+                }
                 let Unsent {
                     mut inner,
                     request,

@@ -29,6 +29,7 @@ use crate::clock::{self, Moment};
 use crate::config_error::ConfigError;
 use crate::cost::RequestCost;
 use crate::error::{Limited, Reason, StoreError};
+use crate::events;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::quota::Quota;
 use crate::stats::{Drained, Gate, KeyStats, Stats, drain_gates};
@@ -200,6 +201,15 @@ impl Limiter {
             all.truncate(most);
         }
         all
+    }
+
+    /// Counts a request that is sent for the `attempt`th time, and reports it if that is due.
+    pub(crate) fn sent_again(&self, attempt: u32, is_reported: bool, label: &dyn Fn() -> Label) {
+        let tally = &self.0.first.settings.tally;
+        tally.count_sent_again();
+        if is_reported {
+            events::sent_again(tally, &label(), attempt);
+        }
     }
 
     /// Names `key` in [`KeyStats`], for requests that come without a layer. At most 64 bytes of `name`

@@ -9,6 +9,7 @@ pub(super) const METADATA: Metadata<'static> =
 pub(super) const REQUESTS: &str = "tollgate_requests_total";
 pub(super) const REFUSALS: &str = "tollgate_refusals_total";
 pub(super) const UNITS: &str = "tollgate_units_total";
+pub(super) const SENT_AGAIN: &str = "tollgate_sent_again_total";
 pub(super) const UPSTREAM_REFUSALS: &str = "tollgate_upstream_refusals_total";
 pub(super) const HOLDS: &str = "tollgate_holds_total";
 pub(super) const BAD_ANSWERS: &str = "tollgate_bad_answers_total";
@@ -40,10 +41,11 @@ pub(super) const STORE_UP: &str = "tollgate_store_up";
 pub(super) const STORE_DEAF: &str = "tollgate_store_deaf";
 pub(super) const BUILD_INFO: &str = "tollgate_build_info";
 
-const COUNTERS: [(&str, &str); 9] = [
+const COUNTERS: [(&str, &str); 10] = [
     (REQUESTS, "Requests, each once, by outcome"),
     (REFUSALS, "Requests refused by this process, by reason"),
     (UNITS, "Cost of the requests that got a permit"),
+    (SENT_AGAIN, "Requests that had been sent before"),
     (
         UPSTREAM_REFUSALS,
         "Requests refused by the upstream, by status",

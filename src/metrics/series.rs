@@ -41,6 +41,7 @@ impl Series {
                 *sum += count;
             }
         };
+        add(names::SENT_AGAIN, &[], stats.sent_again);
         for (reason, count) in stats.refusals.iter() {
             add(
                 names::REFUSALS,

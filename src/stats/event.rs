@@ -126,6 +126,15 @@ pub enum Event<'a> {
     /// Classes have [shares](crate::RateLimitBuilder::share), and none of the first 100 requests of the layer
     /// has had a class. Reported once, only without a [class function](crate::RateLimitBuilder::class).
     NoClass,
+    /// One request was sent many times, by retries outside of the layer that [count](crate::service::Attempts) their
+    /// attempts. Layers of retries multiply. Reported at 5 attempts of a request, 10, 20 and so on.
+    #[non_exhaustive]
+    SentAgain {
+        /// The label of the key.
+        key: &'a str,
+        /// How often the request was sent.
+        attempts: u32,
+    },
     /// Each request takes two permits: one that the program acquires by hand, and one in a layer of the same limiter.
     /// Leave out the one by hand, or send the request without the layer. Reported once, after 20 such requests in a row
     /// that found no permit at hand.
@@ -207,6 +216,9 @@ impl fmt::Display for Event<'_> {
                 "classes have shares, but no request has a class: set class(..) on the builder, or put a Class \
                  into the extensions",
             ),
+            Event::SentAgain { key, attempts } => {
+                write!(f, "{attempts} attempts for 1 request of key {key}")
+            }
             Event::CountedTwice { key } => write!(
                 f,
                 "each request of key {key} takes two permits: one by hand, and one in the layer"

@@ -73,6 +73,8 @@ pub(crate) struct Tally {
     upstream_refusals: Mutex<BTreeMap<StatusCode, u64>>,
     holds: [AtomicU64; Cause::ALL.len()],
     classes: ClassCheck,
+    /// How many requests were sent again.
+    sent_again: AtomicU64,
     /// How many requests of the layer in a row came right behind a permit by hand. `u32::MAX` once that was reported.
     pairs: AtomicU32,
     waiting: Mutex<BTreeMap<u64, OpenWait>>,
@@ -208,6 +210,7 @@ impl Tally {
             upstream_refusals: Mutex::default(),
             holds: Default::default(),
             classes: ClassCheck::default(),
+            sent_again: AtomicU64::new(0),
             pairs: AtomicU32::new(0),
             waiting: Mutex::default(),
             drain: DrainState::default(),
@@ -280,6 +283,11 @@ impl Tally {
     /// Returns what is known of the classes of requests.
     pub(crate) fn classes(&self) -> &ClassCheck {
         &self.classes
+    }
+
+    /// Counts a request that is sent again.
+    pub(crate) fn count_sent_again(&self) {
+        self.sent_again.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Counts a request of the layer that came right behind a permit by hand, if it `is_pair`. Returns `true` once, for the
@@ -461,6 +469,7 @@ impl Tally {
             waits: self.waits.read(),
             upstream_refusals: Counts::new(statuses),
             holds: Counts::new(causes.into_iter().zip(read(&self.holds))),
+            sent_again: self.sent_again.load(Ordering::Relaxed),
             unknown_classes: self.classes.unknown(),
             waiting: count,
             oldest_wait: oldest.map(|since| now.saturating_duration_since(since)),

@@ -45,6 +45,8 @@ pub struct Stats {
     pub(crate) upstream_refusals: Counts<StatusCode>,
     /// How often a key was put on hold, by the cause.
     pub(crate) holds: Counts<Cause>,
+    /// How many of the requests that were sent had been sent before: see [`Attempts`](crate::service::Attempts).
+    pub(crate) sent_again: u64,
     /// How many classes requests had that have no [share](crate::RateLimitBuilder::share), at most 16. A
     /// mistyped class is one: [`Event::UnknownClass`](crate::stats::Event::UnknownClass) names it.
     pub(crate) unknown_classes: u64,
@@ -114,6 +116,12 @@ impl Stats {
     /// Returns how often a key was put on hold, by the cause.
     pub fn holds(&self) -> &Counts<Cause> {
         &self.holds
+    }
+
+    /// Returns how many of the requests that were sent had been sent before, by retries outside of the layer that
+    /// [count](crate::service::Attempts) their attempts. Each attempt is one of the [requests](Self::requests), too.
+    pub fn sent_again(&self) -> u64 {
+        self.sent_again
     }
 
     /// Returns the cost of all requests that got a permit, without those that were given back, in

@@ -7,6 +7,8 @@ mod support;
 
 mod adversary;
 mod async_store;
+#[cfg(feature = "retry")]
+mod attempts;
 mod begin;
 mod bodies;
 mod bursts;

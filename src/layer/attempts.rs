@@ -1,0 +1,96 @@
+//! How often one request was sent.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+#[cfg(any(feature = "retry", feature = "reqwest-middleware"))]
+use http::Extensions;
+
+/// Counts how often one request passes a layer, in the extensions of the request. Clones share one count, so a request
+/// that is cloned to be sent again has one, too.
+///
+/// Layers of retries multiply: a policy of three attempts in a loop of three sends nine requests for one. A
+/// [`RateLimitLayer`](crate::RateLimitLayer) counts each time that it sends a request with this, and reports an
+/// [event](crate::stats::Event::SentAgain) at 5, 10, 20 and so on. [`RetryLimited`](crate::RetryLimited) puts it into
+/// requests that it repeats, and so does a layer of reqwest-middleware when a response is a refusal. For a loop of your own,
+/// put it into the request:
+///
+/// ```
+/// use http::{Request, Response, StatusCode};
+/// use tollgate::service::Attempts;
+/// use tollgate::{Quota, RateLimitLayer};
+/// use tower::{BoxError, Service, ServiceBuilder, ServiceExt, service_fn};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() -> Result<(), BoxError> {
+/// # let client = service_fn(|_: Request<String>| async { Ok::<_, BoxError>(Response::new("hello")) });
+/// let limit = RateLimitLayer::new(Quota::per_second(50))?;
+/// let mut service = ServiceBuilder::new().layer(limit.clone()).service(client);
+///
+/// let attempts = Attempts::new();
+/// for _ in 0..3 {
+///     let mut request = Request::get("https://api.example.com/users").body(String::new())?;
+///     request.extensions_mut().insert(attempts.clone());
+///     service.ready().await?.call(request).await?;
+/// }
+/// assert_eq!(attempts.count(), 3);
+/// assert_eq!(limit.limiter().stats().sent_again(), 2);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// A client that repeats requests by itself, inside of the layer, sends more than any layer sees: see [hidden
+/// attempts](crate#pitfalls).
+#[derive(Clone, Default)]
+pub struct Attempts(Arc<AtomicU32>);
+
+impl Attempts {
+    /// Makes the count of a request that was not sent yet.
+    pub fn new() -> Self {
+        Attempts::default()
+    }
+
+    /// Returns how often the request was sent.
+    pub fn count(&self) -> u32 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Counts that the request is sent. Returns how often it was, this time included.
+    pub(super) fn is_sent(&self) -> u32 {
+        self.0.fetch_add(1, Ordering::Relaxed).saturating_add(1)
+    }
+
+    /// Returns the count in the extensions of a request that was sent and may be sent again. If there is none, it begins with
+    /// that of `known`, or with the time that it was sent.
+    #[cfg(any(feature = "retry", feature = "reqwest-middleware"))]
+    pub(super) fn of_repeated(known: Option<&Attempts>, extensions: &mut Extensions) -> Attempts {
+        let known = || match known {
+            Some(known) => known.clone(),
+            None => Attempts(Arc::new(AtomicU32::new(1))),
+        };
+        extensions.get_or_insert_with(known).clone()
+    }
+}
+
+/// Returns whether it is reported that a request was sent so often: 5, 10, 20, and each time twice as often.
+pub(super) fn is_reported(count: u32) -> bool {
+    count.is_multiple_of(5) && (count / 5).is_power_of_two()
+}
+
+impl fmt::Debug for Attempts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Attempts").field(&self.count()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_reported;
+
+    #[test]
+    fn reports_become_rare() {
+        let reported: Vec<u32> = (0..100).filter(|count| is_reported(*count)).collect();
+        assert_eq!(reported, [5, 10, 20, 40, 80]);
+    }
+}
