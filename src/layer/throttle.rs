@@ -150,7 +150,7 @@ fn show_wait_of(permit: &ThrottlePermit, response: &mut impl ResponseInfo) {
 /// Begins the span of a wait.
 fn wait_span(wait: &PaceWait) -> Box<WaitSpan> {
     let reason = Because::Pace.name();
-    Box::new(WaitSpan::begin(wait.label(), reason, None, None))
+    Box::new(WaitSpan::begin(&wait.label(), reason, None, None))
 }
 
 impl Gate for AdaptiveThrottleLayer {

@@ -366,8 +366,11 @@ impl PaceWait {
     }
 
     /// Returns the label of the key of the request.
-    pub(crate) fn label(&self) -> &Label {
-        &self.label
+    pub(crate) fn label(&self) -> Label {
+        match &self.waited {
+            Some(waited) => waited.label.clone(),
+            None => self.core.label(self.key, None),
+        }
     }
 
     /// Returns whether the key is on hold for longer than the throttle is drained.
