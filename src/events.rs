@@ -280,7 +280,7 @@ pub(crate) fn held(tally: &Tally, key: &str, left: Duration, cause: Cause) {
         return;
     }
     match cause {
-        Cause::Upstream | Cause::UsedUp => {
+        Cause::Upstream | Cause::UsedUp | Cause::Kind => {
             report!(
                 warn,
                 key,

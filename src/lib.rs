@@ -207,7 +207,9 @@ mod rng;
 pub mod signal;
 pub mod stats;
 pub mod store;
+mod suspicion;
 pub mod throttle;
+mod uncertain;
 mod wait_queue;
 mod wakers;
 

@@ -279,6 +279,17 @@ pub enum Reason {
     /// The key is on hold, and the hold ends later than the request can wait. A refusal by the
     /// upstream or an operator put the key on hold.
     Held,
+    /// Requests of this [kind](crate::RateLimitBuilder::kind) are on hold, for longer than the request can wait: the upstream
+    /// refused them, and accepted others of the key.
+    HeldKind,
+    /// A long quota of the upstream is used up, or the upstream has stated a wait of more than an hour: the key is on hold,
+    /// and `retry_after` is the end that the upstream has stated. A caller may stop until then.
+    UsedUp {
+        /// The name of the quota, such as `daily`, if this process knows it.
+        quota: Option<Arc<str>>,
+        /// The window of the quota, an hour or more, if this process knows it.
+        window: Option<Duration>,
+    },
     /// The key function found no key: `by_host` without a host, `by_header` without the header.
     NoKey,
     /// Two limits of the request have the same key in the same store, so each would count what the
@@ -343,6 +354,20 @@ impl fmt::Display for Reason {
             Reason::Held => write!(
                 f,
                 "its key is on hold, after a refusal by the upstream or a call of hold_for"
+            ),
+            Reason::UsedUp { quota, window } => {
+                f.write_str("a quota of the upstream is used up")?;
+                match (quota, window) {
+                    (Some(quota), _) => write!(f, ": {quota}"),
+                    (None, Some(window)) => {
+                        write!(f, ": the one for {}", crate::limiter::Shown(*window))
+                    }
+                    (None, None) => Ok(()),
+                }
+            }
+            Reason::HeldKind => write!(
+                f,
+                "requests of its kind are on hold: the upstream refused them, and accepted others of the key"
             ),
             Reason::SameKey => write!(
                 f,

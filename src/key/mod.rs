@@ -107,6 +107,12 @@ impl Key {
         }
     }
 
+    /// Returns the key that has the holds of one kind of the requests with this key.
+    pub(crate) fn of_kind(self, kind: Key) -> Self {
+        let kind = [kind.high.to_le_bytes(), kind.low.to_le_bytes()];
+        self.and("tollgate kind").and(kind.as_flattened())
+    }
+
     /// Returns a part of the key, to compare it with others.
     pub(crate) fn low_bits(self) -> u64 {
         self.low

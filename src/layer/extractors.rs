@@ -32,6 +32,8 @@ pub(super) struct Extractors {
     /// first limit of the layer as usual, and not at all under a further limit.
     pub(super) routes: Option<RouteTable>,
     pub(super) policy: ResponsePolicy,
+    /// Returns the kind of a request, in place of [`kind_of`].
+    pub(super) kind: Option<Extractor<Option<Key>>>,
     /// Names the key of a request in the stats.
     pub(super) key_name: Option<Extractor<Option<String>>>,
 }
@@ -121,6 +123,15 @@ impl Extractors {
             (Some(class), _) => Some(class),
             (None, Some(class_of)) => class_of(&RequestRef::new(request)),
             (None, None) => None,
+        }
+    }
+
+    /// Reads the kind of `request`, which costs so many requests. A request of which the function knows none is of one kind
+    /// with all such.
+    pub(super) fn read_kind<R: RequestInfo>(&self, request: &R, cost: u32) -> Key {
+        match &self.kind {
+            Some(kind) => kind(&RequestRef::new(request)).unwrap_or(Key::ALL),
+            None => kind_of(request, cost).and(self.read_class(request).unwrap_or_default()),
         }
     }
 
@@ -217,6 +228,24 @@ impl Extractors {
             deadline,
         })
     }
+}
+
+/// Returns the kind of a request that costs so many requests: its method, the first segment of its path that names something,
+/// and its cost as a power of two.
+///
+/// Not the whole path: `/users/17` and `/users/18` are refused together.
+fn kind_of<R: RequestInfo>(request: &R, cost: u32) -> Key {
+    let names_nothing = |segment: &&str| {
+        let version = segment.strip_prefix(['v', 'V']).unwrap_or("x");
+        segment.is_empty()
+            || *segment == "api"
+            || version.starts_with(|first: char| first.is_ascii_digit())
+    };
+    let mut segments = request.path().split('/');
+    let segment = segments.find(|segment| !names_nothing(segment));
+    Key::new(request.method().as_str())
+        .and(segment.unwrap_or_default())
+        .and(cost.checked_ilog2().unwrap_or_default().to_le_bytes())
 }
 
 /// Returns the class in the extensions of `request`.

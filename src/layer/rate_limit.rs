@@ -26,11 +26,12 @@ use crate::events;
 use crate::guarded;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef, host_names};
 use crate::limiter::{
-    Admitted, Entry, InnerCall, Limiter, MOST_PARTS, PartRef, QuotaId, Sent, Started, Taken, Wait,
-    is_inside_a_layer, note_pair, send_all_at_once, start_slow,
+    Admitted, Entry, InnerCall, Limiter, MOST_PARTS, PartRef, QuotaId, Sent, Started, Suspect,
+    Taken, Wait, is_inside_a_layer, note_pair, send_all_at_once, start_slow,
 };
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
+use crate::uncertain::is_any_uncertain;
 
 /// Keeps a client within a known quota. Clones share one count.
 ///
@@ -322,7 +323,12 @@ impl RateLimitLayer {
         let Some(mut reading) = self.extractors.read(request, &mut host, None) else {
             return Err(None);
         };
-        if self.is_joint || is_inside_a_layer() || !self.extractors.policy.is_default() {
+        // Of a key under suspicion, kinds of requests may be on hold.
+        if self.is_joint
+            || is_inside_a_layer()
+            || is_any_uncertain()
+            || !self.extractors.policy.is_default()
+        {
             return Err(Some(reading));
         }
         let quota = self.extractors.read_quota(&reading, request, &self.limiter);
@@ -370,17 +376,24 @@ impl RateLimitLayer {
     /// Admits a request on the slow path, makes it wait, or refuses it.
     fn admit(&self, reading: Reading, request: &impl RequestInfo) -> Admission<Sent, Box<Wait>> {
         let key = reading.key;
+        let cost = reading.cost.under(None);
         let mut parts = SmallVec::new();
         let deadline = match self.read_parts(reading, request, &mut parts) {
             Ok(deadline) => deadline,
             Err(limited) => return Admission::No(limited),
         };
-        if let Some(sent) = send_all_at_once(&parts, deadline) {
-            return Admission::Go(self.with_label(sent, key, request));
+        let suspect = Suspect::find(&parts, || self.extractors.read_kind(request, cost));
+        let kind = suspect.as_ref().map(|suspect| suspect.kind);
+        if suspect
+            .as_ref()
+            .is_none_or(|suspect| suspect.is_clear(&parts))
+            && let Some(sent) = send_all_at_once(&parts, deadline)
+        {
+            return Admission::Go(self.with_label(sent.of_kind(kind), key, request));
         }
         let label = || self.label(key, request);
         note_pair(&parts[0], &label);
-        match start_slow(&parts, deadline, &label) {
+        match start_slow(&parts, deadline, suspect, &label) {
             Started::Granted(taken) => Admission::Go(self.with_label(taken.sent(), key, request)),
             Started::Waiting(wait) => Admission::Wait(wait),
             Started::Limited(limited) => Admission::No(limited),
@@ -460,7 +473,8 @@ impl Gate for RateLimitLayer {
     fn enter_fast(&self, request: &impl RequestInfo) -> Result<Admitted, Option<Reading>> {
         let is_plain = self.is_plain
             && request.extensions().is_none_or(Extensions::is_empty)
-            && !is_inside_a_layer();
+            && !is_inside_a_layer()
+            && !is_any_uncertain();
         if !is_plain {
             return self.enter_any(request);
         }
@@ -589,7 +603,7 @@ impl Gate for RateLimitLayer {
             show_wait(waited, response);
         }
         if policy.is_default()
-            && !Sent::may_end_probation()
+            && !is_any_uncertain()
             && !Signal::is_any_in(response)
             && !guarded::may_be_bad(response.status())
         {

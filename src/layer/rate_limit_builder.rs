@@ -128,16 +128,13 @@ impl RateLimitBuilder {
         /// Default: 60 s, so that one wrong response costs about a minute; at most a day. With
         /// `Duration::ZERO`, a refusal holds nothing.
         ///
-        /// If the upstream states a time, the key is on hold for that time, cut to `max_hold`. If
-        /// it states none, the key is on hold for about a second, and for twice as long after each
-        /// further refusal. If the upstream refuses a request shortly after the time that it
-        /// stated, the next hold lasts at least 0.4 s. After each further such refusal it lasts
-        /// at least twice as long.
+        /// If the upstream states a time, the key is on hold until then. If that is longer than `max_hold`, one request
+        /// of the fleet is sent as a probe after `max_hold`, and when it has passed, the others follow. If the probe is
+        /// refused, the next is sent after half of what is left, and then none for an hour, or until the stated time.
         ///
-        /// After a hold that was cut, one request is sent as a probe. When the probe has passed,
-        /// the others follow. If the probe has no response after 5 s, another request is sent as a
-        /// probe. A minute after the hold, or `max_hold` if that is shorter, all requests may be
-        /// sent. The page [refusals](crate::guide::refusals#refused-by-the-server) has all rules.
+        /// If the upstream states no time, the key is on hold for about a second, and for twice as long after each
+        /// further refusal, up to `max_hold`. The page [refusals](crate::guide::refusals#refused-by-the-server) has all
+        /// rules.
         ///
         /// Units that a response shows to be used by [other clients](Self::trust_headers) are
         /// reserved for them for a minute, or for `max_hold` if that is shorter.

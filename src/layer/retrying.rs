@@ -13,6 +13,9 @@ use crate::key::RequestInfo;
 /// queue, until [`max_wait`](crate::AdaptiveThrottleBuilder::max_wait) after its arrival.
 /// [`retrying`](AdaptiveThrottleLayer::retrying) returns it.
 ///
+/// After its second refusal a request goes behind the others. If the server accepts these and refuses this
+/// [kind](crate::guide::refusals#one-kind-of-requests) of requests alone, the refusal passes as a response.
+///
 /// If a refusal states a longer wait, it passes as a response. Otherwise the response is dropped
 /// before the wait. So it keeps neither its connection nor, with
 /// [`in_flight_until_body_end`](crate::RateLimitLayer::in_flight_until_body_end), its in-flight

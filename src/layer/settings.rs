@@ -161,6 +161,34 @@ macro_rules! common_setters {
             self
         }
 
+        /// Sets the kind of a request, for refusals that are about one kind of requests. Default: its method, the first
+        /// segment of its path (after segments such as `api` and `v1`), its cost as a power of two, and its class.
+        ///
+        /// A server may refuse some requests always, such as those that name a model which was retired. Their first
+        /// refusal [holds](Self::max_hold) the key, as any. A later one holds this kind of requests instead, if the server
+        /// accepted at least three requests of other kinds since, and none of this kind. So the requests of one kind have in
+        /// common what a server may refuse them for. Those for which the function returns `None` are of one kind.
+        ///
+        /// ```
+        /// use tollgate::{Key, Quota, RateLimitLayer};
+        ///
+        /// let layer = RateLimitLayer::builder(Quota::per_second(50))
+        ///     .kind(|request| request.header("x-model").map(Key::new))
+        ///     .build()?;
+        /// # Ok::<(), tollgate::ConfigError>(())
+        /// ```
+        ///
+        /// The function is called only for some time after a refusal.
+        pub fn kind<F, K>(mut self, kind: F) -> Self
+        where
+            F: Fn(&$crate::RequestRef<'_>) -> K + Send + Sync + 'static,
+            K: Into<Option<$crate::Key>>,
+        {
+            let kind_of = move |request: &$crate::RequestRef<'_>| kind(request).into();
+            self.common.extractors.kind = Some(std::sync::Arc::new(kind_of));
+            self
+        }
+
         /// Sets the longest time for which a request may wait for its permit. Default: 15 s; at
         /// most a day.
         ///

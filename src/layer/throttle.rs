@@ -26,6 +26,7 @@ use crate::pacing::Fair;
 use crate::signal::ResponseInfo;
 use crate::store::Refusal;
 use crate::throttle::{Back, Begun, PaceWait, Throttle, ThrottlePermit};
+use crate::uncertain::is_any_uncertain;
 
 /// Finds the speed that a server allows if its limit is unknown or changes. Clones share what they
 /// learn.
@@ -71,7 +72,8 @@ use crate::throttle::{Back, Begun, PaceWait, Throttle, ThrottlePermit};
 /// A refusal puts the key on hold for the time that the server states, at most
 /// [`max_hold`](AdaptiveThrottleBuilder::max_hold). If the server states none, the pace chooses a
 /// time. The refusal passes as a response. With [`retrying`](AdaptiveThrottleLayer::retrying), the
-/// request takes its old place in the queue instead, before all others, and is sent again.
+/// request takes its old place in the queue instead, before all others, and is sent again. After a second refusal it goes
+/// behind the others.
 ///
 /// # What it does not do
 ///
@@ -83,6 +85,8 @@ use crate::throttle::{Back, Begun, PaceWait, Throttle, ThrottlePermit};
 pub struct AdaptiveThrottleLayer {
     pub(super) throttle: Throttle,
     pub(super) extractors: Arc<Extractors>,
+    /// Whether the kind of each request is read, because refused requests are sent again.
+    pub(super) reads_kinds: bool,
 }
 
 impl AdaptiveThrottleLayer {
@@ -110,10 +114,15 @@ impl AdaptiveThrottleLayer {
     }
 
     /// Returns this layer with retries: it sends requests that the server refuses again, each in
-    /// its old place in the queue. All attempts together wait for at most
+    /// its old place in the queue, and after a second refusal behind the others. All attempts together wait for at most
     /// [`max_wait`](AdaptiveThrottleBuilder::max_wait).
     pub fn retrying(self) -> RetryingThrottleLayer {
-        RetryingThrottleLayer { layer: self }
+        let reads_kinds = true;
+        let layer = AdaptiveThrottleLayer {
+            reads_kinds,
+            ..self
+        };
+        RetryingThrottleLayer { layer }
     }
 }
 
@@ -172,9 +181,12 @@ impl Gate for AdaptiveThrottleLayer {
     fn enter_slow(&self, (): (), request: &impl RequestInfo) -> Admission<Self::Call, Self::Wait> {
         let mut host = HostKey::of(request);
         let read = self.extractors.read(request, &mut host, None);
-        let Some(Reading { key, deadline, .. }) = read else {
+        let Some(reading) = read else {
             return Admission::No(self.throttle.no_key());
         };
+        let Reading { key, deadline, .. } = reading;
+        let reads_kind = self.reads_kinds || is_any_uncertain();
+        let kind = reads_kind.then(|| self.extractors.read_kind(request, 1));
         let host = host.get_if_redirected();
         let label = || self.throttle.label(key, Some(&RequestRef::new(request)));
         let begun = match refusal_of_throttle() {
@@ -182,7 +194,7 @@ impl Gate for AdaptiveThrottleLayer {
                 self.throttle
                     .refuse(key, reason, label(), Refusal::NEVER, clock::now())
             }
-            None => self.throttle.begin(key, deadline, label),
+            None => self.throttle.begin(key, kind, deadline, label),
         };
         if let Some(name_of) = &self.extractors.key_name
             && self.throttle.is_unnamed(key)

@@ -132,6 +132,7 @@ impl AdaptiveThrottleBuilder {
         Ok(AdaptiveThrottleLayer {
             throttle,
             extractors: Arc::new(self.common.extractors),
+            reads_kinds: false,
         })
     }
 }

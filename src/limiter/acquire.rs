@@ -436,7 +436,7 @@ impl Acquire {
             return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, slot))));
         }
         let part = PartRef::new(&core, entry);
-        self.started(start::slow(&[part], entry.deadline, &|| {
+        self.started(start::slow(&[part], entry.deadline, None, &|| {
             core.label(key, None)
         }))
     }
@@ -488,7 +488,7 @@ fn enter_joint(parts: &[NewPart]) -> Started {
     let parts: SmallVec<[PartRef<'_>; 4]> = parts.iter().map(NewPart::as_part).collect();
     match at_once::take_all_at_once(&parts, deadline) {
         Some(taken) => Started::Granted(taken),
-        None => start::slow(&parts, deadline, &|| {
+        None => start::slow(&parts, deadline, None, &|| {
             first.core.label(first.entry.key, None)
         }),
     }

@@ -17,7 +17,8 @@ pub(super) fn refused(part: &Part, cost: u32, too_long: Reason, refusal: Refusal
     let Part { core, key, .. } = part;
     // The time is read here: an answer that arrived since the request was polled may end a hold that is over at a moment
     // which lies ahead of an earlier reading.
-    let is_held = core.held(*key, clock::now()).is_some();
+    let held = core.stated_hold(*key, clock::now());
+    let is_held = held.is_some();
     // A hold may refuse the request before the store knows that its cost is never allowed.
     if (is_held || refusal.wait.is_none())
         && let Some(reason) = cost_above_limit(core, cost, core.largest_cost(*key))
@@ -25,11 +26,9 @@ pub(super) fn refused(part: &Part, cost: u32, too_long: Reason, refusal: Refusal
         return Why::Refused(reason, Refusal::NEVER);
     }
     if is_held {
-        let refusal = Refusal {
-            limit: None,
-            ..refusal
-        };
-        return Why::Refused(Reason::Held, refusal);
+        let wait = held.max(refusal.wait);
+        let reason = core.hold_reason(*key, clock::now());
+        return Why::Refused(reason, Refusal { wait, limit: None });
     }
     let Settings { spec, quotas, .. } = &core.settings;
     // What a store says of a part of a divided quota may be its pace. The part itself is what a caller knows.

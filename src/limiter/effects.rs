@@ -17,7 +17,8 @@ use tokio::time::timeout;
 use super::division;
 use super::engine::Core;
 use super::key_state::{
-    Effect, HeaderTrust, KeyContext, KeyState, LeaseFuture, SentCall, StatedLimit, Work, confirmed,
+    BanCall, Effect, HeaderTrust, KeyContext, KeyState, LeaseFuture, SentCall, StatedLimit, Work,
+    confirmed,
 };
 use super::queue::CallNumber;
 use super::quotas::QuotaId;
@@ -267,6 +268,7 @@ impl Core {
         for effect in work.effects {
             match effect {
                 Effect::Call(number, call, answer) => self.call(key, number, call, answer),
+                Effect::ShareBan(call) => self.share_ban(key, *call),
                 Effect::LimitInFlight(limit) => self.limit_in_flight(key, now, limit),
             }
         }
@@ -305,6 +307,22 @@ impl Core {
     /// task of this thread is just being polled: see [`tasks`].
     pub(super) fn start(&self, task: impl Future<Output = ()> + Send + 'static) {
         tasks::start(&self.settings.store, task);
+    }
+
+    /// Changes the register of a ban.
+    fn share_ban(self: &Arc<Self>, key: Key, call: BanCall) {
+        let BanCall {
+            request,
+            is_for_probe,
+        } = call;
+        let core = self.clone();
+        let reply = self.settings.store.compare_and_set(request);
+        self.start(async move {
+            let answer = reply.arrives().await.ok();
+            core.with_state(key, clock::now(), |state, ctx| {
+                state.ban_answered(ctx, answer.as_ref(), is_for_probe);
+            });
+        });
     }
 
     /// Runs a call for the waiters of `key` to its end.

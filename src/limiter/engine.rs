@@ -26,7 +26,7 @@ use smallvec::SmallVec;
 
 use crate::clock;
 use crate::cost::Cost;
-use crate::error::StoreError;
+use crate::error::{Reason, StoreError};
 use crate::key::{Key, Label, RequestRef};
 use crate::limit::{LimitSpec, UnusedPermits};
 use crate::locks::{read, write};
@@ -413,6 +413,20 @@ impl Core {
         self.states
             .find(key, |state| state.hold.left(now))
             .flatten()
+    }
+
+    /// Returns for how long callers are told that `key` is on hold: see [`KeyHold::stated_left`](super::key_state::KeyHold::stated_left).
+    pub(super) fn stated_hold(&self, key: Key, now: Instant) -> Option<Duration> {
+        self.states
+            .find(key, |state| state.hold.stated_left(now))
+            .flatten()
+    }
+
+    /// Returns why a request is refused while `key` is on hold.
+    pub(super) fn hold_reason(&self, key: Key, now: Instant) -> Reason {
+        self.states
+            .find(key, |state| state.hold.reason(now))
+            .unwrap_or(Reason::Held)
     }
 
     /// Returns how many requests count as waiting for `key`.

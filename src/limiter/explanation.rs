@@ -140,6 +140,8 @@ pub(crate) struct KeyExplanation {
     pub(crate) limits: Vec<LimitUsage>,
     /// The hold of the key. `None` if it is not on hold.
     pub(crate) hold: Option<Held>,
+    /// How many kinds of requests the upstream refuses, while it accepts others.
+    pub(crate) kinds: usize,
     /// How many requests of the key wait in this process. A request of several keys counts at the
     /// first.
     pub(crate) waiting: usize,
@@ -257,6 +259,7 @@ impl Because {
         match self {
             Because::Held => f.write_str(match hold.and_then(|hold| hold.cause) {
                 Some(Cause::Upstream | Cause::UsedUp) => "the upstream has put its key on hold",
+                Some(Cause::Kind) => "the upstream refuses its kind of requests",
                 Some(Cause::Operator) => "hold_for has put its key on hold",
                 Some(Cause::Guard) => "the ban guard has put its key on hold",
                 Some(Cause::Elsewhere) | None => "its key is on hold",
@@ -290,6 +293,7 @@ impl Held {
         f.write_str(match cause {
             Some(Cause::Upstream) => "the upstream refused a request of this process",
             Some(Cause::UsedUp) => "the upstream stated that nothing is left of a quota",
+            Some(Cause::Kind) => "the upstream refuses this kind of requests",
             Some(Cause::Operator) => "hold_for of this process",
             Some(Cause::Guard) => "the ban guard of this process",
             Some(Cause::Elsewhere) => "another process or limiter",
@@ -341,6 +345,14 @@ impl KeyExplanation {
         }
         topic(f, "hold")?;
         Held::write(self.hold.as_ref(), f)?;
+        if self.kinds > 0 {
+            topic(f, "kinds")?;
+            write!(
+                f,
+                "{} on hold, which the upstream refuses while it accepts others",
+                self.kinds
+            )?;
+        }
         topic(f, "waiting")?;
         write!(f, "{} here", self.waiting)?;
         if let Some(oldest) = self.oldest_wait {

@@ -82,9 +82,9 @@ pub(super) fn begin(
     adopt_seen(core, key, held, now);
     if releases.is_none() && cause == Cause::Guard {
         // The hold was counted when the key got its state.
-        tell(core, key, held.remaining, cause);
+        tell(core, key, key, held.remaining, cause);
     } else {
-        report(core, key, held.remaining, cause);
+        report(core, key, key, held.remaining, cause);
     }
     let Settings { store, .. } = &core.settings;
     let change = Change::Hold {
@@ -96,10 +96,14 @@ pub(super) fn begin(
 
 /// Ends the hold of `key`, here and in all processes that share the store.
 pub(super) async fn release(core: &Arc<Core>, key: Key) -> Result<(), StoreError> {
-    let Settings { store, .. } = &core.settings;
-    let released = store.change(key, &core.terms(key), Change::Release);
-    let in_force = released.arrives().await?;
-    adopt_seen(core, key, in_force.hold, clock::now());
+    let kinds = core.states.find(key, |state| state.hold.kinds());
+    let of_kinds = kinds.into_iter().flatten().map(|kind| key.of_kind(kind));
+    for held in std::iter::once(key).chain(of_kinds) {
+        let Settings { store, .. } = &core.settings;
+        let released = store.change(held, &core.terms(held), Change::Release);
+        let in_force = released.arrives().await?;
+        adopt_seen(core, held, in_force.hold, clock::now());
+    }
     own_quota::forget_learned(core, key).await?;
     events::released(&core.settings.tally, &core.label(key, None));
     match &core.settings.guard {
@@ -108,18 +112,19 @@ pub(super) async fn release(core: &Arc<Core>, key: Key) -> Result<(), StoreError
     }
 }
 
-/// Counts, notes and reports that `key` is on hold.
-pub(super) fn report(core: &Core, key: Key, left: Duration, cause: Cause) {
+/// Counts, notes and reports that `key` is on hold. It is called as `named`: another key if the hold is that of one kind of
+/// its requests.
+pub(super) fn report(core: &Core, key: Key, named: Key, left: Duration, cause: Cause) {
     core.tally().held(cause);
-    tell(core, key, left, cause);
+    tell(core, key, named, left, cause);
 }
 
 /// Notes and reports that `key` is on hold.
-fn tell(core: &Core, key: Key, left: Duration, cause: Cause) {
+fn tell(core: &Core, key: Key, named: Key, left: Duration, cause: Cause) {
     let now = clock::now();
     core.states
         .find(key, |state| state.hold.note_cause(cause, left, now));
-    core.tell_hold(key, left, cause);
+    core.tell_hold(named, left, cause);
 }
 
 /// Takes in a hold of `key` that this process has seen itself.
@@ -174,7 +179,7 @@ fn adopt_elsewhere(core: &Arc<Core>, key: Key, held: HoldState, of_whole: bool) 
         core.with_new_state(key, now, take_in).ok()
     };
     if let Some(Some(left)) = begun {
-        report(core, key, left, Cause::Elsewhere);
+        report(core, key, key, left, Cause::Elsewhere);
     }
 }
 
@@ -201,7 +206,10 @@ pub(super) fn blocked(core: &Arc<Core>, key: Key, now: Instant) -> Option<Option
     match core.states.find(key, blocked)? {
         None => Some(None),
         // The visit looks whether the machine has slept.
-        Some(_) => core.with_state(key, now, |state, _| blocked(state)),
+        Some(_) => {
+            core.with_state(key, now, |state, ctx| state.share_ban(ctx, true));
+            core.with_state(key, now, |state, _| blocked(state))
+        }
     }
 }
 
@@ -219,12 +227,13 @@ pub(super) fn watch(
     let watch = |state: &mut KeyState| state.hold.watch(number, max_hold, now, cx);
     if keeps {
         // If there is no room for one more key, the next call for the request is refused.
-        return core
-            .with_new_state(key, now, |state, _| watch(state))
-            .ok()?;
+        core.with_new_state(key, now, |state, _| watch(state))
+            .ok()??;
+    } else {
+        core.states.find(key, watch)??;
     }
-    core.states.find(key, watch)??;
     // The visit sees that a request waits for the end of the hold.
+    core.with_state(key, now, |state, ctx| state.share_ban(ctx, true));
     core.with_state(key, now, |state, _| state.hold.blocked_for(max_hold, now))?
 }
 

@@ -563,7 +563,7 @@ impl Limiter {
     #[cold]
     pub(crate) fn start_slow(&self, entry: Entry, label: &dyn Fn() -> Label) -> Started {
         let part = PartRef::new(&self.0.first, entry);
-        start::slow(&[part], entry.deadline, label)
+        start::slow(&[part], entry.deadline, None, label)
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::engine::Core;
 use super::holds;
-use super::key_state::{HeaderTrust, KeyContext, KeyState, NewHold, is_any_uncertain, is_of_use};
+use super::key_state::{HeaderTrust, KeyContext, KeyState, NewHold, is_of_use};
 use super::own_quota;
 use super::probe::Probe;
 use super::sent::Admitted;
@@ -17,6 +17,7 @@ use crate::limit::LimitSpec;
 use crate::signal::{ObservedQuota, Signal};
 use crate::stats::Cause;
 use crate::store::{Change, HoldState};
+use crate::uncertain::is_any_uncertain;
 
 /// If a response takes no longer than this, the time until a reset counts from its arrival.
 const QUICK: Duration = Duration::from_millis(250);
@@ -35,6 +36,8 @@ pub(super) struct AnsweredCall<'a> {
     pub(super) is_bad: bool,
     /// The probes that the request was, of all its keys.
     pub(super) probes: &'a [Probe],
+    /// The kind of the request, if a key of it was under suspicion when it left.
+    pub(super) kind: Option<Key>,
 }
 
 impl AnsweredCall<'_> {
@@ -73,14 +76,18 @@ impl AnsweredCall<'_> {
                 .iter()
                 .find(|probe| probe.is_of(core.id, ctx.key));
             let probe = probe.map(Probe::number);
-            let is_released =
-                !limited && !self.is_bad && state.hold.accepted_upstream(probe, sent, now);
+            let is_accepted = !limited && !self.is_bad;
+            if let Some(kind) = self.kind.filter(|_| is_accepted) {
+                state.hold.accepted_kind(kind, sent);
+            }
+            let is_released = is_accepted && state.hold.accepted_upstream(probe, sent, now);
             if is_released {
                 state.hold_changed(ctx);
             }
             is_released
         };
-        for held in std::iter::once(hold).chain(of_all) {
+        let of_kind = self.kind.map(|kind| hold.of_kind(kind));
+        for held in std::iter::once(hold).chain(of_all).chain(of_kind) {
             if core.with_state(held, now, accept) == Some(true) {
                 // The probe was accepted, so the other requests may leave, in all processes, unless another one was
                 // refused meanwhile. The answer of the store is not needed.
@@ -178,16 +185,33 @@ impl AnsweredCall<'_> {
             }
             _ => Some(self.hold(core)),
         };
-        let Some(key) = scoped.filter(|_| !max_hold.is_zero()) else {
+        let Some(whole) = scoped.filter(|_| !max_hold.is_zero()) else {
             return;
         };
+        let mut key = whole;
+        let mut cause = Cause::UsedUp;
+        if signal.refusal().is_some() {
+            let is_about_kind = core
+                .with_new_state(whole, now, |state, _| {
+                    state.hold.is_about_kind(self.kind, now)
+                })
+                .unwrap_or(false);
+            cause = match self.kind.filter(|_| is_about_kind) {
+                Some(kind) => {
+                    key = whole.of_kind(kind);
+                    Cause::Kind
+                }
+                None => Cause::Upstream,
+            };
+        }
         let entered = core.with_new_state(key, now, |state, ctx| {
-            let new = state.hold.refused_upstream(
-                retry_after,
-                max_hold,
-                self.admitted.at.instant(),
-                now,
-            )?;
+            let sent = self.admitted.at.instant();
+            let new = state
+                .hold
+                .refused_upstream(retry_after, max_hold, sent, now);
+            state.share_ban(ctx, false);
+            let new = new?;
+            state.hold.note_used_up(signal, now);
             let left = if new.is_sent {
                 state.take_remaining(ctx, max_hold)
             } else {
@@ -198,11 +222,7 @@ impl AnsweredCall<'_> {
         let Ok(Some((NewHold { held, is_sent }, left))) = entered else {
             return;
         };
-        let cause = match signal.refusal() {
-            Some(_) => Cause::Upstream,
-            None => Cause::UsedUp,
-        };
-        holds::report(core, key, held.remaining, cause);
+        holds::report(core, key, whole, held.remaining, cause);
         if is_sent {
             // Another key may have other limits: the store keeps those it knows.
             let spec = if key == self.admitted.key {

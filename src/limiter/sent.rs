@@ -16,7 +16,6 @@ use super::engine::{Core, CoreId};
 use super::entry::Entry;
 use super::hosts::Reach;
 use super::in_flight_slot::InFlightSlot;
-use super::key_state::is_any_uncertain;
 use super::limited::LimitName;
 use super::probe::Probe;
 use super::reservation::Reservation;
@@ -118,6 +117,8 @@ pub(super) struct RareParts {
     pub(super) rated: Option<CoreId>,
     /// The probes that the request is, of all its keys.
     pub(super) probes: Vec<Probe>,
+    /// Its kind, if a key of it was under suspicion when it left.
+    pub(super) kind: Option<Key>,
     /// Set once the true cost of the request was stated.
     settlement: Option<Settlement>,
 }
@@ -316,6 +317,14 @@ impl Sent {
         self
     }
 
+    /// Adds the kind of the request, if a key of it is under suspicion.
+    pub(crate) fn of_kind(mut self, kind: Option<Key>) -> Self {
+        if kind.is_some() {
+            self.more.get_or_insert_with(RareParts::empty).kind = kind;
+        }
+        self
+    }
+
     pub(crate) fn key(&self) -> Key {
         self.admitted.key
     }
@@ -329,13 +338,6 @@ impl Sent {
     #[inline]
     pub(crate) fn waited(&self) -> Option<&Waited> {
         self.more.as_ref()?.wait.as_ref()?.seen.as_ref()
-    }
-
-    /// Returns whether a response may end the probation of a key. Then it matters even if it states
-    /// nothing about limits.
-    #[inline]
-    pub(crate) fn may_end_probation() -> bool {
-        is_any_uncertain()
     }
 
     /// Ends the request after a response that states nothing about limits. Its call is in flight
@@ -360,7 +362,7 @@ impl Sent {
         let refused = match &self.more {
             Some(more) if !more.joint.is_empty() => self.observe_joint(signal, is_bad, &probes),
             _ => {
-                self.observe(signal, is_bad, &probes);
+                self.observe(signal, is_bad, &probes, self.kind());
                 None
             }
         };
@@ -369,6 +371,10 @@ impl Sent {
             .refusal()
             .map(|status| self.upstream_limited(status, signal, refused));
         (self.into_in_flight_slot(), limited)
+    }
+
+    fn kind(&self) -> Option<Key> {
+        self.more.as_ref()?.kind
     }
 
     fn take_probes(&mut self) -> Vec<Probe> {
@@ -417,11 +423,12 @@ impl Sent {
     }
 
     /// Takes in what the response states about the key.
-    fn observe(&self, signal: &Signal, is_bad: bool, probes: &[Probe]) {
+    fn observe(&self, signal: &Signal, is_bad: bool, probes: &[Probe], kind: Option<Key>) {
         let call = AnsweredCall {
             admitted: self.admitted,
             is_bad,
             probes,
+            kind,
         };
         call.observe(signal);
     }
@@ -441,7 +448,7 @@ impl Sent {
         let keys: SmallVec<[SignalKey; 4]> = keys.collect();
         let (signals, refused) = split(signal, &keys);
         for (sent, signal) in all.iter().zip(&signals) {
-            sent.observe(signal, is_bad, probes);
+            sent.observe(signal, is_bad, probes, self.kind());
         }
         // All units of a key have the label of the first.
         let further = keys[..=refused?].iter().rev();

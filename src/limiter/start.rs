@@ -8,6 +8,7 @@ use super::counting;
 use super::own_quota;
 use super::part::{PartRef, wait_bound};
 use super::request::Request;
+use super::suspect::Suspect;
 use super::taken::Taken;
 use super::wait::{self, Wait};
 use crate::clock;
@@ -40,16 +41,17 @@ pub(crate) fn note_pair(first: &PartRef<'_>, label: &dyn Fn() -> Label) {
     around::by_layer(first.core, first.entry.key, label);
 }
 
-/// Enters a request for which no permits are at hand. `label` returns the name of its first key. The parts of a request
+/// Enters a request for which no permits are at hand, a `suspect` if a key of it is under suspicion. `label` returns the name of its first key. The parts of a request
 /// have the deadline in common.
 #[cold]
 pub(crate) fn slow(
     parts: &[PartRef<'_>],
     deadline: Option<Instant>,
+    suspect: Option<Box<Suspect>>,
     label: &dyn Fn() -> Label,
 ) -> Started {
     let now = clock::now();
-    let mut request = Request::new(parts, bound_of(parts, deadline, now));
+    let mut request = Request::new(parts, bound_of(parts, deadline, now), suspect);
     let entered = match request.check(parts, now) {
         Err(stopped) => Poll::Ready(Err(stopped)),
         Ok(()) => {

@@ -69,6 +69,8 @@ struct Rest {
     probes: Vec<Probe>,
     /// `None` if the request did not wait.
     wait: Option<Box<PastWait>>,
+    /// Its kind, if a key of it is under suspicion.
+    kind: Option<Key>,
 }
 
 impl OfKey {
@@ -207,6 +209,14 @@ impl Taken {
         self.first.slot.map_or(0, |slot| slot.cost)
     }
 
+    /// Adds the kind of the request, if a key of it is under suspicion.
+    pub(super) fn of_kind(mut self, kind: Option<Key>) -> Self {
+        if kind.is_some() {
+            self.rest.get_or_insert_default().kind = kind;
+        }
+        self
+    }
+
     /// Adds how the request waited.
     pub(super) fn after(mut self, wait: PastWait) -> Self {
         self.rest.get_or_insert_default().wait = Some(Box::new(wait));
@@ -289,6 +299,7 @@ impl Taken {
             mut others,
             probes,
             wait,
+            kind,
         } = self.rest.take().map_or_else(Rest::default, |rest| *rest);
         if wait.is_some() || !others.is_empty() || !probes.is_empty() {
             sent.join(others.iter_mut().map(|part| part.sent(keeps)));
@@ -296,7 +307,7 @@ impl Taken {
             more.probes = probes;
             more.wait = wait;
         }
-        sent
+        sent.of_kind(kind)
     }
 
     /// Takes the record apart for a request that goes back to its old place: returns the slots and the in-flight slots,

@@ -93,7 +93,12 @@ impl<G: Gate> OpenRequest<G> {
     fn as_drained(&self, limited: Limited) -> Limited {
         match limited {
             Limited::Local {
-                reason: Reason::MaxWait(_) | Reason::Deadline | Reason::Held,
+                reason:
+                    Reason::MaxWait(_)
+                    | Reason::Deadline
+                    | Reason::Held
+                    | Reason::HeldKind
+                    | Reason::UsedUp { .. },
                 report,
             } if self.gate.tally().is_draining() => Limited::Local {
                 reason: Reason::Draining,

@@ -405,7 +405,7 @@ impl CountKey for Cause {
 }
 
 /// The names of all reasons.
-pub(super) const REASONS: [&str; 15] = [
+pub(super) const REASONS: [&str; 17] = [
     "max_wait",
     "deadline",
     "queue_full",
@@ -421,6 +421,8 @@ pub(super) const REASONS: [&str; 15] = [
     "inside",
     "nested",
     "not_charged",
+    "held_kind",
+    "used_up",
 ];
 
 /// Returns the number of `reason` in [`REASONS`].
@@ -441,6 +443,8 @@ pub(super) fn index_of_reason(reason: &Reason) -> usize {
         Reason::Inside => 12,
         Reason::Nested => 13,
         Reason::NotCharged { .. } => 14,
+        Reason::HeldKind => 15,
+        Reason::UsedUp { .. } => 16,
     }
 }
 
@@ -457,6 +461,9 @@ pub enum Cause {
     Upstream,
     /// The upstream stated in a response that nothing is left of a quota.
     UsedUp,
+    /// The upstream refuses one [kind](crate::RateLimitBuilder::kind) of requests, and accepts others. Only this kind is on
+    /// hold.
+    Kind,
     /// `hold_for` of this process.
     Operator,
     /// A [ban guard](crate::Guard), because too many answers were bad.
@@ -466,9 +473,10 @@ pub enum Cause {
 }
 
 impl Cause {
-    pub(super) const ALL: [Cause; 5] = [
+    pub(super) const ALL: [Cause; 6] = [
         Cause::Upstream,
         Cause::UsedUp,
+        Cause::Kind,
         Cause::Operator,
         Cause::Guard,
         Cause::Elsewhere,
@@ -479,6 +487,7 @@ impl Cause {
         match self {
             Cause::Upstream => "upstream",
             Cause::UsedUp => "used_up",
+            Cause::Kind => "kind",
             Cause::Operator => "operator",
             Cause::Guard => "guard",
             Cause::Elsewhere => "elsewhere",

@@ -124,6 +124,7 @@ impl ThrottleCore {
     /// Returns the reason why a request cannot leave in time.
     pub(super) fn reason(&self, late: TurnTooLate, bound: WaitBound) -> Reason {
         match late.is_held {
+            true if late.is_of_kind => Reason::HeldKind,
             true => Reason::Held,
             false => bound.reason(),
         }

@@ -24,6 +24,7 @@
 // | `sharing` | how a process takes turns with others |
 // | `paced_queue` | the queue of one key, without timers, tasks or a clock; the simulator runs it in virtual time |
 // | `sync` | the supervision of the sync task of a key |
+// | `kinds` | the kinds of requests that the upstream refuses alone |
 // | `waiters` | a paced queue with wakers and timers; only the first waiter's timer follows the next slot |
 // | `engine` | the waiters of all keys, and the listener of store events |
 // | `counting` | what is counted of requests, and the stats of a throttle |
@@ -41,6 +42,7 @@ mod engine;
 mod event_log;
 mod explain;
 mod guarding;
+mod kinds;
 mod local_queue;
 mod pace_state;
 mod paced_queue;
@@ -154,7 +156,7 @@ impl Throttle {
     ///
     /// If the request has to wait and the future is polled outside of a Tokio runtime with timers.
     pub async fn acquire(&self, key: Key) -> Result<ThrottlePermit, Limited> {
-        match self.begin(key, None, || self.label(key, None)) {
+        match self.begin(key, None, None, || self.label(key, None)) {
             Begun::Leaves(permit) => Ok(permit),
             Begun::Waits(mut wait) => loop {
                 // The key may have been put on hold since its turn.
@@ -382,6 +384,7 @@ impl Throttle {
     pub(crate) fn begin(
         &self,
         key: Key,
+        kind: Option<Key>,
         deadline: Option<Instant>,
         label: impl FnOnce() -> Label,
     ) -> Begun {
@@ -396,22 +399,18 @@ impl Throttle {
             return self.refuse(key, Reason::Deadline, label(), Refusal::NEVER, now);
         }
         let arrival = self.core.open(key, now, |waiters, wakers| {
-            waiters.arrived(bound.latest, max_queue, now, wakers)
+            waiters.arrived(kind, bound.latest, max_queue, now, wakers)
         });
         let (reason, refusal) = match arrival {
             Ok(Arrival::Leaves(flight)) => {
                 self.core.find(key, |waiters| waiters.counts.pass(1));
-                return Begun::Leaves(ThrottlePermit::new(
-                    self.core.clone(),
-                    key,
-                    flight,
-                    None,
-                    bound,
-                ));
+                let core = self.core.clone();
+                let permit = ThrottlePermit::new(core, key, flight, None, bound);
+                return Begun::Leaves(permit.of_kind(kind));
             }
             Ok(Arrival::Waits(number)) => {
                 let (core, label, queued) = (self.core.clone(), label(), self.waiting(key));
-                return Begun::Waits(PaceWait::new(
+                let wait = PaceWait::new(
                     OpenRequest::begin(core.clone(), key, now, &label, queued),
                     core,
                     key,
@@ -419,7 +418,8 @@ impl Throttle {
                     label,
                     now,
                     bound,
-                ));
+                );
+                return Begun::Waits(wait.of_kind(kind));
             }
             Ok(Arrival::TooLate(late)) => (self.core.reason(late, bound), late.refusal(now)),
             Ok(Arrival::Full) => (Reason::QueueFull(max_queue), Refusal::NEVER),

@@ -12,7 +12,7 @@ use http::StatusCode;
 use super::counting;
 use super::engine::ThrottleCore;
 use super::paced_queue::Flight;
-use super::waiters::{TurnTooLate, Waiters};
+use super::waiters::{Answer, Ended, TurnTooLate, Waiters};
 use crate::clock;
 use crate::error::{Limited, Reason};
 use crate::events;
@@ -20,7 +20,7 @@ use crate::guarded;
 use crate::key::{Key, Label};
 use crate::refused::RefusedRequest;
 use crate::signal::Signal;
-use crate::stats::{Gate, OpenRequest, Outcome};
+use crate::stats::{Cause, Gate, OpenRequest, Outcome};
 use crate::store::Refusal;
 use crate::wait_queue::{Number, WaitBound};
 use crate::wakers::Wakers;
@@ -44,6 +44,8 @@ pub struct ThrottlePermit {
     waited: Option<Box<Waited>>,
     /// How long the request may wait for another turn.
     bound: WaitBound,
+    /// The kind of the request, if it is known.
+    kind: Option<Key>,
 }
 
 /// What is known of a request that waits for its turn, or has waited.
@@ -121,7 +123,14 @@ impl ThrottlePermit {
             flight: Some(flight),
             waited,
             bound,
+            kind: None,
         }
+    }
+
+    /// Sets the kind of the request, if it is known.
+    pub(super) fn of_kind(mut self, kind: Option<Key>) -> Self {
+        self.kind = kind;
+        self
     }
 
     /// Sets the label of the permit's key, for the error that a refusal makes.
@@ -206,6 +215,7 @@ impl ThrottlePermit {
             number: Some(number),
             waited: Some(waited),
             bound: self.bound,
+            kind: self.kind,
         })
     }
 
@@ -228,19 +238,32 @@ impl ThrottlePermit {
         // The functions of the user that the guard calls may panic: then the request ends with the permit.
         let flight = self.flight.take()?;
         let back_until = back_until.filter(|_| !self.core.tally().is_draining());
-        let number = flight.number;
+        let waited = self.waited.as_ref();
+        let answer = Answer {
+            signal,
+            kind: self.kind,
+            max_hold: self.core.settings.max_hold,
+            back_until,
+            was_refused: waited.is_some_and(|waited| waited.refused.is_some()),
+        };
         let answered = self.ends(|waiters, wakers| {
             let held_before = waiters.queue.held_until();
-            let is_back = waiters.answered(flight, signal, back_until, now, wakers);
+            let ended = waiters.answered(flight, &answer, now, wakers);
             let held = waiters.queue.held_until();
-            (is_back, held.filter(|_| held > held_before))
+            (ended, held.filter(|_| held > held_before))
         });
-        let (is_back, held) = answered.unwrap_or_default();
+        let (ended, held) = answered.unwrap_or_default();
+        if let Ended::KindHeld(left) = ended {
+            self.core.report_hold(self.key, left, Cause::Kind);
+        }
         let refused = signal.refusal().map(|status| {
             let mut waited = self.take_waited(now);
             let (label, span, turns) = (waited.label.clone(), waited.span, waited.turns);
             waited.refused = Some(status);
-            let back = is_back.then(|| self.waits_again(number, waited));
+            let back = match ended {
+                Ended::IsBack(number) => Some(self.waits_again(number, waited)),
+                Ended::Done | Ended::KindHeld(_) => None,
+            };
             (status, label, span, turns, back)
         });
         if let Some(left) = held.and_then(|until| until.checked_duration_since(now)) {
@@ -340,6 +363,8 @@ pub(crate) struct PaceWait {
     /// `None` once the request has its turn.
     waited: Option<Box<Waited>>,
     bound: WaitBound,
+    /// The kind of the request, if it is known.
+    kind: Option<Key>,
 }
 
 impl PaceWait {
@@ -362,7 +387,14 @@ impl PaceWait {
             number: Some(number),
             waited: Some(waited),
             bound,
+            kind: None,
         }
+    }
+
+    /// Sets the kind of the request, if it is known.
+    pub(super) fn of_kind(mut self, kind: Option<Key>) -> Self {
+        self.kind = kind;
+        self
     }
 
     /// Returns the label of the key of the request.
@@ -400,6 +432,7 @@ impl Future for PaceWait {
             });
             Err(TurnTooLate {
                 is_held: false,
+                is_of_kind: false,
                 retry_at: None,
             })
         } else {
@@ -417,9 +450,8 @@ impl Future for PaceWait {
                 events::waited(&waited.label, waited.span, waited.turns);
                 core.add_units(self.key, 1);
                 let waited = Some(waited);
-                Ok(ThrottlePermit::new(
-                    core, self.key, flight, waited, self.bound,
-                ))
+                let permit = ThrottlePermit::new(core, self.key, flight, waited, self.bound);
+                Ok(permit.of_kind(self.kind))
             }
             Err(late) => {
                 let reason = core.reason(late, self.bound);

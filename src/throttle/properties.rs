@@ -279,7 +279,7 @@ async fn call(
         }
     };
     let mut waits = waiting(number);
-    let mut permit = match throttle.begin(key, None, || "law".into()) {
+    let mut permit = match throttle.begin(key, None, None, || "law".into()) {
         Begun::Leaves(permit) => permit,
         Begun::Waits(wait) => wait.await.expect("it can wait for long"),
         Begun::Limited(limited) => panic!("{limited}"),

@@ -11,11 +11,13 @@
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use super::kinds::Kinds;
 use super::paced_queue::{Flight, PacedQueue};
 use super::sync::SyncSupervisor;
 use super::sync_state::StoreChange;
 use crate::clock::{self, SleepMark};
 use crate::error::StoreError;
+use crate::key::Key;
 use crate::key_map::Evict;
 use crate::limiter::Held;
 use crate::signal::Signal;
@@ -36,6 +38,8 @@ pub(super) struct Waiters {
     waits: WaitQueue<TurnWait, Flight>,
     /// Why the key is on hold, if this process knows.
     hold_origin: Option<PaceHoldOrigin>,
+    /// Present for some time after a refusal.
+    kinds: Option<Box<Kinds>>,
     /// Begins with a hold. `None` if the key is not on hold.
     sleep: Option<SleepMark>,
     /// When a request arrived or was answered last, or the key was held or released.
@@ -66,6 +70,8 @@ struct TurnWait {
 pub(super) struct TurnTooLate {
     /// Whether the key is on hold for longer than the request can wait.
     pub(super) is_held: bool,
+    /// Whether only requests of its kind are.
+    pub(super) is_of_kind: bool,
     pub(super) retry_at: Option<Instant>,
 }
 
@@ -74,6 +80,31 @@ impl TurnTooLate {
         let wait = self.retry_at.map(|at| at.saturating_duration_since(now));
         Refusal::new(wait, None)
     }
+}
+
+/// The answer to a request in flight.
+#[derive(Clone, Copy)]
+pub(super) struct Answer<'a> {
+    pub(super) signal: &'a Signal,
+    /// The kind of the request, if it is known.
+    pub(super) kind: Option<Key>,
+    /// The longest hold of a kind.
+    pub(super) max_hold: Duration,
+    /// Until when the request can wait to be sent again, if it was refused.
+    pub(super) back_until: Option<Instant>,
+    /// Whether it was refused before: then it gives up its place, for others may be accepted.
+    pub(super) was_refused: bool,
+}
+
+/// How a request in flight has ended.
+#[derive(Debug, Default)]
+pub(super) enum Ended {
+    #[default]
+    Done,
+    /// It was refused, and waits under this number to be sent again.
+    IsBack(Number),
+    /// It was refused, and so will be others of its kind, but no others. They are held for so long.
+    KindHeld(Duration),
 }
 
 /// What the queue decides on a request that arrives.
@@ -105,6 +136,7 @@ impl Waiters {
             counts: KeyCounts::default(),
             waits: WaitQueue::default(),
             hold_origin: None,
+            kinds: None,
             sleep: None,
             last_used: now,
             sync: SyncSupervisor::default(),
@@ -112,9 +144,10 @@ impl Waiters {
     }
 
     /// Admits or queues a request that arrives now and can wait until `latest`, unless `max_queue`
-    /// others wait.
+    /// others wait. Its `kind` is known if a refusal has begun a suspicion.
     pub(super) fn arrived(
         &mut self,
+        kind: Option<Key>,
         latest: Instant,
         max_queue: usize,
         now: Instant,
@@ -123,6 +156,15 @@ impl Waiters {
         self.last_used = now;
         if let Some(late) = self.held_beyond(latest, now) {
             return Arrival::TooLate(late);
+        }
+        if let (Some(kinds), Some(kind)) = (&mut self.kinds, kind)
+            && let Err(until) = kinds.pass(kind, now)
+        {
+            return Arrival::TooLate(TurnTooLate {
+                is_held: true,
+                is_of_kind: true,
+                retry_at: Some(until),
+            });
         }
         let number = self.queue.arrived(now);
         if self.waits.is_empty()
@@ -192,32 +234,65 @@ impl Waiters {
         self.grant_due(now, wakers);
     }
 
-    /// Ends a request in flight with its answer. If the upstream refused the request and it can
-    /// wait until `back_until`, puts it back to its old place and returns true.
+    /// Ends a request in flight with its answer.
     pub(super) fn answered(
         &mut self,
         flight: Flight,
-        signal: &Signal,
-        back_until: Option<Instant>,
+        answer: &Answer<'_>,
         now: Instant,
         wakers: &mut Wakers,
-    ) -> bool {
+    ) -> Ended {
         self.last_used = now;
+        if let Some(left) = self.is_about_kind(flight.sent(), answer, now) {
+            self.lost(flight, now, wakers);
+            return Ended::KindHeld(left);
+        }
         let number = flight.number;
         let held_before = self.queue.held_until();
-        let refused = self.queue.answered(flight, signal, now);
-        let mut is_back = false;
-        if let (Some(refused), Some(latest)) = (refused, back_until)
+        let refused = self.queue.answered(flight, answer.signal, now);
+        let mut ended = Ended::Done;
+        if let (Some(refused), Some(latest)) = (refused, answer.back_until)
             && latest > now
             && self.held_beyond(latest, now).is_none()
         {
-            self.queue.back(refused, now);
-            self.wait(number, latest, now);
-            is_back = true;
+            ended = Ended::IsBack(match answer.was_refused {
+                true => self.queue.arrived(now),
+                false => {
+                    self.queue.back(refused, now);
+                    number
+                }
+            });
+        }
+        if let (Ended::IsBack(number), Some(latest)) = (&ended, answer.back_until) {
+            self.wait(*number, latest, now);
         }
         self.wake_held(held_before, wakers);
         self.grant_due(now, wakers);
-        is_back
+        ended
+    }
+
+    /// Takes in the answer to a request that was sent at `sent`. Returns for how long its kind is on hold, if the answer
+    /// is a refusal that is about this kind alone.
+    fn is_about_kind(
+        &mut self,
+        sent: Instant,
+        answer: &Answer<'_>,
+        now: Instant,
+    ) -> Option<Duration> {
+        let Answer { signal, kind, .. } = *answer;
+        self.kinds.take_if(|kinds| kinds.is_over(now));
+        if signal.refusal().is_none() {
+            if let (Some(kinds), Some(kind)) = (&mut self.kinds, kind) {
+                kinds.accepted(kind, sent);
+            }
+            return None;
+        }
+        let is_held = self.queue.held_until().is_some_and(|until| until > now);
+        let stated = signal.retry_after();
+        let stated = stated.map(|stated| stated.min(answer.max_hold));
+        let new = || Box::new(Kinds::new(now));
+        let kinds = self.kinds.get_or_insert_with(new);
+        kinds.refused(kind, is_held, stated, now)
     }
 
     /// Ends a request in flight without an answer.
@@ -281,6 +356,7 @@ impl Waiters {
     pub(super) fn release(&mut self, now: Instant, wakers: &mut Wakers) {
         self.last_used = now;
         self.queue.release(now);
+        self.kinds = None;
         self.grant_due(now, wakers);
     }
 
@@ -351,6 +427,7 @@ impl Waiters {
     fn too_late(&self, latest: Instant, now: Instant) -> Option<TurnTooLate> {
         let is_over = || TurnTooLate {
             is_held: false,
+            is_of_kind: false,
             retry_at: self.queue.slot(),
         };
         self.held_beyond(latest, now)
@@ -366,6 +443,7 @@ impl Waiters {
             .filter(|until| *until > now && *until > latest)?;
         Some(TurnTooLate {
             is_held: true,
+            is_of_kind: false,
             retry_at: Some(until),
         })
     }

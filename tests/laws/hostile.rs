@@ -32,6 +32,8 @@ const PROCESSES: u8 = 2;
 /// The longest hold, and the longest stop of the guard.
 const MAX_HOLD: Duration = Duration::from_secs(60);
 const LONGEST_STOP: Duration = Duration::from_secs(600);
+/// Between two probes of a wait that the server has stated beyond `MAX_HOLD`.
+const LONGEST_WITHOUT_PROBE: Duration = Duration::from_secs(3600);
 /// A learned limit ends by then, and what follows a hold: a probation, or units reserved for other clients.
 const LEARNED: Duration = Duration::from_secs(3600);
 const AFTER_HOLD: Duration = Duration::from_secs(60);
@@ -212,6 +214,8 @@ impl History {
             true => LONGEST_STOP,
             false => MAX_HOLD,
         };
+        // At most so long between two probes of a stated wait.
+        let held = held.max(LONGEST_WITHOUT_PROBE);
         learned.max(held + AFTER_HOLD) + Duration::from_secs(10)
     }
 }

@@ -9,6 +9,7 @@ mod adversary;
 mod async_store;
 #[cfg(feature = "retry")]
 mod attempts;
+mod bans;
 mod begin;
 mod bodies;
 mod bursts;
@@ -41,6 +42,7 @@ mod limiter_properties;
 #[cfg(feature = "llm")]
 mod llm;
 mod max_keys;
+mod poison;
 mod probes;
 mod quotas;
 mod rate_and_flight;

@@ -148,7 +148,12 @@ impl KeyCase<'_> {
     /// Refuses the request, which cannot wait for `wait`.
     fn late(&self, wait: Option<Duration>, because: Because) -> Verdict {
         let reason = match self.found.held() {
-            Some(_) => Reason::Held,
+            Some(_) => self
+                .found
+                .outlook
+                .hold_reason
+                .clone()
+                .unwrap_or(Reason::Held),
             None => self.bound.reason(),
         };
         Verdict::Refused {

@@ -155,6 +155,7 @@ impl Found {
             quota_source,
             limits,
             hold,
+            kinds: self.outlook.kinds,
             waiting,
             oldest_wait: since.map(|since| now.saturating_duration_since(since)),
             at_hand: self.outlook.at_hand.into(),

@@ -44,7 +44,7 @@ pub(super) async fn explain(mut asked: Vec<NewPart>) -> Result<Explanation, Stor
     let now = clock::now();
     let bound = bound_of(&parts, deadline, now);
     // It does not enter. It states whether it may.
-    let request = Request::new(&parts, bound);
+    let request = Request::new(&parts, bound, None);
     let (decisive, verdict) = match request.check(&parts, now) {
         Err(stopped) => refused_by(stopped)?,
         Ok(()) => verdict(&request, &asked, &found, bound, now)?,

@@ -99,6 +99,9 @@ impl KeyState {
 
     /// Does what is done before a request that enters now has its slot.
     pub(in crate::limiter) fn bring_up_to_date(&mut self, ctx: &mut KeyContext<'_>) {
+        if !self.store.answers_later {
+            self.share_ban(ctx, true);
+        }
         let queue = self.queue.as_ref();
         let is_put_off = queue.is_some_and(|queue| queue.gathering.is_short(ctx.now));
         if is_put_off && !self.store.answers_later {
@@ -231,7 +234,10 @@ impl KeyState {
 
     /// Decides whether a needed call is sent now. It may have to wait for the end of a hold, for
     /// the answer to a probe, or for other requests to join it.
-    fn delay(&mut self, ctx: &KeyContext<'_>, booking: &BookingCall, now: Instant) -> Delay {
+    fn delay(&mut self, ctx: &mut KeyContext<'_>, booking: &BookingCall, now: Instant) -> Delay {
+        if self.waiting() > 0 {
+            self.share_ban(ctx, true);
+        }
         let Some(queue) = &mut self.queue else {
             return Delay::Over;
         };

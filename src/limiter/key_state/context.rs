@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::ban::BanCall;
 use super::calls::SentCall;
 use super::stated_limits::StatedLimit;
 use crate::error::StoreError;
@@ -90,6 +91,8 @@ impl Work {
 pub(in crate::limiter) enum Effect {
     /// Runs a call to the store to its end.
     Call(CallNumber, SentCall, LeaseFuture),
+    /// Shares a ban with other processes.
+    ShareBan(Box<BanCall>),
     /// Limits the calls in flight of the key to this number, if they are limited.
     LimitInFlight(Option<u32>),
 }

@@ -6,17 +6,26 @@
 //! and for waiters of slots is decided by [`KeyState`](super::KeyState).
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
+use smallvec::SmallVec;
+
+use super::ban::{Ban, BanCall};
 use super::hold::{Hold, HoldSource};
-use super::probation::{LONGEST_PROBATION, Passage, Uncertain};
+use super::probation::{LONGEST_PROBATION, Passage};
 use super::upstream_refusals::{HoldSpan, SAME_END, UpstreamRefusals};
 use crate::clock;
+use crate::error::Reason;
+use crate::key::Key;
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::ProbeNumber;
+use crate::signal::Signal;
 use crate::stats::Cause;
-use crate::store::HoldState;
+use crate::store::{HoldState, Register};
+use crate::suspicion::Suspicion;
+use crate::uncertain::Uncertain;
 use crate::wakers::Wakers;
 
 /// The hold of a key. `details` is `None` if the key was never on hold.
@@ -32,8 +41,16 @@ struct HoldDetails {
     origin: Option<HoldOrigin>,
     /// What was learned from the refusals of the upstream.
     refusals: UpstreamRefusals,
+    /// Present while the upstream has stated a wait beyond `max_hold`.
+    ban: Option<Box<Ban>>,
+    /// The quota that a refusal has stated to be used up, for an hour or more.
+    used_up: Option<Arc<UsedUp>>,
+    /// Begins with a refusal: whether the refusals are about kinds of requests.
+    suspicion: Option<Box<Suspicion>>,
     /// When this process last sent a refusal to the store.
     sent_at: Option<Instant>,
+    /// When a probe was accepted last, of this process or another one.
+    accepted_at: Option<Instant>,
     /// Whether the store has lost the hold, so that it has to be sent again.
     resends: bool,
     /// The tasks that are woken when the hold changes. Those that wait for its end have timers of their own.
@@ -43,6 +60,16 @@ struct HoldDetails {
     /// Present while an accepted request would change anything.
     uncertain: Option<Uncertain>,
 }
+
+/// A quota that is used up.
+#[derive(Debug)]
+struct UsedUp {
+    name: Option<Arc<str>>,
+    window: Option<Duration>,
+}
+
+/// A caller may stop until the end of a hold that is at least so long.
+const LONG: Duration = Duration::from_secs(3600);
 
 /// A hold that follows from a refusal of the upstream.
 #[derive(Clone, Copy, Debug)]
@@ -74,12 +101,53 @@ impl HoldDetails {
             hold: Hold::new(now),
             origin: None,
             refusals: UpstreamRefusals::default(),
+            ban: None,
+            used_up: None,
+            suspicion: None,
             sent_at: None,
+            accepted_at: None,
             resends: false,
             waiting: BTreeMap::new(),
             joint: 0,
             uncertain: None,
         })
+    }
+
+    /// Returns the ban, if the next request may leave as a probe only.
+    fn ban_on_probation(&self, now: Instant) -> Option<&Ban> {
+        let is_held = self.hold.left(now).is_some();
+        let ban = self.ban.as_deref().filter(|_| !is_held)?;
+        ban.left(now).map(|_| ban)
+    }
+
+    /// Takes in a release, when the key was on hold for `before`. An operator ends the suspicion. That a request was accepted
+    /// is a release, too, which arrives when the hold is over or nearly so.
+    fn released(
+        &mut self,
+        source: HoldSource,
+        before: Option<Duration>,
+        was_probing: bool,
+        now: Instant,
+    ) {
+        let is_own = |at: Instant| clock::after(at, SEND_AGAIN) > now;
+        if self.accepted_at.is_some_and(is_own) {
+            return;
+        }
+        let is_nearly_over = before.is_some_and(|left| left < SEND_AGAIN);
+        if source == HoldSource::Seen || !(was_probing || is_nearly_over) {
+            self.suspicion = None;
+        } else if let Some(suspicion) = &mut self.suspicion {
+            suspicion.accepted_elsewhere();
+            // The probes of several processes may be accepted.
+            self.accepted_at = Some(now);
+        }
+    }
+
+    /// Begins a suspicion, or goes on with it. Until it ends, all responses are read.
+    fn suspect(&mut self, now: Instant) -> &mut Suspicion {
+        self.set_uncertain(true);
+        self.suspicion
+            .get_or_insert_with(|| Box::new(Suspicion::new(now)))
     }
 
     /// Sets whether an accepted request would change anything. As long as it would, all responses
@@ -154,11 +222,33 @@ impl KeyHold {
         ))
     }
 
+    /// Returns until when it is of use to know which requests are refused, and for how long. If room is needed, that is
+    /// forgotten.
+    pub(super) fn useful_until(&self) -> Option<Instant> {
+        let details = self.details.as_ref()?;
+        let suspected = details
+            .suspicion
+            .as_ref()
+            .map(|suspicion| suspicion.ends_at());
+        let banned = details.ban.as_ref();
+        let banned = banned.map(|ban| ban.matters_until(details.hold.end()));
+        suspected.max(banned)
+    }
+
     /// Takes in a hold or a release that this process saw or that another process published.
     /// Returns whether the hold changed.
     pub(super) fn adopt(&mut self, held: HoldState, source: HoldSource, now: Instant) -> bool {
         let details = self.details(now);
+        let before = details.hold.left(now);
+        let was_probing = before.is_none() && details.hold.is_cut();
         let is_changed = details.hold.adopt(held, source, now);
+        if is_changed && held.remaining.is_zero() {
+            (details.ban, details.used_up) = (None, None);
+            details.released(source, before, was_probing, now);
+        } else if is_changed && source == HoldSource::Published {
+            // It may follow from a refusal. Of its own refusals this process knows the kinds.
+            details.suspect(now);
+        }
         if is_changed && details.hold.is_cut() {
             details.set_uncertain(true);
         }
@@ -227,6 +317,40 @@ impl KeyHold {
         self.hold_mut().is_some_and(|hold| hold.take_inquiry(now))
     }
 
+    /// Returns whether the kinds of requests are told apart, because a request was refused.
+    pub(in crate::limiter) fn is_suspected(&self) -> bool {
+        let details = self.details.as_ref();
+        details.is_some_and(|details| details.suspicion.is_some())
+    }
+
+    /// Returns the kinds of requests that the upstream refuses alone, as this process knows.
+    pub(in crate::limiter) fn kinds(&self) -> SmallVec<[Key; 1]> {
+        let suspicion = self
+            .details
+            .as_ref()
+            .and_then(|details| details.suspicion.as_ref());
+        suspicion.map_or_else(SmallVec::new, |suspicion| suspicion.kinds().collect())
+    }
+
+    /// Takes in the refusal of a request of `kind`, if that is known. Returns whether the refusal holds this kind of requests,
+    /// and not the key.
+    pub(in crate::limiter) fn is_about_kind(&mut self, kind: Option<Key>, now: Instant) -> bool {
+        let details = self.details(now);
+        let is_held = details.hold.left(now).is_some();
+        details.suspect(now).refused(kind, is_held, now)
+    }
+
+    /// Takes in that the upstream accepted a request of `kind` that was sent at `sent`.
+    pub(in crate::limiter) fn accepted_kind(&mut self, kind: Key, sent: Instant) {
+        let suspicion = self
+            .details
+            .as_mut()
+            .and_then(|details| details.suspicion.as_mut());
+        if let Some(suspicion) = suspicion {
+            suspicion.accepted(kind, sent);
+        }
+    }
+
     /// Takes in a refusal of a request that was sent at `sent`. Returns the hold that follows, if
     /// it is longer than the present one.
     pub(in crate::limiter) fn refused_upstream(
@@ -239,10 +363,25 @@ impl KeyHold {
         let details = self.details(now);
         let before = details.hold.left(now);
         details.set_uncertain(true);
+        let is_probe = before.is_none() && sent >= details.hold.end();
+        let longest = match retry_after {
+            Some(stated) if stated > max_hold => {
+                let ban = details.ban.take().map(|ban| *ban);
+                let ban = Ban::stated(ban, stated, is_probe, now);
+                let span = ban.span(max_hold, now);
+                details.ban = Some(Box::new(ban));
+                span
+            }
+            Some(_) if is_probe => {
+                details.ban = None;
+                max_hold
+            }
+            _ => max_hold,
+        };
         let HoldSpan { left, cut } =
             details
                 .refusals
-                .refused(retry_after, max_hold, before, sent, now)?;
+                .refused(retry_after, longest, before, sent, now)?;
         let before = before.unwrap_or_default();
         let is_recent = details
             .sent_at
@@ -275,8 +414,18 @@ impl KeyHold {
             return false;
         };
         details.refusals.accepted(sent);
-        let is_released = details.hold.accepted(probe, sent);
-        if !details.hold.is_cut() && !details.refusals.is_waiting() {
+        let ends_ban = details.ban_on_probation(now).is_some() && sent >= details.hold.end();
+        let is_released = details.hold.accepted(probe, sent) || ends_ban;
+        if is_released {
+            details.accepted_at = Some(now);
+            details.ban = None;
+            details.used_up = None;
+        }
+        details
+            .suspicion
+            .take_if(|suspicion| suspicion.ends_at() <= now);
+        let is_suspected = details.suspicion.is_some();
+        if !details.hold.is_cut() && !details.refusals.is_waiting() && !is_suspected {
             details.set_uncertain(false);
         }
         is_released
@@ -284,8 +433,114 @@ impl KeyHold {
 
     /// Returns which requests may leave, if the key is not on hold.
     pub(super) fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
-        self.hold()
-            .map_or(Passage::Open, |hold| hold.passage(max_hold, now))
+        let Some(details) = &self.details else {
+            return Passage::Open;
+        };
+        match details.ban_on_probation(now) {
+            Some(ban) => ban
+                .waits_for_probe(now)
+                .map_or(Passage::Probe, Passage::Probing),
+            None => details.hold.passage(max_hold, now),
+        }
+    }
+
+    /// Returns for how long the key is on hold, as callers are told: until the end that the upstream stated.
+    pub(in crate::limiter) fn stated_left(&self, now: Instant) -> Option<Duration> {
+        let ban = self
+            .details
+            .as_ref()
+            .and_then(|details| details.ban.as_ref());
+        self.left(now).max(ban.and_then(|ban| ban.left(now)))
+    }
+
+    /// Notes which quota the refusal states to be used up.
+    pub(in crate::limiter) fn note_used_up(&mut self, signal: &Signal, now: Instant) {
+        let used_up = signal
+            .quotas()
+            .iter()
+            .filter(|quota| quota.remaining() == Some(0));
+        let long = used_up.filter(|quota| quota.window() >= Some(LONG));
+        let longest = long.max_by_key(|quota| quota.window());
+        self.details(now).used_up = longest.map(|quota| {
+            Arc::new(UsedUp {
+                name: quota.name().map(Arc::from),
+                window: quota.window(),
+            })
+        });
+    }
+
+    /// Returns why a request is refused during the hold.
+    pub(in crate::limiter) fn reason(&self, now: Instant) -> Reason {
+        let Some(details) = &self.details else {
+            return Reason::Held;
+        };
+        let banned_for = details.ban.as_ref().and_then(|ban| ban.left(now));
+        match &details.used_up {
+            Some(quota) => Reason::UsedUp {
+                quota: quota.name.clone(),
+                window: quota.window,
+            },
+            None if banned_for > Some(LONG) => Reason::UsedUp {
+                quota: None,
+                window: None,
+            },
+            None => Reason::Held,
+        }
+    }
+
+    /// Returns the call that shares what the upstream stated, or asks whether this process may send the probe, if one is
+    /// due. Requests may wait for a probe.
+    pub(super) fn ban_call(&mut self, key: Key, is_awaited: bool, now: Instant) -> Option<BanCall> {
+        let details = self.details.as_mut()?;
+        let wants_probe = is_awaited && details.ban_on_probation(now).is_some();
+        let held = details.hold.left(now).unwrap_or_default();
+        details.ban.as_mut()?.call(key, wants_probe, held, now)
+    }
+
+    /// Takes in the answer of the store to such a call. `None` if the store failed. Returns whether requests that wait for a
+    /// probe go on.
+    pub(super) fn ban_answered(
+        &mut self,
+        answer: Option<&Register>,
+        is_for_probe: bool,
+        now: Instant,
+    ) -> bool {
+        match answer.filter(|register| !register.changed) {
+            Some(theirs) => {
+                self.learn_ban(theirs, now);
+                false
+            }
+            None => {
+                let ban = self
+                    .details
+                    .as_mut()
+                    .and_then(|details| details.ban.as_mut());
+                let version = answer.map(|register| register.version);
+                if let Some(ban) = ban {
+                    ban.changed(version, is_for_probe);
+                }
+                is_for_probe
+            }
+        }
+    }
+
+    /// Takes in what another process has written about a ban.
+    pub(super) fn learn_ban(&mut self, register: &Register, now: Instant) {
+        let details = self.details(now);
+        let before = details.ban.take().map(|ban| *ban);
+        details.ban = Ban::learn(before, register, now).map(Box::new);
+        // A process that had not used the key has missed the hold.
+        let held = Ban::held(register).filter(|_| details.hold.left(now).is_none());
+        if let Some(remaining) = held {
+            let releases = details.hold.releases();
+            let cut = true;
+            let held = HoldState {
+                remaining,
+                releases,
+                cut,
+            };
+            self.adopt(held, HoldSource::Published, now);
+        }
     }
 
     /// Returns whether all requests may leave: the key is neither on hold nor on probation.
@@ -331,15 +586,23 @@ impl KeyHold {
 
     /// Notes that this probe leaves now.
     pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
-        if let Some(hold) = self.hold_mut() {
-            hold.probe_leaves(number, now);
+        if let Some(details) = &mut self.details {
+            details.hold.probe_leaves(number, now);
+            if let Some(ban) = &mut details.ban {
+                ban.probe_leaves(now);
+            }
         }
     }
 
     /// Notes that a probe was not sent. Returns whether another one may leave now.
     pub(super) fn probe_comes_back(&mut self, number: ProbeNumber) -> bool {
-        self.hold_mut()
-            .is_some_and(|hold| hold.probe_comes_back(number))
+        self.details.as_mut().is_some_and(|details| {
+            let is_back = details.hold.probe_comes_back(number);
+            if let Some(ban) = details.ban.as_mut().filter(|_| is_back) {
+                ban.probe_comes_back();
+            }
+            is_back
+        })
     }
 
     /// Returns how many tasks are woken when the hold changes.

@@ -19,6 +19,7 @@
 //! | `store_view` | what the process knows of its store |
 //! | `store_refusal` | a refusal of the store, kept for the next requests |
 //! | `key_hold` | the hold of the key, and the tasks that are woken when it changes |
+//! | `ban` | a wait beyond `max_hold` that the upstream has stated; a value |
 //! | `hold` | one hold: when it ends, and how this process knows; a value |
 //! | `probation` | which requests may leave after a hold that was cut; a value |
 //! | `upstream_refusals` | how long a refusal of the upstream holds the key; a value |
@@ -35,6 +36,7 @@
 //! upstream, the pending charges, and the limits of the key. Each part has its own type, whose methods touch only that part. `KeyState` and
 //! [`Ticket`] do what needs several parts.
 
+mod ban;
 mod booking;
 mod calls;
 mod charges;
@@ -73,12 +75,13 @@ use crate::clock;
 use crate::limit::{Charge, LimitSpec, UnusedPermits};
 use crate::signal::Signal;
 use crate::stats::{Cause, KeyCounts};
-use crate::store::{HoldState, Lease, SetQuota, StoreReply, UpstreamRemaining};
+use crate::store::{HoldState, Lease, Register, SetQuota, StoreReply, UpstreamRemaining};
 use crate::wakers::Wakers;
 
 use calls::Ask;
 use charges::{ChargeNumber, PendingCharges};
 
+pub(super) use ban::{BAN, BanCall};
 pub(super) use calls::SentCall;
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
 pub(super) use hold::HoldSource;
@@ -87,7 +90,6 @@ pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use key_limits::KeyLimits;
 pub(super) use loans::{Lent, Round};
 pub(super) use outlook::Outlook;
-pub(super) use probation::is_any_uncertain;
 pub(super) use quota_match::{counts, is_of_use, names_unit, states_limit_of};
 use remaining_tracker::{RemainingTracker, Sendable};
 pub(super) use stated_limits::LearnedQuota;
@@ -150,7 +152,8 @@ impl KeyState {
         let idle = self.idle_from(created)?.max(self.prefetched.soon());
         let session = self.store.session_until().unwrap_or(idle);
         let stated = self.limits.stated_until().unwrap_or(idle);
-        Some(idle.max(session).max(stated))
+        let useful = self.hold.useful_until().unwrap_or(idle);
+        Some(idle.max(session).max(stated).max(useful))
     }
 
     /// Makes the state of a key without waiters. `life` is how long its permits are valid at first.
@@ -554,6 +557,35 @@ impl KeyState {
             self.close(ctx);
         }
         unused.map_or(0, |unused| unused.units)
+    }
+
+    /// Shares a wait that the upstream has stated beyond `max_hold`. If requests wait for a probe, asks whether this process
+    /// may send it.
+    pub(super) fn share_ban(&mut self, ctx: &mut KeyContext<'_>, is_awaited: bool) {
+        if let Some(call) = self.hold.ban_call(ctx.key, is_awaited, ctx.now) {
+            ctx.work.effects.push(Effect::ShareBan(Box::new(call)));
+        }
+    }
+
+    /// Takes in the answer of the store to such a call, or `None` if the store failed.
+    pub(super) fn ban_answered(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        answer: Option<&Register>,
+        is_for_probe: bool,
+    ) {
+        if self.hold.ban_answered(answer, is_for_probe, ctx.now) {
+            self.wait_no_longer(ctx);
+            self.step(ctx, None);
+            self.close(ctx);
+        } else {
+            self.share_ban(ctx, false);
+        }
+    }
+
+    /// Takes in what another process has written about a ban.
+    pub(super) fn learn_ban(&mut self, register: &Register, now: Instant) {
+        self.hold.learn_ban(register, now);
     }
 
     /// Takes back the probe of a request that was not sent, if it was one. Returns whether another one may

@@ -7,6 +7,7 @@ use super::KeyState;
 use super::context::KeyContext;
 use super::key_hold::HoldOrigin;
 use super::stated_limits::StatedLimit;
+use crate::error::Reason;
 use crate::limiter::quotas::QuotaId;
 use crate::limiter::reservation::Settled;
 use crate::store::{Demand, Refusal};
@@ -23,6 +24,10 @@ pub(in crate::limiter) struct Outlook {
     pub(in crate::limiter) returning: u64,
     /// How long the key stays on hold.
     pub(in crate::limiter) held: Option<Duration>,
+    /// How a request is refused during the hold. `None` if the key has no state.
+    pub(in crate::limiter) hold_reason: Option<Reason>,
+    /// How many kinds of requests the upstream refuses alone.
+    pub(in crate::limiter) kinds: usize,
     /// Why the key is on hold.
     pub(in crate::limiter) origin: Option<HoldOrigin>,
     /// For how long no request may leave, because of the hold or a probe.
@@ -114,6 +119,8 @@ impl KeyState {
             at_hand,
             returning: self.prefetched.to_return() + returns,
             held: self.hold.left(now),
+            hold_reason: Some(self.hold.reason(now)),
+            kinds: self.hold.kinds().len(),
             origin: self.hold.origin(),
             blocked: self.hold.blocked_for(ctx.max_hold, now),
             refused,

@@ -19,7 +19,6 @@
 //! ```
 
 use std::ops::RangeInclusive;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::clock;
@@ -142,31 +141,4 @@ impl Probation {
             _ => false,
         }
     }
-}
-
-/// Exists while an accepted request would change what a key knows of its upstream. While there is
-/// one in the process, all responses are read.
-#[derive(Debug)]
-pub(super) struct Uncertain(());
-
-/// How many [`Uncertain`] there are in the process.
-static UNCERTAIN: AtomicUsize = AtomicUsize::new(0);
-
-impl Uncertain {
-    pub(super) fn new() -> Self {
-        UNCERTAIN.fetch_add(1, Ordering::Relaxed);
-        Uncertain(())
-    }
-}
-
-impl Drop for Uncertain {
-    fn drop(&mut self) {
-        UNCERTAIN.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// Returns whether responses other than refusals matter to any key.
-#[inline]
-pub(in crate::limiter) fn is_any_uncertain() -> bool {
-    UNCERTAIN.load(Ordering::Relaxed) > 0
 }

@@ -27,7 +27,15 @@ impl Request {
     fn hold_keys(&self) -> impl Iterator<Item = (usize, &Part, Key)> {
         let is_in_queue = self.in_flight.is_empty() || matches!(self.stage, WaitStage::Slots);
         let obeys = self.line.obeys_hold() && is_in_queue;
-        hold_keys(self.parts(), &self.place.costs, obeys)
+        self.all_hold_keys(obeys)
+    }
+
+    /// Returns the keys whose holds stop the request, those that it costs something of, each with its part: the keys
+    /// themselves, unless their line `obeys` the hold, those of hosts, and those of its kind.
+    fn all_hold_keys(&self, obeys: bool) -> impl Iterator<Item = (usize, &Part, Key)> {
+        let of_kind = self.suspect.iter().flat_map(|suspect| &suspect.holds);
+        let of_kind = of_kind.map(|(index, key)| (*index, &self.parts()[*index], *key));
+        of_kind.chain(hold_keys(self.parts(), &self.place.costs, obeys))
     }
 
     /// Returns the hold that stops a request which enters, the one that ends last. Of a key without a state, another process
@@ -35,12 +43,16 @@ impl Request {
     pub(super) fn find_hold(&self, now: Instant) -> Option<KeyOnHold> {
         let holds = self.hold_keys().filter_map(|(index, part, key)| {
             let Part { core, host, .. } = part;
-            let is_of_host = key != part.key;
-            if let Some(host) = host.filter(|_| is_of_host) {
+            let is_of_queue = key == part.key;
+            if let Some(host) = host.filter(|_| part.host_hold() == Some(key)) {
                 core.hosts.notice(host);
             }
             let mut blocked = holds::blocked(core, key, now);
-            if blocked.is_none() && (is_of_host || !core.has_rates()) {
+            let asks = match self.is_of_kind(key) {
+                true => part.is_remote(),
+                false => !is_of_queue || !core.has_rates(),
+            };
+            if blocked.is_none() && asks {
                 holds::inquire(core, key, now);
                 blocked = holds::blocked(core, key, now);
             }
@@ -69,7 +81,7 @@ impl Request {
 
     pub(super) fn unwatch_holds(&self) {
         if self.watches {
-            for (_, part, key) in hold_keys(self.parts(), &self.place.costs, false) {
+            for (_, part, key) in self.all_hold_keys(false) {
                 holds::leave(&part.core, key, self.place.number);
             }
         }
@@ -83,7 +95,8 @@ impl Request {
             return Ok(());
         }
         let core = &self.parts()[held.part].core;
-        let refusal = Refusal::new(Some(held.left), None);
+        let left = core.stated_hold(held.key, now).unwrap_or(held.left);
+        let refusal = Refusal::new(Some(left), None);
         if core.held(held.key, now).is_none() {
             let latest = bound.latest_unknown(now);
             if now < latest {
@@ -93,7 +106,17 @@ impl Request {
             return Err(Stopped::refused(held.part, bound.reason(), refusal));
         }
         holds::confirm(core, held.key, now);
-        Err(Stopped::refused(held.part, Reason::Held, refusal))
+        let reason = match self.is_of_kind(held.key) {
+            true => Reason::HeldKind,
+            false => core.hold_reason(held.key, now),
+        };
+        Err(Stopped::refused(held.part, reason, refusal))
+    }
+
+    /// Returns whether `key` has the holds of its kind.
+    fn is_of_kind(&self, key: Key) -> bool {
+        let suspect = self.suspect.as_ref();
+        suspect.is_some_and(|suspect| suspect.is_hold(key))
     }
 
     /// Refuses the request if too many wait for the end of a hold.
@@ -126,7 +149,7 @@ impl Request {
     pub(super) fn pass_holds(&self, now: Instant) -> Option<Vec<Probe>> {
         let mut probes: Vec<Probe> = Vec::new();
         let obeys = self.line.obeys_hold();
-        for (_, part, key) in hold_keys(self.parts(), &self.place.costs, obeys) {
+        for (_, part, key) in self.all_hold_keys(obeys) {
             // Two keys may have the hold of one host.
             if probes.iter().any(|probe| probe.is_of(part.core.id, key)) {
                 continue;

@@ -39,6 +39,7 @@ use super::part::{Part, PartRef};
 use super::probe::Probe;
 use super::queue::next_number;
 use super::slots::Slots;
+use super::suspect::Suspect;
 use super::taken::{OfKey, Taken};
 use crate::clock;
 use crate::error::{Reason, StoreError};
@@ -67,6 +68,8 @@ pub(super) struct Request {
     watches: bool,
     /// Whether it is estimated to cost more than a whole limit.
     awaits_whole_limit: bool,
+    /// Present if a key is under suspicion.
+    suspect: Option<Box<Suspect>>,
 }
 
 /// What a request waits for.
@@ -94,7 +97,11 @@ pub(super) struct Leaving {
 }
 
 impl Request {
-    pub(super) fn new(parts: &[PartRef<'_>], bound: WaitBound) -> Self {
+    pub(super) fn new(
+        parts: &[PartRef<'_>],
+        bound: WaitBound,
+        suspect: Option<Box<Suspect>>,
+    ) -> Self {
         Request {
             line: RequestLine::of(parts),
             place: LinePlace {
@@ -110,6 +117,7 @@ impl Request {
             is_back: false,
             watches: false,
             awaits_whole_limit: false,
+            suspect,
         }
     }
 
@@ -408,8 +416,9 @@ impl Request {
             OfKey::new(part, slot, in_flight_slot)
         });
         let first = parts.next().expect("a request has a key");
+        let kind = self.suspect.as_ref().map(|suspect| suspect.kind);
         Leaving {
-            taken: Taken::of_all(first, parts.collect(), probes),
+            taken: Taken::of_all(first, parts.collect(), probes).of_kind(kind),
             uncounted: slots.uncounted,
             is_at_once: slots.is_at_once && self.turns == 1 && !self.waited_before,
             last: slots.last,

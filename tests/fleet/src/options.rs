@@ -50,6 +50,8 @@ pub struct Options {
     pub store_timeout: Duration,
     /// The layer's `in_flight_ttl`.
     pub life: Duration,
+    /// The layer's `max_hold`.
+    pub max_hold: Duration,
     /// The cost of a call, before its response.
     pub cost: u32,
     /// The true cost of a call, which the layer settles when the response arrives. `None`: the layer
@@ -119,6 +121,7 @@ impl Default for Options {
             slack: Duration::from_millis(10),
             store_timeout: Duration::from_millis(250),
             life: Duration::from_secs(10),
+            max_hold: Duration::from_secs(60),
             cost: 1,
             actual: None,
             late: Duration::ZERO,
@@ -167,6 +170,7 @@ impl Options {
             ("slack", ms(self.slack)),
             ("store-timeout", ms(self.store_timeout)),
             ("life", ms(self.life)),
+            ("max-hold", ms(self.max_hold)),
             ("cost", self.cost.to_string()),
             (
                 "actual",
@@ -249,6 +253,7 @@ impl Options {
                     "--slack" => options.slack = ms(&value)?,
                     "--store-timeout" => options.store_timeout = ms(&value)?,
                     "--life" => options.life = ms(&value)?,
+                    "--max-hold" => options.max_hold = ms(&value)?,
                     "--cost" => options.cost = value.parse()?,
                     "--actual" if value.is_empty() => options.actual = None,
                     "--actual" => options.actual = Some(value.parse()?),

@@ -154,6 +154,12 @@ impl Upstream {
         self
     }
 
+    /// Refuses all calls of this path, without a header: a call that is refused counts in no rule.
+    pub fn refusing(self, path: impl Into<String>) -> Self {
+        lock(&self.desk).refused_path = Some(path.into());
+        self
+    }
+
     /// Enforces `rules` in place of those that it was started with, all or nothing. The log names the
     /// keys of each call.
     pub fn keyed(self, rules: impl Into<Vec<KeyedRule>>) -> Self {
@@ -208,6 +214,7 @@ struct Desk {
     windows: Windows,
     tokens: Option<Tokens>,
     script: Box<dyn Fn(usize) -> Option<Response<String>> + Send>,
+    refused_path: Option<String>,
     keyed: Option<KeyedWindows>,
     latency: Duration,
     body: String,
@@ -223,6 +230,7 @@ impl Desk {
             windows: Windows::new(rules),
             tokens: None,
             script: Box::new(|_| None),
+            refused_path: None,
             keyed: None,
             latency: Duration::ZERO,
             body: "welcome\n".to_owned(),
@@ -235,7 +243,12 @@ impl Desk {
     fn arrive<B>(&mut self, request: &Request<B>) -> Response<String> {
         let at = Instant::now();
         let header = |name| request.headers().get(name)?.to_str().ok();
-        let scripted = (self.script)(self.arrivals.len());
+        let mut scripted = (self.script)(self.arrivals.len());
+        if self.refused_path.as_deref() == Some(request.uri().path()) {
+            let mut refused = Response::new("too many\n".to_owned());
+            *refused.status_mut() = StatusCode::TOO_MANY_REQUESTS;
+            scripted = Some(refused);
+        }
         let now = at - self.started;
         let decided = |response| Decided {
             keys: Vec::new(),

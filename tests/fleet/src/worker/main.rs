@@ -99,7 +99,10 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
     let mut builder = RateLimitLayer::builder(quota)
         .max_wait(options.max_wait)
         .transit_slack(options.slack);
-    builder = builder.in_flight_ttl(options.life).on_event(|event| {
+    builder = builder
+        .in_flight_ttl(options.life)
+        .max_hold(options.max_hold);
+    builder = builder.on_event(|event| {
         if let tollgate::stats::Event::QuotaSet { .. } = event {
             println!("quota set {}", fleet::now());
         }

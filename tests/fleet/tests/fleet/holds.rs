@@ -1,11 +1,11 @@
 //! The upstream refuses one process: all processes hold for as long as the refusal states, whatever
 //! happens to Redis and to the processes.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use fleet::{Options, Report};
+use fleet::{Arrivals, Options, Report};
 use http::Response;
 use upstream::{Arrival, refusal};
 
@@ -382,6 +382,96 @@ fn holds_are_kept_by_processes_started_during_them() {
         earliest.is_some_and(|sent| sent >= first + anger.span),
         "{earliest:?}"
     );
+}
+
+/// One process sends requests that the upstream refuses always, and the others send those that it accepts.
+#[test]
+fn refusals_of_one_kind_hold_no_other() {
+    let _turn = turn_beside_others();
+    let site = Site {
+        upstream: Upstream::open().refusing("/bad"),
+        ..Site::new()
+    };
+    let good = Options {
+        quota: "50/1s".into(),
+        paths: vec!["/good".into()],
+        arrivals: Arrivals::Every(ms(100)),
+        span: ms(12_000),
+        ..Options::default()
+    };
+    let bad = Options {
+        paths: vec!["/bad".into()],
+        arrivals: Arrivals::Every(ms(1000)),
+        who: "bad".into(),
+        ..good.clone()
+    };
+    let (mut good, mut bad) = (site.start(3, &good), site.start(1, &bad));
+    good.go();
+    bad.go();
+    assert_all_ended(&good.finish());
+    drop(bad.finish());
+    let log = site.upstream.log();
+    let served: Vec<_> = log.iter().filter(|arrival| arrival.accepted).collect();
+    let gaps = served.windows(2).map(|pair| pair[1].at - pair[0].at);
+    let held: Duration = gaps.filter(|gap| *gap > ms(300)).sum();
+    println!(
+        "{} accepted, {} of the kind refused; the others stood still for {held:.1?}",
+        served.len(),
+        log.iter().count() - served.len()
+    );
+    // If each refusal held the key, three quarters of the time.
+    assert!(held < ms(5000), "{held:?}");
+    figure(
+        served.len() >= 340,
+        "the others leave as if nothing had happened",
+    );
+}
+
+/// The upstream states a wait beyond `max_hold`, and makes it longer for each early call.
+#[test]
+fn bans_are_probed_by_one_process_at_a_time() {
+    let _turn = turn_beside_others();
+    let start = Instant::now();
+    let banned_until = Mutex::new(None);
+    let script = move |_| {
+        let now = Instant::now();
+        let mut banned_until = banned_until.lock().unwrap();
+        let until = match *banned_until {
+            _ if now < start + CALM => return None,
+            None => now + ms(6000),
+            // Calls that were on their way at the first refusal are not early.
+            Some(until) if until > now + ms(5700) => until,
+            Some(until) if until > now => until + ms(2000),
+            Some(_) => return None,
+        };
+        *banned_until = Some(until);
+        Some(refusal((until - now).as_secs_f64().ceil() as u64))
+    };
+    let site = Site {
+        upstream: Upstream::open().script(script),
+        ..Site::new()
+    };
+    let options = Options {
+        quota: "100/1s".into(),
+        tasks: 5,
+        span: ms(16_000),
+        max_hold: ms(1000),
+        ..Options::default()
+    };
+    let mut fleet = site.start(3, &options);
+    fleet.go();
+    assert_all_ended(&fleet.finish());
+    let log = site.upstream.log();
+    let first = log.iter().find(|arrival| !arrival.accepted).unwrap().at;
+    let refused = log.iter().filter(|arrival| !arrival.accepted);
+    let early: Vec<_> = refused
+        .map(|arrival| arrival.at - first)
+        .filter(|at| *at > ms(500))
+        .collect();
+    let after = log.iter().filter(|arrival| arrival.at > first + ms(6000));
+    println!("early calls {early:.1?} after the first refusal");
+    assert!(early.len() <= 2, "{early:?}");
+    assert!(after.filter(|arrival| arrival.accepted).count() > 100);
 }
 
 /// What happens to the connections on which processes subscribe.

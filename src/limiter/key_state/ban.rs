@@ -1,0 +1,248 @@
+//! A ban: the upstream has stated a wait that is longer than `max_hold`.
+//!
+//! Callers are told the stated end, because probes make some bans longer. The key is on hold for `max_hold`, then one
+//! request of the whole fleet leaves as a probe. If it is refused and the stated end is confirmed, the next probe leaves
+//! after half of what is left, and if that one confirms it, too, none does before the stated end; in both cases for [`LONGEST`]
+//! at most.
+//!
+//! The processes share a ban through a register of the key: its end, how often it was confirmed, and whether a probe is
+//! on its way. A process becomes the one that sends the probe by a change of the register, which only one of them can
+//! make. Without registers, or while the store fails, each process probes for itself.
+//!
+//! Tried: to have each process wait for a random time before it probes. Of 20 processes, two then probe within one
+//! round trip once in eight times.
+
+use std::time::{Duration, Instant};
+
+use super::upstream_refusals::SAME_END;
+use crate::clock;
+use crate::key::Key;
+use crate::store::{Recipients, Register, RegisterRequest};
+
+/// The longest time without a probe.
+const LONGEST: Duration = Duration::from_secs(3600);
+
+/// If the response to a probe takes longer, another request may leave.
+const PROBE_TAKES: Duration = Duration::from_secs(60);
+
+/// The store is asked again if it has not answered for so long.
+const ANSWER: Duration = Duration::from_secs(1);
+
+/// How often the others look whether it was lost.
+const LOOK_AGAIN: Duration = Duration::from_secs(5);
+
+/// Two stated ends closer than this are one, stated in whole seconds.
+const SAME: Duration = Duration::from_secs(1);
+
+/// The number of its registers.
+pub(in crate::limiter) const BAN: u64 = 0x62_61_6e;
+
+/// A ban of a key.
+#[derive(Clone, Debug)]
+pub(in crate::limiter) struct Ban {
+    /// When it ends, as the upstream stated last.
+    ends: Instant,
+    /// How many probes have confirmed it.
+    confirmed: u8,
+    /// The version of the register that this process knows.
+    version: u64,
+    probe: FleetProbe,
+    /// Whether the register does not have this yet.
+    is_news: bool,
+    /// When the store was asked to change the register, until it answers.
+    asked_at: Option<Instant>,
+}
+
+/// Who sends the next probe.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum FleetProbe {
+    /// Nobody yet.
+    Free,
+    /// This process.
+    Ours,
+    /// It is on its way. Another one may leave from this moment on.
+    Away(Instant),
+}
+
+/// A call that changes the register.
+pub(in crate::limiter) struct BanCall {
+    pub(in crate::limiter) request: RegisterRequest,
+    /// Whether it is to let this process send the probe.
+    pub(in crate::limiter) is_for_probe: bool,
+}
+
+impl Ban {
+    /// Takes in that the upstream has stated a wait of `stated`. It may have refused a probe by that.
+    pub(super) fn stated(
+        before: Option<Ban>,
+        stated: Duration,
+        is_probe: bool,
+        now: Instant,
+    ) -> Self {
+        let ends = clock::after(now, stated);
+        let Some(mut ban) = before.filter(|ban| ban.ends > now) else {
+            return Ban {
+                ends,
+                confirmed: 0,
+                version: 0,
+                probe: FleetProbe::Free,
+                is_news: true,
+                asked_at: None,
+            };
+        };
+        let is_confirmed = clock::after(ends, SAME) >= ban.ends;
+        if is_probe {
+            ban.confirmed = if is_confirmed {
+                ban.confirmed.saturating_add(1)
+            } else {
+                0
+            };
+            ban.probe = FleetProbe::Free;
+        }
+        ban.is_news |= is_probe || ends > clock::after(ban.ends, SAME_END);
+        ban.ends = if is_probe { ends } else { ends.max(ban.ends) };
+        ban
+    }
+
+    /// Returns for how long it lasts. `None` if it is over.
+    pub(super) fn left(&self, now: Instant) -> Option<Duration> {
+        self.ends
+            .checked_duration_since(now)
+            .filter(|left| !left.is_zero())
+    }
+
+    /// Returns for how long no probe leaves.
+    pub(super) fn span(&self, max_hold: Duration, now: Instant) -> Duration {
+        let left = self.left(now).unwrap_or_default();
+        match self.confirmed {
+            0 => max_hold,
+            1 => max_hold.max(LONGEST.min(left / 2)),
+            _ => max_hold.max(LONGEST),
+        }
+    }
+
+    /// Returns for how long no request of this process may leave, while the key is on probation. `None` if one may, as the
+    /// probe.
+    pub(super) fn waits_for_probe(&self, now: Instant) -> Option<Duration> {
+        match self.probe {
+            FleetProbe::Ours => None,
+            FleetProbe::Away(until) if until > now => Some(LOOK_AGAIN.min(until - now)),
+            FleetProbe::Away(_) | FleetProbe::Free => Some(ANSWER),
+        }
+    }
+
+    pub(super) fn probe_leaves(&mut self, now: Instant) {
+        self.probe = FleetProbe::Away(clock::after(now, PROBE_TAKES));
+    }
+
+    pub(super) fn probe_comes_back(&mut self) {
+        self.probe = FleetProbe::Ours;
+    }
+
+    /// Returns the call to send now, if one is due. The key may be on probation, and requests wait for a probe.
+    /// The key is on hold for `held`.
+    pub(super) fn call(
+        &mut self,
+        key: Key,
+        wants_probe: bool,
+        held: Duration,
+        now: Instant,
+    ) -> Option<BanCall> {
+        let is_free = match self.probe {
+            FleetProbe::Free => true,
+            FleetProbe::Ours => false,
+            FleetProbe::Away(until) => until <= now,
+        };
+        let is_for_probe = wants_probe && is_free;
+        let is_asking = self
+            .asked_at
+            .is_some_and(|at| clock::after(at, ANSWER) > now);
+        if is_asking || !(is_for_probe || self.is_news) {
+            return None;
+        }
+        let left = self.left(now)?;
+        self.asked_at = Some(now);
+        let mut value = vec![self.confirmed, u8::from(is_for_probe)];
+        for span in [left, held] {
+            let micros = u64::try_from(span.as_micros()).unwrap_or(u64::MAX);
+            value.extend(micros.to_le_bytes());
+        }
+        let request = RegisterRequest {
+            version: self.version,
+            value: Some(value),
+            ttl: left.min(LONGEST * 24),
+            notify: Recipients::All,
+            ..RegisterRequest::new(key, BAN)
+        };
+        Some(BanCall {
+            request,
+            is_for_probe,
+        })
+    }
+
+    /// Takes in that the store has made the change, or could not: then this process goes on alone.
+    pub(super) fn changed(&mut self, version: Option<u64>, is_for_probe: bool) {
+        self.asked_at = None;
+        self.is_news = false;
+        self.version = version.unwrap_or(self.version);
+        if is_for_probe {
+            self.probe = FleetProbe::Ours;
+        }
+    }
+
+    /// Takes in what another process has written.
+    pub(super) fn learn(before: Option<Ban>, register: &Register, now: Instant) -> Option<Self> {
+        let theirs = Ban::read(register, now);
+        let Some(mut ban) = before else {
+            return theirs;
+        };
+        ban.asked_at = None;
+        if ban.version == register.version && register.version != 0 {
+            return Some(ban);
+        }
+        ban.version = register.version;
+        let Some(theirs) = theirs else {
+            // The register has expired.
+            return Some(ban);
+        };
+        let is_later = ban.is_news && ban.ends > clock::after(theirs.ends, SAME);
+        if !is_later {
+            return Some(theirs);
+        }
+        ban.confirmed = ban.confirmed.max(theirs.confirmed);
+        Some(ban)
+    }
+
+    /// Returns for how long the key stays on hold, as another process has written.
+    pub(super) fn held(register: &Register) -> Option<Duration> {
+        let (_, spans) = register.value.split_first_chunk::<2>()?;
+        let held = u64::from_le_bytes(*spans.last_chunk::<8>()?);
+        Duration::from_micros(held)
+            .checked_sub(register.age)
+            .filter(|left| !left.is_zero())
+    }
+
+    fn read(register: &Register, now: Instant) -> Option<Self> {
+        let (&[confirmed, is_probing], spans) = register.value.split_first_chunk::<2>()?;
+        let left = Duration::from_micros(u64::from_le_bytes(*spans.first_chunk::<8>()?));
+        let made_at = now.checked_sub(register.age).unwrap_or(now);
+        let until = clock::after(made_at, PROBE_TAKES);
+        let ban = Ban {
+            ends: clock::after(made_at, left),
+            confirmed,
+            version: register.version,
+            probe: match is_probing {
+                0 => FleetProbe::Free,
+                _ => FleetProbe::Away(until),
+            },
+            is_news: false,
+            asked_at: None,
+        };
+        ban.left(now).map(|_| ban)
+    }
+
+    /// Returns until when it matters to a key whose hold ends at `end`.
+    pub(super) fn matters_until(&self, end: Instant) -> Instant {
+        self.ends.min(clock::after(end, LONGEST))
+    }
+}

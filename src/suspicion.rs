@@ -1,0 +1,184 @@
+//! Whether a refusal is about the key, or about one kind of its requests.
+//!
+//! A server may refuse some requests always, whatever the limits are: those that name a model which was retired, or an
+//! endpoint with a limit of its own. If each of these refusals held the key, all other requests would wait for
+//! nothing. So a key is under *suspicion* from its first refusal on: the refusals and the accepted requests are counted by
+//! [kind](crate::RateLimitBuilder::kind). The first refusal holds the key, as if it were about all requests. It is about its
+//! kind alone if, since the first refusal of that kind, [`ENOUGH`] requests of other kinds were accepted and none of
+//! its own.
+//!
+//! What speaks against it, each found in the simulation of a server:
+//!
+//! - A limit of all requests refuses whichever comes next. After a hold it accepts requests of this kind, too. So an
+//!   accepted request of a kind clears it.
+//! - Requests of several kinds that leave at once are refused at once. So refusals that arrive while the key is on hold
+//!   are the key's, and the count of each kind that they are of begins anew.
+//! - A process may see one kind alone. That another process had a request accepted, it learns from the end of the hold.
+//! - A kind may be about a limit of its own that ends. Its hold ends as that of a key does: one request goes first.
+//!
+//! A server can only choose whom it stops: to hold one kind takes as many refusals as to hold the key, and stops less. What
+//! leaves in spite of a refusal is within the quota.
+//!
+//! Tried: to hold the kind at its first refusal, if others were accepted lately. Then each of 15 kinds is refused once
+//! when a limit of all requests is reached, instead of one.
+
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use crate::clock;
+use crate::key::Key;
+
+/// So many requests of other kinds have to be accepted.
+const ENOUGH: u32 = 3;
+
+/// For how long after its last refusal a key is under suspicion.
+const SUSPECTED: Duration = Duration::from_secs(60);
+
+/// The same for a key of which one kind was found to be refused alone: it comes back once a minute at most.
+const SUSPECTED_KIND: Duration = Duration::from_secs(600);
+
+/// The most kinds that are counted. A key with more is that of a server that refuses most requests, or the kinds are too
+/// fine: then the refusals are the key's.
+const MOST_KINDS: usize = 8;
+
+/// Which kinds of requests of a key are refused, and which are accepted.
+#[derive(Debug)]
+pub(crate) struct Suspicion {
+    /// When the last request was refused.
+    last: Instant,
+    /// A refusal whose kind is not known, because the request was sent before the suspicion.
+    unknown: Option<Unknown>,
+    refused: SmallVec<[RefusedKind; 1]>,
+}
+
+/// A refusal of a kind that is not known. It counts as the first one of the next kind that is refused.
+#[derive(Debug)]
+struct Unknown {
+    since: Instant,
+    /// The kinds that were accepted since: it was none of them. `None` if they are too many.
+    accepted: Option<SmallVec<[Key; 1]>>,
+    count: u32,
+}
+
+/// A kind of which a request was refused, and none accepted since.
+#[derive(Debug)]
+struct RefusedKind {
+    kind: Key,
+    since: Instant,
+    last: Instant,
+    /// How many requests of other kinds were accepted since.
+    others: u32,
+    /// Whether its refusals are its own.
+    is_alone: bool,
+}
+
+impl Suspicion {
+    pub(crate) fn new(now: Instant) -> Self {
+        Suspicion {
+            last: now,
+            unknown: None,
+            refused: SmallVec::new(),
+        }
+    }
+
+    /// Returns when it ends, if no request is refused.
+    pub(crate) fn ends_at(&self) -> Instant {
+        let is_any_alone = self.refused.iter().any(|refused| refused.is_alone);
+        let span = if is_any_alone {
+            SUSPECTED_KIND
+        } else {
+            SUSPECTED
+        };
+        clock::after(self.last, span)
+    }
+
+    /// Takes in the refusal of a request of `kind`, if that is known. The key may be on hold. Returns whether the refusal is
+    /// about its kind alone.
+    pub(crate) fn refused(&mut self, kind: Option<Key>, is_held: bool, now: Instant) -> bool {
+        self.last = now;
+        let Some(kind) = kind else {
+            self.unknown = Some(Unknown {
+                since: now,
+                accepted: Some(SmallVec::new()),
+                count: 0,
+            });
+            return false;
+        };
+        let known = self.refused.iter().position(|refused| refused.kind == kind);
+        let Some(index) = known.or_else(|| self.begin(kind, now)) else {
+            return false;
+        };
+        let refused = &mut self.refused[index];
+        refused.last = now;
+        if is_held && !refused.is_alone {
+            // It says no more than the refusal that holds the key.
+            (refused.since, refused.others) = (now, 0);
+        }
+        refused.is_alone |= refused.others >= ENOUGH;
+        refused.is_alone
+    }
+
+    /// Begins to count a kind. Returns its index, or `None` if there are too many.
+    fn begin(&mut self, kind: Key, now: Instant) -> Option<usize> {
+        self.refused
+            .retain(|refused| clock::after(refused.last, SUSPECTED_KIND) > now);
+        if self.refused.len() >= MOST_KINDS {
+            return None;
+        }
+        let first = self.unknown.take_if(|unknown| {
+            let accepted = unknown.accepted.as_ref();
+            accepted.is_some_and(|accepted| !accepted.contains(&kind))
+        });
+        let (since, others) = first.map_or((now, 0), |first| (first.since, first.count));
+        self.refused.push(RefusedKind {
+            kind,
+            since,
+            last: now,
+            others,
+            is_alone: false,
+        });
+        Some(self.refused.len() - 1)
+    }
+
+    /// Takes in that a request of `kind` was accepted, which was sent at `sent`.
+    pub(crate) fn accepted(&mut self, kind: Key, sent: Instant) {
+        self.refused
+            .retain(|refused| refused.kind != kind || sent < refused.last);
+        for refused in &mut self.refused {
+            if refused.kind != kind && sent >= refused.since {
+                refused.others = refused.others.saturating_add(1);
+            }
+        }
+        if let Some(unknown) = self
+            .unknown
+            .as_mut()
+            .filter(|unknown| sent >= unknown.since)
+        {
+            unknown.count = unknown.count.saturating_add(1);
+            if let Some(accepted) = unknown.accepted.as_mut().filter(|all| !all.contains(&kind)) {
+                match accepted.len() < MOST_KINDS {
+                    true => accepted.push(kind),
+                    false => unknown.accepted = None,
+                }
+            }
+        }
+    }
+
+    /// Takes in that another process that shares the store has had a request accepted. Its kind is not known. It counts for all
+    /// that this process does not see: a process may send one kind of requests alone.
+    pub(crate) fn accepted_elsewhere(&mut self) {
+        for refused in &mut self.refused {
+            refused.others = refused.others.saturating_add(ENOUGH);
+        }
+        if let Some(unknown) = &mut self.unknown {
+            unknown.count = unknown.count.saturating_add(ENOUGH);
+        }
+    }
+
+    /// Returns whether the refusals of any kind are its own.
+    pub(crate) fn kinds(&self) -> impl Iterator<Item = Key> {
+        let alone = self.refused.iter().filter(|refused| refused.is_alone);
+        alone.map(|refused| refused.kind)
+    }
+}
