@@ -14,10 +14,10 @@ use super::backend::{Backend, TO_ALL};
 use super::codec::Garbled;
 use super::failure::RedisFailure;
 use super::joint;
-use super::returns::{GATHERING, Returns};
+use super::returns::{GATHERING, ReturnedPermits};
 use super::script::{Argument, Script};
 use super::stats::CallKind;
-use super::worker::{self, Order, Running};
+use super::worker::{self, Running, WorkerOrder};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -40,7 +40,7 @@ pub(super) struct Client {
     pub(super) decides_jointly: AtomicBool,
     /// The scripts, by the kind of calls that they are for.
     scripts: [Arc<Script>; CallKind::ALL.len()],
-    returns: Mutex<Returns>,
+    returns: Mutex<ReturnedPermits>,
     running: OnceLock<Running>,
     /// Locked by the call that starts the thread.
     starting: Mutex<()>,
@@ -117,7 +117,7 @@ impl Client {
     /// # Errors
     ///
     /// Fails as [`running`](Client::running) does.
-    pub(super) fn order(&self, kind: CallKind, order: Order) -> Result<(), StoreError> {
+    pub(super) fn order(&self, kind: CallKind, order: WorkerOrder) -> Result<(), StoreError> {
         let running = self.running(kind)?;
         running.orders.send(order).map_err(|_| StoreError::Lost)
     }
@@ -306,7 +306,7 @@ impl Client {
     /// Completes when all permits that were given back before have arrived, and all claims.
     pub(super) fn flush(self: &Arc<Self>) -> ReplyFuture<()> {
         let (done, claimed) = oneshot::channel();
-        if let Err(error) = self.order(CallKind::Permits, Order::Flush(done)) {
+        if let Err(error) = self.order(CallKind::Permits, WorkerOrder::Flush(done)) {
             return Box::pin(std::future::ready(Err(error)));
         }
         let mut returns = lock(&self.returns);

@@ -20,7 +20,7 @@ pub(super) const GATHERING: Duration = Duration::from_millis(2);
 
 /// The permits that were given back to a store.
 #[derive(Default)]
-pub(super) struct Returns {
+pub(super) struct ReturnedPermits {
     /// Those that were not sent yet, by the name of their key.
     gathered: HashMap<String, Vec<OfIncarnation>>,
     /// The calls that return permits and have no reply yet.
@@ -32,7 +32,7 @@ pub(super) struct Returns {
 /// Permits of one key that one incarnation of its state granted.
 type OfIncarnation = (Arc<LimitSpec>, Vec<UnusedPermits>);
 
-impl Returns {
+impl ReturnedPermits {
     /// Adds permits. Returns whether they are the first ones that are gathered.
     pub(super) fn gather(
         &mut self,

@@ -15,7 +15,7 @@ use super::codec::{self, MOST_RETURNS};
 use super::endpoint::{self, Connecting};
 use super::script::Argument;
 use super::stats::{CallKind, StoreStats};
-use super::worker::Order;
+use super::worker::WorkerOrder;
 use super::{connection, registers, sealed_key};
 use crate::config_error::ConfigError;
 use crate::key::{Key, Label};
@@ -317,7 +317,7 @@ impl Store for RedisStore {
 
     fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
         let name = self.in_flight_name(claim.key);
-        let order = Order::Claim {
+        let order = WorkerOrder::Claim {
             name,
             claim,
             listener: listener.clone(),

@@ -7,7 +7,7 @@ use redis_server::RedisServer;
 
 use super::RedisStore;
 use super::stats::CallKind;
-use super::worker::Order;
+use super::worker::WorkerOrder;
 use crate::clock;
 use crate::key::Key;
 use crate::layer::RateLimitLayer;
@@ -35,7 +35,7 @@ async fn a_panic_of_the_worker_forgets_no_claims() {
     let call = limiter(panics.clone()).acquire(Key::ALL).await.unwrap();
     panics
         .client
-        .order(CallKind::InFlight, Order::Panic)
+        .order(CallKind::InFlight, WorkerOrder::Panic)
         .unwrap();
     panics.connect().await.unwrap();
     clock::sleep(LIFE * 2).await;

@@ -26,7 +26,7 @@ use crate::store::in_flight::StoreListeners;
 use crate::store::{Claim, StoreEvent, StoreListener};
 
 /// What the store tells its worker.
-pub(super) enum Order {
+pub(super) enum WorkerOrder {
     /// Takes in the claim of a holder, which is repeated from then on.
     Claim {
         name: String,
@@ -43,7 +43,7 @@ pub(super) enum Order {
 /// A thread that was started.
 pub(super) struct Running {
     pub(super) runtime: Handle,
-    pub(super) orders: mpsc::UnboundedSender<Order>,
+    pub(super) orders: mpsc::UnboundedSender<WorkerOrder>,
 }
 
 /// Starts the thread of a store.
@@ -146,7 +146,7 @@ where
 }
 
 struct Worker {
-    orders: mpsc::UnboundedReceiver<Order>,
+    orders: mpsc::UnboundedReceiver<WorkerOrder>,
     claims: Claims,
     connections: Connections,
     /// What arrives on the subscription.
@@ -188,16 +188,16 @@ impl Worker {
         self.claims.complete_flushes();
     }
 
-    fn take(&mut self, order: Order) {
+    fn take(&mut self, order: WorkerOrder) {
         match order {
-            Order::Claim {
+            WorkerOrder::Claim {
                 name,
                 claim,
                 listener,
             } => self.claims.claim(name, claim, listener),
-            Order::Flush(done) => self.claims.flush(done),
+            WorkerOrder::Flush(done) => self.claims.flush(done),
             #[cfg(test)]
-            Order::Panic => panic!("a test asked for it"),
+            WorkerOrder::Panic => panic!("a test asked for it"),
         }
     }
 
