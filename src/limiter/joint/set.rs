@@ -159,19 +159,12 @@ impl JointSets {
     /// Returns whether requests with these parts wait. Then no other such request may overtake
     /// them.
     pub(in crate::limiter) fn is_any_waiting(&self, parts: &[PartRef<'_>]) -> bool {
-        let set = self.set_of(parts);
-        set.is_some_and(|set| set.waiting() > 0)
-    }
-
-    /// Returns the set of requests with these parts, if there is one.
-    fn set_of(&self, parts: &[PartRef<'_>]) -> Option<Arc<JointSet>> {
         if self.count.load(Ordering::Relaxed) == 0 {
-            return None;
+            return false;
         }
-        let sets = lock(&self.sets);
         // The map is unlocked before a set of which this is the last use is dropped.
-        let set = sets.get(&id_of(parts));
-        set.and_then(Weak::upgrade)
+        let set = lock(&self.sets).get(&id_of(parts)).and_then(Weak::upgrade);
+        set.is_some_and(|set| set.waiting() > 0)
     }
 
     /// Refuses the requests whose joint slot is later than `by`.
