@@ -3,22 +3,25 @@
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use http::{Request, Response, StatusCode};
+use http::header::AUTHORIZATION;
+use http::{HeaderValue, Request, Response};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until};
-use tollgate::Key;
 use tollgate::stats::{Cause, Event};
 use tollgate::store::{
-    Background, HoldState, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store,
-    StoreListener, StoreReply, Task, UnusedPermits, UpstreamRemaining, Usage,
+    Background, Change, InForce, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store,
+    StoreListener, StoreReply, Task, UnusedPermits, Usage,
 };
 use tollgate::{
-    AdaptiveThrottleLayer, Error, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason,
+    AdaptiveThrottleLayer, Error, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason,
+    by_header,
 };
-use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
+use tower::{BoxError, Service, ServiceBuilder, ServiceExt, service_fn};
 
 const SECOND: Duration = Duration::from_secs(1);
 const MS: Duration = Duration::from_millis(1);
+/// 25 a second.
+const GAP: Duration = Duration::from_millis(40);
 
 /// What a fleet of callers saw.
 #[derive(Debug, Default)]
@@ -46,39 +49,25 @@ fn request(method: &str, path: &str) -> Request<()> {
     Request::builder().method(method).uri(url).body(()).unwrap()
 }
 
-/// Refuses what `is_refused` says, without a header, and answers all else in 20 ms.
-fn server(
-    is_refused: impl Fn(&Request<()>) -> bool + Clone + Send + 'static,
-) -> impl Service<Request<()>, Response = Response<()>, Error = Error, Future: Send>
-+ Clone
-+ Send
-+ 'static {
-    service_fn(move |request: Request<()>| {
-        let status = match is_refused(&request) {
-            true => StatusCode::TOO_MANY_REQUESTS,
-            false => StatusCode::OK,
-        };
-        async move {
-            sleep(20 * MS).await;
-            Ok(Response::builder().status(status).body(()).unwrap())
-        }
-    })
-}
-
-/// Five callers of 5 requests a second, and `poisons` of one a second, for three minutes.
-async fn run<S>(service: S, poisons: &[(&'static str, &'static str)]) -> Seen
+/// Requests of innocent callers, one each `gap`, and of each of the `poisons` one a second, for so many seconds.
+async fn run<S>(
+    service: S,
+    poisons: &[(&'static str, &'static str)],
+    gap: Duration,
+    seconds: u32,
+) -> Seen
 where
     S: Service<Request<()>, Response = Response<()>> + Clone + Send + 'static,
-    S::Error: Into<tower::BoxError> + Send,
+    S::Error: Into<BoxError> + Send,
     S::Future: Send,
 {
     let seen = Arc::new(Mutex::new(Seen::default()));
     let start = Instant::now();
     let mut calls = JoinSet::new();
-    for number in 0..900 {
+    let innocents = (0..).map(|number| start + gap * number);
+    for at in innocents.take_while(|at| *at < start + seconds * SECOND) {
         let (service, seen) = (service.clone(), seen.clone());
         calls.spawn(async move {
-            let at = start + number * 200 * MS + MS * (number % 5);
             sleep_until(at).await;
             let answer = service.oneshot(request("GET", "/v1/good")).await;
             let mut seen = seen.lock().unwrap();
@@ -86,7 +75,8 @@ where
             seen.failed += usize::from(!answer.is_ok_and(|answer| answer.status() == 200));
         });
     }
-    for (number, (method, path)) in (0..180).flat_map(|n| poisons.iter().map(move |p| (n, *p))) {
+    for (number, (method, path)) in (0..seconds).flat_map(|n| poisons.iter().map(move |p| (n, *p)))
+    {
         let (service, seen) = (service.clone(), seen.clone());
         calls.spawn(async move {
             sleep_until(start + number * SECOND + 37 * MS).await;
@@ -108,9 +98,52 @@ where
     while let Some(call) = calls.join_next().await {
         call.unwrap();
     }
-    drop(calls);
-    let mut seen = seen.lock().unwrap();
-    std::mem::take(&mut *seen)
+    std::mem::take(&mut *seen.lock().unwrap())
+}
+
+/// What a server states about its refusals.
+#[derive(Clone, Copy, Debug)]
+enum States {
+    Nothing,
+    RetryAfter,
+    /// And what is left, in each response.
+    Headers,
+}
+
+/// Refuses what `is_refused` says, and answers all else in 20 ms.
+fn server_that(
+    states: States,
+    is_refused: impl Fn(&Request<()>) -> bool + Clone + Send + 'static,
+) -> impl Service<Request<()>, Response = Response<()>, Error = Error, Future: Send>
++ Clone
++ Send
++ 'static {
+    service_fn(move |request: Request<()>| {
+        let is_refused = is_refused(&request);
+        let mut response = Response::builder().status(if is_refused { 429 } else { 200 });
+        if matches!(states, States::Headers) {
+            response = response
+                .header("ratelimit-limit", 1000)
+                .header("ratelimit-remaining", 900);
+            response = response.header("ratelimit-reset", 1);
+        }
+        if is_refused && !matches!(states, States::Nothing) {
+            response = response.header("retry-after", 1);
+        }
+        async move {
+            sleep(20 * MS).await;
+            Ok(response.body(()).unwrap())
+        }
+    })
+}
+
+fn server(
+    is_refused: impl Fn(&Request<()>) -> bool + Clone + Send + 'static,
+) -> impl Service<Request<()>, Response = Response<()>, Error = Error, Future: Send>
++ Clone
++ Send
++ 'static {
+    server_that(States::Nothing, is_refused)
 }
 
 fn builder() -> (RateLimitBuilder, Arc<Mutex<Vec<(Cause, Duration)>>>) {
@@ -138,7 +171,7 @@ async fn poison_stops_only_its_kind() {
         let (builder, holds) = builder();
         let layer = ServiceBuilder::new().layer(builder.build().unwrap());
         let service = layer.service(server(|request| request.uri().path() == "/v1/bad"));
-        let seen = run(service, poisons).await;
+        let seen = run(service, poisons, GAP, 180).await;
         let holds = holds.lock().unwrap();
         let of_key = holds.iter().filter(|(cause, _)| *cause == Cause::Upstream);
         let held: Duration = of_key.map(|(_, left)| *left).sum();
@@ -177,10 +210,24 @@ async fn poison_stops_only_its_kind_at_a_throttle() {
         let server = server(|request| request.uri().path() == "/v1/bad");
         let poisons = &[("POST", "/v1/bad")];
         let seen = match is_retrying {
-            false => run(ServiceBuilder::new().layer(layer).service(server), poisons).await,
+            false => {
+                run(
+                    ServiceBuilder::new().layer(layer).service(server),
+                    poisons,
+                    GAP,
+                    180,
+                )
+                .await
+            }
             true => {
                 let layer = layer.retrying();
-                run(ServiceBuilder::new().layer(layer).service(server), poisons).await
+                run(
+                    ServiceBuilder::new().layer(layer).service(server),
+                    poisons,
+                    GAP,
+                    180,
+                )
+                .await
             }
         };
         let holds = holds.lock().unwrap();
@@ -227,14 +274,8 @@ impl Store for Shared {
         self.0.give_back(key, spec, unused);
     }
 
-    fn hold(
-        &self,
-        key: Key,
-        spec: &Arc<LimitSpec>,
-        hold: HoldState,
-        remaining: Option<UpstreamRemaining>,
-    ) -> StoreReply<HoldState> {
-        self.0.hold(key, spec, hold, remaining)
+    fn change(&self, key: Key, spec: &Arc<LimitSpec>, change: Change) -> StoreReply<InForce> {
+        self.0.change(key, spec, change)
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {
@@ -252,33 +293,146 @@ impl Store for Shared {
 
 #[tokio::test(start_paused = true)]
 async fn poison_of_one_process_stops_no_other() {
-    let store: Arc<dyn Store> = Arc::new(Shared(MemoryStore::default()));
-    let services: Vec<_> = (0..3)
-        .map(|_| {
-            let layer = builder().0.store(store.clone()).build().unwrap();
-            let layer = ServiceBuilder::new().layer(layer);
-            layer.service(server(|request| request.uri().path() == "/v1/bad"))
-        })
-        .collect();
-    let others = services[1..]
-        .iter()
-        .map(|service| run(service.clone(), &[]));
-    let (first, others) = tokio::join!(
-        run(services[0].clone(), &[("POST", "/v1/bad")]),
-        futures::future::join_all(others)
-    );
-    for seen in others.iter().chain([&first]) {
-        println!(
-            "p50 {:?} p97 {:?} p99 {:?} failed {}, poison {} {} {}",
-            seen.p(50),
-            seen.p(97),
-            seen.p(99),
-            seen.failed,
-            seen.refused,
-            seen.kept_back,
-            seen.others
-        );
-        assert_eq!((seen.failed, seen.others), (0, 0));
-        assert!(seen.p(97) <= 30 * MS);
+    const PROCESSES: usize = 20;
+    for states in [States::Nothing, States::RetryAfter, States::Headers] {
+        for poisons in [0, 1, 3] {
+            let store: Arc<dyn Store> = Arc::new(Shared(MemoryStore::default()));
+            let (mut services, mut of_key) = (Vec::new(), Vec::new());
+            for _ in 0..PROCESSES {
+                let (builder, holds) = builder();
+                let layer =
+                    ServiceBuilder::new().layer(builder.store(store.clone()).build().unwrap());
+                services.push(layer.service(server_that(states, |request| {
+                    request.uri().path() != "/v1/good"
+                })));
+                of_key.push(holds);
+            }
+            let all = [
+                ("POST", "/v1/bad"),
+                ("POST", "/v1/worse"),
+                ("GET", "/v1/worst"),
+            ];
+            let others = services[1..]
+                .iter()
+                .map(|service| run(service.clone(), &[], SECOND, 120));
+            let (first, others) = tokio::join!(
+                run(services[0].clone(), &all[..poisons], SECOND, 120),
+                futures::future::join_all(others)
+            );
+            let mut waits: Vec<_> = others
+                .iter()
+                .chain([&first])
+                .flat_map(|seen| &seen.waits)
+                .collect();
+            waits.sort();
+            let slow = waits.iter().filter(|wait| ***wait > 30 * MS).count();
+            let failed: usize = others
+                .iter()
+                .chain([&first])
+                .map(|seen| seen.failed + seen.others)
+                .sum();
+            let held: Duration = of_key[0]
+                .lock()
+                .unwrap()
+                .iter()
+                .filter(|(cause, _)| *cause == Cause::Upstream)
+                .map(|(_, left)| *left)
+                .sum();
+            println!(
+                "{states:?}, {poisons} poisons: p50 {:?} p99 {:?}, {slow} of {} slow; poison {} {}; key held {held:?}",
+                waits[waits.len() / 2],
+                waits[waits.len() * 99 / 100],
+                waits.len(),
+                first.refused,
+                first.kept_back
+            );
+            assert_eq!(failed, 0);
+            assert!(*waits[waits.len() / 2] <= 27 * MS);
+            assert!(
+                held < 6 * SECOND && slow * 20 < waits.len(),
+                "{held:?}, {slow}"
+            );
+        }
     }
+}
+
+/// A limit of all requests, of which the server says nothing: it is the key's.
+#[tokio::test(start_paused = true)]
+async fn a_limit_of_all_requests_is_the_key() {
+    for kinds in [1, 5] {
+        let (builder, holds) = builder();
+        let lately = Arc::new(Mutex::new(Vec::<Instant>::new()));
+        let is_refused = {
+            let lately = lately.clone();
+            move |_: &Request<()>| {
+                let mut lately = lately.lock().unwrap();
+                lately.retain(|at| at.elapsed() < SECOND);
+                let is_full = lately.len() >= 20;
+                if !is_full {
+                    lately.push(Instant::now());
+                }
+                is_full
+            }
+        };
+        let layer = builder.max_wait(5 * SECOND).build().unwrap();
+        let service = ServiceBuilder::new()
+            .layer(layer)
+            .service(server(is_refused));
+        let mut calls = JoinSet::new();
+        let start = Instant::now();
+        for number in 0..3000 {
+            let service = service.clone();
+            calls.spawn(async move {
+                sleep_until(start + number * 33 * MS).await;
+                let path = match kinds {
+                    1 => format!("/users/{number}"),
+                    _ => format!("/k{}/{number}", number % kinds),
+                };
+                let answer = service.oneshot(request("GET", &path)).await;
+                answer.is_ok_and(|answer| answer.status() == 429)
+            });
+        }
+        let mut refused = 0;
+        while let Some(call) = calls.join_next().await {
+            refused += usize::from(call.unwrap());
+        }
+        let holds = holds.lock().unwrap();
+        let of_kinds = holds
+            .iter()
+            .filter(|(cause, _)| *cause == Cause::Kind)
+            .count();
+        println!(
+            "{kinds} kinds: {refused} refused, {} holds, {of_kinds} of kinds",
+            holds.len()
+        );
+        assert!(of_kinds * 4 <= holds.len(), "{of_kinds} of {}", holds.len());
+        assert!(kinds > 1 || of_kinds == 0);
+    }
+}
+
+/// A credential is retired: its refusals are not those of the new one, which has a key of its own.
+#[tokio::test(start_paused = true)]
+async fn refusals_of_a_retired_credential_hold_no_other() {
+    let is_old = |request: &Request<()>| request.headers()["authorization"] == "old";
+    let layer = RateLimitLayer::builder(Quota::per_second(50))
+        .key(by_header(AUTHORIZATION))
+        .build()
+        .unwrap();
+    let layer = ServiceBuilder::new().layer(layer);
+    let service = layer.service(server_that(States::RetryAfter, is_old));
+    let with = |token: &'static str| {
+        let mut request = request("GET", "/");
+        let token = HeaderValue::from_static(token);
+        request.headers_mut().insert(AUTHORIZATION, token);
+        service.clone().oneshot(request)
+    };
+    let late = tokio::spawn(with("old"));
+    assert_eq!(with("old").await.unwrap().status(), 429);
+    let start = Instant::now();
+    for _ in 0..3 {
+        assert_eq!(with("new").await.unwrap().status(), 200);
+    }
+    assert_eq!(late.await.unwrap().unwrap().status(), 429);
+    assert_eq!(with("new").await.unwrap().status(), 200);
+    assert!(start.elapsed() < SECOND / 5);
 }
