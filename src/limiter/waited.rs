@@ -27,7 +27,7 @@ use crate::quota::Limit;
 /// # service.ready().await?.call(request()?).await?;
 /// let response = service.ready().await?.call(request()?).await?;
 /// if let Some(waited) = response.extensions().get::<Waited>() {
-///     println!("{waited}"); // waited 1.02s: 1/1s is used up
+///     println!("{waited}"); // waited 1.03s: 1/1s is used up
 /// }
 /// # assert!(response.extensions().get::<Waited>().is_some());
 /// # Ok(())

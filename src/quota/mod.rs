@@ -483,7 +483,7 @@ impl Quota {
         (longest, units)
     }
 
-    /// Checks everything at once. Returns how long a permit lives: a hundredth of the time between
+    /// Checks everything at once. Returns how long a permit lives: a fiftieth of the time between
     /// two slots, from 10 to 50 ms; less if a spacing would lose more than it may.
     pub(crate) fn check(&self, slacks: Slacks) -> Result<Duration, ConfigError> {
         match self.misuse {

@@ -77,7 +77,7 @@ pub(crate) use labelled_keys::{KeySeries, WithKeys};
 pub(crate) use open_request::OpenRequest;
 pub(crate) use registry::{Flush, Gate, register};
 pub(crate) use tally::{Counted, Tally, is_series_name};
-#[cfg(feature = "grpc")]
+#[cfg(any(feature = "grpc", feature = "tracing"))]
 pub(crate) use values::name_of_reason;
 pub use values::{Cause, Counts, KeyStats, Requests, Stats};
 pub(crate) use values::{GuardStats, InFlightStats, Kind, Outcome, PaceStats};

@@ -423,8 +423,8 @@ async fn each_key_of_a_request_is_told() {
     is_text(
         &shown(&explanation),
         "
-        channels, key general: a request now would wait 1.02s, because 1/1s is used up
-          1/1s     1 used, 0 free; free in 1.02s
+        channels, key general: a request now would wait 1.03s, because 1/1s is used up
+          1/1s     1 used, 0 free; free in 1.03s
           hold     none
           waiting  0 here
           at hand  0

@@ -255,14 +255,14 @@ async fn permit_expired_before_readiness_is_returned_and_replaced() {
     let late = service.ready().await.unwrap().call(get("/2"));
     door.becomes(State::Closed);
     let late = tokio::spawn(late);
-    pass(ms(5000)).await; // its slot was at 1020, and has expired
+    pass(ms(5000)).await; // its slot was at 1030, and has expired
     assert_eq!(upstream.count(), 1);
     door.becomes(State::Open);
     soon(late).await.unwrap().unwrap();
     assert_eq!(
         upstream.arrivals(),
         [0, 5000],
-        "the slot of 1020 was given back: there is one at once"
+        "the slot of 1030 was given back: there is one at once"
     );
     soon(service.oneshot(get("/3"))).await.unwrap();
     upstream.was_never_over(1, ms(1000));
@@ -321,7 +321,7 @@ async fn request_with_missed_slot_precedes_later_requests() {
     let others: Vec<_> = (0..4)
         .map(|number| tokio::spawn(free.clone().oneshot(get(&format!("/{number}")))))
         .collect();
-    pass(ms(3500)).await; // /0 and /1 have gone at 2040 and 3060
+    pass(ms(3500)).await; // /0 and /1 have gone at 2060 and 3090
     door.becomes(State::Open);
     soon(late).await.unwrap().unwrap();
     for other in others {

@@ -133,14 +133,15 @@ async fn responses_of_reqwest_say_it_too() {
     service.call(request()).await.unwrap();
     let answer = service.call(request()).await.unwrap();
     let waited = answer.extensions().get::<Waited>().unwrap();
-    assert_eq!(waited.to_string(), "waited 1.02s: 1/1s is used up");
+    assert_eq!(waited.to_string(), "waited 1.03s: 1/1s is used up");
 }
 
 #[cfg(feature = "tracing")]
 mod spans {
+    use std::cell::RefCell;
     use std::collections::BTreeMap;
     use std::fmt::Debug;
-    use std::sync::{Arc, Mutex};
+    use std::sync::Once;
 
     use tracing::field::{Field, Visit};
     use tracing::span::{Attributes, Id, Record};
@@ -166,25 +167,43 @@ mod spans {
         }
     }
 
-    #[derive(Clone, Default)]
-    struct Spans(Arc<Mutex<Vec<Span>>>);
+    thread_local! {
+        /// The spans of a test, which is one thread.
+        static SPANS: RefCell<Vec<Span>> = const { RefCell::new(Vec::new()) };
+    }
+
+    /// Records the spans of all threads: a subscriber of one thread may miss some while those of others come and go.
+    struct Listener;
+
+    /// The spans of this test.
+    struct Spans;
 
     impl Spans {
-        fn with(&self, id: &Id, act: impl FnOnce(&mut Span)) {
-            let index = usize::try_from(id.into_u64()).unwrap() - 1;
-            act(&mut self.0.lock().unwrap()[index]);
+        fn record() -> Self {
+            static IS_SET: Once = Once::new();
+            IS_SET.call_once(|| {
+                tracing::subscriber::set_global_default(Listener).expect("nobody else listens");
+            });
+            SPANS.take();
+            Spans
         }
 
         fn last(&self) -> Span {
-            self.0.lock().unwrap().last().cloned().unwrap()
+            SPANS.with_borrow(|spans| spans.last().cloned()).unwrap()
         }
 
         fn count(&self) -> usize {
-            self.0.lock().unwrap().len()
+            SPANS.with_borrow(Vec::len)
         }
     }
 
-    impl Subscriber for Spans {
+    fn with(id: &Id, act: impl FnOnce(&mut Span)) {
+        let index = usize::try_from(id.into_u64()).unwrap() - 1;
+        // A thread that ends has none.
+        let _ = SPANS.try_with(|spans| spans.borrow_mut().get_mut(index).map(act));
+    }
+
+    impl Subscriber for Listener {
         fn enabled(&self, metadata: &Metadata<'_>) -> bool {
             metadata.is_span() && metadata.target() == "tollgate"
         }
@@ -195,13 +214,17 @@ mod spans {
                 ..Span::default()
             };
             attributes.record(&mut span);
-            let mut spans = self.0.lock().unwrap();
-            spans.push(span);
-            Id::from_u64(spans.len() as u64)
+            // A thread that ends keeps none.
+            let number = SPANS.try_with(|spans| {
+                let mut spans = spans.borrow_mut();
+                spans.push(span);
+                spans.len() as u64
+            });
+            Id::from_u64(number.unwrap_or(1))
         }
 
         fn record(&self, id: &Id, values: &Record<'_>) {
-            self.with(id, |span| values.record(span));
+            with(id, |span| values.record(span));
         }
 
         fn record_follows_from(&self, _: &Id, _: &Id) {}
@@ -213,7 +236,7 @@ mod spans {
         fn exit(&self, _: &Id) {}
 
         fn try_close(&self, id: Id) -> bool {
-            self.with(&id, |span| span.has_ended = true);
+            with(&id, |span| span.has_ended = true);
             true
         }
     }
@@ -224,8 +247,7 @@ mod spans {
 
     #[tokio::test(start_paused = true)]
     async fn waits_are_spans_that_end_when_the_request_leaves() {
-        let spans = Spans::default();
-        let _guard = tracing::subscriber::set_default(spans.clone());
+        let spans = Spans::record();
         let layer = builder(Quota::per_second(1)).build().unwrap();
         let mut service = layer.layer(server(SECOND));
         service.call(Request::new(())).await.unwrap();
@@ -249,8 +271,7 @@ mod spans {
 
     #[tokio::test(start_paused = true)]
     async fn spans_have_the_hold_and_the_error_of_a_refusal() {
-        let spans = Spans::default();
-        let _guard = tracing::subscriber::set_default(spans.clone());
+        let spans = Spans::record();
         let layer = builder(Quota::per_second(1)).build().unwrap();
         let limiter = layer.limiter();
         limiter.hold_for(Key::ALL, SECOND).await.unwrap();
@@ -270,8 +291,7 @@ mod spans {
 
     #[tokio::test(start_paused = true)]
     async fn waits_for_a_pace_are_spans() {
-        let spans = Spans::default();
-        let _guard = tracing::subscriber::set_default(spans.clone());
+        let spans = Spans::record();
         waits(&AdaptiveThrottleLayer::new(), 100 * MS, 2).await;
         let span = spans.last();
         assert_eq!((span.name, spans.count()), ("tollgate.wait", 1));

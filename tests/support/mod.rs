@@ -29,7 +29,7 @@ pub(crate) use store::{Distant, Failing};
 
 /// The time between two calls under `Quota::per_second(1)`, in milliseconds: a second, the validity
 /// of a permit, and the default `transit_slack`.
-pub(crate) const SECOND: u64 = 1020;
+pub(crate) const SECOND: u64 = 1030;
 
 pub(crate) fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
