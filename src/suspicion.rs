@@ -12,7 +12,7 @@
 //! - A limit of all requests refuses whichever comes next. After a hold it accepts requests of this kind, too. So an
 //!   accepted request of a kind clears it.
 //! - Requests of several kinds that leave at once are refused at once. So refusals that arrive while the key is on hold
-//!   are the key's, and the count of each kind that they are of begins anew.
+//!   are the key's.
 //! - A process may see one kind alone. That another process had a request accepted, it learns from the end of the hold.
 //! - A kind may be about a limit of its own that ends. Its hold ends as that of a key does: one request goes first.
 //!
@@ -22,6 +22,7 @@
 //! Tried: to hold the kind at its first refusal, if others were accepted lately. Then each of 15 kinds is refused once
 //! when a limit of all requests is reached, instead of one.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -42,6 +43,25 @@ const SUSPECTED_KIND: Duration = Duration::from_secs(600);
 /// fine: then the refusals are the key's.
 const MOST_KINDS: usize = 8;
 
+/// The most requests for which the store is asked whether another process holds their kind.
+const MOST_ASKED: u32 = 64;
+
+/// How many keys of the process are under suspicion. One that is never used again counts until its state is dropped. Tried:
+/// a moment until which any is. The paused clocks of tests differ within a process.
+static SUSPICIONS: AtomicUsize = AtomicUsize::new(0);
+
+/// Returns whether kinds of requests are told apart, because a key of this process is under suspicion.
+#[inline]
+pub(crate) fn is_any_suspected() -> bool {
+    SUSPICIONS.load(Ordering::Relaxed) > 0
+}
+
+impl Drop for Suspicion {
+    fn drop(&mut self) {
+        SUSPICIONS.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Which kinds of requests of a key are refused, and which are accepted.
 #[derive(Debug)]
 pub(crate) struct Suspicion {
@@ -50,6 +70,8 @@ pub(crate) struct Suspicion {
     /// A refusal whose kind is not known, because the request was sent before the suspicion.
     unknown: Option<Unknown>,
     refused: SmallVec<[RefusedKind; 1]>,
+    /// For how many requests the store was asked whether another process holds their kind.
+    asked: u32,
 }
 
 /// A refusal of a kind that is not known. It counts as the first one of the next kind that is refused.
@@ -75,11 +97,24 @@ struct RefusedKind {
 
 impl Suspicion {
     pub(crate) fn new(now: Instant) -> Self {
+        SUSPICIONS.fetch_add(1, Ordering::Relaxed);
         Suspicion {
             last: now,
             unknown: None,
             refused: SmallVec::new(),
+            asked: 0,
         }
+    }
+
+    /// Notes that the key, or a kind, is on hold until `end`: what happens after that is still about this refusal.
+    pub(crate) fn lasts_beyond(&mut self, end: Instant) {
+        self.last = self.last.max(end);
+    }
+
+    /// Returns whether one more kind may be asked about at the store.
+    pub(crate) fn may_ask(&mut self) -> bool {
+        self.asked += 1;
+        self.asked <= MOST_ASKED
     }
 
     /// Returns when it ends, if no request is refused.
@@ -96,7 +131,7 @@ impl Suspicion {
     /// Takes in the refusal of a request of `kind`, if that is known. The key may be on hold. Returns whether the refusal is
     /// about its kind alone.
     pub(crate) fn refused(&mut self, kind: Option<Key>, is_held: bool, now: Instant) -> bool {
-        self.last = now;
+        self.lasts_beyond(now);
         let Some(kind) = kind else {
             self.unknown = Some(Unknown {
                 since: now,
@@ -111,11 +146,8 @@ impl Suspicion {
         };
         let refused = &mut self.refused[index];
         refused.last = now;
-        if is_held && !refused.is_alone {
-            // It says no more than the refusal that holds the key.
-            (refused.since, refused.others) = (now, 0);
-        }
-        refused.is_alone |= refused.others >= ENOUGH;
+        // During a hold it says no more than the refusal that holds the key.
+        refused.is_alone |= !is_held && refused.others >= ENOUGH;
         refused.is_alone
     }
 
@@ -165,8 +197,10 @@ impl Suspicion {
         }
     }
 
-    /// Takes in that another process that shares the store has had a request accepted. Its kind is not known. It counts for all
-    /// that this process does not see: a process may send one kind of requests alone.
+    /// Takes in that another process that shares the store has had a request accepted, whose kind is not
+    /// known. It counts for all that this process does not see, which may send one kind alone. If all processes send one
+    /// kind, a limit of all requests may hold the kind and not the key: that is the same for them. Tried: to count it as one
+    /// request. Then a process that sends nothing but poison holds the key ten times as long.
     pub(crate) fn accepted_elsewhere(&mut self) {
         for refused in &mut self.refused {
             refused.others = refused.others.saturating_add(ENOUGH);

@@ -31,6 +31,7 @@ use crate::limiter::{
 };
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
+use crate::suspicion::is_any_suspected;
 use crate::uncertain::is_any_uncertain;
 
 /// Keeps a client within a known quota. Clones share one count.
@@ -326,7 +327,7 @@ impl RateLimitLayer {
         // Of a key under suspicion, kinds of requests may be on hold.
         if self.is_joint
             || is_inside_a_layer()
-            || is_any_uncertain()
+            || is_any_suspected()
             || !self.extractors.policy.is_default()
         {
             return Err(Some(reading));
@@ -418,9 +419,11 @@ impl RateLimitLayer {
         if count < 2 {
             return;
         }
-        let mut host = HostKey::of(request);
-        let key = self.extractors.read_key(request, &mut host, None);
-        let label = || self.label(key.unwrap_or(Key::ALL), request);
+        let label = || {
+            let mut host = HostKey::of(request);
+            let key = self.extractors.read_key(request, &mut host, None);
+            self.label(key.unwrap_or(Key::ALL), request)
+        };
         self.counting(request)
             .sent_again(count, is_reported(count), &label);
     }
@@ -474,7 +477,7 @@ impl Gate for RateLimitLayer {
         let is_plain = self.is_plain
             && request.extensions().is_none_or(Extensions::is_empty)
             && !is_inside_a_layer()
-            && !is_any_uncertain();
+            && !is_any_suspected();
         if !is_plain {
             return self.enter_any(request);
         }

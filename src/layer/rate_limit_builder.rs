@@ -119,7 +119,8 @@ impl RateLimitBuilder {
         /// 10 ms away, if the slots of the quota are further apart than that: sliding windows of few requests, and
         /// [`Quota::every`]. Otherwise [a caller at exactly the
         /// rate](crate::guide::choosing_a_quota#a-caller-at-exactly-the-rate) would be refused each second time. A
-        /// request with an earlier deadline does not wait, nor does code outside of a Tokio runtime.
+        /// request waits no longer than its deadline, and not at all outside of a Tokio runtime. In a runtime without
+        /// timers that wait panics, as any.
         max_wait;
         /// The default store has room for the same number of keys. Keys that are not in use need no
         /// memory and do not count. Without a [key function](Self::key), each host on hold counts

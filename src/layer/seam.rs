@@ -137,7 +137,11 @@ pub(super) trait Gate: Clone + Send + Sync {
 #[cold]
 pub(super) fn show_wait(waited: &Waited, response: &mut impl ResponseInfo) {
     if let Some(extensions) = response.extensions_mut() {
-        extensions.insert(waited.clone());
+        // A layer inside may have waited for longer.
+        let inside = extensions.get::<Waited>();
+        if inside.is_none_or(|inside| inside.duration() < waited.duration()) {
+            extensions.insert(waited.clone());
+        }
     }
 }
 

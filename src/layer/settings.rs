@@ -178,7 +178,7 @@ macro_rules! common_setters {
         /// # Ok::<(), tollgate::ConfigError>(())
         /// ```
         ///
-        /// The function is called only for some time after a refusal.
+        /// The function is called only for some time after a refusal (with `retrying`, for each request).
         pub fn kind<F, K>(mut self, kind: F) -> Self
         where
             F: Fn(&$crate::RequestRef<'_>) -> K + Send + Sync + 'static,

@@ -25,8 +25,8 @@ use crate::limiter::{Because, Waited, refusal_of_throttle};
 use crate::pacing::Fair;
 use crate::signal::ResponseInfo;
 use crate::store::Refusal;
+use crate::suspicion::is_any_suspected;
 use crate::throttle::{Back, Begun, PaceWait, Throttle, ThrottlePermit};
-use crate::uncertain::is_any_uncertain;
 
 /// Finds the speed that a server allows if its limit is unknown or changes. Clones share what they
 /// learn.
@@ -185,7 +185,7 @@ impl Gate for AdaptiveThrottleLayer {
             return Admission::No(self.throttle.no_key());
         };
         let Reading { key, deadline, .. } = reading;
-        let reads_kind = self.reads_kinds || is_any_uncertain();
+        let reads_kind = self.reads_kinds || is_any_suspected();
         let kind = reads_kind.then(|| self.extractors.read_kind(request, 1));
         let host = host.get_if_redirected();
         let label = || self.throttle.label(key, Some(&RequestRef::new(request)));

@@ -23,7 +23,7 @@ pub(super) fn on_event(core: &Arc<Core>, key: Key, holder: u64, event: StoreEven
         StoreEvent::Register(register) if register.kind == BAN => {
             // Also a process that has not used the key keeps its requests back. If there is no room, it probes for itself.
             let now = clock::now();
-            let _ = core.with_new_state(key, now, |state, _| state.learn_ban(&register, now));
+            let _ = core.with_new_state(key, now, |state, ctx| state.learn_ban(ctx, &register));
         }
         StoreEvent::SetQuota(set) => own_quota::take_in(core, key, &set),
         event => in_flight_slot::on_event(core, key, holder, event),

@@ -28,6 +28,9 @@ const QUICK: Duration = Duration::from_millis(250);
 /// the limits of the key are more exact.
 const SHORTEST_RESET: Duration = Duration::from_secs(5);
 
+/// A caller is told that a quota is used up if it has to wait for so long.
+const LONG_WAIT: Duration = Duration::from_secs(60);
+
 /// A call that was answered.
 #[derive(Clone, Copy)]
 pub(super) struct AnsweredCall<'a> {
@@ -111,13 +114,15 @@ impl AnsweredCall<'_> {
             used_up_for(signal).map(|span| span.saturating_sub(slow))
         };
         if limited || retry_after.is_some() {
+            // What the classes of a quota see is judged by the one whose request it was.
+            let is_about_kind = limited && self.is_about_kind(core, signal, now);
             for (core, key) in core.all_parts(key).rev() {
                 let admitted = Admitted {
                     key,
                     ..self.admitted
                 };
                 let call = AnsweredCall { admitted, ..*self };
-                call.hold_by_signal(&core, signal, retry_after, now);
+                call.hold_by_signal(&core, signal, retry_after, is_about_kind, now);
             }
         }
         core.with_state(key, now, KeyState::pass_on);
@@ -160,6 +165,46 @@ impl AnsweredCall<'_> {
         }
     }
 
+    /// Returns the key of the scope that the response names, else that of [`hold`](Self::hold).
+    fn scoped(&self, core: &Core, signal: &Signal) -> Option<Key> {
+        match (signal.scope(), &core.settings.on_scope) {
+            (Some(scope), Some(on_scope)) => {
+                on_scope(core.whole(self.admitted.key), scope).map(|key| core.part_of(key))
+            }
+            _ => Some(self.hold(core)),
+        }
+    }
+
+    /// Takes in a refusal. Returns whether it is about this kind of requests alone.
+    fn is_about_kind(&self, core: &Arc<Core>, signal: &Signal, now: Instant) -> bool {
+        let judge = |state: &mut KeyState| state.hold.is_about_kind(self.kind, now);
+        self.scoped(core, signal).is_some_and(|key| {
+            let judged = core.with_new_state(key, now, |state, _| judge(state));
+            judged.unwrap_or(false)
+        })
+    }
+
+    /// Returns the key that a refusal holds, and why: `whole`, or that of one kind of its requests. If there is no room for
+    /// the state of the kind, the key.
+    fn held_by(
+        &self,
+        core: &Arc<Core>,
+        whole: Key,
+        signal: &Signal,
+        is_about_kind: bool,
+        now: Instant,
+    ) -> (Key, Cause) {
+        if signal.refusal().is_none() {
+            return (whole, Cause::UsedUp);
+        }
+        let of_kind = self.kind.filter(|_| is_about_kind);
+        let of_kind = of_kind.map(|kind| whole.of_kind(kind));
+        match of_kind.filter(|key| core.with_new_state(*key, now, |_, _| ()).is_ok()) {
+            Some(key) => (key, Cause::Kind),
+            None => (whole, Cause::Upstream),
+        }
+    }
+
     /// Sets a hold after the upstream has refused a call, or has stated that it will refuse the
     /// next. It holds the key of the scope that the response names, else that of [`hold`](Self::hold).
     fn hold_by_signal(
@@ -167,6 +212,7 @@ impl AnsweredCall<'_> {
         core: &Arc<Core>,
         signal: &Signal,
         retry_after: Option<Duration>,
+        is_about_kind: bool,
         now: Instant,
     ) {
         let settings = &core.settings;
@@ -179,31 +225,11 @@ impl AnsweredCall<'_> {
             // A client that goes on although the upstream named a long wait may be banned.
             max_hold = guard.longest().max(max_hold);
         }
-        let scoped = match (signal.scope(), &settings.on_scope) {
-            (Some(scope), Some(on_scope)) => {
-                on_scope(core.whole(self.admitted.key), scope).map(|key| core.part_of(key))
-            }
-            _ => Some(self.hold(core)),
-        };
+        let scoped = self.scoped(core, signal);
         let Some(whole) = scoped.filter(|_| !max_hold.is_zero()) else {
             return;
         };
-        let mut key = whole;
-        let mut cause = Cause::UsedUp;
-        if signal.refusal().is_some() {
-            let is_about_kind = core
-                .with_new_state(whole, now, |state, _| {
-                    state.hold.is_about_kind(self.kind, now)
-                })
-                .unwrap_or(false);
-            cause = match self.kind.filter(|_| is_about_kind) {
-                Some(kind) => {
-                    key = whole.of_kind(kind);
-                    Cause::Kind
-                }
-                None => Cause::Upstream,
-            };
-        }
+        let (key, cause) = self.held_by(core, whole, signal, is_about_kind, now);
         let entered = core.with_new_state(key, now, |state, ctx| {
             let sent = self.admitted.at.instant();
             let new = state
@@ -211,7 +237,9 @@ impl AnsweredCall<'_> {
                 .refused_upstream(retry_after, max_hold, sent, now);
             state.share_ban(ctx, false);
             let new = new?;
-            state.hold.note_used_up(signal, now);
+            if retry_after >= Some(LONG_WAIT) {
+                state.hold.note_used_up(signal, now);
+            }
             let left = if new.is_sent {
                 state.take_remaining(ctx, max_hold)
             } else {
@@ -239,6 +267,11 @@ impl AnsweredCall<'_> {
             drop(settings.store.change(key, &spec, change));
         }
         holds::adopt_seen(core, key, held, now);
+        if cause == Cause::Kind {
+            let end = clock::after(now, held.remaining);
+            core.states
+                .find(whole, |state| state.hold.kind_is_held(end));
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use super::key_state::KeyState;
 use super::part::PartRef;
 use crate::clock;
 use crate::key::Key;
-use crate::uncertain::is_any_uncertain;
+use crate::suspicion::is_any_suspected;
 
 /// The kind of a request, of which a key is under [suspicion](crate::suspicion).
 #[derive(Debug)]
@@ -20,7 +20,7 @@ impl Suspect {
     /// Returns the kind of the request with these parts, if one of them is under suspicion.
     #[inline]
     pub(crate) fn find(parts: &[PartRef<'_>], kind: impl FnOnce() -> Key) -> Option<Box<Self>> {
-        match is_any_uncertain() {
+        match is_any_suspected() {
             true => Suspect::find_slow(parts, kind),
             false => None,
         }
@@ -53,7 +53,9 @@ impl Suspect {
             let core = parts[*index].core;
             let max_hold = core.settings.max_hold;
             let is_clear = |state: &mut KeyState| state.hold.is_clear(max_hold, now);
-            core.states.find(*key, is_clear).unwrap_or(false)
+            // Another process may hold the kind.
+            let is_shared = core.settings.shared_store.background().is_some();
+            core.states.find(*key, is_clear).unwrap_or(!is_shared)
         })
     }
 

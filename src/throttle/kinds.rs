@@ -12,7 +12,6 @@ use smallvec::SmallVec;
 use crate::clock;
 use crate::key::Key;
 use crate::suspicion::Suspicion;
-use crate::uncertain::Uncertain;
 
 /// The first hold of a kind if the upstream states none. Each further one is twice as long, up to `LONGEST`.
 const FIRST: Duration = Duration::from_secs(1);
@@ -23,7 +22,6 @@ const LONGEST: Duration = Duration::from_secs(60);
 pub(super) struct Kinds {
     suspicion: Suspicion,
     held: SmallVec<[HeldKind; 1]>,
-    _reads_kinds: Uncertain,
 }
 
 /// A kind that the upstream refuses alone.
@@ -40,8 +38,12 @@ impl Kinds {
         Kinds {
             suspicion: Suspicion::new(now),
             held: SmallVec::new(),
-            _reads_kinds: Uncertain::new(),
         }
+    }
+
+    /// Notes that the key is on hold until `end`.
+    pub(super) fn lasts_beyond(&mut self, end: Instant) {
+        self.suspicion.lasts_beyond(end);
     }
 
     /// Returns whether the suspicion has ended.
@@ -83,6 +85,7 @@ impl Kinds {
         let span = before.map_or(FIRST, |span| LONGEST.min(span * 2));
         let left = stated.unwrap_or(span);
         let until = clock::after(now, left);
+        self.suspicion.lasts_beyond(until);
         self.held.push(HeldKind { kind, until, span });
         Some(left)
     }

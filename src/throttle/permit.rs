@@ -12,7 +12,7 @@ use http::StatusCode;
 use super::counting;
 use super::engine::ThrottleCore;
 use super::paced_queue::Flight;
-use super::waiters::{Answer, Ended, TurnTooLate, Waiters};
+use super::waiters::{Ended, TurnAnswer, TurnTooLate, Waiters};
 use crate::clock;
 use crate::error::{Limited, Reason};
 use crate::events;
@@ -41,7 +41,7 @@ pub struct ThrottlePermit {
     /// The request in flight; `None` once the permit has ended.
     flight: Option<Flight>,
     /// How the request has waited, and its label, if either is known.
-    waited: Option<Box<Waited>>,
+    waited: Option<Box<TurnWaited>>,
     /// How long the request may wait for another turn.
     bound: WaitBound,
     /// The kind of the request, if it is known.
@@ -50,7 +50,7 @@ pub struct ThrottlePermit {
 
 /// What is known of a request that waits for its turn, or has waited.
 #[derive(Debug)]
-pub(super) struct Waited {
+pub(super) struct TurnWaited {
     label: Label,
     /// When it began to wait.
     start: Instant,
@@ -65,10 +65,10 @@ pub(super) struct Waited {
     open: Option<OpenRequest<ThrottleCore>>,
 }
 
-impl Waited {
+impl TurnWaited {
     /// Makes the value for a request that left `at` this moment without a wait.
     fn at_once(label: Label, at: Instant) -> Box<Self> {
-        Box::new(Waited {
+        Box::new(TurnWaited {
             label,
             start: at,
             span: Duration::ZERO,
@@ -114,7 +114,7 @@ impl ThrottlePermit {
         core: Arc<ThrottleCore>,
         key: Key,
         flight: Flight,
-        waited: Option<Box<Waited>>,
+        waited: Option<Box<TurnWaited>>,
         bound: WaitBound,
     ) -> Self {
         ThrottlePermit {
@@ -135,7 +135,7 @@ impl ThrottlePermit {
 
     /// Sets the label of the permit's key, for the error that a refusal makes.
     pub(crate) fn named(mut self, label: Label) -> Self {
-        self.waited = Some(Waited::at_once(label, clock::now()));
+        self.waited = Some(TurnWaited::at_once(label, clock::now()));
         self
     }
 
@@ -198,13 +198,13 @@ impl ThrottlePermit {
     }
 
     /// Takes what is known of the wait. Of a request that did not wait, `at` is when it left.
-    fn take_waited(&mut self, at: Instant) -> Box<Waited> {
+    fn take_waited(&mut self, at: Instant) -> Box<TurnWaited> {
         let waited = self.waited.take();
-        waited.unwrap_or_else(|| Waited::at_once(self.core.label(self.key, None), at))
+        waited.unwrap_or_else(|| TurnWaited::at_once(self.core.label(self.key, None), at))
     }
 
     /// Makes the wait of a request that is back in its old place.
-    fn waits_again(&self, number: Number, mut waited: Box<Waited>) -> Box<PaceWait> {
+    fn waits_again(&self, number: Number, mut waited: Box<TurnWaited>) -> Box<PaceWait> {
         waited.turns += 1;
         waited.open.get_or_insert_with(|| {
             OpenRequest::new(self.core.clone(), self.key, waited.start).sent_again()
@@ -239,7 +239,7 @@ impl ThrottlePermit {
         let flight = self.flight.take()?;
         let back_until = back_until.filter(|_| !self.core.tally().is_draining());
         let waited = self.waited.as_ref();
-        let answer = Answer {
+        let answer = TurnAnswer {
             signal,
             kind: self.kind,
             max_hold: self.core.settings.max_hold,
@@ -361,7 +361,7 @@ pub(crate) struct PaceWait {
     /// The request's number in the queue; `None` once the wait has ended.
     number: Option<Number>,
     /// `None` once the request has its turn.
-    waited: Option<Box<Waited>>,
+    waited: Option<Box<TurnWaited>>,
     bound: WaitBound,
     /// The kind of the request, if it is known.
     kind: Option<Key>,
@@ -378,7 +378,7 @@ impl PaceWait {
         start: Instant,
         bound: WaitBound,
     ) -> Self {
-        let mut waited = Waited::at_once(label, start);
+        let mut waited = TurnWaited::at_once(label, start);
         waited.turns = 1;
         waited.open = Some(open);
         PaceWait {

@@ -84,7 +84,7 @@ impl TurnTooLate {
 
 /// The answer to a request in flight.
 #[derive(Clone, Copy)]
-pub(super) struct Answer<'a> {
+pub(super) struct TurnAnswer<'a> {
     pub(super) signal: &'a Signal,
     /// The kind of the request, if it is known.
     pub(super) kind: Option<Key>,
@@ -238,7 +238,7 @@ impl Waiters {
     pub(super) fn answered(
         &mut self,
         flight: Flight,
-        answer: &Answer<'_>,
+        answer: &TurnAnswer<'_>,
         now: Instant,
         wakers: &mut Wakers,
     ) -> Ended {
@@ -266,6 +266,9 @@ impl Waiters {
         if let (Ended::IsBack(number), Some(latest)) = (&ended, answer.back_until) {
             self.wait(*number, latest, now);
         }
+        if let (Some(kinds), Some(until)) = (&mut self.kinds, self.queue.held_until()) {
+            kinds.lasts_beyond(until);
+        }
         self.wake_held(held_before, wakers);
         self.grant_due(now, wakers);
         ended
@@ -276,10 +279,10 @@ impl Waiters {
     fn is_about_kind(
         &mut self,
         sent: Instant,
-        answer: &Answer<'_>,
+        answer: &TurnAnswer<'_>,
         now: Instant,
     ) -> Option<Duration> {
-        let Answer { signal, kind, .. } = *answer;
+        let TurnAnswer { signal, kind, .. } = *answer;
         self.kinds.take_if(|kinds| kinds.is_over(now));
         if signal.refusal().is_none() {
             if let (Some(kinds), Some(kind)) = (&mut self.kinds, kind) {

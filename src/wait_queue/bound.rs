@@ -12,6 +12,9 @@ use crate::error::Reason;
 pub(crate) struct WaitBound {
     /// The latest slot that the request can wait for.
     pub(crate) latest: Instant,
+    /// Until when it can wait for something else than a slot, whose end no store states: an in-flight slot, or the
+    /// response to a probe.
+    pub(crate) patient_until: Instant,
     /// How long after it came that is, if its deadline is no earlier.
     pub(crate) longest: Duration,
     /// Whether the deadline of the request decides. Otherwise `max_wait` does.
@@ -41,6 +44,7 @@ impl WaitBound {
         let deadline = deadline.filter(|deadline| *deadline < latest);
         WaitBound {
             latest: deadline.unwrap_or(latest),
+            patient_until: deadline.unwrap_or_else(|| clock::after(now, max_wait)),
             longest,
             by_deadline: deadline.is_some(),
             is_none: max_wait.is_zero(),
@@ -53,6 +57,7 @@ impl WaitBound {
         if is_nested && self.latest > now {
             WaitBound {
                 latest: now,
+                patient_until: now,
                 longest: Duration::ZERO,
                 by_deadline: false,
                 is_none: true,
@@ -66,12 +71,6 @@ impl WaitBound {
     /// Returns whether the request cannot wait for `span`.
     pub(crate) fn is_too_long(&self, span: Duration, now: Instant) -> bool {
         clock::after(now, span) > self.latest
-    }
-
-    /// Returns until when the request, which comes at `now`, can wait for something else than a slot, whose end no store
-    /// states: an in-flight slot, or the response to a probe.
-    pub(crate) fn latest_unknown(&self, now: Instant) -> Instant {
-        if self.is_none { now } else { self.latest }
     }
 
     /// Returns the reason of a refusal because the slot would be too late.

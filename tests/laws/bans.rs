@@ -135,3 +135,56 @@ async fn bans_are_probed_twice_by_the_whole_fleet() {
         }
     }
 }
+
+/// A ban that is over leaves nothing behind for the next one, which is shorter.
+#[tokio::test(start_paused = true)]
+async fn a_ban_that_is_over_does_not_come_back() {
+    let store = Arc::new(MemoryStore::new(100));
+    let waits = Arc::new(Mutex::new(vec![None, Some(90), None, Some(3600)]));
+    let layers = [0, 1].map(|_| {
+        let layer = RateLimitLayer::builder(Quota::per_second(50));
+        layer
+            .store(store.clone())
+            .max_wait(Duration::ZERO)
+            .build()
+            .unwrap()
+    });
+    let services = layers.map(|layer| {
+        let waits = waits.clone();
+        ServiceBuilder::new()
+            .layer(layer)
+            .service(service_fn(move |_: Request<()>| {
+                let wait = waits.lock().unwrap().pop().flatten();
+                let response = match wait {
+                    Some(wait) => Response::builder().status(429).header("retry-after", wait),
+                    None => Response::builder(),
+                };
+                async move { Ok::<_, Error>(response.body(()).unwrap()) }
+            }))
+    });
+    let call = |process: usize| services[process].clone().oneshot(Request::new(()));
+    let told = |error: Error| {
+        Limited::find(&error)
+            .and_then(Limited::retry_after)
+            .unwrap()
+    };
+    assert_eq!(call(0).await.unwrap().status(), 429);
+    assert!(told(call(1).await.unwrap_err()) > 3590 * SECOND);
+    sleep(61 * SECOND).await;
+    while call(1).await.is_err() {
+        sleep(SECOND).await;
+    }
+    sleep(240 * SECOND).await;
+    assert_eq!(call(0).await.unwrap().status(), 429);
+    for process in [0, 1] {
+        let wait = told(call(process).await.unwrap_err());
+        assert!(
+            (89 * SECOND..=90 * SECOND).contains(&wait),
+            "{process}: {wait:?}"
+        );
+    }
+    sleep(61 * SECOND).await;
+    while call(0).await.is_err() {
+        sleep(SECOND).await;
+    }
+}

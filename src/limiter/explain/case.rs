@@ -63,7 +63,7 @@ impl KeyCase<'_> {
         }
         if let Some(limit) = self.used_up_in_flight(usage) {
             let in_flight = Because::InFlight(limit);
-            if self.bound.latest_unknown(self.now) <= self.now {
+            if self.bound.patient_until <= self.now {
                 return Ok(self.late(None, in_flight));
             }
             let because = blocked.map_or(in_flight, |(_, blocks)| blocks);

@@ -208,7 +208,7 @@ impl JointSet {
         let mut wait = SlotWait::new(bound, now);
         if is_back && !bound.by_deadline {
             // It has had an answer, so it may get a slot of one behind it at any time.
-            wait.gives_up_at = answer_by(bound.latest, now);
+            wait.gives_up_at = answer_by(bound.patient_until, now);
         }
         self.with(|state, _| {
             wait.is_in_line = state.refused_near.is_some() && state.lanes.waiting() > 0;

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use super::upstream_refusals::SAME_END;
 use crate::clock;
 use crate::key::Key;
+use crate::limiter::reservation::ProbeNumber;
 use crate::store::{Recipients, Register, RegisterRequest};
 
 /// The longest time without a probe.
@@ -47,6 +48,8 @@ pub(in crate::limiter) struct Ban {
     /// The version of the register that this process knows.
     version: u64,
     probe: FleetProbe,
+    /// The last probe of this process.
+    number: Option<ProbeNumber>,
     /// Whether the register does not have this yet.
     is_news: bool,
     /// When the store was asked to change the register, until it answers.
@@ -86,6 +89,7 @@ impl Ban {
                 confirmed: 0,
                 version: 0,
                 probe: FleetProbe::Free,
+                number: None,
                 is_news: true,
                 asked_at: None,
             };
@@ -127,25 +131,34 @@ impl Ban {
         match self.probe {
             FleetProbe::Ours => None,
             FleetProbe::Away(until) if until > now => Some(LOOK_AGAIN.min(until - now)),
-            FleetProbe::Away(_) | FleetProbe::Free => Some(ANSWER),
+            // It may be that of a process without requests. To ask first, as for the first probe, would give the right to
+            // the next one of those.
+            FleetProbe::Away(_) => None,
+            FleetProbe::Free => Some(ANSWER),
         }
     }
 
-    pub(super) fn probe_leaves(&mut self, now: Instant) {
+    pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
+        self.number = Some(number);
         self.probe = FleetProbe::Away(clock::after(now, PROBE_TAKES));
     }
 
-    pub(super) fn probe_comes_back(&mut self) {
-        self.probe = FleetProbe::Ours;
+    /// Notes that this probe was not sent. Returns whether another one may leave now.
+    pub(super) fn probe_comes_back(&mut self, number: ProbeNumber) -> bool {
+        let is_back = self.number.take_if(|last| *last == number).is_some();
+        if is_back {
+            self.probe = FleetProbe::Ours;
+        }
+        is_back
     }
 
     /// Returns the call to send now, if one is due. The key may be on probation, and requests wait for a probe.
-    /// The key is on hold for `held`.
+    /// The key is on hold for `held`, and its holds were released so often.
     pub(super) fn call(
         &mut self,
         key: Key,
         wants_probe: bool,
-        held: Duration,
+        (held, releases): (Duration, u32),
         now: Instant,
     ) -> Option<BanCall> {
         let is_free = match self.probe {
@@ -167,6 +180,7 @@ impl Ban {
             let micros = u64::try_from(span.as_micros()).unwrap_or(u64::MAX);
             value.extend(micros.to_le_bytes());
         }
+        value.extend(releases.to_le_bytes());
         let request = RegisterRequest {
             version: self.version,
             value: Some(value),
@@ -190,19 +204,27 @@ impl Ban {
         }
     }
 
-    /// Takes in what another process has written.
-    pub(super) fn learn(before: Option<Ban>, register: &Register, now: Instant) -> Option<Self> {
-        let theirs = Ban::read(register, now);
+    /// Takes in what another process has written. Holds of the key were released so often, as this process knows: a ban
+    /// from before a release is over.
+    pub(super) fn learn(
+        before: Option<Ban>,
+        register: &Register,
+        releases: u32,
+        now: Instant,
+    ) -> Option<Self> {
+        let theirs = Ban::read(register, releases, now);
         let Some(mut ban) = before else {
             return theirs;
         };
         ban.asked_at = None;
-        if ban.version == register.version && register.version != 0 {
+        let is_known = ban.version == register.version && register.version != 0;
+        // An earlier message may arrive late.
+        if is_known || ban.probe == FleetProbe::Ours {
             return Some(ban);
         }
         ban.version = register.version;
         let Some(theirs) = theirs else {
-            // The register has expired.
+            // The register has expired, or is about a ban that is over: the next call replaces it.
             return Some(ban);
         };
         let is_later = ban.is_news && ban.ends > clock::after(theirs.ends, SAME);
@@ -216,15 +238,19 @@ impl Ban {
     /// Returns for how long the key stays on hold, as another process has written.
     pub(super) fn held(register: &Register) -> Option<Duration> {
         let (_, spans) = register.value.split_first_chunk::<2>()?;
-        let held = u64::from_le_bytes(*spans.last_chunk::<8>()?);
+        let held = u64::from_le_bytes(*spans.get(8..)?.first_chunk::<8>()?);
         Duration::from_micros(held)
             .checked_sub(register.age)
             .filter(|left| !left.is_zero())
     }
 
-    fn read(register: &Register, now: Instant) -> Option<Self> {
+    fn read(register: &Register, releases: u32, now: Instant) -> Option<Self> {
         let (&[confirmed, is_probing], spans) = register.value.split_first_chunk::<2>()?;
         let left = Duration::from_micros(u64::from_le_bytes(*spans.first_chunk::<8>()?));
+        let released = u32::from_le_bytes(*spans.last_chunk::<4>()?);
+        if released < releases {
+            return None;
+        }
         let made_at = now.checked_sub(register.age).unwrap_or(now);
         let until = clock::after(made_at, PROBE_TAKES);
         let ban = Ban {
@@ -235,6 +261,7 @@ impl Ban {
                 0 => FleetProbe::Free,
                 _ => FleetProbe::Away(until),
             },
+            number: None,
             is_news: false,
             asked_at: None,
         };

@@ -50,7 +50,7 @@ struct HoldDetails {
     /// When this process last sent a refusal to the store.
     sent_at: Option<Instant>,
     /// When a probe was accepted last, of this process or another one.
-    accepted_at: Option<Instant>,
+    accepted_at: Option<(Instant, AcceptedBy)>,
     /// Whether the store has lost the hold, so that it has to be sent again.
     resends: bool,
     /// The tasks that are woken when the hold changes. Those that wait for its end have timers of their own.
@@ -59,6 +59,13 @@ struct HoldDetails {
     joint: u32,
     /// Present while an accepted request would change anything.
     uncertain: Option<Uncertain>,
+}
+
+/// Whose request was accepted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum AcceptedBy {
+    ThisProcess,
+    Another,
 }
 
 /// A quota that is used up.
@@ -129,17 +136,17 @@ impl HoldDetails {
         was_probing: bool,
         now: Instant,
     ) {
-        let is_own = |at: Instant| clock::after(at, SEND_AGAIN) > now;
-        if self.accepted_at.is_some_and(is_own) {
-            return;
-        }
+        let lately = self.accepted_at;
+        let lately = lately.filter(|(at, _)| clock::after(*at, SEND_AGAIN) > now);
         let is_nearly_over = before.is_some_and(|left| left < SEND_AGAIN);
-        if source == HoldSource::Seen || !(was_probing || is_nearly_over) {
+        let may_be_accepted = was_probing || is_nearly_over || lately.is_some();
+        if source == HoldSource::Seen || !may_be_accepted {
             self.suspicion = None;
-        } else if let Some(suspicion) = &mut self.suspicion {
+        } else if lately.is_none_or(|(_, by)| by == AcceptedBy::Another)
+            && let Some(suspicion) = &mut self.suspicion
+        {
             suspicion.accepted_elsewhere();
-            // The probes of several processes may be accepted.
-            self.accepted_at = Some(now);
+            self.accepted_at = Some((now, AcceptedBy::Another));
         }
     }
 
@@ -252,6 +259,10 @@ impl KeyHold {
         if is_changed && details.hold.is_cut() {
             details.set_uncertain(true);
         }
+        let end = details.hold.end();
+        if let Some(suspicion) = &mut details.suspicion {
+            suspicion.lasts_beyond(end);
+        }
         is_changed
     }
 
@@ -269,7 +280,11 @@ impl KeyHold {
             return false;
         }
         let details = self.details(sent);
+        let releases = details.hold.releases();
         let precedes_release = details.hold.answered(held, sent, bounds);
+        if details.hold.releases() > releases {
+            (details.ban, details.used_up) = (None, None);
+        }
         if details.hold.is_cut() {
             details.set_uncertain(true);
         }
@@ -338,6 +353,21 @@ impl KeyHold {
         let details = self.details(now);
         let is_held = details.hold.left(now).is_some();
         details.suspect(now).refused(kind, is_held, now)
+    }
+
+    /// Returns whether the store may be asked about the hold of one more kind.
+    pub(in crate::limiter) fn may_ask_about_kind(&mut self) -> bool {
+        let details = self.details.as_mut();
+        let suspicion = details.and_then(|details| details.suspicion.as_mut());
+        suspicion.is_some_and(|suspicion| suspicion.may_ask())
+    }
+
+    /// Notes that a kind of requests is on hold until `end`.
+    pub(in crate::limiter) fn kind_is_held(&mut self, end: Instant) {
+        let details = self.details.as_mut();
+        if let Some(suspicion) = details.and_then(|details| details.suspicion.as_mut()) {
+            suspicion.lasts_beyond(end);
+        }
     }
 
     /// Takes in that the upstream accepted a request of `kind` that was sent at `sent`.
@@ -413,11 +443,14 @@ impl KeyHold {
         else {
             return false;
         };
+        if sent >= details.hold.end() {
+            details.used_up = None;
+        }
         details.refusals.accepted(sent);
         let ends_ban = details.ban_on_probation(now).is_some() && sent >= details.hold.end();
         let is_released = details.hold.accepted(probe, sent) || ends_ban;
         if is_released {
-            details.accepted_at = Some(now);
+            details.accepted_at = Some((now, AcceptedBy::ThisProcess));
             details.ban = None;
             details.used_up = None;
         }
@@ -494,7 +527,9 @@ impl KeyHold {
         let details = self.details.as_mut()?;
         let wants_probe = is_awaited && details.ban_on_probation(now).is_some();
         let held = details.hold.left(now).unwrap_or_default();
-        details.ban.as_mut()?.call(key, wants_probe, held, now)
+        let releases = details.hold.releases();
+        let ban = details.ban.as_mut()?;
+        ban.call(key, wants_probe, (held, releases), now)
     }
 
     /// Takes in the answer of the store to such a call. `None` if the store failed. Returns whether requests that wait for a
@@ -524,23 +559,25 @@ impl KeyHold {
         }
     }
 
-    /// Takes in what another process has written about a ban.
-    pub(super) fn learn_ban(&mut self, register: &Register, now: Instant) {
+    /// Takes in what another process has written about a ban. Returns whether the hold changed.
+    pub(super) fn learn_ban(&mut self, register: &Register, now: Instant) -> bool {
         let details = self.details(now);
+        let releases = details.hold.releases();
         let before = details.ban.take().map(|ban| *ban);
-        details.ban = Ban::learn(before, register, now).map(Box::new);
+        details.ban = Ban::learn(before, register, releases, now).map(Box::new);
         // A process that had not used the key has missed the hold.
-        let held = Ban::held(register).filter(|_| details.hold.left(now).is_none());
-        if let Some(remaining) = held {
-            let releases = details.hold.releases();
-            let cut = true;
-            let held = HoldState {
-                remaining,
-                releases,
-                cut,
-            };
-            self.adopt(held, HoldSource::Published, now);
-        }
+        let is_held = details.hold.left(now).is_some();
+        let held = details.ban.as_ref().filter(|_| !is_held);
+        let Some(remaining) = held.and_then(|_| Ban::held(register)) else {
+            return false;
+        };
+        let cut = true;
+        let held = HoldState {
+            remaining,
+            releases,
+            cut,
+        };
+        self.adopt(held, HoldSource::Published, now)
     }
 
     /// Returns whether all requests may leave: the key is neither on hold nor on probation.
@@ -589,7 +626,7 @@ impl KeyHold {
         if let Some(details) = &mut self.details {
             details.hold.probe_leaves(number, now);
             if let Some(ban) = &mut details.ban {
-                ban.probe_leaves(now);
+                ban.probe_leaves(number, now);
             }
         }
     }
@@ -598,10 +635,8 @@ impl KeyHold {
     pub(super) fn probe_comes_back(&mut self, number: ProbeNumber) -> bool {
         self.details.as_mut().is_some_and(|details| {
             let is_back = details.hold.probe_comes_back(number);
-            if let Some(ban) = details.ban.as_mut().filter(|_| is_back) {
-                ban.probe_comes_back();
-            }
-            is_back
+            let ban = details.ban.as_mut();
+            ban.is_some_and(|ban| ban.probe_comes_back(number)) || is_back
         })
     }
 

@@ -584,8 +584,10 @@ impl KeyState {
     }
 
     /// Takes in what another process has written about a ban.
-    pub(super) fn learn_ban(&mut self, register: &Register, now: Instant) {
-        self.hold.learn_ban(register, now);
+    pub(super) fn learn_ban(&mut self, ctx: &mut KeyContext<'_>, register: &Register) {
+        if self.hold.learn_ban(register, ctx.now) {
+            self.hold_changed(ctx);
+        }
     }
 
     /// Takes back the probe of a request that was not sent, if it was one. Returns whether another one may

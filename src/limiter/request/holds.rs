@@ -8,6 +8,7 @@ use crate::clock;
 use crate::error::Reason;
 use crate::key::Key;
 use crate::limiter::holds::{self, HoldWait};
+use crate::limiter::key_state::KeyState;
 use crate::limiter::limited::Stopped;
 use crate::limiter::part::Part;
 use crate::limiter::probe::Probe;
@@ -49,7 +50,7 @@ impl Request {
             }
             let mut blocked = holds::blocked(core, key, now);
             let asks = match self.is_of_kind(key) {
-                true => part.is_remote(),
+                true => part.is_remote() && self.may_ask_about_kind(part),
                 false => !is_of_queue || !core.has_rates(),
             };
             if blocked.is_none() && asks {
@@ -98,7 +99,7 @@ impl Request {
         let left = core.stated_hold(held.key, now).unwrap_or(held.left);
         let refusal = Refusal::new(Some(left), None);
         if core.held(held.key, now).is_none() {
-            let latest = bound.latest_unknown(now);
+            let latest = bound.patient_until;
             if now < latest {
                 held.end = latest;
                 return Ok(());
@@ -111,6 +112,13 @@ impl Request {
             false => core.hold_reason(held.key, now),
         };
         Err(Stopped::refused(held.part, reason, refusal))
+    }
+
+    /// Returns whether the store may be asked about the hold of its kind: not of ever new ones.
+    fn may_ask_about_kind(&self, part: &Part) -> bool {
+        let Part { core, key, host } = part;
+        let may = |state: &mut KeyState| state.hold.may_ask_about_kind();
+        core.states.find(core.hold_key(*key, *host), may) == Some(true)
     }
 
     /// Returns whether `key` has the holds of its kind.

@@ -92,7 +92,7 @@ impl Request {
         let missing = self.in_flight.iter_mut();
         for of_part in missing.filter(|of_part| of_part.is_missing()) {
             let Part { core, key, .. } = &parts[of_part.part];
-            let latest = bound.latest_unknown(now);
+            let latest = bound.patient_until;
             let impatient = latest <= now;
             // The room was looked at before, and other threads may have taken it. A request that has waited keeps its
             // place.
