@@ -265,7 +265,7 @@ async fn call(
     stays: Arc<Mutex<Vec<Stay>>>,
 ) {
     let key = Key::new("law");
-    let number = come.fetch_add(1, Ordering::Relaxed);
+    let mut number = come.fetch_add(1, Ordering::Relaxed);
     let waiting = |number| {
         let now = clock::now();
         Waiting {
@@ -292,6 +292,10 @@ async fn call(
         let signal = signal(refused && attempt < caller.answers.len(), left, wait);
         match permit.answered_or_back(&signal, None, clock::now()) {
             Some(Back::Waits(wait)) => {
+                if attempt > 0 {
+                    // After its second refusal it goes behind the others.
+                    number = come.fetch_add(1, Ordering::Relaxed);
+                }
                 waits = waiting(number);
                 permit = wait.await.expect("it can wait for long");
             }
