@@ -31,7 +31,7 @@
 // | `cores` | the cores of a limiter whose quota counts several units |
 // | `counting` | what is counted of requests, and the stats of a limiter |
 // | `holds`, `in_flight_slot`, `own_quota` | holds of keys, in-flight slots, quotas that requests or responses state, or an operator sets |
-// | `part`, `probe`, `slots` | the keys of a request, the probe of a key, what a request gets in its line |
+// | `part`, `probe`, `slots`, `suspect` | the keys of a request, the probe of a key, what a request gets in its line, its kind while a key is under suspicion |
 // | `split_signal` | which key of a joint request a response is about |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | why a request is refused that gets no slot |
