@@ -12,8 +12,8 @@ use crate::error::Reason;
 pub(crate) struct WaitBound {
     /// The latest slot that the request can wait for.
     pub(crate) latest: Instant,
-    /// Until when it can wait for something else than a slot, whose end no store states: an in-flight slot, or the
-    /// response to a probe.
+    /// Until when it can wait for something else than a slot: the end of a hold, an in-flight slot, or the response to a
+    /// probe.
     pub(crate) patient_until: Instant,
     /// How long after it came that is, if its deadline is no earlier.
     pub(crate) longest: Duration,
@@ -68,9 +68,9 @@ impl WaitBound {
         }
     }
 
-    /// Returns whether the request cannot wait for `span`.
+    /// Returns whether the request cannot wait for a hold or a pause that ends after `span`.
     pub(crate) fn is_too_long(&self, span: Duration, now: Instant) -> bool {
-        clock::after(now, span) > self.latest
+        clock::after(now, span) > self.patient_until
     }
 
     /// Returns the reason of a refusal because the slot would be too late.

@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use super::found::Found;
+use crate::clock;
 use crate::error::{Reason, StoreError};
 use crate::limiter::admission;
 use crate::limiter::explanation::{Because, Verdict};
@@ -45,7 +46,7 @@ impl KeyCase<'_> {
             _ => self.because(usage),
         };
         let known = Some(wait).filter(|wait| *wait < Duration::MAX);
-        if blocked.is_some_and(|(left, _)| self.is_too_late(left)) {
+        if blocked.is_some_and(|(left, _)| self.bound.is_too_long(left, self.now)) {
             return Ok(self.late(known, because));
         }
         match &self.found.outlook.refused {
@@ -109,7 +110,9 @@ impl KeyCase<'_> {
     /// Decides if the store has failed.
     fn without_store(&self, error: &StoreError) -> Result<Verdict, StoreError> {
         match self.blocked() {
-            Some((left, blocks)) if self.is_too_late(left) => Ok(self.late(Some(left), blocks)),
+            Some((left, blocks)) if self.bound.is_too_long(left, self.now) => {
+                Ok(self.late(Some(left), blocks))
+            }
             _ if !self.part.core.fails_open_on(error) => Err(error.clone()),
             Some((left, blocks)) => Ok(waits(Some(left), blocks)),
             None => Ok(Verdict::Goes),
@@ -142,7 +145,7 @@ impl KeyCase<'_> {
     }
 
     fn is_too_late(&self, wait: Duration) -> bool {
-        wait == Duration::MAX || self.bound.is_too_long(wait, self.now)
+        wait == Duration::MAX || clock::after(self.now, wait) > self.bound.latest
     }
 
     /// Refuses the request, which cannot wait for `wait`.

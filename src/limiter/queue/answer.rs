@@ -10,6 +10,7 @@ use crate::limiter::lanes::{Booked, Lane, SlotWait};
 use crate::limiter::reservation::{ProbeNumber, Reservation, Settled};
 use crate::store::Refusal;
 use crate::wait_queue::Number;
+use crate::wait_queue::WaitBound;
 use crate::wakers::Wakers;
 
 impl Booked for Reservation {
@@ -94,8 +95,9 @@ impl Lane<Reservation> {
         wakers: &mut Wakers,
     ) {
         self.take_before(until, |slot| returns.add(&slot));
-        let refuse =
-            |_, wait: &SlotWait| (wait.bound.latest < until).then_some(Settled::Refused(refusal));
+        let refuse = |_, wait: &SlotWait| {
+            (wait.bound.patient_until < until).then_some(Settled::Refused(refusal))
+        };
         self.settle_where(refuse, wakers);
         self.enter_from(until);
     }
@@ -109,7 +111,8 @@ impl Lane<Reservation> {
             return;
         };
         let refuse = |number, wait: &SlotWait| {
-            (number >= first && wait.bound.latest < until).then_some(Settled::Refused(refusal))
+            (number >= first && wait.bound.patient_until < until)
+                .then_some(Settled::Refused(refusal))
         };
         self.settle_where(refuse, wakers);
     }
@@ -198,7 +201,14 @@ impl Lane<Reservation> {
             let asking = now.saturating_duration_since(wait.entered);
             wait.entered = now.max(wait.entered);
             if !wait.bound.by_deadline {
-                wait.bound.latest = clock::after(wait.bound.latest, asking);
+                let WaitBound {
+                    latest,
+                    patient_until,
+                    ..
+                } = &mut wait.bound;
+                for until in [latest, patient_until] {
+                    *until = clock::after(*until, asking);
+                }
             }
         }
     }
