@@ -210,7 +210,12 @@ impl Suspicion {
         }
     }
 
-    /// Returns whether the refusals of any kind are its own.
+    /// Returns whether the upstream refuses each kind alone of which a request was refused.
+    pub(crate) fn are_all_alone(&self) -> bool {
+        self.unknown.is_none() && self.refused.iter().all(|refused| refused.is_alone)
+    }
+
+    /// Returns the kinds that the upstream refuses alone.
     pub(crate) fn kinds(&self) -> impl Iterator<Item = Key> {
         let alone = self.refused.iter().filter(|refused| refused.is_alone);
         alone.map(|refused| refused.kind)

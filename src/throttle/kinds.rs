@@ -1,7 +1,9 @@
 //! The kinds of requests of one key, once the upstream has refused a request: which of them it refuses alone, and until when
 //! these are held.
 //!
-//! The pace does not learn from a refusal that is about one kind: it says nothing about the speed of the others. A request
+//! The pace does not learn from a refusal that is about one kind: it says nothing about the speed of the others. When a
+//! kind is found, what the pace has learned from its refusals until then is forgotten: three in a row cost minutes, with 25
+//! requests a second. (Not if processes share the pace: the others know of no kind.) A request
 //! of a kind on hold is refused here, at once. Tried: to let it wait in the queue. Then it is first in the queue when its
 //! time comes, whatever others do meanwhile.
 
@@ -22,6 +24,15 @@ const LONGEST: Duration = Duration::from_secs(60);
 pub(super) struct Kinds {
     suspicion: Suspicion,
     held: SmallVec<[HeldKind; 1]>,
+    /// The pace before the first refusal, if it can be restored.
+    before: Option<SavedPace>,
+}
+
+/// What a pace knew at a moment.
+#[derive(Debug)]
+pub(super) struct SavedPace {
+    pub(super) state: Vec<u8>,
+    pub(super) at: Instant,
 }
 
 /// A kind that the upstream refuses alone.
@@ -34,10 +45,11 @@ struct HeldKind {
 }
 
 impl Kinds {
-    pub(super) fn new(now: Instant) -> Self {
+    pub(super) fn new(before: Option<SavedPace>, now: Instant) -> Self {
         Kinds {
             suspicion: Suspicion::new(now),
             held: SmallVec::new(),
+            before,
         }
     }
 
@@ -88,6 +100,16 @@ impl Kinds {
         self.suspicion.lasts_beyond(until);
         self.held.push(HeldKind { kind, until, span });
         Some(left)
+    }
+
+    /// Takes what the pace knew before the first refusal, if all refusals since were about kinds. Not if that is long ago: the
+    /// pace has learned other things since.
+    pub(super) fn take_pace_before(&mut self, now: Instant) -> Option<SavedPace> {
+        let before = match self.suspicion.are_all_alone() {
+            true => self.before.take(),
+            false => None,
+        };
+        before.filter(|before| clock::after(before.at, LONGEST) > now)
     }
 
     /// Takes in that a request of `kind` was accepted, which was sent at `sent`.

@@ -22,9 +22,9 @@
 // | `event_log` | what happened at this process and is not in the register yet |
 // | `local_queue` | the requests of this process for one key |
 // | `sharing` | how a process takes turns with others |
+// | `kinds` | the kinds of requests that the upstream refuses alone |
 // | `paced_queue` | the queue of one key, without timers, tasks or a clock; the simulator runs it in virtual time |
 // | `sync` | the supervision of the sync task of a key |
-// | `kinds` | the kinds of requests that the upstream refuses alone |
 // | `waiters` | a paced queue with wakers and timers; only the first waiter's timer follows the next slot |
 // | `engine` | the waiters of all keys, and the listener of store events |
 // | `counting` | what is counted of requests, and the stats of a throttle |

@@ -293,9 +293,15 @@ impl Waiters {
         let is_held = self.queue.held_until().is_some_and(|until| until > now);
         let stated = signal.retry_after();
         let stated = stated.map(|stated| stated.min(answer.max_hold));
-        let new = || Box::new(Kinds::new(now));
-        let kinds = self.kinds.get_or_insert_with(new);
-        kinds.refused(kind, is_held, stated, now)
+        let kinds = match &mut self.kinds {
+            Some(kinds) => kinds,
+            none => none.insert(Box::new(Kinds::new(self.queue.save_pace(now), now))),
+        };
+        let left = kinds.refused(kind, is_held, stated, now)?;
+        if let Some(before) = kinds.take_pace_before(now) {
+            self.queue.restore_pace(&before, now);
+        }
+        Some(left)
     }
 
     /// Ends a request in flight without an answer.

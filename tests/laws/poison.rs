@@ -224,7 +224,7 @@ async fn poison_stops_only_its_kind_at_a_throttle() {
                 run(
                     ServiceBuilder::new().layer(layer).service(server),
                     poisons,
-                    5 * GAP,
+                    GAP,
                     180,
                 )
                 .await
@@ -234,7 +234,7 @@ async fn poison_stops_only_its_kind_at_a_throttle() {
                 run(
                     ServiceBuilder::new().layer(layer).service(server),
                     poisons,
-                    5 * GAP,
+                    GAP,
                     180,
                 )
                 .await
