@@ -22,7 +22,8 @@
 //! Tried: to hold the kind at its first refusal, if others were accepted lately. Then each of 15 kinds is refused once
 //! when a limit of all requests is reached, instead of one.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -39,6 +40,9 @@ const SUSPECTED: Duration = Duration::from_secs(60);
 /// The same for a key of which one kind was found to be refused alone: it comes back once a minute at most.
 const SUSPECTED_KIND: Duration = Duration::from_secs(600);
 
+/// What follows a longer hold has another cause: an operator may hold a key for months.
+const LONGEST_HOLD: Duration = Duration::from_secs(3600);
+
 /// The most kinds that are counted. A key with more is that of a server that refuses most requests, or the kinds are too
 /// fine: then the refusals are the key's.
 const MOST_KINDS: usize = 8;
@@ -46,20 +50,35 @@ const MOST_KINDS: usize = 8;
 /// The most requests for which the store is asked whether another process holds their kind.
 const MOST_ASKED: u32 = 64;
 
-/// How many keys of the process are under suspicion. One that is never used again counts until its state is dropped. Tried:
-/// a moment until which any is. The paused clocks of tests differ within a process.
-static SUSPICIONS: AtomicUsize = AtomicUsize::new(0);
+/// Until when any key of the process may be under suspicion, in milliseconds from [`BASE`]. Zero if none is. Tried: to count
+/// them. A key that is refused once and never used again then keeps all requests of the process from the fast path.
+static SUSPECTED_UNTIL: AtomicU64 = AtomicU64::new(0);
 
-/// Returns whether kinds of requests are told apart, because a key of this process is under suspicion.
-#[inline]
-pub(crate) fn is_any_suspected() -> bool {
-    SUSPICIONS.load(Ordering::Relaxed) > 0
+/// By the clock of the machine: the paused clocks of tests differ within a process. They run faster, if at all.
+static BASE: LazyLock<Instant> = LazyLock::new(clock::of_machine);
+
+fn millis_since_base(moment: Instant) -> u64 {
+    let millis = moment.saturating_duration_since(*BASE).as_millis();
+    u64::try_from(millis).unwrap_or(u64::MAX)
 }
 
-impl Drop for Suspicion {
-    fn drop(&mut self) {
-        SUSPICIONS.fetch_sub(1, Ordering::Relaxed);
+/// Returns whether kinds of requests are told apart, because a key of this process may be under suspicion. While none is,
+/// it costs a load.
+#[inline]
+pub(crate) fn is_any_suspected() -> bool {
+    let until = SUSPECTED_UNTIL.load(Ordering::Relaxed);
+    until != 0 && is_before(until)
+}
+
+#[inline(never)]
+fn is_before(until: u64) -> bool {
+    let is_before = millis_since_base(clock::of_machine()) < until;
+    if !is_before {
+        // If it is a later one by now, it stays.
+        let order = Ordering::Relaxed;
+        _ = SUSPECTED_UNTIL.compare_exchange(until, 0, order, order);
     }
+    is_before
 }
 
 /// Which kinds of requests of a key are refused, and which are accepted.
@@ -97,18 +116,28 @@ struct RefusedKind {
 
 impl Suspicion {
     pub(crate) fn new(now: Instant) -> Self {
-        SUSPICIONS.fetch_add(1, Ordering::Relaxed);
-        Suspicion {
+        let suspicion = Suspicion {
             last: now,
             unknown: None,
             refused: SmallVec::new(),
             asked: 0,
-        }
+        };
+        suspicion.note(now);
+        suspicion
     }
 
     /// Notes that the key, or a kind, is on hold until `end`: what happens after that is still about this refusal.
     pub(crate) fn lasts_beyond(&mut self, end: Instant) {
-        self.last = self.last.max(end);
+        let now = clock::now();
+        self.last = self.last.max(end.min(clock::after(now, LONGEST_HOLD)));
+        self.note(now);
+    }
+
+    /// Keeps requests of this process from the fast path until the suspicion ends.
+    fn note(&self, now: Instant) {
+        let left = self.ends_at().saturating_duration_since(now);
+        let until = millis_since_base(clock::after(clock::of_machine(), left));
+        SUSPECTED_UNTIL.fetch_max(until.saturating_add(1), Ordering::Relaxed);
     }
 
     /// Returns whether one more kind may be asked about at the store.

@@ -29,6 +29,11 @@ pub(crate) fn now() -> Instant {
     tokio::time::Instant::now().into_std()
 }
 
+/// The monotonic time of the machine, which no test moves: for what all the runtimes of a process have in common.
+pub(crate) fn of_machine() -> Instant {
+    Instant::now()
+}
+
 /// A pair of moments that were one: when both clocks were first asked.
 #[inline]
 fn anchor() -> (Instant, SystemTime) {
