@@ -15,6 +15,8 @@ pub struct StateCodec<'a> {
     origin: Instant,
     now: Instant,
     side: Side<'a>,
+    /// Whether other processes read what is written.
+    is_for_others: bool,
 }
 
 #[derive(Debug)]
@@ -33,9 +35,48 @@ impl StateCodec<'_> {
             origin: now,
             now,
             side: Side::Write(Vec::new()),
+            is_for_others: true,
         };
         share(&mut codec);
-        match codec.side {
+        codec.written()
+    }
+
+    /// The same, for a process that returns to this state later: see [`restore`](Self::restore).
+    pub(crate) fn save(now: Instant, share: impl FnOnce(&mut StateCodec<'_>)) -> Vec<u8> {
+        let mut codec = StateCodec {
+            origin: now,
+            now,
+            side: Side::Write(Vec::new()),
+            is_for_others: false,
+        };
+        share(&mut codec);
+        codec.written()
+    }
+
+    /// Returns to what [`save`](Self::save) has written at `saved_at`.
+    pub(crate) fn restore(
+        saved: &[u8],
+        saved_at: Instant,
+        share: impl FnOnce(&mut StateCodec<'_>),
+    ) {
+        share(&mut StateCodec {
+            origin: saved_at,
+            now: saved_at,
+            side: Side::Read {
+                left: saved,
+                sound: true,
+            },
+            is_for_others: false,
+        });
+    }
+
+    /// Returns whether other processes read what is written.
+    pub(crate) fn is_for_others(&self) -> bool {
+        self.is_for_others
+    }
+
+    fn written(self) -> Vec<u8> {
+        match self.side {
             Side::Write(written) => written.into_iter().flat_map(f64::to_le_bytes).collect(),
             Side::Read { .. } => Vec::new(),
         }
@@ -62,6 +103,7 @@ impl StateCodec<'_> {
                 left: written,
                 sound: true,
             },
+            is_for_others: true,
         };
         share(&mut codec);
         matches!(

@@ -225,6 +225,21 @@ impl PaceState {
         });
     }
 
+    /// Returns the state as bytes, for [`forget_since`](Self::forget_since). `None` if the pace cannot be shared: then it
+    /// cannot be saved either.
+    pub(super) fn remember(&mut self, now: Instant) -> Option<Vec<u8>> {
+        let mut is_whole = false;
+        let saved = StateCodec::save(now, |codec| is_whole = self.share(codec));
+        is_whole.then_some(saved)
+    }
+
+    /// Returns to the state that [`remember`](Self::remember) returned at `saved_at`, but for when the last request left.
+    pub(super) fn forget_since(&mut self, saved: &[u8], saved_at: Instant) {
+        let last_sent = self.last_sent;
+        StateCodec::restore(saved, saved_at, |codec| _ = self.share(codec));
+        self.last_sent = self.last_sent.max(last_sent);
+    }
+
     /// Returns the kind of the register for this pace: the size of its written state. Returns
     /// `None` if the pace cannot be shared.
     pub(super) fn kind(&mut self) -> Option<u64> {

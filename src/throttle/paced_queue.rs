@@ -196,20 +196,17 @@ impl PacedQueue {
     /// Returns what the pace knows, for [`restore_pace`](Self::restore_pace). `None` if processes share it, or if it is one
     /// of a user that cannot be saved.
     pub(super) fn save_pace(&mut self, now: Instant) -> Option<SavedPace> {
-        let pace = &mut self.local.pace_state;
-        let can_be_saved = self.sharing.is_none() && pace.kind().is_some();
-        can_be_saved.then(|| SavedPace {
-            state: pace.save(now),
-            at: now,
-        })
+        if self.sharing.is_some() {
+            return None;
+        }
+        let state = self.local.pace_state.remember(now)?;
+        Some(SavedPace { state, at: now })
     }
 
     /// Forgets what the pace has learned since then, and a hold.
     pub(super) fn restore_pace(&mut self, before: &SavedPace, now: Instant) {
-        let pace = &mut self.local.pace_state;
-        let last_sent = pace.last_sent;
-        pace.restore(&before.state, before.at);
-        pace.last_sent = pace.last_sent.max(last_sent);
+        let SavedPace { state, at } = before;
+        self.local.pace_state.forget_since(state, *at);
         self.touch(now);
     }
 

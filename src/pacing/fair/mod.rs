@@ -594,8 +594,7 @@ impl Pace for Fair {
     }
 
     fn share(&mut self, codec: &mut StateCodec<'_>) -> bool {
-        // Only a pace that processes share is written or read.
-        self.is_shared = true;
+        self.is_shared |= codec.is_for_others();
         codec.near(&mut self.first_call, Duration::ZERO);
         codec.flag(&mut self.is_told);
         codec.flag(&mut self.states_wait);
