@@ -107,7 +107,10 @@ impl Request {
             return Err(Stopped::refused(held.part, bound.reason(), refusal));
         }
         holds::confirm(core, held.key, now);
-        let reason = match self.is_of_kind(held.key) {
+        // A guard that stops the key stops its kinds, too.
+        let Part { key, host, .. } = &self.parts()[held.part];
+        let whole = core.hold_key(*key, *host);
+        let reason = match self.is_of_kind(held.key) && core.held(whole, now).is_none() {
             true => Reason::HeldKind,
             false => core.hold_reason(held.key, now),
         };
