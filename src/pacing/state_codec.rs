@@ -31,26 +31,30 @@ const SIZE: usize = 8;
 impl StateCodec<'_> {
     /// Returns everything that `share` passes, as bytes. Moments count from `now`.
     pub fn write(now: Instant, share: impl FnOnce(&mut StateCodec<'_>)) -> Vec<u8> {
-        let mut codec = StateCodec {
-            origin: now,
-            now,
-            side: Side::Write(Vec::new()),
-            is_for_others: true,
-        };
-        share(&mut codec);
-        codec.written()
+        StateCodec::write_for(true, now, share)
     }
 
     /// The same, for a process that returns to this state later: see [`restore`](Self::restore).
     pub(crate) fn save(now: Instant, share: impl FnOnce(&mut StateCodec<'_>)) -> Vec<u8> {
+        StateCodec::write_for(false, now, share)
+    }
+
+    fn write_for(
+        is_for_others: bool,
+        now: Instant,
+        share: impl FnOnce(&mut StateCodec<'_>),
+    ) -> Vec<u8> {
         let mut codec = StateCodec {
             origin: now,
             now,
             side: Side::Write(Vec::new()),
-            is_for_others: false,
+            is_for_others,
         };
         share(&mut codec);
-        codec.written()
+        match codec.side {
+            Side::Write(written) => written.into_iter().flat_map(f64::to_le_bytes).collect(),
+            Side::Read { .. } => Vec::new(),
+        }
     }
 
     /// Returns to what [`save`](Self::save) has written at `saved_at`.
@@ -60,26 +64,26 @@ impl StateCodec<'_> {
         share: impl FnOnce(&mut StateCodec<'_>),
     ) {
         share(&mut StateCodec {
-            origin: saved_at,
-            now: saved_at,
+            is_for_others: false,
+            ..StateCodec::reader(saved, saved_at, saved_at)
+        });
+    }
+
+    fn reader(written: &[u8], origin: Instant, now: Instant) -> StateCodec<'_> {
+        StateCodec {
+            origin,
+            now,
             side: Side::Read {
-                left: saved,
+                left: written,
                 sound: true,
             },
-            is_for_others: false,
-        });
+            is_for_others: true,
+        }
     }
 
     /// Returns whether other processes read what is written.
     pub(crate) fn is_for_others(&self) -> bool {
         self.is_for_others
-    }
-
-    fn written(self) -> Vec<u8> {
-        match self.side {
-            Side::Write(written) => written.into_iter().flat_map(f64::to_le_bytes).collect(),
-            Side::Read { .. } => Vec::new(),
-        }
     }
 
     /// Overwrites everything that `share` passes with what was written. Moments count from `now`.
@@ -96,15 +100,7 @@ impl StateCodec<'_> {
         now: Instant,
         share: impl FnOnce(&mut StateCodec<'_>),
     ) -> bool {
-        let mut codec = StateCodec {
-            origin,
-            now,
-            side: Side::Read {
-                left: written,
-                sound: true,
-            },
-            is_for_others: true,
-        };
+        let mut codec = StateCodec::reader(written, origin, now);
         share(&mut codec);
         matches!(
             codec.side,
