@@ -9,7 +9,7 @@
 //! on its way. A process becomes the one that sends the probe by a change of the register, which only one of them can
 //! make. Without registers, or while the store fails, each process probes for itself.
 //!
-//! Tried: to have each process wait for a random time before it probes. Of 20 processes, two then probe within one
+//! Simpler would be a random time before each process probes. By calculation, two of 20 processes then probe within one
 //! round trip once in eight times.
 
 use std::time::{Duration, Instant};
@@ -74,7 +74,59 @@ pub(in crate::limiter) struct BanCall {
     pub(in crate::limiter) is_for_probe: bool,
 }
 
+/// What a register has of a ban, from the moment when it was written.
+struct Written {
+    confirmed: u8,
+    is_probing: bool,
+    /// How long the ban lasts.
+    left: Duration,
+    /// How long the key stays on hold.
+    held: Duration,
+    /// How often holds of the key were released.
+    releases: u32,
+}
+
+impl Written {
+    fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![self.confirmed, u8::from(self.is_probing)];
+        for span in [self.left, self.held] {
+            let micros = u64::try_from(span.as_micros()).unwrap_or(u64::MAX);
+            bytes.extend(micros.to_le_bytes());
+        }
+        bytes.extend(self.releases.to_le_bytes());
+        bytes
+    }
+
+    /// Reads the bytes. `None` if they are not those of a ban.
+    fn read(bytes: &[u8]) -> Option<Self> {
+        let (&[confirmed, is_probing], rest) = bytes.split_first_chunk::<2>()?;
+        let (left, rest) = rest.split_first_chunk::<8>()?;
+        let (held, rest) = rest.split_first_chunk::<8>()?;
+        let span = |micros| Duration::from_micros(u64::from_le_bytes(micros));
+        Some(Written {
+            confirmed,
+            is_probing: is_probing != 0,
+            left: span(*left),
+            held: span(*held),
+            releases: u32::from_le_bytes(rest.try_into().ok()?),
+        })
+    }
+}
+
 impl Ban {
+    /// Makes a ban that no other process knows.
+    fn new(ends: Instant) -> Self {
+        Ban {
+            ends,
+            confirmed: 0,
+            version: 0,
+            probe: FleetProbe::Free,
+            number: None,
+            is_news: true,
+            asked_at: None,
+        }
+    }
+
     /// Takes in that the upstream has stated a wait of `stated`. It may have refused a probe by that.
     pub(super) fn stated(
         before: Option<Ban>,
@@ -84,15 +136,7 @@ impl Ban {
     ) -> Self {
         let ends = clock::after(now, stated);
         let Some(mut ban) = before.filter(|ban| ban.ends > now) else {
-            return Ban {
-                ends,
-                confirmed: 0,
-                version: 0,
-                probe: FleetProbe::Free,
-                number: None,
-                is_news: true,
-                asked_at: None,
-            };
+            return Ban::new(ends);
         };
         let is_confirmed = clock::after(ends, SAME) >= ban.ends;
         if is_probe {
@@ -175,15 +219,16 @@ impl Ban {
         }
         let left = self.left(now)?;
         self.asked_at = Some(now);
-        let mut value = vec![self.confirmed, u8::from(is_for_probe)];
-        for span in [left, held] {
-            let micros = u64::try_from(span.as_micros()).unwrap_or(u64::MAX);
-            value.extend(micros.to_le_bytes());
-        }
-        value.extend(releases.to_le_bytes());
+        let written = Written {
+            confirmed: self.confirmed,
+            is_probing: is_for_probe,
+            left,
+            held,
+            releases,
+        };
         let request = RegisterRequest {
             version: self.version,
-            value: Some(value),
+            value: Some(written.bytes()),
             ttl: left.min(LONGEST * 24),
             notify: Recipients::All,
             ..RegisterRequest::new(key, BAN)
@@ -237,33 +282,24 @@ impl Ban {
 
     /// Returns for how long the key stays on hold, as another process has written.
     pub(super) fn held(register: &Register) -> Option<Duration> {
-        let (_, spans) = register.value.split_first_chunk::<2>()?;
-        let held = u64::from_le_bytes(*spans.get(8..)?.first_chunk::<8>()?);
-        Duration::from_micros(held)
-            .checked_sub(register.age)
+        let held = Written::read(&register.value)?.held;
+        held.checked_sub(register.age)
             .filter(|left| !left.is_zero())
     }
 
+    /// Reads what another process has written. `None` if that is over.
     fn read(register: &Register, releases: u32, now: Instant) -> Option<Self> {
-        let (&[confirmed, is_probing], spans) = register.value.split_first_chunk::<2>()?;
-        let left = Duration::from_micros(u64::from_le_bytes(*spans.first_chunk::<8>()?));
-        let released = u32::from_le_bytes(*spans.last_chunk::<4>()?);
-        if released < releases {
-            return None;
-        }
+        let written = Written::read(&register.value).filter(|ban| ban.releases >= releases)?;
         let made_at = now.checked_sub(register.age).unwrap_or(now);
-        let until = clock::after(made_at, PROBE_TAKES);
         let ban = Ban {
-            ends: clock::after(made_at, left),
-            confirmed,
+            confirmed: written.confirmed,
             version: register.version,
-            probe: match is_probing {
-                0 => FleetProbe::Free,
-                _ => FleetProbe::Away(until),
+            probe: match written.is_probing {
+                true => FleetProbe::Away(clock::after(made_at, PROBE_TAKES)),
+                false => FleetProbe::Free,
             },
-            number: None,
             is_news: false,
-            asked_at: None,
+            ..Ban::new(clock::after(made_at, written.left))
         };
         ban.left(now).map(|_| ban)
     }
