@@ -28,9 +28,6 @@ const QUICK: Duration = Duration::from_millis(250);
 /// the limits of the key are more exact.
 const SHORTEST_RESET: Duration = Duration::from_secs(5);
 
-/// A caller is told that a quota is used up if it has to wait for so long.
-const LONG_WAIT: Duration = Duration::from_secs(60);
-
 /// A call that was answered.
 #[derive(Clone, Copy)]
 pub(super) struct AnsweredCall<'a> {
@@ -177,11 +174,13 @@ impl AnsweredCall<'_> {
 
     /// Takes in a refusal. Returns whether it is about this kind of requests alone.
     fn is_about_kind(&self, core: &Arc<Core>, signal: &Signal, now: Instant) -> bool {
-        let judge = |state: &mut KeyState| state.hold.is_about_kind(self.kind, now);
-        self.scoped(core, signal).is_some_and(|key| {
-            let judged = core.with_new_state(key, now, |state, _| judge(state));
-            judged.unwrap_or(false)
-        })
+        let Some(key) = self.scoped(core, signal) else {
+            return false;
+        };
+        let judged = core.with_new_state(key, now, |state, _| {
+            state.hold.is_about_kind(self.kind, now)
+        });
+        judged.unwrap_or(false)
     }
 
     /// Returns the key that a refusal holds, and why: `whole`, or that of one kind of its requests. If there is no room for
@@ -237,9 +236,7 @@ impl AnsweredCall<'_> {
                 .refused_upstream(retry_after, max_hold, sent, now);
             state.share_ban(ctx, false);
             let new = new?;
-            if retry_after >= Some(LONG_WAIT) {
-                state.hold.note_used_up(signal, now);
-            }
+            state.hold.note_used_up(signal, retry_after, now);
             let left = if new.is_sent {
                 state.take_remaining(ctx, max_hold)
             } else {

@@ -43,8 +43,8 @@ struct HoldDetails {
     refusals: UpstreamRefusals,
     /// Present while the upstream has stated a wait beyond `max_hold`.
     ban: Option<Box<Ban>>,
-    /// The quota that a refusal has stated to be used up, for an hour or more.
-    used_up: Option<Arc<UsedUp>>,
+    /// The reason of refusals here, if a refusal of the upstream has stated that a long quota is used up.
+    used_up: Option<Reason>,
     /// Begins with a refusal: whether the refusals are about kinds of requests.
     suspicion: Option<Box<Suspicion>>,
     /// When this process last sent a refusal to the store.
@@ -68,15 +68,11 @@ enum AcceptedBy {
     Another,
 }
 
-/// A quota that is used up.
-#[derive(Debug)]
-struct UsedUp {
-    name: Option<Arc<str>>,
-    window: Option<Duration>,
-}
-
-/// A caller may stop until the end of a hold that is at least so long.
+/// A caller may stop until the end of a ban that lasts for longer, or if a quota for at least so long is used up.
 const LONG: Duration = Duration::from_secs(3600);
+
+/// That a quota is used up is told to callers that have to wait for so long.
+const LONG_WAIT: Duration = Duration::from_secs(60);
 
 /// A hold that follows from a refusal of the upstream.
 #[derive(Clone, Copy, Debug)]
@@ -127,6 +123,12 @@ impl HoldDetails {
         ban.left(now).map(|_| ban)
     }
 
+    /// Forgets a ban, and that a quota is used up: the upstream accepts requests again, or an operator says so.
+    fn forget_stated_wait(&mut self) {
+        self.ban = None;
+        self.used_up = None;
+    }
+
     /// Takes in a release, when the key was on hold for `before`. An operator ends the suspicion. That a request was accepted
     /// is a release, too, which arrives when the hold is over or nearly so.
     fn released(
@@ -175,6 +177,22 @@ impl KeyHold {
 
     fn hold(&self) -> Option<&Hold> {
         self.details.as_ref().map(|details| &details.hold)
+    }
+
+    fn ban(&self) -> Option<&Ban> {
+        self.details.as_ref()?.ban.as_deref()
+    }
+
+    fn ban_mut(&mut self) -> Option<&mut Ban> {
+        self.details.as_mut()?.ban.as_deref_mut()
+    }
+
+    fn suspicion(&self) -> Option<&Suspicion> {
+        self.details.as_ref()?.suspicion.as_deref()
+    }
+
+    fn suspicion_mut(&mut self) -> Option<&mut Suspicion> {
+        self.details.as_mut()?.suspicion.as_deref_mut()
     }
 
     fn hold_mut(&mut self) -> Option<&mut Hold> {
@@ -250,7 +268,7 @@ impl KeyHold {
         let was_probing = before.is_none() && details.hold.is_cut();
         let is_changed = details.hold.adopt(held, source, now);
         if is_changed && held.remaining.is_zero() {
-            (details.ban, details.used_up) = (None, None);
+            details.forget_stated_wait();
             details.released(source, before, was_probing, now);
         } else if is_changed && source == HoldSource::Published {
             // It may follow from a refusal. Of its own refusals this process knows the kinds.
@@ -283,7 +301,7 @@ impl KeyHold {
         let releases = details.hold.releases();
         let precedes_release = details.hold.answered(held, sent, bounds);
         if details.hold.releases() > releases {
-            (details.ban, details.used_up) = (None, None);
+            details.forget_stated_wait();
         }
         if details.hold.is_cut() {
             details.set_uncertain(true);
@@ -334,17 +352,15 @@ impl KeyHold {
 
     /// Returns whether the kinds of requests are told apart, because a request was refused.
     pub(in crate::limiter) fn is_suspected(&self) -> bool {
-        let details = self.details.as_ref();
-        details.is_some_and(|details| details.suspicion.is_some())
+        self.suspicion().is_some()
     }
 
     /// Returns the kinds of requests that the upstream refuses alone, as this process knows.
     pub(in crate::limiter) fn kinds(&self) -> SmallVec<[Key; 1]> {
-        let suspicion = self
-            .details
-            .as_ref()
-            .and_then(|details| details.suspicion.as_ref());
-        suspicion.map_or_else(SmallVec::new, |suspicion| suspicion.kinds().collect())
+        self.suspicion()
+            .into_iter()
+            .flat_map(Suspicion::kinds)
+            .collect()
     }
 
     /// Takes in the refusal of a request of `kind`, if that is known. Returns whether the refusal holds this kind of requests,
@@ -357,26 +373,19 @@ impl KeyHold {
 
     /// Returns whether the store may be asked about the hold of one more kind.
     pub(in crate::limiter) fn may_ask_about_kind(&mut self) -> bool {
-        let details = self.details.as_mut();
-        let suspicion = details.and_then(|details| details.suspicion.as_mut());
-        suspicion.is_some_and(|suspicion| suspicion.may_ask())
+        self.suspicion_mut().is_some_and(Suspicion::may_ask)
     }
 
     /// Notes that a kind of requests is on hold until `end`.
     pub(in crate::limiter) fn kind_is_held(&mut self, end: Instant) {
-        let details = self.details.as_mut();
-        if let Some(suspicion) = details.and_then(|details| details.suspicion.as_mut()) {
+        if let Some(suspicion) = self.suspicion_mut() {
             suspicion.lasts_beyond(end);
         }
     }
 
     /// Takes in that the upstream accepted a request of `kind` that was sent at `sent`.
     pub(in crate::limiter) fn accepted_kind(&mut self, kind: Key, sent: Instant) {
-        let suspicion = self
-            .details
-            .as_mut()
-            .and_then(|details| details.suspicion.as_mut());
-        if let Some(suspicion) = suspicion {
+        if let Some(suspicion) = self.suspicion_mut() {
             suspicion.accepted(kind, sent);
         }
     }
@@ -451,8 +460,7 @@ impl KeyHold {
         let is_released = details.hold.accepted(probe, sent) || ends_ban;
         if is_released {
             details.accepted_at = Some((now, AcceptedBy::ThisProcess));
-            details.ban = None;
-            details.used_up = None;
+            details.forget_stated_wait();
         }
         details
             .suspicion
@@ -479,45 +487,43 @@ impl KeyHold {
 
     /// Returns for how long the key is on hold, as callers are told: until the end that the upstream stated.
     pub(in crate::limiter) fn stated_left(&self, now: Instant) -> Option<Duration> {
-        let ban = self
-            .details
-            .as_ref()
-            .and_then(|details| details.ban.as_ref());
-        self.left(now).max(ban.and_then(|ban| ban.left(now)))
+        let banned_for = self.ban().and_then(|ban| ban.left(now));
+        self.left(now).max(banned_for)
     }
 
-    /// Notes which quota the refusal states to be used up.
-    pub(in crate::limiter) fn note_used_up(&mut self, signal: &Signal, now: Instant) {
-        let used_up = signal
-            .quotas()
-            .iter()
-            .filter(|quota| quota.remaining() == Some(0));
+    /// Notes which quota a refusal states to be used up.
+    pub(in crate::limiter) fn note_used_up(
+        &mut self,
+        signal: &Signal,
+        retry_after: Option<Duration>,
+        now: Instant,
+    ) {
+        if retry_after < Some(LONG_WAIT) {
+            return;
+        }
+        let quotas = signal.quotas().iter();
+        let used_up = quotas.filter(|quota| quota.remaining() == Some(0));
         let long = used_up.filter(|quota| quota.window() >= Some(LONG));
         let longest = long.max_by_key(|quota| quota.window());
-        self.details(now).used_up = longest.map(|quota| {
-            Arc::new(UsedUp {
-                name: quota.name().map(Arc::from),
-                window: quota.window(),
-            })
+        self.details(now).used_up = longest.map(|quota| Reason::UsedUp {
+            quota: quota.name().map(Arc::from),
+            window: quota.window(),
         });
     }
 
     /// Returns why a request is refused during the hold.
     pub(in crate::limiter) fn reason(&self, now: Instant) -> Reason {
-        let Some(details) = &self.details else {
-            return Reason::Held;
-        };
-        let banned_for = details.ban.as_ref().and_then(|ban| ban.left(now));
-        match &details.used_up {
-            Some(quota) => Reason::UsedUp {
-                quota: quota.name.clone(),
-                window: quota.window,
-            },
-            None if banned_for > Some(LONG) => Reason::UsedUp {
+        let used_up = self.details.as_ref();
+        if let Some(reason) = used_up.and_then(|details| details.used_up.clone()) {
+            return reason;
+        }
+        let banned_for = self.ban().and_then(|ban| ban.left(now));
+        match banned_for > Some(LONG) {
+            true => Reason::UsedUp {
                 quota: None,
                 window: None,
             },
-            None => Reason::Held,
+            false => Reason::Held,
         }
     }
 
@@ -546,12 +552,8 @@ impl KeyHold {
                 false
             }
             None => {
-                let ban = self
-                    .details
-                    .as_mut()
-                    .and_then(|details| details.ban.as_mut());
                 let version = answer.map(|register| register.version);
-                if let Some(ban) = ban {
+                if let Some(ban) = self.ban_mut() {
                     ban.changed(version, is_for_probe);
                 }
                 is_for_probe
@@ -571,11 +573,9 @@ impl KeyHold {
         let Some(remaining) = held.and_then(|_| Ban::held(register)) else {
             return false;
         };
-        let cut = true;
         let held = HoldState {
-            remaining,
-            releases,
-            cut,
+            cut: true,
+            ..HoldState::new(remaining, releases)
         };
         self.adopt(held, HoldSource::Published, now)
     }
