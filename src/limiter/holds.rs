@@ -205,12 +205,16 @@ pub(super) fn blocked(core: &Arc<Core>, key: Key, now: Instant) -> Option<Option
     let blocked = |state: &mut KeyState| state.hold.blocked_for(max_hold, now);
     match core.states.find(key, blocked)? {
         None => Some(None),
-        // The visit looks whether the machine has slept.
-        Some(_) => {
-            core.with_state(key, now, |state, ctx| state.share_ban(ctx, true));
-            core.with_state(key, now, |state, _| blocked(state))
-        }
+        Some(_) => still_blocked(core, key, now),
     }
+}
+
+/// Looks again, in visits of the state of `key`, whether a hold or a probe stops all requests. The first one looks whether
+/// the machine has slept, and may ask the store for the right to probe: one in this process answers before the second.
+fn still_blocked(core: &Arc<Core>, key: Key, now: Instant) -> Option<Option<Duration>> {
+    let max_hold = core.settings.max_hold;
+    core.with_state(key, now, |state, ctx| state.share_ban(ctx, true));
+    core.with_state(key, now, |state, _| state.hold.blocked_for(max_hold, now))
 }
 
 /// The same for the waiter `number`, whose task is woken when the answer changes. It becomes no probe, because it waits
@@ -232,9 +236,8 @@ pub(super) fn watch(
     } else {
         core.states.find(key, watch)??;
     }
-    // The visit sees that a request waits for the end of the hold.
-    core.with_state(key, now, |state, ctx| state.share_ban(ctx, true));
-    core.with_state(key, now, |state, _| state.hold.blocked_for(max_hold, now))?
+    // The visits see that a request waits for the end of the hold.
+    still_blocked(core, key, now)?
 }
 
 /// Returns how many requests watch the hold of `key`, because they wait for its end or for something else.
