@@ -57,13 +57,8 @@ async fn nested_retries_count_all_attempts_of_a_request() {
         .retry(retry())
         .layer(layer.clone())
         .service(server);
-    service
-        .ready()
-        .await
-        .unwrap()
-        .call(Request::new(()))
-        .await
-        .unwrap();
+    let request = Request::new(());
+    service.ready().await.unwrap().call(request).await.unwrap();
     assert_eq!(arrived.load(Ordering::Relaxed), 9);
     assert_eq!(attempts_of_one(&layer.limiter()), 9);
     assert_eq!(layer.limiter().stats().requests().total(), 9);
@@ -98,7 +93,7 @@ async fn the_budget_bounds_retries_that_multiply() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_that_are_not_repeated_do_not_count_as_sent_again() {
+async fn requests_without_repeats_are_not_sent_again() {
     let (layer, events) = limit();
     let (server, _) = server();
     let mut service = ServiceBuilder::new()
@@ -106,13 +101,8 @@ async fn requests_that_are_not_repeated_do_not_count_as_sent_again() {
         .layer(layer.clone())
         .service(server);
     for _ in 0..10 {
-        service
-            .ready()
-            .await
-            .unwrap()
-            .call(Request::new(()))
-            .await
-            .unwrap();
+        let request = Request::new(());
+        service.ready().await.unwrap().call(request).await.unwrap();
     }
     assert_eq!(layer.limiter().stats().sent_again(), 0);
     assert!(events.lock().unwrap().is_empty());

@@ -156,14 +156,26 @@ fn server(
     server_that(States::Nothing, is_refused)
 }
 
-fn builder() -> (RateLimitBuilder, Holds) {
-    let holds = Arc::new(Mutex::new(Vec::new()));
-    let noted = holds.clone();
-    let builder = RateLimitLayer::builder(Quota::per_second(50)).on_event(move |event| {
+/// Returns a listener that notes holds.
+fn noting(holds: &Holds) -> impl Fn(&Event<'_>) + Send + Sync + 'static {
+    let holds = holds.clone();
+    move |event| {
         if let Event::Held { cause, left, .. } = event {
-            noted.lock().unwrap().push((*cause, *left));
+            holds.lock().unwrap().push((*cause, *left));
         }
-    });
+    }
+}
+
+/// Returns for how long refusals held the key itself.
+fn held_of_key(holds: &Holds) -> Duration {
+    let holds = holds.lock().unwrap();
+    let of_key = holds.iter().filter(|(cause, _)| *cause == Cause::Upstream);
+    of_key.map(|(_, left)| *left).sum()
+}
+
+fn builder() -> (RateLimitBuilder, Holds) {
+    let holds = Holds::default();
+    let builder = RateLimitLayer::builder(Quota::per_second(50)).on_event(noting(&holds));
     (builder, holds)
 }
 
@@ -182,9 +194,8 @@ async fn poison_stops_only_its_kind() {
         let layer = ServiceBuilder::new().layer(builder.build().unwrap());
         let service = layer.service(server(|request| request.uri().path() == "/v1/bad"));
         let seen = run(service, poisons, GAP, 180).await;
+        let held = held_of_key(&holds);
         let holds = holds.lock().unwrap();
-        let of_key = holds.iter().filter(|(cause, _)| *cause == Cause::Upstream);
-        let held: Duration = of_key.map(|(_, left)| *left).sum();
         println!(
             "{poisons:?}: p50 {:?} p99 {:?} failed {} key held {held:?}, poison {} {} {}; holds {}",
             seen.p(50),
@@ -203,13 +214,8 @@ async fn poison_stops_only_its_kind() {
 }
 
 fn throttle() -> (AdaptiveThrottleLayer, Holds) {
-    let holds = Arc::new(Mutex::new(Vec::new()));
-    let noted = holds.clone();
-    let builder = AdaptiveThrottleLayer::builder().on_event(move |event| {
-        if let Event::Held { cause, left, .. } = event {
-            noted.lock().unwrap().push((*cause, *left));
-        }
-    });
+    let holds = Holds::default();
+    let builder = AdaptiveThrottleLayer::builder().on_event(noting(&holds));
     (builder.build().unwrap(), holds)
 }
 
@@ -240,9 +246,8 @@ async fn poison_stops_only_its_kind_at_a_throttle() {
                 .await
             }
         };
+        let held = held_of_key(&holds);
         let holds = holds.lock().unwrap();
-        let of_key = holds.iter().filter(|(cause, _)| *cause == Cause::Upstream);
-        let held: Duration = of_key.map(|(_, left)| *left).sum();
         println!(
             "{is_retrying} p50 {:?} p97 {:?} p99 {:?} failed {} key held {held:?}, poison {} {} {}; holds {}",
             seen.p(50),
@@ -341,13 +346,7 @@ async fn poison_of_one_process_stops_no_other() {
                 .chain([&first])
                 .map(|seen| seen.failed + seen.others)
                 .sum();
-            let held: Duration = of_key[0]
-                .lock()
-                .unwrap()
-                .iter()
-                .filter(|(cause, _)| *cause == Cause::Upstream)
-                .map(|(_, left)| *left)
-                .sum();
+            let held = held_of_key(&of_key[0]);
             println!(
                 "{states:?}, {poisons} poisons: p50 {:?} p99 {:?}, {slow} of {} slow; poison {} {}; key held {held:?}",
                 waits[waits.len() / 2],

@@ -176,7 +176,7 @@ async fn waiter_never_polled_again_delays_no_other_waiter() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refused_request_goes_again_before_all_others_and_then_behind_them() {
+async fn a_refused_request_goes_first_and_then_behind_others() {
     let upstream = Upstream::answering([ok(), limited("1"), limited("1")]);
     let service = every(100).retrying().layer(upstream.clone());
     service.clone().oneshot(get("/first")).await.unwrap();
