@@ -7,7 +7,7 @@
 //! kind alone if, since the first refusal of that kind, [`ENOUGH`] requests of other kinds were accepted and none of
 //! its own.
 //!
-//! What speaks against it, each found in the simulation of a server:
+//! What speaks against that, and what is done about it:
 //!
 //! - A limit of all requests refuses whichever comes next. After a hold it accepts requests of this kind, too. So an
 //!   accepted request of a kind clears it.
@@ -19,8 +19,8 @@
 //! A server can only choose whom it stops: to hold one kind takes as many refusals as to hold the key, and stops less. What
 //! leaves in spite of a refusal is within the quota.
 //!
-//! Tried: to hold the kind at its first refusal, if others were accepted lately. Then each of 15 kinds is refused once
-//! when a limit of all requests is reached, instead of one.
+//! A kind is not held at its first refusal, even if others were accepted lately: when a limit of all requests is reached, each
+//! of 15 kinds would be refused once, instead of one.
 
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};

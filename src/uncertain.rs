@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Exists while an accepted request would change what a key knows of its upstream: it is on probation, or under
-/// suspicion. While there is one in the process, all responses are read, and kinds of requests are told apart.
+/// suspicion. While there is one in the process, all responses are read.
 #[derive(Debug)]
 pub(crate) struct Uncertain(());
 

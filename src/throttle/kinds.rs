@@ -4,8 +4,7 @@
 //! The pace does not learn from a refusal that is about one kind: it says nothing about the speed of the others. When a
 //! kind is found, what the pace has learned from its refusals until then is forgotten: three in a row cost minutes, with 25
 //! requests a second. (Not if processes share the pace: the others know of no kind.) A request
-//! of a kind on hold is refused here, at once. Tried: to let it wait in the queue. Then it is first in the queue when its
-//! time comes, whatever others do meanwhile.
+//! of a kind on hold is refused here, at once. If it waited in the queue, it would be first there when its time comes.
 
 use std::time::{Duration, Instant};
 
