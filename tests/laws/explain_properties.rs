@@ -228,7 +228,8 @@ impl World {
         }
     }
 
-    /// `Goes` if, and only if, the request gets its permit. Otherwise the reason is the stated one.
+    /// The request gets its permit if, and only if, that is stated: at once, or after the margin of its slot. Otherwise the
+    /// reason is the stated one.
     async fn now(&mut self, cost: u32, by_deadline: bool) -> Result<(), String> {
         self.avoid_the_end_of_a_hold().await;
         let request = || {
@@ -240,7 +241,7 @@ impl World {
             }
         };
         let explanation = request().explain().await.unwrap();
-        let goes = explanation.verdict == Verdict::Goes;
+        let goes = matches!(explanation.verdict, Verdict::Goes | Verdict::Waits { .. });
         let happened = request().await;
         // The slot may come between the two calls to a distant store.
         let is_near = matches!(explanation.verdict, Verdict::Refused { retry_after: Some(left), .. }
@@ -383,7 +384,7 @@ async fn wrong_jointly(quotas: &[Quota; 2], steps: &[JointStep]) -> Option<Strin
                 let waited = happened.as_ref().ok().map(|_| since.elapsed());
                 let is_right = match (stated, waited) {
                     // All keys have to allow the request at the same moment.
-                    (Some(stated), Some(waited)) if is_patient && !stated.is_zero() => {
+                    (Some(stated), Some(waited)) if !stated.is_zero() => {
                         waited + tolerance(0) >= stated
                     }
                     (stated, waited) => stated == waited,
