@@ -2,24 +2,22 @@
 
 use std::time::{Duration, Instant};
 
-use tokio::runtime::Handle;
-
+use crate::blocking;
 use crate::clock;
 use crate::error::Reason;
 
 /// How long a request can wait for a slot, and whether its deadline or `max_wait` decides that.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WaitBound {
-    /// The latest slot that the request can wait for.
+    /// The latest moment that the request can wait for: a slot, or the end of a hold.
     pub(crate) latest: Instant,
-    /// Until when it can wait for something else than a slot: the end of a hold, an in-flight slot, or the response to a
-    /// probe.
+    /// Until when it can wait for what has no known moment: an in-flight slot, or the response to a probe.
     pub(crate) patient_until: Instant,
     /// How long after it came that is, if its deadline is no earlier.
     pub(crate) longest: Duration,
     /// Whether the deadline of the request decides. Otherwise `max_wait` does.
     pub(crate) by_deadline: bool,
-    /// Whether `max_wait` is zero, so that the request waits for nothing but a slot that is a margin away.
+    /// Whether `max_wait` is zero, so that the request waits for the margin of its quota at most.
     pub(crate) is_none: bool,
     /// Whether no request waits because it is made inside of a call of the same limiter: see
     /// `limiter/around.rs`.
@@ -35,7 +33,7 @@ impl WaitBound {
         max_wait: Duration,
         least_wait: Duration,
     ) -> Self {
-        let longest = if least_wait > max_wait && Handle::try_current().is_ok() {
+        let longest = if least_wait > max_wait && blocking::runtime_for_tasks().is_some() {
             least_wait
         } else {
             max_wait
@@ -70,7 +68,7 @@ impl WaitBound {
 
     /// Returns whether the request cannot wait for a hold or a pause that ends after `span`.
     pub(crate) fn is_too_long(&self, span: Duration, now: Instant) -> bool {
-        clock::after(now, span) > self.patient_until
+        clock::after(now, span) > self.latest
     }
 
     /// Returns the reason of a refusal because the slot would be too late.

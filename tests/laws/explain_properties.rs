@@ -243,9 +243,21 @@ impl World {
         let explanation = request().explain().await.unwrap();
         let goes = matches!(explanation.verdict, Verdict::Goes | Verdict::Waits { .. });
         let happened = request().await;
-        // The slot may come between the two calls to a distant store.
-        let is_near = matches!(explanation.verdict, Verdict::Refused { retry_after: Some(left), .. }
-            if left <= self.trip * 4);
+        // The slot may come near enough between the two calls to a distant store.
+        let is_near = match &explanation.verdict {
+            Verdict::Refused {
+                reason,
+                retry_after: Some(left),
+                ..
+            } => {
+                let margin = match reason {
+                    Reason::MaxWait(margin) => *margin,
+                    _ => Duration::ZERO,
+                };
+                !self.trip.is_zero() && *left <= margin + self.trip * 4
+            }
+            _ => false,
+        };
         let stated = match &explanation.verdict {
             Verdict::Refused { reason, .. } => Some(reason.clone()),
             _ => None,

@@ -151,13 +151,13 @@ impl KeyCase<'_> {
     /// Refuses the request, which cannot wait for `wait`.
     fn late(&self, wait: Option<Duration>, because: Because) -> Verdict {
         let reason = match self.found.held() {
-            Some(_) => self
+            Some(left) if self.bound.is_too_long(left, self.now) => self
                 .found
                 .outlook
                 .hold_reason
                 .clone()
                 .unwrap_or(Reason::Held),
-            None => self.bound.reason(),
+            _ => self.bound.reason(),
         };
         Verdict::Refused {
             reason,

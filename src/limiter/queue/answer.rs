@@ -95,9 +95,8 @@ impl Lane<Reservation> {
         wakers: &mut Wakers,
     ) {
         self.take_before(until, |slot| returns.add(&slot));
-        let refuse = |_, wait: &SlotWait| {
-            (wait.bound.patient_until < until).then_some(Settled::Refused(refusal))
-        };
+        let refuse =
+            |_, wait: &SlotWait| (wait.bound.latest < until).then_some(Settled::Refused(refusal));
         self.settle_where(refuse, wakers);
         self.enter_from(until);
     }
@@ -111,8 +110,7 @@ impl Lane<Reservation> {
             return;
         };
         let refuse = |number, wait: &SlotWait| {
-            (number >= first && wait.bound.patient_until < until)
-                .then_some(Settled::Refused(refusal))
+            (number >= first && wait.bound.latest < until).then_some(Settled::Refused(refusal))
         };
         self.settle_where(refuse, wakers);
     }

@@ -92,7 +92,7 @@ impl Request {
     /// missed. For the response to a probe, which may arrive at any time, it waits as long as it can.
     pub(super) fn waits_for(&self, held: &mut KeyOnHold, now: Instant) -> Result<(), Stopped> {
         let bound = self.place.bound;
-        if held.end <= bound.patient_until {
+        if held.end <= bound.latest {
             return Ok(());
         }
         let core = &self.parts()[held.part].core;
