@@ -282,8 +282,9 @@ fn clock(text: &str) -> Option<u64> {
         None => (0, number(text)?),
     };
     let is_clock = parts.next().is_none() && hours < 24 && minutes < 60 && seconds < 60;
-    let millis = (days.min(366) * 86_400 + hours * 3600 + minutes * 60 + seconds) * 1000;
-    is_clock.then_some(millis.min(time::LONGEST))
+    // Only numbers of a clock are small enough to be multiplied.
+    let millis = || (days.min(366) * 86_400 + hours * 3600 + minutes * 60 + seconds) * 1000;
+    is_clock.then(|| millis().min(time::LONGEST))
 }
 
 /// `35`, with no other word after it.
@@ -347,7 +348,24 @@ pub(super) fn is_code(code: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        #![proptest_config(histories::config(256))]
+
+        /// What leads to a wait, before numbers and units of any size.
+        #[test]
+        fn no_text_makes_the_reader_panic(
+            lead in "(try again in|retry after|resets in|banned until|replenished in|daily limit) ",
+            text in "([0-9]{0,25}[.:, ]?(s|ms|days|hours and|T|Z|-| GMT)?){0,8}|.{0,40}",
+        ) {
+            let said = read(&format!("{lead}{text}"), &BASE);
+            let waits = said.retry.into_iter().chain(said.reset);
+            prop_assert!(waits.into_iter().all(|wait| wait <= time::LONGEST));
+        }
+    }
 
     const BASE: Base = Base {
         now: 1_767_225_600_000,
@@ -405,6 +423,8 @@ mod tests {
             ("Wait. Used in 5 seconds", None, None),
             ("retry-after: 172.793µs, allowed: 44000/minute", None, None),
             ("retry after 3 attempts", None, None),
+            ("try again in 9999999999999999999:00:00", None, None),
+            ("try again in 0:9999999999999999999:0", None, None),
             ("wait a few minutes, limits reset every minute", None, None),
             ("exceeded with in '20' secs", None, None),
             ("try again in", None, None),
