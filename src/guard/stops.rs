@@ -32,6 +32,9 @@ struct Stop {
     until: Instant,
     /// How often in a row its guard had tripped, including this stop. 0 after a release.
     number: u32,
+    /// Whether the guard of this process has stopped the key, now or before. A hold that was heard of may be that of a key
+    /// under which no guard counts.
+    is_own: bool,
 }
 
 /// A stop that begins.
@@ -97,6 +100,7 @@ impl Stops {
                 Stop {
                     until: clock::after(now, span),
                     number,
+                    is_own: true,
                 },
                 now,
             );
@@ -116,7 +120,13 @@ impl Stops {
             // A process that does not know of earlier stops stops the key for a shorter time.
             let last = last.filter(|last| now < clock::after(last.until, self.longest));
             let number = self.number(span).max(last.map_or(0, |last| last.number));
-            self.insert(stops, key, Stop { until, number }, now);
+            let is_own = last.is_some_and(|last| last.is_own);
+            let stop = Stop {
+                until,
+                number,
+                is_own,
+            };
+            self.insert(stops, key, stop, now);
             true
         })
     }
@@ -130,10 +140,8 @@ impl Stops {
                 return None;
             }
             // Answers to requests that were sent before do not trip the guard again.
-            *stop = Stop {
-                until: now,
-                number: 0,
-            };
+            stop.until = now;
+            stop.number = 0;
             Some(until)
         })
     }
@@ -148,10 +156,23 @@ impl Stops {
     }
 
     fn insert(&self, stops: &mut BTreeMap<Key, Stop>, key: Key, stop: Stop, now: Instant) {
-        if stops.len() >= self.most && !stops.contains_key(&key) && self.is_cleaning_due(now) {
-            stops.retain(|_, stop| stop.until > now);
+        let is_full =
+            |stops: &BTreeMap<Key, Stop>| stops.len() >= self.most && !stops.contains_key(&key);
+        if is_full(stops) && self.is_cleaning_due(now) {
+            // An own stop that is over says how long the next one is.
+            let counts_until = |stop: &Stop| match stop.is_own {
+                true => clock::after(stop.until, self.longest),
+                false => stop.until,
+            };
+            stops.retain(|_, stop| counts_until(stop) > now);
         }
-        if stops.len() < self.most || stops.contains_key(&key) {
+        if is_full(stops) && stop.is_own {
+            let foreign = stops.iter().find(|(_, stop)| !stop.is_own);
+            if let Some(foreign) = foreign.map(|(key, _)| *key) {
+                stops.remove(&foreign);
+            }
+        }
+        if !is_full(stops) {
             stops.insert(key, stop);
         }
     }
@@ -223,6 +244,26 @@ mod tests {
             stops.trip(key, later, later),
             Some(NewStop { span, number: 1 })
         );
+    }
+
+    /// Other layers over the same store may hold more keys than there is room for.
+    #[test]
+    fn holds_of_other_keys_leave_the_own_stops() {
+        let (stops, mut now) = (Stops::new(secs(60), secs(3600), 3), clock::now());
+        let own = Key::new("own");
+        let hear_others = |now| {
+            for number in 0..10 {
+                stops.heard(Key::new(format!("{number}")), secs(5), now);
+            }
+        };
+        hear_others(now);
+        for (number, expected) in (1..).zip([60, 120, 240]) {
+            let span = secs(expected);
+            assert_eq!(stops.trip(own, now, now), Some(NewStop { span, number }));
+            assert_eq!(stops.left(own, now), Some(span));
+            now += span;
+            hear_others(now);
+        }
     }
 
     #[test]
