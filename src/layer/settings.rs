@@ -272,9 +272,9 @@ macro_rules! common_setters {
         ///
         /// `tollgate_requests_total` and `tollgate_units_total` then have the label `key`, with the name
         /// that [`key_name`](Self::key_name) returns. The busiest keys of the first publish have it, and
-        /// later keys as long as there are places. A key without requests for an hour frees its place.
-        /// Keys without a place are counted under `other`, as is what a key did before it got one. The
-        /// sum over all keys is the whole.
+        /// later keys as long as there are places. A key without requests for an hour frees its place, until
+        /// 10,000 keys have had one. Keys without a place are counted under `other`, as is what a key did before it got one.
+        /// The sum over all keys is the whole.
         #[cfg(feature = "metrics")]
         #[cfg_attr(docsrs, doc(cfg(feature = "metrics")))]
         pub fn metrics_keys(mut self, most: usize) -> Self {

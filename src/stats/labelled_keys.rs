@@ -13,8 +13,8 @@ use crate::locks::lock;
 /// A key without requests for this long frees its place for another one.
 const IDLE: Duration = Duration::from_secs(3600);
 
-/// The most keys without a place whose counts are kept, in case they get one again.
-const MOST_FORMER: usize = 10_000;
+/// The most keys that have series in the life of a gate, with places or without.
+const MOST_SERIES: usize = 10_000;
 
 /// How many of the busiest keys may get a free place.
 const MOST_CANDIDATES: usize = 1000;
@@ -117,13 +117,14 @@ impl LabelledKeys {
         for key in idle {
             former.extend(keys.remove_entry(&key));
         }
-        while former.len() > MOST_FORMER {
-            former.pop_first();
-        }
         if keys.len() < most {
             for key in busiest(MOST_CANDIDATES) {
                 if keys.len() == most {
                     break;
+                }
+                // No series is dropped, because a recorder keeps it, and what it counted would be counted under `other` again.
+                if keys.len() + former.len() >= MOST_SERIES && !former.contains_key(&key) {
+                    continue;
                 }
                 let Some(stats) = stats(key).filter(|_| !keys.contains_key(&key)) else {
                     continue;
