@@ -394,11 +394,7 @@ impl<B: 'static> RequestInfo for http::Request<B> {
             .get(http::header::HOST)?
             .to_str()
             .ok()?;
-        match authority.rsplit_once(':') {
-            Some((host, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => Some(host),
-            _ => Some(authority),
-        }
-        .filter(|host| !host.is_empty())
+        Some(without_port(authority)).filter(|host| !host.is_empty())
     }
 
     #[inline]
