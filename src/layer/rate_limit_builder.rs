@@ -291,8 +291,8 @@ impl RateLimitBuilder {
     /// what is guaranteed, and what to do when shares change.
     ///
     /// [`build`](Self::build) fails if a share is not from 1 to 100, if the shares are more than 100 per
-    /// cent together, if there are more than seven, or if a share of a rate is less than one unit
-    /// ([`ConfigError`]).
+    /// cent together, if there are more than seven, if the quota has eight limits, or if a share of a rate is less than one
+    /// unit ([`ConfigError`]).
     ///
     /// ```
     /// use tollgate::{Quota, RateLimitLayer};

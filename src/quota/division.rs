@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{Limit, Quota};
-use crate::config_error::{ConfigError, Problem};
+use crate::config_error::ConfigError;
 
 /// A class of requests with a share of the quota.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,80 +105,48 @@ impl Division {
         let percents = self.percents();
         let mut parts = vec![*quota; 1 + percents.len()];
         if quota.limits().len() == Quota::MOST_LIMITS {
-            return Err(ConfigError(Problem::TooManyLimits));
+            return Err(ConfigError::new(
+                "a quota with shares holds at most 7 limits, bursts included",
+            ));
         }
         for (index, limit) in quota.limits().iter().enumerate() {
             let mut rest = *limit;
             for (class, percent) in percents.iter().enumerate() {
-                let too_small = undividable(*limit, self.shares[class].class);
-                let part = part(*limit, *percent).ok_or(too_small)?;
-                rest = without(rest, *limit, part);
+                let too_small = || undividable(*limit, self.shares[class].class);
+                let part = part(*limit, *percent).ok_or_else(too_small)?;
+                rest = without(rest, part);
                 parts[1 + class].limits[index] = part;
             }
             let rest = with_refill(rest, *limit, self.percent(0));
-            parts[0].limits[index] = rest.ok_or(undividable(*limit, "the rest"))?;
+            parts[0].limits[index] = rest.ok_or_else(|| undividable(*limit, "the rest"))?;
         }
         Ok(parts)
     }
 }
 
 fn undividable(limit: Limit, class: &'static str) -> ConfigError {
-    ConfigError(Problem::Undividable { limit, class })
+    ConfigError::new(format!(
+        "quota {limit}: the share of {class:?} is less than one unit: give the class a larger share, or write the quota with \
+         a longer window or a burst, such as Quota::bucket(10).refill(1, d) instead of Quota::every(d); all classes \
+         without a share have the rest together"
+    ))
 }
 
 /// Returns `percent` of a limit, or `None` if that is less than one unit.
 fn part(limit: Limit, percent: u8) -> Option<Limit> {
-    let units = |count: u32| {
-        let units = u64::from(count) * u64::from(percent) / 100;
-        u32::try_from(units).ok().filter(|units| *units > 0)
-    };
-    Some(match limit {
-        Limit::Sliding { count, window } => Limit::Sliding {
-            count: units(count)?,
-            window,
-        },
-        Limit::Fixed { count, window } => Limit::Fixed {
-            count: units(count)?,
-            window,
-        },
-        Limit::Bucket { capacity, .. } => {
-            let part = Limit::Bucket {
-                capacity: units(capacity)?,
-                count: 1,
-                window: limit.window(),
-            };
-            with_refill(part, limit, percent)?
-        }
-        Limit::InFlight { .. } => limit,
-    })
+    if let Limit::InFlight { .. } = limit {
+        return Some(limit);
+    }
+    let units = u64::from(limit.largest_cost()) * u64::from(percent) / 100;
+    let units = u32::try_from(units).ok().filter(|units| *units > 0)?;
+    with_refill(limit.with_units(units), limit, percent)
 }
 
 /// Returns what is left of a limit if the units of `part` are taken away.
-fn without(rest: Limit, limit: Limit, part: Limit) -> Limit {
-    match (rest, part) {
-        (Limit::Sliding { count, .. }, Limit::Sliding { count: taken, .. }) => Limit::Sliding {
-            count: count - taken,
-            window: limit.window(),
-        },
-        (Limit::Fixed { count, .. }, Limit::Fixed { count: taken, .. }) => Limit::Fixed {
-            count: count - taken,
-            window: limit.window(),
-        },
-        (
-            Limit::Bucket {
-                capacity,
-                count,
-                window,
-            },
-            Limit::Bucket {
-                capacity: taken, ..
-            },
-        ) => Limit::Bucket {
-            capacity: capacity - taken,
-            count,
-            window,
-        },
-        (rest, _) => rest,
+fn without(rest: Limit, part: Limit) -> Limit {
+    match rest {
+        Limit::InFlight { .. } => rest,
+        _ => rest.with_units(rest.largest_cost() - part.largest_cost()),
     }
 }
 
@@ -285,7 +253,7 @@ mod tests {
         let every = Quota::every(Duration::from_secs(2));
         let error = division(&[50]).parts(&every).unwrap_err();
         assert!(
-            matches!(error, ConfigError(Problem::Undividable { class: "a", .. })),
+            error.to_string().contains(r#"the share of "a" is less"#),
             "{error}"
         );
         let few = division(&[10, 10]).parts(&Quota::per_second(5));

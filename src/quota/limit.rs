@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::{LIFE, Quota, Slacks};
-use crate::config_error::{ConfigError, Problem};
+use crate::config_error::ConfigError;
 
 /// One limit of a [`Quota`].
 #[non_exhaustive]
@@ -156,41 +156,48 @@ impl Limit {
         }
     }
 
+    /// Returns the same limit for so many units: its count, or the capacity of a bucket. Calls in flight stay as they are.
+    pub(super) fn with_units(self, units: u32) -> Limit {
+        match self {
+            Limit::Sliding { window, .. } => Limit::Sliding {
+                count: units,
+                window,
+            },
+            Limit::Fixed { window, .. } => Limit::Fixed {
+                count: units,
+                window,
+            },
+            Limit::Bucket { count, window, .. } => Limit::Bucket {
+                capacity: units,
+                count,
+                window,
+            },
+            Limit::InFlight { .. } => self,
+        }
+    }
+
     /// Returns the limit of which this one and `other` are parts. `None` for calls in flight, which have no
     /// parts, and for limits of two kinds.
     pub(crate) fn plus(self, other: Limit) -> Option<Limit> {
+        let units = self.largest_cost().saturating_add(other.largest_cost());
         match (self, other) {
-            (Limit::Sliding { count, window }, Limit::Sliding { count: more, .. }) => {
-                Some(Limit::Sliding {
-                    count: count.saturating_add(more),
-                    window,
-                })
-            }
-            (Limit::Fixed { count, window }, Limit::Fixed { count: more, .. }) => {
-                Some(Limit::Fixed {
-                    count: count.saturating_add(more),
-                    window,
-                })
-            }
+            (Limit::Sliding { .. }, Limit::Sliding { .. })
+            | (Limit::Fixed { .. }, Limit::Fixed { .. }) => Some(self.with_units(units)),
             (
+                Limit::Bucket { count, window, .. },
                 Limit::Bucket {
-                    capacity,
-                    count,
-                    window,
-                },
-                Limit::Bucket {
-                    capacity: larger,
                     count: more,
                     window: other,
+                    ..
                 },
             ) => {
                 let nanos = |window: Duration| u64::try_from(window.as_nanos()).unwrap_or(u64::MAX);
                 let of_both =
                     u128::from(count) * other.as_nanos() + u128::from(more) * window.as_nanos();
-                let units = of_both / u128::from(nanos(other).max(1));
+                let refill = of_both / u128::from(nanos(other).max(1));
                 Some(Limit::Bucket {
-                    capacity: capacity.saturating_add(larger),
-                    count: u32::try_from(units).unwrap_or(u32::MAX),
+                    capacity: units,
+                    count: u32::try_from(refill).unwrap_or(u32::MAX),
                     window,
                 })
             }
@@ -211,14 +218,9 @@ impl Limit {
                 .clamp(window, Quota::LONGEST_WINDOW)
         };
         match self {
-            Limit::Sliding { count, window } if units(count) > 0 => Limit::Sliding {
-                count: units(count),
-                window,
-            },
-            Limit::Fixed { count, window } if units(count) > 0 => Limit::Fixed {
-                count: units(count),
-                window,
-            },
+            Limit::Sliding { count, .. } | Limit::Fixed { count, .. } if units(count) > 0 => {
+                self.with_units(units(count))
+            }
             Limit::Sliding { count, window } | Limit::Fixed { count, window } => {
                 // Each unit gets the time until its turn in the whole limit.
                 let of_one = window.as_nanos() / u128::from(count.max(1));
@@ -258,7 +260,7 @@ impl Limit {
     pub(super) fn check(&self, slacks: Slacks) -> Result<Duration, ConfigError> {
         let limit = *self;
         if self.count() == 0 || self.largest_cost() == 0 {
-            return Err(ConfigError(Problem::ZeroCount { limit }));
+            return Err(misuse(limit, "a count of 0 allows nothing; the least is 1"));
         }
         let largest = match *self {
             Limit::Bucket {
@@ -267,13 +269,18 @@ impl Limit {
             _ => self.count(),
         };
         if largest > Quota::LARGEST_COUNT {
-            return Err(ConfigError(Problem::CountTooLarge { limit }));
+            let most = Quota::LARGEST_COUNT;
+            return Err(misuse(limit, format_args!("the largest count is {most}")));
         }
         if let Limit::InFlight { .. } = limit {
             return Ok(LIFE);
         }
         if !(Quota::SHORTEST_WINDOW..=Quota::LONGEST_WINDOW).contains(&self.window()) {
-            return Err(ConfigError(Problem::WindowOutOfRange { limit }));
+            let shortest = Quota::SHORTEST_WINDOW;
+            return Err(misuse(
+                limit,
+                format_args!("a window lasts from {shortest:?} to 366 days"),
+            ));
         }
         let life = (self.window() / self.count() / LIVES_BETWEEN_SLOTS).clamp(LIFE, LONGEST_LIFE);
         match *self {
@@ -285,7 +292,13 @@ impl Limit {
             } => {
                 let full_after = window.saturating_mul(capacity) / count;
                 if full_after > Quota::LONGEST_WINDOW {
-                    return Err(ConfigError(Problem::RefillTooSlow { limit, full_after }));
+                    let days = full_after.as_secs() / 86_400;
+                    return Err(misuse(
+                        limit,
+                        format_args!(
+                            "an empty bucket takes {days} days to fill; the longest is 366 days"
+                        ),
+                    ));
                 }
                 check_spacing(limit, life, slacks)
             }
@@ -296,10 +309,13 @@ impl Limit {
                 let lost = boundary.saturating_mul(2);
                 let margin = life.saturating_add(transit);
                 if lost > window / 2 || lost.saturating_add(margin.saturating_mul(2)) > window {
-                    return Err(ConfigError(Problem::WindowTooShortForGuard {
+                    return Err(misuse(
                         limit,
-                        boundary_guard: boundary,
-                    }));
+                        format_args!(
+                            "a boundary_guard of {boundary:?} on both sides leaves less than half of the window; lower \
+                             boundary_guard, or use a sliding window, which needs none"
+                        ),
+                    ));
                 }
                 Ok(life)
             }
@@ -360,12 +376,23 @@ fn check_spacing(limit: Limit, life: Duration, slacks: Slacks) -> Result<Duratio
         .saturating_sub(capacity * period)
         .max(period);
     let smallest_burst = scaled(LIFE.saturating_add(slacks.transit)).div_ceil(period) + 1;
-    Err(ConfigError(Problem::TooFine {
+    let smallest = u32::try_from(smallest_burst).unwrap_or(u32::MAX);
+    let lost = 100 - period * 100 / spacing;
+    let transit = slacks.transit;
+    let (count, window) = (limit.count(), limit.window());
+    Err(misuse(
         limit,
-        lost_percent: u32::try_from(100 - period * 100 / spacing).unwrap_or(100),
-        transit_slack: slacks.transit,
-        smallest_burst: u32::try_from(smallest_burst).unwrap_or(u32::MAX),
-    }))
+        format_args!(
+            "spacing this fine loses {lost} % of the rate, because each permit is valid for 2 ms and transit_slack is \
+             {transit:?}: lower transit_slack; or accept the loss with .max_rate_loss({lost}); or allow a burst of \
+             {smallest}, which loses nothing: .burst({smallest}) after a window, else \
+             Quota::bucket({smallest}).refill({count}, {window:?})"
+        ),
+    ))
+}
+
+fn misuse(limit: Limit, problem: impl fmt::Display) -> ConfigError {
+    ConfigError::new(format!("quota {limit}: {problem}"))
 }
 
 /// Writes a limit such as `50/1s`, `10 at once, then 50/1s`, `50 per full 1s`.

@@ -12,7 +12,7 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::time::Duration;
 
-use crate::config_error::{ConfigError, Problem};
+use crate::config_error::ConfigError;
 use crate::cost::{Cost, is_same};
 pub(crate) use division::{ClassShare, Division};
 pub(crate) use limit::LONGEST_LIFE;
@@ -66,15 +66,7 @@ pub struct Quota {
     len: usize,
     in_flight: Option<u32>,
     /// The error that a constructor found and `check` reports.
-    misuse: Option<Misuse>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Misuse {
-    TooManyLimits,
-    BurstOfBucket,
-    BurstOfInFlight,
-    UnitOfInFlight,
+    misuse: Option<&'static str>,
 }
 
 impl Quota {
@@ -251,8 +243,18 @@ impl Quota {
                 };
                 self.push(limit, self.units[last]);
             }
-            Limit::Bucket { .. } => self.misuse = Some(Misuse::BurstOfBucket),
-            Limit::InFlight { .. } => self.misuse = Some(Misuse::BurstOfInFlight),
+            Limit::Bucket { .. } => {
+                self.misuse = Some(
+                    "burst() is for windows; the burst of every() or bucket() is its capacity: for every(d) write \
+                     Quota::bucket(burst).refill(1, d)",
+                );
+            }
+            Limit::InFlight { .. } => {
+                self.misuse = Some(
+                    "burst() is for rates, and calls in flight have none: write \
+                     in_flight(n).and(per_second(50).burst(10))",
+                );
+            }
         }
         self
     }
@@ -283,7 +285,9 @@ impl Quota {
     #[doc(alias = "tpm")]
     pub const fn of(mut self, unit: &'static str) -> Self {
         if self.len == 0 {
-            self.misuse = Some(Misuse::UnitOfInFlight);
+            self.misuse = Some(
+                "of() is for rates, and calls in flight are calls: write in_flight(n).and(per_minute(200_000).of(\"tokens\"))",
+            );
         }
         let mut index = 0;
         while index < self.len {
@@ -319,7 +323,7 @@ impl Quota {
 
     const fn push(&mut self, limit: Limit, unit: Option<&'static str>) {
         if self.len == Quota::MOST_LIMITS {
-            self.misuse = Some(Misuse::TooManyLimits);
+            self.misuse = Some("a quota holds at most 8 limits, bursts included");
         } else {
             (self.limits[self.len], self.units[self.len]) = (limit, unit);
             self.len += 1;
@@ -486,15 +490,13 @@ impl Quota {
     /// Checks everything at once. Returns how long a permit lives: a fiftieth of the time between
     /// two slots, from 10 to 50 ms; less if a spacing would lose more than it may.
     pub(crate) fn check(&self, slacks: Slacks) -> Result<Duration, ConfigError> {
-        match self.misuse {
-            Some(Misuse::TooManyLimits) => return Err(ConfigError(Problem::TooManyLimits)),
-            Some(Misuse::BurstOfBucket) => return Err(ConfigError(Problem::BurstOfBucket)),
-            Some(Misuse::BurstOfInFlight) => return Err(ConfigError(Problem::BurstOfInFlight)),
-            Some(Misuse::UnitOfInFlight) => return Err(ConfigError(Problem::UnitOfInFlight)),
-            None => {}
+        if let Some(misuse) = self.misuse {
+            return Err(ConfigError::new(misuse));
         }
         if let Some(unit) = self.units().find(|unit| !unit::is_name(unit)) {
-            return Err(ConfigError(Problem::UnitName { unit: unit.into() }));
+            return Err(ConfigError::new(format!(
+                "unit {unit:?}: a unit is a letter, and then letters, digits, _, - and ., at most 32, such as tokens"
+            )));
         }
         if let Some(count) = self.in_flight {
             Limit::InFlight { count }.check(slacks)?;

@@ -4,7 +4,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use super::{Quota, Slacks, unit};
-use crate::config_error::{ConfigError, Problem};
+use crate::config_error::ConfigError;
 
 /// Reads the [text form](Quota#text-form), and checks all that `build` checks without settings.
 impl FromStr for Quota {
@@ -12,9 +12,11 @@ impl FromStr for Quota {
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         let unreadable = |part: &str| {
-            ConfigError(Problem::Unparsable {
-                text: part.trim().chars().take(64).collect(),
-            })
+            let part: String = part.trim().chars().take(64).collect();
+            ConfigError::new(format!(
+                "{part:?} is not a quota; write count/window, such as 100/60s, 5/second or 25/5s, 300/60s, a unit after its \
+                 count, such as 200000 tokens/min, or 8 in flight"
+            ))
         };
         let mut quota: Option<Quota> = None;
         for part in text.split(',') {
@@ -23,8 +25,10 @@ impl FromStr for Quota {
             let one = match counted {
                 None => one,
                 Some(name) => one.of(unit::named(name).ok_or_else(|| {
-                    let unit = name.to_owned();
-                    ConfigError(Problem::TooManyUnits { unit })
+                    ConfigError::new(format!(
+                        "unit {name:?}: this process has read 256 other names of units from texts, and keeps no more; name \
+                         a unit after what it counts, such as tokens, not after a customer"
+                    ))
                 })?),
             };
             quota = Some(match quota {
@@ -128,21 +132,14 @@ mod tests {
             let error = text.parse::<Quota>().unwrap_err().to_string();
             assert!(error.contains("100/60s"), "{text}: {error}");
         }
-        assert!(matches!(
-            "0/s".parse::<Quota>(),
-            Err(ConfigError(Problem::ZeroCount { .. }))
-        ));
-        assert!(matches!(
-            "5/0s".parse::<Quota>(),
-            Err(ConfigError(Problem::WindowOutOfRange { .. }))
-        ));
-        assert!(matches!(
-            "5/999999999 days".parse::<Quota>(),
-            Err(ConfigError(Problem::WindowOutOfRange { .. }))
-        ));
-        assert!(matches!(
-            "5/18446744073709551615ms".parse::<Quota>(),
-            Err(ConfigError(Problem::WindowOutOfRange { .. }))
-        ));
+        for (text, problem) in [
+            ("0/s", "a count of 0"),
+            ("5/0s", "a window lasts"),
+            ("5/999999999 days", "a window lasts"),
+            ("5/18446744073709551615ms", "a window lasts"),
+        ] {
+            let error = text.parse::<Quota>().unwrap_err().to_string();
+            assert!(error.contains(problem), "{text}: {error}");
+        }
     }
 }

@@ -12,7 +12,7 @@ use super::pace_state::PaceState;
 use super::paced_queue::PacedQueue;
 use super::waiters::{TurnTooLate, Waiters};
 use crate::clock;
-use crate::config_error::{ConfigError, Problem};
+use crate::config_error::ConfigError;
 use crate::error::Reason;
 use crate::guarded::{NewKey, Watch};
 use crate::key::{Key, Label, RequestRef};
@@ -85,7 +85,11 @@ impl ThrottleCore {
             Some(store) => {
                 let kind =
                     PaceState::new((settings.pace)(), settings.max_hold, clock::now()).kind();
-                let kind = kind.ok_or(ConfigError(Problem::PaceNotShared))?;
+                let kind = kind.ok_or_else(|| {
+                    ConfigError::new(
+                        "this pace cannot be shared through a store: leave the store out, or take pace::Fair",
+                    )
+                })?;
                 Some(SharedPace {
                     store: store.clone(),
                     id: dice() >> 11,

@@ -527,7 +527,7 @@ fn pace_that_cannot_be_shared_is_refused_with_remedy() {
         .pace(|| NoPacing)
         .store(Arc::new(MemoryStore::default()));
     let error = builder.build().unwrap_err();
-    assert!(error.to_string().contains("Pace::share"), "{error}");
+    assert!(error.to_string().contains("pace::Fair"), "{error}");
 }
 
 /// A key in use counts as alone for as long as the store cannot be reached, whether it refuses calls or never

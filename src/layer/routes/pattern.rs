@@ -1,8 +1,10 @@
 //! The pattern of a route: the methods and the path that it matches.
 
+use std::fmt;
+
 use http::Method;
 
-use crate::config_error::{ConfigError, Problem};
+use crate::config_error::ConfigError;
 use crate::key::Key;
 
 /// The most segments that a path may have. A lookup goes one call deeper for each.
@@ -79,11 +81,9 @@ impl Pattern {
 }
 
 /// Makes the error of a pattern.
-pub(super) fn error(pattern: &str, problem: impl Into<String>) -> ConfigError {
-    ConfigError(Problem::Route {
-        pattern: pattern.chars().take(200).collect(),
-        problem: problem.into(),
-    })
+pub(super) fn error(pattern: &str, problem: impl fmt::Display) -> ConfigError {
+    let pattern: String = pattern.chars().take(200).collect();
+    ConfigError::new(format!("route {pattern:?}: {problem}"))
 }
 
 fn parse_methods(text: &str) -> Result<Vec<Method>, &'static str> {

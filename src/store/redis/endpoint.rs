@@ -1,5 +1,6 @@
 //! The endpoint: one server, a master that Sentinels know, or a cluster.
 
+use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use super::cluster::{Address, Seeds};
 use super::connection::{self, Factory};
 #[cfg(feature = "redis-tls-rustls")]
 use super::tls;
-use crate::config_error::{ConfigError, Problem};
+use crate::config_error::ConfigError;
 use crate::error::StoreError;
 
 /// How to connect to Redis.
@@ -67,7 +68,7 @@ impl PubSubServer {
 
 /// Returns how to connect to the server at `url`.
 pub(super) fn server(url: &str) -> Result<Connecting, ConfigError> {
-    let client = Client::open(info(url)?).map_err(|error| refused(error.to_string()))?;
+    let client = Client::open(info(url)?).map_err(refused)?;
     let pubsub = client.clone();
     let find_server: FindServer =
         Arc::new(move || Box::pin(std::future::ready(Ok(PubSubServer::to(pubsub.clone())))));
@@ -192,9 +193,7 @@ fn info(url: &str) -> Result<ConnectionInfo, ConfigError> {
     if matches!(scheme, Some("rediss" | "valkeys")) {
         tls_is_there()?;
     }
-    let info = url
-        .into_connection_info()
-        .map_err(|error| refused(error.to_string()))?;
+    let info = url.into_connection_info().map_err(refused)?;
     Ok(info.set_tcp_settings(tcp()))
 }
 
@@ -204,7 +203,11 @@ fn tls_is_there() -> Result<(), ConfigError> {
     if tls::has_provider() {
         Ok(())
     } else {
-        Err(ConfigError(Problem::NoTlsProvider))
+        Err(ConfigError::new(
+            "rediss:// needs a TLS provider, and this process has none or a choice of two: write \
+             rustls::crypto::ring::default_provider().install_default() at the start of main, or aws_lc_rs instead of \
+             ring, and add rustls with that feature to Cargo.toml",
+        ))
     }
 }
 
@@ -215,10 +218,12 @@ fn tls_is_there() -> Result<(), ConfigError> {
     ))
 }
 
-fn refused(reason: impl Into<String>) -> ConfigError {
-    ConfigError(Problem::RedisUrl {
-        reason: reason.into(),
-    })
+/// The error never contains the URL, because a URL may contain a password.
+fn refused(reason: impl fmt::Display) -> ConfigError {
+    ConfigError::new(format!(
+        "the URL of Redis: {reason}; write redis://[user:password@]host[:port]/[database], such as \
+         redis://127.0.0.1:6379/, and rediss:// for TLS"
+    ))
 }
 
 #[cfg(all(test, not(feature = "redis-tls-rustls")))]
