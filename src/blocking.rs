@@ -1,6 +1,6 @@
 #![doc = include_str!("guide/blocking.md")]
 
-// The calling thread polls the future itself and parks between the polls. So a permit is taken by the
+// The calling thread polls the future itself, in the context of a runtime of this module. So a permit is taken by the
 // thread that uses it, and threads and tasks wait in one queue. One thread named `tollgate` drives the
 // timers of all threads that wait. It starts when a thread waits for the first time in this process,
 // and a thread that waits takes no memory besides its place in the queue.
@@ -9,10 +9,10 @@ use std::fmt;
 use std::future::Future;
 use std::io;
 use std::pin::pin;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll, Wake, Waker};
-use std::thread::{self, Thread};
+use std::task::{Context, Waker};
+use std::thread;
 
 use tokio::runtime::{Builder, Handle};
 
@@ -74,25 +74,14 @@ impl std::error::Error for CannotBlock {}
 ///
 /// [`CannotBlock::InRuntime`] if the calling thread runs tasks of a Tokio runtime. The future was not
 /// polled then. A thread of `tokio::task::spawn_blocking` may block, and so may a thread inside of
-/// `tokio::task::block_in_place`. A task inside of `tokio::task::unconstrained` is not recognised: it
-/// blocks its runtime.
+/// `tokio::task::block_in_place`. A task inside of `tokio::task::unconstrained` is not recognised: Tokio
+/// panics there.
 ///
 /// [`CannotBlock::NoThread`] if the thread `tollgate` could not be started.
 pub fn block_on<F: Future>(future: F) -> Result<F::Output, CannotBlock> {
     check()?;
     let runtime = runtime().map_err(|error| CannotBlock::NoThread(error.kind()))?;
-    // The future is dropped before the context that it was polled in.
-    let _context = runtime.enter();
-    let mut future = pin!(future);
-    let parker = Arc::new(Parker::new());
-    let waker = Waker::from(parker.clone());
-    let mut cx = Context::from_waker(&waker);
-    loop {
-        if let Poll::Ready(output) = future.as_mut().poll(&mut cx) {
-            return Ok(output);
-        }
-        parker.park();
-    }
+    Ok(runtime.block_on(future))
 }
 
 /// Whether this process has blocking code. Set by the first thread that may block.
@@ -163,38 +152,4 @@ fn start() -> io::Result<Handle> {
         .name("tollgate".into())
         .spawn(move || runtime.block_on(std::future::pending::<()>()))?;
     Ok(handle)
-}
-
-/// A thread that waits for its future.
-struct Parker {
-    thread: Thread,
-    /// Whether the future was woken since its last poll. Other code may unpark the thread as well.
-    is_woken: AtomicBool,
-}
-
-impl Parker {
-    fn new() -> Self {
-        Parker {
-            thread: thread::current(),
-            is_woken: AtomicBool::new(false),
-        }
-    }
-
-    /// Waits until the future is woken.
-    fn park(&self) {
-        while !self.is_woken.swap(false, Ordering::Acquire) {
-            thread::park();
-        }
-    }
-}
-
-impl Wake for Parker {
-    fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        self.is_woken.store(true, Ordering::Release);
-        self.thread.unpark();
-    }
 }
