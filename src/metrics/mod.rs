@@ -222,17 +222,17 @@ fn stores() -> Vec<StoreStats> {
 /// Makes what records how long the calls of the stores with this prefix took.
 #[cfg(feature = "redis")]
 fn call_recorder(prefix: &Arc<str>, call: &'static str) -> WaitRecorder {
-    recorder(series::store_key(
+    let labels = [("call", call.into())];
+    recorder(series::key_of(
         names::STORE_CALL_SECONDS,
-        prefix,
-        &[("call", call)],
+        ("store", prefix),
+        &labels,
     ))
 }
 
 /// Makes what records the waits of the gates called `name`.
 fn wait_recorder(name: &Arc<str>) -> WaitRecorder {
-    let label = Label::new("limiter", series::limiter(name));
-    recorder(Key::from_parts(names::WAIT_SECONDS, vec![label]))
+    recorder(series::key_of(names::WAIT_SECONDS, ("limiter", name), &[]))
 }
 
 /// Makes what records into the histogram `key`.

@@ -22,21 +22,6 @@ pub(super) const STORE_CALL_SECONDS: &str = "tollgate_store_call_seconds";
 
 pub(super) const LIMIT_UNITS: &str = "tollgate_limit_units";
 pub(super) const LIMIT_WINDOW: &str = "tollgate_limit_window_seconds";
-pub(super) const HOLD_SECONDS: &str = "tollgate_hold_seconds";
-pub(super) const KEYS: &str = "tollgate_keys";
-pub(super) const KEYS_HELD: &str = "tollgate_keys_held";
-pub(super) const KEYS_ALONE: &str = "tollgate_keys_alone";
-pub(super) const KEYS_WITH_SET_QUOTA: &str = "tollgate_keys_with_set_quota";
-pub(super) const KEYS_LIMIT: &str = "tollgate_keys_limit";
-pub(super) const WAITING: &str = "tollgate_waiting";
-pub(super) const OLDEST_WAIT: &str = "tollgate_oldest_wait_seconds";
-pub(super) const AT_HAND: &str = "tollgate_permits_at_hand";
-pub(super) const IN_FLIGHT: &str = "tollgate_in_flight";
-pub(super) const IN_FLIGHT_WAITING: &str = "tollgate_in_flight_waiting";
-pub(super) const UNKNOWN_CLASSES: &str = "tollgate_unknown_classes";
-pub(super) const PACE: &str = "tollgate_pace_per_second";
-pub(super) const PACE_PROCESSES: &str = "tollgate_pace_processes";
-pub(super) const DRAINING: &str = "tollgate_draining";
 pub(super) const STORE_UP: &str = "tollgate_store_up";
 pub(super) const STORE_DEAF: &str = "tollgate_store_deaf";
 pub(super) const BUILD_INFO: &str = "tollgate_build_info";
@@ -66,41 +51,50 @@ const HISTOGRAMS: [(&str, &str); 2] = [
 ];
 
 const GAUGES: [(&str, &str); 20] = [
-    (UNKNOWN_CLASSES, "Classes of requests that have no share"),
+    (
+        "tollgate_unknown_classes",
+        "Classes of requests that have no share",
+    ),
     (
         LIMIT_UNITS,
         "Units that a limit allows in its window, for each key",
     ),
     (LIMIT_WINDOW, "Window of a limit"),
-    (HOLD_SECONDS, "Longest time for which a key stays on hold"),
-    (KEYS, "Keys with state in this process"),
-    (KEYS_HELD, "Keys on hold"),
     (
-        KEYS_ALONE,
+        "tollgate_hold_seconds",
+        "Longest time for which a key stays on hold",
+    ),
+    ("tollgate_keys", "Keys with state in this process"),
+    ("tollgate_keys_held", "Keys on hold"),
+    (
+        "tollgate_keys_alone",
         "Keys that go on without the store, which is unreachable",
     ),
     (
-        KEYS_WITH_SET_QUOTA,
+        "tollgate_keys_with_set_quota",
         "Keys with a quota that an operator has set",
     ),
-    (KEYS_LIMIT, "Most keys that may have state"),
-    (WAITING, "Requests that wait"),
+    ("tollgate_keys_limit", "Most keys that may have state"),
+    ("tollgate_waiting", "Requests that wait"),
     (
-        OLDEST_WAIT,
+        "tollgate_oldest_wait_seconds",
         "How long the request waits that has waited longest",
     ),
-    (AT_HAND, "Units prefetched and not used yet"),
-    (IN_FLIGHT, "Calls in flight"),
     (
-        IN_FLIGHT_WAITING,
+        "tollgate_permits_at_hand",
+        "Units prefetched and not used yet",
+    ),
+    ("tollgate_in_flight", "Calls in flight"),
+    (
+        "tollgate_in_flight_waiting",
         "Requests that wait for an in-flight slot",
     ),
     (
-        PACE,
+        "tollgate_pace_per_second",
         "Requests that may leave in a second, of all processes that share the pace",
     ),
-    (PACE_PROCESSES, "Processes that share the pace"),
-    (DRAINING, "1 if the limiter is drained"),
+    ("tollgate_pace_processes", "Processes that share the pace"),
+    ("tollgate_draining", "1 if the limiter is drained"),
     (
         STORE_UP,
         "1 if the store has its connections to Redis, else 0",
@@ -111,6 +105,12 @@ const GAUGES: [(&str, &str); 20] = [
     ),
     (BUILD_INFO, "1, with the version of tollgate"),
 ];
+
+/// Returns the gauge of the [value](crate::stats::Stats::values) with this name. Some values are counters.
+pub(super) fn gauge_of(value: &str) -> Option<&'static str> {
+    let mut names = GAUGES.iter().map(|(name, _)| *name);
+    names.find(|name| name.strip_prefix("tollgate_") == Some(value))
+}
 
 /// Gives the recorder the unit and the meaning of each metric.
 pub(super) fn describe(recorder: &dyn Recorder) {

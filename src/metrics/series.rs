@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::Arc;
-use std::time::Duration;
 
 use metrics::{Key, Label, SharedString};
 
@@ -13,7 +12,7 @@ use crate::stats::{KeySeries, Requests, Stats, WithKeys};
 #[cfg(feature = "redis")]
 use crate::store::StoreStats;
 
-/// The statuses that a signal reads as a refusal, each with a series of its own. All others are
+/// The statuses of most refusals, each with a series of its own. All others, such as that of an error code in a 500, are
 /// `other`: a server cannot make more series.
 const STATUSES: [&str; 10] = [
     "400", "402", "403", "418", "420", "429", "430", "503", "509", "529",
@@ -103,33 +102,11 @@ impl Series {
 
     /// Adds the state of a gate to those of the other gates with its name.
     pub(super) fn add_gauges(&mut self, stats: &Stats) {
-        let mut sum =
-            |name, value: u64| self.merge(key(name, stats, &[]), value as f64, |a, b| a + b);
-        sum(names::KEYS, stats.keys as u64);
-        sum(names::KEYS_HELD, stats.keys_held as u64);
-        sum(names::KEYS_ALONE, stats.keys_alone as u64);
-        sum(names::KEYS_WITH_SET_QUOTA, stats.keys_with_set_quota as u64);
-        sum(names::KEYS_LIMIT, stats.max_keys as u64);
-        sum(names::WAITING, stats.waiting as u64);
-        sum(names::AT_HAND, stats.at_hand);
-        sum(names::UNKNOWN_CLASSES, stats.unknown_classes);
-        if let Some(calls) = stats.in_flight {
-            sum(names::IN_FLIGHT, calls.in_use);
-            sum(names::IN_FLIGHT_WAITING, calls.waiting);
-        }
-        let mut longest = |name, span: Option<Duration>| {
-            let seconds = span.unwrap_or_default().as_secs_f64();
-            self.merge(key(name, stats, &[]), seconds, f64::max);
-        };
-        longest(names::OLDEST_WAIT, stats.oldest_wait);
-        longest(names::HOLD_SECONDS, stats.longest_hold);
-        let draining = f64::from(u8::from(stats.draining));
-        self.merge(key(names::DRAINING, stats, &[]), draining, f64::max);
-        if let Some(pace) = stats.pace {
-            let per_second = pace.per_second.unwrap_or_default();
-            self.merge(key(names::PACE, stats, &[]), per_second, f64::min);
-            let processes = key(names::PACE_PROCESSES, stats, &[]);
-            self.merge(processes, pace.processes.into(), f64::max);
+        let waiting = ("waiting", stats.waiting as f64);
+        for (value, now) in stats.values().chain([waiting]) {
+            if let Some(name) = names::gauge_of(value) {
+                self.merge(key(name, stats, &[]), now, merged_by(value));
+            }
         }
         for limit in &stats.limits {
             let (Limit::Sliding { count, window }
@@ -152,15 +129,15 @@ impl Series {
     /// Adds the counts of a store to those of the other stores with its prefix.
     #[cfg(feature = "redis")]
     pub(super) fn add_store_counters(&mut self, stats: &StoreStats) {
-        let mut add = |name, labels: &[(&'static str, &'static str)], count| {
-            let key = store_key(name, &stats.prefix, labels);
+        let mut add = |name, labels: &[(&'static str, SharedString)], count| {
+            let key = key_of(name, ("store", &stats.prefix), labels);
             *self.counters.entry(key).or_default() += count;
         };
         let by_call = stats.by_call();
         let in_use = by_call.filter(|(_, calls)| calls.by_result().any(|(_, count)| count > 0));
         for (call, calls) in in_use {
             for (result, count) in calls.by_result() {
-                let labels = [("call", call), ("result", result)];
+                let labels = [("call", call.into()), ("result", result.into())];
                 add(names::STORE_CALLS, &labels, count);
             }
         }
@@ -172,13 +149,12 @@ impl Series {
     pub(super) fn add_store_gauges(&mut self, stats: &StoreStats) {
         if let Some(up) = stats.is_up() {
             let up = f64::from(u8::from(up));
-            let gauge = self
-                .gauges
-                .entry(store_key(names::STORE_UP, &stats.prefix, &[]));
+            let key = key_of(names::STORE_UP, ("store", &stats.prefix), &[]);
+            let gauge = self.gauges.entry(key);
             gauge.and_modify(|all| *all = all.min(up)).or_insert(up);
         }
         let deaf = f64::from(u8::from(stats.is_subscribed() == Some(false)));
-        let key = store_key(names::STORE_DEAF, &stats.prefix, &[]);
+        let key = key_of(names::STORE_DEAF, ("store", &stats.prefix), &[]);
         self.merge(key, deaf, f64::max);
     }
 
@@ -201,36 +177,33 @@ impl Series {
     }
 }
 
+/// Returns what the gauges of gates with one name are together. Most are added.
+fn merged_by(value: &str) -> fn(f64, f64) -> f64 {
+    match value {
+        "pace_per_second" => f64::min,
+        "pace_processes" | "draining" => f64::max,
+        _ if value.ends_with("_seconds") => f64::max,
+        _ => |one, other| one + other,
+    }
+}
+
 /// Makes the key of the series `name` of a gate.
 fn key(name: &'static str, stats: &Stats, labels: &[(&'static str, SharedString)]) -> Key {
-    let limiter = Label::new("limiter", limiter(&stats.name));
-    let others = labels
-        .iter()
-        .map(|(name, value)| Label::new(*name, value.clone()));
-    Key::from_parts(
-        name,
-        std::iter::once(limiter).chain(others).collect::<Vec<_>>(),
-    )
+    key_of(name, ("limiter", &stats.name), labels)
 }
 
-/// Makes the key of the series `name` of a store.
-#[cfg(feature = "redis")]
-pub(super) fn store_key(
+/// Makes the key of the series `name` of a gate or a store, which is the first label.
+pub(super) fn key_of(
     name: &'static str,
-    prefix: &Arc<str>,
-    labels: &[(&'static str, &'static str)],
+    (label, owner): (&'static str, &Arc<str>),
+    others: &[(&'static str, SharedString)],
 ) -> Key {
-    let store = Label::new("store", SharedString::from(prefix.clone()));
-    let others = labels
+    let owner = Label::new(label, SharedString::from(owner.clone()));
+    let others = others
         .iter()
-        .map(|(name, value)| Label::from_static_parts(name, value));
+        .map(|(label, value)| Label::new(*label, value.clone()));
     Key::from_parts(
         name,
-        std::iter::once(store).chain(others).collect::<Vec<_>>(),
+        std::iter::once(owner).chain(others).collect::<Vec<_>>(),
     )
-}
-
-/// Returns the value of the label `limiter`.
-pub(super) fn limiter(name: &Arc<str>) -> SharedString {
-    SharedString::from(name.clone())
 }

@@ -19,55 +19,28 @@ use crate::quota::Limit;
 /// when the state of a key is forgotten.
 #[derive(Clone, Debug)]
 pub struct Stats {
-    /// The name that [`RateLimitBuilder::name`](crate::RateLimitBuilder::name) or
-    /// [`AdaptiveThrottleBuilder::name`](crate::AdaptiveThrottleBuilder::name) gave, else `default`. A
-    /// limit of [`and_per`](crate::RateLimitBuilder::and_per) has the name of its layer and its own:
-    /// `github search`. Limits that count another [unit](crate::Quota::of) than requests have stats of
-    /// their own, and the unit at the end of their name: `github tokens`.
+    // What each field is, its getter and `values` say.
     pub(crate) name: Arc<str>,
-    /// Whether [`drain`](crate::Limiter::drain) was called.
     pub(crate) draining: bool,
-    /// Every request once, by its outcome. A request of several limits counts at the first of them.
     pub(crate) requests: Requests,
-    /// The requests that this process refused, by the reason. Their sum is `requests.refused`.
     pub(crate) refusals: Counts<Reason>,
-    /// What the limits count: [`Cost::REQUESTS`](crate::Cost::REQUESTS), or the name given to
-    /// [`Quota::of`](crate::Quota::of).
     pub(crate) unit: &'static str,
-    /// The cost of all requests that got a permit, without those that were given back. An attempt of a
-    /// throttle costs one unit.
-    ///
-    /// A [settlement](crate::Settlement) changes nothing here: these are the costs of the permits.
     pub(crate) units: u64,
-    /// How long the requests waited that count as [`waited`](Requests::waited).
     pub(crate) waits: Histogram,
-    /// The refusals by the upstream, by their status.
     pub(crate) upstream_refusals: Counts<StatusCode>,
-    /// How often a key was put on hold, by the cause.
     pub(crate) holds: Counts<Cause>,
-    /// How many of the requests that were sent had been sent before: see [`Attempts`](crate::service::Attempts).
     pub(crate) sent_again: u64,
-    /// How many classes requests had that have no [share](crate::RateLimitBuilder::share), at most 16. A
-    /// mistyped class is one: [`Event::UnknownClass`](crate::stats::Event::UnknownClass) names it.
     pub(crate) unknown_classes: u64,
-    /// How many requests wait now.
     pub(crate) waiting: usize,
     /// How long the request waits that has waited longest. `None` if no request waits.
     pub(crate) oldest_wait: Option<Duration>,
-    /// The units that were prefetched and are at hand now, of all keys.
     pub(crate) at_hand: u64,
     /// The calls in flight. `None` for a limiter without a limit of them.
     pub(crate) in_flight: Option<InFlightStats>,
-    /// How many keys have state in this process.
     pub(crate) keys: usize,
-    /// How many of these keys are on hold.
     pub(crate) keys_held: usize,
-    /// How many of these keys go on without the store, which is unreachable: a limiter with its
-    /// [fallback share](crate::OnStoreError::FallbackShare), a throttle with its part of the shared pace.
     pub(crate) keys_alone: usize,
-    /// How many of these keys have a quota that an operator has [set](crate::Limiter::set_quota).
     pub(crate) keys_with_set_quota: usize,
-    /// The most keys that may have state: the setting `max_keys`.
     pub(crate) max_keys: usize,
     /// The longest time for which a key stays on hold. `None` if no key is on hold.
     pub(crate) longest_hold: Option<Duration>,
@@ -75,10 +48,7 @@ pub struct Stats {
     pub(crate) limits: Vec<Limit>,
     /// What the [ban guard](crate::Guard) has seen. `None` without one.
     pub(crate) guard: Option<GuardStats>,
-    /// The pace of a throttle that has one key. `None` for others: [`Throttle::explain`] has the pace of
-    /// each key.
-    ///
-    /// [`Throttle::explain`]: crate::Throttle::explain
+    /// The pace of a throttle that has one key. `None` for others.
     pub(crate) pace: Option<PaceStats>,
 }
 
@@ -511,18 +481,10 @@ pub(crate) struct InFlightStats {
 /// begin anew; those of [`Stats`] do not.
 #[derive(Clone, Debug)]
 pub struct KeyStats {
-    /// The name that [`key_name`](crate::RateLimitBuilder::key_name) or
-    /// [`name_key`](crate::Limiter::name_key) gave. Otherwise the host, if that is the key and a
-    /// request of it has waited or was refused, else eight hex digits. If the key has the quota of a
-    /// [route](crate::RateLimitBuilder::routes), the pattern of the route follows: `all GET /search/*`.
     pub(crate) name: Box<str>,
-    /// The requests of the key by their outcome.
     pub(crate) requests: Requests,
-    /// The cost of its requests that got a permit.
     pub(crate) units: u64,
-    /// How many of its requests wait now.
     pub(crate) waiting: usize,
-    /// How long the key stays on hold. `None` if it is not on hold.
     pub(crate) held: Option<Duration>,
 }
 
