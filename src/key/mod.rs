@@ -7,7 +7,6 @@ mod host_key;
 pub(crate) mod host_names;
 pub(crate) mod label;
 mod last_host;
-mod plain_host;
 #[cfg(test)]
 mod tests;
 
@@ -23,7 +22,6 @@ use crate::rng::secret_of_process;
 pub use grpc::{by_grpc_method, by_grpc_service};
 pub(crate) use host_key::HostKey;
 pub(crate) use label::Label;
-pub(crate) use plain_host::is_plain_host;
 
 /// Says whose limit applies to a request: requests with the same key share one count.
 ///
@@ -290,6 +288,13 @@ impl Class {
     pub fn new(name: &'static str) -> Self {
         Class(name)
     }
+}
+
+/// Returns whether `text` is a host without port and user, and without upper case: most can be used as they are
+/// written, and need no parsing.
+pub(crate) fn is_plain_host(text: &[u8]) -> bool {
+    let is_special = |byte: &u8| matches!(byte, b':' | b'@' | b'[') || byte.is_ascii_uppercase();
+    !text.iter().any(is_special)
 }
 
 /// Returns `host` without its port, if it has one. An IPv6 address may have colons, but no port, if it

@@ -32,20 +32,6 @@ pub(crate) trait Evict {
     }
 }
 
-/// State on the heap. The table then moves a pointer when it grows, and keeps room for pointers
-/// only.
-impl<T: Evict> Evict for Box<T> {
-    type Now = T::Now;
-
-    fn idle_from(&self) -> Option<T::Now> {
-        (**self).idle_from()
-    }
-
-    fn worthless_from(&self) -> Option<T::Now> {
-        (**self).worthless_from()
-    }
-}
-
 /// A bounded map from [`Key`] to state.
 pub(crate) struct KeyMap<T> {
     shards: Box<[Mutex<Shard<T>>]>,

@@ -99,11 +99,11 @@ impl<T: TrackBody> Opened<T> {
             ..
         } = self;
         // The layer has settled a refusal.
-        let is_refusal = match signal {
+        let is_refusal = || match signal {
             Some(signal) => signal.refusal().is_some(),
             None => Signal::read(&response).refusal().is_some(),
         };
-        let at_end = at_end.filter(|_| !is_refusal);
+        let at_end = at_end.filter(|_| !is_refusal());
         let settlement = at_end
             .as_ref()
             .and_then(|_| response.extensions_mut().remove::<Settlement>());

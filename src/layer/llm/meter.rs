@@ -213,7 +213,7 @@ impl Meter {
             None => self.unseen.learn(&asked.name, tokens),
             // A token has a byte at least. The others are of images, or of what the server has stored.
             Some(size) if u64::from(tokens) > size.saturating_add(FRAME.into()) => {}
-            Some(size) if size * self.first_ratio() >= LEAST_TAUGHT * SCALE => {
+            Some(size) if size.saturating_mul(self.first_ratio()) >= LEAST_TAUGHT * SCALE => {
                 let ratio = (u64::from(tokens) * SCALE).div_ceil(size);
                 let ratio = u32::try_from(ratio).unwrap_or(u32::MAX);
                 self.ratios.learn(&asked.name, ratio);
