@@ -36,7 +36,7 @@ struct Seen {
     /// How often the poison was refused by the server, and here because of its kind.
     refused: usize,
     kept_back: usize,
-    others: usize,
+    others: Vec<String>,
 }
 
 impl Seen {
@@ -92,9 +92,9 @@ where
                         reason: Reason::HeldKind,
                         ..
                     }) => seen.kept_back += 1,
-                    _ => seen.others += 1,
+                    _ => seen.others.push(error.to_string()),
                 },
-                Ok(_) => seen.others += 1,
+                Ok(answer) => seen.others.push(answer.status().to_string()),
             }
         });
     }
@@ -203,10 +203,10 @@ async fn poison_stops_only_its_kind() {
             seen.failed,
             seen.refused,
             seen.kept_back,
-            seen.others,
+            seen.others.len(),
             holds.len()
         );
-        assert_eq!((seen.failed, seen.others), (0, 0));
+        assert_eq!((seen.failed, &seen.others[..]), (0, &[][..]));
         assert!(seen.refused > 3 && seen.kept_back > 0);
         assert!(held < 9 * SECOND, "{held:?}");
         assert!(seen.p(97) <= 22 * MS);
@@ -256,10 +256,10 @@ async fn poison_stops_only_its_kind_at_a_throttle() {
             seen.failed,
             seen.refused,
             seen.kept_back,
-            seen.others,
+            seen.others.len(),
             holds.len()
         );
-        assert_eq!((seen.failed, seen.others), (0, 0));
+        assert_eq!((seen.failed, &seen.others[..]), (0, &[][..]));
         assert!(held < 9 * SECOND, "{held:?}");
         assert!(seen.p(95) <= 22 * MS);
     }
@@ -344,7 +344,7 @@ async fn poison_of_one_process_stops_no_other() {
             let failed: usize = others
                 .iter()
                 .chain([&first])
-                .map(|seen| seen.failed + seen.others)
+                .map(|seen| seen.failed + seen.others.len())
                 .sum();
             let held = held_of_key(&of_key[0]);
             println!(
