@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::pacing::{CallState, Dice, Pace, Pause, Reply, StateCodec, Traffic, wait_said};
-use crate::signal::Signal;
+use crate::signal::{ObservedQuota, Signal};
 
 /// How long an unanswered probe keeps the other requests waiting.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -163,7 +163,10 @@ impl PaceState {
             return pause;
         }
         let pause = pause.max(wait_said(signal).unwrap_or_default());
-        let stated = signal.retry_after().unwrap_or_default();
+        let is_used_up = |quota: &&ObservedQuota| quota.remaining() == Some(0);
+        let resets = signal.quotas().iter().filter(is_used_up);
+        let reset = resets.filter_map(|quota| quota.reset_after()).max();
+        let stated = signal.retry_after().max(reset).unwrap_or_default();
         match stated > self.max_hold {
             // The pace may have added to what was stated. Only that part exceeds `max_hold`.
             true => pause.min(pause.saturating_sub(stated) + self.max_hold),
