@@ -10,10 +10,9 @@ use std::time::{Duration, Instant};
 
 use super::pace_state::PaceState;
 use super::paced_queue::PacedQueue;
-use super::waiters::{TurnTooLate, Waiters};
+use super::waiters::Waiters;
 use crate::clock;
 use crate::config_error::ConfigError;
-use crate::error::Reason;
 use crate::guarded::{NewKey, Watch};
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::{Full, KeyMap};
@@ -21,7 +20,6 @@ use crate::pacing::Pace;
 use crate::rng::{Dice, dice};
 use crate::stats::{self, Cause, Tally};
 use crate::store::{self, Store, StoreEvent, StoreListener};
-use crate::wait_queue::WaitBound;
 use crate::wakers::Wakers;
 
 /// The settings of a throttle.
@@ -125,15 +123,6 @@ impl ThrottleCore {
         }
     }
 
-    /// Returns the reason why a request cannot leave in time.
-    pub(super) fn reason(&self, late: TurnTooLate, bound: WaitBound) -> Reason {
-        match late.is_held {
-            true if late.is_of_kind => Reason::HeldKind,
-            true => Reason::Held,
-            false => bound.reason(),
-        }
-    }
-
     /// Changes the waiters of `key`, and creates them if the key is not in use.
     pub(super) fn open<R>(
         self: &Arc<Self>,
@@ -200,12 +189,23 @@ impl ThrottleCore {
         self.keys.fold(visit, add)
     }
 
+    /// Returns whether a request of `key` finds room for its state.
+    pub(super) fn has_room(&self, key: Key, now: Instant) -> bool {
+        self.keys.has_room(key, now)
+    }
+
+    /// Returns for how long a key without state would be on hold from the beginning, because a guard stops it.
+    pub(super) fn stopped_for(&self, key: Key, now: Instant) -> Option<Duration> {
+        let guard = self.settings.guard.as_ref()?;
+        guard.stopped_for(guard.counted(key), now)
+    }
+
     /// Returns the number of keys.
     pub(super) fn len(&self) -> usize {
         self.keys.len()
     }
 
-    /// Makes the waiters of a key that a guard stops for `stop`.
+    /// Makes the waiters of a new key.
     fn new_waiters(&self, now: Instant) -> Waiters {
         let ThrottleSettings {
             pace,

@@ -1,7 +1,6 @@
 //! Why a request would wait now: the pace of its key, its hold, and the requests before it.
 
 use std::fmt;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::engine::ThrottleCore;
@@ -11,42 +10,26 @@ use crate::clock;
 use crate::error::Reason;
 use crate::key::Key;
 use crate::limiter::{Because, Explanation, Held, Shown, Verdict};
-use crate::stats::Gate;
+use crate::stats::{Cause, Gate};
+
+/// What this process knows of a key.
+#[derive(Default)]
+struct KnownKey {
+    outlook: PaceOutlook,
+    held: Option<Held>,
+    /// How many of its requests wait in this process, and how many are in flight.
+    waiting: usize,
+    in_flight: usize,
+    name: Option<Box<str>>,
+}
 
 /// The text of an [`Explanation`] by a throttle.
 struct PaceText<'a> {
+    core: &'a ThrottleCore,
+    key: Key,
+    known: &'a KnownKey,
     verdict: &'a Verdict,
-    /// The name of the throttle, as in [`Stats::name`](crate::stats::Stats::name).
-    throttle: Arc<str>,
-    /// The name of the key, as in [`KeyStats::name`](crate::stats::KeyStats::name).
-    key: Box<str>,
-    /// The time between two requests at the present pace. Zero if the pace lets several leave at once.
-    interval: Duration,
-    /// How long until the next request may leave. Zero if it may leave now.
-    slot: Duration,
-    /// The hold of the key. `None` if it is not on hold.
-    hold: Option<Held>,
-    /// How many requests of the key wait in this process.
-    waiting: usize,
-    /// How long the first of them has waited. `None` if no request waits.
-    oldest_wait: Option<Duration>,
-    /// How many requests of the key this process has in flight.
-    in_flight: usize,
-    /// The processes that share the pace. `None` if none do.
-    fleet: Option<Fleet>,
-}
-
-/// The processes that share the pace of a key, as far as this one knows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Fleet {
-    /// How many of them have requests that wait or are in flight, this one included.
-    processes: u32,
-    /// How many requests wait in all processes.
-    waiting: usize,
-    /// How many requests of all processes are in flight.
-    in_flight: usize,
-    /// Whether the store is unreachable, so that each process goes on with its part of the pace.
-    alone: bool,
+    now: Instant,
 }
 
 /// Explains what would happen to a request of `key`.
@@ -59,41 +42,26 @@ pub(super) fn explain(core: &ThrottleCore, key: Key) -> Explanation {
         in_flight: waiters.queue.in_flight(),
         name: waiters.counts.name().map(Box::from),
     };
-    let known = core.find(key, read).unwrap_or_default();
-    let verdict = verdict(core, &known, now);
-    let (_, since) = core.tally().waiting_of(key);
-    let outlook = known.outlook;
-    let told = PaceText {
-        verdict: &verdict,
-        throttle: core.tally().name(),
-        key: known
-            .name
-            .unwrap_or_else(|| (*core.label(key, None)).into()),
-        interval: outlook.interval,
-        slot: left(outlook.slot, now),
-        hold: known.held,
-        waiting: known.waiting,
-        oldest_wait: since.map(|since| now.saturating_duration_since(since)),
-        in_flight: known.in_flight,
-        fleet: core.is_shared().then(|| Fleet {
-            processes: outlook.processes.max(1),
-            waiting: outlook.waiting,
-            in_flight: outlook.in_flight,
-            alone: outlook.is_alone,
+    let known = core.find(key, read);
+    let has_room = known.is_some() || core.has_room(key, now);
+    let known = known.unwrap_or_else(|| KnownKey {
+        held: core.stopped_for(key, now).map(|left| Held {
+            left,
+            cause: Some(Cause::Guard),
+            age: None,
         }),
+        ..KnownKey::default()
+    });
+    let verdict = verdict(core, &known, has_room, now);
+    let text = PaceText {
+        core,
+        key,
+        known: &known,
+        verdict: &verdict,
+        now,
     };
-    let text = told.to_string();
+    let text = text.to_string();
     Explanation::new(verdict, text)
-}
-
-/// What this process knows of a key.
-#[derive(Default)]
-struct KnownKey {
-    outlook: PaceOutlook,
-    held: Option<Held>,
-    waiting: usize,
-    in_flight: usize,
-    name: Option<Box<str>>,
 }
 
 fn left(moment: Option<Instant>, now: Instant) -> Duration {
@@ -102,7 +70,7 @@ fn left(moment: Option<Instant>, now: Instant) -> Duration {
 
 /// Decides as [`Waiters::arrived`] does. A request that would be refused when its wait is over is
 /// refused here.
-fn verdict(core: &ThrottleCore, known: &KnownKey, now: Instant) -> Verdict {
+fn verdict(core: &ThrottleCore, known: &KnownKey, has_room: bool, now: Instant) -> Verdict {
     let settings = &core.settings;
     let refused = |reason, retry_after, because| Verdict::Refused {
         reason,
@@ -111,6 +79,9 @@ fn verdict(core: &ThrottleCore, known: &KnownKey, now: Instant) -> Verdict {
     };
     if core.tally().is_draining() {
         return refused(Reason::Draining, None, None);
+    }
+    if !has_room {
+        return refused(Reason::TooManyKeys(settings.max_keys), None, None);
     }
     let hold = known.held.map(|held| held.left);
     if let Some(left) = hold.filter(|left| *left > settings.max_wait) {
@@ -150,49 +121,57 @@ fn verdict(core: &ThrottleCore, known: &KnownKey, now: Instant) -> Verdict {
 
 impl fmt::Display for PaceText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let &PaceText {
+        let PaceText {
+            core,
+            key,
+            known,
             verdict,
-            ref throttle,
-            ref key,
-            interval,
-            slot,
-            hold,
+            now,
+        } = *self;
+        let KnownKey {
+            outlook,
+            held,
             waiting,
-            oldest_wait,
             in_flight,
-            fleet,
-        } = self;
-        write!(f, "{throttle}, key {key}: a request ")?;
-        verdict.write(f, |f, because| because.write(f, hold.as_ref(), None))?;
-        match interval {
+            name,
+        } = known;
+        let throttle = core.tally().name();
+        match name {
+            Some(name) => write!(f, "{throttle}, key {name}: a request ")?,
+            None => write!(f, "{throttle}, key {}: a request ", core.label(key, None))?,
+        }
+        verdict.write(f, |f, because| because.write(f, held.as_ref(), None))?;
+        match outlook.interval {
             Duration::ZERO => f.write_str("\n  pace       no delay between requests")?,
             interval => write!(f, "\n  pace       one request every {}", Shown(interval))?,
         }
-        match slot {
+        match left(outlook.slot, now) {
             Duration::ZERO => f.write_str("; the next now")?,
             slot => write!(f, "; the next in {}", Shown(slot))?,
         }
         f.write_str("\n  hold       ")?;
-        Held::write(hold.as_ref(), f)?;
+        Held::write(held.as_ref(), f)?;
         write!(f, "\n  waiting    {waiting} here")?;
-        if let Some(oldest) = oldest_wait {
+        let (_, since) = core.tally().waiting_of(key);
+        if let Some(since) = since {
+            let oldest = now.saturating_duration_since(since);
             write!(f, ", the first for {}", Shown(oldest))?;
         }
         write!(f, "\n  in flight  {in_flight} here")?;
-        match fleet {
-            None => Ok(()),
-            Some(Fleet { alone: true, .. }) => f.write_str(
-                "\n  fleet      store unreachable; this process uses its part of the pace",
-            ),
-            Some(Fleet {
-                processes,
-                waiting,
-                in_flight,
-                ..
-            }) => write!(
-                f,
-                "\n  fleet      {processes} processes, {waiting} requests wait, {in_flight} in flight"
-            ),
+        if !core.is_shared() {
+            return Ok(());
         }
+        if outlook.is_alone {
+            return f.write_str(
+                "\n  fleet      store unreachable; this process uses its part of the pace",
+            );
+        }
+        write!(
+            f,
+            "\n  fleet      {} processes, {} requests wait, {} in flight",
+            outlook.processes.max(1),
+            outlook.waiting,
+            outlook.in_flight
+        )
     }
 }

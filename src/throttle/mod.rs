@@ -32,7 +32,6 @@
 // | `explain` | why a request would wait now |
 // | `sync_task` | the task that writes the register of one key |
 // | `permit` | the right to send one request, and the wait for it |
-// | `written_wait` | the wait until the register has a hold |
 //
 // The throttle does not decide how fast requests leave: the pace (`crate::pacing`) does.
 
@@ -58,18 +57,19 @@ mod sync;
 mod sync_state;
 mod sync_task;
 mod waiters;
-mod written_wait;
 
 use std::fmt;
+use std::future::poll_fn;
 use std::sync::{Arc, Weak};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use self::engine::ThrottleCore;
+use self::event_log::LogMark;
 use self::pace_state::LONGEST_HOLD;
 use self::sync_task::SyncTask;
 use self::waiters::{Arrival, Waiters};
-use self::written_wait::WrittenWait;
-use crate::clock;
+use crate::clock::{self, Timer};
 use crate::config_error::ConfigError;
 use crate::error::{Limited, Reason, StoreError};
 use crate::events;
@@ -311,16 +311,21 @@ impl Throttle {
     pub async fn release(&self, key: Key) -> Result<(), StoreError> {
         let now = clock::now();
         events::released(self.core.tally(), &self.label(key, None));
+        // The call ends the stop in this process, whether its future is polled or not.
+        let guard = self.core.settings.guard.as_ref();
+        let stop = guard.map(|guard| guard.clone().release(key));
+        let mut released = Ok(());
         if !self.core.is_shared() {
             self.core
                 .at(key, |waiters, wakers| waiters.release(now, wakers));
         } else {
-            self.change(key, now, |waiters, wakers| waiters.release(now, wakers))
-                .await?;
+            released = self
+                .change(key, now, |waiters, wakers| waiters.release(now, wakers))
+                .await;
         }
-        match &self.core.settings.guard {
-            Some(guard) => guard.clone().release(key).await,
-            None => Ok(()),
+        match stop {
+            Some(stop) => released.and(stop.await),
+            None => released,
         }
     }
 
@@ -362,11 +367,35 @@ impl Throttle {
         });
         match opened {
             Ok(None) => Ok(()),
-            Ok(Some(mark)) => WrittenWait::new(&self.core, key, mark).await,
+            Ok(Some(mark)) => self.written(key, mark).await,
             Err(Full) => Err(StoreError::Full {
                 max_keys: self.core.settings.max_keys,
             }),
         }
+    }
+
+    /// Waits until the register of `key` has everything that happened before `mark`, so that all processes can know of it.
+    async fn written(&self, key: Key, mark: LogMark) -> Result<(), StoreError> {
+        let mut timer: Option<Timer> = None;
+        poll_fn(|cx| {
+            let now = clock::now();
+            let polled = self.core.at(key, |waiters, _| {
+                waiters.sync.poll_written(&waiters.queue, mark, now, cx)
+            });
+            let at = match polled {
+                Some(Ok(done)) => return Poll::Ready(done),
+                Some(Err(at)) => at,
+                // The key was evicted to make room for others.
+                None => return Poll::Ready(Err(StoreError::Lost)),
+            };
+            let timer = timer.get_or_insert_with(|| Timer::at(at));
+            timer.set(at);
+            if timer.poll(cx).is_ready() {
+                cx.waker().wake_by_ref();
+            }
+            Poll::Pending
+        })
+        .await
     }
 
     /// Returns the name of `key` in errors and events. `request` is the request that has the key.
@@ -421,7 +450,7 @@ impl Throttle {
                 );
                 return Begun::Waits(wait.of_kind(kind));
             }
-            Ok(Arrival::TooLate(late)) => (self.core.reason(late, bound), late.refusal(now)),
+            Ok(Arrival::TooLate(late)) => late.refused(bound, now),
             Ok(Arrival::Full) => (Reason::QueueFull(max_queue), Refusal::NEVER),
             Err(Full) => (Reason::TooManyKeys(settings.max_keys), Refusal::NEVER),
         };

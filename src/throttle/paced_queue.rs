@@ -159,6 +159,11 @@ impl PacedQueue {
         self.local.pace_state.slot(self.load())
     }
 
+    /// Returns the time between two requests, without holds.
+    pub(super) fn interval(&self) -> Duration {
+        self.local.pace_state.interval(self.load())
+    }
+
     /// Ends a request in flight with its answer. Returns the request if it was refused, so that it
     /// may go [back](Self::back).
     pub(crate) fn answered(

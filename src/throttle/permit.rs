@@ -431,8 +431,7 @@ impl Future for PaceWait {
                 waiters.leave(number, now, wakers)
             });
             Err(TurnTooLate {
-                is_held: false,
-                is_of_kind: false,
+                reason: None,
                 retry_at: None,
             })
         } else {
@@ -454,8 +453,8 @@ impl Future for PaceWait {
                 Ok(permit.of_kind(self.kind))
             }
             Err(late) => {
-                let reason = core.reason(late, self.bound);
-                Err(waited.end(&core, reason, late.refusal(now), now))
+                let (reason, refusal) = late.refused(self.bound, now);
+                Err(waited.end(&core, reason, refusal, now))
             }
         })
     }

@@ -16,14 +16,14 @@ use super::paced_queue::{Flight, PacedQueue};
 use super::sync::SyncSupervisor;
 use super::sync_state::StoreChange;
 use crate::clock::{self, SleepMark};
-use crate::error::StoreError;
+use crate::error::{Reason, StoreError};
 use crate::key::Key;
 use crate::key_map::Evict;
 use crate::limiter::Held;
 use crate::signal::Signal;
 use crate::stats::{Cause, KeyCounts};
 use crate::store::{Refusal, Register};
-use crate::wait_queue::{Left, Number, WaitQueue, answer_by};
+use crate::wait_queue::{Left, Number, WaitBound, WaitQueue, answer_by};
 use crate::wakers::Wakers;
 
 /// How long the pace of an idle key is worth keeping.
@@ -66,19 +66,19 @@ struct TurnWait {
 }
 
 /// Why a request cannot wait for its turn, and when it could have left if that is known.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(super) struct TurnTooLate {
-    /// Whether the key is on hold for longer than the request can wait.
-    pub(super) is_held: bool,
-    /// Whether only requests of its kind are.
-    pub(super) is_of_kind: bool,
+    /// Why, if not because its wait ends before its turn.
+    pub(super) reason: Option<Reason>,
     pub(super) retry_at: Option<Instant>,
 }
 
 impl TurnTooLate {
-    pub(super) fn refusal(&self, now: Instant) -> Refusal {
+    /// Returns the reason and the refusal of a request with this `bound`.
+    pub(super) fn refused(self, bound: WaitBound, now: Instant) -> (Reason, Refusal) {
         let wait = self.retry_at.map(|at| at.saturating_duration_since(now));
-        Refusal::new(wait, None)
+        let reason = self.reason.unwrap_or_else(|| bound.reason());
+        (reason, Refusal::new(wait, None))
     }
 }
 
@@ -120,13 +120,16 @@ pub(super) enum Arrival {
 /// be one that is not polled.
 const FALLBACK: Duration = Duration::from_millis(20);
 
-/// Returns when the waiter at `place` looks whether a turn is due, if the first one does so at `first`.
-fn looks_at(place: usize, first: Instant) -> Option<Instant> {
-    match place {
-        0 => Some(first),
-        1 => Some(clock::after(first, FALLBACK)),
-        _ => None,
-    }
+/// How many waiters have timers that follow the slot.
+const FRONT: usize = 2;
+
+/// Returns when the waiter at `place` looks whether a turn is due, if the first one does so at `first`. In a queue that
+/// moves at its pace, a turn each `interval`, those behind the front have left by then.
+fn looks_at(place: u64, first: Instant, interval: Duration) -> Instant {
+    let behind_front = place.saturating_sub(1);
+    let later = FALLBACK.saturating_mul(u32::try_from(place).unwrap_or(u32::MAX));
+    let turns = interval.saturating_mul(u32::try_from(behind_front).unwrap_or(u32::MAX));
+    clock::after(first, later.saturating_add(turns))
 }
 
 impl Waiters {
@@ -161,8 +164,7 @@ impl Waiters {
             && let Err(until) = kinds.pass(kind, now)
         {
             return Arrival::TooLate(TurnTooLate {
-                is_held: true,
-                is_of_kind: true,
+                reason: Some(Reason::HeldKind),
                 retry_at: Some(until),
             });
         }
@@ -215,14 +217,27 @@ impl Waiters {
             self.leave(number, now, wakers);
             return Poll::Ready(Err(late));
         }
-        let place = self.waits.numbers().take(2).position(|of| of == number);
+        let place = match self.waits.get(number) {
+            // No task of those before it has come for some time: it is the one that looks from now on.
+            Some(waiter) if waiter.wakes_at() <= now => self.place(number).min(1),
+            _ => self.place(number),
+        };
         let look_at = self.look_at(now);
+        let look_at = look_at.map(|first| looks_at(place, first, self.queue.interval()));
         if let Some(waiter) = self.waits.get_mut(number) {
-            let look_at = look_at.and_then(|at| looks_at(place?, at));
             waiter.wake_at(look_at.map_or(latest, |at| at.min(latest)));
             waiter.register(cx);
         }
         Poll::Pending
+    }
+
+    /// Returns the place of request `number` in the line. Behind the front it may be too far back: others may have left.
+    fn place(&self, number: Number) -> u64 {
+        let place = self.waits.numbers().take(FRONT).position(|of| of == number);
+        place.map_or_else(
+            || number - self.waits.numbers().next().unwrap_or(number),
+            |place| place as u64,
+        )
     }
 
     /// Ends the wait of request `number`. If its turn had come, the next request has it.
@@ -298,7 +313,8 @@ impl Waiters {
             none => none.insert(Box::new(Kinds::new(self.queue.save_pace(now), now))),
         };
         let left = kinds.refused(kind, is_held, stated, now)?;
-        if let Some(before) = kinds.take_pace_before(now) {
+        // During a hold of another cause, such as that of an operator, the pace stays as it is.
+        if !is_held && let Some(before) = kinds.take_pace_before(now) {
             self.queue.restore_pace(&before, now);
         }
         Some(left)
@@ -380,11 +396,14 @@ impl Waiters {
         let slept = self.sleep.get_or_insert_with(SleepMark::new).look();
         if !slept.is_zero() {
             self.queue.hold_is_shorter(slept);
+            if let Some(origin) = &mut self.hold_origin {
+                origin.until = origin.until.and_then(|until| until.checked_sub(slept));
+            }
             self.grant_due(clock::now(), wakers);
         }
     }
 
-    /// Grants every turn that is due, and sets the timers of the first two waiters.
+    /// Grants every turn that is due, and sets the timers of the waiters in the front.
     fn grant_due(&mut self, now: Instant, wakers: &mut Wakers) {
         while let Some(flight) = self.queue.depart(now) {
             if let Err(flight) = self.waits.settle(flight.number, flight, wakers) {
@@ -394,10 +413,10 @@ impl Waiters {
         let Some(look_at) = self.look_at(now) else {
             return;
         };
-        for (place, waiter) in self.waits.iter_mut().take(2).enumerate() {
-            if let Some(at) = looks_at(place, look_at) {
-                waiter.wake_at(at.min(waiter.request.latest));
-            }
+        let interval = self.queue.interval();
+        for (place, waiter) in (0..).zip(self.waits.iter_mut().take(FRONT)) {
+            let at = looks_at(place, look_at, interval);
+            waiter.wake_at(at.min(waiter.request.latest));
         }
     }
 
@@ -435,8 +454,7 @@ impl Waiters {
     /// key is on hold for longer.
     fn too_late(&self, latest: Instant, now: Instant) -> Option<TurnTooLate> {
         let is_over = || TurnTooLate {
-            is_held: false,
-            is_of_kind: false,
+            reason: None,
             retry_at: self.queue.slot(),
         };
         self.held_beyond(latest, now)
@@ -451,8 +469,7 @@ impl Waiters {
             .held_until()
             .filter(|until| *until > now && *until > latest)?;
         Some(TurnTooLate {
-            is_held: true,
-            is_of_kind: false,
+            reason: Some(Reason::Held),
             retry_at: Some(until),
         })
     }

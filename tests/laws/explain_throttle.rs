@@ -8,11 +8,14 @@ use std::time::{Duration, Instant};
 use futures::FutureExt;
 use http::StatusCode;
 use proptest::prelude::*;
-use support::{ms, now, pass, settle, value};
+use support::{Upstream, get, ms, now, pass, settle, value};
 use tollgate::__lab::{Dice, Pace, Pause, Reply, Traffic};
 use tollgate::limiter::{Because, Verdict};
 use tollgate::store::MemoryStore;
-use tollgate::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, Key, Reason, Signal, Throttle};
+use tollgate::{
+    AdaptiveThrottleBuilder, AdaptiveThrottleLayer, Guard, Key, Quota, Reason, Signal, Throttle,
+};
+use tower::{Layer, ServiceExt};
 
 /// One request per this many milliseconds, whatever happens.
 #[derive(Debug)]
@@ -52,6 +55,42 @@ fn is_told(throttle: &Throttle, expected: &str) {
         .lines()
         .map(|line| line.strip_prefix("        ").unwrap_or(line));
     assert!(text.lines().eq(lines.by_ref()), "the text is\n{text}\n");
+}
+
+fn unauthorized() -> Result<http::Response<String>, &'static str> {
+    let response = http::Response::builder().status(401);
+    Ok(response.body(String::new()).unwrap())
+}
+
+/// A key without state has no room, or is held as soon as it has state.
+#[tokio::test(start_paused = true)]
+async fn a_key_without_state_is_told_what_its_first_request_finds() {
+    let throttle = throttle(every(1000).max_keys(1));
+    let permit = throttle.acquire(Key::new("in use")).await.unwrap();
+    let verdict = throttle.explain(Key::ALL).verdict;
+    let reason = Reason::TooManyKeys(1);
+    assert!(matches!(verdict, Verdict::Refused { reason: told, .. } if told == reason));
+    let happened = throttle.acquire(Key::ALL).await.unwrap_err();
+    assert_eq!(happened.reason(), Some(reason));
+    drop(permit);
+
+    let guard =
+        Guard::new(Quota::new(1, Duration::from_secs(3600))).key(|_| Key::new("our address"));
+    let layer = every(1000).max_wait(ms(5000)).guard(guard);
+    let layer = layer
+        .key(|request| Key::new(request.path()))
+        .build()
+        .unwrap();
+    let service = layer.layer(Upstream::answering((0..3).map(|_| unauthorized())));
+    while service.clone().oneshot(get("/a")).await.is_ok() {}
+    let explanation = layer.throttle().explain(Key::new("/b"));
+    let is_held = |reason: &Reason| *reason == Reason::Held;
+    assert!(
+        matches!(&explanation.verdict, Verdict::Refused { reason, .. } if is_held(reason)),
+        "{explanation}"
+    );
+    let happened = layer.throttle().acquire(Key::new("/b")).await.unwrap_err();
+    assert_eq!(happened.reason(), Some(Reason::Held));
 }
 
 #[tokio::test(start_paused = true)]

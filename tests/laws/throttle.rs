@@ -165,14 +165,20 @@ async fn a_request_after_its_deadline_is_not_sent() {
 async fn waiter_never_polled_again_delays_no_other_waiter() {
     let upstream = Upstream::new();
     let service = every(1000).layer(upstream.clone());
-    service.clone().oneshot(get("/")).await.unwrap();
-    let mut stuck = Box::pin(service.clone().oneshot(get("/")));
-    assert!((&mut stuck).now_or_never().is_none());
-    let start = now();
-    service.oneshot(get("/")).await.unwrap();
-    // The first waiter has had its turn.
-    assert!(now() - start <= ms(2100), "{:?}", now() - start);
-    drop(stuck);
+    for idle in [1, 2, 3, 10] {
+        let call = || Box::pin(service.clone().oneshot(get("/")));
+        call().await.unwrap();
+        let mut stuck: Vec<_> = (0..idle).map(|_| call()).collect();
+        let is_stuck = stuck.iter_mut().map(|call| call.now_or_never().is_none());
+        assert!(is_stuck.fold(true, |all, one| all & one));
+        let start = now();
+        call().await.unwrap();
+        // As many turns pass until it looks. Then those before it have theirs.
+        let turns = ms(1000 * (2 * idle + 1) + 300);
+        assert!(now() - start <= turns, "{idle}: {:?}", now() - start);
+        drop(stuck);
+        pass(ms(60_000)).await;
+    }
 }
 
 #[tokio::test(start_paused = true)]
