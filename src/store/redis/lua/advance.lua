@@ -11,8 +11,10 @@
 -- all functions of this file are cold: `cold_advance` makes them when a call needs them. It then
 -- replaces the functions of the rules that have to count the bookings.
 
--- Makes the functions that few calls need.
+-- Returns the functions that few calls need. Makes them first.
 local function cold_advance()
+  if state.cold_advance then return state.cold_advance end
+
   -- A slot that is at most this much later than the first free slot goes into the logs, in
   -- microseconds. A fiftieth of the shortest window applies if that is longer.
   local TOLERANCE = 10000
@@ -582,7 +584,7 @@ local function cold_advance()
     local found = exact(slot, stamp)
     if not found then
       -- The permit may also be in the logs, unless all slots there are earlier.
-      if (state.cold or cold()).log_end() > slot then return 0 end
+      if cold().log_end() > slot then return 0 end
       local joined, count = joined_with(slot, stamp)
       if count ~= 1 then return 0 end
       found = joined
@@ -593,7 +595,7 @@ local function cold_advance()
     booking[UNITS], places[found], costs = booking[UNITS] - units, false, nil
     if booking[UNITS] == 0 then remove(found) else changed(found) end
     for i = 1, #state do
-      (state.cold or cold()).note_unused(state[i], stamp, units)
+      cold().note_unused(state[i], stamp, units)
     end
     return units
   end

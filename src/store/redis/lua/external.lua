@@ -65,8 +65,10 @@ local function first_slot_unreserved(limit, from, cost, life)
   end
 end
 
--- Makes the functions that few calls need.
+-- Returns the functions that few calls need. Makes them first.
 local function cold_external()
+  if state.cold_external then return state.cold_external end
+
   -- The longest life of a permit, in microseconds. A twentieth of the window applies if that is
   -- longer.
   local LONGEST_LIFE = 50000

@@ -136,8 +136,10 @@ local function free_now()
   return least
 end
 
--- Makes the functions that few calls need.
+-- Returns the functions that few calls need. Makes them first.
 local function cold()
+  if state.cold then return state.cold end
+
   -- The most returned slots that are kept apart.
   local MOST_RETURNED = 32
 

@@ -16,7 +16,7 @@ local function read_records(head, record_count)
     local from = HEAD_SIZE + RECORD_SIZE * (i - 1) + 1
     local kind = string.byte(head, from)
     if kind == EXTERNAL then
-      (state.cold_external or cold_external()).read(head, from)
+      cold_external().read(head, from)
     elseif kind == ADVANCE then
       base = cold_advance().read(head, from, base)
     elseif kind == QUOTA then
@@ -46,7 +46,7 @@ local function update_limits(operation, call, pos, limit_count, guard)
     if limit.external and state.now >= limit.external.ends then state.cold_external.roll(limit) end
   end
   if state.quota or flags >= 2 or operation >= SET_QUOTA then
-    local counts, is_valid = (state.cold_set_quota or cold_set_quota()).take_in(operation, call, pos, limit_count, guard)
+    local counts, is_valid = cold_set_quota().take_in(operation, call, pos, limit_count, guard)
     if not is_valid then return nil end
     if not counts then return pos + limit_count * CALL_LIMIT_SIZE end
   end
@@ -55,7 +55,7 @@ local function update_limits(operation, call, pos, limit_count, guard)
     kind, count, window, capacity, pos = struct.unpack(CALL_LIMIT, call, pos)
     local stated = find_limit(#state, kind, count, window, capacity)
     if not stated then
-      local add = state.quota and state.cold_set_quota.begin or (state.cold or cold()).add
+      local add = state.quota and state.cold_set_quota.begin or cold().add
       stated = add(kind, count, window, capacity, guard)
     elseif state.now - stated.last_stated > stated.window / 2 then
       stated.last_stated, state.changed = lends and state.now + STATED_AHEAD or state.now, true
@@ -63,7 +63,7 @@ local function update_limits(operation, call, pos, limit_count, guard)
     stated.ours = true
   end
   -- A call without limits says nothing about which apply.
-  if limit_count > 0 and #state > limit_count then (state.cold or cold()).retain(1) end
+  if limit_count > 0 and #state > limit_count then cold().retain(1) end
   state.limiting = #state
   return pos
 end
@@ -74,7 +74,7 @@ end
 -- those after it. The same if the key has too many advance bookings for one more.
 local function book(cost, count, life, from, last, segments)
   local advance = state.cold_advance
-  if from > state.earliest then advance = advance or cold_advance() end
+  if from > state.earliest then advance = cold_advance() end
   -- No permit has an earlier slot than the one before it, so each search goes on from there.
   local reached = from
   while count > 0 do
@@ -242,7 +242,7 @@ if lends then
   if lends ~= OWNS then state.borrows = lends end
 end
 if state.cold_advance then state.cold_advance.insert_due() end
-if state.returned_count > 0 then (state.cold or cold()).drain() end
+if state.returned_count > 0 then cold().drain() end
 
 -- Twin: `usage` in src/store/memory/booking.rs. Nothing is written.
 if operation == PEEK then
@@ -303,7 +303,7 @@ if known_incarnation ~= 0 and seen > 0 and (known_incarnation ~= incarnation or 
   if known_incarnation == incarnation then
     incarnation, state.made_at = random, now
   end
-  (state.cold or cold()).recover(granted_before)
+  cold().recover(granted_before)
 end
 
 -- 5. Permits that come back, units that were used without a permit, and what the upstream states
@@ -314,22 +314,22 @@ for _ = 1, return_count do
   local slot, stamp, units
   slot, stamp, units, pos = struct.unpack(CALL_RETURN, call, pos)
   if known_incarnation == incarnation then
-    (state.cold or cold()).take_back(slot, stamp, units)
+    cold().take_back(slot, stamp, units)
   end
 end
 for _ = 1, charge_count do
   local age, units
-  age, units, pos = struct.unpack(CALL_CHARGE, call, pos);
-  (state.cold or cold()).charge(age, units)
+  age, units, pos = struct.unpack(CALL_CHARGE, call, pos)
+  cold().charge(age, units)
 end
 if flags % 2 == 1 then
-  local is_less, is_urgent = (state.cold_external or cold_external()).see(struct.unpack(CALL_REMAINING, call, pos))
-  if is_less and state.returned_count > 0 then (state.cold or cold()).drop_returned() end
+  local is_less, is_urgent = cold_external().see(struct.unpack(CALL_REMAINING, call, pos))
+  if is_less and state.returned_count > 0 then cold().drop_returned() end
   must_notify = is_less and is_urgent
 end
 if is_release then
   for i = 1, #state do
-    (state.cold_external or cold_external()).forget_others(state[i])
+    cold_external().forget_others(state[i])
   end
 end
 
@@ -371,7 +371,7 @@ else
     end
   end
   if status == GRANTED and prefetch_most > 0 then
-    prefetched, prefetched_span = (state.cold or cold()).prefetch(prefetch_most, prefetch_life)
+    prefetched, prefetched_span = cold().prefetch(prefetch_most, prefetch_life)
   end
 end
 local free = status == GRANTED and not state.is_outdated and free_now() or 0
@@ -389,7 +389,7 @@ if state.changed then
   end
   local time_to_live = math.floor((expires - server_time) / 1000) + 1
   if state.must_rewrite then
-    (state.cold or cold()).rewrite(incarnation, writes, offset, expires, held_until, releases, time_to_live)
+    cold().rewrite(incarnation, writes, offset, expires, held_until, releases, time_to_live)
   else
     write(incarnation, writes, offset, expires, held_until, releases)
     if is_extended then
