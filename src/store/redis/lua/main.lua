@@ -7,9 +7,9 @@
 -- needs: layout.lua, server_time (server_time.lua), all of call.lua, logical_time (time.lua),
 -- state.lua, external.lua, ledger.lua, advance.lua, set_quota.lua
 
--- Reads the records of the limits into `state`. `head` may have too few of them. Returns an error if
--- there is a record of an unknown kind.
-local function read_records(head, record_count)
+-- Reads the records of the limits, and the returned slots, into `state`. `head` may have too few records.
+-- Returns an error if there is a record of an unknown kind.
+local function read_records(head, record_count, returned_count)
   local base = HEAD_SIZE + RECORD_SIZE * record_count
   if #head < base then head = redis.call('GETRANGE', key, '0', base - 1) end
   for i = 1, record_count do
@@ -33,6 +33,8 @@ local function read_records(head, record_count)
     end
   end
   state.existed, state.returned_base = true, base
+  state.returned = returned_count > 0
+    and read_list(base, returned_count, RETURNED, RETURNED_SIZE, { 'slot', 'stamp', 'units' }) or {}
 end
 
 -- Advances the limits of the state to now. Adds the limits of the call, which begin at `pos`, or
@@ -80,7 +82,7 @@ local function book(cost, count, life, from, last, segments)
   while count > 0 do
     local slot, refusing = first_slot(cost, life, reached)
     local stamp, fits, entry, index
-    if state.returned_count > 0 then
+    if #state.returned > 0 then
       entry, index = find_returned(cost, life, from)
     end
     if entry and entry.slot <= slot and entry.slot <= last then
@@ -88,7 +90,7 @@ local function book(cost, count, life, from, last, segments)
       if fits > count then fits = count end
       entry.units = entry.units - fits * cost
       if entry.units == 0 then table.remove(state.returned, index) end
-      state.returned_count, state.changed = #state.returned, true
+      state.changed = true
     elseif slot > last then
       return entry and entry.slot < slot and entry.slot or slot, refusing
     else
@@ -136,9 +138,8 @@ local function remembered_until()
     if limit.external and forgotten_from(limit) > from then from = forgotten_from(limit) end
     if from > until_then then until_then = from end
   end
-  if state.returned_count > 0 and returned()[state.returned_count].slot >= until_then then
-    until_then = returned()[state.returned_count].slot + 1
-  end
+  local last = state.returned[#state.returned]
+  if last and last.slot >= until_then then until_then = last.slot + 1 end
   return until_then
 end
 
@@ -156,7 +157,7 @@ local function write(incarnation, writes, offset, expires, held_until, releases)
     end
   end
   redis_write('SETRANGE', key, '0', records .. others)
-  if state.returned_count > 0 then
+  if #state.returned > 0 then
     redis_write('SETRANGE', key, state.returned_base, pack_returned())
   end
 end
@@ -170,10 +171,10 @@ else
   if format ~= FORMAT or #head < HEAD_SIZE then
     return redis.error_reply('TOLLGATE the state of this key has format ' .. format .. ', this script understands ' .. FORMAT)
   end
-  local record_count, last_write
-  format, record_count, state.returned_count, state.returned_room, incarnation, writes, state.made_at, state.recovering_until,
+  local record_count, returned_count, last_write
+  format, record_count, returned_count, state.returned_room, incarnation, writes, state.made_at, state.recovering_until,
     offset, last_write, expires, held_until, releases = struct.unpack(HEAD, head)
-  local failure = read_records(head, record_count)
+  local failure = read_records(head, record_count, returned_count)
   if failure then return failure end
 
   local knows_time = known_incarnation == incarnation and seen > 0
@@ -242,7 +243,7 @@ if lends then
   if lends ~= OWNS then state.borrows = lends end
 end
 if state.cold_advance then state.cold_advance.insert_due() end
-if state.returned_count > 0 then cold().drain() end
+if #state.returned > 0 then cold().drain() end
 
 -- Twin: `usage` in src/store/memory/booking.rs. Nothing is written.
 if operation == PEEK then
@@ -324,7 +325,7 @@ for _ = 1, charge_count do
 end
 if flags % 2 == 1 then
   local is_less, is_urgent = cold_external().see(struct.unpack(CALL_REMAINING, call, pos))
-  if is_less and state.returned_count > 0 then cold().drop_returned() end
+  if is_less and #state.returned > 0 then cold().drop_returned() end
   must_notify = is_less and is_urgent
 end
 if is_release then

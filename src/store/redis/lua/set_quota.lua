@@ -96,7 +96,7 @@ local function cold_set_quota()
     if not quota or state.now < quota.ends then return end
     if is_set(quota.version) then
       local moment = quota.ends
-      if state.returned_count > 0 then cold().drop_returned() end
+      if #state.returned > 0 then cold().drop_returned() end
       quota.booked_until = math.max(quota.booked_until, slots_end(moment))
       unset(moment, is_learned(quota.version))
       quota.version, quota.ends, quota.in_flight = quota.version + 1, moment + END_MARGIN, 0
@@ -108,7 +108,7 @@ local function cold_set_quota()
   -- Takes in a version that is newer than the state's.
   local function change(version, life, in_flight)
     local before, now = state.quota, state.now
-    if state.returned_count > 0 then cold().drop_returned() end
+    if #state.returned > 0 then cold().drop_returned() end
     if not before then
       before = { version = 0, life = 0, booked_until = 0, lost_until = 0 }
       state.limiting = #state
