@@ -311,6 +311,7 @@ end
 --    remains.
 local demands_pos, must_notify = pos, false
 pos = pos + demand_count * (operation == LEASE_LATER and CALL_LATER_DEMAND_SIZE or CALL_DEMAND_SIZE)
+if moment == NEVER then demand_count = 0 end
 for _ = 1, return_count do
   local slot, stamp, units
   slot, stamp, units, pos = struct.unpack(CALL_RETURN, call, pos)
@@ -349,12 +350,11 @@ else
     local cost, count, from
     if operation == LEASE_LATER then
       cost, count, from, pos = struct.unpack(CALL_LATER_DEMAND, call, pos)
-      from = now + from
-      if from < state.earliest then from = state.earliest end
     else
       cost, count, pos = struct.unpack(CALL_DEMAND, call, pos)
-      from = state.earliest
     end
+    from = now + (moment or from or 0)
+    if from < state.earliest then from = state.earliest end
     permits = permits + count
     if permits > MOST_PERMITS then
       return redis.error_reply('TOLLGATE a call asks for at most ' .. MOST_PERMITS .. ' permits')
@@ -371,7 +371,7 @@ else
       break
     end
   end
-  if status == GRANTED and prefetch_most > 0 then
+  if status == GRANTED and prefetch_most > 0 and not moment then
     prefetched, prefetched_span = cold().prefetch(prefetch_most, prefetch_life)
   end
 end

@@ -13,7 +13,7 @@
 -- This file repeats the arithmetic of window.lua, bucket.lua and time.lua without functions,
 -- because a function costs 50 ns in each call. Those files explain the arithmetic.
 
-if operation == LEASE and demand_count == 1 and return_count + charge_count + flags % 2 == 0 and prefetch_most == 0
+if operation == LEASE and not moment and demand_count == 1 and return_count + charge_count + flags % 2 == 0 and prefetch_most == 0
   and hold_left == 0 and #head >= head_size and (not lends or lends == OWNS) then
   local state_format, record_count, returned_count, returned_room, incarnation, writes, made_at, recovering_until, offset, last_write,
     expires, held_until, releases = struct.unpack(HEAD, head)
