@@ -372,25 +372,13 @@ local function cold_advance()
     extensions[kind](rule, rule.plain)
   end
 
-  -- Returns the units booked that count as used now.
-  local function booked(limit)
+  -- Returns the units booked with stamps up to `stamp`; of fixed windows, those of the current window.
+  local function booked_until(limit, stamp)
     if limit.kind == FIXED then return booked_in(limit, limit.rule.number_of(limit, state.now)) end
     local units = 0
     read_all()
     for i = 1, booking_count do
-      units = units + list[i][UNITS]
-    end
-    return units
-  end
-
-  -- Returns the units booked that the upstream may have counted, if stamps up to `sent` may have
-  -- reached it.
-  local function booked_until(limit, sent)
-    if limit.kind == FIXED then return booked(limit) end
-    local units = 0
-    read_all()
-    for i = 1, booking_count do
-      if list[i][STAMP] <= sent then units = units + list[i][UNITS] end
+      if list[i][STAMP] <= stamp then units = units + list[i][UNITS] end
     end
     return units
   end
@@ -642,7 +630,7 @@ local function cold_advance()
     extend(kind, rule)
   end
   state.cold_advance = {
-    extend = extend, booked = booked, booked_until = booked_until, insert_due = insert_due,
+    extend = extend, booked_until = booked_until, insert_due = insert_due,
     is_in_advance = is_in_advance, place_for = place_for, add = add, may_contain = may_contain, erase = erase, read = read,
     record = record, region = region,
   }

@@ -255,7 +255,7 @@ if operation == PEEK then
   for i = 1, #limits do
     local limit = limits[i]
     used[i] = limit.rule.cold().used(limit)
-    if state.cold_advance then used[i] = used[i] + state.cold_advance.booked(limit) end
+    if state.cold_advance then used[i] = used[i] + state.cold_advance.booked_until(limit, NEVER) end
     free[i] = unreserved(limit.rule.free(limit), limit, now)
   end
   local all_free = free_now()
