@@ -177,12 +177,12 @@ else
   local failure = read_records(head, record_count, returned_count)
   if failure then return failure end
 
-  local knows_time = known_incarnation == incarnation and seen > 0
-  if operation == RETURN and not knows_time then
-    -- The caller only returns permits, and remembers no reply. So it cannot tell whether the clock
+  if operation == RETURN then
+    -- The caller only returns permits, and states no time. So it cannot tell whether the clock
     -- was set. For this call, the time is that of the last write.
     state.now = last_write
   else
+    local knows_time = known_incarnation == incarnation and seen > 0
     local now = logical_time(server_time, server_time + offset, last_write, knows_time and seen + since, since, on_way,
       server_seen > 0 and server_seen + server_since)
     if not now then
@@ -190,9 +190,7 @@ else
         0, 0, 0, 0, 0, 0, 0), UNSURE
     end
     state.now = now
-  end
-  if operation ~= RETURN and state.now - server_time ~= offset then
-    offset, state.changed = state.now - server_time, true
+    if now - server_time ~= offset then offset, state.changed = now - server_time, true end
   end
 end
 local now = state.now
