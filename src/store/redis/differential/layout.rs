@@ -7,7 +7,7 @@ use super::super::layout::{
 use super::super::registers;
 use super::*;
 use crate::quota::Limit;
-use crate::store::{Claim, LimitUsage, Recipients, RegisterRequest, SetQuota, StoreEvent};
+use crate::store::{Change, Claim, LimitUsage, Recipients, RegisterRequest, SetQuota, StoreEvent};
 
 /// Returns a format of `lua/layout.lua`.
 fn format_of(name: &str) -> &'static str {
@@ -211,10 +211,11 @@ fn quota_versions_are_read_field_by_field() {
     let lease = codec::lease(&request, 9);
     let life = Duration::from_micros(35);
     let changes = [
-        codec::change_quota(ChangeKind::Set, &spec, life, 9),
-        codec::change_quota(ChangeKind::End, &versioned, life, 9),
-        codec::change_quota(ChangeKind::Learn, &versioned, life, 9),
-    ];
+        (ChangeKind::Set, &Arc::new(spec)),
+        (ChangeKind::End, &versioned),
+        (ChangeKind::Learn, &versioned),
+    ]
+    .map(|(kind, spec)| codec::change(spec, Change::Quota { kind, life }, 9));
     with_lua(|lua| {
         let formats = ["CALL", "CALL_LIMIT", "CALL_REMAINING", "CALL_QUOTA"];
         let numbers = lua.unpack(&lease, &formats);
