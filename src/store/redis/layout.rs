@@ -89,8 +89,6 @@ pub(super) const RETURN: u8 = byte("RETURN");
 pub(super) const HOLD: u8 = byte("HOLD");
 /// The operation that ends a hold.
 pub(super) const RELEASE: u8 = byte("RELEASE");
-/// The operation that requests permits, some of which are of use later.
-pub(super) const LEASE_LATER: u8 = byte("LEASE_LATER");
 /// The operation that sets a quota.
 pub(super) const SET_QUOTA: u8 = byte("SET_QUOTA");
 /// The operation that ends a set quota.

@@ -10,8 +10,7 @@ use super::{CallWriter, LONG};
 use crate::key::Key;
 use crate::limit::{ChangeKind, Charge, LimitSpec, UnusedPermits, micros_down, micros_up};
 use crate::store::redis::layout::{
-    CLAIM, HOLD, LEARN_QUOTA, LEASE, LEASE_LATER, NEVER, OWNS, PEEK, RELEASE, RETURN, SET_QUOTA,
-    UNSET_QUOTA,
+    CLAIM, HOLD, LEARN_QUOTA, LEASE, NEVER, OWNS, PEEK, RELEASE, RETURN, SET_QUOTA, UNSET_QUOTA,
 };
 use crate::store::{Change, Claim, ClientSession, Demand, LeaseRequest, PeekRequest};
 
@@ -79,9 +78,7 @@ fn pack(operation: u8, request: &LeaseRequest<'_>, random: u64) -> Vec<u8> {
     for demand in demands {
         call.int(demand.cost);
         call.int(demand.count);
-        if operation == LEASE_LATER {
-            call.long(micros_up(demand.earliest));
-        }
+        call.long(micros_up(demand.earliest));
     }
     for unused in returns {
         call.long(unused.slot);
@@ -137,13 +134,7 @@ pub(in crate::store::redis) fn lease(request: &LeaseRequest<'_>, random: u64) ->
         returns: &returns,
         ..*request
     };
-    let is_later = |demand: &Demand| !demand.earliest.is_zero();
-    let operation = if request.demands.iter().any(is_later) {
-        LEASE_LATER
-    } else {
-        LEASE
-    };
-    pack(operation, &call, random)
+    pack(LEASE, &call, random)
 }
 
 /// Returns a request that states nothing but the limits of `spec`.

@@ -85,7 +85,7 @@ fn sizes_are_those_of_their_formats() {
             }
             count += 1;
         }
-        assert_eq!(count, 19);
+        assert_eq!(count, 18);
         let reply_with_segment = [
             format_of("REPLY"),
             format_of("SEGMENT").trim_start_matches('<'),
@@ -106,7 +106,8 @@ fn calls_about_rates_are_read_field_by_field() {
         Duration::from_micros(11),
         Duration::from_micros(12),
     ));
-    let demands = [Demand::new(31, 32), Demand::new(33, 34)];
+    let later = Demand::new(31, 32).earliest(Duration::from_micros(35));
+    let demands = [later, Demand::new(33, 34)];
     let returns = [UnusedPermits {
         slot: 41,
         stamp: 42,
@@ -165,33 +166,13 @@ fn calls_about_rates_are_read_field_by_field() {
         let counts = [3, 2, 1, 1, 1];
         assert_eq!(head, [&first[..], &memory, &spans, &counts].concat());
         let limits = [1, 30, 5000, 0, 2, 3, 7000, 40, 3, 20, 6000, 0];
-        let demands = [31, 32, 33, 34];
+        let demands = [31, 32, 35, 33, 34, 0];
         let returns_and_charges = [41, 42, 43, 51, 52];
         let remaining = [1, 30, 5000, 0, 61, 62, 3, 63, 64, 65, 1];
         assert_eq!(
             lists,
             [&limits[..], &demands, &returns_and_charges, &remaining].concat()
         );
-    });
-}
-
-#[test]
-fn calls_for_later_use_are_read_field_by_field() {
-    let spec = Arc::new(LimitSpec::new(
-        Quota::new(30, millis(5)),
-        millis(1),
-        millis(2),
-    ));
-    let demands = [
-        Demand::new(31, 32).earliest(Duration::from_micros(35)),
-        Demand::new(33, 34),
-    ];
-    let call = codec::lease(&lease_request(&spec, &demands), 9);
-    with_lua(|lua| {
-        let later = ["CALL_LATER_DEMAND"; 2];
-        let numbers = lua.unpack(&call, &[&["CALL", "CALL_LIMIT"][..], &later].concat());
-        assert_eq!(numbers[..3], [1, 6, 10]);
-        assert_eq!(numbers[29..], [31, 32, 35, 33, 34, 0]);
     });
 }
 
@@ -222,7 +203,7 @@ fn quota_versions_are_read_field_by_field() {
         assert_eq!((numbers[1], numbers[24]), (1, 3));
         assert_eq!(numbers[40..], [31, 33, 34]);
         let formats = ["CALL", "CALL_LIMIT", "CALL_QUOTA"];
-        for (call, expected) in changes.iter().zip([[7, 0], [8, 31], [9, 31]]) {
+        for (call, expected) in changes.iter().zip([[6, 0], [7, 31], [8, 31]]) {
             let numbers = lua.unpack(call, &formats);
             assert_eq!((numbers[1], numbers[24]), (expected[0], 2));
             assert_eq!(numbers[29..], [expected[1], 35, 34]);

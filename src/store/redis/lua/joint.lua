@@ -21,8 +21,7 @@
 -- key is run at the end. So no slot is booked and given back, and a key that refuses leaves no trace
 -- with the others.
 
--- Where some fields of a call begin (layout.lua, CALL), from 1: the operation, and the number of limits.
-local CALL_OPERATION_AT = 2
+-- Where the number of limits begins in a call (layout.lua, CALL), from 1.
 local CALL_LIMITS_AT = 117
 
 -- After so many decisions, the slots stay as they are. The caller goes on from there.
@@ -57,11 +56,9 @@ end
 -- is unsure of the time, or nil.
 local moment, last, failed = 0, nil, nil
 for i = 1, #KEYS do
-  if string.byte(ARGV[i], CALL_OPERATION_AT) == LEASE_LATER then
-    local demand_at = CALL_SIZE + CALL_LIMIT_SIZE * string.byte(ARGV[i], CALL_LIMITS_AT) + 1
-    local _, _, earliest = struct.unpack(CALL_LATER_DEMAND, ARGV[i], demand_at)
-    if earliest > moment then moment = earliest end
-  end
+  local demand_at = CALL_SIZE + CALL_LIMIT_SIZE * string.byte(ARGV[i], CALL_LIMITS_AT) + 1
+  local _, _, earliest = struct.unpack(CALL_DEMAND, ARGV[i], demand_at)
+  if earliest > moment then moment = earliest end
 end
 
 -- The keys decide in turn, until all agree.

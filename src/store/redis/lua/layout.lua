@@ -45,8 +45,7 @@ local IN_FLIGHT_MESSAGE_FIELDS = '<BI7I7I7I7I7B'
 
 -- ── numbers in calls and replies ─────────────────────────────────────────────────────────────────
 
--- Operations of a call about rates; a call about calls in flight is a claim or a peek. LEASE_LATER
--- is a lease whose demands state from when on their permits are of use. SET_QUOTA makes the limits of
+-- Operations of a call about rates; a call about calls in flight is a claim or a peek. SET_QUOTA makes the limits of
 -- the call those of a set quota, LEARN_QUOTA those of a learned one, and UNSET_QUOTA ends it. With the version of a
 -- learned quota, UNSET_QUOTA ends no quota that an operator has set. The last demand of a peek is the request that it
 -- asks about; the others are booked before it, and nothing is written.
@@ -55,10 +54,9 @@ local PEEK = 2
 local RETURN = 3
 local HOLD = 4
 local RELEASE = 5
-local LEASE_LATER = 6
-local SET_QUOTA = 7
-local UNSET_QUOTA = 8
-local LEARN_QUOTA = 9
+local SET_QUOTA = 6
+local UNSET_QUOTA = 7
+local LEARN_QUOTA = 8
 local CLAIM = 1
 
 -- Statuses. Added to the status of a lease: SHARED if other clients use a limit too, CUT if the
@@ -111,12 +109,9 @@ local CALL_SIZE = 123
 -- B kind; I4 count; I7 window; I4 capacity, 0 unless it is a bucket.
 local CALL_LIMIT = '<BI4I7I4'
 local CALL_LIMIT_SIZE = 16
--- I4 cost; I4 permits.
-local CALL_DEMAND = '<I4I4'
-local CALL_DEMAND_SIZE = 8
--- Of LEASE_LATER: I4 cost; I4 permits; I7 how long after now a permit is of use at the earliest.
-local CALL_LATER_DEMAND = '<I4I4I7'
-local CALL_LATER_DEMAND_SIZE = 15
+-- I4 cost; I4 permits; I7 how long after now a permit is of use at the earliest.
+local CALL_DEMAND = '<I4I4I7'
+local CALL_DEMAND_SIZE = 15
 -- I7 slot; I7 stamp; I7 units.
 local CALL_RETURN = '<I7I7I7'
 -- I7 age; I7 units.

@@ -231,7 +231,7 @@ local is_cut = held_until > now and state.hold_is_cut or 0
 -- 3. The limits, and the set quota.
 pos = update_limits(operation, call, pos, limit_count, guard)
 if not pos then return redis.error_reply('TOLLGATE a set quota has 1 to ' .. MOST_SET_LIMITS .. ' limits') end
-if state.quota and (operation == LEASE or operation == LEASE_LATER) then state.cold_set_quota.renew() end
+if state.quota and operation == LEASE then state.cold_set_quota.renew() end
 if #state > MOST_LIMITS then
   return redis.error_reply('TOLLGATE a call states at most ' .. MOST_LIMITS .. ' limits')
 end
@@ -264,8 +264,8 @@ if operation == PEEK then
   -- The demands before the last one are booked as if it were a lease.
   local cost, is_allowed = 1, true
   for n = 1, demand_count do
-    local count
-    cost, count, pos = struct.unpack(CALL_DEMAND, call, pos)
+    local count, _
+    cost, count, _, pos = struct.unpack(CALL_DEMAND, call, pos)
     is_allowed = cost > 0
     for i = 1, #limits do
       if cost > largest_cost(limits[i]) then is_allowed = false end
@@ -308,7 +308,7 @@ end
 -- 5. Permits that come back, units that were used without a permit, and what the upstream states
 --    remains.
 local demands_pos, must_notify = pos, false
-pos = pos + demand_count * (operation == LEASE_LATER and CALL_LATER_DEMAND_SIZE or CALL_DEMAND_SIZE)
+pos = pos + demand_count * CALL_DEMAND_SIZE
 if moment == NEVER then demand_count = 0 end
 for _ = 1, return_count do
   local slot, stamp, units
@@ -346,12 +346,8 @@ else
   pos = demands_pos
   for _ = 1, demand_count do
     local cost, count, from
-    if operation == LEASE_LATER then
-      cost, count, from, pos = struct.unpack(CALL_LATER_DEMAND, call, pos)
-    else
-      cost, count, pos = struct.unpack(CALL_DEMAND, call, pos)
-    end
-    from = now + (moment or from or 0)
+    cost, count, from, pos = struct.unpack(CALL_DEMAND, call, pos)
+    from = now + (moment or from)
     if from < state.earliest then from = state.earliest end
     permits = permits + count
     if permits > MOST_PERMITS then

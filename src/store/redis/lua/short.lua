@@ -21,7 +21,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
   -- How far the logical time is ahead of what the caller expects. main.lua also allows a thousandth
   -- of `since`.
   local deviation = now - seen - since
-  local cost, permits = struct.unpack(CALL_DEMAND, call, pos + CALL_LIMIT_SIZE * limit_count)
+  local cost, permits, earliest = struct.unpack(CALL_DEMAND, call, pos + CALL_LIMIT_SIZE * limit_count)
   -- Whether the limits of the call count as stated. Those of a set quota need not: they apply anyway.
   local states_limits, is_known = true, state_format == FORMAT and record_count == limit_count
   if flags == 2 then
@@ -32,7 +32,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
     if quota_version % 4 == 1 and 2 * (ends - now) < quota_life then is_known = false end
     states_limits = quota_version % 2 == 0
   end
-  if is_known and returned_count == 0 and permits <= MOST_PERMITS and cost > 0
+  if is_known and earliest == 0 and returned_count == 0 and permits <= MOST_PERMITS and cost > 0
     and now >= last_write and now >= recovering_until and now >= held_until and hold_releases <= releases
     and (known_incarnation == 0 or seen == 0 or (known_incarnation == incarnation and known_writes <= writes
       and deviation <= CLOCK_TOLERANCE + on_way and deviation >= -CLOCK_TOLERANCE)) then
