@@ -20,7 +20,6 @@
 -- How much longer than necessary the time to live of a key is, in microseconds, so that few grants
 -- have to extend it.
 local SPARE_LIFE = 2000000
-local NO_LIMIT = { kind = 0, count = 0, window = 0, capacity = 0 }
 
 -- The head of the call (layout.lua, CALL). `seen` is the time in the last reply, and `since` is how
 -- long ago that reply arrived. `server_seen` and `server_since` are the same for an UNSURE reply.

@@ -414,7 +414,8 @@ for i = state.limiting, 1, -1 do
   if state.limiting > limit_count and not state[i].ours then foreign = state[i] end
   if state[i].external then shared = SHARED end
 end
-refusing, foreign = status % SHARED == REFUSED and refusing or NO_LIMIT, foreign or NO_LIMIT
+local no_limit = { kind = 0, count = 0, window = 0, capacity = 0 }
+refusing, foreign = status % SHARED == REFUSED and refusing or no_limit, foreign or no_limit
 return struct.pack(REPLY, FORMAT, status + shared + is_cut * CUT, incarnation, writes, now, remember, wait, free,
   state.earliest - now, releases, refusing.kind, refusing.count, refusing.window, refusing.capacity, foreign.kind, foreign.count,
   foreign.window, foreign.capacity, prefetched, prefetched_span, #segments) .. table.concat(segments) .. quota_part,

@@ -41,7 +41,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
     -- If a limit refuses, `wait` is the time until it would grant. `remember_until` is the moment
     -- from which a new state would grant the same, if this call is refused. `is_restated` is set if
     -- a record is so old that it has to note that the call stated its limit.
-    local wait, refusing, remember_until, is_restated, is_unusual = 0, NO_LIMIT, now, false, false
+    local wait, refusing, remember_until, is_restated, is_unusual = 0, nil, now, false, false
     -- If all limits grant: `fresh_from` is the moment from which a new state would grant the same.
     -- `records` are the new records. `chunks` is a linked list of those to write, each with a place
     -- in the string and its bytes. `free_after` are the units that are free after the grant.
