@@ -74,7 +74,7 @@ local WITH_QUOTA = 32
 local NOT_PUBLISHED = 2
 
 -- Kinds of limits, and EXTERNAL, ADVANCE and QUOTA, which are kinds of records only. A new kind of limit
--- needs a number that none of them has. `read_records` (main.lua) refuses kinds that are larger than
+-- needs a number that none of them has. main.lua refuses kinds that are larger than
 -- QUOTA.
 local WINDOW = 1
 local BUCKET = 2

@@ -7,69 +7,6 @@
 -- needs: layout.lua, server_time (server_time.lua), all of call.lua, logical_time (time.lua),
 -- state.lua, external.lua, ledger.lua, advance.lua, set_quota.lua
 
--- Reads the records of the limits, and the returned slots, into `state`. `head` may have too few records.
--- Returns an error if there is a record of an unknown kind.
-local function read_records(head, record_count, returned_count)
-  local base = HEAD_SIZE + RECORD_SIZE * record_count
-  if #head < base then head = redis.call('GETRANGE', key, '0', base - 1) end
-  for i = 1, record_count do
-    local from = HEAD_SIZE + RECORD_SIZE * (i - 1) + 1
-    local kind = string.byte(head, from)
-    if kind == EXTERNAL then
-      cold_external().read(head, from)
-    elseif kind == ADVANCE then
-      base = cold_advance().read(head, from, base)
-    elseif kind == QUOTA then
-      cold_set_quota().read(head, from)
-    elseif kind > QUOTA then
-      return redis.error_reply('TOLLGATE the state of this key has a record of kind ' .. kind
-        .. ', this script understands kinds up to ' .. QUOTA)
-    else
-      local rule = rule_of(kind)
-      local limit = rule.read(head, from)
-      limit.rule, limit.base = rule, base
-      base = base + limit.room * rule.size
-      state[i] = limit
-    end
-  end
-  state.existed, state.returned_base = true, base
-  state.returned = returned_count > 0
-    and read_list(base, returned_count, RETURNED, RETURNED_SIZE, { 'slot', 'stamp', 'units' }) or {}
-end
-
--- Advances the limits of the state to now. Adds the limits of the call, which begin at `pos`, or
--- records that a call stated them, unless a set quota applies. Returns where they end. Returns nil if
--- they are those of a set quota, and too many or none.
-local function update_limits(operation, call, pos, limit_count, guard)
-  for i = 1, #state do
-    local limit = state[i]
-    if limit.kind == FIXED and operation ~= RETURN then limit.rule.align(limit) end
-    limit.rule.advance(limit)
-    if limit.external and state.now >= limit.external.ends then state.cold_external.roll(limit) end
-  end
-  if state.quota or flags >= 2 or operation >= SET_QUOTA then
-    local counts, is_valid = cold_set_quota().take_in(operation, call, pos, limit_count, guard)
-    if not is_valid then return nil end
-    if not counts then return pos + limit_count * CALL_LIMIT_SIZE end
-  end
-  for _ = 1, limit_count do
-    local kind, count, window, capacity
-    kind, count, window, capacity, pos = struct.unpack(CALL_LIMIT, call, pos)
-    local stated = find_limit(#state, kind, count, window, capacity)
-    if not stated then
-      local add = state.quota and state.cold_set_quota.begin or cold().add
-      stated = add(kind, count, window, capacity, guard)
-    elseif state.now - stated.last_stated > stated.window / 2 then
-      stated.last_stated, state.changed = lends and state.now + STATED_AHEAD or state.now, true
-    end
-    stated.ours = true
-  end
-  -- A call without limits says nothing about which apply.
-  if limit_count > 0 and #state > limit_count then cold().retain(1) end
-  state.limiting = #state
-  return pos
-end
-
 -- Books `count` permits of `cost` units each, which are of use from `from` on. One segment has as
 -- many of them as its slot allows. Returns nothing if all are booked. Otherwise returns the first
 -- slot that is later than `last`, and the limit that refused. Nothing is booked for that permit and
@@ -143,25 +80,6 @@ local function remembered_until()
   return until_then
 end
 
--- Writes the head, the records and the entries that changed into the string, whose size stays.
-local function write(incarnation, writes, offset, expires, held_until, releases)
-  local others, other_count = other_records()
-  local records = packed_head(#state + other_count, incarnation, writes, offset, expires, held_until, releases)
-  for i = 1, #state do
-    local limit = state[i]
-    records = records .. limit.rule.record(limit)
-    if limit.kind == WINDOW then
-      limit.rule.write(limit)
-    elseif limit.dirty and limit.n > 0 then
-      redis_write('SETRANGE', key, limit.base, pack_list(limit.list, limit.rule.entry, limit.rule.fields))
-    end
-  end
-  redis_write('SETRANGE', key, '0', records .. others)
-  if #state.returned > 0 then
-    redis_write('SETRANGE', key, state.returned_base, pack_returned())
-  end
-end
-
 -- 1. The state, and its time.
 local incarnation, writes, offset, expires, held_until, releases = random, 0, 0, 0, 0, 0
 if head == '' then
@@ -174,8 +92,32 @@ else
   local record_count, returned_count, last_write
   format, record_count, returned_count, state.returned_room, incarnation, writes, state.made_at, state.recovering_until,
     offset, last_write, expires, held_until, releases = struct.unpack(HEAD, head)
-  local failure = read_records(head, record_count, returned_count)
-  if failure then return failure end
+  -- The records of the limits. `head` may have too few of them.
+  local base = HEAD_SIZE + RECORD_SIZE * record_count
+  if #head < base then head = redis.call('GETRANGE', key, '0', base - 1) end
+  for i = 1, record_count do
+    local from = HEAD_SIZE + RECORD_SIZE * (i - 1) + 1
+    local kind = string.byte(head, from)
+    if kind == EXTERNAL then
+      cold_external().read(head, from)
+    elseif kind == ADVANCE then
+      base = cold_advance().read(head, from, base)
+    elseif kind == QUOTA then
+      cold_set_quota().read(head, from)
+    elseif kind > QUOTA then
+      return redis.error_reply('TOLLGATE the state of this key has a record of kind ' .. kind
+        .. ', this script understands kinds up to ' .. QUOTA)
+    else
+      local rule = rule_of(kind)
+      local limit = rule.read(head, from)
+      limit.rule, limit.base = rule, base
+      base = base + limit.room * rule.size
+      state[i] = limit
+    end
+  end
+  state.existed, state.returned_base = true, base
+  state.returned = returned_count > 0
+    and read_list(base, returned_count, RETURNED, RETURNED_SIZE, { 'slot', 'stamp', 'units' }) or {}
 
   if operation == RETURN then
     -- The caller only returns permits, and states no time. So it cannot tell whether the clock
@@ -229,8 +171,36 @@ state.earliest = held_until > now and held_until or now
 local is_cut = held_until > now and state.hold_is_cut or 0
 
 -- 3. The limits, and the set quota.
-pos = update_limits(operation, call, pos, limit_count, guard)
-if not pos then return redis.error_reply('TOLLGATE a set quota has 1 to ' .. MOST_SET_LIMITS .. ' limits') end
+for i = 1, #state do
+  local limit = state[i]
+  if limit.kind == FIXED and operation ~= RETURN then limit.rule.align(limit) end
+  limit.rule.advance(limit)
+  if limit.external and now >= limit.external.ends then state.cold_external.roll(limit) end
+end
+-- Whether the limits of the call count as stated. A set quota applies in their place.
+local counts, is_valid = true, true
+if state.quota or flags >= 2 or operation >= SET_QUOTA then
+  counts, is_valid = cold_set_quota().take_in(operation, call, pos, limit_count, guard)
+  if not is_valid then return redis.error_reply('TOLLGATE a set quota has 1 to ' .. MOST_SET_LIMITS .. ' limits') end
+end
+local limits_end = pos + limit_count * CALL_LIMIT_SIZE
+if counts then
+  for from = pos, limits_end - 1, CALL_LIMIT_SIZE do
+    local kind, count, window, capacity = struct.unpack(CALL_LIMIT, call, from)
+    local stated = find_limit(#state, kind, count, window, capacity)
+    if not stated then
+      local add = state.quota and state.cold_set_quota.begin or cold().add
+      stated = add(kind, count, window, capacity, guard)
+    elseif now - stated.last_stated > stated.window / 2 then
+      stated.last_stated, state.changed = lends and now + STATED_AHEAD or now, true
+    end
+    stated.ours = true
+  end
+  -- A call without limits says nothing about which apply.
+  if limit_count > 0 and #state > limit_count then cold().retain(1) end
+  state.limiting = #state
+end
+pos = limits_end
 if state.quota and operation == LEASE then state.cold_set_quota.renew() end
 if #state > MOST_LIMITS then
   return redis.error_reply('TOLLGATE a call states at most ' .. MOST_LIMITS .. ' limits')
@@ -386,7 +356,22 @@ if state.changed then
   if state.must_rewrite then
     cold().rewrite(incarnation, writes, offset, expires, held_until, releases, time_to_live)
   else
-    write(incarnation, writes, offset, expires, held_until, releases)
+    -- Only the head, the records and the entries that changed are written. The size of the string stays.
+    local others, other_count = other_records()
+    local records = packed_head(#state + other_count, incarnation, writes, offset, expires, held_until, releases)
+    for i = 1, #state do
+      local limit = state[i]
+      records = records .. limit.rule.record(limit)
+      if limit.kind == WINDOW then
+        limit.rule.write(limit)
+      elseif limit.dirty and limit.n > 0 then
+        redis_write('SETRANGE', key, limit.base, pack_list(limit.list, limit.rule.entry, limit.rule.fields))
+      end
+    end
+    redis_write('SETRANGE', key, '0', records .. others)
+    if #state.returned > 0 then
+      redis_write('SETRANGE', key, state.returned_base, pack_returned())
+    end
     if is_extended then
       redis_write('PEXPIRE', key, time_to_live)
     end
