@@ -14,10 +14,8 @@ pub(in crate::store::redis) fn read_unsure(reply: &[u8]) -> Option<u64> {
     let mut reply = ReplyReader(reply);
     reply.format().ok()?;
     let status = reply.byte().ok()?;
-    let _incarnation = reply.long().ok()?;
-    let _writes = reply.long().ok()?;
-    let now = reply.long().ok()?;
-    (status == UNSURE).then_some(now)
+    let server_time = reply.long().ok()?;
+    (status == UNSURE).then_some(server_time)
 }
 
 /// Reads the reply to [`lease`](super::lease). The transit slack of the call was `slack`.

@@ -372,7 +372,7 @@ fn replies_about_rates_are_read_field_by_field() {
         let garbled = [&plain[..], &garbled, &limits.concat()].concat();
         assert!(codec::read_lease(&garbled, micros(2)).is_err());
 
-        let unsure = lua.pack("REPLY", &[&[1, 3], &reply[2..20], &[0]].concat());
+        let unsure = lua.pack("UNSURE_REPLY", &[1, 3, 5]);
         assert_eq!(codec::read_unsure(&unsure), Some(5));
 
         let head = lua.pack("PEEK_REPLY", &[1, 0, 3, 4, 5, 6, 1, 12, 2]);

@@ -157,7 +157,7 @@ if bytes then
   now = logical_time(server_time, server_time + offset, last_write, knows_time and seen + since, since, on_way,
     server_seen > 0 and server_seen + server_since)
   if not now then
-    return struct.pack(CLAIM_REPLY, FORMAT, UNSURE, incarnation, changes, server_time, 0, 0, 0, 0, 0)
+    return struct.pack(UNSURE_REPLY, FORMAT, UNSURE, server_time)
   end
   holders, queue = read_holders(bytes, holder_count, batch_count, now)
 end

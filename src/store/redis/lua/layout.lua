@@ -133,6 +133,8 @@ local REPLY = '<BBI7I7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2'
 local REPLY_SIZE = 100
 -- Where the status begins, from 1.
 local REPLY_STATUS_AT = 2
+-- The UNSURE reply to any call. B format; B status; I7 server's clock.
+local UNSURE_REPLY = '<BBI7'
 -- I4 cost; I4 permits; I7 wait until the slot; I7 span from slot to stamp.
 local SEGMENT = '<I4I4I7I7'
 -- A reply and its only segment.

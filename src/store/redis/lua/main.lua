@@ -128,8 +128,7 @@ else
     local now = logical_time(server_time, server_time + offset, last_write, knows_time and seen + since, since, on_way,
       server_seen > 0 and server_seen + server_since)
     if not now then
-      return struct.pack(REPLY, FORMAT, UNSURE, incarnation, writes, server_time, 0, 0, 0, 0, releases, 0, 0, 0, 0,
-        0, 0, 0, 0, 0, 0, 0), UNSURE
+      return struct.pack(UNSURE_REPLY, FORMAT, UNSURE, server_time), UNSURE
     end
     state.now = now
     if now - server_time ~= offset then offset, state.changed = now - server_time, true end
