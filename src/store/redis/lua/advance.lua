@@ -595,7 +595,6 @@ local function cold_advance()
     local after = base + booking_count * ADVANCE_BOOKING_SIZE
     bytes = redis.call('GETRANGE', key, base, after - 1)
     latest_stamp, longest, is_all_read = latest, longest_span, false
-    if latest == 0 then read_all() end
     return after
   end
 

@@ -206,8 +206,8 @@ local WINDOW_USE_SIZE = 14
 -- I7 counted until. src/limit/external.rs explains the fields.
 local EXTERNAL_RECORD = '<BI4I7I4BI7I4I4I4I4I4BI7I7I7dI7I7'
 
--- The advance bookings, in the last record: B kind; I2 bookings; I7 the latest stamp, 0 if it is not
--- stated; I7 the longest time from slot to stamp, or a longer one.
+-- The advance bookings, in the last record: B kind; I2 bookings; I7 the latest stamp; I7 the longest
+-- time from slot to stamp, or a longer one.
 local ADVANCE_RECORD = '<BI2I7I7'
 -- The set quota or its end: B kind; I4 quota version; I7 until when it applies without use, or its end
 -- is remembered; I7 life; I4 most calls in flight, 0 for any number; B limits that are not paused, the
