@@ -33,7 +33,8 @@ local function note_command(...)
   commands = { next = commands, ... }
 end
 
--- What was decided for each key. If a call fails, its reply is the error, and has no status.
+-- What was decided for each key. If a call fails, its reply is the error, and has no status. `added` is what
+-- the request adds to its status.
 local decided = {}
 
 -- Decides the call for key i. Its permit is of use from `moment` on, or as the call states if that is nil.
@@ -41,15 +42,8 @@ local decided = {}
 local function decide_key(i, moment)
   commands = nil
   local reply, status, wait = decide(KEYS[i], ARGV[i], server_time, note_command, moment)
-  decided[i] = { reply = reply, status = status, wait = wait, commands = commands }
+  decided[i] = { reply = reply, status = status, wait = wait, commands = commands, added = 0 }
   return status
-end
-
--- Adds a number to the status of the reply of a key.
-local function add_to_status(one, number)
-  local reply = one.reply
-  one.reply = string.sub(reply, 1, REPLY_STATUS_AT - 1) .. string.char(string.byte(reply, REPLY_STATUS_AT) + number)
-    .. string.sub(reply, REPLY_STATUS_AT + 1)
 end
 
 -- The moment; the key whose slot moved it last, or nil; and the key that refused, recovers, failed or
@@ -82,13 +76,10 @@ if failed then
   -- The other keys decide about everything but the permit. Their reply is that of a key that
   -- recovers and may be asked again at once.
   for i = 1, #KEYS do
-    if i ~= failed then
-      local status = decide_key(i, NEVER)
-      if status == GRANTED then add_to_status(decided[i], RECOVERING) end
-    end
+    if i ~= failed and decide_key(i, NEVER) == GRANTED then decided[i].added = RECOVERING end
   end
 elseif last then
-  add_to_status(decided[last], LAST)
+  decided[last].added = LAST
 end
 
 local parts = { struct.pack(JOINT_REPLY, FORMAT, GRANTED) }
@@ -97,7 +88,7 @@ for i = 1, #KEYS do
   -- The server's clock may have been set. Nothing is written, and the calls are sent again.
   if status == UNSURE then return reply end
   if not status then reply = '-' .. reply.err end
-  parts[2 * i], parts[2 * i + 1] = struct.pack(JOINT_PART, #reply), reply
+  parts[2 * i], parts[2 * i + 1] = struct.pack(JOINT_PART, decided[i].added, #reply), reply
 end
 for i = 1, #KEYS do
   local command = decided[i].commands

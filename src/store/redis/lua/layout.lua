@@ -131,18 +131,16 @@ local CALL_QUOTA_SIZE = 15
 -- I4 units prefetched; I7 their span; I2 segments.
 local REPLY = '<BBI7I7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2'
 local REPLY_SIZE = 100
--- Where the status begins, from 1.
-local REPLY_STATUS_AT = 2
 -- The UNSURE reply to any call. B format; B status; I7 server's clock.
 local UNSURE_REPLY = '<BBI7'
 -- I4 cost; I4 permits; I7 wait until the slot; I7 span from slot to stamp.
 local SEGMENT = '<I4I4I7I7'
 -- A reply and its only segment.
 local REPLY_WITH_SEGMENT = '<BBI7I7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2I4I4I7I7'
--- The reply to a joint request: B format; B status. Then for each key: I2 the size of its reply,
--- and the reply.
+-- The reply to a joint request: B format; B status. Then for each key: B what to add to the status of
+-- its reply (0, RECOVERING or LAST); I2 the size of its reply; the reply.
 local JOINT_REPLY = '<BB'
-local JOINT_PART = '<I2'
+local JOINT_PART = '<BI2'
 -- B format; B status; I7 free; I7 wait; I7 hold; I4 releases; B hold is cut; I7 recovering for; B
 -- limits.
 local PEEK_REPLY = '<BBI7I7I7I4BI7B'
