@@ -95,6 +95,9 @@ pub(super) const SET_QUOTA: u8 = byte("SET_QUOTA");
 pub(super) const UNSET_QUOTA: u8 = byte("UNSET_QUOTA");
 /// The operation that makes the limits of the call those of a learned quota.
 pub(super) const LEARN_QUOTA: u8 = byte("LEARN_QUOTA");
+/// What a call states in place of the percentage that it may borrow, if its key is the part of no class.
+pub(super) const NO_PART: u8 = byte("NO_PART");
+/// The same, if the caller owns the part.
 pub(super) const OWNS: u8 = byte("OWNS");
 /// The operation of a claim about calls in flight.
 pub(super) const CLAIM: u8 = byte("CLAIM");

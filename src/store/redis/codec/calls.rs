@@ -10,20 +10,14 @@ use super::{CallWriter, LONG};
 use crate::key::Key;
 use crate::limit::{ChangeKind, Charge, LimitSpec, UnusedPermits, micros_down, micros_up};
 use crate::store::redis::layout::{
-    CLAIM, HOLD, LEARN_QUOTA, LEASE, NEVER, OWNS, PEEK, RELEASE, RETURN, SET_QUOTA, UNSET_QUOTA,
+    CLAIM, HOLD, LEARN_QUOTA, LEASE, NEVER, NO_PART, OWNS, PEEK, RELEASE, RETURN, SET_QUOTA,
+    UNSET_QUOTA,
 };
 use crate::store::{Change, Claim, ClientSession, Demand, LeaseRequest, PeekRequest};
 
 /// The most permits that one call gives back, so that the script does not keep the server busy for
 /// long.
 pub(in crate::store::redis) const MOST_RETURNS: usize = 256;
-
-/// The flag of a call that has a statement of the upstream.
-const WITH_REMAINING: u8 = 1;
-/// The flag of a call that has a quota version.
-const WITH_VERSION: u8 = 2;
-/// The flag of a call about the part of a class.
-const WITH_LENDING: u8 = 4;
 
 /// The place in a call of how long ago the last reply arrived.
 const SINCE: usize = 2 + 4 * LONG;
@@ -46,7 +40,7 @@ fn pack(operation: u8, request: &LeaseRequest<'_>, random: u64) -> Vec<u8> {
     let charges = &charges[..charges.len().min(Charge::MOST)];
     let mut call = CallWriter::new(operation, request.session, random);
     call.0
-        .reserve(116 + 16 * limits + 15 * demands.len() + 21 * returns.len() + 14 * charges.len());
+        .reserve(132 + 16 * limits + 15 * demands.len() + 21 * returns.len() + 14 * charges.len());
     call.long(request.session.granted);
     call.long(micros_up(spec.transit_slack()));
     call.long(micros_up(spec.boundary_guard()));
@@ -61,19 +55,15 @@ fn pack(operation: u8, request: &LeaseRequest<'_>, random: u64) -> Vec<u8> {
     call.short(demands.len());
     call.short(returns.len());
     call.byte(charges.len() as u8); // at most 64
-    // The first version that an operator sets needs its life, too.
-    let has_version = spec.quota_version() > 0 || !spec.quota_life().is_zero();
-    let mut flags = 0;
-    if request.remaining.is_some() {
-        flags |= WITH_REMAINING;
-    }
-    if has_version {
-        flags |= WITH_VERSION;
-    }
-    if spec.lending().is_some() {
-        flags |= WITH_LENDING;
-    }
-    call.byte(flags);
+    call.byte(u8::from(request.remaining.is_some()));
+    call.int(spec.quota_version());
+    call.long(micros_up(spec.quota_life()));
+    call.int(spec.quota().most_in_flight().unwrap_or(0));
+    call.byte(match spec.lending() {
+        None => NO_PART,
+        Some(lending) if request.borrows => lending.percent(),
+        Some(_) => OWNS,
+    });
     spec.limits().iter().for_each(|limit| call.limit(*limit));
     for demand in demands {
         call.int(demand.cost);
@@ -98,18 +88,6 @@ fn pack(operation: u8, request: &LeaseRequest<'_>, random: u64) -> Vec<u8> {
         call.int(remaining.refused);
         call.long(micros_up(remaining.valid_for));
         call.byte(u8::from(remaining.forget));
-    }
-    if let Some(lending) = spec.lending() {
-        call.byte(if request.borrows {
-            lending.percent()
-        } else {
-            OWNS
-        });
-    }
-    if has_version {
-        call.int(spec.quota_version());
-        call.long(micros_up(spec.quota_life()));
-        call.int(spec.quota().most_in_flight().unwrap_or(0));
     }
     call.0
 }

@@ -85,7 +85,7 @@ fn sizes_are_those_of_their_formats() {
             }
             count += 1;
         }
-        assert_eq!(count, 18);
+        assert_eq!(count, 17);
         let reply_with_segment = [
             format_of("REPLY"),
             format_of("SEGMENT").trim_start_matches('<'),
@@ -159,12 +159,16 @@ fn calls_about_rates_are_read_field_by_field() {
     ];
     with_lua(|lua| {
         let numbers = lua.unpack(&call, &formats.concat());
-        let (head, lists) = numbers.split_at(25);
+        let (head, lists) = numbers.split_at(29);
         let first = [1, 1, 1];
         let memory = [2, 3, 4, 5, 24, 8, 0, 10];
         let spans = [11, 12, 13, 14, 15, 16, 17, 18, 1];
         let counts = [3, 2, 1, 1, 1];
-        assert_eq!(head, [&first[..], &memory, &spans, &counts].concat());
+        let quota_and_part = [0, 0, 0, 254];
+        assert_eq!(
+            head,
+            [&first[..], &memory, &spans, &counts, &quota_and_part].concat()
+        );
         let limits = [1, 30, 5000, 0, 2, 3, 7000, 40, 3, 20, 6000, 0];
         let demands = [31, 32, 35, 33, 34, 0];
         let returns_and_charges = [41, 42, 43, 51, 52];
@@ -198,15 +202,15 @@ fn quota_versions_are_read_field_by_field() {
     ]
     .map(|(kind, spec)| codec::change(spec, Change::Quota { kind, life }, 9));
     with_lua(|lua| {
-        let formats = ["CALL", "CALL_LIMIT", "CALL_REMAINING", "CALL_QUOTA"];
+        let formats = ["CALL", "CALL_LIMIT", "CALL_REMAINING"];
         let numbers = lua.unpack(&lease, &formats);
-        assert_eq!((numbers[1], numbers[24]), (1, 3));
-        assert_eq!(numbers[40..], [31, 33, 34]);
-        let formats = ["CALL", "CALL_LIMIT", "CALL_QUOTA"];
+        assert_eq!(numbers[1], 1);
+        assert_eq!(numbers[24..29], [1, 31, 33, 34, 254]);
+        let formats = ["CALL", "CALL_LIMIT"];
         for (call, expected) in changes.iter().zip([[6, 0], [7, 31], [8, 31]]) {
             let numbers = lua.unpack(call, &formats);
-            assert_eq!((numbers[1], numbers[24]), (expected[0], 2));
-            assert_eq!(numbers[29..], [expected[1], 35, 34]);
+            assert_eq!(numbers[1], expected[0]);
+            assert_eq!(numbers[24..29], [0, expected[1], 35, 34, 254]);
         }
     });
 }

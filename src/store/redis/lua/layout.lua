@@ -102,10 +102,13 @@ local STATED_AHEAD = 4000000
 -- reply; I7 its age; I7 on way; I7 I7 server's clock in an UNSURE reply, and the age of that reply;
 -- I7 units granted before; I7 transit slack; I7 boundary guard; I7 latest wait; I7 life; I4 most
 -- units to prefetch; I7 their life; I7 hold; I4 releases; B hold is cut; B limits; I2 demands; I2
--- returns; B charges; B flags (1 CALL_REMAINING follows, 2 CALL_QUOTA follows, 4 the key is the part of
--- a class: the last limit is its pace, and a byte follows).
-local CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I7I7I4I7I7I4BBI2I2BB'
-local CALL_SIZE = 123
+-- returns; B charges; B whether CALL_REMAINING follows; I4 quota version of the limits, I7 its life and I4
+-- its most calls in flight, 0 for any number; B the percentage of each limit that the caller may
+-- borrow, OWNS or NO_PART. The last limit of the part of a class is its pace.
+local CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I7I7I4I7I7I4BBI2I2BBI4I7I4B'
+local CALL_SIZE = 139
+local NO_PART = 254
+local OWNS = 255
 -- B kind; I4 count; I7 window; I4 capacity, 0 unless it is a bucket.
 local CALL_LIMIT = '<BI4I7I4'
 local CALL_LIMIT_SIZE = 16
@@ -119,12 +122,6 @@ local CALL_CHARGE = '<I7I7'
 -- B I4 I7 I4 the limit; I7 units; I7 until the reset; B flags (1 steady, 2 urgent); I7 age; I4
 -- refused; I7 valid for; B forget.
 local CALL_REMAINING = '<BI4I7I4I7I7BI7I4I7B'
--- Before CALL_QUOTA: B the percentage of each limit that the caller may borrow, or OWNS.
-local OWNS = 255
--- The end of a call: I4 quota version of the limits; I7 life; I4 most calls in flight, 0 for any
--- number.
-local CALL_QUOTA = '<I4I7I4'
-local CALL_QUOTA_SIZE = 15
 
 -- B format; B status; I7 incarnation; I7 writes; I7 now; I7 remember; I7 wait; I7 free; I7 hold;
 -- I4 releases; B I4 I7 I4 the limit that refused; B I4 I7 I4 a limit that the call does not have;

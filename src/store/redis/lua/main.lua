@@ -178,7 +178,7 @@ for i = 1, #state do
 end
 -- Whether the limits of the call count as stated. A set quota applies in their place.
 local counts, is_valid = true, true
-if state.quota or flags >= 2 or operation >= SET_QUOTA then
+if state.quota or quota_version > 0 or operation >= SET_QUOTA then
   counts, is_valid = cold_set_quota().take_in(operation, call, pos, limit_count, guard)
   if not is_valid then return redis.error_reply('TOLLGATE a set quota has 1 to ' .. MOST_SET_LIMITS .. ' limits') end
 end
@@ -291,7 +291,7 @@ for _ = 1, charge_count do
   age, units, pos = struct.unpack(CALL_CHARGE, call, pos)
   cold().charge(age, units)
 end
-if flags % 2 == 1 then
+if has_remaining == 1 then
   local is_less, is_urgent = cold_external().see(struct.unpack(CALL_REMAINING, call, pos))
   if is_less and #state.returned > 0 then cold().drop_returned() end
   must_notify = is_less and is_urgent

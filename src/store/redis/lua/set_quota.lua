@@ -157,15 +157,12 @@ local function cold_set_quota()
   -- whether they may be those of a set quota if they are.
   local function take_in(operation, call, pos, limit_count, guard)
     finish()
-    local known, version, life, in_flight = state.quota and state.quota.version or 0, 0, 0, 0
-    if flags >= 2 then
-      version, life, in_flight = struct.unpack(CALL_QUOTA, call, #call - CALL_QUOTA_SIZE + 1)
-    end
+    local known, version = state.quota and state.quota.version or 0, quota_version
     state.call_version = version
     if operation >= SET_QUOTA then
       -- The reply states the quota in any case.
       state.call_version = 0
-      if operation == LEARN_QUOTA and learns_nothing_new(call, pos, limit_count, life, in_flight) then
+      if operation == LEARN_QUOTA and learns_nothing_new(call, pos, limit_count, quota_life, quota_in_flight) then
         version = known
       elseif operation == UNSET_QUOTA and has_ended_learned(version, known) then
         version = known
@@ -186,7 +183,7 @@ local function cold_set_quota()
     local has_limits = limit_count > 0 and limit_count <= MOST_SET_LIMITS
     if is_set(version) and operation ~= UNSET_QUOTA and not has_limits then return false, false end
     if version > known then
-      change(version, life, in_flight)
+      change(version, quota_life, quota_in_flight)
       if is_set(version) then set(call, pos, limit_count, guard) end
     end
     if not state.quota then return true, true end
