@@ -68,8 +68,6 @@ pub(super) const FORMAT: u8 = byte("FORMAT");
 
 /// The first byte of a message about a hold or a release, to all stores.
 pub(super) const HOLD_MESSAGE: u8 = byte("HOLD_MESSAGE");
-/// The first byte of a message about a hold that was cut.
-pub(super) const CUT_HOLD_MESSAGE: u8 = byte("CUT_HOLD_MESSAGE");
 /// The first byte of a message about a register.
 pub(super) const REGISTER_MESSAGE: u8 = byte("REGISTER_MESSAGE");
 /// The first byte of a message that less of a limit remains than the state knew.

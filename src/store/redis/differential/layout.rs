@@ -2,7 +2,7 @@
 //! `lua/layout.lua`, and Rust reads the records of Lua.
 
 use super::super::layout::{
-    CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, NEVER, QUOTA_MESSAGE, REMAINING_MESSAGE,
+    HOLD_MESSAGE, IN_FLIGHT_MESSAGE, NEVER, QUOTA_MESSAGE, REMAINING_MESSAGE,
 };
 use super::super::registers;
 use super::*;
@@ -442,8 +442,9 @@ fn claim_replies_and_messages_are_read_field_by_field() {
             &[u64::from(IN_FLIGHT_MESSAGE), 3, 4, 5, 6, 7, 1],
         );
         assert_eq!(codec::read_holder_message(&message).unwrap(), (5, state));
-        for (kind, cut) in [(HOLD_MESSAGE, false), (CUT_HOLD_MESSAGE, true)] {
-            let message = lua.pack("HOLD_MESSAGE_FIELDS", &[u64::from(kind), 3, 4]);
+        for cut in [false, true] {
+            let fields = [u64::from(HOLD_MESSAGE), 3, 4, u64::from(cut)];
+            let message = lua.pack("HOLD_MESSAGE_FIELDS", &fields);
             let (event, rest) = codec::read_event(&message).unwrap();
             let held = HoldState {
                 remaining: micros(3),

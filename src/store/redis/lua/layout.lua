@@ -22,11 +22,10 @@ local FORMAT = 1
 -- does not know. Kind 1 has one meaning on the channel of all stores, and another one on the
 -- channel of one store.
 --
--- A hold or a release, to all stores. The second kind is a hold that the caller cut. B kind; I7
--- hold; I4 releases. The token of the key follows.
+-- A hold or a release, to all stores. B kind; I7 hold; I4 releases; B hold is cut. The token of the
+-- key follows.
 local HOLD_MESSAGE = 1
-local CUT_HOLD_MESSAGE = 4
-local HOLD_MESSAGE_FIELDS = '<BI7I4'
+local HOLD_MESSAGE_FIELDS = '<BI7I4B'
 -- Less of a limit remains than the state knew, to all stores. B kind; I7 writes. The token of the
 -- key follows.
 local REMAINING_MESSAGE = 5

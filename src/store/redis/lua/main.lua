@@ -379,8 +379,8 @@ end
 
 -- 8. Messages. If PUBLISH fails, the other processes learn of the change with their next call.
 if operation == HOLD or operation == RELEASE then
-  local kind = is_cut == 1 and CUT_HOLD_MESSAGE or HOLD_MESSAGE
-  redis.pcall('PUBLISH', channel, struct.pack(HOLD_MESSAGE_FIELDS, kind, state.earliest - now, releases) .. token)
+  local message = struct.pack(HOLD_MESSAGE_FIELDS, HOLD_MESSAGE, state.earliest - now, releases, is_cut)
+  redis.pcall('PUBLISH', channel, message .. token)
 elseif must_notify and token then
   redis.pcall('PUBLISH', channel, struct.pack(REMAINING_MESSAGE_FIELDS, REMAINING_MESSAGE, writes) .. token)
 end
