@@ -149,22 +149,19 @@ if is_release then
   releases = releases + 1
   state.hold_is_cut = 0
   state.changed = true
-elseif hold_releases > releases then
-  -- The caller knows of a release that this state does not know. If the caller knows this state, or holds the key
-  -- anew, its hold is over. If not, the release was of a state before this one, and a hold that was set since stays in
-  -- force.
-  local is_over = known_incarnation == incarnation or operation == HOLD or held_until <= now
+elseif hold_releases >= releases then
+  -- The caller may know of a release that this state does not know. If the caller knows this state, or holds the key
+  -- anew, the hold of the state is over. If not, the release was of a state before this one, and a hold that was set
+  -- since stays in force.
+  local is_newer = hold_releases > releases
+  local is_over = is_newer and (known_incarnation == incarnation or operation == HOLD or held_until <= now)
   local hold_until = hold_left > 0 and now + hold_left or 0
   if is_over or hold_until > held_until then
-    held_until = hold_until
-    state.hold_is_cut = hold_is_cut
+    held_until, state.hold_is_cut, state.changed = hold_until, hold_is_cut, true
   end
-  releases = hold_releases
-  state.changed = true
-elseif hold_releases == releases and hold_left > 0 and now + hold_left > held_until then
-  held_until = now + hold_left
-  state.hold_is_cut = hold_is_cut
-  state.changed = true
+  if is_newer then
+    releases, state.changed = hold_releases, true
+  end
 end
 state.earliest = held_until > now and held_until or now
 local is_cut = held_until > now and state.hold_is_cut or 0
