@@ -131,22 +131,11 @@ impl ExternalUsage {
     /// states whether the log has all units that were granted here in it.
     pub(super) fn begin(&mut self, ends: Micros, log_is_complete: bool) {
         if (self.seen, self.expected, self.refused) == (0, 0, 0) {
-            let &mut ExternalUsage {
-                stated_at,
-                valid_until,
-                shortfall,
-                shortfall_until,
-                counted_until,
-                ..
-            } = self;
-            *self = ExternalUsage {
-                stated_at,
-                valid_until,
-                shortfall,
-                shortfall_until,
-                counted_until,
-                ..ExternalUsage::new(ends, log_is_complete)
-            };
+            self.ends = ends;
+            self.log_is_complete = log_is_complete;
+            self.fewest_left = u32::MAX;
+            self.granted_then = 0;
+            self.confirmed_until = 0;
         }
     }
 

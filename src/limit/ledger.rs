@@ -144,10 +144,7 @@ impl Ledger {
             self.change_quota_version(spec);
         }
         let (is_outdated, ahead) = (self.is_outdated(spec), self.ahead());
-        let quota = self
-            .rare
-            .as_mut()
-            .and_then(|rare| rare.quota.as_deref_mut());
+        let quota = quota_mut(&mut self.rare);
         if quota.as_ref().is_some_and(|quota| quota.is_set()) {
             self.limits.forget_paused(spec, now);
         } else if !is_outdated {
@@ -217,10 +214,7 @@ impl Ledger {
     /// applies for its `life` again.
     fn learns_nothing_new(&mut self, spec: &LimitSpec, life: Duration) -> bool {
         let (limits, now) = (&self.limits, self.now);
-        let quota = self
-            .rare
-            .as_mut()
-            .and_then(|rare| rare.quota.as_deref_mut());
+        let quota = quota_mut(&mut self.rare);
         let Some(quota) = quota.filter(|quota| quota.is_set()) else {
             return false;
         };
@@ -257,11 +251,7 @@ impl Ledger {
             self.drop_returned();
             let booked_until = self.limits.log_end();
             self.limits.unset(moment, was_learned);
-            if let Some(quota) = self
-                .rare
-                .as_mut()
-                .and_then(|rare| rare.quota.as_deref_mut())
-            {
+            if let Some(quota) = quota_mut(&mut self.rare) {
                 quota.end(booked_until);
             }
         }
@@ -291,11 +281,7 @@ impl Ledger {
     /// has passed.
     pub(crate) fn renew_quota(&mut self) {
         let now = self.now;
-        if let Some(quota) = self
-            .rare
-            .as_mut()
-            .and_then(|rare| rare.quota.as_deref_mut())
-        {
+        if let Some(quota) = quota_mut(&mut self.rare) {
             quota.renew(now);
         }
     }
@@ -746,6 +732,11 @@ fn open(spec: &LimitSpec, life: Micros, borrows: bool) -> PermitTime {
         transit_slack: micros_up(spec.transit_slack()),
         borrows: spec.lending().filter(|_| borrows).map(Lending::percent),
     }
+}
+
+/// Returns the set quota of a key, or its end, to change it.
+fn quota_mut(rare: &mut Option<Box<RareState>>) -> Option<&mut SetQuotaState> {
+    rare.as_mut()?.quota.as_deref_mut()
 }
 
 /// Returns the advance bookings of a key.

@@ -1,6 +1,6 @@
 //! All limits of one key. A permit counts in all of them or in none.
 //!
-//! Twin: `store/redis/lua/ledger.lua`, and `update_limits` in `main.lua`.
+//! Twin: `store/redis/lua/ledger.lua`, and step 3 of `main.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
 use super::advance::{AdvanceBooking, TOLERANCE};

@@ -68,8 +68,6 @@ pub(super) const FORMAT: u8 = byte("FORMAT");
 
 /// The first byte of a message about a hold or a release, to all stores.
 pub(super) const HOLD_MESSAGE: u8 = byte("HOLD_MESSAGE");
-/// The first byte of a message about a hold that was cut.
-pub(super) const CUT_HOLD_MESSAGE: u8 = byte("CUT_HOLD_MESSAGE");
 /// The first byte of a message about a register.
 pub(super) const REGISTER_MESSAGE: u8 = byte("REGISTER_MESSAGE");
 /// The first byte of a message that less of a limit remains than the state knew.
@@ -89,14 +87,15 @@ pub(super) const RETURN: u8 = byte("RETURN");
 pub(super) const HOLD: u8 = byte("HOLD");
 /// The operation that ends a hold.
 pub(super) const RELEASE: u8 = byte("RELEASE");
-/// The operation that requests permits, some of which are of use later.
-pub(super) const LEASE_LATER: u8 = byte("LEASE_LATER");
 /// The operation that sets a quota.
 pub(super) const SET_QUOTA: u8 = byte("SET_QUOTA");
 /// The operation that ends a set quota.
 pub(super) const UNSET_QUOTA: u8 = byte("UNSET_QUOTA");
 /// The operation that makes the limits of the call those of a learned quota.
 pub(super) const LEARN_QUOTA: u8 = byte("LEARN_QUOTA");
+/// What a call states in place of the percentage that it may borrow, if its key is the part of no class.
+pub(super) const NO_PART: u8 = byte("NO_PART");
+/// The same, if the caller owns the part.
 pub(super) const OWNS: u8 = byte("OWNS");
 /// The operation of a claim about calls in flight.
 pub(super) const CLAIM: u8 = byte("CLAIM");

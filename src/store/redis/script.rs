@@ -72,7 +72,7 @@ pub(super) fn joint() -> String {
     );
     let (layout, decides) = RATES.split_once(one_key).expect("RATES has these files");
     [
-        "local function decide(key, call, server_time, redis_write, channel, token)\n",
+        "local function decide(key, call, server_time, redis_write, moment, channel, token)\n",
         layout,
         decides,
         "end\n",

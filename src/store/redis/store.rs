@@ -274,16 +274,9 @@ impl Store for RedisStore {
         if let Err(unsupported) = change.check(spec) {
             return StoreReply::Ready(Err(unsupported));
         }
-        let call = match change {
-            Change::Hold { hold, remaining } => codec::hold(spec, hold, remaining, dice()),
-            Change::Release => codec::release(spec, dice()),
-            Change::Quota { kind, life } => codec::change_quota(kind, spec, life, dice()),
-        };
-        let (name, token) = (
-            self.name(key),
-            sealed_key::of(key, self.client.secret, dice()),
-        );
-        let reply = self.client.announce(name, call, token);
+        let call = codec::change(spec, change, dice());
+        let token = sealed_key::of(key, self.client.secret, dice());
+        let reply = self.client.announce(self.name(key), call, token);
         StoreReply::Pending(Box::pin(async move {
             let lease = codec::read_lease(&reply.await?, Duration::ZERO);
             let Lease {

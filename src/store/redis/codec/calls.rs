@@ -1,30 +1,23 @@
 //! Packs the calls of the scripts about rates and about calls in flight.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use smallvec::SmallVec;
 
 use super::call_writer::on_way;
 use super::{CallWriter, LONG};
-use crate::limit::{
-    ChangeKind, Charge, LimitSpec, UnusedPermits, UpstreamRemaining, micros_down, micros_up,
-};
+use crate::key::Key;
+use crate::limit::{ChangeKind, Charge, LimitSpec, UnusedPermits, micros_down, micros_up};
 use crate::store::redis::layout::{
-    CLAIM, HOLD, LEARN_QUOTA, LEASE, LEASE_LATER, NEVER, OWNS, PEEK, RELEASE, RETURN, SET_QUOTA,
+    CLAIM, HOLD, LEARN_QUOTA, LEASE, NEVER, NO_PART, OWNS, PEEK, RELEASE, RETURN, SET_QUOTA,
     UNSET_QUOTA,
 };
-use crate::store::{Claim, ClientSession, Demand, HoldState, LeaseRequest, PeekRequest};
+use crate::store::{Change, Claim, ClientSession, Demand, LeaseRequest, PeekRequest};
 
 /// The most permits that one call gives back, so that the script does not keep the server busy for
 /// long.
 pub(in crate::store::redis) const MOST_RETURNS: usize = 256;
-
-/// The flag of a call that has a statement of the upstream.
-const WITH_REMAINING: u8 = 1;
-/// The flag of a call that has a quota version.
-const WITH_VERSION: u8 = 2;
-/// The flag of a call about the part of a class.
-const WITH_LENDING: u8 = 4;
 
 /// The place in a call of how long ago the last reply arrived.
 const SINCE: usize = 2 + 4 * LONG;
@@ -33,106 +26,70 @@ const ON_WAY: usize = 2 + 5 * LONG;
 /// The place in a call of the server's time, which is followed by how long ago that time was read.
 const SERVER_SEEN: usize = 2 + 6 * LONG;
 
-/// What a call about rates states besides its operation and the limits. [`LeaseRequest`] describes
-/// the fields.
-#[derive(Default)]
-struct RateCall<'a> {
-    session: ClientSession,
-    latest: Duration,
-    validity: Duration,
-    prefetch: u32,
-    prefetch_validity: Duration,
-    hold: HoldState,
-    demands: &'a [Demand],
-    returns: &'a [UnusedPermits],
-    charges: &'a [Charge],
-    remaining: Option<UpstreamRemaining>,
-    borrows: bool,
-}
-
-impl RateCall<'_> {
-    /// Packs the call. If the call makes a new state, `random` is its incarnation.
-    fn pack(&self, operation: u8, spec: &LimitSpec, random: u64) -> Vec<u8> {
-        let &RateCall {
-            demands,
-            returns,
-            charges,
-            ..
-        } = self;
-        let limits = spec.limits().len();
-        let charges = &charges[..charges.len().min(Charge::MOST)];
-        let mut call = CallWriter::new(operation, self.session, random);
-        call.0.reserve(
-            116 + 16 * limits + 15 * demands.len() + 21 * returns.len() + 14 * charges.len(),
-        );
-        call.long(self.session.granted);
-        call.long(micros_up(spec.transit_slack()));
-        call.long(micros_up(spec.boundary_guard()));
-        call.long(micros_down(self.latest));
-        call.long(micros_up(self.validity));
-        call.int(self.prefetch);
-        call.long(micros_up(self.prefetch_validity));
-        call.long(micros_up(self.hold.remaining));
-        call.int(self.hold.releases);
-        call.byte(u8::from(self.hold.cut));
-        call.byte(limits as u8); // at most nine
-        call.short(demands.len());
-        call.short(returns.len());
-        call.byte(charges.len() as u8); // at most 64
-        // The first version that an operator sets needs its life, too.
-        let has_version = spec.quota_version() > 0 || !spec.quota_life().is_zero();
-        let mut flags = 0;
-        if self.remaining.is_some() {
-            flags |= WITH_REMAINING;
-        }
-        if has_version {
-            flags |= WITH_VERSION;
-        }
-        if spec.lending().is_some() {
-            flags |= WITH_LENDING;
-        }
-        call.byte(flags);
-        spec.limits().iter().for_each(|limit| call.limit(*limit));
-        for demand in demands {
-            call.int(demand.cost);
-            call.int(demand.count);
-            if operation == LEASE_LATER {
-                call.long(micros_up(demand.earliest));
-            }
-        }
-        for unused in returns {
-            call.long(unused.slot);
-            call.long(unused.stamp);
-            call.long(unused.units);
-        }
-        for charge in charges {
-            call.long(micros_down(charge.age));
-            call.long(charge.units);
-        }
-        if let Some(remaining) = self.remaining {
-            call.limit(remaining.limit);
-            call.long(remaining.units);
-            call.long(remaining.reset_in.map_or(0, micros_up));
-            call.byte(u8::from(remaining.steady) | u8::from(remaining.urgent) << 1);
-            call.long(micros_up(remaining.ago));
-            call.int(remaining.refused);
-            call.long(micros_up(remaining.valid_for));
-            call.byte(u8::from(remaining.forget));
-        }
-        if let Some(lending) = spec.lending() {
-            call.byte(if self.borrows {
-                lending.percent()
-            } else {
-                OWNS
-            });
-        }
-        if has_version {
-            call.int(spec.quota_version());
-            call.long(micros_up(spec.quota_life()));
-            call.int(spec.quota().most_in_flight().unwrap_or(0));
-        }
-        call.0
+/// Packs a call about rates, of the fields of a request. If the call makes a new state, `random` is its
+/// incarnation.
+fn pack(operation: u8, request: &LeaseRequest<'_>, random: u64) -> Vec<u8> {
+    let &LeaseRequest {
+        spec,
+        demands,
+        returns,
+        charges,
+        ..
+    } = request;
+    let limits = spec.limits().len();
+    let charges = &charges[..charges.len().min(Charge::MOST)];
+    let mut call = CallWriter::new(operation, request.session, random);
+    call.0
+        .reserve(132 + 16 * limits + 15 * demands.len() + 21 * returns.len() + 14 * charges.len());
+    call.long(request.session.granted);
+    call.long(micros_up(spec.transit_slack()));
+    call.long(micros_up(spec.boundary_guard()));
+    call.long(micros_down(request.latest));
+    call.long(micros_up(request.validity));
+    call.int(request.prefetch);
+    call.long(micros_up(request.prefetch_validity));
+    call.long(micros_up(request.hold.remaining));
+    call.int(request.hold.releases);
+    call.byte(u8::from(request.hold.cut));
+    call.byte(limits as u8); // at most nine
+    call.short(demands.len());
+    call.short(returns.len());
+    call.byte(charges.len() as u8); // at most 64
+    call.byte(u8::from(request.remaining.is_some()));
+    call.int(spec.quota_version());
+    call.long(micros_up(spec.quota_life()));
+    call.int(spec.quota().most_in_flight().unwrap_or(0));
+    call.byte(match spec.lending() {
+        None => NO_PART,
+        Some(lending) if request.borrows => lending.percent(),
+        Some(_) => OWNS,
+    });
+    spec.limits().iter().for_each(|limit| call.limit(*limit));
+    for demand in demands {
+        call.int(demand.cost);
+        call.int(demand.count);
+        call.long(micros_up(demand.earliest));
     }
+    for unused in returns {
+        call.long(unused.slot);
+        call.long(unused.stamp);
+        call.long(unused.units);
+    }
+    for charge in charges {
+        call.long(micros_down(charge.age));
+        call.long(charge.units);
+    }
+    if let Some(remaining) = request.remaining {
+        call.limit(remaining.limit);
+        call.long(remaining.units);
+        call.long(remaining.reset_in.map_or(0, micros_up));
+        call.byte(u8::from(remaining.steady) | u8::from(remaining.urgent) << 1);
+        call.long(micros_up(remaining.ago));
+        call.int(remaining.refused);
+        call.long(micros_up(remaining.valid_for));
+        call.byte(u8::from(remaining.forget));
+    }
+    call.0
 }
 
 /// Packs a request for permits. The caller passes at most [`MOST_RETURNS`] permits to give back.
@@ -150,31 +107,22 @@ pub(in crate::store::redis) fn lease(request: &LeaseRequest<'_>, random: u64) ->
         .iter()
         .filter(|unused| unused.incarnation == session.incarnation);
     let returns: SmallVec<[UnusedPermits; 4]> = known.copied().collect();
-    let call = RateCall {
+    let call = LeaseRequest {
         session,
-        latest: request.latest,
-        validity: request.validity,
-        prefetch: request.prefetch,
-        prefetch_validity: request.prefetch_validity,
-        hold: request.hold,
-        demands: request.demands,
         returns: &returns,
-        charges: request.charges,
-        remaining: request.remaining,
-        borrows: request.borrows,
+        ..*request
     };
-    let is_later = |demand: &Demand| !demand.earliest.is_zero();
-    let operation = if request.demands.iter().any(is_later) {
-        LEASE_LATER
-    } else {
-        LEASE
-    };
-    call.pack(operation, request.spec, random)
+    pack(LEASE, &call, random)
+}
+
+/// Returns a request that states nothing but the limits of `spec`.
+fn bare(spec: &Arc<LimitSpec>) -> LeaseRequest<'_> {
+    LeaseRequest::new(Key::ALL, spec, &[])
 }
 
 /// Packs a call that gives back `unused`, which are all of one incarnation.
 pub(in crate::store::redis) fn give_back(
-    spec: &LimitSpec,
+    spec: &Arc<LimitSpec>,
     unused: &[UnusedPermits],
     random: u64,
 ) -> Vec<u8> {
@@ -184,61 +132,53 @@ pub(in crate::store::redis) fn give_back(
         incarnation,
         ..ClientSession::default()
     };
-    RateCall {
+    let call = LeaseRequest {
         session,
         returns: unused,
-        ..RateCall::default()
-    }
-    .pack(RETURN, spec, random)
-}
-
-/// Packs a call that puts the key on hold. The same response of the upstream stated `remaining`.
-pub(in crate::store::redis) fn hold(
-    spec: &LimitSpec,
-    hold: HoldState,
-    remaining: Option<UpstreamRemaining>,
-    random: u64,
-) -> Vec<u8> {
-    RateCall {
-        hold,
-        remaining,
-        ..RateCall::default()
-    }
-    .pack(HOLD, spec, random)
-}
-
-/// Packs a call that ends the hold of the key.
-pub(in crate::store::redis) fn release(spec: &LimitSpec, random: u64) -> Vec<u8> {
-    RateCall::default().pack(RELEASE, spec, random)
-}
-
-/// Packs a call that changes the set quota, to the limits of `spec` unless it ends. It applies, or its
-/// end is remembered, for `life`. The script makes the new version, which is larger than that of `spec`.
-pub(in crate::store::redis) fn change_quota(
-    kind: ChangeKind,
-    spec: &LimitSpec,
-    life: Duration,
-    random: u64,
-) -> Vec<u8> {
-    let operation = match kind {
-        ChangeKind::Set => SET_QUOTA,
-        ChangeKind::Learn => LEARN_QUOTA,
-        ChangeKind::End => UNSET_QUOTA,
+        ..bare(spec)
     };
-    let spec = spec.clone().with_quota_version(spec.quota_version(), life);
-    RateCall::default().pack(operation, &spec, random)
+    pack(RETURN, &call, random)
+}
+
+/// Packs a change of the key. A set quota gets the limits of `spec`. The script makes its new version, which
+/// is larger than that of `spec`.
+pub(in crate::store::redis) fn change(
+    spec: &Arc<LimitSpec>,
+    change: Change,
+    random: u64,
+) -> Vec<u8> {
+    match change {
+        Change::Hold { hold, remaining } => {
+            let call = LeaseRequest {
+                hold,
+                remaining,
+                ..bare(spec)
+            };
+            pack(HOLD, &call, random)
+        }
+        Change::Release => pack(RELEASE, &bare(spec), random),
+        Change::Quota { kind, life } => {
+            let operation = match kind {
+                ChangeKind::Set => SET_QUOTA,
+                ChangeKind::Learn => LEARN_QUOTA,
+                ChangeKind::End => UNSET_QUOTA,
+            };
+            let spec = LimitSpec::clone(spec).with_quota_version(spec.quota_version(), life);
+            pack(operation, &bare(&Arc::new(spec)), random)
+        }
+    }
 }
 
 /// Packs a call that reads the state of the key. Its last demand is the request that it asks about.
 pub(in crate::store::redis) fn peek(request: &PeekRequest, random: u64) -> Vec<u8> {
     let mut demands = request.ahead.clone();
     demands.push(Demand::new(request.cost, 1));
-    RateCall {
+    let call = LeaseRequest {
         validity: request.validity,
         demands: &demands,
-        ..RateCall::default()
-    }
-    .pack(PEEK, &request.spec, random)
+        ..bare(&request.spec)
+    };
+    pack(PEEK, &call, random)
 }
 
 /// Packs a claim of the store `instance`. In Redis it has the number `number`.

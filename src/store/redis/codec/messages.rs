@@ -3,7 +3,7 @@
 
 use super::{Garbled, HolderState, ReplyReader};
 use crate::store::redis::layout::{
-    CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, QUOTA_MESSAGE, REMAINING_MESSAGE,
+    HOLD_MESSAGE, IN_FLIGHT_MESSAGE, QUOTA_MESSAGE, REMAINING_MESSAGE,
 };
 use crate::store::{HoldState, StoreEvent};
 
@@ -27,27 +27,17 @@ pub(in crate::store::redis) fn read_holder_message(
 /// its sender sealed it.
 pub(in crate::store::redis) fn read_event(message: &[u8]) -> Result<(StoreEvent, &[u8]), Garbled> {
     let mut message = ReplyReader(message);
-    let cut = match message.byte()? {
-        HOLD_MESSAGE => false,
-        CUT_HOLD_MESSAGE => true,
-        REMAINING_MESSAGE => {
-            return Ok((
-                StoreEvent::RemainingFell {
-                    writes: message.long()?,
-                },
-                message.0,
-            ));
-        }
-        QUOTA_MESSAGE => {
-            let quota = Box::new(message.set_quota()?);
-            return Ok((StoreEvent::SetQuota(quota), message.0));
-        }
+    let event = match message.byte()? {
+        HOLD_MESSAGE => StoreEvent::Hold(HoldState {
+            remaining: message.span()?,
+            releases: message.int()?,
+            cut: message.byte()? != 0,
+        }),
+        REMAINING_MESSAGE => StoreEvent::RemainingFell {
+            writes: message.long()?,
+        },
+        QUOTA_MESSAGE => StoreEvent::SetQuota(Box::new(message.set_quota()?)),
         _ => return Err(Garbled),
     };
-    let hold = HoldState {
-        remaining: message.span()?,
-        releases: message.int()?,
-        cut,
-    };
-    Ok((StoreEvent::Hold(hold), message.0))
+    Ok((event, message.0))
 }

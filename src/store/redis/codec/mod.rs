@@ -12,8 +12,7 @@ mod reply_reader;
 
 pub(super) use call_writer::CallWriter;
 pub(super) use calls::{
-    MOST_RETURNS, change_quota, claim, give_back, hold, lease, peek, peek_in_flight, release,
-    set_server_time,
+    MOST_RETURNS, change, claim, give_back, lease, peek, peek_in_flight, set_server_time,
 };
 pub(super) use messages::{read_event, read_holder_message};
 pub(super) use replies::{

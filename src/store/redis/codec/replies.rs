@@ -8,16 +8,17 @@ use crate::store::redis::layout::{
 };
 use crate::store::{Grant, Grants, HoldState, Lease, LimitUsage, Refusal, Source, Usage};
 
+/// The place of the status in a reply.
+const STATUS: usize = 1;
+
 /// Returns the server's time if the script did nothing, and the call must be sent again with that
 /// time.
 pub(in crate::store::redis) fn read_unsure(reply: &[u8]) -> Option<u64> {
     let mut reply = ReplyReader(reply);
     reply.format().ok()?;
     let status = reply.byte().ok()?;
-    let _incarnation = reply.long().ok()?;
-    let _writes = reply.long().ok()?;
-    let now = reply.long().ok()?;
-    (status == UNSURE).then_some(now)
+    let server_time = reply.long().ok()?;
+    (status == UNSURE).then_some(server_time)
 }
 
 /// Reads the reply to [`lease`](super::lease). The transit slack of the call was `slack`.
@@ -101,12 +102,13 @@ pub(in crate::store::redis) fn read_joint(
     reply.format()?;
     reply.begins_with(GRANTED)?;
     let read = |_| {
-        let size = reply.number(2)?;
-        let part = reply.bytes(size as usize)?;
-        Ok(match part.strip_prefix(b"-") {
-            Some(error) => Err(String::from_utf8_lossy(error).into_owned()),
-            None => Ok(part.to_vec()),
-        })
+        let (added, size) = (reply.byte()?, reply.number(2)?);
+        let mut part = reply.bytes(size as usize)?.to_vec();
+        if let Some(error) = part.strip_prefix(b"-") {
+            return Ok(Err(String::from_utf8_lossy(error).into_owned()));
+        }
+        *part.get_mut(STATUS).ok_or(Garbled)? |= added;
+        Ok(Ok(part))
     };
     (0..keys).map(read).collect()
 }

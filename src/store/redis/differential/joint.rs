@@ -2,7 +2,7 @@
 //! at the first common moment, and leaves their states as these calls would.
 
 use super::history::{Mix, Step, quota, step};
-use super::world::World;
+use super::world::{World, hold_change, quota_change};
 use super::*;
 
 /// The keys of a history. Those of `joint` get joint requests. Those of `alone` get calls for
@@ -209,8 +209,7 @@ fn step_alone(world: &mut World, keys: &mut Keys, key: usize, step: &Step) {
         ..lease_request(&spec, &demands)
     };
     let call = match step.hold {
-        Some(Some(held)) => codec::hold(&spec, held, None, 7),
-        Some(None) => codec::release(&spec, 7),
+        Some(hold) => codec::change(&spec, hold_change(hold), 7),
         None => codec::lease(&request, 7),
     };
     for name in [keys.joint[key].clone(), keys.alone[key].clone()] {
@@ -242,7 +241,7 @@ fn change(world: &mut World, keys: &mut Keys, quotas: &[Quota], change: Change) 
         Some(which) => (ChangeKind::Set, quotas[which % quotas.len()]),
         None => (ChangeKind::End, quotas[key]),
     };
-    let call = codec::change_quota(kind, &spec(quota), life, 7);
+    let call = quota_change(&spec(quota), kind, life);
     for name in [keys.joint[key].clone(), keys.alone[key].clone()] {
         let reply = keys.run(world, &name, &call);
         let lease = codec::read_lease(&reply, millis(10)).unwrap();

@@ -2,12 +2,12 @@
 //! `lua/layout.lua`, and Rust reads the records of Lua.
 
 use super::super::layout::{
-    CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, NEVER, QUOTA_MESSAGE, REMAINING_MESSAGE,
+    HOLD_MESSAGE, IN_FLIGHT_MESSAGE, NEVER, QUOTA_MESSAGE, REMAINING_MESSAGE,
 };
 use super::super::registers;
 use super::*;
 use crate::quota::Limit;
-use crate::store::{Claim, LimitUsage, Recipients, RegisterRequest, SetQuota, StoreEvent};
+use crate::store::{Change, Claim, LimitUsage, Recipients, RegisterRequest, SetQuota, StoreEvent};
 
 /// Returns a format of `lua/layout.lua`.
 fn format_of(name: &str) -> &'static str {
@@ -85,7 +85,7 @@ fn sizes_are_those_of_their_formats() {
             }
             count += 1;
         }
-        assert_eq!(count, 19);
+        assert_eq!(count, 17);
         let reply_with_segment = [
             format_of("REPLY"),
             format_of("SEGMENT").trim_start_matches('<'),
@@ -106,7 +106,8 @@ fn calls_about_rates_are_read_field_by_field() {
         Duration::from_micros(11),
         Duration::from_micros(12),
     ));
-    let demands = [Demand::new(31, 32), Demand::new(33, 34)];
+    let later = Demand::new(31, 32).earliest(Duration::from_micros(35));
+    let demands = [later, Demand::new(33, 34)];
     let returns = [UnusedPermits {
         slot: 41,
         stamp: 42,
@@ -158,40 +159,24 @@ fn calls_about_rates_are_read_field_by_field() {
     ];
     with_lua(|lua| {
         let numbers = lua.unpack(&call, &formats.concat());
-        let (head, lists) = numbers.split_at(25);
+        let (head, lists) = numbers.split_at(29);
         let first = [1, 1, 1];
         let memory = [2, 3, 4, 5, 24, 8, 0, 10];
         let spans = [11, 12, 13, 14, 15, 16, 17, 18, 1];
         let counts = [3, 2, 1, 1, 1];
-        assert_eq!(head, [&first[..], &memory, &spans, &counts].concat());
+        let quota_and_part = [0, 0, 0, 254];
+        assert_eq!(
+            head,
+            [&first[..], &memory, &spans, &counts, &quota_and_part].concat()
+        );
         let limits = [1, 30, 5000, 0, 2, 3, 7000, 40, 3, 20, 6000, 0];
-        let demands = [31, 32, 33, 34];
+        let demands = [31, 32, 35, 33, 34, 0];
         let returns_and_charges = [41, 42, 43, 51, 52];
         let remaining = [1, 30, 5000, 0, 61, 62, 3, 63, 64, 65, 1];
         assert_eq!(
             lists,
             [&limits[..], &demands, &returns_and_charges, &remaining].concat()
         );
-    });
-}
-
-#[test]
-fn calls_for_later_use_are_read_field_by_field() {
-    let spec = Arc::new(LimitSpec::new(
-        Quota::new(30, millis(5)),
-        millis(1),
-        millis(2),
-    ));
-    let demands = [
-        Demand::new(31, 32).earliest(Duration::from_micros(35)),
-        Demand::new(33, 34),
-    ];
-    let call = codec::lease(&lease_request(&spec, &demands), 9);
-    with_lua(|lua| {
-        let later = ["CALL_LATER_DEMAND"; 2];
-        let numbers = lua.unpack(&call, &[&["CALL", "CALL_LIMIT"][..], &later].concat());
-        assert_eq!(numbers[..3], [1, 6, 10]);
-        assert_eq!(numbers[29..], [31, 32, 35, 33, 34, 0]);
     });
 }
 
@@ -211,20 +196,21 @@ fn quota_versions_are_read_field_by_field() {
     let lease = codec::lease(&request, 9);
     let life = Duration::from_micros(35);
     let changes = [
-        codec::change_quota(ChangeKind::Set, &spec, life, 9),
-        codec::change_quota(ChangeKind::End, &versioned, life, 9),
-        codec::change_quota(ChangeKind::Learn, &versioned, life, 9),
-    ];
+        (ChangeKind::Set, &Arc::new(spec)),
+        (ChangeKind::End, &versioned),
+        (ChangeKind::Learn, &versioned),
+    ]
+    .map(|(kind, spec)| codec::change(spec, Change::Quota { kind, life }, 9));
     with_lua(|lua| {
-        let formats = ["CALL", "CALL_LIMIT", "CALL_REMAINING", "CALL_QUOTA"];
+        let formats = ["CALL", "CALL_LIMIT", "CALL_REMAINING"];
         let numbers = lua.unpack(&lease, &formats);
-        assert_eq!((numbers[1], numbers[24]), (1, 3));
-        assert_eq!(numbers[40..], [31, 33, 34]);
-        let formats = ["CALL", "CALL_LIMIT", "CALL_QUOTA"];
-        for (call, expected) in changes.iter().zip([[7, 0], [8, 31], [9, 31]]) {
+        assert_eq!(numbers[1], 1);
+        assert_eq!(numbers[24..29], [1, 31, 33, 34, 254]);
+        let formats = ["CALL", "CALL_LIMIT"];
+        for (call, expected) in changes.iter().zip([[6, 0], [7, 31], [8, 31]]) {
             let numbers = lua.unpack(call, &formats);
-            assert_eq!((numbers[1], numbers[24]), (expected[0], 2));
-            assert_eq!(numbers[29..], [expected[1], 35, 34]);
+            assert_eq!(numbers[1], expected[0]);
+            assert_eq!(numbers[24..29], [0, expected[1], 35, 34, 254]);
         }
     });
 }
@@ -390,7 +376,7 @@ fn replies_about_rates_are_read_field_by_field() {
         let garbled = [&plain[..], &garbled, &limits.concat()].concat();
         assert!(codec::read_lease(&garbled, micros(2)).is_err());
 
-        let unsure = lua.pack("REPLY", &[&[1, 3], &reply[2..20], &[0]].concat());
+        let unsure = lua.pack("UNSURE_REPLY", &[1, 3, 5]);
         assert_eq!(codec::read_unsure(&unsure), Some(5));
 
         let head = lua.pack("PEEK_REPLY", &[1, 0, 3, 4, 5, 6, 1, 12, 2]);
@@ -456,8 +442,9 @@ fn claim_replies_and_messages_are_read_field_by_field() {
             &[u64::from(IN_FLIGHT_MESSAGE), 3, 4, 5, 6, 7, 1],
         );
         assert_eq!(codec::read_holder_message(&message).unwrap(), (5, state));
-        for (kind, cut) in [(HOLD_MESSAGE, false), (CUT_HOLD_MESSAGE, true)] {
-            let message = lua.pack("HOLD_MESSAGE_FIELDS", &[u64::from(kind), 3, 4]);
+        for cut in [false, true] {
+            let fields = [u64::from(HOLD_MESSAGE), 3, 4, u64::from(cut)];
+            let message = lua.pack("HOLD_MESSAGE_FIELDS", &fields);
             let (event, rest) = codec::read_event(&message).unwrap();
             let held = HoldState {
                 remaining: micros(3),

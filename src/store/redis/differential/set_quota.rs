@@ -5,7 +5,7 @@ use proptest::test_runner::TestRunner;
 
 use super::history::{Mix, Step, quota, step};
 use super::model::recovery::recovering_until;
-use super::world::World;
+use super::world::{World, quota_change};
 use super::*;
 use crate::limit::{Ledger, QuotaChange, is_set};
 use crate::store::SetQuota;
@@ -91,7 +91,7 @@ struct Seen {
 
 /// Makes a change in both. Returns the set quota.
 fn change(world: &mut World, spec: &LimitSpec, kind: ChangeKind, life: Duration) -> SetQuota {
-    let call = codec::change_quota(kind, spec, life, 7);
+    let call = quota_change(spec, kind, life);
     let theirs = codec::read_lease(&world.run(&call), millis(10)).unwrap();
     if theirs.incarnation != world.incarnation {
         (world.incarnation, world.seen) = (theirs.incarnation, theirs.now);
@@ -267,12 +267,7 @@ fn set_quotas_without_limits_are_errors() {
     world.begin();
     let spec = spec_of(Quota::in_flight(3));
     let error = world
-        .try_run(&codec::change_quota(
-            ChangeKind::Set,
-            &spec,
-            millis(1000),
-            7,
-        ))
+        .try_run(&quota_change(&spec, ChangeKind::Set, millis(1000)))
         .unwrap_err();
     assert!(error.to_string().contains("1 to 9 limits"), "{error}");
     let exists: bool = redis::cmd("EXISTS")
@@ -281,12 +276,7 @@ fn set_quotas_without_limits_are_errors() {
         .unwrap();
     assert!(!exists);
     // The end of a set quota may leave a key to limits of calls in flight.
-    let end = world.run(&codec::change_quota(
-        ChangeKind::End,
-        &spec,
-        millis(1000),
-        7,
-    ));
+    let end = world.run(&quota_change(&spec, ChangeKind::End, millis(1000)));
     let end = codec::read_lease(&end, millis(10)).unwrap().set_quota;
     assert!(end.is_some_and(|end| end.quota.is_none()));
 }

@@ -8,10 +8,10 @@ use redis_server::RedisServer;
 use super::history::Step;
 use super::{RATES, START, at_time_of_argument, codec, lease_request, millis, script};
 use crate::key::Key;
-use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits};
+use crate::limit::{ChangeKind, Charge, Ledger, LimitSpec, Micros, UnusedPermits};
 use crate::store::memory::{book, hold, usage};
 use crate::store::{
-    ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, PeekRequest, Usage,
+    Change, ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, PeekRequest, Usage,
 };
 
 /// The same history in both.
@@ -31,6 +31,17 @@ pub(super) struct World {
     /// The time to live that a call has given the state last, in milliseconds. The state itself does not
     /// expire: it would do so by the clock of the machine, which may stall.
     pub(super) ttl: i64,
+}
+
+/// Packs a change of the set quota.
+pub(super) fn quota_change(spec: &LimitSpec, kind: ChangeKind, life: Duration) -> Vec<u8> {
+    codec::change(&Arc::new(spec.clone()), Change::Quota { kind, life }, 7)
+}
+
+/// Returns the change to this hold, or to none.
+pub(super) fn hold_change(hold: Option<HoldState>) -> Change {
+    let remaining = None;
+    hold.map_or(Change::Release, |hold| Change::Hold { hold, remaining })
 }
 
 impl World {
@@ -167,10 +178,7 @@ impl World {
 
     pub(super) fn set_hold(&mut self, spec: &Arc<LimitSpec>, change: Option<Option<HoldState>>) {
         let Some(change) = change else { return };
-        let call = change.map_or_else(
-            || codec::release(spec, 7),
-            |held| codec::hold(spec, held, None, 7),
-        );
+        let call = codec::change(spec, hold_change(change), 7);
         let theirs = codec::read_lease(&self.run(&call), millis(0)).unwrap();
         if theirs.incarnation != self.incarnation {
             (self.incarnation, self.seen) = (theirs.incarnation, theirs.now);

@@ -11,8 +11,10 @@
 -- all functions of this file are cold: `cold_advance` makes them when a call needs them. It then
 -- replaces the functions of the rules that have to count the bookings.
 
--- Makes the functions that few calls need.
+-- Returns the functions that few calls need. Makes them first.
 local function cold_advance()
+  if state.cold_advance then return state.cold_advance end
+
   -- A slot that is at most this much later than the first free slot goes into the logs, in
   -- microseconds. A fiftieth of the shortest window applies if that is longer.
   local TOLERANCE = 10000
@@ -370,25 +372,13 @@ local function cold_advance()
     extensions[kind](rule, rule.plain)
   end
 
-  -- Returns the units booked that count as used now.
-  local function booked(limit)
+  -- Returns the units booked with stamps up to `stamp`; of fixed windows, those of the current window.
+  local function booked_until(limit, stamp)
     if limit.kind == FIXED then return booked_in(limit, limit.rule.number_of(limit, state.now)) end
     local units = 0
     read_all()
     for i = 1, booking_count do
-      units = units + list[i][UNITS]
-    end
-    return units
-  end
-
-  -- Returns the units booked that the upstream may have counted, if stamps up to `sent` may have
-  -- reached it.
-  local function booked_until(limit, sent)
-    if limit.kind == FIXED then return booked(limit) end
-    local units = 0
-    read_all()
-    for i = 1, booking_count do
-      if list[i][STAMP] <= sent then units = units + list[i][UNITS] end
+      if list[i][STAMP] <= stamp then units = units + list[i][UNITS] end
     end
     return units
   end
@@ -582,7 +572,7 @@ local function cold_advance()
     local found = exact(slot, stamp)
     if not found then
       -- The permit may also be in the logs, unless all slots there are earlier.
-      if (state.cold or cold()).log_end() > slot then return 0 end
+      if cold().log_end() > slot then return 0 end
       local joined, count = joined_with(slot, stamp)
       if count ~= 1 then return 0 end
       found = joined
@@ -593,7 +583,7 @@ local function cold_advance()
     booking[UNITS], places[found], costs = booking[UNITS] - units, false, nil
     if booking[UNITS] == 0 then remove(found) else changed(found) end
     for i = 1, #state do
-      (state.cold or cold()).note_unused(state[i], stamp, units)
+      cold().note_unused(state[i], stamp, units)
     end
     return units
   end
@@ -605,7 +595,6 @@ local function cold_advance()
     local after = base + booking_count * ADVANCE_BOOKING_SIZE
     bytes = redis.call('GETRANGE', key, base, after - 1)
     latest_stamp, longest, is_all_read = latest, longest_span, false
-    if latest == 0 then read_all() end
     return after
   end
 
@@ -640,7 +629,7 @@ local function cold_advance()
     extend(kind, rule)
   end
   state.cold_advance = {
-    extend = extend, booked = booked, booked_until = booked_until, insert_due = insert_due,
+    extend = extend, booked_until = booked_until, insert_due = insert_due,
     is_in_advance = is_in_advance, place_for = place_for, add = add, may_contain = may_contain, erase = erase, read = read,
     record = record, region = region,
   }

@@ -20,7 +20,6 @@
 -- How much longer than necessary the time to live of a key is, in microseconds, so that few grants
 -- have to extend it.
 local SPARE_LIFE = 2000000
-local NO_LIMIT = { kind = 0, count = 0, window = 0, capacity = 0 }
 
 -- The head of the call (layout.lua, CALL). `seen` is the time in the last reply, and `since` is how
 -- long ago that reply arrived. `server_seen` and `server_since` are the same for an UNSURE reply.
@@ -28,19 +27,16 @@ local NO_LIMIT = { kind = 0, count = 0, window = 0, capacity = 0 }
 -- limits of the call begin at `pos`.
 local format, operation, random, known_incarnation, known_writes, seen, since, on_way, server_seen, server_since,
   granted_before, slack, guard, latest, life, prefetch_most, prefetch_life, hold_left, hold_releases, hold_is_cut, limit_count,
-  demand_count, return_count, charge_count, flags, pos = struct.unpack(CALL, call)
+  demand_count, return_count, charge_count, has_remaining, quota_version, quota_life, quota_in_flight, lends, pos =
+  struct.unpack(CALL, call)
 if format ~= FORMAT then
   return redis.error_reply('TOLLGATE format ' .. format .. ' of calls is unknown, this script understands ' .. FORMAT)
 end
--- Of the part of a class: the percentage of each limit that the caller may borrow, or OWNS. Else nil.
-local lends = nil
-if flags >= 4 then
-  flags = flags - 4
-  lends = string.byte(call, flags >= 2 and #call - CALL_QUOTA_SIZE or #call)
-end
+-- Nil unless the key is the part of a class.
+if lends == NO_PART then lends = nil end
 -- How many bytes the head of the state has, with a record for each limit of the call, and one more if the
 -- call has a quota version.
-local head_size = HEAD_SIZE + RECORD_SIZE * (flags < 2 and limit_count or limit_count + 1)
+local head_size = HEAD_SIZE + RECORD_SIZE * (quota_version == 0 and limit_count or limit_count + 1)
 -- The head of the state, with two records or more; empty if there is no state. Few states have more. What
 -- follows the records is not used.
 local head = redis.call('GETRANGE', key, '0', head_size > 245 and head_size - 1 or '244')

@@ -65,8 +65,10 @@ local function first_slot_unreserved(limit, from, cost, life)
   end
 end
 
--- Makes the functions that few calls need.
+-- Returns the functions that few calls need. Makes them first.
 local function cold_external()
+  if state.cold_external then return state.cold_external end
+
   -- The longest life of a permit, in microseconds. A twentieth of the window applies if that is
   -- longer.
   local LONGEST_LIFE = 50000
@@ -141,16 +143,14 @@ local function cold_external()
     -- window may be missing. If the statement is not steady, the window that ends now has to be
     -- complete.
     local complete_from = state.made_at + limit.window - math.floor(limit.window / 10)
-    local log_is_complete = complete_from <= (is_steady and ends or state.now)
+    local log_is_complete = complete_from <= (is_steady and ends or state.now) and 1 or 0
     if not external then
-      external = new_external(ends, 0, log_is_complete and 1 or 0)
+      external = new_external(ends, 0, log_is_complete)
       limit.external, state.must_rewrite = external, true
     elseif (is_steady or refused > 0) and external.seen == 0 and external.expected == 0 and external.refused == 0 then
-      local renewed = new_external(ends, 0, log_is_complete and 1 or 0)
-      renewed.stated_at, renewed.valid_until = external.stated_at, external.valid_until
-      renewed.shortfall, renewed.shortfall_until = external.shortfall, external.shortfall_until
-      renewed.counted_until = external.counted_until
-      limit.external, external = renewed, renewed
+      -- No use by other clients is known yet, so the window may begin anew.
+      external.ends, external.log_is_complete, external.confirmed_until = ends, log_is_complete, 0
+      external.fewest_left, external.granted_then = LARGEST_I4, 0
     end
     local was_reserved = reserved(limit, state.now)
 

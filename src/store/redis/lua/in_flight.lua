@@ -29,45 +29,34 @@ local class, share = 0, 0
 if class_pos <= #ARGV[1] then class, share = struct.unpack(CLASS, ARGV[1], class_pos) end
 local is_divided = share > 0
 
--- Reads the holders, and the queue: batches of waiters, in order.
-local function read_holders(bytes, holder_count, batch_count)
-  local holders, queue, pos = {}, {}, IN_FLIGHT_HEAD_SIZE + 1
+-- Reads the holders whose claims have not expired at `now`, and their queue: batches of waiters, in order.
+local function read_holders(bytes, holder_count, batch_count, now)
+  local all, holders, queue, pos = {}, {}, {}, IN_FLIGHT_HEAD_SIZE + 1
   for i = 1, holder_count do
     local its_store, its_id, its_number, its_limit, its_taken, granted, knows_others_wait, expires
     its_store, its_id, its_number, its_limit, its_taken, granted, knows_others_wait, expires, pos =
       struct.unpack(HOLDER, bytes, pos)
-    holders[i] = {
+    all[i] = {
       store = its_store, id = its_id, number = its_number, limit = its_limit,
       taken = its_taken, -- slots that it uses, or was granted since its last claim
       granted = granted, -- slots ever granted
       class = 0, share = 0, knows_others_wait = knows_others_wait, expires = expires,
       has_new_slots = false, waits = false, index = 0,
     }
+    if expires > now then holders[#holders + 1] = all[i] end
   end
-  for i = 1, batch_count do
+  for _ = 1, batch_count do
     local index, count
     index, count, pos = struct.unpack(BATCH, bytes, pos)
-    queue[i] = { holder = holders[index], count = count }
+    if all[index].expires > now then queue[#queue + 1] = { holder = all[index], count = count } end
   end
   if pos <= #bytes then
     is_divided = true
     for i = 1, holder_count do
-      holders[i].class, holders[i].share, pos = struct.unpack(CLASS, bytes, pos)
+      all[i].class, all[i].share, pos = struct.unpack(CLASS, bytes, pos)
     end
   end
   return holders, queue
-end
-
--- Returns the holders whose claims have not expired, and their batches.
-local function without_expired(holders, queue, now)
-  local kept_holders, kept_queue = {}, {}
-  for i = 1, #holders do
-    if holders[i].expires > now then kept_holders[#kept_holders + 1] = holders[i] end
-  end
-  for i = 1, #queue do
-    if queue[i].holder.expires > now then kept_queue[#kept_queue + 1] = queue[i] end
-  end
-  return kept_holders, kept_queue
 end
 
 -- Returns the slots in use, those that are free under `smallest` and the limits of all holders, and the
@@ -168,10 +157,9 @@ if bytes then
   now = logical_time(server_time, server_time + offset, last_write, knows_time and seen + since, since, on_way,
     server_seen > 0 and server_seen + server_since)
   if not now then
-    return struct.pack(CLAIM_REPLY, FORMAT, UNSURE, incarnation, changes, server_time, 0, 0, 0, 0, 0)
+    return struct.pack(UNSURE_REPLY, FORMAT, UNSURE, server_time)
   end
-  holders, queue = read_holders(bytes, holder_count, batch_count)
-  holders, queue = without_expired(holders, queue, now)
+  holders, queue = read_holders(bytes, holder_count, batch_count, now)
 end
 
 if operation == PEEK then

@@ -4,7 +4,7 @@
 -- This script is the script about rates as a function, `decide`, with this file behind it. So each
 -- key decides as it does alone.
 -- After a change: cargo test --all-features --lib differential
--- needs: layout.lua, server_time (server_time.lua), decide(key, call, server_time, redis_write), which
+-- needs: layout.lua, server_time (server_time.lua), decide(key, call, server_time, redis_write, moment), which
 -- runs the script about rates for one key
 --
 -- KEYS[i]  the state of key i
@@ -21,12 +21,8 @@
 -- key is run at the end. So no slot is booked and given back, and a key that refuses leaves no trace
 -- with the others.
 
--- Where some fields of a call begin (layout.lua, CALL), from 1: the operation, the most units to prefetch,
--- limits and demands.
-local CALL_OPERATION_AT = 2
-local CALL_PREFETCH_AT = 94
+-- Where the number of limits begins in a call (layout.lua, CALL), from 1.
 local CALL_LIMITS_AT = 117
-local CALL_DEMANDS_AT = 118
 
 -- After so many decisions, the slots stay as they are. The caller goes on from there.
 local MOST_DECISIONS = 32
@@ -37,49 +33,26 @@ local function note_command(...)
   commands = { next = commands, ... }
 end
 
--- What was decided for each key. If a call fails, its reply is the error, and has no status.
+-- What was decided for each key. If a call fails, its reply is the error, and has no status. `added` is what
+-- the request adds to its status.
 local decided = {}
 
--- Decides a call for key i. Returns its status.
-local function decide_key(i, call)
+-- Decides the call for key i. Its permit is of use from `moment` on, or as the call states if that is nil.
+-- With NEVER, the key decides about everything but the permit. Returns the status.
+local function decide_key(i, moment)
   commands = nil
-  local reply, status, wait = decide(KEYS[i], call, server_time, note_command)
-  decided[i] = { reply = reply, status = status, wait = wait, commands = commands }
+  local reply, status, wait = decide(KEYS[i], ARGV[i], server_time, note_command, moment)
+  decided[i] = { reply = reply, status = status, wait = wait, commands = commands, added = 0 }
   return status
-end
-
--- Returns where the demand of a call begins.
-local function demand_at(call)
-  return CALL_SIZE + CALL_LIMIT_SIZE * string.byte(call, CALL_LIMITS_AT) + 1
-end
-
--- Returns a call with another operation and demand, or with none, and without prefetch.
-local function with_demand(call, operation, count, demand)
-  local from = demand_at(call)
-  local size = string.byte(call, CALL_OPERATION_AT) == LEASE and CALL_DEMAND_SIZE or CALL_LATER_DEMAND_SIZE
-  return table.concat({
-    string.sub(call, 1, CALL_OPERATION_AT - 1), string.char(operation),
-    string.sub(call, CALL_OPERATION_AT + 1, CALL_PREFETCH_AT - 1), struct.pack('<I4', 0),
-    string.sub(call, CALL_PREFETCH_AT + 4, CALL_DEMANDS_AT - 1), struct.pack('<I2', count),
-    string.sub(call, CALL_DEMANDS_AT + 2, from - 1), demand, string.sub(call, from + size),
-  })
-end
-
--- Adds a number to the status of the reply of a key.
-local function add_to_status(one, number)
-  local reply = one.reply
-  one.reply = string.sub(reply, 1, REPLY_STATUS_AT - 1) .. string.char(string.byte(reply, REPLY_STATUS_AT) + number)
-    .. string.sub(reply, REPLY_STATUS_AT + 1)
 end
 
 -- The moment; the key whose slot moved it last, or nil; and the key that refused, recovers, failed or
 -- is unsure of the time, or nil.
 local moment, last, failed = 0, nil, nil
 for i = 1, #KEYS do
-  if string.byte(ARGV[i], CALL_OPERATION_AT) == LEASE_LATER then
-    local _, _, earliest = struct.unpack(CALL_LATER_DEMAND, ARGV[i], demand_at(ARGV[i]))
-    if earliest > moment then moment = earliest end
-  end
+  local demand_at = CALL_SIZE + CALL_LIMIT_SIZE * string.byte(ARGV[i], CALL_LIMITS_AT) + 1
+  local _, _, earliest = struct.unpack(CALL_DEMAND, ARGV[i], demand_at)
+  if earliest > moment then moment = earliest end
 end
 
 -- The keys decide in turn, until all agree.
@@ -87,13 +60,8 @@ local i, agreed, decisions = 0, 0, 0
 while agreed < #KEYS and decisions < MOST_DECISIONS do
   i = i % #KEYS + 1
   if not decided[i] or decided[i].wait ~= moment then
-    local call = ARGV[i]
-    if moment > 0 then
-      local cost, count = struct.unpack(CALL_DEMAND, call, demand_at(call))
-      call = with_demand(call, LEASE_LATER, 1, struct.pack(CALL_LATER_DEMAND, cost, count, moment))
-    end
     decisions = decisions + 1
-    if decide_key(i, call) ~= GRANTED then
+    if decide_key(i, moment > 0 and moment or nil) ~= GRANTED then
       failed = i
       break
     end
@@ -105,16 +73,13 @@ while agreed < #KEYS and decisions < MOST_DECISIONS do
 end
 
 if failed then
-  -- The other keys decide about everything but the demand. Their reply is that of a key that
+  -- The other keys decide about everything but the permit. Their reply is that of a key that
   -- recovers and may be asked again at once.
   for i = 1, #KEYS do
-    if i ~= failed then
-      local status = decide_key(i, with_demand(ARGV[i], string.byte(ARGV[i], CALL_OPERATION_AT), 0, ''))
-      if status == GRANTED then add_to_status(decided[i], RECOVERING) end
-    end
+    if i ~= failed and decide_key(i, NEVER) == GRANTED then decided[i].added = RECOVERING end
   end
 elseif last then
-  add_to_status(decided[last], LAST)
+  decided[last].added = LAST
 end
 
 local parts = { struct.pack(JOINT_REPLY, FORMAT, GRANTED) }
@@ -123,7 +88,7 @@ for i = 1, #KEYS do
   -- The server's clock may have been set. Nothing is written, and the calls are sent again.
   if status == UNSURE then return reply end
   if not status then reply = '-' .. reply.err end
-  parts[2 * i], parts[2 * i + 1] = struct.pack(JOINT_PART, #reply), reply
+  parts[2 * i], parts[2 * i + 1] = struct.pack(JOINT_PART, decided[i].added, #reply), reply
 end
 for i = 1, #KEYS do
   local command = decided[i].commands

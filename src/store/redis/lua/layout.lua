@@ -22,11 +22,10 @@ local FORMAT = 1
 -- does not know. Kind 1 has one meaning on the channel of all stores, and another one on the
 -- channel of one store.
 --
--- A hold or a release, to all stores. The second kind is a hold that the caller cut. B kind; I7
--- hold; I4 releases. The token of the key follows.
+-- A hold or a release, to all stores. B kind; I7 hold; I4 releases; B hold is cut. The token of the
+-- key follows.
 local HOLD_MESSAGE = 1
-local CUT_HOLD_MESSAGE = 4
-local HOLD_MESSAGE_FIELDS = '<BI7I4'
+local HOLD_MESSAGE_FIELDS = '<BI7I4B'
 -- Less of a limit remains than the state knew, to all stores. B kind; I7 writes. The token of the
 -- key follows.
 local REMAINING_MESSAGE = 5
@@ -45,8 +44,7 @@ local IN_FLIGHT_MESSAGE_FIELDS = '<BI7I7I7I7I7B'
 
 -- ── numbers in calls and replies ─────────────────────────────────────────────────────────────────
 
--- Operations of a call about rates; a call about calls in flight is a claim or a peek. LEASE_LATER
--- is a lease whose demands state from when on their permits are of use. SET_QUOTA makes the limits of
+-- Operations of a call about rates; a call about calls in flight is a claim or a peek. SET_QUOTA makes the limits of
 -- the call those of a set quota, LEARN_QUOTA those of a learned one, and UNSET_QUOTA ends it. With the version of a
 -- learned quota, UNSET_QUOTA ends no quota that an operator has set. The last demand of a peek is the request that it
 -- asks about; the others are booked before it, and nothing is written.
@@ -55,10 +53,9 @@ local PEEK = 2
 local RETURN = 3
 local HOLD = 4
 local RELEASE = 5
-local LEASE_LATER = 6
-local SET_QUOTA = 7
-local UNSET_QUOTA = 8
-local LEARN_QUOTA = 9
+local SET_QUOTA = 6
+local UNSET_QUOTA = 7
+local LEARN_QUOTA = 8
 local CLAIM = 1
 
 -- Statuses. Added to the status of a lease: SHARED if other clients use a limit too, CUT if the
@@ -76,7 +73,7 @@ local WITH_QUOTA = 32
 local NOT_PUBLISHED = 2
 
 -- Kinds of limits, and EXTERNAL, ADVANCE and QUOTA, which are kinds of records only. A new kind of limit
--- needs a number that none of them has. `read_records` (main.lua) refuses kinds that are larger than
+-- needs a number that none of them has. main.lua refuses kinds that are larger than
 -- QUOTA.
 local WINDOW = 1
 local BUCKET = 2
@@ -104,19 +101,19 @@ local STATED_AHEAD = 4000000
 -- reply; I7 its age; I7 on way; I7 I7 server's clock in an UNSURE reply, and the age of that reply;
 -- I7 units granted before; I7 transit slack; I7 boundary guard; I7 latest wait; I7 life; I4 most
 -- units to prefetch; I7 their life; I7 hold; I4 releases; B hold is cut; B limits; I2 demands; I2
--- returns; B charges; B flags (1 CALL_REMAINING follows, 2 CALL_QUOTA follows, 4 the key is the part of
--- a class: the last limit is its pace, and a byte follows).
-local CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I7I7I4I7I7I4BBI2I2BB'
-local CALL_SIZE = 123
+-- returns; B charges; B whether CALL_REMAINING follows; I4 quota version of the limits, I7 its life and I4
+-- its most calls in flight, 0 for any number; B the percentage of each limit that the caller may
+-- borrow, OWNS or NO_PART. The last limit of the part of a class is its pace.
+local CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I7I7I4I7I7I4BBI2I2BBI4I7I4B'
+local CALL_SIZE = 139
+local NO_PART = 254
+local OWNS = 255
 -- B kind; I4 count; I7 window; I4 capacity, 0 unless it is a bucket.
 local CALL_LIMIT = '<BI4I7I4'
 local CALL_LIMIT_SIZE = 16
--- I4 cost; I4 permits.
-local CALL_DEMAND = '<I4I4'
-local CALL_DEMAND_SIZE = 8
--- Of LEASE_LATER: I4 cost; I4 permits; I7 how long after now a permit is of use at the earliest.
-local CALL_LATER_DEMAND = '<I4I4I7'
-local CALL_LATER_DEMAND_SIZE = 15
+-- I4 cost; I4 permits; I7 how long after now a permit is of use at the earliest.
+local CALL_DEMAND = '<I4I4I7'
+local CALL_DEMAND_SIZE = 15
 -- I7 slot; I7 stamp; I7 units.
 local CALL_RETURN = '<I7I7I7'
 -- I7 age; I7 units.
@@ -124,28 +121,22 @@ local CALL_CHARGE = '<I7I7'
 -- B I4 I7 I4 the limit; I7 units; I7 until the reset; B flags (1 steady, 2 urgent); I7 age; I4
 -- refused; I7 valid for; B forget.
 local CALL_REMAINING = '<BI4I7I4I7I7BI7I4I7B'
--- Before CALL_QUOTA: B the percentage of each limit that the caller may borrow, or OWNS.
-local OWNS = 255
--- The end of a call: I4 quota version of the limits; I7 life; I4 most calls in flight, 0 for any
--- number.
-local CALL_QUOTA = '<I4I7I4'
-local CALL_QUOTA_SIZE = 15
 
 -- B format; B status; I7 incarnation; I7 writes; I7 now; I7 remember; I7 wait; I7 free; I7 hold;
 -- I4 releases; B I4 I7 I4 the limit that refused; B I4 I7 I4 a limit that the call does not have;
 -- I4 units prefetched; I7 their span; I2 segments.
 local REPLY = '<BBI7I7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2'
 local REPLY_SIZE = 100
--- Where the status begins, from 1.
-local REPLY_STATUS_AT = 2
+-- The UNSURE reply to any call. B format; B status; I7 server's clock.
+local UNSURE_REPLY = '<BBI7'
 -- I4 cost; I4 permits; I7 wait until the slot; I7 span from slot to stamp.
 local SEGMENT = '<I4I4I7I7'
 -- A reply and its only segment.
 local REPLY_WITH_SEGMENT = '<BBI7I7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2I4I4I7I7'
--- The reply to a joint request: B format; B status. Then for each key: I2 the size of its reply,
--- and the reply.
+-- The reply to a joint request: B format; B status. Then for each key: B what to add to the status of
+-- its reply (0, RECOVERING or LAST); I2 the size of its reply; the reply.
 local JOINT_REPLY = '<BB'
-local JOINT_PART = '<I2'
+local JOINT_PART = '<BI2'
 -- B format; B status; I7 free; I7 wait; I7 hold; I4 releases; B hold is cut; I7 recovering for; B
 -- limits.
 local PEEK_REPLY = '<BBI7I7I7I4BI7B'
@@ -209,8 +200,8 @@ local WINDOW_USE_SIZE = 14
 -- I7 counted until. src/limit/external.rs explains the fields.
 local EXTERNAL_RECORD = '<BI4I7I4BI7I4I4I4I4I4BI7I7I7dI7I7'
 
--- The advance bookings, in the last record: B kind; I2 bookings; I7 the latest stamp, 0 if it is not
--- stated; I7 the longest time from slot to stamp, or a longer one.
+-- The advance bookings, in the last record: B kind; I2 bookings; I7 the latest stamp; I7 the longest
+-- time from slot to stamp, or a longer one.
 local ADVANCE_RECORD = '<BI2I7I7'
 -- The set quota or its end: B kind; I4 quota version; I7 until when it applies without use, or its end
 -- is remembered; I7 life; I4 most calls in flight, 0 for any number; B limits that are not paused, the

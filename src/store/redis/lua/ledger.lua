@@ -98,7 +98,7 @@ end
 -- Returns the first returned slot, not before `from`, that has `units` left and at least half of
 -- `life`, and its index. src/limit/returned.rs says why half.
 local function find_returned(units, life, from)
-  local list, half = returned(), math.floor(life / 2)
+  local list, half = state.returned, math.floor(life / 2)
   for i = 1, #list do
     local entry = list[i]
     if entry.slot >= from and entry.units >= units and entry.slot + half + state.slack <= entry.stamp then
@@ -109,7 +109,7 @@ end
 
 -- Packs the head. The lowest bit of `recovering until` says whether the hold was cut.
 local function packed_head(record_count, incarnation, writes, offset, expires, held_until, releases)
-  return struct.pack(HEAD, FORMAT, record_count, state.returned_count, state.returned_room, incarnation, writes,
+  return struct.pack(HEAD, FORMAT, record_count, #state.returned, state.returned_room, incarnation, writes,
     state.made_at, state.recovering_until + state.hold_is_cut, offset, state.now, expires, held_until, releases)
 end
 
@@ -136,8 +136,10 @@ local function free_now()
   return least
 end
 
--- Makes the functions that few calls need.
+-- Returns the functions that few calls need. Makes them first.
 local function cold()
+  if state.cold then return state.cold end
+
   -- The most returned slots that are kept apart.
   local MOST_RETURNED = 32
 
@@ -182,7 +184,7 @@ local function cold()
   -- Keeps a returned slot for the next caller. Its units stay in the limits. If there are too many
   -- returned slots, the last of them is removed, and its units leave the limits.
   local function keep(slot, stamp, units)
-    local list, i = returned(), 1
+    local list, i = state.returned, 1
     while list[i] and (list[i].slot < slot or (list[i].slot == slot and list[i].stamp < stamp)) do
       i = i + 1
     end
@@ -195,8 +197,8 @@ local function cold()
     if #list > MOST_RETURNED then
       last = table.remove(list)
     end
-    state.returned_count, state.changed = #list, true
-    if state.returned_count > state.returned_room then state.must_rewrite = true end
+    state.changed = true
+    if #list > state.returned_room then state.must_rewrite = true end
     if last then subtract(last.slot, last.stamp, last.units) end
   end
 
@@ -212,15 +214,14 @@ local function cold()
   -- Removes the returned slots that the limits would give again, the last one first. Their units
   -- leave the limits.
   local function free_spare()
-    while state.returned_count > 0 do
-      local list = returned()
+    local list = state.returned
+    while #list > 0 do
       local last = list[#list]
       if state.cold_advance and state.cold_advance.may_contain(last.slot, last.stamp) then return end
       for i = 1, state.limiting do
         if state[i] ~= state.pace and not would_give_again(state[i], last) then return end
       end
       list[#list] = nil
-      state.returned_count = #list
       subtract(last.slot, last.stamp, last.units)
     end
   end
@@ -251,10 +252,9 @@ local function cold()
 
   -- Removes the returned slots that no request can use any more. Their units leave the limits.
   local function drain()
-    local list = returned()
+    local list = state.returned
     while list[1] and list[1].slot < state.earliest do
       local passed = table.remove(list, 1)
-      state.returned_count = #list
       subtract(passed.slot, passed.stamp, passed.units)
     end
   end
@@ -262,10 +262,9 @@ local function cold()
   -- Removes all returned slots, because they were granted when more seemed to be left. Their units
   -- leave the limits.
   local function drop_returned()
-    local list = returned()
+    local list = state.returned
     while #list > 0 do
       local last = table.remove(list)
-      state.returned_count = #list
       subtract(last.slot, last.stamp, last.units)
     end
   end
@@ -416,7 +415,7 @@ local function cold()
     local others, other_count = other_records()
     records[#state + 1] = others
     regions[#state + 1] = state.cold_advance and state.cold_advance.region() or ''
-    regions[#state + 2], state.returned_room = padded(pack_returned(), state.returned_count, state.returned_room, RETURNED_SIZE)
+    regions[#state + 2], state.returned_room = padded(pack_returned(), #state.returned, state.returned_room, RETURNED_SIZE)
     redis_write('SET', key, packed_head(#state + other_count, incarnation, writes, offset, expires, held_until, releases)
       .. table.concat(records) .. table.concat(regions), 'PX', time_to_live)
   end

@@ -7,80 +7,19 @@
 -- needs: layout.lua, server_time (server_time.lua), all of call.lua, logical_time (time.lua),
 -- state.lua, external.lua, ledger.lua, advance.lua, set_quota.lua
 
--- Reads the records of the limits into `state`. `head` may have too few of them. Returns an error if
--- there is a record of an unknown kind.
-local function read_records(head, record_count)
-  local base = HEAD_SIZE + RECORD_SIZE * record_count
-  if #head < base then head = redis.call('GETRANGE', key, '0', base - 1) end
-  for i = 1, record_count do
-    local from = HEAD_SIZE + RECORD_SIZE * (i - 1) + 1
-    local kind = string.byte(head, from)
-    if kind == EXTERNAL then
-      (state.cold_external or cold_external()).read(head, from)
-    elseif kind == ADVANCE then
-      base = cold_advance().read(head, from, base)
-    elseif kind == QUOTA then
-      cold_set_quota().read(head, from)
-    elseif kind > QUOTA then
-      return redis.error_reply('TOLLGATE the state of this key has a record of kind ' .. kind
-        .. ', this script understands kinds up to ' .. QUOTA)
-    else
-      local rule = rule_of(kind)
-      local limit = rule.read(head, from)
-      limit.rule, limit.base = rule, base
-      base = base + limit.room * rule.size
-      state[i] = limit
-    end
-  end
-  state.existed, state.returned_base = true, base
-end
-
--- Advances the limits of the state to now. Adds the limits of the call, which begin at `pos`, or
--- records that a call stated them, unless a set quota applies. Returns where they end. Returns nil if
--- they are those of a set quota, and too many or none.
-local function update_limits(operation, call, pos, limit_count, guard)
-  for i = 1, #state do
-    local limit = state[i]
-    if limit.kind == FIXED and operation ~= RETURN then limit.rule.align(limit) end
-    limit.rule.advance(limit)
-    if limit.external and state.now >= limit.external.ends then state.cold_external.roll(limit) end
-  end
-  if state.quota or flags >= 2 or operation >= SET_QUOTA then
-    local counts, is_valid = (state.cold_set_quota or cold_set_quota()).take_in(operation, call, pos, limit_count, guard)
-    if not is_valid then return nil end
-    if not counts then return pos + limit_count * CALL_LIMIT_SIZE end
-  end
-  for _ = 1, limit_count do
-    local kind, count, window, capacity
-    kind, count, window, capacity, pos = struct.unpack(CALL_LIMIT, call, pos)
-    local stated = find_limit(#state, kind, count, window, capacity)
-    if not stated then
-      local add = state.quota and state.cold_set_quota.begin or (state.cold or cold()).add
-      stated = add(kind, count, window, capacity, guard)
-    elseif state.now - stated.last_stated > stated.window / 2 then
-      stated.last_stated, state.changed = lends and state.now + STATED_AHEAD or state.now, true
-    end
-    stated.ours = true
-  end
-  -- A call without limits says nothing about which apply.
-  if limit_count > 0 and #state > limit_count then (state.cold or cold()).retain(1) end
-  state.limiting = #state
-  return pos
-end
-
 -- Books `count` permits of `cost` units each, which are of use from `from` on. One segment has as
 -- many of them as its slot allows. Returns nothing if all are booked. Otherwise returns the first
 -- slot that is later than `last`, and the limit that refused. Nothing is booked for that permit and
 -- those after it. The same if the key has too many advance bookings for one more.
 local function book(cost, count, life, from, last, segments)
   local advance = state.cold_advance
-  if from > state.earliest then advance = advance or cold_advance() end
+  if from > state.earliest then advance = cold_advance() end
   -- No permit has an earlier slot than the one before it, so each search goes on from there.
   local reached = from
   while count > 0 do
     local slot, refusing = first_slot(cost, life, reached)
     local stamp, fits, entry, index
-    if state.returned_count > 0 then
+    if #state.returned > 0 then
       entry, index = find_returned(cost, life, from)
     end
     if entry and entry.slot <= slot and entry.slot <= last then
@@ -88,7 +27,7 @@ local function book(cost, count, life, from, last, segments)
       if fits > count then fits = count end
       entry.units = entry.units - fits * cost
       if entry.units == 0 then table.remove(state.returned, index) end
-      state.returned_count, state.changed = #state.returned, true
+      state.changed = true
     elseif slot > last then
       return entry and entry.slot < slot and entry.slot or slot, refusing
     else
@@ -136,29 +75,9 @@ local function remembered_until()
     if limit.external and forgotten_from(limit) > from then from = forgotten_from(limit) end
     if from > until_then then until_then = from end
   end
-  if state.returned_count > 0 and returned()[state.returned_count].slot >= until_then then
-    until_then = returned()[state.returned_count].slot + 1
-  end
+  local last = state.returned[#state.returned]
+  if last and last.slot >= until_then then until_then = last.slot + 1 end
   return until_then
-end
-
--- Writes the head, the records and the entries that changed into the string, whose size stays.
-local function write(incarnation, writes, offset, expires, held_until, releases)
-  local others, other_count = other_records()
-  local records = packed_head(#state + other_count, incarnation, writes, offset, expires, held_until, releases)
-  for i = 1, #state do
-    local limit = state[i]
-    records = records .. limit.rule.record(limit)
-    if limit.kind == WINDOW then
-      limit.rule.write(limit)
-    elseif limit.dirty and limit.n > 0 then
-      redis_write('SETRANGE', key, limit.base, pack_list(limit.list, limit.rule.entry, limit.rule.fields))
-    end
-  end
-  redis_write('SETRANGE', key, '0', records .. others)
-  if state.returned_count > 0 then
-    redis_write('SETRANGE', key, state.returned_base, pack_returned())
-  end
 end
 
 -- 1. The state, and its time.
@@ -170,28 +89,49 @@ else
   if format ~= FORMAT or #head < HEAD_SIZE then
     return redis.error_reply('TOLLGATE the state of this key has format ' .. format .. ', this script understands ' .. FORMAT)
   end
-  local record_count, last_write
-  format, record_count, state.returned_count, state.returned_room, incarnation, writes, state.made_at, state.recovering_until,
+  local record_count, returned_count, last_write
+  format, record_count, returned_count, state.returned_room, incarnation, writes, state.made_at, state.recovering_until,
     offset, last_write, expires, held_until, releases = struct.unpack(HEAD, head)
-  local failure = read_records(head, record_count)
-  if failure then return failure end
+  -- The records of the limits. `head` may have too few of them.
+  local base = HEAD_SIZE + RECORD_SIZE * record_count
+  if #head < base then head = redis.call('GETRANGE', key, '0', base - 1) end
+  for i = 1, record_count do
+    local from = HEAD_SIZE + RECORD_SIZE * (i - 1) + 1
+    local kind = string.byte(head, from)
+    if kind == EXTERNAL then
+      cold_external().read(head, from)
+    elseif kind == ADVANCE then
+      base = cold_advance().read(head, from, base)
+    elseif kind == QUOTA then
+      cold_set_quota().read(head, from)
+    elseif kind > QUOTA then
+      return redis.error_reply('TOLLGATE the state of this key has a record of kind ' .. kind
+        .. ', this script understands kinds up to ' .. QUOTA)
+    else
+      local rule = rule_of(kind)
+      local limit = rule.read(head, from)
+      limit.rule, limit.base = rule, base
+      base = base + limit.room * rule.size
+      state[i] = limit
+    end
+  end
+  state.existed, state.returned_base = true, base
+  state.returned = returned_count > 0
+    and read_list(base, returned_count, RETURNED, RETURNED_SIZE, { 'slot', 'stamp', 'units' }) or {}
 
-  local knows_time = known_incarnation == incarnation and seen > 0
-  if operation == RETURN and not knows_time then
-    -- The caller only returns permits, and remembers no reply. So it cannot tell whether the clock
+  if operation == RETURN then
+    -- The caller only returns permits, and states no time. So it cannot tell whether the clock
     -- was set. For this call, the time is that of the last write.
     state.now = last_write
   else
+    local knows_time = known_incarnation == incarnation and seen > 0
     local now = logical_time(server_time, server_time + offset, last_write, knows_time and seen + since, since, on_way,
       server_seen > 0 and server_seen + server_since)
     if not now then
-      return struct.pack(REPLY, FORMAT, UNSURE, incarnation, writes, server_time, 0, 0, 0, 0, releases, 0, 0, 0, 0,
-        0, 0, 0, 0, 0, 0, 0), UNSURE
+      return struct.pack(UNSURE_REPLY, FORMAT, UNSURE, server_time), UNSURE
     end
     state.now = now
-  end
-  if operation ~= RETURN and state.now - server_time ~= offset then
-    offset, state.changed = state.now - server_time, true
+    if now - server_time ~= offset then offset, state.changed = now - server_time, true end
   end
 end
 local now = state.now
@@ -209,30 +149,55 @@ if is_release then
   releases = releases + 1
   state.hold_is_cut = 0
   state.changed = true
-elseif hold_releases > releases then
-  -- The caller knows of a release that this state does not know. If the caller knows this state, or holds the key
-  -- anew, its hold is over. If not, the release was of a state before this one, and a hold that was set since stays in
-  -- force.
-  local is_over = known_incarnation == incarnation or operation == HOLD or held_until <= now
+elseif hold_releases >= releases then
+  -- The caller may know of a release that this state does not know. If the caller knows this state, or holds the key
+  -- anew, the hold of the state is over. If not, the release was of a state before this one, and a hold that was set
+  -- since stays in force.
+  local is_newer = hold_releases > releases
+  local is_over = is_newer and (known_incarnation == incarnation or operation == HOLD or held_until <= now)
   local hold_until = hold_left > 0 and now + hold_left or 0
   if is_over or hold_until > held_until then
-    held_until = hold_until
-    state.hold_is_cut = hold_is_cut
+    held_until, state.hold_is_cut, state.changed = hold_until, hold_is_cut, true
   end
-  releases = hold_releases
-  state.changed = true
-elseif hold_releases == releases and hold_left > 0 and now + hold_left > held_until then
-  held_until = now + hold_left
-  state.hold_is_cut = hold_is_cut
-  state.changed = true
+  if is_newer then
+    releases, state.changed = hold_releases, true
+  end
 end
 state.earliest = held_until > now and held_until or now
 local is_cut = held_until > now and state.hold_is_cut or 0
 
 -- 3. The limits, and the set quota.
-pos = update_limits(operation, call, pos, limit_count, guard)
-if not pos then return redis.error_reply('TOLLGATE a set quota has 1 to ' .. MOST_SET_LIMITS .. ' limits') end
-if state.quota and (operation == LEASE or operation == LEASE_LATER) then state.cold_set_quota.renew() end
+for i = 1, #state do
+  local limit = state[i]
+  if limit.kind == FIXED and operation ~= RETURN then limit.rule.align(limit) end
+  limit.rule.advance(limit)
+  if limit.external and now >= limit.external.ends then state.cold_external.roll(limit) end
+end
+-- Whether the limits of the call count as stated. A set quota applies in their place.
+local counts, is_valid = true, true
+if state.quota or quota_version > 0 or operation >= SET_QUOTA then
+  counts, is_valid = cold_set_quota().take_in(operation, call, pos, limit_count, guard)
+  if not is_valid then return redis.error_reply('TOLLGATE a set quota has 1 to ' .. MOST_SET_LIMITS .. ' limits') end
+end
+local limits_end = pos + limit_count * CALL_LIMIT_SIZE
+if counts then
+  for from = pos, limits_end - 1, CALL_LIMIT_SIZE do
+    local kind, count, window, capacity = struct.unpack(CALL_LIMIT, call, from)
+    local stated = find_limit(#state, kind, count, window, capacity)
+    if not stated then
+      local add = state.quota and state.cold_set_quota.begin or cold().add
+      stated = add(kind, count, window, capacity, guard)
+    elseif now - stated.last_stated > stated.window / 2 then
+      stated.last_stated, state.changed = lends and now + STATED_AHEAD or now, true
+    end
+    stated.ours = true
+  end
+  -- A call without limits says nothing about which apply.
+  if limit_count > 0 and #state > limit_count then cold().retain(1) end
+  state.limiting = #state
+end
+pos = limits_end
+if state.quota and operation == LEASE then state.cold_set_quota.renew() end
 if #state > MOST_LIMITS then
   return redis.error_reply('TOLLGATE a call states at most ' .. MOST_LIMITS .. ' limits')
 end
@@ -242,7 +207,7 @@ if lends then
   if lends ~= OWNS then state.borrows = lends end
 end
 if state.cold_advance then state.cold_advance.insert_due() end
-if state.returned_count > 0 then (state.cold or cold()).drain() end
+if #state.returned > 0 then cold().drain() end
 
 -- Twin: `usage` in src/store/memory/booking.rs. Nothing is written.
 if operation == PEEK then
@@ -254,7 +219,7 @@ if operation == PEEK then
   for i = 1, #limits do
     local limit = limits[i]
     used[i] = limit.rule.cold().used(limit)
-    if state.cold_advance then used[i] = used[i] + state.cold_advance.booked(limit) end
+    if state.cold_advance then used[i] = used[i] + state.cold_advance.booked_until(limit, NEVER) end
     free[i] = unreserved(limit.rule.free(limit), limit, now)
   end
   local all_free = free_now()
@@ -265,8 +230,8 @@ if operation == PEEK then
   -- The demands before the last one are booked as if it were a lease.
   local cost, is_allowed = 1, true
   for n = 1, demand_count do
-    local count
-    cost, count, pos = struct.unpack(CALL_DEMAND, call, pos)
+    local count, _
+    cost, count, _, pos = struct.unpack(CALL_DEMAND, call, pos)
     is_allowed = cost > 0
     for i = 1, #limits do
       if cost > largest_cost(limits[i]) then is_allowed = false end
@@ -303,33 +268,34 @@ if known_incarnation ~= 0 and seen > 0 and (known_incarnation ~= incarnation or 
   if known_incarnation == incarnation then
     incarnation, state.made_at = random, now
   end
-  (state.cold or cold()).recover(granted_before)
+  cold().recover(granted_before)
 end
 
 -- 5. Permits that come back, units that were used without a permit, and what the upstream states
 --    remains.
 local demands_pos, must_notify = pos, false
-pos = pos + demand_count * (operation == LEASE_LATER and CALL_LATER_DEMAND_SIZE or CALL_DEMAND_SIZE)
+pos = pos + demand_count * CALL_DEMAND_SIZE
+if moment == NEVER then demand_count = 0 end
 for _ = 1, return_count do
   local slot, stamp, units
   slot, stamp, units, pos = struct.unpack(CALL_RETURN, call, pos)
   if known_incarnation == incarnation then
-    (state.cold or cold()).take_back(slot, stamp, units)
+    cold().take_back(slot, stamp, units)
   end
 end
 for _ = 1, charge_count do
   local age, units
-  age, units, pos = struct.unpack(CALL_CHARGE, call, pos);
-  (state.cold or cold()).charge(age, units)
+  age, units, pos = struct.unpack(CALL_CHARGE, call, pos)
+  cold().charge(age, units)
 end
-if flags % 2 == 1 then
-  local is_less, is_urgent = (state.cold_external or cold_external()).see(struct.unpack(CALL_REMAINING, call, pos))
-  if is_less and state.returned_count > 0 then (state.cold or cold()).drop_returned() end
+if has_remaining == 1 then
+  local is_less, is_urgent = cold_external().see(struct.unpack(CALL_REMAINING, call, pos))
+  if is_less and #state.returned > 0 then cold().drop_returned() end
   must_notify = is_less and is_urgent
 end
 if is_release then
   for i = 1, #state do
-    (state.cold_external or cold_external()).forget_others(state[i])
+    cold_external().forget_others(state[i])
   end
 end
 
@@ -346,14 +312,9 @@ else
   pos = demands_pos
   for _ = 1, demand_count do
     local cost, count, from
-    if operation == LEASE_LATER then
-      cost, count, from, pos = struct.unpack(CALL_LATER_DEMAND, call, pos)
-      from = now + from
-      if from < state.earliest then from = state.earliest end
-    else
-      cost, count, pos = struct.unpack(CALL_DEMAND, call, pos)
-      from = state.earliest
-    end
+    cost, count, from, pos = struct.unpack(CALL_DEMAND, call, pos)
+    from = now + (moment or from)
+    if from < state.earliest then from = state.earliest end
     permits = permits + count
     if permits > MOST_PERMITS then
       return redis.error_reply('TOLLGATE a call asks for at most ' .. MOST_PERMITS .. ' permits')
@@ -370,8 +331,8 @@ else
       break
     end
   end
-  if status == GRANTED and prefetch_most > 0 then
-    prefetched, prefetched_span = (state.cold or cold()).prefetch(prefetch_most, prefetch_life)
+  if status == GRANTED and prefetch_most > 0 and not moment then
+    prefetched, prefetched_span = cold().prefetch(prefetch_most, prefetch_life)
   end
 end
 local free = status == GRANTED and not state.is_outdated and free_now() or 0
@@ -389,9 +350,24 @@ if state.changed then
   end
   local time_to_live = math.floor((expires - server_time) / 1000) + 1
   if state.must_rewrite then
-    (state.cold or cold()).rewrite(incarnation, writes, offset, expires, held_until, releases, time_to_live)
+    cold().rewrite(incarnation, writes, offset, expires, held_until, releases, time_to_live)
   else
-    write(incarnation, writes, offset, expires, held_until, releases)
+    -- Only the head, the records and the entries that changed are written. The size of the string stays.
+    local others, other_count = other_records()
+    local records = packed_head(#state + other_count, incarnation, writes, offset, expires, held_until, releases)
+    for i = 1, #state do
+      local limit = state[i]
+      records = records .. limit.rule.record(limit)
+      if limit.kind == WINDOW then
+        limit.rule.write(limit)
+      elseif limit.dirty and limit.n > 0 then
+        redis_write('SETRANGE', key, limit.base, pack_list(limit.list, limit.rule.entry, limit.rule.fields))
+      end
+    end
+    redis_write('SETRANGE', key, '0', records .. others)
+    if #state.returned > 0 then
+      redis_write('SETRANGE', key, state.returned_base, pack_returned())
+    end
     if is_extended then
       redis_write('PEXPIRE', key, time_to_live)
     end
@@ -400,8 +376,8 @@ end
 
 -- 8. Messages. If PUBLISH fails, the other processes learn of the change with their next call.
 if operation == HOLD or operation == RELEASE then
-  local kind = is_cut == 1 and CUT_HOLD_MESSAGE or HOLD_MESSAGE
-  redis.pcall('PUBLISH', channel, struct.pack(HOLD_MESSAGE_FIELDS, kind, state.earliest - now, releases) .. token)
+  local message = struct.pack(HOLD_MESSAGE_FIELDS, HOLD_MESSAGE, state.earliest - now, releases, is_cut)
+  redis.pcall('PUBLISH', channel, message .. token)
 elseif must_notify and token then
   redis.pcall('PUBLISH', channel, struct.pack(REMAINING_MESSAGE_FIELDS, REMAINING_MESSAGE, writes) .. token)
 end
@@ -419,7 +395,8 @@ for i = state.limiting, 1, -1 do
   if state.limiting > limit_count and not state[i].ours then foreign = state[i] end
   if state[i].external then shared = SHARED end
 end
-refusing, foreign = status % SHARED == REFUSED and refusing or NO_LIMIT, foreign or NO_LIMIT
+local no_limit = { kind = 0, count = 0, window = 0, capacity = 0 }
+refusing, foreign = status % SHARED == REFUSED and refusing or no_limit, foreign or no_limit
 return struct.pack(REPLY, FORMAT, status + shared + is_cut * CUT, incarnation, writes, now, remember, wait, free,
   state.earliest - now, releases, refusing.kind, refusing.count, refusing.window, refusing.capacity, foreign.kind, foreign.count,
   foreign.window, foreign.capacity, prefetched, prefetched_span, #segments) .. table.concat(segments) .. quota_part,

@@ -12,3 +12,6 @@
 local key, call, channel, token = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 -- Runs a command that writes. Commands that read are run by `redis.call`.
 local redis_write = redis.call
+-- From when on the permits are of use, counted from now. Nil: as the call states. NEVER: no permits are asked
+-- for. Only joint.lua sets it, and nothing is prefetched then.
+local moment = nil

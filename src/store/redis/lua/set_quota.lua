@@ -12,8 +12,10 @@
 -- The most limits of a set quota.
 local MOST_SET_LIMITS = 9
 
--- Makes the functions that few calls need.
+-- Returns the functions that few calls need. Makes them first.
 local function cold_set_quota()
+  if state.cold_set_quota then return state.cold_set_quota end
+
   -- How much longer than its life the end of a set quota is remembered, in microseconds.
   local END_MARGIN = 60000000
   -- A new version is larger than four times the number of steps since the epoch, in microseconds of the
@@ -33,7 +35,7 @@ local function cold_set_quota()
 
   -- Returns a moment that is not before `moment` and not before the slot of any permit in the logs.
   local function slots_end(moment)
-    return math.max((state.cold or cold()).log_end(), moment)
+    return math.max(cold().log_end(), moment)
   end
 
   -- Adds a limit that begins to apply to this key, and notes until when permits are booked that it may
@@ -47,7 +49,7 @@ local function cold_set_quota()
     end
     quota.booked_until = math.max(quota.booked_until, slots_end(state.now))
     if not knows_all then quota.lost_until = quota.booked_until end
-    return (state.cold or cold()).add(kind, count, window, capacity, guard)
+    return cold().add(kind, count, window, capacity, guard)
   end
 
   -- Returns whether a limit may not count a permit that comes back, because the limits have changed
@@ -94,7 +96,7 @@ local function cold_set_quota()
     if not quota or state.now < quota.ends then return end
     if is_set(quota.version) then
       local moment = quota.ends
-      if state.returned_count > 0 then (state.cold or cold()).drop_returned() end
+      if #state.returned > 0 then cold().drop_returned() end
       quota.booked_until = math.max(quota.booked_until, slots_end(moment))
       unset(moment, is_learned(quota.version))
       quota.version, quota.ends, quota.in_flight = quota.version + 1, moment + END_MARGIN, 0
@@ -106,7 +108,7 @@ local function cold_set_quota()
   -- Takes in a version that is newer than the state's.
   local function change(version, life, in_flight)
     local before, now = state.quota, state.now
-    if state.returned_count > 0 then (state.cold or cold()).drop_returned() end
+    if #state.returned > 0 then cold().drop_returned() end
     if not before then
       before = { version = 0, life = 0, booked_until = 0, lost_until = 0 }
       state.limiting = #state
@@ -155,15 +157,12 @@ local function cold_set_quota()
   -- whether they may be those of a set quota if they are.
   local function take_in(operation, call, pos, limit_count, guard)
     finish()
-    local known, version, life, in_flight = state.quota and state.quota.version or 0, 0, 0, 0
-    if flags >= 2 then
-      version, life, in_flight = struct.unpack(CALL_QUOTA, call, #call - CALL_QUOTA_SIZE + 1)
-    end
+    local known, version = state.quota and state.quota.version or 0, quota_version
     state.call_version = version
     if operation >= SET_QUOTA then
       -- The reply states the quota in any case.
       state.call_version = 0
-      if operation == LEARN_QUOTA and learns_nothing_new(call, pos, limit_count, life, in_flight) then
+      if operation == LEARN_QUOTA and learns_nothing_new(call, pos, limit_count, quota_life, quota_in_flight) then
         version = known
       elseif operation == UNSET_QUOTA and has_ended_learned(version, known) then
         version = known
@@ -184,7 +183,7 @@ local function cold_set_quota()
     local has_limits = limit_count > 0 and limit_count <= MOST_SET_LIMITS
     if is_set(version) and operation ~= UNSET_QUOTA and not has_limits then return false, false end
     if version > known then
-      change(version, life, in_flight)
+      change(version, quota_life, quota_in_flight)
       if is_set(version) then set(call, pos, limit_count, guard) end
     end
     if not state.quota then return true, true end
@@ -195,7 +194,7 @@ local function cold_set_quota()
     for i = 1, state.limiting do
       state[i].ours = true
     end
-    if #state > state.limiting then (state.cold or cold()).retain(state.limiting + 1) end
+    if #state > state.limiting then cold().retain(state.limiting + 1) end
     return false, true
   end
 

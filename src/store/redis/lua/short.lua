@@ -13,7 +13,7 @@
 -- This file repeats the arithmetic of window.lua, bucket.lua and time.lua without functions,
 -- because a function costs 50 ns in each call. Those files explain the arithmetic.
 
-if operation == LEASE and demand_count == 1 and return_count + charge_count + flags % 2 == 0 and prefetch_most == 0
+if operation == LEASE and not moment and demand_count == 1 and return_count + charge_count + has_remaining == 0 and prefetch_most == 0
   and hold_left == 0 and #head >= head_size and (not lends or lends == OWNS) then
   local state_format, record_count, returned_count, returned_room, incarnation, writes, made_at, recovering_until, offset, last_write,
     expires, held_until, releases = struct.unpack(HEAD, head)
@@ -21,18 +21,18 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
   -- How far the logical time is ahead of what the caller expects. main.lua also allows a thousandth
   -- of `since`.
   local deviation = now - seen - since
-  local cost, permits = struct.unpack(CALL_DEMAND, call, pos + CALL_LIMIT_SIZE * limit_count)
+  local cost, permits, earliest = struct.unpack(CALL_DEMAND, call, pos + CALL_LIMIT_SIZE * limit_count)
   -- Whether the limits of the call count as stated. Those of a set quota need not: they apply anyway.
   local states_limits, is_known = true, state_format == FORMAT and record_count == limit_count
-  if flags == 2 then
-    local kind, quota_version, ends, quota_life, _, limiting = struct.unpack(QUOTA_RECORD, head, head_size - RECORD_SIZE + 1)
+  if quota_version > 0 then
+    local kind, version, ends, its_life, _, limiting = struct.unpack(QUOTA_RECORD, head, head_size - RECORD_SIZE + 1)
     is_known = state_format == FORMAT and record_count == limit_count + 1 and kind == QUOTA and now < ends
-      and quota_version == struct.unpack(CALL_QUOTA, call, #call - CALL_QUOTA_SIZE + 1) and limiting == limit_count
+      and version == quota_version and limiting == limit_count
     -- main.lua renews the quota of an operator.
-    if quota_version % 4 == 1 and 2 * (ends - now) < quota_life then is_known = false end
-    states_limits = quota_version % 2 == 0
+    if version % 4 == 1 and 2 * (ends - now) < its_life then is_known = false end
+    states_limits = version % 2 == 0
   end
-  if is_known and returned_count == 0 and permits <= MOST_PERMITS and cost > 0
+  if is_known and earliest == 0 and returned_count == 0 and permits <= MOST_PERMITS and cost > 0
     and now >= last_write and now >= recovering_until and now >= held_until and hold_releases <= releases
     and (known_incarnation == 0 or seen == 0 or (known_incarnation == incarnation and known_writes <= writes
       and deviation <= CLOCK_TOLERANCE + on_way and deviation >= -CLOCK_TOLERANCE)) then
@@ -41,7 +41,7 @@ if operation == LEASE and demand_count == 1 and return_count + charge_count + fl
     -- If a limit refuses, `wait` is the time until it would grant. `remember_until` is the moment
     -- from which a new state would grant the same, if this call is refused. `is_restated` is set if
     -- a record is so old that it has to note that the call stated its limit.
-    local wait, refusing, remember_until, is_restated, is_unusual = 0, NO_LIMIT, now, false, false
+    local wait, refusing, remember_until, is_restated, is_unusual = 0, nil, now, false, false
     -- If all limits grant: `fresh_from` is the moment from which a new state would grant the same.
     -- `records` are the new records. `chunks` is a linked list of those to write, each with a place
     -- in the string and its bytes. `free_after` are the units that are free after the grant.

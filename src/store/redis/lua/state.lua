@@ -37,9 +37,9 @@ local state = {
   changed = false, -- whether it must be written
   must_rewrite = false, -- whether all of it must be written, because a region grows or moves
   made_at = 0, recovering_until = 0, hold_is_cut = 0, -- as in the head; `hold_is_cut` is 0 or 1
-  returned_count = 0, returned_room = 0, -- as in the head
+  returned = false, -- the list of returned slots, sorted by slot (src/limit/returned.rs)
+  returned_room = 0, -- as in the head
   returned_base = 0, -- where the returned slots begin in the string
-  returned = false, -- the list of returned slots, once it is read
   cold = false, -- the functions that `cold` (ledger.lua) has made, if a call needed them
   cold_external = false, -- those that `cold_external` (external.lua) has made
 }
@@ -100,16 +100,7 @@ local function entries(limit)
   return limit.list
 end
 
--- Returns the returned slots, sorted by slot (src/limit/returned.rs).
-local function returned()
-  if not state.returned then
-    state.returned = read_list(state.returned_base, state.returned_count, RETURNED, RETURNED_SIZE,
-      { 'slot', 'stamp', 'units' })
-  end
-  return state.returned
-end
-
 -- Packs the returned slots.
 local function pack_returned()
-  return pack_list(returned(), RETURNED, { 'slot', 'stamp', 'units' })
+  return pack_list(state.returned, RETURNED, { 'slot', 'stamp', 'units' })
 end
