@@ -213,7 +213,7 @@ pub(super) fn blocked(core: &Arc<Core>, key: Key, now: Instant) -> Option<Option
 /// the machine has slept, and may ask the store for the right to probe: one in this process answers before the second.
 fn still_blocked(core: &Arc<Core>, key: Key, now: Instant) -> Option<Option<Duration>> {
     let max_hold = core.settings.max_hold;
-    core.with_state(key, now, |state, ctx| state.share_ban(ctx, true));
+    core.with_state(key, now, |state, ctx| state.share_probe(ctx, true));
     core.with_state(key, now, |state, _| state.hold.blocked_for(max_hold, now))
 }
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::ban::{Ban, BanCall};
+use super::fleet_probe::{FleetCall, FleetProbe};
 use super::hold::{Hold, HoldSource};
 use super::probation::{LONGEST_PROBATION, Passage};
 use super::upstream_refusals::{HoldSpan, SAME_END, UpstreamRefusals};
@@ -42,7 +42,7 @@ struct HoldDetails {
     /// What was learned from the refusals of the upstream.
     refusals: UpstreamRefusals,
     /// Present while the upstream has stated a wait beyond `max_hold`.
-    ban: Option<Box<Ban>>,
+    ban: Option<Box<FleetProbe>>,
     /// The reason of refusals here, if a refusal of the upstream has stated that a long quota is used up.
     used_up: Option<Reason>,
     /// Begins with a refusal: whether the refusals are about kinds of requests.
@@ -117,7 +117,7 @@ impl HoldDetails {
     }
 
     /// Returns the ban, if the next request may leave as a probe only.
-    fn ban_on_probation(&self, now: Instant) -> Option<&Ban> {
+    fn ban_on_probation(&self, now: Instant) -> Option<&FleetProbe> {
         let is_held = self.hold.left(now).is_some();
         let ban = self.ban.as_deref().filter(|_| !is_held)?;
         ban.left(now).map(|_| ban)
@@ -179,11 +179,11 @@ impl KeyHold {
         self.details.as_ref().map(|details| &details.hold)
     }
 
-    fn ban(&self) -> Option<&Ban> {
+    fn ban(&self) -> Option<&FleetProbe> {
         self.details.as_ref()?.ban.as_deref()
     }
 
-    fn ban_mut(&mut self) -> Option<&mut Ban> {
+    fn ban_mut(&mut self) -> Option<&mut FleetProbe> {
         self.details.as_mut()?.ban.as_deref_mut()
     }
 
@@ -406,7 +406,7 @@ impl KeyHold {
         let longest = match retry_after {
             Some(stated) if stated > max_hold => {
                 let ban = details.ban.take().map(|ban| *ban);
-                let ban = Ban::stated(ban, stated, is_probe, now);
+                let ban = FleetProbe::stated(ban, stated, is_probe, now);
                 let span = ban.span(max_hold, now);
                 details.ban = Some(Box::new(ban));
                 span
@@ -529,7 +529,12 @@ impl KeyHold {
 
     /// Returns the call that shares what the upstream stated, or asks whether this process may send the probe, if one is
     /// due. Requests may wait for a probe.
-    pub(super) fn ban_call(&mut self, key: Key, is_awaited: bool, now: Instant) -> Option<BanCall> {
+    pub(super) fn fleet_call(
+        &mut self,
+        key: Key,
+        is_awaited: bool,
+        now: Instant,
+    ) -> Option<FleetCall> {
         let details = self.details.as_mut()?;
         let wants_probe = is_awaited && details.ban_on_probation(now).is_some();
         let held = details.hold.left(now).unwrap_or_default();
@@ -540,7 +545,7 @@ impl KeyHold {
 
     /// Takes in the answer of the store to such a call. `None` if the store failed. Returns whether requests that wait for a
     /// probe go on.
-    pub(super) fn ban_answered(
+    pub(super) fn fleet_answered(
         &mut self,
         answer: Option<&Register>,
         is_for_probe: bool,
@@ -548,7 +553,7 @@ impl KeyHold {
     ) -> bool {
         match answer.filter(|register| !register.changed) {
             Some(theirs) => {
-                self.learn_ban(theirs, now);
+                self.learn_fleet(theirs, now);
                 false
             }
             None => {
@@ -562,15 +567,15 @@ impl KeyHold {
     }
 
     /// Takes in what another process has written about a ban. Returns whether the hold changed.
-    pub(super) fn learn_ban(&mut self, register: &Register, now: Instant) -> bool {
+    pub(super) fn learn_fleet(&mut self, register: &Register, now: Instant) -> bool {
         let details = self.details(now);
         let releases = details.hold.releases();
         let before = details.ban.take().map(|ban| *ban);
-        details.ban = Ban::learn(before, register, releases, now).map(Box::new);
+        details.ban = FleetProbe::learn(before, register, releases, now).map(Box::new);
         // A process that had not used the key has missed the hold.
         let is_held = details.hold.left(now).is_some();
         let held = details.ban.as_ref().filter(|_| !is_held);
-        let Some(remaining) = held.and_then(|_| Ban::held(register)) else {
+        let Some(remaining) = held.and_then(|_| FleetProbe::held(register)) else {
             return false;
         };
         let held = HoldState {

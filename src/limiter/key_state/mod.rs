@@ -36,11 +36,11 @@
 //! upstream, the pending charges, and the limits of the key. Each part has its own type, whose methods touch only that part. `KeyState` and
 //! [`Ticket`] do what needs several parts.
 
-mod ban;
 mod booking;
 mod calls;
 mod charges;
 mod context;
+mod fleet_probe;
 mod hold;
 mod joint_ask;
 mod key_hold;
@@ -81,9 +81,9 @@ use crate::wakers::Wakers;
 use calls::Ask;
 use charges::{ChargeNumber, PendingCharges};
 
-pub(super) use ban::{BAN, BanCall};
 pub(super) use calls::SentCall;
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
+pub(super) use fleet_probe::{FLEET_PROBE, FleetCall};
 pub(super) use hold::HoldSource;
 pub(super) use joint_ask::{JointAnswer, JointAsk, ask_to_confirm, confirmed, ended};
 pub(super) use key_hold::{KeyHold, NewHold};
@@ -561,31 +561,31 @@ impl KeyState {
 
     /// Shares a wait that the upstream has stated beyond `max_hold`. If requests wait for a probe, asks whether this process
     /// may send it.
-    pub(super) fn share_ban(&mut self, ctx: &mut KeyContext<'_>, is_awaited: bool) {
-        if let Some(call) = self.hold.ban_call(ctx.key, is_awaited, ctx.now) {
-            ctx.work.effects.push(Effect::ShareBan(Box::new(call)));
+    pub(super) fn share_probe(&mut self, ctx: &mut KeyContext<'_>, is_awaited: bool) {
+        if let Some(call) = self.hold.fleet_call(ctx.key, is_awaited, ctx.now) {
+            ctx.work.effects.push(Effect::ShareProbe(Box::new(call)));
         }
     }
 
     /// Takes in the answer of the store to such a call, or `None` if the store failed.
-    pub(super) fn ban_answered(
+    pub(super) fn fleet_answered(
         &mut self,
         ctx: &mut KeyContext<'_>,
         answer: Option<&Register>,
         is_for_probe: bool,
     ) {
-        if self.hold.ban_answered(answer, is_for_probe, ctx.now) {
+        if self.hold.fleet_answered(answer, is_for_probe, ctx.now) {
             self.wait_no_longer(ctx);
             self.step(ctx, None);
             self.close(ctx);
         } else {
-            self.share_ban(ctx, false);
+            self.share_probe(ctx, false);
         }
     }
 
     /// Takes in what another process has written about a ban.
-    pub(super) fn learn_ban(&mut self, ctx: &mut KeyContext<'_>, register: &Register) {
-        if self.hold.learn_ban(register, ctx.now) {
+    pub(super) fn learn_fleet(&mut self, ctx: &mut KeyContext<'_>, register: &Register) {
+        if self.hold.learn_fleet(register, ctx.now) {
             self.hold_changed(ctx);
         }
     }

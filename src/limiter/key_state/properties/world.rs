@@ -116,7 +116,7 @@ impl World {
         } = ctx.work;
         wakers.wake();
         let calls = effects.into_iter().filter_map(|effect| match effect {
-            Effect::ShareBan(_) => None,
+            Effect::ShareProbe(_) => None,
             Effect::Call(number, call, answer) => Some(Pending::Call(number, call, answer)),
             Effect::LimitInFlight(_) => None,
         });

@@ -36,18 +36,18 @@ const LOOK_AGAIN: Duration = Duration::from_secs(5);
 const SAME: Duration = Duration::from_secs(1);
 
 /// The number of its registers.
-pub(in crate::limiter) const BAN: u64 = 0x62_61_6e;
+pub(in crate::limiter) const FLEET_PROBE: u64 = 0x62_61_6e;
 
 /// A ban of a key.
 #[derive(Clone, Debug)]
-pub(in crate::limiter) struct Ban {
+pub(in crate::limiter) struct FleetProbe {
     /// When it ends, as the upstream stated last.
     ends: Instant,
     /// How many probes have confirmed it.
     confirmed: u8,
     /// The version of the register that this process knows.
     version: u64,
-    probe: FleetProbe,
+    turn: Turn,
     /// The last probe of this process.
     number: Option<ProbeNumber>,
     /// Whether the register does not have this yet.
@@ -58,7 +58,7 @@ pub(in crate::limiter) struct Ban {
 
 /// Who sends the next probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum FleetProbe {
+enum Turn {
     /// Nobody yet.
     Free,
     /// This process.
@@ -68,7 +68,7 @@ enum FleetProbe {
 }
 
 /// A call that changes the register.
-pub(in crate::limiter) struct BanCall {
+pub(in crate::limiter) struct FleetCall {
     pub(in crate::limiter) request: RegisterRequest,
     /// Whether it is to let this process send the probe.
     pub(in crate::limiter) is_for_probe: bool,
@@ -113,14 +113,14 @@ impl Written {
     }
 }
 
-impl Ban {
+impl FleetProbe {
     /// Makes a ban that no other process knows.
     fn new(ends: Instant) -> Self {
-        Ban {
+        FleetProbe {
             ends,
             confirmed: 0,
             version: 0,
-            probe: FleetProbe::Free,
+            turn: Turn::Free,
             number: None,
             is_news: true,
             asked_at: None,
@@ -129,14 +129,14 @@ impl Ban {
 
     /// Takes in that the upstream has stated a wait of `stated`. It may have refused a probe by that.
     pub(super) fn stated(
-        before: Option<Ban>,
+        before: Option<FleetProbe>,
         stated: Duration,
         is_probe: bool,
         now: Instant,
     ) -> Self {
         let ends = clock::after(now, stated);
         let Some(mut ban) = before.filter(|ban| ban.ends > now) else {
-            return Ban::new(ends);
+            return FleetProbe::new(ends);
         };
         let is_confirmed = clock::after(ends, SAME) >= ban.ends;
         if is_probe {
@@ -145,7 +145,7 @@ impl Ban {
             } else {
                 0
             };
-            ban.probe = FleetProbe::Free;
+            ban.turn = Turn::Free;
         }
         ban.is_news |= is_probe || ends > clock::after(ban.ends, SAME_END);
         ban.ends = if is_probe { ends } else { ends.max(ban.ends) };
@@ -172,26 +172,26 @@ impl Ban {
     /// Returns for how long no request of this process may leave, while the key is on probation. `None` if one may, as the
     /// probe.
     pub(super) fn waits_for_probe(&self, now: Instant) -> Option<Duration> {
-        match self.probe {
-            FleetProbe::Ours => None,
-            FleetProbe::Away(until) if until > now => Some(LOOK_AGAIN.min(until - now)),
+        match self.turn {
+            Turn::Ours => None,
+            Turn::Away(until) if until > now => Some(LOOK_AGAIN.min(until - now)),
             // It may be that of a process without requests. To ask first, as for the first probe, would give the right to
             // the next one of those.
-            FleetProbe::Away(_) => None,
-            FleetProbe::Free => Some(ANSWER),
+            Turn::Away(_) => None,
+            Turn::Free => Some(ANSWER),
         }
     }
 
     pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
         self.number = Some(number);
-        self.probe = FleetProbe::Away(clock::after(now, PROBE_TAKES));
+        self.turn = Turn::Away(clock::after(now, PROBE_TAKES));
     }
 
     /// Notes that this probe was not sent. Returns whether another one may leave now.
     pub(super) fn probe_comes_back(&mut self, number: ProbeNumber) -> bool {
         let is_back = self.number.take_if(|last| *last == number).is_some();
         if is_back {
-            self.probe = FleetProbe::Ours;
+            self.turn = Turn::Ours;
         }
         is_back
     }
@@ -204,11 +204,11 @@ impl Ban {
         wants_probe: bool,
         (held, releases): (Duration, u32),
         now: Instant,
-    ) -> Option<BanCall> {
-        let is_free = match self.probe {
-            FleetProbe::Free => true,
-            FleetProbe::Ours => false,
-            FleetProbe::Away(until) => until <= now,
+    ) -> Option<FleetCall> {
+        let is_free = match self.turn {
+            Turn::Free => true,
+            Turn::Ours => false,
+            Turn::Away(until) => until <= now,
         };
         let is_for_probe = wants_probe && is_free;
         let is_asking = self
@@ -231,9 +231,9 @@ impl Ban {
             value: Some(written.bytes()),
             ttl: left.min(LONGEST * 24),
             notify: Recipients::All,
-            ..RegisterRequest::new(key, BAN)
+            ..RegisterRequest::new(key, FLEET_PROBE)
         };
-        Some(BanCall {
+        Some(FleetCall {
             request,
             is_for_probe,
         })
@@ -245,26 +245,26 @@ impl Ban {
         self.is_news = false;
         self.version = version.unwrap_or(self.version);
         if is_for_probe {
-            self.probe = FleetProbe::Ours;
+            self.turn = Turn::Ours;
         }
     }
 
     /// Takes in what another process has written. Holds of the key were released so often, as this process knows: a ban
     /// from before a release is over.
     pub(super) fn learn(
-        before: Option<Ban>,
+        before: Option<FleetProbe>,
         register: &Register,
         releases: u32,
         now: Instant,
     ) -> Option<Self> {
-        let theirs = Ban::read(register, releases, now);
+        let theirs = FleetProbe::read(register, releases, now);
         let Some(mut ban) = before else {
             return theirs;
         };
         ban.asked_at = None;
         let is_known = ban.version == register.version && register.version != 0;
         // An earlier message may arrive late.
-        if is_known || ban.probe == FleetProbe::Ours {
+        if is_known || ban.turn == Turn::Ours {
             return Some(ban);
         }
         ban.version = register.version;
@@ -291,15 +291,15 @@ impl Ban {
     fn read(register: &Register, releases: u32, now: Instant) -> Option<Self> {
         let written = Written::read(&register.value).filter(|ban| ban.releases >= releases)?;
         let made_at = now.checked_sub(register.age).unwrap_or(now);
-        let ban = Ban {
+        let ban = FleetProbe {
             confirmed: written.confirmed,
             version: register.version,
-            probe: match written.is_probing {
-                true => FleetProbe::Away(clock::after(made_at, PROBE_TAKES)),
-                false => FleetProbe::Free,
+            turn: match written.is_probing {
+                true => Turn::Away(clock::after(made_at, PROBE_TAKES)),
+                false => Turn::Free,
             },
             is_news: false,
-            ..Ban::new(clock::after(made_at, written.left))
+            ..FleetProbe::new(clock::after(made_at, written.left))
         };
         ban.left(now).map(|_| ban)
     }
