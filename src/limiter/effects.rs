@@ -309,18 +309,15 @@ impl Core {
         tasks::start(&self.settings.store, task);
     }
 
-    /// Changes the register of a ban.
+    /// Changes the register that says which process probes.
     fn share_probe(self: &Arc<Self>, key: Key, call: FleetCall) {
-        let FleetCall {
-            request,
-            is_for_probe,
-        } = call;
+        let FleetCall { request, probe } = call;
         let core = self.clone();
         let reply = self.settings.store.compare_and_set(request);
         self.start(async move {
             let answer = reply.arrives().await.ok();
             core.with_state(key, clock::now(), |state, ctx| {
-                state.fleet_answered(ctx, answer.as_ref(), is_for_probe);
+                state.fleet_answered(ctx, answer.as_ref(), probe);
             });
         });
     }

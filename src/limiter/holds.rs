@@ -64,7 +64,7 @@ pub(super) async fn hold_for(core: &Arc<Core>, key: Key, span: Duration) -> Resu
 }
 
 /// Holds `key` for `span` in this process, and sends the hold to the store. It takes effect there even
-/// if the reply is dropped. If it is `cut`, one request of each process leaves first at its end.
+/// if the reply is dropped. If it is `cut`, one request leaves first at its end.
 pub(super) fn begin(
     core: &Arc<Core>,
     key: Key,

@@ -134,7 +134,7 @@ impl KeyState {
             _ if !is_trusted => (0, None),
             Passage::Open => (usize::MAX, None),
             Passage::Probe => (1, Some(ProbeNumber::next())),
-            Passage::Probing(_) => (0, None),
+            Passage::Probing(_) | Passage::Asking => (0, None),
         };
         let queue = self.queue.as_mut()?;
         if matches!(passage, Passage::Probing(_)) {

@@ -1,33 +1,40 @@
-//! A ban: the upstream has stated a wait that is longer than `max_hold`.
+//! Which process of a fleet sends the probe of a key.
 //!
-//! Callers are told the stated end, because probes make some bans longer. The key is on hold for `max_hold`, then one
-//! request of the whole fleet leaves as a probe. If it is refused and the stated end is confirmed, the next probe leaves
-//! after half of what is left, and if that one confirms it, too, none does before the stated end; in both cases for [`LONGEST`]
-//! at most.
+//! After a hold that was cut, one request of the whole fleet leaves as a probe: see [`probation`](super::probation). The
+//! processes agree through a register of the key: how many probes were sent in a row, and whether one is on its way. A
+//! process gets its *turn* by a change of the register, which only one of them can make. The others wait for the response,
+//! or until the probe takes too long. From then on each process lets requests go by itself, as probation says. Without
+//! registers, or while the store fails, each process probes for itself.
 //!
-//! The processes share a ban through a register of the key: its end, how often it was confirmed, and whether a probe is
-//! on its way. A process becomes the one that sends the probe by a change of the register, which only one of them can
-//! make. Without registers, or while the store fails, each process probes for itself.
+//! How many probes were sent also says how long the next hold lasts: most processes have seen none of the refusals. So it is
+//! counted when a process gets its turn, and not when its probe is refused.
+//!
+//! A *ban* is a wait that the upstream states beyond `max_hold`. Callers are told the stated end, because probes make some
+//! bans longer. The key is on hold for `max_hold`, then a probe leaves. If it is refused and the stated end is confirmed,
+//! the next probe leaves after half of what is left, and if that one confirms it, too, none does before the stated end; in
+//! both cases for [`LONGEST`] at most. The register has the end, too, and all processes are notified. Nobody is notified
+//! of a turn: a process that asks for one reads there that it comes too late.
 //!
 //! Simpler would be a random time before each process probes. By calculation, two of 20 processes then probe within one
 //! round trip once in eight times.
 
 use std::time::{Duration, Instant};
 
+use super::probation::{LONGEST_PROBATION, Passage};
 use super::upstream_refusals::SAME_END;
 use crate::clock;
 use crate::key::Key;
 use crate::limiter::reservation::ProbeNumber;
 use crate::store::{Recipients, Register, RegisterRequest};
 
-/// The longest time without a probe.
+/// The longest time without a probe of a ban.
 const LONGEST: Duration = Duration::from_secs(3600);
 
-/// If the response to a probe takes longer, another request may leave.
-const PROBE_TAKES: Duration = Duration::from_secs(60);
+/// If the response to a probe of a ban takes longer, another request may leave.
+pub(super) const PROBE_TAKES: Duration = Duration::from_secs(60);
 
 /// The store is asked again if it has not answered for so long.
-const ANSWER: Duration = Duration::from_secs(1);
+pub(super) const ANSWER: Duration = Duration::from_secs(1);
 
 /// How often the others look whether it was lost.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
@@ -35,50 +42,65 @@ const LOOK_AGAIN: Duration = Duration::from_secs(5);
 /// Two stated ends closer than this are one, stated in whole seconds.
 const SAME: Duration = Duration::from_secs(1);
 
+/// A turn that began so long before the end of a hold is that of an earlier hold: the shortest one after a probe lasts twice as
+/// long. One that began a little before may be that of a process that saw the hold end earlier.
+const EARLIER: Duration = Duration::from_millis(200);
+
 /// The number of its registers.
 pub(in crate::limiter) const FLEET_PROBE: u64 = 0x62_61_6e;
 
-/// A ban of a key.
-#[derive(Clone, Debug)]
+/// What the processes of a fleet share about the probes of a key.
+#[derive(Clone, Debug, Default)]
 pub(in crate::limiter) struct FleetProbe {
-    /// When it ends, as the upstream stated last.
-    ends: Instant,
-    /// How many probes have confirmed it.
-    confirmed: u8,
+    /// When the ban ends, as the upstream stated last. `None` if there was none.
+    ban_ends: Option<Instant>,
+    /// How many probes were sent since the upstream accepted a request, or since it stated an earlier end of the ban.
+    sent: u8,
     /// The version of the register that this process knows.
     version: u64,
     turn: Turn,
     /// The last probe of this process.
     number: Option<ProbeNumber>,
-    /// Whether the register does not have this yet.
+    /// Whether the register does not have the ban yet.
     is_news: bool,
     /// When the store was asked to change the register, until it answers.
     asked_at: Option<Instant>,
 }
 
-/// Who sends the next probe.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Which process sends the next probe.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Turn {
-    /// Nobody yet.
+    /// None yet.
+    #[default]
     Free,
-    /// This process.
-    Ours,
-    /// It is on its way. Another one may leave from this moment on.
-    Away(Instant),
+    /// This process, since this moment.
+    Ours(Instant),
+    /// One has got its turn at `since`. Others may send probes from `until` on.
+    Away { since: Instant, until: Instant },
 }
 
 /// A call that changes the register.
 pub(in crate::limiter) struct FleetCall {
     pub(in crate::limiter) request: RegisterRequest,
-    /// Whether it is to let this process send the probe.
-    pub(in crate::limiter) is_for_probe: bool,
+    /// Which probe in a row this process may send by it, if it is for that.
+    pub(in crate::limiter) probe: Option<u8>,
 }
 
-/// What a register has of a ban, from the moment when it was written.
+/// The key whose probe it is, and its hold.
+#[derive(Clone, Copy)]
+pub(super) struct ProbedHold {
+    pub(super) key: Key,
+    pub(super) end: Instant,
+    /// How often holds of the key were released.
+    pub(super) releases: u32,
+}
+
+/// What a register has, from the moment when it was written.
 struct Written {
-    confirmed: u8,
-    is_probing: bool,
-    /// How long the ban lasts.
+    sent: u8,
+    /// How long others wait for the response to the probe. Zero if none is on its way.
+    takes: Duration,
+    /// How long the ban lasts. Zero without one.
     left: Duration,
     /// How long the key stays on hold.
     held: Duration,
@@ -88,8 +110,8 @@ struct Written {
 
 impl Written {
     fn bytes(&self) -> Vec<u8> {
-        let mut bytes = vec![self.confirmed, u8::from(self.is_probing)];
-        for span in [self.left, self.held] {
+        let mut bytes = vec![self.sent];
+        for span in [self.takes, self.left, self.held] {
             let micros = u64::try_from(span.as_micros()).unwrap_or(u64::MAX);
             bytes.extend(micros.to_le_bytes());
         }
@@ -97,187 +119,205 @@ impl Written {
         bytes
     }
 
-    /// Reads the bytes. `None` if they are not those of a ban.
+    /// Reads the bytes. `None` if they are no such bytes.
     fn read(bytes: &[u8]) -> Option<Self> {
-        let (&[confirmed, is_probing], rest) = bytes.split_first_chunk::<2>()?;
-        let (left, rest) = rest.split_first_chunk::<8>()?;
-        let (held, rest) = rest.split_first_chunk::<8>()?;
-        let span = |micros| Duration::from_micros(u64::from_le_bytes(micros));
+        let (&sent, mut rest) = bytes.split_first()?;
+        let mut spans = [Duration::ZERO; 3];
+        for span in &mut spans {
+            let micros;
+            (micros, rest) = rest.split_first_chunk::<8>()?;
+            *span = Duration::from_micros(u64::from_le_bytes(*micros));
+        }
+        let [takes, left, held] = spans;
         Some(Written {
-            confirmed,
-            is_probing: is_probing != 0,
-            left: span(*left),
-            held: span(*held),
+            sent,
+            takes,
+            left,
+            held,
             releases: u32::from_le_bytes(rest.try_into().ok()?),
         })
     }
 }
 
 impl FleetProbe {
-    /// Makes a ban that no other process knows.
-    fn new(ends: Instant) -> Self {
-        FleetProbe {
-            ends,
-            confirmed: 0,
-            version: 0,
-            turn: Turn::Free,
-            number: None,
-            is_news: true,
-            asked_at: None,
-        }
-    }
-
-    /// Takes in that the upstream has stated a wait of `stated`. It may have refused a probe by that.
-    pub(super) fn stated(
-        before: Option<FleetProbe>,
-        stated: Duration,
-        is_probe: bool,
-        now: Instant,
-    ) -> Self {
-        let ends = clock::after(now, stated);
-        let Some(mut ban) = before.filter(|ban| ban.ends > now) else {
-            return FleetProbe::new(ends);
+    /// Forgets all but the version of the register: the upstream accepts requests, or no longer states the wait.
+    pub(super) fn forget(&mut self) {
+        *self = FleetProbe {
+            version: self.version,
+            ..FleetProbe::default()
         };
-        let is_confirmed = clock::after(ends, SAME) >= ban.ends;
-        if is_probe {
-            ban.confirmed = if is_confirmed {
-                ban.confirmed.saturating_add(1)
-            } else {
-                0
-            };
-            ban.turn = Turn::Free;
-        }
-        ban.is_news |= is_probe || ends > clock::after(ban.ends, SAME_END);
-        ban.ends = if is_probe { ends } else { ends.max(ban.ends) };
-        ban
     }
 
-    /// Returns for how long it lasts. `None` if it is over.
+    /// Returns how many probes were sent in a row.
+    pub(super) fn sent(&self) -> u8 {
+        self.sent
+    }
+
+    /// Takes in that the upstream has stated a wait of `stated`, beyond `max_hold`. It may have refused a probe by that.
+    pub(super) fn banned(&mut self, stated: Duration, is_probe: bool, now: Instant) {
+        let ends = clock::after(now, stated);
+        let Some(before) = self.ban_ends.filter(|ends| *ends > now) else {
+            self.forget();
+            self.is_news = true;
+            self.ban_ends = Some(ends);
+            return;
+        };
+        if is_probe {
+            let is_confirmed = clock::after(ends, SAME) >= before;
+            self.sent = if is_confirmed { self.sent } else { 0 };
+            self.turn = Turn::Free;
+        }
+        self.is_news |= is_probe || ends > clock::after(before, SAME_END);
+        self.ban_ends = Some(if is_probe { ends } else { ends.max(before) });
+    }
+
+    /// Returns for how long the ban lasts. `None` without one.
     pub(super) fn left(&self, now: Instant) -> Option<Duration> {
-        self.ends
+        self.ban_ends?
             .checked_duration_since(now)
             .filter(|left| !left.is_zero())
     }
 
-    /// Returns for how long no probe leaves.
+    /// Returns for how long no probe of the ban leaves.
     pub(super) fn span(&self, max_hold: Duration, now: Instant) -> Duration {
         let left = self.left(now).unwrap_or_default();
-        match self.confirmed {
+        match self.sent {
             0 => max_hold,
             1 => max_hold.max(LONGEST.min(left / 2)),
             _ => max_hold.max(LONGEST),
         }
     }
 
-    /// Returns for how long no request of this process may leave, while the key is on probation. `None` if one may, as the
-    /// probe.
-    pub(super) fn waits_for_probe(&self, now: Instant) -> Option<Duration> {
+    /// Returns whose turn it is after a hold that ended at `end`.
+    fn turn(&self, end: Instant) -> Turn {
         match self.turn {
-            Turn::Ours => None,
-            Turn::Away(until) if until > now => Some(LOOK_AGAIN.min(until - now)),
+            Turn::Ours(since) | Turn::Away { since, .. } if clock::after(since, EARLIER) < end => {
+                Turn::Free
+            }
+            turn => turn,
+        }
+    }
+
+    /// Returns which requests of this process may leave after a hold that ended at `end`, while one leaves first.
+    pub(super) fn passage(&self, end: Instant, now: Instant) -> Passage {
+        match self.turn(end) {
+            Turn::Free => Passage::Asking,
+            Turn::Away { until, .. } if until > now => {
+                Passage::Probing(LOOK_AGAIN.min(until - now))
+            }
             // It may be that of a process without requests. To ask first, as for the first probe, would give the right to
             // the next one of those.
-            Turn::Away(_) => None,
-            Turn::Free => Some(ANSWER),
+            Turn::Away { .. } | Turn::Ours(_) => Passage::Probe,
         }
     }
 
     pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
         self.number = Some(number);
-        self.turn = Turn::Away(clock::after(now, PROBE_TAKES));
+        self.turn = Turn::Away {
+            since: now,
+            until: clock::after(now, PROBE_TAKES),
+        };
     }
 
     /// Notes that this probe was not sent. Returns whether another one may leave now.
-    pub(super) fn probe_comes_back(&mut self, number: ProbeNumber) -> bool {
+    pub(super) fn probe_comes_back(&mut self, number: ProbeNumber, now: Instant) -> bool {
         let is_back = self.number.take_if(|last| *last == number).is_some();
         if is_back {
-            self.turn = Turn::Ours;
+            self.turn = Turn::Ours(now);
         }
         is_back
     }
 
-    /// Returns the call to send now, if one is due. The key may be on probation, and requests wait for a probe.
-    /// The key is on hold for `held`, and its holds were released so often.
+    /// Returns the call to send now, if one is due. If requests wait for a probe, `takes` is how long others wait for the
+    /// response to it.
     pub(super) fn call(
         &mut self,
-        key: Key,
-        wants_probe: bool,
-        (held, releases): (Duration, u32),
+        hold: ProbedHold,
+        takes: Option<Duration>,
         now: Instant,
     ) -> Option<FleetCall> {
-        let is_free = match self.turn {
+        let is_free = match self.turn(hold.end) {
             Turn::Free => true,
-            Turn::Ours => false,
-            Turn::Away(until) => until <= now,
+            Turn::Ours(_) => false,
+            Turn::Away { until, .. } => until <= now,
         };
-        let is_for_probe = wants_probe && is_free;
+        let takes = takes.filter(|_| is_free);
         let is_asking = self
             .asked_at
             .is_some_and(|at| clock::after(at, ANSWER) > now);
-        if is_asking || !(is_for_probe || self.is_news) {
+        let ban = self.left(now);
+        let has_news = self.is_news && ban.is_some();
+        if is_asking || !(takes.is_some() || has_news) {
             return None;
         }
-        let left = self.left(now)?;
         self.asked_at = Some(now);
+        let left = ban.unwrap_or_default();
+        let probe = takes.map(|_| self.sent.saturating_add(1));
         let written = Written {
-            confirmed: self.confirmed,
-            is_probing: is_for_probe,
+            sent: probe.unwrap_or(self.sent),
+            takes: takes.unwrap_or_default(),
             left,
-            held,
-            releases,
+            held: hold.end.saturating_duration_since(now),
+            releases: hold.releases,
         };
         let request = RegisterRequest {
             version: self.version,
             value: Some(written.bytes()),
-            ttl: left.min(LONGEST * 24),
-            notify: Recipients::All,
-            ..RegisterRequest::new(key, FLEET_PROBE)
+            ttl: left.clamp(2 * LONGEST_PROBATION, LONGEST * 24),
+            notify: match ban {
+                Some(_) => Recipients::All,
+                None => Recipients::None,
+            },
+            ..RegisterRequest::new(hold.key, FLEET_PROBE)
         };
-        Some(FleetCall {
-            request,
-            is_for_probe,
-        })
+        Some(FleetCall { request, probe })
     }
 
     /// Takes in that the store has made the change, or could not: then this process goes on alone.
-    pub(super) fn changed(&mut self, version: Option<u64>, is_for_probe: bool) {
+    pub(super) fn changed(&mut self, version: Option<u64>, probe: Option<u8>, now: Instant) {
         self.asked_at = None;
         self.is_news = false;
         self.version = version.unwrap_or(self.version);
-        if is_for_probe {
-            self.turn = Turn::Ours;
+        if let Some(sent) = probe {
+            self.sent = sent;
+            self.turn = Turn::Ours(now);
         }
     }
 
-    /// Takes in what another process has written. Holds of the key were released so often, as this process knows: a ban
-    /// from before a release is over.
-    pub(super) fn learn(
-        before: Option<FleetProbe>,
-        register: &Register,
-        releases: u32,
-        now: Instant,
-    ) -> Option<Self> {
-        let theirs = FleetProbe::read(register, releases, now);
-        let Some(mut ban) = before else {
-            return theirs;
-        };
-        ban.asked_at = None;
-        let is_known = ban.version == register.version && register.version != 0;
+    /// Takes in what another process has written. What it wrote before a release of the hold is over.
+    pub(super) fn learn(&mut self, register: &Register, hold: ProbedHold, now: Instant) {
+        self.asked_at = None;
+        let is_known = self.version == register.version && register.version != 0;
         // An earlier message may arrive late.
-        if is_known || ban.turn == Turn::Ours {
-            return Some(ban);
+        if is_known || matches!(self.turn(hold.end), Turn::Ours(_)) {
+            return;
         }
-        ban.version = register.version;
-        let Some(theirs) = theirs else {
-            // The register has expired, or is about a ban that is over: the next call replaces it.
-            return Some(ban);
+        self.version = register.version;
+        let written = Written::read(&register.value);
+        let Some(written) = written.filter(|written| written.releases >= hold.releases) else {
+            // The register has expired, or is over: the next call replaces it.
+            return;
         };
-        let is_later = ban.is_news && ban.ends > clock::after(theirs.ends, SAME);
-        if !is_later {
-            return Some(theirs);
+        let since = now.checked_sub(register.age).unwrap_or(now);
+        let theirs = clock::after(since, written.left);
+        let is_later = |ours: Instant| ours > clock::after(theirs, SAME);
+        if self.is_news && self.ban_ends.is_some_and(is_later) {
+            self.sent = self.sent.max(written.sent);
+            return;
         }
-        ban.confirmed = ban.confirmed.max(theirs.confirmed);
-        Some(ban)
+        *self = FleetProbe {
+            ban_ends: Some(theirs).filter(|ends| *ends > now),
+            sent: written.sent,
+            version: register.version,
+            turn: match written.takes.is_zero() {
+                true => Turn::Free,
+                false => Turn::Away {
+                    since,
+                    until: clock::after(since, written.takes),
+                },
+            },
+            ..FleetProbe::default()
+        };
     }
 
     /// Returns for how long the key stays on hold, as another process has written.
@@ -287,25 +327,8 @@ impl FleetProbe {
             .filter(|left| !left.is_zero())
     }
 
-    /// Reads what another process has written. `None` if that is over.
-    fn read(register: &Register, releases: u32, now: Instant) -> Option<Self> {
-        let written = Written::read(&register.value).filter(|ban| ban.releases >= releases)?;
-        let made_at = now.checked_sub(register.age).unwrap_or(now);
-        let ban = FleetProbe {
-            confirmed: written.confirmed,
-            version: register.version,
-            turn: match written.is_probing {
-                true => Turn::Away(clock::after(made_at, PROBE_TAKES)),
-                false => Turn::Free,
-            },
-            is_news: false,
-            ..FleetProbe::new(clock::after(made_at, written.left))
-        };
-        ban.left(now).map(|_| ban)
-    }
-
-    /// Returns until when it matters to a key whose hold ends at `end`.
-    pub(super) fn matters_until(&self, end: Instant) -> Instant {
-        self.ends.min(clock::after(end, LONGEST))
+    /// Returns until when the ban matters to a key whose hold ends at `end`. `None` without one.
+    pub(super) fn matters_until(&self, end: Instant) -> Option<Instant> {
+        Some(self.ban_ends?.min(clock::after(end, LONGEST)))
     }
 }

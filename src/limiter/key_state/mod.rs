@@ -562,7 +562,10 @@ impl KeyState {
     /// Shares a wait that the upstream has stated beyond `max_hold`. If requests wait for a probe, asks whether this process
     /// may send it.
     pub(super) fn share_probe(&mut self, ctx: &mut KeyContext<'_>, is_awaited: bool) {
-        if let Some(call) = self.hold.fleet_call(ctx.key, is_awaited, ctx.now) {
+        if let Some(call) = self
+            .hold
+            .fleet_call(ctx.key, is_awaited, ctx.max_hold, ctx.now)
+        {
             ctx.work.effects.push(Effect::ShareProbe(Box::new(call)));
         }
     }
@@ -572,20 +575,21 @@ impl KeyState {
         &mut self,
         ctx: &mut KeyContext<'_>,
         answer: Option<&Register>,
-        is_for_probe: bool,
+        probe: Option<u8>,
     ) {
-        if self.hold.fleet_answered(answer, is_for_probe, ctx.now) {
+        if self.hold.fleet_answered(ctx.key, answer, probe, ctx.now) {
             self.wait_no_longer(ctx);
             self.step(ctx, None);
             self.close(ctx);
         } else {
-            self.share_probe(ctx, false);
+            // If the register is about an earlier hold, the next call replaces it.
+            self.share_probe(ctx, probe.is_some());
         }
     }
 
-    /// Takes in what another process has written about a ban.
+    /// Takes in what another process has written.
     pub(super) fn learn_fleet(&mut self, ctx: &mut KeyContext<'_>, register: &Register) {
-        if self.hold.learn_fleet(register, ctx.now) {
+        if self.hold.learn_fleet(ctx.key, register, ctx.now) {
             self.hold_changed(ctx);
         }
     }
@@ -593,7 +597,7 @@ impl KeyState {
     /// Takes back the probe of a request that was not sent, if it was one. Returns whether another one may
     /// leave now.
     fn probe_comes_back(&mut self, ctx: &mut KeyContext<'_>, probe: Option<ProbeNumber>) -> bool {
-        let may_leave = probe.is_some_and(|number| self.hold.probe_comes_back(number));
+        let may_leave = probe.is_some_and(|number| self.hold.probe_comes_back(number, ctx.now));
         if may_leave {
             self.wait_no_longer(ctx);
         }
