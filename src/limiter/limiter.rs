@@ -11,7 +11,7 @@ use super::acquire::Acquire;
 use super::at_once;
 use super::cores::Cores;
 use super::counting;
-use super::engine::Core;
+use super::engine::{Core, CoreId};
 use super::entry::Entry;
 use super::explanation::Explanation;
 use super::holds;
@@ -201,6 +201,11 @@ impl Limiter {
             all.truncate(most);
         }
         all
+    }
+
+    /// Returns what tells the limiter from others of this process.
+    pub(crate) fn id(&self) -> CoreId {
+        self.0.first.id
     }
 
     /// Counts a request that is sent for the `attempt`th time, and reports it if that is due.
