@@ -71,7 +71,7 @@ enum AcceptedBy {
 /// A caller may stop until the end of a ban that lasts for longer, or if a quota for at least so long is used up.
 const LONG: Duration = Duration::from_secs(3600);
 
-/// That a quota is used up is told to callers that have to wait for so long.
+/// That a quota is used up is not told to callers if the upstream states a shorter wait.
 const LONG_WAIT: Duration = Duration::from_secs(60);
 
 /// A hold that follows from a refusal of the upstream.
@@ -503,7 +503,7 @@ impl KeyHold {
         retry_after: Option<Duration>,
         now: Instant,
     ) {
-        if retry_after < Some(LONG_WAIT) {
+        if retry_after.is_some_and(|wait| wait < LONG_WAIT) {
             return;
         }
         let quotas = signal.quotas().iter();
