@@ -63,20 +63,20 @@ impl Store for Client {
 /// What arrived at the server: when, and whether it was refused.
 type Arrived = Arc<Mutex<Vec<(Duration, bool)>>>;
 
-/// A server that takes as long for a request as `answers` says by the time, or refuses it.
+/// A server that takes as long for a request as `answers` says by the time and the path, or refuses it.
 fn server(
     arrived: &Arrived,
     start: Instant,
-    answers: impl Fn(Duration) -> Option<Duration> + Clone + Send + 'static,
+    answers: impl Fn(Duration, &str) -> Option<Duration> + Clone + Send + 'static,
 ) -> impl Service<Request<()>, Response = Response<()>, Error = Error, Future: Send>
 + Clone
 + Send
 + 'static {
     let arrived = arrived.clone();
-    service_fn(move |_: Request<()>| {
+    service_fn(move |request: Request<()>| {
         let at = start.elapsed();
         let mut arrived = arrived.lock().unwrap();
-        let takes = answers(at);
+        let takes = answers(at, request.uri().path());
         arrived.push((at, takes.is_none()));
         async move {
             sleep(takes.unwrap_or(20 * MS)).await;
@@ -86,7 +86,8 @@ fn server(
     })
 }
 
-/// Each caller repeats its request until it is accepted. Runs until all are, or for so long.
+/// Each caller repeats its request until it is accepted. Runs until all are, or for so long. The path of a request is the
+/// number of its process.
 async fn run<S>(services: Vec<S>, span: Duration)
 where
     S: Service<Request<()>, Response = Response<()>> + Clone + Send + 'static,
@@ -100,7 +101,8 @@ where
             callers.spawn(async move {
                 sleep(MS * (37 * caller + 11 * number) as u32).await;
                 loop {
-                    let answer = service.clone().oneshot(Request::new(())).await;
+                    let request = Request::get(format!("/{number}")).body(()).unwrap();
+                    let answer = service.clone().oneshot(request).await;
                     if answer.is_ok_and(|answer| answer.status() == 200) {
                         return;
                     }
@@ -117,7 +119,7 @@ where
 /// the others.
 async fn arrivals(
     has_registers: bool,
-    answers: impl Fn(Duration) -> Option<Duration> + Clone + Send + 'static,
+    answers: impl Fn(Duration, &str) -> Option<Duration> + Clone + Send + 'static,
 ) -> [Vec<u128>; 2] {
     let arrived = Arrived::default();
     let server = server(&arrived, Instant::now(), answers);
@@ -146,17 +148,28 @@ async fn arrivals(
 /// each process, 103 in all.
 #[tokio::test(start_paused = true)]
 async fn one_request_of_the_fleet_follows_each_bare_hold() {
-    let answers = |at| (at >= 20 * SECOND).then_some(20 * MS);
+    let answers = |at, _: &str| (at >= 20 * SECOND).then_some(20 * MS);
     let [refused, passed] = arrivals(true, answers).await;
     // Three left before the first refusal.
     assert!(refused.len() <= 10, "{refused:?}");
     assert_eq!(passed.len(), PROCESSES * CALLERS);
 }
 
+/// The requests of the process that is always the first to ask for the turn are all refused. It lets the others ask first after
+/// the first probe.
+#[tokio::test(start_paused = true)]
+async fn poison_is_not_each_probe_of_the_fleet() {
+    let answers = |_, path: &str| (path != "/0").then_some(20 * MS);
+    let [_, passed] = arrivals(true, answers).await;
+    let innocents = (PROCESSES - 1) * CALLERS;
+    assert_eq!(passed.len(), innocents);
+    assert!(passed[innocents - 1] < 5000, "{passed:?}");
+}
+
 /// Without registers, each process probes for itself.
 #[tokio::test(start_paused = true)]
 async fn processes_probe_by_themselves_without_registers() {
-    let answers = |at| (at >= 20 * SECOND).then_some(20 * MS);
+    let answers = |at, _: &str| (at >= 20 * SECOND).then_some(20 * MS);
     let [refused, passed] = arrivals(false, answers).await;
     assert!(refused.len() <= 7 * PROCESSES, "{refused:?}");
     assert_eq!(passed.len(), PROCESSES * CALLERS);
@@ -166,7 +179,7 @@ async fn processes_probe_by_themselves_without_registers() {
 #[tokio::test(start_paused = true)]
 async fn a_slow_probe_costs_the_fleet_two_seconds() {
     let is_probe = Arc::new(AtomicBool::new(true));
-    let answers = move |at| match at < 100 * MS {
+    let answers = move |at, _: &str| match at < 100 * MS {
         true => None,
         false if is_probe.swap(false, Ordering::Relaxed) => Some(30 * SECOND),
         false => Some(20 * MS),
@@ -180,7 +193,7 @@ async fn a_slow_probe_costs_the_fleet_two_seconds() {
 /// The first requests of all processes take half a minute. More and more follow, as none is refused.
 #[tokio::test(start_paused = true)]
 async fn more_and_more_of_each_process_follow_slow_probes() {
-    let answers = |at| (at >= 100 * MS).then_some(30 * SECOND);
+    let answers = |at, _: &str| (at >= 100 * MS).then_some(30 * SECOND);
     let [_, passed] = arrivals(true, answers).await;
     let groups: Vec<_> = passed
         .chunk_by(|one, next| next - one < 500)

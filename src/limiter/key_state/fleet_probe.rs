@@ -9,6 +9,9 @@
 //! How many probes were sent also says how long the next hold lasts: most processes have seen none of the refusals. So it is
 //! counted when a process gets its turn, and not when its probe is refused.
 //!
+//! A process that has had a turn lets others ask first. It may send a [kind](crate::suspicion) of requests that is always
+//! refused, and nothing else: if its way to the store is the shortest, each probe would be one of these.
+//!
 //! A *ban* is a wait that the upstream states beyond `max_hold`. Callers are told the stated end, because probes make some
 //! bans longer. The key is on hold for `max_hold`, then a probe leaves. If it is refused and the stated end is confirmed,
 //! the next probe leaves after half of what is left, and if that one confirms it, too, none does before the stated end; in
@@ -46,6 +49,9 @@ const SAME: Duration = Duration::from_secs(1);
 /// long. One that began a little before may be that of a process that saw the hold end earlier.
 const EARLIER: Duration = Duration::from_millis(200);
 
+/// So much later a process asks that has had a turn. The others ask at the end of the hold, which they see within a trip.
+const LATER: Duration = Duration::from_millis(100);
+
 /// The number of its registers.
 pub(in crate::limiter) const FLEET_PROBE: u64 = 0x62_61_6e;
 
@@ -59,6 +65,8 @@ pub(in crate::limiter) struct FleetProbe {
     /// The version of the register that this process knows.
     version: u64,
     turn: Turn,
+    /// Whether this process has had a turn since the upstream accepted a request, and there may be others.
+    had_turn: bool,
     /// The last probe of this process.
     number: Option<ProbeNumber>,
     /// Whether the register does not have the ban yet.
@@ -198,9 +206,19 @@ impl FleetProbe {
         }
     }
 
+    /// Returns from when on this process asks for its turn, after a hold that ended at `end`.
+    fn asks_from(&self, end: Instant) -> Instant {
+        match self.had_turn {
+            true => clock::after(end, LATER),
+            false => end,
+        }
+    }
+
     /// Returns which requests of this process may leave after a hold that ended at `end`, while one leaves first.
     pub(super) fn passage(&self, end: Instant, now: Instant) -> Passage {
+        let asks_from = self.asks_from(end);
         match self.turn(end) {
+            Turn::Free if asks_from > now => Passage::Probing(asks_from - now),
             Turn::Free => Passage::Asking,
             Turn::Away { until, .. } if until > now => {
                 Passage::Probing(LOOK_AGAIN.min(until - now))
@@ -237,7 +255,7 @@ impl FleetProbe {
         now: Instant,
     ) -> Option<FleetCall> {
         let is_free = match self.turn(hold.end) {
-            Turn::Free => true,
+            Turn::Free => self.asks_from(hold.end) <= now,
             Turn::Ours(_) => false,
             Turn::Away { until, .. } => until <= now,
         };
@@ -274,12 +292,19 @@ impl FleetProbe {
     }
 
     /// Takes in that the store has made the change, or could not: then this process goes on alone.
-    pub(super) fn changed(&mut self, version: Option<u64>, probe: Option<u8>, now: Instant) {
+    pub(super) fn changed(
+        &mut self,
+        version: Option<u64>,
+        probe: Option<u8>,
+        is_shared: bool,
+        now: Instant,
+    ) {
         self.asked_at = None;
         self.is_news = false;
         self.version = version.unwrap_or(self.version);
         if let Some(sent) = probe {
             self.sent = sent;
+            self.had_turn = is_shared;
             self.turn = Turn::Ours(now);
         }
     }
@@ -308,6 +333,7 @@ impl FleetProbe {
         *self = FleetProbe {
             ban_ends: Some(theirs).filter(|ends| *ends > now),
             sent: written.sent,
+            had_turn: self.had_turn,
             version: register.version,
             turn: match written.takes.is_zero() {
                 true => Turn::Free,

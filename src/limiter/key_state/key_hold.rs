@@ -560,6 +560,7 @@ impl KeyHold {
         key: Key,
         answer: Option<&Register>,
         probe: Option<u8>,
+        is_shared: bool,
         now: Instant,
     ) -> bool {
         match answer.filter(|register| !register.changed) {
@@ -570,7 +571,7 @@ impl KeyHold {
             None => {
                 let version = answer.map(|register| register.version);
                 let details = self.details(now);
-                details.fleet.changed(version, probe, now);
+                details.fleet.changed(version, probe, is_shared, now);
                 probe.is_some()
             }
         }

@@ -577,7 +577,11 @@ impl KeyState {
         answer: Option<&Register>,
         probe: Option<u8>,
     ) {
-        if self.hold.fleet_answered(ctx.key, answer, probe, ctx.now) {
+        let is_shared = self.store.answers_later;
+        let goes_on = self
+            .hold
+            .fleet_answered(ctx.key, answer, probe, is_shared, ctx.now);
+        if goes_on {
             self.wait_no_longer(ctx);
             self.step(ctx, None);
             self.close(ctx);
