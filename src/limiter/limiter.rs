@@ -266,6 +266,10 @@ impl Limiter {
     /// the upstream has stated, and what is [reserved for other clients](crate::guide::learning). A quota that
     /// was [set](Limiter::set_quota) stays. For a minute, no limits are learned.
     ///
+    /// The holds of [kinds](crate::guide::refusals#one-kind-of-requests) end that this process knows. Other processes forget
+    /// which kinds were refused, and let them pass. When the upstream refuses a request of the key again, a hold that only they
+    /// knew stops its kind until it ends.
+    ///
     /// # Errors
     ///
     /// [`StoreError`] if the hold may not have ended. In this process it has not.
