@@ -47,10 +47,10 @@ use crate::locks::lock;
 /// A client that repeats requests by itself, inside of the layer, sends more than any layer sees: see [hidden
 /// attempts](crate#pitfalls).
 #[derive(Clone, Default)]
-pub struct Attempts(Arc<Mutex<Counts>>);
+pub struct Attempts(Arc<Mutex<AttemptCounts>>);
 
 #[derive(Default)]
-struct Counts {
+struct AttemptCounts {
     /// How often the request was sent before it had a count.
     before: u32,
     /// How often each limiter has sent it, those times included.
@@ -73,7 +73,7 @@ impl Attempts {
     /// Counts that this limiter sends the request. Returns how often it was sent, this time included.
     pub(super) fn is_sent(&self, by: CoreId) -> u32 {
         let mut counts = lock(&self.0);
-        let Counts { before, sent } = &mut *counts;
+        let AttemptCounts { before, sent } = &mut *counts;
         let index = sent.iter().position(|(limiter, _)| *limiter == by);
         let index = index.unwrap_or_else(|| {
             sent.push((by, *before));
@@ -91,9 +91,9 @@ impl Attempts {
         let known = || match known {
             Some(known) => known.clone(),
             None => {
-                let counts = Counts {
+                let counts = AttemptCounts {
                     before: 1,
-                    ..Counts::default()
+                    ..AttemptCounts::default()
                 };
                 Attempts(Arc::new(Mutex::new(counts)))
             }

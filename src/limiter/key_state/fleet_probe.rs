@@ -64,7 +64,7 @@ pub(in crate::limiter) struct FleetProbe {
     sent: u8,
     /// The version of the register that this process knows.
     version: u64,
-    turn: Turn,
+    turn: ProbeTurn,
     /// Whether this process has had a turn since the upstream accepted a request, and there may be others.
     had_turn: bool,
     /// The last probe of this process.
@@ -77,7 +77,7 @@ pub(in crate::limiter) struct FleetProbe {
 
 /// Which process sends the next probe.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Turn {
+enum ProbeTurn {
     /// None yet.
     #[default]
     Free,
@@ -173,7 +173,7 @@ impl FleetProbe {
         if is_probe {
             let is_confirmed = clock::after(ends, SAME) >= before;
             self.sent = if is_confirmed { self.sent } else { 0 };
-            self.turn = Turn::Free;
+            self.turn = ProbeTurn::Free;
         }
         self.is_news |= is_probe || ends > clock::after(before, SAME_END);
         self.ban_ends = Some(if is_probe { ends } else { ends.max(before) });
@@ -197,10 +197,12 @@ impl FleetProbe {
     }
 
     /// Returns whose turn it is after a hold that ended at `end`.
-    fn turn(&self, end: Instant) -> Turn {
+    fn turn(&self, end: Instant) -> ProbeTurn {
         match self.turn {
-            Turn::Ours(since) | Turn::Away { since, .. } if clock::after(since, EARLIER) < end => {
-                Turn::Free
+            ProbeTurn::Ours(since) | ProbeTurn::Away { since, .. }
+                if clock::after(since, EARLIER) < end =>
+            {
+                ProbeTurn::Free
             }
             turn => turn,
         }
@@ -218,20 +220,20 @@ impl FleetProbe {
     pub(super) fn passage(&self, end: Instant, now: Instant) -> Passage {
         let asks_from = self.asks_from(end);
         match self.turn(end) {
-            Turn::Free if asks_from > now => Passage::Probing(asks_from - now),
-            Turn::Free => Passage::Asking,
-            Turn::Away { until, .. } if until > now => {
+            ProbeTurn::Free if asks_from > now => Passage::Probing(asks_from - now),
+            ProbeTurn::Free => Passage::Asking,
+            ProbeTurn::Away { until, .. } if until > now => {
                 Passage::Probing(LOOK_AGAIN.min(until - now))
             }
             // It may be that of a process without requests. To ask first, as for the first probe, would give the right to
             // the next one of those.
-            Turn::Away { .. } | Turn::Ours(_) => Passage::Probe,
+            ProbeTurn::Away { .. } | ProbeTurn::Ours(_) => Passage::Probe,
         }
     }
 
     pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
         self.number = Some(number);
-        self.turn = Turn::Away {
+        self.turn = ProbeTurn::Away {
             since: now,
             until: clock::after(now, PROBE_TAKES),
         };
@@ -241,7 +243,7 @@ impl FleetProbe {
     pub(super) fn probe_comes_back(&mut self, number: ProbeNumber, now: Instant) -> bool {
         let is_back = self.number.take_if(|last| *last == number).is_some();
         if is_back {
-            self.turn = Turn::Ours(now);
+            self.turn = ProbeTurn::Ours(now);
         }
         is_back
     }
@@ -255,9 +257,9 @@ impl FleetProbe {
         now: Instant,
     ) -> Option<FleetCall> {
         let is_free = match self.turn(hold.end) {
-            Turn::Free => self.asks_from(hold.end) <= now,
-            Turn::Ours(_) => false,
-            Turn::Away { until, .. } => until <= now,
+            ProbeTurn::Free => self.asks_from(hold.end) <= now,
+            ProbeTurn::Ours(_) => false,
+            ProbeTurn::Away { until, .. } => until <= now,
         };
         let takes = takes.filter(|_| is_free);
         let is_asking = self
@@ -305,7 +307,7 @@ impl FleetProbe {
         if let Some(sent) = probe {
             self.sent = sent;
             self.had_turn = is_shared;
-            self.turn = Turn::Ours(now);
+            self.turn = ProbeTurn::Ours(now);
         }
     }
 
@@ -314,7 +316,7 @@ impl FleetProbe {
         self.asked_at = None;
         let is_known = self.version == register.version && register.version != 0;
         // An earlier message may arrive late.
-        if is_known || matches!(self.turn(hold.end), Turn::Ours(_)) {
+        if is_known || matches!(self.turn(hold.end), ProbeTurn::Ours(_)) {
             return;
         }
         self.version = register.version;
@@ -336,8 +338,8 @@ impl FleetProbe {
             had_turn: self.had_turn,
             version: register.version,
             turn: match written.takes.is_zero() {
-                true => Turn::Free,
-                false => Turn::Away {
+                true => ProbeTurn::Free,
+                false => ProbeTurn::Away {
                     since,
                     until: clock::after(since, written.takes),
                 },
