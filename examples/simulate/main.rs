@@ -29,12 +29,13 @@ const HELP: &str = "\
 Simulates fleets of clients against servers with limits, in virtual time.
 
   --file FILE         scenarios to run (JSON); without it, the public set
-  --scenarios A,B     only these of them, or of three other sets: known limits that are counted in a store
-                      (`limited` for all of that), servers that count as real limiters do (`real`), and
-                      limits of tens and hundreds per second (`fast`)
+  --scenarios A,B     only these of them, or of four other sets: known limits that are counted in a store
+                      (`limited` for all of that), servers that count as real limiters do (`real`),
+                      limits of tens and hundreds per second (`fast`), and requests that are always refused (`poison`)
   --strategies A,B    what to try: the paces fair, fair-sole (Fair::sole_client), blog-remaining, blog-proportional,
                       blog-gradual, blog-backoff, blog-backoff-2, aimd, none, mine (see mine.rs); the gates limit, which is told the quota,
-                      fair-gate, and fair-shared, whose processes share one pace; default: fair,blog-remaining
+                      fair-gate, and fair-shared, whose processes share one pace; limit-layer and fair-layer, which tell kinds of
+                      requests apart; default: fair,blog-remaining
   --seeds N           how many runs of each, default 10
   --first-seed N      the seed of the first of them, default 1
   --report FILE       writes a page with table and charts (HTML that needs nothing else)
@@ -166,8 +167,8 @@ fn none_such(what: &str, name: &str, names: &[String]) -> Usage {
 }
 
 /// Returns the scenarios of `file`, or the public set without a file. With `names`: these
-/// scenarios, of the file or of all built-in sets. The names `limited`, `real` and `fast` select a whole
-/// built-in set.
+/// scenarios, of the file or of all built-in sets. The names `limited`, `poison`, `real` and `fast` select a
+/// whole built-in set.
 fn chosen(
     file: Option<Scenarios>,
     names: Option<String>,
@@ -178,6 +179,7 @@ fn chosen(
     if built_in {
         match names.as_str() {
             "limited" => return Ok(Scenarios::limited().0),
+            "poison" => return Ok(Scenarios::poison().0),
             "real" => return Ok(Scenarios::real().0),
             "fast" => return Ok(Scenarios::fast().0),
             _ => all.extend(
@@ -185,7 +187,8 @@ fn chosen(
                     .0
                     .into_iter()
                     .chain(Scenarios::real().0)
-                    .chain(Scenarios::fast().0),
+                    .chain(Scenarios::fast().0)
+                    .chain(Scenarios::poison().0),
             ),
         }
     }

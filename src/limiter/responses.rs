@@ -113,6 +113,9 @@ impl AnsweredCall<'_> {
         if limited || retry_after.is_some() {
             // What the classes of a quota see is judged by the one whose request it was.
             let is_about_kind = limited && self.is_about_kind(core, signal, now);
+            if is_about_kind {
+                self.probe_again(core, hold, now);
+            }
             for (core, key) in core.all_parts(key).rev() {
                 let admitted = Admitted {
                     key,
@@ -142,6 +145,14 @@ impl AnsweredCall<'_> {
         core.with_state(key, now, |state, ctx| {
             self.learn_remaining(signal, by_host, state, ctx);
         });
+    }
+
+    /// Lets another request probe `key`, if this one was its probe: its refusal says nothing about the key.
+    fn probe_again(&self, core: &Arc<Core>, key: Key, now: Instant) {
+        let probe = self.probes.iter().find(|probe| probe.is_of(core.id, key));
+        if let Some(number) = probe.map(Probe::number) {
+            core.with_state(key, now, |state, ctx| state.probe_not_sent(ctx, number));
+        }
     }
 
     /// Takes in how much a response states is left of the limits of the key.
@@ -234,7 +245,7 @@ impl AnsweredCall<'_> {
             let new = state
                 .hold
                 .refused_upstream(retry_after, max_hold, sent, now);
-            state.share_ban(ctx, false);
+            state.share_probe(ctx, false);
             let new = new?;
             state.hold.note_used_up(signal, retry_after, now);
             let left = if new.is_sent {

@@ -29,6 +29,8 @@ pub(super) struct Caller {
     pub(super) leave: f64,
     /// The call that it is making.
     pub(super) call: Option<OpenCall>,
+    /// Whether the server refuses all its requests.
+    pub(super) is_poison: bool,
     /// Whether the caller has stopped.
     pub(super) done: bool,
 }
@@ -45,7 +47,11 @@ impl Caller {
         let later = group.stagger * number as f64;
         let join = group.join + later;
         let leave = group.leave.map_or(f64::INFINITY, |leave| leave + later);
-        (0..group.tasks).map(move |_| Caller::new(process, group_index, join, leave))
+        let poison = if number == 0 { group.poison } else { 0 };
+        (0..group.tasks).map(move |task| Caller {
+            is_poison: task < poison,
+            ..Caller::new(process, group_index, join, leave)
+        })
     }
 
     /// Creates a caller that has not called yet.
@@ -60,6 +66,7 @@ impl Caller {
             join,
             leave,
             call: None,
+            is_poison: false,
             done: false,
         }
     }

@@ -155,6 +155,7 @@ impl<'a> Fleet<'a> {
         let open = self
             .callers
             .iter()
+            .filter(|caller| !caller.is_poison)
             .filter_map(|caller| caller.call.as_ref());
         let longest_open = open.map(|call| call.wait(over)).fold(0.0, f64::max);
         self.count_waiting(over);
@@ -279,7 +280,11 @@ impl<'a> Fleet<'a> {
             .as_mut()
             .expect("the caller is in a call")
             .passed = None;
-        self.processes[caller.process].gate().call(index);
+        let path = match caller.is_poison {
+            true => format!("/poison-{index}"),
+            false => format!("/users/{index}"),
+        };
+        self.processes[caller.process].gate().call(index, path);
     }
 
     /// Sends the request of a caller.
@@ -314,7 +319,10 @@ impl<'a> Fleet<'a> {
     /// Lets the server judge the request of a caller.
     fn judge(&mut self, index: usize) {
         let now = self.now.as_secs_f64();
-        let verdict = self.server.judge(now);
+        let verdict = match self.callers[index].is_poison {
+            true => self.server.poisoned(now),
+            false => self.server.judge(now),
+        };
         self.taken += f64::from(u8::from(verdict.ok && self.is_warm()));
         let response = self.headers.respond(&verdict, now, &mut self.dice);
         if let Some(trace) = &mut self.trace {
@@ -371,6 +379,7 @@ impl<'a> Fleet<'a> {
             return;
         }
         let pause = match (call.passed, ended) {
+            (Some(false), _) if self.callers[index].is_poison => PAUSE,
             (Some(true), _) => return self.succeeded(index),
             (Some(false), _) => Duration::ZERO,
             (None, Err(limited)) => limited

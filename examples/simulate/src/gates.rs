@@ -23,10 +23,16 @@ pub(super) type GateFuture = Pin<Box<dyn Future<Output = Result<(), Limited>> + 
 #[derive(Debug)]
 pub struct Wire {
     caller: usize,
+    path: String,
     events: mpsc::UnboundedSender<GateEvent>,
 }
 
 impl Wire {
+    /// Returns the path of the request.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
     /// Sends the request of this call, and returns the server's response once it is back.
     ///
     /// # Cancel safety
@@ -77,10 +83,11 @@ pub(super) struct GateHandle {
 
 impl GateHandle {
     /// Starts a call of `caller`.
-    pub(super) fn call(&self, caller: usize) {
+    pub(super) fn call(&self, caller: usize, path: String) {
         let events = self.events.clone();
         let call = (self.gate)(Wire {
             caller,
+            path,
             events: events.clone(),
         });
         drop(tokio::spawn(async move {

@@ -1,7 +1,13 @@
 //! The gates that come with tollgate.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
+
+use http::{Request, Response};
+use tokio::sync::Mutex;
+use tower::util::BoxCloneService;
+use tower::{Layer, Service, ServiceExt, service_fn};
 
 use super::brief::Brief;
 use super::clock;
@@ -9,24 +15,21 @@ use super::gates::{GateFuture, Wire};
 use tollgate::__lab::Pace;
 use tollgate::__lab::{answered_or_back, read_signal};
 use tollgate::ConfigError;
+use tollgate::Error;
 use tollgate::Key;
 use tollgate::OnStoreError;
 use tollgate::Signal;
 use tollgate::store::Store;
-use tollgate::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitLayer};
+use tollgate::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitBuilder, RateLimitLayer};
 
-/// Builds the gate of a limiter with the quota of `brief`.
-pub(super) fn limiter(
-    brief: &Brief,
-    store: Arc<dyn Store>,
-) -> Result<impl Fn(Wire) -> GateFuture + use<>, ConfigError> {
+/// Returns the builder of a limiter with the quota of `brief`.
+pub(super) fn limit(brief: &Brief, store: Arc<dyn Store>) -> Result<RateLimitBuilder, ConfigError> {
     // A scenario without a quota and without a hint has this error, which shows how to write one.
     let quota = brief.quota.map_or_else(|| "none".parse(), Ok)?;
     let mut layer = RateLimitLayer::builder(quota)
         .store(store)
         .on_store_error(brief.on_store_error)
-        .max_wait(LONGEST)
-        .max_hold(LONGEST);
+        .max_wait(LONGEST);
     if let Some(slack) = brief.transit_slack {
         layer = layer.transit_slack(slack);
     }
@@ -34,7 +37,16 @@ pub(super) fn limiter(
     {
         layer = layer.fallback_share(share);
     }
-    let limiter = layer.build()?.limiter();
+    Ok(layer)
+}
+
+/// Builds the gate of such a limiter.
+pub(super) fn limiter(
+    brief: &Brief,
+    store: Arc<dyn Store>,
+) -> Result<impl Fn(Wire) -> GateFuture + use<>, ConfigError> {
+    let layer = limit(brief, store)?.max_hold(LONGEST).build()?;
+    let limiter = layer.limiter();
     Ok(move |mut wire: Wire| {
         let limiter = limiter.clone();
         Box::pin(async move {
@@ -76,6 +88,33 @@ pub(super) fn retrying(
         }) as GateFuture
     })
 }
+
+/// Builds the gate of a layer of Tower, which tells kinds of requests apart.
+pub(super) fn layered<L>(layer: L) -> impl Fn(Wire) -> GateFuture
+where
+    L: Layer<Client>,
+    L::Service: Service<Request<()>, Error = Error, Future: Send> + Send + 'static,
+{
+    move |wire: Wire| {
+        let request = Request::get(wire.path()).body(());
+        let request = request.expect("a path is a URI");
+        let wire = Arc::new(Mutex::new(wire));
+        let client = Client::new(service_fn(move |_| {
+            let wire = wire.clone();
+            async move { Ok(wire.lock().await.send().await) }
+        }));
+        let call = layer.layer(client).oneshot(request);
+        Box::pin(async move {
+            match call.await {
+                Err(Error::Limited(limited)) => Err(limited),
+                _ => Ok(()),
+            }
+        })
+    }
+}
+
+/// The client inside of a layer.
+type Client = BoxCloneService<Request<()>, Response<()>, Infallible>;
 
 /// The longest wait, and the longest hold that a server can ask for.
 const LONGEST: Duration = Duration::from_secs(86_400);

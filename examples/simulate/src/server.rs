@@ -129,6 +129,15 @@ impl ServerState {
         self.verdict(ok, now)
     }
 
+    /// Refuses a request that arrives at `now`, for another reason than the limit.
+    pub(super) fn poisoned(&mut self, now: f64) -> Verdict {
+        self.advance(now);
+        Verdict {
+            wait: 1.0,
+            ..self.verdict(false, now)
+        }
+    }
+
     /// Changes the limits of the server.
     pub(super) fn change(&mut self, change: &Change, now: f64) {
         self.advance(now);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::brief::Brief;
 use super::gates::{Gate, GateFuture, Wire};
-use super::known_gates::{limiter, retrying, throttle};
+use super::known_gates::{layered, limit, limiter, retrying, throttle};
 use super::pace::{Aimd, Backoff, Gradual, Proportional, Remaining};
 use tollgate::__lab::Pace;
 use tollgate::ConfigError;
@@ -132,6 +132,12 @@ impl Strategy {
             Strategy::new("aimd", |brief| with_limit!(brief, Aimd::new())),
             Strategy::new("none", |_| NoPacing),
             Strategy::gate("limit", limiter),
+            Strategy::gate("limit-layer", |brief, store| {
+                Ok(layered(limit(brief, store)?.build()?))
+            }),
+            Strategy::gate("fair-layer", move |&brief, _| {
+                Ok(layered(throttle(move || fair(&brief)).build()?.retrying()))
+            }),
             Strategy::gate("fair-gate", move |&brief, _| {
                 retrying(throttle(move || fair(&brief)))
             }),

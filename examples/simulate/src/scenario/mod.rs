@@ -106,6 +106,10 @@ pub struct Group {
     /// How long their requests take, if it differs from the scenario's `latency`.
     #[serde(default)]
     pub latency: Option<Latency>,
+    /// How many callers of the first process send *poison*: a request that the server always refuses, a path of its own for
+    /// each of them, once a second. Default: none.
+    #[serde(default)]
+    pub poison: usize,
     /// Their strategy, if it differs from the strategy of the run.
     #[serde(default)]
     pub strategy: Option<String>,
@@ -343,6 +347,12 @@ impl Scenarios {
     /// Returns the fast set: limits of tens and hundreds per second, with windows of one to ten seconds.
     pub fn fast() -> Self {
         Scenarios::read(include_str!("fast.json")).expect("the tests read it")
+    }
+
+    /// Returns the poison set: 20 processes, of which the first sends requests that the server always refuses; and a server that
+    /// refuses all requests beyond a limit, and states nothing.
+    pub fn poison() -> Self {
+        Scenarios::read(include_str!("poison.json")).expect("the tests read it")
     }
 
     /// Returns the second set: known limits, counted in a store that is near, is unreachable, or
