@@ -399,7 +399,7 @@ impl Search {
         for count in [&mut self.cycle, &mut self.lately] {
             codec.number(&mut count.passed);
             codec.near(&mut count.since, Duration::ZERO);
-            count.passed = count.passed.max(1.0);
+            count.passed = count.passed.max(0.0);
         }
         codec.number(&mut self.calm);
         codec.number(&mut self.late);
