@@ -47,6 +47,7 @@ mod poison;
 mod probes;
 mod quotas;
 mod rate_and_flight;
+mod recovery;
 mod routes;
 mod settle;
 mod shared_pace;

@@ -36,6 +36,10 @@ const BLIND_RELEASE: f64 = 0.0001;
 /// if it is not.
 const SEEN_CALM: f64 = 320.0;
 const BLIND_CALM: f64 = 1000.0;
+/// The token times in which m falls by a factor of e if no request passed before the first refusal. From the
+/// guess to the interval of 12 requests per second it takes 40 s. With 25 instead of 35, twenty processes
+/// before strict spacing are refused more often.
+const GUESS_RELEASE: f64 = 35.0;
 /// The largest drain, in tokens.
 const MOST_DRAIN: f64 = 1e8;
 /// The weight of a new sample in an average.
@@ -78,6 +82,14 @@ impl Estimate {
             (BLIND_RELEASE, calm / BLIND_CALM)
         };
         self.m *= (-rate * tokens * (1.0 + calm * calm)).exp();
+    }
+
+    /// Lowers `m` if no request passed before the first refusal. `m` is then only a guess, which shows nothing
+    /// of the limit. It falls over time, so that equal clients stay equal.
+    pub(super) fn relax_guess(&mut self, scale: &Scale, since: f64) {
+        // A pause shows nothing of the limit.
+        let tokens = (since / scale.token_time).min(self.m);
+        self.m *= (-tokens / GUESS_RELEASE).exp();
     }
 
     /// Averages how many tokens all clients took since the answer before, which was `since` seconds

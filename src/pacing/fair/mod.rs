@@ -118,10 +118,11 @@ use trust::{Observation, Trust};
 ///   that share the pace search, too, and so does every client of an unknown limit if the last
 ///   refusal stated a wait, and any stated more than a second. A sole client also searches before a
 ///   sliding window of at most 10 s.
-/// - **Refusals in a row** that state nothing are an outage from the fourth on: the pause grows, and the
-///   speed stays. If nothing passed before the outage, `m` is only a guess, and each request that passes
-///   lowers it by a twentieth until the next refusal. After an outage of six a search lowers its speed by at
-///   most a third, or starts again if nothing passed before.
+/// - **Refusals in a row** that state nothing are an outage from the fourth on, or from the second on after 50
+///   token times without a refusal: the pause grows, up to 20 s, and the speed stays. If nothing passed before the
+///   first refusal, `m` is only a guess, which falls by a factor of e in 35 token times until the next
+///   refusal. After an outage of six a search lowers its speed by at most a third. It starts again if nothing
+///   passed before, or once if the outage took longer than 90 s and no rate is known.
 /// - **A wait that a refusal states** is exceeded by at most a tenth if the limit is unknown.
 ///   Otherwise clients spread over their shares of the limit.
 ///
@@ -171,6 +172,8 @@ pub struct Fair {
     /// How many refusals followed one another before the last one, each of a request that left after
     /// the one before.
     refused_in_row: u32,
+    /// Whether the last refusals in a row followed a calm time.
+    was_calm: bool,
     /// Whether the limit is a short sliding window, for which Remaining is no guide.
     slides: bool,
     level: Option<f64>,
@@ -212,9 +215,11 @@ const WHOLE_SECOND: f64 = 1.0;
 const OUTAGE: u32 = 3;
 /// The factor of the pause for each further refusal.
 const LONGER_OUTAGE: f64 = 1.2;
-/// The factor of `m` for each request that passes after an outage before the limit was met. From the
-/// guess to a tenth of it takes 45 requests; with 22, processes before strict spacing are refused more often.
-const AFTER_OUTAGE: f64 = 0.95;
+/// The token times without a refusal that are a calm time.
+const CALM: f64 = 50.0;
+/// The longest pause of an outage, in seconds, unless one interval is longer. A server that is healthy again is used
+/// after it.
+const LONGEST_PAUSE: f64 = 20.0;
 /// If Remaining becomes unknown within this many token times of a refusal, the interval that was
 /// reached is kept.
 const REMEMBERED: f64 = 1000.0;
@@ -398,6 +403,12 @@ impl Fair {
         }
     }
 
+    /// Reports whether the last refusals in a row are an outage, which says nothing of the limit. A limit with a window
+    /// also refuses some in a row, but soon after those before.
+    fn is_outage(&self) -> bool {
+        self.refused_in_row >= if self.was_calm { 1 } else { OUTAGE }
+    }
+
     /// Reports whether the answer's request left after the last step up, so that the answer shows
     /// the effect of the step.
     fn is_news(&self, reply: &Reply<'_>) -> bool {
@@ -475,11 +486,6 @@ impl Pace for Fair {
 
     fn passed(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, _: &mut Dice) {
         let (now, is_alone) = (traffic.now, self.is_alone());
-        if self.scale.is_guess && self.refused_in_row > OUTAGE && !self.has_met_limit {
-            // The first requests met an outage, so `m` shows nothing of the limit.
-            self.estimate.m *= AFTER_OUTAGE;
-            self.interval = self.interval.filter(|_| self.passed_since_refusal > 0);
-        }
         if self.last_answer.is_some_and(|last| now < last) {
             self.search
                 .passed(reply.sent, now, self.states_wait, is_alone);
@@ -493,7 +499,10 @@ impl Pace for Fair {
         let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
         let calm = self.last_refusal.map_or(0.0, |last| seconds(last, now));
         let (scale, knows_level) = (&self.scale, self.level.is_some());
-        self.estimate.relax_m(scale, since, calm, knows_level);
+        match scale.is_guess && !self.has_met_limit {
+            true => self.estimate.relax_guess(scale, since),
+            false => self.estimate.relax_m(scale, since, calm, knows_level),
+        }
         if let (Some(level), Some(before)) = (self.level, level_before) {
             self.estimate.track_drain(scale, level, before, since);
         }
@@ -548,6 +557,11 @@ impl Pace for Fair {
                 0 => self.refused_in_row.saturating_add(1),
                 _ => 0,
             };
+            if self.refused_in_row == 0 {
+                let calm = self.last_refusal.or(self.first_call);
+                let calm = calm.map_or(0.0, |since| seconds(since, now));
+                self.was_calm = calm / self.scale.token_time > CALM;
+            }
             let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
             let waiting = traffic.waiting.max(1) as f64;
             match self.level {
@@ -558,7 +572,7 @@ impl Pace for Fair {
                     .estimate
                     .refused_at_high_level(&self.scale, self.interval),
                 // The server is out, which says nothing of its limit. Only the pause grows.
-                None if self.refused_in_row >= OUTAGE => {}
+                None if self.is_outage() => {}
                 None => self
                     .estimate
                     .refused_blind(&self.scale, waiting, self.interval),
@@ -573,7 +587,8 @@ impl Pace for Fair {
         let wait = match self.level {
             Some(_) => wait,
             None => {
-                wait * LONGER_OUTAGE.powf(f64::from(self.refused_in_row.saturating_sub(OUTAGE)))
+                let longer = f64::from(self.refused_in_row.saturating_sub(OUTAGE));
+                (wait * LONGER_OUTAGE.powf(longer)).min(wait.max(LONGEST_PAUSE))
             }
         };
         let is_unknown = self.scale.is_guess;
@@ -600,6 +615,7 @@ impl Pace for Fair {
         codec.flag(&mut self.states_wait);
         codec.number(&mut self.longest_wait);
         codec.small_count(&mut self.refused_in_row);
+        codec.flag(&mut self.was_calm);
         codec.flag(&mut self.slides);
         self.search.share(codec);
         self.estimate.share(codec);

@@ -28,6 +28,7 @@
 use std::time::{Duration, Instant};
 
 use super::super::{Dice, LONGEST, StateCodec, seconds};
+use super::LONGEST_PAUSE;
 use super::curve::{Curve, bounded};
 
 /// What is known of the limit. Rates are natural logarithms of requests per second.
@@ -86,9 +87,8 @@ const LONGER: f64 = 1.7;
 /// measured rate then falls by at most [`OUT`].
 const LONG_OUTAGE: f64 = 6.0;
 const OUT: f64 = 0.35;
-/// The longest pause, in seconds, unless one interval is longer. A server that is healthy again is used
-/// after it.
-const LONGEST_PAUSE: f64 = 20.0;
+/// The longest outage that the search takes for the end of a window, in seconds, if it knows no rate.
+const LONGEST_WINDOW: f64 = 90.0;
 /// The least and the most that a pause is multiplied with.
 const SPREAD: (f64, f64) = (0.75, 1.25);
 /// A request that leaves later than after this many intervals was not delayed by the pace.
@@ -250,9 +250,24 @@ impl Search {
                     ..Search::default()
                 };
             }
+            // The first start met an outage too long for a window, or nothing else. Only the limit stops
+            // a second start in the same way.
+            &mut Phase::Outage { began, .. }
+                if is_alone
+                    && self.upper.is_none()
+                    && self.lower.is_none()
+                    && !states_wait
+                    && (self.cycle.passed == 1.0 || seconds(began, now) > LONGEST_WINDOW) =>
+            {
+                *self = Search {
+                    lower: Some(bounded(self.cycle.rate(now))),
+                    cycle: PassedCount::from(now),
+                    ..Search::default()
+                };
+            }
             &mut Phase::Outage { began, count, .. } => {
                 let known = self.lower.filter(|_| count >= LONG_OUTAGE);
-                let least = known.map_or(f64::NEG_INFINITY, |lower| lower - OUT);
+                let least = known.map(|lower| bounded(lower - OUT));
                 self.end_cycle(seconds(began, now), least, now, states_wait, is_alone);
                 self.phase = Phase::Paced;
             }
@@ -287,22 +302,20 @@ impl Search {
     }
 
     /// Ends a cycle after an outage of this length, and plans the next curve. The rate does not
-    /// fall below `least`.
+    /// fall below `least`, which is given if the outage may have another cause than the limit.
     fn end_cycle(
         &mut self,
         outage: f64,
-        least: f64,
+        least: Option<f64>,
         now: Instant,
         states_wait: bool,
         is_alone: bool,
     ) {
-        let lately = std::mem::replace(
-            &mut self.lately,
-            PassedCount {
-                passed: 1.0,
-                since: Some(now),
-            },
-        );
+        let begun = PassedCount {
+            passed: 1.0,
+            since: Some(now),
+        };
+        let lately = std::mem::replace(&mut self.lately, begun);
         let is_few = self.cycle.passed < ENOUGH;
         let stated_lower = self.lower.filter(|_| states_wait);
         // A short cycle is not measured. It goes on until enough requests have passed.
@@ -312,7 +325,13 @@ impl Search {
                 return self.curve.lower_by(STATED_STEP);
             }
             (None, Some(upper)) if is_few => {
-                let most = (lately.rate(now) + FEW).max(least);
+                let most = lately.rate(now) + FEW;
+                let most = least.map_or(most, |least| most.max(least));
+                if least.is_some() {
+                    // The next cycle is measured without this outage.
+                    self.lower = least;
+                    self.cycle = begun;
+                }
                 let most = most.clamp(upper - LARGEST_STEP, upper - STEP);
                 return self.curve.lower_to(most);
             }
@@ -328,7 +347,7 @@ impl Search {
         let measured = self.cycle.rate(now) + self.late.ln();
         let measured = match stated_lower {
             Some(lower) => measured.max(lower - STATED_DROP),
-            None => measured.max(least),
+            None => least.map_or(measured, |least| measured.max(least)),
         };
         let measured = bounded(measured);
         // Before the first outage ends, no lower rate was measured.
@@ -352,10 +371,7 @@ impl Search {
         let slower = self.calm.exp2() * if states_wait { STATED_REACH } else { 1.0 };
         self.curve = Curve::between(measured, gap, window, slower);
         self.lower = Some(measured);
-        self.cycle = PassedCount {
-            passed: 1.0,
-            since: Some(now),
-        };
+        self.cycle = begun;
     }
 
     /// Makes each of the other `processes` a competitor for the rate that all had together.
@@ -399,7 +415,7 @@ impl Search {
         for count in [&mut self.cycle, &mut self.lately] {
             codec.number(&mut count.passed);
             codec.near(&mut count.since, Duration::ZERO);
-            count.passed = count.passed.max(1.0);
+            count.passed = count.passed.max(0.0);
         }
         codec.number(&mut self.calm);
         codec.number(&mut self.late);
