@@ -23,7 +23,7 @@
 mod holds;
 mod in_flight;
 
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -146,6 +146,8 @@ impl Request {
             if !self.line.has_place_on_hold() {
                 self.check_room_on_hold(held)?;
                 self.stage = WaitStage::Hold(HoldWait::new(held.end));
+                // It counts as waiting from now on. Its task polls later, and a Tower service may enter many before.
+                self.watch_holds(now, &Context::from_waker(Waker::noop()));
                 return Poll::Pending;
             }
         }
@@ -169,7 +171,11 @@ impl Request {
                         wait.wake_at(end, cx);
                         return Poll::Pending;
                     }
-                    None => self.go_on(None, now),
+                    None => {
+                        // Further it counts where it waits next.
+                        self.unwatch_holds();
+                        self.go_on(None, now)
+                    }
                 },
                 WaitStage::InFlight { until } => {
                     let until = *until;
@@ -244,6 +250,8 @@ impl Request {
         if is_lower {
             let now = clock::now();
             self.line.leave(&self.place, now);
+            // It watches no hold of a key of which it takes nothing any more. The next poll watches those of the others.
+            self.unwatch_holds();
             self.place.costs = lower;
             self.line.come_back(&self.place, None, now);
         }
