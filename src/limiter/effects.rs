@@ -176,9 +176,16 @@ impl Core {
 
     fn give_back_by(self: &Arc<Self>, key: Key, slot: Reservation, stays: bool) {
         if let Some(lender) = slot.lender {
+            if let Some(probe) = slot.probe {
+                // The probe is that of the own key.
+                self.with_state(key, clock::now(), |state, ctx| {
+                    state.probe_not_sent(ctx, probe);
+                });
+            }
             if let Some((core, key)) = self.part_at(lender, key) {
                 let slot = Reservation {
                     lender: None,
+                    probe: None,
                     ..slot
                 };
                 core.give_back_by(key, slot, stays);
@@ -408,5 +415,42 @@ impl Core {
 
     pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         spawn(&*self.settings.store, task);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::holds;
+    use crate::stats::Cause;
+    use crate::{Quota, RateLimitLayer};
+
+    /// A class is on probation, and its probe has a slot that another class has lent.
+    #[tokio::test(start_paused = true)]
+    async fn a_lent_slot_that_goes_back_frees_the_probe() {
+        let builder = RateLimitLayer::builder(Quota::per_minute(10)).share("web", 50);
+        let limiter = builder.build().unwrap().limiter();
+        let (core, key) = limiter.0.first.part_of_class(Key::ALL, "web").unwrap();
+        let hold = holds::begin(&core, key, Duration::from_secs(1), true, Cause::Operator);
+        hold.arrives().await.unwrap();
+        clock::sleep(Duration::from_secs(2)).await;
+        let now = clock::now();
+        let pass = || holds::pass(&core, key, now);
+        let probe = pass().unwrap().unwrap().into_number();
+        assert!(pass().is_err());
+        let slot = Reservation {
+            at: now,
+            until: now + Duration::from_secs(1),
+            cost: 1,
+            count: 1,
+            slot: 1,
+            stamp: 1,
+            incarnation: 0,
+            lender: Some(0),
+            probe: Some(probe),
+            is_at_once: true,
+        };
+        core.give_back(key, slot);
+        assert!(pass().unwrap().is_some());
     }
 }
