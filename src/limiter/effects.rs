@@ -17,8 +17,8 @@ use tokio::time::timeout;
 use super::division;
 use super::engine::Core;
 use super::key_state::{
-    BanCall, Effect, HeaderTrust, KeyContext, KeyState, LeaseFuture, SentCall, StatedLimit, Work,
-    confirmed,
+    BanCall, ChargeNumber, Effect, HeaderTrust, KeyContext, KeyState, LeaseFuture, SentCall,
+    StatedLimit, Work, confirmed,
 };
 use super::queue::CallNumber;
 use super::quotas::QuotaId;
@@ -232,8 +232,12 @@ impl Core {
         }
     }
 
-    /// Sends the charges that wait for a call, and waits until the store has all charges.
+    /// Sends the charges that wait for a call, and waits until the store has all charges of requests that were settled
+    /// before.
     pub(super) async fn send_charges(self: &Arc<Self>) -> Result<(), StoreError> {
+        // Requests may be settled all the time. So calls that begin later than the first round of this one are not
+        // waited for. Those before are answered, or count as lost after `ANSWER`.
+        let mut last = None;
         loop {
             let now = clock::now();
             let mut keys = Vec::new();
@@ -242,26 +246,29 @@ impl Core {
                     keys.push(key);
                 }
             });
-            if keys.is_empty() {
-                return Ok(());
-            }
-            let flush = |key| self.with_state(key, now, KeyState::flush_charges).flatten();
-            let calls = keys.into_iter().filter_map(|key| {
-                let (call, reply) = flush(key)?;
+            let mut is_any_under_way = false;
+            let mut flush = |key| {
+                let flushed = self.with_state(key, now, |state, ctx| {
+                    is_any_under_way |= state.are_charges_under_way(last);
+                    state.flush_charges(ctx)
+                });
+                let (call, reply) = flushed.flatten()?;
                 Some((StoreCall::new(self, key, call), reply))
-            });
-            let answers = calls.map(|(call, reply)| async move {
+            };
+            let calls: Vec<_> = keys.into_iter().filter_map(&mut flush).collect();
+            last.get_or_insert_with(ChargeNumber::next);
+            let answers = calls.into_iter().map(|(call, reply)| async move {
                 let answer = reply.arrives().await;
                 let outcome = answer.as_ref().map(drop).map_err(Clone::clone);
                 call.answered(answer, confirmed);
                 outcome
             });
-            let answers = join_all(answers).await;
-            if answers.is_empty() {
-                // Other calls carry the charges. They are answered or lost soon.
-                clock::sleep(CHARGES_UNDER_WAY).await;
+            let answers: Result<(), _> = join_all(answers).await.into_iter().collect();
+            answers?;
+            if !is_any_under_way {
+                return Ok(());
             }
-            answers.into_iter().collect::<Result<(), _>>()?;
+            clock::sleep(CHARGES_UNDER_WAY).await;
         }
     }
 
