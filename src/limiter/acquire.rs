@@ -21,6 +21,7 @@ use super::limited::RefusedRequest;
 use super::part::{MOST_PARTS, NewPart, PartRef, earliest_deadline};
 use super::permit::Permit;
 use super::quotas::QuotaId;
+use super::reservation::CountedAs;
 use super::start::{self, Started};
 use super::taken::Taken;
 use super::wait::Wait;
@@ -432,7 +433,9 @@ impl Acquire {
         if !is_inside && let Some(slot) = at_once::take_one_unlocked(&core, &entry, now) {
             return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, Some(slot)))));
         }
-        if !is_inside && let Some(slot) = at_once::take_at_once(&core, &entry, now) {
+        if !is_inside
+            && let Some(slot) = at_once::take_at_once(&core, &entry, CountedAs::Request, now)
+        {
             return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, slot))));
         }
         let part = PartRef::new(&core, entry);

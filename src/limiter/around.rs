@@ -29,6 +29,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::engine::{self, Core, CoreId};
+use super::part::PartRef;
 use crate::clock::{self, Moment};
 use crate::error::Reason;
 use crate::events;
@@ -81,7 +82,8 @@ pub(super) fn by_hand(core: CoreId, key: Key) {
 
 /// Notes a request of a layer that finds no permit at hand. Reports once that such requests take two permits each, if they do.
 #[cold]
-pub(super) fn by_layer(core: &Core, key: Key, label: &dyn Fn() -> Label) {
+pub(crate) fn note_pair(first: &PartRef<'_>, label: &dyn Fn() -> Label) {
+    let (core, key) = first.core_and_key();
     let pair = BY_HAND.take().filter(|by_hand| {
         let is_same = by_hand.core == core.id && by_hand.key == key;
         is_same && clock::now() < by_hand.at + MAKES_REQUEST

@@ -20,7 +20,7 @@ use super::listener;
 use super::own_quota::{self, QuotaError};
 use super::part::PartRef;
 use super::quotas::QuotaId;
-use super::reservation::Reservation;
+use super::reservation::{CountedAs, Reservation};
 use super::sent::Admitted;
 use super::settings::Settings;
 use super::start::{self, Started};
@@ -556,7 +556,8 @@ impl Limiter {
     /// Takes a permit that is at hand. Returns `Some(None)` for a request that costs nothing, and `None`
     /// if the request has to take the slow path.
     pub(crate) fn take_at_once(&self, entry: &Entry) -> Option<Option<Reservation>> {
-        at_once::take_at_once(&self.0.first, entry, clock::now_by_counter())
+        let now = clock::now_by_counter();
+        at_once::take_at_once(&self.0.first, entry, CountedAs::Request, now)
     }
 
     /// Enters a request for which no permit is at hand. `label` returns the name of its key.

@@ -108,7 +108,8 @@ mod whole_limit;
 
 pub use acquire::Acquire;
 pub(crate) use around::{
-    InnerCall, Mark, forget_panic, is_any as is_inside_a_layer, is_unsure, refusal_of_throttle,
+    InnerCall, Mark, forget_panic, is_any as is_inside_a_layer, is_unsure, note_pair,
+    refusal_of_throttle,
 };
 pub(crate) use at_once::send_all_at_once;
 pub(crate) use engine::read_marks;
@@ -129,7 +130,7 @@ pub use sent::Sent;
 pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, PartOfQuota, Settings};
 pub use settlement::Settlement;
-pub(crate) use start::{Started, note_pair, slow as start_slow};
+pub(crate) use start::{Started, slow as start_slow};
 pub use status::{KeyStatus, QuotaSource};
 pub(crate) use suspect::Suspect;
 pub(crate) use taken::Taken;

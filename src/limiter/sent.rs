@@ -17,6 +17,7 @@ use super::entry::Entry;
 use super::hosts::Reach;
 use super::in_flight_slot::InFlightSlot;
 use super::limited::LimitName;
+use super::part::labelled;
 use super::probe::Probe;
 use super::reservation::Reservation;
 use super::responses::AnsweredCall;
@@ -450,10 +451,10 @@ impl Sent {
         for (sent, signal) in all.iter().zip(&signals) {
             sent.observe(signal, is_bad, probes, self.kind());
         }
-        // All units of a key have the label of the first.
-        let further = keys[..=refused?].iter().rev();
-        let further = further.take_while(|key| key.is_further_unit).count();
-        let refused = Some(refused? - further).filter(|index| *index > 0)?;
+        let refused = labelled(refused?, |index| keys[index].is_further_unit);
+        if refused == 0 {
+            return None;
+        }
         let Admitted { core, key, .. } = all[refused].admitted;
         let limit = core.find().map(|core| core.limit_name(key));
         Some((core.label(key), limit.unwrap_or_default()))

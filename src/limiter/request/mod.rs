@@ -35,7 +35,7 @@ use super::holds::HoldWait;
 use super::in_flight_slot;
 use super::limited::{Stopped, Why};
 use super::line::{LinePlace, RequestLine};
-use super::part::{Part, PartRef};
+use super::part::{self, Part, PartRef};
 use super::probe::Probe;
 use super::queue::next_number;
 use super::slots::Slots;
@@ -306,9 +306,9 @@ impl Request {
             if part.core.tally().is_draining() {
                 return refused(index, Reason::Draining);
             }
-            if parts[..index].iter().any(|other| other.is_same(part)) {
-                return refused(index, Reason::SameKey);
-            }
+        }
+        if let Some(index) = part::repeated(parts) {
+            return refused(index, Reason::SameKey);
         }
         if needs_permit && bound.latest < now {
             return refused(0, Reason::Deadline);
