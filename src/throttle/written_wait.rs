@@ -47,9 +47,7 @@ impl Future for WrittenWait<'_> {
         };
         let timer = self.timer.get_or_insert_with(|| Timer::at(at));
         timer.set(at);
-        if timer.poll(cx).is_ready() {
-            cx.waker().wake_by_ref();
-        }
+        timer.wake(cx);
         Poll::Pending
     }
 }

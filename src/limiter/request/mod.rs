@@ -31,7 +31,6 @@ use smallvec::SmallVec;
 use super::admission;
 use super::around;
 use super::explanation::Because;
-use super::holds::HoldWait;
 use super::in_flight_slot;
 use super::limited::{Stopped, Why};
 use super::line::{LinePlace, RequestLine};
@@ -41,7 +40,7 @@ use super::queue::next_number;
 use super::slots::Slots;
 use super::suspect::Suspect;
 use super::taken::{OfKey, Taken};
-use crate::clock;
+use crate::clock::{self, Timer};
 use crate::error::{Reason, StoreError};
 use crate::quota::Limit;
 use crate::stats::Gate;
@@ -76,7 +75,7 @@ pub(super) struct Request {
 #[derive(Debug)]
 enum WaitStage {
     /// The end of a hold, without a place in the line.
-    Hold(HoldWait),
+    Hold(Timer),
     /// The first in-flight slot that it lacks, until the time runs out.
     InFlight { until: Instant },
     /// Slots, in its line.
@@ -145,7 +144,7 @@ impl Request {
             self.waited_before = true;
             if !self.line.has_place_on_hold() {
                 self.check_room_on_hold(held)?;
-                self.stage = WaitStage::Hold(HoldWait::new(held.end));
+                self.stage = WaitStage::Hold(Timer::at(held.end));
                 // It counts as waiting from now on. Its task polls later, and a Tower service may enter many before.
                 self.watch_holds(now, &Context::from_waker(Waker::noop()));
                 return Poll::Pending;
@@ -166,9 +165,11 @@ impl Request {
             }
             let held_until = held.map(|held| held.end);
             let went_on = match &mut self.stage {
-                WaitStage::Hold(wait) => match held_until {
+                WaitStage::Hold(timer) => match held_until {
                     Some(end) => {
-                        wait.wake_at(end, cx);
+                        // The end may have changed since it was last read.
+                        timer.set(end);
+                        timer.wake(cx);
                         return Poll::Pending;
                     }
                     None => {
