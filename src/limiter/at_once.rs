@@ -6,6 +6,7 @@
 
 use std::time::Instant;
 
+use super::admitted::Admitted;
 use super::around;
 use super::counting;
 use super::engine::Core;
@@ -15,7 +16,7 @@ use super::key_state::KeyState;
 use super::part::{self, PartRef, PerPart};
 use super::quotas::QuotaId;
 use super::reservation::{CountedAs, Reservation};
-use super::sent::{Admitted, Sent};
+use super::sent::Sent;
 use super::taken::{OfKey, Taken};
 use crate::clock::{self, Moment};
 use crate::key::Key;

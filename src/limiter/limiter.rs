@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::acquire::Acquire;
+use super::admitted::Admitted;
 use super::at_once;
 use super::cores::Cores;
 use super::counting;
@@ -21,7 +22,6 @@ use super::own_quota::{self, QuotaError};
 use super::part::PartRef;
 use super::quotas::QuotaId;
 use super::reservation::{CountedAs, Reservation};
-use super::sent::Admitted;
 use super::settings::Settings;
 use super::start::{self, Started};
 use super::status::{self, KeyStatus};

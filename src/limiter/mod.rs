@@ -32,7 +32,7 @@
 // | `counting` | what is counted of requests, and the stats of a limiter |
 // | `holds`, `in_flight_slot`, `own_quota` | holds of keys, in-flight slots, quotas that requests or responses state, or an operator sets |
 // | `part`, `probe`, `slots`, `suspect` | the keys of a request, the probe of a key, what a request gets in its line, its kind while a key is under suspicion |
-// | `split_signal` | which key of a joint request a response is about |
+// | `split_signal`, `admitted` | which key of a joint request a response is about; a request that is sent, for its response |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | why a request is refused that gets no slot |
 // | `explanation`, `waited` | why a request would wait now, or be refused: the answer, and its text; how it has waited |
@@ -53,6 +53,7 @@
 
 mod acquire;
 mod admission;
+mod admitted;
 mod around;
 mod at_once;
 mod cores;
@@ -107,6 +108,7 @@ mod waited;
 mod whole_limit;
 
 pub use acquire::Acquire;
+pub(crate) use admitted::Admitted;
 pub(crate) use around::{
     InnerCall, Mark, forget_panic, is_any as is_inside_a_layer, is_unsure, note_pair,
     refusal_of_throttle,
@@ -125,7 +127,6 @@ pub use own_quota::QuotaError;
 pub(crate) use part::{MOST_PARTS, PartRef};
 pub use permit::Permit;
 pub(crate) use quotas::{CountedLate, QuotaId, Quotas};
-pub(crate) use sent::Admitted;
 pub use sent::Sent;
 pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, PartOfQuota, Settings};
