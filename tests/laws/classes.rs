@@ -650,3 +650,16 @@ fn slots_that_were_lent_to_a_lost_task_go_back() {
         assert_eq!(used().await, 280);
     });
 }
+
+/// A settling limiter books only slots that are near. A part whose first slot is far waits for it nevertheless.
+#[tokio::test(start_paused = true)]
+async fn classes_that_settle_wait_for_their_slots() {
+    let builder = RateLimitLayer::builder(Quota::per_minute(1000)).max_wait(ms(120_000));
+    let layer = builder.share("web", 50).settle_by_hand().build().unwrap();
+    let acquire = || layer.limiter().acquire(K).class("web").cost(490);
+    let start = Instant::now();
+    for _ in 0..2 {
+        drop(acquire().await.unwrap());
+    }
+    assert!(start.elapsed() < ms(61_000), "{:?}", start.elapsed());
+}
