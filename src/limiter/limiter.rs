@@ -16,7 +16,7 @@ use super::engine::Core;
 use super::entry::Entry;
 use super::explanation::Explanation;
 use super::holds;
-use super::limited::{LimitName, RefusedRequest};
+use super::limited::RefusedRequest;
 use super::listener;
 use super::own_quota::{self, QuotaError};
 use super::part::PartRef;
@@ -32,6 +32,7 @@ use crate::error::{Limited, Reason, StoreError};
 use crate::events;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::quota::Quota;
+use crate::refused::LimitName;
 use crate::stats::{Drained, Gate, KeyStats, Stats, drain_gates};
 use crate::store::Refusal;
 

@@ -17,7 +17,6 @@ use super::engine::CoreId;
 #[cfg(doc)]
 use super::entry::Entry;
 use super::in_flight_slot::InFlightSlot;
-use super::limited::LimitName;
 use super::part::labelled;
 use super::probe::Probe;
 use super::reservation::Reservation;
@@ -31,6 +30,7 @@ use crate::error::{ErrorFacts, Limited, LimitedInfo, StoreError};
 use crate::events;
 use crate::guarded::{self, Watch};
 use crate::key::{Key, Label};
+use crate::refused::LimitName;
 use crate::signal::Signal;
 
 /// A request that was sent and has no response yet. [`Permit::begin`](crate::Permit::begin) returns it.
