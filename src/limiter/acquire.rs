@@ -374,8 +374,7 @@ impl Acquire {
     ///
     /// Threads and tasks wait in one queue, in the order in which they arrived. A thread waits as long
     /// as a task would, has the same errors, and takes no permit if it is refused. If a permit is at
-    /// hand, the thread takes it at once. The page [`blocking`](crate::blocking) has
-    /// recipes, and [`blocking`](crate::blocking) says how it works.
+    /// hand, the thread takes it at once. The module [`blocking`](crate::blocking) says how it works, and has recipes.
     ///
     /// ```
     /// use tollgate::{Key, Quota, RateLimitLayer, Signal};
@@ -478,7 +477,7 @@ impl Acquire {
             Step::Units(_, parts) | Step::Joint(parts) => (parts, None),
             Step::Invalid(parts, error) => (parts, Some(error)),
             Step::Waiting(_) | Step::Done => {
-                panic!("an Acquire future was polled before `with` or `explain`")
+                panic!("an Acquire future was polled before `and` or `explain`")
             }
         }
     }

@@ -22,7 +22,8 @@
 //!
 //! A layer leaves a mark on its thread for as long as it calls or polls its inner service. Both are synchronous, so a
 //! layer that finds the mark is inside. It does not see through a task between the layers, such as
-//! `tower::buffer`. Only if a process has several limiters, or limits calls in flight, is the mark looked at.
+//! `tower::buffer`. Only if a process has several limiters, has a throttle, or limits calls in flight, is the mark
+//! looked at.
 
 use std::cell::Cell;
 use std::sync::Arc;

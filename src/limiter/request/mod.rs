@@ -61,7 +61,7 @@ pub(super) struct Request {
     pub(super) turns: u32,
     /// Whether it has waited for something else than slots.
     waited_before: bool,
-    /// Whether it has been in the line.
+    /// Whether it has entered its line before. Set when it enters.
     is_back: bool,
     /// Whether it has watched holds.
     watches: bool,
@@ -229,7 +229,7 @@ impl Request {
     }
 
     /// If the request waits in its line for a whole limit, because of an estimate, the next settlement wakes its task: see
-    /// `whole_limit`. Returns whether there was one since the last time.
+    /// `whole_limit`. Returns whether there was one since the last time, or may have been: also at the first time.
     pub(super) fn watch_settlements(&self, cx: &Context<'_>) -> bool {
         let mut was_settled = false;
         if self.awaits_whole_limit && matches!(self.stage, WaitStage::Slots) {
