@@ -15,6 +15,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant, SystemTime};
 
 pub(crate) use counter::{now_by_counter, prepare};
@@ -220,21 +221,49 @@ pub(crate) async fn sleep(span: Duration) {
 }
 
 /// A timer that any thread may set anew; it wakes the task that polled it last.
-///
-/// Needs a Tokio runtime to be made in.
 #[derive(Debug)]
-pub(crate) struct Timer(Pin<Box<tokio::time::Sleep>>);
+pub(crate) struct Timer {
+    moment: Instant,
+    /// `None` until the first poll, which needs a Tokio runtime.
+    sleep: Option<Pin<Box<tokio::time::Sleep>>>,
+}
 
 impl Timer {
-    pub(crate) fn at(instant: Instant) -> Self {
-        Timer(Box::pin(tokio::time::sleep_until(instant.into())))
+    #[inline]
+    pub(crate) fn at(moment: Instant) -> Self {
+        let sleep = None;
+        Timer { moment, sleep }
     }
 
-    pub(crate) fn set(&mut self, instant: Instant) {
-        self.0.as_mut().reset(instant.into());
+    /// Returns when it fires.
+    #[inline]
+    pub(crate) fn moment(&self) -> Instant {
+        self.moment
     }
 
-    pub(crate) fn poll(&mut self, cx: &mut std::task::Context<'_>) -> std::task::Poll<()> {
-        self.0.as_mut().poll(cx)
+    #[inline]
+    pub(crate) fn set(&mut self, moment: Instant) {
+        if self.moment == moment {
+            return;
+        }
+        self.moment = moment;
+        if let Some(sleep) = &mut self.sleep {
+            sleep.as_mut().reset(moment.into());
+        }
+    }
+
+    pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let moment = self.moment.into();
+        let sleep = self
+            .sleep
+            .get_or_insert_with(|| Box::pin(tokio::time::sleep_until(moment)));
+        sleep.as_mut().poll(cx)
+    }
+
+    /// Wakes the task when it fires. If it has fired since the owner read the time, the task is woken at once.
+    pub(crate) fn wake(&mut self, cx: &mut Context<'_>) {
+        if self.poll(cx).is_ready() {
+            cx.waker().wake_by_ref();
+        }
     }
 }

@@ -21,6 +21,7 @@ use super::limited::RefusedRequest;
 use super::part::{MOST_PARTS, NewPart, PartRef, earliest_deadline};
 use super::permit::Permit;
 use super::quotas::QuotaId;
+use super::reservation::CountedAs;
 use super::start::{self, Started};
 use super::taken::Taken;
 use super::wait::Wait;
@@ -373,8 +374,7 @@ impl Acquire {
     ///
     /// Threads and tasks wait in one queue, in the order in which they arrived. A thread waits as long
     /// as a task would, has the same errors, and takes no permit if it is refused. If a permit is at
-    /// hand, the thread takes it at once. The page [`blocking`](crate::blocking) has
-    /// recipes, and [`blocking`](crate::blocking) says how it works.
+    /// hand, the thread takes it at once. The module [`blocking`](crate::blocking) says how it works, and has recipes.
     ///
     /// ```
     /// use tollgate::{Key, Quota, RateLimitLayer, Signal};
@@ -432,7 +432,9 @@ impl Acquire {
         if !is_inside && let Some(slot) = at_once::take_one_unlocked(&core, &entry, now) {
             return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, Some(slot)))));
         }
-        if !is_inside && let Some(slot) = at_once::take_at_once(&core, &entry, now) {
+        if !is_inside
+            && let Some(slot) = at_once::take_at_once(&core, &entry, CountedAs::Request, now)
+        {
             return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, slot))));
         }
         let part = PartRef::new(&core, entry);
@@ -475,7 +477,7 @@ impl Acquire {
             Step::Units(_, parts) | Step::Joint(parts) => (parts, None),
             Step::Invalid(parts, error) => (parts, Some(error)),
             Step::Waiting(_) | Step::Done => {
-                panic!("an Acquire future was polled before `with` or `explain`")
+                panic!("an Acquire future was polled before `and` or `explain`")
             }
         }
     }

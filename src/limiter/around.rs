@@ -22,13 +22,15 @@
 //!
 //! A layer leaves a mark on its thread for as long as it calls or polls its inner service. Both are synchronous, so a
 //! layer that finds the mark is inside. It does not see through a task between the layers, such as
-//! `tower::buffer`. Only if a process has several limiters, or limits calls in flight, is the mark looked at.
+//! `tower::buffer`. Only if a process has several limiters, has a throttle, or limits calls in flight, is the mark
+//! looked at.
 
 use std::cell::Cell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::engine::{self, Core, CoreId};
+use super::part::PartRef;
 use crate::clock::{self, Moment};
 use crate::error::Reason;
 use crate::events;
@@ -81,7 +83,8 @@ pub(super) fn by_hand(core: CoreId, key: Key) {
 
 /// Notes a request of a layer that finds no permit at hand. Reports once that such requests take two permits each, if they do.
 #[cold]
-pub(super) fn by_layer(core: &Core, key: Key, label: &dyn Fn() -> Label) {
+pub(crate) fn note_pair(first: &PartRef<'_>, label: &dyn Fn() -> Label) {
+    let (core, key) = first.core_and_key();
     let pair = BY_HAND.take().filter(|by_hand| {
         let is_same = by_hand.core == core.id && by_hand.key == key;
         is_same && clock::now() < by_hand.at + MAKES_REQUEST

@@ -6,16 +6,17 @@
 
 use std::time::Instant;
 
+use super::admitted::Admitted;
 use super::around;
 use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
 use super::joint;
 use super::key_state::KeyState;
-use super::part::{PartRef, PerPart};
+use super::part::{self, PartRef, PerPart};
 use super::quotas::QuotaId;
 use super::reservation::{CountedAs, Reservation};
-use super::sent::{Admitted, Sent};
+use super::sent::Sent;
 use super::taken::{OfKey, Taken};
 use crate::clock::{self, Moment};
 use crate::key::Key;
@@ -45,14 +46,8 @@ pub(super) fn send_one_unlocked(core: &Core, entry: &Entry) -> Option<Moment> {
     (is_open(core, entry, now) && core.states.spend_one_unlocked(now)).then_some(now)
 }
 
-/// Takes a permit that is at hand, and counts the request. Returns `Some(None)` for a request that costs
-/// nothing, and `None` if the request has to take the slow path.
-pub(super) fn take_at_once(core: &Core, entry: &Entry, now: Moment) -> Option<Option<Reservation>> {
-    take_counting(core, entry, CountedAs::Request, now)
-}
-
-/// The same without a visit of the state of the key. Returns `None` for all requests but those under [`Key::ALL`]
-/// that cost 1 and have no quota of their own.
+/// Takes a permit that is at hand, and counts the request, without a visit of the state of the key. Returns `None` for
+/// all requests but those under [`Key::ALL`] that cost 1 and have no quota of their own.
 #[inline(always)]
 pub(super) fn take_one_unlocked(core: &Core, entry: &Entry, now: Moment) -> Option<Reservation> {
     let is_plain = entry.cost == 1 && entry.key == Key::ALL && entry.quota == QuotaId::NONE;
@@ -63,9 +58,10 @@ pub(super) fn take_one_unlocked(core: &Core, entry: &Entry, now: Moment) -> Opti
     }
 }
 
-/// Does what [`take_at_once`] does, for one key of a joint request: `counting` is what is counted.
+/// Takes a permit of a key that is at hand, and counts what `counting` states. Returns `Some(None)` for a request that
+/// costs nothing, and `None` if the request has to take the slow path.
 #[inline]
-pub(super) fn take_counting(
+pub(super) fn take_at_once(
     core: &Core,
     entry: &Entry,
     counting: CountedAs,
@@ -170,7 +166,9 @@ fn take_slots(
     now: Moment,
     slots: &mut PerPart<Option<Reservation>>,
 ) -> bool {
-    if around::is_any() || parts[0].core.joint.is_any_waiting(parts) || is_any_twice(parts) {
+    // A request that counts twice under one key is refused.
+    let is_repeated = || part::repeated(parts).is_some();
+    if around::is_any() || parts[0].core.joint.is_any_waiting(parts) || is_repeated() {
         return false;
     }
     let take = |part: &PartRef<'_>, counting| {
@@ -178,7 +176,7 @@ fn take_slots(
             deadline,
             ..part.entry
         };
-        take_counting(part.core, &entry, counting, now)
+        take_at_once(part.core, &entry, counting, now)
     };
     slots.push(None);
     for part in &parts[1..] {
@@ -198,12 +196,6 @@ fn take_slots(
         }
     }
     true
-}
-
-/// Returns whether two parts count a request twice under one key. Then it is refused.
-fn is_any_twice(parts: &[PartRef<'_>]) -> bool {
-    let mut behind = parts.iter().enumerate();
-    behind.any(|(index, part)| parts[..index].iter().any(|other| other.is_same(part)))
 }
 
 /// Gives back permits that [`take_slots`] took.

@@ -1,6 +1,7 @@
 //! What the parts of a divided quota do for each other: they state their limits, and lend what their classes do not need.
 
 use std::future::Future;
+use std::mem;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -67,7 +68,12 @@ pub(super) async fn borrow_for(core: Arc<Core>, key: Key) {
     let Some(mut wanted) = wanted.flatten() else {
         return;
     };
-    let mut round = Round::default();
+    let mut open = OpenRound {
+        core: &core,
+        key,
+        round: Round::default(),
+    };
+    let round = &mut open.round;
     let own = core.part_index();
     let quota = core.quota_id(key);
     let parts: SmallVec<[_; 8]> = core.all_parts(key).enumerate().collect();
@@ -104,12 +110,24 @@ pub(super) async fn borrow_for(core: Arc<Core>, key: Key) {
         wanted.take(&lent.slots);
         round.add(*index, is_own, lent);
     }
-    let mut ended = Some(round);
     core.with_state(key, clock::now(), |state, ctx| {
-        state.loans_ended(ctx, ended.take().unwrap_or_default());
+        state.loans_ended(ctx, mem::take(&mut open.round));
     });
-    for slot in ended.into_iter().flat_map(|round| round.slots) {
-        core.give_back(key, slot);
+}
+
+/// What the parts have lent so far for the waiters of `key`. If it is dropped before the state of the key has taken
+/// the slots, they go back to their lenders.
+struct OpenRound<'a> {
+    core: &'a Arc<Core>,
+    key: Key,
+    round: Round,
+}
+
+impl Drop for OpenRound<'_> {
+    fn drop(&mut self) {
+        for slot in mem::take(&mut self.round.slots) {
+            self.core.give_back(self.key, slot);
+        }
     }
 }
 

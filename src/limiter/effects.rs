@@ -17,8 +17,8 @@ use tokio::time::timeout;
 use super::division;
 use super::engine::Core;
 use super::key_state::{
-    Effect, FleetCall, HeaderTrust, KeyContext, KeyState, LeaseFuture, SentCall, StatedLimit, Work,
-    confirmed,
+    ChargeNumber, Effect, FleetCall, HeaderTrust, KeyContext, KeyState, LeaseFuture, SentCall,
+    StatedLimit, Work, confirmed,
 };
 use super::queue::CallNumber;
 use super::quotas::QuotaId;
@@ -176,9 +176,16 @@ impl Core {
 
     fn give_back_by(self: &Arc<Self>, key: Key, slot: Reservation, stays: bool) {
         if let Some(lender) = slot.lender {
+            if let Some(probe) = slot.probe {
+                // The probe is that of the own key.
+                self.with_state(key, clock::now(), |state, ctx| {
+                    state.probe_not_sent(ctx, probe);
+                });
+            }
             if let Some((core, key)) = self.part_at(lender, key) {
                 let slot = Reservation {
                     lender: None,
+                    probe: None,
                     ..slot
                 };
                 core.give_back_by(key, slot, stays);
@@ -225,8 +232,12 @@ impl Core {
         }
     }
 
-    /// Sends the charges that wait for a call, and waits until the store has all charges.
+    /// Sends the charges that wait for a call, and waits until the store has all charges of requests that were settled
+    /// before.
     pub(super) async fn send_charges(self: &Arc<Self>) -> Result<(), StoreError> {
+        // Requests may be settled all the time. So calls that begin later than the first round of this one are not
+        // waited for. Those before are answered, or count as lost after `ANSWER`.
+        let mut last = None;
         loop {
             let now = clock::now();
             let mut keys = Vec::new();
@@ -235,26 +246,29 @@ impl Core {
                     keys.push(key);
                 }
             });
-            if keys.is_empty() {
-                return Ok(());
-            }
-            let flush = |key| self.with_state(key, now, KeyState::flush_charges).flatten();
-            let calls = keys.into_iter().filter_map(|key| {
-                let (call, reply) = flush(key)?;
+            let mut is_any_under_way = false;
+            let mut flush = |key| {
+                let flushed = self.with_state(key, now, |state, ctx| {
+                    is_any_under_way |= state.are_charges_under_way(last);
+                    state.flush_charges(ctx)
+                });
+                let (call, reply) = flushed.flatten()?;
                 Some((StoreCall::new(self, key, call), reply))
-            });
-            let answers = calls.map(|(call, reply)| async move {
+            };
+            let calls: Vec<_> = keys.into_iter().filter_map(&mut flush).collect();
+            last.get_or_insert_with(ChargeNumber::next);
+            let answers = calls.into_iter().map(|(call, reply)| async move {
                 let answer = reply.arrives().await;
                 let outcome = answer.as_ref().map(drop).map_err(Clone::clone);
                 call.answered(answer, confirmed);
                 outcome
             });
-            let answers = join_all(answers).await;
-            if answers.is_empty() {
-                // Other calls carry the charges. They are answered or lost soon.
-                clock::sleep(CHARGES_UNDER_WAY).await;
+            let answers: Result<(), _> = join_all(answers).await.into_iter().collect();
+            answers?;
+            if !is_any_under_way {
+                return Ok(());
             }
-            answers.into_iter().collect::<Result<(), _>>()?;
+            clock::sleep(CHARGES_UNDER_WAY).await;
         }
     }
 
@@ -405,5 +419,42 @@ impl Core {
 
     pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         spawn(&*self.settings.store, task);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::holds;
+    use crate::stats::Cause;
+    use crate::{Quota, RateLimitLayer};
+
+    /// A class is on probation, and its probe has a slot that another class has lent.
+    #[tokio::test(start_paused = true)]
+    async fn a_lent_slot_that_goes_back_frees_the_probe() {
+        let builder = RateLimitLayer::builder(Quota::per_minute(10)).share("web", 50);
+        let limiter = builder.build().unwrap().limiter();
+        let (core, key) = limiter.0.first.part_of_class(Key::ALL, "web").unwrap();
+        let hold = holds::begin(&core, key, Duration::from_secs(1), true, Cause::Operator);
+        hold.arrives().await.unwrap();
+        clock::sleep(Duration::from_secs(2)).await;
+        let now = clock::now();
+        let pass = || holds::pass(&core, key, now);
+        let probe = pass().unwrap().unwrap().into_number();
+        assert!(pass().is_err());
+        let slot = Reservation {
+            at: now,
+            until: now + Duration::from_secs(1),
+            cost: 1,
+            count: 1,
+            slot: 1,
+            stamp: 1,
+            incarnation: 0,
+            lender: Some(0),
+            probe: Some(probe),
+            is_at_once: true,
+        };
+        core.give_back(key, slot);
+        assert!(pass().unwrap().is_some());
     }
 }

@@ -1,10 +1,8 @@
 //! The engine of a limiter: the state of all its keys, and what they share.
 //!
 //! [`Core`] is what all parts of a limiter refer to: the waiting futures, the permits, the
-//! background tasks and the store. Its methods are in two files: what can be read from it is here,
-//! and access to the state of a key is in `effects.rs`. What a limiter does is in the files that
-//! import this one, the rows below `effects` in the table of `limiter/mod.rs`. Their functions take
-//! the core as their first argument, and are called with the name of their file.
+//! background tasks and the store. What can be read from it is here, and access to the state of a key is in `effects.rs`.
+//! What a limiter does is in the files that import this one: see `limiter/mod.rs`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,7 +15,6 @@ use super::in_flight::InFlightCalls;
 use super::joint::JointSets;
 use super::key_state::{KeyContext, KeyState, Work};
 use super::key_states::KeyStates;
-use super::limited::LimitName;
 use super::quotas::QuotaId;
 use super::settings::{OnStoreError, Settings};
 use super::unit_check::UnitCheck;
@@ -30,6 +27,7 @@ use crate::error::{Reason, StoreError};
 use crate::key::{Key, Label, RequestRef};
 use crate::limit::{LimitSpec, UnusedPermits};
 use crate::locks::{read, write};
+use crate::refused::LimitName;
 use crate::stats;
 use crate::store::{self, PeekRequest, StoreEvent, StoreListener};
 
@@ -316,6 +314,7 @@ impl Core {
     }
 
     /// Returns the key whose quota is divided, of which `key` is a part.
+    // The key of a class is the whole one with a mask, which a second time takes off: see `Key::of_class`.
     pub(super) fn whole(&self, key: Key) -> Key {
         self.part_of(key)
     }

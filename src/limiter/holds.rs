@@ -15,7 +15,7 @@ use super::own_quota;
 use super::probe::Probe;
 use super::queue::Number;
 use super::settings::Settings;
-use crate::clock::{self, Timer};
+use crate::clock;
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
@@ -24,34 +24,6 @@ use crate::store::{Change, HoldState, InForce, StoreReply};
 
 /// The longest hold: 366 days. Longer ones are cut to this.
 const LONGEST_HOLD: Duration = Duration::from_secs(366 * 86_400);
-
-/// The wait of a request for the end of a hold. The end may change during the wait.
-#[derive(Debug)]
-pub(super) struct HoldWait {
-    /// The end of the hold, when it was last read.
-    end: Instant,
-    /// Set to `end`. `None` until the task has polled.
-    timer: Option<Timer>,
-}
-
-impl HoldWait {
-    /// Begins a wait for a hold that ends at `end`.
-    pub(super) fn new(end: Instant) -> Self {
-        HoldWait { end, timer: None }
-    }
-
-    /// Wakes the task at `end`, which was just read. Its timer stays if the end has not changed.
-    pub(super) fn wake_at(&mut self, end: Instant, cx: &mut Context<'_>) {
-        if end != self.end {
-            *self = HoldWait::new(end);
-        }
-        let timer = self.timer.get_or_insert_with(|| Timer::at(end));
-        if timer.poll(cx).is_ready() {
-            // The timer fired after the hold was read. The task polls again at once.
-            cx.waker().wake_by_ref();
-        }
-    }
-}
 
 /// Holds `key` for `span`, here and in all processes that share the store.
 pub(super) async fn hold_for(core: &Arc<Core>, key: Key, span: Duration) -> Result<(), StoreError> {

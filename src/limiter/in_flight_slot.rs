@@ -163,7 +163,16 @@ pub(super) fn poll(
     let polled = with_calls(core, core.whole(key), |calls, wakers| {
         calls.poll(number, until, now, cx, wakers)
     });
-    polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER)))
+    match polled {
+        Some(polled) => polled,
+        // It was not polled for so long that its slot went to the next request, and the calls of the key were evicted.
+        None if now < until => match enter(core, key, number, false, None, now) {
+            Ok(Some(settled)) => Poll::Ready(settled),
+            Ok(None) => poll(core, key, number, until, now, cx),
+            Err(Full) => Poll::Ready(Settled::Failed(core.full())),
+        },
+        None => Poll::Ready(Settled::Refused(Refusal::NEVER)),
+    }
 }
 
 /// Ends the wait of `number` for an in-flight slot of `key`.

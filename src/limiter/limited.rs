@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::engine::Core;
 use crate::error::{Limited, Reason, StoreError};
 use crate::key::Key;
-pub(super) use crate::refused::{LimitName, RefusedRequest};
+pub(super) use crate::refused::RefusedRequest;
 use crate::store::Refusal;
 
 /// Why a request ends without a permit.

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::acquire::Acquire;
+use super::admitted::Admitted;
 use super::at_once;
 use super::cores::Cores;
 use super::counting;
@@ -15,13 +16,12 @@ use super::engine::{Core, CoreId};
 use super::entry::Entry;
 use super::explanation::Explanation;
 use super::holds;
-use super::limited::{LimitName, RefusedRequest};
+use super::limited::RefusedRequest;
 use super::listener;
 use super::own_quota::{self, QuotaError};
 use super::part::PartRef;
 use super::quotas::QuotaId;
-use super::reservation::Reservation;
-use super::sent::Admitted;
+use super::reservation::{CountedAs, Reservation};
 use super::settings::Settings;
 use super::start::{self, Started};
 use super::status::{self, KeyStatus};
@@ -32,6 +32,7 @@ use crate::error::{Limited, Reason, StoreError};
 use crate::events;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::quota::Quota;
+use crate::refused::LimitName;
 use crate::stats::{Drained, Gate, KeyStats, Stats, drain_gates};
 use crate::store::Refusal;
 
@@ -565,7 +566,8 @@ impl Limiter {
     /// Takes a permit that is at hand. Returns `Some(None)` for a request that costs nothing, and `None`
     /// if the request has to take the slow path.
     pub(crate) fn take_at_once(&self, entry: &Entry) -> Option<Option<Reservation>> {
-        at_once::take_at_once(&self.0.first, entry, clock::now_by_counter())
+        let now = clock::now_by_counter();
+        at_once::take_at_once(&self.0.first, entry, CountedAs::Request, now)
     }
 
     /// Enters a request for which no permit is at hand. `label` returns the name of its key.

@@ -296,6 +296,8 @@ fn settled_of_key(
         Settled::Uncounted(cause, probe) => {
             return Ok(Slots {
                 uncounted: Some((0, cause)),
+                // It has waited for the answer of the store. The request knows whether a hold stopped it before.
+                is_at_once: true,
                 probe: probe.map(|number| Probe::new(core.id, *key, number)),
                 ..Slots::none(now)
             });

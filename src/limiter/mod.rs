@@ -8,16 +8,17 @@
 // A request enters in `start`. If no permit is at hand, it is a `request`, which knows the order in which it waits for
 // holds, slots and in-flight slots. `wait` is the future that polls it.
 //
-// `Core` has methods in `engine` and `effects` only. The files below these two in the table have
-// functions instead. A function takes the core as its first argument, and callers name its file:
-// `holds::release(core, key)`.
+// `Core` has methods in `engine` and `effects`, and where it implements a trait: in `counting` and `guarding`. The files
+// below `effects` in the table have functions instead. A function takes the core as its first argument, and callers name
+// its file: `holds::release(core, key)`.
 //
 // The imports point one way: a file imports only files that stand above it in this table. But a core owns
 // the joint requests that wait, so `engine` imports their type from `joint`.
 //
 // | file | what it has |
 // |---|---|
-// | `reservation`, `limited`, `hosts`, `quotas`, `entry` | values: booked slots, outcomes of waits, why a request ends, hosts, quotas that requests state, what a request states |
+// | `reservation`, `hosts`, `quotas`, `entry` | values: booked slots, outcomes of waits, hosts, quotas that requests state, what a request states |
+// | `lanes` | the waiters of a line by costs, and the slots booked for them |
 // | `session`, `prefetched`, `unlocked`, `queue`, `key_state` | the state of one key: the store's clock, permits at hand, waiters, bookings, holds |
 // | `key_states` | the states of all keys, and the way to visit one |
 // | `settings` | what a limiter is built from |
@@ -25,24 +26,24 @@
 // | `unit_check`, `whole_limit` | which units requests state; the requests that wait for a whole limit |
 // | `tasks` | tasks that run at once, as far as they can |
 // | `engine` | `Core`: the state of all keys |
+// | `limited`, `probe` | why a request ends; the probe of a key |
 // | `store_call` | a call to the store whose answer is still to come |
 // | `division` | what the parts of a divided quota do for each other |
 // | `effects` | access to the state of a key, and the effects that it returns |
 // | `cores` | the cores of a limiter whose quota counts several units |
 // | `counting` | what is counted of requests, and the stats of a limiter |
 // | `holds`, `in_flight_slot`, `own_quota` | holds of keys, in-flight slots, quotas that requests or responses state, or an operator sets |
-// | `part`, `probe`, `slots`, `suspect` | the keys of a request, the probe of a key, what a request gets in its line, its kind while a key is under suspicion |
-// | `split_signal` | which key of a joint request a response is about |
+// | `part`, `slots`, `suspect` | the keys of a request, what a request gets in its line, its kind while a key is under suspicion |
+// | `split_signal`, `admitted` | which key of a joint request a response is about; a request that is sent, for its response |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | why a request is refused that gets no slot |
 // | `explanation`, `waited` | why a request would wait now, or be refused: the answer, and its text; how it has waited |
 // | `around` | layers around each other: which requests are refused |
 // | `settlement` | the true cost of a request that was sent |
-// | `sent`, `permit` | a request that was sent and not yet answered; the right to send one request |
-// | `taken` | what a request has that may leave |
+// | `sent` | a request that was sent and not yet answered |
+// | `taken`, `permit` | what a request has that may leave; the right to send one request |
 // | `joint` | requests of several keys: their common slots |
 // | `at_once` | the fast path: permits at hand |
-// | `lanes` | the waiters of a line by costs, and the slots booked for them |
 // | `line` | where a request waits for its slots: the queue of its key, or the set of requests with the same keys |
 // | `request`, `wait` | the way of a request to its permit; the future that waits |
 // | `start` | the slow path |
@@ -53,6 +54,7 @@
 
 mod acquire;
 mod admission;
+mod admitted;
 mod around;
 mod at_once;
 mod cores;
@@ -107,8 +109,10 @@ mod waited;
 mod whole_limit;
 
 pub use acquire::Acquire;
+pub(crate) use admitted::Admitted;
 pub(crate) use around::{
-    InnerCall, Mark, forget_panic, is_any as is_inside_a_layer, is_unsure, refusal_of_throttle,
+    InnerCall, Mark, forget_panic, is_any as is_inside_a_layer, is_unsure, note_pair,
+    refusal_of_throttle,
 };
 pub(crate) use at_once::send_all_at_once;
 pub(crate) use engine::{CoreId, read_marks};
@@ -124,12 +128,11 @@ pub use own_quota::QuotaError;
 pub(crate) use part::{MOST_PARTS, PartRef};
 pub use permit::Permit;
 pub(crate) use quotas::{CountedLate, QuotaId, Quotas};
-pub(crate) use sent::Admitted;
 pub use sent::Sent;
 pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, PartOfQuota, Settings};
 pub use settlement::Settlement;
-pub(crate) use start::{Started, note_pair, slow as start_slow};
+pub(crate) use start::{Started, slow as start_slow};
 pub use status::{KeyStatus, QuotaSource};
 pub(crate) use suspect::Suspect;
 pub(crate) use taken::Taken;

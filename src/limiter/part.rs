@@ -7,11 +7,10 @@ use smallvec::SmallVec;
 
 use super::engine::Core;
 use super::entry::Entry;
-use super::limited::LimitName;
 use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::quota::Limit;
-use crate::wait_queue::WaitBound;
+use crate::refused::LimitName;
 
 /// The most keys of a request.
 pub(crate) const MOST_PARTS: usize = 8;
@@ -62,18 +61,21 @@ pub(super) fn earliest_deadline(parts: &[NewPart]) -> Option<Instant> {
     deadlines.min()
 }
 
-/// Returns how long a request that comes at `now` can wait: as long as all of its limiters allow.
-pub(super) fn wait_bound<'a>(
-    cores: impl Iterator<Item = &'a Arc<Core>>,
-    deadline: Option<Instant>,
-    now: Instant,
-) -> WaitBound {
-    let waits = cores.map(|core| (core.settings.max_wait, core.settings.least_wait));
-    let shortest = waits.reduce(|(max_wait, least_wait), (max_other, least_other)| {
-        (max_wait.min(max_other), least_wait.min(least_other))
-    });
-    let (max_wait, least_wait) = shortest.unwrap_or_default();
-    WaitBound::new(deadline, now, max_wait, least_wait)
+/// Returns the first of the parts that would count a request a second time under one key.
+pub(super) fn repeated(parts: &[PartRef<'_>]) -> Option<usize> {
+    let is_repeated = |index: &usize| {
+        let part = &parts[*index];
+        parts[..*index].iter().any(|other| other.is_same(part))
+    };
+    (0..parts.len()).find(is_repeated)
+}
+
+/// Returns the part that has the label of the part `index`: all units of a key have the label of the first.
+pub(super) fn labelled(index: usize, is_further_unit: impl Fn(usize) -> bool) -> usize {
+    let mut before = (0..=index).rev();
+    before
+        .find(|part| !is_further_unit(*part))
+        .unwrap_or_default()
 }
 
 impl<'a> PartRef<'a> {

@@ -4,12 +4,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::admitted::Admitted;
 use super::engine::Core;
 use super::holds;
 use super::key_state::{HeaderTrust, KeyContext, KeyState, NewHold, is_of_use};
 use super::own_quota;
 use super::probe::Probe;
-use super::sent::Admitted;
 use super::settings::Settings;
 use crate::clock;
 use crate::key::Key;

@@ -11,24 +11,26 @@ use std::time::Duration;
 use http::StatusCode;
 use smallvec::SmallVec;
 
+use super::admitted::Admitted;
 use super::around::InnerCall;
-use super::engine::{Core, CoreId};
+use super::engine::CoreId;
+#[cfg(doc)]
 use super::entry::Entry;
-use super::hosts::Reach;
 use super::in_flight_slot::InFlightSlot;
-use super::limited::LimitName;
+use super::part::labelled;
 use super::probe::Probe;
 use super::reservation::Reservation;
 use super::responses::AnsweredCall;
 use super::settlement::{Settlement, Unsettled};
 use super::split_signal::{SignalKey, split};
 use super::waited::Waited;
-use crate::clock::{self, Moment};
+use crate::clock;
 use crate::cost::Cost;
 use crate::error::{ErrorFacts, Limited, LimitedInfo, StoreError};
 use crate::events;
 use crate::guarded::{self, Watch};
 use crate::key::{Key, Label};
+use crate::refused::LimitName;
 use crate::signal::Signal;
 
 /// A request that was sent and has no response yet. [`Permit::begin`](crate::Permit::begin) returns it.
@@ -42,66 +44,6 @@ use crate::signal::Signal;
 pub struct Sent {
     pub(super) admitted: Admitted,
     pub(super) more: Option<Box<RareParts>>,
-}
-
-/// A request that is sent, under the first of its keys.
-#[derive(Clone, Copy)]
-pub(crate) struct Admitted {
-    pub(super) core: CoreId,
-    pub(super) cost: u32,
-    pub(super) key: Key,
-    /// The key of its host, if the host matters: see [`Entry::host`].
-    pub(super) host: Option<Key>,
-    /// When the request was sent, or a little before.
-    pub(super) at: Moment,
-}
-
-impl Admitted {
-    /// Makes the value for the request of `entry`, which the limiter of `core` counts.
-    #[inline]
-    pub(super) fn new(core: CoreId, entry: &Entry, at: Moment) -> Self {
-        let &Entry {
-            key, cost, host, ..
-        } = entry;
-        Admitted {
-            core,
-            cost,
-            key,
-            host,
-            at,
-        }
-    }
-}
-
-impl Admitted {
-    /// Returns how far the response may reach with this key.
-    fn reach(&self, core: &Arc<Core>) -> Reach {
-        let &Admitted { key, host, .. } = self;
-        let is_of_host = host.is_some_and(|host| {
-            let named = core.settings.name.map(|name| host.and(name));
-            let is_own = |host| core.key_of(host) == key;
-            is_own(host) || named.is_some_and(is_own)
-        });
-        // The requests of all classes have the key.
-        let first = core.part_at(0, key);
-        let (first, key) = first.unwrap_or_else(|| (core.clone(), key));
-        first.hosts.reach(key, host, is_of_host)
-    }
-
-    /// Returns the key as one of those that a response may be about.
-    fn signal_key(&self) -> SignalKey {
-        let Some(core) = self.core.find() else {
-            return SignalKey::default();
-        };
-        SignalKey {
-            name: core.settings.name,
-            has_on_scope: core.settings.on_scope.is_some(),
-            is_further_unit: core.settings.is_further_unit,
-            reach: self.reach(&core),
-            holds_host: core.hold_key(self.key, self.host) != self.key,
-            spec: Some(core.terms(self.key)),
-        }
-    }
 }
 
 /// What only few requests have on their way.
@@ -450,10 +392,10 @@ impl Sent {
         for (sent, signal) in all.iter().zip(&signals) {
             sent.observe(signal, is_bad, probes, self.kind());
         }
-        // All units of a key have the label of the first.
-        let further = keys[..=refused?].iter().rev();
-        let further = further.take_while(|key| key.is_further_unit).count();
-        let refused = Some(refused? - further).filter(|index| *index > 0)?;
+        let refused = labelled(refused?, |index| keys[index].is_further_unit);
+        if refused == 0 {
+            return None;
+        }
         let Admitted { core, key, .. } = all[refused].admitted;
         let limit = core.find().map(|core| core.limit_name(key));
         Some((core.label(key), limit.unwrap_or_default()))

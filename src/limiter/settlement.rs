@@ -117,7 +117,10 @@ impl Unsettled {
 
     fn settle(&mut self, actual: u64) {
         let Some(core) = self.core.find() else { return };
-        core.whole_limit.settled();
+        // All classes have their estimates in common, and the permit may have been lent.
+        for (part, _) in core.all_parts(self.key) {
+            part.whole_limit.settled();
+        }
         if core.settings.counted_within > Duration::ZERO
             && let Some(permit) = self.permit.take()
         {
@@ -138,5 +141,26 @@ impl Unsettled {
                 core.refund(self.key, unused);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::{Context, Waker};
+
+    use super::*;
+    use crate::{Quota, RateLimitLayer};
+
+    #[tokio::test(start_paused = true)]
+    async fn settlements_wake_the_requests_of_all_classes() {
+        let builder = RateLimitLayer::builder(Quota::per_minute(10)).share("web", 50);
+        let limiter = builder.settle_by_hand().build().unwrap().limiter();
+        let (web, _) = limiter.0.first.part_of_class(Key::ALL, "web").unwrap();
+        let cx = Context::from_waker(Waker::noop());
+        let is_woken = || web.whole_limit.watch(1, &cx);
+        assert!(is_woken() && !is_woken());
+        let mut of_the_others = limiter.acquire(Key::ALL).await.unwrap().begin().unwrap();
+        of_the_others.settle(2);
+        assert!(is_woken());
     }
 }

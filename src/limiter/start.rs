@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::around;
 use super::counting;
 use super::own_quota;
-use super::part::{PartRef, wait_bound};
+use super::part::PartRef;
 use super::request::Request;
 use super::suspect::Suspect;
 use super::taken::Taken;
@@ -25,20 +25,23 @@ pub(crate) enum Started {
     Limited(Limited),
 }
 
-/// Returns how long a request that enters can wait.
+/// Returns how long a request that enters at `now` can wait: as long as all of its limiters allow.
 pub(super) fn bound_of(
     parts: &[PartRef<'_>],
     deadline: Option<Instant>,
     now: Instant,
 ) -> WaitBound {
+    let settings = || parts.iter().map(|part| &part.core.settings);
+    let max_wait = settings().map(|settings| settings.max_wait).min();
+    let least_wait = settings().map(|settings| settings.least_wait).min();
+    let bound = WaitBound::new(
+        deadline,
+        now,
+        max_wait.unwrap_or_default(),
+        least_wait.unwrap_or_default(),
+    );
     let is_nested = parts.iter().any(|part| around::is_nested(part.core));
-    let cores = parts.iter().map(|part| part.core);
-    wait_bound(cores, deadline, now).nested_if(is_nested, now)
-}
-
-/// Notes a request of a layer for which no permit is at hand: see [`around`].
-pub(crate) fn note_pair(first: &PartRef<'_>, label: &dyn Fn() -> Label) {
-    around::by_layer(first.core, first.entry.key, label);
+    bound.nested_if(is_nested, now)
 }
 
 /// Enters a request for which no permits are at hand, a `suspect` if a key of it is under suspicion. `label` returns the name of its first key. The parts of a request

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::admitted::Admitted;
 use super::around;
 use super::counting;
 use super::engine::Core;
@@ -29,7 +30,7 @@ use super::limited::RefusedRequest;
 use super::part::{Part, PerPart};
 use super::probe::Probe;
 use super::reservation::Reservation;
-use super::sent::{Admitted, PastWait, RareParts, Sent};
+use super::sent::{PastWait, RareParts, Sent};
 use crate::clock::{self, Moment};
 use crate::error::{Limited, Reason};
 use crate::events;

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use super::engine::Core;
 use super::explanation::Because;
 use super::limited::{RefusedRequest, Stopped};
-use super::part::{Part, PartRef};
+use super::part::{self, Part, PartRef};
 use super::request::{Leaving, Request};
 use super::sent::PastWait;
 use super::taken::Taken;
@@ -39,12 +39,10 @@ pub(crate) struct Wait {
     span: WaitSpan,
 }
 
-/// Returns the name of the key of a part. `first` is that of the first part. Parts that count several
-/// units of one key have one name.
+/// Returns the name of the key of a part. `first` is that of the first part.
 fn label_of(parts: &[Part], part: usize, first: &Label) -> Label {
-    let is_further_unit = |part: &&Part| part.core.settings.is_further_unit;
-    let further = parts[..=part].iter().rev().take_while(is_further_unit);
-    match part - further.count() {
+    let is_further_unit = |part: usize| parts[part].core.settings.is_further_unit;
+    match part::labelled(part, is_further_unit) {
         0 => first.clone(),
         of_key => parts[of_key].core.label(parts[of_key].key, None),
     }

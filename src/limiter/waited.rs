@@ -10,8 +10,10 @@ use crate::quota::Limit;
 /// How a request waited for its permit, in the extensions of its response.
 ///
 /// The layers add it to the response of a request that waited: for its slot, for the end of a hold, or for an
-/// in-flight slot. The response to a request that got its permit at once, or with the answer of a store, has none. So a
-/// program can tell its own wait from the time of the server:
+/// in-flight slot. The response to a request that got its permit at once, or with the answer of a store, has none. But
+/// with a limit of [calls in flight](crate::Quota::in_flight), a request that waits for the store to grant its in-flight
+/// slot has waited for that slot. A request that leaves uncounted after its store failed has one only if it had waited
+/// for a hold or for an in-flight slot before. So a program can tell its own wait from the time of the server:
 ///
 /// ```
 /// # use http::{Request, Response};

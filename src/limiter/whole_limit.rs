@@ -15,7 +15,8 @@ use crate::locks::lock;
 pub(super) struct WholeLimit(Mutex<Vec<(Number, Waker)>>);
 
 impl WholeLimit {
-    /// Wakes the task of a request at the next settlement. Returns whether it was not yet to be woken.
+    /// Wakes the task of a request at the next settlement. Returns whether its task was not to be woken
+    /// yet: at the first call, and after each settlement.
     pub(super) fn watch(&self, number: Number, cx: &Context<'_>) -> bool {
         self.change(|waiting| {
             let watched = waiting.iter_mut().find(|(other, _)| *other == number);

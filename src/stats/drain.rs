@@ -171,7 +171,7 @@ pub(crate) async fn drain<G: Gate + ?Sized>(
 
 /// Waits until no request waits and no call is in flight, or until the deadline.
 async fn until_idle<G: Gate + ?Sized>(gate: &G, state: &DrainState) {
-    let mut timer: Option<(Instant, Timer)> = None;
+    let mut timer: Option<Timer> = None;
     poll_fn(|cx| {
         // The waker is registered before the gate is looked at, so that no change is missed.
         let by = state.progress(|progress| {
@@ -186,13 +186,9 @@ async fn until_idle<G: Gate + ?Sized>(gate: &G, state: &DrainState) {
         if is_idle || by <= clock::now() {
             return Poll::Ready(());
         }
-        if timer.as_ref().is_none_or(|(at, _)| *at != by) {
-            timer = Some((by, Timer::at(by)));
-        }
-        match &mut timer {
-            Some((_, timer)) => timer.poll(cx),
-            None => Poll::Pending,
-        }
+        let timer = timer.get_or_insert_with(|| Timer::at(by));
+        timer.set(by);
+        timer.poll(cx)
     })
     .await;
 }

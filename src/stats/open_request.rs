@@ -22,8 +22,8 @@ pub(crate) struct OpenRequest<G: Gate> {
     number: Option<u64>,
     /// Whether it counts. A request that is sent again has counted before.
     counts: bool,
-    /// The deadline of the drain, if the gate is drained, and its timer.
-    drain: Option<(Instant, Timer)>,
+    /// Fires at the deadline of the drain, if the gate is drained.
+    drain: Option<Timer>,
 }
 
 impl<G: Gate> OpenRequest<G> {
@@ -74,13 +74,9 @@ impl<G: Gate> OpenRequest<G> {
         if by <= clock::now() {
             return Poll::Ready(());
         }
-        if self.drain.as_ref().is_none_or(|(at, _)| *at != by) {
-            self.drain = Some((by, Timer::at(by)));
-        }
-        match &mut self.drain {
-            Some((_, timer)) => timer.poll(cx),
-            None => Poll::Pending,
-        }
+        let timer = self.drain.get_or_insert_with(|| Timer::at(by));
+        timer.set(by);
+        timer.poll(cx)
     }
 
     /// Returns whether the gate is drained and its deadline has passed.

@@ -376,7 +376,7 @@ impl Throttle {
 
     /// Waits until the register of `key` has everything that happened before `mark`, so that all processes can know of it.
     async fn written(&self, key: Key, mark: LogMark) -> Result<(), StoreError> {
-        let mut timer: Option<Timer> = None;
+        let mut timer = Timer::at(clock::now());
         poll_fn(|cx| {
             let now = clock::now();
             let polled = self.core.at(key, |waiters, _| {
@@ -388,11 +388,8 @@ impl Throttle {
                 // The key was evicted to make room for others.
                 None => return Poll::Ready(Err(StoreError::Lost)),
             };
-            let timer = timer.get_or_insert_with(|| Timer::at(at));
             timer.set(at);
-            if timer.poll(cx).is_ready() {
-                cx.waker().wake_by_ref();
-            }
+            timer.wake(cx);
             Poll::Pending
         })
         .await

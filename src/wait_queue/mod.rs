@@ -77,8 +77,7 @@ pub(crate) struct Waiter<T> {
     /// What the owner of the queue knows of the request.
     pub(crate) request: T,
     /// When the task wakes if the wait has not ended by then.
-    wakes_at: Instant,
-    timer: Option<Timer>,
+    timer: Timer,
     /// The task that polled the wait last, unless it was woken or runs since.
     waker: Option<Waker>,
 }
@@ -118,8 +117,7 @@ impl<T, O> WaitQueue<T, O> {
             number,
             Waiter {
                 request,
-                wakes_at,
-                timer: None,
+                timer: Timer::at(wakes_at),
                 waker: None,
             },
         );
@@ -275,18 +273,12 @@ impl<T, O> WaitQueue<T, O> {
 impl<T> Waiter<T> {
     /// Returns when the task wakes if the wait has not ended by then.
     pub(crate) fn wakes_at(&self) -> Instant {
-        self.wakes_at
+        self.timer.moment()
     }
 
     /// Changes when the task wakes if the wait has not ended by then.
     pub(crate) fn wake_at(&mut self, at: Instant) {
-        if self.wakes_at == at {
-            return;
-        }
-        self.wakes_at = at;
-        if let Some(timer) = &mut self.timer {
-            timer.set(at);
-        }
+        self.timer.set(at);
     }
 
     /// Registers the task that polls the wait. It wakes when the wait ends, or at
@@ -296,14 +288,6 @@ impl<T> Waiter<T> {
             Some(waker) => waker.clone_from(cx.waker()),
             None => self.waker = Some(cx.waker().clone()),
         }
-        if self
-            .timer
-            .get_or_insert_with(|| Timer::at(self.wakes_at))
-            .poll(cx)
-            .is_ready()
-        {
-            // The timer fired after the owner had read the time.
-            cx.waker().wake_by_ref();
-        }
+        self.timer.wake(cx);
     }
 }

@@ -1,15 +1,18 @@
 //! A quota that is divided among classes of requests.
 
-use crate::support::{self, count_of, over};
+use crate::support::{self, count_of, over, remote};
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use futures::FutureExt;
+use futures::future::join_all;
 use http::Request;
 use over::over;
 use proptest::prelude::*;
+use remote::Remote;
 use tokio::time::{Instant, sleep};
 
 use tollgate::limiter::{Because, Verdict};
@@ -615,4 +618,48 @@ fn no_mix_of_classes_exceeds_the_in_flight_limit() {
             Ok(())
         })?;
     });
+}
+
+/// The runtime that asks the other parts is dropped when the first of them has lent, and the second has not answered.
+#[test]
+fn slots_that_were_lent_to_a_lost_task_go_back() {
+    let runtime = || {
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        builder.enable_all().start_paused(true).build().unwrap()
+    };
+    let builder = RateLimitLayer::builder(Quota::per_minute(1000)).max_wait(ms(120_000));
+    let builder = builder.share("web", 30).share("jobs", 30);
+    let builder = builder.store(Arc::new(Remote::default()));
+    let limiter = builder.build().unwrap().limiter();
+    let acquire = || limiter.acquire(K).class("jobs").cost(280);
+    let used = async || limiter.peek(K).await.unwrap().limits[0].used;
+    let lost = runtime();
+    lost.block_on(async {
+        // The own part has room for one.
+        drop(acquire().await.unwrap());
+        let mut both = join_all([acquire(), acquire()]);
+        while used().await == 280 {
+            assert!((&mut both).now_or_never().is_none());
+            sleep(ms(1)).await;
+        }
+        sleep(ms(6)).await;
+    });
+    drop(lost);
+    runtime().block_on(async {
+        limiter.shutdown().await.unwrap();
+        assert_eq!(used().await, 280);
+    });
+}
+
+/// A settling limiter books only slots that are near. A part whose first slot is far waits for it nevertheless.
+#[tokio::test(start_paused = true)]
+async fn classes_that_settle_wait_for_their_slots() {
+    let builder = RateLimitLayer::builder(Quota::per_minute(1000)).max_wait(ms(120_000));
+    let layer = builder.share("web", 50).settle_by_hand().build().unwrap();
+    let acquire = || layer.limiter().acquire(K).class("web").cost(490);
+    let start = Instant::now();
+    for _ in 0..2 {
+        drop(acquire().await.unwrap());
+    }
+    assert!(start.elapsed() < ms(61_000), "{:?}", start.elapsed());
 }

@@ -18,7 +18,7 @@ use tollgate::{
     Cost, HeaderTrust, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason, RequestRef,
     Signal,
 };
-use tower::{Layer, ServiceBuilder, ServiceExt};
+use tower::{Layer, Service, ServiceBuilder, ServiceExt};
 
 const SECOND: Duration = Duration::from_secs(1);
 const ONE: &str = "http://one.test/";
@@ -502,4 +502,29 @@ async fn hostless_responses_reach_no_key_of_hosts() {
             }
         }
     }
+}
+
+/// A Tower service enters a request when it is made. Its task may poll later.
+#[tokio::test(start_paused = true)]
+async fn requests_that_are_not_polled_fill_the_room_of_a_hold() {
+    let layer = builder(Quota::per_second(50)).max_queue(3).build().unwrap();
+    let (limiter, host) = (layer.limiter(), Key::host_hold("one.test"));
+    limiter.hold_for(host, 5 * SECOND).await.unwrap();
+    let mut service = layer.layer(Upstream::new());
+    let mut calls: Vec<_> = (0..9).map(|_| service.call(get(ONE))).collect();
+    let is_refused = |call: Option<Result<_, tollgate::Error>>| {
+        let Some(Err(error)) = call else { return false };
+        let reason = Limited::find(&error).and_then(Limited::reason);
+        assert_eq!(reason, Some(Reason::QueueFull(3)));
+        true
+    };
+    calls.retain_mut(|call| !is_refused(call.now_or_never()));
+    assert_eq!(calls.len(), 3);
+    // The tasks that a new end of the hold wakes do not poll at once.
+    limiter.hold_for(host, 6 * SECOND).await.unwrap();
+    assert!(is_refused(service.call(get(ONE)).now_or_never()));
+    // If one is dropped, another one has room.
+    calls.pop();
+    calls.push(service.call(get(ONE)));
+    assert!(join_all(calls).await.iter().all(Result::is_ok));
 }

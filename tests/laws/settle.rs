@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use futures::future::join_all;
 use http::{Request, Response};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use tollgate::store::{MemoryStore, Store};
 use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Sent, Settlement};
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
@@ -268,6 +268,25 @@ async fn shutdown_waits_for_charges() {
         );
         assert_eq!(used, (3, 30), "{late} s late, drains {drains}");
     }
+}
+
+/// Streams that were sent before go on to settle.
+#[tokio::test(start_paused = true)]
+async fn shutdown_ends_while_requests_are_settled() {
+    let store = Arc::new(Remote::default());
+    let limiter = limiter_over(Quota::per_minute(100), store.clone());
+    let mut sent = begun(&limiter, Key::ALL, 10).await;
+    let settling = tokio::spawn(async move {
+        for units in 11.. {
+            sent.settle(units);
+            sleep(Duration::from_millis(1)).await;
+        }
+    });
+    sleep(Duration::from_millis(20)).await;
+    let before = Instant::now();
+    timeout(MINUTE, limiter.shutdown()).await.unwrap().unwrap();
+    assert!(before.elapsed() < Duration::from_secs(2));
+    settling.abort();
 }
 
 /// A process that goes on with its share counts charges itself, and charges the store later.

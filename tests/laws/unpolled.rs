@@ -87,6 +87,22 @@ async fn in_flight_slots_of_unpolled_waiters_go_on() {
     }
 }
 
+/// Meanwhile its slot goes to the next request, all calls of its key end, and another key takes the room.
+#[tokio::test(start_paused = true)]
+async fn unpolled_waiters_of_an_evicted_key_wait_on() {
+    let builder = RateLimitLayer::builder(Quota::in_flight(1)).max_keys(1);
+    let limiter = builder.max_wait(60 * SECOND).build().unwrap().limiter();
+    let key = Key::new("one");
+    let first = limiter.acquire(key).await.unwrap().begin().unwrap();
+    let idle = idle(1, || limiter.acquire(key)).remove(0);
+    let next = tokio::spawn(limiter.acquire(key));
+    sleep(MS).await;
+    drop(first);
+    drop(next.await.unwrap().unwrap());
+    drop(limiter.acquire(Key::new("other")).await.unwrap());
+    drop(idle.await.unwrap());
+}
+
 /// The loop over a buffered stream makes a request for each item. Meanwhile it does not poll the stream.
 #[tokio::test(start_paused = true)]
 async fn loops_over_buffered_requests_make_requests_too() {

@@ -1,6 +1,10 @@
 //! What a request that waited shows of it: in the extensions of its response, and as a span. Under a paused clock.
 
+use crate::support::remote::Remote;
+
 use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use http::{Extensions, Request, Response, StatusCode};
@@ -8,7 +12,8 @@ use tokio::join;
 use tokio::time::sleep;
 use tollgate::limiter::Because;
 use tollgate::{
-    AdaptiveThrottleLayer, Key, Quota, RateLimitBuilder, RateLimitLayer, RequestRef, Waited,
+    AdaptiveThrottleLayer, Key, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer, RequestRef,
+    Waited,
 };
 use tower::{Layer, Service, service_fn};
 
@@ -84,6 +89,16 @@ async fn responses_say_what_their_requests_waited_for() {
     let layer = AdaptiveThrottleLayer::new();
     let seen = waits(&layer, 100 * MS, 2).await;
     assert_eq!(seen, [None, Some((100 * MS, Because::Pace))]);
+}
+
+/// It waited for the answer of the store, which failed. No limit was used up.
+#[tokio::test(start_paused = true)]
+async fn responses_to_uncounted_requests_name_no_limit() {
+    let store = Arc::new(Remote::default());
+    store.fails.store(true, Ordering::Relaxed);
+    let builder = RateLimitLayer::builder(Quota::per_second(1)).store(store);
+    let layer = builder.on_store_error(OnStoreError::FailOpen).build();
+    assert_eq!(waits(&layer.unwrap(), MS, 2).await, [None, None]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -171,10 +171,10 @@ fn outlook(asked: &NewPart, bound: WaitBound, now: Instant) -> Outlook {
     let NewPart { core, entry, .. } = asked;
     let &Entry { key, cost, .. } = entry;
     let changes_quota = asked.other_quota().is_some();
-    let ctx = core.ctx(key, now, None);
-    let known = core
-        .states
-        .find(key, |state| state.outlook(cost, bound, &ctx));
+    let known = core.states.find(key, |state| {
+        let own = core.own_spec(state, now);
+        state.outlook(cost, bound, &core.ctx(key, now, own.as_ref()))
+    });
     let mut outlook = known.unwrap_or_else(|| Outlook {
         validity: asked.spec().life(),
         ..Outlook::default()

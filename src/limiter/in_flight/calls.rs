@@ -58,8 +58,12 @@ impl InFlightCalls {
         now: Instant,
     ) -> Option<Claim> {
         let own = self.own_limit(limit);
-        let set = self.with_new(key, limit, now, |calls| calls.set_own_limit(own));
-        set.ok()?.claim
+        let set = |calls: &mut KeyCalls| {
+            calls.set_own_limit(own);
+            // This grants no slot, so no task has to begin that looks for slots.
+            calls.claim(key, self.terms)
+        };
+        self.enter(key, limit, now, set).ok()?
     }
 
     /// Returns a limit, if it is not the configured one.
@@ -121,13 +125,18 @@ impl InFlightCalls {
         now: Instant,
         act: impl FnOnce(&mut KeyCalls) -> R,
     ) -> Result<Acted<R>, Full> {
-        self.keyed.enter(
-            key,
-            now,
-            || KeyCalls::new(self.own_limit(limit), now),
-            |_, _| (),
-            |calls| self.acted(key, calls, act),
-        )
+        self.enter(key, limit, now, |calls| self.acted(key, calls, act))
+    }
+
+    fn enter<R>(
+        &self,
+        key: Key,
+        limit: Option<u32>,
+        now: Instant,
+        act: impl FnOnce(&mut KeyCalls) -> R,
+    ) -> Result<R, Full> {
+        let new = || KeyCalls::new(self.own_limit(limit), now);
+        self.keyed.enter(key, now, new, |_, _| (), act)
     }
 
     fn acted<R>(

@@ -27,13 +27,6 @@ pub(super) struct ClaimCounts {
     pub(super) queued: u32,
 }
 
-impl ClaimCounts {
-    pub(super) const NONE: ClaimCounts = ClaimCounts {
-        in_use: 0,
-        queued: 0,
-    };
-}
-
 /// The state of the exchange with the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Exchange {
@@ -73,8 +66,8 @@ impl KeyClaims {
             holder: next_number(),
             number: 0,
             exchange: Exchange::Idle,
-            claimed: ClaimCounts::NONE,
-            known: ClaimCounts::NONE,
+            claimed: ClaimCounts::default(),
+            known: ClaimCounts::default(),
             granted: 0,
             version: 0,
             others_wait: false,

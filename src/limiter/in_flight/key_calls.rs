@@ -47,7 +47,7 @@ impl Evict for KeyCalls {
         let is_empty = self.in_use == 0 && self.waiters.is_empty();
         // The store may still grant slots to requests that have left, and these slots have to be
         // returned.
-        (is_empty && self.claims.known == ClaimCounts::NONE).then_some(self.used_at)
+        (is_empty && self.claims.known == ClaimCounts::default()).then_some(self.used_at)
     }
 }
 
@@ -132,8 +132,8 @@ impl KeyCalls {
         // queue. After an impatient request, no such claim is sent, because its caller retries.
         // While the store counts the place, it has no free slot, and retries are refused without a
         // claim.
-        let has_left = self.gave_up && counts == ClaimCounts::NONE;
-        let has_new_limit = self.has_new_limit && counts != ClaimCounts::NONE;
+        let has_left = self.gave_up && counts == ClaimCounts::default();
+        let has_new_limit = self.has_new_limit && counts != ClaimCounts::default();
         if !self
             .claims
             .is_due(counts, wants_answer || has_new_limit, has_left)

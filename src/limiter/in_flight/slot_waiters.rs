@@ -13,9 +13,7 @@ use crate::wakers::Wakers;
 #[derive(Default)]
 pub(super) struct SlotWaiters {
     queue: WaitQueue<Patience, Settled<Number>>,
-    /// How many impatient requests wait.
-    impatient: usize,
-    /// The claim whose answer ends the wait of the last impatient request.
+    /// The claim whose answer ends the wait of the last impatient request. Zero if none has entered since that answer.
     until_answer: u64,
     /// The slots that were not collected at the last look.
     overdue: Vec<Number>,
@@ -45,7 +43,6 @@ impl SlotWaiters {
     /// [`register`](SlotWaiters::register) sets when its task wakes.
     pub(super) fn enter(&mut self, number: Number, wait: Patience, now: Instant) {
         if let Patience::Impatient { until_answer } = wait {
-            self.impatient += 1;
             self.until_answer = until_answer;
         }
         self.queue.enter(number, wait, now);
@@ -58,9 +55,9 @@ impl SlotWaiters {
     }
 
     /// Returns whether an impatient request waits for the answer to a claim after the claim
-    /// `number`.
+    /// `number`. It may have left, while others wait.
     pub(super) fn want_answer_after(&self, number: u64) -> bool {
-        self.impatient > 0 && self.until_answer > number
+        self.waiting() > 0 && self.until_answer > number
     }
 
     /// Returns whether `number` waits.
@@ -91,18 +88,12 @@ impl SlotWaiters {
 
     /// Removes `number`. Returns what it had.
     pub(super) fn leave(&mut self, number: Number) -> Option<Left<Patience, Settled<Number>>> {
-        let left = self.queue.leave(number);
-        if let Some(Left::Waiting(wait)) = left {
-            self.forget(wait);
-        }
-        left
+        self.queue.leave(number)
     }
 
     /// Grants `slot` to the request that came first, if one waits.
     pub(super) fn grant_first(&mut self, slot: Number, wakers: &mut Wakers) {
-        if let Some(wait) = self.queue.settle_first(Settled::Granted(slot), wakers) {
-            self.forget(wait);
-        }
+        self.queue.settle_first(Settled::Granted(slot), wakers);
     }
 
     /// Returns whether a request has not collected its slot.
@@ -139,7 +130,7 @@ impl SlotWaiters {
     /// Refuses the impatient requests that waited for the answer to the claim `number`, or to an
     /// earlier one.
     pub(super) fn refuse_answered(&mut self, number: u64, wakers: &mut Wakers) {
-        if self.impatient == 0 {
+        if self.until_answer == 0 {
             return;
         }
         let refuse = |_, wait: &Patience| {
@@ -149,18 +140,16 @@ impl SlotWaiters {
             );
             is_answered.then_some(Settled::Refused(Refusal::NEVER))
         };
-        self.impatient -= self.queue.settle_where(refuse, wakers);
+        self.queue.settle_where(refuse, wakers);
+        if self.until_answer <= number {
+            self.until_answer = 0;
+        }
     }
 
     /// Ends all waits with `error` of the store.
     pub(super) fn fail(&mut self, error: &StoreError, wakers: &mut Wakers) {
         self.queue
             .settle_where(|_, _| Some(Settled::Failed(error.clone())), wakers);
-        self.impatient = 0;
-    }
-
-    /// Notes that a request with this `wait` waits no longer.
-    fn forget(&mut self, wait: Patience) {
-        self.impatient -= usize::from(wait != Patience::Patient);
+        self.until_answer = 0;
     }
 }

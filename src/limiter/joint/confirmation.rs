@@ -5,14 +5,12 @@
 //! are never confirmed, so that their requests book anew. The set waits for its reply, and no request behind
 //! leaves before the first one: see [`JointSet`].
 
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Instant;
 
 use super::set::JointSet;
 use crate::clock;
+use crate::join::join_all;
 use crate::limiter::key_state::{ask_to_confirm, confirmed};
 use crate::limiter::part::{Part, PerPart};
 use crate::limiter::slots::Slots;
@@ -41,35 +39,19 @@ pub(super) fn begin(set: &Arc<JointSet>, doubtful: &[usize]) {
     let Some(first) = doubtful.first() else {
         return;
     };
-    let calls = doubtful.iter().map(|part| {
-        let call: Call = Box::pin(confirm(set.parts[*part].clone()));
-        call
-    });
+    let calls = doubtful
+        .iter()
+        .map(|part| confirm(set.parts[*part].clone()));
+    let calls: PerPart<_> = calls.collect();
     let of_lost = set.clone();
+    // If the task is dropped before its end, another one begins.
     let unless_lost = UnlessLost::new(move || of_lost.confirmation_lost());
-    let task = confirm_all(set.clone(), calls.collect(), unless_lost);
-    set.parts[*first].core.start(task);
-}
-
-type Call = Pin<Box<dyn Future<Output = ()> + Send>>;
-
-/// Waits for the calls to the stores. If it is dropped before its end, another task begins.
-async fn confirm_all(
-    set: Arc<JointSet>,
-    mut calls: PerPart<Call>,
-    unless_lost: UnlessLost<impl FnOnce()>,
-) {
-    std::future::poll_fn(|cx| {
-        calls.retain(|call| call.as_mut().poll(cx).is_pending());
-        if calls.is_empty() {
-            Poll::Ready(())
-        } else {
-            Poll::Pending
-        }
-    })
-    .await;
-    unless_lost.end();
-    set.confirmed();
+    let of_task = set.clone();
+    set.parts[*first].core.start(async move {
+        join_all(calls).await;
+        unless_lost.end();
+        of_task.confirmed();
+    });
 }
 
 async fn confirm(part: Part) {

@@ -403,7 +403,10 @@ impl KeyState {
             bounds,
             precedes_release,
         } = taken_in;
-        let keeps = lease.refused.is_some() && !precedes_release && self.may_borrow(ctx, now);
+        // Units that come back do not help a request that is never allowed.
+        let may_help = ctx.settles && lease.refused.is_none_or(|refusal| refusal.wait.is_some());
+        let keeps =
+            lease.refused.is_some() && !may_help && !precedes_release && self.may_borrow(ctx, now);
         let Some(queue) = &mut self.queue else { return };
         queue.take_exchange();
         if let Some(wait) = lease.recovering {
@@ -414,8 +417,6 @@ impl KeyState {
         if keeps && queue.waiting() > 0 {
             return self.keep_answer(ctx, slots.collect(), refusal, now);
         }
-        // Units that come back do not help a request that is never allowed.
-        let may_help = ctx.settles && lease.refused.is_none_or(|refusal| refusal.wait.is_some());
         let end = if precedes_release || may_help {
             None
         } else {

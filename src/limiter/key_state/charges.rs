@@ -17,8 +17,15 @@ const DELAY: Duration = Duration::from_millis(100);
 const RETRY: Duration = Duration::from_millis(1000);
 
 /// Identifies the units that one call carries.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ChargeNumber(u64);
+/// A smaller number is that of an earlier call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::limiter) struct ChargeNumber(u64);
+
+impl ChargeNumber {
+    pub(in crate::limiter) fn next() -> Self {
+        ChargeNumber(next_number())
+    }
+}
 
 /// Units in a call that has no answer yet.
 #[derive(Debug)]
@@ -70,7 +77,7 @@ impl PendingCharges {
         if age > memory || units == 0 {
             return None;
         }
-        let number = ChargeNumber(next_number());
+        let number = ChargeNumber::next();
         self.under_way.push(UnderWay {
             number,
             units,
@@ -116,6 +123,12 @@ impl PendingCharges {
     /// Returns whether units, or permits that they replace, wait for a call.
     pub(super) fn are_waiting(&self) -> bool {
         self.waiting > 0 || !self.permits.is_empty()
+    }
+
+    /// Returns whether a call before the call `last` has no answer yet. `None` stands for all calls.
+    pub(super) fn are_under_way(&self, last: Option<ChargeNumber>) -> bool {
+        let is_before = |call: &UnderWay| last.is_none_or(|last| call.number < last);
+        self.under_way.iter().any(is_before)
     }
 
     /// Returns whether the store has counted all units.

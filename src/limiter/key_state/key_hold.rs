@@ -53,8 +53,9 @@ struct HoldDetails {
     accepted_at: Option<(Instant, AcceptedBy)>,
     /// Whether the store has lost the hold, so that it has to be sent again.
     resends: bool,
-    /// The tasks that are woken when the hold changes. Those that wait for its end have timers of their own.
-    waiting: BTreeMap<Number, Waker>,
+    /// The requests that watch the hold, with the tasks that are woken when it changes. Those that wait for its end have
+    /// timers of their own. `None` for a task that was woken and has not polled since.
+    waiting: BTreeMap<Number, Option<Waker>>,
     /// How many requests of several keys count as waiting for this one. They all watch the hold.
     joint: u32,
     /// Present while an accepted request would change anything.
@@ -698,7 +699,7 @@ impl KeyHold {
 
     /// Registers a task that is woken when the key is put on hold or released.
     fn wake_on_change(&mut self, number: Number, now: Instant, cx: &Context<'_>) {
-        let waker = cx.waker().clone();
+        let waker = Some(cx.waker().clone());
         self.details(now).waiting.insert(number, waker);
     }
 
@@ -709,11 +710,10 @@ impl KeyHold {
         }
     }
 
-    /// Wakes the tasks that watch the hold. They register again if they still
-    /// wait.
+    /// Wakes the tasks that watch the hold. Their requests count as waiting until they leave.
     pub(super) fn wake_all(&mut self, wakers: &mut Wakers) {
         if let Some(details) = &mut self.details {
-            wakers.add(std::mem::take(&mut details.waiting).into_values());
+            wakers.add(details.waiting.values_mut().filter_map(Option::take));
         }
     }
 }

@@ -79,9 +79,10 @@ use crate::store::{HoldState, Lease, Register, SetQuota, StoreReply, UpstreamRem
 use crate::wakers::Wakers;
 
 use calls::Ask;
-use charges::{ChargeNumber, PendingCharges};
+use charges::PendingCharges;
 
 pub(super) use calls::SentCall;
+pub(super) use charges::ChargeNumber;
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
 pub(super) use fleet_probe::{FLEET_PROBE, FleetCall};
 pub(super) use hold::HoldSource;
@@ -403,6 +404,13 @@ impl KeyState {
         let pending = self.pending.as_ref();
         let charges = pending.and_then(|pending| pending.charges.as_ref());
         charges.is_some_and(|charges| !charges.is_empty())
+    }
+
+    /// Returns whether a call before the call `last` carries charges and has no answer yet. `None` stands for all calls.
+    pub(super) fn are_charges_under_way(&self, last: Option<ChargeNumber>) -> bool {
+        let pending = self.pending.as_ref();
+        let charges = pending.and_then(|pending| pending.charges.as_ref());
+        charges.is_some_and(|charges| charges.are_under_way(last))
     }
 
     /// Sends the charges now that no call carries, in a call of their own. Its answer is for

@@ -85,7 +85,7 @@ impl Lane<Reservation> {
         waiters.take_while(|wait| !wait.is_decided)
     }
 
-    /// Lets no request leave before `until`: returns the slots before it, and refuses with
+    /// Lets no request leave before `until`: gives back the slots before it, and refuses with
     /// `refusal` the waiters that cannot wait until then.
     pub(super) fn withdraw(
         &mut self,

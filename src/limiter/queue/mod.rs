@@ -329,7 +329,7 @@ impl Queue {
         !self.asked.is_empty() && std::mem::take(&mut self.is_exchange)
     }
 
-    /// Returns the slots that no waiter needs, the last ones first.
+    /// Gives back the slots that no waiter needs, the last ones first.
     pub(super) fn trim(&mut self, now: Instant) {
         self.spares_until = self.spares_until.filter(|until| *until > now);
         let spared_from = self.spares_until.map(|_| clock::after(now, SPARED_AHEAD));
@@ -483,14 +483,14 @@ impl Queue {
         self.latest = self.latest.map(|latest| latest.min(by));
     }
 
-    /// Returns all slots that are booked.
+    /// Gives back all slots that are booked.
     pub(super) fn give_up_slots(&mut self) {
         let returns = &mut self.returns;
         self.lanes
             .change_all(|lane| lane.take_all(|slot| returns.add(&slot)));
     }
 
-    /// Lets no request leave before `until`: returns the slots before it, and refuses the waiters
+    /// Lets no request leave before `until`: gives back the slots before it, and refuses the waiters
     /// that cannot wait until then.
     pub(super) fn withdraw(&mut self, until: Instant, now: Instant, wakers: &mut Wakers) {
         let refusal = Refusal::for_span(until.saturating_duration_since(now));

@@ -4,10 +4,10 @@ use std::task::Context;
 use std::time::{Duration, Instant};
 
 use super::{Request, WaitStage};
-use crate::clock;
+use crate::clock::{self, Timer};
 use crate::error::Reason;
 use crate::key::Key;
-use crate::limiter::holds::{self, HoldWait};
+use crate::limiter::holds;
 use crate::limiter::key_state::KeyState;
 use crate::limiter::limited::Stopped;
 use crate::limiter::part::Part;
@@ -156,7 +156,7 @@ impl Request {
             }
         } else if !matches!(self.stage, WaitStage::Hold(_)) {
             self.leave(now);
-            self.stage = WaitStage::Hold(HoldWait::new(held.end));
+            self.stage = WaitStage::Hold(Timer::at(held.end));
         }
     }
 

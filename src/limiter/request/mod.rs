@@ -23,7 +23,7 @@
 mod holds;
 mod in_flight;
 
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -31,17 +31,16 @@ use smallvec::SmallVec;
 use super::admission;
 use super::around;
 use super::explanation::Because;
-use super::holds::HoldWait;
 use super::in_flight_slot;
 use super::limited::{Stopped, Why};
 use super::line::{LinePlace, RequestLine};
-use super::part::{Part, PartRef};
+use super::part::{self, Part, PartRef};
 use super::probe::Probe;
 use super::queue::next_number;
 use super::slots::Slots;
 use super::suspect::Suspect;
 use super::taken::{OfKey, Taken};
-use crate::clock;
+use crate::clock::{self, Timer};
 use crate::error::{Reason, StoreError};
 use crate::quota::Limit;
 use crate::stats::Gate;
@@ -62,7 +61,7 @@ pub(super) struct Request {
     pub(super) turns: u32,
     /// Whether it has waited for something else than slots.
     waited_before: bool,
-    /// Whether it has been in the line.
+    /// Whether it has entered its line before. Set when it enters.
     is_back: bool,
     /// Whether it has watched holds.
     watches: bool,
@@ -76,7 +75,7 @@ pub(super) struct Request {
 #[derive(Debug)]
 enum WaitStage {
     /// The end of a hold, without a place in the line.
-    Hold(HoldWait),
+    Hold(Timer),
     /// The first in-flight slot that it lacks, until the time runs out.
     InFlight { until: Instant },
     /// Slots, in its line.
@@ -145,7 +144,9 @@ impl Request {
             self.waited_before = true;
             if !self.line.has_place_on_hold() {
                 self.check_room_on_hold(held)?;
-                self.stage = WaitStage::Hold(HoldWait::new(held.end));
+                self.stage = WaitStage::Hold(Timer::at(held.end));
+                // It counts as waiting from now on. Its task polls later, and a Tower service may enter many before.
+                self.watch_holds(now, &Context::from_waker(Waker::noop()));
                 return Poll::Pending;
             }
         }
@@ -164,12 +165,18 @@ impl Request {
             }
             let held_until = held.map(|held| held.end);
             let went_on = match &mut self.stage {
-                WaitStage::Hold(wait) => match held_until {
+                WaitStage::Hold(timer) => match held_until {
                     Some(end) => {
-                        wait.wake_at(end, cx);
+                        // The end may have changed since it was last read.
+                        timer.set(end);
+                        timer.wake(cx);
                         return Poll::Pending;
                     }
-                    None => self.go_on(None, now),
+                    None => {
+                        // Further it counts where it waits next.
+                        self.unwatch_holds();
+                        self.go_on(None, now)
+                    }
                 },
                 WaitStage::InFlight { until } => {
                     let until = *until;
@@ -222,7 +229,7 @@ impl Request {
     }
 
     /// If the request waits in its line for a whole limit, because of an estimate, the next settlement wakes its task: see
-    /// `whole_limit`. Returns whether there was one since the last time.
+    /// `whole_limit`. Returns whether there was one since the last time, or may have been: also at the first time.
     pub(super) fn watch_settlements(&self, cx: &Context<'_>) -> bool {
         let mut was_settled = false;
         if self.awaits_whole_limit && matches!(self.stage, WaitStage::Slots) {
@@ -244,6 +251,8 @@ impl Request {
         if is_lower {
             let now = clock::now();
             self.line.leave(&self.place, now);
+            // It watches no hold of a key of which it takes nothing any more. The next poll watches those of the others.
+            self.unwatch_holds();
             self.place.costs = lower;
             self.line.come_back(&self.place, None, now);
         }
@@ -298,9 +307,9 @@ impl Request {
             if part.core.tally().is_draining() {
                 return refused(index, Reason::Draining);
             }
-            if parts[..index].iter().any(|other| other.is_same(part)) {
-                return refused(index, Reason::SameKey);
-            }
+        }
+        if let Some(index) = part::repeated(parts) {
+            return refused(index, Reason::SameKey);
         }
         if needs_permit && bound.latest < now {
             return refused(0, Reason::Deadline);
