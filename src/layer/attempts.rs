@@ -1,14 +1,18 @@
 //! How often one request was sent.
 
 use std::fmt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 
 #[cfg(any(feature = "retry", feature = "reqwest-middleware"))]
 use http::Extensions;
+use smallvec::SmallVec;
+
+use crate::limiter::CoreId;
+use crate::locks::lock;
 
 /// Counts how often one request passes a layer, in the extensions of the request. Clones share one count, so a request
-/// that is cloned to be sent again has one, too.
+/// that is cloned to be sent again has one, too. Layers around each other count the same attempts: the count is that of the layer
+/// that has sent the request most often.
 ///
 /// Layers of retries multiply: a policy of three attempts in a loop of three sends nine requests for one. A
 /// [`RateLimitLayer`](crate::RateLimitLayer) counts each time that it sends a request with this, and reports an
@@ -43,7 +47,15 @@ use http::Extensions;
 /// A client that repeats requests by itself, inside of the layer, sends more than any layer sees: see [hidden
 /// attempts](crate#pitfalls).
 #[derive(Clone, Default)]
-pub struct Attempts(Arc<AtomicU32>);
+pub struct Attempts(Arc<Mutex<Counts>>);
+
+#[derive(Default)]
+struct Counts {
+    /// How often the request was sent before it had a count.
+    before: u32,
+    /// How often each limiter has sent it, those times included.
+    sent: SmallVec<[(CoreId, u32); 1]>,
+}
 
 impl Attempts {
     /// Makes the count of a request that was not sent yet.
@@ -53,12 +65,23 @@ impl Attempts {
 
     /// Returns how often the request was sent.
     pub fn count(&self) -> u32 {
-        self.0.load(Ordering::Relaxed)
+        let counts = lock(&self.0);
+        let most = counts.sent.iter().map(|(_, count)| *count).max();
+        most.unwrap_or(counts.before)
     }
 
-    /// Counts that the request is sent. Returns how often it was, this time included.
-    pub(super) fn is_sent(&self) -> u32 {
-        self.0.fetch_add(1, Ordering::Relaxed).saturating_add(1)
+    /// Counts that this limiter sends the request. Returns how often it was sent, this time included.
+    pub(super) fn is_sent(&self, by: CoreId) -> u32 {
+        let mut counts = lock(&self.0);
+        let Counts { before, sent } = &mut *counts;
+        let index = sent.iter().position(|(limiter, _)| *limiter == by);
+        let index = index.unwrap_or_else(|| {
+            sent.push((by, *before));
+            sent.len() - 1
+        });
+        let (_, count) = &mut sent[index];
+        *count = count.saturating_add(1);
+        *count
     }
 
     /// Returns the count in the extensions of a request that was sent and may be sent again. If there is none, it begins with
@@ -67,7 +90,13 @@ impl Attempts {
     pub(super) fn of_repeated(known: Option<&Attempts>, extensions: &mut Extensions) -> Attempts {
         let known = || match known {
             Some(known) => known.clone(),
-            None => Attempts(Arc::new(AtomicU32::new(1))),
+            None => {
+                let counts = Counts {
+                    before: 1,
+                    ..Counts::default()
+                };
+                Attempts(Arc::new(Mutex::new(counts)))
+            }
         };
         extensions.get_or_insert_with(known).clone()
     }

@@ -415,7 +415,8 @@ impl RateLimitLayer {
     /// Counts a request that is sent now, and that may have been sent before.
     #[cold]
     fn sends_again(&self, attempts: &Attempts, request: &impl RequestInfo) {
-        let count = attempts.is_sent();
+        let limiter = self.counting(request);
+        let count = attempts.is_sent(limiter.id());
         if count < 2 {
             return;
         }
@@ -424,8 +425,7 @@ impl RateLimitLayer {
             let key = self.extractors.read_key(request, &mut host, None);
             self.label(key.unwrap_or(Key::ALL), request)
         };
-        self.counting(request)
-            .sent_again(count, is_reported(count), &label);
+        limiter.sent_again(count, is_reported(count), &label);
     }
 
     /// Notes the host of `request` as the name of the keys that it has because of its host.

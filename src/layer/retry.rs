@@ -196,23 +196,33 @@ mod of_tower {
 
     use tower::retry::Policy;
 
-    use super::{RetryLimited, Signal};
+    use super::{Limited, RetryLimited, Signal};
     use crate::error::AsError;
     use crate::layer::{Attempts, CloneRequest};
     use crate::signal::ResponseInfo;
 
     /// Lets the next attempt of `request` go on with the count of a refused one. A policy around this one finds it in the response:
-    /// its copy of the request was made before.
-    fn count_attempts(request: &mut impl CloneRequest, response: &mut impl ResponseInfo) {
-        if Signal::read(response).refusal().is_none() {
-            return;
-        }
-        let known = response.extensions().and_then(|all| all.get()).cloned();
-        if let Some(extensions) = request.extensions_mut() {
-            let attempts = Attempts::of_repeated(known.as_ref(), extensions);
-            if let Some(extensions) = response.extensions_mut() {
-                extensions.insert(attempts);
+    /// its copy of the request was made before. In an error it finds none, and counts its own attempts.
+    fn count_attempts<S: ResponseInfo, E: AsError>(
+        request: &mut impl CloneRequest,
+        result: &mut Result<S, E>,
+    ) {
+        let is_refused = match result {
+            Ok(response) => Signal::read(response).refusal().is_some(),
+            Err(error) => {
+                let limited = Limited::find(error.as_error());
+                matches!(limited, Some(Limited::Upstream { .. }))
             }
+        };
+        let Some(extensions) = request.extensions_mut().filter(|_| is_refused) else {
+            return;
+        };
+        let shown = result.as_mut().ok();
+        let mut shown = shown.and_then(ResponseInfo::extensions_mut);
+        let known = shown.as_ref().and_then(|all| all.get()).cloned();
+        let attempts = Attempts::of_repeated(known.as_ref(), extensions);
+        if let Some(extensions) = &mut shown {
+            extensions.insert(attempts);
         }
     }
 
@@ -221,9 +231,7 @@ mod of_tower {
 
         fn retry(&mut self, request: &mut R, result: &mut Result<S, E>) -> Option<Ready<()>> {
             self.attempts = self.attempts.checked_sub(1)?;
-            if let Ok(response) = result {
-                count_attempts(request, response);
-            }
+            count_attempts(request, result);
             let outcome = result.as_ref().map(Signal::read).map_err(AsError::as_error);
             // The last attempt adds to the budget, too.
             let again = self.is_refusal(outcome) && self.attempts > 0 && self.budget.withdraw();

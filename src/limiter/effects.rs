@@ -17,7 +17,7 @@ use tokio::time::timeout;
 use super::division;
 use super::engine::Core;
 use super::key_state::{
-    BanCall, Effect, HeaderTrust, KeyContext, KeyState, LeaseFuture, SentCall, StatedLimit, Work,
+    Effect, FleetCall, HeaderTrust, KeyContext, KeyState, LeaseFuture, SentCall, StatedLimit, Work,
     confirmed,
 };
 use super::queue::CallNumber;
@@ -268,7 +268,7 @@ impl Core {
         for effect in work.effects {
             match effect {
                 Effect::Call(number, call, answer) => self.call(key, number, call, answer),
-                Effect::ShareBan(call) => self.share_ban(key, *call),
+                Effect::ShareProbe(call) => self.share_probe(key, *call),
                 Effect::LimitInFlight(limit) => self.limit_in_flight(key, now, limit),
             }
         }
@@ -309,18 +309,15 @@ impl Core {
         tasks::start(&self.settings.store, task);
     }
 
-    /// Changes the register of a ban.
-    fn share_ban(self: &Arc<Self>, key: Key, call: BanCall) {
-        let BanCall {
-            request,
-            is_for_probe,
-        } = call;
+    /// Changes the register that says which process probes.
+    fn share_probe(self: &Arc<Self>, key: Key, call: FleetCall) {
+        let FleetCall { request, probe } = call;
         let core = self.clone();
         let reply = self.settings.store.compare_and_set(request);
         self.start(async move {
             let answer = reply.arrives().await.ok();
             core.with_state(key, clock::now(), |state, ctx| {
-                state.ban_answered(ctx, answer.as_ref(), is_for_probe);
+                state.fleet_answered(ctx, answer.as_ref(), probe);
             });
         });
     }

@@ -64,7 +64,7 @@ pub(super) async fn hold_for(core: &Arc<Core>, key: Key, span: Duration) -> Resu
 }
 
 /// Holds `key` for `span` in this process, and sends the hold to the store. It takes effect there even
-/// if the reply is dropped. If it is `cut`, one request of each process leaves first at its end.
+/// if the reply is dropped. If it is `cut`, one request leaves first at its end.
 pub(super) fn begin(
     core: &Arc<Core>,
     key: Key,
@@ -213,7 +213,7 @@ pub(super) fn blocked(core: &Arc<Core>, key: Key, now: Instant) -> Option<Option
 /// the machine has slept, and may ask the store for the right to probe: one in this process answers before the second.
 fn still_blocked(core: &Arc<Core>, key: Key, now: Instant) -> Option<Option<Duration>> {
     let max_hold = core.settings.max_hold;
-    core.with_state(key, now, |state, ctx| state.share_ban(ctx, true));
+    core.with_state(key, now, |state, ctx| state.share_probe(ctx, true));
     core.with_state(key, now, |state, _| state.hold.blocked_for(max_hold, now))
 }
 

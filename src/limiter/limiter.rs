@@ -11,7 +11,7 @@ use super::acquire::Acquire;
 use super::at_once;
 use super::cores::Cores;
 use super::counting;
-use super::engine::Core;
+use super::engine::{Core, CoreId};
 use super::entry::Entry;
 use super::explanation::Explanation;
 use super::holds;
@@ -203,6 +203,11 @@ impl Limiter {
         all
     }
 
+    /// Returns what tells the limiter from others of this process.
+    pub(crate) fn id(&self) -> CoreId {
+        self.0.first.id
+    }
+
     /// Counts a request that is sent for the `attempt`th time, and reports it if that is due.
     pub(crate) fn sent_again(&self, attempt: u32, is_reported: bool, label: &dyn Fn() -> Label) {
         let tally = &self.0.first.settings.tally;
@@ -260,6 +265,10 @@ impl Limiter {
     /// hand, for all processes that share the store: the hold and its probation, the stop of a guard, limits that
     /// the upstream has stated, and what is [reserved for other clients](crate::guide::learning). A quota that
     /// was [set](Limiter::set_quota) stays. For a minute, no limits are learned.
+    ///
+    /// The holds of [kinds](crate::guide::refusals#one-kind-of-requests) end that this process knows. Other processes forget
+    /// which kinds were refused, and let them pass. When the upstream refuses a request of the key again, a hold that only they
+    /// knew stops its kind until it ends.
     ///
     /// # Errors
     ///

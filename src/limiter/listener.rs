@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::engine::Core;
 use super::holds;
 use super::in_flight_slot;
-use super::key_state::{BAN, KeyState};
+use super::key_state::{FLEET_PROBE, KeyState};
 use super::own_quota;
 use crate::clock;
 use crate::key::Key;
@@ -20,10 +20,10 @@ pub(super) fn on_event(core: &Arc<Core>, key: Key, holder: u64, event: StoreEven
         StoreEvent::RemainingFell { writes } => remaining_fell(core, key, writes),
         StoreEvent::EventsMissed => events_missed(core, false),
         StoreEvent::Reconnected => events_missed(core, true),
-        StoreEvent::Register(register) if register.kind == BAN => {
+        StoreEvent::Register(register) if register.kind == FLEET_PROBE => {
             // Also a process that has not used the key keeps its requests back. If there is no room, it probes for itself.
             let now = clock::now();
-            let _ = core.with_new_state(key, now, |state, ctx| state.learn_ban(ctx, &register));
+            let _ = core.with_new_state(key, now, |state, ctx| state.learn_fleet(ctx, &register));
         }
         StoreEvent::SetQuota(set) => own_quota::take_in(core, key, &set),
         event => in_flight_slot::on_event(core, key, holder, event),

@@ -111,7 +111,7 @@ pub(crate) use around::{
     InnerCall, Mark, forget_panic, is_any as is_inside_a_layer, is_unsure, refusal_of_throttle,
 };
 pub(crate) use at_once::send_all_at_once;
-pub(crate) use engine::read_marks;
+pub(crate) use engine::{CoreId, read_marks};
 pub(crate) use entry::Entry;
 pub(crate) use explanation::Held;
 pub(crate) use explanation::Shown;

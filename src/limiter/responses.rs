@@ -234,7 +234,7 @@ impl AnsweredCall<'_> {
             let new = state
                 .hold
                 .refused_upstream(retry_after, max_hold, sent, now);
-            state.share_ban(ctx, false);
+            state.share_probe(ctx, false);
             let new = new?;
             state.hold.note_used_up(signal, retry_after, now);
             let left = if new.is_sent {

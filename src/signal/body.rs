@@ -62,6 +62,16 @@ const RESET_KEYS: [&str; 7] = ["in", "at", "after", "delay", "timestamp", "time"
 const QUOTA_KEYS: [&str; 2] = ["quotaid", "quotalimit"];
 const QUOTA_LIMIT_KEYS: [&str; 2] = ["quotavalue", "quotalimitvalue"];
 
+/// The codes of long quotas that are used up: what they count, unless requests, and their window in milliseconds. A budget has
+/// none: it is bought for a month as a rule.
+const USED_UP: [(&str, Option<&str>, u64); 3] = [
+    ("insufficient_quota", Some("credits"), 30 * DAY),
+    ("billing_hard_limit_reached", Some("credits"), 30 * DAY),
+    ("dailyLimitExceeded", None, DAY),
+];
+
+const DAY: u64 = 86_400_000;
+
 /// Values of a root's status that say that the request has failed.
 const FAILURES: [&str; 6] = ["0", "error", "fail", "failed", "failure", "NOTOK"];
 
@@ -264,6 +274,11 @@ impl<'a> BodyReader<'a> {
         let (code, phrase) = self.code_and_message(key, value);
         self.said.code |= code;
         self.said.phrase |= phrase;
+        if let Value::Text(text) = value
+            && CODE_KEYS.contains(&key)
+        {
+            self.used_up(text);
+        }
         if depth == 2 && !self.around[0].array && self.key_of(1, "error") {
             self.trace |= key == "fbtraceid";
             self.meta |=
@@ -301,6 +316,24 @@ impl<'a> BodyReader<'a> {
                 }
                 _ => false,
             };
+        }
+    }
+
+    /// Adds the quota that is used up, if the code of an error names one. A type may say so again.
+    fn used_up(&mut self, code: Str<'_>) {
+        let known = USED_UP.iter().find(|(known, ..)| code.is(known));
+        let Some((code, unit, window)) = known else {
+            return;
+        };
+        let draft = Draft {
+            unit: unit.and_then(Text::some),
+            window: Some(*window),
+            remaining: Some(0),
+            ..Draft::named(code)
+        };
+        let mut quotas = self.quotas.iter();
+        if !quotas.any(|quota| quota.name == draft.name) {
+            self.quotas.push(draft);
         }
     }
 

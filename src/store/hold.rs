@@ -13,8 +13,8 @@ pub struct HoldState {
     /// later message states it.
     pub releases: u32,
     /// Whether the upstream may refuse for longer, because the hold was cut to `max_hold`, or the
-    /// upstream states no waits, or such that are too short. When such a hold ends, one request of each process
-    /// leaves before the others.
+    /// upstream states no waits, or such that are too short. When such a hold ends, one request leaves before the
+    /// others.
     pub cut: bool,
 }
 

@@ -13,9 +13,13 @@ use tower::{BoxError, Service, ServiceBuilder, ServiceExt, service_fn};
 
 /// A layer, and the events of requests that it sent again.
 fn limit() -> (RateLimitLayer, Arc<Mutex<Vec<String>>>) {
+    limit_of(Quota::per_second(100))
+}
+
+fn limit_of(quota: Quota) -> (RateLimitLayer, Arc<Mutex<Vec<String>>>) {
     let events = Arc::new(Mutex::new(Vec::new()));
     let told = events.clone();
-    let layer = RateLimitLayer::builder(Quota::per_second(100))
+    let layer = RateLimitLayer::builder(quota)
         .max_wait(Duration::from_secs(3600))
         .on_event(move |event| {
             if let Event::SentAgain { .. } = event {
@@ -90,6 +94,53 @@ async fn the_budget_bounds_retries_that_multiply() {
     assert_eq!(attempts.count(), 13);
     assert_eq!(attempts_of_one(&layer.limiter()), 13);
     assert_eq!(events.lock().unwrap().len(), 2, "at 5 and at 10");
+}
+
+/// The outer layer limits calls in flight, and the inner one the rate.
+#[tokio::test(start_paused = true)]
+async fn layers_around_each_other_count_an_attempt_once() {
+    let (outer, inner) = (limit_of(Quota::in_flight(5)), limit());
+    let (server, arrived) = server();
+    let mut service = ServiceBuilder::new()
+        .layer(outer.0.clone())
+        .retry(RetryLimited::new().budget(100, 20))
+        .layer(inner.0.clone())
+        .service(server);
+    let attempts = Attempts::new();
+    for _ in 0..2 {
+        let mut request = Request::new(());
+        request.extensions_mut().insert(attempts.clone());
+        service.ready().await.unwrap().call(request).await.unwrap();
+    }
+    assert_eq!(arrived.load(Ordering::Relaxed), 6);
+    assert_eq!(attempts.count(), 6);
+    assert_eq!(attempts_of_one(&outer.0.limiter()), 2);
+    assert_eq!(attempts_of_one(&inner.0.limiter()), 6);
+    assert!(outer.1.lock().unwrap().is_empty());
+    assert_eq!(inner.1.lock().unwrap().len(), 1, "at 5");
+}
+
+#[tokio::test(start_paused = true)]
+async fn attempts_whose_refusal_is_an_error_count() {
+    let (server, arrived) = server();
+    let layer = RateLimitLayer::builder(Quota::per_second(100)).error_on_upstream_limit();
+    let layer = layer.max_wait(Duration::from_secs(60)).build().unwrap();
+    let retry = || RetryLimited::new().budget(100, 20);
+    let mut service = ServiceBuilder::new()
+        .retry(retry())
+        .retry(retry())
+        .layer(layer.clone())
+        .service(server);
+    let request = Request::new(());
+    service
+        .ready()
+        .await
+        .unwrap()
+        .call(request)
+        .await
+        .unwrap_err();
+    assert_eq!(arrived.load(Ordering::Relaxed), 9);
+    assert_eq!(attempts_of_one(&layer.limiter()), 9);
 }
 
 #[tokio::test(start_paused = true)]

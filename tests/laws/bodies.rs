@@ -10,7 +10,7 @@ use http_body::{Body, Frame};
 use http_body_util::{BodyExt, Full, StreamBody};
 use tokio::time::Instant;
 use tollgate::body::{BodyLayer, WatchedBody};
-use tollgate::{AdaptiveThrottleLayer, Key, Quota, RateLimitLayer};
+use tollgate::{AdaptiveThrottleLayer, Key, Quota, RateLimitLayer, Reason};
 use tower::{Layer, ServiceExt, service_fn};
 
 const KEY: &str = "account";
@@ -95,6 +95,40 @@ fn endless(status: u16) -> (Feed, Response<StreamBody<Frames>>) {
 }
 
 /// The server sends a head, and its body later or never.
+/// A refusal without a time, but with a code that says that a budget or the quota of a day is used up.
+#[tokio::test(start_paused = true)]
+async fn codes_of_used_up_quotas_are_told_to_callers() {
+    let codes = [
+        (
+            r#"{"error": {"type": "insufficient_quota", "code": "insufficient_quota"}}"#,
+            true,
+        ),
+        (
+            r#"{"error": {"errors": [{"reason": "dailyLimitExceeded"}]}}"#,
+            true,
+        ),
+        (r#"{"error": {"code": "rate_limit_exceeded"}}"#, false),
+    ];
+    for (body, is_used_up) in codes {
+        let layer = RateLimitLayer::builder(Quota::per_second(50)).key(|_| Key::new(KEY));
+        let layer = layer.max_wait(Duration::ZERO).build().unwrap();
+        let limiter = layer.limiter();
+        let response = answered(layer.read_bodies(), whole(429, "application/json", body)).await;
+        drop(response.into_body().collect().await);
+        let refused = limiter.acquire(Key::new(KEY)).await.unwrap_err();
+        match refused.reason() {
+            Some(Reason::UsedUp { quota, .. }) => {
+                let quota = quota.expect("the code is its name");
+                assert!(is_used_up && body.contains(&*quota), "{body}: {quota}");
+            }
+            reason => assert!(
+                !is_used_up && reason == Some(Reason::Held),
+                "{body}: {reason:?}"
+            ),
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn slow_bodies_hold_no_response_back() {
     for (status, longest) in [(200, Duration::ZERO), (429, Duration::from_secs(1))] {

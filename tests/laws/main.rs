@@ -10,6 +10,7 @@ mod async_store;
 #[cfg(feature = "retry")]
 mod attempts;
 mod bans;
+mod bare_refusals;
 mod begin;
 mod bodies;
 mod bursts;

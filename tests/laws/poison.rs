@@ -470,3 +470,33 @@ async fn stated_waits_of_a_kind_hold_the_key_once() {
         assert!(seen.failed <= 650, "{}", seen.failed);
     }
 }
+
+/// An operator releases the key, in a process that has never seen a request: no kind is held then, until it is refused again.
+#[tokio::test(start_paused = true)]
+async fn release_by_another_process_ends_holds_of_kinds() {
+    let store: Arc<dyn Store> = Arc::new(Shared(MemoryStore::default()));
+    let [layer, operator] = [(); 2].map(|()| {
+        let builder = builder().0.key(|_| Key::new("account"));
+        let builder = builder.max_wait(10 * MS).store(store.clone());
+        builder.build().unwrap()
+    });
+    let bad = server_that(States::Wait(30), |request| request.method() == "POST");
+    let service = ServiceBuilder::new().layer(layer).service(bad);
+    let call = |method| service.clone().oneshot(request(method, "/v1/bad"));
+    assert_eq!(call("POST").await.unwrap().status(), 429);
+    sleep(31 * SECOND).await;
+    for _ in 0..3 {
+        assert_eq!(call("GET").await.unwrap().status(), 200);
+    }
+    assert_eq!(call("POST").await.unwrap().status(), 429);
+    let held = call("POST").await.unwrap_err();
+    let reason = Limited::find(&held).and_then(Limited::reason);
+    assert_eq!(reason, Some(Reason::HeldKind));
+    operator
+        .limiter()
+        .release(Key::new("account"))
+        .await
+        .unwrap();
+    sleep(SECOND).await;
+    assert_eq!(call("POST").await.unwrap().status(), 429, "it was sent");
+}

@@ -11,7 +11,8 @@ use http::{Response, StatusCode};
 use support::{Upstream, get, limited, ms, ok};
 use tokio::time::{Instant, sleep};
 use tollgate::store::{
-    Lease, LeaseRequest, MemoryStore, Store, StoreError, StoreListener, StoreReply,
+    Lease, LeaseRequest, MemoryStore, Register, RegisterRequest, Store, StoreError, StoreListener,
+    StoreReply,
 };
 use tollgate::{Key, Limiter, OnStoreError, Permit, Quota, RateLimitLayer, Signal};
 use tower::{BoxError, Layer, ServiceExt};
@@ -206,13 +207,17 @@ async fn uncounted_requests_wait_for_the_probe() {
     }
 }
 
-/// A store in memory whose messages do not arrive in time.
+/// A store in memory whose messages do not arrive in time, and without registers: each process probes for itself.
 struct Deaf(Arc<MemoryStore>);
 
 impl Store for Deaf {
-    tollgate::delegate_store!(self => *self.0; implements listen);
+    tollgate::delegate_store!(self => *self.0; implements listen, compare_and_set);
 
     fn listen(&self, _listener: Weak<dyn StoreListener>) {}
+
+    fn compare_and_set(&self, _change: RegisterRequest) -> StoreReply<Register> {
+        StoreReply::Ready(Err(StoreError::Unsupported("registers")))
+    }
 }
 
 /// The probe of one process is refused, and then that of another one is accepted, which left before it knew.

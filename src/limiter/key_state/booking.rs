@@ -100,7 +100,7 @@ impl KeyState {
     /// Does what is done before a request that enters now has its slot.
     pub(in crate::limiter) fn bring_up_to_date(&mut self, ctx: &mut KeyContext<'_>) {
         if !self.store.answers_later {
-            self.share_ban(ctx, true);
+            self.share_probe(ctx, true);
         }
         let queue = self.queue.as_ref();
         let is_put_off = queue.is_some_and(|queue| queue.gathering.is_short(ctx.now));
@@ -134,7 +134,7 @@ impl KeyState {
             _ if !is_trusted => (0, None),
             Passage::Open => (usize::MAX, None),
             Passage::Probe => (1, Some(ProbeNumber::next())),
-            Passage::Probing(_) => (0, None),
+            Passage::Probing(_) | Passage::Asking => (0, None),
         };
         let queue = self.queue.as_mut()?;
         if matches!(passage, Passage::Probing(_)) {
@@ -236,7 +236,7 @@ impl KeyState {
     /// the answer to a probe, or for other requests to join it.
     fn delay(&mut self, ctx: &mut KeyContext<'_>, booking: &BookingCall, now: Instant) -> Delay {
         if self.waiting() > 0 {
-            self.share_ban(ctx, true);
+            self.share_probe(ctx, true);
         }
         let Some(queue) = &mut self.queue else {
             return Delay::Over;

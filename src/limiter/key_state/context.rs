@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::ban::BanCall;
 use super::calls::SentCall;
+use super::fleet_probe::FleetCall;
 use super::stated_limits::StatedLimit;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -92,7 +92,7 @@ pub(in crate::limiter) enum Effect {
     /// Runs a call to the store to its end.
     Call(CallNumber, SentCall, LeaseFuture),
     /// Shares a ban with other processes.
-    ShareBan(Box<BanCall>),
+    ShareProbe(Box<FleetCall>),
     /// Limits the calls in flight of the key to this number, if they are limited.
     LimitInFlight(Option<u32>),
 }

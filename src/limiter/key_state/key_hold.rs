@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::ban::{Ban, BanCall};
+use super::fleet_probe::{ANSWER, FleetCall, FleetProbe, PROBE_TAKES, ProbedHold};
 use super::hold::{Hold, HoldSource};
 use super::probation::{LONGEST_PROBATION, Passage};
 use super::upstream_refusals::{HoldSpan, SAME_END, UpstreamRefusals};
@@ -41,8 +41,8 @@ struct HoldDetails {
     origin: Option<HoldOrigin>,
     /// What was learned from the refusals of the upstream.
     refusals: UpstreamRefusals,
-    /// Present while the upstream has stated a wait beyond `max_hold`.
-    ban: Option<Box<Ban>>,
+    /// Which process probes, and a wait that the upstream has stated beyond `max_hold`.
+    fleet: FleetProbe,
     /// The reason of refusals here, if a refusal of the upstream has stated that a long quota is used up.
     used_up: Option<Reason>,
     /// Begins with a refusal: whether the refusals are about kinds of requests.
@@ -71,7 +71,7 @@ enum AcceptedBy {
 /// A caller may stop until the end of a ban that lasts for longer, or if a quota for at least so long is used up.
 const LONG: Duration = Duration::from_secs(3600);
 
-/// That a quota is used up is told to callers that have to wait for so long.
+/// That a quota is used up is not told to callers if the upstream states a shorter wait.
 const LONG_WAIT: Duration = Duration::from_secs(60);
 
 /// A hold that follows from a refusal of the upstream.
@@ -104,7 +104,7 @@ impl HoldDetails {
             hold: Hold::new(now),
             origin: None,
             refusals: UpstreamRefusals::default(),
-            ban: None,
+            fleet: FleetProbe::default(),
             used_up: None,
             suspicion: None,
             sent_at: None,
@@ -116,16 +116,36 @@ impl HoldDetails {
         })
     }
 
-    /// Returns the ban, if the next request may leave as a probe only.
-    fn ban_on_probation(&self, now: Instant) -> Option<&Ban> {
-        let is_held = self.hold.left(now).is_some();
-        let ban = self.ban.as_deref().filter(|_| !is_held)?;
-        ban.left(now).map(|_| ban)
+    /// Returns whether there is a ban, and the next request may leave as a probe only.
+    fn is_ban_on_probation(&self, now: Instant) -> bool {
+        self.hold.left(now).is_none() && self.fleet.left(now).is_some()
+    }
+
+    /// Returns which requests may leave, if the key is not on hold.
+    fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
+        match self.hold.passage(max_hold, now) {
+            passage if !self.is_for_fleet(passage, now) => passage,
+            _ => self.fleet.passage(self.hold.end(), now),
+        }
+    }
+
+    /// Returns whether the next request is the first one of the fleet. `passage` is what its own requests would do.
+    fn is_for_fleet(&self, passage: Passage, now: Instant) -> bool {
+        let is_first = passage == Passage::Probe && self.hold.probe_due().is_some();
+        is_first || self.is_ban_on_probation(now)
+    }
+
+    fn probed_hold(&self, key: Key) -> ProbedHold {
+        ProbedHold {
+            key,
+            end: self.hold.end(),
+            releases: self.hold.releases(),
+        }
     }
 
     /// Forgets a ban, and that a quota is used up: the upstream accepts requests again, or an operator says so.
     fn forget_stated_wait(&mut self) {
-        self.ban = None;
+        self.fleet.forget();
         self.used_up = None;
     }
 
@@ -177,14 +197,6 @@ impl KeyHold {
 
     fn hold(&self) -> Option<&Hold> {
         self.details.as_ref().map(|details| &details.hold)
-    }
-
-    fn ban(&self) -> Option<&Ban> {
-        self.details.as_ref()?.ban.as_deref()
-    }
-
-    fn ban_mut(&mut self) -> Option<&mut Ban> {
-        self.details.as_mut()?.ban.as_deref_mut()
     }
 
     fn suspicion(&self) -> Option<&Suspicion> {
@@ -255,9 +267,7 @@ impl KeyHold {
             .suspicion
             .as_ref()
             .map(|suspicion| suspicion.ends_at());
-        let banned = details.ban.as_ref();
-        let banned = banned.map(|ban| ban.matters_until(details.hold.end()));
-        suspected.max(banned)
+        suspected.max(details.fleet.matters_until(details.hold.end()))
     }
 
     /// Takes in a hold or a release that this process saw or that another process published.
@@ -405,22 +415,20 @@ impl KeyHold {
         let is_probe = before.is_none() && sent >= details.hold.end();
         let longest = match retry_after {
             Some(stated) if stated > max_hold => {
-                let ban = details.ban.take().map(|ban| *ban);
-                let ban = Ban::stated(ban, stated, is_probe, now);
-                let span = ban.span(max_hold, now);
-                details.ban = Some(Box::new(ban));
-                span
+                details.fleet.banned(stated, is_probe, now);
+                details.fleet.span(max_hold, now)
             }
             Some(_) if is_probe => {
-                details.ban = None;
+                details.fleet.forget();
                 max_hold
             }
             _ => max_hold,
         };
+        let probes = details.fleet.sent();
         let HoldSpan { left, cut } =
             details
                 .refusals
-                .refused(retry_after, longest, before, sent, now)?;
+                .refused(retry_after, longest, before, probes, sent, now)?;
         let before = before.unwrap_or_default();
         let is_recent = details
             .sent_at
@@ -452,15 +460,15 @@ impl KeyHold {
         else {
             return false;
         };
-        if sent >= details.hold.end() {
-            details.used_up = None;
-        }
-        details.refusals.accepted(sent);
-        let ends_ban = details.ban_on_probation(now).is_some() && sent >= details.hold.end();
+        let is_after = sent >= details.hold.end();
+        let ends_ban = is_after && details.is_ban_on_probation(now);
         let is_released = details.hold.accepted(probe, sent) || ends_ban;
+        details.refusals.accepted(sent);
+        if is_after || is_released {
+            details.forget_stated_wait();
+        }
         if is_released {
             details.accepted_at = Some((now, AcceptedBy::ThisProcess));
-            details.forget_stated_wait();
         }
         details
             .suspicion
@@ -474,21 +482,18 @@ impl KeyHold {
 
     /// Returns which requests may leave, if the key is not on hold.
     pub(super) fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
-        let Some(details) = &self.details else {
-            return Passage::Open;
-        };
-        match details.ban_on_probation(now) {
-            Some(ban) => ban
-                .waits_for_probe(now)
-                .map_or(Passage::Probe, Passage::Probing),
-            None => details.hold.passage(max_hold, now),
-        }
+        let details = self.details.as_ref();
+        details.map_or(Passage::Open, |details| details.passage(max_hold, now))
+    }
+
+    /// Returns for how long the upstream has stated beyond `max_hold`.
+    fn banned_for(&self, now: Instant) -> Option<Duration> {
+        self.details.as_ref()?.fleet.left(now)
     }
 
     /// Returns for how long the key is on hold, as callers are told: until the end that the upstream stated.
     pub(in crate::limiter) fn stated_left(&self, now: Instant) -> Option<Duration> {
-        let banned_for = self.ban().and_then(|ban| ban.left(now));
-        self.left(now).max(banned_for)
+        self.left(now).max(self.banned_for(now))
     }
 
     /// Notes which quota a refusal states to be used up.
@@ -498,7 +503,7 @@ impl KeyHold {
         retry_after: Option<Duration>,
         now: Instant,
     ) {
-        if retry_after < Some(LONG_WAIT) {
+        if retry_after.is_some_and(|wait| wait < LONG_WAIT) {
             return;
         }
         let quotas = signal.quotas().iter();
@@ -517,8 +522,7 @@ impl KeyHold {
         if let Some(reason) = used_up.and_then(|details| details.used_up.clone()) {
             return reason;
         }
-        let banned_for = self.ban().and_then(|ban| ban.left(now));
-        match banned_for > Some(LONG) {
+        match self.banned_for(now) > Some(LONG) {
             true => Reason::UsedUp {
                 quota: None,
                 window: None,
@@ -527,55 +531,66 @@ impl KeyHold {
         }
     }
 
-    /// Returns the call that shares what the upstream stated, or asks whether this process may send the probe, if one is
-    /// due. Requests may wait for a probe.
-    pub(super) fn ban_call(&mut self, key: Key, is_awaited: bool, now: Instant) -> Option<BanCall> {
+    /// Returns the call that shares a ban, or asks whether this process may send the probe, if one is due. Requests may wait
+    /// for a probe.
+    pub(super) fn fleet_call(
+        &mut self,
+        key: Key,
+        is_awaited: bool,
+        max_hold: Duration,
+        now: Instant,
+    ) -> Option<FleetCall> {
         let details = self.details.as_mut()?;
-        let wants_probe = is_awaited && details.ban_on_probation(now).is_some();
-        let held = details.hold.left(now).unwrap_or_default();
-        let releases = details.hold.releases();
-        let ban = details.ban.as_mut()?;
-        ban.call(key, wants_probe, (held, releases), now)
+        let takes = if !is_awaited || details.hold.left(now).is_some() {
+            None
+        } else if details.is_ban_on_probation(now) {
+            Some(PROBE_TAKES)
+        } else {
+            let is_open = details.hold.passage(max_hold, now) == Passage::Open;
+            details.hold.probe_due().filter(|_| !is_open)
+        };
+        let hold = details.probed_hold(key);
+        details.fleet.call(hold, takes, now)
     }
 
     /// Takes in the answer of the store to such a call. `None` if the store failed. Returns whether requests that wait for a
     /// probe go on.
-    pub(super) fn ban_answered(
+    pub(super) fn fleet_answered(
         &mut self,
+        key: Key,
         answer: Option<&Register>,
-        is_for_probe: bool,
+        probe: Option<u8>,
+        is_shared: bool,
         now: Instant,
     ) -> bool {
         match answer.filter(|register| !register.changed) {
             Some(theirs) => {
-                self.learn_ban(theirs, now);
+                self.learn_fleet(key, theirs, now);
                 false
             }
             None => {
                 let version = answer.map(|register| register.version);
-                if let Some(ban) = self.ban_mut() {
-                    ban.changed(version, is_for_probe);
-                }
-                is_for_probe
+                let details = self.details(now);
+                details.fleet.changed(version, probe, is_shared, now);
+                probe.is_some()
             }
         }
     }
 
-    /// Takes in what another process has written about a ban. Returns whether the hold changed.
-    pub(super) fn learn_ban(&mut self, register: &Register, now: Instant) -> bool {
+    /// Takes in what another process has written. Returns whether the hold changed.
+    pub(super) fn learn_fleet(&mut self, key: Key, register: &Register, now: Instant) -> bool {
         let details = self.details(now);
-        let releases = details.hold.releases();
-        let before = details.ban.take().map(|ban| *ban);
-        details.ban = Ban::learn(before, register, releases, now).map(Box::new);
-        // A process that had not used the key has missed the hold.
+        let hold = details.probed_hold(key);
+        details.fleet.learn(register, hold, now);
+        // A process that had not used the key has missed the hold of a ban.
         let is_held = details.hold.left(now).is_some();
-        let held = details.ban.as_ref().filter(|_| !is_held);
-        let Some(remaining) = held.and_then(|_| Ban::held(register)) else {
+        let is_missed = !is_held && details.fleet.left(now).is_some();
+        let Some(remaining) = FleetProbe::held(register).filter(|_| is_missed) else {
             return false;
         };
         let held = HoldState {
             cut: true,
-            ..HoldState::new(remaining, releases)
+            ..HoldState::new(remaining, hold.releases)
         };
         self.adopt(held, HoldSource::Published, now)
     }
@@ -592,9 +607,16 @@ impl KeyHold {
         max_hold: Duration,
         now: Instant,
     ) -> Option<Duration> {
+        let is_asking = || self.passage(max_hold, now) == Passage::Asking;
+        self.would_block_for(max_hold, now)
+            .or_else(|| is_asking().then_some(ANSWER))
+    }
+
+    /// The same for a request that does not enter. If it did, the store would be asked for the right to probe.
+    pub(super) fn would_block_for(&self, max_hold: Duration, now: Instant) -> Option<Duration> {
         self.left(now)
             .or_else(|| match self.passage(max_hold, now) {
-                Passage::Open | Passage::Probe => None,
+                Passage::Open | Passage::Probe | Passage::Asking => None,
                 Passage::Probing(left) => Some(left),
             })
     }
@@ -625,18 +647,15 @@ impl KeyHold {
     pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
         if let Some(details) = &mut self.details {
             details.hold.probe_leaves(number, now);
-            if let Some(ban) = &mut details.ban {
-                ban.probe_leaves(number, now);
-            }
+            details.fleet.probe_leaves(number, now);
         }
     }
 
     /// Notes that a probe was not sent. Returns whether another one may leave now.
-    pub(super) fn probe_comes_back(&mut self, number: ProbeNumber) -> bool {
+    pub(super) fn probe_comes_back(&mut self, number: ProbeNumber, now: Instant) -> bool {
         self.details.as_mut().is_some_and(|details| {
             let is_back = details.hold.probe_comes_back(number);
-            let ban = details.ban.as_mut();
-            ban.is_some_and(|ban| ban.probe_comes_back(number)) || is_back
+            details.fleet.probe_comes_back(number, now) || is_back
         })
     }
 

@@ -36,11 +36,11 @@
 //! upstream, the pending charges, and the limits of the key. Each part has its own type, whose methods touch only that part. `KeyState` and
 //! [`Ticket`] do what needs several parts.
 
-mod ban;
 mod booking;
 mod calls;
 mod charges;
 mod context;
+mod fleet_probe;
 mod hold;
 mod joint_ask;
 mod key_hold;
@@ -81,9 +81,9 @@ use crate::wakers::Wakers;
 use calls::Ask;
 use charges::{ChargeNumber, PendingCharges};
 
-pub(super) use ban::{BAN, BanCall};
 pub(super) use calls::SentCall;
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
+pub(super) use fleet_probe::{FLEET_PROBE, FleetCall};
 pub(super) use hold::HoldSource;
 pub(super) use joint_ask::{JointAnswer, JointAsk, ask_to_confirm, confirmed, ended};
 pub(super) use key_hold::{KeyHold, NewHold};
@@ -561,31 +561,39 @@ impl KeyState {
 
     /// Shares a wait that the upstream has stated beyond `max_hold`. If requests wait for a probe, asks whether this process
     /// may send it.
-    pub(super) fn share_ban(&mut self, ctx: &mut KeyContext<'_>, is_awaited: bool) {
-        if let Some(call) = self.hold.ban_call(ctx.key, is_awaited, ctx.now) {
-            ctx.work.effects.push(Effect::ShareBan(Box::new(call)));
+    pub(super) fn share_probe(&mut self, ctx: &mut KeyContext<'_>, is_awaited: bool) {
+        if let Some(call) = self
+            .hold
+            .fleet_call(ctx.key, is_awaited, ctx.max_hold, ctx.now)
+        {
+            ctx.work.effects.push(Effect::ShareProbe(Box::new(call)));
         }
     }
 
     /// Takes in the answer of the store to such a call, or `None` if the store failed.
-    pub(super) fn ban_answered(
+    pub(super) fn fleet_answered(
         &mut self,
         ctx: &mut KeyContext<'_>,
         answer: Option<&Register>,
-        is_for_probe: bool,
+        probe: Option<u8>,
     ) {
-        if self.hold.ban_answered(answer, is_for_probe, ctx.now) {
+        let is_shared = self.store.answers_later;
+        let goes_on = self
+            .hold
+            .fleet_answered(ctx.key, answer, probe, is_shared, ctx.now);
+        if goes_on {
             self.wait_no_longer(ctx);
             self.step(ctx, None);
             self.close(ctx);
         } else {
-            self.share_ban(ctx, false);
+            // If the register is about an earlier hold, the next call replaces it.
+            self.share_probe(ctx, probe.is_some());
         }
     }
 
-    /// Takes in what another process has written about a ban.
-    pub(super) fn learn_ban(&mut self, ctx: &mut KeyContext<'_>, register: &Register) {
-        if self.hold.learn_ban(register, ctx.now) {
+    /// Takes in what another process has written.
+    pub(super) fn learn_fleet(&mut self, ctx: &mut KeyContext<'_>, register: &Register) {
+        if self.hold.learn_fleet(ctx.key, register, ctx.now) {
             self.hold_changed(ctx);
         }
     }
@@ -593,7 +601,7 @@ impl KeyState {
     /// Takes back the probe of a request that was not sent, if it was one. Returns whether another one may
     /// leave now.
     fn probe_comes_back(&mut self, ctx: &mut KeyContext<'_>, probe: Option<ProbeNumber>) -> bool {
-        let may_leave = probe.is_some_and(|number| self.hold.probe_comes_back(number));
+        let may_leave = probe.is_some_and(|number| self.hold.probe_comes_back(number, ctx.now));
         if may_leave {
             self.wait_no_longer(ctx);
         }

@@ -122,7 +122,7 @@ impl KeyState {
             hold_reason: Some(self.hold.reason(now)),
             kinds: self.hold.kinds().len(),
             origin: self.hold.origin(),
-            blocked: self.hold.blocked_for(ctx.max_hold, now),
+            blocked: self.hold.would_block_for(ctx.max_hold, now),
             refused,
             waiting,
             ahead: ahead.to_vec(),

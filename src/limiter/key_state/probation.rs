@@ -1,8 +1,8 @@
 //! Probation: what follows a hold after which the upstream may still refuse. It was cut to `max_hold`, or the upstream
 //! stated no wait, or its stated waits are known to be too short.
 //!
-//! When the hold is over, one request leaves first, as a probe. The others leave once the upstream has accepted it. A
-//! refusal of the probe is a new hold. If the response of the probe takes long, two more leave, then four, then eight at a
+//! When the hold is over, one request leaves first, as a probe, of all processes: see [`fleet_probe`](super::fleet_probe). The
+//! others leave once the upstream has accepted it. A refusal of the probe is a new hold. If the response of the probe takes long, two more leave, then four, then eight at a
 //! time: it may be a call that takes a minute, and says nothing about the limit.
 //!
 //! A probe has a number. Whoever leaves as the probe has it until the response arrives, and gives back
@@ -71,6 +71,8 @@ pub(super) enum Passage {
     Open,
     /// One request may leave, as the probe.
     Probe,
+    /// One request of the fleet may leave. The store says of which process.
+    Asking,
     /// No request may leave until the probe is accepted, or for this long.
     Probing(Duration),
 }
@@ -90,6 +92,14 @@ impl Probation {
 
     pub(super) fn is_on(&self) -> bool {
         *self != Probation::Off
+    }
+
+    /// Returns how long others wait for the response to the probe, if none has left.
+    pub(super) fn due(&self) -> Option<Duration> {
+        match self {
+            Probation::Due { patience } => Some(*patience),
+            Probation::Off | Probation::Probing(_) => None,
+        }
     }
 
     /// Returns which requests may leave after a hold that ended at `end`.

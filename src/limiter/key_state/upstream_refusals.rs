@@ -74,13 +74,14 @@ const MOST_LATE: Duration = Duration::from_secs(5);
 pub(super) const SAME_END: Duration = Duration::from_millis(5);
 
 impl UpstreamRefusals {
-    /// Takes in the refusal of a call that was sent at `sent`, while the key is on hold for `held`.
-    /// Returns the hold that follows, if it is longer than the present one.
+    /// Takes in the refusal of a call that was sent at `sent`, while the key is on hold for `held`. The fleet has sent so many
+    /// `probes` in a row. Returns the hold that follows, if it is longer than the present one.
     pub(super) fn refused(
         &mut self,
         retry_after: Option<Duration>,
         max_hold: Duration,
         held: Option<Duration>,
+        probes: u8,
         sent: Instant,
         now: Instant,
     ) -> Option<HoldSpan> {
@@ -88,12 +89,13 @@ impl UpstreamRefusals {
             Some(stated) => self.refused_for(stated, max_hold, held, sent, now),
             // It states nothing new: the call was sent before the hold began.
             None if held.is_some() => None,
-            None => Some(self.refused_without_wait(max_hold)),
+            None => Some(self.refused_without_wait(max_hold, probes)),
         }
     }
 
-    fn refused_without_wait(&mut self, max_hold: Duration) -> HoldSpan {
-        self.without_wait += 1;
+    fn refused_without_wait(&mut self, max_hold: Duration, probes: u8) -> HoldSpan {
+        // Other processes have had probes refused.
+        self.without_wait = 1 + self.without_wait.max(probes.into());
         let longest = FIRST_HOLD.saturating_mul(1 << (self.without_wait - 1).min(10));
         HoldSpan {
             left: jittered(longest.min(max_hold)),
@@ -195,7 +197,7 @@ mod tests {
                 return count;
             }
             let stated = (opens - *at).saturating_sub(late);
-            let wait = known.refused(Some(stated), HOUR, None, *at, *at);
+            let wait = known.refused(Some(stated), HOUR, None, 0, *at, *at);
             *at += wait.unwrap().left;
         }
         unreachable!("the server opens");
@@ -227,7 +229,7 @@ mod tests {
         let (mut known, mut at) = (UpstreamRefusals::default(), clock::now());
         for _ in 0..3 {
             at += known
-                .refused(Some(ms(1000)), HOUR, None, at, at)
+                .refused(Some(ms(1000)), HOUR, None, 0, at, at)
                 .unwrap()
                 .left;
         }
@@ -241,7 +243,7 @@ mod tests {
         let mut at = start;
         for _ in 0..8 {
             at += known
-                .refused(Some(Duration::ZERO), ms(60_000), None, at, at)
+                .refused(Some(Duration::ZERO), ms(60_000), None, 0, at, at)
                 .unwrap()
                 .left
                 .max(ms(1));
@@ -252,7 +254,7 @@ mod tests {
     #[test]
     fn refusals_that_come_together_prove_nothing() {
         let (mut known, now) = (UpstreamRefusals::default(), clock::now());
-        let first = known.refused(Some(ms(100)), HOUR, None, now, now);
+        let first = known.refused(Some(ms(100)), HOUR, None, 0, now, now);
         assert_eq!(
             first,
             Some(HoldSpan {
@@ -266,6 +268,7 @@ mod tests {
                     Some(ms(100)),
                     HOUR,
                     Some(ms(100 - after)),
+                    0,
                     now,
                     now + ms(after)
                 ),
@@ -275,7 +278,7 @@ mod tests {
         // The hold ended 100 ms after the first.
         assert_eq!(known.stated.map(|stated| stated.end), Some(now + ms(100)));
         known.accepted(now + ms(101));
-        let again = known.refused(Some(ms(100)), HOUR, None, now + ms(900), now + ms(901));
+        let again = known.refused(Some(ms(100)), HOUR, None, 0, now + ms(900), now + ms(901));
         assert_eq!(again.unwrap().left, ms(100));
     }
 
@@ -286,7 +289,7 @@ mod tests {
         let (mut known, mut at) = (UpstreamRefusals::default(), clock::now());
         for left in (0..1440).rev() {
             let stated = ms(60_000) * left + ms(5000);
-            let wait = known.refused(Some(stated), ms(60_000), None, at, at);
+            let wait = known.refused(Some(stated), ms(60_000), None, 0, at, at);
             let left = wait.unwrap().left;
             assert_eq!(left, stated.min(ms(60_000)));
             at += left;
@@ -298,7 +301,7 @@ mod tests {
     fn proofs_without_end_hold_for_max_hold() {
         let (mut known, mut at) = (UpstreamRefusals::default(), clock::now());
         for count in 0..200 {
-            let wait = known.refused(Some(Duration::ZERO), ms(60_000), None, at, at);
+            let wait = known.refused(Some(Duration::ZERO), ms(60_000), None, 0, at, at);
             let left = wait.map_or(ms(1), |wait| wait.left);
             assert!(count < 10 || left == ms(60_000), "{count}: {left:?}");
             at += left;
@@ -308,7 +311,7 @@ mod tests {
     #[test]
     fn long_waits_are_cut() {
         let (mut known, now) = (UpstreamRefusals::default(), clock::now());
-        let wait = known.refused(Some(HOUR), ms(60_000), None, now, now);
+        let wait = known.refused(Some(HOUR), ms(60_000), None, 0, now, now);
         assert_eq!(
             wait,
             Some(HoldSpan {

@@ -104,7 +104,11 @@ impl Request {
                 held.end = latest;
                 return Ok(());
             }
-            return Err(Stopped::refused(held.part, bound.reason(), refusal));
+            let reason = match self.is_of_kind(held.key) {
+                true => Reason::HeldKind,
+                false => bound.reason(),
+            };
+            return Err(Stopped::refused(held.part, reason, refusal));
         }
         holds::confirm(core, held.key, now);
         // A guard that stops the key stops its kinds, too.

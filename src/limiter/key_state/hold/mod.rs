@@ -291,6 +291,11 @@ impl Hold {
         self.probation.passage(self.end, max_hold, now)
     }
 
+    /// See [`Probation::due`].
+    pub(super) fn probe_due(&self) -> Option<Duration> {
+        self.probation.due()
+    }
+
     /// Notes that this probe leaves now.
     pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
         self.probation.probe_leaves(number, now);

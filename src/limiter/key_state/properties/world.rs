@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 
-use super::super::{Effect, HoldSource, KeyContext, KeyState, SentCall, Ticket, Work};
+use super::super::{Effect, FleetCall, HoldSource, KeyContext, KeyState, SentCall, Ticket, Work};
 use super::Step;
 use super::request::{Pending, Request, Stage, Task};
 use super::wire::Wire;
@@ -41,6 +41,8 @@ pub(super) struct World {
     pub(super) answer_lost: bool,
     pub(super) requests: Vec<Request>,
     pub(super) pending: Vec<Pending>,
+    /// The questions to the store which process probes.
+    asked: Vec<FleetCall>,
     uses: Vec<(Instant, u32)>,
     any_woken: Arc<Notify>,
 }
@@ -64,6 +66,7 @@ impl World {
             answer_lost: faults,
             requests: Vec::new(),
             pending: Vec::new(),
+            asked: Vec::new(),
             uses: Vec::new(),
             any_woken: Arc::default(),
         }
@@ -76,7 +79,12 @@ impl World {
         act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>, &mut [Request]) -> R,
     ) -> R {
         self.watched(|state, ctx, _| state.catch_up(ctx));
-        self.watched(act)
+        let result = self.watched(act);
+        // The store has no registers: this process is the only one.
+        while let Some(call) = self.asked.pop() {
+            self.watched(|state, ctx, _| state.fleet_answered(ctx, None, call.probe));
+        }
+        result
     }
 
     /// Runs `act`, and notes which requests overtake others.
@@ -116,7 +124,10 @@ impl World {
         } = ctx.work;
         wakers.wake();
         let calls = effects.into_iter().filter_map(|effect| match effect {
-            Effect::ShareBan(_) => None,
+            Effect::ShareProbe(call) => {
+                self.asked.push(*call);
+                None
+            }
             Effect::Call(number, call, answer) => Some(Pending::Call(number, call, answer)),
             Effect::LimitInFlight(_) => None,
         });
