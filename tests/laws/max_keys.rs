@@ -12,7 +12,7 @@ use tollgate::store::{
     ClientSession, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreReply,
     UnusedPermits, Usage,
 };
-use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer};
+use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer, Signal};
 
 /// A store that answers asynchronously and may lose its state, as a server does. It records what it
 /// receives.
@@ -237,4 +237,21 @@ fn keys_used_for_long_leave_nothing() {
             "{name}: {bytes:?}"
         );
     }
+}
+
+/// Two requests are refused at once. The second refusal makes no longer hold, and the store is told of it.
+#[tokio::test(start_paused = true)]
+async fn keys_that_were_refused_twice_make_room() {
+    let limiter = limiter(Quota::per_minute(10), 1);
+    let sent = [(); 2].map(|()| call(&limiter, host(1)).unwrap().begin().unwrap());
+    let response = http::Response::builder()
+        .status(429)
+        .header("RateLimit-Limit", 10)
+        .header("RateLimit-Remaining", 0)
+        .header("RateLimit-Reset", 30)
+        .body(());
+    let refused = Signal::read(&response.unwrap());
+    sent.map(|sent| sent.answered(&refused));
+    tokio::time::advance(HOUR).await;
+    assert!(call(&limiter, host(2)).is_ok());
 }

@@ -108,7 +108,6 @@ impl KeyState {
             self.gathered(ctx);
         } else {
             self.step(ctx, None);
-            self.close(ctx);
         }
     }
 
@@ -372,7 +371,6 @@ impl KeyState {
             self.pass_on(ctx);
         }
         self.send_charges_later(ctx, failed);
-        self.close(ctx);
         if failed && !ctx.work.has_begun_call() && self.hold.is_doubted(ctx.now) {
             self.pass_on_by(clock::after(ctx.now, ASK_AGAIN));
         }
@@ -470,6 +468,5 @@ impl KeyState {
             // No call was needed.
             queue.gathering = Gathering::NotYet;
         }
-        self.close(ctx);
     }
 }

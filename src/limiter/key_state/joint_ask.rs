@@ -189,7 +189,6 @@ pub(in crate::limiter) fn confirmed(
 pub(super) fn go_on(state: &mut KeyState, ctx: &mut KeyContext<'_>) {
     state.after_answer(ctx, ctx.now);
     state.step(ctx, None);
-    state.close(ctx);
 }
 
 /// Takes in whether a slot of a joint request was used. If it expired before the request left, the

@@ -388,6 +388,5 @@ impl KeyState {
         self.step(ctx, None);
         let next = self.limits.loans().and_then(|loans| loans.next);
         self.want_statements_before(ctx, next.unwrap_or(now));
-        self.close(ctx);
     }
 }

@@ -202,7 +202,6 @@ impl KeyState {
         {
             ctx.work.begins_delay = true;
         }
-        self.close(ctx);
     }
 
     /// Takes in the limits that a response states, if there is one. Returns the quota that the store has
@@ -329,7 +328,6 @@ impl KeyState {
             queue.add(slot);
         }
         self.step(ctx, None);
-        self.close(ctx);
     }
 
     /// Takes back units of a permit that was used, because its request cost less. The store subtracts
@@ -345,7 +343,6 @@ impl KeyState {
         // The units may be enough for the first waiter.
         queue.end_pause();
         self.step(ctx, None);
-        self.close(ctx);
     }
 
     /// Counts units that were sent at `sent_at` or earlier: without a permit, because a request cost
@@ -366,7 +363,6 @@ impl KeyState {
             self.send_charges_later(ctx, false);
         } else {
             self.inquire(ctx);
-            self.close(ctx);
         }
     }
 
@@ -529,7 +525,6 @@ impl KeyState {
             }
         }
         self.step(ctx, None);
-        self.close(ctx);
     }
 
     /// Gives back permits at hand, and permits booked before the end of the hold.
@@ -554,7 +549,6 @@ impl KeyState {
         if let Some(queue) = &mut self.queue {
             queue.end_by(by, &mut ctx.work.wakers);
             self.step(ctx, None);
-            self.close(ctx);
         }
         unused.map_or(0, |unused| unused.units)
     }
@@ -584,7 +578,6 @@ impl KeyState {
         if goes_on {
             self.wait_no_longer(ctx);
             self.step(ctx, None);
-            self.close(ctx);
         } else {
             // If the register is about an earlier hold, the next call replaces it.
             self.share_probe(ctx, probe.is_some());
@@ -613,7 +606,6 @@ impl KeyState {
     pub(super) fn probe_not_sent(&mut self, ctx: &mut KeyContext<'_>, probe: ProbeNumber) {
         if self.probe_comes_back(ctx, Some(probe)) {
             self.step(ctx, None);
-            self.close(ctx);
         }
     }
 
@@ -683,7 +675,6 @@ impl KeyState {
         } else {
             self.step(ctx, None);
         }
-        self.close(ctx);
     }
 
     /// Takes in an event: another process stated to the store that fewer units of a limit are left.
@@ -739,7 +730,6 @@ impl KeyState {
         if is_doubted && !ctx.work.has_begun_call() && self.passes_on_at().is_none() {
             self.confirm(ctx);
         }
-        self.close(ctx);
     }
 
     /// Keeps what a lease states besides its slots. Returns two moments by the clock of this
@@ -802,26 +792,16 @@ impl KeyState {
         unused
     }
 
-    /// Drops a queue without waiters, and gives back the permits that the next call would have
-    /// returned.
-    fn close(&mut self, ctx: &KeyContext<'_>) {
-        // Lent permits are left to `take_lent_back`, which closes the queue.
-        let is_done =
-            |queue: &mut Box<Queue>| queue.returns.lent.is_empty() && queue.is_done(ctx.now);
-        if let Some(queue) = self.queue.take_if(is_done)
+    /// Ends a visit: leaves the lent permits that no waiter needs to be given back. Drops a queue without waiters, and gives
+    /// back the permits that its next call would have returned.
+    pub(super) fn end_visit(&mut self, ctx: &mut KeyContext<'_>) {
+        if let Some(queue) = &mut self.queue {
+            ctx.work.lent_back.append(&mut queue.returns.lent);
+        }
+        if let Some(queue) = self.queue.take_if(|queue| queue.is_done(ctx.now))
             && !queue.returns.own.is_empty()
         {
             ctx.store.give_back(ctx.key, ctx.spec, &queue.returns.own);
-        }
-    }
-
-    /// Ends a visit: leaves the lent permits that no waiter needs to be given back.
-    pub(super) fn take_lent_back(&mut self, ctx: &mut KeyContext<'_>) {
-        if let Some(queue) = &mut self.queue
-            && !queue.returns.lent.is_empty()
-        {
-            ctx.work.lent_back.append(&mut queue.returns.lent);
-            self.close(ctx);
         }
     }
 }
