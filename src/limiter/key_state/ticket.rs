@@ -64,6 +64,9 @@ impl Ticket {
             return Some(refused_for(left));
         }
         if let Some(refused) = state.refusal_without_call(self.cost, self.bound, is_back, ctx) {
+            if inquires {
+                state.inquire(ctx);
+            }
             return Some(refused);
         }
         if state.asks_alone(ctx) && state.are_parts_stated(ctx, ctx.now) {

@@ -11,7 +11,7 @@ use super::KeyState;
 use crate::clock;
 use crate::quota::Quota;
 use crate::store::HoldState;
-use request::Stage;
+use request::{Pending, Stage};
 use world::{LONGEST, World, ms};
 
 #[derive(Clone, Debug)]
@@ -339,6 +339,20 @@ async fn a_short_hold_ends_the_wait_for_a_probe() {
         Step::Hold(1, false),
     ];
     run(100, true, false, false, &steps).await;
+}
+
+/// A request asks whether the hold was released, and finds no room in the queue.
+#[tokio::test(start_paused = true)]
+async fn requests_without_room_ask_for_a_release() {
+    let mut world = World::new(Quota::per_second(5), true, false);
+    world.hold(HoldState::new(ms(5000), 0));
+    for _ in 0..30 {
+        world.enter(1, LONGEST, false);
+    }
+    world.state.doubt();
+    world.enter(1, 0, false);
+    let mut pending = world.pending.iter();
+    assert!(pending.any(|pending| matches!(pending, Pending::Call(..))));
 }
 
 /// A limiter keeps the state of each of many keys.
