@@ -7,7 +7,7 @@ mod world;
 
 use proptest::prelude::*;
 
-use super::KeyState;
+use super::{Effect, KeyState};
 use crate::clock;
 use crate::quota::Quota;
 use crate::store::HoldState;
@@ -353,6 +353,15 @@ async fn requests_without_room_ask_for_a_release() {
     world.enter(1, 0, false);
     let mut pending = world.pending.iter();
     assert!(pending.any(|pending| matches!(pending, Pending::Call(..))));
+}
+
+#[tokio::test(start_paused = true)]
+async fn effects_that_call_no_store_begin_no_call() {
+    let mut world = World::new(Quota::per_second(5), true, false);
+    world.act(|_, ctx, _| {
+        ctx.work.effects.push(Effect::LimitInFlight(None));
+        assert!(!ctx.work.has_begun_call());
+    });
 }
 
 /// A limiter keeps the state of each of many keys.
