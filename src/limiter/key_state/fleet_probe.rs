@@ -29,15 +29,13 @@ use crate::clock;
 use crate::key::Key;
 use crate::limiter::reservation::ProbeNumber;
 use crate::store::{Recipients, Register, RegisterRequest};
+use crate::wait_queue::ANSWER;
 
 /// The longest time without a probe of a ban.
 const LONGEST: Duration = Duration::from_secs(3600);
 
 /// If the response to a probe of a ban takes longer, another request may leave.
 pub(super) const PROBE_TAKES: Duration = Duration::from_secs(60);
-
-/// The store is asked again if it has not answered for so long.
-pub(super) const ANSWER: Duration = Duration::from_secs(1);
 
 /// How often the others look whether it was lost.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);

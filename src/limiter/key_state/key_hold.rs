@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::fleet_probe::{ANSWER, FleetCall, FleetProbe, PROBE_TAKES, ProbedHold};
+use super::fleet_probe::{FleetCall, FleetProbe, PROBE_TAKES, ProbedHold};
 use super::hold::{Hold, HoldSource};
 use super::probation::{LONGEST_PROBATION, Passage};
 use super::upstream_refusals::{HoldSpan, SAME_END, UpstreamRefusals};
@@ -26,6 +26,7 @@ use crate::stats::Cause;
 use crate::store::{HoldState, Register};
 use crate::suspicion::Suspicion;
 use crate::uncertain::Uncertain;
+use crate::wait_queue::ANSWER;
 use crate::wakers::Wakers;
 
 /// The hold of a key. `details` is `None` if the key was never on hold.
