@@ -554,28 +554,16 @@ impl KeyHold {
         details.fleet.call(hold, takes, now)
     }
 
-    /// Takes in the answer of the store to such a call. `None` if the store failed. Returns whether requests that wait for a
-    /// probe go on.
-    pub(super) fn fleet_answered(
+    /// Takes in that the store has made the change of such a call, or has failed. See [`FleetProbe::changed`].
+    pub(super) fn fleet_changed(
         &mut self,
-        key: Key,
-        answer: Option<&Register>,
+        version: Option<u64>,
         probe: Option<u8>,
         is_shared: bool,
         now: Instant,
-    ) -> bool {
-        match answer.filter(|register| !register.changed) {
-            Some(theirs) => {
-                self.learn_fleet(key, theirs, now);
-                false
-            }
-            None => {
-                let version = answer.map(|register| register.version);
-                let details = self.details(now);
-                details.fleet.changed(version, probe, is_shared, now);
-                probe.is_some()
-            }
-        }
+    ) {
+        let details = self.details(now);
+        details.fleet.changed(version, probe, is_shared, now);
     }
 
     /// Takes in what another process has written. Returns whether the hold changed.

@@ -571,23 +571,28 @@ impl KeyState {
         answer: Option<&Register>,
         probe: Option<u8>,
     ) {
-        let is_shared = self.store.answers_later;
-        let goes_on = self
-            .hold
-            .fleet_answered(ctx.key, answer, probe, is_shared, ctx.now);
-        if goes_on {
-            self.wait_no_longer(ctx);
-            self.step(ctx, None);
+        if let Some(theirs) = answer.filter(|register| !register.changed) {
+            self.learn_fleet(ctx, theirs);
         } else {
-            // If the register is about an earlier hold, the next call replaces it.
-            self.share_probe(ctx, probe.is_some());
+            let (version, is_shared) = (answer.map(|new| new.version), self.store.answers_later);
+            self.hold.fleet_changed(version, probe, is_shared, ctx.now);
+            if probe.is_some() {
+                self.wait_no_longer(ctx);
+                return self.step(ctx, None);
+            }
         }
+        // If the register is about an earlier hold, the next call replaces it.
+        self.share_probe(ctx, probe.is_some());
     }
 
     /// Takes in what another process has written.
     pub(super) fn learn_fleet(&mut self, ctx: &mut KeyContext<'_>, register: &Register) {
+        let was_clear = self.hold.is_clear(ctx.max_hold, ctx.now);
         if self.hold.learn_fleet(ctx.key, register, ctx.now) {
             self.hold_changed(ctx);
+        } else if was_clear && !self.hold.is_clear(ctx.max_hold, ctx.now) {
+            // Requests that take a permit at hand ask for no probe.
+            self.give_back_prefetched(ctx);
         }
     }
 

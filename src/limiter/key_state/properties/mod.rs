@@ -7,10 +7,11 @@ mod world;
 
 use proptest::prelude::*;
 
-use super::{Effect, KeyState};
+use super::{Effect, HoldSource, KeyHold, KeyState};
 use crate::clock;
+use crate::key::Key;
 use crate::quota::Quota;
-use crate::store::HoldState;
+use crate::store::{HoldState, Register};
 use request::{Pending, Stage};
 use world::{LONGEST, World, ms};
 
@@ -362,6 +363,45 @@ async fn effects_that_call_no_store_begin_no_call() {
         ctx.work.effects.push(Effect::LimitInFlight(None));
         assert!(!ctx.work.has_begun_call());
     });
+}
+
+/// Returns what a process has written, `age` ago, that was told to wait for an hour. It is on hold for the first minute.
+fn written_ban(age: u64) -> Register {
+    let (mut theirs, now, max_hold) = (KeyHold::default(), clock::now(), ms(60_000));
+    let new = theirs.refused_upstream(Some(ms(3_600_000)), max_hold, now, now);
+    theirs.adopt(new.unwrap().held, HoldSource::Seen, now);
+    let call = theirs.fleet_call(Key::ALL, false, max_hold, now).unwrap();
+    Register {
+        version: 7,
+        value: call.request.value.unwrap(),
+        age: ms(age),
+        ..Register::default()
+    }
+}
+
+/// This process asks for its turn, and reads in the answer that the key is on hold.
+#[tokio::test(start_paused = true)]
+async fn answers_about_turns_bring_holds() {
+    let mut world = World::new(Quota::per_second(5), false, false);
+    for _ in 0..6 {
+        world.enter(1, 2000, false);
+    }
+    assert_eq!(world.state.waiting(), 1);
+    world.act(|state, ctx, _| state.fleet_answered(ctx, Some(&written_ban(0)), Some(1)));
+    assert_eq!(world.state.waiting(), 0, "it cannot wait for a minute");
+}
+
+/// The hold of a ban that this process learns of is over, and one request of the fleet leaves first.
+#[tokio::test(start_paused = true)]
+async fn bans_leave_no_permits_at_hand() {
+    let mut world = World::new(Quota::per_second(300), true, false);
+    for _ in 0..20 {
+        world.enter(1, LONGEST, false);
+        world.run_until_idle().await;
+    }
+    assert!(world.state.at_hand(clock::now()) > 0);
+    world.act(|state, ctx, _| state.learn_fleet(ctx, &written_ban(61_000)));
+    assert_eq!(world.state.at_hand(clock::now()), 0);
 }
 
 /// A limiter keeps the state of each of many keys.
