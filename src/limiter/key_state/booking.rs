@@ -316,8 +316,8 @@ impl KeyState {
         let Some(queue) = &mut self.queue else { return };
         let gathers = is_clear && queue.gathering.is_under_way();
         if !queue.returns.own.is_empty() && !queue.is_calling(now) && !gathers {
-            ctx.store
-                .give_back(ctx.key, ctx.spec, &std::mem::take(&mut queue.returns.own));
+            let unused = std::mem::take(&mut queue.returns.own);
+            self.give_back_now(ctx, &unused);
             if ctx.spec.lending().is_some() {
                 self.note_own_part(ctx.spec, now, false);
             }

@@ -74,9 +74,7 @@ impl JointAsk {
             _ => state.known_refusal(cost, bound, now),
         };
         if let Some(refusal) = known {
-            if !returns.is_empty() {
-                ctx.store.give_back(ctx.key, ctx.spec, &returns);
-            }
+            state.give_back_now(ctx, &returns);
             return Err(JointAnswer::Refused(refusal));
         }
         let held = state.hold.left(now).unwrap_or_default();
@@ -124,7 +122,7 @@ impl JointAsk {
         match (lease.grants.first(), held) {
             (Some(grant), _) if precedes_release => {
                 let slot = slot(lease, grant, bounds);
-                ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
+                state.give_back_now(ctx, &[slot.unused()]);
                 JointAnswer::Again
             }
             (None, _) if precedes_release => JointAnswer::Again,

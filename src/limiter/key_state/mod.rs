@@ -192,8 +192,6 @@ impl KeyState {
         };
         queue.give_up_slots();
         let unused = std::mem::take(&mut queue.returns.own);
-        self.store.forget(&unused);
-        ctx.store.give_back(ctx.key, ctx.spec, &unused);
         // A call under way may bring slots of the old quota: they are given up when it is answered.
         self.store.tightens = queue.is_calling(ctx.now);
         if queue.waiting() > 0
@@ -202,6 +200,7 @@ impl KeyState {
         {
             ctx.work.begins_delay = true;
         }
+        self.give_back_now(ctx, &unused);
     }
 
     /// Takes in the limits that a response states, if there is one. Returns the quota that the store has
@@ -318,7 +317,7 @@ impl KeyState {
             let may_be_at_hand =
                 stays && !ctx.is_draining && self.hold.is_clear(ctx.max_hold, ctx.now);
             if !may_be_at_hand || !self.prefetched.put(&slot, ctx.now) {
-                ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
+                self.give_back_now(ctx, &[slot.unused()]);
             }
             return;
         };
@@ -335,9 +334,7 @@ impl KeyState {
     pub(super) fn refund(&mut self, ctx: &mut KeyContext<'_>, unused: UnusedPermits) {
         self.store.forget_refusal();
         let Some(queue) = &mut self.queue else {
-            self.store.forget(&[unused]);
-            ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
-            return;
+            return self.give_back_now(ctx, &[unused]);
         };
         queue.returns.own.push(unused);
         // The units may be enough for the first waiter.
@@ -542,10 +539,8 @@ impl KeyState {
     /// Ends the use of the key in this process: gives back the permits at hand, and refuses the requests
     /// whose slot is later than `by`. Returns the units given back.
     pub(super) fn stop(&mut self, ctx: &mut KeyContext<'_>, by: Instant) -> u64 {
-        let unused = self.take_prefetched();
-        if let Some(unused) = unused {
-            ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
-        }
+        let unused = self.prefetched.clear();
+        self.give_back_now(ctx, unused.as_slice());
         if let Some(queue) = &mut self.queue {
             queue.end_by(by, &mut ctx.work.wakers);
             self.step(ctx, None);
@@ -661,7 +656,8 @@ impl KeyState {
     /// Gives up permits at hand and booked slots, because less is left than this process could
     /// send. Asks for them anew.
     pub(super) fn tighten(&mut self, ctx: &mut KeyContext<'_>) {
-        let unused = self.take_prefetched();
+        // The next call returns them, and the session subtracts them then.
+        let unused = self.prefetched.clear();
         let queue = self.queue.get_or_insert_default();
         queue.returns.own.extend(unused);
         queue.give_up_slots();
@@ -768,14 +764,11 @@ impl KeyState {
         }
         if let Some(grant) = &lease.prefetched {
             // The calls of joint requests are under way at the same time as another call.
-            if let Some(unused) = self.prefetched.clear() {
-                ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
-            }
+            self.give_back_prefetched(ctx);
             let permits = slot(lease, grant, (bounds.0, bounds.0));
             if ctx.is_draining || !self.hold.is_clear(ctx.max_hold, ctx.now) {
                 // The call was sent before the drain, or before the hold.
-                self.store.forget(&[permits.unused()]);
-                ctx.store.give_back(ctx.key, ctx.spec, &[permits.unused()]);
+                self.give_back_now(ctx, &[permits.unused()]);
             } else {
                 self.prefetched.fill(&permits);
             }
@@ -785,16 +778,17 @@ impl KeyState {
 
     /// Gives back the permits at hand.
     pub(super) fn give_back_prefetched(&mut self, ctx: &KeyContext<'_>) {
-        if let Some(unused) = self.take_prefetched() {
-            ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
-        }
+        let unused = self.prefetched.clear();
+        self.give_back_now(ctx, unused.as_slice());
     }
 
-    /// Takes out the permits at hand, to give them back to the store.
-    pub(super) fn take_prefetched(&mut self) -> Option<UnusedPermits> {
-        let unused = self.prefetched.clear();
-        self.store.forget(unused.as_slice());
-        unused
+    /// Gives permits of this state back to the store without a call, and subtracts them from those that the session counts as
+    /// granted.
+    fn give_back_now(&mut self, ctx: &KeyContext<'_>, unused: &[UnusedPermits]) {
+        if !unused.is_empty() {
+            self.store.forget(unused);
+            ctx.store.give_back(ctx.key, ctx.spec, unused);
+        }
     }
 
     /// Ends a visit: leaves the lent permits that no waiter needs to be given back. Drops a queue without waiters, and gives
@@ -803,10 +797,8 @@ impl KeyState {
         if let Some(queue) = &mut self.queue {
             ctx.work.lent_back.append(&mut queue.returns.lent);
         }
-        if let Some(queue) = self.queue.take_if(|queue| queue.is_done(ctx.now))
-            && !queue.returns.own.is_empty()
-        {
-            ctx.store.give_back(ctx.key, ctx.spec, &queue.returns.own);
+        if let Some(queue) = self.queue.take_if(|queue| queue.is_done(ctx.now)) {
+            self.give_back_now(ctx, &queue.returns.own);
         }
     }
 }
