@@ -235,7 +235,7 @@ impl KeyHold {
         self.details.as_ref()?.origin
     }
 
-    /// Returns whether this process has sent a hold of the key at `now`.
+    /// Returns whether this process has sent a hold of the key in the 100 ms before `now`.
     pub(in crate::limiter) fn was_sent_at(&self, now: Instant) -> bool {
         let sent_at = self.details.as_ref().and_then(|details| details.sent_at);
         sent_at.is_some_and(|sent| now.saturating_duration_since(sent) < JUST_SENT)
@@ -481,7 +481,8 @@ impl KeyHold {
         is_released
     }
 
-    /// Returns which requests may leave, if the key is not on hold.
+    /// Returns which requests may leave, if the key is not on hold. During a hold that was cut this may be a probe: no
+    /// request leaves all the same, because the permits from before its end were withdrawn.
     pub(super) fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
         let details = self.details.as_ref();
         details.map_or(Passage::Open, |details| details.passage(max_hold, now))
