@@ -173,8 +173,6 @@ impl<'a> SlotSearch<'a> {
             }
             for (part, asked) in self.ask(&parts, bound).await {
                 match asked {
-                    // The store did not decide about this key, because another one refused.
-                    JointAnswer::Paused(Duration::ZERO) => {}
                     JointAnswer::Granted { .. } | JointAnswer::Again => {}
                     JointAnswer::Paused(wait) => {
                         let until = clock::after(clock::now(), wait);

@@ -44,7 +44,8 @@ pub(in crate::limiter) enum JointAnswer {
     Refused(Refusal),
     /// The store decides nothing for this time, because it lost its state.
     Paused(Duration),
-    /// The store decided while the key was on hold, which has been released since.
+    /// The store is asked again. It did not decide about this key, because another one refused, or it decided while the key
+    /// was on hold, which has been released since.
     Again,
     Failed(StoreError),
 }
@@ -116,7 +117,10 @@ impl JointAsk {
             precedes_release,
         } = taken_in;
         if let Some(wait) = lease.recovering {
-            return JointAnswer::Paused(wait);
+            return match wait.is_zero() {
+                true => JointAnswer::Again,
+                false => JointAnswer::Paused(wait),
+            };
         }
         let held = state.hold.left(ctx.now);
         match (lease.grants.first(), held) {
