@@ -25,7 +25,7 @@ use crate::signal::Signal;
 use crate::stats::Cause;
 use crate::store::{HoldState, Register};
 use crate::suspicion::Suspicion;
-use crate::uncertain::Uncertain;
+use crate::uncertain::UNCERTAIN_UNTIL;
 use crate::wait_queue::ANSWER;
 use crate::wakers::Wakers;
 
@@ -58,8 +58,6 @@ struct HoldDetails {
     waiting: BTreeMap<Number, Waker>,
     /// How many requests of several keys count as waiting for this one. They all watch the hold.
     joint: u32,
-    /// Present while an accepted request would change anything.
-    uncertain: Option<Uncertain>,
 }
 
 /// Whose request was accepted.
@@ -98,6 +96,9 @@ const JUST_SENT: Duration = Duration::from_millis(100);
 /// longer by a tenth.
 const SEND_AGAIN: Duration = Duration::from_secs(1);
 
+/// For how long after a probe has left all responses are read. If its own takes longer, another one has left.
+const LONGEST_RESPONSE: Duration = Duration::from_secs(600);
+
 impl HoldDetails {
     /// Makes a hold that is over.
     fn new(now: Instant) -> Box<Self> {
@@ -113,7 +114,6 @@ impl HoldDetails {
             resends: false,
             waiting: BTreeMap::new(),
             joint: 0,
-            uncertain: None,
         })
     }
 
@@ -175,18 +175,28 @@ impl HoldDetails {
 
     /// Begins a suspicion, or goes on with it. Until it ends, all responses are read.
     fn suspect(&mut self, now: Instant) -> &mut Suspicion {
-        self.set_uncertain(true);
+        self.suspicion
+            .take_if(|suspicion| suspicion.ends_at() <= now);
         self.suspicion
             .get_or_insert_with(|| Box::new(Suspicion::new(now)))
     }
 
-    /// Sets whether an accepted request would change anything. As long as it would, all responses
-    /// are read.
-    fn set_uncertain(&mut self, is_uncertain: bool) {
-        if is_uncertain {
-            self.uncertain.get_or_insert_with(Uncertain::new);
-        } else {
-            self.uncertain = None;
+    /// Returns until when the hold, or what was learned from it, matters.
+    fn matters_until(&self) -> Instant {
+        let probation = match self.hold.is_cut() {
+            true => LONGEST_PROBATION,
+            false => Duration::ZERO,
+        };
+        clock::after(self.hold.end(), self.refusals.matters_for().max(probation))
+    }
+
+    /// Forgets earlier refusals, as an accepted request does, if they did not matter any more when the request was sent that
+    /// is refused now. The responses of those that were accepted meanwhile may not have been read. So a refusal months later
+    /// counts as the first one.
+    fn expire(&mut self, sent: Instant, now: Instant) {
+        if self.matters_until() <= sent && self.fleet.left(now).is_none() {
+            self.refusals.expire();
+            self.forget_stated_wait();
         }
     }
 }
@@ -248,16 +258,7 @@ impl KeyHold {
 
     /// Returns until when the hold, or what was learned from it, matters.
     pub(super) fn matters_until(&self) -> Option<Instant> {
-        let HoldDetails { hold, refusals, .. } = &**self.details.as_ref()?;
-        let probation = if hold.is_cut() {
-            LONGEST_PROBATION
-        } else {
-            Duration::ZERO
-        };
-        Some(clock::after(
-            hold.end(),
-            refusals.matters_for().max(probation),
-        ))
+        self.details.as_ref().map(|details| details.matters_until())
     }
 
     /// Returns until when it is of use to know which requests are refused, and for how long. If room is needed, that is
@@ -285,9 +286,6 @@ impl KeyHold {
             // It may follow from a refusal. Of its own refusals this process knows the kinds.
             details.suspect(now);
         }
-        if is_changed && details.hold.is_cut() {
-            details.set_uncertain(true);
-        }
         let end = details.hold.end();
         if let Some(suspicion) = &mut details.suspicion {
             suspicion.lasts_beyond(end);
@@ -313,9 +311,6 @@ impl KeyHold {
         let precedes_release = details.hold.answered(held, sent, bounds);
         if details.hold.releases() > releases {
             details.forget_stated_wait();
-        }
-        if details.hold.is_cut() {
-            details.set_uncertain(true);
         }
         precedes_release
     }
@@ -411,8 +406,8 @@ impl KeyHold {
         now: Instant,
     ) -> Option<NewHold> {
         let details = self.details(now);
+        details.expire(sent, now);
         let before = details.hold.left(now);
-        details.set_uncertain(true);
         let is_probe = before.is_none() && sent >= details.hold.end();
         let longest = match retry_after {
             Some(stated) if stated > max_hold => {
@@ -426,10 +421,13 @@ impl KeyHold {
             _ => max_hold,
         };
         let probes = details.fleet.sent();
-        let HoldSpan { left, cut } =
-            details
-                .refusals
-                .refused(retry_after, longest, before, probes, sent, now)?;
+        let new = details
+            .refusals
+            .refused(retry_after, longest, before, probes, sent, now);
+        let end = new.map_or(details.hold.end(), |new| clock::after(now, new.left));
+        let matters_until = clock::after(end, details.refusals.matters_for());
+        UNCERTAIN_UNTIL.note(matters_until, now);
+        let HoldSpan { left, cut } = new?;
         let before = before.unwrap_or_default();
         let is_recent = details
             .sent_at
@@ -474,10 +472,6 @@ impl KeyHold {
         details
             .suspicion
             .take_if(|suspicion| suspicion.ends_at() <= now);
-        let is_suspected = details.suspicion.is_some();
-        if !details.hold.is_cut() && !details.refusals.is_waiting() && !is_suspected {
-            details.set_uncertain(false);
-        }
         is_released
     }
 
@@ -638,6 +632,7 @@ impl KeyHold {
         if let Some(details) = &mut self.details {
             details.hold.probe_leaves(number, now);
             details.fleet.probe_leaves(number, now);
+            UNCERTAIN_UNTIL.note(clock::after(now, LONGEST_RESPONSE), now);
         }
     }
 
@@ -704,6 +699,27 @@ impl KeyHold {
     pub(super) fn wake_all(&mut self, wakers: &mut Wakers) {
         if let Some(details) = &mut self.details {
             wakers.add(std::mem::take(&mut details.waiting).into_values());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// It was accepted meanwhile, but nothing of the process was uncertain, so its responses were not read.
+    #[test]
+    fn refusals_months_apart_are_first_ones() {
+        let (mut hold, mut now) = (KeyHold::default(), clock::now());
+        let max_hold = Duration::from_secs(60);
+        for _ in 0..3 {
+            let held = hold
+                .refused_upstream(None, max_hold, now, now)
+                .unwrap()
+                .held;
+            assert!(held.remaining < Duration::from_millis(1500), "{held:?}");
+            hold.adopt(held, HoldSource::Seen, now);
+            now += Duration::from_secs(3600);
         }
     }
 }
