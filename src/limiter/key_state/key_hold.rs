@@ -210,26 +210,22 @@ impl KeyHold {
         self.details.as_ref().map(|details| &details.hold)
     }
 
-    fn suspicion(&self) -> Option<&Suspicion> {
+    /// Returns the suspicion, if a request was refused: then the kinds of requests are told apart.
+    pub(in crate::limiter) fn suspicion(&self) -> Option<&Suspicion> {
         self.details.as_ref()?.suspicion.as_deref()
     }
 
-    fn suspicion_mut(&mut self) -> Option<&mut Suspicion> {
+    pub(in crate::limiter) fn suspicion_mut(&mut self) -> Option<&mut Suspicion> {
         self.details.as_mut()?.suspicion.as_deref_mut()
     }
 
-    fn hold_mut(&mut self) -> Option<&mut Hold> {
+    pub(super) fn hold_mut(&mut self) -> Option<&mut Hold> {
         self.details.as_mut().map(|details| &mut details.hold)
     }
 
     /// Returns for how long the key is on hold.
     pub(in crate::limiter) fn left(&self, now: Instant) -> Option<Duration> {
         self.hold()?.left(now)
-    }
-
-    /// Takes in for how long the machine has slept: see [`Hold::wake`].
-    pub(super) fn wake(&mut self, now: Instant) -> bool {
-        self.hold_mut().is_some_and(|hold| hold.wake(now))
     }
 
     /// Notes why the key is on hold for `left`, unless another hold lasts longer.
@@ -338,13 +334,6 @@ impl KeyHold {
             .is_some_and(|details| std::mem::take(&mut details.resends))
     }
 
-    /// Notes that a hold or a release may have been missed.
-    pub(super) fn doubt(&mut self) {
-        if let Some(hold) = self.hold_mut() {
-            hold.doubt();
-        }
-    }
-
     /// Returns whether the key is on hold and a release may have been missed.
     pub(super) fn is_doubted(&self, now: Instant) -> bool {
         self.hold().is_some_and(|hold| hold.is_doubted(now))
@@ -354,11 +343,6 @@ impl KeyHold {
     /// missed. Returns true once each second, because one request asks for all.
     pub(in crate::limiter) fn take_inquiry(&mut self, now: Instant) -> bool {
         self.hold_mut().is_some_and(|hold| hold.take_inquiry(now))
-    }
-
-    /// Returns whether the kinds of requests are told apart, because a request was refused.
-    pub(in crate::limiter) fn is_suspected(&self) -> bool {
-        self.suspicion().is_some()
     }
 
     /// Returns the kinds of requests that the upstream refuses alone, as this process knows.
@@ -375,25 +359,6 @@ impl KeyHold {
         let details = self.details(now);
         let is_held = details.hold.left(now).is_some();
         details.suspect(now).refused(kind, is_held, now)
-    }
-
-    /// Returns whether the store may be asked about the hold of one more kind.
-    pub(in crate::limiter) fn may_ask_about_kind(&mut self) -> bool {
-        self.suspicion_mut().is_some_and(Suspicion::may_ask)
-    }
-
-    /// Notes that a kind of requests is on hold until `end`.
-    pub(in crate::limiter) fn kind_is_held(&mut self, end: Instant) {
-        if let Some(suspicion) = self.suspicion_mut() {
-            suspicion.lasts_beyond(end);
-        }
-    }
-
-    /// Takes in that the upstream accepted a request of `kind` that was sent at `sent`.
-    pub(in crate::limiter) fn accepted_kind(&mut self, kind: Key, sent: Instant) {
-        if let Some(suspicion) = self.suspicion_mut() {
-            suspicion.accepted(kind, sent);
-        }
     }
 
     /// Takes in a refusal of a request that was sent at `sent`. Returns the hold that follows, if

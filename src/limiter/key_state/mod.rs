@@ -611,7 +611,9 @@ impl KeyState {
 
     /// Notes that a hold, a release or a booking may have been missed.
     pub(super) fn doubt(&mut self) {
-        self.hold.doubt();
+        if let Some(hold) = self.hold.hold_mut() {
+            hold.doubt();
+        }
         self.store.doubt();
     }
 
