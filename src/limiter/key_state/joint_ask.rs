@@ -72,7 +72,7 @@ impl JointAsk {
                 // One such request asks the store for a release.
                 (!state.hold.take_inquiry(now)).then_some(Refusal::for_span(left))
             }
-            _ => state.known_refusal(cost, bound, now),
+            _ => state.store.repeated_refusal(cost, bound, now),
         };
         if let Some(refusal) = known {
             state.give_back_now(ctx, &returns);
@@ -215,26 +215,5 @@ impl KeyState {
     ) -> bool {
         let is_known = self.store.is_trusted(spec, now) && self.store.knows(slot);
         is_known && self.limits.changes() == changes
-    }
-
-    /// Returns the last slot of a joint request that this key moved. It may have passed.
-    pub(in crate::limiter) fn last_joint(&self) -> Option<Instant> {
-        self.store.last_joint()
-    }
-
-    /// Returns the refusal of a request for which the store need not be called.
-    pub(in crate::limiter) fn known_refusal(
-        &self,
-        cost: u32,
-        bound: WaitBound,
-        now: Instant,
-    ) -> Option<Refusal> {
-        self.store.repeated_refusal(cost, bound, now)
-    }
-
-    /// Takes in that a slot of no use goes back with the next call of a joint request. So a refusal
-    /// while it was booked says nothing any more.
-    pub(in crate::limiter) fn given_up(&mut self) {
-        self.store.forget_refusal();
     }
 }

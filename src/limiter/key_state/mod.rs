@@ -112,7 +112,7 @@ pub(super) struct KeyState {
     /// The permits at hand.
     prefetched: Prefetched,
     /// What this process knows of its store.
-    store: StoreView,
+    pub(super) store: StoreView,
     /// Until when no request may leave.
     pub(super) hold: KeyHold,
     /// What is still to be done for the key. `None` for most keys.
