@@ -79,7 +79,7 @@ use crate::store::{HoldState, Lease, Register, SetQuota, StoreReply, UpstreamRem
 use crate::wakers::Wakers;
 
 use calls::Ask;
-use charges::{ChargeNumber, PendingCharges};
+use charges::{ChargeNumber, DELAY, PendingCharges, RETRY};
 
 pub(super) use calls::SentCall;
 pub(super) use context::{Effect, KeyContext, LeaseFuture, Work};
@@ -129,7 +129,8 @@ struct Pending {
     remaining: RemainingTracker,
     /// Units that were used without a permit. `None` unless a call cost more than its permit.
     charges: Option<Box<PendingCharges>>,
-    /// When the store is sent what the upstream stated, or is asked about a doubted hold, even if no request waits.
+    /// When the store is sent charges and what the upstream stated, or is asked about a doubted hold, even if no request
+    /// waits.
     passes_on_at: Option<Instant>,
     /// When tasks visit the key: see `timer`. Each of them was started because no other one is as early.
     visits: SmallVec<[Instant; 2]>,
@@ -427,10 +428,11 @@ impl KeyState {
         }
     }
 
-    /// Notes that charges get a call of their own if no other call carries them, unless that is noted already.
+    /// Notes that charges get a call of their own if no other call carries them before.
     fn send_charges_later(&mut self, ctx: &KeyContext<'_>, failed: bool) {
-        if let Some(charges) = self.charges() {
-            charges.send_later(failed, ctx.now);
+        if self.charges().is_some_and(|charges| charges.are_waiting()) {
+            let delay = if failed { RETRY } else { DELAY };
+            self.pass_on_by(clock::after(ctx.now, delay));
         }
     }
 
@@ -714,10 +716,7 @@ impl KeyState {
 
     /// Returns when the store is called even if no request waits.
     fn passes_on_at(&self) -> Option<Instant> {
-        let pending = self.pending.as_ref()?;
-        let charges = pending.charges.as_ref();
-        let sends_at = charges.and_then(|charges| charges.sends_at);
-        [pending.passes_on_at, sends_at].into_iter().flatten().min()
+        self.pending.as_ref()?.passes_on_at
     }
 
     /// Sends the store what the upstream stated, and charges. If a hold is doubted, asks the store about it again.
@@ -725,7 +724,7 @@ impl KeyState {
         if let Some(pending) = &mut self.pending {
             pending.passes_on_at = None;
         }
-        if self.charges().is_some_and(|charges| charges.send_now()) {
+        if self.charges().is_some_and(|charges| charges.are_waiting()) {
             self.inquire(ctx);
         }
         let is_doubted = self.hold.is_doubted(ctx.now);

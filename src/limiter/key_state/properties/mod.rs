@@ -7,6 +7,7 @@ mod world;
 
 use proptest::prelude::*;
 
+use super::charges::{DELAY, RETRY};
 use super::{Effect, HoldSource, KeyHold, KeyState};
 use crate::clock;
 use crate::key::Key;
@@ -402,6 +403,28 @@ async fn bans_leave_no_permits_at_hand() {
     assert!(world.state.at_hand(clock::now()) > 0);
     world.act(|state, ctx, _| state.learn_fleet(ctx, &written_ban(61_000)));
     assert_eq!(world.state.at_hand(clock::now()), 0);
+}
+
+/// Units that were used without a permit wait for a call that carries them, and for a longer one if it fails.
+#[tokio::test(start_paused = true)]
+async fn charges_get_a_call_of_their_own_once() {
+    let mut world = World::new(Quota::per_second(5), true, true);
+    let now = clock::now();
+    world.enter(1, LONGEST, false);
+    world.run_until_idle().await;
+    assert_eq!(world.state.passes_on_at(), None);
+    for after in [0, 50] {
+        let sent_at = now + ms(after);
+        world.act(|state, ctx, _| state.charge(ctx, 1, sent_at, None));
+        assert_eq!(world.state.passes_on_at(), Some(now + DELAY));
+        tokio::time::advance(ms(50)).await;
+    }
+    world.act(|state, ctx, _| state.on_time(ctx));
+    assert_eq!(world.state.passes_on_at(), None);
+    let is_call = |pending: &Pending| matches!(pending, Pending::Call(..));
+    let call = world.pending.iter().position(is_call).unwrap();
+    world.lose(call);
+    assert_eq!(world.state.passes_on_at(), Some(clock::now() + RETRY));
 }
 
 /// A limiter keeps the state of each of many keys.
