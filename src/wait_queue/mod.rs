@@ -28,6 +28,7 @@ mod bound;
 mod properties;
 
 use std::collections::BTreeMap;
+use std::ops::RangeBounds;
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
@@ -198,8 +199,10 @@ impl<T, O> WaitQueue<T, O> {
 
     /// Wakes the tasks of the requests that `which` selects. The requests go on waiting.
     pub(crate) fn wake_where(&mut self, which: impl Fn(&T) -> bool, wakers: &mut Wakers) {
-        for waiter in self.iter_mut().filter(|waiter| which(&waiter.request)) {
-            wakers.add(waiter.waker.take());
+        for waiter in self.waiting.values_mut() {
+            if which(&waiter.request) {
+                wakers.add(waiter.waker.take());
+            }
         }
     }
 
@@ -213,11 +216,6 @@ impl<T, O> WaitQueue<T, O> {
         self.waiting.get_mut(&number)
     }
 
-    /// Returns the first request that waits.
-    pub(crate) fn first_mut(&mut self) -> Option<&mut Waiter<T>> {
-        self.iter_mut().next()
-    }
-
     /// Returns the requests whose outcomes no future has collected, in order.
     pub(crate) fn uncollected(&self) -> impl Iterator<Item = (Number, &O)> {
         self.settled
@@ -225,19 +223,12 @@ impl<T, O> WaitQueue<T, O> {
             .map(|(number, outcome)| (*number, outcome))
     }
 
-    /// Returns the numbers of the requests that wait, in order.
-    pub(crate) fn numbers(&self) -> impl DoubleEndedIterator<Item = Number> {
-        self.waiting.keys().copied()
-    }
-
-    /// Returns the numbers of the requests that wait, from `first` on.
-    pub(crate) fn numbers_from(&self, first: Number) -> impl DoubleEndedIterator<Item = Number> {
-        self.waiting.range(first..).map(|(number, _)| *number)
-    }
-
-    /// Returns the numbers of the requests that wait before `end`.
-    pub(crate) fn numbers_before(&self, end: Number) -> impl DoubleEndedIterator<Item = Number> {
-        self.waiting.range(..end).map(|(number, _)| *number)
+    /// Returns the numbers in `range` of the requests that wait, in order.
+    pub(crate) fn numbers(
+        &self,
+        range: impl RangeBounds<Number>,
+    ) -> impl DoubleEndedIterator<Item = Number> {
+        self.waiting.range(range).map(|(number, _)| *number)
     }
 
     /// Returns the requests that wait, in order.
@@ -247,27 +238,13 @@ impl<T, O> WaitQueue<T, O> {
             .map(|(number, waiter)| (*number, waiter))
     }
 
-    /// Returns the requests that wait, in order.
-    pub(crate) fn iter_mut(&mut self) -> impl DoubleEndedIterator<Item = &mut Waiter<T>> {
-        self.waiting.values_mut()
-    }
-
-    /// Returns the requests that wait with their numbers, in order.
-    pub(crate) fn iter_mut_with_numbers(
+    /// Returns the requests that wait with numbers in `range`, in order.
+    pub(crate) fn iter_mut(
         &mut self,
+        range: impl RangeBounds<Number>,
     ) -> impl DoubleEndedIterator<Item = (Number, &mut Waiter<T>)> {
         self.waiting
-            .iter_mut()
-            .map(|(number, waiter)| (*number, waiter))
-    }
-
-    /// Returns the requests that wait, in order, from request `first` on.
-    pub(crate) fn iter_mut_from(
-        &mut self,
-        first: Number,
-    ) -> impl Iterator<Item = (Number, &mut Waiter<T>)> {
-        self.waiting
-            .range_mut(first..)
+            .range_mut(range)
             .map(|(number, waiter)| (*number, waiter))
     }
 }
