@@ -22,14 +22,13 @@
 //! A kind is not held at its first refusal, even if others were accepted lately: when a limit of all requests is reached, each
 //! of 15 kinds would be refused once, instead of one.
 
-use std::sync::LazyLock;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
 use crate::clock;
 use crate::key::Key;
+use crate::uncertain::{LatestMoment, UNCERTAIN_UNTIL};
 
 /// So many requests of other kinds have to be accepted.
 const ENOUGH: u32 = 3;
@@ -50,35 +49,13 @@ const MOST_KINDS: usize = 8;
 /// The most requests for which the store is asked whether another process holds their kind.
 const MOST_ASKED: u32 = 64;
 
-/// Until when any key of the process may be under suspicion, in milliseconds from [`BASE`]. Zero if none is. Tried: to count
-/// them. A key that is refused once and never used again then keeps all requests of the process from the fast path.
-static SUSPECTED_UNTIL: AtomicU64 = AtomicU64::new(0);
+/// Until when any key of the process may be under suspicion.
+static SUSPECTED_UNTIL: LatestMoment = LatestMoment::new();
 
-/// By the clock of the machine: the paused clocks of tests differ within a process. They run faster, if at all.
-static BASE: LazyLock<Instant> = LazyLock::new(clock::of_machine);
-
-fn millis_since_base(moment: Instant) -> u64 {
-    let millis = moment.saturating_duration_since(*BASE).as_millis();
-    u64::try_from(millis).unwrap_or(u64::MAX)
-}
-
-/// Returns whether kinds of requests are told apart, because a key of this process may be under suspicion. While none is,
-/// it costs a load.
+/// Returns whether kinds of requests are told apart, because a key of this process may be under suspicion.
 #[inline]
 pub(crate) fn is_any_suspected() -> bool {
-    let until = SUSPECTED_UNTIL.load(Ordering::Relaxed);
-    until != 0 && is_before(until)
-}
-
-#[inline(never)]
-fn is_before(until: u64) -> bool {
-    let is_before = millis_since_base(clock::of_machine()) < until;
-    if !is_before {
-        // If it is a later one by now, it stays.
-        let order = Ordering::Relaxed;
-        _ = SUSPECTED_UNTIL.compare_exchange(until, 0, order, order);
-    }
-    is_before
+    SUSPECTED_UNTIL.is_ahead()
 }
 
 /// Which kinds of requests of a key are refused, and which are accepted.
@@ -133,11 +110,10 @@ impl Suspicion {
         self.note(now);
     }
 
-    /// Keeps requests of this process from the fast path until the suspicion ends.
+    /// Keeps requests and responses of this process from the fast path until the suspicion ends.
     fn note(&self, now: Instant) {
-        let left = self.ends_at().saturating_duration_since(now);
-        let until = millis_since_base(clock::after(clock::of_machine(), left));
-        SUSPECTED_UNTIL.fetch_max(until.saturating_add(1), Ordering::Relaxed);
+        SUSPECTED_UNTIL.note(self.ends_at(), now);
+        UNCERTAIN_UNTIL.note(self.ends_at(), now);
     }
 
     /// Returns whether one more kind may be asked about at the store.

@@ -135,8 +135,10 @@ impl Core {
             state.quota_changed(&mut ctx);
         }
         state.catch_up(&mut ctx);
+        // A request that enters without a queue may ask for itself alone.
+        state.end_visit(&mut ctx);
         act(state, &mut ctx);
-        state.take_lent_back(&mut ctx);
+        state.end_visit(&mut ctx);
         if !state.limits.take_change() {
             ctx.work.visit_at = state.wants_visit(&ctx.work, now);
             return ctx.work;
@@ -147,7 +149,7 @@ impl Core {
         let mut ctx = self.ctx(key, now, own.as_ref());
         ctx.work = work;
         state.quota_changed(&mut ctx);
-        state.take_lent_back(&mut ctx);
+        state.end_visit(&mut ctx);
         ctx.work.visit_at = state.wants_visit(&ctx.work, now);
         ctx.work
     }

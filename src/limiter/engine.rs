@@ -462,16 +462,10 @@ impl Core {
 
     /// Gives all prefetched permits back to the store.
     pub(super) fn give_back_all(&self) {
-        let Settings { store, spec, .. } = &self.settings;
         let now = clock::now();
         self.states.for_each(|key, state| {
-            if let Some(unused) = state.take_prefetched() {
-                store.give_back(
-                    key,
-                    self.own_spec(state, now).as_ref().unwrap_or(spec),
-                    &[unused],
-                );
-            }
+            let own = self.own_spec(state, now);
+            state.give_back_prefetched(&self.ctx(key, now, own.as_ref()));
         });
     }
 }

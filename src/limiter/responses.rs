@@ -77,8 +77,10 @@ impl AnsweredCall<'_> {
                 .find(|probe| probe.is_of(core.id, ctx.key));
             let probe = probe.map(Probe::number);
             let is_accepted = !limited && !self.is_bad;
-            if let Some(kind) = self.kind.filter(|_| is_accepted) {
-                state.hold.accepted_kind(kind, sent);
+            if let Some(kind) = self.kind.filter(|_| is_accepted)
+                && let Some(suspicion) = state.hold.suspicion_mut()
+            {
+                suspicion.accepted(kind, sent);
             }
             let is_released = is_accepted && state.hold.accepted_upstream(probe, sent, now);
             if is_released {
@@ -277,8 +279,11 @@ impl AnsweredCall<'_> {
         holds::adopt_seen(core, key, held, now);
         if cause == Cause::Kind {
             let end = clock::after(now, held.remaining);
-            core.states
-                .find(whole, |state| state.hold.kind_is_held(end));
+            core.states.find(whole, |state| {
+                if let Some(suspicion) = state.hold.suspicion_mut() {
+                    suspicion.lasts_beyond(end);
+                }
+            });
         }
     }
 }

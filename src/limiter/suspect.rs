@@ -30,7 +30,7 @@ impl Suspect {
     fn find_slow(parts: &[PartRef<'_>], kind: impl FnOnce() -> Key) -> Option<Box<Self>> {
         let suspected = |(index, PartRef { core, entry }): (usize, &PartRef<'_>)| {
             let key = core.hold_key(entry.key, entry.host);
-            let is_suspected = |state: &mut KeyState| state.hold.is_suspected();
+            let is_suspected = |state: &mut KeyState| state.hold.suspicion().is_some();
             let is_suspected = entry.cost > 0 && core.states.find(key, is_suspected)?;
             is_suspected.then_some((index, key))
         };

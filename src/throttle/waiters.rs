@@ -233,9 +233,13 @@ impl Waiters {
 
     /// Returns the place of request `number` in the line. Behind the front it may be too far back: others may have left.
     fn place(&self, number: Number) -> u64 {
-        let place = self.waits.numbers().take(FRONT).position(|of| of == number);
+        let place = self
+            .waits
+            .numbers(..)
+            .take(FRONT)
+            .position(|of| of == number);
         place.map_or_else(
-            || number - self.waits.numbers().next().unwrap_or(number),
+            || number - self.waits.numbers(..).next().unwrap_or(number),
             |place| place as u64,
         )
     }
@@ -414,7 +418,7 @@ impl Waiters {
             return;
         };
         let interval = self.queue.interval();
-        for (place, waiter) in (0..).zip(self.waits.iter_mut().take(FRONT)) {
+        for (place, (_, waiter)) in (0..).zip(self.waits.iter_mut(..).take(FRONT)) {
             let at = looks_at(place, look_at, interval);
             waiter.wake_at(at.min(waiter.request.latest));
         }

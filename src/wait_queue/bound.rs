@@ -13,7 +13,7 @@ pub(crate) struct WaitBound {
     pub(crate) latest: Instant,
     /// Until when it can wait for what has no known moment: an in-flight slot, or the response to a probe.
     pub(crate) patient_until: Instant,
-    /// How long after it came that is, if its deadline is no earlier.
+    /// How long after it came `latest` is, if its deadline is no earlier: the span that [`Reason::MaxWait`] states.
     pub(crate) longest: Duration,
     /// Whether the deadline of the request decides. Otherwise `max_wait` does.
     pub(crate) by_deadline: bool,

@@ -28,6 +28,7 @@ mod bound;
 mod properties;
 
 use std::collections::BTreeMap;
+use std::ops::RangeBounds;
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
@@ -40,8 +41,8 @@ pub(crate) use bound::WaitBound;
 /// The number of a request in its queue: a smaller number is earlier.
 pub(crate) type Number = u64;
 
-/// How long a request waits for the answer of a store, even if it can wait less for its turn. If a
-/// call to the store has no answer after this time, it counts as lost.
+/// If a call to the store has no answer after this time, it counts as lost. For so long a request waits for an answer that
+/// cannot wait for its turn at all: see [`answer_by`].
 pub(crate) const ANSWER: Duration = Duration::from_secs(1);
 
 /// How long after its slot has expired a request may still come for it, because its program runs late. A request that does
@@ -53,8 +54,8 @@ pub(crate) fn is_missed(until: Instant, now: Instant) -> bool {
     clock::after(until, MISSED) <= now
 }
 
-/// Returns until when a request waits for the answer of a store. `latest` is until when it can wait
-/// for its turn.
+/// Returns until when a request waits for the answer of a store. `latest` is until when it can wait for its turn. Only a
+/// request that can wait for nothing gets time for the answer: a short wait is what its caller wants.
 pub(crate) fn answer_by(latest: Instant, now: Instant) -> Instant {
     if latest <= now {
         clock::after(now, ANSWER)
@@ -196,8 +197,10 @@ impl<T, O> WaitQueue<T, O> {
 
     /// Wakes the tasks of the requests that `which` selects. The requests go on waiting.
     pub(crate) fn wake_where(&mut self, which: impl Fn(&T) -> bool, wakers: &mut Wakers) {
-        for waiter in self.iter_mut().filter(|waiter| which(&waiter.request)) {
-            wakers.add(waiter.waker.take());
+        for waiter in self.waiting.values_mut() {
+            if which(&waiter.request) {
+                wakers.add(waiter.waker.take());
+            }
         }
     }
 
@@ -211,11 +214,6 @@ impl<T, O> WaitQueue<T, O> {
         self.waiting.get_mut(&number)
     }
 
-    /// Returns the first request that waits.
-    pub(crate) fn first_mut(&mut self) -> Option<&mut Waiter<T>> {
-        self.iter_mut().next()
-    }
-
     /// Returns the requests whose outcomes no future has collected, in order.
     pub(crate) fn uncollected(&self) -> impl Iterator<Item = (Number, &O)> {
         self.settled
@@ -223,19 +221,12 @@ impl<T, O> WaitQueue<T, O> {
             .map(|(number, outcome)| (*number, outcome))
     }
 
-    /// Returns the numbers of the requests that wait, in order.
-    pub(crate) fn numbers(&self) -> impl DoubleEndedIterator<Item = Number> {
-        self.waiting.keys().copied()
-    }
-
-    /// Returns the numbers of the requests that wait, from `first` on.
-    pub(crate) fn numbers_from(&self, first: Number) -> impl DoubleEndedIterator<Item = Number> {
-        self.waiting.range(first..).map(|(number, _)| *number)
-    }
-
-    /// Returns the numbers of the requests that wait before `end`.
-    pub(crate) fn numbers_before(&self, end: Number) -> impl DoubleEndedIterator<Item = Number> {
-        self.waiting.range(..end).map(|(number, _)| *number)
+    /// Returns the numbers in `range` of the requests that wait, in order.
+    pub(crate) fn numbers(
+        &self,
+        range: impl RangeBounds<Number>,
+    ) -> impl DoubleEndedIterator<Item = Number> {
+        self.waiting.range(range).map(|(number, _)| *number)
     }
 
     /// Returns the requests that wait, in order.
@@ -245,27 +236,13 @@ impl<T, O> WaitQueue<T, O> {
             .map(|(number, waiter)| (*number, waiter))
     }
 
-    /// Returns the requests that wait, in order.
-    pub(crate) fn iter_mut(&mut self) -> impl DoubleEndedIterator<Item = &mut Waiter<T>> {
-        self.waiting.values_mut()
-    }
-
-    /// Returns the requests that wait with their numbers, in order.
-    pub(crate) fn iter_mut_with_numbers(
+    /// Returns the requests that wait with numbers in `range`, in order.
+    pub(crate) fn iter_mut(
         &mut self,
+        range: impl RangeBounds<Number>,
     ) -> impl DoubleEndedIterator<Item = (Number, &mut Waiter<T>)> {
         self.waiting
-            .iter_mut()
-            .map(|(number, waiter)| (*number, waiter))
-    }
-
-    /// Returns the requests that wait, in order, from request `first` on.
-    pub(crate) fn iter_mut_from(
-        &mut self,
-        first: Number,
-    ) -> impl Iterator<Item = (Number, &mut Waiter<T>)> {
-        self.waiting
-            .range_mut(first..)
+            .range_mut(range)
             .map(|(number, waiter)| (*number, waiter))
     }
 }

@@ -276,7 +276,9 @@ impl World {
         let numbered = || (0..).zip(&self.requests);
         let waiting = || numbered().filter(|(_, request)| request.place == Place::Waiting);
         assert!(
-            self.queue.numbers().eq(waiting().map(|(number, _)| number)),
+            self.queue
+                .numbers(..)
+                .eq(waiting().map(|(number, _)| number)),
             "first come, first served"
         );
         assert_eq!(self.queue.waiting(), waiting().count());

@@ -12,7 +12,7 @@ use tollgate::store::{
     ClientSession, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreReply,
     UnusedPermits, Usage,
 };
-use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer};
+use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer, Signal};
 
 /// A store that answers asynchronously and may lose its state, as a server does. It records what it
 /// receives.
@@ -237,4 +237,47 @@ fn keys_used_for_long_leave_nothing() {
             "{name}: {bytes:?}"
         );
     }
+}
+
+/// Two requests are refused at once. The second refusal makes no longer hold, and the store is told of it.
+#[tokio::test(start_paused = true)]
+async fn keys_that_were_refused_twice_make_room() {
+    let limiter = limiter(Quota::per_minute(10), 1);
+    let sent = [(); 2].map(|()| call(&limiter, host(1)).unwrap().begin().unwrap());
+    let response = http::Response::builder()
+        .status(429)
+        .header("RateLimit-Limit", 10)
+        .header("RateLimit-Remaining", 0)
+        .header("RateLimit-Reset", 30)
+        .body(());
+    let refused = Signal::read(&response.unwrap());
+    for sent in sent {
+        sent.answered(&refused);
+    }
+    tokio::time::advance(HOUR).await;
+    assert!(call(&limiter, host(2)).is_ok());
+}
+
+/// A response states that less is left than this process has at hand. What it has used is reported all the same.
+#[tokio::test(start_paused = true)]
+async fn used_permits_stay_reported_when_others_go_back() {
+    const USED: usize = 8;
+    let server = Arc::new(Server::default());
+    let limiter = limiter_over(&server, Quota::per_minute(1000), 10);
+    let mut sent = Vec::new();
+    for _ in 0..USED {
+        sent.push(limiter.acquire(host(1)).await.unwrap().begin().unwrap());
+    }
+    let response = http::Response::builder()
+        .header("RateLimit-Limit", 1000)
+        .header("RateLimit-Remaining", 1)
+        .header("RateLimit-Reset", 30)
+        .body(());
+    *server.told.lock().unwrap() = Some(Vec::new());
+    let signal = Signal::read(&response.unwrap());
+    sent.pop().unwrap().answered(&signal);
+    sleep(Duration::from_secs(1)).await;
+    let told = server.told.lock().unwrap().take().unwrap();
+    let granted: Vec<_> = told.iter().map(|session| session.granted).collect();
+    assert_eq!(granted, [USED as u64]);
 }

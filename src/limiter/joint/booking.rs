@@ -120,7 +120,9 @@ impl<'a> SlotSearch<'a> {
         let now = clock::now();
         for (part, slot) in set.parts.iter().zip(&given_up) {
             if slot.is_some() {
-                part.core.states.find(part.key, KeyState::given_up);
+                // A refusal while it was booked says nothing any more.
+                let give_up = |state: &mut KeyState| state.store.forget_refusal();
+                part.core.states.find(part.key, give_up);
             }
         }
         let needed = set.parts.iter().zip(&wanted.costs);
@@ -173,8 +175,6 @@ impl<'a> SlotSearch<'a> {
             }
             for (part, asked) in self.ask(&parts, bound).await {
                 match asked {
-                    // The store did not decide about this key, because another one refused.
-                    JointAnswer::Paused(Duration::ZERO) => {}
                     JointAnswer::Granted { .. } | JointAnswer::Again => {}
                     JointAnswer::Paused(wait) => {
                         let until = clock::after(clock::now(), wait);
@@ -216,7 +216,8 @@ impl<'a> SlotSearch<'a> {
         let parts = self.parts.iter().enumerate();
         let mut needed = parts.filter(|(part, _)| !self.passes[*part]);
         needed.find_map(|(part, Part { core, key, .. })| {
-            let known = |state: &mut KeyState| state.known_refusal(self.costs[part], bound, now);
+            let cost = self.costs[part];
+            let known = |state: &mut KeyState| state.store.repeated_refusal(cost, bound, now);
             let refusal = core.states.find(*key, known).flatten()?;
             Some(JointRefusal::refused(part, refusal))
         })
@@ -245,8 +246,8 @@ impl<'a> SlotSearch<'a> {
     /// Returns the slot that a part is expected to have, if it is later than `from`.
     fn expected_after(&self, part: usize, from: Instant) -> Option<Instant> {
         let Part { core, key, .. } = &self.parts[part];
-        let slot = core.states.find(*key, |state| state.last_joint()).flatten();
-        slot.filter(|slot| *slot > from)
+        let slot = core.states.find(*key, |state| state.store.last_joint());
+        slot.flatten().filter(|slot| *slot > from)
     }
 
     /// Returns whether a slot expired while other parts were asked. Slots before a moment ahead do

@@ -108,7 +108,6 @@ impl KeyState {
             self.gathered(ctx);
         } else {
             self.step(ctx, None);
-            self.close(ctx);
         }
     }
 
@@ -317,8 +316,8 @@ impl KeyState {
         let Some(queue) = &mut self.queue else { return };
         let gathers = is_clear && queue.gathering.is_under_way();
         if !queue.returns.own.is_empty() && !queue.is_calling(now) && !gathers {
-            ctx.store
-                .give_back(ctx.key, ctx.spec, &std::mem::take(&mut queue.returns.own));
+            let unused = std::mem::take(&mut queue.returns.own);
+            self.give_back_now(ctx, &unused);
             if ctx.spec.lending().is_some() {
                 self.note_own_part(ctx.spec, now, false);
             }
@@ -372,7 +371,6 @@ impl KeyState {
             self.pass_on(ctx);
         }
         self.send_charges_later(ctx, failed);
-        self.close(ctx);
         if failed && !ctx.work.has_begun_call() && self.hold.is_doubted(ctx.now) {
             self.pass_on_by(clock::after(ctx.now, ASK_AGAIN));
         }
@@ -471,6 +469,5 @@ impl KeyState {
             // No call was needed.
             queue.gathering = Gathering::NotYet;
         }
-        self.close(ctx);
     }
 }

@@ -11,10 +11,10 @@ use crate::limiter::queue::{Returns, next_number};
 use crate::wait_queue::ANSWER;
 
 /// How long the units wait for a call that carries them. After that, they get a call of their own.
-const DELAY: Duration = Duration::from_millis(100);
+pub(super) const DELAY: Duration = Duration::from_millis(100);
 
 /// How long the units wait for another call after the store failed.
-const RETRY: Duration = Duration::from_millis(1000);
+pub(super) const RETRY: Duration = Duration::from_millis(1000);
 
 /// Identifies the units that one call carries.
 /// A smaller number is that of an earlier call.
@@ -50,8 +50,6 @@ pub(super) struct PendingCharges {
     sent_at: Option<Instant>,
     /// The permits whose units are replaced by units that wait.
     permits: Vec<UnusedPermits>,
-    /// When the units get a call of their own, if no other call carries them before.
-    pub(super) sends_at: Option<Instant>,
 }
 
 impl PendingCharges {
@@ -104,20 +102,6 @@ impl PendingCharges {
         if !has_arrived {
             self.waiting = self.waiting.saturating_add(units);
         }
-    }
-
-    /// Notes that units wait for a call, if some do. `failed` states whether the store failed.
-    pub(super) fn send_later(&mut self, failed: bool, now: Instant) {
-        if self.are_waiting() {
-            let delay = if failed { RETRY } else { DELAY };
-            self.sends_at.get_or_insert(clock::after(now, delay));
-        }
-    }
-
-    /// Notes that the units get a call of their own now. Returns whether any wait for one.
-    pub(super) fn send_now(&mut self) -> bool {
-        self.sends_at = None;
-        self.are_waiting()
     }
 
     /// Returns whether units, or permits that they replace, wait for a call.
@@ -204,9 +188,7 @@ mod tests {
         // A request that cost nothing gives its permit back, too.
         charges.add(0, now, Some(permit));
         assert!(!charges.is_empty());
-        charges.send_later(false, now);
-        assert_eq!(charges.sends_at, Some(now + DELAY));
-        assert!(charges.send_now());
+        assert!(charges.are_waiting());
         assert_eq!(take(&mut charges, now), (None, None, 1));
         assert!(charges.is_empty());
     }
@@ -230,19 +212,5 @@ mod tests {
         charges.answered(number.unwrap(), false);
         assert_eq!(take(&mut charges, now + MEMORY * 2), (None, None, 0));
         assert!(charges.is_empty());
-    }
-
-    #[test]
-    fn units_get_a_call_of_their_own_once() {
-        let (mut charges, now) = (PendingCharges::default(), clock::now());
-        charges.send_later(false, now);
-        assert_eq!(charges.sends_at, None);
-        charges.add(1, now, None);
-        charges.send_later(false, now);
-        charges.send_later(false, now + DELAY / 2);
-        assert_eq!(charges.sends_at, Some(now + DELAY));
-        assert!(charges.send_now());
-        charges.send_later(true, now);
-        assert_eq!(charges.sends_at, Some(now + RETRY));
     }
 }

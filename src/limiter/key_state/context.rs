@@ -81,9 +81,10 @@ pub(in crate::limiter) struct Work {
 }
 
 impl Work {
-    /// Returns whether the visit has sent a call, or has begun the delay before the next one.
+    /// Returns whether the visit has sent a call for slots, or has begun the delay before the next one.
     pub(in crate::limiter) fn has_begun_call(&self) -> bool {
-        self.begins_delay || !self.effects.is_empty()
+        let is_call = |effect: &Effect| matches!(effect, Effect::Call(..));
+        self.begins_delay || self.effects.iter().any(is_call)
     }
 }
 

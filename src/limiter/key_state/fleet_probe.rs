@@ -29,15 +29,13 @@ use crate::clock;
 use crate::key::Key;
 use crate::limiter::reservation::ProbeNumber;
 use crate::store::{Recipients, Register, RegisterRequest};
+use crate::wait_queue::ANSWER;
 
 /// The longest time without a probe of a ban.
 const LONGEST: Duration = Duration::from_secs(3600);
 
 /// If the response to a probe of a ban takes longer, another request may leave.
 pub(super) const PROBE_TAKES: Duration = Duration::from_secs(60);
-
-/// The store is asked again if it has not answered for so long.
-pub(super) const ANSWER: Duration = Duration::from_secs(1);
 
 /// How often the others look whether it was lost.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
@@ -327,8 +325,10 @@ impl FleetProbe {
         };
         let since = now.checked_sub(register.age).unwrap_or(now);
         let theirs = clock::after(since, written.left);
-        let is_later = |ours: Instant| ours > clock::after(theirs, SAME);
-        if self.is_news && self.ban_ends.is_some_and(is_later) {
+        // A probe whose turn the store did not answer counts, too.
+        let is_ahead =
+            |ours: Instant| ours > clock::after(theirs, SAME) || self.sent > written.sent;
+        if self.is_news && self.ban_ends.is_some_and(is_ahead) {
             self.sent = self.sent.max(written.sent);
             return;
         }
@@ -358,5 +358,37 @@ impl FleetProbe {
     /// Returns until when the ban matters to a key whose hold ends at `end`. `None` without one.
     pub(super) fn matters_until(&self, end: Instant) -> Option<Instant> {
         Some(self.ban_ends?.min(clock::after(end, LONGEST)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The store did not answer the process that asked for its turn. So it counts its probe alone, and another process has
+    /// written meanwhile.
+    #[test]
+    fn probes_without_a_turn_count() {
+        let (now, mut fleet) = (clock::now(), FleetProbe::default());
+        let (ban, key) = (Duration::from_secs(7200), Key::ALL);
+        fleet.banned(ban, false, now);
+        fleet.changed(None, Some(1), true, now);
+        fleet.probe_leaves(ProbeNumber::next(), now);
+        fleet.banned(ban, true, now);
+        let written = Written {
+            sent: 0,
+            takes: Duration::ZERO,
+            left: ban,
+            held: Duration::ZERO,
+            releases: 0,
+        };
+        let register = Register {
+            version: 7,
+            value: written.bytes(),
+            ..Register::default()
+        };
+        let (end, releases) = (now, 0);
+        fleet.learn(&register, ProbedHold { key, end, releases }, now);
+        assert_eq!((fleet.sent(), fleet.version), (1, 7));
     }
 }

@@ -44,7 +44,8 @@ pub(in crate::limiter) enum JointAnswer {
     Refused(Refusal),
     /// The store decides nothing for this time, because it lost its state.
     Paused(Duration),
-    /// The store decided while the key was on hold, which has been released since.
+    /// The store is asked again. It did not decide about this key, because another one refused, or it decided while the key
+    /// was on hold, which has been released since.
     Again,
     Failed(StoreError),
 }
@@ -71,12 +72,10 @@ impl JointAsk {
                 // One such request asks the store for a release.
                 (!state.hold.take_inquiry(now)).then_some(Refusal::for_span(left))
             }
-            _ => state.known_refusal(cost, bound, now),
+            _ => state.store.repeated_refusal(cost, bound, now),
         };
         if let Some(refusal) = known {
-            if !returns.is_empty() {
-                ctx.store.give_back(ctx.key, ctx.spec, &returns);
-            }
+            state.give_back_now(ctx, &returns);
             return Err(JointAnswer::Refused(refusal));
         }
         let held = state.hold.left(now).unwrap_or_default();
@@ -118,13 +117,16 @@ impl JointAsk {
             precedes_release,
         } = taken_in;
         if let Some(wait) = lease.recovering {
-            return JointAnswer::Paused(wait);
+            return match wait.is_zero() {
+                true => JointAnswer::Again,
+                false => JointAnswer::Paused(wait),
+            };
         }
         let held = state.hold.left(ctx.now);
         match (lease.grants.first(), held) {
             (Some(grant), _) if precedes_release => {
                 let slot = slot(lease, grant, bounds);
-                ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
+                state.give_back_now(ctx, &[slot.unused()]);
                 JointAnswer::Again
             }
             (None, _) if precedes_release => JointAnswer::Again,
@@ -189,7 +191,6 @@ pub(in crate::limiter) fn confirmed(
 pub(super) fn go_on(state: &mut KeyState, ctx: &mut KeyContext<'_>) {
     state.after_answer(ctx, ctx.now);
     state.step(ctx, None);
-    state.close(ctx);
 }
 
 /// Takes in whether a slot of a joint request was used. If it expired before the request left, the
@@ -214,26 +215,5 @@ impl KeyState {
     ) -> bool {
         let is_known = self.store.is_trusted(spec, now) && self.store.knows(slot);
         is_known && self.limits.changes() == changes
-    }
-
-    /// Returns the last slot of a joint request that this key moved. It may have passed.
-    pub(in crate::limiter) fn last_joint(&self) -> Option<Instant> {
-        self.store.last_joint()
-    }
-
-    /// Returns the refusal of a request for which the store need not be called.
-    pub(in crate::limiter) fn known_refusal(
-        &self,
-        cost: u32,
-        bound: WaitBound,
-        now: Instant,
-    ) -> Option<Refusal> {
-        self.store.repeated_refusal(cost, bound, now)
-    }
-
-    /// Takes in that a slot of no use goes back with the next call of a joint request. So a refusal
-    /// while it was booked says nothing any more.
-    pub(in crate::limiter) fn given_up(&mut self) {
-        self.store.forget_refusal();
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::fleet_probe::{ANSWER, FleetCall, FleetProbe, PROBE_TAKES, ProbedHold};
+use super::fleet_probe::{FleetCall, FleetProbe, PROBE_TAKES, ProbedHold};
 use super::hold::{Hold, HoldSource};
 use super::probation::{LONGEST_PROBATION, Passage};
 use super::upstream_refusals::{HoldSpan, SAME_END, UpstreamRefusals};
@@ -25,7 +25,8 @@ use crate::signal::Signal;
 use crate::stats::Cause;
 use crate::store::{HoldState, Register};
 use crate::suspicion::Suspicion;
-use crate::uncertain::Uncertain;
+use crate::uncertain::UNCERTAIN_UNTIL;
+use crate::wait_queue::ANSWER;
 use crate::wakers::Wakers;
 
 /// The hold of a key. `details` is `None` if the key was never on hold.
@@ -58,8 +59,6 @@ struct HoldDetails {
     waiting: BTreeMap<Number, Option<Waker>>,
     /// How many requests of several keys count as waiting for this one. They all watch the hold.
     joint: u32,
-    /// Present while an accepted request would change anything.
-    uncertain: Option<Uncertain>,
 }
 
 /// Whose request was accepted.
@@ -98,6 +97,9 @@ const JUST_SENT: Duration = Duration::from_millis(100);
 /// longer by a tenth.
 const SEND_AGAIN: Duration = Duration::from_secs(1);
 
+/// For how long after a probe has left all responses are read. If its own takes longer, another one has left.
+const LONGEST_RESPONSE: Duration = Duration::from_secs(600);
+
 impl HoldDetails {
     /// Makes a hold that is over.
     fn new(now: Instant) -> Box<Self> {
@@ -113,7 +115,6 @@ impl HoldDetails {
             resends: false,
             waiting: BTreeMap::new(),
             joint: 0,
-            uncertain: None,
         })
     }
 
@@ -175,18 +176,28 @@ impl HoldDetails {
 
     /// Begins a suspicion, or goes on with it. Until it ends, all responses are read.
     fn suspect(&mut self, now: Instant) -> &mut Suspicion {
-        self.set_uncertain(true);
+        self.suspicion
+            .take_if(|suspicion| suspicion.ends_at() <= now);
         self.suspicion
             .get_or_insert_with(|| Box::new(Suspicion::new(now)))
     }
 
-    /// Sets whether an accepted request would change anything. As long as it would, all responses
-    /// are read.
-    fn set_uncertain(&mut self, is_uncertain: bool) {
-        if is_uncertain {
-            self.uncertain.get_or_insert_with(Uncertain::new);
-        } else {
-            self.uncertain = None;
+    /// Returns until when the hold, or what was learned from it, matters.
+    fn matters_until(&self) -> Instant {
+        let probation = match self.hold.is_cut() {
+            true => LONGEST_PROBATION,
+            false => Duration::ZERO,
+        };
+        clock::after(self.hold.end(), self.refusals.matters_for().max(probation))
+    }
+
+    /// Forgets earlier refusals, as an accepted request does, if they did not matter any more when the request was sent that
+    /// is refused now. The responses of those that were accepted meanwhile may not have been read. So a refusal months later
+    /// counts as the first one.
+    fn expire(&mut self, sent: Instant, now: Instant) {
+        if self.matters_until() <= sent && self.fleet.left(now).is_none() {
+            self.refusals.expire();
+            self.forget_stated_wait();
         }
     }
 }
@@ -200,26 +211,22 @@ impl KeyHold {
         self.details.as_ref().map(|details| &details.hold)
     }
 
-    fn suspicion(&self) -> Option<&Suspicion> {
+    /// Returns the suspicion, if a request was refused: then the kinds of requests are told apart.
+    pub(in crate::limiter) fn suspicion(&self) -> Option<&Suspicion> {
         self.details.as_ref()?.suspicion.as_deref()
     }
 
-    fn suspicion_mut(&mut self) -> Option<&mut Suspicion> {
+    pub(in crate::limiter) fn suspicion_mut(&mut self) -> Option<&mut Suspicion> {
         self.details.as_mut()?.suspicion.as_deref_mut()
     }
 
-    fn hold_mut(&mut self) -> Option<&mut Hold> {
+    pub(super) fn hold_mut(&mut self) -> Option<&mut Hold> {
         self.details.as_mut().map(|details| &mut details.hold)
     }
 
     /// Returns for how long the key is on hold.
     pub(in crate::limiter) fn left(&self, now: Instant) -> Option<Duration> {
         self.hold()?.left(now)
-    }
-
-    /// Takes in for how long the machine has slept: see [`Hold::wake`].
-    pub(super) fn wake(&mut self, now: Instant) -> bool {
-        self.hold_mut().is_some_and(|hold| hold.wake(now))
     }
 
     /// Notes why the key is on hold for `left`, unless another hold lasts longer.
@@ -235,7 +242,7 @@ impl KeyHold {
         self.details.as_ref()?.origin
     }
 
-    /// Returns whether this process has sent a hold of the key at `now`.
+    /// Returns whether this process has sent a hold of the key in the 100 ms before `now`.
     pub(in crate::limiter) fn was_sent_at(&self, now: Instant) -> bool {
         let sent_at = self.details.as_ref().and_then(|details| details.sent_at);
         sent_at.is_some_and(|sent| now.saturating_duration_since(sent) < JUST_SENT)
@@ -248,16 +255,7 @@ impl KeyHold {
 
     /// Returns until when the hold, or what was learned from it, matters.
     pub(super) fn matters_until(&self) -> Option<Instant> {
-        let HoldDetails { hold, refusals, .. } = &**self.details.as_ref()?;
-        let probation = if hold.is_cut() {
-            LONGEST_PROBATION
-        } else {
-            Duration::ZERO
-        };
-        Some(clock::after(
-            hold.end(),
-            refusals.matters_for().max(probation),
-        ))
+        self.details.as_ref().map(|details| details.matters_until())
     }
 
     /// Returns until when it is of use to know which requests are refused, and for how long. If room is needed, that is
@@ -285,9 +283,6 @@ impl KeyHold {
             // It may follow from a refusal. Of its own refusals this process knows the kinds.
             details.suspect(now);
         }
-        if is_changed && details.hold.is_cut() {
-            details.set_uncertain(true);
-        }
         let end = details.hold.end();
         if let Some(suspicion) = &mut details.suspicion {
             suspicion.lasts_beyond(end);
@@ -313,9 +308,6 @@ impl KeyHold {
         let precedes_release = details.hold.answered(held, sent, bounds);
         if details.hold.releases() > releases {
             details.forget_stated_wait();
-        }
-        if details.hold.is_cut() {
-            details.set_uncertain(true);
         }
         precedes_release
     }
@@ -343,13 +335,6 @@ impl KeyHold {
             .is_some_and(|details| std::mem::take(&mut details.resends))
     }
 
-    /// Notes that a hold or a release may have been missed.
-    pub(super) fn doubt(&mut self) {
-        if let Some(hold) = self.hold_mut() {
-            hold.doubt();
-        }
-    }
-
     /// Returns whether the key is on hold and a release may have been missed.
     pub(super) fn is_doubted(&self, now: Instant) -> bool {
         self.hold().is_some_and(|hold| hold.is_doubted(now))
@@ -359,11 +344,6 @@ impl KeyHold {
     /// missed. Returns true once each second, because one request asks for all.
     pub(in crate::limiter) fn take_inquiry(&mut self, now: Instant) -> bool {
         self.hold_mut().is_some_and(|hold| hold.take_inquiry(now))
-    }
-
-    /// Returns whether the kinds of requests are told apart, because a request was refused.
-    pub(in crate::limiter) fn is_suspected(&self) -> bool {
-        self.suspicion().is_some()
     }
 
     /// Returns the kinds of requests that the upstream refuses alone, as this process knows.
@@ -382,25 +362,6 @@ impl KeyHold {
         details.suspect(now).refused(kind, is_held, now)
     }
 
-    /// Returns whether the store may be asked about the hold of one more kind.
-    pub(in crate::limiter) fn may_ask_about_kind(&mut self) -> bool {
-        self.suspicion_mut().is_some_and(Suspicion::may_ask)
-    }
-
-    /// Notes that a kind of requests is on hold until `end`.
-    pub(in crate::limiter) fn kind_is_held(&mut self, end: Instant) {
-        if let Some(suspicion) = self.suspicion_mut() {
-            suspicion.lasts_beyond(end);
-        }
-    }
-
-    /// Takes in that the upstream accepted a request of `kind` that was sent at `sent`.
-    pub(in crate::limiter) fn accepted_kind(&mut self, kind: Key, sent: Instant) {
-        if let Some(suspicion) = self.suspicion_mut() {
-            suspicion.accepted(kind, sent);
-        }
-    }
-
     /// Takes in a refusal of a request that was sent at `sent`. Returns the hold that follows, if
     /// it is longer than the present one.
     pub(in crate::limiter) fn refused_upstream(
@@ -411,8 +372,8 @@ impl KeyHold {
         now: Instant,
     ) -> Option<NewHold> {
         let details = self.details(now);
+        details.expire(sent, now);
         let before = details.hold.left(now);
-        details.set_uncertain(true);
         let is_probe = before.is_none() && sent >= details.hold.end();
         let longest = match retry_after {
             Some(stated) if stated > max_hold => {
@@ -426,10 +387,13 @@ impl KeyHold {
             _ => max_hold,
         };
         let probes = details.fleet.sent();
-        let HoldSpan { left, cut } =
-            details
-                .refusals
-                .refused(retry_after, longest, before, probes, sent, now)?;
+        let new = details
+            .refusals
+            .refused(retry_after, longest, before, probes, sent, now);
+        let end = new.map_or(details.hold.end(), |new| clock::after(now, new.left));
+        let matters_until = clock::after(end, details.refusals.matters_for());
+        UNCERTAIN_UNTIL.note(matters_until, now);
+        let HoldSpan { left, cut } = new?;
         let before = before.unwrap_or_default();
         let is_recent = details
             .sent_at
@@ -474,14 +438,11 @@ impl KeyHold {
         details
             .suspicion
             .take_if(|suspicion| suspicion.ends_at() <= now);
-        let is_suspected = details.suspicion.is_some();
-        if !details.hold.is_cut() && !details.refusals.is_waiting() && !is_suspected {
-            details.set_uncertain(false);
-        }
         is_released
     }
 
-    /// Returns which requests may leave, if the key is not on hold.
+    /// Returns which requests may leave, if the key is not on hold. During a hold that was cut this may be a probe: no
+    /// request leaves all the same, because the permits from before its end were withdrawn.
     pub(super) fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
         let details = self.details.as_ref();
         details.map_or(Passage::Open, |details| details.passage(max_hold, now))
@@ -554,28 +515,16 @@ impl KeyHold {
         details.fleet.call(hold, takes, now)
     }
 
-    /// Takes in the answer of the store to such a call. `None` if the store failed. Returns whether requests that wait for a
-    /// probe go on.
-    pub(super) fn fleet_answered(
+    /// Takes in that the store has made the change of such a call, or has failed. See [`FleetProbe::changed`].
+    pub(super) fn fleet_changed(
         &mut self,
-        key: Key,
-        answer: Option<&Register>,
+        version: Option<u64>,
         probe: Option<u8>,
         is_shared: bool,
         now: Instant,
-    ) -> bool {
-        match answer.filter(|register| !register.changed) {
-            Some(theirs) => {
-                self.learn_fleet(key, theirs, now);
-                false
-            }
-            None => {
-                let version = answer.map(|register| register.version);
-                let details = self.details(now);
-                details.fleet.changed(version, probe, is_shared, now);
-                probe.is_some()
-            }
-        }
+    ) {
+        let details = self.details(now);
+        details.fleet.changed(version, probe, is_shared, now);
     }
 
     /// Takes in what another process has written. Returns whether the hold changed.
@@ -649,6 +598,7 @@ impl KeyHold {
         if let Some(details) = &mut self.details {
             details.hold.probe_leaves(number, now);
             details.fleet.probe_leaves(number, now);
+            UNCERTAIN_UNTIL.note(clock::after(now, LONGEST_RESPONSE), now);
         }
     }
 
@@ -714,6 +664,27 @@ impl KeyHold {
     pub(super) fn wake_all(&mut self, wakers: &mut Wakers) {
         if let Some(details) = &mut self.details {
             wakers.add(details.waiting.values_mut().filter_map(Option::take));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// It was accepted meanwhile, but nothing of the process was uncertain, so its responses were not read.
+    #[test]
+    fn refusals_months_apart_are_first_ones() {
+        let (mut hold, mut now) = (KeyHold::default(), clock::now());
+        let max_hold = Duration::from_secs(60);
+        for _ in 0..3 {
+            let held = hold
+                .refused_upstream(None, max_hold, now, now)
+                .unwrap()
+                .held;
+            assert!(held.remaining < Duration::from_millis(1500), "{held:?}");
+            hold.adopt(held, HoldSource::Seen, now);
+            now += Duration::from_secs(3600);
         }
     }
 }

@@ -307,8 +307,7 @@ impl KeyState {
         let died = is_usable && !others.is_empty();
         self.store.adapt_life(ctx.spec, bounds, died);
         for slot in others {
-            self.store.forget(&[slot.unused()]);
-            ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
+            self.give_back_now(ctx, &[slot.unused()]);
         }
         let horizon = ctx.spec.lending().map(|lending| lending.horizon());
         let wait = lease.refused.and_then(|refusal| refusal.wait);
@@ -356,7 +355,7 @@ impl KeyState {
             ctx.work.lent_back.extend(slots);
             if let Some(HeldAnswer { slots, .. }) = kept {
                 let unused: SmallVec<[_; 4]> = slots.iter().map(Reservation::unused).collect();
-                ctx.store.give_back(ctx.key, ctx.spec, &unused);
+                self.give_back_now(ctx, &unused);
             }
             return;
         };
@@ -388,6 +387,5 @@ impl KeyState {
         self.step(ctx, None);
         let next = self.limits.loans().and_then(|loans| loans.next);
         self.want_statements_before(ctx, next.unwrap_or(now));
-        self.close(ctx);
     }
 }

@@ -79,7 +79,7 @@ use crate::store::{HoldState, Lease, Register, SetQuota, StoreReply, UpstreamRem
 use crate::wakers::Wakers;
 
 use calls::Ask;
-use charges::PendingCharges;
+use charges::{DELAY, PendingCharges, RETRY};
 
 pub(super) use calls::SentCall;
 pub(super) use charges::ChargeNumber;
@@ -113,7 +113,7 @@ pub(super) struct KeyState {
     /// The permits at hand.
     prefetched: Prefetched,
     /// What this process knows of its store.
-    store: StoreView,
+    pub(super) store: StoreView,
     /// Until when no request may leave.
     pub(super) hold: KeyHold,
     /// What is still to be done for the key. `None` for most keys.
@@ -130,7 +130,8 @@ struct Pending {
     remaining: RemainingTracker,
     /// Units that were used without a permit. `None` unless a call cost more than its permit.
     charges: Option<Box<PendingCharges>>,
-    /// When the store is sent what the upstream stated, or is asked about a doubted hold, even if no request waits.
+    /// When the store is sent charges and what the upstream stated, or is asked about a doubted hold, even if no request
+    /// waits.
     passes_on_at: Option<Instant>,
     /// When tasks visit the key: see `timer`. Each of them was started because no other one is as early.
     visits: SmallVec<[Instant; 2]>,
@@ -193,8 +194,6 @@ impl KeyState {
         };
         queue.give_up_slots();
         let unused = std::mem::take(&mut queue.returns.own);
-        self.store.forget(&unused);
-        ctx.store.give_back(ctx.key, ctx.spec, &unused);
         // A call under way may bring slots of the old quota: they are given up when it is answered.
         self.store.tightens = queue.is_calling(ctx.now);
         if queue.waiting() > 0
@@ -203,7 +202,7 @@ impl KeyState {
         {
             ctx.work.begins_delay = true;
         }
-        self.close(ctx);
+        self.give_back_now(ctx, &unused);
     }
 
     /// Takes in the limits that a response states, if there is one. Returns the quota that the store has
@@ -320,7 +319,7 @@ impl KeyState {
             let may_be_at_hand =
                 stays && !ctx.is_draining && self.hold.is_clear(ctx.max_hold, ctx.now);
             if !may_be_at_hand || !self.prefetched.put(&slot, ctx.now) {
-                ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
+                self.give_back_now(ctx, &[slot.unused()]);
             }
             return;
         };
@@ -330,7 +329,6 @@ impl KeyState {
             queue.add(slot);
         }
         self.step(ctx, None);
-        self.close(ctx);
     }
 
     /// Takes back units of a permit that was used, because its request cost less. The store subtracts
@@ -338,15 +336,12 @@ impl KeyState {
     pub(super) fn refund(&mut self, ctx: &mut KeyContext<'_>, unused: UnusedPermits) {
         self.store.forget_refusal();
         let Some(queue) = &mut self.queue else {
-            self.store.forget(&[unused]);
-            ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
-            return;
+            return self.give_back_now(ctx, &[unused]);
         };
         queue.returns.own.push(unused);
         // The units may be enough for the first waiter.
         queue.end_pause();
         self.step(ctx, None);
-        self.close(ctx);
     }
 
     /// Counts units that were sent at `sent_at` or earlier: without a permit, because a request cost
@@ -367,7 +362,6 @@ impl KeyState {
             self.send_charges_later(ctx, false);
         } else {
             self.inquire(ctx);
-            self.close(ctx);
         }
     }
 
@@ -442,10 +436,11 @@ impl KeyState {
         }
     }
 
-    /// Notes that charges get a call of their own if no other call carries them, unless that is noted already.
+    /// Notes that charges get a call of their own if no other call carries them before.
     fn send_charges_later(&mut self, ctx: &KeyContext<'_>, failed: bool) {
-        if let Some(charges) = self.charges() {
-            charges.send_later(failed, ctx.now);
+        if self.charges().is_some_and(|charges| charges.are_waiting()) {
+            let delay = if failed { RETRY } else { DELAY };
+            self.pass_on_by(clock::after(ctx.now, delay));
         }
     }
 
@@ -537,7 +532,6 @@ impl KeyState {
             }
         }
         self.step(ctx, None);
-        self.close(ctx);
     }
 
     /// Gives back permits at hand, and permits booked before the end of the hold.
@@ -555,14 +549,11 @@ impl KeyState {
     /// Ends the use of the key in this process: gives back the permits at hand, and refuses the requests
     /// whose slot is later than `by`. Returns the units given back.
     pub(super) fn stop(&mut self, ctx: &mut KeyContext<'_>, by: Instant) -> u64 {
-        let unused = self.take_prefetched();
-        if let Some(unused) = unused {
-            ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
-        }
+        let unused = self.prefetched.clear();
+        self.give_back_now(ctx, unused.as_slice());
         if let Some(queue) = &mut self.queue {
             queue.end_by(by, &mut ctx.work.wakers);
             self.step(ctx, None);
-            self.close(ctx);
         }
         unused.map_or(0, |unused| unused.units)
     }
@@ -585,24 +576,28 @@ impl KeyState {
         answer: Option<&Register>,
         probe: Option<u8>,
     ) {
-        let is_shared = self.store.answers_later;
-        let goes_on = self
-            .hold
-            .fleet_answered(ctx.key, answer, probe, is_shared, ctx.now);
-        if goes_on {
-            self.wait_no_longer(ctx);
-            self.step(ctx, None);
-            self.close(ctx);
+        if let Some(theirs) = answer.filter(|register| !register.changed) {
+            self.learn_fleet(ctx, theirs);
         } else {
-            // If the register is about an earlier hold, the next call replaces it.
-            self.share_probe(ctx, probe.is_some());
+            let (version, is_shared) = (answer.map(|new| new.version), self.store.answers_later);
+            self.hold.fleet_changed(version, probe, is_shared, ctx.now);
+            if probe.is_some() {
+                self.wait_no_longer(ctx);
+                return self.step(ctx, None);
+            }
         }
+        // If the register is about an earlier hold, the next call replaces it.
+        self.share_probe(ctx, probe.is_some());
     }
 
     /// Takes in what another process has written.
     pub(super) fn learn_fleet(&mut self, ctx: &mut KeyContext<'_>, register: &Register) {
+        let was_clear = self.hold.is_clear(ctx.max_hold, ctx.now);
         if self.hold.learn_fleet(ctx.key, register, ctx.now) {
             self.hold_changed(ctx);
+        } else if was_clear && !self.hold.is_clear(ctx.max_hold, ctx.now) {
+            // Requests that take a permit at hand ask for no probe.
+            self.give_back_prefetched(ctx);
         }
     }
 
@@ -621,13 +616,14 @@ impl KeyState {
     pub(super) fn probe_not_sent(&mut self, ctx: &mut KeyContext<'_>, probe: ProbeNumber) {
         if self.probe_comes_back(ctx, Some(probe)) {
             self.step(ctx, None);
-            self.close(ctx);
         }
     }
 
     /// Notes that a hold, a release or a booking may have been missed.
     pub(super) fn doubt(&mut self) {
-        self.hold.doubt();
+        if let Some(hold) = self.hold.hold_mut() {
+            hold.doubt();
+        }
         self.store.doubt();
     }
 
@@ -672,7 +668,8 @@ impl KeyState {
     /// Gives up permits at hand and booked slots, because less is left than this process could
     /// send. Asks for them anew.
     pub(super) fn tighten(&mut self, ctx: &mut KeyContext<'_>) {
-        let unused = self.take_prefetched();
+        // The next call returns them, and the session subtracts them then.
+        let unused = self.prefetched.clear();
         let queue = self.queue.get_or_insert_default();
         queue.returns.own.extend(unused);
         queue.give_up_slots();
@@ -691,7 +688,6 @@ impl KeyState {
         } else {
             self.step(ctx, None);
         }
-        self.close(ctx);
     }
 
     /// Takes in an event: another process stated to the store that fewer units of a limit are left.
@@ -728,10 +724,7 @@ impl KeyState {
 
     /// Returns when the store is called even if no request waits.
     fn passes_on_at(&self) -> Option<Instant> {
-        let pending = self.pending.as_ref()?;
-        let charges = pending.charges.as_ref();
-        let sends_at = charges.and_then(|charges| charges.sends_at);
-        [pending.passes_on_at, sends_at].into_iter().flatten().min()
+        self.pending.as_ref()?.passes_on_at
     }
 
     /// Sends the store what the upstream stated, and charges. If a hold is doubted, asks the store about it again.
@@ -739,7 +732,7 @@ impl KeyState {
         if let Some(pending) = &mut self.pending {
             pending.passes_on_at = None;
         }
-        if self.charges().is_some_and(|charges| charges.send_now()) {
+        if self.charges().is_some_and(|charges| charges.are_waiting()) {
             self.inquire(ctx);
         }
         let is_doubted = self.hold.is_doubted(ctx.now);
@@ -747,7 +740,6 @@ impl KeyState {
         if is_doubted && !ctx.work.has_begun_call() && self.passes_on_at().is_none() {
             self.confirm(ctx);
         }
-        self.close(ctx);
     }
 
     /// Keeps what a lease states besides its slots. Returns two moments by the clock of this
@@ -781,14 +773,11 @@ impl KeyState {
         }
         if let Some(grant) = &lease.prefetched {
             // The calls of joint requests are under way at the same time as another call.
-            if let Some(unused) = self.prefetched.clear() {
-                ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
-            }
+            self.give_back_prefetched(ctx);
             let permits = slot(lease, grant, (bounds.0, bounds.0));
             if ctx.is_draining || !self.hold.is_clear(ctx.max_hold, ctx.now) {
                 // The call was sent before the drain, or before the hold.
-                self.store.forget(&[permits.unused()]);
-                ctx.store.give_back(ctx.key, ctx.spec, &[permits.unused()]);
+                self.give_back_now(ctx, &[permits.unused()]);
             } else {
                 self.prefetched.fill(&permits);
             }
@@ -798,38 +787,27 @@ impl KeyState {
 
     /// Gives back the permits at hand.
     pub(super) fn give_back_prefetched(&mut self, ctx: &KeyContext<'_>) {
-        if let Some(unused) = self.take_prefetched() {
-            ctx.store.give_back(ctx.key, ctx.spec, &[unused]);
-        }
-    }
-
-    /// Takes out the permits at hand, to give them back to the store.
-    pub(super) fn take_prefetched(&mut self) -> Option<UnusedPermits> {
         let unused = self.prefetched.clear();
-        self.store.forget(unused.as_slice());
-        unused
+        self.give_back_now(ctx, unused.as_slice());
     }
 
-    /// Drops a queue without waiters, and gives back the permits that the next call would have
-    /// returned.
-    fn close(&mut self, ctx: &KeyContext<'_>) {
-        // Lent permits are left to `take_lent_back`, which closes the queue.
-        let is_done =
-            |queue: &mut Box<Queue>| queue.returns.lent.is_empty() && queue.is_done(ctx.now);
-        if let Some(queue) = self.queue.take_if(is_done)
-            && !queue.returns.own.is_empty()
-        {
-            ctx.store.give_back(ctx.key, ctx.spec, &queue.returns.own);
+    /// Gives permits of this state back to the store without a call, and subtracts them from those that the session counts as
+    /// granted.
+    fn give_back_now(&mut self, ctx: &KeyContext<'_>, unused: &[UnusedPermits]) {
+        if !unused.is_empty() {
+            self.store.forget(unused);
+            ctx.store.give_back(ctx.key, ctx.spec, unused);
         }
     }
 
-    /// Ends a visit: leaves the lent permits that no waiter needs to be given back.
-    pub(super) fn take_lent_back(&mut self, ctx: &mut KeyContext<'_>) {
-        if let Some(queue) = &mut self.queue
-            && !queue.returns.lent.is_empty()
-        {
+    /// Ends a visit: leaves the lent permits that no waiter needs to be given back. Drops a queue without waiters, and gives
+    /// back the permits that its next call would have returned.
+    pub(super) fn end_visit(&mut self, ctx: &mut KeyContext<'_>) {
+        if let Some(queue) = &mut self.queue {
             ctx.work.lent_back.append(&mut queue.returns.lent);
-            self.close(ctx);
+        }
+        if let Some(queue) = self.queue.take_if(|queue| queue.is_done(ctx.now)) {
+            self.give_back_now(ctx, &queue.returns.own);
         }
     }
 }

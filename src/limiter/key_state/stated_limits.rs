@@ -179,13 +179,15 @@ impl StatedLimits {
                 known.map(|known| self.limits.remove(known));
                 continue;
             }
+            if known.is_none() && self.limits.len() >= MOST {
+                continue;
+            }
             if known.is_none_or(|known| self.limits[known].limit != stated.limit) {
                 learned.push(stated.clone());
             }
             match known {
                 Some(known) => self.limits[known] = stated,
-                None if self.limits.len() < MOST => self.limits.push(stated),
-                None => {}
+                None => self.limits.push(stated),
             }
         }
     }
@@ -270,4 +272,28 @@ fn is_same(one: &Quota, other: &Quota) -> bool {
     ones.iter().all(|limit| others.contains(limit))
         && others.iter().all(|limit| ones.contains(limit))
         && one.most_in_flight() == other.most_in_flight()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_that_find_no_room_are_not_learned() {
+        let margin = Duration::from_millis(10);
+        let own = LimitSpec::new(Quota::per_minute(300), margin, margin);
+        let quotas = (1..=6).map(|limit| {
+            ObservedQuota::new()
+                .with_name(&format!("quota {limit}"))
+                .with_limit(limit)
+                .with_window(Duration::from_secs(60))
+        });
+        let signal = quotas.fold(Signal::default(), Signal::with_quota);
+        let (mut stated, mut learned) = (StatedLimits::default(), Vec::new());
+        for _ in 0..2 {
+            let trust = HeaderTrust::Stricter;
+            stated.state(trust, &own, &signal, clock::now(), &mut learned);
+            assert_eq!(learned.len(), MOST);
+        }
+    }
 }

@@ -296,15 +296,13 @@ impl KeyState {
         stated.undivided_until = until;
         let Some(until) = until.filter(|until| *until > ctx.now) else {
             self.end_statements(ctx.now);
-            self.step(ctx, None);
-            return self.close(ctx);
+            return self.step(ctx, None);
         };
         stated.goes_on_at = Some(until.min(clock::after(ctx.now, again)));
         if let Some(queue) = &mut self.queue {
             let wait = until.saturating_duration_since(ctx.now);
             queue.pause(wait, ctx.now, &mut ctx.work.wakers);
         }
-        self.close(ctx);
     }
 
     /// Goes on without a round of statements that was dropped with its runtime: another waiter begins it again, in
@@ -314,7 +312,6 @@ impl KeyState {
         if let Some(queue) = &mut self.queue {
             queue.wake_all(&mut ctx.work.wakers);
         }
-        self.close(ctx);
     }
 
     fn end_statements(&mut self, now: Instant) {

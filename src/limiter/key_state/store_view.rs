@@ -20,7 +20,7 @@ const LONGEST_LIFE: Duration = Duration::from_millis(20);
 const WAKE_UP: Duration = Duration::from_millis(5);
 
 /// What this process knows of its store, for one key.
-pub(super) struct StoreView {
+pub(in crate::limiter) struct StoreView {
     /// Whether the store answers later, after a round trip to a server, and not at once.
     pub(super) answers_later: bool,
     /// Whether this process granted the booked permits itself, because the store is unreachable.
@@ -167,7 +167,7 @@ impl StoreView {
     }
 
     /// Returns the last slot of a joint request that this key moved. It may have passed.
-    pub(super) fn last_joint(&self) -> Option<Instant> {
+    pub(in crate::limiter) fn last_joint(&self) -> Option<Instant> {
         self.remote.as_ref()?.last_joint
     }
 
@@ -248,7 +248,7 @@ impl StoreView {
 
     /// Returns the refusal of a request for which the store is not called. The store has refused
     /// such a request lately, and is not to be called again yet.
-    pub(super) fn repeated_refusal(
+    pub(in crate::limiter) fn repeated_refusal(
         &self,
         cost: u32,
         bound: WaitBound,
@@ -258,7 +258,7 @@ impl StoreView {
     }
 
     /// Forgets the last refusal, because it may no longer be true.
-    pub(super) fn forget_refusal(&mut self) {
+    pub(in crate::limiter) fn forget_refusal(&mut self) {
         if let Some(remote) = &mut self.remote {
             remote.refusal = None;
         }

@@ -64,6 +64,9 @@ impl Ticket {
             return Some(refused_for(left));
         }
         if let Some(refused) = state.refusal_without_call(self.cost, self.bound, is_back, ctx) {
+            if inquires {
+                state.inquire(ctx);
+            }
             return Some(refused);
         }
         if state.asks_alone(ctx) && state.are_parts_stated(ctx, ctx.now) {
@@ -79,12 +82,10 @@ impl Ticket {
             state.inquire(ctx);
         }
         state.step(ctx, Some((self.number, self.cost)));
-        let settled = match self.collect(state, ctx.now) {
+        match self.collect(state, ctx.now) {
             Some(Settled::Failed(cause)) => self.store_failed(state, ctx, cause),
             settled => settled,
-        };
-        state.close(ctx);
-        settled
+        }
     }
 
     /// Enters the request while no other request waits. Calls the store for this request alone, and
@@ -112,7 +113,6 @@ impl Ticket {
     ) -> EnteredAlone {
         let taken_in = state.take_in(ctx, call, answer, ctx.now);
         state.after_answer(ctx, ctx.now);
-        state.close(ctx);
         let lease = match taken_in {
             Ok(TakenIn { lease, .. }) => lease,
             Err(error) => {
@@ -156,12 +156,10 @@ impl Ticket {
             {
                 state.step(ctx, None);
             }
-            state.close(ctx);
             return Poll::Ready(settled);
         }
         state.step(ctx, Some((self.number, self.cost)));
         if let Some(settled) = self.collect_usable(state, ctx) {
-            state.close(ctx);
             return Poll::Ready(settled);
         }
         // The state of the key was dropped, and there was no room to make it anew for a second
@@ -303,7 +301,6 @@ impl Ticket {
             Self::give_up(state, ctx, slot);
         }
         state.step(ctx, None);
-        state.close(ctx);
     }
 
     /// Returns the outcome for a request that can wait no longer.

@@ -157,9 +157,9 @@ impl UpstreamRefusals {
         self.without_wait = 0;
     }
 
-    /// Returns whether an accepted call would change anything.
-    pub(super) fn is_waiting(&self) -> bool {
-        self.without_wait > 0 || self.stated.is_some()
+    /// Forgets the refusals in a row that stated no wait. Stated waits have a moment until which they prove anything.
+    pub(super) fn expire(&mut self) {
+        self.without_wait = 0;
     }
 
     /// Returns for how long after the end of a hold the refusals matter.

@@ -143,16 +143,16 @@ impl<S: Booked> Lane<S> {
         &self,
     ) -> impl DoubleEndedIterator<Item = Number> {
         let first = self.first_without_slot.unwrap_or(Number::MAX);
-        self.waiters.numbers_from(first)
+        self.waiters.numbers(first..)
     }
 
     pub(super) fn first_waiter(&self) -> Option<Number> {
-        self.waiters.numbers().next()
+        self.waiters.numbers(..).next()
     }
 
     /// Returns the waiter behind another one.
     pub(in crate::limiter) fn next_after(&self, number: Number) -> Option<Number> {
-        self.waiters.numbers_from(number + 1).next()
+        self.waiters.numbers(number + 1..).next()
     }
 
     /// Returns whether there are neither waiters, outcomes to collect nor slots, and no call asks for
@@ -186,7 +186,7 @@ impl<S: Booked> Lane<S> {
     pub(in crate::limiter) fn iter_mut(
         &mut self,
     ) -> impl DoubleEndedIterator<Item = (Number, &mut SlotWait)> {
-        let waiters = self.waiters.iter_mut_with_numbers();
+        let waiters = self.waiters.iter_mut(..);
         waiters.map(|(number, waiter)| (number, &mut waiter.request))
     }
 
@@ -202,7 +202,7 @@ impl<S: Booked> Lane<S> {
 
     /// Returns the slot that a request has.
     pub(in crate::limiter) fn slot_of(&self, number: Number) -> Option<Instant> {
-        let before = self.waiters.numbers().take_while(|other| *other < number);
+        let before = self.waiters.numbers(..).take_while(|other| *other < number);
         let mut permits = self.slots.iter().flat_map(each_permit);
         permits.nth(before.count())
     }
@@ -248,7 +248,7 @@ impl<S: Booked> Lane<S> {
 
     /// Returns whether a request with this number would be the last one.
     pub(in crate::limiter) fn would_be_last(&self, number: Number) -> bool {
-        self.waiters.numbers().next_back() < Some(number)
+        self.waiters.numbers(..).next_back() < Some(number)
     }
 
     /// Adds a waiter.
@@ -256,11 +256,11 @@ impl<S: Booked> Lane<S> {
         self.waiters.enter(number, wait, wakes_at);
         match self.first_without_slot {
             None if self.waiting() > self.booked => {
-                self.first_without_slot = self.waiters.numbers().next_back();
+                self.first_without_slot = self.waiters.numbers(..).next_back();
             }
             // It has the slot of the last waiter with one.
             Some(first) if number < first => {
-                self.first_without_slot = self.waiters.numbers_before(first).next_back();
+                self.first_without_slot = self.waiters.numbers(..first).next_back();
             }
             _ => {}
         }
@@ -303,7 +303,7 @@ impl<S: Booked> Lane<S> {
     ) {
         if self.waiters.settle_where(outcome, wakers) > 0 {
             let without_slot = self.without_slot();
-            let mut last = self.waiters.numbers().rev();
+            let mut last = self.waiters.numbers(..).rev();
             self.first_without_slot = without_slot.checked_sub(1).and_then(|n| last.nth(n));
         }
     }
@@ -321,7 +321,7 @@ impl<S: Booked> Lane<S> {
     /// Takes in that a request before the waiters without a slot, or the first of them, waits no longer.
     fn waits_no_longer(&mut self, number: Number) {
         if let Some(first) = self.first_without_slot.filter(|first| number <= *first) {
-            self.first_without_slot = self.waiters.numbers_from(first + 1).next();
+            self.first_without_slot = self.waiters.numbers(first + 1..).next();
         }
     }
 
@@ -329,7 +329,7 @@ impl<S: Booked> Lane<S> {
     pub(in crate::limiter) fn add(&mut self, slot: S) {
         self.booked += slot.permits();
         if let Some(first) = self.first_without_slot {
-            self.first_without_slot = self.waiters.numbers_from(first).nth(slot.permits());
+            self.first_without_slot = self.waiters.numbers(first..).nth(slot.permits());
         }
         let index = self.slots.partition_point(|other| other.at() <= slot.at());
         self.slots.insert(index, slot);
@@ -341,7 +341,7 @@ impl<S: Booked> Lane<S> {
         self.booked -= permits;
         if let Some(others) = of_waiters.checked_sub(1) {
             let end = self.first_without_slot.unwrap_or(Number::MAX);
-            self.first_without_slot = self.waiters.numbers_before(end).rev().nth(others);
+            self.first_without_slot = self.waiters.numbers(..end).rev().nth(others);
         }
     }
 
@@ -423,7 +423,7 @@ impl<S: Booked> Lane<S> {
         while let Some(slot) = self.slots.front_mut()
             && slot.at() <= now
         {
-            let runs = how.running.is_some() && self.waiters.numbers().next() == how.running;
+            let runs = how.running.is_some() && self.waiters.numbers(..).next() == how.running;
             if is_too_late(slot, if runs { Duration::ZERO } else { late.takes }, now) {
                 let Some(slot) = self.take_first_if(|_| true) else {
                     break;
@@ -473,7 +473,7 @@ impl<S: Booked> Lane<S> {
         let missed = missed.min(most);
         let numbers: Vec<Number> = self
             .waiters
-            .numbers()
+            .numbers(..)
             .filter(|number| Some(*number) != how.running)
             .take(missed)
             .collect();
@@ -489,7 +489,7 @@ impl<S: Booked> Lane<S> {
 
     /// Wakes the first waiter at `at`.
     pub(super) fn wake_first(&mut self, at: Instant) {
-        if let Some(first) = self.waiters.first_mut() {
+        if let Some((_, first)) = self.waiters.iter_mut(..).next() {
             first.wake_at(first.request.wakes_for(at));
         }
     }
@@ -505,7 +505,7 @@ impl<S: Booked> Lane<S> {
         let timed = if is_timed { 1 } else { FRONT };
         self.has_untimed &= !is_last_front;
         let slots = self.slots.iter().flat_map(each_permit);
-        let front = self.waiters.iter_mut_with_numbers().take(timed).zip(slots);
+        let front = self.waiters.iter_mut(..).take(timed).zip(slots);
         for (index, ((number, waiter), slot)) in front.enumerate() {
             let at = wakes_for_slot(slot, due_at, now);
             // The first one hands out the slots of one moment in order. If another one woke first, it would leave first.
@@ -533,8 +533,8 @@ impl<S: Booked> Lane<S> {
     /// Wakes the waiters without a slot at `at` at the latest.
     pub(in crate::limiter) fn wake_by(&mut self, at: Instant) {
         let without_slot = self.without_slot();
-        let waiters = self.waiters.iter_mut().rev().take(without_slot);
-        for waiter in waiters.filter(|waiter| waiter.wakes_at() > at) {
+        let waiters = self.waiters.iter_mut(..).rev().take(without_slot);
+        for (_, waiter) in waiters.filter(|(_, waiter)| waiter.wakes_at() > at) {
             waiter.wake_at(waiter.request.wakes_for(at));
         }
     }
@@ -603,7 +603,7 @@ impl<S: Booked> Lane<S> {
         let Some(others) = new_slots.len().checked_sub(1) else {
             return leaving;
         };
-        let Some(first) = self.waiters.numbers().rev().nth(others + without_slot) else {
+        let Some(first) = self.waiters.numbers(..).rev().nth(others + without_slot) else {
             return leaving;
         };
         let place = self.waiting() - without_slot - new_slots.len();
@@ -611,7 +611,7 @@ impl<S: Booked> Lane<S> {
         // In order, because timers that fire at the same tick do so in the order in which they were
         // set.
         let mut slots = (place..).zip(new_slots.iter().rev()).peekable();
-        for (number, waiter) in self.waiters.iter_mut_from(first) {
+        for (number, waiter) in self.waiters.iter_mut(first..) {
             let Some(&(place, &slot)) = slots.peek() else {
                 break;
             };

@@ -13,6 +13,7 @@ use crate::limiter::limited::Stopped;
 use crate::limiter::part::Part;
 use crate::limiter::probe::Probe;
 use crate::store::Refusal;
+use crate::suspicion::Suspicion;
 
 /// A hold that stops a request.
 pub(super) struct KeyOnHold {
@@ -124,7 +125,10 @@ impl Request {
     /// Returns whether the store may be asked about the hold of its kind: not of ever new ones.
     fn may_ask_about_kind(&self, part: &Part) -> bool {
         let Part { core, key, host } = part;
-        let may = |state: &mut KeyState| state.hold.may_ask_about_kind();
+        let may = |state: &mut KeyState| {
+            let suspicion = state.hold.suspicion_mut();
+            suspicion.is_some_and(Suspicion::may_ask)
+        };
         core.states.find(core.hold_key(*key, *host), may) == Some(true)
     }
 

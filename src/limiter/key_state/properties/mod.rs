@@ -7,11 +7,13 @@ mod world;
 
 use proptest::prelude::*;
 
-use super::KeyState;
+use super::charges::{DELAY, RETRY};
+use super::{Effect, HoldSource, KeyHold, KeyState};
 use crate::clock;
+use crate::key::Key;
 use crate::quota::Quota;
-use crate::store::HoldState;
-use request::Stage;
+use crate::store::{HoldState, Register};
+use request::{Pending, Stage};
 use world::{LONGEST, World, ms};
 
 #[derive(Clone, Debug)]
@@ -339,6 +341,90 @@ async fn a_short_hold_ends_the_wait_for_a_probe() {
         Step::Hold(1, false),
     ];
     run(100, true, false, false, &steps).await;
+}
+
+/// A request asks whether the hold was released, and finds no room in the queue.
+#[tokio::test(start_paused = true)]
+async fn requests_without_room_ask_for_a_release() {
+    let mut world = World::new(Quota::per_second(5), true, false);
+    world.hold(HoldState::new(ms(5000), 0));
+    for _ in 0..30 {
+        world.enter(1, LONGEST, false);
+    }
+    world.state.doubt();
+    world.enter(1, 0, false);
+    let mut pending = world.pending.iter();
+    assert!(pending.any(|pending| matches!(pending, Pending::Call(..))));
+}
+
+#[tokio::test(start_paused = true)]
+async fn effects_that_call_no_store_begin_no_call() {
+    let mut world = World::new(Quota::per_second(5), true, false);
+    world.act(|_, ctx, _| {
+        ctx.work.effects.push(Effect::LimitInFlight(None));
+        assert!(!ctx.work.has_begun_call());
+    });
+}
+
+/// Returns what a process has written, `age` ago, that was told to wait for an hour. It is on hold for the first minute.
+fn written_ban(age: u64) -> Register {
+    let (mut theirs, now, max_hold) = (KeyHold::default(), clock::now(), ms(60_000));
+    let new = theirs.refused_upstream(Some(ms(3_600_000)), max_hold, now, now);
+    theirs.adopt(new.unwrap().held, HoldSource::Seen, now);
+    let call = theirs.fleet_call(Key::ALL, false, max_hold, now).unwrap();
+    Register {
+        version: 7,
+        value: call.request.value.unwrap(),
+        age: ms(age),
+        ..Register::default()
+    }
+}
+
+/// This process asks for its turn, and reads in the answer that the key is on hold.
+#[tokio::test(start_paused = true)]
+async fn answers_about_turns_bring_holds() {
+    let mut world = World::new(Quota::per_second(5), false, false);
+    for _ in 0..6 {
+        world.enter(1, 2000, false);
+    }
+    assert_eq!(world.state.waiting(), 1);
+    world.act(|state, ctx, _| state.fleet_answered(ctx, Some(&written_ban(0)), Some(1)));
+    assert_eq!(world.state.waiting(), 0, "it cannot wait for a minute");
+}
+
+/// The hold of a ban that this process learns of is over, and one request of the fleet leaves first.
+#[tokio::test(start_paused = true)]
+async fn bans_leave_no_permits_at_hand() {
+    let mut world = World::new(Quota::per_second(300), true, false);
+    for _ in 0..20 {
+        world.enter(1, LONGEST, false);
+        world.run_until_idle().await;
+    }
+    assert!(world.state.at_hand(clock::now()) > 0);
+    world.act(|state, ctx, _| state.learn_fleet(ctx, &written_ban(61_000)));
+    assert_eq!(world.state.at_hand(clock::now()), 0);
+}
+
+/// Units that were used without a permit wait for a call that carries them, and for a longer one if it fails.
+#[tokio::test(start_paused = true)]
+async fn charges_get_a_call_of_their_own_once() {
+    let mut world = World::new(Quota::per_second(5), true, true);
+    let now = clock::now();
+    world.enter(1, LONGEST, false);
+    world.run_until_idle().await;
+    assert_eq!(world.state.passes_on_at(), None);
+    for after in [0, 50] {
+        let sent_at = now + ms(after);
+        world.act(|state, ctx, _| state.charge(ctx, 1, sent_at, None));
+        assert_eq!(world.state.passes_on_at(), Some(now + DELAY));
+        tokio::time::advance(ms(50)).await;
+    }
+    world.act(|state, ctx, _| state.on_time(ctx));
+    assert_eq!(world.state.passes_on_at(), None);
+    let is_call = |pending: &Pending| matches!(pending, Pending::Call(..));
+    let call = world.pending.iter().position(is_call).unwrap();
+    world.lose(call);
+    assert_eq!(world.state.passes_on_at(), Some(clock::now() + RETRY));
 }
 
 /// A limiter keeps the state of each of many keys.

@@ -118,6 +118,7 @@ impl World {
             work: Work::default(),
         };
         let result = act(&mut self.state, &mut ctx, &mut self.requests);
+        self.state.end_visit(&mut ctx);
         let visit = self.state.wants_visit(&ctx.work, now).map(Pending::Visit);
         let Work {
             wakers, effects, ..
