@@ -167,9 +167,12 @@ impl Stops {
             stops.retain(|_, stop| counts_until(stop) > now);
         }
         if is_full(stops) && stop.is_own {
-            let foreign = stops.iter().find(|(_, stop)| !stop.is_own);
-            if let Some(foreign) = foreign.map(|(key, _)| *key) {
-                stops.remove(&foreign);
+            let spare = stops
+                .iter()
+                .filter(|(_, old)| !old.is_own || old.until <= now);
+            let spare = spare.min_by_key(|(_, old)| (old.is_own, old.until));
+            if let Some(spare) = spare.map(|(key, _)| *key) {
+                stops.remove(&spare);
             }
         }
         if !is_full(stops) {
@@ -263,6 +266,18 @@ mod tests {
             assert_eq!(stops.left(own, now), Some(span));
             now += span;
             hear_others(now);
+        }
+    }
+
+    /// A stop that is over makes room for one that begins.
+    #[test]
+    fn own_stops_that_are_over_make_room() {
+        let (stops, mut now) = (Stops::new(secs(60), secs(3600), 2), clock::now());
+        for name in ["a", "b", "c", "d"] {
+            let key = Key::new(name);
+            stops.trip(key, now, now).unwrap();
+            assert_eq!(stops.left(key, now), Some(secs(60)), "{name}");
+            now += secs(31);
         }
     }
 
