@@ -31,6 +31,8 @@ impl ChargeNumber {
 #[derive(Debug)]
 struct UnderWay {
     number: ChargeNumber,
+    /// The first call that carried any of them.
+    first: ChargeNumber,
     units: u64,
     since: Instant,
 }
@@ -45,6 +47,8 @@ struct UnderWay {
 pub(super) struct PendingCharges {
     /// Units that no call carries.
     waiting: u64,
+    /// The first call that carried any of the units that wait, if one has.
+    waiting_since: Option<ChargeNumber>,
     under_way: SmallVec<[UnderWay; 1]>,
     /// When the last of the units was sent.
     sent_at: Option<Instant>,
@@ -78,6 +82,7 @@ impl PendingCharges {
         let number = ChargeNumber::next();
         self.under_way.push(UnderWay {
             number,
+            first: self.waiting_since.take().unwrap_or(number),
             units,
             since: now,
         });
@@ -87,9 +92,16 @@ impl PendingCharges {
     /// Gives up calls without an answer for so long that they count as lost: their units wait again.
     pub(super) fn give_up(&mut self, now: Instant) {
         let is_lost = |under_way: &UnderWay| clock::after(under_way.since, ANSWER) <= now;
-        let lost = self.under_way.iter().filter(|under_way| is_lost(under_way));
-        self.waiting = lost.fold(self.waiting, |sum, lost| sum.saturating_add(lost.units));
-        self.under_way.retain(|under_way| !is_lost(under_way));
+        while let Some(index) = self.under_way.iter().position(is_lost) {
+            let lost = self.under_way.swap_remove(index);
+            self.wait_again(lost);
+        }
+    }
+
+    fn wait_again(&mut self, call: UnderWay) {
+        self.waiting = self.waiting.saturating_add(call.units);
+        let before = self.waiting_since.unwrap_or(call.first);
+        self.waiting_since = Some(before.min(call.first));
     }
 
     /// Takes in whether the call with these units has reached the store.
@@ -98,9 +110,9 @@ impl PendingCharges {
         let Some(index) = self.under_way.iter().position(of_call) else {
             return;
         };
-        let UnderWay { units, .. } = self.under_way.swap_remove(index);
+        let call = self.under_way.swap_remove(index);
         if !has_arrived {
-            self.waiting = self.waiting.saturating_add(units);
+            self.wait_again(call);
         }
     }
 
@@ -109,9 +121,9 @@ impl PendingCharges {
         self.waiting > 0 || !self.permits.is_empty()
     }
 
-    /// Returns whether a call before the call `last` has no answer yet. `None` stands for all calls.
+    /// Returns whether units of a call before the call `last` are on their way, maybe again. `None` stands for all calls.
     pub(super) fn are_under_way(&self, last: Option<ChargeNumber>) -> bool {
-        let is_before = |call: &UnderWay| last.is_none_or(|last| call.number < last);
+        let is_before = |call: &UnderWay| last.is_none_or(|last| call.first < last);
         self.under_way.iter().any(is_before)
     }
 
@@ -166,6 +178,24 @@ mod tests {
         charges.answered(fourth.unwrap(), true);
         assert!(charges.is_empty());
         assert_eq!(take(&mut charges, much_later), (None, None, 0));
+    }
+
+    #[test]
+    fn units_that_are_sent_again_are_those_of_their_first_call() {
+        let now = clock::now();
+        let mut charges = PendingCharges::default();
+        charges.add(5, now, None);
+        let (_, first, _) = take(&mut charges, now);
+        let last = ChargeNumber::next();
+        charges.answered(first.unwrap(), false);
+        charges.add(2, now, None);
+        let (_, second, _) = take(&mut charges, now);
+        assert!(charges.are_under_way(Some(last)));
+        charges.answered(second.unwrap(), true);
+        charges.add(1, now, None);
+        take(&mut charges, now);
+        assert!(!charges.are_under_way(Some(last)));
+        assert!(charges.are_under_way(None));
     }
 
     #[test]

@@ -441,8 +441,8 @@ impl KeyHold {
         is_released
     }
 
-    /// Returns which requests may leave, if the key is not on hold. During a hold that was cut this may be a probe: no
-    /// request leaves all the same, because the permits from before its end were withdrawn.
+    /// Returns which requests may leave. During a hold this may be a probe: no request leaves all the same, because the
+    /// permits from before its end were withdrawn.
     pub(super) fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
         let details = self.details.as_ref();
         details.map_or(Passage::Open, |details| details.passage(max_hold, now))
