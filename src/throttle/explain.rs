@@ -44,13 +44,20 @@ pub(super) fn explain(core: &ThrottleCore, key: Key) -> Explanation {
     };
     let known = core.find(key, read);
     let has_room = known.is_some() || core.has_room(key, now);
-    let known = known.unwrap_or_else(|| KnownKey {
-        held: core.stopped_for(key, now).map(|left| Held {
-            left,
-            cause: Some(Cause::Guard),
-            age: None,
-        }),
-        ..KnownKey::default()
+    let known = known.unwrap_or_else(|| {
+        let stopped = core.stopped_for(key, now);
+        KnownKey {
+            outlook: PaceOutlook {
+                slot: stopped.map(|left| clock::after(now, left)),
+                ..PaceOutlook::default()
+            },
+            held: stopped.map(|left| Held {
+                left,
+                cause: Some(Cause::Guard),
+                age: None,
+            }),
+            ..KnownKey::default()
+        }
     });
     let verdict = verdict(core, &known, has_room, now);
     let text = PaceText {
