@@ -26,7 +26,7 @@ impl QuotaNumbers {
         let requests = signal
             .quotas()
             .iter()
-            .filter(|quota| quota.unit() == ObservedQuota::REQUESTS);
+            .filter(|quota| quota.unit() == ObservedQuota::REQUESTS && !is_code(quota));
         let Some(quota) = requests.min_by(|one, other| share(one).total_cmp(&share(other))) else {
             return QuotaNumbers::default();
         };
@@ -37,6 +37,15 @@ impl QuotaNumbers {
             reset: quota.reset_after().map(|span| span.as_secs_f64()),
         }
     }
+}
+
+/// Returns whether a quota may be that of a code in a body: it is used up, and no more is known of it than its window of a
+/// day or more. It states no level.
+fn is_code(quota: &ObservedQuota) -> bool {
+    quota.remaining() == Some(0)
+        && quota.limit().is_none()
+        && quota.reset_after().is_none()
+        && quota.window() >= Some(Duration::from_secs(86_400))
 }
 
 /// Returns the wait that a refusal explicitly asks for.

@@ -270,10 +270,10 @@ proptest! {
             // The pause grows while the server is out.
             let in_row = after.refused_in_row.saturating_sub(OUTAGE);
             let longer = match after.level {
-                Some(_) => 1.0,
-                None => LONGER_OUTAGE.powf(f64::from(in_row)),
+                Some(_) => most,
+                None => (most * LONGER_OUTAGE.powf(f64::from(in_row))).min(most.max(LONGEST_PAUSE)),
             };
-            let most = (most * longer).min(LONGEST);
+            let most = longer.min(LONGEST);
             let said = stated.map(|said| said.as_secs_f64());
             let told = QuotaNumbers::of(&answer.signal());
             let least = said.or_else(|| after.scale.empty_until_reset(&told, after.last_answer?));
