@@ -19,7 +19,7 @@
 //! | `store_view` | what the process knows of its store |
 //! | `store_refusal` | a refusal of the store, kept for the next requests |
 //! | `key_hold` | the hold of the key, and the tasks that are woken when it changes |
-//! | `ban` | a wait beyond `max_hold` that the upstream has stated; a value |
+//! | `fleet_probe` | which process of a fleet sends the probe of the key, and a wait beyond `max_hold` that the upstream has stated; a value |
 //! | `hold` | one hold: when it ends, and how this process knows; a value |
 //! | `probation` | which requests may leave after a hold that was cut; a value |
 //! | `upstream_refusals` | how long a refusal of the upstream holds the key; a value |
