@@ -217,11 +217,18 @@ impl PacedQueue {
 
     /// Puts a refused request back to its old place.
     pub(crate) fn back(&mut self, refused: Refused, now: Instant) {
-        let Refused {
-            number,
-            call,
-            pause,
-        } = refused;
+        self.insert_refused(refused.number, refused, now);
+    }
+
+    /// Puts a refused request behind all others. It sleeps first, as the pace wants. Returns its new number.
+    pub(super) fn back_behind(&mut self, refused: Refused, now: Instant) -> Number {
+        let number = self.local.next_number();
+        self.insert_refused(number, refused, now);
+        number
+    }
+
+    fn insert_refused(&mut self, number: Number, refused: Refused, now: Instant) {
+        let Refused { call, pause, .. } = refused;
         self.local.insert(number, call, pause, now);
     }
 

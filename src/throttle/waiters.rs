@@ -275,7 +275,7 @@ impl Waiters {
             && self.held_beyond(latest, now).is_none()
         {
             ended = Ended::IsBack(match answer.was_refused {
-                true => self.queue.arrived(now),
+                true => self.queue.back_behind(refused, now),
                 false => {
                     self.queue.back(refused, now);
                     number
