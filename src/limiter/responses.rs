@@ -294,7 +294,7 @@ impl AnsweredCall<'_> {
 /// Counts only quotas of all calls, in any unit: other quotas may be about calls of other keys.
 fn used_up_for(signal: &Signal) -> Option<Duration> {
     let quotas = signal.quotas().iter();
-    let used_up = quotas.filter(|quota| quota.remaining() == Some(0) && quota.is_of_all_calls());
+    let used_up = quotas.filter(|quota| quota.is_used_up() && quota.is_of_all_calls());
     let longest = used_up.filter_map(ObservedQuota::reset_after).max()?;
     (longest >= SHORTEST_RESET).then_some(longest)
 }

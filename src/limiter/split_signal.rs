@@ -86,7 +86,7 @@ pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4
         });
         let used_up = || {
             let mut quotas = signal.quotas().iter();
-            quotas.find_map(|quota| owner(quota).filter(|_| quota.remaining() == Some(0)))
+            quotas.find_map(|quota| owner(quota).filter(|_| quota.is_used_up()))
         };
         if let Some(known) = by_scope.or_else(used_up) {
             return known..known + 1;

@@ -42,7 +42,7 @@ impl QuotaNumbers {
 /// Returns whether a quota may be that of a code in a body: it is used up, and no more is known of it than its window of a
 /// day or more. It states no level.
 fn is_code(quota: &ObservedQuota) -> bool {
-    quota.remaining() == Some(0)
+    quota.is_used_up()
         && quota.limit().is_none()
         && quota.reset_after().is_none()
         && quota.window() >= Some(Duration::from_secs(86_400))
@@ -55,8 +55,7 @@ fn is_code(quota: &ObservedQuota) -> bool {
 /// So that time does not count here.
 pub(crate) fn wait_said(signal: &Signal) -> Option<Duration> {
     let wait = signal.retry_after()?;
-    let is_reset =
-        |quota: &ObservedQuota| quota.remaining() == Some(0) && quota.reset_after() == Some(wait);
+    let is_reset = |quota: &ObservedQuota| quota.is_used_up() && quota.reset_after() == Some(wait);
     (!signal.quotas().iter().any(is_reset)).then_some(wait)
 }
 

@@ -83,6 +83,11 @@ impl ObservedQuota {
         out(self.reset_after).map(Duration::from_millis)
     }
 
+    /// Returns whether nothing is left of the quota.
+    pub(crate) fn is_used_up(&self) -> bool {
+        self.remaining() == Some(0)
+    }
+
     /// Returns whether the quota is for all calls, as far as its name states.
     pub(crate) fn is_of_all_calls(&self) -> bool {
         self.name().is_none_or(super::generic::words::is_plain)

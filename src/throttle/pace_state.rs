@@ -163,9 +163,8 @@ impl PaceState {
             return pause;
         }
         let pause = pause.max(wait_said(signal).unwrap_or_default());
-        let is_used_up = |quota: &&ObservedQuota| quota.remaining() == Some(0);
-        let resets = signal.quotas().iter().filter(is_used_up);
-        let reset = resets.filter_map(|quota| quota.reset_after()).max();
+        let used_up = signal.quotas().iter().filter(|quota| quota.is_used_up());
+        let reset = used_up.filter_map(ObservedQuota::reset_after).max();
         let stated = signal.retry_after().max(reset).unwrap_or_default();
         match stated > self.max_hold {
             // The pace may have added to what was stated. Only that part exceeds `max_hold`.

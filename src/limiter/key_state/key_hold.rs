@@ -469,7 +469,7 @@ impl KeyHold {
             return;
         }
         let quotas = signal.quotas().iter();
-        let used_up = quotas.filter(|quota| quota.remaining() == Some(0));
+        let used_up = quotas.filter(|quota| quota.is_used_up());
         let long = used_up.filter(|quota| quota.window() >= Some(LONG));
         let longest = long.max_by_key(|quota| quota.window());
         self.details(now).used_up = longest.map(|quota| Reason::UsedUp {
