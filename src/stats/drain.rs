@@ -171,7 +171,7 @@ pub(crate) async fn drain<G: Gate + ?Sized>(
 
 /// Waits until no request waits and no call is in flight, or until the deadline.
 async fn until_idle<G: Gate + ?Sized>(gate: &G, state: &DrainState) {
-    let mut timer: Option<Timer> = None;
+    let mut timer = Timer::at(clock::now());
     poll_fn(|cx| {
         // The waker is registered before the gate is looked at, so that no change is missed.
         let by = state.progress(|progress| {
@@ -186,7 +186,6 @@ async fn until_idle<G: Gate + ?Sized>(gate: &G, state: &DrainState) {
         if is_idle || by <= clock::now() {
             return Poll::Ready(());
         }
-        let timer = timer.get_or_insert_with(|| Timer::at(by));
         timer.set(by);
         timer.poll(cx)
     })

@@ -23,7 +23,7 @@ pub(crate) struct OpenRequest<G: Gate> {
     /// Whether it counts. A request that is sent again has counted before.
     counts: bool,
     /// Fires at the deadline of the drain, if the gate is drained.
-    drain: Option<Timer>,
+    drain: Timer,
 }
 
 impl<G: Gate> OpenRequest<G> {
@@ -36,7 +36,7 @@ impl<G: Gate> OpenRequest<G> {
             since,
             number,
             counts: true,
-            drain: None,
+            drain: Timer::at(since),
         }
     }
 
@@ -74,9 +74,8 @@ impl<G: Gate> OpenRequest<G> {
         if by <= clock::now() {
             return Poll::Ready(());
         }
-        let timer = self.drain.get_or_insert_with(|| Timer::at(by));
-        timer.set(by);
-        timer.poll(cx)
+        self.drain.set(by);
+        self.drain.poll(cx)
     }
 
     /// Returns whether the gate is drained and its deadline has passed.

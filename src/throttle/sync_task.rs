@@ -33,7 +33,7 @@ pub(super) struct SyncTask {
     number: u64,
     /// The compare-and-set under way, and when the task sent it.
     cas: Option<(CasReply, Instant)>,
-    timer: Option<Timer>,
+    timer: Timer,
     done: bool,
 }
 
@@ -55,7 +55,7 @@ impl SyncTask {
             key,
             number,
             cas: None,
-            timer: None,
+            timer: Timer::at(clock::now()),
             done: false,
         };
         if let Some(runtime) = blocking::runtime_for_tasks() {
@@ -116,9 +116,8 @@ impl Future for SyncTask {
                     StoreReply::Pending(reply) => self.cas = Some((reply, now)),
                 },
                 Some(NextSync::SleepUntil(at)) => {
-                    let timer = self.timer.get_or_insert_with(|| Timer::at(at));
-                    timer.set(at);
-                    if timer.poll(cx).is_pending() {
+                    self.timer.set(at);
+                    if self.timer.poll(cx).is_pending() {
                         return Poll::Pending;
                     }
                 }
