@@ -92,7 +92,7 @@ impl Work {
 pub(in crate::limiter) enum Effect {
     /// Runs a call to the store to its end.
     Call(CallNumber, SentCall, LeaseFuture),
-    /// Shares a ban with other processes.
+    /// Asks whether this process sends the next probe, or shares a ban with the others.
     ShareProbe(Box<FleetCall>),
     /// Limits the calls in flight of the key to this number, if they are limited.
     LimitInFlight(Option<u32>),

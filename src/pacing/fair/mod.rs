@@ -118,9 +118,9 @@ use trust::{Observation, Trust};
 ///   that share the pace search, too, and so does every client of an unknown limit if the last
 ///   refusal stated a wait, and any stated more than a second. A sole client also searches before a
 ///   sliding window of at most 10 s.
-/// - **Refusals in a row** that state nothing are an outage: from the fourth on the speed stays, or from the second on after 50 token
-///   times without a refusal, and from the fifth on the pause grows, up to 20 s. If nothing passed before the
-///   first refusal, `m` is only a guess, which falls by a factor of e in 35 token times until the next
+/// - **Refusals in a row** that state nothing are an outage: from the fourth on the speed stays, or from the
+///   second on after 50 token times without a refusal, and from the fifth on the pause grows, up to 20 s. If nothing
+///   passed before the first refusal, `m` is only a guess, which falls by a factor of e in 35 token times until the next
 ///   refusal. After an outage of six a search lowers its speed by at most a third. It starts again if nothing
 ///   passed before, or once if the outage took longer than 90 s and no rate is known.
 /// - **A wait that a refusal states** is exceeded by at most a tenth if the limit is unknown.

@@ -269,11 +269,11 @@ proptest! {
             let most = after.scale.token_time * (PAUSE * after.estimate.n).max(after.estimate.m);
             // The pause grows while the server is out.
             let in_row = after.refused_in_row.saturating_sub(OUTAGE);
-            let longer = match after.level {
+            let most = match after.level {
                 Some(_) => most,
                 None => (most * LONGER_OUTAGE.powf(f64::from(in_row))).min(most.max(LONGEST_PAUSE)),
             };
-            let most = longer.min(LONGEST);
+            let most = most.min(LONGEST);
             let said = stated.map(|said| said.as_secs_f64());
             let told = QuotaNumbers::of(&answer.signal());
             let least = said.or_else(|| after.scale.empty_until_reset(&told, after.last_answer?));
