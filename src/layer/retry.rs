@@ -62,7 +62,7 @@ struct Budget {
     balance: AtomicU32,
     /// The highest balance, in hundredths.
     most: u32,
-    /// What a call that was not refused adds, in hundredths.
+    /// What a response that is no refusal adds, in hundredths.
     deposit: u32,
 }
 
@@ -71,7 +71,7 @@ const ONE: u32 = 100;
 
 impl RetryLimited {
     /// Creates a policy of three attempts for each call, and a budget of 10 retries for all calls.
-    /// For every five calls that were not refused, the budget gains one retry.
+    /// For every five responses that are no refusals, the budget gains one retry.
     pub fn new() -> Self {
         RetryLimited {
             attempts: 3,
@@ -89,7 +89,7 @@ impl RetryLimited {
     }
 
     /// Sets the budget of retries that all clones share. It starts with `most` retries, its largest
-    /// value, and each retry takes one. Each call that was not refused adds `percent` hundredths of
+    /// value, and each retry takes one. Each response that is no refusal adds `percent` hundredths of
     /// a retry. Default: 10 and 20.
     ///
     /// The budget bounds the load on an upstream that refuses all requests: with the defaults, only
@@ -116,25 +116,23 @@ impl RetryLimited {
         self.is_refusal(outcome) && self.budget.withdraw()
     }
 
-    /// Returns whether a call with this outcome may be retried. If it was not refused, adds to the budget.
+    /// Returns whether a call with this outcome may be retried. An accepted response adds to the budget.
     fn is_refusal(&self, outcome: Result<Signal, &(dyn StdError + 'static)>) -> bool {
-        let limited = match outcome {
-            Ok(signal) => signal.refusal().is_some(),
-            Err(error) => match Limited::find(error) {
-                Some(Limited::Upstream { .. }) => true,
-                // No later attempt in this process succeeds.
-                Some(Limited::Local {
-                    reason: Reason::Draining,
-                    ..
-                }) => return false,
-                Some(Limited::Local { .. }) => self.local_refusals,
-                _ => return false,
-            },
-        };
-        if !limited {
-            self.budget.deposit();
+        match outcome.map_err(Limited::find) {
+            Ok(signal) if signal.refusal().is_some() => true,
+            Ok(_) => {
+                self.budget.deposit();
+                false
+            }
+            Err(Some(Limited::Upstream { .. })) => true,
+            // No later attempt in this process succeeds.
+            Err(Some(Limited::Local {
+                reason: Reason::Draining,
+                ..
+            })) => false,
+            Err(Some(Limited::Local { .. })) => self.local_refusals,
+            Err(_) => false,
         }
-        limited
     }
 }
 
@@ -163,7 +161,7 @@ impl Budget {
         })
     }
 
-    /// Adds what a call brings that was not refused.
+    /// Adds what an accepted response brings.
     fn deposit(&self) {
         self.add(self.deposit);
     }
@@ -285,9 +283,8 @@ mod tests {
     use super::*;
     use crate::error::{ErrorFacts, LimitedInfo};
 
-    #[test]
-    fn refusals_of_a_drained_limiter_are_not_retried() {
-        let refused = |reason| Limited::Local {
+    fn refused(reason: Reason) -> Limited {
+        Limited::Local {
             reason,
             report: LimitedInfo::new(ErrorFacts {
                 key: "all".into(),
@@ -301,10 +298,25 @@ mod tests {
                 waited: std::time::Duration::ZERO,
                 turns: 0,
             }),
-        };
+        }
+    }
+
+    #[test]
+    fn refusals_of_a_drained_limiter_are_not_retried() {
         let retry = RetryLimited::new().local_refusals();
         assert!(retry.tries_again(Err(&refused(Reason::Held))));
         assert!(!retry.tries_again(Err(&refused(Reason::Draining))));
+    }
+
+    /// Otherwise each hold would bring new retries to a server that refuses everything.
+    #[test]
+    fn local_refusals_do_not_refill_the_budget() {
+        let retry = RetryLimited::new().budget(1, 100);
+        assert!(retry.budget.withdraw());
+        for _ in 0..3 {
+            assert!(!retry.tries_again(Err(&refused(Reason::Held))));
+        }
+        assert!(!retry.budget.withdraw());
     }
 
     /// With two attempts, the second one is the last.
