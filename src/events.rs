@@ -6,7 +6,6 @@
     expect(unused_variables, reason = "without tracing nobody reads them")
 )]
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::error::{Limited, StoreError};
@@ -119,16 +118,6 @@ fn is_traced() -> bool {
     false
 }
 
-/// Reports a warning, once in this process.
-macro_rules! warn_once {
-    ($text:literal) => {
-        static IS_REPORTED: AtomicBool = AtomicBool::new(false);
-        if !IS_REPORTED.swap(true, Ordering::Relaxed) {
-            report!(warn, $text);
-        }
-    };
-}
-
 /// A cost does not state a unit that is limited, or states one that is not.
 pub(crate) fn units_differ(tally: &Tally, missing: Option<&str>, unknown: Option<&str>) {
     report!(
@@ -181,13 +170,6 @@ pub(crate) fn counted_twice(tally: &Tally, key: &str) {
         "each request takes two permits: one by hand, and one in the layer; leave out the one by hand, or send without the layer"
     );
     tally.tell(&Event::CountedTwice { key });
-}
-
-/// A layer was put around a buffer with another layer inside.
-pub(crate) fn behind_buffer() {
-    warn_once!(
-        "a rate limit layer is around a tower::buffer::Buffer with another layer inside; its limit may be exceeded, because the buffer delays requests after they got their permit; put the buffer outside of both layers"
-    );
 }
 
 /// The store failed, and the request was sent uncounted.

@@ -6,7 +6,6 @@
 
 mod attempts;
 pub(crate) mod body;
-mod buffered;
 mod extractors;
 #[cfg(feature = "grpc")]
 pub(crate) mod grpc;

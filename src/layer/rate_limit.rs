@@ -12,7 +12,6 @@ use tower_layer::Layer;
 
 use super::attempts::{Attempts, is_reported};
 use super::body::InFlight;
-use super::buffered::is_layer_behind_buffer;
 use super::extractors::{Extractors, Reading, class_in_extensions};
 use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::{ResponsePolicy, is_local_refusal};
@@ -22,7 +21,6 @@ use crate::clock;
 use crate::config_error::ConfigError;
 use crate::cost::RequestCost;
 use crate::error::{Limited, Reason};
-use crate::events;
 use crate::guarded;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef, host_names};
 use crate::limiter::{
@@ -639,9 +637,6 @@ impl<S: CloneService> Layer<S> for RateLimitLayer {
     type Service = RateLimit<S>;
 
     fn layer(&self, inner: S) -> RateLimit<S> {
-        if is_layer_behind_buffer::<S>() {
-            events::behind_buffer();
-        }
         RateLimit::new(self.clone(), inner)
     }
 }
