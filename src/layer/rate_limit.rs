@@ -233,7 +233,8 @@ impl RateLimitLayer {
     ) -> Result<Option<Instant>, Limited> {
         let mut host = HostKey::of(request);
         let quota = self.quota_of(&self.limiter, &self.extractors, &reading, request)?;
-        self.add_parts(self.counting(request), &reading, quota, &mut host, parts)?;
+        let limiter = counting(&self.limiter, &self.extractors, request);
+        self.add_parts(limiter, &reading, quota, &mut host, parts)?;
         let (mut without_routes, mut deadline) = (reading.without_routes, reading.deadline);
         for limit in self.further.iter() {
             let FurtherLimit {
@@ -254,6 +255,7 @@ impl RateLimitLayer {
             // The shorter of two deadlines; a limit without one allows any wait.
             deadline = deadline.into_iter().chain(own.deadline).min();
             let quota = self.quota_of(limiter, extractors, &own, request)?;
+            let limiter = counting(limiter, extractors, request);
             self.add_parts(limiter, &own, quota, &mut host, parts)?;
         }
         Ok(deadline)
@@ -299,15 +301,10 @@ impl RateLimitLayer {
         quota.map_err(|reason| limiter.unreadable(reason, &self.limiter))
     }
 
-    /// Returns the limiter of the first limit that counts `request`: that of its class, if the quota is
-    /// divided.
+    /// Returns the limiter of the first limit that counts `request`.
     #[inline]
     fn counting(&self, request: &impl RequestInfo) -> &Limiter {
-        if self.limiter.is_divided() {
-            self.limiter.of_class(self.extractors.read_class(request))
-        } else {
-            &self.limiter
-        }
+        counting(&self.limiter, &self.extractors, request)
     }
 
     /// Admits a request of which more than key and deadline may matter, as [`Gate::enter_fast`] does.
@@ -447,6 +444,20 @@ impl RateLimitLayer {
     }
 }
 
+/// Returns the limiter of a limit that counts `request`: that of its class, if the quota is divided.
+#[inline]
+fn counting<'a>(
+    limiter: &'a Limiter,
+    extractors: &Extractors,
+    request: &impl RequestInfo,
+) -> &'a Limiter {
+    if limiter.is_divided() {
+        limiter.of_class(extractors.read_class(request))
+    } else {
+        limiter
+    }
+}
+
 /// Admits a request of which only key and deadline matter, and which `limiter` counts, if a permit is at hand.
 #[inline(never)]
 fn send_at_once(limiter: &Limiter, entry: Entry) -> Result<Admitted, Option<Reading>> {
@@ -507,7 +518,7 @@ impl Gate for RateLimitLayer {
         reading: Option<Reading>,
         request: &impl RequestInfo,
     ) -> Admission<Sent, Box<Wait>> {
-        if !self.limiter.is_divided()
+        if !self.limiters().any(Limiter::is_divided)
             && let Some(class) = class_in_extensions(request)
         {
             self.limiter.unknown_class(class);

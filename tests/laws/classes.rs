@@ -374,6 +374,41 @@ async fn layers_find_the_class_of_a_request() {
     assert_eq!(send("http://a/", None).await, Err(None));
 }
 
+/// The layer that is joined second divides its quota, and counts a request in the part of its class.
+#[tokio::test(start_paused = true)]
+async fn a_joined_layer_finds_the_class_of_a_request() {
+    let events = Arc::new(Mutex::new(Vec::new()));
+    let told = events.clone();
+    let plain = RateLimitLayer::builder(Quota::per_second(100))
+        .on_event(move |event| told.lock().unwrap().push(event.to_string()))
+        .build()
+        .unwrap();
+    let divided = RateLimitLayer::builder(Quota::per_second(50))
+        .key(|_| Key::new("divided"))
+        .share("web", 80)
+        .lends("web", 0)
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap();
+    let service = plain.and(divided).layer(service_fn(|_: Request<()>| async {
+        Ok::<_, Infallible>(http::Response::new(()))
+    }));
+    let mut passed = 0;
+    let limited = loop {
+        let mut request = Request::get("http://a/").body(()).unwrap();
+        request.extensions_mut().insert(Class::new("web"));
+        match service.clone().oneshot(request).await {
+            Ok(_) => passed += 1,
+            Err(error) => break error,
+        }
+    };
+    assert!((40..=50).contains(&passed), "{passed}");
+    let class = Limited::find(&limited).unwrap().report().class();
+    assert_eq!(class, Some("web"));
+    let events = events.lock().unwrap();
+    assert!(!events.iter().any(|event| event.contains("share")), "{events:?}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_refusal_holds_all_classes_of_a_key() {
     let limiter = fleet(Quota::per_second(50), Duration::ZERO);
