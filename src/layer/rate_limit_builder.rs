@@ -8,7 +8,7 @@ use super::extractors::Extractors;
 use super::guard;
 use super::rate_limit::{FurtherLimit, RateLimitLayer};
 use super::routes::{RouteTable, Routes};
-use super::settings::{Common, at_most, common_setters};
+use super::settings::{Common, at_most, check_name, common_setters};
 use crate::config_error::ConfigError;
 use crate::cost::Cost;
 use crate::guarded::Watch;
@@ -85,7 +85,6 @@ impl RateLimitBuilder {
     const LONGEST_SLACK: Duration = Duration::from_secs(60);
     const SHORTEST_LIFE: Duration = Duration::from_millis(300);
     const LONGEST_LIFE: Duration = Duration::from_secs(3600);
-    const LARGEST_RATE_LOSS: u32 = 50;
 
     pub(super) fn new(quota: Quota) -> Self {
         RateLimitBuilder {
@@ -291,8 +290,8 @@ impl RateLimitBuilder {
     /// what is guaranteed, and what to do when shares change.
     ///
     /// [`build`](Self::build) fails if a share is not from 1 to 100, if the shares are more than 100 per
-    /// cent together, if there are more than seven, if the quota has eight limits, or if a share of a rate is less than one
-    /// unit ([`ConfigError`]).
+    /// cent together, if there are more than seven, if the quota has eight limits, if a share of a rate is less than one
+    /// unit, or if a class has other characters than a [name](Self::name) ([`ConfigError`]).
     ///
     /// ```
     /// use tollgate::{Quota, RateLimitLayer};
@@ -464,8 +463,8 @@ impl RateLimitBuilder {
     ///
     /// # Errors
     ///
-    /// [`build`](Self::build) fails if the quota is out of range, if the name is empty or used
-    /// twice, and if there are more than eight limits.
+    /// [`build`](Self::build) fails if the quota is out of range, if the name is used twice or has other characters than
+    /// that of the [layer](Self::name), and if there are more than eight limits.
     pub fn and_per<F, K>(mut self, name: &'static str, quota: Quota, key: F) -> Self
     where
         F: Fn(&RequestRef<'_>) -> K + Send + Sync + 'static,
@@ -872,7 +871,7 @@ impl RateLimitBuilder {
             "from 300 ms to an hour",
         )?;
         ConfigError::unless(
-            self.slacks.rate_loss <= RateLimitBuilder::LARGEST_RATE_LOSS,
+            self.slacks.rate_loss <= Slacks::LARGEST_RATE_LOSS,
             "max_rate_loss",
             self.slacks.rate_loss,
             "at most 50",
@@ -885,6 +884,7 @@ impl RateLimitBuilder {
             return Err(ConfigError::out_of_range("lends", class, allowed));
         }
         for ClassShare { class, lends, .. } in &self.shares {
+            check_name("share", class)?;
             // Before Rust 1.89, a `format_args!` lives no longer than its statement.
             let value = format!("{lends} % for {class:?}");
             ConfigError::unless(*lends <= 100, "lends", value, "at most 100 per cent")?;
@@ -909,15 +909,16 @@ impl RateLimitBuilder {
         )?;
         let mut taken = Vec::from_iter(self.common.name);
         for Further { name, routes, .. } in &self.further {
+            let setting = match routes {
+                Some(_) => "routes",
+                None => "and_per",
+            };
+            check_name(setting, name)?;
             ConfigError::unless(
-                !name.is_empty() && !taken.contains(name),
-                if routes.is_some() {
-                    "routes"
-                } else {
-                    "and_per"
-                },
+                !taken.contains(name),
+                setting,
                 format_args!("{name:?}"),
-                "a name that no other limit of the layer has, and that is not empty",
+                "a name that no other limit of the layer has",
             )?;
             taken.push(name);
         }

@@ -88,13 +88,7 @@ impl Common {
         if let Some(guard) = &self.guard {
             guard.check()?;
         }
-        let name = self.name();
-        ConfigError::unless(
-            is_series_name(name),
-            "name",
-            format_args!("{name:?}"),
-            "1 to 64 of the letters a to z and A to Z, digits, spaces and `_.-/:`",
-        )
+        check_name("name", self.name())
     }
 
     /// Adds the settings that a builder shows in its `Debug`.
@@ -103,6 +97,16 @@ impl Common {
             .field("extractors", &self.extractors)
             .field("max_wait", &self.max_wait);
     }
+}
+
+/// Returns an error if `name` cannot be a part of the name of a series in stats.
+pub(super) fn check_name(setting: &'static str, name: &str) -> Result<(), ConfigError> {
+    ConfigError::unless(
+        is_series_name(name),
+        setting,
+        format_args!("{name:?}"),
+        "1 to 64 of the letters a to z and A to Z, digits, spaces and `_.-/:`",
+    )
 }
 
 /// Returns an error if `value` is above `most`.

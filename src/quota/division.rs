@@ -44,11 +44,8 @@ impl Division {
         }
         for (index, share) in shares.iter().enumerate() {
             let ClassShare { class, percent, .. } = *share;
-            if class.is_empty() || shares[..index].iter().any(|other| other.class == class) {
-                return out_of_range(
-                    format!("{class:?}"),
-                    "a name that is not empty, once for each class",
-                );
+            if shares[..index].iter().any(|other| other.class == class) {
+                return out_of_range(format!("{class:?}"), "once for each class");
             }
             if !(1..=100).contains(&percent) {
                 return out_of_range(

@@ -308,12 +308,21 @@ impl Limit {
                 } = slacks;
                 let lost = boundary.saturating_mul(2);
                 let margin = life.saturating_add(transit);
-                if lost > window / 2 || lost.saturating_add(margin.saturating_mul(2)) > window {
+                if lost > window / 2 {
                     return Err(misuse(
                         limit,
                         format_args!(
                             "a boundary_guard of {boundary:?} on both sides leaves less than half of the window; lower \
                              boundary_guard, or use a sliding window, which needs none"
+                        ),
+                    ));
+                }
+                if lost.saturating_add(margin.saturating_mul(2)) > window {
+                    return Err(misuse(
+                        limit,
+                        format_args!(
+                            "the window is too short for a boundary_guard of {boundary:?} and the margin of a permit, \
+                             {margin:?}, on both sides; lower boundary_guard and transit_slack, or use a sliding window"
                         ),
                     ));
                 }
@@ -380,13 +389,16 @@ fn check_spacing(limit: Limit, life: Duration, slacks: Slacks) -> Result<Duratio
     let lost = 100 - period * 100 / spacing;
     let transit = slacks.transit;
     let (count, window) = (limit.count(), limit.window());
+    let accept = match lost <= Slacks::LARGEST_RATE_LOSS.into() {
+        true => format!("or accept the loss with .max_rate_loss({lost}); "),
+        false => String::new(),
+    };
     Err(misuse(
         limit,
         format_args!(
             "spacing this fine loses {lost} % of the rate, because each permit is valid for 2 ms and transit_slack is \
-             {transit:?}: lower transit_slack; or accept the loss with .max_rate_loss({lost}); or allow a burst of \
-             {smallest}, which loses nothing: .burst({smallest}) after a window, else \
-             Quota::bucket({smallest}).refill({count}, {window:?})"
+             {transit:?}: lower transit_slack; {accept}or allow a burst of {smallest}, which loses nothing: \
+             .burst({smallest}) after a window, else Quota::bucket({smallest}).refill({count}, {window:?})"
         ),
     ))
 }

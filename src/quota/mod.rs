@@ -130,7 +130,7 @@ impl Quota {
     /// its rate. If the loss would be more than 10 %, permits are valid for a shorter time, down to
     /// 2 ms. If the loss is still more than 10 %, `build` fails. Its error names the burst that
     /// would work, and the value of [`max_rate_loss`](crate::RateLimitBuilder::max_rate_loss) that
-    /// would accept the loss.
+    /// would accept a loss of up to 50 %.
     pub const fn every(spacing: Duration) -> Self {
         Quota::single(Limit::Bucket {
             capacity: 1,

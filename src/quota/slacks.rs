@@ -23,6 +23,9 @@ impl Slacks {
     /// The largest loss that is allowed by default, in per cent.
     pub(crate) const RATE_LOSS: u32 = 10;
 
+    /// The largest loss that a layer may allow, in per cent.
+    pub(crate) const LARGEST_RATE_LOSS: u32 = 50;
+
     /// What a layer allows for by default.
     pub(crate) const DEFAULT: Slacks = Slacks {
         transit: Slacks::TRANSIT,

@@ -54,6 +54,16 @@ fn lives_follow_the_time_between_slots() {
     );
 }
 
+/// A layer refuses a larger value of `max_rate_loss`.
+#[test]
+fn errors_name_no_loss_that_cannot_be_accepted() {
+    for spacing in [5, 10] {
+        let error = Quota::every(Duration::from_millis(spacing)).check(Slacks::DEFAULT);
+        let error = error.unwrap_err().to_string();
+        assert!(!error.contains("max_rate_loss") && error.contains(".burst("), "{error}");
+    }
+}
+
 /// The share of the count that is used: the refill, less what the margin of a permit costs.
 #[test]
 fn sliding_counters_use_most_of_the_count() {

@@ -432,7 +432,7 @@ fn build_rejects_tables_that_do_not_fit_together() {
         ),
         (
             ten().routes(routes().name("")),
-            "a name that no other limit of the layer has",
+            "routes is \"\", but must be 1 to 64 of the letters",
         ),
         (
             ten().routes(routes().instead()).routes(routes().instead()),
