@@ -122,7 +122,8 @@ pub enum Limited {
         /// The key, how long the request waited, and when to retry.
         report: LimitedInfo,
     },
-    /// The store failed, so the request could not be counted. It was not sent.
+    /// The store failed, so the request could not be counted. It was not sent, but for one case: with
+    /// [`StoreError::InFlightSlotLost`], the call was in flight, and was cancelled.
     #[non_exhaustive]
     Store {
         /// The error of the store.
@@ -180,6 +181,15 @@ impl Limited {
         }
     }
 
+    /// Returns whether the upstream may have seen the request.
+    pub(crate) fn was_sent(&self) -> bool {
+        match self {
+            Limited::Local { .. } => false,
+            Limited::Upstream { .. } => true,
+            Limited::Store { source, .. } => matches!(source, StoreError::InFlightSlotLost),
+        }
+    }
+
     /// Returns how long to wait before the next attempt, counted from the refusal. `None` if that
     /// is not known, or if no wait helps. See [`LimitedInfo::retry_after`].
     #[doc(alias = "retry-after")]
@@ -210,7 +220,11 @@ impl fmt::Display for Limited {
                 report.subject()
             )?,
             Limited::Store { source, .. } => {
-                write!(f, "not sent ({}): {source}", report.subject())?
+                let outcome = match self.was_sent() {
+                    true => "cancelled",
+                    false => "not sent",
+                };
+                write!(f, "{outcome} ({}): {source}", report.subject())?
             }
         }
         if let Some(retry_after) = report.retry_after() {

@@ -91,7 +91,7 @@ impl fmt::Display for StoreError {
             StoreError::InFlightSlotLost => {
                 write!(
                     f,
-                    "lost contact with the store for longer than in_flight_ttl; call cancelled"
+                    "lost contact with the store for longer than in_flight_ttl"
                 )
             }
             StoreError::AboveShare { cost, share } => write!(

@@ -66,7 +66,7 @@ impl LocalRefusal {
         extensions.is_some_and(|extensions| extensions.get::<LocalRefusal>().is_some())
     }
 
-    /// Makes the response that the caller gets: only trailers, in the headers.
+    /// Makes the response that the caller gets: only trailers, in the headers. A request that was sent is no local refusal.
     fn into_response<B>(self) -> http::Response<GrpcBody<B>> {
         let LocalRefusal(limited) = &self;
         let (code, reason) = match limited {
@@ -88,8 +88,10 @@ impl LocalRefusal {
             let millis = i32::try_from(millis).unwrap_or(i32::MAX);
             headers.insert(PUSHBACK, HeaderValue::from(millis));
         }
-        headers.insert(REASON, HeaderValue::from_static(reason));
-        response.extensions_mut().insert(self);
+        if !limited.was_sent() {
+            headers.insert(REASON, HeaderValue::from_static(reason));
+            response.extensions_mut().insert(self);
+        }
         response
     }
 }
@@ -239,7 +241,7 @@ pin_project! {
     /// The call is in flight until the trailers have arrived, or the body has failed or is dropped. If
     /// the body is dropped after its first message, the call counts as one that the server accepted.
     pub struct GrpcBody<B> {
-        // `None` for a local refusal.
+        // `None` for a local refusal, and once the call was cancelled.
         #[pin]
         body: Option<B>,
         call: CallInBody,
@@ -301,6 +303,8 @@ where
         let open = this.call.call.as_ref();
         if let Some(Poll::Ready(lost)) = open.map(|call| call.poll_lost(cx)) {
             this.call.call = None;
+            // Dropping the body cancels the call.
+            this.body.set(None);
             return Poll::Ready(Some(Err(Error::from(lost).into())));
         }
         let frame = match ready!(body.poll_frame(cx)) {
@@ -337,7 +341,7 @@ impl<B> fmt::Debug for GrpcBody<B> {
     }
 }
 
-/// Makes a local refusal a response.
+/// Makes an error of this crate a response.
 fn as_response<B>(
     result: Result<http::Response<GrpcBody<B>>, Error>,
 ) -> Result<http::Response<GrpcBody<B>>, Error> {

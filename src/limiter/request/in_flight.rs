@@ -138,15 +138,16 @@ impl Request {
         Poll::Ready(Ok(()))
     }
 
-    /// Returns the part whose in-flight slot the store may have granted to another call, while the
-    /// request waited for its slots.
-    pub(super) fn lost_in_flight_slot(&self, now: Instant) -> Option<usize> {
-        let mut all = self.in_flight.iter();
-        let lost = all.find(|of_part| match &of_part.grant {
-            InFlightGrant::Slot(slot) => slot.is_lost(now),
-            InFlightGrant::Missing | InFlightGrant::Uncounted => false,
-        })?;
-        Some(lost.part)
+    /// Gives up the in-flight slots that the store may have granted to other calls, while the request waited for its
+    /// slots.
+    pub(super) fn give_up_lost_slots(&mut self, now: Instant) {
+        for of_part in &mut self.in_flight {
+            if let InFlightGrant::Slot(slot) = &of_part.grant
+                && slot.is_lost(now)
+            {
+                of_part.grant = InFlightGrant::Missing;
+            }
+        }
     }
 
     pub(super) fn give_up_in_flight_slots(&mut self) {

@@ -32,7 +32,7 @@ use super::admission;
 use super::around;
 use super::explanation::Because;
 use super::in_flight_slot;
-use super::limited::{Stopped, Why};
+use super::limited::Stopped;
 use super::line::{LinePlace, RequestLine};
 use super::part::{self, Part, PartRef};
 use super::probe::Probe;
@@ -353,6 +353,7 @@ impl Request {
             self.again(Some(slots), now);
             return Poll::Pending;
         }
+        self.give_up_lost_slots(now);
         match self.take_in_flight_slots(now) {
             Ok(true) => {}
             Ok(false) => {
@@ -366,11 +367,6 @@ impl Request {
                 self.line.give_back(slots);
                 return Poll::Ready(Err(stopped));
             }
-        }
-        if let Some(part) = self.lost_in_flight_slot(now) {
-            self.line.give_back(slots);
-            let why = Why::Failed(StoreError::InFlightSlotLost);
-            return Poll::Ready(Err(Stopped { part, why }));
         }
         let passed = if self.line.is_confirmed(&slots, now) {
             self.pass_holds(now)

@@ -45,7 +45,7 @@ fn lost(reports: &[Report]) -> usize {
         .iter()
         .flat_map(|report| report.of(Outcome::StoreFailed));
     failed
-        .filter(|event| event.text.contains("call cancelled"))
+        .filter(|event| event.text.contains("cancelled ("))
         .count()
 }
 
