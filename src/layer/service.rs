@@ -257,6 +257,7 @@ impl<G: Gate, S: Service<R>, R> GatedState<G, S, R> {
                 gate,
                 wait,
                 permit: None,
+                is_ready: false,
                 unsent,
             })),
         }
@@ -271,6 +272,8 @@ struct WaitingRequest<G: Gate, S, R> {
     gate: Option<G>,
     wait: G::Wait,
     permit: Option<G::Permit>,
+    /// Whether the inner service was ready for it. That may reserve a resource there.
+    is_ready: bool,
     unsent: Unsent<S, R>,
 }
 
@@ -278,7 +281,7 @@ impl<G, S, R> WaitingRequest<G, S, R>
 where
     G: Gate,
     R: RequestInfo,
-    S: Service<R>,
+    S: Service<R> + Clone,
     S::Error: Into<BoxError>,
 {
     /// Polls until the request may be sent and the inner service is ready for it.
@@ -289,9 +292,14 @@ where
                     Some(gate) => gate.poll_estimated(&mut self.wait, &self.unsent.request, cx),
                     None => G::poll_permit(&mut self.wait, cx),
                 };
+                // Not at each miss: its next slot is often due, and another would take its place in the inner service.
+                if polled.is_pending() && mem::take(&mut self.is_ready) {
+                    self.unsent.inner = self.unsent.inner.clone();
+                }
                 self.permit = Some(ready!(polled)?);
             }
             ready!(self.unsent.inner.poll_ready(cx)).map_err(Error::inner)?;
+            self.is_ready = true;
             // The permit may have expired while the inner service got ready. Then the request waits
             // again.
             if let Some(permit) = self.permit.take()
@@ -442,8 +450,10 @@ where
                                 return Poll::Pending;
                             };
                             drop(begun);
-                            let lost = G::poll_lost(call, cx);
-                            return lost.map(|limited| Err(limited.into()));
+                            let limited = ready!(G::poll_lost(call, cx));
+                            // Dropping the inner future cancels the call.
+                            this.state.set(GatedState::Refused { limited: None });
+                            return Poll::Ready(Err(limited.into()));
                         }
                     }
                 }

@@ -192,6 +192,36 @@ async fn a_waiter_holds_nothing_that_another_key_needs() {
     );
 }
 
+/// The only place inside is taken until the slot of `/2` has expired, and then given to it. It waits for its next slot
+/// without it.
+#[tokio::test(start_paused = true)]
+async fn a_waiter_that_missed_its_slot_holds_nothing_either() {
+    let (upstream, limit) = (Upstream::taking(ms(2500)), one_a_second_by_host());
+    let service = ServiceBuilder::new()
+        .layer(limit.clone())
+        .concurrency_limit(1)
+        .service(upstream.clone());
+    let send = |uri| tokio::spawn(service.clone().oneshot(get(uri)));
+    let first = send("http://a/1");
+    settle().await;
+    let missed = send("http://a/2");
+    pass(ms(2400)).await;
+    let elsewhere = limit.layer(Upstream::new());
+    soon(elsewhere.oneshot(get("http://a/3"))).await.unwrap();
+    let other_host = send("http://b/4");
+    for call in [first, missed, other_host] {
+        soon(call).await.unwrap().unwrap();
+    }
+    assert_eq!(
+        upstream.log(),
+        [
+            ("/1".into(), 0),
+            ("/4".into(), 2500),
+            ("/2".into(), 5000),
+        ]
+    );
+}
+
 #[tokio::test(start_paused = true)]
 async fn waiter_is_not_blocked_by_its_original_service_value() {
     let upstream = Upstream::new();

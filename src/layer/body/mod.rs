@@ -127,6 +127,11 @@ impl BodyLayer {
     pub fn limiter(&self) -> Limiter {
         self.layer.limiter()
     }
+
+    /// Returns the limiter of one limit of the layer: see [`RateLimitLayer::limiter_of`].
+    pub fn limiter_of(&self, name: &str) -> Option<Limiter> {
+        self.layer.limiter_of(name)
+    }
 }
 
 impl RateLimitLayer {

@@ -111,9 +111,10 @@ impl<B: Body> WatchedBody<B> {
             false => self.body.size_hint(),
         };
         let mut all = SizeHint::new();
-        all.set_lower(of_body.lower() + ahead);
+        // A body may state any size.
+        all.set_lower(of_body.lower().saturating_add(ahead));
         if let Some(upper) = of_body.upper() {
-            all.set_upper(upper + ahead);
+            all.set_upper(upper.saturating_add(ahead));
         }
         all
     }
@@ -134,6 +135,8 @@ where
         let this = &mut *self;
         if let Some(Poll::Ready(lost)) = this.call.as_ref().map(|call| call.poll_lost(cx)) {
             this.end(false);
+            this.ahead.clear();
+            this.has_ended = true;
             return Poll::Ready(Some(Err(lost.into())));
         }
         let frame = match this.ahead.pop_front() {
