@@ -56,8 +56,8 @@ impl LimitedInfo {
         Subject(&self.0)
     }
 
-    /// Returns the label of the key: the host for `by_host`, `all` without a key function, else
-    /// eight hex digits: see [`Key`](crate::Key#what-logs-show-of-a-key).
+    /// Returns the label of the key: the host for `by_host`, `all` without a key function, `none` if the request has no key or
+    /// no valid quota, else eight hex digits: see [`Key`](crate::Key#what-logs-show-of-a-key).
     pub fn key(&self) -> &str {
         &self.0.key
     }

@@ -528,7 +528,7 @@ impl RequestInfo for RequestRef<'_> {
 impl fmt::Debug for RequestRef<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The path and the headers may hold secrets.
-        f.debug_struct("RequestInfo")
+        f.debug_struct("RequestRef")
             .field("method", self.method())
             .field("host", &self.host())
             .finish()
@@ -539,7 +539,7 @@ impl fmt::Debug for RequestRef<'_> {
 /// port.
 ///
 /// A request without a host is refused ([`Reason::NoKey`](crate::Reason::NoKey)). The comparison of
-/// hosts ignores case and the port.
+/// hosts ignores case, the port and a final dot.
 ///
 /// If reqwest follows a redirect to another host, the request still counts for the host that it was
 /// sent to. What the other host states about limits is ignored.

@@ -226,8 +226,7 @@ macro_rules! common_setters {
             self
         }
 
-        /// Sets the longest time for which a response of the upstream puts a key on hold. No
-        /// request of a key on hold is sent.
+        /// Sets for how long a response of the upstream may stop all requests of a key: a key on hold.
         ///
         $(#[$max_hold])*
         ///

@@ -64,7 +64,8 @@ impl AdaptiveThrottleBuilder {
         /// Default: an hour; at most a day. With `Duration::ZERO`, a response holds nothing.
         ///
         /// If the server states a longer time, the hold is cut to `max_hold`. The pace may add a
-        /// wait of its own, which is not cut. [`Throttle::release`] ends a hold. If the processes
+        /// wait of its own, which is not cut. With a [`guard`](Self::guard), `max_hold` is at least as long as the longest stop of
+        /// the guard. [`Throttle::release`] ends a hold. If the processes
         /// share a [store](Self::store), a hold continues after a process restarts.
         max_hold;
         /// Sets the store through which processes share, for each key, one queue and what they
