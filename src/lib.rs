@@ -258,9 +258,7 @@ pub mod service {
 
 /// Layers that look into the bodies of responses.
 pub mod body {
-    pub use crate::layer::body::{
-        BodyLayer, BodyOpener, InFlight, Opened, Opening, TrackBody, WatchedBody,
-    };
+    pub use crate::layer::body::{BodyLayer, BodyOpener, Opened, Opening, TrackBody, WatchedBody};
 }
 
 #[doc = include_str!("guide/grpc.md")]

@@ -11,7 +11,6 @@ use smallvec::SmallVec;
 use tower_layer::Layer;
 
 use super::attempts::{Attempts, is_reported};
-use super::body::InFlight;
 use super::extractors::{Extractors, Reading, class_in_extensions};
 use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::{ResponsePolicy, is_local_refusal};
@@ -619,7 +618,7 @@ impl Gate for RateLimitLayer {
             && !Signal::is_any_in(response)
             && !guarded::may_be_bad(response.status())
         {
-            return Departure::Pass(InFlight(take_call(call).into_in_flight_slot()));
+            return Departure::Pass(take_call(call).into_in_flight_slot());
         }
         leave_slow(take_call(call), response, policy)
     }
@@ -634,13 +633,13 @@ fn leave_slow<T>(
     policy: &ResponsePolicy,
 ) -> Departure<Box<Wait>, T> {
     if is_local_refusal(response) {
-        return Departure::Pass(InFlight(None));
+        return Departure::Pass(None);
     }
     let (signal, status) = policy.read(call.key(), call.host(), response, clock::now());
     policy.settle(response, &signal, || call.settlement());
     match call.end(&signal, status) {
         (_, Some(limited)) if policy.error_on_limit() => Departure::Refuse(limited),
-        (in_flight_slot, _) => Departure::Pass(InFlight(in_flight_slot)),
+        (in_flight_slot, _) => Departure::Pass(in_flight_slot),
     }
 }
 

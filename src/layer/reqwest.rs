@@ -94,10 +94,11 @@ mod middleware {
 
     use crate::error::Error;
     use crate::key::RequestRef;
-    use crate::layer::body::{AtEnd, BodyLayer, BodyPlan, InFlight};
+    use crate::layer::body::{AtEnd, BodyLayer, BodyPlan};
     use crate::layer::seam::{Admission, Departure, Gate};
     use crate::layer::service::CloneFn;
     use crate::layer::{AdaptiveThrottleLayer, Attempts, RateLimitLayer, RetryingThrottleLayer};
+    use crate::limiter::InFlightSlot;
     use crate::signal::{ResponseInfo, Signal};
 
     /// A refusal becomes a [`MiddlewareError::Middleware`], in which
@@ -155,8 +156,8 @@ mod middleware {
         }
     }
 
-    /// Sends `request` through `gate`, and returns its response. The call is in flight until the
-    /// [`InFlight`] is dropped.
+    /// Sends `request` through `gate`, and returns its response. The call is in flight until its
+    /// slot is dropped.
     ///
     /// `open` makes of a response what the gate sees, by the `plan` for its body. If `clone` is given, a refused request is
     /// sent again.
@@ -168,7 +169,7 @@ mod middleware {
         extensions: &mut Extensions,
         next: Next<'_>,
         clone: Option<CloneFn<Request>>,
-    ) -> Result<(T, InFlight)> {
+    ) -> Result<(T, Option<InFlightSlot>)> {
         let policy = gate.policy();
         let admission = enter(gate, &RequestRef::new(&request).with_extensions(extensions));
         let mut call = match admission {

@@ -23,11 +23,10 @@
 
 use std::task::{Context, Poll};
 
-use super::body::InFlight;
 use super::response_policy::ResponsePolicy;
 use crate::error::Limited;
 use crate::key::RequestInfo;
-use crate::limiter::{InnerCall, Waited};
+use crate::limiter::{InFlightSlot, InnerCall, Waited};
 use crate::signal::ResponseInfo;
 
 /// Decides when a request may be sent, and learns from its response.
@@ -162,8 +161,8 @@ pub(super) enum Admission<C, W> {
 }
 
 /// The gate's decision about a response.
-pub(super) enum Departure<W, T, P = InFlight> {
-    /// The caller gets the response. The call is in flight until the [`InFlight`] is dropped.
+pub(super) enum Departure<W, T, P = Option<InFlightSlot>> {
+    /// The caller gets the response. The call is in flight until its slot is dropped.
     Pass(P),
     /// The upstream refused the request, which waits to be sent again. The edge drops the response.
     Retry(W, T),

@@ -9,7 +9,6 @@ use std::time::Instant;
 
 use tower_layer::Layer;
 
-use super::body::InFlight;
 use super::extractors::{Extractors, Reading};
 use super::response_policy::{ResponsePolicy, is_local_refusal};
 use super::retrying::RetryingThrottleLayer;
@@ -282,7 +281,7 @@ impl Gate for AdaptiveThrottleLayer {
             ..
         } = take_call(call);
         if is_local_refusal(response) {
-            return Departure::Pass(InFlight(None));
+            return Departure::Pass(None);
         }
         show_wait_of(&permit, response);
         let arrived = clock::now();
@@ -305,7 +304,7 @@ impl Gate for AdaptiveThrottleLayer {
         };
         match limited {
             Some(limited) if policy.error_on_limit() => Departure::Refuse(limited),
-            _ => Departure::Pass(InFlight(None)),
+            _ => Departure::Pass(None),
         }
     }
 }

@@ -60,7 +60,10 @@ fn errors_name_no_loss_that_cannot_be_accepted() {
     for spacing in [5, 10] {
         let error = Quota::every(Duration::from_millis(spacing)).check(Slacks::DEFAULT);
         let error = error.unwrap_err().to_string();
-        assert!(!error.contains("max_rate_loss") && error.contains(".burst("), "{error}");
+        assert!(
+            !error.contains("max_rate_loss") && error.contains(".burst("),
+            "{error}"
+        );
     }
 }
 

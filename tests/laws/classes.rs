@@ -406,7 +406,10 @@ async fn a_joined_layer_finds_the_class_of_a_request() {
     let class = Limited::find(&limited).unwrap().report().class();
     assert_eq!(class, Some("web"));
     let events = events.lock().unwrap();
-    assert!(!events.iter().any(|event| event.contains("share")), "{events:?}");
+    assert!(
+        !events.iter().any(|event| event.contains("share")),
+        "{events:?}"
+    );
 }
 
 #[tokio::test(start_paused = true)]

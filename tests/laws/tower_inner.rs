@@ -214,11 +214,7 @@ async fn a_waiter_that_missed_its_slot_holds_nothing_either() {
     }
     assert_eq!(
         upstream.log(),
-        [
-            ("/1".into(), 0),
-            ("/4".into(), 2500),
-            ("/2".into(), 5000),
-        ]
+        [("/1".into(), 0), ("/4".into(), 2500), ("/2".into(), 5000),]
     );
 }
 

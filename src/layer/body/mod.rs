@@ -25,9 +25,8 @@ use tower_service::Service;
 use super::seam::Gate;
 use super::service::{CloneService, Edge, RateLimit, edge};
 use super::{AdaptiveThrottleLayer, RateLimitLayer};
-use crate::error::Error;
 use crate::key::{RequestInfo, RequestRef};
-use crate::limiter::{InFlightSlot, Limiter, Settlement};
+use crate::limiter::{Limiter, Settlement};
 use crate::signal::Spent;
 
 pub use opened::{Opened, Opening, TrackBody};
@@ -265,21 +264,5 @@ where
     fn call(&mut self, request: R) -> Self::Future {
         let at_end = self.plan.on_request(&RequestRef::new(&request));
         Opening::new(self.inner.call(request), self.plan.looks, at_end)
-    }
-}
-
-/// A call in flight. Dropping the value ends the call.
-#[must_use = "dropping it ends the call"]
-#[derive(Debug)]
-pub struct InFlight(pub(super) Option<InFlightSlot>);
-
-impl InFlight {
-    /// Polls for the error of a call that must be cancelled, because the store may have given its
-    /// in-flight slot to another call; see [`Sent::revoked`](crate::Sent::revoked).
-    pub fn poll_lost(&self, cx: &Context<'_>) -> Poll<Error> {
-        match &self.0 {
-            Some(in_flight_slot) => in_flight_slot.poll_limited(cx).map(Error::from),
-            None => Poll::Pending,
-        }
     }
 }

@@ -11,9 +11,9 @@ use http_body::Body;
 use pin_project_lite::pin_project;
 
 use super::watched::BodyWatch;
-use super::{AtEnd, InFlight, Looks, WatchedBody};
+use super::{AtEnd, Looks, WatchedBody};
 use crate::clock::{self, Timer};
-use crate::limiter::Settlement;
+use crate::limiter::{InFlightSlot, Settlement};
 use crate::signal::{ResponseInfo, Signal};
 
 /// How much of a body is read, in bytes.
@@ -90,7 +90,7 @@ impl<T: TrackBody> Opened<T> {
     }
 
     /// Makes the response that the caller gets. It has let the layer pass, and `call` is in flight.
-    pub(in crate::layer) fn close(self, call: InFlight) -> T::Tracked {
+    pub(in crate::layer) fn close(self, call: Option<InFlightSlot>) -> T::Tracked {
         let Opened {
             mut response,
             at_end,
@@ -108,7 +108,7 @@ impl<T: TrackBody> Opened<T> {
             .as_ref()
             .and_then(|_| response.extensions_mut().remove::<Settlement>());
         let watch = at_end.map(|at_end| BodyWatch::new(at_end, settlement));
-        let call = looks.holds_call.then_some(call);
+        let call = call.filter(|_| looks.holds_call);
         response.body_mut().watch(call, watch);
         T::close(response)
     }

@@ -8,9 +8,9 @@ use std::task::{Context, Poll, ready};
 use bytes::Buf;
 use http_body::{Body, Frame, SizeHint};
 
-use super::{AtEnd, InFlight};
-use crate::error::BoxError;
-use crate::limiter::Settlement;
+use super::AtEnd;
+use crate::error::{BoxError, Error};
+use crate::limiter::{InFlightSlot, Settlement};
 use crate::signal::SpentReader;
 
 /// A response body behind a [`BodyLayer`](super::BodyLayer). It keeps its call in flight, and states the true cost of its
@@ -23,7 +23,7 @@ pub struct WatchedBody<B: Body> {
     /// Whether nothing comes after `ahead`.
     has_ended: bool,
     /// `None` once the body has ended.
-    call: Option<InFlight>,
+    call: Option<InFlightSlot>,
     /// `None` once the body has ended.
     watch: Option<BodyWatch>,
 }
@@ -81,7 +81,7 @@ impl<B: Body> WatchedBody<B> {
     }
 
     /// Keeps `call` in flight until the body ends, and then does what is due.
-    pub(super) fn watch(&mut self, call: Option<InFlight>, watch: Option<BodyWatch>) {
+    pub(super) fn watch(&mut self, call: Option<InFlightSlot>, watch: Option<BodyWatch>) {
         self.call = call;
         self.watch = watch;
         if self.is_at_end() {
@@ -133,11 +133,11 @@ where
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<B::Data>, BoxError>>> {
         let this = &mut *self;
-        if let Some(Poll::Ready(lost)) = this.call.as_ref().map(|call| call.poll_lost(cx)) {
+        if let Some(Poll::Ready(lost)) = this.call.as_ref().map(|call| call.poll_limited(cx)) {
             this.end(false);
             this.ahead.clear();
             this.has_ended = true;
-            return Poll::Ready(Some(Err(lost.into())));
+            return Poll::Ready(Some(Err(Error::from(lost).into())));
         }
         let frame = match this.ahead.pop_front() {
             Some(frame) => Some(frame),
