@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use crate::clock;
+use crate::clock::{self, SleepMark};
 use crate::key::Key;
 use crate::locks::lock;
 
@@ -18,7 +18,7 @@ pub(super) struct Stops {
     longest: Duration,
     /// The most keys. Holds of other keys are heard, too, and it is not known which they are.
     most: usize,
-    stops: Mutex<BTreeMap<Key, Stop>>,
+    stops: Mutex<(BTreeMap<Key, Stop>, SleepMark)>,
     /// When the stops that are over were last removed.
     cleaned: Mutex<Option<Instant>>,
 }
@@ -54,13 +54,21 @@ impl Stops {
             first,
             longest,
             most,
-            stops: Mutex::default(),
+            stops: Mutex::new((BTreeMap::new(), SleepMark::new())),
             cleaned: Mutex::default(),
         }
     }
 
+    /// Runs `act` on the stops. If the machine has slept, they end earlier, as the holds that they began do.
     fn with<R>(&self, act: impl FnOnce(&mut BTreeMap<Key, Stop>) -> R) -> R {
-        act(&mut lock(&self.stops))
+        let (stops, sleep) = &mut *lock(&self.stops);
+        let slept = sleep.look();
+        if !slept.is_zero() {
+            for stop in stops.values_mut() {
+                stop.until = stop.until.checked_sub(slept).unwrap_or(stop.until);
+            }
+        }
+        act(stops)
     }
 
     /// Returns the length of the stop with this number.
@@ -247,6 +255,20 @@ mod tests {
             stops.trip(key, later, later),
             Some(NewStop { span, number: 1 })
         );
+    }
+
+    /// The hold that a stop began has ended, too, so answers count again.
+    #[test]
+    fn stops_go_on_while_the_machine_sleeps() {
+        let (stops, now) = (Stops::new(secs(60), secs(3600), 10), clock::now());
+        let key = Key::new("a");
+        stops.trip(key, now, now);
+        clock::pretended::sleep(secs(50));
+        assert_eq!(stops.left(key, now), Some(secs(10)));
+        clock::pretended::sleep(secs(10));
+        assert_eq!(stops.left(key, now), None);
+        let again = stops.trip(key, now, now);
+        assert_eq!(again.map(|stop| stop.number), Some(2));
     }
 
     /// Other layers over the same store may hold more keys than there is room for.
