@@ -235,6 +235,15 @@ impl Holder {
             .filter(|_| !self.has_expired && self.claim.in_use > 0)
     }
 
+    /// Takes in that the machine has slept: what counts in Redis went on.
+    pub(super) fn wake(&mut self, slept: Duration, now: Instant) {
+        let sent = self.pending.as_mut().map(|(sent, _)| sent);
+        for moment in self.valid_until.iter_mut().chain(sent) {
+            *moment = moment.checked_sub(slept).unwrap_or(*moment);
+        }
+        self.notify_if_expired(now);
+    }
+
     /// Notifies the limiter, once, if slots in use have lost their claim.
     pub(super) fn notify_if_expired(&mut self, now: Instant) {
         if self.expires_at().is_some_and(|expires| expires <= now) {

@@ -21,7 +21,7 @@ use tokio::task::JoinSet;
 use super::backend::Backend;
 use super::codec::{self, ClaimReply};
 use super::script::{Argument, Script};
-use crate::clock;
+use crate::clock::{self, SleepMark};
 use crate::error::StoreError;
 use crate::events;
 use crate::rng::{Backoff, dice};
@@ -37,6 +37,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// The most claims without a reply while others are repeated. With more, the last of them would get
 /// its reply too late.
 const MOST_PENDING: usize = 100;
+
+/// How often expired claims are looked for while so many are pending: Redis may hang.
+const LOOKS_FOR_EXPIRED: Duration = Duration::from_millis(50);
 
 /// The claims of all holders of this process, with their timers.
 pub(super) struct Claims {
@@ -58,6 +61,8 @@ pub(super) struct Claims {
     is_warned: bool,
     /// The flushes that are not complete.
     flushes: Vec<Flush>,
+    /// Claims expire in Redis while the machine sleeps.
+    sleep: SleepMark,
 }
 
 impl Claims {
@@ -73,6 +78,7 @@ impl Claims {
             is_subscribed: false,
             is_warned: false,
             flushes: Vec::new(),
+            sleep: SleepMark::new(),
         }
     }
 
@@ -101,16 +107,19 @@ impl Claims {
         }
     }
 
-    /// Returns when the next holder is due.
+    /// Returns when the next holder is due. If too many claims are pending, their replies come first.
     pub(super) fn due_at(&self) -> Option<Instant> {
         let &(at, _) = self.timers.first()?;
-        // If too many claims are pending, their replies come first.
-        (self.pending.len() < MOST_PENDING).then_some(at)
+        Some(match self.pending.len() < MOST_PENDING {
+            true => at,
+            false => at.max(clock::after(clock::now(), LOOKS_FOR_EXPIRED)),
+        })
     }
 
     /// Sends the claims of the holders that are due.
     pub(super) fn send_due(&mut self) {
         let now = clock::now();
+        self.wake(now);
         while let Some(&(at, id)) = self.timers.first()
             && at <= now
             && self.pending.len() < MOST_PENDING
@@ -126,6 +135,21 @@ impl Claims {
             } else {
                 self.set_timer(id, self.backend.deadline_of(now));
             }
+        }
+        // Those that are due and not sent.
+        for (_, id) in self.timers.range(..=(now, u64::MAX)) {
+            if let Some(holder) = self.holders.get_mut(id) {
+                holder.notify_if_expired(now);
+            }
+        }
+    }
+
+    /// Looks whether the machine has slept.
+    fn wake(&mut self, now: Instant) {
+        let slept = self.sleep.look();
+        if !slept.is_zero() {
+            let holders = self.holders.values_mut();
+            holders.for_each(|holder| holder.wake(slept, now));
         }
     }
 
@@ -199,6 +223,7 @@ impl Claims {
     /// Takes in the reply to a claim, and sends the holder's next claim if there is one.
     pub(super) fn on_reply(&mut self, id: u64, reply: Result<ClaimReply, StoreError>) {
         let now = clock::now();
+        self.wake(now);
         let Some(holder) = self.holders.get_mut(&id) else {
             return;
         };
@@ -207,6 +232,7 @@ impl Claims {
         };
         let pause = match reply {
             Ok(reply) => {
+                self.backend.tally().in_time();
                 if reply.publish_failed && !self.is_warned {
                     self.is_warned = true;
                     events::store_cannot_tell();

@@ -1,4 +1,4 @@
-//! A holder that leaves after one of its claims has failed.
+//! A holder that leaves after one of its claims has failed, and one whose claim expires while the machine sleeps.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use redis::Value;
 
 use super::Claims;
-use crate::clock;
+use crate::clock::{self, pretended};
 use crate::key::Key;
 use crate::locks::lock;
 use crate::store::redis::backend::Backend;
@@ -37,9 +37,9 @@ fn reply() -> Value {
     Value::BulkString(reply.0)
 }
 
-/// Returns a backend whose server does not reply to the first claim, and the moments at which it received
+/// Returns a backend whose server does not reply to the first `silent` claims, and the moments at which it received
 /// claims.
-fn backend() -> (Backend, Arc<Mutex<Vec<Instant>>>) {
+fn backend(silent: usize) -> (Backend, Arc<Mutex<Vec<Instant>>>) {
     let (claims, received) = (
         Arc::new(AtomicUsize::new(0)),
         Arc::<Mutex<Vec<_>>>::default(),
@@ -52,9 +52,9 @@ fn backend() -> (Backend, Arc<Mutex<Vec<Instant>>>) {
             if is_claim {
                 lock(&log).push(clock::now());
             }
-            let is_first = is_claim && claims.fetch_add(1, Ordering::Relaxed) == 0;
+            let is_lost = is_claim && claims.fetch_add(1, Ordering::Relaxed) < silent;
             Box::pin(async move {
-                match (is_first, is_claim) {
+                match (is_lost, is_claim) {
                     (true, _) => std::future::pending().await,
                     (false, true) => Ok(reply()),
                     (false, false) => Ok(Value::Okay),
@@ -75,7 +75,7 @@ fn backend() -> (Backend, Arc<Mutex<Vec<Instant>>>) {
 /// The first claim may arrive after the one that leaves. It would take a slot for its whole time to live.
 #[tokio::test(start_paused = true)]
 async fn holders_leave_again_after_a_failed_claim() {
-    let (backend, received) = backend();
+    let (backend, received) = backend(1);
     tokio::spawn(backend.clone().keep());
     let script = Arc::new(Script::new(CallKind::InFlight));
     let mut claims = Claims::new(backend, script, 1);
@@ -101,4 +101,34 @@ async fn holders_leave_again_after_a_failed_claim() {
         leaves_again >= leaves + Duration::from_secs(1),
         "{received:?}"
     );
+}
+
+struct CountsExpired(AtomicUsize);
+
+impl StoreListener for CountsExpired {
+    fn on_event(self: Arc<Self>, _key: Key, _holder: u64, event: StoreEvent) {
+        if let StoreEvent::ClaimExpired = event {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Redis has given the slot to another process meanwhile, so the call has to end.
+#[tokio::test(start_paused = true)]
+async fn claims_expire_while_the_machine_sleeps() {
+    let (backend, _received) = backend(0);
+    tokio::spawn(backend.clone().keep());
+    let script = Arc::new(Script::new(CallKind::InFlight));
+    let mut claims = Claims::new(backend, script, 1);
+    let mut claim = Claim::new(Key::ALL, 5, 1);
+    (claim.limit, claim.in_use, claim.ttl) = (1, 1, Duration::from_secs(10));
+    let listener = Arc::new(CountsExpired(AtomicUsize::new(0)));
+    claims.claim("key".into(), claim, listener.clone());
+    let (id, reply) = claims.next_reply().await.unwrap();
+    claims.on_reply(id, reply);
+    for (slept, expected) in [(5, 0), (6, 1), (3600, 1)] {
+        pretended::sleep(Duration::from_secs(slept));
+        claims.send_due();
+        assert_eq!(listener.0.load(Ordering::Relaxed), expected, "{slept} s");
+    }
 }
