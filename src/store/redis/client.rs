@@ -155,7 +155,7 @@ impl Client {
             let (backend, script) = (&client.backend, client.script(kind));
             match kind {
                 // The script about registers reads no clock.
-                CallKind::Register => script.run(backend, &keys, &call).await,
+                CallKind::Register => script.run(backend, &keys, &call, backend.deadline()).await,
                 _ => script.run_by_memory(backend, &keys, call, packed).await,
             }
         });
@@ -259,7 +259,11 @@ impl Client {
             let to_all = Argument::Channel(TO_ALL.into());
             let call = [Argument::Is(call), to_all, Argument::Is(token)];
             let script = client.script(CallKind::Permits);
-            script.run(&client.backend, &[name], &call).await
+            let backend = &client.backend;
+            let deadline = backend.deadline();
+            let reply = script.run(backend, &[name], &call, deadline).await?;
+            backend.tally().in_time();
+            Ok(reply)
         })
     }
 

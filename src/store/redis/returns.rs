@@ -83,7 +83,11 @@ impl ReturnedPermits {
                 let sending = async move {
                     let call = [Argument::Is(codec::give_back(&spec, &unused, dice()))];
                     let script = client.script(CallKind::Permits);
-                    script.run(&client.backend, &keys, &call).await.map(drop)
+                    let deadline = client.backend.deadline();
+                    script
+                        .run(&client.backend, &keys, &call, deadline)
+                        .await
+                        .map(drop)
                 };
                 self.sent.spawn_on(sending, runtime);
             }

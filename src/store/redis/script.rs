@@ -217,7 +217,7 @@ impl Script {
         let deadline = backend.deadline_of(packed);
         let mut prompt_runs = 0;
         loop {
-            let reply = self.run(backend, keys, &call).await?;
+            let reply = self.run(backend, keys, &call, deadline).await?;
             let Some(server_seen) = codec::read_unsure(&reply) else {
                 return Ok(reply);
             };
@@ -245,7 +245,7 @@ impl Script {
         }
     }
 
-    /// Runs the script once, and counts that. Sends its hash (`EVALSHA`). If the server does not have the script, it
+    /// Runs the script once, until `deadline` at most, and counts that. Sends its hash (`EVALSHA`). If the server does not have the script, it
     /// has done nothing. Then the text is sent instead (`EVAL`).
     ///
     /// # Errors
@@ -256,9 +256,10 @@ impl Script {
         backend: &Backend,
         keys: &[impl AsRef<str>],
         call: &[Argument],
+        deadline: Instant,
     ) -> Result<Vec<u8>, StoreError> {
         let start = clock::now();
-        let ran = self.send(backend, keys, call).await;
+        let ran = self.send(backend, keys, call, deadline).await;
         let took = clock::now().saturating_duration_since(start);
         backend.tally().count(self.kind, took, &ran);
         ran
@@ -269,8 +270,8 @@ impl Script {
         backend: &Backend,
         keys: &[impl AsRef<str>],
         call: &[Argument],
+        deadline: Instant,
     ) -> Result<Vec<u8>, StoreError> {
-        let deadline = backend.deadline();
         // All keys are on the server of the first.
         let key = keys.first().map_or("", AsRef::as_ref);
         let names_channel = call

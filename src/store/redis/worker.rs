@@ -118,13 +118,19 @@ impl Drop for Droppable {
     }
 }
 
+/// How many events the listeners are told at once. With one, a busy thread would hear of more than it tells.
+const TOLD_AT_ONCE: usize = 64;
+
 /// Tells the listeners what arrives, one event after the other.
 async fn tell_listeners(
     listeners: Arc<StoreListeners>,
     mut events: mpsc::UnboundedReceiver<(Key, StoreEvent)>,
 ) {
-    while let Some((key, event)) = events.recv().await {
-        listeners.notify_all(key, &event);
+    let mut some = Vec::new();
+    while events.recv_many(&mut some, TOLD_AT_ONCE).await > 0 {
+        for (key, event) in some.drain(..) {
+            listeners.notify_all(key, &event);
+        }
         // The replies that have arrived meanwhile come first.
         tokio::task::yield_now().await;
     }
