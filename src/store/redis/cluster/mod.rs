@@ -90,7 +90,8 @@ impl SlotTable {
     /// Drops the links to servers that are no primaries.
     fn drop_others(&mut self) {
         let SlotTable { map, nodes } = self;
-        nodes.retain(|server, _| map.primaries().contains(server));
+        let primaries = map.primaries();
+        nodes.retain(|server, _| primaries.contains(server));
     }
 }
 
@@ -180,7 +181,16 @@ impl Cluster {
                 self.send_to(&to, ServerRequest { asking, ..request }, deadline)
                     .await
             }
-            None => Err(failure),
+            None => {
+                // A server that does not know the host of another one replies so that it cannot be followed.
+                if failure
+                    .error()
+                    .is_some_and(|error| error.redirect_node().is_some())
+                {
+                    self.links.broke.notify_one();
+                }
+                Err(failure)
+            }
         }
     }
 
@@ -350,7 +360,8 @@ impl Cluster {
         }
     }
 
-    /// Requests the map from connected servers first, then from all other known servers.
+    /// Requests the map from connected servers first, then from the seeds, and then from all other known servers: these may all
+    /// be gone.
     async fn learn(self: &Arc<Self>) -> Result<SlotMap, StoreError> {
         let mut servers = Vec::new();
         {
@@ -360,15 +371,18 @@ impl Cluster {
                 .iter()
                 .filter(|(_, node)| node.link.is_up() == Some(true))
             {
-                servers.push((false, dice(), address.clone(), Some(node.link.clone())));
+                servers.push((0, dice(), address.clone(), Some(node.link.clone())));
             }
-            for address in table.map.servers().iter().chain(&self.seeds.servers) {
-                if !servers.iter().any(|(_, _, known, _)| known == address) {
-                    servers.push((true, dice(), address.clone(), None));
+            let others = [(1, &self.seeds.servers[..]), (2, table.map.servers())];
+            for (turn, addresses) in others {
+                for address in addresses {
+                    if !servers.iter().any(|(_, _, known, _)| known == address) {
+                        servers.push((turn, dice(), address.clone(), None));
+                    }
                 }
             }
         }
-        servers.sort_by_key(|(without, dice, ..)| (*without, *dice));
+        servers.sort_by_key(|(turn, dice, ..)| (*turn, *dice));
         let asks = servers
             .into_iter()
             .take(MOST_TRIED)

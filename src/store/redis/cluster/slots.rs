@@ -1,5 +1,6 @@
 //! Which server of a cluster has which key.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 
@@ -71,9 +72,8 @@ impl fmt::Display for Address {
 /// The known primary of each slot.
 #[derive(Debug)]
 pub(super) struct SlotMap {
-    primaries: Vec<Address>,
-    /// For each slot the index of its primary.
-    of_slot: Vec<Option<u16>>,
+    /// For each slot its primary.
+    of_slot: Vec<Option<Address>>,
     /// All servers that were named, replicas included.
     servers: Vec<Address>,
 }
@@ -81,7 +81,6 @@ pub(super) struct SlotMap {
 impl SlotMap {
     pub(super) fn empty() -> Self {
         SlotMap {
-            primaries: Vec::new(),
             of_slot: vec![None; usize::from(SLOTS)],
             servers: Vec::new(),
         }
@@ -121,44 +120,23 @@ impl SlotMap {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.primaries.is_empty()
+        self.of_slot.iter().all(Option::is_none)
     }
 
     pub(super) fn primary(&self, slot: u16) -> Option<&Address> {
-        let index = *self.of_slot.get(usize::from(slot))?;
-        self.primaries.get(usize::from(index?))
+        self.of_slot.get(usize::from(slot))?.as_ref()
     }
 
     /// Sets the primary of a slot.
     pub(super) fn set_primary(&mut self, slot: u16, primary: &Address) {
-        let known = self.primaries.iter().position(|known| known == primary);
-        let index = known.unwrap_or_else(|| self.place_of_new(primary));
         if let Some(of_slot) = self.of_slot.get_mut(usize::from(slot)) {
-            *of_slot = u16::try_from(index).ok();
+            *of_slot = Some(primary.clone());
         }
     }
 
-    /// Returns the place of a new primary: that of one that has no slot any more, so that servers that name ever
-    /// new ones take no more memory than their slots do.
-    fn place_of_new(&mut self, primary: &Address) -> usize {
-        let mut has_slots = vec![false; self.primaries.len()];
-        for index in self.of_slot.iter().flatten() {
-            has_slots[usize::from(*index)] = true;
-        }
-        match has_slots.iter().position(|has_slots| !has_slots) {
-            Some(free) => {
-                self.primaries[free] = primary.clone();
-                free
-            }
-            None => {
-                self.primaries.push(primary.clone());
-                self.primaries.len() - 1
-            }
-        }
-    }
-
-    pub(super) fn primaries(&self) -> &[Address] {
-        &self.primaries
+    /// Returns the servers that have slots.
+    pub(super) fn primaries(&self) -> HashSet<&Address> {
+        self.of_slot.iter().flatten().collect()
     }
 
     pub(super) fn servers(&self) -> &[Address] {
@@ -224,20 +202,6 @@ mod tests {
             assert_eq!(Address::read(nothing, &by), None, "{nothing}");
         }
         assert_eq!(address("::1", 1).to_string(), "[::1]:1");
-    }
-
-    #[test]
-    fn primaries_without_slots_are_forgotten() {
-        let mut map = SlotMap::empty();
-        let other = address("other", 1);
-        map.set_primary(8, &other);
-        for port in 0..1000 {
-            let moved = address("moved", port);
-            map.set_primary(7, &moved);
-            assert_eq!(map.primary(7), Some(&moved));
-        }
-        assert_eq!(map.primary(8), Some(&other));
-        assert!(map.primaries().len() <= 3, "{:?}", map.primaries());
     }
 
     #[test]
