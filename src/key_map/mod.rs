@@ -47,8 +47,6 @@ struct Shard<T> {
     table: HashTable<(Key, T)>,
     /// The bucket that the hand looks at next.
     hand: usize,
-    /// How often the table may have been moved.
-    moves: u64,
 }
 
 /// The map is full: all keys that were looked at are in use.
@@ -81,12 +79,6 @@ const LOOK: usize = 8;
 const LOOK_FOR_ROOM: usize = 32;
 const MOST_LOOKED_AT: usize = 64;
 
-/// The buckets that [`KeyMap::fold`] reads under one lock.
-const READ_AT_ONCE: usize = 256;
-
-/// How often the table of a shard may move while it is read.
-const MOST_MOVES: usize = 3;
-
 /// Tables smaller than this are not shrunk.
 const SMALL: usize = 64;
 
@@ -109,7 +101,6 @@ impl<T: Evict> KeyMap<T> {
             Mutex::new(Shard {
                 table: HashTable::new(),
                 hand: 0,
-                moves: 0,
             })
         };
         KeyMap {
@@ -150,9 +141,6 @@ impl<T: Evict> KeyMap<T> {
         let Looked { gone, .. } = shard.look(LOOK, now, &mut forgotten);
         self.len.fetch_sub(gone, Ordering::Relaxed);
         shard.shrink(self.seed);
-        if shard.table.len() == shard.table.capacity() {
-            shard.moves += 1;
-        }
         let rehash = |(key, _): &(Key, T)| key.spread(self.seed);
         let state = match shard.table.entry(hash, same, rehash) {
             Entry::Occupied(theirs) => &mut theirs.into_mut().1,
@@ -174,50 +162,6 @@ impl<T: Evict> KeyMap<T> {
                 .iter_mut()
                 .for_each(|(key, state)| with(*key, state));
         }
-    }
-
-    /// Reads all states, a few at a time under one lock. `visit` adds a state to the sum of a shard,
-    /// and `add` that sum to the sum of all.
-    ///
-    /// A key that comes or goes meanwhile may be left out. None is visited twice: if the table of a
-    /// shard is moved between two locks, its sum is begun anew.
-    pub(crate) fn fold<A: Default>(
-        &self,
-        mut visit: impl FnMut(&mut A, Key, &mut T),
-        mut add: impl FnMut(&mut A, A),
-    ) -> A {
-        let mut all = A::default();
-        for shard in &self.shards {
-            let mut sum = A::default();
-            let (mut next, mut moved) = (0, 0);
-            let mut moves = lock(shard).moves;
-            loop {
-                let mut shard = lock(shard);
-                let buckets = shard.table.num_buckets();
-                if shard.moves != moves {
-                    moves = shard.moves;
-                    (sum, next, moved) = (A::default(), 0, moved + 1);
-                }
-                if next >= buckets {
-                    break;
-                }
-                // A table that moves again and again is read under one lock.
-                let most = if moved < MOST_MOVES {
-                    READ_AT_ONCE
-                } else {
-                    buckets
-                };
-                let end = buckets.min(next + most);
-                for bucket in next..end {
-                    if let Some((key, state)) = shard.table.get_bucket_mut(bucket) {
-                        visit(&mut sum, *key, state);
-                    }
-                }
-                next = end;
-            }
-            add(&mut all, sum);
-        }
-        all
     }
 
     /// Returns the number of keys.
@@ -341,7 +285,6 @@ impl<T: Evict> Shard<T> {
     fn shrink(&mut self, seed: u64) {
         let all = self.table.num_buckets();
         if self.hand < LOOK && all > SMALL && self.table.len() < all / 8 {
-            self.moves += 1;
             self.table
                 .shrink_to(2 * self.table.len(), |(key, _)| key.spread(seed));
         }

@@ -9,7 +9,7 @@
 //! subtracted.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::engine::Core;
 use super::key_state::KeyState;
@@ -18,7 +18,7 @@ use super::reservation::Reservation;
 use crate::clock;
 use crate::events;
 use crate::key::{Key, Label};
-use crate::stats::{Counted, Flush, Gate, KeyCounts, KeyStats, Outcome, Stats, Tally};
+use crate::stats::{Flush, Gate, KeyCounts, KeyStats, Outcome, Stats, Tally};
 
 impl Gate for Core {
     fn tally(&self) -> &Tally {
@@ -40,31 +40,31 @@ impl Gate for Core {
         // Before the keys: see `Tally::counted`.
         let mut counted = self.tally().counted();
         let has_quotas = self.settings.quotas.is_any();
-        let visit = |sum: &mut KeySums, _, state: &mut KeyState| {
-            sum.counted.add(&state.counts);
-            sum.at_hand += u64::from(state.at_hand(now));
+        let (mut at_hand, mut keys_held, mut keys_with_set_quota) = (0, 0, 0);
+        let mut longest_hold = None;
+        self.states.for_each(|_, state| {
+            counted.add(&state.counts);
+            at_hand += u64::from(state.at_hand(now));
             let left = state.hold.left(now);
-            sum.held += usize::from(left.is_some());
+            keys_held += usize::from(left.is_some());
             let has_set_quota = has_quotas && state.limits.is_set_by_operator();
-            sum.with_set_quota += usize::from(has_set_quota);
-            sum.longest_hold = sum.longest_hold.max(left);
-        };
-        let sum = self.states.fold(visit, KeySums::add);
-        counted.add_all(&sum.counted);
+            keys_with_set_quota += usize::from(has_set_quota);
+            longest_hold = longest_hold.max(left);
+        });
         let (passed, units) = self.states.unlocked_counts();
         counted.add_passed(passed, units);
         let settings = &self.settings;
         Stats {
             unit: self.unit_name(),
-            at_hand: sum.at_hand,
+            at_hand,
             in_flight: self.in_flight.as_ref().map(|calls| calls.stats()),
             keys: self.states.len(),
-            keys_held: sum.held,
+            keys_held,
             // A key that rests makes no call, from whose answer its state would learn that the store is back.
             keys_alone: (settings.fallback.as_ref()).map_or(0, |fallback| fallback.keys_alone()),
-            keys_with_set_quota: sum.with_set_quota,
+            keys_with_set_quota,
             max_keys: settings.max_keys,
-            longest_hold: sum.longest_hold,
+            longest_hold,
             limits: settings.spec.quota().limits().to_vec(),
             guard: (settings.guard.as_ref())
                 .filter(|_| settings.reports_guard)
@@ -75,11 +75,12 @@ impl Gate for Core {
 
     fn in_use(&self) -> Vec<(usize, u64, Key)> {
         let (_, unlocked_units) = self.states.unlocked_counts_of_state();
-        let visit = |all: &mut Vec<_>, key, state: &mut KeyState| {
+        let mut all = Vec::new();
+        self.states.for_each(|key, state| {
             let unlocked = if key == Key::ALL { unlocked_units } else { 0 };
             all.push((state.waiting(), state.counts.units() + unlocked, key));
-        };
-        (self.states).fold(visit, |all: &mut Vec<_>, mut more| all.append(&mut more))
+        });
+        all
     }
 
     fn key_stats(&self, key: Key) -> Option<KeyStats> {
@@ -170,26 +171,6 @@ pub(super) fn note_class(core: &Core, has_class: bool) {
 pub(super) fn name_key(core: &Arc<Core>, key: Key, name: &str) {
     // If there is no room for one more key, its requests are refused.
     let _ = core.with_new_state(key, clock::now(), |state, _| state.counts.set_name(name));
-}
-
-/// What is summed over the keys.
-#[derive(Default)]
-struct KeySums {
-    counted: Counted,
-    at_hand: u64,
-    held: usize,
-    with_set_quota: usize,
-    longest_hold: Option<Duration>,
-}
-
-impl KeySums {
-    fn add(&mut self, other: KeySums) {
-        self.counted.add_all(&other.counted);
-        self.at_hand += other.at_hand;
-        self.held += other.held;
-        self.with_set_quota += other.with_set_quota;
-        self.longest_hold = self.longest_hold.max(other.longest_hold);
-    }
 }
 
 /// Returns the name that the user gave to a key, else its label, and the route whose quota it has.

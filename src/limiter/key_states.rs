@@ -156,18 +156,6 @@ impl KeyStates {
         self.unlocked.counts()
     }
 
-    /// Reads the states of all keys: see [`KeyMap::fold`].
-    pub(super) fn fold<A: Default>(
-        &self,
-        mut visit: impl FnMut(&mut A, Key, &mut KeyState),
-        add: impl FnMut(&mut A, A),
-    ) -> A {
-        let visit = |sum: &mut A, key, row: &mut KeyRow| {
-            self.visit(key, row, |state| visit(sum, key, state));
-        };
-        self.map.fold(visit, add)
-    }
-
     /// Returns the number of keys.
     pub(super) fn len(&self) -> usize {
         self.map.len()

@@ -76,7 +76,7 @@ pub(crate) use key_counts::{KeyCounts, shown};
 pub(crate) use labelled_keys::{KeySeries, WithKeys};
 pub(crate) use open_request::OpenRequest;
 pub(crate) use registry::{Flush, Gate, register};
-pub(crate) use tally::{Counted, Tally, is_series_name};
+pub(crate) use tally::{Tally, is_series_name};
 #[cfg(any(feature = "grpc", feature = "tracing"))]
 pub(crate) use values::name_of_reason;
 pub use values::{Cause, Counts, KeyStats, Requests, Stats};
@@ -84,8 +84,8 @@ pub(crate) use values::{GuardStats, InFlightStats, Kind, Outcome, PaceStats};
 
 /// Returns the stats of all limiters and throttles of this process that still exist, the oldest first.
 ///
-/// Clones of a layer are one limiter. Reading them calls no store. It visits the state of each key,
-/// at most 256 places of a table under one lock.
+/// Clones of a layer are one limiter. Reading them calls no store. It visits the state of each key: a 128th
+/// of the keys under one lock, or at most some 7000.
 pub fn all() -> Vec<Stats> {
     registry::all().iter().map(|gate| gate.stats()).collect()
 }

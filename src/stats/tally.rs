@@ -168,15 +168,6 @@ impl Counted {
         self.requests.passed = self.requests.passed.wrapping_add(passed);
         self.units = self.units.wrapping_add(units);
     }
-
-    pub(crate) fn add_all(&mut self, other: &Counted) {
-        self.merge(other, u64::wrapping_add);
-    }
-
-    fn merge(&mut self, other: &Counted, merge: impl Fn(u64, u64) -> u64) {
-        self.requests.merge(&other.requests, &merge);
-        self.units = merge(self.units, other.units);
-    }
 }
 
 /// Returns whether a name may be that of a gate.
@@ -442,7 +433,8 @@ impl Tally {
         let mut shown = lock(&self.shown);
         // A request may end while the counts are read. It is then missing, or its permit is not given
         // back yet. No count falls for that reason.
-        shown.merge(&counted, u64::max);
+        shown.requests.merge(&counted.requests, u64::max);
+        shown.units = shown.units.max(counted.units);
         let Counted { requests, units } = *shown;
         drop(shown);
         let waiting = lock(&self.waiting);

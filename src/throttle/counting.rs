@@ -12,7 +12,7 @@ use crate::clock;
 use crate::key::{Key, Label};
 use crate::signal::Signal;
 use crate::stats::{
-    Cause, Counted, Flush, Gate, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally,
+    Cause, Flush, Gate, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally,
 };
 
 impl Gate for ThrottleCore {
@@ -33,43 +33,44 @@ impl Gate for ThrottleCore {
         let now = clock::now();
         // Before the keys: see `Tally::counted`.
         let mut counted = self.tally().counted();
-        let visit = |sum: &mut PaceSums, _, waiters: &mut Waiters| {
-            sum.counted.add(&waiters.counts);
-            sum.in_flight.in_use += waiters.queue.in_flight() as u64;
+        let mut in_flight = InFlightStats::default();
+        let (mut keys_held, mut keys_alone, mut longest_hold, mut pace) = (0, 0, None, None);
+        self.for_each(|_, waiters| {
+            counted.add(&waiters.counts);
+            in_flight.in_use += waiters.queue.in_flight() as u64;
             let left = held(waiters, now);
-            sum.held += usize::from(left.is_some());
+            keys_held += usize::from(left.is_some());
             let outlook = waiters.queue.outlook(now);
             // A key at rest makes no call that would find the store back.
             let is_used = outlook.waiting + outlook.in_flight > 0;
-            sum.alone += usize::from(outlook.is_alone && is_used);
-            sum.pace = Some(PaceStats {
+            keys_alone += usize::from(outlook.is_alone && is_used);
+            pace = Some(PaceStats {
                 per_second: (!outlook.interval.is_zero())
                     .then(|| outlook.interval.as_secs_f64().recip()),
                 processes: outlook.processes,
             });
-            sum.longest_hold = sum.longest_hold.max(left);
-        };
-        let sum = self.fold(visit, PaceSums::add);
-        counted.add_all(&sum.counted);
+            longest_hold = longest_hold.max(left);
+        });
         let keys = self.len();
         Stats {
-            in_flight: Some(sum.in_flight),
+            in_flight: Some(in_flight),
             keys,
-            keys_held: sum.held,
-            keys_alone: sum.alone,
-            pace: sum.pace.filter(|_| keys == 1),
+            keys_held,
+            keys_alone,
+            pace: pace.filter(|_| keys == 1),
             max_keys: self.settings.max_keys,
-            longest_hold: sum.longest_hold,
+            longest_hold,
             guard: self.settings.guard.as_ref().map(|guard| guard.stats()),
             ..self.tally().stats(counted, now)
         }
     }
 
     fn in_use(&self) -> Vec<(usize, u64, Key)> {
-        let visit = |all: &mut Vec<_>, key, waiters: &mut Waiters| {
+        let mut all = Vec::new();
+        self.for_each(|key, waiters| {
             all.push((waiters.queue.waiting(), waiters.counts.units(), key));
-        };
-        self.fold(visit, |all: &mut Vec<_>, mut more| all.append(&mut more))
+        });
+        all
     }
 
     fn key_stats(&self, key: Key) -> Option<KeyStats> {
@@ -87,10 +88,9 @@ impl Gate for ThrottleCore {
     }
 
     fn in_flight(&self) -> u64 {
-        let visit = |sum: &mut u64, _, waiters: &mut Waiters| {
-            *sum += waiters.queue.in_flight() as u64;
-        };
-        self.fold(visit, |all, sum| *all += sum)
+        let mut sum = 0;
+        self.for_each(|_, waiters| sum += waiters.queue.in_flight() as u64);
+        sum
     }
 
     /// Nothing is at hand, and it is not known when turns come: the requests that wait end by themselves.
@@ -126,29 +126,6 @@ pub(super) fn held_by(core: &ThrottleCore, key: Key, signal: &Signal, left: Dura
     };
     core.find(key, |waiters| waiters.note_cause(cause, clock::now()));
     core.report_hold(key, left, cause);
-}
-
-/// What is summed over the keys.
-#[derive(Default)]
-struct PaceSums {
-    counted: Counted,
-    in_flight: InFlightStats,
-    held: usize,
-    alone: usize,
-    longest_hold: Option<Duration>,
-    /// The pace of the last key.
-    pace: Option<PaceStats>,
-}
-
-impl PaceSums {
-    fn add(&mut self, other: PaceSums) {
-        self.counted.add_all(&other.counted);
-        self.in_flight.in_use += other.in_flight.in_use;
-        self.held += other.held;
-        self.alone += other.alone;
-        self.pace = other.pace.or(self.pace);
-        self.longest_hold = self.longest_hold.max(other.longest_hold);
-    }
 }
 
 fn held(waiters: &Waiters, now: Instant) -> Option<Duration> {

@@ -180,13 +180,9 @@ impl ThrottleCore {
         self.keys.find(key, with)
     }
 
-    /// Reads the waiters of all keys: see [`KeyMap::fold`].
-    pub(super) fn fold<A: Default>(
-        &self,
-        visit: impl FnMut(&mut A, Key, &mut Waiters),
-        add: impl FnMut(&mut A, A),
-    ) -> A {
-        self.keys.fold(visit, add)
+    /// Reads the waiters of all keys, a shard at a time.
+    pub(super) fn for_each(&self, visit: impl FnMut(Key, &mut Waiters)) {
+        self.keys.for_each(visit);
     }
 
     /// Returns whether a request of `key` finds room for its state.

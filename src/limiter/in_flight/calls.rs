@@ -84,14 +84,12 @@ impl InFlightCalls {
 
     /// Returns the calls in flight of all keys.
     pub(in crate::limiter) fn stats(&self) -> InFlightStats {
-        let visit = |sum: &mut InFlightStats, _, calls: &mut KeyCalls| {
+        let mut sum = InFlightStats::default();
+        self.keyed.for_each(|_, calls| {
             sum.in_use += u64::from(calls.in_use());
             sum.waiting += calls.waiting() as u64;
-        };
-        self.keyed.fold(visit, |all, sum| {
-            all.in_use += sum.in_use;
-            all.waiting += sum.waiting;
-        })
+        });
+        sum
     }
 
     /// Returns whether there is room for the calls of `key`.

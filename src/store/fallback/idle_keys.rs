@@ -83,7 +83,7 @@ async fn charge(inner: &Inner, mut request: OwnedLeaseRequest) -> bool {
     let charged = |history: &mut GrantHistory| {
         // While slots of granted permits lie ahead, the process stays alone. The limiter gives
         // these permits up with its next request.
-        let is_charged = |ledger: &mut StandaloneLedger| !ledger.has_permits_ahead();
+        let is_charged = |ledger: &mut StandaloneLedger| !ledger.owes_permits();
         let ends = reply.is_ok() && history.standalone().is_some_and(is_charged);
         if ends {
             history.end_standalone();

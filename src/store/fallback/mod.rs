@@ -96,10 +96,11 @@ fn is_unreachable(error: &StoreError) -> bool {
 impl Inner {
     /// Returns how many keys have a ledger of their own.
     fn keys_alone(&self) -> usize {
-        let visit = |alone: &mut usize, _, history: &mut GrantHistory| {
-            *alone += usize::from(history.standalone().is_some());
-        };
-        self.histories.fold(visit, |all, alone| *all += alone)
+        let mut alone = 0;
+        self.histories.for_each(|_, history| {
+            alone += usize::from(history.standalone().is_some());
+        });
+        alone
     }
 
     /// Runs `with` on the history of a key. Makes it if there is none.

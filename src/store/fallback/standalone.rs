@@ -2,6 +2,7 @@
 //! charge the store with.
 
 use std::collections::VecDeque;
+use std::mem;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,8 +16,8 @@ use crate::store::{
     ClientSession, Demand, Grant, Lease, LeaseRequest, OwnedLeaseRequest, Refusal, Source,
 };
 
-/// The most entries of permits that the store does not know of. If there are more, entries with
-/// close slots are merged.
+/// The most entries of permits that the store does not know of, as far as merging can do that: with more, entries with
+/// close slots become one.
 const MOST_UNCHARGED: usize = 400;
 
 /// Entries are merged if their slots lie in the same part of the longest window, which has this
@@ -246,8 +247,8 @@ impl StandaloneLedger {
         }
     }
 
-    /// Returns whether permits lie ahead that the store does not know of.
-    pub(super) fn has_permits_ahead(&self) -> bool {
+    /// Returns whether there are permits that the store does not know of.
+    pub(super) fn owes_permits(&self) -> bool {
         !self.uncharged.is_empty()
     }
 
@@ -291,25 +292,19 @@ impl StandaloneLedger {
 
     /// Merges entries with close slots. A merged entry has the slot of its last part.
     fn merge(&mut self) {
-        let near = (self.window / PARTS).max(1);
-        while self.uncharged.len() > MOST_UNCHARGED {
-            let before = self.uncharged.len();
-            let mut merged: VecDeque<UnusedPermits> = VecDeque::new();
-            for owed in self.uncharged.drain(..) {
-                match merged.back_mut() {
-                    Some(last) if owed.slot / near == last.slot / near => {
-                        *last = UnusedPermits {
-                            units: last.units + owed.units,
-                            ..owed
-                        };
-                    }
-                    _ => merged.push_back(owed),
-                }
-            }
-            self.uncharged = merged;
-            if self.uncharged.len() == before {
-                break;
-            }
+        if self.uncharged.len() <= MOST_UNCHARGED {
+            return;
         }
+        let near = (self.window / PARTS).max(1);
+        let mut merged = Vec::from(mem::take(&mut self.uncharged));
+        merged.dedup_by(|owed, last| {
+            let is_near = owed.slot / near == last.slot / near;
+            if is_near {
+                let units = last.units + owed.units;
+                *last = UnusedPermits { units, ..*owed };
+            }
+            is_near
+        });
+        self.uncharged = merged.into();
     }
 }
