@@ -126,7 +126,7 @@ impl Ledger {
         let now = self.now;
         self.limits.advance(now);
         if spec.quota_version() == 0 && self.set_quota().is_none() {
-            self.limits.state(spec, now, self.ahead(), None);
+            self.state(spec);
         } else {
             self.take_in_version(spec);
         }
@@ -143,13 +143,22 @@ impl Ledger {
         if spec.quota_version() > self.quota_version() {
             self.change_quota_version(spec);
         }
-        let (is_outdated, ahead) = (self.is_outdated(spec), self.ahead());
-        let quota = quota_mut(&mut self.rare);
-        if quota.as_ref().is_some_and(|quota| quota.is_set()) {
+        if self.set_quota().is_some_and(SetQuotaState::is_set) {
             self.limits.forget_paused(spec, now);
-        } else if !is_outdated {
-            self.limits.state(spec, now, ahead, quota);
+        } else if !self.is_outdated(spec) {
+            self.state(spec);
         }
+    }
+
+    /// Takes in that a caller states the limits of `spec`. A returned slot is not for new ones: they did not allow it.
+    fn state(&mut self, spec: &LimitSpec) {
+        let has_returned = self
+            .returned()
+            .is_some_and(|returned| returned.last().is_some());
+        if has_returned && self.limits.has_new(spec) {
+            self.drop_returned();
+        }
+        self.limits.state(spec, self.now, self.ahead());
     }
 
     /// Returns the set quota, or its end.
@@ -249,10 +258,9 @@ impl Ledger {
         if quota.is_set() {
             let (moment, was_learned) = (quota.until, quota.is_learned());
             self.drop_returned();
-            let booked_until = self.limits.log_end();
-            self.limits.unset(moment, was_learned);
+            self.limits.unset(moment, now, was_learned);
             if let Some(quota) = quota_mut(&mut self.rare) {
-                quota.end(booked_until);
+                quota.end();
             }
         }
         if let Some(rare) = &mut self.rare {
@@ -264,15 +272,14 @@ impl Ledger {
     fn change_quota_version(&mut self, spec: &LimitSpec) {
         let now = self.now;
         self.drop_returned();
-        let booked_until = self.limits.log_end();
         let rare = self.rare.get_or_insert_default();
         let before = rare.quota.take().map(|before| *before);
         if let Some(before) = before.as_ref().filter(|before| before.is_set()) {
-            self.limits.unset(now, before.is_learned());
+            self.limits.unset(now, now, before.is_learned());
         }
-        let mut quota = SetQuotaState::new(spec, before, now, booked_until);
+        let quota = SetQuotaState::new(spec, before, now);
         if quota.is_set() {
-            self.limits.set(spec, now, rare.ahead, &mut quota);
+            self.limits.set(spec, now, rare.ahead);
         }
         rare.quota = Some(Box::new(quota));
     }
@@ -549,14 +556,11 @@ impl Ledger {
     }
 
     /// Takes back unused permits. An advance booking is erased. If the slot of another permit lies
-    /// ahead, nothing is reserved for other clients then, and the set quota has not changed since,
+    /// ahead, nothing is reserved for other clients then, and all limits applied when it was granted,
     /// it is kept for the next caller as long as others are booked behind it. Otherwise the units
     /// leave the limits.
     pub(crate) fn take_back(&mut self, mut unused: UnusedPermits) {
         if unused.units == 0 || unused.stamp < unused.slot {
-            return;
-        }
-        if self.may_miss(unused) {
             return;
         }
         unused.units -= self.erase(unused);
@@ -564,10 +568,8 @@ impl Ledger {
             return;
         }
         let is_shared = self.limits.is_reserved(unused.slot);
-        let quota = self.set_quota();
-        let is_earlier = quota.is_some_and(|quota| quota.may_be_earlier(unused.slot));
         let is_past = unused.slot <= self.now || unused.slot < self.earliest();
-        if is_past || is_shared || is_earlier {
+        if is_past || is_shared || !self.limits.applied_to(unused.slot) {
             self.subtract(unused);
         } else if let Some(last) = self.rare.get_or_insert_default().returned.put(unused) {
             // There was no room for another returned slot, so the units of the last one leave the
@@ -602,22 +604,12 @@ impl Ledger {
     /// Takes the units of unused permits out of the limits. If they may be a part of joined advance
     /// bookings, they stay: the limits may not have them.
     fn subtract(&mut self, mut unused: UnusedPermits) {
-        if self.may_miss(unused) {
-            return;
-        }
         unused.units -= self.erase(unused);
         let rare = self.rare.as_deref();
         let may_be_joined = rare.is_some_and(|rare| rare.advance.may_contain(unused));
         if unused.units > 0 && !may_be_joined {
             self.limits.subtract(self.now, unused);
         }
-    }
-
-    /// Returns whether a limit may not count these permits, because the limits have changed since. Their
-    /// units stay where they are.
-    fn may_miss(&self, unused: UnusedPermits) -> bool {
-        self.set_quota()
-            .is_some_and(|quota| quota.may_miss(unused, self.now))
     }
 
     /// Takes the units of unused permits out of the advance bookings, if they are certainly there.

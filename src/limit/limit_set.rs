@@ -6,9 +6,8 @@
 use super::advance::{AdvanceBooking, TOLERANCE};
 use super::algorithm::{Algorithm, PermitTime};
 use super::fixed::Fixed;
-use super::limit_state::LimitState;
+use super::limit_state::{Begun, LimitState};
 use super::limit_states::LimitStates;
-use super::set_quota::SetQuotaState;
 use super::{LimitSpec, Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
 
@@ -74,13 +73,7 @@ impl LimitSet {
 
     /// Adds the limits of `spec`, or records that a caller stated them. Forgets the limits that no
     /// longer apply. The wall clock is `ahead` microseconds ahead of the ledger's time.
-    pub(super) fn state(
-        &mut self,
-        spec: &LimitSpec,
-        now: Micros,
-        ahead: i64,
-        mut set_quota: Option<&mut SetQuotaState>,
-    ) {
+    pub(super) fn state(&mut self, spec: &LimitSpec, now: Micros, ahead: i64) {
         let stated_at = stated_at(spec, now);
         for limit in spec.limits() {
             match self.states.iter_mut().find(|state| state.limit == *limit) {
@@ -93,7 +86,7 @@ impl LimitSet {
                 }
                 Some(_) => {}
                 None => {
-                    let state = self.begin(*limit, spec, now, ahead, set_quota.as_deref_mut());
+                    let state = self.begin(*limit, spec, now, ahead);
                     self.states.push(state);
                 }
             }
@@ -108,18 +101,12 @@ impl LimitSet {
     }
 
     /// Makes the limits of `spec` those of a set quota. The others are paused.
-    pub(super) fn set(
-        &mut self,
-        spec: &LimitSpec,
-        now: Micros,
-        ahead: i64,
-        quota: &mut SetQuotaState,
-    ) {
+    pub(super) fn set(&mut self, spec: &LimitSpec, now: Micros, ahead: i64) {
         let limits = spec.limits();
         let mut limiting: Vec<LimitState> = Vec::with_capacity(limits.len());
         for limit in limits {
             if self.states.all().all(|state| state.limit != *limit) {
-                let state = self.begin(*limit, spec, now, ahead, Some(quota));
+                let state = self.begin(*limit, spec, now, ahead);
                 let (before, mut paused) = self.states.take();
                 paused.push(state);
                 self.states = LimitStates::new(before, paused);
@@ -140,8 +127,11 @@ impl LimitSet {
     /// Ends a set quota. Its limits count as if callers stated them last at `moment`, and no limit is
     /// paused any more. If the quota was learned, its limits apply no longer, unless callers state them:
     /// one response may have stated a window of a year.
-    pub(super) fn unset(&mut self, moment: Micros, was_learned: bool) {
-        let (mut states, paused) = self.states.take();
+    pub(super) fn unset(&mut self, moment: Micros, now: Micros, was_learned: bool) {
+        // While they were paused, they counted.
+        let begun = Begun::after(self.granted_until(now), true);
+        let (mut states, mut paused) = self.states.take();
+        paused.iter_mut().for_each(|state| state.begun = begun);
         for state in &mut states {
             state.last_stated = moment;
             if was_learned {
@@ -181,31 +171,37 @@ impl LimitSet {
         first.map(|index| self.states.remove(index)).is_some()
     }
 
-    /// Makes the state of a limit that is new to this key. If the key has a set quota, or the end of one,
-    /// notes there which permits the limit may not know.
-    fn begin(
-        &self,
-        limit: Limit,
-        spec: &LimitSpec,
-        now: Micros,
-        ahead: i64,
-        quota: Option<&mut SetQuotaState>,
-    ) -> LimitState {
-        if let Some(quota) = quota {
-            quota.begin(self.log_end().max(now), self.would_know_all(limit));
-        }
-        let rule = self.rule_for(limit, now, ahead, micros_up(spec.transit_slack()));
-        LimitState::new(limit, rule, stated_at(spec, now))
+    /// Returns whether a limit of `spec` is new to this key.
+    pub(super) fn has_new(&self, spec: &LimitSpec) -> bool {
+        let is_known = |limit: &Limit| self.states.all().any(|state| state.limit == *limit);
+        !spec.limits().iter().all(is_known)
     }
 
-    /// Returns whether a limit that is new to this key would begin with a log of all permits, so that it
-    /// counts each that comes back. Permits that left the log have a stamp that is over.
-    fn would_know_all(&self, limit: Limit) -> bool {
-        match limit {
-            _ if self.states.all().next().is_none() => true,
-            Limit::Fixed { .. } => self.same_windows(limit).is_some(),
-            _ => self.longest_window().is_some(),
+    /// Returns whether all limits applied to permits with this slot when these were granted.
+    pub(super) fn applied_to(&self, slot: Micros) -> bool {
+        self.states.iter().all(|state| state.begun.is_before(slot))
+    }
+
+    /// Makes the state of a limit that is new to this key.
+    fn begin(&self, limit: Limit, spec: &LimitSpec, now: Micros, ahead: i64) -> LimitState {
+        let begun = Begun::after(self.granted_until(now), self.has_log_for(limit, now));
+        let rule = self.rule_for(limit, now, ahead, micros_up(spec.transit_slack()));
+        LimitState::new(limit, rule, stated_at(spec, now), begun)
+    }
+
+    /// Returns whether a limit that is new to this key begins with a log of all valid permits: see [`rule_for`](Self::rule_for).
+    fn has_log_for(&self, limit: Limit, now: Micros) -> bool {
+        if let Limit::Fixed { .. } = limit {
+            return self.same_windows(limit).is_some();
         }
+        let window = self.longest_window().map(|state| &state.rule);
+        matches!(window, Some(Algorithm::Window(window)) if window.floor() <= Some(now))
+    }
+
+    /// Returns a moment that is not before the slot of any permit so far. Those that are in no log any more are older than
+    /// `now`.
+    fn granted_until(&self, now: Micros) -> Micros {
+        self.log_end().max(now.saturating_sub(1))
     }
 
     /// Returns the fixed windows that are as long as those of a limit, if it has fixed windows.

@@ -317,13 +317,10 @@ impl Store for MemoryStore {
         let now = clock::micros(clock::now());
         let (key, spec) = (request.key, &request.spec);
         let read = |ledger: &mut Ledger, now| usage(ledger, spec, &request, now);
-        let known = self.counts.find(key, |counts| {
-            if spec.quota_version() <= counts.ledger.quota_version() {
-                return counts.with(spec, now, read);
-            }
-            // The new version would change the ledger, and a question changes nothing.
-            counts.clone().with(spec, now, read)
-        });
+        // A question changes nothing: limits that it states would apply to others.
+        let known = self
+            .counts
+            .find(key, |counts| counts.clone().with(spec, now, read));
         let rates = known.unwrap_or_else(|| read(&mut Ledger::new(spec, now), now));
         let Some(most) = spec.quota().most_in_flight() else {
             return StoreReply::Ready(Ok(rates));

@@ -164,11 +164,16 @@ local function cold()
     return last
   end
 
+  -- Returns a moment that is not before the slot of any permit so far. Those that are in no log any more are older
+  -- than now.
+  local function granted_until()
+    return math.max(log_end(), state.now - 1)
+  end
+
   -- Takes the units of a permit out of every limit, or out of the advance bookings. If joined
-  -- bookings may contain the permit, the units stay: the limits may not have them. They also stay if
-  -- a limit may not know the permit.
+  -- bookings may contain the permit, the units stay: the limits may not have them. They also stay in
+  -- limits that may not have them because they began later.
   local function subtract(slot, stamp, units)
-    if state.quota and state.cold_set_quota.may_miss(slot, stamp) then return end
     if state.cold_advance then
       units = units - state.cold_advance.erase(slot, stamp, units)
       if units == 0 or state.cold_advance.may_contain(slot, stamp) then return end
@@ -176,8 +181,10 @@ local function cold()
     state.changed = true
     for i = 1, #state do
       local limit = state[i]
-      limit.rule.cold().subtract(limit, slot, stamp, units)
-      note_unused(limit, stamp, units)
+      if 2 * slot > limit.begun or (limit.begun % 2 == 1 and stamp > state.now) then
+        limit.rule.cold().subtract(limit, slot, stamp, units)
+        note_unused(limit, stamp, units)
+      end
     end
   end
 
@@ -227,21 +234,20 @@ local function cold()
   end
 
   -- Takes back a permit that was not used. An advance booking is erased. If the slot of another
-  -- permit lies ahead, nothing is reserved for other clients then, and the set quota has not changed
-  -- since, the slot is kept for the next caller as long as others are booked behind it. Otherwise its
+  -- permit lies ahead, nothing is reserved for other clients then, and all limits applied when it was
+  -- granted, the slot is kept for the next caller as long as others are booked behind it. Otherwise its
   -- units leave the limits.
   local function take_back(slot, stamp, units)
     if units == 0 or stamp < slot then return end
-    if state.quota and state.cold_set_quota.may_miss(slot, stamp) then return end
     if state.cold_advance then
       units = units - state.cold_advance.erase(slot, stamp, units)
       if units == 0 then return end
     end
-    local is_shared = false
+    local is_shared, is_earlier = false, false
     for i = 1, state.limiting do
+      if 2 * slot <= state[i].begun then is_earlier = true end
       if state[i].external and reserved(state[i], slot) > 0 then is_shared = true end
     end
-    local is_earlier = state.quota and slot <= state.quota.booked_until
     if slot <= state.now or slot < state.earliest or is_shared or is_earlier then
       subtract(slot, stamp, units)
     else
@@ -292,10 +298,10 @@ local function cold()
   -- Adds a limit that is new to this key. It starts with the use that the other limits remember. For a
   -- fixed window, that of another one of the same length; or else the log of the longest sliding window;
   -- or else the largest number of units in use.
-  local function add(kind, count, window, capacity, guard)
+  local function add(kind, count, window, capacity)
     local rule = rule_of(kind)
     local limit = {
-      kind = kind, count = count, window = window, capacity = capacity, guard = guard, n = 0, room = 0,
+      kind = kind, count = count, window = window, capacity = capacity, n = 0, room = 0,
       last_stated = lends and state.now + STATED_AHEAD or state.now, base = 0, rule = rule,
     }
     local same, longest, most_used = nil, nil, 0
@@ -307,6 +313,9 @@ local function cold()
       if used > most_used then most_used = used end
     end
     rule.cold().new(limit)
+    local has_log = same
+    if kind ~= FIXED then has_log = longest and longest.floor <= state.now end
+    limit.begun = 2 * granted_until() + (has_log and 1 or 0)
     if same then
       limit.phase, limit.open_from, limit.last_stamp = same.phase, same.open_from, same.last_stamp
       for i, use in ipairs(entries(same)) do
@@ -421,8 +430,9 @@ local function cold()
   end
 
   state.cold = {
-    log_end = log_end, note_unused = note_unused, take_back = take_back, drain = drain, drop_returned = drop_returned, charge = charge, prefetch = prefetch, add = add,
-    retain = retain, recover = recover, rewrite = rewrite,
+    log_end = log_end, granted_until = granted_until, note_unused = note_unused, take_back = take_back, drain = drain,
+    drop_returned = drop_returned, charge = charge, prefetch = prefetch, add = add, retain = retain, recover = recover,
+    rewrite = rewrite,
   }
   return state.cold
 end
