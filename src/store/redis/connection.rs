@@ -8,25 +8,25 @@ use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::{AsyncConnectionConfig, Client, Cmd, RedisResult, Value};
 
 /// Makes a connection with each call.
-pub(super) type Factory = Arc<dyn Fn() -> Connecting + Send + Sync>;
-pub(super) type Connecting = Pin<Box<dyn Future<Output = RedisResult<Connection>> + Send>>;
+pub(super) type Factory = Arc<dyn Fn() -> ConnectionFuture + Send + Sync>;
+pub(super) type ConnectionFuture = Pin<Box<dyn Future<Output = RedisResult<Connection>> + Send>>;
 
 /// A connection of any kind. Clones share it.
 #[derive(Clone)]
 pub(super) struct Connection {
-    pub(super) send: Arc<dyn Fn(ServerRequest) -> ReplyFuture + Send + Sync>,
+    pub(super) send: Arc<dyn Fn(ServerRequest) -> ServerReply + Send + Sync>,
     /// The database that the connection states it uses.
     pub(super) database: i64,
 }
 
 impl Connection {
     /// Sends a command. The future completes with the reply of the server.
-    pub(super) fn send(&self, request: ServerRequest) -> ReplyFuture {
+    pub(super) fn send(&self, request: ServerRequest) -> ServerReply {
         (self.send)(request)
     }
 }
 
-pub(super) type ReplyFuture = Pin<Box<dyn Future<Output = RedisResult<Value>> + Send>>;
+pub(super) type ServerReply = Pin<Box<dyn Future<Output = RedisResult<Value>> + Send>>;
 
 /// A command to a server. Clones share the command.
 #[derive(Clone)]

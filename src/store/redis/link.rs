@@ -227,7 +227,7 @@ impl Link {
     }
 
     /// Completes when calls fail at once because there is no connection.
-    pub(super) async fn is_down(&self) {
+    pub(super) async fn until_down(&self) {
         // The link has the sender, so the channel is not closed.
         let _ = self
             .state

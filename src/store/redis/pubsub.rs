@@ -10,12 +10,10 @@ use tokio::time::timeout;
 
 use super::backend::{Backend, TO_ALL};
 use super::endpoint::{FindServer, PubSubServer};
+use super::link::LONGEST_CONNECTING;
 use crate::clock;
 use crate::error::StoreError;
 use crate::rng::{Backoff, jittered};
-
-/// How long making the connection may take.
-const LONGEST_CONNECTING: Duration = Duration::from_secs(5);
 
 /// What arrives on the subscription.
 pub(super) enum Incoming {

@@ -314,7 +314,7 @@ impl Cluster {
                 let client = cluster.seeds.client(&server).map_err(StoreError::away)?;
                 Ok(PubSubServer {
                     client,
-                    away: Box::pin(async move { link.is_down().await }),
+                    away: Box::pin(async move { link.until_down().await }),
                 })
             })
         })
