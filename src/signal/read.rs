@@ -57,7 +57,7 @@ pub(super) fn signal(
         body::read(body, status, &lines, &base, &mut quotas)
     });
     let code = lines.first(refusal::ERROR_TYPE);
-    said.code |= code.is_some_and(|code| refusal::is_code(code.chars()));
+    said.code |= code.is_some_and(|code| refusal::is_code(code));
     quotas.keep(Draft::finish);
     let limited =
         status.filter(|status| refusal::is_limited(*status, hint, &said, &quotas, &lines));

@@ -23,7 +23,7 @@ pub(in crate::signal) struct GroupEntry<'a> {
 impl GroupEntry<'_> {
     /// Returns whether the header says in a word that the limit is exceeded.
     pub(in crate::signal) fn is_throttled(&self) -> bool {
-        self.header.role == Role::State && refusal::is_code(self.value.chars())
+        self.header.role == Role::State && refusal::is_code(self.value)
     }
 }
 

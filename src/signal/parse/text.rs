@@ -50,6 +50,12 @@ impl Text {
     }
 }
 
+impl Default for Text {
+    fn default() -> Text {
+        Text::EMPTY
+    }
+}
+
 /// Takes the characters up to the first that does not fit.
 impl FromIterator<char> for Text {
     fn from_iter<I: IntoIterator<Item = char>>(characters: I) -> Text {
