@@ -6,9 +6,9 @@
 use http::StatusCode;
 use json_event_parser::JsonEvent;
 
-use super::draft::{Draft, Drafts};
 use super::generic::lines::{Lines, may_matter};
 use super::generic::words;
+use super::observed::{Drafts, ObservedQuota};
 use super::parse::json::{Node, visit};
 use super::parse::number::{Count, Number};
 use super::parse::text::{Bounded, Text};
@@ -102,7 +102,7 @@ pub(super) fn read(
         reader.said.code |=
             reader.meta && (reader.trace || META.iter().any(|name| lines.has(name)));
         reader.said.code |= reader.refused && reader.failed;
-        quotas.extend(reader.quotas.iter().copied());
+        quotas.extend(std::mem::take(&mut reader.quotas));
     } else if status >= 400 {
         reader.said.phrase = reader.message(text.unwrap_or_default());
         reader.said.code = element(text.unwrap_or_default()).is_some_and(is_code);
@@ -161,7 +161,7 @@ struct BodyReader {
     retry: Option<u64>,
     messages: usize,
     /// The quotas that are exceeded.
-    quotas: Bounded<Draft, 4>,
+    quotas: Bounded<ObservedQuota, 4>,
     /// Whether `error.code` is one of Meta's codes, and `error` has `fbtrace_id`.
     meta: bool,
     trace: bool,
@@ -231,11 +231,11 @@ impl BodyReader {
             self.said.reset = self.said.reset.max(reset);
         } else if is_quota {
             let (window, unit) = words::of_quota_id(text);
-            self.quotas.push(Draft {
-                unit: unit.and_then(Text::some),
+            self.quotas.push(ObservedQuota {
+                unit: unit.map(Box::from),
                 window,
                 remaining: Some(0),
-                ..Draft::named(text)
+                ..ObservedQuota::named(text)
             });
         } else if let Some(quota) = self.quotas.last_mut() {
             quota.limit = Count::read(text).and_then(Count::known);
@@ -324,11 +324,11 @@ impl BodyReader {
         let Some((code, unit, window)) = known else {
             return;
         };
-        let draft = Draft {
-            unit: unit.and_then(Text::some),
+        let draft = ObservedQuota {
+            unit: unit.map(Box::from),
             window: Some(*window),
             remaining: Some(0),
-            ..Draft::named(code)
+            ..ObservedQuota::named(code)
         };
         let mut quotas = self.quotas.iter();
         if !quotas.any(|quota| quota.name == draft.name) {

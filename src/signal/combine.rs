@@ -1,10 +1,10 @@
 //! Combines the quotas of all headers of a response, so that each bucket appears once.
 
-use super::draft::{Draft, Drafts};
 use super::generic::family::{Family, Header, Role, family};
-use super::generic::group::{Group, GroupEntry, Stated};
+use super::generic::group::{Group, GroupEntry, Policies, Stated};
 use super::generic::lines::{Line, Lines};
 use super::generic::{members, words};
+use super::observed::{Drafts, ObservedQuota};
 use super::parse::text::{Bounded, Text};
 use super::parse::time::Base;
 use super::standard::ratelimit::{self, Fields};
@@ -104,20 +104,20 @@ pub(super) fn read(
         if is_first && is_of_quota(entry) && !is_same_bucket(entry) {
             let name = Text::of(&header.pieces());
             let of_group = entries[place..].iter().filter(same);
-            let group = Stated::read(of_group.clone().copied(), base).group(
+            let mut group = Stated::read(of_group.clone().copied(), base).group(
                 name.as_str(),
                 header.family == Family::BySize,
-                &[],
+                Policies::new(),
             );
             let is_loose = matches!(header.family, Family::Loose(_));
             let is_marked = is_loose && of_group.clone().any(|entry| is_marked(entry.line));
             let is_vendors = matches!(header.family, Family::Vendor(_)) && header.is_unnamed();
             let name = || label(lines, |family| is_vendors && family == header.family);
-            for quota in group.quotas.iter() {
+            for quota in std::mem::take(&mut group.quotas) {
                 if quota.is_believable(is_marked, is_loose) {
-                    quotas.push(Draft {
+                    quotas.push(ObservedQuota {
                         name: quota.name.or_else(name),
-                        ..*quota
+                        ..quota
                     });
                 }
             }
@@ -162,24 +162,24 @@ fn same_bucket(
                 Stated::read(entries.iter().filter(of_family).copied(), base)
             }
             None => {
-                policies.iter().for_each(|policy| quotas.push(*policy));
+                quotas.extend(policies);
                 continue;
             }
         };
-        let group = stated.group("", false, &policies);
+        let mut group = stated.group("", false, policies);
         group.report_policies(quotas);
         match &mut first {
             None => first = Some(group),
-            Some(first) if is_other(first, &group) => report(&group, lines, quotas),
-            Some(first) => match (first.quotas.first_mut(), group.quotas.first()) {
+            Some(first) if is_other(first, &group) => report(group, lines, quotas),
+            Some(first) => match (first.quotas.first_mut(), group.quotas.into_iter().next()) {
                 (Some(quota), Some(filling)) => quota.fill(filling),
-                (None, Some(filling)) => first.quotas.push(*filling),
+                (None, Some(filling)) => first.quotas.push(filling),
                 (_, None) => {}
             },
         }
     }
     if let Some(first) = first {
-        report(&first, lines, quotas);
+        report(first, lines, quotas);
     }
 }
 
@@ -203,18 +203,16 @@ fn is_other(first: &Group, other: &Group) -> bool {
 }
 
 /// Reports quotas, which a separate header may name.
-fn report(group: &Group, lines: &Lines<'_>, quotas: &mut Drafts) {
+fn report(group: Group, lines: &Lines<'_>, quotas: &mut Drafts) {
     let name = || label(lines, |family| Family::SYNONYMS.contains(&family));
-    group.quotas.iter().for_each(|quota| {
-        quotas.push(Draft {
-            name: quota.name.or_else(name),
-            ..*quota
-        })
-    });
+    quotas.extend(group.quotas.into_iter().map(|quota| ObservedQuota {
+        name: quota.name.or_else(name),
+        ..quota
+    }));
 }
 
 /// Returns the name that a header such as `X-RateLimit-Name` gives to the quota of a family.
-fn label<'a>(lines: &Lines<'a>, is_of: impl Fn(Family<'a>) -> bool) -> Option<Text> {
+fn label<'a>(lines: &Lines<'a>, is_of: impl Fn(Family<'a>) -> bool) -> Option<Box<str>> {
     let of = |name: &&str| {
         let is_it = |line: &Line<'a>| {
             line.name.ends_with(name)
@@ -222,5 +220,5 @@ fn label<'a>(lines: &Lines<'a>, is_of: impl Fn(Family<'a>) -> bool) -> Option<Te
         };
         lines.iter().find(is_it).map(|line| line.value)
     };
-    NAMES.iter().find_map(of).and_then(Text::some)
+    NAMES.iter().find_map(of).and_then(Text::boxed)
 }

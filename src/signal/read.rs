@@ -4,20 +4,15 @@ use std::time::{Duration, SystemTime};
 
 use http::header::{AGE, DATE};
 use http::{HeaderMap, StatusCode};
-use smallvec::SmallVec;
 
-use super::draft::{Draft, Drafts};
 use super::generic::lines::{self, Line, Lines};
+use super::observed::Drafts;
 use super::parse::date;
 use super::parse::number::Number;
-use super::parse::text::Text;
 use super::parse::time::Base;
 use super::refusal::{self, Said};
 use super::standard::retry_after;
 use super::{ObservedQuota, Signal, body, combine};
-
-/// The most memory that a signal takes, in bytes.
-const MEMORY: usize = 1000;
 
 /// Reads a response that arrived at `now`.
 #[inline(never)]
@@ -58,21 +53,19 @@ pub(super) fn signal(
     });
     let code = lines.first(refusal::ERROR_TYPE);
     said.code |= code.is_some_and(|code| refusal::is_code(code));
-    quotas.keep(Draft::finish);
+    quotas.keep(ObservedQuota::finish);
     let limited =
         status.filter(|status| refusal::is_limited(*status, hint, &said, &quotas, &lines));
     let wait = hint.or_else(|| {
         limited.and_then(|_| (said.wait.or_else(|| refusal::wait(&quotas))).or(said.reset))
     });
     let is_global = limited.is_some() && said.global;
-    let scope = refusal::scope(&lines).or_else(|| Text::some("global").filter(|_| is_global));
-    let scope = scope.map(Box::<str>::from);
-    let quotas = keep(&quotas, scope.as_deref());
+    let scope = refusal::scope(&lines).or_else(|| is_global.then(|| "global".into()));
     Signal {
         limited,
         retry_after: wait.map(Duration::from_millis),
         scope,
-        quotas,
+        quotas: quotas.into_iter().take(Signal::MOST_QUOTAS).collect(),
         spent: body.map_or_else(super::Spent::default, super::Spent::in_body),
     }
 }
@@ -81,27 +74,6 @@ pub(super) fn signal(
 fn is_cached(headers: &HeaderMap) -> bool {
     let age = lines::first_of(headers, &AGE).and_then(Number::read);
     age.is_some_and(|age| !age.negative && age.times_up(1) > 0)
-}
-
-/// Returns as many quotas as a signal may hold, in number and in memory, in a list without spare
-/// capacity.
-fn keep(quotas: &Drafts, scope: Option<&str>) -> SmallVec<[ObservedQuota; 1]> {
-    let mut room = MEMORY - scope.map_or(0, str::len);
-    let fits = |quota: &&Draft| match room.checked_sub(quota.size()) {
-        Some(left) => {
-            room = left;
-            true
-        }
-        None => false,
-    };
-    let count = quotas
-        .iter()
-        .take(Signal::MOST_QUOTAS)
-        .take_while(fits)
-        .count();
-    let mut kept = SmallVec::with_capacity(count);
-    kept.extend(quotas[..count].iter().map(|quota| quota.observed()));
-    kept
 }
 
 /// Returns the whole milliseconds since 1970.

@@ -3,8 +3,8 @@
 
 use http::StatusCode;
 
-use super::draft::Drafts;
 use super::generic::lines::Lines;
+use super::observed::Drafts;
 use super::parse::text::Text;
 use super::prose;
 
@@ -89,21 +89,21 @@ pub(super) fn wait(quotas: &Drafts) -> Option<u64> {
         quotas
             .iter()
             .filter(|quota| quota.remaining == remaining)
-            .filter_map(|quota| quota.reset)
+            .filter_map(|quota| quota.reset_after)
             .max()
     };
     longest(Some(0)).or_else(|| longest(None))
 }
 
 /// Returns the limiter that refused, as the headers name it.
-pub(super) fn scope(lines: &Lines<'_>) -> Option<Text> {
+pub(super) fn scope(lines: &Lines<'_>) -> Option<Box<str>> {
     let is_true = |value: &str| value.eq_ignore_ascii_case("true") || value == "1";
     match lines.first("x-ratelimit-global") {
-        Some(value) if is_true(value) => Text::some("global"),
+        Some(value) if is_true(value) => Some("global".into()),
         _ => SCOPES
             .iter()
             .find_map(|name| lines.first(name))
-            .map(Text::lower),
+            .map(|name| Text::lower(name).into()),
     }
 }
 

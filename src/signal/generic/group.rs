@@ -1,9 +1,9 @@
 //! One group of headers with the same family and name: one quota, or several parallel ones.
 
-use crate::signal::draft::{Draft, Drafts};
 use crate::signal::generic::family::{Family, Header, Role};
 use crate::signal::generic::lines::{parameter, split, trim};
 use crate::signal::generic::words;
+use crate::signal::observed::{Drafts, ObservedQuota};
 use crate::signal::parse::number::{Count, Number, digits, unquoted};
 use crate::signal::parse::text::{Bounded, Text};
 use crate::signal::parse::time::{self, Base};
@@ -34,15 +34,15 @@ const MOST_ITEMS: usize = 64;
 const MANY: usize = 8;
 
 /// Limits with a window that a header states besides its quota; older drafts have no name for them.
-pub(in crate::signal) type Policies = Bounded<Draft, 8>;
+pub(in crate::signal) type Policies = Bounded<ObservedQuota, 8>;
 
 /// The quotas that the headers of a group state.
 #[derive(Debug, Default)]
 pub(in crate::signal) struct Group {
-    pub(in crate::signal) quotas: Bounded<Draft, MANY>,
+    pub(in crate::signal) quotas: Bounded<ObservedQuota, MANY>,
     /// The policies that describe none of the quotas.
     policies: Policies,
-    unit: Option<Text>,
+    unit: Option<&'static str>,
 }
 
 impl Group {
@@ -52,11 +52,11 @@ impl Group {
     }
 
     /// Reports the policies that describe none of the quotas as separate quotas.
-    pub(in crate::signal) fn report_policies(&self, quotas: &mut Drafts) {
-        for policy in self.policies.iter() {
-            quotas.push(Draft {
-                unit: self.unit,
-                ..*policy
+    pub(in crate::signal) fn report_policies(&mut self, quotas: &mut Drafts) {
+        for policy in std::mem::take(&mut self.policies) {
+            quotas.push(ObservedQuota {
+                unit: self.unit.map(Box::from),
+                ..policy
             });
         }
     }
@@ -237,10 +237,10 @@ impl Stated {
             }
             (Some(count), None) => self.limit.push(count, Count::min),
             (Some(Count::Of(limit)), Some(_)) => {
-                self.policies.push(Draft {
+                self.policies.push(ObservedQuota {
                     limit: Some(limit),
                     window,
-                    ..Draft::named(parameter(item, "name").unwrap_or_default())
+                    ..ObservedQuota::named(parameter(item, "name").unwrap_or_default())
                 });
             }
             (Some(Count::Negative), Some(_)) => {}
@@ -286,9 +286,9 @@ impl Stated {
     }
 
     /// Builds the quotas of the group, with policies that other fields state for it.
-    pub(in crate::signal) fn group(mut self, name: &str, by_size: bool, others: &[Draft]) -> Group {
+    pub(in crate::signal) fn group(mut self, name: &str, by_size: bool, others: Policies) -> Group {
         self.settle_ratio();
-        others.iter().for_each(|policy| self.policies.push(*policy));
+        self.policies.extend(others);
         self.policies.keep(|_| true);
         let unit = if by_size {
             Some("tokens")
@@ -297,7 +297,7 @@ impl Stated {
         };
         let mut group = Group {
             policies: self.policies,
-            unit: unit.and_then(Text::some),
+            unit,
             ..Group::default()
         };
         let resets = self
@@ -319,14 +319,14 @@ impl Stated {
 
         for place in 0..if parallel { longest } else { 1 } {
             let at = parallel.then_some(place);
-            let mut draft = Draft {
-                unit: group.unit,
-                ..Draft::named(name)
+            let mut draft = ObservedQuota {
+                unit: group.unit.map(Box::from),
+                ..ObservedQuota::named(name)
             };
             let limit = self.limit.at(at);
             draft.limit = limit.and_then(Count::known);
             draft.used = self.used.at(at).and_then(Count::known);
-            draft.reset = resets.at(at);
+            draft.reset_after = resets.at(at);
             draft.window = (self.windows.at(at))
                 .or(self.window)
                 .or(self.window_of_remaining);
@@ -344,7 +344,7 @@ impl Stated {
                 .or(self.period)
                 .or_else(|| time::period_of(name));
             if self.daily {
-                draft.name = draft.name.or(Text::some("daily"));
+                draft.name = draft.name.or_else(|| Some("daily".into()));
                 draft.window = draft.window.or(Some(86_400_000));
             }
             if strava {
@@ -360,7 +360,7 @@ impl Stated {
 }
 
 /// Takes out the policy that describes the quota, and fills in what the quota lacks.
-fn describe(draft: &mut Draft, policies: &mut Policies) {
+fn describe(draft: &mut ObservedQuota, policies: &mut Policies) {
     let found = match policies.len() {
         // The only policy, unless the quota has stated a window of its own.
         1 if draft.window.is_none() => Some(0),
@@ -369,7 +369,7 @@ fn describe(draft: &mut Draft, policies: &mut Policies) {
             .position(|policy| draft.limit == policy.limit),
     };
     if let Some(found) = found {
-        draft.fill(&policies.remove(found));
+        draft.fill(policies.remove(found));
     }
 }
 

@@ -1,9 +1,9 @@
 //! The structured fields `RateLimit-Policy` and `RateLimit` of the IETF draft "RateLimit header
 //! fields for HTTP".
 
-use crate::signal::draft::{Draft, Drafts};
 use crate::signal::generic::group::{Policies, Stated};
 use crate::signal::generic::lines::{Lines, parameter, split};
+use crate::signal::observed::{Drafts, ObservedQuota};
 use crate::signal::parse::number::{Count, Number, unquoted};
 use crate::signal::parse::text::{Bounded, Text};
 use crate::signal::parse::time::{self, Base};
@@ -25,7 +25,7 @@ const SERVICE: &str = "ratelimit";
 
 /// A named policy, and the quota made of it.
 struct Named {
-    draft: Draft,
+    draft: ObservedQuota,
     key: Option<Text>,
     referred: bool,
 }
@@ -82,7 +82,7 @@ fn both(
         }
     }
     named
-        .iter()
+        .into_iter()
         .filter(|policy| !policy.referred)
         .for_each(|policy| quotas.push(policy.draft));
     any
@@ -113,12 +113,12 @@ fn policy(item: &Item, named: &mut Bounded<Named, 16>, unnamed: &mut Policies) {
     match item.bare {
         Some(Bare::Text(name)) => {
             if let Some(Count::Of(limit)) = item.q.map(|number| number.count()) {
-                let draft = Draft {
-                    name: Some(name),
+                let draft = ObservedQuota {
+                    name: Some(name.into()),
                     limit: Some(limit),
                     window,
-                    unit: item.qu,
-                    ..Draft::default()
+                    unit: item.qu.map(Box::from),
+                    ..ObservedQuota::default()
                 };
                 named.push(Named {
                     draft,
@@ -129,11 +129,11 @@ fn policy(item: &Item, named: &mut Bounded<Named, 16>, unnamed: &mut Policies) {
         }
         Some(Bare::Number(number)) => {
             if let Count::Of(limit) = number.count() {
-                unnamed.push(Draft {
-                    name: item.name,
+                unnamed.push(ObservedQuota {
+                    name: item.name.map(Box::from),
                     limit: Some(limit),
                     window,
-                    ..Draft::default()
+                    ..ObservedQuota::default()
                 });
             }
         }
@@ -141,18 +141,18 @@ fn policy(item: &Item, named: &mut Bounded<Named, 16>, unnamed: &mut Policies) {
     }
 }
 
-fn service(item: &Item, named: &mut Bounded<Named, 16>, base: &Base) -> Option<Draft> {
+fn service(item: &Item, named: &mut Bounded<Named, 16>, base: &Base) -> Option<ObservedQuota> {
     let Some(Bare::Text(name)) = item.bare else {
         return None;
     };
     item.r.or(item.t)?;
-    let mut draft = Draft {
-        name: Some(name),
-        ..Draft::default()
+    let mut draft = ObservedQuota {
+        name: Some(name.into()),
+        ..ObservedQuota::default()
     };
     draft.limit = item.q.and_then(|number| number.count().known());
     draft.remaining = item.r.map(|number| number.count().known().unwrap_or(0));
-    draft.reset = item.t.map(|number| base.number(number));
+    draft.reset_after = item.t.map(|number| base.number(number));
     draft.window = item.w.and_then(|seconds| time::window_of(1000, seconds));
     let same_key = |key: Option<Text>| key == item.pk || key.is_none() || item.pk.is_none();
     if let Some(policy) = named
@@ -162,7 +162,7 @@ fn service(item: &Item, named: &mut Bounded<Named, 16>, base: &Base) -> Option<D
         policy.referred = true;
         draft.limit = draft.limit.or(policy.draft.limit);
         draft.window = draft.window.or(policy.draft.window);
-        draft.unit = policy.draft.unit;
+        draft.unit = policy.draft.unit.clone();
     }
     Some(draft)
 }

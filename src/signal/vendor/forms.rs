@@ -1,8 +1,8 @@
 //! Formats that are neither separate fields nor JSON.
 
 use super::Here;
-use crate::signal::draft::{Draft, Drafts};
 use crate::signal::generic::lines::{parameter, split, trim};
+use crate::signal::observed::{Drafts, ObservedQuota};
 use crate::signal::parse::number::{Count, Number, digits, plain};
 use crate::signal::parse::text::{Bounded, Text};
 use crate::signal::parse::time;
@@ -13,15 +13,15 @@ pub(super) fn amazon(here: &Here<'_, '_>, quotas: &mut Drafts) {
 }
 
 /// Returns the quota of a rate. One below 1 is a request in a longer window.
-fn per_second(rate: Number) -> Option<Draft> {
+fn per_second(rate: Number) -> Option<ObservedQuota> {
     let (limit, window) = match rate.count().known()? {
         0 => (1, u64::try_from(rate.inverse_up(1000)?).unwrap_or(u64::MAX)),
         limit => (limit, 1000),
     };
-    Some(Draft {
+    Some(ObservedQuota {
         limit: Some(limit),
         window: Some(window.min(time::LONGEST)),
-        ..Draft::default()
+        ..ObservedQuota::default()
     })
 }
 
@@ -31,10 +31,10 @@ pub(super) fn auth0(here: &Here<'_, '_>, owner: &str, quotas: &mut Drafts) {
         let head = split(item, ';').next().filter(|head| !head.contains('='));
         let bucket = parameter(item, "b").or(head).unwrap_or_default();
         let colon = if bucket.is_empty() { "" } else { ":" };
-        let draft = Draft {
-            name: Some(Text::of(&[owner, colon, bucket])),
+        let draft = ObservedQuota {
+            name: Text::boxed(&[owner, colon, bucket].concat()),
             window: time::period_of(bucket),
-            ..Draft::default()
+            ..ObservedQuota::default()
         };
         quotas.extend(here.quota(draft, ["q", "r", "t"].map(|key| parameter(item, key))));
     }
@@ -44,9 +44,9 @@ pub(super) fn auth0(here: &Here<'_, '_>, owner: &str, quotas: &mut Drafts) {
 pub(super) fn azure(here: &Here<'_, '_>, quotas: &mut Drafts) {
     for (name, remaining) in here.items().filter_map(|item| item.rsplit_once(';')) {
         let name = trim(name);
-        let draft = Draft {
+        let draft = ObservedQuota {
             window: period_at_end(name),
-            ..Draft::named(name)
+            ..ObservedQuota::named(name)
         };
         quotas.extend(here.quota(draft, [None, Some(trim(remaining)), None]));
     }
@@ -67,10 +67,10 @@ pub(super) fn binance(here: &Here<'_, '_>, name: &str, unit: &str, quotas: &mut 
     let mut plain = None;
     let mut seen = Bounded::<&str, 16>::new();
     for (header, value) in here.all() {
-        let draft = Draft {
-            unit: Text::some(unit),
+        let draft = ObservedQuota {
+            unit: Text::boxed(unit),
             used: Count::read(value).and_then(Count::known),
-            ..Draft::named(name)
+            ..ObservedQuota::named(name)
         };
         match header[start..].strip_prefix('-') {
             None if header.len() == start => plain = plain.or(Some(draft)),
@@ -79,7 +79,7 @@ pub(super) fn binance(here: &Here<'_, '_>, name: &str, unit: &str, quotas: &mut 
                 let window = time::period(suffix).filter(|_| is_short(suffix));
                 if window.is_some() && !seen.contains(&suffix) {
                     seen.push(suffix);
-                    quotas.push(Draft { window, ..draft });
+                    quotas.push(ObservedQuota { window, ..draft });
                 }
             }
         }
@@ -103,15 +103,15 @@ pub(super) fn salesforce(here: &Here<'_, '_>, quotas: &mut Drafts) {
 }
 
 /// `api-usage=25/5000`
-fn usage(item: &str) -> Option<Draft> {
+fn usage(item: &str) -> Option<ObservedQuota> {
     let (name, usage) = item.split_once('=').filter(|(name, _)| !name.is_empty())?;
     let (used, limit) = usage.split_once('/')?;
-    Some(Draft {
-        name: Some(Text::lower(name)),
+    Some(ObservedQuota {
+        name: Some(Text::lower(name).into()),
         limit: Some(plain(digits(limit).0)?),
         used: Some(plain(used)?),
         window: Some(super::DAY),
-        ..Draft::default()
+        ..ObservedQuota::default()
     })
 }
 
@@ -125,10 +125,10 @@ pub(super) fn sentry(here: &Here<'_, '_>, quotas: &mut Drafts) {
             .map(trim)
             .filter(|categories| !categories.is_empty());
         if reset.is_some() {
-            quotas.push(Draft {
+            quotas.push(ObservedQuota {
                 remaining: Some(0),
-                reset,
-                ..Draft::named(categories.unwrap_or("all"))
+                reset_after: reset,
+                ..ObservedQuota::named(categories.unwrap_or("all"))
             });
         }
     }

@@ -5,10 +5,9 @@ use std::borrow::Cow;
 use json_event_parser::JsonEvent;
 
 use super::Here;
-use crate::signal::draft::{Draft, Drafts};
+use crate::signal::observed::{Drafts, ObservedQuota};
 use crate::signal::parse::json::{Node, visit};
 use crate::signal::parse::number::Number;
-use crate::signal::parse::text::Text;
 use crate::signal::parse::time;
 
 /// The keys of the percentages of a use case.
@@ -37,11 +36,10 @@ impl MetaUsage {
         }
     }
 
-    fn draft(self, name: Option<Text>) -> Option<Draft> {
-        let draft = Draft {
-            name,
-            reset: self.reset,
-            ..Draft::default()
+    fn draft(self, name: &str) -> Option<ObservedQuota> {
+        let draft = ObservedQuota {
+            reset_after: self.reset,
+            ..ObservedQuota::named(name)
         };
         self.used.map(|used| draft.percent(used))
     }
@@ -61,7 +59,7 @@ pub(super) fn object(
             usage.member(node, shares, reset, 1000);
         }
     });
-    quotas.extend(usage.draft(Text::some(name)));
+    quotas.extend(usage.draft(name));
 }
 
 /// `{"66782684":[{"type":"ads_management","call_count":95,"estimated_time_to_regain_access":19}]}`
@@ -101,17 +99,17 @@ struct UseCase<'a> {
 
 impl UseCase<'_> {
     /// Returns the quota of the case, if there is one, and forgets the case but for its owner.
-    fn end(&mut self) -> Option<Draft> {
+    fn end(&mut self) -> Option<ObservedQuota> {
         let usage = std::mem::take(&mut self.usage);
         let kind = self.kind.take();
         let is_open = std::mem::take(&mut self.is_open);
         let owner = self.owner.as_deref().filter(|_| is_open)?;
         let name = match kind {
-            Some(kind) => Text::of(&[owner, ":", &kind]),
-            None => Text::of(&[owner]),
+            Some(kind) => &[owner, ":", &kind].concat(),
+            None => owner,
         };
-        let draft = usage.draft(Some(name).filter(|name| *name != Text::EMPTY))?;
+        let draft = usage.draft(name)?;
         let remaining = usage.reset.map_or(draft.remaining, |_| Some(0));
-        Some(Draft { remaining, ..draft })
+        Some(ObservedQuota { remaining, ..draft })
     }
 }

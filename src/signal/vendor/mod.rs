@@ -4,8 +4,8 @@
 //! To add a format, add a row, and a recorded response to its tests. The page of headers is made
 //! from the table.
 
-use super::draft::{Draft, Drafts};
 use super::generic::lines::{Lines, split};
+use super::observed::{Drafts, ObservedQuota};
 use super::parse::number::Count;
 use super::parse::time::Base;
 
@@ -286,10 +286,10 @@ impl<'a> Here<'_, 'a> {
         self.all().flat_map(|(_, value)| split(value, ','))
     }
 
-    fn fields(&self, name: &str, window: u64, fields: &[Field]) -> Option<Draft> {
-        let draft = Draft {
+    fn fields(&self, name: &str, window: u64, fields: &[Field]) -> Option<ObservedQuota> {
+        let draft = ObservedQuota {
             window: (window > 0).then_some(window),
-            ..Draft::named(name)
+            ..ObservedQuota::named(name)
         };
         let values = [Limit, Remaining, Reset].map(|wanted| {
             let place = fields.iter().position(|field| *field == wanted)?;
@@ -300,17 +300,17 @@ impl<'a> Here<'_, 'a> {
 
     /// Adds the limit, what remains and the reset to a quota. Returns `None` if the limit is
     /// negative, which means that there is none.
-    fn quota(&self, draft: Draft, values: [Option<&str>; 3]) -> Option<Draft> {
+    fn quota(&self, draft: ObservedQuota, values: [Option<&str>; 3]) -> Option<ObservedQuota> {
         let [limit, remaining, reset] = values;
         let limit = match limit.and_then(Count::read) {
             Some(Count::Negative) => return None,
             limit => limit.and_then(Count::known),
         };
         let remaining = remaining.and_then(Count::read);
-        Some(Draft {
+        Some(ObservedQuota {
             limit,
             remaining: remaining.and_then(|remaining| remaining.left_of(limit)),
-            reset: reset.and_then(|reset| self.base.read(reset)),
+            reset_after: reset.and_then(|reset| self.base.read(reset)),
             ..draft
         })
     }
