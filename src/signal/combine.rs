@@ -54,10 +54,7 @@ pub(super) fn sort<'a>(lines: &Lines<'a>, entries: &mut Entries<'a>) -> vendor::
 /// Joins two groups of a family that describe one quota: one without a name, and one that only
 /// names the requests, if no value is in both. The group with the limit names the quota.
 fn join(entries: &mut Entries<'_>) {
-    let is_named = |entry: &GroupEntry<'_>| {
-        let mut pieces = entry.header.name.iter().filter(|piece| !piece.is_empty());
-        pieces.next().is_some_and(|piece| words::is_plain(piece)) && pieces.next().is_none()
-    };
+    let is_named = |entry: &GroupEntry<'_>| words::is_plain(entry.header.name.as_str());
     let Some(named) = entries.iter().find(|entry| is_named(entry)).copied() else {
         return;
     };
@@ -80,7 +77,7 @@ fn join(entries: &mut Entries<'_>) {
         let like = *has_limit.unwrap_or(unnamed);
         for entry in entries.iter_mut() {
             if of_family(entry) && is_of_quota(entry) {
-                entry.header = entry.header.renamed(like.header.name);
+                entry.header.name = like.header.name;
                 entry.group = like.group;
             }
         }
@@ -102,7 +99,7 @@ pub(super) fn read(
         let same = |other: &&GroupEntry<'_>| is_of_quota(other) && other.group == entry.group;
         let is_first = !entries[..place].iter().any(|other| same(&other));
         if is_first && is_of_quota(entry) && !is_same_bucket(entry) {
-            let name = Text::of(&header.pieces());
+            let name = header.quota_name();
             let of_group = entries[place..].iter().filter(same);
             let mut group = Stated::read(of_group.clone().copied(), base).group(
                 name.as_str(),
